@@ -7,10 +7,12 @@
 #   make test-busy   the tests that depend on the clock beside 30 busy processes
 #   make test-ray     replicas on Ray Serve that are killed, added and taken away; installed into .venv-ray
 #   make test-clients  clients and routers from PyPI against servers, installed into .venv-clients and .venv-clients-older
-#   make coverage    the tests with coverage of src/freight by lines and branches, as build/coverage/html
+#   make coverage    the tests with coverage of src/freight by lines and branches, as build/coverage/html, then coverage-kernels
 #   make coverage-kernels   line coverage of csrc/ by the kernels' tests
+#   make docs        the site of all documents with the reference pages, as build/docs; Sphinx comes into .venv-docs
 #   make test-versions RESOLUTION=lowest-direct   the tests with the lowest dependencies that pyproject.toml allows, or highest
 #   make wheel       dist/freight-….whl with the kernels of every instruction set, for machines without a compiler
+#   make release     sdist and wheel in dist/, tried in clean environments without a compiler, and SHA256SUMS
 #   make soak        64 clients of a server for five minutes (make test: for twelve seconds)
 #   make real MODEL=OWNER/NAME   the demo model's tables for a model of the hub, or a folder; OPTIONS='--data FILE --tokens 8192'
 # PYTHON=python3.12 picks another interpreter; TORCH=cuda takes torch's default build instead of the CPU one.
@@ -24,7 +26,7 @@ STAMP = .venv/ready-$(TORCH)
 # the tests start hundreds of interpreters: each would compile the source again
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo style test test-all test-tiles test-busy test-clients test-ray test-defaults test-versions coverage coverage-kernels soak real wheel sanitize sanitize-threads check format clean
+.PHONY: setup demo style test test-all test-tiles test-busy test-clients test-ray test-defaults test-versions coverage coverage-kernels docs soak real wheel release sanitize sanitize-threads check format clean
 
 setup: $(STAMP)
 
@@ -113,24 +115,40 @@ test-ray: setup .venv-ray/ready
 	  >$$(.venv-ray/bin/python -c 'import site; print(site.getsitepackages()[0])')/freight.pth
 	@touch $@
 
-# configured in pyproject.toml; the processes that tests start count as well
+# configured in pyproject.toml; the processes that tests start count as well. There are no floors yet: coverage_floors.py
+# takes --lines and --branches, kernel_coverage.py --floor, once a full run has printed what is reached
 coverage: setup
 	@rm -rf build/coverage; mkdir -p build/coverage
 	@$(BIN)/coverage run -m pytest -n 2 --dist worksteal
 	@$(BIN)/coverage combine -q
 	@$(BIN)/coverage html -q
 	@$(BIN)/coverage report --skip-covered --sort=-miss
+	@$(BIN)/coverage json -q -o build/coverage/report.json
+	@$(BIN)/python tools/coverage_floors.py build/coverage/report.json
+	@$(MAKE) --no-print-directory coverage-kernels
+
+# Sphinx sees what .venv has behind its own: the reference pages are made of the source
+docs: setup .venv-docs/ready
+	@.venv-docs/bin/python tools/build_docs.py
+
+.venv-docs/ready: docs/requirements.txt
+	@test -x .venv-docs/bin/python || $(PYTHON) -m venv .venv-docs
+	@.venv-docs/bin/pip install -q -r $<
+	@$(BIN)/python -c 'import site; print(*site.getsitepackages(), "$(CURDIR)/src", sep="\n")' \
+	  >$$(.venv-docs/bin/python -c 'import site; print(site.getsitepackages()[0])')/freight.pth
+	@touch $@
 
 coverage-kernels: setup
 	@$(BIN)/python tools/kernel_coverage.py
 
-# an environment of its own each time; uv knows how to take the lowest versions
+# an environment of its own each time; tests/lowest.txt has the lowest versions, which uv found
 RESOLUTION ?= lowest-direct
 VERSIONS = .venv-$(RESOLUTION)
+LOWEST = $(if $(filter lowest%,$(RESOLUTION)),--constraints tests/lowest.txt)
 test-versions:
 	@rm -rf $(VERSIONS); $(PYTHON) -m venv $(VERSIONS)
 	@$(VERSIONS)/bin/pip install -q uv
-	@$(VERSIONS)/bin/uv pip install -q --python $(VERSIONS)/bin/python --resolution $(RESOLUTION) --torch-backend cpu -e '.[dev]'
+	@$(VERSIONS)/bin/uv pip install -q --python $(VERSIONS)/bin/python --resolution $(RESOLUTION) $(LOWEST) --torch-backend cpu -e '.[dev]'
 	@$(VERSIONS)/bin/uv pip freeze --python $(VERSIONS)/bin/python
 	@$(VERSIONS)/bin/pytest -n 2 --dist worksteal
 
@@ -144,9 +162,14 @@ wheel: setup
 	@command -v cmake >/dev/null || test -x $(BIN)/cmake || $(BIN)/pip install -q cmake
 	@$(BIN)/python tools/build_wheel.py
 
+# the version is that of pyproject.toml; CHANGELOG.md must have it
+release: setup
+	@command -v cmake >/dev/null || test -x $(BIN)/cmake || $(BIN)/pip install -q cmake
+	@$(BIN)/python tools/release.py --torch $(TORCH_VERSION)
+
 format: setup
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
 clean:
-	rm -rf .venv .venv-clients .venv-clients-older .venv-ray .venv-lowest-direct .venv-highest build dist
+	rm -rf .venv .venv-clients .venv-clients-older .venv-ray .venv-docs .venv-lowest-direct .venv-highest build dist

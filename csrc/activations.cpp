@@ -1,4 +1,4 @@
-// Staging of activations, and their rounding to E4M3FN as fp8/cast.py defines it.
+// Staging of activations, and their rounding to E4M3FN as fp8/cast.py defines it, or to INT8 (int8.h).
 #include "activations.h"
 
 #include <algorithm>
@@ -14,6 +14,7 @@ namespace freight {
 namespace {
 
 constexpr float kLargest = 448.f;  // E4M3FN
+constexpr float kLargestInt8 = 127.f;
 
 // Round v to the nearest E4M3FN values, ties to even, saturating; NaN stays NaN. The results are exact in bfloat16.
 inline VF round_e4m3(VF v) {
@@ -41,6 +42,26 @@ float largest_of(const void* x, int32_t format, int64_t first, int64_t count) {
   return format == FREIGHT_BFLOAT16 ? bf16_to_float(half) : f16_to_float(half);
 }
 
+// Say whether one of `count` values from `first` on is NaN: as an integer its magnitude is above infinity's.
+bool has_nan(const void* x, int32_t format, int64_t first, int64_t count) {
+  if (format == FREIGHT_FLOAT32) {
+    const float* values = static_cast<const float*>(x) + first;
+    int32_t largest = 0;
+    for (int64_t i = 0; i < count; i++) {
+      const int32_t magnitude = static_cast<int32_t>(float_to_bits(values[i]) & 0x7FFFFFFFu);
+      largest = largest > magnitude ? largest : magnitude;
+    }
+    return largest > 0x7F800000;
+  }
+  const uint16_t* halves = static_cast<const uint16_t*>(x) + first;
+  int16_t largest = 0;
+  for (int64_t i = 0; i < count; i++) {
+    const int16_t magnitude = static_cast<int16_t>(halves[i] & 0x7FFF);
+    largest = largest > magnitude ? largest : magnitude;
+  }
+  return largest > (format == FREIGHT_BFLOAT16 ? 0x7F80 : 0x7C00);
+}
+
 // Divide values [count], padded with zeros to a multiple of 16, by `scale` and round them.
 void round_by(float* values, int64_t count, float scale) {
   const VF by = set1(scale);
@@ -51,21 +72,28 @@ constexpr int64_t kColumns = 1024;         // columns of a task; a multiple of k
 constexpr int64_t kPartPanels = 8;         // panels of a task if there are few tiles
 constexpr int64_t kShareOfStaging = 8192;  // values per thread: fewer are not worth another thread
 
+// Inputs of a panel of tiles: those that share a block scale, or twice as many in INT8.
+int64_t panel_inputs(const FreightWeight& weight) { return weight.format == FREIGHT_INT8 ? 2 * kGroup : kGroup; }
+
+// Inputs of a row in a word of a layout.
+int inputs_of(Layout layout) { return layout == Layout::kInt8 ? kInt8Word : layout == Layout::kFloats ? 1 : 2; }
+
 struct Stager {
   const FreightWeight& weight;
   const void* x;
   int32_t format;
-  bool pair;
+  Layout layout;
   int64_t steps, groups;
   float *row_scale, *group_scale;
   const int32_t* index = nullptr;       // Product::index
   int64_t stride = weight.in_features;  // Product::x_stride
+  int inputs = inputs_of(layout);       // of a word
 
   // The index in x of column `first` of a row.
   int64_t at(int64_t row, int64_t first) const { return (index ? index[row] : row) * stride + first; }
 
   // The inputs of columns `first` .. `first` + `count` of a row, as they are stored: in x, or gathered to `room`.
-  const char* inputs_of(int64_t row, int64_t first, int64_t count, void* room) const {
+  const char* stored_inputs(int64_t row, int64_t first, int64_t count, void* room) const {
     if (!weight.order) return element(x, at(row, first), format);
     const int32_t* order = weight.order + first;
     const char* from = element(x, at(row, 0), format);
@@ -79,17 +107,21 @@ struct Stager {
   }
 
   void scale_row(int64_t row) const {
-    const int64_t in = weight.in_features;
-    row_scale[row] = weight.activations == FREIGHT_STATIC
-                         ? weight.input_scale
-                         : scale_from(largest_of(x, format, at(row, 0), in), kLargest);
+    const int64_t in = weight.in_features, first = at(row, 0);
+    const bool integers = weight.format == FREIGHT_INT8;
+    if (integers && has_nan(x, format, first, in))
+      row_scale[row] = __builtin_nanf("");  // INT8 has no NaN, so the scale makes the row's results NaN
+    else if (weight.activations == FREIGHT_STATIC)
+      row_scale[row] = weight.input_scale;
+    else
+      row_scale[row] = scale_from(largest_of(x, format, first, in), integers ? kLargestInt8 : kLargest);
   }
 
   // Columns `first` .. `first` + `count` of a row as float32, rounded to FP8 if the weight requires it, with zeros up
   // to a multiple of 16.
   void values_of(int64_t row, int64_t first, int64_t count, float* values) const {
     alignas(64) uint32_t room[kColumns];
-    read_row(inputs_of(row, first, count, room), format, count, values);
+    read_row(stored_inputs(row, first, count, room), format, count, values);
     if (row_scale) return round_by(values, count, row_scale[row]);
     if (!group_scale) return;
     for (int64_t done = 0; done < count; done += kGroup) {
@@ -103,16 +135,20 @@ struct Stager {
   // The words of kColumns columns from `first` on of a row; words past its end are 0.
   void words_of(int64_t row, int64_t first, uint32_t* words) const {
     const int64_t count = std::max<int64_t>(0, std::min(kColumns, weight.in_features - first));
-    if (pair && weight.activations == FREIGHT_PLAIN) {
+    if (layout == Layout::kPairs && weight.activations == FREIGHT_PLAIN) {
       alignas(64) uint16_t room[kColumns];
       std::memset(words, 0, kColumns * 2);
-      std::memcpy(words, inputs_of(row, first, count, room), static_cast<size_t>(count) * 2);
+      std::memcpy(words, stored_inputs(row, first, count, room), static_cast<size_t>(count) * 2);
       return;
     }
     alignas(64) float values[kColumns];
     std::memset(values + count, 0, static_cast<size_t>(kColumns - count) * 4);
+    if (layout == Layout::kInt8) {
+      read_row(element(x, at(row, first), format), format, count, values);
+      return int8_words(values, row_scale[row], words);
+    }
     values_of(row, first, count, values);
-    if (!pair) {
+    if (layout == Layout::kFloats) {
       std::memcpy(words, values, sizeof(values));
       return;
     }
@@ -123,10 +159,21 @@ struct Stager {
     }
   }
 
+  // Words of kColumns values, divided by `scale` and rounded to INT8.
+  static void int8_words(const float* values, float scale, uint32_t* words) {
+    alignas(64) int32_t codes[kColumns];
+    const VF by = set1(scale);
+    for (int64_t i = 0; i < kColumns; i += W) {
+      const VI rounded = int8_codes(load(values + i) / by);
+      std::memcpy(codes + i, &rounded, sizeof rounded);
+    }
+    for (int64_t i = 0; i < kColumns / kInt8Word; i++) words[i] = int8_word(codes + i * kInt8Word);
+  }
+
   // kColumns columns of a tile.
   template <int H>
   void part(int64_t tile, int64_t first, int64_t rows, uint32_t* to) const {
-    const int64_t step = pair ? first / 2 : first, most = pair ? kColumns / 2 : kColumns;
+    const int64_t step = first / inputs, most = kColumns / inputs;
     const int64_t count = std::min(most, steps - step);
     alignas(64) uint32_t words[H][kColumns];
     for (int row = 0; row < H; row++) {
@@ -143,9 +190,10 @@ struct Stager {
 #if FREIGHT_AMX
   // Write the inputs of a panel of a row to a line of its tiles, as bfloat16, with zeros after the last.
   void panel_line(int64_t row, int64_t panel, uint8_t* line) const {
-    const int64_t first = panel * kGroupInputs, count = std::min<int64_t>(kGroupInputs, weight.in_features - first);
+    const int64_t wide = panel_inputs(weight), first = panel * wide, count = std::min(wide, weight.in_features - first);
     alignas(64) uint16_t room[kGroupInputs], halves[kGroupInputs];
-    const char* from = inputs_of(row, first, count, room);
+    const char* from = stored_inputs(row, first, count, room);
+    if (weight.format == FREIGHT_INT8) return int8_line(from, count, row_scale[row], line);
     if (weight.activations != FREIGHT_PLAIN) return rounded_line(from, count, scale_of(row, panel, count), line);
     if (count < kGroupInputs) {
       std::memset(halves, 0, sizeof(halves));
@@ -177,6 +225,18 @@ struct Stager {
     }
   }
 
+  // Write `count` values, divided by `scale` and rounded to INT8.
+  void int8_line(const char* from, int64_t count, float scale, uint8_t* line) const {
+    const VF by = set1(scale);
+    for (int step = 0, first = 0; step < kGroupSteps; step++, line += kTileBytes)
+      for (int part = 0; part < kTileRowBytes; part += kLanes, first += kLanes) {
+        V16 v{};
+        if (first < count) v = load_as(element(from, first, format), format, lanes_at(first, count));
+        const __m128i codes = _mm512_cvtepi32_epi8((__m512i)int8_codes(v.v[0] / by));
+        _mm_store_si128(reinterpret_cast<__m128i*>(line + part), codes);
+      }
+  }
+
   // Write panels of a tile of `rows` rows to [panels][tiles][4][16][32]; `lines` of the 16 are written.
   void tile_part(int64_t tile, int64_t tiles, int64_t panel, int64_t end, int64_t rows, int64_t lines,
                  uint8_t* to) const {
@@ -194,7 +254,10 @@ struct Stager {
 #endif
 };
 
-int64_t groups_of(const FreightWeight& weight) { return (weight.in_features + kGroup - 1) / kGroup; }
+int64_t groups_of(const FreightWeight& weight) {
+  const int64_t inputs = panel_inputs(weight);
+  return (weight.in_features + inputs - 1) / inputs;
+}
 bool by_group(const FreightWeight& weight) { return weight.activations == FREIGHT_DYNAMIC && weight.block_scale; }
 bool by_row(const FreightWeight& weight) { return weight.activations != FREIGHT_PLAIN && !by_group(weight); }
 
@@ -203,27 +266,27 @@ int useful_threads(int64_t values, int threads) {
 }
 
 // A stager with scales in the calling thread's memory; group scales, of `lines` rows, are initialized to 1.
-Stager stager_of(const FreightWeight& weight, const void* x, int32_t format, bool pair, int64_t steps, int64_t rows,
+Stager stager_of(const FreightWeight& weight, const void* x, int32_t format, Layout layout, int64_t steps, int64_t rows,
                  int64_t lines) {
   thread_local std::vector<float> row_scale, group_scale;
   const int64_t groups = groups_of(weight);
   if (by_row(weight)) row_scale.resize(static_cast<size_t>(rows));
   if (by_group(weight)) group_scale.assign(static_cast<size_t>(lines * groups), 1.f);
-  return {weight, x, format, pair, steps, groups, by_row(weight) ? row_scale.data() : nullptr,
+  return {weight, x, format, layout, steps, groups, by_row(weight) ? row_scale.data() : nullptr,
           by_group(weight) ? group_scale.data() : nullptr};
 }
 
-// Stage `rows` rows; `pair`: as pairs of bfloat16 (values that are not bfloat16 must have been rounded to FP8), else
-// float32.
-Staged stage(const FreightWeight& weight, const void* x, int32_t format, int64_t rows, bool pair, int64_t steps,
+// Stage `rows` rows: as float32, as words of INT8, or as pairs of bfloat16 (values that are not bfloat16 must have been
+// rounded to FP8).
+Staged stage(const FreightWeight& weight, const void* x, int32_t format, int64_t rows, Layout layout, int64_t steps,
              int threads) {
   thread_local std::vector<uint32_t> staged;
   const int64_t tiles = (rows + kTileRows - 1) / kTileRows;
   const size_t words = static_cast<size_t>(tiles * kTileRows * steps);
   if (staged.size() < words) staged = std::vector<uint32_t>(words);
   uint32_t* to = staged.data();
-  const Stager stager = stager_of(weight, x, format, pair, steps, rows, tiles * kTileRows);
-  const int64_t parts = (steps * (pair ? 2 : 1) + kColumns - 1) / kColumns;
+  const Stager stager = stager_of(weight, x, format, layout, steps, rows, tiles * kTileRows);
+  const int64_t parts = (steps * stager.inputs + kColumns - 1) / kColumns;
   const int useful = useful_threads(rows * weight.in_features, threads);
   if (by_row(weight)) parallel_for(rows, rows > kTileRows ? useful : 1, [&](int64_t row) { stager.scale_row(row); });
   parallel_for(tiles * parts, useful, [&](int64_t task) {
@@ -242,7 +305,7 @@ Staged stage_tiles(const FreightWeight& weight, const void* x, int32_t format, i
   thread_local WorkingMemory memory;
   const int64_t groups = groups_of(weight), tiles = (rows + kTileLines - 1) / kTileLines;
   uint8_t* to = memory.of(tiles * groups * kGroupBytes);
-  const Stager stager = stager_of(weight, x, format, true, 0, rows, rows);
+  const Stager stager = stager_of(weight, x, format, Layout::kTiles, 0, rows, rows);
   const int useful = useful_threads(rows * weight.in_features, threads);
   const int64_t parts = tiles < 2 * useful ? std::max<int64_t>(1, (groups + kPartPanels - 1) / kPartPanels) : 1;
   const int64_t part = (groups + parts - 1) / parts;
@@ -282,7 +345,7 @@ int64_t aligned(int64_t bytes) { return (bytes + kUnit - 1) / kUnit * kUnit; }
 
 int64_t steps_of(const FreightWeight& weight, Layout layout) {
   const int64_t inputs = units_of(weight.format, weight.in_features) * inputs_per_unit(weight.format);
-  return layout == Layout::kPairs ? inputs / 2 : inputs;
+  return layout == Layout::kTiles ? inputs : inputs / inputs_of(layout);
 }
 
 int64_t tile_rows(Layout layout) { return layout == Layout::kTiles ? 16 : kTileRows; }
@@ -294,7 +357,7 @@ void stage_tile(const Product& product, int32_t format, Layout layout, int64_t t
   float* row_scale = const_cast<float*>(staged.row_scale);  // in the memory of stage_all
   float* group_scale = const_cast<float*>(staged.group_scale);
   void* x = const_cast<void*>(staged.x);
-  const Stager stager{weight, product.x, format, layout != Layout::kFloats, steps, staged.groups, row_scale,
+  const Stager stager{weight, product.x, format, layout, steps, staged.groups, row_scale,
                       group_scale, product.index, product.x_stride};
   const int64_t first = tile * tile_rows(layout), there = std::min(tile_rows(layout), product.rows - first);
   if (row_scale)
@@ -309,7 +372,7 @@ void stage_tile(const Product& product, int32_t format, Layout layout, int64_t t
   with_height(height_of(there), [&](auto height) {
     if (group_scale)
       std::fill(group_scale + (first + there) * staged.groups, group_scale + (first + height) * staged.groups, 1.f);
-    const int64_t columns = layout == Layout::kPairs ? 2 * steps : steps;
+    const int64_t columns = steps * stager.inputs;
     for (int64_t column = 0; column < columns; column += kColumns)
       stager.part<height>(tile, column, there, static_cast<uint32_t*>(x));
   });
@@ -327,7 +390,7 @@ void stage_one(Product& product, int32_t format, int threads) {
   }
 #endif
   const int64_t steps = steps_of(weight, layout);
-  product.staged = stage(weight, product.x, format, product.rows, layout == Layout::kPairs, steps, threads);
+  product.staged = stage(weight, product.x, format, product.rows, layout, steps, threads);
 }
 
 void stage_all(Product* products, int64_t count, int32_t format, int threads) {

@@ -10,12 +10,13 @@
 #define FREIGHT_API extern "C" __attribute__((visibility("default")))
 
 // Incremented when any declaration changes, so that a library of an older build is refused instead of called wrongly.
-constexpr int32_t FREIGHT_ABI = 29;
+constexpr int32_t FREIGHT_ABI = 30;
 FREIGHT_API int32_t freight_abi();
 
 constexpr int32_t FREIGHT_LANES = 16;      // outputs computed together; arrays by output are padded to a multiple
 constexpr int32_t FREIGHT_CACHE_LINE = 64;  // bytes
 constexpr int32_t FREIGHT_MAX_RANKS = 64;
+constexpr int32_t FREIGHT_INT8_INPUTS = 131071;  // of a weight in INT8, at most: their products fit in int32
 
 enum FreightStatus : int32_t {
   FREIGHT_OK = 0,
@@ -71,18 +72,20 @@ FREIGHT_API int32_t freight_evict(const void* data, int64_t bytes);
 // Rounding of the inputs of a product.
 enum FreightActivations : int32_t {
   FREIGHT_PLAIN = 0,    // none
-  FREIGHT_DYNAMIC = 1,  // to E4M3FN, scaled by the amax of the row (with block scales of each 128 inputs)
-  FREIGHT_STATIC = 2,   // to E4M3FN, scaled by input_scale
+  // Both round to E4M3FN, or for weights in INT8 to INT8, where a row with a NaN has only NaN as results.
+  FREIGHT_DYNAMIC = 1,  // scaled by the amax of the row (with block scales of each 128 inputs)
+  FREIGHT_STATIC = 2,   // scaled by input_scale
 };
 
 // A packed weight [out_features, in_features]. The layout of `data` depends on the build that packed it (packed.h).
+// INT8 has at most FREIGHT_INT8_INPUTS inputs, no block_scale, and activations that are not plain; -128 is a value.
 struct FreightWeight {
   const void* data;          // freight_packed_bytes, at a multiple of FREIGHT_CACHE_LINE
   const float* scale;        // [out_features, padded to FREIGHT_LANES]: factor of a row's sum; NaN: the row has a NaN
   const float* block_scale;  // [ceil(out / 128), ceil(in / 128)], or null
   const int32_t* order;      // [in_features]: the input that each column takes, with PLAIN only; null: its own
   int64_t out_features, in_features;
-  int32_t format;       // a FreightFormat: of 16 or 32 bits, E4M3FN, MXFP4, NVFP4 or INT4
+  int32_t format;       // a FreightFormat: of 16 or 32 bits, E4M3FN, INT8, MXFP4, NVFP4 or INT4
   int32_t activations;  // FreightActivations
   float input_scale;
 };
@@ -109,7 +112,8 @@ struct FreightLinear {
 };
 
 // y = x @ weight.T * scales + bias. Sums are float32, in an order that depends only on the build (linear.cpp), not on
-// the number of rows or threads. Rounded once, at the end.
+// the number of rows or threads. Rounded once, at the end. In INT8 sums are int32 and exact, then converted to float32,
+// multiplied by the scale of the row of x, then by that of the weight's row, so that every build has the same bits.
 FREIGHT_API FreightStatus freight_linear(const FreightLinear* arguments);
 
 struct FreightByHead {
@@ -337,7 +341,7 @@ struct FreightGather {
   const void* ranks;         // FreightRanks
   const void* part;          // [rows, part_bytes], of this rank
   void* out;                 // [rows, size, part_bytes]
-  int64_t rows, part_bytes;  // part_bytes: at most the capacity
+  int64_t rows, part_bytes;
   int32_t only;              // the one rank whose out is written; -1: all
   int32_t threads;
 };

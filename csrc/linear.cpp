@@ -3,7 +3,7 @@
 // There is one order of summation per build, for every number of rows. Vectors: one lane sums an output over its inputs
 // from first to last, one input a step with `Single`, two with `Pair` (packed.h). AMX: 32 inputs a step, even and odd
 // ones separately (tiles.h). With block scales each group of 128 inputs is summed in this order, then multiplied by its
-// scale and added to the total, in order. Rows are processed in tiles, outputs in blocks; weights are decoded in
+// scale and added to the total, in order. Sums in INT8 are exact (int8.h). Rows are processed in tiles, outputs in blocks; weights are decoded in
 // registers as they stream in, once for every tile of rows, which costs almost nothing while the multipliers are busy.
 // A task computes all tiles of rows with its few blocks of weights: with few rows it reads the weights once, from
 // memory; with many it reads them repeatedly, from L2.
@@ -128,18 +128,23 @@ inline void tile(const D& decoder, const uint8_t* const* w, const typename D::Ma
   }
 }
 
+// 16 sums as float32. Those in INT8 are rounded here, to nearest, ties to even, before any scale multiplies them.
+inline V16 sums_of(const float* sums, bool integers) {
+  return integers ? of_int_sums(load16(sums)) : load16(sums);
+}
+
 // Apply scales and bias to 16 outputs of `rows` rows, and round them once; sums: [rows][16].
 void finish(const Product& call, int32_t format, const float* sums, int64_t row, int64_t rows, int64_t block,
             float factor) {
   const FreightWeight& weight = *call.weight;
   const int64_t first = block * kLanes;
   const int count = static_cast<int>(std::min<int64_t>(kLanes, weight.out_features - first));
-  const bool scaled = weight.scale != nullptr;
+  const bool scaled = weight.scale != nullptr, integers = weight.format == FREIGHT_INT8;
   const int32_t stored = call.wide ? FREIGHT_FLOAT32 : format;
   const V16 scale = scaled ? load16(weight.scale + first) * set16(factor) : set16(factor);
   const V16 bias = call.bias ? load16(call.bias + first) : V16{};
   for (int64_t m = 0; m < rows; m++) {
-    V16 value = load16(sums + m * kLanes);
+    V16 value = sums_of(sums + m * kLanes, integers);
     if (call.staged.row_scale) value = value * set16(call.staged.row_scale[row + m]);
     if (scaled || factor != 1.f) value = value * scale;
     if (call.bias) value = value + bias;
@@ -216,6 +221,14 @@ struct VectorTask {
     const int64_t rows = std::min<int64_t>(kTileRows, call.rows - row), last = blocks_of(weight.out_features) - 1;
     const uint8_t* w[NB];
     alignas(64) float sums[NB * M * kLanes] = {};
+#if FREIGHT_VNNI
+    if constexpr (std::is_same_v<D, Int8>) {
+      const uint8_t* starts = static_cast<const uint8_t*>(weight.data) + bands_of(weight.out_features) * kBand * units * kUnit;
+      for (size_t j = 0; j < NB; j++)
+        for (int m = 0; m < M; m++)
+          std::memcpy(sums + (j * M + m) * kLanes, starts + std::min(own[j], last) * kLanes * 4, kLanes * 4);
+    }
+#endif
     const X* x = static_cast<const X*>(call.staged.x) + row * call.staged.steps;
     if constexpr (std::is_base_of_v<InGroups, D>) {
       const FourBit layout = four_bit(weight.format);
@@ -286,6 +299,7 @@ struct Finish {
   void lines(const float* sums, int64_t apart, int64_t row, int64_t rows, int64_t first) const {
     const FreightWeight& weight = *call.weight;
     const float* row_scale = call.staged.row_scale;
+    const bool integers = weight.format == FREIGHT_INT8;
     V16 scale[kBand], bias[kBand];
     for (int j = 0; j < kBand; j++) {
       scale[j] = weight.scale ? load16(weight.scale + first + j * kLanes) : set16(1.f);
@@ -293,7 +307,7 @@ struct Finish {
     }
     for (int64_t m = 0; m < rows; m++)
       for (int j = 0; j < kBand; j++) {
-        V16 value = load16(sums + j * apart + m * kLanes);
+        V16 value = sums_of(sums + j * apart + m * kLanes, integers);
         if (row_scale) value = value * set16(row_scale[row + m]);
         if (weight.scale) value = value * scale[j];
         if (call.bias) value = value + bias[j];
@@ -365,6 +379,25 @@ void by_tiles_of_groups(const Product* products, int64_t count, int32_t format, 
       });
 }
 
+// Products in INT8: on AMX tiles, or by vectors for few rows.
+void int8_by_tiles(const Product* products, int64_t count, int32_t format, int threads) {
+  const Int8 decoder;
+  const TileDecoder<FREIGHT_INT8> none;
+  const int share = std::max(1, static_cast<int>(threads / count));
+  const auto job_of = [&](const Product& call) { return TileJob(*call.weight, call.staged.x, nullptr, call.rows, share); };
+  for_each_task(
+      count, threads,
+      [&](int64_t i) {
+        const Product& call = products[i];
+        return call.rows <= kInt8DotRows ? VectorTask<Int8>::tasks(call) : job_of(call).tasks();
+      },
+      [&](int64_t i, int64_t task) {
+        const Product& call = products[i];
+        if (call.rows <= kInt8DotRows) return VectorTask<Int8>{call, format, decoder}.compute(task);
+        tile_task<FREIGHT_INT8>(job_of(call), none, task, Finish{call, format});
+      });
+}
+
 #endif
 
 void linear(const FreightLinear& a) {
@@ -396,6 +429,7 @@ void multiply(const Product* products, int64_t count, int32_t format, int thread
   if (count == 0) return;
   const FreightWeight& weight = *products->weight;
 #if FREIGHT_AMX
+  if (weight.format == FREIGHT_INT8) return int8_by_tiles(products, count, format, threads);
   if (exact_in_bfloat16(weight, format)) {
     if (weight.format == FREIGHT_NVFP4) return by_tiles_of_groups<FREIGHT_NVFP4>(products, count, format, threads);
     if (in_groups(weight.format)) return by_tiles_of_groups<FREIGHT_INT4>(products, count, format, threads);
@@ -417,6 +451,7 @@ void multiply(const Product* products, int64_t count, int32_t format, int thread
     case FREIGHT_E4M3FN: return by_vectors<E4M3>(products, count, format, threads);
     case FREIGHT_BFLOAT16: return by_vectors<BFloat16>(products, count, format, threads);
     case FREIGHT_MXFP4: return by_vectors<Mxfp4>(products, count, format, threads);
+    case FREIGHT_INT8: return by_vectors<Int8>(products, count, format, threads);
     case FREIGHT_FLOAT16: return by_vectors<Float16>(products, count, format, threads);
     default: return by_vectors<Float32>(products, count, format, threads);
   }

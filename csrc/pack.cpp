@@ -6,6 +6,7 @@
 
 #include "four_bit.h"
 #include "mxfp4.h"
+#include "packed.h"
 #include "parallel.h"
 #include "status.h"
 
@@ -207,9 +208,23 @@ void pack_groups(const uint8_t* data, int32_t format, int64_t out, int64_t in, u
   });
 }
 
+// Write the sums' starts of a weight in INT8 behind its units (int8.h).
+void pack_int8_starts(const int8_t* data, int64_t out, int64_t in, uint8_t* packed, int threads) {
+  const int64_t blocks = bands_of(out) * kBand;
+  int32_t* starts = reinterpret_cast<int32_t*>(packed + blocks * units_of(FREIGHT_INT8, in) * kUnit);
+  parallel_for(blocks, threads, [&](int64_t block) {
+    for (int64_t row = block * kLanes; row < (block + 1) * kLanes; row++) {
+      int32_t sum = 0;
+      for (int64_t i = 0; row < out && i < in; i++) sum += data[row * in + i];
+      starts[row] = -128 * sum;
+    }
+  });
+}
+
 // Bytes of a packed weight.
 int64_t packed_bytes(int32_t format, int64_t out, int64_t in) {
-  return bands_of(out) * kBand * units_of(format, in) * unit_bytes(format);
+  const int64_t blocks = bands_of(out) * kBand;
+  return blocks * units_of(format, in) * unit_bytes(format) + (format == FREIGHT_INT8 ? int8_start_bytes(blocks) : 0);
 }
 
 void pack(const void* data, int32_t format, int64_t out, int64_t in, void* packed, float* scale, int threads) {
@@ -220,10 +235,12 @@ void pack(const void* data, int32_t format, int64_t out, int64_t in, void* packe
     pack_groups(static_cast<const uint8_t*>(data), format, out, in, static_cast<uint8_t*>(packed), threads);
   else if (format == FREIGHT_FLOAT32)
     pack<uint32_t>(data, format, out, in, packed, scale, threads);
-  else if (format == FREIGHT_E4M3FN)
+  else if (format == FREIGHT_E4M3FN || format == FREIGHT_INT8)
     pack<uint8_t>(data, format, out, in, packed, scale, threads);
   else
     pack<uint16_t>(data, format, out, in, packed, scale, threads);
+  if (format == FREIGHT_INT8)
+    pack_int8_starts(static_cast<const int8_t*>(data), out, in, static_cast<uint8_t*>(packed), threads);
 }
 
 }  // namespace

@@ -12,12 +12,13 @@
 // its decoder needs.
 //
 // MXFP4 has larger units, of 32 inputs: kMxUnit bytes (mxfp4.h). NVFP4 and INT4 have groups of both blocks of a band
-// (four_bit.h); what is called a unit here is then a block's half of a group.
+// (four_bit.h); what is called a unit here is then a block's half of a group. INT8 is described in int8.h.
 //
 // `Single` multiplies float32 by float32, one input a step. `Pair` multiplies two bfloat16 inputs a step (vdpbf16ps;
 // BFDOT), with exact products. A decoder D decodes a unit to D::steps operands of its arithmetic D::Math; a call
 // decodes D::at_once of them, from `step` on.
 #pragma once
+#include "int8.h"
 #include "tiles.h"
 #include "vec.h"
 
@@ -69,7 +70,7 @@ inline int64_t unit_bytes(int32_t format) {
 inline int inputs_per_unit(int32_t format) {
   if (format == FREIGHT_MXFP4) return kMxInputs;
   if (in_groups(format)) return four_bit(format).inputs;
-  return format == FREIGHT_FLOAT32 ? 1 : format == FREIGHT_E4M3FN ? 4 : 2;
+  return format == FREIGHT_FLOAT32 ? 1 : format == FREIGHT_E4M3FN || format == FREIGHT_INT8 ? 4 : 2;
 }
 
 // Number of units of a block: the inputs are padded with zeros, for AMX tiles to a multiple of a tile's inputs.
@@ -78,6 +79,7 @@ inline int64_t units_of(int32_t format, int64_t in_features) {
 #if FREIGHT_AMX
   if (format == FREIGHT_E4M3FN || format == FREIGHT_BFLOAT16)
     return (in_features + kTileInputs - 1) / kTileInputs * kTileInputs / inputs;
+  if (format == FREIGHT_INT8) return (in_features + 2 * kTileInputs - 1) / (2 * kTileInputs) * kTileUnits;
 #endif
   return (in_features + inputs - 1) / inputs;
 }
@@ -282,6 +284,7 @@ struct E4M3 {
 
 // Index in a unit, in elements, of row `lane` and input `input`.
 inline int unit_index(int32_t format, int lane, int input) {
+  if (format == FREIGHT_INT8) return int8_index(lane, input);
 #if FREIGHT_AVX512
   if (format == FREIGHT_E4M3FN) return lane / 4 * 16 + input / 2 * 8 + lane % 4 * 2 + input % 2;
   if (format == FREIGHT_BFLOAT16) return lane * 2 + input;

@@ -9,6 +9,7 @@
 namespace freight {
 
 constexpr int kDotRows = 4;              // with AMX: more rows than this are multiplied on tiles
+constexpr int kInt8DotRows = 4;          // likewise, in INT8
 constexpr int64_t kMostByRows = 2 * kTileRows;  // with AMX: rows of a product that has weights by rows (tile_rows.h)
 constexpr int64_t kMostTileRows = 512;  // rows of a product on tiles: their sums and one panel of them stay in L2
 
@@ -36,9 +37,13 @@ inline bool exact_in_bfloat16(const FreightWeight& weight, int32_t format) {
 }
 
 // The layout in which `rows` rows in `format` are staged for a weight.
-enum class Layout { kFloats, kPairs, kTiles };
+enum class Layout { kFloats, kPairs, kInt8, kTiles };
 
 inline Layout layout_of(const FreightWeight& weight, int32_t format, int64_t rows) {
+#if FREIGHT_AMX
+  if (weight.format == FREIGHT_INT8 && rows > kInt8DotRows) return Layout::kTiles;
+#endif
+  if (weight.format == FREIGHT_INT8) return Layout::kInt8;
 #if FREIGHT_AMX
   if (!exact_in_bfloat16(weight, format)) return Layout::kFloats;
   if (in_groups(weight.format)) return rows > kMostByRows ? Layout::kTiles : Layout::kPairs;

@@ -1,7 +1,7 @@
 // Ranks: processes that each compute some columns of a model's activations, and gather them over shared memory.
 //
-// Turns. A gather is one turn, or several if a part is larger than a slot, and every rank takes the same turns in the
-// same order. In turn t a rank writes its part into slot t % 2 and then says so in `arrived`; it reads another rank's
+// Turns. A gather is one turn, or several if a part is larger than a slot, which may be less than one row; every rank
+// takes the same turns in the same order. In turn t a rank writes its part into slot t % 2 and then says so in `arrived`; it reads another rank's
 // part once that rank has arrived. It writes a slot again only when all have arrived at turn t - 1, that is, when all
 // have read turn t - 2. So two slots are enough, and a rank is at most one turn ahead.
 //
@@ -14,6 +14,7 @@
 #include <time.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstring>
 
@@ -98,28 +99,35 @@ FreightStatus wait_for(const FreightRanks& ranks, Shared& shared, int other, uin
   }
 }
 
-// A turn: `rows` rows of each rank, which fit into a slot.
+// A turn: `rows` rows of each rank, or `bytes` of one row, which fit into a slot.
 FreightStatus take_turn(const FreightGather& a, const FreightRanks& ranks, const uint8_t* part, uint8_t* out,
-                        int64_t rows) {
+                        int64_t rows, int64_t bytes) {
   Shared& shared = *static_cast<Shared*>(ranks.shared);
   const uint64_t turn = shared.arrived[ranks.rank].value.load(std::memory_order_relaxed) + 1;
-  const int64_t bytes = a.part_bytes, row = bytes * ranks.size;
+  const int64_t row = a.part_bytes * ranks.size;
   uint8_t* slots = reinterpret_cast<uint8_t*>(&shared + 1) + static_cast<int64_t>(turn & 1) * ranks.size * ranks.capacity;
   for (int r = 0; r < ranks.size; r++)
     if (const FreightStatus status = wait_for(ranks, shared, r, turn - 1)) return status;
-  std::memcpy(slots + ranks.rank * ranks.capacity, part, static_cast<size_t>(rows * bytes));
-  shared.arrived[ranks.rank].value.store(turn, std::memory_order_release);
-  if (a.only >= 0 && a.only != ranks.rank) return FREIGHT_OK;
   const int64_t per_task = bytes > kTask ? 1 : kTask / bytes;
   const int64_t tasks = rows * bytes > kManyBytes ? (rows + per_task - 1) / per_task : 1;
+  const auto each = [&](auto copy) {  // copy(begin, end) of rows, by all threads
+    parallel_for(tasks, a.threads, [&](int64_t task) {
+      copy(task * per_task, tasks == 1 ? rows : std::min(rows, (task + 1) * per_task));
+    });
+  };
+  uint8_t* own = slots + ranks.rank * ranks.capacity;
+  each([&](int64_t begin, int64_t end) {
+    std::memcpy(own + begin * bytes, part + begin * bytes, static_cast<size_t>((end - begin) * bytes));
+  });
+  shared.arrived[ranks.rank].value.store(turn, std::memory_order_release);
+  if (a.only >= 0 && a.only != ranks.rank) return FREIGHT_OK;
   for (int step = 0; step < ranks.size; step++) {  // its own part is there already
     const int r = (ranks.rank + step) % ranks.size;
     if (const FreightStatus status = wait_for(ranks, shared, r, turn)) return status;
     const uint8_t* from = slots + r * ranks.capacity;
-    parallel_for(tasks, a.threads, [&](int64_t task) {
-      const int64_t end = tasks == 1 || (task + 1) * per_task > rows ? rows : (task + 1) * per_task;
-      for (int64_t i = task * per_task; i < end; i++)
-        std::memcpy(out + i * row + r * bytes, from + i * bytes, static_cast<size_t>(bytes));
+    each([&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; i++)
+        std::memcpy(out + i * row + r * a.part_bytes, from + i * bytes, static_cast<size_t>(bytes));
     });
   }
   return FREIGHT_OK;
@@ -132,13 +140,15 @@ FREIGHT_API FreightStatus freight_gather(const FreightGather* arguments) {
   using namespace freight;
   const FreightGather& a = *arguments;
   const FreightRanks& ranks = *static_cast<const FreightRanks*>(a.ranks);
-  const int64_t most = ranks.capacity / a.part_bytes;  // rows of a turn
+  const int64_t most = std::max<int64_t>(1, ranks.capacity / a.part_bytes);  // rows of a turn
   FreightStatus status = FREIGHT_OK;
   const FreightStatus thrown = status_of([&] {
     for (int64_t first = 0; first < a.rows && !status; first += most) {
-      const int64_t rows = a.rows - first < most ? a.rows - first : most;
-      status = take_turn(a, ranks, static_cast<const uint8_t*>(a.part) + first * a.part_bytes,
-                         static_cast<uint8_t*>(a.out) + first * a.part_bytes * ranks.size, rows);
+      const uint8_t* part = static_cast<const uint8_t*>(a.part) + first * a.part_bytes;
+      uint8_t* out = static_cast<uint8_t*>(a.out) + first * a.part_bytes * ranks.size;
+      const int64_t rows = std::min(most, a.rows - first);
+      for (int64_t at = 0; at < a.part_bytes && !status; at += ranks.capacity)  // a single turn, but of a long row
+        status = take_turn(a, ranks, part + at, out + at, rows, std::min(ranks.capacity, a.part_bytes - at));
     }
   });
   return status ? status : thrown;

@@ -18,7 +18,7 @@
 namespace freight {
 
 constexpr int64_t kTileAhead = 4096;     // prefetch distance in bytes from the weights that are decoded
-constexpr int kStepBytes = 2 * kTileBytes;  // 32 inputs of a band in bfloat16: [16 pairs of inputs][2 blocks][64]
+constexpr int kStepBytes = 2 * kTileBytes;  // 32 inputs of a band in bfloat16, 64 in INT8: [16 units][2 blocks][64]
 constexpr int kPairBytes = 2 * kGroupSteps * kTileBytes;  // a pair of row tiles in a group of inputs
 constexpr int kSquare = 4 * kTileLines * kLanes;  // sums of 32 rows and a band: [2 row tiles][2 blocks][16][16]
 
@@ -38,7 +38,10 @@ struct TileJob {
     panel_steps = weight.block_scale || rows < kMany ? kGroupSteps : 2 * kGroupSteps;
   }
 
-  int64_t steps() const { return (weight.in_features + kTileInputs - 1) / kTileInputs; }
+  int64_t steps() const {
+    const int64_t inputs = weight.format == FREIGHT_INT8 ? 2 * kTileInputs : kTileInputs;
+    return (weight.in_features + inputs - 1) / inputs;
+  }
   int64_t panels() const { return (steps() + panel_steps - 1) / panel_steps; }
   int64_t band_panel() const { return static_cast<int64_t>(panel_steps) * kStepBytes; }  // bytes in bfloat16
   int64_t row_tiles() const { return (rows + kTileLines - 1) / kTileLines; }
@@ -112,6 +115,9 @@ struct GroupTiles {
     for (int pair = 0; pair < kLanes; pair++) store(reinterpret_cast<float*>(to + (pair * kBand + block) * kUnit), rows[pair]);
   }
 };
+// Say whether tiles are loaded from the weights as they are stored.
+template <int32_t FORMAT>
+constexpr bool kAsStored = FORMAT == FREIGHT_BFLOAT16 || FORMAT == FREIGHT_INT8;
 
 template <int32_t FORMAT>
 using TileDecoder = std::conditional_t<
@@ -133,7 +139,7 @@ int64_t stored_bytes(const TileDecoder<FORMAT>& decoder, int64_t steps) {
   else return (void)decoder, steps * kStoredStep<FORMAT>;
 }
 
-// Preparation of the next panel of some bands, in pieces of 128 bytes of bfloat16. Weights in bfloat16 are prefetched,
+// Preparation of the next panel of some bands, in pieces of 128 bytes of bfloat16 or INT8. Such weights are prefetched,
 // the others decoded to `to`.
 template <int32_t FORMAT>
 struct Ahead {
@@ -198,6 +204,13 @@ struct Soon {
   const float* sums;    // the next square, into L1
 };
 
+// The product of two tiles, in the arithmetic of FORMAT. A macro, because the numbers of tiles are immediates.
+#define FREIGHT_TILE_PRODUCT(sums, rows, weights)     \
+  if constexpr (FORMAT == FREIGHT_INT8)               \
+    _tile_dpbssd(sums, rows, weights);                \
+  else                                                \
+    _tile_dpbf16ps(sums, rows, weights)
+
 // sums += up to 32 rows x a band over a panel, or if `fresh` sums = that. Each step also advances `ahead` by `each`
 // pieces.
 template <int ROW_TILES, int32_t FORMAT>
@@ -223,12 +236,12 @@ inline void multiply(const uint8_t* a, int64_t a_group, const uint8_t* b, int st
     _tile_loadd(4, at, kTileRowBytes);
     _tile_loadd(6, b, kBand * kUnit);
     _tile_loadd(7, b + kUnit, kBand * kUnit);
-    _tile_dpbf16ps(0, 4, 6);
-    _tile_dpbf16ps(1, 4, 7);
+    FREIGHT_TILE_PRODUCT(0, 4, 6);
+    FREIGHT_TILE_PRODUCT(1, 4, 7);
     if constexpr (ROW_TILES == 2) {
       _tile_loadd(5, at + kGroupSteps * kTileBytes, kTileRowBytes);
-      _tile_dpbf16ps(2, 5, 6);
-      _tile_dpbf16ps(3, 5, 7);
+      FREIGHT_TILE_PRODUCT(2, 5, 6);
+      FREIGHT_TILE_PRODUCT(3, 5, 7);
     }
     // The loops are not separate functions: GCC takes a function that only prefetches for one without effects, and
     // removes its calls.
@@ -269,7 +282,7 @@ struct TileTask {
   const TileDecoder<FORMAT>& decoder;
   const Finish& finish;
 
-  static constexpr bool kDecodes = FORMAT != FREIGHT_BFLOAT16;
+  static constexpr bool kDecodes = !kAsStored<FORMAT>;
   int steps_of(int64_t panel) const {
     return static_cast<int>(std::min<int64_t>(job.panel_steps, job.steps() - panel * job.panel_steps));
   }
@@ -354,7 +367,7 @@ void tile_task(const TileJob& job, const TileDecoder<FORMAT>& decoder, int64_t t
   const int64_t all = job.all_bands();
   const int64_t first = task * job.bands, squares = job.row_pairs() * job.bands;
   const int bands = static_cast<int>(std::min<int64_t>(job.bands, all - first));
-  const int64_t scratch = FORMAT != FREIGHT_BFLOAT16 ? 2 * job.bands * job.band_panel() : 0;
+  const int64_t scratch = kAsStored<FORMAT> ? 0 : 2 * job.bands * job.band_panel();
   uint8_t* at = memory.of(scratch + squares * kSquare * 4);
   float* sums = reinterpret_cast<float*>(at + scratch);
   const TileTask<FORMAT, Finish> all_rows{job, first, bands, at, sums, decoder, finish};

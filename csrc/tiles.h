@@ -3,7 +3,7 @@
 // C[16 rows][16 outputs] += A[16 rows][32 inputs] * B[32 inputs][16 outputs], bfloat16 inputs with float32 sums. For
 // each output the even and the odd inputs are summed separately, from zero, by fused multiply-adds; the two sums are
 // added, and their sum is added to C. Every step rounds to nearest even and treats subnormal operands and results as
-// zeros, independent of MXCSR.
+// zeros, independent of MXCSR. TDPBSSD does the same for 64 inputs in INT8, with exact sums in int32.
 #pragma once
 #include <initializer_list>
 
@@ -16,7 +16,8 @@ namespace freight {
 constexpr int kTileBytes = 1024;  // 16 rows of 64 bytes
 constexpr int kTileRowBytes = 64;
 constexpr int kTileLines = 16;  // rows of A and C: rows of x
-constexpr int kTileInputs = 32;
+constexpr int kTileInputs = 32;   // of bfloat16; of INT8 twice as many
+constexpr int kTileUnits = 16;    // of a block of weights (packed.h): the inputs of a tile
 constexpr int kGroupSteps = 4;  // tiles of the inputs that share a block scale
 constexpr int kGroupInputs = kGroupSteps * kTileInputs;
 

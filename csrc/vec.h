@@ -20,6 +20,9 @@
 #else
 #define FREIGHT_PORTABLE 1
 #include "neon.h"  // on arm64 also conversions
+#if defined(__SSE2__)
+#include <emmintrin.h>  // of INT8 (int8.h)
+#endif
 #endif
 
 // Before a loop over an array of vectors: GCC keeps the array in registers only if the loop is unrolled early.

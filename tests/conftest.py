@@ -72,7 +72,7 @@ def pytest_configure(config: pytest.Config) -> None:
         library.FOLDER = Path(folder)
         library._gomp_parallel = lambda: None
         if os.environ.get("FREIGHT_TEST_TILES") == "emulated":
-            features = (*library.cpu_features(), "amx_tile", "amx_bf16")
+            features = (*library.cpu_features(), "amx_tile", "amx_bf16", "amx_int8")
             library.cpu_features = lambda: features
             library.tile_obstacle = lambda: ""
         assert library.runnable(), f"no build in {folder} runs here"

@@ -1,5 +1,5 @@
-"""A rank for tests: `freight.engine.follower` over pages of zeros, which it writes to a file at its
-end.
+"""A rank for tests: `freight.engine.follower` over pages and states of zeros, which it writes to a
+file at its end.
 
 So a test sees every byte that the rank has stored. `FREIGHT_TEST_PAGES` is the file's path.
 `FREIGHT_TEST_FAULT` makes it fail: 'step 3' leaves that step before its first gather, 'late 3'
@@ -18,32 +18,45 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from freight.cache.pool import KVPool
+from freight.cache.pool import KVPool, PagedKV, PagedState
 from freight.engine import follower
 from freight.errors import CapacityError, CheckpointError
 
 
 def pages_of(pool: KVPool) -> list[dict[str, Tensor]]:
-    """K, V and measured scales of each layer, as bytes [blocks, block_size, heads, …]."""
-    found = []
-    for layer in pool.layers:
-        pages: Any = None if layer is None else layer.pages  # type: ignore[union-attr]
-        parts = {"k": pages.k, "v": pages.v}
-        if pages.k_scale is not None and pages.k_scale.ndim == 3:
-            parts |= {"k_scale": pages.k_scale[..., None], "v_scale": pages.v_scale[..., None]}
-        found.append(
-            {name: part.contiguous().view(torch.uint8).clone() for name, part in parts.items()}
-        )
-    return found
+    """The bytes of each layer: of K, V and measured scales [blocks, block_size, heads, …], and of
+    states [blocks, …]. Bytes of a value are the last dimension.
+    """
+    return [
+        {
+            name: part.contiguous()[..., None].view(torch.uint8).clone()
+            for name, part in parts_of(layer).items()
+        }
+        for layer in pool.layers
+    ]
+
+
+def parts_of(layer: PagedKV | PagedState | None) -> dict[str, Tensor]:
+    """What a layer keeps, by name."""
+    if layer is None:
+        return {}
+    if isinstance(layer, PagedState):
+        return dict(layer.states.parts)
+    pages = layer.pages
+    parts = {"k": pages.k}
+    if not pages.v_in_k:
+        parts["v"] = pages.v
+    for name, scale in (("k_scale", pages.k_scale), ("v_scale", pages.v_scale)):
+        if scale is not None and scale.ndim > 2:  # measured; static ones are numbers by channel
+            parts[name] = scale if scale.ndim == 4 else scale[..., None]
+    return parts if pages.rotated is None else parts | {"rotated": pages.rotated}
 
 
 def clear(pool: KVPool) -> None:
-    """Fill the pages with zero bytes: those that are never written are otherwise anything."""
+    """Fill pages and states with zero bytes: those that are never written are otherwise anything."""
     for layer in pool.layers:
-        pages: Any = layer.pages  # type: ignore[union-attr]
-        for part in (pages.k, pages.v, pages.k_scale, pages.v_scale):
-            if part is not None and (part.ndim == 4 or part.ndim == 3):
-                part.zero_()
+        for part in parts_of(layer).values():
+            part.zero_()
 
 
 def main() -> None:

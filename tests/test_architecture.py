@@ -108,6 +108,7 @@ TORCH_FREE = [
     "engine/messages.py",
     "engine/request.py",
     "engine/scheduler.py",
+    "engine/verification.py",
     "processes/*.py",
     "prompts.py",
     "async_llm.py",

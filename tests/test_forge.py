@@ -128,6 +128,21 @@ def test_versions_are_those_of_the_project() -> None:
     assert re.findall(r"torch==([\d.]+)", wheels) == torch
 
 
+def test_the_lowest_versions_are_the_bounds() -> None:
+    """tests/lowest.txt, which is installed, and the bounds, which users read, are the same."""
+    extras = PROJECT["optional-dependencies"]
+    asked = [*PROJECT["dependencies"], *extras["server"], *extras["datasets"], *extras["eval"]]
+    bounds = {}
+    for line in asked:
+        [(name, bound)] = re.findall(r"^([\w-]+)>=([\d.]+)", line)
+        bounds[name.lower().replace("_", "-")] = bound
+    text = (ROOT / "tests" / "lowest.txt").read_text()
+    pinned = dict(re.findall(r"^([\w-]+)==([\d.]+)$", text, re.MULTILINE))
+    assert pinned.keys() == bounds.keys()
+    beyond = [name for name, pin in pinned.items() if f"{pin}.".find(f"{bounds[name]}.") != 0]
+    assert beyond == []
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [

@@ -18,7 +18,7 @@ from functools import cache
 from list_modules import opening
 from source_imports import PACKAGE, ROOT, package_imports
 
-from freight.svg import framed, line, text
+from freight.svg import framed, line, styled, text
 
 PICTURE = ROOT / "docs" / "architecture.svg"
 Imports = Mapping[str, set[str]]
@@ -67,19 +67,21 @@ NO_FLOOR = {
 
 WIDTH, MARGIN, TOP, GAP, INSET = 860, 24, 82, 22, 12
 _LINE, _CHIP = 16, 23  # the height of a line, and of a row of names of packages inside
-_STYLE = """
-text{font:12px system-ui,-apple-system,"Segoe UI",sans-serif;fill:var(--ink)}
-.soft{fill:var(--soft)}.title{font-size:18px;font-weight:600}.name{font-size:15px;font-weight:600}
-.chip{font:11px ui-monospace,SFMono-Regular,Menlo,Consolas,monospace}
+_RULES = """
+text{font-size:12px}text.name{font-size:15px;font-weight:600}
+text.chip{font:11px ui-monospace,SFMono-Regular,Menlo,Consolas,monospace}
 rect.used{fill:var(--used);stroke:var(--used-edge)}rect.running{fill:var(--running);stroke:var(--running-edge)}
 rect.parts{fill:var(--parts);stroke:var(--parts-edge)}rect.beside{fill:none;stroke:var(--line);stroke-dasharray:4 4}
 rect.chip{fill:var(--paper);stroke:var(--line)}
 .arrow{stroke:var(--soft);stroke-width:1.5}path{fill:var(--soft)}
-svg{--paper:#fff;--ink:#1d2329;--soft:#5d6670;--line:#c3cad1;--used:#e6f0fa;--used-edge:#8fb8de;--running:#e4f4ec;
---running-edge:#86c2a6;--parts:#fbeee3;--parts-edge:#dfb48f}
-@media(prefers-color-scheme:dark){svg{--paper:#14181d;--ink:#e8ebee;--soft:#9aa4ae;--line:#46505a;--used:#182a3c;
---used-edge:#37608a;--running:#15302a;--running-edge:#34705a;--parts:#35271c;--parts-edge:#80593a}}
 """
+_STYLE = styled(
+    _RULES,
+    light="--used:#e6f0fa;--used-edge:#8fb8de;--running:#e4f4ec;--running-edge:#86c2a6;--parts:#fbeee3;"
+    "--parts-edge:#dfb48f;",
+    dark="--used:#182a3c;--used-edge:#37608a;--running:#15302a;--running-edge:#34705a;--parts:#35271c;"
+    "--parts-edge:#80593a;",
+)
 
 
 def below(name: str, imports: Imports) -> set[str]:

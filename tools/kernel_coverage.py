@@ -87,7 +87,9 @@ def measure(build: str) -> Lines:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Print the line coverage of csrc/.")
-    parser.add_argument("--build", help="portable, avx2, avx512, amx, neon or neon_bf16")
+    parser.add_argument(
+        "--build", help="portable, avx2, avx512_vnni, avx512, amx, neon or neon_bf16"
+    )
     parser.add_argument("--floor", type=float, default=0.0, help="the least percentage")
     asked = parser.parse_args()
     if asked.build is None:

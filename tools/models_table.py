@@ -44,11 +44,6 @@ README = ROOT / "README.md"
 MARKERS = ("<!-- models:begin -->\n", "<!-- models:end -->")
 # Well-known model types without a recipe, for the table of refused ones
 ALSO_ASKED = ("bloom", "falcon", "falcon_h1", "gemma3n", "granite_swa", "jamba", "llava", "t5")
-_INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128}
-_PACKED = {
-    "format": "pack-quantized",
-    "config_groups": {"group_0": {"targets": ["Linear"], "weights": _INT4}},
-}
 _OWN_CODE = {"AutoModelForCausalLM": "modeling_baichuan.BaichuanForCausalLM"}
 # Changes of a Llama's config.json, each of which is refused
 ASKED_FORMS: Mapping[str, Mapping[str, Any]] = {
@@ -60,16 +55,12 @@ ASKED_FORMS: Mapping[str, Mapping[str, Any]] = {
         "auto_map": _OWN_CODE,
     },
     "a key that changes what is computed, and that the row does not have": {"use_logn_attn": True},
-    "NVFP4 of ModelOpt": {
-        "quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}
+    "GPTQ in 8 bits": {"quantization_config": {"quant_method": "gptq", "bits": 8}},
+    "AWQ's GEMV form": {
+        "quantization_config": {"quant_method": "awq", "bits": 4, "version": "gemv"}
     },
-    "INT4 of compressed-tensors": {
-        "quantization_config": {"quant_method": "compressed-tensors", **_PACKED}
-    },
-    "GPTQ": {"quantization_config": {"quant_method": "gptq", "bits": 4}},
-    "AWQ": {"quantization_config": {"quant_method": "awq", "bits": 4}},
     "bitsandbytes": {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}},
-    "MXFP4, except gpt-oss's": {"quantization_config": {"quant_method": "mxfp4"}},
+    "OpenAI's MXFP4, except gpt-oss's": {"quantization_config": {"quant_method": "mxfp4"}},
 }
 TEXT = """\
 # Models

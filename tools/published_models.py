@@ -38,11 +38,20 @@ _MXFP4_KEPT = (
     "model.embed_tokens",
     "lm_head",
 )
+_INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
 _DECLARED: Mapping[
     str, Mapping[str, Any]
 ] = {  # precision of a recipe -> the declaration of such a checkpoint
     "bf16": {},
     "fp8": {"quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic"}},
+    "int4": {
+        "quantization_config": {
+            "quant_method": "compressed-tensors",
+            "format": "pack-quantized",
+            "config_groups": {"group_0": {"targets": ["Linear"], "weights": _INT4}},
+        }
+    },
+    "nvfp4": {"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}},
     "mxfp4": {
         "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": [*_MXFP4_KEPT]}
     },

@@ -48,6 +48,7 @@ SCHEMES: tuple[dict[str, str], ...] = (
         "kv_cache": "fp8",
         "kv_granularity": "channel",
     },
+    {"weights": "int4", "activations": "none"},
 )
 
 

@@ -23,6 +23,7 @@ if "torch" not in sys.modules and "OMP_WAIT_POLICY" not in os.environ:
 if TYPE_CHECKING:
     from freight.async_llm import AsyncLLM
     from freight.calibrate.quantize import QuantizeResult, quantize
+    from freight.engine.verification import Outcome, Verification
     from freight.errors import (
         CapacityError,
         CheckpointError,
@@ -60,11 +61,13 @@ __all__ = [
     "GenerationError",
     "KernelError",
     "Logprob",
+    "Outcome",
     "QuantizeResult",
     "RequestError",
     "RequestOutput",
     "SamplingParams",
     "StructuredOutputs",
+    "Verification",
     "__version__",
     "quantize",
 ]
@@ -73,6 +76,7 @@ _HOMES = {"LLM": "llm", "AsyncLLM": "async_llm"}
 _HOMES |= {"SamplingParams": "sampling", "StructuredOutputs": "structured"}
 _HOMES |= dict.fromkeys(("CompletionOutput", "EngineStats", "FinishReason"), "outputs")
 _HOMES |= dict.fromkeys(("Logprob", "RequestOutput"), "outputs")
+_HOMES |= dict.fromkeys(("Outcome", "Verification"), "engine.verification")
 _HOMES |= dict.fromkeys(("QuantizeResult", "quantize"), "calibrate.quantize")  # the rest are errors
 
 if not TYPE_CHECKING:  # type checkers see the imports above, and so report a misspelt name

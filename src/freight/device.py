@@ -27,8 +27,18 @@ ROOT = Path("/")
 DEVICES = ("auto", "cpu", "cuda")
 # Features by which kernels are chosen, as /proc/cpuinfo spells them on x86 and on arm64
 _FEATURES = (
-    *("avx2", "f16c", "fma", "avx512f", "avx512bw", "avx512vl", "avx512vbmi", "avx512_bf16"),
-    *("avx512dq", "amx_tile", "amx_bf16"),
+    *(
+        "avx2",
+        "f16c",
+        "fma",
+        "avx512f",
+        "avx512bw",
+        "avx512vl",
+        "avx512vbmi",
+        "avx512_vnni",
+        "avx512_bf16",
+    ),
+    *("avx512dq", "amx_tile", "amx_bf16", "amx_int8"),
     *("asimd", "asimdhp", "bf16", "sve"),
 )
 # Bytes: the largest frames of csrc take 50 KiB together, torch's some more
@@ -227,7 +237,10 @@ def numa_nodes(root: Path = ROOT) -> tuple[frozenset[int], ...]:
     usable = os.sched_getaffinity(0)
     lists = (
         _read(path / "cpulist")
-        for path in sorted((root / "sys/devices/system/node").glob("node[0-9]*"))
+        for path in sorted(
+            (root / "sys/devices/system/node").glob("node[0-9]*"),
+            key=lambda path: int(path.name.removeprefix("node")),
+        )
     )
     return tuple(node for text in lists if (node := frozenset(processors(text)) & usable))
 

@@ -6,6 +6,7 @@ import itertools
 import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,8 +17,16 @@ from freight.config.engine import EngineArgs
 from freight.engine.build import BeforeWeights, build_engine, cache_facts
 from freight.engine.intake import AcceptedPrompt
 from freight.engine.turns import Turns
+from freight.engine.verification import (
+    NO_SEED,
+    OTHER_KERNELS,
+    Verification,
+    compare_output,
+    has_no_seed,
+    unknown,
+)
 from freight.engine.watch import cache_watched
-from freight.outputs import RequestOutput
+from freight.outputs import FinishReason, RequestOutput
 from freight.prompts import (
     Message,
     Prompt,
@@ -208,6 +217,62 @@ class LLM:
         chat template; RequestError for messages that the template refuses.
         """
         return chat_prompt(self.engine.tokenizer, messages, add_special_tokens, template_options)
+
+    def verify(
+        self,
+        outputs: RequestOutput | Sequence[RequestOutput],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[Verification]:
+        """Say of each output whether this model gives it with these parameters, without generating it
+        again.
+
+        Prompt and answer are computed in one prefill, and every token is drawn again at its own
+        position, with the seed and the parameters. All that the output states is compared: tokens,
+        log-probabilities, text and ends. `sampling_params` are those of `generate`, one for all or
+        one for each. It cannot be said (`Outcome.UNKNOWN`) of an output that was sampled without a
+        seed, and where a row's bits depend on other rows: on a GPU, with the reference kernels, and
+        for models of transformers. Raises RequestError for parameters that the prompt cannot be served
+        with, and a token outside of the vocabulary.
+        """
+        given = [outputs] if isinstance(outputs, RequestOutput) else list(outputs)
+        params = params_of(sampling_params, len(given))
+        results: list[Verification | None] = [
+            self._unknown(output, one) for output, one in zip(given, params, strict=True)
+        ]
+        wanted = [index for index, result in enumerate(results) if result is None]
+        ids: list[str] = []
+        try:
+            asked = [(given[index], params[index]) for index in wanted]
+            self._turns.run(lambda: self._redraw_all(ids, asked))
+            self._run(ids, progress=False)
+            redrawn = self._turns.run(lambda: [self.engine.redrawn(name) for name in ids])
+        finally:
+            self._turns.released.extend(ids)
+            self._turns.tidy()
+        for index, one in zip(wanted, redrawn, strict=True):
+            results[index] = compare_output(given[index], one)
+        return [result for result in results if result is not None]
+
+    def _unknown(self, output: RequestOutput, params: SamplingParams) -> Verification | None:
+        """Return why an output cannot be verified; None: it can be."""
+        if not self.engine.is_reproducible:
+            return unknown(OTHER_KERNELS)
+        if has_no_seed(params):
+            return unknown(NO_SEED)
+        failed = [one for one in output.outputs if one.finish_reason is FinishReason.ERROR]
+        if failed:
+            return unknown(f"completion {failed[0].index} failed: {failed[0].error}")
+        return None
+
+    def _redraw_all(
+        self, ids: list[str], asked: Sequence[tuple[RequestOutput, SamplingParams]]
+    ) -> None:
+        for output, params in asked:
+            params = replace(params, truncate_prompt_tokens=None)  # the output has what was left
+            prompt = self.engine.accept(output.prompt_token_ids, params)
+            ids.append(str(next(self._ids)))
+            answers = [one.token_ids for one in output.outputs]
+            self.engine.redraw(ids[-1], prompt, params, answers)
 
     def kv_cache_info(self) -> dict[str, Any]:
         """Describe the cache in use, under the names that every JSON of Freight uses;

@@ -268,12 +268,76 @@ def test_one_sequence_at_most_has_drafts_and_recorded_steps() -> None:
     assert 7 in captured._captured
 
 
-def test_grammars_have_no_drafts(llm: LLM) -> None:
-    before = llm.engine.stats().drafted
+SCHEMAS: list[dict[str, Any]] = [
+    {
+        "type": "object",
+        "properties": {
+            "customer_name": {"type": "string", "maxLength": 6},
+            "is_available": {"type": "boolean"},
+            "kind": {"enum": ["customer_account", "customer_order"]},
+            "addresses": {
+                "type": "array",
+                "maxItems": 2,
+                "items": {
+                    "type": "object",
+                    "properties": {"street_and_number": {"type": "string", "maxLength": 4}},
+                    "required": ["street_and_number"],
+                    "additionalProperties": False,
+                },
+            },
+        },
+        "required": ["customer_name", "is_available", "kind", "addresses"],
+        "additionalProperties": False,
+    },
+    {"enum": ["a long answer that is one of two", "a long answer that is the other one of two"]},
+    {"type": "array", "items": {"type": "integer"}, "minItems": 1, "maxItems": 5},
+]
+FORMS: list[dict[str, Any]] = [
+    *({"json": schema} for schema in SCHEMAS),
+    {"regex": "(ab){12}|(abab){2}c[0-9]{3}"},
+    {"choice": ["import os", "import sys", "from typing import Any"]},
+]
+
+
+def test_what_a_grammar_forces_is_drafted_and_changes_nothing(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside other requests, preempted, with parameters that bar some of the forced tokens."""
+    rng, engine = Random(4), llm.engine
+    requests = {}
+    for index in range(60):
+        params = replace(random_params(rng), stop=(), max_tokens=rng.choice([20, 70]), min_tokens=0)
+        if index % 3:
+            params = replace(params, structured_outputs=rng.choice(FORMS))
+        if index % 7 == 1:
+            params = replace(params, bad_words=("customer", "import"), n=1)
+        requests[str(index)] = rng.choice(SOURCES)[: rng.randint(1, 40)], params
+    before = engine.stats()
+    found = dict(outputs_of(engine, requests, rng))
+    stats = engine.stats()
+    monkeypatch.setattr(engine, "_drafts", False)
+    expected = dict(outputs_of(engine, requests))
+    assert engine.stats().drafted == stats.drafted
+    for name, output in found.items():
+        check_same(output, expected[name])
+    reasons = {one.finish_reason for output in expected.values() for one in output.outputs}
+    assert reasons >= {FinishReason.STOP, FinishReason.LENGTH}
+    assert stats.accepted - before.accepted > 100
+    assert stats.drafted - before.drafted > stats.accepted - before.accepted
+    assert stats.preemptions > before.preemptions
+
+
+def test_a_forced_text_takes_few_steps_and_its_own_text_gives_no_drafts(llm: LLM) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=30)
     form = replace(params, structured_outputs={"regex": "(ab){12}"})
+    before = llm.engine.stats()
     assert llm.generate(["ab" * 12], form)[0].outputs[0].text == "ab" * 12
-    assert llm.engine.stats().drafted == before
+    after = llm.engine.stats()
+    # the last one is drawn, and ends the text
+    assert after.accepted - before.accepted == after.drafted - before.drafted - 1 > 5
+    form = replace(params, structured_outputs={"regex": "[ab]{24}"})  # nothing is forced
+    llm.generate(["ab" * 12], form)
+    assert llm.engine.stats().drafted == after.drafted
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,11 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,12 +26,16 @@ from tests.serving import freight_serve
 from typer.testing import CliRunner
 
 from freight import LLM, SamplingParams
+from freight.cache.store import mover, tiers
+from freight.cache.store.folder import segments_of
 from freight.cache.store.pace import Rates
+from freight.cache.store.survey import verify
 from freight.checkpoint.reader import resolve_model
 from freight.cli.main import app
 from freight.config.engine import EngineArgs
 from freight.config.resolve import check
 from freight.engine import build
+from freight.engine import store as engine_store
 from freight.engine.store import Weights, library, name_space
 from freight.errors import ConfigError
 from freight.models.open import open_model
@@ -105,6 +112,32 @@ def test_eviction(tmp_path: Path, plain: list[Any]) -> None:
     assert stats(llm).memory_hits > 0
     assert stats(llm).disk_hits == 0
     llm.engine.close()
+
+
+def test_two_engines_that_write_at_once(
+    tmp_path: Path, plain: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both store all prompts, in different orders, and read what the other stored meanwhile."""
+    monkeypatch.setattr(tiers, "_REFRESH", 0.01)
+    monkeypatch.setattr(mover, "_LOOK", 0.01)
+    engines = [opened(tmp_path, kv_cache_memory="1100KiB") for _ in range(2)]
+
+    def answers(llm: LLM, order: list[int]) -> list[Any]:
+        found = {}
+        for at in order * 3:
+            found[at] = said(llm, PROMPTS[at])[0]
+            llm.engine._store.mover.flush(5)
+        return [found[at] for at in range(len(PROMPTS))]
+
+    with ThreadPoolExecutor() as threads:
+        orders = [0, 1, 2, 3], [3, 2, 1, 0]
+        assert list(threads.map(answers, engines, orders)) == [plain, plain]
+    for llm in engines:
+        llm.engine.close()
+        assert stats(llm).corrupt == stats(llm).errors == 0
+    assert stats(engines[0]).disk_hits + stats(engines[1]).disk_hits > 0
+    assert verify(tmp_path).damaged == 0
+    assert len(list(segments_of(tmp_path))) == 2
 
 
 def test_an_engine_that_nobody_closes(tmp_path: Path) -> None:
@@ -236,8 +269,15 @@ def test_no_hit_where_anything_differs(
     for name, options in (ALIKE | other).items():
         model = models[options.get("model", "same")]
         found[name] = found_tokens(store, **options | {"model": model})
-    monkeypatch.setattr(build, "version", lambda: "0.0.1")
-    found["version"] = found_tokens(store, model=models["same"])
+    with monkeypatch.context() as patch:
+        patch.setattr(build, "version", lambda: "0.0.1")
+        found["version"] = found_tokens(store, model=models["same"])
+    with monkeypatch.context() as patch:
+        (tmp_path / "build.so").write_bytes(b"other code")
+        patch.setattr(engine_store, "path_of", lambda build: tmp_path / "build.so")
+        found["build"] = found_tokens(store, model=models["same"])
+    if first.engine.runner.model.kernels.name == "reference":
+        del found["kernels"], found["build"]  # there are no others here
     assert {name for name, count in found.items() if count} == ALIKE.keys()
 
 
@@ -365,7 +405,24 @@ def test_a_look_from_the_command_line(tmp_path: Path) -> None:
     assert "empty" in run(app, ["store", "ls", str(store)]).stdout
 
 
-def asked(url: str, prompt: str) -> tuple[str, int]:
+def test_the_plan_says_what_a_gib_holds(tmp_path: Path) -> None:
+    """Against what an engine wrote: payloads, token ids and entries of the index."""
+    made = CliRunner().invoke(app, ["plan", "demo", "--memory", "1GiB", "--json"])
+    llm = opened(tmp_path)
+    said(llm, PROMPTS[0])
+    llm.engine.close()
+    spec, blocks = llm.engine.runner.pool.spec, stats(llm).stored
+    assert blocks > 10
+    planned = {
+        one["stored_tokens_per_gib"]
+        for one in json.loads(made.stdout)["settings"]
+        if one["bytes_per_token"] == spec.bytes_per_token
+    }
+    written = sum(size for _, _, size in segments_of(tmp_path))
+    assert planned == {int((1 << 30) / (written / blocks / spec.block_size))}
+
+
+def asked(url: str, prompt: str, key: str = "") -> tuple[str, int]:
     """What a server completes, and how many tokens of the prompt it found."""
     body = {
         "model": "demo",
@@ -374,9 +431,8 @@ def asked(url: str, prompt: str) -> tuple[str, int]:
         "temperature": 0,
         "ignore_eos": True,
     }
-    request = urllib.request.Request(
-        url + "/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
+    request = urllib.request.Request(url + "/v1/completions", json.dumps(body).encode(), headers)
     with urllib.request.urlopen(request, timeout=60) as answer:
         content = json.loads(answer.read())
     return content["choices"][0]["text"], content["usage"]["prompt_tokens_details"]["cached_tokens"]
@@ -399,3 +455,42 @@ def test_a_server_that_is_started_again(tmp_path: Path) -> None:
             names = answer.read().decode()
     assert re.search(r"freight:kv_store_bytes\{.*tier=\"disk\"\} [1-9]", names)
     assert re.search(r"freight:kv_store_tokens_total\{.*\} [1-9]", names)
+
+
+def test_a_server_with_keys_that_is_started_again(tmp_path: Path) -> None:
+    """Each key finds its own prompts again, in this folder alone."""
+    files = {name: tmp_path / name for name in ("first", "again")}
+    files["first"].write_text("alice:1\nbob:2\n")
+    files["again"].write_text("bob:2\nalice:new\n")
+    options = ["--kv-cache-dtype", "fp8", "--kv-store-salted", "--api-key-file"]
+    store = ["--kv-store", str(tmp_path / "store")]
+    with freight_serve("demo", [*store, *options, str(files["first"])]) as url:
+        before = asked(url, PROMPTS[0], "1")
+    assert before[1] == 0
+    with freight_serve("demo", [*store, *options, str(files["again"])]) as url:
+        wait_until_open(url, "new")
+        assert asked(url, PROMPTS[0], "2") == (before[0], 0)
+        text, found = asked(url, PROMPTS[0], "new")
+    assert text == before[0]
+    assert found >= 256
+    shutil.copytree(tmp_path / "store", tmp_path / "copy")
+    (tmp_path / "copy/secret").unlink()
+    store = ["--kv-store", str(tmp_path / "copy")]
+    with freight_serve("demo", [*store, *options, str(files["again"])]) as url:
+        wait_until_open(url, "new")
+        assert asked(url, PROMPTS[0], "new") == (before[0], 0)
+
+
+def wait_until_open(url: str, key: str) -> None:
+    """Wait until a server has counted what is in its store, which has something."""
+    end = time.monotonic() + 30
+    request = urllib.request.Request(url + "/metrics", headers={"Authorization": f"Bearer {key}"})
+    while time.monotonic() < end:
+        with (
+            suppress(urllib.error.HTTPError),
+            urllib.request.urlopen(request, timeout=60) as answer,
+        ):
+            if re.search(r"kv_store_bytes\{.*disk\"\} [1-9]", answer.read().decode()):
+                return
+        time.sleep(0.2)
+    raise AssertionError("the store was not opened")

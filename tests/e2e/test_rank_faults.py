@@ -220,7 +220,6 @@ def test_a_rank_that_cannot_start_refuses_the_engine(
     [
         ({"tensor_parallel_size": 3}, "cannot share the 4 attention heads.*choose 1, 2 or 4"),
         ({"tensor_parallel_size": 2, "kernels": "reference"}, "omit --kernels reference"),
-        ({"tensor_parallel_size": 2, "kv_store": "store"}, "omit --kv-store store"),
         ({"tensor_parallel_size": 2, "device": "cuda"}, "several GPUs have not been tried"),
         ({"tensor_parallel_size": 0}, "--tensor-parallel-size 0 must be an integer"),
         ({"rank_cpus": "0|1"}, "is for several ranks"),

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,19 +20,34 @@ import torch
 from tests.forked_server import CAN_FORK, forked
 from tests.formats.mxfp4 import save_mxfp4
 from tests.parity.random_models import save_random
+from tests.parity.shapes import DELTA_NET, KIMI_LINEAR, LING
 from tests.parity.variants import VARIANTS
 from tests.rank_follower import clear, pages_of
 from torch import Tensor
+from transformers import BailingHybridConfig, KimiLinearConfig, PretrainedConfig, Qwen3_5TextConfig
 
 from freight import SamplingParams
+from freight.cache import stored
+from freight.cache.spec import cache_spec
 from freight.config.engine import EngineArgs
+from freight.config.layer import (
+    DeltaNetConfig,
+    KimiDeltaConfig,
+    LatentConfig,
+    Mamba2Config,
+    ShortConvConfig,
+)
 from freight.engine import build, leader
 from freight.engine.engine import Engine
 from freight.engine.leader import LeadingRunner
 from freight.errors import ConfigError
+from freight.evaluate.capacity import Wish, make_plan
+from freight.fp8.formats import Granularity
 from freight.kernels.cpu import library
 from freight.models.open import OpenModel, open_model, open_random
 from freight.models.shares import share_of
+from freight.models.sizes import Layout
+from freight.models.weight_bytes import weight_bytes
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 pytestmark = [
@@ -102,7 +119,7 @@ QWEN2_MOE = QWEN2 | {
 OLMO2 = LLAMA | {"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2"}
 FP8 = {"quantization": "fp8"}
 TOKEN = {"kv_cache_dtype": "fp8"}
-CASES: dict[str, tuple[Any, dict[str, Any]]] = {  # a config, or the name of a fixture
+CASES: dict[str, tuple[Any, dict[str, Any]]] = {  # a config, or the name of a fixture; options
     "16 bits": (LLAMA, {}),
     "W8A8, scales per token": (LLAMA, FP8 | TOKEN),
     "one KV head for both, tied": (
@@ -120,6 +137,24 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {  # a config, or the name of a f
     "experts": (MIXTRAL, TOKEN),
     "norms over all heads": (OLMO2, TOKEN),
     "experts in W8A8, and a shared one": (QWEN2_MOE, FP8),
+    # of these more is random than `open_random` draws: decays, biases, norms
+    "latents, of q too": (VARIANTS["deepseek-v3"], FP8 | TOKEN),
+    "gates of latents, decays in one step": (
+        BailingHybridConfig(**LING | {"kv_lora_rank": 128}),
+        TOKEN | {"kv_scales": "group"},
+    ),
+    "decays in two steps": (
+        KimiLinearConfig(**KIMI_LINEAR | {"linear_num_heads": 4}),
+        FP8 | {"state_dtype": "float32"},
+    ),
+    "delta nets, states in INT8": (VARIANTS["qwen3-next"], FP8 | {"state_dtype": "int8"}),
+    "one key head for both": (
+        Qwen3_5TextConfig(**DELTA_NET | {"linear_num_key_heads": 1}),
+        {"state_dtype": "fp8"},
+    ),
+    "Mamba-2, a group each; experts of latents": (VARIANTS["nemotron-h-latent"], FP8),
+    "Mamba-2, one group and norm": (VARIANTS["granite-h-moe"], FP8 | TOKEN),
+    "short convolutions": (VARIANTS["lfm2-biases"], FP8),
 }
 
 
@@ -139,7 +174,12 @@ def pages_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def opened_as(
     given: Any, options: dict[str, Any], tmp_path: Path, **more: Any
 ) -> tuple[OpenModel, EngineArgs]:
-    args = EngineArgs(max_model_len=96, max_num_batched_tokens=24, threads=1, **(options | more))
+    usual: dict[str, Any] = {"max_model_len": 96, "max_num_batched_tokens": 24, "threads": 1}
+    args = EngineArgs(**(usual | options | more))
+    if isinstance(given, PretrainedConfig):
+        if not (folder := tmp_path / "model").exists():
+            save_random(given, folder, torch.bfloat16)
+        given = str(folder)
     if isinstance(given, str):
         args = replace(args, model=str(FIXTURES / given), skip_tokenizer_init=True)
         return open_model(args), args
@@ -183,47 +223,109 @@ def outputs_of(engine: Engine, round_of: str) -> list[Any]:
     ]  # fmt: skip
 
 
-def together(parts: list[list[dict[str, Tensor]]], whole: int) -> list[dict[str, Tensor]]:
-    """The pages of ranks with their heads put together; of ranks with the same head, one of them."""
-    return [
-        {name: torch.cat([of[name] for of in ranks], dim=2)[:, :, :whole] for name in ranks[0]}
-        for ranks in zip(*parts, strict=True)
+def of_ranks(mixer: Any, name: str, whole: Tensor) -> list[Tensor]:
+    """What two ranks have of a part of a layer's pages or state."""
+    dim = 1 if name in ("state", "scale") else 2
+    if isinstance(mixer, LatentConfig):
+        return [whole, whole]
+    if name != "columns":
+        shared = whole.shape[dim] == 1  # a KV head, or a key head
+        return [whole, whole] if shared else [*whole.chunk(2, dim)]
+    columns = whole.split([heads * each for heads, each in columns_of(mixer)], dim)
+    halves = [
+        [part, part] if heads == 1 else [*part.chunk(2, dim)]
+        for part, (heads, _) in zip(columns, columns_of(mixer), strict=True)
     ]
+    return [torch.cat(parts, dim) for parts in zip(*halves, strict=True)]
+
+
+def columns_of(mixer: Any) -> list[tuple[int, int]]:
+    """Heads of each input of a convolution, and channels of a head."""
+    match mixer:
+        case ShortConvConfig():
+            return [(mixer.channels, 1)]
+        case DeltaNetConfig():
+            return [(mixer.key_heads, mixer.k_dim)] * 2 + [(mixer.heads, mixer.v_dim)]
+        case KimiDeltaConfig():
+            return [(mixer.heads, mixer.head_dim)] * 3
+        case Mamba2Config():
+            return [(mixer.heads, mixer.head_dim)] + [(mixer.groups, mixer.state_size)] * 2
+    raise AssertionError(mixer)
+
+
+def require_bits_of_one(
+    given: Any,
+    options: dict[str, Any],
+    tmp_path: Path,
+    pages_file: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two ranks have one rank's log-probabilities, tokens and bytes of the cache."""
+    opened, args = opened_as(given, options, tmp_path)
+    config = opened.resolve(args)
+    spec = opened.cache_spec(config)
+    blocks = (8,) * len(spec.groups)  # fewer than three sequences take
+    memory = spec.bytes_of(blocks)
+    if spec.bytes_per_state:  # else there were fewer for states, and none left for a later prompt
+        monkeypatch.setattr(build, "split_memory", lambda *_: blocks)
+    alone = started(opened_as(given, options, tmp_path, kv_cache_memory=memory)[0])
+    expected = outputs_of(alone, "a")
+    assert alone.stats().preemptions > 0 or len(spec.groups) > 1  # windows give blocks back
+    assert alone.stats().prefix_hits > 0
+
+    sizes = config.compute_format, config.state_every, config.max_model_len
+    own = cache_spec(config.kv, opened.model, config.block_size, *sizes, ranks=2)
+    more = {
+        "kv_cache_memory": 2 * own.bytes_of(alone.runner.pool.num_blocks),
+        "tensor_parallel_size": 2,
+    }
+    engine = started(opened_as(given, options, tmp_path, **more)[0])
+    assert isinstance(engine.runner, LeadingRunner)
+    assert engine.runner.pool.num_blocks == alone.runner.pool.num_blocks
+    assert outputs_of(engine, "a") == expected
+    assert engine.stats().preemptions == alone.stats().preemptions
+    assert engine.stats().prefix_hits == alone.stats().prefix_hits
+    first = pages_of(engine.runner.pool)
+    engine.runner.leader.close()
+    layers = zip(opened.model.layers, pages_of(alone.runner.pool), strict=True)
+    found = zip(layers, first, torch.load(pages_file), strict=True)
+    for index, ((layer, whole), *ranks) in enumerate(found):
+        assert all(whole.keys() == rank.keys() for rank in ranks)
+        for name, page in whole.items():
+            for rank, part in zip(ranks, of_ranks(layer.mixer, name, page), strict=True):
+                assert torch.equal(rank[name], part), (index, name)
+            assert page.any(), (index, name)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_two_ranks_have_the_bits_of_one(case: str, tmp_path: Path, pages_file: Path) -> None:
+def test_two_ranks_have_the_bits_of_one(
+    case: str, tmp_path: Path, pages_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     given, options = CASES[case]
     if options.get("kv_scales") == "by rank":
         scales = {str(rank): {"0": 0.02 * (rank + 1), "1": 0.05} for rank in range(2)}
         cache = {"dtype": "float8_e4m3fn", "scaling_factor": scales}
         (tmp_path / "scales.json").write_text(json.dumps({"kv_cache": cache}))
         options = options | {"kv_scales": str(tmp_path / "scales.json")}
-    opened, args = opened_as(given, options, tmp_path)
-    spec = opened.cache_spec(opened.resolve(args))
-    heads = next(iter(opened.model.attention.values())).num_kv_heads
-    memory = spec.bytes_of((8,) * len(spec.groups))  # fewer blocks than three sequences take
-    alone = started(opened_as(given, options, tmp_path, kv_cache_memory=memory)[0])
-    expected = outputs_of(alone, "a")
-    assert alone.stats().preemptions > 0 or len(spec.groups) > 1  # windows give blocks back
-    assert alone.stats().prefix_hits > 0
+    require_bits_of_one(given, options, tmp_path, pages_file, monkeypatch)
 
-    more = {"kv_cache_memory": memory * max(1, 2 // heads), "tensor_parallel_size": 2}
-    engine = started(opened_as(given, options, tmp_path, **more)[0])
+
+@pytest.mark.parametrize("case", ["one KV head for both, tied", "Mamba-2, one group and norm"])
+def test_a_plan_is_what_ranks_allocate(case: str, tmp_path: Path, pages_file: Path) -> None:
+    given = CASES[case][0]
+    config = given.to_dict() if isinstance(given, PretrainedConfig) else given
+    layout = Layout.TILES if library.runnable()[:1] == ("amx",) else Layout.PACKED
+    plan = make_plan(config, Wish(16 << 20, 96, 4, "cpu", layout, ranks=2))
+    chosen = next(one for one in plan.settings if one.kv.granularity is Granularity.TOKEN)
+    options = TOKEN | {"max_num_batched_tokens": None, "max_num_seqs": 4}
+    more = {"tensor_parallel_size": 2, "kv_cache_memory": 2 * chosen.cache_bytes}
+    opened, _ = opened_as(given, options, tmp_path, **more)
+    engine = started(opened)
+    assert engine.runner.pool.spec == chosen.spec
+    assert engine.runner.pool.num_blocks == chosen.num_blocks
+    assert weight_bytes(engine.runner.model).total == chosen.loaded.total - chosen.loaded.tables
     assert isinstance(engine.runner, LeadingRunner)
-    assert engine.runner.pool.num_blocks == alone.runner.pool.num_blocks
-    found = outputs_of(engine, "a")
-    assert found == expected
-    assert engine.stats().preemptions == alone.stats().preemptions
-    own = pages_of(engine.runner.pool)
     engine.runner.leader.close()
-    other = torch.load(pages_file)
-    for layer, (whole, parts) in enumerate(
-        zip(pages_of(alone.runner.pool), together([own, other], heads), strict=True)
-    ):
-        for name, page in whole.items():
-            assert torch.equal(page, parts[name]), (layer, name)
-            assert page.any(), (layer, name)
 
 
 def require_equal(folder: Path, **options: Any) -> None:
@@ -246,13 +348,92 @@ def test_experts_in_mxfp4(lowest: int, tmp_path: Path, pages_file: Path) -> None
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_family_that_divides_has_the_bits_of_one(
-    variant: str, tmp_path: Path, pages_file: Path
+    variant: str, tmp_path: Path, pages_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Checkpoints as transformers saves them, in W8A8 and with an FP8 cache."""
-    folder = tmp_path / "model"
-    save_random(VARIANTS[variant], folder, torch.bfloat16)
+    opened, _ = opened_as(VARIANTS[variant], FP8, tmp_path)
     try:
-        share_of(open_model(EngineArgs(model=str(folder))).model, 0, 2)
+        share_of(opened.model, 0, 2)
     except ConfigError as error:
         pytest.skip(str(error))
-    require_equal(folder, **FP8)
+    require_bits_of_one(VARIANTS[variant], FP8 | TOKEN, tmp_path, pages_file, monkeypatch)
+
+
+STORED = [
+    "16 bits",
+    "one KV head for both, tied",
+    "norms of heads, INT8",
+    "windows, scales per head",
+    "fused projections",
+    "static W8A8 and scales",
+    "soft caps, tied",
+]
+
+
+@pytest.mark.parametrize(
+    ("case", "writers"),
+    [
+        (case, writers)
+        if index % 2 == writers - 1
+        else pytest.param(case, writers, marks=pytest.mark.slow)
+        for index, case in enumerate(STORED)
+        for writers in (1, 2)
+    ],
+)
+def test_a_store_is_for_any_number_of_ranks(
+    case: str, writers: int, tmp_path: Path, pages_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two ranks read what one wrote, and one what two wrote."""
+    monkeypatch.setattr(stored, "LEAST_TOKENS", 1)
+    given, options = CASES[case]
+    if options.get("kv_scales") == "by rank":
+        options = options | {"kv_scales": "0.02,0.05"}
+    options = options | {"kv_store": str(tmp_path / "store"), "kv_store_memory": 0}
+    outputs = {}
+    for size in (writers, 3 - writers):
+        opened = opened_as(given, options, tmp_path, tensor_parallel_size=size)[0]
+        engine = with_open_store(started(opened))
+        outputs[size] = outputs_of(engine, "a")
+        engine.close()
+        stats = engine.stats().store
+        assert stats is not None
+        assert (stats.disk_hits > 0) == (size != writers)
+        assert stats.corrupt == stats.errors == 0
+        if isinstance(engine.runner, LeadingRunner):
+            assert engine.runner.leader is not None
+            engine.runner.leader.close()
+    assert outputs[1] == outputs[2]
+    assert len(list((tmp_path / "store").glob("*/name.json"))) == 1
+
+
+def test_a_store_has_what_a_lost_rank_computed(
+    tmp_path: Path, pages_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its memory stays mapped, so what was offered before is stored."""
+    monkeypatch.setattr(stored, "LEAST_TOKENS", 1)
+    given, options = CASES["norms of heads, INT8"]
+    options = options | {"kv_store": str(tmp_path / "store")}
+    engine = with_open_store(
+        started(opened_as(given, options, tmp_path, tensor_parallel_size=2)[0])
+    )
+    tiers = engine._store.mover.tiers
+    disk, tiers._disk = tiers._disk, None  # nothing is stored yet
+    expected = outputs_of(engine, "a")
+    assert isinstance(engine.runner, LeadingRunner)
+    os.kill(engine.runner.leader.pids[0], signal.SIGKILL)
+    engine.runner.leader.close()
+    tiers._disk = disk
+    engine.close()
+    assert tiers.stats().stored > 0
+    alone = with_open_store(started(opened_as(given, options, tmp_path)[0]))
+    assert outputs_of(alone, "a") == expected
+    alone.close()
+    assert alone.stats().store.disk_hits > 0
+
+
+def with_open_store(engine: Engine) -> Engine:
+    """The engine once its store is open."""
+    assert engine._store is not None
+    while not engine._store.mover.tiers.is_open:
+        time.sleep(0.001)
+    return engine

@@ -13,11 +13,16 @@ TUTORIALS = ROOT / "docs" / "tutorials"
 # The others load models, start servers and calibrate. What it prints depends on no machine.
 QUICK = EXACT = {"plan-a-machine"}
 PAGES = sorted(path.stem for path in TUTORIALS.glob("*.md"))
+NEED_RAY = {"several-machines"}  # run by tests/ray/test_examples.py
 
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in PAGES],
+    [
+        pytest.param(name, marks=() if name in QUICK else pytest.mark.slow)
+        for name in PAGES
+        if name not in NEED_RAY
+    ],
 )
 def test_a_page_runs_and_prints_what_it_shows(name: str, tmp_path: Path) -> None:
     blocks = steps(TUTORIALS / f"{name}.md")

@@ -15,7 +15,10 @@ import pytest
 ROOT = Path(__file__).parents[2]
 WHEEL = "freight-0.1.0-py3-none-linux_x86_64.whl"
 WHOLE = [
-    *(f"freight/kernels/cpu/freight_{name}.so" for name in ("amx", "avx512", "avx2", "portable")),
+    *(
+        f"freight/kernels/cpu/freight_{name}.so"
+        for name in ("amx", "avx512", "avx512_vnni", "avx2", "portable")
+    ),
     *build_wheel.REQUIRED,
     "freight/llm.py",
     "freight-0.1.0.dist-info/licenses/LICENSE",

@@ -108,18 +108,18 @@ def test_clipped_inputs_of_experts_are_refused(tmp_path: Path):
         LLM(model=made.save(tmp_path), skip_tokenizer_init=True)
 
 
-def test_modelopt_s_mixed_files_with_4_bits_are_refused(tmp_path: Path):
-    """NVFP4 in the feed-forwards, FP8 in attention and cache: the module and the way out are named."""
+def test_modelopt_s_mixed_files_with_int4_are_refused(tmp_path: Path):
+    """INT4 in the feed-forwards, FP8 in attention and cache: the module and the way out are named."""
     made = make("modelopt own file", "qwen3_moe")
     down = expert_modules("qwen3_moe")[0][2]
     layers = {
         f"{LAYER}self_attn.q_proj": {"quant_algo": "FP8"},
-        down: {"quant_algo": "NVFP4", "group_size": 16},
+        down: {"quant_algo": "W4A8_AWQ", "group_size": 128},
     }
     declared = algo("MIXED_PRECISION", kv_cache_quant_algo="FP8", quantized_layers=layers)
     made.form = replace(made.form, files={"hf_quant_config.json": declared})
     with pytest.raises(
-        CheckpointError, match=rf"'NVFP4' of {down} is not .*FP8.* export the model .* 16 bits"
+        CheckpointError, match=rf"'W4A8_AWQ' of {down} is not .*FP8.* export the model .* 16 bits"
     ):
         open_checkpoint(made.save(tmp_path))
 

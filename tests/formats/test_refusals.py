@@ -131,7 +131,7 @@ CASES = [
     (
         "autofp8 static",
         put(f"{Q}.weight", torch.zeros(192, 192, dtype=torch.int8)),
-        (Q, "stored as I8"),
+        (Q, "stored in int8", "declares FP8"),
     ),
     (
         "autofp8 static",

@@ -87,9 +87,9 @@ def test_a_declaration_within_the_text_model_is_read(tmp_path: Path) -> None:
     assert torch.equal(logprobs(str(folder)), expected)
     with pytest.raises(CheckpointError, match="quantized"):
         quantize(str(folder), tmp_path / "out", weights="fp8", kv_cache="none")
-    text["quantization_config"] = {"quant_method": "awq", "bits": 4}
+    text["quantization_config"] = {"quant_method": "awq", "bits": 8}
     (folder / "config.json").write_text(json.dumps(whole))
-    with pytest.raises(CheckpointError, match="'awq' is not implemented"):
+    with pytest.raises(CheckpointError, match="awq with bits 8 is not implemented"):
         logprobs(str(folder))
 
 

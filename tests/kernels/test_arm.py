@@ -33,6 +33,7 @@ PROCESSORS = {
 MISSING = [tool for tool in ("cmake", COMPILER, EMULATOR) if shutil.which(tool) is None]
 KERNELS = (
     "linear",
+    "int8",
     "mxfp4",
     "four_bit",
     "experts",

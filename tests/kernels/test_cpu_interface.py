@@ -80,7 +80,7 @@ def test_every_number_is_the_headers() -> None:
     assert in_c == NUMBERS
     constants = re.findall(r"constexpr int32_t FREIGHT_(\w+) = (\d+);", SOURCE)
     names = ("ABI", "LANES", "CACHE_LINE", "MAX_HEAD_DIM", "STATE_TILE", "MAX_WIDTH", "SCALE_GROUP")
-    names += ("MAX_RANKS",)
+    names += ("MAX_RANKS", "INT8_INPUTS")
     assert {name: int(number) for name, number in constants} == {
         name: getattr(interface, name) for name in names
     }

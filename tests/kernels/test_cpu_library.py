@@ -22,6 +22,7 @@ from freight.operands.weight import Weight
 SAPPHIRE_RAPIDS = tuple(library.X86_BUILDS["amx"])
 ZEN4 = (*library.X86_BUILDS["avx512"], "avx512dq")
 HASWELL = ("avx2", "f16c", "fma")
+ICE_LAKE = (*HASWELL, "avx512f", "avx512bw", "avx512vl", "avx512vbmi", "avx512_vnni")
 GRAVITON3 = ("asimd", "asimdhp", "bf16", "sve")
 ALTRA = ("asimd", "asimdhp")
 
@@ -64,8 +65,9 @@ def test_the_kernels_were_compiled_where_a_compiler_works(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("features", "builds"),
     [
-        (SAPPHIRE_RAPIDS, ("amx", "avx512", "avx2", "portable")),
-        (ZEN4, ("avx512", "avx2", "portable")),
+        (SAPPHIRE_RAPIDS, ("amx", "avx512", "avx512_vnni", "avx2", "portable")),
+        (ZEN4, ("avx512", "avx512_vnni", "avx2", "portable")),
+        (ICE_LAKE, ("avx512_vnni", "avx2", "portable")),
         (HASWELL, ("avx2", "portable")),
         (("avx2", "fma"), ("portable",)),  # AVX2 without F16C
         (
@@ -115,10 +117,11 @@ def test_the_description_names_no_build_of_another_architecture(
 def test_what_was_not_compiled_does_not_run(folder: Path) -> None:
     library.path_of("amx", folder).unlink()
     library.path_of("avx512", folder).unlink()
+    library.path_of("avx512_vnni", folder).unlink()
     assert library.runnable(SAPPHIRE_RAPIDS, folder) == ("avx2", "portable")
     assert (
         library.describe(SAPPHIRE_RAPIDS, folder)
-        == "avx2 (amx: not compiled; avx512: not compiled)"
+        == "avx2 (amx: not compiled; avx512: not compiled; avx512_vnni: not compiled)"
     )
 
 
@@ -128,7 +131,9 @@ def test_tiles_are_used_only_where_the_system_allows_them(
     monkeypatch.setattr(
         library, "tile_obstacle", lambda: "Linux denied this process the tile registers (because)"
     )
-    assert library.runnable(SAPPHIRE_RAPIDS, folder) == ("avx512", "avx2", "portable")
+    assert library.runnable(SAPPHIRE_RAPIDS, folder) == (
+        *("avx512", "avx512_vnni", "avx2", "portable"),
+    )
     said = library.describe(SAPPHIRE_RAPIDS, folder)
     assert said == "avx512 (amx: Linux denied this process the tile registers (because))"
 
@@ -140,7 +145,10 @@ def test_a_system_that_is_not_linux_gives_no_tiles(monkeypatch: pytest.MonkeyPat
 
 def test_the_description_says_what_runs_and_why_not_better(folder: Path, tmp_path: Path) -> None:
     assert library.describe(SAPPHIRE_RAPIDS, folder) == "amx"
-    assert library.describe(ZEN4, folder) == "avx512 (amx: the processor lacks amx_bf16, amx_tile)"
+    assert (
+        library.describe(ZEN4, folder)
+        == "avx512 (amx: the processor lacks amx_bf16, amx_int8, amx_tile)"
+    )
     said = library.describe(HASWELL, folder)
     assert said.startswith("avx2 (amx: the processor lacks amx_bf16, ")
     assert "; avx512: the processor lacks avx512_bf16, " in said

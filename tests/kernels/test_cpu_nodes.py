@@ -56,6 +56,7 @@ def nodes_of(root: Path, *lists: str) -> Path:
         (("0-1,4-5", "2-3,6-7"), [{0, 1, 4, 5}, {2, 3}]),
         (("0-5", "6-11"), [{0, 1, 2, 3, 4, 5}]),  # the mask leaves none of the second
         (("0-2", "3-5", ""), [{0, 1, 2}, {3, 4, 5}]),  # a node of memory alone
+        (("0", "1", "2", *[""] * 7, "3-5"), [{0}, {1}, {2}, {3, 4, 5}]),  # node10 is the last
     ],
 )
 def test_nodes_are_those_of_the_processors_that_may_be_used(tmp_path, monkeypatch, lists, nodes):

@@ -114,13 +114,14 @@ def test_a_recurrence_is_the_references(kernels, name, half_life):
     """In float32; a half-life of 0.01 leaves nothing of a state, and decays by e ** -1000 and more.
 
     A row whose sums cancel has 58 units between two orders of summation (portable), 77 (NEON), and
-    319 with three heads of 37 channels, where the reference itself is 309 from the sum in float64.
+    with three heads of 37 channels 319 (532 with NEON), where the reference itself is 309 from the
+    sum in float64. The median row has 1.
     """
     layer = LAYERS[name]
     inputs = layer.inputs(70, half_life=half_life)
     wanted, theirs = run(REFERENCE, layer, inputs, (70,))
     found, own = run(kernels, layer, among_other_columns(inputs), (70,))
-    assert agrees(found, wanted, 384)
+    assert agrees(found, wanted, 640)
     for part in ("state", "k", "u", "decay"):
         blocks = torch.tensor([3, 1])
         assert agrees(

@@ -118,7 +118,7 @@ def write_recipes(
 def test_a_model_without_a_readable_checkpoint_is_not_counted(
     tests: Tables, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    precisions = {"both": ["nvfp4", "fp8"], "neither": ["nvfp4", "int4"]}
+    precisions = {"both": ["nvfp6", "fp8"], "neither": ["nvfp6", "int2"]}
     models = [
         {"name": f"o/{k}", "model_type": "qwen3", "moe": False, "precisions": v}
         for k, v in precisions.items()
@@ -126,8 +126,10 @@ def test_a_model_without_a_readable_checkpoint_is_not_counted(
     write_recipes(tmp_path, monkeypatch, models)
     _, (both, neither) = read_recipes(tests)
     assert both.verdict == Verdict(NATIVE)
-    assert neither.verdict == Verdict(REFUSED, ("nvfp4 is not read",))
+    assert neither.verdict == Verdict(REFUSED, ("nvfp6 is not read",))
     assert unreadable("bf16", "qwen3") is None
+    assert unreadable("int4", "qwen3") is None
+    assert unreadable("nvfp4", "qwen3") is None
     assert unreadable("mxfp4", "gpt_oss") is None
     assert "mxfp4" in (unreadable("mxfp4", "qwen3") or "")
     assert (both.is_fp8, neither.is_fp8) == (True, False)

@@ -2,8 +2,7 @@
 for each format.
 
 The line at a bar's end is the interval of its median. At the right stand the rate, its ratio to the
-first format at that size, and how many tokens fit. The picture follows the reader's light or dark
-setting, and needs no other file.
+first format at that size, and how many tokens fit.
 """
 
 from __future__ import annotations
@@ -12,19 +11,14 @@ from collections.abc import Iterator
 from itertools import groupby
 
 from freight.config.fields import JsonObject
-from freight.svg import framed, line, text
+from freight.svg import framed, line, styled, text
 
 WIDTH = 860
 # pixels; _BAR is the height of one, with the space below it
 _LEFT, _TOP, _BAR, _GAP, _PLOT = (210, 84, 26, 22, 400)
-_STYLE = """
-text{font:13px system-ui,-apple-system,"Segoe UI",sans-serif;fill:var(--ink)}
-.soft{fill:var(--soft)}.title{font-size:18px;font-weight:600}.head{font-weight:600}
-.num{font-variant-numeric:tabular-nums}.base{stroke:var(--line)}.span{stroke:var(--ink);stroke-width:1.5}
-svg{--paper:#fff;--ink:#1d2329;--soft:#626b75;--line:#c3cad1;--c0:#8b95a0;--c1:#1668b8;--c2:#c2410c;--c3:#0f7a5a}
-@media(prefers-color-scheme:dark){svg{--paper:#14181d;--ink:#e8ebee;--soft:#9aa4ae;--line:#46505a;
---c0:#77828d;--c1:#6bb3f5;--c2:#f59a5d;--c3:#4fcf9f}}
-"""
+_STYLE = styled(".span{stroke:var(--ink);stroke-width:1.5}")
+# the first format, which the others are compared with, is grey
+_COLOURS = ("line", "c1", "c2", "c3")
 
 
 def cache_picture(found: JsonObject) -> str:
@@ -52,7 +46,7 @@ def _group(rows: list[JsonObject], top: int, scale: float) -> Iterator[str]:
         rate, ratio, y = row["requests_per_second"], row["ratio"], top + _BAR * index
         yield text(_LEFT - 10, y + 15, row["kv_cache_dtype"], 'text-anchor="end" class="soft"')
         bar = f'x="{_LEFT}" y="{y}" width="{rate["median"] * scale:.1f}" height="{_BAR - 6}"'
-        yield f'<rect {bar} fill="var(--c{index % 4})"/>'
+        yield f'<rect {bar} fill="var(--{_COLOURS[index % 4]})"/>'
         low = round(_LEFT + rate["low"] * scale, 1)
         high = round(_LEFT + rate["high"] * scale, 1)
         yield line((low, high), (y + 10, y + 10), 'class="span"')

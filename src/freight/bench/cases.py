@@ -87,17 +87,17 @@ class Bench:
         activations: Activations = Activations.DYNAMIC,
     ) -> Case:
         """Make the product with a weight [out_features, in_features]; `activations` are those of an
-        FP8 weight.
+        FP8 or INT8 weight.
         """
         x, source = self._activations(rows, shape[1]), self._source(format)
-        size = shape[0] * shape[1] * format.bytes + (4 * shape[0] if format.is_fp8 else 0)
+        size = shape[0] * shape[1] * format.bytes + (4 * shape[0] if format.is_quantized else 0)
         weights = [source.weight("", shape) for _ in self._copies(size)]
-        if format.is_fp8:
+        if format.is_quantized:
             weights = [replace(weight, activations=activations) for weight in weights]
         calls = [
             partial(self.kernels.linear, x, self.kernels.pack(weight), None) for weight in weights
         ]
-        name = f"{format}, activations {activations}" if format.is_fp8 else str(format)
+        name = f"{format}, activations {activations}" if format.is_quantized else str(format)
         return _product(
             "linear",
             name,

@@ -149,25 +149,31 @@ def occupancy(records: Sequence[StepRecord]) -> tuple[float, float]:
 
 
 def weight_bytes(
-    model: ModelConfig, compute_format: Format, weight_format: Format, num_rows: int = 1
+    model: ModelConfig,
+    compute_format: Format,
+    weight_format: Format,
+    num_rows: int = 1,
+    in_four_bits: bool = False,
 ) -> int:
     """Return bytes of weights that a step of `num_rows` tokens reads, scales included. Of an
     embedding that is not the head, and of tables of positions and per-layer inputs, only rows are
     read, which are not counted; of experts, as many as are chosen on average if all are equally
-    likely.
+    likely. `in_four_bits`: weights are, and their scales are not counted.
     """
     names, total = tensor_names(model), 0
+    per_byte = 2 if in_four_bits else 1
     for name, shape in tensor_shapes(model).items():
         if name in (names.positions, names.per_layer_table) or (
             name == names.embedding and not model.tie_word_embeddings
         ):
             continue
         linear = len(shape) > 1 and not name.endswith("bias") and name not in names.outer
-        total += math.prod(shape) * (weight_format if linear else compute_format).bytes
-        if linear and weight_format.is_fp8:
+        size = math.prod(shape) * (weight_format if linear else compute_format).bytes
+        total += size // per_byte if linear else size
+        if linear and weight_format.is_quantized and not in_four_bits:
             outputs = shape[0] if len(shape) == 2 else shape[0] * shape[2]  # of all experts
             total += outputs * Format.FLOAT32.bytes
-    return total - round(_experts_left_out(model, weight_format, num_rows))
+    return total - round(_experts_left_out(model, weight_format, num_rows) / per_byte)
 
 
 def _experts_left_out(model: ModelConfig, weight_format: Format, num_rows: int) -> float:
@@ -180,7 +186,7 @@ def _experts_left_out(model: ModelConfig, weight_format: Format, num_rows: int) 
             outputs = sum(moe.up_sizes) + channels
             values = (sum(moe.up_sizes) + moe.intermediate_size) * channels
             expert = values * weight_format.bytes + (
-                outputs * Format.FLOAT32.bytes if weight_format.is_fp8 else 0
+                outputs * Format.FLOAT32.bytes if weight_format.is_quantized else 0
             )
             total += (
                 moe.num_experts * expert * (1 - moe.routing.top_k / moe.num_experts) ** num_rows
@@ -197,7 +203,7 @@ def describe_run(engine: Engine, config: EngineConfig, name: str) -> dict[str, A
         "device": config.device,
         "threads": torch.get_num_threads(),
         "dtype": str(config.compute_format),
-        "weight_dtype": str(config.weight_format),
+        "weight_dtype": "int4" if config.int4 else str(config.weight_format),
         "max_num_batched_tokens": config.max_num_batched_tokens,
         "kv_cache": {
             **kv.names(),

@@ -88,7 +88,7 @@ def _cases(
 
     for shape in dict.fromkeys((matrix, *linear_shapes(model))):
         for count in rows:
-            for format in (Format.E4M3FN, Format.BFLOAT16):
+            for format in (Format.E4M3FN, Format.INT8, Format.BFLOAT16):
                 if wanted("linear"):
                     yield partial(bench.linear, count, shape, format)
             for codes, (size, _) in GROUPS.items():

@@ -58,9 +58,9 @@ def measure_latency(
         before = probe.sample()
         runs.append(split(drive_random(engine, lengths, numbers), batch_size))
         bandwidths.append((before + probe.sample()) / 2)
-    weights = weight_bytes(
-        engine.runner.model.config, config.compute_format, config.weight_format, batch_size
-    )
+    in_four_bits = config.int4 or bool(opened.scheme.four_bits)
+    formats = config.compute_format, config.weight_format
+    weights = weight_bytes(engine.runner.model.config, *formats, batch_size, in_four_bits)
     # of a step half way through the output
     cache = round(batch_size * read_bytes(engine.runner.pool.spec, input_len + output_len / 2))
     figures = _figures(runs, batch_size, input_len)

@@ -4,8 +4,7 @@ distributed.
 A row is one load, a colour is one server, and both halves have a logarithmic axis of milliseconds.
 Each shape is a histogram over that axis, so equal areas are equal numbers of samples. The long line
 is the median, the short one p99; the numbers at the right say both. Requests that failed are in no
-shape, and counted in a line below. The picture follows the reader's light or dark setting, and
-needs no other file.
+shape, and counted in a line below.
 """
 
 from __future__ import annotations
@@ -17,22 +16,14 @@ import numpy as np
 
 from freight.bench.load import Level
 from freight.bench.serving_figures import Run, Samples, percentiles
-from freight.svg import LogAxis, framed, line, text
+from freight.svg import LogAxis, framed, line, styled, text
 
 WIDTH = 1120
 _LEFT, _TOP, _ROW, _BOTTOM = 104, 116, 84, 46  # pixels; _ROW is the height of one load
 # widths: of an axis, of the numbers at its right, between the halves
 _PLOT, _NUMBERS, _GAP = (346, 120, 30)
 _BINS = 90
-_STYLE = """
-text{font:13px system-ui,-apple-system,"Segoe UI",sans-serif;fill:var(--ink)}
-.soft{fill:var(--soft)}.title{font-size:18px;font-weight:600}.head{font-weight:600}
-.num{font-variant-numeric:tabular-nums;text-anchor:end}.grid{stroke:var(--grid)}.base{stroke:var(--line)}
-svg{--paper:#fff;--ink:#1d2329;--soft:#626b75;--grid:#edf0f2;--line:#c3cad1;
---c0:#1668b8;--c1:#c2410c;--c2:#0f7a5a;--c3:#8a3ffc}
-@media(prefers-color-scheme:dark){svg{--paper:#14181d;--ink:#e8ebee;--soft:#9aa4ae;--grid:#242b32;--line:#46505a;
---c0:#6bb3f5;--c1:#f59a5d;--c2:#4fcf9f;--c3:#c4a0ff}}
-"""
+_STYLE = styled("text.num{text-anchor:end}")
 
 
 def _ticks(axis: LogAxis) -> list[float]:
@@ -94,7 +85,7 @@ def _axis(x: float, values: Sequence[float]) -> LogAxis:
 def _legend(urls: Sequence[str]) -> Iterator[str]:
     x = 24.0
     for index, url in enumerate(urls):
-        yield f'<rect x="{x}" y="50" width="12" height="12" rx="3" fill="var(--c{index % 4})"/>'
+        yield f'<rect x="{x}" y="50" width="12" height="12" rx="3" fill="{_colour(index)}"/>'
         yield text(x + 18, 61, url, 'class="soft"')
         x += 44 + 7.4 * len(url)
 
@@ -133,7 +124,7 @@ def _half(
             found = {figure: value for figure, value in times if value is not None}
             if not found:
                 continue
-            colour = f"var(--c{index % 4})"
+            colour = _colour(index)
             yield _shape(axis, base, shapes[url], most, colour)
             for figure, reach in (("median", _ROW - 16), ("p99", 16)):
                 x = axis.at(max(found[figure], axis.low))
@@ -165,6 +156,11 @@ def _shape(axis: LogAxis, base: float, shape: Sequence[float], most: float, colo
     )
     path = f"M{axis.start} {base} {points} L{axis.end} {base}"
     return f'<path d="{path} Z" fill="{colour}" fill-opacity="0.22" stroke="{colour}" stroke-opacity="0.75"/>'
+
+
+def _colour(index: int) -> str:
+    """Return the colour of a server."""
+    return f"var(--c{index % 4 + 1})"
 
 
 def _number(value: float) -> str:

@@ -4,6 +4,8 @@ layout.
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
@@ -15,6 +17,21 @@ from freight.fp8.scheme import LayerScales
 from freight.operands.kv_pages import KVPages
 
 
+class Empty(Protocol):
+    """Allocates a tensor of unspecified content."""
+
+    def __call__(self, *shape: int, dtype: torch.dtype) -> Tensor: ...
+
+
+def empty_on(device: str) -> Empty:
+    """Return how tensors are allocated on a device."""
+
+    def empty(*shape: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    return empty
+
+
 def allocate_pages(
     spec: LayerKVSpec,
     layout: PageLayout,
@@ -22,12 +39,16 @@ def allocate_pages(
     num_blocks: int,
     block_size: int,
     device: str,
+    empty: Empty | None = None,
 ) -> KVPages:
     """Allocate `num_blocks` blocks of one layer. The system commits memory at the first write.
-    `scales` are static.
+    `scales` are static. `empty` allocates on `device`.
     """
+    empty = empty or empty_on(device)
+    shape = num_blocks, block_size, spec.num_kv_heads
+    counters = torch.zeros(2, dtype=torch.int64, device=device)
     if spec.granularity is Granularity.GROUP:
-        return _grouped_pages(spec, layout, (num_blocks, block_size, spec.num_kv_heads), device)
+        return _grouped_pages(spec, layout, shape, empty, counters)
     dynamic = spec.granularity is Granularity.TOKEN
     assert scales is None or (spec.format.is_fp8 and not dynamic)
     dtype, first = torch_dtype(spec.format), spec.k_dim - spec.v_dim
@@ -35,7 +56,7 @@ def allocate_pages(
     parts = [(size, dtype) for size in sizes] + [(1, torch.bfloat16)] * (
         len(sizes) if dynamic else 0
     )
-    tensors = _tensors(parts, layout, (num_blocks, block_size, spec.num_kv_heads), device)
+    tensors = _tensors(parts, layout, shape, empty)
     k, v = tensors[0], tensors[0][..., first:] if spec.v_in_k else tensors[1]
     k_scale = v_scale = None
     if dynamic:
@@ -47,20 +68,22 @@ def allocate_pages(
             v_scale = k_scale[:, first:].contiguous()
         else:
             v_scale = expand_scale(scales.v, spec.num_kv_heads, spec.v_dim).to(device)
-    counters = torch.zeros(2, dtype=torch.int64, device=device)
     return KVPages(k, v, k_scale, v_scale, counters, v_in_k=spec.v_in_k)
 
 
 def _grouped_pages(
-    spec: LayerKVSpec, layout: PageLayout, shape: tuple[int, int, int], device: str
+    spec: LayerKVSpec,
+    layout: PageLayout,
+    shape: tuple[int, int, int],
+    empty: Empty,
+    counters: Tensor,
 ) -> KVPages:
     """Allocate pages with `group` scales: codes of the latent, the channels before it in bfloat16,
     and scales.
     """
     sizes = spec.k_dim - spec.v_dim, spec.v_dim // SCALE_GROUP
     parts = [(spec.v_dim, torch_dtype(spec.format)), *((size, torch.bfloat16) for size in sizes)]
-    codes, rotated, scale = _tensors(parts, layout, shape, device)
-    counters = torch.zeros(2, dtype=torch.int64, device=device)
+    codes, rotated, scale = _tensors(parts, layout, shape, empty)
     return KVPages(codes, codes, scale, scale, counters, v_in_k=True, rotated=rotated)
 
 
@@ -68,22 +91,19 @@ def _tensors(
     parts: list[tuple[int, torch.dtype]],
     layout: PageLayout,
     shape: tuple[int, int, int],
-    device: str,
+    empty: Empty,
 ) -> list[Tensor]:
     """Allocate [num_blocks, block_size, num_kv_heads, size] for each part's size and dtype, in
     `layout`.
     """
     num_blocks, block_size, heads = shape
     if layout is PageLayout.TOKENS:
-        return [torch.empty(*shape, size, dtype=dtype, device=device) for size, dtype in parts]
+        return [empty(*shape, size, dtype=dtype) for size, dtype in parts]
     if layout is PageLayout.HEADS:
         by_head = num_blocks, heads, block_size
-        return [
-            torch.empty(*by_head, size, dtype=dtype, device=device).transpose(1, 2)
-            for size, dtype in parts
-        ]
+        return [empty(*by_head, size, dtype=dtype).transpose(1, 2) for size, dtype in parts]
     widths = [block_size * heads * size * dtype.itemsize for size, dtype in parts]
-    blocks = torch.empty(num_blocks, sum(widths), dtype=torch.uint8, device=device).split(widths, 1)
+    blocks = empty(num_blocks, sum(widths), dtype=torch.uint8).split(widths, 1)
     typed = [block.view(dtype) for block, (_, dtype) in zip(blocks, parts, strict=True)]
     return [block.unflatten(1, (block_size, heads, -1)) for block in typed]
 

@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from freight.cache.pages import allocate_pages, expand_scale
+from freight.cache.pages import Empty, allocate_pages, empty_on, expand_scale
 from freight.cache.spec import KVCacheSpec, LayerStateSpec
 from freight.config.engine import KVCacheConfig
 from freight.fp8.cast import torch_dtype
@@ -201,13 +201,15 @@ def allocate_pool(
     kernels: KernelSet,
     device: str = "cpu",
     rotaries: Sequence[Rotary | None] | None = None,
+    empty: Empty | None = None,
 ) -> KVPool:
     """Allocate pages and states: `num_blocks` by group. The system commits memory at the first
     write, not here.
 
     `rotaries` has the rotary tables of each layer, None for a layer without. They are needed for
-    centered keys only.
+    centered keys only. `empty` allocates pages and states, on `device`.
     """
+    empty = empty or empty_on(device)
     of_layers = kv.scales.layers if kv.scales is not None else (None,) * len(spec.layers)
     tables = AngleTables()
     pages_of: dict[int, PagedKV] = {}
@@ -221,7 +223,7 @@ def allocate_pool(
         if isinstance(layer, LayerStateSpec):
             group = groups[index]
             states_of[index] = PagedState(
-                _allocate_states(layer, num_blocks[group], spec, device), group
+                _allocate_states(layer, num_blocks[group], spec, empty), group
             )
             continue
         if layer.source is not None:
@@ -229,7 +231,8 @@ def allocate_pool(
             continue
         group = groups[index]
         block_size = spec.groups[group].tokens_per_block
-        pages = allocate_pages(layer, kv.layout, scales, num_blocks[group], block_size, device)
+        sizes = num_blocks[group], block_size
+        pages = allocate_pages(layer, kv.layout, scales, *sizes, device, empty)
         if scales is not None and scales.k_center:
             rotary = None if rotaries is None else rotaries[index]
             assert rotary is not None
@@ -257,14 +260,11 @@ class AngleTables:
 
 
 def _allocate_states(
-    spec: LayerStateSpec, num_blocks: int, cache: KVCacheSpec, device: str
+    spec: LayerStateSpec, num_blocks: int, cache: KVCacheSpec, empty: Empty
 ) -> States:
     assert cache.state_every is not None
-    shapes = {
-        part.name: ((num_blocks, *part.shape), torch_dtype(part.format)) for part in spec.parts
-    }
     parts = {
-        name: torch.empty(shape, dtype=dtype, device=device)
-        for name, (shape, dtype) in shapes.items()
+        part.name: empty(num_blocks, *part.shape, dtype=torch_dtype(part.format))
+        for part in spec.parts
     }
     return States(parts, cache.state_every)

@@ -29,6 +29,7 @@ from freight.config.states import default_state
 from freight.errors import ConfigError
 from freight.fp8.formats import SCALE_GROUP, Format, Granularity
 from freight.operands.tiles import STATE_TILE
+from freight.parallel.shards import of_rank
 
 LEAST_EVERY = 64  # least tokens of a block of states by default
 
@@ -293,6 +294,7 @@ def cache_spec(
     compute: Format | None = None,
     state_every: int | None = None,
     max_len: int | None = None,
+    ranks: int = 1,
 ) -> KVCacheSpec:
     """Build the spec of the cache of every layer of `model`, stored in the formats of `kv`, for
     sequences of up to `max_len` tokens.
@@ -300,10 +302,16 @@ def cache_spec(
     compute       compute format; None: the checkpoint's dtype
     state_every   tokens between kept states; None: `default_every`
     max_len       longest sequence in tokens; None: `max_position_embeddings`
+    ranks         number of ranks; the spec is that of one of them, with its heads
 
-    Raises ConfigError for a `state_every` if no layer keeps a state.
+    Raises ConfigError for a `state_every` if no layer keeps a state, and as
+    `parallel.shards.require_divisible`.
     """
     compute = compute or model.checkpoint_format
+    if ranks > 1:  # prefixes end where they end with one rank
+        whole = cache_spec(kv, model, block_size, compute, state_every, max_len)
+        own = of_rank(model, ranks)
+        return cache_spec(kv, own, block_size, compute, whole.state_every, max_len)
     layers = (
         layer_spec(layer.mixer, kv.of_layer(index), compute, kv.state)
         for index, layer in enumerate(model.layers)

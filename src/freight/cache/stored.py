@@ -10,7 +10,10 @@ be given up at any time.
 
 from __future__ import annotations
 
+import os
+import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -67,6 +70,17 @@ class _Plan:
     end: int
 
 
+@dataclass(frozen=True)
+class _Refused:
+    """A request, by name and number of tokens, for which nothing could be brought in, and the blocks
+    that each group had for it then.
+    """
+
+    name: str
+    num_tokens: int
+    room: tuple[int, ...]
+
+
 class StoredPrefixes:
     """The store of the pool that `manager` has. All methods are for the thread that schedules, and
     none but `wait` and `close` waits.
@@ -90,10 +104,12 @@ class StoredPrefixes:
         self._coming: dict[str, _Coming] = {}  # by request, in the order of their beginning
         self._on_the_way: set[tuple[int, bytes]] = set()  # the blocks of all fetches
         self._in_turn: set[str] = set()  # requests that wait until a fetch ends
+        self._refused: _Refused | None = None  # the last one: requests behind it are not asked for
         self._is_closed = False
         self._payload_bytes = [one.payload_bytes for one in block_bytes]
         num_blocks = sum(one.num_blocks for one in manager.allocators)
         self.mover = Mover(tiers, block_bytes, self._is_current, num_blocks)
+        _living.add(self)
 
     # ---------------------------------------------------------------------------------------------
     # in
@@ -117,7 +133,7 @@ class StoredPrefixes:
     def begin(self, name: str, sought: Sought, salted: bool, reserve: int) -> bool:
         """Begin to bring in what the store has of a sequence beyond the pool. True: it comes, or
         will as soon as other blocks are there; ask again. False: it is not there, not worth the
-        time, or there is no room for it now.
+        time, or there is no room for it now. That is looked at again once a group has more blocks.
 
         The blocks fit if every group has those for the rest of the sequence available, and
         `reserve` more.
@@ -128,13 +144,19 @@ class StoredPrefixes:
             return True
         if self._late is not None and not self._late.is_done:  # the thread hangs
             return False
-        plan = self._plan(sought)
-        if plan is None:
+        # A request that was refused, and did not fit into the pool either, asks at every step.
+        room = tuple(one.num_available - reserve for one in self._manager.allocators)
+        if self._is_refused(name, sought, room):
             return False
-        if len(self._coming) >= _MOST_FETCHES or not self._on_the_way.isdisjoint(plan.missing):
-            self._in_turn.add(name)
-            return True
-        return self._start(name, sought, plan, reserve)
+        plan = self._plan(sought)
+        if plan is not None:
+            if len(self._coming) >= _MOST_FETCHES or not self._on_the_way.isdisjoint(plan.missing):
+                self._in_turn.add(name)
+                return True
+            if self._start(name, sought, plan, reserve):
+                return True
+        self._refused = _Refused(name, sought.num_tokens, room)
+        return False
 
     def finish(self, name: str) -> None:
         """Index the blocks that came for a request, and release all of its fetch."""
@@ -148,7 +170,9 @@ class StoredPrefixes:
             self._tiers.count_tokens(coming.num_tokens)
 
     def drop(self, name: str) -> None:
-        """Give up the fetch of a request, if it has one."""
+        """Give up the fetch of a request, if it has one. It may be another's name from now on."""
+        if self._refused is not None and self._refused.name == name:
+            self._refused = None
         if name in self._coming:
             # first: an interrupt must not leave a thread that writes what `reset` makes free
             self._coming[name].fetch.cancel()
@@ -167,11 +191,14 @@ class StoredPrefixes:
             coming.fetch.cancel()
         self._coming = {}
         self._on_the_way, self._in_turn = set(), set()
+        self._refused = None
 
     def step(self, decodes: bool, idle: bool) -> None:
         """Note that a step begins; `decodes`: some request decodes in it. If it is `idle`, wait a
         moment for a fetch.
         """
+        if self._is_closed:
+            return
         self.mover.budget.step(decodes)
         if idle and self._coming:
             self.mover.wait([one.fetch for one in self._coming.values()], _WAIT)
@@ -180,6 +207,17 @@ class StoredPrefixes:
         """Note how long a step with `num_tokens` tokens of prompts took."""
         if num_tokens >= _LEAST_MEASURED:
             self.mover.rates.note_computed(num_tokens, seconds)
+
+    def _is_refused(self, name: str, sought: Sought, room: Sequence[int]) -> bool:
+        """Return whether a request was refused, and no group has more blocks for it than it had
+        then.
+        """
+        last = self._refused
+        return (
+            last is not None
+            and (last.name, last.num_tokens) == (name, sought.num_tokens)
+            and all(now <= then for now, then in zip(room, last.room, strict=True))
+        )
 
     def _plan(self, sought: Sought) -> _Plan | None:
         """Return how pool and store together have a longer prefix than the pool; None if they do
@@ -306,9 +344,30 @@ class StoredPrefixes:
     def stats(self) -> StoreStats:
         return self._tiers.stats()
 
+    def leave_in_child(self) -> None:
+        """Go on without a store: this is a fork, which has no threads that move blocks. What came
+        until now is kept.
+        """
+        self._is_closed = True
+        for coming in self._coming.values():
+            coming.fetch.lock = threading.Lock()  # a thread may have held it
+            coming.fetch.is_cancelled = coming.fetch.is_done = True
+        self.mover.leave_in_child()
+
     def close(self, seconds: float) -> None:
         """Store what was offered, for `seconds` at most, and end the threads."""
         self._is_closed = True
         while self.drop_latest():
             pass
         self.mover.close(seconds)
+
+
+_living: weakref.WeakSet[StoredPrefixes] = weakref.WeakSet()  # of this process
+
+
+def _leave_in_child() -> None:
+    for stored in _living:
+        stored.leave_in_child()
+
+
+os.register_at_fork(after_in_child=_leave_in_child)

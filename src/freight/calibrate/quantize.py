@@ -50,6 +50,8 @@ from freight.config.quantize_plan import (
 )
 from freight.device import choose_threads, probe
 from freight.errors import CheckpointError, ConfigError
+from freight.fp8.mxfp4 import GROUP
+from freight.fp8.scheme import int4_group
 from freight.fp8.weights import BLOCK
 from freight.kernels.select import select_kernels
 from freight.models.architectures import tensor_names
@@ -176,7 +178,7 @@ def open_unquantized(
     require_native(stored.model, model, "quantizing")
     checkpoint, config, scheme = stored.checkpoint, stored.model, stored.scheme
     way_out = "quantize the 16-bit model that it was made from"
-    keeps = keep_kv and not stored.kv_scales.empty and not _has_fp8_matrix(stored)
+    keeps = keep_kv and not stored.kv_scales.empty and not _has_quantized_matrix(stored)
     if not keeps and (scheme.method not in (None, "mxfp4") or scheme.kv_format is not None):
         raise CheckpointError(f"{model} is quantized already ({scheme.description}); {way_out}")
     if not keeps and not stored.kv_scales.empty:
@@ -197,14 +199,16 @@ def open_unquantized(
     )
 
 
-def _has_fp8_matrix(stored: OpenCheckpoint) -> bool:
-    """Return whether any matrix is stored in FP8. A scheme of AutoFP8 that leaves out every matrix
-    declares FP8 and has none.
+def _has_quantized_matrix(stored: OpenCheckpoint) -> bool:
+    """Return whether any matrix is stored in FP8 or INT8, or declared to be in 4 bits. A scheme of
+    AutoFP8 that leaves out every matrix declares FP8 and has none.
     """
     if stored.scheme.weight_format is None:
         return False
+    if stored.scheme.four_bits:
+        return True
     names = tensor_shapes(stored.model).keys() & stored.checkpoint.names
-    return any(stored.checkpoint.format_of(name).is_fp8 for name in names)
+    return any(stored.checkpoint.format_of(name).is_quantized for name in names)
 
 
 def quantize(
@@ -245,6 +249,7 @@ def quantize(
     if opened.carried is None:
         require_any(opened.model, decided, ignored)
     require_blocks(opened.model, decided, ignored)
+    require_groups(opened.model, decided, ignored)
     check_disk_space(opened.checkpoint, Path(out))
     calibration, measured = NOTHING_CALIBRATED, decided
     if opened.carried is not None:
@@ -358,6 +363,23 @@ def require_blocks(model: ModelConfig, plan: QuantizePlan, ignored: Collection[s
                 f"--weights fp8-block: {experts.named(0)} has an intermediate size of {mlp.intermediate_size}, no "
                 f"multiple of {BLOCK}, so that a block would span gate and up; use --weights fp8-channel"
             )
+
+
+def require_groups(model: ModelConfig, plan: QuantizePlan, ignored: Collection[str]) -> None:
+    """Raise ConfigError for a matrix whose inputs groups do not divide."""
+    if not plan.weights.in_four_bits:
+        return
+    size = plan.group_size if plan.weights is WeightScheme.INT4 else GROUP
+    shapes, left_out = tensor_shapes(model), frozenset(ignored)
+    for name in (*linear_modules(model), head_module(model)):
+        columns = shapes[f"{name}.weight"][-1] if f"{name}.weight" in shapes else 0
+        if name in left_out or columns % size == 0:
+            continue
+        smaller = int4_group(columns, size) if plan.weights is WeightScheme.INT4 else None
+        way_out = f"use --group-size {smaller}" if smaller else f"leave it out (--ignore {name})"
+        raise ConfigError(
+            f"--weights {plan.weights}: {name} has {columns} inputs, which groups of {size} do not divide; {way_out}"
+        )
 
 
 def _require_whole_heads(model: ModelConfig, ignored: Collection[str]) -> None:

@@ -46,7 +46,7 @@ def model_tree(
         if module in linear and kind == "weight":
             what = f"Linear({shape[1]} -> {shape[0]})"
             if plan is not None and plan.weights is not WeightScheme.NONE and module not in ignored:
-                format = f"{Format.E4M3FN}, inputs {plan.activations}"
+                format = f"{plan.weight_format}, inputs {plan.activations}"
         (outside if index is None else layers[index]).append(f"({where}): {what}, {format}")
     if plan is not None and plan.kv_granularity is not None:
         for lines in layers:

@@ -7,12 +7,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from freight.calibrate.modules import head_module, layer_modules, linear_modules
 from freight.calibrate.other_parts import in_both_names, kv_twins, modules_beside, tensors_beside
 from freight.calibrate.run import Calibration, Progress
-from freight.checkpoint.declare import declare, kv_tensors, scale_format, weight_tensors
+from freight.checkpoint.declare import (
+    declare,
+    four_bit_tensors,
+    kv_tensors,
+    scale_format,
+    weight_tensors,
+)
 from freight.checkpoint.extras import write_extras
 from freight.checkpoint.mxfp4 import StoredExperts
 from freight.checkpoint.reader import Checkpoint
@@ -21,6 +28,7 @@ from freight.config.model import ModelConfig
 from freight.config.quantize_plan import QuantizePlan, WeightScheme
 from freight.errors import CheckpointError
 from freight.fp8.formats import Format
+from freight.fp8.four_bits import round_int4, round_mxfp4
 from freight.fp8.scheme import KVScales
 from freight.fp8.weights import quantize_blocks, quantize_rows, quantize_tensor
 from freight.models.loader import tensor_shapes
@@ -29,6 +37,7 @@ _ROUND = {
     WeightScheme.TENSOR: quantize_tensor,
     WeightScheme.CHANNEL: quantize_rows,
     WeightScheme.BLOCK: quantize_blocks,
+    WeightScheme.INT8: quantize_rows,
 }
 
 
@@ -82,10 +91,8 @@ def write_quantized(
                 tensors = {name: checkpoint.take(name, shape)}
             before += sum(one.nbytes for one in tensors.values())
             if kind == "weight" and like in linear:
-                data, scale = _rounded(name, tensors[name], plan.weights, scales_in)
-                tensors = weight_tensors(
-                    plan, module, data, scale, calibration.input_scales.get(like), scales_in
-                )
+                inputs = calibration.input_scales.get(like)
+                tensors = _rounded(name, tensors[name], plan, scales_in, inputs)
             after += sum(one.nbytes for one in tensors.values())
             writer.add(tensors)
             on_progress("writing", done, len(shapes))
@@ -113,11 +120,22 @@ def _add_kv(
 
 
 def _rounded(
-    name: str, weight: Tensor, scheme: WeightScheme, scales_in: Format
-) -> tuple[Tensor, Tensor]:
-    """Round the matrix `name` to E4M3; return it and its scales."""
+    name: str, weight: Tensor, plan: QuantizePlan, scales_in: Format, input_scale: float | None
+) -> dict[str, Tensor]:
+    """Round the matrix `name`; return its tensors."""
     if not bool(weight.isfinite().all()):
         raise CheckpointError(
             f"{name} has values that are NaN or infinite; a damaged checkpoint cannot be quantized"
         )
-    return _ROUND[scheme](weight, Format.E4M3FN, scales_in)
+    module = name.rpartition(".")[0]
+    if plan.weights.in_four_bits:
+        if plan.weights is WeightScheme.MXFP4:
+            codes, scales = round_mxfp4(weight)
+        else:
+            half = weight.dtype is torch.float16
+            codes, scales = round_int4(
+                weight, plan.group_size, torch.float16 if half else torch.bfloat16
+            )
+        return four_bit_tensors(plan, module, codes, scales, weight.shape[1])
+    data, scale = _ROUND[plan.weights](weight, plan.weight_format, scales_in)
+    return weight_tensors(plan, module, data, scale, input_scale, scales_in)

@@ -6,6 +6,8 @@ compressed-tensors  `weight_scale` [1], [rows, 1] or [blocks, blocks], `input_sc
 fp8                 AutoFP8's: `weight_scale`, `input_scale`, `k_scale`, `v_scale` float32 []; with
                     blocks DeepSeek's: `weight_scale_inv` float32 [blocks, blocks], a multiplier as
                     every scale is
+                    in 4 bits `weight_packed` int32 [rows, columns / 8] with `weight_scale` [rows,
+                    groups] and `weight_shape`, or for MXFP4 uint8 [rows, columns / 2] and uint8
 tgi                 `kv_scale` float32 [], for K and V, and `kv_cache_torch_dtype` in config.json
 mxfp4               gpt-oss's own, kept; `k_scale` and `v_scale` as in compressed-tensors, and
                     `kv_cache_format` within its quantization_config
@@ -28,7 +30,8 @@ from freight.config.fields import JsonObject
 from freight.config.quantize_plan import ActivationScheme, Layout, QuantizePlan, WeightScheme
 from freight.fp8.cast import torch_dtype
 from freight.fp8.formats import Format
-from freight.fp8.scheme import LayerScales
+from freight.fp8.mxfp4 import GROUP as MXFP4_GROUP
+from freight.fp8.scheme import LayerScales, Packing
 from freight.fp8.weights import BLOCK
 
 _REPLACED = (
@@ -42,6 +45,9 @@ _STRATEGIES = {
     WeightScheme.TENSOR: "tensor",
     WeightScheme.CHANNEL: "channel",
     WeightScheme.BLOCK: "block",
+    WeightScheme.INT8: "channel",
+    WeightScheme.INT4: "group",
+    WeightScheme.MXFP4: "group",
 }
 
 
@@ -107,12 +113,10 @@ def _compressed_tensors(plan: QuantizePlan, ignored: Sequence[str]) -> dict[str,
     quantized = plan.weights is not WeightScheme.NONE
     format, groups = "dense", {}
     if quantized:
-        format = (
-            "naive-quantized" if plan.activations is ActivationScheme.NONE else "float-quantized"
-        )
+        format = _format(plan)
         group = {
             "targets": ["Linear"],
-            "weights": _weights(plan.weights),
+            "weights": _weights(plan),
             "input_activations": _activations(plan),
         }
         groups = {"group_0": group}
@@ -147,9 +151,27 @@ def _arguments(
     return content | {"group_size": None, "block_structure": None, "observer": observer}
 
 
-def _weights(scheme: WeightScheme) -> dict[str, Any]:
-    blocks = [BLOCK, BLOCK] if scheme is WeightScheme.BLOCK else None
-    return _arguments(_STRATEGIES[scheme], observer="static_minmax") | {"block_structure": blocks}
+def _format(plan: QuantizePlan) -> str:
+    if plan.weights is WeightScheme.INT4:
+        return str(Packing.INT4)
+    if plan.weights is WeightScheme.MXFP4:
+        return str(Packing.MXFP4)
+    if plan.weights is WeightScheme.INT8:
+        return "int-quantized"
+    return "naive-quantized" if plan.activations is ActivationScheme.NONE else "float-quantized"
+
+
+def _weights(plan: QuantizePlan) -> dict[str, Any]:
+    blocks = [BLOCK, BLOCK] if plan.weights is WeightScheme.BLOCK else None
+    content = _arguments(_STRATEGIES[plan.weights], observer="static_minmax")
+    content |= {"block_structure": blocks}
+    if plan.weights is WeightScheme.INT8:
+        content |= {"type": "int"}
+    if plan.weights is WeightScheme.INT4:
+        content |= {"num_bits": 4, "type": "int", "group_size": plan.group_size}
+    if plan.weights is WeightScheme.MXFP4:
+        content |= {"num_bits": 4, "group_size": MXFP4_GROUP, "scale_dtype": "torch.uint8"}
+    return content
 
 
 def _activations(plan: QuantizePlan) -> dict[str, Any] | None:
@@ -159,7 +181,8 @@ def _activations(plan: QuantizePlan) -> dict[str, Any] | None:
         return _arguments("tensor", observer="static_minmax")
     if plan.weights is WeightScheme.BLOCK:
         return _arguments("group", dynamic=True) | {"group_size": BLOCK}
-    return _arguments("token", dynamic=True)
+    kind = "int" if plan.weights is WeightScheme.INT8 else "float"
+    return _arguments("token", dynamic=True) | {"type": kind}
 
 
 def weight_tensors(
@@ -170,7 +193,7 @@ def weight_tensors(
     input_scale: float | None,
     format: Format,
 ) -> dict[str, Tensor]:
-    """Return the tensors of one quantized Linear: `data` FP8, `scale` float32 [], [rows] or
+    """Return the tensors of one quantized Linear: `data` FP8 or INT8, `scale` float32 [], [rows] or
     [blocks, blocks]. Scales are stored in `format`.
     """
     stored = scale.to(torch_dtype(format))
@@ -181,6 +204,24 @@ def weight_tensors(
     if input_scale is not None:
         tensors[f"{module}.input_scale"] = _scalar(plan.layout, input_scale, format)
     return tensors
+
+
+def four_bit_tensors(
+    plan: QuantizePlan, module: str, codes: Tensor, scales: Tensor, columns: int
+) -> dict[str, Tensor]:
+    """Return the tensors of one Linear in 4 bits with `columns` inputs, in compressed-tensors' form.
+
+    codes: uint8 [rows, columns / 2]; scales: [rows, groups], 16 bits for INT4, uint8 for MXFP4.
+    """
+    packed = {f"{module}.weight_packed": codes, f"{module}.weight_scale": scales}
+    if plan.weights is WeightScheme.MXFP4:
+        return packed
+    shape = torch.tensor([len(codes), columns], dtype=torch.int64, device="cpu")
+    # 8 codes of 4 bits to an int32, the first in its lowest bits
+    return packed | {
+        f"{module}.weight_packed": codes.view(torch.int32),
+        f"{module}.weight_shape": shape,
+    }
 
 
 def kv_tensors(

@@ -45,6 +45,7 @@ FORMAT_NAMES = {
     "F8_E4M3": Format.E4M3FN,
     "F8_E4M3FNUZ": Format.E4M3FNUZ,
     "F8_E5M2": Format.E5M2,
+    "I8": Format.INT8,
 }
 _MAX_HEADER = 100_000_000  # bytes, the limit of the safetensors format
 

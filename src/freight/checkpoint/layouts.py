@@ -1,9 +1,10 @@
 """Reader of a checkpoint's declared quantization. It reads no tensors, and imports no torch.
 
 Supported are `quant_method` fp8 (AutoFP8, Quark's vLLM export, DeepSeek's blocks, transformers),
-compressed-tensors (llm-compressor), modelopt (NVIDIA), quark (AMD), fbgemm_fp8, torchao and mxfp4,
-each read in `producers/`, and the keys that Text Generation Inference reads. A declared scheme that
-is not implemented, such as an INT8 cache, raises CheckpointError; there is no fallback.
+compressed-tensors (llm-compressor), modelopt (NVIDIA), quark (AMD), fbgemm_fp8, torchao, mxfp4, and
+for weights in 4 bits gptq and awq, each read in `producers/`, and the keys that Text Generation
+Inference reads. A declared scheme that is not implemented, such as an INT8 cache, raises
+CheckpointError; there is no fallback.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 
 from freight.checkpoint.producers.compressed_tensors import read_compressed_tensors
 from freight.checkpoint.producers.fp8 import read_fbgemm, read_fp8
+from freight.checkpoint.producers.gptq import read_awq, read_gptq
 from freight.checkpoint.producers.modelopt import read_modelopt
 from freight.checkpoint.producers.mxfp4 import read_mxfp4
 from freight.checkpoint.producers.quark import read_quark
@@ -36,13 +38,15 @@ _READERS: Mapping[str, Callable[[JsonObject], Scheme]] = {
     "quark": read_quark,
     "fbgemm_fp8": read_fbgemm,
     "torchao": read_torchao,
+    "gptq": read_gptq,
+    "awq": read_awq,
 }
 
 
 def read_scheme(config: JsonObject, hf_quant_config: JsonObject | None) -> Scheme:
     """Read the scheme that config.json, or ModelOpt's hf_quant_config.json, declares.
 
-    Raises CheckpointError for an unknown method and for what is not FP8.
+    Raises CheckpointError for an unknown method and for what is not implemented.
     """
     declared = declaration(config)
     if declared is None and hf_quant_config is not None:

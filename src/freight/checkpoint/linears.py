@@ -1,4 +1,4 @@
-"""FP8 matrices of a checkpoint: their tensors, the layout of their scales, and the Weight of each.
+"""FP8 and INT8 matrices of a checkpoint: their tensors, the layout of their scales, and the Weight of each.
 
 `find_linears` compares the declaration with the stored tensors and reads every scale, so a mismatch
 is reported before a weight is read. From every producer, a matrix becomes a Weight with one scale
@@ -32,7 +32,9 @@ _INPUT_SCALES = ("input_scale", "activation_scale", "act_scale", "qscale_act")
 
 @dataclass(frozen=True)
 class StoredLinear:
-    """One FP8 matrix with its scales read and checked; the tensor named `weight` is not read yet."""
+    """One FP8 or INT8 matrix with its scales read and checked; the tensor named `weight` is not
+    read yet.
+    """
 
     weight: str
     shape: Shape
@@ -43,10 +45,14 @@ class StoredLinear:
     input_limit: float | None
 
     def read(self, checkpoint: Checkpoint, format: Format, device: str) -> Weight:
-        """Read the matrix in `format`, an E4M3 variant. Raises CheckpointError for bytes without a
-        counterpart in it.
+        """Read the matrix in `format`, an E4M3 variant; INT8 stays INT8. Raises CheckpointError for
+        bytes without a counterpart in it.
         """
         stored = checkpoint.take(self.weight, self.shape, self.format)
+        if self.format is Format.INT8:
+            scale = self.scale.to(device)
+            data = stored.to(device).contiguous()
+            return Weight(data, scale, self.activations, self.input_scale)
         if self.format is Format.E4M3FNUZ and format is Format.E4M3FN:
             largest = int((stored.view(torch.uint8) & 0x7F == 0x7F).sum())
             if largest:
@@ -90,7 +96,7 @@ class StoredLinear:
         """Return the input scale for the matrix in `format`: E4M3FNUZ has half the value of E4M3FN
         for the same byte.
         """
-        if self.input_scale is None or format is self.format:
+        if self.input_scale is None or format is self.format or self.format is Format.INT8:
             return self.input_scale
         return self.input_scale * (2.0 if format is Format.E4M3FNUZ else 0.5)
 
@@ -101,13 +107,13 @@ def find_linears(
     shapes: Mapping[str, Shape],
     free: frozenset[str],
 ) -> dict[str, StoredLinear]:
-    """Find the matrices that are stored in FP8, by the names in `shapes`
+    """Find the matrices that are stored in FP8 or INT8, by the names in `shapes`
     ('model.layers.0.mlp.down_proj.weight').
 
     `shapes` are all tensors of the model; those in `free` (head and embedding) may be quantized or
     not, whatever is declared. Raises CheckpointError, naming tensors, for a declared matrix that is
-    not stored in FP8 or has no scale, for an FP8 matrix that is not declared, and for scales of
-    another shape than declared.
+    not stored so or has no scale, for such a matrix that is not declared, and for scales of another
+    shape than declared.
     """
     found = {}
     for name, shape in shapes.items():
@@ -119,9 +125,12 @@ def find_linears(
         )
         if weight is None:
             continue  # `Checkpoint.check` reports missing tensors
-        stored = checkpoint.format_of(weight)
         declared = scheme.linear(checkpoint.declared_module(weight))
-        if stored.is_fp8:
+        four = declared is not None and declared.four is not None
+        if four and checkpoint.entry(weight).dtype == "U8":
+            continue  # `find_four_bits` finds it
+        stored = checkpoint.format_of(weight)
+        if stored.is_quantized:
             found[name] = _stored_linear(
                 checkpoint,
                 module,
@@ -141,10 +150,14 @@ def _declared(
     module: str,
     declared: LinearScheme | None,
 ) -> LinearScheme:
-    """Return `declared`, which an FP8 matrix must have. Raises CheckpointError."""
+    """Return `declared`, which an FP8 or INT8 matrix must have. Raises CheckpointError."""
     stored = checkpoint.format_of(weight)
-    if stored not in (Format.E4M3FN, Format.E4M3FNUZ):
+    if stored not in (Format.E4M3FN, Format.E4M3FNUZ, Format.INT8):
         raise checkpoint.fault(f"{weight} is stored in {stored}; weights in E4M3 are implemented")
+    if declared is not None and declared.four is not None:
+        raise checkpoint.fault(
+            f"{weight} is stored in {stored}, but config.json declares {declared.four}; correct its quantization_config"
+        )
     if declared is None and scheme.weight_format is None:
         raise checkpoint.fault(
             f"{weight} is stored in {stored}, but config.json declares no quantization of weights; "
@@ -154,6 +167,11 @@ def _declared(
         raise checkpoint.fault(
             f"{weight} is stored in {stored}, but config.json lists {module} as not quantized; "
             "remove it from the list, or store it in 16 bits"
+        )
+    if declared.integers is not (stored is Format.INT8):
+        expected = Format.INT8 if declared.integers else "FP8"
+        raise checkpoint.fault(
+            f"{weight} is stored in {stored}, but config.json declares {expected}"
         )
     return declared
 
@@ -194,7 +212,7 @@ def _expected_scale(checkpoint: Checkpoint) -> str:
 def _stored_linear(
     checkpoint: Checkpoint, module: str, weight: str, shape: Shape, declared: LinearScheme
 ) -> StoredLinear:
-    """Read and check the scales of one FP8 matrix."""
+    """Read and check the scales of one FP8 or INT8 matrix."""
     if checkpoint.shape_of(weight) != tuple(shape):
         raise checkpoint.fault(
             f"{weight} has shape {list(checkpoint.shape_of(weight))}, config.json asks for "
@@ -203,8 +221,9 @@ def _stored_linear(
     name = _one_of(checkpoint, module, _SCALES)
     if name is None:
         expected = _expected_scale(checkpoint)
+        kind = "INT8" if declared.integers else "FP8"
         raise checkpoint.fault(
-            f"{weight} is stored in FP8, and its scale {module}.{expected} is missing"
+            f"{weight} is stored in {kind}, and its scale {module}.{expected} is missing"
         )
     scale = _weight_scale(checkpoint, name, shape, declared)
     input_name = _one_of(checkpoint, module, _INPUT_SCALES)

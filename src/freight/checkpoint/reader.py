@@ -112,7 +112,7 @@ class Checkpoint:
 
     def format_of(self, name: str) -> Format:
         """Return the tensor's format. Raises CheckpointError for a dtype that Freight does not
-        compute with, such as integers.
+        compute with, such as wide integers.
         """
         dtype = self.entry(name).dtype
         if dtype not in FORMAT_NAMES:
@@ -186,8 +186,8 @@ class Checkpoint:
         """Map the tensor from its file. Raises CheckpointError if it is missing, or of another
         shape or format.
 
-        Without `format` any 16- or 32-bit format is accepted. FP8 must be requested: it is
-        meaningless without a scale.
+        Without `format` any 16- or 32-bit format is accepted. FP8 and INT8 must be requested: they
+        are meaningless without a scale.
         """
         shape = tuple(shape)
         entry, stored = self.entry(name), self.format_of(name)
@@ -195,7 +195,7 @@ class Checkpoint:
             raise self.fault(
                 f"{name} has shape {list(entry.shape)}, config.json asks for {list(shape)}"
             )
-        if stored is not format if format is not None else stored.is_fp8:
+        if stored is not format if format is not None else stored.is_quantized:
             expected = format or "16 or 32 bits, as no quantization is declared,"
             raise self.fault(f"{name} is stored in {stored} where {expected} is expected")
         self._taken.add(name)
@@ -231,7 +231,7 @@ class Checkpoint:
         stored = self._read(name)
         if dtype in ("U8", "F8_E8M0"):
             stored = torch.exp2(stored.view(torch.uint8).double() - 127)
-        elif self.format_of(name).is_fp8:
+        elif self.format_of(name).is_quantized:
             raise self.fault(f"the scale {name} is stored as {dtype}, which is not implemented")
         scale = stored.to(torch.float32, copy=True)
         bad = scale[~((scale > 0) & (scale < torch.inf))]
@@ -259,13 +259,16 @@ class Checkpoint:
         """
         for pattern, reason in _UNUSED.items():
             self.skip(pattern, reason)
+        pending = frozenset(pending)
         for name in [
             name for pattern in _ZERO_POINTS for name in fnmatch.filter(self._entries, pattern)
         ]:
+            if name in pending:
+                continue  # of a matrix in 4 bits
             if self._read(name).float().any():
                 raise self.fault(f"{name} is not zero; only symmetric quantization is implemented")
             self.skip(name, "a zero point that is zero")
-        left = sorted(self.names - self._taken - set(self._skipped) - set(pending))
+        left = sorted(self.names - self._taken - set(self._skipped) - pending)
         if left:
             raise self.fault(
                 f"{len(left)} tensors belong to no part of the model that config.json describes: "
@@ -382,6 +385,10 @@ def _read_entries(path: Path) -> dict[str, TensorEntry]:
         raise CheckpointError(
             f"{path} has {_listed(pickles, ', ')}, which can run code when opened; Freight reads safetensors only: "
             f"freight convert {path} OUT"
+        )
+    if any(path.glob("*.gguf")):
+        raise CheckpointError(
+            f"{path} has *.gguf files alone, which are not read; use the safetensors that they were made from"
         )
     raise CheckpointError(
         f"{path} has no *.safetensors file; if the model has pytorch_model.bin instead: freight convert MODEL OUT"

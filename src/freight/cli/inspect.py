@@ -37,6 +37,12 @@ _NOT_PARAMETERS = (
     "qscale_act",
     "qscale_weight",
     "_scales",
+    "scales",  # GPTQ's and AWQ's
+    "scale_2",
+    "global_scale",
+    "qzeros",
+    "g_idx",
+    "weight_shape",
 )
 
 
@@ -83,8 +89,10 @@ def describe(
     what Freight cannot run; obstacle: why it cannot, or null; unread_keys: {unknown, harmless,
     ignored}, lists of keys of config.json that decide nothing; bytes: {dtype: count}; skipped:
     {reason: number of tensors that the text model does not need}; scheme: {method, weight_format,
-    kv_format, kv_static, description, fp8_weights}, where fp8_weights has the number of matrices
-    stored in FP8 by what is declared of them, {"scales per tensor, activations static": 14};
+    kv_format, kv_static, description, fp8_weights, four_bit_weights}, where fp8_weights has the
+    number of matrices stored in FP8 or INT8 by what is declared of them, {"scales per tensor,
+    activations static": 14}, and four_bit_weights that of matrices in 4 bits, but for gpt-oss's
+    experts;
     kv_cache: {scales_format, scales_format_assumed, scales}. scales_format_assumed says that
     nothing declares the format; scales has an entry per layer, {layer, k, v}, and is empty when
     there are none. k and v are null, or {granularity, min, max, value, centered, names}; an entry
@@ -138,7 +146,11 @@ def describe(
         **architecture,
         **_sizes(checkpoint),
         "skipped": {} if found is None else skipped_parts(found, checkpoint.names),
-        "scheme": {**_scheme(scheme), "fp8_weights": _fp8_weights(checkpoint, scheme)},
+        "scheme": {
+            **_scheme(scheme),
+            "fp8_weights": _fp8_weights(checkpoint, scheme),
+            "four_bit_weights": _four_bit_weights(checkpoint, scheme),
+        },
         **_kv_cache(scales, without_keys),
     }
 
@@ -207,6 +219,7 @@ def _scheme(scheme: Scheme) -> JsonObject:
         "kv_static": scheme.kv_static,
         "description": scheme.description,
         "fp8_weights": {},
+        "four_bit_weights": {},
     }
 
 
@@ -249,6 +262,7 @@ def _describe_rank_export(model: str, path: Path) -> JsonObject:
             "kv_static": not scales.empty,
             "description": export.description,
             "fp8_weights": {},
+            "four_bit_weights": {},
         },
         **_kv_cache(scales),
     }
@@ -275,22 +289,37 @@ def _sizes(checkpoint: Checkpoint) -> JsonObject:
         entry = checkpoint.entry(name)
         sizes[entry.dtype_name] += entry.size
         if not name.endswith(_NOT_PARAMETERS):
-            # of MXFP4: two in a byte
-            parameters += math.prod(entry.shape) * (2 if name.endswith("_blocks") else 1)
+            parameters += math.prod(entry.shape) * _codes_of_a_number(name, entry.dtype)
     return {"num_parameters": parameters, "bytes": dict(sizes.most_common())}
 
 
+def _codes_of_a_number(name: str, dtype: str) -> int:
+    """Return how many parameters a number of a tensor holds: in 4 bits, two to a byte."""
+    if name.endswith((".qweight", ".weight_packed")):
+        return 8 if dtype == "I32" else 2
+    return 2 if name.endswith("_blocks") or (dtype == "U8" and name.endswith(".weight")) else 1
+
+
 def _fp8_weights(checkpoint: Checkpoint, scheme: Scheme) -> dict[str, int]:
-    """Matrices in FP8 by what is declared of them, from the headers."""
+    """Matrices in FP8 and INT8 by what is declared of them, from the headers."""
     from freight.checkpoint.linears import WEIGHTS
 
     kinds = Counter[str]()
     for name in checkpoint.names:
-        if name.rpartition(".")[2] in WEIGHTS and checkpoint.entry(name).dtype_name.startswith(
-            "fp8"
-        ):
+        dtype = checkpoint.entry(name).dtype_name
+        if name.rpartition(".")[2] in WEIGHTS and dtype.startswith(("fp8", "int8")):
             kinds[str(scheme.linear(checkpoint.declared_module(name)) or "not declared")] += 1
     return dict(kinds.most_common())
+
+
+def _four_bit_weights(checkpoint: Checkpoint, scheme: Scheme) -> dict[str, int]:
+    """Matrices in 4 bits by what is declared of them, from the headers."""
+    kinds = Counter[str]()
+    for name in checkpoint.names:
+        declared = scheme.linear(checkpoint.declared_module(name))
+        if declared is not None and declared.four is not None:
+            kinds[str(declared)] += _codes_of_a_number(name, checkpoint.entry(name).dtype) > 1
+    return dict((+kinds).most_common())
 
 
 def _scales(scales: KVScales, without_keys: Collection[int]) -> list[dict[str, Any]]:
@@ -334,7 +363,11 @@ def _print_table(facts: JsonObject) -> None:
     console = terminal.console(markup=False, highlight=False)
     table = Table.grid(padding=(0, 2))
     sizes = ", ".join(f"{_size(count)} {dtype}" for dtype, count in facts["bytes"].items())
-    matrices = [f"{n}: {kind}" for kind, n in facts["scheme"]["fp8_weights"].items()]
+    matrices, packed = (
+        [f"{n}: {kind}" for kind, n in facts["scheme"][kinds].items()]
+        for kinds in ("fp8_weights", "four_bit_weights")
+    )
+    stored = "INT8" if facts["scheme"]["weight_format"] == "int8" else "FP8"
     rows = [
         ("model", facts["path"]),
         (
@@ -347,7 +380,8 @@ def _print_table(facts: JsonObject) -> None:
         ("context", _or_unknown(facts["max_position_embeddings"], lambda n: f"{n:,} tokens")),
         ("weights", sizes or "none: a config.json alone"),
         ("declared scheme", facts["scheme"]["description"]),
-        ("FP8 matrices", "; ".join(matrices) or "none"),
+        (f"{stored} matrices", "; ".join(matrices) or "none"),
+        *([("4-bit matrices", "; ".join(packed))] if packed else []),
         ("KV scales", _made_for(facts["kv_cache"])),
     ]
     for kind, keys in facts["unread_keys"].items():

@@ -48,6 +48,7 @@ from freight.cli.streams import (
     discard_stdout,
     finish_stdout,
 )
+from freight.cli.verify import verify
 from freight.config.engine import names_of
 from freight.errors import ConfigError, FreightError, RequestError
 
@@ -102,6 +103,7 @@ for verb in (
     chat,
     serve,
     batch,
+    verify,
     quantize,
     convert,
     merge,

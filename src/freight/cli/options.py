@@ -312,6 +312,14 @@ IgnoredKeys = Annotated[list[str] | None, _engine_option("ignore_config_keys")]
 SkippedLayers = Annotated[list[str] | None, _engine_option("kv_cache_dtype_skip_layers")]
 StateEvery = Annotated[int | None, _engine_option("state_every")]
 StateDtype = Annotated[str, _engine_option("state_dtype")]
+RankCount = Annotated[int, _engine_option("tensor_parallel_size")]
+_OF_RANKS = {
+    spelling for flag in ENGINE_FLAGS if flag.field in RANKS for spelling in (flag.name, *flag.also)
+}
+_ONE_RANK = (
+    "ranks are for freight serve, generate, chat, batch and plan, and any number of them gives "
+    "what one gives: omit it"
+)
 
 
 class Command(TyperCommand):
@@ -335,6 +343,8 @@ class Command(TyperCommand):
                 re.findall(r"--[a-z-]+", instead)
             ):
                 instead = _where_it_is(spelling, ctx)
+            if instead is None and spelling in _OF_RANKS:
+                instead = _ONE_RANK
             if instead is None:
                 raise
             raise ConfigError(f"no such option: {spelling}; {instead}") from None

@@ -11,6 +11,7 @@ from freight import terminal
 from freight.cli.options import (
     IgnoredKeys,
     OneJson,
+    RankCount,
     Revision,
     SkippedLayers,
     StateDtype,
@@ -52,6 +53,7 @@ def plan(
     kv_cache_dtype_skip_layers: SkippedLayers = None,
     state_every: StateEvery = None,
     state_dtype: StateDtype = "auto",
+    tensor_parallel_size: RankCount = 1,
     ignore_config_keys: IgnoredKeys = None,
     as_json: OneJson = False,
 ) -> None:
@@ -81,6 +83,7 @@ def plan(
         skip_layers=skipped,
         state_every=state_every,
         state_dtype=state_dtype,
+        ranks=tensor_parallel_size,
     )
     config, hf_quant_config = read_config_only(model, revision)
     stored = tensors_dtype(model, config, revision) if dtype == "auto" else None
@@ -105,6 +108,10 @@ def _print(model: str, made: Plan) -> None:
     console.print(
         f"{model} on {wish.device} with {size(wish.memory)}, requests of {made.context:,} tokens"
     )
+    if wish.ranks > 1:
+        console.print(
+            f"{wish.ranks} ranks, each with {size(wish.memory // wish.ranks)} of it; sizes are those of each rank"
+        )
     console.print(f"dtype: {describe_dtype(made.dtype, made.dtype_source)}")
     kv = made.settings[-1].kv
     if kv.layers is not None:
@@ -127,7 +134,7 @@ def _print(model: str, made: Plan) -> None:
     )
     if made.settings[0].spec.bytes_per_state:
         console.print(_states(made))
-    if wish.device == "cpu":
+    if wish.device == "cpu" and wish.ranks == 1:  # a store is for one rank
         console.print(_stored(made))
     if made.through_transformers:
         console.print(

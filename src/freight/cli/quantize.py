@@ -72,8 +72,12 @@ Device = Annotated[
 Weights = Annotated[
     str | None,
     option(
-        WeightScheme, "One scale per tensor, output row or 128 x 128 block. Default: fp8-channel."
+        WeightScheme,
+        "FP8 with one scale per tensor, output row (default) or 128 x 128 block; INT8; or 4 bits.",
     ),
+]
+GroupSize = Annotated[
+    int | None, option("INPUTS", "Inputs that share a scale of int4: 32, 64 or 128 (default).")
 ]
 Activations = Annotated[
     str | None,
@@ -140,6 +144,7 @@ def quantize(
     model_id: ModelId = None,
     output_dir: OutputDir = None,
     weights: Weights = None,
+    group_size: GroupSize = None,
     activations: Activations = None,
     kv_cache: KVCache = None,
     kv_granularity: KVGranularity = None,
@@ -168,6 +173,7 @@ def quantize(
     name, folder = _names(ctx, model, out, model_id, output_dir)
     options: JsonObject = {
         "weights": _weights(weights, qformat, format),
+        "group_size": group_size,
         "activations": activations,
         "kv_cache": kv_cache,
         "kv_granularity": kv_granularity,

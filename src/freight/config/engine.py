@@ -281,7 +281,7 @@ class EngineConfig:
     """All settings, resolved before a weight is read.
 
     weight_format      of Linear weights. Weights that a quantized checkpoint leaves unquantized,
-                       the head included, have `compute_format`
+                       the head included, have `compute_format`; those in 4 bits count as E4M3
     max_step_seconds   target duration of a step in which a request decodes: prompts are cut into
                        chunks for it; 0: no target
     kv_cache_memory    bytes; None: a share of the free memory
@@ -290,6 +290,7 @@ class EngineConfig:
     state_every        tokens between kept states, in models whose layers have states; None:
                        `cache.spec.default_every`
     store              the store below the cache; None for none
+    int4               whether weights are rounded to INT4 as they load, in groups
     """
 
     compute_format: Format
@@ -310,3 +311,4 @@ class EngineConfig:
     state_every: int | None = None
     most_drafts: int = 0
     store: StoreConfig | None = None
+    int4: bool = False

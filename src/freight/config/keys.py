@@ -51,6 +51,7 @@ HARMLESS = words(
     max_sequence_length max_length min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty
     temperature top_k top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size
     encoder_no_repeat_ngram_size num_return_sequences exponential_decay_length_penalty begin_suppress_tokens
+    suppress_tokens bad_words_ids forced_bos_token_id forced_eos_token_id remove_invalid_values tf_legacy_loss
     output_router_logits router_aux_loss_coef router_jitter_noise activation_dropout dropout layerdrop init_std prefix
     attn_implementation residual_dropout unsloth_version unsloth_fixed is_llama_config transformers.js_config is_decoder
     model_max_length pretraining_tp ep_size pruned_heads cache_implementation max_window_layers

@@ -43,6 +43,7 @@ _MEMORY = (
 _ONE_DEVICE = (
     "a model runs on one device, or on ranks of one machine (tensor_parallel_size): omit it"
 )
+_ONE_MACHINE = "ranks are processes of one machine, which one command starts: omit it"
 _NO_SWAP = "nothing is swapped to the CPU, a preempted request is computed again: omit it"
 _STORE = "on a CPU {kv_store}='DIR' keeps prefixes in memory and on the disk; on a GPU omit it"
 _GRAPHS = "decode steps are captured and replayed where that is exact: omit it"
@@ -89,6 +90,9 @@ SENTENCES = {
         ("distributed_executor_backend", "worker_use_ray", "disable_custom_all_reduce"), _ONE_DEVICE
     ),
     **dict.fromkeys(("enable_expert_parallel", "max_parallel_loading_workers"), _ONE_DEVICE),
+    **dict.fromkeys(
+        ("nnodes", "node_rank", "master_addr", "master_port", "dist_init_addr"), _ONE_MACHINE
+    ),
     **dict.fromkeys(
         (
             "enforce_eager",
@@ -271,13 +275,11 @@ TGI_OPTIONS = {
 
 OTHER_QUANTIZATIONS = {  # values of `quantization` elsewhere
     **dict.fromkeys(
-        ("compressed-tensors", "modelopt", "quark", "fbgemm_fp8", "torchao"),
+        ("compressed-tensors", "modelopt", "quark", "fbgemm_fp8", "torchao", "awq", "gptq"),
         "a checkpoint declares its own scheme, which is read without an option: omit it",
     ),
     **dict.fromkeys(
         (
-            "awq",
-            "gptq",
             "marlin",
             "eetq",
             "exl2",
@@ -286,7 +288,7 @@ OTHER_QUANTIZATIONS = {  # values of `quantization` elsewhere
             "bitsandbytes-nf4",
             "bitsandbytes-fp4",
         ),
-        "weights are FP8, or have 16 or 32 bits: use 'fp8' with the unquantized checkpoint",
+        "weights of 16 bits become FP8 or INT4 here: use 'fp8' or 'int4' with the unquantized checkpoint",
     ),
 }
 

@@ -14,8 +14,9 @@ from typing import Any
 
 from freight.config.budget import KVBudget, parse_budget
 from freight.config.options import choose, require_known
-from freight.errors import ConfigError
+from freight.errors import ConfigError, choices
 from freight.fp8.formats import Format, Granularity
+from freight.fp8.scheme import INT4_GROUP, INT4_GROUPS
 
 
 class WeightScheme(StrEnum):
@@ -24,7 +25,14 @@ class WeightScheme(StrEnum):
     TENSOR = "fp8"
     CHANNEL = "fp8-channel"  # one output row
     BLOCK = "fp8-block"  # 128 x 128
+    INT8 = "int8"  # one output row, in INT8
+    INT4 = "int4"  # a group of inputs
+    MXFP4 = "mxfp4"  # 32 inputs, and it is a power of two
     NONE = "none"
+
+    @property
+    def in_four_bits(self) -> bool:
+        return self in (WeightScheme.INT4, WeightScheme.MXFP4)
 
 
 class ActivationScheme(StrEnum):
@@ -60,6 +68,7 @@ class QuantizePlan:
     center           whether keys are centered; requires `kv_granularity`
     lm_head          whether the output head is quantized like the other Linear modules
     kv_budget        a limit within which each layer's granularity is chosen (`calibrate.budget`)
+    group_size       inputs that share a scale; only with INT4
     """
 
     weights: WeightScheme
@@ -73,11 +82,17 @@ class QuantizePlan:
     center: bool = False
     lm_head: bool = False
     kv_budget: KVBudget | None = None
+    group_size: int = INT4_GROUP
 
     @property
     def needs_data(self) -> bool:
         """True if anything is calibrated."""
         return self.activations is ActivationScheme.STATIC or self.kv_granularity is not None
+
+    @property
+    def weight_format(self) -> Format:
+        """The format of the weights that are quantized."""
+        return Format.INT8 if self.weights is WeightScheme.INT8 else Format.E4M3FN
 
     @property
     def needed_by(self) -> str:
@@ -91,6 +106,10 @@ KV_CACHES = ("fp8", "none")
 KV_GRANULARITIES = (Granularity.TENSOR, Granularity.HEAD, Granularity.CHANNEL)
 NUM_SAMPLES = 512  # the default of llm-compressor's oneshot
 MAX_SEQ_LEN = 2048  # tokens of a sample at most
+_OTHER_METHODS = dict.fromkeys(  # of rounding to 4 bits
+    ("awq", "gptq", "int4_awq", "autoround"),
+    "what moves the error of rounding by calibration is not implemented",
+)
 _SYNONYMS = {  # other tools' names -> ours
     "quantization": "weights",
     "activation_scheme": "activations",
@@ -130,6 +149,7 @@ class QuantizeArgs:
     format: str = Layout.COMPRESSED_TENSORS
     dtype: str | None = None  # as in other tools; refused if it differs from the model's
     device: str | None = None  # device on which the model is calibrated
+    group_size: int | None = None  # inputs that share a scale, with int4
 
     @staticmethod
     def from_options(**options: Any) -> QuantizeArgs:
@@ -153,11 +173,14 @@ def plan(args: QuantizeArgs) -> QuantizePlan:
     default = {Layout.FP8: WeightScheme.TENSOR, Layout.TGI: WeightScheme.NONE}.get(
         layout, WeightScheme.CHANNEL
     )
+    if args.weights in _OTHER_METHODS:
+        raise ConfigError(
+            f"--weights {args.weights}: {_OTHER_METHODS[args.weights]}; llm-compressor writes such checkpoints in a "
+            "form that Freight reads, and --weights int4 rounds to nearest"
+        )
     weights = WeightScheme(choose("--weights", args.weights or default, tuple(WeightScheme)))
-    no_weights = weights is WeightScheme.NONE
-    requested = args.activations or (
-        ActivationScheme.NONE if no_weights else ActivationScheme.DYNAMIC
-    )
+    plain = weights is WeightScheme.NONE or weights.in_four_bits
+    requested = args.activations or (ActivationScheme.NONE if plain else ActivationScheme.DYNAMIC)
     activations = ActivationScheme(choose("--activations", requested, tuple(ActivationScheme)))
     budget = None if args.kv_budget is None else _budget(args, args.kv_budget, layout)
     default_cache = "fp8" if layout is Layout.TGI or budget else "none"
@@ -182,6 +205,7 @@ def plan(args: QuantizeArgs) -> QuantizePlan:
         center=args.center,
         lm_head=args.lm_head,
         kv_budget=budget,
+        group_size=_group_size(args, weights),
     )
     _check_scheme(decided)
     _check_layout(decided)
@@ -210,7 +234,31 @@ def _budget(args: QuantizeArgs, text: str, layout: Layout) -> KVBudget:
     return budget
 
 
+def _group_size(args: QuantizeArgs, weights: WeightScheme) -> int:
+    if args.group_size is None:
+        return INT4_GROUP
+    if weights is not WeightScheme.INT4:
+        raise ConfigError(
+            f"--group-size {args.group_size} with --weights {weights}: it is for int4; omit it"
+        )
+    if args.group_size not in INT4_GROUPS or isinstance(args.group_size, bool):
+        raise ConfigError(
+            f"--group-size {args.group_size!r}: choose {choices(map(str, INT4_GROUPS))} inputs"
+        )
+    return args.group_size
+
+
 def _check_scheme(plan: QuantizePlan) -> None:
+    if plan.weights.in_four_bits and plan.activations is not ActivationScheme.NONE:
+        raise ConfigError(
+            f"--activations {plan.activations} with --weights {plan.weights}: beside weights in 4 bits they stay in 16 "
+            "bits; omit it"
+        )
+    if plan.weights.in_four_bits and plan.layout is not Layout.COMPRESSED_TENSORS:
+        raise ConfigError(
+            f"--weights {plan.weights} with --format {plan.layout}: weights in 4 bits are written in the form of "
+            "compressed-tensors; omit --format"
+        )
     if plan.weights is WeightScheme.NONE and plan.activations is not ActivationScheme.NONE:
         raise ConfigError(
             f"--activations {plan.activations} with --weights none: activations are rounded for FP8 weights only; "
@@ -220,6 +268,11 @@ def _check_scheme(plan: QuantizePlan) -> None:
         raise ConfigError(
             "--activations static with --weights fp8-block: block-scaled products take activations in dynamic groups "
             "of 128; choose --activations dynamic, or --weights fp8 or fp8-channel"
+        )
+    if plan.weights is WeightScheme.INT8 and plan.activations is not ActivationScheme.DYNAMIC:
+        raise ConfigError(
+            f"--activations {plan.activations} with --weights int8: products in INT8 round both sides, and calibration "
+            "makes scales for FP8; choose --activations dynamic, or --weights fp8 or fp8-channel"
         )
     if plan.lm_head and plan.activations is ActivationScheme.STATIC:
         raise ConfigError(

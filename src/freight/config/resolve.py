@@ -14,7 +14,13 @@ from dataclasses import replace
 
 from freight.config.engine import EngineArgs, EngineConfig, KVCacheConfig, LayerKVFormat
 from freight.config.fields import is_integer, is_number
-from freight.config.hardware import check_hardware, check_kernels, fp8_attention, takes_groups
+from freight.config.hardware import (
+    check_hardware,
+    check_kernels,
+    check_weights,
+    fp8_attention,
+    takes_groups,
+)
 from freight.config.kv_source import KV_DTYPES, check_groups, kv_source, require_fit
 from freight.config.layer import MoEConfig
 from freight.config.model import ModelConfig
@@ -32,7 +38,7 @@ from freight.fp8.scheme import KVScales, LayerScales, Scheme
 DTYPES = {"half": Format.FLOAT16, "float": Format.FLOAT32} | {
     str(format): format for format in COMPUTE_FORMATS
 }
-QUANTIZATIONS = ("fp8",)
+QUANTIZATIONS = ("fp8", "int8", "int4")
 KERNELS = ("auto", "reference")
 ATTENTION_COMPUTES = ("auto", "fp8")
 # most tokens per step: enough to keep the device busy, few enough to keep a step short
@@ -100,6 +106,35 @@ def check(args: EngineArgs) -> None:
     _check_ranks(args)
 
 
+def _weight_format(
+    args: EngineArgs, model: ModelConfig, scheme: Scheme, compute: Format, device: DeviceFacts
+) -> Format:
+    """Return the format of the weights of Linear modules: that of the checkpoint, or the one they
+    are rounded to. Raises ConfigError where it cannot be computed with.
+    """
+    if args.quantization == "int4":  # `rounds_to_int4` has checked it
+        return device.native_e4m3
+    stored = scheme.weight_format
+    kind = None if stored is None else "int8" if stored is Format.INT8 else "fp8"
+    if kind is not None and args.quantization not in (None, kind):
+        raise ConfigError(
+            f"--quantization {args.quantization}: the weights of this checkpoint are quantized already "
+            f"({scheme.description}); omit it, or name the unquantized model"
+        )
+    kind = kind or args.quantization
+    if kind is None:
+        return compute
+    if kind == "fp8":
+        return device.native_e4m3
+    if model.foreign is not None:
+        raise ConfigError(
+            f"weights in INT8 are implemented for Freight's own decoder, and model_type {model.model_type!r} runs "
+            "through transformers' modules; use FP8 (--quantization fp8 with the unquantized model)"
+        )
+    check_weights(Format.INT8, device, args.kernels)
+    return Format.INT8
+
+
 def _check_ranks(args: EngineArgs) -> None:
     size, cpus = args.tensor_parallel_size, args.rank_cpus
     if not is_number(args.rank_timeout) or not 0 < args.rank_timeout <= MOST_RANK_TIMEOUT:
@@ -118,11 +153,6 @@ def _check_ranks(args: EngineArgs) -> None:
         raise ConfigError(
             f"--tensor-parallel-size {size}: ranks of one machine gather in the compiled kernels; omit --kernels "
             "reference"
-        )
-    if size > 1 and args.kv_store is not None:
-        raise ConfigError(
-            f"--tensor-parallel-size {size}: a store has the pages of one rank only; omit --kv-store "
-            f"{args.kv_store}"
         )
 
 
@@ -152,10 +182,12 @@ def resolve(
     if kv.grouped:
         check_groups(quantized, model.model_type)
     check_kernels(kv, device, args.kernels)
-    quantized_weights = args.quantization == "fp8" or scheme.weight_format is not None
+    int4 = args.quantization == "int4" and rounds_to_int4(model, scheme)
+    weights = _weight_format(args, model, scheme, compute, device)
     return EngineConfig(
         compute_format=compute,
-        weight_format=device.native_e4m3 if quantized_weights else compute,
+        weight_format=weights,
+        int4=int4,
         kv=with_state(kv, args.state_dtype, compute, device.native_e4m3, model),
         max_model_len=_max_model_len(args, model),
         max_num_seqs=args.max_num_seqs,
@@ -173,6 +205,24 @@ def resolve(
         most_drafts=most_drafts(args.speculate, args.speculative_config),
         store=_store(args, device),
     )
+
+
+def rounds_to_int4(model: ModelConfig, scheme: Scheme) -> bool:
+    """Return whether `--quantization int4` rounds weights: a checkpoint in 4 bits keeps its own.
+
+    Raises ConfigError for a model whose weights are in FP8, or that runs through transformers.
+    """
+    if model.foreign is not None:
+        raise ConfigError(
+            f"--quantization int4: model_type {model.model_type!r} runs through transformers' modules, and weights in "
+            "4 bits are for Freight's own models; use fp8"
+        )
+    if scheme.weight_format is not None and not scheme.four_bits:
+        raise ConfigError(
+            f"--quantization int4: the weights are quantized already ({scheme.description}); omit it, or give the "
+            "16-bit model"
+        )
+    return scheme.weight_format is None
 
 
 def _store(args: EngineArgs, device: DeviceFacts) -> StoreConfig | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from copy import copy
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -19,6 +20,15 @@ from torch import Tensor
 from freight.engine.bad_words import BadWords
 from freight.engine.grammar import Matcher
 from freight.sampling import SamplingParams
+
+
+@dataclass
+class _Shared:
+    """What rows of one sequence share."""
+
+    changes: _Changes | None = None
+    # allowed_token_ids as a mask, once it is needed
+    allowed: NDArray[np.bool_] | None = None
 
 
 class SamplingRow:
@@ -64,27 +74,32 @@ class SamplingRow:
         masked = not (grammar is None and params.allowed_token_ids is None and bad_words is None)
         self._always_changes = penalised or bool(params.logit_bias) or masked
         self._may_bar_stop_ids = params.min_tokens > 0 and bool(stop_token_ids)
-        self._changes: _Changes | None = None
-        # allowed_token_ids as a mask, once it is needed
-        self._allowed: NDArray[np.bool_] | None = None
+        self._shared = _Shared()
 
     def fork(self, output_token_ids: Sequence[int]) -> SamplingRow:
         """Return a row that goes on from here with a list of its own, which begins with this row's
-        output. Neither changes the other. Without a grammar.
+        output. Neither changes the other.
         """
-        assert self.grammar is None, "a matcher follows one output"
-        row = SamplingRow(
-            self.params,
-            self.seed,
-            self.prompt_token_ids,
-            output_token_ids,
-            self.stop_token_ids,
-            None,
-            self.bad_words,
-        )
-        row._allowed = self._allowed
-        row._changes = None if self._changes is None else self._changes.fork()
+        row = copy(self)
+        row.output_token_ids = output_token_ids
+        row.grammar = None if self.grammar is None else self.grammar.fork()
+        changes = self._shared.changes
+        row._shared = _Shared(None if changes is None else changes.fork(), self._shared.allowed)
         return row
+
+    def along(self, output_token_ids: Sequence[int], count: int) -> list[SamplingRow]:
+        """Return the rows that draw the last `count` of these tokens, each from those before it; the
+        list begins with this row's output, and this row is not changed.
+
+        The rows share one state, which goes forwards: `adjust` takes them in this order, once.
+        """
+        first = self.fork(output_token_ids)
+        rows = []
+        for length in range(len(output_token_ids) - count, len(output_token_ids)):
+            row = copy(first)
+            row.output_token_ids = output_token_ids[:length]
+            rows.append(row)
+        return rows
 
     @property
     def position(self) -> int:
@@ -102,9 +117,9 @@ class SamplingRow:
 
     def adjust(self, x: Tensor) -> None:
         """Change the logits x, float32 [vocab_size], in place."""
-        changes = self._changes
+        changes = self._shared.changes
         if changes is None or changes.device != x.device or changes.vocab_size != x.shape[0]:
-            changes = self._changes = _Changes(self, x.shape[0], x.device)
+            changes = self._shared.changes = _Changes(self, x.shape[0], x.device)
         changes.catch_up(self.output_token_ids)
         changes.make(x, self.bars_stop_ids and self.grammar is None)
         left = self._left(x.shape[0])
@@ -131,14 +146,14 @@ class SamplingRow:
 
     def _kept(self, vocab_size: int) -> NDArray[np.bool_] | None:
         """bool [vocab_size]: tokens that allowed_token_ids and bad_words leave; None: all."""
-        allowed = self.params.allowed_token_ids
-        if allowed is not None and (self._allowed is None or self._allowed.size != vocab_size):
-            mask = np.zeros(vocab_size, np.bool_)
-            mask[list(allowed)] = True
-            self._allowed = mask  # last: an exception before leaves it to the next call
+        ids, allowed = self.params.allowed_token_ids, self._shared.allowed
+        if ids is not None and (allowed is None or allowed.size != vocab_size):
+            allowed = np.zeros(vocab_size, np.bool_)
+            allowed[list(ids)] = True
+            self._shared.allowed = allowed  # last: an exception before leaves it to the next call
         if self.bad_words is None:
-            return self._allowed
-        kept = np.ones(vocab_size, np.bool_) if self._allowed is None else self._allowed.copy()
+            return allowed
+        kept = np.ones(vocab_size, np.bool_) if allowed is None else allowed.copy()
         kept[self.bad_words.barred(self.output_token_ids)] = False
         return kept
 

@@ -12,6 +12,10 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+import torch
+from torch import Tensor
+
+from freight.cache.arena import Arena
 from freight.cache.manager import CacheManager
 from freight.cache.pool import KVPool, allocate_pool
 from freight.cache.sizing import (
@@ -23,11 +27,10 @@ from freight.cache.sizing import (
 )
 from freight.cache.spec import KVCacheSpec
 from freight.config.engine import EngineArgs, EngineConfig
-from freight.config.model import ModelConfig
 from freight.device import DeviceFacts, numa_nodes, probe
 from freight.engine.decode_steps import Capture, DecodeSteps
 from freight.engine.engine import CLOSE_SECONDS, Engine
-from freight.engine.fingerprint import fingerprint
+from freight.engine.fingerprint import fingerprint, is_reproducible
 from freight.engine.graphs import CudaGraphs
 from freight.engine.intake import Intake
 from freight.engine.leader import Leader, LeadingRunner
@@ -122,7 +125,7 @@ def _lead(opened: OpenModel) -> tuple[OpenModel, Leader, Sequence[Place]]:
             "the same work and never waits",
             size,
         )
-    leader = Leader(size, args.rank_timeout)
+    leader = Leader(size, args.rank_timeout, maps_pages=args.kv_store is not None)
     leader.take(where[0])
     return opened.as_rank(Ranks(0, size, leader.memory), where[0].cores), leader, where
 
@@ -146,7 +149,7 @@ def _start(
         )
     spec = opened.cache_spec(config)
     if config.kv_cache_memory is not None:
-        weights = _weight_bytes(opened.model, config) // size
+        weights = _weight_bytes(opened, config) // size
         _check_memory(config.kv_cache_memory, weights, opened.device, size)
         config = _fit_context(spec, config.kv_cache_memory, config, args)
     free = (
@@ -179,8 +182,7 @@ def _start(
     kernels = opened.kernels(config)
     limits = (config.max_num_seqs, config.max_num_batched_tokens)
     num_blocks = split_memory(spec, memory, config.max_model_len, *limits)
-    kv = opened.with_rank_scales(config).kv
-    pool = allocate_pool(spec, kv, num_blocks, kernels, config.device, model.rotaries)
+    pool, others = _allocate(opened, config, spec, num_blocks, model, led)
     logger.info("%s", describe_cache(pool, config, size))
     if config.fp8_attention:
         logger.info("attention: products in FP8")
@@ -190,7 +192,7 @@ def _start(
     store = (
         None
         if digests is None
-        else open_store(opened, config, kernels, version(), digests, cache, pool)
+        else open_store(opened, config, kernels, version(), digests, cache, pool, others)
     )
     # on a GPU a step runs while the host goes on
     overlaps = config.device != "cpu" and spec.repeatable
@@ -199,7 +201,6 @@ def _start(
     captured = captured_steps(model, pool, kernels, config)
     runner = ModelRunner(model, pool, config.device, captured)
     if led is not None:
-        led.leader.allocate(config.max_model_len, num_blocks)
         runner = LeadingRunner(**vars(runner), leader=led.leader)
     intake = Intake(tokenizer, opened.model.vocab_size, config.max_model_len)
     threads = opened.threads(config)
@@ -217,10 +218,31 @@ def _start(
         repeatable=spec.repeatable,
         drafts=most_drafts > 0,
         store=store,
+        reproducible=is_reproducible(opened, kernels),
     )
     if store is not None:  # for callers that never close it; a second time does nothing
         weakref.finalize(engine, store.close, CLOSE_SECONDS)
     return engine, config
+
+
+def _allocate(
+    opened: OpenModel,
+    config: EngineConfig,
+    spec: KVCacheSpec,
+    num_blocks: tuple[int, ...],
+    model: LanguageModel,
+    led: _Led | None,
+) -> tuple[KVPool, tuple[Tensor, ...]]:
+    """Return the cache of this rank, and the memory of the others' if a store has to reach it."""
+    kernels, kv = opened.kernels(config), opened.with_rank_scales(config).kv
+    given = spec, kv, num_blocks, kernels, config.device, model.rotaries
+    if led is None:
+        return allocate_pool(*given), ()
+    num_bytes, empty = Arena.bytes_for(spec, num_blocks), None
+    if config.store is not None:  # it finds the others' pages as these lie
+        empty = Arena(torch.empty(num_bytes, dtype=torch.uint8, device="cpu")).empty
+    pool = allocate_pool(*given, empty)
+    return pool, led.leader.allocate(config.max_model_len, num_blocks, num_bytes)
 
 
 def captured_steps(
@@ -294,10 +316,11 @@ def _fit_context(
     return replace(config, max_model_len=tokens)
 
 
-def _weight_bytes(model: ModelConfig, config: EngineConfig) -> int:
+def _weight_bytes(opened: OpenModel, config: EngineConfig) -> int:
     """Bytes that the weights occupy at least: layers' matrices in the format they are kept in, the
     rest as computed.
     """
+    model, scheme = opened.model, opened.scheme
     names = tensor_names(model)
     matrix = min(config.weight_format.bytes, config.compute_format.bytes)
     other = config.compute_format.bytes
@@ -305,9 +328,13 @@ def _weight_bytes(model: ModelConfig, config: EngineConfig) -> int:
     inner = {
         name for name, shape in shapes.items() if len(shape) > 1 and not name.endswith("bias")
     } - names.outer
-    return sum(
-        math.prod(shape) * (matrix if name in inner else other) for name, shape in shapes.items()
-    )
+    total = 0
+    for name, shape in shapes.items():
+        size = math.prod(shape) * (matrix if name in inner else other)
+        declared = scheme.linear(name.rpartition(".")[0])
+        in_four_bits = config.int4 or (declared is not None and declared.bits == 4)
+        total += size // 2 if name in inner and in_four_bits else size
+    return total
 
 
 def _check_memory(asked: int, weights: int, device: DeviceFacts, ranks: int) -> None:
@@ -353,11 +380,12 @@ def describe_cache(pool: KVPool, config: EngineConfig, ranks: int = 1) -> str:
 def cache_facts(pool: KVPool, config: EngineConfig, ranks: int = 1) -> dict[str, Json]:
     """Describe the cache in use, by the names every JSON of Freight uses.
 
-    bytes_per_token is that of all `ranks` and includes `token` scales; tokens_at_16_bits is the
-    capacity of a 16-bit cache in the same memory, with the same share of its blocks for windows. A
-    cache whose layers differ also has `layers`, a list of {dtype, granularity}; where they differ
-    in one of these, that is 'mixed' for the whole. One with recurrent states has their
-    `state_dtype` and `bytes_per_state`, those of a sequence in all layers.
+    bytes_per_token and bytes_per_state are those of all `ranks`; `token` scales are included.
+    tokens_at_16_bits is the capacity of a 16-bit cache in the same memory, with the same share of
+    its blocks for windows. A cache whose layers differ also has `layers`, a list of {dtype,
+    granularity}; where they differ in one of these, that is 'mixed' for the whole. One with
+    recurrent states has their `state_dtype` and `bytes_per_state`, those of a sequence in all
+    layers.
     """
     layers = config.kv.layer_names()
     facts: dict[str, Json] = {
@@ -372,7 +400,7 @@ def cache_facts(pool: KVPool, config: EngineConfig, ranks: int = 1) -> dict[str,
         facts["layers"] = layers
     if pool.spec.state_format is not None:
         facts["state_dtype"] = pool.spec.state_format
-        facts["bytes_per_state"] = pool.spec.bytes_per_state
+        facts["bytes_per_state"] = ranks * pool.spec.bytes_per_state
     return facts
 
 

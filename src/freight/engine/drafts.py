@@ -15,12 +15,18 @@ drafted is the likeliest guess, the one after it that of the context which ends 
 so on. So a text that does not repeat itself has hardly any drafts, and there is nothing to set. To
 take in a token costs O(1): an entry in each table, about 350 bytes together.
 
+A request with a grammar has other drafts, `Forced`: the text that its grammar leaves no choice of, such
+as the names in a JSON schema. Its own text has none there, as most guesses would not be permitted.
+
 A draft decides no token: one that is wrong costs time only (`compute.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
+
+from freight.engine.grammar import Matcher
 
 LENGTHS = (1, 2, 4, 8)  # of contexts, in tokens
 MOST_TIMES = 7
@@ -44,6 +50,45 @@ LONGEST_TEXT = 4 * LONGEST
 _BITS = 32  # of a token in a context
 _MASKS = tuple((1 << _BITS * length) - 1 for length in LENGTHS)
 _CONTEXT = _MASKS[-1]
+
+
+class Drafts(Protocol):
+    """What guesses the next tokens of one request."""
+
+    def propose(self, output: Sequence[int], most: int) -> tuple[int, ...]:
+        """Return up to `most` tokens that may follow the prompt and `output`; () if none is likely."""
+
+
+class Forced:
+    """The drafts of a request with a grammar: tokens of the text that has to come next.
+
+    The model may write that text with other tokens. So the first token of each such text is a guess,
+    which is drafted as long as these guesses come true often enough.
+    """
+
+    def __init__(self, grammar: Matcher) -> None:
+        self._grammar = grammar
+        # a forced text, and how many output tokens came before it
+        self._tokens: tuple[int, ...] = ()
+        self._start = 0
+        self._right = self._all = WEIGHT  # guesses that were right, and all
+
+    def propose(self, output: Sequence[int], most: int) -> tuple[int, ...]:
+        past = tuple(output[self._start :])
+        self._note(past)
+        same = past == self._tokens[: len(past)]
+        left = self._tokens[len(past) :] if same else ()
+        self._tokens, self._start = left or self._grammar.forced(output), len(output)
+        return self._tokens[:most] if self._right >= GAIN * self._all else ()
+
+    def _note(self, past: tuple[int, ...]) -> None:
+        """Take note of the tokens that came since the last call: of the first one, which was guessed."""
+        if not past or not self._tokens:
+            return
+        if self._all >= MEMORY:
+            self._right, self._all = self._right / 2, self._all / 2
+        self._right += past[0] == self._tokens[0]
+        self._all += 1
 
 
 class Drafter:

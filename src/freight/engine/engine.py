@@ -26,18 +26,26 @@ from freight.cache.stored import StoredPrefixes
 from freight.engine.accounts import Stamps
 from freight.engine.ahead import Launched, can_launch, launch
 from freight.engine.compute import ChunkResult, ChunkWork, StepResult, compute, compute_alone
-from freight.engine.drafts import Drafter
+from freight.engine.drafts import Drafter, Drafts, Forced
 from freight.engine.grammar import Grammars, Matcher
 from freight.engine.intake import AcceptedPrompt, Intake
 from freight.engine.pace import Pace
 from freight.engine.progress import Completion, Group
+from freight.engine.redraw import Redraw, Redrawn
 from freight.engine.request import Request
 from freight.engine.runner import ModelRunner
 from freight.engine.sampler import Sampled, sibling_seed
 from freight.engine.scheduler import Scheduler
 from freight.engine.step import ScheduledChunk, Step
 from freight.errors import RequestError
-from freight.outputs import EngineStats, FinishReason, RequestDelta, RequestOutput, RequestTimes
+from freight.outputs import (
+    EngineStats,
+    FinishReason,
+    RequestDelta,
+    RequestOutput,
+    RequestTimes,
+    Scores,
+)
 from freight.sampling import SamplingParams
 from freight.text.detokenizer import Detokenizer
 from freight.text.logprobs import to_logprobs
@@ -70,11 +78,12 @@ class Engine:
         repeatable: bool = True,
         drafts: bool = False,
         store: StoredPrefixes | None = None,
+        reproducible: bool = False,
     ) -> None:
         """`overlaps`: launch a step before the tokens of the last are known, where it can be done
         (`ahead.py`). `pace`: how many tokens a step has, by the clock; None: as many as there are.
-        `repeatable`: `KVCacheSpec.repeatable`. `drafts`: whether requests have a `Drafter`. `store`:
-        what `cache` has below it."""
+        `repeatable`: `KVCacheSpec.repeatable`. `drafts`: whether requests have `Drafts`. `store`:
+        what `cache` has below it. `reproducible`: whether a row has the same bits in any step."""
         self.runner = runner
         self.cache = cache
         self.scheduler = scheduler
@@ -106,6 +115,7 @@ class Engine:
         )
         self._drafts = drafts
         self.overlaps = overlaps
+        self.is_reproducible = reproducible
         self._repeatable = repeatable
         # the errors of steps that were computed alone, since one was lost
         self._logged: set[str] = set()
@@ -151,8 +161,11 @@ class Engine:
         self._repair()
         if request_id in self._groups:
             raise RequestError(f"request id {request_id!r} is in use")
-        group = self._new_group(request_id, prompt, params)
-        deadline = None if params.timeout_s is None else self._clock() + params.timeout_s
+        self._queue(self._new_group(request_id, prompt, params))
+
+    def _queue(self, group: Group) -> None:
+        timeout, request_id = group.params.timeout_s, group.request_id
+        deadline = None if timeout is None else self._clock() + timeout
         self._dirty = True
         self._num_added += 1
         if deadline is not None:
@@ -162,6 +175,51 @@ class Engine:
             self._completions[completion.request.request_id] = (group, completion)
         self._groups[request_id] = group
         self._dirty = False
+
+    def redraw(
+        self,
+        request_id: str,
+        prompt: AcceptedPrompt,
+        params: SamplingParams,
+        answers: Sequence[Sequence[int]],
+    ) -> None:
+        """Queue the answers to an accepted prompt, one for each of its completions, to be checked:
+        every token is drawn again, from one prefill of prompt and answer (`redraw.py`).
+
+        Raises RequestError for an id in use, another number of answers, a token outside the
+        vocabulary, and an answer that the context has no room for; CapacityError for one that the
+        cache has none for. Ends as other requests do; `redrawn` has what came of it.
+        """
+        self._repair()
+        if request_id in self._groups:
+            raise RequestError(f"request id {request_id!r} is in use")
+        group = self._new_redraws(request_id, prompt, params, answers)
+        for completion in group.completions:
+            self.scheduler.token_limit(completion.request.num_prompt_tokens, 0)
+        self._queue(group)
+
+    def redrawn(self, request_id: str) -> Redrawn:
+        """Return what came of a redraw that is finished. To be called once."""
+        group = self._groups[request_id]
+        redraws = [one for one in group.completions if isinstance(one, Redraw)]
+        assert group.finished
+        assert len(redraws) == len(group.completions)
+        told = Group(
+            request_id=request_id,
+            prompt=group.prompt,
+            prompt_token_ids=group.prompt_token_ids,
+            params=redraws[0].told.request.params,
+            completions=[one.told for one in redraws],
+            stamps=group.stamps,
+            tokenizer=self.tokenizer,
+        )
+        if told.params.prompt_logprobs is not None:  # also of the first answer's tokens
+            wanted = len(group.prompt_token_ids) - 1
+            told.scores = [Scores.joined(group.scores).part(0, wanted)] if wanted else []
+        for one in redraws:
+            one.tell()
+        errors = tuple(one.request.error for one in redraws)
+        return Redrawn(told, tuple(one.otherwise for one in redraws), errors)
 
     def step(self, quiet_until: float = -math.inf) -> list[RequestDelta]:
         """Run one forward pass; returns what is new of each request that advanced or ended.
@@ -351,6 +409,9 @@ class Engine:
         for index, drafter in enumerate(self._drafters(prompt, params)):
             # one completion with the prompt's log-probabilities is enough
             its_params = params if index == 0 else replace(params, prompt_logprobs=None)
+            grammar = self._matcher(params)
+            if grammar is not None and self._drafts:
+                drafter = Forced(grammar)
             request = Request(
                 request_id=f"{request_id}/{index}",
                 group=request_id,
@@ -359,16 +420,56 @@ class Engine:
                 params=its_params,
                 seed=sibling_seed(seed, index),
                 stop_token_ids=stops,
-                grammar=self._matcher(params),
+                grammar=grammar,
                 bad_words=bad_words,
                 drafter=drafter,
+                needed_from=None if its_params.prompt_logprobs is None else 0,
             )
             group.completions.append(Completion(request, text_of, tokenizer))
         return group
 
-    def _drafters(self, prompt: AcceptedPrompt, params: SamplingParams) -> list[Drafter | None]:
-        """Return one for each completion, None where nothing is drafted."""
-        # a matcher follows one output, and does not go back
+    def _new_redraws(
+        self,
+        request_id: str,
+        prompt: AcceptedPrompt,
+        params: SamplingParams,
+        answers: Sequence[Sequence[int]],
+    ) -> Group:
+        """Return a group that computes prompt and answer of each completion as its prompt, and draws
+        nothing.
+        """
+        told = self._new_group(request_id, prompt, params)
+        if len(answers) != len(told.completions):
+            raise RequestError(
+                f"{len(answers)} answers for n={len(told.completions)}; give one for each completion"
+            )
+        scores = replace(
+            SamplingParams(max_tokens=0, prompt_logprobs=params.prompt_logprobs or 0),
+            cache_salt=params.cache_salt,
+        )
+        group = replace(told, completions=[], params=replace(params, timeout_s=None))
+        for completion, answer in zip(told.completions, answers, strict=True):
+            request = completion.request
+            limit = self.scheduler.token_limit(request.num_prompt_tokens, params.max_tokens)
+            request.token_limit = limit
+            # what is stated beyond the limit is not drawn
+            stated = self.intake.checked(answer, "answer")[: limit - request.num_prompt_tokens]
+            computed = Request(
+                request_id=request.request_id,
+                group=request_id,
+                index=request.index,
+                prompt_token_ids=prompt.token_ids + stated[:-1],  # nothing follows the last one
+                params=scores,
+                seed=request.seed,
+                stop_token_ids=frozenset(),
+                needed_from=0 if request.needed_from == 0 else request.num_prompt_tokens - 1,
+            )
+            group.completions.append(Redraw(computed, None, None, told=completion, answer=stated))
+        return group
+
+    def _drafters(self, prompt: AcceptedPrompt, params: SamplingParams) -> list[Drafts | None]:
+        """Return one for each completion, None where nothing is drafted from its own text."""
+        # few guesses would be permitted
         if not self._drafts or params.structured_outputs is not None:
             return [None] * params.n
         predicted = self.intake.predicted(params)
@@ -412,9 +513,9 @@ class Engine:
 
     def _to_work(self, chunk: ScheduledChunk) -> ChunkWork:
         group, completion = self._completions[chunk.request.request_id]
-        return ChunkWork(
-            chunk, completion.row, group.num_scored if chunk.request.index == 0 else None
-        )
+        num_scored = group.num_scored if chunk.request.index == 0 else None
+        redraw = completion if isinstance(completion, Redraw) else None
+        return ChunkWork(chunk, completion.row, num_scored, redraw)
 
     def _compute(
         self, step: Step, launched: Launched | None
@@ -485,6 +586,9 @@ class Engine:
                 continue
             if result.scored is not None:
                 group.scores.append(result.scored)
+            if isinstance(completion, Redraw):
+                completion.drawn.extend(result.redrawn)
+                completion.otherwise = completion.otherwise or result.otherwise
             if result.sampled:
                 self._keep_logprobs(completion, result.sampled[0])
                 tokens[request_id] = [result.sampled[0].token_id]
@@ -493,6 +597,8 @@ class Engine:
         self.scheduler.apply(step, tokens)
         for one, behind in computed:
             completion = one[1]
+            if isinstance(completion, Redraw) and completion.otherwise is not None:
+                self.scheduler.finish(completion.request.request_id, FinishReason.STOP)
             if completion.request.request_id in tokens or completion.request.is_finished:
                 advanced.append(one)
                 self._read(completion, completion.advance)

@@ -39,6 +39,7 @@ def fingerprint(opened: OpenModel, config: EngineConfig, kernels: KernelSet, ver
     decides = (
         config.compute_format,
         config.weight_format,
+        config.int4,
         config.kv,
         config.fp8_attention,
         config.max_model_len,

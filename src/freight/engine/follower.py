@@ -20,6 +20,7 @@ from dataclasses import replace
 
 import torch
 
+from freight.cache.arena import Arena, mapped
 from freight.cache.pool import allocate_pool
 from freight.config.engine import EngineConfig
 from freight.engine.build import captured_steps
@@ -79,6 +80,9 @@ def follow(connection: socket.socket, files: Sequence[int]) -> None:
     start = Start.decode(messages.expect(connection, Kind.START))
     log_to_stderr()
     logger.setLevel(max(start.log_level, logging.ERROR))  # rank 0 warns of the same
+    pages = None
+    if start.args.kv_store is not None:  # rank 0 reads and writes this rank's pages as well
+        *files, pages = files
     try:
         opened, memory = _open(start, files)
         config = opened.resolve(opened.args)
@@ -88,7 +92,7 @@ def follow(connection: socket.socket, files: Sequence[int]) -> None:
         model = opened.load(replace(config, max_model_len=max_len), positions)
         messages.send(connection, Kind.LOADED)
         max_len, *num_blocks = integers_of(messages.expect(connection, Kind.POOL))
-        runner = _runner(opened, replace(config, max_model_len=max_len), model, num_blocks)
+        runner = _runner(opened, replace(config, max_model_len=max_len), model, num_blocks, pages)
         messages.send(connection, Kind.READY)
     except FreightError as error:
         messages.send(connection, Kind.FAILED, f"{type(error).__name__}\n{error}".encode())
@@ -111,12 +115,20 @@ def _open(start: Start, files: Sequence[int]) -> tuple[OpenModel, SharedMemory]:
 
 
 def _runner(
-    opened: OpenModel, config: EngineConfig, model: LanguageModel, num_blocks: list[int]
+    opened: OpenModel,
+    config: EngineConfig,
+    model: LanguageModel,
+    num_blocks: list[int],
+    pages: int | None,
 ) -> ModelRunner:
-    """Allocate this rank's part of the cache."""
+    """Allocate this rank's part of the cache, in the memory `pages` if rank 0 maps it as well."""
     kernels, kv = opened.kernels(config), opened.with_rank_scales(config).kv
     spec = opened.cache_spec(config)
-    pool = allocate_pool(spec, kv, num_blocks, kernels, config.device, model.rotaries)
+    empty = None
+    if pages is not None:
+        empty = Arena(mapped(pages, Arena.bytes_for(spec, tuple(num_blocks)))).empty
+        os.close(pages)
+    pool = allocate_pool(spec, kv, num_blocks, kernels, config.device, model.rotaries, empty)
     return ModelRunner(model, pool, config.device, captured_steps(model, pool, kernels, config))
 
 

@@ -23,6 +23,7 @@ import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import takewhile
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
@@ -65,6 +66,15 @@ class Matcher:
         self.stop_token_ids = stop_token_ids
         self.error: str | None = None
 
+    def fork(self) -> Matcher:
+        """Return a matcher that goes on from here on its own."""
+        other = Matcher(self._start, self._vocab_size, self.stop_token_ids)
+        if self._state is not None:
+            grammar, taken = self._state
+            other._state = (grammar.deep_copy(), taken)
+        other.error = self.error
+        return other
+
     def ended(self, output: Sequence[int]) -> bool:
         """Return whether the text is complete, and nothing but the end can follow."""
         grammar = self._catch_up(output)
@@ -104,6 +114,21 @@ class Matcher:
             if others.any():
                 return others
         return allowed
+
+    def forced(self, output: Sequence[int]) -> tuple[int, ...]:
+        """Return tokens of the text that has to come next, as the tokenizer writes it; () if any may.
+
+        Other tokens of the same text are permitted as well.
+        """
+        grammar = self._catch_up(output)
+        if grammar is None:
+            return ()
+        try:
+            tokens = grammar.compute_ff_tokens()
+        except Exception:  # `permitted` says what is wrong, if it matters
+            return ()
+        known = takewhile(lambda token: token < self._vocab_size, tokens)
+        return tuple(known)
 
     def _catch_up(self, output: Sequence[int]) -> LLMatcher | None:
         """Return the grammar after `output`; None when there is an error."""

@@ -53,7 +53,7 @@ class Intake:
             raise RequestError("the prompt is empty; give at least one character or token id")
         text = prompt if isinstance(prompt, str) else None
         given = self._encode(prompt, add_special_tokens) if isinstance(prompt, str) else prompt
-        token_ids = self._checked(self.cut(given, params))
+        token_ids = self.checked(self.cut(given, params))
         check_length(len(token_ids), params.max_tokens, self.max_model_len)
         params.check_vocabulary(self.vocab_size)
         if params.stop and self.tokenizer is None:
@@ -126,7 +126,8 @@ class Intake:
             )
         return self.tokenizer.encode(text, add_special_tokens)
 
-    def _checked(self, token_ids: Sequence[int]) -> tuple[int, ...]:
+    def checked(self, token_ids: Sequence[int], what: str = "prompt") -> tuple[int, ...]:
+        """Return token ids as a tuple. Raises RequestError for one that is not in the vocabulary."""
         known = tuple(token_ids)
         # most prompts: ten times as fast as one id after the other, which finds what is wrong
         if set(map(type, known)) == {int} and min(known) >= 0 and max(known) < self.vocab_size:
@@ -136,12 +137,12 @@ class Intake:
             # NumPy's integers are Integral
             if isinstance(token, bool) or not isinstance(token, Integral):
                 raise RequestError(
-                    f"prompt token {position} is {token!r:.60}, a {type(token).__name__}; token ids are integers, "
+                    f"{what} token {position} is {token!r:.60}, a {type(token).__name__}; token ids are integers, "
                     f"here 0 to {self.vocab_size - 1}"
                 )
             if not 0 <= token < self.vocab_size:
                 raise RequestError(
-                    f"prompt token id {token} is outside the vocabulary (0 to {self.vocab_size - 1})"
+                    f"{what} token id {token} is outside the vocabulary (0 to {self.vocab_size - 1})"
                 )
             ids.append(int(token))
         return tuple(ids)

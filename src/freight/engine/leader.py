@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from freight.cache.arena import mapped
 from freight.config.engine import EngineArgs
 from freight.engine.prepare import Logits, SequenceSlice
 from freight.engine.runner import ModelRunner, StepRows
@@ -33,7 +34,7 @@ from freight.errors import CheckpointError, ConfigError, FreightError, KernelErr
 from freight.parallel import messages
 from freight.parallel.messages import Kind, Start, integers
 from freight.parallel.places import Place
-from freight.parallel.shared import SharedFiles, SharedMemory
+from freight.parallel.shared import SharedFiles, SharedMemory, nameless_memory
 from freight.parallel.steps import SliceNumbers, StepWriter
 
 START_TIMEOUT = 600.0  # seconds for a rank to open the model, or to read its weights
@@ -52,7 +53,8 @@ def spawn(files: Sequence[int]) -> subprocess.Popen[bytes]:
 
     It has a session of its own: Ctrl-C in a terminal is for rank 0 alone.
     """
-    command = [sys.executable, "-m", "freight.engine.follower", *map(str, files)]
+    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # -O, -X dev
+    command = [sys.executable, *flags, "-m", "freight.engine.follower", *map(str, files)]
     return subprocess.Popen(
         command, pass_fds=files, stdin=subprocess.DEVNULL, start_new_session=True
     )
@@ -66,6 +68,9 @@ class _Others:
 
     memory: SharedMemory
     passed: list[int]  # descriptors that the others alone need, until they have them
+    pages: list[
+        int
+    ]  # of the memory of the others' pages, until it is mapped; none if nobody maps it
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
     sockets: list[socket.socket] = field(default_factory=list)
     wake: tuple[int, int] = field(default_factory=os.pipe)
@@ -81,6 +86,11 @@ class _Others:
         while self.passed:
             os.close(self.passed.pop())
 
+    def close_pages(self) -> None:
+        """Close the descriptors of pages, which are mapped, or never will be."""
+        while self.pages:
+            os.close(self.pages.pop())
+
     def close_in_child(self) -> None:
         """Close what a fork of this process has: it would keep rank 0 alive for the others."""
         if self.closing:
@@ -89,6 +99,7 @@ class _Others:
         for connection in self.sockets:
             connection.close()
         self.pass_on()
+        self.close_pages()
         self.memory.close()
 
     def close(self) -> None:
@@ -109,6 +120,7 @@ class _Others:
                 process.kill()
                 process.wait()
         self.pass_on()
+        self.close_pages()
         self.memory.close()
         self.unbind()
 
@@ -128,8 +140,10 @@ os.register_at_fork(after_in_child=_close_in_child)
 class Leader:
     """The other ranks, from rank 0's side."""
 
-    def __init__(self, size: int, timeout: float) -> None:
-        """timeout: seconds after which a rank that does not answer counts as lost."""
+    def __init__(self, size: int, timeout: float, maps_pages: bool = False) -> None:
+        """timeout: seconds after which a rank that does not answer counts as lost. maps_pages: the
+        others allocate their caches in memory that `allocate` returns.
+        """
         self._files = SharedFiles.create(size)
         self.memory = SharedMemory(self._files, 0, timeout)
         self.size, self._timeout = size, timeout
@@ -137,7 +151,8 @@ class Leader:
         self._writer = StepWriter()
         self._torn = False  # the ranks have to leave a step
         self._restarts = 0
-        self._others = _Others(self.memory, self._files.of_others(0))
+        pages = [nameless_memory() for _ in range(1, size if maps_pages else 1)]
+        self._others = _Others(self.memory, self._files.of_others(0), pages)
         self._finalizer = weakref.finalize(self, self._others.close)
 
     def close(self) -> None:
@@ -167,7 +182,8 @@ class Leader:
             ours.settimeout(START_TIMEOUT)
             others.sockets.append(ours)
             with theirs:
-                files = (theirs.fileno(), *self._files.of_rank(rank))
+                pages = others.pages[rank - 1 : rank]
+                files = (theirs.fileno(), *self._files.of_rank(rank), *pages)
                 others.processes.append(spawn(files))
             place = places[rank]
             start = Start(
@@ -203,13 +219,22 @@ class Leader:
         for rank in range(1, self.size):
             self._answer(rank, Kind.LOADED)
 
-    def allocate(self, max_model_len: int, num_blocks: Sequence[int]) -> None:
-        """Have the others allocate their caches, of `num_blocks` by group."""
+    def allocate(
+        self, max_model_len: int, num_blocks: Sequence[int], num_bytes: int
+    ) -> tuple[Tensor, ...]:
+        """Have the others allocate their caches, of `num_blocks` by group, which fit into
+        `num_bytes`. Return their memory, from rank 1 on, if it is mapped.
+        """
+        for number in self._others.pages:
+            os.ftruncate(number, num_bytes)  # committed at the first write
         self._send(Kind.POOL, integers((max_model_len, *num_blocks)))
         for rank in range(1, self.size):
             self._answer(rank, Kind.READY)
         for connection in self._others.sockets:
             connection.settimeout(self._timeout)
+        memories = tuple(mapped(number, num_bytes) for number in self._others.pages)
+        self._others.close_pages()
+        return memories
 
     @contextmanager
     def step(self, kind: Kind, data: Callable[[], bytes]) -> Iterator[None]:

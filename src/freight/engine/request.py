@@ -14,7 +14,7 @@ from enum import StrEnum
 
 from freight.cache.manager import NOTHING, Held
 from freight.engine.bad_words import BadWords
-from freight.engine.drafts import Drafter
+from freight.engine.drafts import Drafts
 from freight.engine.grammar import Matcher
 from freight.errors import RequestError
 from freight.outputs import FinishReason
@@ -55,6 +55,8 @@ class Request:
                     one
     bad_words       the tokens of params.bad_words; None without any
     drafter         guesses its next tokens; None: nothing is drafted
+    needed_from     position from which on every row has to be computed, 0 for all of them; None: that
+                    of the last known token
 
     The rest belongs to the Scheduler.
 
@@ -82,7 +84,8 @@ class Request:
     stop_token_ids: frozenset[int]
     grammar: Matcher | None = None
     bad_words: BadWords | None = None
-    drafter: Drafter | None = None
+    drafter: Drafts | None = None
+    needed_from: int | None = None
     output_token_ids: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
     held: Held = NOTHING
@@ -113,6 +116,20 @@ class Request:
     @property
     def is_finished(self) -> bool:
         return self.state is RequestState.FINISHED
+
+    def ending(self) -> tuple[FinishReason, int | None] | None:
+        """Return what its last output token ends it by, the reason and the stop reason; None: it
+        goes on.
+
+        A stop id ends it once min_tokens are generated, and a complete text of its grammar at any
+        time. Both win over a limit that the same token reached.
+        """
+        params, token = self.params, self.output_token_ids[-1]
+        if token in self.stop_token_ids and len(self.output_token_ids) >= params.min_tokens:
+            return FinishReason.STOP, token if token in params.stop_token_ids else None
+        if self.grammar is not None and self.grammar.ended(self.output_token_ids):
+            return FinishReason.STOP, None
+        return (FinishReason.LENGTH, None) if self.num_tokens >= self.token_limit else None
 
     def tokens(self, start: int, stop: int) -> tuple[int, ...]:
         """Return the known tokens at positions start … stop - 1, in O(stop - start)."""

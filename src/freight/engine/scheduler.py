@@ -560,16 +560,14 @@ class Scheduler:
         )
 
     def _takes_hits(self, request: Request) -> bool:
-        # Log-probabilities of the prompt need every row of it computed.
-        return self._caching and request.params.prompt_logprobs is None
+        return self._caching and request.needed_from != 0
 
     def _hit_keys(self, request: Request) -> list[bytes]:
-        """Keys of the blocks that may be hits: full ones, leaving at least the last known token to
-        compute.
-        """
+        """Keys of the blocks that may be hits: full ones, leaving the rows that are needed to compute."""
         if not self._takes_hits(request):
             return []
-        count = (request.num_tokens - 1) // self._block_size
+        needed = request.num_tokens - 1 if request.needed_from is None else request.needed_from
+        count = needed // self._block_size
         self._extend_keys(request, count)
         return request.block_keys[:count]
 
@@ -586,20 +584,9 @@ class Scheduler:
             self._cache.register(request.held, request.block_keys, previously_computed, computed)
 
     def _finish_if_done(self, request: Request) -> None:
-        """End the request at a stop id once min_tokens are generated, and at a complete text of its
-        grammar at any time.
-
-        Both win over a limit that the same token reached.
-        """
-        params, token = request.params, request.output_token_ids[-1]
-        if token in request.stop_token_ids and len(request.output_token_ids) >= params.min_tokens:
-            self._finish(
-                request, FinishReason.STOP, token if token in params.stop_token_ids else None
-            )
-        elif request.grammar is not None and request.grammar.ended(request.output_token_ids):
-            self._finish(request, FinishReason.STOP, None)
-        elif request.num_tokens >= request.token_limit:
-            self._finish(request, FinishReason.LENGTH, None)
+        """End the request if its last token does."""
+        if (ending := request.ending()) is not None:
+            self._finish(request, *ending)
 
     def _finish(
         self, request: Request, reason: FinishReason, stop_reason: str | int | None

@@ -21,11 +21,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from freight.cache.manager import CacheManager
 from freight.cache.pool import KVPool
 from freight.cache.store.folder import make_private
-from freight.cache.store.pages import GroupBytes
+from freight.cache.store.pages import GroupBytes, OtherRanks
 from freight.cache.store.tiers import StoreTiers
 from freight.cache.store.weights import ChangedError, WeightFile, digest_of_weights
 from freight.cache.stored import StoredPrefixes
@@ -39,6 +40,7 @@ from freight.kernels.cpu.library import path_of
 from freight.kernels.interface import KernelSet
 from freight.models.open import OpenModel
 from freight.operands.tiles import KEY_TILE, STATE_TILE
+from freight.parallel.shards import kv_part
 
 logger = logging.getLogger("freight")
 
@@ -88,10 +90,14 @@ def open_store(
     weights: Weights,
     cache: CacheManager,
     pool: KVPool,
+    memories: tuple[Tensor, ...] = (),
 ) -> StoredPrefixes:
-    """Return the store of `cache`, whose memory is `pool`. A thread opens it."""
+    """Return the store of `cache`, whose memory is `pool`, and `memories` of the other ranks, from
+    rank 1 on. A thread opens it.
+    """
     assert config.store is not None
-    groups = [GroupBytes(pool, index) for index in range(len(pool.spec.groups))]
+    others = _others(opened, memories) if memories else None
+    groups = [GroupBytes(pool, index, others) for index in range(len(pool.spec.groups))]
     tiers = StoreTiers(config.store.folder, config.store.size, config.store.memory)
     stored = StoredPrefixes(tiers, cache, groups, config.store.salted)
     decides = what_decides(opened, config, kernels, version, pool, groups)
@@ -103,6 +109,16 @@ def open_store(
     )
     opener.start()
     return stored
+
+
+def _others(opened: OpenModel, memories: tuple[Tensor, ...]) -> OtherRanks:
+    size = opened.ranks.size
+    num_heads = {index: one.num_kv_heads for index, one in opened.model.attention.items()}
+    heads = {
+        index: tuple(range(count)[kv_part(count, rank, size)] for rank in range(size))
+        for index, count in num_heads.items()
+    }
+    return OtherRanks(memories, num_heads, heads)
 
 
 def what_decides(
@@ -131,7 +147,7 @@ def what_decides(
         "device": config.device,
         "model": repr(model),
         "declared": _declared(opened),
-        "formats": f"{config.compute_format} {config.weight_format} {config.fp8_attention}",
+        "formats": f"{config.compute_format} {config.weight_format}{' int4' * config.int4} {config.fp8_attention}",
         "cache": repr([kv.of_layer(index) for index in range(model.num_layers)]),
         "scales": repr(None if kv.scales is None else (kv.scales.format, kv.scales.layers)),
         "states": f"{kv.state}",

@@ -32,6 +32,8 @@ from freight.errors import CapacityError, ConfigError
 from freight.fp8.formats import Format, Granularity, ScaleSource
 from freight.fp8.scheme import Scheme
 from freight.models.sizes import Layout, LinearOf, LoadedBytes, loaded_bytes, online
+from freight.parallel.shards import require_divisible
+from freight.parallel.shared import MAX_RANKS
 
 GIB = 2**30
 _LEAST = 2**20  # bytes: a smaller number is one whose unit was forgotten
@@ -39,8 +41,8 @@ _LEAST = 2**20  # bytes: a smaller number is one whose unit was forgotten
 
 @dataclass(frozen=True)
 class Wish:
-    """What is asked for. Memory in bytes, of which weights are a part; `context` in tokens, None:
-    the model's own.
+    """What is asked for. Memory in bytes, of all ranks together, of which weights are a part;
+    `context` in tokens, None: the model's own.
 
     concurrency    requests of `context` tokens that are to be in the cache at once
     device         'cpu' or 'cuda'
@@ -50,6 +52,7 @@ class Wish:
                    `EngineArgs.kv_cache_dtype_skip_layers`
     state_every    tokens between states that stay behind, as `EngineArgs.state_every`
     state_dtype    how recurrent states are stored, as `EngineArgs.state_dtype`
+    ranks          processes that compute the model together, each with an even part of the memory
     """
 
     memory: int
@@ -61,6 +64,7 @@ class Wish:
     skip_layers: tuple[str, ...] = ()
     state_every: int | None = None
     state_dtype: str = "auto"
+    ranks: int = 1
 
     @property
     def num_requests(self) -> int:
@@ -73,7 +77,7 @@ class Wish:
 
 @dataclass(frozen=True)
 class Setting:
-    """One choice of formats, and what fits with it. Sizes in bytes.
+    """One choice of formats, and what fits with it. Sizes in bytes, those of each rank.
 
     kv                 the cache; static scales have no values here
     options            what `freight serve` is given for it, apart from context, concurrency and memory
@@ -87,10 +91,10 @@ class Setting:
     longest            tokens of the longest request, up to the wished context
     step_tokens        tokens of a step at most
     requests           of the wished context, at once
-    needed_bytes       memory that the wish needs with this setting
+    needed_bytes       memory of all ranks that the wish needs with this setting
     """
 
-    weights: Format
+    weights: str
     kv: KVCacheConfig
     options: tuple[str, ...]
     loaded: LoadedBytes
@@ -162,7 +166,7 @@ def make_plan(
     over.
 
     Raises CheckpointError for a model that Freight does not run, ConfigError for a wish that no
-    memory serves, and CapacityError if the weights do not fit in any format.
+    memory serves and for ranks that cannot divide the model, and CapacityError if the weights do not fit in any format.
     """
     model = _read(config, stored, ignore_keys)
     scheme = read_scheme(config, hf_quant_config)
@@ -175,7 +179,8 @@ def make_plan(
         least = min(settings, key=lambda one: one.loaded.total)
         needed = size(min(one.needed_bytes for one in settings), up=True)
         raise CapacityError(
-            f"--memory is {size(wish.memory)}, and the weights alone need {size(least.loaded.total, up=True)} in "
+            f"--memory is {size(wish.memory)}, and the weights alone need "
+            f"{size(least.loaded.total * wish.ranks, up=True)} in "
             f"{least.weights}: give at least {needed}, which serves {asked(wish, context)}, or take a smaller model"
         )
     serving = (index for index, one in enumerate(settings) if one.requests >= wish.num_requests)
@@ -197,6 +202,7 @@ def _check(wish: Wish, model: ModelConfig) -> int:
     choose("--dtype", wish.dtype, ("auto", *DTYPES))
     choose("--device", wish.device, tuple(MEMORY_SHARE))
     check_states(wish.state_every, wish.state_dtype, EngineArgs.block_size)
+    _check_ranks(wish, model)
     for flag, value in (("--context", wish.context), ("--concurrency", wish.concurrency)):
         if value is not None and value < 1:
             raise ConfigError(f"{flag} {value} must be an integer ≥ 1")
@@ -207,6 +213,19 @@ def _check(wish: Wish, model: ModelConfig) -> int:
     return wish.context or model.max_position_embeddings
 
 
+def _check_ranks(wish: Wish, model: ModelConfig) -> None:
+    """Raise ConfigError for a number of ranks that cannot be had."""
+    if not 1 <= wish.ranks <= MAX_RANKS:
+        raise ConfigError(
+            f"--tensor-parallel-size {wish.ranks} must be an integer from 1 to {MAX_RANKS}"
+        )
+    if wish.ranks > 1 and wish.device != "cpu":
+        raise ConfigError(
+            f"--tensor-parallel-size {wish.ranks} is for CPUs: choose --device cpu, or omit it"
+        )
+    require_divisible(model, wish.ranks)
+
+
 def _settings(
     model: ModelConfig, scheme: Scheme, compute: Format, wish: Wish, context: int
 ) -> Iterator[Setting]:
@@ -214,17 +233,19 @@ def _settings(
     fp8 = Format.E4M3FN
     forms: list[tuple[Format, LinearOf, tuple[str, ...]]]
     if scheme.weight_format is not None:
-        forms = [(fp8, scheme.linear, ())]
+        forms = [(Format.INT8 if scheme.weight_format is Format.INT8 else fp8, scheme.linear, ())]
     else:
         forms = [(compute, lambda _: None, ())]
         if model.foreign is None or model.foreign.rounded:
             forms.append((fp8, online(model), ("--quantization", "fp8")))
     caches = _caches(compute, scheme, wish, model)
     for weights, linear_of, options in forms:
-        loaded = loaded_bytes(model, compute, weights, linear_of, wish.layout, context)
+        loaded = loaded_bytes(model, compute, weights, linear_of, wish.layout, context, wish.ranks)
         for kv, flags in caches:
-            formats = weights, kv, (*options, *flags)
-            spec = cache_spec(kv, model, EngineArgs.block_size, compute, wish.state_every, context)
+            name = scheme.weight_formats or weights
+            formats = name, kv, (*options, *flags)
+            sizes = EngineArgs.block_size, compute, wish.state_every, context, wish.ranks
+            spec = cache_spec(kv, model, *sizes)
             yield _setting(formats, loaded, spec, wish, context, step_tokens(wish.device, model))
 
 
@@ -282,7 +303,7 @@ def _formats(compute: Format, scheme: Scheme, device: str, groups: bool) -> Iter
 
 
 def _setting(
-    formats: tuple[Format, KVCacheConfig, tuple[str, ...]],
+    formats: tuple[str, KVCacheConfig, tuple[str, ...]],
     loaded: LoadedBytes,
     spec: KVCacheSpec,
     wish: Wish,
@@ -290,7 +311,7 @@ def _setting(
     step: int,
 ) -> Setting:
     share = MEMORY_SHARE[wish.device]
-    left = max(0, wish.memory - loaded.total)
+    left = max(0, wish.memory // wish.ranks - loaded.total)
     cache = int(left * share)
     longest = min(context, longest_request(spec, cache, context, step))
     requests, tokens = 0, longest
@@ -313,7 +334,7 @@ def _setting(
         longest=longest,
         step_tokens=step,
         requests=requests,
-        needed_bytes=needed,
+        needed_bytes=needed * wish.ranks,
     )
 
 
@@ -376,8 +397,10 @@ def verdict(plan: Plan) -> str:
         "--max-model-len",
         str(plan.context),
         "--kv-cache-memory",
-        str(one.cache_bytes),
+        str(one.cache_bytes * wish.ranks),
     ]
+    if wish.ranks > 1:
+        options += ["--tensor-parallel-size", str(wish.ranks)]
     if wish.concurrency:
         options += ["--max-num-seqs", str(wish.concurrency)]
     if wish.state_every:
@@ -426,6 +449,7 @@ def as_json(plan: Plan) -> JsonObject:
         "runs": "through transformers" if plan.through_transformers else "natively",
         "device": plan.wish.device,
         "memory": plan.wish.memory,
+        **({"ranks": plan.wish.ranks} if plan.wish.ranks > 1 else {}),
         "context": plan.context,
         "dtype": plan.dtype,
         "dtype_source": plan.dtype_source,

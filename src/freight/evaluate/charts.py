@@ -1,8 +1,8 @@
 """The report's charts as inline SVG: axes with units, and a mark and dashes for each setting, so
 that grey is enough.
 
-Colours are CSS variables of the page (`report_page`), which follow the reader's light or dark
-setting. Names stand in a legend next to the plot and never on it, so no text can overlap.
+Colours are those of the kit (`svg.styled`), in the style sheet of the page (`report_page`). Names
+stand in a legend next to the plot and never on it, so no text can overlap.
 """
 
 from __future__ import annotations
@@ -12,11 +12,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 
+from freight.svg import line, text
+
 WIDTH, HEIGHT = 860, 360
 _LEFT, _RIGHT, _TOP, _BOTTOM = 76, 230, 16, 52  # pixels around the plot; the legend is at the right
 _DASHES = ("", "7 4", "2 3", "10 3 2 3", "5 2", "1 4", "12 5", "4 4 1 4")
 NUM_STYLES = 12
 MARK = 13.0  # pixels that a mark takes, with a gap
+_ZERO, _BREAK = 14, 44  # pixels from the end of a logarithmic axis to 0, and to its own beginning
 
 Point = tuple[float, float]
 
@@ -32,28 +35,29 @@ class Series:
 
 @dataclass(frozen=True)
 class Axis:
-    """`label` has the unit. `names`, if given, stand at 0, 1, …: the axis is then of categories."""
+    """`label` has the unit. `names`, if given, stand at 0, 1, …: the axis is then of categories.
+
+    `zero`: the axis begins at 0; a logarithmic one has 0 beyond a break at its lower end.
+    """
 
     label: str
     log: bool = False
     names: Sequence[str] = ()
-    zero: bool = False  # whether the axis begins at 0
+    zero: bool = False
+
+    def has(self, value: float) -> bool:
+        """Whether `value` has a place."""
+        return not self.log or value > 0 or (self.zero and value == 0)
 
 
 def chart(title: str, x: Axis, y: Axis, series: Sequence[Series], lines: bool = True) -> str:
-    """SVG. Points that a logarithmic axis cannot show (not above 0) are left out. `title` is for
-    screen readers.
-    """
-
-    def has_place(point: Point) -> bool:
-        return (point[0] > 0 or not x.log) and (point[1] > 0 or not y.log)
-
-    shown = [
-        Series(one.name, [point for point in one.points if has_place(point)], one.style)
-        for one in series
-    ]
+    """SVG. Points that a logarithmic axis cannot show are left out. `title` is for screen readers."""
+    shown = []
+    for one in series:
+        seen = [point for point in one.points if x.has(point[0]) and y.has(point[1])]
+        shown.append(Series(one.name, seen, one.style))
     points = [point for one in shown for point in one.points]
-    if not points:
+    if not any((p[0] > 0 or not x.log) and (p[1] > 0 or not y.log) for p in points):
         return "<p>There is nothing to show: no setting differs from 16 bits.</p>"
     across = _Scale(x, [p[0] for p in points], _LEFT, WIDTH - _RIGHT)
     up = _Scale(y, [p[1] for p in points], HEIGHT - _BOTTOM, _TOP)
@@ -82,6 +86,7 @@ class _Scale:
 
     def __init__(self, axis: Axis, values: Sequence[float], low: float, high: float) -> None:
         self.axis, self._low, self._high = axis, low, high
+        self._zero: float | None = None  # where 0 is, if it is beyond a break
         if axis.names:
             self._from, self._to = -0.5, len(axis.names) - 0.5
             self.ticks = [
@@ -89,9 +94,14 @@ class _Scale:
             ]
             return
         if axis.log:
-            self.ticks = _log_ticks(min(values), max(values))
-            self._from = math.log10(min(*values, self.ticks[0]))
-            self._to = math.log10(max(*values, self.ticks[-1]))
+            positive = [value for value in values if value > 0]
+            self.ticks = _log_ticks(min(positive), max(positive))
+            self._from = math.log10(min(*positive, self.ticks[0]))
+            self._to = math.log10(max(*positive, self.ticks[-1]))
+            if axis.zero:
+                inwards = math.copysign(1, high - low)
+                self._zero, self._low = low + inwards * _ZERO, low + inwards * _BREAK
+                self.ticks = [0.0, *self.ticks]
             pad = 0.04 * (self._to - self._from) or 0.1
         else:
             least, most = (0.0 if axis.zero else min(values)), max(values)
@@ -99,10 +109,17 @@ class _Scale:
             self._from, self._to = min(least, self.ticks[0]), max(most, self.ticks[-1])
             pad = 0.04 * (self._to - self._from) or 0.5
         self._to += pad
-        if not axis.zero:
+        if axis.log or not axis.zero:
             self._from -= pad
 
+    @property
+    def gap(self) -> float | None:
+        """The middle of the break between 0 and a logarithmic axis, if there is one."""
+        return None if self._zero is None else (self._zero + self._low) / 2
+
     def at(self, value: float) -> float:
+        if value == 0 and self._zero is not None:
+            return self._zero
         position = math.log10(value) if self.axis.log else value
         share = (position - self._from) / (self._to - self._from)
         return round(self._low + share * (self._high - self._low), 1)
@@ -141,18 +158,21 @@ def _axes(across: _Scale, up: _Scale) -> Iterator[str]:
     bottom, right = HEIGHT - _BOTTOM, WIDTH - _RIGHT
     for tick in up.ticks:
         y = up.at(tick)
-        yield f'<line class="grid" x1="{_LEFT}" x2="{right}" y1="{y}" y2="{y}"/>'
-        yield f'<text class="num" x="{_LEFT - 8}" y="{y + 4}" text-anchor="end">{up.text(tick)}</text>'
-    yield f'<line class="base" x1="{_LEFT}" x2="{right}" y1="{bottom}" y2="{bottom}"/>'
+        yield line((_LEFT, right), (y, y), 'class="grid"')
+        yield text(_LEFT - 8, y + 4, up.text(tick), 'class="num" text-anchor="end"')
+    if up.gap is not None:
+        for y in (up.gap - 2, up.gap + 2):
+            yield line((_LEFT - 6, _LEFT + 6), (y + 3, y - 3), 'class="base"')
+    yield line((_LEFT, right), (bottom, bottom), 'class="base"')
     for tick in across.ticks:
         x = across.at(tick)
-        yield f'<line class="base" x1="{x}" x2="{x}" y1="{bottom}" y2="{bottom + 5}"/>'
-        yield f'<text class="num" x="{x}" y="{bottom + 20}" text-anchor="middle">{escape(across.text(tick))}</text>'
+        yield line((x, x), (bottom, bottom + 5), 'class="base"')
+        yield text(x, bottom + 20, across.text(tick), 'class="num" text-anchor="middle"')
     middle = (_LEFT + right) / 2
-    yield f'<text class="soft" x="{middle}" y="{HEIGHT - 8}" text-anchor="middle">{escape(across.axis.label)}</text>'
+    yield text(middle, HEIGHT - 8, across.axis.label, 'class="soft" text-anchor="middle"')
     y = (_TOP + bottom) / 2
-    label = escape(up.axis.label)
-    yield f'<text class="soft" x="16" y="{y}" text-anchor="middle" transform="rotate(-90 16 {y})">{label}</text>'
+    look = f'class="soft" text-anchor="middle" transform="rotate(-90 16 {y})"'
+    yield text(16, y, up.axis.label, look)
 
 
 def _abreast(at: Sequence[Sequence[Point]], num_categories: int) -> list[list[Point]]:
@@ -195,7 +215,7 @@ def _leaders(true: Sequence[Point], moved: Sequence[Point]) -> Iterator[str]:
     """Draw a thin line from where a mark belongs to where it stands."""
     for (x, y), (place, _) in zip(true, moved, strict=True):
         if x != place:
-            yield f'<line class="base leader" x1="{x}" x2="{place}" y1="{y}" y2="{y}"/>'
+            yield line((x, place), (y, y), 'class="base leader"')
 
 
 def _marks(series: Series, at: Sequence[Point], across: _Scale, lines: bool) -> Iterator[str]:
@@ -239,6 +259,6 @@ def _legend(series: Sequence[Series], lines: bool) -> Iterator[str]:
         y, style = _TOP + 14 + 24 * row, one.style % NUM_STYLES
         if lines:
             look = f'class="s{_class(style)}" stroke-dasharray="{_DASHES[style % len(_DASHES)]}"'
-            yield f'<line {look} x1="{x}" x2="{x + 34}" y1="{y}" y2="{y}"/>'
+            yield line((x, x + 34), (y, y), look)
         yield _mark(x + 17, y, style)
-        yield f'<text x="{x + 44}" y="{y + 4}">{escape(one.name[:24])}</text>'
+        yield text(x + 44, y + 4, one.name[:24])

@@ -17,6 +17,7 @@ from freight.evaluate.advice import advice, as_json, recommended
 from freight.evaluate.charts import Axis, Series, chart
 from freight.evaluate.figures import Evaluation, Figures
 from freight.evaluate.table import legend, setting_name, speed_table, table
+from freight.svg import styled
 from freight.tables import markdown
 
 _WHAT = (
@@ -25,10 +26,6 @@ _WHAT = (
     "numbers are rounded, and a scale moves them into the range where rounding hurts least. This report measures what "
     "the rounding changes on a text, for each way to choose the scales."
 )
-_LIGHT = """--paper:#fff;--ink:#1d2329;--soft:#59626c;--grid:#e6eaed;--line:#8b949e;--box:#f3f6f8;
---c0:#1d2329;--c1:#1668b8;--c2:#c2410c;--c3:#0f7a5a;--c4:#8a3ffc;--c5:#9a6700;--c6:#b0307a;--c7:#3d6470"""
-_DARK = """--paper:#14181d;--ink:#e8ebee;--soft:#a3adb7;--grid:#29313a;--line:#6b7681;--box:#1d232a;
---c0:#e8ebee;--c1:#6bb3f5;--c2:#f59a5d;--c3:#4fcf9f;--c4:#c4a0ff;--c5:#e3b341;--c6:#f58ac5;--c7:#9fc3cf"""
 _PAGE = """
 body{background:var(--paper);color:var(--ink);font:16px/1.5 system-ui,-apple-system,"Segoe UI",sans-serif;
 max-width:1160px;margin:2rem auto;padding:0 1rem}
@@ -39,13 +36,9 @@ h1{font-size:1.6rem;line-height:1.2}h2{font-size:1.15rem;margin:2.2rem 0 .3rem}.
 th,td{padding:.25rem .4rem;text-align:right;vertical-align:top;border-bottom:1px solid var(--grid);white-space:nowrap}
 td small{color:var(--soft)}
 th:first-child,td:first-child{text-align:left}
-svg{width:100%;max-width:920px;height:auto;display:block}
+svg{width:100%;min-width:680px;max-width:920px;height:auto;display:block}
 """
-_CHARTS = """
-svg text{font-size:13px;fill:var(--ink)}
-svg .soft{fill:var(--soft)}svg .grid{stroke:var(--grid)}svg .base{stroke:var(--line)}
-svg line,svg polyline{stroke-width:1.8}.full{stroke:none}
-""" + "".join(
+_CHARTS = "svg line,svg polyline{stroke-width:1.8}.full{stroke:none}\n" + "".join(
     f"svg .s{i}{{stroke:var(--c{i})}}svg .s{i}.full{{fill:var(--c{i});stroke:none}}"
     f"svg .s{i}.hollow{{fill:var(--paper);stroke-width:2}}\n"
     for i in range(8)
@@ -53,9 +46,8 @@ svg line,svg polyline{stroke-width:1.8}.full{stroke:none}
 
 
 def _style(rules: str) -> str:
-    """Colours for readers with a light and with a dark setting, and `rules`."""
-    dark = f"@media(prefers-color-scheme:dark){{:root{{{_DARK}}}}}"
-    return f"<style>:root{{color-scheme:light dark;{_LIGHT}}}\n{dark}{rules}</style>"
+    """The style sheet of the page, or of a chart in a file of its own."""
+    return f"<style>{styled(':root{color-scheme:light dark}' + rules, root=':root')}</style>"
 
 
 @dataclass(frozen=True)
@@ -78,9 +70,7 @@ class Section:
     @property
     def picture(self) -> str:
         """The chart as a separate file."""
-        look = _style(
-            _CHARTS + 'svg{background:var(--paper);font-family:system-ui,"Segoe UI",sans-serif}'
-        )
+        look = _style(_CHARTS + "svg{background:var(--paper)}")
         return self.svg.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1).replace(
             ">", f">{look}", 1
         )
@@ -109,16 +99,16 @@ def sections(evaluation: Evaluation) -> list[Section]:
         Section(
             "Error against memory",
             "Each mark is one setting: further left takes less memory for a token, further down changes the model's "
-            f"answers less. 16 bits takes {first.bytes_per_token:,} bytes and, as what the others are compared with, "
-            "has no error. Best is the lower left. Marks that would hide each other stand side by side, with a line to "
-            "where they belong.",
+            f"answers less. 16 bits takes {first.bytes_per_token:,} bytes and has no error, since the others are "
+            "compared with it: it stands at 0, below the logarithmic axis. Best is the lower left. Marks that would "
+            "hide each other stand side by side, with a line to where they belong.",
             chart(
                 "Mean KL against bytes per token",
                 Axis("cache memory (bytes per token)"),
-                Axis("mean KL from 16 bits (nats per token)", log=True),
+                Axis("mean KL from 16 bits (nats per token)", log=True, zero=True),
                 [
                     Series(name, [(run.bytes_per_token, run.kl_mean)], style)
-                    for run, name, style in others
+                    for run, name, style in runs
                 ],
                 lines=False,
             ),
@@ -258,18 +248,17 @@ def _html(evaluation: Evaluation) -> str:
         f"<p>{escape(_WHAT)}</p>",
     ]
     for section in sections(evaluation):
-        body.append(
-            f"<h2>{escape(section.title)}</h2>\n<p>{escape(section.says)}</p>\n{section.svg}"
-        )
-    body.append(f'<h2>All figures</h2>\n<div class="wide">{_table(table(evaluation))}</div>')
+        picture = _wide(section.title, section.svg) if section.drawn else section.svg
+        body.append(f"<h2>{escape(section.title)}</h2>\n<p>{escape(section.says)}</p>\n{picture}")
+    body.append(f"<h2>All figures</h2>\n{_wide('All figures', _table(table(evaluation)))}")
     body.append(
         f'<p class="soft">{escape(legend(evaluation))} “Clipped” are numbers beyond the range of their scale; '
         "“to zero” are numbers too small for it. KL measures how far two sets of probabilities are apart.</p>"
     )
     if evaluation.contexts:
         body.append(
-            f"<h2>Speed</h2>\n<p>Tokens per second of one conversation, by tokens in its cache.</p>"
-            f'<div class="wide">{_table(speed_table(evaluation))}</div>'
+            "<h2>Speed</h2>\n<p>Tokens per second of one conversation, by tokens in its cache.</p>"
+            + _wide("Speed", _table(speed_table(evaluation)))
         )
     size = f"{over.weight_bytes:,} bytes in {over.weight_dtype}, embedding and head {over.embedding_bytes:,} bytes"
     body.append(f'<p class="soft">Weights: {escape(size)}.</p>')
@@ -281,6 +270,13 @@ def _html(evaluation: Evaluation) -> str:
         *body,
     ]
     return "\n".join([*lines, "</body></html>"]) + "\n"
+
+
+def _wide(name: str, content: str) -> str:
+    """Return what may be wider than the screen; it is scrolled by the keyboard as well."""
+    return (
+        f'<div class="wide" tabindex="0" role="region" aria-label="{escape(name)}">{content}</div>'
+    )
 
 
 def _command(command: str) -> str:

@@ -16,26 +16,31 @@ from freight.fp8.cast import torch_dtype
 from freight.fp8.formats import Format
 from freight.fp8.weights import quantize_blocks, quantize_rows, quantize_tensor
 from freight.models.decoder import Decoder
-from freight.models.loader import build_decoder
+from freight.models.loader import build_decoder, require_groups
 from freight.models.open import OpenModel
-from freight.models.sources import CheckpointSource
+from freight.models.sources import CheckpointSource, round_to_int4
 from freight.operands.weight import Activations, Weight
 
-SCHEMES = ("fp8", "fp8-channel", "fp8-block")
+SCHEMES = ("fp8", "fp8-channel", "fp8-block", "int8", "int4")
 
 
 @dataclass(frozen=True)
 class RoundedSource(CheckpointSource):
-    """Rounds matrices, but not the head, to `weight_format` by `scheme`; activations are dynamic."""
+    """Rounds matrices, but not the head, to `weight_format` by `scheme`, with dynamic activations,
+    or to INT4, with none.
+    """
 
     scheme: str = "fp8"
     scale_format: Format = Format.FLOAT32
 
     def _rounded(self, stored: Tensor) -> Weight:
+        if self.scheme == "int4":
+            return round_to_int4(stored, torch_dtype(self.compute_format))
         quantize = {
             "fp8": quantize_tensor,
             "fp8-channel": quantize_rows,
             "fp8-block": quantize_blocks,
+            "int8": quantize_rows,
         }[self.scheme]
         plain = stored.to(torch_dtype(self.compute_format))
         data, scale = quantize(plain, self.weight_format, self.scale_format)
@@ -68,13 +73,15 @@ def load_rounded(
     Its 16-bit decoder has been loaded, so its tensors are checked.
     """
     assert opened.checkpoint is not None
+    kernels = opened.kernels(config)
+    require_groups(kernels, {}, int4=scheme == "int4")
     source = RoundedSource(
         opened.checkpoint,
         config.compute_format,
-        opened.device.native_e4m3,
+        Format.INT8 if scheme == "int8" else opened.device.native_e4m3,
         config.device,
         scheme=scheme,
         scale_format=scale_format(Layout.COMPRESSED_TENSORS, opened.model.checkpoint_format),
     )
     model = opened.model.for_context(config.max_model_len)
-    return build_decoder(model, source, opened.kernels(config), num_positions, config.device)
+    return build_decoder(model, source, kernels, num_positions, config.device)

@@ -15,11 +15,14 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from freight.config.fields import JsonObject
 from freight.fp8.formats import Format
-from freight.svg import LogAxis, line, text
+from freight.svg import LogAxis, framed, line, styled, text
 
-WIDTH, HEIGHT = 760, 440
-_LEFT, _RIGHT, _TOP, _BOTTOM = 70, 16, 82, 46  # margins, in pixels
-_COLOURS = {"k": "#1f6fb4", "v": "#d9541e"}
+WIDTH, HEIGHT = 760, 462
+_LEFT, _RIGHT, _TOP, _BOTTOM = 70, 16, 104, 46  # margins, in pixels
+_COLOURS = {"k": "var(--c1)", "v": "var(--c2)"}
+_STYLE = styled(
+    "text{font-size:12px}text.one{fill:var(--c3)}line.one{stroke:var(--c3)}.band{fill:var(--box)}"
+)
 _NAMES = {"k": "keys", "v": "values"}
 _SMALLEST_NORMAL = {Format.E4M3FN: 2.0**-6, Format.E4M3FNUZ: 2.0**-7, Format.E5M2: 2.0**-14}
 
@@ -40,34 +43,28 @@ def scale_picture(title: str, format: Format, layers: Sequence[JsonObject]) -> s
     axis = LogAxis(10.0**low, 10.0**high, HEIGHT - _BOTTOM, _TOP)
     num_layers = len(layers)
     parts = [
-        *_frame(title, format, num_layers, range(low, high + 1), axis),
+        *_axes(format, num_layers, range(low, high + 1), axis),
         *(part for side in "kv" for part in _side(side, sides[side], num_layers, axis, format)),
         *_legend(sides, format),
     ]
-    return "\n".join([*parts, "</svg>"]) + "\n"
+    heading = f"{title}: largest magnitude its KV scales cover"
+    return framed(heading, WIDTH, HEIGHT, _STYLE, parts)
 
 
 def _x(layer: float, num_layers: int) -> float:
     return round(_LEFT + (layer + 0.5) / num_layers * (WIDTH - _LEFT - _RIGHT), 1)
 
 
-def _frame(
-    title: str, format: Format, num_layers: int, powers: range, axis: LogAxis
-) -> Iterator[str]:
-    box = f'viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" font-size="12"'
-    yield f'<svg xmlns="http://www.w3.org/2000/svg" {box}>'
-    yield f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>'
-    heading = f"{title}: largest magnitude its KV scales cover"
-    yield text(_LEFT, 20, heading, 'font-size="15"')
+def _axes(format: Format, num_layers: int, powers: range, axis: LogAxis) -> Iterator[str]:
     right, top, bottom = WIDTH - _RIGHT, axis.at(format.max), axis.at(_SMALLEST_NORMAL[format])
-    yield f'<rect x="{_LEFT}" y="{top}" width="{right - _LEFT}" height="{bottom - top}" fill="#eef2ee"/>'
+    yield f'<rect x="{_LEFT}" y="{top}" width="{right - _LEFT}" height="{bottom - top}" class="band"/>'
     for power in powers:
         y = axis.at(10.0**power)
-        yield line((_LEFT, right), (y, y), 'stroke="#dddddd"')
+        yield line((_LEFT, right), (y, y), 'class="grid"')
         yield text(_LEFT - 8, y + 4, _power(power), 'text-anchor="end"')
-    yield line((_LEFT, right), (top, top), 'stroke="#447744" stroke-dasharray="5 3"')
+    yield line((_LEFT, right), (top, top), 'class="one" stroke-dasharray="5 3"')
     note = f"{format.max:g}: {format} with a scale of 1.0 saturates above, and is coarse below the band"
-    yield text(right - 4, top - 5, note, 'text-anchor="end" fill="#447744"')
+    yield text(right - 4, top - 5, note, 'text-anchor="end" class="one"')
     step = max(1, math.ceil(num_layers / 20))
     for layer in range(0, num_layers, step):
         yield text(_x(layer, num_layers), HEIGHT - _BOTTOM + 18, layer, 'text-anchor="middle"')
@@ -113,6 +110,6 @@ def _legend(
                 f"{_NAMES[side]}: scales {min(scales['min'] for _, scales in layers):.3g} to {max(largest):.3g}; "
                 f"headroom to {format.max:g}, if it were 1.0: {least:.1f} to {most:.1f} bits"
             )
-            y = 42 + 18 * row
+            y = 60 + 18 * row
             yield f'<circle cx="{_LEFT + 4}" cy="{y - 4}" r="4" fill="{_COLOURS[side]}"/>'
             yield text(_LEFT + 14, y, found)

@@ -19,9 +19,9 @@ class Activations(StrEnum):
     """The quantization of a Linear's input before the product."""
 
     PLAIN = "plain"  # not at all: weight-only quantization, or none
-    # rounds each row to E4M3 with a scale from its amax (1 x 128 groups with block scales)
-    DYNAMIC = "dynamic"
-    STATIC = "static"  # rounds to E4M3 with one calibrated scale
+    # Both round to E4M3, or to INT8 for weights in INT8.
+    DYNAMIC = "dynamic"  # each row, with a scale from its amax (1 x 128 groups with block scales)
+    STATIC = "static"  # with one calibrated scale
 
 
 class WeightScales(StrEnum):
@@ -30,6 +30,67 @@ class WeightScales(StrEnum):
     TENSOR = "tensor"
     ROW = "row"  # one output feature
     BLOCK = "block"  # a rectangle of the matrix
+
+
+INT4_GROUP = 128  # inputs that share a scale where Freight rounds to INT4
+INT4_GROUPS = (128, 64, 32)  # where that does not divide the inputs, the next one does
+
+
+def int4_group(in_features: int, size: int = INT4_GROUP) -> int | None:
+    """Return the inputs of a group of INT4: `size`, or the next smaller size that divides
+    `in_features`; None if none does.
+    """
+    return next((one for one in INT4_GROUPS if one <= size and in_features % one == 0), None)
+
+
+class Packing(StrEnum):
+    """How a producer stores a matrix in 4 bits; `checkpoint.four_bits` has their tensors."""
+
+    INT4 = "pack-quantized"  # compressed-tensors
+    NVFP4 = "nvfp4-pack-quantized"  # compressed-tensors
+    MXFP4 = "mxfp4-pack-quantized"  # compressed-tensors
+    MODELOPT_NVFP4 = "modelopt"
+    GPTQ = "gptq"  # zero points are stored minus 1
+    GPTQ_V2 = "gptq_v2"
+    AWQ = "awq"
+
+    @property
+    def codes(self) -> str:
+        """The name of the numbers."""
+        if self in (Packing.NVFP4, Packing.MODELOPT_NVFP4):
+            return "NVFP4"
+        return "MXFP4" if self is Packing.MXFP4 else "INT4"
+
+
+@dataclass(frozen=True)
+class FourBits:
+    """A matrix in 4 bits, as its producer stores it.
+
+    group      consecutive inputs of a row that share a scale; None: all of them
+    zeros      whether groups have zero points
+    ordered    whether `g_idx` may give inputs to groups in another order
+    """
+
+    packing: Packing
+    group: int | None
+    zeros: bool = False
+    ordered: bool = False
+
+    def __str__(self) -> str:
+        shared = "row" if self.group is None else f"{self.group} inputs"
+        zeros = " and zero points" if self.zeros else ""
+        order = ", groups in an order of their own" if self.ordered else ""
+        return f"{self.packing.codes}, scales{zeros} per {shared}{order}"
+
+
+def held_group(four: FourBits, columns: int) -> int | None:
+    """Return the inputs of a group as kernels have it, in a matrix of `columns` inputs: a larger
+    group becomes several with the same scale. None if there is no such size.
+    """
+    size = columns if four.group is None else four.group
+    if four.packing.codes == "NVFP4":
+        return size
+    return int4_group(size)
 
 
 @dataclass(frozen=True)
@@ -41,7 +102,9 @@ class LinearScheme:
     or_plain       whether the producer may leave a matrix in 16 or 32 bits without listing it as
                    unquantized
     bits           bits of a stored number: 8 for FP8, 4 for E2M1 with powers of two as scales
-                   (`fp8.mxfp4`)
+                   (`fp8.mxfp4`) and for what has `four`
+    integers       whether the stored numbers are INT8
+    four           a matrix in 4 bits with tensors of its own; None: in 8 bits, or experts of gpt-oss
     """
 
     scales: WeightScales
@@ -50,8 +113,31 @@ class LinearScheme:
     input_limit: float | None = None
     or_plain: bool = False
     bits: int = 8
+    integers: bool = False
+    four: FourBits | None = None
+
+    @staticmethod
+    def in_four_bits(
+        packing: Packing,
+        group: int | None,
+        *,
+        zeros: bool = False,
+        ordered: bool = False,
+        or_plain: bool = False,
+    ) -> LinearScheme:
+        """Return the scheme of a matrix in 4 bits, whose inputs stay in 16 bits."""
+        return LinearScheme(
+            WeightScales.ROW if group is None else WeightScales.BLOCK,
+            Activations.PLAIN,
+            None if group is None else (1, group),
+            or_plain=or_plain,
+            bits=4,
+            four=FourBits(packing, group, zeros, ordered),
+        )
 
     def __str__(self) -> str:
+        if self.four is not None:
+            return f"{self.four}, activations {self.activations}"
         shared = f"{self.block[0]}x{self.block[1]} block" if self.block else str(self.scales)
         limit = f" up to {self.input_limit:g}" if self.input_limit else ""
         return f"scales per {shared}, activations {self.activations}{limit}"
@@ -159,7 +245,7 @@ class Scheme:
 
     method          the producer's name ('compressed-tensors', 'fp8', 'modelopt', …), None for an
                     unquantized model
-    weight_format   FP8 if Linear weights are declared quantized
+    weight_format   FP8 or INT8 if Linear weights are declared quantized; FP8 also in 4 bits
     kv_format       FP8 if an FP8 KV cache is declared
     kv_static       whether the checkpoint must have static KV scales; False for ModelOpt's cast
                     mode, which stores none
@@ -181,10 +267,29 @@ class Scheme:
     def weights(self) -> str:
         """One line about the matrices that are declared quantized; '' when none are."""
         linears = [rule.linear for rule in self.rules if rule.linear is not None]
-        kinds = dict.fromkeys(map(str, linears))
-        if any(linear.bits == 4 for linear in linears):
-            return f"experts in MXFP4, {' or '.join(kinds)}"
-        return f"weights {self.weight_format}, {' or '.join(kinds)}" if kinds else ""
+        four = dict.fromkeys(str(linear) for linear in linears if linear.four is not None)
+        kinds = dict.fromkeys(str(linear) for linear in linears if linear.four is None)
+        parts = [f"weights in {' or '.join(four)}"] if four else []
+        if any(linear.bits == 4 and linear.four is None for linear in linears):
+            parts.append(f"experts in MXFP4, {' or '.join(kinds)}")
+        elif kinds:
+            parts.append(f"weights {self.weight_format}, {' or '.join(kinds)}")
+        return "; ".join(parts)
+
+    @property
+    def four_bits(self) -> frozenset[Packing]:
+        """How matrices in 4 bits are stored; empty if none is declared so."""
+        linears = (rule.linear for rule in self.rules if rule.linear is not None)
+        return frozenset(linear.four.packing for linear in linears if linear.four is not None)
+
+    @property
+    def weight_formats(self) -> str:
+        """The formats of Linear weights in a few words: 'int4', or 'fp8_e4m3fn and nvfp4'; '' for
+        none.
+        """
+        others = (rule.linear for rule in self.rules if rule.linear is not None)
+        fp8 = [str(self.weight_format)] if any(one.four is None for one in others) else []
+        return " and ".join([*fp8, *sorted({one.codes.lower() for one in self.four_bits})])
 
     def linear(self, module: str) -> LinearScheme | None:
         """Return the scheme of the weight of `module` ('model.layers.0.mlp.down_proj'); None if it

@@ -1,5 +1,5 @@
-"""Weights to FP8: one scale per tensor, output row, or 128 x 128 block, from the largest finite
-magnitude.
+"""Weights to FP8 or INT8: one scale per tensor, output row, or 128 x 128 block, from the largest
+finite magnitude.
 
 `scale_format` is the format in which the scale will be stored. The scale is rounded to it before
 the weight is divided by it, so codes and stored scale agree.
@@ -25,15 +25,18 @@ _PIECE = 2**20  # elements of a weight processed at a time: in float32 they fit 
 def quantize_rows(
     weight: Tensor, format: Format, scale_format: Format = Format.FLOAT32
 ) -> tuple[Tensor, Tensor]:
-    """Quantize [rows, columns] to (FP8 of that shape, float32 [rows]: one scale per output row).
+    """Quantize [rows, columns] to (`format` of that shape, float32 [rows]: one scale per output row).
 
-    Works in pieces: besides the result it needs memory for a few million numbers.
+    INT8 has the codes -127 to 127, and a row with a NaN the scale NaN. Works in pieces: besides the
+    result it needs memory for a few million numbers.
     """
     stored = torch.empty_like(weight, dtype=torch_dtype(format))
     scale = weight.new_empty(len(weight), dtype=torch.float32)
     for rows in _pieces(weight):
         scale[rows] = _stored(scale_from_amax(amax(weight[rows], 1), format), scale_format)
         stored[rows] = encode(weight[rows], scale[rows, None], format)
+        if format is Format.INT8:
+            scale[rows] = scale[rows].masked_fill(weight[rows].isnan().any(1), torch.nan)
     return stored, scale
 
 

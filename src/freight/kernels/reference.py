@@ -55,6 +55,8 @@ QUERY_TILE = 32  # rows of one sequence that attention computes together; fewer 
 
 def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     """Return x @ weight.T + bias, [rows, out_features] in x's dtype. x: [rows, in_features]."""
+    if weight.is_int8:
+        return _int8_linear(x, weight, bias)
     if weight.order is not None:
         return linear(x[:, weight.order], replace(weight, order=None), bias)
     if weight.groups is not None and weight.scale is None and x.dtype is not torch.float16:
@@ -125,6 +127,43 @@ def _decoded(weight: Weight, begin: int, dtype: torch.dtype) -> Tensor:
             weight.scale[begin // BLOCK : (begin + OUTPUT_TILE) // BLOCK], matrix.shape
         )
     return matrix
+
+
+def int8_rows(x: Tensor, weight: Weight) -> tuple[Tensor, Tensor]:
+    """Return the codes of rows for a product in INT8, int8 [rows, in_features], and their scales,
+    float32 [rows].
+
+    A code is x / scale, rounded to nearest, ties to even, and clamped to -128 .. 127. The scale is
+    the row's largest finite magnitude / 127, at least 2 ** -126; with STATIC the weight's. INT8 has
+    no NaN: a row with one has the scale NaN, which makes its results NaN. Infinities are clamped.
+    """
+    if weight.activations is Activations.STATIC:
+        assert weight.input_scale is not None
+        scale = torch.full((len(x),), weight.input_scale, dtype=torch.float32, device=x.device)
+    else:
+        assert weight.activations is Activations.DYNAMIC
+        scale = scale_from_amax(amax(x, -1), Format.INT8)
+    codes = (x.float() / scale[:, None]).round().clamp(-128, 127).nan_to_num(0.0).to(torch.int8)
+    return codes, scale.masked_fill(x.isnan().any(-1), torch.nan)
+
+
+def _int8_linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
+    """Compute `linear` over INT8 weights: exact sums of integer products (float64 holds them), so
+    that every set of kernels gives the same bits.
+
+    Each of these rounds to float32, in this order: the sum, its product with the row's scale, that
+    with the scale of the weight's row, and the sum with the bias. Then the result is rounded once.
+    """
+    assert weight.scale is not None
+    codes, scale = int8_rows(x, weight)
+    values = codes.double()
+    out = x.new_empty(len(x), len(weight.data))
+    for begin in range(0, len(weight.data), OUTPUT_TILE):
+        part = slice(begin, begin + OUTPUT_TILE)
+        product = F.linear(values, weight.data[part].double()).float()
+        product = product * scale[:, None] * weight.scale[part]
+        out[:, part] = product if bias is None else product + bias[part].float()
+    return out
 
 
 def _activations(x: Tensor, weight: Weight) -> tuple[Tensor, Tensor | None]:

@@ -56,18 +56,26 @@ class GatheredLinear:
 
     `linear` has this rank's rows of the matrix, over all inputs. So one rank sums an output, in the
     order of one rank alone, and inputs are quantized from whole rows.
+
+    inputs   whether inputs have to be gathered; False: every rank has all of them
     """
 
     linear: Linear | UnmergedLinear
     kernels: KernelSet
+    inputs: bool = True
 
-    consumer: ClassVar[None] = None  # the columns of other ranks come between
+    @property
+    def consumer(self) -> PackedWeight | None:
+        """Return the `consumer` of the inputs; None where columns of other ranks come between."""
+        return None if self.inputs else self.linear.consumer
 
     def __call__(self, x: Rows) -> Tensor:
-        """Return all outputs, [rows, out_features]. x: this rank's inputs, [rows, in_features /
-        ranks].
+        """Return all outputs, [rows, out_features]. x: [rows, in_features / ranks], this rank's
+        inputs, or with `inputs` False all of them.
         """
-        return self.kernels.gather(self.linear(self.kernels.gather(plain(x))))
+        if self.inputs:
+            x = self.kernels.gather(plain(x))
+        return self.kernels.gather(self.linear(x))
 
 
 Projection = Linear | UnmergedLinear | GatheredLinear

@@ -26,6 +26,8 @@ class Mamba2:
     a_log, skip, dt_bias  [heads] float32 (`KernelSet.decays`, `KernelSet.recurrence`)
     norm                  [channels of x] in the compute dtype
     group                 channels of x that are normed together
+    gathers               whether these are channels of several ranks: results and gates of all are
+                          gathered before the norm, whose weight has the channels of all
     limits                lower and upper bound of dt
     keys                  channels of B (the same as of C)
     """
@@ -39,6 +41,7 @@ class Mamba2:
     norm: Tensor
     out: Projection
     group: int
+    gathers: bool
     limits: tuple[float, float]
     keys: int
     eps: float
@@ -56,7 +59,8 @@ class Mamba2:
         """
         assert isinstance(cache, PagedState), "Mamba-2 has a state"
         kernels, states, sequences = self.kernels, cache.states, batch.sequences(cache.group)
-        values, channels = len(self.norm), len(self.conv)
+        channels = len(self.conv)
+        values = channels - 2 * self.keys
         projected = self.in_proj(x)
         z, dt = projected[:, :values], projected[:, values + channels :]
         convolved = projected[:, values : values + channels]
@@ -67,6 +71,8 @@ class Mamba2:
         result = kernels.recurrence(
             q, k, v, beta, log_decay, states, sequences, delta=False, norm=False, skip=self.skip
         )
+        if self.gathers:
+            result, z = kernels.gather(result), kernels.gather(kernels.join(((z, None),)))
         return self.out(
             kernels.gated_norm(result, z, self.norm, self.eps, self.group, False, self.out.consumer)
         )

@@ -26,12 +26,15 @@ class PerLayerEmbeddings:
     table   [vocab_size, layers * size]; its dtype may differ from the compute dtype, because rows
             are converted as they are read
     norm    norm of the `size` values of each layer
+    own     first column of this rank and the one after its last, where `table` has them alone
+            (`KernelSet.gather`)
     """
 
     table: Tensor
     multiplier: float
     projection: Projection
     norm: RMSNorm
+    own: tuple[int, int] | None = None
 
     def __call__(self, embedded: Tensor, token_ids: Tensor) -> Tensor:
         """Return the vectors, [num_tokens, layers, size] in the dtype of `embedded`.
@@ -41,7 +44,12 @@ class PerLayerEmbeddings:
         weight, kernels = self.norm.weight, self.norm.kernels
         # Layers are columns: as rows they would be more than the rows of the batch.
         normed = kernels.join(((self.projection(embedded), weight),), self.norm.eps)
+        if self.own is not None:
+            begin, end = self.own
+            normed = kernels.join(((normed[:, begin:end], None),))
         vectors = kernels.lookup(self.table, token_ids, self.multiplier, normed, _HALF)
+        if self.own is not None:
+            vectors = kernels.gather(vectors)
         return vectors.view(len(token_ids), -1, len(weight))
 
 

@@ -71,10 +71,12 @@ class Builder:
             return self.packed(Weight.concat(weights), torch.cat(biases) if biases else None)
         return UnmergedLinear(tuple(map(self.packed, weights, biases or (None,) * len(weights))))
 
-    def gathered(self, prefix: str, module: str) -> Projection:
-        """Build a projection whose inputs and outputs are on all ranks, if there are several."""
+    def gathered(self, prefix: str, module: str, inputs: bool = True) -> Projection:
+        """Build a projection whose outputs are on all ranks, if there are several, as with `inputs`
+        its inputs are.
+        """
         linear = self.linear(prefix, module)
-        return linear if self.share is None else GatheredLinear(linear, self.kernels)
+        return linear if self.share is None else GatheredLinear(linear, self.kernels, inputs)
 
     def packed(self, weight: Weight, bias: Tensor | None) -> Linear:
         """Pack one matrix for the kernels."""

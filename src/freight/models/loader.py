@@ -9,6 +9,7 @@ memory peaks near the FP8 size.
 
 from __future__ import annotations
 
+import fnmatch
 import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -16,6 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from freight.checkpoint.four_bits import StoredGroups, StoredPowers, find_four_bits
 from freight.checkpoint.headers import Shape
 from freight.checkpoint.linears import StoredLinear, find_linears
 from freight.checkpoint.mxfp4 import StoredExperts, describe, find_experts
@@ -33,6 +35,7 @@ from freight.fp8.formats import Format
 from freight.fp8.scheme import Scheme
 from freight.kernels.interface import KernelSet
 from freight.layers.embedding import Embedding, LogitsHead
+from freight.layers.linear import GatheredLinear
 from freight.layers.moe import ExpertsBeside, Latent, MoE
 from freight.layers.norm import RMSNorm
 from freight.layers.per_layer_embeddings import PerLayerEmbedding, PerLayerEmbeddings
@@ -41,14 +44,16 @@ from freight.models.architectures import skipped_parts, tensor_names
 from freight.models.building import Builder
 from freight.models.decoder import MLP, Decoder, DecoderLayer
 from freight.models.expert_weights import Read, expert_matrices
+from freight.models.mixer_shares import Pieces
 from freight.models.mixers import build_mixer
 from freight.models.shapes import kept_in_16_bits, shared_names
 from freight.models.shapes import tensor_shapes as tensor_shapes
-from freight.models.shares import Pieces, Share, share_of
-from freight.models.sources import CheckpointSource, WeightSource, in_halves
+from freight.models.shares import Share, share_of
+from freight.models.sources import CheckpointSource, Stored, WeightSource, in_halves
 from freight.operands.packed import PackedExperts
 from freight.operands.rotary import Rotary
 from freight.operands.weight import Weight
+from freight.parallel.shards import part as part_of
 
 UNQUANTIZED = Scheme()
 logger = logging.getLogger("freight")
@@ -142,8 +147,8 @@ class ModelBuilder(Builder):
         names = self.names
         post = self.norm_weight(prefix + names.per_layer_post)
         return PerLayerEmbedding(
-            gate=self.linear(prefix, names.per_layer_gate),
-            down=self.linear(prefix, names.per_layer_down),
+            gate=self.gathered(prefix, names.per_layer_gate, inputs=False),
+            down=self.gathered(prefix, names.per_layer_down, inputs=False),
             post=post if scalar is None else post * scalar.float(),
             activation=config.activation,
             kernels=self.kernels,
@@ -171,9 +176,12 @@ class ModelBuilder(Builder):
         norm = RMSNorm(
             self.norm_weight(names.per_layer_norm), c.norm_eps * c.hidden_size, self.kernels
         )
-        return PerLayerEmbeddings(
-            table, multiplier=size**0.5, projection=self.packed(weight, None), norm=norm
-        )
+        projection = self.packed(weight, None)
+        if self.share is None:
+            return PerLayerEmbeddings(table, size**0.5, projection, norm)
+        own = part_of(c.per_layer_size, self.share.rank, self.share.size)
+        gathered = GatheredLinear(projection, self.kernels, inputs=False)
+        return PerLayerEmbeddings(table, size**0.5, gathered, norm, (own.start, own.stop))
 
     def feed_forward(self, mlp: FeedForward, prefix: str) -> MLP | MoE | None:
         """Build a layer's feed-forward; None if the layer has none. If experts run in parallel with
@@ -246,8 +254,8 @@ class ModelBuilder(Builder):
         """
         if mlp.latent_size is None:
             return None
-        inner = self.linear(prefix, self.names.latent_in)
-        outer = self.linear(prefix, self.names.latent_out)
+        inner = self.gathered(prefix, self.names.latent_in, inputs=False)
+        outer = self.gathered(prefix, self.names.latent_out, inputs=False)
         add = None
         if mlp.shared is not None:  # only the sum is used, so the norm's weight does not matter
             ones = torch.ones(self.config.hidden_size, dtype=torch.float32, device=device)
@@ -337,7 +345,7 @@ def build_decoder(
         head = Weight(embedding.weight)
     else:
         head = source.head(names.head, builder.shapes[names.head])
-    if config.float32_head and head.scale is None:
+    if config.float32_head and head.scale is None and head.groups is None:
         head = Weight(head.data.float())
     logits_head = LogitsHead(
         kernels.pack(head),
@@ -363,26 +371,34 @@ def load_model(
     device: str,
     scheme: Scheme = UNQUANTIZED,
     share: Share | None = None,
+    int4: bool = False,
 ) -> Decoder:
     """Read a checkpoint for computing in `compute_format`, for positions below `max_len`.
 
     `config` is the whole model, of which a rank reads its `share` alone.
 
-    Matrices that `scheme` declares to be FP8 become `weight_format`, an E4M3 variant; the others
-    become `compute_format`. If it declares no matrix quantized and `weight_format` is FP8, every
-    Linear but the head is rounded to that, with a scale per output row and dynamic activations.
-    Before the first weight is read, raises CheckpointError for tensors that are missing, misshapen
-    or left over, for contradictions between declaration and tensors, and for invalid scales.
+    Matrices that `scheme` declares to be FP8 or INT8 become `weight_format`, an E4M3 variant or
+    INT8, those that it declares to be in 4 bits stay so, and the others become `compute_format`. If
+    it declares no matrix quantized and `weight_format` has 8 bits, every Linear but the head is
+    rounded to that, with a scale per output row and dynamic activations, or with `int4` to INT4 in
+    groups. Before the first weight is read, raises CheckpointError for tensors that are missing,
+    misshapen or left over, for contradictions between declaration and tensors, and for invalid
+    scales; ConfigError for weights in 4 bits that the kernels do not compute with.
     """
     names, shapes = tensor_names(config), tensor_shapes(config)
-    stored = find_linears(checkpoint, scheme, shapes, kept_in_16_bits(config))
+    four = find_four_bits(checkpoint, scheme, shapes)
+    require_groups(kernels, four, int4)
+    linears = find_linears(checkpoint, scheme, shapes, kept_in_16_bits(config))
+    stored: dict[str, Stored] = {**linears, **four}
     packed = find_experts(checkpoint, scheme, shapes)
     needed: dict[str, Shape] = {}  # by the names that the checkpoint uses
     for name, shape in shapes.items():
         if name in packed:
             needed |= packed[name].tensors
-        elif name in stored:
-            needed[stored[name].weight] = shape
+        elif name in four:
+            needed |= four[name].tensors
+        elif name in linears:
+            needed[linears[name].weight] = shape
         else:
             needed[name] = shape
     checkpoint.check(needed)
@@ -394,7 +410,7 @@ def load_model(
         logger.info("skipping %d tensors %s", count, reason)
     checkpoint.finish(pending=needed)
     if share is not None:
-        require_whole_blocks(share, stored)
+        require_whole_blocks(share, linears)
         stored, packed = present_share(checkpoint, share, stored, packed)
         config = replace(share.model, ropes=config.ropes)
     source = CheckpointSource(
@@ -406,10 +422,36 @@ def load_model(
         rounds=scheme.weight_format is None,  # a quantized one keeps its 16-bit matrices
         packed=packed,
         keeps_mxfp4=kernels.packs_mxfp4,
+        int4=int4,
     )
     if packed:
         logger.info("%s", describe(packed, compute_format, kernels.packs_mxfp4))
+    for pattern, reason in scheme.unused:
+        count = len(fnmatch.filter(checkpoint.skipped, pattern))
+        if count:
+            logger.info("%d tensors are not used: scales %s", count, reason)
     return build_decoder(config, source, kernels, max_len, device, share)
+
+
+def require_groups(
+    kernels: KernelSet,
+    four: Mapping[str, StoredGroups | StoredPowers],
+    int4: bool = False,
+) -> None:
+    """Raise ConfigError for matrices in 4 bits with scales of groups that `kernels` do not take."""
+    if kernels.packs_groups:
+        return
+    if int4:
+        raise ConfigError(
+            f"int4: the {kernels.name} kernels do not compute with weights in 4 bits with scales of groups; use "
+            "--device cpu, or fp8"
+        )
+    first = next((one for one in four.values() if isinstance(one, StoredGroups)), None)
+    if first is not None:
+        raise ConfigError(
+            f"{first.module} has weights in 4 bits ({first.four}), with which the {kernels.name} kernels do not "
+            "compute; use --device cpu, or the model in FP8 or 16 bits"
+        )
 
 
 def require_whole_blocks(share: Share, stored: Mapping[str, StoredLinear]) -> None:
@@ -430,11 +472,11 @@ def _rows(pieces: Pieces) -> list[slice]:
 def present_share(
     checkpoint: Checkpoint,
     share: Share,
-    stored: Mapping[str, StoredLinear],
+    stored: Mapping[str, Stored],
     packed: Mapping[str, StoredExperts],
-) -> tuple[dict[str, StoredLinear], dict[str, StoredExperts]]:
-    """Present the tensors of `share` in the place of the whole ones; return its FP8 matrices, and
-    its experts in MXFP4.
+) -> tuple[dict[str, Stored], dict[str, StoredExperts]]:
+    """Present the tensors of `share` in the place of the whole ones; return its quantized matrices,
+    and its experts in MXFP4.
 
     Raises ConfigError for a matrix that cannot be cut so.
     """
@@ -454,10 +496,11 @@ def present_share(
             checkpoint.narrow(whole, pieces, name)
         elif whole != embedding:
             cut[name] = matrix.of_rows(_rows(pieces))
-            checkpoint.narrow(matrix.weight, pieces)
+            if isinstance(matrix, StoredLinear):
+                checkpoint.narrow(matrix.weight, pieces)
         else:
             raise ConfigError(
-                f"--tensor-parallel-size {share.size}: {matrix.weight} is an embedding in {matrix.format}, which is "
-                "not divided over ranks yet; omit it"
+                f"--tensor-parallel-size {share.size}: {whole} is a quantized embedding, which is not divided over "
+                "ranks yet; omit it"
             )
     return cut, experts

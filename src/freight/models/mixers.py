@@ -184,7 +184,7 @@ def _latent(mixer: LatentConfig, builder: Builder, prefix: str, ropes: Ropes) ->
         kv_norm=builder.norm_weight(prefix + names.kv_norm),
         keys=kernels.pack_experts([Weight(head[: mixer.nope].t().contiguous()) for head in heads]),
         values=kernels.pack_experts([Weight(head[mixer.nope :].contiguous()) for head in heads]),
-        o=builder.linear(prefix, names.o),
+        o=builder.gathered(prefix, names.o),
         rotary=ropes[mixer.rope],
         num_heads=mixer.num_heads,
         nope=mixer.nope,
@@ -226,7 +226,7 @@ def _delta_net(mixer: DeltaNetConfig, builder: Builder, prefix: str, ropes: Rope
         a_log=builder.exact(prefix + names.a_log),
         dt_bias=builder.exact(prefix + names.dt_bias),
         norm=builder.tensor(prefix + names.norm),
-        out=builder.linear(prefix, names.out),
+        out=builder.gathered(prefix, names.out),
         sizes=(mixer.key_heads * mixer.k_dim, mixer.channels),
         eps=builder.config.norm_eps,
         kernels=builder.kernels,
@@ -245,7 +245,7 @@ def _kimi_delta(mixer: KimiDeltaConfig, builder: Builder, prefix: str, ropes: Ro
         a_log=builder.exact(prefix + names.a_log).flatten(),
         dt_bias=builder.exact(prefix + names.dt_bias),
         norm=builder.tensor(prefix + names.norm),
-        out=builder.linear(prefix, names.out),
+        out=builder.gathered(prefix, names.out),
         bound=mixer.bound,
         eps=builder.config.norm_eps,
         kernels=builder.kernels,
@@ -258,13 +258,15 @@ def _short_conv(mixer: ShortConvConfig, builder: Builder, prefix: str, ropes: Ro
         in_proj=builder.linear(prefix, names.in_proj),
         weight=builder.tensor(f"{prefix}{names.conv}.weight").flatten(1),
         bias=builder.tensor(f"{prefix}{names.conv}.bias") if mixer.bias else None,
-        out_proj=builder.linear(prefix, names.out_proj),
+        out_proj=builder.gathered(prefix, names.out_proj),
         kernels=builder.kernels,
     )
 
 
 def _mamba2(mixer: Mamba2Config, builder: Builder, prefix: str, ropes: Ropes) -> Mamba2:
     names = builder.names.mamba
+    norm = builder.tensor(prefix + names.norm)
+    gathers = len(norm) > mixer.heads * mixer.head_dim  # it has the channels of all ranks
     return Mamba2(
         in_proj=builder.linear(prefix, names.in_proj),
         conv=builder.tensor(f"{prefix}{names.conv}.weight").flatten(1),
@@ -272,9 +274,10 @@ def _mamba2(mixer: Mamba2Config, builder: Builder, prefix: str, ropes: Ropes) ->
         a_log=builder.exact(prefix + names.a_log),
         skip=builder.exact(prefix + names.skip),
         dt_bias=builder.exact(prefix + names.dt_bias),
-        norm=builder.tensor(prefix + names.norm),
-        out=builder.linear(prefix, names.out),
-        group=mixer.heads * mixer.head_dim // mixer.norm_groups,
+        norm=norm,
+        gathers=gathers,
+        out=builder.gathered(prefix, names.out, inputs=not gathers),
+        group=len(norm) // mixer.norm_groups,
         limits=mixer.limits,
         keys=mixer.groups * mixer.state_size,
         eps=builder.config.norm_eps,

@@ -34,7 +34,7 @@ from freight.config.skip_layers import skipped_layers
 from freight.device import DeviceFacts, Threads, choose_threads, probe
 from freight.errors import CheckpointError, ConfigError, choices
 from freight.fp8.formats import Format
-from freight.fp8.scheme import KVScales, Scheme
+from freight.fp8.scheme import INT4_GROUP, KVScales, Scheme
 from freight.kernels.interface import KernelSet
 from freight.kernels.select import select_kernels
 from freight.models.decoder import LanguageModel
@@ -45,7 +45,7 @@ from freight.models.shares import Share, share_of
 from freight.models.sizes import ForeignBytes, Layout, foreign_bytes, online
 from freight.models.weight_bytes import weight_bytes
 from freight.parallel.ranks import ALONE, Ranks
-from freight.parallel.shards import of_rank, scales_of_rank
+from freight.parallel.shards import scales_of_rank
 from freight.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("freight")
@@ -245,14 +245,17 @@ class OpenModel:
         formats = config.compute_format, config.weight_format
         model = self.model.for_context(config.max_model_len)
         self._log_dtype(config.compute_format)
-        logger.info("%s", describe_weights(*formats, self.scheme, self.model))
+        logger.info("%s", describe_weights(*formats, self.scheme, self.model, config.int4))
         if self.model.foreign is not None:
             return self._load_foreign(kernels, config)
         share, device = self.share, config.device
         if self.checkpoint is None:
-            return random_model(model, kernels, *formats, length, device, config.seed, share)
+            return random_model(
+                model, kernels, *formats, length, device, config.seed, share, config.int4
+            )
+        scheme = self.scheme
         return load_model(
-            self.checkpoint, model, kernels, *formats, length, device, self.scheme, share
+            self.checkpoint, model, kernels, *formats, length, device, scheme, share, config.int4
         )
 
     def _log_dtype(self, compute: Format) -> None:
@@ -289,8 +292,7 @@ class OpenModel:
     def cache_spec(self, config: EngineConfig) -> KVCacheSpec:
         """Return the layout of the cache for `config`, as this rank has it."""
         sizes = config.compute_format, config.state_every, config.max_model_len
-        model = of_rank(self.model, self.ranks.size)
-        return cache_spec(config.kv, model, config.block_size, *sizes)
+        return cache_spec(config.kv, self.model, config.block_size, *sizes, self.ranks.size)
 
     def stop_token_ids(self) -> frozenset[int]:
         """Return the token ids that end a completion; none for random weights."""
@@ -352,7 +354,11 @@ def open_random(args: EngineArgs, shape: str) -> OpenModel:
 
 
 def describe_weights(
-    compute_format: Format, weight_format: Format, scheme: Scheme, model: ModelConfig
+    compute_format: Format,
+    weight_format: Format,
+    scheme: Scheme,
+    model: ModelConfig,
+    int4: bool = False,
 ) -> str:
     """Return the start-up line about the weights."""
     if model.foreign is not None and weight_format.is_fp8:
@@ -361,9 +367,11 @@ def describe_weights(
         return _describe_parts(parts, compute_format, weight_format, scheme)
     if scheme.weight_format is not None:
         return f"{scheme.weights}, as stored ({scheme.method}); those left out: {compute_format}"
-    if not weight_format.is_fp8:
+    if not weight_format.is_quantized:
         return f"weights: {weight_format}"
     rounded = f"weights: {weight_format}, rounded as they load, one scale per output row"
+    if int4:
+        rounded = f"weights: int4, rounded as they load, one scale per {INT4_GROUP} inputs"
     return f"{rounded}; embedding and head: {compute_format}"
 
 

@@ -18,14 +18,16 @@ from freight.checkpoint.headers import Shape
 from freight.config.model import ModelConfig
 from freight.fp8.cast import decode, torch_dtype
 from freight.fp8.formats import Format
+from freight.fp8.scheme import int4_group
 from freight.kernels.interface import KernelSet
 from freight.models.decoder import Decoder
-from freight.models.loader import build_decoder
+from freight.models.loader import build_decoder, require_groups
 from freight.models.shapes import tensor_shapes
 from freight.models.shares import Share
 from freight.models.sources import narrower
-from freight.operands.weight import Activations, Weight
+from freight.operands.weight import Activations, Codes, Groups, Weight
 
+_MEAN_SQUARE = 21.5  # of the integers from -8 to 7
 # In each of 8 bytes, clear the top bit of the exponent and set the last bit of the mantissa. No
 # such code is a NaN or an infinity in any FP8 format.
 _CLEARED, _SET = ~0x4040404040404040, 0x0101010101010101
@@ -43,6 +45,7 @@ class RandomSource:
     device: str
     generator: torch.Generator
     norm: float = 1.0
+    int4: bool = False
 
     def tensor(self, name: str, shape: Shape) -> Tensor:
         """Draw a tensor: norm weights are `norm`, biases 0, matrices uniform."""
@@ -63,7 +66,10 @@ class RandomSource:
         return self.tensor(name, shape).float()
 
     def weight(self, name: str, shape: Shape) -> Weight:
-        if not self.weight_format.is_fp8:
+        size = int4_group(shape[1]) if self.int4 else None
+        if size is not None:
+            return self._in_groups(shape, size)
+        if self.int4 or not self.weight_format.is_quantized:
             return Weight(self.tensor(name, shape))
         rows, columns = shape
         words = torch.empty(-(-rows * columns // 8), dtype=torch.int64, device=self.device)
@@ -75,6 +81,20 @@ class RandomSource:
         mean_square = decode(every.view(torch_dtype(self.weight_format))).square().mean()
         scale = (mean_square * columns).rsqrt().expand(rows).contiguous()
         return Weight(codes, scale, Activations.DYNAMIC)
+
+    def _in_groups(self, shape: Shape, size: int) -> Weight:
+        """Draw codes of INT4, all equally likely, with one scale for all groups."""
+        rows, columns = shape
+        data = torch.empty(rows, columns // 2, dtype=torch.uint8, device=self.device)
+        data.random_(0, 256, generator=self.generator)
+        half = self.compute_format is Format.FLOAT16
+        scales = torch.full(
+            (rows, columns // size),
+            (_MEAN_SQUARE * columns) ** -0.5,
+            dtype=torch.float16 if half else torch.bfloat16,
+            device=self.device,
+        )
+        return Weight(data, groups=Groups(Codes.INT4, size, scales))
 
     def input_scale(self, name: str) -> float | None:
         return None  # activations are dynamic
@@ -122,7 +142,10 @@ class CutSource:
     def weight(self, name: str, shape: Shape) -> Weight:
         whole = self.source.weight(name, self._shapes[name])
         scale = None if whole.scale is None else self._cut(name, whole.scale)
-        return replace(whole, data=self._cut(name, whole.data), scale=scale)
+        groups = whole.groups
+        if groups is not None:
+            groups = replace(groups, scales=self._cut(name, groups.scales))
+        return replace(whole, data=self._cut(name, whole.data), scale=scale, groups=groups)
 
     def input_scale(self, name: str) -> float | None:
         return self.source.input_scale(name)
@@ -135,11 +158,14 @@ class CutSource:
             if pairs:  # all of gate come first here
                 gate = slice(own.start // 2, own.stop // 2)
                 parts = [gate, slice(half + gate.start, half + gate.stop)]
-            scale = whole.scale
+            scale, groups = whole.scale, whole.groups
+            if groups is not None:
+                groups = Groups.concat([groups.of_rows(rows) for rows in parts])
             yield replace(
                 whole,
                 data=torch.cat([whole.data[rows] for rows in parts]),
                 scale=None if scale is None else torch.cat([scale[rows] for rows in parts]),
+                groups=groups,
             )
 
     def head(self, name: str, shape: Shape) -> Weight:
@@ -159,13 +185,17 @@ def random_model(
     device: str,
     seed: int = 0,
     share: Share | None = None,
+    int4: bool = False,
 ) -> Decoder:
     """Build a model as `load_model` does, without a checkpoint. Every rank draws all of it, and
     keeps its `share`.
+
+    Raises ConfigError for `int4` with kernels that do not take it.
     """
+    require_groups(kernels, {}, int4)
     generator = torch.Generator(device).manual_seed(seed)
     source = RandomSource(
-        compute_format, weight_format, device, generator, norm=1.0 - config.norm_offset
+        compute_format, weight_format, device, generator, 1.0 - config.norm_offset, int4
     )
     if share is None:
         return build_decoder(config, source, kernels, max_len, device)

@@ -9,24 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
-from freight.checkpoint.headers import Index, Shape, narrowed
-from freight.config.layer import (
-    AttentionConfig,
-    DenseConfig,
-    FeedForward,
-    LayerConfig,
-    MoEConfig,
-)
+from freight.checkpoint.headers import Shape, narrowed
+from freight.config.layer import DenseConfig, FeedForward, LayerConfig, MoEConfig
 from freight.config.model import ModelConfig
 from freight.config.tensor_names import TensorNames
 from freight.models.architectures import tensor_names
-from freight.models.mixer_parts import mixer_parts
+from freight.models.mixer_shares import Cut, Pieces, mixer_pieces, of_modules
 from freight.models.shapes import shared_names, tensor_shapes
-from freight.parallel.shards import kv_part, of_rank, part
-
-Pieces = tuple[Index, ...]
+from freight.parallel.shards import of_rank, part
 
 
 @dataclass(frozen=True)
@@ -65,11 +56,15 @@ def share_of(model: ModelConfig, rank: int, size: int) -> Share:
         names.embedding: ((slice(None), part(width, rank, size)),),
         names.head: _vocabulary(model.vocab_size, rank, size),
     }
+    if model.per_layer_vocab_size is not None:
+        of_layers = part(model.per_layer_size, rank, size)
+        pieces[names.per_layer_table] = ((slice(None), of_layers),)
+        pieces[f"{names.per_layer_projection}.weight"] = ((of_layers,),)
     for index, layer in enumerate(model.layers):
         prefix = names.layer.format(index)
-        for name, ranges in _layer_rows(layer, model.hidden_size, names, rank, size):
+        for name, cut in _layer_pieces(layer, model.hidden_size, names, rank, size):
             if prefix + name in shapes:
-                pieces[prefix + name] = tuple((rows,) for rows in ranges)
+                pieces[prefix + name] = cut
         if names.interleaved:
             for name, outputs in _interleaved(layer.feed_forward, names):
                 own = part(shapes[prefix + name][-1], rank, size)
@@ -92,31 +87,24 @@ def _vocabulary(size_of_all: int, rank: int, size: int) -> Pieces:
     return tuple((one,) for one in rows)
 
 
-def _layer_rows(
+def _layer_pieces(
     layer: LayerConfig, hidden: int, names: TensorNames, rank: int, size: int
-) -> Iterator[tuple[str, Sequence[slice]]]:
-    """Yield the tensors of a layer that are cut, relative to it, with the rows of `rank`; also
+) -> Iterator[Cut]:
+    """Yield the tensors of a layer that are cut, relative to it, with the pieces of `rank`; also
     biases that it may not have.
     """
-    of_hidden = [part(hidden, rank, size)]
-    if isinstance(layer.mixer, AttentionConfig):
-        mixer, parts = layer.mixer, mixer_parts(layer.mixer, hidden, names)
-        qkv = parts.projections["qkv"]
-        sizes = qkv.sizes
-        rows = [part(sizes[0], rank, size)]
-        for of_kv in sizes[1:]:
-            heads, each = kv_part(mixer.num_kv_heads, rank, size), of_kv // mixer.num_kv_heads
-            rows.append(slice(heads.start * each, heads.stop * each))
-        yield from _of_modules(qkv.modules, sizes, rows)
-        yield from _of_modules(parts.projections["o"].modules, (hidden,), of_hidden)
-        for module, (outputs, _) in parts.kept.items():
-            yield from _of_modules((module,), (outputs,), [part(outputs, rank, size)])
-        for name in parts.exact:  # sinks
-            yield name, [part(mixer.num_heads, rank, size)]
-    for mlp, gate_up, down in _feed_forwards(layer.feed_forward, names):
+    yield from mixer_pieces(layer.mixer, hidden, names, rank, size)
+    outputs = [(hidden, names.per_layer_down), (hidden, names.latent_out)]
+    if layer.per_layer is not None:
+        outputs.append((layer.per_layer.size, names.per_layer_gate))
+    if isinstance(layer.feed_forward, MoEConfig):
+        outputs.append((layer.feed_forward.expert_channels(hidden), names.latent_in))
+    for mlp, gate_up, down, channels in _feed_forwards(layer.feed_forward, hidden, names):
         ups = [part(each, rank, size) for each in mlp.up_sizes]
-        yield from _of_modules(gate_up, mlp.up_sizes, ups)
-        yield from _of_modules((down,), (hidden,), of_hidden)
+        yield from of_modules(gate_up, mlp.up_sizes, ups)
+        outputs.append((channels, down))
+    for count, module in outputs:
+        yield from of_modules((module,), (count,), [part(count, rank, size)])
 
 
 def _interleaved(mlp: FeedForward, names: TensorNames) -> Iterator[tuple[str, int]]:
@@ -131,11 +119,13 @@ def _interleaved(mlp: FeedForward, names: TensorNames) -> Iterator[tuple[str, in
 
 
 def _feed_forwards(
-    mlp: FeedForward, names: TensorNames
-) -> Iterator[tuple[DenseConfig, Sequence[str], str]]:
-    """Yield every feed-forward of a layer with the names of its modules: experts, and shared ones."""
+    mlp: FeedForward, hidden: int, names: TensorNames
+) -> Iterator[tuple[DenseConfig, Sequence[str], str, int]]:
+    """Yield every feed-forward of a layer with the names of its modules, and its outputs: experts,
+    and shared ones.
+    """
     if isinstance(mlp, DenseConfig):
-        yield mlp, names.gate_up, names.down
+        yield mlp, names.gate_up, names.down, hidden
     elif mlp is not None:
         for index in range(0 if names.interleaved else mlp.num_experts):
             prefix = names.expert.format(index)
@@ -143,26 +133,7 @@ def _feed_forwards(
                 mlp.expert,
                 [prefix + name for name in names.expert_gate_up],
                 prefix + names.expert_down,
+                mlp.expert_channels(hidden),
             )
         if mlp.shared is not None:
-            yield mlp.shared, *shared_names(names)
-
-
-def _of_modules(
-    modules: Sequence[str], sizes: Sequence[int], rows: Sequence[slice]
-) -> Iterator[tuple[str, Sequence[slice]]]:
-    """Yield weight and bias of `modules` with `rows` of each projection, which has `sizes` rows; one
-    module may have the rows of all.
-    """
-    if len(modules) == 1:
-        starts = accumulate(sizes, initial=0)
-        moved = [
-            slice(start + one.start, start + one.stop)
-            for start, one in zip(starts, rows, strict=False)
-        ]
-        each: list[Sequence[slice]] = [moved]
-    else:
-        each = [[one] for one in rows]
-    for module, ranges in zip(modules, each, strict=True):
-        yield f"{module}.weight", ranges
-        yield f"{module}.bias", ranges
+            yield mlp.shared, *shared_names(names), hidden

@@ -7,11 +7,12 @@ matrices as the kernels hold them, scales, norms and biases in the format that t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from math import prod
 
+from freight.checkpoint.headers import Shape
 from freight.config.layer import (
     DenseConfig,
     FeedForward,
@@ -24,10 +25,20 @@ from freight.config.model import ForeignModel, ModelConfig
 from freight.config.rope import QUERY_SCALING
 from freight.config.tensor_names import TensorNames
 from freight.fp8.formats import Format
-from freight.fp8.scheme import Activations, LinearScheme, WeightScales
+from freight.fp8.scheme import (
+    INT4_GROUP,
+    Activations,
+    FourBits,
+    LinearScheme,
+    Packing,
+    WeightScales,
+    held_group,
+    int4_group,
+)
 from freight.models.architectures import tensor_names
 from freight.models.mixer_parts import mixer_parts
-from freight.models.shapes import shared_names
+from freight.models.shapes import shared_names, tensor_shapes
+from freight.models.shares import share_of
 
 # How the matrix of a module is quantized; None: it is not
 LinearOf = Callable[[str], LinearScheme | None]
@@ -40,12 +51,19 @@ _SCALE = 4  # bytes of a scale
 _MXFP4_UNIT = 272
 
 
+def int4_online(module: str) -> LinearScheme:
+    """Return the scheme of `--quantization int4` for every matrix of the layers: groups of 128, or
+    of fewer where these do not divide the inputs.
+    """
+    return LinearScheme.in_four_bits(Packing.INT4, INT4_GROUP)
+
+
 class Layout(StrEnum):
     """The layout in which kernels hold a matrix."""
 
     PLAIN = "plain"  # [outputs, inputs] as it is: GPUs, and the reference kernels
     PACKED = "packed"  # csrc/packed.h: outputs padded to bands of 32, inputs to a unit
-    TILES = "tiles"  # the same, with inputs of bfloat16 and E4M3 padded to the tiles of AMX
+    TILES = "tiles"  # the same, with inputs of bfloat16, E4M3 and INT8 padded to the tiles of AMX
 
 
 @dataclass(frozen=True)
@@ -87,14 +105,35 @@ def matrix_bytes(
         own = 0 if scales is None else blocks or _SCALE * rows
         return rows * columns * format.bytes + own
     unit = 4 // format.bytes  # inputs of 16 rows in 64 bytes
-    padded = 32 if layout is Layout.TILES and format in (Format.BFLOAT16, Format.E4M3FN) else unit
-    band = 32 * _up(columns, max(unit, padded)) * format.bytes
+    if layout is Layout.TILES:
+        unit = {Format.BFLOAT16: 32, Format.E4M3FN: 32, Format.INT8: 64}.get(format, unit)
+    band = 32 * _up(columns, unit) * format.bytes
+    if format is Format.INT8:
+        band += 32 * _SCALE  # where sums begin, int32 for each row
     return -(-rows // 32) * band + _SCALE * _up(rows, 16) + blocks
 
 
 def mxfp4_bytes(rows: int, columns: int) -> int:
     """Return the bytes of a matrix in MXFP4 as the CPU kernels hold it, in either packed layout."""
     return -(-rows // 32) * 2 * _MXFP4_UNIT * -(-columns // 32) + _SCALE * _up(rows, 16)
+
+
+def group_bytes(rows: int, columns: int, four: FourBits, layout: Layout) -> int:
+    """Return the bytes of a matrix in 4 bits with scales of groups. A file that may have an order
+    of its own for the inputs is counted with one.
+    """
+    size = held_group(four, columns)
+    assert size is not None
+    nvfp4 = four.packing.codes == "NVFP4"  # scales in E4M3, and one per row
+    of_group = (1 if nvfp4 else 2) + four.zeros  # scale and zero point
+    if layout is Layout.PLAIN:
+        own = _SCALE * rows * nvfp4 + 8 * columns * four.ordered
+        return rows * columns // 2 + rows * columns // size * of_group + own
+    # csrc/packed.h: for bands of 32 rows, groups as they are stored; of NVFP4 two together
+    together = 2 * size if nvfp4 else size
+    unit = 32 * (together // 2 + together // size * of_group)
+    own = _SCALE * _up(rows, 16) + 4 * columns * four.ordered
+    return -(-rows // 32) * -(-columns // together) * unit + own
 
 
 def loaded_bytes(
@@ -104,11 +143,15 @@ def loaded_bytes(
     linear_of: LinearOf,
     layout: Layout,
     max_len: int,
+    ranks: int = 1,
 ) -> LoadedBytes:
     """Count the bytes of a model that computes in `compute`, for positions below `max_len`.
 
+    Of several `ranks` they are those of each one: of its share of the matrices (`models/shares.py`),
+    and of what all ranks have.
+
     Matrices of the layers for whose module `linear_of` has a scheme are in `weights`, an E4M3
-    variant. Experts in MXFP4 stay so where kernels pack; their tensors may show that some cannot
+    variant or INT8. Experts in MXFP4 stay so where kernels pack; their tensors may show that some cannot
     (`fp8.mxfp4.normal`). Embedding and head are counted in `compute`: only a checkpoint's tensors
     show whether its head is in FP8. Projections with different static input scales are not merged
     at load; here they are, which matters for padding only.
@@ -116,7 +159,11 @@ def loaded_bytes(
     if model.foreign is not None:
         parts = foreign_bytes(model.foreign, compute, weights, linear_of, layout)
         return LoadedBytes(parts.fp8 + parts.stacked + parts.other, parts.embeddings, 0)
-    count = _Count(model, compute, weights, linear_of, layout, tensor_names(model))
+    shapes: Mapping[str, Shape] = tensor_shapes(model)
+    if ranks > 1:
+        share = share_of(model, 0, ranks)
+        model, shapes = share.model, share.shapes
+    count = _Count(model, compute, weights, linear_of, layout, tensor_names(model), shapes)
     layers = sum(count.layer(index, layer) for index, layer in enumerate(model.layers))
     # layers hold the tables: a config may describe a rope that none of them has
     named = {mixer.rope for mixer in model.paged.values()}
@@ -174,6 +221,7 @@ class _Count:
     linear_of: LinearOf
     layout: Layout
     names: TensorNames
+    shapes: Mapping[str, Shape]  # of every tensor, as a rank has it
 
     def layer(self, index: int, layer: LayerConfig) -> int:
         hidden, prefix = self.model.hidden_size, self.names.layer.format(index)
@@ -191,90 +239,116 @@ class _Count:
     def mixer(self, prefix: str, mixer: Mixer) -> int:
         parts = mixer_parts(mixer, self.model.hidden_size, self.names)
         size = sum(
-            self.projections(prefix, one.modules, one.sizes, one.columns, one.bias)
-            for one in parts.projections.values()
+            self.projections(prefix, one.modules, one.bias) for one in parts.projections.values()
         )
         size += sum(count * self.matrix(rows, columns) for count, rows, columns in parts.by_head)
-        size += sum(self.matrix(*parts.kept[name]) for name in parts.alone)
+        size += sum(self.matrix(*self.shape(prefix + name)) for name in parts.alone)
         merged = [
-            shape for name, shape in parts.kept.items() if name not in (*parts.alone, parts.cut)
+            self.shape(prefix + name)
+            for name in parts.kept
+            if name not in (*parts.alone, parts.cut)
         ]
         if merged:  # one matrix, so one padding
             (columns,) = {columns for _, columns in merged}
             size += self.matrix(sum(rows for rows, _ in merged), columns)
-        size += sum(map(self.norm_weight, parts.norms.values()))
-        size += self.compute.bytes * (sum(map(prod, parts.plain.values())) + parts.factors)
-        return size + 4 * (sum(map(prod, parts.exact.values())) + parts.made)
+        size += sum(self.norm_weight(self.values(prefix, name)) for name in parts.norms)
+        plain = sum(self.values(prefix, name) for name in parts.plain)
+        size += self.compute.bytes * (plain + parts.factors)
+        return size + 4 * (sum(self.values(prefix, name) for name in parts.exact) + parts.made)
 
     def per_layer(self, prefix: str, layer: LayerConfig) -> int:
         """Count the projections of the layer's own embedding, and the norm after them."""
         if layer.per_layer is None:
             return 0
-        names, hidden, size = self.names, self.model.hidden_size, layer.per_layer.size
-        gate = self.projections(prefix, (names.per_layer_gate,), (size,), hidden, bias=False)
-        down = self.projections(prefix, (names.per_layer_down,), (hidden,), size, bias=False)
-        return gate + down + self.norm_weight(hidden)
+        names = self.names
+        gate = self.projections(prefix, (names.per_layer_gate,), bias=False)
+        down = self.projections(prefix, (names.per_layer_down,), bias=False)
+        return gate + down + self.norm_weight(self.model.hidden_size)
 
     def feed_forward(self, prefix: str, mlp: FeedForward) -> int:
         names, hidden = self.names, self.model.hidden_size
         if mlp is None:
             return 0
         if isinstance(mlp, DenseConfig):
-            return self.dense(prefix, mlp, hidden, names.gate_up, names.down)
+            return self.dense(prefix, mlp, names.gate_up, names.down)
         router = matrix_bytes(
             mlp.num_experts, hidden, Format.FLOAT32, scales=None, layout=self.layout
         )
         size = router + mlp.num_experts * 4 * (mlp.router_bias + mlp.choice_bias + mlp.beside)
         size += 4 * hidden + 3 * self.norm_weight(hidden) if mlp.beside else 0
-        channels, parts = mlp.expert_channels(hidden), (names.expert_gate_up, names.expert_down)
         size += sum(
-            self.dense(prefix + names.expert.format(index), mlp.expert, channels, *parts)
+            self.dense(
+                prefix + names.expert.format(index),
+                mlp.expert,
+                names.expert_gate_up,
+                names.expert_down,
+            )
             for index in range(mlp.num_experts)
         )
         if mlp.latent_size is not None:
-            size += self.projections(prefix, (names.latent_in,), (channels,), hidden, bias=False)
-            size += self.projections(prefix, (names.latent_out,), (hidden,), channels, bias=False)
+            size += self.projections(prefix, (names.latent_in,), bias=False)
+            size += self.projections(prefix, (names.latent_out,), bias=False)
             if mlp.shared is not None:
                 # A norm adds experts and shared expert, and has a weight
                 size += 4 * hidden
         if mlp.shared is not None:
-            size += self.dense(prefix, mlp.shared, hidden, *shared_names(names))
+            size += self.dense(prefix, mlp.shared, *shared_names(names))
             size += self.matrix(1, hidden) if mlp.shared_gate else 0
         return size
 
-    def dense(
-        self, prefix: str, mlp: DenseConfig, channels: int, gate_up: tuple[str, ...], down: str
-    ) -> int:
-        """Count a feed-forward; channels: its inputs and outputs."""
-        size = self.projections(prefix, gate_up, mlp.up_sizes, channels, mlp.bias)
-        return size + self.projections(
-            prefix, (down,), (channels,), mlp.intermediate_size, mlp.bias
+    def dense(self, prefix: str, mlp: DenseConfig, gate_up: tuple[str, ...], down: str) -> int:
+        """Count a feed-forward."""
+        return self.projections(prefix, gate_up, mlp.bias) + self.projections(
+            prefix, (down,), mlp.bias
         )
 
-    def projections(
-        self, prefix: str, parts: Sequence[str], sizes: Sequence[int], columns: int, bias: bool
-    ) -> int:
+    def shape(self, module: str) -> tuple[int, int]:
+        """Return the outputs and inputs of a module; of one expert where a tensor has all of them."""
+        weight = self.shapes.get(f"{module}.weight") or self.shapes[module][:0:-1]
+        rows, columns = weight
+        return rows, columns
+
+    def values(self, prefix: str, name: str) -> int:
+        """Return how many values a tensor has."""
+        return prod(self.shapes[prefix + name])
+
+    def projections(self, prefix: str, parts: Sequence[str], bias: bool) -> int:
         """Count projections of one input, merged where `Weight.mergeable`. One module for several
         projections has the rows of all.
         """
-        rows = list(sizes) if len(parts) > 1 else [sum(sizes)]
+        shapes = [self.shape(prefix + part) for part in parts]
+        rows, columns = [outputs for outputs, _ in shapes], shapes[0][1]
         schemes = [self.linear_of(prefix + part) for part in parts]
         kinds: list[tuple[object, ...] | None] = []
-        scales: list[WeightScales | None] = []
+        blocks = False
         for one, count in zip(schemes, rows, strict=True):
             held = None if one is None else _held(one, (count, columns))
-            scales.append(held)
-            kinds.append(None if one is None else (held, one.activations, one.input_limit))
-        spanning = WeightScales.BLOCK in scales and any(count % _BLOCK for count in rows[:-1])
+            blocks |= held is WeightScales.BLOCK
+            kinds.append(
+                None if one is None else (held, one.activations, one.input_limit, one.four)
+            )
+        spanning = blocks and any(count % _BLOCK for count in rows[:-1])
         if len(set(kinds)) == 1 and not spanning:
-            rows, scales = [sum(rows)], scales[:1]
-        packs = self.layout is not Layout.PLAIN
+            rows, schemes = [sum(rows)], schemes[:1]
         size = sum(rows) * self.compute.bytes if bias else 0
-        if packs and all(one is not None and one.bits == 4 for one in schemes):
-            return size + sum(mxfp4_bytes(count, columns) for count in rows)
-        for count, one_scales in zip(rows, scales, strict=True):
-            size += self.matrix(count, columns, one_scales)
+        for count, scheme in zip(rows, schemes, strict=True):
+            size += self.quantized(count, columns, scheme)
         return size
+
+    def quantized(self, rows: int, columns: int, scheme: LinearScheme | None) -> int:
+        """Count a matrix of the layers and its scales."""
+        if scheme is None:
+            return self.matrix(rows, columns)
+        if scheme.four is not None and scheme.four.packing is not Packing.MXFP4:
+            four = scheme.four
+            if four.group is not None and columns % four.group:  # of `--quantization int4`
+                four = replace(four, group=int4_group(columns) or 1)
+            if held_group(four, columns) is None:
+                return self.matrix(rows, columns)
+            return group_bytes(rows, columns, four, self.layout)
+        if scheme.bits == 4 and self.layout is not Layout.PLAIN:
+            return mxfp4_bytes(rows, columns)
+        return self.matrix(rows, columns, _held(scheme, (rows, columns)))
 
     def matrix(self, rows: int, columns: int, scales: WeightScales | None = None) -> int:
         return matrix_bytes(
@@ -295,19 +369,20 @@ class _Count:
         """
         c = self.model
         width = c.embedding_size or c.hidden_size
-        size = c.vocab_size * width * self.compute.bytes + 4 * width * c.embedding_norm
+        size = self.values("", self.names.embedding) * self.compute.bytes
+        size += 4 * width * c.embedding_norm
         wider = c.float32_head and self.compute is not Format.FLOAT32
         if not c.tie_word_embeddings or self.layout is not Layout.PLAIN or wider:
             head = Format.FLOAT32 if wider else self.compute
-            size += matrix_bytes(c.vocab_size, width, head, scales=None, layout=self.layout)
+            rows = self.shapes.get(self.names.head, self.shapes[self.names.embedding])[0]
+            size += matrix_bytes(rows, width, head, scales=None, layout=self.layout)
         if c.embedding_size is not None:
             size += self.matrix(c.hidden_size, width) + self.matrix(width, c.hidden_size)
         if c.per_layer_vocab_size is not None:
             table = min(self.compute, c.checkpoint_format, key=lambda format: format.bytes)
-            size += c.per_layer_vocab_size * c.per_layer_size * table.bytes + self.norm_weight(
-                c.per_layer_size // c.num_layers
-            )
-            size += self.matrix(c.per_layer_size, c.hidden_size)
+            size += self.values("", self.names.per_layer_table) * table.bytes
+            size += self.norm_weight(c.per_layer_size // c.num_layers)
+            size += self.matrix(*self.shape(self.names.per_layer_projection))
         if c.position_offset is not None:
             size += c.max_position_embeddings * c.hidden_size * self.compute.bytes
         return size

@@ -1,7 +1,7 @@
 """Sources of a model's tensors: the loader's interface, and a checkpoint behind it.
 
-A 16-bit weight that becomes FP8 is released before the next one is read, so memory peaks near the
-FP8 size.
+A 16-bit weight that becomes FP8 or INT8 is released before the next one is read, so memory peaks
+near the size in 8 bits.
 """
 
 from __future__ import annotations
@@ -13,14 +13,20 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from freight.checkpoint.four_bits import StoredGroups, StoredPowers
 from freight.checkpoint.headers import Shape
 from freight.checkpoint.linears import StoredLinear
 from freight.checkpoint.mxfp4 import StoredExperts
 from freight.checkpoint.reader import Checkpoint
 from freight.fp8.cast import torch_dtype
 from freight.fp8.formats import Format
-from freight.fp8.weights import fit_rows
-from freight.operands.weight import Activations, Weight
+from freight.fp8.four_bits import round_int4
+from freight.fp8.scheme import int4_group
+from freight.fp8.weights import fit_rows, quantize_rows
+from freight.operands.weight import Activations, Codes, Groups, Weight
+
+# A matrix that its checkpoint has quantized
+Stored = StoredLinear | StoredGroups | StoredPowers
 
 
 class WeightSource(Protocol):
@@ -80,28 +86,42 @@ def in_halves(x: Tensor, dim: int) -> Tensor:
     return x.index_select(dim, torch.cat((even, even + 1)))
 
 
+def round_to_int4(stored: Tensor, dtype: torch.dtype) -> Weight:
+    """Round a matrix to INT4 in groups of 128 inputs, or of fewer where these do not divide them;
+    one that no groups divide becomes `dtype`.
+    """
+    size = int4_group(stored.shape[1])
+    if size is None:
+        return Weight(stored.to(dtype).contiguous())
+    scales_in = torch.float16 if dtype is torch.float16 else torch.bfloat16
+    data, scales = round_int4(stored, size, scales_in)
+    return Weight(data, groups=Groups(Codes.INT4, size, scales))
+
+
 @dataclass(frozen=True)
 class CheckpointSource:
     """A source that takes tensors from a checkpoint.
 
-    Matrices in `stored` are in FP8 already and become `weight_format`; the others are quantized to
-    it if it is FP8, or keep 16 or 32 bits if `rounds` is False. Experts in `packed` are in MXFP4,
-    and stay so with `keeps_mxfp4` where they can.
+    Matrices in `stored` are quantized already: those in FP8 or INT8 become `weight_format`, those
+    in 4 bits stay so. The others are quantized to it if it has 8 bits, or keep 16 or 32 bits if
+    `rounds` is False. Experts in `packed` are in MXFP4; what is in MXFP4 stays so with
+    `keeps_mxfp4` where it can. With `int4` the matrices that would be rounded become INT4
+    (`round_to_int4`).
     """
 
     checkpoint: Checkpoint
     compute_format: Format
     weight_format: Format
     device: str
-    stored: Mapping[str, StoredLinear] = field(default_factory=dict)
+    stored: Mapping[str, Stored] = field(default_factory=dict)
     rounds: bool = True
     packed: Mapping[str, StoredExperts] = field(default_factory=dict)
     keeps_mxfp4: bool = False
+    int4: bool = False
 
     def tensor(self, name: str, shape: Shape) -> Tensor:
         if name in self.stored:
-            weight = self.stored[name].read(self.checkpoint, self.weight_format, self.device)
-            return weight.dequantized().to(torch_dtype(self.compute_format))
+            return self._stored(name).dequantized().to(torch_dtype(self.compute_format))
         stored = self.checkpoint.take(name, shape)
         return stored.to(device=self.device, dtype=torch_dtype(self.compute_format)).contiguous()
 
@@ -119,18 +139,32 @@ class CheckpointSource:
 
     def weight(self, name: str, shape: Shape) -> Weight:
         if name in self.stored:
-            return self.stored[name].read(self.checkpoint, self.weight_format, self.device)
-        if not (self.rounds and self.weight_format.is_fp8):
+            return self._stored(name)
+        if not (self.rounds and self.weight_format.is_quantized):
             return Weight(self.tensor(name, shape))
         return self._rounded(self.checkpoint.take(name, shape).to(self.device))
 
     def input_scale(self, name: str) -> float | None:
-        if name in self.stored:
-            return self.stored[name].input_scale_in(self.weight_format)
-        return None
+        stored = self.stored.get(name)
+        return (
+            stored.input_scale_in(self.weight_format) if isinstance(stored, StoredLinear) else None
+        )
+
+    def _stored(self, name: str) -> Weight:
+        stored = self.stored[name]
+        if isinstance(stored, StoredGroups):
+            return stored.read(self.checkpoint, self.device)
+        if isinstance(stored, StoredPowers):
+            formats = self.compute_format, self.weight_format
+            return stored.read(self.checkpoint, *formats, self.device, self.keeps_mxfp4)
+        return stored.read(self.checkpoint, self.weight_format, self.device)
 
     def _rounded(self, stored: Tensor) -> Weight:
-        data, scale = fit_rows(stored, self.weight_format)
+        if self.int4:
+            return round_to_int4(stored, torch_dtype(self.compute_format))
+        # Even steps: a larger scale than that of the amax has more error everywhere
+        quantize = quantize_rows if self.weight_format is Format.INT8 else fit_rows
+        data, scale = quantize(stored, self.weight_format)
         return Weight(data, scale, Activations.DYNAMIC)
 
     def experts(self, name: str, shape: Shape, pairs: bool) -> Iterator[Weight]:
@@ -145,12 +179,12 @@ class CheckpointSource:
         for stored in self.checkpoint.take(name, shape):
             matrix = stored.to(self.device).t()
             matrix = in_halves(matrix, 0) if pairs else matrix
-            if self.rounds and self.weight_format.is_fp8:
+            if self.rounds and self.weight_format.is_quantized:
                 yield self._rounded(matrix.contiguous())
             else:
                 yield Weight(matrix.to(torch_dtype(self.compute_format)).contiguous())
 
     def head(self, name: str, shape: Shape) -> Weight:
         if name in self.stored:
-            return self.stored[name].read(self.checkpoint, self.weight_format, self.device)
+            return self._stored(name)
         return Weight(self.tensor(name, shape))

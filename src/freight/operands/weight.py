@@ -64,11 +64,9 @@ class Groups:
             values = codes.float() - self.zeros[..., None].float()
         return (values * self.scales.float()[..., None]).flatten(1)
 
-    def of_rows(self, rows: Tensor | slice) -> Groups:
+    def of_rows(self, rows: Tensor | slice[int, int, None]) -> Groups:
         """Return the groups of these output rows."""
-        # torch cannot index FP8, so its bytes are indexed
-        bits = self.scales.view(torch.uint8) if self.scales.itemsize == 1 else self.scales
-        scales = bits[rows].view(self.scales.dtype)
+        scales = _bytes(self.scales)[rows].view(self.scales.dtype)
         zeros = None if self.zeros is None else self.zeros[rows]
         return replace(self, scales=scales, zeros=zeros)
 
@@ -78,7 +76,7 @@ class Groups:
         zeros = [part.zeros for part in parts if part.zeros is not None]
         return replace(
             parts[0],
-            scales=torch.cat([part.scales for part in parts]),
+            scales=torch.cat([_bytes(part.scales) for part in parts]).view(parts[0].scales.dtype),
             zeros=torch.cat(zeros) if zeros else None,
         )
 
@@ -88,11 +86,12 @@ class Weight(PackedWeight):
     """The matrix of a Linear. Also its own packed form, in sets of kernels that compute with it
     unchanged.
 
-    data           [out_features, in_features], contiguous, FP8 or 16/32-bit; or MXFP4,
+    data           [out_features, in_features], contiguous, FP8, int8 or 16/32-bit; or MXFP4,
                    float4_e2m1fn_x2 [out_features, in_features / 2], for sets of kernels that take
                    it (`KernelSet.packs_mxfp4`); or uint8 [out_features, in_features / 2] with
                    `groups`, the earlier input in the low half of a byte
-    scale          None for 16/32 bits; float32 [out_features], one per output row; float32
+    scale          None for 16/32 bits; float32 [out_features], one per output row (the only one
+                   of int8, whose codes are -128 to 127, none of them NaN); float32
                    [ceil(out_features / 128), ceil(in_features / 128)], one per 128 x 128 block; or
                    for MXFP4 float8_e8m0fnu [out_features, in_features / 32], bytes 3 to 252 except
                    in groups of zeros; with `groups`, None or float32 [out_features]
@@ -100,7 +99,8 @@ class Weight(PackedWeight):
                    float32 rounded once to the dtype of the rows, and `scale` multiplies the sum
     order          int64 [in_features], only with `groups`: the input that each column takes, where
                    groups are not of consecutive inputs; None: column i takes input i
-    activations    quantization of the input; PLAIN unless data is FP8
+    activations    quantization of the input: to E4M3 for FP8, to INT8 for int8, which is never
+                   PLAIN; PLAIN for all else
     input_scale    static activation scale, > 0; only with STATIC
     input_limit    only with DYNAMIC: magnitude to which the Linear layer clips its input; kernels
                    do not see it
@@ -118,6 +118,11 @@ class Weight(PackedWeight):
     def is_mxfp4(self) -> bool:
         """True if `data` holds MXFP4 codes."""
         return self.data.dtype is mxfp4.CODES
+
+    @property
+    def is_int8(self) -> bool:
+        """True if `data` holds int8, so that products are sums of integers."""
+        return self.data.dtype is torch.int8
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -145,6 +150,8 @@ class Weight(PackedWeight):
             return self._of_groups(self.groups)
         if self.scale is None:
             return self.data.float()
+        if self.is_int8:
+            return self.data.float() * self.scale[:, None]
         if self.scale.ndim == 1:
             return decode(self.data, self.scale[:, None])
         return decode(self.data, expand_blocks(self.scale, self.data.shape))
@@ -167,10 +174,9 @@ class Weight(PackedWeight):
         several blocks of scales.
         """
         rows = rows.to(self.data.device)
-        # torch cannot index FP8, so its bytes are indexed
-        data = self.data.view(torch.uint8) if self.data.itemsize == 1 else self.data
-        scale = self.scale
-        if scale is not None and scale.ndim == 2:
+        data, scale = _bytes(self.data), self.scale
+        if self._in_blocks:
+            assert scale is not None
             blocks = rows // BLOCK
             taken = blocks[::BLOCK]  # the block of the first of each 128 rows
             if not torch.equal(blocks, taken.repeat_interleave(BLOCK)[: len(rows)]):
@@ -180,24 +186,31 @@ class Weight(PackedWeight):
                 )
             scale = scale[taken]
         elif scale is not None:
-            scale = scale[rows]
+            scale = _bytes(scale)[rows].view(scale.dtype)
         groups = None if self.groups is None else self.groups.of_rows(rows)
         return replace(self, data=data[rows].view(self.data.dtype), scale=scale, groups=groups)
 
     @staticmethod
     def mergeable(parts: Sequence[Weight]) -> bool:
-        """Return whether `concat` is exact: schemes and input scales agree, and no block of 128
-        rows spans two parts. Parts that take their inputs in an order of their own stay apart.
+        """Return whether `concat` is exact: schemes and input scales agree, no block of 128 rows
+        spans two parts, and all take their inputs in the same order.
         """
-        blocks = any(part.scale is not None and part.scale.ndim == 2 for part in parts)
+        blocks = any(part._in_blocks for part in parts)
         if blocks and any(len(part.data) % BLOCK for part in parts[:-1]):
             return False
-        return Weight.alike(parts) and all(part.order is None for part in parts)
+        orders = [part.order for part in parts if part.order is not None]
+        same = all(torch.equal(order, orders[0]) for order in orders)
+        return Weight.alike(parts) and same and len(orders) in (0, len(parts))
 
     @staticmethod
     def alike(weights: Sequence[Weight]) -> bool:
         """Return whether format, kind of scales and input quantization are the same in all weights."""
         return len({weight._kind for weight in weights}) == 1
+
+    @property
+    def _in_blocks(self) -> bool:
+        """True if a scale is of 128 x 128 values."""
+        return self.scale is not None and self.scale.ndim == 2 and not self.is_mxfp4
 
     @property
     def _kind(self) -> tuple[object, ...]:
@@ -218,10 +231,17 @@ class Weight(PackedWeight):
         groups = [part.groups for part in parts if part.groups is not None]
         return replace(
             first,
-            data=torch.cat([p.data for p in parts]),
-            scale=torch.cat(scales) if scales else None,
+            data=torch.cat([_bytes(p.data) for p in parts]).view(first.data.dtype),
+            scale=torch.cat([_bytes(one) for one in scales]).view(scales[0].dtype)
+            if scales
+            else None,
             groups=Groups.concat(groups) if groups else None,
         )
+
+
+def _bytes(x: Tensor) -> Tensor:
+    """Return x, as bytes where an element has no more: torch cannot index FP8, nor join MXFP4."""
+    return x.view(torch.uint8) if x.itemsize == 1 else x
 
 
 class Weights(Protocol):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import socket
 import struct
+import threading
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from enum import IntEnum
@@ -19,6 +20,9 @@ from freight.config.engine import EngineArgs
 from freight.errors import RankError
 
 _HEAD = struct.Struct("<BI")
+# Bytes that the system takes at once or not at all: a buffer of a stream between processes of one
+# machine has 32 KiB
+_AT_ONCE = 16 << 10
 
 
 class Kind(IntEnum):
@@ -40,8 +44,40 @@ class Kind(IntEnum):
 
 
 def send(connection: socket.socket, kind: Kind, data: bytes = b"") -> None:
-    """Send a message. Raises OSError once the other end is gone."""
-    connection.sendall(_HEAD.pack(kind, len(data)) + data)
+    """Send a message, whole also where an interrupt (Ctrl-C) comes meanwhile: half of one would make
+    the next unreadable. Raises OSError once the other end is gone.
+    """
+    message = _HEAD.pack(kind, len(data)) + data
+    if len(message) <= _AT_ONCE:
+        connection.sendall(message)
+    else:
+        _send_aside(connection, message)
+
+
+def _send_aside(connection: socket.socket, message: bytes) -> None:
+    """Send by another thread, as handlers of signals run in the first thread alone."""
+    failed: list[OSError] = []
+    done = threading.Event()  # `Thread.join` takes an interrupted thread for one that has ended
+
+    def send_all() -> None:
+        try:
+            connection.sendall(message)
+        except OSError as error:
+            failed.append(error)
+        finally:
+            done.set()
+
+    threading.Thread(target=send_all, daemon=True).start()
+    interrupt: BaseException | None = None
+    while not done.is_set():
+        try:
+            done.wait()
+        except BaseException as error:
+            interrupt = error
+    if interrupt is not None:
+        raise interrupt
+    if failed:
+        raise failed[0]
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,9 @@ A rank is the whole program over a smaller ModelConfig: its heads and its interm
 cache, kernels and the forward pass need no rule for ranks. Every matrix is cut by output rows:
 
     q; k, v          its heads; with fewer KV heads than ranks, several ranks have the same one
+    latents          all of them, as all heads read them; matrices of heads, for its heads
+    recurrent layers its heads, with their states; key heads as KV heads
+    convolutions     its channels
     gate, up         its intermediate channels, of every expert
     o, down          its part of the hidden size, over all inputs, which are gathered before
     head             its part of the vocabulary
@@ -18,7 +21,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from freight.config.layer import AttentionConfig, DenseConfig, LayerConfig, MoEConfig
+from freight.config.layer import (
+    AttentionConfig,
+    DeltaNetConfig,
+    DenseConfig,
+    KimiDeltaConfig,
+    LatentConfig,
+    LayerConfig,
+    Mamba2Config,
+    Mixer,
+    MoEConfig,
+    ShortConvConfig,
+)
 from freight.config.model import ModelConfig
 from freight.errors import ConfigError, choices
 from freight.fp8.formats import Granularity
@@ -47,31 +61,25 @@ def _faults(model: ModelConfig, size: int) -> Iterator[str]:
     if model.foreign is not None:
         yield f"the modules of transformers ({model.architecture}) are not divided over ranks"
         return
-    if model.per_layer_vocab_size is not None:
-        yield "per-layer embeddings are not divided over ranks yet"
     for index, layer in enumerate(model.layers):
         yield from _layer_faults(layer, f"layer {index}", size)
     for what, count in (
         ("hidden channels", model.hidden_size),
         ("channels of the embedding", model.embedding_size or model.hidden_size),
+        ("channels of per-layer embeddings", model.per_layer_size),
     ):
         yield from _uneven(what, count, size)
 
 
 def _layer_faults(layer: LayerConfig, where: str, size: int) -> Iterator[str]:
-    mixer, mlp = layer.mixer, layer.feed_forward
-    if isinstance(mixer, AttentionConfig):
-        yield from _uneven(f"attention heads of {where}", mixer.num_heads, size)
-        heads = mixer.num_kv_heads
-        if heads % size and (size % heads or mixer.qk_norm_whole):
-            yield f"its ranks cannot share the {heads} KV heads of {where} evenly"
-    elif mixer is not None:
-        kind = type(mixer).__name__.removesuffix("Config")
-        yield f"layers like {where} ({kind}) are not divided over ranks yet"
+    mlp = layer.feed_forward
+    yield from _mixer_faults(layer.mixer, where, size)
+    if layer.per_layer is not None:
+        what = f"channels of the per-layer embedding of {where}"
+        yield from _uneven(what, layer.per_layer.size, size)
     if isinstance(mlp, MoEConfig):
-        if mlp.beside or mlp.latent_size is not None:
-            kind = "beside a feed-forward" if mlp.beside else "of latents"
-            yield f"experts {kind} ({where}) are not divided over ranks yet"
+        what = f"latent channels of experts of {where}"
+        yield from _uneven(what, mlp.latent_size or size, size)
         yield from _uneven(
             f"intermediate channels of experts of {where}", mlp.intermediate_size, size
         )
@@ -80,6 +88,42 @@ def _layer_faults(layer: LayerConfig, where: str, size: int) -> Iterator[str]:
             yield from _uneven(what, mlp.shared.intermediate_size, size)
     elif isinstance(mlp, DenseConfig):
         yield from _uneven(f"intermediate channels of {where}", mlp.intermediate_size, size)
+
+
+_DIVIDED: frozenset[type] = frozenset(
+    (AttentionConfig, LatentConfig, ShortConvConfig, DeltaNetConfig, KimiDeltaConfig, Mamba2Config)
+)
+
+
+def _mixer_faults(mixer: Mixer, where: str, size: int) -> Iterator[str]:
+    if mixer is not None and type(mixer) not in _DIVIDED:
+        kind = type(mixer).__name__.removesuffix("Config")
+        yield f"layers like {where} ({kind}) are not divided over ranks"
+    match mixer:
+        case AttentionConfig():
+            yield from _uneven(f"attention heads of {where}", mixer.num_heads, size)
+            heads = mixer.num_kv_heads
+            if heads % size and mixer.qk_norm_whole:
+                yield from _uneven(f"KV heads of {where}", heads, size)
+            yield from _unshared(f"KV heads of {where}", heads, size)
+        case LatentConfig():
+            yield from _uneven(f"attention heads of {where}", mixer.num_heads, size)
+        case ShortConvConfig():
+            yield from _uneven(f"channels of the convolution of {where}", mixer.channels, size)
+        case DeltaNetConfig():
+            yield from _uneven(f"value heads of {where}", mixer.heads, size)
+            yield from _unshared(f"key heads of {where}", mixer.key_heads, size)
+        case KimiDeltaConfig():
+            yield from _uneven(f"heads of {where}", mixer.heads, size)
+        case Mamba2Config():
+            yield from _uneven(f"heads of {where}", mixer.heads, size)
+            yield from _unshared(f"groups of heads of {where}", mixer.groups, size)
+
+
+def _unshared(what: str, count: int, size: int) -> Iterator[str]:
+    """Yield a fault unless each rank has some of `count`, or several ranks have the same one."""
+    if size % count:
+        yield from _uneven(what, count, size)
 
 
 def _uneven(what: str, count: int, size: int) -> Iterator[str]:
@@ -98,16 +142,42 @@ def of_rank(model: ModelConfig, size: int) -> ModelConfig:
 
 
 def _divided(layer: LayerConfig, size: int) -> LayerConfig:
-    mixer, mlp = layer.mixer, layer.feed_forward
-    if isinstance(mixer, AttentionConfig):
-        kv_heads = max(1, mixer.num_kv_heads // size)
-        mixer = replace(mixer, num_heads=mixer.num_heads // size, num_kv_heads=kv_heads)
+    mlp = layer.feed_forward
     if isinstance(mlp, DenseConfig | MoEConfig):
         mlp = replace(mlp, intermediate_size=mlp.intermediate_size // size)
     if isinstance(mlp, MoEConfig) and mlp.shared is not None:
         own = mlp.shared.intermediate_size // size
         mlp = replace(mlp, shared=replace(mlp.shared, intermediate_size=own))
-    return replace(layer, mixer=mixer, feed_forward=mlp)
+    return replace(layer, mixer=_divided_mixer(layer.mixer, size), feed_forward=mlp)
+
+
+def _divided_mixer(mixer: Mixer, size: int) -> Mixer:
+    match mixer:
+        case AttentionConfig():
+            kv_heads = max(1, mixer.num_kv_heads // size)
+            return replace(mixer, num_heads=mixer.num_heads // size, num_kv_heads=kv_heads)
+        case LatentConfig():
+            return replace(mixer, num_heads=mixer.num_heads // size)
+        case ShortConvConfig():
+            return replace(mixer, channels=mixer.channels // size)
+        case DeltaNetConfig():
+            key_heads = max(1, mixer.key_heads // size)
+            return replace(mixer, heads=mixer.heads // size, key_heads=key_heads)
+        case KimiDeltaConfig():
+            return replace(mixer, heads=mixer.heads // size)
+        case Mamba2Config():
+            groups = max(1, mixer.groups // size)
+            normed = mixer.norm_groups // (size if norm_is_cut(mixer, size) else 1)
+            return replace(mixer, heads=mixer.heads // size, groups=groups, norm_groups=normed)
+        case None:
+            return None
+
+
+def norm_is_cut(mixer: Mamba2Config, size: int) -> bool:
+    """Say whether each of `size` ranks has whole groups of the norm. Otherwise all channels are
+    gathered before it, and every rank norms them all.
+    """
+    return mixer.norm_groups % size == 0
 
 
 def part(count: int, rank: int, size: int) -> slice:

@@ -62,7 +62,7 @@ class SharedFiles:
         """Create the memory and the pipes for `size` ranks. Raises ConfigError for too many."""
         if not 1 <= size <= MAX_RANKS:
             raise ConfigError(f"there may be from 1 to {MAX_RANKS} ranks, not {size}")
-        memory = _nameless_memory()
+        memory = nameless_memory()
         os.ftruncate(memory, _HEADER + 2 * size * capacity)  # committed at the first write
         pipes = [os.pipe() for _ in range(size)]
         return SharedFiles(memory, *(tuple(ends) for ends in zip(*pipes, strict=True)))
@@ -77,7 +77,7 @@ class SharedFiles:
         return sorted({*self.reading, *self.writing}.difference(self.of_rank(rank)))
 
 
-def _nameless_memory() -> int:
+def nameless_memory() -> int:
     """Return the descriptor of shared memory that no path leads to."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create("freight-ranks")

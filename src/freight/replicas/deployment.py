@@ -25,7 +25,7 @@ from freight.processes.log import set_up_logging
 from freight.replicas.front import NoReplicaError, ReplicaLostError, front
 from freight.replicas.options import Options, read_options
 from freight.replicas.passing import Request, answer
-from freight.server.serving import Serving, read_keys, read_template
+from freight.server.serving import Serving, first_keys, read_template
 from freight.server.transport.body import Receive
 from freight.server.transport.http_limits import HttpLimits
 from freight.server.transport.middleware import App, Message, Scope, Send
@@ -45,10 +45,11 @@ class Replica:
         """Returns when the model is loaded. Raises EngineError if it cannot be."""
         settings = options.settings
         set_up_logging(settings.log_format)
+        worker = worker_options(options.engine, settings)
         self._serving = Serving(
             settings,
-            worker_options(options.engine, settings),
-            read_keys(settings),
+            worker,
+            first_keys(settings, worker),
             read_template(settings.chat_template),
         )
         self._app = self._serving.app(HttpLimits())

@@ -19,7 +19,7 @@ from freight.server.anthropic.messages_request import (
     parse_messages,
 )
 from freight.server.call import Call, Conversation, Served
-from freight.server.documented import NOT_JSON, answers, document
+from freight.server.documented import NOT_JSON, SUMMARIES, answers, document
 from freight.server.limits import ServingLimits
 from freight.server.observe.log import RequestLine, log_request
 from freight.server.observe.metrics import Metrics
@@ -79,7 +79,12 @@ def make_app(
     )
     for path, endpoint, _ in posts:
         app.add_api_route(
-            path, endpoint, methods=["POST"], responses=answers(path), response_model=None
+            path,
+            endpoint,
+            methods=["POST"],
+            summary=SUMMARIES[path],
+            responses=answers(path),
+            response_model=None,
         )
     gets: tuple[tuple[str, Callable[..., Any]], ...] = (
         ("/v1/models", routes.models),
@@ -103,6 +108,7 @@ def make_app(
             path,
             endpoint,
             methods=["GET"],
+            summary=SUMMARIES[path],
             responses=answers(path),
             response_class=kind,
             response_model=None,

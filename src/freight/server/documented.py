@@ -67,6 +67,33 @@ _ANTHROPIC_ERROR = {
     "required": ["type", "error"],
     "additionalProperties": False,
 }
+SUMMARIES = {  # of a path, whatever its method
+    "/v1/chat/completions": "Answer a conversation: OpenAI's API",
+    "/v1/completions": "Complete prompts: OpenAI's API",
+    "/v1/responses": "Answer a conversation: OpenAI's API for agents, without state",
+    "/v1/messages": "Answer a conversation: Anthropic's API",
+    "/v1/messages/count_tokens": "Count the tokens of a conversation: Anthropic's API",
+    "/generate": "Complete a prompt: TGI's API",
+    "/generate_stream": "Stream the completion of a prompt: TGI's API",
+    "/": "Complete a prompt, as a stream if the body says so: TGI's API",
+    "/invocations": "Answer what the body asks for, by its fields: SageMaker's address",
+    "/tokenize": "Return the token ids of a prompt or a conversation",
+    "/detokenize": "Return the text of token ids",
+    "/v1/models": "List the names of the served model",
+    "/v1/models/{model_id:path}": "Describe a name of the served model",
+    "/info": "Describe the model, its limits, its cache and its defaults",
+    "/tokenizer_info": "Describe the tokenizer's special tokens and the chat template",
+    "/model_info": "Describe the model under SGLang's names",
+    "/get_model_info": "Describe the model under SGLang's names",
+    "/server_info": "Describe the limits under SGLang's names",
+    "/get_server_info": "Describe the limits under SGLang's names",
+    "/health": "Say whether the model can be used: 200 or 503",
+    "/ping": "Say whether the model can be used: 200 or 503",
+    "/version": "Return the version of Freight",
+    "/metrics": "Return the metrics, in Prometheus' text format or as OpenMetrics",
+    "/state": "Say what the engine does",
+    "/state/stream": "Say what the engine does, once a second",
+}
 _STREAMS = frozenset(
     {
         *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"),

@@ -26,7 +26,7 @@ from freight.errors import ConfigError
 from freight.processes.client import EngineState, WorkerOptions
 from freight.processes.log import set_up_logging
 from freight.server.service import Service
-from freight.server.serving import Serving, read_keys, read_template
+from freight.server.serving import Serving, first_keys, read_keys, read_template
 from freight.server.settings import ServerSettings
 from freight.server.transport.auth import Keys, check_binding
 from freight.server.transport.http import HttpLimits, loop_factory, server_config
@@ -41,7 +41,7 @@ def run(settings: ServerSettings, options: WorkerOptions) -> int:
     """Serve until a signal or a failure; returns the exit status. Raises ConfigError before
     anything starts.
     """
-    keys = read_keys(settings)
+    keys = first_keys(settings, options)
     passed = _passed()
     check_binding(settings.host if passed is None else _address(passed)[0], keys, settings.insecure)
     template = read_template(settings.chat_template)
@@ -120,7 +120,7 @@ class Lifecycle:
         """Reload the keys on SIGHUP, after --api-key-file was edited. Streams go on."""
         keys = self._serving.service.keys
         try:
-            keys.take(read_keys(self._settings))
+            keys.take(read_keys(self._settings, keys.secret))
         except ConfigError as error:
             logger.error("SIGHUP: the keys stay as they were: %s", error)
             return

@@ -15,6 +15,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from freight.cache.store.secret import kept_secret
+from freight.config.engine import EngineArgs
+from freight.config.resolve import parse_memory
+from freight.config.store import store_config
 from freight.errors import ConfigError
 from freight.files import read_text
 from freight.outputs import EngineStats
@@ -244,10 +248,26 @@ async def _close(renderers: Sequence[Renderer | None]) -> None:
 _ENDING = ApiError(503, "the server is shutting down", code="draining")
 
 
-def read_keys(settings: ServerSettings) -> Keys:
-    """Return the keys of `settings`. Raises ConfigError if their file cannot be used."""
+def read_keys(settings: ServerSettings, secret: bytes | None = None) -> Keys:
+    """Return the keys of `settings`; `secret`: as `Keys`. Raises ConfigError if their file cannot be
+    used.
+    """
     files = () if settings.api_key_file is None else (settings.api_key_file,)
-    return Keys.read(settings.api_keys, files, settings.shared_prefix_cache)
+    return Keys.read(settings.api_keys, files, settings.shared_prefix_cache, secret)
+
+
+def first_keys(settings: ServerSettings, options: WorkerOptions) -> Keys:
+    """Return the keys of a server that starts. Where their prompts are stored, its salts are those
+    of the last start with this store. Raises ConfigError if a file of keys, or the store, cannot be
+    used.
+    """
+    keys = read_keys(settings)
+    if not keys or settings.shared_prefix_cache:
+        return keys
+    store = store_config(EngineArgs(**options.engine_args), parse_memory)
+    if store is None or not store.salted:
+        return keys
+    return read_keys(settings, kept_secret(store.folder))
 
 
 def read_template(file: Path | None) -> str | None:

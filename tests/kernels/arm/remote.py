@@ -91,13 +91,18 @@ class Request:
             return
         self.regions[ctypes.addressof(found)] = ctypes.sizeof(found)
         for structure in found if isinstance(found, ctypes.Array) else (found,):
-            for name, kind in structure._fields_:
-                target = getattr(structure, name) if kind is ctypes.c_void_p else None
-                if target:
-                    self.pointers.append(
-                        ctypes.addressof(structure) + getattr(type(structure), name).offset
-                    )
-                    self.add(target)
+            self.follow(structure)
+
+    def follow(self, structure: ctypes.Structure) -> None:
+        """Add the regions of a structure's pointers, and of the structures that are part of it."""
+        for name, kind in structure._fields_:
+            value = getattr(structure, name)
+            if isinstance(value, ctypes.Structure):  # its memory is that of `structure`
+                self.follow(value)
+            elif kind is ctypes.c_void_p and value:
+                place = ctypes.addressof(structure) + getattr(type(structure), name).offset
+                self.pointers.append(place)
+                self.add(value)
 
     def find(self, address: int) -> Any:
         for attempt in range(2):

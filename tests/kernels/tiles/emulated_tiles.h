@@ -134,6 +134,25 @@ inline void dot_bfloat16(int sums, int first, int second) {
   multiply(c, a, b);
 }
 
+// C[m][n] += the sum over k of the products of the four signed bytes of A[m][k] and B[k][n], in int32.
+inline void dot_int8(int sums, int first, int second) {
+  constexpr const char* kName = "TDPBSSD";
+  require(sums != first && sums != second && first != second, kName, "operands are the same tile", sums);
+  Tile& c = tile_of(sums, kName);
+  const Tile &a = tile_of(first, kName), &b = tile_of(second, kName);
+  require(a.rows == c.rows, kName, "the first operand has other rows than the sums", a.rows);
+  require(b.row_bytes == c.row_bytes, kName, "the second operand has other columns than the sums", b.row_bytes);
+  require(a.row_bytes == 4 * b.rows, kName, "the second operand has other rows than the first has quads", b.rows);
+  for (int m = 0; m < c.rows; m++)
+    for (int n = 0; n < c.row_bytes / 4; n++) {
+      int32_t sum;
+      std::memcpy(&sum, c.data[m] + 4 * n, 4);
+      for (int i = 0; i < a.row_bytes; i++)
+        sum += static_cast<int8_t>(a.data[m][i]) * static_cast<int8_t>(b.data[i / 4][4 * n + i % 4]);
+      std::memcpy(c.data[m] + 4 * n, &sum, 4);
+    }
+}
+
 }  // namespace emulated_tiles
 
 // GCC has some of them as macros and some as functions; each is replaced by its name.
@@ -144,6 +163,7 @@ inline void dot_bfloat16(int sums, int first, int second) {
 #undef _tile_stream_loadd
 #undef _tile_stored
 #undef _tile_dpbf16ps
+#undef _tile_dpbssd
 #define _tile_loadconfig emulated_tiles::load_config
 #define _tile_release emulated_tiles::release
 #define _tile_zero emulated_tiles::zero
@@ -151,3 +171,4 @@ inline void dot_bfloat16(int sums, int first, int second) {
 #define _tile_stream_loadd emulated_tiles::load
 #define _tile_stored emulated_tiles::store
 #define _tile_dpbf16ps emulated_tiles::dot_bfloat16
+#define _tile_dpbssd emulated_tiles::dot_int8

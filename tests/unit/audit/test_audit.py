@@ -118,7 +118,8 @@ def test_an_undeclared_checkpoint_is_declared_and_keeps_its_scales(
 
 
 def test_what_freight_cannot_run_is_judged_by_the_rules(freight: Run, write: Write, text: str):
-    said = json.loads(freight("audit", str(write(AWQ, PLAIN)), "--data", text, "--json").out)
+    in_8_bits = write(AWQ | {"bits": 8}, PLAIN)
+    said = json.loads(freight("audit", str(in_8_bits), "--data", text, "--json").out)
     assert [one["scales"] for one in said["engines"]] == [
         {"ignored": 12},
         {"ignored": 12},

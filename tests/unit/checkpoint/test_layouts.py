@@ -136,7 +136,7 @@ def test_modelopt_in_its_own_file():
 @pytest.mark.parametrize(
     ("said", "named"),
     [
-        ({"quant_method": "awq"}, "'awq'"),
+        ({"quant_method": "gguf"}, "'gguf'"),
         ({"quant_method": "modelopt_fp4"}, "'modelopt_fp4'"),
         ({"bits": 4}, "None"),
         ({"quant_method": ["fp8"]}, "['fp8']"),
@@ -148,8 +148,8 @@ def test_modelopt_in_its_own_file():
         (DENSE | {"kv_cache_scheme": FP8_ARGS | {"symmetric": False}}, "symmetric False"),
         (
             DENSE
-            | {"config_groups": {"g": {"weights": FP8_ARGS | {"num_bits": 4, "type": "int"}}}},
-            "num_bits 4",
+            | {"config_groups": {"g": {"weights": FP8_ARGS | {"num_bits": 3, "type": "int"}}}},
+            "num_bits 3",
         ),
         (
             DENSE
@@ -159,7 +159,7 @@ def test_modelopt_in_its_own_file():
         (DENSE | {"transform_config": {"config_groups": {"u": {"apply": ["x"]}}}}, "u at 'x'"),
         (DENSE | {"transform_config": {"u": 1}}, "transform_config"),
         (DENSE | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse-24-bitmask"),
-        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "'NVFP4'"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"}, "'NVFP4_AWQ'"),
         (
             {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_quant_algo": "NVFP4"},
             "'NVFP4'",

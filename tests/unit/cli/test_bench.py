@@ -125,7 +125,8 @@ def test_kernels_prints_one_object_per_row_and_takes_threads(freight, tiny, monk
     assert answer.code == 0, answer.err
     rows = [json.loads(line) for line in answer.out.splitlines()]
     assert rows[0]["shape"] == [2, 32, 16]
-    assert {row["format"] for row in rows} == {"fp8_e4m3fn, activations dynamic", "bfloat16"}
+    eight = {f"{format}, activations dynamic" for format in ("fp8_e4m3fn", "int8")}
+    assert {row["format"] for row in rows} == {*eight, "bfloat16"}
     assert all({"kernel", "median_us", "bandwidth_fraction"} <= set(row) for row in rows)
     assert {row["threads"] for row in rows} == {1}
     table = freight("bench", "kernels", *options)

@@ -124,7 +124,7 @@ CONFIGS: dict[str, tuple[dict[str, Any], str | None, str | None]] = {
     "unknown text model": ({**WRAPPED, "text_config": LLAMA}, None, "'mistral', 'ministral3' or 'mistral4' is"),
     "unknown model": ({**LLAMA, "model_type": "none_such"}, None, "model_type 'none_such' is not implemented"),
     "no fallback": ({**LLAMA, "model_type": "mamba", "ssm_cfg": 1}, None, "a recurrent state"),
-    "quantization": ({**LLAMA, "quantization_config": {"quant_method": "awq"}}, None, "awq"),
+    "quantization": ({**LLAMA, "quantization_config": {"quant_method": "gguf"}}, None, "gguf"),
     "code of its own": (
         {**LLAMA, "model_type": "baichuan", "auto_map": {"AutoConfig": "configuration_baichuan.BaichuanConfig"}},
         None, "auto_map names code in the checkpoint, which is never run here; vLLM runs it with --trust-remote-code",

@@ -198,7 +198,7 @@ def test_what_is_ignored_without_harm_is_named_once_with_the_reason(
         ("", {"NUM_SHARD": "two"}, "NUM_SHARD 'two' must be an integer"),
         ("", {"CUDA_MEMORY_FRACTION": "0.5"}, "--kv-cache-memory='4GiB'"),
         ("--lora-adapters a/b", {}, "LoRA adapters are not implemented"),
-        ("--quantize awq", {}, "'awq': weights are FP8, or have 16 or 32 bits"),
+        ("--quantize awq", {}, "'awq': a checkpoint declares its own scheme"),
         ("--max-concurrent-requests 0", {}, "--max-concurrent-requests '0' must be an integer"),
         ("--max-concurrent-requests 9 --max-queue 3", {}, "give one of the two"),
         ("--max-total-tokens", {}, "--max-total-tokens needs a value"),

@@ -64,6 +64,8 @@ def test_the_same_on_the_command_line(freight: Callable[..., Any], verb: str) ->
         ("--gpu_memory_utilization=0.9", "--kv-cache-memory='4GiB'"),
         ("--pipeline-parallel-size 2", "a model runs on one device"),
         ("-pp 2", "a model runs on one device"),
+        ("--nnodes 2", "ranks are processes of one machine"),
+        ("--master-addr host", "ranks are processes of one machine"),
         ("--calculate-kv-scales", "--kv-scales='dynamic'"),
         ("--swap-space 4", "nothing is swapped"),
         ("--enforce-eager", "omit it"),

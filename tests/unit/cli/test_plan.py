@@ -52,6 +52,20 @@ def test_a_table_with_bars_and_one_sentence(freight: Run, llama: str) -> None:
     )
 
 
+def test_ranks_are_planned_without_torch(freight: Run, llama: str) -> None:
+    options = ("--memory", "48GiB", "--context", "8192", "--device", "cpu", "-tp", "2")
+    answer = freight("plan", llama, *options)
+    assert (answer.code, answer.err) == (0, "")
+    first, ranks, *rows, verdict = answer.out.splitlines()
+    assert first.endswith("on cpu with 48.0 GiB, requests of 8,192 tokens")
+    assert ranks == "2 ranks, each with 24.0 GiB of it; sizes are those of each rank"
+    assert any("bfloat16    7.5 GiB  bfloat16 " in row for row in rows)  # half of 15.0
+    assert "--tensor-parallel-size 2" in verdict
+    assert "--kv-store" not in answer.out
+    refused = freight("plan", llama, *options[:-1], "3")
+    assert "cannot share the 32 attention heads of layer 0 evenly; choose 1, 2, 4" in refused.err
+
+
 def test_the_documented_example_is_what_is_printed(freight: Run) -> None:
     documented = (Path(__file__).parents[3] / "docs" / "cli.md").read_text()
     command, _, shown = (
@@ -206,10 +220,10 @@ def test_it_answers_without_torch(llama: str) -> None:
         "import sys; from freight.cli.main import main\n"
         "try:\n    main()\nfinally:\n    assert 'torch' not in sys.modules"
     )
-    argv = [sys.executable, "-c", code, "plan", llama, *WISH]
+    argv = [sys.executable, "-c", code, "plan", llama, *WISH[:-1], "cpu", "-tp", "2"]
     answer = subprocess.run(argv, capture_output=True, text=True, timeout=300, check=False)
     assert (answer.returncode, answer.stderr) == (0, "")
-    assert "Take bfloat16 weights" in answer.stdout
+    assert "No setting serves 16 requests" in answer.stdout
 
 
 def hub(monkeypatch: pytest.MonkeyPatch, fetch: Callable[..., str]) -> None:

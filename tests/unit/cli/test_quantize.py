@@ -114,7 +114,7 @@ def test_people_are_told_what_was_done(freight: Run, out: Path):
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
-        (["--weights", "int8"], "--weights 'int8' is unknown"),
+        (["--weights", "int3"], "--weights 'int3' is unknown"),
         (["--kv-cache", "fp8"], "needs --calibration-data FILE"),
         (["--ignore", "re:nothing"], "matches no Linear module"),
         (["--ignore", "o_proj"], "(did you mean 're:o_proj$'?)"),

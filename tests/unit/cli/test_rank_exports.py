@@ -66,7 +66,7 @@ def test_both_layouts_are_inspected(
         2,
         256,
     )
-    assert said["bytes"] == {"i8": 32 * ranks, "float32": 8 * ranks}
+    assert said["bytes"] == {"int8": 32 * ranks, "float32": 8 * ranks}
     shown = freight("inspect", folder)
     assert shown.code == 0, shown.err
     assert ("in 1 rank," if ranks == 1 else "in 2 ranks,") in shown.out

@@ -22,18 +22,28 @@ from freight.models.open import read_model_config
 from freight.models.shapes import tensor_shapes
 
 FILES = sorted((Path(__file__).parents[2] / "fixtures/published").glob("*.json"))
-NVFP4, INT4, LACKS = "quant_algo 'NVFP4'", "num_bits 4, type 'int'", "lacks text_config"
+LACKS = "lacks text_config"
 REFUSED = {  # words that the error has, by the beginning of a file's name; every other file is read
     "MiniMaxAI--MiniMax-M3": "sparse attention",
     "deepseek-ai--DeepSeek-V4": "compressed keys",
     "meta-llama--Llama-4": "chunks",
-    "moonshotai--Kimi-K2.5": INT4,
     "moonshotai--Kimi-K3": "recurrent state",
-    "nvidia--Gemma-4-31B-IT-NVFP4": NVFP4,
     "nvidia--Llama-3_3-Nemotron": "block_configs",
     "sgl-project--DeepSeek-V4": "compressed keys",
     "stepfun-ai--Step-3.7": LACKS,
 }
+
+
+# null or false in the files that have them; gating_types repeats Laguna's `gating` for each layer
+SWITCHED_OFF = frozenset(
+    [
+        "use_mrope",
+        "gating_types",
+        "expert_intermediate_size",
+        "cross_attention_hidden_size",
+        "tie_encoder_decoder",
+    ]
+)
 
 
 def read(file: Path):
@@ -47,21 +57,18 @@ def test_a_published_file_is_read_or_refused_for_what_freight_does_not_have(file
     if words is None:
         model, _ = read(file)
         assert model.num_layers > 1
-        # use_mrope is false; gating_types repeats Laguna's `gating` for each layer
-        assert model.unread_keys.unknown in ((), ("use_mrope",), ("gating_types",))
+        assert SWITCHED_OFF.issuperset(model.unread_keys.unknown)
         return
     with pytest.raises(CheckpointError) as error:
         read(file)
     assert words in str(error.value)
-    assert words in (NVFP4, INT4, LACKS) or any(
-        mechanism.name in str(error.value) for mechanism in MECHANISMS
-    )
+    assert words == LACKS or any(mechanism.name in str(error.value) for mechanism in MECHANISMS)
 
 
 def test_most_of_the_files_are_there() -> None:
     refused = [file for file in FILES if any(file.stem.startswith(name) for name in REFUSED)]
     assert len(FILES) >= 80
-    assert len(FILES) - len(refused) >= 46
+    assert len(FILES) - len(refused) >= 48
 
 
 @pytest.mark.parametrize(
@@ -137,6 +144,36 @@ def test_mimo_as_published() -> None:
     assert sum(math.prod(shape) for shape in tensor_shapes(model).values()) == pytest.approx(
         309e9, rel=0.01
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "in_four_bits", "left_out", "words"),
+    [
+        (
+            "moonshotai--Kimi-K2.5",
+            "model.language_model.layers.5.mlp.experts.17.down_proj",
+            "model.language_model.layers.5.self_attn.o_proj",
+            "compressed-tensors: weights in INT4, scales per 32 inputs, activations plain",
+        ),
+        (
+            "nvidia--Gemma-4-31B-IT-NVFP4",
+            "model.language_model.layers.5.mlp.down_proj",
+            "model.language_model.layers.5.self_attn.o_proj",
+            "modelopt: weights in NVFP4, scales per 16 inputs, activations plain; KV cache fp8_e4m3fn, no static "
+            "scales promised",
+        ),
+    ],
+)
+def test_weights_in_four_bits_as_published(
+    name: str, in_four_bits: str, left_out: str, words: str
+) -> None:
+    model, scheme = read(next(file for file in FILES if file.stem == name))
+    assert f"{in_four_bits}.weight" in tensor_shapes(model)
+    declared = scheme.linear(in_four_bits)
+    assert declared is not None
+    assert declared.bits == 4
+    assert scheme.linear(left_out) is None
+    assert scheme.description == words
 
 
 def test_rotations_are_read_over_where_they_are_part_of_the_weights() -> None:

@@ -350,8 +350,13 @@ def test_weights_become_fp8_when_asked():
     assert decide(quantization="fp8").weight_format is FN
     assert decide(quantization="fp8", native=FNUZ).weight_format is FNUZ
     assert decide(quantization="fp8").kv.format is BF16
-    with pytest.raises(ConfigError, match=r"--quantization 'int3' is unknown: choose fp8"):
-        check(EngineArgs(quantization="int3"))
+    assert decide(quantization="int8").weight_format is Format.INT8
+    with pytest.raises(ConfigError, match="are quantized already"):
+        decide(Scheme("fp8", FN), quantization="int8")
+    with pytest.raises(
+        ConfigError, match=r"--quantization 'fp4' is unknown.*: choose fp8, int8 or int4"
+    ):
+        check(EngineArgs(quantization="fp4"))
 
 
 @pytest.mark.parametrize("quantization", [None, "fp8"])

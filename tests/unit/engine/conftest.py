@@ -155,6 +155,7 @@ class Rig:
             name, group or name, index, tuple(prompt), sampling, seed=index, stop_token_ids=stops
         )
         request.drafter = self.drafter(request)
+        request.needed_from = None if sampling.prompt_logprobs is None else 0
         self.scheduler.add(request)
         self.requests[name] = request
         return request

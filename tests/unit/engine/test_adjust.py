@@ -125,6 +125,25 @@ def test_a_fork_goes_on_alone(params, x, prompt, output, ahead, bad):
     assert bits(adjust(x[None], [row])[0]) == bits(definition(x, row))
 
 
+@settings(max_examples=examples(100))
+@given(params=rows, x=logits, prompt=tokens, parts=st.lists(tokens | few, max_size=3), bad=words)
+def test_rows_along_an_output_give_the_bits_of_the_definition(params, x, prompt, parts, bad):
+    """The output comes in parts, as in several steps; each part is taken at once."""
+    stops = frozenset({3, 4, 99})
+    row = SamplingRow(params, 1, tuple(prompt), [], stops, bad_words=bad)
+    output = []
+    for part in parts:
+        first = len(output)
+        output += part
+        along = row.along(output, len(part))
+        found = adjust(x.expand(len(part), -1).contiguous(), along)
+        for length, one in enumerate(along, first):
+            alone = SamplingRow(params, 1, tuple(prompt), output[:length], stops, bad_words=bad)
+            assert (one.position, list(one.output_token_ids)) == (length, output[:length])
+            assert bits(found[length - first]) == bits(definition(x, alone))
+    assert bits(adjust(x[None], [row])[0]) == bits(definition(x, row))
+
+
 class Interrupt(BaseException):
     """As Ctrl-C would raise it."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Sequence
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
@@ -21,6 +22,7 @@ from freight.engine.drafts import (
     MOST_TIMES,
     WEIGHT,
     Drafter,
+    Forced,
 )
 
 
@@ -152,3 +154,40 @@ def test_the_cost_of_a_token_does_not_grow_with_the_text() -> None:
             drafter._take(token)
         seconds.append(time.process_time() - began)
     assert seconds[1] < 5 * seconds[0]
+
+
+class Grammar:
+    """A matcher of which one text is left, in these tokens."""
+
+    def __init__(self, tokens: list[int]) -> None:
+        self.tokens, self.asked = tokens, 0
+
+    def forced(self, output: Sequence[int]) -> tuple[int, ...]:
+        self.asked += 1
+        return tuple(self.tokens[len(output) :])
+
+
+def test_a_forced_text_is_asked_for_once() -> None:
+    grammar = Grammar(list(range(3000)))
+    drafts, output = Forced(cast(Any, grammar)), []
+    while len(output) < 3000:
+        proposed = drafts.propose(output, 8)
+        assert proposed == tuple(range(len(output), min(len(output) + 8, 3000)))
+        output += [*proposed, *range(len(output) + 8, len(output) + 9)]
+    assert grammar.asked == 1
+
+
+def test_a_forced_text_that_the_model_writes_otherwise_is_not_drafted_for_long() -> None:
+    grammar = Grammar([1] * 400)
+    drafts = Forced(cast(Any, grammar))
+    proposed = [bool(drafts.propose([2] * length, 8)) for length in range(100)]
+    assert proposed[0]
+    assert sum(proposed) < 20
+    assert not any(proposed[30:])
+    # and again once it does
+    output = [2] * 100
+    found = []
+    for _ in range(200):
+        found.append(drafts.propose(output, 8))
+        output.append(1)
+    assert found[-1] == (1,) * 8

@@ -10,6 +10,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -400,6 +401,34 @@ def test_a_python_error_of_the_matcher_stays_in_it():
     matcher = Matcher(Broken([]), 20, frozenset())
     assert matcher.permitted([]) is None
     assert matcher.error == "its structured output cannot go on: no copy"
+
+
+def test_a_fork_of_a_matcher_goes_on_alone(grammars: Grammars, demo: Tokenizer):
+    matcher = grammars.matcher(StructuredOutputs(regex="ab|ac|xyz"))
+    a, x = (demo.encode(text, add_special_tokens=False)[0] for text in "ax")
+    for output in ([], [a]):
+        before = matcher.permitted(output)
+        fork, other = matcher.fork(), matcher.fork()
+        first = int(np.flatnonzero(before)[0])
+        fork.permitted([*output, first])
+        assert (other.permitted(output) == before).all()
+        assert (matcher.permitted(output) == before).all()
+    assert matcher.permitted([a, x]) is None
+    assert matcher.fork().error == matcher.error is not None
+
+
+def test_what_is_forced_is_the_text_that_has_to_come_next(grammars: Grammars, demo: Tokenizer):
+    """In tokens that are permitted one after the other; nothing where there is a choice."""
+    matcher = grammars.matcher(StructuredOutputs(regex="class Queue(Base|Case):"))
+    forced = list(matcher.forced([]))
+    assert "class Queue".startswith(demo.decode(forced))
+    assert len(forced) >= 2
+    for index, token in enumerate(forced):
+        permitted = matcher.permitted(forced[:index])
+        assert permitted is not None
+        assert permitted[token]
+    assert grammars.matcher(StructuredOutputs(regex="[a-z]+")).forced([]) == ()
+    assert matcher.forced([*forced, 3]) == ()  # it cannot go on
 
 
 def test_barred_ids_come_when_no_others_may(grammars: Grammars, demo: Tokenizer):

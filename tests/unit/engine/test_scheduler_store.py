@@ -6,7 +6,9 @@ place, or overwritten while somebody reads it changes a token. The threads of th
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -344,3 +346,89 @@ def test_what_failed_is_found_no_more(new_store_rig: Callable[..., StoreRig]) ->
     again = rig.add("again", [1] * 41, max_tokens=1)
     rig.run()
     assert again.num_cached_tokens == 0
+
+
+def test_a_refused_prompt_is_planned_again_once_there_is_room(
+    new_store_rig: Callable[..., StoreRig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A plan of a long prompt takes milliseconds, and a refused one asks at every step."""
+    stored(new_store_rig, [1] * 41, [2] * 8)
+    rig = new_store_rig(num_blocks=20, budget=100)
+    planned: list[int] = []
+    plan = rig.store._plan
+
+    def counted(sought: Any) -> Any:
+        planned.append(sought.num_tokens)
+        return plan(sought)
+
+    monkeypatch.setattr(rig.store, "_plan", counted)
+    rig.add("long", [3] * 20, max_tokens=40, ignore_eos=True)
+    rig.add("short", [4] * 12, max_tokens=16, ignore_eos=True)
+    rig.step()
+    planned.clear()
+    refused = rig.add("refused", [1] * 41, max_tokens=1)
+    for _ in range(12):
+        rig.step()
+    assert refused.state is RequestState.WAITING
+    assert planned == [41]
+    while not rig.requests["short"].is_finished:
+        rig.step()
+    rig.step()
+    assert len(planned) == 2  # looked at again, with the room that `short` left
+    rig.run()
+    rig.check_all_done()
+    assert refused.num_cached_tokens == rig.num_found == 40
+    assert len(planned) <= 4
+
+
+def test_a_refusal_is_of_one_request(new_store_rig: Callable[..., StoreRig]) -> None:
+    """Another one of the same name is looked up, and so is one after all blocks were given up."""
+    stored(new_store_rig, [1] * 41)
+    rig = new_store_rig(num_blocks=20, budget=100)
+    for end in ("abort", "rebuild"):
+        rig.add(f"runs {end}", [3] * 50, max_tokens=8, ignore_eos=True)
+        rig.step()
+        rig.add(end, [1] * 41, max_tokens=1)
+        rig.step()
+        assert rig.store._refused is not None
+        if end == "abort":
+            rig.scheduler.abort(end)
+        else:
+            rig.scheduler.rebuild(rig.requests.values())
+        assert rig.store._refused is None
+        rig.run()
+    rig.check_all_done()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="a process is forked")
+def test_a_fork_goes_on_without_a_store(new_store_rig: Callable[..., StoreRig]) -> None:
+    """Its threads are its parent's: it computes what comes, and waits for nobody."""
+    stored(new_store_rig, [1] * 41)
+    rig = new_store_rig()
+    rig.store.mover.budget.step(decodes=True)  # it may read nothing yet
+    rig.add("a", [1] * 41, max_tokens=2)
+    assert not rig._schedule().chunks
+    with rig.store._coming["a"].fetch.lock, rig.store.mover._changed:  # as its threads may
+        child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            rig.run()
+            rig.add("b", [1] * 41, max_tokens=1)
+            rig.run()
+            rig.check_all_done()
+            rig.store.close(60)
+            assert rig.num_found == 0
+            status = 0
+        finally:
+            os._exit(status)
+    end = time.monotonic() + 20
+    while (ended := os.waitpid(child, os.WNOHANG)) == (0, 0):
+        if time.monotonic() > end:
+            os.kill(child, signal.SIGKILL)
+        time.sleep(0.01)
+    assert ended[1] == 0
+    rig.store.mover.budget.step(decodes=False)
+    rig.run()
+    rig.check_all_done()
+    assert rig.num_found == 40

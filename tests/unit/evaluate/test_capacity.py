@@ -177,6 +177,38 @@ def test_a_plan_refuses_what_an_engine_does() -> None:
         make_plan(STATEFUL, Wish(GIB, state_dtype="fp8_e5m2"))
 
 
+def test_a_rank_has_its_part_of_the_matrices() -> None:
+    """Of Llama 3.1 8B two ranks have the same 32 layers' norms, and half of all else."""
+    wish = Wish(32 * GIB, 8192, 4, "cpu")
+    alone, divided = (make_plan(LLAMA_3_1_8B, replace(wish, ranks=n)) for n in (1, 2))
+    norms = 2 * 4096 * (2 * 32 + 1)
+    for one, of_two in zip(alone.settings, divided.settings, strict=True):
+        scales = 0 if one.weights is Format.BFLOAT16 else 4
+        assert one.loaded.layers - norms == 2 * (of_two.loaded.layers - norms), scales
+        assert one.loaded.embeddings == 2 * of_two.loaded.embeddings
+        assert one.spec.bytes_per_token == 2 * of_two.spec.bytes_per_token
+        assert one.needed_bytes == pytest.approx(of_two.needed_bytes, rel=0.02)
+    line = verdict(divided)
+    assert "--tensor-parallel-size 2" in line
+    assert divided.choice is not None
+    assert f"--kv-cache-memory {2 * divided.settings[divided.choice].cache_bytes} " in line
+    assert as_json(divided)["ranks"] == 2
+    assert "ranks" not in as_json(alone)
+
+
+@pytest.mark.parametrize(
+    ("wish", "says"),
+    [
+        (Wish(GIB, device="cuda", ranks=2), "-size 2 is for CPUs: choose --device cpu, or omit it"),
+        (Wish(GIB, device="cpu", ranks=0), "-size 0 must be an integer from 1 to 64"),
+        (Wish(GIB, device="cpu", ranks=3), "share the 32 attention heads of layer 0 evenly"),
+    ],
+)
+def test_ranks_that_cannot_be_had_are_refused(wish: Wish, says: str) -> None:
+    with pytest.raises(ConfigError, match=f"--tensor-parallel.*{says}"):
+        make_plan(LLAMA_3_1_8B, wish)
+
+
 def test_a_model_with_windows_has_two_groups() -> None:
     one = make_plan(SMALL["gemma-3-27b"], Wish(8 * MIB, 512, 4, "cpu", LAYOUT)).settings[0]
     assert [(group.window, len(group.layers)) for group in one.spec.groups] == [(96, 6), (None, 1)]

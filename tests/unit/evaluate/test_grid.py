@@ -317,7 +317,7 @@ def test_bad_files_are_refused_by_line(name: str, text: str, says: tuple[str, ..
         ),
         (DEMO, ["a b c d"], GridArgs(window=2000), "--window 2000 is more than the 1024"),
         (DEMO, ["a b c d"], GridArgs(caches=("tokens",)), "--caches 'tokens' is unknown"),
-        (DEMO, ["a b c d"], GridArgs(weights=("int4",)), "--weights 'int4' is unknown"),
+        (DEMO, ["a b c d"], GridArgs(weights=("int3",)), "--weights 'int3' is unknown"),
         (
             EngineArgs("demo", quantization="fp8"),
             ["a b c"],

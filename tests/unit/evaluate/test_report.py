@@ -44,7 +44,7 @@ def test_weights_quantized_at_load_take_half(kernels: str):
     assert quantized.embeddings == plain.embeddings
 
 
-@pytest.mark.parametrize("weights", ["fp8", "fp8-channel", "fp8-block"])
+@pytest.mark.parametrize("weights", ["fp8", "fp8-channel", "fp8-block", "int8"])
 def test_quantized_checkpoints_take_half(weights: str, tmp_path: Path):
     freight.quantize("demo", tmp_path / "out", weights=weights)
     plain, quantized = loaded("demo", kernels="reference"), loaded(str(tmp_path / "out"))

@@ -134,6 +134,30 @@ def test_what_cannot_be_on_a_logarithmic_axis_is_left_out():
     )
 
 
+def test_the_16_bit_cache_stands_at_0_and_no_mark_on_another(evaluation: Evaluation):
+    section = sections(evaluation)[0]
+    names = [text.text for text in ElementTree.fromstring(section.svg).iter("text")]
+    assert "16 bits" in names
+    assert names.count("0") == 1
+    places = marks(section.svg)
+    assert len(places) == len(evaluation.runs)
+    assert places[0] == (max(x for x, _ in places), max(y for _, y in places))
+    no_mark_hides_another(section.svg, len(evaluation.runs))
+
+
+@pytest.mark.parametrize("values", [(0.5,), (1e-6, 3.0), (2.0, 2.0)])
+def test_0_is_below_a_logarithmic_axis(values: tuple[float, ...]):
+    points = [(1.0, 0.0), *((2.0 + i, value) for i, value in enumerate(values))]
+    svg = chart("t", Axis("x"), Axis("y", log=True, zero=True), [Series("a", points, 0)])
+    zero, *others = (y for _, y in marks(svg))
+    assert zero < HEIGHT
+    assert all(y <= zero - MARK for y in others)
+    ticks = [text.text for text in ElementTree.fromstring(svg).iter("text")]
+    assert ticks[0] == "0"
+    only = [Series("a", [(1.0, 0.0)], 0)]
+    assert "nothing to show" in chart("t", Axis("x"), Axis("y", log=True, zero=True), only)
+
+
 def test_the_advice_is_the_least_error_among_the_small_and_safe(evaluation: Evaluation):
     first, unit, token, coarse = evaluation.runs
     interval = (0.999, 1.002)

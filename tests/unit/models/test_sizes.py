@@ -18,6 +18,7 @@ from freight.checkpoint.layouts import read_scheme
 from freight.config.engine import EngineArgs
 from freight.config.parse import parse_model_config
 from freight.config.registry import FAMILIES
+from freight.errors import ConfigError
 from freight.fp8.cast import torch_dtype
 from freight.fp8.formats import Format
 from freight.kernels.cpu.interface import FORMATS
@@ -27,6 +28,8 @@ from freight.layers.latent import Latent
 from freight.models.open import OpenModel, open_model, open_random
 from freight.models.sizes import ONLINE, Layout, LinearOf, loaded_bytes, matrix_bytes
 from freight.models.weight_bytes import weight_bytes
+from freight.parallel.ranks import Ranks
+from freight.parallel.shared import CAPACITY, SharedFiles, SharedMemory
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 LAYOUTS = {"amx": Layout.TILES}  # of builds; the others pack without tiles
@@ -57,6 +60,7 @@ def require_equal(opened: OpenModel, kernels: str, linear_of: LinearOf) -> None:
     counted = loaded_bytes(
         *(opened.model, config.compute_format, config.weight_format, linear_of, layout_of(kernels)),
         config.max_model_len,
+        opened.ranks.size,
     )
     assert (counted.layers, counted.embeddings) == (held.layers, held.embeddings)
     assert counted.tables == sum(rope.values())
@@ -170,6 +174,37 @@ def test_every_family_occupies_what_is_counted(
     require_equal(opened, kernels, lambda _: ONLINE if quantization else None)
 
 
+DIVIDED = (
+    *("llama-tied", "gpt-oss", "deepseek-v3", "ling", "qwen3-next", "granite-h-moe"),
+    *("nemotron-h-latent", "gemma4-own-inputs"),
+)
+
+
+@pytest.mark.skipif(not runnable(), reason="ranks gather in the compiled kernels")
+@pytest.mark.parametrize("quantization", [None, "fp8"])
+@pytest.mark.parametrize(
+    "variant",
+    [
+        *DIVIDED,
+        *(pytest.param(name, marks=pytest.mark.slow) for name in VARIANTS if name not in DIVIDED),
+    ],
+)
+def test_a_rank_occupies_what_is_counted(
+    variant: str, quantization: str | None, tmp_path: Path
+) -> None:
+    """Its matrices with the odd sizes of a part, and whole what all ranks have."""
+    args = EngineArgs(device="cpu", quantization=quantization, tensor_parallel_size=2)
+    opened = open_random(args, str(shape_file(variant, tmp_path)))
+    memory = SharedMemory(SharedFiles.create(2, CAPACITY), 1, 1.0)
+    opened = opened.as_rank(Ranks(1, 2, memory), 1)
+    try:
+        assert opened.share is not None
+    except ConfigError as error:
+        pytest.skip(str(error))
+    require_equal(opened, "auto", lambda _: ONLINE if quantization else None)
+    memory.close()
+
+
 @pytest.mark.parametrize("kernels", ["auto", "reference"])
 @pytest.mark.parametrize(
     "name", ["autofp8_static_kv", "ct_docs", "modelopt_blocks", "quark_kv_outputs"]
@@ -181,8 +216,8 @@ def test_fp8_checkpoints_of_other_tools_occupy_what_is_counted(name: str, kernel
     require_equal(opened, kernels, read_scheme(*read_config_only(str(FIXTURES / name))).linear)
 
 
-@pytest.mark.parametrize("weights", ["fp8", "fp8-channel", "fp8-block"])
-def test_fp8_in_every_granularity_occupies_what_is_counted(weights: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("weights", ["fp8", "fp8-channel", "fp8-block", "int8"])
+def test_8_bits_in_every_granularity_occupies_what_is_counted(weights: str, tmp_path: Path) -> None:
     options: dict[str, Any] = {
         "ignore": ["lm_head", "model.layers.1.self_attn.k_proj"]
     }  # and one that is not merged
@@ -204,7 +239,9 @@ def test_fp8_in_every_granularity_occupies_what_is_counted(weights: str, tmp_pat
     build=st.sampled_from(runnable() or ("none",)),
     rows=st.integers(1, 300),
     columns=st.integers(1, 300),
-    format=st.sampled_from([Format.FLOAT32, Format.FLOAT16, Format.BFLOAT16, Format.E4M3FN]),
+    format=st.sampled_from(
+        [Format.FLOAT32, Format.FLOAT16, Format.BFLOAT16, Format.E4M3FN, Format.INT8]
+    ),
 )
 def test_every_build_packs_a_matrix_into_what_is_counted(
     build: str, rows: int, columns: int, format: Format

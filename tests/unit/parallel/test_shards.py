@@ -6,6 +6,7 @@ No weight is read here.
 from __future__ import annotations
 
 import json
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -20,13 +21,15 @@ from torch import Tensor
 
 from freight.checkpoint.linears import StoredLinear
 from freight.checkpoint.reader import Checkpoint
-from freight.config.layer import AttentionConfig, DenseConfig
+from freight.config.layer import AttentionConfig, DeltaNetConfig, DenseConfig
 from freight.config.model import ModelConfig
 from freight.config.parse import parse_model_config
+from freight.config.tensor_names import DeltaNetNames, TensorNames
 from freight.errors import ConfigError
 from freight.fp8.formats import Format, Granularity
 from freight.fp8.scheme import Activations, KVScales, LayerScales
 from freight.models.loader import require_whole_blocks
+from freight.models.mixer_shares import mixer_pieces
 from freight.models.open import read_model_config
 from freight.models.shapes import tensor_shapes
 from freight.models.shares import Share, share_of
@@ -146,18 +149,106 @@ def test_what_does_not_divide_is_refused_with_the_numbers(
 
 
 @pytest.mark.parametrize(
-    ("fixture", "says"),
+    ("fixture", "size", "says"),
     [
-        ("llmcompressor_families/gemma4_moe", "experts beside a feed-forward .layer 0. are not"),
-        ("latents/deepseek_v3", "layers like layer 0 .Latent. are not divided over ranks yet"),
-        ("hybrids/mamba2", "layers like layer 0 .Mamba2. are not divided over ranks yet"),
-        ("hybrids/delta_net", "layers like layer 0 .DeltaNet. are not divided over ranks yet"),
+        ("latents/deepseek_v3", 8, "the 4 attention heads of layer 0 evenly; choose 1, 2 or 4"),
+        ("hybrids/mamba2", 4, "the 6 heads of layer 0 evenly; choose 1 or 2"),
+        ("hybrids/delta_net", 8, "the 4 value heads of layer 0 evenly; choose 1 or 2"),
+        ("published/Qwen--Qwen3-Next-80B-A3B-Thinking", 3, "the 32 value heads of layer 0 evenly"),
+        ("published/nvidia--Nemotron-H-56B-Base-8K", 3, "the 256 heads of layer 0 evenly"),
     ],
 )
-def test_what_is_not_divided_yet_is_refused_by_name(fixture: str, says: str) -> None:
-    config = json.loads((FIXTURES / fixture / "config.json").read_text())
-    with pytest.raises(ConfigError, match=f"{says}.*; omit it"):
-        share_of(read_model_config(config), 0, 2)
+def test_layers_that_do_not_divide_are_refused_with_the_numbers(
+    fixture: str, size: int, says: str
+) -> None:
+    with pytest.raises(ConfigError, match=says):
+        share_of(fixture_model(fixture), 0, size)
+
+
+def fixture_model(fixture: str) -> ModelConfig:
+    path = FIXTURES / fixture
+    path = path / "config.json" if path.is_dir() else path.with_name(f"{path.name}.json")
+    config = json.loads(path.read_text())
+    return read_model_config(config.get("config", config))
+
+
+@pytest.mark.parametrize(("size", "groups"), [(2, 1), (4, 2), (8, 4), (8, 2), (3, 3)])
+def test_ranks_share_keys_of_recurrent_layers(size: int, groups: int) -> None:
+    """The rows of heads are those of the key heads that they read: in layers whose one tensor has
+    the rows of a key head and its value heads beside each other, and in those with one for each.
+    """
+    heads, of_k, of_v = 2 * 24, 5, 3
+    each = heads // groups
+    mixer = DeltaNetConfig(groups, heads, of_k, of_v, 4)
+    keys = [("k", key, i) for key in range(groups) for i in range(of_k)]
+    values = [("v", head, i) for head in range(heads) for i in range(of_v)]
+
+    def blocks(own: list[str], of_heads: list[str], sizes: tuple[int, int]) -> list[Any]:
+        """Rows of key heads: their own parts, then those of their heads."""
+        return [
+            (part, at, i)
+            for key in range(groups)
+            for parts, ats, count in (
+                (own, [key], sizes[0]),
+                (of_heads, range(key * each, (key + 1) * each), sizes[1]),
+            )
+            for part in parts
+            for at in ats
+            for i in range(count)
+        ]
+
+    fused = TensorNames(delta_net=DeltaNetNames(qkvz=("qkvz",), ba=("ba",)))
+    stored = {
+        "qkvz.weight": blocks(["q", "k"], ["v", "z"], (of_k, of_v)),
+        "ba.weight": blocks([], ["b", "a"], (0, 1)),
+        "linear_attn.in_proj_qkv.weight": keys + keys + values,
+        "linear_attn.in_proj_z.weight": values,
+        "linear_attn.conv1d.weight": keys + keys + values,
+        "linear_attn.A_log": [("head", head, 0) for head in range(heads)],
+    }
+    for rank in range(size):
+        own = range(rank * heads // size, (rank + 1) * heads // size)
+        own_keys = {head // each for head in own}
+        for names in (fused, TensorNames()):
+            cut = dict(mixer_pieces(mixer, 48, names, rank, size))
+            for name in stored.keys() & cut.keys():
+                rows = [row for (at,) in cut[name] for row in stored[name][at]]
+                wanted = [
+                    row for row in stored[name] if row[1] in (own_keys if row[0] in "qk" else own)
+                ]
+                assert rows == wanted, name
+
+
+@pytest.mark.parametrize(
+    ("fixture", "size"),
+    [
+        ("published/deepseek-ai--DeepSeek-V3", 2),
+        ("published/moonshotai--Kimi-K2-Instruct", 4),
+        ("published/Qwen--Qwen3-Next-80B-A3B-Thinking", 2),
+        ("published/Qwen--Qwen3.5-27B", 4),
+        ("published/nvidia--Nemotron-H-56B-Base-8K", 8),
+        ("hybrids/mamba2", 2),
+    ],
+)
+def test_published_models_are_shared_without_a_row_lost(fixture: str, size: int) -> None:
+    """A rank has its part of the matrices, and no more than a tenth of the model on top."""
+    model = fixture_model(fixture)
+    model = replace(model, layers=model.layers[:9])
+    whole = tensor_shapes(model)
+    shares = [share_of(model, rank, size) for rank in range(size)]
+    assert len({frozenset(share.shapes.items()) for share in shares}) == 1
+    for name in shares[0].pieces:
+        if re.search(r"experts\.[1-9]", name):
+            continue
+        pieces = [piece for share in shares for piece in share.pieces[name]]
+        at = next(i for i, one in enumerate(pieces[0]) if one != slice(None))
+        count = shares[0].shapes.get(name, whole.get(name, ()))[at]
+        rows = [row for piece in pieces for row in range(1 << 20)[piece[at]]]
+        assert len(rows) == size * count, name
+        assert {*rows} == {*range(whole.get(name, (len({*rows}),))[at])}, name
+    total = sum(map(math.prod, whole.values()))
+    own = sum(math.prod(shape) for name, shape in shares[0].shapes.items() if name in whole)
+    assert total / size <= own <= total / size * 1.1
 
 
 def test_blocks_that_a_later_rank_would_cut_are_refused_by_the_first() -> None:

@@ -8,6 +8,7 @@ import contextlib
 import os
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -23,6 +24,7 @@ from freight.kernels.cpu.cpu_set import CpuKernels
 from freight.kernels.cpu.recording import Arena, record
 from freight.kernels.reference_set import ReferenceKernels
 from freight.parallel.distributed import Distributed
+from freight.parallel.messages import Kind, receive, send
 from freight.parallel.ranks import ALONE, Ranks
 from freight.parallel.shared import SharedFiles, SharedMemory, passed_files
 
@@ -85,6 +87,53 @@ def test_both_transports_put_the_parts_side_by_side(size: int) -> None:
         return found
 
     assert over_memory(size, gathered) == [expected * 2] * size
+
+
+def test_a_row_may_be_longer_than_a_slot() -> None:
+    kinds = [(3, 1000, torch.float32), (2, 1, torch.float32), (2, 257, torch.bfloat16)]
+    expected = [
+        bytes_of(torch.cat([part_of(r, *kind).view(torch.uint8) for r in range(2)], dim=1))
+        for kind in kinds
+    ]
+
+    def gathered(memory: SharedMemory, kernels: CpuKernels) -> list[bytes]:
+        return [bytes_of(kernels.gather(part_of(memory.rank, *kind))) for kind in kinds]
+
+    assert over_memory(2, gathered, capacity=512) == [expected] * 2
+
+
+@pytest.mark.parametrize("length", [100, 1 << 20])
+def test_an_interrupt_leaves_no_message_half_sent(length: int) -> None:
+    """The other end reads nothing until the interrupt, so a long message is under way then."""
+    ours, theirs = socket.socketpair()
+    read: list[tuple[Kind, bytes]] = []
+
+    def read_late() -> None:
+        time.sleep(0.1)
+        read.extend(receive(theirs) for _ in range(2))
+
+    def send_long() -> None:
+        send(ours, Kind.RUN, bytes(length))
+        time.sleep(5)
+
+    reader = threading.Thread(target=read_late)
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        reader.start()
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        with pytest.raises(KeyboardInterrupt):
+            send_long()
+        send(ours, Kind.LOGITS, b"rows")
+        reader.join()
+    finally:
+        signal.signal(signal.SIGALRM, before)
+        ours.close()
+        theirs.close()
+    assert read == [(Kind.RUN, bytes(length)), (Kind.LOGITS, b"rows")]
+
+
+def interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
 
 
 def test_one_rank_gathers_nothing() -> None:

@@ -48,6 +48,39 @@ def test_keys_may_change_while_they_are_used() -> None:
     assert keys.salt_for("a", None) == salt  # what it has in the cache is found again
 
 
+def test_a_secret_makes_the_same_salts() -> None:
+    secret = b"s" * 32
+    first, again = (Keys.read(["a:1", "2"], secret=secret) for _ in range(2))
+    for name in ("a", "key-1"):
+        for salt in (None, "", "x"):
+            assert first.salt_for(name, salt) == again.salt_for(name, salt)
+    other = Keys.read(["a:1", "2"], secret=b"t" * 32)
+    drawn = Keys.read(["a:1", "2"])
+    salts = {keys.salt_for(name, None) for keys in (first, other, drawn) for name in keys.names}
+    assert len(salts) == 6
+    assert first.check("Bearer 1", None) == other.check("Bearer 1", None) == "a"
+
+
+def test_the_number_of_a_key_is_no_name() -> None:
+    """A name keeps its part of the cache with another value. A key without one keeps its own in
+    another place, and leaves it to nobody.
+    """
+    secret = b"s" * 32
+    before = Keys.read(["a:1", "2", "3"], secret=secret)
+    after = Keys.read(["a:new", "4", "2"], secret=secret)
+    assert after.salt_for("a", None) == before.salt_for("a", None)
+    assert after.salt_for("key-2", None) == before.salt_for("key-1", None)
+    assert after.salt_for("key-1", None) not in {
+        before.salt_for(name, None) for name in before.names
+    }
+    named = Keys.read(["key-1:2"], secret=secret)
+    assert named.salt_for("key-1", None) != before.salt_for("key-1", None)
+    before.take(after)
+    assert [before.salt_for(name, None) for name in before.names] == [
+        after.salt_for(name, None) for name in after.names
+    ]
+
+
 @pytest.mark.parametrize(
     "authorization",
     [

@@ -4,8 +4,9 @@ A block is stored as a record: its token ids, then its payload. Its entry says w
 and has the digest of it. Entries have one size and each has a check of its own, so a damaged one
 costs no other. A record or entry that is damaged in any way is not found; it is never read wrongly.
 
-The digest is SHA-256 because processors have instructions for it: with them it runs at 1.7 GiB/s,
-BLAKE2b at 0.95.
+The digest is SHA-256 because processors have instructions for it, which make it faster than BLAKE2b:
+
+    python -m timeit -s "import hashlib; b = bytes(1 << 26)" "hashlib.sha256(b)"
 """
 
 from __future__ import annotations

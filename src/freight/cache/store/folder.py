@@ -4,11 +4,13 @@ Imports no torch.
     DIR/NAMESPACE/name.json       what the name space stands for
     DIR/NAMESPACE/*.index, *.blocks   segments (`segment.py`)
     DIR/weights.json              digests of weights (`weights.py`)
+    DIR/secret                    what salts of API keys are made with (`secret.py`)
 
 Several processes may have one folder open. Each writes segments of its own and reads those of all;
 `refresh` finds what came and went. When the whole of DIR, all name spaces together, would become
 larger than its limit, the segments that were used longest ago are deleted; never one that another
-process still writes.
+process still writes. Engines that store at the same moment may exceed the limit by what they store
+then: a few MiB each.
 
 Methods may be called from several threads. Only `contains` is called by the thread that computes
 steps: it reads nothing from the disk and waits for nobody.
@@ -21,6 +23,7 @@ import os
 import re
 import stat
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -40,6 +43,8 @@ Block = tuple[bytes, int, bytes, bytes]  # key, group, token ids as bytes, paylo
 
 NAME = "name.json"
 _SEGMENT = re.compile("[0-9a-f]{24}")  # files of other names are not the store's
+_UNFINISHED = re.compile(r"(name|weights)\.json\.[0-9a-f]{8}")  # `write_private` was killed
+_LEFT = 60.0  # seconds after which what looks left behind is: a writer makes its files in less
 _SEGMENTS = 64  # segments that a full store has: what is deleted at once is a part of this size
 _SEGMENT_BYTES = 1 << 16, 256 << 20  # least and most of a segment
 
@@ -65,6 +70,7 @@ class BlockFolder:
         self._writer: SegmentWriter | None = None
         self._description = json.dumps(dict(decides), indent=1).encode()
         self._prepare()
+        remove_leftovers(root)
         self.num_bytes = 0  # of all of `root`, as last counted
         self.refresh()
 
@@ -189,10 +195,8 @@ class BlockFolder:
 
     def _make_room(self, needed: int) -> None:
         """Delete what was used longest ago. The segment being written goes last, and is ended for
-        it.
+        it. All is counted anew: other engines store as well.
         """
-        if self.num_bytes + needed <= self.limit:
-            return
         self._delete_oldest(needed)
         if self.num_bytes + needed > self.limit and self._writer is not None:
             self._close_writer()
@@ -237,6 +241,25 @@ def segments_of(root: Path) -> Iterator[tuple[int, Path, int]]:
                     blocks.unlink()
             continue
         yield state.st_mtime_ns, index, size + state.st_size
+
+
+def remove_leftovers(root: Path, seconds: float = _LEFT) -> None:
+    """Delete files of writers that were killed, in which nothing can be found: an index without
+    records or without entries, and what was not written whole. None that is younger than `seconds`.
+    """
+    latest = time.time() - seconds
+    for path in (*root.glob("*.json.*"), *root.glob("*/*.json.*")):
+        with suppress(OSError):
+            if _UNFINISHED.fullmatch(path.name) and path.stat().st_mtime <= latest:
+                path.unlink()
+    for index in root.glob("*/*" + INDEX):
+        if not _SEGMENT.fullmatch(index.stem):
+            continue
+        with suppress(OSError):
+            state = index.stat()
+            is_empty = state.st_size < ENTRY_BYTES or not index.with_suffix(BLOCKS).exists()
+            if is_empty and state.st_mtime <= latest and not is_written(index):
+                delete(index)
 
 
 def make_private(folder: Path) -> None:

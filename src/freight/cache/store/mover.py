@@ -195,6 +195,12 @@ class Mover:
         for thread in self._threads:  # a disk may hang, and hold one for ever
             thread.join(max(_LAST, end - time.monotonic()))
 
+    def leave_in_child(self) -> None:
+        """Take note that this is a fork, which has no threads; what they held stays held."""
+        self.is_closing = True
+        self._changed = threading.Condition()
+        self.tiers.leave_in_child()
+
     # ---------------------------------------------------------------------------------------------
     # out
 

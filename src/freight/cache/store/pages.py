@@ -3,18 +3,22 @@ layout in memory.
 
 The payload of a block is, layer by layer of its group, keys, values and measured scales, or the
 parts of a state; in each of them token by token, the heads of a token adjacent. Pages that are a
-part of others, as values that lie in keys, are there once.
+part of others, as values that lie in keys, are there once. Of several ranks the heads are put
+together, so a payload is the same for any number of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from freight.cache.arena import twin
 from freight.cache.pool import KVPool, PagedKV, PagedState
 from freight.cache.store.mover import Record
 from freight.operands.kv_pages import KVPages
@@ -24,41 +28,83 @@ Words = NDArray[np.uint8] | NDArray[np.int16] | NDArray[np.int32] | NDArray[np.i
 _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-class GroupBytes:
-    """The blocks of group `group` of `pool`, which lies in the memory of the host."""
+@dataclass(frozen=True)
+class OtherRanks:
+    """The pages of the other ranks, whose memory is mapped here. The pool here lies in an arena, and
+    theirs lie alike.
 
-    def __init__(self, pool: KVPool, group: int) -> None:
-        named = list(_tensors(pool, group))
-        self._arrays: list[Words] = [
-            tensor.view(_SAME_SIZE[tensor.itemsize]).numpy() for _, tensor in named
-        ]
-        self._ends: list[tuple[int, int]] = []
-        size = 0
-        for array in self._arrays:
-            width = int(np.prod(array.shape[1:])) * array.itemsize
-            self._ends.append((size, size + width))
-            size += width
-        self.payload_bytes = size
-        # what decides the meaning of a payload's bytes
-        self.layout = tuple((name, tuple(one.shape[1:]), str(one.dtype)) for name, one in named)
+    memories    uint8, of each from rank 1 on
+    num_heads   KV heads of the whole model, by layer
+    heads       those that each rank has, from rank 0 on, by layer
+    """
+
+    memories: tuple[Tensor, ...]
+    num_heads: Mapping[int, int]
+    heads: Mapping[int, tuple[range, ...]]
+
+
+class _Field(NamedTuple):
+    """A part of a payload, of `shape`, [block_size, heads, …] or a state's. `arrays` have it,
+    [num_blocks, …]: one all of it, or several the heads that stand beside each.
+    """
+
+    begin: int
+    end: int
+    shape: tuple[int, ...]
+    arrays: tuple[tuple[Words, range], ...]
+
+
+class GroupBytes:
+    """The blocks of group `group` of `pool`, which lies in the memory of the host, and of `others`."""
+
+    def __init__(self, pool: KVPool, group: int, others: OtherRanks | None = None) -> None:
+        self._fields: list[_Field] = []
+        self.payload_bytes = 0
+        layout: list[tuple[str, tuple[int, ...], str]] = []
+        for layer, name, tensor in _tensors(pool, group):
+            shape: tuple[int, ...] = tuple(tensor.shape[1:])
+            arrays: tuple[tuple[Words, range], ...] = ((_words(tensor), range(0)),)
+            if others is not None:
+                shape = (shape[0], others.num_heads[layer], *shape[2:])
+                found = (tensor, *(twin(tensor, memory) for memory in others.memories))
+                arrays = tuple(zip(map(_words, found), others.heads[layer], strict=True))
+            begin = self.payload_bytes
+            self.payload_bytes += int(np.prod(shape)) * tensor.itemsize
+            self._fields.append(_Field(begin, self.payload_bytes, shape, arrays))
+            layout.append((f"{layer}.{name}", shape, str(tensor.dtype)))
+        self.layout = tuple(layout)  # what decides the meaning of a payload's bytes
 
     def read(self, block: int) -> bytes:
         payload = bytearray(self.payload_bytes)
         view = memoryview(payload)
-        for array, (begin, end) in zip(self._arrays, self._ends, strict=True):
-            target = np.frombuffer(view[begin:end], array.dtype).reshape(array.shape[1:])
-            np.copyto(target, array[block])
+        for begin, end, shape, arrays in self._fields:
+            target = np.frombuffer(view[begin:end], arrays[0][0].dtype).reshape(shape)
+            if len(arrays) == 1:
+                np.copyto(target, arrays[0][0][block])
+                continue
+            for array, heads in arrays:
+                np.copyto(target[:, heads.start : heads.stop], array[block])
         return bytes(payload)
 
     def write(self, blocks: Sequence[int], payloads: Record) -> None:
         index = np.asarray(blocks)
-        for array, (begin, end) in zip(self._arrays, self._ends, strict=True):
-            values = payloads[:, begin:end].view(array.dtype)
-            array[index] = values.reshape(len(blocks), *array.shape[1:])
+        for begin, end, shape, arrays in self._fields:
+            values = payloads[:, begin:end].view(arrays[0][0].dtype)
+            values = values.reshape(len(blocks), *shape)
+            if len(arrays) == 1:
+                arrays[0][0][index] = values
+                continue
+            for array, heads in arrays:
+                array[index] = values[:, :, heads.start : heads.stop]
 
 
-def _tensors(pool: KVPool, group: int) -> Iterator[tuple[str, Tensor]]:
-    """Yield what the layers of a group keep, [num_blocks, …], with names."""
+def _words(tensor: Tensor) -> Words:
+    words: Words = tensor.view(_SAME_SIZE[tensor.itemsize]).numpy()
+    return words
+
+
+def _tensors(pool: KVPool, group: int) -> Iterator[tuple[int, str, Tensor]]:
+    """Yield what the layers of a group keep, [num_blocks, …], with the layer's index and names."""
     for index in pool.spec.groups[group].layers:
         layer = pool.layers[index]
         parts: list[tuple[str, Tensor]] = []
@@ -67,7 +113,7 @@ def _tensors(pool: KVPool, group: int) -> Iterator[tuple[str, Tensor]]:
         elif isinstance(layer, PagedState):
             parts = list(layer.states.parts.items())
         for name, tensor in parts:
-            yield f"{index}.{name}", tensor
+            yield index, name, tensor
 
 
 def _of_pages(pages: KVPages) -> Iterator[tuple[str, Tensor]]:

@@ -5,10 +5,10 @@ never rewritten. An entry is written once its record is on the disk. So a writer
 machine that loses power, leaves records without an entry, or part of an entry at the end of the
 index; neither is ever read.
 
-The writer holds a lock on the index while it lives, so that nobody deletes the segment. A later
-writer begins a segment of its own. The index is created before the records' file and deleted before
-it: records without an index are what is left of a deletion. The time of the index's last change
-is when the segment was last used.
+The writer holds a lock on the index while it lives, so that nobody deletes the segment. A fork of it
+gives its part in the lock up. A later writer begins a segment of its own. The index is created
+before the records' file and deleted before it: records without an index are what is left of a
+deletion. The time of the index's last change is when the segment was last used.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from __future__ import annotations
 import fcntl
 import os
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -100,6 +101,8 @@ class SegmentWriter:
             os.close(self._index)
             delete(self.segment.index)
             raise
+        self._is_open = True
+        _living.add(self)
 
     def append(self, blocks: Sequence[tuple[bytes, int, bytes, bytes]]) -> list[Entry]:
         """Store blocks of (key, group, token ids, payload) and return their entries.
@@ -130,10 +133,27 @@ class SegmentWriter:
 
     def close(self) -> None:
         """Give up the lock. A segment without blocks is deleted."""
-        if self.size == 0:
+        if self._is_open and self.size == 0:
             delete(self.segment.index)
-        os.close(self._blocks)
-        os.close(self._index)
+        self.leave()
+
+    def leave(self) -> None:
+        """Close the files, and leave them as they are. A second time does nothing."""
+        if self._is_open:
+            self._is_open = False
+            os.close(self._blocks)
+            os.close(self._index)
+
+
+_living: weakref.WeakSet[SegmentWriter] = weakref.WeakSet()  # of this process
+
+
+def _leave_in_child() -> None:
+    for writer in _living:
+        writer.leave()
+
+
+os.register_at_fork(after_in_child=_leave_in_child)
 
 
 def _write(file: int, data: bytes) -> None:

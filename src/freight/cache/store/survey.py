@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from freight.cache.store.entries import ENTRY_BYTES, Entry
-from freight.cache.store.folder import NAME, segments_of
+from freight.cache.store.folder import NAME, remove_leftovers, segments_of
+from freight.cache.store.secret import FILE as SECRET
+from freight.cache.store.secret import has_secret
 from freight.cache.store.segment import INDEX, Segment, delete, is_written
 from freight.cache.store.weights import FILE as WEIGHTS
 from freight.cache.store.weights import has_digests
@@ -91,6 +93,7 @@ def clear(root: Path) -> int:
     ConfigError.
     """
     _require(root)
+    remove_leftovers(root, seconds=0)
     freed = 0
     for _, index, size in list(segments_of(root)):
         with suppress(FileNotFoundError):
@@ -104,6 +107,8 @@ def clear(root: Path) -> int:
                 described.parent.rmdir()
     if has_digests(root):
         (root / WEIGHTS).unlink(missing_ok=True)
+    if has_secret(root) and not _described(root):  # nobody can find anything by it
+        (root / SECRET).unlink(missing_ok=True)
     return freed
 
 
@@ -111,7 +116,8 @@ def _require(root: Path) -> None:
     """Refuse what is no store: names of files are not enough to delete them by."""
     if not root.is_dir():
         raise ConfigError(f"{root} is not a folder; name the DIR of --kv-store")
-    if any(root.iterdir()) and not _described(root) and not has_digests(root):
+    is_store = bool(_described(root)) or has_digests(root) or has_secret(root)
+    if any(root.iterdir()) and not is_store:
         raise ConfigError(f"{root} holds other files than a store; name the DIR of --kv-store")
 
 

@@ -104,7 +104,8 @@ class StoreTiers:
             return None
         except OSError as error:
             self._count("misses")
-            self._failed("cannot be read", error)
+            if not isinstance(error, FileNotFoundError) or not self.root.is_dir():
+                self._failed("cannot be read", error)  # else another engine deleted it for room
             return None
         if not sound:
             self._count("misses")
@@ -166,6 +167,10 @@ class StoreTiers:
             counts = dict(self._counts)
         disk_bytes = 0 if self._disk is None else self._disk.num_bytes
         return StoreStats(**counts, memory_bytes=self._memory.num_bytes, disk_bytes=disk_bytes)
+
+    def leave_in_child(self) -> None:
+        """Make a fork of this process independent of what its threads held."""
+        self._lock = threading.Lock()
 
     def close(self) -> None:
         """Give up the files."""

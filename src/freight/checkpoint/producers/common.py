@@ -13,6 +13,8 @@ from freight.fp8.scheme import Activations, Scheme
 
 # The format that every producer stores; the device that loads it decides about E4M3FNUZ
 E4M3 = Format.E4M3FN
+# Why a scale of inputs that are declared to be rounded to 4 bits is not used
+UNROUNDED = "of inputs in 4 bits: activations stay in 16 bits beside weights in 4 bits"
 
 
 def mapping(value: Any, what: str) -> JsonObject:
@@ -26,10 +28,19 @@ def mapping(value: Any, what: str) -> JsonObject:
 
 def require_fp8(spec: JsonObject, what: str) -> None:
     """Raise CheckpointError unless QuantizationArgs say 8 bits, float, symmetric."""
-    if spec.get("num_bits") != 8 or spec.get("type") != "float":
+    _require_type(spec, "float", "FP8", what)
+
+
+def require_int8(spec: JsonObject, what: str) -> None:
+    """Raise CheckpointError unless QuantizationArgs say 8 bits, int, symmetric."""
+    _require_type(spec, "int", "INT8", what)
+
+
+def _require_type(spec: JsonObject, kind: str, name: str, what: str) -> None:
+    if spec.get("num_bits") != 8 or spec.get("type") != kind:
         found = f"num_bits {spec.get('num_bits')!r}, type {spec.get('type')!r}"
         raise CheckpointError(
-            f"{what} of {found} is not implemented; FP8 (num_bits 8, type 'float') is"
+            f"{what} of {found} is not implemented; {name} (num_bits 8, type {kind!r}) is"
         )
     if spec.get("symmetric", True) is False:
         raise CheckpointError(

@@ -1,7 +1,8 @@
 """compressed-tensors, as llm-compressor writes it: groups of modules, each with its own arguments.
 
 The payload of `float-quantized` and `naive-quantized` is the same; a group without
-`input_activations` is weight-only.
+`input_activations` is weight-only. `int-quantized` is INT8 weights with INT8 activations. Weights in
+4 bits are read in `four_bits.py`.
 """
 
 from __future__ import annotations
@@ -12,14 +13,18 @@ from dataclasses import replace
 from freight.checkpoint.producers import patterns
 from freight.checkpoint.producers.common import (
     E4M3,
+    UNROUNDED,
     block_size,
     mapping,
     require_blocks_for_groups,
     require_fp8,
+    require_int8,
     with_kv_scheme,
 )
+from freight.checkpoint.producers.four_bits import is_in_four_bits, linear_in_four_bits
 from freight.config.fields import JsonObject
 from freight.errors import CheckpointError
+from freight.fp8.formats import Format
 from freight.fp8.scheme import Activations, LinearScheme, Rule, Scheme, WeightScales
 
 
@@ -34,14 +39,22 @@ def read_compressed_tensors(declared: JsonObject) -> Scheme:
             f"compressed-tensors with sparsity_config = {dict(sparsity)!r} is not implemented"
         )
     rules, kv_outputs = read_groups(declared, "compressed-tensors")
-    scheme = Scheme(
-        "compressed-tensors",
-        E4M3 if any(rule.linear for rule in rules) else None,
-        rules=tuple(rules),
-    )
+    scheme = Scheme("compressed-tensors", _weight_format(rules), rules=tuple(rules))
+    if scheme.four_bits:
+        scheme = replace(scheme, unused=(("*.input_global_scale", UNROUNDED),))
     if kv_outputs:  # files older than kv_cache_scheme quantize the outputs of k_proj and v_proj
         scheme = replace(scheme, kv_format=E4M3, kv_static=True)
     return with_kv_scheme(declared, scheme)
+
+
+def _weight_format(rules: list[Rule]) -> Format | None:
+    """Return the one format of all groups. Raises CheckpointError for INT8 beside another."""
+    kinds = {rule.linear.integers for rule in rules if rule.linear is not None}
+    if len(kinds) > 1:
+        raise CheckpointError(
+            "compressed-tensors with weights in INT8 and in other formats side by side is not implemented"
+        )
+    return None if not kinds else Format.INT8 if True in kinds else E4M3
 
 
 def _refuse_transforms(declared: JsonObject) -> None:
@@ -83,7 +96,7 @@ def read_groups(declared: JsonObject, method: str) -> tuple[list[Rule], bool]:
         if group.get("output_activations"):
             _require_kv_outputs(group, targets, where)
             kv_outputs = True
-        linear = _linear(group, where)
+        linear = _linear(group, where, declared.get("format"))
         if linear is not None:
             ranked += [
                 (_rank(target), Rule(patterns.class_or_exact(target), linear)) for target in targets
@@ -101,8 +114,10 @@ def _rank(target: str) -> int:
     return 1 if target.startswith("re:") else 0
 
 
-def _linear(group: JsonObject, where: str) -> LinearScheme | None:
-    """Return how a group quantizes a Linear; None if it does not quantize weights."""
+def _linear(group: JsonObject, where: str, format: object) -> LinearScheme | None:
+    """Return how a group quantizes a Linear; None if it does not quantize weights. format: that of
+    all groups which name none.
+    """
     weights = mapping(group.get("weights"), f"{where} weights")
     inputs = mapping(group.get("input_activations"), f"{where} input_activations")
     if not weights:
@@ -111,6 +126,11 @@ def _linear(group: JsonObject, where: str) -> LinearScheme | None:
                 f"{where} quantizes input_activations but no weights, which is not implemented"
             )
         return None
+    if is_in_four_bits(weights):
+        return linear_in_four_bits(weights, inputs, where, group.get("format", format))
+    integers = weights.get("type") == "int" and weights.get("num_bits") == 8
+    if integers:
+        return _int8_linear(weights, inputs, where)
     require_fp8(weights, f"{where} weights")
     if weights.get("dynamic"):
         raise CheckpointError(
@@ -132,6 +152,34 @@ def _linear(group: JsonObject, where: str) -> LinearScheme | None:
     if strategy not in tuple(known):  # it may be a list
         raise CheckpointError(f"{where} weights with strategy {strategy!r} are not implemented")
     return LinearScheme(known[strategy], kind)
+
+
+def _int8_linear(weights: JsonObject, inputs: JsonObject, where: str) -> LinearScheme:
+    """Return how a group quantizes to INT8: weights per output row or tensor, activations per token
+    or with one static scale, all of them symmetric. Raises CheckpointError for anything else.
+    """
+    require_int8(weights, f"{where} weights")
+    strategy = weights.get("strategy") or "tensor"
+    if strategy not in ("tensor", "channel") or weights.get("dynamic"):
+        raise CheckpointError(
+            f"{where} weights in INT8 with strategy {strategy!r} and dynamic {weights.get('dynamic')!r} are not "
+            "implemented; static ones of strategy 'channel' or 'tensor' are"
+        )
+    if not inputs:
+        raise CheckpointError(
+            f"{where} weights in INT8 without input_activations are not implemented: products in INT8 round both; "
+            "quantize the model with activations (W8A8), or to FP8"
+        )
+    require_int8(inputs, f"{where} input_activations")
+    dynamic, kind = inputs.get("dynamic"), inputs.get("strategy") or "tensor"
+    if (dynamic, kind) not in ((True, "token"), (False, "tensor")):
+        raise CheckpointError(
+            f"{where} input_activations in INT8 with dynamic {dynamic!r} and strategy {kind!r} are not implemented; "
+            "dynamic ones of strategy 'token', and static ones of strategy 'tensor', are"
+        )
+    scales = WeightScales.TENSOR if strategy == "tensor" else WeightScales.ROW
+    activations = Activations.DYNAMIC if dynamic else Activations.STATIC
+    return LinearScheme(scales, activations, integers=True)
 
 
 def _activations(inputs: JsonObject, where: str) -> Activations:

@@ -6,17 +6,27 @@ from dataclasses import replace
 from typing import Any
 
 from freight.checkpoint.producers import patterns
-from freight.checkpoint.producers.common import E4M3, mapping, with_kv_scheme
+from freight.checkpoint.producers.common import E4M3, UNROUNDED, mapping, with_kv_scheme
 from freight.checkpoint.producers.compressed_tensors import read_groups
 from freight.config.fields import JsonObject
 from freight.errors import CheckpointError, choices
-from freight.fp8.scheme import Activations, LinearScheme, Rule, Scheme, WeightScales
+from freight.fp8.scheme import (
+    Activations,
+    LinearScheme,
+    Packing,
+    Rule,
+    Scheme,
+    WeightScales,
+)
 
 _ALGOS = {
     "FP8": LinearScheme(WeightScales.TENSOR, Activations.STATIC),
     "FP8_PER_CHANNEL_PER_TOKEN": LinearScheme(WeightScales.ROW, Activations.DYNAMIC),
     # Per block, weight-only
     "FP8_PB_WO": LinearScheme(WeightScales.BLOCK, Activations.PLAIN, (128, 128)),
+    # E2M1 with E4M3 scales of 16 inputs and a float32 scale per tensor; the second for weights only
+    "NVFP4": LinearScheme.in_four_bits(Packing.MODELOPT_NVFP4, 16),
+    "W4A16_NVFP4": LinearScheme.in_four_bits(Packing.MODELOPT_NVFP4, 16),
 }
 
 
@@ -29,6 +39,8 @@ def read_modelopt(declared: JsonObject) -> Scheme:
     scheme = Scheme(
         "modelopt", E4M3 if any(rule.linear for rule in rules) else None, rules=tuple(rules)
     )
+    if scheme.four_bits:
+        scheme = replace(scheme, unused=(("*.input_scale", UNROUNDED),))
     # Version 0.31 wrote the word under the second name
     for key in ("kv_cache_quant_algo", "kv_cache_scheme"):
         word = declared.get(key)
@@ -48,7 +60,7 @@ def _rules(declared: JsonObject) -> list[Rule]:
     algo = declared.get("quant_algo")
     if algo is None:
         groups, _ = read_groups({"config_groups": declared.get("config_groups")}, "modelopt")
-        return [*left_out, *groups] if groups else []
+        return [*left_out, *map(_own_packing, groups)] if groups else []
     if algo != "MIXED_PRECISION":
         return [*left_out, Rule(patterns.every(), _linear(algo))]
     layers = mapping(declared.get("quantized_layers"), "quantized_layers")
@@ -61,6 +73,19 @@ def _rules(declared: JsonObject) -> list[Rule]:
         *left_out,
         *patterns.rules(declared, "quantized_layers", patterns.wildcard_or_part, linear),
     ]
+
+
+def _own_packing(rule: Rule) -> Rule:
+    """Return a rule of compressed-tensors' form with the tensors that ModelOpt writes. Raises
+    CheckpointError for other numbers of 4 bits than NVFP4.
+    """
+    if rule.linear is None or rule.linear.four is None:
+        return rule
+    if rule.linear.four.packing is not Packing.NVFP4:
+        raise CheckpointError(
+            f"modelopt with weights of 4 bits in {rule.linear.four} is not implemented; NVFP4 is"
+        )
+    return replace(rule, linear=_ALGOS["NVFP4"])
 
 
 def _linear(algo: Any, where: str = "") -> LinearScheme:

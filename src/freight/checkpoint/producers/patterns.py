@@ -75,6 +75,11 @@ def wildcard_or_part(name: str) -> re.Pattern[str]:
     return re.compile(rf"(?:.*\.)?{_name(name)}(?:\.|$)")
 
 
+def contained(name: str) -> re.Pattern[str]:
+    """Match every module whose name has this text in it (AutoAWQ)."""
+    return re.compile(f".*{re.escape(name)}")
+
+
 def names(declared: JsonObject, key: str) -> list[str]:
     """Return the list of names (or the keys of the object) under `key`. Raises CheckpointError for
     anything else.

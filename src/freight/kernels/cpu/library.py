@@ -26,14 +26,17 @@ from freight.kernels.cpu.interface import ABI, open_library
 
 FOLDER = Path(__file__).parent
 _AVX2 = frozenset({"avx2", "fma", "f16c"})
-_AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512vl", "avx512vbmi", "avx512_bf16"}
+_VNNI = _AVX2 | {"avx512f", "avx512bw", "avx512vl", "avx512_vnni"}
+_AVX512 = _VNNI | {"avx512vbmi", "avx512_bf16"}
 # By architecture, best first: the name of a build, and what /proc/cpuinfo must list for it.
 X86_BUILDS: dict[str, frozenset[str]] = {
-    "amx": _AVX512 | {"avx512dq", "amx_tile", "amx_bf16"},
+    "amx": _AVX512 | {"avx512dq", "amx_tile", "amx_bf16", "amx_int8"},
     "avx512": _AVX512,
+    "avx512_vnni": _VNNI,  # the code of avx2, but for products in INT8
     "avx2": _AVX2,
     "portable": frozenset(),
 }
+# All processors with BF16 have the dot products of bytes (FEAT_DotProd), which neon_bf16 also uses.
 ARM64_BUILDS: dict[str, frozenset[str]] = {"neon_bf16": frozenset({"bf16"}), "neon": frozenset()}
 OTHER_BUILDS: dict[str, frozenset[str]] = {"portable": frozenset()}
 

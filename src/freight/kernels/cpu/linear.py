@@ -25,6 +25,7 @@ from freight.kernels.cpu.interface import (
     INT4,
     INT4_GROUPS,
     INT4_PARTS,
+    INT8_INPUTS,
     LANES,
     MXFP4,
     NVFP4,
@@ -37,7 +38,7 @@ from freight.operands.weight import Codes, Groups, Weight
 
 _WEIGHTS = {
     torch_dtype(format): FORMATS[torch_dtype(format)]
-    for format in (*COMPUTE_FORMATS, Format.E4M3FN)
+    for format in (*COMPUTE_FORMATS, Format.E4M3FN, Format.INT8)
 } | {mxfp4.CODES: MXFP4}
 _SCALES = (
     2.0**-126,
@@ -120,8 +121,13 @@ def check(weight: Weight) -> None:
         _format_of_groups(weight.groups)
     elif weight.data.dtype not in _WEIGHTS or weight.data.device.type != "cpu":
         raise KernelError(
-            f"the CPU kernels compute with weights in float32, float16, bfloat16, float8_e4m3fn and MXFP4 in main "
-            f"memory, not {weight.data.dtype} on {weight.data.device}; use --kernels reference for the others"
+            f"the CPU kernels compute with weights in float32, float16, bfloat16, float8_e4m3fn, int8 and MXFP4 in "
+            f"main memory, not {weight.data.dtype} on {weight.data.device}; use --kernels reference for the others"
+        )
+    if weight.data.dtype is torch.int8 and weight.shape[1] > INT8_INPUTS:
+        raise KernelError(
+            f"a matrix in INT8 has {weight.shape[1]:,} inputs; sums of more than {INT8_INPUTS:,} products may not fit "
+            "in int32. Use --quantization fp8 with the unquantized model"
         )
 
 

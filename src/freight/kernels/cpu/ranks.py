@@ -21,7 +21,6 @@ def gather(library: Library, memory: SharedMemory, x: Tensor, first: bool = Fals
     rows, columns = x.shape
     out = library.empty((rows, memory.size * columns), x.dtype)
     part_bytes = columns * x.itemsize
-    assert part_bytes <= memory.described.capacity
     library.functions.freight_gather(
         FreightGather(
             ctypes.addressof(memory.described),

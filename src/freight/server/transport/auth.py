@@ -1,8 +1,8 @@
 """API keys, and the addresses that need one.
 
-Logs and metrics show the name of a key. Of its value only a digest is kept, made with a secret of
-this process (HMAC-SHA256). Each key has a separate part of the prefix cache, so that the time of an
-answer reveals nothing about the prompts of others.
+Logs and metrics show the name of a key. Of its value only digests are kept, made with secrets
+(HMAC-SHA256). Each key has a separate part of the prefix cache, so that the time of an answer
+reveals nothing about the prompts of others.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import ipaddress
 import re
 import secrets
 import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Sequence
 from pathlib import Path
 
 from freight.errors import ConfigError
@@ -27,12 +27,23 @@ class Keys:
     """The keys that this server accepts; without any, it is open to all. Built by `Keys.read`."""
 
     def __init__(
-        self, values: Iterable[tuple[str, str]], shared_prefix_cache: bool = False
+        self,
+        values: Sequence[tuple[str, str]],
+        shared_prefix_cache: bool = False,
+        unnamed: Container[str] = (),
+        secret: bytes | None = None,
     ) -> None:
-        """Keep the digests of `values`: the (name, value) of each key, both without duplicates."""
-        self._secret = self._salts = secrets.token_bytes(32)
+        """Keep digests of `values`: the (name, value) of each key, both without duplicates.
+
+        unnamed  names that were not given with their keys
+        secret   what salts are made with: those of two processes are equal if it is. None: drawn
+        """
+        self.secret = secret or secrets.token_bytes(32)
+        self._drawn = secrets.token_bytes(32)
         self._digests = tuple((name, self._digest(value.encode())) for name, value in values)
         self._shared = shared_prefix_cache
+        # A name that was not given is a number, and may be another key's tomorrow.
+        self._parts = {name: self._part_of(value) for name, value in values if name in unnamed}
 
     @classmethod
     def read(
@@ -40,6 +51,7 @@ class Keys:
         given: Sequence[str] = (),
         files: Sequence[Path] = (),
         shared_prefix_cache: bool = False,
+        secret: bytes | None = None,
     ) -> Keys:
         """Read keys from the command line (VALUE or NAME:VALUE) and from files with one per line.
 
@@ -52,7 +64,7 @@ class Keys:
             entries += _lines(path)
         named: dict[str, str] = {}
         seen: dict[str, str] = {}  # value -> where it was given
-        nameless = 0
+        unnamed: set[str] = set()
         for where, text in entries:
             name, colon, value = text.partition(":")
             if colon and not _NAME.fullmatch(name):
@@ -63,8 +75,8 @@ class Keys:
             if not colon:
                 name, value = "", text
             if not name:
-                nameless += 1
-                name = f"key-{nameless}"
+                name = f"key-{len(unnamed) + 1}"
+                unnamed.add(name)
             if not _VALUE.fullmatch(value):
                 problem = (
                     "is empty"
@@ -83,11 +95,13 @@ class Keys:
                     f"{where}: this key's value was given before ({seen[value]}); each key needs its own"
                 )
             named[name], seen[value] = value, where
-        return cls(named.items(), shared_prefix_cache)
+        return cls(tuple(named.items()), shared_prefix_cache, unnamed, secret)
 
     def take(self, other: Keys) -> None:
-        """Replace the keys by those of `other`. A name keeps its part of the prefix cache."""
-        self._secret, self._digests = other._secret, other._digests
+        """Replace the keys by those of `other`, which were read with the same secret. A name keeps
+        its part of the prefix cache, and so does a key without one.
+        """
+        self._drawn, self._digests, self._parts = other._drawn, other._digests, other._parts
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -123,11 +137,16 @@ class Keys:
         if name is None or self._shared:
             return request_salt
         mark = "-" if request_salt is None else "+" + request_salt
-        text = f"salt\0{name}\0{mark}".encode("utf-8", "surrogatepass")
-        return hmac.digest(self._salts, text, hashlib.sha256).hex()
+        part = self._parts.get(name, f"name\0{name}")
+        text = f"salt\0{part}\0{mark}".encode("utf-8", "surrogatepass")
+        return hmac.digest(self.secret, text, hashlib.sha256).hex()
+
+    def _part_of(self, value: str) -> str:
+        """Return what stands for a key that has no name."""
+        return "value\0" + hmac.digest(self.secret, f"key\0{value}".encode(), hashlib.sha256).hex()
 
     def _digest(self, value: bytes) -> bytes:
-        return hmac.digest(self._secret, value, hashlib.sha256)
+        return hmac.digest(self._drawn, value, hashlib.sha256)
 
 
 def _lines(path: Path) -> list[tuple[str, str]]:

@@ -6,11 +6,14 @@ import errno
 import hashlib
 import os
 import random
+import signal
 import stat
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -18,7 +21,13 @@ from hypothesis import strategies as st
 
 from freight.cache.store import segment as segments
 from freight.cache.store.entries import ENTRY_BYTES, Entry, decode_entries
-from freight.cache.store.folder import BlockFolder, FullError, segments_of
+from freight.cache.store.folder import (
+    BlockFolder,
+    FullError,
+    remove_leftovers,
+    segments_of,
+    write_private,
+)
 from freight.cache.store.survey import clear, survey, verify
 from freight.errors import ConfigError
 
@@ -391,3 +400,106 @@ def test_files_of_others_are_left_alone(tmp_path: Path) -> None:
     assert clear(tmp_path) > 0
     assert all(path.exists() for path in files)
     assert not described.exists()
+
+
+def test_an_engine_counts_what_others_stored_meanwhile(tmp_path: Path) -> None:
+    """The limit is that of the folder, also between two looks at what others do."""
+    limit, size = 1 << 20, 70_000
+    folders = [opened(tmp_path, limit) for _ in range(3)]
+    for number in range(60):
+        folders[number % 3].append([block(number, size)])
+        assert sum(size for _, _, size in segments_of(tmp_path)) <= limit
+
+
+def test_an_entry_is_written_once_its_record_is_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, calls = opened(tmp_path), []
+
+    def noted(call: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def note(file: int, *rest: Any) -> Any:
+            calls.append((call, Path(os.readlink(f"/proc/self/fd/{file}")).suffix))
+            return real(file, *rest)
+
+        return note
+
+    monkeypatch.setattr(segments.os, "write", noted("write", os.write))
+    monkeypatch.setattr(segments, "_sync", noted("sync", segments._sync))
+    folder.append([block(1), block(2)])
+    assert calls == [
+        *[("write", ".blocks")] * 2,
+        ("sync", ".blocks"),
+        ("write", ".index"),
+        ("sync", ".index"),
+    ]
+
+
+def test_what_killed_writers_leave_goes(tmp_path: Path) -> None:
+    """An index without records or entries, records without an index, files not written whole."""
+    folder = opened(tmp_path)
+    folder.append([block(1)])
+    space, name = tmp_path / "space", "0123456789abcdef01234567"
+    left = [space / f"{name}.index", space / f"{name[::-1]}.index", space / f"{name[::-1]}.blocks"]
+    left += [tmp_path / "weights.json.0a0b0c0d", space / "name.json.0a0b0c0d"]
+    kept = [tmp_path / "notes.json.txt", space / "notes.index"]
+    for path in (*left, *kept):
+        path.write_bytes(b"")
+    left[2].write_bytes(b"records")
+    remove_leftovers(tmp_path)
+    assert all(path.exists() for path in left)  # their writers may be at it now
+    for path in (*left, *kept, *space.glob("*.index")):
+        os.utime(path, (1, 1))
+    idle = segments.SegmentWriter(space)  # it stored nothing yet
+    os.utime(idle.segment.index, (1, 1))
+    opened(tmp_path)
+    assert not any(path.exists() for path in left)
+    assert all(path.exists() for path in (*kept, idle.segment.index, idle.segment.blocks))
+    idle.close()
+    assert read(opened(tmp_path), 1) == payload_of(1)
+
+
+def test_emptying_takes_what_killed_writers_left(tmp_path: Path) -> None:
+    folder = BlockFolder(tmp_path, "0" * 32, 1 << 20, {})
+    folder.close()
+    (tmp_path / ("0" * 32) / "0123456789abcdef01234567.index").write_bytes(b"")
+    write_private(tmp_path / "weights.json.0a0b0c0d", b"")
+    clear(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="a process is forked")
+def test_a_fork_of_a_killed_writer_holds_no_segment(tmp_path: Path) -> None:
+    """Else nobody could delete the segment while the fork lives."""
+    program = WRITER.format(root=str(tmp_path), first=0, path=[path for path in sys.path if path])
+    program = program.replace("while True:", "while os.fork():").replace(
+        "print(number, flush=True)", "print(number, flush=True); time.sleep(60)"
+    )
+    program = "import os, time\n" + program + "\ntime.sleep(60)  # of the fork\n"
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, start_new_session=True
+    ) as writer:
+        assert writer.stdout is not None
+        assert writer.stdout.readline()
+        (index,) = [index for _, index, _ in segments_of(tmp_path)]
+        assert segments.is_written(index)
+        writer.kill()
+        writer.wait()
+        assert not segments.is_written(index)
+        os.killpg(writer.pid, signal.SIGKILL)  # its fork
+        (_, _, size), *_ = segments_of(tmp_path)
+        assert size > 0
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="a process is forked")
+def test_a_fork_deletes_nothing_of_its_parent(tmp_path: Path) -> None:
+    folder = opened(tmp_path)
+    folder._writer = segments.SegmentWriter(folder.folder)  # it stored nothing yet
+    if (child := os.fork()) == 0:
+        try:
+            folder.close()
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    folder.append([block(1)])
+    assert read(opened(tmp_path), 1) == payload_of(1)
+    assert segments.is_written(folder._writer.segment.index)

@@ -95,6 +95,15 @@ def test_a_vanished_folder_raises_nothing(tmp_path: Path, caplog: pytest.LogCapt
     assert tiers.stats().stored == 1
 
 
+def test_what_another_engine_deleted_is_a_miss_and_no_error(tmp_path: Path) -> None:
+    opened(tmp_path).write([block(1)])
+    tiers = opened(tmp_path)
+    for path in (*tmp_path.rglob("*.index"), *tmp_path.rglob("*.blocks")):
+        path.unlink()
+    assert read(tiers, 1)[0] is None
+    assert (tiers.stats().misses, tiers.stats().errors) == (1, 0)
+
+
 def test_a_folder_that_cannot_be_opened(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     tiers = StoreTiers(tmp_path / "file", 1 << 20, 0)

@@ -1,0 +1,587 @@
+"""Matrices in 4 bits: their tensors in every producer's layout, and the Weight of each.
+
+The tensors of a module with R outputs and C inputs in G groups, by `Packing`; codes and zero points
+are 8 to an int32, the first in its lowest bits, or 2 to a byte, unless said otherwise:
+
+pack-quantized         weight_packed int32 [R, C / 8], weight_scale [R, G], weight_zero_point int32
+                       [R / 8, G], weight_g_idx int32 [C] (the group of each input), weight_shape [2]
+nvfp4-pack-quantized   weight_packed uint8 [R, C / 2], weight_scale E4M3 [R, G], weight_global_scale
+                       float32 [1], by which a value is divided
+mxfp4-pack-quantized   weight_packed uint8 [R, C / 2], weight_scale uint8 [R, G]: 2 ** (byte - 127)
+modelopt               weight uint8 [R, C / 2], weight_scale E4M3 [R, G], weight_scale_2 float32 [],
+                       by which a value is multiplied
+gptq, gptq_v2          qweight int32 [C / 8, R], scales [G, R], qzeros int32 [G, R / 8], g_idx int32
+                       [C]; in gptq a zero point is stored minus 1, modulo 16
+awq                    qweight int32 [C, R / 8], scales [G, R], qzeros int32 [G, R / 8]; of 8 outputs,
+                       an int32 has 0, 2, 4, 6, 1, 3, 5, 7 from its lowest bits
+
+Every scale is read and checked before a code is. A value is the producer's to the bit before it is
+multiplied by a scale of float32, which multiplies the finished sum instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from freight.checkpoint.headers import Shape
+from freight.checkpoint.reader import Checkpoint
+from freight.fp8 import mxfp4
+from freight.fp8.cast import torch_dtype
+from freight.fp8.formats import Format
+from freight.fp8.scheme import FourBits, Packing, Scheme, held_group
+from freight.operands.weight import Codes, Groups, Weight
+
+_PER_INT = 8  # codes of an int32
+_AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # where an int32 of AWQ has each of 8 outputs
+_INTS, _BYTES, _E4M3 = ("I32",), ("U8",), ("F8_E4M3",)
+_FLOATS = ("F16", "BF16", "F32")
+_SHAPES = ("I64", "I32")  # dtypes of weight_shape, which says what other tensors' shapes say
+
+# Suffixes of the tensor with a module's codes, by packing
+_CODES = {
+    Packing.INT4: "weight_packed",
+    Packing.NVFP4: "weight_packed",
+    Packing.MXFP4: "weight_packed",
+    Packing.MODELOPT_NVFP4: "weight",
+    Packing.GPTQ: "qweight",
+    Packing.GPTQ_V2: "qweight",
+    Packing.AWQ: "qweight",
+}
+
+
+@dataclass(frozen=True)
+class StoredGroups:
+    """One matrix in 4 bits with scales of groups. Its tensors are checked, and its codes are not
+    read yet. `shape` is that of the file; `rows`: the output rows that are read; empty: all.
+    """
+
+    module: str
+    shape: Shape
+    four: FourBits
+    tensors: Mapping[str, Shape]
+    rows: tuple[slice, ...] = ()
+
+    def read(self, checkpoint: Checkpoint, device: str) -> Weight:
+        """Read the matrix."""
+        parts = _PARTS[self.four.packing](checkpoint, self)
+        groups, data, scale = parts.groups, parts.data, parts.scale
+        if parts.order is not None:
+            data = _reordered(data, parts.order)
+        if self.rows:
+            rows = torch.cat([_numbers(one.start, one.stop) for one in self.rows])
+            groups, data = groups.of_rows(rows), data[rows]
+            scale = None if scale is None else scale[rows]
+        zeros = None if groups.zeros is None else groups.zeros.to(device)
+        return Weight(
+            data.to(device).contiguous(),
+            None if scale is None else scale.to(device),
+            groups=replace(groups, scales=groups.scales.to(device).contiguous(), zeros=zeros),
+            order=None if parts.order is None else parts.order.to(device),
+        )
+
+    def of_rows(self, rows: Sequence[slice]) -> StoredGroups:
+        """Return the matrix of these output rows."""
+        return replace(self, rows=tuple(rows))
+
+
+@dataclass(frozen=True)
+class StoredPowers:
+    """One matrix in MXFP4, its scales checked. `exact`: E4M3 has its values; `normal`: kernels may
+    take it in MXFP4; both hold for all matrices that are computed together.
+    """
+
+    module: str
+    shape: Shape
+    tensors: Mapping[str, Shape]
+    exact: bool
+    normal: bool
+    rows: tuple[slice, ...] = ()
+
+    def read(
+        self, checkpoint: Checkpoint, compute: Format, format: Format, device: str, keeps: bool
+    ) -> Weight:
+        """Read the matrix: in MXFP4 if the kernels take it (`keeps`), else in `format`, an E4M3
+        variant, or `compute`, as `checkpoint.mxfp4` has it for experts.
+
+        Raises CheckpointError for float16 that does not have the values.
+        """
+        blocks, scales = self._stored(checkpoint)
+        if self.rows:
+            blocks = torch.cat([blocks[one] for one in self.rows])
+            scales = torch.cat([scales[one] for one in self.rows])
+        blocks, scales = blocks.to(device), scales.to(device)
+        if keeps and self.normal:
+            codes = blocks.flatten(1).contiguous()
+            return Weight(codes.view(mxfp4.CODES), scales.contiguous().view(mxfp4.SCALES))
+        if self.exact:
+            return Weight(*mxfp4.to_e4m3(blocks, scales, format))
+        exact = mxfp4.to_bfloat16(blocks, scales)
+        matrix = exact.to(torch_dtype(compute))
+        if not torch.equal(matrix.float(), exact.float()):
+            raise checkpoint.fault(
+                f"{self.module} has values in MXFP4 that {compute} does not have; use --dtype bfloat16"
+            )
+        return Weight(matrix)
+
+    def of_rows(self, rows: Sequence[slice]) -> StoredPowers:
+        """Return the matrix of these output rows."""
+        return replace(self, rows=tuple(rows))
+
+    def _stored(self, checkpoint: Checkpoint) -> tuple[Tensor, Tensor]:
+        blocks, scales = (checkpoint.copy(name).view(torch.uint8) for name in self.tensors)
+        return blocks.unflatten(1, (-1, mxfp4.GROUP // 2)), scales
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """A matrix with all its rows, as `Weight` has it; `data` in the order of the inputs."""
+
+    data: Tensor
+    groups: Groups
+    scale: Tensor | None = None
+    order: Tensor | None = None
+
+
+def find_four_bits(
+    checkpoint: Checkpoint, scheme: Scheme, shapes: Mapping[str, Shape]
+) -> dict[str, StoredGroups | StoredPowers]:
+    """Find the matrices that are stored in 4 bits, by the names in `shapes`, which are all tensors
+    of the model ('model.layers.0.mlp.down_proj.weight').
+
+    Raises CheckpointError, naming tensors, for a matrix that is stored so and not declared, for
+    tensors of another shape than declared or that are missing, and for scales that are negative or
+    not finite.
+    """
+    found: dict[str, StoredGroups | StoredPowers] = {}
+    for name, shape in shapes.items():
+        module, _, suffix = name.rpartition(".")
+        if suffix != "weight" or len(shape) != 2:
+            continue
+        codes = _stored_codes(checkpoint, scheme, module)
+        four = _declared(checkpoint, scheme, module, codes, name)
+        if four is None:
+            continue
+        if four.packing is Packing.MXFP4:
+            found[name] = _stored_powers(checkpoint, module, shape)
+        else:
+            found[name] = _stored_groups(checkpoint, module, shape, four)
+            _require_no_bias(checkpoint, module, four, shapes)
+    return _alike(found)
+
+
+def _stored_codes(checkpoint: Checkpoint, scheme: Scheme, module: str) -> str | None:
+    """Return the name of a module's codes of 4 bits; None if it has none."""
+    for suffix in ("weight_packed", "qweight"):
+        if f"{module}.{suffix}" in checkpoint.names:
+            return f"{module}.{suffix}"
+    name = f"{module}.weight"
+    is_bytes = name in checkpoint.names and checkpoint.entry(name).dtype == "U8"
+    return name if is_bytes and Packing.MODELOPT_NVFP4 in scheme.four_bits else None
+
+
+def _declared(
+    checkpoint: Checkpoint, scheme: Scheme, module: str, codes: str | None, name: str
+) -> FourBits | None:
+    """Return how a module is stored in 4 bits; None if it is not. Raises CheckpointError if
+    declaration and tensors contradict each other.
+    """
+    known = codes or (name if name in checkpoint.names else None)
+    declared = scheme.linear(module if known is None else checkpoint.declared_module(known))
+    four = None if declared is None else declared.four
+    if codes is None:
+        if four is not None and known is None:
+            raise checkpoint.fault(
+                f"{module}.{_CODES[four.packing]} is missing: {scheme.method} declares {four}"
+            )
+        return None  # `find_linears` refuses one that may not be in 16 bits
+    if four is None:
+        said = "not quantized" if declared is None else str(declared)
+        raise checkpoint.fault(
+            f"{codes} holds weights in 4 bits, but config.json declares {module} to be {said}; correct its "
+            "quantization_config"
+        )
+    expected = f"{module}.{_CODES[four.packing]}"
+    if codes != expected:
+        raise checkpoint.fault(
+            f"{codes} is there where {scheme.method} has {expected}, as config.json declares {four}"
+        )
+    return four
+
+
+def _stored_groups(
+    checkpoint: Checkpoint, module: str, shape: Shape, four: FourBits
+) -> StoredGroups:
+    """Check the tensors of one matrix, and read all but its codes."""
+    rows, columns = shape
+    groups = _num_groups(checkpoint, module, shape, four)
+    expected = _LAYOUTS[four.packing](rows, columns, groups)
+    if not four.zeros:
+        expected.pop("weight_zero_point", None)
+    optional = {"weight_shape", "g_idx"} | ({"weight_g_idx"} if four.ordered else set())
+    if not four.ordered:
+        expected.pop("weight_g_idx", None)
+    tensors = {}
+    for suffix, (dtypes, own) in expected.items():
+        name = f"{module}.{suffix}"
+        if suffix in optional and name not in checkpoint.names:
+            continue
+        _require(checkpoint, name, dtypes, own, four)
+        tensors[name] = checkpoint.shape_of(name)
+    stored = StoredGroups(module, shape, four, tensors)
+    _CHECKS[four.packing](checkpoint, stored)
+    return stored
+
+
+def _num_groups(checkpoint: Checkpoint, module: str, shape: Shape, four: FourBits) -> int:
+    """Return the groups of a row. Raises CheckpointError for sizes that do not fit."""
+    rows, columns = shape
+    size = columns if four.group is None else four.group
+    if columns % size or held_group(four, columns) is None:
+        raise checkpoint.fault(
+            f"{module} has {columns} inputs in groups of {size}, which is not implemented; multiples of 32 that divide "
+            "the inputs are, and 16 in NVFP4"
+        )
+    outputs = four.packing in (Packing.GPTQ, Packing.GPTQ_V2, Packing.AWQ)
+    if columns % _PER_INT or (outputs and rows % _PER_INT):
+        raise checkpoint.fault(
+            f"{module} is [{rows}, {columns}], which int32 of {_PER_INT} codes do not divide"
+        )
+    return columns // size
+
+
+def _require(
+    checkpoint: Checkpoint, name: str, dtypes: Sequence[str], shape: Shape, four: FourBits
+) -> None:
+    if name not in checkpoint.names:
+        raise checkpoint.fault(f"{name} is missing: config.json declares {four}")
+    entry = checkpoint.entry(name)
+    single = shape in ((), (1,)) and entry.shape in ((), (1,))
+    if entry.dtype not in dtypes or (entry.shape != shape and not single):
+        raise checkpoint.fault(
+            f"{name} is {entry.dtype} of shape {list(entry.shape)}; {' or '.join(dtypes)} of {list(shape)} is "
+            f"expected for {four}"
+        )
+
+
+def _require_no_bias(
+    checkpoint: Checkpoint, module: str, four: FourBits, shapes: Mapping[str, Shape]
+) -> None:
+    """Take a bias that the model does not have: GPTQ's tools write zeros. Raises CheckpointError for
+    anything else.
+    """
+    name = f"{module}.bias"
+    gptq = four.packing in (Packing.GPTQ, Packing.GPTQ_V2)
+    if gptq and name in checkpoint.names and name not in shapes and checkpoint.copy(name).any():
+        raise checkpoint.fault(f"{name} is not zero, and config.json describes a model without it")
+
+
+def _layout_int4(rows: int, columns: int, groups: int) -> dict[str, tuple[Sequence[str], Shape]]:
+    return {
+        "weight_packed": (_INTS, (rows, columns // _PER_INT)),
+        "weight_scale": (_FLOATS, (rows, groups)),
+        "weight_zero_point": (_INTS, (-(-rows // _PER_INT), groups)),
+        "weight_g_idx": (_INTS, (columns,)),
+        "weight_shape": (_SHAPES, (2,)),
+    }
+
+
+def _layout_nvfp4(rows: int, columns: int, groups: int) -> dict[str, tuple[Sequence[str], Shape]]:
+    return {
+        "weight_packed": (_BYTES, (rows, columns // 2)),
+        "weight_scale": (_E4M3, (rows, groups)),
+        "weight_global_scale": (("F32",), (1,)),
+    }
+
+
+def _layout_modelopt(
+    rows: int, columns: int, groups: int
+) -> dict[str, tuple[Sequence[str], Shape]]:
+    return {
+        "weight": (_BYTES, (rows, columns // 2)),
+        "weight_scale": (_E4M3, (rows, groups)),
+        "weight_scale_2": (("F32",), ()),
+    }
+
+
+def _layout_gptq(rows: int, columns: int, groups: int) -> dict[str, tuple[Sequence[str], Shape]]:
+    return {
+        "qweight": (_INTS, (columns // _PER_INT, rows)),
+        "qzeros": (_INTS, (groups, rows // _PER_INT)),
+        "scales": (_FLOATS, (groups, rows)),
+        "g_idx": (_INTS, (columns,)),
+    }
+
+
+def _layout_awq(rows: int, columns: int, groups: int) -> dict[str, tuple[Sequence[str], Shape]]:
+    return {
+        "qweight": (_INTS, (columns, rows // _PER_INT)),
+        "qzeros": (_INTS, (groups, rows // _PER_INT)),
+        "scales": (_FLOATS, (groups, rows)),
+    }
+
+
+def _check_int4(checkpoint: Checkpoint, stored: StoredGroups) -> None:
+    module = stored.module
+    _scales(checkpoint, f"{module}.weight_scale")
+    if f"{module}.weight_g_idx" in stored.tensors:
+        _order(checkpoint, stored, f"{module}.weight_g_idx")
+
+
+def _check_nvfp4(checkpoint: Checkpoint, stored: StoredGroups) -> None:
+    _scales(checkpoint, f"{stored.module}.weight_scale")
+    checkpoint.take_scale(f"{stored.module}.{_of_tensor(stored)}")
+
+
+def _check_gptq(checkpoint: Checkpoint, stored: StoredGroups) -> None:
+    _scales(checkpoint, f"{stored.module}.scales")
+    _gptq_zeros(checkpoint, stored)
+    if f"{stored.module}.g_idx" in stored.tensors:
+        _order(checkpoint, stored, f"{stored.module}.g_idx")
+
+
+def _check_awq(checkpoint: Checkpoint, stored: StoredGroups) -> None:
+    _scales(checkpoint, f"{stored.module}.scales")
+
+
+def _of_tensor(stored: StoredGroups) -> str:
+    """Return the suffix of the scale that all groups share."""
+    modelopt = stored.four.packing is Packing.MODELOPT_NVFP4
+    return "weight_scale_2" if modelopt else "weight_global_scale"
+
+
+def _scales(checkpoint: Checkpoint, name: str) -> Tensor:
+    """Return the scales of groups, as they are stored; those in float32 become bfloat16 or float16,
+    whichever has them. Raises CheckpointError for what is not finite, or negative.
+    """
+    stored = checkpoint.copy(name)
+    values = stored.float()
+    bad = values[~((values >= 0) & (values < torch.inf))]
+    if len(bad):
+        raise checkpoint.fault(
+            f"{name} has {bad[0].item()} among its {values.numel()} values; a scale has to be finite and not negative"
+        )
+    if stored.dtype != torch.float32:
+        return stored
+    for dtype in (torch.bfloat16, torch.float16):
+        if torch.equal(stored.to(dtype).float(), stored):
+            return stored.to(dtype)
+    raise checkpoint.fault(
+        f"{name} is in float32 and has values that neither bfloat16 nor float16 has, in which scales of groups are "
+        "held; save the quantized model in one of them"
+    )
+
+
+def _order(checkpoint: Checkpoint, stored: StoredGroups, name: str) -> Tensor | None:
+    """Return the input that each column takes once columns are sorted by group, int64 [inputs];
+    None if groups are of consecutive inputs already.
+
+    Raises CheckpointError unless every group has as many inputs.
+    """
+    group_of = checkpoint.copy(name).long()
+    columns = stored.shape[1]
+    size = stored.four.group or columns
+    if (group_of == -1).all():  # as compressed-tensors says that there is no order
+        return None
+    if group_of.min() < 0 or not torch.equal(
+        group_of.bincount(minlength=columns // size),
+        torch.full((columns // size,), size, dtype=torch.int64, device="cpu"),
+    ):
+        raise checkpoint.fault(
+            f"{name} does not put {size} of the {columns} inputs into each of {columns // size} groups"
+        )
+    order = torch.sort(group_of, stable=True).indices
+    if torch.equal(order, _numbers(0, columns)):
+        return None
+    if not stored.four.ordered:
+        raise checkpoint.fault(
+            f"{name} gives inputs to groups in an order of their own, but config.json says desc_act false"
+        )
+    return order
+
+
+def _numbers(first: int, stop: int) -> Tensor:
+    return torch.arange(first, stop, dtype=torch.int64, device="cpu")
+
+
+def _turned(x: Tensor) -> Tensor:
+    """Return the transpose of x in rows of its own: `contiguous` keeps the strides of one column."""
+    return x.t().clone(memory_format=torch.contiguous_format)
+
+
+def _nibbles(words: Tensor) -> Tensor:
+    """Return the codes of bytes or int32, the lowest bits first: uint8 [.., codes]."""
+    stored = words.contiguous().view(torch.uint8)
+    return torch.stack((stored & 15, stored >> 4), -1).flatten(-2)
+
+
+def _in_pairs(codes: Tensor) -> Tensor:
+    """Pack codes, uint8 [.., count], two to a byte: [.., count / 2]."""
+    return codes[..., ::2] | codes[..., 1::2] << 4
+
+
+def _reordered(data: Tensor, order: Tensor) -> Tensor:
+    return _in_pairs(_nibbles(data)[:, order])
+
+
+def _as_held(stored: StoredGroups, codes: Codes, scales: Tensor, zeros: Tensor | None) -> Groups:
+    """Return groups of a size that kernels take, from scales and zero points [rows, groups]."""
+    size = stored.four.group or stored.shape[1]
+    held = held_group(stored.four, size)
+    assert held is not None
+    if held == size:
+        return Groups(codes, size, scales, zeros)
+    times = size // held
+    wide = None if zeros is None else zeros.repeat_interleave(times, 1)
+    return Groups(codes, held, scales.repeat_interleave(times, 1), wide)
+
+
+def _read_int4(checkpoint: Checkpoint, stored: StoredGroups) -> _Parts:
+    module, order, zeros = stored.module, None, None
+    if f"{module}.weight_g_idx" in stored.tensors:
+        order = _order(checkpoint, stored, f"{module}.weight_g_idx")
+    if stored.four.zeros:
+        packed = checkpoint.copy(f"{module}.weight_zero_point")
+        zeros = _turned(_nibbles(packed.t()))[: stored.shape[0]]
+    data = checkpoint.copy(f"{module}.weight_packed").view(torch.uint8)
+    scales = _scales(checkpoint, f"{module}.weight_scale")
+    return _Parts(data, _as_held(stored, Codes.INT4, scales, zeros), order=order)
+
+
+def _read_nvfp4(checkpoint: Checkpoint, stored: StoredGroups) -> _Parts:
+    module = stored.module
+    data = checkpoint.copy(f"{module}.{_CODES[stored.four.packing]}")
+    scale = checkpoint.take_scale(f"{module}.{_of_tensor(stored)}").reshape(1)
+    if stored.four.packing is Packing.NVFP4:
+        scale = scale.reciprocal()
+    scales = _scales(checkpoint, f"{module}.weight_scale")
+    groups = _as_held(stored, Codes.E2M1, scales, None)
+    return _Parts(data, groups, scale.repeat(stored.shape[0]))
+
+
+def _gptq_zeros(checkpoint: Checkpoint, stored: StoredGroups) -> Tensor | None:
+    """Return the zero points [groups, rows]; None if all are 8, as they are declared to be. Raises
+    CheckpointError if they are declared so and are not.
+    """
+    name = f"{stored.module}.qzeros"
+    zeros = _nibbles(checkpoint.copy(name))
+    if stored.four.packing is Packing.GPTQ:
+        zeros = zeros + 1 & 15
+    if stored.four.zeros:
+        return zeros
+    other = zeros[zeros != 8]
+    if len(other):
+        raise checkpoint.fault(
+            f"{name} has the zero point {int(other[0])}, but config.json says sym true, which is 8 everywhere; is "
+            "checkpoint_format (gptq, gptq_v2) that of the file?"
+        )
+    return None
+
+
+def _read_gptq(checkpoint: Checkpoint, stored: StoredGroups) -> _Parts:
+    module, order = stored.module, None
+    if f"{module}.g_idx" in stored.tensors:
+        order = _order(checkpoint, stored, f"{module}.g_idx")
+    zeros = _gptq_zeros(checkpoint, stored)
+    # an int32 has 8 inputs of an output, so turning them makes rows of inputs
+    data = checkpoint.copy(f"{module}.qweight").t().contiguous().view(torch.uint8)
+    scales = _turned(_scales(checkpoint, f"{module}.scales"))
+    turned = None if zeros is None else _turned(zeros)
+    return _Parts(data, _as_held(stored, Codes.INT4, scales, turned), order=order)
+
+
+def _read_awq(checkpoint: Checkpoint, stored: StoredGroups) -> _Parts:
+    module = stored.module
+
+    def by_output(name: str) -> Tensor:
+        """uint8 [outputs, words of a column]: codes or zero points, in the order of the outputs."""
+        codes = _nibbles(checkpoint.copy(name))
+        words = codes.view(len(codes), -1, _PER_INT)
+        places = torch.tensor(_AWQ_PLACES, dtype=torch.int64, device="cpu")
+        in_order = words.index_select(-1, places)
+        return _turned(in_order.flatten(1))
+
+    scales = _turned(_scales(checkpoint, f"{module}.scales"))
+    groups = _as_held(stored, Codes.INT4, scales, by_output(f"{module}.qzeros"))
+    return _Parts(_in_pairs(by_output(f"{module}.qweight")), groups)
+
+
+def _stored_powers(checkpoint: Checkpoint, module: str, shape: Shape) -> StoredPowers:
+    """Check the tensors of one matrix in MXFP4, and read its scales."""
+    rows, columns = shape
+    four = FourBits(Packing.MXFP4, mxfp4.GROUP)
+    if columns % mxfp4.GROUP:
+        raise checkpoint.fault(
+            f"{module} has {columns} inputs, which is not a multiple of {mxfp4.GROUP}"
+        )
+    tensors = {
+        f"{module}.weight_packed": (rows, columns // 2),
+        f"{module}.weight_scale": (rows, columns // mxfp4.GROUP),
+    }
+    _require(checkpoint, f"{module}.weight_packed", _BYTES, (rows, columns // 2), four)
+    scales = (rows, columns // mxfp4.GROUP)
+    _require(checkpoint, f"{module}.weight_scale", ("U8", "F8_E8M0"), scales, four)
+    stored = StoredPowers(module, shape, tensors, exact=False, normal=False)
+    parts = stored._stored(checkpoint)
+    if not mxfp4.finite(*parts):
+        raise checkpoint.fault(
+            f"{module} has values that are not finite: a scale in {module}.weight_scale is NaN (255) or too large; "
+            "quantize the model again"
+        )
+    exact = bool(mxfp4.exact_rows(*parts).all())
+    return replace(stored, exact=exact, normal=mxfp4.normal(*parts))
+
+
+def _alike(
+    found: Mapping[str, StoredGroups | StoredPowers],
+) -> dict[str, StoredGroups | StoredPowers]:
+    """Give the matrices in MXFP4 that are computed together one format: those of one module, such
+    as `mlp`, and of all experts of a layer.
+    """
+    together: dict[str, list[StoredPowers]] = {}
+    for stored in found.values():
+        if isinstance(stored, StoredPowers):
+            together.setdefault(_parent(stored.module), []).append(stored)
+    result = dict(found)
+    for name, stored in found.items():
+        if isinstance(stored, StoredPowers):
+            others = together[_parent(stored.module)]
+            exact, normal = all(one.exact for one in others), all(one.normal for one in others)
+            result[name] = replace(stored, exact=exact, normal=normal)
+    return result
+
+
+def _parent(module: str) -> str:
+    """Return the name of the module around `module`, of all experts for one of an expert."""
+    parent = module.rpartition(".")[0]
+    head, _, last = parent.rpartition(".")
+    return head if last.isdigit() else parent
+
+
+_LAYOUTS: Mapping[Packing, Callable[[int, int, int], dict[str, tuple[Sequence[str], Shape]]]] = {
+    Packing.INT4: _layout_int4,
+    Packing.NVFP4: _layout_nvfp4,
+    Packing.MODELOPT_NVFP4: _layout_modelopt,
+    Packing.GPTQ: _layout_gptq,
+    Packing.GPTQ_V2: _layout_gptq,
+    Packing.AWQ: _layout_awq,
+}
+_CHECKS: Mapping[Packing, Callable[[Checkpoint, StoredGroups], None]] = {
+    Packing.INT4: _check_int4,
+    Packing.NVFP4: _check_nvfp4,
+    Packing.MODELOPT_NVFP4: _check_nvfp4,
+    Packing.GPTQ: _check_gptq,
+    Packing.GPTQ_V2: _check_gptq,
+    Packing.AWQ: _check_awq,
+}
+_PARTS: Mapping[Packing, Callable[[Checkpoint, StoredGroups], _Parts]] = {
+    Packing.INT4: _read_int4,
+    Packing.NVFP4: _read_nvfp4,
+    Packing.MODELOPT_NVFP4: _read_nvfp4,
+    Packing.GPTQ: _read_gptq,
+    Packing.GPTQ_V2: _read_gptq,
+    Packing.AWQ: _read_awq,
+}

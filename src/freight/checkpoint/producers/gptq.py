@@ -1,0 +1,86 @@
+"""GPTQ's and AWQ's files: INT4 with scales and zero points of groups. Imports no torch.
+
+Both tools leave router, head and whatever they do not list in 16 bits, so tensors show which
+modules are in 4 bits.
+"""
+
+from __future__ import annotations
+
+from freight.checkpoint.producers import patterns
+from freight.checkpoint.producers.common import E4M3, mapping
+from freight.config.fields import JsonObject, is_integer
+from freight.errors import CheckpointError, choices
+from freight.fp8.scheme import LinearScheme, Packing, Rule, Scheme
+
+_FORMATS = {None: Packing.GPTQ, "gptq": Packing.GPTQ, "gptq_v2": Packing.GPTQ_V2}
+
+
+def read_gptq(declared: JsonObject) -> Scheme:
+    """Read the declaration of AutoGPTQ and GPTQModel. Raises CheckpointError for what is not
+    implemented.
+    """
+    group = _group_size(declared, "gptq", "bits", "group_size")
+    format = declared.get("checkpoint_format", declared.get("format"))
+    if format not in tuple(_FORMATS) or declared.get("is_marlin_format"):  # it may be a list
+        raise CheckpointError(
+            f"gptq with checkpoint_format {format!r} is not implemented; gptq and gptq_v2 are: save the model in one "
+            "of them"
+        )
+    linear = LinearScheme.in_four_bits(
+        _FORMATS[format],
+        group,
+        zeros=declared.get("sym", True) is False,
+        ordered=bool(declared.get("desc_act")),
+        or_plain=True,
+    )
+    return Scheme("gptq", E4M3, rules=(*_left_out(declared), Rule(patterns.every(), linear)))
+
+
+def _left_out(declared: JsonObject) -> list[Rule]:
+    """Return rules of the modules that GPTQModel's `dynamic` leaves out. Raises CheckpointError for
+    modules with settings of their own.
+    """
+    found = []
+    for name, settings in mapping(declared.get("dynamic"), "dynamic").items():
+        if not name.startswith("-:"):
+            raise CheckpointError(
+                f"gptq with dynamic[{name!r}] = {settings!r} is not implemented: modules have one size of groups, "
+                "4 bits; quantize all of them alike, or leave some out ('-:' before the expression)"
+            )
+        found.append(Rule(patterns.exact(f"re:{name.removeprefix('-:')}"), None))
+    return found
+
+
+def read_awq(declared: JsonObject) -> Scheme:
+    """Read the declaration of AutoAWQ. Raises CheckpointError for what is not implemented."""
+    # AutoAWQ's own names of the keys, then transformers'
+    bits = "w_bit" if "w_bit" in declared else "bits"
+    size = "q_group_size" if "q_group_size" in declared else "group_size"
+    group = _group_size(declared, "awq", bits, size)
+    version = declared.get("version", "gemm")
+    if str(version).lower() != "gemm":
+        raise CheckpointError(
+            f"awq with version {version!r} is not implemented; gemm is: quantize the model with it"
+        )
+    if declared.get("zero_point", True) is not True:
+        raise CheckpointError(
+            f"awq with zero_point {declared['zero_point']!r} is not implemented; true is"
+        )
+    left_out = patterns.rules(declared, "modules_to_not_convert", patterns.contained)
+    linear = LinearScheme.in_four_bits(Packing.AWQ, group, zeros=True, or_plain=True)
+    return Scheme("awq", E4M3, rules=(*left_out, Rule(patterns.every(), linear)))
+
+
+def _group_size(declared: JsonObject, method: str, bits_key: str, key: str) -> int | None:
+    """Return the inputs of a group, None for all. Raises CheckpointError for other than 4 bits."""
+    bits, group = declared.get(bits_key), declared.get(key, -1)
+    if bits != 4 or isinstance(bits, bool):
+        raise CheckpointError(
+            f"{method} with {bits_key} {bits!r} is not implemented; {choices(('4',))} is: use the model in 4 bits, "
+            "FP8 or 16 bits"
+        )
+    if group == -1:
+        return None
+    if not is_integer(group) or group < 1:
+        raise CheckpointError(f"{method} with {key} {group!r} is not a number of inputs, or -1")
+    return int(group)

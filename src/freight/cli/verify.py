@@ -1,0 +1,107 @@
+"""`freight verify`: whether an answer of a server is what this model gives, without generating it
+again.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from freight.cli.options import Json, Values, argument, takes_engine_options
+from freight.cli.serve import NEEDED, takes_server_options
+from freight.config.engine import EngineArgs
+from freight.engine.verification import Outcome, Verification
+from freight.errors import ConfigError, install
+
+# The options of `freight serve` that decide what an answer is.
+_OPTIONS = ("chat_template", "tool_call_parser", "reasoning_parser")
+_STATUS = {Outcome.EQUAL: 0, Outcome.DIFFERS: 1, Outcome.UNKNOWN: 2}
+
+
+@takes_engine_options
+@takes_server_options(_OPTIONS)
+def verify(
+    args: EngineArgs,
+    server: Values,
+    answer: Annotated[
+        Path,
+        argument("ANSWER", "A JSON file with a request and its answer; - reads stdin."),
+    ],
+    as_json: Json = False,
+) -> None:
+    """Check an answer of a server in one prefill.
+
+    Every token is drawn again, from its own logits and seed. Exit status: 0 if all is equal, 1 if
+    something differs, 2 if it cannot be said.
+    """
+    missing = [name for name in NEEDED if find_spec(name) is None]
+    if missing:
+        raise ConfigError(f"freight verify needs {', '.join(missing)}: {install('server')}")
+    from freight.server.verify import read_stated, verifier_of
+
+    contents = list(_read(answer))
+    results: Iterator[Verification]
+    readable = [not isinstance(read_stated(content), Verification) for content in contents]
+    if any(readable):
+        results = verifier_of(args, **server).results(contents)
+    else:  # no model is needed to say so
+        results = (one for one in map(read_stated, contents) if isinstance(one, Verification))
+    counts: Counter[Outcome] = Counter()
+    for number, result in enumerate(results, 1):
+        counts[result.outcome] += 1
+        if as_json:
+            typer.echo(json.dumps(result.as_object()))
+        else:
+            typer.echo((f"{number}: " if len(contents) > 1 else "") + _in_words(result))
+    if len(contents) > 1:
+        shares = ", ".join(f"{counts[one]:,} {_WORDS[one]}" for one in Outcome if counts[one])
+        typer.echo(f"{len(contents):,} answers: {shares}", err=True)
+    differs = counts[Outcome.DIFFERS] > 0
+    raise typer.Exit(_STATUS[Outcome.DIFFERS] if differs else max(_STATUS[one] for one in counts))
+
+
+_WORDS = {
+    Outcome.EQUAL: "equal",
+    Outcome.DIFFERS: "differ",
+    Outcome.UNKNOWN: "of which it cannot be said",
+}
+
+
+def _in_words(result: Verification) -> str:
+    if result.outcome is Outcome.EQUAL:
+        return f"equal: all {result.num_tokens:,} tokens were drawn again as stated"
+    if result.outcome is Outcome.DIFFERS:
+        return f"differs: {result.reason}"
+    return f"it cannot be said: {result.reason}"
+
+
+def _read(source: Path) -> Iterator[Any]:
+    """Yield the values of a file that is one JSON value, or has one on each line. Raises ConfigError."""
+    try:
+        text = sys.stdin.read() if str(source) == "-" else source.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{source} cannot be read: {error}") from None
+    if not text.strip():
+        raise ConfigError(f"{source} is empty")
+    try:
+        yield json.loads(text)
+        return
+    except ValueError as error:
+        fault = error
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            yield json.loads(line)
+        except ValueError:
+            raise ConfigError(
+                f"{source}, line {number}, is not JSON; the file is neither one JSON value ({fault}) nor one on "
+                "each line"
+            ) from None

@@ -1,0 +1,217 @@
+"""Verifications: whether an answer is what its request gives, token for token.
+
+`engine/redraw.py` draws the tokens of an answer again. Here what came of it is compared with what is
+stated, and put into words. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+from freight.json_schema import Json
+from freight.outputs import (
+    CompletionOutput,
+    FinishReason,
+    Logprob,
+    RequestOutput,
+    TokenLogprobs,
+)
+from freight.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from freight.engine.redraw import Otherwise, Redrawn
+
+# how an answer ends that its tokens do not decide
+_FROM_OUTSIDE = (FinishReason.ABORT, FinishReason.TIMEOUT)
+NO_SEED = (
+    "it was sampled without a seed, so its draws cannot be repeated; send `seed` with requests that "
+    "are to be verified"
+)
+OTHER_KERNELS = (
+    "here the bits of a row depend on the rows beside it; only the compiled CPU kernels, with a model "
+    "of Freight's own families, promise that they do not"
+)
+
+
+class Outcome(StrEnum):
+    """What can be said about an answer."""
+
+    EQUAL = "equal"  # every token was drawn again, and all that is stated about it is so
+    DIFFERS = "differs"  # something is stated that its request does not give
+    UNKNOWN = "unknown"  # it cannot be said
+
+
+@dataclass(frozen=True)
+class Verification:
+    """The result of a verification.
+
+    reason           a sentence: what differs, or why it cannot be said; "" if all is equal
+    num_tokens       tokens of the answer, all completions together, that were drawn again as stated
+    completion       index of the completion that differs
+    position         of its first token that differs, from 0
+    stated_token     the token that is stated there
+    drawn_token      the token that is drawn there; None where none can be
+    stated_logprob   log-probability that is stated for `stated_token`; where another token is drawn,
+                     the one that the model gives it
+    drawn_logprob    log-probability that the model gives to `drawn_token`
+
+    What does not apply is None.
+    """
+
+    outcome: Outcome
+    reason: str = ""
+    num_tokens: int = 0
+    completion: int | None = None
+    position: int | None = None
+    stated_token: int | None = None
+    drawn_token: int | None = None
+    stated_logprob: float | None = None
+    drawn_logprob: float | None = None
+
+    def as_object(self) -> dict[str, Json]:
+        """Return the fields that apply, by name."""
+        return {name: value for name, value in asdict(self).items() if value not in (None, "")}
+
+
+def unknown(reason: str) -> Verification:
+    return Verification(Outcome.UNKNOWN, reason)
+
+
+def differs(reason: str, completion: int | None = None) -> Verification:
+    return Verification(Outcome.DIFFERS, reason, completion=completion)
+
+
+def has_no_seed(params: SamplingParams) -> bool:
+    """Return whether tokens are drawn with a seed that the engine chose."""
+    return params.seed is None and not params.greedy and params.max_tokens != 0
+
+
+def draws_differ(
+    redrawn: Redrawn, answers: Sequence[Sequence[int]], first: int = 0
+) -> Verification | None:
+    """Compare the draws of a redraw with the tokens stated; None: they are the same, and each
+    completion ends with its last token, or has not ended.
+
+    first: index that is shown for the first completion.
+    """
+    rows = zip(redrawn.group.completions, redrawn.otherwise, redrawn.errors, answers, strict=True)
+    for index, (told, otherwise, error, answer) in enumerate(rows, first):
+        if error is not None:
+            return unknown(f"completion {index} cannot be computed: {error}")
+        if otherwise is not None:
+            return _otherwise(index, otherwise)
+        count = len(told.request.output_token_ids)
+        if count < len(answer):
+            return differs(
+                f"completion {index} ends after {count} tokens ({told.output().finish_reason}), and has "
+                f"{len(answer)}",
+                index,
+            )
+    return None
+
+
+def _otherwise(index: int, found: Otherwise) -> Verification:
+    drawn = (
+        f"{found.drawn} ({found.drawn_logprob:.6g}) is drawn"
+        if found.error is None
+        else f"no token can be drawn: {found.error}"
+    )
+    return Verification(
+        Outcome.DIFFERS,
+        f"completion {index}, token {found.position}: {found.stated} is stated (log-probability "
+        f"{found.stated_logprob:.6g}), and {drawn}",
+        completion=index,
+        position=found.position,
+        stated_token=found.stated,
+        drawn_token=None if found.error is not None else found.drawn,
+        stated_logprob=found.stated_logprob,
+        drawn_logprob=None if found.error is not None else found.drawn_logprob,
+    )
+
+
+def logprob_differs(
+    completion: int, position: int, token: int, stated: float | None, found: float | None
+) -> Verification:
+    """Make the result for a token that was drawn again, with another log-probability than stated."""
+    return Verification(
+        Outcome.DIFFERS,
+        f"completion {completion}, token {position}: the log-probability {stated!r} is stated, and the model "
+        f"gives {found!r}",
+        completion=completion,
+        position=position,
+        stated_token=token,
+        drawn_token=token,
+        stated_logprob=stated,
+        drawn_logprob=found,
+    )
+
+
+def compare_output(stated: RequestOutput, redrawn: Redrawn) -> Verification:
+    """Compare an output of `LLM.generate` with what came of its redraw."""
+    answers = [one.token_ids for one in stated.outputs]
+    found = draws_differ(redrawn, answers)
+    if found is not None:
+        return found
+    told = redrawn.group.output()
+    for given, drawn in zip(stated.outputs, told.outputs, strict=True):
+        found = _completion_differs(given, drawn)
+        if found is not None:
+            return found
+    if stated.prompt_logprobs != told.prompt_logprobs:
+        return differs("the log-probabilities of the prompt are others than stated")
+    return Verification(Outcome.EQUAL, num_tokens=sum(map(len, answers)))
+
+
+def _completion_differs(stated: CompletionOutput, told: CompletionOutput) -> Verification | None:
+    index = told.index
+    pairs = zip(stated.logprobs or (), told.logprobs or (), told.token_ids, strict=False)
+    for position, (given, found, token) in enumerate(pairs):
+        if given != found:
+            return _entries_differ(index, position, token, given, found)
+    if (stated.logprobs is None) != (told.logprobs is None) or (
+        len(stated.logprobs or ()) != len(told.logprobs or ())
+    ):
+        return differs(f"completion {index}: not every token has log-probabilities", index)
+    if stated.text != told.text:
+        return differs(f"completion {index}: its tokens are another text than stated", index)
+    ends = told.finish_reason, told.stop_reason
+    if told.finish_reason is None and stated.finish_reason in _FROM_OUTSIDE:
+        return None
+    if (stated.finish_reason, stated.stop_reason) != ends:
+        ending = "goes on" if ends[0] is None else f"ends by {ends[0]} ({ends[1]!r})"
+        return differs(
+            f"completion {index}: {stated.finish_reason} ({stated.stop_reason!r}) is stated as its end, and after its "
+            f"last token it {ending}",
+            index,
+        )
+    return None
+
+
+def _entries_differ(
+    index: int, position: int, token: int, stated: TokenLogprobs, found: TokenLogprobs
+) -> Verification:
+    """stated, found: what is stated for one token, and what the model gives; they differ."""
+    both = set(stated) | set(found)
+    other = next(
+        one
+        for one in sorted(both, key=lambda one: one != token)
+        if stated.get(one) != found.get(one)
+    )
+    given, own = stated.get(other), found.get(other)
+    if other == token:
+        return logprob_differs(index, position, token, _value(given), _value(own))
+    return Verification(
+        Outcome.DIFFERS,
+        f"completion {index}, token {position}: {given} is stated for token {other}, and the model gives {own}",
+        completion=index,
+        position=position,
+        stated_token=token,
+        drawn_token=token,
+    )
+
+
+def _value(entry: Logprob | None) -> float | None:
+    return None if entry is None else entry.logprob

@@ -1,0 +1,368 @@
+"""`freight verify`: an answer of the server, with its request, is checked in one prefill.
+
+The request is read by the server's own parser, and its prompts are tokenized anew. The engine draws the
+answer's tokens again (`engine/redraw.py`), and the reply of the API writes the answer anew from what it
+drew. So all that the answer states is compared with what this model gives: tokens, log-probabilities,
+text, tool calls, ends, and the tokens of the prompt.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from reprlib import repr as show
+from typing import TYPE_CHECKING, Any
+
+from freight.config.engine import EngineArgs
+from freight.engine.verification import (
+    NO_SEED,
+    OTHER_KERNELS,
+    Outcome,
+    Verification,
+    differs,
+    draws_differ,
+    has_no_seed,
+    logprob_differs,
+    unknown,
+)
+from freight.errors import CapacityError, RequestError
+from freight.server.answers.answer_format import AnswerFormat, answer_format
+from freight.server.app import Parse
+from freight.server.call import (
+    Call,
+    Conversation,
+    ReplyHead,
+    Served,
+    TokenizedWork,
+    Work,
+)
+from freight.server.limits import ServingLimits
+from freight.server.openai.chat_request import parse_chat
+from freight.server.openai.completion_request import parse_completion
+from freight.server.serving import read_template
+from freight.server.transport.errors import ApiError
+from freight.server.transport.slices import json_bytes
+from freight.version import version
+
+if TYPE_CHECKING:
+    from freight.engine.engine import Engine
+    from freight.engine.redraw import Redrawn
+
+_KINDS: dict[str, Parse] = {"chat.completion": parse_chat, "text_completion": parse_completion}
+AT_ONCE = 64  # answers in the engine at a time
+# Values of an answer that its request decides; the rest are names and times.
+_DECIDED = ("prompt_token_ids", "prompt_logprobs", "choices")
+_COUNTED = ("prompt_tokens", "completion_tokens")  # of `usage`; the rest depends on the cache
+_LOGPROB = re.compile(
+    r"\.choices\[(\d+)\]\.logprobs\.(?:token_logprobs\[(\d+)\]|content\[(\d+)\]\.logprob)"
+)
+
+Json = Any
+_Path = tuple[str, Json, Json]  # where two values differ, the one stated, and the one found
+
+
+@dataclass(frozen=True)
+class Stated:
+    """A request and its answer, as they are in a file. `tokens`: those of each choice, in order."""
+
+    request: Mapping[str, Json]
+    response: Mapping[str, Json]
+    parse: Parse
+    fingerprint: str
+    tokens: tuple[tuple[int, ...], ...]
+
+
+def read_stated(content: object) -> Stated | Verification:
+    """Read {"request": …, "response": …}: the body that was sent to /v1/completions or
+    /v1/chat/completions, and the complete one that came back; or say what they lack.
+    """
+    if not isinstance(content, Mapping):
+        return unknown(f"{show(content)} is not an object with `request` and `response`")
+    request, response = content.get("request"), content.get("response")
+    for name, value in (("request", request), ("response", response)):
+        if not isinstance(value, Mapping):
+            return unknown(f"`{name}` is {show(value)}; it must be the JSON body")
+    assert isinstance(request, Mapping)
+    assert isinstance(response, Mapping)
+    kind, fingerprint = response.get("object"), response.get("system_fingerprint")
+    if kind not in _KINDS:
+        return unknown(
+            f"the response's `object` is {show(kind)}; answers of {', '.join(_KINDS)} can be verified, "
+            "streamed ones cannot"
+        )
+    if not isinstance(fingerprint, str):
+        return unknown("the response has no `system_fingerprint`, so its model is not known")
+    choices = response.get("choices")
+    if not isinstance(choices, list) or not choices:
+        return unknown("the response has no `choices`")
+    tokens = [_token_ids(choice) for choice in choices]
+    if None in tokens:
+        return unknown(
+            "the response has no `token_ids`; send `return_token_ids`: true with requests that are to be verified"
+        )
+    known = tuple(one for one in tokens if one is not None)
+    return Stated(request, response, _KINDS[kind], fingerprint, known)
+
+
+def _token_ids(choice: object) -> tuple[int, ...] | None:
+    ids = choice.get("token_ids") if isinstance(choice, Mapping) else None
+    if not isinstance(ids, list) or not all(type(one) is int for one in ids):
+        return None
+    return tuple(ids)
+
+
+@dataclass(frozen=True)
+class _Begun:
+    """An answer whose redraws are in the engine, by the names of its prompts."""
+
+    stated: Stated
+    call: Call
+    work: Sequence[TokenizedWork]
+    names: Sequence[str]
+
+
+class Verifier:
+    """Checks answers with one engine, which it has alone."""
+
+    def __init__(self, engine: Engine, served: Served) -> None:
+        self._engine = engine
+        self._served = replace(served, unknown_fields="ignore", strict_schemas=False)
+        self._limits = ServingLimits()
+        self._num_queued = 0
+
+    def results(self, contents: Iterable[object]) -> Iterator[Verification]:
+        """Yield a result for each `read_stated` object, in order."""
+        source = iter(contents)
+        while batch := list(islice(source, AT_ONCE)):
+            begun = [self._begin(content) for content in batch]
+            while self._engine.has_unfinished:
+                self._engine.step(quiet_until=math.inf)
+            for one in begun:
+                yield one if isinstance(one, Verification) else self._end(one)
+
+    def _begin(self, content: object) -> _Begun | Verification:
+        stated = read_stated(content)
+        if isinstance(stated, Verification):
+            return stated
+        if stated.fingerprint != self._served.fingerprint:
+            return unknown(
+                f"the answer's system_fingerprint is {stated.fingerprint}, and that of this model with these "
+                f"options and this version is {self._served.fingerprint}"
+            )
+        if not self._engine.is_reproducible:
+            return unknown(OTHER_KERNELS)
+        try:
+            return self._queue(stated)
+        except (ApiError, RequestError, CapacityError) as error:
+            return unknown(f"the request cannot be served here: {error}")
+
+    def _queue(self, stated: Stated) -> _Begun | Verification:
+        named = stated.request.get("model")
+        served = self._served
+        if isinstance(named, str):
+            served = replace(served, names=(named,))
+        call = stated.parse(dict(stated.request), served, self._limits)
+        work = [self._tokenized(one) for one in call.work]
+        if any(has_no_seed(one.params) for one in work):
+            return unknown(NO_SEED)
+        fault = _shape_differs(stated, work, self._served.vocab_size)
+        if fault is not None:
+            return fault
+        names: list[str] = []
+        for item, answers in zip(work, _by_prompt(stated, work), strict=True):
+            prompt = self._engine.accept(item.token_ids, item.params)
+            self._num_queued += 1
+            name = str(self._num_queued)
+            self._engine.redraw(name, prompt, item.params, answers)
+            names.append(name)
+        return _Begun(stated, call, work, names)
+
+    def _tokenized(self, work: Work) -> TokenizedWork:
+        """Return what `Service.tokenize` does."""
+        tokenizer, prompt = self._served.tokenizer, work.prompt
+        params, text, ids = work.params, None, prompt
+        if isinstance(prompt, Conversation):
+            if tokenizer is None or not tokenizer.has_chat_template:
+                raise RequestError("the model has no chat template")
+            chat = tokenizer.render_chat(
+                prompt.messages,
+                prompt.add_generation_prompt,
+                prompt.continue_final_message,
+                **prompt.template_values,
+            )
+            text, ids = chat.text, tokenizer.encode_chat(chat, bool(work.add_special_tokens))
+            params = params if work.params_of is None else work.params_of(text)
+        elif isinstance(prompt, str):
+            if tokenizer is None:
+                raise RequestError("a text prompt needs a tokenizer")
+            text, ids = prompt, tokenizer.encode(prompt, work.add_special_tokens is not False)
+        assert not isinstance(ids, str | Conversation)
+        left = self._engine.intake.cut(ids, params)
+        if len(left) < len(ids) and isinstance(prompt, str):
+            text = None
+        return TokenizedWork(text, tuple(left), replace(params, timeout_s=None))
+
+    def _end(self, begun: _Begun) -> Verification:
+        redrawn = [self._engine.redrawn(name) for name in begun.names]
+        for name in begun.names:
+            self._engine.release(name)
+        first = 0
+        for one, answers in zip(redrawn, _by_prompt(begun.stated, begun.work), strict=True):
+            found = draws_differ(one, answers, first) or _goes_on(one, first)
+            if found is not None:
+                return found
+            first += len(answers)
+        return self._compare(begun, redrawn)
+
+    def _compare(self, begun: _Begun, redrawn: Sequence[Redrawn]) -> Verification:
+        """Compare the whole answer with one that is written anew."""
+        stated, served = begun.stated, self._served
+        name = str(stated.response.get("id", "")).partition("-")[2]
+        head = ReplyHead(name, 0, begun.call.model, served.fingerprint)
+        reply = begun.call.reply(head, served, begun.work)
+        for index, one in enumerate(redrawn):
+            reply.advance(index, one.group.delta(one.group.completions, 0.0))
+        body = json.loads(json_bytes(reply.body()))
+        given = dict(stated.response)
+        usage = given.get("usage")
+        for key in _COUNTED:
+            if isinstance(usage, Mapping) and usage.get(key) != body["usage"][key]:
+                return differs(
+                    f".usage.{key}: {show(usage.get(key))} is stated, and it is {body['usage'][key]}"
+                )
+        found = _first_difference(
+            {key: given.get(key) for key in _DECIDED}, {key: body.get(key) for key in _DECIDED}, ""
+        )
+        if found is None:
+            return Verification(Outcome.EQUAL, num_tokens=sum(map(len, stated.tokens)))
+        return _in_words(found, stated)
+
+
+def _shape_differs(
+    stated: Stated, work: Sequence[TokenizedWork], vocab_size: int
+) -> Verification | None:
+    """Compare what needs no computation: the tokens of prompts, and how many choices there are."""
+    count = sum(one.params.n for one in work)
+    if len(stated.tokens) != count:
+        return differs(f"the request asks for {count} choices, and {len(stated.tokens)} are stated")
+    for index, tokens in enumerate(stated.tokens):
+        outside = [token for token in tokens if not 0 <= token < vocab_size]
+        if outside:
+            return differs(f"choice {index}: token {outside[0]} is not in the vocabulary", index)
+    ids = stated.response.get("prompt_token_ids")
+    given = [ids] if ids is not None else []
+    if ids is None:
+        given = [choice.get("prompt_token_ids") for choice in stated.response["choices"]]
+    expected = [list(one.token_ids) for one in work for _ in range(one.params.n)]
+    for found, wanted in zip(given, expected, strict=False):
+        if found is not None and found != wanted:
+            return differs(
+                "`prompt_token_ids` are not the tokens of the request's prompt: "
+                + _where_lists_differ(found, wanted)
+            )
+    return None
+
+
+def _where_lists_differ(stated: object, found: Sequence[int]) -> str:
+    if not isinstance(stated, list) or len(stated) != len(found):
+        count = len(stated) if isinstance(stated, list) else 0
+        return f"{count} are stated, and it has {len(found)}"
+    at = next(index for index, token in enumerate(found) if stated[index] != token)
+    return f"token {at} is stated as {show(stated[at])}, and is {found[at]}"
+
+
+def _by_prompt(
+    stated: Stated, work: Sequence[TokenizedWork]
+) -> Iterator[tuple[tuple[int, ...], ...]]:
+    """Yield the answers to each prompt: choices come prompt by prompt."""
+    first = 0
+    for one in work:
+        yield stated.tokens[first : first + one.params.n]
+        first += one.params.n
+
+
+def _goes_on(redrawn: Redrawn, first: int) -> Verification | None:
+    for index, told in enumerate(redrawn.group.completions, first):
+        if not told.request.is_finished:
+            count = len(told.request.output_token_ids)
+            return differs(f"completion {index} goes on after its {count} tokens", index)
+    return None
+
+
+def _first_difference(stated: Json, found: Json, path: str) -> _Path | None:
+    """Return where two JSON values differ first; null and an absent key are the same."""
+    if isinstance(stated, dict) and isinstance(found, dict):
+        for key in dict.fromkeys((*found, *stated)):
+            inner = _first_difference(stated.get(key), found.get(key), f"{path}.{key}")
+            if inner is not None:
+                return inner
+        return None
+    if isinstance(stated, list) and isinstance(found, list) and len(stated) == len(found):
+        for index, pair in enumerate(zip(stated, found, strict=True)):
+            inner = _first_difference(*pair, f"{path}[{index}]")
+            if inner is not None:
+                return inner
+        return None
+    # 1 is not true, and 1.0 is 1
+    same = stated == found and isinstance(stated, bool) == isinstance(found, bool)
+    return None if same else (path, stated, found)
+
+
+def _in_words(difference: _Path, stated: Stated) -> Verification:
+    path, given, found = difference
+    at = _LOGPROB.fullmatch(path)
+    if at is None:
+        return differs(f"{path}: {show(given)} is stated, and it is {show(found)}")
+    index, position = int(at[1]), int(at[2] or at[3])
+    tokens = stated.tokens[index]
+    # an echo begins with the prompt
+    entries = stated.response["choices"][index]["logprobs"].get("token_logprobs", tokens)
+    echoed = len(entries) - len(tokens)
+    if position < echoed:
+        return differs(f"{path}: {given!r} is stated, and it is {found!r}")
+    token = tokens[position - echoed]
+    return logprob_differs(index, position - echoed, token, given, found)
+
+
+def verifier_of(
+    args: EngineArgs,
+    chat_template: Path | None = None,
+    tool_call_parser: str | None = None,
+    reasoning_parser: str | None = None,
+) -> Verifier:
+    """Load a model; returns what checks answers of a server of it with these options.
+
+    Raises ConfigError, CheckpointError or CapacityError as the server does.
+    """
+    from freight.config.parse import sampling_defaults
+    from freight.engine.build import start_engine
+    from freight.engine.fingerprint import fingerprint
+    from freight.models.open import open_model
+
+    template = read_template(chat_template)
+    opened = open_model(args)
+    engine, config = start_engine(opened)
+    tokenizer = engine.tokenizer
+    form: AnswerFormat | None = None
+    if tokenizer is not None:
+        tokenizer = tokenizer if template is None else tokenizer.with_chat_template(template)
+        form = answer_format(tokenizer, tool_call_parser, reasoning_parser)
+    generation = opened.checkpoint.generation_config if opened.checkpoint else None
+    served = Served(
+        names=(args.model,),
+        tokenizer=tokenizer,
+        vocab_size=opened.model.vocab_size,
+        max_model_len=config.max_model_len,
+        defaults=sampling_defaults(generation),
+        fingerprint=fingerprint(opened, config, opened.kernels(config), version()),
+        stop_token_ids=opened.stop_token_ids(),
+        parser_of=None if form is None else form.parser,
+        forced_call=None if form is None else form.call_to,
+        after_reasoning=None if form is None or not form.reads_reasoning else form.form_to,
+    )
+    return Verifier(engine, served)

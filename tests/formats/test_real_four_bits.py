@@ -1,0 +1,44 @@
+"""Weights in 4 bits that llm-compressor wrote, or that AutoGPTQ's and AutoAWQ's own modules packed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tests.parity.random_models import freight_logits
+
+from freight.cli.inspect import describe
+
+FIXTURES = Path(__file__).parents[1] / "fixtures/four_bits"
+SAID = {
+    "awq": "awq: weights in INT4, scales and zero points per 32 inputs",
+    "gptq": "gptq: weights in INT4, scales per 32 inputs",
+    "gptq_order": "gptq: weights in INT4, scales and zero points per 32 inputs, groups in an order of their own",
+    "int4": "compressed-tensors: weights in INT4, scales per 32 inputs",
+    "int4_experts": "compressed-tensors: weights in INT4, scales per 32 inputs",
+    "int4_zeros": "compressed-tensors: weights in INT4, scales and zero points per 64 inputs",
+    "mxfp4": "compressed-tensors: weights in MXFP4, scales per 32 inputs",
+    "nvfp4": "compressed-tensors: weights in NVFP4, scales per 16 inputs",
+}
+
+
+def test_every_one_is_tried():
+    assert sorted(folder.name for folder in FIXTURES.iterdir()) == sorted(SAID)
+
+
+@pytest.mark.parametrize("kernels", ["reference", "auto"])
+@pytest.mark.parametrize("name", SAID)
+def test_logits_are_those_of_the_values_that_the_tool_makes(name: str, kernels: str):
+    expected = load_file(FIXTURES / name / "expected.safetensors")
+    ids = expected["input_ids"].tolist()
+    found = freight_logits(FIXTURES / name, ids, "float32", kernels)
+    # compressed-tensors rounds the values of NVFP4, and their scales, to bfloat16
+    tolerance = 0.05 if name == "nvfp4" else 1e-4
+    assert (found - expected["logits"]).abs().max() <= tolerance
+    assert torch.isfinite(expected["logits"]).all()
+    assert (
+        describe(str(FIXTURES / name))["scheme"]["description"]
+        == f"{SAID[name]}, activations plain"
+    )
