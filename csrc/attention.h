@@ -67,6 +67,7 @@ struct FreightStore {
   const void *q_norm, *k_norm;          // [k_dim]: weight of the RMSNorm of each head, applied first; null: none
   const float* k_center;                // [num_kv_heads, k_dim]: subtracted from keys before rotation; null: none
   int64_t* counters;                    // [2], incremented by the numbers of NaNs and of values clipped to their range
+  int64_t* row_counters;                // [rows, 2]: the same numbers of each row; null: not wanted
   int64_t rows;
   int32_t num_heads, num_kv_heads;
   int32_t num_v_heads;  // num_kv_heads, or 0 where V lies inside K

@@ -22,6 +22,8 @@ enum Kind { kQuery, kKey, kValue };
 
 struct Counts {
   int64_t nan = 0, beyond = 0;
+
+  void operator+=(const Counts& other) { nan += other.nan, beyond += other.beyond; }
 };
 
 // Round `values` [n], padded, to `type`.
@@ -110,8 +112,7 @@ Counts store_groups(const FreightStore& a, int head, int64_t block, int64_t toke
   uint8_t* to = vectors_of(a.k, block, token) + head * a.k.head;
   uint8_t* to_scale = scales_of(a.k, block, token) + head * a.k.scale_head;
   for (int i = 0; i < a.v_dim; i += FREIGHT_SCALE_GROUP, to_scale += 2) {
-    const Counts group = store_scaled<F>(x + first + i, FREIGHT_SCALE_GROUP, to_scale, to + i);
-    counts.nan += group.nan, counts.beyond += group.beyond;
+    counts += store_scaled<F>(x + first + i, FREIGHT_SCALE_GROUP, to_scale, to + i);
   }
   return counts;
 }
@@ -148,6 +149,7 @@ void store_rows(const FreightStore& a) {
     Counts found;
     for (int64_t row = task * kRowsPerTask; row < std::min(a.rows, (task + 1) * kRowsPerTask); row++) {
       const int64_t slot = a.slots[row];
+      Counts of_row;
       for (int index = 0; index < (slot < 0 ? a.num_heads : heads); index++) {
         const Kind kind = index < a.num_heads ? kQuery : index < first_value ? kKey : kValue;
         const int head = index - (kind == kQuery ? 0 : kind == kKey ? a.num_heads : first_value);
@@ -158,11 +160,11 @@ void store_rows(const FreightStore& a) {
         if (kind == kQuery) {
           write_row(values, a.type, n, element(a.q, (row * a.num_heads + head) * n, a.type));
         } else {
-          const Counts counts = store_head<F>(a, kind, head, slot, values);
-          found.nan += counts.nan;
-          found.beyond += counts.beyond;
+          of_row += store_head<F>(a, kind, head, slot, values);
         }
       }
+      found += of_row;
+      if (a.row_counters) a.row_counters[2 * row] = of_row.nan, a.row_counters[2 * row + 1] = of_row.beyond;
     }
     if (found.nan) nan += found.nan;
     if (found.beyond) beyond += found.beyond;

@@ -327,6 +327,32 @@ def test_what_a_grammar_forces_is_drafted_and_changes_nothing(
     assert stats.preemptions > before.preemptions
 
 
+@pytest.mark.parametrize("kernels", ["auto", "reference"])
+def test_what_rejected_drafts_store_is_not_counted(kernels: str) -> None:
+    """Every token is stored once, with drafts and without, and many values are clipped."""
+    options: dict[str, Any] = {
+        "kv_cache_dtype": "fp8", "kv_scales": "0.01,0.01", "kv_cache_memory": "4MiB", "threads": 1,
+        "enable_prefix_caching": False, "kernels": kernels,
+    }  # fmt: skip
+    params = [
+        SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True),
+        SamplingParams(temperature=0.0, max_tokens=40, stop=("print", "values")),
+        SamplingParams(temperature=0.8, seed=3, max_tokens=30, n=2),
+        SamplingParams(temperature=0.0, max_tokens=30, structured_outputs=FORMS[0]),
+    ]
+    found = []
+    for most in (0, MOST):
+        engine = LLM("demo", speculate=most, **options).engine
+        texts = [source * 2 for source in SOURCES]
+        requests = dict(zip("abcd", zip(texts, params, strict=True), strict=True))
+        outputs = dict(outputs_of(engine, requests))
+        stats = engine.stats()
+        found.append(([essence(outputs[name]) for name in requests], stats.clipped, stats.nans))
+        assert stats.drafted - stats.accepted > 10 * (most > 0)
+    assert found[0] == found[1]
+    assert found[0][1] > 1000
+
+
 def test_a_forced_text_takes_few_steps_and_its_own_text_gives_no_drafts(llm: LLM) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=30)
     form = replace(params, structured_outputs={"regex": "(ab){12}"})

@@ -86,6 +86,44 @@ def assert_same(pages: KVPages, expected: KVPages) -> None:
         assert torch.equal(pages.k_scale.view(torch.int16), expected.k_scale.view(torch.int16))
         assert torch.equal(pages.v_scale.view(torch.int16), expected.v_scale.view(torch.int16))
     assert pages.counters.tolist() == expected.counters.tolist()
+    assert (pages.row_counters is None) == (expected.row_counters is None)
+    if pages.row_counters is not None:
+        assert torch.equal(pages.row_counters, expected.row_counters)
+
+
+@pytest.mark.parametrize(("format", "scales"), [(Format.E4M3FN, "static"), (Format.BFLOAT16, None)])
+def test_rows_are_counted_on_their_own(kernels, format, scales):
+    """As the reference counts each row alone; not in a call of more rows than there is room for, and
+    not where nothing is stored.
+    """
+    rows, dim = 9, 38
+    qkv = make_qkv(rows, 3, 2, dim, torch.bfloat16).flatten(1)
+    rotary, positions, slots = make_rotary(dim), torch.arange(rows), torch.arange(rows) + 5
+    slots[2] = -1
+    pages, expected = (
+        replace(
+            make_pages(format, scales, 2, dim, 2),
+            row_counters=torch.full((12, 2), 77, dtype=torch.int64),
+        )
+        for _ in range(2)
+    )
+    kernels.rotate_store(qkv, rotary, positions, slots, pages)
+    reference.rotate_store(qkv, rotary, positions, slots, expected)
+    assert_same(pages, expected)
+    assert pages.row_counters[9:].eq(77).all()
+    assert pages.row_counters[2].tolist() == [0, 0]
+    for row in range(rows):
+        alone = make_pages(format, scales, 2, dim, 2)
+        part = slice(row, row + 1)
+        reference.rotate_store(qkv[part], rotary, positions[part], slots[part], alone)
+        assert pages.row_counters[row].tolist() == alone.counters.tolist()
+    assert pages.row_counters[:9, 0].any()
+    assert pages.row_counters[:9, 1].any() == format.is_quantized
+    counted = pages.row_counters.clone()
+    kernels.rotate_store(qkv[:, : 3 * dim].contiguous(), rotary, positions, None, pages)
+    many = torch.arange(13) % 9
+    kernels.rotate_store(qkv[many], rotary, positions[many], torch.arange(13), pages)
+    assert torch.equal(pages.row_counters, counted)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

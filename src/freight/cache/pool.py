@@ -128,6 +128,8 @@ class KVPool:
     layers: tuple[PagedKV | PagedState | None, ...]
     spec: KVCacheSpec
     num_blocks: tuple[int, ...]
+    _row_counters: Tensor | None = None  # [layers, rows, 2]
+    _left_out: Tensor | None = None  # [2], of `counters`
 
     @property
     def num_bytes(self) -> int:
@@ -187,8 +189,30 @@ class KVPool:
         counts = [layer.pages.counters for layer in self.paged.values() if not layer.shared]
         if not counts:  # states are not counted
             return 0, 0
-        nans, clipped = torch.stack(counts).sum(0).tolist()
+        total = torch.stack(counts).sum(0)
+        nans, clipped = (total if self._left_out is None else total - self._left_out).tolist()
         return nans, clipped
+
+    def counting_drafts(self, most: int) -> KVPool:
+        """Return the pool with counters of each row, for `leave_out`, in steps that have up to `most`
+        drafts and one known token; the pool itself for none.
+        """
+        if most == 0:
+            return self
+        stored = {index: layer for index, layer in self.paged.items() if not layer.shared}
+        by_row = torch.zeros(len(stored), 1 + most, 2, dtype=torch.int64, device="cpu")
+        layers = {
+            index: replace(layer, pages=replace(layer.pages, row_counters=counters))
+            for (index, layer), counters in zip(stored.items(), by_row, strict=True)
+        }
+        left_out = torch.zeros(2, dtype=torch.int64, device="cpu")
+        return replace(self.with_layers(layers), _row_counters=by_row, _left_out=left_out)
+
+    def leave_out(self, rows: Sequence[int]) -> None:
+        """Take what these rows of the last step stored out of `counters`. On a CPU."""
+        assert self._row_counters is not None
+        assert self._left_out is not None
+        self._left_out.add_(self._row_counters[:, rows].sum((0, 1)))
 
 
 Angles = tuple[Tensor, Tensor]  # cos, sin, from `KeyCenter.angle_tiles`

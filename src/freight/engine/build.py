@@ -182,7 +182,11 @@ def _start(
     kernels = opened.kernels(config)
     limits = (config.max_num_seqs, config.max_num_batched_tokens)
     num_blocks = split_memory(spec, memory, config.max_model_len, *limits)
+    # on a GPU a step runs while the host goes on
+    overlaps = config.device != "cpu" and spec.repeatable
+    most_drafts = _most_drafts(config, model, spec, overlaps)
     pool, others = _allocate(opened, config, spec, num_blocks, model, led)
+    pool = pool.counting_drafts(most_drafts)
     logger.info("%s", describe_cache(pool, config, size))
     if config.fp8_attention:
         logger.info("attention: products in FP8")
@@ -194,9 +198,6 @@ def _start(
         if digests is None
         else open_store(opened, config, kernels, version(), digests, cache, pool, others)
     )
-    # on a GPU a step runs while the host goes on
-    overlaps = config.device != "cpu" and spec.repeatable
-    most_drafts = _most_drafts(config, model, spec, overlaps)
     scheduler = Scheduler(cache, *limits, config.max_model_len, most_drafts, store)
     captured = captured_steps(model, pool, kernels, config)
     runner = ModelRunner(model, pool, config.device, captured)

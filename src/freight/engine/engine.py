@@ -247,6 +247,8 @@ class Engine:
         if result.lost:
             self.scheduler.lose(step)
         advanced = [] if result.lost else self._apply(step, result.chunks)
+        if self._drafts and not result.repeated:
+            self._leave_out_rejected(step)
         self._ahead = following
         # the time of a repeated step is not that of one
         if self._is_timed and step.chunks and not result.repeated:
@@ -604,6 +606,19 @@ class Engine:
                 self._read(completion, completion.advance)
                 self._extend(completion, behind)
         return advanced
+
+    def _leave_out_rejected(self, step: Step) -> None:
+        """Take what drafts stored that were not to be computed out of the pool's counters."""
+        rejected: list[int] = []
+        first = 0  # row of the step
+        for chunk in step.chunks:
+            last = first + chunk.num_tokens + len(chunk.drafts)
+            if chunk.drafts:
+                kept = max(1, chunk.request.num_computed_tokens - chunk.start)
+                rejected += range(first + kept, last)
+            first = last
+        if rejected:
+            self.runner.pool.leave_out(rejected)
 
     def _extend(self, completion: Completion, drawn: Sequence[Sampled]) -> None:
         """Take in the tokens behind drafts that came true, one by one, as far as nothing ends the

@@ -52,12 +52,12 @@ def encode(x: Tensor, scale: Tensor | float, format: Format) -> Tensor:
     return values.to(_DTYPES[format])
 
 
-def num_clipped(x: Tensor, scale: Tensor | float, format: Format) -> Tensor:
-    """Count the values of x that `encode` clips because they exceed the range of their scale: int64
-    [].
+def clipped(x: Tensor, scale: Tensor | float, format: Format) -> Tensor:
+    """Return which values of x `encode` clips because they exceed the range of their scale: bool, of
+    the shape of x.
     """
     divisor = torch.as_tensor(scale, dtype=torch.float32, device=x.device)
-    return ((x.float() / divisor).abs() > format.overflow).sum()
+    return (x.float() / divisor).abs() > format.overflow
 
 
 def decode(stored: Tensor, scale: Tensor | float | None = None) -> Tensor:

@@ -25,10 +25,10 @@ from torch import Tensor
 from freight.errors import KernelError
 from freight.fp8.cast import (
     amax,
+    clipped,
     decode,
     encode,
     format_of,
-    num_clipped,
     scale_from_amax,
     token_scale,
 )
@@ -299,15 +299,17 @@ def store_kv(k: Tensor, v: Tensor, slots: Tensor, pages: KVPages) -> None:
     """Quantize k and v, [rows, num_kv_heads, k_dim or v_dim], into the slots of the pages.
 
     Slot -1 stores nothing. With `group` scales the first channels of k are stored in bfloat16.
-    Adds to the pages' counters: NaNs, and values clipped to the range of their scale.
+    Adds to the pages' counters: NaNs, and values clipped to the range of their scale. Those of each
+    row are counted on their own as well, where `counters_of_rows` has room for them.
     """
     kept = slots >= 0
+    by_row = torch.zeros(len(slots), 2, dtype=torch.int64, device=slots.device)
     parts = [(k, pages.k, pages.k_scale)]
     if not pages.v_in_k:
         parts.append((v, pages.v, pages.v_scale))
     for given, page, scale in parts:
         values = given[kept]
-        pages.counters[0] += torch.isnan(values).sum()
+        by_row[kept, 0] += values.isnan().sum((1, 2))
         if not pages.format.is_quantized:
             write_slots(page, slots[kept], values.to(page.dtype))
             continue
@@ -325,8 +327,11 @@ def store_kv(k: Tensor, v: Tensor, slots: Tensor, pages: KVPages) -> None:
             factor = spread(measured)
         elif scale is not None:
             factor = scale
-        pages.counters[1] += num_clipped(values, factor, pages.format)
+        by_row[kept, 1] += clipped(values, factor, pages.format).sum((1, 2))
         write_slots(page, slots[kept], encode(values, factor, pages.format))
+    pages.counters.add_(by_row.sum(0))
+    if (wanted := pages.counters_of_rows(len(slots))) is not None:
+        wanted.copy_(by_row)
 
 
 def load_kv(

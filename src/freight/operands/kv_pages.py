@@ -113,6 +113,8 @@ class KVPages:
                        last dimension adjacent, the same tensor for both: `group`
     counters           [2] int64: NaNs stored so far (they stay NaN), and values clipped because
                        they exceeded the range of their scale
+    row_counters       [rows, 2] int64: the same counts of each row of the last call that had no more
+                       rows and stored any; None: not wanted
     k_center           subtracted from keys by `rotate_store`, added back to the scores by
                        `attention`
     v_in_k             whether v is a view of channels of k, as for latents: storing the keys stores
@@ -130,6 +132,7 @@ class KVPages:
     k_center: KeyCenter | None = None
     v_in_k: bool = False
     rotated: Tensor | None = None
+    row_counters: Tensor | None = None
 
     def __post_init__(self) -> None:
         assert self.k.stride(3) == self.v.stride(3) == 1
@@ -143,6 +146,11 @@ class KVPages:
     def format(self) -> Format:
         """Stored format of keys and values, from the dtype of k."""
         return format_of(self.k)
+
+    def counters_of_rows(self, rows: int) -> Tensor | None:
+        """Return where to count each of `rows` rows on its own; None: nowhere."""
+        by_row = self.row_counters
+        return None if by_row is None or rows > len(by_row) else by_row[:rows]
 
     @property
     def k_dim(self) -> int:

@@ -43,6 +43,9 @@ class FakePool:
     def counters(self) -> tuple[int, int]:
         return 0, 0
 
+    def leave_out(self, rows: Sequence[int]) -> None:
+        pass
+
 
 class FakeRunner:
     """Writes a digest of the history into each slot, and makes logits of what it reads back.

@@ -21,7 +21,7 @@ from freight.operands.weight import Activations
 from freight.parallel.shared import MAX_RANKS as MAX_RANKS  # FREIGHT_MAX_RANKS
 from freight.parallel.shared import FreightRanks as FreightRanks
 
-ABI = 30  # FREIGHT_ABI; a library with another number is refused
+ABI = 31  # FREIGHT_ABI; a library with another number is refused
 LANES, CACHE_LINE, MAX_HEAD_DIM, MAX_WIDTH = 16, 64, 1024, 8  # FREIGHT_… of the headers
 INT8_INPUTS = 131071  # FREIGHT_INT8_INPUTS
 
@@ -235,7 +235,7 @@ class FreightStore(ctypes.Structure):
     _fields_ = _fields(
         (_POINTER, "qkv q"),
         (FreightPages, "k v rotated"),
-        (_POINTER, "positions slots cos sin q_factor q_norm k_norm k_center counters"),
+        (_POINTER, "positions slots cos sin q_factor q_norm k_norm k_center counters row_counters"),
         (_LONG, "rows"),
         (_INT, "num_heads num_kv_heads num_v_heads k_dim v_dim block_size"),
         (_INT, "rotary_dim"),

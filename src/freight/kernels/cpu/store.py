@@ -61,6 +61,7 @@ def rotate_store(
             k_norm=address(k_norm),
             k_center=address(pages.k_center.b) if pages.k_center else None,
             counters=address(pages.counters),
+            row_counters=None if slots is None else address(pages.counters_of_rows(rows)),
             rows=rows,
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
