@@ -28,6 +28,7 @@
 #include "tile_dot.h"
 #include "tile_few.h"
 #include "tile_product.h"
+#include "tile_rows.h"
 
 namespace freight {
 namespace {
@@ -350,8 +351,8 @@ void by_tiles(const Product* products, int64_t count, int32_t format, int thread
       });
 }
 
-// Products on tiles, with any number of rows, with weights in 4 bits with scales of groups. Few rows too are as fast on
-// tiles as memory: making pairs of bfloat16 takes fewer instructions than making and multiplying float32.
+// Products on tiles, with any number of rows, with weights in 4 bits with scales of groups. Decoding to bfloat16 takes
+// fewer instructions than decoding and multiplying float32, so few rows too are on tiles.
 template <int32_t FORMAT>
 void by_tiles_of_groups(const Product* products, int64_t count, int32_t format, int threads) {
   TileDecoder<FORMAT> decoder;
@@ -368,7 +369,11 @@ void by_tiles_of_groups(const Product* products, int64_t count, int32_t format, 
       },
       [&](int64_t i, int64_t task) {
         const Finish finished{products[i], format};
-        const TileJob job = job_of(products[i]);
+        const Product& call = products[i];
+        if (call.rows <= kMostByRows)
+          return rows_task(*call.weight, static_cast<const uint32_t*>(call.staged.x), call.staged.steps, call.rows,
+                           task, finished);
+        const TileJob job = job_of(call);
         if (job.rows <= kFewRows) return few_task<FORMAT>(job, decoder, task, finished);
         tile_task<FORMAT>(job, decoder, task, finished);
       });

@@ -88,7 +88,7 @@ void pack_mxfp4(const uint8_t* data, int64_t out, int64_t in, uint8_t* packed, i
   });
 }
 
-#if FREIGHT_AVX512
+#if FREIGHT_AVX512 && !FREIGHT_AMX
 // Every second of 16 codes, the first, the third, ...
 uint32_t every_second(uint64_t codes) {
   codes &= 0x0F0F0F0F0F0F0F0F;
@@ -98,7 +98,8 @@ uint32_t every_second(uint64_t codes) {
 }
 #endif
 
-// Put 16 codes of NVFP4, or of INT4, of row `lane` into a unit (four_bit.h).
+#if !FREIGHT_AMX
+// Put 16 codes of NVFP4, or of INT4, of row `lane` into 16 inputs of a block (four_bit.h).
 void put_codes(uint64_t codes, int lane, uint8_t* unit) {
   for (int line = 0; line < 2; line++) {
     const uint32_t word = static_cast<uint32_t>(codes >> 32 * line);
@@ -117,6 +118,7 @@ void put_int4(uint64_t codes, int lane, uint8_t* unit) {
   put_codes(codes, lane, unit);
 #endif
 }
+#endif
 
 uint64_t sixteen_codes(const uint8_t* stored) {
   uint64_t codes;
@@ -124,25 +126,44 @@ uint64_t sixteen_codes(const uint8_t* stored) {
   return codes;
 }
 
-// Pack a block of INT4, as freight_pack takes it. Rows of padding have the scale 0.
-void pack_int4_block(const uint8_t* from, const FourBit& layout, uint8_t* band, int block, int64_t rows, int64_t groups) {
-  const int codes = layout.inputs / 2, stored = codes + 2 + layout.zeros;
-  for (int64_t group = 0; group < groups; group++, from += stored, band += layout.bytes) {
-    std::memset(band + scales_at(block), 0, 2 * kLanes);
-    if (layout.zeros) std::memset(band + zeros_at(block), 0, kLanes);
-    for (int unit = 0; unit < layout.inputs / kFourInputs; unit++) {
-      uint8_t* to = band + layout.head + (unit * kBand + block) * kFourUnit;
-      std::memset(to, 0, kFourUnit);
-      for (int lane = 0; lane < rows; lane++) put_int4(sixteen_codes(from + lane * groups * stored + unit * 8), lane, to);
+// Put 16 codes of row `lane` of a block, of the 16 inputs `unit` of a piece, after those before them.
+void put_codes_of(const FourBit& layout, uint64_t codes, int block, int lane, int unit, uint8_t* piece) {
+#if FREIGHT_AMX
+  uint8_t* line = piece + layout.head + (block * kLanes + lane) * kUnit;
+  uint16_t words[kFourInputs];
+  uint8_t* to = line + unit % 2 * sizeof words;
+  if (unit < 2)
+    std::memset(words, 0, sizeof words);
+  else
+    std::memcpy(words, to, sizeof words);
+  for (int i = 0; i < kFourInputs; i++) words[i] |= static_cast<uint16_t>((codes >> 4 * i & 15) << unit / 2 * 4);
+  std::memcpy(to, words, sizeof words);
+#else
+  put_int4(codes, lane, piece + layout.head + (unit * kBand + block) * kFourUnit);
+#endif
+}
+
+// Pack a block, as freight_pack takes it. Rows and groups of padding have the scale 0.
+void pack_block(const uint8_t* from, const FourBit& layout, uint8_t* piece, int block, int64_t rows, int64_t groups) {
+  const int inputs = layout.inputs / layout.groups, codes = inputs / 2, scale_bytes = layout.scale_bytes;
+  const int stored = codes + scale_bytes + layout.zeros, units = inputs / kFourInputs;
+  for (int64_t group = 0; group < (groups + layout.groups - 1) / layout.groups * layout.groups; group++) {
+    const int in_piece = static_cast<int>(group % layout.groups);
+    for (int lane = 0; lane < kLanes; lane++) {
+      const bool there = lane < rows && group < groups;
+      const uint8_t* row = there ? from + (lane * groups + group) * stored : from;
+      for (int unit = 0; unit < units; unit++)
+        put_codes_of(layout, there ? sixteen_codes(row + unit * 8) : 0, block, lane, in_piece * units + unit, piece);
+      uint8_t* scale = piece + scales_at(layout, block, in_piece) + scale_bytes * lane;
+      std::memset(scale, 0, static_cast<size_t>(scale_bytes));
+      if (there) std::memcpy(scale, row + codes, static_cast<size_t>(scale_bytes));
+      if (layout.zeros) piece[zeros_at(layout, block, in_piece) + lane] = there ? row[codes + scale_bytes] : 0;
     }
-    for (int64_t lane = 0; lane < rows; lane++) {
-      const uint8_t* scale = from + lane * groups * stored + codes;
-      std::memcpy(band + scales_at(block) + 2 * lane, scale, 2);
-      if (layout.zeros) band[zeros_at(block) + lane] = scale[2];
-    }
+    if (in_piece + 1 == layout.groups) piece += layout.bytes;
   }
 }
 
+#if !FREIGHT_AMX
 // The scale of NVFP4 as 5 bits of exponent and 3 of mantissa, from a code of E4M3FN that is not 0 or NaN.
 uint8_t scale_bits(uint8_t code) {
   return static_cast<uint8_t>((float_to_bits(value_of(FREIGHT_E4M3FN, code & 0x7F)) >> 20) - ((127 - kScaleBias) << 3));
@@ -156,29 +177,34 @@ void pack_nvfp4_block(const uint8_t* from, const FourBit& layout, uint8_t* band,
     uint8_t* at = band + group / 2 * layout.bytes;
     const int unit = static_cast<int>(group % 2);
     uint8_t* to = at + layout.head + (unit * kBand + block) * kFourUnit;
-    std::memset(at + scales_at(block, unit), kScaleBias << 3, kLanes);
+    std::memset(at + scales_at(layout, block, unit), kScaleBias << 3, kLanes);
     std::memset(to, 0, kFourUnit);
     for (int lane = 0; lane < rows && group < groups; lane++) {
       const uint8_t* stored = from + lane * groups * kStored;
       const uint8_t scale = stored[kFourInputs / 2];
       if (!(scale & 0x7F)) continue;
-      at[scales_at(block, unit) + lane] = scale_bits(scale);
+      at[scales_at(layout, block, unit) + lane] = scale_bits(scale);
       put_codes(sixteen_codes(stored) ^ (scale & 0x80 ? 0x8888888888888888 : 0), lane, to);
     }
   }
 }
 
+#endif
+
 void pack_groups(const uint8_t* data, int32_t format, int64_t out, int64_t in, uint8_t* packed, int threads) {
   const FourBit layout = four_bit(format);
-  const bool nvfp4 = format == FREIGHT_NVFP4;
-  const int inputs = nvfp4 ? kFourInputs : layout.inputs, scale = nvfp4 ? 1 : 2 + layout.zeros;
+  const int inputs = layout.inputs / layout.groups, scale = layout.scale_bytes + layout.zeros;
   const int64_t groups = in / inputs, row_bytes = groups * (inputs / 2 + scale);
   const int64_t band_bytes = units_of(format, in) * layout.bytes;
   parallel_for(bands_of(out) * kBand, threads, [&](int64_t block) {
     const int64_t first = std::min(block * kLanes, out), rows = std::min<int64_t>(kLanes, out - first);
     uint8_t* band = packed + block / kBand * band_bytes;
-    const auto pack_block = nvfp4 ? pack_nvfp4_block : pack_int4_block;
-    pack_block(data + first * row_bytes, layout, band, static_cast<int>(block % kBand), rows, groups);
+    const uint8_t* from = data + first * row_bytes;
+    const int side = static_cast<int>(block % kBand);
+#if !FREIGHT_AMX
+    if (format == FREIGHT_NVFP4) return pack_nvfp4_block(from, layout, band, side, rows, groups);
+#endif
+    pack_block(from, layout, band, side, rows, groups);
   });
 }
 

@@ -36,19 +36,26 @@ constexpr int kFourUnit = kFourInputs / 2 * kLanes;        // bytes of them in a
 
 // Layout of a weight in NVFP4 or INT4 (four_bit.h).
 struct FourBit {
-  int inputs = 32;                       // of a stored group; NVFP4: of two groups
+  int inputs = 32, groups = 1;           // inputs of a piece, stored together, and how many groups these are
+  int scale_bytes = 2;                   // of a group of a row
   bool zeros = false, bfloat16 = false;  // of INT4
-  int head = 2 * kBand * kLanes + (zeros ? kBand * kLanes : 0);  // bytes of scales, and of codes of zero
-  int bytes = head + inputs / kFourInputs * kBand * kFourUnit;   // of a group of a band
+  int head = groups * kBand * kLanes * (scale_bytes + zeros);  // bytes of scales, and of codes of zero
+  int bytes = head + inputs / kFourInputs * kBand * kFourUnit;   // of a piece of a band
 };
 
 inline bool in_groups(int32_t format) { return format == FREIGHT_NVFP4 || format >= FREIGHT_INT4; }
 
 inline FourBit four_bit(int32_t format) {
-  if (format == FREIGHT_NVFP4) return {32, false, false};
-  const int32_t kind = format - FREIGHT_INT4;
-  return {kind & FREIGHT_INT4_128 ? 128 : kind & FREIGHT_INT4_64 ? 64 : 32, (kind & FREIGHT_INT4_ZEROS) != 0,
-          (kind & FREIGHT_INT4_BFLOAT16) != 0};
+  const bool nvfp4 = format == FREIGHT_NVFP4;
+  const int32_t kind = nvfp4 ? 0 : format - FREIGHT_INT4;
+  const int group = nvfp4 ? kFourInputs : kind & FREIGHT_INT4_128 ? 128 : kind & FREIGHT_INT4_64 ? 64 : 32;
+#if FREIGHT_AMX
+  const int inputs = kGroupInputs;  // of a row: a cache line of codes
+#else
+  const int inputs = nvfp4 ? 2 * group : group;
+#endif
+  if (nvfp4) return {inputs, inputs / group, 1, false, false};
+  return {inputs, inputs / group, 2, (kind & FREIGHT_INT4_ZEROS) != 0, (kind & FREIGHT_INT4_BFLOAT16) != 0};
 }
 
 // Numbers of blocks and bands of a weight, of which the last may be padded.

@@ -10,6 +10,7 @@ namespace freight {
 
 constexpr int kDotRows = 4;              // with AMX: more rows than this are multiplied on tiles
 constexpr int kInt8DotRows = 4;          // likewise, in INT8
+constexpr int64_t kMostByRows = 2 * kTileRows;  // with AMX: rows of a product that has weights by rows (tile_rows.h)
 constexpr int64_t kMostTileRows = 512;  // rows of a product on tiles: their sums and one panel of them stay in L2
 
 // y = x @ weight.T + bias, for some rows.
@@ -44,8 +45,9 @@ inline Layout layout_of(const FreightWeight& weight, int32_t format, int64_t row
 #endif
   if (weight.format == FREIGHT_INT8) return Layout::kInt8;
 #if FREIGHT_AMX
-  const bool tiles = rows > kDotRows || in_groups(weight.format);
-  return exact_in_bfloat16(weight, format) && tiles ? Layout::kTiles : Layout::kFloats;
+  if (!exact_in_bfloat16(weight, format)) return Layout::kFloats;
+  if (in_groups(weight.format)) return rows > kMostByRows ? Layout::kTiles : Layout::kPairs;
+  return rows > kDotRows ? Layout::kTiles : Layout::kFloats;
 #elif FREIGHT_AVX512 || FREIGHT_NEON_BF16
   (void)rows;
   return exact_in_bfloat16(weight, format) ? Layout::kPairs : Layout::kFloats;

@@ -1,5 +1,5 @@
 // The product of FP8 weights on tiles (tiles.h) for 5 to 32 rows: an expert's rows of a prompt, or a decode batch. And of
-// weights in 4 bits with scales of groups for 1 to 32 rows.
+// weights in INT4 and NVFP4 for 25 to 32 (tile_rows.h has fewer).
 //
 // With so few rows, decoding weights takes as long as multiplying them. So the decoder's tables stay in registers, the
 // decoding of a later step is interleaved with each step of the tiles, sums stay in tiles from the first input to the
@@ -72,7 +72,7 @@ __attribute__((noinline)) void few_band(const TileJob& job, const TileDecoder<FO
                                         uint8_t* ring, float* sums) {
   TileDecoder<FORMAT> decoder = tables;  // in registers
   const int64_t steps = job.steps();
-  const uint8_t* from = static_cast<const uint8_t*>(job.weight.data) + stored_bytes<FORMAT>(decoder, band * steps);
+  const uint8_t* from = static_cast<const uint8_t*>(job.weight.data) + band * stored_bytes<FORMAT>(decoder, steps);
   const auto place = [&](int64_t step) { return ring + step % kFewRing * kStepBytes; };
   const auto decode = [&](int64_t step) { decode_step(decoder, from, step, place(step)); };
   for (int64_t step = 0; step < std::min<int64_t>(kFewAhead, steps); step++) decode(step);

@@ -53,35 +53,66 @@ struct TileJob {
 
 constexpr int kStepPieces = kStepBytes / (2 * kUnit);  // of two registers of bfloat16
 
-// Decoder of weights in 4 bits with scales of groups, for a band: the pieces of a step are those of one block, then
-// those of the other.
+// Tables of INT4 for a band, and look-ups of 32 inputs of a row. RowLookups of NVFP4 have those of all scales.
+template <class Codes>
+struct RowLookups {
+  alignas(64) uint8_t tables[kBand][kGroupSteps][kLanes][kUnit];  // of the groups of a piece, bfloat16
+
+  FREIGHT_INLINE void begin(const FourBit& layout, const uint8_t* from) {
+    for (int block = 0; block < kBand; block++)
+      for (int group = 0; group < layout.groups; group++) {
+        Int4::Scales scales;
+        Int4::read(layout, from, block, group * (kGroupInputs / kFourInputs) / layout.groups, scales);
+        for (int row = 0; row < kLanes; row++) _mm512_store_si512(tables[block][group][row], Int4::table(scales, row));
+      }
+  }
+  FREIGHT_INLINE __m512i look_up(const FourBit& layout, const uint8_t*, int block, int row, int step, __m512i codes) const {
+    return _mm512_permutexvar_epi16(codes, _mm512_load_si512(tables[block][step * layout.groups / kGroupSteps][row]));
+  }
+};
+
+template <>
+struct RowLookups<Nvfp4> {
+  const Nvfp4::Tables& tables = Nvfp4::tables();
+
+  static void begin(const FourBit&, const uint8_t*) {}
+  FREIGHT_INLINE __m512i look_up(const FourBit& layout, const uint8_t* from, int block, int row, int step,
+                                 __m512i codes) const {
+    const uint8_t* scales = from + scales_at(layout, block, 2 * step) + row;
+    return Nvfp4::look_up(tables, codes, scales, scales_at(layout, 0, 1));
+  }
+};
+
+// Decoder of weights in 4 bits with scales of groups, for a band. Rows of 32 inputs are looked up and transposed: those
+// of a block with the first piece of its half of a step.
 template <class Codes>
 struct GroupTiles {
-  FourBitPair<Codes> pairs;
   FourBit layout;
-  typename Codes::Scales scales[kBand];
-  const uint8_t *group, *codes;  // of the present step
+  const uint8_t *from, *codes;
+  int step;  // of the four of a stored piece
+  RowLookups<Codes> lookups;
 
-  int steps() const { return layout.inputs / kTileInputs; }
+  static constexpr int steps() { return kGroupSteps; }
 
-  // Begin step `at` of a group. Its first step reads the scales.
-  FREIGHT_INLINE void begin(const uint8_t* from, int at) {
-    group = from, codes = from + layout.head + at * (kTileInputs / kFourInputs) * kBand * kFourUnit;
-    if (!Codes::by_unit && at == 0)
-      for (int block = 0; block < kBand; block++) Codes::read(layout, group, block, 0, scales[block]);
-    if (at == 0) _mm_prefetch(reinterpret_cast<const char*>(group + kTileAhead), _MM_HINT_T1);
+  // Begin step `at` of a stored piece. Its first step makes the tables.
+  FREIGHT_INLINE void begin(const uint8_t* stored, int at) {
+    from = stored, codes = stored + layout.head, step = at;
+    if (at == 0) lookups.begin(layout, stored);
   }
 
   FREIGHT_INLINE void piece(int at, uint8_t* to) {
-    constexpr int kOfBlock = kStepPieces / kBand, kOfUnit = kOfBlock * kFourInputs / kTileInputs;
-    const int block = at / kOfBlock, unit = at % kOfBlock / kOfUnit, pair = at % kOfBlock * 2;
-    const uint8_t* from = codes + (unit * kBand + block) * kFourUnit;
-    if (at % 2 == 0)  // two pieces read a line
-      _mm_prefetch(reinterpret_cast<const char*>(codes + at / 2 * kUnit + kTileAhead), _MM_HINT_T1);
-    if (Codes::by_unit && at % kOfUnit == 0) Codes::read(layout, group, block, unit, scales[block]);
-    __m512i lines[2];
-    pairs.decode(scales[block], from, pair % (kFourInputs / 2), lines);
-    for (int i = 0; i < 2; i++) _mm512_store_si512(to + ((pair + i) * kBand + block) * kUnit, lines[i]);
+    if (at % (kStepPieces / kBand)) return;
+    const int block = at / (kStepPieces / kBand);
+    const __m128i shift = _mm_cvtsi32_si128(4 * step);
+    VF rows[kLanes];
+    for (int row = 0; row < kLanes; row++) {
+      const uint8_t* line = codes + (block * kLanes + row) * kUnit;
+      _mm_prefetch(reinterpret_cast<const char*>(line + kTileAhead), _MM_HINT_T1);
+      const __m512i code = _mm512_srl_epi16(_mm512_loadu_si512(line), shift);
+      rows[row] = (VF)lookups.look_up(layout, from, block, row, step, code);
+    }
+    transpose(rows);
+    for (int pair = 0; pair < kLanes; pair++) store(reinterpret_cast<float*>(to + (pair * kBand + block) * kUnit), rows[pair]);
   }
 };
 // Say whether tiles are loaded from the weights as they are stored.
@@ -101,10 +132,10 @@ template <int32_t FORMAT>
 constexpr int kStoredStep = FORMAT == FREIGHT_MXFP4 ? kBand * kMxUnit
                             : FORMAT == FREIGHT_E4M3FN ? kStepBytes / 2 : kStepBytes;
 
-// Bytes of `steps` stored steps, of whole groups.
+// Bytes of `steps` stored steps of a band, from the first on, or of those that are left of it.
 template <int32_t FORMAT>
 int64_t stored_bytes(const TileDecoder<FORMAT>& decoder, int64_t steps) {
-  if constexpr (kOfGroups<FORMAT>) return steps / decoder.steps() * decoder.layout.bytes;
+  if constexpr (kOfGroups<FORMAT>) return (steps + decoder.steps() - 1) / decoder.steps() * decoder.layout.bytes;
   else return (void)decoder, steps * kStoredStep<FORMAT>;
 }
 
@@ -152,7 +183,7 @@ struct Ahead {
     decoder.piece(at, to);
     if (at < kPieces - 1) return;
     to += kStepBytes;
-    if (step + 1 == decoder.steps()) from += decoder.layout.bytes;
+    if (step + 1 == decoder.steps() || piece + 1 == each) from += decoder.layout.bytes;
   }
 
   // Four inputs of a block; a step has those of one block, then those of the other.
@@ -258,12 +289,13 @@ struct TileTask {
   uint8_t* decoded(int64_t panel) const { return scratch + panel % 2 * bands * job.band_panel(); }
   const uint8_t* stored(int64_t panel) const {
     const auto* data = static_cast<const uint8_t*>(job.weight.data);
-    return data + stored_bytes<FORMAT>(decoder, first_band * job.steps() + panel * job.panel_steps);
+    return data + first_band * stored_bytes<FORMAT>(decoder, job.steps()) +
+           stored_bytes<FORMAT>(decoder, panel * job.panel_steps);
   }
   Ahead<FORMAT> ahead_of(int64_t panel) const {
     if (panel >= job.panels()) return {decoder, nullptr, nullptr, 0, 0, 0, 0};
     const int64_t steps = steps_of(panel);
-    return {decoder, stored(panel), decoded(panel), stored_bytes<FORMAT>(decoder, job.steps() - steps),
+    return {decoder, stored(panel), decoded(panel), stored_bytes<FORMAT>(decoder, job.steps()) - stored_bytes<FORMAT>(decoder, steps),
             job.band_panel() - steps * kStepBytes, static_cast<int>(steps) * kStepBytes / 128, bands};
   }
 

@@ -22,6 +22,7 @@ from freight.cache.pool import allocate_pool
 from freight.cache.spec import KVCacheSpec, LayerKVSpec
 from freight.config.engine import KVCacheConfig
 from freight.engine.prepare import Logits, SequenceSlice, prepare
+from freight.fp8.cast import torch_dtype
 from freight.fp8.formats import Format, Granularity, ScaleSource
 from freight.fp8.scheme import KVScales, LayerScales
 from freight.kernels.interface import KernelSet
@@ -33,8 +34,8 @@ from freight.operands.weight import Activations, Codes, Groups, Weight
 MOST_COPIES = 256  # what is so small that these fit into the caches is measured there
 BLOCK_SIZE = 16
 SCALE = 0.02
-# Inputs of a group of a 4-bit weight, and the dtype of its scale
-GROUPS = {Codes.INT4: (128, torch.bfloat16), Codes.E2M1: (16, torch.float8_e4m3fn)}
+# Inputs of a group of a 4-bit weight, and the format of its scale
+GROUPS = {Codes.INT4: (128, Format.BFLOAT16), Codes.E2M1: (16, Format.E4M3FN)}
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,8 @@ class Bench:
 
     def four_bit(self, rows: int, shape: tuple[int, int], codes: Codes) -> Case:
         """Make the product with a weight in 4 bits, whose in_features `GROUPS` divide."""
-        size, dtype = GROUPS[codes]
+        size, format = GROUPS[codes]
+        dtype = torch_dtype(format)
         generator = torch.Generator(self.device).manual_seed(0)
         scales = torch.full(
             (shape[0], shape[1] // size), SCALE, dtype=torch.float32, device=self.device
