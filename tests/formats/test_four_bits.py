@@ -195,6 +195,27 @@ def test_it_is_described_and_takes_the_bytes_that_are_counted(name: str, tmp_pat
         require_equal(model, kernels, model.scheme.linear)
 
 
+@pytest.mark.parametrize("name", ["gptq order", "ct int4 order"])
+def test_orders_are_counted(name: str, tmp_path: Path):
+    """One for projections that share their input, as GPTQ makes them."""
+    written = write(FORMS[name])
+    suffix = "g_idx" if "gptq" in name else "weight_g_idx"
+    for layer in range(2):
+        prefix = f"model.layers.{layer}."
+        for first, *others in (
+            ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+            ("mlp.gate_proj", "mlp.up_proj"),
+        ):
+            for other in others:
+                order = written.tensors[f"{prefix}{first}.{suffix}"].clone()
+                written.tensors[f"{prefix}{other}.{suffix}"] = order
+    folder = written.save(tmp_path)
+    for kernels in ("reference", "auto"):
+        args = EngineArgs(str(folder), kernels=kernels, device="cpu", skip_tokenizer_init=True)
+        model = open_model(args)
+        require_equal(model, kernels, model.scheme.linear)
+
+
 @pytest.mark.parametrize(("name", "added"), [("gptq zeros", 1), ("gptq v2", 0)])
 def test_zero_points_of_gptq_from_0_to_15(name: str, added: int, tmp_path: Path):
     """In `gptq` one of 0 borrows from the next one, which is not read as one less."""
