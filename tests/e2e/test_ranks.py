@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 from tests.forked_server import CAN_FORK, forked
+from tests.formats.four_bits import FORMS, write
 from tests.formats.mxfp4 import save_mxfp4
 from tests.parity.random_models import save_random
 from tests.parity.shapes import DELTA_NET, KIMI_LINEAR, LING
@@ -121,6 +122,7 @@ FP8 = {"quantization": "fp8"}
 TOKEN = {"kv_cache_dtype": "fp8"}
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {  # a config, or the name of a fixture; options
     "16 bits": (LLAMA, {}),
+    "INT4": (LLAMA, {"quantization": "int4"}),
     "W8A8, scales per token": (LLAMA, FP8 | TOKEN),
     "one KV head for both, tied": (
         LLAMA | {"num_key_value_heads": 1, "tie_word_embeddings": True},
@@ -337,6 +339,15 @@ def require_equal(folder: Path, **options: Any) -> None:
     assert isinstance(engine.runner, LeadingRunner)
     assert outputs_of(engine, "a") == expected
     engine.runner.leader.close()
+
+
+@pytest.mark.parametrize("form", ["gptq order", "ct nvfp4"])
+def test_matrices_stored_in_4_bits(
+    form: str, tmp_path: Path, pages_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank has rows of them, and takes all inputs in the order of the whole."""
+    folder = write(FORMS[form]).save(tmp_path / "model")
+    require_bits_of_one(str(folder), TOKEN, tmp_path, pages_file, monkeypatch)
 
 
 @pytest.mark.parametrize("lowest", [115, pytest.param(90, marks=pytest.mark.slow)])

@@ -28,7 +28,7 @@ CONFIG: dict[str, Any] = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 32,
-    "vocab_size": 64,
+    "vocab_size": 101,
     "max_position_embeddings": 128,
     "rms_norm_eps": 1e-6,
     "tie_word_embeddings": False,
@@ -140,10 +140,12 @@ def packed(coded: Coded, *, zeros: bool = False, order: bool = False) -> Tensors
 
 
 def gptq(coded: Coded, added: int) -> Tensors:
-    """AutoGPTQ's, where a zero point is stored minus `added`."""
+    """AutoGPTQ's, where zero points are stored minus `added`: GPTQModel subtracts it from those of an
+    int32 at once.
+    """
     return {
         "qweight": words(coded.codes).t(),
-        "qzeros": words((coded.zeros.t() - added) % 16),
+        "qzeros": words(coded.zeros.t()) - added * 0x11111111,
         "scales": coded.scales.t(),
         "g_idx": coded.group_of.int(),
         "bias": torch.zeros(len(coded.codes), dtype=torch.float16),
@@ -438,7 +440,9 @@ def write(form: Form, experts: str = "") -> Written:
         for router in routers:
             tensors[f"{prefix}{router}.weight"] = torch.randn(4, 128, generator=draw).half()
     for name in ("model.embed_tokens", "lm_head"):
-        tensors[f"{name}.weight"] = (torch.randn(64, 128, generator=draw) / 11).half()
+        tensors[f"{name}.weight"] = (
+            torch.randn(config["vocab_size"], 128, generator=draw) / 11
+        ).half()
     tensors["model.norm.weight"] = torch.ones(128).half()
     kept = {
         name: tensor for name, tensor in tensors.items() if name.rpartition(".")[0] not in quantized

@@ -18,13 +18,14 @@ from tests.formats.four_bits import (
     Written,
     ct,
     int4,
+    words,
     write,
 )
 from tests.parity.random_models import freight_logits
 from tests.unit.models.test_sizes import require_equal
 from transformers import AutoModelForCausalLM
 
-from freight.checkpoint.four_bits import find_four_bits
+from freight.checkpoint.four_bits import StoredGroups, find_four_bits
 from freight.checkpoint.layouts import read_scheme
 from freight.cli.inspect import describe
 from freight.config.engine import EngineArgs
@@ -194,6 +195,83 @@ def test_it_is_described_and_takes_the_bytes_that_are_counted(name: str, tmp_pat
         require_equal(model, kernels, model.scheme.linear)
 
 
+@pytest.mark.parametrize("name", ["gptq order", "ct int4 order"])
+def test_orders_are_counted(name: str, tmp_path: Path):
+    """One for projections that share their input, as GPTQ makes them."""
+    written = write(FORMS[name])
+    suffix = "g_idx" if "gptq" in name else "weight_g_idx"
+    for layer in range(2):
+        prefix = f"model.layers.{layer}."
+        for first, *others in (
+            ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+            ("mlp.gate_proj", "mlp.up_proj"),
+        ):
+            for other in others:
+                order = written.tensors[f"{prefix}{first}.{suffix}"].clone()
+                written.tensors[f"{prefix}{other}.{suffix}"] = order
+    folder = written.save(tmp_path)
+    for kernels in ("reference", "auto"):
+        args = EngineArgs(str(folder), kernels=kernels, device="cpu", skip_tokenizer_init=True)
+        model = open_model(args)
+        require_equal(model, kernels, model.scheme.linear)
+
+
+@pytest.mark.parametrize(("name", "added"), [("gptq zeros", 1), ("gptq v2", 0)])
+def test_zero_points_of_gptq_from_0_to_15(name: str, added: int, tmp_path: Path):
+    """In `gptq` one of 0 borrows from the next one, which is not read as one less."""
+    written = write(FORMS[name])
+    draw = torch.Generator().manual_seed(4)
+    zeros = torch.randint(0, 16, written.tensors[f"{DOWN}.scales"].shape, generator=draw)
+    zeros[:, ::3] = 0
+    written.tensors[f"{DOWN}.qzeros"] = words(zeros) - added * 0x11111111
+    found = loaded(written.save(tmp_path)).layers[1].mlp.down.weight.groups.zeros
+    assert torch.equal(found, zeros.t().to(torch.uint8))
+
+
+@pytest.mark.parametrize(
+    ("name", "scales"),
+    [("ct int4 32", "weight_scale"), ("gptq", "scales"), ("awq", "scales")],
+)
+def test_scales_of_integers_may_be_negative(name: str, scales: str, tmp_path: Path):
+    """As AutoRound writes those of about half of the groups."""
+    written = write(FORMS[name])
+    written.tensors[f"{DOWN}.{scales}"] *= -1
+    found = loaded(written.save(tmp_path)).layers[1].mlp.down.weight
+    assert torch.equal(found.dequantized(), -written.plain[f"{DOWN}.weight"])
+
+
+def test_awq_without_zero_points_has_them(tmp_path: Path):
+    """AutoRound writes zero_point false for symmetric integers, and zero points of 8."""
+    written = write(FORMS["awq"])
+    written.config["quantization_config"] = AWQ | {"zero_point": False, "sym": True}
+    found = loaded(written.save(tmp_path)).layers[1].mlp.down.weight
+    assert torch.equal(found.dequantized(), written.plain[f"{DOWN}.weight"])
+
+
+def test_dynamic_is_another_name_of_an_order_by_group(tmp_path: Path):
+    written = write(FORMS["ct int4 order"])
+    written.config["quantization_config"] = int4(32, actorder="dynamic")
+    found = loaded(written.save(tmp_path)).layers[1].mlp.down.weight
+    assert found.order is not None
+    assert torch.equal(found.dequantized(), written.plain[f"{DOWN}.weight"])
+
+
+def test_a_router_in_4_bits_has_the_values_in_float32(tmp_path: Path):
+    """llm-compressor quantizes one that `ignore` does not list."""
+    written = write(FORMS["ct int4 32"], "qwen3_moe")
+    written.config["quantization_config"] = int4(32) | {"ignore": ["lm_head"]}
+    router = "model.layers.1.mlp.gate"
+    for layer in range(2):
+        module = f"model.layers.{layer}.mlp.gate"
+        plain = written.tensors.pop(f"{module}.weight").float()
+        stored, written.plain[f"{module}.weight"] = FORMS["ct int4 32"].linear(
+            plain, torch.Generator()
+        )
+        written.tensors |= {f"{module}.{suffix}": one for suffix, one in stored.items()}
+    found = loaded(written.save(tmp_path)).layers[1].mlp.router
+    assert torch.equal(found.data, written.plain[f"{router}.weight"])
+
+
 def test_activations_in_4_bits_are_said_to_stay_in_16(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
@@ -232,6 +310,18 @@ def test_ranks_have_output_rows(name: str, tmp_path: Path):
             assert torch.allclose(qkv.dequantized(), expected, rtol=1e-6, atol=0)
             expected = whole[f"{index}.down.0"][64 * rank : 64 * rank + 64]
             assert torch.allclose(down.dequantized(), expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("name", ["ct int4 order", "gptq order"])
+def test_rows_of_a_rank_have_the_order_of_all(name: str, tmp_path: Path):
+    written = write(FORMS[name])
+    model = opened(written.save(tmp_path))
+    assert model.checkpoint is not None
+    found = find_four_bits(model.checkpoint, model.scheme, tensor_shapes(model.model))
+    part = found[f"{DOWN}.weight"].of_rows([slice(96, 128), slice(0, 8)])
+    assert isinstance(part, StoredGroups)
+    expected = written.plain[f"{DOWN}.weight"][[*range(96, 128), *range(8)]]
+    assert torch.equal(part.read(model.checkpoint, "cpu").dequantized(), expected)
 
 
 def test_kernels_without_groups_refuse_them_and_convert_mxfp4(
@@ -334,7 +424,7 @@ WRONG: list[tuple[str, Change, str]] = [
     ("ct int4 32", cut(f"{Q}.weight_packed"), f"{Q}.weight_packed is I32 of shape [127, 16]"),
     ("ct int4 32", cast(f"{Q}.weight_packed", torch.int64), f"{Q}.weight_packed is I64 of shape"),
     ("ct int4 32", filled(f"{Q}.weight_scale", torch.nan), f"{Q}.weight_scale has nan among its"),
-    ("ct int4 32", filled(f"{Q}.weight_scale", -1.0), f"{Q}.weight_scale has -1.0 among its"),
+    ("ct int4 32", filled(f"{Q}.weight_scale", -torch.inf), f"{Q}.weight_scale has -inf among its"),
     ("ct int4 32", filled(f"{Q}.weight_scale", torch.inf), f"{Q}.weight_scale has inf among its"),
     ("ct int4 32", cut(f"{Q}.weight_shape"), f"{Q}.weight_shape is I64 of shape [1]"),
     ("ct int4 32", unpacked, f"{DOWN}.weight is stored in float16, but config.json declares it"),
@@ -407,11 +497,16 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (GPTQ | {"bits": 2}, "gptq with bits 2"),
     (GPTQ | {"bits": True}, "gptq with bits True"),
     (GPTQ | {"group_size": 0}, "gptq with group_size 0 is not a number of inputs"),
+    (GPTQ | {"rotation": "random"}, "gptq with rotation 'random' is not implemented: inputs of down_proj"),
     (GPTQ | {"checkpoint_format": "marlin"}, "checkpoint_format 'marlin' is not implemented"),
     (GPTQ | {"dynamic": {"+:.*down.*": {"bits": 8}}}, "gptq with dynamic['+:.*down.*']"),
     (AWQ | {"version": "gemv"}, "awq with version 'gemv' is not implemented; gemm is"),
+    (
+        {"quant_method": "awq", "bits": 4, "group_size": 32, "checkpoint_format": "gemv_fast"},
+        "awq with version 'gemv_fast' is not implemented",
+    ),
     (AWQ | {"bits": 8}, "awq with bits 8"),
-    (AWQ | {"zero_point": False}, "awq with zero_point False"),
+    (AWQ | {"rotation": "hadamard"}, "awq with rotation 'hadamard' is not implemented"),
     (int4(32, strategy="tensor"), "weights of 4 bits with strategy 'tensor' are not implemented"),
     (int4(32, dynamic=True), "weights with dynamic True are not implemented"),
     (int4(None, strategy="group"), "group_size = None is not a number of inputs"),

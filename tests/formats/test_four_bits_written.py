@@ -74,6 +74,15 @@ def test_integers_cost_no_more_than_with_the_scale_of_the_largest_value(seed, si
     assert torch.allclose((values - groups).abs(), best, rtol=1e-4, atol=1e-7)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_small_values_are_rounded_as_well_as_others(dtype: torch.dtype):
+    """Their scales are below the least normal number of float16."""
+    w = torch.randn(8, 128, generator=torch.Generator().manual_seed(0)) * 4e-5
+    data, scales = round_int4(w, 32, dtype)
+    values = (unpacked(data, 128) - 8).unflatten(1, (-1, 32)) * scales.float()[..., None]
+    assert (values.flatten(1) - w).square().mean() < 0.02 * w.square().mean()
+
+
 @given(st.integers(0, 2**32))
 def test_mxfp4_costs_no_more_than_by_the_rule_of_the_standard(seed):
     draw = torch.Generator().manual_seed(seed)

@@ -136,6 +136,24 @@ def test_products_have_the_bits_of_those_with_the_same_values(
             assert same(found, kernels.linear(x, same_values, bias)), (outputs, inputs, rows)
 
 
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("build", BUILDS)
+def test_a_task_of_several_bands_has_the_same_bits(build: str, kind: Kind) -> None:
+    """Many rows, and on tiles two bands in each task of one thread and a last one of one band; the
+    last panel is shorter than the others.
+    """
+    torch.manual_seed(8)
+    torch.set_num_threads(1)
+    kernels = CpuKernels(library.load(build))
+    outputs, inputs = 32 * 6 + 20, 5 * 128
+    weight = random_weight(kind, outputs, inputs)
+    packed, same_values = kernels.pack(weight), kernels.pack(plain(weight, BF16))
+    for rows in (64, 97):
+        x = torch.randn(rows, inputs).to(BF16)
+        assert same(kernels.linear(x, packed), kernels.linear(x, same_values))
+        assert torch.equal(kernels.linear(x, packed)[9:10], kernels.linear(x[9:10], packed))
+
+
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize("build", [*BUILDS, "reference"])
@@ -268,6 +286,31 @@ def test_experts_have_the_bits_of_those_with_the_same_values(
         )
         assert found.any()
         assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("build", BUILDS)
+def test_rows_of_experts_are_gathered_by_the_order_of_their_own(
+    build: str, dtype: torch.dtype
+) -> None:
+    """Each row of x goes to one expert; more rows than a tile of each kind, and tokens in turn."""
+    torch.manual_seed(7)
+    kernels, kind = CpuKernels(library.load(build)), KINDS[2]
+    weights = [
+        replace(random_weight(kind, outputs, inputs), order=torch.randperm(inputs))
+        for outputs, inputs in ((256, 1280), (256, 1280), (1280, 128), (1280, 128))
+    ]
+    gate_up, down = kernels.pack_experts(weights[:2]), kernels.pack_experts(weights[2:])
+    for rows in (3, 80):
+        ids = (torch.arange(rows, dtype=torch.int32) % 2)[:, None]
+        x = torch.randn(rows, 1280).to(dtype) / 32
+        found = kernels.experts(x, ids, torch.ones(rows, 1), gate_up, down, GatedActivation.SILU)
+        for expert in range(2):
+            first = kernels.linear(x[expert::2], kernels.pack(weights[expert]))
+            between = kernels.gated(first, GatedActivation.SILU)
+            last = kernels.linear(between, kernels.pack(weights[2 + expert]))
+            assert last.any()
+            assert torch.equal(found[expert::2], last)
 
 
 @pytest.mark.parametrize("build", BUILDS)

@@ -11,7 +11,7 @@ mxfp4-pack-quantized   weight_packed uint8 [R, C / 2], weight_scale uint8 [R, G]
 modelopt               weight uint8 [R, C / 2], weight_scale E4M3 [R, G], weight_scale_2 float32 [],
                        by which a value is multiplied
 gptq, gptq_v2          qweight int32 [C / 8, R], scales [G, R], qzeros int32 [G, R / 8], g_idx int32
-                       [C]; in gptq a zero point is stored minus 1, modulo 16
+                       [C]; in gptq an int32 of qzeros is stored minus 0x11111111, modulo 2 ** 32
 awq                    qweight int32 [C, R / 8], scales [G, R], qzeros int32 [G, R / 8]; of 8 outputs,
                        an int32 has 0, 2, 4, 6, 1, 3, 5, 7 from its lowest bits
 
@@ -36,6 +36,9 @@ from freight.fp8.scheme import FourBits, Packing, Scheme, held_group
 from freight.operands.weight import Codes, Groups, Weight
 
 _PER_INT = 8  # codes of an int32
+# What GPTQModel subtracts from 8 zero points at once: one of 0 borrows from the next. AutoGPTQ
+# subtracts 1 from each, which gives the same bits of all zero points but 0.
+_ONES = 0x11111111
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # where an int32 of AWQ has each of 8 outputs
 _INTS, _BYTES, _E4M3 = ("I32",), ("U8",), ("F8_E4M3",)
 _FLOATS = ("F16", "BF16", "F32")
@@ -153,8 +156,8 @@ def find_four_bits(
     of the model ('model.layers.0.mlp.down_proj.weight').
 
     Raises CheckpointError, naming tensors, for a matrix that is stored so and not declared, for
-    tensors of another shape than declared or that are missing, and for scales that are negative or
-    not finite.
+    tensors of another shape than declared or that are missing, and for scales that are not finite,
+    or negative in NVFP4.
     """
     found: dict[str, StoredGroups | StoredPowers] = {}
     for name, shape in shapes.items():
@@ -355,14 +358,18 @@ def _of_tensor(stored: StoredGroups) -> str:
 
 def _scales(checkpoint: Checkpoint, name: str) -> Tensor:
     """Return the scales of groups, as they are stored; those in float32 become bfloat16 or float16,
-    whichever has them. Raises CheckpointError for what is not finite, or negative.
+    whichever has them. Raises CheckpointError for what is not finite, or negative in E4M3.
+
+    Those of integers may be negative: AutoRound lets -8, the code of the largest magnitude, stand
+    for the group's value of the largest magnitude, whatever its sign.
     """
     stored = checkpoint.copy(name)
-    values = stored.float()
-    bad = values[~((values >= 0) & (values < torch.inf))]
+    values, unsigned = stored.float(), stored.dtype is torch.float8_e4m3fn
+    bad = values[~((values >= (0 if unsigned else -torch.inf)) & values.isfinite())]
     if len(bad):
         raise checkpoint.fault(
-            f"{name} has {bad[0].item()} among its {values.numel()} values; a scale has to be finite and not negative"
+            f"{name} has {bad[0].item()} among its {values.numel()} values; a scale has to be finite"
+            + " and not negative" * unsigned
         )
     if stored.dtype != torch.float32:
         return stored
@@ -467,9 +474,10 @@ def _gptq_zeros(checkpoint: Checkpoint, stored: StoredGroups) -> Tensor | None:
     CheckpointError if they are declared so and are not.
     """
     name = f"{stored.module}.qzeros"
-    zeros = _nibbles(checkpoint.copy(name))
+    words = checkpoint.copy(name)
     if stored.four.packing is Packing.GPTQ:
-        zeros = zeros + 1 & 15
+        words = (words.long() + _ONES).to(torch.int32)
+    zeros = _nibbles(words)
     if stored.four.zeros:
         return zeros
     other = zeros[zeros != 8]

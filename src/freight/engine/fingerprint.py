@@ -6,14 +6,15 @@ whatever other requests run: no row's result depends on its neighbours (docs/int
 Other kernels leave matrix products to a library that may choose another order of summation for
 another number of rows, so there a fingerprint promises nothing about bits.
 
-Weights count by the headers of their files, their sizes, and samples of their bytes: two
-fine-tunings of one model differ almost everywhere, and all of a large model would take minutes to
-read.
+Weights count by what the checkpoint declares of them, the headers of their files, their sizes, and
+samples of their bytes: two fine-tunings of one model differ almost everywhere, and all of a large
+model would take minutes to read.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 from pathlib import Path
 
 import torch
@@ -51,6 +52,7 @@ def fingerprint(opened: OpenModel, config: EngineConfig, kernels: KernelSet, ver
         kernels.name,
         config.device,
         opened.model,
+        declared(opened),
         decides,
         tile,
     ):
@@ -63,6 +65,16 @@ def fingerprint(opened: OpenModel, config: EngineConfig, kernels: KernelSet, ver
         for file in sorted(opened.checkpoint.path.glob("*.safetensors")):
             _add_file(state, file)
     return f"fp_{state.hexdigest()[:16]}"
+
+
+def declared(opened: OpenModel) -> str:
+    """Return the digest of what a checkpoint declares, '' for random weights. `ModelConfig` has
+    neither how weights and activations are quantized, nor what transformers' modules read.
+    """
+    if opened.checkpoint is None:
+        return ""
+    content = opened.checkpoint.config, opened.checkpoint.hf_quant_config
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def is_reproducible(opened: OpenModel, kernels: KernelSet) -> bool:

@@ -33,7 +33,7 @@ from freight.cache.stored import StoredPrefixes
 from freight.config.engine import EngineConfig
 from freight.config.store import StoreConfig
 from freight.device import cpu_name
-from freight.engine.fingerprint import is_reproducible
+from freight.engine.fingerprint import declared, is_reproducible
 from freight.errors import ConfigError
 from freight.kernels.cpu.cpu_set import CpuKernels
 from freight.kernels.cpu.library import path_of
@@ -146,7 +146,7 @@ def what_decides(
         "libc": " ".join(platform.libc_ver()),  # its expf scores experts
         "device": config.device,
         "model": repr(model),
-        "declared": _declared(opened),
+        "declared": declared(opened),
         "formats": f"{config.compute_format} {config.weight_format}{' int4' * config.int4} {config.fp8_attention}",
         "cache": repr([kv.of_layer(index) for index in range(model.num_layers)]),
         "scales": repr(None if kv.scales is None else (kv.scales.format, kv.scales.layers)),
@@ -166,16 +166,6 @@ def library(opened: OpenModel, config: EngineConfig) -> str:
     """Return what decides how torch and transformers sum, beside torch's version."""
     transformers = importlib.metadata.version("transformers")
     return f"{opened.threads(config).count} threads of {cpu_name()}, transformers {transformers}"
-
-
-def _declared(opened: OpenModel) -> str:
-    """Return the digest of what a checkpoint declares. `ModelConfig` has neither how activations are
-    quantized, nor what transformers' modules read.
-    """
-    if opened.checkpoint is None:
-        return ""
-    content = opened.checkpoint.config, opened.checkpoint.hf_quant_config
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def name_space(decides: dict[str, str], weights: str) -> str:

@@ -16,6 +16,9 @@ from freight.fp8 import mxfp4
 # error with about 8 to 9.
 _DIVISORS = (7.0, 7.5, 8.0, 8.5, 9.0, 10.0)
 _ROWS = 1024  # rounded at once: the search takes several times their memory
+# Of groups whose values the dtype of scales is too coarse for: the least float16 above 0, and the
+# least bfloat16 that kernels take
+_LEAST = {torch.float16: 2.0**-24, torch.bfloat16: 2.0**-126}
 # Halfway between the value of code i of E2M1 and the next one
 _MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 
@@ -34,9 +37,7 @@ def round_int4(weight: Tensor, size: int, scale_dtype: torch.dtype) -> tuple[Ten
 def _round_int4(weight: Tensor, size: int, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     groups = weight.float().unflatten(1, (-1, size))
     largest = groups.abs().amax(-1, keepdim=True)
-    least = torch.finfo(
-        scale_dtype
-    ).tiny  # of groups whose values the dtype of scales is too coarse for
+    least = _LEAST[scale_dtype]
     best = codes = scales = torch.empty(0, dtype=torch.float32, device=weight.device)
     for divisor in _DIVISORS:
         scale = (largest / divisor).to(scale_dtype).float().clamp(min=least)

@@ -131,6 +131,8 @@ class CheckpointSource:
         )
 
     def exact(self, name: str, shape: Shape) -> Tensor:
+        if name in self.stored:
+            return self._stored(name).dequantized()
         return (
             self.checkpoint.take(name, shape)
             .to(device=self.device, dtype=torch.float32)

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.formats.four_bits import FORMS, write
 from transformers import AutoModelForCausalLM, PhiConfig
 
 from freight.config.engine import EngineArgs
-from freight.engine.fingerprint import is_reproducible
+from freight.engine.fingerprint import fingerprint, is_reproducible
 from freight.models.open import OpenModel, open_model
 
 
@@ -31,3 +32,18 @@ def test_bits_are_promised_of_native_models_on_compiled_kernels(
     assert is_reproducible(native, kernel_set) is (kernels == "auto")
     assert through_transformers.model.foreign is not None
     assert not is_reproducible(through_transformers, kernel_set)
+
+
+def test_what_is_declared_counts(tmp_path: Path) -> None:
+    """The same tensors have other values where config.json says so."""
+    found = set()
+    for format in ("gptq", "gptq_v2"):
+        written = write(FORMS["gptq zeros"])
+        said = FORMS["gptq zeros"].said | {"checkpoint_format": format}
+        written.config["quantization_config"] = said
+        folder = str(written.save(tmp_path))
+        args = EngineArgs(folder, device="cpu", kernels="reference", skip_tokenizer_init=True)
+        opened = open_model(args)
+        config = opened.resolve(args)
+        found.add(fingerprint(opened, config, opened.kernels(config), "1"))
+    assert len(found) == 2

@@ -61,8 +61,8 @@ def _int(weights: JsonObject, where: str) -> LinearScheme:
         Packing.INT4,
         group,
         zeros=weights.get("symmetric", True) is False,
-        # with 'static' the groups are of consecutive inputs
-        ordered=weights.get("actorder") in (True, "group"),
+        # with 'weight', also called 'static', the groups are of consecutive inputs
+        ordered=weights.get("actorder") in (True, "group", "dynamic"),
     )
 
 

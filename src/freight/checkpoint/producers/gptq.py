@@ -52,19 +52,20 @@ def _left_out(declared: JsonObject) -> list[Rule]:
 
 
 def read_awq(declared: JsonObject) -> Scheme:
-    """Read the declaration of AutoAWQ. Raises CheckpointError for what is not implemented."""
+    """Read the declaration of AutoAWQ. Raises CheckpointError for what is not implemented.
+
+    `zero_point` does not count: this version of the form has zero points always. AutoRound writes
+    false where all are 8.
+    """
     # AutoAWQ's own names of the keys, then transformers'
     bits = "w_bit" if "w_bit" in declared else "bits"
     size = "q_group_size" if "q_group_size" in declared else "group_size"
     group = _group_size(declared, "awq", bits, size)
-    version = declared.get("version", "gemm")
+    # GPTQModel's name of the key is the second
+    version = declared.get("version", declared.get("checkpoint_format", "gemm"))
     if str(version).lower() != "gemm":
         raise CheckpointError(
             f"awq with version {version!r} is not implemented; gemm is: quantize the model with it"
-        )
-    if declared.get("zero_point", True) is not True:
-        raise CheckpointError(
-            f"awq with zero_point {declared['zero_point']!r} is not implemented; true is"
         )
     left_out = patterns.rules(declared, "modules_to_not_convert", patterns.contained)
     linear = LinearScheme.in_four_bits(Packing.AWQ, group, zeros=True, or_plain=True)
@@ -72,7 +73,14 @@ def read_awq(declared: JsonObject) -> Scheme:
 
 
 def _group_size(declared: JsonObject, method: str, bits_key: str, key: str) -> int | None:
-    """Return the inputs of a group, None for all. Raises CheckpointError for other than 4 bits."""
+    """Return the inputs of a group, None for all. Raises CheckpointError for other than 4 bits, and
+    for rotations of values at run time.
+    """
+    if declared.get("rotation"):
+        raise CheckpointError(
+            f"{method} with rotation {declared['rotation']!r} is not implemented: inputs of down_proj would have to be "
+            "rotated before every product; quantize the model without it"
+        )
     bits, group = declared.get(bits_key), declared.get(key, -1)
     if bits != 4 or isinstance(bits, bool):
         raise CheckpointError(
