@@ -74,6 +74,7 @@ TORCH_FREE = [
     "config/*.py",
     "engine/drafts.py",
     "config/families/*.py",
+    "parallel/cache_shares.py",
     "parallel/messages.py",
     "parallel/places.py",
     "parallel/ranks.py",

@@ -348,7 +348,7 @@ def test_what_rejected_drafts_store_is_not_counted(kernels: str) -> None:
         outputs = dict(outputs_of(engine, requests))
         stats = engine.stats()
         found.append(([essence(outputs[name]) for name in requests], stats.clipped, stats.nans))
-        assert stats.drafted - stats.accepted > 10 * (most > 0)
+        assert most == 0 or stats.drafted - stats.accepted > 10
     assert found[0] == found[1]
     assert found[0][1] > 1000
 

@@ -227,6 +227,7 @@ def test_a_rank_that_cannot_start_refuses_the_engine(
         ({"tensor_parallel_size": 2, "rank_timeout": 0}, "--rank-timeout 0"),
         ({"tensor_parallel_size": 2, "rank_timeout": 1e12}, "--rank-timeout 1000000000000.0"),
         ({"tensor_parallel_size": 2, "rank_cpus": ["0", "1"]}, "write a text like"),
+        ({"tensor_parallel_size": 2, "kv_store": "/dev/null/store"}, "--kv-store .* cannot be"),
     ],
 )
 def test_what_cannot_be_is_refused_before_a_process_starts(

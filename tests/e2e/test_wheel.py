@@ -60,7 +60,7 @@ def test_a_wheel_without_kernels_is_refused(tmp_path: Path) -> None:
         "freight-0.1.0-py3-none-any.whl",
     )
     faults = build_wheel.faults(wheel, ["freight/llm.py"], "x86_64")
-    assert len(faults) == 5
+    assert len(faults) == 6
     assert "is not of the form py3-none-PLATFORM" in faults[-1]
 
 

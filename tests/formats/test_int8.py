@@ -119,7 +119,7 @@ def test_what_compressed_tensors_wrote_is_read(name: str):
         (WEIGHTS, TOKENS | {"dynamic": "local"}, "dynamic 'local'"),
         (WEIGHTS, TOKENS | {"dynamic": False}, "dynamic False and strategy 'token'"),
         (WEIGHTS, arguments("token", dynamic=True), "type 'float' is not implemented; INT8"),
-        (WEIGHTS | {"num_bits": 4}, TOKENS, "num_bits 4"),
+        (WEIGHTS | {"num_bits": 4}, TOKENS, "weights of 4 bits in format"),
         (arguments("channel"), TOKENS, "type 'int' is not implemented; FP8"),
         (WEIGHTS | {"dynamic": True}, TOKENS, "dynamic True"),
     ],

@@ -31,6 +31,8 @@ PUBLIC = {
     "GenerationError": "freight.errors",
     "quantize": "freight.calibrate.quantize",
     "QuantizeResult": "freight.calibrate.quantize",
+    "Outcome": "freight.engine.verification",
+    "Verification": "freight.engine.verification",
 }
 
 

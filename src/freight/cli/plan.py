@@ -134,7 +134,7 @@ def _print(model: str, made: Plan) -> None:
     )
     if made.settings[0].spec.bytes_per_state:
         console.print(_states(made))
-    if wish.device == "cpu" and wish.ranks == 1:  # a store is for one rank
+    if wish.device == "cpu":
         console.print(_stored(made))
     if made.through_transformers:
         console.print(
@@ -165,11 +165,9 @@ def _states(made: Plan) -> str:
 
 def _stored(made: Plan) -> str:
     """Say what a GiB of disk holds, by cache."""
-    from freight.evaluate.capacity import stored_tokens
-
     counts: dict[str, list[str]] = {}
     for one in made.settings:
-        names = counts.setdefault(f"{stored_tokens(one.spec):,}", [])
+        names = counts.setdefault(f"{one.stored_tokens:,}", [])
         if one.cache_name not in names:
             names.append(one.cache_name)
     parts = [f"{count} tokens of {' or '.join(names)}" for count, names in counts.items()]

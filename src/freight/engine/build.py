@@ -162,9 +162,9 @@ def _start(
     tokenizer = opened.load_tokenizer()
     if before_weights is not None:
         before_weights(Intake(tokenizer, opened.model.vocab_size, config.max_model_len))
+    digests = prepare_store(opened, config)  # before any rank reads weights
     if led is not None:
         led.load(opened, config, positions)
-    digests = prepare_store(opened, config)
     model = opened.load(config, positions) if decoder is None else decoder
     if led is not None:
         led.leader.wait_loaded()

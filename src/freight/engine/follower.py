@@ -22,6 +22,7 @@ import torch
 
 from freight.cache.arena import Arena, mapped
 from freight.cache.pool import allocate_pool
+from freight.cache.spec import KVCacheSpec
 from freight.config.engine import EngineConfig
 from freight.engine.build import captured_steps
 from freight.engine.fingerprint import fingerprint
@@ -89,10 +90,12 @@ def follow(connection: socket.socket, files: Sequence[int]) -> None:
         said = fingerprint(opened, config, opened.kernels(config), version())
         messages.send(connection, Kind.OPENED, said.encode())
         max_len, positions = integers_of(messages.expect(connection, Kind.LOAD))
+        spec = opened.cache_spec(config)  # as rank 0: before the context is made to fit
         model = opened.load(replace(config, max_model_len=max_len), positions)
         messages.send(connection, Kind.LOADED)
         max_len, *num_blocks = integers_of(messages.expect(connection, Kind.POOL))
-        runner = _runner(opened, replace(config, max_model_len=max_len), model, num_blocks, pages)
+        config = replace(config, max_model_len=max_len)
+        runner = _runner(opened, config, model, spec, num_blocks, pages)
         messages.send(connection, Kind.READY)
     except FreightError as error:
         messages.send(connection, Kind.FAILED, f"{type(error).__name__}\n{error}".encode())
@@ -118,12 +121,12 @@ def _runner(
     opened: OpenModel,
     config: EngineConfig,
     model: LanguageModel,
+    spec: KVCacheSpec,
     num_blocks: list[int],
     pages: int | None,
 ) -> ModelRunner:
     """Allocate this rank's part of the cache, in the memory `pages` if rank 0 maps it as well."""
     kernels, kv = opened.kernels(config), opened.with_rank_scales(config).kv
-    spec = opened.cache_spec(config)
     empty = None
     if pages is not None:
         empty = Arena(mapped(pages, Arena.bytes_for(spec, tuple(num_blocks)))).empty

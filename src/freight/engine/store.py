@@ -16,7 +16,7 @@ import logging
 import os
 import platform
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -40,7 +40,7 @@ from freight.kernels.cpu.library import path_of
 from freight.kernels.interface import KernelSet
 from freight.models.open import OpenModel
 from freight.operands.tiles import KEY_TILE, STATE_TILE
-from freight.parallel.shards import kv_part
+from freight.parallel.cache_shares import CacheShare, cache_shares
 
 logger = logging.getLogger("freight")
 
@@ -113,12 +113,11 @@ def open_store(
 
 def _others(opened: OpenModel, memories: tuple[Tensor, ...]) -> OtherRanks:
     size = opened.ranks.size
-    num_heads = {index: one.num_kv_heads for index, one in opened.model.attention.items()}
-    heads = {
-        index: tuple(range(count)[kv_part(count, rank, size)] for rank in range(size))
-        for index, count in num_heads.items()
-    }
-    return OtherRanks(memories, num_heads, heads)
+    shares: dict[int, Mapping[str, tuple[CacheShare, ...]]] = {}
+    for index, layer in enumerate(opened.model.layers):
+        ranks = [cache_shares(layer.mixer, rank, size) for rank in range(size)]
+        shares[index] = {name: tuple(one[name] for one in ranks) for name in ranks[0]}
+    return OtherRanks(memories, shares)
 
 
 def what_decides(

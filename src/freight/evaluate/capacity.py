@@ -85,6 +85,7 @@ class Setting:
     cache_bytes        the share of what the weights leave
     rest_bytes         what is left for activations and logits, which are not counted
     spec               the cache by layer
+    stored_tokens      `stored_tokens` of the cache of all ranks
     num_blocks         by group of layers, as the engine allocates them; () where not even one token
                        fits
     capacity_tokens    tokens of full sequences
@@ -101,6 +102,7 @@ class Setting:
     cache_bytes: int
     rest_bytes: int
     spec: KVCacheSpec
+    stored_tokens: int
     num_blocks: tuple[int, ...]
     capacity_tokens: int
     longest: int
@@ -245,8 +247,9 @@ def _settings(
             name = scheme.weight_formats or weights
             formats = name, kv, (*options, *flags)
             sizes = EngineArgs.block_size, compute, wish.state_every, context, wish.ranks
-            spec = cache_spec(kv, model, *sizes)
-            yield _setting(formats, loaded, spec, wish, context, step_tokens(wish.device, model))
+            spec, whole = cache_spec(kv, model, *sizes), cache_spec(kv, model, *sizes[:-1])
+            step = step_tokens(wish.device, model)
+            yield _setting(formats, loaded, spec, stored_tokens(whole), wish, context, step)
 
 
 Cache = tuple[KVCacheConfig, tuple[str, ...]]  # and the options that give it
@@ -306,6 +309,7 @@ def _setting(
     formats: tuple[str, KVCacheConfig, tuple[str, ...]],
     loaded: LoadedBytes,
     spec: KVCacheSpec,
+    stored: int,
     wish: Wish,
     context: int,
     step: int,
@@ -329,6 +333,7 @@ def _setting(
         cache_bytes=cache,
         rest_bytes=left - cache,
         spec=spec,
+        stored_tokens=stored,
         num_blocks=num_blocks,
         capacity_tokens=tokens,
         longest=longest,
@@ -481,7 +486,7 @@ def _setting_json(one: Setting) -> JsonObject:
         "bytes_per_state": one.spec.bytes_per_state,
         "state_dtype": one.spec.state_format,
         "block_size": one.spec.block_size,
-        "stored_tokens_per_gib": stored_tokens(one.spec),
+        "stored_tokens_per_gib": one.stored_tokens,
         "groups": [
             {
                 "layers": len(group.layers),

@@ -126,7 +126,8 @@ def test_kernels_prints_one_object_per_row_and_takes_threads(freight, tiny, monk
     rows = [json.loads(line) for line in answer.out.splitlines()]
     assert rows[0]["shape"] == [2, 32, 16]
     eight = {f"{format}, activations dynamic" for format in ("fp8_e4m3fn", "int8")}
-    assert {row["format"] for row in rows} == {*eight, "bfloat16"}
+    four = {"int4, groups of 128", "e2m1, groups of 16"}
+    assert {row["format"] for row in rows} == {*four, *eight, "bfloat16"}
     assert all({"kernel", "median_us", "bandwidth_fraction"} <= set(row) for row in rows)
     assert {row["threads"] for row in rows} == {1}
     table = freight("bench", "kernels", *options)

@@ -61,7 +61,8 @@ def test_ranks_are_planned_without_torch(freight: Run, llama: str) -> None:
     assert ranks == "2 ranks, each with 24.0 GiB of it; sizes are those of each rank"
     assert any("bfloat16    7.5 GiB  bfloat16 " in row for row in rows)  # half of 15.0
     assert "--tensor-parallel-size 2" in verdict
-    assert "--kv-store" not in answer.out
+    # a store has the heads of all ranks: 128 KiB of Llama 3.1 8B a token, and 8 bytes of its id
+    assert "A GiB of --kv-store holds 8,1" in answer.out
     refused = freight("plan", llama, *options[:-1], "3")
     assert "cannot share the 32 attention heads of layer 0 evenly; choose 1, 2, 4" in refused.err
 

@@ -127,8 +127,11 @@ def test_a_model_without_stop_ids_or_with_fewer_rows_than_tokens(demo: Tokenizer
         assert ends == {token for token in stops if token < vocab_size}
 
 
+# Behind a control character the tokenizer splits text that llguidance writes as one forced token
 TEXTS = st.text(
-    st.characters(exclude_categories=["Cs"]) | st.sampled_from('"\\/\n ab'), min_size=1, max_size=6
+    st.characters(exclude_categories=["Cs", "Cc"]) | st.sampled_from('"\\/\n ab'),
+    min_size=1,
+    max_size=6,
 )
 
 

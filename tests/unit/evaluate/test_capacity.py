@@ -187,6 +187,7 @@ def test_a_rank_has_its_part_of_the_matrices() -> None:
         assert one.loaded.layers - norms == 2 * (of_two.loaded.layers - norms), scales
         assert one.loaded.embeddings == 2 * of_two.loaded.embeddings
         assert one.spec.bytes_per_token == 2 * of_two.spec.bytes_per_token
+        assert one.stored_tokens == of_two.stored_tokens  # those of all ranks together
         assert one.needed_bytes == pytest.approx(of_two.needed_bytes, rel=0.02)
     line = verdict(divided)
     assert "--tensor-parallel-size 2" in line

@@ -3,7 +3,7 @@ layout in memory.
 
 The payload of a block is, layer by layer of its group, keys, values and measured scales, or the
 parts of a state; in each of them token by token, the heads of a token adjacent. Pages that are a
-part of others, as values that lie in keys, are there once. Of several ranks the heads are put
+part of others, as values that lie in keys, are there once. What several ranks divide is put
 together, so a payload is the same for any number of them.
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -22,36 +22,49 @@ from freight.cache.arena import twin
 from freight.cache.pool import KVPool, PagedKV, PagedState
 from freight.cache.store.mover import Record
 from freight.operands.kv_pages import KVPages
+from freight.parallel.cache_shares import CacheShare, Piece
 
 Words = NDArray[np.uint8] | NDArray[np.int16] | NDArray[np.int32] | NDArray[np.int64]
+_Index: TypeAlias = "tuple[Piece | slice[None, None, None], ...]"
 # what numpy copies in place of dtypes that it does not have
 _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
 class OtherRanks:
-    """The pages of the other ranks, whose memory is mapped here. The pool here lies in an arena, and
-    theirs lie alike.
+    """The pages and states of the other ranks, whose memory is mapped here. The pool here lies in an
+    arena, and theirs lie alike.
 
     memories    uint8, of each from rank 1 on
-    num_heads   KV heads of the whole model, by layer
-    heads       those that each rank has, from rank 0 on, by layer
+    shares      what each rank has of a layer's part, from rank 0 on, by layer and name
     """
 
     memories: tuple[Tensor, ...]
-    num_heads: Mapping[int, int]
-    heads: Mapping[int, tuple[range, ...]]
+    shares: Mapping[int, Mapping[str, tuple[CacheShare, ...]]]
+
+
+class _Piece(NamedTuple):
+    """What `words`, [num_blocks, …], have of a field: those at `own` of a block are at `whole` of
+    the field.
+    """
+
+    words: Words
+    own: _Index = ()
+    whole: _Index = ()
 
 
 class _Field(NamedTuple):
-    """A part of a payload, of `shape`, [block_size, heads, …] or a state's. `arrays` have it,
-    [num_blocks, …]: one all of it, or several the heads that stand beside each.
+    """A part of a payload, of `shape`: [block_size, heads, …] or a state's.
+
+    written   where it is, on all ranks
+    read      those of `written` that are it once
     """
 
     begin: int
     end: int
     shape: tuple[int, ...]
-    arrays: tuple[tuple[Words, range], ...]
+    written: tuple[_Piece, ...]
+    read: tuple[_Piece, ...]
 
 
 class GroupBytes:
@@ -63,39 +76,54 @@ class GroupBytes:
         layout: list[tuple[str, tuple[int, ...], str]] = []
         for layer, name, tensor in _tensors(pool, group):
             shape: tuple[int, ...] = tuple(tensor.shape[1:])
-            arrays: tuple[tuple[Words, range], ...] = ((_words(tensor), range(0)),)
+            written: tuple[_Piece, ...] = (_Piece(_words(tensor)),)
             if others is not None:
-                shape = (shape[0], others.num_heads[layer], *shape[2:])
+                shares = others.shares[layer][name]
                 found = (tensor, *(twin(tensor, memory) for memory in others.memories))
-                arrays = tuple(zip(map(_words, found), others.heads[layer], strict=True))
+                shape, written = _whole(shape, [_words(one) for one in found], shares)
+            # what several ranks have alike is read from one; a slice is no key of a dict
+            read = tuple({str(one.whole): one for one in written}.values())
             begin = self.payload_bytes
             self.payload_bytes += int(np.prod(shape)) * tensor.itemsize
-            self._fields.append(_Field(begin, self.payload_bytes, shape, arrays))
+            self._fields.append(_Field(begin, self.payload_bytes, shape, written, read))
             layout.append((f"{layer}.{name}", shape, str(tensor.dtype)))
         self.layout = tuple(layout)  # what decides the meaning of a payload's bytes
 
     def read(self, block: int) -> bytes:
         payload = bytearray(self.payload_bytes)
         view = memoryview(payload)
-        for begin, end, shape, arrays in self._fields:
-            target = np.frombuffer(view[begin:end], arrays[0][0].dtype).reshape(shape)
-            if len(arrays) == 1:
-                np.copyto(target, arrays[0][0][block])
-                continue
-            for array, heads in arrays:
-                np.copyto(target[:, heads.start : heads.stop], array[block])
+        for begin, end, shape, _, read in self._fields:
+            target = np.frombuffer(view[begin:end], read[0].words.dtype).reshape(shape)
+            for words, own, whole in read:
+                np.copyto(target[whole], words[block][own])
         return bytes(payload)
 
     def write(self, blocks: Sequence[int], payloads: Record) -> None:
         index = np.asarray(blocks)
-        for begin, end, shape, arrays in self._fields:
-            values = payloads[:, begin:end].view(arrays[0][0].dtype)
+        for begin, end, shape, written, _ in self._fields:
+            values = payloads[:, begin:end].view(written[0].words.dtype)
             values = values.reshape(len(blocks), *shape)
-            if len(arrays) == 1:
-                arrays[0][0][index] = values
-                continue
-            for array, heads in arrays:
-                array[index] = values[:, :, heads.start : heads.stop]
+            for words, own, whole in written:
+                words[(index, *own)] = values[(slice(None), *whole)]
+
+
+def _whole(
+    shape: tuple[int, ...], ranks: Sequence[Words], shares: Sequence[CacheShare]
+) -> tuple[tuple[int, ...], tuple[_Piece, ...]]:
+    """Return the shape of a part that ranks divide, and the pieces that each of them has. shape: of
+    one rank's.
+    """
+    axis = shares[0].axis
+    before, size = (slice(None),) * axis, max(one.stop for share in shares for one in share.pieces)
+    found = []
+    for words, share in zip(ranks, shares, strict=True):
+        begin = 0
+        for piece in share.pieces:
+            end = begin + piece.stop - piece.start
+            found.append(_Piece(words, (*before, slice(begin, end)), (*before, piece)))
+            begin = end
+        assert begin == shape[axis], (share, shape)
+    return (*shape[:axis], size, *shape[axis + 1 :]), tuple(found)
 
 
 def _words(tensor: Tensor) -> Words:
