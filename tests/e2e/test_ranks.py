@@ -19,11 +19,7 @@ from typing import Any
 import pytest
 import torch
 from tests.forked_server import CAN_FORK, forked
-<<<<<<< HEAD
-from tests.formats.four_bits import FORMS, write
-=======
 from tests.formats import four_bits
->>>>>>> wt-rv3
 from tests.formats.mxfp4 import save_mxfp4
 from tests.parity.random_models import save_random
 from tests.parity.shapes import DELTA_NET, KIMI_LINEAR, LING
@@ -128,12 +124,8 @@ OLMO2 = LLAMA | {"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2"}
 FP8 = {"quantization": "fp8"}
 TOKEN = {"kv_cache_dtype": "fp8"}
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {  # a config, or the name of a fixture; options
-<<<<<<< HEAD
-    "16 bits": (LLAMA, {}),
-    "INT4": (LLAMA, {"quantization": "int4"}),
-=======
     "16 bits": (LLAMA, {"speculate": 3}),
->>>>>>> wt-rv3
+    "INT4": (LLAMA, {"quantization": "int4"}),
     "W8A8, scales per token": (LLAMA, FP8 | TOKEN),
     "one KV head for both, tied": (
         LLAMA | {"num_key_value_heads": 1, "tie_word_embeddings": True},
@@ -360,7 +352,7 @@ def test_matrices_stored_in_4_bits(
     form: str, tmp_path: Path, pages_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A rank has rows of them, and takes all inputs in the order of the whole."""
-    folder = write(FORMS[form]).save(tmp_path / "model")
+    folder = four_bits.write(four_bits.FORMS[form]).save(tmp_path / "model")
     require_bits_of_one(str(folder), TOKEN, tmp_path, pages_file, monkeypatch)
 
 
