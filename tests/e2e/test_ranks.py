@@ -135,7 +135,6 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {  # a config, or the name of a f
     "soft caps, tied": (GEMMA2, FP8 | TOKEN),
     "positions, layer norms": (OPT, TOKEN),
     "static W8A8 and scales": ("autofp8_static_kv", {}),
-    "static scales of INT8": ("compressed_int8/static", {}),
     "float32": (LLAMA, {"dtype": "float32"}),
     "experts": (MIXTRAL, TOKEN),
     "norms over all heads": (OLMO2, TOKEN),
