@@ -307,6 +307,8 @@ def test_what_a_grammar_forces_is_drafted_and_changes_nothing(
     requests = {}
     for index in range(60):
         params = replace(random_params(rng), stop=(), max_tokens=rng.choice([20, 70]), min_tokens=0)
+        if index % 5 == 0:  # within what is forced, and before which no end may come
+            params = replace(params, stop=("name", "ab", "is_av"), min_tokens=rng.choice([0, 4, 9]))
         if index % 3:
             params = replace(params, structured_outputs=rng.choice(FORMS))
         if index % 7 == 1:

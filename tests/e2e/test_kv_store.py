@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -36,7 +37,8 @@ from freight.config.engine import EngineArgs
 from freight.config.resolve import check
 from freight.engine import build
 from freight.engine import store as engine_store
-from freight.engine.store import Weights, library, name_space
+from freight.engine.fingerprint import fingerprint
+from freight.engine.store import Weights, library, name_space, what_decides
 from freight.errors import ConfigError
 from freight.models.open import open_model
 from freight.outputs import StoreStats
@@ -313,6 +315,19 @@ def found_tokens(store: Path, **options: Any) -> int:
     llm.engine._store.mover._offers.clear()
     llm.engine.close(0)
     return found
+
+
+def test_weights_that_are_rounded_otherwise_are_others() -> None:
+    """In name spaces and in fingerprints, though the files are the same."""
+    spaces, prints = set(), set()
+    pool: Any = SimpleNamespace(spec=SimpleNamespace(groups=()))
+    for quantization in (None, "fp8", "int8", "int4"):
+        model = open_model(EngineArgs("demo", quantization=quantization))
+        config = model.resolve(model.args)
+        kernels = model.kernels(config)
+        spaces.add(name_space(what_decides(model, config, kernels, "1", pool, ()), "w"))
+        prints.add(fingerprint(model, config, kernels, "1"))
+    assert len(spaces) == len(prints) == 4
 
 
 def test_another_build_of_the_kernels_is_another_name_space() -> None:

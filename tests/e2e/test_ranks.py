@@ -133,6 +133,8 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {  # a config, or the name of a f
     ),
     "biases, one scale": (QWEN2, FP8 | TOKEN | {"kv_scales": "0.03"}),
     "norms of heads, INT8": (QWEN3, {"kv_cache_dtype": "int8"}),
+    "norms of heads, weights in INT8": (QWEN3, {"quantization": "int8"}),
+    "experts in INT8, and a shared one": (QWEN2_MOE, {"quantization": "int8"}),
     "windows, scales per head": (MISTRAL, TOKEN | {"kv_scales": "by rank"}),
     "fused projections": (PHI3, FP8 | {"kv_cache_dtype": "fp8_e5m2"}),
     "soft caps, tied": (GEMMA2, FP8 | TOKEN),

@@ -48,7 +48,7 @@ def test_random_requests_are_proved(llm: LLM, seed: int, count: int) -> None:
     prompts = [(rng.choice(SOURCES) * 2)[: rng.randint(1, 90)] for _ in range(count)]
     params = [random_params(rng) for _ in range(count)]
     params += [replace(GREEDY, structured_outputs={"regex": "[a-z]+ = [0-9]{3}\n"})]
-    params += [replace(SEEDED, max_tokens=0, prompt_logprobs=1, logprobs=None)]
+    params += [replace(SEEDED, seed=None, max_tokens=0, prompt_logprobs=1, logprobs=None)]
     outputs = llm.generate([*prompts, *SOURCES[:2]], params)
     results = llm.verify(outputs, params)
     assert [one.reason for one in results if one.outcome is not Outcome.EQUAL] == []
@@ -68,8 +68,9 @@ def test_models_with_states(model: str) -> None:
     assert {one.outcome for one in hybrid.verify(outputs, params)} == {Outcome.EQUAL}
 
 
-def test_weights_and_caches_of_8_bits() -> None:
-    for options in ({"quantization": "fp8"}, {"kv_cache_dtype": "int8"}):
+def test_weights_and_caches_of_8_and_4_bits() -> None:
+    rounded = [{"quantization": name} for name in ("fp8", "int8", "int4")]
+    for options in (*rounded, {"kv_cache_dtype": "int8"}):
         small = LLM("demo", kv_cache_memory="8MiB", threads=1, **options)
         outputs = small.generate(SOURCES, SEEDED)
         assert {one.outcome for one in small.verify(outputs, SEEDED)} == {Outcome.EQUAL}
@@ -128,6 +129,11 @@ ALTERED: dict[str, Callable[[Any], None]] = {
     "the end": lambda output: setattr(output.outputs[0], "finish_reason", FinishReason.STOP),
     "what ended it": lambda output: setattr(output.outputs[0], "stop_reason", "x"),
     "no log-probabilities": lambda output: setattr(output.outputs[0], "logprobs", None),
+    "its index": lambda output: setattr(output.outputs[0], "index", 1),
+    "an error": lambda output: setattr(output.outputs[0], "error", "lost"),
+    "a log-probability that is no number": lambda output: (
+        output.outputs[0].logprobs[2].update({output.outputs[0].token_ids[2]: Logprob(math.nan, 1)})
+    ),
     "a rank": lambda output: (
         output.outputs[0].logprobs[2].update({output.outputs[0].token_ids[2]: Logprob(-1.0, 9)})
     ),

@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -19,6 +20,7 @@ from typer.testing import CliRunner
 
 from freight.cli.main import app
 from freight.config.engine import EngineArgs
+from freight.engine.redraw import Redraw
 from freight.engine.verification import Outcome
 from freight.errors import ConfigError
 from freight.server.verify import Verifier, verifier_of
@@ -205,6 +207,131 @@ def test_what_is_altered_is_found(
     assert {result.outcome for result in verifier.results(changed)} == {Outcome.DIFFERS}
 
 
+def choice_of(answer: Any) -> Any:
+    return answer["response"]["choices"][0]
+
+
+def logprobs_of(answer: Any) -> Any:
+    return choice_of(answer)["logprobs"]
+
+
+# What a short answer may state in a single field, and whether that is refuted or cannot be judged
+LIES: dict[str, tuple[Callable[[Any], object], str]] = {
+    "the text": (lambda one: choice_of(one).update(text="lie"), "differs"),
+    "no text": (lambda one: choice_of(one).pop("text"), "differs"),
+    "the index": (lambda one: choice_of(one).update(index=True), "differs"),
+    "tokens in total": (lambda one: one["response"]["usage"].update(total_tokens=1), "differs"),
+    "a count that is true": (lambda one: one["response"]["usage"].update(completion_tokens=True), "differs"),
+    "reasoning": (
+        lambda one: one["response"]["usage"]["completion_tokens_details"].update(reasoning_tokens=3), "differs"
+    ),
+    "a count more": (lambda one: one["response"]["usage"].update(audio_tokens=3), "differs"),
+    "usage that is a text": (lambda one: one["response"].update(usage="none"), "differs"),
+    "a field more": (lambda one: one["response"].update(output_text="lie"), "differs"),
+    "an escape sequence as a field": (lambda one: choice_of(one).update({"\x1b[2J" + "x" * 999: 1}), "differs"),
+    "one in the request": (lambda one: one["request"].update({"\x1b[2J": json.loads("[" * 97 + "]" * 97)}), "unknown"),
+    "NaN": (lambda one: logprobs_of(one)["token_logprobs"].__setitem__(0, math.nan), "differs"),
+    "a text for a number": (lambda one: logprobs_of(one)["token_logprobs"].__setitem__(0, "x" * 999), "differs"),
+    "another likely token": (lambda one: logprobs_of(one)["top_logprobs"][0].update({"~": -9.0}), "differs"),
+    "a huge id": (lambda one: choice_of(one).update(token_ids=[1 << 70]), "differs"),
+    "a negative id": (lambda one: choice_of(one).update(token_ids=[-1]), "differs"),
+    "no tokens": (lambda one: choice_of(one).update(token_ids=[]), "differs"),
+    "more tokens than fit": (lambda one: choice_of(one).update(token_ids=[5] * 5000), "differs"),
+    "ids of the prompt": (lambda one: choice_of(one).update(prompt_token_ids=[5]), "differs"),
+    "ids that are true": (lambda one: choice_of(one).update(token_ids=[True]), "unknown"),
+    "a kind that is a list": (lambda one: one["response"].update(object=[]), "unknown"),
+    "choices that are texts": (lambda one: one["response"].update(choices=["x"]), "unknown"),
+    "a chunk of a stream": (lambda one: choice_of(one).update(finish_reason=None), "unknown"),
+    "an escape sequence": (lambda one: one["response"].update(system_fingerprint="\x1b[2J\ud800"), "unknown"),
+    "a length that does not fit": (lambda one: one["request"].update(max_tokens=10**6), "unknown"),
+    "a seed that is NaN": (lambda one: one["request"].update(seed=math.nan), "unknown"),
+    "a temperature that is NaN": (lambda one: one["request"].update(temperature=math.nan), "unknown"),
+    "a deep request": (lambda one: one["request"].update(user=json.loads("[" * 500 + "]" * 500)), "unknown"),
+    "a prompt that is no text": (lambda one: one["request"].update(prompt={"a": 1}), "unknown"),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def short(demo_server: DemoServer) -> dict[str, Any]:
+    body = {"prompt": SOURCES[0], "temperature": 1.0, "seed": 4, "max_tokens": 6, "logprobs": 2}
+    return ask(demo_server, "/v1/completions", body | RETURNED)
+
+
+def test_every_lie_is_judged_beside_answers_that_are_true(
+    verifier: Verifier, short: dict[str, Any]
+) -> None:
+    """None stops the run, and all that is printed is text and JSON."""
+    changed = []
+    for lie, _ in LIES.values():
+        changed.append(copy.deepcopy(short))
+        lie(changed[-1])
+    given = [one for lying in changed for one in (lying, short)]
+    results = list(verifier.results(given))
+    found = dict(zip(LIES, results[::2], strict=True))
+    assert {name: str(one.outcome) for name, one in found.items()} == {
+        name: outcome for name, (_, outcome) in LIES.items()
+    }
+    assert {one.outcome for one in results[1::2]} == {Outcome.EQUAL}
+    for one in results:
+        assert len(one.reason.encode()) < 500
+        assert one.reason.isprintable()
+        json.loads(json.dumps(one.as_object(), allow_nan=False))
+    assert not verifier._engine._groups
+
+
+def test_names_times_and_what_the_cache_had_are_not_judged(
+    verifier: Verifier, short: dict[str, Any]
+) -> None:
+    other = copy.deepcopy(short)
+    other["response"] |= {"id": "cmpl-\ud800", "created": "today", "model": "other"}
+    other["response"]["usage"]["prompt_tokens_details"]["cached_tokens"] = 1
+    other["response"]["usage"]["completion_tokens_details"] |= {"accepted_prediction_tokens": 2}
+    joined = copy.deepcopy(short)
+    del joined["response"]["usage"]
+    assert [one.outcome for one in verifier.results([other, joined])] == [Outcome.EQUAL] * 2
+
+
+def test_one_completion_that_fails_hides_no_other_that_differs(
+    verifier: Verifier, demo_server: DemoServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body = {"prompt": "import ", "seed": 1, "n": 2, "max_tokens": 3, "ignore_eos": True, **RETURNED}
+    good = ask(demo_server, "/v1/completions", body)
+    bad = copy.deepcopy(good)
+    bad["response"]["choices"][1]["token_ids"][2] ^= 1
+    tell = Redraw.tell
+
+    def broken(self: Redraw) -> None:
+        if self.told.request.index == 0:
+            raise ValueError("no text")
+        tell(self)
+
+    monkeypatch.setattr(Redraw, "tell", broken)
+    unknown, differing = verifier.results([good, bad])
+    assert (unknown.outcome, "turned into text: no text" in unknown.reason) == (
+        Outcome.UNKNOWN,
+        True,
+    )
+    assert (differing.outcome, differing.completion) == (Outcome.DIFFERS, 1)
+
+
+def test_a_prompt_that_the_clock_decides_is_not_refuted(
+    verifier: Verifier, demo_server: DemoServer
+) -> None:
+    """Templates write the date of the day on which they are rendered."""
+    body = {"messages": [{"role": "user", "content": "def "}], "max_tokens": 4, "seed": 1}
+    answer = ask(demo_server, "/v1/chat/completions", body | RETURNED)
+    served = verifier._served
+    assert served.tokenizer is not None
+    template = served.tokenizer.chat_template
+    found = []
+    for written in ("", "{{ strftime_now('%Y') }}", "2001 {# strftime_now #}", "2001"):
+        tokenizer = served.tokenizer.with_chat_template(f"{written}{template}")
+        other = Verifier(verifier._engine, replace(served, tokenizer=tokenizer))
+        found += other.results([answer])
+    assert [str(one.outcome) for one in found] == ["equal", "unknown", "unknown", "differs"]
+    assert "the chat template writes the time" in found[1].reason
+
+
 def test_a_seed_that_draws_another_token_is_found(
     verifier: Verifier, demo_server: DemoServer
 ) -> None:
@@ -235,7 +362,7 @@ def test_what_cannot_be_said(verifier: Verifier, demo_server: DemoServer) -> Non
         ({"request": body}, "`response` is None"),
         ({**good, "response": {**good["response"], "object": "response"}}, "`object` is 'response'"),
         ({**good, "response": {**good["response"], "system_fingerprint": None}}, "no `system_fingerprint`"),
-        ({**good, "response": {**good["response"], "system_fingerprint": "fp_0"}}, "system_fingerprint is fp_0"),
+        ({**good, "response": {**good["response"], "system_fingerprint": "fp_0"}}, "system_fingerprint is 'fp_0'"),
         ({**good, "response": {**good["response"], "choices": []}}, "no `choices`"),
         ({**good, "response": {**good["response"], "choices": [{"text": "a"}]}}, "no `token_ids`"),
         ({**good, "request": {**body, "seed": None}}, "without a seed"),
@@ -267,6 +394,27 @@ def test_the_command(tmp_path: Path, served_folder: Path, answers: list[dict[str
     assert "3 answers: 1 equal, 1 differ, 1 of which it cannot be said" in found.stderr
 
 
+def test_lines_are_judged_alone(tmp_path: Path, served_folder: Path, short: dict[str, Any]) -> None:
+    """Texts may have characters that Python, but no reader of JSON, takes for line ends."""
+    odd = copy.deepcopy(short)
+    odd["request"]["user"] = "a\u2028b\x85c"
+    line = json.dumps(odd, ensure_ascii=False)
+    assert len(line.splitlines()) == 3
+    twice = line.replace('"text":', '"text": "lie", "text":', 1)
+    deep = '{"request": ' + "[" * 100_000
+    file = tmp_path / "answers.jsonl"
+    file.write_text("\n".join((line, line[:-9], "", twice, deep, line)), encoding="utf-8")
+    found = run(str(file), str(served_folder), "--kv-cache-dtype", "fp8", "--json")
+    results = [json.loads(one) for one in found.stdout.splitlines()]
+    outcomes = ["equal", "unknown", "unknown", "unknown", "equal"]
+    assert [one["outcome"] for one in results] == outcomes, found.output
+    reasons = [one.get("reason", "") for one in results]
+    assert "line 2 is not JSON" in reasons[1]
+    assert "an object has the name 'text' twice" in reasons[2]
+    assert "line 5 is not JSON" in reasons[3]
+    assert found.exit_code == 2
+
+
 def test_what_no_model_is_needed_for(tmp_path: Path) -> None:
     """A model that does not exist is not looked for."""
     file = tmp_path / "answer.json"
@@ -274,6 +422,8 @@ def test_what_no_model_is_needed_for(tmp_path: Path) -> None:
         ("{}", "it cannot be said: `request` is None"),
         ("", "is empty"),
         ("{", "line 1, is not JSON"),
+        ('{"request": 1, "request": 2}', "the name 'request' twice"),
+        ("[" * 100_000, "line 1, is not JSON"),
     ):
         file.write_text(text)
         found = run(str(file), "/nowhere")

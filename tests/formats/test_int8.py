@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tests.formats.forms import arguments, groups
 from tests.formats.writers import Form, write
 from torch import Tensor
@@ -157,6 +157,39 @@ def test_a_matrix_in_another_format_than_declared_is_refused(
     )
     with pytest.raises(CheckpointError, match=f"stored in {stores}, but config.json declares"):
         LLM(model=str(write(form).save(tmp_path)), skip_tokenizer_init=True)
+
+
+def written(tmp_path: Path, scale: torch.dtype) -> Path:
+    """A model in INT8 whose scales are all 1."""
+    form = Form(
+        groups(WEIGHTS, TOKENS),
+        lambda _, w: (
+            {
+                "weight": torch.zeros_like(w, dtype=torch.int8),
+                "weight_scale": torch.ones(len(w), 1).to(scale),
+            },
+            w,
+        ),
+        "dynamic",
+    )
+    tmp_path.mkdir()
+    return Path(write(form).save(tmp_path))
+
+
+def test_integers_are_read_where_codes_are_expected_alone(tmp_path: Path):
+    """Neither as a scale nor as a tensor that has no scale."""
+    folder = written(tmp_path / "scale", torch.int8)
+    with pytest.raises(CheckpointError, match=r"the scale .*_scale is stored as I8"):
+        LLM(model=str(folder), skip_tokenizer_init=True)
+    folder = written(tmp_path / "norm", torch.bfloat16)
+    (file,) = folder.glob("*.safetensors")
+    tensors = load_file(file)
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].to(torch.int8)
+    save_file(tensors, file)
+    with pytest.raises(
+        CheckpointError, match=r"norm\.weight is stored in int8 where 16 or 32 bits"
+    ):
+        LLM(model=str(folder), skip_tokenizer_init=True)
 
 
 @pytest.fixture(scope="module")

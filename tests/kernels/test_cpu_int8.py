@@ -219,12 +219,13 @@ def test_a_row_keeps_its_bits_beside_other_rows_and_on_other_threads(build: str)
             assert torch.equal(kernels.linear(x[part], packed, added), whole[part])
 
 
+@pytest.mark.parametrize("static", [None, SCALE])
 @pytest.mark.parametrize("rows", [1, 3, 20, 70])
 @pytest.mark.parametrize("build", library.runnable())
-def test_experts_have_the_bits_of_their_products(build: str, rows: int):
+def test_experts_have_the_bits_of_their_products(build: str, rows: int, static: np.float32 | None):
     kernels, num, hidden, inner = kernels_of(build), 4, 70, 48
     sides = [
-        [weight_of(codes_of(shape, seed), case(*shape)[1]) for seed in range(num)]
+        [weight_of(codes_of(shape, seed), case(*shape)[1], static) for seed in range(num)]
         for shape in ((2 * inner, hidden), (hidden, inner))
     ]
     x = torch.from_numpy(floats((rows, hidden), rows)).bfloat16()

@@ -17,7 +17,7 @@ import typer
 from freight.cli.options import Json, Values, argument, takes_engine_options
 from freight.cli.serve import NEEDED, takes_server_options
 from freight.config.engine import EngineArgs
-from freight.engine.verification import Outcome, Verification
+from freight.engine.verification import Outcome, Verification, unknown
 from freight.errors import ConfigError, install
 
 # The options of `freight serve` that decide what an answer is.
@@ -83,7 +83,9 @@ def _in_words(result: Verification) -> str:
 
 
 def _read(source: Path) -> Iterator[Any]:
-    """Yield the values of a file that is one JSON value, or has one on each line. Raises ConfigError."""
+    """Yield the values of a file that is one JSON value, or has one on each line; a Verification for
+    a line that cannot be read. Raises ConfigError if none can.
+    """
     try:
         text = sys.stdin.read() if str(source) == "-" else source.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
@@ -91,17 +93,38 @@ def _read(source: Path) -> Iterator[Any]:
     if not text.strip():
         raise ConfigError(f"{source} is empty")
     try:
-        yield json.loads(text)
+        yield _parse(text)
         return
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         fault = error
-    for number, line in enumerate(text.splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            yield json.loads(line)
-        except ValueError:
-            raise ConfigError(
-                f"{source}, line {number}, is not JSON; the file is neither one JSON value ({fault}) nor one on "
-                "each line"
-            ) from None
+    # not `splitlines`: strings of JSON may have U+2028 and others that it takes for line ends
+    lines = [one for one in enumerate(text.split("\n"), 1) if one[1].strip()]
+    values = [_value_of(number, line) for number, line in lines]
+    if all(isinstance(one, Verification) for one in values):
+        raise ConfigError(
+            f"{source}, line {lines[0][0]}, is not JSON; the file is neither one JSON value ({fault}) nor one on "
+            "each line"
+        )
+    yield from values
+
+
+def _value_of(number: int, line: str) -> Any:
+    try:
+        return _parse(line)
+    except (ValueError, RecursionError) as error:
+        return unknown(f"line {number} is not JSON: {error}")
+
+
+def _parse(text: str) -> Any:
+    """Read a JSON value. Raises ValueError also where an object has a name twice: readers differ on
+    which of the two counts, so such an answer would state both.
+    """
+    return json.loads(text, object_pairs_hook=_once)
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = Counter(name for name, _ in pairs)
+        raise ValueError(f"an object has the name {names.most_common(1)[0][0]!r:.60} twice")
+    return found

@@ -19,7 +19,7 @@ def check_hardware(args: EngineArgs, compute: Format | None) -> None:
     if args.kv_cache_dtype == Format.INT8 and args.device == "cuda" and args.kernels != "reference":
         raise _no_int8("--device cuda")
     if args.quantization == Format.INT8 and args.device == "cuda" and args.kernels != "reference":
-        raise _no_int8_weights("--device cuda")
+        raise no_int8_weights("--device cuda")
     if args.kv_scales == "group" and args.device == "cuda" and args.kernels != "reference":
         raise _no_groups("--device cuda")
     if args.attention_compute == "fp8":
@@ -47,14 +47,6 @@ def check_kernels(kv: KVCacheConfig, device: DeviceFacts, kernels: str) -> None:
         raise _no_groups(device.name)
 
 
-def check_weights(format: Format, device: DeviceFacts, kernels: str) -> None:
-    """Raise ConfigError for weights that the kernels for `device` do not have; `kernels` is
-    --kernels.
-    """
-    if format is Format.INT8 and device.kind != "cpu" and kernels != "reference":
-        raise _no_int8_weights(device.name)
-
-
 def has_groups(device: DeviceFacts, kernels: str) -> bool:
     """Return whether the kernels have latents with a scale per group; `kernels` is --kernels."""
     return device.kind == "cpu" or kernels == "reference"
@@ -75,7 +67,8 @@ def _no_int8(device: str) -> ConfigError:
     )
 
 
-def _no_int8_weights(device: str) -> ConfigError:
+def no_int8_weights(device: str) -> ConfigError:
+    """Return the error for weights in INT8 on a GPU; `device` is its name, or the option's."""
     return ConfigError(
         f"weights in INT8 on {device}: the kernels for GPUs have no products in INT8; use FP8 (--quantization fp8 with "
         "the unquantized model), --device cpu, or --kernels reference"

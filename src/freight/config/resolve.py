@@ -17,8 +17,8 @@ from freight.config.fields import is_integer, is_number
 from freight.config.hardware import (
     check_hardware,
     check_kernels,
-    check_weights,
     fp8_attention,
+    no_int8_weights,
     takes_groups,
 )
 from freight.config.kv_source import KV_DTYPES, check_groups, kv_source, require_fit
@@ -126,13 +126,22 @@ def _weight_format(
         return compute
     if kind == "fp8":
         return device.native_e4m3
+    check_int8(model, device.kind, device.name, args.kernels)
+    return Format.INT8
+
+
+def check_int8(model: ModelConfig, kind: str, device: str, kernels: str) -> None:
+    """Raise ConfigError where weights in INT8 are not computed with: on a GPU, and by transformers.
+
+    kind, device: 'cpu' or 'cuda', and its name; kernels: --kernels
+    """
     if model.foreign is not None:
         raise ConfigError(
             f"weights in INT8 are implemented for Freight's own decoder, and model_type {model.model_type!r} runs "
             "through transformers' modules; use FP8 (--quantization fp8 with the unquantized model)"
         )
-    check_weights(Format.INT8, device, args.kernels)
-    return Format.INT8
+    if kind != "cpu" and kernels != "reference":
+        raise no_int8_weights(device)
 
 
 def _check_ranks(args: EngineArgs) -> None:

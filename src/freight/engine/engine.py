@@ -216,10 +216,13 @@ class Engine:
         if told.params.prompt_logprobs is not None:  # also of the first answer's tokens
             wanted = len(group.prompt_token_ids) - 1
             told.scores = [Scores.joined(group.scores).part(0, wanted)] if wanted else []
-        for one in redraws:
-            one.tell()
-        errors = tuple(one.request.error for one in redraws)
-        return Redrawn(told, tuple(one.otherwise for one in redraws), errors)
+        errors = [one.request.error for one in redraws]
+        for index, one in enumerate(redraws):
+            try:
+                one.tell()
+            except Exception as error:  # as in `_read`
+                errors[index] = f"its tokens cannot be turned into text: {error}"
+        return Redrawn(told, tuple(one.otherwise for one in redraws), tuple(errors))
 
     def step(self, quiet_until: float = -math.inf) -> list[RequestDelta]:
         """Run one forward pass; returns what is new of each request that advanced or ended.

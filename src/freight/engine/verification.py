@@ -6,6 +6,7 @@ stated, and put into words. Imports no torch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
@@ -72,8 +73,12 @@ class Verification:
     drawn_logprob: float | None = None
 
     def as_object(self) -> dict[str, Json]:
-        """Return the fields that apply, by name."""
-        return {name: value for name, value in asdict(self).items() if value not in (None, "")}
+        """Return the fields that apply, by name. Numbers that JSON does not have are left out."""
+        return {
+            name: value
+            for name, value in asdict(self).items()
+            if value not in (None, "") and (not isinstance(value, float) or math.isfinite(value))
+        }
 
 
 def unknown(reason: str) -> Verification:
@@ -95,14 +100,17 @@ def draws_differ(
     """Compare the draws of a redraw with the tokens stated; None: they are the same, and each
     completion ends with its last token, or has not ended.
 
-    first: index that is shown for the first completion.
+    One that differs comes before one that cannot be computed. first: index that is shown for the
+    first completion.
     """
     rows = zip(redrawn.group.completions, redrawn.otherwise, redrawn.errors, answers, strict=True)
+    failed: Verification | None = None
     for index, (told, otherwise, error, answer) in enumerate(rows, first):
-        if error is not None:
-            return unknown(f"completion {index} cannot be computed: {error}")
         if otherwise is not None:
             return _otherwise(index, otherwise)
+        if error is not None:
+            failed = failed or unknown(f"completion {index} cannot be computed: {error}")
+            continue
         count = len(told.request.output_token_ids)
         if count < len(answer):
             return differs(
@@ -110,7 +118,7 @@ def draws_differ(
                 f"{len(answer)}",
                 index,
             )
-    return None
+    return failed
 
 
 def _otherwise(index: int, found: Otherwise) -> Verification:
@@ -175,6 +183,11 @@ def _completion_differs(stated: CompletionOutput, told: CompletionOutput) -> Ver
         len(stated.logprobs or ()) != len(told.logprobs or ())
     ):
         return differs(f"completion {index}: not every token has log-probabilities", index)
+    if (stated.index, stated.error) != (index, told.error):
+        return differs(
+            f"completion {index}: index {stated.index!r} and error {stated.error!r} are stated",
+            index,
+        )
     if stated.text != told.text:
         return differs(f"completion {index}: its tokens are another text than stated", index)
     ends = told.finish_reason, told.stop_reason

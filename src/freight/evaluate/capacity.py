@@ -25,7 +25,7 @@ from freight.config.model import ModelConfig
 from freight.config.options import choose
 from freight.config.parse import parse_model_config
 from freight.config.registry import FAMILIES
-from freight.config.resolve import DTYPES, parse_memory, step_tokens
+from freight.config.resolve import DTYPES, check_int8, parse_memory, step_tokens
 from freight.config.skip_layers import FLAG, check_skipped, skipped_layers
 from freight.config.states import check_states, with_state
 from freight.errors import CapacityError, ConfigError
@@ -234,6 +234,8 @@ def _settings(
     """Weights before caches: FP8 weights change more than an FP8 cache does (docs/numerics.md)."""
     fp8 = Format.E4M3FN
     forms: list[tuple[Format, LinearOf, tuple[str, ...]]]
+    if scheme.weight_format is Format.INT8:
+        check_int8(model, wish.device, f"--device {wish.device}", "auto")
     if scheme.weight_format is not None:
         forms = [(Format.INT8 if scheme.weight_format is Format.INT8 else fp8, scheme.linear, ())]
     else:

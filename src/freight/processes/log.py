@@ -50,7 +50,7 @@ class TextFormatter(logging.Formatter):
     """`2026-01-31T12:00:00.000Z INFO request request_id=… status=200 …`, always one line."""
 
     def format(self, record: logging.LogRecord) -> str:
-        parts = [_time_of(record), record.levelname, _one_line(record.getMessage())]
+        parts = [_time_of(record), record.levelname, one_line(record.getMessage())]
         parts += [
             f"{name}={_text(value)}"
             for name, value in _fields_of(record).items()
@@ -102,7 +102,8 @@ def _time_of(record: logging.LogRecord) -> str:
     )
 
 
-def _one_line(text: str) -> str:
+def one_line(text: str) -> str:
+    """Return a text with escapes for what is not printable, line ends among it."""
     return "".join(
         character if character.isprintable() else json.dumps(character)[1:-1] for character in text
     )

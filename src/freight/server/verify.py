@@ -31,17 +31,18 @@ from freight.engine.verification import (
     unknown,
 )
 from freight.errors import CapacityError, RequestError
+from freight.processes.log import one_line
 from freight.server.answers.answer_format import AnswerFormat, answer_format
 from freight.server.app import Parse
 from freight.server.call import (
-    Call,
     Conversation,
+    Reply,
     ReplyHead,
     Served,
     TokenizedWork,
     Work,
 )
-from freight.server.limits import ServingLimits
+from freight.server.limits import ServingLimits, check_scores
 from freight.server.openai.chat_request import parse_chat
 from freight.server.openai.completion_request import parse_completion
 from freight.server.serving import read_template
@@ -55,9 +56,16 @@ if TYPE_CHECKING:
 
 _KINDS: dict[str, Parse] = {"chat.completion": parse_chat, "text_completion": parse_completion}
 AT_ONCE = 64  # answers in the engine at a time
-# Values of an answer that its request decides; the rest are names and times.
-_DECIDED = ("prompt_token_ids", "prompt_logprobs", "choices")
-_COUNTED = ("prompt_tokens", "completion_tokens")  # of `usage`; the rest depends on the cache
+# Values of an answer that its request does not decide: names and times.
+_NAMES = frozenset({"id", "created", "model"})
+_DETAILS = ("prompt_tokens_details", "completion_tokens_details")  # of its usage
+_OF_ITS_RUN = frozenset(  # counts among them that depend on the cache and on drafts
+    {"cached_tokens", "accepted_prediction_tokens", "rejected_prediction_tokens"}
+)
+_CLOCK = (
+    "`prompt_token_ids` are others than those of the request's prompt now, and the chat template writes the time; send "
+    "`chat_template_kwargs` with the date, such as `date_string`, with requests that are to be verified"
+)
 _LOGPROB = re.compile(
     r"\.choices\[(\d+)\]\.logprobs\.(?:token_logprobs\[(\d+)\]|content\[(\d+)\]\.logprob)"
 )
@@ -79,8 +87,11 @@ class Stated:
 
 def read_stated(content: object) -> Stated | Verification:
     """Read {"request": …, "response": …}: the body that was sent to /v1/completions or
-    /v1/chat/completions, and the complete one that came back; or say what they lack.
+    /v1/chat/completions, and the complete one that came back; or say what they lack. A Verification
+    stands for what could not be read.
     """
+    if isinstance(content, Verification):
+        return content
     if not isinstance(content, Mapping):
         return unknown(f"{show(content)} is not an object with `request` and `response`")
     request, response = content.get("request"), content.get("response")
@@ -90,7 +101,7 @@ def read_stated(content: object) -> Stated | Verification:
     assert isinstance(request, Mapping)
     assert isinstance(response, Mapping)
     kind, fingerprint = response.get("object"), response.get("system_fingerprint")
-    if kind not in _KINDS:
+    if not isinstance(kind, str) or kind not in _KINDS:
         return unknown(
             f"the response's `object` is {show(kind)}; answers of {', '.join(_KINDS)} can be verified, "
             "streamed ones cannot"
@@ -104,6 +115,10 @@ def read_stated(content: object) -> Stated | Verification:
     if None in tokens:
         return unknown(
             "the response has no `token_ids`; send `return_token_ids`: true with requests that are to be verified"
+        )
+    if any(choice.get("finish_reason") is None for choice in choices):
+        return unknown(
+            "a choice has no `finish_reason`: it is a part of a streamed answer, and the complete one is needed"
         )
     known = tuple(one for one in tokens if one is not None)
     return Stated(request, response, _KINDS[kind], fingerprint, known)
@@ -121,7 +136,7 @@ class _Begun:
     """An answer whose redraws are in the engine, by the names of its prompts."""
 
     stated: Stated
-    call: Call
+    reply: Reply  # without a token
     work: Sequence[TokenizedWork]
     names: Sequence[str]
 
@@ -151,7 +166,7 @@ class Verifier:
             return stated
         if stated.fingerprint != self._served.fingerprint:
             return unknown(
-                f"the answer's system_fingerprint is {stated.fingerprint}, and that of this model with these "
+                f"the answer's system_fingerprint is {show(stated.fingerprint)}, and that of this model with these "
                 f"options and this version is {self._served.fingerprint}"
             )
         if not self._engine.is_reproducible:
@@ -159,7 +174,7 @@ class Verifier:
         try:
             return self._queue(stated)
         except (ApiError, RequestError, CapacityError) as error:
-            return unknown(f"the request cannot be served here: {error}")
+            return unknown(f"the request cannot be served here: {one_line(str(error))}")
 
     def _queue(self, stated: Stated) -> _Begun | Verification:
         named = stated.request.get("model")
@@ -168,19 +183,38 @@ class Verifier:
             served = replace(served, names=(named,))
         call = stated.parse(dict(stated.request), served, self._limits)
         work = [self._tokenized(one) for one in call.work]
+        check_scores(work, self._limits)
+        # calls of tools are named after the answer
+        name = str(stated.response.get("id", "")).partition("-")[2]
+        name = name.encode("utf-8", "replace").decode()
+        reply = call.reply(ReplyHead(name, 0, call.model, served.fingerprint), served, work)
         if any(has_no_seed(one.params) for one in work):
             return unknown(NO_SEED)
         fault = _shape_differs(stated, work, self._served.vocab_size)
         if fault is not None:
             return fault
+        fault = _prompts_differ(stated, work)
+        if fault is not None:
+            return unknown(_CLOCK) if any(map(self._reads_clock, call.work)) else fault
         names: list[str] = []
-        for item, answers in zip(work, _by_prompt(stated, work), strict=True):
-            prompt = self._engine.accept(item.token_ids, item.params)
-            self._num_queued += 1
-            name = str(self._num_queued)
-            self._engine.redraw(name, prompt, item.params, answers)
-            names.append(name)
-        return _Begun(stated, call, work, names)
+        try:
+            for item, answers in zip(work, _by_prompt(stated, work), strict=True):
+                prompt = self._engine.accept(item.token_ids, item.params)
+                self._num_queued += 1
+                names.append(str(self._num_queued))
+                self._engine.redraw(names[-1], prompt, item.params, answers)
+        except Exception:
+            for one in names:
+                self._engine.release(one)
+            raise
+        return _Begun(stated, reply, work, names)
+
+    def _reads_clock(self, work: Work) -> bool:
+        """Return whether a prompt may have been another one at another time."""
+        tokenizer = self._served.tokenizer
+        if tokenizer is None or not isinstance(work.prompt, Conversation):
+            return False
+        return "strftime_now" in tokenizer.chat_template_source
 
     def _tokenized(self, work: Work) -> TokenizedWork:
         """Return what `Service.tokenize` does."""
@@ -211,49 +245,63 @@ class Verifier:
         redrawn = [self._engine.redrawn(name) for name in begun.names]
         for name in begun.names:
             self._engine.release(name)
-        first = 0
+        first, found = 0, list[Verification]()
         for one, answers in zip(redrawn, _by_prompt(begun.stated, begun.work), strict=True):
-            found = draws_differ(one, answers, first) or _goes_on(one, first)
-            if found is not None:
-                return found
+            drawn = draws_differ(one, answers, first) or _goes_on(one, first)
+            found += [] if drawn is None else [drawn]
             first += len(answers)
-        return self._compare(begun, redrawn)
+        # one that differs is refuted, whatever cannot be said of the others
+        found.sort(key=lambda one: one.outcome is not Outcome.DIFFERS)
+        return found[0] if found else _compare(begun, redrawn)
 
-    def _compare(self, begun: _Begun, redrawn: Sequence[Redrawn]) -> Verification:
-        """Compare the whole answer with one that is written anew."""
-        stated, served = begun.stated, self._served
-        name = str(stated.response.get("id", "")).partition("-")[2]
-        head = ReplyHead(name, 0, begun.call.model, served.fingerprint)
-        reply = begun.call.reply(head, served, begun.work)
-        for index, one in enumerate(redrawn):
-            reply.advance(index, one.group.delta(one.group.completions, 0.0))
-        body = json.loads(json_bytes(reply.body()))
-        given = dict(stated.response)
-        usage = given.get("usage")
-        for key in _COUNTED:
-            if isinstance(usage, Mapping) and usage.get(key) != body["usage"][key]:
-                return differs(
-                    f".usage.{key}: {show(usage.get(key))} is stated, and it is {body['usage'][key]}"
-                )
-        found = _first_difference(
-            {key: given.get(key) for key in _DECIDED}, {key: body.get(key) for key in _DECIDED}, ""
-        )
-        if found is None:
-            return Verification(Outcome.EQUAL, num_tokens=sum(map(len, stated.tokens)))
-        return _in_words(found, stated)
+
+def _compare(begun: _Begun, redrawn: Sequence[Redrawn]) -> Verification:
+    """Compare the whole answer with one that is written anew."""
+    stated, reply = begun.stated, begun.reply
+    for index, one in enumerate(redrawn):
+        reply.advance(index, one.group.delta(one.group.completions, 0.0))
+    body = json.loads(json_bytes(reply.body()))
+    given = {key: value for key, value in stated.response.items() if key not in _NAMES}
+    expected = {key: value for key, value in body.items() if key not in _NAMES}
+    if given.get("usage") is None:
+        del expected["usage"]  # one whose stream was joined may have none
+    found = _first_difference(_counted(given), _counted(expected), "")
+    if found is None:
+        return Verification(Outcome.EQUAL, num_tokens=sum(map(len, stated.tokens)))
+    return _in_words(found, stated)
+
+
+def _counted(body: Mapping[str, Json]) -> dict[str, Json]:
+    """Return a body without the counts that its request does not decide."""
+    usage = body.get("usage")
+    if not isinstance(usage, Mapping):
+        return dict(body)
+    kept = dict(usage)
+    for name in _DETAILS:
+        if isinstance(details := usage.get(name), Mapping):
+            left = {key: count for key, count in details.items() if key not in _OF_ITS_RUN}
+            kept[name] = left or None
+    return {**body, "usage": kept}
 
 
 def _shape_differs(
     stated: Stated, work: Sequence[TokenizedWork], vocab_size: int
 ) -> Verification | None:
-    """Compare what needs no computation: the tokens of prompts, and how many choices there are."""
+    """Compare what needs no computation: how many choices there are, and of which tokens."""
     count = sum(one.params.n for one in work)
     if len(stated.tokens) != count:
         return differs(f"the request asks for {count} choices, and {len(stated.tokens)} are stated")
     for index, tokens in enumerate(stated.tokens):
         outside = [token for token in tokens if not 0 <= token < vocab_size]
         if outside:
-            return differs(f"choice {index}: token {outside[0]} is not in the vocabulary", index)
+            return differs(
+                f"choice {index}: token {show(outside[0])} is not in the vocabulary", index
+            )
+    return None
+
+
+def _prompts_differ(stated: Stated, work: Sequence[TokenizedWork]) -> Verification | None:
+    """Compare the tokens of prompts, as far as they are stated."""
     ids = stated.response.get("prompt_token_ids")
     given = [ids] if ids is not None else []
     if ids is None:
@@ -298,7 +346,8 @@ def _first_difference(stated: Json, found: Json, path: str) -> _Path | None:
     """Return where two JSON values differ first; null and an absent key are the same."""
     if isinstance(stated, dict) and isinstance(found, dict):
         for key in dict.fromkeys((*found, *stated)):
-            inner = _first_difference(stated.get(key), found.get(key), f"{path}.{key}")
+            name = key if key.isidentifier() else show(key)
+            inner = _first_difference(stated.get(key), found.get(key), f"{path}.{name}")
             if inner is not None:
                 return inner
         return None
@@ -316,7 +365,7 @@ def _first_difference(stated: Json, found: Json, path: str) -> _Path | None:
 def _in_words(difference: _Path, stated: Stated) -> Verification:
     path, given, found = difference
     at = _LOGPROB.fullmatch(path)
-    if at is None:
+    if at is None or not isinstance(given, float):
         return differs(f"{path}: {show(given)} is stated, and it is {show(found)}")
     index, position = int(at[1]), int(at[2] or at[3])
     tokens = stated.tokens[index]
@@ -324,7 +373,7 @@ def _in_words(difference: _Path, stated: Stated) -> Verification:
     entries = stated.response["choices"][index]["logprobs"].get("token_logprobs", tokens)
     echoed = len(entries) - len(tokens)
     if position < echoed:
-        return differs(f"{path}: {given!r} is stated, and it is {found!r}")
+        return differs(f"{path}: {show(given)} is stated, and it is {found!r}")
     token = tokens[position - echoed]
     return logprob_differs(index, position - echoed, token, given, found)
 

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from freight.checkpoint.layouts import read_scheme
 from freight.config.engine import EngineArgs
 from freight.config.kv_source import kv_source
 from freight.config.parse import parse_model_config
@@ -357,6 +358,53 @@ def test_weights_become_fp8_when_asked():
         ConfigError, match=r"--quantization 'fp4' is unknown.*: choose fp8, int8 or int4"
     ):
         check(EngineArgs(quantization="fp4"))
+
+
+def group(inputs=None, **weights):
+    """A declaration of compressed-tensors."""
+    weights = {"num_bits": 8, "symmetric": True, "strategy": "channel", "dynamic": False, **weights}
+    if inputs is not None:
+        inputs = {**weights, "strategy": "token", "dynamic": True, **inputs}
+    targets = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
+    return {"quant_method": "compressed-tensors", "config_groups": {"group_0": targets}}
+
+
+INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128}
+MX = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32}
+# what checkpoints declare, and the options that ask for what they have
+DECLARED = {
+    "fp8": (group({}, type="float"), {"fp8"}),
+    "int8": (group({}, type="int"), {"int8"}),
+    "int4": (group(**INT4) | {"format": "pack-quantized"}, {"fp8", "int4"}),
+    "mxfp4": (group(**MX) | {"format": "mxfp4-pack-quantized"}, {"fp8", "int4"}),
+    "gptq": ({"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True}, {"fp8", "int4"}),
+    "gpt-oss": ({"quant_method": "mxfp4"}, {"fp8"}),
+}
+
+
+@pytest.mark.parametrize("asked", [None, "fp8", "int8", "int4"])
+@pytest.mark.parametrize("stored", DECLARED)
+def test_stored_weights_are_kept_or_the_option_is_refused(stored, asked):
+    """None is rounded a second time, and none is taken for another."""
+    declared, same = DECLARED[stored]
+    scheme = read_scheme({"quantization_config": declared, "model_type": "gpt_oss"}, None)
+    if asked not in (None, *same):
+        with pytest.raises(ConfigError, match=f"--quantization {asked}: .* quantized already"):
+            decide(scheme, quantization=asked)
+        return
+    decided = decide(scheme, quantization=asked)
+    wanted = INT8 if stored == "int8" else FN  # codes in 4 bits have no format of their own
+    assert (decided.weight_format, decided.int4) == (wanted, False)
+
+
+def test_int8_weights_are_refused_on_a_gpu_but_for_the_reference():
+    """Stored, or asked for where the device is found: `check` does not know it yet."""
+    stored = read_scheme({"quantization_config": DECLARED["int8"][0]}, None)
+    for scheme, args in ((stored, {}), (NOTHING, {"quantization": "int8"})):
+        with pytest.raises(ConfigError, match=r"weights in INT8 on a GPU: .*--kernels reference"):
+            decide(scheme, facts=GPU, **args)
+        decided = decide(scheme, facts=GPU, kernels="reference", **args)
+        assert decided.weight_format is INT8
 
 
 @pytest.mark.parametrize("quantization", [None, "fp8"])

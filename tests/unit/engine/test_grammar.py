@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -432,6 +433,38 @@ def test_what_is_forced_is_the_text_that_has_to_come_next(grammars: Grammars, de
         assert permitted[token]
     assert grammars.matcher(StructuredOutputs(regex="[a-z]+")).forced([]) == ()
     assert matcher.forced([*forced, 3]) == ()  # it cannot go on
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"regex": "(ab){12}|(abab){2}c[0-9]{3}"},
+        {"choice": ["import os", "import sys", "from typing import Any"]},
+        {"json": {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}},
+        {"json": {"enum": ["a long answer", "a long answer that goes on"]}},
+        {"grammar": 'start: "def " NAME "(self):" END\nNAME: /[a-z]+/\nEND: "\\n    pass\\n"'},
+    ],
+)  # fmt: skip
+def test_what_is_asked_for_as_forced_changes_no_mask_and_no_end(
+    grammars: Grammars, form: dict[str, Any]
+):
+    """Of a matcher that is asked at every token, and of its forks, on random ways through."""
+    rng = Random(3)
+    for _ in range(12):
+        plain, asked = (grammars.matcher(StructuredOutputs(**form)) for _ in range(2))
+        output: list[int] = []
+        for _ in range(40):
+            forced = asked.forced(output)
+            masks = [one.permitted(output) for one in (plain, asked, asked.fork())]
+            assert masks[0] is not None
+            assert all(mask is not None and (mask == masks[0]).all() for mask in masks)
+            if forced:
+                assert masks[0][forced[0]]
+            likely = forced[:1] if rng.random() < 0.5 else ()
+            output.append(rng.choice(likely or np.flatnonzero(masks[0]).tolist()))
+            assert asked.ended(output) == plain.ended(output)
+            if plain.ended(output) or output[-1] == END:
+                break
 
 
 def test_barred_ids_come_when_no_others_may(grammars: Grammars, demo: Tokenizer):

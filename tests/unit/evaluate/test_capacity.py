@@ -167,6 +167,31 @@ def test_states_are_what_the_engine_allocates(asked: str, tmp_path: Path) -> Non
         assert (held.layers, held.embeddings) == (one.loaded.layers, one.loaded.embeddings)
 
 
+def in_8_bits(kind: str) -> dict[str, Any]:
+    """A model whose matrices have a scale per output, as compressed-tensors declares them."""
+    eight = {"num_bits": 8, "type": kind, "symmetric": True}
+    group = {
+        "targets": ["Linear"],
+        "weights": eight | {"strategy": "channel", "dynamic": False},
+        "input_activations": eight | {"strategy": "token", "dynamic": True},
+    }
+    return LLAMA_3_1_8B | {"quantization_config": {"config_groups": {"group_0": group}}}
+
+
+def test_int8_weights_are_planned_for_cpus_alone() -> None:
+    """GPUs refuse them, so no plan says that they fit there."""
+    here = Wish(64 * GIB, device="cpu", layout=Layout.PACKED)
+    planned, fp8 = (make_plan(in_8_bits(kind), here) for kind in ("int", "float"))
+    assert planned.choice is not None
+    assert {one.weights for one in planned.settings} == {"int8"}
+    # 4 bytes more for each output of the 7 matrices of a layer (csrc/int8.h)
+    rows = 2 * 4096 + 2 * 1024 + 2 * 14336 + 4096
+    more = planned.settings[0].loaded.layers - fp8.settings[0].loaded.layers
+    assert more == 32 * 4 * rows
+    with pytest.raises(ConfigError, match="weights in INT8 on --device cuda"):
+        make_plan(in_8_bits("int"), Wish(24 * GIB, device="cuda"))
+
+
 def test_a_plan_refuses_what_an_engine_does() -> None:
     with pytest.raises(
         ConfigError,
