@@ -22,6 +22,7 @@ from freight.cache.pool import allocate_pool
 from freight.cache.spec import KVCacheSpec, LayerKVSpec
 from freight.config.engine import KVCacheConfig
 from freight.engine.prepare import Logits, SequenceSlice, prepare
+from freight.fp8.cast import torch_dtype
 from freight.fp8.formats import Format, Granularity, ScaleSource
 from freight.fp8.scheme import KVScales, LayerScales
 from freight.kernels.interface import KernelSet
@@ -34,7 +35,7 @@ MOST_COPIES = 256  # what is so small that these fit into the caches is measured
 BLOCK_SIZE = 16
 SCALE = 0.02
 # Inputs of a group of a 4-bit weight, and the dtype of its scale
-GROUPS = {Codes.INT4: (128, torch.bfloat16), Codes.E2M1: (16, torch.float8_e4m3fn)}
+GROUPS = {Codes.INT4: (128, torch.bfloat16), Codes.E2M1: (16, torch_dtype(Format.E4M3FN))}
 
 
 @dataclass(frozen=True)

@@ -141,7 +141,7 @@ def format_of(weight: Weight) -> int:
 def _format_of_groups(groups: Groups) -> int:
     """Return NVFP4, or INT4 with its parts. Raises KernelError for other groups."""
     dtype = groups.scales.dtype
-    if (groups.codes, groups.size, dtype) == (Codes.E2M1, 16, torch.float8_e4m3fn):
+    if (groups.codes, groups.size, dtype) == (Codes.E2M1, 16, torch_dtype(Format.E4M3FN)):
         return NVFP4
     sixteen = dtype in (torch.float16, torch.bfloat16)
     if groups.codes is Codes.INT4 and groups.size in INT4_GROUPS and sixteen:
