@@ -364,7 +364,7 @@ def _scales(checkpoint: Checkpoint, name: str) -> Tensor:
     for the group's value of the largest magnitude, whatever its sign.
     """
     stored = checkpoint.copy(name)
-    values, unsigned = stored.float(), stored.dtype is torch_dtype(Format.E4M3FN)
+    values, unsigned = stored.float(), checkpoint.entry(name).dtype in _E4M3
     bad = values[~((values >= (0 if unsigned else -torch.inf)) & values.isfinite())]
     if len(bad):
         raise checkpoint.fault(
