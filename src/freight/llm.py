@@ -177,10 +177,6 @@ class LLM:
         `template_options` are those of `chat_prompt`; everything else is as in `generate`, except
         that no special tokens are added to the template's output unless `tokenization_kwargs` asks
         for them.
-
-        `template_options` are those of `chat_prompt`; everything else is as in `generate`, but that
-        no special tokens are added to what the template writes unless `tokenization_kwargs` asks
-        for them.
         """
         added = bool(Tokenization.of(tokenization_kwargs).add_special_tokens)
         is_list = isinstance(messages, Sequence) and not isinstance(messages, str)

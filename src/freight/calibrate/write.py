@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from freight.calibrate.modules import head_module, layer_modules, linear_modules
@@ -28,7 +27,7 @@ from freight.config.model import ModelConfig
 from freight.config.quantize_plan import QuantizePlan, WeightScheme
 from freight.errors import CheckpointError
 from freight.fp8.formats import Format
-from freight.fp8.four_bits import round_int4, round_mxfp4
+from freight.fp8.four_bits import int4_scale_dtype, round_int4, round_mxfp4
 from freight.fp8.scheme import KVScales
 from freight.fp8.weights import quantize_blocks, quantize_rows, quantize_tensor
 from freight.models.loader import tensor_shapes
@@ -132,10 +131,8 @@ def _rounded(
         if plan.weights is WeightScheme.MXFP4:
             codes, scales = round_mxfp4(weight)
         else:
-            half = weight.dtype is torch.float16
-            codes, scales = round_int4(
-                weight, plan.group_size, torch.float16 if half else torch.bfloat16
-            )
+            scales_dtype = int4_scale_dtype(weight.dtype)
+            codes, scales = round_int4(weight, plan.group_size, scales_dtype)
         return four_bit_tensors(plan, module, codes, scales, weight.shape[1])
     data, scale = _ROUND[plan.weights](weight, plan.weight_format, scales_in)
     return weight_tensors(plan, module, data, scale, input_scale, scales_in)

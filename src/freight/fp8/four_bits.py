@@ -23,6 +23,11 @@ _LEAST = {torch.float16: 2.0**-24, torch.bfloat16: 2.0**-126}
 _MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 
 
+def int4_scale_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which INT4 made from a matrix or a model in `dtype` has its scales."""
+    return torch.float16 if dtype is torch.float16 else torch.bfloat16
+
+
 def round_int4(weight: Tensor, size: int, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Round to integers from -8 to 7: (codes plus 8, uint8 [rows, inputs / 2], the earlier input in
     the low half of a byte; scales in `scale_dtype`, [rows, inputs / size]).

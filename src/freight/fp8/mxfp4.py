@@ -27,6 +27,7 @@ GROUP = 32  # inputs that share a scale
 BIAS = 127  # bias of a scale's exponent
 NAN = 255  # byte of the scale that is NaN
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of the codes 0 to 7; 8 to 15 are negative
+SIGNED = (*VALUES, *(-value for value in VALUES))  # of the codes 0 to 15
 # scales with which every nonzero value, and also 0.25, is a normal bfloat16
 _NORMAL = range(3, 253)
 _LEAST, _MOST = -8, 6  # range of k for which all values times 2 ** k are E4M3
@@ -109,9 +110,7 @@ def _exponents(blocks: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
 
 def _pairs(exponents: range) -> Tensor:
     """Build the two values of each byte times 2 ** exponent: float64 [exponents, 256, 2]."""
-    codes = torch.tensor(
-        [*VALUES, *(-value for value in VALUES)], dtype=torch.float64, device="cpu"
-    )
+    codes = torch.tensor(SIGNED, dtype=torch.float64, device="cpu")
     byte = torch.arange(256, dtype=torch.int64, device="cpu")
     values = torch.stack((codes[byte & 15], codes[byte >> 4]), 1)
     scale = torch.exp2(torch.tensor(list(exponents), dtype=torch.float64, device="cpu"))

@@ -18,6 +18,7 @@ from freight.checkpoint.headers import Shape
 from freight.config.model import ModelConfig
 from freight.fp8.cast import decode, torch_dtype
 from freight.fp8.formats import Format
+from freight.fp8.four_bits import int4_scale_dtype
 from freight.fp8.scheme import int4_group
 from freight.kernels.interface import KernelSet
 from freight.models.decoder import Decoder
@@ -87,11 +88,10 @@ class RandomSource:
         rows, columns = shape
         data = torch.empty(rows, columns // 2, dtype=torch.uint8, device=self.device)
         data.random_(0, 256, generator=self.generator)
-        half = self.compute_format is Format.FLOAT16
         scales = torch.full(
             (rows, columns // size),
             (_MEAN_SQUARE * columns) ** -0.5,
-            dtype=torch.float16 if half else torch.bfloat16,
+            dtype=int4_scale_dtype(torch_dtype(self.compute_format)),
             device=self.device,
         )
         return Weight(data, groups=Groups(Codes.INT4, size, scales))

@@ -20,7 +20,7 @@ from freight.checkpoint.mxfp4 import StoredExperts
 from freight.checkpoint.reader import Checkpoint
 from freight.fp8.cast import torch_dtype
 from freight.fp8.formats import Format
-from freight.fp8.four_bits import round_int4
+from freight.fp8.four_bits import int4_scale_dtype, round_int4
 from freight.fp8.scheme import int4_group
 from freight.fp8.weights import fit_rows, quantize_rows
 from freight.operands.weight import Activations, Codes, Groups, Weight
@@ -93,8 +93,7 @@ def round_to_int4(stored: Tensor, dtype: torch.dtype) -> Weight:
     size = int4_group(stored.shape[1])
     if size is None:
         return Weight(stored.to(dtype).contiguous())
-    scales_in = torch.float16 if dtype is torch.float16 else torch.bfloat16
-    data, scales = round_int4(stored, size, scales_in)
+    data, scales = round_int4(stored, size, int4_scale_dtype(dtype))
     return Weight(data, groups=Groups(Codes.INT4, size, scales))
 
 

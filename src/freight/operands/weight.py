@@ -25,7 +25,7 @@ class Codes(StrEnum):
     """What a code of 4 bits stands for, before its group's scale multiplies it."""
 
     INT4 = "int4"  # the code, 0 to 15, minus the zero point of its group, which is 8 without one
-    E2M1 = "e2m1"  # a number of `fp8.mxfp4.VALUES`, negative from code 8 on
+    E2M1 = "e2m1"  # a number of `fp8.mxfp4.SIGNED`
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,7 @@ class Groups:
         codes = torch.stack((data & 15, data >> 4), -1).flatten(1)
         codes = codes.unflatten(1, (-1, self.size))
         if self.codes is Codes.E2M1:
-            signed = [*mxfp4.VALUES, *(-value for value in mxfp4.VALUES)]
-            table = torch.tensor(signed, dtype=torch.float32, device=data.device)
+            table = torch.tensor(mxfp4.SIGNED, dtype=torch.float32, device=data.device)
             values = table[codes.long()]
         elif self.zeros is None:
             values = codes.float() - 8
