@@ -32,7 +32,15 @@ from freight.models.open import open_random
 from freight.tables import markdown
 
 SHORT, DECODED = 16, 32  # tokens
-OPERATIONS = ("attention", "by_head", "linear", "experts")
+OPERATIONS = (
+    "attention",
+    "by_head",
+    "linear",
+    "experts",
+    "gated",  # SwiGLU
+    "add_rms_norm",
+    "rotate_store",
+)
 
 
 @dataclass
