@@ -10,7 +10,6 @@ from pathlib import Path
 
 from freight.cache.store.entries import ENTRY_BYTES, Entry
 from freight.cache.store.folder import NAME, remove_leftovers, segments_of
-from freight.cache.store.secret import FILE as SECRET
 from freight.cache.store.secret import has_secret
 from freight.cache.store.segment import INDEX, Segment, delete, is_written
 from freight.cache.store.weights import FILE as WEIGHTS
@@ -91,6 +90,8 @@ def verify(root: Path) -> Verified:
 def clear(root: Path) -> int:
     """Delete all blocks but those of segments that an engine writes now; return the bytes. Raises
     ConfigError.
+
+    The secret stays: a server that runs now makes its salts with it, also of what it stores later.
     """
     _require(root)
     remove_leftovers(root, seconds=0)
@@ -107,8 +108,6 @@ def clear(root: Path) -> int:
                 described.parent.rmdir()
     if has_digests(root):
         (root / WEIGHTS).unlink(missing_ok=True)
-    if has_secret(root) and not _described(root):  # nobody can find anything by it
-        (root / SECRET).unlink(missing_ok=True)
     return freed
 
 

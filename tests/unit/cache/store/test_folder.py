@@ -13,12 +13,14 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from freight.cache.store import folder as folders
 from freight.cache.store import segment as segments
 from freight.cache.store.entries import ENTRY_BYTES, Entry, decode_entries
 from freight.cache.store.folder import (
@@ -266,6 +268,33 @@ def test_the_oldest_goes_and_nothing_that_is_written(tmp_path: Path) -> None:
     assert sum(size for _, _, size in segments_of(tmp_path)) <= limit
     folder.refresh()
     assert len(folder) == 1  # that of the writer that lives
+
+
+def test_a_disk_that_is_smaller_than_the_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The oldest goes there as well. Where others take the disk, the store takes no more of it."""
+    disk = 0
+
+    def free(root: Path) -> SimpleNamespace:
+        used = sum(size for _, _, size in segments_of(tmp_path))
+        return SimpleNamespace(f_bavail=max(disk - used, 0) // 100, f_frsize=100)
+
+    monkeypatch.setattr(folders.os, "statvfs", free)
+    folder = opened(tmp_path, 1 << 20)
+    with pytest.raises(FullError, match="or into its disk"):
+        folder.append([block(0, 60_000)])
+    disk = 400_000
+    for number in range(20):
+        folder.append([block(number, 60_000)])
+        assert sum(size for _, _, size in segments_of(tmp_path)) <= disk
+    assert read(folder, 19, 60_000) == payload_of(19, 60_000)
+    assert read(folder, 0, 60_000) is None
+    assert len(folder) >= 5
+    before, disk = sum(size for _, _, size in segments_of(tmp_path)), 150_000
+    folder.append([block(20, 60_000)])
+    assert read(folder, 20, 60_000) == payload_of(20, 60_000)
+    assert sum(size for _, _, size in segments_of(tmp_path)) <= before
 
 
 def test_the_start_of_a_prefix_goes_last(tmp_path: Path) -> None:
