@@ -84,9 +84,14 @@ class BlockFolder:
         """Find what other processes stored and deleted. Raises OSError, and ConfigError as
         `make_private`: the folder may have been removed, and made again by somebody else.
         """
-        for folder in (self.root, self.folder):
-            if folder.exists():
-                _refuse_shared(folder)
+        try:
+            for folder in (self.root, self.folder):
+                if folder.exists():
+                    _refuse_shared(folder)
+        except ConfigError:
+            with self._writing:
+                self._close_writer()  # its files are gone
+            raise
         there = {path.name: path for path in self.folder.glob("*" + INDEX)}
         with self._writing:
             if self._writer is not None and self._writer.segment.index.name not in there:

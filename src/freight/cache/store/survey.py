@@ -94,6 +94,13 @@ def clear(root: Path) -> int:
     The secret stays: a server that runs now makes its salts with it, also of what it stores later.
     """
     _require(root)
+    try:
+        return _clear(root)
+    except OSError as error:  # a read-only file system, or another user's
+        raise ConfigError(f"{root} cannot be emptied: {error}") from None
+
+
+def _clear(root: Path) -> int:
     remove_leftovers(root, seconds=0)
     freed = 0
     for _, index, size in list(segments_of(root)):
@@ -116,7 +123,11 @@ def _require(root: Path) -> None:
     if not root.is_dir():
         raise ConfigError(f"{root} is not a folder; name the DIR of --kv-store")
     is_store = bool(_described(root)) or has_digests(root) or has_secret(root)
-    if any(root.iterdir()) and not is_store:
+    try:
+        is_empty = not any(root.iterdir())
+    except OSError as error:
+        raise ConfigError(f"{root} cannot be read: {error}") from None
+    if not is_empty and not is_store:
         raise ConfigError(f"{root} holds other files than a store; name the DIR of --kv-store")
 
 

@@ -487,6 +487,26 @@ def test_what_killed_writers_leave_goes(tmp_path: Path) -> None:
     assert read(opened(tmp_path), 1) == payload_of(1)
 
 
+def test_a_store_that_cannot_be_written_is_not_emptied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = BlockFolder(tmp_path, "0" * 32, 1 << 20, {})
+    folder.append([block(1)])
+    folder.close()
+
+    def refuse(path: Path, missing_ok: bool = False) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "unlink", refuse)
+        with pytest.raises(ConfigError, match="cannot be emptied"):
+            clear(tmp_path)
+    assert verify(tmp_path).sound == 1
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        survey(tmp_path)
+
+
 def test_emptying_takes_what_killed_writers_left(tmp_path: Path) -> None:
     folder = BlockFolder(tmp_path, "0" * 32, 1 << 20, {})
     folder.close()

@@ -110,8 +110,11 @@ def test_a_folder_that_somebody_else_made_again_is_not_read(
     tiers._refreshed = -1e9
     tiers.refresh()
     assert read(tiers, 2)[0] is None
-    (message,) = warnings_of(caplog)
-    assert "others may write into it" in message
+    tiers.write([block(3)])
+    assert tiers.stats().dropped == 1
+    for message in warnings_of(caplog):
+        assert "others may write into it" in message
+    assert len(warnings_of(caplog)) == 2
     root.chmod(0o700)
     tiers._refreshed = -1e9
     tiers.refresh()
