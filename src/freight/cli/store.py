@@ -62,7 +62,7 @@ def verify(folder: Folder, as_json: OneJson = False) -> None:
 
 @app.command("clear")
 def clear(folder: Folder, as_json: OneJson = False) -> None:
-    """Delete all blocks, except those that an engine is writing now."""
+    """Delete all blocks, except those of files that an engine is writing now."""
     from freight.cache.store.survey import clear
 
     freed = clear(folder)

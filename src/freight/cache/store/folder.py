@@ -8,8 +8,8 @@ Imports no torch.
 
 Several processes may have one folder open. Each writes segments of its own and reads those of all;
 `refresh` finds what came and went. When the whole of DIR, all name spaces together, would become
-larger than its limit, the segments that were used longest ago are deleted; never one that another
-process still writes. Engines that store at the same moment may exceed the limit by what they store
+larger than its limit or than its disk, the segments that were used longest ago are deleted; never
+one that another process still writes. Engines that store at the same moment may exceed the limit by what they store
 then: a few MiB each.
 
 Methods may be called from several threads. Only `contains` is called by the thread that computes
@@ -81,7 +81,17 @@ class BlockFolder:
         return (group, key) in self._places
 
     def refresh(self) -> None:
-        """Find what other processes stored and deleted. Raises OSError."""
+        """Find what other processes stored and deleted. Raises OSError, and ConfigError as
+        `make_private`: the folder may have been removed, and made again by somebody else.
+        """
+        try:
+            for folder in (self.root, self.folder):
+                if folder.exists():
+                    _refuse_shared(folder)
+        except ConfigError:
+            with self._writing:
+                self._close_writer()  # its files are gone
+            raise
         there = {path.name: path for path in self.folder.glob("*" + INDEX)}
         with self._writing:
             if self._writer is not None and self._writer.segment.index.name not in there:
@@ -197,22 +207,25 @@ class BlockFolder:
         """Delete what was used longest ago. The segment being written goes last, and is ended for
         it. All is counted anew: other engines store as well.
         """
-        self._delete_oldest(needed)
-        if self.num_bytes + needed > self.limit and self._writer is not None:
+        room = self._delete_oldest(needed)
+        if self.num_bytes + needed > room and self._writer is not None:
             self._close_writer()
-            self._delete_oldest(needed)
-        if self.num_bytes + needed > self.limit:
+            room = self._delete_oldest(needed)
+        if self.num_bytes + needed > room:
             raise FullError(
-                f"{needed:,} bytes do not fit into the {self.limit:,} of the store, beside what other "
-                "engines are writing"
+                f"{needed:,} bytes do not fit into the {self.limit:,} of the store or into its disk, "
+                "beside what other engines are writing"
             )
 
-    def _delete_oldest(self, needed: int) -> None:
+    def _delete_oldest(self, needed: int) -> int:
+        """Return the bytes that the store may have: its limit, or less on a smaller disk."""
         found = sorted(segments_of(self.root))
         self.num_bytes = sum(size for _, _, size in found)
+        disk = os.statvfs(self.root)
+        room = min(self.limit, self.num_bytes + disk.f_bavail * disk.f_frsize)
         for _, index, size in found:
-            if self.num_bytes + needed <= self.limit:
-                return
+            if self.num_bytes + needed <= room:
+                break
             with suppress(FileNotFoundError):
                 if is_written(index):
                     continue
@@ -222,6 +235,7 @@ class BlockFolder:
                 segment = self._segments.get(index.name)
                 if segment is not None and segment.index == index:
                     self._forget(segment)
+        return room
 
 
 def segments_of(root: Path) -> Iterator[tuple[int, Path, int]]:
@@ -268,6 +282,10 @@ def make_private(folder: Path) -> None:
     """
     with suppress(FileExistsError):
         folder.mkdir(mode=0o700, parents=True)
+    _refuse_shared(folder)
+
+
+def _refuse_shared(folder: Path) -> None:
     state = folder.stat()
     if not stat.S_ISDIR(state.st_mode):
         raise ConfigError(f"--kv-store {folder} is not a folder; name one, or a new one")

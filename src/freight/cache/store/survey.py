@@ -10,7 +10,6 @@ from pathlib import Path
 
 from freight.cache.store.entries import ENTRY_BYTES, Entry
 from freight.cache.store.folder import NAME, remove_leftovers, segments_of
-from freight.cache.store.secret import FILE as SECRET
 from freight.cache.store.secret import has_secret
 from freight.cache.store.segment import INDEX, Segment, delete, is_written
 from freight.cache.store.weights import FILE as WEIGHTS
@@ -91,8 +90,17 @@ def verify(root: Path) -> Verified:
 def clear(root: Path) -> int:
     """Delete all blocks but those of segments that an engine writes now; return the bytes. Raises
     ConfigError.
+
+    The secret stays: a server that runs now makes its salts with it, also of what it stores later.
     """
     _require(root)
+    try:
+        return _clear(root)
+    except OSError as error:  # a read-only file system, or another user's
+        raise ConfigError(f"{root} cannot be emptied: {error}") from None
+
+
+def _clear(root: Path) -> int:
     remove_leftovers(root, seconds=0)
     freed = 0
     for _, index, size in list(segments_of(root)):
@@ -107,8 +115,6 @@ def clear(root: Path) -> int:
                 described.parent.rmdir()
     if has_digests(root):
         (root / WEIGHTS).unlink(missing_ok=True)
-    if has_secret(root) and not _described(root):  # nobody can find anything by it
-        (root / SECRET).unlink(missing_ok=True)
     return freed
 
 
@@ -117,7 +123,11 @@ def _require(root: Path) -> None:
     if not root.is_dir():
         raise ConfigError(f"{root} is not a folder; name the DIR of --kv-store")
     is_store = bool(_described(root)) or has_digests(root) or has_secret(root)
-    if any(root.iterdir()) and not is_store:
+    try:
+        is_empty = not any(root.iterdir())
+    except OSError as error:
+        raise ConfigError(f"{root} cannot be read: {error}") from None
+    if not is_empty and not is_store:
         raise ConfigError(f"{root} holds other files than a store; name the DIR of --kv-store")
 
 

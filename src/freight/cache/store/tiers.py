@@ -146,7 +146,7 @@ class StoreTiers:
         self._refreshed = now
         try:
             self._disk.refresh()
-        except OSError as error:
+        except (OSError, ConfigError) as error:
             self._failed("cannot be listed", error)
 
     def forget(self, key: bytes, group: int) -> None:

@@ -13,12 +13,14 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from freight.cache.store import folder as folders
 from freight.cache.store import segment as segments
 from freight.cache.store.entries import ENTRY_BYTES, Entry, decode_entries
 from freight.cache.store.folder import (
@@ -268,6 +270,33 @@ def test_the_oldest_goes_and_nothing_that_is_written(tmp_path: Path) -> None:
     assert len(folder) == 1  # that of the writer that lives
 
 
+def test_a_disk_that_is_smaller_than_the_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The oldest goes there as well. Where others take the disk, the store takes no more of it."""
+    disk = 0
+
+    def free(root: Path) -> SimpleNamespace:
+        used = sum(size for _, _, size in segments_of(tmp_path))
+        return SimpleNamespace(f_bavail=max(disk - used, 0) // 100, f_frsize=100)
+
+    monkeypatch.setattr(folders.os, "statvfs", free)
+    folder = opened(tmp_path, 1 << 20)
+    with pytest.raises(FullError, match="or into its disk"):
+        folder.append([block(0, 60_000)])
+    disk = 400_000
+    for number in range(20):
+        folder.append([block(number, 60_000)])
+        assert sum(size for _, _, size in segments_of(tmp_path)) <= disk
+    assert read(folder, 19, 60_000) == payload_of(19, 60_000)
+    assert read(folder, 0, 60_000) is None
+    assert len(folder) >= 5
+    before, disk = sum(size for _, _, size in segments_of(tmp_path)), 150_000
+    folder.append([block(20, 60_000)])
+    assert read(folder, 20, 60_000) == payload_of(20, 60_000)
+    assert sum(size for _, _, size in segments_of(tmp_path)) <= before
+
+
 def test_the_start_of_a_prefix_goes_last(tmp_path: Path) -> None:
     folder = opened(tmp_path, 1 << 20)
     for number in range(14):
@@ -456,6 +485,26 @@ def test_what_killed_writers_leave_goes(tmp_path: Path) -> None:
     assert all(path.exists() for path in (*kept, idle.segment.index, idle.segment.blocks))
     idle.close()
     assert read(opened(tmp_path), 1) == payload_of(1)
+
+
+def test_a_store_that_cannot_be_written_is_not_emptied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = BlockFolder(tmp_path, "0" * 32, 1 << 20, {})
+    folder.append([block(1)])
+    folder.close()
+
+    def refuse(path: Path, missing_ok: bool = False) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "unlink", refuse)
+        with pytest.raises(ConfigError, match="cannot be emptied"):
+            clear(tmp_path)
+    assert verify(tmp_path).sound == 1
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        survey(tmp_path)
 
 
 def test_emptying_takes_what_killed_writers_left(tmp_path: Path) -> None:

@@ -74,16 +74,18 @@ def test_servers_that_start_at_once_have_the_same(tmp_path: Path) -> None:
     assert drawn == {kept_secret(tmp_path)}
 
 
-def test_it_is_part_of_a_store_and_goes_with_its_blocks(tmp_path: Path) -> None:
-    kept_secret(tmp_path)
+def test_it_is_part_of_a_store_and_outlives_its_blocks(tmp_path: Path) -> None:
+    """A server that runs while its store is emptied finds at its next start what it stores then."""
+    secret = kept_secret(tmp_path)
     assert survey(tmp_path) == []
     folder = BlockFolder(tmp_path, "0" * 32, 1 << 20, {})
     folder.append([(b"k" * 32, 0, b"t" * 8, b"p" * 8)])
-    clear(tmp_path)
-    assert has_secret(tmp_path)  # the engine that writes now uses it
     folder.close()
     clear(tmp_path)
-    assert not list(tmp_path.iterdir())
+    assert [path.name for path in tmp_path.iterdir()] == [FILE]
+    assert kept_secret(tmp_path) == secret
+    clear(tmp_path)
+    assert has_secret(tmp_path)
 
 
 def test_a_file_of_that_name_makes_no_store(tmp_path: Path) -> None:

@@ -95,6 +95,32 @@ def test_a_vanished_folder_raises_nothing(tmp_path: Path, caplog: pytest.LogCapt
     assert tiers.stats().stored == 1
 
 
+def test_a_folder_that_somebody_else_made_again_is_not_read(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As /tmp/store, that was removed because nobody used it for long."""
+    root, other = tmp_path / "store", tmp_path / "other"
+    tiers, theirs = opened(root, memory=0), opened(other)
+    tiers.write([block(1)])
+    theirs.write([block(2)])
+    theirs.close()
+    shutil.rmtree(root)
+    other.rename(root)
+    root.chmod(0o777)
+    tiers._refreshed = -1e9
+    tiers.refresh()
+    assert read(tiers, 2)[0] is None
+    tiers.write([block(3)])
+    assert tiers.stats().dropped == 1
+    for message in warnings_of(caplog):
+        assert "others may write into it" in message
+    assert len(warnings_of(caplog)) == 2
+    root.chmod(0o700)
+    tiers._refreshed = -1e9
+    tiers.refresh()
+    assert read(tiers, 2)[0] is Tier.DISK
+
+
 def test_what_another_engine_deleted_is_a_miss_and_no_error(tmp_path: Path) -> None:
     opened(tmp_path).write([block(1)])
     tiers = opened(tmp_path)
