@@ -1,4 +1,5 @@
-"""Write a Llama or Qwen3-MoE checkpoint as a GGUF file with Q8_0 or Q4_K_M weights, for llama.cpp.
+"""Write a Llama or Qwen3-MoE checkpoint as a GGUF file with Q8_0, Q4_K_M or BF16 weights, for
+llama.cpp.
 
 With Q8_0 a matrix is blocks of 32 int8 values with one float16 scale, as llama.cpp's `quantize`
 makes them. Q4_K_M is made by llama.cpp itself from a BF16 file: mostly 4 bits, some matrices 6,
@@ -189,7 +190,10 @@ def main() -> None:
     )
     made.add_argument("file", type=Path, help="where to write, NAME.gguf")
     made.add_argument(
-        "--weights", choices=("q8_0", "q4_k_m"), default="q8_0", help="the type of the matrices"
+        "--weights",
+        choices=("q8_0", "q4_k_m", "bf16"),
+        default="q8_0",
+        help="the type of the matrices",
     )
     args = made.parse_args()
     if args.weights == "q8_0":
@@ -200,10 +204,11 @@ def main() -> None:
             gguf.LlamaFileType.MOSTLY_Q8_0,
         )
         return
-    sixteen = args.file.with_suffix(".bf16.gguf")
+    sixteen = args.file if args.weights == "bf16" else args.file.with_suffix(".bf16.gguf")
     write(args.checkpoint, sixteen, gguf.GGMLQuantizationType.BF16, gguf.LlamaFileType.MOSTLY_BF16)
-    quantize_k(sixteen, args.file)
-    sixteen.unlink()
+    if args.weights == "q4_k_m":
+        quantize_k(sixteen, args.file)
+        sixteen.unlink()
 
 
 if __name__ == "__main__":

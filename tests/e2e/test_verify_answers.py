@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 import json
 import math
+import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -314,6 +316,56 @@ def test_one_completion_that_fails_hides_no_other_that_differs(
     assert (differing.outcome, differing.completion) == (Outcome.DIFFERS, 1)
 
 
+def with_template(verifier: Verifier, template: str, deadline_s: float = 60) -> Verifier:
+    """The same verifier, of a model with another chat template."""
+    served, new_renderer = verifier._served, verifier._new_renderer
+    assert served.tokenizer is not None
+    assert new_renderer is not None
+    renderer = partial(new_renderer, chat_template=template, deadline_s=deadline_s)
+    tokenizer = served.tokenizer.with_chat_template(template)
+    return Verifier(verifier._engine, replace(served, tokenizer=tokenizer), renderer)
+
+
+LOOP = (
+    "{% if messages[0].content == 'loop' %}{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}"
+    "{% endfor %}{% endif %}"
+)
+
+
+def test_a_template_that_does_not_end_hides_no_other_answer(
+    verifier: Verifier, demo_server: DemoServer
+) -> None:
+    body = {"messages": [{"role": "user", "content": "def "}], "max_tokens": 4, "seed": 1}
+    good = ask(demo_server, "/v1/chat/completions", body | RETURNED)
+    bad = copy.deepcopy(good)
+    bad["request"]["messages"][0]["content"] = "loop"
+    assert verifier._served.tokenizer is not None
+    other = with_template(verifier, f"{LOOP}{verifier._served.tokenizer.chat_template}", 5)
+    results = list(other.results([good, bad, good]))
+    assert [str(one.outcome) for one in results] == ["equal", "unknown", "equal"]
+    assert "did not end within 5 s" in results[1].reason
+
+
+def test_a_grammar_that_is_not_compiled_in_time_hides_no_other_answer(
+    verifier: Verifier,
+    short: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "slow_checker.py").write_text(
+        "import time\n\nmake = lambda *_: lambda _: time.sleep(99)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    assert verifier._new_renderer is not None
+    renderer = partial(verifier._new_renderer, grammar_checker="slow_checker:make", deadline_s=0.5)
+    bad = copy.deepcopy(short)
+    bad["request"]["structured_outputs"] = {"regex": "a+"}
+    other = Verifier(verifier._engine, verifier._served, renderer)
+    results = list(other.results([short, bad, short]))
+    assert [str(one.outcome) for one in results] == ["equal", "unknown", "equal"]
+    assert "it was not compiled within 0.5 s" in results[1].reason
+
+
 def test_a_prompt_that_the_clock_decides_is_not_refuted(
     verifier: Verifier, demo_server: DemoServer
 ) -> None:
@@ -325,9 +377,7 @@ def test_a_prompt_that_the_clock_decides_is_not_refuted(
     template = served.tokenizer.chat_template
     found = []
     for written in ("", "{{ strftime_now('%Y') }}", "2001 {# strftime_now #}", "2001"):
-        tokenizer = served.tokenizer.with_chat_template(f"{written}{template}")
-        other = Verifier(verifier._engine, replace(served, tokenizer=tokenizer))
-        found += other.results([answer])
+        found += with_template(verifier, f"{written}{template}").results([answer])
     assert [str(one.outcome) for one in found] == ["equal", "unknown", "unknown", "differs"]
     assert "the chat template writes the time" in found[1].reason
 

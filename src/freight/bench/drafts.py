@@ -3,7 +3,11 @@
 A model with random weights writes nothing that could be guessed, and a small one repeats itself. So
 the answers are given: whatever the model computes, the token drawn is the next one of a text that
 people wrote. Sampling and drafting run unchanged and are timed. What is measured is how often drafts
-come true for such a text, and what they cost. Runs with and without drafts take turns.
+come true for such a text, and what they cost. Runs with and without drafts take turns, and so do the
+texts of a name: a pair of runs is one text, with drafts and without.
+
+All sequences of a batch have the same text. Their prompt is computed once and then found in the cache,
+which is not timed.
 
 `drafting_fraction` is the time of the drafts alone, for each token of the text, as a share of a
 decode step without drafts.
@@ -16,7 +20,6 @@ import re
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from statistics import median
 from typing import Any
 
 from torch import Tensor
@@ -117,78 +120,104 @@ def _edited(file: str, numbers: random.Random) -> str:
     return "\n".join([*lines[:line], "    # changed here", *lines[line + 2 :]])
 
 
+@dataclass(frozen=True)
+class _Run:
+    """What was timed of a run: seconds, steps, and tokens of all sequences."""
+
+    seconds: float
+    num_steps: int
+    num_tokens: int
+
+    @property
+    def rate(self) -> float:
+        return self.num_tokens / self.seconds
+
+
 def measure_drafts(
     opened: OpenModel,
     name: str,
     text: str,
     batch_size: int,
     repeats: int,
+    output_len: int | None = None,
     on_progress: OnProgress = unseen,
 ) -> JsonObject:
     """Compare decoding with drafts and without, over `repeats` pairs of runs after one to warm up.
     Returns what --json prints.
 
-    Raises what `start_engine` raises, and ConfigError for an engine without drafts.
+    output_len: most tokens of an answer; None: all. Raises what `start_engine` raises, and
+    ConfigError for an engine without drafts, or answers too short to be timed.
     """
-    texts = texts_of(text, opened.model.vocab_size)
+    texts = [
+        Text(one.prompt, one.answer[:output_len]) for one in texts_of(text, opened.model.vocab_size)
+    ]
     longest = max(len(one.prompt) + len(one.answer) for one in texts)
     engine, config = start(
-        opened, max_num_seqs=batch_size, max_model_len=longest + 1, enable_prefix_caching=False
+        opened, max_num_seqs=batch_size, max_model_len=longest + 1, enable_prefix_caching=True
     )
     most = engine.scheduler.most_drafts
     if not most:
         raise ConfigError("--text compares with drafts: give --speculate, on a CPU")
-    runs: dict[int, list[list[tuple[float, int]]]] = {0: [], most: []}  # by drafts, by pair
+    plain: list[_Run] = []
+    drafted: list[_Run] = []
     before = engine.stats()
-    for repeat in counted(repeats + 1, on_progress):
-        for drafts in (0, most) if repeat % 2 else (most, 0):
+    for pair in counted(repeats + 1, on_progress):
+        for drafts in (0, most) if pair % 2 else (most, 0):
             engine.scheduler.most_drafts = drafts
-            found = [_run(engine, one, batch_size) for one in texts]
-            if repeat:
-                runs[drafts].append(found)
+            found = _run(engine, texts[pair % len(texts)], batch_size)
+            if pair:
+                (drafted if drafts else plain).append(found)
     stats = engine.stats()
-    num_tokens = batch_size * sum(len(one.answer) - 1 for one in texts)
-    seconds = {drafts: [sum(one for one, _ in run) for run in runs[drafts]] for drafts in runs}
     figures = {
-        "plain_tokens_per_second": Spread.of([num_tokens / one for one in seconds[0]]),
-        "drafted_tokens_per_second": Spread.of([num_tokens / one for one in seconds[most]]),
-        "speedup": Spread.of([a / b for a, b in zip(seconds[0], seconds[most], strict=True)]),
+        "plain_tokens_per_second": Spread.of([one.rate for one in plain]),
+        "drafted_tokens_per_second": Spread.of([one.rate for one in drafted]),
+        "speedup": Spread.of([b.rate / a.rate for a, b in zip(plain, drafted, strict=True)]),
     }
-    steps = sum(count for _, count in runs[most][0])
+    num_tokens = sum(one.num_tokens for one in drafted)
+    # a step of more sequences than drafts has none
+    drafting = _drafting_seconds(texts, most) * batch_size if batch_size <= most else 0.0
+    seconds_per_step = sum(one.seconds for one in plain) / sum(one.num_steps for one in plain)
     return describe_run(engine, config, name) | {
         "text": text,
         "batch_size": batch_size,
         "most_drafts": most,
         "repeats": repeats,
+        "output_len": max(len(one.answer) for one in texts),
         "tokens": num_tokens,
-        "tokens_per_step": num_tokens / steps,
+        "tokens_per_step": num_tokens / sum(one.num_steps for one in drafted) / batch_size,
         "accepted_fraction": (stats.accepted - before.accepted)
         / max(stats.drafted - before.drafted, 1),
-        "drafting_fraction": _drafting_seconds(texts, most)
-        / (median(seconds[0]) * batch_size / num_tokens),
+        "drafting_fraction": drafting / seconds_per_step,
         **{figure: spread.median for figure, spread in figures.items()},
         "spread": {figure: asdict(spread) for figure, spread in figures.items()},
     }
 
 
-def _run(engine: Engine, text: Text, batch_size: int) -> tuple[float, int]:
-    """Return the seconds from the first token of the last sequence to the end, and their steps."""
+def _run(engine: Engine, text: Text, batch_size: int) -> _Run:
+    """Answer with `text` in every sequence; timed from the step in which all decode, to the end."""
     params: Any = greedy(len(text.answer))
     runner = vars(engine.runner) | {"known": [*text.prompt, *text.answer]}
     engine.runner = ForcedRunner(**runner)
-    for index in range(batch_size):
-        engine.add(f"bench {index}", engine.intake.accept(text.prompt, params), params)
-    decoding: list[float] = []
-    while engine.has_unfinished:
-        begin, waits = time.perf_counter(), engine.scheduler.num_decoding < batch_size
+    names = [f"bench {index}" for index in range(batch_size)]
+    for name in names:
+        engine.add(name, engine.intake.accept(text.prompt, params), params)
+    while engine.has_unfinished and engine.scheduler.num_decoding < batch_size:
         engine.step()
-        if not waits or decoding:
-            decoding.append(time.perf_counter() - begin)
-    for index in range(batch_size):
-        tokens = engine.output(f"bench {index}").outputs[0].token_ids
+    if not engine.has_unfinished:
+        raise ConfigError(
+            f"the first of {batch_size} sequences ends before all decode: raise --output-len"
+        )
+    had = sum(len(engine.output(name).outputs[0].token_ids) for name in names)
+    num_steps, begin = 0, time.perf_counter()
+    while engine.has_unfinished:
+        engine.step()
+        num_steps += 1
+    seconds = time.perf_counter() - begin
+    for name in names:
+        tokens = engine.output(name).outputs[0].token_ids
         assert tokens == list(text.answer), "the answer is not the text"
-        engine.release(f"bench {index}")
-    return sum(decoding), len(decoding)
+        engine.release(name)
+    return _Run(seconds, num_steps, batch_size * len(text.answer) - had)
 
 
 def _drafting_seconds(texts: Sequence[Text], most: int) -> float:

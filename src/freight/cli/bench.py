@@ -70,7 +70,12 @@ def latency(
     random_weights: RandomWeights = None,
     batch_size: BatchSize = 1,
     input_len: InputLen = 128,
-    output_len: OutputLen = 33,
+    output_len: Annotated[
+        int | None,
+        option(
+            "TOKENS", "Tokens generated for each; default: 33, with --text the whole text.", min=1
+        ),
+    ] = None,
     repeats: Repeats = 3,
     text: Annotated[
         str | None,
@@ -86,10 +91,11 @@ def latency(
         with _measuring(args, random_weights) as (opened, name, on_progress):
             from freight.bench.drafts import measure_drafts
 
-            found = measure_drafts(opened, name, text, batch_size, repeats, on_progress)
+            drafted = (batch_size, repeats, output_len)
+            found = measure_drafts(opened, name, text, *drafted, on_progress)
         print(json.dumps(found) if as_json else _table(found))
         return
-    sizes = (batch_size, input_len, output_len, repeats)
+    sizes = (batch_size, input_len, output_len or 33, repeats)
     with _measuring(args, random_weights) as (opened, name, on_progress):
         from freight.bench.latency import measure_latency
 

@@ -20,8 +20,8 @@ from freight.config.engine import EngineArgs
 from freight.engine.verification import Outcome, Verification, unknown
 from freight.errors import ConfigError, install
 
-# The options of `freight serve` that decide what an answer is.
-_OPTIONS = ("chat_template", "tool_call_parser", "reasoning_parser")
+# The options of `freight serve` that decide what an answer is, and how long a template may take.
+_OPTIONS = ("chat_template", "template_timeout", "tool_call_parser", "reasoning_parser")
 _STATUS = {Outcome.EQUAL: 0, Outcome.DIFFERS: 1, Outcome.UNKNOWN: 2}
 
 
@@ -44,13 +44,15 @@ def verify(
     missing = [name for name in NEEDED if find_spec(name) is None]
     if missing:
         raise ConfigError(f"freight verify needs {', '.join(missing)}: {install('server')}")
+    from freight.server.settings import ServerSettings
     from freight.server.verify import read_stated, verifier_of
 
+    settings = ServerSettings(**server)
     contents = list(_read(answer))
     results: Iterator[Verification]
     readable = [not isinstance(read_stated(content), Verification) for content in contents]
     if any(readable):
-        results = verifier_of(args, **server).results(contents)
+        results = verifier_of(args, settings).results(contents)
     else:  # no model is needed to say so
         results = (one for one in map(read_stated, contents) if isinstance(one, Verification))
     counts: Counter[Outcome] = Counter()

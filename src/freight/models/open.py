@@ -303,6 +303,17 @@ class OpenModel:
             return ids
         return ids | frozenset(self.model.eos_token_ids)
 
+    def tokenizer_folder(self) -> str | None:
+        """Return the folder of the tokenizer, for other processes that load it; None if there is none
+        or it is skipped.
+        """
+        if self.checkpoint is None or self.args.skip_tokenizer_init:
+            return None
+        named = self.args.tokenizer
+        if named is None or named == self.args.model:
+            return str(self.checkpoint.path)
+        return str(resolve_model(named))
+
     def load_tokenizer(self) -> Tokenizer | None:
         """Load the model's tokenizer, or the one that `args` names; None if there is none or it is
         skipped.
@@ -310,17 +321,12 @@ class OpenModel:
         `revision` applies to the model's own repository; another one is loaded at its newest
         commit.
         """
-        args = self.args
-        if self.checkpoint is None:
-            return None
-        if args.skip_tokenizer_init:
+        if self.checkpoint is not None and self.args.skip_tokenizer_init:
             logger.info(
                 "no tokenizer (skip_tokenizer_init): prompts are token ids, and outputs have no text"
             )
-            return None
-        if args.tokenizer in (None, args.model):
-            return Tokenizer.load(self.checkpoint.path)
-        return Tokenizer.load(resolve_model(args.tokenizer))
+        folder = self.tokenizer_folder()
+        return None if folder is None else Tokenizer.load(folder)
 
 
 def open_model(args: EngineArgs) -> OpenModel:

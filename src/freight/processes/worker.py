@@ -41,7 +41,6 @@ from freight.version import version
 
 if TYPE_CHECKING:
     from freight.engine.loop import Loop
-    from freight.models.open import OpenModel
 
 logger = logging.getLogger("freight")
 
@@ -139,7 +138,7 @@ def _build(
     config = opened.resolve(opened.args)
     generation = opened.checkpoint.generation_config if opened.checkpoint else None
     facts = wire.EngineFacts(
-        tokenizer=_tokenizer_folder(opened),
+        tokenizer=opened.tokenizer_folder(),
         vocab_size=opened.model.vocab_size,
         max_model_len=config.max_model_len,
         stop_token_ids=tuple(sorted(opened.stop_token_ids())),
@@ -172,18 +171,6 @@ def _build(
     engine.on_lost(loop.lose)  # also while it waits for commands
     channel.loop = loop
     return loop
-
-
-def _tokenizer_folder(opened: OpenModel) -> str | None:
-    """Return the folder of the tokenizer, so that the parent need not look for it."""
-    if opened.checkpoint is None or opened.args.skip_tokenizer_init:
-        return None
-    from freight.checkpoint.reader import resolve_model
-
-    named = opened.args.tokenizer
-    return str(
-        opened.checkpoint.path if named in (None, opened.args.model) else resolve_model(named or "")
-    )
 
 
 def _messages(event: Event) -> Iterator[list[Any]]:

@@ -4,17 +4,22 @@ The request is read by the server's own parser, and its prompts are tokenized an
 answer's tokens again (`engine/redraw.py`), and the reply of the API writes the answer anew from what it
 drew. So all that the answer states is compared with what this model gives: tokens, log-probabilities,
 text, tool calls, ends, and the tokens of the prompt.
+
+The chat template is a program of the model, and a grammar one of the request. Both run first in a
+process that is killed at a deadline, as in the server (`processes/renderer.py`): an answer that they
+do not get through cannot be judged, and the others are.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
-from pathlib import Path
 from reprlib import repr as show
 from typing import TYPE_CHECKING, Any
 
@@ -45,9 +50,12 @@ from freight.server.call import (
 from freight.server.limits import ServingLimits, check_scores
 from freight.server.openai.chat_request import parse_chat
 from freight.server.openai.completion_request import parse_completion
+from freight.server.processes.renderer import Renderer
 from freight.server.serving import read_template
+from freight.server.settings import ServerSettings
 from freight.server.transport.errors import ApiError
 from freight.server.transport.slices import json_bytes
+from freight.structured import StructuredOutputs
 from freight.version import version
 
 if TYPE_CHECKING:
@@ -144,23 +152,35 @@ class _Begun:
 class Verifier:
     """Checks answers with one engine, which it has alone."""
 
-    def __init__(self, engine: Engine, served: Served) -> None:
+    def __init__(
+        self, engine: Engine, served: Served, new_renderer: Callable[[], Renderer] | None
+    ) -> None:
+        """new_renderer: makes what renders conversations and checks grammars; None without a
+        tokenizer, where there are neither.
+        """
         self._engine = engine
         self._served = replace(served, unknown_fields="ignore", strict_schemas=False)
+        self._new_renderer = new_renderer
         self._limits = ServingLimits()
         self._num_queued = 0
 
     def results(self, contents: Iterable[object]) -> Iterator[Verification]:
-        """Yield a result for each `read_stated` object, in order."""
+        """Yield a result for each `read_stated` object, in order. Not for use within an event loop."""
+        renderer = self._new_renderer() if self._new_renderer is not None else None
         source = iter(contents)
-        while batch := list(islice(source, AT_ONCE)):
-            begun = [self._begin(content) for content in batch]
-            while self._engine.has_unfinished:
-                self._engine.step(quiet_until=math.inf)
-            for one in begun:
-                yield one if isinstance(one, Verification) else self._end(one)
+        with asyncio.Runner() as runner:
+            try:
+                while batch := list(islice(source, AT_ONCE)):
+                    begun = [runner.run(self._begin(content, renderer)) for content in batch]
+                    while self._engine.has_unfinished:
+                        self._engine.step(quiet_until=math.inf)
+                    for one in begun:
+                        yield one if isinstance(one, Verification) else self._end(one)
+            finally:
+                if renderer is not None:
+                    runner.run(renderer.close())
 
-    def _begin(self, content: object) -> _Begun | Verification:
+    async def _begin(self, content: object, renderer: Renderer | None) -> _Begun | Verification:
         stated = read_stated(content)
         if isinstance(stated, Verification):
             return stated
@@ -172,17 +192,17 @@ class Verifier:
         if not self._engine.is_reproducible:
             return unknown(OTHER_KERNELS)
         try:
-            return self._queue(stated)
+            return await self._queue(stated, renderer)
         except (ApiError, RequestError, CapacityError) as error:
             return unknown(f"the request cannot be served here: {one_line(str(error))}")
 
-    def _queue(self, stated: Stated) -> _Begun | Verification:
+    async def _queue(self, stated: Stated, renderer: Renderer | None) -> _Begun | Verification:
         named = stated.request.get("model")
         served = self._served
         if isinstance(named, str):
             served = replace(served, names=(named,))
         call = stated.parse(dict(stated.request), served, self._limits)
-        work = [self._tokenized(one) for one in call.work]
+        work = [await self._tokenized(one, renderer) for one in call.work]
         check_scores(work, self._limits)
         # calls of tools are named after the answer
         name = str(stated.response.get("id", "")).partition("-")[2]
@@ -196,6 +216,10 @@ class Verifier:
         fault = _prompts_differ(stated, work)
         if fault is not None:
             return unknown(_CLOCK) if any(map(self._reads_clock, call.work)) else fault
+        for item in work:
+            if item.params.structured_outputs is not None and renderer is not None:
+                form = StructuredOutputs.of(item.params.structured_outputs)
+                await renderer.check_grammar(form.given())
         names: list[str] = []
         try:
             for item, answers in zip(work, _by_prompt(stated, work), strict=True):
@@ -216,19 +240,15 @@ class Verifier:
             return False
         return "strftime_now" in tokenizer.chat_template_source
 
-    def _tokenized(self, work: Work) -> TokenizedWork:
+    async def _tokenized(self, work: Work, renderer: Renderer | None) -> TokenizedWork:
         """Return what `Service.tokenize` does."""
         tokenizer, prompt = self._served.tokenizer, work.prompt
         params, text, ids = work.params, None, prompt
         if isinstance(prompt, Conversation):
             if tokenizer is None or not tokenizer.has_chat_template:
                 raise RequestError("the model has no chat template")
-            chat = tokenizer.render_chat(
-                prompt.messages,
-                prompt.add_generation_prompt,
-                prompt.continue_final_message,
-                **prompt.template_values,
-            )
+            assert renderer is not None
+            chat = await renderer.render(prompt)
             text, ids = chat.text, tokenizer.encode_chat(chat, bool(work.add_special_tokens))
             params = params if work.params_of is None else work.params_of(text)
         elif isinstance(prompt, str):
@@ -378,13 +398,8 @@ def _in_words(difference: _Path, stated: Stated) -> Verification:
     return logprob_differs(index, position - echoed, token, given, found)
 
 
-def verifier_of(
-    args: EngineArgs,
-    chat_template: Path | None = None,
-    tool_call_parser: str | None = None,
-    reasoning_parser: str | None = None,
-) -> Verifier:
-    """Load a model; returns what checks answers of a server of it with these options.
+def verifier_of(args: EngineArgs, settings: ServerSettings | None = None) -> Verifier:
+    """Load a model; returns what checks answers of a server of it with these settings.
 
     Raises ConfigError, CheckpointError or CapacityError as the server does.
     """
@@ -393,14 +408,26 @@ def verifier_of(
     from freight.engine.fingerprint import fingerprint
     from freight.models.open import open_model
 
-    template = read_template(chat_template)
+    settings = settings or ServerSettings()
+    template = read_template(settings.chat_template)
     opened = open_model(args)
     engine, config = start_engine(opened)
     tokenizer = engine.tokenizer
     form: AnswerFormat | None = None
+    new_renderer: Callable[[], Renderer] | None = None
     if tokenizer is not None:
         tokenizer = tokenizer if template is None else tokenizer.with_chat_template(template)
-        form = answer_format(tokenizer, tool_call_parser, reasoning_parser)
+        form = answer_format(tokenizer, settings.tool_call_parser, settings.reasoning_parser)
+        folder = opened.tokenizer_folder()
+        assert folder is not None
+        new_renderer = partial(
+            Renderer,
+            folder,
+            opened.model.vocab_size,
+            opened.stop_token_ids(),
+            deadline_s=settings.template_timeout,
+            chat_template=template,
+        )
     generation = opened.checkpoint.generation_config if opened.checkpoint else None
     served = Served(
         names=(args.model,),
@@ -414,4 +441,4 @@ def verifier_of(
         forced_call=None if form is None else form.call_to,
         after_reasoning=None if form is None or not form.reads_reasoning else form.form_to,
     )
-    return Verifier(engine, served)
+    return Verifier(engine, served, new_renderer)

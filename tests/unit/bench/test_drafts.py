@@ -36,6 +36,18 @@ def test_drafts_shorten_the_text_that_repeats_itself(text: str) -> None:
         assert found["tokens_per_step"] == pytest.approx(1, abs=0.02)
 
 
+def test_a_batch_has_answers_that_are_cut() -> None:
+    opened = open_model(EngineArgs(speculate=6, **OPTIONS))
+    found = measure_drafts(opened, "demo", "code", batch_size=3, repeats=2, output_len=20)
+    # each of the two runs times what is left when the last sequence has its first token
+    assert 2 * 3 * 15 < found["tokens"] <= 2 * 3 * 19
+    assert found["output_len"] == 20
+    assert found["spread"]["speedup"]["count"] == 2
+    assert 1 <= found["tokens_per_step"] < 2
+    with pytest.raises(ConfigError, match="raise --output-len"):
+        measure_drafts(opened, "demo", "code", batch_size=8, repeats=1, output_len=1)
+
+
 def test_what_cannot_be_compared_is_refused() -> None:
     with pytest.raises(ConfigError, match="give --speculate"):
         measure_drafts(open_model(EngineArgs(**OPTIONS)), "demo", "random", 1, 1)
