@@ -10,7 +10,7 @@
 #define FREIGHT_API extern "C" __attribute__((visibility("default")))
 
 // Incremented when any declaration changes, so that a library of an older build is refused instead of called wrongly.
-constexpr int32_t FREIGHT_ABI = 31;
+constexpr int32_t FREIGHT_ABI = 32;
 FREIGHT_API int32_t freight_abi();
 
 constexpr int32_t FREIGHT_LANES = 16;      // outputs computed together; arrays by output are padded to a multiple
@@ -326,7 +326,8 @@ struct FreightExperts {
 // activations are gathered, and out the columns of this rank: those of down, which come from its number on.
 FREIGHT_API FreightStatus freight_experts(const FreightExperts* arguments);
 
-// Ranks: processes of one machine that each compute some columns of the same rows.
+// Ranks: processes that each compute some columns of the same rows. On one machine they gather over shared memory. On
+// several, `exchange` gathers, and the shared memory is not looked at.
 
 struct FreightRanks {
   void* shared;          // memory of all ranks: cache lines with a number each, which are 0 at first: turns of each of
@@ -335,6 +336,8 @@ struct FreightRanks {
   int64_t capacity;      // bytes of a slot, a multiple of the cache line
   int64_t timeout;       // milliseconds after which a rank that does not answer counts as lost
   int32_t rank, size;
+  // Null, or what takes the place of shared memory: part [rows, part_bytes] -> out [rows, size, part_bytes].
+  FreightStatus (*exchange)(const void* part, void* out, int64_t rows, int64_t part_bytes);
 };
 
 struct FreightGather {

@@ -1,4 +1,5 @@
-// Ranks: processes that each compute some columns of a model's activations, and gather them over shared memory.
+// Ranks: processes that each compute some columns of a model's activations, and gather them over shared memory. Between
+// machines a function of the caller gathers instead (`FreightRanks.exchange`); the rest of this file is about one machine.
 //
 // Turns. A gather is one turn, or several if a part is larger than a slot, which may be less than one row; every rank
 // takes the same turns in the same order. In turn t a rank writes its part into slot t % 2 and then says so in `arrived`; it reads another rank's
@@ -140,6 +141,7 @@ FREIGHT_API FreightStatus freight_gather(const FreightGather* arguments) {
   using namespace freight;
   const FreightGather& a = *arguments;
   const FreightRanks& ranks = *static_cast<const FreightRanks*>(a.ranks);
+  if (ranks.exchange) return ranks.exchange(a.part, a.out, a.rows, a.part_bytes);
   const int64_t most = std::max<int64_t>(1, ranks.capacity / a.part_bytes);  // rows of a turn
   FreightStatus status = FREIGHT_OK;
   const FreightStatus thrown = status_of([&] {

@@ -75,8 +75,9 @@ def main() -> None:
         leaving.acquire()  # two threads see rank 0's end
         if made:
             path = Path(os.environ["FREIGHT_TEST_PAGES"])
-            torch.save(pages_of(made[-1]), path.with_suffix(".part"))
-            path.with_suffix(".part").rename(path)
+            part = path.with_suffix(f".{os.getpid()}")  # there may be several other ranks
+            torch.save(pages_of(made[-1]), part)
+            part.rename(path)
         os._exit(status)
 
     follower.leave = leave

@@ -8,6 +8,7 @@ needs (`tests/forked_server.py`), which saves seconds.
 from __future__ import annotations
 
 import http.client
+import json
 import os
 import re
 import signal
@@ -15,6 +16,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -147,6 +149,17 @@ def health(url: str) -> int:
         return 0
     finally:
         connection.close()
+
+
+def completion_of(url: str) -> str:
+    """The answer to one greedy request, and the fingerprint of what gave it."""
+    body = {"model": "demo", "prompt": "def main(", "max_tokens": 12, "temperature": 0}
+    request = urllib.request.Request(
+        f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        found = json.loads(answer.read())
+    return f"{found['choices'][0]['text']} {found['system_fingerprint']}"
 
 
 def children_of(pid: int) -> list[int]:

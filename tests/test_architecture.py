@@ -75,6 +75,7 @@ TORCH_FREE = [
     "engine/drafts.py",
     "config/families/*.py",
     "parallel/cache_shares.py",
+    "parallel/join.py",
     "parallel/messages.py",
     "parallel/places.py",
     "parallel/ranks.py",

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
+import resource
 import signal
 import threading
 import time
-import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,14 +15,26 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 from tests.forked_server import CAN_FORK, forked
-from tests.serving import ServeProcess, children_of, freight_serve, has_ended
+from tests.serving import (
+    ServeProcess,
+    children_of,
+    completion_of,
+    freight_serve,
+    has_ended,
+)
 from torch import Tensor
 
 from freight import LLM, SamplingParams
 from freight.device import numa_nodes
 from freight.engine import leader
 from freight.engine.leader import Leader
-from freight.errors import CapacityError, CheckpointError, ConfigError, RankError
+from freight.errors import (
+    CapacityError,
+    CheckpointError,
+    ConfigError,
+    GenerationError,
+    RankError,
+)
 from freight.kernels.cpu import library
 from freight.models.weight_bytes import weight_bytes
 
@@ -120,6 +131,90 @@ def test_a_rank_that_is_killed_in_a_step_ends_it_within_a_second(start: Start) -
         llm.generate([PROMPT] * 200, LONG)  # for seconds
     assert killed
     assert time.monotonic() - killed[0] < 1.0
+
+
+LOST = {
+    signal.SIGKILL: "rank 1 has ended with signal 9: the engine cannot go on",
+    signal.SIGSTOP: "rank 1 does not answer: the engine cannot go on",
+}
+
+
+@pytest.mark.parametrize("number", LOST)
+def test_a_rank_that_is_lost_while_it_reads_weights_is_named(
+    start: Start, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    """It would read them for a minute."""
+    sent: list[float] = []
+    load = Leader.load
+
+    def load_and_lose(self: Leader, *given: int) -> None:
+        load(self, *given)
+        time.sleep(0.2)  # it begins to read
+        self._others.sockets[0].settimeout(0.5)  # in place of ten minutes
+        sent.append(time.monotonic())
+        os.kill(self.pids[0], number)
+
+    monkeypatch.setattr(Leader, "load", load_and_lose)
+    monkeypatch.setattr(leader, "_PATIENCE", 0.1)  # then a rank that is stopped is killed
+    with pytest.raises(RankError, match=LOST[number]):
+        start("slow")
+    assert time.monotonic() - sent[0] < 2.0
+
+
+@pytest.mark.parametrize("number", LOST)
+@pytest.mark.parametrize("call", [1, 6])  # the prompt's second part, a recorded decode step
+def test_a_rank_that_is_lost_in_a_step_is_named(
+    start: Start, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, call: int
+) -> None:
+    llm = start(rank_timeout=0.5, max_num_batched_tokens=20)
+    monkeypatch.setattr(leader, "_PATIENCE", 0.1)
+    leading, calls, sent = leader_of(llm), iter(range(1 << 30)), []
+    encode = leading.encode
+
+    def encode_and_lose(slices: Any) -> bytes:
+        if next(calls) == call:  # the rank never gets this step, for which rank 0 then waits
+            sent.append(time.monotonic())
+            os.kill(leading.pids[0], number)
+        return encode(slices)
+
+    monkeypatch.setattr(leading, "encode", encode_and_lose)
+    with pytest.raises(RankError, match=LOST[number].partition(" with")[0]):
+        tokens_of(llm)
+    assert time.monotonic() - sent[0] < 1.0 + 0.5 * (number == signal.SIGSTOP)
+    leading.close()
+    assert is_gone(leading.pids[0])
+
+
+def test_memory_that_runs_out_on_one_rank_ends_no_engine(
+    start: Start, expected: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    llm = start(max_num_batched_tokens=2048, kv_cache_memory="64MiB")
+    assert tokens_of(llm) == expected
+    pid = leader_of(llm).pids[0]
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[0])
+    before = resource.prlimit(pid, resource.RLIMIT_AS)
+    many = [{"prompt_token_ids": [1 + token % 90 for token in range(240)]}] * 8
+    resource.prlimit(pid, resource.RLIMIT_AS, (pages * resource.getpagesize(), before[1]))
+    try:
+        failed = outputs_or_failed(llm, many)
+    finally:
+        resource.prlimit(pid, resource.RLIMIT_AS, before)
+    assert "the ranks begin anew" in caplog.text or "rank 1: " in caplog.text
+    alone = [one.outputs[0].token_ids for one in llm.generate(many[:1], GREEDY)]
+    assert all(one == alone[0] for one in failed if one is not None)  # in smaller steps
+    assert tokens_of(llm) == expected
+
+
+def outputs_or_failed(llm: LLM, prompts: Any) -> list[Any]:
+    """Tokens of each, None for a request that failed."""
+    try:
+        found = llm.generate(prompts, GREEDY)
+    except GenerationError as error:
+        found = error.outputs
+    return [
+        None if one.outputs[0].finish_reason == "error" else one.outputs[0].token_ids
+        for one in found
+    ]
 
 
 def test_a_rank_that_hangs_is_named_after_its_time(start: Start) -> None:
@@ -317,16 +412,6 @@ def test_an_llm_starts_its_rank_and_ends_it(expected: Any) -> None:
     assert is_gone(pid)
 
 
-def completion_of(url: str) -> str:
-    body = {"model": "demo", "prompt": "def main(", "max_tokens": 12, "temperature": 0}
-    request = urllib.request.Request(
-        f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
-    with urllib.request.urlopen(request, timeout=60) as answer:
-        found = json.loads(answer.read())
-    return f"{found['choices'][0]['text']} {found['system_fingerprint']}"
-
-
 @pytest.mark.slow  # starts two servers, and an engine again
 def test_a_server_whose_rank_is_killed_starts_its_engine_again() -> None:
     """Its answers and its fingerprint are those of one rank, before and after."""
@@ -346,6 +431,14 @@ def test_a_server_whose_rank_is_killed_starts_its_engine_again() -> None:
             assert time.monotonic() < ended
             time.sleep(0.01)
         assert "rank 1 has ended with signal 9: the engine cannot go on" in server.said
+        while server.children().get("worker") in (None, engine):
+            time.sleep(0.05)
+        server.wait_until_healthy()
+        assert completion_of(url) == expected
+        engine = server.children()["worker"]
+        (rank,) = children_of(engine)
+        os.kill(engine, signal.SIGKILL)  # rank 0
+        assert is_gone(rank)
         while server.children().get("worker") in (None, engine):
             time.sleep(0.05)
         server.wait_until_healthy()

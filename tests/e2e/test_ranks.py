@@ -12,6 +12,7 @@ import json
 import os
 import signal
 import time
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ import torch
 from tests.forked_server import CAN_FORK, forked
 from tests.formats import four_bits
 from tests.formats.mxfp4 import save_mxfp4
+from tests.machines import other_machine, two_machines
 from tests.parity.random_models import save_random
 from tests.parity.shapes import DELTA_NET, KIMI_LINEAR, LING
 from tests.parity.variants import VARIANTS
@@ -268,8 +270,11 @@ def require_bits_of_one(
     tmp_path: Path,
     pages_file: Path,
     monkeypatch: pytest.MonkeyPatch,
+    machines: dict[str, Any] | None = None,
 ) -> None:
-    """Two ranks have one rank's log-probabilities, tokens and bytes of the cache."""
+    """Two ranks have one rank's log-probabilities, tokens and bytes of the cache. machines: options
+    of ranks on several.
+    """
     opened, args = opened_as(given, options, tmp_path)
     config = opened.resolve(args)
     spec = opened.cache_spec(config)
@@ -288,7 +293,11 @@ def require_bits_of_one(
         "kv_cache_memory": 2 * own.bytes_of(alone.runner.pool.num_blocks),
         "tensor_parallel_size": 2,
     }
-    engine = started(opened_as(given, options, tmp_path, **more)[0])
+    opened = opened_as(given, options, tmp_path, **more, **(machines or {}))[0]
+    with ExitStack() as stack:
+        if machines:
+            machine = stack.enter_context(other_machine(opened.args, opened.random_shape))
+        engine = started(opened)
     assert isinstance(engine.runner, LeadingRunner)
     assert engine.runner.pool.num_blocks == alone.runner.pool.num_blocks
     assert outputs_of(engine, "a") == expected
@@ -297,6 +306,8 @@ def require_bits_of_one(
     assert engine.stats().prefix_hits == alone.stats().prefix_hits
     first = pages_of(engine.runner.pool)
     engine.runner.leader.close()
+    if machines:
+        assert machine.wait() == 0
     layers = zip(opened.model.layers, pages_of(alone.runner.pool), strict=True)
     found = zip(layers, first, torch.load(pages_file), strict=True)
     for index, ((layer, whole), *ranks) in enumerate(found):
@@ -318,6 +329,37 @@ def test_two_ranks_have_the_bits_of_one(
         (tmp_path / "scales.json").write_text(json.dumps({"kv_cache": cache}))
         options = options | {"kv_scales": str(tmp_path / "scales.json")}
     require_bits_of_one(given, options, tmp_path, pages_file, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "experts in W8A8, and a shared one",
+        *(
+            pytest.param(case, marks=pytest.mark.slow)
+            for case in CASES
+            if "kv_scales" not in CASES[case][1] and case != "experts in W8A8, and a shared one"
+        ),
+    ],
+)
+def test_two_machines_have_the_bits_of_one(
+    case: str, tmp_path: Path, pages_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over gloo; recorded steps gather in it as well, and so do experts between their products."""
+    require_bits_of_one(*CASES[case], tmp_path, pages_file, monkeypatch, two_machines())
+
+
+def test_four_ranks_of_two_machines_have_the_bits_of_one(tmp_path: Path, pages_file: Path) -> None:
+    options = FP8 | TOKEN | {"kv_cache_memory": "1MiB"}
+    expected = outputs_of(started(opened_as(LLAMA, options, tmp_path)[0]), "a")
+    options |= {"tensor_parallel_size": 4}
+    opened = opened_as(LLAMA, options, tmp_path, **two_machines())[0]
+    with other_machine(opened.args, opened.random_shape) as machine:
+        engine = started(opened)
+    assert outputs_of(engine, "a") == expected
+    assert isinstance(engine.runner, LeadingRunner)
+    engine.runner.leader.close()
+    assert machine.wait() == 0
 
 
 @pytest.mark.parametrize("case", ["one KV head for both, tied", "Mamba-2, one group and norm"])

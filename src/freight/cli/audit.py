@@ -14,7 +14,7 @@ import typer
 from freight.audit.effects import EngineView, parse_engine
 from freight.audit.rules import Engine
 from freight.cli.evaluate import read_text
-from freight.cli.options import RANKS, Json, option, takes_engine_options
+from freight.cli.options import NODES, RANKS, Json, option, takes_engine_options
 from freight.config.engine import EngineArgs
 from freight.terminal import progress
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _CACHE = ("kv_cache_dtype", "kv_cache_dtype_skip_layers", "kv_scales", "quantization_param_path")
 
 
-@partial(takes_engine_options, without=(*_CACHE, *RANKS))
+@partial(takes_engine_options, without=(*_CACHE, *RANKS, *NODES))
 def audit(
     args: EngineArgs,
     engine: Annotated[

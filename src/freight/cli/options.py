@@ -37,6 +37,7 @@ from freight.errors import ConfigError, RequestError
 from freight.sampling import SamplingParams
 
 RANKS = ("tensor_parallel_size", "rank_cpus", "rank_timeout")  # of verbs that serve or generate
+NODES = ("nnodes", "node_rank", "master_addr", "master_port", "join_timeout")  # of freight serve
 Function = Callable[..., None]
 Values: TypeAlias = dict[str, Any]  # of the parameters of a command, by their names
 
@@ -234,6 +235,11 @@ ENGINE_FLAGS = (
         "Seconds after which one of them that does not answer counts as lost.",
         "SECONDS",
     ),
+    Flag("nnodes", int, "Machines that these processes are on, equally many on each.", "COUNT"),
+    Flag("node_rank", int, "Which of the machines this is; 0 serves.", "NUMBER"),
+    Flag("master_addr", str | None, "Where the others reach machine 0.", "ADDRESS"),
+    Flag("master_port", int, "Where the others reach machine 0.", "PORT"),
+    Flag("join_timeout", float, "Seconds in which all machines must have come.", "SECONDS"),
     Flag(
         "seed",
         int,
@@ -316,6 +322,8 @@ RankCount = Annotated[int, _engine_option("tensor_parallel_size")]
 _OF_RANKS = {
     spelling for flag in ENGINE_FLAGS if flag.field in RANKS for spelling in (flag.name, *flag.also)
 }
+_OF_NODES = {flag.name for flag in ENGINE_FLAGS if flag.field in NODES}
+_NO_NODES = "ranks on several machines are for freight serve: omit it"
 _ONE_RANK = (
     "ranks are for freight serve, generate, chat, batch and plan, and any number of them gives "
     "what one gives: omit it"
@@ -345,6 +353,8 @@ class Command(TyperCommand):
                 instead = _where_it_is(spelling, ctx)
             if instead is None and spelling in _OF_RANKS:
                 instead = _ONE_RANK
+            if spelling in _OF_NODES:  # some of which TGI has as well
+                instead = _NO_NODES
             if instead is None:
                 raise
             raise ConfigError(f"no such option: {spelling}; {instead}") from None
@@ -460,7 +470,7 @@ def model_and_others(
     return present
 
 
-def takes_engine_options(command: Function, without: Sequence[str] = ()) -> Function:
+def takes_engine_options(command: Function, without: Sequence[str] = NODES) -> Function:
     """Replace the command's parameter `args: EngineArgs` by MODEL, --model-id and an option for
     every other field.
 
@@ -483,7 +493,7 @@ def takes_engine_options(command: Function, without: Sequence[str] = ()) -> Func
 
 def takes_options_of_one_rank(command: Function) -> Function:
     """`takes_engine_options` for a command that measures a model in this process."""
-    return takes_engine_options(command, without=RANKS)
+    return takes_engine_options(command, without=(*RANKS, *NODES))
 
 
 def takes_sampling_options(command: Function) -> Function:

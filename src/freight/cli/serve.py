@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import fields
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -21,6 +22,7 @@ from freight.cli.options import (
 )
 from freight.config.engine import EngineArgs
 from freight.errors import ConfigError, install
+from freight.start_log import log_to_stderr
 
 if TYPE_CHECKING:
     from freight.processes.client import WorkerOptions
@@ -189,7 +191,7 @@ def takes_server_options(names: Sequence[str]) -> Callable[[Function], Function]
     return replaced
 
 
-@takes_engine_options
+@partial(takes_engine_options, without=())
 @takes_server_options([flag.field for flag, _ in SERVER_FLAGS])
 def serve(
     args: EngineArgs,
@@ -200,15 +202,25 @@ def serve(
     ] = None,
 ) -> None:
     """Serve a model over HTTP: OpenAI's API, TGI's, metrics and a page."""
+    if random_weights is not None:
+        check_random_weights(args.model, random_weights)  # before anything is started
+    if args.node_rank:
+        raise typer.Exit(_join(args, random_weights, server["restart_engine"]))
     missing = [name for name in NEEDED if find_spec(name) is None]
     if missing:
         raise ConfigError(f"freight serve needs {', '.join(missing)}: {install('server')}")
-    if random_weights is not None:
-        check_random_weights(args.model, random_weights)  # before anything is started
     from freight.server.lifecycle import run
 
     settings = settings_of(server)
     raise typer.Exit(run(settings, worker_options(args, settings, random_weights)))
+
+
+def _join(args: EngineArgs, random_weights: str | None, again: bool) -> int:
+    """Compute for rank 0 of another machine; return the exit status."""
+    from freight.engine.node import join_rank_0
+
+    log_to_stderr()
+    return join_rank_0(args, random_weights, again)
 
 
 def settings_of(server: Values) -> ServerSettings:

@@ -66,6 +66,11 @@ class EngineArgs:
     tensor_parallel_size: int = 1
     rank_cpus: str | None = None
     rank_timeout: float = 60.0
+    nnodes: int = 1
+    node_rank: int = 0
+    master_addr: str | None = None
+    master_port: int = 29501
+    join_timeout: float = 600.0
     seed: int = 0
 
     def __post_init__(self) -> None:

@@ -40,10 +40,7 @@ RENAMED = {  # other engines' names -> ours
 _MEMORY = (
     "the cache takes a share of the free memory, or the size that {kv_cache_memory}='4GiB' gives"
 )
-_ONE_DEVICE = (
-    "a model runs on one device, or on ranks of one machine (tensor_parallel_size): omit it"
-)
-_ONE_MACHINE = "ranks are processes of one machine, which one command starts: omit it"
+_ONE_DEVICE = "a model runs on one device, or on ranks (tensor_parallel_size): omit it"
 _NO_SWAP = "nothing is swapped to the CPU, a preempted request is computed again: omit it"
 _STORE = "on a CPU {kv_store}='DIR' keeps prefixes in memory and on the disk; on a GPU omit it"
 _GRAPHS = "decode steps are captured and replayed where that is exact: omit it"
@@ -90,9 +87,7 @@ SENTENCES = {
         ("distributed_executor_backend", "worker_use_ray", "disable_custom_all_reduce"), _ONE_DEVICE
     ),
     **dict.fromkeys(("enable_expert_parallel", "max_parallel_loading_workers"), _ONE_DEVICE),
-    **dict.fromkeys(
-        ("nnodes", "node_rank", "master_addr", "master_port", "dist_init_addr"), _ONE_MACHINE
-    ),
+    "dist_init_addr": "write {master_addr} and {master_port}",
     **dict.fromkeys(
         (
             "enforce_eager",

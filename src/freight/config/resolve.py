@@ -24,6 +24,7 @@ from freight.config.hardware import (
 from freight.config.kv_source import KV_DTYPES, check_groups, kv_source, require_fit
 from freight.config.layer import MoEConfig
 from freight.config.model import ModelConfig
+from freight.config.nodes import check_nodes
 from freight.config.options import choose
 from freight.config.other_engines import OTHER_QUANTIZATIONS
 from freight.config.skip_layers import check_skipped, nothing_left, skipped_layers, unquantized
@@ -104,6 +105,7 @@ def check(args: EngineArgs) -> None:
     kv_source(args)
     check_hardware(args, DTYPES.get(args.dtype))
     _check_ranks(args)
+    check_nodes(args)
 
 
 def _weight_format(
@@ -160,7 +162,7 @@ def _check_ranks(args: EngineArgs) -> None:
         raise ConfigError(_NO_GPUS.format(size))
     if size > 1 and args.kernels == "reference":
         raise ConfigError(
-            f"--tensor-parallel-size {size}: ranks of one machine gather in the compiled kernels; omit --kernels "
+            f"--tensor-parallel-size {size}: ranks gather in the compiled kernels; omit --kernels "
             "reference"
         )
 

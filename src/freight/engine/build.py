@@ -33,7 +33,7 @@ from freight.engine.engine import CLOSE_SECONDS, Engine
 from freight.engine.fingerprint import fingerprint, is_reproducible
 from freight.engine.graphs import CudaGraphs
 from freight.engine.intake import Intake
-from freight.engine.leader import Leader, LeadingRunner
+from freight.engine.leader import Leader, LeadingRunner, opened_as
 from freight.engine.pace import Pace
 from freight.engine.recordings import CpuRecordings
 from freight.engine.runner import ModelRunner
@@ -50,6 +50,7 @@ from freight.models.loader import tensor_shapes
 from freight.models.open import OpenModel, open_model
 from freight.models.shares import share_of
 from freight.operands.tiles import STATE_TILE
+from freight.parallel.join import Meeting
 from freight.parallel.places import Place, places
 from freight.parallel.ranks import Ranks
 from freight.version import version
@@ -85,7 +86,7 @@ def start_engine(
     try:
         return _start(opened, before_weights, None, _Led(leader, where))
     except BaseException:
-        leader.close()
+        leader.close("rank 0 could not start; its log says why")
         raise
 
 
@@ -105,7 +106,7 @@ class _Led:
                 f"--tensor-parallel-size {opened.ranks.size}: ranks gather in the compiled kernels, which cannot run "
                 f"here: {kernels.note}"
             )
-        said = fingerprint(opened, as_opened, kernels, version())
+        said = opened_as(fingerprint(opened, as_opened, kernels, version()), kernels.name)
         self.leader.start(opened.args, opened.random_shape, self.places, said)
         self.leader.load(config.max_model_len, positions)
 
@@ -115,17 +116,30 @@ def _lead(opened: OpenModel) -> tuple[OpenModel, Leader, Sequence[Place]]:
     of all. Raises ConfigError for a model that cannot be divided so.
     """
     args, nodes = opened.args, numa_nodes()
-    size = args.tensor_parallel_size
+    size, nodes_of_all = args.tensor_parallel_size, args.nnodes
+    if args.node_rank:
+        raise ConfigError(
+            f"--node-rank {args.node_rank}: an engine is on machine 0; run freight serve with this option instead"
+        )
     opened.resolve(args)  # refuses before a process is bound
     share_of(opened.model, 0, size)
-    where = places(size, args.rank_cpus, nodes, opened.device.cores)
-    if len(nodes) < 2:
+    where = places(size // nodes_of_all, args.rank_cpus, nodes, opened.device.cores)
+    if len(nodes) < 2 and size > nodes_of_all:
         logger.warning(
             "%d ranks: this machine has one memory node, on which ranks gain nothing; one rank with all threads does "
             "the same work and never waits",
             size,
         )
-    leader = Leader(size, args.rank_timeout, maps_pages=args.kv_store is not None)
+    meeting = None
+    if nodes_of_all > 1:
+        logger.warning(
+            "ranks of %d machines talk without encryption and without a password: keep %s within a network of your own",
+            nodes_of_all,
+            args.master_addr,
+        )
+        meeting = Meeting(args)
+    maps_pages = args.kv_store is not None
+    leader = Leader(size, args.rank_timeout, maps_pages, meeting, nodes_of_all)
     leader.take(where[0])
     return opened.as_rank(Ranks(0, size, leader.memory), where[0].cores), leader, where
 
@@ -138,6 +152,7 @@ def _start(
 ) -> tuple[Engine, EngineConfig]:
     """`start_engine` of rank 0, or of one rank alone (`led` None)."""
     args, size = opened.args, opened.ranks.size
+    here = size // args.nnodes  # ranks that share this machine's memory
     config = opened.resolve(args)
     if config.kv_cache_memory is not None:  # of all ranks together
         config = replace(config, kv_cache_memory=config.kv_cache_memory // size)
@@ -153,7 +168,7 @@ def _start(
         _check_memory(config.kv_cache_memory, weights, opened.device, size)
         config = _fit_context(spec, config.kv_cache_memory, config, args)
     free = (
-        memory_for_cache(config.device) // size
+        memory_for_cache(config.device) // here
         if config.kv_cache_memory is None
         else config.kv_cache_memory
     )
@@ -173,7 +188,7 @@ def _start(
         useful = useful_memory(
             spec, config.max_model_len, config.max_num_seqs, config.max_num_batched_tokens
         )
-        memory = min(memory_for_cache(config.device) // size, free, useful)
+        memory = min(memory_for_cache(config.device) // here, free, useful)
         config = _fit_context(spec, memory, config, args)
     if config.max_model_len < asked:
         logger.info(

@@ -1,5 +1,6 @@
 """The process of every rank but rank 0: `python -m freight.engine.follower FD…`, with the
-descriptors of a socket to rank 0 and of the shared memory.
+descriptors of a socket to rank 0 and of the shared memory. On another machine than rank 0 the second
+is a pipe, which hangs up when the command of that machine ends.
 
 It opens the same model, reads its share of the weights, allocates its part of the cache, and makes
 the calls that rank 0 tells it. It ends when the socket closes, so it never outlives rank 0, and
@@ -26,6 +27,7 @@ from freight.cache.spec import KVCacheSpec
 from freight.config.engine import EngineConfig
 from freight.engine.build import captured_steps
 from freight.engine.fingerprint import fingerprint
+from freight.engine.leader import HANG_UP, opened_as
 from freight.engine.prepare import Logits, SequenceSlice
 from freight.engine.runner import ModelRunner, StepRows
 from freight.errors import FreightError, RankError
@@ -34,7 +36,7 @@ from freight.models.open import OpenModel, open_model, open_random
 from freight.parallel import messages
 from freight.parallel.messages import Kind, Start, integers_of
 from freight.parallel.places import Place
-from freight.parallel.ranks import Ranks
+from freight.parallel.ranks import Ranks, Transport
 from freight.parallel.shared import SharedMemory, passed_files
 from freight.parallel.steps import StepReader
 from freight.start_log import log_to_stderr
@@ -49,23 +51,33 @@ def main() -> None:
     for stop in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(stop, signal.SIG_IGN)  # rank 0 handles them, and its end is this one's
     number, *files = map(int, sys.argv[1:])
+    connection = socket.socket(fileno=number)
+    watched = [number] if is_near(connection) else [number, *files]
+    gone = 0 if is_near(connection) else 1  # over a network it says STOP when it means to go
+    threading.Thread(target=_leave_with, args=(watched, gone), daemon=True).start()
     try:
-        connection = socket.socket(fileno=number)
-        threading.Thread(target=_leave_with, args=(connection,), daemon=True).start()
-        follow(connection, files)
-    except (EOFError, ConnectionError):  # rank 0 is gone
-        status = 0
+        status = follow(connection, files)
+    except (EOFError, ConnectionError, TimeoutError):  # rank 0 is gone
+        status = gone
     except RankError:  # rank 0 sees which rank was lost, and names it
         status = 1
     leave(status)
 
 
-def _leave_with(connection: socket.socket) -> None:
-    """End the process once rank 0 is gone, also while it reads weights, which may take minutes."""
+def is_near(connection: socket.socket) -> bool:
+    """Say whether rank 0 is on this machine."""
+    return connection.family == socket.AF_UNIX
+
+
+def _leave_with(watched: Sequence[int], status: int) -> None:
+    """End the process once one of these hangs up, also while it reads weights, which may take
+    minutes.
+    """
     end = select.poll()
-    end.register(connection, 0)  # hang-ups alone
+    for number in watched:
+        end.register(number, HANG_UP)
     end.poll()
-    leave(0)
+    leave(status)
 
 
 def leave(status: int) -> None:
@@ -73,10 +85,11 @@ def leave(status: int) -> None:
     os._exit(status)
 
 
-def follow(connection: socket.socket, files: Sequence[int]) -> None:
-    """Start, and follow rank 0 until its socket closes.
+def follow(connection: socket.socket, files: Sequence[int]) -> int:
+    """Start, and follow rank 0 until it says STOP, or its socket closes; return the exit status.
 
-    Raises EOFError or ConnectionError then, and RankError if another rank is lost.
+    Raises EOFError, ConnectionError or TimeoutError where it closes, and RankError if another rank
+    is lost.
     """
     start = Start.decode(messages.expect(connection, Kind.START))
     log_to_stderr()
@@ -85,9 +98,10 @@ def follow(connection: socket.socket, files: Sequence[int]) -> None:
     if start.args.kv_store is not None:  # rank 0 reads and writes this rank's pages as well
         *files, pages = files
     try:
-        opened, memory = _open(start, files)
+        opened, memory = _open(start, connection, files)
         config = opened.resolve(opened.args)
-        said = fingerprint(opened, config, opened.kernels(config), version())
+        kernels = opened.kernels(config)
+        said = opened_as(fingerprint(opened, config, kernels, version()), kernels.name)
         messages.send(connection, Kind.OPENED, said.encode())
         max_len, positions = integers_of(messages.expect(connection, Kind.LOAD))
         spec = opened.cache_spec(config)  # as rank 0: before the context is made to fit
@@ -97,24 +111,40 @@ def follow(connection: socket.socket, files: Sequence[int]) -> None:
         config = replace(config, max_model_len=max_len)
         runner = _runner(opened, config, model, spec, num_blocks, pages)
         messages.send(connection, Kind.READY)
+        memory.meet()
     except FreightError as error:
         messages.send(connection, Kind.FAILED, f"{type(error).__name__}\n{error}".encode())
         raise RankError from error
     with opened.threads(config), torch.inference_mode():
-        _serve(connection, runner, memory)
+        return _serve(connection, runner, memory)
 
 
-def _open(start: Start, files: Sequence[int]) -> tuple[OpenModel, SharedMemory]:
+def _open(
+    start: Start, connection: socket.socket, files: Sequence[int]
+) -> tuple[OpenModel, Transport]:
     """Open the model as rank 0 has it."""
     rank, size, processors = start.rank, start.size, start.processors
     place = Place(None if processors is None else frozenset(processors), start.cores)
     place.take()
     if processors is not None and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(place.cores)  # it was imported while bound as rank 0, maybe to fewer
-    memory = SharedMemory(passed_files(size, rank, files), rank, start.timeout)
+    memory = _transport(start, connection, files)
     shape = start.random_shape
     opened = open_model(start.args) if shape is None else open_random(start.args, shape)
     return opened.as_rank(Ranks(rank, size, memory), place.cores), memory
+
+
+def _transport(start: Start, connection: socket.socket, files: Sequence[int]) -> Transport:
+    """Return the way to the other ranks."""
+    rank, size = start.rank, start.size
+    if start.store is None:
+        return SharedMemory(passed_files(size, rank, files), rank, start.timeout)
+    from freight.parallel.distributed import Distributed, reach_store
+
+    host, port = start.store
+    # of the network by which this machine reaches rank 0
+    address = host if is_near(connection) else connection.getsockname()[0]
+    return Distributed(reach_store(host, port), rank, size, start.timeout, address)
 
 
 def _runner(
@@ -135,14 +165,18 @@ def _runner(
     return ModelRunner(model, pool, config.device, captured_steps(model, pool, kernels, config))
 
 
-def _serve(connection: socket.socket, runner: ModelRunner, memory: SharedMemory) -> None:
-    """Compute what rank 0 tells, until its socket closes."""
+def _serve(connection: socket.socket, runner: ModelRunner, memory: Transport) -> int:
+    """Compute what rank 0 tells, until it says STOP; return the exit status."""
     reader, failed = StepReader(), ""
     rows: StepRows | None = None
     while True:
         kind, data = messages.receive(connection)
+        if kind is Kind.STOP:
+            return 1 if data else 0
         if kind is Kind.RESTART:
-            messages.send(connection, Kind.LEFT, f"{integers_of(data)[0]} {failed}".encode())
+            (times,) = integers_of(data)
+            memory.restart(times)
+            messages.send(connection, Kind.LEFT, f"{times} {failed}".encode())
             reader.clear()
             failed = ""
             continue

@@ -2,7 +2,8 @@
 
 Scheduler, cache manager, sampler and texts exist on rank 0 alone. The others (`follower.py`) make
 the same calls of the model on their shares of weights and pages. Between the two there are a
-socket for messages, which also shows the end of a process, and the shared memory of gathers.
+socket for messages, which also shows the end of a process, and the transport of gathers. Ranks of
+other machines come by themselves (`node.py`).
 
 A rank that ends takes the engine with it, with a RankError that names it, within a second. A step
 that fails on one rank fails on all: each leaves it, and then all go on from the same gather. So
@@ -18,27 +19,34 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from freight.cache.arena import mapped
 from freight.config.engine import EngineArgs
+from freight.config.nodes import with_own
 from freight.engine.prepare import Logits, SequenceSlice
 from freight.engine.runner import ModelRunner, StepRows
 from freight.errors import CheckpointError, ConfigError, FreightError, KernelError, RankError
 from freight.parallel import messages
+from freight.parallel.join import Join, Meeting
 from freight.parallel.messages import Kind, Start, integers
 from freight.parallel.places import Place
+from freight.parallel.ranks import Transport
 from freight.parallel.shared import SharedFiles, SharedMemory, nameless_memory
 from freight.parallel.steps import SliceNumbers, StepWriter
 
 START_TIMEOUT = 600.0  # seconds for a rank to open the model, or to read its weights
 _PATIENCE = 5.0  # seconds until a rank that should leave is killed
+_FAREWELL = 1.0  # seconds for a rank of another machine to leave by itself
+# hang-ups, and streams that the other end has closed, which Linux tells apart
+HANG_UP = getattr(select, "POLLRDHUP", 0)
 _CODES = {kind: code for code, kind in enumerate(Logits)}
 _ERRORS: dict[str, type[FreightError]] = {
     kind.__name__: kind for kind in (CheckpointError, ConfigError, KernelError)
@@ -51,7 +59,8 @@ def spawn(files: Sequence[int]) -> subprocess.Popen[bytes]:
     """Start the process of a rank, which gets these descriptors: its socket, then
     `SharedFiles.of_rank`.
 
-    It has a session of its own: Ctrl-C in a terminal is for rank 0 alone.
+    Of several machines: its socket and, on another than rank 0's, a pipe that hangs up with the
+    process that started it. It has a session of its own: Ctrl-C in a terminal is for rank 0 alone.
     """
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # -O, -X dev
     command = [sys.executable, *flags, "-m", "freight.engine.follower", *map(str, files)]
@@ -66,7 +75,7 @@ class _Others:
     close it.
     """
 
-    memory: SharedMemory
+    memory: Transport
     passed: list[int]  # descriptors that the others alone need, until they have them
     pages: list[
         int
@@ -74,6 +83,9 @@ class _Others:
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
     sockets: list[socket.socket] = field(default_factory=list)
     wake: tuple[int, int] = field(default_factory=os.pipe)
+    meeting: Meeting | None = None
+    remote: dict[int, socket.socket] = field(default_factory=dict)  # by rank, of other machines
+    why: str = ""  # the engine ends; '' where that is wanted
     closing: bool = False
     watcher: threading.Thread | None = None
     unbind: Callable[[], None] = lambda: None
@@ -98,6 +110,8 @@ class _Others:
         self.closing = True
         for connection in self.sockets:
             connection.close()
+        if self.meeting is not None:
+            self.meeting.close()
         self.pass_on()
         self.close_pages()
         self.memory.close()
@@ -108,8 +122,11 @@ class _Others:
             return
         self.closing = True
         os.close(self.wake[1])
+        self._take_leave()
         for connection in self.sockets:
             connection.close()
+        if self.meeting is not None:
+            self.meeting.close()
         if self.watcher is not None and self.watcher is not threading.current_thread():
             self.watcher.join()
         os.close(self.wake[0])
@@ -123,6 +140,21 @@ class _Others:
         self.close_pages()
         self.memory.close()
         self.unbind()
+
+    def _take_leave(self) -> None:
+        """Tell ranks of other machines why, so that their command can say so; one that is busy sees
+        its socket close.
+        """
+        until = time.monotonic() + _FAREWELL
+        for connection in self.remote.values():
+            with suppress(OSError):
+                connection.settimeout(_FAREWELL)
+                messages.send(connection, Kind.STOP, self.why.encode())
+        for connection in self.remote.values():
+            with suppress(OSError):
+                connection.settimeout(max(0.01, until - time.monotonic()))
+                while connection.recv(1 << 16):
+                    pass
 
 
 # of this process; a forked child (multiprocessing) must not keep second ends open
@@ -140,23 +172,42 @@ os.register_at_fork(after_in_child=_close_in_child)
 class Leader:
     """The other ranks, from rank 0's side."""
 
-    def __init__(self, size: int, timeout: float, maps_pages: bool = False) -> None:
+    def __init__(
+        self,
+        size: int,
+        timeout: float,
+        maps_pages: bool = False,
+        meeting: Meeting | None = None,
+        nodes: int = 1,
+    ) -> None:
         """timeout: seconds after which a rank that does not answer counts as lost. maps_pages: the
-        others allocate their caches in memory that `allocate` returns.
+        others allocate their caches in memory that `allocate` returns. meeting: where the ranks of
+        the other `nodes` - 1 machines come.
         """
-        self._files = SharedFiles.create(size)
-        self.memory = SharedMemory(self._files, 0, timeout)
+        self._files: SharedFiles | None = None
+        self._store: tuple[str, int] | None = None
+        self.memory: Transport
+        if meeting is None:
+            self._files = SharedFiles.create(size)
+            self.memory = SharedMemory(self._files, 0, timeout)
+        else:
+            self.memory, self._store = _distributed(meeting, size, timeout)
+        self._here = size // nodes  # ranks of this machine
         self.size, self._timeout = size, timeout
         self.on_lost: Callable[[], None] = lambda: None  # called by another thread
         self._writer = StepWriter()
         self._torn = False  # the ranks have to leave a step
         self._restarts = 0
         pages = [nameless_memory() for _ in range(1, size if maps_pages else 1)]
-        self._others = _Others(self.memory, self._files.of_others(0), pages)
+        passed = [] if self._files is None else self._files.of_others(0)
+        self._others = _Others(self.memory, passed, pages, meeting=meeting)
         self._finalizer = weakref.finalize(self, self._others.close)
 
-    def close(self) -> None:
-        """End the other ranks and wait for them. Steps then raise RankError."""
+    def close(self, why: str = "") -> None:
+        """End the other ranks and wait for them. Steps then raise RankError. why: the engine ends,
+        where that was not wanted.
+        """
+        self._others.why = self._others.why or why
         self._finalizer()
 
     def take(self, place: Place) -> None:
@@ -165,50 +216,70 @@ class Leader:
 
     @property
     def pids(self) -> list[int]:
-        """Process ids of the other ranks."""
+        """Process ids of the other ranks of this machine."""
         return [process.pid for process in self._others.processes]
 
     def start(
-        self, args: EngineArgs, random_shape: str | None, places: Sequence[Place], fingerprint: str
+        self, args: EngineArgs, random_shape: str | None, places: Sequence[Place], said: str
     ) -> None:
         """Start the other ranks, which open the model with `args`.
 
-        fingerprint: of what rank 0 opened. Raises RankError if one ends or opened anything else,
-        and its own error if it refused.
+        said: `opened_as` of rank 0. Raises RankError if one ends or opened anything else, and its
+        own error if it refused.
         """
         others = self._others
+        come = {} if others.meeting is None else others.meeting.accept(random_shape)
+        others.remote.update((rank, connection) for rank, (connection, _) in come.items())
         for rank in range(1, self.size):
-            ours, theirs = socket.socketpair()
-            ours.settimeout(START_TIMEOUT)
-            others.sockets.append(ours)
-            with theirs:
-                pages = others.pages[rank - 1 : rank]
-                files = (theirs.fileno(), *self._files.of_rank(rank), *pages)
-                others.processes.append(spawn(files))
-            place = places[rank]
             start = Start(
                 args=args,
                 random_shape=random_shape,
                 rank=rank,
                 size=self.size,
-                processors=None if place.processors is None else tuple(sorted(place.processors)),
-                cores=place.cores,
+                processors=None,
+                cores=1,
                 timeout=self._timeout,
                 log_level=logger.getEffectiveLevel(),
+                store=self._store,
             )
+            if rank in come:
+                connection, join = come[rank]
+                connection.settimeout(START_TIMEOUT)
+                others.sockets.append(connection)
+                start = _start_of(start, join)
+            else:
+                others.sockets.append(self._spawn(rank))
+                place = places[rank]
+                chosen = None if place.processors is None else tuple(sorted(place.processors))
+                start = replace(start, processors=chosen, cores=place.cores)
             self._tell(rank, Kind.START, start.encode())
         others.pass_on()
+        ends = [one.fileno() for one in others.sockets]
+        if self._files is not None:  # pipes hang up however a process ends, also in its kernel
+            ends = [*self._files.reading[1:]]
         others.watcher = threading.Thread(
-            target=_watch, args=(weakref.ref(self), self._files.reading[1:], others), daemon=True
+            target=_watch, args=(weakref.ref(self), ends, others), daemon=True
         )
         others.watcher.start()
         for rank in range(1, self.size):
             theirs_is = self._answer(rank, Kind.OPENED)
-            if theirs_is != fingerprint:
-                raise RankError(
-                    f"rank {rank} opened another model, or is of another version: its fingerprint is {theirs_is}, that "
-                    f"of rank 0 {fingerprint}"
-                )
+            if theirs_is != said:
+                raise RankError(f"{self._named(rank)} {_difference(theirs_is, said)}")
+
+    def _spawn(self, rank: int) -> socket.socket:
+        """Start a rank on this machine; return the socket to it."""
+        others = self._others
+        ours, theirs = socket.socketpair()
+        ours.settimeout(START_TIMEOUT)
+        with theirs:
+            shared = () if self._files is None else self._files.of_rank(rank)
+            pages = others.pages[rank - 1 : rank]
+            others.processes.append(spawn((theirs.fileno(), *shared, *pages)))
+        return ours
+
+    def _named(self, rank: int) -> str:
+        """Name a rank, and its machine where there are several."""
+        return f"rank {rank}" if self._store is None else f"rank {rank} (node {rank // self._here})"
 
     def load(self, max_model_len: int, positions: int) -> None:
         """Have the others read their weights, as rank 0 does meanwhile."""
@@ -232,6 +303,7 @@ class Leader:
             self._answer(rank, Kind.READY)
         for connection in self._others.sockets:
             connection.settimeout(self._timeout)
+        self.memory.meet()
         memories = tuple(mapped(number, num_bytes) for number in self._others.pages)
         self._others.close_pages()
         return memories
@@ -261,6 +333,9 @@ class Leader:
             failed = self.memory.failed()
             self.memory.fail()
             words = self._restart()
+            interrupt = self.memory.take_interrupt()
+            if interrupt is not None:
+                raise interrupt from None
             if failed:
                 raise KernelError(f"rank {failed}: {words[failed - 1]}") from error
             raise
@@ -284,7 +359,7 @@ class Leader:
         self._restarts += 1
         self._send(Kind.RESTART, integers((self._restarts,)))
         words = [self._left(rank) for rank in range(1, self.size)]
-        self.memory.restart()
+        self.memory.restart(self._restarts)
         self._torn = False
         return words
 
@@ -310,13 +385,14 @@ class Leader:
             kind, data = messages.receive(self._others.sockets[rank - 1])
         except TimeoutError as error:
             self.memory.lose(rank)
-            raise RankError(f"rank {rank} does not answer: the engine cannot go on") from error
+            self._others.why = f"{self._named(rank)} does not answer"
+            raise RankError(f"{self._others.why}: the engine cannot go on") from error
         except (EOFError, OSError) as error:
             raise self._gone(rank) from error
         text = data.decode()
         if kind is Kind.FAILED:
             name, _, reason = text.partition("\n")
-            raise _ERRORS.get(name, RankError)(f"rank {rank}: {reason}")
+            raise _ERRORS.get(name, RankError)(f"{self._named(rank)}: {reason}")
         if kind is not expected:
             raise RankError(f"rank {rank} said {kind.name}, where {expected.name} was expected")
         return text
@@ -343,20 +419,61 @@ class Leader:
                 with suppress(subprocess.TimeoutExpired):
                     status = process.wait(0.1)
                     how = f" with signal {-status}" if status < 0 else f" with status {status}"
+        for rank in self._others.remote:
+            lost = lost.replace(f"rank {rank} ", f"{self._named(rank)} ")
+        self._others.why = self._others.why or f"{lost}{how}"
         return RankError(f"{lost}{how}: the engine cannot go on")
+
+
+def opened_as(fingerprint: str, kernels: str) -> str:
+    """Return what a rank says of what it opened: fingerprint, version of torch, kernels."""
+    return f"{fingerprint} {torch.__version__} {kernels}"
+
+
+def _difference(theirs: str, ours: str) -> str:
+    """Say in what a rank differs from rank 0."""
+    fingerprint, version, kernels = theirs.split()
+    of_zero = ours.split()
+    if version != of_zero[1]:
+        return f"has torch {version}, rank 0 {of_zero[1]}"
+    if kernels != of_zero[2]:
+        return (
+            f"computes with {kernels}, rank 0 with {of_zero[2]}: ranks need processors of one kind"
+        )
+    return (
+        "opened another model, or is another build of Freight: its fingerprint is "
+        f"{fingerprint}, that of rank 0 {of_zero[0]}"
+    )
+
+
+def _distributed(meeting: Meeting, size: int, timeout: float) -> tuple[Transport, tuple[str, int]]:
+    """Return rank 0's transport to ranks of several machines, and where the others find its store."""
+    from freight.parallel.distributed import Distributed, host_store
+
+    family = socket.AF_INET6 if ":" in meeting.host else socket.AF_INET
+    listener = socket.create_server((meeting.host, 0), family=family)
+    port = listener.getsockname()[1]
+    transport = Distributed(host_store(listener), 0, size, timeout, meeting.host)
+    return transport, (meeting.host, port)
+
+
+def _start_of(start: Start, join: Join) -> Start:
+    """Return what a rank of another machine is started with."""
+    args = with_own(start.args, join.options)
+    return replace(start, args=args, processors=join.processors, cores=join.cores)
 
 
 def _watch(leader: weakref.ref[Leader], alive: Sequence[int], others: _Others) -> None:
     """Wait for the end of a rank, also while nothing is computed, and say so."""
     poll = select.poll()
     for end in (others.wake[0], *alive):
-        poll.register(end, 0)  # hang-ups alone
+        poll.register(end, HANG_UP)
     poll.poll()
     if others.closing:
         return
     for rank, end in enumerate(alive, 1):
         ended = select.poll()
-        ended.register(end, 0)
+        ended.register(end, HANG_UP)
         if ended.poll(0):
             others.memory.lose(rank)
     one = leader()

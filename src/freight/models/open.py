@@ -154,7 +154,7 @@ class OpenModel:
 
     def as_rank(self, ranks: Ranks, cores: int) -> OpenModel:
         """Return the model as one of several ranks opens it, with its part of the machine."""
-        free = self.device.memory_free // ranks.size
+        free = self.device.memory_free // (ranks.size // self.args.nnodes)
         return replace(
             self, ranks=ranks, device=replace(self.device, cores=cores, memory_free=free)
         )

@@ -1,66 +1,224 @@
 """The transport over torch.distributed: gloo between CPUs, NCCL or RCCL between GPUs.
 
-The group decides where bytes go; nothing here depends on its backend. Only bytes are gathered, so
-every format has the same bits with every backend.
+The group decides where bytes go; nothing here depends on its backend but how it is made. Only bytes
+are gathered, so every format has the same bits with every backend.
+
+A rank that leaves a step closes its connections. Those who wait for it see that at once, and close
+theirs, so every rank leaves the step. Then all meet again, at the next gather, as a new group. A
+process that ends closes its connections, too; which of the two it was shows on the sockets between
+rank 0 and the others.
 """
 
 from __future__ import annotations
 
+import ctypes
+import socket
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import TCPStore
+from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store, TCPStore
 
-from freight.errors import RankError
+from freight.errors import KernelError, RankError
+from freight.parallel.ranks import FREIGHT_OK, FREIGHT_RANK_FAILED, FREIGHT_RANK_LOST
+from freight.parallel.shared import Exchange, FreightRanks
 
-# torch 2.13 renamed it, and warns of the name that earlier ones have
-_ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+# Seconds for a message to the store of rank 0, which a thread of its process answers
+_STORE_SECONDS = 60.0
+
+
+def host_store(listener: socket.socket) -> Store:
+    """Return the store that ranks meet by, of this process, behind a listening socket, which is the
+    store's from now on.
+    """
+    host, port = listener.getsockname()[:2]
+    return TCPStore(
+        host,
+        port,
+        is_master=True,
+        timeout=timedelta(seconds=_STORE_SECONDS),
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
+
+
+def reach_store(host: str, port: int, timeout: float = _STORE_SECONDS) -> Store:
+    """Return the store of rank 0. Raises RankError if it cannot be reached within `timeout`."""
+    try:
+        return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout))
+    except RuntimeError as error:
+        raise RankError(f"rank 0 cannot be reached at {host}:{port}: {_first(error)}") from error
 
 
 class Distributed:
-    """One rank of a group of processes."""
+    """One rank of a group of processes. `described` is what the C functions take."""
 
-    def __init__(self, group: Any, size: int) -> None:
-        self._group, self._size = group, size
-
-    @staticmethod
-    def join(
-        rank: int, size: int, address: str, port: int, timeout: float, backend: str = "gloo"
-    ) -> Distributed:
-        """Meet the other ranks at rank 0's `address` and `port`, within `timeout` seconds.
-
-        Raises RankError if they do not come, or the port is taken.
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        timeout: float,
+        address: str,
+        backend: str = "gloo",
+    ) -> None:
+        """store: that of all ranks. address: of this machine, to which gloo's connections are bound.
+        timeout: seconds after which a rank that does not answer counts as lost.
         """
+        self.rank, self.size = rank, size
+        self._store, self._timeout = store, timeout
+        self._address, self._backend = address, backend
+        self._group: Any = None
+        self._times = 0  # that all began anew
+        self._left = False  # the step under way
+        self._lost = ""
+        self._interrupt: BaseException | None = None
+        self._exchange = Exchange(_weakly(self))
+        self.described = FreightRanks(rank=rank, size=size, exchange=self._exchange)
+
+    def meet(self) -> None:
+        """Connect with all the others, which do so as well. Raises RankError if they do not within
+        the timeout.
+        """
+        timeout = timedelta(seconds=self._timeout)
         try:
-            store = TCPStore(address, port, size, rank == 0, timedelta(seconds=timeout))
-            dist.init_process_group(
-                backend,
-                store=store,
-                rank=rank,
-                world_size=size,
-                timeout=timedelta(seconds=timeout),
-            )
+            store = PrefixStore(f"group {self._times}", self._store)
+            store.set_timeout(timeout)
+            self._group = _group(self._backend, store, self.rank, self.size, timeout, self._address)
         except (RuntimeError, ValueError) as error:
             raise RankError(
-                f"rank {rank} of {size} did not meet the others at {address}:{port}: {error}"
+                f"rank {self.rank} of {self.size}, at {self._address}, did not meet the others: {_first(error)}"
             ) from error
-        return Distributed(dist.group.WORLD, size)
 
     def gather(self, part: Tensor) -> Tensor:
-        """Return `Transport.gather`."""
+        """Return `Transport.gather`. Raises KernelError as well: another rank has left the step,
+        unless it has ended.
+        """
         rows = len(part)
         own = part.contiguous().view(torch.uint8)
-        parts = own.new_empty((self._size * rows, own.shape[1]))  # a rank's rows, then the next's
+        parts = self._gather_bytes(own).view(self.size, rows, -1)
+        return parts.transpose(0, 1).reshape(rows, -1).view(part.dtype)
+
+    def _gather_bytes(self, own: Tensor) -> Tensor:
+        """Return [size * rows, bytes]: a rank's rows, then the next one's."""
+        if self._lost:
+            raise RankError(self._lost)
+        if self._left:
+            raise KernelError("this rank has left the step")
+        if self._group is None:
+            self.meet()
+        parts = own.new_empty((self.size * len(own), own.shape[1]))
         try:
-            _ALL_GATHER(parts, own, group=self._group)
+            self._group._allgather_base(parts, own).wait()
         except RuntimeError as error:
-            raise RankError(f"another rank has ended or does not answer: {error}") from error
-        beside = parts.view(self._size, rows, -1).transpose(0, 1).reshape(rows, -1)
-        return beside.view(part.dtype)
+            raise KernelError(
+                f"another rank has left the step, has ended or does not answer: {_first(error)}"
+            ) from error
+        return parts
+
+    def exchange(self, part: int, out: int, rows: int, part_bytes: int) -> int:
+        """Compute `FreightRanks.exchange`: gather between addresses; return a FreightStatus."""
+        try:
+            parts = self._gather_bytes(_at(part, rows * part_bytes).view(rows, part_bytes))
+            whole = _at(out, rows * self.size * part_bytes).view(rows, self.size, part_bytes)
+            whole.copy_(parts.view(self.size, rows, part_bytes).transpose(0, 1))
+        except KernelError:
+            return FREIGHT_RANK_FAILED
+        except RankError:
+            return FREIGHT_RANK_LOST
+        except BaseException as error:  # C knows no exceptions: Ctrl-C
+            self._interrupt = error
+            return FREIGHT_RANK_FAILED
+        return FREIGHT_OK
+
+    def take_interrupt(self) -> BaseException | None:
+        """Return what interrupted a gather that C called, once."""
+        interrupt, self._interrupt = self._interrupt, None
+        return interrupt
+
+    def lost(self) -> str:
+        """Say which rank is lost, and how; '' if none is."""
+        return self._lost
+
+    def lose(self, rank: int) -> None:
+        """Mark a rank as lost, unless one is lost already."""
+        self._lost = self._lost or f"rank {rank} has ended"
+
+    def failed(self) -> int | None:
+        """Return the first rank that has left the step under way, or None."""
+        with suppress(RuntimeError):  # rank 0 has ended
+            if self._store.check([self._failure]):
+                return int(self._store.get(self._failure))
+        return None
+
+    def fail(self) -> None:
+        """Make the other ranks leave the step under way: this one has left it."""
+        if not self._left:
+            self._left = True
+            with suppress(RuntimeError):
+                self._store.compare_set(self._failure, "", str(self.rank))
+            if self._group is None and not self._lost:
+                with suppress(RankError):  # those who wait in their first gather see this one leave
+                    self.meet()
+        self._leave_group()
+
+    @property
+    def _failure(self) -> str:
+        return f"failed {self._times}"
+
+    def restart(self, times: int) -> None:
+        """Leave the group. All meet anew at the next gather, as group `times`."""
+        self._leave_group()
+        self._times, self._left = times, False
 
     def close(self) -> None:
-        """Leave the group."""
-        dist.destroy_process_group(self._group)
+        """Leave the group for good."""
+        self._leave_group()
+        self._lost = self._lost or "this rank has left the others"
+
+    def _leave_group(self) -> None:
+        if self._group is None:
+            return
+        self._group = None  # gloo's connections close with it
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _group(
+    backend: str, store: Store, rank: int, size: int, timeout: timedelta, address: str
+) -> Any:
+    """Return a process group of this backend. Raises RuntimeError, ValueError."""
+    if backend != "gloo":
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+        return dist.group.WORLD
+    # gloo binds to the address that the machine's name has, which is often 127.0.1.1, unless told
+    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._devices = [ProcessGroupGloo.create_device(hostname=address)]
+    options._timeout = timeout
+    return ProcessGroupGloo(store, rank, size, options)
+
+
+def _weakly(transport: Distributed) -> Callable[[int, int, int, int], int]:
+    """Return its `exchange` without keeping it alive, which would keep connections open."""
+    one = weakref.ref(transport)
+
+    def exchange(part: int, out: int, rows: int, part_bytes: int) -> int:
+        found = one()
+        return FREIGHT_RANK_LOST if found is None else found.exchange(part, out, rows, part_bytes)
+
+    return exchange
+
+
+def _at(address: int, length: int) -> Tensor:
+    """Return the bytes at an address, without a copy."""
+    return torch.frombuffer((ctypes.c_uint8 * length).from_address(address), dtype=torch.uint8)
+
+
+def _first(error: BaseException) -> str:
+    """Return the first line of what torch says: others are of its own source."""
+    return str(error).partition("\n")[0]

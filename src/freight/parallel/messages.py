@@ -35,12 +35,16 @@ class Kind(IntEnum):
     RUN = 3  # a step (`parallel/steps.py`)
     LOGITS = 4  # rows of the last step, int64, whose logits are computed
     RESTART = 5  # leave whatever is under way, and answer with LEFT and the same number
+    STOP = 11  # the engine ends; why, or '' where that was wanted
+    ADMITTED = 13  # a rank of another machine
+    REFUSED = 14  # a rank of another machine; why
     # of the others
     OPENED = 6  # what the rank opened, by its fingerprint
     LOADED = 7
     READY = 8
     LEFT = 9  # why the last step failed here, or ''
     FAILED = 10  # an error: the rank could not start
+    JOIN = 12  # a rank of another machine has come (`parallel/join.py`)
 
 
 def send(connection: socket.socket, kind: Kind, data: bytes = b"") -> None:
@@ -88,6 +92,7 @@ class Start:
     processors     of the rank; None: the system's choice
     cores          threads that it may have
     timeout        seconds after which a rank that does not answer counts as lost
+    store          host and port of the store that ranks of several machines meet by
     """
 
     args: EngineArgs
@@ -98,6 +103,7 @@ class Start:
     cores: int
     timeout: float
     log_level: int
+    store: tuple[str, int] | None = None
 
     def encode(self) -> bytes:
         """Return this as bytes of JSON."""
@@ -110,7 +116,9 @@ class Start:
         args = EngineArgs(**values.pop("args"))
         processors = values.pop("processors")
         chosen = None if processors is None else tuple(processors)
-        return Start(args=args, processors=chosen, **values)
+        store = values.pop("store")
+        where = None if store is None else (str(store[0]), int(store[1]))
+        return Start(args=args, processors=chosen, store=where, **values)
 
 
 def integers(values: Iterable[int]) -> bytes:
@@ -124,9 +132,13 @@ def integers_of(data: bytes) -> list[int]:
     return found
 
 
-def receive(connection: socket.socket) -> tuple[Kind, bytes]:
-    """Return the next message. Raises EOFError at the end of the stream, OSError, TimeoutError."""
+def receive(connection: socket.socket, most: int = 1 << 32) -> tuple[Kind, bytes]:
+    """Return the next message. Raises EOFError at the end of the stream, OSError, TimeoutError, and
+    RankError for a message of more than `most` bytes.
+    """
     kind, length = _HEAD.unpack(_exactly(connection, _HEAD.size))
+    if length > most:
+        raise RankError(f"a message of {length} bytes, where {most} may be")
     return Kind(kind), _exactly(connection, length)
 
 

@@ -15,12 +15,21 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from freight.parallel.shared import FreightRanks
+
+FREIGHT_OK, FREIGHT_RANK_LOST, FREIGHT_RANK_FAILED = 0, 5, 6  # of FreightStatus (csrc/freight.h)
+
 
 class Transport(Protocol):
     """How parts of activations get from one rank to the others.
 
     Every rank makes the same calls in the same order. A call returns once all ranks have made it.
+    `described` is what the C functions take: they gather without a return to Python where they can.
     """
+
+    rank: int
+    size: int
+    described: FreightRanks
 
     def gather(self, part: Tensor) -> Tensor:
         """Return the parts of all ranks side by side, [rows, size * columns].
@@ -32,6 +41,34 @@ class Transport(Protocol):
 
     def close(self) -> None:
         """Release the transport. The other ranks then see this one as ended."""
+        ...
+
+    def meet(self) -> None:
+        """Connect with all the others, which do so as well. Raises RankError if they do not come."""
+        ...
+
+    def lost(self) -> str:
+        """Say which rank is lost, and how: 'rank 1 has ended'; '' if none is."""
+        ...
+
+    def lose(self, rank: int) -> None:
+        """Mark a rank as lost, unless one is lost already."""
+        ...
+
+    def failed(self) -> int | None:
+        """Return the first rank that has left the step under way, or None."""
+        ...
+
+    def fail(self) -> None:
+        """Make the other ranks leave the step under way: this one has left it."""
+        ...
+
+    def restart(self, times: int) -> None:
+        """Begin anew for the `times`-th time, after a step that every rank has left."""
+        ...
+
+    def take_interrupt(self) -> BaseException | None:
+        """Return what interrupted a gather that C called, once: C cannot raise it."""
         ...
 
 

@@ -33,6 +33,12 @@ _HEADER = (MAX_RANKS + 2) * _LINE  # a line with one number for each rank, then 
 _LOST, _FAILED = MAX_RANKS, MAX_RANKS + 1  # places of those two
 
 
+# part, out, rows, part_bytes -> FreightStatus
+Exchange = ctypes.CFUNCTYPE(
+    ctypes.c_int32, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64
+)
+
+
 class FreightRanks(ctypes.Structure):
     """The ranks as the C functions take them (csrc/freight.h)."""
 
@@ -43,6 +49,7 @@ class FreightRanks(ctypes.Structure):
         ("timeout", ctypes.c_int64),
         ("rank", ctypes.c_int32),
         ("size", ctypes.c_int32),
+        ("exchange", Exchange),
     )
 
 
@@ -108,6 +115,9 @@ class SharedMemory:
         words = np.frombuffer(self._mapping, np.uint64, _HEADER // 8)
         self._numbers = words.reshape(-1, _LINE // 8)[:, 0]
 
+    def meet(self) -> None:
+        """Do nothing: the memory is there already."""
+
     def gather(self, part: Tensor) -> Tensor:
         """Raise RankError: only the compiled kernels gather over shared memory."""
         raise RankError("shared memory is for the compiled kernels; others gather over a group")
@@ -144,11 +154,17 @@ class SharedMemory:
         if not self._numbers[_FAILED]:
             self._numbers[_FAILED] = self.rank + 1
 
-    def restart(self) -> None:
-        """Bring all ranks to the same turn after a step that failed. No rank may be computing."""
-        turns = self._numbers[: self.size]
-        turns[:] = turns.max()
-        self._numbers[_FAILED] = 0
+    def restart(self, times: int) -> None:
+        """Bring all ranks to the same turn after a step that failed. Rank 0 does so for all, once no
+        rank computes.
+        """
+        if self.rank == 0:
+            turns = self._numbers[: self.size]
+            turns[:] = turns.max()
+            self._numbers[_FAILED] = 0
+
+    def take_interrupt(self) -> None:
+        """Return None: gathers run in C from begin to end."""
 
 
 def passed_files(size: int, rank: int, numbers: Sequence[int]) -> SharedFiles:

@@ -64,8 +64,6 @@ def test_the_same_on_the_command_line(freight: Callable[..., Any], verb: str) ->
         ("--gpu_memory_utilization=0.9", "--kv-cache-memory='4GiB'"),
         ("--pipeline-parallel-size 2", "a model runs on one device"),
         ("-pp 2", "a model runs on one device"),
-        ("--nnodes 2", "ranks are processes of one machine"),
-        ("--master-addr host", "ranks are processes of one machine"),
         ("--calculate-kv-scales", "--kv-scales='dynamic'"),
         ("--swap-space 4", "nothing is swapped"),
         ("--enforce-eager", "omit it"),
@@ -75,6 +73,22 @@ def test_the_same_on_the_command_line(freight: Callable[..., Any], verb: str) ->
         assert (answer.code, answer.out) == (2, "")
         assert answer.err.startswith("error: no such option: --")
         assert says in answer.err
+
+
+@pytest.mark.parametrize("verb", ["generate", "chat", "evaluate"])
+@pytest.mark.parametrize("given", ["--nnodes 2", "--node-rank 1", "--master-addr host"])
+def test_several_machines_are_for_the_server(
+    freight: Callable[..., Any], verb: str, given: str
+) -> None:
+    answer = freight(verb, "demo", *given.split())
+    assert answer.code == 2
+    assert "ranks on several machines are for freight serve: omit it" in answer.err
+
+
+def test_the_address_of_several_machines_is_two_options(freight: Callable[..., Any]) -> None:
+    answer = freight("serve", "demo", "--dist-init-addr", "host:1")
+    assert answer.code == 2
+    assert "write --master-addr and --master-port" in answer.err
 
 
 def test_a_sentence_names_no_option_that_the_verb_lacks(freight: Callable[..., Any]) -> None:

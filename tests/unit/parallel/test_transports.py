@@ -17,13 +17,15 @@ import pytest
 import torch
 from tests.forked_ranks import KilledError, in_ranks
 from torch import Tensor
+from torch.distributed import HashStore
 
 from freight.errors import ConfigError, KernelError, RankError
 from freight.kernels.cpu import library
 from freight.kernels.cpu.cpu_set import CpuKernels
+from freight.kernels.cpu.ranks import gather
 from freight.kernels.cpu.recording import Arena, record
 from freight.kernels.reference_set import ReferenceKernels
-from freight.parallel.distributed import Distributed
+from freight.parallel.distributed import Distributed, host_store, reach_store
 from freight.parallel.messages import Kind, receive, send
 from freight.parallel.ranks import ALONE, Ranks
 from freight.parallel.shared import SharedFiles, SharedMemory, passed_files
@@ -74,19 +76,18 @@ def test_both_transports_put_the_parts_side_by_side(size: int) -> None:
         bytes_of(torch.cat([part_of(r, *kind).view(torch.uint8) for r in range(size)], dim=1))
         for kind in PARTS
     ]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
 
     def gathered(memory: SharedMemory, kernels: CpuKernels) -> list[bytes]:
         parts = [part_of(memory.rank, *kind) for kind in PARTS]
-        group = Distributed.join(memory.rank, size, "127.0.0.1", port, 30.0)
-        others = ReferenceKernels(ranks=Ranks(memory.rank, size, group))
-        found = [bytes_of(one.gather(part)) for one in (kernels, others) for part in parts]
+        group = group_of(memory.rank, size, port)
+        of_group = Ranks(memory.rank, size, group)
+        sets = (kernels, ReferenceKernels(ranks=of_group), CpuKernels(LIBRARY, ranks=of_group))
+        found = [bytes_of(one.gather(part)) for one in sets for part in parts]
         group.close()
         return found
 
-    assert over_memory(size, gathered) == [expected * 2] * size
+    assert over_memory(size, gathered) == [expected * 3] * size
 
 
 def test_a_row_may_be_longer_than_a_slot() -> None:
@@ -177,6 +178,27 @@ def test_what_is_for_the_first_rank_alone_changes_nothing_else() -> None:
     assert over_memory(2, body) == [every, every[3::4]]
 
 
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def group_of(rank: int, size: int, port: int, timeout: float = 30.0) -> Distributed:
+    """A rank of a group over gloo, whose store rank 0 has at `port`."""
+    if rank == 0:
+        store = host_store(socket.create_server(("127.0.0.1", port)))
+    else:
+        deadline = time.monotonic() + 30
+        while True:
+            try:
+                store = reach_store("127.0.0.1", port)
+                break
+            except RankError:
+                assert time.monotonic() < deadline
+    return Distributed(store, rank, size, timeout, "127.0.0.1")
+
+
 def test_a_rank_that_is_killed_ends_the_gathers_of_others_within_a_second() -> None:
     def body(memory: SharedMemory, kernels: CpuKernels) -> tuple[float, str]:
         for _ in range(3):
@@ -197,21 +219,73 @@ def test_a_rank_that_is_killed_ends_the_gathers_of_others_within_a_second() -> N
 
 
 def test_a_rank_that_ends_is_seen_over_gloo() -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
 
-    def body(rank: int) -> str:
-        group = Distributed.join(rank, 2, "127.0.0.1", port, 30.0)
-        group.gather(torch.ones(1, 1))
+    def body(rank: int) -> float:
+        group = group_of(rank, 3, port)
+        kernels = CpuKernels(LIBRARY, ranks=Ranks(rank, 3, group))
+        told = kernels.gather(torch.tensor([[time.monotonic()]], dtype=torch.float64))
         if rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        with pytest.raises(RankError, match="another rank has ended") as raised:
+        with pytest.raises(KernelError, match="another rank has left the step"):
+            kernels.gather(told)
+        group.fail()
+        return time.monotonic() - float(told[0, 1])
+
+    first, killed, third = in_ranks(3, body)
+    assert isinstance(killed, KilledError)
+    for seconds in (first, third):
+        assert isinstance(seconds, float)
+        assert seconds < 1.0
+
+
+def test_a_rank_that_hangs_ends_the_gathers_of_a_group() -> None:
+    port = free_port()
+
+    def body(rank: int) -> str:
+        group = group_of(rank, 2, port, timeout=0.5)
+        group.meet()
+        if rank == 1:
+            time.sleep(2)
+            return ""
+        with pytest.raises(KernelError, match="does not answer") as raised:
             group.gather(torch.ones(1, 1))
         return str(raised.value)
 
-    left, _ = in_ranks(2, body)
-    assert isinstance(left, str)
+    assert in_ranks(2, body)[0]
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_ranks_of_a_group_leave_a_step_and_begin_anew(before: bool) -> None:
+    """Rank 2 leaves it before its first gather, or after one, and all know which it was."""
+    port = free_port()
+
+    def body(rank: int) -> tuple[int | None, list[float]]:
+        group = group_of(rank, 3, port)
+        kernels = CpuKernels(LIBRARY, ranks=Ranks(rank, 3, group))
+        x = torch.full((1, 1), float(rank))
+        if not before:
+            kernels.gather(x)
+        if rank == 2:
+            group.fail()
+        else:
+            with pytest.raises(KernelError, match="another rank has left the step"):
+                kernels.gather(x)
+            group.fail()
+        failed = group.failed()
+        group.restart(1)
+        return failed, kernels.gather(x)[0].tolist()
+
+    assert in_ranks(3, body) == [(2, [0.0, 1.0, 2.0])] * 3
+
+
+def test_an_interrupt_in_a_gather_that_c_called_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = Distributed(HashStore(), 0, 1, 5.0, "127.0.0.1")
+    monkeypatch.setattr(group, "meet", interrupt)
+    with pytest.raises(KernelError):
+        gather(LIBRARY, group, torch.ones(1, 1))
+    assert isinstance(group.take_interrupt(), KeyboardInterrupt)
+    assert group.take_interrupt() is None
 
 
 def test_a_rank_that_hangs_is_named() -> None:
@@ -241,7 +315,7 @@ def test_a_rank_that_leaves_a_step_takes_the_others_with_it() -> None:
             with pytest.raises(KernelError, match="another rank has left the step"):
                 kernels.gather(x)
             assert memory.failed() == 1
-            memory.restart()
+            memory.restart(1)
         return kernels.gather(x)[0].tolist()
 
     assert over_memory(2, body) == [[0.0, 1.0], [0.0, 1.0]]

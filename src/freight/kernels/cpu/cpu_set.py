@@ -25,7 +25,6 @@ from freight.operands.activation import AnyActivation
 from freight.operands.packed import PackedExperts
 from freight.operands.weight import Weight, Weights
 from freight.parallel.ranks import ALONE, Ranks
-from freight.parallel.shared import SharedMemory
 
 
 @dataclass(frozen=True)
@@ -60,11 +59,9 @@ class CpuKernels:
         return f"cpu-{self.library.build}"
 
     def gather(self, x: Tensor, first: bool = False) -> Tensor:
-        """Compute `KernelSet.gather`: in C over shared memory, else as the transport does."""
+        """Compute `KernelSet.gather` in C, so that it can be recorded."""
         transport = self.ranks.transport
-        if isinstance(transport, SharedMemory):
-            return ranks.gather(self.library, transport, x, first)
-        return self.ranks.gather(x)
+        return x if transport is None else ranks.gather(self.library, transport, x, first)
 
     def experts(
         self,
@@ -78,11 +75,7 @@ class CpuKernels:
     ) -> Tensor:
         """Compute `KernelSet.experts`, of several ranks with the columns of all."""
         given = (x, ids, weights, gate_up, down, activation, base)
-        transport = self.ranks.transport
-        if transport is None:
-            return experts.experts(self.library, *given)
-        assert isinstance(transport, SharedMemory), "activations are gathered in C"
-        return self.gather(experts.experts(self.library, *given, transport))
+        return self.gather(experts.experts(self.library, *given, self.ranks.transport))
 
     def pack(self, weight: Weight) -> CpuWeight:
         """Pack `weight`; the first large one measures how to prefetch weights (tuning.py)."""

@@ -38,7 +38,7 @@ from freight.operands.activation import Activation, AnyActivation
 from freight.operands.packed import PackedExperts, PackedWeight
 from freight.operands.routing import Routing
 from freight.operands.weight import Weights
-from freight.parallel.shared import SharedMemory
+from freight.parallel.ranks import Transport
 
 
 @dataclass(frozen=True, eq=False)
@@ -173,12 +173,12 @@ def experts(
     down: PackedExperts,
     activation: AnyActivation,
     base: Tensor | None = None,
-    memory: SharedMemory | None = None,
+    transport: Transport | None = None,
 ) -> Tensor:
     """Compute `KernelSet.experts`. ids: int32, weights: float32, both [rows, top_k].
 
-    With the shared `memory` of several ranks, the matrices have this rank's rows, and the result
-    its columns.
+    With the `transport` of several ranks, the matrices have this rank's rows, and the result its
+    columns.
     """
     assert isinstance(gate_up, CpuExperts)
     assert isinstance(down, CpuExperts)
@@ -187,7 +187,7 @@ def experts(
         gated, code, limit = 0, UNGATED_ACTIVATIONS[activation], 0.0
     else:
         gated, code, limit = 1, GATED_ACTIVATIONS[activation.function], activation.limit
-    size = 1 if memory is None else memory.size
+    size = 1 if transport is None else transport.size
     assert hidden_size == gate_up.in_features == down.out_features * size
     assert gate_up.out_features * size == (1 + gated) * down.in_features
     assert gate_up.num_experts == down.num_experts
@@ -210,7 +210,7 @@ def experts(
             address(ids),
             address(weights),
             out.data_ptr(),
-            None if memory is None else ctypes.addressof(memory.described),
+            None if transport is None else ctypes.addressof(transport.described),
             rows,
             gate_up.num_experts,
             ids.shape[1],

@@ -1,4 +1,4 @@
-"""Gathers columns over the ranks of one machine (csrc/ranks.cpp)."""
+"""Gathers columns over ranks (csrc/ranks.cpp)."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from torch import Tensor
 
 from freight.kernels.cpu.interface import FreightGather
 from freight.kernels.cpu.library import Library
-from freight.parallel.shared import SharedMemory
+from freight.parallel.ranks import Transport
 
 
-def gather(library: Library, memory: SharedMemory, x: Tensor, first: bool = False) -> Tensor:
-    """Compute `KernelSet.gather` over shared memory. x: [rows, columns].
+def gather(library: Library, transport: Transport, x: Tensor, first: bool = False) -> Tensor:
+    """Compute `KernelSet.gather`. x: [rows, columns].
 
     Raises RankError if another rank has ended, KernelError if it has left the step.
     """
     x = x.contiguous()
     rows, columns = x.shape
-    out = library.empty((rows, memory.size * columns), x.dtype)
+    out = library.empty((rows, transport.size * columns), x.dtype)
     part_bytes = columns * x.itemsize
     library.functions.freight_gather(
         FreightGather(
-            ctypes.addressof(memory.described),
+            ctypes.addressof(transport.described),
             x.data_ptr(),
             out.data_ptr(),
             rows,

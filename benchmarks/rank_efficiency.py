@@ -1,0 +1,176 @@
+"""Measure what ranks cost: a row gathered between two of them, and the CPU time of one of two.
+
+    python benchmarks/rank_efficiency.py [--shape llama-1b] [--fp8] [--repeats 5]
+
+Rows: two processes, each bound to a processor of its own, gather rows of bfloat16 over shared
+memory, in a recording as in a decode step. They need two idle cores.
+
+Efficiency: the CPU time of one rank with one thread, divided by twice that of rank 0 of two ranks
+with one thread each. The other rank's parts count as there, so rank 0 never waits: it copies memory
+that nobody writes, and its results mean nothing. Rank 0 does all that rank 1 does, and the
+embedding and the sampling beside. The smallest time of the repeats: other programs only add to it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import pickle
+import random
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from freight.bench.drive import greedy, random_prompt
+from freight.config.engine import EngineArgs
+from freight.device import cpu_name
+from freight.engine import build
+from freight.engine.engine import Engine
+from freight.kernels.cpu import library
+from freight.kernels.cpu.cpu_set import CpuKernels
+from freight.kernels.cpu.recording import Arena, record
+from freight.models.open import open_random
+from freight.parallel.ranks import Ranks
+from freight.parallel.shared import SharedFiles, SharedMemory
+from freight.tables import markdown
+
+VALUES = (2048, 4096)  # of a gathered row
+GATHERS, REPLAYS = 64, 400  # of a recording; of it
+PROMPT, DECODED = 512, 32  # tokens
+VOCABULARY = 4096  # token ids that prompts have: every shape has more
+FIRST = 4  # steps of decoding that record and warm up
+TIMEOUT = 60.0  # seconds for the other process
+ARRIVED = 1 << 62  # a turn beyond all that are taken
+
+
+@dataclass(frozen=True)
+class Times:
+    """CPU milliseconds of a step."""
+
+    prefill: float
+    decode: float
+
+
+def gather_times(values: int, cpus: tuple[int, int]) -> list[float]:
+    """Return the microseconds of a gather, one number for each replay, as rank 0 sees them."""
+    files = SharedFiles.create(2)
+    reading, writing = os.pipe()
+    child = os.fork()
+    rank = 1 if child == 0 else 0
+    for number in files.of_others(rank):
+        os.close(number)
+    found = _gather(SharedMemory(files, rank, TIMEOUT), values, cpus[rank])
+    if child == 0:
+        with os.fdopen(writing, "wb") as pipe:
+            pickle.dump(found, pipe)
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading, "rb") as pipe:
+        assert len(pickle.load(pipe)) == len(found)
+    os.waitpid(child, 0)
+    return found
+
+
+def _gather(memory: SharedMemory, values: int, cpu: int) -> list[float]:
+    os.sched_setaffinity(0, {cpu})
+    torch.set_num_threads(1)
+    loaded, x = library.load(), torch.ones(1, values // 2, dtype=torch.bfloat16)
+    ranks = Ranks(memory.rank, 2, memory)
+
+    def run(recording: library.Library) -> Tensor:
+        kernels = CpuKernels(recording, ranks=ranks)
+        for _ in range(GATHERS - 1):
+            kernels.gather(x)
+        return kernels.gather(x)
+
+    recorded = record(loaded, Arena(1), run)
+    assert recorded.recording is not None, recorded.obstacle
+    found = []
+    for _ in range(REPLAYS):
+        begin = time.perf_counter()
+        recorded.recording.replay()
+        found.append(1e6 * (time.perf_counter() - begin) / GATHERS)
+    return found[REPLAYS // 10 :]
+
+
+def one_rank(args: EngineArgs, shape: str) -> Engine:
+    """Return an engine of one rank."""
+    return build.start_engine(open_random(args, shape))[0]
+
+
+def rank_of_two(args: EngineArgs, shape: str) -> Engine:
+    """Return the engine of rank 0 of two. The other has arrived at all turns beforehand."""
+    memory = SharedMemory(SharedFiles.create(2), 0, TIMEOUT)
+    memory._numbers[1] = ARRIVED
+    opened = open_random(args, shape).as_rank(Ranks(0, 2, memory), cores=1)
+    opened = replace(opened, args=replace(args, tensor_parallel_size=2))
+    return build._start(opened, None, None, None)[0]  # without starting the other
+
+
+def measure(engine: Engine, repeats: int) -> Times:
+    """Return the CPU time of a prompt's step, and of a decode step."""
+    params = greedy(DECODED)
+    prefills, decodes = [], []
+    for repeat in range(repeats):
+        prompt = random_prompt(PROMPT, VOCABULARY, random.Random(repeat))
+        engine.add(str(repeat), engine.accept(prompt, params), params)
+        prefills.append(_cpu_ms(engine.step))
+        for _ in range(FIRST):
+            engine.step()
+        while engine.has_unfinished:
+            decodes.append(_cpu_ms(engine.step))
+    return Times(min(prefills), min(decodes))
+
+
+def _cpu_ms(call: Callable[[], object]) -> float:
+    begin = time.process_time()
+    call()
+    return 1e3 * (time.process_time() - begin)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--shape", default="llama-1b")
+    parser.add_argument("--fp8", action="store_true", help="weights and cache in FP8")
+    parser.add_argument("--repeats", type=int, default=5)
+    options = parser.parse_args()
+    print(f"{cpu_name()}; {options.shape}; {'FP8' if options.fp8 else '16 bits'}\n")
+
+    cpus = sorted(os.sched_getaffinity(0))
+    if len(cpus) < 2:
+        raise SystemExit("two processors are needed, one for each rank")
+    rows = [
+        (f"{values:,}", f"{statistics.median(found):.2f}", f"{min(found):.2f}")
+        for values in VALUES
+        for found in [gather_times(values, (cpus[0], cpus[1]))]
+    ]
+    print(markdown([("values of a row", "median µs", "smallest µs"), *rows], num_left=1), "\n")
+
+    torch.set_num_threads(1)
+    args = EngineArgs(
+        threads=1,
+        kv_cache_memory="128MiB",
+        max_model_len=PROMPT + DECODED + 1,
+        max_num_batched_tokens=PROMPT,
+        enable_prefix_caching=False,
+        **({"quantization": "fp8", "kv_cache_dtype": "fp8"} if options.fp8 else {}),
+    )
+    one = measure(one_rank(args, options.shape), options.repeats)
+    two = measure(rank_of_two(args, options.shape), options.repeats)
+    table = [
+        (name, f"{alone:.1f}", f"{each:.1f}", f"{alone / each / 2:.3f}")
+        for name, alone, each in (
+            (f"prefill of {PROMPT}", one.prefill, two.prefill),
+            ("decode, one sequence", one.decode, two.decode),
+        )
+    ]
+    heads = ("step", "one rank, CPU ms", "a rank of two, CPU ms", "efficiency")
+    print(markdown([heads, *table], num_left=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,129 @@
+"""`freight serve --node-rank N` on another machine than rank 0's: its ranks, and no server.
+
+It comes to rank 0, starts a process for each rank of this machine (`follower.py`), and ends with
+rank 0, or with the first of its ranks.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import NoReturn
+
+from freight.config.engine import EngineArgs
+from freight.config.nodes import given
+from freight.device import numa_nodes, usable_cores
+from freight.engine import leader
+from freight.parallel.join import Join, come_to
+from freight.parallel.places import places
+from freight.version import version
+
+_PATIENCE = 5.0  # seconds until a rank that should leave is killed
+_LOOK = 0.05  # seconds between looks whether a rank has ended
+
+logger = logging.getLogger("freight")
+
+
+def join_rank_0(args: EngineArgs, random_shape: str | None, again: bool = False) -> int:
+    """Compute for rank 0 until it ends; return the exit status: 0 where rank 0 ended as it should.
+
+    again: where it ended otherwise, come to it once more. Raises ConfigError for options that rank
+    0 has otherwise, and RankError if it is not there.
+    """
+    with _stopped_by_signals():
+        while True:
+            status = _compute(args, random_shape)
+            if status == 0 or not again:
+                return status
+
+
+def _compute(args: EngineArgs, random_shape: str | None) -> int:
+    """Come to rank 0 with all ranks of this machine, and compute for it until it ends."""
+    here, node = args.tensor_parallel_size // args.nnodes, args.node_rank
+    where = f"{args.master_addr}:{args.master_port}"
+    each = places(here, args.rank_cpus, numa_nodes(), usable_cores())
+    logger.info("node %d waits for rank 0 at %s", node, where)
+    connections: list[socket.socket] = []
+    try:
+        for rank, place in enumerate(each, node * here):
+            chosen = None if place.processors is None else tuple(sorted(place.processors))
+            join = Join(version(), given(args), random_shape, rank, chosen, place.cores)
+            connections.append(come_to(args, join))
+        logger.info("node %d has come to %s with %d of the ranks", node, where, here)
+        status = _run(connections)
+    finally:
+        for connection in connections:
+            connection.close()
+    if status == 0:
+        logger.info("rank 0 has ended, and so does node %d", node)
+    return status
+
+
+def _run(connections: list[socket.socket]) -> int:
+    """Run a process for each connection until the first ends, then end the others. Return 0 if all
+    of them ended because rank 0 told them to.
+    """
+    reading, writing = os.pipe()  # hangs up with this process
+    processes: list[subprocess.Popen[bytes]] = []
+    try:
+        for connection in connections:
+            processes.append(leader.spawn((connection.fileno(), reading)))
+            connection.close()  # the process has its own
+        while all(process.poll() is None for process in processes):
+            time.sleep(_LOOK)
+        _await(processes, 2 * _PATIENCE if _statuses(processes) <= {None, 0} else 0.5)
+        first = [process.poll() for process in processes]
+    finally:
+        os.close(writing)
+        os.close(reading)
+        _await(processes, _PATIENCE)
+        for process in processes:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+    for number, status in enumerate(first):
+        if status is not None and status < 0:
+            logger.error("rank %d of this machine has ended with signal %d", number, -status)
+    if any(first):
+        logger.error(
+            "rank 0 or another rank has ended or cannot be reached; the log of rank 0 says which"
+        )
+    return int(any(first))
+
+
+def _statuses(processes: list[subprocess.Popen[bytes]]) -> set[int | None]:
+    return {process.poll() for process in processes}
+
+
+def _await(processes: list[subprocess.Popen[bytes]], seconds: float) -> None:
+    """Wait until all have ended, or so many seconds have gone."""
+    end = time.monotonic() + seconds
+    for process in processes:
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(max(0.0, end - time.monotonic()))
+
+
+@contextmanager
+def _stopped_by_signals() -> Iterator[None]:
+    """Have SIGTERM, SIGINT and SIGHUP end the body by SystemExit, with status 0."""
+
+    def stop(number: int, frame: object) -> NoReturn:
+        raise SystemExit(0)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    before = [signal.signal(number, stop) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
