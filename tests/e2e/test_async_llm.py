@@ -103,11 +103,17 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 async def until_nothing_is_held(llm: AsyncLLM) -> None:
+    """The statistics are of now afterwards, not of half a second ago: they are sent with what a
+    request changes, so those behind the first of two requests have come before the second's end.
+    """
+
     def is_free() -> bool:
         stats = llm.stats()
         return (stats.running, stats.waiting, stats.held_tokens) == (0, 0, 0)
 
     assert not llm._requests
+    for _ in range(2):
+        await last_of(llm.generate(IDS, replace(GREEDY, max_tokens=1)))
     await until(is_free)
 
 
@@ -255,13 +261,15 @@ def test_whoever_leaves_frees_what_the_request_held(llm: AsyncLLM) -> None:
 
 def test_abort_ends_a_request_by_its_id(llm: AsyncLLM) -> None:
     async def test() -> None:
-        tasks = [asyncio.create_task(last_of(llm.generate(IDS, ENDLESS, name))) for name in "abc"]
-        await until(lambda: llm.stats().running > 0)
+        streams = [llm.generate(IDS, ENDLESS, name) for name in "abc"]
+        for output in await asyncio.gather(*map(anext, streams)):
+            assert not output.finished  # an id is in use until the last output has been read
         with pytest.raises(RequestError, match="request id 'a' is in use"):
             await last_of(llm.generate(IDS, GREEDY, "a"))
         await llm.abort("a")
         await llm.abort(["b", "nobody's", "c"])
-        for output in await asyncio.gather(*tasks):
+        for stream in streams:
+            output = await last_of(stream)
             assert output.outputs[0].finish_reason is FinishReason.ABORT
             assert len(output.outputs[0].token_ids) < 900
         await until_nothing_is_held(llm)
@@ -272,6 +280,7 @@ def test_abort_ends_a_request_by_its_id(llm: AsyncLLM) -> None:
 
 def test_a_reader_that_is_slow_holds_up_nobody(llm: AsyncLLM) -> None:
     async def test() -> None:
+        await until_nothing_is_held(llm)
         done = llm.stats().generated + 200
         stream = llm.generate(IDS, replace(GREEDY, max_tokens=200))
         first = await anext(stream)

@@ -21,6 +21,7 @@ from huggingface_hub import InferenceClient
 from huggingface_hub.errors import OverloadedError, ValidationError
 from openai import OpenAI
 from pydantic import Base64Str, BaseModel, Field, SecretStr, conlist
+from tests.demo_chat import demo_with_chat_template
 from tests.e2e.conftest import DemoServer
 from tests.serving import freight_serve
 
@@ -431,28 +432,20 @@ def test_hub_errors_become_the_classes_that_programs_catch(hub: InferenceClient)
         list(hub.text_generation(PROMPT, max_new_tokens=100_000, stream=True))
 
 
-def test_both_clients_see_that_a_server_is_full(demo_server: DemoServer) -> None:
+def test_both_clients_see_that_a_server_is_full(tmp_path: Path) -> None:
     """One completion may run and none wait: what comes beside it is refused with a time to try
     again.
     """
-    options = [
-        "--kv-cache-dtype",
-        "fp8",
-        "--kv-cache-memory",
-        "16MiB",
-        "--max-num-seqs",
-        "1",
-        "--max-queue",
-        "0",
-    ]
-    with freight_serve(demo_server.folder, options) as url:
+    folder = demo_with_chat_template(tmp_path / "demo", 16384)
+    options = ["--kv-cache-dtype", "fp8", "--kv-cache-memory", "32MiB"]
+    with freight_serve(folder, [*options, "--max-num-seqs", "1", "--max-queue", "0"]) as url:
         client = OpenAI(base_url=url + "/v1", api_key="none", max_retries=0)
         asked: dict[str, Any] = {
-            "model": demo_server.name,
+            "model": folder.name,
             "prompt": "x",
             "extra_body": {"ignore_eos": True},
         }
-        with client, client.completions.create(**asked, max_tokens=900, stream=True) as stream:
+        with client, client.completions.create(**asked, max_tokens=16_000, stream=True) as stream:
             next(iter(stream))
             with pytest.raises(openai.RateLimitError) as full:
                 client.completions.create(**asked, max_tokens=1)
