@@ -56,10 +56,10 @@ style: setup
 check: style
 	@$(BIN)/mypy
 
-# mypy runs beside the tests, on what they leave of the cores
+# mypy runs beside the tests, on what they leave of the cores. Three workers keep two cores busy: some test always waits
 test: style
 	@$(BIN)/mypy >.venv/mypy.log 2>&1 & types=$$!; failed=0; \
-	  $(BIN)/pytest -n 2 --dist worksteal || failed=1; \
+	  $(BIN)/pytest -n 3 --dist worksteal || failed=1; \
 	  wait $$types || failed=1; cat .venv/mypy.log; exit $$failed
 
 # what takes longer as well, and the end-to-end tests under other defaults of the process
