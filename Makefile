@@ -13,7 +13,7 @@
 #   make test-versions RESOLUTION=lowest-direct   the tests with the lowest dependencies that pyproject.toml allows, or highest
 #   make wheel       dist/freight-….whl with the kernels of every instruction set, for machines without a compiler
 #   make release     sdist and wheel in dist/, tried in clean environments without a compiler, and SHA256SUMS
-#   make soak        64 clients of a server for five minutes (make test: for twelve seconds)
+#   make soak        64 clients of a server for five minutes (make test: for eight seconds)
 #   make real MODEL=OWNER/NAME   the demo model's tables for a model of the hub, or a folder; OPTIONS='--data FILE --tokens 8192'
 # PYTHON=python3.12 picks another interpreter; TORCH=cuda takes torch's default build instead of the CPU one.
 # Written for GNU make 3.81, which macOS ships.
@@ -56,10 +56,10 @@ style: setup
 check: style
 	@$(BIN)/mypy
 
-# mypy runs beside the tests, on what they leave of the cores
+# mypy runs beside the tests, on what they leave of the cores. Three workers keep two cores busy: some test always waits
 test: style
 	@$(BIN)/mypy >.venv/mypy.log 2>&1 & types=$$!; failed=0; \
-	  $(BIN)/pytest -n 2 --dist worksteal || failed=1; \
+	  $(BIN)/pytest -n 3 --dist worksteal || failed=1; \
 	  wait $$types || failed=1; cat .venv/mypy.log; exit $$failed
 
 # what takes longer as well, and the end-to-end tests under other defaults of the process

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from tests.asking import ENDLESS, Answered, Server
 from tests.demo_chat import demo_with_chat_template
 from tests.serving import freight_serve
-from tests.unit.server.raw_http import in_time
+from tests.unit.server.raw_http import in_time, wait_for
 
 pytestmark = pytest.mark.clock
 
@@ -194,5 +194,7 @@ def test_a_prompt_that_gives_nan_fails_alone(tmp_path: Path) -> None:
                 late.events[-1] == "[DONE]" and "error" in late.events[-2]
             )
             assert beside.result().body["choices"] == alone
+        # the engine's statistics come behind its last answer
+        wait_for(lambda: server.metric("vllm:corrupted_requests_total") >= 3)
         server.wait_for(0)
         assert server.metric("vllm:corrupted_requests_total") == 3

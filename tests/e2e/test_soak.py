@@ -23,8 +23,8 @@ from tests.serving import ServeProcess
 
 from freight.bench.http_stream import Address, Connection, EventReader, StreamError
 
-SECONDS = float(os.environ.get("FREIGHT_SOAK_SECONDS", "12"))
-WARM = 60.0 if SECONDS >= 180 else 6.0  # until then memory may grow
+SECONDS = float(os.environ.get("FREIGHT_SOAK_SECONDS", "8"))
+WARM = 60.0 if SECONDS >= 180 else 4.0  # until then memory may grow
 MOST = SECONDS + 240.0  # a slow machine needs longer until enough has happened
 PATIENCE = 300.0  # seconds: what takes longer will never be answered
 NUM_CLIENTS = 64
