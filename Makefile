@@ -12,7 +12,8 @@
 #   make docs        the site of all documents with the reference pages, as build/docs; Sphinx comes into .venv-docs
 #   make test-versions RESOLUTION=lowest-direct   the tests with the lowest dependencies that pyproject.toml allows, or highest
 #   make wheel       dist/freight-….whl with the kernels of every instruction set, for machines without a compiler
-#   make release     sdist and wheel in dist/, tried in clean environments without a compiler, and SHA256SUMS
+#   make release     sdist and wheel in dist/, tried in clean environments without a compiler, and SHA256SUMS; ARM64=FOLDER
+#                    adds the wheel for arm64, run in emulation on the root FOLDER (tools/release.py)
 #   make soak        64 clients of a server for five minutes (make test: for eight seconds)
 #   make real MODEL=OWNER/NAME   the demo model's tables for a model of the hub, or a folder; OPTIONS='--data FILE --tokens 8192'
 # PYTHON=python3.12 picks another interpreter; TORCH=cuda takes torch's default build instead of the CPU one.
@@ -165,7 +166,8 @@ wheel: setup
 # the version is that of pyproject.toml; CHANGELOG.md must have it
 release: setup
 	@command -v cmake >/dev/null || test -x $(BIN)/cmake || $(BIN)/pip install -q cmake
-	@$(BIN)/python tools/release.py --torch $(TORCH_VERSION)
+	@$(if $(ARM64),command -v uv >/dev/null || $(BIN)/pip install -q uv)
+	@PATH="$$PATH:$(CURDIR)/$(BIN)" $(BIN)/python tools/release.py --torch $(TORCH_VERSION) $(if $(ARM64),--arm64 $(ARM64))
 
 format: setup
 	@$(BIN)/ruff check --fix .

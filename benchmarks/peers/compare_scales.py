@@ -1,7 +1,8 @@
 """Compare Freight's static scales with llm-compressor's (`static_minmax`) on the same token ids.
 
 Needs Freight, llm-compressor 0.14, compressed-tensors 0.19, transformers 5.17 and torch in one
-environment.
+environment: Freight by `pip install --no-deps`, since it asks for a newer transformers than the
+tool takes.
 
     python benchmarks/peers/compare_scales.py [MODEL] [--data FILE] [--num-samples N] [--max-seq-len N]
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import platform
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -62,6 +64,40 @@ def test_a_wheel_without_kernels_is_refused(tmp_path: Path) -> None:
     faults = build_wheel.faults(wheel, ["freight/llm.py"], "x86_64")
     assert len(faults) == 6
     assert "is not of the form py3-none-PLATFORM" in faults[-1]
+
+
+def test_a_wheel_for_arm64_has_the_kernels_of_arm64(tmp_path: Path) -> None:
+    names = [f"freight/kernels/cpu/freight_{name}.so" for name in ("neon", "neon_bf16")]
+    names += [*build_wheel.REQUIRED, WHOLE[-1]]
+    wheel = wheel_of(tmp_path, names, "freight-0.1.0-py3-none-linux_aarch64.whl")
+    assert build_wheel.faults(wheel, [], "aarch64") == []
+    assert build_wheel.faults(wheel, [], "x86_64")[0] == "lacks freight/kernels/cpu/freight_amx.so"
+
+
+def test_another_architecture_needs_its_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build_wheel.shutil, "which", lambda _: None)
+    with pytest.raises(SystemExit, match=r"no aarch64-linux-gnu-g\+\+: apt install g\+\+-aarch64"):
+        build_wheel.cross_settings("aarch64")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    platform.machine() == "aarch64" or shutil.which("aarch64-linux-gnu-g++") is None,
+    reason="needs aarch64-linux-gnu-g++ on another machine",
+)
+def test_the_wheel_for_arm64_is_of_arm64(tmp_path: Path) -> None:
+    """tools/release.py runs it in emulation; other wheels in the folder stay."""
+    other = tmp_path / "freight-0.1.0-py3-none-linux_x86_64.whl"
+    other.touch()
+    command = [sys.executable, ROOT / "tools" / "build_wheel.py", tmp_path, "--machine", "aarch64"]
+    subprocess.run(command, check=True, timeout=1800)
+    (wheel,) = tmp_path.glob("freight-*-py3-none-manylinux_*_aarch64.whl")
+    assert other.exists()
+    with zipfile.ZipFile(wheel) as opened:
+        kernels = [name for name in opened.namelist() if name.endswith(".so")]
+        machines = {opened.read(name)[18] for name in kernels}  # e_machine of the ELF header
+    assert len(kernels) == 2
+    assert machines == {183}  # EM_AARCH64
 
 
 @pytest.mark.slow

@@ -10,6 +10,9 @@ from pathlib import Path
 import pytest
 import release
 
+from freight.device import cpu_features
+from freight.kernels.cpu.library import ARM64_BUILDS
+
 ROOT = release.ROOT
 CHANGELOG = """# Changelog
 
@@ -107,3 +110,42 @@ def test_each_environment_must_have_its_kernels(
             tried()
     else:
         assert tried() == {"wheel": 1.0, "source": 1.0, "no-compiler": 1.0}
+
+
+def test_arm64_needs_an_emulator_and_a_root(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(release.shutil, "which", lambda _: None)
+    with pytest.raises(SystemExit, match=r"must be qemu-aarch64, uv, .*/usr/bin/python3.11"):
+        release.Emulated(tmp_path, tmp_path / "packages", Path("w.whl"))
+
+
+class Pretended(release.Emulated):
+    """An emulator that is a shell script, and chooses kernels by the file that it is shown."""
+
+    def __init__(self, root: Path, folder: Path, wheel: Path) -> None:
+        self._root, self._folder, self._python = root, folder, Path("python3.11")
+
+    def run(self, build: str, *words: str) -> str:
+        processor, *_, verb = super().run(build, words[0]).split()
+        features = cpu_features(self._root)
+        chosen = next(name for name, needs in ARM64_BUILDS.items() if needs <= set(features))
+        assert processor == release.PROCESSORS[build][0]
+        return f'{{"kernels": "cpu-{chosen}"}}' if verb == "env" else release.ANSWER
+
+
+def test_each_build_for_arm64_runs_on_a_processor_that_chooses_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "emulator"
+    script.write_text("#!/bin/sh\nshift\necho $*\n")
+    script.chmod(0o755)
+    monkeypatch.setattr(release, "EMULATOR", str(script))
+    monkeypatch.setattr(release, "Emulated", Pretended)
+    release.try_arm64(tmp_path, Path("w.whl"))
+    printed = capsys.readouterr().out
+    assert re.findall(r"kernels: cpu-(\w+)", printed) == ["neon", "neon_bf16"]
+    assert set(release.PROCESSORS) == set(ARM64_BUILDS)
+    monkeypatch.setattr(release, "PROCESSORS", {"neon_bf16": release.PROCESSORS["neon"]})
+    with pytest.raises(SystemExit, match="cpu-neon are not the kernels"):
+        release.try_arm64(tmp_path, Path("w.whl"))

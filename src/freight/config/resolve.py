@@ -57,8 +57,8 @@ _NO_GPUS = (
     "or --device cpu"
 )
 _MAKE_SCALES = (
-    "calibrate a checkpoint that has them (freight quantize MODEL OUT --kv-cache fp8), give a file (--kv-scales "
-    "FILE.json), or use --kv-scales dynamic"
+    "calibrate a checkpoint that has them (freight quantize MODEL OUT --kv-cache fp8 --calibration-data FILE), give a "
+    "file (--kv-scales FILE.json), or use --kv-scales dynamic"
 )
 
 

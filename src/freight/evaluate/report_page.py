@@ -32,7 +32,12 @@ max-width:1160px;margin:2rem auto;padding:0 1rem}
 h1{font-size:1.6rem;line-height:1.2}h2{font-size:1.15rem;margin:2.2rem 0 .3rem}.soft{color:var(--soft)}
 .advice{background:var(--box);border-left:4px solid var(--c1);padding:.8rem 1rem;overflow-wrap:anywhere}
 .warning{border-left:4px solid var(--c2);padding:.4rem 1rem}code span{white-space:nowrap}
-.wide{overflow-x:auto}table{border-collapse:collapse;font-size:.8rem;font-variant-numeric:tabular-nums}
+/* a shadow at an edge beyond which there is more */
+.wide{overflow-x:auto;background:linear-gradient(90deg,var(--paper) 50%,transparent) 0/3rem 100% no-repeat local,
+linear-gradient(270deg,var(--paper) 50%,transparent) 100%/3rem 100% no-repeat local,
+linear-gradient(90deg,var(--line),transparent) 0/.7rem 100% no-repeat,
+linear-gradient(270deg,var(--line),transparent) 100%/.7rem 100% no-repeat}
+table{border-collapse:collapse;font-size:.8rem;font-variant-numeric:tabular-nums}
 th,td{padding:.25rem .4rem;text-align:right;vertical-align:top;border-bottom:1px solid var(--grid);white-space:nowrap}
 td small{color:var(--soft)}
 th:first-child,td:first-child{text-align:left}

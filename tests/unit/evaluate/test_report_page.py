@@ -11,6 +11,8 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from tests.unit.server.page.browser import browser, in_browser, wait_for
+from tests.unit.server.page.looks import LOOKS, WIDTHS, faults, keyboard_faults, seen_at
 
 from freight.checkpoint.reader import resolve_model
 from freight.config.engine import EngineArgs
@@ -292,3 +294,24 @@ def test_a_command_breaks_between_words_alone(evaluation: Evaluation, tmp_path: 
     page = (tmp_path / "report.html").read_text()
     assert "<span>--kv-cache-dtype</span>" in page
     assert "code span{white-space:nowrap}" in page
+
+
+@in_browser
+def test_the_page_can_be_read_at_every_width_and_by_the_keyboard(
+    evaluation: Evaluation, tmp_path: Path
+):
+    write_report(evaluation, tmp_path)
+    url = (tmp_path / "report.html").as_uri()
+    found = []
+    with browser() as page:
+        for width, scheme in LOOKS:
+            with seen_at(page, width, scheme):
+                page.open(url)
+                found += [(width, scheme, fault) for fault in faults(page) + keyboard_faults(page)]
+        assert found == []
+        with seen_at(page, min(WIDTHS), "light"):
+            page.open(url)
+            page.press("Tab", "Right")
+            scrolled = "return document.activeElement.scrollLeft"
+            wait_for(lambda: page.run(scrolled) > 0)
+            assert page.run("return document.activeElement.querySelector('svg') !== null")

@@ -28,7 +28,7 @@ from freight.server.observe.state import CacheFacts
 DOCS = Path(__file__).parents[3] / "docs" / "metrics.md"
 ZERO = EngineStats(*[0] * (len(fields(EngineStats)) - 1))  # all but `store`
 STORE = StoreStats(11, 12, 13, 14, 15, 16, 17, 18, 19, 20)
-STATS = EngineStats(3, 2, 1000, 250, 100, 80, 40, 90, 70, 5, 1, 6, 7, 20, 15, STORE)
+STATS = EngineStats(3, 2, 1000, 250, 100, 80, 40, 90, 70, 5, 1, 6, 7, 20, 15, store=STORE)
 CACHE = CacheFacts("fp8_e4m3", "head", "checkpoint", 16, 64, 1024, 512)
 FACTS = ModelFacts(CACHE, 512, "0.1.0", "fp-1")
 OPENMETRICS = "application/openmetrics-text; version=1.0.0"
