@@ -1,6 +1,7 @@
 """Measure decoding on a CPU as a fraction of memory speed, read before and after each step.
 
-    python benchmarks/decode_roofline.py [--shape llama-1b] [--batch-size 1] [--input-len 128] [--steps 300] [--bf16]
+    python benchmarks/decode_roofline.py [--shape llama-1b] [--batch-size 1] [--input-len 128] [--steps 300] \
+        [--quantization int4]
 
 A step reads the weights once, and each sequence's keys and values. Its fraction is the time that
 reading as many bytes took right before and after the step, divided by the step's time: 1.0 is a
@@ -15,7 +16,7 @@ import random
 import statistics
 import time
 
-from freight.bench.drive import greedy, random_prompt, weight_bytes
+from freight.bench.drive import four_bits_of, greedy, random_prompt, weight_bytes
 from freight.bench.serving_figures import interval
 from freight.bench.timing import MemoryProbe
 from freight.config.engine import EngineArgs
@@ -36,24 +37,30 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--threads", type=int)
     parser.add_argument(
-        "--bf16", action="store_true", help="weights and cache in 16 bits instead of FP8"
+        "--quantization",
+        choices=("none", "fp8", "int8", "int4"),
+        default="fp8",
+        help="of weights, over an FP8 cache (default fp8); none: weights and cache in 16 bits",
     )
     asked = parser.parse_args()
     # The first sequence decodes while the last one's prompt is computed. A chunk is 512 tokens or
     # more: with too few tokens to generate, no step would have one of every sequence.
     filling = asked.batch_size * asked.input_len // 512 if asked.batch_size > 1 else 0
     generated = asked.steps + WARM_UP + 2 + filling
+    plain = asked.quantization == "none"
     args = EngineArgs(
-        quantization=None if asked.bf16 else "fp8",
-        kv_cache_dtype="auto" if asked.bf16 else "fp8",
+        quantization=None if plain else asked.quantization,
+        kv_cache_dtype="auto" if plain else "fp8",
         threads=asked.threads,
         max_num_seqs=asked.batch_size,
         max_model_len=asked.input_len + generated,
         skip_tokenizer_init=True,
     )
-    engine, config = start_engine(open_random(args, asked.shape))
+    opened = open_random(args, asked.shape)
+    engine, config = start_engine(opened)
     model = engine.runner.model.config
-    weights = weight_bytes(model, config.compute_format, config.weight_format, asked.batch_size)
+    formats, four = (config.compute_format, config.weight_format), four_bits_of(opened, config)
+    weights = weight_bytes(model, *formats, asked.batch_size, four)
     per_token = engine.runner.pool.spec.bytes_per_token
     numbers = random.Random(0)
     for index in range(asked.batch_size):
@@ -81,7 +88,8 @@ def main() -> None:
     fractions, seconds, speeds = fractions[WARM_UP:], seconds[WARM_UP:], speeds[WARM_UP:]
     low, high, _ = interval(fractions)
     print(
-        f"{cpu_name()}, {engine.runner.model.config.num_layers} layers of {asked.shape}, batch {asked.batch_size}"
+        f"{cpu_name()}, {engine.runner.model.config.num_layers} layers of {asked.shape}, batch {asked.batch_size}, "
+        f"weights {asked.quantization}: {weights / 1e9:.2f} GB read"
     )
     print(f"{len(fractions)} steps, median {statistics.median(seconds) * 1e3:.2f} ms")
     print(f"memory: {statistics.median(speeds) / 1e9:.1f} GB/s")

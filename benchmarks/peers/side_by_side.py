@@ -24,7 +24,7 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 FIGURES = {"prefill": "prefill_tokens_per_second", "decode": "decode_tokens_per_second"}
-BASE = "freight-fp8"  # the row that the others are compared with
+BASE = "freight-fp8"  # the row that the others are compared with, unless --base names another
 WORKLOADS = {
     "short": ("1x128+33", "8x128+33", "32x128+33", "1x1024+9"),
     # Decoding with keys and values that take more memory than the weights
@@ -49,6 +49,8 @@ class Peer:
 
 PEERS = {
     BASE: Peer("Freight FP8", None, "", "hf", ("--quantization", "fp8", "--kv-cache-dtype", "fp8")),
+    "freight-int4": Peer("Freight INT4", None, "", "hf-int4", ("--kv-cache-dtype", "fp8")),
+    "freight-int8": Peer("Freight INT8", None, "", "hf-int8", ("--kv-cache-dtype", "fp8")),
     "freight-bf16": Peer("Freight BF16", None, "", "hf", ("--dtype", "bfloat16")),
     "llama.cpp-q8_0": Peer("llama.cpp Q8_0", "llama_cpp", "run_llama_cpp.py", "q8_0.gguf"),
     "llama.cpp-q4_k_m": Peer(
@@ -166,9 +168,9 @@ def reason(error: str) -> str:
     return short.replace("|", "/")[:LONGEST_REASON]
 
 
-def table(results: list[dict[str, Any]], workload: str) -> list[str]:
-    """Return Markdown lines: per engine the median over rounds, and the factor by which Freight in
-    FP8 was faster.
+def table(results: list[dict[str, Any]], workload: str, base: str) -> list[str]:
+    """Return Markdown lines: per engine the median over rounds, and the factor by which the row
+    `base` was faster.
     """
     rounds: dict[str, dict[int, dict[str, Any]]] = {}
     errors: dict[str, str] = {}
@@ -179,11 +181,11 @@ def table(results: list[dict[str, Any]], workload: str) -> list[str]:
                 errors[one["engine"]] = one["found"]["error"]
             else:
                 succeeded[one["round"]] = one["found"]
-    ours = rounds.get(BASE, {})
+    ours = rounds.get(base, {})
     lines = [
         f"### {workload}",
         "",
-        "| engine | prefill tok/s | decode tok/s | Freight FP8 ÷ it, prefill | decode | runs |",
+        f"| engine | prefill tok/s | decode tok/s | {PEERS[base].label} ÷ it, prefill | decode | runs |",
         "|---|---:|---:|---:|---:|---:|",
     ]
     for name, found in rounds.items():
@@ -278,6 +280,10 @@ def arguments() -> argparse.ArgumentParser:
         help=f"rows to measure, default all of the engines given: {', '.join(PEERS)}",
     )  # fmt: skip
     made.add_argument(
+        "--base", choices=PEERS, default=BASE, metavar="ROW",
+        help=f"the row that the others are compared with (default {BASE})",
+    )  # fmt: skip
+    made.add_argument(
         "--workload", type=Workload.parse, nargs="+", default=[Workload.parse("short")],
         metavar="SEQUENCESxPROMPT+GENERATED",
         help="batch sizes and lengths in tokens, or a name: "
@@ -323,7 +329,7 @@ def main() -> None:
     )
     print("\n".join(f"- {version}" for version in versions(results, args.freight)) + "\n")
     for workload in args.workload:
-        print("\n".join(table(results, str(workload))))
+        print("\n".join(table(results, str(workload), args.base)))
 
 
 if __name__ == "__main__":

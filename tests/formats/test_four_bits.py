@@ -396,6 +396,15 @@ def cast(name: str, dtype: torch.dtype) -> Change:
     return lambda tensors, said: tensors.update({name: tensors[name].to(dtype)})
 
 
+def scales_in_bfloat16(first: float) -> Change:
+    def change(tensors: Tensors, said: dict[str, Any]) -> None:
+        scales = tensors[f"{Q}.weight_scale"].bfloat16()
+        scales[0, 0] = first
+        tensors[f"{Q}.weight_scale"] = scales
+
+    return change
+
+
 def says(**more: Any) -> Change:
     return lambda tensors, said: said.update(more)
 
@@ -426,6 +435,14 @@ WRONG: list[tuple[str, Change, str]] = [
     ("ct int4 32", filled(f"{Q}.weight_scale", torch.nan), f"{Q}.weight_scale has nan among its"),
     ("ct int4 32", filled(f"{Q}.weight_scale", -torch.inf), f"{Q}.weight_scale has -inf among its"),
     ("ct int4 32", filled(f"{Q}.weight_scale", torch.inf), f"{Q}.weight_scale has inf among its"),
+    *(
+        (
+            "ct int4 32",
+            scales_in_bfloat16(value),
+            f"{Q}.weight_scale has {value:.3g} among its 512 values; a scale has to be 0, or 2 ** -126",
+        )
+        for value in (2.0**-127, -(2.0**101))
+    ),
     ("ct int4 32", cut(f"{Q}.weight_shape"), f"{Q}.weight_shape is I64 of shape [1]"),
     ("ct int4 32", unpacked, f"{DOWN}.weight is stored in float16, but config.json declares it"),
     ("ct int4 32", in_fp8, f"{DOWN}.weight is stored in fp8_e4m3fn, but config.json declares INT4"),

@@ -22,9 +22,11 @@ from freight.engine.engine import Engine
 from freight.engine.prepare import SequenceSlice
 from freight.engine.runner import ModelRunner, StepRows
 from freight.fp8.formats import Format
+from freight.fp8.scheme import FourBits
 from freight.models.architectures import tensor_names
 from freight.models.loader import tensor_shapes
 from freight.models.open import OpenModel
+from freight.models.sizes import int4_online
 from freight.sampling import SamplingParams
 from freight.terminal import OnProgress
 
@@ -153,45 +155,47 @@ def weight_bytes(
     compute_format: Format,
     weight_format: Format,
     num_rows: int = 1,
-    in_four_bits: bool = False,
+    four: FourBits | None = None,
 ) -> int:
     """Return bytes of weights that a step of `num_rows` tokens reads, scales included. Of an
     embedding that is not the head, and of tables of positions and per-layer inputs, only rows are
     read, which are not counted; of experts, as many as are chosen on average if all are equally
-    likely. `in_four_bits`: weights are, and their scales are not counted.
+    likely. `four`: how matrices of layers are held that are in 4 bits.
     """
     names, total = tensor_names(model), 0
-    per_byte = 2 if in_four_bits else 1
     for name, shape in tensor_shapes(model).items():
         if name in (names.positions, names.per_layer_table) or (
             name == names.embedding and not model.tie_word_embeddings
         ):
             continue
-        linear = len(shape) > 1 and not name.endswith("bias") and name not in names.outer
-        size = math.prod(shape) * (weight_format if linear else compute_format).bytes
-        total += size // per_byte if linear else size
-        if linear and weight_format.is_quantized and not in_four_bits:
-            outputs = shape[0] if len(shape) == 2 else shape[0] * shape[2]  # of all experts
-            total += outputs * Format.FLOAT32.bytes
-    return total - round(_experts_left_out(model, weight_format, num_rows) / per_byte)
-
-
-def _experts_left_out(model: ModelConfig, weight_format: Format, num_rows: int) -> float:
-    """Return bytes of the experts that no row of a step chooses."""
-    total = 0.0
+        if len(shape) == 1 or name.endswith("bias") or name in names.outer:
+            total += math.prod(shape) * compute_format.bytes
+            continue
+        outputs = shape[0] if len(shape) == 2 else shape[0] * shape[2]  # of all experts
+        total += _matrix_bytes(math.prod(shape), outputs, weight_format, four)
     for layer in model.layers:
         moe = layer.feed_forward
         if isinstance(moe, MoEConfig):
             channels = moe.expert_channels(model.hidden_size)
-            outputs = sum(moe.up_sizes) + channels
             values = (sum(moe.up_sizes) + moe.intermediate_size) * channels
-            expert = values * weight_format.bytes + (
-                outputs * Format.FLOAT32.bytes if weight_format.is_quantized else 0
-            )
-            total += (
-                moe.num_experts * expert * (1 - moe.routing.top_k / moe.num_experts) ** num_rows
-            )
+            expert = _matrix_bytes(values, sum(moe.up_sizes) + channels, weight_format, four)
+            left_out = (1 - moe.routing.top_k / moe.num_experts) ** num_rows
+            total -= round(moe.num_experts * expert * left_out)
     return total
+
+
+def _matrix_bytes(values: int, outputs: int, format: Format, four: FourBits | None) -> int:
+    if four is not None:
+        return four.stored_bytes(values)
+    return values * format.bytes + (outputs * Format.FLOAT32.bytes if format.is_quantized else 0)
+
+
+def four_bits_of(opened: OpenModel, config: EngineConfig) -> FourBits | None:
+    """Return how matrices of layers are held that are in 4 bits; None if none is."""
+    if config.int4:
+        return int4_online("").four
+    stored = (rule.linear.four for rule in opened.scheme.rules if rule.linear is not None)
+    return next((four for four in stored if four is not None), None)
 
 
 def describe_run(engine: Engine, config: EngineConfig, name: str) -> dict[str, Any]:

@@ -16,7 +16,15 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from statistics import mean
 
-from freight.bench.drive import StepRecord, counted, describe_run, drive_random, start, weight_bytes
+from freight.bench.drive import (
+    StepRecord,
+    counted,
+    describe_run,
+    drive_random,
+    four_bits_of,
+    start,
+    weight_bytes,
+)
 from freight.bench.timing import MemoryProbe, Spread, peak_rss_bytes
 from freight.cache.pool import KVPool
 from freight.cache.spec import KVCacheSpec
@@ -58,9 +66,8 @@ def measure_latency(
         before = probe.sample()
         runs.append(split(drive_random(engine, lengths, numbers), batch_size))
         bandwidths.append((before + probe.sample()) / 2)
-    in_four_bits = config.int4 or bool(opened.scheme.four_bits)
-    formats = config.compute_format, config.weight_format
-    weights = weight_bytes(engine.runner.model.config, *formats, batch_size, in_four_bits)
+    formats, four = (config.compute_format, config.weight_format), four_bits_of(opened, config)
+    weights = weight_bytes(engine.runner.model.config, *formats, batch_size, four)
     # of a step half way through the output
     cache = round(batch_size * read_bytes(engine.runner.pool.spec, input_len + output_len / 2))
     figures = _figures(runs, batch_size, input_len)

@@ -32,6 +32,7 @@ from freight.checkpoint.reader import Checkpoint
 from freight.fp8 import mxfp4
 from freight.fp8.cast import torch_dtype
 from freight.fp8.formats import Format
+from freight.fp8.four_bits import SCALES
 from freight.fp8.scheme import FourBits, Packing, Scheme, held_group
 from freight.operands.weight import Codes, Groups, Weight
 
@@ -358,7 +359,8 @@ def _of_tensor(stored: StoredGroups) -> str:
 
 def _scales(checkpoint: Checkpoint, name: str) -> Tensor:
     """Return the scales of groups, as they are stored; those in float32 become bfloat16 or float16,
-    whichever has them. Raises CheckpointError for what is not finite, or negative in E4M3.
+    whichever has them. Raises CheckpointError for what is not finite, negative in E4M3, or outside
+    `fp8.four_bits.SCALES`.
 
     Those of integers may be negative: AutoRound lets -8, the code of the largest magnitude, stand
     for the group's value of the largest magnitude, whatever its sign.
@@ -370,6 +372,13 @@ def _scales(checkpoint: Checkpoint, name: str) -> Tensor:
         raise checkpoint.fault(
             f"{name} has {bad[0].item()} among its {values.numel()} values; a scale has to be finite"
             + " and not negative" * unsigned
+        )
+    magnitude, (least, most) = values.abs(), SCALES
+    outside = values[(magnitude != 0) & ((magnitude < least) | (magnitude > most))]
+    if len(outside):
+        raise checkpoint.fault(
+            f"{name} has {outside[0].item():.3g} among its {values.numel()} values; a scale has to be 0, or 2 ** -126 "
+            "to 2 ** 100 in magnitude: convert the model to bfloat16, or quantize it again"
         )
     if stored.dtype != torch.float32:
         return stored

@@ -97,7 +97,7 @@ States = Annotated[
 ]
 Weights = Annotated[
     str | None,
-    option("LIST", "Weights to measure as well: fp8,fp8-channel,fp8-block,int8,int4."),
+    option("LIST", "Weights to measure as well: fp8[-channel|-block],int8,int4[-64|-32],mxfp4."),
 ]
 CalibrationData = Annotated[
     str | None,

@@ -175,6 +175,7 @@ def _read(
     scheme or an empty one).
     """
     from freight.checkpoint.layouts import read_scheme
+    from freight.config.resolve import check_stored_weights
     from freight.fp8.scheme import Scheme
     from freight.models.open import read_model_config
 
@@ -183,6 +184,10 @@ def _read(
         model = read_model_config(config, tensors, stored, ignore_keys)
     except CheckpointError as error:
         return _blocked(config, str(error), stored), None, Scheme()
+    try:
+        check_stored_weights(model, scheme)
+    except ConfigError as error:
+        return _blocked(config, str(error), stored), None, scheme
     return _architecture(model), model, scheme
 
 

@@ -75,6 +75,14 @@ def no_int8_weights(device: str) -> ConfigError:
     )
 
 
+def no_four_bit_weights(device: str) -> ConfigError:
+    """Return the error for weights in 4 bits with scales of groups on a GPU."""
+    return ConfigError(
+        f"weights in 4 bits on {device}: the kernels for GPUs have no products with them; use FP8 (--quantization fp8 "
+        "with the unquantized model), or --device cpu"
+    )
+
+
 def _no_groups(device: str) -> ConfigError:
     return ConfigError(
         f"--kv-scales group on {device}: not on GPUs yet, whose kernels have one scale per token; "

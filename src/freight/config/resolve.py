@@ -137,13 +137,27 @@ def check_int8(model: ModelConfig, kind: str, device: str, kernels: str) -> None
 
     kind, device: 'cpu' or 'cuda', and its name; kernels: --kernels
     """
-    if model.foreign is not None:
-        raise ConfigError(
-            f"weights in INT8 are implemented for Freight's own decoder, and model_type {model.model_type!r} runs "
-            "through transformers' modules; use FP8 (--quantization fp8 with the unquantized model)"
-        )
+    _require_native(model, "INT8")
     if kind != "cpu" and kernels != "reference":
         raise no_int8_weights(device)
+
+
+def check_stored_weights(model: ModelConfig, scheme: Scheme) -> None:
+    """Raise ConfigError for a checkpoint in INT8 or 4 bits that would run through transformers'
+    modules.
+    """
+    if scheme.four_bits:
+        _require_native(model, "4 bits")
+    if scheme.weight_format is Format.INT8:
+        _require_native(model, "INT8")
+
+
+def _require_native(model: ModelConfig, weights: str) -> None:
+    if model.foreign is not None:
+        raise ConfigError(
+            f"weights in {weights} are implemented for Freight's own decoder, and model_type {model.model_type!r} runs "
+            "through transformers' modules; use FP8 (--quantization fp8 with the unquantized model)"
+        )
 
 
 def _check_ranks(args: EngineArgs) -> None:
@@ -183,6 +197,7 @@ def resolve(
     if args.tensor_parallel_size > 1 and device.kind != "cpu":
         raise ConfigError(_NO_GPUS.format(args.tensor_parallel_size))
     check_threads(args.threads, device.cores)
+    check_stored_weights(model, scheme)
     compute = model.checkpoint_format if args.dtype == "auto" else DTYPES[args.dtype]
     skipped = skipped_layers(args.kv_cache_dtype_skip_layers, model.paged, model.num_layers)
     kv = resolve_kv_cache(args, compute, scheme, kv_scales, device.native_e4m3, skipped)
@@ -223,11 +238,7 @@ def rounds_to_int4(model: ModelConfig, scheme: Scheme) -> bool:
 
     Raises ConfigError for a model whose weights are in FP8, or that runs through transformers.
     """
-    if model.foreign is not None:
-        raise ConfigError(
-            f"--quantization int4: model_type {model.model_type!r} runs through transformers' modules, and weights in "
-            "4 bits are for Freight's own models; use fp8"
-        )
+    _require_native(model, "4 bits")
     if scheme.weight_format is not None and not scheme.four_bits:
         raise ConfigError(
             f"--quantization int4: the weights are quantized already ({scheme.description}); omit it, or give the "

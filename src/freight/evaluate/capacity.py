@@ -20,18 +20,32 @@ from freight.checkpoint.layouts import read_scheme
 from freight.config.dtype import DtypeSource
 from freight.config.engine import EngineArgs, KVCacheConfig
 from freight.config.fields import JsonObject
+from freight.config.hardware import no_four_bit_weights
 from freight.config.kv_source import groups_fit
 from freight.config.model import ModelConfig
 from freight.config.options import choose
 from freight.config.parse import parse_model_config
 from freight.config.registry import FAMILIES
-from freight.config.resolve import DTYPES, check_int8, parse_memory, step_tokens
+from freight.config.resolve import (
+    DTYPES,
+    check_int8,
+    check_stored_weights,
+    parse_memory,
+    step_tokens,
+)
 from freight.config.skip_layers import FLAG, check_skipped, skipped_layers
 from freight.config.states import check_states, with_state
 from freight.errors import CapacityError, ConfigError
 from freight.fp8.formats import Format, Granularity, ScaleSource
-from freight.fp8.scheme import Scheme
-from freight.models.sizes import Layout, LinearOf, LoadedBytes, loaded_bytes, online
+from freight.fp8.scheme import Packing, Scheme
+from freight.models.sizes import (
+    Layout,
+    LinearOf,
+    LoadedBytes,
+    int4_online,
+    loaded_bytes,
+    online,
+)
 from freight.parallel.shards import require_divisible
 from freight.parallel.shared import MAX_RANKS
 
@@ -232,26 +246,42 @@ def _settings(
     model: ModelConfig, scheme: Scheme, compute: Format, wish: Wish, context: int
 ) -> Iterator[Setting]:
     """Weights before caches: FP8 weights change more than an FP8 cache does (docs/numerics.md)."""
-    fp8 = Format.E4M3FN
-    forms: list[tuple[Format, LinearOf, tuple[str, ...]]]
-    if scheme.weight_format is Format.INT8:
-        check_int8(model, wish.device, f"--device {wish.device}", "auto")
-    if scheme.weight_format is not None:
-        forms = [(Format.INT8 if scheme.weight_format is Format.INT8 else fp8, scheme.linear, ())]
-    else:
-        forms = [(compute, lambda _: None, ())]
-        if model.foreign is None or model.foreign.rounded:
-            forms.append((fp8, online(model), ("--quantization", "fp8")))
     caches = _caches(compute, scheme, wish, model)
-    for weights, linear_of, options in forms:
+    for name, weights, linear_of, options in _forms(model, scheme, compute, wish.device):
         loaded = loaded_bytes(model, compute, weights, linear_of, wish.layout, context, wish.ranks)
         for kv, flags in caches:
-            name = scheme.weight_formats or weights
             formats = name, kv, (*options, *flags)
             sizes = EngineArgs.block_size, compute, wish.state_every, context, wish.ranks
             spec, whole = cache_spec(kv, model, *sizes), cache_spec(kv, model, *sizes[:-1])
             step = step_tokens(wish.device, model)
             yield _setting(formats, loaded, spec, stored_tokens(whole), wish, context, step)
+
+
+# Weights: their name, what those in 8 bits are in, the scheme of each matrix, and the options
+Form = tuple[str, Format, LinearOf, tuple[str, ...]]
+
+
+def _forms(model: ModelConfig, scheme: Scheme, compute: Format, device: str) -> Iterator[Form]:
+    """Yield those of the checkpoint, or what the engine makes of 16 bits, the fewest bytes last but
+    for INT8: with a number more for each row than FP8, it is there to be seen and never the choice.
+    Raises ConfigError for weights that the device does not compute with.
+    """
+    fp8, named = Format.E4M3FN, f"--device {device}"
+    check_stored_weights(model, scheme)
+    if device != "cpu" and scheme.four_bits - {Packing.MXFP4}:
+        raise no_four_bit_weights(named)
+    if scheme.weight_format is Format.INT8:
+        check_int8(model, device, named, "auto")
+    if scheme.weight_format is not None:
+        weights = Format.INT8 if scheme.weight_format is Format.INT8 else fp8
+        yield scheme.weight_formats, weights, scheme.linear, ()
+        return
+    yield compute, compute, lambda _: None, ()
+    if model.foreign is None or model.foreign.rounded:
+        yield fp8, fp8, online(model), ("--quantization", "fp8")
+    if model.foreign is None and device == "cpu":
+        yield Format.INT8, Format.INT8, online(model), ("--quantization", "int8")
+        yield "int4", fp8, int4_online, ("--quantization", "int4")
 
 
 Cache = tuple[KVCacheConfig, tuple[str, ...]]  # and the options that give it

@@ -6,14 +6,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from freight.checkpoint.declare import scale_format
 from freight.config.engine import EngineConfig
 from freight.config.quantize_plan import Layout
 from freight.errors import ConfigError, choices
+from freight.fp8 import mxfp4
 from freight.fp8.cast import torch_dtype
 from freight.fp8.formats import Format
+from freight.fp8.four_bits import round_mxfp4
 from freight.fp8.weights import quantize_blocks, quantize_rows, quantize_tensor
 from freight.models.decoder import Decoder
 from freight.models.loader import build_decoder, require_groups
@@ -21,32 +24,49 @@ from freight.models.open import OpenModel
 from freight.models.sources import CheckpointSource, round_to_int4
 from freight.operands.weight import Activations, Weight
 
-SCHEMES = ("fp8", "fp8-channel", "fp8-block", "int8", "int4")
+_GROUPS = {"int4": 128, "int4-64": 64, "int4-32": 32}  # inputs that share a scale
+SCHEMES = ("fp8", "fp8-channel", "fp8-block", "int8", *_GROUPS, "mxfp4")
 
 
 @dataclass(frozen=True)
 class RoundedSource(CheckpointSource):
     """Rounds matrices, but not the head, to `weight_format` by `scheme`, with dynamic activations,
-    or to INT4, with none.
+    or to 4 bits, with none.
     """
 
     scheme: str = "fp8"
     scale_format: Format = Format.FLOAT32
 
     def _rounded(self, stored: Tensor) -> Weight:
-        if self.scheme == "int4":
-            return round_to_int4(stored, torch_dtype(self.compute_format))
+        dtype = torch_dtype(self.compute_format)
+        if self.scheme in _GROUPS:
+            return round_to_int4(stored, dtype, _GROUPS[self.scheme])
+        if self.scheme == "mxfp4":
+            return _round_to_mxfp4(stored, dtype, self.keeps_mxfp4)
         quantize = {
             "fp8": quantize_tensor,
             "fp8-channel": quantize_rows,
             "fp8-block": quantize_blocks,
             "int8": quantize_rows,
         }[self.scheme]
-        plain = stored.to(torch_dtype(self.compute_format))
+        plain = stored.to(dtype)
         data, scale = quantize(plain, self.weight_format, self.scale_format)
         if scale.ndim == 0:
             scale = scale.expand(len(data)).contiguous()
         return Weight(data, scale, Activations.DYNAMIC)
+
+
+def _round_to_mxfp4(stored: Tensor, dtype: torch.dtype, keeps: bool) -> Weight:
+    """Round a matrix to MXFP4, held so where kernels take it (`keeps`), else in `dtype`; one whose
+    inputs groups do not divide becomes `dtype` unrounded.
+    """
+    if stored.shape[1] % mxfp4.GROUP:
+        return Weight(stored.to(dtype).contiguous())
+    codes, scales = round_mxfp4(stored)
+    if keeps:
+        return Weight(codes.view(mxfp4.CODES), scales.view(mxfp4.SCALES))
+    blocks = codes.unflatten(1, (-1, mxfp4.GROUP // 2))
+    return Weight(mxfp4.to_bfloat16(blocks, scales).to(dtype))
 
 
 def check_schemes(opened: OpenModel, schemes: tuple[str, ...], quantization: str | None) -> None:
@@ -74,12 +94,13 @@ def load_rounded(
     """
     assert opened.checkpoint is not None
     kernels = opened.kernels(config)
-    require_groups(kernels, {}, int4=scheme == "int4")
+    require_groups(kernels, {}, int4=scheme in _GROUPS)
     source = RoundedSource(
         opened.checkpoint,
         config.compute_format,
         Format.INT8 if scheme == "int8" else opened.device.native_e4m3,
         config.device,
+        keeps_mxfp4=kernels.packs_mxfp4,
         scheme=scheme,
         scale_format=scale_format(Layout.COMPRESSED_TENSORS, opened.model.checkpoint_format),
     )

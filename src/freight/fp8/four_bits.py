@@ -19,6 +19,9 @@ _ROWS = 1024  # rounded at once: the search takes several times their memory
 # Of groups whose values the dtype of scales is too coarse for: the least float16 above 0, and the
 # least bfloat16 that kernels take
 _LEAST = {torch.float16: 2.0**-24, torch.bfloat16: 2.0**-126}
+# Least and largest magnitude of a scale of INT4, beside 0: with others, values may be subnormal in
+# bfloat16, which matrix tiles treat as zeros, or infinite
+SCALES = (2.0**-126, 2.0**100)
 # Halfway between the value of code i of E2M1 and the next one
 _MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 

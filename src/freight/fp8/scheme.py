@@ -76,6 +76,11 @@ class FourBits:
     zeros: bool = False
     ordered: bool = False
 
+    def stored_bytes(self, count: int) -> int:
+        """Return the bytes of `count` codes, with scales and zero points of their groups."""
+        of_group = (1 if self.packing.codes in ("NVFP4", "MXFP4") else 2) + self.zeros
+        return count // 2 + (count // self.group * of_group if self.group else 0)
+
     def __str__(self) -> str:
         shared = "row" if self.group is None else f"{self.group} inputs"
         zeros = " and zero points" if self.zeros else ""

@@ -213,12 +213,6 @@ def load_foreign(
     its check; ConfigError where FP8 is asked for and no matrix can be rounded to it.
     """
     assert config.foreign is not None
-    if scheme.four_bits:
-        raise refused(
-            config.model_type,
-            f"its weights are in 4 bits ({scheme.weights}), which Freight's own models alone have; use the model in "
-            "FP8 or 16 bits",
-        )
     free = frozenset((config.foreign.embedding, config.foreign.head))
     stored = find_linears(checkpoint, scheme, dict(config.foreign.tensors), free)
     _refuse_other_fp8(checkpoint, frozenset(linear.weight for linear in stored.values()))

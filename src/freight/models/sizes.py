@@ -129,8 +129,9 @@ def group_bytes(rows: int, columns: int, four: FourBits, layout: Layout) -> int:
     if layout is Layout.PLAIN:
         own = _SCALE * rows * nvfp4 + 8 * columns * four.ordered
         return rows * columns // 2 + rows * columns // size * of_group + own
-    # csrc/packed.h: for bands of 32 rows, groups as they are stored; of NVFP4 two together
-    together = 2 * size if nvfp4 else size
+    # csrc/packed.h: for bands of 32 rows, groups as they are stored, of NVFP4 two together; with
+    # tiles so many that they have 128 inputs
+    together = _BLOCK if layout is Layout.TILES else 2 * size if nvfp4 else size
     unit = 32 * (together // 2 + together // size * of_group)
     own = _SCALE * _up(rows, 16) + 4 * columns * four.ordered
     return -(-rows // 32) * -(-columns // together) * unit + own

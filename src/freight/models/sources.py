@@ -21,7 +21,7 @@ from freight.checkpoint.reader import Checkpoint
 from freight.fp8.cast import torch_dtype
 from freight.fp8.formats import Format
 from freight.fp8.four_bits import int4_scale_dtype, round_int4
-from freight.fp8.scheme import int4_group
+from freight.fp8.scheme import INT4_GROUP, int4_group
 from freight.fp8.weights import fit_rows, quantize_rows
 from freight.operands.weight import Activations, Codes, Groups, Weight
 
@@ -86,11 +86,11 @@ def in_halves(x: Tensor, dim: int) -> Tensor:
     return x.index_select(dim, torch.cat((even, even + 1)))
 
 
-def round_to_int4(stored: Tensor, dtype: torch.dtype) -> Weight:
-    """Round a matrix to INT4 in groups of 128 inputs, or of fewer where these do not divide them;
-    one that no groups divide becomes `dtype`.
+def round_to_int4(stored: Tensor, dtype: torch.dtype, group: int = INT4_GROUP) -> Weight:
+    """Round a matrix to INT4 in groups of `group` inputs, or of fewer where these do not divide
+    them; one that no groups divide becomes `dtype`.
     """
-    size = int4_group(stored.shape[1])
+    size = int4_group(stored.shape[1], group)
     if size is None:
         return Weight(stored.to(dtype).contiguous())
     data, scales = round_int4(stored, size, int4_scale_dtype(dtype))

@@ -26,6 +26,7 @@ from freight.config.presets import PRESETS
 from freight.engine.build import start_engine
 from freight.errors import ConfigError
 from freight.fp8.formats import Format, Granularity
+from freight.fp8.scheme import FourBits, Packing
 from freight.kernels.reference_set import REFERENCE
 from freight.kernels.select import select_kernels
 from freight.models.open import OpenModel, open_random
@@ -120,6 +121,14 @@ def test_weight_bytes_by_hand():
     assert weight_bytes(model, Format.BFLOAT16, Format.E4M3FN) == linear + 4 * outputs + 2 * (
         norms + head
     )
+    four = FourBits(Packing.INT4, 32, zeros=True)  # 16 bytes of codes, a scale and a zero point
+    assert weight_bytes(model, Format.BFLOAT16, Format.E4M3FN, four=four) == linear // 32 * (
+        16 + 2 + 1
+    ) + 2 * (norms + head)
+    nvfp4 = FourBits(Packing.NVFP4, 16)
+    assert weight_bytes(model, Format.BFLOAT16, Format.E4M3FN, four=nvfp4) == linear // 16 * (
+        8 + 1
+    ) + 2 * (norms + head)
 
 
 def test_a_table_of_per_layer_inputs_is_not_read_whole():

@@ -107,6 +107,9 @@ def test_every_round_starts_with_another_row_and_only_those_asked_for_run(
     out, order = run_script(capsys, monkeypatch, tmp_path, *words)
     assert order == ["freight-fp8", "torch-bf16", "torch-bf16", "freight-fp8"]
     assert "- Freight 9.9, kernels cpu-portable\n- engine 1.2\n" in out
+    out, _ = run_script(capsys, monkeypatch, tmp_path, *words, "--base", "torch-bf16")
+    assert "| torch BF16 products alone ÷ it, prefill | decode |" in out
+    assert "| Freight FP8 | 200.0 | 40.0 | 0.50 | 0.50 | 2 |" in out
 
 
 def test_a_name_stands_for_its_workloads(

@@ -125,6 +125,10 @@ CONFIGS: dict[str, tuple[dict[str, Any], str | None, str | None]] = {
     "unknown model": ({**LLAMA, "model_type": "none_such"}, None, "model_type 'none_such' is not implemented"),
     "no fallback": ({**LLAMA, "model_type": "mamba", "ssm_cfg": 1}, None, "a recurrent state"),
     "quantization": ({**LLAMA, "quantization_config": {"quant_method": "gguf"}}, None, "gguf"),
+    "4 bits by the fallback": (
+        {**LLAMA, "model_type": "cohere2", "quantization_config": {"quant_method": "gptq", "bits": 4, "sym": True}},
+        None, "weights in 4 bits are implemented for Freight's own decoder, and model_type 'cohere2' runs through",
+    ),
     "code of its own": (
         {**LLAMA, "model_type": "baichuan", "auto_map": {"AutoConfig": "configuration_baichuan.BaichuanConfig"}},
         None, "auto_map names code in the checkpoint, which is never run here; vLLM runs it with --trust-remote-code",

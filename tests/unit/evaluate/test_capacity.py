@@ -101,7 +101,9 @@ def test_every_setting_is_what_the_engine_allocates(
     file.write_text(json.dumps(SMALL[name]))
     wish = Wish(7 * MIB, context, concurrency, "cpu", LAYOUT, skip_layers=skipped)
     plan = make_plan(SMALL[name], wish)
-    assert len(plan.settings) == 10
+    assert len(plan.settings) == 20
+    weights = [one.weights for one in plan.settings[::5]]
+    assert weights == ["bfloat16", "fp8_e4m3fn", "int8", "int4"]
     for one in plan.settings:
         args = engine_args(one, wish)
         engine, config = start_engine(open_random(args, str(file)))
@@ -190,6 +192,47 @@ def test_int8_weights_are_planned_for_cpus_alone() -> None:
     assert more == 32 * 4 * rows
     with pytest.raises(ConfigError, match="weights in INT8 on --device cuda"):
         make_plan(in_8_bits("int"), Wish(24 * GIB, device="cuda"))
+
+
+def in_4_bits(method: str) -> dict[str, Any]:
+    said = {"quant_method": method, "bits": 4, "group_size": 128, "sym": True}
+    return LLAMA_3_1_8B | {"quantization_config": said}
+
+
+def test_weights_in_4_bits_are_planned_for_cpus_alone() -> None:
+    """Of 128 inputs: 64 bytes of codes and a scale in 16 bits, and one float32 number for a row."""
+    here = Wish(64 * GIB, device="cpu", layout=Layout.PACKED)
+    stored, plain = make_plan(in_4_bits("gptq"), here), make_plan(LLAMA_3_1_8B, here)
+    assert {one.weights for one in stored.settings} == {"int4"}
+    (rounded, *_) = (one for one in plain.settings if one.weights == "int4")
+    assert rounded.options[:2] == ("--quantization", "int4")
+    assert rounded.loaded == stored.settings[0].loaded
+    of_layer = 4096 * 4096 * 2 + 4096 * 1024 * 2 + 4096 * 14336 * 3
+    rows = 2 * 4096 + 2 * 1024 + 2 * 14336 + 4096
+    norms = 2 * 4096 * (2 * 32 + 1)
+    assert rounded.loaded.layers == 32 * (of_layer * 66 // 128 + 4 * rows) + norms
+    assert all(one.weights != "int4" for one in make_plan(LLAMA_3_1_8B, Wish(64 * GIB)).settings)
+    with pytest.raises(ConfigError, match="weights in 4 bits on --device cuda"):
+        make_plan(in_4_bits("gptq"), Wish(24 * GIB, device="cuda"))
+
+
+def test_models_of_transformers_modules_are_not_planned_in_4_bits() -> None:
+    said = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True}
+    foreign = {
+        "architectures": ["GPTNeoXForCausalLM"],
+        "model_type": "gpt_neox",
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "vocab_size": 64,
+        "dtype": "float16",
+        "quantization_config": said,
+    }
+    with pytest.raises(ConfigError, match=r"4 bits .*'gpt_neox' runs through transformers' mod"):
+        make_plan(foreign, Wish(GIB, device="cpu"))
+    plain = make_plan(foreign | {"quantization_config": None}, Wish(GIB, device="cpu"))
+    assert {one.weights for one in plain.settings} == {"float16", "fp8_e4m3fn"}
 
 
 def test_a_plan_refuses_what_an_engine_does() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import hypothesis.strategies as st
 import pytest
+import torch
 from hypothesis import given, settings
 from tests.parity.variants import VARIANTS
 from tests.shares import examples
@@ -21,13 +22,16 @@ from freight.config.registry import FAMILIES
 from freight.errors import ConfigError
 from freight.fp8.cast import torch_dtype
 from freight.fp8.formats import Format
+from freight.fp8.scheme import FourBits, Packing
 from freight.kernels.cpu.interface import FORMATS
 from freight.kernels.cpu.library import load, runnable
+from freight.kernels.cpu.linear import packed_bytes
 from freight.layers.attention import Attention
 from freight.layers.latent import Latent
 from freight.models.open import OpenModel, open_model, open_random
-from freight.models.sizes import ONLINE, Layout, LinearOf, loaded_bytes, matrix_bytes
+from freight.models.sizes import ONLINE, Layout, LinearOf, group_bytes, loaded_bytes, matrix_bytes
 from freight.models.weight_bytes import weight_bytes
+from freight.operands.weight import Codes, Groups, Weight
 from freight.parallel.ranks import Ranks
 from freight.parallel.shared import CAPACITY, SharedFiles, SharedMemory
 
@@ -253,3 +257,35 @@ def test_every_build_packs_a_matrix_into_what_is_counted(
         matrix_bytes(rows, columns, format, None, LAYOUTS.get(build, Layout.PACKED))
         == packed + scales
     )
+
+
+@settings(max_examples=examples(200))
+@given(
+    build=st.sampled_from(runnable() or ("none",)),
+    rows=st.integers(1, 300),
+    groups=st.integers(1, 9),
+    kind=st.sampled_from(
+        [
+            *(
+                FourBits(Packing.INT4, size, zeros)
+                for size in (32, 64, 128)
+                for zeros in (False, True)
+            ),
+            FourBits(Packing.NVFP4, 16),
+        ]
+    ),
+)
+def test_every_build_packs_groups_into_what_is_counted(
+    build: str, rows: int, groups: int, kind: FourBits
+) -> None:
+    assert kind.group is not None
+    columns = kind.group * groups
+    if kind.packing is Packing.NVFP4:
+        held = Groups(Codes.E2M1, 16, torch.ones(rows, groups).to(torch.float8_e4m3fn))
+    else:
+        zeros = torch.zeros(rows, groups, dtype=torch.uint8) if kind.zeros else None
+        held = Groups(Codes.INT4, kind.group, torch.ones(rows, groups).half(), zeros)
+    data = torch.zeros(rows, columns // 2, dtype=torch.uint8)
+    packed = packed_bytes(load(build), Weight(data, groups=held))
+    layout = LAYOUTS.get(build, Layout.PACKED)
+    assert group_bytes(rows, columns, kind, layout) == packed + 4 * -(-rows // 16) * 16

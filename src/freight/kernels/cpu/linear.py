@@ -18,6 +18,7 @@ from freight.errors import KernelError
 from freight.fp8 import mxfp4
 from freight.fp8.cast import torch_dtype
 from freight.fp8.formats import COMPUTE_FORMATS, Format
+from freight.fp8.four_bits import SCALES
 from freight.kernels.cpu.interface import (
     ACTIVATIONS,
     CACHE_LINE,
@@ -40,10 +41,6 @@ _WEIGHTS = {
     torch_dtype(format): FORMATS[torch_dtype(format)]
     for format in (*COMPUTE_FORMATS, Format.E4M3FN, Format.INT8)
 } | {mxfp4.CODES: MXFP4}
-_SCALES = (
-    2.0**-126,
-    2.0**100,
-)  # of groups in INT4: with others, values may leave those of bfloat16
 LARGE = 2**20  # values from which packing first returns freed memory; see give_back_freed_memory
 _LARGE_PAGE = 2**21  # bytes; allocations of this size and more are aligned to such pages
 
@@ -210,7 +207,7 @@ def _with_groups(weight: Weight, groups: Groups) -> Tensor:
     Raises KernelError if values may be subnormal or infinite in bfloat16, or NaN.
     """
     magnitude = groups.scales.float().abs()
-    least, most = _SCALES
+    least, most = SCALES
     if not ((magnitude == 0) | ((magnitude >= least) & (magnitude <= most))).all():
         raise KernelError(
             "the CPU kernels compute with 4-bit matrices whose scales are 0 or 2 ** -126 to 2 ** 100 in magnitude; "
