@@ -257,7 +257,7 @@ def test_every_option_is_compared_or_a_machine_s_own() -> None:
 
 @pytest.mark.slow  # starts a server, another machine and their ranks, twice
 def test_servers_of_two_machines_begin_again_after_rank_0_was_killed() -> None:
-    common = ["--threads", "1", "--kv-cache-memory", "4MiB"]
+    common = ["--threads", "1", "--kv-cache-memory", "64MiB"]
     with freight_serve("demo", common) as url:
         expected = completion_of(url)
     where = ["-tp", "4", "--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port"]
@@ -297,3 +297,5 @@ def test_servers_of_two_machines_begin_again_after_rank_0_was_killed() -> None:
         server.close()
         other.kill()
         other.wait(30)
+        reader.join(10)
+        other.stderr.close()

@@ -320,13 +320,14 @@ class Engine:
         )
 
     def close(self, seconds: float = CLOSE_SECONDS) -> None:
-        """Let the store have what it wants of the cache, for `seconds` at most, and end its threads.
-        An engine without a store has nothing to close.
+        """Let the store have what it wants of the cache, for `seconds` at most, and end its threads;
+        then end the other ranks. An engine with neither has nothing to close.
         """
         if self._store is not None:
             self._repair()
             self.scheduler.offer_running()
             self._store.close(seconds)
+        self.runner.close()
 
     def abort(self, request_id: str) -> None:
         """Stop computing a request; its output stays until `release`. Unknown or finished ids are

@@ -230,6 +230,8 @@ class Leader:
         others = self._others
         come = {} if others.meeting is None else others.meeting.accept(random_shape)
         others.remote.update((rank, connection) for rank, (connection, _) in come.items())
+        if others.meeting is not None:
+            others.meeting.close()  # who comes later is not left waiting
         for rank in range(1, self.size):
             start = Start(
                 args=args,
@@ -517,6 +519,11 @@ class LeadingRunner(ModelRunner):
     def num_ranks(self) -> int:
         assert self.leader is not None
         return self.leader.size
+
+    def close(self) -> None:
+        """End the other ranks: this is wanted, which they say where they were started."""
+        assert self.leader is not None
+        self.leader.close()
 
     def on_lost(self, call: Callable[[], None]) -> None:
         """Have another thread call this once a rank is lost."""

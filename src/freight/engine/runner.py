@@ -77,6 +77,9 @@ class ModelRunner:
         """How many ranks compute the steps."""
         return 1
 
+    def close(self) -> None:
+        """End the other ranks; there is none here (`leader.py`)."""
+
     def on_lost(self, call: Callable[[], None]) -> None:
         """Have `call` called once another rank is lost; there is none here (`leader.py`)."""
 

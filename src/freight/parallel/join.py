@@ -80,6 +80,8 @@ class Meeting:
                 "program may have the port, or the address may be another machine's"
             ) from error
         self.host: str = self._listener.getsockname()[0]
+        if self.host != address:  # a name may mean 127.0.1.1 on the machine that has it
+            self._where += f" ({self.host})"
 
     def accept(self, random_shape: str | None) -> dict[int, tuple[socket.socket, Join]]:
         """Wait for all ranks of other machines. Raises RankError if they do not come within

@@ -14,7 +14,7 @@ from typing import Any, get_args
 
 import yaml
 
-from freight.cli.options import ENGINE_FLAGS, Flag
+from freight.cli.options import ENGINE_FLAGS, NODES, Flag
 from freight.cli.serve import SERVER_FLAGS, settings_of
 from freight.config.engine import EngineArgs
 from freight.config.options import require_known
@@ -30,6 +30,7 @@ _NOT_HERE = {
     **dict.fromkeys(("ssl_certfile", "ssl_keyfile", "ssl_keyfile_password"), _HOW),
     "insecure": "Ray listens, and nothing checks its address: give api_key or api_key_file",
     "tensor_parallel_size": "a replica on Ray is one device; leave it out, and take more replicas",
+    **dict.fromkeys(NODES, "a replica on Ray is one machine's; leave it out"),
     "restart_engine": "a replica ends with its engine, and Ray starts another one",
 }
 
