@@ -120,7 +120,8 @@ class Meeting:
                 "program may have the port, or the address may be another machine's"
             ) from error
         self.host: str = self._listener.getsockname()[0]
-        if ip_address(self.host.partition("%")[0]).is_unspecified:
+        found = ip_address(self.host.partition("%")[0])
+        if found.is_unspecified:
             self._listener.close()
             raise ConfigError(
                 f"--master-addr {address}: the others are told this address of rank 0 to connect to, so name one of "
@@ -128,6 +129,12 @@ class Meeting:
             )
         if self.host != address:  # a name may mean 127.0.1.1 on the machine that has it
             self._where += f" ({self.host})"
+            if found.is_loopback and address != "localhost":
+                logger.warning(
+                    "--master-addr %s is %s here, which no other machine reaches: give its address instead of its name",
+                    address,
+                    self.host,
+                )
 
     def accept(self, random_shape: str | None) -> dict[int, tuple[socket.socket, Join]]:
         """Wait for all ranks of other machines. Raises RankError if they do not come within

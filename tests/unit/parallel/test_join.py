@@ -236,6 +236,19 @@ def test_a_name_that_no_machine_has_is_refused(address: str) -> None:
         come_to(args, join_of(args))
 
 
+def test_a_name_that_means_this_machine_alone_is_warned_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Debian's /etc/hosts has 127.0.1.1 for the machine's own name."""
+    resolved = join._resolved
+    monkeypatch.setattr(join, "_resolved", lambda _, port: resolved("127.0.1.1", port))
+    Meeting(args_of(master_addr="host7")).close()
+    assert "--master-addr host7 is 127.0.1.1 here, which no other machine reaches" in caplog.text
+    caplog.clear()
+    Meeting(args_of(master_addr="127.0.1.1")).close()
+    assert not caplog.text
+
+
 def test_a_machine_says_that_another_program_answers() -> None:
     args = args_of()
     with socket.create_server(("127.0.0.1", args.master_port)) as server:
