@@ -329,6 +329,9 @@ FREIGHT_API FreightStatus freight_experts(const FreightExperts* arguments);
 // Ranks: processes that each compute some columns of the same rows. On one machine they gather over shared memory. On
 // several, `exchange` gathers, and the shared memory is not looked at.
 
+// part [rows, part_bytes] -> out [rows, size, part_bytes]
+typedef FreightStatus (*FreightExchange)(const void* part, void* out, int64_t rows, int64_t part_bytes);
+
 struct FreightRanks {
   void* shared;          // memory of all ranks: cache lines with a number each, which are 0 at first: turns of each of
                          // FREIGHT_MAX_RANKS ranks, `lost`, `failed`; then [2][size][capacity] bytes
@@ -336,8 +339,7 @@ struct FreightRanks {
   int64_t capacity;      // bytes of a slot, a multiple of the cache line
   int64_t timeout;       // milliseconds after which a rank that does not answer counts as lost
   int32_t rank, size;
-  // Null, or what takes the place of shared memory: part [rows, part_bytes] -> out [rows, size, part_bytes].
-  FreightStatus (*exchange)(const void* part, void* out, int64_t rows, int64_t part_bytes);
+  FreightExchange exchange;  // null, or what takes the place of shared memory
 };
 
 struct FreightGather {

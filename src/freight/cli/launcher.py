@@ -24,7 +24,7 @@ from freight.errors import ConfigError
 _NOT_READ = ("hostname", "env")  # as variables
 _INTEGERS = (
     *("port", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "speculate"),
-    "tensor_parallel_size",
+    *("tensor_parallel_size", "master_port"),
 )
 _LISTS = ("api_key", "allow_origin")
 

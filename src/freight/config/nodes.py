@@ -17,7 +17,7 @@ MOST_JOIN_SECONDS = 1_000_000
 # What each machine has its own of: where the model lies, and what it computes with
 OWN = (
     *("model", "tokenizer", "skip_tokenizer_init", "quantization_param_path"),
-    *("threads", "rank_cpus", "node_rank", "master_addr", "master_port"),
+    *("threads", "rank_cpus", "node_rank", "master_addr", "master_port", "join_timeout"),
     "max_step_seconds",  # of rank 0's scheduler, and a server has another default
 )
 

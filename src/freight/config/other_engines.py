@@ -200,6 +200,8 @@ TGI_OPTIONS = {
     "dtype": TgiOption("dtype"),
     "quantize": TgiOption("quantization", ("compressed-tensors",)),
     "port": TgiOption("port"),
+    "master_addr": TgiOption("master_addr"),  # without --nnodes they do nothing
+    "master_port": TgiOption("master_port"),
     "hostname": TgiOption("host"),  # its flag only: every container sets the HOSTNAME variable
     "api_key": TgiOption("api_key"),
     "cors_allow_origin": TgiOption("allow_origin"),
@@ -249,8 +251,6 @@ TGI_OPTIONS = {
         (
             "validation_workers",
             "shard_uds_path",
-            "master_addr",
-            "master_port",
             "otlp_endpoint",
             "otlp_service_name",
         ),

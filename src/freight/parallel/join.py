@@ -10,13 +10,17 @@ from __future__ import annotations
 
 import json
 import logging
+import selectors
 import socket
 import time
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from ipaddress import ip_address
 from typing import Any
 
 from freight.config.engine import EngineArgs
+from freight.config.fields import is_integer
 from freight.config.nodes import differences
 from freight.errors import ConfigError, RankError
 from freight.parallel import messages
@@ -25,6 +29,8 @@ from freight.version import version
 
 _MOST = 1 << 20  # bytes of JOIN
 _HELLO_SECONDS = 10.0  # for a connection to say JOIN
+_MOST_VISITORS = 64  # that have not said it: each takes a file, and up to _MOST bytes
+_MOST_WHY = 4000  # characters of a refusal, which has values that the other machine sent
 _AGAIN = 0.25  # seconds between tries to connect
 _BUFFER = 256 << 10  # bytes that the system takes before a message is read
 
@@ -54,13 +60,46 @@ class Join:
 
     @staticmethod
     def decode(data: bytes) -> Join:
-        """Return what was encoded. Raises ValueError or TypeError for anything else."""
+        """Return what was encoded. Raises ValueError, TypeError, KeyError or RecursionError for
+        anything else.
+        """
         values = json.loads(data)
         chosen = values["processors"]
         found = Join(**values | {"processors": None if chosen is None else tuple(chosen)})
-        if not isinstance(found.rank, int) or not isinstance(found.options, dict):
+        numbers = (found.rank, found.cores, *(found.processors or ()))
+        texts = (found.version, found.random_shape or "")
+        if not (
+            all(map(is_integer, numbers))
+            and all(isinstance(text, str) and text.isprintable() for text in texts)
+            and isinstance(found.options, dict)
+        ):
             raise TypeError(data)
         return found
+
+
+@dataclass(eq=False)
+class _Visitor:
+    """A connection that has not said JOIN yet, and is closed unless it has by `end`."""
+
+    connection: socket.socket
+    end: float
+    said: bytearray = field(default_factory=bytearray)
+
+    def hear(self) -> Join | None:
+        """Read what has come, and return its JOIN once that is whole. Raises OSError, EOFError and
+        as `Join.decode`.
+        """
+        more = self.connection.recv(_MOST)
+        if not more:
+            raise EOFError
+        self.said += more
+        found = messages.whole(self.said, _MOST)
+        if found is None:
+            return None
+        kind, data = found
+        if kind is not Kind.JOIN:
+            raise ValueError(kind)
+        return Join.decode(data)
 
 
 class Meeting:
@@ -74,67 +113,127 @@ class Meeting:
         try:
             family, _, _, _, where = _resolved(address, port)
             self._listener = socket.create_server(where[:2], family=family, backlog=64)
+            self._listener.setblocking(False)
         except OSError as error:
             raise ConfigError(
                 f"--master-addr {address} --master-port {port}: rank 0 cannot listen there: {error}; another "
                 "program may have the port, or the address may be another machine's"
             ) from error
         self.host: str = self._listener.getsockname()[0]
+        found = ip_address(self.host.partition("%")[0])
+        if found.is_unspecified:
+            self._listener.close()
+            raise ConfigError(
+                f"--master-addr {address}: the others are told this address of rank 0 to connect to, so name one of "
+                "this machine that they reach, not all"
+            )
         if self.host != address:  # a name may mean 127.0.1.1 on the machine that has it
             self._where += f" ({self.host})"
+            if found.is_loopback and address != "localhost":
+                logger.warning(
+                    "--master-addr %s is %s here, which no other machine reaches: give its address instead of its name",
+                    address,
+                    self.host,
+                )
 
     def accept(self, random_shape: str | None) -> dict[int, tuple[socket.socket, Join]]:
         """Wait for all ranks of other machines. Raises RankError if they do not come within
         --join-timeout.
+
+        Nobody who connects is waited for alone: a stranger may say nothing, or a byte now and then.
         """
         args = self._args
         each = args.tensor_parallel_size // args.nnodes
-        come: dict[int, tuple[socket.socket, Join]] = {}
         end = time.monotonic() + args.join_timeout
+        come: dict[int, tuple[socket.socket, Join]] = {}
+        visitors: dict[socket.socket, _Visitor] = {}
         logger.info("%s at %s", _waits(_missing(each, args.nnodes, come)), self._where)
         try:
             while len(come) < args.tensor_parallel_size - each:
-                self._listener.settimeout(max(0.0, end - time.monotonic()) or 0.001)
-                connection, _ = self._listener.accept()
-                self._admit(connection, random_shape, range(each, args.tensor_parallel_size), come)
-        except TimeoutError:
+                if time.monotonic() > end:
+                    raise self._too_late(_missing(each, args.nnodes, come))
+                self._wait(end, random_shape, come, visitors)
+        except BaseException:
             for connection, _ in come.values():
                 connection.close()
-            missing = _missing(each, args.nnodes, come)
-            raise RankError(
-                f"{_names(missing)} did not come to {self._where} within {args.join_timeout:g} s (--join-timeout); "
-                f"start the same command there with --node-rank {' or '.join(map(str, missing))}"
-            ) from None
+            raise
+        finally:
+            for connection in visitors:
+                connection.close()
         return come
 
-    def _admit(
+    def _too_late(self, missing: list[int]) -> RankError:
+        return RankError(
+            f"{_names(missing)} did not come to {self._where} within {self._args.join_timeout:g} s (--join-timeout); "
+            f"start the same command there with --node-rank {' or '.join(map(str, missing))}"
+        )
+
+    def _wait(
         self,
-        connection: socket.socket,
+        end: float,
         random_shape: str | None,
-        ranks: range,
         come: dict[int, tuple[socket.socket, Join]],
+        visitors: dict[socket.socket, _Visitor],
     ) -> None:
-        """Take a connection for that of a rank, or refuse it, or close one of a stranger."""
+        """Wait until something comes, at most until `end`, and take it."""
+        ranks = {connection: rank for rank, (connection, _) in come.items()}
+        until = min([end, *(visitor.end for visitor in visitors.values())])
+        ready = _readable([*ranks, *visitors, self._listener], until - time.monotonic())
+        for connection in ready:
+            if connection in ranks:  # says nothing before START: it hung up, and may come again
+                logger.warning("rank %d has left before all had come", ranks[connection])
+                del come[ranks[connection]]
+                connection.close()
+            elif connection is self._listener:
+                self._let_in(visitors)
+            elif self._hear(visitors[connection], random_shape, come):
+                del visitors[connection]
+        now = time.monotonic()
+        for connection in [one for one, visitor in visitors.items() if visitor.end < now]:
+            visitors.pop(connection).connection.close()
+
+    def _let_in(self, visitors: dict[socket.socket, _Visitor]) -> None:
+        with suppress(BlockingIOError, ConnectionError):  # it may have gone again
+            connection, _ = self._listener.accept()
+            connection.setblocking(False)
+            if len(visitors) == _MOST_VISITORS:  # the first has had the longest time
+                visitors.pop(next(iter(visitors))).connection.close()
+            visitors[connection] = _Visitor(connection, time.monotonic() + _HELLO_SECONDS)
+
+    def _hear(
+        self,
+        visitor: _Visitor,
+        random_shape: str | None,
+        come: dict[int, tuple[socket.socket, Join]],
+    ) -> bool:
+        """Take a connection for that of a rank, or refuse it, or close one of a stranger; return whether
+        one of these was done.
+        """
+        connection, first = visitor.connection, self._args.tensor_parallel_size // self._args.nnodes
         try:
-            connection.settimeout(_HELLO_SECONDS)
-            kind, data = messages.receive(connection, _MOST)
-            join = Join.decode(data)
-            if kind is not Kind.JOIN:
-                raise ValueError(kind)
-        except (OSError, EOFError, ValueError, TypeError, KeyError, RankError):
+            join = visitor.hear()
+            if join is None:
+                return False
+            why = self._obstacle(join, random_shape)
+        except (OSError, EOFError, ValueError, TypeError, KeyError, RecursionError):
             connection.close()
-            return
-        why = self._obstacle(join, random_shape)
+            return True
+        ranks = range(first, self._args.tensor_parallel_size)
         if not why and (join.rank not in ranks or join.rank in come):
             why = f"rank {join.rank} is there already: give each machine a --node-rank of its own"
-        with suppress(OSError):  # a rank that has gone shows later
+        why = why[:_MOST_WHY]
+        try:  # the system takes so little at once
             messages.send(connection, Kind.REFUSED if why else Kind.ADMITTED, why.encode())
+            tune(connection, self._args.rank_timeout)
+        except OSError:
+            connection.close()
+            return True
         if why:
             logger.warning("a machine was refused: %s", why)
             connection.close()
-            return
-        tune(connection, self._args.rank_timeout)
-        come[join.rank] = connection, join
+        else:
+            come[join.rank] = connection, join
+        return True
 
     def _obstacle(self, join: Join, random_shape: str | None) -> str:
         """Say in what a machine differs, '' if in nothing."""
@@ -169,6 +268,10 @@ def come_to(args: EngineArgs, join: Join) -> socket.socket:
                     f"rank 0 was not at {where} within {args.join_timeout:g} s (--join-timeout): "
                     f"{error or 'it hung up'}"
                 ) from error
+        except ConfigError:
+            raise
+        except (ValueError, RankError) as error:  # such as a web server's answer
+            raise RankError(f"what answers at {where} is no rank 0 of Freight: {error}") from error
         time.sleep(_AGAIN)
 
 
@@ -183,6 +286,8 @@ def _admitted(args: EngineArgs, join: Join, seconds: float) -> socket.socket:
         said, data = messages.receive(connection, _MOST)
         if said is Kind.REFUSED:
             raise ConfigError(f"rank 0 refused this machine: {data.decode()}")
+        if said is not Kind.ADMITTED:
+            raise ValueError(said)
         tune(connection, args.rank_timeout)
         connection.settimeout(None)
     except BaseException:
@@ -208,8 +313,20 @@ def tune(connection: socket.socket, seconds: float) -> None:
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), min(value, most))
 
 
+def _readable(connections: Sequence[socket.socket], seconds: float) -> list[socket.socket]:
+    """Return those that something can be read from, in this order, once there is one or time is up."""
+    with selectors.DefaultSelector() as selector:
+        for one in connections:
+            selector.register(one, selectors.EVENT_READ)
+        ready = {key.fd for key, _ in selector.select(max(0.0, seconds))}
+    return [one for one in connections if one.fileno() in ready]
+
+
 def _resolved(address: str, port: int) -> Any:
-    return socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+    try:
+        return socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+    except UnicodeError as error:  # of 'a..b', where other names that cannot be give OSError
+        raise OSError(f"{address!r} is no name of a machine") from error
 
 
 def _missing(each: int, nodes: int, come: dict[int, Any]) -> list[int]:

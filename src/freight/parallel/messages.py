@@ -142,6 +142,19 @@ def receive(connection: socket.socket, most: int = 1 << 32) -> tuple[Kind, bytes
     return Kind(kind), _exactly(connection, length)
 
 
+def whole(data: bytes | bytearray, most: int) -> tuple[Kind, bytes] | None:
+    """Return the one message that came as `data`, None while some of it is missing. Raises ValueError
+    for anything else, and for more than `most` bytes.
+    """
+    if len(data) < _HEAD.size:
+        return None
+    kind, length = _HEAD.unpack_from(data)
+    found = Kind(kind)
+    if length > most or len(data) > _HEAD.size + length:
+        raise ValueError(length)
+    return (found, bytes(data[_HEAD.size :])) if len(data) == _HEAD.size + length else None
+
+
 def expect(connection: socket.socket, expected: Kind) -> bytes:
     """Return the bytes of the next message. Raises RankError if it is of another kind."""
     kind, data = receive(connection)

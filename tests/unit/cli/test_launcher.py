@@ -230,6 +230,16 @@ def test_a_server_needs_a_model(freight: Run, served: list[dict[str, Any]]) -> N
     assert not served
 
 
+def test_it_has_several_machines_as_well(freight: Run, served: list[dict[str, Any]]) -> None:
+    argv = ["-tp", "2", "--nnodes", "2", "--master-addr", "10.0.0.1", "--master-port", "29500"]
+    answer = freight("--model-id", "demo", *argv)
+    assert answer.code == 0, answer.err
+    assert freight("serve", "demo", *argv).code == 0
+    launched, plain = served
+    assert launched == plain
+    assert (launched["master_addr"], launched["master_port"]) == ("10.0.0.1", 29500)
+
+
 @pytest.mark.parametrize("name", TGI_OPTIONS)
 def test_every_flag_and_variable_of_tgi_is_taken_ignored_with_a_reason_or_refused_with_one(
     name: str,
