@@ -10,7 +10,7 @@
 #define FREIGHT_API extern "C" __attribute__((visibility("default")))
 
 // Incremented when any declaration changes, so that a library of an older build is refused instead of called wrongly.
-constexpr int32_t FREIGHT_ABI = 32;
+constexpr int32_t FREIGHT_ABI = 33;
 FREIGHT_API int32_t freight_abi();
 
 constexpr int32_t FREIGHT_LANES = 16;      // outputs computed together; arrays by output are padded to a multiple
@@ -26,6 +26,7 @@ enum FreightStatus : int32_t {
   FREIGHT_NO_SUCH_ROW = 4,    // lookup: an id is not a row of the table
   FREIGHT_RANK_LOST = 5,      // gather: another rank has ended, or does not answer
   FREIGHT_RANK_FAILED = 6,    // gather: another rank has left the step
+  FREIGHT_INTERRUPTED = 7,    // gather: the caller's own function was left by an exception (FreightExchange)
 };
 
 // Formats of stored values; the numbers are part of the interface.
@@ -329,8 +330,9 @@ FREIGHT_API FreightStatus freight_experts(const FreightExperts* arguments);
 // Ranks: processes that each compute some columns of the same rows. On one machine they gather over shared memory. On
 // several, `exchange` gathers, and the shared memory is not looked at.
 
-// part [rows, part_bytes] -> out [rows, size, part_bytes]
-typedef FreightStatus (*FreightExchange)(const void* part, void* out, int64_t rows, int64_t part_bytes);
+// part [rows, part_bytes] -> out [rows, size, part_bytes]. It writes a FreightStatus, and does not return it: a function of
+// Python that Ctrl-C interrupts before its first line returns anything, and writes nothing.
+typedef void (*FreightExchange)(const void* part, void* out, int64_t rows, int64_t part_bytes, int32_t* status);
 
 struct FreightRanks {
   void* shared;          // memory of all ranks: cache lines with a number each, which are 0 at first: turns of each of

@@ -141,7 +141,11 @@ FREIGHT_API FreightStatus freight_gather(const FreightGather* arguments) {
   using namespace freight;
   const FreightGather& a = *arguments;
   const FreightRanks& ranks = *static_cast<const FreightRanks*>(a.ranks);
-  if (ranks.exchange) return ranks.exchange(a.part, a.out, a.rows, a.part_bytes);
+  if (ranks.exchange) {
+    int32_t said = FREIGHT_INTERRUPTED;
+    ranks.exchange(a.part, a.out, a.rows, a.part_bytes, &said);
+    return static_cast<FreightStatus>(said);
+  }
   const int64_t most = std::max<int64_t>(1, ranks.capacity / a.part_bytes);  // rows of a turn
   FreightStatus status = FREIGHT_OK;
   const FreightStatus thrown = status_of([&] {

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import fields, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -213,6 +214,47 @@ def test_a_rank_that_hangs_is_named_within_twice_its_time(both: Both) -> None:
         assert time.monotonic() - began < 5.0
     finally:
         os.kill(both.pids[0], signal.SIGCONT)
+
+
+def test_a_fork_of_rank_0_ends_and_rank_0_goes_on(both: Both, expected: Any) -> None:
+    """As multiprocessing's children do in a program that has an LLM: gloo's threads are not there."""
+    llm = both.start()
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    deadline = time.monotonic() + 10
+    while os.waitpid(child, os.WNOHANG) == (0, 0):
+        if time.monotonic() > deadline:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            pytest.fail("the fork hangs")
+        time.sleep(0.01)
+    assert tokens_of(llm) == expected
+
+
+def test_machines_meet_over_ipv6(both: Both, expected: Any) -> None:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("no IPv6 here")
+    assert tokens_of(both.start(master_addr="::1")) == expected
+
+
+def test_ranks_of_another_machine_get_no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The environment of a server's command may be that of the others'."""
+    serve = import_module("freight.cli.serve")
+    seen: dict[str, str] = {}
+
+    def join(*_: object) -> int:
+        seen.update(os.environ)
+        return 0
+
+    monkeypatch.setenv("FREIGHT_API_KEY", "sk-1")
+    monkeypatch.setattr(node, "join_rank_0", join)
+    monkeypatch.setattr(serve, "log_to_stderr", lambda: None)
+    assert serve._join(EngineArgs(), None, False) == 0
+    assert "PATH" in seen
+    assert "FREIGHT_API_KEY" not in seen
 
 
 @pytest.mark.parametrize("fault", ["step 4", "late 4", "step 1"])

@@ -29,6 +29,7 @@ FUNCTIONS = {name: (result, arguments) for result, name, arguments in re.findall
     r"FREIGHT_API (\w+) (\w+)\(([^)]*)\);", SOURCE)}  # fmt: skip
 STATUSES = (
     *("OK", "OUT_OF_MEMORY", "FAILED", "SHORT_CONTEXT", "NO_SUCH_ROW", "RANK_LOST", "RANK_FAILED"),
+    "INTERRUPTED",
 )
 NUMBERS = {
     "FreightFormat": {format.name: code for format, code in interface.FORMAT_CODES.items()}

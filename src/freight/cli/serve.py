@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from functools import partial
@@ -218,7 +219,10 @@ def serve(
 def _join(args: EngineArgs, random_weights: str | None, again: bool) -> int:
     """Compute for rank 0 of another machine; return the exit status."""
     from freight.engine.node import join_rank_0
+    from freight.processes.children import SECRETS
 
+    for name in SECRETS:  # the same environment may be given to all machines; ranks need no key
+        os.environ.pop(name, None)
     log_to_stderr()
     return join_rank_0(args, random_weights, again)
 

@@ -108,13 +108,13 @@ class _Others:
         if self.closing:
             return
         self.closing = True
-        for connection in self.sockets:
+        for connection in (*self.sockets, *self.remote.values()):
             connection.close()
         if self.meeting is not None:
             self.meeting.close()
         self.pass_on()
         self.close_pages()
-        self.memory.close()
+        self.memory.close_in_child()
 
     def close(self) -> None:
         """End the other ranks: their sockets close, on which they leave."""
@@ -123,7 +123,7 @@ class _Others:
         self.closing = True
         os.close(self.wake[1])
         self._take_leave()
-        for connection in self.sockets:
+        for connection in (*self.sockets, *self.remote.values()):
             connection.close()
         if self.meeting is not None:
             self.meeting.close()

@@ -181,11 +181,20 @@ class Distributed:
         self._leave_group()
         self._lost = self._lost or "this rank has left the others"
 
+    def close_in_child(self) -> None:
+        """Leave group and store to the process of which this one is a fork: their threads are not
+        here, and their destructors, which would wait for them, must never run.
+        """
+        for one in (self._group, self._store):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(one))
+        self._group = None
+        self._lost = self._lost or "this process is a fork of a rank's"
+
     def _leave_group(self) -> None:
         if self._group is None:
             return
         self._group = None  # gloo's connections close with it
-        if dist.is_initialized():
+        if self._backend != "gloo":  # what `_group` made, where gloo's group is nobody else's
             dist.destroy_process_group()
 
 
@@ -203,13 +212,19 @@ def _group(
     return ProcessGroupGloo(store, rank, size, options)
 
 
-def _weakly(transport: Distributed) -> Callable[[int, int, int, int], int]:
-    """Return its `exchange` without keeping it alive, which would keep connections open."""
+def _weakly(transport: Distributed) -> Callable[[int, int, int, int, int], None]:
+    """Return its `exchange` without keeping it alive, which would keep connections open.
+
+    A signal that came while C computed is handled here, before the first line: ctypes drops the
+    exception, and C finds no status.
+    """
     one = weakref.ref(transport)
 
-    def exchange(part: int, out: int, rows: int, part_bytes: int) -> int:
-        found = one()
-        return FREIGHT_RANK_LOST if found is None else found.exchange(part, out, rows, part_bytes)
+    def exchange(part: int, out: int, rows: int, part_bytes: int, status: int) -> None:
+        found, said = one(), FREIGHT_RANK_LOST
+        if found is not None:
+            said = found.exchange(part, out, rows, part_bytes)
+        ctypes.c_int32.from_address(status).value = said
 
     return exchange
 

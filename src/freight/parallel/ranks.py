@@ -43,6 +43,10 @@ class Transport(Protocol):
         """Release the transport. The other ranks then see this one as ended."""
         ...
 
+    def close_in_child(self) -> None:
+        """Release, in a fork of this process, what would keep the rank alive for the others."""
+        ...
+
     def meet(self) -> None:
         """Connect with all the others, which do so as well. Raises RankError if they do not come."""
         ...

@@ -33,9 +33,9 @@ _HEADER = (MAX_RANKS + 2) * _LINE  # a line with one number for each rank, then 
 _LOST, _FAILED = MAX_RANKS, MAX_RANKS + 1  # places of those two
 
 
-# part, out, rows, part_bytes -> FreightStatus
+# part, out, rows, part_bytes, status: the address of a FreightStatus
 Exchange = ctypes.CFUNCTYPE(
-    ctypes.c_int32, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64
+    None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p
 )
 
 
@@ -126,6 +126,10 @@ class SharedMemory:
         """Let the other ranks see this one as ended. The mapping stays while kernels may use it."""
         for number in self._files.of_rank(self.rank):
             os.close(number)
+
+    def close_in_child(self) -> None:
+        """Let a fork of this process not keep the rank alive."""
+        self.close()
 
     def set_timeout(self, seconds: float) -> None:
         """Change the seconds after which a rank that does not answer counts as lost."""

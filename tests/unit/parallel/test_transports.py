@@ -8,13 +8,16 @@ import contextlib
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from types import FrameType
 
 import pytest
 import torch
+import torch.distributed as dist
 from tests.forked_ranks import KilledError, in_ranks
 from torch import Tensor
 from torch.distributed import HashStore
@@ -286,6 +289,36 @@ def test_an_interrupt_in_a_gather_that_c_called_is_kept(monkeypatch: pytest.Monk
         gather(LIBRARY, group, torch.ones(1, 1))
     assert isinstance(group.take_interrupt(), KeyboardInterrupt)
     assert group.take_interrupt() is None
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_gather_that_an_interrupt_kept_from_beginning_has_not_been_made() -> None:
+    """A signal that comes while C computes is handled at the entry of the function that C calls.
+    ctypes writes the exception to stderr, and returns to C.
+    """
+    group = Distributed(HashStore(), 0, 1, 5.0, "127.0.0.1")
+
+    def at_entry(frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and frame.f_code.co_name == "exchange":
+            raise KeyboardInterrupt
+
+    sys.setprofile(at_entry)
+    try:
+        with pytest.raises(KeyboardInterrupt, match="a signal interrupted a gather"):
+            gather(LIBRARY, group, torch.ones(1, 1))
+    finally:
+        sys.setprofile(None)
+
+
+def test_a_group_that_is_left_is_no_other_of_the_program() -> None:
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        group = Distributed(HashStore(), 0, 1, 5.0, "127.0.0.1")
+        group.meet()
+        group.close()
+        assert dist.is_initialized()
+    finally:
+        dist.destroy_process_group()
 
 
 def test_a_rank_that_hangs_is_named() -> None:

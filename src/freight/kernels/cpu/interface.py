@@ -22,7 +22,7 @@ from freight.parallel.shared import MAX_RANKS as MAX_RANKS  # FREIGHT_MAX_RANKS
 from freight.parallel.shared import Exchange as FreightExchange  # noqa: F401
 from freight.parallel.shared import FreightRanks as FreightRanks
 
-ABI = 32  # FREIGHT_ABI; a library with another number is refused
+ABI = 33  # FREIGHT_ABI; a library with another number is refused
 LANES, CACHE_LINE, MAX_HEAD_DIM, MAX_WIDTH = 16, 64, 1024, 8  # FREIGHT_… of the headers
 INT8_INPUTS = 131071  # FREIGHT_INT8_INPUTS
 
@@ -52,8 +52,9 @@ GATE_FUNCTIONS = {GateFunction.SOFTPLUS: 0, GateFunction.SIGMOID: 1, GateFunctio
 SCORINGS = {Scoring.SOFTMAX: 0, Scoring.SIGMOID: 1, Scoring.CHOSEN: 2}
 # FreightStatus
 OK, OUT_OF_MEMORY, FAILED, SHORT_CONTEXT, NO_SUCH_ROW, RANK_LOST, RANK_FAILED = range(7)
+INTERRUPTED = 7
 
-_ERRORS: dict[int, tuple[type[FreightError], str]] = {
+_ERRORS: dict[int, tuple[type[FreightError | KeyboardInterrupt], str]] = {
     OUT_OF_MEMORY: (
         CapacityError,
         "there is no memory left for its working space; lower --max-num-batched-tokens",
@@ -66,6 +67,7 @@ _ERRORS: dict[int, tuple[type[FreightError], str]] = {
     NO_SUCH_ROW: (KernelError, "a token id or position is outside the embedding"),
     RANK_LOST: (RankError, "another rank has ended, or does not answer"),
     RANK_FAILED: (KernelError, "another rank has left the step"),
+    INTERRUPTED: (KeyboardInterrupt, "a signal interrupted a gather"),
 }
 
 _POINTER, _INT, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
