@@ -125,6 +125,11 @@ class Engine:
         self._stored: tuple[float, int, int] | None = None
 
     @property
+    def has_store(self) -> bool:
+        """Whether prefixes are stored; its threads also work while no request runs."""
+        return self._store is not None
+
+    @property
     def has_unfinished(self) -> bool:
         return self.scheduler.has_unfinished
 

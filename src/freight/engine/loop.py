@@ -28,7 +28,7 @@ from freight.engine.messages import (
     Stop,
 )
 from freight.errors import CapacityError, FreightError
-from freight.outputs import RequestDelta
+from freight.outputs import EngineStats, RequestDelta
 
 STATS_EVERY = 0.5  # seconds
 
@@ -58,6 +58,7 @@ class Loop:
         self._emit = emit
         self._clock = clock
         self._next_stats = -1.0
+        self._reported: EngineStats | None = None
         self._is_idle = False
         self.lost = False  # a rank of the engine has ended
         # of `clock`; None while it waits for a command. Other threads may read it
@@ -80,15 +81,17 @@ class Loop:
         self._engine.close()
 
     def _follow(self) -> bool:
-        """Follow the commands that are there; waits for one while there is nothing to compute.
-        False: stop.
+        """Follow the commands that are there; waits for one while there is nothing to compute, or until
+        the threads of a store did something to report. False: stop.
         """
         wait = not self._engine.has_unfinished and self._is_idle
         while True:
             self.turn_began = None if wait else self._clock()
             try:
-                command = self._commands.get(block=wait)
+                command = self._commands.get(wait, STATS_EVERY if self._engine.has_store else None)
             except Empty:
+                if wait and self._engine.stats() == self._reported:
+                    continue
                 self._tell_accepted()
                 return True
             self.turn_began = self._clock()
@@ -144,6 +147,7 @@ class Loop:
         """Stats twice a second, and once more when the engine becomes idle."""
         now, idle = self._clock(), not self._engine.has_unfinished
         if now >= self._next_stats or (idle and not self._is_idle):
-            self._emit(self._engine.stats())
+            self._reported = self._engine.stats()
+            self._emit(self._reported)
             self._next_stats = now + STATS_EVERY
         self._is_idle = idle

@@ -8,14 +8,17 @@ import random
 from collections.abc import Callable
 from functools import partial
 from queue import SimpleQueue
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from tests.unit.engine.fakes import params_of, prompt_of
 
 from freight import LLM, SamplingParams
+from freight.engine import loop
 from freight.engine.loop import Loop
 from freight.engine.messages import Abort, Accepted, Add, Command, Event, Stepped, Stop
-from freight.outputs import RequestDelta
+from freight.outputs import RequestDelta, StoreStats
 
 STEP = 0.25  # seconds of the fake clock that every step takes
 
@@ -170,3 +173,24 @@ def test_nothing_is_told_of_a_request_that_was_aborted(new_llm: Callable[..., LL
     assert alone(new_llm, 0.2, (3, Abort("a"))) == [(0.25, 1)]
     run = Run(new_llm(), 1.0, {0: [add("a", [1], SamplingParams(max_tokens=1))]})
     assert [event for _, event in run.events if isinstance(event, Accepted)] == [Accepted(["a"])]
+
+
+def test_what_a_store_does_while_nothing_runs_is_reported(
+    new_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(loop, "STATS_EVERY", 0.01)
+    engine: Any = new_llm().engine
+    stored = [0, 0, 4096]  # bytes whenever the loop asks
+    engine._store = SimpleNamespace(
+        stats=lambda: StoreStats(disk_bytes=stored.pop(0) if len(stored) > 1 else stored[0])
+    )
+    commands: SimpleQueue[Command] = SimpleQueue()
+    told: list[int] = []
+
+    def emit(event: Any) -> None:
+        told.append(event.store.disk_bytes)
+        if told[-1]:
+            commands.put(Stop())
+
+    Loop(engine, commands, emit).run()
+    assert told == [0, 4096]  # and nothing while nothing changes
