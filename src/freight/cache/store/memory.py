@@ -14,7 +14,7 @@ class MemoryTier:
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.num_bytes = 0
-        self._records: OrderedDict[tuple[int, bytes], bytes] = OrderedDict()
+        self._records: OrderedDict[tuple[int, bytes], bytes | memoryview] = OrderedDict()
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -32,7 +32,7 @@ class MemoryTier:
             self._records.move_to_end((group, key))
         return memoryview(record)
 
-    def put(self, key: bytes, group: int, record: bytes) -> None:
+    def put(self, key: bytes, group: int, record: bytes | memoryview) -> None:
         """Keep a record, unless it is larger than the tier."""
         if len(record) > self.limit:
             return

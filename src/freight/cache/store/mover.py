@@ -6,8 +6,8 @@ still the same block afterwards, and stores it. Steps wait for none of this. A b
 first is dropped, and counted.
 
 *In.* A `Fetch` names blocks of the pool that nobody else reads or writes, and what is to be in them.
-A second thread fills them, in order, within a budget (`pace.py`). After `Fetch.cancel` it writes
-none of them.
+A second thread fills them, in order, within a budget (`pace.py`). While nothing is decoded, others
+read and check what comes next. After `Fetch.cancel` it writes none of them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
+from itertools import islice
+from queue import SimpleQueue
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -34,6 +37,8 @@ Record = NDArray[np.uint8]
 
 _WRITTEN = 8 << 20  # bytes that are stored, and synced, at once
 _READ = 2 << 20  # bytes that are read between two looks at the budget
+_READERS = 2  # threads that read: the digest of a block takes longer than the disk does
+_AHEAD = 3  # pieces of _READ that are read before they are needed, while nothing is decoded
 _MOST_USED = 16  # prefixes that were used and are not noted yet; older ones are not
 _LOOK = 2.0  # seconds between two looks at what other engines did
 _LAST = 1.0  # seconds that a thread may take to end
@@ -76,6 +81,20 @@ class Wanted(NamedTuple):
     block: int
 
 
+class Piece(NamedTuple):
+    """Blocks of one group that were read at once.
+
+    tiers     where each was found, up to the first that was not
+    records   [blocks, bytes of a record]: token ids and payload
+    seconds   that reading took
+    """
+
+    blocks: Sequence[Wanted]
+    tiers: list[Tier]
+    records: Record
+    seconds: float
+
+
 class Fetch:
     """Blocks on their way into the pool.
 
@@ -97,7 +116,7 @@ class Fetch:
 
 
 class Mover:
-    """The two threads of one engine's store. `is_current` says whether an offered block is still
+    """The threads of one engine's store. `is_current` says whether an offered block is still
     the same; it may be called from any thread. At most `most_offers` blocks wait to be stored.
     """
 
@@ -121,13 +140,19 @@ class Mover:
         self._used: deque[Sequence[tuple[bytes, int]]] = deque(maxlen=_MOST_USED)
         self._failed: deque[Sequence[tuple[bytes, int]]] = deque()  # blocks to find no more
         self._fetches: deque[Fetch] = deque()
+        self._reads: SimpleQueue[tuple[Sequence[Wanted], Future[Piece]] | None] = SimpleQueue()
         self._changed = threading.Condition()
         self.is_closing = False
+        # a disk may hang: an executor's threads would keep the process from ending
         self._threads = [
             threading.Thread(target=run, name=name, daemon=True)
             for name, run in (("kv-store-out", self._run_out), ("kv-store-in", self._run_in))
         ]
-        for thread in self._threads:
+        self._readers = [
+            threading.Thread(target=self._run_reads, name="kv-store-read", daemon=True)
+            for _ in range(_READERS)
+        ]
+        for thread in (*self._threads, *self._readers):
             thread.start()
 
     def offer(self, offers: Sequence[Offer], known: Sequence[tuple[bytes, int]] = ()) -> None:
@@ -193,6 +218,10 @@ class Mover:
             self._changed.notify_all()
         self.tiers.count_dropped(left)
         for thread in self._threads:  # a disk may hang, and hold one for ever
+            thread.join(max(_LAST, end - time.monotonic()))
+        for _ in self._readers:  # nobody asks them for more
+            self._reads.put(None)
+        for thread in self._readers:
             thread.join(max(_LAST, end - time.monotonic()))
 
     def leave_in_child(self) -> None:
@@ -273,19 +302,35 @@ class Mover:
             return None if self.is_closing else self._fetches.popleft()
 
     def _load(self, fetch: Fetch) -> None:
-        for piece in self._pieces(fetch):
+        pieces = iter(self._pieces(fetch))
+        ahead: deque[Future[Piece]] = deque()
+        while True:
             self.budget.wait(lambda: not (fetch.is_cancelled or self.is_closing))
             if fetch.is_cancelled or self.is_closing:
                 return
             began = time.monotonic()
-            tiers, size = self._load_piece(fetch, piece)
-            seconds = time.monotonic() - began
-            self.budget.spend(seconds)
-            if len(tiers) < len(piece):
+            most = 1 if self.budget.is_limited else _AHEAD
+            for blocks in islice(pieces, max(0, most - len(ahead))):
+                ahead.append(Future())
+                self._reads.put((blocks, ahead[-1]))
+            if not ahead:
+                break
+            piece = ahead.popleft().result()
+            seconds = piece.seconds + self._write(fetch, piece)
+            self.budget.spend(time.monotonic() - began)
+            if len(piece.tiers) < len(piece.blocks):
                 return
-            if len(set(tiers)) == 1:
-                self.rates.note_read(tiers[0], size * len(tiers), seconds)
+            if len(set(piece.tiers)) == 1:
+                self.rates.note_read(piece.tiers[0], piece.records.size, seconds)
         self.tiers.touch([(one.key, one.group) for one in fetch.wanted])
+
+    def _run_reads(self) -> None:
+        while (job := self._reads.get()) is not None:
+            blocks, read = job
+            try:
+                read.set_result(self._read(blocks))
+            except Exception as error:  # raised where the piece is waited for
+                read.set_exception(error)
 
     def _pieces(self, fetch: Fetch) -> Iterator[Sequence[Wanted]]:
         """Yield blocks that are read at once, of one group each."""
@@ -299,23 +344,26 @@ class Mover:
             yield fetch.wanted[begin:end]
             begin = end
 
-    def _load_piece(self, fetch: Fetch, piece: Sequence[Wanted]) -> tuple[list[Tier], int]:
-        """Read blocks of one group; return where each was found, up to the first that was not, and
-        the bytes of a record.
-        """
-        blocks = self._groups[piece[0].group]
-        skipped = len(piece[0].tokens)
-        records = np.empty((len(piece), skipped + blocks.payload_bytes), np.uint8)
+    def _read(self, blocks: Sequence[Wanted]) -> Piece:
+        began = time.monotonic()
+        skipped = len(blocks[0].tokens)
+        size = skipped + self._groups[blocks[0].group].payload_bytes
+        records = np.empty((len(blocks), size), np.uint8)
         tiers: list[Tier] = []
-        for row, one in enumerate(piece):
+        for row, one in enumerate(blocks):
             tier = self.tiers.read_into(one.key, one.group, one.tokens, memoryview(records[row]))
             if tier is None:
                 break
             tiers.append(tier)
+        return Piece(blocks, tiers, records, time.monotonic() - began)
+
+    def _write(self, fetch: Fetch, piece: Piece) -> float:
+        """Fill blocks of the pool; return the seconds that it took."""
+        began = time.monotonic()
+        found = piece.blocks[: len(piece.tiers)]
         with fetch.lock:
-            if tiers and not fetch.is_cancelled:
-                blocks.write(
-                    [one.block for one in piece[: len(tiers)]], records[: len(tiers), skipped:]
-                )
-                fetch.num_loaded += len(tiers)
-        return tiers, records.shape[1]
+            if found and not fetch.is_cancelled:
+                payloads = piece.records[: len(found), len(found[0].tokens) :]
+                self._groups[found[0].group].write([one.block for one in found], payloads)
+                fetch.num_loaded += len(found)
+        return time.monotonic() - began

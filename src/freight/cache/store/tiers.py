@@ -87,8 +87,9 @@ class StoreTiers:
         return self._disk is not None and self._disk.contains(key, group)
 
     def read_into(self, key: bytes, group: int, tokens: bytes, record: memoryview) -> Tier | None:
-        """Read the record of a block, its token ids `tokens` and its payload, into `record`. Return
-        the tier that had it, or None: then `record` means nothing.
+        """Read the record of a block, its token ids `tokens` and its payload, into `record`, which is
+        kept in memory and must not change. Return the tier that had it, or None: then `record` means
+        nothing.
         """
         kept = self._memory.get(key, group, tokens)
         if kept is not None and len(kept) == len(record):
@@ -113,7 +114,7 @@ class StoreTiers:
             self._say("damaged", "KV store: a block in %s is damaged; it is computed", self.root)
             return None
         self._count("disk_hits")
-        self._memory.put(key, group, bytes(record))
+        self._memory.put(key, group, record)
         return Tier.DISK
 
     def write(self, blocks: Sequence[Block]) -> None:
