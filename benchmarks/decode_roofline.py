@@ -16,7 +16,7 @@ import random
 import statistics
 import time
 
-from freight.bench.drive import four_bits_of, greedy, random_prompt, weight_bytes
+from freight.bench.drive import greedy, linears_of, random_prompt, weight_bytes
 from freight.bench.serving_figures import interval
 from freight.bench.timing import MemoryProbe
 from freight.config.engine import EngineArgs
@@ -59,8 +59,8 @@ def main() -> None:
     opened = open_random(args, asked.shape)
     engine, config = start_engine(opened)
     model = engine.runner.model.config
-    formats, four = (config.compute_format, config.weight_format), four_bits_of(opened, config)
-    weights = weight_bytes(model, *formats, asked.batch_size, four)
+    formats, linear_of = (config.compute_format, config.weight_format), linears_of(opened, config)
+    weights = weight_bytes(model, *formats, asked.batch_size, linear_of)
     per_token = engine.runner.pool.spec.bytes_per_token
     numbers = random.Random(0)
     for index in range(asked.batch_size):

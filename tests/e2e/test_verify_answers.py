@@ -25,6 +25,7 @@ from freight.config.engine import EngineArgs
 from freight.engine.redraw import Redraw
 from freight.engine.verification import Outcome
 from freight.errors import ConfigError
+from freight.server.processes.renderer import Renderer
 from freight.server.verify import Verifier, verifier_of
 
 COUNT = 200
@@ -344,6 +345,30 @@ def test_a_template_that_does_not_end_hides_no_other_answer(
     results = list(other.results([good, bad, good]))
     assert [str(one.outcome) for one in results] == ["equal", "unknown", "equal"]
     assert "did not end within 5 s" in results[1].reason
+
+
+def test_the_process_of_templates_ends_with_results_that_nobody_reads_to_the_end(
+    verifier: Verifier, demo_server: DemoServer
+) -> None:
+    body = {"messages": [{"role": "user", "content": "def "}], "max_tokens": 2, "seed": 1}
+    good = ask(demo_server, "/v1/chat/completions", body | RETURNED)
+    made = []
+
+    def new_renderer() -> Renderer:
+        assert verifier._new_renderer is not None
+        made.append(verifier._new_renderer())
+        return made[-1]
+
+    results = Verifier(verifier._engine, verifier._served, new_renderer).results([good, good])
+    assert next(results).outcome is Outcome.EQUAL
+    [renderer] = made
+    pid = renderer.pid
+    assert pid is not None
+    results.close()
+    assert renderer.pid is None
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+    assert [one.outcome for one in verifier.results([good])] == [Outcome.EQUAL]
 
 
 def test_a_grammar_that_is_not_compiled_in_time_hides_no_other_answer(

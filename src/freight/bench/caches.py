@@ -85,7 +85,7 @@ def measure_caches(
                 cell.steps += steps
             done += 1
     on_progress(done, total)
-    facts = describe_run(cells[0].engine, cells[0].config, name)
+    facts = describe_run(opened, cells[0].engine, cells[0].config, name)
     del facts["kv_cache"]
     return facts | {
         "processor": opened.device.name,

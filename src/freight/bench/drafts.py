@@ -177,7 +177,7 @@ def measure_drafts(
     # a step of more sequences than drafts has none
     drafting = _drafting_seconds(texts, most) * batch_size if batch_size <= most else 0.0
     seconds_per_step = sum(one.seconds for one in plain) / sum(one.num_steps for one in plain)
-    return describe_run(engine, config, name) | {
+    return describe_run(opened, engine, config, name) | {
         "text": text,
         "batch_size": batch_size,
         "most_drafts": most,
@@ -205,7 +205,8 @@ def _run(engine: Engine, text: Text, batch_size: int) -> _Run:
         engine.step()
     if not engine.has_unfinished:
         raise ConfigError(
-            f"the first of {batch_size} sequences ends before all decode: raise --output-len"
+            f"the first of {batch_size} sequences ends before all decode: raise --output-len, or --kv-cache-memory if "
+            "it is given, or lower --batch-size"
         )
     had = sum(len(engine.output(name).outputs[0].token_ids) for name in names)
     num_steps, begin = 0, time.perf_counter()

@@ -22,11 +22,11 @@ from freight.engine.engine import Engine
 from freight.engine.prepare import SequenceSlice
 from freight.engine.runner import ModelRunner, StepRows
 from freight.fp8.formats import Format
-from freight.fp8.scheme import FourBits
+from freight.fp8.scheme import LinearScheme
 from freight.models.architectures import tensor_names
 from freight.models.loader import tensor_shapes
 from freight.models.open import OpenModel
-from freight.models.sizes import int4_online
+from freight.models.sizes import ONLINE, LinearOf, int4_online
 from freight.sampling import SamplingParams
 from freight.terminal import OnProgress
 
@@ -155,13 +155,15 @@ def weight_bytes(
     compute_format: Format,
     weight_format: Format,
     num_rows: int = 1,
-    four: FourBits | None = None,
+    linear_of: LinearOf | None = None,
 ) -> int:
     """Return bytes of weights that a step of `num_rows` tokens reads, scales included. Of an
     embedding that is not the head, and of tables of positions and per-layer inputs, only rows are
     read, which are not counted; of experts, as many as are chosen on average if all are equally
-    likely. `four`: how matrices of layers are held that are in 4 bits.
+    likely. `linear_of`: how each module's matrix is quantized; None: all are in `weight_format`.
     """
+    formats = compute_format, weight_format
+    every = ONLINE if weight_format.is_quantized else None
     names, total = tensor_names(model), 0
     for name, shape in tensor_shapes(model).items():
         if name in (names.positions, names.per_layer_table) or (
@@ -172,33 +174,45 @@ def weight_bytes(
             total += math.prod(shape) * compute_format.bytes
             continue
         outputs = shape[0] if len(shape) == 2 else shape[0] * shape[2]  # of all experts
-        total += _matrix_bytes(math.prod(shape), outputs, weight_format, four)
-    for layer in model.layers:
+        scheme = linear_of(name.removesuffix(".weight")) if linear_of else every
+        total += _matrix_bytes(math.prod(shape), outputs, scheme, *formats)
+    for index, layer in enumerate(model.layers):
         moe = layer.feed_forward
-        if isinstance(moe, MoEConfig):
-            channels = moe.expert_channels(model.hidden_size)
-            values = (sum(moe.up_sizes) + moe.intermediate_size) * channels
-            expert = _matrix_bytes(values, sum(moe.up_sizes) + channels, weight_format, four)
-            left_out = (1 - moe.routing.top_k / moe.num_experts) ** num_rows
-            total -= round(moe.num_experts * expert * left_out)
+        if not isinstance(moe, MoEConfig):
+            continue
+        channels, expert = moe.expert_channels(model.hidden_size), 0
+        prefix = names.layer.format(index) + names.expert.format(0)
+        for module, values, outputs in (
+            (names.expert_gate_up[0], sum(moe.up_sizes) * channels, sum(moe.up_sizes)),
+            (names.expert_down, moe.intermediate_size * channels, channels),
+        ):
+            scheme = linear_of(prefix + module) if linear_of else every
+            expert += _matrix_bytes(values, outputs, scheme, *formats)
+        left_out = (1 - moe.routing.top_k / moe.num_experts) ** num_rows
+        total -= round(moe.num_experts * expert * left_out)
     return total
 
 
-def _matrix_bytes(values: int, outputs: int, format: Format, four: FourBits | None) -> int:
-    if four is not None:
-        return four.stored_bytes(values)
-    return values * format.bytes + (outputs * Format.FLOAT32.bytes if format.is_quantized else 0)
+def _matrix_bytes(
+    values: int, outputs: int, scheme: LinearScheme | None, compute: Format, weights: Format
+) -> int:
+    if scheme is None:
+        return values * compute.bytes
+    if scheme.four is not None:
+        return scheme.four.stored_bytes(values)
+    return values * weights.bytes + outputs * Format.FLOAT32.bytes
 
 
-def four_bits_of(opened: OpenModel, config: EngineConfig) -> FourBits | None:
-    """Return how matrices of layers are held that are in 4 bits; None if none is."""
+def linears_of(opened: OpenModel, config: EngineConfig) -> LinearOf | None:
+    """Return how each module's matrix is quantized; None: all are in `config.weight_format`."""
     if config.int4:
-        return int4_online("").four
-    stored = (rule.linear.four for rule in opened.scheme.rules if rule.linear is not None)
-    return next((four for four in stored if four is not None), None)
+        return int4_online
+    return None if opened.scheme.weight_format is None else opened.scheme.linear
 
 
-def describe_run(engine: Engine, config: EngineConfig, name: str) -> dict[str, Any]:
+def describe_run(
+    opened: OpenModel, engine: Engine, config: EngineConfig, name: str
+) -> dict[str, Any]:
     """Return what ran, for the JSON of every benchmark of the engine."""
     kv = config.kv
     return {
@@ -207,7 +221,7 @@ def describe_run(engine: Engine, config: EngineConfig, name: str) -> dict[str, A
         "device": config.device,
         "threads": torch.get_num_threads(),
         "dtype": str(config.compute_format),
-        "weight_dtype": "int4" if config.int4 else str(config.weight_format),
+        "weight_dtype": opened.weight_dtype(config),
         "max_num_batched_tokens": config.max_num_batched_tokens,
         "kv_cache": {
             **kv.names(),

@@ -21,7 +21,7 @@ from freight.bench.drive import (
     counted,
     describe_run,
     drive_random,
-    four_bits_of,
+    linears_of,
     start,
     weight_bytes,
 )
@@ -66,8 +66,8 @@ def measure_latency(
         before = probe.sample()
         runs.append(split(drive_random(engine, lengths, numbers), batch_size))
         bandwidths.append((before + probe.sample()) / 2)
-    formats, four = (config.compute_format, config.weight_format), four_bits_of(opened, config)
-    weights = weight_bytes(engine.runner.model.config, *formats, batch_size, four)
+    formats, linear_of = (config.compute_format, config.weight_format), linears_of(opened, config)
+    weights = weight_bytes(engine.runner.model.config, *formats, batch_size, linear_of)
     # of a step half way through the output
     cache = round(batch_size * read_bytes(engine.runner.pool.spec, input_len + output_len / 2))
     figures = _figures(runs, batch_size, input_len)
@@ -80,7 +80,7 @@ def measure_latency(
     )
     figures["read_bandwidth_bytes_per_second"] = probe.bandwidth()
     overhead = figures["overhead_ms"].median / figures["decode_step_ms"].median
-    return describe_run(engine, config, name) | {
+    return describe_run(opened, engine, config, name) | {
         "batch_size": batch_size,
         "input_len": input_len,
         "output_len": output_len,

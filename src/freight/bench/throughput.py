@@ -51,7 +51,7 @@ def measure_throughput(
         "decode_tokens_per_second": Spread.of([num_output / total for total in totals]),
     }
     running, in_use = occupancy(records)
-    return describe_run(engine, config, name) | {
+    return describe_run(opened, engine, config, name) | {
         "num_requests": num_requests,
         "input_tokens": num_input,
         "output_tokens": num_output,

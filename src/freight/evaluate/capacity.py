@@ -446,7 +446,10 @@ def verdict(plan: Plan) -> str:
         options += ["--state-dtype", wish.state_dtype]
     first = ""
     if one.kv.scale_source is ScaleSource.CALIBRATED:
-        first = ", whose scales freight quantize --kv-cache fp8 measures,"
+        # what it writes has FP8 weights unless told otherwise, and those become nothing else
+        others = one.weights == plan.dtype or one.options[1:2] in (("int8",), ("int4",))
+        kept = " --weights none" if others else ""
+        first = f", whose scales freight quantize{kept} --kv-cache fp8 measures,"
     line = (
         f"Take {one.weights} weights and a cache in {one.cache_name}{first} ({' '.join(options)}): "
         f"{_count(one.requests)} of {plan.context:,} tokens fit at once"

@@ -136,7 +136,7 @@ def evaluate_grid(
     overview = Overview(
         model=args.model,
         source=source,
-        weight_dtype=_weight_dtype(opened, plain),
+        weight_dtype=opened.weight_dtype(plain),
         weight_bytes=size.layers,
         embedding_bytes=size.embeddings,
         window=length,
@@ -186,13 +186,6 @@ def _states(
         formats = [Format.BFLOAT16, Format.INT8, opened.device.native_e4m3]
     kinds = [replace(plain.kv, state=format) for format in formats if format is not plain.kv.state]
     return [(f"states {kv.state}", replace(plain, kv=kv)) for kv in kinds]
-
-
-def _weight_dtype(opened: OpenModel, config: EngineConfig) -> str:
-    """The format of Linear weights: 'int4', 'fp8_e4m3fn', 'bfloat16'."""
-    if config.int4:
-        return "int4"
-    return opened.scheme.weight_formats or str(config.weight_format)
 
 
 def _apart(

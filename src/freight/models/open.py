@@ -159,6 +159,12 @@ class OpenModel:
             self, ranks=ranks, device=replace(self.device, cores=cores, memory_free=free)
         )
 
+    def weight_dtype(self, config: EngineConfig) -> str:
+        """Return the format of Linear weights: 'int4', 'fp8_e4m3fn', 'bfloat16'."""
+        if config.int4:
+            return "int4"
+        return self.scheme.weight_formats or str(config.weight_format)
+
     def with_rank_scales(self, config: EngineConfig) -> EngineConfig:
         """Return `config`, resolved for the whole model, with the KV scales of this rank."""
         if config.kv.scales is None or self.ranks.size == 1:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.formats import four_bits
 
 from freight.bench.cases import Bench, Heads
 from freight.bench.drive import StepRecord, TimedRunner, drive, greedy, random_prompt, weight_bytes
@@ -26,10 +27,10 @@ from freight.config.presets import PRESETS
 from freight.engine.build import start_engine
 from freight.errors import ConfigError
 from freight.fp8.formats import Format, Granularity
-from freight.fp8.scheme import FourBits, Packing
+from freight.fp8.scheme import LinearScheme, Packing
 from freight.kernels.reference_set import REFERENCE
 from freight.kernels.select import select_kernels
-from freight.models.open import OpenModel, open_random
+from freight.models.open import OpenModel, open_model, open_random
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 SHAPE = PRESETS["llama-1b"] | {
@@ -121,14 +122,14 @@ def test_weight_bytes_by_hand():
     assert weight_bytes(model, Format.BFLOAT16, Format.E4M3FN) == linear + 4 * outputs + 2 * (
         norms + head
     )
-    four = FourBits(Packing.INT4, 32, zeros=True)  # 16 bytes of codes, a scale and a zero point
-    assert weight_bytes(model, Format.BFLOAT16, Format.E4M3FN, four=four) == linear // 32 * (
-        16 + 2 + 1
-    ) + 2 * (norms + head)
-    nvfp4 = FourBits(Packing.NVFP4, 16)
-    assert weight_bytes(model, Format.BFLOAT16, Format.E4M3FN, four=nvfp4) == linear // 16 * (
-        8 + 1
-    ) + 2 * (norms + head)
+    formats = Format.BFLOAT16, Format.E4M3FN
+    for scheme, count in (
+        # 16 bytes of codes, a scale and a zero point
+        (LinearScheme.in_four_bits(Packing.INT4, 32, zeros=True), linear // 32 * (16 + 2 + 1)),
+        (LinearScheme.in_four_bits(Packing.NVFP4, 16), linear // 16 * (8 + 1)),
+    ):
+        read = weight_bytes(model, *formats, linear_of=lambda _, scheme=scheme: scheme)
+        assert read == count + 2 * (norms + head)
 
 
 def test_a_table_of_per_layer_inputs_is_not_read_whole():
@@ -158,8 +159,20 @@ def test_of_experts_only_those_count_that_are_chosen():
     one, two, all_ = (
         weight_bytes(model, Format.BFLOAT16, Format.BFLOAT16, rows) for rows in (1, 2, 1000)
     )
-    expert = 2 * 3 * 48 * 64 * 2  # of each of two layers, in 16 bits
-    assert (all_ - one, all_ - two) == (6 * expert, 4.5 * expert)
+    values = 2 * 3 * 48 * 64  # of an expert in both layers
+    assert (all_ - one, all_ - two) == (6 * 2 * values, 4.5 * 2 * values)
+
+    int4 = LinearScheme.in_four_bits(Packing.INT4, 32)
+
+    def experts_alone(module: str) -> LinearScheme | None:
+        """As Kimi K2 and others are stored: attention stays in 16 bits."""
+        return int4 if ".experts." in module else None
+
+    formats = Format.BFLOAT16, Format.E4M3FN
+    stored = values // 32 * (16 + 2)
+    every, few = (weight_bytes(model, *formats, rows, experts_alone) for rows in (1000, 1))
+    assert all_ - every == 8 * (2 * values - stored)
+    assert every - few == 6 * stored
 
 
 def test_every_step_is_timed_and_the_model_is_part_of_it(opened: OpenModel):
@@ -174,6 +187,22 @@ def test_every_step_is_timed_and_the_model_is_part_of_it(opened: OpenModel):
     assert engine.runner.captured is not None  # what is measured is what users run
     assert len(engine.runner.seconds) == 2  # of the last step: the layers, and the logits
     assert not engine.has_unfinished
+
+
+def test_latency_of_a_checkpoint_in_4_bits(tmp_path: Path):
+    """Its head stays in 16 bits, as does what the producer left out."""
+    written = four_bits.write(four_bits.FORMS["gptq"])
+    args = EngineArgs(
+        model=str(written.save(tmp_path)), skip_tokenizer_init=True, kv_cache_memory="8MiB"
+    )
+    found = measure_latency(open_model(args), "tiny", 1, input_len=8, output_len=3, repeats=1)
+    assert found["weight_dtype"] == "int4"
+    in_16_bits = sum(2 * tensor.numel() for tensor in written.plain.values())
+    inner = sum(2 * written.plain[f"{name}.weight"].numel() for name in written.quantized)
+    # of 32 values 16 bytes of codes and a scale; the embedding is not read
+    embedding = 2 * written.plain["model.embed_tokens.weight"].numel()
+    read = in_16_bits - embedding - inner + inner // 64 * (16 + 2)
+    assert found["decode_bytes_per_step"]["weights"] == read
 
 
 def test_latency_reports_the_run(opened: OpenModel):

@@ -35,7 +35,7 @@ from freight.evaluate.capacity import (
     requests_in,
     verdict,
 )
-from freight.fp8.formats import Format, Granularity
+from freight.fp8.formats import Format, Granularity, ScaleSource
 from freight.kernels.cpu.library import runnable
 from freight.models.open import open_random
 from freight.models.sizes import Layout
@@ -214,6 +214,30 @@ def test_weights_in_4_bits_are_planned_for_cpus_alone() -> None:
     assert all(one.weights != "int4" for one in make_plan(LLAMA_3_1_8B, Wish(64 * GIB)).settings)
     with pytest.raises(ConfigError, match="weights in 4 bits on --device cuda"):
         make_plan(in_4_bits("gptq"), Wish(24 * GIB, device="cuda"))
+
+
+@pytest.mark.parametrize(
+    ("weights", "command"),
+    [
+        ("bfloat16", "freight quantize --weights none --kv-cache fp8"),
+        ("fp8_e4m3fn", "freight quantize --kv-cache fp8"),
+        ("int4", "freight quantize --weights none --kv-cache fp8"),
+    ],
+)
+def test_static_scales_are_measured_for_the_weights_that_are_planned(
+    weights: str, command: str
+) -> None:
+    wish = Wish(64 * GIB, 8192, 16, "cpu", Layout.PACKED)
+    static = next(
+        one
+        for one in make_plan(LLAMA_3_1_8B, wish).settings
+        if one.weights == weights and one.kv.scale_source is ScaleSource.CALIBRATED
+    )
+    line = verdict(make_plan(LLAMA_3_1_8B, replace(wish, memory=static.needed_bytes)))
+    assert line.startswith(
+        f"Take {weights} weights and a cache in fp8_e4m3fn, static, whose scales"
+    )
+    assert f"whose scales {command} measures" in line
 
 
 def test_models_of_transformers_modules_are_not_planned_in_4_bits() -> None:

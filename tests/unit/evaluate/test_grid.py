@@ -8,6 +8,7 @@ import json
 import math
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -246,10 +247,18 @@ def test_weights_are_rows_with_two_caches_each():
     assert len({run.kl_mean for run in evaluation.runs}) == len(rows)
 
 
-def test_weights_as_quantize_writes_them(tmp_path: Path):
-    freight.quantize("demo", tmp_path / "out", weights="fp8-channel")
+@pytest.mark.parametrize(
+    ("scheme", "options"),
+    [
+        ("fp8-channel", {"weights": "fp8-channel"}),
+        ("int4-64", {"weights": "int4", "group_size": 64}),
+        ("mxfp4", {"weights": "mxfp4"}),
+    ],
+)
+def test_weights_as_quantize_writes_them(scheme: str, options: dict[str, Any], tmp_path: Path):
+    freight.quantize("demo", tmp_path / "out", **options)
     (written,) = run_caches(EngineArgs(str(tmp_path / "out")), [], TEXT[:1000], 128)
-    grid = GridArgs(caches=(), weights=("fp8-channel",), speed=False, window=128)
+    grid = GridArgs(caches=(), weights=(scheme,), speed=False, window=128)
     in_memory = evaluate_grid(DEMO, [TEXT[:1000]], grid).runs[1]
     assert in_memory.perplexity == pytest.approx(
         math.exp(-float(written.token_logprobs.double().mean())), rel=1e-5

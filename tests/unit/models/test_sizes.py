@@ -29,7 +29,15 @@ from freight.kernels.cpu.linear import packed_bytes
 from freight.layers.attention import Attention
 from freight.layers.latent import Latent
 from freight.models.open import OpenModel, open_model, open_random
-from freight.models.sizes import ONLINE, Layout, LinearOf, group_bytes, loaded_bytes, matrix_bytes
+from freight.models.sizes import (
+    ONLINE,
+    Layout,
+    LinearOf,
+    group_bytes,
+    int4_online,
+    loaded_bytes,
+    matrix_bytes,
+)
 from freight.models.weight_bytes import weight_bytes
 from freight.operands.weight import Codes, Groups, Weight
 from freight.parallel.ranks import Ranks
@@ -182,6 +190,20 @@ DIVIDED = (
     *("llama-tied", "gpt-oss", "deepseek-v3", "ling", "qwen3-next", "granite-h-moe"),
     *("nemotron-h-latent", "gemma4-own-inputs"),
 )
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [
+        *DIVIDED,
+        *(pytest.param(name, marks=pytest.mark.slow) for name in VARIANTS if name not in DIVIDED),
+    ],
+)
+def test_int4_occupies_what_is_counted(variant: str, tmp_path: Path) -> None:
+    """What `freight plan` says of it, with inputs that groups of 128 do not divide, or none."""
+    args = EngineArgs(quantization="int4", device="cpu")
+    opened = open_random(args, str(shape_file(variant, tmp_path)))
+    require_equal(opened, "auto", int4_online)
 
 
 @pytest.mark.skipif(not runnable(), reason="ranks gather in the compiled kernels")

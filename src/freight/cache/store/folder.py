@@ -221,8 +221,9 @@ class BlockFolder:
         """Return the bytes that the store may have: its limit, or less on a smaller disk."""
         found = sorted(segments_of(self.root))
         self.num_bytes = sum(size for _, _, size in found)
-        disk = os.statvfs(self.root)
-        room = min(self.limit, self.num_bytes + disk.f_bavail * disk.f_frsize)
+        disk, room = os.statvfs(self.root), self.limit
+        if disk.f_blocks:  # 0: it does not say, as tmpfs without a size and some of FUSE
+            room = min(room, self.num_bytes + disk.f_bavail * disk.f_frsize)
         for _, index, size in found:
             if self.num_bytes + needed <= room:
                 break

@@ -278,7 +278,7 @@ def test_a_disk_that_is_smaller_than_the_limit(
 
     def free(root: Path) -> SimpleNamespace:
         used = sum(size for _, _, size in segments_of(tmp_path))
-        return SimpleNamespace(f_bavail=max(disk - used, 0) // 100, f_frsize=100)
+        return SimpleNamespace(f_blocks=9999, f_bavail=max(disk - used, 0) // 100, f_frsize=100)
 
     monkeypatch.setattr(folders.os, "statvfs", free)
     folder = opened(tmp_path, 1 << 20)
@@ -295,6 +295,22 @@ def test_a_disk_that_is_smaller_than_the_limit(
     folder.append([block(20, 60_000)])
     assert read(folder, 20, 60_000) == payload_of(20, 60_000)
     assert sum(size for _, _, size in segments_of(tmp_path)) <= before
+
+
+def test_a_disk_that_does_not_say_how_large_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As tmpfs without a size: what is stored stays, up to the limit."""
+    unsaid = SimpleNamespace(f_blocks=0, f_bavail=0, f_frsize=4096)
+    monkeypatch.setattr(folders.os, "statvfs", lambda _: unsaid)
+    folder = opened(tmp_path, 1 << 20)
+    for number in range(3):
+        folder.append([block(number, 60_000)])
+    assert [read(folder, number, 60_000) for number in range(3)] == [
+        payload_of(number, 60_000) for number in range(3)
+    ]
+    with pytest.raises(FullError):
+        folder.append([block(3, 1 << 20)])
 
 
 def test_the_start_of_a_prefix_goes_last(tmp_path: Path) -> None:
