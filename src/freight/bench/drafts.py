@@ -158,6 +158,7 @@ def measure_drafts(
     most = engine.scheduler.most_drafts
     if not most:
         raise ConfigError("--text compares with drafts: give --speculate, on a CPU")
+    has_drafts = engine.scheduler.drafts_beside(batch_size) > 0
     plain: list[_Run] = []
     drafted: list[_Run] = []
     before = engine.stats()
@@ -174,8 +175,7 @@ def measure_drafts(
         "speedup": Spread.of([b.rate / a.rate for a, b in zip(plain, drafted, strict=True)]),
     }
     num_tokens = sum(one.num_tokens for one in drafted)
-    # a step of more sequences than drafts has none
-    drafting = _drafting_seconds(texts, most) * batch_size if batch_size <= most else 0.0
+    drafting = _drafting_seconds(texts, most) * batch_size if has_drafts else 0.0
     seconds_per_step = sum(one.seconds for one in plain) / sum(one.num_steps for one in plain)
     return describe_run(opened, engine, config, name) | {
         "text": text,

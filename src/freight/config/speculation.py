@@ -40,7 +40,7 @@ _OTHER_KEYS = {
     "suffix_decoding_max_cached_requests": "drafts come from the request's own text alone: omit it",
     "suffix_decoding_max_spec_factor": _LEARNED,
     "suffix_decoding_min_token_prob": _LEARNED,
-    "disable_by_batch_size": "a step of more requests than drafts has no drafts: omit it",
+    "disable_by_batch_size": "a step of many requests has no drafts: omit it",
 }
 
 

@@ -79,8 +79,8 @@ class Scheduler:
         most_drafts: int = 0,
         store: StoredPrefixes | None = None,
     ) -> None:
-        """`most_drafts`: of a step without prompts, all requests together. A step of more requests
-        than that has none. `store`: what `cache` has below it.
+        """`most_drafts`: of a step of one request without a prompt; with more there are fewer
+        (`drafts_beside`). `store`: what `cache` has below it.
         """
         assert min(max_num_seqs, max_num_batched_tokens, max_model_len) > 0
         self._cache, self._store = cache, store
@@ -341,12 +341,18 @@ class Scheduler:
         for request in [request for request in self._waiting if request.output_token_ids]:
             self._finish_if_done(request)
 
+    def drafts_beside(self, num_requests: int) -> int:
+        """Return the most drafts of a step of so many requests, all together."""
+        left = min(self.most_drafts + 1, self._max_num_batched_tokens) - num_requests
+        # one draft for 8 requests took more time than it saved
+        return left if 2 * left >= num_requests else 0
+
     def _draft(self, chunks: list[ScheduledChunk]) -> None:
         """Give drafts to the chunks of a step in which every request has one token."""
         # a chunk of a prompt costs more than drafts gain
         if any(chunk.num_tokens > 1 for chunk in chunks):
             return
-        left = min(self.most_drafts + 1, self._max_num_batched_tokens) - len(chunks)
+        left = self.drafts_beside(len(chunks))
         for index, chunk in enumerate(chunks):
             if left <= 0:
                 return
