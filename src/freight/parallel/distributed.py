@@ -111,7 +111,12 @@ class Distributed:
         if self._left:
             raise KernelError("this rank has left the step")
         if self._group is None:
-            self.meet()
+            try:
+                self.meet()
+            except RankError as error:  # one that left the step closed connections as they were made
+                if self.failed() is None:
+                    raise
+                raise KernelError("another rank has left the step") from error
         parts = own.new_empty((self.size * len(own), own.shape[1]))
         try:
             self._group._allgather_base(parts, own).wait()
