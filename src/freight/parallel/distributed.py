@@ -76,6 +76,7 @@ class Distributed:
         self._group: Any = None
         self._times = 0  # that all began anew
         self._left = False  # the step under way
+        self._has_met = False  # or has tried to, since all began anew
         self._lost = ""
         self._interrupt: BaseException | None = None
         self._exchange = Exchange(_weakly(self))
@@ -86,6 +87,7 @@ class Distributed:
         the timeout.
         """
         timeout = timedelta(seconds=self._timeout)
+        self._has_met = True
         try:
             store = PrefixStore(f"group {self._times}", self._store)
             store.set_timeout(timeout)
@@ -113,7 +115,8 @@ class Distributed:
         if self._group is None:
             try:
                 self.meet()
-            except RankError as error:  # one that left the step closed connections as they were made
+            except RankError as error:
+                # one that left the step closed connections while they were made
                 if self.failed() is None:
                     raise
                 raise KernelError("another rank has left the step") from error
@@ -167,7 +170,7 @@ class Distributed:
             self._left = True
             with suppress(RuntimeError):
                 self._store.compare_set(self._failure, "", str(self.rank))
-            if self._group is None and not self._lost:
+            if not self._has_met and not self._lost:
                 with suppress(RankError):  # those who wait in their first gather see this one leave
                     self.meet()
         self._leave_group()
@@ -179,7 +182,7 @@ class Distributed:
     def restart(self, times: int) -> None:
         """Leave the group. All meet anew at the next gather, as group `times`."""
         self._leave_group()
-        self._times, self._left = times, False
+        self._times, self._left, self._has_met = times, False, False
 
     def close(self) -> None:
         """Leave the group for good."""
