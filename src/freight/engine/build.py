@@ -199,8 +199,7 @@ def _start(
     num_blocks = split_memory(spec, memory, config.max_model_len, *limits)
     # on a GPU a step runs while the host goes on
     overlaps = config.device != "cpu" and spec.repeatable
-    exact = args.asks_for_drafts or is_reproducible(opened, kernels)
-    most_drafts = _most_drafts(config, model, spec, overlaps, exact)
+    most_drafts = _most_drafts(config, model, spec, overlaps)
     pool, others = _allocate(opened, config, spec, num_blocks, model, led)
     pool = pool.counting_drafts(most_drafts)
     logger.info("%s", describe_cache(pool, config, size))
@@ -284,12 +283,10 @@ def captured_steps(
 
 
 def _most_drafts(
-    config: EngineConfig, decoder: LanguageModel, spec: KVCacheSpec, overlaps: bool, exact: bool
+    config: EngineConfig, decoder: LanguageModel, spec: KVCacheSpec, overlaps: bool
 ) -> int:
     """Return the most drafts of a step, and say so; 0 where drafts would not be exact, or gain
     nothing.
-
-    exact: whether a row's bits depend on its own history alone, or the drafts were asked for
     """
     if not config.most_drafts:
         return 0
@@ -300,8 +297,6 @@ def _most_drafts(
         obstacle = "the modules of transformers may round a row differently beside others"
     elif overlaps or config.device != "cpu":
         obstacle = "on a GPU the next step is launched before the tokens of the last are known"
-    elif not exact:
-        obstacle = "the reference kernels may round a row differently beside others"
     if obstacle:
         logger.info("drafts: none, because %s", obstacle)
         return 0
