@@ -371,6 +371,7 @@ def test_the_process_of_templates_ends_with_results_that_nobody_reads_to_the_end
     assert [one.outcome for one in verifier.results([good])] == [Outcome.EQUAL]
 
 
+@pytest.mark.slow  # two processes are started against a deadline
 def test_a_grammar_that_is_not_compiled_in_time_hides_no_other_answer(
     verifier: Verifier,
     short: dict[str, Any],
