@@ -32,7 +32,7 @@ from freight.checkpoint.reader import Checkpoint
 from freight.fp8 import mxfp4
 from freight.fp8.cast import torch_dtype
 from freight.fp8.formats import Format
-from freight.fp8.four_bits import SCALES
+from freight.fp8.four_bits import scales_out_of_range
 from freight.fp8.scheme import FourBits, Packing, Scheme, held_group
 from freight.operands.weight import Codes, Groups, Weight
 
@@ -360,7 +360,7 @@ def _of_tensor(stored: StoredGroups) -> str:
 def _scales(checkpoint: Checkpoint, name: str) -> Tensor:
     """Return the scales of groups, as they are stored; those in float32 become bfloat16 or float16,
     whichever has them. Raises CheckpointError for what is not finite, negative in E4M3, or outside
-    `fp8.four_bits.SCALES`.
+    what `fp8.four_bits.scales_out_of_range` allows.
 
     Those of integers may be negative: AutoRound lets -8, the code of the largest magnitude, stand
     for the group's value of the largest magnitude, whatever its sign.
@@ -373,8 +373,7 @@ def _scales(checkpoint: Checkpoint, name: str) -> Tensor:
             f"{name} has {bad[0].item()} among its {values.numel()} values; a scale has to be finite"
             + " and not negative" * unsigned
         )
-    magnitude, (least, most) = values.abs(), SCALES
-    outside = values[(magnitude != 0) & ((magnitude < least) | (magnitude > most))]
+    outside = scales_out_of_range(stored)
     if len(outside):
         raise checkpoint.fault(
             f"{name} has {outside[0].item():.3g} among its {values.numel()} values; a scale has to be 0, or 2 ** -126 "

@@ -252,8 +252,7 @@ class Leader:
             else:
                 others.sockets.append(self._spawn(rank))
                 place = places[rank]
-                chosen = None if place.processors is None else tuple(sorted(place.processors))
-                start = replace(start, processors=chosen, cores=place.cores)
+                start = replace(start, processors=place.listed, cores=place.cores)
             self._tell(rank, Kind.START, start.encode())
         others.pass_on()
         ends = [one.fileno() for one in others.sockets]

@@ -53,8 +53,7 @@ def _compute(args: EngineArgs, random_shape: str | None) -> int:
     connections: list[socket.socket] = []
     try:
         for rank, place in enumerate(each, node * here):
-            chosen = None if place.processors is None else tuple(sorted(place.processors))
-            join = Join(version(), given(args), random_shape, rank, chosen, place.cores)
+            join = Join(version(), given(args), random_shape, rank, place.listed, place.cores)
             connections.append(come_to(args, join))
         logger.info("node %d has come to %s with %d of the ranks", node, where, here)
         status = _run(connections)

@@ -21,9 +21,16 @@ _ROWS = 1024  # rounded at once: the search takes several times their memory
 _LEAST = {torch.float16: 2.0**-24, torch.bfloat16: 2.0**-126}
 # Least and largest magnitude of a scale of INT4, beside 0: with others, values may be subnormal in
 # bfloat16, which matrix tiles treat as zeros, or infinite
-SCALES = (2.0**-126, 2.0**100)
+_SCALES = (2.0**-126, 2.0**100)
 # Halfway between the value of code i of E2M1 and the next one
 _MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
+
+
+def scales_out_of_range(scales: Tensor) -> Tensor:
+    """Return the scales that kernels do not take, in float32: NaN, and those beyond `_SCALES`."""
+    values = scales.float()
+    magnitude, (least, most) = values.abs(), _SCALES
+    return values[~((magnitude == 0) | ((magnitude >= least) & (magnitude <= most)))]
 
 
 def int4_scale_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -25,6 +25,11 @@ class Place:
     processors: frozenset[int] | None
     cores: int
 
+    @property
+    def listed(self) -> tuple[int, ...] | None:
+        """The processors in order, as messages have them."""
+        return None if self.processors is None else tuple(sorted(self.processors))
+
     def take(self) -> Callable[[], None]:
         """Bind the calling thread, and those that it starts, to the processors. What is returned
         lets that thread run again where it could before.

@@ -18,7 +18,7 @@ from freight.errors import KernelError
 from freight.fp8 import mxfp4
 from freight.fp8.cast import torch_dtype
 from freight.fp8.formats import COMPUTE_FORMATS, Format
-from freight.fp8.four_bits import SCALES
+from freight.fp8.four_bits import scales_out_of_range
 from freight.kernels.cpu.interface import (
     ACTIVATIONS,
     CACHE_LINE,
@@ -206,9 +206,7 @@ def _with_groups(weight: Weight, groups: Groups) -> Tensor:
 
     Raises KernelError if values may be subnormal or infinite in bfloat16, or NaN.
     """
-    magnitude = groups.scales.float().abs()
-    least, most = SCALES
-    if not ((magnitude == 0) | ((magnitude >= least) & (magnitude <= most))).all():
+    if len(scales_out_of_range(groups.scales)):
         raise KernelError(
             "the CPU kernels compute with 4-bit matrices whose scales are 0 or 2 ** -126 to 2 ** 100 in magnitude; "
             "convert the matrix to bfloat16"
