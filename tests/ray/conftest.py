@@ -65,6 +65,15 @@ def deployed(cluster: str, model: Path) -> Iterator[Callable[..., str]]:
     serve.delete("default")
 
 
+def ranks() -> list[int]:
+    """The ranks of these engines, but the first of each, which is the engine itself."""
+    here, found = engines(), []
+    for folder in Path("/proc").glob("[0-9]*"):
+        if b"freight.engine.follower" in _command(folder) and _parent(folder) in here:
+            found.append(int(folder.name))
+    return found
+
+
 @contextmanager
 def timed(seconds: float) -> Iterator[Callable[[], bool]]:
     """Whether there is time left."""

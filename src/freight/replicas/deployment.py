@@ -138,11 +138,27 @@ def _without_id(app: App) -> App:
     return wrapped
 
 
+def _reserved(options: Options) -> dict[str, Any]:
+    """What Ray reserves for a replica. Ranks are processes of its engine, not actors of Ray, so all
+    of them are on its machine: a placement group with a bundle for each, the first of which is the
+    replica's own.
+    """
+    num_cpus = options.replicas.num_cpus or options.engine.threads or 1
+    own = {"num_cpus": num_cpus, "num_gpus": options.replicas.num_gpus}
+    if options.engine.tensor_parallel_size == 1:
+        return {"ray_actor_options": own}
+    bundles = [{"CPU": num_cpus} for _ in range(options.engine.tensor_parallel_size)]
+    return {
+        "ray_actor_options": own,
+        "placement_group_bundles": bundles,
+        "placement_group_strategy": "STRICT_PACK",
+    }
+
+
 def build(options: Mapping[str, Any] | None = None) -> serve.Application:
     """Build the application from options by their names (`options.py`). Raises ConfigError."""
     made = read_options(options or {})
     engine, settings, replicas = made.engine, made.settings, made.replicas
-    num_cpus = replicas.num_cpus or engine.threads or 1
     number: dict[str, Any] = {"num_replicas": replicas.num_replicas}
     if replicas.min_replicas is not None:
         wanted = replicas.target_requests or _SHARE * engine.max_num_seqs
@@ -158,7 +174,7 @@ def build(options: Mapping[str, Any] | None = None) -> serve.Application:
     replica = serve.deployment(
         Replica,
         name=_REPLICA,
-        ray_actor_options={"num_cpus": num_cpus, "num_gpus": replicas.num_gpus},
+        **_reserved(made),
         # more than a replica takes, so that it is the replica that refuses: 429, as alone
         max_ongoing_requests=engine.max_num_seqs + settings.max_queue + _BESIDE,
         graceful_shutdown_timeout_s=settings.drain_timeout + _END_S,

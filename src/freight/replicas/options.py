@@ -29,8 +29,7 @@ _NOT_HERE = {
     **dict.fromkeys(("host", "port", "max_connections", "write_timeout"), _HOW),
     **dict.fromkeys(("ssl_certfile", "ssl_keyfile", "ssl_keyfile_password"), _HOW),
     "insecure": "Ray listens, and nothing checks its address: give api_key or api_key_file",
-    "tensor_parallel_size": "a replica on Ray is one device; leave it out, and take more replicas",
-    **dict.fromkeys(NODES, "a replica on Ray is one machine's; leave it out"),
+    **dict.fromkeys(NODES, "all ranks of a replica are on one machine of Ray; leave it out"),
     "restart_engine": "a replica ends with its engine, and Ray starts another one",
 }
 
@@ -41,7 +40,7 @@ REPLICA_FLAGS = (
     Flag("target_requests", float | None, "Running requests of a replica that are wanted."),
     Flag("upscale_delay", float, "Seconds of more load before there are more replicas."),
     Flag("downscale_delay", float, "Seconds of less load before there are fewer."),
-    Flag("num_cpus", float | None, "Processors that Ray reserves for a replica; also its threads."),
+    Flag("num_cpus", float | None, "Processors that Ray reserves for a rank; also its threads."),
     Flag("num_gpus", float, "GPUs that Ray reserves for a replica."),
     Flag("front_replicas", int, "Processes that clients' requests go through."),
     Flag("front_cpus", float, "Processors that Ray reserves for each of these."),
@@ -60,8 +59,9 @@ class ReplicaOptions:
     target_requests  running requests of a replica, beyond which there are more replicas; None: 0.8 of
                      `max_num_seqs`
     upscale_delay, downscale_delay  seconds for which the load must ask for more or fewer replicas
-    num_cpus         processors that Ray reserves for a replica, and its OMP_NUM_THREADS, which is its
-                     number of threads without `threads`; None: `threads`, or 1
+    num_cpus         processors that Ray reserves for each rank of a replica (`tensor_parallel_size`, 1
+                     without it), and its OMP_NUM_THREADS, which is its number of threads without
+                     `threads`; None: `threads`, or 1
     num_gpus         GPUs for a replica
     front_replicas   processes of the front
     front_cpus       processors that Ray reserves for each

@@ -62,6 +62,7 @@ def test_options_of_the_server() -> None:
 def test_options_of_the_replicas() -> None:
     replicas = read_options({"min_replicas": "2", "max_replicas": 3, "num_cpus": 0.5}).replicas
     assert (replicas.min_replicas, replicas.max_replicas, replicas.num_cpus) == (2, 3, 0.5)
+    assert read_options({"tensor_parallel_size": "2"}).engine.tensor_parallel_size == 2
 
 
 @pytest.mark.parametrize(
@@ -69,7 +70,8 @@ def test_options_of_the_replicas() -> None:
     [
         ({"port": 8000}, "Ray listens"),
         ({"restart_engine": True}, "Ray starts another one"),
-        ({"tensor_parallel_size": 2}, "one device"),
+        ({"tensor_parallel_size": 2, "nnodes": 2}, "one machine"),
+        ({"tensor_parallel_size": 0}, "tensor-parallel-size"),
         ({"max_num_seq": 2}, "max_num_seqs"),
         ({"max_num_seqs": "many"}, "whole number"),
         ({"max_num_seqs": True}, "whole number"),
