@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -38,11 +38,12 @@ class ServeProcess:
         options: Sequence[str] = (),
         flags: Sequence[str] = (),
         forked: bool = False,
+        environ: Mapping[str, str] = os.environ,
     ) -> None:
         """`flags` are of the interpreter (-O), and none of one that is forked."""
         arguments = ["serve", str(model), "--port", "0", *options]
         environ = {
-            name: value for name, value in os.environ.items() if not name.startswith("FREIGHT_")
+            name: value for name, value in environ.items() if not name.startswith("FREIGHT_")
         }
         self.process: subprocess.Popen[str] | Forked
         if forked and CAN_FORK:

@@ -173,13 +173,14 @@ def import_faults(module: str, source: str) -> list[str]:
 
 def run_imports(tree: ast.Module) -> Iterator[str]:
     """Names of modules that a file imports when it runs: not those for types alone."""
+    nodes = list(ast.walk(tree))
     typed = [
         node
-        for node in ast.walk(tree)
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        for node in nodes
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
     ]
     for_types = {id(inner) for node in typed for part in node.body for inner in ast.walk(part)}
-    for node in ast.walk(tree):
+    for node in nodes:
         if id(node) in for_types:
             continue
         if isinstance(node, ast.Import):

@@ -64,6 +64,7 @@ def imported(tree: ast.AST) -> Iterator[str]:
             )
 
 
+@cache
 def package_imports() -> dict[str, set[str]]:
     """Return, for each package and each module beside packages, those that it imports."""
     found: dict[str, set[str]] = {name: set() for name in sorted(TOP - {"__init__"})}

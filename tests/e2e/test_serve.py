@@ -9,8 +9,9 @@ import json
 import os
 import signal
 import socket
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from urllib.parse import urlsplit
 import pytest
 from tests.asking import ENDLESS, ONE_BY_ONE
 from tests.demo_chat import demo_with_chat_template
+from tests.openmp_display import given, has_read
 from tests.serving import ServeProcess, has_ended, health
 
 pytestmark = pytest.mark.clock
@@ -27,8 +29,13 @@ CACHE = ["--kv-cache-dtype", "fp8", "--kv-cache-memory", "16MiB"]
 
 
 @contextmanager
-def server(*options: str, model: str = "demo", forked: bool = False) -> Iterator[ServeProcess]:
-    process = ServeProcess(model, [*CACHE, *options], forked=forked)
+def server(
+    *options: str,
+    model: str = "demo",
+    forked: bool = False,
+    environ: Mapping[str, str] = os.environ,
+) -> Iterator[ServeProcess]:
+    process = ServeProcess(model, [*CACHE, *options], forked=forked, environ=environ)
     try:
         yield process
     finally:
@@ -53,9 +60,9 @@ def answering(url: str, body: dict[str, Any]) -> Iterator[http.client.HTTPRespon
 
 
 @contextmanager
-def stream(url: str, prompts: int = 4) -> Iterator[http.client.HTTPResponse]:
+def stream(url: str, **fields: Any) -> Iterator[http.client.HTTPResponse]:
     """A stream that has begun."""
-    body = {**ENDLESS, "prompt": ["def main("] * prompts, "stream": True}
+    body = {**ENDLESS, "stream": True, **fields}
     with answering(url, body) as answer:
         assert answer.status == 200
         assert answer.readline().startswith(b"data: ")
@@ -74,15 +81,12 @@ def ends(pids: dict[str, int]) -> bool:
     return all(map(has_ended, pids.values()))
 
 
-def test_it_answers_while_it_loads_and_drains_at_sigterm() -> None:
-    with server("--drain-timeout", "300", "--stall-timeout", "300") as process:
-        url = process.url
-        assert health(url) == 503
-        status, body = complete(url)
-        assert (status, body["error"]["code"]) == (503, "loading")
-        process.wait_until_healthy()
+def test_it_drains_at_sigterm() -> None:
+    options = ("--drain-timeout", "300", "--stall-timeout", "300", *ONE_BY_ONE)
+    with server(*options, forked=True) as process:
+        url = process.wait_until_healthy()
         children = process.children()
-        with stream(url, prompts=1) as answer:
+        with stream(url, prompt="def main(", n=4, max_tokens=300) as answer:
             os.kill(children["worker"], signal.SIGSTOP)  # so that the stream does not end meanwhile
             process.process.send_signal(signal.SIGTERM)
             deadline = time.monotonic() + 300
@@ -140,14 +144,24 @@ def test_a_killed_engine_is_replaced_where_that_was_asked_for(tmp_path: Path) ->
         assert process.stop() == 0
 
 
-def test_nothing_is_left_of_a_killed_server() -> None:
-    with server(*ONE_BY_ONE) as process:
-        url = process.wait_until_healthy()
+def test_it_answers_while_it_loads_and_nothing_is_left_of_it_when_it_is_killed() -> None:
+    """The server's own process loads no torch, so the spins that are told are the engine's: those
+    that Freight sets.
+    """
+    with server(*ONE_BY_ONE, environ=given()) as process:
+        url = process.url
+        assert health(url) == 503
+        status, body = complete(url)
+        assert (status, body["error"]["code"]) == (503, "loading")
+        process.wait_until_healthy()
         children = process.children()
         assert "worker" in children
         maps = Path(f"/proc/{process.process.pid}/maps").read_text()
         assert "uvloop" in maps  # a token costs less than with asyncio's own loop
         assert "libtorch" not in maps
+        if sys.platform == "linux":  # GNU OpenMP is torch's there alone
+            assert has_read(process.said) in ({3_000}, {10_000})  # by architecture
+            assert "torch was imported before freight" not in process.said
         with stream(url):
             process.process.kill()
             assert process.wait() == -signal.SIGKILL

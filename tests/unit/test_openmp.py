@@ -11,27 +11,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.openmp_display import given, has_read
 from tests.serving import ServeProcess
 
 from freight import openmp
 
 gnu = pytest.mark.skipif(sys.platform != "linux", reason="GNU OpenMP is torch's on Linux alone")
-NAMES = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "OMP_NUM_THREADS", "PYTEST_XDIST_WORKER")
 SET = {"GOMP_SPINCOUNT": "5"}
 FEW = SET | {"OMP_NUM_THREADS": "1"}
 ENV = ("-m", "freight", "env")
 TOLD = "torch was imported before freight: threads that wait spin for milliseconds"
-
-
-def given(**variables: str) -> dict[str, str]:
-    """An environment in which GNU OpenMP tells, when it is loaded, what it has read."""
-    rest = {name: value for name, value in os.environ.items() if name not in NAMES}
-    return rest | {"OMP_DISPLAY_ENV": "VERBOSE"} | variables
-
-
-def has_read(said: str) -> set[int]:
-    """The spin counts of those that were loaded."""
-    return {int(count) for count in re.findall(r"GOMP_SPINCOUNT = '(\d+)'", said)}
 
 
 @cache
@@ -64,16 +53,11 @@ def test_what_the_user_has_set_wins(variables: dict[str, str], count: int) -> No
 
 
 @gnu
-@pytest.mark.parametrize("variables", [{}, pytest.param(SET, marks=pytest.mark.slow)])
-def test_the_process_of_the_engine_has_it_too(
-    ours: int, monkeypatch: pytest.MonkeyPatch, variables
-) -> None:
+@pytest.mark.slow  # tests/e2e/test_serve.py has a server without variables
+@pytest.mark.parametrize("variables", [{}, SET])
+def test_the_process_of_the_engine_has_it_too(ours: int, variables: dict[str, str]) -> None:
     """The server's own process loads no torch, so the one that tells is the engine's."""
-    for name in NAMES:
-        monkeypatch.delenv(name, raising=False)
-    for name, value in given(**variables).items():
-        monkeypatch.setenv(name, value)
-    server = ServeProcess("demo", ["--kv-cache-memory", "16MiB"])
+    server = ServeProcess("demo", ["--kv-cache-memory", "16MiB"], environ=given(**variables))
     try:
         server.wait_until_healthy()
         torch_in = [
