@@ -248,6 +248,21 @@ def test_awq_without_zero_points_has_them(tmp_path: Path):
     assert torch.equal(found.dequantized(), written.plain[f"{DOWN}.weight"])
 
 
+def test_a_head_that_is_tied_is_skipped_with_its_zero_points(tmp_path: Path):
+    """llm-compressor quantizes one that `ignore` does not list, and it is not used."""
+    written = write(FORMS["ct int4 64 zeros"])
+    own = f"{Q}."
+    written.tensors |= {
+        f"lm_head.{name.removeprefix(own)}": tensor.clone()
+        for name, tensor in written.tensors.items()
+        if name.startswith(own)
+    }
+    del written.tensors["lm_head.weight"]
+    written.config |= {"tie_word_embeddings": True}
+    decoder = loaded(written.save(tmp_path))
+    assert torch.equal(decoder.embedding.weight, written.tensors["model.embed_tokens.weight"])
+
+
 def test_dynamic_is_another_name_of_an_order_by_group(tmp_path: Path):
     written = write(FORMS["ct int4 order"])
     written.config["quantization_config"] = int4(32, actorder="dynamic")
@@ -409,6 +424,10 @@ def says(**more: Any) -> Change:
     return lambda tensors, said: said.update(more)
 
 
+def undeclared(tensors: Tensors, said: dict[str, Any]) -> None:
+    said.clear()
+
+
 def unpacked(tensors: Tensors, said: dict[str, Any]) -> None:
     for name in [name for name in tensors if name.startswith(DOWN)]:
         del tensors[name]
@@ -460,12 +479,20 @@ WRONG: list[tuple[str, Change, str]] = [
         ),
         f"{Q}.weight_scale is in float32 and has values that neither bfloat16 nor float16 has",
     ),
+    ("gptq", undeclared, "down_proj.qweight holds weights in 4 bits, but config.json declares no quant"),
     ("ct int4 order", without(f"{Q}.weight_shape"), ""),  # nothing needs it
     ("ct int4 order", filled(f"{Q}.weight_g_idx", 3, slice(0, 9)), "does not put 32 of the 128 inputs"),
     ("gptq", without(f"{Q}.qzeros"), f"{Q}.qzeros is missing"),
     ("gptq", cut(f"{Q}.qzeros"), f"{Q}.qzeros is I32 of shape [3, 16]"),
     ("gptq", filled(f"{Q}.qzeros", 0), f"{Q}.qzeros has the zero point 1, but config.json says sym true"),
     ("gptq", says(checkpoint_format="gptq_v2"), f"{Q}.qzeros has the zero point 7, but config.json"),
+    *(
+        ("gptq order", filled(f"{Q}.g_idx", value, 5), f"{Q}.g_idx has the group {value} among its 128")
+        for value in (4, -1, 2**31 - 1)
+    ),
+    ("gptq order", filled(f"{Q}.g_idx", -1, slice(None)), f"{Q}.g_idx has the group -1 among its 128"),
+    ("ct int4 order", filled(f"{Q}.weight_g_idx", -1, slice(None)), ""),
+    ("gptq order", without(f"{Q}.g_idx"), f"{Q}.g_idx is missing, the group of each input: config.json"),
     ("gptq", filled(f"{Q}.g_idx", 3, slice(0, 32)), f"{Q}.g_idx does not put 32 of the 128 inputs"),
     ("gptq order", says(desc_act=False), "order of their own, but config.json says desc_act false"),
     ("gptq", filled(f"{Q}.bias", 1.0), f"{Q}.bias is not zero, and config.json"),
@@ -475,6 +502,7 @@ WRONG: list[tuple[str, Change, str]] = [
     ("awq", filled(f"{DOWN}.scales", torch.nan), f"{DOWN}.scales has nan among its 1024 values"),
     ("awq", cut(f"{DOWN}.qweight"), f"{DOWN}.qweight is I32 of shape [255, 16]"),
     ("ct nvfp4", filled(f"{Q}.weight_global_scale", 0.0), f"{Q}.weight_global_scale has 0.0"),
+    ("ct nvfp4", filled(f"{Q}.weight_global_scale", 1e-40), f"{Q}.weight_global_scale is 1e-40, by which"),
     ("ct nvfp4", without(f"{Q}.weight_global_scale"), f"{Q}.weight_global_scale is missing"),
     ("ct nvfp4", filled(f"{Q}.weight_scale", 0x7F, (0, 0)), f"{Q}.weight_scale has nan among its"),
     ("ct nvfp4", filled(f"{Q}.weight_scale", 0x81, (0, 0)), f"{Q}.weight_scale has -0.001953125 among"),
