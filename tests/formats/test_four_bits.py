@@ -479,7 +479,7 @@ WRONG: list[tuple[str, Change, str]] = [
         ),
         f"{Q}.weight_scale is in float32 and has values that neither bfloat16 nor float16 has",
     ),
-    ("gptq", undeclared, "down_proj.qweight holds weights in 4 bits, but config.json declares no quant"),
+    ("gptq", undeclared, f"{Q}.qweight holds weights in 4 bits, but config.json declares no quant"),
     ("ct int4 order", without(f"{Q}.weight_shape"), ""),  # nothing needs it
     ("ct int4 order", filled(f"{Q}.weight_g_idx", 3, slice(0, 9)), "does not put 32 of the 128 inputs"),
     ("gptq", without(f"{Q}.qzeros"), f"{Q}.qzeros is missing"),
