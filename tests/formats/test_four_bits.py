@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -9,15 +10,21 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from tests.formats.four_bits import (
     AWQ,
     FORMS,
     GPTQ,
     MODELOPT,
+    Coded,
     Tensors,
     Written,
+    awq,
     ct,
+    gptq,
     int4,
+    integers,
+    packed,
     words,
     write,
 )
@@ -27,6 +34,7 @@ from transformers import AutoModelForCausalLM
 
 from freight.checkpoint.four_bits import StoredGroups, find_four_bits
 from freight.checkpoint.layouts import read_scheme
+from freight.checkpoint.reader import Checkpoint
 from freight.cli.inspect import describe
 from freight.config.engine import EngineArgs
 from freight.errors import CheckpointError, ConfigError
@@ -238,6 +246,34 @@ def test_scales_of_integers_may_be_negative(name: str, scales: str, tmp_path: Pa
     written.tensors[f"{DOWN}.{scales}"] *= -1
     found = loaded(written.save(tmp_path)).layers[1].mlp.down.weight
     assert torch.equal(found.dequantized(), -written.plain[f"{DOWN}.weight"])
+
+
+@pytest.mark.parametrize(
+    ("said", "pack"),
+    [
+        (GPTQ | {"sym": False, "group_size": 192}, lambda coded: gptq(coded, 1)),
+        (AWQ | {"group_size": 192}, awq),
+        (int4(192, symmetric=False), lambda coded: packed(coded, zeros=True)),
+    ],
+    ids=["gptq", "awq", "ct"],
+)
+def test_groups_that_are_held_as_several_keep_their_scales_and_zero_points(
+    said: dict[str, Any], pack: Callable[[Coded], Tensors], tmp_path: Path
+):
+    """Two groups of 192 inputs become six of 64, which kernels have."""
+    draw = torch.Generator().manual_seed(6)
+    coded = integers(torch.randn(16, 384, generator=draw), 192, False, draw)
+    tensors = {f"layers.0.x.{name}": tensor.contiguous() for name, tensor in pack(coded).items()}
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": said}))
+    checkpoint, name = Checkpoint(tmp_path), "layers.0.x.weight"
+    found = find_four_bits(checkpoint, read_scheme(checkpoint.config, None), {name: (16, 384)})
+    stored = found[name]
+    assert isinstance(stored, StoredGroups)
+    weight = stored.read(checkpoint, "cpu")
+    assert weight.groups is not None
+    assert weight.groups.size == 64
+    assert torch.equal(weight.dequantized(), coded.values)
 
 
 def test_awq_without_zero_points_has_them(tmp_path: Path):

@@ -2,7 +2,8 @@
 of an audit says about them.
 
 The checks are those of loading (`models.stored`): every tensor has its place, its dtype and its
-shape, and scales, zero points and orders of inputs are valid. No code is read.
+shape, and scales, zero points and orders of inputs are valid. No code is read but in MXFP4, where a
+scale alone does not say whether values are finite.
 """
 
 from __future__ import annotations
