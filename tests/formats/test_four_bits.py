@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -9,15 +10,21 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from tests.formats.four_bits import (
     AWQ,
     FORMS,
     GPTQ,
     MODELOPT,
+    Coded,
     Tensors,
     Written,
+    awq,
     ct,
+    gptq,
     int4,
+    integers,
+    packed,
     words,
     write,
 )
@@ -27,6 +34,7 @@ from transformers import AutoModelForCausalLM
 
 from freight.checkpoint.four_bits import StoredGroups, find_four_bits
 from freight.checkpoint.layouts import read_scheme
+from freight.checkpoint.reader import Checkpoint
 from freight.cli.inspect import describe
 from freight.config.engine import EngineArgs
 from freight.errors import CheckpointError, ConfigError
@@ -240,12 +248,55 @@ def test_scales_of_integers_may_be_negative(name: str, scales: str, tmp_path: Pa
     assert torch.equal(found.dequantized(), -written.plain[f"{DOWN}.weight"])
 
 
+@pytest.mark.parametrize(
+    ("said", "pack"),
+    [
+        (GPTQ | {"sym": False, "group_size": 192}, lambda coded: gptq(coded, 1)),
+        (AWQ | {"group_size": 192}, awq),
+        (int4(192, symmetric=False), lambda coded: packed(coded, zeros=True)),
+    ],
+    ids=["gptq", "awq", "ct"],
+)
+def test_groups_that_are_held_as_several_keep_their_scales_and_zero_points(
+    said: dict[str, Any], pack: Callable[[Coded], Tensors], tmp_path: Path
+):
+    """Two groups of 192 inputs become six of 64, which kernels have."""
+    draw = torch.Generator().manual_seed(6)
+    coded = integers(torch.randn(16, 384, generator=draw), 192, False, draw)
+    tensors = {f"layers.0.x.{name}": tensor.contiguous() for name, tensor in pack(coded).items()}
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": said}))
+    checkpoint, name = Checkpoint(tmp_path), "layers.0.x.weight"
+    found = find_four_bits(checkpoint, read_scheme(checkpoint.config, None), {name: (16, 384)})
+    stored = found[name]
+    assert isinstance(stored, StoredGroups)
+    weight = stored.read(checkpoint, "cpu")
+    assert weight.groups is not None
+    assert weight.groups.size == 64
+    assert torch.equal(weight.dequantized(), coded.values)
+
+
 def test_awq_without_zero_points_has_them(tmp_path: Path):
     """AutoRound writes zero_point false for symmetric integers, and zero points of 8."""
     written = write(FORMS["awq"])
     written.config["quantization_config"] = AWQ | {"zero_point": False, "sym": True}
     found = loaded(written.save(tmp_path)).layers[1].mlp.down.weight
     assert torch.equal(found.dequantized(), written.plain[f"{DOWN}.weight"])
+
+
+def test_a_head_that_is_tied_is_skipped_with_its_zero_points(tmp_path: Path):
+    """llm-compressor quantizes one that `ignore` does not list, and it is not used."""
+    written = write(FORMS["ct int4 64 zeros"])
+    own = f"{Q}."
+    written.tensors |= {
+        f"lm_head.{name.removeprefix(own)}": tensor.clone()
+        for name, tensor in written.tensors.items()
+        if name.startswith(own)
+    }
+    del written.tensors["lm_head.weight"]
+    written.config |= {"tie_word_embeddings": True}
+    decoder = loaded(written.save(tmp_path))
+    assert torch.equal(decoder.embedding.weight, written.tensors["model.embed_tokens.weight"])
 
 
 def test_dynamic_is_another_name_of_an_order_by_group(tmp_path: Path):
@@ -409,6 +460,10 @@ def says(**more: Any) -> Change:
     return lambda tensors, said: said.update(more)
 
 
+def undeclared(tensors: Tensors, said: dict[str, Any]) -> None:
+    said.clear()
+
+
 def unpacked(tensors: Tensors, said: dict[str, Any]) -> None:
     for name in [name for name in tensors if name.startswith(DOWN)]:
         del tensors[name]
@@ -460,12 +515,20 @@ WRONG: list[tuple[str, Change, str]] = [
         ),
         f"{Q}.weight_scale is in float32 and has values that neither bfloat16 nor float16 has",
     ),
+    ("gptq", undeclared, f"{Q}.qweight holds weights in 4 bits, but config.json declares no quant"),
     ("ct int4 order", without(f"{Q}.weight_shape"), ""),  # nothing needs it
     ("ct int4 order", filled(f"{Q}.weight_g_idx", 3, slice(0, 9)), "does not put 32 of the 128 inputs"),
     ("gptq", without(f"{Q}.qzeros"), f"{Q}.qzeros is missing"),
     ("gptq", cut(f"{Q}.qzeros"), f"{Q}.qzeros is I32 of shape [3, 16]"),
     ("gptq", filled(f"{Q}.qzeros", 0), f"{Q}.qzeros has the zero point 1, but config.json says sym true"),
     ("gptq", says(checkpoint_format="gptq_v2"), f"{Q}.qzeros has the zero point 7, but config.json"),
+    *(
+        ("gptq order", filled(f"{Q}.g_idx", value, 5), f"{Q}.g_idx has the group {value} among its 128")
+        for value in (4, -1, 2**31 - 1)
+    ),
+    ("gptq order", filled(f"{Q}.g_idx", -1, slice(None)), f"{Q}.g_idx has the group -1 among its 128"),
+    ("ct int4 order", filled(f"{Q}.weight_g_idx", -1, slice(None)), ""),
+    ("gptq order", without(f"{Q}.g_idx"), f"{Q}.g_idx is missing, the group of each input: config.json"),
     ("gptq", filled(f"{Q}.g_idx", 3, slice(0, 32)), f"{Q}.g_idx does not put 32 of the 128 inputs"),
     ("gptq order", says(desc_act=False), "order of their own, but config.json says desc_act false"),
     ("gptq", filled(f"{Q}.bias", 1.0), f"{Q}.bias is not zero, and config.json"),
@@ -475,6 +538,7 @@ WRONG: list[tuple[str, Change, str]] = [
     ("awq", filled(f"{DOWN}.scales", torch.nan), f"{DOWN}.scales has nan among its 1024 values"),
     ("awq", cut(f"{DOWN}.qweight"), f"{DOWN}.qweight is I32 of shape [255, 16]"),
     ("ct nvfp4", filled(f"{Q}.weight_global_scale", 0.0), f"{Q}.weight_global_scale has 0.0"),
+    ("ct nvfp4", filled(f"{Q}.weight_global_scale", 1e-40), f"{Q}.weight_global_scale is 1e-40, by which"),
     ("ct nvfp4", without(f"{Q}.weight_global_scale"), f"{Q}.weight_global_scale is missing"),
     ("ct nvfp4", filled(f"{Q}.weight_scale", 0x7F, (0, 0)), f"{Q}.weight_scale has nan among its"),
     ("ct nvfp4", filled(f"{Q}.weight_scale", 0x81, (0, 0)), f"{Q}.weight_scale has -0.001953125 among"),

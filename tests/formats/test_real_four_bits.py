@@ -1,4 +1,6 @@
-"""Weights in 4 bits that llm-compressor wrote, or that AutoGPTQ's and AutoAWQ's own modules packed."""
+"""Weights in 4 bits that llm-compressor and GPTQModel wrote, or that AutoGPTQ's and AutoAWQ's own
+modules packed.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +18,9 @@ SAID = {
     "awq": "awq: weights in INT4, scales and zero points per 32 inputs",
     "gptq": "gptq: weights in INT4, scales per 32 inputs",
     "gptq_order": "gptq: weights in INT4, scales and zero points per 32 inputs, groups in an order of their own",
+    "gptqmodel": "gptq: weights in INT4, scales per 32 inputs",
+    "gptqmodel_awq": "awq: weights in INT4, scales and zero points per 32 inputs",
+    "gptqmodel_order": "gptq: weights in INT4, scales and zero points per 32 inputs, groups in an order of their own",
     "int4": "compressed-tensors: weights in INT4, scales per 32 inputs",
     "int4_experts": "compressed-tensors: weights in INT4, scales per 32 inputs",
     "int4_zeros": "compressed-tensors: weights in INT4, scales and zero points per 64 inputs",

@@ -17,6 +17,7 @@ from freight.audit.measure import LayerCost, engine_scales, measure, measured_sc
 from freight.audit.repair import Form, choose_form, write_repaired
 from freight.audit.rules import Engine
 from freight.audit.verdict import Cost, sentence
+from freight.audit.weights import WeightFacts, read_weights
 from freight.checkpoint.reader import resolve_model
 from freight.checkpoint.writer import require_new
 from freight.config.engine import EngineArgs
@@ -49,7 +50,8 @@ class EngineReport:
 class AuditReport:
     """The report. `plain`, `dynamic` and `stored` are costs of a 16-bit cache, of one with a
     scale per token, and of the stored scales; None where not measured or not there. `unmeasured`
-    says why nothing was measured.
+    says why nothing was measured. `weights` is None where no matrix is quantized, and where Freight
+    does not load them.
     """
 
     facts: Facts
@@ -60,6 +62,7 @@ class AuditReport:
     num_tokens: int
     unmeasured: str
     fixed: Form | None
+    weights: WeightFacts | None = None
 
 
 @dataclass(frozen=True)
@@ -95,7 +98,7 @@ def audit(
     path = resolve_model(args.model, args.revision)
     checkpoint, facts = read_facts(path)
     views = [view(engine, version, facts) for engine, version in engines]
-    stored, unmeasured = _stored_scales(path, args)
+    stored, weights, unmeasured = _stored(path, args)
     if not unmeasured and text is None:
         unmeasured = "no text was given (--data FILE)"
     measured = None if unmeasured else text
@@ -131,6 +134,7 @@ def audit(
         num_tokens=costs.num_tokens,
         unmeasured=unmeasured,
         fixed=form,
+        weights=weights,
     )
 
 
@@ -171,23 +175,24 @@ def _per_tensor(scales: KVScales) -> KVScales:
     return KVScales(layers, scales.format, unneeded=scales.unneeded)
 
 
-def _stored_scales(path: Path, args: EngineArgs) -> tuple[KVScales | None, str]:
-    """Return the checkpoint's scales, if K and V of every layer have them, per tensor or head; why
-    it cannot be measured.
+def _stored(path: Path, args: EngineArgs) -> tuple[KVScales | None, WeightFacts | None, str]:
+    """Return the checkpoint's KV scales, if K and V of every layer have them, per tensor or head;
+    what its quantized weights are; why it cannot be measured.
     """
     try:
         opened = open_folder(path, args.model, args.ignore_config_keys)
         scales = opened.uncentered_scales()
+        weights = read_weights(opened)
     except (ConfigError, CheckpointError) as error:
-        return None, f"Freight does not run this checkpoint: {error}"
+        return None, None, f"Freight does not run this checkpoint: {error}"
     fine = any(
         layer is not None and layer.granularity is Granularity.CHANNEL for layer in scales.layers
     )
     if scales.missing or scales.alone("k") or scales.alone("v") or fine:
-        return None, ""
+        return None, weights, ""
     # The names of the tensors are no part of what is compared.
     layers = tuple(x and LayerScales(x.k, x.v, x.granularity) for x in scales.layers)
-    return KVScales(layers, scales.format, unneeded=scales.unneeded), ""
+    return KVScales(layers, scales.format, unneeded=scales.unneeded), weights, ""
 
 
 def as_json(model: str, report: AuditReport) -> JsonObject:
@@ -197,6 +202,7 @@ def as_json(model: str, report: AuditReport) -> JsonObject:
         "model": model,
         "model_type": facts.model_type,
         "quant_method": facts.method,
+        "weights": None if report.weights is None else report.weights.as_json(),
         "num_layers": facts.num_layers,
         "stored_scales": [{"name": s.name, "values": list(s.values)} for s in facts.stored],
         "engines": [_engine(one) for one in report.engines],

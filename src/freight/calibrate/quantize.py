@@ -179,7 +179,7 @@ def open_unquantized(
     checkpoint, config, scheme = stored.checkpoint, stored.model, stored.scheme
     way_out = "quantize the 16-bit model that it was made from"
     keeps = keep_kv and not stored.kv_scales.empty and not _has_quantized_matrix(stored)
-    if not keeps and (scheme.method not in (None, "mxfp4") or scheme.kv_format is not None):
+    if not keeps and (scheme.is_final or scheme.kv_format is not None):
         raise CheckpointError(f"{model} is quantized already ({scheme.description}); {way_out}")
     if not keeps and not stored.kv_scales.empty:
         raise CheckpointError(f"{model} has KV scales already; {way_out}")

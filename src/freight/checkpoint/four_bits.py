@@ -91,6 +91,18 @@ class StoredGroups:
         """Return the matrix of these output rows."""
         return replace(self, rows=tuple(rows))
 
+    @property
+    def codes(self) -> str:
+        """The name of the numbers."""
+        return self.four.packing.codes
+
+    def is_reordered(self, checkpoint: Checkpoint) -> bool:
+        """Say whether groups are of inputs that are not consecutive."""
+        names = (f"{self.module}.{suffix}" for suffix in ("weight_g_idx", "g_idx"))
+        return any(
+            name in self.tensors and _order(checkpoint, self, name) is not None for name in names
+        )
+
 
 @dataclass(frozen=True)
 class StoredPowers:
@@ -104,6 +116,7 @@ class StoredPowers:
     exact: bool
     normal: bool
     rows: tuple[slice, ...] = ()
+    codes = "MXFP4"
 
     def read(
         self, checkpoint: Checkpoint, compute: Format, format: Format, device: str, keeps: bool
@@ -203,6 +216,11 @@ def _declared(
             )
         return None  # `find_linears` refuses one that may not be in 16 bits
     if four is None:
+        if scheme.method is None:
+            raise checkpoint.fault(
+                f"{codes} holds weights in 4 bits, but config.json declares no quantization; the quantizer's "
+                "quantization_config is missing"
+            )
         said = "not quantized" if declared is None else str(declared)
         raise checkpoint.fault(
             f"{codes} holds weights in 4 bits, but config.json declares {module} to be {said}; correct its "
@@ -267,7 +285,7 @@ def _require(
     if entry.dtype not in dtypes or (entry.shape != shape and not single):
         raise checkpoint.fault(
             f"{name} is {entry.dtype} of shape {list(entry.shape)}; {' or '.join(dtypes)} of {list(shape)} is "
-            f"expected for {four}"
+            f"expected for {four}: config.json is of another model, or the file is damaged"
         )
 
 
@@ -337,7 +355,12 @@ def _check_int4(checkpoint: Checkpoint, stored: StoredGroups) -> None:
 
 def _check_nvfp4(checkpoint: Checkpoint, stored: StoredGroups) -> None:
     _scales(checkpoint, f"{stored.module}.weight_scale")
-    checkpoint.take_scale(f"{stored.module}.{_of_tensor(stored)}")
+    name = f"{stored.module}.{_of_tensor(stored)}"
+    scale = checkpoint.take_scale(name)
+    if stored.four.packing is Packing.NVFP4 and scale.reciprocal().isinf().any():
+        raise checkpoint.fault(
+            f"{name} is {scale.item():.3g}, by which no value in float32 can be divided; quantize the model again"
+        )
 
 
 def _check_gptq(checkpoint: Checkpoint, stored: StoredGroups) -> None:
@@ -345,6 +368,11 @@ def _check_gptq(checkpoint: Checkpoint, stored: StoredGroups) -> None:
     _gptq_zeros(checkpoint, stored)
     if f"{stored.module}.g_idx" in stored.tensors:
         _order(checkpoint, stored, f"{stored.module}.g_idx")
+    elif stored.four.ordered:
+        raise checkpoint.fault(
+            f"{stored.module}.g_idx is missing, the group of each input: config.json says desc_act true; quantize the "
+            "model again, or set desc_act false if its groups are of consecutive inputs"
+        )
 
 
 def _check_awq(checkpoint: Checkpoint, stored: StoredGroups) -> None:
@@ -372,6 +400,7 @@ def _scales(checkpoint: Checkpoint, name: str) -> Tensor:
         raise checkpoint.fault(
             f"{name} has {bad[0].item()} among its {values.numel()} values; a scale has to be finite"
             + " and not negative" * unsigned
+            + ": quantize the model again"
         )
     outside = scales_out_of_range(stored)
     if len(outside):
@@ -399,14 +428,19 @@ def _order(checkpoint: Checkpoint, stored: StoredGroups, name: str) -> Tensor | 
     group_of = checkpoint.copy(name).long()
     columns = stored.shape[1]
     size = stored.four.group or columns
-    if (group_of == -1).all():  # as compressed-tensors says that there is no order
+    # as compressed-tensors says that there is no order
+    if stored.four.packing is Packing.INT4 and (group_of == -1).all():
         return None
-    if group_of.min() < 0 or not torch.equal(
-        group_of.bincount(minlength=columns // size),
-        torch.full((columns // size,), size, dtype=torch.int64, device="cpu"),
-    ):
+    count = columns // size
+    outside = group_of[(group_of < 0) | (group_of >= count)]
+    if len(outside):
         raise checkpoint.fault(
-            f"{name} does not put {size} of the {columns} inputs into each of {columns // size} groups"
+            f"{name} has the group {int(outside[0])} among its {columns} values; {columns} inputs have the groups 0 to "
+            f"{count - 1}: quantize the model again"
+        )
+    if not (group_of.bincount(minlength=count) == size).all():
+        raise checkpoint.fault(
+            f"{name} does not put {size} of the {columns} inputs into each of {count} groups, which is not implemented"
         )
     order = torch.sort(group_of, stable=True).indices
     if torch.equal(order, _numbers(0, columns)):

@@ -263,8 +263,8 @@ class Checkpoint:
         for name in [
             name for pattern in _ZERO_POINTS for name in fnmatch.filter(self._entries, pattern)
         ]:
-            if name in pending:
-                continue  # of a matrix in 4 bits
+            if name in pending or name in self._skipped:
+                continue  # of a matrix in 4 bits, which may be a head that is tied
             if self._read(name).float().any():
                 raise self.fault(f"{name} is not zero; only symmetric quantization is implemented")
             self.skip(name, "a zero point that is zero")

@@ -90,6 +90,9 @@ def _print(report: AuditReport) -> None:
     from freight.audit.verdict import Cost
     from freight.tables import markdown
 
+    if report.weights is not None:
+        first, *more = report.weights.lines()
+        typer.echo("\n  ".join((first, *more)))
     for one in report.engines:
         typer.echo(one.verdict)
         for line in _details(one.view):

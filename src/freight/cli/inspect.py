@@ -379,13 +379,17 @@ def _print_table(facts: JsonObject) -> None:
             "architecture",
             f"{facts['architecture'] or 'unknown'}, {facts['num_layers'] or 'unknown'} layers",
         ),
-        ("runs", facts["runs"] or f"no: {facts['obstacle']}"),
+        ("runs", _runs(facts)),
         ("parameters", _or_unknown(facts["num_parameters"], lambda n: f"{n / 1e6:,.1f} M")),
         ("dtype", _dtype(facts)),
         ("context", _or_unknown(facts["max_position_embeddings"], lambda n: f"{n:,} tokens")),
         ("weights", sizes or "none: a config.json alone"),
         ("declared scheme", facts["scheme"]["description"]),
-        (f"{stored} matrices", "; ".join(matrices) or "none"),
+        *(
+            [(f"{stored} matrices", "; ".join(matrices) or "none")]
+            if matrices or not packed
+            else []
+        ),
         *([("4-bit matrices", "; ".join(packed))] if packed else []),
         ("KV scales", _made_for(facts["kv_cache"])),
     ]
@@ -398,6 +402,16 @@ def _print_table(facts: JsonObject) -> None:
     console.print(table)
     if facts["kv_cache"]["scales"]:
         console.print(_scale_table(facts["kv_cache"]["scales"]))
+
+
+def _runs(facts: JsonObject) -> str:
+    """Say how the model runs: INT8 and 4 bits but MXFP4 on CPUs alone."""
+    if facts["runs"] is None:
+        return f"no: {facts['obstacle']}"
+    scheme = facts["scheme"]
+    groups = any(not kind.startswith("MXFP4") for kind in scheme["four_bit_weights"])
+    only = groups or scheme["weight_format"] == "int8"
+    return f"{facts['runs']}{', on CPUs: GPUs refuse the weights' * only}"
 
 
 def _dtype(facts: JsonObject) -> str:

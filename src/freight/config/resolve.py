@@ -60,6 +60,12 @@ _MAKE_SCALES = (
     "calibrate a checkpoint that has them (freight quantize MODEL OUT --kv-cache fp8 --calibration-data FILE), give a "
     "file (--kv-scales FILE.json), or use --kv-scales dynamic"
 )
+# Where the checkpoint is quantized already: what `freight quantize` takes is the model before that
+BASE_SCALES = "freight quantize BASE OUT --weights none --kv-cache fp8, then freight scales export OUT scales.json"
+_MAKE_BASE_SCALES = (
+    f"use --kv-scales dynamic, or measure them on BASE, the 16-bit model that it was made from ({BASE_SCALES}), and "
+    "give --kv-scales scales.json"
+)
 
 
 def check(args: EngineArgs) -> None:
@@ -118,7 +124,8 @@ def _weight_format(
         return device.native_e4m3
     stored = scheme.weight_format
     kind = None if stored is None else "int8" if stored is Format.INT8 else "fp8"
-    if kind is not None and args.quantization not in (None, kind):
+    other = args.quantization not in (None, kind) or (args.quantization and scheme.four_bits)
+    if kind is not None and other:
         raise ConfigError(
             f"--quantization {args.quantization}: the weights of this checkpoint are quantized already "
             f"({scheme.description}); omit it, or name the unquantized model"
@@ -234,12 +241,13 @@ def resolve(
 
 
 def rounds_to_int4(model: ModelConfig, scheme: Scheme) -> bool:
-    """Return whether `--quantization int4` rounds weights: a checkpoint in 4 bits keeps its own.
+    """Return whether `--quantization int4` rounds weights: a checkpoint in INT4 keeps its own.
 
-    Raises ConfigError for a model whose weights are in FP8, or that runs through transformers.
+    Raises ConfigError for a model whose weights are in another form, or that runs through
+    transformers.
     """
     _require_native(model, "4 bits")
-    if scheme.weight_format is not None and not scheme.four_bits:
+    if scheme.weight_format is not None and scheme.weight_formats != "int4":
         raise ConfigError(
             f"--quantization int4: the weights are quantized already ({scheme.description}); omit it, or give the "
             "16-bit model"
@@ -474,9 +482,8 @@ def _from_checkpoint(
             "use --kv-scales dynamic to measure them all, or unit"
         )
     if source == "checkpoint" and scales.missing:
-        raise ConfigError(
-            f"--kv-scales checkpoint, but the checkpoint has no KV scales: {_MAKE_SCALES}"
-        )
+        way_out = _MAKE_BASE_SCALES if scheme.is_final else _MAKE_SCALES
+        raise ConfigError(f"--kv-scales checkpoint, but the checkpoint has no KV scales: {way_out}")
     if scheme.kv_static and scales.missing:
         raise CheckpointError(
             f"the checkpoint declares static KV scales ({scheme.description}), but has none for {layers}; "

@@ -27,6 +27,7 @@ from freight.config.options import choose
 from freight.config.parse import parse_model_config
 from freight.config.registry import FAMILIES
 from freight.config.resolve import (
+    BASE_SCALES,
     DTYPES,
     check_int8,
     check_stored_weights,
@@ -329,8 +330,12 @@ def _formats(compute: Format, scheme: Scheme, device: str, groups: bool) -> Iter
         )
     if device == "cpu":
         yield KVCacheConfig(Format.INT8, measured[0][0], ScaleSource.DYNAMIC, None), (dtype, "int8")
-    source = ScaleSource.CHECKPOINT if scheme.kv_static else ScaleSource.CALIBRATED
-    yield KVCacheConfig(e4m3, static, source, None), (dtype, "fp8", "--kv-scales", "checkpoint")
+    source, scales = ScaleSource.CALIBRATED, "checkpoint"
+    if scheme.kv_static:
+        source = ScaleSource.CHECKPOINT
+    elif scheme.is_final:  # nothing measures them on this checkpoint
+        source, scales = ScaleSource.FILE, "scales.json"
+    yield KVCacheConfig(e4m3, static, source, None), (dtype, "fp8", "--kv-scales", scales)
     yield (
         KVCacheConfig(Format.E5M2, static, ScaleSource.UNIT, None),
         (dtype, "fp8_e5m2", "--kv-scales", "unit"),
@@ -450,6 +455,8 @@ def verdict(plan: Plan) -> str:
         others = one.weights == plan.dtype or one.options[1:2] in (("int8",), ("int4",))
         kept = " --weights none" if others else ""
         first = f", whose scales freight quantize{kept} --kv-cache fp8 measures,"
+    elif one.kv.scale_source is ScaleSource.FILE:
+        first = f", whose scales are measured on BASE, the 16-bit model of these weights ({BASE_SCALES}),"
     line = (
         f"Take {one.weights} weights and a cache in {one.cache_name}{first} ({' '.join(options)}): "
         f"{_count(one.requests)} of {plan.context:,} tokens fit at once"

@@ -282,6 +282,13 @@ class Scheme:
         return "; ".join(parts)
 
     @property
+    def is_final(self) -> bool:
+        """Whether the checkpoint is a quantizer's result, so that `freight quantize` refuses it.
+        Experts in MXFP4 are no obstacle: so gpt-oss is published.
+        """
+        return self.method not in (None, "mxfp4")
+
+    @property
     def four_bits(self) -> frozenset[Packing]:
         """How matrices in 4 bits are stored; empty if none is declared so."""
         linears = (rule.linear for rule in self.rules if rule.linear is not None)

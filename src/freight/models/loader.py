@@ -17,10 +17,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from freight.checkpoint.four_bits import StoredGroups, StoredPowers, find_four_bits
-from freight.checkpoint.headers import Shape
-from freight.checkpoint.linears import StoredLinear, find_linears
-from freight.checkpoint.mxfp4 import StoredExperts, describe, find_experts
+from freight.checkpoint.four_bits import StoredGroups, StoredPowers
+from freight.checkpoint.linears import StoredLinear
+from freight.checkpoint.mxfp4 import StoredExperts, describe
 from freight.checkpoint.reader import Checkpoint
 from freight.config.layer import (
     DenseConfig,
@@ -40,16 +39,17 @@ from freight.layers.moe import ExpertsBeside, Latent, MoE
 from freight.layers.norm import RMSNorm
 from freight.layers.per_layer_embeddings import PerLayerEmbedding, PerLayerEmbeddings
 from freight.layers.rope import build_ropes
-from freight.models.architectures import skipped_parts, tensor_names
+from freight.models.architectures import tensor_names
 from freight.models.building import Builder
 from freight.models.decoder import MLP, Decoder, DecoderLayer
 from freight.models.expert_weights import Read, expert_matrices
 from freight.models.mixer_shares import Pieces
 from freight.models.mixers import build_mixer
-from freight.models.shapes import kept_in_16_bits, shared_names
+from freight.models.shapes import shared_names
 from freight.models.shapes import tensor_shapes as tensor_shapes
 from freight.models.shares import Share, share_of
 from freight.models.sources import CheckpointSource, Stored, WeightSource, in_halves
+from freight.models.stored import find_stored
 from freight.operands.packed import PackedExperts
 from freight.operands.rotary import Rotary
 from freight.operands.weight import Weight
@@ -385,30 +385,10 @@ def load_model(
     misshapen or left over, for contradictions between declaration and tensors, and for invalid
     scales; ConfigError for weights in 4 bits that the kernels do not compute with.
     """
-    names, shapes = tensor_names(config), tensor_shapes(config)
-    four = find_four_bits(checkpoint, scheme, shapes)
-    require_groups(kernels, four, int4)
-    linears = find_linears(checkpoint, scheme, shapes, kept_in_16_bits(config))
-    stored: dict[str, Stored] = {**linears, **four}
-    packed = find_experts(checkpoint, scheme, shapes)
-    needed: dict[str, Shape] = {}  # by the names that the checkpoint uses
-    for name, shape in shapes.items():
-        if name in packed:
-            needed |= packed[name].tensors
-        elif name in four:
-            needed |= four[name].tensors
-        elif name in linears:
-            needed[linears[name].weight] = shape
-        else:
-            needed[name] = shape
-    checkpoint.check(needed)
-    if config.tie_word_embeddings:
-        checkpoint.skip(names.head.removesuffix("weight") + "*", "tied to the embedding")
-    for pattern, reason in (*names.unused, *scheme.unused):
-        checkpoint.skip(pattern, reason)
-    for reason, count in skipped_parts(config, checkpoint.names).items():
-        logger.info("skipping %d tensors %s", count, reason)
-    checkpoint.finish(pending=needed)
+    found = find_stored(checkpoint, config, scheme)
+    linears, packed = found.linears, found.packed
+    require_groups(kernels, found.four, int4)
+    stored: dict[str, Stored] = {**linears, **found.four}
     if share is not None:
         require_whole_blocks(share, linears)
         stored, packed = present_share(checkpoint, share, stored, packed)

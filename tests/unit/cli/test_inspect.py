@@ -95,6 +95,24 @@ def test_table(capsys, partial, monkeypatch):
     assert "none" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("name", "kind", "everywhere"),
+    [
+        ("four_bits/awq", "4-bit", False),
+        ("four_bits/mxfp4", "4-bit", True),
+        ("compressed_int8/token", "INT8", False),
+        ("base_bf16", "FP8", True),
+    ],
+)
+def test_weights_that_gpus_refuse_are_said_to_be_for_cpus(name, kind, everywhere, capsys):
+    inspect(str(FIXTURES / name), False)
+    out = capsys.readouterr().out
+    rows = dict(line.split("  ", 1) for line in out.splitlines() if line[:1].strip())
+    assert rows["runs"].strip().startswith("natively")
+    assert ("on CPUs" in rows["runs"]) is not everywhere
+    assert [key for key in rows if key.endswith("matrices")] == [f"{kind} matrices"]
+
+
 def test_an_assumed_format_of_scales_is_said(as_json, partial, capsys):
     assert as_json(partial)["kv_cache"]["scales_format_assumed"]
     assert not as_json(FIXTURES / "ct_docs")["kv_cache"]["scales_format_assumed"]

@@ -161,6 +161,10 @@ def test_e4m3_without_scales():
         dtype="fp8",
         source="checkpoint",
     )
+    measured = "freight quantize {} OUT"
+    for scheme, taken in ((Scheme("mxfp4", FN), "MODEL"), (Scheme("gptq", FN), "BASE")):
+        words = ("no KV scales", measured.format(taken), "--kv-scales dynamic")
+        refused(ConfigError, *words, dtype="fp8", source="checkpoint", scheme=scheme)
     for dtype in ("auto", "fp8"):
         refused(
             CheckpointError,
@@ -375,9 +379,9 @@ MX = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32}
 DECLARED = {
     "fp8": (group({}, type="float"), {"fp8"}),
     "int8": (group({}, type="int"), {"int8"}),
-    "int4": (group(**INT4) | {"format": "pack-quantized"}, {"fp8", "int4"}),
-    "mxfp4": (group(**MX) | {"format": "mxfp4-pack-quantized"}, {"fp8", "int4"}),
-    "gptq": ({"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True}, {"fp8", "int4"}),
+    "int4": (group(**INT4) | {"format": "pack-quantized"}, {"int4"}),
+    "mxfp4": (group(**MX) | {"format": "mxfp4-pack-quantized"}, set()),
+    "gptq": ({"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True}, {"int4"}),
     "gpt-oss": ({"quant_method": "mxfp4"}, {"fp8"}),
 }
 

@@ -240,6 +240,16 @@ def test_static_scales_are_measured_for_the_weights_that_are_planned(
     assert f"whose scales {command} measures" in line
 
 
+def test_static_scales_of_a_quantized_checkpoint_come_from_the_model_before_it() -> None:
+    """`freight quantize` refuses the checkpoint itself."""
+    config, wish = in_4_bits("gptq"), Wish(64 * GIB, 8192, 16, "cpu", Layout.PACKED)
+    static = next(one for one in make_plan(config, wish).settings if "static" in one.cache_name)
+    line = verdict(make_plan(config, replace(wish, memory=static.needed_bytes)))
+    assert line.startswith("Take int4 weights and a cache in fp8_e4m3fn, static, whose scales are ")
+    assert "freight quantize BASE OUT --weights none --kv-cache fp8, then freight scales" in line
+    assert "--kv-cache-dtype fp8 --kv-scales scales.json --max" in line
+
+
 def test_models_of_transformers_modules_are_not_planned_in_4_bits() -> None:
     said = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True}
     foreign = {

@@ -1,0 +1,120 @@
+"""What `freight audit` says of quantized weights, over files that other tools wrote."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tests.formats.test_real_four_bits import SAID
+
+from freight.audit.weights import read_weights
+from freight.models.open import open_checkpoint
+
+FIXTURES = Path(__file__).parents[2] / "fixtures"
+FOUR_BITS = FIXTURES / "four_bits"
+CODES = ("qweight", "weight_packed")
+Tensors = dict[str, torch.Tensor]
+
+
+def modules_of(tensors: Tensors) -> set[str]:
+    """The modules that are quantized, by the names of the tools."""
+    return {
+        name.rpartition(".")[0]
+        for name, tensor in tensors.items()
+        if name.endswith(CODES) or tensor.dtype == torch.int8
+    }
+
+
+@pytest.mark.parametrize("name", [*SAID, "compressed_int8/token", "compressed_int8/static"])
+def test_what_the_files_of_tools_hold(name: str):
+    folder = FIXTURES / name if "/" in name else FOUR_BITS / name
+    facts = read_weights(open_checkpoint(str(folder)))
+    assert facts is not None
+    tensors = load_file(folder / "model.safetensors")
+    modules = modules_of(tensors)
+    own = {key: one for key, one in tensors.items() if key.rpartition(".")[0] in modules}
+    assert sum(facts.kinds.values()) == len(modules)
+    of_codes = [one for key, one in own.items() if key.endswith(CODES) or one.dtype == torch.int8]
+    weights = sum(one.nbytes * (1 if one.dtype == torch.int8 else 2) for one in of_codes)
+    assert facts.bits == 8 * sum(one.nbytes for one in own.values()) / weights
+    ends = (".scales", ".weight_scale")
+    scales = [one.float().flatten() for key, one in own.items() if key.endswith(ends)]
+    if name == "mxfp4":  # powers of two
+        assert facts.scales is None
+    else:
+        assert facts.scales is not None
+        every = torch.cat(scales)
+        assert facts.scales.count == len(every)
+        assert (facts.scales.least, facts.scales.largest) == (every.min(), every.max())
+    assert facts.reordered == (len(modules) if "order" in name else 0)
+    assert bool(facts.zero_points) == ("zero points" in SAID.get(name, ""))
+    dtype = str(tensors["model.embed_tokens.weight"].dtype).removeprefix("torch.")
+    assert facts.embedding == facts.head == dtype
+    assert facts.on_cpus == (name != "mxfp4")
+
+
+def test_the_lines_at_the_terminal(freight: Callable[..., Any]):
+    said = freight("audit", str(FOUR_BITS / "gptq_order"), "--engine", "vllm").out.splitlines()
+    assert said[:6] == [
+        "Weights (gptq): 7 in INT4, scales and zero points per 32 inputs, groups in an order of their own, activations "
+        "plain; 5.07 bits a weight, scales included; embedding and head in float16",
+        "  checked: every tensor has its place, dtype and shape; 1,152 scales are finite, 0.021 to 0.0662; 1,152 zero "
+        "points",
+        "  7 matrices have groups in an order of their own, into which inputs are put before each product",
+        "  Freight computes with these weights on CPUs; on GPUs it refuses them",
+        "  no FP8 cache is declared, and no KV scales are stored: with --kv-cache-dtype fp8 Freight measures one per "
+        "token",
+        "  what rounding the weights cost is in no figure here, as all have these weights: compare the perplexity with "
+        "that of the model they were made from (freight evaluate caches)",
+    ]
+    families = freight(
+        "audit", str(FIXTURES / "llmcompressor_families/gpt_oss"), "--engine", "vllm"
+    )
+    assert "an FP8 cache is declared; KV scales are stored for 2 layers\n" in families.out
+    assert "fp8_e4m3fn, scales per row, activations dynamic; 8.50 bits" in families.out
+
+
+def test_negative_scales_zeros_and_what_is_left_out_are_counted(tmp_path: Path):
+    """As AutoRound and AutoAWQ write them: `modules_to_not_convert` may leave matrices in 16 bits."""
+    tensors = load_file(FOUR_BITS / "awq/model.safetensors")
+    name = "model.layers.0.mlp.down_proj"
+    scales = tensors["model.layers.0.mlp.up_proj.scales"]
+    scales[0, 0] *= -1
+    scales[1, 0] = 0
+    for suffix in ("qweight", "qzeros", "scales"):
+        del tensors[f"{name}.{suffix}"]
+    tensors[f"{name}.weight"] = torch.ones(64, 128, dtype=torch.float16)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "config.json").write_text((FOUR_BITS / "awq/config.json").read_text())
+    facts = read_weights(open_checkpoint(str(tmp_path)))
+    assert facts is not None
+    assert (facts.others, sum(facts.kinds.values())) == ({"float16": 1}, 6)
+    assert facts.scales is not None
+    assert (facts.scales.negative, facts.scales.zero) == (1, 1)
+    first, checked, *_ = facts.lines()
+    assert "; 1 more in float16; embedding" in first
+    assert "1 of them negative, 1 of them 0; 896 zero points" in checked
+
+
+def test_one_object_for_programs(freight: Callable[..., Any]):
+    said = json.loads(freight("audit", str(FOUR_BITS / "awq"), "--json").out)["weights"]
+    assert said["kinds"] == {"INT4, scales and zero points per 32 inputs, activations plain": 7}
+    assert (said["reordered"], said["cpus_only"], said["not_quantized"]) == (0, True, {})
+    plain = freight("audit", str(FIXTURES / "base_bf16"), "--json").out
+    assert json.loads(plain)["weights"] is None
+
+
+def test_a_scale_that_is_none_is_named(freight: Callable[..., Any], tmp_path: Path):
+    tensors = load_file(FOUR_BITS / "awq/model.safetensors")
+    name = "model.layers.0.mlp.up_proj.scales"
+    tensors[name][1, 2] = torch.nan
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "config.json").write_text((FOUR_BITS / "awq/config.json").read_text())
+    said = freight("audit", str(tmp_path)).out
+    assert f"{name} has nan among its 256 values" in said
+    assert "Weights" not in said
