@@ -79,7 +79,7 @@ class StepRecord:
 
 def start(opened: OpenModel, **changes: Any) -> tuple[Engine, EngineConfig]:
     """Start an engine without a tokenizer, with `changes` of its arguments."""
-    args = replace(opened.args, skip_tokenizer_init=True, **changes)
+    args = replace(opened.args.without_drafts(), skip_tokenizer_init=True, **changes)
     return start_engine(replace(opened, args=args))
 
 

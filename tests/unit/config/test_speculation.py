@@ -57,6 +57,12 @@ def test_what_is_refused(speculate: Any, config: str | None, says: str) -> None:
     assert says in str(error.value)
 
 
+def test_the_default_is_for_neither_option() -> None:
+    assert most_drafts(None, None, 8) == 8
+    assert most_drafts(0, None, 8) == 0
+    assert most_drafts(None, '{"method": "ngram", "num_speculative_tokens": 0}', 8) == 0
+
+
 def test_a_dictionary_in_python() -> None:
     args = EngineArgs.from_options(speculative_config={"method": "ngram"})
     assert args.speculative_config == '{"method": "ngram"}'
