@@ -28,7 +28,7 @@ from freight.config.nodes import check_nodes
 from freight.config.options import choose
 from freight.config.other_engines import OTHER_QUANTIZATIONS
 from freight.config.skip_layers import check_skipped, nothing_left, skipped_layers, unquantized
-from freight.config.speculation import DEFAULT_DRAFTS, most_drafts
+from freight.config.speculation import most_drafts
 from freight.config.states import check_states, with_state
 from freight.config.store import StoreConfig, store_config
 from freight.device import DEVICES, DeviceFacts, check_threads
@@ -228,9 +228,7 @@ def resolve(
         threads=args.threads,
         seed=args.seed,
         state_every=args.state_every,
-        most_drafts=most_drafts(
-            args.speculate, args.speculative_config, DEFAULT_DRAFTS if device.kind == "cpu" else 0
-        ),
+        most_drafts=most_drafts(args.speculate, args.speculative_config),
         store=_store(args, device),
     )
 

@@ -1,8 +1,8 @@
 """How many tokens a step may draft: `--speculate N`, or vLLM's --speculative-config. Imports no
 torch.
 
-Without either, a step on a CPU drafts up to DEFAULT_DRAFTS: they change no bit there, and a text that
-does not repeat itself has hardly any. On a GPU there are none.
+Without either there are up to DEFAULT_DRAFTS: they change no bit, and a text that does not repeat itself
+has hardly any. Where they would, or gain nothing, as on a GPU, the engine has none (`engine/build.py`).
 
 Drafts come from each request's own text (`engine/drafts.py`), and decide no token. So vLLM's 'ngram'
 and 'suffix' are the same here: how long a match has to be, and how much is drafted behind it,
@@ -44,15 +44,15 @@ _OTHER_KEYS = {
 }
 
 
-def most_drafts(speculate: object, config: str | None, default: int = 0) -> int:
+def most_drafts(speculate: object, config: str | None) -> int:
     """Return the most drafts of a step, 0 for none, from --speculate and the JSON of
-    --speculative-config; `default` without both.
+    --speculative-config.
 
     Raises ConfigError for what is not known, and where the two differ.
     """
     asked = None if speculate is None else _require_count("--speculate", speculate)
     if config is None:
-        return default if asked is None else asked
+        return DEFAULT_DRAFTS if asked is None else asked
     given = _count(config)
     if asked not in (None, given):
         raise ConfigError(

@@ -201,6 +201,7 @@ def _start(
     overlaps = config.device != "cpu" and spec.repeatable
     exact = args.asks_for_drafts or is_reproducible(opened, kernels)
     most_drafts = _most_drafts(config, model, spec, overlaps, exact)
+    config = replace(config, most_drafts=most_drafts)
     pool, others = _allocate(opened, config, spec, num_blocks, model, led)
     pool = pool.counting_drafts(most_drafts)
     logger.info("%s", describe_cache(pool, config, size))

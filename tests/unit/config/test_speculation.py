@@ -16,11 +16,12 @@ from freight.errors import ConfigError
 @pytest.mark.parametrize(
     ("speculate", "config", "count"),
     [
-        (None, None, 0),
+        (None, None, DEFAULT_DRAFTS),
         (0, None, 0),
         (5, None, 5),
         (None, {"method": "ngram", "num_speculative_tokens": 4}, 4),
         (None, {"method": "suffix"}, DEFAULT_DRAFTS),
+        (None, {"method": "ngram", "num_speculative_tokens": 0}, 0),
         (4, {"method": "suffix", "num_speculative_tokens": 4}, 4),
         (MOST_DRAFTS, None, MOST_DRAFTS),
     ],
@@ -55,12 +56,6 @@ def test_what_is_refused(speculate: Any, config: str | None, says: str) -> None:
     with pytest.raises(ConfigError) as error:
         check(EngineArgs(speculate=speculate, speculative_config=config))
     assert says in str(error.value)
-
-
-def test_the_default_is_for_neither_option() -> None:
-    assert most_drafts(None, None, 8) == 8
-    assert most_drafts(0, None, 8) == 0
-    assert most_drafts(None, '{"method": "ngram", "num_speculative_tokens": 0}', 8) == 0
 
 
 def test_a_dictionary_in_python() -> None:
