@@ -62,7 +62,7 @@ def measure(args: argparse.Namespace, options: dict[str, Any]) -> list[dict[str,
     flags = [text for name, value in options.items() for text in (f"--{name}", str(value))]
     lengths = [Lengths(size, size) for size in (args.prompt_tokens, args.output_tokens)]
     extra = {"engine": args.engine, "max_events_per_second": args.max_events_per_second}
-    llm = AsyncLLM(**options, **extra)
+    llm = AsyncLLM(speculate=0, **options, **extra)  # as the other
     rows = []
     with offline_process(flags) as offline, asyncio.Runner() as runner:
         prompts = Ids(offline.vocab_size, *lengths)

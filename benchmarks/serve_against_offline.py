@@ -124,7 +124,9 @@ def offline_process(options: Sequence[str]) -> Iterator[Offline]:
 
 @contextmanager
 def server_process(options: Sequence[str], log: IO[str]) -> Iterator[Server]:
-    command = [sys.executable, "-m", "freight", "serve", *options, "--port", "0"]
+    """Start a server whose steps are plain: what is compared with it counts no drafts."""
+    plain = ("--speculate", "0")
+    command = [sys.executable, "-m", "freight", "serve", *plain, *options, "--port", "0"]
     with subprocess.Popen(command, stderr=log) as process:
         try:
             yield Server(process.pid, _ready_url(process, Path(log.name)))
@@ -258,6 +260,7 @@ def load(options: Sequence[str]) -> Any:
             strict=True,
         )
     )
+    values["speculate"] = 0  # as the server's
     if "threads" in values:
         values["threads"] = int(values["threads"])
     shape = values.pop("random_weights", None)

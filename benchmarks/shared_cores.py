@@ -72,6 +72,7 @@ def work(task: Work) -> None:
         max_num_seqs=task.batch,
         max_model_len=task.context,
         threads=task.threads,
+        speculate=0,  # each step is one token of each request
         skip_tokenizer_init=True,
     )
     engine, _ = start_engine(

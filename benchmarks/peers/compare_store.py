@@ -67,7 +67,8 @@ class Freight:
     def __init__(self, job: Job) -> None:
         from freight import LLM, SamplingParams
 
-        options = job["options"] | {"threads": job["threads"]}
+        # what answers the first token is measured
+        options = job["options"] | {"threads": job["threads"], "speculate": 0}
         self.llm = LLM(job["model"], max_model_len=max(job["lengths"]) + ROOM, **options)
         self.engine, self.count = self.llm.engine, 0
         self.params = SamplingParams(max_tokens=TOKENS, temperature=0.0, ignore_eos=True)

@@ -121,7 +121,8 @@ class LLM:
         on_error: str = "raise",
         tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> Iterator[RequestOutput]:
-        """Complete one prompt, yielding the complete output so far after each step with a token.
+        """Complete one prompt, yielding the complete output so far after each step with a token, or
+        with several where drafts came true.
 
         The request is checked now, queued when the first output is asked for, and computed on
         whenever this stream or any other call of the LLM takes a step. Leaving the loop aborts it.

@@ -173,7 +173,14 @@ def test_a_text_that_repeats_itself_takes_fewer_steps(llm: LLM) -> None:
     """`generate` as it is, against the same model without the option."""
     prompt = SOURCES[3] * 4
     params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True, logprobs=2)
-    plain = LLM("demo", kv_cache_dtype="fp8", kv_scales="dynamic", threads=1, max_model_len=192)
+    plain = LLM(
+        "demo",
+        kv_cache_dtype="fp8",
+        kv_scales="dynamic",
+        threads=1,
+        max_model_len=192,
+        speculate=0,
+    )
     before, taken = llm.engine.stats(), []
     step = llm.engine.step
     llm.engine.step = lambda **quiet: taken.append(1) or step(**quiet)  # type: ignore[method-assign]
@@ -262,7 +269,9 @@ def test_one_sequence_at_most_has_drafts_and_recorded_steps() -> None:
     prompt, params = SOURCES[3] * 4, SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
     drafted = LLM("demo", speculate=6, **options)
     found = drafted.generate([prompt], params)[0]
-    assert essence(found) == essence(LLM("demo", **options).generate([prompt], params)[0])
+    assert essence(found) == essence(
+        LLM("demo", speculate=0, **options).generate([prompt], params)[0]
+    )
     captured = drafted.engine.runner.captured
     assert captured is not None
     assert 7 in captured._captured
@@ -376,7 +385,9 @@ def test_a_forced_text_takes_few_steps_and_its_own_text_gives_no_drafts(llm: LLM
             {"speculative_config": {"method": "ngram", "num_speculative_tokens": 4}},
             "drafts: up to 4 a step",
         ),
-        ({}, None),
+        ({}, "drafts: up to 8 a step"),
+        ({"speculate": 0}, None),
+        ({"kernels": "reference"}, "drafts: none, because the reference kernels"),
     ],
 )
 def test_it_is_said_at_start(
@@ -399,6 +410,7 @@ def test_heads_and_draft_models_are_refused_by_name() -> None:
         ({"spec": SimpleNamespace(repeatable=False)}, "layers of this model keep states"),
         ({"decoder": object()}, "the modules of transformers may round a row differently"),
         ({"overlaps": True}, "on a GPU the next step is launched before"),
+        ({"exact": False}, "the reference kernels may round a row differently"),
     ],
 )
 def test_where_they_would_not_be_exact_there_are_none(
@@ -411,6 +423,7 @@ def test_where_they_would_not_be_exact_there_are_none(
         "decoder": runner.model,
         "spec": runner.pool.spec,
         "overlaps": False,
+        "exact": True,
     }
     assert build._most_drafts(**given) == 4
     assert build._most_drafts(**given | changes) == 0

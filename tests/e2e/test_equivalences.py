@@ -318,10 +318,9 @@ def open_llm(
     def build(**options: Any) -> LLM:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(opening, "select_kernels", lambda *_: select_kernels(kernels))
-            llm = LLM(
-                model,
-                **{**CACHES[cache], "max_model_len": 512, "kv_cache_memory": "64MiB", **options},
-            )
+            # drafts only where they are what is tested
+            plain = {"max_model_len": 512, "kv_cache_memory": "64MiB", "speculate": 0}
+            llm = LLM(model, **{**CACHES[cache], **plain, **options})
         assert kernels in ("auto", llm.engine.runner.model.kernels.name)
         return llm
 

@@ -62,7 +62,8 @@ def measure_caches(
     numbers = random.Random(opened.args.seed)
     lengths = draw_lengths(num_requests, input_len, output_len, numbers)
     length = opened.args.max_model_len or max(before + after for before, after in lengths)
-    args = replace(opened.args, max_model_len=length, skip_tokenizer_init=True)
+    args = opened.args.without_drafts()
+    args = replace(args, max_model_len=length, skip_tokenizer_init=True)
     cells: list[_Cell] = []
     for memory in memories:
         for cache in caches:

@@ -180,7 +180,6 @@ def measure_drafts(
     return describe_run(opened, engine, config, name) | {
         "text": text,
         "batch_size": batch_size,
-        "most_drafts": most,
         "repeats": repeats,
         "output_len": max(len(one.answer) for one in texts),
         "tokens": num_tokens,

@@ -68,18 +68,22 @@ class TimedRunner(ModelRunner):
 @dataclass(frozen=True)
 class StepRecord:
     """One step: its time and the model's part of it, how many requests got a token, how many ran,
-    and the share of the cache's blocks in use."""
+    the share of the cache's blocks in use, and how many tokens were drawn: with drafts a request may
+    get several."""
 
     seconds: float
     model_seconds: float
     num_sampled: int
     num_running: int
     cache_share: float
+    num_tokens: int
 
 
 def start(opened: OpenModel, **changes: Any) -> tuple[Engine, EngineConfig]:
-    """Start an engine without a tokenizer, with `changes` of its arguments."""
-    args = replace(opened.args, skip_tokenizer_init=True, **changes)
+    """Start an engine without a tokenizer, with `changes` of its arguments; without drafts unless
+    they ask for them, so that a step is the same from run to run.
+    """
+    args = replace(opened.args.without_drafts(), skip_tokenizer_init=True, **changes)
     return start_engine(replace(opened, args=args))
 
 
@@ -135,6 +139,9 @@ def drive(
                 num_sampled=len(deltas),
                 num_running=running,
                 cache_share=used,
+                num_tokens=sum(
+                    len(output.token_ids) for delta in deltas for output in delta.outputs
+                ),
             )
         )
         unfinished = left
@@ -223,6 +230,7 @@ def describe_run(
         "dtype": str(config.compute_format),
         "weight_dtype": opened.weight_dtype(config),
         "max_num_batched_tokens": config.max_num_batched_tokens,
+        "most_drafts": engine.scheduler.most_drafts,
         "kv_cache": {
             **kv.names(),
             "bytes_per_token": engine.runner.pool.spec.bytes_per_token,

@@ -14,7 +14,6 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import asdict
-from statistics import mean
 
 from freight.bench.drive import (
     StepRecord,
@@ -70,7 +69,7 @@ def measure_latency(
     weights = weight_bytes(engine.runner.model.config, *formats, batch_size, linear_of)
     # of a step half way through the output
     cache = round(batch_size * read_bytes(engine.runner.pool.spec, input_len + output_len / 2))
-    figures = _figures(runs, batch_size, input_len)
+    figures = _figures(runs, batch_size * input_len)
     figures["decode_bandwidth_fraction"] = Spread.of(
         [
             (weights + cache) / (step.seconds * b)
@@ -95,17 +94,20 @@ def measure_latency(
     }
 
 
-def _figures(
-    runs: Sequence[tuple[float, list[StepRecord]]], batch_size: int, input_len: int
-) -> dict[str, Spread]:
-    """`runs`: seconds until all have their first token, and the steps after it."""
+def _figures(runs: Sequence[tuple[float, list[StepRecord]]], num_input: int) -> dict[str, Spread]:
+    """`runs`: seconds until all have their first token, and the steps after it. `num_input`: tokens
+    of all prompts.
+    """
     steps = [step for _, full in runs for step in full]
     return {
         "prefill_tokens_per_second": Spread.of(
-            [batch_size * input_len / until_first for until_first, _ in runs]
+            [num_input / until_first for until_first, _ in runs]
         ),
         "decode_tokens_per_second": Spread.of(
-            [batch_size / mean(one.seconds for one in full) for _, full in runs]
+            [
+                sum(one.num_tokens for one in full) / sum(one.seconds for one in full)
+                for _, full in runs
+            ]
         ),
         "decode_step_ms": Spread.of([step.seconds * 1e3 for step in steps]),
         "overhead_ms": Spread.of([(step.seconds - step.model_seconds) * 1e3 for step in steps]),

@@ -27,6 +27,7 @@ from freight.config.fields import JsonObject
 from freight.config.options import choose
 from freight.config.presets import shape_config
 from freight.config.resolve import KERNELS, check
+from freight.config.speculation import DEFAULT_DRAFTS
 from freight.device import DEVICES, choose_threads
 from freight.errors import ConfigError, choices
 from freight.start_log import log_to_stderr
@@ -79,7 +80,9 @@ def latency(
     repeats: Repeats = 3,
     text: Annotated[
         str | None,
-        option(TEXTS, "Compare drafts (--speculate) with none, over given answers of this kind."),
+        option(
+            TEXTS, "Compare drafts (--speculate; 8) with none, over given answers of this kind."
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -88,6 +91,8 @@ def latency(
     """
     if text is not None:
         choose("--text", text, TEXTS)
+        if not args.asks_for_drafts:
+            args = replace(args, speculate=DEFAULT_DRAFTS)
         with _measuring(args, random_weights) as (opened, name, on_progress):
             from freight.bench.drafts import measure_drafts
 

@@ -106,6 +106,15 @@ class EngineArgs:
             options["speculative_config"] = written_config(options["speculative_config"])
         return EngineArgs(**options)
 
+    @property
+    def asks_for_drafts(self) -> bool:
+        """Whether the number of drafts is given, and not the default."""
+        return self.speculate is not None or self.speculative_config is not None
+
+    def without_drafts(self) -> EngineArgs:
+        """Return the same options, without drafts unless they ask for them."""
+        return self if self.asks_for_drafts else replace(self, speculate=0)
+
     def with_cache(self, kv_cache_dtype: str) -> EngineArgs:
         """Return the same options for another cache. An unquantized cache has no layers to skip."""
         skipped = (

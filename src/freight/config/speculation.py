@@ -1,6 +1,9 @@
 """How many tokens a step may draft: `--speculate N`, or vLLM's --speculative-config. Imports no
 torch.
 
+Without either there are up to DEFAULT_DRAFTS: they change no bit, and a text that does not repeat itself
+has hardly any. Where they would, or gain nothing, as on a GPU, the engine has none (`engine/build.py`).
+
 Drafts come from each request's own text (`engine/drafts.py`), and decide no token. So vLLM's 'ngram'
 and 'suffix' are the same here: how long a match has to be, and how much is drafted behind it,
 follows from how often such drafts came true.
@@ -49,7 +52,7 @@ def most_drafts(speculate: object, config: str | None) -> int:
     """
     asked = None if speculate is None else _require_count("--speculate", speculate)
     if config is None:
-        return asked or 0
+        return DEFAULT_DRAFTS if asked is None else asked
     given = _count(config)
     if asked not in (None, given):
         raise ConfigError(

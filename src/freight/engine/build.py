@@ -199,7 +199,9 @@ def _start(
     num_blocks = split_memory(spec, memory, config.max_model_len, *limits)
     # on a GPU a step runs while the host goes on
     overlaps = config.device != "cpu" and spec.repeatable
-    most_drafts = _most_drafts(config, model, spec, overlaps)
+    exact = args.asks_for_drafts or is_reproducible(opened, kernels)
+    most_drafts = _most_drafts(config, model, spec, overlaps, exact)
+    config = replace(config, most_drafts=most_drafts)
     pool, others = _allocate(opened, config, spec, num_blocks, model, led)
     pool = pool.counting_drafts(most_drafts)
     logger.info("%s", describe_cache(pool, config, size))
@@ -283,10 +285,12 @@ def captured_steps(
 
 
 def _most_drafts(
-    config: EngineConfig, decoder: LanguageModel, spec: KVCacheSpec, overlaps: bool
+    config: EngineConfig, decoder: LanguageModel, spec: KVCacheSpec, overlaps: bool, exact: bool
 ) -> int:
     """Return the most drafts of a step, and say so; 0 where drafts would not be exact, or gain
     nothing.
+
+    exact: whether a row's bits depend on its own history alone, or the drafts were asked for
     """
     if not config.most_drafts:
         return 0
@@ -297,6 +301,8 @@ def _most_drafts(
         obstacle = "the modules of transformers may round a row differently beside others"
     elif overlaps or config.device != "cpu":
         obstacle = "on a GPU the next step is launched before the tokens of the last are known"
+    elif not exact:
+        obstacle = "the reference kernels may round a row differently beside others"
     if obstacle:
         logger.info("drafts: none, because %s", obstacle)
         return 0

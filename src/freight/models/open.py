@@ -355,7 +355,8 @@ def open_random(args: EngineArgs, shape: str) -> OpenModel:
     check(args)
     model = parse_model_config(shape_config(shape), ignore_keys=args.ignore_config_keys)
     return OpenModel(
-        args,
+        # what it writes is measured, and of no use: a step has the rows that it is asked for
+        args.without_drafts(),
         checkpoint=None,
         model=model,
         scheme=Scheme(),

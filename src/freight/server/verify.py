@@ -168,15 +168,20 @@ class Verifier:
         """Yield a result for each `read_stated` object, in order. Not for use within an event loop."""
         renderer = self._new_renderer() if self._new_renderer is not None else None
         source = iter(contents)
+        begun: list[_Begun | Verification] = []
         with asyncio.Runner() as runner:
             try:
                 while batch := list(islice(source, AT_ONCE)):
-                    begun = [runner.run(self._begin(content, renderer)) for content in batch]
+                    begun = []
+                    for content in batch:
+                        begun.append(runner.run(self._begin(content, renderer)))
                     while self._engine.has_unfinished:
                         self._engine.step(quiet_until=math.inf)
                     for one in begun:
                         yield one if isinstance(one, Verification) else self._end(one)
             finally:
+                for one in begun:  # those that nobody read are in the engine still
+                    self._release(one.names if isinstance(one, _Begun) else ())
                 if renderer is not None:
                     runner.run(renderer.close())
 
@@ -228,8 +233,7 @@ class Verifier:
                 names.append(str(self._num_queued))
                 self._engine.redraw(names[-1], prompt, item.params, answers)
         except Exception:
-            for one in names:
-                self._engine.release(one)
+            self._release(names)
             raise
         return _Begun(stated, reply, work, names)
 
@@ -261,10 +265,13 @@ class Verifier:
             text = None
         return TokenizedWork(text, tuple(left), replace(params, timeout_s=None))
 
+    def _release(self, names: Sequence[str]) -> None:
+        for name in names:
+            self._engine.release(name)
+
     def _end(self, begun: _Begun) -> Verification:
         redrawn = [self._engine.redrawn(name) for name in begun.names]
-        for name in begun.names:
-            self._engine.release(name)
+        self._release(begun.names)
         first, found = 0, list[Verification]()
         for one, answers in zip(redrawn, _by_prompt(begun.stated, begun.work), strict=True):
             drawn = draws_differ(one, answers, first) or _goes_on(one, first)

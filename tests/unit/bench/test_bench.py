@@ -17,7 +17,7 @@ from tests.formats import four_bits
 from freight.bench.cases import Bench, Heads
 from freight.bench.drive import StepRecord, TimedRunner, drive, greedy, random_prompt, weight_bytes
 from freight.bench.kernels import linear_shapes, measure_kernels
-from freight.bench.latency import measure_latency, read_bytes, split
+from freight.bench.latency import _figures, measure_latency, read_bytes, split
 from freight.bench.throughput import draw_length, measure_throughput
 from freight.bench.timing import MemoryProbe, Spread, bytes_beyond_caches, time_in_rotation
 from freight.cache.spec import KVCacheSpec, LayerKVSpec
@@ -56,7 +56,7 @@ def opened(tmp_path: Path) -> OpenModel:
 
 
 def record(sampled: int, seconds: float = 1.0) -> StepRecord:
-    return StepRecord(seconds, seconds / 2, sampled, sampled, 0.5)
+    return StepRecord(seconds, seconds / 2, sampled, sampled, 0.5, sampled)
 
 
 def test_spread_of_one_and_of_many():
@@ -111,6 +111,13 @@ def test_decode_begins_when_the_last_has_its_first_token():
     assert [step.seconds for step in full] == [2.0, 1.0]
     with pytest.raises(ConfigError, match="raise --output-len"):
         split(records[:3], 2)
+
+
+def test_tokens_of_a_step_with_drafts_count():
+    full = [replace(record(2, 0.5), num_tokens=5), record(2, 0.25), record(2, 0.25)]
+    figures = _figures([(4.0, full), (2.0, [record(2, 0.5)] * 2)], num_input=100)
+    assert figures["decode_tokens_per_second"] == Spread.of([9.0, 4.0])
+    assert figures["prefill_tokens_per_second"] == Spread.of([25.0, 50.0])
 
 
 def test_weight_bytes_by_hand():

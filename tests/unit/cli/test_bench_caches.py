@@ -75,7 +75,7 @@ def test_they_take_turns_on_the_same_requests_and_ratios_are_within_a_repeat(
         asked.append((id(engine), prompts))
         turn = sum(one == id(engine) for one, _ in asked) - 1
         seconds = 10.0**turn * (1 if engine.runner.pool.spec.bytes_per_token < 128 else 2)
-        return [StepRecord(seconds, seconds, len(prompts), len(prompts), 0.5)]
+        return [StepRecord(seconds, seconds, len(prompts), len(prompts), 0.5, len(prompts))]
 
     monkeypatch.setattr(bench_caches, "drive", drive)
     found = measure(shape, 3)

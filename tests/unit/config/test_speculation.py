@@ -16,11 +16,12 @@ from freight.errors import ConfigError
 @pytest.mark.parametrize(
     ("speculate", "config", "count"),
     [
-        (None, None, 0),
+        (None, None, DEFAULT_DRAFTS),
         (0, None, 0),
         (5, None, 5),
         (None, {"method": "ngram", "num_speculative_tokens": 4}, 4),
         (None, {"method": "suffix"}, DEFAULT_DRAFTS),
+        (None, {"method": "ngram", "num_speculative_tokens": 0}, 0),
         (4, {"method": "suffix", "num_speculative_tokens": 4}, 4),
         (MOST_DRAFTS, None, MOST_DRAFTS),
     ],

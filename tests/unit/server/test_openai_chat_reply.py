@@ -219,17 +219,24 @@ def test_usage_counts_reasoning_and_cached_tokens():
     assert counts == [0, 2, 3, 5, 6, 7, 7]
 
 
-def test_usage_counts_drafts_where_there_were_any():
-    call = call_of(stream_options={"include_usage": True})
+@pytest.mark.parametrize(
+    ("prediction", "drafted", "accepted", "counts"),
+    [
+        ("ab", 5, 3, {"accepted_prediction_tokens": 3, "rejected_prediction_tokens": 2}),
+        ("x", 0, 0, {"accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0}),
+        (None, 5, 3, {}),  # what is drafted depends on what else runs
+    ],
+)
+def test_usage_counts_drafts_of_a_request_with_a_prediction(prediction, drafted, accepted, counts):
+    body = {"stream_options": {"include_usage": True}}
+    if prediction is not None:
+        body["prediction"] = {"type": "content", "content": prediction}
+    call = call_of(replace(SERVED, drafts=True), **body)
     first, last = deltas(["a", "b"])
-    times = RequestTimes(0.1, 0.1, 0.1, drafted=5, accepted=3)
-    raw, body = answers(call, [(0, first), (0, replace(last, times=times))])
-    details = {
-        "reasoning_tokens": 0,
-        "accepted_prediction_tokens": 3,
-        "rejected_prediction_tokens": 2,
-    }
-    assert body["usage"]["completion_tokens_details"] == details
+    times = RequestTimes(0.1, 0.1, 0.1, drafted=drafted, accepted=accepted)
+    raw, answer = answers(call, [(0, first), (0, replace(last, times=times))])
+    details = {"reasoning_tokens": 0} | counts
+    assert answer["usage"]["completion_tokens_details"] == details
     assert chunks(raw)[-1]["usage"]["completion_tokens_details"] == details
 
 

@@ -73,7 +73,8 @@ class ChatReply:
             _Choice(index, parser_of(work.text, tools) if parser_of else None)
             for index in range(work.params.n)
         ]
-        self._usage = Usage(len(work.token_ids))
+        predicted = work.params.prediction is not None
+        self._usage = Usage(len(work.token_ids), predicted=predicted)
         self._scores: list[Scores] = []
         self._chunks = Chunks(
             common_fields(head, "chatcmpl", "chat.completion.chunk"), options, self._usage

@@ -119,7 +119,6 @@ class CompletionReply:
         chunks: list[str] = []
         self._usage.cached += max(0, delta.num_cached_tokens - prompt.cached)
         prompt.cached = max(prompt.cached, delta.num_cached_tokens)
-        self._usage.count_drafts(delta.times)
         if delta.scores is not None:
             prompt.scores.append(delta.scores)
             prompt.num_scored += len(delta.scores)

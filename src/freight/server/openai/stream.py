@@ -37,7 +37,12 @@ class AnswerOptions:
 
 @dataclass(eq=False, slots=True)
 class Usage:
-    """Tokens of one answer so far. Drafts that were accepted and rejected are shown if there are any."""
+    """Tokens of one answer so far.
+
+    Drafts that were accepted and rejected are shown for a request with a prediction (`predicted`)
+    alone, as in OpenAI's API: their number depends on what else runs, so that other answers would
+    not have the same bytes twice.
+    """
 
     prompt: int
     completion: int = 0
@@ -45,6 +50,7 @@ class Usage:
     reasoning: int = 0
     accepted: int = 0
     rejected: int = 0
+    predicted: bool = False
 
     def count_drafts(self, times: RequestTimes | None) -> None:
         """Add what was drafted for a request, at its end."""
@@ -70,7 +76,7 @@ class Usage:
         }
 
     def _drafts(self) -> dict[str, int]:
-        if not (self.accepted or self.rejected):
+        if not self.predicted:
             return {}
         return {
             "accepted_prediction_tokens": self.accepted,
