@@ -7,6 +7,7 @@
 #include "memory.h"
 #include "parallel.h"
 #include "product.h"
+#include "ranks.h"
 #include "rows.h"
 #include "tiles.h"
 
@@ -87,10 +88,11 @@ struct Stager {
   float *row_scale, *group_scale;
   const int32_t* index = nullptr;       // Product::index
   int64_t stride = weight.in_features;  // Product::x_stride
-  int inputs = inputs_of(layout);       // of a word
+  int64_t begin = 0, end = weight.in_features;  // the columns that x has
+  int inputs = inputs_of(layout);               // of a word
 
   // The index in x of column `first` of a row.
-  int64_t at(int64_t row, int64_t first) const { return (index ? index[row] : row) * stride + first; }
+  int64_t at(int64_t row, int64_t first) const { return (index ? index[row] : row) * stride + first - begin; }
 
   // The inputs of columns `first` .. `first` + `count` of a row, as they are stored: in x, or gathered to `room`.
   const char* stored_inputs(int64_t row, int64_t first, int64_t count, void* room) const {
@@ -106,16 +108,20 @@ struct Stager {
     return static_cast<const char*>(room);
   }
 
-  void scale_row(int64_t row) const {
-    const int64_t in = weight.in_features, first = at(row, 0);
-    const bool integers = weight.format == FREIGHT_INT8;
-    if (integers && has_nan(x, format, first, in))
-      row_scale[row] = __builtin_nanf("");  // INT8 has no NaN, so the scale makes the row's results NaN
-    else if (weight.activations == FREIGHT_STATIC)
-      row_scale[row] = weight.input_scale;
-    else
-      row_scale[row] = scale_from(largest_of(x, format, first, in), integers ? kLargestInt8 : kLargest);
+  // The largest finite magnitude of the columns of a row; NaN if INT8 is to store a NaN.
+  float largest_in(int64_t row) const {
+    if (weight.format == FREIGHT_INT8 && has_nan(x, format, at(row, begin), end - begin)) return __builtin_nanf("");
+    return weight.activations == FREIGHT_STATIC ? 0.f : largest_of(x, format, at(row, begin), end - begin);
   }
+
+  // The scale of a row, from what `largest_in` gives for all its columns.
+  float scale_of_row(float largest) const {
+    if (largest != largest) return largest;  // INT8 has no NaN, so the scale makes the row's results NaN
+    if (weight.activations == FREIGHT_STATIC) return weight.input_scale;
+    return scale_from(largest, weight.format == FREIGHT_INT8 ? kLargestInt8 : kLargest);
+  }
+
+  void scale_row(int64_t row) const { row_scale[row] = scale_of_row(largest_in(row)); }
 
   // Columns `first` .. `first` + `count` of a row as float32, rounded to FP8 if the weight requires it, with zeros up
   // to a multiple of 16.
@@ -134,7 +140,7 @@ struct Stager {
 
   // The words of kColumns columns from `first` on of a row; words past its end are 0.
   void words_of(int64_t row, int64_t first, uint32_t* words) const {
-    const int64_t count = std::max<int64_t>(0, std::min(kColumns, weight.in_features - first));
+    const int64_t count = std::max<int64_t>(0, std::min(kColumns, end - first));
     if (layout == Layout::kPairs && weight.activations == FREIGHT_PLAIN) {
       alignas(64) uint16_t room[kColumns];
       std::memset(words, 0, kColumns * 2);
@@ -170,11 +176,14 @@ struct Stager {
     for (int64_t i = 0; i < kColumns / kInt8Word; i++) words[i] = int8_word(codes + i * kInt8Word);
   }
 
+  // The step after the last of the columns that x has, and after the zeros that follow the last column of all.
+  int64_t end_step() const { return end == weight.in_features ? steps : end / inputs; }
+
   // kColumns columns of a tile.
   template <int H>
   void part(int64_t tile, int64_t first, int64_t rows, uint32_t* to) const {
     const int64_t step = first / inputs, most = kColumns / inputs;
-    const int64_t count = std::min(most, steps - step);
+    const int64_t count = std::min(most, end_step() - step);
     alignas(64) uint32_t words[H][kColumns];
     for (int row = 0; row < H; row++) {
       if (row < rows)
@@ -350,32 +359,42 @@ int64_t steps_of(const FreightWeight& weight, Layout layout) {
 
 int64_t tile_rows(Layout layout) { return layout == Layout::kTiles ? 16 : kTileRows; }
 
+// Stage columns `from` .. `to` of one of `tiles` tiles of `rows` rows to `x`. `from` is a multiple of a panel's inputs,
+// and so is `to`, or it is the end of the rows.
+void stage_columns(const Stager& stager, int64_t rows, int64_t tile, int64_t tiles, int64_t from, int64_t to, void* x) {
+  const int64_t height = tile_rows(stager.layout), first = tile * height, there = std::min(height, rows - first);
+#if FREIGHT_AMX
+  if (stager.layout == Layout::kTiles) {
+    const int64_t inputs = panel_inputs(stager.weight);
+    return stager.tile_part(tile, tiles, from / inputs, (to + inputs - 1) / inputs, there,
+                            tiles == 1 ? there : kTileLines, static_cast<uint8_t*>(x));
+  }
+#else
+  (void)tiles;
+#endif
+  const int64_t begin = from / kGroup, end = (to + kGroup - 1) / kGroup;
+  const int64_t columns = to == stager.weight.in_features ? stager.steps * stager.inputs : to;  // zeros follow the last
+  with_height(height_of(there), [&](auto height) {
+    if (stager.group_scale)
+      for (int64_t row = first + there; row < first + height; row++)
+        std::fill(stager.group_scale + row * stager.groups + begin, stager.group_scale + row * stager.groups + end, 1.f);
+    for (int64_t column = from; column < columns; column += kColumns)
+      stager.part<height>(tile, column, there, static_cast<uint32_t*>(x));
+  });
+}
+
 // Stage all inputs of one tile of a product.
 void stage_tile(const Product& product, int32_t format, Layout layout, int64_t tile, int64_t steps) {
-  const FreightWeight& weight = *product.weight;
   const Staged& staged = product.staged;
   float* row_scale = const_cast<float*>(staged.row_scale);  // in the memory of stage_all
   float* group_scale = const_cast<float*>(staged.group_scale);
-  void* x = const_cast<void*>(staged.x);
-  const Stager stager{weight, product.x, format, layout, steps, staged.groups, row_scale,
+  const Stager stager{*product.weight, product.x, format, layout, steps, staged.groups, row_scale,
                       group_scale, product.index, product.x_stride};
   const int64_t first = tile * tile_rows(layout), there = std::min(tile_rows(layout), product.rows - first);
   if (row_scale)
     for (int64_t row = first; row < first + there; row++) stager.scale_row(row);
-#if FREIGHT_AMX
-  if (layout == Layout::kTiles) {
-    const int64_t tiles = (product.rows + kTileLines - 1) / kTileLines;
-    const int64_t lines = tiles == 1 ? there : kTileLines;
-    return stager.tile_part(tile, tiles, 0, staged.groups, there, lines, static_cast<uint8_t*>(x));
-  }
-#endif
-  with_height(height_of(there), [&](auto height) {
-    if (group_scale)
-      std::fill(group_scale + (first + there) * staged.groups, group_scale + (first + height) * staged.groups, 1.f);
-    const int64_t columns = steps * stager.inputs;
-    for (int64_t column = 0; column < columns; column += kColumns)
-      stager.part<height>(tile, column, there, static_cast<uint32_t*>(x));
-  });
+  const int64_t tiles = (product.rows + tile_rows(layout) - 1) / tile_rows(layout);
+  stage_columns(stager, product.rows, tile, tiles, 0, product.weight->in_features, const_cast<void*>(staged.x));
 }
 
 }  // namespace
@@ -391,6 +410,70 @@ void stage_one(Product& product, int32_t format, int threads) {
 #endif
   const int64_t steps = steps_of(weight, layout);
   product.staged = stage(weight, product.x, format, product.rows, layout, steps, threads);
+}
+
+bool staged_by_all(const FreightWeight& weight, const FreightRanks& ranks, int32_t format, int64_t rows) {
+  const Layout layout = layout_of(weight, format, rows);
+  if (ranks.exchange || weight.order || weight.in_features / ranks.size % panel_inputs(weight)) return false;
+  Product product{&weight};
+  product.rows = rows;
+  const Sizes sizes(product, layout, steps_of(weight, layout));
+  return aligned(sizes.x) + sizes.group_scale <= ranks.size * ranks.capacity && sizes.row_scale <= ranks.capacity;
+}
+
+namespace {
+
+// Compute the scales of rows of which each rank has some columns: `stager` those of this rank.
+FreightStatus scale_rows(const Stager& stager, const FreightRanks& ranks, int64_t rows, int threads) {
+  const FreightWeight& weight = stager.weight;
+  float* scale = stager.row_scale;
+  if (weight.activations == FREIGHT_STATIC && weight.format != FREIGHT_INT8) {
+    std::fill(scale, scale + rows, weight.input_scale);
+    return FREIGHT_OK;
+  }
+  const Turn turn(ranks);
+  if (const FreightStatus status = turn.begin()) return status;
+  float* own = reinterpret_cast<float*>(turn.part(ranks.rank));
+  parallel_for(rows, threads, [&](int64_t row) { own[row] = stager.largest_in(row); });
+  turn.arrive();
+  if (const FreightStatus status = turn.wait_for_all()) return status;
+  for (int64_t row = 0; row < rows; row++) {
+    float largest = 0.f;
+    for (int r = 0; r < ranks.size; r++) {
+      const float part = reinterpret_cast<const float*>(turn.part(r))[row];
+      if (part > largest || part != part) largest = part;  // NaN stays
+    }
+    scale[row] = stager.scale_of_row(largest);
+  }
+  return FREIGHT_OK;
+}
+
+}  // namespace
+
+FreightStatus stage_own(Product& product, const FreightRanks& ranks, int32_t format, int threads) {
+  thread_local std::vector<float> row_scale;
+  const FreightWeight& weight = *product.weight;
+  const Layout layout = layout_of(weight, format, product.rows);
+  const int64_t steps = steps_of(weight, layout), own = weight.in_features / ranks.size, begin = ranks.rank * own;
+  const int useful = useful_threads(product.rows * own, threads);
+  if (by_row(weight)) row_scale.resize(static_cast<size_t>(product.rows));
+  Stager stager{weight, product.x, format, layout, steps, groups_of(weight), by_row(weight) ? row_scale.data() : nullptr,
+                nullptr, nullptr, own, begin, begin + own};
+  if (by_row(weight))
+    if (const FreightStatus status = scale_rows(stager, ranks, product.rows, useful)) return status;
+  const Turn turn(ranks);
+  if (const FreightStatus status = turn.begin()) return status;
+  if (by_group(weight))
+    stager.group_scale = reinterpret_cast<float*>(turn.memory() + aligned(Sizes(product, layout, steps).x));
+  const int64_t tiles = (product.rows + tile_rows(layout) - 1) / tile_rows(layout);
+  const int64_t part = tiles < 2 * useful ? kColumns : own, parts = (own + part - 1) / part;
+  parallel_for(tiles * parts, useful, [&](int64_t task) {
+    const int64_t from = begin + task % parts * part, to = std::min(from + part, begin + own);
+    stage_columns(stager, product.rows, task / parts, tiles, from, to, turn.memory());
+  });
+  turn.arrive();
+  product.staged = {turn.memory(), steps, stager.groups, stager.row_scale, stager.group_scale};
+  return turn.wait_for_all();
 }
 
 void stage_all(Product* products, int64_t count, int32_t format, int threads) {

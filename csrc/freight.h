@@ -10,7 +10,7 @@
 #define FREIGHT_API extern "C" __attribute__((visibility("default")))
 
 // Incremented when any declaration changes, so that a library of an older build is refused instead of called wrongly.
-constexpr int32_t FREIGHT_ABI = 33;
+constexpr int32_t FREIGHT_ABI = 34;
 FREIGHT_API int32_t freight_abi();
 
 constexpr int32_t FREIGHT_LANES = 16;      // outputs computed together; arrays by output are padded to a multiple
@@ -356,6 +356,22 @@ struct FreightGather {
 // Put the parts of all ranks side by side. Every rank makes the same calls in the same order.
 FREIGHT_API FreightStatus freight_gather(const FreightGather* arguments);
 
+struct FreightSharedLinear {
+  const void* ranks;   // FreightRanks
+  const void* weight;  // FreightWeight: the rows of this rank
+  const void* x;       // [rows, in_features / size], of this rank; with `whole` [rows, in_features]
+  const void* bias;    // [out_features], or null
+  void* y;             // [rows, size, out_features]
+  int64_t rows;
+  int32_t format;  // of x, bias and y: float32, float16 or bfloat16
+  int32_t whole;   // 0 or 1
+  int32_t threads;
+};
+
+// freight_linear of the inputs of all ranks, which freight_gather would put side by side, and the outputs of all ranks,
+// with the bits of these calls. Every rank makes the same calls in the same order.
+FREIGHT_API FreightStatus freight_shared_linear(const FreightSharedLinear* arguments);
+
 // Replay of several calls.
 
 enum FreightFunction : int32_t {
@@ -377,6 +393,7 @@ enum FreightFunction : int32_t {
   FREIGHT_LOOKUP = 15,
   FREIGHT_BY_HEAD = 16,
   FREIGHT_GATHER = 17,
+  FREIGHT_SHARED_LINEAR = 18,
 };
 
 struct FreightCall {

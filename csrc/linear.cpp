@@ -22,7 +22,9 @@
 #include "mxfp4.h"
 #include "packed.h"
 #include "parallel.h"
+#include "memory.h"
 #include "product.h"
+#include "ranks.h"
 #include "rows.h"
 #include "status.h"
 #include "tile_dot.h"
@@ -35,6 +37,7 @@ namespace {
 
 constexpr int64_t kStageRows = 516;  // rows staged at a time, which all cores read repeatedly, from L3
 constexpr int64_t kTileAlign = 16;   // rows of an AMX tile
+constexpr int64_t kFewShared = 8;    // rows that each rank stages by itself: one turn less than to stage them together
 constexpr int64_t kPrefetch = 6144;  // prefetch distance in bytes, over all streams of weights; reaches the next task's
 constexpr int64_t kStream = 32;      // bands of a stream, if a task reads two streams
 
@@ -400,27 +403,90 @@ void int8_by_tiles(const Product* products, int64_t count, int32_t format, int t
 
 #endif
 
+// Bias in `format` as float32, of the calling thread; null without a bias.
+const float* bias_values(const void* bias, const FreightWeight& weight, int32_t format) {
+  if (!bias) return nullptr;
+  thread_local std::vector<float> values;
+  values.resize(static_cast<size_t>(padded(weight.out_features)));
+  read_row(bias, format, weight.out_features, values.data());
+  return values.data();
+}
+
+// How many of `rows` rows are staged and multiplied at a time.
+int64_t rows_at_once(const FreightWeight& weight, int32_t format, int64_t rows) {
+  if (layout_of(weight, format, rows) != Layout::kTiles) return kStageRows;
+  const int64_t parts = (rows + kMostTileRows - 1) / kMostTileRows;  // in parts of about the same size
+  return ((rows + parts - 1) / parts + kTileAlign - 1) / kTileAlign * kTileAlign;
+}
+
 void linear(const FreightLinear& a) {
   const FreightWeight& weight = *static_cast<const FreightWeight*>(a.weight);
-  thread_local std::vector<float> bias_values;
-  if (a.bias) {
-    const int64_t out = weight.out_features;
-    bias_values.resize(static_cast<size_t>(padded(out)));
-    read_row(a.bias, a.format, out, bias_values.data());
-  }
-  int64_t most = kStageRows;
-  if (layout_of(weight, a.format, a.rows) == Layout::kTiles) {  // in parts of about the same size
-    const int64_t parts = (a.rows + kMostTileRows - 1) / kMostTileRows;
-    most = ((a.rows + parts - 1) / parts + kTileAlign - 1) / kTileAlign * kTileAlign;
-  }
+  const float* bias = bias_values(a.bias, weight, a.format);
+  const int64_t most = rows_at_once(weight, a.format, a.rows);
   for (int64_t first = 0; first < a.rows; first += most) {
     Product call{&weight, element(a.x, first * weight.in_features, a.format), nullptr, std::min(most, a.rows - first)};
-    call.bias = a.bias ? bias_values.data() : nullptr;
+    call.bias = bias;
     call.wide = a.wide != 0;
     call.y = element(a.y, first * weight.out_features, call.wide ? FREIGHT_FLOAT32 : a.format);
     stage_one(call, a.format, a.threads);
     multiply(&call, 1, a.format, a.threads);
   }
+}
+
+// The product of some rows, whose inputs and outputs are on all ranks.
+struct SharedProduct {
+  const FreightSharedLinear& a;
+  const FreightRanks& ranks = *static_cast<const FreightRanks*>(a.ranks);
+  const FreightWeight& weight = *static_cast<const FreightWeight*>(a.weight);
+  const int64_t own = a.whole ? weight.in_features : weight.in_features / ranks.size;
+  const int64_t row_bytes = weight.out_features * bytes_of(a.format);
+
+  FreightStatus compute(int64_t first, int64_t rows, const float* bias) const {
+    thread_local WorkingMemory inputs;
+    Product call{&weight, element(a.x, first * own, a.format), nullptr, rows, bias};
+    if (!a.whole && rows > kFewShared && staged_by_all(weight, ranks, a.format, rows)) {
+      if (const FreightStatus status = stage_own(call, ranks, a.format, a.threads)) return status;
+    } else {
+      if (!a.whole) {
+        void* all = inputs.of(rows * weight.in_features * bytes_of(a.format));
+        if (const FreightStatus status = gather(call.x, all, rows, own * bytes_of(a.format))) return status;
+        call.x = all;
+      }
+      stage_one(call, a.format, a.threads);
+    }
+    return outputs(call, element(a.y, first * weight.out_features * ranks.size, a.format));
+  }
+
+ private:
+  FreightStatus gather(const void* part, void* out, int64_t rows, int64_t part_bytes) const {
+    const FreightGather gathered{&ranks, part, out, rows, part_bytes, -1, a.threads};
+    return freight_gather(&gathered);
+  }
+
+  // Multiply, into the memory that the other ranks read if the result fits there.
+  FreightStatus outputs(Product& call, char* out) const {
+    if (ranks.exchange || call.rows * row_bytes > ranks.capacity) {
+      thread_local WorkingMemory own_outputs;
+      call.y = own_outputs.of(call.rows * row_bytes);
+      multiply(&call, 1, a.format, a.threads);
+      return gather(call.y, out, call.rows, row_bytes);
+    }
+    const Turn turn(ranks);
+    if (const FreightStatus status = turn.begin()) return status;
+    call.y = turn.part(ranks.rank);
+    multiply(&call, 1, a.format, a.threads);
+    turn.arrive();
+    return turn.read(reinterpret_cast<uint8_t*>(out), call.rows, row_bytes, row_bytes, a.threads);
+  }
+};
+
+FreightStatus shared_linear(const FreightSharedLinear& a) {
+  const SharedProduct product{a};
+  const float* bias = bias_values(a.bias, product.weight, a.format);
+  const int64_t most = rows_at_once(product.weight, a.format, a.rows);
+  for (int64_t first = 0; first < a.rows; first += most)
+    if (const FreightStatus status = product.compute(first, std::min(most, a.rows - first), bias)) return status;
+  return FREIGHT_OK;
 }
 
 }  // namespace
@@ -461,6 +527,12 @@ void multiply(const Product* products, int64_t count, int32_t format, int thread
 
 FREIGHT_API FreightStatus freight_linear(const FreightLinear* arguments) {
   return freight::status_of([&] { freight::linear(*arguments); });
+}
+
+FREIGHT_API FreightStatus freight_shared_linear(const FreightSharedLinear* arguments) {
+  FreightStatus status = FREIGHT_OK;
+  const FreightStatus thrown = freight::status_of([&] { status = freight::shared_linear(*arguments); });
+  return status ? status : thrown;
 }
 
 FREIGHT_API void freight_set_prefetch(int32_t wanted) {

@@ -21,6 +21,7 @@
 
 #include "freight.h"
 #include "parallel.h"
+#include "ranks.h"
 #include "status.h"
 
 namespace freight {
@@ -42,6 +43,7 @@ static_assert(std::atomic<uint64_t>::is_always_lock_free, "a lock would belong t
 constexpr int kSpins = 2000;                    // about 50 microseconds
 constexpr int64_t kLook = 5'000'000;            // nanoseconds between looks whether the others live
 constexpr int64_t kLong = 100'000'000;          // nanoseconds after which a rank sleeps between looks
+constexpr int64_t kTurn = 4 << 20;              // most bytes of a rank that a turn of a gather copies: they stay in L3
 constexpr int64_t kTask = 128 << 10;            // bytes that one task copies
 constexpr int64_t kManyBytes = 2 * kTask;       // a gather of less is copied by the calling thread
 
@@ -100,41 +102,72 @@ FreightStatus wait_for(const FreightRanks& ranks, Shared& shared, int other, uin
   }
 }
 
+// Call copy(begin, end) for all of `rows` rows of `bytes` bytes, by all threads if they are many.
+template <class Copy>
+void copy_rows(int64_t rows, int64_t bytes, int threads, const Copy& copy) {
+  const int64_t per_task = bytes > kTask ? 1 : kTask / bytes;
+  const int64_t tasks = rows * bytes > kManyBytes ? (rows + per_task - 1) / per_task : 1;
+  parallel_for(tasks, threads, [&](int64_t task) {
+    copy(task * per_task, tasks == 1 ? rows : std::min(rows, (task + 1) * per_task));
+  });
+}
+
 // A turn: `rows` rows of each rank, or `bytes` of one row, which fit into a slot.
 FreightStatus take_turn(const FreightGather& a, const FreightRanks& ranks, const uint8_t* part, uint8_t* out,
                         int64_t rows, int64_t bytes) {
-  Shared& shared = *static_cast<Shared*>(ranks.shared);
-  const uint64_t turn = shared.arrived[ranks.rank].value.load(std::memory_order_relaxed) + 1;
-  const int64_t row = a.part_bytes * ranks.size;
-  uint8_t* slots = reinterpret_cast<uint8_t*>(&shared + 1) + static_cast<int64_t>(turn & 1) * ranks.size * ranks.capacity;
-  for (int r = 0; r < ranks.size; r++)
-    if (const FreightStatus status = wait_for(ranks, shared, r, turn - 1)) return status;
-  const int64_t per_task = bytes > kTask ? 1 : kTask / bytes;
-  const int64_t tasks = rows * bytes > kManyBytes ? (rows + per_task - 1) / per_task : 1;
-  const auto each = [&](auto copy) {  // copy(begin, end) of rows, by all threads
-    parallel_for(tasks, a.threads, [&](int64_t task) {
-      copy(task * per_task, tasks == 1 ? rows : std::min(rows, (task + 1) * per_task));
-    });
-  };
-  uint8_t* own = slots + ranks.rank * ranks.capacity;
-  each([&](int64_t begin, int64_t end) {
+  const Turn turn(ranks);
+  if (const FreightStatus status = turn.begin()) return status;
+  uint8_t* own = turn.part(ranks.rank);
+  copy_rows(rows, bytes, a.threads, [&](int64_t begin, int64_t end) {
     std::memcpy(own + begin * bytes, part + begin * bytes, static_cast<size_t>((end - begin) * bytes));
   });
-  shared.arrived[ranks.rank].value.store(turn, std::memory_order_release);
+  turn.arrive();
   if (a.only >= 0 && a.only != ranks.rank) return FREIGHT_OK;
-  for (int step = 0; step < ranks.size; step++) {  // its own part is there already
-    const int r = (ranks.rank + step) % ranks.size;
-    if (const FreightStatus status = wait_for(ranks, shared, r, turn)) return status;
-    const uint8_t* from = slots + r * ranks.capacity;
-    each([&](int64_t begin, int64_t end) {
+  return turn.read(out, rows, bytes, a.part_bytes, a.threads);
+}
+
+}  // namespace
+
+Turn::Turn(const FreightRanks& ranks)
+    : ranks_(ranks),
+      number_(static_cast<Shared*>(ranks.shared)->arrived[ranks.rank].value.load(std::memory_order_relaxed) + 1),
+      memory_(reinterpret_cast<uint8_t*>(static_cast<Shared*>(ranks.shared) + 1) +
+              static_cast<int64_t>(number_ & 1) * ranks.size * ranks.capacity) {}
+
+FreightStatus Turn::begin() const {
+  for (int r = 0; r < ranks_.size; r++)
+    if (const FreightStatus status = wait_for(ranks_, *static_cast<Shared*>(ranks_.shared), r, number_ - 1)) return status;
+  return FREIGHT_OK;
+}
+
+void Turn::arrive() const {
+  static_cast<Shared*>(ranks_.shared)->arrived[ranks_.rank].value.store(number_, std::memory_order_release);
+}
+
+FreightStatus Turn::wait(int other) const {
+  return wait_for(ranks_, *static_cast<Shared*>(ranks_.shared), other, number_);
+}
+
+FreightStatus Turn::wait_for_all() const {
+  for (int r = 0; r < ranks_.size; r++)
+    if (const FreightStatus status = wait(r)) return status;
+  return FREIGHT_OK;
+}
+
+FreightStatus Turn::read(uint8_t* out, int64_t rows, int64_t bytes, int64_t part_bytes, int threads) const {
+  const int64_t row = part_bytes * ranks_.size;
+  for (int step = 0; step < ranks_.size; step++) {  // its own part is there already
+    const int r = (ranks_.rank + step) % ranks_.size;
+    if (const FreightStatus status = wait(r)) return status;
+    const uint8_t* from = part(r);
+    copy_rows(rows, bytes, threads, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; i++)
-        std::memcpy(out + i * row + r * a.part_bytes, from + i * bytes, static_cast<size_t>(bytes));
+        std::memcpy(out + i * row + r * part_bytes, from + i * bytes, static_cast<size_t>(bytes));
     });
   }
   return FREIGHT_OK;
 }
 
-}  // namespace
 }  // namespace freight
 
 FREIGHT_API FreightStatus freight_gather(const FreightGather* arguments) {
@@ -146,15 +179,16 @@ FREIGHT_API FreightStatus freight_gather(const FreightGather* arguments) {
     ranks.exchange(a.part, a.out, a.rows, a.part_bytes, &said);
     return static_cast<FreightStatus>(said);
   }
-  const int64_t most = std::max<int64_t>(1, ranks.capacity / a.part_bytes);  // rows of a turn
+  const int64_t capacity = std::min(ranks.capacity, kTurn);
+  const int64_t most = std::max<int64_t>(1, capacity / a.part_bytes);  // rows of a turn
   FreightStatus status = FREIGHT_OK;
   const FreightStatus thrown = status_of([&] {
     for (int64_t first = 0; first < a.rows && !status; first += most) {
       const uint8_t* part = static_cast<const uint8_t*>(a.part) + first * a.part_bytes;
       uint8_t* out = static_cast<uint8_t*>(a.out) + first * a.part_bytes * ranks.size;
       const int64_t rows = std::min(most, a.rows - first);
-      for (int64_t at = 0; at < a.part_bytes && !status; at += ranks.capacity)  // a single turn, but of a long row
-        status = take_turn(a, ranks, part + at, out + at, rows, std::min(ranks.capacity, a.part_bytes - at));
+      for (int64_t at = 0; at < a.part_bytes && !status; at += capacity)  // a single turn, but of a long row
+        status = take_turn(a, ranks, part + at, out + at, rows, std::min(capacity, a.part_bytes - at));
     }
   });
   return status ? status : thrown;

@@ -24,6 +24,7 @@ FreightStatus run(const FreightCall& call) {
     case FREIGHT_LOOKUP: return freight_lookup(static_cast<const FreightLookup*>(call.arguments));
     case FREIGHT_BY_HEAD: return freight_by_head(static_cast<const FreightByHead*>(call.arguments));
     case FREIGHT_GATHER: return freight_gather(static_cast<const FreightGather*>(call.arguments));
+    case FREIGHT_SHARED_LINEAR: return freight_shared_linear(static_cast<const FreightSharedLinear*>(call.arguments));
     default: return FREIGHT_FAILED;
   }
 }

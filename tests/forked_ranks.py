@@ -8,10 +8,15 @@ import select
 import signal
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import torch
+
+from freight.kernels.cpu import library
+from freight.kernels.cpu.cpu_set import CpuKernels
+from freight.parallel.ranks import Ranks
+from freight.parallel.shared import SharedFiles, SharedMemory
 
 T = TypeVar("T")
 _DEADLINE = 60.0  # seconds for all ranks together
@@ -48,6 +53,28 @@ def in_ranks(
             os.waitpid(child, 0)
         for end in ends:
             os.close(end)
+
+
+def over_memory(
+    size: int, body: Callable[[SharedMemory, CpuKernels], object], **options: float
+) -> list[object]:
+    """`in_ranks` with the shared memory of each, and kernels that gather over it."""
+    capacity = int(options.pop("capacity", 1 << 14))
+    files = SharedFiles.create(size, capacity)
+
+    def in_rank(rank: int) -> object:
+        close(files.of_others(rank))
+        memory = SharedMemory(files, rank, options.get("timeout", 30.0), capacity)
+        return body(memory, CpuKernels(library.load(), ranks=Ranks(rank, size, memory)))
+
+    def close(numbers: Iterable[int]) -> None:
+        for number in numbers:
+            os.close(number)
+
+    try:  # a writing end that stays open here would keep a rank alive for the others
+        return in_ranks(size, in_rank, forked=lambda: close(files.writing))
+    finally:
+        close((files.memory, *files.reading))
 
 
 def _run(rank: int, body: Callable[[int], Any], writing: int) -> None:

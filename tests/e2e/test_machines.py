@@ -196,6 +196,33 @@ def test_a_rank_that_is_killed_in_a_step_is_named_with_its_machine(both: Both) -
     assert both.ended() == 1
 
 
+LOST = {signal.SIGKILL: "has ended", signal.SIGSTOP: "does not answer"}
+
+
+@pytest.mark.parametrize("number", LOST)
+def test_a_rank_that_is_lost_while_it_reads_weights_is_named_with_its_machine(
+    both: Both, number: signal.Signals
+) -> None:
+    """It would read them for a minute. Of a rank that hangs nothing is left either."""
+    sent: list[float] = []
+    load = Leader.load
+
+    def load_and_lose(self: Leader, *given: int) -> None:
+        load(self, *given)
+        time.sleep(0.2)  # it begins to read
+        self._others.sockets[0].settimeout(0.5)  # in place of ten minutes
+        sent.append(time.monotonic())
+        os.kill(both.pids[0], number)
+
+    both.monkeypatch.setattr(Leader, "load", load_and_lose)
+    both.monkeypatch.setattr(node, "_PATIENCE", 0.1)  # then a rank that hangs is killed
+    with pytest.raises(RankError, match=rf"rank 1 \(node 1\) {LOST[number]}: the engine cannot"):
+        both.start("slow")
+    assert time.monotonic() - sent[0] < 3.0  # a second of it is for a farewell
+    assert both.ended() == 1
+    assert all(map(has_ended, both.pids))
+
+
 def test_a_rank_that_is_killed_while_nothing_runs_is_told_at_once(both: Both) -> None:
     llm, told = both.start(), threading.Event()
     llm.engine.on_lost(told.set)
@@ -206,14 +233,15 @@ def test_a_rank_that_is_killed_while_nothing_runs_is_told_at_once(both: Both) ->
 def test_a_rank_that_hangs_is_named_within_twice_its_time(both: Both) -> None:
     llm = both.start(rank_timeout=1.0)
     tokens_of(llm)
+    both.monkeypatch.setattr(node, "_PATIENCE", 0.1)  # then it is killed
     os.kill(both.pids[0], signal.SIGSTOP)
     began = time.monotonic()
-    try:
-        with pytest.raises(RankError, match=r"rank 1 \(node 1\) does not answer"):
-            tokens_of(llm)
-        assert time.monotonic() - began < 5.0
-    finally:
-        os.kill(both.pids[0], signal.SIGCONT)
+    with pytest.raises(RankError, match=r"rank 1 \(node 1\) does not answer"):
+        tokens_of(llm)
+    assert time.monotonic() - began < 5.0
+    leader_of(llm).close()
+    assert both.ended() == 1
+    assert all(map(has_ended, both.pids))
 
 
 def test_a_fork_of_rank_0_ends_and_rank_0_goes_on(both: Both, expected: Any) -> None:

@@ -129,6 +129,10 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {  # a config, or the name of a f
     "16 bits": (LLAMA, {"speculate": 3}),
     "INT4": (LLAMA, {"quantization": "int4"}),
     "W8A8, scales per token": (LLAMA, FP8 | TOKEN),
+    "W8A8, rows staged together": (  # parts of the inputs of o and down are whole panels
+        LLAMA | {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64},
+        FP8 | TOKEN,
+    ),
     "one KV head for both, tied": (
         LLAMA | {"num_key_value_heads": 1, "tie_word_embeddings": True},
         TOKEN,

@@ -3,8 +3,9 @@
 //
 // stress LIBRARY: the kernels take threads of their own (freight_init without OpenMP), because the sanitizer does not
 // see how those of an OpenMP runtime wait for each other. Every result must have the bits of one thread alone. Then
-// threads are ranks over one memory, with random delays: every gather must have the parts of its own turn.
-// stress LIBRARY TURNS: so many gathers, 100,000 unless given.
+// threads are ranks over one memory, with random delays: every gather must have the parts of its own turn, and every
+// product the bits of one rank.
+// stress LIBRARY TURNS: so many gathers, 100,000 unless given, and a hundredth of products.
 #include <dlfcn.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -186,17 +187,64 @@ void gather_as(void* library, FreightRanks ranks, int rank, int64_t calls) {
   }
 }
 
-void gather_in_threads(void* library, int size, int64_t calls) {
-  constexpr int64_t capacity = 128, header = (FREIGHT_MAX_RANKS + 2) * FREIGHT_CACHE_LINE;
+// A matrix of 64 outputs for each of `size` ranks, packed by rows `first` .. `first` + `count` of it.
+struct Matrix {
+  static constexpr int64_t in = 768, each = 64;
+  Bytes data, packed;
+  std::vector<float> scale;
+  FreightWeight weight{};
+
+  Matrix(void* library, int64_t first, int64_t count) : data(numbers((first + count) * in, 9)), scale(count, 1.f) {
+    packed.resize(FIND(freight_packed_bytes)(FREIGHT_E4M3FN, count, in) + FREIGHT_CACHE_LINE);
+    require(FIND(freight_pack)(data.data() + first * in, FREIGHT_E4M3FN, count, in, aligned(packed), scale.data(), 1));
+    weight.data = aligned(packed), weight.scale = scale.data(), weight.format = FREIGHT_E4M3FN;
+    weight.out_features = count, weight.in_features = in, weight.input_scale = 1.f;
+    weight.activations = FREIGHT_DYNAMIC;
+  }
+};
+
+// `calls` products of which rank `rank` has some inputs and some outputs: they have the bits of the whole product.
+void multiply_as(void* library, FreightRanks ranks, int rank, int64_t calls) {
+  const auto multiply = FIND(freight_shared_linear);
+  ranks.rank = rank;
+  Matrix own(library, rank * Matrix::each, Matrix::each), whole(library, 0, ranks.size * Matrix::each);
+  const int64_t part = Matrix::in / ranks.size, outputs = ranks.size * Matrix::each;
+  uint32_t alike = 1, delay = static_cast<uint32_t>(rank) + 2;
+  const auto random = [](uint32_t& seed) { return seed = seed * 1664525 + 1013904223, seed >> 16; };
+  for (int64_t call = 0; call < calls; call++) {
+    const int64_t rows = random(alike) % 50 + 1;
+    const Bytes x = numbers(rows * Matrix::in * 2, random(alike));
+    Bytes columns(rows * part * 2), y(rows * outputs * 2), expected(y.size());
+    for (int64_t row = 0; row < rows; row++)
+      std::memcpy(columns.data() + row * part * 2, x.data() + (row * Matrix::in + rank * part) * 2, part * 2);
+    FreightLinear alone{};
+    alone.weight = &whole.weight, alone.x = x.data(), alone.y = expected.data(), alone.rows = rows;
+    alone.format = FREIGHT_BFLOAT16, alone.threads = 1;
+    require(FIND(freight_linear)(&alone));
+    if (random(delay) % 4 == 0) usleep(random(delay) % 200);
+    FreightSharedLinear a{};
+    a.ranks = &ranks, a.weight = &own.weight, a.x = columns.data(), a.y = y.data(), a.rows = rows;
+    a.format = FREIGHT_BFLOAT16, a.threads = 2;
+    require(multiply(&a));
+    if (y != expected)
+      std::fprintf(stderr, "product %ld of %ld rows: rank %d has other bits than one rank\n", static_cast<long>(call),
+                   static_cast<long>(rows), rank),
+          std::exit(1);
+  }
+}
+
+// Run body(library, ranks, rank, calls) for each rank, on a thread of its own.
+template <class Body>
+void ranks_in_threads(const Body& body, void* library, int size, int64_t capacity, int64_t calls) {
+  constexpr int64_t header = (FREIGHT_MAX_RANKS + 2) * FREIGHT_CACHE_LINE;
   Bytes memory(header + 2 * size * capacity + FREIGHT_CACHE_LINE);
   const std::vector<int32_t> alive(size, -1);
   FreightRanks ranks{};
   ranks.shared = aligned(memory), ranks.alive = alive.data(), ranks.capacity = capacity, ranks.timeout = 60'000;
   ranks.size = size;
   std::vector<std::thread> threads;
-  for (int rank = 0; rank < size; rank++) threads.emplace_back(gather_as, library, ranks, rank, calls);
+  for (int rank = 0; rank < size; rank++) threads.emplace_back(body, library, ranks, rank, calls);
   for (std::thread& thread : threads) thread.join();
-  std::printf("%ld gathers of %d ranks: no race, every part of its own turn\n", static_cast<long>(calls), size);
 }
 
 }  // namespace
@@ -225,5 +273,11 @@ int main(int count, char** arguments) {
   for (std::thread& caller : callers) caller.join();
   std::printf("%zu kernel calls of three threads at once: no race, the same bits\n", 6 * works.size());
   const int64_t turns = count > 2 ? std::atol(arguments[2]) : 100'000;
-  for (int size : {2, 3}) gather_in_threads(library, size, turns / 2);
+  for (int size : {2, 3}) {
+    const int64_t gathers = turns / 2, products = turns / 200;
+    ranks_in_threads(gather_as, library, size, 128, gathers);
+    std::printf("%ld gathers of %d ranks: no race, every part of its own turn\n", static_cast<long>(gathers), size);
+    ranks_in_threads(multiply_as, library, size, 1 << 17, products);
+    std::printf("%ld products of %d ranks: no race, the bits of one\n", static_cast<long>(products), size);
+  }
 }

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -66,27 +67,36 @@ def _compute(args: EngineArgs, random_shape: str | None) -> int:
 
 
 def _run(connections: list[socket.socket]) -> int:
-    """Run a process for each connection until the first ends, then end the others. Return 0 if all
-    of them ended because rank 0 told them to.
+    """Run a process for each connection until the first ends, or rank 0 does, then end the others.
+    Return 0 if all of them ended because rank 0 told them to.
     """
     reading, writing = os.pipe()  # hangs up with this process
     processes: list[subprocess.Popen[bytes]] = []
+    killed: list[int] = []
+    hung_up = select.poll()
     try:
         for connection in connections:
             processes.append(leader.spawn((connection.fileno(), reading)))
-            connection.close()  # the process has its own
+            hung_up.register(connection, leader.HANG_UP)
+        # a rank that hangs does not see that rank 0 has ended
         while all(process.poll() is None for process in processes):
-            time.sleep(_LOOK)
+            if hung_up.poll(1000 * _LOOK):
+                break
+        for connection in connections:  # now rank 0 sees the end of a process
+            connection.close()
         _await(processes, 2 * _PATIENCE if _statuses(processes) <= {None, 0} else 0.5)
         first = [process.poll() for process in processes]
     finally:
         os.close(writing)
         os.close(reading)
         _await(processes, _PATIENCE)
-        for process in processes:
+        for number, process in enumerate(processes):
             if process.poll() is None:
                 process.kill()
                 process.wait()
+                killed.append(number)
+    for number in killed:
+        logger.error("rank %d of this machine did not leave, and was killed", number)
     for number, status in enumerate(first):
         if status is not None and status < 0:
             logger.error("rank %d of this machine has ended with signal %d", number, -status)
@@ -94,7 +104,7 @@ def _run(connections: list[socket.socket]) -> int:
         logger.error(
             "rank 0 or another rank has ended or cannot be reached; the log of rank 0 says which"
         )
-    return int(any(first))
+    return int(any(first) or bool(killed))
 
 
 def _statuses(processes: list[subprocess.Popen[bytes]]) -> set[int | None]:

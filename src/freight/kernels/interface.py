@@ -185,6 +185,16 @@ class KernelSet(Protocol):
         """
         ...
 
+    def shared_linear(
+        self, x: Rows, weight: PackedWeight, bias: Tensor | None = None, whole: bool = False
+    ) -> Tensor:
+        """Return the outputs of all ranks side by side, [rows, ranks * out_features] in x's dtype.
+
+        That is `gather(linear(gather(x), weight, bias))`, or with `whole`, where every rank has all
+        columns of x, `gather(linear(x, weight, bias))`. Raises as `gather` does.
+        """
+        ...
+
     def pack_experts(self, weights: Weights, bias: Tensor | None = None) -> PackedExperts:
         """Pack one matrix of each expert for this set's `experts`; called once, at load.
 

@@ -73,9 +73,10 @@ class GatheredLinear:
         """Return all outputs, [rows, out_features]. x: [rows, in_features / ranks], this rank's
         inputs, or with `inputs` False all of them.
         """
-        if self.inputs:
-            x = self.kernels.gather(plain(x))
-        return self.kernels.gather(self.linear(x))
+        linear, whole = self.linear, not self.inputs
+        if isinstance(linear, Linear) and linear.input_limit is None:
+            return self.kernels.shared_linear(x, linear.weight, linear.bias, whole)
+        return self.kernels.gather(linear(x if whole else self.kernels.gather(plain(x))))
 
 
 Projection = Linear | UnmergedLinear | GatheredLinear

@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MAX_RANKS = 64  # FREIGHT_MAX_RANKS
-# Bytes of a rank's part in one turn: a longer one takes several turns, and reuses memory that is
-# then in the caches
-CAPACITY = 4 << 20
+# Bytes of a rank's part in one turn: for 512 rows of 32,768 inputs on two ranks. A longer one takes
+# several turns, or is copied
+CAPACITY = 16 << 20
 _LINE = 64  # FREIGHT_CACHE_LINE
 _HEADER = (MAX_RANKS + 2) * _LINE  # a line with one number for each rank, then `lost` and `failed`
 _LOST, _FAILED = MAX_RANKS, MAX_RANKS + 1  # places of those two

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
-from freight.errors import CheckpointError, ConfigError
+from freight.errors import CheckpointError, ConfigError, RankError
 from freight.outputs import EngineStats
 from freight.processes.client import EngineClient, EngineState, WorkerOptions, describe_exit
 from freight.processes.wire import exit_status
@@ -115,9 +115,12 @@ class Supervisor:
         if self._is_over:
             return
         failure, ending = self.client.failure, describe_exit(self.client.ended.result())
-        if failure is not None:
+        # a rank that was lost while the first engine loaded may never come; that of a later one did
+        if failure is not None and not (isinstance(failure, RankError) and self._ends):
             self._owner.failed(exit_status(failure), str(failure))
             return
+        if failure is not None:
+            logger.error("%s", failure)
         now = time.monotonic()
         often = len(self._ends) == _RESTARTS and now - self._ends[0] < _WITHIN
         if not self._restarts or often:

@@ -20,6 +20,7 @@ from freight.errors import (
     ConfigError,
     FreightError,
     KernelError,
+    RankError,
     RequestError,
 )
 from freight.outputs import (
@@ -84,7 +85,14 @@ class EngineFacts:
 
 _ERRORS = {
     kind.__name__: kind
-    for kind in (ConfigError, RequestError, CheckpointError, CapacityError, KernelError)
+    for kind in (
+        ConfigError,
+        RequestError,
+        CheckpointError,
+        CapacityError,
+        KernelError,
+        RankError,
+    )
 }
 
 

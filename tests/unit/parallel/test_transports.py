@@ -11,14 +11,13 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import FrameType
 
 import pytest
 import torch
 import torch.distributed as dist
-from tests.forked_ranks import KilledError, in_ranks
+from tests.forked_ranks import KilledError, in_ranks, over_memory
 from torch import Tensor
 from torch.distributed import HashStore
 
@@ -48,28 +47,6 @@ def part_of(rank: int, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
 
 def bytes_of(x: Tensor) -> bytes:
     return x.contiguous().view(torch.uint8).numpy().tobytes()
-
-
-def over_memory(
-    size: int, body: Callable[[SharedMemory, CpuKernels], object], **options: float
-) -> list[object]:
-    """`in_ranks` with the shared memory of each, and kernels that gather over it."""
-    capacity = int(options.pop("capacity", 1 << 14))
-    files = SharedFiles.create(size, capacity)
-
-    def in_rank(rank: int) -> object:
-        close(files.of_others(rank))
-        memory = SharedMemory(files, rank, options.get("timeout", 30.0), capacity)
-        return body(memory, CpuKernels(LIBRARY, ranks=Ranks(rank, size, memory)))
-
-    def close(numbers: Iterable[int]) -> None:
-        for number in numbers:
-            os.close(number)
-
-    try:  # a writing end that stays open here would keep a rank alive for the others
-        return in_ranks(size, in_rank, forked=lambda: close(files.writing))
-    finally:
-        close((files.memory, *files.reading))
 
 
 @pytest.mark.parametrize("size", [2, 3])

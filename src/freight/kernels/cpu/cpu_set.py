@@ -22,7 +22,7 @@ from freight.kernels.cpu.library import Library
 from freight.kernels.cpu.linear import CpuWeight
 from freight.kernels.interface import method_on
 from freight.operands.activation import AnyActivation
-from freight.operands.packed import PackedExperts
+from freight.operands.packed import PackedExperts, PackedWeight, Rows, plain
 from freight.operands.weight import Weight, Weights
 from freight.parallel.ranks import ALONE, Ranks
 
@@ -62,6 +62,15 @@ class CpuKernels:
         """Compute `KernelSet.gather` in C, so that it can be recorded."""
         transport = self.ranks.transport
         return x if transport is None else ranks.gather(self.library, transport, x, first)
+
+    def shared_linear(
+        self, x: Rows, weight: PackedWeight, bias: Tensor | None = None, whole: bool = False
+    ) -> Tensor:
+        """Compute `KernelSet.shared_linear` in C, without copies of what ranks share."""
+        transport = self.ranks.transport
+        if transport is None:
+            return self.linear(x, weight, bias)
+        return ranks.shared_linear(self.library, transport, plain(x), weight, bias, whole)
 
     def experts(
         self,

@@ -22,7 +22,7 @@ from freight.parallel.shared import MAX_RANKS as MAX_RANKS  # FREIGHT_MAX_RANKS
 from freight.parallel.shared import Exchange as FreightExchange  # noqa: F401
 from freight.parallel.shared import FreightRanks as FreightRanks
 
-ABI = 33  # FREIGHT_ABI; a library with another number is refused
+ABI = 34  # FREIGHT_ABI; a library with another number is refused
 LANES, CACHE_LINE, MAX_HEAD_DIM, MAX_WIDTH = 16, 64, 1024, 8  # FREIGHT_… of the headers
 INT8_INPUTS = 131071  # FREIGHT_INT8_INPUTS
 
@@ -280,6 +280,14 @@ class FreightGather(ctypes.Structure):
     )
 
 
+class FreightSharedLinear(ctypes.Structure):
+    _fields_ = _fields(
+        (_POINTER, "ranks weight x bias y"),
+        (_LONG, "rows"),
+        (_INT, "format whole threads"),
+    )
+
+
 class FreightCall(ctypes.Structure):
     _fields_ = _fields((_POINTER, "arguments"), (_INT, "function"))
 
@@ -304,6 +312,7 @@ _STRUCTS: dict[str, type[ctypes.Structure]] = {
     "lookup": FreightLookup,
     "by_head": FreightByHead,
     "gather": FreightGather,
+    "shared_linear": FreightSharedLinear,
 }
 FUNCTIONS = tuple(_STRUCTS)
 # Argument types of the functions that compute, by name. They return a FreightStatus.
