@@ -179,20 +179,24 @@ def _stored(path: Path, args: EngineArgs) -> tuple[KVScales | None, WeightFacts 
     """Return the checkpoint's KV scales, if K and V of every layer have them, per tensor or head;
     what its quantized weights are; why it cannot be measured.
     """
+    says, weights = "Freight does not run this checkpoint: {}", None
     try:
         opened = open_folder(path, args.model, args.ignore_config_keys)
         scales = opened.uncentered_scales()
-        weights = read_weights(opened)
     except (ConfigError, CheckpointError) as error:
-        return None, None, f"Freight does not run this checkpoint: {error}"
+        return None, None, says.format(error)
+    try:
+        weights, unmeasured = read_weights(opened), ""
+    except CheckpointError as error:  # KV scales may be repaired all the same
+        unmeasured = says.format(error)
     fine = any(
         layer is not None and layer.granularity is Granularity.CHANNEL for layer in scales.layers
     )
     if scales.missing or scales.alone("k") or scales.alone("v") or fine:
-        return None, weights, ""
+        return None, weights, unmeasured
     # The names of the tensors are no part of what is compared.
     layers = tuple(x and LayerScales(x.k, x.v, x.granularity) for x in scales.layers)
-    return KVScales(layers, scales.format, unneeded=scales.unneeded), weights, ""
+    return KVScales(layers, scales.format, unneeded=scales.unneeded), weights, unmeasured
 
 
 def as_json(model: str, report: AuditReport) -> JsonObject:

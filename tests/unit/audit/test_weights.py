@@ -118,3 +118,17 @@ def test_a_scale_that_is_none_is_named(freight: Callable[..., Any], tmp_path: Pa
     said = freight("audit", str(tmp_path)).out
     assert f"{name} has nan among its 256 values" in said
     assert "Weights" not in said
+
+
+def test_kv_scales_are_repaired_where_weights_do_not_load(
+    freight: Callable[..., Any], tmp_path: Path
+):
+    """A tensor that no part of the model needs: nothing is measured."""
+    tensors = load_file(FIXTURES / "ct_docs/model.safetensors") | {"beside": torch.ones(1)}
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "config.json").write_text((FIXTURES / "ct_docs/config.json").read_text())
+    said = freight("audit", str(tmp_path), "--engine", "vllm", "--fix", str(tmp_path / "out"))
+    assert said.code == 0, said.err
+    assert "Not measured: Freight does not run this checkpoint: " in said.out
+    assert "1 tensors belong to no part of the model that config.json describes: beside" in said.out
+    assert (tmp_path / "out/model.safetensors").is_file()
