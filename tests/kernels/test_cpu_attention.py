@@ -275,7 +275,8 @@ def test_no_key_before_the_window_is_read(
         )
         if page.itemsize == 2:
             nan = torch.full_like(page[:1], torch.nan)
-        parts = [nan.view(torch.uint8), page[batch.block_tables[0, kept].long()].view(torch.uint8)]
+        stay = page.view(torch.uint8)[batch.block_tables[0, kept].long()]
+        parts = [nan.view(torch.uint8), stay]
         return torch.cat(parts).view(page.dtype)
 
     k, v, k_scale, v_scale = map(

@@ -299,8 +299,9 @@ def test_every_value_that_a_weight_can_hold(build, kind):
             (values == 0) | (values.abs() > 1e-30)
         ]  # bfloat16's own subnormals count as zero
     else:
-        values = torch.arange(256).to(torch.uint8).view(torch.float8_e4m3fn)
-        values = values[~values.float().isnan()]
+        codes = torch.arange(256).to(torch.uint8)
+        is_nan = codes.view(torch.float8_e4m3fn).float().isnan()
+        values = codes[~is_nan].view(torch.float8_e4m3fn)
     weight = Weight(values[:, None].contiguous())
     if kind == "rows":
         weight = replace(weight, scale=torch.ones(len(values)))

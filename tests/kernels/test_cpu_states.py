@@ -103,7 +103,7 @@ def copied(states: States) -> States:
 
 def same_bits(a: States, b: States, blocks: list[int]) -> bool:
     return all(
-        torch.equal(part[blocks].view(torch.uint8), b.parts[name][blocks].view(torch.uint8))
+        torch.equal(part.view(torch.uint8)[blocks], b.parts[name].view(torch.uint8)[blocks])
         for name, part in a.parts.items()
     )
 

@@ -104,8 +104,8 @@ def test_no_cut_into_calls_changes_a_bit(format: Format, kind: Layer, dtype: tor
         assert torch.equal(whole, parts), cuts
         for name, part in states.parts.items():
             assert torch.equal(
-                part[[3, 1, 4, 2]].view(torch.uint8),
-                kept.parts[name][[3, 1, 4, 2]].view(torch.uint8),
+                part.view(torch.uint8)[[3, 1, 4, 2]],
+                kept.parts[name].view(torch.uint8)[[3, 1, 4, 2]],
             )
 
 

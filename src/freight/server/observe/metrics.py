@@ -390,13 +390,17 @@ class Metrics:
         for route, count in self._http.items():
             http.add_metric(route, count)
         yield http
-        for kind, name in (
-            ("requests", "requests"),
-            ("prompt", "prompt_tokens"),
-            ("generation", "generation_tokens"),
-            ("cached", "prompt_tokens_cached"),
+        for kind, name, what in (
+            ("requests", "requests", "Requests"),
+            ("prompt", "prompt_tokens", "Prompt tokens of requests"),
+            ("generation", "generation_tokens", "Generated tokens of requests"),
+            (
+                "cached",
+                "prompt_tokens_cached",
+                "Prompt tokens found in the prefix cache, of requests",
+            ),
         ):
-            text = f"The {name.replace('_', ' ')} of requests that ended, by API key."
+            text = f"{what} that ended, by API key."
             yield self._labelled(f"freight:key_{name}", text, "key", self._by_key[kind])
 
     def _of_histograms(self) -> Iterator[Metric]:
