@@ -6,9 +6,10 @@ Rows: two processes, each bound to a processor of its own, gather rows of bfloat
 memory, in a recording as in a decode step. They need two idle cores.
 
 Efficiency: the CPU time of one rank with one thread, divided by twice that of rank 0 of two ranks
-with one thread each. The other rank's parts count as there, so rank 0 never waits: it copies memory
+with one thread each. The other rank's parts count as there, so rank 0 never waits: it reads memory
 that nobody writes, and its results mean nothing. Rank 0 does all that rank 1 does, and the
-embedding and the sampling beside. The smallest time of the repeats: other programs only add to it.
+embedding and the sampling beside. The smallest time of the repeats, of both in turns: other
+programs only add to it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import pickle
 import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -111,19 +112,22 @@ def rank_of_two(args: EngineArgs, shape: str) -> Engine:
     return build._start(opened, None, None, None)[0]  # without starting the other
 
 
-def measure(engine: Engine, repeats: int) -> Times:
-    """Return the CPU time of a prompt's step, and of a decode step."""
-    params = greedy(DECODED)
-    prefills, decodes = [], []
-    for repeat in range(repeats):
-        prompt = random_prompt(PROMPT, VOCABULARY, random.Random(repeat))
-        engine.add(str(repeat), engine.accept(prompt, params), params)
-        prefills.append(_cpu_ms(engine.step))
-        for _ in range(FIRST):
-            engine.step()
-        while engine.has_unfinished:
-            decodes.append(_cpu_ms(engine.step))
-    return Times(min(prefills), min(decodes))
+def measure(engine: Engine, repeat: int) -> Times:
+    """Return the CPU time of a prompt's step, and the smallest of a decode step."""
+    params, decodes = greedy(DECODED), []
+    prompt = random_prompt(PROMPT, VOCABULARY, random.Random(repeat))
+    engine.add(str(repeat), engine.accept(prompt, params), params)
+    prefill = _cpu_ms(engine.step)
+    for _ in range(FIRST):
+        engine.step()
+    while engine.has_unfinished:
+        decodes.append(_cpu_ms(engine.step))
+    return Times(prefill, min(decodes))
+
+
+def smallest(times: Sequence[Times]) -> Times:
+    """Return the smallest time of each kind of step."""
+    return Times(min(one.prefill for one in times), min(one.decode for one in times))
 
 
 def _cpu_ms(call: Callable[[], object]) -> float:
@@ -159,8 +163,9 @@ def main() -> None:
         enable_prefix_caching=False,
         **({"quantization": "fp8", "kv_cache_dtype": "fp8"} if options.fp8 else {}),
     )
-    one = measure(one_rank(args, options.shape), options.repeats)
-    two = measure(rank_of_two(args, options.shape), options.repeats)
+    engines = one_rank(args, options.shape), rank_of_two(args, options.shape)
+    rounds = [[measure(one, repeat) for one in engines] for repeat in range(options.repeats)]
+    one, two = (smallest(times) for times in zip(*rounds, strict=True))
     table = [
         (name, f"{alone:.1f}", f"{each:.1f}", f"{alone / each / 2:.3f}")
         for name, alone, each in (

@@ -66,11 +66,11 @@ class CpuKernels:
     def shared_linear(
         self, x: Rows, weight: PackedWeight, bias: Tensor | None = None, whole: bool = False
     ) -> Tensor:
-        """Compute `KernelSet.shared_linear` in C, without copies of what ranks share."""
-        transport = self.ranks.transport
-        if transport is None:
-            return self.linear(x, weight, bias)
-        return ranks.shared_linear(self.library, transport, plain(x), weight, bias, whole)
+        """Compute `KernelSet.shared_linear`; of many rows without copies of what ranks share."""
+        rows, transport = plain(x), self.ranks.transport
+        if transport is None or len(rows) <= ranks.FEW:
+            return self.gather(self.linear(rows if whole else self.gather(rows), weight, bias))
+        return ranks.shared_linear(self.library, transport, rows, weight, bias, whole)
 
     def experts(
         self,

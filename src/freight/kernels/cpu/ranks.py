@@ -14,6 +14,8 @@ from freight.kernels.cpu.linear import CpuWeight
 from freight.operands.packed import PackedWeight
 from freight.parallel.ranks import Transport
 
+FEW = 8  # rows of a product, as in a decode step, whose copies cost too little to measure
+
 
 def gather(library: Library, transport: Transport, x: Tensor, first: bool = False) -> Tensor:
     """Compute `KernelSet.gather`. x: [rows, columns].
