@@ -208,6 +208,7 @@ class KVPool:
         left_out = torch.zeros(2, dtype=torch.int64, device="cpu")
         return replace(self.with_layers(layers), _row_counters=by_row, _left_out=left_out)
 
+    @torch.inference_mode()  # the pool may have been made in this mode, in another thread
     def leave_out(self, rows: Sequence[int]) -> None:
         """Take what these rows of the last step stored out of `counters`. On a CPU."""
         assert self._row_counters is not None
