@@ -48,13 +48,13 @@ struct Int4Rows {
       for (int group = 0; group < kGroupSteps / PER; group++)
         Int4::read(layout, piece, block, group * PER * kTileInputs / kFourInputs, scales[block][group]);
   }
-  // The values of a row, 32 inputs a step.
-  FREIGHT_INLINE void row(const uint8_t*, int block, int row, __m512i codes, __m512i* out) const {
+  // The values of a row: 32 inputs a step, whose codes are in the low bits of words.
+  FREIGHT_INLINE void row(const uint8_t*, int block, int row, const __m512i* codes, __m512i* out) const {
     __m512i table = _mm512_setzero_si512();
     FREIGHT_UNROLL
     for (int step = 0; step < kGroupSteps; step++) {
       if (step % PER == 0) table = Int4::table(scales[block][step / PER], row);
-      out[step] = _mm512_permutexvar_epi16(step ? _mm512_srli_epi16(codes, 4 * step) : codes, table);
+      out[step] = _mm512_permutexvar_epi16(codes[step], table);
     }
   }
 };
@@ -66,13 +66,12 @@ struct Nvfp4Rows {
   explicit Nvfp4Rows(const FourBit& of) : layout(of) {}
 
   static void begin(const uint8_t*) {}
-  FREIGHT_INLINE void row(const uint8_t* piece, int block, int row, __m512i codes, __m512i* out) const {
+  FREIGHT_INLINE void row(const uint8_t* piece, int block, int row, const __m512i* codes, __m512i* out) const {
     constexpr int kApart = kBand * kLanes;  // bytes between the scales of two groups of a row
     const uint8_t* scales = piece + block * kLanes + row;
     FREIGHT_UNROLL
     for (int step = 0; step < kGroupSteps; step++)
-      out[step] = Nvfp4::look_up(tables, step ? _mm512_srli_epi16(codes, 4 * step) : codes,
-                                 scales + 2 * step * kApart, kApart);
+      out[step] = Nvfp4::look_up(tables, codes[step], scales + 2 * step * kApart, kApart);
   }
 };
 
@@ -91,8 +90,13 @@ FREIGHT_INLINE void decode_rows(Rows& rows, const uint8_t* piece, int part, uint
   for (int row = 0; row < 8; row++) {
     const uint8_t* line = lines + row * kUnit;
     _mm_prefetch(reinterpret_cast<const char*>(line + kRowsAhead), _MM_HINT_T1);
+    const __m512i low = _mm512_loadu_si512(line);
+    // A second load in place of a shift: shifts wait for the ports of the look-ups. No byte may follow the last line.
+    const bool is_last = part == kGroupSteps - 1 && row == 7;
+    const __m512i high = is_last ? _mm512_srli_epi16(low, 8) : _mm512_loadu_si512(line + 1);
+    const __m512i codes[kGroupSteps] = {low, _mm512_srli_epi16(low, 4), high, _mm512_srli_epi16(high, 4)};
     __m512i values[kGroupSteps];
-    rows.row(piece, block, first + row, _mm512_loadu_si512(line), values);
+    rows.row(piece, block, first + row, codes, values);
     FREIGHT_UNROLL
     for (int step = 0; step < kGroupSteps; step++)
       _mm512_store_si512(to + step * kTileBytes + row * kTileRowBytes, values[step]);
@@ -122,6 +126,7 @@ __attribute__((noinline)) void rows_band(const FourBit& layout, const uint8_t* f
   for (int64_t piece = 0; piece < pieces; piece++) {
     const uint8_t* a = ring + piece % 2 * kPieceBytes;
     uint8_t* next = ring + (piece + 1) % 2 * kPieceBytes;
+    FREIGHT_UNROLL
     for (int part = 0; part < kGroupSteps; part++) {
       if (piece * kGroupSteps + part < steps) {
         memory_barrier();
