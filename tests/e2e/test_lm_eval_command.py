@@ -54,13 +54,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 # Several commands in one process: to import lm-eval takes seconds.
 COMMANDS = """
-import contextlib, io, json, sys
-from freight.cli.main import main
-for argv in json.loads(sys.argv[1]):
-    sys.argv, status = ["freight", *argv], 0
+import contextlib, io, json, runpy, sys
+for module, *argv in json.loads(sys.argv[1]):
+    sys.argv, status = [module, *argv], 0
     with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as errors:
         try:
-            main()
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
         except SystemExit as ended:
             status = ended.code or 0
     print(json.dumps([status, out.getvalue(), errors.getvalue()]))
@@ -131,7 +130,9 @@ def with_generation(folder: Path, path: Path, name: str, options: dict[str, obje
 def test_evaluate_tasks_gives_both_caches_and_their_difference_and_refuses_what_is_not_meant(
     folder: Path, tmp_path: Path
 ) -> None:
-    """A task's neutral arguments are taken, and others end it before weights are read."""
+    """A task's neutral arguments are taken, and others end it before weights are read. lm-eval's own
+    command says how it is used.
+    """
     options = {
         "until": ["\n"],
         "max_gen_toks": 4,
@@ -142,6 +143,7 @@ def test_evaluate_tasks_gives_both_caches_and_their_difference_and_refuses_what_
     with_generation(folder, tmp_path, "one_beam", options)
     with_generation(folder, tmp_path, "ten_beams", options | {"num_beams": 10})
     argv = [
+        "freight",
         "evaluate",
         "tasks",
         "demo",
@@ -155,11 +157,16 @@ def test_evaluate_tasks_gives_both_caches_and_their_difference_and_refuses_what_
     commands = [
         [*argv, "one_beam,ten_beams", "--include-path", str(tmp_path)],
         [*argv, "one_beam", "--limit", "2", "--include-path", str(tmp_path)],
-        ["evaluate", *argv[2:], "local_text", "--include-path", str(folder)],  # the older spelling
+        # the older spelling
+        [*argv[:2], *argv[3:], "local_text", "--include-path", str(folder)],
+        ["freight.lm_eval", "--help"],
     ]
-    refused, generated, scored = map(
+    refused, generated, scored, described = map(
         json.loads, run(folder, "-c", COMMANDS, json.dumps(commands)).splitlines()
     )
+
+    assert described[0] == 0
+    assert "usage: lm-eval" in described[1]
 
     assert refused[0] == 2
     assert "--tasks ten_beams: generation_kwargs has num_beams: 10" in refused[2]

@@ -61,12 +61,6 @@ def run(*argv: str, **environ: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_the_command_of_lm_eval_runs_under_its_public_name() -> None:
-    done = run("-m", "freight.lm_eval", "--help")
-    assert done.returncode == 0, done.stderr
-    assert "usage: lm-eval" in done.stdout
-
-
 def test_without_lm_eval_the_command_says_what_to_install(tmp_path: Path) -> None:
     (tmp_path / "lm_eval").mkdir()  # hides the installed one
     (tmp_path / "lm_eval" / "__init__.py").write_text("")
