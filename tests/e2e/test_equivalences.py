@@ -233,9 +233,8 @@ def of_size(config: PretrainedConfig, vocab_size: int) -> PretrainedConfig:
         return type(config)(**said | {"text_config": said["text_config"] | size})
     if "vocab_size_per_layer_input" in said:
         size["vocab_size_per_layer_input"] = max(vocab_size, said["vocab_size_per_layer_input"])
-    if (
-        said.get("original_max_position_embeddings") == said["max_position_embeddings"]
-    ):  # short factors remain in use
+    original = said.get("original_max_position_embeddings")
+    if original and original == said["max_position_embeddings"]:  # short factors remain in use
         size["original_max_position_embeddings"] = 512
         size["rope_parameters"] = said["rope_parameters"] | {
             "original_max_position_embeddings": 512

@@ -1,20 +1,25 @@
-"""A model that the memory of one process does not hold is loaded by two, and answers."""
+"""A model that the memory of one machine does not hold is loaded by two, and answers."""
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
+from tests.machines import free_port
 
 from freight.kernels.cpu import library
 
 pytestmark = [
-    pytest.mark.slow,  # draws 1 GB of weights three times
-    pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA counts mapped memory on Linux"),
+    pytest.mark.slow,  # writes 1 GB of weights, and reads them three times
+    pytest.mark.skipif(sys.platform != "linux", reason="control groups are Linux's"),
     pytest.mark.skipif(not library.installed(), reason="ranks gather in the compiled kernels"),
 ]
 
@@ -31,30 +36,54 @@ MODEL: dict[str, Any] = {
     "torch_dtype": "bfloat16",
     "tie_word_embeddings": False,
 }
-# What a process has before it opens a model is no part of what is allowed. The other rank starts
-# under the limit, and has as much before.
+# Each rank is a machine of its own, which has no more memory than its group. What a process has
+# before it opens a model is no part of what is allowed: rank 0 enters its group then, and the limit
+# of the other rank, which starts within its group, is higher by as much.
 PROGRAM = """
-import json, resource, sys
+import json, sys, threading
+from dataclasses import replace
 from pathlib import Path
 import torch
 from freight import SamplingParams
 from freight.config.engine import EngineArgs
+from freight.engine import leader
 from freight.engine.build import start_engine
+from freight.engine.node import join_rank_0
 from freight.kernels.cpu import library
-from freight.models.open import open_random
+from freight.models.open import open_model
 
 def taken():
     status = Path("/proc/self/status").read_text().splitlines()
-    return int(dict(line.split(":", 1) for line in status)["VmData"].split()[0]) * 1024
+    return int(dict(line.split(":", 1) for line in status)["RssAnon"].split()[0]) * 1024
 
-config, ranks, allowed = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+def enter(group, process, limit):
+    name = "memory.max" if Path(group, "memory.max").exists() else "memory.limit_in_bytes"
+    Path(group, name).write_text(str(limit))
+    Path(group, "cgroup.procs").write_text(str(process))
+
+def spawn(files, start=leader.spawn):
+    process = start(files)
+    enter(other, process.pid, before + allowed)
+    return process
+
+folder, allowed, port, groups = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4:]
 library.load()
 torch.ones(64, 64) @ torch.ones(64, 64)
 before = taken()
-if allowed:
-    resource.setrlimit(resource.RLIMIT_DATA, (before + allowed, before + allowed))
-args = EngineArgs(threads=1, kv_cache_memory="8MiB", max_model_len=128, tensor_parallel_size=ranks)
-engine, _ = start_engine(open_random(args, config))
+if groups:
+    enter(groups[0], 0, allowed)
+args = EngineArgs(
+    folder, skip_tokenizer_init=True, threads=1, kv_cache_memory="8MiB", max_model_len=128,
+)
+if len(groups) == 2:
+    other, leader.spawn = groups[1], spawn
+    args = replace(
+        args, tensor_parallel_size=2, nnodes=2, master_addr="127.0.0.1", master_port=port,
+        join_timeout=60.0,
+    )
+    machine = replace(args, node_rank=1)
+    threading.Thread(target=join_rank_0, args=(machine, None), daemon=True).start()
+engine, _ = start_engine(open_model(args))
 needed = taken() - before
 params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
 engine.add("a", engine.accept(list(range(1, 40)), params), params)
@@ -64,24 +93,76 @@ print(json.dumps([needed, engine.output("a").outputs[0].token_ids]))
 """
 
 
-def run(config: Path, ranks: int, allowed: int) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", PROGRAM, str(config), str(ranks), str(allowed)]
+@pytest.fixture
+def groups() -> Iterator[list[Path]]:
+    """Two control groups whose memory can be limited."""
+    root = Path("/sys/fs/cgroup/memory")
+    root = root if root.is_dir() else Path("/sys/fs/cgroup")
+    made = [root / f"freight-test-{os.getpid()}-{rank}" for rank in range(2)]
+    try:
+        for group in made:
+            group.mkdir()
+        if not list(made[0].glob("memory.*")):
+            pytest.skip("control groups have no memory here")
+        yield made
+    except PermissionError:
+        pytest.skip("this user may make no control groups")
+    finally:
+        for group in made:
+            if group.exists():
+                group.rmdir()
+
+
+def write(folder: Path) -> None:
+    """Write the model with random weights, 0.97 GB, a file for each layer."""
+    (folder / "config.json").write_text(json.dumps(MODEL))
+    hidden, inner, kv = MODEL["hidden_size"], MODEL["intermediate_size"], 4 * 128
+    layer = {
+        "self_attn.q_proj": (hidden, hidden), "self_attn.k_proj": (kv, hidden),
+        "self_attn.v_proj": (kv, hidden), "self_attn.o_proj": (hidden, hidden),
+        "mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden),
+        "mlp.down_proj": (hidden, inner), "input_layernorm": (hidden,),
+        "post_attention_layernorm": (hidden,),
+    }  # fmt: skip
+    rest = {"model.embed_tokens": (512, hidden), "model.norm": (hidden,), "lm_head": (512, hidden)}
+    files = [rest]
+    for index in range(MODEL["num_hidden_layers"]):
+        files.append({f"model.layers.{index}.{name}": shape for name, shape in layer.items()})
+    generator, found = torch.Generator().manual_seed(0), {}
+    for number, shapes in enumerate(files):
+        name = f"model-{number}.safetensors"
+        tensors = {
+            f"{key}.weight": torch.randn(shape, generator=generator).mul(0.02).bfloat16()
+            for key, shape in shapes.items()
+        }
+        save_file(tensors, folder / name)
+        found |= dict.fromkeys(tensors, name)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": found}))
+
+
+def run(
+    folder: Path, allowed: int = 0, groups: Sequence[Path] = ()
+) -> subprocess.CompletedProcess[str]:
+    """Answer with as many ranks as there are groups, each of which may take `allowed` bytes; with one
+    rank and no limit for none.
+    """
+    command = [sys.executable, "-c", PROGRAM, str(folder), str(allowed), str(free_port())]
+    command += map(str, groups)
     return subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
 
 
-def test_two_ranks_load_what_one_process_cannot(tmp_path: Path) -> None:
+def test_two_machines_load_what_one_cannot(tmp_path: Path, groups: list[Path]) -> None:
     """Each has six tenths of the memory that the model needs."""
-    config = tmp_path / "config.json"
-    config.write_text(json.dumps(MODEL))
-    alone = run(config, 1, 0)
+    write(tmp_path)
+    alone = run(tmp_path)
     needed, tokens = json.loads(alone.stdout)
     assert needed > 900_000_000
     assert len(tokens) == 8
 
     allowed = needed * 6 // 10
-    refused = run(config, 1, allowed)
+    refused = run(tmp_path, allowed, groups[:1])
     assert refused.returncode != 0
     assert "memory" in refused.stderr
-    divided = run(config, 2, allowed)
+    divided = run(tmp_path, allowed, groups)
     assert divided.returncode == 0, divided.stderr
     assert json.loads(divided.stdout)[1] == tokens
