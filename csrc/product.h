@@ -65,7 +65,7 @@ void stage_all(Product* products, int64_t count, int32_t format, int threads);
 // Say whether `rows` rows, of which each rank has some columns, can be staged by all ranks together, each its columns.
 bool staged_by_all(const FreightWeight& weight, const FreightRanks& ranks, int32_t format, int64_t rows);
 // Stage the columns of this rank, [rows, in_features / ranks], and wait for those of the others: all ranks read the same
-// memory. It is valid until the turn after the next one.
+// memory. It is valid until this rank arrives at its next turn.
 FreightStatus stage_own(Product& product, const FreightRanks& ranks, int32_t format, int threads);
 
 // Compute the products of staged rows. All weights have the same shape, format and treatment of activations. The tasks

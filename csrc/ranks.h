@@ -5,7 +5,7 @@
 namespace freight {
 
 // The turn after the last one that this rank has taken. The rank begins it, writes, arrives, and reads what the others
-// have written once they have arrived. It may read until it arrives at the next turn but one.
+// have written once they have arrived. It may read until it arrives at the next turn.
 class Turn {
  public:
   explicit Turn(const FreightRanks& ranks);

@@ -199,7 +199,8 @@ class SamplingParams:
                          None; None: all
     cache_salt           requests share cached prefixes only with requests of the same salt
     prediction           the text that the completion may be, or be like, as in OpenAI's API: where
-                         it is right, tokens come faster with `speculate`. It changes no result
+                         it is right, tokens come faster, on a CPU and unless `speculate` is 0. It changes
+                         no result
     timeout_s            seconds after which the request ends with the tokens it has by then and
                          finish_reason "timeout", counted from when it is added; None: no limit
     structured_outputs   the form that the complete text must have: a StructuredOutputs, or its

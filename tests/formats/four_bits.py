@@ -250,6 +250,17 @@ AWQ = {
     "version": "gemm",
     "modules_to_not_convert": None,
 }
+AUTO_ROUND = {  # as AutoRound 0.9 writes it
+    "quant_method": "auto-round",
+    "packing_format": "auto_round:auto_gptq",
+    "bits": 4,
+    "data_type": "int",
+    "group_size": 32,
+    "sym": True,
+    "iters": 0,
+    "block_name_to_quantize": "model.layers",
+    "extra_config": {"model.layers.0.mlp.gate": {"bits": 16, "data_type": "float"}},
+}
 MODELOPT = {
     "quant_method": "modelopt",
     "quant_algo": "NVFP4",

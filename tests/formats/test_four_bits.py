@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from tests.formats.four_bits import (
+    AUTO_ROUND,
     AWQ,
     FORMS,
     GPTQ,
@@ -603,6 +604,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     (MODELOPT | {"quant_algo": "NVFP4_AWQ"}, "quant_algo 'NVFP4_AWQ' is not implemented"),
     (MODELOPT | {"quant_algo": "W4A8_AWQ"}, "quant_algo 'W4A8_AWQ' is not implemented"),
+    (GPTQ | {"dynamic": {"+:.*down.*": {"bits": 8}}}, "gptq with dynamic['+:.*down.*'] = {'bits': 8}"),
+    (AUTO_ROUND | {"packing_format": "auto_round:fp8"}, "packing_format 'auto_round:fp8' is not implemented"),
+    (AUTO_ROUND | {"extra_config": {"lm_head": {"bits": 8}}}, "auto-round with 8 bits of 'lm_head'"),
     ({"quant_method": "gguf"}, "quantization method 'gguf' is not implemented"),
     ({"quant_method": "bitsandbytes"}, "quantization method 'bitsandbytes' is not implemented"),
 ]  # fmt: skip
@@ -633,6 +637,25 @@ def test_modules_are_left_out_as_each_format_says(tmp_path: Path):
         model = opened(tmp_path)
         left = model.scheme.linear("model.layers.1.mlp.down_proj")
         assert (left is None) == bool(more)
+
+
+def test_settings_of_modules_that_are_those_of_all() -> None:
+    """The declaration of Qwen3.5's GPTQ checkpoints: a head and an embedding without settings of their own."""
+    dynamic = {
+        "lm_head": {},
+        "model.language_model.embed_tokens": {},
+        "-:.*attn.*": {},
+        "-:.*shared_expert.*": {},
+        "-:.*mtp.*": {},
+        "-:.*visual.*": {},
+        "+:.*down.*": {"bits": 4, "group_size": 32},
+    }
+    scheme = read_scheme({"quantization_config": GPTQ | {"dynamic": dynamic}}, None)
+    layer = "model.language_model.layers.0"
+    assert scheme.linear(f"{layer}.self_attn.q_proj") is None
+    assert scheme.linear(f"{layer}.mlp.shared_expert.up_proj") is None
+    for name in ("mlp.experts.0.up_proj", "mlp.experts.0.down_proj"):
+        assert scheme.linear(f"{layer}.{name}").bits == 4
 
 
 def test_a_form_of_its_own_per_module(tmp_path: Path):

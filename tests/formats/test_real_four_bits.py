@@ -4,11 +4,14 @@ modules packed.
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.formats.four_bits import AUTO_ROUND
 from tests.parity.random_models import freight_logits
 
 from freight.cli.inspect import describe
@@ -45,3 +48,17 @@ def test_logits_are_those_of_the_values_that_the_tool_makes(name: str, kernels: 
         describe(str(FIXTURES / name))["scheme"]["description"]
         == f"{SAID[name]}, activations plain"
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "packing"), [("gptqmodel", "auto_round:auto_gptq"), ("gptqmodel_awq", "auto_awq")]
+)
+def test_auto_round_declares_the_tensors_of_gptq_and_awq(tmp_path: Path, name: str, packing: str):
+    folder = shutil.copytree(FIXTURES / name, tmp_path / name)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = AUTO_ROUND | {"packing_format": packing}
+    (folder / "config.json").write_text(json.dumps(config))
+    expected = load_file(folder / "expected.safetensors")
+    found = freight_logits(folder, expected["input_ids"].tolist(), "float32", "reference")
+    assert (found - expected["logits"]).abs().max() <= 1e-4
+    assert describe(str(folder))["scheme"]["description"].startswith("auto-round: weights in INT4")

@@ -252,7 +252,11 @@ def _kv(scheme: Scheme, scales: KVScales) -> str:
     if scales.empty:
         measured = ": with --kv-cache-dtype fp8 Freight measures one per token"
         return f"{declared}, and no KV scales are stored{'' if scheme.kv_format else measured}"
+    if scales.mixed:
+        return "the checkpoint chooses the cache of each layer: --kv-cache-dtype auto uses that"
     count = len(scales.layers) - len(scales.unneeded) - len(scales.missing)
     missing = f", and missing for {len(scales.missing)}" if scales.missing else ""
     used = "" if scheme.kv_format else ": --kv-cache-dtype fp8 uses them"
+    if missing:
+        used = ": --kv-scales dynamic measures all as they are stored, and --fix writes what is missing"
     return f"{declared}; KV scales are stored for {count} layer{'s' * (count > 1)}{missing}{used}"

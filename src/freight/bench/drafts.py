@@ -168,6 +168,7 @@ def measure_drafts(
             found = _run(engine, texts[pair % len(texts)], batch_size)
             if pair:
                 (drafted if drafts else plain).append(found)
+    engine.scheduler.most_drafts = most  # of the drafted runs, whichever came last
     stats = engine.stats()
     figures = {
         "plain_tokens_per_second": Spread.of([one.rate for one in plain]),

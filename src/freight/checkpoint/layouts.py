@@ -15,7 +15,7 @@ from typing import Any
 
 from freight.checkpoint.producers.compressed_tensors import read_compressed_tensors
 from freight.checkpoint.producers.fp8 import read_fbgemm, read_fp8
-from freight.checkpoint.producers.gptq import read_awq, read_gptq
+from freight.checkpoint.producers.gptq import read_auto_round, read_awq, read_gptq
 from freight.checkpoint.producers.modelopt import read_modelopt
 from freight.checkpoint.producers.mxfp4 import read_mxfp4
 from freight.checkpoint.producers.quark import read_quark
@@ -35,11 +35,13 @@ _READERS: Mapping[str, Callable[[JsonObject], Scheme]] = {
     "compressed_tensors": read_compressed_tensors,
     "modelopt": read_modelopt,
     "modelopt_mixed": read_modelopt,
+    "modelopt_fp4": read_modelopt,
     "quark": read_quark,
     "fbgemm_fp8": read_fbgemm,
     "torchao": read_torchao,
     "gptq": read_gptq,
     "awq": read_awq,
+    "auto-round": read_auto_round,
 }
 
 

@@ -227,7 +227,8 @@ def _scheme(
             else:
                 fault = f"is unknown{nearest(given, _PRESETS)}"
             raise ConfigError(
-                f"recipe: the scheme {scheme!r} {fault}; Freight writes {choices(_PRESETS)}, llm-compressor others"
+                f"recipe: the scheme {scheme!r} {fault}; Freight writes {choices(_PRESETS)}; `freight quantize "
+                "--weights int4` or `int8` rounds to nearest, and llm-compressor writes others"
             )
         weights, activations = _PRESETS[given]
     else:

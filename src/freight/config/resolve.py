@@ -61,10 +61,14 @@ _MAKE_SCALES = (
     "file (--kv-scales FILE.json), or use --kv-scales dynamic"
 )
 # Where the checkpoint is quantized already: what `freight quantize` takes is the model before that
-BASE_SCALES = "freight quantize BASE OUT --weights none --kv-cache fp8, then freight scales export OUT scales.json"
+BASE_SCALES = (
+    "freight quantize BASE OUT --weights none --kv-cache fp8 --calibration-data FILE, then freight scales export OUT "
+    "scales.json"
+)
 _MAKE_BASE_SCALES = (
-    f"use --kv-scales dynamic, or measure them on BASE, the 16-bit model that it was made from ({BASE_SCALES}), and "
-    "give --kv-scales scales.json"
+    "use --kv-scales dynamic, or write scales into a copy (freight audit MODEL --data FILE --engine vllm --fix OUT; of "
+    "GPTQ and AWQ with --engine tgi), or measure them on BASE, the 16-bit model that it was made from "
+    f"({BASE_SCALES}), and give --kv-scales scales.json"
 )
 
 

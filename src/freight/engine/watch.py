@@ -21,13 +21,13 @@ def cache_watched(engine: Engine) -> Iterator[None]:
     """
     pool = engine.runner.pool
     nans_before, clipped_before = pool.counters()
-    tokens_before = _num_stored(engine)
+    tokens_before = engine.num_computed_tokens  # as in the pool's counters, without rejected drafts
     try:
         yield
     finally:
         nans_after, clipped_after = pool.counters()
         nans, clipped = nans_after - nans_before, clipped_after - clipped_before
-        stored = (_num_stored(engine) - tokens_before) * pool.values_per_token
+        stored = (engine.num_computed_tokens - tokens_before) * pool.values_per_token
         if nans:
             logger.warning(
                 "%d NaN were stored in the KV cache: the model computes NaN, its output means nothing",
@@ -39,9 +39,3 @@ def cache_watched(engine: Engine) -> Iterator[None]:
                 "scales do not fit this model and text; --kv-scales dynamic measures them per token",
                 100 * clipped / stored,
             )
-
-
-def _num_stored(engine: Engine) -> int:
-    """Return the tokens whose keys and values were stored, drafts that were not drawn included."""
-    totals = engine.scheduler.totals
-    return engine.num_computed_tokens + totals.drafted - totals.accepted

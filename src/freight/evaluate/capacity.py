@@ -333,7 +333,7 @@ def _formats(compute: Format, scheme: Scheme, device: str, groups: bool) -> Iter
     source, scales = ScaleSource.CALIBRATED, "checkpoint"
     if scheme.kv_static:
         source = ScaleSource.CHECKPOINT
-    elif scheme.is_final:  # nothing measures them on this checkpoint
+    elif scheme.is_final:  # `freight quantize` does not take it
         source, scales = ScaleSource.FILE, "scales.json"
     yield KVCacheConfig(e4m3, static, source, None), (dtype, "fp8", "--kv-scales", scales)
     yield (

@@ -147,6 +147,11 @@ def read_options(given: Mapping[str, Any]) -> Options:
     server = {flag.field: values.get(flag.field, default) for flag, default in SERVER_FLAGS}
     names = [field.name for field in fields(ReplicaOptions)]
     replicas = ReplicaOptions(**{name: values[name] for name in names if name in values})
+    if replicas.num_gpus and engine.tensor_parallel_size > 1:
+        raise ConfigError(
+            f"num_gpus is {replicas.num_gpus} and tensor_parallel_size {engine.tensor_parallel_size}; ranks compute on "
+            "CPUs: leave one of them out"
+        )
     return Options(engine, settings_of(server), replicas)
 
 

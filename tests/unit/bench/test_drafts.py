@@ -42,7 +42,7 @@ def test_a_batch_has_answers_that_are_cut() -> None:
     found = measure_drafts(opened, "demo", "code", batch_size=3, repeats=2, output_len=20)
     # each of the two runs times what is left when the last sequence has its first token
     assert 2 * 3 * 15 < found["tokens"] <= 2 * 3 * 19
-    assert found["output_len"] == 20
+    assert (found["output_len"], found["most_drafts"]) == (20, 6)
     assert found["spread"]["speedup"]["count"] == 2
     assert 1 <= found["tokens_per_step"] < 2
     with pytest.raises(ConfigError, match="raise --output-len"):

@@ -246,7 +246,10 @@ def test_static_scales_of_a_quantized_checkpoint_come_from_the_model_before_it()
     static = next(one for one in make_plan(config, wish).settings if "static" in one.cache_name)
     line = verdict(make_plan(config, replace(wish, memory=static.needed_bytes)))
     assert line.startswith("Take int4 weights and a cache in fp8_e4m3fn, static, whose scales are ")
-    assert "freight quantize BASE OUT --weights none --kv-cache fp8, then freight scales" in line
+    assert (
+        "freight quantize BASE OUT --weights none --kv-cache fp8 --calibration-data FILE, then freight scales"
+        in line
+    )
     assert "--kv-cache-dtype fp8 --kv-scales scales.json --max" in line
 
 

@@ -72,6 +72,7 @@ def test_options_of_the_replicas() -> None:
         ({"restart_engine": True}, "Ray starts another one"),
         ({"tensor_parallel_size": 2, "nnodes": 2}, "one machine"),
         ({"tensor_parallel_size": 0}, "tensor-parallel-size"),
+        ({"tensor_parallel_size": 2, "num_gpus": 1}, "on CPUs"),
         ({"max_num_seq": 2}, "max_num_seqs"),
         ({"max_num_seqs": "many"}, "whole number"),
         ({"max_num_seqs": True}, "whole number"),

@@ -1,10 +1,13 @@
-"""GPTQ's and AWQ's files: INT4 with scales and zero points of groups. Imports no torch.
+"""GPTQ's, AWQ's and AutoRound's files: INT4 with scales and zero points of groups. Imports no torch.
 
-Both tools leave router, head and whatever they do not list in 16 bits, so tensors show which
+These tools leave router, head and whatever they do not list in 16 bits, so tensors show which
 modules are in 4 bits.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
 
 from freight.checkpoint.producers import patterns
 from freight.checkpoint.producers.common import E4M3, mapping
@@ -20,7 +23,7 @@ def read_gptq(declared: JsonObject) -> Scheme:
     implemented.
     """
     group = _group_size(declared, "gptq", "bits", "group_size")
-    format = declared.get("checkpoint_format", declared.get("format"))
+    format = declared.get("checkpoint_format") or declared.get("format")
     if format not in tuple(_FORMATS) or declared.get("is_marlin_format"):  # it may be a list
         raise CheckpointError(
             f"gptq with checkpoint_format {format!r} is not implemented; gptq and gptq_v2 are: save the model in one "
@@ -38,10 +41,13 @@ def read_gptq(declared: JsonObject) -> Scheme:
 
 def _left_out(declared: JsonObject) -> list[Rule]:
     """Return rules of the modules that GPTQModel's `dynamic` leaves out. Raises CheckpointError for
-    modules with settings of their own.
+    modules with settings of their own. Published files also name modules that have the settings of
+    all, as `"lm_head": {}`; whether these are quantized their tensors say.
     """
     found = []
     for name, settings in mapping(declared.get("dynamic"), "dynamic").items():
+        if _is_as_all(settings, declared) and not name.startswith("-:"):
+            continue
         if not name.startswith("-:"):
             raise CheckpointError(
                 f"gptq with dynamic[{name!r}] = {settings!r} is not implemented: modules have one size of groups, "
@@ -49,6 +55,13 @@ def _left_out(declared: JsonObject) -> list[Rule]:
             )
         found.append(Rule(patterns.exact(f"re:{name.removeprefix('-:')}"), None))
     return found
+
+
+def _is_as_all(settings: object, declared: JsonObject) -> bool:
+    """Return whether settings of some modules are those of the file."""
+    if isinstance(settings, Mapping):
+        return all(key in declared and declared[key] == one for key, one in settings.items())
+    return settings is True or settings is None
 
 
 def read_awq(declared: JsonObject) -> Scheme:
@@ -70,6 +83,28 @@ def read_awq(declared: JsonObject) -> Scheme:
     left_out = patterns.rules(declared, "modules_to_not_convert", patterns.contained)
     linear = LinearScheme.in_four_bits(Packing.AWQ, group, zeros=True, or_plain=True)
     return Scheme("awq", E4M3, rules=(*left_out, Rule(patterns.every(), linear)))
+
+
+def read_auto_round(declared: JsonObject) -> Scheme:
+    """Read AutoRound's own declaration: its tensors are those of GPTQ's first version, or of AWQ. Raises
+    CheckpointError for what is not implemented.
+    """
+    packing = declared.get("packing_format", "auto_round:auto_gptq")
+    readers = {"auto_gptq": read_gptq, "auto_awq": read_awq}
+    reader = readers.get(str(packing).removeprefix("auto_round:"))
+    if reader is None:
+        raise CheckpointError(
+            f"auto-round with packing_format {packing!r} is not implemented; {choices(readers)} are: export the model "
+            "in one of them, or for llm-compressor"
+        )
+    for name, settings in mapping(declared.get("extra_config"), "extra_config").items():
+        bits = mapping(settings, f"extra_config[{name!r}]").get("bits", 4)
+        if bits != 4 and not (is_integer(bits) and bits >= 16):
+            raise CheckpointError(
+                f"auto-round with {bits!r} bits of {name!r} is not implemented; 4 and 16 are"
+            )
+    kept = {key: declared[key] for key in ("bits", "group_size", "sym") if key in declared}
+    return replace(reader(kept), method="auto-round")
 
 
 def _group_size(declared: JsonObject, method: str, bits_key: str, key: str) -> int | None:

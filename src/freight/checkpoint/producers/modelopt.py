@@ -45,7 +45,10 @@ def read_modelopt(declared: JsonObject) -> Scheme:
     for key in ("kv_cache_quant_algo", "kv_cache_scheme"):
         word = declared.get(key)
         if isinstance(word, str) and word != "FP8":
-            raise CheckpointError(f"modelopt with {key} {word!r} is not implemented; FP8 is")
+            raise CheckpointError(
+                f"modelopt with {key} {word!r} is not implemented; FP8 is: take {key} out of the file, and let "
+                "--kv-cache-dtype fp8 measure the scales"
+            )
         if word == "FP8":
             return replace(scheme, kv_format=E4M3)
     return replace(with_kv_scheme(declared, scheme), kv_static=False)
