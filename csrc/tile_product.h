@@ -32,16 +32,17 @@ struct TileJob {
 
   TileJob(const FreightWeight& of, const void* tiles, const float* scale, int64_t count, int threads)
       : weight(of), x(static_cast<const uint8_t*>(tiles)), x_scale(scale), rows(count) {
-    constexpr int64_t kMany = 64, kMostBands = 8, kTasks = 3;  // measured; kTasks: least tasks per thread, if possible
+    constexpr int64_t kMostBands = 8, kTasks = 3;  // measured; kTasks: least tasks per thread, if possible
     const int64_t most = std::clamp<int64_t>(all_bands() / (kTasks * threads), 1, kMostBands);
-    bands = rows < kMany ? 1 : static_cast<int>(most);
-    panel_steps = weight.block_scale || rows < kMany ? kGroupSteps : 2 * kGroupSteps;
+    bands = has_many() ? static_cast<int>(most) : 1;
+    panel_steps = weight.block_scale || !has_many() ? kGroupSteps : 2 * kGroupSteps;
   }
 
   int64_t steps() const {
     const int64_t inputs = weight.format == FREIGHT_INT8 ? 2 * kTileInputs : kTileInputs;
     return (weight.in_features + inputs - 1) / inputs;
   }
+  bool has_many() const { return rows >= 64; }  // measured
   int64_t panels() const { return (steps() + panel_steps - 1) / panel_steps; }
   int64_t band_panel() const { return static_cast<int64_t>(panel_steps) * kStepBytes; }  // bytes in bfloat16
   int64_t row_tiles() const { return (rows + kTileLines - 1) / kTileLines; }
@@ -200,7 +201,7 @@ struct Ahead {
 // Data that tiles load next, prefetched while they multiply: many rows do not stay in L2, nor their sums in L1.
 struct Soon {
   const uint8_t* rows;  // this band's part of the next pair of row tiles, into L2
-  int lines;            // lines of it that a step prefetches in each group of inputs
+  int lines;            // lines of it that a step prefetches in each group of inputs; 0: neither rows nor sums
   const float* sums;    // the next square, into L1
 };
 
@@ -244,10 +245,13 @@ inline void multiply(const uint8_t* a, int64_t a_group, const uint8_t* b, int st
       FREIGHT_TILE_PRODUCT(3, 5, 7);
     }
     // The loops are not separate functions: GCC takes a function that only prefetches for one without effects, and
-    // removes its calls.
-    const uint8_t* rows = soon.rows + step / kGroupSteps * a_group + step % kGroupSteps * soon.lines * kUnit;
-    for (int i = 0; i < soon.lines; i++) _mm_prefetch(reinterpret_cast<const char*>(rows + i * kUnit), _MM_HINT_T1);
-    for (int i = 0; i < kStepSums; i += kLanes) __builtin_prefetch(soon.sums + step * kStepSums + i, 1);
+    // removes its calls. A last tile of rows alone has nothing behind it in this panel.
+    if constexpr (ROW_TILES == 2) {
+      const uint8_t* rows = soon.rows + step / kGroupSteps * a_group + step % kGroupSteps * soon.lines * kUnit;
+      for (int i = 0; i < soon.lines; i++) _mm_prefetch(reinterpret_cast<const char*>(rows + i * kUnit), _MM_HINT_T1);
+      if (soon.lines)
+        for (int i = 0; i < kStepSums; i += kLanes) __builtin_prefetch(soon.sums + step * kStepSums + i, 1);
+    }
     ahead.advance(each);
   }
   _tile_stored(0, sums, kTileRowBytes);
@@ -315,7 +319,8 @@ struct TileTask {
     const uint8_t* a = job.panel_rows(panel);
     const bool last = panel + 1 == job.panels(), finishes = last && !job.weight.block_scale;
     const uint8_t* following = job.panel_rows(last ? 0 : panel + 1);  // the next task begins with the first
-    const int lines = (kPairBytes / (kGroupSteps * kUnit) + bands - 1) / bands;
+    // few rows stay in the caches, and their prefetches would keep those of weights waiting
+    const int lines = job.has_many() ? (kPairBytes / (kGroupSteps * kUnit) + bands - 1) / bands : 0;
     for (int64_t pair = 0; pair < job.row_pairs(); pair++, a += kPairBytes) {
       const uint8_t* next = pair + 1 < job.row_pairs() ? a + kPairBytes : following;
       for (int band = 0; band < bands; band++) {

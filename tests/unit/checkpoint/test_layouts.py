@@ -137,7 +137,7 @@ def test_modelopt_in_its_own_file():
     ("said", "named"),
     [
         ({"quant_method": "gguf"}, "'gguf'"),
-        ({"quant_method": "modelopt_fp4"}, "'modelopt_fp4'"),
+        ({"quant_method": "modelopt_fp8"}, "'modelopt_fp8'"),
         ({"bits": 4}, "None"),
         ({"quant_method": ["fp8"]}, "['fp8']"),
         ({"quant_method": "fp8", "fmt": "e5m2"}, "'e5m2'"),
