@@ -204,7 +204,9 @@ def test_a_model_that_cannot_be_loaded_leaves_an_empty_output_and_its_status(
 def test_an_engine_that_dies_leaves_its_lines_to_the_next_run(tmp_path: Path) -> None:
     short, out = [completion(number) for number in range(8)], tmp_path / "out.jsonl"
     endless = [*short[:4], *(entry(number, **ENDLESS) for number in range(4, 8))]
-    running = start(write(tmp_path / "endless.jsonl", endless), out, *ONE_BY_ONE[:2])
+    running = start(
+        write(tmp_path / "endless.jsonl", endless), out, *ONE_BY_ONE[:2], *ONE_BY_ONE[-2:]
+    )
     wait_for(lambda: _num_lines(out) >= 2 or running.poll() is not None)
     for child in children_of(running.pid):
         os.kill(child, 9)
