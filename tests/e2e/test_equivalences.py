@@ -227,8 +227,9 @@ def mixed_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def of_size(config: PretrainedConfig, vocab_size: int) -> PretrainedConfig:
     """The same model for that many tokens, at 512 positions."""
-    size: dict[str, Any] = {"vocab_size": vocab_size, "max_position_embeddings": 512}
     said = config.to_dict()
+    positions = "model_max_length" if "model_max_length" in said else "max_position_embeddings"
+    size: dict[str, Any] = {"vocab_size": vocab_size, positions: 512}
     if "text_config" in said:
         return type(config)(**said | {"text_config": said["text_config"] | size})
     if "vocab_size_per_layer_input" in said:
