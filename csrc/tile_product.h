@@ -245,7 +245,7 @@ inline void multiply(const uint8_t* a, int64_t a_group, const uint8_t* b, int st
       FREIGHT_TILE_PRODUCT(3, 5, 7);
     }
     // The loops are not separate functions: GCC takes a function that only prefetches for one without effects, and
-    // removes its calls. A last tile of rows alone has nothing behind it in this panel.
+    // removes its calls. A single tile of rows is all there is, or the end of many: it prefetches none.
     if constexpr (ROW_TILES == 2) {
       const uint8_t* rows = soon.rows + step / kGroupSteps * a_group + step % kGroupSteps * soon.lines * kUnit;
       for (int i = 0; i < soon.lines; i++) _mm_prefetch(reinterpret_cast<const char*>(rows + i * kUnit), _MM_HINT_T1);

@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 from tests.forked_server import CAN_FORK, Forked, forked
+from tests.lost_ranks import lose_while_it_reads
 from tests.machines import Machine, free_port, other_machine, two_machines
 from tests.serving import (
     ServeProcess,
@@ -204,17 +205,7 @@ def test_a_rank_that_is_lost_while_it_reads_weights_is_named_with_its_machine(
     both: Both, number: signal.Signals
 ) -> None:
     """It would read them for a minute. Of a rank that hangs nothing is left either."""
-    sent: list[float] = []
-    load = Leader.load
-
-    def load_and_lose(self: Leader, *given: int) -> None:
-        load(self, *given)
-        time.sleep(0.2)  # it begins to read
-        self._others.sockets[0].settimeout(0.5)  # in place of ten minutes
-        sent.append(time.monotonic())
-        os.kill(both.pids[0], number)
-
-    both.monkeypatch.setattr(Leader, "load", load_and_lose)
+    sent = lose_while_it_reads(both.monkeypatch, number, lambda _: both.pids[0])
     both.monkeypatch.setattr(node, "_PATIENCE", 0.1)  # then a rank that hangs is killed
     with pytest.raises(RankError, match=rf"rank 1 \(node 1\) {LOST[number]}: the engine cannot"):
         both.start("slow")

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 from tests.forked_server import CAN_FORK, forked
+from tests.lost_ranks import lose_while_it_reads
 from tests.serving import (
     ServeProcess,
     children_of,
@@ -94,16 +95,11 @@ def size_of(tensor: Tensor) -> int:
 
 
 def is_gone(pid: int) -> bool:
+    """Say whether a process ends within five seconds."""
     deadline = time.monotonic() + 5
-    while time.monotonic() < deadline:
-        state = Path(f"/proc/{pid}/stat")
-        try:
-            if state.read_text().rpartition(")")[2].split()[0] == "Z":
-                return True
-        except (FileNotFoundError, ProcessLookupError):
-            return True
+    while not has_ended(pid) and time.monotonic() < deadline:
         time.sleep(0.01)
-    return False
+    return has_ended(pid)
 
 
 def test_a_rank_that_is_killed_while_nothing_runs_is_told_at_once(start: Start) -> None:
@@ -144,17 +140,7 @@ def test_a_rank_that_is_lost_while_it_reads_weights_is_named(
     start: Start, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
 ) -> None:
     """It would read them for a minute."""
-    sent: list[float] = []
-    load = Leader.load
-
-    def load_and_lose(self: Leader, *given: int) -> None:
-        load(self, *given)
-        time.sleep(0.2)  # it begins to read
-        self._others.sockets[0].settimeout(0.5)  # in place of ten minutes
-        sent.append(time.monotonic())
-        os.kill(self.pids[0], number)
-
-    monkeypatch.setattr(Leader, "load", load_and_lose)
+    sent = lose_while_it_reads(monkeypatch, number, lambda of: of.pids[0])
     monkeypatch.setattr(leader, "_PATIENCE", 0.1)  # then a rank that is stopped is killed
     with pytest.raises(RankError, match=LOST[number]):
         start("slow")

@@ -41,9 +41,8 @@ MEMORY = 64.0  # guesses of a kind after which earlier ones count half, since te
 # AMX: 5 rows take 1.23 times as long as 1, 16 rows 1.37 times.)
 LEAST = 0.15
 GAIN = 0.25
-AT_ONCE = (
-    512  # tokens of a prompt that are taken in before a step: 0.5 to 3 ms for each drafted request
-)
+# Tokens of a prompt that are taken in before a step: 0.5 to 3 ms for each drafted request
+AT_ONCE = 512
 LONGEST = 32768  # last tokens of a prompt that are taken in: 11 MB
 # First characters of a predicted text that are tokenized, which running requests wait for: LONGEST
 # tokens of source code have about as many.

@@ -613,9 +613,8 @@ class Scheduler:
             self._cache.release(request.held)
             self._offer(request, request.held)
         request.held = NOTHING
-        request.drafter = (
-            None  # its tables may take 11 MiB, and the request is kept until its answer is read
-        )
+        # its tables may take 11 MiB, and the request is kept until its answer is read
+        request.drafter = None
         del self._requests[request.request_id]
         if self._leaders.get(request.group) is request:
             del self._leaders[request.group]

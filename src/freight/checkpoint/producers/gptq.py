@@ -46,14 +46,13 @@ def _left_out(declared: JsonObject) -> list[Rule]:
     """
     found = []
     for name, settings in mapping(declared.get("dynamic"), "dynamic").items():
-        if _is_as_all(settings, declared) and not name.startswith("-:"):
-            continue
-        if not name.startswith("-:"):
+        if name.startswith("-:"):
+            found.append(Rule(patterns.exact(f"re:{name.removeprefix('-:')}"), None))
+        elif not _is_as_all(settings, declared):
             raise CheckpointError(
                 f"gptq with dynamic[{name!r}] = {settings!r} is not implemented: modules have one size of groups, "
                 "4 bits; quantize all of them alike, or leave some out ('-:' before the expression)"
             )
-        found.append(Rule(patterns.exact(f"re:{name.removeprefix('-:')}"), None))
     return found
 
 
