@@ -264,17 +264,22 @@ def power_of_two(amax):
 
 
 @triton.jit
-def places(block, token, head, STRIDES: tl.constexpr, WIDTH: tl.constexpr):
+def places(block, token, head, STRIDES: tl.constexpr, PART: tl.constexpr, WIDTH: tl.constexpr):
     """Return the offsets of a KV head's vectors in pages, in units of WIDTH values.
 
-    STRIDES is one of `KVPages.strides`.
+    STRIDES are `KVPages.strides`, of which PART is taken. Triton before 3.9 takes no part of a
+    tuple as an argument.
     """
-    if STRIDES[0] % STRIDES[1] == 0:  # saves a multiplication and a register
-        place = (block * (STRIDES[0] // STRIDES[1]) + token) * STRIDES[1] + head * STRIDES[2]
+    OF_BLOCK: tl.constexpr = STRIDES[PART][0]
+    OF_TOKEN: tl.constexpr = STRIDES[PART][1]
+    OF_HEAD: tl.constexpr = STRIDES[PART][2]
+    UNIT: tl.constexpr = STRIDES[PART][3]
+    if OF_BLOCK % OF_TOKEN == 0:  # saves a multiplication and a register
+        place = (block * (OF_BLOCK // OF_TOKEN) + token) * OF_TOKEN + head * OF_HEAD
     else:
-        place = block * STRIDES[0] + token * STRIDES[1] + head * STRIDES[2]
-    if STRIDES[3] != WIDTH:
-        place = place.to(tl.int64) * (STRIDES[3] // WIDTH)
+        place = block * OF_BLOCK + token * OF_TOKEN + head * OF_HEAD
+    if UNIT != WIDTH:
+        place = place.to(tl.int64) * (UNIT // WIDTH)
     return place
 
 

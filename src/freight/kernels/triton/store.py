@@ -93,15 +93,15 @@ def _encoded(x, scale, target, mask, like: tl.constexpr, FORMAT: tl.constexpr):
 
 @triton.jit
 def _store(
-    x, page_ptr, scale_ptr, counters_ptr, slots, head, index, STRIDES: tl.constexpr, SCALE_STRIDES: tl.constexpr,
+    x, page_ptr, scale_ptr, counters_ptr, slots, head, index, STRIDES: tl.constexpr, PART: tl.constexpr,
     DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, FORMAT: tl.constexpr, SCALES: tl.constexpr,
 ):  # fmt: skip
-    """Store one head of a tile of rows, of K or of V; negative slots are skipped."""
+    """Store one head of a tile of rows, of K (PART 0) or of V (1); negative slots are skipped."""
     inside = index < DIM
     mask = (slots >= 0)[:, None] & inside[None, :]
     block = slots // BLOCK_SIZE
     token = slots % BLOCK_SIZE
-    target = page_ptr + places(block, token, head, STRIDES, 1)[:, None] + index[None, :]
+    target = page_ptr + places(block, token, head, STRIDES, PART, 1)[:, None] + index[None, :]
     like: tl.constexpr = page_ptr.dtype.element_ty
     if FORMAT == "":
         tl.store(target, x.to(like), mask=mask)
@@ -110,7 +110,7 @@ def _store(
         if SCALES == TOKEN:
             scale = scale_from_amax(finite_amax(x.to(tl.float32), 1), FORMAT).to(tl.bfloat16)
             tl.store(
-                scale_ptr + places(block, token, head, SCALE_STRIDES, 1), scale, mask=slots >= 0
+                scale_ptr + places(block, token, head, STRIDES, PART + 2, 1), scale, mask=slots >= 0
             )
             divisor = scale.to(tl.float32)[:, None]
         elif SCALES == STATIC:
@@ -167,7 +167,7 @@ def rotate_store_kernel(
                     center += kv_head * K_DIM
                 x = _rotated(source, cos, sin, k_norm_ptr, eps, center, live, index, K_DIM, HALF)
                 _store(
-                    x, k_page_ptr, k_scale_ptr, counters_ptr, slots, kv_head, index, STRIDES[0], STRIDES[2], K_DIM,
+                    x, k_page_ptr, k_scale_ptr, counters_ptr, slots, kv_head, index, STRIDES, 0, K_DIM,
                     BLOCK_SIZE, FORMAT, SCALES,
                 )  # fmt: skip
         else:  # with other names than above: Triton allows a name only one shape in both branches
@@ -177,7 +177,7 @@ def rotate_store_kernel(
             mask = live[:, None] & (channel < V_DIM)[None, :]
             value = tl.load(values + channel[None, :], mask=mask, other=0.0)
             _store(
-                value, v_page_ptr, v_scale_ptr, counters_ptr, slots, v_head, channel, STRIDES[1], STRIDES[3], V_DIM,
+                value, v_page_ptr, v_scale_ptr, counters_ptr, slots, v_head, channel, STRIDES, 1, V_DIM,
                 BLOCK_SIZE, FORMAT, SCALES,
             )  # fmt: skip
 

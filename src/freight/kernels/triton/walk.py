@@ -246,7 +246,7 @@ def _key_scores(
     CHANNELS: tl.constexpr = K_DIM if REST == 0 else REST
     BLOCK: tl.constexpr = K_BLOCK if REST == 0 else REST_BLOCK
     dims = tl.arange(0, BLOCK)
-    source = formats.places(block, token, head, STRIDES[0], 1)[None, :] + dims[:, None]
+    source = formats.places(block, token, head, STRIDES, 0, 1)[None, :] + dims[:, None]
     if CHANNELS == BLOCK:
         k = tl.load(k_ptr + source)
     else:
@@ -254,7 +254,7 @@ def _key_scores(
     if REST == 0:
         scores = _scores(q[0], k, FORMAT, K_DOT)
     else:  # both loads come before the first product; with one after it, float32 spills
-        place = formats.places(block, token, head, STRIDES[0], 2 if PAIRS != "" else 1)
+        place = formats.places(block, token, head, STRIDES, 0, 2 if PAIRS != "" else 1)
         first = k
         k = _load_others(k_ptr, place, stored, REST, K_BLOCK, MASKED, INSIDE, PAIRS)
         scores = _scores(q[0], first, FORMAT, K_DOT)
@@ -280,7 +280,7 @@ def _values(
     if INSIDE:
         v = k
     else:
-        place = formats.places(block, token, head, STRIDES[1], 2 if PAIRS != "" else 1)
+        place = formats.places(block, token, head, STRIDES, 1, 2 if PAIRS != "" else 1)
         v = _load_values(v_ptr, place, stored, V_DIM, V_BLOCK, MASKED, PAIRS)
     return v
 
@@ -310,7 +310,7 @@ def _walk(
         )  # fmt: skip
         scores *= factor[:, None]
         if SCALES == TOKEN:
-            place = formats.places(block, key % BLOCK_SIZE, head, STRIDES[2], 1)
+            place = formats.places(block, key % BLOCK_SIZE, head, STRIDES, 2, 1)
             scores *= formats.token_scale(k_scale_ptr, place, stored, MASKED)[None, :]
         if CENTERED:
             scores = _add_center(
@@ -336,7 +336,7 @@ def _walk(
             k, v_ptr, block, key % BLOCK_SIZE, stored, head, STRIDES, INSIDE, V_DIM, V_BLOCK, MASKED, PAIRS
         )  # fmt: skip
         if SCALES == TOKEN:
-            place = formats.places(block, key % BLOCK_SIZE, head, STRIDES[3], 1)
+            place = formats.places(block, key % BLOCK_SIZE, head, STRIDES, 3, 1)
             scale = formats.token_scale(v_scale_ptr, place, stored, MASKED)
             if V_DOT == tl.float16:
                 old = unit
