@@ -214,7 +214,11 @@ def add_rms_norm(
     rows, size = x.shape
     total = x if delta is None else torch.empty_like(x)
     out, pointers, constants = allocate_output(target, x, size, consumer)
-    add_rms_norm_kernel[(rows,)](x, delta, delta_weight, weight, total, eps, *pointers, **constants)
+    # Fused, a norm's last multiplication and the sum would be one, without the rounding in between.
+    add_rms_norm_kernel[(rows,)](
+        x, delta, delta_weight, weight, total, eps, *pointers, **constants,
+        enable_fp_fusion=delta_weight is None,
+    )  # fmt: skip
     return total, out
 
 

@@ -309,7 +309,11 @@ def recurrence_kernel(
         NORM,
         BY_CHANNEL,
     )
-    for done in range(end - begin):
+    # Not `for`: from its loops Triton 3.6 takes u a second time, in the layout of the product's
+    # operand. Its sums have another order there, so that a tile's end depends on where the step
+    # began, and thousands of registers spill.
+    done = 0
+    while done < end - begin:
         row, position = begin + done, first + done
         t = position % TILE
         this = coming
@@ -357,6 +361,7 @@ def recurrence_kernel(
                 _keep_row(
                     t, head, total, this, kept_ptrs, like, HEADS, KEY_HEADS, K_DIM, dims, BY_CHANNEL
                 )
+        done += 1
 
 
 BLOCK_V = 16  # channels of a program: a step of one sequence with 48 heads of 128 is 384 programs

@@ -53,7 +53,8 @@ def _angles(cos_ptr, sin_ptr, positions, mask, index, HALF: tl.constexpr):
     angle = positions[:, None] * HALF + (index % HALF)[None, :]
     cos = tl.load(cos_ptr + angle, mask=mask, other=0.0)
     sin = tl.load(sin_ptr + angle, mask=mask, other=0.0)
-    return cos, tl.where((index < HALF)[None, :], -sin, sin)
+    # not -sin, which Triton computes as 0 - sin: the sign of a 0 would be lost
+    return cos, tl.where((index < HALF)[None, :], -1.0, 1.0) * sin
 
 
 @triton.jit
