@@ -172,17 +172,41 @@ def test_rows_beside_it_change_no_bit_of_a_row(columns, blocks, activations, dev
     assert torch.equal(product(x[5:25]), more[5:25])
 
 
+@pytest.mark.parametrize("activations", [Activations.DYNAMIC, Activations.PLAIN])
+@pytest.mark.parametrize("blocks", [False, True])
+@pytest.mark.parametrize(("parts", "swapped"), [(1, True), (3, True), (2, False)])
+def test_inputs_in_parts_and_the_weight_first(
+    parts, swapped, blocks, activations, monkeypatch, device
+):
+    """As Hopper's tiles of few rows do. The last part is shorter than the others."""
+    torch.manual_seed(5)
+    weight = make(Format.E4M3FN, blocks, activations, 1100, 130, device)
+    x, bias = torch.randn(5, 1100).bfloat16().to(device), torch.randn(130).bfloat16().to(device)
+    tile = linear.Tile(16, 64, 128, 4, 2, swapped=swapped)
+    monkeypatch.setattr(linear, "matmul_tile", lambda *_: tile)
+    monkeypatch.setattr(linear, "parts_of", lambda *_: parts)
+    product = partial(linear.linear, current_target(), weight=weight, bias=bias)
+    found = product(x)
+    assert_close(found, x, weight, bias)
+    assert not linear.arrivals(x.device).any()
+    assert torch.equal(product(x), found)
+    assert torch.equal(product(x[3:4]), found[3:4])
+
+
 def test_products_of_few_rows_fill_the_gpu():
-    """The shapes of an 8B model on 132 units: a program for almost every unit, and a chain for each
-    of its warps.
-    """
+    """The shapes of an 8B model on 132 units: enough programs, and no part without inputs."""
     hopper = Target("cuda", 90, 132)
     for rows in (1, 16, 17, 64):
-        for outputs in (6144, 4096, 28672):
+        for outputs, size in ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)):
             tile = linear.matmul_tile(hopper, rows, outputs, False, tl.float8e4nv)
-            assert triton.cdiv(outputs, tile.outputs) >= 128
-            assert tile.chains == (tile.warps if rows <= 16 else 1)
-    assert linear.matmul_tile(hopper, 64, 28672, False, tl.float8e4nv).outputs == 64
+            parts = linear.parts_of(hopper, tile, outputs, size)
+            wanted = 1.8 if rows <= 16 else 1.0
+            assert triton.cdiv(outputs, tile.outputs) * parts >= wanted * hopper.units
+            tiles = triton.cdiv(size, tile.inputs)
+            assert (parts - 1) * triton.cdiv(tiles, parts) < tiles
+    alone = linear.matmul_tile(hopper, 1, 2**17, False, tl.float8e4nv)
+    assert linear.parts_of(hopper, alone, 2**17, 4096) == 1
+    assert linear.parts_of(Target("cuda", 80, 108), alone, 4096, 4096) == 1
 
 
 @pytest.mark.parametrize("fast", [False, True])

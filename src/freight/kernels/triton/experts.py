@@ -109,8 +109,8 @@ def sort_kernel(
 def experts_kernel(
     x_ptr, weight_ptr, x_scale_ptr, weight_scale_ptr, bias_ptr, out_ptr, slot_ptr, tile_ptr, num_outputs, x_stride,
     num_scales, SLOTS_OF_ROW: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr,
-    INPUTS: tl.constexpr, CHAINS: tl.constexpr, X_FORMAT: tl.constexpr, WEIGHT_FORMAT: tl.constexpr,
-    BLOCKS: tl.constexpr, DOT: tl.constexpr,
+    INPUTS: tl.constexpr, CHAINS: tl.constexpr, SWAPPED: tl.constexpr, X_FORMAT: tl.constexpr,
+    WEIGHT_FORMAT: tl.constexpr, BLOCKS: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """A program: the slots of a tile by OUTPUTS outputs of its expert.
 
@@ -133,7 +133,7 @@ def experts_kernel(
         bias_ptr += expert * num_outputs
     acc = product(
         x_ptr, matrix_ptr, x_scale_ptr, weight_scale_ptr, bias_ptr, slot // SLOTS_OF_ROW, output, num_outputs, x_stride,
-        SIZE, ROWS, OUTPUTS, INPUTS, CHAINS, X_FORMAT, WEIGHT_FORMAT, BLOCKS, DOT,
+        SIZE, ROWS, OUTPUTS, INPUTS, CHAINS, SWAPPED, X_FORMAT, WEIGHT_FORMAT, BLOCKS, DOT,
     )  # fmt: skip
     target = out_ptr + slot.to(tl.int64)[:, None] * num_outputs + output[None, :]
     live = (place < end)[:, None] & (output < num_outputs)[None, :]
@@ -308,7 +308,7 @@ def experts(
 @triton.jit(do_not_specialize=["num_rows"])
 def heads_kernel(
     x_ptr, weight_ptr, out_ptr, num_rows, num_outputs, x_stride, head_stride, SIZE: tl.constexpr, ROWS: tl.constexpr,
-    OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, CHAINS: tl.constexpr, DOT: tl.constexpr,
+    OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, CHAINS: tl.constexpr, SWAPPED: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """A program: ROWS rows of a head by OUTPUTS outputs.
 
@@ -319,8 +319,8 @@ def heads_kernel(
     output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     acc = product(
         x_ptr + head * head_stride, weight_ptr + head * num_outputs * SIZE, None, None, None,
-        tl.minimum(row, num_rows - 1), output, num_outputs, x_stride, SIZE, ROWS, OUTPUTS, INPUTS, CHAINS, "", "",
-        False, DOT,
+        tl.minimum(row, num_rows - 1), output, num_outputs, x_stride, SIZE, ROWS, OUTPUTS, INPUTS, CHAINS, SWAPPED,
+        "", "", False, DOT,
     )  # fmt: skip
     place = row.to(tl.int64) * tl.num_programs(2) + head
     target = out_ptr + place[:, None] * num_outputs + output[None, :]

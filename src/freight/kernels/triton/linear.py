@@ -4,13 +4,18 @@
 output row, on NVIDIA GPUs that multiply FP8. `matmul_kernel` computes the rest: few rows, where
 reading the weights takes most of the time; 128 x 128 block scales; weight-only quantization; every
 GPU and format without FP8 multiplication, where both operands are decoded to float16, exactly. It
-sums over the input features in float32: in order, or for up to 16 rows in four sums that are added
-at the end. A row's bits are the same in all batches of up to 16 rows, of 17 to `FEW_ROWS`, and of
-more; between these classes they may differ, because the matrix instructions do.
+sums over the input features in float32: in order, or in several sums that are added at the end. A
+row's bits are the same in all batches of up to 16 rows, of 17 to `FEW_ROWS`, and of more; between
+these classes they may differ, because the matrix instructions do.
+
+Over few rows the time is that of reading the weight, and it takes many programs to keep the memory
+busy. On Hopper and newer, a weight of few outputs is therefore divided along its inputs, too
+(`parts_of`); the program that finishes last adds the parts, in order.
 """
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -27,6 +32,8 @@ from freight.kernels.triton.rows import Quantized, quantize, quantizes
 from freight.operands.weight import Weight
 
 FEW_ROWS = 64  # rows up to which reading the weights takes longer than multiplying
+LEAST_PART = 512  # inputs: a shorter part would begin and end more than it reads
+MOST_TILES = 4096  # of a product with parts, which has fewer than two tiles a multiprocessor
 # If True, `torch._scaled_mm` leaves all sums of a product to Hopper's matrix units, which keep
 # about 14 bits of them, instead of adding them to a float32 sum every 128 inputs. It is faster;
 # `freight bench kernels --device cuda` times both.
@@ -89,16 +96,23 @@ def _chains(
 
 @triton.jit
 def _one_chain(
-    x_ptr, weight_ptr, x_scale_ptr, weight_scale_ptr, row, output, live_output, x_stride, SIZE: tl.constexpr,
-    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, X_FORMAT: tl.constexpr,
-    WEIGHT_FORMAT: tl.constexpr, BLOCKS: tl.constexpr, DOT: tl.constexpr,
+    x_ptr, weight_ptr, x_scale_ptr, weight_scale_ptr, row, output, live_output, x_stride, begin, end,
+    SIZE: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, SWAPPED: tl.constexpr,
+    X_FORMAT: tl.constexpr, WEIGHT_FORMAT: tl.constexpr, BLOCKS: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """Compute the sums of `product` over the inputs in order."""
+    """Compute the sums of `sums` over the inputs [begin, end) in order.
+
+    With SWAPPED the weight is the first operand. Hopper's `wgmma` takes 64 rows of the first and as
+    few as 8 of the second, and reads both from shared memory as they are stored.
+    """
     x_row = x_ptr + row.to(tl.int64)[:, None] * x_stride
     weight_row = weight_ptr + output.to(tl.int64)[None, :] * SIZE
     GROUPS: tl.constexpr = (SIZE + 127) // 128
-    acc = tl.zeros((ROWS, OUTPUTS), tl.float32)
-    for start in range(0, SIZE, INPUTS):
+    if SWAPPED:
+        acc = tl.zeros((OUTPUTS, ROWS), tl.float32)
+    else:
+        acc = tl.zeros((ROWS, OUTPUTS), tl.float32)
+    for start in range(begin, end, INPUTS):
         index = start + tl.arange(0, INPUTS)
         if SIZE % INPUTS == 0:
             x = tl.load(x_row + index[None, :])
@@ -109,45 +123,59 @@ def _one_chain(
         if not DOT.is_fp8():
             x = decode(x, X_FORMAT).to(DOT)
             weight = decode(weight, WEIGHT_FORMAT).to(DOT)
+        if SWAPPED:
+            first, second = tl.trans(weight), tl.trans(x)
+        else:
+            first, second = x, weight
         if BLOCKS:
-            part = tl.dot(x, weight, input_precision="ieee")
+            part = tl.dot(first, second, input_precision="ieee")
             group = start // 128
             place = output // 128 * GROUPS + group
-            part *= tl.load(weight_scale_ptr + place, mask=live_output, other=0.0)[None, :]
+            scale = tl.load(weight_scale_ptr + place, mask=live_output, other=0.0)
+            part *= scale[:, None] if SWAPPED else scale[None, :]
             if x_scale_ptr is not None:
-                part *= tl.load(x_scale_ptr + row * GROUPS + group)[:, None]
+                x_scale = tl.load(x_scale_ptr + row * GROUPS + group)
+                part *= x_scale[None, :] if SWAPPED else x_scale[:, None]
             acc += part
         else:
             # Hopper keeps 14 bits of FP8 sums, so they are added to a float32 sum every 128 inputs.
             PIECE: tl.constexpr = INPUTS if INPUTS < 128 else 128
-            acc = tl.dot(x, weight, acc, input_precision="ieee", max_num_imprecise_acc=PIECE)
-    return acc
+            acc = tl.dot(first, second, acc, input_precision="ieee", max_num_imprecise_acc=PIECE)
+    return tl.trans(acc) if SWAPPED else acc
 
 
 @triton.jit
-def product(
-    x_ptr, weight_ptr, x_scale_ptr, weight_scale_ptr, bias_ptr, row, output, num_outputs, x_stride, SIZE: tl.constexpr,
-    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, CHAINS: tl.constexpr, X_FORMAT: tl.constexpr,
-    WEIGHT_FORMAT: tl.constexpr, BLOCKS: tl.constexpr, DOT: tl.constexpr,
+def sums(
+    x_ptr, weight_ptr, x_scale_ptr, weight_scale_ptr, row, output, num_outputs, x_stride, begin, end,
+    SIZE: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, CHAINS: tl.constexpr,
+    SWAPPED: tl.constexpr, X_FORMAT: tl.constexpr, WEIGHT_FORMAT: tl.constexpr, BLOCKS: tl.constexpr,
+    DOT: tl.constexpr,
 ):  # fmt: skip
-    """Return x @ weight.T + bias for the rows `row` and the outputs `output`, in float32.
+    """Return the sums of `product` over the inputs [begin, end), float32 [ROWS, OUTPUTS].
 
-    All rows exist; outputs may be beyond the last. Without BLOCKS scales belong to rows of x and of
-    the weight, and multiply the finished sum. With BLOCKS they belong to 128 inputs of x and to 128
-    x 128 blocks of the weight, and INPUTS is 128. Scales of plain operands are None.
+    With BLOCKS they are scaled. Several CHAINS always take all inputs.
     """
     live_output = output < num_outputs
     read = tl.minimum(output, num_outputs - 1)  # outputs beyond the last one read the last one
     if CHAINS == 1:
         acc = _one_chain(
-            x_ptr, weight_ptr, x_scale_ptr, weight_scale_ptr, row, read, live_output, x_stride, SIZE, ROWS, OUTPUTS,
-            INPUTS, X_FORMAT, WEIGHT_FORMAT, BLOCKS, DOT,
+            x_ptr, weight_ptr, x_scale_ptr, weight_scale_ptr, row, read, live_output, x_stride, begin, end, SIZE, ROWS,
+            OUTPUTS, INPUTS, SWAPPED, X_FORMAT, WEIGHT_FORMAT, BLOCKS, DOT,
         )  # fmt: skip
     else:
         acc = _chains(
             x_ptr, weight_ptr, x_scale_ptr, weight_scale_ptr, row, read, live_output, x_stride, SIZE, ROWS, OUTPUTS,
             INPUTS, CHAINS, X_FORMAT, WEIGHT_FORMAT, BLOCKS, DOT,
         )  # fmt: skip
+    return acc
+
+
+@triton.jit
+def finished(
+    acc, x_scale_ptr, weight_scale_ptr, bias_ptr, row, output, num_outputs, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """Return the result of `product` from the sums over all inputs."""
+    live_output = output < num_outputs
     if not BLOCKS:
         if x_scale_ptr is not None:
             acc *= tl.load(x_scale_ptr + row)[:, None]
@@ -158,25 +186,66 @@ def product(
     return acc
 
 
-@triton.jit(do_not_specialize=["num_rows"])
-def matmul_kernel(
-    x_ptr, weight_ptr, x_scale_ptr, weight_scale_ptr, bias_ptr, out_ptr, num_rows, num_outputs, x_stride,
-    SIZE: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, CHAINS: tl.constexpr,
+@triton.jit
+def product(
+    x_ptr, weight_ptr, x_scale_ptr, weight_scale_ptr, bias_ptr, row, output, num_outputs, x_stride, SIZE: tl.constexpr,
+    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, CHAINS: tl.constexpr, SWAPPED: tl.constexpr,
     X_FORMAT: tl.constexpr, WEIGHT_FORMAT: tl.constexpr, BLOCKS: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """A program: ROWS rows by OUTPUTS outputs of `product`.
+    """Return x @ weight.T + bias for the rows `row` and the outputs `output`, in float32.
 
-    x: [num_rows, SIZE]; weight: [num_outputs, SIZE]; out: [num_rows, num_outputs]
+    All rows exist; outputs may be beyond the last. Without BLOCKS scales belong to rows of x and of
+    the weight, and multiply the finished sum. With BLOCKS they belong to 128 inputs of x and to 128
+    x 128 blocks of the weight, and INPUTS is 128. Scales of plain operands are None.
+    """
+    acc = sums(
+        x_ptr, weight_ptr, x_scale_ptr, weight_scale_ptr, row, output, num_outputs, x_stride, 0, SIZE, SIZE, ROWS,
+        OUTPUTS, INPUTS, CHAINS, SWAPPED, X_FORMAT, WEIGHT_FORMAT, BLOCKS, DOT,
+    )  # fmt: skip
+    return finished(acc, x_scale_ptr, weight_scale_ptr, bias_ptr, row, output, num_outputs, BLOCKS)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def matmul_kernel(
+    x_ptr, weight_ptr, x_scale_ptr, weight_scale_ptr, bias_ptr, out_ptr, partial_ptr, arrived_ptr, num_rows,
+    num_outputs, x_stride, SIZE: tl.constexpr, PART: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr,
+    INPUTS: tl.constexpr, CHAINS: tl.constexpr, SWAPPED: tl.constexpr, X_FORMAT: tl.constexpr,
+    WEIGHT_FORMAT: tl.constexpr, BLOCKS: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """A program: ROWS rows by OUTPUTS outputs of `product`, over PART inputs.
+
+    x: [num_rows, SIZE]; weight: [num_outputs, SIZE]; out: [num_rows, num_outputs]. If PART is less
+    than SIZE, the sums of each part go to partial [parts, num_rows, num_outputs], and the last
+    program of a tile adds them up. It is found by `arrived`, a zero for each tile, and leaves it 0.
     """
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
-    acc = product(
-        x_ptr, weight_ptr, x_scale_ptr, weight_scale_ptr, bias_ptr, tl.minimum(row, num_rows - 1), output, num_outputs,
-        x_stride, SIZE, ROWS, OUTPUTS, INPUTS, CHAINS, X_FORMAT, WEIGHT_FORMAT, BLOCKS, DOT,
-    )  # fmt: skip
-    target = out_ptr + row.to(tl.int64)[:, None] * num_outputs + output[None, :]
+    read = tl.minimum(row, num_rows - 1)
+    place = row.to(tl.int64)[:, None] * num_outputs + output[None, :]
     live = (row < num_rows)[:, None] & (output < num_outputs)[None, :]
-    tl.store(target, acc.to(out_ptr.dtype.element_ty), mask=live)
+    begin = 0
+    end = SIZE
+    if PART < SIZE:
+        begin = tl.program_id(2) * PART
+        end = tl.minimum(begin + PART, SIZE)
+    acc = sums(
+        x_ptr, weight_ptr, x_scale_ptr, weight_scale_ptr, read, output, num_outputs, x_stride, begin, end, SIZE, ROWS,
+        OUTPUTS, INPUTS, CHAINS, SWAPPED, X_FORMAT, WEIGHT_FORMAT, BLOCKS, DOT,
+    )  # fmt: skip
+    if PART < SIZE:
+        step = num_rows.to(tl.int64) * num_outputs
+        tl.store(partial_ptr + tl.program_id(2) * step + place, acc, mask=live)
+        # All threads of the program must have stored the part before it is counted as written.
+        tl.debug_barrier()
+        own_ptr = arrived_ptr + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+        if tl.atomic_add(own_ptr, 1, sem="acq_rel", scope="gpu") < tl.num_programs(2) - 1:
+            return
+        tl.store(own_ptr, 0)
+        acc = tl.zeros((ROWS, OUTPUTS), tl.float32)
+        for part in tl.static_range((SIZE + PART - 1) // PART):
+            acc += tl.load(partial_ptr + part * step + place, mask=live, other=0.0)
+    acc = finished(acc, x_scale_ptr, weight_scale_ptr, bias_ptr, read, output, num_outputs, BLOCKS)
+    tl.store(out_ptr + place, acc.to(out_ptr.dtype.element_ty), mask=live)
 
 
 @dataclass(frozen=True)
@@ -184,6 +253,7 @@ class Tile:
     """Tile sizes of a program, and its numbers of warps and pipeline stages.
 
     `chains` is the number of separate sums of an output; each takes `inputs` inputs at a time.
+    `swapped`: the weight is the first operand of the product.
     """
 
     rows: int
@@ -192,6 +262,7 @@ class Tile:
     warps: int
     stages: int
     chains: int = 1
+    swapped: bool = False
 
     @property
     def constants(self) -> dict[str, int]:
@@ -201,6 +272,7 @@ class Tile:
             "OUTPUTS": self.outputs,
             "INPUTS": self.inputs,
             "CHAINS": self.chains,
+            "SWAPPED": self.swapped,
         }
         return sizes | {"num_warps": self.warps, "num_stages": self.stages}
 
@@ -214,12 +286,11 @@ def matmul_tile(target: Target, rows: int, outputs: int, blocks: bool, dot: tl.d
     if dot == tl.float32:
         return Tile(16, 32, 32 if not blocks else 128, 4, 1)
     stages = 2 if target.backend == "hip" else 4
+    if target.hopper_or_newer and rows <= FEW_ROWS:
+        return _hopper_tile(target, rows, outputs, blocks, dot.primitive_bitwidth == 8)
     if rows <= 16:
         return Tile(16, 32, 128 if blocks else 64, 4, stages if blocks else stages + 2, chains=4)
     if rows <= FEW_ROWS:
-        idle = triton.cdiv(outputs, 64) < target.units
-        if idle and target.hopper_or_newer:
-            return Tile(64, 32, 128, 4, stages + 2)
         return Tile(64, 64, 128, 4, stages)
     if dot.primitive_bitwidth == 8 and target.hopper_or_newer:
         if blocks and int(target.arch) >= 100:
@@ -229,6 +300,49 @@ def matmul_tile(target: Target, rows: int, outputs: int, blocks: bool, dot: tl.d
     if blocks:
         return Tile(128, 64, 128, 8, stages - 1)
     return Tile(128, 128, 64, 8, stages - 1)
+
+
+def parts_of(target: Target, tile: Tile, outputs: int, size: int) -> int:
+    """Choose into how many parts the `size` inputs of a weight are divided.
+
+    Few rows by few outputs make too few programs to read at the memory's speed. The parts are as
+    many as give two programs a multiprocessor, or one of 64 rows, of at least LEAST_PART inputs
+    each. They do not depend on the rows, which therefore keep their bits. Elsewhere than on Hopper and newer, where
+    this was measured, there is one part.
+    """
+    if not target.hopper_or_newer or tile.rows > FEW_ROWS or tile.chains > 1:
+        return 1
+    programs = target.units * (2 if tile.rows <= 16 else 1)
+    wanted = triton.cdiv(programs, triton.cdiv(outputs, tile.outputs))
+    tiles = triton.cdiv(size, tile.inputs)
+    parts = max(1, min(wanted, size // LEAST_PART))
+    in_use: int = triton.cdiv(tiles, triton.cdiv(tiles, parts))  # none is empty
+    return in_use
+
+
+@functools.cache
+def arrivals(device: torch.device) -> Tensor:
+    """Return zeros for the tiles of a `matmul_kernel` with parts, which leaves them 0."""
+    return torch.zeros(MOST_TILES, dtype=torch.int32, device=device)
+
+
+def _hopper_tile(target: Target, rows: int, outputs: int, blocks: bool, in_fp8: bool) -> Tile:
+    """Choose the tile of a product of few rows; measured on an H100.
+
+    in_fp8: both operands are FP8; otherwise the weight is decoded in registers
+    """
+    wide = triton.cdiv(outputs, 128) >= target.units
+    if not in_fp8:
+        if rows <= 16 and wide:
+            return Tile(16, 128, 128, 8, 5, swapped=True)
+        return Tile(16 if rows <= 16 else 64, 64, 128, 4, 5, swapped=True)
+    if rows <= 16:
+        # Enough programs without parts share a multiprocessor by themselves: deeper pipelines.
+        stages = 5 if triton.cdiv(outputs, 64) >= 2 * target.units else 3
+        return Tile(16, 64, 128 if blocks else 256, 4, stages + (2 if blocks else 0), swapped=True)
+    if wide:
+        return Tile(64, 128, 128, 4, 4)
+    return Tile(64, 32 if triton.cdiv(outputs, 64) < target.units else 64, 128, 4, 6)
 
 
 def matmul(
@@ -250,17 +364,29 @@ def matmul(
     dot = dot_type(target, x, weight)
     tile = matmul_tile(target, rows, outputs, blocks, dot)
     out = torch.empty(rows, outputs, dtype=dtype, device=x.device)
-    matmul_kernel[(triton.cdiv(outputs, tile.outputs), triton.cdiv(rows, tile.rows))](
+    grid = triton.cdiv(outputs, tile.outputs), triton.cdiv(rows, tile.rows)
+    parts = parts_of(target, tile, outputs, size)
+    partial = arrived = None
+    if parts > 1:
+        assert grid[0] * grid[1] <= MOST_TILES
+        partial = torch.empty(parts, rows, outputs, dtype=torch.float32, device=x.device)
+        arrived = arrivals(x.device)
+    matmul_kernel[(*grid, parts)](
         carrier(x, target),
         carrier(weight.data, target),
         x_scale,
         weight.scale,
         bias,
         out,
+        partial,
+        arrived,
         rows,
         outputs,
         x.stride(0),
         SIZE=size,
+        PART=size
+        if parts == 1
+        else triton.cdiv(triton.cdiv(size, tile.inputs), parts) * tile.inputs,
         X_FORMAT=str(format_of(x)) if x_scale is not None else "",
         WEIGHT_FORMAT=str(format_of(weight.data)),
         BLOCKS=blocks,
