@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -41,8 +42,10 @@ TILES = (paged.prefill_tile, paged.decode_tile)
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    """Tiles and splits small enough that a short sequence has several of each."""
+    """Tiles and splits small enough that a short sequence has several of each, of either size."""
     monkeypatch.setattr(paged, "SPLIT", 32)
+    monkeypatch.setattr(paged, "LONG", 90)
+    monkeypatch.setattr(paged, "LONG_SPLIT", 64)
     monkeypatch.setattr(paged, "MERGE_TILE", 2)
     monkeypatch.setattr(paged, "prefill_tile", lambda *_: Tile(16, 16, 4, 1))
     monkeypatch.setattr(paged, "decode_tile", lambda *_: Tile(16, 16, 4, 1))
@@ -319,8 +322,11 @@ def test_tiles_of_keys_divide_those_that_the_cache_keeps():
         for dim in (64, 128, 256, 512):
             for size in (1, 2, 4):
                 tiles = [
-                    *(TILES[1](target, dim, size, pairs) for pairs in ("", "triton", "ptx")),
-                    *(TILES[0](target, dim, size, centered) for centered in (False, True)),
+                    *(TILES[1](target, dim, size, 4, stored) for stored in (1, 2)),
+                    *(
+                        TILES[0](target, dim, size, *kind)
+                        for kind in itertools.product((False, True), (1, 2))
+                    ),
                 ]
                 assert all(reference.KEY_TILE % tile.keys == 0 for tile in tiles)
                 assert all(
@@ -364,6 +370,7 @@ def test_fp8_products(format, scales, window, soft_cap, monkeypatch, device):
     what FP8 costs.
     """
     monkeypatch.setattr(paged, "SPLIT", 4096)
+    monkeypatch.setattr(paged, "LONG", 4096)
     monkeypatch.setattr(reference, "KEY_TILE", 16)
     sequences = [
         (5, 0),

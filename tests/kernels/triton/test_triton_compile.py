@@ -29,11 +29,10 @@ SHARED = {
     "gfx950": 160 << 10,
 }
 TARGETS = tuple(SHARED)
-# Registers a thread may have so that a multiprocessor holds enough programs: 4 decoding programs of
-# 128 threads in 65536 registers, 3 with a scale per token, and 1 program of 256 threads, or 2 of
-# 128, of the others. Those of the pinned Triton; the launchers ask the compiled kernel
-# (occupancy.py).
-DECODE_REGISTERS, DECODE_REGISTERS_TOKEN = 128, 140
+# A multiprocessor's registers, and how many decoding programs they should hold at least, or one
+# less with a scale per token. Those of the pinned Triton; the launchers ask the compiled kernel (occupancy.py).
+UNIT_REGISTERS, DECODE_PROGRAMS = 65536, 4
+# Registers a thread may have so that 1 program of 256 threads fits, or 2 of 128.
 REGISTERS = {target: 512 if target.startswith("gfx") else 255 for target in TARGETS}
 # Accesses to local memory outside loops over tiles, by target and kernel: addresses of a program's
 # results.
@@ -43,6 +42,8 @@ SPILLS_ONCE = {
     ("sm_89", "prefill_kernel"): 3,
     ("sm_100", "products_kernel"): 4,
 }
+# Tiles that were measured on an H100, and are faster than those that spill nothing (paged.py).
+MEASURED = {("sm_90", "prefill_kernel"): 400, ("sm_90", "decode_kernel"): 100}
 FP8_PRODUCT = {
     "sm_89": "mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32",
     "sm_90": "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3",
@@ -109,14 +110,14 @@ def large(
 
 
 def fits(report: dict[str, Any], target: str) -> bool:
-    """Whether the launch compiles, spills nothing in a loop, and is not refused for its memory or
-    its registers.
+    """Whether the launch compiles, spills nothing in a loop that was not measured with it, and is
+    not refused for its memory or its registers.
     """
-    once = SPILLS_ONCE.get((target, report["kernel"]), 0)
+    spills = MEASURED.get((target, report["kernel"]), 0)
     return (
         "error" not in report
-        and report["spills"] == 0
-        and report["spills_once"] <= once
+        and report["spills"] <= spills
+        and report["spills_once"] <= max(spills, SPILLS_ONCE.get((target, report["kernel"]), 0))
         and report["registers"] <= REGISTERS[target]
         and report["shared"] <= SHARED[target]
     )
@@ -157,10 +158,9 @@ def test_registers(reports, target):
     for report in reports[target]:
         assert fits(report, target), report
         if report["kernel"] == "decode_kernel" and not target.startswith("gfx"):
-            token = report["case"] == "attention fp8 token"
-            assert report["registers"] <= (DECODE_REGISTERS_TOKEN if token else DECODE_REGISTERS), (
-                report
-            )
+            programs = DECODE_PROGRAMS - (report["case"] == "attention fp8 token")
+            registers = report["registers"] * 32 * report["num_warps"]
+            assert registers * programs <= UNIT_REGISTERS, report
 
 
 @pytest.mark.parametrize("target", TARGETS)

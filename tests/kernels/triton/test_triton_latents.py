@@ -130,9 +130,12 @@ def test_head_sizes_that_are_split():
 )
 def test_tiles_of_latents_hold_few_sums(target):
     for size in (1, 2, 4):
-        tiles = [paged_tile(target, 576, size, "") for paged_tile in TILES]
-        tiles.append(TILES[1](target, 576, size, "", 128))
-        assert all(tile.rows <= 32 and 64 % tile.keys == 0 for tile in tiles)
+        tiles = [
+            *(TILES[0](target, 576, size, False, stored) for stored in (1, 2)),
+            *(TILES[1](target, 576, size, group) for group in (1, 128)),
+            TILES[1](target, 576, size, 128, 2),
+        ]
+        assert all(tile.rows <= 8 * tile.warps and 64 % tile.keys == 0 for tile in tiles)
         assert all(tile.keys >= (32 if size == 1 else 16) for tile in tiles)
 
 

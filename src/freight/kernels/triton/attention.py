@@ -1,6 +1,6 @@
 """Paged attention: the kernels. `paged.py` launches them.
 
-A sequence that has one row in this step is *decoded*: its keys are cut into splits of `SPLIT` at
+A sequence that has one row in this step is *decoded*: its keys are cut into splits at
 fixed positions, which are distributed over several programs, and `merge_kernel` merges the splits
 in order. The merge also quantizes the rows, with the bits of `rows.quantize`, which is launched for
 all rows if the step has prefill, too. A sequence that has more rows is a chunk of *prefill*: a
@@ -81,6 +81,19 @@ def sequence_of(starts_ptr, tile, num_seqs, QUERIES: tl.constexpr):
         else:
             high = middle
     return low
+
+
+@triton.jit
+def _split_size(
+    length, window, SPLIT: tl.constexpr, LONG_SPLIT: tl.constexpr, LONG: tl.constexpr, WINDOWED: tl.constexpr,
+):  # fmt: skip
+    """Return how many keys a split has, in a sequence that sees `length` keys, or `window` of them.
+
+    Short ones need many splits to keep the memory busy. Where more than LONG keys are seen there
+    are enough of LONG_SPLIT, which leave less to merge.
+    """
+    seen = tl.minimum(length, window) if WINDOWED else length
+    return tl.where(seen > LONG, LONG_SPLIT, SPLIT)
 
 
 @triton.jit
@@ -173,7 +186,8 @@ def decode_kernel(
     sin_ptr, pairs_ptr, num_pairs, cap, GROUP: tl.constexpr, TAKEN: tl.constexpr, HEADS: tl.constexpr,
     STRIDES: tl.constexpr, K_DIM: tl.constexpr, K_BLOCK: tl.constexpr, REST: tl.constexpr, REST_BLOCK: tl.constexpr,
     INSIDE: tl.constexpr, V_DIM: tl.constexpr, V_BLOCK: tl.constexpr, HALF: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, SPLIT: tl.constexpr, FORMAT: tl.constexpr, SCALES: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, SPLIT: tl.constexpr, LONG_SPLIT: tl.constexpr, LONG: tl.constexpr,
+    FORMAT: tl.constexpr, SCALES: tl.constexpr,
     WINDOWED: tl.constexpr, K_DOT: tl.constexpr, V_DOT: tl.constexpr, CENTERED: tl.constexpr, CAPPED: tl.constexpr,
     K_PAIRS: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
@@ -204,9 +218,10 @@ def decode_kernel(
     table_ptr = tables_ptr + seq.to(tl.int64) * table_stride
     first = tl.maximum(length - window, 0) // KEYS * KEYS if WINDOWED else 0
     program, programs = tl.program_id(0) // SHARES, tl.num_programs(0) // SHARES
-    for split in range(first // SPLIT + program, tl.cdiv(length, SPLIT), programs):
-        begin = tl.maximum(split * SPLIT, first)
-        end = tl.minimum(split * SPLIT + SPLIT, length)
+    size = _split_size(length, window, SPLIT, LONG_SPLIT, LONG, WINDOWED)
+    for split in range(first // size + program, tl.cdiv(length, size), programs):
+        begin = tl.maximum(split * size, first)
+        end = tl.minimum(split * size + size, length)
         acc = no_values(ROWS, V_BLOCK, PAIRS)
         best = tl.full((ROWS,), float("-inf"), tl.float32)
         total = tl.zeros((ROWS,), tl.float32)
@@ -229,7 +244,8 @@ def decode_kernel(
 def merge_kernel(
     partial_ptr, stats_ptr, arrived_ptr, out_ptr, codes_ptr, scale_ptr, static_scale, v_scale_ptr, starts_ptr,
     lengths_ptr, max_splits, window, sinks_ptr, GROUP: tl.constexpr, HEADS: tl.constexpr, V_DIM: tl.constexpr,
-    V_BLOCK: tl.constexpr, KEYS: tl.constexpr, SPLIT: tl.constexpr, TILE: tl.constexpr, FORMAT: tl.constexpr,
+    V_BLOCK: tl.constexpr, KEYS: tl.constexpr, SPLIT: tl.constexpr, LONG_SPLIT: tl.constexpr, LONG: tl.constexpr,
+    TILE: tl.constexpr, FORMAT: tl.constexpr,
     SCALES: tl.constexpr, WINDOWED: tl.constexpr, V_DOT: tl.constexpr, OUT_FORMAT: tl.constexpr,
     OUT_SCALES: tl.constexpr, NUM_SCALES: tl.constexpr, ALONE: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
@@ -248,10 +264,11 @@ def merge_kernel(
     length = tl.load(lengths_ptr + seq)
     if tl.load(starts_ptr + seq + 1) - row != 1 or length == 0:
         return
+    size = _split_size(length, window, SPLIT, LONG_SPLIT, LONG, WINDOWED)
     first = 0
     if WINDOWED:
-        first = tl.maximum(length - window, 0) // KEYS * KEYS // SPLIT
-    num_splits = tl.cdiv(length, SPLIT)
+        first = tl.maximum(length - window, 0) // KEYS * KEYS // size
+    num_splits = tl.cdiv(length, size)
     dims = tl.arange(0, V_BLOCK)
     one = tl.zeros((1,), tl.int32)
     best, total = initial(sinks_ptr, query_head + one, one == 0, V_DOT, FORMAT)
