@@ -174,7 +174,7 @@ def compare(
     ).attention
 
     def run_ours() -> Tensor:
-        return attention(q, pages, batch, softmax_scale, window=None, soft_cap=None)
+        return attention(q, pages, batch.sequences(0), softmax_scale, window=None, soft_cap=None)
 
     run_theirs()
     line = f"{format}, {scales}: largest difference {(out.float() - run_ours().float()).abs().max():.4f}"
