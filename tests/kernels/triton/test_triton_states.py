@@ -128,7 +128,7 @@ def test_a_recurrence_is_the_reference_in_any_cut(delta, dtype, format, cuts, de
     else:  # a sum in another order may round to the value beside it, which all later rows see
         assert_near(whole, wanted, max(rounding, 2e-3))
         assert ((whole - wanted).abs() <= rounding * wanted.abs().max()).float().mean() > 0.95
-        ours, theirs = (one.parts["state"][[3, 1]].float() for one in (states, kept))
+        ours, theirs = (one.parts["state"].float()[[3, 1]] for one in (states, kept))
         assert (ours != theirs).float().mean() < 0.02
     for cut in cuts:
         parts, again = run(TRITON, layer, rows, cut, device)
