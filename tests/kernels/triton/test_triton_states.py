@@ -69,8 +69,10 @@ def written(states: States, tokens: int) -> dict[str, Tensor]:
     """All that means something in the states of `tokens` tokens in BLOCKS, but for rows of tiles
     that are over.
     """
-    blocks = BLOCKS[: -(-tokens // states.every)]
-    parts = {name: part[list(blocks)].contiguous() for name, part in states.parts.items()}
+    blocks = BLOCKS[: -(-tokens // states.every)]  # torch 2.9 does not index FP8 by a list
+    parts = {
+        name: torch.stack([part[block] for block in blocks]) for name, part in states.parts.items()
+    }
     for name in ("k", "u", "decay"):
         if tokens % states.every:
             parts[name][-1, (tokens - 1) % STATE_TILE + 1 :] = 0
