@@ -148,7 +148,7 @@ coverage-kernels: setup
 # an environment of its own each time; tests/lowest.txt has the lowest versions, which uv found
 RESOLUTION ?= lowest-direct
 VERSIONS = .venv-$(RESOLUTION)
-LOWEST = $(if $(filter lowest%,$(RESOLUTION)),--constraints tests/lowest.txt)
+LOWEST = $(if $(filter lowest%,$(RESOLUTION)),--constraints tests/lowest.txt --overrides tests/lowest_triton.txt)
 test-versions:
 	@rm -rf $(VERSIONS); $(PYTHON) -m venv $(VERSIONS)
 	@$(VERSIONS)/bin/pip install -q uv
