@@ -38,6 +38,8 @@ REGISTERS = {target: 512 if target.startswith("gfx") else 255 for target in TARG
 # results.
 SPILLS_ONCE = {
     ("sm_80", "decode_kernel"): 6,
+    ("sm_89", "decode_kernel"): 2,
+    ("sm_90", "decode_kernel"): 2,
     ("sm_80", "convolve_kernel"): 2,
     ("sm_89", "prefill_kernel"): 3,
     ("sm_100", "products_kernel"): 4,
@@ -203,7 +205,7 @@ def test_attention_in_fp8_multiplies_fp8(reports, target):
         assert all(any(kind in product for product in found) for kind in expected), found
 
 
-ISSUE = {"static": 0.55, "token": 0.7}
+ISSUE = {"static": 0.4, "token": 0.5}
 
 
 def test_decode_attention_leaves_cycles_to_the_memory(tmp_path):
@@ -220,5 +222,6 @@ def test_decode_attention_leaves_cycles_to_the_memory(tmp_path):
     }
     for name, limit in ISSUE.items():
         _, _, spills, once, _, _, issue = rows[name]
-        assert int(spills) == int(once) == 0
+        assert int(spills) == 0
+        assert int(once) <= SPILLS_ONCE["sm_90", "decode_kernel"]
         assert 0.1 < float(issue) <= limit, name
