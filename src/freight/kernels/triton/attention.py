@@ -40,8 +40,8 @@ TAKEN of the program's share of the KV head's group; N = KEYS; D = K_BLOCK or V_
 part of it) or v_dim padded to a power of two.
 
 Latents have one KV head for up to 128 heads, of which a program takes as many as its tile has rows.
-Their tiles were chosen by the registers, shared memory and instructions that the compilers report
-(`tests/kernels/triton/latent_cases.py`), not by measurements on a GPU.
+Only the tiles for sm_90 were chosen by measurements; those of other GPUs by the registers, shared
+memory and instructions that the compilers report (`tests/kernels/triton/latent_cases.py`).
 """
 
 from __future__ import annotations

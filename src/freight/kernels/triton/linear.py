@@ -280,8 +280,7 @@ class Tile:
 def matmul_tile(target: Target, rows: int, outputs: int, blocks: bool, dot: tl.dtype) -> Tile:
     """Choose the tile by the class of `rows`: up to 16, up to FEW_ROWS, or more.
 
-    So within a class a row's bits do not depend on the other rows. The number of `outputs` of the
-    weight changes how many of them a program computes, but never the order of a sum.
+    So within a class a row's bits do not depend on the other rows.
     """
     if dot == tl.float32:
         return Tile(16, 32, 32 if not blocks else 128, 4, 1)
@@ -331,16 +330,13 @@ def _hopper_tile(target: Target, rows: int, outputs: int, blocks: bool, in_fp8: 
 
     in_fp8: both operands are FP8; otherwise the weight is decoded in registers
     """
-    wide = triton.cdiv(outputs, 128) >= target.units
-    if not in_fp8:
-        if rows <= 16 and wide:
-            return Tile(16, 128, 128, 8, 5, swapped=True)
-        return Tile(16 if rows <= 16 else 64, 64, 128, 4, 5, swapped=True)
     if rows <= 16:
         # Enough programs without parts share a multiprocessor by themselves: deeper pipelines.
-        stages = 5 if triton.cdiv(outputs, 64) >= 2 * target.units else 3
+        stages = 5 if in_fp8 and triton.cdiv(outputs, 64) >= 2 * target.units else 3
         return Tile(16, 64, 128 if blocks else 256, 4, stages + (2 if blocks else 0), swapped=True)
-    if wide:
+    if not in_fp8:
+        return Tile(64, 64, 128, 4, 4)
+    if triton.cdiv(outputs, 128) >= target.units:
         return Tile(64, 128, 128, 4, 4)
     return Tile(64, 32 if triton.cdiv(outputs, 64) < target.units else 64, 128, 4, 6)
 
