@@ -200,9 +200,16 @@ def _infinite(tensors: dict[str, Tensor]) -> None:
     tensors[name] = torch.full_like(tensors[name], torch.inf)
 
 
+def _unprefixed(tensors: dict[str, Tensor]) -> None:
+    name = next(iter(tensors))
+    tensors[name.removeprefix("base_model.")] = tensors.pop(name)
+
+
 @pytest.mark.parametrize(
     ("spoil", "said"),
     [
+        (dict.clear, "has no tensor"),
+        (_unprefixed, r"does not begin with base_model\.model\., as PEFT's"),
         (_lost, "it has only a of the parts"),
         (_foreign, "has no such tensor"),
         (_wide, "do not belong together"),
@@ -224,6 +231,18 @@ def test_damaged_adapters_are_refused(
         merge(str(PEFT / "base"), str(tmp_path / "adapter"), tmp_path / "out")
     assert not list(tmp_path.glob("out*"))
     assert not list(tmp_path.glob(".freight*"))
+
+
+def test_a_bias_of_the_change_is_refused(tmp_path: Path) -> None:
+    """PEFT stores one with `lora_bias`; here config.json does not say so."""
+    shutil.copytree(PEFT / "plain", tmp_path / "adapter")
+    file = tmp_path / "adapter/adapter_model.safetensors"
+    tensors = load_file(file)
+    name = next(name for name in tensors if name.endswith("lora_B.weight"))
+    bias = name.removesuffix("weight") + "bias"
+    save_file(tensors | {bias: torch.zeros(len(tensors[name]))}, file)
+    with pytest.raises(ConfigError, match=r"lora_B\.bias is not merged here"):
+        merge(str(PEFT / "base"), str(tmp_path / "adapter"), tmp_path / "out")
 
 
 def test_magnitudes_of_another_shape_are_refused(tmp_path: Path) -> None:

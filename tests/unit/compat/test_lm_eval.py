@@ -5,6 +5,7 @@ computed.
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lm_eval
@@ -12,8 +13,8 @@ import pytest
 import yaml
 from lm_eval.models.utils import normalize_gen_kwargs
 
-from freight.errors import RequestError
-from freight.lm_eval import check_generation_kwargs, sampling_options
+from freight.errors import ConfigError, RequestError
+from freight.lm_eval import FreightLM, check_generation_kwargs, sampling_options
 
 TASKS = Path(lm_eval.__file__).parent / "tasks"
 
@@ -90,3 +91,43 @@ def test_what_is_taken(given: dict[str, Any], fields: dict[str, Any]) -> None:
 def test_what_is_refused(given: dict[str, Any], says: str) -> None:
     with pytest.raises(RequestError, match=says):
         check_generation_kwargs(given)
+
+
+class Unnamed(SimpleNamespace):
+    """A tokenizer without BOS and EOS."""
+
+    bos_token_id = eos_token_id = None
+
+
+def stand_in(tokenizer: object) -> Any:
+    """An LLM of 64 positions, for what is decided before anything is computed."""
+    return SimpleNamespace(
+        engine=SimpleNamespace(tokenizer=tokenizer),
+        config=SimpleNamespace(device="cpu", max_model_len=64),
+    )
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "options", "says"),
+    [
+        (None, {}, "skip_tokenizer_init leaves no tokenizer"),
+        (Unnamed(), {}, "neither BOS nor EOS: give prefix_token_id"),
+        (Unnamed(), {"max_length": 1}, "max_length is 1; it must be 2 to 64"),
+        (Unnamed(), {"max_length": 65}, "max_length is 65; it must be 2 to 64"),
+    ],
+)
+def test_a_model_that_lm_eval_cannot_use(
+    tokenizer: object, options: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(ConfigError, match=says):
+        FreightLM(llm=stand_in(tokenizer), **options)
+
+
+def test_a_request_longer_than_the_context_is_refused() -> None:
+    model = FreightLM(llm=stand_in(Unnamed()), prefix_token_id=7, max_length=8)
+    assert (model.prefix_token_id, model.max_length) == (7, 8)
+    with pytest.raises(RequestError, match="a continuation has 8 tokens"):
+        model._loglikelihood_tokens([(("", "x"), [1], list(range(8)))])
+    request = SimpleNamespace(args=("text", {"max_gen_toks": 8, "until": ["."]}))
+    with pytest.raises(RequestError, match="max_gen_toks is 8, which leaves no context of 8"):
+        model.generate_until([request])

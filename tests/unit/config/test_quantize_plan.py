@@ -66,6 +66,11 @@ def test_what_needs_data_is_named():
         ({"format": "tgi", "weights": "fp8"}, "--format tgi with --weights fp8"),
         ({"format": "tgi", "kv_cache": "none"}, "leave nothing to do"),
         ({"kv_granularity": "head"}, "--kv-granularity head changes nothing"),
+        ({"center": True}, "--center changes nothing with --kv-cache none"),
+        (
+            {"weights": "none", "kv_cache": "fp8", "lm_head": True},
+            "--lm-head changes nothing with --weights none",
+        ),
         (
             {"weights": "none", "kv_cache": "fp8", "ignore": ["lm_head"]},
             "--ignore lm_head changes nothing",

@@ -202,6 +202,8 @@ def test_what_a_modifier_refuses(options: dict[str, Any], says: str):
             "strategy group with group_size 128",
         ),
         ({"output_activations": KV}, "quantizes output_activations"),
+        ({"weights": FP8 | {"actorder": "group"}}, "weights has actorder or scale_dtype"),
+        ({"weights": FP8 | {"scale_dtype": "float16"}}, "weights has actorder or scale_dtype"),
         ({"weigths": KV}, "no field 'weigths' .did you mean weights"),
     ],
 )

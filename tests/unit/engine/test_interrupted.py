@@ -35,11 +35,12 @@ class Interrupter:
         self.at, self.count = at, 0
 
     def __enter__(self) -> Interrupter:
+        self._outer = sys.gettrace()  # of coverage.py, which counts on with it
         sys.settrace(self._trace)
         return self
 
     def __exit__(self, *exc: object) -> None:
-        sys.settrace(None)
+        sys.settrace(self._outer)
 
     def _trace(self, frame: Any, event: str, arg: object) -> Any:
         if frame.f_code.co_filename not in SOURCES:
