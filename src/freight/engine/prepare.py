@@ -97,4 +97,5 @@ def prepare(
         slots=tuple(map(tensor, slots)),
         block_tables=tuple(map(tensor, tables)),
         logit_rows=tensor(np.concatenate(rows)),
+        some_decode=any(len(part.token_ids) == 1 for part in slices),
     )

@@ -20,11 +20,13 @@ class Sequences:
     block_tables   [num_seqs, max_blocks] int32: blocks of each sequence in order, from position 0.
                    Entries after the context, and of blocks released before a window, are 0 and not
                    read
+    some_decode    False if it is known that no sequence has exactly one row in this step
     """
 
     query_starts: Tensor
     context_lens: Tensor
     block_tables: Tensor
+    some_decode: bool = True
 
     @property
     def num_seqs(self) -> int:
@@ -43,6 +45,7 @@ class ForwardBatch:
     block_tables   by cache group: as in `Sequences`
     logit_rows     [num_logit_rows] int64: rows of the batch for which logits are computed, in
                    strictly increasing order
+    some_decode    as in `Sequences`
     """
 
     token_ids: Tensor
@@ -52,6 +55,7 @@ class ForwardBatch:
     slots: tuple[Tensor, ...]
     block_tables: tuple[Tensor, ...]
     logit_rows: Tensor
+    some_decode: bool = True
 
     @property
     def num_tokens(self) -> int:
@@ -68,5 +72,6 @@ class ForwardBatch:
     @cached_property
     def _by_group(self) -> tuple[Sequences, ...]:
         return tuple(
-            Sequences(self.query_starts, self.context_lens, tables) for tables in self.block_tables
+            Sequences(self.query_starts, self.context_lens, tables, self.some_decode)
+            for tables in self.block_tables
         )

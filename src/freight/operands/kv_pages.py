@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -162,7 +163,7 @@ class KVPages:
         """Tokens of a block."""
         return self.k.shape[1]
 
-    @property
+    @cached_property
     def strides(self) -> tuple[Strides, Strides, Strides, Strides]:
         """Strides of k, v, and their `token` or `group` scales; placeholders for scales that do not
         exist.

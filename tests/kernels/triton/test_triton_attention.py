@@ -313,6 +313,12 @@ def test_blocks_before_a_window_may_be_gone(sequences, scales, keys, monkeypatch
     assert case.run(which, None, torch.float32).isnan().all()
 
 
+def test_a_step_of_prefill_alone_launches_nothing_for_decoding(monkeypatch, device):
+    case = Case([(5, 20), (17, 0)], Format.E4M3FN, "token", torch.bfloat16, 2, 3, 32, device)
+    monkeypatch.setattr(paged, "_decode", lambda *_: pytest.fail("no sequence has one row"))
+    assert_close(case.run(range(2), None), case.run(range(2), None, torch.float32))
+
+
 def test_tiles_of_keys_divide_those_that_the_cache_keeps():
     for target in (
         *(Target("cuda", arch) for arch in (80, 89, 90)),

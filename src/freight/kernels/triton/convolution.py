@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from freight.kernels.triton.attention import sequence_of
+from freight.kernels.triton.sizes import cdiv
 from freight.kernels.triton.states import by_block
 from freight.operands.batch import Sequences
 from freight.operands.states import States
@@ -115,7 +116,7 @@ def convolve(
     single = rows == num_seqs  # a sequence has at least one row
     tile, block = (1, 256) if single else (16, 64)  # rows and channels of a program
     assert weight.shape[1] <= 8 <= 16, "only the first tile of a sequence reads stored columns"
-    grid = (triton.cdiv(channels, block), num_seqs if single else rows // tile + num_seqs)
+    grid = (cdiv(channels, block), num_seqs if single else rows // tile + num_seqs)
     convolve_kernel[grid](
         x,
         x.stride(0),

@@ -22,6 +22,7 @@ from freight.kernels.triton.rows import (
     this_row,
     write_row,
 )
+from freight.kernels.triton.sizes import cdiv, next_power_of_2
 from freight.operands.activation import Activation, AnyActivation, GatedActivation
 from freight.operands.packed import PackedWeight
 
@@ -288,8 +289,8 @@ def _apply(
         activation_row_kernel[(rows,)](x, *pointers, **constants, **named)
         return result
     out = x.new_empty(rows, size)
-    block = min(1024, triton.next_power_of_2(size))
-    activation_kernel[(rows, triton.cdiv(size, block))](
+    block = min(1024, next_power_of_2(size))
+    activation_kernel[(rows, cdiv(size, block))](
         x, out, SIZE=size, BLOCK=block, **named, num_warps=4
     )
     return quantize(target, out, consumer) if quantizes(consumer) else out

@@ -27,6 +27,7 @@ from freight.kernels.triton import elementwise
 from freight.kernels.triton.formats import Target, carrier
 from freight.kernels.triton.linear import FEW_ROWS, Tile, check, dot_type, matmul_tile, product
 from freight.kernels.triton.rows import Quantized, quantize, quantizes
+from freight.kernels.triton.sizes import cdiv, next_power_of_2
 from freight.operands.activation import AnyActivation
 from freight.operands.packed import PackedExperts
 from freight.operands.weight import Weight, Weights
@@ -194,7 +195,7 @@ def sort_slots(ids: Tensor, num_experts: int, rows: int) -> Sorted:
         num_tiles,
         NUM_EXPERTS=num_experts,
         # At least one bin more than experts, which counts the places after the last slot.
-        BINS=triton.next_power_of_2(num_experts + 1),
+        BINS=next_power_of_2(num_experts + 1),
         BLOCK=SORTED,
         ROWS=rows,
         num_warps=4,
@@ -233,7 +234,7 @@ def multiply(
     _, outputs, size = stack.data.shape
     num_slots = len(order.slots)
     out = like.new_empty(num_slots, outputs)
-    experts_kernel[(triton.cdiv(outputs, tile.outputs), len(order.tiles))](
+    experts_kernel[(cdiv(outputs, tile.outputs), len(order.tiles))](
         carrier(codes, target),
         carrier(stack.data, target),
         x_scale,
@@ -263,10 +264,10 @@ def weigh(out: Tensor, weights: Tensor, base: Tensor | None) -> Tensor:
     """
     (rows, top_k), size = weights.shape, out.shape[1]
     total = out.new_empty(rows, size)
-    block = min(1024, triton.next_power_of_2(size))
+    block = min(1024, next_power_of_2(size))
     constants: dict[str, Any] = {"SIZE": size, "BLOCK": block, "TOP_K": top_k, "num_warps": 4}
     # Unfused: products are rounded before they are added, as in the reference.
-    weigh_kernel[(rows, triton.cdiv(size, block))](
+    weigh_kernel[(rows, cdiv(size, block))](
         out, weights, base, total, **constants, enable_fp_fusion=False
     )
     return total
@@ -343,7 +344,7 @@ def by_head(target: Target, x: Tensor, matrices: PackedExperts) -> Tensor:
     if rows <= FEW_ROWS and dot != tl.float32:
         tile = replace(tile, inputs=tile.inputs // 2)  # the same bytes of shared memory as with FP8
     out = x.new_empty(rows, heads, outputs)
-    heads_kernel[(triton.cdiv(outputs, tile.outputs), triton.cdiv(rows, tile.rows), heads)](
+    heads_kernel[(cdiv(outputs, tile.outputs), cdiv(rows, tile.rows), heads)](
         x,
         matrices.data,
         out,

@@ -26,6 +26,7 @@ from freight.kernels.triton.rows import (
     warps_for,
     write_row,
 )
+from freight.kernels.triton.sizes import cdiv, next_power_of_2
 from freight.operands.activation import GateFunction
 from freight.operands.packed import JoinedPart, PackedWeight
 
@@ -189,7 +190,7 @@ def gate(x: Tensor, logits: Tensor, function: GateFunction) -> Tensor:
     assert logits.stride(1) == 1 or logits.shape[1] == 1
     assert len(logits) in (1, rows)
     out = x.new_empty(rows, size)
-    block = min(1024, triton.next_power_of_2(size))
+    block = min(1024, next_power_of_2(size))
     constants = {
         "SIZE": size,
         "GROUP": size // logits.shape[1],
@@ -197,7 +198,7 @@ def gate(x: Tensor, logits: Tensor, function: GateFunction) -> Tensor:
         "FUNCTION": str(function),
     }
     stride = logits.stride(0) if len(logits) == rows else 0
-    gate_kernel[(rows, triton.cdiv(size, block))](
+    gate_kernel[(rows, cdiv(size, block))](
         x, x.stride(0), logits, stride, out, **constants, num_warps=4
     )
     return out
@@ -211,7 +212,7 @@ def join(parts: Sequence[JoinedPart], eps: float = 0.0) -> Tensor:
     for heads, weight in parts:
         x = heads.flatten(0, -2)
         group = x.shape[1] if weight is None else len(weight)
-        block = triton.next_power_of_2(group)
+        block = next_power_of_2(group)
         constants = {"GROUP": group, "BLOCK": block, "num_warps": warps_for(block)}
         pointers = (x, x.stride(0), weight, out, column, width, eps)
         part_kernel[(rows, x.shape[1] // group)](*pointers, **constants)
@@ -244,7 +245,7 @@ def decays(
         dt_bias,
         *map(float, limits),
     )
-    decays_kernel[(triton.cdiv(rows * channels, block),)](
+    decays_kernel[(cdiv(rows * channels, block),)](
         *inputs,
         None if bound is None else float(bound),
         beta,
@@ -283,7 +284,7 @@ def gated_norm(
         gated_norm_row_kernel[(rows,)](*inputs, *pointers, **constants, **norm)
         return result
     out = x.new_empty(rows, size)
-    block = triton.next_power_of_2(group)
+    block = next_power_of_2(group)
     sizes: dict[str, Any] = {
         "SIZE": size,
         "BLOCK": block,

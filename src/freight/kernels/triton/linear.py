@@ -29,6 +29,7 @@ from freight.fp8.cast import format_of
 from freight.fp8.formats import Format
 from freight.kernels.triton.formats import Target, carrier, decode
 from freight.kernels.triton.rows import Quantized, quantize, quantizes
+from freight.kernels.triton.sizes import cdiv
 from freight.operands.weight import Weight
 
 FEW_ROWS = 64  # rows up to which reading the weights takes longer than multiplying
@@ -312,10 +313,10 @@ def parts_of(target: Target, tile: Tile, outputs: int, size: int) -> int:
     if not target.hopper_or_newer or tile.rows > FEW_ROWS or tile.chains > 1:
         return 1
     programs = target.units * (2 if tile.rows <= 16 else 1)
-    wanted = triton.cdiv(programs, triton.cdiv(outputs, tile.outputs))
-    tiles = triton.cdiv(size, tile.inputs)
+    wanted = cdiv(programs, cdiv(outputs, tile.outputs))
+    tiles = cdiv(size, tile.inputs)
     parts = max(1, min(wanted, size // LEAST_PART))
-    in_use: int = triton.cdiv(tiles, triton.cdiv(tiles, parts))  # none is empty
+    in_use: int = cdiv(tiles, cdiv(tiles, parts))  # none is empty
     return in_use
 
 
@@ -332,13 +333,13 @@ def _hopper_tile(target: Target, rows: int, outputs: int, blocks: bool, in_fp8: 
     """
     if rows <= 16:
         # Enough programs without parts share a multiprocessor by themselves: deeper pipelines.
-        stages = 5 if in_fp8 and triton.cdiv(outputs, 64) >= 2 * target.units else 3
+        stages = 5 if in_fp8 and cdiv(outputs, 64) >= 2 * target.units else 3
         return Tile(16, 64, 128 if blocks else 256, 4, stages + (2 if blocks else 0), swapped=True)
     if not in_fp8:
         return Tile(64, 64, 128, 4, 4)
-    if triton.cdiv(outputs, 128) >= target.units:
+    if cdiv(outputs, 128) >= target.units:
         return Tile(64, 128, 128, 4, 4)
-    return Tile(64, 32 if triton.cdiv(outputs, 64) < target.units else 64, 128, 4, 6)
+    return Tile(64, 32 if cdiv(outputs, 64) < target.units else 64, 128, 4, 6)
 
 
 def matmul(
@@ -360,7 +361,7 @@ def matmul(
     dot = dot_type(target, x, weight)
     tile = matmul_tile(target, rows, outputs, blocks, dot)
     out = torch.empty(rows, outputs, dtype=dtype, device=x.device)
-    grid = triton.cdiv(outputs, tile.outputs), triton.cdiv(rows, tile.rows)
+    grid = cdiv(outputs, tile.outputs), cdiv(rows, tile.rows)
     parts = parts_of(target, tile, outputs, size)
     partial = arrived = None
     if parts > 1:
@@ -380,9 +381,7 @@ def matmul(
         outputs,
         x.stride(0),
         SIZE=size,
-        PART=size
-        if parts == 1
-        else triton.cdiv(triton.cdiv(size, tile.inputs), parts) * tile.inputs,
+        PART=size if parts == 1 else cdiv(cdiv(size, tile.inputs), parts) * tile.inputs,
         X_FORMAT=str(format_of(x)) if x_scale is not None else "",
         WEIGHT_FORMAT=str(format_of(weight.data)),
         BLOCKS=blocks,

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -21,6 +20,7 @@ from freight.kernels.triton.attention import decode_kernel, merge_kernel, prefil
 from freight.kernels.triton.formats import Target, carrier
 from freight.kernels.triton.occupancy import programs_for, programs_per_unit
 from freight.kernels.triton.rows import Quantized, allocate_output, quantize, quantizes
+from freight.kernels.triton.sizes import cdiv, next_power_of_2
 from freight.operands.batch import Sequences
 from freight.operands.kv_pages import KVPages
 from freight.operands.packed import PackedWeight
@@ -239,12 +239,12 @@ def constants(
         "HEADS": num_kv_heads,
         "STRIDES": pages.strides,
         "K_DIM": k_dim,
-        "K_BLOCK": max(least, triton.next_power_of_2(k_dim - rest)),
+        "K_BLOCK": max(least, next_power_of_2(k_dim - rest)),
         "REST": rest,
-        "REST_BLOCK": max(least, triton.next_power_of_2(rest)) if rest else 0,
+        "REST_BLOCK": max(least, next_power_of_2(rest)) if rest else 0,
         "INSIDE": at_the_end and rest == k_dim - v_dim > 0,
         "V_DIM": v_dim,
-        "V_BLOCK": max(32, triton.next_power_of_2(v_dim)),
+        "V_BLOCK": max(32, next_power_of_2(v_dim)),
         "HALF": 0 if pages.k_center is None else pages.k_center.cos.shape[1],
         "BLOCK_SIZE": pages.block_size,
         "FORMAT": str(pages.format) if pages.format.is_fp8 else "",
@@ -345,7 +345,7 @@ def attention(
     if mixed:
         _prefill(work)
     # The same kernel in all steps, mixed or not, so that a row's bits do not depend on the others.
-    merged = _decode(work, consumer)
+    merged = _decode(work, consumer) if sequences.some_decode else None
     if not quantizes(consumer):
         return work.out
     if mixed or merged is None:
@@ -370,7 +370,7 @@ def _prefill(work: _Work) -> None:
     taken = heads_taken(shared["GROUP"], tile.rows, block_dim, one_row=False)
     queries = max(1, tile.rows // taken)
     grid = (
-        (len(q) // queries + sequences.num_seqs) * triton.cdiv(shared["GROUP"], taken),
+        (len(q) // queries + sequences.num_seqs) * cdiv(shared["GROUP"], taken),
         shared["HEADS"],
     )
     prefill_kernel[grid](
@@ -393,7 +393,7 @@ def _prefill(work: _Work) -> None:
         work.sinks,
         **shared,
         TAKEN=taken,
-        ROWS=max(tile.rows, triton.next_power_of_2(taken)),
+        ROWS=max(tile.rows, next_power_of_2(taken)),
         QUERIES=queries,
         KEYS=tile.keys,
         num_warps=tile.warps,
@@ -419,8 +419,8 @@ def _decode(work: _Work, consumer: PackedWeight | None) -> Quantized | None:
     heads, num_seqs, tables = shared["HEADS"], sequences.num_seqs, sequences.block_tables
     longest = tables.shape[1] * pages.block_size
     max_splits = max(
-        triton.cdiv(min(longest, LONG), SPLIT),
-        triton.cdiv(longest, LONG_SPLIT),
+        cdiv(min(longest, LONG), SPLIT),
+        cdiv(longest, LONG_SPLIT),
     )
     splits = {"SPLIT": SPLIT, "LONG_SPLIT": LONG_SPLIT, "LONG": LONG}
     partial = q.new_empty(
@@ -448,7 +448,7 @@ def _decode(work: _Work, consumer: PackedWeight | None) -> Quantized | None:
         work.window or 0,
         *work.extras,
     )
-    rows = max(tile.rows, triton.next_power_of_2(shared["TAKEN"]))
+    rows = max(tile.rows, next_power_of_2(shared["TAKEN"]))
     sizes = {
         "ROWS": rows,
         "KEYS": tile.keys,
@@ -457,7 +457,7 @@ def _decode(work: _Work, consumer: PackedWeight | None) -> Quantized | None:
         "num_stages": tile.stages,
     }
     places = programs_per_unit(target, decode_kernel, arguments, shared | sizes) * target.units
-    shares = triton.cdiv(shared["GROUP"], shared["TAKEN"])
+    shares = cdiv(shared["GROUP"], shared["TAKEN"])
     programs = programs_for(num_seqs * heads * shares, places, max_splits)
     decode_kernel[(programs * shares, heads, num_seqs)](*arguments, **shared, **sizes)
     result, written, form = _merged_output(work, consumer)

@@ -32,6 +32,7 @@ from freight.fp8.cast import format_of
 from freight.fp8.formats import Format
 from freight.kernels.triton.channels import LEAST, channel_products_kernel
 from freight.kernels.triton.formats import Target, carrier
+from freight.kernels.triton.sizes import cdiv, next_power_of_2
 from freight.kernels.triton.states import (
     TILE,
     by_block,
@@ -407,7 +408,7 @@ def recurrence(
     old_k = parts["k"].new_empty(num_seqs, STATE_TILE, key_heads, k_dim)
     old_decay = beta.new_empty(num_seqs, *parts["decay"].shape[1:])
     out = torch.empty(rows, heads * v_dim, dtype=v.dtype, device=v.device)
-    k_block = max(16, triton.next_power_of_2(k_dim))
+    k_block = max(16, next_power_of_2(k_dim))
     shared: dict[str, Any] = {
         "KEY_HEADS": key_heads,
         "K_DIM": k_dim,
@@ -431,10 +432,10 @@ def recurrence(
         channel_products_kernel[(rows, heads)](*inputs, *made, **once)
         log_decay = sums  # `recurrence_kernel` reads the sums in place of the decays
     else:
-        once["RATIO_BLOCK"] = triton.next_power_of_2(heads // key_heads)
+        once["RATIO_BLOCK"] = next_power_of_2(heads // key_heads)
         products_kernel[(rows, key_heads)](*read, *kept_decay, factors, products, *made, **once)
     scale = by_block(parts["scale"]) if format.is_quantized else (None, 0)
-    recurrence_kernel[(triton.cdiv(v_dim, BLOCK_V), heads, num_seqs)](
+    recurrence_kernel[(cdiv(v_dim, BLOCK_V), heads, num_seqs)](
         q,
         q.stride(0),
         k,

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from freight.kernels.triton.linear import Tile, matmul_kernel
+from freight.kernels.triton.sizes import cdiv, next_power_of_2
 from freight.operands.packed import PackedWeight
 from freight.operands.routing import Routing
 from freight.operands.weight import Weight
@@ -112,7 +113,7 @@ def logits(x: Tensor, router: Weight, bias: Tensor | None) -> Tensor:
     """
     (rows, size), experts = x.shape, len(router.data)
     out = torch.empty(rows, experts, dtype=torch.float32, device=x.device)
-    matmul_kernel[(triton.cdiv(experts, LOGITS.outputs), triton.cdiv(rows, LOGITS.rows))](
+    matmul_kernel[(cdiv(experts, LOGITS.outputs), cdiv(rows, LOGITS.rows))](
         x,
         router.data,
         None,
@@ -155,8 +156,8 @@ def choose(
         NUM_GROUPS=routing.num_groups,
         TOP_GROUPS=routing.top_groups,
         GROUP_BEST=routing.group_best,
-        BLOCK=triton.next_power_of_2(num_experts),
-        GROUP_BLOCK=triton.next_power_of_2(routing.num_groups),
+        BLOCK=next_power_of_2(num_experts),
+        GROUP_BLOCK=next_power_of_2(routing.num_groups),
         num_warps=1,
     )
     return ids, weights

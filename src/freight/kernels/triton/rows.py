@@ -20,6 +20,7 @@ from freight.fp8.cast import format_of, torch_dtype
 from freight.fp8.formats import Format
 from freight.fp8.weights import BLOCK
 from freight.kernels.triton.formats import Target, carrier, encode, finite_amax, scale_from_amax
+from freight.kernels.triton.sizes import cdiv, next_power_of_2
 from freight.operands.packed import PackedWeight, QuantizedRows
 from freight.operands.weight import Activations, Weight
 
@@ -219,9 +220,9 @@ def allocate_output(
     of `write_row`, (out_ptr, scale_ptr, static_scale), and its constants with `num_warps`.
     """
     rows, device = len(like), like.device
-    groups = triton.cdiv(size, BLOCK)
-    block_groups = triton.next_power_of_2(groups)
-    constants = {
+    groups = cdiv(size, BLOCK)
+    block_groups = next_power_of_2(groups)
+    constants: dict[str, Any] = {
         "SIZE": size,
         "BLOCK_GROUPS": block_groups,
         "num_warps": warps_for(block_groups * BLOCK),

@@ -24,6 +24,7 @@ from freight.kernels.triton.formats import (
     scale_from_amax,
 )
 from freight.kernels.triton.rows import warps_for
+from freight.kernels.triton.sizes import cdiv, next_power_of_2
 from freight.operands.kv_pages import KVPages
 from freight.operands.rotary import Rotary
 
@@ -207,15 +208,13 @@ def rotate_store(
     q = torch.empty(rows, num_heads, k_dim, dtype=qkv.dtype, device=qkv.device)
     q_norm, k_norm = rotary.norms or (None, None)
     k_center = None if pages.k_center is None else pages.k_center.b
-    k_block, v_block = triton.next_power_of_2(k_dim), triton.next_power_of_2(v_dim)
+    k_block, v_block = next_power_of_2(k_dim), next_power_of_2(v_dim)
     block = max(k_block, v_block)
     # With few rows one row and one head; else 16 rows, or 8 of 512 channels, because 16 spill.
     tile = turns = 1
     if rows > FEW_ROWS:
         tile, turns = 16 if block <= 256 else 8, TURNS
-    rotate_store_kernel[
-        (triton.cdiv(rows, tile), triton.cdiv(num_heads + kv_heads + v_heads, turns))
-    ](
+    rotate_store_kernel[(cdiv(rows, tile), cdiv(num_heads + kv_heads + v_heads, turns))](
         qkv,
         q,
         positions,
