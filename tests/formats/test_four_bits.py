@@ -483,7 +483,7 @@ WRONG: list[tuple[str, Change, str]] = [
     (
         "ct int4 32",
         lambda tensors, said: tensors.update({f"{Q}.weight_zero_point": torch.ones(16, 4).int()}),
-        f"{Q}.weight_zero_point is not zero; only symmetric",
+        f"{Q}.weight_zero_point is not zero: of weights in 8 bits only",
     ),
     ("ct int4 32", cut(f"{Q}.weight_scale"), f"{Q}.weight_scale is F16 of shape [127, 4]"),
     ("ct int4 32", cut(f"{Q}.weight_packed"), f"{Q}.weight_packed is I32 of shape [127, 16]"),

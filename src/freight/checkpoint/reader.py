@@ -266,7 +266,10 @@ class Checkpoint:
             if name in pending or name in self._skipped:
                 continue  # of a matrix in 4 bits, which may be a head that is tied
             if self._read(name).float().any():
-                raise self.fault(f"{name} is not zero; only symmetric quantization is implemented")
+                raise self.fault(
+                    f"{name} is not zero: of weights in 8 bits only symmetric quantization is implemented, and of "
+                    "weights in 4 bits config.json must declare zero points (`symmetric: false`)"
+                )
             self.skip(name, "a zero point that is zero")
         left = sorted(self.names - self._taken - set(self._skipped) - pending)
         if left:
