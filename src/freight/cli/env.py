@@ -48,12 +48,17 @@ def collect() -> JsonObject:
         physical_cores,
         probe,
     )
+    from freight.errors import KernelError
     from freight.kernels.cpu import library as cpu_library
     from freight.kernels.select import select_kernels
 
     device = probe("auto")
     threads = choose_threads(None, device.cores).count
     possible = min(device.cores, physical_cores() or device.cores)
+    try:
+        kernels, note = select_kernels("auto", str(device.kind)).name, device.note
+    except KernelError as error:
+        kernels, note = None, str(error)
     notes = (openmp.few_threads(os.environ, threads, possible), openmp.long_waits(os.environ))
     return {
         "versions": {"freight": freight.__version__, "python": platform.python_version()}
@@ -74,9 +79,9 @@ def collect() -> JsonObject:
         "memory_free": device.memory_free,
         "torch_build": _torch_build(),
         "gpu_present": gpu_present(),
-        "kernels": select_kernels("auto", str(device.kind)).name,
+        "kernels": kernels,
         "kernels_because": cpu_library.describe(),
-        "note": device.note,
+        "note": note,
     }
 
 

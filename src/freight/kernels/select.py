@@ -22,7 +22,7 @@ def select_kernels(
     'auto' is the best set for `device` ('cpu' or 'cuda'), and the reference if no other can run.
     `fp8_attention`: attention multiplies FP8 by FP8 over E4M3 pages; a set that cannot falls back
     to products of decoded values. `ranks`: those over which the set gathers. Raises KernelError,
-    with the reason, if the CPU set was requested by name and cannot run.
+    with the reason, if the CPU set was requested by name and cannot run, and as `check_gpu`.
     """
     products = Fp8Products.BOTH if fp8_attention else Fp8Products.NONE
     if name == "reference":
@@ -31,10 +31,13 @@ def select_kernels(
         if find_spec("triton") is None:
             note = "slow reference kernels: Triton is not installed (pip install triton)"
             return ReferenceKernels(note=note, ranks=ranks)
-        from freight.kernels.triton.formats import current_target
+        from freight.kernels.triton.formats import check_gpu, current_target
         from freight.kernels.triton.triton_set import TritonKernels
 
-        return TritonKernels(current_target(), fp8_attention, ranks=ranks)
+        target = current_target()
+        if device != "cpu":
+            check_gpu(target)
+        return TritonKernels(target, fp8_attention, ranks=ranks)
     from freight.kernels.cpu import library
     from freight.kernels.cpu.cpu_set import CpuKernels
 

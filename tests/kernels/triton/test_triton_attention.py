@@ -207,6 +207,20 @@ def test_neither_programs_nor_the_table_s_width_change_a_bit_of_a_decode(
         assert torch.equal(case.run([0, 1, 2], window), wide)
 
 
+@pytest.mark.parametrize("window", [None, 20, 90, 100])
+def test_splits_of_either_size(window, device):
+    """Sequences of LONG keys, one more, and many more; windows of fewer than LONG, LONG, and more.
+
+    Below LONG a window's splits are short however long its sequence is.
+    """
+    sequences = [(1, 299), (1, 89), (1, 90), (1, 250)]
+    case = Case(sequences, Format.E4M3FN, "token", torch.bfloat16, 2, 2, 16, device)
+    together = case.run(range(4), window)
+    assert_close(together, case.run(range(4), window, torch.float32))
+    for i, expected in enumerate(together):
+        assert torch.equal(case.run([i], window)[0], expected)
+
+
 @pytest.mark.parametrize("window", [None, 20])
 def test_chunks_of_prefill_change_no_bit(window, device):
     case = Case([(40, 0)], Format.E4M3FN, "token", torch.bfloat16, 1, 2, 16, device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 
 import ml_dtypes
 import numpy as np
@@ -12,9 +13,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from freight.errors import KernelError
 from freight.fp8.cast import decode, encode, torch_dtype
 from freight.fp8.formats import Format
 from freight.kernels.reference import Fp8Products
+from freight.kernels.select import select_kernels
 from freight.kernels.triton import formats
 from freight.kernels.triton.formats import Target
 
@@ -189,3 +192,35 @@ def test_a_launch_that_says_nothing_of_fusing_does_not_warn():
     assert triton.knobs.language.fp_fusion_enabled(None) == (
         os.environ["TRITON_DEFAULT_FP_FUSION"] == "1"
     )
+
+
+class Driver:
+    """Triton's driver where it cannot be compiled."""
+
+    def __init__(self, error: Exception | None) -> None:
+        self.error = error
+
+    @property
+    def active(self) -> str:
+        if self.error is not None:
+            raise self.error
+        return "a driver"
+
+
+@pytest.mark.parametrize(
+    ("arch", "error", "said"),
+    [
+        (90, RuntimeError("Failed to find C compiler."), "C compiler; .*gcc.*--device cpu"),
+        (80, subprocess.CalledProcessError(1, ["gcc", "main.c"]), "main.c.*python3-dev"),
+        (80, AssertionError("libcuda.so cannot found!"), "libcuda.so"),
+        (75, None, "8.0.*this one has 7.5.*--device cpu"),
+    ],
+)
+def test_a_gpu_that_triton_cannot_use_is_refused_before_a_request(arch, error, said, monkeypatch):
+    monkeypatch.setattr(formats, "driver", Driver(error))
+    monkeypatch.setattr(formats, "current_target", lambda: Target("cuda", arch))
+    with pytest.raises(KernelError, match=said):
+        select_kernels("auto", "cuda")
+    monkeypatch.setattr(formats, "driver", Driver(None))
+    monkeypatch.setattr(formats, "current_target", lambda: Target("cuda", 80))
+    assert select_kernels("auto", "cuda").name == "triton"

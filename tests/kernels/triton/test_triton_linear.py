@@ -199,14 +199,29 @@ def test_products_of_few_rows_fill_the_gpu():
     for rows in (1, 16, 17, 64):
         for outputs, size in ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)):
             tile = linear.matmul_tile(hopper, rows, outputs, False, tl.float8e4nv)
-            parts = linear.parts_of(hopper, tile, outputs, size)
+            parts = linear.parts_of(hopper, tile, outputs, size, tl.float8e4nv)
             wanted = 1.8 if rows <= 16 else 1.0
             assert triton.cdiv(outputs, tile.outputs) * parts >= wanted * hopper.units
             tiles = triton.cdiv(size, tile.inputs)
             assert (parts - 1) * triton.cdiv(tiles, parts) < tiles
     alone = linear.matmul_tile(hopper, 1, 2**17, False, tl.float8e4nv)
-    assert linear.parts_of(hopper, alone, 2**17, 4096) == 1
-    assert linear.parts_of(Target("cuda", 80, 108), alone, 4096, 4096) == 1
+    assert linear.parts_of(hopper, alone, 2**17, 4096, tl.float8e4nv) == 1
+    assert linear.parts_of(Target("cuda", 80, 108), alone, 4096, 4096, tl.float8e4nv) == 1
+
+
+@pytest.mark.parametrize("dot", [tl.float32, tl.bfloat16, tl.float8e4nv])
+@pytest.mark.parametrize("blocks", [False, True])
+def test_every_tile_of_a_product_with_parts_has_an_arrival(blocks, dot):
+    """For any number of rows; and the parts are those that `matmul_kernel` adds up."""
+    for target in (Target("cuda", 90, 132), Target("cuda", 100, 148)):
+        for rows in (1, 16, 17, 64, 65, 8192):
+            for outputs, size in ((64, 768), (1000, 4096), (4096, 14336), (28672, 5000)):
+                tile = linear.matmul_tile(target, rows, outputs, blocks, dot)
+                parts = linear.parts_of(target, tile, outputs, size, dot)
+                tiles = triton.cdiv(outputs, tile.outputs) * triton.cdiv(rows, tile.rows)
+                assert parts == 1 or tiles <= linear.MOST_TILES
+                tiles = triton.cdiv(size, tile.inputs)
+                assert triton.cdiv(tiles, triton.cdiv(tiles, parts)) == parts
 
 
 @pytest.mark.parametrize("fast", [False, True])

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from freight.errors import CapacityError, CheckpointError, ConfigError, RequestError
+from freight.errors import CapacityError, CheckpointError, ConfigError, KernelError, RequestError
+from freight.kernels import select
 from freight.kernels.select import select_kernels
 
 Run = Callable[..., Any]
@@ -202,6 +203,18 @@ def test_env_says_the_same_to_people_and_to_programs(freight: Run) -> None:
     assert facts["versions"]["torch"] in text
     assert f"{facts['memory_total'] / 2**30:.1f} GiB" in text
     assert len(text.splitlines()) == len(facts)
+
+
+def test_env_reports_where_no_kernels_can_run(
+    freight: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise KernelError("no C compiler")
+
+    monkeypatch.setattr(select, "select_kernels", refuse)
+    facts = json.loads(freight("env", "--json").out)
+    assert (facts["kernels"], facts["note"]) == (None, "no C compiler")
+    assert "no C compiler" in freight("env").out
 
 
 @pytest.mark.parametrize("argv", [["demo"], ["--model-id", "demo"], []])

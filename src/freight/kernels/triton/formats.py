@@ -12,6 +12,7 @@ FP8 decodes to float16, in which all values of all FP8 formats are exact, subnor
 from __future__ import annotations
 
 import os
+import subprocess
 from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,7 +22,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from triton import knobs
+from triton.runtime import driver
 
+from freight.errors import KernelError
 from freight.fp8.cast import format_of
 from freight.fp8.formats import Format, ScaleKind, amd_fp8
 from freight.kernels.reference import Fp8Products
@@ -111,6 +114,34 @@ def current_target() -> Target:
     if torch.version.hip is not None:
         return Target("hip", facts.gcnArchName.split(":")[0], facts.multi_processor_count)
     return Target("cuda", 10 * facts.major + facts.minor, facts.multi_processor_count)
+
+
+def check_gpu(target: Target) -> None:
+    """Raise KernelError for a GPU older than Ampere, and where Triton does not work.
+
+    Triton compiles C while it runs: its access to the driver, and in versions before 3.9 also the
+    launchers of kernels. Without this check the first request would fail.
+    """
+    if not target.arch:  # the interpreter
+        return
+    if target.backend == "cuda" and int(target.arch) < 80:
+        raise KernelError(
+            "the Triton kernels need an NVIDIA GPU of compute capability 8.0 (Ampere) or newer, and this one has "
+            f"{int(target.arch) / 10:.1f}; use --device cpu, or --kernels reference"
+        )
+    try:
+        _ = driver.active  # the first use compiles
+    except (
+        AssertionError,
+        ImportError,
+        OSError,
+        RuntimeError,
+        subprocess.SubprocessError,
+    ) as error:
+        raise KernelError(
+            f"Triton cannot use this GPU: {str(error).rstrip('.')}; it needs a C compiler and the headers of Python "
+            "(Debian: gcc, libc6-dev and python3-dev), or use --device cpu, or --kernels reference"
+        ) from error
 
 
 def carrier(stored: Tensor, target: Target) -> Tensor:

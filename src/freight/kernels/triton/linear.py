@@ -302,15 +302,15 @@ def matmul_tile(target: Target, rows: int, outputs: int, blocks: bool, dot: tl.d
     return Tile(128, 128, 64, 8, stages - 1)
 
 
-def parts_of(target: Target, tile: Tile, outputs: int, size: int) -> int:
+def parts_of(target: Target, tile: Tile, outputs: int, size: int, dot: tl.dtype) -> int:
     """Choose into how many parts the `size` inputs of a weight are divided.
 
     Few rows by few outputs make too few programs to read at the memory's speed. The parts are as
     many as give two programs a multiprocessor, or one of 64 rows, of at least LEAST_PART inputs
-    each. They do not depend on the rows, which therefore keep their bits. Elsewhere than on Hopper and newer, where
-    this was measured, there is one part.
+    each. They do not depend on the rows, which therefore keep their bits. There is one part on GPUs before Hopper, and
+    in float32, whose tile is the same for any number of rows.
     """
-    if not target.hopper_or_newer or tile.rows > FEW_ROWS or tile.chains > 1:
+    if not target.hopper_or_newer or dot == tl.float32 or tile.rows > FEW_ROWS or tile.chains > 1:
         return 1
     programs = target.units * (2 if tile.rows <= 16 else 1)
     wanted = cdiv(programs, cdiv(outputs, tile.outputs))
@@ -322,7 +322,10 @@ def parts_of(target: Target, tile: Tile, outputs: int, size: int) -> int:
 
 @functools.cache
 def arrivals(device: torch.device) -> Tensor:
-    """Return zeros for the tiles of a `matmul_kernel` with parts, which leaves them 0."""
+    """Return zeros for the tiles of a `matmul_kernel` with parts, which leaves them 0.
+
+    One product at a time may use them: all products of a device are launched on one stream.
+    """
     return torch.zeros(MOST_TILES, dtype=torch.int32, device=device)
 
 
@@ -362,7 +365,7 @@ def matmul(
     tile = matmul_tile(target, rows, outputs, blocks, dot)
     out = torch.empty(rows, outputs, dtype=dtype, device=x.device)
     grid = cdiv(outputs, tile.outputs), cdiv(rows, tile.rows)
-    parts = parts_of(target, tile, outputs, size)
+    parts = parts_of(target, tile, outputs, size, dot)
     partial = arrived = None
     if parts > 1:
         assert grid[0] * grid[1] <= MOST_TILES

@@ -417,11 +417,7 @@ def _decode(work: _Work, consumer: PackedWeight | None) -> Quantized | None:
     shared["TAKEN"] = heads_taken(shared["GROUP"], tile.rows, block_dim, one_row=True)
     assert KEY_TILE % tile.keys == SPLIT % tile.keys == LONG_SPLIT % tile.keys == 0
     heads, num_seqs, tables = shared["HEADS"], sequences.num_seqs, sequences.block_tables
-    longest = tables.shape[1] * pages.block_size
-    max_splits = max(
-        cdiv(min(longest, LONG), SPLIT),
-        cdiv(longest, LONG_SPLIT),
-    )
+    max_splits = most_splits(tables.shape[1] * pages.block_size, work.window)
     splits = {"SPLIT": SPLIT, "LONG_SPLIT": LONG_SPLIT, "LONG": LONG}
     partial = q.new_empty(
         num_seqs, heads, max_splits, shared["GROUP"], shared["V_DIM"], dtype=torch.float32
@@ -481,6 +477,16 @@ def _decode(work: _Work, consumer: PackedWeight | None) -> Quantized | None:
         num_warps=MERGE_WARPS,
     )
     return result
+
+
+def most_splits(longest: int, window: int | None) -> int:
+    """Return the number of splits of a sequence of up to `longest` keys (`attention._split_size`).
+
+    They are counted from the sequence's beginning, also those before a window. A window of up to
+    LONG keys has short splits in a sequence of any length.
+    """
+    short = longest if window is not None and window <= LONG else min(longest, LONG)
+    return max(cdiv(short, SPLIT), cdiv(longest, LONG_SPLIT))
 
 
 def _merged_output(
