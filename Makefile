@@ -119,8 +119,9 @@ test-ray: setup .venv-ray/ready
 # configured in pyproject.toml; the processes that tests start count as well. The floors are those of all tests of `make test`
 # without a GPU, and without Ray. That of csrc is without ranks.cpp, whose processes end without gcov's counts.
 # Left out are tests that coverage.py does not survive: an interrupt at any moment leaves its lock taken, and where no file may
-# grow it cannot write its own
-NOT_COVERED = tests/e2e/test_interrupts.py tests/e2e/test_streams.py::test_a_file_that_cannot_grow_is_one_line_and_1
+# grow it cannot write its own; and one that compares the times of two pieces of code, one of which is traced
+NOT_COVERED = tests/e2e/test_interrupts.py tests/e2e/test_streams.py::test_a_file_that_cannot_grow_is_one_line_and_1 \
+  tests/unit/server/test_openai_chat_request.py::test_a_chunk_costs_less_than_its_json_would
 coverage: setup
 	@rm -rf build/coverage; mkdir -p build/coverage
 	@$(BIN)/coverage run -m pytest -n 2 --dist worksteal $(addprefix --deselect ,$(NOT_COVERED))
@@ -128,7 +129,7 @@ coverage: setup
 	@$(BIN)/coverage html -q
 	@$(BIN)/coverage report --skip-covered --sort=-miss
 	@$(BIN)/coverage json -q -o build/coverage/report.json
-	@$(BIN)/python tools/coverage_floors.py build/coverage/report.json --lines 97 --branches 94
+	@$(BIN)/python tools/coverage_floors.py build/coverage/report.json --lines 97.5 --branches 95
 	@$(MAKE) --no-print-directory coverage-kernels
 
 # Sphinx sees what .venv has behind its own: the reference pages are made of the source
