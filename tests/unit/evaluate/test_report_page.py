@@ -311,7 +311,11 @@ def test_the_page_can_be_read_at_every_width_and_by_the_keyboard(
         assert found == []
         with seen_at(page, min(WIDTHS), "light"):
             page.open(url)
-            page.press("Tab", "Right")
-            scrolled = "return document.activeElement.scrollLeft"
-            wait_for(lambda: page.run(scrolled) > 0)
+            page.press("Tab")
+
+            def scrolls() -> bool:
+                page.press("Right")  # again: a busy machine may lose the first
+                return bool(page.run("return document.activeElement.scrollLeft") > 0)
+
+            wait_for(scrolls)
             assert page.run("return document.activeElement.querySelector('svg') !== null")
