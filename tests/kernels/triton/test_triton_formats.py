@@ -213,6 +213,7 @@ class Driver:
         (90, RuntimeError("Failed to find C compiler."), "C compiler; .*gcc.*--device cpu"),
         (80, subprocess.CalledProcessError(1, ["gcc", "main.c"]), "main.c.*python3-dev"),
         (80, AssertionError("libcuda.so cannot found!"), "libcuda.so"),
+        (80, PermissionError(13, "Permission denied", "/.triton"), "/.triton.*TRITON_CACHE_DIR"),
         (75, None, "8.0.*this one has 7.5.*--device cpu"),
     ],
 )

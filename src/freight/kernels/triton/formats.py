@@ -139,8 +139,9 @@ def check_gpu(target: Target) -> None:
         subprocess.SubprocessError,
     ) as error:
         raise KernelError(
-            f"Triton cannot use this GPU: {str(error).rstrip('.')}; it needs a C compiler and the headers of Python "
-            "(Debian: gcc, libc6-dev and python3-dev), or use --device cpu, or --kernels reference"
+            f"Triton cannot use this GPU: {str(error).rstrip('.')}; it needs a C compiler, the headers of Python "
+            "(Debian: gcc, libc6-dev and python3-dev) and a cache that it can write (TRITON_CACHE_DIR, by default "
+            "~/.triton/cache), or use --device cpu, or --kernels reference"
         ) from error
 
 
