@@ -9,7 +9,7 @@ row's bits are the same in all batches of up to 16 rows, of 17 to `FEW_ROWS`, an
 these classes they may differ, because the matrix instructions do.
 
 Over few rows the time is that of reading the weight, and it takes many programs to keep the memory
-busy. On Hopper and newer, a weight of few outputs is therefore divided along its inputs, too
+busy. On Hopper, a weight of few outputs is therefore divided along its inputs, too
 (`parts_of`); the program that finishes last adds the parts, in order.
 """
 
@@ -286,11 +286,13 @@ def matmul_tile(target: Target, rows: int, outputs: int, blocks: bool, dot: tl.d
     if dot == tl.float32:
         return Tile(16, 32, 32 if not blocks else 128, 4, 1)
     stages = 2 if target.backend == "hip" else 4
-    if target.hopper_or_newer and rows <= FEW_ROWS:
+    if target.arch == 90 and rows <= FEW_ROWS:
         return _hopper_tile(target, rows, outputs, blocks, dot.primitive_bitwidth == 8)
     if rows <= 16:
         return Tile(16, 32, 128 if blocks else 64, 4, stages if blocks else stages + 2, chains=4)
     if rows <= FEW_ROWS:
+        if target.hopper_or_newer and cdiv(outputs, 64) < target.units:
+            return Tile(64, 32, 128, 4, stages + 2)
         return Tile(64, 64, 128, 4, stages)
     if dot.primitive_bitwidth == 8 and target.hopper_or_newer:
         if blocks and int(target.arch) >= 100:
@@ -307,10 +309,11 @@ def parts_of(target: Target, tile: Tile, outputs: int, size: int, dot: tl.dtype)
 
     Few rows by few outputs make too few programs to read at the memory's speed. The parts are as
     many as give two programs a multiprocessor, or one of 64 rows, of at least LEAST_PART inputs
-    each. They do not depend on the rows, which therefore keep their bits. There is one part on GPUs before Hopper, and
-    in float32, whose tile is the same for any number of rows.
+    each. They do not depend on the rows, which therefore keep their bits. There is one part on
+    GPUs other than Hopper's, which alone were measured, and in float32, whose tile is the same for
+    any number of rows.
     """
-    if not target.hopper_or_newer or dot == tl.float32 or tile.rows > FEW_ROWS or tile.chains > 1:
+    if target.arch != 90 or dot == tl.float32 or tile.rows > FEW_ROWS:
         return 1
     programs = target.units * (2 if tile.rows <= 16 else 1)
     wanted = cdiv(programs, cdiv(outputs, tile.outputs))
