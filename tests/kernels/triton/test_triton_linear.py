@@ -184,7 +184,8 @@ def test_inputs_in_parts_and_the_weight_first(
     x, bias = torch.randn(5, 1100).bfloat16().to(device), torch.randn(130).bfloat16().to(device)
     tile = linear.Tile(16, 64, 128, 4, 2, swapped=swapped)
     monkeypatch.setattr(linear, "matmul_tile", lambda *_: tile)
-    monkeypatch.setattr(linear, "parts_of", lambda *_: parts)
+    part = triton.cdiv(triton.cdiv(1100, tile.inputs), parts) * tile.inputs
+    monkeypatch.setattr(linear, "part_of", lambda *_: min(1100, part))
     product = partial(linear.linear, current_target(), weight=weight, bias=bias)
     found = product(x)
     assert_close(found, x, weight, bias)
@@ -199,14 +200,15 @@ def test_products_of_few_rows_fill_the_gpu():
     for rows in (1, 16, 17, 64):
         for outputs, size in ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)):
             tile = linear.matmul_tile(hopper, rows, outputs, False, tl.float8e4nv)
-            parts = linear.parts_of(hopper, tile, outputs, size, tl.float8e4nv)
+            part = linear.part_of(hopper, tile, outputs, size, tl.float8e4nv)
+            parts = triton.cdiv(size, part)
             wanted = 1.8 if rows <= 16 else 1.0
             assert triton.cdiv(outputs, tile.outputs) * parts >= wanted * hopper.units
             tiles = triton.cdiv(size, tile.inputs)
             assert (parts - 1) * triton.cdiv(tiles, parts) < tiles
     alone = linear.matmul_tile(hopper, 1, 2**17, False, tl.float8e4nv)
-    assert linear.parts_of(hopper, alone, 2**17, 4096, tl.float8e4nv) == 1
-    assert linear.parts_of(Target("cuda", 80, 108), alone, 4096, 4096, tl.float8e4nv) == 1
+    assert linear.part_of(hopper, alone, 2**17, 4096, tl.float8e4nv) == 4096
+    assert linear.part_of(Target("cuda", 80, 108), alone, 4096, 4096, tl.float8e4nv) == 4096
 
 
 @pytest.mark.parametrize("dot", [tl.float32, tl.bfloat16, tl.float8e4nv])
@@ -217,7 +219,7 @@ def test_every_tile_of_a_product_with_parts_has_an_arrival(blocks, dot):
         for rows in (1, 16, 17, 64, 65, 8192):
             for outputs, size in ((64, 768), (1000, 4096), (4096, 14336), (28672, 5000)):
                 tile = linear.matmul_tile(target, rows, outputs, blocks, dot)
-                parts = linear.parts_of(target, tile, outputs, size, dot)
+                parts = triton.cdiv(size, linear.part_of(target, tile, outputs, size, dot))
                 tiles = triton.cdiv(outputs, tile.outputs) * triton.cdiv(rows, tile.rows)
                 assert parts == 1 or tiles <= linear.MOST_TILES
                 tiles = triton.cdiv(size, tile.inputs)

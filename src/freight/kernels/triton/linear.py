@@ -10,7 +10,7 @@ these classes they may differ, because the matrix instructions do.
 
 Over few rows the time is that of reading the weight, and it takes many programs to keep the memory
 busy. On Hopper, a weight of few outputs is therefore divided along its inputs, too
-(`parts_of`); the program that finishes last adds the parts, in order.
+(`part_of`); the program that finishes last adds the parts, in order.
 """
 
 from __future__ import annotations
@@ -304,8 +304,8 @@ def matmul_tile(target: Target, rows: int, outputs: int, blocks: bool, dot: tl.d
     return Tile(128, 128, 64, 8, stages - 1)
 
 
-def parts_of(target: Target, tile: Tile, outputs: int, size: int, dot: tl.dtype) -> int:
-    """Choose into how many parts the `size` inputs of a weight are divided.
+def part_of(target: Target, tile: Tile, outputs: int, size: int, dot: tl.dtype) -> int:
+    """Choose how many of the `size` inputs of a weight a program takes: all, or a number of tiles.
 
     Few rows by few outputs make too few programs to read at the memory's speed. The parts are as
     many as give two programs a multiprocessor, or one of 64 rows, of at least LEAST_PART inputs
@@ -314,13 +314,11 @@ def parts_of(target: Target, tile: Tile, outputs: int, size: int, dot: tl.dtype)
     any number of rows.
     """
     if target.arch != 90 or dot == tl.float32 or tile.rows > FEW_ROWS:
-        return 1
+        return size
     programs = target.units * (2 if tile.rows <= 16 else 1)
     wanted = cdiv(programs, cdiv(outputs, tile.outputs))
-    tiles = cdiv(size, tile.inputs)
     parts = max(1, min(wanted, size // LEAST_PART))
-    in_use: int = cdiv(tiles, cdiv(tiles, parts))  # none is empty
-    return in_use
+    return min(size, cdiv(cdiv(size, tile.inputs), parts) * tile.inputs)
 
 
 @functools.cache
@@ -368,7 +366,8 @@ def matmul(
     tile = matmul_tile(target, rows, outputs, blocks, dot)
     out = torch.empty(rows, outputs, dtype=dtype, device=x.device)
     grid = cdiv(outputs, tile.outputs), cdiv(rows, tile.rows)
-    parts = parts_of(target, tile, outputs, size, dot)
+    part = part_of(target, tile, outputs, size, dot)
+    parts = cdiv(size, part)
     partial = arrived = None
     if parts > 1:
         assert grid[0] * grid[1] <= MOST_TILES
@@ -387,7 +386,7 @@ def matmul(
         outputs,
         x.stride(0),
         SIZE=size,
-        PART=size if parts == 1 else cdiv(cdiv(size, tile.inputs), parts) * tile.inputs,
+        PART=part,
         X_FORMAT=str(format_of(x)) if x_scale is not None else "",
         WEIGHT_FORMAT=str(format_of(weight.data)),
         BLOCKS=blocks,

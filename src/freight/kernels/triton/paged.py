@@ -61,8 +61,8 @@ def prefill_tile(
 
     block_dim         channels of a head, padded
     bytes_per_value   of the operands of the product
-    stored            bytes of a value in the pages
     centered          True if keys have a center
+    stored            bytes of a value in the pages
     """
     if bytes_per_value == 4:
         if block_dim <= 128:
