@@ -23,7 +23,8 @@ PYTHON ?= python3
 TORCH ?= cpu
 TORCH_VERSION = 2.13.0
 BIN = .venv/bin
-STAMP = .venv/ready-$(TORCH)
+READY = .venv/ready-$(TORCH)
+STAMP = .venv/dev-$(TORCH)
 # the tests start hundreds of interpreters: each would compile the source again
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -31,23 +32,34 @@ unexport PYTHONDONTWRITEBYTECODE
 
 setup: $(STAMP)
 
-$(STAMP): pyproject.toml Makefile $(wildcard csrc/*)
+# What runs a model: torch, Freight with its server, and the one build of the kernels that this processor loads. Kernels are
+# compiled while pip installs
+$(READY): pyproject.toml Makefile $(wildcard csrc/*)
 	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit("Freight needs Python 3.11 or newer; %s is %d.%d. Name another: make PYTHON=python3.12" % (sys.executable, v[0], v[1]))'
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	@echo "installing torch $(TORCH_VERSION) ($(TORCH)) and freight into .venv"
-ifeq ($(TORCH),cpu)
-	@$(BIN)/python -c 'import torch, sys; sys.exit(torch.__version__.split("+")[0] != "$(TORCH_VERSION)" or torch.version.cuda is not None)' 2>/dev/null \
-	  || $(BIN)/pip install -q --retries 0 --timeout 15 --index-url https://download.pytorch.org/whl/cpu torch==$(TORCH_VERSION) 2>/dev/null \
-	  || $(BIN)/pip install -q torch==$(TORCH_VERSION)
-else
-	@$(BIN)/pip install -q torch==$(TORCH_VERSION)
-endif
-	@rm -f src/freight/kernels/cpu/*.so
-	@$(BIN)/pip install -q -e '.[dev]'
-	@rm -f .venv/ready-*
+	@command -v cmake >/dev/null || test -x $(BIN)/cmake || $(BIN)/pip install -q cmake
+	@echo "installing torch $(TORCH_VERSION) ($(TORCH)) and Freight into .venv"
+	@tools/compile_kernels.sh best & kernels=$$!; $(INSTALL_TORCH) && $(BIN)/pip install -q -C wheel.cmake=false -e '.[server]'; \
+	  failed=$$?; wait $$kernels; exit $$failed
+	@rm -f .venv/ready-* .venv/dev-*
 	@touch $@
 
-demo: setup
+ifeq ($(TORCH),cpu)
+INSTALL_TORCH = { $(BIN)/python -c 'import torch, sys; sys.exit(torch.__version__.split("+")[0] != "$(TORCH_VERSION)" or torch.version.cuda is not None)' 2>/dev/null \
+	  || $(BIN)/pip install -q --retries 0 --timeout 15 --index-url https://download.pytorch.org/whl/cpu torch==$(TORCH_VERSION) 2>/dev/null \
+	  || $(BIN)/pip install -q torch==$(TORCH_VERSION); }
+else
+INSTALL_TORCH = $(BIN)/pip install -q torch==$(TORCH_VERSION)
+endif
+
+# and what tests it: the tools, and every build of the kernels that this processor runs
+$(STAMP): $(READY)
+	@echo "installing what tests need into .venv"
+	@tools/compile_kernels.sh runnable & kernels=$$!; $(BIN)/pip install -q -C wheel.cmake=false -e '.[dev]'; \
+	  failed=$$?; wait $$kernels; exit $$failed
+	@touch $@
+
+demo: $(READY)
 	@$(BIN)/freight demo
 
 style: setup

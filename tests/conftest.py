@@ -12,6 +12,10 @@ the pool of csrc/parallel.cpp, which is checked with them; without it they use t
 FREIGHT_TEST_TILES=emulated as well, the AMX build of that folder emulates its tile instructions
 (`make test-tiles`), and is run as if the processor and the system had them.
 
+FREIGHT_CPU_BUILD=avx2 runs them with that build of the kernels, in the processes that tests start
+too. A run whose own process loaded another build ends at once; a child process that cannot load it
+fails.
+
 FREIGHT_TEST_REMOTE='qemu-aarch64 … driver …/freight_neon.so' runs them with that library, in the
 process that the command starts (tests/kernels/test_arm.py).
 """
@@ -82,6 +86,11 @@ def pytest_configure(config: pytest.Config) -> None:
             library.cpu_features = lambda: features
             library.tile_obstacle = lambda: ""
         assert library.runnable(), f"no build in {folder} runs here"
+    build = os.environ.get("FREIGHT_CPU_BUILD")
+    if build:
+        from freight.kernels.cpu import library
+
+        assert library.load().build == build
     command = shlex.split(os.environ.get("FREIGHT_TEST_REMOTE", ""))
     if command:
         from tests.kernels.arm.remote import remote_library

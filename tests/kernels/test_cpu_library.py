@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
+import platform
 import shlex
+import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -19,6 +23,7 @@ from freight.kernels.select import select_kernels
 from freight.operands.kv_pages import KVPages
 from freight.operands.weight import Weight
 
+ROOT = Path(__file__).parents[2]
 SAPPHIRE_RAPIDS = tuple(library.X86_BUILDS["amx"])
 ZEN4 = (*library.X86_BUILDS["avx512"], "avx512dq")
 HASWELL = ("avx2", "f16c", "fma")
@@ -161,6 +166,65 @@ def test_every_build_that_runs_here_loads() -> None:
         assert select_kernels(f"cpu-{build}").name == f"cpu-{build}"
 
 
+@pytest.mark.parametrize("build", library.runnable())
+def test_a_named_build_is_loaded_in_child_processes_too(build: str) -> None:
+    environment = os.environ | {"FREIGHT_CPU_BUILD": build}
+    command = [sys.executable, "-m", "freight", "env", "--json"]
+    child = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    facts = json.loads(child.stdout)
+    assert facts["kernels"] == f"cpu-{build}"
+    assert "FREIGHT_CPU_BUILD" in facts["kernels_because"]
+
+
+def test_a_named_build_that_cannot_run_is_refused_and_nothing_takes_its_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("FREIGHT_CPU_BUILD", "avx1024")
+    assert library.runnable() == ()
+    with pytest.raises(
+        KernelError, match=r"FREIGHT_CPU_BUILD is 'avx1024'.*usable here: .*portable"
+    ):
+        library.load.__wrapped__(None)
+    monkeypatch.setattr(library, "load", library.load.__wrapped__)
+    with pytest.raises(KernelError, match="FREIGHT_CPU_BUILD"):
+        select_kernels("auto")
+
+
+@pytest.fixture(scope="module")
+def build_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in which CMake asks only once what the compiler can do."""
+    return tmp_path_factory.mktemp("build")
+
+
+CPUINFO = {
+    "sapphire rapids": (SAPPHIRE_RAPIDS, ["amx", "avx512", "avx512_vnni", "avx2", "portable"]),
+    "zen 4": (ZEN4, ["avx512", "avx512_vnni", "avx2", "portable"]),
+    "ice lake": (ICE_LAKE, ["avx512_vnni", "avx2", "portable"]),
+    "haswell": (HASWELL, ["avx2", "portable"]),
+    "core 2": (("sse2", "ssse3"), ["portable"]),
+}
+
+
+@pytest.mark.skipif(shutil.which("cmake") is None, reason="there is no cmake")
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the builds are those of x86-64")
+@pytest.mark.parametrize("processor", CPUINFO)
+def test_an_editable_install_compiles_what_the_processor_runs(
+    processor: str, build_folder: Path
+) -> None:
+    """CMake's rule of what a processor runs is that of library.py."""
+    features, builds = CPUINFO[processor]
+    cpuinfo = build_folder / "cpuinfo"
+    cpuinfo.write_text(f"model name\t: a processor\nflags\t\t: fpu {' '.join(features)}\n")
+    for choice, compiled in (("runnable", builds), ("best", builds[:1])):
+        command = [
+            *("cmake", "-S", str(ROOT / "csrc"), "-B", str(build_folder)),
+            *(f"-DFREIGHT_CPUINFO={cpuinfo}", f"-DFREIGHT_BUILDS={choice}"),
+        ]
+        output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        [line] = [line for line in output.splitlines() if line.startswith("-- CPU kernels: ")]
+        assert line.startswith(f"-- CPU kernels: {', '.join(compiled)}, the b")
+
+
 def test_auto_takes_the_best_build() -> None:
     best = library.runnable()
     assert select_kernels("auto").name == (f"cpu-{best[0]}" if best else "reference")
@@ -174,6 +238,7 @@ def test_the_reference_is_there_by_name_and_for_other_devices() -> None:
 def test_without_a_build_auto_says_why_and_cpu_refuses(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    monkeypatch.delenv("FREIGHT_CPU_BUILD", raising=False)
     monkeypatch.setattr(library, "installed", lambda folder=tmp_path: ())
     chosen = select_kernels("auto")
     assert chosen.name == "reference"

@@ -41,7 +41,7 @@ def select_kernels(
     from freight.kernels.cpu import library
     from freight.kernels.cpu.cpu_set import CpuKernels
 
-    if name == "auto" and not library.runnable():
+    if name == "auto" and not library.runnable() and not library.named_build():
         return ReferenceKernels(note=f"slow reference kernels: {library.describe()}", ranks=ranks)
     _, _, build = name.partition("-")
     return CpuKernels(library.load(build or None), ranks=ranks)

@@ -1,8 +1,9 @@
 """The compiled CPU kernels: the installed builds, the ones this processor runs, and their loading.
 
 `csrc/` is compiled once per instruction set. The libraries are stored next to this file, and are
-absent if there was no compiler at install time. The best one that the processor runs is loaded. A
-library of another interface version (ABI) than this source is refused.
+absent if there was no compiler at install time. The best one that the processor runs is loaded, or
+the one that FREIGHT_CPU_BUILD names, in child processes too. A library of another interface version
+(ABI) than this source is refused.
 """
 
 from __future__ import annotations
@@ -21,10 +22,11 @@ import torch
 from torch import Tensor
 
 from freight.device import bound_nodes, check_stack, cpu_features
-from freight.errors import KernelError, choices
+from freight.errors import KernelError, choices, shown
 from freight.kernels.cpu.interface import ABI, open_library
 
 FOLDER = Path(__file__).parent
+BUILD_VARIABLE = "FREIGHT_CPU_BUILD"
 _AVX2 = frozenset({"avx2", "fma", "f16c"})
 _VNNI = _AVX2 | {"avx512f", "avx512bw", "avx512vl", "avx512_vnni"}
 _AVX512 = _VNNI | {"avx512vbmi", "avx512_bf16"}
@@ -83,10 +85,18 @@ def path_of(build: str, folder: Path | None = None) -> Path:
 def runnable(features: Iterable[str] | None = None, folder: Path | None = None) -> tuple[str, ...]:
     """Return the installed builds that a processor with these features runs, best first.
 
-    features: as in /proc/cpuinfo; default: those of this processor
+    features: as in /proc/cpuinfo; default: those of this processor, of whose builds
+        FREIGHT_CPU_BUILD leaves the one that it names
     """
     have = cpu_features() if features is None else tuple(features)
-    return tuple(build for build in installed(folder) if not _obstacle(build, have))
+    usable = tuple(build for build in installed(folder) if not _obstacle(build, have))
+    named = named_build() if features is None else ""
+    return tuple(build for build in usable if build == named) if named else usable
+
+
+def named_build() -> str:
+    """Return the build that FREIGHT_CPU_BUILD names, or '' if it is unset or empty."""
+    return os.environ.get(BUILD_VARIABLE, "")
 
 
 def _obstacle(build: str, features: tuple[str, ...]) -> str:
@@ -116,6 +126,8 @@ def tile_obstacle() -> str:
 
 def describe(features: tuple[str, ...] | None = None, folder: Path | None = None) -> str:
     """Describe the choice in one line: the build that runs and why no better one, or why none."""
+    if features is None and named_build():
+        return f"{named_build()} ({BUILD_VARIABLE})"
     features = cpu_features() if features is None else features
     if not installed(folder):
         return (
@@ -132,13 +144,19 @@ def describe(features: tuple[str, ...] | None = None, folder: Path | None = None
 
 @cache
 def load(build: str | None = None) -> Library:
-    """Load `build`, or the best that this processor runs.
+    """Load `build`, or the one that FREIGHT_CPU_BUILD names, or the best that this processor runs.
 
-    Raises KernelError if none is installed, if the processor does not run `build`, and for a stale
-    library; ConfigError as `check_stack` does.
+    Raises KernelError if none is installed, if the processor does not run `build` or the one that
+    is named, and for a stale library; ConfigError as `check_stack` does.
     """
     check_stack()
     usable = runnable()
+    named = named_build()
+    if named and not usable:
+        raise KernelError(
+            f"{BUILD_VARIABLE} is {shown(named)}, and no such build of the CPU kernels can run; "
+            f"usable here: {', '.join(runnable(cpu_features())) or 'none'}"
+        )
     if not usable or (build is not None and build not in usable):
         wanted = f"the {build} build of the CPU kernels" if build else "the CPU kernels"
         have = f"usable here: {choices(usable)}" if usable else "none is usable here"
