@@ -112,7 +112,9 @@ def test_float32_results_of_sixteen_bit_weights(rows, dtype, device):
 def test_torch_makes_float32_of_sixteen_bits_on_nvidia_alone(backend, monkeypatch):
     calls = []
     monkeypatch.setattr(
-        torch, "mm", lambda x, matrix, **options: calls.append(options) or x.float() @ matrix.float()
+        torch,
+        "mm",
+        lambda x, matrix, **options: calls.append(options) or x.float() @ matrix.float(),
     )
     monkeypatch.setattr(linear, "matmul", lambda *_: torch.zeros(3, 5))
     x, weight = torch.randn(3, 8).bfloat16(), Weight(torch.randn(5, 8).bfloat16())
