@@ -137,7 +137,7 @@ inline V16 sums_of(const float* sums, bool integers) {
 }
 
 // Apply scales and bias to 16 outputs of `rows` rows, and round them once, unless y is float32; sums: [rows][16].
-__attribute__((noinline)) void finish(const Product& call, int32_t format, const float* sums, int64_t row, int64_t rows, int64_t block,
+void finish(const Product& call, int32_t format, const float* sums, int64_t row, int64_t rows, int64_t block,
             float factor) {
   const FreightWeight& weight = *call.weight;
   const int64_t first = block * kLanes;
