@@ -10,7 +10,7 @@
 #define FREIGHT_API extern "C" __attribute__((visibility("default")))
 
 // Incremented when any declaration changes, so that a library of an older build is refused instead of called wrongly.
-constexpr int32_t FREIGHT_ABI = 34;
+constexpr int32_t FREIGHT_ABI = 35;
 FREIGHT_API int32_t freight_abi();
 
 constexpr int32_t FREIGHT_LANES = 16;      // outputs computed together; arrays by output are padded to a multiple
@@ -108,12 +108,12 @@ struct FreightLinear {
   void* y;             // [rows, out_features]
   int64_t rows;
   int32_t format;  // of x and bias: float32, float16 or bfloat16
-  int32_t wide;    // 0: y is stored in `format`; 1: its values are rounded to `format` and stored as float32
+  int32_t wide;    // 0: y is stored in `format`; 1: as float32, with no rounding to `format`
   int32_t threads;
 };
 
 // y = x @ weight.T * scales + bias. Sums are float32, in an order that depends only on the build (linear.cpp), not on
-// the number of rows or threads. Rounded once, at the end. In INT8 sums are int32 and exact, then converted to float32,
+// the number of rows or threads. Rounded once, at the end, to the format of y. In INT8 sums are int32 and exact, then converted to float32,
 // multiplied by the scale of the row of x, then by that of the weight's row, so that every build has the same bits.
 FREIGHT_API FreightStatus freight_linear(const FreightLinear* arguments);
 

@@ -136,7 +136,7 @@ inline V16 sums_of(const float* sums, bool integers) {
   return integers ? of_int_sums(load16(sums)) : load16(sums);
 }
 
-// Apply scales and bias to 16 outputs of `rows` rows, and round them once; sums: [rows][16].
+// Apply scales and bias to 16 outputs of `rows` rows, and round them once, unless y is float32; sums: [rows][16].
 void finish(const Product& call, int32_t format, const float* sums, int64_t row, int64_t rows, int64_t block,
             float factor) {
   const FreightWeight& weight = *call.weight;
@@ -151,7 +151,6 @@ void finish(const Product& call, int32_t format, const float* sums, int64_t row,
     if (call.staged.row_scale) value = value * set16(call.staged.row_scale[row + m]);
     if (scaled || factor != 1.f) value = value * scale;
     if (call.bias) value = value + bias;
-    if (call.wide) value = rounded_to(value, format);
     store_as(element(call.y, (row + m) * call.y_stride + first, stored), value, stored, count);
   }
 }

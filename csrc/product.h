@@ -21,7 +21,7 @@ struct Product {
   int64_t rows = 0;
   const float* bias = nullptr;  // [out_features padded to 16], or null
   void* y = nullptr;            // [rows, out_features], rows at multiples of y_stride
-  bool wide = false;            // y is stored as float32, with values rounded to the call's format
+  bool wide = false;            // y is float32, whatever the call's format
   Staged staged = {};
   int64_t x_stride = weight->in_features, y_stride = weight->out_features;
 

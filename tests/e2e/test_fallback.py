@@ -25,6 +25,7 @@ from freight.config.registry import FAMILIES
 from freight.errors import CheckpointError, ConfigError
 from freight.evaluate.capacity import Wish, make_plan
 from freight.models.open import open_model
+from freight.models.sizes import Layout
 from freight.models.weight_bytes import weight_bytes
 
 SMALL: dict[str, Any] = {
@@ -190,7 +191,7 @@ def test_linears_become_fp8_and_routers_do_not(tmp_path: Path) -> None:
     causal: Any = llm(tmp_path, quantization="fp8").engine.runner.model
     kinds = {name: type(module).__name__ for name, module in causal.causal.named_modules()}
     assert kinds["model.layers.0.self_attn.q_proj"] == "FreightLinear"
-    assert kinds["lm_head"] == "Linear"
+    assert kinds["lm_head"] == "FreightHead"
     assert not [
         name for name, kind in kinds.items() if kind == "FreightLinear" and "router" in name
     ]
@@ -207,6 +208,24 @@ def test_fp8_is_refused_where_no_matrix_is_a_linear(tmp_path: Path) -> None:
 def logits(folder: Path) -> torch.Tensor:
     runner = llm(folder).engine.runner
     return runner.logits(PROMPTS[0], 0, runner.pool.whole)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("kernels", ["auto", "reference"])
+def test_logits_are_not_rounded_to_sixteen_bits(kernels: str, tied: bool, tmp_path: Path) -> None:
+    """transformers multiplies Cohere's logits by `logit_scale`: in float32, too."""
+    given = HEAD | WINDOW | {"tie_word_embeddings": tied, "logit_scale": 0.3}
+    causal = save("cohere2", given, tmp_path, torch.bfloat16)
+    engine = llm(tmp_path, kernels=kernels).engine
+    model = engine.runner.model
+    hidden = torch.randn(9, causal.config.hidden_size).bfloat16()
+    with torch.inference_mode():
+        found = model.logits(hidden)
+    expected = 0.3 * (hidden.double() @ causal.lm_head.weight.double().T)
+    assert found.dtype is torch.float32
+    bound = 1e-5 * expected.abs().max()
+    assert (found - expected).abs().max() <= bound
+    assert (found.bfloat16() - found).abs().max() > 10 * bound
 
 
 def test_a_stored_fp8_scale_is_used(tmp_path: Path) -> None:
@@ -278,21 +297,27 @@ def test_quantizing_it_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("quantization", [None, "fp8"])
+@pytest.mark.parametrize("layout", [Layout.PLAIN, Layout.PACKED])
 @pytest.mark.parametrize("model_type", ["olmo", "starcoder2", "granitemoeshared", "phi"])
 def test_the_plan_counts_the_bytes_that_are_loaded(
-    model_type: str, quantization: str | None, tmp_path: Path
+    model_type: str, layout: Layout, quantization: str | None, tmp_path: Path
 ) -> None:
     """From config.json alone. starcoder2 has a tied head, phi a head with a bias, Granite experts
-    and a router.
+    and a router. The CPU kernels pack the head, and here nothing that AMX would lay out otherwise.
     """
+    if layout is Layout.PACKED and quantization is not None:
+        pytest.skip("FP8 is laid out in tiles where the processor has AMX")
     save(model_type, (FAST | SLOW)[model_type], tmp_path)
     args = EngineArgs(
-        str(tmp_path), skip_tokenizer_init=True, quantization=quantization, kernels="reference"
+        str(tmp_path),
+        skip_tokenizer_init=True,
+        quantization=quantization,
+        kernels="reference" if layout is Layout.PLAIN else "auto",
     )
     opened = open_model(args)
     size = weight_bytes(opened.load(opened.resolve(args)))
     config = json.loads((tmp_path / "config.json").read_text())
-    settings = make_plan(config, Wish(2**22, 64, device="cpu")).settings
+    settings = make_plan(config, Wish(2**22, 64, device="cpu", layout=layout)).settings
     one = next(one for one in settings if one.weights.is_fp8 == (quantization == "fp8"))
     assert (one.loaded.layers, one.loaded.embeddings, one.loaded.tables) == (
         size.layers,
@@ -328,6 +353,7 @@ def test_its_weights_are_counted(tmp_path: Path) -> None:
     opened = open_model(args)
     loaded = opened.load(opened.resolve(args))
     size = weight_bytes(loaded)
-    assert size.embeddings == 2 * 128 * 64 * 4
+    scales = 128 * 4  # which the CPU kernels hold with each matrix that they pack, as the head
+    assert size.embeddings == 2 * 128 * 64 * 4 + scales
     stored = sum(t.nbytes for t in load_file(tmp_path / "model.safetensors").values())
-    assert size.layers + size.embeddings == stored
+    assert size.layers + size.embeddings == stored + scales

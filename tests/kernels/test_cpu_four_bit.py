@@ -20,6 +20,8 @@ from freight.kernels import reference
 from freight.kernels.cpu import library
 from freight.kernels.cpu.cpu_set import CpuKernels
 from freight.kernels.cpu.recording import Arena, record
+from freight.kernels.interface import KernelSet
+from freight.kernels.reference_set import REFERENCE
 from freight.operands.activation import GatedActivation
 from freight.operands.weight import Codes, Groups, Weight
 
@@ -134,6 +136,8 @@ def test_products_have_the_bits_of_those_with_the_same_values(
                 x[-1, 0] = torch.nan
             found = kernels.linear(x, packed, bias)
             assert same(found, kernels.linear(x, same_values, bias)), (outputs, inputs, rows)
+            whole = kernels.linear(x, packed, bias, float32=True)
+            assert same(whole, kernels.linear(x, same_values, bias, float32=True))
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
@@ -163,16 +167,17 @@ def test_products_are_those_of_float64(build: str, kind: Kind, dtype: torch.dtyp
     weight = replace(random_weight(kind, 33, inputs), scale=torch.rand(33) + 0.5)
     weight = replace(weight, order=torch.randperm(inputs))
     x = torch.randn(7, inputs).to(dtype)
-    if build == "reference":
-        found = reference.linear(x, weight)
-    else:
-        kernels = CpuKernels(library.load(build))
-        found = kernels.linear(x, kernels.pack(weight))
+    kernels: KernelSet = REFERENCE if build == "reference" else CpuKernels(library.load(build))
+    packed = kernels.pack(weight)
+    found = kernels.linear(x, packed)
     gathered, values = x.double()[:, weight.order], seen_by(weight, dtype).double()
     expected = gathered @ values.T * weight.scale.double()
     size = gathered.abs() @ values.abs().T * weight.scale.double()
     error = (found.double() - expected).abs()
     assert (error <= expected.abs() * torch.finfo(dtype).eps / 2 + size * 2e-6).all()
+    whole = kernels.linear(x, packed, float32=True)
+    assert whole.dtype == torch.float32
+    assert ((whole.double() - expected).abs() <= size * 2e-6).all()
 
 
 @pytest.mark.parametrize("build", BUILDS)

@@ -125,6 +125,8 @@ def test_products_have_the_bits_of_integers(
         for count in (1, 4, 5, 16, 40):
             found = kernels.linear(narrow[:count], packed)
             assert same(found, torch.from_numpy(wanted[:count]).to(dtype))
+            whole = kernels.linear(narrow[:count], packed, float32=True)
+            assert same(whole, wanted[:count])
 
 
 @pytest.mark.parametrize("name", SETS)

@@ -189,22 +189,29 @@ def test_products_of_odd_shapes_are_the_references(build, kind, activations, dty
 @pytest.mark.parametrize("dtype", FLOATS.values(), ids=list(FLOATS))
 @pytest.mark.parametrize(("kind", "activations"), PATHS)
 @pytest.mark.parametrize("build", BUILDS)
-def test_results_stored_as_float32_have_the_same_values(build, kind, activations, dtype):
+def test_a_float32_result_is_what_is_rounded_otherwise(build, kind, activations, dtype):
     torch.manual_seed(0)
-    loaded = library.load(build)
-    packed = CpuKernels(loaded).pack(make(kind, activations, 150, 200))
+    kernels, weight = CpuKernels(library.load(build)), make(kind, activations, 150, 200)
+    packed = kernels.pack(weight)
     x, bias = torch.randn(MANY_ROWS, 200).to(dtype), torch.randn(150).to(dtype)
+    exact = weight if weight.data.itemsize == 1 else Weight(weight.data.float())
+    expected = reference.linear(x.float(), exact, bias.float())
+    bound = 1e-5 * reference.linear(x.float().abs(), magnitudes(weight), bias.float().abs())
+    whole = kernels.linear(x, packed, bias, float32=True)
+    assert whole.dtype == torch.float32
+    assert ((whole - expected).abs() <= bound).all()
     x[3] = torch.nan
-    x[4] = (
-        1e30 if dtype is not torch.float16 else 6e4
-    )  # infinite in float16, where a float32 would hold the sum
+    x[4] = 1e30 if dtype is not torch.float16 else 6e4  # sums beyond float16, within float32
+    changed = slice(5, None)  # rows that keep their values
     for rows in (1, 5, 40, MANY_ROWS):
-        for one in (None, bias):
-            stored = CpuKernels(loaded).linear(x[:rows], packed, one, float32=True)
-            assert stored.dtype == torch.float32
-            expected = CpuKernels(loaded).linear(x[:rows], packed, one).float()
-            assert torch.equal(stored.nan_to_num(7), expected.nan_to_num(7))
-            assert torch.equal(stored.isnan(), expected.isnan())
+        for added in (None, bias):
+            found = kernels.linear(x[:rows], packed, added, float32=True)
+            rounded = kernels.linear(x[:rows], packed, added)
+            assert torch.equal(found.to(dtype).nan_to_num(7), rounded.nan_to_num(7))
+            assert torch.equal(found.isnan(), rounded.isnan())
+        assert torch.equal(found[changed], whole[:rows][changed])
+    assert dtype is torch.float32 or (found[changed] != rounded[changed].float()).any()
+    assert found[4].isfinite().all()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

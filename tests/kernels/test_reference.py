@@ -62,6 +62,21 @@ def test_the_number_of_threads_changes_no_bit_of_a_product(
     assert all(torch.equal(found[0], other) for other in found[1:])
 
 
+@pytest.mark.parametrize(("outputs", "inputs"), [(256, 2048), (1000, 1100), (64, 512)])
+def test_the_number_of_threads_changes_no_bit_of_a_float32_result(
+    threads: Callable[[int], None], outputs: int, inputs: int
+):
+    x, weight = (
+        torch.randn(5, inputs).bfloat16(),
+        Weight(torch.randn(outputs, inputs).bfloat16()),
+    )
+    found = []
+    for count in (1, 2, 3, 4):
+        threads(count)
+        found.append(reference.linear(x, weight, float32=True))
+    assert all(torch.equal(found[0], other) for other in found[1:])
+
+
 @pytest.mark.parametrize(("heads", "group", "dim"), [(1, 4, 128), (2, 2, 256), (8, 1, 64)])
 def test_the_number_of_threads_changes_no_bit_of_attention(
     threads: Callable[[int], None], heads: int, group: int, dim: int
@@ -333,8 +348,13 @@ def test_linear_is_linear_and_rows_do_not_see_each_other(dtype, rows, columns, o
     magnitude = F.linear(x.double().abs(), weight.data.double().abs(), bias.double().abs())
     bound = torch.finfo(dtype).eps * exact.abs() + 8 * torch.finfo(torch.float32).eps * magnitude
     assert ((out.double() - exact).abs() <= bound).all()
+    whole = reference.linear(x, weight, bias, float32=True)
+    assert whole.dtype == torch.float32
+    assert ((whole.double() - exact).abs() <= 8 * torch.finfo(torch.float32).eps * magnitude).all()
     for row in range(rows):
-        assert torch.equal(reference.linear(x[row : row + 1], weight, bias), out[row : row + 1])
+        alone = slice(row, row + 1)
+        assert torch.equal(reference.linear(x[alone], weight, bias), out[alone])
+        assert torch.equal(reference.linear(x[alone], weight, bias, float32=True), whole[alone])
 
 
 @pytest.mark.parametrize("size", [64, 333])

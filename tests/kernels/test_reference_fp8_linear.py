@@ -87,6 +87,9 @@ def test_product_of_what_is_stored(dtype, activations, blocks, format, rows, col
     assert out.dtype == dtype
     bound = torch.finfo(dtype).eps * np.abs(exact) + 1e-6 * magnitude
     assert (np.abs(out.double().numpy() - exact) <= bound).all()
+    whole = reference.linear(x, weight, bias, float32=True)
+    assert (np.abs(whole.double().numpy() - exact) <= 1e-6 * magnitude).all()
+    assert torch.equal(whole.to(dtype), out)
 
 
 @pytest.mark.parametrize("activations", Activations)

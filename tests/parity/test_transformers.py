@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from tests.parity.random_models import freight_logits, save_random, tokens
 from tests.parity.variants import CASES, VARIANTS
@@ -94,6 +95,12 @@ def every_expert(config: PretrainedConfig) -> PretrainedConfig:
     return type(config)(**said | {key: value for key, value in everything.items() if key in said})
 
 
+def in_float32(head: torch.nn.Linear, given: tuple[torch.Tensor], rounded: object) -> torch.Tensor:
+    """The logits of transformers' head as Freight defines them: not rounded to its dtype."""
+    assert head.bias is None
+    return F.linear(given[0].float(), head.weight.float())
+
+
 @pytest.mark.parametrize(("variant", "kernels"), cases(BFLOAT16, ()))
 def test_bfloat16_is_as_near_to_float32_as_transformers_is(
     variant: str, kernels: str, tmp_path: Path
@@ -101,29 +108,49 @@ def test_bfloat16_is_as_near_to_float32_as_transformers_is(
     """Roundings to bfloat16 fall differently in any two programs; transformers' own move top-5
     log-probabilities by 0.05 to 0.06 at most. So: on average no farther from the truth, and 99 of
     100 lie within 0.05 of transformers', or within what two roundings as large as its own differ
-    by."""
+    by. Its logits are rounded, too, and Freight's are not. So the same holds where the roundings of
+    its logits are taken away, which leaves less of them, but for the noise of the others."""
     model = save_random(every_expert(VARIANTS[variant]), tmp_path, torch.bfloat16)
     ids = tokens()
     with torch.no_grad():
-        theirs = model(torch.tensor([ids])).logits[0].float().log_softmax(-1)
+        rounded = model(torch.tensor([ids])).logits[0]
+        hook = model.get_output_embeddings().register_forward_hook(in_float32)
+        whole = model(torch.tensor([ids])).logits[0]
+        hook.remove()
         exact = model.float()(torch.tensor([ids])).logits[0].log_softmax(-1)
-    top = theirs.topk(5).indices
+    assert whole.dtype is torch.float32
     ours = freight_logits(tmp_path, ids, "auto", kernels).log_softmax(-1)
-    ours, theirs, exact = (logprobs.gather(1, top) for logprobs in (ours, theirs, exact))
-    rounding = (theirs - exact).abs().quantile(0.99)
-    assert (ours - theirs).abs().quantile(0.99) <= max(0.05, 2**0.5 * rounding)
-    assert (ours - exact).abs().mean() <= 1.05 * (theirs - exact).abs().mean()
+    for logits, most in ((rounded, 1.05), (whole, 1.1)):
+        theirs = logits.float().log_softmax(-1)
+        top = theirs.topk(5).indices
+        rounding = (theirs - exact).gather(1, top).abs()
+        apart = (ours - theirs).gather(1, top).abs().quantile(0.99)
+        assert apart <= max(0.05, 2**0.5 * rounding.quantile(0.99))
+        assert (ours - exact).gather(1, top).abs().mean() <= most * rounding.mean()
 
 
-def test_a_head_in_float32_does_not_round_its_logits(tmp_path: Path):
-    """transformers has the key and does not read it, so its last product is repeated here."""
-    model = save_random(VARIANTS["hy-v3-float32-head"], tmp_path, torch.bfloat16)
-    opened = open_model(EngineArgs(str(tmp_path), kernels="reference", skip_tokenizer_init=True))
+@pytest.mark.parametrize("kernels", ["auto", "reference"])
+@pytest.mark.parametrize("variant", ["llama-llama3", "hy-v3-float32-head", "gemma2", "granite"])
+def test_no_head_rounds_its_logits(variant: str, kernels: str, tmp_path: Path):
+    """Plain, tied, with a soft cap, with a divisor. `enable_lm_head_fp32` asks for what holds
+    anyway.
+    """
+    torch.manual_seed(0)
+    model = save_random(VARIANTS[variant], tmp_path, torch.bfloat16)
+    opened = open_model(EngineArgs(str(tmp_path), kernels=kernels, skip_tokenizer_init=True))
     head = opened.load(opened.resolve(opened.args)).head
-    hidden = torch.randn(3, 64).bfloat16()
-    expected = hidden.float() @ model.lm_head.weight.float().T
-    assert (head(hidden) - expected).abs().max() <= 1e-5
-    assert (expected.bfloat16() - expected).abs().max() > 1e-3
+    hidden = torch.randn(40, 64).bfloat16()
+    expected = hidden.double() @ model.lm_head.weight.double().T
+    expected = expected / getattr(model.config, "logits_scaling", 1.0)
+    cap = getattr(model.config, "final_logit_softcapping", None)
+    if cap is not None:
+        expected = cap * torch.tanh(expected / cap)
+    for rows in (1, 40):
+        logits = head(hidden[:rows])
+        assert logits.dtype is torch.float32
+        bound = 1e-5 * expected.abs().max()
+        assert (logits - expected[:rows]).abs().max() <= bound
+        assert (logits.bfloat16() - logits).abs().max() > 10 * bound
 
 
 @pytest.mark.parametrize(

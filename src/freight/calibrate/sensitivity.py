@@ -154,8 +154,8 @@ class Meter:
         total = 0.0
         for start in range(0, len(reference), ROWS):
             rows = slice(start, start + ROWS)
-            p = torch.log_softmax(self.decoder.logits(reference[rows]).float(), -1)
-            q = torch.log_softmax(self.decoder.logits(other[rows]).float(), -1)
+            p = torch.log_softmax(self.decoder.logits(reference[rows]), -1)
+            q = torch.log_softmax(self.decoder.logits(other[rows]), -1)
             by_row = torch.nn.functional.kl_div(q, p, log_target=True, reduction="none").sum(-1)
             total += float(by_row.double().sum())
         return total

@@ -126,8 +126,6 @@ class ModelConfig:
     norm_offset            number added to each stored norm weight
     final_norm_offset      whether it is added to the weight of the last norm as well
     wide_norms             whether norm weights are float32 numbers (`KernelSet.add_rms_norm`)
-    float32_head           whether the head multiplies final states in float32, so that logits are
-                           not rounded
     embedding_multiplier   multiplies the embedding's rows; None: 1
     rounds_multiplier      whether `embedding_multiplier` is first rounded to the compute dtype
     embedding_norm         whether the embedding's rows are divided by their root mean square
@@ -187,7 +185,6 @@ class ModelConfig:
     residual_multiplier: float = 1.0
     logit_divisor: float | None = None
     wide_norms: bool = False
-    float32_head: bool = False
     per_layer_vocab_size: int | None = None
     separate_experts: bool = False
     ignored_keys: tuple[str, ...] = ()

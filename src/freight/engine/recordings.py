@@ -2,8 +2,8 @@
 of an ordinary one.
 
 A recording begins with the embedding and ends with the head's product. What bounds the logits
-behind that, a divisor or a soft cap, is torch's and stays outside; so does a head in float32 or
-with clipped inputs. A model with operations of torch between its other kernels is not recorded: its
+behind that, a divisor or a soft cap, is torch's and stays outside; so does a head with clipped
+inputs. A model with operations of torch between its other kernels is not recorded: its
 steps run as they were written (`kernels/cpu/recording.py`).
 """
 

@@ -105,8 +105,8 @@ class KernelSet(Protocol):
         """Return x @ weight.T + bias, [rows, out_features] in x's dtype.
 
         x: [rows, in_features], or the result of an operation with `consumer=weight`; weight: the
-        result of `pack`; bias: [out_features] in x's dtype. With `float32` the result has the same
-        values, stored as float32.
+        result of `pack`; bias: [out_features] in x's dtype. With `float32` the result is float32:
+        what is otherwise rounded to x's dtype at the end is not rounded.
         """
         ...
 

@@ -53,16 +53,22 @@ OUTPUT_TILE = 4096  # output features decoded at once; a multiple of 128, the si
 QUERY_TILE = 32  # rows of one sequence that attention computes together; fewer are padded
 
 
-def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
-    """Return x @ weight.T + bias, [rows, out_features] in x's dtype. x: [rows, in_features]."""
+def linear(x: Tensor, weight: Weight, bias: Tensor | None = None, float32: bool = False) -> Tensor:
+    """Return x @ weight.T + bias, [rows, out_features] in x's dtype. x: [rows, in_features].
+
+    With `float32` the products, their sums and the bias are added in float32, and the result is not
+    rounded.
+    """
     if weight.is_int8:
-        return _int8_linear(x, weight, bias)
+        return _int8_linear(x, weight, bias, float32)
     if weight.order is not None:
-        return linear(x[:, weight.order], replace(weight, order=None), bias)
+        return linear(x[:, weight.order], replace(weight, order=None), bias, float32)
     if weight.groups is not None and weight.scale is None and x.dtype is not torch.float16:
-        return linear(x, Weight(weight.groups.decode(weight.data).to(x.dtype)), bias)
-    if weight.scale is not None or weight.groups is not None:
-        return _scaled_linear(x, weight, bias)
+        decoded = Weight(weight.groups.decode(weight.data).to(x.dtype))
+        return linear(x, decoded, bias, float32)
+    rounds_late = float32 and x.dtype is not torch.float32
+    if weight.scale is not None or weight.groups is not None or rounds_late:
+        return _scaled_linear(x, weight, bias, float32)
     rows, in_features = x.shape
     out = x.new_empty(rows, weight.data.shape[0])
     for start in range(0, rows, ROW_TILE):
@@ -89,17 +95,18 @@ def _product(tile: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor
     return out if bias is None else out + bias
 
 
-def _scaled_linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
-    """Compute `linear` over FP8 and 4-bit weights: float32 products and sums of the decoded values.
+def _scaled_linear(x: Tensor, weight: Weight, bias: Tensor | None, float32: bool) -> Tensor:
+    """Compute `linear` with float32 products and sums of the decoded values: over FP8 and 4-bit
+    weights, and over 16-bit weights where the result is not rounded.
 
     With a scale per output row both scales multiply the finished sum; with 128 x 128 blocks they
-    multiply each value beforehand. The bias is added last, and the result rounded once. Decodes
-    `OUTPUT_TILE` output features at a time.
+    multiply each value beforehand. The bias is added last, and the result rounded once, unless it
+    stays float32. Decodes `OUTPUT_TILE` output features at a time.
     """
     values, factor = _activations(x, weight)
     padding = -len(x) % ROW_TILE
     tiles = F.pad(values, (0, 0, 0, padding)).split(ROW_TILE)
-    out = x.new_empty(len(x) + padding, len(weight.data))
+    out = x.new_empty(len(x) + padding, len(weight.data), dtype=_result(x, float32))
     for begin in range(0, len(weight.data), OUTPUT_TILE):
         part = slice(begin, begin + OUTPUT_TILE)
         matrix = _decoded(weight, begin, x.dtype)
@@ -110,6 +117,11 @@ def _scaled_linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
             product *= weight.scale[part]
         out[:, part] = product if bias is None else product + bias[part].float()
     return out[: len(x)]
+
+
+def _result(x: Tensor, float32: bool) -> torch.dtype:
+    """Return the dtype of `linear`'s result."""
+    return torch.float32 if float32 else x.dtype
 
 
 def _decoded(weight: Weight, begin: int, dtype: torch.dtype) -> Tensor:
@@ -147,17 +159,18 @@ def int8_rows(x: Tensor, weight: Weight) -> tuple[Tensor, Tensor]:
     return codes, scale.masked_fill(x.isnan().any(-1), torch.nan)
 
 
-def _int8_linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
+def _int8_linear(x: Tensor, weight: Weight, bias: Tensor | None, float32: bool) -> Tensor:
     """Compute `linear` over INT8 weights: exact sums of integer products (float64 holds them), so
     that every set of kernels gives the same bits.
 
     Each of these rounds to float32, in this order: the sum, its product with the row's scale, that
-    with the scale of the weight's row, and the sum with the bias. Then the result is rounded once.
+    with the scale of the weight's row, and the sum with the bias. Then the result is rounded once,
+    unless it stays float32.
     """
     assert weight.scale is not None
     codes, scale = int8_rows(x, weight)
     values = codes.double()
-    out = x.new_empty(len(x), len(weight.data))
+    out = x.new_empty(len(x), len(weight.data), dtype=_result(x, float32))
     for begin in range(0, len(weight.data), OUTPUT_TILE):
         part = slice(begin, begin + OUTPUT_TILE)
         product = F.linear(values, weight.data[part].double()).float()

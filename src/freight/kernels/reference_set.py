@@ -60,8 +60,7 @@ class ReferenceKernels:
     ) -> Tensor:
         assert isinstance(x, Tensor)
         assert isinstance(weight, Weight)
-        out = reference.linear(x, weight, bias)
-        return out.float() if float32 else out
+        return reference.linear(x, weight, bias, float32)
 
     def route(
         self,

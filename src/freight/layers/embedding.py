@@ -52,15 +52,14 @@ class Embedding:
 
 @dataclass(frozen=True)
 class LogitsHead:
-    """Projection of hidden states [rows, hidden_size] to float32 logits [rows, vocab_size].
+    """Projection of hidden states [rows, hidden_size] to logits [rows, vocab_size], in float32: no
+    step behind the hidden states rounds to their dtype.
 
     weight        the packed head (`kernels.pack`); quantized if the checkpoint's head is
     input_limit   as in `Linear`
     soft_cap      a logit x becomes soft_cap * tanh(x / soft_cap) (Gemma 2, Riviere et al. 2024)
     projection    from hidden_size to the size of weight's rows, where that differs
     divisor       divides the logits
-    float32       logits are not rounded to the dtype of the hidden states; a weight without scales
-                  is then in float32
     gathered      logits that are kept of those that all ranks compute together, where `weight` has
                   this rank's rows alone
     """
@@ -71,7 +70,6 @@ class LogitsHead:
     soft_cap: float | None = None
     projection: Projection | None = None
     divisor: float | None = None
-    float32: bool = False
     gathered: int | None = None
 
     def __call__(self, hidden: Tensor) -> Tensor:
@@ -81,14 +79,12 @@ class LogitsHead:
     @property
     def begins_with_kernels(self) -> bool:
         """Say whether `product` calls only `kernels`, and no operation of torch."""
-        return self.input_limit is None and not self.float32
+        return self.input_limit is None
 
     def product(self, hidden: Tensor) -> Tensor:
         """Return the logits before `divisor` and `soft_cap`, float32."""
         if self.projection is not None:
             hidden = self.projection(hidden)
-        if self.float32:
-            hidden = hidden.float()
         if self.input_limit is not None:
             hidden = hidden.clamp(-self.input_limit, self.input_limit)
         logits = self.kernels.linear(hidden, self.weight, None, float32=True)

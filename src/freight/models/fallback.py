@@ -112,7 +112,7 @@ class _Given(nn.Module):
 
 
 class FreightLinear(nn.Module):
-    """A torch module that computes with Freight's `Linear`."""
+    """A torch module that computes with Freight's `Linear`, in the dtype of its input."""
 
     def __init__(self, linear: Linear, weight: Weight) -> None:
         super().__init__()
@@ -122,6 +122,26 @@ class FreightLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return x [..., inputs] times the matrix, [..., outputs]."""
         return self.linear(x.reshape(-1, self.in_features)).view(*x.shape[:-1], self.out_features)
+
+
+class FreightHead(nn.Module):
+    """A head whose logits are float32, as those of `LogitsHead`: what transformers computes of them
+    is then in float32, too. `weight` has the shape and dtype that other modules may read, and no
+    values.
+    """
+
+    def __init__(self, head: nn.Linear, kernels: KernelSet) -> None:
+        super().__init__()
+        self.packed = kernels.pack(Weight(head.weight.detach()))
+        self.bias = head.bias
+        self.kernels = kernels
+        self.weight = head.weight.detach().to("meta")
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return x [..., hidden_size] times the matrix, float32 [..., vocab_size]."""
+        rows = x.reshape(-1, x.shape[-1])
+        logits = self.kernels.linear(rows, self.packed, self.bias, float32=True)
+        return logits.view(*x.shape[:-1], -1)
 
 
 @dataclass(frozen=True)
@@ -166,7 +186,9 @@ class TransformersModel:
         return states
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return the logits of final states, as `Decoder.logits` does."""
+        """Return the logits of final states, as `Decoder.logits` does. A head of a class of its own
+        is transformers' and may round them.
+        """
         logits: Tensor = cast(Any, self._head)(inputs_embeds=hidden[None], use_cache=False).logits
         return logits[0].float()
 
@@ -184,12 +206,15 @@ class TransformersModel:
     @property
     def num_bytes(self) -> tuple[int, int]:
         """Bytes of (everything else, embedding and head), each tensor counted once."""
+        head = self.causal.get_output_embeddings()
         outer = {
-            id(p): p.nbytes
-            for m in (self.causal.get_input_embeddings(), self.causal.get_output_embeddings())
+            p.data_ptr(): p.nbytes
+            for m in (self.causal.get_input_embeddings(), head)
             for p in m.parameters()
         }
-        inner = sum(p.nbytes for p in self.causal.parameters() if id(p) not in outer)
+        inner = sum(p.nbytes for p in self.causal.parameters() if p.data_ptr() not in outer)
+        if isinstance(head, FreightHead):
+            outer |= held_tensors(head.packed)
         packed = tuple(
             module.linear for module in self.causal.modules() if isinstance(module, FreightLinear)
         )
@@ -217,6 +242,7 @@ def load_foreign(
     stored = find_linears(checkpoint, scheme, dict(config.foreign.tensors), free)
     _refuse_other_fp8(checkpoint, frozenset(linear.weight for linear in stored.values()))
     causal = _load_modules(checkpoint, compute_format, device)
+    _keep_logits_in_float32(causal, kernels)
     empty = torch.empty(max_len, 0, dtype=torch.float32, device=device)
     model = TransformersModel(config, causal, kernels, (Rotary(empty, empty),) * config.num_layers)
     if not stored:
@@ -246,6 +272,17 @@ def load_foreign(
     if stored or rounds:
         self_check(model, compute_format, fp8=True, device=device)
     return model
+
+
+def _keep_logits_in_float32(causal: PreTrainedModel, kernels: KernelSet) -> None:
+    """Put a `FreightHead` in the place of the head, unless that is of a class of its own, which
+    computes something else.
+    """
+    head = causal.get_output_embeddings()
+    if type(head) is not nn.Linear:
+        return
+    names = {id(module): name for name, module in causal.named_modules()}
+    causal.set_submodule(names[id(head)], FreightHead(head, kernels))
 
 
 def _replace(causal: PreTrainedModel, name: str, weight: Weight, kernels: KernelSet) -> None:

@@ -345,8 +345,6 @@ def build_decoder(
         head = Weight(embedding.weight)
     else:
         head = source.head(names.head, builder.shapes[names.head])
-    if config.float32_head and head.scale is None and head.groups is None:
-        head = Weight(head.data.float())
     logits_head = LogitsHead(
         kernels.pack(head),
         kernels,
@@ -354,7 +352,6 @@ def build_decoder(
         soft_cap=config.logit_soft_cap,
         projection=builder.outer(names.project_out),
         divisor=config.logit_divisor,
-        float32=config.float32_head,
         gathered=None if share is None else config.vocab_size,
     )
     per_layer = builder.per_layer_embeddings()

@@ -192,7 +192,8 @@ def foreign_bytes(
     foreign: ForeignModel, compute: Format, weights: Format, linear_of: LinearOf, layout: Layout
 ) -> ForeignBytes:
     """Count the bytes of a model's parameters: Linear modules for which `linear_of` has a scheme
-    are in `weights`, and packed.
+    are in `weights`, and packed; so is the head, in `compute`. A head that is tied to the embedding
+    is held twice where kernels pack.
     """
     parts = dict.fromkeys(("fp8", "stacked", "other", "embeddings"), 0)
     linears = frozenset(foreign.linears)
@@ -205,6 +206,10 @@ def foreign_bytes(
             parts["fp8"] += matrix_bytes(
                 rows, columns, weights, _held(scheme, (rows, columns)), layout
             )
+        elif name == foreign.head and layout is not Layout.PLAIN:
+            rows, columns = shape
+            parts["embeddings"] += matrix_bytes(rows, columns, compute, None, layout)
+            parts["embeddings"] += size if name == foreign.embedding else 0
         elif module in outer:
             parts["embeddings"] += size
         else:
@@ -372,11 +377,9 @@ class _Count:
         width = c.embedding_size or c.hidden_size
         size = self.values("", self.names.embedding) * self.compute.bytes
         size += 4 * width * c.embedding_norm
-        wider = c.float32_head and self.compute is not Format.FLOAT32
-        if not c.tie_word_embeddings or self.layout is not Layout.PLAIN or wider:
-            head = Format.FLOAT32 if wider else self.compute
+        if not c.tie_word_embeddings or self.layout is not Layout.PLAIN:
             rows = self.shapes.get(self.names.head, self.shapes[self.names.embedding])[0]
-            size += matrix_bytes(rows, width, head, scales=None, layout=self.layout)
+            size += matrix_bytes(rows, width, self.compute, scales=None, layout=self.layout)
         if c.embedding_size is not None:
             size += self.matrix(c.hidden_size, width) + self.matrix(width, c.hidden_size)
         if c.per_layer_vocab_size is not None:

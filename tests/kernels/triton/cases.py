@@ -127,6 +127,12 @@ def multiply(
     linear.linear(target, empty(rows, inputs, dtype=torch.float16), weight)
 
 
+def head(rows: int, target: Target, dtype: torch.dtype = BF16) -> None:
+    """What `linear` does on AMD where the result of a 16-bit product stays float32."""
+    weight = Weight(empty(128256, 4096, dtype=dtype))
+    linear.matmul(target, empty(rows, 4096, dtype=dtype), None, weight, None, torch.float32)
+
+
 def native(target: Target) -> Format:
     """The E4M3 that the target has, or would have."""
     return Format.E4M3FNUZ if Format.E4M3FNUZ in target.native else Format.E4M3FN
@@ -408,6 +414,9 @@ MORE_CASES: dict[str, Callable[[Target], object]] = {
     "linear fnuz, one row": partial(multiply, Format.E4M3FNUZ, False, Activations.DYNAMIC, 1),
     "linear plain": partial(multiply, Format.E4M3FN, False, Activations.PLAIN, 8192),
     "linear e5m2 plain blocks": partial(multiply, Format.E5M2, True, Activations.PLAIN, 8192),
+    "linear bf16 to float32, one row": partial(head, 1),
+    "linear float16 to float32, 64 rows": partial(head, 64, dtype=torch.float16),
+    "linear bf16 to float32, 512 rows": partial(head, 512),
     "experts plain": partial(mix, Format.E4M3FN, False, Activations.PLAIN, 64),
     "experts bf16": partial(mix, Format.BFLOAT16, False, Activations.PLAIN, 64),
     "experts fnuz": partial(mix, Format.E4M3FNUZ, False, Activations.DYNAMIC, 64),

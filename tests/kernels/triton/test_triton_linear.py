@@ -73,6 +73,56 @@ def test_other_numbers_of_rows(rows, activations, blocks, device):
     assert_close(linear.linear(current_target(), x, weight), x, weight, None)
 
 
+def assert_float32(x: Tensor, weight: Weight, bias: Tensor | None) -> None:
+    """A result in float32 is the sum that is otherwise rounded, and not a value of x's dtype."""
+    product = partial(linear.linear, current_target(), x, weight, bias)
+    found = product(float32=True)
+    assert found.dtype == torch.float32
+    expected = reference.linear(x, weight, bias, float32=True)
+    bound = (1e-3 if x.is_cuda and weight.scale is not None else 2e-5) * expected.abs().max()
+    assert ((found - expected).abs() <= bound).all()
+    assert (found.to(x.dtype).float() != found).any()
+    rounds = torch.finfo(x.dtype).eps * found.abs() + bound
+    assert ((product().float() - found).abs() <= rounds).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("activations", Activations)
+@pytest.mark.parametrize("blocks", [False, True])
+@pytest.mark.parametrize("rows", [1, 17, 70])
+def test_float32_results(rows, blocks, activations, dtype, device):
+    torch.manual_seed(3)
+    weight = make(Format.E4M3FN, blocks, activations, 256, 64, device)
+    x, bias = torch.randn(rows, 256).to(dtype).to(device), torch.randn(64).to(dtype).to(device)
+    assert_float32(x, weight, bias)
+    assert_float32(x, weight, None)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rows", [1, 17, 70])
+def test_float32_results_of_sixteen_bit_weights(rows, dtype, device):
+    torch.manual_seed(3)
+    weight = Weight((torch.randn(130, 300) / 300**0.5).to(dtype).to(device))
+    x, bias = torch.randn(rows, 300).to(dtype).to(device), torch.randn(130).to(dtype).to(device)
+    assert_float32(x, weight, bias)
+    assert_float32(x, weight, None)
+
+
+@pytest.mark.parametrize("backend", ["cuda", "hip"])
+def test_torch_makes_float32_of_sixteen_bits_on_nvidia_alone(backend, monkeypatch):
+    calls = []
+    monkeypatch.setattr(
+        torch,
+        "mm",
+        lambda x, matrix, **options: calls.append(options) or x.float() @ matrix.float(),
+    )
+    monkeypatch.setattr(linear, "matmul", lambda *_: torch.zeros(3, 5))
+    x, weight = torch.randn(3, 8).bfloat16(), Weight(torch.randn(5, 8).bfloat16())
+    target = Target(backend, 90 if backend == "cuda" else "gfx942", 132)
+    assert linear.linear(target, x, weight, float32=True).shape == (3, 5)
+    assert calls == ([{"out_dtype": torch.float32}] if backend == "cuda" else [])
+
+
 def assert_quantized_as_the_reference(x: Tensor, weight: Weight) -> None:
     rows, inputs = quantize(current_target(), x, weight), x.shape[1]
     widened = rows.scale.repeat_interleave(128 if weight.scale.ndim == 2 else inputs, 1)[:, :inputs]
@@ -238,3 +288,11 @@ def test_one_constant_chooses_the_sums_of_torch_s_product(fast, monkeypatch):
     x = Quantized(weight.data.repeat(5, 1), torch.ones(80, 1), torch.bfloat16)
     linear.linear(Target("cuda", 90, 132), x, weight)
     assert calls == [{"out_dtype": torch.bfloat16, "use_fast_accum": fast}]
+
+
+def test_torch_s_product_of_fp8_rounds_so_a_float32_result_is_not_its(monkeypatch):
+    monkeypatch.setattr(torch, "_scaled_mm", None)
+    monkeypatch.setattr(linear, "matmul", lambda *operands: operands[-1])
+    weight = make(Format.E4M3FN, False, Activations.DYNAMIC, 32, 16, "cpu")
+    x = Quantized(weight.data.repeat(5, 1), torch.ones(80, 1), torch.bfloat16)
+    assert linear.linear(Target("cuda", 90, 132), x, weight, float32=True) is torch.float32

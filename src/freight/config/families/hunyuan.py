@@ -8,7 +8,7 @@ from dataclasses import replace
 from freight.config.attention import parse_head_dim
 from freight.config.deriving import with_attention
 from freight.config.family import ATTENTION_BIAS, Family, words
-from freight.config.fields import JsonObject, flag, number
+from freight.config.fields import JsonObject, number
 from freight.config.model import ModelConfig
 from freight.config.moe import MoEFamily
 from freight.config.tensor_names import AttentionNames, TensorNames
@@ -150,14 +150,11 @@ ROWS = {
             "router_scaling_factor": 2.826,
             "first_k_dense_replace": 1,
         },
-        # Freight computes experts' sums and the softmax of attention in float32 in any case
+        # Freight computes experts' sums, the softmax of attention and logits in float32 in any case
         words(
             "attention_bias enable_moe_fp32_combine enable_lm_head_fp32 enable_attention_fp32_softmax"
         ),
         bias_keys=ATTENTION_BIAS,
-        derive=lambda config, model: replace(
-            model, float32_head=flag(config, "enable_lm_head_fp32")
-        ),
         synonyms={"expert_hidden_dim": "moe_intermediate_size"},
         fixed={
             "qk_norm": (True,),

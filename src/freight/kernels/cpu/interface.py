@@ -22,7 +22,7 @@ from freight.parallel.shared import MAX_RANKS as MAX_RANKS  # FREIGHT_MAX_RANKS
 from freight.parallel.shared import Exchange as FreightExchange  # noqa: F401
 from freight.parallel.shared import FreightRanks as FreightRanks
 
-ABI = 34  # FREIGHT_ABI; a library with another number is refused
+ABI = 35  # FREIGHT_ABI; a library with another number is refused
 LANES, CACHE_LINE, MAX_HEAD_DIM, MAX_WIDTH = 16, 64, 1024, 8  # FREIGHT_… of the headers
 INT8_INPUTS = 131071  # FREIGHT_INT8_INPUTS
 

@@ -241,7 +241,7 @@ def linear(
     bias: Tensor | None = None,
     float32: bool = False,
 ) -> Tensor:
-    """Return x @ weight.T + bias, [rows, out_features] in x's dtype, or its values in float32.
+    """Return x @ weight.T + bias, [rows, out_features] in x's dtype, or in float32, not rounded.
 
     x: [rows, in_features]; bias: [out_features] in x's dtype
     """

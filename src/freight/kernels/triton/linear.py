@@ -356,12 +356,11 @@ def matmul(
 ) -> Tensor:
     """Return x @ weight.T + bias by `matmul_kernel`, [rows, out_features] in `dtype`.
 
-    x: [rows, in_features], FP8 with `x_scale`, or plain
+    x: [rows, in_features], FP8 with `x_scale`, or plain; weight: FP8, or plain in x's dtype
     """
-    assert weight.scale is not None
     rows, size = x.shape
     outputs = len(weight.data)
-    blocks = weight.scale.ndim == 2
+    blocks = weight.scale is not None and weight.scale.ndim == 2
     dot = dot_type(target, x, weight)
     tile = matmul_tile(target, rows, outputs, blocks, dot)
     out = torch.empty(rows, outputs, dtype=dtype, device=x.device)
@@ -388,7 +387,7 @@ def matmul(
         SIZE=size,
         PART=part,
         X_FORMAT=str(format_of(x)) if x_scale is not None else "",
-        WEIGHT_FORMAT=str(format_of(weight.data)),
+        WEIGHT_FORMAT="" if weight.scale is None else str(format_of(weight.data)),
         BLOCKS=blocks,
         DOT=dot,
         **tile.constants,
@@ -414,30 +413,50 @@ def dot_type(target: Target, x: Tensor, weight: Weight) -> tl.dtype:
 
 
 def linear(
-    target: Target, x: Tensor | Quantized, weight: Weight, bias: Tensor | None = None
+    target: Target,
+    x: Tensor | Quantized,
+    weight: Weight,
+    bias: Tensor | None = None,
+    float32: bool = False,
 ) -> Tensor:
     """Compute `KernelSet.linear`. x: [rows, in_features], plain or quantized for this weight.
 
-    Torch multiplies weights of 16 and 32 bits.
+    Torch multiplies weights of 16 and 32 bits, where it can give the dtype of the result.
     """
+    dtype = torch.float32 if float32 else x.dtype
     if isinstance(x, Tensor):
         if weight.scale is None:
-            return F.linear(x, weight.data, bias)
+            return _plain(target, x, weight, bias, dtype)
         if not quantizes(weight):
-            return matmul(target, x, None, weight, bias, x.dtype)
+            return matmul(target, x, None, weight, bias, dtype)
         x = quantize(target, x, weight)
-    if len(x.codes) > FEW_ROWS and scaled_mm_takes(target, x.dtype, weight):
+    if len(x.codes) > FEW_ROWS and scaled_mm_takes(target, dtype, weight):
         assert weight.scale is not None
         product: Tensor = torch._scaled_mm(
             x.codes,
             weight.data.t(),
             x.scale,
             weight.scale[None, :],
-            out_dtype=x.dtype,
+            out_dtype=dtype,
             use_fast_accum=FAST_SUMS,
         )
         return product if bias is None else product.add_(bias)
-    return matmul(target, x.codes, x.scale, weight, bias, x.dtype)
+    return matmul(target, x.codes, x.scale, weight, bias, dtype)
+
+
+def _plain(
+    target: Target, x: Tensor, weight: Weight, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """Compute `linear` over a weight without scales, in x's dtype.
+
+    torch's product of 16 bits has float32 results on NVIDIA GPUs alone.
+    """
+    if dtype is x.dtype:
+        return F.linear(x, weight.data, bias)
+    if target.backend != "cuda" or not target.arch:
+        return matmul(target, x, None, weight, bias, dtype)
+    out: Tensor = torch.mm(x, weight.data.t(), out_dtype=dtype)
+    return out if bias is None else out.add_(bias)
 
 
 def scaled_mm_takes(target: Target, dtype: torch.dtype, weight: Weight) -> bool:

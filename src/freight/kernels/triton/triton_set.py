@@ -79,8 +79,7 @@ class TritonKernels:
     ) -> Tensor:
         assert isinstance(x, (Tensor, Quantized))
         assert isinstance(weight, Weight)
-        out = linear.linear(self.target, x, weight, bias)
-        return out.float() if float32 else out
+        return linear.linear(self.target, x, weight, bias, float32)
 
     def attention(
         self,
