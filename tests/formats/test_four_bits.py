@@ -285,19 +285,21 @@ def test_awq_without_zero_points_has_them(tmp_path: Path):
     assert torch.equal(found.dequantized(), written.plain[f"{DOWN}.weight"])
 
 
-def test_a_head_that_is_tied_is_skipped_with_its_zero_points(tmp_path: Path):
-    """llm-compressor quantizes one that `ignore` does not list, and it is not used."""
-    written = write(FORMS["ct int4 64 zeros"])
-    own = f"{Q}."
-    written.tensors |= {
-        f"lm_head.{name.removeprefix(own)}": tensor.clone()
-        for name, tensor in written.tensors.items()
-        if name.startswith(own)
-    }
-    del written.tensors["lm_head.weight"]
+def test_a_head_in_4_bits_is_used_where_config_says_that_it_is_tied(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    """llm-compressor quantizes one that `ignore` does not list. Its tensors decide, with a line."""
+    form = FORMS["ct int4 64 zeros"]
+    written = write(form)
+    plain = written.tensors.pop("lm_head.weight").float()
+    stored, dequantized = form.linear(plain, torch.Generator())
+    written.tensors |= {f"lm_head.{suffix}": tensor for suffix, tensor in stored.items()}
     written.config |= {"tie_word_embeddings": True}
+    written.config["quantization_config"] = written.config["quantization_config"] | {"ignore": []}
     decoder = loaded(written.save(tmp_path))
     assert torch.equal(decoder.embedding.weight, written.tensors["model.embed_tokens.weight"])
+    assert torch.equal(decoder.head.weight.dequantized(), dequantized)
+    assert [r.getMessage().count("tie_word_embeddings") for r in caplog.records].count(1) == 1
 
 
 def test_dynamic_is_another_name_of_an_order_by_group(tmp_path: Path):

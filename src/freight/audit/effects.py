@@ -7,6 +7,7 @@ they can be measured.
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from dataclasses import dataclass
@@ -281,6 +282,11 @@ def _layer(index: int, found: list[Ruled], assembly: Assembly, facts: Facts) -> 
     """Return a layer's sides, from its tensors and the rules that match them."""
     loaded: dict[str, Ruled] = {}
     for stored, rule in found:
+        bad = next((value for value in stored.values if not 0 < value < math.inf), None)
+        if bad is not None and rule.effect in (Effect.USED, Effect.CONVERTED):
+            why = f"the stored scale is {bad}, and a scale has to be finite and above 0"
+            side = Side(Effect.UNKNOWN, (), name=stored.name, why=why, source=rule.source)
+            return LayerEffect(index, side, side)
         if rule.effect in (Effect.REFUSED, Effect.UNKNOWN):
             values = (1.0,) if rule.effect is Effect.REFUSED else ()
             side = Side(rule.effect, values, name=stored.name, why=rule.why, source=rule.source)

@@ -51,7 +51,8 @@ def read_facts(path: Path) -> tuple[Checkpoint, Facts]:
         parsed = parse_scale_name(name)
         if parsed is None:
             continue
-        tensor = checkpoint.take_scale(name).flatten()
+        # of any value: what is wrong with one is said where an engine takes it
+        tensor = checkpoint.copy(name).float().flatten()
         stored.append(StoredScale(name, parsed[0], parsed[1], tuple(map(float, tensor.tolist()))))
         if parsed[1] == "kv" and len(tensor) == 1:
             rounded.append((name, float(tensor.to(_model_dtype(inner)).float())))

@@ -19,7 +19,7 @@ from safetensors import safe_open
 from freight.audit.effects import Facts, StoredScale, view
 from freight.audit.rules import NONE, Effect, Engine
 from freight.checkpoint.declare import declare
-from freight.checkpoint.kv_scales import parse_scale_name
+from freight.checkpoint.kv_scales import is_shift, parse_scale_name
 from freight.checkpoint.reader import Checkpoint
 from freight.checkpoint.writer import CheckpointWriter, require_space
 from freight.config.fields import JsonObject
@@ -128,7 +128,9 @@ def write_repaired(checkpoint: Checkpoint, scales: KVScales, form: Form, out: Pa
     is found.
     """
     prefix = _prefix(checkpoint)
-    names = sorted(name for name in checkpoint.names if parse_scale_name(name) is None)
+    names = sorted(
+        name for name in checkpoint.names if parse_scale_name(name) is None and not is_shift(name)
+    )
     require_space(out, sum(checkpoint.entry(name).size for name in names))
     files = {}
     hf_quant = checkpoint.path / "hf_quant_config.json"

@@ -6,6 +6,7 @@ that Freight runs and a text; where either lacks, the report says so and the res
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -192,7 +193,7 @@ def _stored(path: Path, args: EngineArgs) -> tuple[KVScales | None, WeightFacts 
     fine = any(
         layer is not None and layer.granularity is Granularity.CHANNEL for layer in scales.layers
     )
-    if scales.missing or scales.alone("k") or scales.alone("v") or fine:
+    if scales.faults or scales.missing or scales.alone("k") or scales.alone("v") or fine:
         return None, weights, unmeasured
     # The names of the tensors are no part of what is compared.
     layers = tuple(x and LayerScales(x.k, x.v, x.granularity) for x in scales.layers)
@@ -208,7 +209,9 @@ def as_json(model: str, report: AuditReport) -> JsonObject:
         "quant_method": facts.method,
         "weights": None if report.weights is None else report.weights.as_json(),
         "num_layers": facts.num_layers,
-        "stored_scales": [{"name": s.name, "values": list(s.values)} for s in facts.stored],
+        "stored_scales": [
+            {"name": s.name, "values": list(map(_number, s.values))} for s in facts.stored
+        ],
         "engines": [_engine(one) for one in report.engines],
         "caches": {
             "16_bits": _figures(report.plain),
@@ -219,6 +222,11 @@ def as_json(model: str, report: AuditReport) -> JsonObject:
         "unmeasured": report.unmeasured or None,
         "fixed": None if form is None else form.as_json(),
     }
+
+
+def _number(value: float) -> float | str:
+    """Return a number that JSON has: NaN and infinities as words."""
+    return value if math.isfinite(value) else str(value)
 
 
 def _figures(cost: Cost | None) -> dict[str, float] | None:

@@ -252,6 +252,8 @@ def _kv(scheme: Scheme, scales: KVScales) -> str:
     if scales.empty:
         measured = ": with --kv-cache-dtype fp8 Freight measures one per token"
         return f"{declared}, and no KV scales are stored{'' if scheme.kv_format else measured}"
+    if scales.faults:
+        return f"{declared}, and the stored KV scales cannot be used: {scales.faults[0].what}"
     if scales.mixed:
         return "the checkpoint chooses the cache of each layer: --kv-cache-dtype auto uses that"
     count = len(scales.layers) - len(scales.unneeded) - len(scales.missing)

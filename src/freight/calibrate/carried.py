@@ -74,6 +74,7 @@ def carried_by(stored: OpenCheckpoint, name: str) -> Carried:
     scales = stored.kv_scales
     _require_complete(scales, name)
     uncentered = stored.uncentered_scales() if any(map(_centered, scales.layers)) else scales
+    _require_complete(uncentered, name)
     coarse = per_layer(for_variant(uncentered, Format.E4M3FN))
     return Carried(for_variant(scales, Format.E4M3FN), coarse)
 
@@ -107,6 +108,7 @@ def _facts(source: ModelConfig | RankExport, model: ModelConfig) -> dict[str, ob
 
 
 def _require_complete(scales: KVScales, name: str) -> None:
+    scales.require_valid("make others with freight quantize --kv-cache fp8")
     if scales.mixed:
         raise CheckpointError(
             f"{name} has a choice of its own by layer ({scales.by_granularity}), which only its own file expresses; "

@@ -8,6 +8,7 @@ and once for writing. Everything that can be refused is refused before the first
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -60,8 +61,10 @@ from freight.models.mixer_parts import mixer_parts
 from freight.models.open import OpenCheckpoint, open_checkpoint, require_native
 from freight.models.shapes import tensor_shapes
 from freight.models.sources import CheckpointSource
+from freight.models.stored import skip_tied_head
 from freight.text.tokenizer import Tokenizer
 
+logger = logging.getLogger("freight")
 NOTHING_CALIBRATED = Calibration(
     kv=None, kv_finer=None, input_scales={}, num_samples=0, num_tokens=0, moving={}, zeros=()
 )
@@ -170,7 +173,8 @@ def open_unquantized(
     """Open `model` ('demo', a folder or a hub id) for quantizing.
 
     Raises CheckpointError for one that is quantized already, or lacks tensors, and for one with KV
-    scales, unless `keep_kv` is True and its weights are not quantized. Experts in MXFP4 are no
+    scales, unless `keep_kv` is True and its weights are not quantized. KV scales that nothing can
+    use are left out of a model whose weights are not quantized, with a line in the log. Experts in MXFP4 are no
     obstacle: so gpt-oss is published. `ignore_keys` of config.json are read over
     (`config.keys.check_keys`).
     """
@@ -178,15 +182,25 @@ def open_unquantized(
     require_native(stored.model, model, "quantizing")
     checkpoint, config, scheme = stored.checkpoint, stored.model, stored.scheme
     way_out = "quantize the 16-bit model that it was made from"
-    keeps = keep_kv and not stored.kv_scales.empty and not _has_quantized_matrix(stored)
-    if not keeps and (scheme.is_final or scheme.kv_format is not None):
+    invalid = stored.kv_scales.faults
+    only_kv = not stored.kv_scales.empty and not _has_quantized_matrix(stored)
+    keeps = only_kv and keep_kv and not invalid
+    replaces = only_kv and bool(invalid)
+    if not (keeps or replaces) and (scheme.is_final or scheme.kv_format is not None):
         raise CheckpointError(f"{model} is quantized already ({scheme.description}); {way_out}")
-    if not keeps and not stored.kv_scales.empty:
+    if not (keeps or replaces) and not stored.kv_scales.empty:
         raise CheckpointError(f"{model} has KV scales already; {way_out}")
+    if replaces:
+        logger.warning(
+            "%s: its KV scales are left out, because nothing can use them: %s%s",
+            model,
+            invalid[0].what,
+            "; --kv-cache fp8 measures others" if keep_kv else "",
+        )
     beside = tensors_beside(checkpoint, config)
     require_unquantized(checkpoint, beside)
     if config.tie_word_embeddings:
-        checkpoint.skip(tensor_names(config).head, "tied to the embedding")
+        skip_tied_head(checkpoint, tensor_names(config).head)
     shapes = tensor_shapes(config)
     packed = find_experts(checkpoint, scheme, shapes)
     unpacked = {name: shape for name, shape in shapes.items() if name not in packed}

@@ -23,7 +23,7 @@ from freight.checkpoint.headers import TensorEntry, read_header
 from freight.checkpoint.reader import PICKLED, read_json, resolve_model
 from freight.checkpoint.writer import CheckpointWriter, require_new, require_space
 from freight.config.parse import parse_model_config
-from freight.errors import CapacityError, CheckpointError, ConfigError
+from freight.errors import CapacityError, CheckpointError, ConfigError, shown
 
 SINGLE, INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 # The deadline of a file: SECONDS, and one second more per BYTES_PER_SECOND. A busy machine takes a
@@ -83,7 +83,8 @@ def convert(
                 on_progress("converting", start + size * done // max(1, total), sum(sizes))
 
             shard = writer.next_shard()
-            gone = _convert_file(file, shard, untied, moved)
+            where = "" if named is None else str(source / INDEX)
+            gone = _convert_file(file, shard, (where, file.name, *untied), moved)
             entries = read_header(shard)
             _check_shard(file, named, {*entries, *gone})
             writer.adopt({name: entry.size for name, entry in entries.items()})
@@ -143,20 +144,21 @@ def _untied(config: Mapping[str, object]) -> tuple[str, ...]:
 
 
 def _check_shard(file: Path, named: frozenset[str] | None, held: set[str]) -> None:
-    """Raise CheckpointError unless the file holds what the index names there: so no two files hold
-    the same.
+    """Raise CheckpointError unless the file holds what the index names there. What else it holds is
+    not written.
     """
-    if named is not None and held != named:
+    lacking = set() if named is None else named - held
+    if lacking:
         raise CheckpointError(
-            f"{file}: {INDEX} places {min(held ^ named)} elsewhere, or not at all; fetch it again"
+            f"{file}: {INDEX} places {shown(min(lacking))} there, and it does not hold it; fetch it again"
         )
 
 
 def _convert_file(
-    file: Path, out: Path, untied: tuple[str, ...], on_progress: Callable[[int, int], None]
+    file: Path, out: Path, options: tuple[str, ...], on_progress: Callable[[int, int], None]
 ) -> dict[str, str]:
     """Run a process that writes `file` as safetensors into `out`; return the names that are tied to
-    others.
+    others. `options` are those of `unpickle.main`.
     """
     command = [
         sys.executable,
@@ -165,7 +167,7 @@ def _convert_file(
         "freight.checkpoint.unpickle",
         str(file.resolve()),
         str(out),
-        *untied,
+        *options,
     ]
     seconds = deadline(file.stat().st_size)
     last: dict[str, object] = {}

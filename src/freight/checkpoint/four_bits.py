@@ -21,7 +21,8 @@ multiplied by a scale of float32, which multiplies the finished sum instead.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -36,6 +37,7 @@ from freight.fp8.four_bits import scales_out_of_range
 from freight.fp8.scheme import FourBits, Packing, Scheme, held_group
 from freight.operands.weight import Codes, Groups, Weight
 
+logger = logging.getLogger("freight")
 _PER_INT = 8  # codes of an int32
 # What GPTQModel subtracts from 8 zero points at once: one of 0 borrows from the next. AutoGPTQ
 # subtracts 1 from each, which gives the same bits of all zero points but 0.
@@ -187,7 +189,30 @@ def find_four_bits(
         else:
             found[name] = _stored_groups(checkpoint, module, shape, four)
             _require_no_bias(checkpoint, module, four, shapes)
+    _warn_of_borrowed_zeros(checkpoint, found.values())
     return _alike(found)
+
+
+def _warn_of_borrowed_zeros(
+    checkpoint: Checkpoint, found: Iterable[StoredGroups | StoredPowers]
+) -> None:
+    """Log a line where GPTQ's zero points depend on the tool that packed them: a zero point of 0 is
+    stored as 15, and GPTQModel, which is followed here, then borrows 1 from the next in the int32.
+    """
+    for stored in found:
+        if not isinstance(stored, StoredGroups) or not stored.four.zeros:
+            continue
+        if stored.four.packing is not Packing.GPTQ:
+            continue
+        name = f"{stored.module}.qzeros"
+        codes = _nibbles(checkpoint.copy(name)).unflatten(-1, (-1, _PER_INT))
+        if (codes[..., :-1] == 15).any():
+            logger.warning(
+                "%s has zero points of 0, which are read as GPTQModel packs them, eight at once; tools that pack each "
+                "alone mean others: if answers are poor, have the tool write checkpoint_format gptq_v2",
+                name,
+            )
+            return
 
 
 def _stored_codes(checkpoint: Checkpoint, scheme: Scheme, module: str) -> str | None:
@@ -219,7 +244,8 @@ def _declared(
         if scheme.method is None:
             raise checkpoint.fault(
                 f"{codes} holds weights in 4 bits, but config.json declares no quantization; the quantizer's "
-                "quantization_config is missing"
+                "quantization_config is missing, or the file of GPTQ or AWQ that is read in its place "
+                "(quantize_config.json, quant_config.json): fetch the model again"
             )
         said = "not quantized" if declared is None else str(declared)
         raise checkpoint.fault(

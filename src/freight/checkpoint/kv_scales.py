@@ -2,7 +2,8 @@
 
 Scales are found by tensor name, whatever the declared method: one pattern covers the names of all
 known producers. Each scale is checked when it is read (shape, finite, above 0). A layer has valid
-scales or None; a missing scale is never replaced by 1.0.
+scales or None, with a fault for those that are stored and cannot be used; a missing scale is never
+replaced by 1.0.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from freight.config.model import ModelConfig
 from freight.errors import CheckpointError
 from freight.files import read_text
 from freight.fp8.formats import Format, Granularity
-from freight.fp8.scheme import KVScales, LayerScales, Scheme
+from freight.fp8.scheme import KVScales, LayerScales, ScaleFault, Scheme
 
 _NAME = re.compile(
     r"""(?:^|\.) layers\.(?P<layer>\d+)\. (?:
@@ -48,7 +49,8 @@ _NAME = re.compile(
     re.VERBOSE,
 )
 # Biases of ModelOpt's affine cache
-_AFFINE = re.compile(r"layers\.\d+\.(?:self_attn|mixer)\.(?:k_proj\.k|v_proj\.v)_bias$")
+_AFFINE = re.compile(r"layers\.(\d+)\.(?:self_attn|mixer)\.(?:k_proj\.k|v_proj\.v)_bias$")
+_ZERO_POINT = re.compile(r"layers\.(\d+)\.[\w.]*\b(?:[kv]|[kv]_proj\.output)_zero_point$")
 # Parts whose layers are numbered from 0 again: those that predict further tokens (mtp), and models
 # of pictures and sounds
 _OTHER_PART = re.compile(r"(?:^|\.)(?:mtp|\w*(?:vision|visual|audio|sound)\w*)\.")
@@ -71,6 +73,14 @@ def parse_scale_name(name: str) -> tuple[int, str] | None:
     return int(match["layer"]), next(iter(sides.values()))
 
 
+def is_shift(name: str) -> bool:
+    """Return whether the tensor is a bias or a zero point of the KV cache."""
+    return _shift(name) is not None
+
+
+_Side = tuple[str, tuple[float, ...]]  # a tensor's name, and its values
+
+
 def read_kv_scales(
     checkpoint: Checkpoint, model: ModelConfig, scheme: Scheme, extras: bool = True
 ) -> KVScales:
@@ -81,61 +91,103 @@ def read_kv_scales(
     of the tensors are returned, which are valid without centers.
 
     If only K or V has a scale, it is used for both, and `LayerScales.alone` names it; `kv_scale` is
-    for both. Raises CheckpointError, naming tensor and value, for a scale that is not positive and
-    finite, has a shape that fits neither tensor, head nor channel granularity, or has different
-    values under two names, and for affine (biased) KV scales.
+    for both. `KVScales.faults` names tensor and value of a scale that is not positive and finite,
+    has a shape that fits neither tensor, head nor channel granularity, has different values under
+    two names, or belongs to a layer that stores no keys and values, of affine (biased) KV scales,
+    and of a side file that cannot be used. Raises CheckpointError for a scale of a layer that the
+    model does not have.
     """
-    affine = sorted(
-        name for name in checkpoint.names if _AFFINE.search(name) and not is_other_part(name)
-    )
-    if affine:
-        raise checkpoint.fault(
-            f"{affine[0]}: an affine KV cache (with a bias for each scale) is not implemented; export "
-            "the model with a symmetric FP8 cache"
-        )
-    found: list[dict[str, tuple[str, tuple[float, ...]]]] = [{} for _ in range(model.num_layers)]
+    by_layer: list[dict[str, _Side]] = [{} for _ in range(model.num_layers)]
+    faults: list[ScaleFault] = []
     for name in sorted(checkpoint.names):
-        parsed = parse_scale_name(name)
-        if parsed is None:
+        index = _layer_of(name, model)
+        if index is None:
             continue
-        layer, sides = parsed
-        if model.num_layers <= layer < model.num_layers + model.prediction_layers:
-            continue  # a layer that predicts further tokens, which Freight does not run
-        if layer >= model.num_layers:
-            raise CheckpointError(
-                f"{name} is a KV scale of layer {layer}, but the model has {model.num_layers} layers"
-            )
-        if layer in model.without_pages:
-            raise CheckpointError(
-                f"{name} is a KV scale of layer {layer}, which has no attention and stores no keys and values; remove "
-                "it from the checkpoint"
-            )
-        values = _read(checkpoint, name, sides, model.paged[layer])
-        for side in sides:
-            other, present = found[layer].get(side, (name, values))
-            if present != values:
-                raise CheckpointError(
-                    f"{other} = {_short(present)} and {name} = {_short(values)} are two values of one KV scale"
-                )
-            found[layer].setdefault(side, (name, values))
-    finer = read_extras(checkpoint, model)
-    if finer is not None and extras:
+        try:
+            _add(by_layer[index], checkpoint, name, index, model)
+        except CheckpointError as error:
+            faults.append(ScaleFault(index, str(error)))
+        checkpoint.skip(name, "a KV scale that is not used")  # unless it was taken
+    missing = (None,) * model.num_layers
+    try:
+        finer = read_extras(checkpoint, model) if extras else None
+    except CheckpointError as error:
+        return KVScales(
+            missing, unneeded=model.without_pages, faults=(ScaleFault(None, str(error)),)
+        )
+    if finer is not None:
         return finer
+    for fault in faults:
+        assert fault.layer is not None
+        by_layer[fault.layer] = {}
     for index, mixer in model.paged.items():
-        source = mixer.kv_from
-        if source is not None and found[index]:
-            raise CheckpointError(
-                f"{next(iter(found[index].values()))[0]} is a KV scale of layer {index}, which reads the keys and "
-                f"values of layer {source} and stores none; remove it from the checkpoint"
-            )
-        found[index] = found[index] if source is None else found[source]
-    layers = tuple(_layer(sides, model.paged.get(index)) for index, sides in enumerate(found))
+        if mixer.kv_from is not None:
+            by_layer[index] = by_layer[mixer.kv_from]
+    layers = tuple(_layer(sides, model.paged.get(index)) for index, sides in enumerate(by_layer))
     return KVScales(
         layers,
         scheme.kv_format or Format.E4M3FN,
-        scheme.kv_format is None and any(found),
+        scheme.kv_format is None and any(by_layer),
         unneeded=model.without_pages,
+        faults=tuple(faults),
     )
+
+
+def _layer_of(name: str, model: ModelConfig) -> int | None:
+    """Return the layer of a tensor of the KV cache; None for any other, and for those of layers that
+    predict further tokens, which Freight does not run. Raises CheckpointError for a scale of a
+    layer that the model does not have.
+    """
+    parsed = parse_scale_name(name)
+    shift = _shift(name)
+    layer = parsed[0] if parsed is not None else shift
+    if layer is None or model.num_layers <= layer < model.num_layers + model.prediction_layers:
+        return None
+    if layer >= model.num_layers:
+        raise CheckpointError(
+            f"{name} is a KV scale of layer {layer}, but the model has {model.num_layers} layers"
+        )
+    return layer
+
+
+def _shift(name: str) -> int | None:
+    """Return the layer of a bias or a zero point of keys or values; None for any other tensor."""
+    match = _AFFINE.search(name) or _ZERO_POINT.search(name)
+    return None if match is None or is_other_part(name) else int(match[1])
+
+
+def _add(
+    sides: dict[str, _Side], checkpoint: Checkpoint, name: str, layer: int, model: ModelConfig
+) -> None:
+    """Read the tensor `name` of a layer into its `sides`. Raises CheckpointError for one that
+    cannot be used.
+    """
+    parsed = parse_scale_name(name)
+    if parsed is None:
+        if _AFFINE.search(name) or checkpoint.copy(name).float().any():
+            raise checkpoint.fault(
+                f"{name}: an affine KV cache (with a bias or a zero point for each scale) is not implemented; export "
+                "the model with a symmetric FP8 cache"
+            )
+        return
+    if layer in model.without_pages:
+        raise CheckpointError(
+            f"{name} is a KV scale of layer {layer}, which has no attention and stores no keys and values; remove "
+            "it from the checkpoint"
+        )
+    source = model.paged[layer].kv_from
+    if source is not None:
+        raise CheckpointError(
+            f"{name} is a KV scale of layer {layer}, which reads the keys and values of layer {source} and stores "
+            "none; remove it from the checkpoint"
+        )
+    values = _read(checkpoint, name, parsed[1], model.paged[layer])
+    for side in parsed[1]:
+        other, present = sides.setdefault(side, (name, values))
+        if present != values:
+            raise CheckpointError(
+                f"{other} = {_short(present)} and {name} = {_short(values)} are two values of one KV scale"
+            )
 
 
 def _layer(

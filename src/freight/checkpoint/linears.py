@@ -8,6 +8,7 @@ the producer's to the bit.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,9 +25,14 @@ from freight.fp8.scheme import Activations, LinearScheme, Scheme, WeightScales
 from freight.fp8.weights import BLOCK, regroup
 from freight.operands.weight import Weight
 
+logger = logging.getLogger("freight")
 # Suffixes of a module's tensors, in all producers' spellings
 WEIGHTS = ("weight", "_weight_qdata")  # the second is torchao's
 _SCALES = ("weight_scale", "weight_scale_inv", "_weight_scale", "qscale_weight", "scale")
+# What compressed-tensors keeps of a weight or an input that it has not compressed
+_OF_DENSE = ("scale", "zero_point", "global_scale", "g_idx", "shape")
+_NOT_COMPRESSED = "of weights that are not compressed"
+_QUANTIZED = ("F8_E4M3", "F8_E4M3FNUZ", "F8_E5M2", "I8", "U8")
 _INPUT_SCALES = ("input_scale", "activation_scale", "act_scale", "qscale_act")
 
 
@@ -187,18 +193,64 @@ def _require_plain(
     """Raise CheckpointError for a matrix in 16 or 32 bits that is declared quantized, or that has
     a scale.
     """
+    if declared is None:
+        return
     stored = checkpoint.format_of(weight)
-    if declared is not None and not declared.or_plain and not free:
+    scales = [name for s in _SCALES if (name := f"{module}.{s}") in checkpoint.names]
+    if scales:
+        raise checkpoint.fault(
+            f"{weight} is stored in {stored}, but config.json declares it quantized ({scheme.method}: {declared}), "
+            f"and there is a scale {scales[0]}; {_way_out(checkpoint, scheme, module)}"
+        )
+    if not declared.or_plain and not free:
         raise checkpoint.fault(
             f"{weight} is stored in {stored}, but config.json declares it quantized "
             f"({scheme.method}: {declared}); if it is not quantized, list {module} as ignored"
         )
-    scales = [name for s in _SCALES if (name := f"{module}.{s}") in checkpoint.names]
-    if scales and declared is not None:
-        raise checkpoint.fault(
-            f"{weight} is stored in {stored}, but there is a scale {scales[0]}; save the model "
-            "with its weights compressed"
+
+
+def _way_out(checkpoint: Checkpoint, scheme: Scheme, module: str) -> str:
+    """Say what to do with a matrix in 16 bits that has a scale."""
+    if scheme.method == "compressed-tensors" and not _is_compressed(checkpoint):
+        return (
+            "save the model with its weights compressed, or run it as it is stored: quantization_status 'frozen' in "
+            "its quantization_config says that they are not"
         )
+    return (
+        "save the model with its weights compressed, or, if the weight needs no scale, remove its scales from the "
+        f"checkpoint and list {module} as ignored"
+    )
+
+
+def dense_scheme(checkpoint: Checkpoint, scheme: Scheme) -> Scheme:
+    """Return `scheme` without its weights where config.json says that they are not compressed
+    (`Scheme.uncompressed`) and none is stored in 8 or 4 bits: they run as they are stored, and
+    nothing needs their scales.
+    """
+    if not scheme.uncompressed or not scheme.rules or _is_compressed(checkpoint):
+        return scheme
+    logger.info(
+        "weights are declared quantized (%s), but not compressed yet: they run as they are stored",
+        scheme.weights,
+    )
+    patterns = (f"*.{side}_{what}" for side in ("weight", "input") for what in _OF_DENSE)
+    return replace(
+        scheme,
+        weight_format=None,
+        rules=(),
+        unused=(*scheme.unused, *((pattern, _NOT_COMPRESSED) for pattern in patterns)),
+        description=f"{scheme.description}, not compressed yet: weights run as they are stored",
+    )
+
+
+def _is_compressed(checkpoint: Checkpoint) -> bool:
+    """Return whether any matrix is stored in 8 or 4 bits."""
+    for name in checkpoint.names:
+        suffix = name.rpartition(".")[2]
+        eight = suffix in WEIGHTS and checkpoint.entry(name).dtype in _QUANTIZED
+        if eight or suffix == "weight_packed":
+            return True
+    return False
 
 
 def _expected_scale(checkpoint: Checkpoint) -> str:
@@ -233,7 +285,9 @@ def _stored_linear(
             raise checkpoint.fault(
                 f"activations are declared static, and {module}.{_INPUT_SCALES[0]} is missing"
             )
-        values = checkpoint.take_scale(input_name)
+        values = checkpoint.take_scale(
+            input_name, "calibration data in which this input is always zero are known for this"
+        )
         if values.numel() != 1:
             raise checkpoint.fault(
                 f"{input_name} has shape {list(values.shape)}; one number can be read"

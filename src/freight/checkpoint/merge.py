@@ -11,22 +11,24 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from freight.checkpoint.adapter import Adapter
 from freight.checkpoint.layouts import declaration
-from freight.checkpoint.reader import Checkpoint, resolve_model
+from freight.checkpoint.reader import Checkpoint, resolve_model, untie_stored_head, untied
 from freight.checkpoint.writer import CheckpointWriter, require_new, require_space
 from freight.config.parse import parse_model_config
 from freight.errors import CheckpointError, ConfigError
 
 Progress = Callable[[str, int, int], None]  # (what, done, total)
 _HEAD, _EMBEDDING = "lm_head.weight", "embed_tokens.weight"
-# Prefixes of transformers' modules -> prefixes in files of models of text and pictures
+# Prefixes of transformers' modules -> prefixes in files of models of text and pictures. The last two
+# are of an adapter that was trained on the text model alone.
 _RENAMED = (
     ("model.language_model.", "model."),
     ("model.language_model.", "language_model.model."),
     ("lm_head.", "language_model.lm_head."),
+    ("model.", "model.language_model."),
+    ("model.", "language_model.model."),
 )
 
 
@@ -61,10 +63,9 @@ def merge(
     base = Checkpoint(resolve_model(model, revision))
     _refuse_quantized(model, base)
     lora = Adapter(adapter)
-    names, config = sorted(base.names), dict(base.config)
+    added = _untie(base, lora)
     # Written tensor -> tensor of `base` that it starts from
-    sources = {name: name for name in names}
-    untied = _untie(base, lora, sources, config)
+    sources = {name: name for name in sorted(base.names)} | added
     changes = {
         _stored_name(base, lora, name, sources): change for name, change in lora.changes.items()
     }
@@ -83,8 +84,8 @@ def merge(
             tensor = base.copy(source)
             writer.add({name: lora.merged(changes[name], tensor) if name in changes else tensor})
         on_progress("merging", len(sources), len(sources))
-        writer.finish(config, base.path)
-    return MergeResult(out, len(changes), len(sources), num_bytes, untied)
+        writer.finish(base.config, base.path)
+    return MergeResult(out, len(changes), len(sources), num_bytes, bool(added))
 
 
 def _refuse_quantized(model: str, base: Checkpoint) -> None:
@@ -112,34 +113,48 @@ def _stored_name(base: Checkpoint, lora: Adapter, name: str, known: Mapping[str,
     return found
 
 
-def _untie(
-    base: Checkpoint, lora: Adapter, sources: dict[str, str], config: dict[str, Any]
-) -> bool:
+def _untie(base: Checkpoint, lora: Adapter) -> dict[str, str]:
     """Give the head its own tensor where it is tied to the embedding and the adapter changes one of
-    the two.
+    the two: return {its name: the embedding's}, else {}.
 
     An adapter adds to what one module computes. In a shared matrix it would change both modules.
-    Returns whether the head was untied.
+    `base.config` then says that they are two, as it does where the stored head is not the embedding
+    (`reader.untie_stored_head`).
     """
-    ends = (_HEAD, _EMBEDDING)
-    if not any(name.endswith(ends) for name in lora.changes) or any(
-        name.endswith(_HEAD) for name in sources
-    ):
-        return False
-    if not parse_model_config(base.config, base.names).tie_word_embeddings:
-        return False
+    changes = any(name.endswith((_HEAD, _EMBEDDING)) for name in lora.changes)
+    heads = [name for name in sorted(base.names) if name.endswith(_HEAD)]
+    if not (changes or heads):
+        return {}
+    try:
+        model = parse_model_config(base.config, base.names)
+        tied, (body, outer) = model.tie_word_embeddings, model.prefixes
+        head = outer + _HEAD
+    except CheckpointError:  # a model that Freight does not run
+        if not heads:
+            raise
+        tied, body, head = base.config.get("tie_word_embeddings") is True, "", heads[0]
+    if not tied:
+        return {}
+    embedding = _embedding(base, body)
+    if untie_stored_head(base, head, embedding) or not changes:
+        return {}
     if lora.ties_weights:
         raise ConfigError(
             f"{lora.path}: ensure_weight_tying is true, and the model's head is its embedding: that is not merged "
             "here; merge it with peft's merge_and_unload"
         )
-    embeddings = [name for name in sources if name.endswith(_EMBEDDING)]
-    if len(embeddings) != 1:
+    base.config = untied(base.config)
+    return {head: embedding}
+
+
+def _embedding(base: Checkpoint, body: str) -> str:
+    """Return the name of the embedding, which may not be stored where a head is tied to it."""
+    embeddings = [name for name in base.names if name.endswith(_EMBEDDING)]
+    if body + _EMBEDDING in embeddings or not embeddings:
+        return body + _EMBEDDING
+    if len(embeddings) > 1:
         raise CheckpointError(
-            f"{base.path} has {len(embeddings)} tensors *{_EMBEDDING}, and no head: not merged here"
+            f"{base.path} has {len(embeddings)} tensors *{_EMBEDDING}, and its head is tied to one of them: merge the "
+            "adapter with peft's merge_and_unload"
         )
-    sources[_HEAD] = embeddings[0]
-    for part in (config, config.get("text_config")):
-        if isinstance(part, dict) and (part is config or "tie_word_embeddings" in part):
-            part["tie_word_embeddings"] = False
-    return True
+    return embeddings[0]

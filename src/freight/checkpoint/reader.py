@@ -10,6 +10,7 @@ pickle files can run code when they are opened (`convert.py` reads those).
 from __future__ import annotations
 
 import fnmatch
+import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -31,11 +32,14 @@ from freight.checkpoint.headers import (
     unreadable,
 )
 from freight.checkpoint.stored_dtype import stored_format
+from freight.config.dtype import TEXT_KEYS
 from freight.config.fields import JsonObject
-from freight.errors import CheckpointError, ConfigError
+from freight.errors import CheckpointError, ConfigError, shown
 from freight.files import read_object
 from freight.fp8.formats import Format
 
+logger = logging.getLogger("freight")
+INDEX = "model.safetensors.index.json"
 _FETCHED = ("*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer*")
 # Files that `convert` fetches
 PICKLED = ("*.json", "pytorch_model*.bin", "*.jinja", "*.txt", "tokenizer*", "*.model")
@@ -47,9 +51,17 @@ _UNUSED = {
     "*.q_scale": "a query scale: attention keeps queries in 16 bits",
     "*.q_proj.output_scale": "a query scale: attention keeps queries in 16 bits",
     "*.self_attn.q.scale": "a query scale: attention keeps queries in 16 bits",
+    "*.q_zero_point": "a zero point of queries, which stay in 16 bits",
+    "*.q_proj.output_zero_point": "a zero point of queries, which stay in 16 bits",
     "*.prob_output_scale": "a scale of probabilities, which stay in 32 bits",
     "*.prob_scale": "a scale of probabilities, which stay in 32 bits",
 }
+# Files in which tools declare their quantization -> method
+_OWN_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
+# Suffixes of the tensor that holds a matrix, in all producers' forms
+_CODES = ("weight", "_weight_qdata", "weight_packed", "qweight")
+_TIES = ("tie_word_embeddings", "tie_embedding")  # the second is LFM2's
+_COMPARED = 2**24  # bytes of two tensors that are compared at a time
 _ZERO_POINTS = (
     "*.[qkv]_zero_point",
     "*.[qkv]_proj.output_zero_point",
@@ -76,8 +88,30 @@ class Checkpoint:
         self.generation_config = read_json(path / "generation_config.json")
         self.hf_quant_config = read_json(path / "hf_quant_config.json")
         self._entries = _read_entries(path)
+        self._read_own_declaration()
         self._taken: set[str] = set()
         self._skipped: dict[str, str] = {}
+
+    def _read_own_declaration(self) -> None:
+        """Take the declaration of AutoGPTQ or AutoAWQ from the tool's own file where config.json has
+        none, and the tensors are that tool's.
+        """
+        declared = any(
+            self.config.get(key) for key in ("quantization_config", "compression_config")
+        )
+        if declared or not any(name.endswith(".qweight") for name in self._entries):
+            return
+        for file, method in _OWN_FILES.items():
+            content = read_json(self.path / file)
+            if content is not None:
+                logger.info(
+                    "%s: config.json declares no quantization, and %s does", self.path, file
+                )
+                self.config = {
+                    **self.config,
+                    "quantization_config": {"quant_method": method, **content},
+                }
+                return
 
     @cached_property
     def names(self) -> frozenset[str]:
@@ -219,9 +253,11 @@ class Checkpoint:
         self._taken.add(name)
         return self._read(name).view(torch.uint8)
 
-    def take_scale(self, name: str) -> Tensor:
-        """Return scales as float32, in a copy. Raises CheckpointError unless every one is finite
-        and above 0.
+    def take_scale(
+        self, name: str, cause: str = "fp16 models with an all-zero weight are known for this"
+    ) -> Tensor:
+        """Return scales as float32, in a copy. Raises CheckpointError, with `cause`, unless every
+        one is finite and above 0.
 
         They are stored in 16 or 32 bits, or as powers of two in one byte, E8M0: 2 ** (byte - 127)
         (OCP MX 1.0, section 5.4).
@@ -238,9 +274,25 @@ class Checkpoint:
         if len(bad):
             raise self.fault(
                 f"{name} has {bad[0].item()} among its {scale.numel()} values; a scale has to be finite "
-                "and above 0. Quantize the model again (fp16 models with an all-zero weight are known for this)"
+                f"and above 0. Quantize the model again ({cause})"
             )
         return scale
+
+    def same_bits(self, name: str, other: str) -> bool:
+        """Return whether two stored tensors have the same dtype, shape and bits. Reads both, up to
+        the first difference. Raises CheckpointError if one is missing.
+        """
+        entries = self.entry(name), self.entry(other)
+        if entries[0].dtype != entries[1].dtype or entries[0].shape != entries[1].shape:
+            return False
+        parts = (
+            self._read(of).flatten().view(torch.uint8).split(_COMPARED) for of in (name, other)
+        )
+        return all(torch.equal(*pair) for pair in zip(*parts, strict=True))
+
+    def has_values(self, name: str) -> bool:
+        """Return whether a stored tensor has a value that is not 0, without taking it."""
+        return bool(self._read(name).any())
 
     def skip(self, pattern: str, reason: str) -> None:
         """Skip the tensors whose name matches `pattern` (`*`, `?` and `[...]`), and record the
@@ -263,8 +315,8 @@ class Checkpoint:
         for name in [
             name for pattern in _ZERO_POINTS for name in fnmatch.filter(self._entries, pattern)
         ]:
-            if name in pending or name in self._skipped:
-                continue  # of a matrix in 4 bits, which may be a head that is tied
+            if name in pending or name in self._skipped or name in self._taken:
+                continue  # of a matrix in 4 bits, or of the KV cache, and judged there
             if self._read(name).float().any():
                 raise self.fault(
                     f"{name} is not zero: of weights in 8 bits only symmetric quantization is implemented, and of "
@@ -273,9 +325,12 @@ class Checkpoint:
             self.skip(name, "a zero point that is zero")
         left = sorted(self.names - self._taken - set(self._skipped) - pending)
         if left:
+            files = sorted({self._entries[name].file.name for name in left})
+            where = INDEX if (self.path / INDEX).is_file() else _listed(files, ", ", 3)
             raise self.fault(
                 f"{len(left)} tensors belong to no part of the model that config.json describes: "
-                f"{_listed(left, ', ')}"
+                f"{_listed(left, ', ')}; correct config.json if the model has such a part, else remove them from "
+                f"{where}"
             )
 
     def _read(self, name: str) -> Tensor:
@@ -369,7 +424,7 @@ def _is_there(path: Path) -> bool:
 
 def _read_entries(path: Path) -> dict[str, TensorEntry]:
     """Read the entries of all tensors of the folder, with every header checked."""
-    index = path / "model.safetensors.index.json"
+    index = path / INDEX
     single = path / "model.safetensors"
     if _is_there(single):
         return read_header(single)
@@ -417,6 +472,10 @@ def _refuse_consolidated(path: Path) -> None:
 
 
 def _read_shards(path: Path, index: Path) -> dict[str, TensorEntry]:
+    """Read the entries of the tensors that the index lists, each from the shard where it places
+    them. What else a shard holds is not read: an overlay replaces tensors of older shards, and a
+    shard may be shared with a model of other parts.
+    """
     weight_map = (read_json(index) or {}).get("weight_map")
     if not isinstance(weight_map, dict) or not all(
         isinstance(shard, str) for shard in weight_map.values()
@@ -425,27 +484,80 @@ def _read_shards(path: Path, index: Path) -> dict[str, TensorEntry]:
             f"{index}: weight_map is missing, or does not give a file for every tensor"
         )
     entries: dict[str, TensorEntry] = {}
+    passed: list[str] = []
     for shard in sorted(set(weight_map.values())):
         if Path(shard).name != shard:
-            raise CheckpointError(f"{index} names {shard!r}, which lies outside the folder")
+            raise CheckpointError(f"{index} names {shown(shard)}, which lies outside the folder")
         if not _is_there(path / shard):
             raise CheckpointError(
-                f"{path}: the shard {shard}, which {index.name} names, is missing"
+                f"{path}: the shard {shown(shard)}, which {index.name} names, is missing; fetch the model again"
             )
         for name, entry in read_header(path / shard).items():
-            if name in entries:
-                raise CheckpointError(
-                    f"{path}: tensor {name} is in both {entries[name].file.name} and {shard}"
-                )
-            entries[name] = entry
+            if weight_map.get(name) == shard:
+                entries[name] = entry
+            else:
+                passed.append(f"{shown(name)} in {shown(shard)}")
     for name, shard in weight_map.items():
-        if name not in entries or entries[name].file.name != shard:
+        if name not in entries:
             raise CheckpointError(
-                f"{path}: {index.name} places tensor {name} in {shard}, which does not hold it"
+                f"{path}: {index.name} places tensor {shown(name)} in {shown(shard)}, which does not hold it; correct "
+                "the index, or fetch the model again"
             )
+    if passed:
+        logger.warning(
+            "%s: %d tensors are not read, because %s does not list them, or places them in another file: %s",
+            path,
+            len(passed),
+            index.name,
+            _listed(passed, ", ", 3),
+        )
     return entries
 
 
 def _listed(items: list[str], separator: str, limit: int = 20) -> str:
     more = f"{separator}and {len(items) - limit} more" if len(items) > limit else ""
     return separator.join(items[:limit]) + more
+
+
+def untie_stored_head(checkpoint: Checkpoint, head: str, embedding: str) -> bool:
+    """Return whether the checkpoint stores a head that is not its embedding, where config.json says
+    that the two are one tensor. `checkpoint.config` then says that they are two, and a line of the
+    log names both.
+
+    A head in 8 or 4 bits is not its embedding, and a tensor without values is no head: tools that
+    divide a model leave it in the place of a tied one. Where the head alone is stored, it is the
+    embedding as well.
+    """
+    module = head.removesuffix("weight")
+    stored = [name for suffix in _CODES if (name := module + suffix) in checkpoint.names]
+    stored = [name for name in stored if checkpoint.entry(name).size]
+    if stored == [head] and embedding not in checkpoint.names:
+        checkpoint.divide(head, {embedding: ((), embedding.removesuffix(".weight"))})
+        return False
+    different = [name for name in stored if not checkpoint.same_bits(name, embedding)]
+    bias = f"{module}bias"
+    if bias in checkpoint.names and checkpoint.has_values(bias):
+        different.append(bias)
+    if not different:
+        return False
+    logger.warning(
+        "%s: config.json says tie_word_embeddings, but the stored %s is not %s: the stored head is used",
+        checkpoint.path,
+        different[0],
+        embedding,
+    )
+    checkpoint.config = untied(checkpoint.config)
+    return True
+
+
+def untied(config: JsonObject) -> JsonObject:
+    """Return a config.json that says that head and embedding are two, wherever it is read."""
+    changed = {**config, "tie_word_embeddings": False}
+    for key in TEXT_KEYS:
+        if isinstance(config.get(key), Mapping):
+            changed[key] = {**config[key]}
+    for part in (changed, *(changed[key] for key in TEXT_KEYS if key in changed)):
+        for key in _TIES:
+            if isinstance(part, dict) and key in part:
+                part[key] = False
+    return changed

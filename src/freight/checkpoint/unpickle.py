@@ -154,14 +154,19 @@ def write(
         on_written(done)
 
 
-def convert_file(file: Path, out: Path, untied: Iterable[str]) -> dict[str, str]:
+def convert_file(
+    file: Path, out: Path, untied: Iterable[str], index: str = "", shard: str = ""
+) -> dict[str, str]:
     """Write the tensors of `file` into the new safetensors file `out`; return `ties`. Those in
-    `untied` are copied.
+    `untied` are copied. With the path of an index, only those that it places in `shard` are written.
 
     Raises RefusedError, MemoryError, and OSError of `out`.
     """
     size = file.stat().st_size
     tensors = read(file)
+    if index:
+        places = json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"]
+        tensors = {name: tensor for name, tensor in tensors.items() if places.get(name) == shard}
     tied = {name: kept for name, kept in ties(tensors).items() if name not in set(untied)}
     written = {name: tensor for name, tensor in tensors.items() if name not in tied}
     total = sum(tensor.nbytes for tensor in written.values())
@@ -179,12 +184,12 @@ def say(**content: object) -> None:
     print(json.dumps(content), flush=True)
 
 
-def main(file: str, out: str, *untied: str) -> None:
+def main(file: str, out: str, index: str, shard: str, *untied: str) -> None:
     """Convert `file` into `out` and report the outcome on standard output."""
     end_with_parent()
     limit_memory(Path(file).stat().st_size)
     try:
-        say(tied=convert_file(Path(file), Path(out), untied))
+        say(tied=convert_file(Path(file), Path(out), untied, index, shard))
     except RefusedError as error:
         say(refused=str(error))
     except MemoryError:

@@ -93,8 +93,9 @@ def describe(
     number of matrices stored in FP8 or INT8 by what is declared of them, {"scales per tensor,
     activations static": 14}, and four_bit_weights that of matrices in 4 bits, but for gpt-oss's
     experts;
-    kv_cache: {scales_format, scales_format_assumed, scales}. scales_format_assumed says that
-    nothing declares the format; scales has an entry per layer, {layer, k, v}, and is empty when
+    kv_cache: {scales_format, scales_format_assumed, scales, faults}. scales_format_assumed says that
+    nothing declares the format; faults are sentences about stored scales that cannot be used; scales
+    has an entry per layer, {layer, k, v}, and is empty when
     there are none. k and v are null, or {granularity, min, max, value, centered, names}; an entry
     of a layer without keys and values, which needs no scale, has `stores_keys`, false; where a
     checkpoint chooses by layer (`freight quantize --kv-budget`), an entry also has `dtype`
@@ -107,9 +108,11 @@ def describe(
     """
     from freight.checkpoint.config_only import read_config_only, tensors_dtype
     from freight.checkpoint.kv_scales import read_kv_scales
+    from freight.checkpoint.linears import dense_scheme
     from freight.checkpoint.rank_export import is_rank_export
     from freight.checkpoint.reader import Checkpoint, resolve_model
     from freight.models.architectures import skipped_parts
+    from freight.models.stored import with_stored_head
 
     if _is_config_alone(Path(model).expanduser()):
         config, hf_quant_config = read_config_only(model, revision)
@@ -138,6 +141,9 @@ def describe(
         checkpoint.stored_format,
     )
     architecture, found, scheme = _read(*described, ignore_keys)
+    if found is not None:
+        found = with_stored_head(checkpoint, found)
+        scheme = dense_scheme(checkpoint, scheme)
     scales = None if found is None else read_kv_scales(checkpoint, found, scheme)
     without_keys = frozenset[int]() if found is None else found.without_pages
     return {
@@ -235,6 +241,7 @@ def _kv_cache(scales: KVScales | None, without_keys: Collection[int] = ()) -> Js
             "scales_format": None if stored is None else stored.format,
             "scales_format_assumed": scales is not None and scales.format_assumed,
             "scales": [] if stored is None else _scales(stored, without_keys),
+            "faults": [] if stored is None else [fault.what for fault in stored.faults],
         }
     }
 
@@ -393,6 +400,7 @@ def _print_table(facts: JsonObject) -> None:
         *([("4-bit matrices", "; ".join(packed))] if packed else []),
         ("KV scales", _made_for(facts["kv_cache"])),
     ]
+    rows += [("", f"cannot be used: {what}") for what in facts["kv_cache"]["faults"][:3]]
     for kind, keys in facts["unread_keys"].items():
         if keys:
             rows.append(("not read", f"{', '.join(keys)} ({kind})"))

@@ -141,7 +141,8 @@ def _tied(
     reads the outer key, whose default is true; a stored head is used all the same.
     """
     if family.text_type is not None and outer.get("tie_word_embeddings") is None and tensors:
-        return f"{prefix}lm_head.weight" not in tensors
+        forms = ("weight", "qweight", "weight_packed", "_weight_qdata")
+        return not any(f"{prefix}lm_head.{form}" in tensors for form in forms)
     return flag(config, "tie_word_embeddings")
 
 

@@ -56,6 +56,10 @@ _NO_GPUS = (
     "--tensor-parallel-size {}: several GPUs have not been tried on any machine yet, so they are refused; use one GPU, "
     "or --device cpu"
 )
+_WITHOUT_SCALES = (
+    "use --kv-scales dynamic to measure scales as values are stored, or --kv-cache-dtype bfloat16 for a cache "
+    "without scales"
+)
 _MAKE_SCALES = (
     "calibrate a checkpoint that has them (freight quantize MODEL OUT --kv-cache fp8 --calibration-data FILE), give a "
     "file (--kv-scales FILE.json), or use --kv-scales dynamic"
@@ -358,8 +362,8 @@ def for_variant(scales: KVScales, format: Format) -> KVScales:
             layer, k=tuple(x * factor for x in layer.k), v=tuple(x * factor for x in layer.v)
         )
 
-    return KVScales(
-        tuple(map(converted, scales.layers)), format, mixed=scales.mixed, unneeded=scales.unneeded
+    return replace(
+        scales, layers=tuple(map(converted, scales.layers)), format=format, format_assumed=False
     )
 
 
@@ -421,7 +425,9 @@ def _cache(
 ) -> KVCacheConfig:
     """Resolve the cache of all layers; `scales` already marks skipped layers as unneeded."""
     source = kv_source(args)
-    by_layer = scales.mixed and source.word in ("auto", "checkpoint")  # the checkpoint's choice
+    follows = source.word in ("auto", "checkpoint")
+    _require_choice(args, follows, scales)
+    by_layer = scales.mixed and follows  # the checkpoint's choice
     if by_layer and args.kv_cache_dtype == "auto":
         return mixed_cache(scales, compute, native, ScaleSource.CHECKPOINT)
     format, cache = _kv_format(args, compute, scheme, native)
@@ -432,7 +438,7 @@ def _cache(
         )
     require_fit(format, cache, source)
     if not format.is_quantized:
-        note = "" if scales.empty else _skipped(args)
+        note = "" if scales.empty else _skipped(args, scales)
         return KVCacheConfig(format, granularity=None, scale_source=None, scales=None, note=note)
     if source.word == "group":
         note = "measured per group as stored"
@@ -461,6 +467,15 @@ def _cache(
     return _from_checkpoint(format, source.word, scheme, scales)
 
 
+def _require_choice(args: EngineArgs, follows: bool, scales: KVScales) -> None:
+    """Raise CheckpointError where the checkpoint is to choose the cache, and the file that may have
+    a choice for each layer cannot be used.
+    """
+    of_file = any(fault.layer is None for fault in scales.faults)
+    if follows and args.kv_cache_dtype == "auto" and of_file:
+        scales.require_valid(_WITHOUT_SCALES)
+
+
 def _from_checkpoint(
     format: Format, source: str, scheme: Scheme, scales: KVScales
 ) -> KVCacheConfig:
@@ -470,6 +485,7 @@ def _from_checkpoint(
     A scale of K alone is used for V as well, as in vLLM and SGLang. A scale of V alone is an error:
     it says nothing about keys.
     """
+    scales.require_valid(_WITHOUT_SCALES)
     if scales.alone("v"):
         raise CheckpointError(
             f"the checkpoint has a KV scale of V, but none of K, for {_layers(scales.alone('v'))} of "
@@ -502,7 +518,11 @@ def _from_checkpoint(
     return _dynamic(format, "no scales in the checkpoint: measured per token as stored")
 
 
-def _skipped(args: EngineArgs) -> str:
+def _skipped(args: EngineArgs, scales: KVScales) -> str:
+    if scales.faults:
+        return (
+            f"the checkpoint's KV scales are skipped, and cannot be used: {scales.faults[0].what}"
+        )
     if args.kv_cache_dtype == "auto":
         return "the checkpoint's KV scales are skipped, as it declares no FP8 cache; --kv-cache-dtype fp8 uses them"
     return "the checkpoint's KV scales are skipped: 16 bits were requested"

@@ -99,7 +99,7 @@ def evaluate_grid(
     parts = cut_documents(opened, documents, length, grid.max_tokens)
     if opened.model.foreign is not None and grid.caches is None:
         names = tuple(name for name in names if name not in STATIC)
-    static = [name for name in names if name in STATIC] if opened.kv_scales.empty else []
+    static = [name for name in names if name in STATIC] if not opened.kv_scales.usable else []
     if static or grid.weights:
         require_native(opened.model, args.model, "measuring its static scales, or other weights,")
     samples = _samples(opened, grid, length) if static else []
@@ -269,7 +269,7 @@ def _caches(
             config = replace(plain, kv=KVCacheConfig(Format.E5M2, *unit))
         elif name == "int8":
             config = _resolved(opened, kv_cache_dtype="int8", attention_compute="auto")
-        elif not opened.kv_scales.empty:
+        elif opened.kv_scales.usable:
             if any(other == "checkpoint" for other, _ in found):
                 continue
             name = "checkpoint"

@@ -12,6 +12,7 @@ from collections.abc import Set
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
+from freight.errors import CheckpointError
 from freight.fp8.formats import Format, Granularity
 
 
@@ -182,6 +183,14 @@ class LayerScales:
 
 
 @dataclass(frozen=True)
+class ScaleFault:
+    """Why stored KV scales cannot be used: those of `layer`, or of all layers (None)."""
+
+    layer: int | None
+    what: str
+
+
+@dataclass(frozen=True)
 class KVScales:
     """KV scales by layer, `None` where a layer has none, and the format they were made for.
 
@@ -194,6 +203,9 @@ class KVScales:
 
     `unneeded` are layers that need no scales: those that stay unquantized despite a declaration,
     and those that store no keys and values.
+
+    `faults` are of scales that the checkpoint stores and nothing can use; their layers have None in
+    `layers`. They matter where the scales are used, not before: `require_valid`.
     """
 
     layers: tuple[LayerScales | None, ...]
@@ -201,6 +213,18 @@ class KVScales:
     format_assumed: bool = False
     mixed: tuple[Granularity | None, ...] = ()
     unneeded: frozenset[int] = frozenset()
+    faults: tuple[ScaleFault, ...] = ()
+
+    @property
+    def usable(self) -> bool:
+        """True if scales, or a choice by layer, are stored, and nothing is wrong with them."""
+        return not self.empty and not self.faults
+
+    def require_valid(self, way_out: str) -> None:
+        """Raise CheckpointError, which ends with `way_out`, if there are `faults`."""
+        if self.faults:
+            more = f", and {len(self.faults) - 1} more like it" if len(self.faults) > 1 else ""
+            raise CheckpointError(f"{self.faults[0].what}{more}; {way_out}")
 
     @property
     def missing(self) -> tuple[int, ...]:
@@ -216,6 +240,7 @@ class KVScales:
             layers=tuple(None if i in layers else layer for i, layer in enumerate(self.layers)),
             mixed=tuple(None if i in layers else chosen for i, chosen in enumerate(self.mixed)),
             unneeded=self.unneeded | layers,
+            faults=tuple(fault for fault in self.faults if fault.layer not in layers),
         )
 
     def alone(self, side: str) -> tuple[int, ...]:
@@ -240,8 +265,8 @@ class KVScales:
 
     @property
     def empty(self) -> bool:
-        """True if no layer has scales, and no format is declared per layer."""
-        return not self.mixed and not any(self.layers)
+        """True if no scales are stored, and no format is declared per layer."""
+        return not self.mixed and not any(self.layers) and not self.faults
 
 
 @dataclass(frozen=True)
@@ -256,6 +281,8 @@ class Scheme:
                     mode, which stores none
     description     one line for the user
     rules           schemes of Linear weights; the first rule that matches counts
+    uncompressed    whether the producer says that weights are not stored in `weight_format` yet;
+                    tensors show whether they are (`checkpoint.linears.dense_scheme`)
     unused          (pattern of `*` and `?`, reason) of tensors that the producer writes and Freight
                     does not need
     """
@@ -267,6 +294,7 @@ class Scheme:
     description: str = "none"
     rules: tuple[Rule, ...] = ()
     unused: tuple[tuple[str, str], ...] = ()
+    uncompressed: bool = False
 
     @property
     def weights(self) -> str:

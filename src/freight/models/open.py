@@ -18,6 +18,7 @@ from freight import openmp
 from freight.cache.spec import KVCacheSpec, cache_spec
 from freight.checkpoint.kv_scales import read_kv_scales, read_scale_json
 from freight.checkpoint.layouts import read_scheme
+from freight.checkpoint.linears import dense_scheme
 from freight.checkpoint.rank_export import refuse_to_run
 from freight.checkpoint.reader import Checkpoint, resolve_model
 from freight.config.dtype import DtypeSource, describe_dtype
@@ -43,6 +44,7 @@ from freight.models.loader import load_model
 from freight.models.random_weights import random_model
 from freight.models.shares import Share, share_of
 from freight.models.sizes import ForeignBytes, Layout, foreign_bytes, online
+from freight.models.stored import with_stored_head
 from freight.models.weight_bytes import weight_bytes
 from freight.parallel.ranks import ALONE, Ranks
 from freight.parallel.shards import scales_of_rank
@@ -79,7 +81,8 @@ def open_folder(path: Path, name: str, ignore_keys: Collection[str] = ()) -> Ope
     config = read_model_config(
         checkpoint.config, checkpoint.names, checkpoint.stored_format, ignore_keys
     )
-    scheme = read_scheme(checkpoint.config, checkpoint.hf_quant_config)
+    scheme = dense_scheme(checkpoint, read_scheme(checkpoint.config, checkpoint.hf_quant_config))
+    config = with_stored_head(checkpoint, config)
     present_written(checkpoint, config)
     present_experts(checkpoint, config, scheme)
     return OpenCheckpoint(checkpoint, config, scheme, read_kv_scales(checkpoint, config, scheme))

@@ -5,13 +5,13 @@ for `freight audit`.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from freight.checkpoint.four_bits import StoredGroups, StoredPowers, find_four_bits
 from freight.checkpoint.headers import Shape
 from freight.checkpoint.linears import StoredLinear, find_linears
 from freight.checkpoint.mxfp4 import StoredExperts, find_experts
-from freight.checkpoint.reader import Checkpoint
+from freight.checkpoint.reader import Checkpoint, untie_stored_head
 from freight.config.model import ModelConfig
 from freight.fp8.scheme import Scheme
 from freight.models.architectures import skipped_parts, tensor_names
@@ -27,6 +27,17 @@ class StoredMatrices:
     linears: dict[str, StoredLinear]
     four: dict[str, StoredGroups | StoredPowers]
     packed: dict[str, StoredExperts]
+
+
+def with_stored_head(checkpoint: Checkpoint, config: ModelConfig) -> ModelConfig:
+    """Return `config` with a head of its own where the checkpoint stores one
+    (`reader.untie_stored_head`).
+    """
+    if not config.tie_word_embeddings or config.foreign is not None:
+        return config  # transformers' loading compares the two itself
+    names = tensor_names(config)
+    own = untie_stored_head(checkpoint, names.head, names.embedding)
+    return replace(config, tie_word_embeddings=not own)
 
 
 def find_stored(checkpoint: Checkpoint, config: ModelConfig, scheme: Scheme) -> StoredMatrices:
@@ -52,10 +63,15 @@ def find_stored(checkpoint: Checkpoint, config: ModelConfig, scheme: Scheme) -> 
             needed[name] = shape
     checkpoint.check(needed)
     if config.tie_word_embeddings:
-        checkpoint.skip(names.head.removesuffix("weight") + "*", "tied to the embedding")
+        skip_tied_head(checkpoint, names.head)
     for pattern, reason in (*names.unused, *scheme.unused):
         checkpoint.skip(pattern, reason)
     for reason, count in skipped_parts(config, checkpoint.names).items():
         logger.info("skipping %d tensors %s", count, reason)
     checkpoint.finish(pending=needed)
     return StoredMatrices(linears, four, packed)
+
+
+def skip_tied_head(checkpoint: Checkpoint, head: str) -> None:
+    """Skip the tensors of a head that `with_stored_head` found to be the embedding."""
+    checkpoint.skip(head.removesuffix("weight") + "*", "tied to the embedding")

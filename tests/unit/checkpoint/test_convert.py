@@ -179,13 +179,25 @@ def test_an_index_that_contradicts_the_files(folder: Path, here: None):
     weight_map = sharded(folder, {"a": WEIGHT}, {"b": WEIGHT})
     index = folder / "pytorch_model.bin.index.json"
     for changed, named in [
-        (weight_map | {"c": weight_map["b"]}, "places c"),
+        (weight_map | {"c": weight_map["b"]}, "places 'c'"),
         ({**weight_map, "b": "../x.bin"}, "outside"),
         ({**weight_map, "b": "pytorch_model-9.bin"}, "missing"),
         ({}, "weight_map"),
     ]:
         index.write_text(json.dumps({"weight_map": changed}))
         refused(folder, named)
+
+
+def test_what_the_index_does_not_place_in_a_file_is_not_written(
+    folder: Path, here: None, tmp_path: Path
+):
+    """Of a stale copy in another file, the one that the index maps counts."""
+    weight_map = sharded(folder, {"a": WEIGHT, "b": WEIGHT * 0}, {"b": WEIGHT, "other": WEIGHT})
+    index = folder / "pytorch_model.bin.index.json"
+    places = {name: weight_map[name] for name in ("a", "b")}
+    index.write_text(json.dumps({"weight_map": places | {"b": weight_map["other"]}}))
+    assert convert(str(folder), tmp_path / "out").num_tensors == 2
+    assert torch.equal(Checkpoint(tmp_path / "out").copy("b"), WEIGHT)
 
 
 class Attack:

@@ -110,14 +110,14 @@ def test_a_changed_file_is_refused(write_model, shape):
         scales(Granularity.HEAD, 3), content=write_extras(scales(Granularity.HEAD, 3, 1))[1][FILE]
     )
     with pytest.raises(CheckpointError, match="SHA-256 differs"):
-        read_kv_scales(opened, shape, Scheme())
+        read_kv_scales(opened, shape, Scheme()).require_valid("measure them")
 
 
 def test_a_missing_file_is_refused(write_model, shape, tmp_path: Path):
     opened = write_model(scales(Granularity.HEAD, 3))
     (tmp_path / FILE).unlink()
     with pytest.raises(CheckpointError, match=r"cannot be read.*remove `freight` from config.json"):
-        read_kv_scales(opened, shape, Scheme())
+        read_kv_scales(opened, shape, Scheme()).require_valid("measure them")
 
 
 @pytest.mark.parametrize(

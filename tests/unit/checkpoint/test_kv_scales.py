@@ -45,7 +45,9 @@ def read(open_tensors, shape):
     def reader(tensors, config=None):
         checkpoint = open_tensors(tensors, config)
         scheme = read_scheme(checkpoint.config, checkpoint.hf_quant_config)
-        return read_kv_scales(checkpoint, shape, scheme), checkpoint
+        scales = read_kv_scales(checkpoint, shape, scheme)
+        scales.require_valid("make others")
+        return scales, checkpoint
 
     return reader
 

@@ -85,14 +85,40 @@ def test_index_and_shards_must_agree(write):
     refused(folder, INDEX, "weight_map")
 
 
-def test_a_tensor_in_two_shards_is_named(write):
-    folder = write({"1.safetensors": {"a": A}, "2.safetensors": {"a": A, "b": B}})
-    refused(
-        index(folder, {"a": "1.safetensors", "b": "2.safetensors"}),
-        "a",
-        "1.safetensors",
-        "2.safetensors",
+def test_a_tensor_in_two_shards_is_read_from_the_one_that_the_index_names(write, caplog):
+    """A re-quantized checkpoint has an overlay beside shards with stale copies; a reused shard has
+    tensors that the index does not list. transformers reads what the index maps.
+    """
+    stale = torch.zeros_like(A)
+    folder = write({"1.safetensors": {"a": stale, "c": B}, "2.safetensors": {"a": A, "b": B}})
+    checkpoint = Checkpoint(
+        index(folder, {"a": "2.safetensors", "b": "2.safetensors", "c": "1.safetensors"})
     )
+    assert torch.equal(checkpoint.take("a", (2, 3)), A)
+    assert [record.getMessage().count("'a'") for record in caplog.records] == [1]
+    checkpoint = Checkpoint(index(folder, {"a": "1.safetensors", "b": "2.safetensors"}))
+    assert torch.equal(checkpoint.take("a", (2, 3)), stale)
+    assert checkpoint.names == {"a", "b"}
+    checkpoint.take("b", (4,))
+    checkpoint.finish()
+
+
+def test_a_tensor_that_nothing_needs_is_refused_with_the_file_to_leave_it_out_of(write):
+    checkpoint = Checkpoint(write({"model.safetensors": {"a": A, "b": B}}))
+    checkpoint.take("a", (2, 3))
+    with pytest.raises(
+        CheckpointError, match=r"b; correct config\.json .* from model\.safetensors$"
+    ):
+        checkpoint.finish()
+    (checkpoint.path / "model.safetensors").rename(checkpoint.path / "1.safetensors")
+    folder = index(checkpoint.path, {"a": "1.safetensors", "b": "1.safetensors"})
+    checkpoint = Checkpoint(folder)
+    checkpoint.take("a", (2, 3))
+    with pytest.raises(CheckpointError, match=f"remove them from {INDEX}"):
+        checkpoint.finish()
+    checkpoint = Checkpoint(index(folder, {"a": "1.safetensors"}))
+    checkpoint.take("a", (2, 3))
+    checkpoint.finish()  # the way out
 
 
 def test_folders_without_weights(write, tmp_path):

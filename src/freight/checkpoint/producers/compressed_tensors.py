@@ -27,6 +27,9 @@ from freight.errors import CheckpointError
 from freight.fp8.formats import Format
 from freight.fp8.scheme import Activations, LinearScheme, Rule, Scheme, WeightScales
 
+# Values of quantization_status before 'compressed': weights are stored as they were computed with
+UNCOMPRESSED = ("initialized", "calibration", "frozen")
+
 
 def read_compressed_tensors(declared: JsonObject) -> Scheme:
     """Read the declaration of compressed-tensors. Raises CheckpointError for what is not
@@ -44,6 +47,8 @@ def read_compressed_tensors(declared: JsonObject) -> Scheme:
         scheme = replace(scheme, unused=(("*.input_global_scale", UNROUNDED),))
     if kv_outputs:  # files older than kv_cache_scheme quantize the outputs of k_proj and v_proj
         scheme = replace(scheme, kv_format=E4M3, kv_static=True)
+    status = declared.get("quantization_status")
+    scheme = replace(scheme, uncompressed=status in UNCOMPRESSED)
     return with_kv_scheme(declared, scheme)
 
 
