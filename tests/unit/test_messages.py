@@ -8,7 +8,7 @@ import json
 import pytest
 
 from freight.errors import RequestError
-from freight.text.messages import to_template_messages
+from freight.text.template_forms import to_template_messages
 
 
 def call(arguments):

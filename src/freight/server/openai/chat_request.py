@@ -35,7 +35,7 @@ from freight.server.openai.stream import AnswerOptions
 from freight.server.openai.structure import enforced, form_of
 from freight.server.openai.tool_fields import Tool, ToolUse, tool_use
 from freight.server.transport.errors import ApiError
-from freight.text.messages import to_template_messages
+from freight.text.messages import read_messages
 
 _WITH_CONTENT: dict[str, Any] = {  # content, or calls instead
     "anyOf": [
@@ -285,7 +285,7 @@ def _messages(given: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]],
             ignored.append(f"messages[].{name}")
         messages.append({name: message[name] for name in fields if message.get(name) is not None})
     try:
-        return to_template_messages(messages), ignored
+        return read_messages(messages), ignored
     except RequestError as error:
         raise from_request_error(error) from error
 
