@@ -292,6 +292,8 @@ class Tokenizer:
         forms = self._found_forms({**options, "continue_final_message": False})
         if forms.shows_users:
             return self._render(in_forms(conversation, forms), options)
+        if "messages" not in self.chat_template_source:  # one prompt for all, by intention
+            return self._render(in_forms(conversation, forms), options)
         return either_content_form(
             conversation, forms, lambda tried: self._render(tried, options), lambda chat: chat.text
         )
