@@ -8,8 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.unit.server.openai_cases import LIMITS, SERVED
+
 import freight
 from freight.errors import RequestError
+from freight.server.anthropic.messages_request import parse_messages
+from freight.server.openai.chat_request import parse_chat
+from freight.server.openai.responses_request import parse_responses
+from freight.text.messages import read_messages
 from freight.text.tokenizer import Tokenizer
 
 DEMO = Tokenizer.load(Path(freight.__file__).parent / "demo")
@@ -209,6 +215,30 @@ def test_a_system_message_goes_where_the_template_takes_it(template, messages, t
     assert rendered(template, messages) == expected.replace("Q", USER["content"])
 
 
+def in_chat(texts):
+    return {"messages": [{"role": role, "content": text} for role, text in texts]}
+
+
+def in_responses(texts):
+    return {"input": [{"role": role, "content": text} for role, text in texts]}
+
+
+@pytest.mark.parametrize(
+    ("parse", "body"),
+    [
+        (parse_chat, in_chat),
+        (parse_responses, in_responses),
+        (parse_messages, lambda texts: {**in_chat(texts), "max_tokens": 2}),
+    ],
+    ids=["chat", "responses", "messages"],
+)
+def test_every_api_takes_a_system_message_within_the_conversation(parse, body):
+    texts = [("system", "A"), ("user", "Q"), ("assistant", "ok"), ("system", "B"), ("user", "R")]
+    conversation = parse(body(texts), SERVED, LIMITS).work[0].prompt
+    text = rendered(ONE_SYSTEM, conversation.messages)
+    assert text == "[system]A[user]Q[assistant]ok[user]B\n\nR"
+
+
 def test_what_the_publisher_refuses_is_refused_in_the_templates_words():
     with pytest.raises(RequestError, match="must be at the beginning"):
         rendered(NO_SYSTEM, [A, USER])
@@ -217,8 +247,6 @@ def test_what_the_publisher_refuses_is_refused_in_the_templates_words():
 def test_json_of_messages_comes_back_the_same():
     """A conversation is read where it arrives and once more where it is rendered."""
     template = LOOP.replace("BODY", CALLS.replace("ARGUMENTS", AS_TEXT["joined"]))
-    from freight.text.messages import read_messages
-
     messages = [USER, called('{"a":1}'), called(""), RESULT, {"role": "assistant", "refusal": "no"}]
     once = read_messages(messages)
     assert read_messages(json.loads(json.dumps(once))) == once

@@ -95,6 +95,10 @@ class TemplateForms:
     def shows_users(self) -> bool:
         return "user" not in self.left_out
 
+    @property
+    def moves_first_system(self) -> bool:
+        return self.system is Treatment.LEFT_OUT
+
     def with_parts(self, role: str) -> TemplateForms:
         return replace(self, parts=self.parts | {role})
 
@@ -171,7 +175,7 @@ def _systems_placed(messages: Sequence[Message], forms: TemplateForms) -> list[M
     if begin > 1 and not forms.more_systems:
         leading = [{**leading[0], "content": _paragraphs(one["content"] for one in leading)}]
     pending: list[str] = []
-    if forms.system is Treatment.LEFT_OUT:
+    if forms.moves_first_system:
         pending = [one["content"] for one in leading]
         leading = []
     rest: list[Message] = []

@@ -285,7 +285,7 @@ class Tokenizer:
             "add_generation_prompt": add_generation_prompt,
             "continue_final_message": continue_final_message,
         }
-        forms = self._forms(bool(template_values.get("tools")))
+        forms = self.chat_forms(bool(template_values.get("tools")))
         if forms.shows_users:
             return self._render(in_forms(conversation, forms), options)
         # The template may need this conversation's values
@@ -314,7 +314,7 @@ class Tokenizer:
             ) from error
         return read_marked(text, mark)
 
-    def _forms(self, with_tools: bool) -> TemplateForms:
+    def chat_forms(self, with_tools: bool) -> TemplateForms:
         """Return what the template reads, found at the first conversation of its kind: of several
         templates, transformers takes another one for a conversation with tools.
         """
