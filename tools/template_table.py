@@ -51,7 +51,8 @@ twenty short conversations with it, before the first one of a client, and looks 
 - Arguments of an earlier call are an object, or text for templates that join text: then the text that the client sent.
   `""`, `null` and nothing are `{{}}`. Anything else that is no object is refused with its path.
 - A message that has only calls has no content, or null, or `""`, whichever the template tests for. Where a template
-  leaves out calls beside content, or content beside calls, these become two messages, if it takes them.
+  leaves out calls beside content, or content beside calls, these become two messages, if it takes them. So do two calls
+  where it leaves one out, or refuses them.
 - A system message stays where it is if the template writes it there. Else its text goes to the beginning of the next
   message of the user. If none follows, it goes to the end of the first system message.
 - Calls that a template leaves out in every form are written as JSON in the content of the answer. Answers of tools that

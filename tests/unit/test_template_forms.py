@@ -7,7 +7,6 @@ import json
 from pathlib import Path
 
 import pytest
-
 from tests.unit.server.openai_cases import LIMITS, SERVED
 
 import freight
@@ -155,6 +154,30 @@ def test_calls_and_the_content_beside_them_arrive_whichever_a_template_asks_for(
     text = rendered(LOOP.replace("BODY", body), messages)
     begun = "[assistant]Let me look." if content else ""
     assert text == f'[user]Is it raining?{begun}[assistant]weather{{"city": "Bonn"}}[tool]rain'
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "{% if m.tool_calls %}{{ m.tool_calls[0].function.arguments.city }}{% else %}{{ m.content }}{% endif %}",
+        "{% if m.tool_calls %}{{ raise_exception('one call') if m.tool_calls | length > 1 }}"
+        "{{ m.tool_calls[0].function.arguments.city }}{% else %}{{ m.content }}{% endif %}",
+    ],
+    ids=["left out", "refused"],
+)
+def test_two_calls_become_two_messages_where_a_template_writes_one(body):
+    body = body.replace(".city", " | tojson")
+    message = called('{"city": "Bonn"}')
+    second = {
+        "id": "c00000001",
+        "type": "function",
+        "function": {"name": "weather", "arguments": '{"city": "Turin"}'},
+    }
+    message["tool_calls"].append(second)
+    results = [RESULT, {**RESULT, "tool_call_id": "c00000001", "content": "sun"}]
+    text = rendered(LOOP.replace("BODY", body), [USER, message, *results])
+    bonn, turin = '[assistant]{"city": "Bonn"}[tool]rain', '[assistant]{"city": "Turin"}[tool]sun'
+    assert text == f"[user]Is it raining?{bonn}{turin}"
 
 
 def test_calls_and_results_that_a_template_leaves_out_become_text():

@@ -70,7 +70,8 @@ def _message(where: str, message: object) -> dict[str, Any]:
 
 def _whole_content(where: str, message: Mapping[str, Any]) -> str | None:
     """Return content and refusal as one text; None where calls stand alone."""
-    content, refusal = message.get("content"), message.get("refusal")
+    content = message.get("content")
+    refusal = message.get("refusal")
     if refusal is not None and not isinstance(refusal, str):
         raise RequestError(f"{where}.refusal is {show(refusal)}; it must be a string")
     if content is not None:

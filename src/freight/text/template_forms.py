@@ -18,6 +18,7 @@ from itertools import product
 from typing import Any, TypeVar
 
 from freight.errors import RequestError
+from freight.text.harmony import single_calls
 from freight.text.messages import read_messages
 
 Message = dict[str, Any]
@@ -35,6 +36,7 @@ _RESULT = "q7413result"
 _NAME = "q7413name"
 _ARGUMENTS = {"q7413key": "q7413value"}
 _CALL_ID = "q7413call"  # nine letters and digits, which Mistral's templates ask for
+_OTHER_ID = "q7413more"
 _ARGUMENTS_WRITTEN = 8  # parts of a score
 _RESULT_WRITTEN = 4
 # Offered while forms are found for a conversation with tools: a folder may have another template
@@ -74,6 +76,7 @@ class TemplateForms:
     no_content    content of a message that has only calls
     empty_content  in such a message "" will also do
     calls_apart   content and calls of one answer are two messages: in one, some is left out
+    single_calls  each call of an answer is a message: of two in one, one is left out or refused
     system        a system message at the beginning
     more_systems  another one after it is written
     later_systems  one within the conversation is written
@@ -86,6 +89,7 @@ class TemplateForms:
     no_content: NoContent = NoContent.ABSENT
     empty_content: bool = True
     calls_apart: bool = False
+    single_calls: bool = False
     system: Treatment = Treatment.WRITTEN
     more_systems: bool = True
     later_systems: bool = True
@@ -121,6 +125,8 @@ def in_forms(messages: Sequence[Message], forms: TemplateForms) -> list[Message]
     conversation = list(messages)
     if "tool_calls" in forms.left_out:
         conversation = [_with_calls_as_text(message) for message in conversation]
+    if forms.single_calls:
+        conversation = single_calls(conversation)
     if "tool" in forms.left_out:
         conversation = _with_results_as_user(conversation)
     result: list[Message] = []
@@ -348,7 +354,7 @@ def _with_call_forms(render: Render, forms: TemplateForms) -> TemplateForms:
         chosen = chosen.with_left_out("tool")
     if not best & _ARGUMENTS_WRITTEN:
         return chosen.with_left_out("tool_calls")
-    return _with_calls_apart(render, chosen)
+    return _with_single_calls(render, _with_calls_apart(render, chosen))
 
 
 def _with_calls_apart(render: Render, forms: TemplateForms) -> TemplateForms:
@@ -362,6 +368,20 @@ def _with_calls_apart(render: Render, forms: TemplateForms) -> TemplateForms:
 
     apart = replace(forms, calls_apart=True)
     return apart if not reads(forms) and reads(apart) else forms
+
+
+def _with_single_calls(render: Render, forms: TemplateForms) -> TemplateForms:
+    """Say whether each of several calls needs a message of its own."""
+    first = _call()
+    function = {"name": _NAME, "arguments": {"q7413key": _OTHER}}
+    second = {**first["tool_calls"][0], "id": _OTHER_ID, "function": function}
+    several = {**first, "tool_calls": [*first["tool_calls"], second]}
+    messages = [_user(), several, _result(), {**_result(), "tool_call_id": _OTHER_ID}]
+    single = replace(forms, single_calls=True)
+    words = (*_ARGUMENTS.values(), _OTHER)
+    if _has(render(in_forms(messages, forms)), *words):
+        return forms
+    return single if _has(render(in_forms(messages, single)), *words) else forms
 
 
 def _score(text: str | None, forms: TemplateForms) -> int:
