@@ -152,7 +152,7 @@ def tokenizer_of(template: str) -> Tokenizer:
 def cell(tokenizer: Tokenizer, situation: Situation) -> Cell:
     """Render one situation. Raises AssertionError where words are lost."""
     calls = any("tool_calls" in message for message in situation.messages)
-    values = {"tools": TOOLS} if calls else {}
+    values: dict[str, Any] = {"tools": TOOLS} if calls else {}
     try:
         text = tokenizer.render_chat(situation.messages, **values).text
     except RequestError:

@@ -355,14 +355,14 @@ class Tokenizer:
         """Render by the rules of transformers. Its `apply_chat_template` would leave out a content
         of None, which some templates test for. Raises what the template raises.
         """
-        from transformers.utils.chat_template_utils import render_jinja_template
+        from transformers.utils import chat_template_utils
+
+        render: Any = chat_template_utils.render_jinja_template
 
         if values["continue_final_message"] and values["add_generation_prompt"]:
             raise ValueError("continue_final_message and add_generation_prompt exclude each other")
         template = self._renderer.get_chat_template(None, values.get("tools"))
-        rendered, _ = render_jinja_template(
-            conversations=[conversation], chat_template=template, **values
-        )
+        rendered, _ = render(conversations=[conversation], chat_template=template, **values)
         text: str = rendered[0]
         return text
 
