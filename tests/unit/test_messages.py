@@ -8,7 +8,7 @@ import json
 import pytest
 
 from freight.errors import RequestError
-from freight.text.messages import to_template_messages
+from freight.text.template_forms import to_template_messages
 
 
 def call(arguments):
@@ -36,18 +36,70 @@ def test_developer_is_system():
     [
         ('{"a": [1, "é"]}', {"a": [1, "é"]}),
         ({"a": 1}, {"a": 1}),
-        ('{"a": ', '{"a": '),
-        ("5", "5"),
-        ("", ""),
-        ("[" * 100_000, "[" * 100_000),
+        ("", {}),
+        (" \n", {}),
+        ("null", {}),
+        (None, {}),
+        ({}, {}),
     ],
-    ids=["object", "parsed", "unfinished", "number", "empty", "deep"],
+    ids=["object", "parsed", "empty", "blank", "null", "none", "no entries"],
 )
 def test_arguments_of_tool_calls_become_objects(arguments, given):
     [message] = to_template_messages(
         [{"role": "assistant", "content": None, "tool_calls": [call(arguments)]}]
     )
     assert message == {"role": "assistant", "tool_calls": [call(given)]}
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    ['{"a": ', '"Bonn"', "Bonn", "5", 5, "[]", [], False, "[" * 100_000, '{"a":' * 100_000],
+    ids=lambda arguments: repr(arguments)[:8],
+)
+def test_arguments_that_are_no_object_are_refused_by_path(arguments):
+    calls = [call("{}"), call(arguments)]
+    messages = [
+        {"role": "user", "content": "x"},
+        {"role": "assistant", "content": "", "tool_calls": calls},
+    ]
+    path = r"^messages\[1\]\.tool_calls\[1\]\.function\.arguments is "
+    with pytest.raises(RequestError, match=path) as error:
+        to_template_messages(messages)
+    assert len(str(error.value)) < 400
+
+
+def test_a_call_without_a_wrapper_gets_one():
+    flat = {"id": "1", "name": "f", "arguments": ""}
+    [message] = to_template_messages([{"role": "assistant", "content": "", "tool_calls": [flat]}])
+    assert message["tool_calls"] == [call({})]
+
+
+@pytest.mark.parametrize(
+    ("message", "content"),
+    [
+        ({"content": None, "refusal": "no"}, "no"),
+        ({"refusal": "no"}, "no"),
+        ({"content": "Well, ", "refusal": "no"}, "Well, no"),
+        ({"content": [{"type": "refusal", "refusal": "no"}]}, "no"),
+        (
+            {
+                "content": [
+                    {"type": "text", "text": "Well, "},
+                    {"type": "refusal", "refusal": "no"},
+                ]
+            },
+            "Well, no",
+        ),
+        ({"content": None, "reasoning": "hm"}, ""),
+        ({"reasoning_content": "hm"}, ""),
+    ],
+    ids=json.dumps,
+)
+def test_an_answer_may_have_a_refusal_or_reasoning_alone(message, content):
+    [result] = to_template_messages([{"role": "assistant", **message}])
+    assert result["content"] == content
+    assert "refusal" not in result
+    assert to_template_messages([result]) == [result]
 
 
 @pytest.mark.parametrize(
@@ -61,6 +113,8 @@ def test_arguments_of_tool_calls_become_objects(arguments, given):
             {"content": [{"type": "text", "text": "x"}, {"type": "text"}]},
             r"content\[1\].text is None",
         ),
+        ({"content": [{"type": "refusal"}]}, r"content\[0\].refusal is None"),
+        ({"content": None, "refusal": 5}, r"\.refusal is 5"),
         ({"content": None}, "content is None"),
         ({"content": None, "tool_calls": []}, "content is None"),
         ({"tool_calls": {}, "content": ""}, r"tool_calls is \{\}"),

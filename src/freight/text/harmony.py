@@ -29,13 +29,19 @@ def to_harmony_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str,
     is lost.
 
     Reasoning is also given as `thinking`. In a message with a call, content is appended to the
-    reasoning. A message with several calls becomes one message per call, each before its results:
+    reasoning. Calls are divided by `single_calls`.
+    """
+    return single_calls([_with_thinking(message) for message in messages])
+
+
+def single_calls(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Divide each message with several calls into one message per call, each before its results:
     those with its `tool_call_id`, else the next one.
     """
     result: list[dict[str, Any]] = []
     at = 0
     while at < len(messages):
-        message = _with_thinking(messages[at])
+        message = dict(messages[at])
         at += 1
         calls = message.get("tool_calls") or ()
         if len(calls) < 2:

@@ -1,28 +1,32 @@
-"""Messages in the form of chat templates: each a mapping with `role` and `content`, a string.
+"""Messages of chat APIs in one form: each a mapping with `role` and `content`, a string.
 
 The other forms of chat APIs are converted to this one; anything else is refused by position and
-value.
+value. What a chat template needs beyond that, `template_forms` finds out and does.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from reprlib import repr as show  # stays short for deeply nested values
 from typing import Any
 
-from freight.errors import RequestError
+from freight.errors import RequestError, shown
+
+_REASONING = ("reasoning_content", "reasoning")
 
 
-def to_template_messages(messages: object) -> list[dict[str, Any]]:
-    """Copy `messages` with string contents.
+def read_messages(messages: object) -> list[dict[str, Any]]:
+    """Copy `messages` with string contents. What it returns, it returns unchanged.
 
-    A list of text parts is joined. `content` may be None in a message with `tool_calls`, and is
-    then left out. Arguments of tool calls that are the JSON of an object become that object,
-    because templates write it as JSON once more. The role `developer` becomes `system`. `reasoning`
-    and `reasoning_content` are two names of one thing, and a message with one gets both. Other
-    fields that are None, and an empty list of tool calls, are left out: templates test whether a
-    field is there. Raises RequestError for anything malformed.
+    A list of text and refusal parts is joined, and a refusal beside the content is appended.
+    `content` may be None in a message with `tool_calls`, and is then left out; with reasoning alone
+    it is "". Arguments of tool calls are an object or the text of one: nothing, "" and null are {}.
+    The role `developer` becomes `system`. `reasoning` and `reasoning_content` are two names of one
+    thing, and a message with one gets both. Other fields that are None, and an empty list of tool
+    calls, are left out: templates test whether a field is there. Raises RequestError for anything
+    malformed, beginning with its path.
     """
     if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence) or not messages:
         given = "empty" if isinstance(messages, list | tuple) else type(messages).__name__
@@ -55,18 +59,35 @@ def _message(where: str, message: object) -> dict[str, Any]:
         del result["tool_calls"]
     elif tool_calls is not None:
         result["tool_calls"] = _tool_calls(f"{where}.tool_calls", tool_calls)
-    if message.get("content") is None and tool_calls:
-        # Templates would write None as text, but handle missing content
-        result.pop("content", None)
-    else:
-        result["content"] = _content(f"{where}.content", message.get("content"))
-    check_unicode(role + result.get("content", ""))
+    content = _whole_content(where, message)
+    result.pop("refusal", None)
+    result.pop("content", None)
+    if content is not None:
+        result["content"] = content
+    check_unicode(role + (content or ""))
     return result
+
+
+def _whole_content(where: str, message: Mapping[str, Any]) -> str | None:
+    """Return content and refusal as one text; None where calls stand alone."""
+    content = message.get("content")
+    refusal = message.get("refusal")
+    if refusal is not None and not isinstance(refusal, str):
+        raise RequestError(f"{where}.refusal is {show(refusal)}; it must be a string")
+    if content is not None:
+        return _content(f"{where}.content", content) + (refusal or "")
+    if refusal:
+        return refusal
+    if message.get("tool_calls"):
+        return None  # templates would write None as text, but handle missing content
+    if any(message.get(name) for name in _REASONING):
+        return ""
+    return _content(f"{where}.content", content)
 
 
 def _reasoning(where: str, message: Mapping[str, Any]) -> dict[str, str]:
     """Return both names with the same text; empty without reasoning."""
-    for name in ("reasoning_content", "reasoning"):
+    for name in _REASONING:
         text = message.get(name)
         if text is not None:
             if not isinstance(text, str):
@@ -91,13 +112,14 @@ def _text_part(where: str, part: object) -> str:
         raise RequestError(
             f'{where} is {show(part)}; a part is like {{"type": "text", "text": "Hello"}}'
         )
-    if part.get("type") != "text":
+    kind = part.get("type")
+    if kind not in ("text", "refusal"):
         raise RequestError(
-            f"{where} is of type {show(part.get('type'))}; only parts of type 'text' can be read"
+            f"{where} is of type {show(kind)}; only parts of type 'text' can be read, and refusals"
         )
-    text = part.get("text")
+    text = part.get(kind)
     if not isinstance(text, str):
-        raise RequestError(f"{where}.text is {show(text)}; it must be a string")
+        raise RequestError(f"{where}.{kind} is {show(text)}; it must be a string")
     return text
 
 
@@ -113,22 +135,31 @@ def _tool_call(where: str, call: object) -> dict[str, Any]:
             f'{where} is {show(call)}; a call is like {{"function": {{"name": …, "arguments": …}}}}'
         )
     function = call.get("function")
-    if function is None:
-        return dict(call)
+    if function is None and "name" in call:  # without a wrapper, as some templates also take it
+        function = {name: call[name] for name in ("name", "arguments") if name in call}
+        call = {name: value for name, value in call.items() if name not in function}
+        call = {"type": "function", **call}
     if not isinstance(function, Mapping):
         raise RequestError(f"{where}.function is {show(function)}; it must have name and arguments")
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        function = {**function, "arguments": _parsed(arguments)}
-    return {**call, "function": function}
+    arguments = read_arguments(f"{where}.function.arguments", function.get("arguments"))
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
-def _parsed(arguments: str) -> object:
-    """Return the object whose JSON `arguments` is, else `arguments`: a model may have written
-    anything.
+def read_arguments(where: str, arguments: object) -> dict[str, Any] | str:
+    """Return the arguments of an earlier call: an object, or its JSON as it is given.
+
+    Many clients and models write nothing for no arguments: None, "" and null are {}. Raises
+    RequestError for all else, beginning with `where`.
     """
-    try:
-        parsed = json.loads(arguments)
-    except (ValueError, RecursionError):
-        return arguments
-    return parsed if isinstance(parsed, dict) else arguments
+    if arguments is None or isinstance(arguments, dict):
+        return arguments or {}
+    if isinstance(arguments, str):
+        if arguments.strip() in ("", "null"):
+            return {}
+        with contextlib.suppress(ValueError, RecursionError):
+            if isinstance(json.loads(arguments), dict):
+                return arguments
+    raise RequestError(
+        f"{where} is {shown(arguments) if isinstance(arguments, str) else show(arguments)}; it must be an object, or "
+        "the JSON of one; without arguments, {}"
+    )

@@ -21,6 +21,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,14 @@ from tokenizers import Tokenizer as Backend
 from freight.errors import CheckpointError, ConfigError, RequestError
 from freight.text.chat_text import ChatText, ControlTokens, encode_marked, read_marked
 from freight.text.harmony import is_harmony, to_harmony_messages
-from freight.text.messages import check_unicode, to_template_messages
+from freight.text.messages import check_unicode, read_messages
+from freight.text.template_forms import (
+    PROBE_TOOL,
+    TemplateForms,
+    either_content_form,
+    find_forms,
+    in_forms,
+)
 from freight.text.token_pieces import Pieces, read_decoder
 from freight.text.tokenizer_files import TokenizerParts, read_files
 
@@ -99,6 +107,7 @@ class Tokenizer:
             Pieces(decoder, lambda token: self.token_string(token, True)),
         )
         self._token_texts: dict[int, str] = {}
+        self._forms_of: dict[bool, TemplateForms] = {}
 
     @classmethod
     def load(
@@ -259,33 +268,45 @@ class Tokenizer:
         """Render a conversation with the model's template, for `encode_chat`.
 
         messages: mappings with `role` and `content`, a string or a list of text parts; `content`
-        may be None in a message with `tool_calls`. `template_values` (`tools`, `enable_thinking`,
-        …) reach the template. Raises ConfigError if the model has no template, RequestError for
-        messages that are malformed or that the template refuses.
+        may be None in a message with `tool_calls`. They are given to the template in the forms that
+        it reads (`template_forms`). `template_values` (`tools`, `enable_thinking`, …) reach the
+        template. Raises ConfigError if the model has no template, RequestError for messages that
+        are malformed, or that the template refuses or would leave out.
         """
         require_chat_template(self)
-        conversation = to_template_messages(messages)
-        if is_harmony(self.chat_template_source):
-            conversation = to_harmony_messages(conversation)
         for name in _OURS:
             if name in template_values:
                 raise RequestError(
                     f"{name} is not an option of the chat template; the result is always token ids"
                 )
+        conversation = read_messages(messages)
+        options = {
+            **template_values,
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+        }
+        forms = self.chat_forms(bool(template_values.get("tools")))
+        if forms.shows_users:
+            return self._render(in_forms(conversation, forms), options)
+        # The template may need this conversation's values
+        forms = self._found_forms({**options, "continue_final_message": False})
+        if forms.shows_users:
+            return self._render(in_forms(conversation, forms), options)
+        if "messages" not in self.chat_template_source:  # one prompt for all, by intention
+            return self._render(in_forms(conversation, forms), options)
+        return either_content_form(
+            conversation, forms, lambda tried: self._render(tried, options), lambda chat: chat.text
+        )
+
+    def _render(self, conversation: list[dict[str, Any]], values: Mapping[str, Any]) -> ChatText:
+        """Render messages in the template's forms. Raises RequestError."""
         from jinja2 import TemplateError
 
-        renderer = self._renderer
-        conversation, template_values, mark = self._control_tokens.mark(
-            conversation, template_values
-        )
+        if self._is_harmony:
+            conversation = to_harmony_messages(conversation)
+        conversation, values, mark = self._control_tokens.mark(conversation, values)
         try:
-            text: str = renderer.apply_chat_template(
-                conversation,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                tokenize=False,
-                **{**self._special_tokens, **template_values},
-            )
+            text = self._rendered(conversation, {**self._special_tokens, **values})
         except Exception as error:  # a template is a program, and raises what it likes
             reason = str(error) if isinstance(error, TemplateError | ValueError) else repr(error)
             raise RequestError(
@@ -293,18 +314,61 @@ class Tokenizer:
             ) from error
         return read_marked(text, mark)
 
+    def chat_forms(self, with_tools: bool) -> TemplateForms:
+        """Return what the template reads, found at the first conversation of its kind: of several
+        templates, transformers takes another one for a conversation with tools.
+        """
+        forms = self._forms_of.get(with_tools)
+        if forms is None:
+            tools = {"tools": [PROBE_TOOL]} if with_tools else {}
+            options = {**tools, "add_generation_prompt": True, "continue_final_message": False}
+            forms = self._forms_of[with_tools] = self._found_forms(options)
+        return forms
+
+    def _found_forms(self, options: Mapping[str, Any]) -> TemplateForms:
+        def render(conversation: Sequence[Mapping[str, Any]]) -> str | None:
+            try:
+                return self._render(list(map(dict, conversation)), options).text
+            except RequestError as error:
+                if isinstance(error.__cause__, MemoryError):
+                    raise
+                return None
+
+        forms = find_forms(render)
+        # Content beside calls is the concern of `to_harmony_messages`
+        return replace(forms, calls_apart=False) if self._is_harmony else forms
+
     def prepare_chat(self) -> None:
         """Import what `render_chat` needs, which takes a second."""
         if self.has_chat_template:
             _ = self._renderer, self._control_tokens
 
     @cached_property
+    def _is_harmony(self) -> bool:
+        return is_harmony(self.chat_template_source)
+
+    @cached_property
     def _control_tokens(self) -> ControlTokens:
         return ControlTokens(self._backend, self.chat_template_source)
 
+    def _rendered(self, conversation: Sequence[Mapping[str, Any]], values: dict[str, Any]) -> str:
+        """Render by the rules of transformers. Its `apply_chat_template` would leave out a content
+        of None, which some templates test for. Raises what the template raises.
+        """
+        from transformers.utils import chat_template_utils
+
+        render: Any = chat_template_utils.render_jinja_template
+
+        if values["continue_final_message"] and values["add_generation_prompt"]:
+            raise ValueError("continue_final_message and add_generation_prompt exclude each other")
+        template = self._renderer.get_chat_template(None, values.get("tools"))
+        rendered, _ = render(conversations=[conversation], chat_template=template, **values)
+        text: str = rendered[0]
+        return text
+
     @cached_property
     def _renderer(self) -> Any:
-        """A renderer of the template by the rules of transformers. Its own tokenizer is empty."""
+        """A chooser among templates by the rules of transformers. Its own tokenizer is empty."""
         from transformers import PreTrainedTokenizerFast
 
         make: Any = PreTrainedTokenizerFast

@@ -61,7 +61,7 @@ def forms(monkeypatch):
 
 def test_a_conversation_is_what_templates_read():
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
-    bad = {"id": "2", "type": "function", "function": {"name": "f", "arguments": '{"a": '}}
+    empty = {"id": "2", "type": "function", "function": {"name": "f", "arguments": ""}}
     messages = [
         {"role": "developer", "content": "Be short."},
         {
@@ -72,26 +72,57 @@ def test_a_conversation_is_what_templates_read():
         {
             "role": "assistant",
             "content": None,
-            "tool_calls": [call, bad],
+            "tool_calls": [call, empty],
             "reasoning": "hm",
             "refusal": None,
         },
         {"role": "tool", "content": "1", "tool_call_id": "1"},
         {"role": "assistant", "content": "c", "reasoning_content": "so", "tool_calls": []},
     ]
-    parsed = {**call, "function": {"name": "f", "arguments": {"a": 1}}}
+    none = {**empty, "function": {"name": "f", "arguments": {}}}
     assert chat(messages=messages).work[0].prompt.messages == [
         {"role": "system", "content": "Be short."},
         {"role": "user", "content": "ab", "name": "x"},
         {
             "role": "assistant",
-            "tool_calls": [parsed, bad],
+            "tool_calls": [call, none],
             "reasoning": "hm",
             "reasoning_content": "hm",
         },
         {"role": "tool", "content": "1", "tool_call_id": "1"},
         {"role": "assistant", "content": "c", "reasoning": "so", "reasoning_content": "so"},
     ]
+
+
+def test_allowed_tools_leave_the_others_out():
+    other = {"type": "function", "function": {"name": "other"}}
+    choice = {"mode": "auto", "tools": [other]}
+    asked = []
+    served = replace(
+        SERVED,
+        forced_call=lambda tools, names, many, prompt: (
+            asked.append((tools, names)) or {"regex": "x"}
+        ),
+    )
+
+    def tools_of(**allowed):
+        given = {"type": "allowed_tools", "allowed_tools": {**choice, **allowed}}
+        values = chat(served, tools=[TOOL, other], tool_choice=given).work[0].prompt.template_values
+        return values.get("tools", [])
+
+    assert tools_of() == [other]
+    assert tools_of(tools=[]) == []
+    assert not asked
+    assert tools_of(mode="required") == [other]
+    assert {names for _, names in asked} == {("other",)}
+    for allowed, field in (
+        ({"mode": "none"}, "mode"),
+        ({"tools": None}, "tools"),
+        ({"tools": [other, {"type": "function", "function": {"name": "third"}}]}, "tools[1]"),
+    ):
+        with pytest.raises(ApiError) as error:
+            tools_of(**allowed)
+        assert error.value.param == f"tool_choice.allowed_tools.{field}"
 
 
 def test_what_the_template_may_read():

@@ -186,6 +186,14 @@ def test_a_stream_that_fails_ends_with_the_response_that_failed():
     assert last["response"]["output"][0]["content"][0]["text"] == "ab"
 
 
+@pytest.mark.parametrize("arguments", ['{"a": ', '"Bonn"', "[]"])
+def test_arguments_of_a_call_that_are_no_object_are_refused_by_path(arguments):
+    call = {"type": "function_call", "call_id": "c1", "name": "f", "arguments": arguments}
+    with pytest.raises(ApiError) as error:
+        messages([{"role": "user", "content": "a"}, call])
+    assert error.value.param == "input[1].arguments"
+
+
 def test_items_become_a_conversation():
     items = [
         {
@@ -206,7 +214,7 @@ def test_items_become_a_conversation():
             "arguments": '{"a": 1}',
             "status": "completed",
         },
-        {"type": "function_call", "call_id": "c2", "name": "f", "arguments": '{"a": '},
+        {"type": "function_call", "call_id": "c2", "name": "f", "arguments": ""},
         {"type": "function_call_output", "call_id": "c1", "output": "1"},
         {
             "type": "function_call_output",
@@ -226,8 +234,8 @@ def test_items_become_a_conversation():
             "reasoning_content": "hm",
             "content": "b",
             "tool_calls": [
-                {"id": "c1", **function, "function": {"name": "f", "arguments": {"a": 1}}},
-                {"id": "c2", **function, "function": {"name": "f", "arguments": '{"a": '}},
+                {"id": "c1", **function, "function": {"name": "f", "arguments": '{"a": 1}'}},
+                {"id": "c2", **function, "function": {"name": "f", "arguments": {}}},
             ],
         },
         {"role": "tool", "tool_call_id": "c1", "content": "1"},
@@ -236,7 +244,7 @@ def test_items_become_a_conversation():
             "role": "assistant",
             "reasoning": "so",
             "reasoning_content": "so",
-            "tool_calls": [{"id": "c3", **function, "function": {"name": "f", "arguments": {}}}],
+            "tool_calls": [{"id": "c3", **function, "function": {"name": "f", "arguments": "{}"}}],
         },
     ]
 

@@ -35,11 +35,15 @@ from freight.server.openai.stream import AnswerOptions
 from freight.server.openai.structure import enforced, form_of
 from freight.server.openai.tool_fields import Tool, ToolUse, tool_use
 from freight.server.transport.errors import ApiError
-from freight.text.messages import to_template_messages
+from freight.text.messages import read_messages
 
-_WITH_CONTENT: dict[str, Any] = {  # content, or calls instead
+_WITH_CONTENT: dict[str, Any] = {  # content, or what an answer has instead
     "anyOf": [
         {"required": ["content"], "properties": {"content": {"type": ["string", "array"]}}},
+        *(
+            {"required": [name], "properties": {name: {"type": "string", "minLength": 1}}}
+            for name in ("refusal", "reasoning", "reasoning_content")
+        ),
         {
             "required": ["tool_calls"],
             "properties": {"tool_calls": {"type": "array", "minItems": 1}},
@@ -58,11 +62,20 @@ class TextPart(Part):
     text: str
 
 
+class RefusalPart(Part):
+    """The part of an answer that says why there is none."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+
 class CalledFunction(Part):
-    """The function of a call. `arguments`: a JSON string, or the object itself."""
+    """The function of a call. `arguments`: the JSON of an object, or the object itself; "" and null
+    are {}.
+    """
 
     name: str
-    arguments: str | dict[str, Any]
+    arguments: str | dict[str, Any] | None = None
 
 
 class ToolCall(Part):
@@ -77,7 +90,8 @@ class Message(Part):
     model_config = ConfigDict(extra="allow", json_schema_extra=_WITH_CONTENT)
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: SkipValidation[str | list[TextPart] | None] = None
+    content: SkipValidation[str | list[TextPart | RefusalPart] | None] = None
+    refusal: str | None = None
     name: str | None = None
     tool_calls: SkipValidation[list[ToolCall] | None] = None
     tool_call_id: str | None = None
@@ -216,9 +230,10 @@ def _forcing(tools: ToolUse, strict_schemas: bool) -> tuple[ToolUse, tuple[str, 
     for index, tool in enumerate(tools.tools):
         function = tool["function"]
         if function["name"] in tools.forced and "parameters" in function:
-            path = f"tools[{index}].function.parameters"
+            place = tools.places[index]
+            path = f"tools[{place}].function.parameters"
             form, names = enforced(function["parameters"], path, path, strict_schemas)
-            left_out += [name.replace(f"[{index}]", "[]", 1) for name in names]
+            left_out += [name.replace(f"[{place}]", "[]", 1) for name in names]
             if names:
                 function = {**function, "parameters": form.get("json", {})}
         held.append({**tool, "function": function})
@@ -285,7 +300,7 @@ def _messages(given: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]],
             ignored.append(f"messages[].{name}")
         messages.append({name: message[name] for name in fields if message.get(name) is not None})
     try:
-        return to_template_messages(messages), ignored
+        return read_messages(messages), ignored
     except RequestError as error:
         raise from_request_error(error) from error
 

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, SkipValidation
 
+from freight.errors import RequestError
 from freight.server.bodies import MOST, Stop, Stops, present, sampled, says
 from freight.server.call import Reply, ReplyHead, Served, TokenizedWork
 from freight.server.limits import ServingLimits, check_body, check_context
@@ -30,10 +31,11 @@ from freight.server.openai.as_chat import (
     unlike,
 )
 from freight.server.openai.chat_request import ChatCall, Effort, ToolChoice
-from freight.server.openai.fields import named, part, refuse
+from freight.server.openai.fields import from_request_error, named, part, refuse
 from freight.server.openai.responses_reply import ResponsesReply
 from freight.server.openai.tool_fields import ToolName
 from freight.server.transport.errors import ApiError
+from freight.text.messages import read_arguments
 
 _STATE = {
     "previous_response_id": "this server keeps no responses; send the whole conversation as input",
@@ -74,7 +76,7 @@ class _Message(Open):
 class _Call(Open):
     type: Literal["function_call"]
     name: str
-    arguments: str
+    arguments: str | None = None
     call_id: str
 
 
@@ -291,7 +293,8 @@ class _Reader:
             add = {"user": messages.user, "assistant": messages.answer}.get(role, messages.system)
             add(text)
         elif isinstance(read, _Call):
-            messages.call(read.call_id, read.name, read.arguments)
+            arguments = self._arguments(f"{where}.arguments", read.arguments)
+            messages.call(read.call_id, read.name, arguments)
         elif isinstance(read, _Output):
             messages.result(read.call_id, self._text(f"{where}.output", read.output))
         elif kind == "reasoning":
@@ -310,6 +313,12 @@ class _Reader:
             return
         quiet = _QUIET if isinstance(read, _Message) else _QUIET | _CALL
         self.ignored += read.others("input[].", quiet)
+
+    def _arguments(self, where: str, arguments: object) -> object:
+        try:
+            return read_arguments(where, arguments)
+        except RequestError as error:
+            raise from_request_error(error) from None
 
     def _text(self, where: str, content: object) -> str:
         if isinstance(content, str):

@@ -7,7 +7,7 @@ grammar later, which checks them completely.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from reprlib import repr as show
 from typing import Annotated, Any, Literal
 
@@ -53,12 +53,14 @@ class ToolUse:
     """The tools of a request.
 
     tools   as given; empty if none may be called
+    places  for each of `tools`, its index in the request
     forced  names of which one must be called; empty: the model decides
     named   whether `tool_choice` names the function: then there is exactly one call, whatever
             parallel_tool_calls says
     """
 
     tools: tuple[Mapping[str, Any], ...] = ()
+    places: tuple[int, ...] = ()
     forced: tuple[str, ...] = ()
     named: bool = False
 
@@ -66,23 +68,61 @@ class ToolUse:
 def tool_use(tools: object, choice: object, limits: ServingLimits) -> ToolUse:
     """Read both fields, None if absent. Raises ApiError, 400, with the path of the fault."""
     offered = _tools(tools, limits) if tools is not None else {}
+    use = ToolUse(tuple(offered.values()), tuple(range(len(offered))))
+    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        use, choice = _allowed(use, choice, limits)
     if choice is None or choice == "auto":
-        return ToolUse(tuple(offered.values()))
+        return use
     if choice == "none":
         return ToolUse()
+    names = tuple(tool["function"]["name"] for tool in use.tools)
     if choice == "required":
-        if not offered:
+        if not names:
             raise refuse(
                 "tool_choice", "tool_choice demands a call, and there are no tools to choose from"
             )
-        return ToolUse(tuple(offered.values()), tuple(offered))
+        return replace(use, forced=names)
     name = _chosen(choice)
     if name not in offered:
         raise refuse(
             "tool_choice",
             f"tool_choice names {name[:64]!r}; tools has {', '.join(offered) or 'none'}",
         )
-    return ToolUse(tuple(offered.values()), (name,), named=True)
+    return replace(use, forced=(name,), named=True)
+
+
+def _allowed(
+    use: ToolUse, choice: Mapping[str, Any], limits: ServingLimits
+) -> tuple[ToolUse, object]:
+    """Keep only the tools that may be called; returns them, and the `tool_choice` among them."""
+    where = "tool_choice.allowed_tools"
+    allowed = choice.get("allowed_tools")
+    if not isinstance(allowed, dict):
+        raise refuse(where, f'{where} is {show(allowed)}; it must be {{"mode": …, "tools": […]}}')
+    mode = allowed.get("mode", "auto")
+    if mode not in ("auto", "required"):
+        raise refuse(f"{where}.mode", f"{where}.mode is {show(mode)}; it must be auto or required")
+    listed = allowed.get("tools")
+    if not isinstance(listed, list) or len(listed) > limits.tools:
+        raise refuse(
+            f"{where}.tools",
+            f"{where}.tools is {show(listed)}; it must be a list of at most {limits.tools} tools",
+        )
+    offered = {tool["function"]["name"] for tool in use.tools}
+    names = set()
+    for index, tool in enumerate(listed):
+        function = tool.get("function") if isinstance(tool, dict) else None
+        name = function.get("name") if isinstance(function, dict) else None
+        if not isinstance(name, str) or name not in offered:
+            path = f"{where}.tools[{index}]"
+            raise refuse(
+                path,
+                f"{path} is {show(tool)}; it must name one of tools, like "
+                '{"type": "function", "function": {"name": …}}',
+            )
+        names.add(name)
+    kept = [at for at, tool in enumerate(use.tools) if tool["function"]["name"] in names]
+    return ToolUse(tuple(use.tools[at] for at in kept), tuple(kept)), mode
 
 
 def _tools(tools: object, limits: ServingLimits) -> dict[str, Mapping[str, Any]]:
@@ -144,7 +184,7 @@ def _chosen(choice: object) -> str:
     if not isinstance(name, str):
         raise refuse(
             "tool_choice",
-            f"tool_choice is {show(choice)}; it must be 'none', 'auto', 'required' or "
-            '{"type": "function", "function": {"name": …}}',
+            f"tool_choice is {show(choice)}; it must be 'none', 'auto', 'required', "
+            '{"type": "function", "function": {"name": …}} or {"type": "allowed_tools", …}',
         )
     return name
