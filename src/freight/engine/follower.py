@@ -3,11 +3,16 @@ descriptors of a socket to rank 0 and of the shared memory. On another machine t
 is a pipe, which hangs up when the command of that machine ends.
 
 It opens the same model, reads its share of the weights, allocates its part of the cache, and makes
-the calls that rank 0 tells it. It ends when the socket closes, so it never outlives rank 0, and
-writes nothing but errors.
+the calls that rank 0 tells it. It ends when the socket closes, and the kernel ends it with the process
+that started it, also while it is stopped (`descent.py`). It writes nothing but errors.
 """
 
 from __future__ import annotations
+
+from freight.descent import ENDING, end_with_parent
+
+if __name__ == "__main__":
+    end_with_parent()  # before imports that take long
 
 import logging
 import os
@@ -48,7 +53,7 @@ logger = logging.getLogger("freight")
 
 
 def main() -> None:
-    for stop in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for stop in ENDING:
         signal.signal(stop, signal.SIG_IGN)  # rank 0 handles them, and its end is this one's
     number, *files = map(int, sys.argv[1:])
     connection = socket.socket(fileno=number)

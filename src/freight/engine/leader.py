@@ -31,6 +31,7 @@ from torch import Tensor
 from freight.cache.arena import mapped
 from freight.config.engine import EngineArgs
 from freight.config.nodes import with_own
+from freight.descent import from_lasting_thread, with_parent
 from freight.engine.prepare import Logits, SequenceSlice
 from freight.engine.runner import ModelRunner, StepRows
 from freight.errors import CheckpointError, ConfigError, FreightError, KernelError, RankError
@@ -64,8 +65,11 @@ def spawn(files: Sequence[int]) -> subprocess.Popen[bytes]:
     """
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # -O, -X dev
     command = [sys.executable, *flags, "-m", "freight.engine.follower", *map(str, files)]
-    return subprocess.Popen(
-        command, pass_fds=files, stdin=subprocess.DEVNULL, start_new_session=True
+    environ = with_parent(os.environ)
+    return from_lasting_thread(
+        lambda: subprocess.Popen(
+            command, env=environ, pass_fds=files, stdin=subprocess.DEVNULL, start_new_session=True
+        )
     )
 
 
