@@ -32,7 +32,7 @@ from freight.cache.spec import KVCacheSpec
 from freight.config.engine import EngineConfig
 from freight.engine.build import captured_steps
 from freight.engine.fingerprint import fingerprint
-from freight.engine.leader import HANG_UP, opened_as
+from freight.engine.leader import HANG_UP, opened_as, pulse
 from freight.engine.prepare import Logits, SequenceSlice
 from freight.engine.runner import ModelRunner, StepRows
 from freight.errors import FreightError, RankError
@@ -134,6 +134,8 @@ def _open(
     if processors is not None and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(place.cores)  # it was imported while bound as rank 0, maybe to fewer
     memory = _transport(start, connection, files)
+    if isinstance(memory, SharedMemory):
+        threading.Thread(target=memory.show_life, args=(pulse(start.timeout),), daemon=True).start()
     shape = start.random_shape
     opened = open_model(start.args) if shape is None else open_random(start.args, shape)
     return opened.as_rank(Ranks(rank, size, memory), place.cores), memory

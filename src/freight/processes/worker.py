@@ -81,8 +81,9 @@ def main() -> None:
             loop.run()
         except RankError as error:  # the parent says that the engine has ended, and may restart it
             logger.error("%s", error)
-            sys.exit(1)
+            loop.lost = True
         if loop.lost:
+            channel.hang_up()  # clients are told before the ranks are ended, and memory is freed
             sys.exit(1)
     if loop is not None:
         loop.close()
@@ -118,6 +119,11 @@ class Channel:
                     self.send_step([name, [delta], []])
             if deltas and steps:
                 self.send([name, [], steps])
+
+    def hang_up(self) -> None:
+        """Close the connection: the parent sees that the engine has ended."""
+        with contextlib.suppress(OSError):  # the parent is gone
+            self.connection.shutdown(socket.SHUT_RDWR)
 
     def answer_ping(self) -> None:
         began = None if self.loop is None else self.loop.turn_began
