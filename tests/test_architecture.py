@@ -36,7 +36,7 @@ TESTS = sorted((ROOT / "tests").rglob("*.py"))
 ORDER = [
     {"errors", "version"},
     {"json_schema"},
-    {"structured", "files", "terminal", "tables", "svg"},
+    {"structured", "files", "terminal", "tables", "svg", "descent"},
     {"sampling", "outputs", "fp8"},
     {"operands", "device", "openmp", "start_log", "text"},
     {"config"},
@@ -68,6 +68,7 @@ TORCH_FREE = [
     "terminal.py",
     "tables.py",
     "svg.py",
+    "descent.py",
     "openmp.py",
     "sampling.py",
     "outputs.py",

@@ -7,7 +7,6 @@ The names listed in `__all__` are public; everything else may change. They are l
 from __future__ import annotations
 
 import os
-import platform
 import sys
 from typing import TYPE_CHECKING
 
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING
 # between two steps of a small model; with 1000 these took a seventh longer. Others spin faster.
 if "torch" not in sys.modules and "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault(
-        "GOMP_SPINCOUNT", "3000" if platform.machine().lower() in ("x86_64", "amd64") else "10000"
+        "GOMP_SPINCOUNT", "3000" if os.uname().machine.lower() in ("x86_64", "amd64") else "10000"
     )
 
 if TYPE_CHECKING:

@@ -2,17 +2,22 @@
 
 The first SIGTERM raises `Terminated` in the main thread, so that every `finally` runs; a second one
 ends the process at once. During an import the signal is deferred to the end of the import: modules
-that try alternatives swallow exceptions, and the signal would be lost. `freight serve` replaces
-this handler with its own once its event loop runs.
+that try alternatives swallow exceptions, and the signal would be lost.
+
+A server is a server from the first instruction: Ctrl-C ends it in the same way, with a line, and
+SIGHUP waits until its event loop runs, where it means that the keys are read again. Then
+`freight serve` replaces these handlers with its own.
 """
 
 from __future__ import annotations
 
 import signal
 import sys
+from collections.abc import Sequence
 from types import FrameType
 
 _AGAIN = 0.01  # seconds after which a deferred signal is tried again
+_SERVERS = ("serve", "run")  # verbs
 
 
 class Terminated(BaseException):
@@ -26,36 +31,48 @@ def is_import(frame: FrameType | None) -> bool:
     return frame is not None
 
 
+def is_server(arguments: Sequence[str]) -> bool:
+    """Return whether a command line may start a server: its verb does, or it has none, as TGI's."""
+    return bool(arguments) and (arguments[0] in _SERVERS or arguments[0].startswith("-"))
+
+
 def main() -> None:
     """Run the `freight` script. Ends by SystemExit: 143 after SIGTERM, 130 after Ctrl-C."""
-    terminated = False
+    ended_by: signal.Signals | None = None
 
-    def terminate(number: int, frame: FrameType | None) -> None:
-        nonlocal terminated
-        terminated = True
-        if number == signal.SIGTERM:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            signal.signal(signal.SIGALRM, terminate)
+    def end(number: int, frame: FrameType | None) -> None:
+        nonlocal ended_by
+        if number != signal.SIGALRM:
+            ended_by = signal.Signals(number)
+            signal.signal(number, signal.SIG_DFL)
+            signal.signal(signal.SIGALRM, end)
+        assert ended_by is not None
         if is_import(frame):
             signal.setitimer(signal.ITIMER_REAL, _AGAIN)
-            return
-        raise Terminated
+        elif signal.getsignal(ended_by) is not signal.SIG_DFL:
+            # An event loop runs by now, which would swallow what is raised in it: it has a handler
+            signal.raise_signal(ended_by)
+        else:
+            raise KeyboardInterrupt if ended_by is signal.SIGINT else Terminated
 
     try:
-        signal.signal(signal.SIGTERM, terminate)
+        signal.signal(signal.SIGTERM, end)
+        if is_server(sys.argv[1:]):
+            signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGHUP,))
+            signal.signal(signal.SIGINT, end)
         from freight.cli.main import main as run
         from freight.cli.streams import guard_stdout
 
         guard_stdout()
         run()
-    except KeyboardInterrupt:
-        sys.exit(128 + signal.SIGINT)
-    except BaseException:
-        if not terminated:
+    except BaseException as error:
+        if ended_by is None:
+            if isinstance(error, KeyboardInterrupt):
+                sys.exit(128 + signal.SIGINT)
             raise
-        # Terminated, or what a library that was importing made of it
-        sys.stderr.write("freight: ended by SIGTERM\n")
-        sys.exit(128 + signal.SIGTERM)
+        # what `end` raised, or what a library that was importing made of it
+        sys.stderr.write(f"freight: ended by {ended_by.name}\n")
+        sys.exit(128 + ended_by)
 
 
 if __name__ == "__main__":

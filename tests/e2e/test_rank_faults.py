@@ -8,12 +8,15 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from safetensors.torch import load_file
+from tests.asking import ENDLESS, ONE_BY_ONE, Server
+from tests.demo_chat import demo_with_chat_template
 from tests.forked_server import CAN_FORK, forked
 from tests.lost_ranks import lose_while_it_reads
 from tests.serving import (
@@ -22,6 +25,7 @@ from tests.serving import (
     completion_of,
     freight_serve,
     has_ended,
+    health,
 )
 from torch import Tensor
 
@@ -397,6 +401,52 @@ def test_an_llm_starts_its_rank_and_ends_it(expected: Any) -> None:
     assert weight_bytes(llm.engine.runner.model).total < 0.55 * sum(map(size_of, whole))
     del llm
     assert is_gone(pid)
+
+
+@pytest.mark.clock
+@pytest.mark.parametrize("busy", [True, False])
+def test_a_server_tells_at_once_that_a_rank_does_not_answer(tmp_path: Path, busy: bool) -> None:
+    """Its clients, too. While nothing is computed the rank is missed as well."""
+    timeout = 3.0
+    model = demo_with_chat_template(tmp_path / "demo")
+    common = ["--threads", "1", "--kv-cache-memory", "8MiB", *ONE_BY_ONE]
+    options = [*common, "-tp", "2", "--rank-timeout", str(timeout), "--stall-timeout", "60"]
+    served = ServeProcess(model, options, forked=True)
+    try:
+        server = Server(served.wait_until_healthy())
+        (rank,) = children_of(served.children()["worker"])
+        with ExitStack() as stack:
+            opened = stack.enter_context(server.streaming(ENDLESS)) if busy else None
+            os.kill(rank, signal.SIGSTOP)
+            began = time.monotonic()
+            while health(server.url) == 200:
+                time.sleep(0.02)
+            noticed = time.monotonic() - began
+            rest = "" if opened is None else opened.whole().raw.decode()
+            told = time.monotonic() - began
+        assert served.wait() == 1
+        assert not busy or '"engine_ended"' in rest
+        assert "rank 1 does not answer: the engine cannot go on" in served.said
+        assert is_gone(rank)
+        print(f"/health after {noticed:.2f} s, clients after {told:.2f} s")
+        assert 0.9 * timeout < noticed <= told < timeout + 2  # 1, and one for a busy machine
+    finally:
+        served.close()
+
+
+def test_silence_while_rank_0_itself_stands_still_is_nobodys(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where all processes of a container are paused."""
+    clock = time.monotonic
+    shift = [0.0]
+    monkeypatch.setattr(leader.time, "monotonic", lambda: clock() + shift[0])
+    llm = start(rank_timeout=5)
+    told = threading.Event()
+    llm.engine.on_lost(told.set)
+    for _ in range(3):
+        shift[0] += 60
+        assert not told.wait(0.3)
 
 
 @pytest.mark.slow  # starts two servers, and an engine again

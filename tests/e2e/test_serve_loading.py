@@ -9,10 +9,16 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
-from tests.unit.server.raw_http import in_time
+from tests.asking import Server
+from tests.serving import ServeProcess, health
+from tests.unit.server.raw_http import in_time, wait_for
 
 pytestmark = pytest.mark.clock
 
@@ -121,3 +127,93 @@ def test_a_server_that_is_killed_leaves_a_quiet_engine():
     process.kill()
     rest_of(process)
     assert process.returncode == -signal.SIGKILL
+
+
+def blocks(pid: int, number: signal.Signals) -> bool:
+    """Whether a signal waits for this process."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    mask = next(line for line in status.splitlines() if line.startswith("SigBlk"))
+    return bool(int(mask.split()[1], 16) >> (number - 1) & 1)
+
+
+@contextmanager
+def hanging_up(pid: int, every: float = 0.02) -> Iterator[None]:
+    """Send SIGHUP without end, while the process is there."""
+    enough = threading.Event()
+
+    def send() -> None:
+        while not enough.wait(every):
+            try:
+                os.kill(pid, signal.SIGHUP)
+            except ProcessLookupError:
+                return
+
+    sending = threading.Thread(target=send)
+    sending.start()
+    try:
+        yield
+    finally:
+        enough.set()
+        sending.join()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_sighup_ends_nothing_from_the_first_instruction_to_the_last(tmp_path: Path) -> None:
+    """What came before the keys could be read again is not lost: it means those of now."""
+    keys = tmp_path / "keys"
+    keys.write_text("ada:sk-ada\n")
+    server = ServeProcess("demo", ["--kv-cache-memory", "1MiB", "--api-key-file", str(keys)])
+    pid = server.process.pid
+    try:
+        wait_for(lambda: blocks(pid, signal.SIGHUP))
+        with hanging_up(pid):
+            keys.write_text("bob:sk-bob\n")
+            url = server.wait_until_healthy()
+            bob = Server(url, {"Authorization": "Bearer sk-bob"})
+            wait_for(lambda: bob.ask("/v1/models").status == 200)
+            assert server.stop() == 0
+    finally:
+        server.close()
+    assert "Traceback" not in server.said
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_one_sighup_before_the_keys_are_read_again_is_handled_later(tmp_path: Path) -> None:
+    server = ServeProcess("demo", ["--kv-cache-memory", "1MiB"])
+    try:
+        wait_for(lambda: blocks(server.process.pid, signal.SIGHUP))
+        os.kill(server.process.pid, signal.SIGHUP)
+        wait_for(lambda: "keys were read again" in server.said)
+        assert health(server.url) in (200, 503)
+    finally:
+        server.close()
+
+
+FORMS = (["serve", "demo"], ["run", "demo"], ["--model-id", "demo"])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_every_form_of_a_server_ends_with_a_line_while_it_imports(
+    form: Sequence[str], number: signal.Signals
+) -> None:
+    """SIGHUP, which comes first, does nothing."""
+    command = [sys.executable, "-m", "freight", *form, "--port", "0", "--kv-cache-memory", "1MiB"]
+    with subprocess.Popen(command, text=True, stderr=subprocess.PIPE) as process:
+        wait_for(lambda: blocks(process.pid, signal.SIGHUP))
+        with hanging_up(process.pid, 0.001):
+            time.sleep(0.1)
+            assert process.poll() is None
+            os.kill(process.pid, number)
+            lines = rest_of(process)
+    assert process.returncode == 128 + number
+    assert f"ended by {number.name}" in lines[-1]
+
+
+def test_another_command_ends_with_its_terminal() -> None:
+    command = [sys.executable, "-m", "freight", "generate", "demo", "--prompt", "x"]
+    with subprocess.Popen([*command, "--max-tokens", "9999"], stderr=subprocess.DEVNULL) as process:
+        time.sleep(0.5)
+        process.send_signal(signal.SIGHUP)
+    assert process.returncode == -signal.SIGHUP

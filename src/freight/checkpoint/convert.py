@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -23,6 +24,7 @@ from freight.checkpoint.headers import TensorEntry, read_header
 from freight.checkpoint.reader import PICKLED, read_json, resolve_model
 from freight.checkpoint.writer import CheckpointWriter, require_new, require_space
 from freight.config.parse import parse_model_config
+from freight.descent import with_parent
 from freight.errors import CapacityError, CheckpointError, ConfigError, shown
 
 SINGLE, INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
@@ -174,6 +176,7 @@ def _convert_file(
     late = threading.Event()
     with subprocess.Popen(
         command,
+        env=with_parent(os.environ),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,

@@ -13,12 +13,15 @@ disk is full.
 
 from __future__ import annotations
 
-import ctypes
+from freight.descent import end_with_parent
+
+if __name__ == "__main__":
+    end_with_parent()  # before imports that take long
+
 import errno
 import json
 import re
 import resource
-import signal
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -48,13 +51,6 @@ _DTYPES = {torch_dtype(format): name for name, format in FORMAT_NAMES.items()} |
 
 class RefusedError(Exception):
     """The file is not a dict of ordinary tensors, or claims more than it holds."""
-
-
-def end_with_parent() -> None:
-    """Let the kernel end this process with its parent, which alone knows the deadline."""
-    if sys.platform == "linux":
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL, 0, 0, 0)
 
 
 def limit_memory(size: int) -> None:
@@ -186,7 +182,6 @@ def say(**content: object) -> None:
 
 def main(file: str, out: str, index: str, shard: str, *untied: str) -> None:
     """Convert `file` into `out` and report the outcome on standard output."""
-    end_with_parent()
     limit_memory(Path(file).stat().st_size)
     try:
         say(tied=convert_file(Path(file), Path(out), untied, index, shard))

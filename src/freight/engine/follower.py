@@ -3,11 +3,16 @@ descriptors of a socket to rank 0 and of the shared memory. On another machine t
 is a pipe, which hangs up when the command of that machine ends.
 
 It opens the same model, reads its share of the weights, allocates its part of the cache, and makes
-the calls that rank 0 tells it. It ends when the socket closes, so it never outlives rank 0, and
-writes nothing but errors.
+the calls that rank 0 tells it. It ends when the socket closes, and the kernel ends it with the process
+that started it, also while it is stopped (`descent.py`). It writes nothing but errors.
 """
 
 from __future__ import annotations
+
+from freight.descent import ENDING, end_with_parent
+
+if __name__ == "__main__":
+    end_with_parent()  # before imports that take long
 
 import logging
 import os
@@ -27,7 +32,7 @@ from freight.cache.spec import KVCacheSpec
 from freight.config.engine import EngineConfig
 from freight.engine.build import captured_steps
 from freight.engine.fingerprint import fingerprint
-from freight.engine.leader import HANG_UP, opened_as
+from freight.engine.leader import HANG_UP, opened_as, pulse
 from freight.engine.prepare import Logits, SequenceSlice
 from freight.engine.runner import ModelRunner, StepRows
 from freight.errors import FreightError, RankError
@@ -48,7 +53,7 @@ logger = logging.getLogger("freight")
 
 
 def main() -> None:
-    for stop in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for stop in ENDING:
         signal.signal(stop, signal.SIG_IGN)  # rank 0 handles them, and its end is this one's
     number, *files = map(int, sys.argv[1:])
     connection = socket.socket(fileno=number)
@@ -129,6 +134,8 @@ def _open(
     if processors is not None and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(place.cores)  # it was imported while bound as rank 0, maybe to fewer
     memory = _transport(start, connection, files)
+    if isinstance(memory, SharedMemory):
+        threading.Thread(target=memory.show_life, args=(pulse(start.timeout),), daemon=True).start()
     shape = start.random_shape
     opened = open_model(start.args) if shape is None else open_random(start.args, shape)
     return opened.as_rank(Ranks(rank, size, memory), place.cores), memory

@@ -31,6 +31,7 @@ from torch import Tensor
 from freight.cache.arena import mapped
 from freight.config.engine import EngineArgs
 from freight.config.nodes import with_own
+from freight.descent import from_lasting_thread, with_parent
 from freight.engine.prepare import Logits, SequenceSlice
 from freight.engine.runner import ModelRunner, StepRows
 from freight.errors import CheckpointError, ConfigError, FreightError, KernelError, RankError
@@ -44,6 +45,8 @@ from freight.parallel.steps import SliceNumbers, StepWriter
 
 START_TIMEOUT = 600.0  # seconds for a rank to open the model, or to read its weights
 _PATIENCE = 5.0  # seconds until a rank that should leave is killed
+_HASTE = 0.2  # the same where the engine cannot go on: clients wait for its end
+_KILLED = 1.0  # seconds for a rank that was killed to be gone; a frozen one may never be
 _FAREWELL = 1.0  # seconds for a rank of another machine to leave by itself
 # hang-ups, and streams that the other end has closed, which Linux tells apart
 HANG_UP = getattr(select, "POLLRDHUP", 0)
@@ -64,8 +67,11 @@ def spawn(files: Sequence[int]) -> subprocess.Popen[bytes]:
     """
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # -O, -X dev
     command = [sys.executable, *flags, "-m", "freight.engine.follower", *map(str, files)]
-    return subprocess.Popen(
-        command, pass_fds=files, stdin=subprocess.DEVNULL, start_new_session=True
+    environ = with_parent(os.environ)
+    return from_lasting_thread(
+        lambda: subprocess.Popen(
+            command, env=environ, pass_fds=files, stdin=subprocess.DEVNULL, start_new_session=True
+        )
     )
 
 
@@ -87,6 +93,7 @@ class _Others:
     remote: dict[int, socket.socket] = field(default_factory=dict)  # by rank, of other machines
     why: str = ""  # the engine ends; '' where that is wanted
     closing: bool = False
+    ready: bool = False  # they have their weights and caches: from now on they answer in time
     watcher: threading.Thread | None = None
     unbind: Callable[[], None] = lambda: None
 
@@ -130,16 +137,23 @@ class _Others:
         if self.watcher is not None and self.watcher is not threading.current_thread():
             self.watcher.join()
         os.close(self.wake[0])
-        for process in self.processes:
-            try:
-                process.wait(_PATIENCE)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+        self._end_processes()
         self.pass_on()
         self.close_pages()
         self.memory.close()
         self.unbind()
+
+    def _end_processes(self) -> None:
+        """Wait until the ranks of this machine have left; kill those that do not."""
+        until = time.monotonic() + (_HASTE if self.why else _PATIENCE)
+        for process in self.processes:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, until - time.monotonic()))
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_KILLED)
 
     def _take_leave(self) -> None:
         """Tell ranks of other machines why, so that their command can say so; one that is busy sees
@@ -258,8 +272,9 @@ class Leader:
         ends = [one.fileno() for one in others.sockets]
         if self._files is not None:  # pipes hang up however a process ends, also in its kernel
             ends = [*self._files.reading[1:]]
+        timeout = None if self._files is None else self._timeout
         others.watcher = threading.Thread(
-            target=_watch, args=(weakref.ref(self), ends, others), daemon=True
+            target=_watch, args=(weakref.ref(self), ends, others, timeout), daemon=True
         )
         others.watcher.start()
         for rank in range(1, self.size):
@@ -305,6 +320,7 @@ class Leader:
         for connection in self._others.sockets:
             connection.settimeout(self._timeout)
         self.memory.meet()
+        self._others.ready = True
         memories = tuple(mapped(number, num_bytes) for number in self._others.pages)
         self._others.close_pages()
         return memories
@@ -385,7 +401,7 @@ class Leader:
         try:
             kind, data = messages.receive(self._others.sockets[rank - 1])
         except TimeoutError as error:
-            self.memory.lose(rank)
+            self.memory.lose(rank, is_silent=True)
             self._others.why = f"{self._named(rank)} does not answer"
             raise RankError(f"{self._others.why}: the engine cannot go on") from error
         except (EOFError, OSError) as error:
@@ -464,23 +480,56 @@ def _start_of(start: Start, join: Join) -> Start:
     return replace(start, args=args, processors=join.processors, cores=join.cores)
 
 
-def _watch(leader: weakref.ref[Leader], alive: Sequence[int], others: _Others) -> None:
-    """Wait for the end of a rank, also while nothing is computed, and say so."""
-    poll = select.poll()
-    for end in (others.wake[0], *alive):
-        poll.register(end, HANG_UP)
-    poll.poll()
-    if others.closing:
+def pulse(timeout: float) -> float:
+    """Return the seconds between two signs of life of a rank that is lost after `timeout` without."""
+    return min(0.25, timeout / 8)
+
+
+def _watch(
+    leader: weakref.ref[Leader], alive: Sequence[int], others: _Others, timeout: float | None
+) -> None:
+    """Wait for the end of a rank, or its silence, also while nothing is computed, and say so.
+
+    alive: what hangs up with each rank from 1 on. timeout: seconds without a sign of life
+    (`SharedMemory.show_life`); None where `alive` are sockets, which have none.
+    """
+    if not _await_loss(alive, others, timeout):
         return
-    for rank, end in enumerate(alive, 1):
-        ended = select.poll()
-        ended.register(end, HANG_UP)
-        if ended.poll(0):
-            others.memory.lose(rank)
-    one = leader()
-    if one is not None:
-        logger.error("%s", one._lost(None))
-        one.on_lost()
+    living = leader()
+    if living is not None:
+        logger.error("%s", living._lost(None))
+        living.on_lost()
+
+
+def _await_loss(alive: Sequence[int], others: _Others, timeout: float | None) -> bool:
+    """Return True once a rank is lost, which is marked; False once they are ended."""
+    poll = select.poll()
+    poll.register(others.wake[0], HANG_UP)
+    for end in alive:
+        poll.register(end, HANG_UP if timeout is None else HANG_UP | select.POLLIN)
+    every = None if timeout is None else pulse(timeout)
+    quiet = dict.fromkeys(alive, 0.0)
+    before = time.monotonic()
+    while True:
+        events = dict(poll.poll(None if every is None else 1000 * every))
+        if others.closing:
+            return False
+        now = time.monotonic()
+        # what passed while this process itself stood still says nothing about the others
+        passed = now - before if every is None else min(now - before, 2 * every)
+        before = now
+        for rank, end in enumerate(alive, 1):
+            event = events.get(end, 0)
+            if event & ~select.POLLIN:
+                others.memory.lose(rank)
+            elif event:
+                os.read(end, 1 << 12)
+            quiet[end] = 0.0 if event or not others.ready else quiet[end] + passed
+            # the last sign may be that much older than the silence
+            if timeout is not None and every is not None and quiet[end] > timeout + every:
+                others.memory.lose(rank, is_silent=True)
+        if others.memory.lost():
+            return True
 
 
 @dataclass(frozen=True)

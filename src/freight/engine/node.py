@@ -14,7 +14,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import NoReturn
 
@@ -121,7 +121,9 @@ def _await(processes: list[subprocess.Popen[bytes]], seconds: float) -> None:
 
 @contextmanager
 def _stopped_by_signals() -> Iterator[None]:
-    """Have SIGTERM, SIGINT and SIGHUP end the body by SystemExit, with status 0."""
+    """Have SIGTERM and SIGINT end the body by SystemExit, with status 0. SIGHUP ends nothing, as at rank 0,
+    and there are no keys to read.
+    """
 
     def stop(number: int, frame: object) -> NoReturn:
         raise SystemExit(0)
@@ -129,10 +131,14 @@ def _stopped_by_signals() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-    before = [signal.signal(number, stop) for number in numbers]
+    handlers: dict[signal.Signals, Callable[[int, object], NoReturn] | signal.Handlers] = {
+        signal.SIGTERM: stop,
+        signal.SIGINT: stop,
+        signal.SIGHUP: signal.SIG_IGN,
+    }
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         yield
     finally:
-        for number, handler in zip(numbers, before, strict=True):
+        for number, handler in before.items():
             signal.signal(number, handler)

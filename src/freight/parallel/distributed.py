@@ -153,9 +153,9 @@ class Distributed:
         """Say which rank is lost, and how; '' if none is."""
         return self._lost
 
-    def lose(self, rank: int) -> None:
-        """Mark a rank as lost, unless one is lost already."""
-        self._lost = self._lost or f"rank {rank} has ended"
+    def lose(self, rank: int, is_silent: bool = False) -> None:
+        """Mark a rank as lost, unless one is lost already. is_silent: it may not have ended."""
+        self._lost = self._lost or f"rank {rank} {'does not answer' if is_silent else 'has ended'}"
 
     def failed(self) -> int | None:
         """Return the first rank that has left the step under way, or None."""

@@ -55,8 +55,8 @@ class Transport(Protocol):
         """Say which rank is lost, and how: 'rank 1 has ended'; '' if none is."""
         ...
 
-    def lose(self, rank: int) -> None:
-        """Mark a rank as lost, unless one is lost already."""
+    def lose(self, rank: int, is_silent: bool = False) -> None:
+        """Mark a rank as lost, unless one is lost already. is_silent: it may not have ended."""
         ...
 
     def failed(self) -> int | None:

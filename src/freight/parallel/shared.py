@@ -13,6 +13,7 @@ import ctypes
 import mmap
 import os
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -148,10 +149,25 @@ class SharedMemory:
         number = int(self._numbers[_FAILED])
         return number - 1 if number else None
 
-    def lose(self, rank: int) -> None:
-        """Mark a rank as lost, unless one is lost already."""
+    def lose(self, rank: int, is_silent: bool = False) -> None:
+        """Mark a rank as lost, unless one is lost already. is_silent: it may not have ended."""
         if not self._numbers[_LOST]:
-            self._numbers[_LOST] = rank + 1
+            self._numbers[_LOST] = rank + 1 + MAX_RANKS * is_silent
+
+    def show_life(self, seconds: float) -> None:
+        """Write a byte into this rank's pipe every so many seconds, for ever: a rank that is stopped
+        writes none, whether steps are computed or not.
+        """
+        pipe = self._files.writing[self.rank]
+        os.set_blocking(pipe, False)
+        while True:
+            try:
+                os.write(pipe, b".")
+            except BlockingIOError:  # rank 0 has not read for hours
+                pass
+            except OSError:  # nobody is left who could read it
+                return
+            time.sleep(seconds)
 
     def fail(self) -> None:
         """Make the other ranks leave the step under way: this one has left it."""

@@ -34,6 +34,7 @@ logger = logging.getLogger("freight")
 
 _LOOK_EVERY = 0.01  # seconds between looks at a process that is about to end
 _PATIENCE = 10.0  # seconds until it is killed
+_SOON = 0.3  # seconds in which its end is waited for, to say how it ended
 _READ = 1 << 16  # bytes
 
 
@@ -270,14 +271,16 @@ class EngineClient(asyncio.BufferedProtocol):
 
     async def _reap(self) -> None:
         assert self._process is not None
-        status = await _end_of(self._process)
+        ending = asyncio.get_running_loop().create_task(_end_of(self._process))
+        await asyncio.wait((ending,), timeout=_SOON)
+        how = f" with {describe_exit(ending.result())}" if ending.done() else ""
         for running in self._running.values():
-            running.fail(NotReadyError(self.state, f" with {describe_exit(status)}"))
+            running.fail(NotReadyError(self.state, how))
         self._running.clear()
         for waiting in (self.opened, self.ready):
             if not waiting.done():
                 waiting.cancel()
-        self.ended.set_result(status)
+        self.ended.set_result(await ending)
         self._on_end()
 
     def _send(self, message: list[Any]) -> None:

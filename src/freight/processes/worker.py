@@ -1,12 +1,18 @@
 """The engine's process: `python -m freight.processes.worker FD`, FD being a socket's end.
 
 It owns the engine and all of torch. Its main thread loads the model and steps; a second thread only
-reads commands and answers pings. It ends when the other end of the socket closes, so it never
-outlives its parent. It ignores SIGINT, SIGTERM and SIGHUP: the parent handles them, and lets
-requests finish first. While Python starts, the parent has them blocked (`children.py`).
+reads commands and answers pings. It ends when the other end of the socket closes, and the kernel
+ends it with its parent, also while it is stopped (`descent.py`). It ignores SIGINT, SIGTERM and
+SIGHUP: the parent handles them, and lets requests finish first. While Python starts, they are
+blocked.
 """
 
 from __future__ import annotations
+
+from freight.descent import ENDING, end_with_parent
+
+if __name__ == "__main__":
+    end_with_parent()  # before imports that take long
 
 import contextlib
 import gc
@@ -49,9 +55,8 @@ _PATIENCE = 5.0  # seconds for the step under way once the parent is gone
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    for number in ENDING:
+        signal.signal(number, signal.SIG_IGN)
     connection = socket.socket(fileno=int(sys.argv[1]))
     frames = Decoder(wire.CAP)
     name, args, options = _first(connection, frames)
@@ -76,8 +81,9 @@ def main() -> None:
             loop.run()
         except RankError as error:  # the parent says that the engine has ended, and may restart it
             logger.error("%s", error)
-            sys.exit(1)
+            loop.lost = True
         if loop.lost:
+            channel.hang_up()  # clients are told before the ranks are ended, and memory is freed
             sys.exit(1)
     if loop is not None:
         loop.close()
@@ -113,6 +119,11 @@ class Channel:
                     self.send_step([name, [delta], []])
             if deltas and steps:
                 self.send([name, [], steps])
+
+    def hang_up(self) -> None:
+        """Close the connection: the parent sees that the engine has ended."""
+        with contextlib.suppress(OSError):  # the parent is gone
+            self.connection.shutdown(socket.SHUT_RDWR)
 
     def answer_ping(self) -> None:
         began = None if self.loop is None else self.loop.turn_began

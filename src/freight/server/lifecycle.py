@@ -3,7 +3,8 @@ its option parsing.
 
 It listens from the first moment, so that /health answers 503 while the model loads. SIGTERM and
 Ctrl-C stop admission and let running answers finish, up to a time limit; a second signal ends them
-at once. While the model loads, either signal ends the server at once. When the engine's process
+at once. While the model loads, either signal ends the server at once. SIGHUP reads the keys again,
+and ends nothing at any moment (`__main__.py` has it wait until here). When the engine's process
 exits by itself, so does this one, with a nonzero exit status, unless --restart-engine starts
 another engine.
 """
@@ -22,6 +23,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 
 import uvicorn
 
+from freight.descent import ENDING
 from freight.errors import ConfigError
 from freight.processes.client import EngineState, WorkerOptions
 from freight.processes.log import set_up_logging
@@ -51,7 +53,10 @@ def run(settings: ServerSettings, options: WorkerOptions) -> int:
         passed or _bound(settings) as listener,
         asyncio.Runner(loop_factory=loop_factory()) as runner,
     ):
-        return runner.run(Lifecycle(settings, options, keys, template).serve(listener, tls))
+        status = runner.run(Lifecycle(settings, options, keys, template).serve(listener, tls))
+        # The handlers go with the event loop, and nothing is left that a signal could end
+        signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
+        return status
 
 
 class Lifecycle:
@@ -69,6 +74,7 @@ class Lifecycle:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)
         loop.add_signal_handler(signal.SIGHUP, self._read_keys_again)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGHUP,))  # one that came is handled now
         settings = self._settings
         limits = HttpLimits(
             max_connections=settings.max_connections, write_seconds=settings.write_timeout

@@ -10,8 +10,12 @@ parent, and keeps no request.
 
 from __future__ import annotations
 
+from freight.descent import ENDING, end_with_parent
+
+if __name__ == "__main__":
+    end_with_parent()  # before imports that take long
+
 import contextlib
-import ctypes
 import gc
 import importlib
 import re
@@ -32,7 +36,6 @@ LONGEST_TEXT = 4 << 20  # characters of a rendered conversation
 _LONGEST_REASON = 500  # characters of an error's message
 # Parameters of Tokenizer.render_chat, which template values must not replace.
 _OWN_NAMES = ("self", "messages", "add_generation_prompt", "continue_final_message")
-_PR_SET_PDEATHSIG = 1
 _PAGE = resource.getpagesize()
 
 
@@ -103,16 +106,6 @@ def _presentable(error: Exception) -> str:
     return text if len(text) <= _LONGEST_REASON else text[:_LONGEST_REASON] + "..."
 
 
-def _end_with_parent() -> None:
-    """Ignore signals, so that only the parent ends this process, and die with the parent."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    if sys.platform == "linux":
-        # A template that loops does not notice that the socket was closed.
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-
-
 def _limit_memory(more: int) -> None:
     """Limit the address space to `more` bytes above the present use. Also disable core files, which
     would hold prompts.
@@ -147,7 +140,8 @@ def serve(connection: socket.socket) -> None:
 
 
 def main() -> None:
-    _end_with_parent()
+    for number in ENDING:  # Ctrl-C reaches all processes of a terminal; the parent ends this one
+        signal.signal(number, signal.SIG_IGN)
     with (
         socket.socket(fileno=int(sys.argv[1])) as connection,
         contextlib.suppress(OSError, frames.FrameError),
