@@ -321,6 +321,11 @@ class OpenModel:
             return ids
         return ids | frozenset(self.model.eos_token_ids)
 
+    def log_stops(self) -> None:
+        """Log which tokens end a completion; nothing of random weights."""
+        if self.checkpoint is not None:
+            logger.info("%s", self.describe_stops())
+
     def describe_stops(self) -> str:
         """Return the start-up line about the tokens that end a completion."""
         ids = self.stop_token_ids()
