@@ -16,6 +16,7 @@ from typing import Any, Literal
 from pydantic import Field, SkipValidation
 
 from freight.errors import RequestError, nearest
+from freight.files import unique_names
 from freight.sampling import SamplingLimits, SamplingParams, check_limits
 from freight.server.bodies import Body, Part, Stop, Stops, present, read, sampled
 from freight.server.call import ReplyHead, Served, TokenizedWork, Work
@@ -247,7 +248,7 @@ def _grammar(given: object, strict_schemas: bool) -> tuple[dict[str, Any], tuple
         raise _invalid(f"grammar.type must be {_KINDS}", "parameters.grammar.type")
     if isinstance(value, str):
         try:
-            value = json.loads(value)
+            value = json.loads(value, object_pairs_hook=unique_names)
         except (ValueError, RecursionError):
             raise _invalid(
                 "the value of a grammar must be a JSON schema", "parameters.grammar.value"
