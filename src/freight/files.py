@@ -11,12 +11,13 @@ import io
 import json
 import os
 import stat
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from freight.errors import ConfigError, FreightError
+from freight.errors import ConfigError, FreightError, shown
 
 MIB = 2**20
 LIMIT = 256 * MIB  # of JSON, templates and recipes: the largest tokenizer.json known has 33 MiB
@@ -83,6 +84,24 @@ def read_object(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ValueError(f"holds {type(content).__name__}, not a JSON object")  # noqa: TRY004
     return content
+
+
+def unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object of JSON, as `object_pairs_hook` of json.loads. Raises DuplicateNameError
+    where a name comes twice: readers differ on which of the two counts.
+    """
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        raise DuplicateNameError(Counter(name for name, _ in pairs).most_common(1)[0][0])
+    return content
+
+
+class DuplicateNameError(ValueError):
+    """An object of JSON has `name` twice."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"an object has the name {shown(name)} twice")
+        self.name = name
 
 
 @contextmanager

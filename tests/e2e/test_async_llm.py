@@ -185,7 +185,7 @@ def test_what_cannot_be_is_refused_before_it_starts(llm: AsyncLLM) -> None:
 
     async def test() -> None:
         for prompt, params, says in (
-            ("", GREEDY, "the prompt is empty"),
+            ([], GREEDY, "the prompt is empty"),
             ([4096], GREEDY, "outside the vocabulary"),
             ({"text": "a"}, GREEDY, "a prompt dict is"),
             (IDS * 2000, GREEDY, "the prompt has 6000 tokens"),

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import sys
+from codecs import BOM_UTF8
 from collections import Counter
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -19,6 +20,7 @@ from freight.cli.serve import NEEDED, takes_server_options
 from freight.config.engine import EngineArgs
 from freight.engine.verification import Outcome, Verification, unknown
 from freight.errors import ConfigError, install
+from freight.files import unique_names
 
 # The options of `freight serve` that decide what an answer is, and how long a template may take.
 _OPTIONS = ("chat_template", "template_timeout", "tool_call_parser", "reasoning_parser")
@@ -86,23 +88,24 @@ def _in_words(result: Verification) -> str:
 
 def _read(source: Path) -> Iterator[Any]:
     """Yield the values of a file that is one JSON value, or has one on each line; a Verification for
-    a line that cannot be read. Raises ConfigError if none can.
+    a line that cannot be read, because it is not JSON or not UTF-8. Raises ConfigError if none can.
     """
     try:
-        text = sys.stdin.read() if str(source) == "-" else source.read_text(encoding="utf-8")
+        data = sys.stdin.buffer.read() if str(source) == "-" else source.read_bytes()
     except (OSError, ValueError) as error:
         raise ConfigError(f"{source} cannot be read: {error}") from None
-    if not text.strip():
+    data = data.removeprefix(BOM_UTF8)  # Windows writes one
+    if not data.strip():
         raise ConfigError(f"{source} is empty")
     try:
-        yield _parse(text)
+        yield _parse(data)
         return
     except (ValueError, RecursionError) as error:
         fault = error
     # not `splitlines`: strings of JSON may have U+2028 and others that it takes for line ends
-    lines = [one for one in enumerate(text.split("\n"), 1) if one[1].strip()]
+    lines = [line for line in enumerate(data.split(b"\n"), 1) if line[1].strip()]
     values = [_value_of(number, line) for number, line in lines]
-    if all(isinstance(one, Verification) for one in values):
+    if all(isinstance(value, Verification) for value in values):
         raise ConfigError(
             f"{source}, line {lines[0][0]}, is not JSON; the file is neither one JSON value ({fault}) nor one on "
             "each line"
@@ -110,23 +113,15 @@ def _read(source: Path) -> Iterator[Any]:
     yield from values
 
 
-def _value_of(number: int, line: str) -> Any:
+def _value_of(number: int, line: bytes) -> Any:
     try:
         return _parse(line)
     except (ValueError, RecursionError) as error:
         return unknown(f"line {number} is not JSON: {error}")
 
 
-def _parse(text: str) -> Any:
-    """Read a JSON value. Raises ValueError also where an object has a name twice: readers differ on
-    which of the two counts, so such an answer would state both.
+def _parse(data: bytes) -> Any:
+    """Read a JSON value. Raises ValueError also where an object has a name twice: such an answer
+    would state both values.
     """
-    return json.loads(text, object_pairs_hook=_once)
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = Counter(name for name, _ in pairs)
-        raise ValueError(f"an object has the name {names.most_common(1)[0][0]!r:.60} twice")
-    return found
+    return json.loads(data.decode(), object_pairs_hook=unique_names)

@@ -98,19 +98,17 @@ def parse_model_config(
 
 
 def stop_token_ids(config: JsonObject, generation_config: JsonObject | None) -> frozenset[int]:
-    """Return the ids that end a completion: the union of config.json's and generation_config.json's
-    `eos_token_id`.
+    """Return the ids that a model's files end a completion with: the union of `eos_token_id` in
+    config.json, in the part of it that describes the language model, and in generation_config.json.
 
-    The default of the model_type applies only if neither file has that key.
+    The default of the model_type applies only if none of them has that key. The tokenizer's own end
+    is not known here (`OpenModel.stop_token_ids`).
     """
-    generation = generation_config or {}
-    if config.get("model_type") not in FAMILIES:
-        return frozenset(token_ids(generation, "eos_token_id", None))
-    default = None
-    if "eos_token_id" not in generation:
-        default = find_family(config)[1].defaults.get("eos_token_id")
-    ids = token_ids(decoder_config(config)[1], "eos_token_id", default)
-    return frozenset(ids) | frozenset(token_ids(generation, "eos_token_id", None))
+    nested = (config.get(family.text_key) for family in FAMILIES.values())
+    parts = [config, generation_config or {}, *(part for part in nested if isinstance(part, dict))]
+    if not any("eos_token_id" in part for part in parts) and config.get("model_type") in FAMILIES:
+        parts.append(find_family(config)[1].defaults)
+    return frozenset(token for part in parts for token in token_ids(part, "eos_token_id", None))
 
 
 def sampling_defaults(generation_config: JsonObject | None) -> dict[str, float]:

@@ -175,6 +175,7 @@ def _start(
     # the weights will leave room for no more
     positions = _fit_context(spec, free, config, args).max_model_len
     tokenizer = opened.load_tokenizer()
+    opened.log_stops()
     if before_weights is not None:
         before_weights(Intake(tokenizer, opened.model.vocab_size, config.max_model_len))
     digests = prepare_store(opened, config)  # before any rank reads weights

@@ -50,7 +50,9 @@ class Intake:
                 f"the prompt is {type(prompt).__name__}; decode it to a string, or give token ids"
             )
         if len(prompt) == 0:
-            raise RequestError("the prompt is empty; give at least one character or token id")
+            if self.tokenizer is None or not isinstance(prompt, str):
+                raise RequestError("the prompt is empty; give at least one character or token id")
+            self.tokenizer.check_empty(add_special_tokens)
         text = prompt if isinstance(prompt, str) else None
         given = self._encode(prompt, add_special_tokens) if isinstance(prompt, str) else prompt
         token_ids = self.checked(self.cut(given, params))

@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Collection
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 from freight import openmp
@@ -33,7 +34,7 @@ from freight.config.registry import FAMILIES
 from freight.config.resolve import check, resolve
 from freight.config.skip_layers import skipped_layers
 from freight.device import DeviceFacts, Threads, choose_threads, probe
-from freight.errors import CheckpointError, ConfigError, choices
+from freight.errors import CheckpointError, ConfigError, choices, shown
 from freight.fp8.formats import Format
 from freight.fp8.scheme import INT4_GROUP, KVScales, Scheme
 from freight.kernels.interface import KernelSet
@@ -304,13 +305,45 @@ class OpenModel:
         return cache_spec(config.kv, self.model, config.block_size, *sizes, self.ranks.size)
 
     def stop_token_ids(self) -> frozenset[int]:
-        """Return the token ids that end a completion; none for random weights."""
+        """Return the token ids that end a completion: those of the model's files, and the
+        tokenizer's EOS. None for random weights.
+
+        A base model's files often name no end of a turn where an instruct tokenizer does.
+        Raises CheckpointError as `load_tokenizer`.
+        """
+        tokenizer = self.load_tokenizer()
+        end = None if tokenizer is None else tokenizer.eos_token_id
+        return self._stop_ids_of_files | frozenset(() if end is None else (end,))
+
+    @property
+    def _stop_ids_of_files(self) -> frozenset[int]:
         if self.checkpoint is None:
             return frozenset()
         ids = stop_token_ids(self.checkpoint.config, self.checkpoint.generation_config)
         if self.model.foreign is None:
             return ids
         return ids | frozenset(self.model.eos_token_ids)
+
+    def log_stops(self) -> None:
+        """Log which tokens end a completion; nothing of random weights."""
+        if self.checkpoint is not None:
+            logger.info("%s", self.describe_stops())
+
+    def describe_stops(self) -> str:
+        """Return the start-up line about the tokens that end a completion."""
+        ids = self.stop_token_ids()
+        if not ids:
+            return (
+                "no token ends a completion: neither config.json, generation_config.json nor the tokenizer names "
+                "one; requests end by max_tokens, stop and stop_token_ids"
+            )
+        tokenizer = self.load_tokenizer()
+        names = []
+        for token in sorted(ids):
+            text = None if tokenizer is None else tokenizer.token_string(token, False)
+            by = "" if token in self._stop_ids_of_files else ", which the tokenizer alone names"
+            names.append(f"{token}{'' if text is None else f' {shown(text)}'}{by}")
+        return f"a completion ends with token {' or '.join(names)}"
 
     def tokenizer_folder(self) -> str | None:
         """Return the folder of the tokenizer, for other processes that load it; None if there is none
@@ -325,11 +358,15 @@ class OpenModel:
 
     def load_tokenizer(self) -> Tokenizer | None:
         """Load the model's tokenizer, or the one that `args` names; None if there is none or it is
-        skipped.
+        skipped. It is read once.
 
         `revision` applies to the model's own repository; another one is loaded at its newest
-        commit.
+        commit. Raises CheckpointError.
         """
+        return self._tokenizer
+
+    @cached_property
+    def _tokenizer(self) -> Tokenizer | None:
         if self.checkpoint is not None and self.args.skip_tokenizer_init:
             logger.info(
                 "no tokenizer (skip_tokenizer_init): prompts are token ids, and outputs have no text"

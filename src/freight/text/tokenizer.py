@@ -140,6 +140,19 @@ class Tokenizer:
         """
         return self._encode(text, add_special_tokens).ids
 
+    def check_empty(self, add_special_tokens: bool = True) -> None:
+        """Raise RequestError if an empty text has no token: a model needs one to go on from."""
+        if not (add_special_tokens and self._writes_around):
+            way_out = "give at least one character or token id"
+            if self._writes_around:
+                way_out = f"leave add_special_tokens true, or {way_out}"
+            raise RequestError(f"an empty prompt has no tokens: none is added to it; {way_out}")
+
+    @cached_property
+    def _writes_around(self) -> bool:
+        """Whether special tokens (BOS) are added to a text."""
+        return bool(self.encode(""))
+
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Return the text of `token_ids`. Ids that the tokenizer does not have (padding of the
         model's vocabulary) are empty.

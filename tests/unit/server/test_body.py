@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
 import json
 from typing import Any
 
@@ -15,6 +16,7 @@ from tests.unit.server.raw_http import post, running
 from freight.server.transport.body import DisconnectedError, parse_object, read_body
 from freight.server.transport.errors import ApiError
 from freight.server.transport.http_limits import HttpLimits
+from freight.server.transport.middleware import Errors
 
 pytestmark = pytest.mark.clock
 
@@ -50,6 +52,8 @@ REFUSED = {
         b'{"a":[' + b"[]," * 200_000 + b"1]}",
         "more than 100000 arrays and objects",
     ),
+    "a name twice": (b'{"a": 1, "b": 2, "a": 1}', "'a' twice"),
+    "a name twice within": (b'{"c": [{"a": {"\\u00e9": 1, "\xc3\xa9": 2}}]}', "'é' twice"),
     "NaN": (b'{"a": NaN}', "NaN is not a JSON number"),
     "infinity": (b'{"a": -Infinity}', "-Infinity is not a JSON number"),
     "float over the range": (b'{"a": 1e999}', "too large: 1e999"),
@@ -84,7 +88,6 @@ def test_what_is_no_json_object_is_refused(body: bytes, says: str) -> None:
         b'{"a": "\\ud83d\\ude00", "b": "\\u0000"}',
         b'{"a": "\\\\ud83d"}',
         b'{"a": 18446744073709551616, "b": 1e308, "c": -0.0}',
-        b'{"a": 1, "a": 2}',
     ],
 )
 def test_what_is_fine(body: bytes) -> None:
@@ -211,8 +214,6 @@ def test_a_client_that_leaves_is_not_answered() -> None:
 
 
 def test_chunks_without_end_are_read_to_the_limit_and_no_further() -> None:
-    from freight.server.transport.middleware import Errors
-
     taken: list[int] = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -243,3 +244,33 @@ def test_chunks_without_end_are_read_to_the_limit_and_no_further() -> None:
         assert (answer.status, answer.headers["connection"]) == (413, "close")
         assert answer.error()["code"] == "body_too_large"
         assert client.ended()
+
+
+@pytest.mark.parametrize("size", [5 * MB, 16 * MB])
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_client_that_sends_all_before_it_reads_sees_that_it_was_too_much(
+    size: int, chunked: bool
+) -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await read_body(receive, scope["headers"], LIMITS)
+
+    body = b"x" * size
+    with running(Errors(app), HttpLimits(linger_seconds=0.5)) as server:
+        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+        content = iter([body[: size // 2], body[size // 2 :]]) if chunked else body
+        connection.request("POST", "/v1/completions", content, {"Content-Type": "application/json"})
+        answer = connection.getresponse()
+        assert answer.status == 413
+        assert json.loads(answer.read())["error"]["code"] == "body_too_large"
+        connection.close()
+
+
+def test_a_name_that_comes_twice_is_the_param_of_the_error() -> None:
+    error = parsed(b'{"temperature": 0, "temperature": 1}')
+    assert isinstance(error, ApiError)
+    assert (error.status, error.param) == (400, "temperature")
+    long = json.dumps("n" * 100_000)
+    error = parsed(f"{{{long}: 0, {long}: 1}}".encode())
+    assert isinstance(error, ApiError)
+    assert error.param is None
+    assert len(error.message) < 400

@@ -333,7 +333,6 @@ def test_a_grammar(grammar, outputs, monkeypatch):
     ("body", "says"),
     [
         ({"inputs": None}, "inputs must be a string"),
-        ({"inputs": ""}, "inputs must be a string"),
         ({"inputs": [1]}, "inputs must be a string"),
         ({"parameters": []}, "parameters must be an object"),
         ({"input": "a"}, "did you mean inputs"),

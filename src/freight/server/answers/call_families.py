@@ -34,6 +34,8 @@ def _region(opening: str, closing: str | None) -> dict[str, Any]:
 
 def _tagged(syntax: Tagged, region: dict[str, Any], **rest: Any) -> CallForm:
     """Build a form of calls with tagged arguments."""
+    section = (rest.get("opening", "").strip(), rest.get("section_end", ""))
+    syntax = replace(syntax, section=section)
     form: dict[str, Any] = {
         "before_name": syntax.head[0],
         "before_arguments": syntax.head[1],

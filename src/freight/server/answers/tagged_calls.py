@@ -2,16 +2,17 @@
 
 A form is a row of data, `Tagged`, which serves to parse calls and to force them. Values have no
 types in this markup, or only the mark of a string: they take the types of the tool's schema.
-Parsing is linear, and a call that does not match its form exactly raises ValueError.
+Parsing is linear. A call that does not match its form raises ValueError; closing tags may be missing.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -40,6 +41,9 @@ _LONGEST_BOUND = 1000
 _ATTRIBUTE = re.compile(
     r"(?P<q>[\"']?)(?P<name>[^<>]{1,256}?)(?P=q)(?:\s{1,16}string=[\"']?(?P<string>true|false)[\"']?)?"
 )
+# Where a tag counts that no closing tag precedes: at the beginning of a line, or right behind a text
+# that does not quote it.
+_FREE = r"""(?:\n|(?<![\s"'`]))"""
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,10 @@ class Tagged:
     line      written after an argument
     strings   whether the key has `string="true"` or `string="false"`
     outer     around head and tail, if that is another pair of tags
+    section   around all calls of an answer, if that is another pair of tags
+
+    Reading forgives closing tags that the model forgot, any number of them, as long as the end of
+    the last value of an answer is marked by some tag.
     """
 
     head: tuple[str, str]
@@ -66,6 +74,7 @@ class Tagged:
     line: str = "\n"
     strings: bool = False
     outer: tuple[str, str] = ("", "")
+    section: tuple[str, str] = ("", "")
 
     @cached_property
     def _key(self) -> tuple[str, str]:
@@ -77,12 +86,42 @@ class Tagged:
         return self.head[0].rstrip('"'), self.head[1].lstrip('"')
 
     @cached_property
+    def _openings(self) -> tuple[str, ...]:
+        """What a further call may begin with."""
+        return tuple(filter(None, (self.section[0], self.outer[0], self._head[0])))
+
+    @cached_property
+    def _closings(self) -> tuple[str, ...]:
+        """What the end of a call may consist of, in this order."""
+        return tuple(filter(None, (self.tail, self.outer[1], self.section[1])))
+
+    @cached_property
     def _value_ends(self) -> re.Pattern[str]:
-        """The end of a value. An argument or the tail must follow, so that a value may contain the
-        closing tag.
+        """The end of a value. An argument, or the end of the call, or another call must follow, so
+        that a value may contain the closing tag.
         """
-        after = "|".join(map(re.escape, filter(None, (self._key[0], self.tail, self.outer[1]))))
+        after = _any_of((self._key[0], *self._closings, *self._openings))
         return re.compile(rf"{re.escape(self.value[1])}(?=\s*(?:{after}|\Z))")
+
+    def _call_ends(self, tools: Sequence[Mapping[str, Any]]) -> re.Pattern[str]:
+        """The end of a call: one of its closing tags, or the opening of a call of one of `tools`."""
+        closing, opening = _any_of(self._closings), _any_of(self._openings)
+        ends = [rf"(?:{closing})(?=\s*(?:{closing}|{opening}|\Z))"]
+        names = [str((tool.get("function") or tool).get("name")) for tool in tools]
+        if names:
+            before = "".join(
+                rf"(?:{re.escape(tag)}\s{{0,16}})?"
+                for tag in (self.section[0], self.outer[0])
+                if tag
+            )
+            head = (
+                rf"{re.escape(self._head[0])}[\"']?\s{{0,16}}(?:{_any_of(names)})[\"']?\s{{0,16}}"
+            )
+            after = re.escape(self._head[1])
+            if not self._head[1]:  # the name ends where something else begins
+                after = rf"(?={_any_of((self._key[0], *self._closings, *self._openings))}|\Z)"
+            ends.append(rf"{_FREE}{before}{head}{after}")
+        return re.compile("|".join(ends))
 
     def read(
         self, opening: str, body: str, tools: Sequence[Mapping[str, Any]]
@@ -93,95 +132,120 @@ class Tagged:
               next call, so it may have several calls.
         """
         text, at = opening + body, 0
+        marks = _Marks(
+            _Ahead(self._value_ends.finditer(text)), _Ahead(self._call_ends(tools).finditer(text))
+        )
         found: list[tuple[str, str]] = []
         while not found or at < len(text):
-            if found and not (
-                self.outer[0] and text.startswith((self.outer[0], self._head[0]), at)
-            ):
+            if found and not text.startswith(self._openings, at):
                 raise ValueError("text between arguments, or after them")
             name, at = self._read_name(text, at)
-            arguments, at = self._read_arguments(text, at, parameters_of(tools, name))
+            root = parameters_of(tools, name)
+            if name not in marks.keys:
+                marks.keys[name] = self._declared(properties_of(root, root), text)
+            arguments, at = self._read_arguments(text, at, root, marks, marks.keys[name])
             found.append((name, arguments))
-            for mark in (self.tail, self.outer[1]):
+            for mark in self._closings:
                 at = _skip(text, at)
                 at += len(mark) if text.startswith(mark, at) else 0
             at = _skip(text, at)
         return found
 
-    def _read_arguments(self, text: str, at: int, root: Mapping[str, Any]) -> tuple[str, int]:
+    def _read_arguments(
+        self,
+        text: str,
+        at: int,
+        root: Mapping[str, Any],
+        marks: _Marks,
+        keys: Mapping[str, Sequence[int]],
+    ) -> tuple[str, int]:
         """Return the arguments from `at` on, as JSON, and their end."""
         properties = properties_of(root, root)
-        ends = (found.start() for found in self._value_ends.finditer(text, at))
-        declared, end = self._declared(properties), -1
         arguments: dict[str, str] = {}
         while text.startswith(self._key[0], at := _skip(text, at)):
-            close = text.index(self._key[1], at)
-            key, is_string = self._attribute(text[at + len(self._key[0]) : close])
-            at = close + len(self._key[1])
-            if self.value[0]:
-                at = _skip(text, at)
-            if not text.startswith(self.value[0], at):
-                raise ValueError("a key without a value")
-            at += len(self.value[0])
-            if end < at:
-                end = next((one for one in ends if one >= at), -1)
-            last = self._end_of_last(text, at) if end < 0 else end
-            forgotten = next(
-                (one for one in declared(text, at, last) if one["name"] not in {key, *arguments}),
-                None,
-            )
-            stop = last if forgotten is None else forgotten.start()
-            arguments[key] = value_text(
-                self._unpadded(text[at:stop]), _types(properties.get(key), root, is_string)
-            )
-            at = end + len(self.value[1]) if forgotten is None and end >= 0 else stop
+            key, is_string, at = self._read_key(text, at)
+            types = _types(properties.get(key), root, is_string)
+            closed = marks.value_ends.first(at)
+            call_end = marks.call_ends.first(at)
+            limit = min((end.start() for end in (closed, call_end) if end), default=len(text))
+            following = _first_of(keys, at, but={key, *arguments})
+            begin = at
+            if following is not None and following < limit:
+                at = following
+                value = text[begin:at]
+            elif closed is not None and closed.start() == limit:
+                at = closed.end()
+                value = text[begin:limit]
+            elif call_end is not None and self._key[0] not in text[begin:limit]:
+                at = limit
+                # every forgotten tag leaves the end of its line
+                value = text[begin:limit].rstrip("\n")
+            else:
+                raise ValueError("a value without an end")
+            arguments[key] = value_text(self._unpadded(value), types)
         pairs = (
             f"{json.dumps(key, ensure_ascii=False)}: {value}" for key, value in arguments.items()
         )
         return f"{{{', '.join(pairs)}}}", at
 
-    def _end_of_last(self, text: str, at: int) -> int:
-        """Return the end of the last value of a call, whose closing tag is missing."""
-        end = text.rindex(self.tail, at)
-        if self._key[0] in text[at:end]:
-            raise ValueError("a value without an end")
-        return end
+    def _read_key(self, text: str, at: int) -> tuple[str, bool | None, int]:
+        """Return the name of the argument whose key is at `at`, whether the markup says that it is
+        a string, and the beginning of its value.
+        """
+        begin = at + len(self._key[0])
+        # also where the end of the key is forgotten
+        mark = re.compile(_any_of(filter(None, (self._key[1], self.value[0])))).search(text, begin)
+        if mark is None:
+            raise ValueError("a key without an end")
+        close = mark.start()
+        end = close if mark.group() == self.value[0] else mark.end()
+        key, is_string = self._attribute(text[begin:close])
+        if self.value[0]:
+            end = _skip(text, end)
+        if not text.startswith(self.value[0], end):
+            raise ValueError("a key without a value")
+        return key, is_string, end + len(self.value[0])
 
     def _read_name(self, text: str, at: int) -> tuple[str, int]:
         at = text.index(self._head[0], at) + len(self._head[0])
         if self._head[1]:
             end = text.index(self._head[1], at)
             return self._attribute(text[at:end])[0], end + len(self._head[1])
-        ends = [found for mark in (self._key[0], self.tail) if (found := text.find(mark, at)) >= 0]
-        end = min(ends, default=len(text))
+        marks = (self._key[0], *self._closings, *self._openings)
+        mark = re.compile(_any_of(marks)).search(text, at)
+        end = len(text) if mark is None else mark.start()
         name = text[at:end].strip()
         if not re.fullmatch(r"[^\s<>{}\"]{1,256}", name):
             raise ValueError("no name")
         return name, end
 
-    def _declared(
-        self, properties: Mapping[str, Any]
-    ) -> Callable[[str, int, int], Iterator[re.Match[str]]]:
-        """Return a finder of declared keys within a value whose closing tag is missing.
+    def _declared(self, properties: Mapping[str, Any], text: str) -> dict[str, list[int]]:
+        """Return where the keys of `properties` are, in order, by name: a value whose closing tag
+        is missing ends before one.
 
-        Two arguments merged into one would be a wrong call. Keys that look like HTML tags count
-        only at the beginning of a line.
+        Two arguments merged into one would be a wrong call. Keys that look like HTML tags do not
+        count after a blank or a quotation mark, where a text may name them.
         """
         if not properties:
-            return lambda text, at, end: iter(())
-        before, after = re.escape(self._key[0]), re.escape(self._key[1])
-        name = f"(?P<name>{'|'.join(map(re.escape, properties))})"
+            return {}
+        before = re.escape(self._key[0])
+        name = f"(?P<name>{_any_of(properties)})"
         if self.value[0]:
-            return re.compile(
-                rf"\n?{before}\s*{name}\s*{after}\s*{re.escape(self.value[0])}"
-            ).finditer
-        string = r"""["']?(?:\s{1,16}string=["']?(?:true|false)["']?)?"""
-        return re.compile(rf"""\n{before}["']?{name}{string}{after}""").finditer
+            value = re.escape(self.value[0])
+            key = rf"\n?{before}\s*{name}\s*(?:{re.escape(self._key[1])}\s*)?{value}"
+        else:
+            string = r"""["']?(?:\s{1,16}string=["']?(?:true|false)["']?)?"""
+            key = rf"""{_FREE}{before}["']?{name}{string}{re.escape(self._key[1])}"""
+        positions: dict[str, list[int]] = {}
+        for match in re.finditer(key, text):
+            positions.setdefault(match["name"], []).append(match.start())
+        return positions
 
     def rest(self, body: str) -> int:
-        """Return the end of the call in a region without closing markup."""
-        at = body.rfind(self.tail)
-        return len(body) if at < 0 else at + len(self.tail)
+        """Return the end of the calls in a region without closing markup."""
+        marks = (self.value[1], *self._closings)
+        ends = [at + len(mark) for mark in marks if (at := body.rfind(mark)) >= 0]
+        return max(ends, default=len(body))
 
     def _attribute(self, text: str) -> tuple[str, bool | None]:
         """Return the name in `text`, and whether the tag marks the value as a string; None if it
@@ -335,6 +399,44 @@ def _types(schema: Any, root: Mapping[str, Any], is_string: bool | None) -> froz
     if is_string and (not types or "string" in types):
         return frozenset(("string",))
     return types or (ANY if is_string is False else types)
+
+
+class _Ahead:
+    """Matches in order, asked for by positions that only grow: all questions together are linear."""
+
+    def __init__(self, matches: Iterator[re.Match[str]]) -> None:
+        self._matches = matches
+        self._next = next(matches, None)
+
+    def first(self, at: int) -> re.Match[str] | None:
+        """Return the first match that begins at `at` or behind it."""
+        while self._next is not None and self._next.start() < at:
+            self._next = next(self._matches, None)
+        return self._next
+
+
+@dataclass(frozen=True)
+class _Marks:
+    """What the values of a region may end at; `keys`: of `Tagged._declared`, by the tool's name."""
+
+    value_ends: _Ahead
+    call_ends: _Ahead
+    keys: dict[str, dict[str, list[int]]] = field(default_factory=dict)
+
+
+def _first_of(positions: Mapping[str, Sequence[int]], at: int, but: Collection[str]) -> int | None:
+    """Return the first of `positions` from `at` on whose name is not in `but`."""
+    following = [
+        places[index]
+        for name, places in positions.items()
+        if name not in but and (index := bisect_left(places, at)) < len(places)
+    ]
+    return min(following, default=None)
+
+
+def _any_of(texts: Iterable[str]) -> str:
+    """Return a regular expression of any of `texts`, the longest that fits."""
+    return "|".join(map(re.escape, sorted(texts, key=len, reverse=True)))
 
 
 def _skip(text: str, at: int) -> int:

@@ -86,9 +86,13 @@ class CompletionReply:
     def _choice(self, index: int, work: TokenizedWork) -> _Choice:
         if work.params.logprobs is None:
             return _Choice(index, None)
-        skips = self._tokenizer is not None and work.params.skip_special_tokens
-        skipped = self._tokenizer.special_token_ids if self._tokenizer and skips else frozenset()
-        return _Choice(index, TextLogprobs(self._tokenizer, skipped, self._options.tokens_as_ids))
+        logprobs = TextLogprobs(
+            self._tokenizer,
+            work.token_ids,
+            work.params.skip_special_tokens,
+            self._options.tokens_as_ids,
+        )
+        return _Choice(index, logprobs)
 
     def _prompt_text(self, work: TokenizedWork) -> str:
         if work.text is not None:
@@ -132,7 +136,7 @@ class CompletionReply:
             prompt.waits, outputs, prompt.held = False, prompt.held, []
             for choice in prompt.choices:
                 if choice.logprobs is not None:
-                    choice.logprobs.add_prompt(prompt.work.token_ids, prompt.scores)
+                    choice.logprobs.add_prompt(prompt.work.token_ids, prompt.scores, choice.text[0])
             self._send_prompt(prompt, chunks)
         for output in outputs:
             self._advance(prompt, prompt.choices[output.index], output, chunks)

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, SkipValidation
 
+from freight.errors import RequestError
 from freight.server.bodies import MOST, TokenId, sampled
 from freight.server.call import Reply, ReplyHead, Served, TokenizedWork, Work
 from freight.server.limits import ServingLimits, check_context
@@ -31,15 +32,14 @@ from freight.server.transport.errors import ApiError
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 _Ids = Annotated[list[TokenId], Field(min_length=1)]
-_Text = Annotated[str, Field(min_length=1)]
-_Texts = Annotated[list[_Text], Field(min_length=1, max_length=MOST.prompts)]
+_Texts = Annotated[list[str], Field(min_length=1, max_length=MOST.prompts)]
 _Lists = Annotated[list[_Ids], Field(min_length=1, max_length=MOST.prompts)]
 
 
 class CompletionRequest(SharedFields):
     """The body of a completion."""
 
-    prompt: SkipValidation[_Text | _Ids | _Texts | _Lists]
+    prompt: SkipValidation[str | _Ids | _Texts | _Lists]
     max_tokens: int | None = sampled("max_tokens")
     logprobs: int | None = sampled("logprobs")
     echo: bool | None = Field(default=None, description="The text begins with the prompt.")
@@ -114,10 +114,12 @@ def parse_completion(body: object, served: Served, limits: ServingLimits) -> Com
 
 
 def _prompts(request: CompletionRequest, served: Served, most: int) -> list[str | list[int]]:
-    """Return the prompts of `request`, each with at least one character or token id."""
+    """Return the prompts of `request`, each with at least one token: a text may be empty where the
+    tokenizer adds BOS.
+    """
     given = request.prompt
     if isinstance(given, str):
-        return [_text("prompt", given)]
+        return [_text("prompt", given, served, request)]
     if not isinstance(given, list):
         raise refuse(
             "prompt",
@@ -134,7 +136,7 @@ def _prompts(request: CompletionRequest, served: Served, most: int) -> list[str 
     for index, prompt in enumerate(given):
         where = f"prompt[{index}]"
         if isinstance(prompt, str) and isinstance(first, str):
-            prompts.append(_text(where, prompt))
+            prompts.append(_text(where, prompt, served, request))
         elif isinstance(prompt, list) and isinstance(first, list):
             prompts.append(_ids(where, prompt, served, request))
         else:
@@ -145,9 +147,12 @@ def _prompts(request: CompletionRequest, served: Served, most: int) -> list[str 
     return prompts
 
 
-def _text(where: str, text: str) -> str:
-    if not text:
-        raise refuse(where, f"{where} is '': it has no tokens")
+def _text(where: str, text: str, served: Served, request: CompletionRequest) -> str:
+    if not text and served.tokenizer is not None:
+        try:
+            served.tokenizer.check_empty(request.add_special_tokens is not False)
+        except RequestError as error:
+            raise refuse(where, f"{where} is '': {error}") from None
     return text
 
 

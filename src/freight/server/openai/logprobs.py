@@ -10,6 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from freight.outputs import Logprob, Scores, TokenLogprobs
+from freight.sampling import SamplingParams
+from freight.text.detokenizer import Detokenizer
 from freight.text.tokenizer import Tokenizer
 
 LOWEST = -9999.0
@@ -123,20 +125,66 @@ class PromptLogprobs:
         yield "]"
 
 
-class TextLogprobs:
-    """`logprobs` of one choice of a completion, as four lists of equal length.
-
-    skipped  ids of tokens that add no text, because special tokens are left out
-    as_ids   tokens are "token_id:42"; offsets are still those of their text
+class _Positions:
+    """Where tokens begin in the text that they make together, in characters. Tokens that are parts
+    of one character all have its position.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer | None, skipped: frozenset[int], as_ids: bool = False
+        self, tokenizer: Tokenizer, skip_special: bool, prompt_token_ids: Sequence[int] = ()
+    ) -> None:
+        params = SamplingParams(skip_special_tokens=skip_special)
+        self._pieces = tokenizer.pieces(skip_special)
+        self._text = Detokenizer(tokenizer, params, prompt_token_ids)
+        self._length = 0
+
+    def of(self, token: int) -> int:
+        """Return the position of the next token."""
+        begin = self._length
+        self._length += len(self._text.append([token]))
+        piece = None if self._pieces is None else self._pieces[token]
+        if isinstance(piece, str):  # behind bytes that never became a character
+            return max(begin, self._length - len(piece))
+        return begin
+
+
+def _prompt_offsets(
+    tokenizer: Tokenizer, token_ids: Sequence[int], text: str, skip_special: bool
+) -> list[int]:
+    """Return where the tokens of a prompt begin in `text`: the tokens' own, or the one that was
+    tokenized, which lacks a BOS and has what was cut off.
+    """
+    whole = tokenizer.decode(token_ids, skip_special)
+    if whole != text:
+        skip_special = False
+        whole = tokenizer.decode(token_ids, skip_special)
+    is_part = whole.endswith(text) or text.endswith(whole)
+    before = len(whole) - len(text) if is_part else 0
+    positions = _Positions(tokenizer, skip_special)
+    return [min(max(0, positions.of(token) - before), len(text)) for token in token_ids]
+
+
+class TextLogprobs:
+    """`logprobs` of one choice of a completion, as four lists of equal length.
+
+    `text_offset` counts characters of the choice's text. as_ids: tokens are "token_id:42"; offsets
+    are still those of their text.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        prompt_token_ids: Sequence[int] = (),
+        skip_special: bool = True,
+        as_ids: bool = False,
     ) -> None:
         self._tokenizer = tokenizer
-        self._skipped = skipped
+        self._skip_special = skip_special
         self._as_ids = as_ids
-        self._offset = 0  # in characters of the choice's text
+        self._begin = 0  # of the answer, in characters of the choice's text
+        self._positions = None
+        if tokenizer is not None:
+            self._positions = _Positions(tokenizer, skip_special, prompt_token_ids)
         self._tokens: list[str] = []
         self._logprobs: list[float | None] = []
         self._top: list[dict[str, float] | None] = []
@@ -150,30 +198,39 @@ class TextLogprobs:
                 other: text_of(other, entry, self._tokenizer) for other, entry in candidates.items()
             }
             logprobs = ((other, entry.logprob) for other, entry in candidates.items())
-            self._add(
-                token, texts[token], candidates[token].logprob, self._by_text(logprobs, texts)
-            )
+            offset = self._begin + (0 if self._positions is None else self._positions.of(token))
+            top = self._by_text(logprobs, texts)
+            self._add(token, texts[token], candidates[token].logprob, top, offset)
 
-    def add_prompt(self, token_ids: Sequence[int], scores: Sequence[Scores]) -> None:
-        """Append the tokens of a prompt with their scores, in parts; the first has no score."""
+    def add_prompt(self, token_ids: Sequence[int], scores: Sequence[Scores], text: str) -> None:
+        """Append the tokens of a prompt with their scores, in parts; the first has no score.
+
+        text: of the prompt, with which the choice's text begins
+        """
         texts = _PlainTexts(self._tokenizer)
-        self._add(token_ids[0], texts[token_ids[0]], None, None)
+        offsets = [0] * len(token_ids)
+        if self._tokenizer is not None:
+            offsets = _prompt_offsets(self._tokenizer, token_ids, text, self._skip_special)
+        self._begin = len(text)
+        self._add(token_ids[0], texts[token_ids[0]], None, None, offsets[0])
         scored = (entries for part in scores for entries in part)
-        for token, entries in zip(token_ids[1:], scored, strict=True):
+        for token, offset, entries in zip(token_ids[1:], offsets[1:], scored, strict=True):
             own = next(logprob for other, logprob, _ in entries if other == token)
-            self._add(
-                token, texts[token], own, self._by_text((entry[:2] for entry in entries), texts)
-            )
+            top = self._by_text((entry[:2] for entry in entries), texts)
+            self._add(token, texts[token], own, top, offset)
 
     def _add(
-        self, token: int, text: str, logprob: float | None, top: dict[str, float] | None
+        self,
+        token: int,
+        text: str,
+        logprob: float | None,
+        top: dict[str, float] | None,
+        offset: int,
     ) -> None:
         self._tokens.append(name_of(token) if self._as_ids else text)
         self._logprobs.append(None if logprob is None else finite(logprob))
         self._top.append(top)
-        self._offsets.append(self._offset)
-        if token not in self._skipped:
-            self._offset += len(text)
+        self._offsets.append(offset)
 
     def _by_text(
         self, candidates: Iterable[tuple[int, float]], texts: Mapping[int, str]

@@ -11,13 +11,14 @@ import json
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from pydantic import Field, SkipValidation
 
 from freight.errors import RequestError, nearest
+from freight.files import unique_names
 from freight.sampling import SamplingLimits, SamplingParams, check_limits
-from freight.server.bodies import Body, Part, Stop, Stops, present, read, sampled, says
+from freight.server.bodies import Body, Part, Stop, Stops, present, read, sampled
 from freight.server.call import ReplyHead, Served, TokenizedWork, Work
 from freight.server.limits import check_context
 from freight.server.openai.fields import named
@@ -78,7 +79,7 @@ class GenerateBody(Body):
 
     accepted = ("options", "model")
 
-    inputs: Annotated[str, Field(min_length=1), says("must be a string of at least one character")]
+    inputs: str
     stream: bool | None = None
     parameters: Parameters | None = None
 
@@ -126,6 +127,11 @@ def parse_generate(
         return _invalid(f"{path.split('.')[-1]} {words}", path)
 
     asked = read(GenerateBody, body, refused)
+    if not asked.inputs:
+        try:
+            served.tokenizer.check_empty()
+        except RequestError as error:
+            raise _invalid(f"inputs is '': {error}", "inputs") from None
     given = body.get("parameters") or {}
     ignored += _unknown("parameters.", given, Parameters, served)
     parameters = present(given)
@@ -242,7 +248,7 @@ def _grammar(given: object, strict_schemas: bool) -> tuple[dict[str, Any], tuple
         raise _invalid(f"grammar.type must be {_KINDS}", "parameters.grammar.type")
     if isinstance(value, str):
         try:
-            value = json.loads(value)
+            value = json.loads(value, object_pairs_hook=unique_names)
         except (ValueError, RecursionError):
             raise _invalid(
                 "the value of a grammar must be a JSON schema", "parameters.grammar.value"

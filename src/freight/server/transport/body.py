@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from itertools import accumulate
 from typing import Any, NoReturn
 
+from freight.files import DuplicateNameError, unique_names
 from freight.server.transport.errors import ApiError
 from freight.server.transport.head import body_too_large
 from freight.server.transport.http_limits import HttpLimits
@@ -28,6 +29,8 @@ _AS_ZEROS = bytes.maketrans(b"123456789", b"000000000")
 # Exponents of two digits cannot overflow: with number_digits digits before them, below 1e308.
 _LARGE_EXPONENT = re.compile(rb"[eE]\+?[0-9]{3}")
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+
+_LONGEST_PARAM = 60  # characters of a name that an error repeats
 
 
 class DisconnectedError(Exception):
@@ -85,7 +88,9 @@ def _check_type(values: dict[bytes, str]) -> None:
 
 
 def parse_object(body: bytes, limits: HttpLimits) -> dict[str, Any]:
-    """Parse a JSON object. Of equal keys the last one counts. Raises ApiError with status 400."""
+    """Parse a JSON object. Raises ApiError with status 400, also for a name that comes twice in one
+    object: a proxy that checked the other value would not have checked this one.
+    """
     try:
         text = body.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -103,8 +108,16 @@ def parse_object(body: bytes, limits: HttpLimits) -> dict[str, Any]:
     may_overflow = (b"e" in bare or b"E" in bare) and _LARGE_EXPONENT.search(bare) is not None
     try:
         value = json.loads(
-            text, parse_constant=_refuse_constant, parse_float=_finite if may_overflow else None
+            text,
+            parse_constant=_refuse_constant,
+            parse_float=_finite if may_overflow else None,
+            object_pairs_hook=unique_names,
         )
+    except DuplicateNameError as error:
+        param = (
+            error.name if len(error.name) <= _LONGEST_PARAM and error.name.isprintable() else None
+        )
+        raise ApiError(400, f"body is ambiguous: {error}; send it once", param=param) from None
     except json.JSONDecodeError as error:
         at = len(text[: error.pos].encode())
         raise ApiError(400, f"body is not valid JSON at byte {at}: {error.msg}") from None

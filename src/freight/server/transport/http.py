@@ -29,6 +29,7 @@ from freight.server.transport.places import SPARE, asks_for_health, fitted, give
 _log = logging.getLogger(__name__)
 
 
+_BODIES_DROPPED = 4  # as many times the limit of a body is read of a client that goes on sending
 _AGAIN = {"Retry-After": "1"}
 _FULL = ApiError(503, "too many connections are open; try again", headers=_AGAIN)
 _TOO_SLOW = ApiError(
@@ -77,6 +78,7 @@ class Connection(HttpToolsProtocol):
         self._input = bytearray()  # received and not parsed
         self._body_left: int | None = 0  # bytes of the body to come; None: chunks
         self._body_received = 0
+        self._dropped = 0  # bytes that came behind the end
         self._between_chunks = 0  # bytes of chunk framing since the last byte of the body
         self._head_expected = False
         self._head_done = False
@@ -144,6 +146,9 @@ class Connection(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         if self.ending:
+            self._dropped += len(data)
+            if self._dropped > _BODIES_DROPPED * self.limits.body_bytes:
+                self.flow.pause_reading()
             return
         self._unset_keepalive_if_required()
         self._input += data
@@ -303,9 +308,9 @@ class Connection(HttpToolsProtocol):
 
         linger  delay the close, for unread input; by default if the body is incomplete
 
-        Closing a connection with unread input resets it, and the client may lose the answer. So the
-        write side is shut down first, nothing more is read, and the close comes after
-        `linger_seconds`.
+        Closing a connection with unread input resets it, and the client may lose the answer; many
+        clients read it only once their whole body is sent. So the write side is shut down first,
+        what comes is read and dropped, and the close comes once nothing came for `linger_seconds`.
         """
         if self.ending:
             return
@@ -315,14 +320,28 @@ class Connection(HttpToolsProtocol):
         self._input.clear()
         linger = self._body_left != 0 if linger is None else linger
         if linger and not self.transport.is_closing():
-            self.flow.pause_reading()
+            self.flow.resume_reading()
             if self.transport.can_write_eof():  # TLS cannot be half-closed
                 self.transport.write_eof()
-            self._read_timer = self.loop.call_later(self.limits.linger_seconds, self._drop)
+            latest = self.loop.time() + self.limits.body_seconds
+            self._linger(self._dropped, latest)
             self.idle_since = 0.0  # the first to give way
         else:
             self._close()
             self._watch_writing()
+
+    def _linger(self, dropped: int, latest: float) -> None:
+        """Close the connection in `linger_seconds`, or later if more than `dropped` bytes came by
+        then, but not after `latest`.
+        """
+
+        def check() -> None:
+            if self._dropped > dropped and self.loop.time() < latest:
+                self._linger(self._dropped, latest)
+            else:
+                self._drop()
+
+        self._read_timer = self.loop.call_later(self.limits.linger_seconds, check)
 
     def _close(self) -> None:
         # asyncio's TLS transport, closed twice, fails when it is asked for its buffer's size.

@@ -21,8 +21,8 @@ class HttpLimits:
     idle_seconds     between requests; then the connection is closed
     write_seconds    without the client reading data that waits for it; then the connection is
                      dropped
-    linger_seconds   between an answer that ends a connection early and the close, so that the
-                     client can read the answer
+    linger_seconds   without a byte, between an answer that ends a connection early and the close,
+                     so that the client can read the answer
     json_depth       nesting of arrays and objects in a JSON body
     json_containers  arrays and objects in a JSON body
     number_digits    digits in a row outside strings in a JSON body
