@@ -43,7 +43,7 @@ from freight.text.tokenizer import Tokenizer
 logger = logging.getLogger("freight")
 
 _TOKENIZING = 300.0  # seconds for one text: 4 MB take 10 s of a slow core, if nothing else wants it
-_NICE = 10  # of the process for long texts: steps and short requests go first
+_NICE = 5  # of the process for long texts: steps and short requests go first
 _TOKENIZING_MEMORY = 6 << 30  # bytes of address space: a token takes 200 while it is read
 _FLUSH = 1.0  # seconds for the last events of streams that a shutdown ends
 
