@@ -22,6 +22,7 @@ from freight.errors import ConfigError, EngineError, RequestError, choices
 from freight.outputs import EngineStats, FinishReason, RequestOutput
 from freight.processes.growing import Growing
 from freight.processes.hosts import Host, ProcessHost, ThreadHost
+from freight.processes.pulse import STALL_TIMEOUT
 from freight.prompts import (
     Message,
     Prompt,
@@ -38,11 +39,8 @@ from freight.start_log import log_to_stderr
 
 Accepted = tuple[AcceptedPrompt, SamplingParams]
 
-_HOSTS: dict[str, Callable[[EngineArgs, float], Host]] = {
-    "process": ProcessHost,
-    "thread": ThreadHost,
-}
-_LONG = 1 << 15  # characters: tokenizing more takes a thread, so that the event loop goes on
+_ENGINES = "process", "thread"
+_LONG = 1 << 12  # characters: tokenizing more takes a thread, so that the event loop goes on
 _EVENTS_PER_SECOND = 50.0
 
 
@@ -60,6 +58,9 @@ class AsyncLLM:
                            in this process, whose Python then holds up its steps
     max_events_per_second  of one request: tokens that come faster share an output; 0: an output for
                            every step
+    stall_timeout          seconds without a sign of life of the engine's process after which its
+                           requests fail with EngineError, and so do new ones until it gives signs
+                           of life again; 0: they wait for ever
 
     May be used from several event loops and threads. A fork of this process cannot use it, and a
     process that is spawned makes its own.
@@ -71,11 +72,14 @@ class AsyncLLM:
         *,
         engine: str = "process",
         max_events_per_second: float = _EVENTS_PER_SECOND,
+        stall_timeout: float = STALL_TIMEOUT,
         **options: Any,
     ) -> None:
         log_to_stderr()
-        if engine not in _HOSTS:
-            raise ConfigError(f"engine is {engine!r}; it must be {choices(map(repr, _HOSTS))}")
+        if engine not in _ENGINES:
+            raise ConfigError(f"engine is {engine!r}; it must be {choices(map(repr, _ENGINES))}")
+        if not stall_timeout >= 0:
+            raise ConfigError(f"stall_timeout is {stall_timeout}; it must be 0 or more seconds")
         if not max_events_per_second >= 0:
             raise ConfigError(
                 f"max_events_per_second is {max_events_per_second}; it must be 0 or more"
@@ -86,7 +90,11 @@ class AsyncLLM:
         self._lock = threading.Lock()  # of `_requests` and `_end`
         self._end: EngineError | None = None  # it was shut down
         self._pid = os.getpid()
-        self._host = _HOSTS[engine](args, max_events_per_second)
+        self._host: Host
+        if engine == "process":
+            self._host = ProcessHost(args, max_events_per_second, stall_timeout)
+        else:
+            self._host = ThreadHost(args, max_events_per_second)
         # where nobody calls `shutdown`: when the last reference or the interpreter goes
         self._at_end = weakref.finalize(self, self._host.stop, at_once=True)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import os
 import pickle
 import random
@@ -46,6 +47,8 @@ from freight import (
 )
 from freight.engine.loop import Loop
 from freight.processes import children
+from freight.processes.client import EngineState
+from freight.server.settings import ServerSettings
 
 pytestmark = pytest.mark.clock
 
@@ -412,6 +415,36 @@ def test_a_killed_engine_fails_what_runs_and_what_comes() -> None:
         llm.shutdown()
 
     run(test())
+
+
+def test_a_stopped_engine_fails_what_runs_until_it_goes_on() -> None:
+    async def test() -> None:
+        llm = made("process", stall_timeout=2.0)
+        task = asyncio.create_task(last_of(llm.generate(IDS, ENDLESS)))
+        await until(lambda: llm.stats().running > 0)
+        pid = llm._host.pid
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            for ask in (task, last_of(llm.generate(IDS, GREEDY))):
+                with pytest.raises(EngineError, match="sign of life"):
+                    await asyncio.wait_for(ask, SECONDS)
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        await until(lambda: llm._host._engine.client.state is EngineState.READY)  # type: ignore[attr-defined]
+        answer = await last_of(llm.generate(IDS, GREEDY))
+        assert answer.outputs[0].finish_reason is FinishReason.LENGTH
+        await until_nothing_is_held(llm)
+        llm.shutdown()
+
+    run(test())
+
+
+def test_a_stopped_engine_is_noticed_by_default_and_only_a_number_changes_that() -> None:
+    stall_timeout = inspect.signature(AsyncLLM).parameters["stall_timeout"].default
+    assert stall_timeout == ServerSettings().stall_timeout > 0
+    for value in (-1.0, float("nan")):
+        with pytest.raises(ConfigError, match="stall_timeout"):
+            AsyncLLM(stall_timeout=value)
 
 
 def test_an_engine_whose_thread_ends_fails_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -88,3 +88,38 @@ def test_the_server_answers_beside_large_answers() -> None:
     assert [answer.status for answer in answers] == [200] * 4
     assert all(len(answer.raw) > 64 * length * 21 * 50 for answer in answers)
     assert longest < max(2.0, seconds / 20), f"a probe waited {longest:.2f} s of {seconds:.0f} s"
+
+
+@pytest.mark.clock
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/tokenize", {"prompt": "The quick brown fox. " * 40_000}),
+        ("/tokenize", {"inputs": "The quick brown fox. " * 10_000}),
+        ("/detokenize", {"tokens": [7] * 1_000_000}),
+        (
+            "/v1/completions",
+            {"prompt": "a b " * 200_000, "truncate_prompt_tokens": 8, "max_tokens": 1},
+        ),
+        ("/v1/completions", {"prompt": "a", "stop_token_ids": [7] * 1_000_000}),
+    ],
+)
+def test_a_large_body_holds_up_nobody(path: str, body: dict[str, Any]) -> None:
+    """/health is answered, again and again, while it is processed."""
+    with freight_serve("demo", OPTIONS) as url:
+        server = Server(url)
+        server.ask("/tokenize", {"prompt": "a" * (1 << 17)})  # starts the process for long texts
+        answers: list[Answered] = []
+        thread = threading.Thread(target=lambda: answers.append(server.ask(path, body)))
+        begun = time.monotonic()
+        thread.start()
+        longest = 0.0
+        while thread.is_alive():
+            asked = time.monotonic()
+            assert health(url) == 200
+            longest = max(longest, time.monotonic() - asked)
+            time.sleep(0.01)
+        seconds = time.monotonic() - begun
+    print(f"{path}: /health {longest:.3f} s at most, in {seconds:.3f} s")
+    assert answers[0].status in (200, 400)
+    assert longest < max(0.4, 0.3 * seconds)

@@ -228,6 +228,12 @@ class EngineClient(asyncio.BufferedProtocol):
             self._send([wire.PING])
         return silent
 
+    def fail_all(self, error: FreightError) -> None:
+        """Fail every request, and abort it: an engine that goes on computes nothing for nobody."""
+        for running in list(self._running.values()):
+            self.abort(running)
+            running.fail(error)
+
     def kill(self) -> None:
         """End the process at once; `on_end` is called."""
         assert self._process is not None

@@ -32,9 +32,10 @@ from freight.engine.messages import (
 )
 from freight.errors import CapacityError, EngineError, FreightError, RequestError
 from freight.outputs import EngineStats
-from freight.processes.client import EngineClient, WorkerOptions
+from freight.processes.client import EngineClient, NotReadyError, WorkerOptions
 from freight.processes.growing import Growing, Readers
 from freight.processes.log import LogFormat
+from freight.processes.pulse import STALL_TIMEOUT
 from freight.processes.supervisor import Supervisor
 from freight.processes.wire import EngineFacts
 from freight.text.tokenizer import Tokenizer
@@ -78,14 +79,20 @@ class ProcessHost:
     which the process is talked to.
     """
 
-    def __init__(self, args: EngineArgs, events_per_second: float) -> None:
-        """Returns when the model is loaded. Raises what loading it raised in that process."""
+    def __init__(
+        self, args: EngineArgs, events_per_second: float, stall_timeout: float = STALL_TIMEOUT
+    ) -> None:
+        """Returns when the model is loaded. Raises what loading it raised in that process.
+
+        stall_timeout: seconds without a sign of life after which requests fail; 0: never
+        """
         check(args)  # before a process is started
         options = WorkerOptions(
             {field.name: getattr(args, field.name) for field in fields(args)},
             log_level=logger.getEffectiveLevel(),
             log_format=LogFormat.PLAIN,
             events_per_second=events_per_second,
+            stall_timeout=stall_timeout,
         )
         self.end: EngineError | None = None
         self._owner = os.getpid()
@@ -151,7 +158,9 @@ class ProcessHost:
         pass
 
     def set_stalled(self, is_stalled: bool) -> None:
-        pass
+        if is_stalled:
+            client = self._engine.client
+            client.fail_all(NotReadyError(client.state))
 
     def replaced(self, client: EngineClient) -> None:
         raise AssertionError("no engine is started in place of another")
@@ -168,9 +177,11 @@ class ProcessHost:
 
     async def _serve(self) -> None:
         self._loading = self._loop.create_task(self._engine.load())
+        watching = self._loop.create_task(self._engine.watch())
         try:
             await self._over.wait()
         finally:
+            watching.cancel()
             await self._engine.stop()
 
     def _call(self, action: Callable[[Growing], None], request: Growing) -> bool:

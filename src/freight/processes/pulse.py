@@ -8,6 +8,7 @@ the process has used no CPU. Pure: times come from outside.
 
 from __future__ import annotations
 
+STALL_TIMEOUT = 60.0  # seconds of silence after which an engine counts as stalled, by default
 # Share of a core: a computing process uses more, one that only answers a ping a second uses less.
 _WORKS = 0.005
 _LONGEST_ON_GPU = 600.0  # seconds: no step takes that long, even if it compiles kernels

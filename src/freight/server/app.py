@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
@@ -42,7 +42,7 @@ from freight.server.transport.body import parse_object, read_body
 from freight.server.transport.errors import ApiError
 from freight.server.transport.http_limits import HttpLimits
 from freight.server.transport.middleware import App, guarded
-from freight.server.transport.slices import json_bytes
+from freight.server.transport.slices import json_bytes, json_in_slices
 from freight.server.transport.stream import AnswerResponse
 
 T = TypeVar("T")
@@ -122,7 +122,13 @@ def make_app(
         )
     bodies = {path: body for path, _, body in posts}
     document(app, bodies, settings.unknown_fields, OPEN_PATHS, bool(service.keys))
-    inner = guarded(app, service.keys, open_paths=OPEN_PATHS, allow_origins=settings.allow_origins)
+    inner = guarded(
+        app,
+        service.keys,
+        open_paths=OPEN_PATHS,
+        allow_origins=settings.allow_origins,
+        places=limits.max_connections,
+    )
     paths = frozenset([*(path for path, *_ in posts), *(path for path, _ in gets)])
     return _counted(inner, service.metrics, paths)
 
@@ -174,29 +180,30 @@ class Routes:
         return refusing
 
     async def tokenize(self, request: Request) -> Response:
-        served, limits = self._service.require_served(), self._service.limits
-        wanted = await self._understood(request, lambda body: parse_tokenize(body, served, limits))
-        prompt = wanted.prompt
-        text = await self._service.render(prompt) if isinstance(prompt, Conversation) else prompt
-        return _json(await asyncio.to_thread(wanted.answer, text, served))
+        service = self._service
+        served = service.require_served()
+        asked = await self._understood(
+            request, lambda body: parse_tokenize(body, served, service.limits)
+        )
+        return _json_parts(await service.tokenized(asked, request.scope["state"]["key_name"]))
 
     async def count_tokens(self, request: Request) -> Response:
         """Count the tokens of a conversation, even of one that is too long for this model."""
-        service = self._service
+        service, key_name = self._service, request.scope["state"]["key_name"]
         served = service.require_served()
         call = await self._understood(
             request, lambda body: parse_count(body, served, service.limits)
         )
-        prompt, tokenizer = call.work[0].prompt, served.tokenizer
+        prompt = call.work[0].prompt
         assert isinstance(prompt, Conversation)
-        chat = await service.render(prompt)
-        assert tokenizer is not None  # a template has been rendered
-        ids = await asyncio.to_thread(tokenizer.encode_chat, chat)
-        return _json({"input_tokens": len(ids)}, headers=self._headers(call))
+        chat = await service.render(prompt, key_name)
+        _, count = await service.encode(chat, False, 0, key_name)
+        return _json({"input_tokens": count}, headers=self._headers(call))
 
     async def detokenize(self, request: Request) -> Response:
         served = self._service.require_served()
-        return _json(await self._understood(request, lambda body: detokenize(body, served)))
+        answer = await self._understood(request, lambda body: detokenize(body, served))
+        return _json_parts(await asyncio.to_thread(json_in_slices, answer))
 
     async def tokenizer_info(self) -> Response:
         return _json(tokenizer_info(self._service.require_served()))
@@ -347,6 +354,19 @@ def _model(name: str, served: Served) -> dict[str, Any]:
 def _json(value: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
     return Response(
         json_bytes(value), status, {**(headers or {}), "content-type": "application/json"}
+    )
+
+
+def _json_parts(parts: Sequence[bytes]) -> Response:
+    """Return an answer whose JSON is in parts."""
+
+    async def sent() -> AsyncIterator[bytes]:
+        for part in parts:
+            yield part
+
+    size = str(sum(map(len, parts)))
+    return StreamingResponse(
+        sent(), headers={"content-type": "application/json", "content-length": size}
     )
 
 

@@ -32,6 +32,7 @@ from freight.server.serving import Serving, first_keys, read_keys, read_template
 from freight.server.settings import ServerSettings
 from freight.server.transport.auth import Keys, check_binding
 from freight.server.transport.http import HttpLimits, loop_factory, server_config
+from freight.server.transport.places import fitted
 from freight.server.transport.tls import Server, tls_context
 
 logger = logging.getLogger("freight")
@@ -76,8 +77,10 @@ class Lifecycle:
         loop.add_signal_handler(signal.SIGHUP, self._read_keys_again)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGHUP,))  # one that came is handled now
         settings = self._settings
-        limits = HttpLimits(
-            max_connections=settings.max_connections, write_seconds=settings.write_timeout
+        limits = fitted(
+            HttpLimits(
+                max_connections=settings.max_connections, write_seconds=settings.write_timeout
+            )
         )
         server = Server(server_config(serving.app(limits), limits, drain_seconds=1), limits, tls)
         host, port = _address(listener)

@@ -7,8 +7,9 @@ checks it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from freight.errors import RequestError
 from freight.sampling import SamplingLimits
@@ -42,6 +43,7 @@ TEMPLATE_VALUES = frozenset(  # what published chat templates read besides messa
 
 _SAMPLING = SamplingLimits(n=16, temperature=2.0, allowed_token_ids=2**16)
 
+_PIECE = 1 << 12  # values that are looked at in one call
 _WITH_CONTENT = frozenset({str, list, dict})  # the JSON types that a check can refuse
 
 
@@ -114,11 +116,29 @@ def _check_value(name: str, value: object, deepest: int) -> None:
             if isinstance(item, dict):
                 below += item
             if isinstance(item, dict | list):
-                values = item.values() if isinstance(item, dict) else item
-                if not _WITH_CONTENT.isdisjoint(map(type, values)):  # a prompt may be many numbers
-                    below += [value for value in values if type(value) in _WITH_CONTENT]
+                values = list(item.values()) if isinstance(item, dict) else item
+                below += _with_content(values)
         level = below
         depth += 1
+
+
+def _with_content(values: list[object]) -> Iterator[object]:
+    """Yield the values that a check can refuse. In pieces: a prompt may be a million numbers, and one
+    call over all of them would hold up every other thread.
+    """
+    for begin in range(0, len(values), _PIECE):
+        piece = values[begin : begin + _PIECE]
+        if not _WITH_CONTENT.isdisjoint(map(type, piece)):
+            yield from (value for value in piece if type(value) in _WITH_CONTENT)
+
+
+def are_token_ids(values: list[Any], vocab_size: int) -> bool:
+    """Return whether all values are integers from 0 to vocab_size - 1. In pieces, likewise."""
+    for begin in range(0, len(values), _PIECE):
+        piece = values[begin : begin + _PIECE]
+        if set(map(type, piece)) != {int} or min(piece) < 0 or max(piece) >= vocab_size:
+            return False
+    return True
 
 
 def _check_text(text: str, param: str | None) -> None:

@@ -34,15 +34,19 @@ from freight.server.observe.metrics import UNNAMED, Metrics
 from freight.server.openai.fields import from_request_error
 from freight.server.processes.inbox import Inbox, merged
 from freight.server.processes.renderer import Renderer
+from freight.server.tokens import Tokenize
 from freight.server.transport.auth import Keys
 from freight.server.transport.errors import ApiError, took_too_long
-from freight.server.transport.slices import in_turn
+from freight.server.transport.slices import in_turn, is_large, json_in_slices
 from freight.structured import StructuredOutputs
 from freight.text.chat_text import ChatText
 
 logger = logging.getLogger("freight")
 
-_LONG = 1 << 15  # characters: tokenizing more takes a thread, so that other requests go on
+# Characters: tokenizing more takes a thread, or the process for what is long.
+_LONG = 1 << 12
+_VERY_LONG = 1 << 17
+_VERY_LONG_MARKED = 1 << 14
 _PROBED = 16  # characters per token of the context: the length of the beginning that is probed
 _KEPT_TIMES = 32  # durations of answers, whose mean is the Retry-After of a 429
 _LARGE = 1 << 15  # log-probabilities of prompts: more are written in a thread
@@ -65,7 +69,9 @@ class Service:
         max_sequences: int,
         request_timeout: float | None = None,
         clock: Callable[[], float] = time.monotonic,
+        max_queue: int = 0,
     ) -> None:
+        """max_sequences: completions that run or wait; `max_queue` of them wait."""
         self.client = client
         self.limits = limits
         self.keys = keys
@@ -75,10 +81,13 @@ class Service:
         self.renderer: Renderer | None = None
         # In a separate process: slow grammars do not delay conversations.
         self.grammars: Renderer | None = None
+        # In a third one: what is long delays no conversation that is short.
+        self.large: Renderer | None = None
         self.draining = False
         self.answers: set[Answer] = set()
         self.clock = clock
-        self.max_sequences = max_sequences  # running and waiting together
+        self.max_sequences = max_sequences
+        self._max_queue = max_queue
         self._request_timeout = request_timeout
         self._num_submitted = 0
         self._durations: deque[float] = deque(maxlen=_KEPT_TIMES)  # seconds, of the last answers
@@ -101,14 +110,18 @@ class Service:
         """Submit a call and return its answer, once the engine has accepted it. Raises ApiError."""
         served = self.require_served()
         arrival = self.clock()
-        work = [await self.tokenize(one, key_name) for one in call.work]
+        work = []
+        for prompt in call.work:
+            work.append(await self.tokenize(prompt, key_name))
+            await asyncio.sleep(0)  # what is short is tokenized at once: others get a turn
         served = self.require_served()  # a new engine may have started meanwhile
         check_scores(work, self.limits)
-        self._admit(work)
+        is_queued = self._admit(work, key_name)
         head = ReplyHead(
             call.request_id or request_id, int(time.time()), call.model, served.fingerprint
         )
         answer = Answer(self, call.reply(head, served, work), work, request_id, key_name, arrival)
+        answer.is_queued = is_queued
         try:
             await answer.submit()
         except ApiError:
@@ -131,23 +144,27 @@ class Service:
             check_limits(params, self.limits.sampling)
             cuts = params.truncate_prompt_tokens is not None
             if isinstance(prompt, Conversation):
-                chat = await self.render(prompt)
+                chat = await self.render(prompt, key_name)
                 text = chat.text
                 params = params if work.params_of is None else work.params_of(text)
                 if not cuts:
-                    await self._check_size(served, text)
-                prompt = await self._encode(served, chat, bool(work.add_special_tokens))
+                    await self._check_size(served, text, key_name)
+                special = bool(work.add_special_tokens)
+                prompt, count = await self.encode(chat, special, _last(served, params), key_name)
             elif isinstance(prompt, str):
                 text = prompt
                 if prompt and served.tokenizer is not None:
                     if not cuts:
-                        await self._check_size(served, prompt)
-                    prompt = await self._encode(
-                        served, prompt, work.add_special_tokens is not False
+                        await self._check_size(served, prompt, key_name)
+                    special = work.add_special_tokens is not False
+                    prompt, count = await self.encode(
+                        prompt, special, _last(served, params), key_name
                     )
+            else:
+                count = len(prompt)
             if not isinstance(prompt, str):
-                uncut, prompt = prompt, intake.cut(prompt, params)
-                if len(prompt) < len(uncut) and isinstance(work.prompt, str):
+                prompt = intake.cut(prompt, params)
+                if isinstance(work.prompt, str) and len(prompt) < count:
                     text = None  # an echo decodes the tokens that the model reads
             param = "messages" if isinstance(work.prompt, Conversation) else "prompt"
             if not isinstance(prompt, str):
@@ -157,7 +174,7 @@ class Service:
             accepted = intake.accept(prompt, params)
         except RequestError as error:
             raise from_request_error(error) from None
-        await self._check_grammar(params, work.form_from)
+        await self._check_grammar(params, work.form_from, key_name)
         salt = self.keys.salt_for(key_name, params.cache_salt)
         params = replace(params, cache_salt=salt, timeout_s=self._timeout(params))
         return TokenizedWork(text, accepted.token_ids, params)
@@ -203,7 +220,7 @@ class Service:
         if reason is not None:
             self.metrics.rejected(reason)
 
-    async def render(self, conversation: Conversation) -> ChatText:
+    async def render(self, conversation: Conversation, key_name: str | None = None) -> ChatText:
         """Render a conversation to text. Raises ApiError."""
         served = self.require_served()
         if served.tokenizer is None:
@@ -221,16 +238,21 @@ class Service:
                 code="no_chat_template",
             )
         assert self.renderer is not None
-        return await self.renderer.render(conversation)
+        renderer = self.renderer
+        if self.large is not None and is_large(
+            [conversation.messages, conversation.template_values]
+        ):
+            renderer = self.large
+        return await renderer.render(conversation, key_name)
 
-    async def _check_size(self, served: Served, text: str) -> None:
+    async def _check_size(self, served: Served, text: str, key_name: str | None) -> None:
         """Refuse a text whose beginning alone is too long: tokenizing megabytes takes seconds of a
         core.
         """
         probe = text[: _PROBED * served.max_model_len]
         if len(probe) == len(text):
             return
-        count = len(await self._encode(served, probe, add_special_tokens=False))
+        _, count = await self.encode(probe, False, 0, key_name)
         if count > 2 * served.max_model_len:  # twice: what follows may merge some of the tokens
             raise ApiError(
                 400,
@@ -239,18 +261,41 @@ class Service:
                 code="context_length_exceeded",
             )
 
-    async def _encode(
-        self, served: Served, text: str | ChatText, add_special_tokens: bool
-    ) -> Sequence[int]:
-        tokenizer = served.tokenizer
+    async def encode(
+        self,
+        text: str | ChatText,
+        add_special_tokens: bool,
+        last: int | None,
+        key_name: str | None,
+    ) -> tuple[Sequence[int], int]:
+        """Return the token ids of a text or a rendered conversation, with their number; of one that
+        is long, only the `last` of them (None: all). Raises RequestError and ApiError.
+        """
+        tokenizer = self.require_served().tokenizer
         assert tokenizer is not None
+        if self.large is not None and is_long(text):
+            return await self.large.encode(text, add_special_tokens, last, key_name)
         if isinstance(text, ChatText):
-            size, encode = len(text.text), partial(tokenizer.encode_chat, text, add_special_tokens)
+            size = len(text.text)
+            encode = partial(tokenizer.encode_chat, text, add_special_tokens)
         else:
-            size, encode = len(text), partial(tokenizer.encode, text, add_special_tokens)
-        return encode() if size < _LONG else await asyncio.to_thread(encode)
+            size = len(text)
+            encode = partial(tokenizer.encode, text, add_special_tokens)
+        token_ids = encode() if size < _LONG else await asyncio.to_thread(encode)
+        return token_ids, len(token_ids)
 
-    async def _check_grammar(self, params: SamplingParams, form_from: str) -> None:
+    async def tokenized(self, asked: Tokenize, key_name: str | None) -> list[bytes]:
+        """Return the answer of /tokenize, JSON in parts. Raises ApiError."""
+        served = self.require_served()
+        prompt = asked.prompt
+        text = prompt if isinstance(prompt, str) else await self.render(prompt, key_name)
+        if self.large is not None and is_long(text, asked.with_offsets):
+            return await self.large.tokenized(text, asked, served.max_model_len, key_name)
+        return await asyncio.to_thread(lambda: json_in_slices(asked.answer(text, served)))
+
+    async def _check_grammar(
+        self, params: SamplingParams, form_from: str, key_name: str | None = None
+    ) -> None:
         if params.structured_outputs is None:
             return
         structured = StructuredOutputs.of(params.structured_outputs)
@@ -259,7 +304,7 @@ class Service:
         if key not in self._checked:
             assert self.grammars is not None
             try:
-                await self.grammars.check_grammar(structured.given())
+                await self.grammars.check_grammar(structured.given(), key_name)
             except ApiError as error:
                 raise _renamed(form_from, error) from None
             if len(self._checked) >= _REMEMBERED:
@@ -272,9 +317,9 @@ class Service:
         ]
         return min(given, default=None)
 
-    def _admit(self, work: Sequence[TokenizedWork]) -> None:
-        """Raise ApiError if the completions of `work` do not fit: 400 if they never can, 429 if not
-        now.
+    def _admit(self, work: Sequence[TokenizedWork], key_name: str | None) -> bool:
+        """Return whether the completions of `work` wait for others. Raises ApiError if they do not
+        fit: 400 if they never can, 429 if not now.
         """
         wanted = sum(one.params.n for one in work)
         if wanted > self.max_sequences:
@@ -284,16 +329,46 @@ class Service:
                 f"at once; split it",
                 param="n",
             )
-        if self.client.num_sequences + wanted > self.max_sequences:
-            seconds = sum(self._durations) / len(self._durations) if self._durations else 1.0
-            retry = str(min(_LONGEST_RETRY, max(1, math.ceil(seconds))))
-            raise ApiError(
-                429,
-                f"{self.client.num_sequences} completions are running or waiting, and {self.max_sequences} may; "
-                f"try again in {retry} s",
-                code="queue_full",
-                headers={"Retry-After": retry},
+        num_held = self.client.num_sequences
+        if num_held + wanted > self.max_sequences:
+            raise self._full(
+                f"{num_held} completions are running or waiting, and {self.max_sequences} may"
             )
+        waits = num_held + wanted > self.max_sequences - self._max_queue
+        if waits and key_name is not None and len(self.keys.names) > 1:
+            left = self.max_sequences - num_held
+            own = sum(
+                answer.num_sequences
+                for answer in self.answers
+                if answer.is_queued and answer.key_name == key_name
+            )
+            if own > 0 and own + wanted > left:
+                raise self._full(
+                    f"{own} completions of this key wait, and {left} more may wait, which the other keys need"
+                )
+        return waits
+
+    def _full(self, why: str) -> ApiError:
+        seconds = sum(self._durations) / len(self._durations) if self._durations else 1.0
+        retry = str(min(_LONGEST_RETRY, max(1, math.ceil(seconds))))
+        return ApiError(
+            429, f"{why}; try again in {retry} s", code="queue_full", headers={"Retry-After": retry}
+        )
+
+
+def is_long(text: str | ChatText, with_offsets: bool = False) -> bool:
+    """Return whether reading what a tokenizer made of a text holds the interpreter for too long.
+    Where its tokens stand takes ten times as long to read as what they are.
+    """
+    if isinstance(text, ChatText):
+        return len(text.text) >= (_VERY_LONG_MARKED if text.plain else _VERY_LONG)
+    return len(text) >= (_VERY_LONG_MARKED if with_offsets else _VERY_LONG)
+
+
+def _last(served: Served, params: SamplingParams) -> int | None:
+    """Return how many of a prompt's tokens `truncate_prompt_tokens` can leave; None: all."""
+    most = params.truncate_prompt_tokens
+    return served.max_model_len if most == -1 else most
 
 
 def _renamed(field: str, error: ApiError) -> ApiError:
@@ -322,7 +397,9 @@ class Answer:
         self._service = service
         self._work = work
         self._request_id = request_id
-        self._key_name = key_name
+        self.key_name = key_name
+        self.is_queued = False  # it was admitted to wait for others
+        self.num_sequences = sum(tokenized.params.n for tokenized in work)
         self._arrival = arrival
         self._running: list[Running] = []
         self._unfinished = set(range(len(work)))
@@ -409,7 +486,7 @@ class Answer:
             service.finished(seconds)
         counts = self._prompt_tokens, sum(map(sum, self._generated)), self._cached
         log_request(
-            RequestLine(self._request_id, status, seconds, *counts, self._reason, self._key_name)
+            RequestLine(self._request_id, status, seconds, *counts, self._reason, self.key_name)
         )
 
     def stop(self) -> None:
@@ -447,7 +524,7 @@ class Answer:
     ) -> None:
         seconds = self._service.clock() - self._arrival
         prompt_tokens = len(self._work[index].token_ids)
-        key, generated = self._key_name or UNNAMED, self._generated[index]
+        key, generated = self.key_name or UNNAMED, self._generated[index]
         self._service.metrics.request_finished(
             reason, seconds, times, prompt_tokens, sum(generated), cached, key, max(generated)
         )

@@ -42,6 +42,9 @@ from freight.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("freight")
 
+_TOKENIZING = 300.0  # seconds for one text: 4 MB take 10 s of a slow core, if nothing else wants it
+_NICE = 5  # of the process for long texts: steps and short requests go first
+_TOKENIZING_MEMORY = 6 << 30  # bytes of address space: a token takes 200 while it is read
 _FLUSH = 1.0  # seconds for the last events of streams that a shutdown ends
 
 
@@ -72,6 +75,7 @@ class Serving:
             self._metrics,
             most,
             settings.request_timeout,
+            max_queue=settings.max_queue,
         )
         self._monitor = Monitor(self.service, self._metrics)
         self._tasks: list[asyncio.Task[None]] = []
@@ -140,7 +144,7 @@ class Serving:
         """End the engine and the other processes, and wait for their ends."""
         self.stop_watching()
         await self._engine.stop()
-        await _close((self.service.renderer, self.service.grammars))
+        await _close((self.service.renderer, self.service.grammars, self.service.large))
 
     def add_keys(self, names: Sequence[str]) -> None:
         """Count the requests of these keys under their names."""
@@ -159,17 +163,23 @@ class Serving:
         """Serve the model of an engine once it is there."""
         facts = await client.opened
         tokenizer = await asyncio.to_thread(self._read_tokenizer, facts)
-        renderers: tuple[Renderer | None, Renderer | None] = None, None
+        renderer = grammars = large = None
         form: AnswerFormat | None = None
         if tokenizer is not None:
-            renderers = self._new_renderer(facts), self._new_renderer(facts)
+            timeout = self._settings.template_timeout
+            renderer = self._new_renderer(facts, timeout)
+            grammars = self._new_renderer(facts, timeout)
+            large = self._new_renderer(facts, max(timeout, _TOKENIZING), _TOKENIZING_MEMORY, _NICE)
             form = await asyncio.to_thread(self._answer_format, tokenizer)
         facts = await client.ready
-        old = self.service.renderer, self.service.grammars
-        self.service.renderer, self.service.grammars = renderers
+        service = self.service
+        old = service.renderer, service.grammars, service.large
+        service.renderer = renderer
+        service.grammars = grammars
+        service.large = large
         await _close(old)
-        if renderers[0] is not None and tokenizer is not None and tokenizer.has_chat_template:
-            await renderers[0].start()  # here, so that the first conversation does not wait for it
+        if renderer is not None and tokenizer is not None and tokenizer.has_chat_template:
+            await renderer.start()  # here, so that the first conversation does not wait for it
         self.service.facts = facts
         self.service.served = self._served(facts, tokenizer, form)
         self._monitor.set_facts(facts, self._names[0])
@@ -181,13 +191,17 @@ class Serving:
         gc.set_threshold(700, 10, 1000)
         logger.info("ready: %s", ", ".join(self._names))
 
-    def _new_renderer(self, facts: EngineFacts) -> Renderer:
+    def _new_renderer(
+        self, facts: EngineFacts, deadline_s: float, memory: int = 2 << 30, niceness: int = 0
+    ) -> Renderer:
         assert facts.tokenizer is not None
         return Renderer(
             facts.tokenizer,
             facts.vocab_size,
             facts.stop_token_ids,
-            deadline_s=self._settings.template_timeout,
+            deadline_s=deadline_s,
+            memory=memory,
+            niceness=niceness,
             chat_template=self._template,
         )
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from freight.errors import ConfigError
+from freight.processes.pulse import STALL_TIMEOUT
 from freight.server.answers.call_families import check_parser
 
 
@@ -58,7 +59,7 @@ class ServerSettings:
     max_events_per_second: float = 50.0
     drain_timeout: float = 30.0
     restart_engine: bool = False
-    stall_timeout: float = 60.0
+    stall_timeout: float = STALL_TIMEOUT
     chat_template: Path | None = None
     tool_call_parser: str | None = None
     reasoning_parser: str | None = None

@@ -7,8 +7,9 @@ tokenizer.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import Annotated, Any, TypeVar
 
 from pydantic import Field
@@ -16,13 +17,15 @@ from pydantic import Field
 from freight.errors import RequestError, nearest
 from freight.server.bodies import Body, present, read, says
 from freight.server.call import Conversation, Served
-from freight.server.limits import ServingLimits, check_template_values
+from freight.server.limits import ServingLimits, are_token_ids, check_template_values
 from freight.server.transport.errors import ApiError
+from freight.server.transport.slices import json_bytes, json_in_slices
 from freight.text.chat_text import ChatText
 from freight.text.tokenizer import Tokenizer
 
 B = TypeVar("B", bound=Body)
 MOST_TOKENS = 1 << 20  # in one request to /detokenize
+_ROWS = 1 << 10  # of an answer in TGI's format, in one part
 _ANY_MODEL = ("", "dummy", "tgi")  # placeholders from clients that assume a single model
 
 
@@ -102,28 +105,49 @@ class Tokenize:
         """
         tokenizer = _tokenizer_of(served)
         try:
-            if isinstance(text, ChatText):
-                tokens = tokenizer.encode_chat(text, self.add_special_tokens)
-            elif self.with_offsets:
-                return [
-                    {"id": token, "text": text[start:stop], "start": start, "stop": stop}
-                    for token, start, stop in tokenizer.encode_with_offsets(
-                        text, self.add_special_tokens
-                    )
-                ]
-            else:
-                tokens = tokenizer.encode(text, self.add_special_tokens)
+            if self.with_offsets and isinstance(text, str):
+                return list(self._rows(text, tokenizer))
+            return self._counted(text, tokenizer, served.max_model_len)
         except RequestError as error:
             raise ApiError(400, str(error)) from None
-        answer: dict[str, Any] = {
-            "count": len(tokens),
-            "max_model_len": served.max_model_len,
-            "tokens": tokens,
-        }
-        answer["token_strs"] = None
+
+    def parts(
+        self, text: str | ChatText, tokenizer: Tokenizer, max_model_len: int
+    ) -> Iterator[bytes]:
+        """Yield `answer` as JSON, in parts, without making its rows first. Raises RequestError."""
+        if not self.with_offsets or isinstance(text, ChatText):
+            yield from json_in_slices(self._counted(text, tokenizer, max_model_len))
+            return
+        rows = self._rows(text, tokenizer)
+        between = b"["
+        while some := list(islice(rows, _ROWS)):
+            yield between + json_bytes(some)[1:-1]
+            between = b","
+        yield b"]" if between == b"," else b"[]"
+
+    def _rows(self, text: str, tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
+        tokens = tokenizer.encode_with_offsets(text, self.add_special_tokens)
+        return (
+            {"id": token, "text": text[start:stop], "start": start, "stop": stop}
+            for token, start, stop in tokens
+        )
+
+    def _counted(
+        self, text: str | ChatText, tokenizer: Tokenizer, max_model_len: int
+    ) -> dict[str, Any]:
+        if isinstance(text, ChatText):
+            tokens = tokenizer.encode_chat(text, self.add_special_tokens)
+        else:
+            tokens = tokenizer.encode(text, self.add_special_tokens)
+        texts = None
         if self.with_texts:
-            answer["token_strs"] = [tokenizer.token_string(token, False) or "" for token in tokens]
-        return answer
+            texts = [tokenizer.token_string(token, False) or "" for token in tokens]
+        return {
+            "count": len(tokens),
+            "max_model_len": max_model_len,
+            "tokens": tokens,
+            "token_strs": texts,
+        }
 
 
 def parse_tokenize(body: Mapping[str, Any], served: Served, limits: ServingLimits) -> Tokenize:
@@ -133,6 +157,12 @@ def parse_tokenize(body: Mapping[str, Any], served: Served, limits: ServingLimit
     kinds = [name for name in _KINDS if name in given]
     if len(kinds) != 1:
         raise _invalid("give one of prompt, messages and inputs", "prompt")
+    messages = given.get("messages")
+    if isinstance(messages, list) and len(messages) > limits.messages:
+        raise _invalid(
+            f"messages has {len(messages)} entries; at most {limits.messages} are allowed",
+            "messages",
+        )
     asked = _read(_KINDS[kinds[0]], given, served)
     special = asked.add_special_tokens is not False
     if isinstance(asked, InputsBody):
@@ -161,7 +191,8 @@ def detokenize(body: Mapping[str, Any], served: Served) -> dict[str, str]:
     """
     tokenizer = _tokenizer_of(served)
     tokens = _read(DetokenizeBody, body, served).tokens
-    for position, token in enumerate(tokens):
+    is_known = are_token_ids(tokens, served.vocab_size)
+    for position, token in enumerate(() if is_known else tokens):
         if (
             not isinstance(token, int)
             or isinstance(token, bool)

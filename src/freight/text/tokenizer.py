@@ -54,6 +54,9 @@ _FILES = (  # one of these is in every folder with a tokenizer
     "spiece.model",
     "sentencepiece.bpe.model",
 )
+# Characters, or token ids: the library's `encode` and `decode` hold the interpreter throughout, for 1 s
+# a million characters. `encode_batch` and `decode_batch` let other threads run meanwhile.
+_LONG = 1 << 12
 _NO_TOKEN = 2**32  # the library's ids are 32 bits
 _OURS = (  # arguments of transformers' apply_chat_template that are not template values
     "tokenize",
@@ -162,7 +165,9 @@ class Tokenizer:
         if any(token < 0 for token in token_ids):
             raise RequestError(f"token id {min(token_ids)} is negative; token ids count from 0")
         known = [token for token in token_ids if token < _NO_TOKEN]
-        return self._backend.decode(known, skip_special_tokens=skip_special_tokens)
+        if len(known) < _LONG:
+            return self._backend.decode(known, skip_special_tokens=skip_special_tokens)
+        return self._backend.decode_batch([known], skip_special_tokens=skip_special_tokens)[0]
 
     def token_text(self, token_id: int) -> str:
         """Return the text of one token by itself, special tokens included, as log-probabilities
@@ -200,7 +205,9 @@ class Tokenizer:
     def _encode(self, text: str, add_special_tokens: bool) -> Encoding:
         check_unicode(text)
         try:
-            return self._backend.encode(text, add_special_tokens=add_special_tokens)
+            if len(text) < _LONG:
+                return self._backend.encode(text, add_special_tokens=add_special_tokens)
+            return self._backend.encode_batch([text], add_special_tokens=add_special_tokens)[0]
         except Exception as error:  # the library raises nothing more special
             raise RequestError(f"the tokenizer has no tokens for {text!r:.60}: {error}") from error
 

@@ -23,6 +23,7 @@ import freight
 from freight.processes import children
 from freight.server.call import Conversation
 from freight.server.processes.renderer import Renderer
+from freight.server.tokens import Tokenize
 from freight.server.transport.errors import ApiError
 from freight.text.chat_text import ChatText
 from freight.text.tokenizer import Tokenizer
@@ -383,3 +384,28 @@ def test_the_process_ends_with_its_parent_even_while_it_loops(folder):
     while not has_ended(child):
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+@pytest.mark.parametrize("plain", [None, ((0, 5), (20, 30))])
+def test_long_texts_have_the_tokens_of_the_tokenizer(started, folder, plain):
+    runner, renderer = started
+    tokenizer = Tokenizer.load(folder)
+    text = "Hé 漢 </s> word " * 5000
+    prompt = text if plain is None else ChatText(text, plain)
+    whole = tokenizer.encode(text) if plain is None else tokenizer.encode_chat(prompt, True)
+    assert runner.run(renderer.encode(prompt, True, None, None)) == (whole, len(whole))
+    for last in (0, 7, len(whole) + 1):
+        expected = whole[len(whole) - last :] if last <= len(whole) else whole
+        assert runner.run(renderer.encode(prompt, True, last, "key")) == (expected, len(whole))
+    served = SimpleNamespace(tokenizer=tokenizer, max_model_len=64)
+    for with_texts, with_offsets in ((False, False), (True, False), (False, True)):
+        asked = Tokenize("", True, with_texts, with_offsets and plain is None)
+        parts = runner.run(renderer.tokenized(prompt, asked, 64, None))
+        assert json.loads(b"".join(parts)) == asked.answer(prompt, served)
+
+
+def test_a_rendered_conversation_of_many_control_tokens_comes_whole(running, folder):
+    conversation = Conversation([{"role": "user", "content": "a<|begin_of_text|>" * 20_000}])
+    chat = running(conversation)
+    assert chat == Tokenizer.load(folder).render_chat(conversation.messages)
+    assert len(chat.plain) == 20_000

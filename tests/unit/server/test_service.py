@@ -324,7 +324,7 @@ def test_a_grammar_that_is_refused_names_the_field_that_it_came_from(
     source: str, says: str
 ) -> None:
     class Refusing:
-        async def check_grammar(self, outputs: Any) -> None:
+        async def check_grammar(self, outputs: Any, key: str | None = None) -> None:
             raise ApiError(
                 400, "structured_outputs.regex cannot be compiled: x", param="structured_outputs"
             )

@@ -16,7 +16,7 @@ from pydantic import Field, SkipValidation
 from freight.errors import RequestError
 from freight.server.bodies import MOST, TokenId, sampled
 from freight.server.call import Reply, ReplyHead, Served, TokenizedWork, Work
-from freight.server.limits import ServingLimits, check_context
+from freight.server.limits import ServingLimits, are_token_ids, check_context
 from freight.server.openai.completion_reply import CompletionReply
 from freight.server.openai.fields import (
     named,
@@ -163,7 +163,7 @@ def _ids(where: str, ids: list[Any], served: Served, request: CompletionRequest)
     if len(ids) > served.max_model_len and request.truncate_prompt_tokens is None:
         # Checked first: validating a million ids takes time.
         check_context(len(ids), request.max_tokens, served.max_model_len, where)
-    if set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < vocab_size:
+    if are_token_ids(ids, vocab_size):
         return ids
     for position, token in enumerate(ids):  # slower: finds the bad one
         if type(token) is not int or not 0 <= token < vocab_size:

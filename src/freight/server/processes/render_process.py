@@ -1,8 +1,9 @@
-"""The process that renders chat templates and tries grammars.
+"""The process that renders chat templates, tries grammars and tokenizes what is long.
 
 Run as `python -m freight.server.processes.render_process FD`. A template is a program that comes
 with a model, and a grammar is one that comes with a request. Either may loop for ever, take all
-memory or crash the library that reads it. Only a separate process can then be killed without harm
+memory or crash the library that reads it. A library that tokenizes a long text holds the interpreter
+for seconds. Only a separate process can then be killed without harm
 to other requests. So this one holds nothing but a tokenizer, and answers one message after another
 over the socket FD (`renderer.py` has the other end). It limits its own memory, ends with its
 parent, and keeps no request.
@@ -18,21 +19,24 @@ if __name__ == "__main__":
 import contextlib
 import gc
 import importlib
+import os
 import re
 import resource
 import signal
 import socket
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from freight.errors import FreightError
 from freight.processes import frames
+from freight.text.chat_text import ChatText
 from freight.text.tokenizer import Tokenizer
 
 CAP = 64 << 20  # bytes of a frame: LONGEST_TEXT with 12 bytes per character (a surrogate pair)
 LONGEST_TEXT = 4 << 20  # characters of a rendered conversation
+_PART = 1 << 13  # entries of a list, in one message
 _LONGEST_REASON = 500  # characters of an error's message
 # Parameters of Tokenizer.render_chat, which template values must not replace.
 _OWN_NAMES = ("self", "messages", "add_generation_prompt", "continue_final_message")
@@ -40,7 +44,8 @@ _PAGE = resource.getpagesize()
 
 
 class Answers:
-    """The requests that this process answers, with {"value": ...} or {"refused": why}.
+    """The requests that this process answers, with {"value": ...} or {"refused": why}. Messages with
+    {"part": ...} may come before: what is long comes in parts, each of which is read in a moment.
 
     An answer with "last": True is the last one: memory ran out, and the process ends after it.
     """
@@ -54,24 +59,42 @@ class Answers:
         self._tokenizer.prepare_chat()
         self._check: Callable[[Mapping[str, Any]], None] | None = None  # made for the first grammar
 
-    def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
+    def answer(self, request: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        """Yield the messages of an answer."""
         try:
-            if "conversation" in request:
-                return {"value": self._render(request["conversation"])}
-            self._check_grammar(request["grammar"])
-            return {"value": None}
+            yield from self._answered(request)
         except FreightError as error:
             if isinstance(error.__cause__, MemoryError):
-                return {
+                yield {
                     "refused": "the model's chat template takes too much memory for these messages",
                     "last": True,
                 }
-            return {"refused": _presentable(error)}
+            else:
+                yield {"refused": _presentable(error)}
         except MemoryError:
-            return {"refused": "it takes too much memory", "last": True}
+            yield {"refused": "it takes too much memory", "last": True}
 
-    def _render(self, conversation: Mapping[str, Any]) -> list[Any]:
-        """Render a conversation; returns a ChatText, as a list of its fields."""
+    def _answered(self, request: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        if "conversation" in request:
+            chat = self._render(request["conversation"])
+            yield from _parts(chat.plain)
+            yield {"value": chat.text}
+        elif "encode" in request:
+            token_ids = self._encode(**request["encode"])
+            last = request["last"]
+            yield from _parts(
+                token_ids if last is None else token_ids[max(len(token_ids) - last, 0) :]
+            )
+            yield {"value": len(token_ids)}
+        elif "tokenize" in request:
+            for part in self._tokenized(**request["tokenize"]):
+                yield {"part": part.decode()}
+            yield {"value": None}
+        else:
+            self._check_grammar(request["grammar"])
+            yield {"value": None}
+
+    def _render(self, conversation: Mapping[str, Any]) -> ChatText:
         values = conversation["template_values"]
         for name in _OWN_NAMES:
             if name in values:
@@ -86,7 +109,28 @@ class Answers:
             raise FreightError(
                 f"the conversation has {len(chat.text)} characters as text; at most {LONGEST_TEXT} are read"
             )
-        return [chat.text, chat.plain]
+        return chat
+
+    def _encode(
+        self, text: str, plain: list[list[int]] | None, add_special_tokens: bool
+    ) -> list[int]:
+        """Return the token ids of a text, or with `plain` of a rendered conversation."""
+        if plain is None:
+            return self._tokenizer.encode(text, add_special_tokens)
+        return self._tokenizer.encode_chat(_chat_text(text, plain), add_special_tokens)
+
+    def _tokenized(
+        self,
+        text: str,
+        plain: list[list[int]] | None,
+        asked: Mapping[str, bool],
+        max_model_len: int,
+    ) -> Iterator[bytes]:
+        """Yield the answer of /tokenize, in parts."""
+        from freight.server.tokens import Tokenize  # most of these processes never need it
+
+        prompt = text if plain is None else _chat_text(text, plain)
+        return Tokenize("", **asked).parts(prompt, self._tokenizer, max_model_len)
 
     def _check_grammar(self, outputs: Mapping[str, Any]) -> None:
         if self._check is None:
@@ -98,6 +142,15 @@ class Answers:
             )
         assert self._check is not None
         self._check(outputs)
+
+
+def _chat_text(text: str, plain: list[list[int]]) -> ChatText:
+    return ChatText(text, tuple((begin, end) for begin, end in plain))
+
+
+def _parts(entries: Sequence[Any]) -> Iterator[dict[str, Any]]:
+    for begin in range(0, len(entries), _PART):
+        yield {"part": entries[begin : begin + _PART]}
 
 
 def _presentable(error: Exception) -> str:
@@ -131,12 +184,13 @@ def serve(connection: socket.socket) -> None:
     gc.collect()
     gc.freeze()
     _limit_memory(settings["memory"])
+    os.nice(settings["niceness"])
     frames.send(connection, {"ready": True})
     for request in messages:
-        reply = answers.answer(request)
-        frames.send(connection, reply, CAP)
-        if reply.get("last"):
-            return
+        for reply in answers.answer(request):
+            frames.send(connection, reply, CAP)
+            if reply.get("last"):
+                return
 
 
 def main() -> None:

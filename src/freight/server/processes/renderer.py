@@ -1,8 +1,9 @@
-"""`Renderer`: chat templates and grammars, run in a separate process that is killed at a deadline.
+"""`Renderer`: chat templates, grammars and long texts, in a separate process that is killed at a
+deadline.
 
 Guarantees: a request whose template or grammar loops, takes too much memory or crashes gets an
 error, no other request fails, and the next one gets a fresh process. The process handles one
-request at a time; when too many wait, the answer is 429. It is started at the first use, or by
+request at a time, of each key in turn; when too many wait, the answer is 429. It is started at the first use, or by
 `start`, with an environment without secrets, and it ends with this process. Messages are JSON, not
 pickle.
 """
@@ -16,7 +17,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,10 @@ from freight.processes.children import spawn
 from freight.processes.frames import FrameError
 from freight.server.call import Conversation
 from freight.server.processes.render_process import CAP
+from freight.server.processes.turns import NoTurnError, Turns
+from freight.server.tokens import Tokenize
 from freight.server.transport.errors import ApiError
+from freight.server.transport.slices import is_large
 from freight.text.chat_text import ChatText
 
 logger = logging.getLogger("freight")
@@ -63,6 +67,7 @@ class Renderer:
         start_deadline_s: float = 60.0,
         max_waiting: int = 64,
         memory: int = 2 << 30,
+        niceness: int = 0,
         grammar_checker: str = GRAMMAR_CHECKER,
         chat_template: str | None = None,
     ) -> None:
@@ -74,6 +79,7 @@ class Renderer:
         deadline_s       seconds for one request, from when the process takes it
         max_waiting      requests that wait for the process at most
         memory           bytes of address space for one request
+        niceness         added to the process's: the more, the later it runs where cores are few
         grammar_checker  "module:function": called with tokenizer, vocab_size and stop_token_ids, it
                          returns a function that raises RequestError for a grammar that cannot be
                          used
@@ -84,14 +90,13 @@ class Renderer:
             "vocab_size": vocab_size,
             "stop_token_ids": sorted(stop_token_ids),
             "memory": memory,
+            "niceness": niceness,
             "grammar_checker": grammar_checker,
             "chat_template": chat_template,
         }
         self._deadline_s = deadline_s
         self._start_deadline_s = start_deadline_s
-        self._max_waiting = max_waiting
-        self._waiting = 0
-        self._turn = asyncio.Lock()
+        self._turns = Turns(max_waiting)
         self._process: _Process | None = None
         self._is_closed = False
 
@@ -102,8 +107,11 @@ class Renderer:
 
     async def start(self) -> None:
         """Start the process before the first request. Raises ApiError if that fails."""
-        async with self._turn:
+        await self._turns.acquire()
+        try:
             await self._ready()
+        finally:
+            self._turns.release()
 
     async def close(self) -> None:
         """End the process. Requests that wait fail."""
@@ -111,8 +119,9 @@ class Renderer:
         if self._process is not None:
             await self._end(self._process)
 
-    async def render(self, conversation: Conversation) -> ChatText:
+    async def render(self, conversation: Conversation, key: str | None = None) -> ChatText:
         """Render `conversation` to the text for `Tokenizer.encode_chat`, special tokens included.
+        `key`: the name of the key that asks.
 
         Raises ApiError: 400 for a conversation that the template refuses, 429 if too many requests
         wait, 500 if the template did not end in time.
@@ -125,8 +134,11 @@ class Renderer:
                 "template_values": dict(conversation.template_values),
             }
         }
+        plain: list[tuple[int, int]] = []
         try:
-            text, plain = await self._ask(request, "messages")
+            text = await self._ask(
+                request, "messages", key, lambda part: plain.extend(map(tuple, part))
+            )
         except TimeoutError:
             raise ApiError(
                 500,
@@ -139,9 +151,61 @@ class Renderer:
                 "the process that renders chat templates ended on these messages",
                 code="template_error",
             ) from None
-        return ChatText(text, tuple((begin, end) for begin, end in plain))
+        return ChatText(text, tuple(plain))
 
-    async def check_grammar(self, outputs: Mapping[str, Any]) -> None:
+    async def encode(
+        self, text: str | ChatText, add_special_tokens: bool, last: int | None, key: str | None
+    ) -> tuple[list[int], int]:
+        """Return the token ids of a text or a rendered conversation, the `last` of them (None: all),
+        and the number of all.
+
+        Raises ApiError: 400 for a text that the tokenizer refuses, or that it did not read in time,
+        429 if too many requests wait.
+        """
+        request = {"encode": _written(text) | {"add_special_tokens": add_special_tokens}}
+        token_ids: list[int] = []
+        count = await self._read(request | {"last": last}, text, key, token_ids.extend)
+        return token_ids, count
+
+    async def tokenized(
+        self, text: str | ChatText, asked: Tokenize, max_model_len: int, key: str | None
+    ) -> list[bytes]:
+        """Return the answer of /tokenize, JSON in parts. Raises as `encode`."""
+        options = {
+            "add_special_tokens": asked.add_special_tokens,
+            "with_texts": asked.with_texts,
+            "with_offsets": asked.with_offsets,
+        }
+        request = {"tokenize": _written(text) | {"asked": options, "max_model_len": max_model_len}}
+        parts: list[bytes] = []
+        await self._read(request, text, key, lambda part: parts.append(part.encode()))
+        return parts
+
+    async def _read(
+        self,
+        request: object,
+        text: str | ChatText,
+        key: str | None,
+        take: Callable[[Any], None],
+    ) -> Any:
+        """Ask for something about a text."""
+        characters = len(text.text if isinstance(text, ChatText) else text)
+        param = "messages" if isinstance(text, ChatText) else "prompt"
+        try:
+            return await self._ask(request, param, key, take)
+        except (TimeoutError, _EndedError) as error:
+            if isinstance(error, _EndedError) and error.status not in _CRASHES:
+                raise ApiError(
+                    500, "the process that tokenizes long texts ended on this one"
+                ) from None
+            raise ApiError(
+                400,
+                f"the text of {characters} characters was not tokenized within {self._deadline_s:g} s and "
+                f"{self._settings['memory']} bytes; send a shorter one",
+                param=param,
+            ) from None
+
+    async def check_grammar(self, outputs: Mapping[str, Any], key: str | None = None) -> None:
         """Compile a grammar (`SamplingParams.structured_outputs`) and drop it.
 
         Raises ApiError: 400 for a grammar that cannot be used, or is too large to compile within
@@ -155,7 +219,7 @@ class Renderer:
             code="invalid_grammar",
         )
         try:
-            await self._ask({"grammar": dict(outputs)}, "structured_outputs")
+            await self._ask({"grammar": dict(outputs)}, "structured_outputs", key)
         except TimeoutError:
             raise too_large from None
         except _EndedError as error:
@@ -165,28 +229,36 @@ class Renderer:
                 500, "the process that compiles grammars ended on this one", code="grammar_error"
             ) from None
 
-    async def _ask(self, request: object, param: str) -> Any:
-        """Return the value that the process answers. Raises ApiError, TimeoutError, _EndedError."""
+    async def _ask(
+        self,
+        request: object,
+        param: str,
+        key: str | None,
+        take: Callable[[Any], None] = lambda part: None,
+    ) -> Any:
+        """Return the value that the process answers; `take` gets the parts before it. Raises
+        ApiError, TimeoutError, _EndedError.
+        """
         try:
-            frame = frames.encode(request, CAP)
+            if is_large(request):
+                frame = await asyncio.to_thread(frames.encode_in_pieces, request, CAP)
+            else:
+                frame = frames.encode(request, CAP)
         except (FrameError, TypeError, ValueError, RecursionError) as error:
             raise ApiError(
                 400, f"{param} cannot be written as JSON: {error}", param=param
             ) from None
-        if self._waiting >= self._max_waiting:
+        try:
+            await self._turns.acquire(key)
+        except NoTurnError as error:
             raise ApiError(
                 429,
-                f"{self._waiting} requests wait for the chat template; try again",
+                f"{error.num_waiting} requests wait for the chat template; try again",
                 headers={"Retry-After": "1"},
-            )
-        self._waiting += 1
-        try:
-            await self._turn.acquire()
-        finally:
-            self._waiting -= 1
+            ) from None
         # An exchange goes on if its caller is cancelled: the process has the request, and its
         # answer must not be taken for that of the next request.
-        exchange = asyncio.create_task(self._exchange(frame))
+        exchange = asyncio.create_task(self._exchange(frame, take))
         exchange.add_done_callback(self._exchanged)
         reply = await asyncio.shield(exchange)
         if "refused" in reply:
@@ -194,15 +266,15 @@ class Renderer:
         return reply["value"]
 
     def _exchanged(self, exchange: asyncio.Task[dict[str, Any]]) -> None:
-        self._turn.release()
+        self._turns.release()
         if not exchange.cancelled():
             exchange.exception()  # marks it as retrieved: there may be no waiter any more
 
-    async def _exchange(self, frame: bytes) -> dict[str, Any]:
+    async def _exchange(self, frame: bytes, take: Callable[[Any], None]) -> dict[str, Any]:
         process = await self._ready()
         try:
             async with asyncio.timeout(self._deadline_s):
-                reply = await process.ask(frame)
+                reply = await process.ask(frame, take)
         except TimeoutError:
             logger.warning(
                 "a chat template or a grammar took longer than %g s; its process is killed",
@@ -253,6 +325,12 @@ class Renderer:
         if self._process is process:
             self._process = None
         return await process.end()
+
+
+def _written(text: str | ChatText) -> dict[str, Any]:
+    if isinstance(text, ChatText):
+        return {"text": text.text, "plain": text.plain}
+    return {"text": text, "plain": None}
 
 
 class _EndedError(Exception):
@@ -308,14 +386,22 @@ class _Process:
         reader, writer = await asyncio.open_unix_connection(sock=ours)
         return cls(popen, reader, writer)
 
-    async def ask(self, frame: bytes) -> dict[str, Any]:
-        """Send a frame; returns the reply. Raises FrameError, and OSError if the process ended."""
+    async def ask(
+        self, frame: bytes, take: Callable[[Any], None] = lambda part: None
+    ) -> dict[str, Any]:
+        """Send a frame; returns the reply, after `take` got the parts that came before it. Raises
+        FrameError, and OSError if the process ended.
+        """
         self._writer.write(frame)
         await self._writer.drain()
-        reply: dict[str, Any] | None = await anext(self._messages, None)
-        if reply is None:
-            raise ConnectionResetError("the process ended")
-        return reply
+        while True:
+            reply: dict[str, Any] | None = await anext(self._messages, None)
+            if reply is None:
+                raise ConnectionResetError("the process ended")
+            if "part" not in reply:
+                return reply
+            take(reply["part"])
+            await asyncio.sleep(0)  # parts may come faster than other requests get a turn
 
     async def end(self) -> int:
         """Kill the process; returns its exit status, which is from before the kill if it had

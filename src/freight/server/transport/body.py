@@ -2,6 +2,8 @@
 
 Time and memory are linear in the bytes received, whatever they are: nesting, digits and surrogates
 are checked without recursion, on the bytes. The result can be written as JSON and as UTF-8 again.
+Whatever the body, other threads run every few milliseconds while it is parsed: no call of a library
+reads more than a part of it, or one string.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import math
 import re
 from array import array
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from functools import partial
 from itertools import accumulate
 from typing import Any, NoReturn
 
@@ -18,18 +21,20 @@ from freight.files import DuplicateNameError, unique_names
 from freight.server.transport.errors import ApiError
 from freight.server.transport.head import body_too_large
 from freight.server.transport.http_limits import HttpLimits
+from freight.server.transport.json_pieces import loads_in_pieces
 
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 
 # A JSON string. It never backtracks: linear, even if the closing quote is missing.
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?+', re.DOTALL)
+_STRINGS_AND_OTHERS = re.compile(rb'(?:[^"]++|"[^"\\]*+(?:\\.[^"\\]*+)*+")*+', re.DOTALL)
 _NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 _STEP = bytes.maketrans(b"[{]}", b"\x01\x01\xff\xff")  # +1 and -1 level, as signed bytes
 _AS_ZEROS = bytes.maketrans(b"123456789", b"000000000")
 # Exponents of two digits cannot overflow: with number_digits digits before them, below 1e308.
 _LARGE_EXPONENT = re.compile(rb"[eE]\+?[0-9]{3}")
+_PIECE = 1 << 16  # bytes that one call of a library reads
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
-
 _LONGEST_PARAM = 60  # characters of a name that an error repeats
 
 
@@ -95,7 +100,7 @@ def parse_object(body: bytes, limits: HttpLimits) -> dict[str, Any]:
         text = body.decode("utf-8")
     except UnicodeDecodeError as error:
         raise ApiError(400, f"body is not valid UTF-8 at byte {error.start}") from None
-    bare = _STRING.sub(b"", body)
+    bare = _without_strings(body)
     steps = array("b", bare.translate(_STEP, _NOT_BRACKETS))
     if len(steps) > 2 * limits.json_containers:
         raise ApiError(400, f"body has more than {limits.json_containers} arrays and objects")
@@ -106,17 +111,17 @@ def parse_object(body: bytes, limits: HttpLimits) -> dict[str, Any]:
         raise ApiError(400, f"body has a number of more than {limits.number_digits} digits")
     # A call of _finite for each number costs time, and few bodies need it.
     may_overflow = (b"e" in bare or b"E" in bare) and _LARGE_EXPONENT.search(bare) is not None
+    decoder = json.JSONDecoder(
+        parse_constant=_refuse_constant,
+        parse_float=_finite if may_overflow else None,
+        object_pairs_hook=unique_names,
+    )
+    decode = decoder.decode if len(text) <= _PIECE else partial(loads_in_pieces, decoder=decoder)
     try:
-        value = json.loads(
-            text,
-            parse_constant=_refuse_constant,
-            parse_float=_finite if may_overflow else None,
-            object_pairs_hook=unique_names,
-        )
+        value = decode(text)
     except DuplicateNameError as error:
-        param = (
-            error.name if len(error.name) <= _LONGEST_PARAM and error.name.isprintable() else None
-        )
+        is_short = len(error.name) <= _LONGEST_PARAM and error.name.isprintable()
+        param = error.name if is_short else None
         raise ApiError(400, f"body is ambiguous: {error}; send it once", param=param) from None
     except json.JSONDecodeError as error:
         at = len(text[: error.pos].encode())
@@ -131,6 +136,22 @@ def parse_object(body: bytes, limits: HttpLimits) -> dict[str, Any]:
     return value
 
 
+def _without_strings(body: bytes) -> bytes:
+    """Return `body` without its strings. What is behind a quote that none closes counts as one."""
+    parts = []
+    begin = 0
+    while begin < len(body):
+        piece = _STRINGS_AND_OTHERS.match(body, begin, begin + _PIECE)
+        end = begin if piece is None else piece.end()
+        if end == begin:  # a string that is longer than a piece
+            string = _STRING.match(body, begin)
+            assert string is not None
+            end = string.end()
+        parts.append(_STRING.sub(b"", body[begin:end]))
+        begin = end
+    return b"".join(parts)
+
+
 def _refuse_constant(name: str) -> NoReturn:
     raise ApiError(400, f"body is not valid JSON: {name} is not a JSON number")
 
@@ -143,8 +164,17 @@ def _finite(digits: str) -> float:
 
 
 def _refuse_lone_surrogates(value: object) -> None:
+    values = [value]
     try:
-        json.dumps(value, ensure_ascii=False).encode()
+        while values:
+            item = values.pop()
+            if isinstance(item, str):
+                item.encode()
+            elif isinstance(item, dict):
+                values += item
+                values += item.values()
+            elif isinstance(item, list):
+                values += item
     except UnicodeEncodeError:
         raise ApiError(
             400, "body has half of a surrogate pair (\\ud800 to \\udfff) in a string"

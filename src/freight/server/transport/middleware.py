@@ -23,6 +23,7 @@ from freight.server.tgi import reply as tgi_reply
 from freight.server.transport.auth import Keys
 from freight.server.transport.body import DisconnectedError, Receive
 from freight.server.transport.errors import ApiError
+from freight.server.transport.shares import Shares
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -53,9 +54,13 @@ def guarded(
     *,
     open_paths: Collection[str] = OPEN_PATHS,
     allow_origins: Sequence[str] = (),
+    places: int | None = None,
 ) -> App:
-    """Wrap `app` in all middleware of this module."""
-    inner: App = Errors(RequireKey(app, keys, open_paths))
+    """Wrap `app` in all middleware of this module. `places`: connections that may be open, which keys
+    share; None: as many as they like.
+    """
+    shared = app if places is None else Shares(app, keys, places)
+    inner: App = Errors(RequireKey(shared, keys, open_paths))
     if allow_origins:
         inner = allowing(inner, allow_origins)
     return RequestIds(inner)

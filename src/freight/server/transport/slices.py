@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 from typing import Any, ParamSpec, Protocol, TypeVar, runtime_checkable
 
 P = ParamSpec("P")
@@ -17,8 +18,31 @@ T = TypeVar("T")
 
 _DEPTH = 3  # containers around a slice: body, choices, choice
 _ITEMS = 64  # of a list, in one slice
+_SHORT = 1 << 10  # characters: longer strings are written one by one
+_CHARACTERS = 1 << 18  # of a string, in one slice
 
 _BYTES = 1 << 18  # of a part: writing 100 MB as one part copies them, which takes 0.1 s
+
+
+_LARGE = 1 << 17  # characters in strings: what has more is written in a thread
+_MANY = 1 << 12  # values, likewise
+
+
+def is_large(value: object) -> bool:
+    """Return whether writing `value` as JSON takes more than a moment. Looks at a part of it only."""
+    values = [value]
+    characters = count = 0
+    while values and count < _MANY and characters < _LARGE:
+        item = values.pop()
+        count += 1
+        if isinstance(item, str):
+            characters += len(item)
+        elif isinstance(item, Mapping):
+            values += islice(item, _MANY)
+            values += islice(item.values(), _MANY)
+        elif isinstance(item, list | tuple):
+            values += item[:_MANY]
+    return bool(values) or characters >= _LARGE
 
 
 @runtime_checkable
@@ -83,17 +107,27 @@ def _slices(value: object, depth: int) -> Iterator[bytes]:
         yield b"}" if value else b"{}"
     elif isinstance(value, list) and value:
         between = b"["
-        if depth < _DEPTH:
-            for inner in value:
+        for begin in range(0, len(value), _ITEMS):
+            some = value[begin : begin + _ITEMS]
+            if depth == _DEPTH or all(map(_is_short, some)):
+                yield between + json_bytes(some)[1:-1]
+                between = b","
+                continue
+            for inner in some:
                 yield between
                 yield from _slices(inner, depth + 1)
                 between = b","
-        else:
-            for begin in range(0, len(value), _ITEMS):
-                yield between + json_bytes(value[begin : begin + _ITEMS])[1:-1]
-                between = b","
         yield b"]"
+    elif isinstance(value, str) and len(value) > _CHARACTERS:
+        yield b'"'
+        for begin in range(0, len(value), _CHARACTERS):
+            yield json_bytes(value[begin : begin + _CHARACTERS])[1:-1]
+        yield b'"'
     elif isinstance(value, Sliced):
         yield from (text.encode("utf-8", "replace") for text in value.json_slices())
     else:
         yield json_bytes(value)
+
+
+def _is_short(value: object) -> bool:
+    return isinstance(value, int | float) or (isinstance(value, str) and len(value) <= _SHORT)

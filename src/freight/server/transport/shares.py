@@ -1,0 +1,60 @@
+"""Shares: how many requests one key may have in progress, so that it cannot lock out the others.
+
+A request holds a place for a connection from its head to the end of its answer, whatever it is: a
+body that comes slowly, a stream of the state, a completion. A key may have as many in progress as
+places are free. So one key alone gets half of all, the next one half of the rest, and whoever comes
+later finds some. Where there is one key, or none, nothing is shared.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from freight.server.transport.auth import Keys
+from freight.server.transport.body import Receive
+from freight.server.transport.errors import ApiError
+
+Scope = MutableMapping[str, Any]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+
+class Shares:
+    """Answers 429 to a request whose key has its share already. Reads what `RequireKey` has put into
+    `scope["state"]["key_name"]`; requests without a key are not counted.
+    """
+
+    def __init__(self, app: App, keys: Keys, places: int) -> None:
+        """places: the number of connections that may be open."""
+        self._app = app
+        self._keys = keys
+        self._places = places
+        self._in_progress: Counter[str] = Counter()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        key: str | None = scope.get("state", {}).get("key_name")
+        if key is None:
+            await self._app(scope, receive, send)
+            return
+        self._check(key)
+        self._in_progress[key] += 1
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._in_progress[key] -= 1
+
+    def _check(self, key: str) -> None:
+        if len(self._keys.names) < 2:
+            return
+        own = self._in_progress[key]
+        free = max(self._places - self._in_progress.total(), 0)
+        if own > 0 and own >= free:  # whoever has none is let in: the connection has a place
+            raise ApiError(
+                429,
+                f"{own} requests of this key are in progress, and {free} of the server's {self._places} places are "
+                "free; the other keys need them. Try again once one has ended",
+                code="key_has_its_share",
+                headers={"Retry-After": "1"},
+            )
