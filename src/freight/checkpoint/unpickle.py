@@ -14,7 +14,6 @@ disk is full.
 from __future__ import annotations
 
 import ctypes
-import errno
 import json
 import re
 import resource
@@ -28,6 +27,7 @@ import torch
 from torch import Tensor
 
 from freight.checkpoint.headers import FORMAT_NAMES
+from freight.files import FULL
 from freight.fp8.cast import torch_dtype
 
 # Times the file's size: the file, mapped or read, and a copy of its largest tensor
@@ -192,7 +192,7 @@ def main(file: str, out: str, *untied: str) -> None:
             refused=f"it needs more memory than {MEMORY_FACTOR} times its size and {MEMORY_MORE:,} bytes"
         )
     except OSError as error:
-        kind = "full" if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else "refused"
+        kind = "full" if error.errno in FULL else "refused"
         say(**{kind: str(error)})
 
 

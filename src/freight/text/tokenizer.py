@@ -33,7 +33,7 @@ from freight.text.chat_text import ChatText, ControlTokens, encode_marked, read_
 from freight.text.harmony import is_harmony, to_harmony_messages
 from freight.text.messages import check_unicode, to_template_messages
 from freight.text.token_pieces import Pieces, read_decoder
-from freight.text.tokenizer_files import TokenizerParts, read_files
+from freight.text.tokenizer_files import TokenizerParts, read_files, require_own_files
 
 logger = logging.getLogger("freight")
 
@@ -115,6 +115,7 @@ class Tokenizer:
             raise CheckpointError(
                 f"{path} has no tokenizer (one of {', '.join(_FILES)}); {way_out}"
             )
+        require_own_files(path)
         try:
             return cls(
                 *(read_files(path) if os.path.lexists(path / "tokenizer.json") else _convert(path))
