@@ -1,7 +1,10 @@
-"""Readers of files that a user names: regular files only, up to a size limit.
+"""Reading and writing of files that a user names.
 
-Opening a FIFO would wait for a writer forever, and a device may have no end. Both are refused with
-the OSError that callers report anyway; its text has the kind of file, or the limit.
+Only regular files are read, up to a size limit. Opening a FIFO would wait for a writer forever, and
+a device may have no end. Both are refused with the OSError that callers report anyway; its text has
+the kind of file, or the limit. `outside` says which file of a folder is a link out of it.
+
+`write_whole` leaves the old file or the new one, never a part of it, whatever interrupts.
 """
 
 from __future__ import annotations
@@ -10,19 +13,21 @@ import errno
 import io
 import json
 import os
+import shutil
 import stat
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from freight.errors import ConfigError, FreightError, shown
+from freight.errors import CapacityError, ConfigError, FreightError, shown
 
 MIB = 2**20
 LIMIT = 256 * MIB  # of JSON, templates and recipes: the largest tokenizer.json known has 33 MiB
 DATA_LIMIT = 4096 * MIB  # of texts to measure or calibrate by, which are held in memory
 PROMPT_LIMIT = 64 * MIB  # of a prompt, also from standard input
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # of a write that finds no room
 _KINDS = {
     stat.S_IFIFO: "a FIFO",
     stat.S_IFCHR: "a device",
@@ -111,6 +116,68 @@ def reading(given: str, refused: type[FreightError] = ConfigError) -> Iterator[N
         yield
     except (OSError, UnicodeDecodeError) as error:
         raise refused(f"{given} cannot be read as text: {error}") from None
+
+
+def write_whole(
+    path: str | os.PathLike[str], content: str | bytes, mode: int | None = None
+) -> None:
+    """Write a file whole, or leave it as it was: a new file beside it takes its place. Text is
+    UTF-8. A link stays, and its target is written.
+
+    mode: permissions, before the umask; default: those of the old file, or 0666. Raises OSError
+    with the path.
+    """
+    target = Path(os.path.realpath(path))
+    data = content.encode("utf-8") if isinstance(content, str) else content
+    # Names have 255 bytes at most
+    new = target.with_name(f"{target.name[:40]}.{os.urandom(4).hex()}")
+    flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | getattr(os, "O_CLOEXEC", 0)
+    try:
+        descriptor = os.open(new, flags, 0o666 if mode is None else mode)
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            if mode is None and target.exists():
+                shutil.copymode(target, new)
+            os.replace(new, target)
+        except BaseException:
+            with suppress(OSError):
+                new.unlink()
+            raise
+    except OSError as error:
+        # Python's error names the new file, or none
+        raise OSError(error.errno, error.strerror or str(error), str(path)) from error
+
+
+@contextmanager
+def writing(option: str) -> Iterator[None]:
+    """Raise an error that names `option`, what asked for a file, and the file that cannot be
+    written: CapacityError for a full disk, else ConfigError.
+    """
+    try:
+        yield
+    except OSError as error:
+        fault = f"{option}: {error.filename} cannot be written: {error.strerror}"
+        if error.errno in FULL:
+            raise CapacityError(f"{fault}; make room, or name one on another disk") from None
+        raise ConfigError(f"{fault}; name another") from None
+
+
+def outside(folder: Path, file: Path) -> Path | None:
+    """Return where `file`, an entry of `folder`, leads if that is outside of the folder: through a
+    link. None for a file in it.
+
+    A snapshot in the cache of the Hugging Face hub, .../snapshots/REVISION, has links to
+    .../blobs: these are its own files.
+    """
+    root = Path(os.path.realpath(folder))
+    target = Path(os.path.realpath(file))
+    own = [root]
+    if root.parent.name == "snapshots":
+        own.append(root.parent.parent / "blobs")
+    return None if any(target.is_relative_to(place) for place in own) else target
 
 
 def too_large(limit: int, name: str) -> OSError:

@@ -4,6 +4,7 @@ a bound.
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -13,7 +14,8 @@ import pytest
 from tests.demo_chat import DEMO, demo_with_chat_template
 from tests.forked_server import run_forked
 
-from freight.files import open_regular, read_bytes, read_text
+from freight.errors import CapacityError, ConfigError
+from freight.files import open_regular, outside, read_bytes, read_text, write_whole, writing
 
 MORE = 16 << 30  # bytes of address space: a device without end would not stop below it
 
@@ -95,3 +97,74 @@ def test_a_regular_file_is_read_as_before(tmp_path: Path) -> None:
         read_text(tmp_path / "none")
     with pytest.raises(UnicodeDecodeError):
         read_text(DEMO / "model.safetensors")
+
+
+@pytest.mark.parametrize("name", ["open", "fsync", "replace"])
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EACCES])
+def test_a_file_is_written_whole_or_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, code: int
+) -> None:
+    path = tmp_path / "report.json"
+    write_whole(path, "old")
+
+    def fails(*arguments: object, **options: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, name, fails)
+        expected = CapacityError if code == errno.ENOSPC else ConfigError
+        with (
+            pytest.raises(expected, match=rf"--report.*{path}.*cannot be written"),
+            writing("--report"),
+        ):
+            write_whole(path, "new")
+    assert [file.name for file in tmp_path.iterdir()] == ["report.json"]
+    assert path.read_text() == "old"
+    write_whole(path, "new")
+    assert path.read_text() == "new"
+
+
+def test_writing_keeps_permissions_and_links_and_takes_long_names(tmp_path: Path) -> None:
+    path, link = tmp_path / ("é" * 127), tmp_path / "link"
+    link.symlink_to(path)
+    write_whole(link, b"1", mode=0o600)
+    assert path.stat().st_mode & 0o777 == 0o600
+    write_whole(link, "2")
+    assert path.read_text() == "2"
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert link.is_symlink()
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_what_lies_outside_of_a_folder(tmp_path: Path) -> None:
+    snapshot = tmp_path / "models--a--b" / "snapshots" / "0123"
+    blobs = tmp_path / "models--a--b" / "blobs"
+    for folder in (snapshot / "sub", blobs, tmp_path / "home"):
+        folder.mkdir(parents=True)
+    for file in (blobs / "sha", tmp_path / "home" / "secret", snapshot / "own"):
+        file.write_text("x")
+    links = {
+        "a": "../../blobs/sha",
+        "b": "own",
+        "c": str(tmp_path / "home" / "secret"),
+        "d": "../../../home/secret",
+        "e": "c",
+        "f": "../../blobs/../../home/gone",
+        "sub/g": "../own",
+    }
+    for name, target in links.items():
+        (snapshot / name).symlink_to(target)
+    (tmp_path / "link").symlink_to(snapshot)
+    for folder in (snapshot, tmp_path / "link"):
+        names = {name for name in ("own", *links) if outside(folder, folder / name) is not None}
+        assert names == {"c", "d", "e", "f"}
+
+
+def test_a_cache_whose_blobs_are_a_link_is_not_the_hub_s(tmp_path: Path) -> None:
+    snapshot = tmp_path / "model" / "snapshots" / "0123"
+    snapshot.mkdir(parents=True)
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "secret").write_text("x")
+    (tmp_path / "model" / "blobs").symlink_to(tmp_path / "home")
+    (snapshot / "vocab.txt").symlink_to("../../blobs/secret")
+    assert outside(snapshot, snapshot / "vocab.txt") is not None

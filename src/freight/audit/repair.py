@@ -150,6 +150,7 @@ def write_repaired(checkpoint: Checkpoint, scales: KVScales, form: Form, out: Pa
                 scale = torch.tensor([max(values)], dtype=torch.float32, device="cpu")
                 pair[module + form.names.format(side=side)] = scale
             writer.add(pair)
+        checkpoint.require_unchanged()
         writer.finish(_declared(checkpoint.config, form), checkpoint.path, files)
 
 

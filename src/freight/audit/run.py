@@ -20,7 +20,7 @@ from freight.audit.rules import Engine
 from freight.audit.verdict import Cost, sentence
 from freight.audit.weights import WeightFacts, read_weights
 from freight.checkpoint.reader import resolve_model
-from freight.checkpoint.writer import require_new
+from freight.checkpoint.writer import require_new, require_own_files
 from freight.config.engine import EngineArgs
 from freight.config.fields import JsonObject
 from freight.errors import CheckpointError, ConfigError
@@ -97,6 +97,8 @@ def audit(
     if fix is not None:
         require_new(fix)
     path = resolve_model(args.model, args.revision)
+    if fix is not None:
+        require_own_files(path)
     checkpoint, facts = read_facts(path)
     views = [view(engine, version, facts) for engine, version in engines]
     stored, weights, unmeasured = _stored(path, args)

@@ -37,7 +37,7 @@ from freight.calibrate.run import Calibration, Progress, calibrate
 from freight.calibrate.write import check_disk_space, write_quantized
 from freight.checkpoint.mxfp4 import StoredExperts, find_experts
 from freight.checkpoint.reader import Checkpoint
-from freight.checkpoint.writer import require_new
+from freight.checkpoint.writer import require_new, require_own_files
 from freight.config.engine import EngineArgs, names_of
 from freight.config.layer import MoEConfig
 from freight.config.model import ModelConfig
@@ -179,6 +179,7 @@ def open_unquantized(
     (`config.keys.check_keys`).
     """
     stored = open_checkpoint(model, revision, ignore_keys)
+    require_own_files(stored.checkpoint.path)
     require_native(stored.model, model, "quantizing")
     checkpoint, config, scheme = stored.checkpoint, stored.model, stored.scheme
     way_out = "quantize the 16-bit model that it was made from"

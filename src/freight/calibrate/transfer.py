@@ -31,6 +31,7 @@ from freight.config.quantize_plan import (
     WeightScheme,
 )
 from freight.errors import ConfigError
+from freight.files import write_whole, writing
 from freight.fp8.formats import Format
 from freight.fp8.scheme import KVScales
 
@@ -93,12 +94,9 @@ def export_scales(model: str, file: Path) -> KVScales:
     factors = {str(index): max(*layer.k, *layer.v) for index, layer in layers if layer is not None}
     model_type = source.model_type if isinstance(source, ModelConfig) else source.model_types[0]
     kv_cache: dict[str, Any] = {"dtype": Format.E4M3FN.torch_name, "scaling_factor": {"0": factors}}
-    try:
-        file.write_text(
-            json.dumps({"model_type": model_type, "kv_cache": kv_cache}, indent=2) + "\n"
-        )
-    except OSError as error:
-        raise ConfigError(f"{file} cannot be written: {error}") from error
+    content = {"model_type": model_type, "kv_cache": kv_cache}
+    with writing("scales export"):
+        write_whole(file, json.dumps(content, indent=2) + "\n")
     return carried.coarse
 
 

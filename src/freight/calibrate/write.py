@@ -102,6 +102,7 @@ def write_quantized(
         if calibration.kv_finer is not None:
             named, files = write_extras(calibration.kv_finer)
             declared |= named
+        checkpoint.require_unchanged()
         writer.finish(declared, checkpoint.path, files)
     return before, after
 

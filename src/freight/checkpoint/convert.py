@@ -22,7 +22,12 @@ from pathlib import Path
 
 from freight.checkpoint.headers import TensorEntry, read_header
 from freight.checkpoint.reader import PICKLED, read_json, resolve_model
-from freight.checkpoint.writer import CheckpointWriter, require_new, require_space
+from freight.checkpoint.writer import (
+    CheckpointWriter,
+    require_new,
+    require_own_files,
+    require_space,
+)
 from freight.config.parse import parse_model_config
 from freight.descent import with_parent
 from freight.errors import CapacityError, CheckpointError, ConfigError, shown
@@ -68,6 +73,7 @@ def convert(
     """
     require_new(out)
     source = resolve_model(model, revision, PICKLED)
+    require_own_files(source)
     config = read_json(source / "config.json")
     if config is None:
         raise CheckpointError(f"{source} has no config.json, so it is not a model folder")

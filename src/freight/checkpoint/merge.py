@@ -15,7 +15,12 @@ from pathlib import Path
 from freight.checkpoint.adapter import Adapter
 from freight.checkpoint.layouts import declaration
 from freight.checkpoint.reader import Checkpoint, resolve_model, untie_stored_head, untied
-from freight.checkpoint.writer import CheckpointWriter, require_new, require_space
+from freight.checkpoint.writer import (
+    CheckpointWriter,
+    require_new,
+    require_own_files,
+    require_space,
+)
 from freight.config.parse import parse_model_config
 from freight.errors import CheckpointError, ConfigError
 
@@ -62,7 +67,9 @@ def merge(
     require_new(out)
     base = Checkpoint(resolve_model(model, revision))
     _refuse_quantized(model, base)
+    require_own_files(base.path)
     lora = Adapter(adapter)
+    require_own_files(lora.path)
     added = _untie(base, lora)
     # Written tensor -> tensor of `base` that it starts from
     sources = {name: name for name in sorted(base.names)} | added
@@ -84,6 +91,7 @@ def merge(
             tensor = base.copy(source)
             writer.add({name: lora.merged(changes[name], tensor) if name in changes else tensor})
         on_progress("merging", len(sources), len(sources))
+        base.require_unchanged()
         writer.finish(base.config, base.path)
     return MergeResult(out, len(changes), len(sources), num_bytes, bool(added))
 

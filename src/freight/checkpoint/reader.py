@@ -31,6 +31,7 @@ from freight.checkpoint.headers import (
     read_header,
     unreadable,
 )
+from freight.checkpoint.partial import restore
 from freight.checkpoint.stored_dtype import stored_format
 from freight.config.dtype import TEXT_KEYS
 from freight.config.fields import JsonObject
@@ -89,6 +90,8 @@ class Checkpoint:
         self.hf_quant_config = read_json(path / "hf_quant_config.json")
         self._entries = _read_entries(path)
         self._read_own_declaration()
+        files = {entry.file for entry in self._entries.values()}
+        self._states = {file: _state(file) for file in sorted(files)}
         self._taken: set[str] = set()
         self._skipped: dict[str, str] = {}
 
@@ -135,6 +138,17 @@ class Checkpoint:
         if name not in self._entries:
             raise self.fault(f"tensor {name} is missing")
         return self._entries[name]
+
+    def require_unchanged(self) -> None:
+        """Raise CheckpointError if a file of weights is not the one that was opened: some tensors
+        would be of the old file, and some of the new one. Asks for size, date and inode alone.
+        """
+        for file, state in self._states.items():
+            if _state(file) != state:
+                raise CheckpointError(
+                    f"{file} was changed or replaced while it was read; start again, and put a new model into a new "
+                    "folder, or in the place of the whole folder, and not over files that are in use"
+                )
 
     def fault(self, what: str) -> CheckpointError:
         """Return the error for a fault of this checkpoint."""
@@ -355,6 +369,8 @@ class Checkpoint:
                     handle.get_slice(stored)[index] if index else handle.get_tensor(stored)
                 )
         except (SafetensorError, OSError) as error:
+            if file.exists():
+                self.require_unchanged()  # that is the cause, where it was changed
             raise CheckpointError(f"{file}: tensor {name} cannot be read: {error}") from error
         if any(strided):  # safetensors reads contiguous ranges only
             steps = [at if every else slice(None) for at, every in zip(entry.index, strided, strict=True)
@@ -369,7 +385,8 @@ def resolve_model(
     """Return the folder of a model: 'demo' (shipped with Freight), an existing folder, or a Hugging
     Face hub id, of which the files that match `fetched` are downloaded.
 
-    Raises CheckpointError if there is none, ConfigError for a revision of anything but a hub id.
+    A folder whose files a killed run was replacing gets them back. Raises CheckpointError if there is
+    no model, ConfigError for a revision of anything but a hub id.
     """
     name = str(name)
     demo = Path(__file__).resolve().parent.parent / "demo"
@@ -379,6 +396,7 @@ def resolve_model(
             raise ConfigError(
                 f"--revision {revision}: {name} is a folder, only a hub id has revisions; omit it"
             )
+        restore(folder)
         return folder
     if folder.is_file():
         raise CheckpointError(
@@ -415,6 +433,15 @@ def read_json(path: Path) -> dict[str, Any] | None:
         raise CheckpointError(unreadable(path, error)) from error
     except ValueError as error:
         raise CheckpointError(f"{path} {error}") from error
+
+
+def _state(file: Path) -> tuple[int, int, int] | None:
+    """Return size, date of change in nanoseconds, and inode; None where there is no such file."""
+    try:
+        found = file.stat()
+    except OSError:
+        return None
+    return found.st_size, found.st_mtime_ns, found.st_ino
 
 
 def _is_there(path: Path) -> bool:

@@ -18,7 +18,6 @@ from freight.descent import end_with_parent
 if __name__ == "__main__":
     end_with_parent()  # before imports that take long
 
-import errno
 import json
 import re
 import resource
@@ -31,6 +30,7 @@ import torch
 from torch import Tensor
 
 from freight.checkpoint.headers import FORMAT_NAMES
+from freight.files import FULL
 from freight.fp8.cast import torch_dtype
 
 # Times the file's size: the file, mapped or read, and a copy of its largest tensor
@@ -192,7 +192,7 @@ def main(file: str, out: str, index: str, shard: str, *untied: str) -> None:
             refused=f"it needs more memory than {MEMORY_FACTOR} times its size and {MEMORY_MORE:,} bytes"
         )
     except OSError as error:
-        kind = "full" if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else "refused"
+        kind = "full" if error.errno in FULL else "refused"
         say(**{kind: str(error)})
 
 

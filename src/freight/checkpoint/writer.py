@@ -1,24 +1,20 @@
 """CheckpointWriter: writes a complete checkpoint, or nothing.
 
-Everything is written into a hidden folder, config.json last. If the output does not exist, the
-hidden folder is next to it, and is renamed when complete. An existing empty folder may be a mount
-point or a link, which a rename cannot replace; there the hidden folder is inside, and its files
-move up at the end, config.json last. An error, Ctrl-C or a full disk removes all of it. A folder is
-overwritten in the same way, if Freight wrote it, and the old files are removed when the new ones
-are in place. After SIGKILL files remain, which nothing loads without a config.json; the next run
-removes them (`partial.py`). Tensors go into shards in the order they are added, so memory holds one
-shard.
+Everything is written into a hidden folder, config.json last, which takes the place of the output by
+one rename when it is complete and on the disk (`partial.py`). An error, Ctrl-C or a full disk
+removes all of it. A folder is overwritten in the same way, if Freight wrote it: whatever fails and
+whenever, there is the old model or the new one, whole. After SIGKILL a hidden folder remains, which
+the next run removes. Tensors go into shards in the order they are added, so memory holds one shard.
 """
 
 from __future__ import annotations
 
-import errno
 import fnmatch
 import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -27,9 +23,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from freight.checkpoint.extras import WRITTEN
-from freight.checkpoint.partial import LOCK, PATTERN, REPLACED, Partial, remove_abandoned, workplace
+from freight.checkpoint.partial import LOCK, PATTERN, Partial, remove_abandoned, workplace
 from freight.config.fields import JsonObject
-from freight.errors import CapacityError, CheckpointError, ConfigError
+from freight.errors import CapacityError, CheckpointError, ConfigError, shown
+from freight.files import FULL, outside
 
 SHARD_BYTES = 2 * 2**30
 # Files of a model besides config.json and weights: tokenizer, generation defaults, chat template,
@@ -114,6 +111,36 @@ def _foreign(out: Path) -> str | None:
     return None if ours else "holds no model that Freight wrote"
 
 
+def require_own_files(source: Path) -> None:
+    """Raise CheckpointError for a file of the model or adapter in `source` that is a link to a place
+    outside of the folder: a folder from anybody would put files of this machine into the output.
+
+    A link in a snapshot of the hub's cache to its blobs is inside (`files.outside`).
+    """
+    try:
+        files = _matching(source, (*_COPIED, "*.json", "*.safetensors", "*.bin"))
+    except OSError as error:
+        raise CheckpointError(f"{source} cannot be read: {error}") from error
+    for file in files:
+        target = outside(source, file)
+        if target is not None:
+            raise CheckpointError(
+                f"{source}: {shown(file.name)} is a link to {shown(str(target))}, outside of the model's folder, and "
+                "what is written has files of the folder alone: put a copy of the file in its place, or remove the link"
+            )
+
+
+def _matching(folder: Path, patterns: Sequence[str]) -> list[Path]:
+    """Return the entries of `folder` that match one of `patterns`, in order. Raises OSError, unlike
+    Path.glob, for which a folder that cannot be read is empty.
+    """
+    return [
+        folder / name
+        for name in sorted(os.listdir(folder))
+        if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+    ]
+
+
 def require_space(out: Path, num_bytes: int) -> None:
     """Raise CapacityError unless the disk of `out` has room for `num_bytes`."""
     free = shutil.disk_usage(workplace(out)).free
@@ -144,8 +171,7 @@ class CheckpointWriter:
         self._pending_bytes = 0
         self._shards: list[list[str]] = []  # the names of each
         self._total = 0
-        self._published: list[Path] = []
-        self._replaced: list[Path] = []  # the old files, moved into the hidden folder
+        self._partial: Partial | None = None
 
     def __enter__(self) -> CheckpointWriter:
         require_new(self._out, self._overwrite)
@@ -153,9 +179,12 @@ class CheckpointWriter:
             self._partial = Partial.make(self._out)
         except OSError as error:
             raise self._fault(error) from error
-        self._folder = self._partial.path
-        self._finished = False
         return self
+
+    @property
+    def _folder(self) -> Path:
+        assert self._partial is not None, "the writer was entered"
+        return self._partial.path
 
     def __exit__(
         self,
@@ -163,11 +192,7 @@ class CheckpointWriter:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if not self._finished:
-            for file in reversed(self._published):
-                file.unlink(missing_ok=True)
-            for file in reversed(self._replaced):  # config.json last
-                os.rename(self._folder / REPLACED / file.name, file)
+        if self._partial is not None:
             self._partial.remove()
 
     def add(self, tensors: Mapping[str, Tensor]) -> None:
@@ -192,15 +217,15 @@ class CheckpointWriter:
         self, config: JsonObject, source: Path, files: Mapping[str, bytes] | None = None
     ) -> None:
         """Write pending tensors, tokenizer and other files of `source`, `files` and config.json;
-        then publish `out`.
+        then publish `out`. Raises CheckpointError as `require_own_files`.
         """
         self._flush()
         try:
+            require_own_files(source)
             self._name_shards()
-            for pattern in _COPIED:
-                for file in source.glob(pattern):
-                    if file.is_file():
-                        shutil.copyfile(file, self._folder / file.name)
+            for file in _matching(source, _COPIED):
+                if file.is_file():
+                    shutil.copyfile(file, self._folder / file.name)
             for name, content in (files or {}).items():
                 (self._folder / name).write_bytes(content)
             marked = {**config, "freight": {**WRITTEN, **config.get("freight", {})}}
@@ -208,36 +233,21 @@ class CheckpointWriter:
                 json.dumps(marked, indent=2) + "\n", encoding="utf-8"
             )
             # safetensors makes its files readable by the owner alone
-            for shard in self._folder.glob("*.safetensors"):
+            for shard in _matching(self._folder, ("*.safetensors",)):
                 shutil.copymode(self._folder / "config.json", shard)
             self._publish()
         except OSError as error:
             raise self._fault(error) from error
-        self._finished = True
 
     def _publish(self) -> None:
-        if self._folder.parent != self._out:
-            self._partial.become(self._out)
-            return
-        old = [path for path in self._out.iterdir() if not fnmatch.fnmatchcase(path.name, PATTERN)]
-        if old and (not self._overwrite or _foreign(self._out) is not None):
-            raise CheckpointError(
-                f"{self._out} was filled by another program meanwhile; nothing was changed there"
-            )
-        names = sorted(
-            (file.name for file in self._folder.iterdir() if file.name != LOCK),
-            key="config.json".__eq__,
-        )
-        if old:
-            (self._folder / REPLACED).mkdir()
-        # config.json first, so that no mixture of old and new loads
-        for path in sorted(old, key=lambda path: path.name != "config.json"):
-            self._replaced.append(path)
-            os.rename(path, self._folder / REPLACED / path.name)
-        for name in names:
-            self._published.append(self._out / name)
-            os.rename(self._folder / name, self._out / name)
-        self._partial.remove()
+        if self._out.is_dir():
+            old = [name for name in os.listdir(self._out) if not fnmatch.fnmatchcase(name, PATTERN)]
+            if old and (not self._overwrite or _foreign(self._out) is not None):
+                raise CheckpointError(
+                    f"{self._out} was filled by another program meanwhile; nothing was changed there"
+                )
+        assert self._partial is not None, "the writer was entered"
+        self._partial.replace(self._out)
 
     def _flush(self) -> None:
         if not self._pending:
@@ -273,11 +283,17 @@ class CheckpointWriter:
     def _fault(self, error: Exception) -> CapacityError | CheckpointError:
         match = re.search(r"\(os error (\d+)\)", str(error))  # how safetensors reports the errno
         number = int(match[1]) if match else getattr(error, "errno", None)
-        if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            return CapacityError(
-                f"the disk of {self._out} is full: {error}; nothing was left there"
+        left = "nothing was left there"
+        if self._overwrite:
+            left = "what was there is as it was"
+        if self._partial is not None and self._partial.has_old_files:
+            left = (
+                f"its old files are in {self._partial.path}, and the next run of freight that reads or "
+                f"writes {self._out} brings them back"
             )
-        return CheckpointError(f"{self._out} cannot be written: {error}")
+        if number in FULL:
+            return CapacityError(f"the disk of {self._out} is full: {error}; {left}")
+        return CheckpointError(f"{self._out} cannot be written: {error}; {left}")
 
 
 def _shard_name(index: int, count: int) -> str:

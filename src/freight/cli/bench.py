@@ -146,9 +146,9 @@ def throughput(
 
         memories = compare_memory or (args.kv_cache_memory,)
         found = measure_caches(opened, name, caches, memories, *sizes, on_progress)
+    print(json.dumps(found) if as_json else as_table(found), flush=True)
     if picture is not None:
         write_picture(picture, cache_picture(found))
-    print(json.dumps(found) if as_json else as_table(found))
 
 
 def _check_compared(

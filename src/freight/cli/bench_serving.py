@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import math
 import secrets
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -89,9 +90,10 @@ def serving(
     )
     with progress("requests") as on_progress:
         runs, found = measure_serving(args, on_progress)
+    _print(found, as_json)
+    sys.stdout.flush()
     if picture is not None:
         _draw(picture, found, runs)
-    _print(found, as_json)
 
 
 def _targets(urls: list[str], endpoint: str, api_key: str | None, timeout: float) -> list[Any]:

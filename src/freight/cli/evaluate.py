@@ -21,7 +21,7 @@ from freight import files
 from freight.cli.options import Command, Json, option, takes_options_of_one_rank
 from freight.config.engine import EngineArgs
 from freight.errors import ConfigError
-from freight.files import DATA_LIMIT, open_regular, reading
+from freight.files import DATA_LIMIT, open_regular, reading, writing
 from freight.start_log import log_to_stderr
 from freight.terminal import progress
 
@@ -154,10 +154,12 @@ def evaluate_caches(
     )
     with progress("evaluating") as on_progress:
         evaluation = evaluate_grid(args, read_documents(path, field), grid, on_progress, path.name)
-    if report is not None:
-        write_report(evaluation, report)
+    # Printed before it is written: a disk that is full must not take the measurement
     if as_json:
-        print(json.dumps(to_json(evaluation)))
+        print(json.dumps(to_json(evaluation)), flush=True)
+        if report is not None:
+            with writing("--report"):
+                write_report(evaluation, report)
         return
     for warning in evaluation.warnings:
         typer.echo(f"warning: {warning}")
@@ -170,6 +172,8 @@ def evaluate_caches(
     typer.echo(legend(evaluation))
     typer.echo(str(advice(evaluation)))
     if report is not None:
+        with writing("--report"):
+            write_report(evaluation, report)
         typer.echo(f"report: {report / 'report.html'}")
 
 

@@ -59,22 +59,23 @@ def inspect(
     """
     check_picture(picture)
     facts = describe(model, revision, ignore_keys)
-    if picture is not None:
-        _draw(facts, picture)
+    svg = None if picture is None else _drawn(facts, picture)
     if as_json:
-        print(json.dumps(facts, indent=2))
+        print(json.dumps(facts, indent=2), flush=True)
     else:
         _print_table(facts)
+    if picture is not None and svg is not None:
+        write_picture(picture, svg)
 
 
-def _draw(facts: JsonObject, picture: Path) -> None:
+def _drawn(facts: JsonObject, picture: Path) -> str:
+    """Return the SVG of the KV scales. Raises ConfigError where there are none."""
     from freight.evaluate.scale_picture import scale_picture
 
     scales = facts["kv_cache"]["scales"]
     if not any(entry["k"] for entry in scales):
         raise ConfigError(f"--picture {picture}: {facts['model']} has no KV scales to draw")
-    svg = scale_picture(facts["model"], facts["kv_cache"]["scales_format"], scales)
-    write_picture(picture, svg)
+    return scale_picture(facts["model"], facts["kv_cache"]["scales_format"], scales)
 
 
 def describe(

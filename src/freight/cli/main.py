@@ -8,7 +8,6 @@ Nothing here loads torch; a verb does, once its arguments are checked.
 
 from __future__ import annotations
 
-import errno
 import os
 import sys
 from pathlib import Path
@@ -51,6 +50,7 @@ from freight.cli.streams import (
 from freight.cli.verify import verify
 from freight.config.engine import names_of
 from freight.errors import ConfigError, FreightError, RequestError
+from freight.files import FULL
 
 app = typer.Typer(
     help="Run large language models with an FP8 KV cache.",
@@ -141,14 +141,10 @@ def main() -> None:
         _print_error(error)
         sys.exit(2 if isinstance(error, ConfigError | RequestError) else 1)
     except OSError as error:
-        if error.errno not in _FULL:
+        if error.errno not in FULL:
             raise
         _print_error(f"a file cannot be written: {error}")
         sys.exit(1)
-
-
-# no room on the disk, or none that this user may take
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def _warn_of_variables() -> None:

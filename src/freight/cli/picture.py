@@ -1,10 +1,11 @@
-"""--picture FILE.svg: checked before anything is measured, and written."""
+"""--picture FILE.svg: checked before anything is measured, and written when that was printed."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from freight.errors import ConfigError
+from freight.files import write_whole, writing
 
 
 def check_picture(path: Path | None) -> None:
@@ -20,7 +21,6 @@ def check_picture(path: Path | None) -> None:
 
 
 def write_picture(path: Path, svg: str) -> None:
-    try:
-        path.write_text(svg, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--picture {path} cannot be written: {error.strerror}") from None
+    """Write the picture whole, or not at all: after what it shows was printed. Raises ConfigError."""
+    with writing("--picture"):
+        write_whole(path, svg)

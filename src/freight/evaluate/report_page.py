@@ -17,6 +17,7 @@ from freight.evaluate.advice import advice, as_json, recommended
 from freight.evaluate.charts import Axis, Series, chart
 from freight.evaluate.figures import Evaluation, Figures
 from freight.evaluate.table import legend, setting_name, speed_table, table
+from freight.files import write_whole
 from freight.svg import styled
 from freight.tables import markdown
 
@@ -82,16 +83,19 @@ class Section:
 
 
 def write_report(evaluation: Evaluation, folder: Path) -> None:
-    """Write report.json, report.html, and report.md with its charts into `folder`, which is there."""
-    (folder / "report.json").write_text(
-        json.dumps(as_json(evaluation), indent=1) + "\n",
-        encoding="utf-8",
-    )
-    (folder / "report.md").write_text(_markdown(evaluation), encoding="utf-8")
-    (folder / "report.html").write_text(_html(evaluation), encoding="utf-8")
+    """Write report.json, report.html, and report.md with its charts into `folder`, which is there:
+    each file whole or not at all. Raises OSError.
+    """
+    files = {
+        "report.json": json.dumps(as_json(evaluation), indent=1) + "\n",
+        "report.md": _markdown(evaluation),
+        "report.html": _html(evaluation),
+    }
     for section in sections(evaluation):
         if section.drawn:
-            (folder / section.file).write_text(section.picture + "\n", encoding="utf-8")
+            files[section.file] = section.picture + "\n"
+    for name, content in files.items():
+        write_whole(folder / name, content)
 
 
 def sections(evaluation: Evaluation) -> list[Section]:

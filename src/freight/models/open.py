@@ -242,6 +242,8 @@ class OpenModel:
             logger.warning("%s", waits)
         with threads:
             decoder = self._load(config, num_positions or config.max_model_len)
+        if self.checkpoint is not None:
+            self.checkpoint.require_unchanged()
         seconds = time.perf_counter() - begin
         logger.info(
             "loading weights took %.3g GB and %.2f s", weight_bytes(decoder).total / 1e9, seconds

@@ -41,7 +41,7 @@ from freight.text.template_forms import (
     in_forms,
 )
 from freight.text.token_pieces import Pieces, read_decoder
-from freight.text.tokenizer_files import TokenizerParts, read_files
+from freight.text.tokenizer_files import TokenizerParts, read_files, require_own_files
 
 logger = logging.getLogger("freight")
 
@@ -127,6 +127,7 @@ class Tokenizer:
             raise CheckpointError(
                 f"{path} has no tokenizer (one of {', '.join(_FILES)}); {way_out}"
             )
+        require_own_files(path)
         try:
             return cls(
                 *(read_files(path) if os.path.lexists(path / "tokenizer.json") else _convert(path))

@@ -15,8 +15,8 @@ from typing import Any
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
-from freight.errors import CheckpointError
-from freight.files import LIMIT, open_regular, read_text
+from freight.errors import CheckpointError, shown
+from freight.files import LIMIT, open_regular, outside, read_text
 
 logger = logging.getLogger("freight")
 
@@ -25,6 +25,9 @@ TokenizerParts = tuple[
     Backend, dict[str, str], str | dict[str, str] | None, Mapping[str, Any] | None
 ]
 
+# Files whose text is a chat template or tokens, whatever it says
+_PLAIN = ("*.jinja", "additional_chat_templates/*.jinja", "vocab.txt", "merges.txt", "*.tiktoken")
+_WITH_TEMPLATE = ("tokenizer_config.json", "chat_template.json")
 _NAMED = (
     "bos_token",
     "eos_token",
@@ -34,6 +37,26 @@ _NAMED = (
     "cls_token",
     "mask_token",
 )
+
+
+def require_own_files(path: Path) -> None:
+    """Raise CheckpointError for a chat template or a vocabulary in plain text, in `path`, that is a
+    link to a place outside of the folder: clients can ask for what it holds, whatever it is.
+
+    A link in a snapshot of the hub's cache to its blobs is inside (`files.outside`).
+    """
+    files = [file for pattern in _PLAIN for file in sorted(path.glob(pattern))]
+    for name in _WITH_TEMPLATE:
+        file = path / name
+        if outside(path, file) is not None and "chat_template" in _read_json(file):
+            files.append(file)
+    for file in files:
+        target = outside(path, file)
+        if target is not None:
+            raise CheckpointError(
+                f"{path}: {shown(file.name)} is a link to {shown(str(target))}, outside of the tokenizer's folder, and "
+                "clients can ask for what it holds: put a copy of the file in its place"
+            )
 
 
 def read_files(path: Path) -> TokenizerParts:

@@ -4,6 +4,7 @@ the old remains.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Callable
@@ -13,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from freight.checkpoint import partial
 from freight.checkpoint.writer import CheckpointWriter, require_new
 from freight.errors import CheckpointError, ConfigError
 
@@ -113,11 +115,42 @@ def test_a_file_is_no_folder(tmp_path: Path):
         require_new(tmp_path / "out", overwrite=True)
 
 
+def refuse_to_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(one: Path, other: Path) -> None:
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+    monkeypatch.setattr(partial, "exchange", refused)
+
+
+@pytest.mark.parametrize("moves", [False, True])
+def test_a_file_that_cannot_be_moved_leaves_the_old_model(
+    out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moves: bool
+):
+    """As `chattr +i` on it: the folder can be exchanged, and the file neither moved nor removed."""
+    before, rename = contents(out), os.rename
+
+    def limited(old: Path, new: Path) -> None:
+        if Path(old).name == "tokenizer.json":
+            raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+        rename(old, new)
+
+    monkeypatch.setattr(os, "rename", limited)
+    if moves:
+        refuse_to_exchange(monkeypatch)
+        with pytest.raises(CheckpointError, match=r"cannot be written.*as it was"):
+            write_over(out, tmp_path)
+        assert contents(out) == before
+    else:
+        write_over(out, tmp_path)
+        assert json.loads((out / "config.json").read_text())["model_type"] == "new"
+
+
 @pytest.mark.parametrize("step", ["config.json", "model.safetensors"])
 def test_a_fault_at_the_end_brings_the_old_back(
     out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
 ):
     before, rename = contents(out), os.rename
+    refuse_to_exchange(monkeypatch)
 
     def limited(old: Path, new: Path) -> None:
         if Path(new) == out / step and Path(old).parent.name.endswith(".partial"):

@@ -7,12 +7,24 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import signal
 from pathlib import Path
 
 import pytest
 
-from freight.checkpoint.partial import LOCK, PATTERN, REPLACED, Partial, remove_abandoned
-from freight.errors import ConfigError
+from freight.checkpoint import partial as module
+from freight.checkpoint.partial import (
+    JOURNAL,
+    LOCK,
+    PATTERN,
+    REPLACED,
+    Partial,
+    exchange,
+    remove_abandoned,
+    restore,
+    signals_deferred,
+)
+from freight.errors import CheckpointError, ConfigError
 
 
 def abandon(partial: Partial) -> Path:
@@ -50,11 +62,12 @@ def test_nothing_is_removed_where_the_file_system_has_no_locks(
 
 
 @pytest.mark.parametrize("complete", [False, True])
-def test_replaced_files_are_kept_where_the_output_is_not_complete(
+def test_replaced_files_without_a_journal_are_kept_where_the_output_is_not_complete(
     tmp_path: Path, complete: bool
 ) -> None:
-    left = abandon(Partial.make(tmp_path))
-    (left / REPLACED).mkdir()
+    """As version 0.2 leaves them when it is killed."""
+    left = tmp_path / ".freight.00000000.partial"
+    (left / REPLACED).mkdir(parents=True)
     (left / REPLACED / "config.json").write_text("{}")
     if complete:  # the run was killed after the new files were in place
         (tmp_path / "config.json").write_text("{}")
@@ -67,11 +80,13 @@ def test_replaced_files_are_kept_where_the_output_is_not_complete(
 
 def test_an_output_has_no_lock_file(tmp_path: Path) -> None:
     partial = Partial.make(tmp_path / "out")
+    descriptor = partial.descriptor
     (partial.path / "config.json").write_text("{}")
-    partial.become(tmp_path / "out")
+    partial.replace(tmp_path / "out")
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["config.json"]
     with pytest.raises(OSError, match="Bad file descriptor"):
-        os.fstat(partial.descriptor)
+        os.fstat(descriptor)
+    partial.remove()  # again: nothing is left to remove
 
 
 def test_a_folder_that_another_run_removes_before_it_is_locked_is_made_again(
@@ -92,3 +107,110 @@ def test_a_folder_that_another_run_removes_before_it_is_locked_is_made_again(
     assert partial.path.exists()
     assert partial.path != removed[0]
     partial.remove()
+
+
+def test_the_hidden_folder_is_beside_an_output_that_can_be_exchanged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    beside = Partial.make(out)
+    assert beside.path.parent == tmp_path
+    beside.remove()
+    monkeypatch.chdir(out)  # the shell would be in a removed folder
+    inside = Partial.make(Path())
+    assert inside.path.parent == out
+    inside.remove()
+    assert list(out.iterdir()) == []
+
+
+def test_a_replaced_folder_keeps_its_permissions(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir(mode=0o2750)
+    out.chmod(0o2750)
+    partial = Partial.make(out)
+    (partial.path / "config.json").write_text("{}")
+    partial.replace(out)
+    assert out.stat().st_mode & 0o7777 == 0o2750
+
+
+def test_what_cannot_be_exchanged_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(OSError, match="missing") as failed:
+        exchange(tmp_path, tmp_path / "missing")
+    assert failed.value.errno == errno.ENOENT
+    monkeypatch.setattr(module, "_renameat2", lambda: None)
+    with pytest.raises(OSError, match="not implemented"):
+        exchange(tmp_path, tmp_path)
+
+
+def test_signals_wait_and_then_come(tmp_path: Path) -> None:
+    done = []
+
+    def interrupted() -> None:
+        with signals_deferred():
+            signal.raise_signal(signal.SIGINT)
+            done.append(True)
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert done
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def interrupted_in(out: Path, journal: str, replaced: Path | None = None) -> Path:
+    """A folder as a killed run leaves it, and nothing else in `out`."""
+    hidden = out / ".freight.00000000.partial"
+    hidden.mkdir(parents=True)
+    (hidden / "config.json").write_text("new")
+    (hidden / JOURNAL).write_text(journal)
+    if replaced is None:
+        (hidden / REPLACED).mkdir()
+        (hidden / REPLACED / "config.json").write_text("old")
+    else:
+        (hidden / REPLACED).symlink_to(replaced)
+    return hidden
+
+
+def test_old_files_are_brought_back_by_who_reads(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    interrupted_in(out, '["config.json", "model.safetensors"]')
+    (out / "model.safetensors").write_text("new")
+    restore(out)
+    assert {path.name: path.read_text() for path in out.iterdir()} == {"config.json": "old"}
+
+
+@pytest.mark.parametrize("journal", ["[", '["../secret"]', '[".."]', "{}", "[1]"])
+def test_a_journal_moves_nothing_from_elsewhere(tmp_path: Path, journal: str) -> None:
+    """A model's folder may be anybody's."""
+    (tmp_path / "secret").write_text("secret")
+    hidden = interrupted_in(tmp_path / "out", journal)
+    with pytest.raises(CheckpointError, match=r"killed midway.*freight inspect"):
+        restore(tmp_path / "out")
+    assert (tmp_path / "secret").exists()
+    assert (hidden / REPLACED / "config.json").exists()
+
+
+def test_old_files_are_not_taken_from_behind_a_link(tmp_path: Path) -> None:
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "secret").write_text("secret")
+    interrupted_in(tmp_path / "out", "[]", tmp_path / "home")
+    with pytest.raises(CheckpointError, match="killed midway"):
+        restore(tmp_path / "out")
+    assert (tmp_path / "home" / "secret").exists()
+
+
+def test_a_lock_behind_a_link_is_not_opened(tmp_path: Path) -> None:
+    hidden = tmp_path / ".freight.00000000.partial"
+    hidden.mkdir()
+    (hidden / LOCK).symlink_to(tmp_path / "made")
+    remove_abandoned(tmp_path / "out")
+    assert not (tmp_path / "made").exists()
+
+
+def test_files_of_a_living_run_are_not_brought_back(tmp_path: Path) -> None:
+    hidden = interrupted_in(tmp_path / "out", "[]")
+    descriptor = os.open(hidden / LOCK, os.O_RDWR | os.O_CREAT)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    with pytest.raises(CheckpointError, match="another run writes"):
+        restore(tmp_path / "out")
+    os.close(descriptor)

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import huggingface_hub
 import pytest
 import torch
+from tests.demo_chat import DEMO
 
+from freight.calibrate.quantize import quantize
 from freight.checkpoint.headers import read_header
 from freight.checkpoint.reader import Checkpoint, resolve_model
+from freight.checkpoint.writer import CheckpointWriter
 from freight.errors import CheckpointError, ConfigError
 from freight.fp8.formats import Format
+from freight.models.open import open_folder
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 A, B = torch.arange(6.0).view(2, 3), torch.ones(4, dtype=torch.bfloat16)
@@ -369,3 +377,41 @@ def test_a_hub_that_does_not_answer(monkeypatch):
 def test_an_impossible_hub_id():
     with pytest.raises(CheckpointError, match=r"'no such model' is neither a folder nor a model"):
         resolve_model("no such model")
+
+
+def overwritten(file: Path) -> None:
+    content = file.read_bytes()
+    file.write_bytes(content[:-4] + b"\1\1\1\1")
+    os.utime(file, ns=(0, 0))  # at once: clocks of file systems are coarse
+
+
+def replaced(file: Path) -> None:
+    (file.parent / "new").write_bytes(file.read_bytes())
+    (file.parent / "new").replace(file)
+
+
+@pytest.mark.parametrize("change", [overwritten, replaced, Path.unlink])
+def test_weights_that_change_while_they_are_read_are_refused(
+    tmp_path: Path, change: Callable[[Path], None]
+):
+    shutil.copytree(DEMO, tmp_path / "model")
+    opened = open_folder(tmp_path / "model", "model")
+    assert opened.checkpoint is not None
+    opened.checkpoint.require_unchanged()
+    change(tmp_path / "model" / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"model\.safetensors was changed or replaced"):
+        opened.checkpoint.require_unchanged()
+
+
+def test_writing_ends_with_that_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    shutil.copytree(DEMO, tmp_path / "model")
+    add = CheckpointWriter.add
+
+    def late(self: CheckpointWriter, *args: Any) -> None:
+        add(self, *args)
+        os.utime(tmp_path / "model" / "model.safetensors", ns=(0, 0))
+
+    monkeypatch.setattr(CheckpointWriter, "add", late)
+    with pytest.raises(CheckpointError, match="changed or replaced"):
+        quantize(str(tmp_path / "model"), tmp_path / "out")
+    assert not (tmp_path / "out").exists()

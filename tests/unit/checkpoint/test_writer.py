@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from freight.checkpoint import partial
 from freight.checkpoint.reader import Checkpoint
 from freight.checkpoint.writer import CheckpointWriter, require_new, require_space
 from freight.errors import CapacityError, CheckpointError, ConfigError
@@ -101,10 +102,10 @@ def test_nothing_loads_before_all_is_there(tmp_path: Path):
     with CheckpointWriter(tmp_path / "out", shard_bytes=100) as writer:
         writer.add({"a": tensor(1)})
         writer.add({"b": tensor(2)})
-        (partial,) = tmp_path.iterdir()
-        assert list(partial.glob("*.safetensors"))
+        (hidden,) = tmp_path.iterdir()
+        assert list(hidden.glob("*.safetensors"))
         with pytest.raises(CheckpointError, match=r"no config\.json"):
-            Checkpoint(partial)
+            Checkpoint(hidden)
 
 
 def test_leaving_without_finish_undoes_it(tmp_path: Path):
@@ -143,7 +144,19 @@ def refuse_to_rename(monkeypatch: pytest.MonkeyPatch, refused: Path, number: int
     monkeypatch.setattr(os, "rename", limited)
 
 
-def test_an_empty_folder_is_filled(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch):
+def refuse_to_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(one: Path, other: Path) -> None:
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+    monkeypatch.setattr(partial, "exchange", refused)
+
+
+@pytest.mark.parametrize("exchanges", [True, False])
+def test_an_empty_folder_is_filled(
+    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch, exchanges: bool
+):
+    if not exchanges:
+        refuse_to_exchange(monkeypatch)
     out = tmp_path / "out"
     out.mkdir()
     refuse_to_rename(monkeypatch, out, errno.EBUSY)  # as for a mount point
@@ -167,6 +180,7 @@ def test_an_empty_folder_is_empty_again_after_a_fault(
 ):
     out = tmp_path / "out"
     out.mkdir()
+    refuse_to_exchange(monkeypatch)
     refuse_to_rename(monkeypatch, out / "config.json", errno.EIO)
     with pytest.raises(CheckpointError, match="cannot be written"):
         write_two_shards(out, source)
@@ -231,7 +245,7 @@ def test_a_folder_that_appears_meanwhile_is_not_overwritten(tmp_path: Path, sour
             (tmp_path / "out" / "mine").write_text("mine")
             writer.finish(CONFIG, source)
 
-    with pytest.raises(CheckpointError, match="cannot be written"):
+    with pytest.raises(CheckpointError, match="filled by another program"):
         late()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "source"]
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine"]

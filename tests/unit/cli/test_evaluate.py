@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -95,6 +97,30 @@ def test_a_report_folder_that_cannot_be_written_is_found_before_the_run(
     assert answer.code == 2
     assert "--report" in answer.err
     assert "name another folder" in answer.err
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_report_that_cannot_be_written_does_not_take_the_measurement(
+    freight: Run, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, as_json: bool
+):
+    (tmp_path / "report.json").write_text("old")
+    (tmp_path / "report.html").write_text("old")
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    options = ("--caches", "unit", "--no-speed", "--report", str(tmp_path))
+    answer = freight("evaluate", "caches", "--data", text, *options, *["--json"] * as_json)
+    assert answer.code == 1
+    assert "mean" in answer.out or "kl" in answer.out.lower()
+    if as_json:
+        assert len(json.loads(answer.out)["runs"]) == 2
+    message = " ".join(answer.err.split()).replace(" ", "")
+    assert str(tmp_path / "report.json") in message
+    assert (tmp_path / "report.json").read_text() == "old"
+    assert (tmp_path / "report.html").read_text() == "old"
+    assert len(list(tmp_path.glob("report*"))) == 2
 
 
 def test_a_report_is_written_and_named(freight: Run, text: str, tmp_path: Path):

@@ -8,9 +8,9 @@ Imports no torch.
 
 Several processes may have one folder open. Each writes segments of its own and reads those of all;
 `refresh` finds what came and went. When the whole of DIR, all name spaces together, would become
-larger than its limit or than its disk, the segments that were used longest ago are deleted; never
-one that another process still writes. Engines that store at the same moment may exceed the limit by what they store
-then: a few MiB each.
+larger than its limit or than its disk, or is larger when it is opened, the segments that were used
+longest ago are deleted; never one that another process still writes. Engines that store at the same
+moment may exceed the limit by what they store then: a few MiB each.
 
 Methods may be called from several threads. Only `contains` is called by the thread that computes
 steps: it reads nothing from the disk and waits for nobody.
@@ -38,6 +38,7 @@ from freight.cache.store.segment import (
     is_written,
 )
 from freight.errors import ConfigError
+from freight.files import write_whole
 
 Block = tuple[bytes, int, bytes, bytes]  # key, group, token ids as bytes, payload
 
@@ -57,7 +58,8 @@ class BlockFolder:
     """The blocks of name space `name` in `root`, which holds `limit` bytes at most."""
 
     def __init__(self, root: Path, name: str, limit: int, decides: Mapping[str, str]) -> None:
-        """Make the folders, and read what is there. `decides` is written beside the blocks.
+        """Make the folders, and read what is there: what is beyond `limit` is deleted. `decides` is
+        written beside the blocks.
 
         Raises OSError, and ConfigError as `make_private`.
         """
@@ -73,6 +75,8 @@ class BlockFolder:
         remove_leftovers(root)
         self.num_bytes = 0  # of all of `root`, as last counted
         self.refresh()
+        with self._writing:  # the limit may be lower than the one that this was written with
+            self._delete_oldest(0)
 
     def __len__(self) -> int:
         return len(self._places)
@@ -299,13 +303,5 @@ def _refuse_shared(folder: Path) -> None:
 
 
 def write_private(path: Path, content: bytes) -> None:
-    """Write a small file whole, or not at all. Raises OSError."""
-    new = path.with_name(f"{path.name}.{os.urandom(4).hex()}")
-    file = os.open(new, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
-    try:
-        with os.fdopen(file, "wb") as out:
-            out.write(content)
-        new.replace(path)
-    except OSError:
-        new.unlink(missing_ok=True)
-        raise
+    """Write a file that its owner alone may read, whole or not at all. Raises OSError."""
+    write_whole(path, content, mode=0o600)

@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 
 from freight.device import cpu_name
+from freight.files import write_whole
 from freight.fp8.cast import torch_dtype
 from freight.fp8.formats import Format
 from freight.kernels.cpu.library import Library
@@ -107,10 +108,6 @@ def remembered(path: Path) -> dict[str, object]:
 
 def remember(path: Path, key: str, wanted: bool) -> None:
     """Add a decision to the file. If it cannot be written, the next process measures again."""
-    scratch = path.with_suffix(f".{os.getpid()}")
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        scratch.write_text(
-            json.dumps(remembered(path) | {key: wanted}, indent=1) + "\n", encoding="utf-8"
-        )
-        scratch.replace(path)
+        write_whole(path, json.dumps(remembered(path) | {key: wanted}, indent=1) + "\n")

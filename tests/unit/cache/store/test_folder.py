@@ -270,6 +270,23 @@ def test_the_oldest_goes_and_nothing_that_is_written(tmp_path: Path) -> None:
     assert len(folder) == 1  # that of the writer that lives
 
 
+def test_a_lower_limit_holds_from_the_opening_on(tmp_path: Path) -> None:
+    """That of all name spaces, and before anything is written."""
+    old = BlockFolder(tmp_path, "other", 1 << 20, {})
+    folder = opened(tmp_path, 1 << 20)
+    for number in range(8):
+        old.append([block(number, 60_000)])
+        folder.append([block(number, 60_000)])
+    old.close()
+    folder.close()
+    lower = opened(tmp_path, 300_000)
+    assert sum(size for _, _, size in segments_of(tmp_path)) <= 300_000
+    assert lower.num_bytes <= 300_000
+    found = [number for number in range(8) if read(lower, number, 60_000) is not None]
+    assert found
+    assert found[-1] == 7
+
+
 def test_a_disk_that_is_smaller_than_the_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

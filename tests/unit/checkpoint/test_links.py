@@ -1,0 +1,171 @@
+"""Nothing outside of a model's folder gets into what is written, or is served as a template: a folder
+may be anybody's, and have links to files of this machine.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tests.demo_chat import DEMO
+
+from freight.audit.run import audit
+from freight.calibrate.quantize import quantize
+from freight.calibrate.transfer import import_scales
+from freight.checkpoint.convert import convert
+from freight.checkpoint.merge import merge
+from freight.checkpoint.writer import CheckpointWriter
+from freight.config.engine import EngineArgs
+from freight.errors import CheckpointError
+from freight.models.open import open_folder
+from freight.text.tokenizer import Tokenizer
+
+SECRET = "a private line"
+_FILES = (
+    *("config.json", "generation_config.json", "model.safetensors"),
+    *("tokenizer.json", "tokenizer_config.json"),
+)
+
+
+@pytest.fixture
+def secret(tmp_path: Path) -> Path:
+    path = tmp_path / "home" / "secret"
+    path.parent.mkdir()
+    path.write_text(SECRET)
+    return path
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for name in _FILES:
+        shutil.copyfile(DEMO / name, folder / name)
+    return folder
+
+
+def adapter(folder: Path) -> Path:
+    folder.mkdir()
+    name = "model.layers.0.self_attn.q_proj"
+    outputs, inputs = load_file(DEMO / "model.safetensors")[f"{name}.weight"].shape
+    config = {"peft_type": "LORA", "r": 1, "lora_alpha": 1, "target_modules": ["q_proj"]}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    parts = {
+        f"base_model.model.{name}.lora_A.weight": torch.ones(1, inputs),
+        f"base_model.model.{name}.lora_B.weight": torch.ones(outputs, 1),
+    }
+    save_file(parts, folder / "adapter_model.safetensors")
+    return folder
+
+
+def quantized(model: Path, out: Path) -> None:
+    quantize(str(model), out)
+
+
+def converted(model: Path, out: Path) -> None:
+    (model / "model.safetensors").rename(model / "pytorch_model.bin")
+    convert(str(model), out)
+
+
+def merged(model: Path, out: Path) -> None:
+    merge(str(model), str(adapter(model.parent / "adapter")), out)
+
+
+def imported(model: Path, out: Path) -> None:
+    import_scales(Path("tests/fixtures/vllm_kv_scales.json"), str(model), out)
+
+
+def repaired(model: Path, out: Path) -> None:
+    audit(EngineArgs(str(model)), [], None, fix=out)
+
+
+def written(model: Path, out: Path) -> None:
+    with CheckpointWriter(out) as writer:
+        writer.add({"a": torch.zeros(1)})
+        writer.finish({}, model)
+
+
+WRITERS = [quantized, converted, merged, imported, repaired, written]
+
+
+@pytest.mark.parametrize("write", WRITERS)
+@pytest.mark.parametrize(
+    "name", ["special_tokens_map.json", "vocab.txt", "LICENSE", "hf_quant_config.json", "x.jinja"]
+)
+def test_a_link_out_of_the_model_is_not_written(
+    model: Path, tmp_path: Path, secret: Path, write: Callable[[Path, Path], None], name: str
+):
+    (model / name).symlink_to(secret)
+    if name == "hf_quant_config.json":
+        secret.write_text("{}")
+    with pytest.raises(CheckpointError, match=rf"{name}.*outside.*copy of the file"):
+        write(model, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_weights_of_another_folder_are_not_written(model: Path, tmp_path: Path):
+    (model / "model.safetensors").rename(tmp_path / "private.safetensors")
+    (model / "model.safetensors").symlink_to("../private.safetensors")
+    with pytest.raises(CheckpointError, match=r"model\.safetensors.*outside"):
+        quantize(str(model), tmp_path / "out")
+    open_folder(model, str(model))  # running them is another matter
+
+
+def test_an_adapter_has_its_own_files(model: Path, tmp_path: Path):
+    lora = adapter(tmp_path / "adapter")
+    (lora / "adapter_model.safetensors").rename(tmp_path / "private.safetensors")
+    (lora / "adapter_model.safetensors").symlink_to("../private.safetensors")
+    with pytest.raises(CheckpointError, match=r"adapter_model\.safetensors.*outside"):
+        merge(str(model), str(lora), tmp_path / "out")
+
+
+def test_blobs_of_the_hub_s_cache_are_the_model_s(tmp_path: Path):
+    root = tmp_path / "models--freight--demo"
+    snapshot = root / "snapshots" / "0123"
+    snapshot.mkdir(parents=True)
+    (root / "blobs").mkdir()
+    for number, name in enumerate(_FILES):
+        shutil.copyfile(DEMO / name, root / "blobs" / str(number))
+        (snapshot / name).symlink_to(f"../../blobs/{number}")
+    quantize(str(snapshot), tmp_path / "out")
+    assert not [file for file in (tmp_path / "out").iterdir() if file.is_symlink()]
+    assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (DEMO / "tokenizer.json").read_bytes()  # fmt: skip
+    assert Tokenizer.load(snapshot).encode("a")
+
+
+@pytest.mark.parametrize("name", ["chat_template.jinja", "additional_chat_templates/x.jinja"])
+def test_a_template_from_elsewhere_is_not_read(model: Path, secret: Path, name: str):
+    (model / name).parent.mkdir(exist_ok=True)
+    (model / name).symlink_to(secret)
+    with pytest.raises(CheckpointError, match=r"jinja.*outside"):
+        Tokenizer.load(model)
+
+
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "chat_template.json"])
+def test_a_template_in_json_from_elsewhere_is_not_read(model: Path, secret: Path, name: str):
+    secret.write_text(json.dumps({"chat_template": SECRET}))
+    (model / name).unlink(missing_ok=True)
+    (model / name).symlink_to(secret)
+    with pytest.raises(CheckpointError, match=rf"{name}.*outside"):
+        Tokenizer.load(model)
+
+
+def test_a_vocabulary_from_elsewhere_is_not_read(tmp_path: Path, secret: Path):
+    """/detokenize would show it, line by line."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "BertTokenizer"}')
+    (folder / "vocab.txt").symlink_to(secret)
+    with pytest.raises(CheckpointError, match=r"vocab\.txt.*outside"):
+        Tokenizer.load(folder)
+
+
+def test_a_tokenizer_may_be_linked(model: Path):
+    (model / "tokenizer.json").unlink()
+    (model / "tokenizer.json").symlink_to(DEMO / "tokenizer.json")
+    assert Tokenizer.load(model).encode("a")
