@@ -86,7 +86,10 @@ Data = Annotated[
 ]
 Field = Annotated[str, option("NAME", "The field of a JSONL line that has its text.")]
 Tokens = Annotated[int | None, option("TOKENS", "Tokens judged together.", min=2)]
-MaxTokens = Annotated[int | None, option("COUNT", "Judge the first tokens only.", min=2)]
+MaxTokens = Annotated[
+    int | None,
+    option("COUNT", "Judge the first tokens only.", "--max-tokens", "--tokens", min=2),
+]
 Caches = Annotated[
     str | None,
     option("LIST", "Of unit,tensor,head,channel,token,group,e5m2,centered,int8."),

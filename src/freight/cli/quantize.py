@@ -51,7 +51,9 @@ _QFORMATS = {"fp8": str(WeightScheme.TENSOR), "full_prec": str(WeightScheme.NONE
 Model = Annotated[str | None, argument("MODEL", "A folder, a hub id, or 'demo'.")]
 ModelId = Annotated[
     str | None,
-    option("MODEL", "The same as MODEL.", "--model-id", "--model-dir", envvar=MODEL_VARIABLE),
+    option(
+        "MODEL", "The same as MODEL.", "--model-id", "--model", "--model-dir", envvar=MODEL_VARIABLE
+    ),
 ]
 OutputDir = Annotated[Path | None, option("OUT", "The same as OUT.", "--output-dir", "--save-path")]
 Overwrite = Annotated[
