@@ -137,6 +137,19 @@ def make_observer(kind: ObserverKind, name: str, groups: int, device: str = "cpu
     return _KINDS[kind](name, groups, device)
 
 
+def pair_norms(keys: Tensor, rotary_dim: int) -> Tensor:
+    """Return keys [..., head_dim], rotated, with both channels of each rotary pair (i, i +
+    rotary_dim / 2) as the norm of the pair; float32.
+
+    Rotary embedding turns a pair by the position: at positions that calibration did not see, either
+    channel may be as large as the norm, and never larger.
+    """
+    half = rotary_dim // 2
+    keys = keys.float()
+    norms = torch.hypot(keys[..., :half], keys[..., half:rotary_dim])
+    return torch.cat((norms, norms, keys[..., rotary_dim:]), -1)
+
+
 def by_group(values: Tensor, granularity: Granularity) -> Tensor:
     """Reorder keys or values [num_tokens, num_kv_heads, head_dim] -> [groups, count]."""
     if granularity is Granularity.TENSOR:

@@ -66,7 +66,14 @@ from freight.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("freight")
 NOTHING_CALIBRATED = Calibration(
-    kv=None, kv_finer=None, input_scales={}, num_samples=0, num_tokens=0, moving={}, zeros=()
+    kv=None,
+    kv_finer=None,
+    input_scales={},
+    num_samples=0,
+    num_tokens=0,
+    longest=0,
+    moving={},
+    zeros=(),
 )
 
 
@@ -81,6 +88,7 @@ class QuantizeResult:
     form       of the checkpoint: a `Layout`, or 'mxfp4' of a model that keeps its experts so
     beside     the number of tensors of other parts than the text model, copied as they are, by the
                name of their dtype
+    longest    tokens of the longest sample: the scales have seen no position from there on
     """
 
     path: Path
@@ -94,6 +102,7 @@ class QuantizeResult:
     kv_choice: KVChoice | None = None
     form: str = Layout.COMPRESSED_TENSORS
     beside: Mapping[str, int] = field(default_factory=dict)
+    longest: int = 0
 
 
 @dataclass(frozen=True)
@@ -487,6 +496,7 @@ def write(
         tuple(warnings),
         form=form,
         beside=beside,
+        longest=calibration.longest,
     )
 
 

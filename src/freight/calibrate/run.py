@@ -24,7 +24,7 @@ from freight.calibrate.expert_inputs import one_by_one
 from freight.calibrate.modules import layer_modules
 from freight.calibrate.watch import LayerWatch, WatchedKV, observed, watch_layer
 from freight.config.engine import KVCacheConfig, LayerKVFormat
-from freight.config.layer import Mixer
+from freight.config.layer import Mixer, PagedMixer
 from freight.config.model import ModelConfig
 from freight.config.quantize_plan import ActivationScheme, QuantizePlan
 from freight.errors import CheckpointError
@@ -72,6 +72,7 @@ class Calibration:
     input_scales: Mapping[str, float]
     num_samples: int
     num_tokens: int
+    longest: int  # tokens of the longest sample: scales have seen no position from there on
     moving: Mapping[str, float]
     zeros: tuple[str, ...]
     centers: tuple[LayerCenters, ...] = ()
@@ -126,7 +127,8 @@ def calibrate(
     centered: list[tuple[LayerCenters, LayerWatch]] = []
     for index, modules in enumerate(layer_modules(config)):
         layer, mixer = of_layers.layer(index, ropes), config.layers[index].mixer
-        watch = watch_layer(plan, mixer, modules, left_out, device)
+        rotary_dim = ropes[mixer.rope].rotary_dim if isinstance(mixer, PagedMixer) else 0
+        watch = watch_layer(plan, mixer, modules, left_out, device, rotary_dim)
         own = builder.per_layer_embeddings(index)
         inputs = (
             None if own is None or embedded is None else partial(_inputs_of, own, embedded, tokens)
@@ -142,7 +144,7 @@ def calibrate(
             finder, before = CenterWatch(_rotary(layer).rotary_dim), hidden.clone()
             through(watch.around(layer), hidden, watch, projected=finder.see, keep=keep)
             only_kv = replace(plan, activations=ActivationScheme.NONE)
-            rest = watch_layer(only_kv, mixer, modules, left_out, device)
+            rest = watch_layer(only_kv, mixer, modules, left_out, device, rotary_dim)
             centered.append((finder.centers(), rest))
             through(layer, before, rest, centers=centered[-1][0])
             del before
@@ -341,6 +343,7 @@ def _summary(
         input_scales=input_scales,
         num_samples=len(lengths),
         num_tokens=sum(lengths),
+        longest=max(lengths),
         moving={watch.name: watch.growth for watch in everything if watch.growth > MOVING},
         zeros=tuple(dict.fromkeys(watch.name for watch in everything if watch.zero)),
         centers=tuple(centers for centers, _ in centered),

@@ -15,7 +15,7 @@ from freight.cache.pool import PagedKV
 from freight.calibrate.centers import LayerCenters
 from freight.calibrate.expert_inputs import ExpertWatch
 from freight.calibrate.modules import LayerModules
-from freight.calibrate.observers import Observer, by_group, make_observer
+from freight.calibrate.observers import Observer, by_group, make_observer, pair_norms
 from freight.config.layer import LatentConfig, Mixer, PagedMixer
 from freight.config.quantize_plan import KV_GRANULARITIES, ActivationScheme, QuantizePlan
 from freight.fp8.cast import SMALLEST_SCALE, scale_from_amax
@@ -123,6 +123,7 @@ class LayerWatch:
     inputs: Mapping[tuple[str, ...], Watch]  # by the modules that share the input
     experts: ExpertWatch | None = None
     v_dim: int = 0  # of values that are the last channels of keys
+    rotary_dim: int = 0  # channels of a key that are rotated, the first ones
 
     @property
     def all(self) -> list[Watch]:
@@ -130,7 +131,10 @@ class LayerWatch:
 
     def see_kv(self, k: Tensor, v: Tensor) -> None:
         for (side, granularity), watch in self.kv.items():
-            watch.observe(by_group(k if side == "k" else v, granularity))
+            seen = k if side == "k" else v
+            if side == "k" and granularity is Granularity.CHANNEL:
+                seen = pair_norms(k, self.rotary_dim)
+            watch.observe(by_group(seen, granularity))
 
     def around(self, layer: DecoderLayer) -> DecoderLayer:
         """Return the layer with the inputs of its Linear modules observed."""
@@ -209,8 +213,15 @@ def observed(plan: QuantizePlan) -> tuple[Granularity, ...]:
 
 
 def watch_layer(
-    plan: QuantizePlan, mixer: Mixer, modules: LayerModules, ignored: frozenset[str], device: str
+    plan: QuantizePlan,
+    mixer: Mixer,
+    modules: LayerModules,
+    ignored: frozenset[str],
+    device: str,
+    rotary_dim: int = 0,
 ) -> LayerWatch:
+    """Make the observers of a layer whose keys have `rotary_dim` rotated channels."""
+
     def watch(name: str, groups: int = 1) -> Watch:
         return Watch(make_observer(plan.observer, name, groups, device), name)
 
@@ -232,6 +243,5 @@ def watch_layer(
         gate_up, down = inputs[modules.experts.gate_up], inputs[modules.experts.down]
         num_tokens = torch.zeros(modules.experts.count, dtype=torch.int64, device=device)
         experts = ExpertWatch(gate_up.observe, down.observe, num_tokens)
-    return LayerWatch(
-        modules, kv, inputs, experts, mixer.v_dim if isinstance(mixer, LatentConfig) else 0
-    )
+    v_dim = mixer.v_dim if isinstance(mixer, LatentConfig) else 0
+    return LayerWatch(modules, kv, inputs, experts, v_dim, rotary_dim)

@@ -46,7 +46,9 @@ def audit(
         option("OUT", "Write a checkpoint whose scales the first engine loads."),
     ] = None,
     window: Annotated[int | None, option("TOKENS", "Tokens judged together.", min=2)] = None,
-    max_tokens: Annotated[int, option("COUNT", "Tokens measured at most.", min=2)] = 8192,
+    max_tokens: Annotated[
+        int, option("COUNT", "Tokens measured at most.", "--max-tokens", "--tokens", min=2)
+    ] = 8192,
     layer_tokens: Annotated[int, option("COUNT", "Tokens to rank layers by.", min=2)] = 1024,
     as_json: Json = False,
 ) -> None:

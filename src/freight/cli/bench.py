@@ -42,15 +42,30 @@ app = typer.Typer(
 )
 app.command()(serving)
 
+_OUTPUT_LEN = ("--output-len", "--output-tokens")  # as `bench serving` calls it, too
 RandomWeights = Annotated[
     str | None,
     option("SHAPE", "No checkpoint: a model of this shape, a preset's name or a config.json."),
 ]
-BatchSize = Annotated[int, option("COUNT", "Sequences that arrive at once.", min=1)]
+BatchSize = Annotated[
+    int,
+    option("COUNT", "Sequences that arrive at once.", "--batch-size", "--concurrency", min=1),
+]
 Requests = Annotated[int, option("COUNT", "Requests in all.", min=1)]
-InputLen = Annotated[int, option("TOKENS", "Length of a prompt.", min=1)]
-OutputLen = Annotated[int, option("TOKENS", "Tokens generated for each.", min=1)]
-Repeats = Annotated[int, option("COUNT", "Runs that count; one to warm up comes before.", min=1)]
+InputLen = Annotated[
+    int,
+    option("TOKENS", "Length of a prompt.", "--input-len", "--prompt-tokens", min=1),
+]
+OutputLen = Annotated[
+    int,
+    option("TOKENS", "Tokens generated for each.", *_OUTPUT_LEN, min=1),
+]
+Repeats = Annotated[
+    int,
+    option(
+        "COUNT", "Runs that count; one to warm up comes before.", "--repeats", "--rounds", min=1
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
 KERNEL_NAMES = (
     "linear",
@@ -74,7 +89,10 @@ def latency(
     output_len: Annotated[
         int | None,
         option(
-            "TOKENS", "Tokens generated for each; default: 33, with --text the whole text.", min=1
+            "TOKENS",
+            "Tokens generated for each; default: 33, with --text the whole text.",
+            *_OUTPUT_LEN,
+            min=1,
         ),
     ] = None,
     repeats: Repeats = 3,

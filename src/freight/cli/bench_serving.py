@@ -29,7 +29,8 @@ def serving(
         option("URL", f"A server; repeat it to compare; default: {DEFAULT_URL}."),
     ] = None,
     model: Annotated[
-        str | None, option("NAME", "Default: the first that the server lists.")
+        str | None,
+        option("NAME", "Default: the first that the server lists.", "--model", "--model-id"),
     ] = None,
     api_key: Annotated[str | None, typer.Option(metavar="KEY", envvar="FREIGHT_API_KEY")] = None,
     endpoint: Annotated[str, option("completions|chat", "Which API is called.")] = "completions",
@@ -44,9 +45,16 @@ def serving(
     num_requests: Annotated[int | None, option("COUNT", "Default: 64.", min=1)] = None,
     duration: Annotated[float | None, option("SECONDS", "No request begins after it.")] = None,
     prompt: Annotated[str, option("text|ids", "Pieces of a text, or random token ids.")] = "text",
-    prompts: Annotated[Path | None, option("FILE.jsonl", "Your own prompts, one a line.")] = None,
-    prompt_tokens: Annotated[str, option("N|LOW:HIGH", "Length of a prompt.")] = "128",
-    output_tokens: Annotated[str, option("N|LOW:HIGH", "Tokens generated for each.")] = "64",
+    prompts: Annotated[
+        Path | None,
+        option("FILE.jsonl", "Your own prompts, one a line.", "--prompts", "--prompt-file"),
+    ] = None,
+    prompt_tokens: Annotated[
+        str, option("N|LOW:HIGH", "Length of a prompt.", "--prompt-tokens", "--input-len")
+    ] = "128",
+    output_tokens: Annotated[
+        str, option("N|LOW:HIGH", "Tokens generated for each.", "--output-tokens", "--output-len")
+    ] = "64",
     shared_prefix: Annotated[
         int,
         option("TOKENS", "With which every prompt begins, besides its own.", min=0),
@@ -55,7 +63,13 @@ def serving(
     warmup: Annotated[int, option("COUNT", "Requests before a run that do not count.", min=0)] = 4,
     rounds: Annotated[
         int | None,
-        option("COUNT", "Runs of each load; default: 1, for several servers 6.", min=1),
+        option(
+            "COUNT",
+            "Runs of each load; default: 1, for several servers 6.",
+            "--rounds",
+            "--repeats",
+            min=1,
+        ),
     ] = None,
     timeout: Annotated[float, option("SECONDS", "For one answer.")] = 600.0,
     seed: Annotated[

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from freight.calibrate.stages import stages
-from freight.cli.options import OutFolder, Revision, argument
+from freight.cli.options import (
+    ModelIdOption,
+    OptionalOut,
+    Revision,
+    argument,
+    model_and_others,
+)
 
 
 def convert(
-    model: Annotated[str, argument("MODEL", "A folder with pytorch_model*.bin, or a hub id.")],
-    out: OutFolder,
+    ctx: typer.Context,
+    model: Annotated[
+        str | None, argument("MODEL", "A folder with pytorch_model*.bin, or a hub id.")
+    ] = None,
+    out: OptionalOut = None,
+    model_id: ModelIdOption = None,
     revision: Revision = None,
 ) -> None:
     """Write a checkpoint of pytorch_model.bin files as safetensors.
@@ -20,10 +31,11 @@ def convert(
     Pickled files can hold code. It is not run: they are read as tensors alone, in a process with
     limited memory.
     """
+    name, folder = model_and_others(ctx, model_id, ("MODEL", "OUT"), (model, out))
     from freight.checkpoint.convert import convert as run
 
     with stages() as on_progress:
-        result = run(model, out, revision, on_progress)
+        result = run(name, Path(folder), revision, on_progress)
     files = "1 file" if result.num_files == 1 else f"{result.num_files} files"
     typer.echo(
         f"{result.path}: {result.num_tensors:,} tensors, {result.num_bytes / 2**20:,.2f} MiB, in {files}"

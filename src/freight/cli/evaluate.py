@@ -18,6 +18,7 @@ import typer
 from typer.core import TyperGroup
 
 from freight import files
+from freight.calibrate.stages import stages
 from freight.cli.options import Command, Json, option, takes_options_of_one_rank
 from freight.config.engine import EngineArgs
 from freight.errors import ConfigError
@@ -86,7 +87,10 @@ Data = Annotated[
 ]
 Field = Annotated[str, option("NAME", "The field of a JSONL line that has its text.")]
 Tokens = Annotated[int | None, option("TOKENS", "Tokens judged together.", min=2)]
-MaxTokens = Annotated[int | None, option("COUNT", "Judge the first tokens only.", min=2)]
+MaxTokens = Annotated[
+    int | None,
+    option("COUNT", "Judge the first tokens only.", "--max-tokens", "--tokens", min=2),
+]
 Caches = Annotated[
     str | None,
     option("LIST", "Of unit,tensor,head,channel,token,group,e5m2,centered,int8."),
@@ -102,6 +106,20 @@ Weights = Annotated[
 CalibrationData = Annotated[
     str | None,
     option("FILE", "Text for static scales that the checkpoint does not have."),
+]
+Noise = Annotated[
+    bool | None,
+    typer.Option(
+        "--noise/--no-noise",
+        help="Measure what computing in 16 bits costs by itself; default: where float32 weights take 4 GiB at most.",
+    ),
+]
+KLByLayer = Annotated[
+    bool,
+    typer.Option(
+        "--kl-by-layer",
+        help="Measure the KL of each layer alone as well: a pass for every layer of every cache.",
+    ),
 ]
 Speed = Annotated[bool, typer.Option(help="Time prefill and decoding.")]
 Report = Annotated[
@@ -123,6 +141,8 @@ def evaluate_caches(
     weights: Weights = None,
     calibration_data: CalibrationData = None,
     speed: Speed = True,
+    noise: Noise = None,
+    kl_by_layer: KLByLayer = False,
     report: Report = None,
     as_json: Json = False,
 ) -> None:
@@ -135,12 +155,12 @@ def evaluate_caches(
     if report is not None:
         require_writable(report)
     log_to_stderr()
-    from freight.evaluate.advice import advice
+    from freight.evaluate.advice import advice, why_not
     from freight.evaluate.advice import as_json as to_json
     from freight.evaluate.documents import read_documents
     from freight.evaluate.grid import GridArgs, evaluate_grid
     from freight.evaluate.report_page import write_report
-    from freight.evaluate.table import legend, speed_table, table
+    from freight.evaluate.table import SPEED, legend, speed_table, table, words
 
     grid = GridArgs(
         caches=_list(caches),
@@ -149,10 +169,11 @@ def evaluate_caches(
         window=window,
         max_tokens=max_tokens,
         speed=speed,
-        per_layer=report is not None,
+        per_layer=kl_by_layer,
+        noise=noise,
         states=_list(states),
     )
-    with progress("evaluating") as on_progress:
+    with stages() as on_progress:
         evaluation = evaluate_grid(args, read_documents(path, field), grid, on_progress, path.name)
     # Printed before it is written: a disk that is full must not take the measurement
     if as_json:
@@ -165,11 +186,15 @@ def evaluate_caches(
         typer.echo(f"warning: {warning}")
     typer.echo(table(evaluation))
     if grid.speed:
-        typer.echo(f"\nTokens per second of one sequence:\n\n{speed_table(evaluation)}\n")
+        typer.echo(f"\n{SPEED}\n\n{speed_table(evaluation)}\n")
     over = evaluation.overview
     size = f"weights: {over.weight_bytes:,} bytes in {over.weight_dtype}"
     typer.echo(f"{size}, embedding and head {over.embedding_bytes:,} bytes")
     typer.echo(legend(evaluation))
+    for word, meaning in words(evaluation):
+        typer.echo(f"  {word}: {meaning}")
+    for line in why_not(evaluation):
+        typer.echo(line)
     typer.echo(str(advice(evaluation)))
     if report is not None:
         with writing("--report"):
@@ -298,7 +323,7 @@ def evaluate_layers(
         return
     typer.echo(sensitivity.as_table(found))
     typer.echo(
-        f"KL in nats against a 16-bit cache, over the first {found.num_tokens:,} tokens; one layer at a time"
+        f"KL in nats against an unquantized cache, over the first {found.num_tokens:,} tokens; one layer at a time"
     )
 
 

@@ -293,6 +293,7 @@ SAMPLING_FLAGS = (
         float | None,
         "Seconds after which a completion ends with what it has by then.",
         "SECONDS",
+        also=("--timeout",),
     ),
     Flag("skip_special_tokens", bool, "Leave special tokens out of the text.", negatable=True),
 )
@@ -304,7 +305,7 @@ ModelArgument = Annotated[
 ]
 ModelIdOption = Annotated[
     str | None,
-    option("MODEL", "The model, as an option.", "--model-id", envvar=MODEL_VARIABLE),
+    option("MODEL", "The model, as an option.", "--model-id", "--model", envvar=MODEL_VARIABLE),
 ]
 
 

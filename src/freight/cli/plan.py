@@ -36,7 +36,12 @@ def plan(
     memory: Annotated[str, option("BYTES|24GiB", "Memory of the device, weights included.")],
     context: Annotated[
         int | None,
-        option("TOKENS", "Tokens of each request; default: the model's context."),
+        option(
+            "TOKENS",
+            "Tokens of each request; default: the model's context.",
+            "--context",
+            "--max-model-len",
+        ),
     ] = None,
     concurrency: Annotated[
         int | None,

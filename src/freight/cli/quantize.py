@@ -51,7 +51,9 @@ _QFORMATS = {"fp8": str(WeightScheme.TENSOR), "full_prec": str(WeightScheme.NONE
 Model = Annotated[str | None, argument("MODEL", "A folder, a hub id, or 'demo'.")]
 ModelId = Annotated[
     str | None,
-    option("MODEL", "The same as MODEL.", "--model-id", "--model-dir", envvar=MODEL_VARIABLE),
+    option(
+        "MODEL", "The same as MODEL.", "--model-id", "--model", "--model-dir", envvar=MODEL_VARIABLE
+    ),
 ]
 OutputDir = Annotated[Path | None, option("OUT", "The same as OUT.", "--output-dir", "--save-path")]
 Overwrite = Annotated[
@@ -271,6 +273,7 @@ def facts(result: QuantizeResult) -> JsonObject:
         ],
         "num_samples": result.num_samples,
         "num_tokens": result.num_tokens,
+        "longest_sample": result.longest,
         "bytes_before": result.bytes_before,
         "bytes_after": result.bytes_after,
         **({"other_parts": dict(result.beside)} if result.beside else {}),
@@ -296,6 +299,6 @@ def sentences(result: QuantizeResult) -> Iterator[str]:
             where = f"keys centered in {len(gains)} of {len(result.centers)} layers"
             yield f"{where}: squared error of rounding divided by {span}"
         samples = "1 sample" if result.num_samples == 1 else f"{result.num_samples:,} samples"
-        yield f"calibrated on {result.num_tokens:,} tokens in {samples}"
+        yield f"calibrated on {result.num_tokens:,} tokens in {samples}, positions 0 to {result.longest - 1:,}"
     if result.kv_choice is not None:
         yield from choice_sentences(result.kv_choice)

@@ -33,8 +33,12 @@ def extract(
     base: Annotated[str | None, argument("BASE", "The 16-bit model that gets them.")] = None,
     out: OptionalOut = None,
     quantized_model: Annotated[str | None, option("QUANTIZED", "The same as QUANTIZED.")] = None,
-    model: Annotated[str | None, option("BASE", "The same as BASE.")] = None,
-    save_path: Annotated[Path | None, option("OUT", "The same as OUT.")] = None,
+    model: Annotated[
+        str | None, option("BASE", "The same as BASE.", "--model", "--model-id")
+    ] = None,
+    save_path: Annotated[
+        Path | None, option("OUT", "The same as OUT.", "--save-path", "--output-dir")
+    ] = None,
     format: Format = Layout.COMPRESSED_TENSORS,
 ) -> None:
     """Take KV scales out of a quantized checkpoint and put them into a 16-bit one."""

@@ -6,18 +6,21 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
+from freight.config.engine import EngineArgs
 from freight.config.fields import JsonObject
+from freight.config.other_engines import as_flag
 from freight.config.skip_layers import FLAG
 from freight.evaluate.figures import Evaluation, Figures, Overview
 from freight.evaluate.safety import CLIPPED, KL, RATIO, SAME_TOP, Verdict
-from freight.evaluate.table import nats
+from freight.evaluate.table import nats, setting_name
 
 NEAR = 1.05  # of the fewest bytes: a cache within this factor is as small
 BOUNDS = (
-    f"with 95 % confidence, perplexity within {RATIO - 1:.1%} of 16 bits, up or down, mean KL at most {KL} nats, and "
-    f"the same top token for {SAME_TOP:.0%}; at most {CLIPPED:.1%} of the keys and values clipped"
+    f"with 95 % confidence, perplexity within {RATIO - 1:.1%} of the unquantized cache's, up or down, "
+    f"mean KL at most {KL} nats, and the same top token for {SAME_TOP:.0%};"
+    f" at most {CLIPPED:.1%} of the keys and values clipped"
 )
 
 
@@ -27,7 +30,7 @@ class Advice:
     safe.
 
     `text` is a paragraph for people who have not met FP8. `command` gives the chosen setting, or
-    else 16 bits.
+    else the first one.
     """
 
     verdict: Verdict
@@ -55,10 +58,13 @@ def as_json(evaluation: Evaluation) -> JsonObject:
 
 
 def recommended(evaluation: Evaluation) -> Figures | None:
-    """Return the safe setting of least error among the smallest, with the first one's weights; None
-    if none is safe.
+    """Return the safe setting of least error among the smallest that a command gives, with the first
+    one's weights; None if none is safe.
     """
-    return _best(_smaller(evaluation), lambda run: run.bytes_per_token)
+    runs = _smaller(evaluation)
+    if evaluation.overview.quantized:  # `freight quantize` takes unquantized models alone
+        runs = [run for run in runs if run.scale_source != "calibrated"]
+    return _best(runs, lambda run: run.bytes_per_token)
 
 
 def recommended_states(evaluation: Evaluation) -> Figures | None:
@@ -97,37 +103,81 @@ def _smaller(evaluation: Evaluation) -> list[Figures]:
 
 def how_to(run: Figures, over: Overview) -> str:
     """Return the command line that gives this setting, with what `freight evaluate` was given for
-    it.
+    it. It runs as it is.
+
+    Of calibrated scales it is that of `freight quantize` and of serving what this writes, so the
+    weights may not be `over.quantized`.
     """
-    model = shlex.quote(over.model)
-    more = f" --quantization {over.quantization}" if over.quantization else ""
+    args, in_fp8 = over.args, run.granularity is not None
+    more: list[str] = []
     if run.state_dtype is not None:
-        more += f" --state-dtype {'fp8' if 'e4m3' in run.state_dtype else run.state_dtype}"
-    if run.granularity is None:
-        return f"freight serve {model} --kv-cache-dtype {run.kv_cache_dtype}{more}"
-    more += f" {FLAG} {','.join(map(str, over.skipped_layers))}" if over.skipped_layers else ""
+        more += ["--state-dtype", "fp8" if "e4m3" in run.state_dtype else run.state_dtype]
+    if in_fp8 and args.kv_cache_dtype_skip_layers:
+        more += [FLAG, ",".join(map(str, args.kv_cache_dtype_skip_layers))]
+    dtype = _cache_dtype(run)
+    if not in_fp8 or dtype == "int8":
+        args = replace(args, attention_compute="auto")
+    if not in_fp8:
+        return _serve(args, ["--kv-cache-dtype", dtype], more)
     # --kv-cache-dtype fp8 would contradict it
     if over.chosen_by_layer and run.scale_source == "checkpoint":
-        return f"freight serve {model}{more}"
+        return _serve(args, [], more)
     if run.scale_source == "calibrated":
-        made = f"freight quantize {model} OUT --weights none --kv-cache fp8 --kv-granularity {run.granularity}"
-        made += " --center" if run.centered else ""
-        made += (
-            f" --calibration-data {shlex.quote(over.calibration_data)}"
-            if over.calibration_data
-            else ""
-        )
-        return f"{made} && freight serve OUT{more}"
-    eight = next(
-        (str(one["dtype"]) for one in run.layers or () if one["granularity"]), run.kv_cache_dtype
-    )
-    dtype = "fp8" if "e4m3" in eight else eight
+        assert not over.quantized, "`recommended` leaves it out"
+        made = replace(args, model="OUT", revision=None, ignore_config_keys=())
+        return f"{_quantize(run, over)} && {_serve(made, [], more)}"
     dynamic = "group" if run.granularity == "group" else "dynamic"
-    named = {"unit": "unit", "dynamic": dynamic} | dict.fromkeys(
-        ("file", "given"), shlex.quote(over.kv_scales)
-    )
+    given = args.quantization_param_path or args.kv_scales
+    named = {"unit": "unit", "dynamic": dynamic, "file": given, "given": given}
     source = named.get(run.scale_source or "") if dtype != "int8" or dynamic == "group" else None
-    return f"freight serve {model} --kv-cache-dtype {dtype}{f' --kv-scales {source}' if source else ''}{more}"
+    cache = ["--kv-cache-dtype", dtype, *(["--kv-scales", source] if source else [])]
+    return _serve(args, cache, more)
+
+
+def _cache_dtype(run: Figures) -> str:
+    """Return the cache's dtype as --kv-cache-dtype has it: of layers that differ, that of the 8-bit
+    ones.
+    """
+    eight = [str(layer["dtype"]) for layer in run.layers or () if layer["granularity"]]
+    dtype = eight[0] if eight else run.kv_cache_dtype
+    return "fp8" if "e4m3" in dtype else dtype
+
+
+# Options of caches and states, which the setting decides and not what was given
+_OF_CACHES = {
+    *("model", "kv_cache_dtype", "kv_scales", "quantization_param_path"),
+    *("kv_cache_dtype_skip_layers", "state_dtype"),
+}
+
+
+def _serve(args: EngineArgs, cache: Sequence[str], more: Sequence[str]) -> str:
+    """Return `freight serve` with the options of `args` that are not at their defaults."""
+    words = ["freight", "serve", args.model, *cache]
+    for field in fields(EngineArgs):
+        value, flag = getattr(args, field.name), as_flag(field.name)
+        if field.name in _OF_CACHES or value == field.default:
+            continue
+        if isinstance(value, bool):
+            words.append(flag if value else f"--no-{flag[2:]}")
+        else:
+            words += [flag, ",".join(value) if isinstance(value, tuple) else str(value)]
+    return shlex.join([*words, *more])
+
+
+def _quantize(run: Figures, over: Overview) -> str:
+    """Return the command that writes these scales into a checkpoint, measured as they were here."""
+    args, text = over.args, over.calibration
+    assert text is not None, "scales were calibrated"
+    words = ["freight", "quantize", args.model, "OUT", "--weights", "none", "--kv-cache", "fp8"]
+    words += ["--kv-granularity", str(run.granularity)]
+    words += ["--center"] if run.centered else []
+    words += ["--calibration-data", text.data] if text.data else []
+    words += ["--num-samples", str(text.num_samples), "--max-seq-len", str(text.max_seq_len)]
+    words += ["--revision", args.revision] if args.revision else []
+    if args.ignore_config_keys:
+        words += [as_flag("ignore_config_keys"), ",".join(args.ignore_config_keys)]
+    words += ["--device", args.device] if args.device != "auto" else []
+    return shlex.join(words)
 
 
 def advice(evaluation: Evaluation) -> Advice:
@@ -167,16 +217,19 @@ def _of_pages(evaluation: Evaluation, chosen: Figures | None, command: str) -> A
         f"over {sample.num_units:,} {sample.units}"
     )
     text = (
-        f"Take “{chosen.name}”: the same memory holds {times:.2f} times as many tokens as with 16 bits, perplexity, "
-        f"the model's surprise at each next token, changes by {chosen.perplexity_ratio - 1:+.2%} ({within}), and the "
-        f"most likely next token stays the same {chosen.same_top:.1%} of the time. Among the smallest caches that are "
-        f"safe on this text it changes the model's answers least. Safe means: {BOUNDS}. {_speed(chosen, first)}"
+        f"Take “{chosen.name}”: the same memory holds {times:.2f} times as many tokens as with {first.name}, "
+        f"perplexity, the model's surprise at each next token, changes by {chosen.perplexity_ratio - 1:+.2%} "
+        f"({within}), and the most likely next token stays the same {chosen.same_top:.1%} of the time. Among the "
+        f"smallest caches that are safe on this text it changes the model's answers least. "
+        f"Safe means: {BOUNDS}. {_speed(chosen, first)}"
     )
     return Advice(Verdict.SAFE, chosen, text.rstrip(), command)
 
 
 def _none(evaluation: Evaluation, command: str) -> Advice:
-    """Say that no smaller cache is safe: each with its reasons, those that all of them share once."""
+    """Say that no smaller cache is safe, with the reasons that all of them share; each one's own are
+    in `why_not`.
+    """
     smaller = _smaller(evaluation)
     if not smaller:
         return Advice(
@@ -188,10 +241,6 @@ def _none(evaluation: Evaluation, command: str) -> Advice:
     shared = [
         reason for reason in smaller[0].reasons if all(reason in run.reasons for run in smaller)
     ]
-    each = []
-    for run in smaller:
-        why = "; ".join(reason for reason in run.reasons if reason not in shared)
-        each.append(f"“{run.name}”: {run.verdict}{f' ({why})' if why else ''}.")
     if evaluation.sample.text_unknown:
         start = "No setting is recommended"
         return Advice(
@@ -202,8 +251,23 @@ def _none(evaluation: Evaluation, command: str) -> Advice:
     if unsettled:
         start = "It cannot be said that a smaller cache is safe"
     because = f": {'; '.join(shared)}." if shared else "."
-    text = f"{start}{because} {' '.join(each)} Safe means: {BOUNDS}. Until then, keep the 16-bit cache."
+    text = f"{start}{because} Safe means: {BOUNDS}. Until then, keep the cache in {evaluation.runs[0].name}."
     return Advice(Verdict.CANNOT_BE_SAID if unsettled else Verdict.NOT_SAFE, None, text, command)
+
+
+def why_not(evaluation: Evaluation) -> list[str]:
+    """Return a sentence for each setting that is not safe: what fails, or what is missing. Settings
+    with the same reasons share one.
+    """
+    names: dict[tuple[Verdict, tuple[str, ...]], list[str]] = {}
+    for run in evaluation.runs[1:]:
+        if run.verdict is not Verdict.SAFE:
+            name = f"“{setting_name(run, evaluation)}”"
+            names.setdefault((run.verdict, run.reasons), []).append(name)
+    return [
+        f"{', '.join(of)}: {verdict}: {'; '.join(reasons) or 'no bound fails'}."
+        for (verdict, reasons), of in names.items()
+    ]
 
 
 def _speed(chosen: Figures, first: Figures) -> str:

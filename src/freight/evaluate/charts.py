@@ -16,8 +16,8 @@ from freight.svg import line, text
 
 WIDTH, HEIGHT = 860, 360
 _LEFT, _RIGHT, _TOP, _BOTTOM = 76, 230, 16, 52  # pixels around the plot; the legend is at the right
-_DASHES = ("", "7 4", "2 3", "10 3 2 3", "5 2", "1 4", "12 5", "4 4 1 4")
-NUM_STYLES = 12
+_DASHES = ("", "7 4", "2 3", "10 3 2 3", "5 2", "1 4", "12 5", "4 4 1 4", "9 2 2 2 2 2")
+NUM_STYLES = 24
 MARK = 13.0  # pixels that a mark takes, with a gap
 _ZERO, _BREAK = 14, 44  # pixels from the end of a logarithmic axis to 0, and to its own beginning
 
@@ -58,7 +58,7 @@ def chart(title: str, x: Axis, y: Axis, series: Sequence[Series], lines: bool = 
         shown.append(Series(one.name, seen, one.style))
     points = [point for one in shown for point in one.points]
     if not any((p[0] > 0 or not x.log) and (p[1] > 0 or not y.log) for p in points):
-        return "<p>There is nothing to show: no setting differs from 16 bits.</p>"
+        return "<p>There is nothing to show: no setting differs from the first.</p>"
     across = _Scale(x, [p[0] for p in points], _LEFT, WIDTH - _RIGHT)
     up = _Scale(y, [p[1] for p in points], HEIGHT - _BOTTOM, _TOP)
     at: list[list[Point]] = []
@@ -231,16 +231,13 @@ def _marks(series: Series, at: Sequence[Point], across: _Scale, lines: bool) -> 
 
 def _class(style: int) -> int:
     """Return the number of the colour, of which the page has eight."""
-    return style if style < 8 else style - 4
+    return style if style < 8 else 4 + style % 4
 
 
 def _mark(x: float, y: float, style: int, tip: str = "") -> str:
-    """Draw one of four shapes, 10 pixels wide: full, hollow, or hollow with a dot."""
+    """Draw one of four shapes, 10 pixels wide: full, hollow, or hollow with a sign in it."""
     if style >= 8:
-        return (
-            _mark(x, y, style - 4, tip)
-            + f'<circle class="s{style - 4} full" cx="{x}" cy="{y}" r="1.6"/>'
-        )
+        return _mark(x, y, _class(style), tip) + _sign(x, y, style)
     look = f'class="s{style} {"hollow" if style >= 4 else "full"}"'
     shape = style % 4
     title = f"<title>{escape(tip)}</title>" if tip else ""
@@ -253,10 +250,30 @@ def _mark(x: float, y: float, style: int, tip: str = "") -> str:
     return f'<polygon {look} points="{points}">{title}</polygon>'
 
 
+# Strokes of the signs inside of hollow marks, from the middle: a cross, a bar, a plus
+_STROKES = {
+    3: (((-2, -2), (2, 2)), ((-2, 2), (2, -2))),
+    4: (((-3, 0), (3, 0)),),
+    5: (((-2.5, 0), (2.5, 0)), ((0, -2.5), (0, 2.5)), ((0, 0), (0, 0))),
+}
+
+
+def _sign(x: float, y: float, style: int) -> str:
+    """Draw what is inside of a hollow mark: a dot, a cross, a bar or a plus."""
+    kind, look = style // 4, f'class="s{_class(style)}"'
+    if kind == 2:
+        return f'<circle class="s{_class(style)} full" cx="{x}" cy="{y}" r="1.6"/>'
+    strokes = []
+    for (left, top), (right, bottom) in _STROKES[kind]:
+        strokes.append(line((x + left, x + right), (y + top, y + bottom), look))
+    return "".join(strokes)
+
+
 def _legend(series: Sequence[Series], lines: bool) -> Iterator[str]:
     x = WIDTH - _RIGHT + 24
+    apart = min(24.0, (HEIGHT - _TOP - 18) / max(1, len(series)))
     for row, one in enumerate(series):
-        y, style = _TOP + 14 + 24 * row, one.style % NUM_STYLES
+        y, style = round(_TOP + 14 + apart * row, 1), one.style % NUM_STYLES
         if lines:
             look = f'class="s{_class(style)}" stroke-dasharray="{_DASHES[style % len(_DASHES)]}"'
             yield line((x, x + 34), (y, y), look)

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 import numpy as np
 from torch import Tensor
 
+from freight.config.engine import EngineArgs
 from freight.config.fields import JsonObject
 from freight.evaluate.documents import Part
 from freight.evaluate.measure import SettingRun, mean_perplexity
@@ -18,6 +19,7 @@ from freight.evaluate.safety import Interval, Sample, Verdict, judge
 from freight.evaluate.speed import Speed, faster_from
 from freight.evaluate.statistics import (
     by_position,
+    effective_units,
     independent_units,
     interval,
     position_edges,
@@ -89,23 +91,46 @@ class Overview:
     """What was measured. Bytes are of the first setting's weights; `window` is the tokens scored
     together.
 
-    `kv_scales`, `quantization`, `calibration_data` and `skipped_layers` are the options as given,
-    for the command that repeats a setting; `chosen_by_layer`: the checkpoint has a choice
-    for each layer (`KVScales.mixed`).
+    `args` are the engine's options as given, for the command that repeats a setting;
+    `chosen_by_layer`: the checkpoint has a choice for each layer (`KVScales.mixed`); `quantized`:
+    its weights are, so no command stores scales of its own with them.
     """
 
-    model: str
+    args: EngineArgs
     source: str
     weight_dtype: str
     weight_bytes: int
     embedding_bytes: int
     window: int
     notes: tuple[str, ...] = ()
-    kv_scales: str = "auto"
-    quantization: str | None = None
-    calibration_data: str | None = None
-    skipped_layers: Sequence[str | int] = ()
+    calibration: CalibrationText | None = None
     chosen_by_layer: bool = False
+    quantized: bool = False
+
+    @property
+    def model(self) -> str:
+        return self.args.model
+
+
+@dataclass(frozen=True)
+class CalibrationText:
+    """What static scales were measured on: a file or data set (None: what the demo model has itself),
+    and how many samples of how many tokens at most.
+    """
+
+    data: str | None
+    num_samples: int
+    max_seq_len: int
+
+
+@dataclass(frozen=True)
+class Noise:
+    """What computing in 16 bits costs by itself: mean KL in nats of a float32 run of the same weights
+    to the first setting, over `num_tokens` tokens.
+    """
+
+    kl: float
+    num_tokens: int
 
 
 @dataclass(frozen=True)
@@ -126,6 +151,15 @@ class Evaluation:
     contexts: tuple[int, ...]
     seconds: float = 0.0
     calibration_seconds: float = 0.0
+    noise: Noise | None = None
+
+    def without_noise(self, run: Figures) -> float | None:
+        """Return about the KL that the cache costs by itself: without the noise of computing in 16
+        bits, which both runs have. None where that was not measured.
+        """
+        if self.noise is None:
+            return None
+        return max(0.0, run.kl_mean - 2 * self.noise.kl) if run is not self.runs[0] else 0.0
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -167,7 +201,10 @@ class Evaluation:
             "notes": list(over.notes),
             "seconds": self.seconds,
             "forward_seconds": self.forward_seconds,
-            "runs": [asdict(run) for run in self.runs],
+            "noise": None if self.noise is None else asdict(self.noise),
+            "runs": [
+                asdict(run) | {"kl_without_noise": self.without_noise(run)} for run in self.runs
+            ],
         }
 
 
@@ -199,8 +236,11 @@ def summarize(
         edges=position_edges(max(counts)),
         reference=-_array(runs[0].token_logprobs).astype(np.float64),
     )
+    sizes = np.bincount(tokens.units).astype(np.float64)
+    num_units = round(float(effective_units(sizes)))
     sample = Sample(
-        num_units=len(set(ids)),
+        num_units=num_units,
+        num_uneven=len(sizes) if len(sizes) > num_units else 0,
         num_repeats=len(texts) - len(set(ids)),
         units="documents" if by_document else "windows",
         num_tokens=sum(counts),

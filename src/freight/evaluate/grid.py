@@ -1,5 +1,5 @@
-"""The grid: which caches and weights are measured, and their figures against the 16-bit run of the
-model.
+"""The grid: which caches and weights are measured, and their figures against the unquantized run of
+the model, in 16 bits or what else it is computed in.
 
 Without options: a 16-bit cache, E4M3 with every source of scales, E5M2, and centered keys where a
 layer gains from them. Static scales are those of the checkpoint, or else measured on calibration
@@ -10,22 +10,25 @@ apart.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from freight.cache.pool import allocate_pool
 from freight.calibrate.data import read_samples
+from freight.calibrate.run import Progress
 from freight.checkpoint.reader import resolve_model
 from freight.config.engine import EngineArgs, EngineConfig, KVCacheConfig, listed_layers
 from freight.config.hardware import takes_groups
 from freight.config.resolve import for_variant
 from freight.errors import ConfigError, choices
-from freight.evaluate.documents import Document, cut_documents, window_length
-from freight.evaluate.figures import Evaluation, Overview, summarize
-from freight.evaluate.layer_kl import layer_kl
+from freight.evaluate.documents import Document, Part, cut_documents, window_length
+from freight.evaluate.figures import CalibrationText, Evaluation, Noise, Overview, summarize
+from freight.evaluate.layer_kl import first_windows, layer_kl
 from freight.evaluate.measure import SettingRun, measure
 from freight.evaluate.report import cache_run, load_for, plain_config
 from freight.evaluate.rounded import check_schemes, load_rounded
@@ -34,18 +37,21 @@ from freight.evaluate.static_scales import Measured, measure_scales
 from freight.evaluate.stored_error import Probe
 from freight.fp8.formats import Format, Granularity, ScaleSource
 from freight.fp8.scheme import KVScales
-from freight.models.decoder import Decoder
+from freight.models.decoder import Decoder, LanguageModel
 from freight.models.open import OpenModel, open_model, require_native
-from freight.models.weight_bytes import weight_bytes
-from freight.terminal import OnProgress, unseen
+from freight.models.weight_bytes import WeightBytes, weight_bytes
+from freight.terminal import OnProgress
 from freight.text.tokenizer import Tokenizer
 
 CACHES = ("unit", "tensor", "head", "channel", "token", "group", "e5m2", "centered")
 OTHERS = ("int8",)  # measured when asked for
 STATIC = ("tensor", "head", "channel", "centered")
 STATES = ("float32", "bfloat16", "int8", "fp8")
-SAMPLES, SAMPLE_TOKENS = 32, 512  # calibration text, at most
+SAMPLES, CALIBRATION_TOKENS = 32, 16384  # calibration text, at most
+# bytes of all weights in float32: up to there the noise of 16 bits is measured unasked
+NOISE_WEIGHTS = 2**32
 
+logger = logging.getLogger("freight")
 Setting = tuple[str, EngineConfig]  # with its name
 
 
@@ -63,6 +69,8 @@ class GridArgs:
     window            tokens scored together; max_tokens: of the documents, this many count
     speed             whether prefill and decoding are timed
     per_layer         whether the KL of each layer alone is measured too
+    noise             whether a float32 run of the same weights tells what computing in 16 bits
+                      costs by itself; None: where its weights take at most NOISE_WEIGHTS
     """
 
     caches: tuple[str, ...] | None = None
@@ -73,18 +81,20 @@ class GridArgs:
     speed: bool = True
     per_layer: bool = False
     states: tuple[str, ...] | None = None
+    noise: bool | None = False
 
 
 def evaluate_grid(
     args: EngineArgs,
     documents: Sequence[Document],
     grid: GridArgs,
-    on_progress: OnProgress = unseen,
+    on_progress: Progress = lambda what, done, total: None,
     source: str = "text",
 ) -> Evaluation:
-    """Measure every setting of `grid` over `documents`; the first run is the 16-bit one.
+    """Measure every setting of `grid` over `documents`; the first run is the unquantized one.
 
-    `source` names the documents, for reports. `on_progress(done, total)` counts windows. Raises
+    `source` names the documents, for reports. `on_progress(what, done, total)` counts tokens, of
+    all settings, by kind of work. Raises
     ConfigError for bad options and documents before weights are read, CheckpointError for the
     model.
     """
@@ -112,7 +122,7 @@ def evaluate_grid(
         calibrated = Measured()
         if static:
             assert isinstance(decoder, Decoder), "others are refused above"
-            calibrated = _measure_scales(opened, decoder, plain, samples, static)
+            calibrated = _measure_scales(opened, decoder, plain, samples, static, on_progress)
         if chosen:
             caches = [(_named(chosen.kv), chosen)]
         else:
@@ -123,41 +133,89 @@ def evaluate_grid(
         for scheme in grid.weights:
             rounded = load_rounded(opened, plain, scheme, longest)
             token = opened.skipping(replace(plain, kv=by_token))
-            settings += [("16 bits", scheme, rounded, plain), ("token", scheme, rounded, token)]
+            settings += [
+                (_reference_name(plain), scheme, rounded, plain),
+                ("token", scheme, rounded, token),
+            ]
         runs: list[SettingRun] = [
             cache_run(opened, model, config, length, Probe(opened.model.num_layers))
             for _, _, model, config in settings
         ]
-        measure(runs, [part.window for part in parts], on_progress)
-        speeds = time_settings(opened, runs) if grid.speed else None
-        worst = layer_kl(runs, parts) if grid.per_layer else None
+        measure(runs, [part.window for part in parts], partial(on_progress, "evaluating"))
+        speeds = None
+        if grid.speed:
+            speeds = time_settings(opened, runs, partial(on_progress, "timing"))
+        worst = None
+        if grid.per_layer:
+            worst = layer_kl(runs, parts, partial(on_progress, "evaluating layer by layer"))
         size = weight_bytes(decoder)
-    notes = (*_notes(args, grid, static, calibrated.scales, samples), *_skip_notes(opened, plain))
+        noise = None
+        if _measures_noise(opened, plain, size, grid):
+            noise = _noise(opened, decoder, plain, parts, partial(on_progress, "measuring noise"))
+    notes = (
+        *_notes(args, grid, static, calibrated.scales, samples, length),
+        *_skip_notes(opened, plain),
+    )
     overview = Overview(
-        model=args.model,
+        args=args,
         source=source,
         weight_dtype=opened.weight_dtype(plain),
         weight_bytes=size.layers,
         embedding_bytes=size.embeddings,
         window=length,
         notes=notes,
-        kv_scales=args.quantization_param_path or args.kv_scales,
-        quantization=args.quantization,
-        calibration_data=grid.calibration_data,
-        skipped_layers=args.kv_cache_dtype_skip_layers,
+        calibration=_calibration(args, grid, samples, length),
         chosen_by_layer=bool(opened.kv_scales.mixed),
+        quantized=opened.scheme.weight_format is not None,
     )
     evaluation = summarize(
         overview, [setting[:2] for setting in settings], runs, parts, speeds, worst
     )
     return replace(
         evaluation,
+        noise=noise,
         seconds=time.perf_counter() - begin,
         calibration_seconds=calibrated.forward_seconds,
     )
 
 
 _TOKEN = (Granularity.TOKEN, ScaleSource.DYNAMIC)
+
+
+def _reference_name(plain: EngineConfig) -> str:
+    """Return the name of the cache that the others are compared with: it is in the compute dtype."""
+    return "float32" if plain.kv.format is Format.FLOAT32 else "16 bits"
+
+
+def _measures_noise(
+    opened: OpenModel, plain: EngineConfig, size: WeightBytes, grid: GridArgs
+) -> bool:
+    """Whether there is noise of 16 bits to measure, and it is asked for or cheap enough."""
+    if plain.compute_format is Format.FLOAT32 or opened.model.foreign is not None:
+        return False
+    in_float32 = size.total * Format.FLOAT32.bytes // plain.compute_format.bytes
+    return in_float32 <= NOISE_WEIGHTS if grid.noise is None else grid.noise
+
+
+def _noise(
+    opened: OpenModel,
+    decoder: LanguageModel,
+    plain: EngineConfig,
+    parts: Sequence[Part],
+    on_progress: OnProgress,
+) -> Noise:
+    """Compare the unquantized run with a float32 run of the same weights, over `first_windows`."""
+    logger.info("what 16 bits cost by themselves: a float32 run of the same weights")
+    precise = open_model(replace(opened.args.with_plain_cache(), dtype=str(Format.FLOAT32)))
+    config, windows = plain_config(precise), first_windows(parts)
+    length = max(len(window.token_ids) for window in windows)
+    model = load_for(precise, [config], length)
+    runs = [
+        cache_run(precise, model, config, length),
+        cache_run(opened, decoder, plain, length),
+    ]
+    measure(runs, windows, on_progress)
+    return Noise(float(runs[1].token_kl.double().mean()), len(runs[1].token_kl))
 
 
 def _states(
@@ -197,7 +255,7 @@ def _apart(
     """`plain`, the pages of `caches` with its states, and `states`; then `chosen` if it is none
     of these.
     """
-    found = [("16 bits", plain)]
+    found = [(_reference_name(plain), plain)]
     for name, config in caches:
         if config.kv.format is not plain.kv.format:
             found.append((name, replace(config, kv=replace(config.kv, state=plain.kv.state))))
@@ -302,8 +360,20 @@ def _samples(opened: OpenModel, grid: GridArgs, length: int) -> list[list[int]]:
             )
         return found
 
-    size = min(SAMPLE_TOKENS, length)
-    return read_samples(data, SAMPLES, size, opened.model.vocab_size, tokenizer)
+    # As long as what is judged: at positions that no sample has, static scales may clip
+    count = max(1, min(SAMPLES, CALIBRATION_TOKENS // length))
+    return read_samples(data, count, length, opened.model.vocab_size, tokenizer)
+
+
+def _calibration(
+    args: EngineArgs, grid: GridArgs, samples: Sequence[Sequence[int]], length: int
+) -> CalibrationText | None:
+    if not samples:
+        return None
+    data = grid.calibration_data
+    if data is None and args.model != "demo":
+        data = str(resolve_model("demo") / "calibration.txt")
+    return CalibrationText(data, len(samples), length)
 
 
 def _measure_scales(
@@ -312,13 +382,14 @@ def _measure_scales(
     plain: EngineConfig,
     samples: Sequence[Sequence[int]],
     names: Sequence[str],
+    on_progress: Progress = lambda what, done, total: None,
 ) -> Measured:
     spec = opened.cache_spec(plain)
     blocks = spec.blocks_of(max(map(len, samples)))
     pool = allocate_pool(
         spec, plain.kv, blocks, opened.kernels(plain), plain.device, decoder.rotaries
     )
-    return measure_scales(decoder, pool, samples, names)
+    return measure_scales(decoder, pool, samples, names, on_progress)
 
 
 def _notes(
@@ -327,15 +398,23 @@ def _notes(
     static: Sequence[str],
     scales: dict[str, KVScales | None],
     samples: Sequence[Sequence[int]],
+    length: int,
 ) -> tuple[str, ...]:
     notes = []
     if static:
         named = "the calibration text that ships with Freight"
         if grid.calibration_data:
             named = Path(grid.calibration_data).name
+        longest = max(map(len, samples))
         notes.append(
-            f"Static scales were measured on {sum(map(len, samples)):,} tokens of {named}."
+            f"Static scales were measured on {sum(map(len, samples)):,} tokens of {named}, positions 0 to "
+            f"{longest - 1:,}."
         )
+        if longest < length:
+            notes.append(
+                f"The text that is judged also has positions {longest:,} to {length - 1:,}, at which static scales may "
+                "clip: give longer samples."
+            )
         if grid.calibration_data is None and args.model != "demo":
             notes.append(
                 "For scales that fit your texts, give some of them with --calibration-data FILE."

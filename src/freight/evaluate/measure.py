@@ -114,12 +114,13 @@ def rows_at_once(vocab_size: int) -> int:
 @torch.inference_mode()
 def measure(runs: Sequence[SettingRun], windows: Sequence[Window], on_progress: OnProgress) -> None:
     """Judge every window under each of `runs`, the first being the one that the others are compared
-    with.
+    with. `on_progress(done, total)` counts the tokens of every run, chunk by chunk.
     """
+    done, total = 0, len(runs) * sum(len(window.token_ids) for window in windows)
+    on_progress(done, total)
     chunk = runs[0].config.max_num_batched_tokens
     rows = rows_at_once(runs[0].runner.model.config.vocab_size)
-    for done, window in enumerate(windows):
-        on_progress(done, len(windows))
+    for window in windows:
         for start in range(0, len(window.token_ids), chunk):
             part = window.token_ids[start : start + chunk]
             targets = torch.tensor(
@@ -127,7 +128,11 @@ def measure(runs: Sequence[SettingRun], windows: Sequence[Window], on_progress: 
                 dtype=torch.int64,
                 device=runs[0].runner.device,
             )
-            states = [_states(run, runs[0], part, start) for run in runs]
+            states = []
+            for run in runs:
+                states.append(_states(run, runs[0], part, start))
+                done += len(part)
+                on_progress(done, total)
             for begin in range(0, len(part), rows):
                 _judge(
                     runs,
@@ -136,7 +141,6 @@ def measure(runs: Sequence[SettingRun], windows: Sequence[Window], on_progress: 
                 )
     for run in runs:
         run.clipped = run.runner.pool.counters()[1]
-    on_progress(len(windows), len(windows))
 
 
 def _states(run: SettingRun, first: SettingRun, token_ids: Sequence[int], start: int) -> Tensor:

@@ -82,7 +82,7 @@ def compare_caches(
     A cache is (kv_cache_dtype, kv_scales), or a resolved KVCacheConfig.
 
     `window` is the number of tokens scored together (default: the model's context, at most 1024);
-    of the text, the first `max_tokens` count. `on_progress(done, total)` counts windows. Raises
+    of the text, the first `max_tokens` count. `on_progress(done, total)` counts the tokens of every cache. Raises
     ConfigError for a text of fewer than two tokens, for a window beyond the model's context, and
     what `resolve` raises, before weights are read.
     """

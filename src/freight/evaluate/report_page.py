@@ -13,10 +13,10 @@ from html import escape
 from itertools import pairwise
 from pathlib import Path
 
-from freight.evaluate.advice import advice, as_json, recommended
+from freight.evaluate.advice import advice, as_json, recommended, why_not
 from freight.evaluate.charts import Axis, Series, chart
 from freight.evaluate.figures import Evaluation, Figures
-from freight.evaluate.table import legend, setting_name, speed_table, table
+from freight.evaluate.table import SPEED, legend, setting_name, speed_table, tables, words
 from freight.files import write_whole
 from freight.svg import styled
 from freight.tables import markdown
@@ -40,7 +40,7 @@ linear-gradient(90deg,var(--line),transparent) 0/.7rem 100% no-repeat,
 linear-gradient(270deg,var(--line),transparent) 100%/.7rem 100% no-repeat}
 table{border-collapse:collapse;font-size:.8rem;font-variant-numeric:tabular-nums}
 th,td{padding:.25rem .4rem;text-align:right;vertical-align:top;border-bottom:1px solid var(--grid);white-space:nowrap}
-td small{color:var(--soft)}
+td small{color:var(--soft)}h3{font-size:1rem;margin:1.2rem 0 .3rem}dt{font-weight:600}dd{margin:0 0 .4rem 1rem}
 th:first-child,td:first-child{text-align:left}
 svg{width:100%;min-width:680px;max-width:920px;height:auto;display:block}
 """
@@ -108,13 +108,13 @@ def sections(evaluation: Evaluation) -> list[Section]:
         Section(
             "Error against memory",
             "Each mark is one setting: further left takes less memory for a token, further down changes the model's "
-            f"answers less. 16 bits takes {first.bytes_per_token:,} bytes and has no error, since the others are "
+            f"answers less. {first.name} takes {first.bytes_per_token:,} bytes and has no error, since the others are "
             "compared with it: it stands at 0, below the logarithmic axis. Best is the lower left. Marks that would "
             "hide each other stand side by side, with a line to where they belong.",
             chart(
                 "Mean KL against bytes per token",
                 Axis("cache memory (bytes per token)"),
-                Axis("mean KL from 16 bits (nats per token)", log=True, zero=True),
+                Axis(f"mean KL from {first.name} (nats per token)", log=True, zero=True),
                 [
                     Series(name, [(run.bytes_per_token, run.kl_mean)], style)
                     for run, name, style in runs
@@ -123,6 +123,7 @@ def sections(evaluation: Evaluation) -> list[Section]:
             ),
         ),
         _by_layer(evaluation, others),
+        _kl_by_position(evaluation, others),
         _by_position(evaluation, others),
     ]
     if evaluation.contexts:
@@ -165,7 +166,7 @@ def _by_layer(evaluation: Evaluation, others: list[tuple[Figures, str, int]]) ->
         if run.layer_kl is not None
     ]
     if series:
-        title, error = "KL by layer", "mean KL from 16 bits (nats per token)"
+        title, error = "KL by layer", f"mean KL from {first.name} (nats per token)"
         says = (
             "This is the error if one layer alone were rounded, so a high mark is a layer that would gain most from 16 "
             "bits or finer scales."
@@ -173,8 +174,8 @@ def _by_layer(evaluation: Evaluation, others: list[tuple[Figures, str, int]]) ->
     else:
         title, error = "Error of attention by layer", "relative error of attention (share)"
         says = (
-            "This is how far the output of attention, which reads the cache, is from that with 16 bits, as a share of "
-            "its size; it grows as errors of earlier layers add up."
+            f"This is how far the output of attention, which reads the cache, is from that with {first.name}, as a "
+            "share of its size; it grows as errors of earlier layers add up."
         )
         for run, name, style in others:
             errors = [layer["attention"] for layer in run.layer_errors]
@@ -186,9 +187,26 @@ def _by_layer(evaluation: Evaluation, others: list[tuple[Figures, str, int]]) ->
     )
 
 
+def _positions(evaluation: Evaluation) -> Axis:
+    names = [f"{low:,}–{high - 1:,}" for low, high in pairwise(evaluation.position_edges)]
+    return Axis("position in the text (tokens before)", names=names)
+
+
+def _kl_by_position(evaluation: Evaluation, others: list[tuple[Figures, str, int]]) -> Section:
+    series = []
+    for run, name, style in others:
+        known = [(i, kl) for i, kl in enumerate(run.kl_by_position) if kl is not None]
+        series.append(Series(name, known, style))
+    kl = Axis(f"mean KL from {evaluation.runs[0].name} (nats per token)", log=True)
+    return Section(
+        "KL by position",
+        "KL is how far the probabilities of the next token are from those of the unquantized cache: 0 is equal. A line "
+        "that rises to the right would mean that the cache costs more, the longer the text before.",
+        chart("Mean KL by position", _positions(evaluation), kl, series),
+    )
+
+
 def _by_position(evaluation: Evaluation, others: list[tuple[Figures, str, int]]) -> Section:
-    edges = evaluation.position_edges
-    names = [f"{low:,}–{high - 1:,}" for low, high in pairwise(edges)]
     first = evaluation.runs[0].perplexity_by_position
 
     def points(run: Figures) -> list[tuple[float, float]]:
@@ -203,11 +221,11 @@ def _by_position(evaluation: Evaluation, others: list[tuple[Figures, str, int]])
     return Section(
         "Perplexity by position",
         "Perplexity is how many words, as it were, the model hesitates between. This is by how much it changes against "
-        "16 bits, for tokens early and late in the text: a line that rises to the right would mean that long texts "
-        f"suffer. With 16 bits it is, from left to right: {absolute}.",
+        f"{evaluation.runs[0].name}, for tokens early and late in the text: a line that rises to the right would mean "
+        f"that long texts suffer. With {evaluation.runs[0].name} it is, from left to right: {absolute}.",
         chart(
             "Change of perplexity by position",
-            Axis("position in the text (tokens before)", names=names),
+            _positions(evaluation),
             Axis("change of perplexity (%)"),
             [Series(name, points(run), style) for run, name, style in others],
         ),
@@ -224,14 +242,16 @@ def _markdown(evaluation: Evaluation) -> str:
         f"# {_title(evaluation)}",
         *(f"**Warning:** {warning}." for warning in evaluation.warnings),
     ]
-    parts += [found.text, f"`{found.command}`", _WHAT, table(evaluation), legend(evaluation)]
+    parts += [found.text, f"`{found.command}`", _WHAT, *tables(evaluation), legend(evaluation)]
+    parts += ["\n".join(f"- {line}" for line in why_not(evaluation))]
+    parts += ["\n".join(f"- **{word}**: {meaning}" for word, meaning in words(evaluation))]
     for section in sections(evaluation):
         if section.drawn:
             parts += [f"## {section.title}", section.says, f"![{section.title}]({section.file})"]
     if evaluation.contexts:
         parts += [
             "## Speed",
-            "Tokens per second of one sequence, by tokens in its cache.",
+            SPEED,
             speed_table(evaluation),
         ]
     others = evaluation.runs[1:]
@@ -241,7 +261,7 @@ def _markdown(evaluation: Evaluation) -> str:
         layers.append([str(index), *errors])
     parts += [
         "## Error of attention by layer",
-        "Relative error of attention's output, against 16 bits.",
+        f"Relative error of attention's output, against {evaluation.runs[0].name}.",
         markdown(layers, num_left=0),
     ]
     return "\n\n".join(parts) + "\n"
@@ -259,14 +279,22 @@ def _html(evaluation: Evaluation) -> str:
     for section in sections(evaluation):
         picture = _wide(section.title, section.svg) if section.drawn else section.svg
         body.append(f"<h2>{escape(section.title)}</h2>\n<p>{escape(section.says)}</p>\n{picture}")
-    body.append(f"<h2>All figures</h2>\n{_wide('All figures', _table(table(evaluation)))}")
-    body.append(
-        f'<p class="soft">{escape(legend(evaluation))} “Clipped” are numbers beyond the range of their scale; '
-        "“to zero” are numbers too small for it. KL measures how far two sets of probabilities are apart.</p>"
-    )
+    body.append("<h2>All figures</h2>")
+    for name, text in zip(
+        ("Verdicts", "Further figures", "Memory"), tables(evaluation), strict=True
+    ):
+        body.append(f"<h3>{name}</h3>\n{_wide(name, _table(text))}")
+    body.append(f'<p class="soft">{escape(legend(evaluation))}</p>')
+    if why_not(evaluation):
+        reasons = "".join(f"<li>{escape(line)}</li>" for line in why_not(evaluation))
+        body.append(f"<h2>Why settings are not safe</h2>\n<ul>{reasons}</ul>")
+    meanings = [
+        f"<dt>{escape(word)}</dt><dd>{escape(means)}</dd>" for word, means in words(evaluation)
+    ]
+    body.append(f"<h2>Words</h2>\n<dl>{''.join(meanings)}</dl>")
     if evaluation.contexts:
         body.append(
-            "<h2>Speed</h2>\n<p>Tokens per second of one conversation, by tokens in its cache.</p>"
+            f"<h2>Speed</h2>\n<p>{escape(SPEED)}</p>"
             + _wide("Speed", _table(speed_table(evaluation)))
         )
     size = f"{over.weight_bytes:,} bytes in {over.weight_dtype}, embedding and head {over.embedding_bytes:,} bytes"
@@ -296,8 +324,9 @@ def _command(command: str) -> str:
 
 def _cell(text: str) -> str:
     """Put an interval below its figure, so that all columns fit the page."""
-    figure, bracket, interval = text.partition(" (")
-    return f"{escape(figure)}<br><small>({escape(interval)}</small>" if bracket else escape(text)
+    figure, sign, half = text.partition(" ± ")
+    unit = "%" if half.endswith("%") else ""
+    return f"{escape(figure)}{unit}<br><small>± {escape(half)}</small>" if sign else escape(text)
 
 
 def _table(text: str) -> str:

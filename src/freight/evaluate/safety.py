@@ -50,8 +50,9 @@ class Judgement:
 class Sample:
     """What was measured on. `units` are windows or documents, which intervals are over.
 
-    `num_repeats` more of them say what others say, and count as part of those
-    (`statistics.independent_units`).
+    `num_units` of one size weigh as much as the `num_uneven` there are, whose sizes differ
+    (`statistics.effective_units`); 0: they have one size. `num_repeats` more of
+    them say what others say, and count as part of those (`statistics.independent_units`).
     """
 
     num_units: int
@@ -60,6 +61,7 @@ class Sample:
     perplexity: float
     vocab_size: int
     num_repeats: int = 0
+    num_uneven: int = 0
 
     @property
     def text_unknown(self) -> bool:
@@ -83,7 +85,9 @@ class Sample:
             )
         elif self.num_units < MIN_UNITS:
             found = f"{self.num_units} {self.units} are too few"
-            if self.num_units == 1:
+            if self.num_uneven > self.num_units:
+                found = f"{self.num_uneven} {self.units} of different length weigh as {self.num_units}, too few"
+            elif self.num_units == 1:
                 found = f"1 {self.units.removesuffix('s')} is too little text"
             yield (
                 f"{found} for an interval: it takes {MIN_UNITS}, so "

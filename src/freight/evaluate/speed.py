@@ -21,6 +21,7 @@ from freight.engine.runner import ModelRunner
 from freight.evaluate.measure import SettingRun, now
 from freight.evaluate.report import cache_run
 from freight.models.open import OpenModel
+from freight.terminal import OnProgress, unseen
 
 REPEATS = 5
 MEMORY = 2**28  # bytes of the largest cache: a longer context is not timed
@@ -51,17 +52,24 @@ def contexts_of(opened: OpenModel, plain: EngineConfig) -> tuple[int, ...]:
     return contexts_for(plain.max_model_len, opened.cache_spec(plain).bytes_per_token)
 
 
-def time_settings(opened: OpenModel, runs: Sequence[SettingRun]) -> list[Speed]:
-    """Return the speed of each of `runs`. Their caches and counts stay as they are."""
+def time_settings(
+    opened: OpenModel, runs: Sequence[SettingRun], on_progress: OnProgress = unseen
+) -> list[Speed]:
+    """Return the speed of each of `runs`. Their caches and counts stay as they are.
+    `on_progress(done, total)` counts the prefill and the contexts.
+    """
     bytes_per_token = max(run.runner.pool.spec.bytes_per_token for run in runs)
     contexts = contexts_for(runs[0].config.max_model_len, bytes_per_token)
     runners = [_runner(opened, run, contexts[-1]) for run in runs]
     count = min(runs[0].config.max_num_batched_tokens, contexts[-1], 512)
     prefill = [SequenceSlice([0] * count, 0, (), Logits.LAST)]
+    on_progress(0, 1 + len(contexts))
     taken = [_in_turns(runners, prefill, REPEATS // 2, runs[0].config.device)]
-    for context in contexts:
+    for index, context in enumerate(contexts, 1):
+        on_progress(index, 1 + len(contexts))
         step = [SequenceSlice([0], context - 1, (), Logits.LAST)]
         taken.append(_in_turns(runners, step, REPEATS, runs[0].config.device))
+    on_progress(1 + len(contexts), 1 + len(contexts))
     first, *steps = taken
     return [
         Speed(count / first[i], contexts, tuple(1 / step[i] for step in steps))

@@ -1,22 +1,25 @@
 """Static KV scales measured on the spot, for caches whose scales the checkpoint does not have.
 
-The loaded model runs over calibration text with a 16-bit cache, and the largest magnitude of each
-channel of the stored keys and values becomes a scale; those of heads and tensors are the largest of
-their channels. They are what `freight quantize --kv-cache fp8` would write, within the rounding of
-the kernels. Weights that are quantized already are no obstacle. Centers need a second run, as the
-scales are those of the centered keys.
+The loaded model runs over calibration text with an unquantized cache, and the largest magnitude of
+each channel of the stored keys and values becomes a scale, of rotated keys the largest norm of its
+rotary pair; those of heads and tensors are the largest of their channels. They are what `freight
+quantize --kv-cache fp8` would write, within the rounding of the kernels. Weights that are quantized
+already are no obstacle. Centers need a second run, as the scales are those of the centered keys.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from freight.cache.pool import AngleTables, KVPool, PagedKV
 from freight.calibrate.centers import CenterWatch
+from freight.calibrate.observers import pair_norms
+from freight.calibrate.run import Progress
 from freight.calibrate.watch import FLOOR, WatchedKV
 from freight.engine.prepare import Logits, SequenceSlice
 from freight.engine.runner import ModelRunner
@@ -27,8 +30,10 @@ from freight.fp8.formats import Format, Granularity
 from freight.fp8.scheme import KVScales, LayerScales
 from freight.models.decoder import Decoder
 from freight.operands.kv_pages import KeyCenter
+from freight.terminal import OnProgress, unseen
 
-# by layer, of k and v: float32 [num_kv_heads, head_dim]; [] of a layer that stores neither
+# by layer, of k, of v and of k by rotary pair (`pair_norms`): float32 [num_kv_heads, head_dim]; []
+# of a layer that stores nothing
 Amax = list[list[Tensor]]
 
 
@@ -43,10 +48,14 @@ class Measured:
 
 
 def channel_amax(
-    decoder: Decoder, pool: KVPool, samples: Sequence[Sequence[int]], watches: Sequence[CenterWatch]
+    decoder: Decoder,
+    pool: KVPool,
+    samples: Sequence[Sequence[int]],
+    watches: Sequence[CenterWatch],
+    on_progress: OnProgress = unseen,
 ) -> tuple[Amax, float]:
-    """Largest magnitudes of what the 16-bit `pool` stores for `samples`, each no longer than the
-    pool.
+    """Largest magnitudes of what the unquantized `pool` stores for `samples`, each no longer than
+    the pool. `on_progress(done, total)` counts tokens.
 
     `watches`, one a layer or none, see queries and keys before rotary embedding. Also returns the
     seconds of the forward passes, without those of watching. Raises CheckpointError for NaN and
@@ -59,10 +68,12 @@ def channel_amax(
     def watched(index: int) -> WatchedKV:
         def stored(k: Tensor, v: Tensor) -> None:
             begin = now(device)
-            largest = [side.abs().amax(0).float() for side in (k, v)]
+            rotary = decoder.rotaries[index]
+            pairs = k if rotary is None else pair_norms(k, rotary.rotary_dim)
+            largest = [side.abs().amax(0).float() for side in (k, v, pairs)]
             if not all(bool(side.isfinite().all()) for side in largest):
                 raise CheckpointError(
-                    f"layer {index} computes NaN or infinity in 16 bits; no scale can be measured"
+                    f"layer {index} computes NaN or infinity without quantization; no scale can be measured"
                 )
             before = seen[index] or largest
             seen[index] = [
@@ -83,8 +94,12 @@ def channel_amax(
         decoder, pool.with_layers({index: watched(index) for index in pool.paged}), device
     )
     begin = now(device)
+    done, total = 0, sum(map(len, samples))
     for sample in samples:
+        on_progress(done, total)
         runner.run([SequenceSlice(sample, 0, pool.whole, Logits.NONE)])
+        done += len(sample)
+    on_progress(done, total)
     forward = now(device) - begin - watching[0]
     sources = {
         index: layer.source for index, layer in pool.spec.kept.items() if layer.source is not None
@@ -101,7 +116,10 @@ def scales_of(
         if not sides:
             layers.append(None)
             continue
-        k, v = [_scales(side, granularity) for side in sides]
+        of_keys, of_values, of_pairs = sides
+        by_channel = granularity is Granularity.CHANNEL
+        k = _scales(of_pairs if by_channel else of_keys, granularity)
+        v = _scales(of_values, granularity)
         b = centers[index] if centers else None
         k_center = () if b is None else tuple(b.flatten().tolist())
         layers.append(LayerScales(k, v, granularity, k_center=k_center))
@@ -123,7 +141,11 @@ def _scales(amax: Tensor, granularity: Granularity) -> tuple[float, ...]:
 
 
 def measure_scales(
-    decoder: Decoder, pool: KVPool, samples: Sequence[Sequence[int]], names: Sequence[str]
+    decoder: Decoder,
+    pool: KVPool,
+    samples: Sequence[Sequence[int]],
+    names: Sequence[str],
+    on_progress: Progress = lambda what, done, total: None,
 ) -> Measured:
     """Scales for each of `names`: a static granularity, or 'centered', which is None where no layer
     gains from it.
@@ -133,7 +155,8 @@ def measure_scales(
     rotaries = [rotary for rotary in decoder.rotaries if rotary is not None]
     centering = "centered" in names and not shared and len(rotaries) == len(pool.layers)
     watches = [CenterWatch(rotary.rotary_dim) for rotary in rotaries] if centering else []
-    amax, seconds = channel_amax(decoder, pool, samples, watches)
+    calibrating = partial(on_progress, "calibrating")
+    amax, seconds = channel_amax(decoder, pool, samples, watches, calibrating)
     found: dict[str, KVScales | None] = {"centered": None} if "centered" in names else {}
     for name in names:
         if name != "centered":
@@ -141,7 +164,9 @@ def measure_scales(
     if watches:
         centers = [watch.centers().k for watch in watches]
         if any(center is not None for center in centers):
-            amax, again = channel_amax(decoder, _centered(decoder, pool, centers), samples, ())
+            pool = _centered(decoder, pool, centers)
+            calibrating = partial(on_progress, "calibrating centered keys")
+            amax, again = channel_amax(decoder, pool, samples, (), calibrating)
             seconds += again
             found["centered"] = scales_of(amax, Granularity.CHANNEL, centers)
     return Measured(found, seconds)

@@ -54,26 +54,37 @@ def unit_sums(units: NDArray[np.int64], *values: NDArray[Any]) -> list[Array]:
     ]
 
 
-def student(degrees: int) -> float:
+def effective_units(counts: Array) -> Array:
+    """Return how many units of equal size weigh as much as those of `counts` tokens, [..., units]:
+    (Σ c)² / Σ c² (Kish). A last window of a few tokens is hardly one more.
+    """
+    weight: Array = np.square(counts.sum(-1)) / np.square(counts).sum(-1)
+    return weight
+
+
+def student(degrees: Array | float) -> Array:
     """Return the 97.5 % quantile of Student's t. Abramowitz and Stegun 26.7.5; for 11 degrees and
     more right to 1e-4.
     """
-    z, n = NormalDist().inv_cdf(0.975), float(degrees)
+    z, n = NormalDist().inv_cdf(0.975), np.asarray(degrees, dtype=np.float64)
     terms = (
         (z**3 + z) / 4,
         (5 * z**5 + 16 * z**3 + 3 * z) / 96,
         (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
         (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
     )
-    return z + sum(term / n**power for power, term in enumerate(terms, 1))
+    quantile = np.full_like(n, z)
+    for power, term in enumerate(terms, 1):
+        quantile = quantile + term / n**power
+    return quantile
 
 
 def mean_interval(sums: Array, counts: Array) -> tuple[Array, Array] | None:
     """Return the 95 % interval of the mean per token, from sums and counts by unit, [..., units];
-    None below MIN_UNITS.
+    None where no row has MIN_UNITS (`effective_units`, rounded).
     """
-    units = counts.shape[-1]
-    if units < MIN_UNITS:
+    units = effective_units(counts)
+    if np.max(np.round(units)) < MIN_UNITS:
         return None
     total = counts.sum(-1)
     mean = sums.sum(-1) / total

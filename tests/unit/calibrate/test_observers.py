@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from freight.calibrate.observers import MSE_STEPS, PERCENTILE, by_group, make_observer
+from freight.calibrate.observers import MSE_STEPS, PERCENTILE, by_group, make_observer, pair_norms
 from freight.config.quantize_plan import ObserverKind
 from freight.errors import CheckpointError
 from freight.fp8.cast import decode, encode, scale_from_amax
 from freight.fp8.formats import Format, Granularity
+from freight.kernels.reference import rotate
 
 KINDS = tuple(ObserverKind)
 
@@ -112,3 +113,16 @@ def test_groups_are_what_shares_a_scale():
         grouped = by_group(values, granularity)
         assert len(grouped) == granularity.num_scales(3, 4)
         assert torch.equal(grouped.amax(1), values.amax(dims).flatten())
+
+
+def test_a_rotation_exceeds_no_norm_of_its_pair():
+    """Keys as rope turns them at any position, with channels that are not rotated behind."""
+    keys = torch.randn(5, 2, 12, generator=torch.Generator().manual_seed(0))
+    norms = pair_norms(keys, 8)
+    for position in range(0, 4000, 37):
+        angles = position * torch.tensor([1.0, 0.1, 0.01, 0.001])
+        turned = rotate(keys, angles.cos()[None], angles.sin()[None])
+        assert bool((turned.abs() <= norms.abs() + 1e-6).all())
+        torch.testing.assert_close(pair_norms(turned, 8), norms)
+    assert torch.equal(norms[..., 8:], keys[..., 8:])
+    assert torch.equal(pair_norms(keys, 0), keys)

@@ -6,13 +6,22 @@ import errno
 import json
 import os
 import re
+import shlex
+import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from freight.checkpoint.reader import resolve_model
 from freight.cli.evaluate import _named
+from freight.config.engine import EngineArgs
+from freight.evaluate.advice import advice, how_to
+from freight.evaluate.grid import GridArgs, evaluate_grid
+from freight.evaluate.safety import Verdict
+from freight.evaluate.table import table
 
 MEASUREMENTS = ["caches", "long", "tasks", "layers"]
 Run = Callable[..., Any]
@@ -48,7 +57,12 @@ def test_it_tells_what_caches_and_weights_take(freight: Run, text: str):
     assert few_windows.startswith("warning: 1 window is too little text for an interval")
     assert few_tokens == "warning: 8 tokens are too few: it takes 2,000, so 1,992 more"
     assert lines[:3] == [line for line in lines if line.startswith("|")][:3]
-    assert f"weights: {said['weights']['bytes']:,} bytes in fp8_e4m3fn" in lines[-3]
+    assert any(
+        line.startswith(f"weights: {said['weights']['bytes']:,} bytes in fp8_") for line in lines
+    )
+    assert max(len(line) for line in lines if line.startswith("|")) <= 100
+    assert any(line.startswith("  KL: ") for line in lines), "words are explained"
+    assert any(line.startswith("“token”, “e5m2”: cannot be said: ") for line in lines)
 
 
 def test_a_checkpoint_with_static_scales_needs_no_options(freight: Run, text: str, tmp_path: Path):
@@ -80,8 +94,8 @@ def test_the_16_bit_cache_is_one_row(freight: Run, text: str):
     rows = freight(
         "evaluate", "caches", "--data", text, "--kv-cache-dtype", "bfloat16", "--no-speed"
     ).out.splitlines()
-    assert len([row for row in rows if row.startswith("| 16 bits")]) == 1
-    assert len([row for row in rows if row.startswith("|")]) == 3
+    assert len([row for row in rows if row.startswith("| 16 bits")]) == 3  # of three tables
+    assert len([row for row in rows if row.startswith("|")]) == 9
 
 
 def test_a_report_folder_that_cannot_be_written_is_found_before_the_run(
@@ -140,6 +154,23 @@ def test_a_report_is_written_and_named(freight: Run, text: str, tmp_path: Path):
     assert str(folder / "report.html") in answer.out
     found = {path.name for path in folder.iterdir()}
     assert found >= {"report.html", "report.md", "report.json", "error-against-memory.svg"}
+
+
+def test_layers_alone_are_measured_when_asked_for(
+    freight: Run, text: str, monkeypatch: pytest.MonkeyPatch
+):
+    calls = []
+
+    def counted(runs: Any, parts: Any, on_progress: Any) -> list[None]:
+        calls.append(len(runs))
+        return [None] * len(runs)
+
+    monkeypatch.setattr("freight.evaluate.grid.layer_kl", counted)
+    argv = ["evaluate", "caches", "--data", text, "--caches", "unit", "--no-speed", "--json"]
+    assert freight(*argv).code == 0
+    assert calls == []
+    assert freight(*argv, "--kl-by-layer").code == 0
+    assert calls == [2]
 
 
 def test_bad_files_are_one_line(freight: Run, tmp_path: Path):
@@ -287,3 +318,58 @@ def test_help_lists_the_measurements(freight: Run):
         listed = freight("evaluate", name, "--help").out
         assert f"Usage: freight evaluate {name} [OPTIONS] [MODEL]\n" in listed
         assert ("--contexts" in listed) == (name == "long")
+
+
+def test_every_command_that_is_printed_runs_and_gives_its_setting(
+    freight: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Of a model that has no calibration text of its own, in another dtype than the stored one. A
+    server would not end: `generate` takes the same options.
+    """
+    folder = tmp_path / "my model"
+    shutil.copytree(resolve_model("demo"), folder)
+    (folder / "calibration.txt").unlink()
+    args = EngineArgs(str(folder), dtype="float32", max_model_len=256)
+    grid = GridArgs(caches=("unit", "head", "token", "e5m2"), speed=False, window=64)
+    evaluation = evaluate_grid(args, [[*range(100, 200)]], grid)
+    assert evaluation.runs[0].name == "float32"
+    assert "16 bits" not in table(evaluation) + str(advice(evaluation))
+    monkeypatch.chdir(tmp_path)
+    for run in evaluation.runs:
+        *made, served = how_to(run, evaluation.overview).split(" && ")
+        for command in made:
+            assert freight(*shlex.split(command)[1:]).code == 0
+        words = shlex.split(served)[2:]
+        answer = freight("generate", *words, "--prompt", "a", "--max-tokens", "1", "--json")
+        assert answer.code == 0, (served, answer.err)
+        cache = json.loads(answer.out)["kv_cache"]
+        assert (cache["dtype"], cache["granularity"]) == (run.kv_cache_dtype, run.granularity)
+        assert "--dtype float32 --max-model-len 256" in served
+
+
+def test_scales_that_no_command_stores_are_not_recommended(freight: Run, tmp_path: Path):
+    """`freight quantize` takes unquantized models alone."""
+    out = str(tmp_path / "out")
+    assert freight("quantize", "demo", out).code == 0
+    grid = GridArgs(caches=("tensor", "token"), speed=False, window=64)
+    evaluation = evaluate_grid(EngineArgs(out), [[*range(100, 200)]], grid)
+    first, *others = evaluation.runs
+    safe = [
+        replace(run, verdict=Verdict.SAFE, kl_mean=kl, perplexity_ratio_interval=(1.0, 1.0))
+        for run, kl in zip(others, (0.001, 0.002), strict=True)
+    ]
+    found = advice(replace(evaluation, runs=(first, *safe)))
+    assert found.chosen is safe[1]
+    assert "freight quantize" not in found.command
+
+
+def test_the_noise_of_16_bits_is_told_apart(freight: Run, text: str):
+    argv = ["evaluate", "caches", "--data", text, "--caches", "token", "--no-speed", "--json"]
+    said = json.loads(freight(*argv).out)
+    noise, run = said["noise"]["kl"], said["runs"][1]
+    assert 0 < noise < 0.01
+    assert run["kl_without_noise"] == max(0.0, run["kl_mean"] - 2 * noise)
+    for more in (["--no-noise"], ["--dtype", "float32"]):
+        said = json.loads(freight(*argv, *more).out)
+        assert said["noise"] is None
+        assert said["runs"][1]["kl_without_noise"] is None

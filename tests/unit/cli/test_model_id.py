@@ -7,6 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.main import get_command
+
+from freight.cli.main import app
 
 Run = Callable[..., Any]
 
@@ -70,3 +73,60 @@ def test_one_too_few_or_too_many_is_refused(
     assert answer.code == 2
     assert says in answer.err
     assert not asked
+
+
+def spellings() -> dict[str, list[set[str]]]:
+    """By command, the spellings of each of its options."""
+    found: dict[str, list[set[str]]] = {}
+
+    def walk(command: Any, path: str) -> None:
+        for name, inner in getattr(command, "commands", {}).items():
+            walk(inner, f"{path} {name}".strip())
+        if not hasattr(command, "commands"):
+            found[path] = [{*option.opts, *option.secondary_opts} for option in command.params]
+
+    walk(get_command(app), "")
+    return found
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("--model", "--model-id"),
+        ("--input-len", "--prompt-tokens"),
+        ("--output-len", "--output-tokens"),
+        ("--repeats", "--rounds"),
+        ("--tokens", "--max-tokens"),
+        ("--output-dir", "--save-path"),
+    ],
+)
+def test_one_thing_has_the_same_spellings_in_every_command(names: tuple[str, str]) -> None:
+    commands = spellings()
+    having = {
+        path: options
+        for path, options in commands.items()
+        if any(map(set(names).intersection, options))
+    }
+    assert len(having) > 1
+    for path, options in having.items():
+        if names[0] == "--tokens" and path in ("generate", "chat", "demo"):
+            continue  # tokens to generate, which is another thing
+        assert any(option.issuperset(names) for option in options), path
+
+
+def test_the_model_as_either_option_of_neighbours(
+    freight: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+
+    def opened(args: Any) -> None:
+        seen.append(args.model)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("freight.models.open.open_model", opened)
+    for spelling in ("--model", "--model-id"):
+        freight("bench", "latency", spelling, "./mine")
+        freight("bench", "throughput", spelling, "./mine")
+    assert seen == ["./mine"] * 4
+    assert "give one of the two" in freight("bench", "latency", "a", "--model", "b").err
+    assert "MODEL is 'a'" in freight("convert", "a", "out", "--model", "b").err

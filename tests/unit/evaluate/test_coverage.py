@@ -14,7 +14,7 @@ import pytest
 from numpy.typing import NDArray
 
 from freight.evaluate.safety import MIN_UNITS
-from freight.evaluate.statistics import independent_units, mean_interval, student
+from freight.evaluate.statistics import effective_units, independent_units, mean_interval, student
 
 DRAWS = 2000
 TEXTS = json.loads((Path(__file__).parent / "windows.json").read_text())["texts"]
@@ -105,3 +105,14 @@ def test_copies_do_not_narrow_an_interval():
         np.bincount(units, weights=np.tile(sums, 10)), np.bincount(units).astype(float)
     )
     assert merged == pytest.approx(mean_interval(sums, np.ones(12)))
+
+
+def test_a_short_last_window_is_hardly_a_unit_more():
+    """Eleven windows and a rest of 15 tokens have no interval; a rest of a half is most of one."""
+    sums = np.random.default_rng(2).normal(1.0, 0.2, 13)
+    full = np.full(11, 1024.0)
+    assert mean_interval(sums[:12], np.append(full, 15.0)) is None
+    assert mean_interval(sums[:12], np.append(full, 700.0)) is not None
+    assert effective_units(np.append(full, 15.0)) == pytest.approx(11.03, abs=0.01)
+    assert effective_units(np.append(np.ones(11), 1e9)) == pytest.approx(1.0), "one document is all"
+    assert mean_interval(sums[:12], np.append(np.ones(11), 1e9)) is None

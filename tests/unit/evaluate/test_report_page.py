@@ -18,7 +18,7 @@ from freight.checkpoint.reader import resolve_model
 from freight.config.engine import EngineArgs
 from freight.evaluate.advice import advice, how_to, recommended
 from freight.evaluate.charts import HEIGHT, MARK, NUM_STYLES, WIDTH, Axis, Series, chart
-from freight.evaluate.figures import Evaluation
+from freight.evaluate.figures import CalibrationText, Evaluation
 from freight.evaluate.grid import GridArgs, evaluate_grid
 from freight.evaluate.report_page import sections, write_report
 from freight.evaluate.safety import Verdict
@@ -37,7 +37,7 @@ def test_the_page_is_one_file_and_the_text_has_its_pictures_beside_it(
 ):
     write_report(evaluation, tmp_path)
     pictures = re.findall(r"!\[[^]]+\]\((.+\.svg)\)", (tmp_path / "report.md").read_text())
-    assert len(pictures) == 4
+    assert len(pictures) == 5
     found = {path.name for path in tmp_path.iterdir()}
     assert found == {"report.html", "report.json", "report.md", *pictures}
     for name in pictures:
@@ -47,14 +47,19 @@ def test_the_page_is_one_file_and_the_text_has_its_pictures_beside_it(
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert not re.findall(r"""(?:src|href)=|url\(|@import|<script""", page)
     assert "prefers-color-scheme:dark" in page
-    assert page.count("<svg") == 4
+    assert page.count("<svg") == 5
     first = re.search(r"<p[^>]*>(.*?)</p>", page)
     assert first is not None
     assert "Warning:" in first[1], "1,500 characters are too few"
     assert "It cannot be said that a smaller cache is safe" in page
     said = json.loads((tmp_path / "report.json").read_text())
     assert [run["name"] for run in said["runs"]] == ["16 bits", "unit", "token", "e5m2"]
-    assert "| 16 bits | bfloat16" in (tmp_path / "report.md").read_text()
+    text = (tmp_path / "report.md").read_text()
+    assert "| 16 bits | bfloat16" in text
+    for said_in in (page, text):
+        for word in ("unit", "token", "KL", "clipped"):  # in an entry of their own
+            assert f"<dt>{word}</dt>" in said_in or f"- **{word}**: " in said_in
+        assert "“unit”, “token”" in said_in, "why"
 
 
 def test_every_chart_says_what_it_shows_and_has_units(evaluation: Evaluation):
@@ -193,33 +198,36 @@ def test_the_advice_is_the_least_error_among_the_small_and_safe(evaluation: Eval
     assert "--kv-cache-dtype fp8 --kv-scales dynamic" in how_to(token, judged.overview)
     assert "--kv-granularity channel --center" in how_to(
         replace(token, scale_source="calibrated", granularity="channel", centered=True),
-        judged.overview,
+        replace(judged.overview, calibration=CalibrationText(None, 16, 1024)),
     )
 
 
 def test_the_command_names_the_scales_the_weights_and_the_text_that_were_measured(
     evaluation: Evaluation,
 ):
-    over = replace(
-        evaluation.overview,
-        kv_scales="my scales.json",
-        quantization="fp8",
-        calibration_data="own.txt",
-    )
+    args = EngineArgs("demo", kv_scales="my scales.json", quantization="fp8", dtype="float32")
+    text = CalibrationText("own.txt", 16, 1024)
+    over = replace(evaluation.overview, args=args, calibration=text)
     run = replace(evaluation.runs[2], granularity="tensor")
     for source in ("file", "given"):
         command = how_to(replace(run, scale_source=source), over)
         assert (
             command
-            == "freight serve demo --kv-cache-dtype fp8 --kv-scales 'my scales.json' --quantization fp8"
+            == "freight serve demo --kv-cache-dtype fp8 --kv-scales 'my scales.json' --dtype float32 "
+            "--quantization fp8"
         )
     made, served = how_to(replace(run, scale_source="calibrated"), over).split(" && ")
-    assert made.endswith("--kv-granularity tensor --calibration-data own.txt")
-    assert served == "freight serve OUT --quantization fp8"
+    sizes = "--num-samples 16 --max-seq-len 1024"
+    assert made.endswith(f"--kv-granularity tensor --calibration-data own.txt {sizes}")
+    assert served == "freight serve OUT --dtype float32 --quantization fp8"
 
 
 def test_the_command_names_the_layers_that_were_skipped(evaluation: Evaluation):
-    over = replace(evaluation.overview, skipped_layers=("0", "sliding_window"))
+    over = replace(
+        evaluation.overview,
+        args=EngineArgs("demo", kv_cache_dtype_skip_layers=("0", "sliding_window")),
+        calibration=CalibrationText(None, 16, 1024),
+    )
     layers = [
         {"dtype": "bfloat16", "granularity": None},
         {"dtype": "fp8_e5m2", "granularity": "token"},
@@ -240,7 +248,7 @@ def test_the_command_names_the_layers_that_were_skipped(evaluation: Evaluation):
     assert (
         how_to(stored, chosen) == "freight serve demo --kv-cache-dtype-skip-layers 0,sliding_window"
     )
-    assert how_to(stored, replace(chosen, skipped_layers=())) == "freight serve demo"
+    assert how_to(stored, replace(chosen, args=EngineArgs("demo"))) == "freight serve demo"
 
 
 def marks(svg: str) -> list[tuple[float, float]]:

@@ -17,7 +17,7 @@ from freight.config.engine import EngineArgs, KVCacheConfig
 from freight.config.resolve import mixed_cache
 from freight.errors import ConfigError
 from freight.evaluate.documents import Part
-from freight.evaluate.layer_kl import layer_kl
+from freight.evaluate.layer_kl import first_windows, layer_kl
 from freight.evaluate.perplexity import Window
 from freight.evaluate.report import cache_run, load_for, plain_config, run_caches
 from freight.evaluate.sensitivity import PerLayer, as_table, per_layer
@@ -118,3 +118,21 @@ def test_layers_that_share_a_cache_are_one_row(tmp_path: Path):
 def test_a_cache_that_quantizes_nothing_is_refused():
     with pytest.raises(ConfigError, match="no layer of it is quantized"):
         measured(replace(ARGS, kv_cache_dtype="bfloat16"))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "taken"),
+    [
+        ([1023] * 4, [1023]),  # without BOS: a second window would have a single token
+        ([1024] * 4, [1024]),
+        ([600] * 4, [600, 424]),
+        ([4096], [1024]),
+        ([128] * 20, [128] * 8),
+        ([700, 20, 15], [700, 20, 15]),
+        ([20], [20]),
+    ],
+)
+def test_layers_are_measured_over_1024_tokens_at_most(sizes: list[int], taken: list[int]):
+    parts = [Part(Window([0] * size, [0] * size), 0) for size in sizes]
+    assert [len(window.token_ids) for window in first_windows(parts)] == taken
+    assert [len(window.targets) for window in first_windows(parts)] == taken
