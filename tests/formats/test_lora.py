@@ -150,9 +150,12 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "tokens": ({"alora_invocation_tokens": [1]}, ConfigError, "alora_invocation_tokens"),
     "a later key": ({"use_something_new": True}, ConfigError, "use_something_new is True"),
     "rank": ({"r": 8}, CheckpointError, "rank 8"),
-    "no rank": ({"r": 0}, CheckpointError, "damaged"),
-    "a pattern": ({"rank_pattern": {"(": 4}}, CheckpointError, "damaged"),
-    "a truth": ({"lora_alpha": True, "alpha_pattern": {}}, CheckpointError, "damaged"),
+    "no rank": ({"r": 0}, CheckpointError, "r is 0"),
+    "a pattern": ({"rank_pattern": {"(": 4}}, CheckpointError, "not a regular expression"),
+    "a truth": ({"lora_alpha": True, "alpha_pattern": {}}, CheckpointError, "lora_alpha is True"),
+    "400 digits": ({"lora_alpha": 10**400, "alpha_pattern": {}}, CheckpointError, "lora_alpha is"),
+    "no end": ({"rank_pattern": {"(?:.*[a-z.]|.*[a-z.]|.*[a-z.]){18}[^j]": 4}}, CheckpointError, "nested repeats"),
+    "no object": ({"rank_pattern": [4]}, CheckpointError, "rank_pattern is"),
     "DoRA without magnitudes": ({"use_dora": True}, CheckpointError, "only a, b of the parts"),
 }
 
@@ -241,7 +244,7 @@ def test_a_bias_of_the_change_is_refused(tmp_path: Path) -> None:
     name = next(name for name in tensors if name.endswith("lora_B.weight"))
     bias = name.removesuffix("weight") + "bias"
     save_file(tensors | {bias: torch.zeros(len(tensors[name]))}, file)
-    with pytest.raises(ConfigError, match=r"lora_B\.bias is not merged here"):
+    with pytest.raises(ConfigError, match=r"lora_B\.bias' is not merged here"):
         merge(str(PEFT / "base"), str(tmp_path / "adapter"), tmp_path / "out")
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from freight.config.layer import DenseConfig, LayerConfig
 from freight.config.model import ModelConfig
 from freight.errors import ConfigError, nearest
+from freight.fp8.patterns import FilePattern
 from freight.models.architectures import tensor_names
 from freight.models.mixer_parts import mixer_parts
 from freight.models.shapes import shared_names
@@ -241,8 +242,5 @@ def _matches(pattern: str, known: Sequence[str], names: Set[str]) -> list[str]:
     """
     if not pattern.startswith("re:"):
         return [pattern] if pattern in names else []
-    try:
-        expression = re.compile(pattern[3:])
-    except re.error as error:
-        raise ConfigError(f"--ignore {pattern!r} is not a regular expression: {error}") from None
+    expression = FilePattern(pattern[3:], "--ignore", ConfigError)
     return [name for name in known if expression.search(name)]

@@ -11,7 +11,6 @@ refused: an adapter merged without it would compute something else.
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from freight.checkpoint.headers import Shape, TensorEntry, read_header
 from freight.checkpoint.reader import read_json, resolve_model
 from freight.config.fields import JsonObject
 from freight.errors import CheckpointError, ConfigError, shown
+from freight.fp8.patterns import FilePattern
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
@@ -101,7 +101,10 @@ class Adapter:
         self.ties_weights = config.get("ensure_weight_tying") is True
         self._file = self.path / WEIGHTS
         self._entries = read_header(self._file)
-        self.changes = self._changes(config)
+        self._ranks = _Numbers(config, "rank_pattern", "r")
+        self._alphas = _Numbers(config, "alpha_pattern", "lora_alpha")
+        self._is_rank_stabilized = bool(config.get("use_rslora"))
+        self.changes = self._changes(bool(config.get("use_dora")))
 
     def merged(self, change: Change, weight: Tensor) -> Tensor:
         """Return `weight` [outputs, inputs] with the change, computed in float32 and rounded once
@@ -120,7 +123,7 @@ class Adapter:
         rounded = total.to(weight.dtype)  # float16 ends at 65,504
         if not rounded.isfinite().all():
             raise CheckpointError(
-                f"{self._file}: with {change.parts['b']} the weight is not finite in {weight.dtype}"
+                f"{self._file}: with {shown(change.parts['b'])} the weight is not finite in {weight.dtype}"
             )
         return rounded
 
@@ -141,8 +144,8 @@ class Adapter:
         whole = None if change.whole is None else self._entries[change.whole].shape
         if whole is not None and whole != shape:
             raise CheckpointError(
-                f"{self._file}: {change.whole} is {list(whole)}, and {name} of the base model {list(shape)}: the "
-                f"vocabulary was extended, which is not merged here; {_WAY_OUT}"
+                f"{self._file}: {shown(change.whole)} is {list(whole)}, and {name} of the base model {list(shape)}: "
+                f"the vocabulary was extended, which is not merged here; {_WAY_OUT}"
             )
 
     def _shape(self, change: Change) -> Shape | None:
@@ -153,12 +156,16 @@ class Adapter:
         outputs = self._entries[change.parts["b"]].shape[0]
         return (inputs, outputs) if change.is_embedding else (outputs, inputs)
 
-    def _changes(self, config: JsonObject) -> dict[str, Change]:
+    def _scaling(self, module: str) -> float:
+        rank = self._ranks.of(module)
+        return self._alphas.of(module) / (math.sqrt(rank) if self._is_rank_stabilized else rank)
+
+    def _changes(self, has_magnitudes: bool) -> dict[str, Change]:
         changes: dict[str, Change] = {}
         for name in self._entries:
             if not name.startswith(_PREFIX):
                 raise CheckpointError(
-                    f"{self._file}: {name} does not begin with {_PREFIX}, as PEFT's tensors do"
+                    f"{self._file}: {shown(name)} does not begin with {_PREFIX}, as PEFT's tensors do"
                 )
             module = name.removeprefix(_PREFIX)
             suffix = next((end for end in _PARTS if module.endswith(end)), None)
@@ -167,37 +174,38 @@ class Adapter:
                 change = changes.setdefault(f"{module}.weight", Change())
                 change.parts[_PARTS[suffix]] = name
                 change.is_embedding = change.is_embedding or "embedding" in suffix
-                change.scaling = _scaling(config, module)
+                change.scaling = self._scaling(module)
             elif ".lora_" in module:
                 raise ConfigError(
-                    f"{self._file}: {name} is not merged here (lora_bias, target_parameters); {_WAY_OUT}"
+                    f"{self._file}: {shown(name)} is not merged here (lora_bias, target_parameters); {_WAY_OUT}"
                 )
             else:
                 changes.setdefault(module.replace(".base_layer.", "."), Change()).whole = name
         for tensor, change in changes.items():
-            self._check_parts(config, tensor, change)
+            self._check_parts(has_magnitudes, tensor, change)
         if not changes:
             raise CheckpointError(f"{self._file} has no tensor")
         return changes
 
-    def _check_parts(self, config: JsonObject, tensor: str, change: Change) -> None:
+    def _check_parts(self, has_magnitudes: bool, tensor: str, change: Change) -> None:
         parts = {part: self._entries[name] for part, name in change.parts.items()}
         if not parts:
             return
         magnitude = parts.pop("magnitude", None)
-        if parts.keys() != {"a", "b"} or (magnitude is None) is bool(config.get("use_dora")):
+        if parts.keys() != {"a", "b"} or (magnitude is None) is has_magnitudes:
             raise CheckpointError(
-                f"{self._file}: it has only {', '.join(change.parts)} of the parts of {tensor}'s change"
+                f"{self._file}: it has only {', '.join(change.parts)} of the parts of the change of {shown(tensor)}"
             )
         if magnitude is not None and change.is_embedding:
             raise ConfigError(
-                f"{self._file}: DoRA of the embedding {tensor} is not merged here; {_WAY_OUT}"
+                f"{self._file}: DoRA of the embedding {shown(tensor)} is not merged here; {_WAY_OUT}"
             )
-        rank = _of_module(config, "rank_pattern", "r", tensor.removesuffix(".weight"))
+        rank = self._ranks.of(tensor.removesuffix(".weight"))
         a, b = parts["a"].shape, parts["b"].shape
         if not (len(a) == len(b) == 2 and a[0] == b[1] == rank and _has_room(magnitude, b[0])):
             raise CheckpointError(
-                f"{self._file}: what is added to {tensor} is {list(b)} by {list(a)}, and {CONFIG} has rank {rank}"
+                f"{self._file}: what is added to {shown(tensor)} is {list(b)} by {list(a)}, and {CONFIG} has rank "
+                f"{rank:g}"
             )
 
     def _read(self, name: str) -> Tensor:
@@ -205,10 +213,12 @@ class Adapter:
             with safe_open(self._file, framework="pt") as handle:
                 tensor: Tensor = handle.get_tensor(name)
         except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{self._file}: tensor {name} cannot be read: {error}") from error
+            raise CheckpointError(
+                f"{self._file}: tensor {shown(name)} cannot be read: {error}"
+            ) from error
         if not tensor.is_floating_point() or tensor.element_size() < 2:
             raise CheckpointError(
-                f"{self._file}: {name} is {tensor.dtype}; an adapter has 16 or 32 bits"
+                f"{self._file}: {shown(name)} is {tensor.dtype}; an adapter has 16 or 32 bits"
             )
         return tensor
 
@@ -244,22 +254,35 @@ def _check_config(file: Path, config: JsonObject) -> None:
             )
 
 
-def _scaling(config: JsonObject, module: str) -> float:
-    rank = _of_module(config, "rank_pattern", "r", module)
-    alpha = _of_module(config, "alpha_pattern", "lora_alpha", module)
-    return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+class _Numbers:
+    """A number for each module: `rank_pattern` or `alpha_pattern`, and the number of the others."""
+
+    def __init__(self, config: JsonObject, patterns: str, default: str) -> None:
+        """Read both. Raises CheckpointError for anything but positive numbers by expressions."""
+        numbers = config.get(patterns) or {}
+        if not isinstance(numbers, dict):
+            raise CheckpointError(f"{CONFIG}: {patterns} is {shown(numbers)}, not an object")
+        self._default = _positive(default, config.get(default))
+        self._by_pattern = [
+            # as PEFT: an expression that is all of a name, or its end after a dot
+            (FilePattern(rf"(.*\.)?({key})$", f"{CONFIG}: {patterns}"), _positive(patterns, number))
+            for key, number in numbers.items()
+        ]
+
+    def of(self, module: str) -> float:
+        """Return the number of the first expression that matches `module`, or the default."""
+        for pattern, number in self._by_pattern:
+            if pattern.match(module):
+                return number
+        return self._default
 
 
-def _of_module(config: JsonObject, pattern: str, default: str, module: str) -> float:
-    """Return a module's number: that of the first pattern that matches the end of its name, as in
-    PEFT.
-    """
-    given = config.get(pattern) or {}
+def _positive(name: str, value: object) -> float:
+    """Return a positive finite number. Raises CheckpointError for anything else."""
     try:
-        key = next((key for key in given if re.match(rf"(.*\.)?({key})$", module)), None)
-        value = config[default] if key is None else given[key]
-        if isinstance(value, bool) or not value > 0:
-            raise ValueError(value)
-    except (re.error, TypeError, KeyError, ValueError) as error:
-        raise CheckpointError(f"{CONFIG}: {default} or {pattern} is damaged: {error}") from None
-    return float(value)
+        number = math.nan if isinstance(value, bool) else float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if not 0 < number < math.inf:
+        raise CheckpointError(f"{CONFIG}: {name} is {shown(value)}; it must be a positive number")
+    return number

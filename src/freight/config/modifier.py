@@ -9,15 +9,16 @@ an observer that clips. No field is ignored.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from functools import cache
 from typing import Any
 
 from freight.config.fields import JsonObject
 from freight.config.quantize_plan import ActivationScheme, QuantizeArgs, WeightScheme
 from freight.errors import ConfigError, choices, nearest, shown
 from freight.fp8.formats import Granularity
+from freight.fp8.patterns import FilePattern
 
 _PRESETS = {  # names of schemes -> weights, activations
     "FP8": (WeightScheme.TENSOR, ActivationScheme.STATIC),
@@ -162,7 +163,12 @@ def _matches(name: str, pattern: str) -> bool:
     """
     if not pattern.startswith("re:"):
         return pattern in ("Linear", name)
-    return re.match(pattern[3:], name) is not None
+    return _expression(pattern[3:]).match(name)
+
+
+@cache
+def _expression(expression: str) -> FilePattern:
+    return FilePattern(expression, "recipe", ConfigError)
 
 
 def resolve_modifier(modifier: Any) -> Recipe:
@@ -383,13 +389,9 @@ def _patterns(what: str, given: Any) -> tuple[str, ...]:
             f"recipe: {what} is {shown(given)}; give names or re: and an expression, in a list"
         )
     patterns = tuple(patterns)
-    for one in patterns:
-        try:
-            re.compile(one[3:] if one.startswith("re:") else "")
-        except re.error as error:
-            raise ConfigError(
-                f"recipe: {what} {one!r} is not a regular expression: {error}"
-            ) from None
+    for pattern in patterns:
+        if pattern.startswith("re:"):
+            FilePattern(pattern[3:], f"recipe: {what}", ConfigError)
     if not patterns and what != "ignore":
         raise ConfigError(f"recipe: {what} is empty; give 'Linear'")
     return patterns

@@ -7,10 +7,10 @@ scale`.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Set
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import Protocol
 
 from freight.errors import CheckpointError
 from freight.fp8.formats import Format, Granularity
@@ -149,13 +149,20 @@ class LinearScheme:
         return f"scales per {shared}, activations {self.activations}{limit}"
 
 
+class ModulePattern(Protocol):
+    """What selects modules by name: an `re.Pattern`, or a FilePattern of an expression in a file."""
+
+    def match(self, name: str, /) -> object:
+        """Return a true value if `name` is selected."""
+
+
 @dataclass(frozen=True)
 class Rule:
     """A pattern of module names, matched from their start, and their scheme: None for modules that
     stay unquantized.
     """
 
-    pattern: re.Pattern[str]
+    pattern: ModulePattern
     linear: LinearScheme | None
 
 

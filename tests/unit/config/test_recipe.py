@@ -131,7 +131,7 @@ def test_other_modifiers_are_refused_by_name(name: str):
         ({"scheme": "FP8", "config_groups": {"FP8": ["Linear"]}}, "both scheme and config_groups"),
         ({"scheme": "FP8", "targets": 3}, "targets is 3"),
         ({"scheme": "FP8", "targets": []}, "targets is empty"),
-        ({"scheme": "FP8", "ignore": ["re:("]}, "ignore 're:.' is not a regular expression"),
+        ({"scheme": "FP8", "ignore": ["re:("]}, "ignore: '.' is not a regular expression"),
         ({"scheme": "FP8", "input_observer": "minmax"}, "observer 'minmax'; .*static_minmax"),
         ({"scheme": "FP8", "observer": {"weights": "mse"}}, "observer 'mse'"),
         ({"scheme": "FP8", "observer": {"weight": "mse"}}, "no key 'weight'"),

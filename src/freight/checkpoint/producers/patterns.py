@@ -13,9 +13,10 @@ from collections.abc import Callable, Mapping
 
 from freight.config.fields import JsonObject
 from freight.errors import CheckpointError
-from freight.fp8.scheme import LinearScheme, Rule
+from freight.fp8.patterns import FilePattern
+from freight.fp8.scheme import LinearScheme, ModulePattern, Rule
 
-Syntax = Callable[[str], "re.Pattern[str]"]
+Syntax = Callable[[str], ModulePattern]
 
 CLASSES = ("Linear", "LinearBase")  # every module that is looked up is one of these
 _MERGED = {
@@ -31,47 +32,47 @@ def every() -> re.Pattern[str]:
     return re.compile("")
 
 
-def exact(name: str) -> re.Pattern[str]:
+def exact(name: str) -> ModulePattern:
     """Match one module, or, after `re:`, an expression from the start of the name
     (compressed-tensors).
     """
     if name.startswith("re:"):
-        return _compiled(name.removeprefix("re:"), name)
+        return FilePattern(name.removeprefix("re:"), "config.json")
     return re.compile(rf"{_name(name)}$")
 
 
-def class_or_exact(name: str) -> re.Pattern[str]:
+def class_or_exact(name: str) -> ModulePattern:
     """Match a module class, or as `exact` (compressed-tensors)."""
     return every() if name in CLASSES else exact(name)
 
 
-def searched(name: str) -> re.Pattern[str]:
+def searched(name: str) -> ModulePattern:
     """Match a module and its submodules, the end of a name, or an expression that ends at a dot
     (transformers, AutoFP8).
 
     An expression after `re:` is searched anywhere, as in AutoFP8.
     """
     if name.startswith("re:"):
-        return _compiled(f".*?(?:{name.removeprefix('re:')})", name)
+        return FilePattern(f".*?(?:{name.removeprefix('re:')})", "config.json")
     forms = [rf"{_name(name)}(?:\.|$)", rf".*{re.escape(name)}$"]
-    with contextlib.suppress(re.error):  # a plain name need not be an expression
-        forms.append(re.compile(rf"(?:{name})(?:(?<=\.)|(?=\.|$))").pattern)
-    return re.compile("|".join(forms))
+    with contextlib.suppress(CheckpointError):  # a plain name need not be an expression
+        forms.append(FilePattern(rf"(?:{name})(?:(?<=\.)|(?=\.|$))", "config.json").expression)
+    return FilePattern("|".join(forms), "config.json")
 
 
-def wildcard(name: str) -> re.Pattern[str]:
+def wildcard(name: str) -> ModulePattern:
     """Match `*`, `?` and `[...]` over the full name, or `re:` as in `exact` (Quark)."""
     if name.startswith("re:"):
         return exact(name)
-    return re.compile(fnmatch.translate(name))
+    return FilePattern(fnmatch.translate(name), "config.json")
 
 
-def wildcard_or_part(name: str) -> re.Pattern[str]:
+def wildcard_or_part(name: str) -> ModulePattern:
     """Match `*`, `?` and `[...]`, or, as in older files, a part of the name between dots
     (ModelOpt).
     """
     if any(sign in name for sign in "*?["):
-        return re.compile(fnmatch.translate(name))
+        return FilePattern(fnmatch.translate(name), "config.json")
     return re.compile(rf"(?:.*\.)?{_name(name)}(?:\.|$)")
 
 
@@ -106,12 +107,3 @@ def _name(name: str) -> str:
     """Return the expression of one module's full name."""
     head, dot, last = name.removeprefix("model.").rpartition(".")
     return rf"(?:model\.)?{re.escape(head + dot)}{_MERGED.get(last, re.escape(last))}"
-
-
-def _compiled(expression: str, name: str) -> re.Pattern[str]:
-    try:
-        return re.compile(expression)
-    except re.error as error:
-        raise CheckpointError(
-            f"config.json: {name!r} is not a regular expression: {error}"
-        ) from error
