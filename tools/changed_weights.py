@@ -19,7 +19,7 @@ def change(file: Path, scale: float, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     with safe_open(file, "pt") as stored:
         metadata = stored.metadata()
-        tensors = {name: stored.get_tensor(name) for name in stored.keys()}
+        tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118, no dict
     for name, tensor in tensors.items():
         if tensor.is_floating_point():
             factors = 1 + scale * torch.randn(tensor.shape, generator=generator)

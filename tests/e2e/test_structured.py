@@ -289,9 +289,7 @@ def test_a_failing_grammar_fails_its_request_alone(llm: LLM, monkeypatch: pytest
     assert llm.engine._grammars is not None
     marked = llm.engine._grammars.matcher(StructuredOutputs(**long))
     monkeypatch.setattr(Matcher, "permitted", failing)
-    outputs = llm.generate(
-        ["def f("] * 3, [good[0], params(long), good[1]], on_error="return"
-    )
+    outputs = llm.generate(["def f("] * 3, [good[0], params(long), good[1]], on_error="return")
     assert [outputs[index].outputs[0] for index in (0, 2)] == expected
     failed = outputs[1].outputs[0]
     assert failed.finish_reason is FinishReason.ERROR
