@@ -19,6 +19,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.environment import without_options
+
 FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 NUMBER = re.compile(r"#+|\d[\d,.]*")
 LANGUAGES = ("sh", "python")
@@ -88,7 +90,7 @@ def run_steps(blocks: list[Step], folder: Path, seconds: float = 600) -> list[st
     work.mkdir()
     printed.mkdir()
     ports = {"8000": free_port(), "8080": free_port()}
-    environ = {name: value for name, value in os.environ.items() if not name.startswith("FREIGHT_")}
+    environ = without_options()
     environ |= {
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "FREIGHT_PORT": ports["8000"],

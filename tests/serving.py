@@ -22,6 +22,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from tests.environment import without_options
 from tests.forked_server import CAN_FORK, Forked
 
 START_SECONDS = 300.0
@@ -42,9 +43,7 @@ class ServeProcess:
     ) -> None:
         """`flags` are of the interpreter (-O), and none of one that is forked."""
         arguments = ["serve", str(model), "--port", "0", *options]
-        environ = {
-            name: value for name, value in environ.items() if not name.startswith("FREIGHT_")
-        }
+        environ = without_options(environ)
         self.process: subprocess.Popen[str] | Forked
         if forked and CAN_FORK:
             assert not flags

@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.environment import is_option
 
 from freight import LLM, SamplingParams
 from freight.checkpoint.kv_scales import parse_scale_name
@@ -382,7 +383,7 @@ def test_on_the_command_line(
     argv: list[str],
     says: tuple[str, ...],
 ):
-    for name in [name for name in os.environ if name.startswith("FREIGHT_")]:
+    for name in filter(is_option, list(os.environ)):
         monkeypatch.delenv(name)
     monkeypatch.setattr(sys, "argv", ["freight", *argv])
     with pytest.raises(SystemExit) as ended:

@@ -17,6 +17,7 @@ import httpx2 as httpx
 import pytest
 from tests.asking import ENDLESS, ONE_BY_ONE
 from tests.e2e.conftest import DemoServer
+from tests.environment import without_options
 from tests.forked_server import Forked
 from tests.serving import CAN_FORK, children_of
 from tests.unit.server.raw_http import wait_for
@@ -25,7 +26,7 @@ from freight.cli.main import main
 
 CACHE = ["--kv-cache-dtype", "fp8", "--kv-cache-memory", "64MiB"]
 SECONDS = 300.0
-ENVIRON = {name: value for name, value in os.environ.items() if not name.startswith("FREIGHT_")}
+ENVIRON = without_options()
 
 
 def entry(number: int, url: str = "/v1/completions", **body: Any) -> dict[str, Any]:

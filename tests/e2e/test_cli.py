@@ -9,6 +9,7 @@ import os
 import sys
 
 import pytest
+from tests.environment import is_option
 from tests.forked_server import run_forked
 
 from freight.cli.main import main
@@ -22,7 +23,7 @@ def run(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *argv: str, **environ: str
 ) -> tuple[int, str, str]:
     """(exit status, stdout, stderr)"""
-    for name in [name for name in os.environ if name.startswith("FREIGHT_")]:
+    for name in filter(is_option, list(os.environ)):
         monkeypatch.delenv(name)
     for name, value in environ.items():
         monkeypatch.setenv(name, value)

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from tests.environment import is_option
 from tests.rank_exports import write_export
 
 from freight import LLM, AsyncLLM, ConfigError, SamplingParams
@@ -107,11 +108,7 @@ def run_command(
         environ = dict(value.split("=", 1) for option, value in pairwise(given) if option == "-e")
         words = ["freight", *in_container(argv, environ, folder)]
     with monkeypatch.context() as patch:
-        for name in [
-            name
-            for name in os.environ
-            if name.startswith("FREIGHT_") or name.lower() in TGI_OPTIONS
-        ]:
+        for name in [name for name in os.environ if is_option(name) or name.lower() in TGI_OPTIONS]:
             patch.delenv(name)
         for name, value in environ.items():
             patch.setenv(name, value)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.environment import is_option
 
 from freight import LLM, SamplingParams
 from freight.checkpoint.reader import resolve_model
@@ -237,7 +238,7 @@ def test_the_command_line(
     given, cache = COMMANDS[form]
     options = {"model-id": "demo", "kv-cache-memory": "8MiB", "max-model-len": "128", **given}
     options = {name: value.replace("SCALES", scale_file) for name, value in options.items()}
-    for name in [name for name in os.environ if name.startswith("FREIGHT_")]:
+    for name in filter(is_option, list(os.environ)):
         monkeypatch.delenv(name)
     argv = ["freight", "generate", "--prompt", PROMPT, "--max-tokens", "2", "--json"]
     for name, value in options.items():

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import try_dockerfile
+from tests.environment import is_option
 
 from freight.cli.main import main
 from freight.config.other_engines import TGI_OPTIONS
@@ -65,9 +66,7 @@ def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dic
         called, _ = start(tmp_path, *options, **environ)
         with monkeypatch.context() as patch:
             for name in [
-                name
-                for name in os.environ
-                if name.startswith("FREIGHT_") or name.lower() in TGI_OPTIONS
+                name for name in os.environ if is_option(name) or name.lower() in TGI_OPTIONS
             ]:
                 patch.delenv(name)
             for name, value in environ.items():

@@ -99,6 +99,7 @@ def test_on_the_command_line(model: Path):
         "1MiB",
         "--max-tokens",
         "3",
+        "--ignore-eos",
     ]
     prompts = ["--prompt-token-ids", "3,4,5", "--prompt-token-ids", "3,7"]
     result = CliRunner().invoke(app, [*arguments, *prompts, "--json"])

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.environment import without_options
 from tests.forked_server import CAN_FORK, Forked, forked
 from tests.lost_ranks import lose_while_it_reads
 from tests.machines import Machine, free_port, other_machine, two_machines
@@ -323,7 +324,7 @@ def test_servers_of_two_machines_begin_again_after_rank_0_was_killed() -> None:
         expected = completion_of(url)
     where = ["-tp", "4", "--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port"]
     where += [str(free_port()), "--restart-engine", *common]
-    environ = {name: value for name, value in os.environ.items() if "FREIGHT_" not in name}
+    environ = without_options()
     other = Forked(["serve", "demo", *where, "--node-rank", "1"], environ)
     said: list[str] = []
     assert other.stderr is not None

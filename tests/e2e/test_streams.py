@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.environment import without_options
 from tests.forked_server import CAN_FORK, Forked
 
 FREIGHT = [sys.executable, "-m", "freight"]
@@ -112,7 +113,7 @@ def test_variables_that_nothing_reads_are_named_once() -> None:
         "FREIGHT_MODEL_ID": "demo",
         "FREIGHT_BLOCK_SIZE": "16",
     }
-    plain = {name: value for name, value in os.environ.items() if not name.startswith("FREIGHT_")}
+    plain = without_options()
     command = [*FREIGHT, "--version"]
     done = subprocess.run(
         command, env=plain | given, capture_output=True, text=True, timeout=300, check=False

@@ -215,7 +215,8 @@ def test_preemption_keeps_the_place_in_the_grammar(llm: LLM):
         max_num_seqs=8,
         enable_prefix_caching=False,
     )
-    asked = [params(FORMS[0][0], seed, max_tokens=60) for seed in range(6)]
+    form = {"regex": "([a-f]{2}-[0-9]{2};){99}"}  # longer than 60 tokens, whichever are drawn
+    asked = [params(form, seed, max_tokens=60) for seed in range(6)]
     prompts = [f"size_{index} = " for index in range(len(asked))]
     expected = [output.outputs[0] for output in llm.generate(prompts, asked)]
     preempted = 0
@@ -273,6 +274,7 @@ def test_interrupts_and_aborts_keep_the_place_in_the_grammar(
 
 def test_a_failing_grammar_fails_its_request_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch):
     good = [SamplingParams(max_tokens=8, seed=1), params(FORMS[1][0])]
+    long = {"regex": "[a-z]{99}"}  # no two tokens are its whole text
     expected = [one(llm, "def f(", given) for given in good]
     permitted = Matcher.permitted
 
@@ -285,11 +287,9 @@ def test_a_failing_grammar_fails_its_request_alone(llm: LLM, monkeypatch: pytest
         Matcher, "marked", property(lambda self: self._start is marked._start), raising=False
     )
     assert llm.engine._grammars is not None
-    marked = llm.engine._grammars.matcher(StructuredOutputs(regex="[a-z]{9}"))
+    marked = llm.engine._grammars.matcher(StructuredOutputs(**long))
     monkeypatch.setattr(Matcher, "permitted", failing)
-    outputs = llm.generate(
-        ["def f("] * 3, [good[0], params({"regex": "[a-z]{9}"}), good[1]], on_error="return"
-    )
+    outputs = llm.generate(["def f("] * 3, [good[0], params(long), good[1]], on_error="return")
     assert [outputs[index].outputs[0] for index in (0, 2)] == expected
     failed = outputs[1].outputs[0]
     assert failed.finish_reason is FinishReason.ERROR

@@ -9,7 +9,7 @@ import pytest
 
 import freight
 from freight.llm import LLM
-from freight.sampling import SamplingLimits
+from freight.sampling import SamplingLimits, SamplingParams
 from freight.server.call import ReplyHead, Served, TokenizedWork
 from freight.server.tgi.request import parse_generate
 
@@ -27,13 +27,16 @@ def llm():
     [
         {"decoder_input_details": True},
         {"do_sample": True, "temperature": 0.9, "seed": 7, "top_n_tokens": 3},
-        {"stop": ["the", "ion"], "max_new_tokens": 60},
+        {"stop": ["\0"], "max_new_tokens": 24},  # and a part of its own text
     ],
 )
 def test_stream_body_and_generate_agree(llm, parameters):
     engine = llm.engine
     served = Served(("demo",), engine.tokenizer, engine.tokenizer.vocab_size, 512, {}, "fp")
     given = {"max_new_tokens": 24, **parameters, "details": True}
+    if "stop" in given:
+        free = llm.generate(PROMPT, SamplingParams(temperature=0.0, max_tokens=24))[0].outputs[0]
+        given["stop"] = [*given["stop"], free.text[9:12]]
     call = parse_generate(
         {"inputs": PROMPT, "parameters": given}, served, SamplingLimits(), stream=False
     )

@@ -10,6 +10,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.environment import is_option
 
 from freight.cli.main import main
 from freight.outputs import CompletionOutput, FinishReason, RequestOutput
@@ -103,7 +104,7 @@ def freight(
 
     def run(*argv: str, **environ: str) -> Answer:
         with monkeypatch.context() as patch:
-            for name in [name for name in os.environ if name.startswith("FREIGHT_")]:
+            for name in filter(is_option, list(os.environ)):
                 patch.delenv(name)
             for name, value in environ.items():
                 patch.setenv(name, value)

@@ -23,6 +23,7 @@ from freight.engine.engine import Engine
 from freight.engine.intake import Intake
 from freight.engine.prepare import SequenceSlice
 from freight.engine.scheduler import Scheduler
+from freight.errors import RequestError
 from freight.outputs import RequestOutput
 
 VOCAB, BLOCK, EOS = 61, 4, 60
@@ -104,6 +105,9 @@ class FakeTokenizer:
     """Token t is the character 'A' + t."""
 
     special_token_ids: frozenset[int] = frozenset()
+
+    def check_empty(self, add_special_tokens: bool = True) -> None:
+        raise RequestError("an empty prompt has no tokens")
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return "".join(chr(65 + token) for token in token_ids)
