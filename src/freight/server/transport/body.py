@@ -144,9 +144,7 @@ def _without_strings(body: bytes) -> bytes:
         piece = _STRINGS_AND_OTHERS.match(body, begin, begin + _PIECE)
         end = begin if piece is None else piece.end()
         if end == begin:  # a string that is longer than a piece
-            string = _STRING.match(body, begin)
-            assert string is not None
-            end = string.end()
+            end = next(_STRING.finditer(body, begin)).end()
         parts.append(_STRING.sub(b"", body[begin:end]))
         begin = end
     return b"".join(parts)
