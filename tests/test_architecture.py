@@ -35,8 +35,8 @@ TESTS = sorted((ROOT / "tests").rglob("*.py"))
 
 ORDER = [
     {"errors", "version"},
-    {"json_schema"},
-    {"structured", "files", "terminal", "tables", "svg", "descent"},
+    {"json_schema", "files"},
+    {"structured", "terminal", "tables", "svg", "descent"},
     {"sampling", "outputs", "fp8"},
     {"operands", "device", "openmp", "start_log", "text"},
     {"config"},

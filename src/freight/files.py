@@ -72,8 +72,16 @@ def read_bytes(path: str | os.PathLike[str], limit: int = LIMIT) -> bytes:
 def read_text(
     path: Path, encoding: str = "utf-8", limit: int = LIMIT, newline: str | None = None
 ) -> str:
-    """Read the text of a regular file. Raises OSError as `open_regular`, and UnicodeDecodeError."""
-    return io.TextIOWrapper(io.BytesIO(read_bytes(path, limit)), encoding, newline=newline).read()
+    """Read the text of a regular file. Raises OSError as `open_regular`, and UnicodeDecodeError,
+    whose text has the line and the way out.
+    """
+    data = read_bytes(path, limit)
+    try:
+        return io.TextIOWrapper(io.BytesIO(data), encoding, newline=newline).read()
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        error.reason += f", on line {line}; save the file as UTF-8"
+        raise
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -111,7 +119,7 @@ class DuplicateNameError(ValueError):
 
 @contextmanager
 def reading(given: str, refused: type[FreightError] = ConfigError) -> Iterator[None]:
-    """Raise `refused` for a text that cannot be read; `given` is the option with its value."""
+    """Raise `refused` for a text that cannot be read; `given` is what named it, with its value."""
     try:
         yield
     except (OSError, UnicodeDecodeError) as error:

@@ -90,7 +90,8 @@ class Scores:
 
 @dataclass
 class CompletionOutput:
-    """One completion. `stop_reason` is the stop string or stop id that ended it, if one did.
+    """One completion. `stop_reason` is the stop string, or the id of the request's stop_token_ids,
+    that ended it; None where the model ended it by itself or a limit did.
 
     `error` says why a completion with finish reason ERROR has no more tokens; it is None for all
     others.

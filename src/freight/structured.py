@@ -16,6 +16,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from freight.errors import RequestError, choices, nearest, shown
+from freight.files import DuplicateNameError, unique_names
 from freight.json_schema import MOST_SCHEMA, check_references, check_size, enforceable, too_deep
 
 # The beginning of the error of a grammar that gave up within an answer
@@ -278,8 +279,12 @@ def _parse(text: str) -> object:
         raise ValueError(f"{constant} is not a JSON number")
 
     try:
-        return json.loads(text, parse_constant=refuse)
+        return json.loads(text, parse_constant=refuse, object_pairs_hook=unique_names)
     except RecursionError:
         raise too_deep() from None
+    except DuplicateNameError as error:
+        raise RequestError(
+            f"structured_outputs.json is ambiguous: {error}; write it once"
+        ) from None
     except ValueError as error:
         raise RequestError(f"structured_outputs.json is not valid JSON: {error}") from None

@@ -19,8 +19,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from freight import LLM, RequestError, SamplingParams, StructuredOutputs
+from freight.checkpoint.reader import resolve_model
 from freight.engine.grammar import Matcher
 from freight.outputs import CompletionOutput, FinishReason
+from freight.text.tokenizer import Tokenizer
 
 BASE = Path(__file__).parents[1] / "fixtures" / "base_bf16"
 BLANKS = 16 + 1  # the most in one place, and the character behind them
@@ -185,6 +187,20 @@ def test_a_stop_string_ends_a_text_before_its_grammar_does(llm: LLM):
         FinishReason.STOP,
         " two",
     )
+
+
+def test_a_stop_id_of_the_request_is_told_and_the_models_own_is_not(llm: LLM):
+    """Only so can a text that was cut be told from a complete one: both have "stop"."""
+    form = {"choice": ["one two three"]}
+    whole = one(llm, "x", params(form, temperature=0.0))
+    cut = one(llm, "x", params(form, temperature=0.0, stop_token_ids=[whole.token_ids[1]]))
+    assert (cut.finish_reason, cut.stop_reason) == (FinishReason.STOP, whole.token_ids[1])
+    assert whole.text.startswith(cut.text)
+    assert cut.text != whole.text
+    end = Tokenizer.load(resolve_model("demo")).eos_token_id
+    assert end is not None
+    named = one(llm, "x", params(form, stop_token_ids=[end]))
+    assert (named.text, named.stop_reason) == ("one two three", None)
 
 
 def test_streamed_as_generated(llm: LLM):

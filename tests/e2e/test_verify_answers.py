@@ -223,6 +223,7 @@ LIES: dict[str, tuple[Callable[[Any], object], str]] = {
     "the text": (lambda one: choice_of(one).update(text="lie"), "differs"),
     "no text": (lambda one: choice_of(one).pop("text"), "differs"),
     "the index": (lambda one: choice_of(one).update(index=True), "differs"),
+    "what ended it": (lambda one: choice_of(one).update(stop_reason="lie"), "differs"),
     "tokens in total": (lambda one: one["response"]["usage"].update(total_tokens=1), "differs"),
     "a count that is true": (lambda one: one["response"]["usage"].update(completion_tokens=True), "differs"),
     "reasoning": (
@@ -292,6 +293,19 @@ def test_names_times_and_what_the_cache_had_are_not_judged(
     joined = copy.deepcopy(short)
     del joined["response"]["usage"]
     assert [one.outcome for one in verifier.results([other, joined])] == [Outcome.EQUAL] * 2
+
+
+def test_what_ended_an_answer_is_judged_where_it_is_stated(
+    verifier: Verifier, demo_server: DemoServer, short: dict[str, Any]
+) -> None:
+    named = choice_of(short)["token_ids"][2]
+    cut = ask(demo_server, "/v1/completions", short["request"] | {"stop_token_ids": [named]})
+    assert (choice_of(cut)["finish_reason"], choice_of(cut)["stop_reason"]) == ("stop", named)
+    unstated, lie = copy.deepcopy(cut), copy.deepcopy(cut)
+    del choice_of(unstated)["stop_reason"]  # a client of OpenAI's API may drop it
+    choice_of(lie)["stop_reason"] = None
+    found = [one.outcome for one in verifier.results([cut, unstated, lie])]
+    assert found == [Outcome.EQUAL, Outcome.EQUAL, Outcome.DIFFERS]
 
 
 def test_one_completion_that_fails_hides_no_other_that_differs(

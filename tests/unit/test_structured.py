@@ -147,6 +147,8 @@ def test_the_largest_of_each_limit():
         ({"grammar": rules(501)}, "501 rules"),
         ({"grammar": rules(3000)}, "at most 16384 bytes"),
         ({"guided_json": {}}, "has no field 'guided_json'"),
+        ({"json": '{"type": "string", "type": "object"}'}, "'type' twice"),
+        ({"json": '{"properties": {"a": {}, "b": {}, "a": true}}'}, "'a' twice"),
         ({"lark": "start:"}, "did you mean grammar"),
     ],
 )

@@ -17,7 +17,7 @@ from typing import Protocol
 
 from freight.config.fields import JsonObject
 from freight.errors import ConfigError
-from freight.files import DATA_LIMIT, read_text, reading
+from freight.files import DATA_LIMIT, DuplicateNameError, read_text, reading, unique_names
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ def read_prompts(path: Path, output: Lengths, seed: int) -> list[Ask]:
         if not line.strip():
             continue
         try:
-            entry = json.loads(line)
+            entry = json.loads(line, object_pairs_hook=unique_names)
             content = entry["messages"] if "messages" in entry else entry["prompt"]
             ask = Ask(content, entry.get("max_tokens") or output.draw(numbers))
             if (
@@ -147,6 +147,8 @@ def read_prompts(path: Path, output: Lengths, seed: int) -> list[Ask]:
                 or not isinstance(ask.max_tokens, int)
             ):
                 raise ValueError
+        except DuplicateNameError as error:
+            raise ConfigError(f"--prompts {path}, line {number}: {error}; write it once") from None
         except (ValueError, KeyError, TypeError, AttributeError):
             raise ConfigError(
                 f'--prompts {path}, line {number}: write {{"prompt": "text"}}, {{"prompt": [token ids]}} or '

@@ -20,7 +20,7 @@ from typing import Any
 from freight.calibrate import hub_data
 from freight.config.fields import is_integer
 from freight.errors import ConfigError, RequestError
-from freight.files import DATA_LIMIT, read_text
+from freight.files import DATA_LIMIT, read_text, reading, unique_names
 from freight.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("freight")
@@ -117,10 +117,8 @@ def _rows(where: str, rows: Iterable[object], tokenizer: _Lazy) -> Iterator[list
 
 def _from_file(where: str, path: Path, tokenizer: _Lazy, max_seq_len: int) -> Iterator[list[int]]:
     jsonl = path.suffix == ".jsonl"
-    try:
+    with reading(where):
         text = read_text(path, "utf-8-sig", DATA_LIMIT, newline="\n" if jsonl else None)
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{where} cannot be read as text: {error}") from None
     if jsonl:
         return _lines(where, text, tokenizer)
     return _pieces(text, tokenizer(), max_seq_len)
@@ -147,7 +145,7 @@ def _lines(where: str, text: str, tokenizer: _Lazy) -> Iterator[list[int]]:
 
 def _line(where: str, line: str, tokenizer: _Lazy) -> list[int]:
     try:
-        entry = json.loads(line)
+        entry = json.loads(line, object_pairs_hook=unique_names)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{where} is not JSON: {error}") from None
     return _sample(where, entry, tokenizer)

@@ -104,9 +104,7 @@ def print_outputs(outputs: list[RequestOutput], params: SamplingParams, only_err
 
 
 def read_prompts(texts: list[str], file: Path | None, token_ids: list[str]) -> Prompts:
-    """Return the prompts, of one kind only. Raises RequestError for none, for two kinds, and for an
-    empty one.
-    """
+    """Return the prompts, of one kind only. Raises RequestError for none and for two kinds."""
     ways = sum((bool(texts), file is not None, bool(token_ids)))
     if ways != 1:
         fault = "the prompt is given in more than one way" if ways else "there is no prompt"
@@ -118,8 +116,6 @@ def read_prompts(texts: list[str], file: Path | None, token_ids: list[str]) -> P
     if file is not None:
         with reading(f"--prompt-file {file}", RequestError):
             texts = [_read_prompt(file)]
-    if not all(texts):
-        raise RequestError("a prompt is empty: it needs at least one character")
     return texts
 
 
@@ -220,6 +216,7 @@ def as_object(llm: LLM, outputs: list[RequestOutput]) -> JsonObject:
                 "text": completion.text,
                 "token_ids": completion.token_ids,
                 "finish_reason": completion.finish_reason,
+                "stop_reason": completion.stop_reason,
                 **({} if completion.error is None else {"error": completion.error}),
             }
             for output in outputs

@@ -400,9 +400,8 @@ class Engine:
 
     def _new_group(self, request_id: str, prompt: AcceptedPrompt, params: SamplingParams) -> Group:
         seed = params.seed if params.seed is not None else sibling_seed(self._seed, self._num_added)
-        stops = frozenset(params.stop_token_ids)
-        if not params.ignore_eos:
-            stops |= self._stop_token_ids
+        own_stops = frozenset() if params.ignore_eos else self._stop_token_ids
+        named_stops = frozenset(params.stop_token_ids) - own_stops
         tokenizer = self.tokenizer if params.detokenize else None
         text_of = (
             None if tokenizer is None else partial(Detokenizer, tokenizer, params, prompt.token_ids)
@@ -430,7 +429,8 @@ class Engine:
                 prompt_token_ids=prompt.token_ids,
                 params=its_params,
                 seed=sibling_seed(seed, index),
-                stop_token_ids=stops,
+                stop_token_ids=own_stops | named_stops,
+                named_stop_ids=named_stops,
                 grammar=grammar,
                 bad_words=bad_words,
                 drafter=drafter,

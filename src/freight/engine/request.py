@@ -51,6 +51,7 @@ class Request:
     index           which of the `n` completions, from 0
     seed            resolved: what the sampler draws from for this completion
     stop_token_ids  params.stop_token_ids and, unless ignore_eos, the model's own stop ids
+    named_stop_ids  those of them that are not the model's own: an answer that ends by one was cut
     grammar         how far its output is in the grammar of params.structured_outputs; None without
                     one
     bad_words       the tokens of params.bad_words; None without any
@@ -70,8 +71,8 @@ class Request:
     asked_store        whether all that the store may have for it was brought in
     arrival            counts up from 0 over all requests added to the Scheduler
     token_limit        known tokens at which it ends with LENGTH
-    stop_reason        the stop string or the id from params.stop_token_ids that ended it; None for
-                       the model's own ids
+    stop_reason        the stop string or the id from named_stop_ids that ended it; None where the
+                       model ended it by itself
     error              why a request with finish reason ERROR failed
     """
 
@@ -82,6 +83,7 @@ class Request:
     params: SamplingParams
     seed: int
     stop_token_ids: frozenset[int]
+    named_stop_ids: frozenset[int] = frozenset()
     grammar: Matcher | None = None
     bad_words: BadWords | None = None
     drafter: Drafts | None = None
@@ -126,7 +128,7 @@ class Request:
         """
         params, token = self.params, self.output_token_ids[-1]
         if token in self.stop_token_ids and len(self.output_token_ids) >= params.min_tokens:
-            return FinishReason.STOP, token if token in params.stop_token_ids else None
+            return FinishReason.STOP, token if token in self.named_stop_ids else None
         if self.grammar is not None and self.grammar.ended(self.output_token_ids):
             return FinishReason.STOP, None
         return (FinishReason.LENGTH, None) if self.num_tokens >= self.token_limit else None

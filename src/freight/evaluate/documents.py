@@ -14,7 +14,7 @@ from pathlib import Path
 
 from freight.errors import ConfigError
 from freight.evaluate.perplexity import Window, cut_windows
-from freight.files import DATA_LIMIT, read_text, reading
+from freight.files import DATA_LIMIT, read_text, reading, unique_names
 from freight.models.open import OpenModel
 
 Document = str | Sequence[int]
@@ -48,7 +48,7 @@ def read_documents(path: Path, field: str = "text") -> list[str]:
 def _line(path: Path, number: int, line: str, field: str) -> str:
     where = f"--data {path}, line {number}"
     try:
-        entry = json.loads(line)
+        entry = json.loads(line, object_pairs_hook=unique_names)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{where} is not JSON: {error}") from None
     text = entry.get(field) if isinstance(entry, dict) else None

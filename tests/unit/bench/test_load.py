@@ -278,6 +278,16 @@ def test_prompts_of_a_file(tmp_path: Path):
     assert [ask.is_messages for ask in asks] == [False, False, True]
 
 
+def test_a_line_of_the_prompts_that_is_not_utf_8_or_ambiguous_is_named(tmp_path: Path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_bytes(b'{"prompt": "a"}\n\n{"prompt": "\xe9"}\n')
+    with pytest.raises(ConfigError, match=r"--prompts .*line 3; save the file as UTF-8"):
+        read_prompts(path, Lengths(5, 5), 0)
+    path.write_text('{"prompt": "a"}\n{"prompt": "b", "prompt": "c"}')
+    with pytest.raises(ConfigError, match=r"line 2: .*'prompt' twice"):
+        read_prompts(path, Lengths(5, 5), 0)
+
+
 @pytest.mark.parametrize(
     "line", ["{", '{"text": "x"}', '{"prompt": ""}', '{"prompt": "x", "max_tokens": "3"}', "[]", ""]
 )

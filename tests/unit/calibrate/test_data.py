@@ -97,6 +97,7 @@ def test_empty_samples_do_not_count():
         ({"prompt": "x"}, r"line 1 has \['prompt'\]"),
         ({"text": "x", "input_ids": [1]}, "one of `text`"),
         ({"text": 3}, "`text` is int"),
+        ('{"text": "x", "text": "y"}', "line 1 .*'text' twice"),
         ({"input_ids": "abc"}, "token ids must be a list of integers"),
         ({"input_ids": [1, 2.5]}, "token ids must be a list of integers"),
         ({"messages": "hello"}, "line 1: messages are a list"),
@@ -107,6 +108,13 @@ def test_empty_samples_do_not_count():
 def test_a_malformed_line_is_named(tmp_path: Path, line: object, says: str):
     with pytest.raises(ConfigError, match=says):
         samples(jsonl(tmp_path, line))
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.txt"])
+def test_a_line_that_is_not_utf_8_is_named(tmp_path: Path, name: str):
+    (tmp_path / name).write_bytes(b'\xef\xbb\xbf{"text": "x"}\n\n{"text": "\xe9"}\n')
+    with pytest.raises(ConfigError, match=r"a\..*line 3; save the file as UTF-8"):
+        samples(tmp_path / name)
 
 
 def test_messages_for_a_base_model_are_their_texts(

@@ -44,7 +44,12 @@ def test_several_completions_are_numbered(freight: Run) -> None:
 def test_json_is_one_object_and_nothing_else(freight: Run, llm: Any) -> None:
     answer = freight("generate", "--prompt", "a", "--prompt", "b", "-n", "2", "--json")
     got = json.loads(answer.out)
-    one = {"text": "one two three", "token_ids": [0, 1, 2], "finish_reason": "length"}
+    one = {
+        "text": "one two three",
+        "token_ids": [0, 1, 2],
+        "finish_reason": "length",
+        "stop_reason": None,
+    }
     assert got["outputs"] == [{"prompt": prompt, **one} for prompt in "aabb"]
     assert got["kv_cache"] == llm.kv_cache_info(None)
     assert set(got) == {"outputs", "kv_cache"}
@@ -70,12 +75,19 @@ def test_a_prompt_from_a_file_and_from_standard_input(
     assert llm.asked == ["typed"]
 
 
+def test_an_empty_prompt_is_the_models_to_judge(freight: Run, llm: Any, tmp_path: Path) -> None:
+    assert freight("generate", "--prompt", "").code == 0
+    assert llm.asked == [""]
+    (tmp_path / "empty.txt").write_text("")
+    assert freight("generate", "--prompt-file", str(tmp_path / "empty.txt")).code == 0
+    assert llm.asked == [""]
+
+
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
         ([], "there is no prompt; give it in one way"),
         (["--prompt", "a", "--prompt-token-ids", "1"], "in more than one way"),
-        (["--prompt", ""], "a prompt is empty"),
         (["--prompt-token-ids", ""], "whole numbers"),
         (["--prompt-token-ids", "1,x"], "whole numbers"),
         (["--prompt-file", "/nowhere/at/all"], "cannot be read"),

@@ -150,9 +150,17 @@ class Rig:
         **params: Any,
     ) -> Request:
         sampling = SamplingParams(**params)
-        stops = frozenset(sampling.stop_token_ids) | frozenset(() if sampling.ignore_eos else eos)
+        own_stops = frozenset(() if sampling.ignore_eos else eos)
+        named_stops = frozenset(sampling.stop_token_ids) - own_stops
         request = Request(
-            name, group or name, index, tuple(prompt), sampling, seed=index, stop_token_ids=stops
+            name,
+            group or name,
+            index,
+            tuple(prompt),
+            sampling,
+            seed=index,
+            stop_token_ids=own_stops | named_stops,
+            named_stop_ids=named_stops,
         )
         request.drafter = self.drafter(request)
         request.needed_from = None if sampling.prompt_logprobs is None else 0

@@ -143,6 +143,20 @@ def test_named_stop_id_is_the_stop_reason_and_wins_over_the_length(new_rig: NewR
     assert (request.finish_reason, request.stop_reason) == (FinishReason.STOP, tokens[2])
 
 
+@pytest.mark.parametrize("ignore_eos", [False, True])
+def test_an_id_that_is_also_the_models_own_is_no_stop_reason(
+    new_rig: NewRig, ignore_eos: bool
+) -> None:
+    """The model ended by itself, whatever the request names; with ignore_eos only the request did."""
+    tokens = first_tokens(new_rig, [1, 2], 3)
+    rig = new_rig()
+    named = {"stop_token_ids": [tokens[2]], "ignore_eos": ignore_eos}
+    request = rig.add("a", [1, 2], eos=[tokens[2]], max_tokens=9, **named)
+    rig.run()
+    reason = tokens[2] if ignore_eos else None
+    assert (request.finish_reason, request.stop_reason) == (FinishReason.STOP, reason)
+
+
 @pytest.mark.parametrize(("min_tokens", "length"), [(0, 3), (3, 3), (4, 6)])
 def test_stop_ids_count_only_once_min_tokens_are_generated(
     new_rig: NewRig, min_tokens: int, length: int

@@ -309,10 +309,13 @@ def test_jsonl_is_a_document_a_line(tmp_path: Path):
         ("a.jsonl", '{"text": 3}\n', ("line 1", "'text'")),
         ("a.jsonl", "[1]\n", ("line 1", "list")),
         ("a.jsonl", "{\n", ("line 1", "not JSON")),
+        ("a.jsonl", '{"text": "x", "text": "y"}\n', ("line 1", "'text' twice")),
+        ("a.jsonl", '{"text": "x"}\r\n{"text": "é"}\n', ("--data", "line 2", "UTF-8")),
+        ("a.txt", "x\n\né", ("--data", "line 3", "UTF-8")),
     ],
 )
 def test_bad_files_are_refused_by_line(name: str, text: str, says: tuple[str, ...], tmp_path: Path):
-    (tmp_path / name).write_text(text)
+    (tmp_path / name).write_bytes(text.encode("latin-1"))
     with pytest.raises(ConfigError) as refused:
         read_documents(tmp_path / name)
     assert all(part in str(refused.value) for part in says)

@@ -115,6 +115,21 @@ def test_a_stream_is_the_body_in_parts_however_the_text_is_split(text, cuts, rea
     ChatCompletion.model_validate_json(json.dumps(body), strict=True)
 
 
+@pytest.mark.parametrize("stop", ["END", 7, None])
+def test_what_ended_an_answer_is_told_with_its_finish_reason(stop):
+    first = CompletionDelta(0, [20], "x", None, None, None, None)
+    last = CompletionDelta(0, [21], "y", None, FinishReason.STOP, stop, None)
+    feed = [(0, RequestDelta("r1", [one], one is last)) for one in (first, last)]
+    raw, body = answers(call_of(), feed)
+    told = [part["choices"][0] for part in chunks(raw)]
+    assert (body["choices"][0]["finish_reason"], body["choices"][0]["stop_reason"]) == (
+        "stop",
+        stop,
+    )
+    assert (told[-1]["finish_reason"], told[-1]["stop_reason"]) == ("stop", stop)
+    assert all(one["finish_reason"] is None and "stop_reason" not in one for one in told[:-1])
+
+
 def test_roles_come_first_and_in_order():
     parts = chunks(answers(call_of(n=3), [])[0])
     assert [part["choices"][0]["index"] for part in parts] == [0, 1, 2]

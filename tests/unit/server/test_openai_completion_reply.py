@@ -153,7 +153,7 @@ def test_special_tokens_that_are_left_out_take_no_room():
     output = CompletionDelta(
         0,
         [IDS[0], end, IDS[0]],
-        "HelloHello",
+        "",
         [scores(IDS[0]), scores(end), scores(IDS[0])],
         FinishReason.LENGTH,
         None,
@@ -161,6 +161,7 @@ def test_special_tokens_that_are_left_out_take_no_room():
     )
     width = len(TOKENIZER.token_text(IDS[0]))
     for skip, last in ((True, width), (False, width + len(TOKENIZER.token_text(end)))):
+        output.text = TOKENIZER.decode(output.token_ids, skip)
         call = call_of(logprobs=0, skip_special_tokens=skip)
         _, body = answers(call, [(0, RequestDelta("r1", [output], True))])
         assert body["choices"][0]["logprobs"]["text_offset"] == [0, width, last]
@@ -172,9 +173,30 @@ def test_scoring_alone_gives_the_prompt():
     output = CompletionDelta(0, [], "", None, FinishReason.LENGTH, None, None)
     raw, body = answers(call, [(0, RequestDelta("r1", [output], True, prompt_scores([5, 6, 7])))])
     assert body["choices"] == [
-        {"index": 0, "text": "Hello", "logprobs": None, "finish_reason": "length"}
+        {
+            "index": 0,
+            "text": "Hello",
+            "logprobs": None,
+            "finish_reason": "length",
+            "stop_reason": None,
+        }
     ]
     assert [part["choices"][0]["text"] for part in chunks(raw)] == ["Hello", ""]
+
+
+@pytest.mark.parametrize("stop", ["END", 7, None])
+def test_what_ended_an_answer_is_told_with_its_finish_reason(stop):
+    first = CompletionDelta(0, [20], "x", None, None, None, None)
+    last = CompletionDelta(0, [21], "y", None, FinishReason.STOP, stop, None)
+    feed = [(0, RequestDelta("r1", [one], one is last)) for one in (first, last)]
+    raw, body = answers(call_of(), feed)
+    told = [part["choices"][0] for part in chunks(raw)]
+    assert (body["choices"][0]["finish_reason"], body["choices"][0]["stop_reason"]) == (
+        "stop",
+        stop,
+    )
+    assert (told[-1]["finish_reason"], told[-1]["stop_reason"]) == ("stop", stop)
+    assert (told[0]["finish_reason"], "stop_reason" in told[0]) == (None, False)
 
 
 def test_ids_and_scores_come_where_asked_for():

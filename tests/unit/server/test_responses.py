@@ -171,6 +171,15 @@ def test_an_answer_that_is_too_long_is_incomplete():
     assert body["output"][0]["status"] == events(raw)[-2]["item"]["status"] == "incomplete"
 
 
+@pytest.mark.parametrize("stop", ["END", 7, None])
+def test_what_ended_an_answer_is_told(stop):
+    output = CompletionDelta(0, [20], "ab", None, FinishReason.STOP, stop, None)
+    raw, body = answers(call_of(stream=True), [(0, RequestDelta("r1", [output], True))], SERVED)
+    assert (body["status"], body["stop_reason"]) == ("completed", stop)
+    assert events(raw)[-1]["response"]["stop_reason"] == stop
+    assert events(raw)[0]["response"]["stop_reason"] is None
+
+
 def test_a_stream_that_fails_ends_with_the_response_that_failed():
     call = call_of(SERVED, stream=True)
     reply = call.reply(HEAD, SERVED, tokenized(call))

@@ -364,6 +364,7 @@ def test_a_grammar(grammar, outputs, monkeypatch):
         ({"parameters": {"grammar": {"type": "xml", "value": "a"}}}, "grammar.type"),
         ({"parameters": {"grammar": {"type": "regex", "value": {}}}}, "must be a string"),
         ({"parameters": {"grammar": {"type": "json", "value": "{"}}}, "JSON schema"),
+        ({"parameters": {"grammar": {"type": "json", "value": '{"a": 1, "a": 2}'}}}, "'a' twice"),
         ({"parameters": {"grammar": {"type": "json", "value": 1}}}, "JSON schema"),
         (
             {"parameters": {"grammar": {"type": "json_schema", "value": {"name": "x"}}}},

@@ -67,7 +67,7 @@ class Blocks:
     called         whether the answer ended in tool calls: the model stopped by itself, and every
                    call is complete
     finish_reason  None until the completion has ended
-    stop           the stop string that ended it, if one did
+    stop_reason    the stop string or the id of the request's stop_token_ids that ended it, if one did
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Blocks:
         self.all: list[Block] = []
         self.usage = Usage(len(work.token_ids))
         self.finish_reason: FinishReason | None = None
-        self.stop: str | None = None
+        self.stop_reason: str | int | None = None
         self.called = False
         self._parser = served.parser_of(work.text, tools) if served.parser_of else None
         self._has_tools, self._parallel = bool(tools), parallel
@@ -116,7 +116,7 @@ class Blocks:
         if output.finish_reason is not None:
             stopped = output.finish_reason is FinishReason.STOP
             self.finish_reason = output.finish_reason
-            self.stop = output.stop_reason if isinstance(output.stop_reason, str) else None
+            self.stop_reason = output.stop_reason
             self.called = (
                 stopped and not cut and any(one.kind is PieceKind.TOOL_CALL for one in self.all)
             )

@@ -47,7 +47,7 @@ class MessagesReply:
         return b"".join(self._step(step) for step in self._blocks.advance(delta))
 
     def end(self) -> bytes:
-        delta = {"stop_reason": self._stop_reason(), "stop_sequence": self._blocks.stop}
+        delta = {"stop_reason": self._stop_reason(), "stop_sequence": self._stop_sequence}
         return _event("message_delta", {"delta": delta, "usage": self._usage()}) + _event(
             "message_stop", {}
         )
@@ -66,7 +66,7 @@ class MessagesReply:
             "model": self._head.model,
             "content": content,
             "stop_reason": self._stop_reason(),
-            "stop_sequence": self._blocks.stop,
+            "stop_sequence": self._stop_sequence,
             "usage": self._usage(),
         }
 
@@ -83,6 +83,11 @@ class MessagesReply:
             "output_tokens_details": {"thinking_tokens": usage.reasoning},
         }
 
+    @property
+    def _stop_sequence(self) -> str | None:
+        reason = self._blocks.stop_reason
+        return reason if isinstance(reason, str) else None
+
     def _stop_reason(self) -> str:
         blocks = self._blocks
         if blocks.called:
@@ -93,7 +98,7 @@ class MessagesReply:
             if most is None or blocks.usage.completion >= most:
                 return "max_tokens"
             return "model_context_window_exceeded"
-        return "stop_sequence" if blocks.stop is not None else "end_turn"
+        return "end_turn" if self._stop_sequence is None else "stop_sequence"
 
     def _content(self, block: Block) -> dict[str, Any]:
         if block.kind is PieceKind.TOOL_CALL:

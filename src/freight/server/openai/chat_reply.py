@@ -49,6 +49,7 @@ class _Choice:
     tokens_sent: int = 0
     cut: bool = False
     finish_reason: str | None = None
+    stop_reason: str | int | None = None
 
 
 class ChatReply:
@@ -127,7 +128,8 @@ class ChatReply:
             self._usage.count_reasoning(self._tokenizer, choice.reasoning)
             called = choice.calls and not choice.cut and output.finish_reason is FinishReason.STOP
             choice.finish_reason = "tool_calls" if called else output.finish_reason.value
-            chunks.append(self._chunk(choice, "{}", f'"{choice.finish_reason}"'))
+            choice.stop_reason = output.stop_reason
+            chunks.append(self._chunk(choice, "{}"))
 
     def _take(self, choice: _Choice, piece: Piece) -> Delta | None:
         """Add a piece to the message; returns it as a delta, or None if it adds nothing."""
@@ -162,12 +164,16 @@ class ChatReply:
         name = f"{self._head.request_id}/{choice.index}/{len(choice.calls)}"
         return "call_" + hashlib.sha256(name.encode()).hexdigest()[:24]
 
-    def _chunk(self, choice: _Choice, delta: str, finish_reason: str = "null") -> str:
+    def _chunk(self, choice: _Choice, delta: str) -> str:
         """Return the chunk of a delta, given as JSON, with pending log-probabilities and ids."""
         logprobs = "null"
         if len(choice.logprobs) > choice.logprobs_sent:
             logprobs = json.dumps({"content": choice.logprobs[choice.logprobs_sent :]})
             choice.logprobs_sent = len(choice.logprobs)
+        ending = '"finish_reason": null'
+        if choice.finish_reason is not None:
+            reasons = choice.finish_reason, choice.stop_reason
+            ending = '"finish_reason": {}, "stop_reason": {}'.format(*map(json.dumps, reasons))
         ids = prompt_ids = ""
         if self._options.token_ids:
             if delta.startswith('{"role"'):
@@ -175,8 +181,7 @@ class ChatReply:
             ids = f', "token_ids": {json.dumps(choice.token_ids[choice.tokens_sent :])}'
             choice.tokens_sent = len(choice.token_ids)
         return self._chunks.chunk(
-            f'{{"index": {choice.index}, "delta": {delta}, "logprobs": {logprobs}, '
-            f'"finish_reason": {finish_reason}{ids}}}',
+            f'{{"index": {choice.index}, "delta": {delta}, "logprobs": {logprobs}, {ending}{ids}}}',
             prompt_ids,
         )
 
@@ -209,6 +214,7 @@ class ChatReply:
             "message": message,
             "logprobs": None,
             "finish_reason": choice.finish_reason,
+            "stop_reason": choice.stop_reason,
         }
         if self._work.params.logprobs is not None:
             result["logprobs"] = {"content": choice.logprobs}

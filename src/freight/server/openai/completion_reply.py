@@ -37,7 +37,9 @@ class _Choice:
     text: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
+    stop_reason: str | int | None = None
     begun: bool = False  # its first chunk was sent
+    length: int = 0  # of the text in its chunks
 
 
 @dataclass(eq=False, slots=True)
@@ -153,6 +155,7 @@ class CompletionReply:
             choice.text.append(output.text)
         if output.finish_reason is not None:
             choice.finish_reason = output.finish_reason.value
+            choice.stop_reason = output.stop_reason
         options = self._options
         if (
             output.text
@@ -171,15 +174,20 @@ class CompletionReply:
         most: int | None = None,
     ) -> str:
         """Return a chunk with the log-probabilities not sent yet, of `most` tokens at most."""
-        logprobs = "null" if choice.logprobs is None else json.dumps(choice.logprobs.take(most))
-        finish_reason = "null" if choice.finish_reason is None else f'"{choice.finish_reason}"'
+        choice.length += len(text)
+        ended = choice.finish_reason is not None
+        logprobs = "null"
+        if choice.logprobs is not None:
+            logprobs = json.dumps(choice.logprobs.take(choice.length, ended, most))
         more = f', "token_ids": {json.dumps(list(token_ids))}' if self._options.token_ids else ""
         if self._options.token_ids and not choice.begun:
             more += f', "prompt_token_ids": {json.dumps(list(prompt.work.token_ids))}'
+        if ended:
+            more += f', "stop_reason": {json.dumps(choice.stop_reason)}'
         choice.begun = True
         return self._chunks.chunk(
             f'{{"index": {choice.index}, "text": {json.dumps(text)}, "logprobs": {logprobs}, '
-            f'"finish_reason": {finish_reason}{more}}}'
+            f'"finish_reason": {json.dumps(choice.finish_reason)}{more}}}'
         )
 
     def end(self) -> bytes:
@@ -196,11 +204,13 @@ class CompletionReply:
         return body
 
     def _choice_body(self, prompt: _Prompt, choice: _Choice) -> dict[str, Any]:
+        text = "".join(choice.text)
         result: dict[str, Any] = {
             "index": choice.index,
-            "text": "".join(choice.text),
-            "logprobs": choice.logprobs.body() if choice.logprobs else None,
+            "text": text,
+            "logprobs": choice.logprobs.body(len(text)) if choice.logprobs else None,
             "finish_reason": choice.finish_reason,
+            "stop_reason": choice.stop_reason,
         }
         if self._options.prompt_logprobs:
             result["prompt_logprobs"] = PromptLogprobs(prompt.scores, self._tokenizer)

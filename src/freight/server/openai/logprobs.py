@@ -39,12 +39,12 @@ def plain_text(token: int, tokenizer: Tokenizer | None) -> str:
 
 
 def _bytes_of(token: int, text: str, tokenizer: Tokenizer | None) -> list[int]:
-    """Return the bytes that a token adds. A token that is part of a character has no text to take
-    them from.
+    """Return the bytes that a token adds to a text. `text`, of the token by itself, lacks them where
+    it is part of a character, and where decoders drop the space that a text begins with.
     """
-    pieces = tokenizer.pieces(False) if tokenizer and "\ufffd" in text else None
-    piece = None if pieces is None else pieces[token]
-    return list(piece) if isinstance(piece, bytes) else list(text.encode())
+    pieces = tokenizer.pieces(False) if tokenizer else None
+    piece = text if pieces is None else pieces[token] or text
+    return list(piece if isinstance(piece, bytes) else piece.encode())
 
 
 def chat_entries(
@@ -167,8 +167,8 @@ def _prompt_offsets(
 class TextLogprobs:
     """`logprobs` of one choice of a completion, as four lists of equal length.
 
-    `text_offset` counts characters of the choice's text. as_ids: tokens are "token_id:42"; offsets
-    are still those of their text.
+    `text_offset` counts characters of the choice's text. A token that a stop string took out of it
+    has the text's end. as_ids: tokens are "token_id:42"; offsets are still those of their text.
     """
 
     def __init__(
@@ -250,22 +250,31 @@ class TextLogprobs:
         """True while `take` has not returned everything."""
         return self._taken < len(self._tokens)
 
-    def take(self, most: int | None = None) -> dict[str, Any]:
-        """Return the entries since the last call, of `most` tokens at most."""
+    def take(self, length: int, ended: bool, most: int | None = None) -> dict[str, Any]:
+        """Return the entries since the last call, of `most` tokens at most.
+
+        length  characters of the choice's text so far; a token behind them waits until it is known
+                whether a stop string takes it out
+        ended   no more text comes
+        """
         first, end = self._taken, len(self._tokens)
-        self._taken = end if most is None else min(end, first + most)
-        return self._body(first, self._taken)
+        if most is not None:
+            end = min(end, first + most)
+        while not ended and end > first and self._offsets[end - 1] > length:
+            end -= 1
+        self._taken = end
+        return self._body(first, end, length)
 
-    def body(self) -> dict[str, Any]:
-        """Return all entries."""
-        return self._body(0, len(self._tokens))
+    def body(self, length: int) -> dict[str, Any]:
+        """Return all entries. length: characters of the choice's text."""
+        return self._body(0, len(self._tokens), length)
 
-    def _body(self, first: int, end: int) -> dict[str, Any]:
+    def _body(self, first: int, end: int, length: int) -> dict[str, Any]:
         return {
             "tokens": self._tokens[first:end],
             "token_logprobs": self._logprobs[first:end],
             "top_logprobs": self._top[first:end],
-            "text_offset": self._offsets[first:end],
+            "text_offset": [min(offset, length) for offset in self._offsets[first:end]],
         }
 
 

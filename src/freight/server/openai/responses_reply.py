@@ -81,6 +81,7 @@ class ResponsesReply:
             "background": False,
             "error": None,
             "incomplete_details": incomplete,
+            "stop_reason": self._blocks.stop_reason,
             "model": self._head.model,
             "output": output,
             **self._echo,

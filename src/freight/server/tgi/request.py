@@ -249,9 +249,9 @@ def _grammar(given: object, strict_schemas: bool) -> tuple[dict[str, Any], tuple
     if isinstance(value, str):
         try:
             value = json.loads(value, object_pairs_hook=unique_names)
-        except (ValueError, RecursionError):
+        except (ValueError, RecursionError) as error:
             raise _invalid(
-                "the value of a grammar must be a JSON schema", "parameters.grammar.value"
+                f"the value of a grammar must be a JSON schema: {error}", "parameters.grammar.value"
             ) from None
     if kind == "json_schema" and isinstance(value, Mapping):
         value = value.get("schema")  # next to a name
