@@ -19,6 +19,8 @@ from typing import Any
 from freight.__main__ import main as freight
 from freight.checkpoint import partial, writer
 from freight.checkpoint.writer import CheckpointWriter
+from freight.cli import main as cli
+from freight.descent import ENDING
 
 _CALLS = (
     *("rename", "replace", "mkdir", "rmdir", "unlink", "open", "write", "fsync", "chown"),
@@ -82,6 +84,14 @@ def main() -> None:
     if os.environ.get("FREIGHT_TEST_MOVES"):
         partial.exchange = _never
     CheckpointWriter.__enter__ = entered  # type: ignore[method-assign]
+    run = cli.main
+
+    def with_handlers() -> None:
+        """Have signals, which waited until their handlers are in place, arrive."""
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
+        run()
+
+    cli.main = with_handlers
     try:
         freight()
     finally:

@@ -36,6 +36,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
 
+from freight.descent import ENDING
+
 # before torch: the process that renders templates does not want it, and what transformers finds
 # once is kept
 _FIRST = ("transformers.utils.chat_parsing", "transformers.utils.chat_template_utils")
@@ -113,9 +115,10 @@ class Forked(_Process):
         piped: bool = True,
         stdout: int | None = None,
         more_memory: int | None = None,
+        blocked: bool = False,
     ) -> None:
         """pass_fds: each is an argument as well, which becomes its number in the new process.
-        stdout: or none.
+        stdout: or none. blocked: signals that end a process wait until the module unblocks them.
 
         more_memory: bytes of address space that it may take.
         """
@@ -129,6 +132,7 @@ class Forked(_Process):
             "environ": dict(environ),
         }
         request["memory"] = more_memory
+        request["blocked"] = blocked
         socket.send_fds(
             _forker(), [json.dumps(request).encode()], [theirs, writing, printing, *pass_fds]
         )
@@ -286,11 +290,14 @@ def _fork_on_request(control: socket.socket) -> str:
                 sys.exit(0)
             pipe, stderr, stdout, *passed = fds
             request = json.loads(data)
+            signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
             pid = os.fork()
             if pid == 0:
                 os.dup2(stderr, 2)
                 os.dup2(stdout, 1)
                 _become(request["module"], passed, request["environ"])
+                if not request["blocked"]:
+                    signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
                 if request["memory"] is not None:
                     _limit(request["memory"])
                 numbers = {
@@ -302,6 +309,7 @@ def _fork_on_request(control: socket.socket) -> str:
                     *(numbers.get(argument, argument) for argument in request["argv"]),
                 ]
                 return str(request["module"])
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
             running[pid] = pipe
             for fd in (stderr, stdout, *passed):
                 os.close(fd)

@@ -89,6 +89,8 @@ def check_loads(out: Path) -> None:
         (signal.SIGTERM, 143, True, False),
         (signal.SIGINT, 130, False, False),
         (signal.SIGINT, 130, True, False),
+        (signal.SIGHUP, 129, False, False),
+        (signal.SIGHUP, 129, True, False),
     ],
 )
 def test_a_signal_while_it_writes_leaves_nothing(
@@ -103,8 +105,8 @@ def test_a_signal_while_it_writes_leaves_nothing(
     ended, errors = end(process)
     assert ended == status
     assert "Traceback" not in errors
-    if number == signal.SIGTERM:
-        assert errors.splitlines()[-1] == "freight: ended by SIGTERM"
+    if number != signal.SIGINT:
+        assert errors.splitlines()[-1] == f"freight: ended by {number.name}"
     assert [path.name for path in tmp_path.iterdir()] == ["out"] * existing
     assert not partials(tmp_path)
 

@@ -34,13 +34,14 @@ pytestmark = [
 
 ROUNDS = int(os.environ.get("FREIGHT_TEST_KILLS", "200"))
 _SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGKILL")
+_STATUS = {"SIGTERM": (143,), "SIGINT": (130,), "SIGHUP": (129,), "SIGKILL": (-signal.SIGKILL,)}
 _ERRORS = ("ENOSPC", "EPERM", "EIO", "ENOSPC+", "EPERM+", "EIO+")
 _PLAIN = ("--kv-cache", "none", "--json")
 Contents = dict[str, bytes]
 
 
 def run(argv: list[str], **faults: str) -> Forked:
-    return Forked(argv, {**os.environ, **faults}, "tests.failing_writer")
+    return Forked(argv, {**os.environ, **faults}, "tests.failing_writer", blocked=True)
 
 
 def end(process: Forked) -> tuple[int, str]:
@@ -98,8 +99,10 @@ def interrupt(process: Forked, seconds: float, name: str) -> None:
     process.send_signal(getattr(signal, name))
 
 
-def one_round(argv: list[str], rng: random.Random, calls: int, seconds: float) -> tuple[str, int]:
-    """Run with one fault; return what it was, and the exit status."""
+def one_round(
+    argv: list[str], rng: random.Random, calls: int, seconds: float
+) -> tuple[str, int, str]:
+    """Run with one fault; return what it was, the exit status, and what was said."""
     faults = {"FREIGHT_TEST_MOVES": "1"} if rng.random() < 0.5 else {}
     kind = rng.choice(("from outside", "signal", "error"))
     if kind == "from outside":
@@ -110,9 +113,19 @@ def one_round(argv: list[str], rng: random.Random, calls: int, seconds: float) -
         name = rng.choice(_SIGNALS if kind == "signal" else _ERRORS)
         process = run(argv, FREIGHT_TEST_FAULT=f"{rng.randint(1, calls)} {name}", **faults)
     status, text = end(process)
-    # From outside a signal may come before the command has begun
-    assert kind == "from outside" or "Traceback" not in text, text
-    return f"{kind} {name}", status
+    return f"{kind} {name}", status, text
+
+
+def check_end(fault: str, status: int, text: str) -> None:
+    """The documented status, and a line or none."""
+    name = fault.split()[-1]
+    assert "Traceback" not in text, text
+    assert "Exception ignored" not in text, text
+    # 2: the output was refused before anything was written
+    assert status == 0 or status in _STATUS.get(name, (1, 2)), f"{fault}: {status}\n{text}"
+    errors = [line for line in text.splitlines() if line.startswith(("error: ", "freight: "))]
+    silent = status == 0 or name in ("SIGINT", "SIGKILL")
+    assert len(errors) == (not silent), text
 
 
 def test_rounds(tmp_path: Path) -> None:
@@ -140,13 +153,15 @@ def test_rounds(tmp_path: Path) -> None:
         if verb == "quantize":
             shutil.copytree(old, out)
         before = contents(out)
-        fault, status = one_round(verbs[verb](out), rng, calls + 8, seconds)
+        fault, status, text = one_round(verbs[verb](out), rng, calls + 8, seconds)
+        check_end(fault, status, text)
+        if fault.split()[-1] in ("SIGTERM", "SIGINT", "SIGHUP"):
+            assert not list(place.rglob(PATTERN)), f"{index} {verb}: {fault}"
         restore(out)
         after = contents(out)
         assert after is not None or before is None, f"{index} {verb}: {fault}"
         assert after in (before, new), f"{index} {verb}: {fault}, {sorted(after or ())}"
-        if not fault.startswith("from outside"):
-            assert status != 0 or after == new, f"{index} {verb}: {fault}"
+        assert status != 0 or after == new, f"{index} {verb}: {fault}"
         found[verb, "new" if after == new else "old"] += 1
         faults[fault] += 1
         print(index, verb, fault, status, "new" if after == new else "old", flush=True)

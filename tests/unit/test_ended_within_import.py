@@ -46,6 +46,39 @@ def test_a_signal_within_an_import_ends_the_command_after_it() -> None:
     assert ran.stderr == "freight: ended by SIGTERM\n"
 
 
+HANGUPS = """
+import os, signal, sys, types
+import freight.__main__ as command
+
+module = types.ModuleType("freight.cli.main")
+
+def run():
+    try:
+        os.kill(os.getpid(), signal.SIGHUP)
+    finally:
+        os.kill(os.getpid(), signal.SIGHUP)
+        print("cleaned up", flush=True)
+
+module.main = run
+sys.modules["freight.cli.main"] = module
+command.main()
+"""
+
+
+def test_a_second_sighup_does_not_end_the_clean_up() -> None:
+    """A terminal that closes sends it twice: from the shell, and from the system."""
+    command = [sys.executable, "-c", HANGUPS]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert (ran.stdout, ran.stderr) == ("cleaned up\n", "freight: ended by SIGHUP\n")
+    assert ran.returncode == 128 + signal.SIGHUP
+
+
+def test_nohup_is_heeded() -> None:
+    command = ["nohup", sys.executable, "-c", HANGUPS]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert (ran.returncode, ran.stdout) == (0, "cleaned up\n")
+
+
 LOOP = """
 import asyncio, os, signal, sys, types
 import freight.__main__ as command

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from freight.checkpoint.rank_export import RankExport, is_rank_export, read_rank_export
 from freight.checkpoint.reader import resolve_model
+from freight.checkpoint.writer import require_own_files
 from freight.config.model import ModelConfig
 from freight.config.resolve import for_variant
 from freight.errors import CheckpointError, ConfigError
@@ -57,9 +58,11 @@ class Carried:
 def open_scales(model: str) -> tuple[Carried, ModelConfig | RankExport]:
     """Read the scales of `model`, a checkpoint or an export for TensorRT-LLM.
 
-    Raises CheckpointError where some are missing.
+    Raises CheckpointError where some are missing, and for files outside of its folder
+    (`writer.require_own_files`): the scales get into what is written.
     """
     path = resolve_model(model)
+    require_own_files(path)
     if is_rank_export(path):
         export = read_rank_export(path)
         _require_complete(export.scales, model)

@@ -91,7 +91,7 @@ def read_extras(checkpoint: Checkpoint, model: ModelConfig) -> KVScales | None:
     )
     try:
         data = read_bytes(path)
-    except OSError as error:
+    except (OSError, ValueError) as error:  # ValueError: a name that no file can have
         raise CheckpointError(
             f"{path}, which config.json names, cannot be read: {error}; {way_out}"
         ) from error

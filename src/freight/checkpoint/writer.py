@@ -23,7 +23,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from freight.checkpoint.extras import WRITTEN
-from freight.checkpoint.partial import LOCK, PATTERN, Partial, remove_abandoned, workplace
+from freight.checkpoint.partial import (
+    LOCK,
+    PATTERN,
+    Partial,
+    remove_abandoned,
+    signals_deferred,
+    workplace,
+)
 from freight.config.fields import JsonObject
 from freight.errors import CapacityError, CheckpointError, ConfigError, shown
 from freight.files import FULL, outside
@@ -87,7 +94,8 @@ def require_new(out: Path, overwrite: bool | None = None) -> None:
             raise ConfigError(
                 f"the output {out} has no parent folder; make {out.absolute().parent} first"
             )
-        Partial.make(out).remove()  # raises for every other reason before any work is done
+        with signals_deferred():
+            Partial.make(out).remove()  # raises for every other reason before any work is done
     except OSError as error:
         raise ConfigError(f"the output {out} cannot be written: {error}; name another") from error
 
@@ -115,15 +123,16 @@ def require_own_files(source: Path) -> None:
     """Raise CheckpointError for a file of the model or adapter in `source` that is a link to a place
     outside of the folder: a folder from anybody would put files of this machine into the output.
 
-    A link in a snapshot of the hub's cache to its blobs is inside (`files.outside`).
+    Whatever its name is: an index, and config.json, may name any. A link in a snapshot of the hub's
+    cache to its blobs is inside (`files.outside`).
     """
     try:
-        files = _matching(source, (*_COPIED, "*.json", "*.safetensors", "*.bin"))
+        files = _matching(source, ("*",))
     except OSError as error:
         raise CheckpointError(f"{source} cannot be read: {error}") from error
     for file in files:
         target = outside(source, file)
-        if target is not None:
+        if target is not None and not os.path.isdir(target):
             raise CheckpointError(
                 f"{source}: {shown(file.name)} is a link to {shown(str(target))}, outside of the model's folder, and "
                 "what is written has files of the folder alone: put a copy of the file in its place, or remove the link"
@@ -142,8 +151,13 @@ def _matching(folder: Path, patterns: Sequence[str]) -> list[Path]:
 
 
 def require_space(out: Path, num_bytes: int) -> None:
-    """Raise CapacityError unless the disk of `out` has room for `num_bytes`."""
-    free = shutil.disk_usage(workplace(out)).free
+    """Raise CapacityError unless the disk of `out` has room for `num_bytes`, and ConfigError where
+    the disk does not say.
+    """
+    try:
+        free = shutil.disk_usage(workplace(out)).free
+    except OSError as error:
+        raise ConfigError(f"the output {out} cannot be written: {error}; name another") from error
     if free < num_bytes:
         raise CapacityError(
             f"{out} needs {num_bytes:,} bytes, and its disk has {free:,} free; make room, or name another disk"
@@ -155,7 +169,8 @@ class CheckpointWriter:
     writer.finish(…)`.
 
     Leaving without `finish` removes everything. Raises ConfigError if `out` is taken or cannot be
-    made, CapacityError when the disk is full, CheckpointError for any other fault of writing.
+    made, CapacityError when the disk is full, CheckpointError for any other fault of writing; an
+    OSError of the body becomes one of the last two.
     """
 
     def __init__(
@@ -176,9 +191,13 @@ class CheckpointWriter:
     def __enter__(self) -> CheckpointWriter:
         require_new(self._out, self._overwrite)
         try:
-            self._partial = Partial.make(self._out)
-        except OSError as error:
-            raise self._fault(error) from error
+            with signals_deferred():
+                self._partial = Partial.make(self._out)
+        except BaseException as error:
+            self.__exit__(type(error), error, error.__traceback__)
+            if isinstance(error, OSError):
+                raise self._fault(error) from error
+            raise
         return self
 
     @property
@@ -192,8 +211,13 @@ class CheckpointWriter:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._partial is not None:
-            self._partial.remove()
+        if self._partial is None:
+            return
+        # Also what the system refuses of files that are read, or of processes: all is one writing
+        fault = self._fault(error) if isinstance(error, OSError) else None
+        self._partial.remove()
+        if fault is not None:
+            raise fault from error
 
     def add(self, tensors: Mapping[str, Tensor]) -> None:
         """Add tensors; those of one call go into one shard."""
@@ -220,24 +244,21 @@ class CheckpointWriter:
         then publish `out`. Raises CheckpointError as `require_own_files`.
         """
         self._flush()
-        try:
-            require_own_files(source)
-            self._name_shards()
-            for file in _matching(source, _COPIED):
-                if file.is_file():
-                    shutil.copyfile(file, self._folder / file.name)
-            for name, content in (files or {}).items():
-                (self._folder / name).write_bytes(content)
-            marked = {**config, "freight": {**WRITTEN, **config.get("freight", {})}}
-            (self._folder / "config.json").write_text(
-                json.dumps(marked, indent=2) + "\n", encoding="utf-8"
-            )
-            # safetensors makes its files readable by the owner alone
-            for shard in _matching(self._folder, ("*.safetensors",)):
-                shutil.copymode(self._folder / "config.json", shard)
-            self._publish()
-        except OSError as error:
-            raise self._fault(error) from error
+        require_own_files(source)
+        self._name_shards()
+        for file in _matching(source, _COPIED):
+            if file.is_file():
+                shutil.copyfile(file, self._folder / file.name)
+        for name, content in (files or {}).items():
+            (self._folder / name).write_bytes(content)
+        marked = {**config, "freight": {**WRITTEN, **config.get("freight", {})}}
+        (self._folder / "config.json").write_text(
+            json.dumps(marked, indent=2) + "\n", encoding="utf-8"
+        )
+        # safetensors makes its files readable by the owner alone
+        for shard in _matching(self._folder, ("*.safetensors",)):
+            shutil.copymode(self._folder / "config.json", shard)
+        self._publish()
 
     def _publish(self) -> None:
         if self._out.is_dir():
@@ -258,7 +279,7 @@ class CheckpointWriter:
                 self._folder / _shard_name(len(self._shards), 0),
                 metadata={"format": "pt"},
             )
-        except (OSError, SafetensorError) as error:
+        except SafetensorError as error:
             raise self._fault(error) from error
         self._shards.append(list(self._pending))
         self._total += self._pending_bytes

@@ -1,13 +1,15 @@
 """The `freight` command: its verbs, and how errors reach a person.
 
 A FreightError becomes one line on stderr, without a traceback: exit status 2 for what was asked
-wrongly (ConfigError, RequestError), 1 for the rest. So does a full disk, with 1. Where nobody reads
-standard output any more the command ends with 141 and says nothing. Signals are `__main__.py`'s.
+wrongly (ConfigError, RequestError), 1 for the rest. So do what the system refuses (OSError) and a
+lack of memory, with 1; their tracebacks are in the log at the level of debugging. Where nobody
+reads standard output any more the command ends with 141 and says nothing. Signals are `__main__.py`'s.
 Nothing here loads torch; a verb does, once its arguments are checked.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from pathlib import Path
@@ -49,9 +51,10 @@ from freight.cli.streams import (
 )
 from freight.cli.verify import verify
 from freight.config.engine import names_of
-from freight.errors import ConfigError, FreightError, RequestError
+from freight.errors import ConfigError, FreightError, RequestError, shown
 from freight.files import FULL
 
+logger = logging.getLogger("freight")
 app = typer.Typer(
     help="Run large language models with an FP8 KV cache.",
     no_args_is_help=True,
@@ -140,11 +143,24 @@ def main() -> None:
     except FreightError as error:
         _print_error(error)
         sys.exit(2 if isinstance(error, ConfigError | RequestError) else 1)
-    except OSError as error:
-        if error.errno not in FULL:
-            raise
-        _print_error(f"a file cannot be written: {error}")
+    except (OSError, MemoryError) as error:
+        logger.debug("the command ends", exc_info=error)
+        _print_error(_refusal(error))
         sys.exit(1)
+
+
+def _refusal(error: OSError | MemoryError) -> str:
+    """Say in a line what the system refused, and for which file."""
+    reason = " ".join(str(error).split())
+    if isinstance(error, MemoryError):
+        return f"there is not enough memory{reason and f': {reason}'}; free some, or use a smaller model"
+    name = error.filename
+    if name is None:
+        return reason or type(error).__name__
+    fault = f"{shown(name)} cannot be read or written: {error.strerror}"
+    if error.errno in FULL:
+        return f"{fault}; make room, or name one on another disk"
+    return fault
 
 
 def _warn_of_variables() -> None:

@@ -41,7 +41,12 @@ from freight.text.template_forms import (
     in_forms,
 )
 from freight.text.token_pieces import Pieces, read_decoder
-from freight.text.tokenizer_files import TokenizerParts, read_files, require_own_files
+from freight.text.tokenizer_files import (
+    TokenizerParts,
+    read_files,
+    require_own_files,
+    require_own_names,
+)
 
 logger = logging.getLogger("freight")
 
@@ -449,6 +454,7 @@ def require_chat_template(tokenizer: Tokenizer | None) -> Tokenizer:
 
 def _convert(path: Path) -> TokenizerParts:
     """Read the parts as `read_files`, from a folder whose tokenizer is in an older form."""
+    require_own_names(path)
     logger.info("%s has no tokenizer.json: its tokenizer is converted by transformers", path)
     from transformers import AutoTokenizer
 

@@ -25,9 +25,13 @@ TokenizerParts = tuple[
     Backend, dict[str, str], str | dict[str, str] | None, Mapping[str, Any] | None
 ]
 
-# Files whose text is a chat template or tokens, whatever it says
-_PLAIN = ("*.jinja", "additional_chat_templates/*.jinja", "vocab.txt", "merges.txt", "*.tiktoken")
-_WITH_TEMPLATE = ("tokenizer_config.json", "chat_template.json")
+# Files whose text is a chat template or tokens, whatever it says. tokenizer.json and *.model have a
+# form that no other file has.
+_PLAIN = (
+    *("*.jinja", "additional_chat_templates/*.jinja", "chat_template.json"),
+    *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.txt", "vocab.json", "merges.txt", "*.tiktoken"),
+)
 _NAMED = (
     "bos_token",
     "eos_token",
@@ -40,22 +44,39 @@ _NAMED = (
 
 
 def require_own_files(path: Path) -> None:
-    """Raise CheckpointError for a chat template or a vocabulary in plain text, in `path`, that is a
-    link to a place outside of the folder: clients can ask for what it holds, whatever it is.
+    """Raise CheckpointError for a file of `path` whose text is a chat template or tokens, and that is
+    a link to a place outside of the folder: clients can ask for what it holds. In JSON, every text
+    under a name that ends in _token is a token, also in a file of passwords.
 
     A link in a snapshot of the hub's cache to its blobs is inside (`files.outside`).
     """
     files = [file for pattern in _PLAIN for file in sorted(path.glob(pattern))]
-    for name in _WITH_TEMPLATE:
-        file = path / name
-        if outside(path, file) is not None and "chat_template" in _read_json(file):
-            files.append(file)
     for file in files:
         target = outside(path, file)
         if target is not None:
             raise CheckpointError(
                 f"{path}: {shown(file.name)} is a link to {shown(str(target))}, outside of the tokenizer's folder, and "
                 "clients can ask for what it holds: put a copy of the file in its place"
+            )
+
+
+def require_own_names(path: Path) -> None:
+    """Raise CheckpointError where tokenizer_config.json in `path` names a file outside of the folder
+    as its vocabulary: transformers opens whatever file is there.
+    """
+    for name, value in _read_json(path / "tokenizer_config.json").items():
+        is_path = name in ("vocab", "merges") or name.endswith(
+            ("vocab_file", "merges_file", "tokenizer_file")
+        )
+        if (
+            is_path
+            and isinstance(value, str)
+            and os.path.exists(value)
+            and outside(path, Path(value))
+        ):
+            raise CheckpointError(
+                f"{path / 'tokenizer_config.json'}: {shown(name)} is {shown(value)}, a file outside of the tokenizer's "
+                "folder, and clients can ask for what it holds: remove the key, or put a copy of the file there"
             )
 
 

@@ -16,7 +16,7 @@ from tests.demo_chat import DEMO
 
 from freight.audit.run import audit
 from freight.calibrate.quantize import quantize
-from freight.calibrate.transfer import import_scales
+from freight.calibrate.transfer import export_scales, extract_scales, import_scales
 from freight.checkpoint.convert import convert
 from freight.checkpoint.merge import merge
 from freight.checkpoint.writer import CheckpointWriter
@@ -80,6 +80,27 @@ def imported(model: Path, out: Path) -> None:
     import_scales(Path("tests/fixtures/vllm_kv_scales.json"), str(model), out)
 
 
+def extracted(model: Path, out: Path) -> None:
+    """The base of the scales is the model."""
+    quantized = out.with_name("quantized")
+    config = json.loads((DEMO / "config.json").read_text())
+    factors = {str(layer): 1.0 for layer in range(config["num_hidden_layers"])}
+    cache = {"dtype": "float8_e4m3fn", "scaling_factor": {"0": factors}}
+    file = out.with_name("scales.json")
+    file.write_text(json.dumps({"model_type": config["model_type"], "kv_cache": cache}))
+    import_scales(file, "demo", quantized)
+    extract_scales(str(quantized), str(model), out)
+
+
+def extracted_from(model: Path, out: Path) -> None:
+    """The scales are the model's."""
+    extract_scales(str(model), "demo", out)
+
+
+def exported(model: Path, out: Path) -> None:
+    export_scales(str(model), out)
+
+
 def repaired(model: Path, out: Path) -> None:
     audit(EngineArgs(str(model)), [], None, fix=out)
 
@@ -90,12 +111,16 @@ def written(model: Path, out: Path) -> None:
         writer.finish({}, model)
 
 
-WRITERS = [quantized, converted, merged, imported, repaired, written]
+WRITERS = [
+    *(quantized, converted, merged, imported, extracted, extracted_from, exported, repaired),
+    written,
+]
 
 
 @pytest.mark.parametrize("write", WRITERS)
 @pytest.mark.parametrize(
-    "name", ["special_tokens_map.json", "vocab.txt", "LICENSE", "hf_quant_config.json", "x.jinja"]
+    "name",
+    ["special_tokens_map.json", "vocab.txt", "LICENSE", "hf_quant_config.json", "x.jinja", "any"],
 )
 def test_a_link_out_of_the_model_is_not_written(
     model: Path, tmp_path: Path, secret: Path, write: Callable[[Path, Path], None], name: str
@@ -116,6 +141,46 @@ def test_weights_of_another_folder_are_not_written(model: Path, tmp_path: Path):
     open_folder(model, str(model))  # running them is another matter
 
 
+def test_an_index_names_no_link_out_of_the_model(model: Path, tmp_path: Path):
+    """Whatever the link is called."""
+    tensors = load_file(model / "model.safetensors")
+    (model / "model.safetensors").rename(tmp_path / "private")
+    (model / "weights").symlink_to(tmp_path / "private")
+    index = {"weight_map": dict.fromkeys(tensors, "weights")}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=r"weights.*outside"):
+        quantize(str(model), tmp_path / "out")
+
+
+@pytest.mark.parametrize("name", ["../private", "/etc/hostname", "a/b", "..", "", "a\0b"])
+def test_an_index_names_files_of_the_folder(model: Path, tmp_path: Path, name: str):
+    tensors = load_file(model / "model.safetensors")
+    (model / "model.safetensors").rename(tmp_path / "private")
+    index = {"weight_map": dict.fromkeys(tensors, name)}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=r"model"):
+        quantize(str(model), tmp_path / "out")
+    (model / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=r"pytorch_model\.bin\.index\.json"):
+        convert(str(model), tmp_path / "out")
+
+
+@pytest.mark.parametrize("name", ["../private", "/etc/hostname", "a\0b"])
+def test_the_side_file_of_scales_is_of_the_folder(model: Path, name: str):
+    config = json.loads((model / "config.json").read_text())
+    config["freight"] = {"kv_scales": {"file": name, "sha256": "0" * 64}}
+    (model / "config.json").write_text(json.dumps(config))
+    (fault,) = open_folder(model, str(model)).kv_scales.faults
+    assert "outside the folder" in fault.what or "cannot be read" in fault.what
+
+
+def test_a_folder_may_be_linked(model: Path, tmp_path: Path):
+    """And so may one inside of it, which nothing reads."""
+    (model / "original").symlink_to(tmp_path)
+    (tmp_path / "link").symlink_to(model)
+    quantize(str(tmp_path / "link"), tmp_path / "out")
+
+
 def test_an_adapter_has_its_own_files(model: Path, tmp_path: Path):
     lora = adapter(tmp_path / "adapter")
     (lora / "adapter_model.safetensors").rename(tmp_path / "private.safetensors")
@@ -124,8 +189,13 @@ def test_an_adapter_has_its_own_files(model: Path, tmp_path: Path):
         merge(str(model), str(lora), tmp_path / "out")
 
 
-def test_blobs_of_the_hub_s_cache_are_the_model_s(tmp_path: Path):
-    root = tmp_path / "models--freight--demo"
+@pytest.mark.parametrize("linked", [False, True])
+def test_blobs_of_the_hub_s_cache_are_the_model_s(tmp_path: Path, linked: bool):
+    home = tmp_path / "hub"
+    if linked:
+        (tmp_path / "disk").mkdir()
+        home.symlink_to(tmp_path / "disk")
+    root = home / "models--freight--demo"
     snapshot = root / "snapshots" / "0123"
     snapshot.mkdir(parents=True)
     (root / "blobs").mkdir()
@@ -138,6 +208,19 @@ def test_blobs_of_the_hub_s_cache_are_the_model_s(tmp_path: Path):
     assert Tokenizer.load(snapshot).encode("a")
 
 
+def test_blobs_are_not_another_model_s(tmp_path: Path, secret: Path):
+    """The layout of the cache is no way out: neither from another folder, nor by a linked one."""
+    root = tmp_path / "models--freight--demo"
+    snapshot = root / "snapshots" / "0123"
+    snapshot.mkdir(parents=True)
+    for name in _FILES:
+        shutil.copyfile(DEMO / name, snapshot / name)
+    (root / "blobs").symlink_to(secret.parent)
+    (snapshot / "vocab.txt").symlink_to("../../blobs/secret")
+    with pytest.raises(CheckpointError, match=r"vocab\.txt.*outside"):
+        quantize(str(snapshot), tmp_path / "out")
+
+
 @pytest.mark.parametrize("name", ["chat_template.jinja", "additional_chat_templates/x.jinja"])
 def test_a_template_from_elsewhere_is_not_read(model: Path, secret: Path, name: str):
     (model / name).parent.mkdir(exist_ok=True)
@@ -146,13 +229,38 @@ def test_a_template_from_elsewhere_is_not_read(model: Path, secret: Path, name: 
         Tokenizer.load(model)
 
 
-@pytest.mark.parametrize("name", ["tokenizer_config.json", "chat_template.json"])
-def test_a_template_in_json_from_elsewhere_is_not_read(model: Path, secret: Path, name: str):
-    secret.write_text(json.dumps({"chat_template": SECRET}))
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("tokenizer_config.json", "chat_template.json"),
+        *("special_tokens_map.json", "added_tokens.json", "vocab.json"),
+    ],
+)
+@pytest.mark.parametrize("key", ["chat_template", "refresh_token"])
+def test_texts_in_json_from_elsewhere_are_not_read(model: Path, secret: Path, name: str, key: str):
+    """A name that ends in _token is a token's, also where it is a password's."""
+    secret.write_text(json.dumps({key: SECRET}))
     (model / name).unlink(missing_ok=True)
     (model / name).symlink_to(secret)
     with pytest.raises(CheckpointError, match=rf"{name}.*outside"):
         Tokenizer.load(model)
+
+
+@pytest.mark.parametrize("key", ["vocab", "vocab_file"])
+@pytest.mark.parametrize("where", ["absolute", "from the working folder"])
+def test_a_vocabulary_that_a_file_names_is_of_the_folder(
+    tmp_path: Path, secret: Path, monkeypatch: pytest.MonkeyPatch, key: str, where: str
+):
+    """transformers opens the path that it finds in tokenizer_config.json."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    monkeypatch.chdir(secret.parent)
+    path = str(secret) if where == "absolute" else secret.name
+    config = {"tokenizer_class": "BertTokenizer", key: path}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "vocab.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=rf"{key}.*outside.*remove the key"):
+        Tokenizer.load(folder)
 
 
 def test_a_vocabulary_from_elsewhere_is_not_read(tmp_path: Path, secret: Path):

@@ -157,6 +157,74 @@ def test_signals_wait_and_then_come(tmp_path: Path) -> None:
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+def test_a_signal_amid_replacing_comes_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    partial = Partial.make(out)
+    (partial.path / "config.json").write_text("new")
+
+    def exchanged(hidden: Path, output: Path) -> None:
+        exchange(hidden, output)
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(module, "exchange", exchanged)
+    with pytest.raises(KeyboardInterrupt):
+        partial.replace(out)
+    assert [path.name for path in out.iterdir()] == ["config.json"]
+    assert list(tmp_path.iterdir()) == [out]
+
+
+def name_of(descriptor: int) -> str:
+    return Path(os.readlink(f"/proc/self/fd/{descriptor}")).name
+
+
+@pytest.mark.parametrize("moves", [False, True])
+def test_all_is_on_the_disk_before_anything_old_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moves: bool
+) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "config.json").write_text("old")
+    steps: list[str] = []
+    fsync, rename = os.fsync, os.rename
+
+    def exchanged(hidden: Path, output: Path) -> None:
+        if moves:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        exchange(hidden, output)
+        steps.append("exchange")
+
+    def synced(descriptor: int) -> None:
+        fsync(descriptor)
+        name = name_of(descriptor)
+        steps.append("fsync journal" if name.startswith(JOURNAL) else f"fsync {name}")
+
+    def renamed(old: Path, new: Path) -> None:
+        rename(old, new)
+        if Path(old).name in ("config.json", "weights"):
+            steps.append(f"rename {Path(old).name}")
+
+    partial = Partial.make(out)
+    hidden = partial.path.name
+    (partial.path / "config.json").write_text("new")
+    (partial.path / "weights").write_text("new")
+    monkeypatch.setattr(module, "exchange", exchanged)
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "rename", renamed)
+    partial.replace(out)
+    files = {f"fsync {name}" for name in ("config.json", "weights", LOCK)}
+    assert set(steps[:3]) == files
+    parent = f"fsync {tmp_path.name}"
+    if moves:
+        journal = ["fsync journal", f"fsync {hidden}"]
+        old, new = ["rename config.json"], ["rename weights", "rename config.json"]
+        assert steps[3:] == [f"fsync {hidden}", *journal, *old, *new, "fsync out", parent]
+    else:
+        assert steps[3:] == [f"fsync {hidden}", "exchange", parent]
+
+
 def interrupted_in(out: Path, journal: str, replaced: Path | None = None) -> Path:
     """A folder as a killed run leaves it, and nothing else in `out`."""
     hidden = out / ".freight.00000000.partial"
@@ -179,6 +247,28 @@ def test_old_files_are_brought_back_by_who_reads(tmp_path: Path) -> None:
     assert {path.name: path.read_text() for path in out.iterdir()} == {"config.json": "old"}
 
 
+def test_config_is_brought_back_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says that all is there: bringing back may be interrupted as well."""
+    out = tmp_path / "out"
+    hidden = interrupted_in(out, '["config.json"]')
+    (hidden / REPLACED / "a").write_text("old")
+    (hidden / REPLACED / "z").write_text("old")
+    rename = os.rename
+
+    def refused(old: Path, new: Path) -> None:
+        if Path(old).name == "z":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        rename(old, new)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", refused)
+        with pytest.raises(CheckpointError, match="killed midway"):
+            restore(out)
+    assert not (out / "config.json").exists()
+    restore(out)
+    assert sorted(path.name for path in out.iterdir()) == ["a", "config.json", "z"]
+
+
 @pytest.mark.parametrize("journal", ["[", '["../secret"]', '[".."]', "{}", "[1]"])
 def test_a_journal_moves_nothing_from_elsewhere(tmp_path: Path, journal: str) -> None:
     """A model's folder may be anybody's."""
@@ -197,6 +287,31 @@ def test_old_files_are_not_taken_from_behind_a_link(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="killed midway"):
         restore(tmp_path / "out")
     assert (tmp_path / "home" / "secret").exists()
+
+
+def test_files_are_not_moved_by_a_linked_folder(tmp_path: Path) -> None:
+    elsewhere = interrupted_in(tmp_path / "home", '["model.safetensors"]')
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "model.safetensors").write_text("new")
+    (tmp_path / "out" / elsewhere.name).symlink_to(elsewhere)
+    with pytest.raises(CheckpointError, match="killed midway"):
+        restore(tmp_path / "out")
+    assert (elsewhere / REPLACED / "config.json").exists()
+    assert (tmp_path / "out" / "model.safetensors").exists()
+
+
+def test_removing_keeps_what_the_output_lacks(tmp_path: Path) -> None:
+    hidden = interrupted_in(tmp_path / "out", "[]")
+    partial = Partial(hidden, os.open(hidden / LOCK, os.O_RDWR | os.O_CREAT))
+    partial.remove()
+    restore(tmp_path / "out")
+    assert (tmp_path / "out" / "config.json").read_text() == "old"
+
+
+def test_a_living_run_beside_an_output_says_nothing_of_others(tmp_path: Path) -> None:
+    living = Partial.make(tmp_path / "other")
+    remove_abandoned(tmp_path / "out")
+    living.remove()
 
 
 def test_a_lock_behind_a_link_is_not_opened(tmp_path: Path) -> None:
