@@ -110,6 +110,16 @@ def choices(names: Iterable[str]) -> str:
     return f"{', '.join(most)} or {last}" if most else last
 
 
+def listed(names: Sequence[str], most: int = 40) -> str:
+    """Join names that a file gives: the first `most`, each without its end if it is long, and how
+    many more there are.
+    """
+    first = ", ".join(
+        printable(name if len(name) <= SHOWN else f"{name[:SHOWN]}...") for name in names[:most]
+    )
+    return first if len(names) <= most else f"{first} and {len(names) - most:,} more"
+
+
 def nearest(name: str, known: Iterable[str], synonyms: dict[str, str] | None = None) -> str:
     """Return ' (did you mean X?)' for the known name closest to `name`, or '' if none is close."""
     match = (synonyms or {}).get(name) or next(
