@@ -39,25 +39,23 @@ def check_counts(config: JsonObject) -> None:
     """Raise CheckpointError for a config.json with more keys than MOST_KEYS, or for a count above
     MOST_PARTS: whatever reads it makes an entry for each.
     """
-    parts = {"": config}
-    parts.update(
-        {
-            f"{key}: ": part
-            for key, part in config.items()
-            if isinstance(part, Mapping) and key.endswith("_config")
-        }
-    )
-    for where, part in parts.items():
-        if len(part) > MOST_KEYS and where != "quantization_config: ":
+    _check_part("", config)
+    for key, part in config.items():
+        if isinstance(part, Mapping) and key.endswith("_config") and key != "quantization_config":
+            _check_part(f"{key}: ", part)
+
+
+def _check_part(where: str, part: JsonObject) -> None:
+    if len(part) > MOST_KEYS:
+        raise CheckpointError(
+            f"config.json: {where}{len(part):,} keys; at most {MOST_KEYS:,} are read"
+        )
+    for key in _COUNTS:
+        count = part.get(key)
+        if is_number(count) and count > MOST_PARTS:
             raise CheckpointError(
-                f"config.json: {where}{len(part):,} keys; at most {MOST_KEYS:,} are read"
+                f"config.json: {where}{key} = {shown(count)} must be at most {MOST_PARTS}"
             )
-        for key in _COUNTS:
-            count = part.get(key)
-            if is_number(count) and count > MOST_PARTS:
-                raise CheckpointError(
-                    f"config.json: {where}{key} = {shown(count)} must be at most {MOST_PARTS}"
-                )
 
 
 def is_integer(value: object) -> TypeGuard[int]:
@@ -92,7 +90,8 @@ def number(
         if number > 0 or (least is not None and number >= least):
             return number
     raise CheckpointError(
-        f"config.json: {key} = {shortened(value, 80)} must be a finite number {'> 0' if least is None else f'≥ {least}'}"
+        f"config.json: {key} = {shortened(value, 80)} must be a finite number "
+        f"{'> 0' if least is None else f'≥ {least}'}"
     )
 
 

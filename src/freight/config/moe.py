@@ -223,7 +223,7 @@ def _are_sparse(types: object, num_layers: int) -> list[bool]:
         or not set(types) <= {"dense", "sparse"}
     ):
         raise CheckpointError(
-            f"config.json: mlp_layer_types = {shortened(types, 80)} must be a list of num_hidden_layers = {num_layers} entries, "
-            "each 'dense' or 'sparse'"
+            f"config.json: mlp_layer_types = {shortened(types, 80)} must be a list of num_hidden_layers = "
+            f"{num_layers} entries, each 'dense' or 'sparse'"
         )
     return [kind == "sparse" for kind in types]
