@@ -154,7 +154,11 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "a pattern": ({"rank_pattern": {"(": 4}}, CheckpointError, "not a regular expression"),
     "a truth": ({"lora_alpha": True, "alpha_pattern": {}}, CheckpointError, "lora_alpha is True"),
     "400 digits": ({"lora_alpha": 10**400, "alpha_pattern": {}}, CheckpointError, "lora_alpha is"),
-    "no end": ({"rank_pattern": {"(?:.*[a-z.]|.*[a-z.]|.*[a-z.]){18}[^j]": 4}}, CheckpointError, "nested repeats"),
+    "no end": (
+        {"rank_pattern": {"(?:.*[a-z.]|.*[a-z.]|.*[a-z.]){18}[^j]": 4}},
+        CheckpointError,
+        "nested repeats",
+    ),
     "no object": ({"rank_pattern": [4]}, CheckpointError, "rank_pattern is"),
     "DoRA without magnitudes": ({"use_dora": True}, CheckpointError, "only a, b of the parts"),
 }
