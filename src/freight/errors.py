@@ -14,22 +14,52 @@
     └── GenerationError                     some requests failed while they were computed; `outputs`
                                             has them all
 
-A message names the thing, its value, and the way out. Any other exception is a bug in Freight.
+A message names the thing, its value, and the way out. Its text (`str`) is one that a terminal and a
+log can take, whatever files and requests put into it: `legible`. Any other exception is a bug in
+Freight.
 """
 
 from __future__ import annotations
 
 import difflib
+import json
 import math
 from collections.abc import Iterable, Sequence
 from numbers import Integral, Real
 from typing import Any
 
 SHOWN = 60  # characters of a value that a message shows
+LONGEST_MESSAGE = 4000  # characters; about fifty lines of a terminal
+_END = 1000  # of these, the last of the text, where the way out is
+
+
+def legible(text: str, keep: str = "") -> str:
+    """Return `text` with escapes for what is not printable: line ends, terminal sequences, marks
+    that turn the direction of writing. Without its middle if it is longer than LONGEST_MESSAGE.
+
+    keep: characters that stay as they are
+    """
+    if len(text) > LONGEST_MESSAGE:
+        omitted = len(text) - LONGEST_MESSAGE
+        text = f"{text[: LONGEST_MESSAGE - _END]} [... {omitted:,} characters ...] {text[-_END:]}"
+    return printable(text, keep)
+
+
+def printable(text: str, keep: str = "") -> str:
+    """Return `text`, of any length, with escapes as `legible`."""
+    if text.isprintable():
+        return text
+    return "".join(
+        character if character.isprintable() or character in keep else json.dumps(character)[1:-1]
+        for character in text
+    )
 
 
 class FreightError(Exception):
     """Base class of every error raised on purpose."""
+
+    def __str__(self) -> str:
+        return legible(super().__str__())
 
 
 class ConfigError(FreightError, ValueError):
@@ -78,6 +108,16 @@ def choices(names: Iterable[str]) -> str:
     """Join names as 'a, b or c', for messages that list what would have been accepted."""
     *most, last = names
     return f"{', '.join(most)} or {last}" if most else last
+
+
+def listed(names: Sequence[str], most: int = 40) -> str:
+    """Join names that a file gives: the first `most`, each without its end if it is long, and how
+    many more there are.
+    """
+    first = ", ".join(
+        printable(name if len(name) <= SHOWN else f"{name[:SHOWN]}...") for name in names[:most]
+    )
+    return first if len(names) <= most else f"{first} and {len(names) - most:,} more"
 
 
 def nearest(name: str, known: Iterable[str], synonyms: dict[str, str] | None = None) -> str:

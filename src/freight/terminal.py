@@ -3,6 +3,9 @@
 Nothing is styled if NO_COLOR is set (https://no-color.org) or TERM is dumb, and nothing in a pipe
 or a file. A bar moves on a terminal only, and not on a dumb one, which cannot rewrite a line;
 elsewhere a task that takes long says in plain lines how far it is.
+
+What is printed may quote a model's files. So `say`, `write` and `console` escape what a terminal
+would take as a command, and no markup of rich is read.
 Imports no torch, and rich only where it is used.
 """
 
@@ -12,15 +15,18 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
+
+from freight.errors import legible, printable
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress
 
+_LAYOUT = "\n\t"
 FIRST_LINE = 10.0  # seconds without a terminal before a line says how far a task is
 LINE_SHARE = 0.1  # of the time taken: as long at least until the next line
 OnProgress = Callable[[int, int], None]  # (done, total)
@@ -35,17 +41,50 @@ def is_plain() -> bool:
 
 
 def console(stderr: bool = False, **options: Any) -> Console:
-    """Make a console of rich, on stdout or stderr."""
-    from rich.console import Console
+    """Make a console of rich, on stdout or stderr. It reads no markup, and prints no control
+    characters but its own.
+    """
+    from rich.console import Console, ConsoleOptions, RenderableType
+    from rich.segment import Segment
 
-    return Console(stderr=stderr, color_system=None if is_plain() else "auto", **options)
+    class Legible(Console):
+        def render(
+            self, renderable: RenderableType, options: ConsoleOptions | None = None
+        ) -> Iterable[Segment]:
+            for segment in super().render(renderable, options):
+                yield (
+                    segment
+                    if segment.control
+                    else segment._replace(text=printable(segment.text, _LAYOUT))
+                )
+
+    return Legible(
+        stderr=stderr,
+        color_system=None if is_plain() else "auto",
+        **{"markup": False, "highlight": False, **options},
+    )
 
 
 def write(text: str, err: bool = False, newline: bool = True, **style: Any) -> None:
     """Print with a style of `typer.style`, such as dim=True or fg="red"."""
     import typer
 
-    typer.echo(typer.style(text, **style), err=err, nl=newline, color=False if is_plain() else None)
+    styled = typer.style(printable(text, _LAYOUT), **style)
+    typer.echo(styled, err=err, nl=newline, color=False if is_plain() else None)
+
+
+def say(text: str, err: bool = False) -> None:
+    """Print lines, each of at most LONGEST_MESSAGE characters."""
+    import typer
+
+    typer.echo("\n".join(legible(line) for line in text.split("\n")), err=err)
+
+
+def on_stdout(text: str) -> str:
+    """Return what a model wrote as it goes to standard output: as it is into a file or a pipe, and
+    with escapes for what a terminal would take as a command.
+    """
+    return printable(text, _LAYOUT) if sys.stdout.isatty() else text
 
 
 def time_left(elapsed: float, done: float, total: float) -> str:

@@ -254,6 +254,9 @@ def _check_config(file: Path, config: JsonObject) -> None:
             )
 
 
+MOST_PATTERNS = 2_000  # of an adapter: expressions, each of which takes time to be read
+
+
 class _Numbers:
     """A number for each module: `rank_pattern` or `alpha_pattern`, and the number of the others."""
 
@@ -263,6 +266,10 @@ class _Numbers:
         if not isinstance(numbers, dict):
             raise CheckpointError(f"{CONFIG}: {patterns} is {shown(numbers)}, not an object")
         self._default = _positive(default, config.get(default))
+        if len(numbers) > MOST_PATTERNS:
+            raise CheckpointError(
+                f"{CONFIG}: {patterns} has {len(numbers):,} expressions; at most {MOST_PATTERNS:,} are read"
+            )
         self._by_pattern = [
             # as PEFT: an expression that is all of a name, or its end after a dot
             (FilePattern(rf"(.*\.)?({key})$", f"{CONFIG}: {patterns}"), _positive(patterns, number))

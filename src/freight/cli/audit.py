@@ -9,8 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
+from freight import terminal
 from freight.audit.effects import EngineView, parse_engine
 from freight.audit.rules import Engine
 from freight.cli.evaluate import read_text
@@ -83,7 +82,7 @@ def audit(
         if fix is not None and report.fixed is not None:
             named = " and ".join(map(str, report.fixed.engines))
             count = report.facts.num_layers - len(report.facts.without_keys)
-            typer.echo(
+            terminal.say(
                 f"{fix}: KV scales of {count} layer{'s' * (count > 1)}, as {named} load them"
             )
 
@@ -94,14 +93,14 @@ def _print(report: AuditReport) -> None:
 
     if report.weights is not None:
         first, *more = report.weights.lines()
-        typer.echo("\n  ".join((first, *more)))
+        terminal.say("\n  ".join((first, *more)))
     for one in report.engines:
-        typer.echo(one.verdict)
+        terminal.say(one.verdict)
         for line in _details(one.view):
-            typer.echo(f"  {line}")
+            terminal.say(f"  {line}")
         if one.worst:
             ranked = ", ".join(f"{cost.layer} ({cost.added_kl:+.5f})" for cost in one.worst[:5])
-            typer.echo(f"  worst layers, by what each alone adds to the KL: {ranked}")
+            terminal.say(f"  worst layers, by what each alone adds to the KL: {ranked}")
     rows: list[tuple[str, Cost | None]] = [
         ("16 bits", report.plain),
         ("a scale per token", report.dynamic),
@@ -118,18 +117,18 @@ def _print(report: AuditReport) -> None:
         if c
     ]
     if cells:
-        typer.echo(
+        terminal.say(
             markdown([("KV cache", "perplexity", "mean KL", "same top"), *cells], num_left=1)
         )
-        typer.echo(
+        terminal.say(
             f"{report.num_tokens:,} tokens. KL (nats) and top token are against the first row."
         )
         if any(one.cpu_cost for one in report.engines):
-            typer.echo(
+            terminal.say(
                 "Values are rounded to nearest, as GPU kernels do; on a CPU vLLM rounds them towards zero."
             )
     else:
-        typer.echo(f"Not measured: {report.unmeasured}.")
+        terminal.say(f"Not measured: {report.unmeasured}.")
 
 
 def _details(view: EngineView) -> list[str]:

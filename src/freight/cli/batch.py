@@ -13,6 +13,7 @@ from typing import Annotated
 
 import typer
 
+from freight import terminal
 from freight.cli.options import Values, argument, takes_engine_options
 from freight.cli.serve import NEEDED, takes_server_options
 from freight.config.engine import EngineArgs
@@ -100,7 +101,7 @@ def batch(
             status = run_batch(lines, output, settings, options, counts, show_progress)
     done = counts.before + counts.answered
     if as_json:
-        typer.echo(
+        terminal.say(
             json.dumps(counts.as_object() | {"seconds": round(time.monotonic() - started, 3)})
         )
     summary = (
@@ -109,5 +110,5 @@ def batch(
     )
     if done < counts.lines:
         summary += "; run the same command again to continue"
-    typer.echo(summary, err=True)
+    terminal.say(summary, err=True)
     raise typer.Exit(status)

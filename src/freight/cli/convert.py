@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from freight import terminal
 from freight.calibrate.stages import stages
 from freight.cli.options import (
     ModelIdOption,
@@ -37,8 +38,8 @@ def convert(
     with stages() as on_progress:
         result = run(name, Path(folder), revision, on_progress)
     files = "1 file" if result.num_files == 1 else f"{result.num_files} files"
-    typer.echo(
+    terminal.say(
         f"{result.path}: {result.num_tensors:,} tensors, {result.num_bytes / 2**20:,.2f} MiB, in {files}"
     )
     for name, kept in result.tied.items():
-        typer.echo(f"{name} is {kept}: written once")
+        terminal.say(f"{name} is {kept}: written once")

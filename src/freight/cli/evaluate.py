@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from freight import files
+from freight import files, terminal
 from freight.calibrate.stages import stages
 from freight.cli.options import Command, Json, option, takes_options_of_one_rank
 from freight.config.engine import EngineArgs
@@ -183,23 +183,23 @@ def evaluate_caches(
                 write_report(evaluation, report)
         return
     for warning in evaluation.warnings:
-        typer.echo(f"warning: {warning}")
-    typer.echo(table(evaluation))
+        terminal.say(f"warning: {warning}")
+    terminal.say(table(evaluation))
     if grid.speed:
-        typer.echo(f"\n{SPEED}\n\n{speed_table(evaluation)}\n")
+        terminal.say(f"\n{SPEED}\n\n{speed_table(evaluation)}\n")
     over = evaluation.overview
     size = f"weights: {over.weight_bytes:,} bytes in {over.weight_dtype}"
-    typer.echo(f"{size}, embedding and head {over.embedding_bytes:,} bytes")
-    typer.echo(legend(evaluation))
+    terminal.say(f"{size}, embedding and head {over.embedding_bytes:,} bytes")
+    terminal.say(legend(evaluation))
     for word, meaning in words(evaluation):
-        typer.echo(f"  {word}: {meaning}")
+        terminal.say(f"  {word}: {meaning}")
     for line in why_not(evaluation):
-        typer.echo(line)
-    typer.echo(str(advice(evaluation)))
+        terminal.say(line)
+    terminal.say(str(advice(evaluation)))
     if report is not None:
         with writing("--report"):
             write_report(evaluation, report)
-        typer.echo(f"report: {report / 'report.html'}")
+        terminal.say(f"report: {report / 'report.html'}")
 
 
 @app.command("long", cls=Command)
@@ -241,13 +241,13 @@ def evaluate_long(
             json.dumps({"model": args.model, "seed": args.seed, "contexts": contexts, "runs": runs})
         )
         return
-    typer.echo(f"{RETRIEVAL}\n{CHANGES}\n\n{markdown(retrieval_rows(scores), num_left=2)}\n")
+    terminal.say(f"{RETRIEVAL}\n{CHANGES}\n\n{markdown(retrieval_rows(scores), num_left=2)}\n")
     if scores[0].positions:
-        typer.echo(f"{POSITIONS} {CHANGES}\n\n{markdown(position_rows(scores), num_left=2)}")
+        terminal.say(f"{POSITIONS} {CHANGES}\n\n{markdown(position_rows(scores), num_left=2)}")
     elif text is None:
-        typer.echo("No perplexity by position: --data FILE gives a text to measure it on.")
+        terminal.say("No perplexity by position: --data FILE gives a text to measure it on.")
     else:
-        typer.echo("No perplexity by position: the text is shorter than the context.")
+        terminal.say("No perplexity by position: the text is shorter than the context.")
 
 
 @app.command("tasks", cls=Command)
@@ -279,15 +279,15 @@ def evaluate_tasks(
         return
     plain, other = found.caches
     first, second = str(plain["dtype"]), str(other["dtype"])
-    typer.echo(markdown(as_rows(found.scores, (first, second)), num_left=2))
-    typer.echo(f"{second}: scales {other['granularity']}, {other['scale_source']}")
+    terminal.say(markdown(as_rows(found.scores, (first, second)), num_left=2))
+    terminal.say(f"{second}: scales {other['granularity']}, {other['scale_source']}")
     methods = {score.method for score in found.scores}
     if "paired" in methods:
-        typer.echo(
+        terminal.say(
             "± is one standard error; the difference's is of the differences by document (paired)."
         )
     if "bootstrap" in methods:
-        typer.echo(
+        terminal.say(
             "Where a metric is no mean over documents, ± is of 500 draws of documents, the same for both."
         )
 
@@ -321,8 +321,8 @@ def evaluate_layers(
     if as_json:
         print(json.dumps({"model": args.model, **asdict(found)}))
         return
-    typer.echo(sensitivity.as_table(found))
-    typer.echo(
+    terminal.say(sensitivity.as_table(found))
+    terminal.say(
         f"KL in nats against an unquantized cache, over the first {found.num_tokens:,} tokens; one layer at a time"
     )
 

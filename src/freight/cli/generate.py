@@ -98,7 +98,7 @@ def print_outputs(outputs: list[RequestOutput], params: SamplingParams, only_err
             title = _title(output, completion)
             if not only_errors:
                 terminal.write(f"--- {title}", dim=True)
-                typer.echo(text_of(completion, params))
+                typer.echo(terminal.on_stdout(text_of(completion, params)))
             if completion.error is not None:
                 terminal.write(f"error: {title}: {completion.error}", fg="red", err=True)
 
@@ -190,7 +190,7 @@ def print_stream(llm: LLM, prompt: str | list[int], params: SamplingParams) -> s
     try:
         for output in llm.stream(prompt, params):
             text = text_of(output.outputs[0], params)
-            sys.stdout.write(text[len(shown) :])
+            sys.stdout.write(terminal.on_stdout(text[len(shown) :]))
             sys.stdout.flush()
             shown = text
     except GenerationError:

@@ -20,7 +20,7 @@ from freight import terminal
 from freight.cli.picture import check_picture, write_picture
 from freight.config.fields import JsonObject
 from freight.config.model import UnreadKeys
-from freight.errors import CheckpointError, ConfigError
+from freight.errors import CheckpointError, ConfigError, legible, listed
 
 if TYPE_CHECKING:
     from freight.checkpoint.reader import Checkpoint
@@ -373,7 +373,7 @@ def _side(layer: LayerScales | None, side: str) -> JsonObject | None:
 def _print_table(facts: JsonObject) -> None:
     from rich.table import Table
 
-    console = terminal.console(markup=False, highlight=False)
+    console = terminal.console()
     table = Table.grid(padding=(0, 2))
     sizes = ", ".join(f"{_size(count)} {dtype}" for dtype, count in facts["bytes"].items())
     matrices, packed = (
@@ -404,10 +404,10 @@ def _print_table(facts: JsonObject) -> None:
     rows += [("", f"cannot be used: {what}") for what in facts["kv_cache"]["faults"][:3]]
     for kind, keys in facts["unread_keys"].items():
         if keys:
-            rows.append(("not read", f"{', '.join(keys)} ({kind})"))
+            rows.append(("not read", f"{listed(keys)} ({kind})"))
     rows += [("skipped", f"{n} tensors {reason}") for reason, n in facts["skipped"].items()]
     for label, value in rows:
-        table.add_row(label, value)
+        table.add_row(label, legible(value))
     console.print(table)
     if facts["kv_cache"]["scales"]:
         console.print(_scale_table(facts["kv_cache"]["scales"]))

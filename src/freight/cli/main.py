@@ -167,7 +167,7 @@ def _warn_of_variables() -> None:
     if any(name.startswith(variables.PREFIX) for name in os.environ):
         line = variables.unknown(os.environ, variables.known(get_command(app)))
         if line is not None:
-            typer.echo(line, err=True)
+            terminal.say(line, err=True)
 
 
 def _print_error(error: object) -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
-
+from freight import terminal
 from freight.calibrate.stages import stages
 from freight.cli.options import OutFolder, argument, option
 
@@ -25,11 +24,11 @@ def merge(
 
     with stages() as on_progress:
         result = run(base, adapter, out, revision, on_progress)
-    typer.echo(
+    terminal.say(
         f"{result.path}: {result.num_changed:,} of {result.num_tensors:,} tensors changed, "
         f"{result.num_bytes / 2**20:,.2f} MiB"
     )
     if result.untied:
-        typer.echo(
+        terminal.say(
             "lm_head has a tensor of its own now: the adapter changes it or the embedding, which it shared"
         )

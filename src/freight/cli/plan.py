@@ -107,7 +107,7 @@ def _print(model: str, made: Plan) -> None:
     from freight.config.engine import listed_layers
     from freight.evaluate.capacity import size, verdict
 
-    console = terminal.console(markup=False, highlight=False, soft_wrap=True)
+    console = terminal.console(soft_wrap=True)
     wish = made.wish
     share = f"{MEMORY_SHARE[wish.device]:.0%}"
     console.print(

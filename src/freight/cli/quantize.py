@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from freight import terminal
 from freight.calibrate.stages import stages
 from freight.cli.kv_choice import choice_facts, choice_sentences
 from freight.cli.options import (
@@ -196,7 +197,7 @@ def quantize(
     from freight.calibrate.quantize import quantize as run
 
     if batch_size is not None:
-        typer.echo(
+        terminal.say(
             f"note: --batch-size {batch_size} changes no scale: each sample is measured on its own",
             err=True,
         )
@@ -232,9 +233,9 @@ def _show(result: QuantizeResult, as_json: bool) -> None:
         print(json.dumps(facts(result), indent=2))
     else:
         for line in sentences(result):
-            typer.echo(line)
+            terminal.say(line)
     for warning in result.warnings:
-        typer.echo(f"warning: {warning}", err=True)
+        terminal.say(f"warning: {warning}", err=True)
 
 
 def _weights(weights: str | None, qformat: str | None, format: str) -> str | None:

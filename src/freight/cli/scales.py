@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from freight import terminal
 from freight.calibrate.stages import stages
 from freight.cli.options import ModelIdOption, OptionalOut, argument, model_and_others, option
 from freight.cli.quantize import Format, either
@@ -95,4 +96,4 @@ def import_(
 
 def _say(out: Path, scales: KVScales, note: str = "") -> None:
     granularity = next(layer.granularity for layer in scales.layers if layer is not None)
-    typer.echo(f"{out}: KV scales of {len(scales.layers)} layers, per {granularity}{note}")
+    terminal.say(f"{out}: KV scales of {len(scales.layers)} layers, per {granularity}{note}")

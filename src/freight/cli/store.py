@@ -40,7 +40,7 @@ def ls(folder: Folder, as_json: OneJson = False) -> None:
         counts = f"{one.num_blocks:,}", f"{one.num_bytes:,}"
         writes = "being written" if one.writers else ""
         rows.append((one.name, name, version, *counts, used, writes))
-    console = terminal.console(markup=False, highlight=False, soft_wrap=True)
+    console = terminal.console(soft_wrap=True)
     for cells in aligned(rows, "lllrrll") if spaces else [["The store is empty."]]:
         console.print("  ".join(cells).rstrip())
 

@@ -15,6 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
+from freight import terminal
 from freight.cli.options import Json, Values, argument, takes_engine_options
 from freight.cli.serve import NEEDED, takes_server_options
 from freight.config.engine import EngineArgs
@@ -61,12 +62,12 @@ def verify(
     for number, result in enumerate(results, 1):
         counts[result.outcome] += 1
         if as_json:
-            typer.echo(json.dumps(result.as_object()))
+            print(json.dumps(result.as_object()))
         else:
-            typer.echo((f"{number}: " if len(contents) > 1 else "") + _in_words(result))
+            terminal.say((f"{number}: " if len(contents) > 1 else "") + _in_words(result))
     if len(contents) > 1:
         shares = ", ".join(f"{counts[one]:,} {_WORDS[one]}" for one in Outcome if counts[one])
-        typer.echo(f"{len(contents):,} answers: {shares}", err=True)
+        terminal.say(f"{len(contents):,} answers: {shares}", err=True)
     differs = counts[Outcome.DIFFERS] > 0
     raise typer.Exit(_STATUS[Outcome.DIFFERS] if differs else max(_STATUS[one] for one in counts))
 

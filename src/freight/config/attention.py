@@ -7,11 +7,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from freight.config.family import Family
-from freight.config.fields import JsonObject, flag, integer, number
+from freight.config.fields import JsonObject, flag, integer, number, shortened
 from freight.config.layer import AttentionConfig
-from freight.errors import CheckpointError, choices
-
-MOST_LAYERS = 10_000  # a damaged number would take all memory, one layer after the other
+from freight.errors import CheckpointError, choices, shown
 
 
 def parse_mixers(config: JsonObject, family: Family) -> tuple[AttentionConfig, ...]:
@@ -23,10 +21,6 @@ def parse_mixers(config: JsonObject, family: Family) -> tuple[AttentionConfig, .
     mixer = _mixer(config, family)
     local = 0 if family.local_theta is None else 1  # index of the rope of layers with a window
     num_layers = integer(config, "num_hidden_layers")
-    if num_layers > MOST_LAYERS:
-        raise CheckpointError(
-            f"config.json: num_hidden_layers = {num_layers} must be at most {MOST_LAYERS}"
-        )
     windows = _windows(config, family, num_layers)
     return tuple(
         replace(mixer, window=window, rope=0 if window is None else local) for window in windows
@@ -118,13 +112,13 @@ def _windows(config: JsonObject, family: Family, num_layers: int) -> tuple[int |
     kinds |= dict.fromkeys(family.other_layers, False)
     if not isinstance(layer_types, list) or len(layer_types) != num_layers:
         raise CheckpointError(
-            f"config.json contradicts itself: layer_types = {layer_types!r} is not a list of "
+            f"config.json contradicts itself: layer_types = {shortened(layer_types, 80)} is not a list of "
             f"num_hidden_layers = {num_layers} entries"
         )
     for kind in layer_types:
         if not isinstance(kind, str) or kind not in kinds:
             raise CheckpointError(
-                f"config.json: layer_types has {kind!r}, which is not implemented; {choices(kinds)} are"
+                f"config.json: layer_types has {shown(kind)}, which is not implemented; {choices(kinds)} are"
             )
     slides = [kinds[kind] for kind in layer_types]
     if window is None and any(slides):
@@ -134,7 +128,7 @@ def _windows(config: JsonObject, family: Family, num_layers: int) -> tuple[int |
         )
     if not family.mixed_windows and slides != slides_by_index:
         raise CheckpointError(
-            f"config.json: layer_types = {layer_types!r} with sliding_window = {window}: "
+            f"config.json: layer_types = {shortened(layer_types, 80)} with sliding_window = {window}: "
             f"in {family.architecture} all layers have the same window"
         )
     return tuple(window if slide else None for slide in slides)

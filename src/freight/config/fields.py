@@ -10,11 +10,52 @@ import sys
 from collections.abc import Mapping
 from typing import Any, TypeAlias, TypeGuard
 
-from freight.errors import CheckpointError
+from freight.errors import CheckpointError, shown
 
 JsonObject: TypeAlias = Mapping[str, Any]  # a JSON object, read-only
 
 _LARGEST = 2**31 - 1  # larger than in any model, and still a valid length in Python and torch
+# A damaged or hostile number would take all memory, one layer, expert or key after the other
+MOST_PARTS = 10_000  # layers, experts, labels
+MOST_KEYS = 10_000  # of config.json, or of an object in it that describes a part of the model
+MOST_IDS = 1_000  # tokens that end a completion
+_COUNTS = (
+    "num_hidden_layers",
+    "num_layers",
+    "n_layer",
+    "n_layers",
+    "num_nextn_predict_layers",
+    "mtp_num_hidden_layers",
+    "num_mtp_layers",
+    "num_experts",
+    "num_local_experts",
+    "n_routed_experts",
+    "moe_num_experts",
+    "num_labels",
+)
+
+
+def check_counts(config: JsonObject) -> None:
+    """Raise CheckpointError for a config.json with more keys than MOST_KEYS, or for a count above
+    MOST_PARTS: whatever reads it makes an entry for each.
+    """
+    _check_part("", config)
+    for key, part in config.items():
+        if isinstance(part, Mapping) and key.endswith("_config") and key != "quantization_config":
+            _check_part(f"{key}: ", part)
+
+
+def _check_part(where: str, part: JsonObject) -> None:
+    if len(part) > MOST_KEYS:
+        raise CheckpointError(
+            f"config.json: {where}{len(part):,} keys; at most {MOST_KEYS:,} are read"
+        )
+    for key in _COUNTS:
+        count = part.get(key)
+        if is_number(count) and count > MOST_PARTS:
+            raise CheckpointError(
+                f"config.json: {where}{key} = {shown(count)} must be at most {MOST_PARTS}"
+            )
 
 
 def is_integer(value: object) -> TypeGuard[int]:
@@ -34,7 +75,7 @@ def integer(config: JsonObject, key: str, default: int | None = None, least: int
         raise CheckpointError(f"config.json lacks {key}")
     if not is_integer(value) or not least <= value <= _LARGEST:
         raise CheckpointError(
-            f"config.json: {key} = {value!r} must be an integer from {least} to {_LARGEST}"
+            f"config.json: {key} = {shortened(value, 80)} must be an integer from {least} to {_LARGEST}"
         )
     return value
 
@@ -49,7 +90,8 @@ def number(
         if number > 0 or (least is not None and number >= least):
             return number
     raise CheckpointError(
-        f"config.json: {key} = {value!r} must be a finite number {'> 0' if least is None else f'≥ {least}'}"
+        f"config.json: {key} = {shortened(value, 80)} must be a finite number "
+        f"{'> 0' if least is None else f'≥ {least}'}"
     )
 
 
@@ -58,7 +100,7 @@ def flag(config: JsonObject, key: str, default: bool = False) -> bool:
     value = config.get(key)
     value = default if value is None else value
     if not isinstance(value, bool):
-        raise CheckpointError(f"config.json: {key} = {value!r} must be true or false")
+        raise CheckpointError(f"config.json: {key} = {shortened(value, 80)} must be true or false")
     return value
 
 
@@ -68,9 +110,13 @@ def token_ids(config: JsonObject, key: str, default: int | None) -> tuple[int, .
     if value is None:
         return ()
     ids = value if isinstance(value, list) else [value]
+    if len(ids) > MOST_IDS:
+        raise CheckpointError(f"{key} has {len(ids):,} token ids; at most {MOST_IDS:,} are read")
     for token in ids:
         if not is_integer(token) or token < 0:
-            raise CheckpointError(f"{key} = {value!r} must be a token id or a list of token ids")
+            raise CheckpointError(
+                f"{key} = {shortened(value, 80)} must be a token id or a list of token ids"
+            )
     return tuple(ids)
 
 

@@ -14,6 +14,7 @@ from freight.config.layer import (
     PagedMixer,
     RecurrentMixer,
 )
+from freight.errors import listed
 from freight.fp8.formats import Format
 
 # last or inner names of modules that choose experts
@@ -108,7 +109,7 @@ class UnreadKeys:
             (self.ignored, "--ignore-config-keys: results may differ"),
             (self.harmless, "known to change no result"),
         )
-        parts = [f"{', '.join(keys)} ({kind})" for keys, kind in lists if keys]
+        parts = [f"{listed(keys)} ({kind})" for keys, kind in lists if keys]
         return f"config.json: not read: {'; '.join(parts)}" if parts else None
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from freight.config.fields import JsonObject, flag, integer, number
+from freight.config.fields import JsonObject, flag, integer, number, shortened
 from freight.config.layer import DenseConfig, MoEConfig
 from freight.errors import CheckpointError
 from freight.operands.activation import AnyActivation
@@ -203,9 +203,12 @@ def layers_with_experts(config: JsonObject, num_layers: int) -> list[bool]:
     )
     last = integer(config, "moe_layer_end_index", -1, least=-1)
     end = num_layers if last == -1 else last + 1
-    dense = config.get("mlp_only_layers") or []
-    if not isinstance(dense, list) or any(not isinstance(index, int) for index in dense):
-        raise CheckpointError(f"config.json: mlp_only_layers = {dense!r} must be a list of numbers")
+    listed = config.get("mlp_only_layers") or []
+    if not isinstance(listed, list) or any(not isinstance(index, int) for index in listed):
+        raise CheckpointError(
+            f"config.json: mlp_only_layers = {shortened(listed, 80)} must be a list of numbers"
+        )
+    dense = frozenset(listed)
     return [
         first <= index < end and (index + 1) % step == 0 and index not in dense
         for index in range(num_layers)
@@ -220,7 +223,7 @@ def _are_sparse(types: object, num_layers: int) -> list[bool]:
         or not set(types) <= {"dense", "sparse"}
     ):
         raise CheckpointError(
-            f"config.json: mlp_layer_types = {types!r} must be a list of num_hidden_layers = {num_layers} entries, "
-            "each 'dense' or 'sparse'"
+            f"config.json: mlp_layer_types = {shortened(types, 80)} must be a list of num_hidden_layers = "
+            f"{num_layers} entries, each 'dense' or 'sparse'"
         )
     return [kind == "sparse" for kind in types]

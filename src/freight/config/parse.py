@@ -14,7 +14,7 @@ from dataclasses import replace
 from freight.config.attention import parse_mixers, soft_cap
 from freight.config.dtype import checkpoint_dtype
 from freight.config.family import Family
-from freight.config.fields import JsonObject, flag, integer, number, token_ids
+from freight.config.fields import JsonObject, check_counts, flag, integer, number, token_ids
 from freight.config.keys import check_keys, decoder_config, find_family, with_defaults
 from freight.config.layer import (
     DenseConfig,
@@ -53,7 +53,9 @@ def parse_model_config(
     stored        dtype of the unquantized tensors, used if config.json names none
     ignore_keys   keys to ignore although they compute (`keys.check_keys`)
     """
-    outer, unread = config, check_keys(config, ignore_keys)
+    check_counts(config)
+    outer = config
+    unread = check_keys(config, ignore_keys)
     model_type, _ = find_family(config)
     family, config = decoder_config(config)
     config = with_defaults(config, family)

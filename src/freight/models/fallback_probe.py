@@ -28,7 +28,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from freight.config.dtype import DtypeSource, checkpoint_dtype
-from freight.config.fields import JsonObject, token_ids
+from freight.config.fields import JsonObject, check_counts, token_ids
 from freight.config.layer import AttentionConfig, DenseConfig, LayerConfig
 from freight.config.mechanisms import refuse_uncompared
 from freight.config.model import ForeignModel, ModelConfig
@@ -206,6 +206,7 @@ def foreign_config(config: JsonObject, stored: Format | None = None) -> ModelCon
     `stored` is the dtype of the tensors that are not quantized, used where config.json names none.
     Raises CheckpointError with the reason if the model cannot run so.
     """
+    check_counts(config)
     refuse_recurrent(config)
     hf = hf_config(config)
     _require_language_model(config, hf)

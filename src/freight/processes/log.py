@@ -16,6 +16,7 @@ from datetime import UTC, datetime
 from enum import StrEnum
 from typing import Any
 
+from freight.errors import legible
 from freight.start_log import log_to_stderr
 
 current_request: ContextVar[str | None] = ContextVar(
@@ -50,7 +51,7 @@ class TextFormatter(logging.Formatter):
     """`2026-01-31T12:00:00.000Z INFO request request_id=… status=200 …`, always one line."""
 
     def format(self, record: logging.LogRecord) -> str:
-        parts = [_time_of(record), record.levelname, one_line(record.getMessage())]
+        parts = [_time_of(record), record.levelname, legible(record.getMessage())]
         parts += [
             f"{name}={_text(value)}"
             for name, value in _fields_of(record).items()
@@ -99,13 +100,6 @@ def _time_of(record: logging.LogRecord) -> str:
         datetime.fromtimestamp(record.created, UTC)
         .isoformat(timespec="milliseconds")
         .replace("+00:00", "Z")
-    )
-
-
-def one_line(text: str) -> str:
-    """Return a text with escapes for what is not printable, line ends among it."""
-    return "".join(
-        character if character.isprintable() else json.dumps(character)[1:-1] for character in text
     )
 
 

@@ -36,7 +36,6 @@ from freight.engine.verification import (
     unknown,
 )
 from freight.errors import CapacityError, RequestError
-from freight.processes.log import one_line
 from freight.server.answers.answer_format import AnswerFormat, answer_format
 from freight.server.app import Parse
 from freight.server.call import (
@@ -199,7 +198,7 @@ class Verifier:
         try:
             return await self._queue(stated, renderer)
         except (ApiError, RequestError, CapacityError) as error:
-            return unknown(f"the request cannot be served here: {one_line(str(error))}")
+            return unknown(f"the request cannot be served here: {error}")
 
     async def _queue(self, stated: Stated, renderer: Renderer | None) -> _Begun | Verification:
         named = stated.request.get("model")

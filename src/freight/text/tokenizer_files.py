@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,7 +17,8 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 from freight.errors import CheckpointError, shown
-from freight.files import LIMIT, open_regular, outside, read_text
+from freight.files import outside, read_text
+from freight.fp8.patterns import FilePattern
 
 logger = logging.getLogger("freight")
 
@@ -24,6 +26,9 @@ logger = logging.getLogger("freight")
 TokenizerParts = tuple[
     Backend, dict[str, str], str | dict[str, str] | None, Mapping[str, Any] | None
 ]
+
+MOST_GROWTH = 64  # published normalizers write one character for one, and byte-level ones four
+_GROWTH = {"ByteLevel": 4.0, "BertNormalizer": 3.0, "Precompiled": 4.0}
 
 # Files whose text is a chat template or tokens, whatever it says. tokenizer.json and *.model have a
 # form that no other file has.
@@ -86,9 +91,14 @@ def read_files(path: Path) -> TokenizerParts:
     """
     file = path / "tokenizer.json"
     try:
-        with open_regular(file, LIMIT):  # the library would wait for a FIFO's writer
-            pass
-        backend = Backend.from_file(str(file))
+        text = read_text(file)
+        content = json.loads(text)
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"the tokenizer in {file} cannot be read: {error}") from error
+    # Before the library reads it, which normalizes the added tokens
+    check_growth(content if isinstance(content, dict) else {}, file)
+    try:
+        backend = Backend.from_str(text)
     except Exception as error:  # the library raises nothing more special
         raise CheckpointError(f"the tokenizer in {file} cannot be read: {error}") from error
     config = _read_json(path / "tokenizer_config.json")
@@ -112,6 +122,64 @@ def read_files(path: Path) -> TokenizerParts:
             backend.add_tokens([token])
     _compare_bos(backend, config, special_tokens, path)
     return backend, special_tokens, template, _response_template(config)
+
+
+def check_growth(content: Mapping[str, Any], file: Path) -> None:
+    """Raise CheckpointError for a tokenizer.json that makes a text, or the text of tokens, more
+    than MOST_GROWTH times as long: a few replacements after each other would take all memory.
+    """
+    pieces = _num_pieces(content.get("post_processor"))
+    growths = {part: _growth(content.get(part)) for part in ("normalizer", "decoder")}
+    for part, growth in {**growths, "post_processor": pieces}.items():
+        if growth > MOST_GROWTH:
+            raise CheckpointError(
+                f"{file}: {part} makes texts up to {growth:.3g} times as long; at most {MOST_GROWTH} times is read"
+            )
+
+
+def _growth(step: object) -> float:
+    """Return how many times as long a normalizer or a decoder makes a text, at most."""
+    if not isinstance(step, Mapping):
+        return 1.0
+    kind = step.get("type")
+    if kind == "Sequence":
+        steps = step.get("normalizers", step.get("decoders"))
+        return math.prod(map(_growth, steps)) if isinstance(steps, list) else 1.0
+    if kind == "Replace":
+        return _growth_of_replace(step.get("pattern"), str(step.get("content", "")))
+    if kind == "Prepend":
+        return max(1.0, len(str(step.get("prepend", ""))) / 16)
+    return _GROWTH.get(str(kind), 1.0)
+
+
+def _growth_of_replace(pattern: object, content: str) -> float:
+    """Return the growth by a replacement: of a text, or of all that an expression matches, which
+    may be nothing at all before each character.
+    """
+    if not isinstance(pattern, Mapping):
+        return 1.0
+    text = pattern.get("String")
+    if isinstance(text, str):
+        return max(1.0, len(content) / len(text)) if text else len(content) + 1.0
+    expression = str(pattern.get("Regex", ""))
+    try:
+        matches_nothing = FilePattern(expression, "tokenizer.json").search("")
+    except CheckpointError:  # the library has a syntax of its own
+        matches_nothing = True
+    return max(1.0, float(len(content) + matches_nothing))
+
+
+def _num_pieces(step: object) -> float:
+    """Return how many times a post-processor repeats the tokens of a text, at most; single special
+    tokens count too.
+    """
+    if not isinstance(step, Mapping):
+        return 1.0
+    steps = step.get("processors")
+    if isinstance(steps, list):
+        return math.prod(map(_num_pieces, steps))
+    single = step.get("single")
+    return max(1.0, float(len(single))) if isinstance(single, list) else 1.0
 
 
 def _named_tokens(

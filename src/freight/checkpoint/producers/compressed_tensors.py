@@ -103,9 +103,15 @@ def read_groups(declared: JsonObject, method: str) -> tuple[list[Rule], bool]:
             kv_outputs = True
         linear = _linear(group, where, declared.get("format"))
         if linear is not None:
-            ranked += [
-                (_rank(target), Rule(patterns.class_or_exact(target), linear)) for target in targets
-            ]
+            for rank in (0, 1, 2):
+                members = ((target, linear) for target in targets if _rank(target) == rank)
+                rules = patterns.joined(members, patterns.class_or_exact, where)
+                ranked += [(rank, rule) for rule in rules]
+    if len(ranked) > patterns.MOST_EXPRESSIONS:
+        raise CheckpointError(
+            f"config.json: config_groups have {len(ranked):,} expressions; at most "
+            f"{patterns.MOST_EXPRESSIONS:,} are read"
+        )
     ranked.sort(key=lambda item: item[0])
     return [
         *patterns.rules(declared, "ignore", patterns.class_or_exact),

@@ -44,16 +44,16 @@ def _left_out(declared: JsonObject) -> list[Rule]:
     modules with settings of their own. Published files also name modules that have the settings of
     all, as `"lm_head": {}`; whether these are quantized their tensors say.
     """
-    found = []
+    found = list[tuple[str, None]]()
     for name, settings in mapping(declared.get("dynamic"), "dynamic").items():
         if name.startswith("-:"):
-            found.append(Rule(patterns.exact(f"re:{name.removeprefix('-:')}"), None))
+            found.append((f"re:{name.removeprefix('-:')}", None))
         elif not _is_as_all(settings, declared):
             raise CheckpointError(
                 f"gptq with dynamic[{name!r}] = {settings!r} is not implemented: modules have one size of groups, "
                 "4 bits; quantize all of them alike, or leave some out ('-:' before the expression)"
             )
-    return found
+    return list(patterns.joined(found, patterns.exact, "dynamic"))
 
 
 def _is_as_all(settings: object, declared: JsonObject) -> bool:

@@ -9,7 +9,9 @@ from __future__ import annotations
 import contextlib
 import fnmatch
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import groupby
 
 from freight.config.fields import JsonObject
 from freight.errors import CheckpointError
@@ -17,6 +19,9 @@ from freight.fp8.patterns import FilePattern
 from freight.fp8.scheme import LinearScheme, ModulePattern, Rule
 
 Syntax = Callable[[str], ModulePattern]
+
+MOST_EXPRESSIONS = 2_000  # of a list: those that are no plain names; published lists have hundreds
+_PLAIN = re.compile(r"[\w-]+(?:\.[\w-]+)*\Z")
 
 CLASSES = ("Linear", "LinearBase")  # every module that is looked up is one of these
 _MERGED = {
@@ -100,7 +105,116 @@ def rules(
     """Return a rule for each of `names`: the scheme that `linear` returns for it, or None (not
     quantized).
     """
-    return [Rule(syntax(name), linear(name) if linear else None) for name in names(declared, key)]
+    schemes = ((name, linear(name) if linear else None) for name in names(declared, key))
+    return list(joined(schemes, syntax, key))
+
+
+def joined(
+    schemes: Iterable[tuple[str, LinearScheme | None]], syntax: Syntax, key: str
+) -> Iterator[Rule]:
+    """Give the rules of (name, scheme) in their order. Plain names that follow each other and have
+    the same scheme are one rule, which looks a module up: lists of mixtures have a name for each
+    matrix of each expert.
+
+    Raises CheckpointError for more than MOST_EXPRESSIONS others.
+    """
+    how = _LISTED.get(syntax)
+    num_expressions = 0
+    for (is_plain, linear), group in groupby(
+        schemes, lambda entry: (how is not None and _is_plain(entry[0]), entry[1])
+    ):
+        members = [name for name, _ in group]
+        if is_plain and how is not None and len(members) > 1:
+            yield Rule(ListedNames(frozenset(how.entries(members)), how.parts), linear)
+            continue
+        num_expressions += len(members)
+        if num_expressions > MOST_EXPRESSIONS:
+            raise CheckpointError(
+                f"config.json: {key} has more than {MOST_EXPRESSIONS:,} expressions; list plain names of modules, or "
+                "write fewer expressions"
+            )
+        for name in members:
+            yield Rule(syntax(name), linear)
+
+
+@dataclass(frozen=True)
+class ListedNames:
+    """Many plain names, found in a time that does not grow with their number.
+
+    parts   what of a module's name selects it if it is in `entries`
+    """
+
+    entries: frozenset[str]
+    parts: Callable[[str], Iterable[str]]
+
+    def match(self, name: str) -> bool:
+        """Return whether a module is listed."""
+        return any(part in self.entries for part in self.parts(name))
+
+
+@dataclass(frozen=True)
+class _Lookup:
+    """How `ListedNames` do what the expressions of a syntax do."""
+
+    entries: Callable[[Iterable[str]], Iterable[str]]
+    parts: Callable[[str], Iterable[str]]
+
+
+def _is_plain(name: str) -> bool:
+    return name not in CLASSES and _PLAIN.match(name) is not None
+
+
+def _all_forms(names: Iterable[str]) -> Iterator[str]:
+    """Give the names without `model.`, and for merged projections those of all parts."""
+    for name in names:
+        head, dot, last = name.removeprefix("model.").rpartition(".")
+        for form in _FORMS.get(last, (last,)):
+            yield f"{head}{dot}{form}"
+
+
+def _whole(name: str) -> Iterable[str]:
+    return (name.removeprefix("model."),)
+
+
+def _runs(name: str) -> Iterator[str]:
+    """Give each part of a name between dots."""
+    words = name.split(".")
+    for begin in range(len(words)):
+        for end in range(begin + 1, len(words) + 1):
+            yield ".".join(words[begin:end])
+
+
+def _starts_and_ends(names: Iterable[str]) -> Iterator[str]:
+    """Give `^` and each form, which a module or the module around it has, and `$` and the name, in
+    which the name of a module ends.
+    """
+    for name in names:
+        yield f"${name}"
+        for form in _all_forms([name]):
+            yield f"^{form}"
+
+
+def _starts_and_ends_of(name: str) -> Iterator[str]:
+    for begin in range(len(name)):
+        yield f"${name[begin:]}"
+    words = name.removeprefix("model.").split(".")
+    for end in range(1, len(words) + 1):
+        yield "^" + ".".join(words[:end])
+
+
+_FORMS = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj", "qkv_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj", "gate_up_proj"),
+    "in_proj_qkvz": ("in_proj_qkv", "in_proj_z", "in_proj_qkvz"),
+    "in_proj_ba": ("in_proj_b", "in_proj_a", "in_proj_ba"),
+}
+_LISTED: Mapping[Syntax, _Lookup] = {
+    exact: _Lookup(_all_forms, _whole),
+    class_or_exact: _Lookup(_all_forms, _whole),
+    wildcard: _Lookup(iter, lambda name: (name,)),
+    wildcard_or_part: _Lookup(_all_forms, _runs),
+    searched: _Lookup(_starts_and_ends, _starts_and_ends_of),
+}
 
 
 def _name(name: str) -> str:

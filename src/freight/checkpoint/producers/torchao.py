@@ -44,13 +44,14 @@ def _mapped(configs: JsonObject) -> list[Rule]:
     """
     named = [name for name in configs if name != "_default"]
     order = sorted(named, key=lambda name: name.startswith("re:"))
-    rules = [
-        Rule(
-            patterns.exact(name.removesuffix(".weight")),
+    schemes = (
+        (
+            name.removesuffix(".weight"),
             None if configs[name] is None else _linear(configs[name]),
         )
         for name in order
-    ]
+    )
+    rules = patterns.joined(schemes, patterns.exact, "the map of quant_type")
     default = configs.get("_default")
     return [*rules, Rule(patterns.every(), None if default is None else _linear(default))]
 
