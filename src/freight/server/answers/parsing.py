@@ -47,6 +47,7 @@ _CALLS = "tool_calls"
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 _OTHER = "text outside of all fields"  # the name of an added field
 _SLICE = 4096  # characters that transformers' parser gets at once
+_SLICE_AGAIN = 128  # of text that it may have to get once more
 _LIFE = 16384  # characters that one of transformers' parsers gets before it is replaced
 _LONGEST_CALL = 1 << 20  # characters; longer ones are content
 _AHEAD = 32  # characters that the opening of a call may depend on
@@ -258,11 +259,11 @@ class _Reader:
             self._give_up()
 
     def _scan_all(self, text: str) -> None:
-        slices = deque(_sliced(text))
+        slices = deque(_sliced(text, _SLICE))
         while slices:
             again = self._scan(slices.popleft())
             if again:
-                slices.extendleft(reversed(_sliced(again)))
+                slices.extendleft(reversed(_sliced(again, _SLICE_AGAIN)))
 
     def _give_up(self) -> None:
         """Treat the rest as content: a faulty template in a checkpoint must not end a request."""
@@ -564,8 +565,8 @@ class _Reader:
         return list(zip([function["name"] for function in functions], texts, strict=True))
 
 
-def _sliced(text: str) -> list[str]:
-    return [text[at : at + _SLICE] for at in range(0, len(text), _SLICE)]
+def _sliced(text: str, size: int) -> list[str]:
+    return [text[at : at + size] for at in range(0, len(text), size)]
 
 
 def _flat(calls: list[Any]) -> list[Any]:
