@@ -465,7 +465,10 @@ class _Reader:
             is_read = is_complete and self._output_calls(raw, body, closing)
         else:
             begin, end = within.ends[0]
-            is_read = not self._opens_call(body[end:]) and self._output_hiding(
+            form = self._markup.form
+            is_tagged = form is not None and isinstance(form.syntax, Tagged)
+            may_be_text = bool(closing) or not is_tagged  # else its value never ends
+            is_read = (may_be_text and not self._opens_call(body[end:])) and self._output_hiding(
                 body, closing, within
             )
         if is_read:
