@@ -274,3 +274,13 @@ def test_json_of_messages_comes_back_the_same():
     once = read_messages(messages)
     assert read_messages(json.loads(json.dumps(once))) == once
     assert rendered(template, once) == rendered(template, messages)
+
+
+def test_the_answer_that_a_template_judges_may_be_the_last_message():
+    judge = (
+        "{% if messages[-1].role == 'user' %}U: {{ messages[-1].content[0].text }}{% else %}"
+        "U: {{ messages[-2].content[0].text }} A: {{ messages[-1].content[0].text }}{% endif %}"
+    )
+    answer = {"role": "assistant", "content": "Heavily."}
+    assert rendered(judge, [USER, answer]) == "U: Is it raining? A: Heavily."
+    assert rendered(judge, [USER]) == "U: Is it raining?"

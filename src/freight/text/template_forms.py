@@ -312,12 +312,14 @@ def _result() -> Message:
 def _with_content_forms(render: Render) -> TemplateForms:
     """A string is taken where the template writes one, and where it writes no form at all."""
     forms = PLAIN
-    conversations = {
-        "user": ([_user()], _USER),
-        "system": ([_system(), _user()], _SYSTEM),
-        "assistant": ([_user(), _answer(), _user(_NEXT)], _ANSWER),
-    }
-    for role, (messages, word) in conversations.items():
+    conversations = (
+        ("user", [_user()], _USER),
+        ("system", [_system(), _user()], _SYSTEM),
+        # Some templates, of models that judge an answer, write only the last one
+        ("assistant", [_user(), _answer()], _ANSWER),
+        ("assistant", [_user(), _answer(), _user(_NEXT)], _ANSWER),
+    )
+    for role, messages, word in conversations:
         as_text = render(in_forms(messages, forms))
         if _has(as_text, word):
             continue

@@ -50,6 +50,12 @@ class GemmaValues:
             raise ValueError("text after the arguments")
         return [(text[at:begin].strip(), "".join(out))]
 
+    def ends_within(self, text: str, is_open: bool) -> bool:
+        """Return whether a call that goes on with `text` ends within a marked string; is_open:
+        whether it does so before.
+        """
+        return is_open != bool(text.count(self.mark) % 2)
+
     def _value(self, text: str, at: int, out: list[str], depth: int) -> int:
         """Append the value at `at` to `out`, as JSON; returns its end."""
         if depth > _DEEPEST:

@@ -12,7 +12,7 @@ from typing import Any
 
 from freight.server.answers.argument_types import arguments_schema
 from freight.server.answers.tagged_calls import Literal, TokenIn
-from freight.server.answers.verbatim import arguments_texts
+from freight.server.answers.verbatim import arguments_texts, within_string
 
 _BETWEEN = re.compile(r"[\s,;]*")
 
@@ -43,6 +43,12 @@ class ListedCalls:
                 raise ValueError("arguments are not an object")
             found += zip([one["name"] for one in functions], texts, strict=True)
         return found
+
+    def ends_within(self, text: str, is_open: bool) -> bool:
+        """Return whether a region that goes on with `text` ends within a string; is_open: whether
+        it does so before.
+        """
+        return within_string(text, is_open)
 
     def part(
         self, function: Mapping[str, Any], literal: Literal, token_in: TokenIn

@@ -4,6 +4,8 @@
   wrote it.
 - Nothing is lost but parsed markup, with the white space next to it, and special tokens.
 - Chunks of any size give the same pieces once these are joined.
+- The end tag of a call does not end it within a value, and a tag that only quotes markup does not
+  hide the call behind it.
 - The cost is linear. transformers' parser keeps all its text and searches in it, so a new one
   replaces it after some thousand characters.
 
@@ -14,8 +16,9 @@ is plain text. The text of a call is parsed once it is complete, by the template
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from freight.server.answers.finder import (
@@ -30,7 +33,7 @@ from freight.server.answers.out import Pieces, SpecialTokens
 from freight.server.answers.pieces import MessageParser, Piece, PieceKind
 from freight.server.answers.response_templates import CallForm
 from freight.server.answers.tagged_calls import Tagged
-from freight.server.answers.verbatim import arguments_texts
+from freight.server.answers.verbatim import arguments_texts, within_string
 from freight.text.tokenizer import (
     Tokenizer,
     load_response_template,
@@ -44,8 +47,13 @@ _CALLS = "tool_calls"
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 _OTHER = "text outside of all fields"  # the name of an added field
 _SLICE = 4096  # characters that transformers' parser gets at once
+_SLICE_AGAIN = 128  # of text that it may have to get once more
 _LIFE = 16384  # characters that one of transformers' parsers gets before it is replaced
 _LONGEST_CALL = 1 << 20  # characters; longer ones are content
+_AHEAD = 32  # characters that the opening of a call may depend on
+_MOST_ENDS = 256  # end tags within the values of one call
+_PRIVATE = range(0xE000, 0x10FFFE)  # characters, most of which no text has
+_MOST_AGAIN = 32  # times that text of one answer is read again: more would take quadratic time
 
 
 @dataclass(frozen=True)
@@ -57,6 +65,7 @@ class Markup:
     calls          the template that parses the text of one region of calls
     form           the form that parses it instead of `calls`, if it has its own syntax
     typed          whether `calls` needs the tools' schemas, because its markup has no types
+    json_calls     whether `calls` has JSON
     reasoning      the name of the field of reasoning
     implicit       the name of the field of text outside of markup
     keeps_rest     whether that text is content; False if the template has markup for content
@@ -69,6 +78,7 @@ class Markup:
     calls: Any
     form: CallForm | None
     typed: bool
+    json_calls: bool
     reasoning: str | None
     implicit: str
     keeps_rest: bool
@@ -139,6 +149,7 @@ def markup_of(
         calls=load_fields({_CALLS: {**calls, "repeats": True}}, _OTHER) if calls else None,
         form=form,
         typed=calls is not None and calls.get("content") in ("xml-inline", "kv-lines"),
+        json_calls=calls is not None and calls.get("content") == "json",
         reasoning=next((name for name in _REASONING if name in explicit), None),
         implicit=implicit,
         keeps_rest=implicit == "content" or (implicit == _OTHER and "content" not in explicit),
@@ -153,6 +164,21 @@ def _region(parser: Any) -> str | None:
     for event in parser.initial_events:
         region = event["field"] if event["type"] != "region_close" else None
     return region
+
+
+@dataclass(slots=True)
+class _Within:
+    """End tags within the values of a call.
+
+    ends     where they are (begin, end) in the text of the call
+    parts    how many parts of that text were searched for values, of `size` characters
+    is_open  whether these parts end within a value
+    """
+
+    ends: list[tuple[int, int]] = field(default_factory=list)
+    parts: int = 0
+    size: int = 0
+    is_open: bool = False
 
 
 class _Reader:
@@ -174,6 +200,8 @@ class _Reader:
         self._call: list[str] = []  # the text of a call so far, after its opening
         self._call_size = 0
         self._given_up = False  # the call is too long, and becomes content
+        self._within = _Within()  # of that call
+        self._again = _MOST_AGAIN
         self._section_end = markup.form.section_end if markup.form is not None else ""
         # Text after a call that may become the end of the section; None: not after a call.
         self._behind: str | None = None
@@ -191,8 +219,7 @@ class _Reader:
         if self._finished:
             return []
         text = self._special.feed(text)
-        for at in range(0, len(text), _SLICE):
-            self._guarded(text[at : at + _SLICE])
+        self._guarded(text)
         return self._out.take()
 
     def finish(self, complete: bool) -> list[Piece]:
@@ -205,24 +232,38 @@ class _Reader:
         self._finished = True
         if self._parser is not None:
             try:
-                _, events = self._parser.finalize()
-                self._walk(events, complete)
-                if self._region == _CALLS:
-                    self._close_call("", complete)
+                self._finalize(complete)
             except Exception:
                 self._give_up()
         self._give_behind()
         self._out.finish()
         return self._out.take()
 
+    def _finalize(self, complete: bool) -> None:
+        _, events = self._parser.finalize()
+        again = self._walk(events, complete)
+        if again is None and self._region == _CALLS:
+            again = self._close_call("", complete)
+        if again is not None:
+            self._begin_again()
+            self._scan_all(again)
+            self._finalize(complete)
+
     def _guarded(self, text: str) -> None:
         if self._parser is None:
             self._out.verbatim(text)
             return
         try:
-            self._scan(text)
+            self._scan_all(text)
         except Exception:
             self._give_up()
+
+    def _scan_all(self, text: str) -> None:
+        slices = deque(_sliced(text, _SLICE))
+        while slices:
+            again = self._scan(slices.popleft())
+            if again:
+                slices.extendleft(reversed(_sliced(again, _SLICE_AGAIN)))
 
     def _give_up(self) -> None:
         """Treat the rest as content: a faulty template in a checkpoint must not end a request."""
@@ -235,38 +276,67 @@ class _Reader:
         self._out.verbatim(self._held)
         self._parser, self._region, self._held = None, None, ""
 
-    def _scan(self, text: str) -> None:
+    def _scan(self, text: str) -> str | None:
+        """Take more text; returns text that is to be taken again, by a parser that was begun for
+        it.
+        """
         if self._region == _CALLS and self._template.fields[_CALLS].close_re is None:
             self._add_to_call(text)  # only the end of the answer ends this region
-            return
+            return None
         first = None if self._held else self._first_of.get(self._region)
         if first is not None and first.isdisjoint(text):
             self._text(text)  # the same as with transformers' parser, at a tenth of the cost
-            return
+            return None
         self._held += text
-        self._walk(self._parser.feed(text), False)
+        again = self._walk(self._parser.feed(text), False)
+        if again is not None:
+            self._begin_again()
+            return again
         self._fed += len(text)
         if self._fed > _LIFE or len(self._held) > _SLICE:
-            self._renew()
+            return self._renew()
+        return None
 
-    def _renew(self) -> None:
+    def _begin_again(self) -> None:
+        """Begin a new parser in the same region, without the earlier text."""
+        self._parser = response_parser(self._template, self._prefix())
+        self._fed = 0
+        self._held = ""
+
+    def _prefix(self) -> str:
+        """Return a text that leads a new parser into the region."""
+        if self._region is None:
+            return "."
+        if self._region != _CALLS:
+            return self._opening
+        # An opening may be one only before certain characters
+        begin = "".join(self._call[:_AHEAD])[:_AHEAD]
+        if self._within.ends:
+            begin = begin[: self._within.ends[0][0]]
+        # The point keeps the parser from waiting for more of what `begin` may end in
+        return f"{self._opening}{begin}." if begin else self._opening
+
+    def _renew(self) -> str | None:
         """Continue with a new parser in the same region, without the earlier text."""
         if self._region == _CALLS and self._template.fields[_CALLS].close_re is None:
-            return
-        parser = response_parser(self._template, "." if self._region is None else self._opening)
+            return None
+        parser = response_parser(self._template, self._prefix())
         self._fed = 0
         current = _region(parser)
         if (current if current != self._markup.implicit else None) != self._region:
-            return
+            return None
         self._parser = parser
         if len(self._held) > _SLICE:  # a pattern that matches without end
             self._text(self._held)
             self._held = ""
-        self._walk(parser.feed(self._held), False)
+        again = self._walk(parser.feed(self._held), False)
+        if again is not None:
+            self._begin_again()
+        return again
 
-    def _walk(self, events: Sequence[Mapping[str, Any]], complete: bool) -> None:
+    def _walk(self, events: Sequence[Mapping[str, Any]], complete: bool) -> str | None:
         """Match transformers' events with the held text: they do not report the text of the markup
-        itself.
+        itself. Returns text that a new parser is to read, in place of the events that remain.
         """
         held, at = self._held, 0
         for event in events:
@@ -284,14 +354,23 @@ class _Reader:
                 pattern = self._template.fields[name].close_re
                 found = pattern.match(held, at) if pattern is not None else None
                 at = found.end() if found else at
-                self._close(found.group() if found else None, complete)
+                closing = found.group() if found else None
+                if name == _CALLS and closing is not None:
+                    text = closing or held[at : at + 1]  # a mark that only follows the call
+                    if self._goes_on(text):
+                        return held[at + len(text) - len(closing) :]
+                again = self._close(closing, complete)
+                if again is not None:
+                    return again + held[at:]
         self._held = held[at:]
+        return None
 
     def _open(self, name: str, opening: str) -> None:
         self._give_behind()
         self._region, self._opening = name, opening
         if name == _CALLS:
             self._call, self._call_size, self._given_up = [], 0, False
+            self._within = _Within()
         else:
             self._out.mark()
 
@@ -337,31 +416,129 @@ class _Reader:
         self._call = []
         return raw
 
-    def _close(self, closing: str | None, complete: bool) -> None:
-        """Close the region. closing: its markup; None: the answer ended within the region."""
+    def _close(self, closing: str | None, complete: bool) -> str | None:
+        """Close the region. closing: its markup; None: the answer ended within the region. Returns
+        text that is to be read again.
+        """
         if self._region == _CALLS:
-            self._close_call(closing or "", complete or closing is not None)
-        elif closing is not None:
+            return self._close_call(closing or "", complete or closing is not None)
+        if closing is not None:
             self._out.mark()
         self._region = None
+        return None
 
-    def _close_call(self, closing: str, is_complete: bool) -> None:
+    def _goes_on(self, closing: str) -> bool:
+        """Return whether `closing` is text within a value of the call so far, and then add it."""
+        within = self._within
+        if self._given_up or not self._again or len(within.ends) >= _MOST_ENDS:
+            return False
+        text = "".join(self._call[within.parts :])
+        if within.ends and self._opens_call(text):
+            return False
+        within.is_open = self._ends_within(text, within.is_open)
+        if not within.is_open:
+            return False
+        begin = within.size + len(text)
+        within.size = begin + len(closing)
+        within.ends.append((begin, within.size))
+        self._add_to_call(closing)
+        within.parts = len(self._call)
+        return True
+
+    def _ends_within(self, text: str, is_open: bool) -> bool:
+        form = self._markup.form
+        if form is not None and form.syntax is not None:
+            return form.syntax.ends_within(text, is_open)
+        return self._markup.json_calls and within_string(text, is_open)
+
+    def _close_call(self, closing: str, is_complete: bool) -> str | None:
+        """Output a call, or its text if it cannot be read. Returns text to be read again."""
         body = "".join(self._call)
         raw = "".join([*self._raw_call(), closing])
+        self._region = None
+        within, self._within = self._within, _Within()
+        if self._given_up:
+            self._out.verbatim(raw)
+            return None
+        opening = len(self._opening)
+        if not within.ends:
+            is_read = is_complete and self._output_calls(raw, body, closing)
+        else:
+            begin, end = within.ends[0]
+            form = self._markup.form
+            is_tagged = form is not None and isinstance(form.syntax, Tagged)
+            may_be_text = bool(closing) or not is_tagged  # else its value never ends
+            is_read = (may_be_text and not self._opens_call(body[end:])) and self._output_hiding(
+                body, closing, within
+            )
+        if is_read:
+            return None
+        if within.ends:  # the first one was the end: that of its value is missing
+            self._again -= not self._opens_call(body[end:])
+            raw_end = opening + end
+            if not self._output_calls(raw[:raw_end], body[:begin], body[begin:end]):
+                self._out.verbatim(raw[:raw_end])
+            return raw[raw_end:]
+        later = self._later_opening(raw, opening) if is_complete else None
+        if later is None:
+            self._out.verbatim(raw)
+            return None
+        self._out.add(PieceKind.CONTENT, raw[:later])
+        return raw[later:]
+
+    def _output_hiding(self, body: str, closing: str, within: _Within) -> bool:
+        """Output the calls in a region with the end tags in its values hidden from their parser;
+        returns False if they cannot be read.
+        """
+        first = body[within.ends[0][0]]
+        mark = next(letter for letter in map(chr, _PRIVATE) if letter not in body)
+        parts = []
+        at = 0
+        for begin, end in within.ends:
+            parts += [body[at:begin], body[begin:end].replace(first, mark)]
+            at = end
+        hidden = "".join([*parts, body[at:]])
+        raw = f"{self._opening}{hidden}{closing}"
+        return self._output_calls(raw, hidden, closing, (mark, first))
+
+    def _opens_call(self, text: str) -> bool:
+        """Return whether another call of a tool begins in `text`."""
+        syntax = self._markup.form.syntax if self._markup.form is not None else None
+        return isinstance(syntax, Tagged) and syntax.opening(text, 0, self._tools) is not None
+
+    def _later_opening(self, raw: str, at: int) -> int | None:
+        """Return where another call may begin in the text of a call that cannot be read."""
+        if not self._again:
+            return None
+        self._again -= 1
+        syntax = self._markup.form.syntax if self._markup.form is not None else None
+        if isinstance(syntax, Tagged):
+            return syntax.opening(raw, at, self._tools)
+        found = self._template.fields[_CALLS].open_re.search(raw, at)
+        return int(found.start()) if found is not None else None
+
+    def _output_calls(
+        self, raw: str, body: str, closing: str, hidden: tuple[str, str] = ("", "")
+    ) -> bool:
+        """Output the calls in a region; returns False if they cannot be read. hidden: a character
+        of `body` and the one that it stands for.
+        """
         syntax = self._markup.form.syntax if self._markup.form is not None else None
         end = len(body)
         if isinstance(syntax, Tagged):
-            end, body = (
-                (len(body + closing), body + closing) if closing else (syntax.rest(body), body)
-            )
-        calls = self._calls(raw, body[:end]) if is_complete and not self._given_up else None
-        if calls:
-            self._out.calls(calls)
-            self._behind = "" if self._section_end else None
-            self._out.add(PieceKind.CONTENT, body[end:])
-        else:
-            self._out.verbatim(raw)
-        self._region = None
+            body += closing
+            end = len(body) if closing else syntax.rest(body)
+        calls = self._calls(raw, body[:end])
+        if not calls:
+            return False
+        rest = body[end:]
+        if hidden[0]:
+            calls = [replace(piece, text=piece.text.replace(*hidden)) for piece in calls]
+            rest = rest.replace(*hidden)
+        self._out.calls(calls)
+        self._behind = "" if self._section_end else None
+        self._out.add(PieceKind.CONTENT, rest)
+        return True
 
     def _calls(self, raw: str, body: str) -> list[Piece] | None:
         """Return the calls in a region, or None if they cannot be read."""
@@ -389,6 +566,10 @@ class _Reader:
         if texts is None:
             raise ValueError("arguments are not an object")
         return list(zip([function["name"] for function in functions], texts, strict=True))
+
+
+def _sliced(text: str, size: int) -> list[str]:
+    return [text[at : at + size] for at in range(0, len(text), size)]
 
 
 def _flat(calls: list[Any]) -> list[Any]:

@@ -26,6 +26,11 @@ class Syntax(Protocol):
         Exceptions for malformed text.
         """
 
+    def ends_within(self, text: str, is_open: bool) -> bool:
+        """Return whether a call that goes on with `text` ends within a value that may contain any
+        text; is_open: whether it does so before.
+        """
+
     def part(
         self, function: Mapping[str, Any], literal: Literal, token_in: TokenIn
     ) -> Mapping[str, Any]:
@@ -86,7 +91,12 @@ def _named(opening: str, closing: str) -> dict[str, Any]:
 
 
 HERMES = CallForm(  # Hermes, Qwen 2.5 and 3
-    field={"open": "<tool_call>", "close": "</tool_call>", "repeats": True, "content": "text"},
+    field={
+        "open_pattern": r"<tool_call>(?=\s{0,16}[\[{])",
+        "close_pattern": "</tool_call>",
+        "repeats": True,
+        "content": "text",
+    },
     syntax=ListedCalls(),
     before_name='<tool_call>\n{"name": ',
     before_arguments=', "arguments": ',

@@ -106,22 +106,38 @@ class Tagged:
     def _call_ends(self, tools: Sequence[Mapping[str, Any]]) -> re.Pattern[str]:
         """The end of a call: one of its closing tags, or the opening of a call of one of `tools`."""
         closing, opening = _any_of(self._closings), _any_of(self._openings)
-        ends = [rf"(?:{closing})(?=\s*(?:{closing}|{opening}|\Z))"]
-        names = [str((tool.get("function") or tool).get("name")) for tool in tools]
-        if names:
-            before = "".join(
-                rf"(?:{re.escape(tag)}\s{{0,16}})?"
-                for tag in (self.section[0], self.outer[0])
-                if tag
-            )
-            head = (
-                rf"{re.escape(self._head[0])}[\"']?\s{{0,16}}(?:{_any_of(names)})[\"']?\s{{0,16}}"
-            )
-            after = re.escape(self._head[1])
-            if not self._head[1]:  # the name ends where something else begins
-                after = rf"(?={_any_of((self._key[0], *self._closings, *self._openings))}|\Z)"
-            ends.append(rf"{_FREE}{before}{head}{after}")
+        ends = [rf"(?:{closing})(?=\s*(?:{closing}|{opening}|\Z))", *self._named(tools)]
         return re.compile("|".join(ends))
+
+    def _named(self, tools: Sequence[Mapping[str, Any]]) -> list[str]:
+        """Return an expression of the opening of a call of one of `tools`; none without tools."""
+        names = [str((tool.get("function") or tool).get("name")) for tool in tools]
+        if not names:
+            return []
+        before = "".join(
+            rf"(?:{re.escape(tag)}\s{{0,16}})?" for tag in (self.section[0], self.outer[0]) if tag
+        )
+        head = rf"{re.escape(self._head[0])}[\"']?\s{{0,16}}(?:{_any_of(names)})[\"']?\s{{0,16}}"
+        after = re.escape(self._head[1])
+        if not self._head[1]:  # the name ends where something else begins
+            after = rf"(?={_any_of((self._key[0], *self._closings, *self._openings))}|\Z)"
+        return [rf"{_FREE}{before}{head}{after}"]
+
+    def opening(self, text: str, at: int, tools: Sequence[Mapping[str, Any]]) -> int | None:
+        """Return where a call of one of `tools` begins in `text`, from `at` on."""
+        for named in self._named(tools):
+            found = re.compile(named).search(text, at)
+            if found is not None:
+                return found.start()
+        return None
+
+    def ends_within(self, text: str, is_open: bool) -> bool:
+        """Return whether a call that goes on with `text` ends within a value; is_open: whether it
+        does so before.
+        """
+        opened = text.rfind(self.value[0] or self._key[0])
+        closed = max((end.start() for end in self._value_ends.finditer(text)), default=-1)
+        return opened > closed or (is_open and closed < 0)
 
     def read(
         self, opening: str, body: str, tools: Sequence[Mapping[str, Any]]

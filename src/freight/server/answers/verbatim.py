@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from json.decoder import scanstring  # type: ignore[attr-defined]  # the decoder's own, which gives the end too
 from typing import Any
 
 _BLANKS = " \t\r\n"
+_QUOTE = re.compile(r'\\.|"', re.DOTALL)
 
 
 def arguments_texts(body: str, arguments: list[Any]) -> list[str] | None:
@@ -43,6 +45,14 @@ def arguments_texts(body: str, arguments: list[Any]) -> list[str] | None:
         else:
             return None
     return texts
+
+
+def within_string(text: str, is_open: bool) -> bool:
+    """Return whether JSON that goes on with `text` ends within a string; is_open: whether it does
+    so before.
+    """
+    quotes = sum(match.group() == '"' for match in _QUOTE.finditer(text))
+    return is_open != bool(quotes % 2)
 
 
 def _loads(text: str) -> Any:
