@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 from freight.config.layer import DenseConfig, LayerConfig
 from freight.config.model import ModelConfig
 from freight.errors import ConfigError, nearest
-from freight.fp8.patterns import FilePattern
 from freight.models.architectures import tensor_names
 from freight.models.mixer_parts import mixer_parts
 from freight.models.shapes import shared_names
+from freight.text.patterns import FilePattern
 
 
 @dataclass(frozen=True)

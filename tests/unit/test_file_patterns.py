@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from freight.errors import CheckpointError, ConfigError
-from freight.fp8 import patterns
-from freight.fp8.patterns import FilePattern
+from freight.text import patterns
+from freight.text.patterns import FilePattern
 
 # as checkpoints of compressed-tensors, ModelOpt, GPTQModel and PEFT have them
 PUBLISHED = (
