@@ -87,7 +87,7 @@ def test_a_misspelt_closing_tag_ends_a_value(name: str) -> None:
     "tag",
     [
         "</｜DSML｜param>",
-        "</｜DSML｜ parameter>",
+        "</｜DSML｜  parameter>",
         "</｜DSML｜value>",
         "</｜DSML｜/parameter>",
         "</｜｜DSML｜｜parameter>",
