@@ -53,7 +53,20 @@ def test_arguments_of_tool_calls_become_objects(arguments, given):
 
 @pytest.mark.parametrize(
     "arguments",
-    ['{"a": ', '"Bonn"', "Bonn", "5", 5, "[]", [], False, "[" * 100_000, '{"a":' * 100_000],
+    [
+        '{"a": ',
+        '{"a": NaN}',
+        '{"a": [-Infinity]}',
+        '"Bonn"',
+        "Bonn",
+        "5",
+        5,
+        "[]",
+        [],
+        False,
+        "[" * 100_000,
+        '{"a":' * 100_000,
+    ],
     ids=lambda arguments: repr(arguments)[:8],
 )
 def test_arguments_that_are_no_object_are_refused_by_path(arguments):

@@ -145,6 +145,10 @@ def _tool_call(where: str, call: object) -> dict[str, Any]:
     return {**call, "function": {**function, "arguments": arguments}}
 
 
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is not JSON")
+
+
 def read_arguments(where: str, arguments: object) -> dict[str, Any] | str:
     """Return the arguments of an earlier call: an object, or its JSON as it is given.
 
@@ -157,7 +161,7 @@ def read_arguments(where: str, arguments: object) -> dict[str, Any] | str:
         if arguments.strip() in ("", "null"):
             return {}
         with contextlib.suppress(ValueError, RecursionError):
-            if isinstance(json.loads(arguments), dict):
+            if isinstance(json.loads(arguments, parse_constant=_refuse), dict):
                 return arguments
     raise RequestError(
         f"{where} is {shown(arguments) if isinstance(arguments, str) else show(arguments)}; it must be an object, or "

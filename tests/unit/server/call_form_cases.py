@@ -46,6 +46,14 @@ TEMPLATES[
 {{- '<think>' + m.reasoning_content + '</think>\n\n<TOOLCALL>[' }}{% for c in m.tool_calls %}
 {{- '{"name": "' + c.function.name + '", "arguments": ' + c.function.arguments | tojson + '}' }}
 {{- '' if loop.last else ', ' }}{% endfor %}]</TOOLCALL>{% endif %}{% endfor %}"""
+# DeepSeek V4.1 writes a blank behind the marker of each tag, as its published encoding does.
+TEMPLATES["short-DeepSeek-V4.1"] = (
+    TEMPLATES["deepseek-ai-DeepSeek-V4"]
+    .replace("tool_calls>", " calls>")
+    .replace("invoke", " invoke")
+    .replace("parameter ", " parameter ")
+    .replace("parameter>", " parameter>")
+)
 ENDS = (  # what ends the answers of these models: special tokens, which are stripped
     *(
         "<|im_end|>",

@@ -48,6 +48,7 @@ EXPECTED: dict[
     "mistralai-Ministral-3-14B-Reasoning-2512": ("MISTRAL_ARGS", "THINK_MISTRAL"),
     "mistralai-Mistral-Nemo-Instruct-2407": ("MISTRAL_LIST", None),
     "moonshotai-Kimi-K2": ("KIMI_K2", None),
+    "short-DeepSeek-V4.1": ("DEEPSEEK_V41", "THINK"),
     "short-Hy3": ("HY3", "THINK_HY3"),
     "short-Nemotron-Nano-v2": ("NEMOTRON", "THINK"),
     "tool_chat_template_gemma4": ("GEMMA4", "THINK_GEMMA4"),

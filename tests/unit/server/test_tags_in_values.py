@@ -20,6 +20,7 @@ ENDS = {
     "DEEPSEEK_V3": "```<｜tool▁call▁end｜>",
     "DEEPSEEK_V31": "<｜tool▁call▁end｜>",
     "DEEPSEEK_V32": "</｜DSML｜invoke>",
+    "DEEPSEEK_V41": "</｜DSML｜ invoke>",
     "GEMMA4": "<tool_call|>",
     "GLM45": "</tool_call>",
     "GLM47": "</tool_call>",

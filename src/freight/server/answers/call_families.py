@@ -127,32 +127,32 @@ MINIMAX_M2 = _tagged(
 )
 
 
-def _dsml(section: str) -> CallForm:
+def _dsml(section: str, space: str = "") -> CallForm:
     """Build the form of DeepSeek since V3.2, whose markup says of each value whether it is a
-    string.
+    string. space: between the marker and the name of a tag.
     """
+    mark = f"｜DSML｜{space}"
     return _tagged(
         Tagged(
-            ('<｜DSML｜invoke name="', '">'),
-            "</｜DSML｜invoke>",
-            ('<｜DSML｜parameter name="', '"'),
-            ("", "</｜DSML｜parameter>"),
+            (f'<{mark}invoke name="', '">'),
+            f"</{mark}invoke>",
+            (f'<{mark}parameter name="', '"'),
+            ("", f"</{mark}parameter>"),
             strings=True,
         ),
-        _region(
-            rf"(?:<｜DSML｜{section}>\s{{0,8}})?<｜DSML｜invoke name=",
-            "</｜DSML｜invoke>",
-        ),
-        opening=f"<｜DSML｜{section}>\n",
+        _region(rf"(?:<{mark}{section}>\s{{0,8}})?<{mark}invoke name=", f"</{mark}invoke>"),
+        opening=f"<{mark}{section}>\n",
         before_arguments='">\n',
-        after_arguments="</｜DSML｜invoke>\n",
-        closing=f"</｜DSML｜{section}>",
-        section_end=f"</｜DSML｜{section}>",
+        after_arguments=f"</{mark}invoke>\n",
+        closing=f"</{mark}{section}>",
+        section_end=f"</{mark}{section}>",
         markers=("｜DSML｜",),
     )
 
 
-DEEPSEEK_V32, DEEPSEEK_V4 = _dsml("function_calls"), _dsml("tool_calls")
+DEEPSEEK_V32 = _dsml("function_calls")
+DEEPSEEK_V4 = _dsml("tool_calls")
+DEEPSEEK_V41 = _dsml("calls", " ")
 GEMMA4 = CallForm(
     field=_region(r"<\|tool_call>\s{0,4}(?:call)?:", r"<tool_call\|>"),  # models omit `call`
     syntax=GemmaValues(":", '<|"|>'),
@@ -222,6 +222,7 @@ CALL_FORMS: tuple[tuple[tuple[str, ...], CallForm | None], ...] = (
     (("<tool_call>", "<function="), QWEN3_CODER),
     (("<minimax:tool_call>", "<invoke"), MINIMAX_M2),
     (("]<]minimax[>[",), None),  # MiniMax-M3
+    (("｜DSML｜", " calls>"), DEEPSEEK_V41),
     (("｜DSML｜", "function_calls"), DEEPSEEK_V32),
     (("｜DSML｜", "tool_calls"), DEEPSEEK_V4),
     (("<｜tool▁sep｜>", "```json"), DEEPSEEK_V3),
@@ -306,7 +307,8 @@ TOOL_CALL_PARSERS: dict[str, tuple[CallForm | str, ...]] = {
     "deepseek_v3": (DEEPSEEK_V3,),
     "deepseek_v31": (DEEPSEEK_V31,),
     "deepseek_v32": (DEEPSEEK_V32,),
-    "deepseek_v4": (DEEPSEEK_V4,),
+    "deepseek_v4": (DEEPSEEK_V4, DEEPSEEK_V41),
+    "deepseek_v41": (DEEPSEEK_V41,),
     "kimi_k2": (KIMI_K2,),
     "gemma4": (GEMMA4,),
     "granite": (GRANITE,),
@@ -321,6 +323,7 @@ _THINKERS = (  # parsers of reasoning in <think> tags
     "deepseek_r1",
     "deepseek_v3",
     "deepseek_v4",
+    "deepseek_v41",
     "glm45",
     "glm47",
     "holo2",

@@ -13,6 +13,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from difflib import SequenceMatcher
 from functools import cached_property
 from typing import Any
 
@@ -37,13 +38,21 @@ Literal = Callable[[str], str]
 TokenIn = Callable[[str], tuple[str, int, str] | None]
 # Larger minLength and maxLength would make large grammars, and are not enforced.
 _LONGEST_BOUND = 1000
-# The attributes of an opening tag: a name, quoted or not, and whether the value is a string.
-_ATTRIBUTE = re.compile(
-    r"(?P<q>[\"']?)(?P<name>[^<>]{1,256}?)(?P=q)(?:\s{1,16}string=[\"']?(?P<string>true|false)[\"']?)?"
+# What may follow the name in an opening tag: whether the value is a string. Models invent others.
+_REST = r"""(?:\s{1,16}\w{1,32}=["']?[^"'<>]{0,256}["']?){0,8}"""
+_IS_STRING = re.compile(r"""\sstring=["']?(true|false)["']?(?:\s|$)""")
+# The attributes of an opening tag: a name, quoted or not, and the rest.
+_ATTRIBUTES = re.compile(
+    rf"""(?P<q>["']?)(?P<name>(?!["'])(?:(?!["']\s{{1,16}}\w{{1,32}}=)[^<>]){{1,256}}?)(?P=q)(?P<rest>{_REST})"""
 )
+_CLOSED_ITSELF = re.compile(r"""(?<=["'])\s{0,16}/\Z""")
 # Where a tag counts that no closing tag precedes: at the beginning of a line, or right behind a text
 # that does not quote it.
 _FREE = r"""(?:\n|(?<![\s"'`]))"""
+
+# What only tags have in DeepSeek's markup.
+_NAMESPACE = "｜DSML｜"
+_ALIKE = 0.85  # of two tags, by difflib: one is a misspelling of the other
 
 
 @dataclass(frozen=True)
@@ -97,11 +106,37 @@ class Tagged:
 
     @cached_property
     def _value_ends(self) -> re.Pattern[str]:
-        """The end of a value. An argument, or the end of the call, or another call must follow, so
-        that a value may contain the closing tag.
+        """What may be the end of a value. An argument, or the end of the call, or another call must
+        follow, so that a value may contain the closing tag.
         """
         after = _any_of((self._key[0], *self._closings, *self._openings))
-        return re.compile(rf"{re.escape(self.value[1])}(?=\s*(?:{after}|\Z))")
+        closing = re.escape(self.value[1])
+        wrong = r"</[^<>\s]{1,80}>"
+        if _NAMESPACE in self.value[1]:  # the right tag may follow a wrong one
+            right = _any_of((self.value[1], *self._closings))
+            wrong = rf"(?!{right})</｜?{_NAMESPACE}｜?[^<>\n]{{1,64}}>"
+            closing = rf"(?:{wrong}\s{{0,16}})?{closing}"
+        return re.compile(rf"(?:{closing}|(?P<wrong>{wrong}))(?=\s*(?:{after}|\Z))")
+
+    def _ends_of_values(self, text: str) -> Iterator[re.Match[str]]:
+        """Yield the ends of values in `text`, those with a misspelt tag included."""
+        for end in self._value_ends.finditer(text):
+            if end["wrong"] is None or self._misspells(end["wrong"]):
+                yield end
+
+    def _misspells(self, tag: str) -> bool:
+        """Return whether `tag` must be meant as the closing tag of a value, and is not that."""
+        if tag in (self.value[1], *self._closings):
+            return False
+        if _NAMESPACE in self.value[1]:
+            return True
+        matcher = SequenceMatcher(None, tag, self.value[1])
+        return matcher.real_quick_ratio() >= _ALIKE and matcher.ratio() >= _ALIKE
+
+    @cached_property
+    def _any_key(self) -> re.Pattern[str]:
+        """The key of any argument, as `_declared` recognizes that of a known one."""
+        return re.compile(self._key_of(r"[^<>\s\"']{1,256}"))
 
     def _call_ends(self, tools: Sequence[Mapping[str, Any]]) -> re.Pattern[str]:
         """The end of a call: one of its closing tags, or the opening of a call of one of `tools`."""
@@ -136,7 +171,7 @@ class Tagged:
         does so before.
         """
         opened = text.rfind(self.value[0] or self._key[0])
-        closed = max((end.start() for end in self._value_ends.finditer(text)), default=-1)
+        closed = max((end.start() for end in self._ends_of_values(text)), default=-1)
         return opened > closed or (is_open and closed < 0)
 
     def read(
@@ -149,7 +184,7 @@ class Tagged:
         """
         text, at = opening + body, 0
         marks = _Marks(
-            _Ahead(self._value_ends.finditer(text)), _Ahead(self._call_ends(tools).finditer(text))
+            _Ahead(self._ends_of_values(text)), _Ahead(self._call_ends(tools).finditer(text))
         )
         found: list[tuple[str, str]] = []
         while not found or at < len(text):
@@ -188,14 +223,14 @@ class Tagged:
             begin = at
             if following is not None and following < limit:
                 at = following
-                value = text[begin:at]
+                value = self._unclosed(text[begin:at])
             elif closed is not None and closed.start() == limit:
                 at = closed.end()
-                value = text[begin:limit]
+                value = self._closed(text[begin:limit])
             elif call_end is not None and self._key[0] not in text[begin:limit]:
                 at = limit
                 # every forgotten tag leaves the end of its line
-                value = text[begin:limit].rstrip("\n")
+                value = self._unclosed(text[begin:limit]).rstrip("\n")
             else:
                 raise ValueError("a value without an end")
             arguments[key] = value_text(self._unpadded(value), types)
@@ -203,6 +238,24 @@ class Tagged:
             f"{json.dumps(key, ensure_ascii=False)}: {value}" for key, value in arguments.items()
         )
         return f"{{{', '.join(pairs)}}}", at
+
+    def _closed(self, value: str) -> str:
+        """Return `value`, which ends before its closing tag. Raises ValueError if it is two values:
+        its own closing tag, text that belongs to nothing, and another key.
+        """
+        end = value.find(self.value[1])
+        if end >= 0 and self._key[0] not in value[:end] and self._any_key.search(value, end):
+            raise ValueError("text between arguments")
+        return value
+
+    def _unclosed(self, value: str) -> str:
+        """Return `value`, whose closing tag seems to be missing. Raises ValueError if it has that
+        tag, with text behind it that belongs to nothing.
+        """
+        end = value.find(self.value[1])
+        if end >= 0 and self._key[0] not in value[:end]:
+            raise ValueError("text behind an argument")
+        return value
 
     def _read_key(self, text: str, at: int) -> tuple[str, bool | None, int]:
         """Return the name of the argument whose key is at `at`, whether the markup says that it is
@@ -226,7 +279,9 @@ class Tagged:
         at = text.index(self._head[0], at) + len(self._head[0])
         if self._head[1]:
             end = text.index(self._head[1], at)
-            return self._attribute(text[at:end])[0], end + len(self._head[1])
+            # `<invoke name="f"/>`: a call without arguments
+            written = _CLOSED_ITSELF.sub("", text[at:end])
+            return self._attribute(written)[0], end + len(self._head[1])
         marks = (self._key[0], *self._closings, *self._openings)
         mark = re.compile(_any_of(marks)).search(text, at)
         end = len(text) if mark is None else mark.start()
@@ -244,18 +299,19 @@ class Tagged:
         """
         if not properties:
             return {}
-        before = re.escape(self._key[0])
-        name = f"(?P<name>{_any_of(properties)})"
-        if self.value[0]:
-            value = re.escape(self.value[0])
-            key = rf"\n?{before}\s*{name}\s*(?:{re.escape(self._key[1])}\s*)?{value}"
-        else:
-            string = r"""["']?(?:\s{1,16}string=["']?(?:true|false)["']?)?"""
-            key = rf"""{_FREE}{before}["']?{name}{string}{re.escape(self._key[1])}"""
         positions: dict[str, list[int]] = {}
-        for match in re.finditer(key, text):
+        for match in re.finditer(self._key_of(_any_of(properties)), text):
             positions.setdefault(match["name"], []).append(match.start())
         return positions
+
+    def _key_of(self, names: str) -> str:
+        """Return an expression of the key of an argument whose name the expression `names` matches."""
+        before = re.escape(self._key[0])
+        name = f"(?P<name>{names})"
+        if self.value[0]:
+            value = re.escape(self.value[0])
+            return rf"\n?{before}\s*{name}\s*(?:{re.escape(self._key[1])}\s*)?{value}"
+        return rf"""{_FREE}{before}["']?{name}["']?{_REST}{re.escape(self._key[1])}"""
 
     def rest(self, body: str) -> int:
         """Return the end of the calls in a region without closing markup."""
@@ -268,11 +324,14 @@ class Tagged:
         has no such mark.
         """
         if self._key[1] != ">":
+            if any(tag in text for tag in (*self.key, *self.value, *self._closings)):
+                raise ValueError("a name with tags")
             return text.strip(), None
-        found = _ATTRIBUTE.fullmatch(text.strip())
-        if found is None:
+        attributes = _ATTRIBUTES.fullmatch(text.strip())
+        if attributes is None:
             raise ValueError("no name")
-        return found["name"], None if found["string"] is None else found["string"] == "true"
+        string = _IS_STRING.search(attributes["rest"])
+        return attributes["name"], None if string is None else string[1] == "true"
 
     def _unpadded(self, text: str) -> str:
         return text.removeprefix(self.pad).removesuffix(self.pad) if self.pad else text
