@@ -337,9 +337,7 @@ class Service:
         waits = num_held + wanted > self.max_sequences - self._max_queue
         if waits and key_name is not None and len(self.keys.names) > 1:
             left = self.max_sequences - num_held
-            own = sum(
-                answer.num_waiting for answer in self.answers if answer.key_name == key_name
-            )
+            own = sum(answer.num_waiting for answer in self.answers if answer.key_name == key_name)
             if own > 0 and own + wanted > left:
                 raise self._full(
                     f"{own} completions of this key wait, and {left} more may wait, which the other keys need"
