@@ -4,8 +4,8 @@ measures meanwhile, with another key, how long /health takes and how long a stre
     python benchmarks/freezing_bodies.py [--only TEXT] [--megabytes 4]
 
 Prints a line for each body: its answer's status, the seconds it took, the longest /health and the
-longest gap of the stream, and the same two without the body. Exits with 1 if one of them is above the
-limits (0.2 and 0.3 s, plus what they were without the body).
+longest gap of the stream, in brackets the same two for as long without the body, and the load average.
+Exits with 1 if one of them is above the limits (0.2 and 0.3 s, plus what they were without the body).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import http.client
 import json
+import os
 import random
 import re
 import subprocess
@@ -26,7 +27,8 @@ from urllib.parse import urlsplit
 
 HEALTH_LIMIT = 0.2  # seconds
 GAP_LIMIT = 0.3
-_BESIDE = 1.0  # seconds that are measured without a body before each
+_LEAST_ALONE = 1.0  # seconds that are measured without a body after each, if it took less
+_SETTLING = 0.2  # seconds between the two
 _TIMEOUT = 300.0
 _TEMPLATE = "{% for message in messages %}<|im_start|>{{ message.role }}: {{ message.content }}\n{% endfor %}"
 
@@ -181,6 +183,11 @@ def ask(host: str, path: str, body: bytes) -> int:
     return answer.status
 
 
+def _processor() -> str:
+    with Path("/proc/cpuinfo").open() as info:
+        return next((line.split(":")[1].strip() for line in info if "model name" in line), "?")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", help="bodies whose line contains this")
@@ -209,22 +216,25 @@ def measure(template: Path, only: str, size: int) -> int:
             break
     threading.Thread(target=server.stderr.read, daemon=True).start()
     num_late = 0
+    print(f"{os.cpu_count()} cores, {_processor()}", flush=True)
     watch = Watch(host)
     try:
         for what, path, body in bodies(size):
             if only not in f"{path} {what}":
                 continue
             raw = body.encode()
-            _, health_alone, gap_alone = watch.longest(lambda: time.sleep(_BESIDE))
             begun = time.perf_counter()
             status, health, gap = watch.longest(lambda p=path, r=raw: ask(host, p, r))  # type: ignore[misc]
             seconds = time.perf_counter() - begun
+            time.sleep(_SETTLING)
+            as_long = max(seconds, _LEAST_ALONE)
+            _, health_alone, gap_alone = watch.longest(lambda s=as_long: time.sleep(s))  # type: ignore[misc]
             is_late = health > HEALTH_LIMIT + health_alone or gap > GAP_LIMIT + gap_alone
             num_late += is_late
             print(
                 f"{path:26} {what:44.44} {len(raw):8} {status} {seconds:6.2f} s  "
                 f"/health {health:.3f} ({health_alone:.3f})  gap {gap:.3f} ({gap_alone:.3f})"
-                f"{'  LATE' if is_late else ''}",
+                f"  load {os.getloadavg()[0]:.1f}{'  LATE' if is_late else ''}",
                 flush=True,
             )
     finally:

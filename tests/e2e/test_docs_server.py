@@ -133,6 +133,7 @@ def test_the_table_of_limits_is_the_code_s() -> None:
         "headers": str(http_limits.max_headers),
         "seconds for the headers": f"{http_limits.head_seconds:g}",
         "body": kib(http_limits.body_bytes),
+        "bodies that are read at a time, without the first 64 KiB of each": f"{http_limits.held_bytes >> 20} MiB",
         "seconds without a byte of the body": f"{http_limits.body_seconds:g}",
         "seconds for the body": f"{http_limits.body_total:g}",
         "seconds between requests of a connection": f"{http_limits.idle_seconds:g}",
@@ -141,6 +142,7 @@ def test_the_table_of_limits_is_the_code_s() -> None:
             min(http_limits.json_depth, serving.nesting)
         ),
         "JSON objects and arrays": str(http_limits.json_containers),
+        "names of a JSON object": str(http_limits.json_names),
         "digits of a number": str(http_limits.number_digits),
         "prompts of a completion": str(serving.prompts),
         "log-probabilities of the prompts of a request: their tokens times (`prompt_logprobs` + 1)": str(

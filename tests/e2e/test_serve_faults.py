@@ -158,14 +158,20 @@ def test_a_client_that_leaves_before_its_first_token_frees_all(
 
 
 @contextlib.contextmanager
-def full(server: Server, waiting: int) -> Iterator[list[Open]]:
-    """Four streams that run, and so many requests that wait."""
+def full(server: Server, waiting: int, others: int = 0) -> Iterator[list[Open]]:
+    """Four streams that run, and so many requests that wait, then a request of the other key for
+    `others` completions.
+    """
     with contextlib.ExitStack() as stack:
         streams = [stack.enter_context(server.streaming(ENDLESS)) for _ in range(4)]
         for _ in range(waiting):
             opened = server.open("/v1/completions", ENDLESS)
             stack.callback(opened.leave)
         server.wait_for(4, waiting)
+        if others:
+            opened = server.open("/v1/completions", {**ENDLESS, "n": others}, BOB)
+            stack.callback(opened.leave)
+            server.wait_for(4, waiting + others)
         yield streams
 
 
@@ -182,7 +188,7 @@ def test_a_full_queue_refuses_before_an_answer_begins(server: Server) -> None:
     alone = server.ask("/v1/completions", LONG).body["choices"][0]["text"]
     before = server.metric("vllm:generation_tokens_total")
     refused = server.metric("vllm:admission_rejections_total", reason="queue_full")
-    with full(server, 4) as streams:
+    with full(server, 2, others=2) as streams:
         for path in ("/v1/completions", "/v1/chat/completions"):
             for stream in (False, True):
                 answer = server.ask(path, body_for(path, "x", stream))
@@ -214,6 +220,15 @@ def test_a_full_queue_refuses_before_an_answer_begins(server: Server) -> None:
             assert len(text) > 100
             assert text[: len(alone) // 2] in alone
     assert server.metric("vllm:admission_rejections_total", reason="queue_full") == refused + 9
+
+
+def test_a_key_has_half_of_the_queue_and_the_other_finds_places(server: Server) -> None:
+    with full(server, 2):  # of 4
+        answer = server.ask("/v1/completions", LONG)
+        assert (answer.status, answer.error["code"]) == (429, "queue_full")
+        other = server.open("/v1/completions", LONG, BOB)
+        server.wait_for(4, 3)
+        other.leave()
 
 
 def test_a_client_that_does_not_read_holds_up_nobody(server: Server) -> None:

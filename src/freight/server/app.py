@@ -42,6 +42,7 @@ from freight.server.transport.body import parse_object, read_body
 from freight.server.transport.errors import ApiError
 from freight.server.transport.http_limits import HttpLimits
 from freight.server.transport.middleware import App, guarded
+from freight.server.transport.shares import BodyShares
 from freight.server.transport.slices import json_bytes, json_in_slices
 from freight.server.transport.stream import AnswerResponse
 
@@ -144,6 +145,7 @@ class Routes:
         self._max_running = max_running
         self._monitor = monitor
         self._limits = limits
+        self._bodies = BodyShares(service.keys, limits.held_bytes)
 
     def answers(self, parse: Parse, as_error: AsError = lambda error: error) -> Endpoint:
         """Build the endpoint of an API that generates. `as_error` maps an error to the status that
@@ -303,10 +305,11 @@ class Routes:
         """Parse the body with `parse`. A large body is parsed in a thread, so that streams go on
         meanwhile.
         """
-        raw = await read_body(request.receive, request.scope["headers"], self._limits)
-        if len(raw) <= _LARGE:
-            return parse(parse_object(raw, self._limits))
-        return await asyncio.to_thread(lambda: parse(parse_object(raw, self._limits)))
+        with self._bodies.place(request.scope["state"]["key_name"]) as hold:
+            raw = await read_body(request.receive, request.scope["headers"], self._limits, hold)
+            if len(raw) <= _LARGE:
+                return parse(parse_object(raw, self._limits))
+            return await asyncio.to_thread(lambda: parse(parse_object(raw, self._limits)))
 
     def _headers(self, call: Call) -> dict[str, str]:
         facts = self._service.facts

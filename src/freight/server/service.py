@@ -337,11 +337,7 @@ class Service:
         waits = num_held + wanted > self.max_sequences - self._max_queue
         if waits and key_name is not None and len(self.keys.names) > 1:
             left = self.max_sequences - num_held
-            own = sum(
-                answer.num_sequences
-                for answer in self.answers
-                if answer.is_queued and answer.key_name == key_name
-            )
+            own = sum(answer.num_waiting for answer in self.answers if answer.key_name == key_name)
             if own > 0 and own + wanted > left:
                 raise self._full(
                     f"{own} completions of this key wait, and {left} more may wait, which the other keys need"
@@ -399,7 +395,6 @@ class Answer:
         self._request_id = request_id
         self.key_name = key_name
         self.is_queued = False  # it was admitted to wait for others
-        self.num_sequences = sum(tokenized.params.n for tokenized in work)
         self._arrival = arrival
         self._running: list[Running] = []
         self._unfinished = set(range(len(work)))
@@ -428,6 +423,17 @@ class Answer:
             raise from_engine(error) from None
         for one in self._work:
             service.metrics.request_queued(one.params.n, one.params.max_tokens, len(one.token_ids))
+
+    @property
+    def num_waiting(self) -> int:
+        """Completions that were admitted to wait, and have had nothing of the engine yet."""
+        if not self.is_queued:
+            return 0
+        return sum(
+            self._work[index].params.n
+            for index in self._unfinished
+            if not any(self._generated[index])
+        )
 
     @property
     def is_finished(self) -> bool:

@@ -31,6 +31,10 @@ def parsed(body: bytes) -> dict[str, Any] | ApiError:
         return error
 
 
+def names(number: int) -> bytes:
+    return json.dumps({str(name): 1 for name in range(number)}).encode()
+
+
 REFUSED = {
     "nothing": (b"", "not valid JSON at byte 0"),
     "cut": (b'{"a": [1, 2', "not valid JSON at byte 11"),
@@ -52,6 +56,7 @@ REFUSED = {
         b'{"a":[' + b"[]," * 200_000 + b"1]}",
         "more than 100000 arrays and objects",
     ),
+    "16,385 names": (names(16_385), "an object of 16385 names; at most 16384"),
     "a name twice": (b'{"a": 1, "b": 2, "a": 1}', "'a' twice"),
     "a name twice within": (b'{"c": [{"a": {"\\u00e9": 1, "\xc3\xa9": 2}}]}', "'é' twice"),
     "NaN": (b'{"a": NaN}', "NaN is not a JSON number"),
@@ -66,6 +71,10 @@ REFUSED = {
     "number": (b"1", "a number or a boolean"),
     "null": (b"null", "body is null"),
 }
+
+
+def test_an_object_may_have_as_many_names_as_are_allowed() -> None:
+    assert parse_object(names(16_384), LIMITS)["16383"] == 1
 
 
 @pytest.mark.parametrize(("body", "says"), REFUSED.values(), ids=REFUSED)

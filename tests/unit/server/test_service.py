@@ -275,6 +275,33 @@ def test_more_than_may_wait_is_refused_with_a_time() -> None:
     run(test)
 
 
+def test_a_key_has_its_share_of_the_queue_and_what_runs_is_none_of_it() -> None:
+    """Four run and four wait: of those one key may have two while nobody else waits."""
+
+    async def test(service: Service, client: FakeClient) -> None:
+        service._max_queue = 4
+        answers = [await service.begin(call(IDS), "r", "ada") for _ in range(6)]
+        with pytest.raises(ApiError, match="other keys need") as full:
+            await service.begin(call(IDS), "r", "ada")
+        assert (full.value.status, full.value.code) == (429, "queue_full")
+        other = await service.begin(call(IDS), "r", "bob")
+        other.close(499)
+        for name in ("1", "2"):  # two end, and those that waited run
+            client.say(name, "a", FinishReason.LENGTH)
+        for answer in answers[:2]:
+            await answer.advance()
+            answer.close(200)
+        for name, answer in zip(("5", "6"), answers[4:], strict=True):
+            client.say(name, "a")
+            await answer.advance()
+        for _ in range(2):
+            await service.begin(call(IDS), "r", "ada")
+        with pytest.raises(ApiError, match="other keys need"):
+            await service.begin(call(IDS), "r", "ada")
+
+    run(test, Keys([("ada", "1" * 16), ("bob", "2" * 16)]))
+
+
 def test_nothing_begins_while_there_is_no_engine_or_the_server_ends() -> None:
     async def test(service: Service, client: FakeClient) -> None:
         client.state = EngineState.LOADING

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from typing import Any
 
 import pytest
 
 from freight.server.transport.auth import Keys
 from freight.server.transport.errors import ApiError
-from freight.server.transport.shares import Shares
+from freight.server.transport.shares import BodyShares, Shares
 
 TWO = Keys((("a", "value-a"), ("b", "value-b"), ("c", "value-c")))
 ONE = Keys((("a", "value-a"),))
@@ -71,3 +72,42 @@ def test_a_key_that_has_nothing_is_let_in() -> None:
         return sum([await begin_all(shares, key, 2) for key in "abc"])
 
     assert asyncio.run(run()) == 3
+
+
+def bodies_held(bodies: BodyShares, key: str, places: contextlib.ExitStack) -> int:
+    """Bodies of 1 MiB that are let in."""
+    count = 0
+    error: ApiError | None = None
+    while error is None:
+        hold = places.enter_context(bodies.place(key))
+        try:
+            for size in (1 << 16, 1 << 19, (1 << 20) + (1 << 16)):  # 64 KiB of each are not counted
+                hold(size)
+            count += 1
+        except ApiError as refusal:
+            error = refusal
+    assert (error.status, error.code) == (429, "key_has_its_share")
+    assert error.headers["Retry-After"] == "1"
+    hold(1 << 16)  # a short body is let in
+    return count
+
+
+@pytest.mark.parametrize(("keys", "key"), [(ONE, "a"), (TWO, None), (Keys(()), None)])
+def test_bytes_of_bodies_are_bounded(keys: Keys, key: str | None) -> None:
+    bodies = BodyShares(keys, 64 << 20)
+    for _ in range(2):  # what was held is free again
+        with contextlib.ExitStack() as places:
+            hold = places.enter_context(bodies.place(key))
+            for size in range(1, 65):
+                hold((size << 20) + (1 << 16))
+            with pytest.raises(ApiError) as full:
+                hold((64 << 20) + (1 << 16) + 1)
+            assert full.value.status == 503
+
+
+def test_a_key_leaves_bytes_to_each_that_comes_later() -> None:
+    bodies = BodyShares(TWO, 64 << 20)
+    for _ in range(2):
+        with contextlib.ExitStack() as places:
+            counts = [bodies_held(bodies, key, places) for key in "abc"]
+        assert counts == [32, 16, 8]

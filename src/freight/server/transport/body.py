@@ -43,12 +43,16 @@ class DisconnectedError(Exception):
 
 
 async def read_body(
-    receive: Receive, headers: Iterable[tuple[bytes, bytes]], limits: HttpLimits
+    receive: Receive,
+    headers: Iterable[tuple[bytes, bytes]],
+    limits: HttpLimits,
+    hold: Callable[[int], None] = lambda size: None,
 ) -> bytes:
     """Read a body that is declared as JSON, for `parse_object`.
 
     receive  of ASGI
     headers  of the ASGI scope
+    hold     is called with the number of bytes received so far, and may raise ApiError
 
     Raises ApiError: 413 too large (the rest is not read), 415 not declared as JSON. Raises
     DisconnectedError.
@@ -72,6 +76,7 @@ async def read_body(
         more = message.get("more_body", False)
         if len(body) > limits.body_bytes:
             raise body_too_large(limits)
+        hold(len(body))
     return bytes(body)
 
 
@@ -114,7 +119,7 @@ def parse_object(body: bytes, limits: HttpLimits) -> dict[str, Any]:
     decoder = json.JSONDecoder(
         parse_constant=_refuse_constant,
         parse_float=_finite if may_overflow else None,
-        object_pairs_hook=unique_names,
+        object_pairs_hook=partial(_object_of, limits=limits),
     )
     decode = decoder.decode if len(text) <= _PIECE else partial(loads_in_pieces, decoder=decoder)
     try:
@@ -148,6 +153,15 @@ def _without_strings(body: bytes) -> bytes:
         parts.append(_STRING.sub(b"", body[begin:end]))
         begin = end
     return b"".join(parts)
+
+
+def _object_of(pairs: list[tuple[str, Any]], limits: HttpLimits) -> dict[str, Any]:
+    if len(pairs) > limits.json_names:
+        raise ApiError(
+            400,
+            f"body has an object of {len(pairs)} names; at most {limits.json_names} are allowed",
+        )
+    return unique_names(pairs)
 
 
 def _refuse_constant(name: str) -> NoReturn:
