@@ -1,8 +1,8 @@
-"""Expressions that come from files: a checkpoint's module names and its response template, an
-adapter's ranks, a recipe.
+"""Expressions that come from files: a checkpoint's module names, an adapter's ranks, a recipe.
 
-Python's `re` goes back and forth without a limit: `(a*)*b` in a file would hold the process for
-ever. The `regex` package has the same syntax and stops when its time is up. Imports no torch.
+Those of a response template are among them. Python's `re` goes back and forth without a limit:
+`(a*)*b` in a file would hold the process for ever. The `regex` package has the same syntax and
+stops when its time is up. Imports no torch.
 """
 
 from __future__ import annotations
