@@ -36,7 +36,7 @@ TESTS = sorted((ROOT / "tests").rglob("*.py"))
 ORDER = [
     {"errors", "version"},
     {"json_schema", "files"},
-    {"structured", "terminal", "tables", "svg", "descent"},
+    {"structured", "terminal", "tables", "svg", "descent", "patterns"},
     {"sampling", "outputs", "fp8"},
     {"operands", "device", "openmp", "start_log", "text"},
     {"config"},
@@ -69,6 +69,7 @@ TORCH_FREE = [
     "tables.py",
     "svg.py",
     "descent.py",
+    "patterns.py",
     "openmp.py",
     "sampling.py",
     "outputs.py",

@@ -175,7 +175,7 @@ def test_evaluate_measures_scales_per_group_of_latents(
 ) -> None:
     monkeypatch.setattr("freight.evaluate.grid.CACHES", ("token", "group"))
     runs = {run.name: run for run in evaluated(wide).runs}
-    assert list(runs) == ["16 bits", "token", "group"]
+    assert list(runs) == ["float32", "token", "group"]
     assert (runs["group"].granularity, runs["group"].bytes_per_token) == ("group", 3 * 536)
     for of_group, of_token in zip(
         runs["group"].layer_errors, runs["token"].layer_errors, strict=True
@@ -185,4 +185,4 @@ def test_evaluate_measures_scales_per_group_of_latents(
     assert how_to(runs["group"], evaluated(wide, kv_cache_dtype="fp8").overview).startswith(
         f"freight serve {wide} --kv-cache-dtype fp8 --kv-scales group"
     )
-    assert [run.name for run in evaluated(folder).runs] == ["16 bits", "token"]
+    assert [run.name for run in evaluated(folder).runs] == ["float32", "token"]

@@ -74,9 +74,8 @@ def test_the_advice_has_both(evaluation: Evaluation, tmp_path: Path) -> None:
     assert chosen is not None
     assert chosen.state_dtype == "int8", "as small as E4M3, and nearer to float32"
     found = advice(evaluation)
-    assert "--kv-cache-dtype fp8 --state-dtype int8" in found.command.replace(
-        " --kv-scales dynamic", ""
-    )
+    assert "--kv-cache-dtype fp8" in found.command
+    assert "--state-dtype int8" in found.command
     assert (
         f"take int8, {chosen.bytes_per_state / evaluation.runs[0].bytes_per_state:.2f} of the bytes"
         in found.text

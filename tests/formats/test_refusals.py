@@ -186,7 +186,7 @@ CASES = [
     (
         "ct tensor static",
         declare(quantization_status="compressed", ignore=["re:["]),
-        ("'re:['", "regular expression"),
+        ("config.json: '['", "regular expression"),
     ),
     ("ct tensor static", declare(ignore="lm_head"), ("ignore = 'lm_head'", "list of module names")),
     (

@@ -17,7 +17,7 @@ from freight.errors import ConfigError, nearest
 from freight.models.architectures import tensor_names
 from freight.models.mixer_parts import mixer_parts
 from freight.models.shapes import shared_names
-from freight.text.patterns import FilePattern
+from freight.patterns import FilePattern
 
 
 @dataclass(frozen=True)

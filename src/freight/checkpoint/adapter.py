@@ -22,7 +22,7 @@ from freight.checkpoint.headers import Shape, TensorEntry, read_header
 from freight.checkpoint.reader import read_json, resolve_model
 from freight.config.fields import JsonObject
 from freight.errors import CheckpointError, ConfigError, shown
-from freight.text.patterns import FilePattern
+from freight.patterns import FilePattern
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."

@@ -18,7 +18,7 @@ from freight.config.fields import JsonObject
 from freight.config.quantize_plan import ActivationScheme, QuantizeArgs, WeightScheme
 from freight.errors import ConfigError, choices, nearest, shown
 from freight.fp8.formats import Granularity
-from freight.text.patterns import FilePattern
+from freight.patterns import FilePattern
 
 _PRESETS = {  # names of schemes -> weights, activations
     "FP8": (WeightScheme.TENSOR, ActivationScheme.STATIC),

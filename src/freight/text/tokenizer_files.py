@@ -18,7 +18,7 @@ from tokenizers import Tokenizer as Backend
 
 from freight.errors import CheckpointError, shown
 from freight.files import outside, read_text
-from freight.text.patterns import FilePattern
+from freight.patterns import FilePattern
 
 logger = logging.getLogger("freight")
 

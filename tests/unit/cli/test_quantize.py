@@ -68,6 +68,7 @@ def test_every_option_reaches_the_checkpoint(freight: Run, data: str, out: Path)
     assert said == {
         "path": str(out), "format": "compressed-tensors", "weights": "fp8", "activations": "static",
         "kv_cache": "fp8", "granularity": "head", "centers": [], "num_samples": 3, "num_tokens": 270,
+        "longest_sample": 90,
     }  # fmt: skip
     config = json.loads((out / "config.json").read_text())
     assert len(config["quantization_config"]["ignore"]) == 3

@@ -25,7 +25,7 @@ BENCH = ["--input-len", "4", "--output-len", "3", "--repeats", "1", "--kv-cache-
     "argv",
     [
         ["generate", "--prompt", "a", "--max-tokens", "1", *SMALL],
-        ["evaluate", "--data", "TEXT", *SMALL],
+        ["evaluate", "--data", "TEXT", "--no-noise", *SMALL],
         ["bench", "latency", *BENCH],
         ["bench", "throughput", "--num-requests", "1", *BENCH],
     ],

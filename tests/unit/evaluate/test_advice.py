@@ -167,8 +167,8 @@ def test_a_text_that_is_enough_gets_advice_with_the_number_of_windows():
     evaluation = evaluated("demo", "code", 4000, 128, ("token",))
     found = advice(evaluation)
     assert found.chosen is evaluation.runs[1]
-    assert "over 32 windows" in found.text
-    assert "95 % interval, over 32 windows" in legend(evaluation)
+    assert "over 31 windows" in found.text
+    assert "95 % interval, over 31 windows" in legend(evaluation)
     assert found.as_json()["verdict"] == "safe"
     assert evaluation.runs[1].reasons == ()
 

@@ -16,7 +16,7 @@ from itertools import groupby
 from freight.config.fields import JsonObject
 from freight.errors import CheckpointError
 from freight.fp8.scheme import LinearScheme, ModulePattern, Rule
-from freight.text.patterns import FilePattern
+from freight.patterns import FilePattern
 
 Syntax = Callable[[str], ModulePattern]
 
