@@ -31,10 +31,10 @@ from tokenizers import Encoding, models
 from tokenizers import Tokenizer as Backend
 
 from freight.errors import CheckpointError, ConfigError, RequestError
+from freight.patterns import AnswerPattern
 from freight.text.chat_text import ChatText, ControlTokens, encode_marked, read_marked
 from freight.text.harmony import is_harmony, to_harmony_messages
 from freight.text.messages import check_unicode, read_messages
-from freight.text.patterns import AnswerPattern
 from freight.text.template_forms import (
     PROBE_TOOL,
     TemplateForms,
