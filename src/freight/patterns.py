@@ -1,12 +1,16 @@
 """Expressions that come from files: a checkpoint's module names, an adapter's ranks, a recipe.
 
-Python's `re` goes back and forth without a limit: `(a*)*b` in a file would hold the process for
-ever. The `regex` package has the same syntax and stops when its time is up. Imports no torch.
+Those of a response template are among them. Python's `re` goes back and forth without a limit:
+`(a*)*b` in a file would hold the process for ever. The `regex` package has the same syntax and
+stops when its time is up. Imports no torch.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from time import monotonic
+from typing import Any
 
 import regex
 
@@ -16,6 +20,8 @@ LONGEST = 4096  # characters; the longest published expression has some hundred
 SECONDS = (
     2.0  # for all names that one expression is compared with; published ones take microseconds each
 )
+
+ANSWER_SECONDS = 1.0  # for one look into an answer or a prompt, which takes microseconds
 
 
 class FilePattern:
@@ -80,3 +86,49 @@ class FilePattern:
 
     def __hash__(self) -> int:
         return hash(self.expression)
+
+
+@dataclass(frozen=True)
+class AnswerPattern:
+    """A compiled expression of a response template, in the place of a `regex.Pattern`: each look
+    into a text ends after ANSWER_SECONDS with a CheckpointError that names the expression.
+    """
+
+    compiled: Any
+
+    @property
+    def groupindex(self) -> dict[str, int]:
+        """The numbers of the named groups."""
+        return dict(self.compiled.groupindex)
+
+    def match(self, text: str, *at: int, **more: Any) -> Any:
+        """Match as `regex.Pattern.match`."""
+        return self._within_time(self.compiled.match, text, *at, **more)
+
+    def search(self, text: str, *at: int, **more: Any) -> Any:
+        """Search as `regex.Pattern.search`."""
+        return self._within_time(self.compiled.search, text, *at, **more)
+
+    def finditer(self, text: str) -> Iterator[Any]:
+        """Give all matches in `text`. The time is that of all together."""
+        started = monotonic()
+        try:
+            for match in self.compiled.finditer(text, timeout=ANSWER_SECONDS):
+                if monotonic() - started > ANSWER_SECONDS:
+                    raise TimeoutError
+                yield match
+        except TimeoutError:
+            raise self._too_slow() from None
+
+    def _within_time(self, method: Any, text: str, *at: int, **more: Any) -> Any:
+        try:
+            return method(text, *at, timeout=ANSWER_SECONDS, **more)
+        except TimeoutError:
+            raise self._too_slow() from None
+
+    def _too_slow(self) -> CheckpointError:
+        return CheckpointError(
+            f"response template: the expression {shown(self.compiled.pattern)} takes more than {ANSWER_SECONDS:g} s "
+            "in a text; write it without nested repeats in response_template of tokenizer_config.json, or choose "
+            "another parser with --tool-call-parser and --reasoning-parser"
+        )

@@ -238,6 +238,39 @@ def test_zero_points_of_gptq_from_0_to_15(name: str, added: int, tmp_path: Path)
 
 
 @pytest.mark.parametrize(
+    ("name", "added", "place", "warns"),
+    [
+        ("gptq zeros", 1, 0, True),
+        ("gptq zeros", 1, 6, True),
+        ("gptq zeros", 1, 7, False),  # nothing is left in the int32 to borrow from
+        ("gptq zeros", 1, None, False),
+        ("gptq v2", 0, 0, False),  # stored as they are
+    ],
+)
+def test_a_line_names_zero_points_that_tools_read_differently(
+    name: str,
+    added: int,
+    place: int | None,
+    warns: bool,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+):
+    """AutoGPTQ packs each zero point minus 1 alone, GPTQModel takes 1 from each of eight at once."""
+    written = write(FORMS[name])
+    for tensor, stored in written.tensors.items():
+        if tensor.endswith(".qzeros"):
+            zeros = torch.full((stored.shape[0], 8 * stored.shape[1]), 7)
+            if place is not None and tensor == f"{DOWN}.qzeros":
+                zeros[0, place] = 0
+            written.tensors[tensor] = words(zeros) - added * 0x11111111
+    with caplog.at_level(logging.WARNING, "freight"):
+        loaded(written.save(tmp_path))
+    said = [line for line in caplog.messages if "qzeros" in line]
+    assert len(said) == warns
+    assert all(f"{DOWN}.qzeros" in line and "gptq_v2" in line for line in said)
+
+
+@pytest.mark.parametrize(
     ("name", "scales"),
     [("ct int4 32", "weight_scale"), ("gptq", "scales"), ("awq", "scales")],
 )

@@ -19,7 +19,7 @@ from freight.audit.schemes import KVScheme
 from freight.checkpoint.headers import FORMAT_NAMES
 from freight.checkpoint.kv_scales import is_other_part, parse_scale_name
 from freight.checkpoint.reader import Checkpoint
-from freight.config.fields import JsonObject
+from freight.config.fields import JsonObject, check_counts
 from freight.errors import CheckpointError
 from freight.fp8.cast import torch_dtype
 
@@ -38,6 +38,7 @@ def read_facts(path: Path) -> tuple[Checkpoint, Facts]:
     """
     checkpoint = Checkpoint(path)
     config = checkpoint.config
+    check_counts(config)
     text = config.get("text_config", config.get("llm_config"))
     inner: JsonObject = text if isinstance(text, Mapping) else config
     layers = _num_layers(inner)

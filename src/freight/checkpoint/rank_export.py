@@ -27,8 +27,8 @@ from safetensors import SafetensorError, safe_open
 from freight.checkpoint.headers import TensorEntry, read_header
 from freight.checkpoint.kv_scales import join_ranks, require_positive
 from freight.checkpoint.reader import read_json
-from freight.config.fields import JsonObject, is_integer
-from freight.errors import CheckpointError
+from freight.config.fields import MOST_PARTS, JsonObject, is_integer
+from freight.errors import CheckpointError, shown
 from freight.fp8.formats import Format
 from freight.fp8.scheme import KVScales
 
@@ -213,8 +213,8 @@ def _from_ammo(file: Path, content: JsonObject) -> _Declared:
         max_position_embeddings=_count(
             file, "layers[0].max_position_embeddings", first.get("max_position_embeddings") or None
         ),
-        num_ranks=_count(file, "tensor_parallel", content["tensor_parallel"]) or 1,
-        num_stages=_count(file, "pipeline_parallel", content.get("pipeline_parallel")) or 1,
+        num_ranks=_parts(file, "tensor_parallel", content["tensor_parallel"]) or 1,
+        num_stages=_parts(file, "pipeline_parallel", content.get("pipeline_parallel")) or 1,
         weights=str(content.get("quantization") or "none").lower(),
         kv_cache=attention.get("kv_cache_dtype") if isinstance(attention, dict) else None,
     )
@@ -229,15 +229,15 @@ def _from_tensorrt_llm(file: Path, content: JsonObject) -> _Declared:
         producer=" ".join(str(producer[key]) for key in ("name", "version") if producer.get(key))
         or "tensorrt_llm",
         decoder=_text(file, "architecture", content["architecture"]),
-        num_layers=_count(file, "num_hidden_layers", content.get("num_hidden_layers") or 0) or 0,
+        num_layers=_parts(file, "num_hidden_layers", content.get("num_hidden_layers") or 0) or 0,
         num_kv_heads=_count(file, "num_key_value_heads", heads),
         head_dim=_count(file, "head_size", content.get("head_size")),
         max_position_embeddings=_count(
             file, "max_position_embeddings", content.get("max_position_embeddings")
         ),
-        num_ranks=_count(file, "mapping.tp_size", mapping.get("tp_size", mapping.get("world_size")))
+        num_ranks=_parts(file, "mapping.tp_size", mapping.get("tp_size", mapping.get("world_size")))
         or 1,
-        num_stages=_count(file, "mapping.pp_size", mapping.get("pp_size")) or 1,
+        num_stages=_parts(file, "mapping.pp_size", mapping.get("pp_size")) or 1,
         weights=str(quantization.get("quant_algo") or "none").lower(),
         kv_cache=quantization.get("kv_cache_quant_algo"),
     )
@@ -261,8 +261,16 @@ def _count(file: Path, key: str, value: object) -> int | None:
     if value is None:
         return None
     if not is_integer(value) or value < 1:
-        raise CheckpointError(f"{file}: {key} is {value!r}, not a whole number of at least 1")
+        raise CheckpointError(f"{file}: {key} is {shown(value)}, not a whole number of at least 1")
     return value
+
+
+def _parts(file: Path, key: str, value: object) -> int | None:
+    """Return a count of parts, for each of which something is read or kept."""
+    count = _count(file, key, value)
+    if count is not None and count > MOST_PARTS:
+        raise CheckpointError(f"{file}: {key} = {shown(count)} must be at most {MOST_PARTS}")
+    return count
 
 
 def _read_scales(file: Path, header: Mapping[str, TensorEntry]) -> dict[int, tuple[str, float]]:

@@ -41,6 +41,7 @@ from freight.fp8.formats import Format
 
 logger = logging.getLogger("freight")
 INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
 _FETCHED = ("*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer*")
 # Files that `convert` fetches
 PICKLED = ("*.json", "pytorch_model*.bin", "*.jinja", "*.txt", "tokenizer*", "*.model")
@@ -452,8 +453,8 @@ def _is_there(path: Path) -> bool:
 def _read_entries(path: Path) -> dict[str, TensorEntry]:
     """Read the entries of all tensors of the folder, with every header checked."""
     index = path / INDEX
-    single = path / "model.safetensors"
-    if _is_there(single):
+    single = path / _SINGLE
+    if _is_there(single) and not (_is_there(index) and _is_in_use(path, index)):
         return read_header(single)
     if _is_there(index):
         return _read_shards(path, index)
@@ -498,11 +499,39 @@ def _refuse_consolidated(path: Path) -> None:
         )
 
 
-def _read_shards(path: Path, index: Path) -> dict[str, TensorEntry]:
-    """Read the entries of the tensors that the index lists, each from the shard where it places
-    them. What else a shard holds is not read: an overlay replaces tensors of older shards, and a
-    shard may be shared with a model of other parts.
+def _is_in_use(path: Path, index: Path) -> bool:
+    """Return whether the index of a folder with a model.safetensors is to be read: it names that
+    file and others. One that names files that are not there is of an earlier model, and a line of
+    the log says so.
+
+    Raises CheckpointError if the folder has two models, the index's and model.safetensors:
+    transformers reads the latter, other engines the former, and neither is known to be meant.
     """
+    files = set(_weight_map(index).values())
+    if files <= {_SINGLE}:
+        return False
+    missing = [file for file in sorted(files) if not _is_there(path / file)]
+    if missing:
+        logger.warning(
+            "%s: %s is read; %s names other files, of which %d are not there: %s",
+            path,
+            _SINGLE,
+            index.name,
+            len(missing),
+            _listed([shown(file) for file in missing], ", ", 3),
+        )
+        return False
+    if _SINGLE in files:
+        return True
+    raise CheckpointError(
+        f"{path} has the weights of two models: {_SINGLE}, and the files that {index.name} names "
+        f"({_listed([shown(file) for file in sorted(files)], ', ', 3)}); keep one of the two in the folder, or fetch "
+        f"the model without the other: hf download ID --exclude {_SINGLE} --local-dir DIR"
+    )
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """Return the file of each tensor. Raises CheckpointError for an index that does not say it."""
     weight_map = (read_json(index) or {}).get("weight_map")
     if not isinstance(weight_map, dict) or not all(
         isinstance(shard, str) for shard in weight_map.values()
@@ -510,6 +539,15 @@ def _read_shards(path: Path, index: Path) -> dict[str, TensorEntry]:
         raise CheckpointError(
             f"{index}: weight_map is missing, or does not give a file for every tensor"
         )
+    return weight_map
+
+
+def _read_shards(path: Path, index: Path) -> dict[str, TensorEntry]:
+    """Read the entries of the tensors that the index lists, each from the shard where it places
+    them. What else a shard holds is not read: an overlay replaces tensors of older shards, and a
+    shard may be shared with a model of other parts.
+    """
+    weight_map = _weight_map(index)
     entries: dict[str, TensorEntry] = {}
     passed: list[str] = []
     for shard in sorted(set(weight_map.values())):

@@ -26,10 +26,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import regex
 from tokenizers import Encoding, models
 from tokenizers import Tokenizer as Backend
 
 from freight.errors import CheckpointError, ConfigError, RequestError
+from freight.patterns import AnswerPattern
 from freight.text.chat_text import ChatText, ControlTokens, encode_marked, read_marked
 from freight.text.harmony import is_harmony, to_harmony_messages
 from freight.text.messages import check_unicode, read_messages
@@ -410,12 +412,67 @@ class Tokenizer:
 
 
 def load_response_template(template: Mapping[str, Any]) -> Any:
-    """Load `template` as transformers' ResponseTemplate. Raises ValueError for one that
-    transformers cannot read.
+    """Load `template` as transformers' ResponseTemplate, with expressions that end when their time
+    is up. Raises ValueError for one that transformers cannot read.
     """
+    from transformers.utils.chat_parsing.content_parsers import CONTENT_PARSERS
     from transformers.utils.chat_parsing.response_templates import load_response_template as load
 
-    return load(dict(template))
+    loaded = load(dict(template))
+    for name, parser in _TIMED_PARSERS.items():
+        CONTENT_PARSERS[_timed(name)] = parser
+    loaded.start_anchor_re = AnswerPattern(loaded.start_anchor_re)
+    for field in loaded.fields.values():
+        field.open_re = field.open_re and AnswerPattern(field.open_re)
+        field.close_re = field.close_re and AnswerPattern(field.close_re)
+        field.content = _timed(field.content)
+        field.content_args = _with_timed(field.content_args)
+    return loaded
+
+
+def _timed(name: str) -> str:
+    """Return the name under which transformers finds the parser that ends in time."""
+    return f"{name}, timed" if name in _TIMED_PARSERS else name
+
+
+def _with_timed(args: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a parser with parsers of values that end in time."""
+    inner = args.get("value_parser")
+    if not isinstance(inner, Mapping):
+        return dict(args)
+    timed = {
+        "name": _timed(inner.get("name", "text")),
+        "args": _with_timed(inner.get("args", {})),
+    }
+    return {**args, "value_parser": timed}
+
+
+def _read_tags(text: str, args: Mapping[str, Any]) -> Any:
+    """Read `text` as transformers' xml-inline, if its expression ends in time in this text."""
+    from transformers.utils.chat_parsing.content_parsers import CONTENT_PARSERS
+
+    _try(str(args.get("tag_pattern", "")), text)
+    return CONTENT_PARSERS["xml-inline"](text, args)
+
+
+def _read_json(text: str, args: Mapping[str, Any]) -> Any:
+    """Read `text` as transformers' json, if its strings are found in time in this text."""
+    from transformers.utils.chat_parsing.content_parsers import CONTENT_PARSERS
+
+    for opening, closing in args.get("string_delims", ()):
+        _try(f"{regex.escape(opening)}(.*?){regex.escape(closing)}", text)
+    return CONTENT_PARSERS["json"](text, args)
+
+
+def _try(expression: str, text: str) -> None:
+    """Find all matches. Raises CheckpointError when the time is up: whoever looks again, with the
+    same library, needs the same time.
+    """
+    for _ in AnswerPattern(regex.compile(expression, regex.DOTALL)).finditer(text):
+        pass
+
+
+_TIMED_PARSERS = {"xml-inline": _read_tags, "json": _read_json}
 
 
 def response_parser(template: Any, prefix: str) -> Any:

@@ -48,6 +48,8 @@ def described(**more: object) -> Callable[[Path], object]:
         (lambda folder: write_rank(folder, 0, dict(enumerate((*SCALES, 1.0)))), "layer 2, but 2"),
         (described(num_hidden_layers=2.5), r"num_hidden_layers is 2\.5, not a whole number"),
         (described(mapping={"tp_size": 0}), r"mapping\.tp_size is 0, not a whole number"),
+        (described(num_hidden_layers=10**9), r"num_hidden_layers = 1000000000 must be at most"),
+        (described(mapping={"tp_size": 10**9}), r"mapping\.tp_size = 1000000000 must be at most"),
         (described(architecture=""), "architecture is '', not the name of a decoder"),
         (
             described(quantization={"kv_cache_quant_algo": "INT8"}),

@@ -111,6 +111,49 @@ def test_a_tensor_in_two_shards_is_read_from_the_one_that_the_index_names(write,
     checkpoint.finish()
 
 
+def two_sets(write, **weight_map):
+    """A folder with model.safetensors of zeros, shards, and an index of `weight_map`."""
+    folder = write(
+        {
+            "model.safetensors": {"a": torch.zeros_like(A), "b": torch.zeros_like(B)},
+            "1.safetensors": {"a": A},
+            "2.safetensors": {"b": B},
+        }
+    )
+    return index(folder, weight_map)
+
+
+def test_a_single_file_beside_an_index_of_other_files_is_refused(write):
+    """transformers reads model.safetensors, and vLLM and MLX what the index names."""
+    folder = two_sets(write, a="1.safetensors", b="2.safetensors")
+    refused(folder, "model.safetensors", INDEX, "1.safetensors", "keep one", "--exclude")
+    (folder / "model.safetensors").unlink()
+    assert torch.equal(Checkpoint(folder).take("a", (2, 3)), A)
+
+
+def test_an_index_with_the_single_file_and_others_is_read(write):
+    checkpoint = Checkpoint(two_sets(write, a="1.safetensors", b="model.safetensors"))
+    assert torch.equal(checkpoint.take("a", (2, 3)), A)
+    assert not checkpoint.take("b", (4,)).any()
+
+
+@pytest.mark.parametrize("missing", ["3.safetensors", "model-\x1b[31m.safetensors"])
+def test_an_index_of_an_earlier_model_is_passed_over_with_a_line(write, caplog, missing):
+    """Tools that write one file leave the index of the model that they read."""
+    checkpoint = Checkpoint(two_sets(write, a="1.safetensors", b=missing))
+    assert not checkpoint.take("a", (2, 3)).any()
+    (line,) = (record.getMessage() for record in caplog.records)
+    assert INDEX in line
+    assert "model.safetensors is read" in line
+    assert "\x1b" not in line
+
+
+def test_an_index_of_the_single_file_says_nothing(write, caplog):
+    folder = write({"model.safetensors": {"a": A, "b": B}})
+    assert Checkpoint(index(folder, {"a": "model.safetensors"})).names == {"a", "b"}
+    assert not caplog.records
+
+
 def test_a_tensor_that_nothing_needs_is_refused_with_the_file_to_leave_it_out_of(write):
     checkpoint = Checkpoint(write({"model.safetensors": {"a": A, "b": B}}))
     checkpoint.take("a", (2, 3))

@@ -21,6 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from freight.errors import CheckpointError
 from freight.server.answers.finder import (
     Finder,
     as_text,
@@ -100,10 +101,20 @@ class Markup:
 
     def entry(self, prompt_text: str, finder: Finder | None) -> tuple[str | None, str]:
         """Return the region in which an answer to this prompt begins, and a prefix that leads a new
-        parser there.
+        parser there: none, with a line of the log, where the template cannot tell.
         """
         if finder is None:
             return None, ""
+        try:
+            return self._entry(prompt_text, finder)
+        except (CheckpointError, ValueError) as error:
+            logger.warning(
+                "where an answer begins is not known from its prompt: %s",
+                error,
+            )
+            return None, ""
+
+    def _entry(self, prompt_text: str, finder: Finder) -> tuple[str | None, str]:
         template = finder.template
         ends = [found.end() for found in self.anchor.finditer(prompt_text)]
         begun = prompt_text[ends[-1] :] if ends else ""
@@ -210,7 +221,10 @@ class _Reader:
         if finder is not None:
             self._template, self._first_of = finder.template, finder.first_of
             self._region, self._opening = markup.entry(prompt_text, finder)
-            self._parser = response_parser(self._template, self._opening)
+            try:
+                self._parser = response_parser(self._template, self._opening)
+            except Exception:
+                self._give_up()
             if self._region is not None:
                 self._out.mark()
 
