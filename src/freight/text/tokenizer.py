@@ -447,7 +447,7 @@ def _with_timed(args: Mapping[str, Any]) -> dict[str, Any]:
     return {**args, "value_parser": timed}
 
 
-def _read_tags(text: str, args: Mapping[str, Any]) -> Any:
+def _read_tags(text: str, args: dict[str, Any]) -> Any:
     """Read `text` as transformers' xml-inline, if its expression ends in time in this text."""
     from transformers.utils.chat_parsing.content_parsers import CONTENT_PARSERS
 
@@ -455,7 +455,7 @@ def _read_tags(text: str, args: Mapping[str, Any]) -> Any:
     return CONTENT_PARSERS["xml-inline"](text, args)
 
 
-def _read_json(text: str, args: Mapping[str, Any]) -> Any:
+def _read_json(text: str, args: dict[str, Any]) -> Any:
     """Read `text` as transformers' json, if its strings are found in time in this text."""
     from transformers.utils.chat_parsing.content_parsers import CONTENT_PARSERS
 
