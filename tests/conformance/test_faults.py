@@ -76,10 +76,7 @@ EITHER: dict[
     "logit_bias-key-no-number": ({"logit_bias": {"abc": 1}}, "logit_bias"),
     "logit_bias-key-outside-the-vocabulary": ({"logit_bias": {str(10**8): 1}}, "logit_bias"),
     "logit_bias-1e30": ({"logit_bias": {"5": 1e30}}, "logit_bias"),
-    "logit_bias-hundred-thousand": (
-        {"logit_bias": {str(i): 1 for i in range(10**5)}},
-        "logit_bias",
-    ),
+    "logit_bias-ten-thousand": ({"logit_bias": {str(i): 1 for i in range(10**4)}}, "logit_bias"),
     "stop_token_ids-outside-the-vocabulary": ({"stop_token_ids": [10**9]}, "stop_token_ids"),
     "unknown-field": ({"temprature": 1}, "temprature"),
     "best_of-2": ({"best_of": 2}, "best_of"),

@@ -349,7 +349,6 @@ GENERATE: list[tuple[list[str], tuple[str, ...]]] = [
     (["--prompt", "x " * 2000], ("tokens", "max_model_len 1024", "1023", "shorten")),
     (["--prompt-token-ids", "1,4096"], ("4096", "0 to 4095")),
     (["--prompt-token-ids", "1,-1"], ("-1", "0 to 4095")),
-    (["--prompt", ""], ("empty",)),
     (["--prompt", "x", "--max-tokens", "0"], ("max_tokens is 0", "1 or more")),
     (["--prompt", "x", "--max-tokens", "-1"], ("max_tokens is -1", "0 or more")),
     (["--prompt", "x", "--temperature", "-1"], ("temperature is -1.0", "0 is greedy")),

@@ -43,7 +43,7 @@ def test_a_process_prints_one_json_object_on_stdout_and_its_choices_on_stderr() 
     assert answer.returncode == 0, answer.stderr
     got = json.loads(answer.stdout)
     (output,) = got["outputs"]
-    assert set(output) == {"prompt", "text", "token_ids", "finish_reason"}
+    assert set(output) == {"prompt", "text", "token_ids", "finish_reason", "stop_reason"}
     assert output["prompt"] == "def main("
     assert len(output["token_ids"]) == 12
     assert output["finish_reason"] == "length"

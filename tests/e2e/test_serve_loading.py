@@ -216,4 +216,4 @@ def test_another_command_ends_with_its_terminal() -> None:
     with subprocess.Popen([*command, "--max-tokens", "9999"], stderr=subprocess.DEVNULL) as process:
         time.sleep(0.5)
         process.send_signal(signal.SIGHUP)
-    assert process.returncode == -signal.SIGHUP
+    assert process.returncode == 128 + signal.SIGHUP

@@ -35,7 +35,7 @@ from freight.engine.verification import (
     logprob_differs,
     unknown,
 )
-from freight.errors import CapacityError, RequestError
+from freight.errors import CapacityError, RequestError, legible
 from freight.server.answers.answer_format import AnswerFormat, answer_format
 from freight.server.app import Parse
 from freight.server.call import (
@@ -198,7 +198,7 @@ class Verifier:
         try:
             return await self._queue(stated, renderer)
         except (ApiError, RequestError, CapacityError) as error:
-            return unknown(f"the request cannot be served here: {error}")
+            return unknown(f"the request cannot be served here: {legible(str(error))}")
 
     async def _queue(self, stated: Stated, renderer: Renderer | None) -> _Begun | Verification:
         named = stated.request.get("model")

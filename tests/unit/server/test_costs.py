@@ -29,6 +29,7 @@ from freight.server.transport.http_limits import HttpLimits
 
 SERVED = Served(("demo",), None, 4096, 1024, {}, "fp_0")
 MANY = 10**5
+NAMES = 16_000  # an object of more is refused before a field is looked at
 SMALL_CALL = {"messages": [{"role": "user", "content": "x"}]}
 TOOL = {"type": "function", "function": {"name": "f"}}
 TOO_MUCH: dict[str, tuple[dict[str, Any], str]] = {  # with the field that is at fault
@@ -38,7 +39,7 @@ TOO_MUCH: dict[str, tuple[dict[str, Any], str]] = {  # with the field that is at
     "completions": ({"prompt": "x", "n": 10**6}, "n"),
     "stop strings": ({"prompt": "x", "stop": ["x"] * MANY}, "stop"),
     "stop token ids": ({"prompt": "x", "stop_token_ids": [5] * MANY}, "stop_token_ids"),
-    "biases": ({"prompt": "x", "logit_bias": {str(i): 1 for i in range(MANY)}}, "logit_bias"),
+    "biases": ({"prompt": "x", "logit_bias": {str(i): 1 for i in range(NAMES)}}, "logit_bias"),
     "choices": (
         {"prompt": "x", "structured_outputs": {"choice": ["x"] * MANY}},
         "structured_outputs.choice",
