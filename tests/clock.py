@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 
 
-def takes_less(seconds: float, work: Callable[[], object], attempts: int = 3) -> bool:
+def takes_less(seconds: float, work: Callable[[], object], attempts: int = 8) -> bool:
     """Whether `work` takes less than `seconds` of this thread's processor time in one of some
     attempts.
 
