@@ -49,6 +49,8 @@ def test_a_command_ends_with_a_line(
     def refused() -> None:
         raise refusal
 
+    for name in [name for name in os.environ if name.startswith("FREIGHT_")]:
+        monkeypatch.delenv(name)  # a warning of it would come first
     monkeypatch.setattr(sys, "argv", ["freight", "env"])
     monkeypatch.setattr(cli, "app", refused)
     with pytest.raises(SystemExit) as ended:
