@@ -39,7 +39,7 @@ $(READY): pyproject.toml Makefile $(wildcard csrc/*)
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@command -v cmake >/dev/null || test -x $(BIN)/cmake || $(BIN)/pip install -q cmake
 	@echo "installing torch $(TORCH_VERSION) ($(TORCH)) and Freight into .venv"
-	@tools/compile_kernels.sh best & kernels=$$!; $(INSTALL_TORCH) && $(BIN)/pip install -q -C wheel.cmake=false -e '.[server]'; \
+	@tools/compile_kernels.sh best & kernels=$$!; $(INSTALL_TORCH) && $(BIN)/pip install -q --config-settings=wheel.cmake=false -e '.[server]'; \
 	  failed=$$?; wait $$kernels; exit $$failed
 	@rm -f .venv/ready-* .venv/dev-*
 	@touch $@
@@ -55,7 +55,7 @@ endif
 # and what tests it: the tools, and every build of the kernels that this processor runs
 $(STAMP): $(READY)
 	@echo "installing what tests need into .venv"
-	@tools/compile_kernels.sh runnable & kernels=$$!; $(BIN)/pip install -q -C wheel.cmake=false -e '.[dev]'; \
+	@tools/compile_kernels.sh runnable & kernels=$$!; $(BIN)/pip install -q --config-settings=wheel.cmake=false -e '.[dev]'; \
 	  failed=$$?; wait $$kernels; exit $$failed
 	@touch $@
 
