@@ -71,7 +71,7 @@ class FilePattern:
         try:
             if self._seconds_left <= 0:
                 raise TimeoutError
-            found = method(name, timeout=self._seconds_left)  # type: ignore[operator]
+            result = method(name, timeout=self._seconds_left)  # type: ignore[operator]
         except TimeoutError:
             self._seconds_left = 0.0
             raise self._error(
@@ -79,7 +79,7 @@ class FilePattern:
                 "with the names of modules; write it without nested repeats"
             ) from None
         self._seconds_left -= monotonic() - started
-        return found is not None
+        return result is not None
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, FilePattern) and other.expression == self.expression

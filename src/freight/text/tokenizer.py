@@ -465,8 +465,8 @@ def _read_json(text: str, args: dict[str, Any]) -> Any:
 
 
 def _try(expression: str, text: str) -> None:
-    """Find all matches. Raises CheckpointError when the time is up: whoever looks again, with the
-    same library, needs the same time.
+    """Find all matches. Raises CheckpointError when the time is up: the same library needs the
+    same time to look again.
     """
     for _ in AnswerPattern(regex.compile(expression, regex.DOTALL)).finditer(text):
         pass

@@ -94,7 +94,9 @@ def test_any_closing_tags_of_what_a_template_writes_may_be_missing(name: str) ->
         assert joined(reader.parser(prompt, TOOLS), list(cut), True) == whole
 
 
-CUT_EVERY = 5  # characters between the cuts of one answer; other subsets of its tags have other cuts
+CUT_EVERY = (
+    5  # characters between the cuts of one answer; other subsets of its tags have other cuts
+)
 ANSWERS = [
     (form, answer, content, calls)
     for form, answer, content, calls in PUBLISHED

@@ -2,8 +2,8 @@
 
 A request holds a place for a connection from its head to the end of its answer, whatever it is: a
 body that comes slowly, a stream of the state, a completion. A key may have as many in progress as
-places are free. So one key alone gets half of all, the next one half of the rest, and whoever comes
-later finds some. Where there is one key, or none, nothing is shared.
+places are free. So one key alone gets half of all, the next one half of the rest, and a key that
+comes later finds some. Where there is one key, or none, nothing is shared.
 
 Bytes of bodies are shared in the same way, and bounded for all together: connections times the limit
 of a body would be gigabytes.
@@ -55,7 +55,7 @@ class Shares:
             return
         own = self._in_progress[key]
         free = max(self._places - self._in_progress.total(), 0)
-        if own > 0 and own >= free:  # whoever has none is let in: the connection has a place
+        if own > 0 and own >= free:  # a key that has none is let in: the connection has a place
             raise ApiError(
                 429,
                 f"{own} requests of this key are in progress, and {free} of the server's {self._places} places are "
