@@ -235,7 +235,7 @@ def test_a_prediction_drafts_no_token_beyond_the_vocabulary(
         max(intake.tokenizer.encode(text)) == intake.vocab_size > max(intake.predicted(predicted))
     )
     assert essence(llm.generate([SOURCES[1]], predicted)[0]) == essence(plain)
-    assert not caplog.records  # no step failed
+    assert all(record.levelno < logging.WARNING for record in caplog.records)  # no step failed
 
 
 def test_a_prediction_is_tokenized_once_and_not_beyond_what_is_used(
