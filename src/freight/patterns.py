@@ -16,6 +16,7 @@ import regex
 
 from freight.errors import CheckpointError, FreightError, shown
 
+MOST_EXPRESSIONS = 2_000  # of a list, without plain names; published lists have hundreds
 LONGEST = 4096  # characters; the longest published expression has some hundred
 SECONDS = (
     2.0  # for all names that one expression is compared with; published ones take microseconds each

@@ -6,7 +6,6 @@ FREIGHT_TEST_KILLS sets the number of rounds. `pytest -s` prints what they found
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import shutil
@@ -19,7 +18,8 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
+from tests.demo_adapter import write_adapter
 from tests.demo_chat import DEMO
 from tests.forked_server import Forked
 from tests.serving import CAN_FORK
@@ -70,23 +70,8 @@ def pickled(folder: Path) -> Path:
     return folder
 
 
-def adapter(folder: Path) -> Path:
-    """One of rank 1 for a matrix of the demo model."""
-    folder.mkdir()
-    name = "model.layers.0.self_attn.q_proj"
-    outputs, inputs = load_file(DEMO / "model.safetensors")[f"{name}.weight"].shape
-    config = {"peft_type": "LORA", "r": 1, "lora_alpha": 1, "target_modules": ["q_proj"]}
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-    parts = {
-        f"base_model.model.{name}.lora_A.weight": torch.ones(1, inputs),
-        f"base_model.model.{name}.lora_B.weight": torch.ones(outputs, 1),
-    }
-    save_file(parts, folder / "adapter_model.safetensors")
-    return folder
-
-
 def commands(place: Path) -> dict[str, Callable[[Path], list[str]]]:
-    bin_folder, lora = pickled(place / "pickled"), adapter(place / "adapter")
+    bin_folder, lora = pickled(place / "pickled"), write_adapter(place / "adapter")
     return {
         "quantize": lambda out: ["quantize", "demo", str(out), *_PLAIN, "--overwrite"],
         "convert": lambda out: ["convert", str(bin_folder), str(out)],

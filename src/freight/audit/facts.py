@@ -52,7 +52,7 @@ def read_facts(path: Path) -> tuple[Checkpoint, Facts]:
         parsed = parse_scale_name(name)
         if parsed is None:
             continue
-        # of any value: what is wrong with one is said where an engine takes it
+        # whatever its value: engines that take it report what is wrong with it
         tensor = checkpoint.copy(name).float().flatten()
         stored.append(StoredScale(name, parsed[0], parsed[1], tuple(map(float, tensor.tolist()))))
         if parsed[1] == "kv" and len(tensor) == 1:

@@ -22,7 +22,7 @@ from freight.checkpoint.headers import Shape, TensorEntry, read_header
 from freight.checkpoint.reader import read_json, resolve_model
 from freight.config.fields import JsonObject
 from freight.errors import CheckpointError, ConfigError, shown
-from freight.patterns import FilePattern
+from freight.patterns import MOST_EXPRESSIONS, FilePattern
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
@@ -254,9 +254,6 @@ def _check_config(file: Path, config: JsonObject) -> None:
             )
 
 
-MOST_PATTERNS = 2_000  # of an adapter: expressions, each of which takes time to be read
-
-
 class _Numbers:
     """A number for each module: `rank_pattern` or `alpha_pattern`, and the number of the others."""
 
@@ -266,9 +263,9 @@ class _Numbers:
         if not isinstance(numbers, dict):
             raise CheckpointError(f"{CONFIG}: {patterns} is {shown(numbers)}, not an object")
         self._default = _positive(default, config.get(default))
-        if len(numbers) > MOST_PATTERNS:
+        if len(numbers) > MOST_EXPRESSIONS:
             raise CheckpointError(
-                f"{CONFIG}: {patterns} has {len(numbers):,} expressions; at most {MOST_PATTERNS:,} are read"
+                f"{CONFIG}: {patterns} has {len(numbers):,} expressions; at most {MOST_EXPRESSIONS:,} are read"
             )
         self._by_pattern = [
             # as PEFT: an expression that is all of a name, or its end after a dot

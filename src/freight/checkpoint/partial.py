@@ -116,7 +116,7 @@ class Partial:
             with suppress(OSError):
                 (out / LOCK).unlink()
             with suppress(OSError):
-                _sync_folder(out.parent)
+                _sync_path(out.parent)
             self.remove()
             if os.path.lexists(self.path):
                 logger.warning("%s, which has old files, cannot be removed", self.path)
@@ -143,7 +143,7 @@ class Partial:
         old = [name for name in os.listdir(out) if not fnmatch.fnmatchcase(name, PATTERN)]
         new = [name for name in os.listdir(self.path) if name != LOCK]
         write_whole(self.path / JOURNAL, json.dumps(new))
-        _sync_folder(self.path)
+        _sync_path(self.path)
         try:
             (self.path / REPLACED).mkdir()
             for name in sorted(old, key=lambda name: name != _CONFIG):
@@ -155,17 +155,13 @@ class Partial:
                 _undo(self.path)
             raise
         with suppress(OSError):
-            _sync_folder(out)
+            _sync_path(out)
 
     def _sync(self) -> None:
         """Have all files on the disk before anything old is removed. Raises OSError."""
         for path in self.path.iterdir():
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
-        _sync_folder(self.path)
+            _sync_path(path)
+        _sync_path(self.path)
 
 
 def real(out: Path) -> Path:
@@ -340,8 +336,9 @@ def _discard(hidden: Path) -> None:
     shutil.rmtree(hidden, ignore_errors=True)
 
 
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+def _sync_path(path: Path) -> None:
+    """Have a file, or the names in a folder, on the disk. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
     finally:

@@ -285,8 +285,9 @@ def _html(evaluation: Evaluation) -> str:
     ):
         body.append(f"<h3>{name}</h3>\n{_wide(name, _table(text))}")
     body.append(f'<p class="soft">{escape(legend(evaluation))}</p>')
-    if why_not(evaluation):
-        reasons = "".join(f"<li>{escape(line)}</li>" for line in why_not(evaluation))
+    sentences = why_not(evaluation)
+    if sentences:
+        reasons = "".join(f"<li>{escape(line)}</li>" for line in sentences)
         body.append(f"<h2>Why settings are not safe</h2>\n<ul>{reasons}</ul>")
     meanings = [
         f"<dt>{escape(word)}</dt><dd>{escape(means)}</dd>" for word, means in words(evaluation)

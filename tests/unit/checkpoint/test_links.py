@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
+from tests.demo_adapter import write_adapter
 from tests.demo_chat import DEMO
 
 from freight.audit.run import audit
@@ -49,20 +50,6 @@ def model(tmp_path: Path) -> Path:
     return folder
 
 
-def adapter(folder: Path) -> Path:
-    folder.mkdir()
-    name = "model.layers.0.self_attn.q_proj"
-    outputs, inputs = load_file(DEMO / "model.safetensors")[f"{name}.weight"].shape
-    config = {"peft_type": "LORA", "r": 1, "lora_alpha": 1, "target_modules": ["q_proj"]}
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-    parts = {
-        f"base_model.model.{name}.lora_A.weight": torch.ones(1, inputs),
-        f"base_model.model.{name}.lora_B.weight": torch.ones(outputs, 1),
-    }
-    save_file(parts, folder / "adapter_model.safetensors")
-    return folder
-
-
 def quantized(model: Path, out: Path) -> None:
     quantize(str(model), out)
 
@@ -73,7 +60,7 @@ def converted(model: Path, out: Path) -> None:
 
 
 def merged(model: Path, out: Path) -> None:
-    merge(str(model), str(adapter(model.parent / "adapter")), out)
+    merge(str(model), str(write_adapter(model.parent / "adapter")), out)
 
 
 def imported(model: Path, out: Path) -> None:
@@ -182,7 +169,7 @@ def test_a_folder_may_be_linked(model: Path, tmp_path: Path):
 
 
 def test_an_adapter_has_its_own_files(model: Path, tmp_path: Path):
-    lora = adapter(tmp_path / "adapter")
+    lora = write_adapter(tmp_path / "adapter")
     (lora / "adapter_model.safetensors").rename(tmp_path / "private.safetensors")
     (lora / "adapter_model.safetensors").symlink_to("../private.safetensors")
     with pytest.raises(CheckpointError, match=r"adapter_model\.safetensors.*outside"):

@@ -26,6 +26,7 @@ from freight.config.fields import JsonObject
 from freight.errors import CheckpointError
 from freight.fp8.formats import Format
 from freight.fp8.scheme import Activations, LinearScheme, Rule, Scheme, WeightScales
+from freight.patterns import MOST_EXPRESSIONS
 
 # Values of quantization_status before 'compressed': weights are stored as they were computed with
 UNCOMPRESSED = ("initialized", "calibration", "frozen")
@@ -107,10 +108,10 @@ def read_groups(declared: JsonObject, method: str) -> tuple[list[Rule], bool]:
                 members = ((target, linear) for target in targets if _rank(target) == rank)
                 rules = patterns.joined(members, patterns.class_or_exact, where)
                 ranked += [(rank, rule) for rule in rules]
-    if len(ranked) > patterns.MOST_EXPRESSIONS:
+    if len(ranked) > MOST_EXPRESSIONS:
         raise CheckpointError(
             f"config.json: config_groups have {len(ranked):,} expressions; at most "
-            f"{patterns.MOST_EXPRESSIONS:,} are read"
+            f"{MOST_EXPRESSIONS:,} are read"
         )
     ranked.sort(key=lambda item: item[0])
     return [

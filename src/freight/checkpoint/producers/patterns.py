@@ -16,11 +16,10 @@ from itertools import groupby
 from freight.config.fields import JsonObject
 from freight.errors import CheckpointError
 from freight.fp8.scheme import LinearScheme, ModulePattern, Rule
-from freight.patterns import FilePattern
+from freight.patterns import MOST_EXPRESSIONS, FilePattern
 
 Syntax = Callable[[str], ModulePattern]
 
-MOST_EXPRESSIONS = 2_000  # of a list: those that are no plain names; published lists have hundreds
 _PLAIN = re.compile(r"[\w-]+(?:\.[\w-]+)*\Z")
 
 CLASSES = ("Linear", "LinearBase")  # every module that is looked up is one of these

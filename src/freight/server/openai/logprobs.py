@@ -152,7 +152,7 @@ def _prompt_offsets(
     tokenizer: Tokenizer, token_ids: Sequence[int], text: str, skip_special: bool
 ) -> list[int]:
     """Return where the tokens of a prompt begin in `text`: the tokens' own, or the one that was
-    tokenized, which lacks a BOS and has what was cut off.
+    tokenized, which lacks a BOS and has what was truncated.
     """
     whole = tokenizer.decode(token_ids, skip_special)
     if whole != text:

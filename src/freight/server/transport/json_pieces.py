@@ -41,7 +41,8 @@ class _Reader:
     def __init__(self, text: str, decoder: json.JSONDecoder) -> None:
         self._text = text
         self._scan: Callable[[str, int], tuple[Any, int]] = vars(decoder)["scan_once"]
-        self._hook = decoder.object_pairs_hook
+        hook = decoder.object_pairs_hook
+        self._object_of = dict if hook is None else hook
         self._window = text[:_WINDOW]
         self._window_begin = 0
         self._one_by_one_until = 0  # entries before this position have a fault
@@ -115,10 +116,9 @@ class _Reader:
 
     def _object(self, at: int) -> tuple[Any, int]:
         pairs: list[tuple[str, Any]] = []
-        values: dict[str, Any] = {}
         at = self.after_space(at)
         if self._text[at : at + 1] == "}":
-            return self._made(pairs, values), at + 1
+            return self._object_of(pairs), at + 1
         while True:
             if self._text[at : at + 1] != '"':
                 raise self._error("Expecting property name enclosed in double quotes", at)
@@ -127,17 +127,11 @@ class _Reader:
             if self._text[end : end + 1] != ":":
                 raise self._error("Expecting ':' delimiter", end)
             value, end = self.value(self.after_space(end + 1))
-            if self._hook is None:
-                values[name] = value
-            else:
-                pairs.append((name, value))
+            pairs.append((name, value))
             end, is_last = self._delimiter(end, "}")
             if is_last:
-                return self._made(pairs, values), end
+                return self._object_of(pairs), end
             at = self.after_space(end)
-
-    def _made(self, pairs: list[tuple[str, Any]], values: dict[str, Any]) -> Any:
-        return values if self._hook is None else self._hook(pairs)
 
     def _delimiter(self, at: int, closing: str) -> tuple[int, bool]:
         """Read a comma, or the end of a container; returns the position behind it, and which."""

@@ -76,8 +76,8 @@ class BodyShares:
 
     @contextmanager
     def place(self, key: str | None) -> Iterator[Callable[[int], None]]:
-        """Give a function that is told how many bytes the request holds, and raises ApiError if that is
-        too many: 503, or 429 where the other keys need the rest. At the end the request holds none.
+        """Yield a function that takes the number of bytes that the request holds, and raises ApiError if
+        that is too many: 503, or 429 where the other keys need the rest. At the end the request holds none.
         """
         own = 0
 
