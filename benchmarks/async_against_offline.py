@@ -33,7 +33,7 @@ from serve_against_offline import (
 )
 
 from freight import AsyncLLM, SamplingParams
-from freight.bench.prompts import Ask, Ids, Lengths
+from freight.lab.bench.prompts import Ask, Ids, Lengths
 
 
 async def answer(llm: AsyncLLM, ask: Ask, params: SamplingParams) -> int:

@@ -19,17 +19,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from freight.bench.drive import drive, greedy, random_prompt
-from freight.bench.latency import split
-from freight.config.engine import EngineArgs
-from freight.config.layer import AttentionConfig, LatentConfig
-from freight.config.model import ModelConfig
-from freight.device import cpu_name
+from freight.base.tables import markdown
 from freight.engine.build import start_engine
 from freight.engine.engine import Engine
 from freight.kernels.interface import KernelSet
-from freight.models.open import open_random
-from freight.tables import markdown
+from freight.lab.bench.drive import drive, greedy, random_prompt
+from freight.lab.bench.latency import split
+from freight.model.config.layer import AttentionConfig, LatentConfig
+from freight.model.config.model import ModelConfig
+from freight.model.open import open_random
+from freight.settings.device import cpu_name
+from freight.settings.engine import EngineArgs
 
 SHORT, DECODED = 16, 32  # tokens
 OPERATIONS = (

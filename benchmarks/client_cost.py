@@ -19,9 +19,9 @@ from collections.abc import Awaitable, Callable
 import httpx2
 import uvloop
 
-from freight.bench.http_stream import Address
-from freight.bench.load import Amount, Level, Target, run_level
-from freight.bench.prompts import Ask, Listed
+from freight.lab.bench.http_stream import Address
+from freight.lab.bench.load import Amount, Level, Target, run_level
+from freight.lab.bench.prompts import Ask, Listed
 
 STREAMS, REQUESTS, EVENTS, ROUNDS = 4, 8, 500, 3
 CHUNK = {"id": "x", "choices": [{"index": 0, "text": "ab"}], "usage": {"prompt_tokens": 1}}

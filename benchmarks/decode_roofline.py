@@ -16,13 +16,13 @@ import random
 import statistics
 import time
 
-from freight.bench.drive import greedy, linears_of, random_prompt, weight_bytes
-from freight.bench.serving_figures import interval
-from freight.bench.timing import MemoryProbe
-from freight.config.engine import EngineArgs
-from freight.device import cpu_name
 from freight.engine.build import start_engine
-from freight.models.open import open_random
+from freight.lab.bench.drive import greedy, linears_of, random_prompt, weight_bytes
+from freight.lab.bench.serving_figures import interval
+from freight.lab.bench.timing import MemoryProbe
+from freight.model.open import open_random
+from freight.settings.device import cpu_name
+from freight.settings.engine import EngineArgs
 
 WARM_UP = 4  # steps
 

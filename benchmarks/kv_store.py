@@ -47,11 +47,11 @@ from freight.cache.prefix import extend_keys
 from freight.cache.store.entries import encode_tokens
 from freight.cache.store.folder import Block
 from freight.cache.stored import StoredPrefixes
-from freight.config.engine import EngineArgs
 from freight.engine.build import start_engine
 from freight.engine.engine import Engine
 from freight.engine.intake import AcceptedPrompt
-from freight.models.open import open_random
+from freight.model.open import open_random
+from freight.settings.engine import EngineArgs
 
 ONE = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, detokenize=False)
 MANY = SamplingParams(max_tokens=2000, temperature=0.0, ignore_eos=True, detokenize=False)

@@ -19,15 +19,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from freight.bench.serving_figures import interval
-from freight.config.presets import shape_config
-from freight.device import cpu_name
 from freight.fp8.formats import Format
 from freight.fp8.scheme import Activations
 from freight.fp8.weights import quantize_rows
 from freight.kernels.select import select_kernels
+from freight.lab.bench.serving_figures import interval
+from freight.model.config.presets import shape_config
 from freight.operands.packed import PackedWeight
 from freight.operands.weight import Weight
+from freight.settings.device import cpu_name
 
 Call = Callable[[], None]
 

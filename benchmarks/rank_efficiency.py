@@ -26,18 +26,18 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from freight.bench.drive import greedy, random_prompt
-from freight.config.engine import EngineArgs
-from freight.device import cpu_name
+from freight.base.tables import markdown
 from freight.engine import build
 from freight.engine.engine import Engine
 from freight.kernels.cpu import library
 from freight.kernels.cpu.cpu_set import CpuKernels
 from freight.kernels.cpu.recording import Arena, record
-from freight.models.open import open_random
+from freight.lab.bench.drive import greedy, random_prompt
+from freight.model.open import open_random
 from freight.parallel.ranks import Ranks
 from freight.parallel.shared import SharedFiles, SharedMemory
-from freight.tables import markdown
+from freight.settings.device import cpu_name
+from freight.settings.engine import EngineArgs
 
 VALUES = (2048, 4096)  # of a gathered row
 GATHERS, REPLAYS = 64, 400  # of a recording; of it

@@ -30,10 +30,10 @@ from typing import IO, Any
 
 import uvloop
 
-from freight.bench.http_stream import Address, StreamError
-from freight.bench.load import Amount, Level, Target, fetch, run_level
-from freight.bench.prompts import Ask, Ids, Lengths, Listed
-from freight.bench.serving_figures import interval
+from freight.lab.bench.http_stream import Address, StreamError
+from freight.lab.bench.load import Amount, Level, Target, fetch, run_level
+from freight.lab.bench.prompts import Ask, Ids, Lengths, Listed
+from freight.lab.bench.serving_figures import interval
 
 LISTENING = re.compile(r"listening on (http://\S+)")
 START_SECONDS = 120.0
@@ -251,7 +251,7 @@ def load(options: Sequence[str]) -> Any:
 
     from freight import llm
     from freight.engine.build import start_engine
-    from freight.models.open import open_random
+    from freight.model.open import open_random
 
     values = dict(
         zip(

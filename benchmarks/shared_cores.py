@@ -61,11 +61,11 @@ def work(task: Work) -> None:
     """Run an engine in its own process. The first of two lines asks for prompts, the second has the
     times to begin and to end.
     """
-    from freight.bench.drive import greedy, random_prompt
-    from freight.config.engine import EngineArgs
-    from freight.device import choose_threads, usable_cores
     from freight.engine.build import start_engine
-    from freight.models.open import open_model, open_random
+    from freight.lab.bench.drive import greedy, random_prompt
+    from freight.model.open import open_model, open_random
+    from freight.settings.device import choose_threads, usable_cores
+    from freight.settings.engine import EngineArgs
 
     args = EngineArgs(
         model=task.model,
@@ -190,7 +190,7 @@ def measure(args: argparse.Namespace) -> dict[tuple[str, str], list[Turn]]:
 
 
 def table(found: dict[tuple[str, str], list[Turn]], first: str) -> None:
-    from freight.bench.serving_figures import interval
+    from freight.lab.bench.serving_figures import interval
 
     print("| setting | engines | steps/s | first = 1 | interval | CPU ms/step | others |")
     print("|---|---|---:|---:|---|---:|---:|")

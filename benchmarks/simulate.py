@@ -27,10 +27,10 @@ from simulation.plane import Plane, plane_of, read_reports
 from simulation.replicas import ROUTERS
 from simulation.traffic import PUBLISHED, Even, Sizes, Traffic, read_trace
 
-from freight.bench.prompts import Lengths
-from freight.config.resolve import parse_memory
+from freight.base.tables import markdown
 from freight.errors import ConfigError, FreightError
-from freight.tables import markdown
+from freight.lab.bench.prompts import Lengths
+from freight.settings.resolve import parse_memory
 
 BATCHES, INPUTS, OUTPUT = (1, 4, 16), (32, 128, 512), 33  # what `fit` runs
 SIZES = (1, 100, 10_000)  # of fleets

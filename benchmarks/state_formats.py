@@ -28,8 +28,8 @@ def measure(model: str, every: int, tokens: int, window: int, data: Path) -> lis
     # The reference kernels read this; the compiled ones have their own constant
     tiles.STATE_TILE = every
 
-    from freight.config.engine import EngineArgs
-    from freight.evaluate.grid import GridArgs, evaluate_grid
+    from freight.lab.evaluate.grid import GridArgs, evaluate_grid
+    from freight.settings.engine import EngineArgs
 
     args = EngineArgs(model, dtype="float32", kernels="reference")
     kinds = "bfloat16", "int8", "fp8"
@@ -97,7 +97,7 @@ def main() -> None:
         print(json.dumps(measure(args.models[0], args.every[0], *shared)))
         return
 
-    from freight.tables import markdown
+    from freight.base.tables import markdown
 
     rows = [["model", "state", "written every", "mean KL", "other top token"]]
     for model in args.models:

@@ -24,19 +24,19 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from freight.bench.serving_figures import interval
-from freight.bench.timing import bytes_beyond_caches
 from freight.cache.spec import LayerStateSpec, layer_spec
-from freight.config.engine import LayerKVFormat
-from freight.config.layer import DeltaNetConfig, Mamba2Config
-from freight.device import cpu_name
 from freight.fp8.cast import torch_dtype
 from freight.fp8.formats import Format
 from freight.kernels.interface import KernelSet
 from freight.kernels.select import select_kernels
+from freight.lab.bench.serving_figures import interval
+from freight.lab.bench.timing import bytes_beyond_caches
+from freight.model.config.layer import DeltaNetConfig, Mamba2Config
 from freight.operands.batch import Sequences
 from freight.operands.states import States
 from freight.operands.tiles import STATE_TILE
+from freight.settings.device import cpu_name
+from freight.settings.engine import LayerKVFormat
 
 COMPUTE = Format.BFLOAT16
 FORMATS = (Format.INT8, Format.E4M3FN, Format.BFLOAT16, Format.FLOAT32)  # ratios are to the first

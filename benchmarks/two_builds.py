@@ -19,12 +19,12 @@ from pathlib import Path
 
 import torch
 
-from freight.bench.cases import Bench, Case, Heads
-from freight.bench.serving_figures import interval
-from freight.bench.timing import bytes_beyond_caches, seconds_of
 from freight.fp8.formats import Format, Granularity
 from freight.kernels.cpu.cpu_set import CpuKernels
 from freight.kernels.cpu.library import load_file, path_of, runnable
+from freight.lab.bench.cases import Bench, Case, Heads
+from freight.lab.bench.serving_figures import interval
+from freight.lab.bench.timing import bytes_beyond_caches, seconds_of
 
 LEAST, MOST = 20, 1000  # pairs of a row
 HEADS = Heads(32, 8, 64)

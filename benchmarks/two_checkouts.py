@@ -36,13 +36,13 @@ Run = dict[str, float]  # "prefill" and "decode step": seconds
 
 def work(shape: str, options: dict[str, Any], largest: Workload) -> None:
     """Run workloads in a checkout's own process: one run for each line, which is a workload."""
-    from freight.bench.drive import drive, greedy, random_prompt
-    from freight.bench.latency import split
-    from freight.config.engine import EngineArgs
     from freight.engine.build import start_engine
+    from freight.lab.bench.drive import drive, greedy, random_prompt
+    from freight.lab.bench.latency import split
+    from freight.settings.engine import EngineArgs
 
     try:
-        from freight.models.open import open_random
+        from freight.model.open import open_random
     except ImportError:  # a checkout older than that module
         from freight.engine.build import open_random  # type: ignore[attr-defined, no-redef]
     batch, prompt, generated = largest
@@ -105,7 +105,7 @@ def compare_kernels(args: argparse.Namespace) -> None:
 
 def comparison(old: list[float], new: list[float]) -> str:
     """Return cells: both medians, the median ratio and its interval."""
-    from freight.bench.serving_figures import interval
+    from freight.lab.bench.serving_figures import interval
 
     ratios = [one / other for one, other in zip(old, new, strict=True)]
     low, high, _ = interval(ratios)

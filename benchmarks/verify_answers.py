@@ -27,12 +27,12 @@ from dataclasses import replace
 from typing import Any
 
 from freight import LLM, Outcome, SamplingParams
-from freight.config.engine import EngineArgs
 from freight.engine.build import start_engine
 from freight.engine.engine import Engine
 from freight.engine.verification import compare_output
-from freight.models.open import open_random
+from freight.model.open import open_random
 from freight.outputs import Logprob, RequestOutput
+from freight.settings.engine import EngineArgs
 
 BATCH = 500  # requests at a time
 TEXT = "import os\n\n\ndef first(values):\n    return values[0]\n\n\nclass Queue:\n    def __init__(self):\n"

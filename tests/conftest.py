@@ -53,7 +53,7 @@ import freight  # noqa: F401
 # isort: split
 import torch
 
-from freight.bench import timing
+from freight.lab.bench import timing
 
 # the workers share the cores: threads of one that wait for each other would wait for another worker.
 # What threads do is tested where tests set their number, and in the processes that tests start

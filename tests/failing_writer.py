@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from freight.__main__ import main as freight
+from freight.base.descent import ENDING
 from freight.checkpoint import partial, writer
 from freight.checkpoint.writer import CheckpointWriter
 from freight.cli import main as cli
-from freight.descent import ENDING
 
 _CALLS = (
     *("rename", "replace", "mkdir", "rmdir", "unlink", "open", "write", "fsync", "chown"),

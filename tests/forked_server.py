@@ -36,24 +36,24 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
 
-from freight.descent import ENDING
+from freight.base.descent import ENDING
 
 # before torch: the process that renders templates does not want it, and what transformers finds
 # once is kept
 _FIRST = ("transformers.utils.chat_parsing", "transformers.utils.chat_template_utils")
 _IMPORTED = (
-    *("freight.cli.main", "freight.server.lifecycle"),
-    *("freight.server.processes.render_process", "freight.processes.worker"),
+    *("freight.cli.main", "freight.serve.lifecycle"),
+    *("freight.serve.rendering.render_process", "freight.serve.processes.worker"),
     *(
         "freight.engine.build",
         "freight.engine.loop",
         "freight.engine.fingerprint",
-        "freight.models.open",
+        "freight.model.open",
     ),
     *(
         "freight.engine.grammar",
         "freight.kernels.cpu.cpu_set",
-        "freight.calibrate.quantize",
+        "freight.quantizer.quantize",
         "freight.cli.streams",
     ),
     *("llguidance", "uvicorn.protocols.http.httptools_impl"),
@@ -344,7 +344,7 @@ def main() -> None:
     gc.freeze()
     module = _fork_on_request(control)
     control.detach()  # it is closed
-    children: Any = importlib.import_module("freight.processes.children")
+    children: Any = importlib.import_module("freight.serve.processes.children")
     children.subprocess = types.SimpleNamespace(Popen=_Child)
     _run(module)
 

@@ -24,11 +24,11 @@ from tests.parity.shapes import KIMI_LINEAR
 from transformers import KimiLinearConfig
 
 from freight import LLM, SamplingParams
-from freight.config.engine import EngineArgs
 from freight.engine.step import ScheduledChunk, Step
 from freight.kernels.select import select_kernels
-from freight.models import open as opening
+from freight.model import open as opening
 from freight.operands.tiles import STATE_TILE
+from freight.settings.engine import EngineArgs
 
 HYBRIDS = Path(__file__).parent / "fixtures" / "hybrids"
 TEXT = (Path(__file__).parents[1] / "src/freight/demo/heldout.txt").read_text(encoding="utf-8")[

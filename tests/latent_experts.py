@@ -18,11 +18,11 @@ from tests.parity.variants import SHAPE
 from transformers import LlamaConfig, LlamaForCausalLM, NemotronHConfig
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHMoE
 
-from freight.config.family import words
-from freight.config.moe import MoEFamily
-from freight.config.registry import FAMILIES
-from freight.config.tensor_names import TensorNames
-from freight.models import architectures
+from freight.model import architectures
+from freight.model.config.family import words
+from freight.model.config.moe import MoEFamily
+from freight.model.config.registry import FAMILIES
+from freight.model.config.tensor_names import TensorNames
 from freight.operands.routing import Scoring
 
 NAME, ARCHITECTURE = "latent_experts", "LatentExpertsForCausalLM"

@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from freight.config.engine import EngineArgs
 from freight.engine.node import join_rank_0
 from freight.errors import FreightError
+from freight.settings.engine import EngineArgs
 
 
 def free_port() -> int:

@@ -1,6 +1,6 @@
 """A kind of mixer that lives in tests alone: a running mean, the simplest layer that keeps a state.
 
-It comes in as any kind does, through the tables of `models/mixer_parts.py`, `models/mixers.py` and
+It comes in as any kind does, through the tables of `model/mixer_parts.py`, `model/mixers.py` and
 `cache/spec.py`.
 """
 
@@ -24,12 +24,12 @@ from freight import LLM, SamplingParams
 from freight.cache import spec
 from freight.cache.pool import PagedState
 from freight.cache.spec import LayerStateSpec, StatePart
-from freight.config.model import ModelConfig
-from freight.config.registry import FAMILIES
 from freight.fp8.formats import Format
-from freight.layers.linear import Projection
-from freight.models import mixer_parts, mixers
-from freight.models.mixer_parts import MixerParts, Projected
+from freight.model import mixer_parts, mixers
+from freight.model.config.model import ModelConfig
+from freight.model.config.registry import FAMILIES
+from freight.model.layers.linear import Projection
+from freight.model.mixer_parts import MixerParts, Projected
 from freight.operands.batch import ForwardBatch
 
 MEANS, WINDOWED = (

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 SOURCE = Path(__file__).parents[1] / "src" / "freight"
-SERVED = sorted(path for folder in ("server", "engine") for path in (SOURCE / folder).rglob("*.py"))
+SERVED = sorted(path for folder in ("serve", "engine") for path in (SOURCE / folder).rglob("*.py"))
 # What reads a client's bytes or fields: here a wrong value is an ApiError or a RequestError.
 READERS = sorted(
-    [*(SOURCE / "server" / "openai").glob("*.py")]
+    [*(SOURCE / "serve" / "openai").glob("*.py")]
     + [
-        SOURCE / "server" / name
+        SOURCE / "serve" / name
         for name in (
             *("transport/auth.py", "transport/body.py", "transport/head.py"),
             *("limits.py", "tgi/request.py", "tokens.py"),

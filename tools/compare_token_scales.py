@@ -20,11 +20,11 @@ from torch import Tensor
 
 from freight.cache import pool
 from freight.checkpoint.reader import resolve_model
-from freight.config.engine import EngineArgs
-from freight.evaluate.report import compare_caches
 from freight.fp8.cast import scale_from_amax
 from freight.fp8.formats import Format
 from freight.kernels import reference
+from freight.lab.evaluate.report import compare_caches
+from freight.settings.engine import EngineArgs
 
 
 def rounded_up(scale: Tensor, mantissa_bits: int) -> Tensor:

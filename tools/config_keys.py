@@ -1,4 +1,4 @@
-"""Write src/freight/config/computing_keys.txt: the config.json keys that change the computation.
+"""Write src/freight/model/config/computing_keys.txt: the config.json keys that change the computation.
 
     python tools/config_keys.py            prints the file
     python tools/config_keys.py --write    writes it
@@ -10,7 +10,7 @@ only other code reads: code that comes with checkpoints, and models that vLLM or
 transformers has not.
 
 Freight refuses a key of the list that it does not implement, and ignores every other key
-(`config/keys.py`).
+(`model/config/keys.py`).
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-from freight.config.family import words
+from freight.model.config.family import words
 
 ROOT = Path(__file__).resolve().parent.parent
-DATA = ROOT / "src/freight/config/computing_keys.txt"
+DATA = ROOT / "src/freight/model/config/computing_keys.txt"
 
 # Words in a name that mark a key of training, of a classifier, or of another part than the language
 # model

@@ -16,35 +16,34 @@ from dataclasses import dataclass
 from functools import cache
 
 from list_modules import opening
-from source_imports import PACKAGE, ROOT, package_imports
+from source_imports import PACKAGE, PARTS, ROOT, SOURCES, module_name, package_imports, package_of
 
-from freight.svg import framed, line, styled, text
+from freight.base.svg import framed, line, styled, text
 
 PICTURE = ROOT / "docs" / "architecture.svg"
 Imports = Mapping[str, set[str]]
 
 COLUMNS = {  # the first and the last of four, and the colour: used, running, parts
-    "replicas": (0, 3, "used"),
+    "adapters.ray": (0, 3, "used"),
     "cli": (0, 3, "used"),
-    "audit": (0, 1, "used"),
-    "evaluate": (0, 1, "used"),
-    "compat": (0, 1, "used"),
-    "bench": (2, 2, "used"),
-    "server": (3, 3, "used"),
+    "lab": (0, 2, "used"),
+    "adapters": (0, 1, "used"),
+    "serve": (3, 3, "used"),
     "llm": (1, 1, "used"),
-    "processes": (3, 3, "running"),
-    "calibrate": (0, 0, "running"),
+    "serve.processes": (3, 3, "running"),
+    "quantizer": (0, 0, "running"),
     "engine": (1, 3, "running"),
-    "models": (0, 3, "running"),
-    "layers": (1, 2, "running"),
+    "model": (0, 3, "running"),
     "checkpoint": (0, 0, "parts"),
-    "cache": (1, 2, "parts"),
-    "text": (3, 3, "parts"),
-    "config": (0, 1, "parts"),
-    "parallel": (1, 2, "parts"),
-    "kernels": (2, 2, "parts"),
-    "operands": (0, 2, "parts"),
-    "fp8": (0, 2, "parts"),
+    "cache": (1, 1, "parts"),
+    "text": (2, 2, "parts"),
+    "parallel": (1, 1, "parts"),
+    "kernels": (1, 1, "parts"),
+    "settings": (0, 1, "parts"),
+    "model.config": (0, 1, "parts"),
+    "operands": (0, 0, "parts"),
+    "fp8": (0, 0, "parts"),
+    "base": (1, 2, "parts"),
 }
 KINDS = {
     "used": "what people and programs use",
@@ -63,7 +62,8 @@ NO_FLOOR = {
     "lm_eval",
     "ray",
     "transformers",
-}  # names for others
+    "adapters.tgi_launcher",
+}  # names for others, and of one module
 
 WIDTH, MARGIN, TOP, GAP, INSET = 860, 24, 82, 22, 12
 _LINE, _CHIP = 16, 23  # the height of a line, and of a row of names of packages inside
@@ -180,11 +180,14 @@ def boxes(imports: Imports) -> dict[str, Box]:
     for upper, lower in arrows(imports):
         over[lower].append(low[upper])
     for name, (first, last, kind) in COLUMNS.items():
-        folder = PACKAGE / name
+        folder = PACKAGE / name.replace(".", "/")
         is_package = folder.is_dir()
-        count = sum(path.name != "__init__.py" for path in folder.rglob("*.py"))
+        modules = [path for path in SOURCES if package_of(module_name(path)) == name]
+        count = sum(path.name != "__init__.py" for path in modules)
+        rooms = {init.parent.name for init in folder.glob("*/__init__.py")}
+        rooms -= {part.removeprefix(f"{name}.") for part in PARTS}
         found[name] = Box(
-            name=name if is_package else f"{name}.py",
+            name=name.replace(".", "/") if is_package else f"{name}.py",
             kind=kind,
             first=first,
             last=last,
@@ -194,7 +197,7 @@ def boxes(imports: Imports) -> dict[str, Box]:
             words=opening(
                 folder / "__init__.py" if is_package else folder.with_suffix(".py")
             ).replace("`", ""),
-            inside=tuple(sorted(init.parent.name for init in folder.glob("*/__init__.py"))),
+            inside=tuple(sorted(rooms)),
         )
     return found
 
@@ -259,18 +262,29 @@ def chips(names: list[str], x: float, y: float) -> Iterator[str]:
         x += wide + 8
 
 
-def arrow(upper: Box, lower: Box, ends: list[tuple[float, float]]) -> Iterator[str]:
+def free_columns(upper: Box, lower: Box, drawn: list[Box]) -> list[int]:
+    """Return the columns that both boxes stand in, with no other box between them."""
+    between = [box for box in drawn if box.high > lower.high and box.low < upper.low]
+    crossed = {column for box in between for column in range(box.first, box.last + 1)}
+    first, last = max(upper.first, lower.first), min(upper.last, lower.last)
+    return [column for column in range(first, last + 1) if column not in crossed]
+
+
+def arrow(
+    upper: Box, lower: Box, drawn: list[Box], ends: list[tuple[float, float]]
+) -> Iterator[str]:
     """Yield a line straight down. Raises ValueError where there is none, or where it would cross a
     box.
     """
-    first, last = max(upper.first, lower.first), min(upper.last, lower.last)
-    if first > last or lower.high != upper.low - 1:
+    columns = free_columns(upper, lower, drawn)
+    if not columns:
         raise ValueError(
             f"{upper.name} imports {lower.name}, which no straight arrow shows: give them COLUMNS in "
             "tools/draw_architecture.py in which they stand above each other"
         )
-    x = MARGIN + (first + last + 1) / 2 * (_COLUMN + GAP) - GAP / 2
-    start, end = ends[upper.low][1] + 1, ends[lower.high][0] - 2
+    x = MARGIN + (columns[0] + columns[-1] + 1) / 2 * (_COLUMN + GAP) - GAP / 2
+    start = ends[upper.low][1] + 1
+    end = ends[lower.high][0] - 2
     yield line((x, x), (start, end - 6), 'class="arrow"')
     yield f'<path d="M{x:g} {end:g}l-4.5 -8h9z"/>'
 
@@ -293,7 +307,8 @@ def picture(imports: Imports) -> str:
     """Return the SVG's text. Raises ValueError for a package without a place, or where an arrow has
     none.
     """
-    unplaced = {name for name in imports if not (PACKAGE / f"{name}.py").exists()} - set(COLUMNS)
+    packages = {name for name in imports if not (PACKAGE / f"{name.replace('.', '/')}.py").exists()}
+    unplaced = packages - set(COLUMNS)
     if unplaced:
         raise ValueError(f"{', '.join(sorted(unplaced))}: no COLUMNS in tools/draw_architecture.py")
     drawn = boxes(imports)
@@ -302,7 +317,7 @@ def picture(imports: Imports) -> str:
     ends = extents(every)
     parts = [text(MARGIN, 58, KEY, 'class="soft"')]
     for upper, lower in arrows(imports):
-        parts += arrow(drawn[upper], drawn[lower], ends)
+        parts += arrow(drawn[upper], drawn[lower], every, ends)
     for box in every:
         parts += drawn_box(box, ends[box.high][0], ends[box.low][1])
     y, x = ends[0][1] + 34, float(MARGIN)

@@ -10,7 +10,7 @@ package. `load_weights` of every registered model is run by an interpreter of it
 is left out of the file, and `freight audit` calls it unknown. Needs the standard library alone;
 takes minutes.
 
-The file, src/freight/audit/engine_families.json, has for each engine and version `methods` (which
+The file, src/freight/lab/audit/engine_families.json, has for each engine and version `methods` (which
 quantization methods give attention scales) and `families`, by architecture (TGI: by model_type). A
 family has the number of a row of `profiles`, {situation: {form: effect}}, and `at`, the file and
 line of each effect. `architectures` names the one that transformers writes for a model_type.
@@ -33,7 +33,7 @@ from engine_sources.probe import probe
 from engine_sources.tgi import tgi_families
 from engine_sources.values import UNKNOWN, Instance
 
-OUTPUT = Path(__file__).parents[1] / "src" / "freight" / "audit" / "engine_families.json"
+OUTPUT = Path(__file__).parents[1] / "src" / "freight" / "lab" / "audit" / "engine_families.json"
 # Situations of a loader: whether attention has scale parameters, and whose names its configuration
 # maps -> the quantization method that represents it in vLLM's sources; None: nothing is declared.
 VLLM_SITUATIONS: Mapping[str, tuple[str | None, bool]] = {

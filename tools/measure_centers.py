@@ -27,17 +27,17 @@ from measure_scales import calibrated
 from scale_variants import key_spreads, read_tensors, write_tensors
 from torch import Tensor
 
+from freight.base.tables import markdown
 from freight.cache.groups import Pages
-from freight.calibrate.quantize import load_samples, open_unquantized
 from freight.checkpoint.reader import resolve_model
-from freight.config.engine import EngineArgs, KVCacheConfig
-from freight.config.quantize_plan import QuantizeArgs, plan
 from freight.engine.prepare import Logits, SequenceSlice, prepare
-from freight.evaluate.report import compare_caches
 from freight.fp8.formats import Format, Granularity, ScaleSource
 from freight.kernels.select import select_kernels
+from freight.lab.evaluate.report import compare_caches
 from freight.operands.kv_pages import KeyCenter, KVPages
-from freight.tables import markdown
+from freight.quantizer.plan import QuantizeArgs, plan
+from freight.quantizer.quantize import load_samples, open_unquantized
+from freight.settings.engine import EngineArgs, KVCacheConfig
 
 # Qwen2.5-7B, by KV head: its key biases have norms of 605 in the first layer, 921 in the last and
 # 22 in the median one, each over four heads (https://github.com/ggml-org/llama.cpp/issues/21385).

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from freight.base.tables import markdown
 from freight.cache.groups import Pages
 from freight.engine.prepare import Logits, SequenceSlice, prepare
 from freight.fp8.cast import amax, decode, scale_from_amax, torch_dtype
@@ -27,7 +28,6 @@ from freight.kernels import reference
 from freight.kernels.reference import Fp8Products
 from freight.operands.batch import Sequences
 from freight.operands.kv_pages import KVPages
-from freight.tables import markdown
 
 DIM, BLOCK_SIZE, PEAKS, RELATED = 128, 64, (0.0, 1.0, 2.0), 8
 Attention = Callable[[Tensor, KVPages, Sequences, float, None], Any]

@@ -13,10 +13,10 @@ import sys
 from pathlib import Path
 
 from freight.checkpoint.reader import resolve_model
-from freight.config.engine import EngineArgs
 from freight.engine.build import start_engine
 from freight.engine.runner import ModelRunner
-from freight.models.open import open_model
+from freight.model.open import open_model
+from freight.settings.engine import EngineArgs
 
 from torch import Tensor  # isort: skip  (after freight, which sets the waiting of threads)
 

@@ -20,15 +20,15 @@ import torch
 from scale_variants import hot_pair, key_spreads, rescaled, write_biased, write_variant
 from torch import Tensor
 
-from freight.calibrate.quantize import load_samples, open_unquantized
+from freight.base.tables import markdown
 from freight.checkpoint.reader import resolve_model
-from freight.config.engine import EngineArgs, KVCacheConfig
-from freight.config.quantize_plan import QuantizeArgs, plan
-from freight.evaluate.report import CacheRun, CacheScore, run_caches
 from freight.fp8.formats import Format, Granularity, ScaleSource
 from freight.fp8.scheme import KVScales, LayerScales
-from freight.models.open import open_checkpoint
-from freight.tables import markdown
+from freight.lab.evaluate.report import CacheRun, CacheScore, run_caches
+from freight.model.open import open_checkpoint
+from freight.quantizer.plan import QuantizeArgs, plan
+from freight.quantizer.quantize import load_samples, open_unquantized
+from freight.settings.engine import EngineArgs, KVCacheConfig
 
 FORMATS = (Format.E4M3FN, Format.E5M2)
 SCALES = ("unit", "tensor", "head", "channel", "token", "centered")

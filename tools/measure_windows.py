@@ -16,10 +16,10 @@ from pydoc_data.topics import topics
 import torch
 
 from freight.checkpoint.reader import resolve_model
-from freight.config.engine import EngineArgs
-from freight.evaluate.documents import cut_documents
-from freight.evaluate.report import run_caches
-from freight.models.open import open_model
+from freight.lab.evaluate.documents import cut_documents
+from freight.lab.evaluate.report import run_caches
+from freight.model.open import open_model
+from freight.settings.engine import EngineArgs
 
 WINDOW, TOKENS = 1024, 64 * 1024
 

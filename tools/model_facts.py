@@ -15,7 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from freight.config.layer import (
+from freight.model.config.layer import (
     DenseConfig,
     LatentConfig,
     MoEConfig,
@@ -23,10 +23,10 @@ from freight.config.layer import (
     NormPlacement,
     PagedMixer,
 )
-from freight.config.model import ModelConfig
-from freight.config.parse import parse_model_config
-from freight.config.registry import FAMILIES
-from freight.config.rope import QUERY_SCALING
+from freight.model.config.model import ModelConfig
+from freight.model.config.parse import parse_model_config
+from freight.model.config.registry import FAMILIES
+from freight.model.config.rope import QUERY_SCALING
 from freight.operands.activation import GatedActivation
 from freight.operands.routing import Scoring
 

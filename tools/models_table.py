@@ -33,11 +33,11 @@ from published_models import (
     unreadable,
 )
 
-from freight.config.mechanisms import MECHANISMS
-from freight.config.model import ModelConfig
-from freight.config.parse import parse_model_config
-from freight.config.registry import FAMILIES
-from freight.models.architectures import ARCHITECTURES
+from freight.model.architectures import ARCHITECTURES
+from freight.model.config.mechanisms import MECHANISMS
+from freight.model.config.model import ModelConfig
+from freight.model.config.parse import parse_model_config
+from freight.model.config.registry import FAMILIES
 
 DOCUMENT = ROOT / "docs/models.md"
 README = ROOT / "README.md"
@@ -65,8 +65,8 @@ ASKED_FORMS: Mapping[str, Mapping[str, Any]] = {
 TEXT = """\
 # Models
 
-`python tools/models_table.py --write` writes this page from the rows of `config/families/`, the tables of the tests
-and the errors of the code. `freight inspect MODEL` says for any config.json how it runs.
+`python tools/models_table.py --write` writes this page from the rows of `model/config/families/`, the tables of the
+tests and the errors of the code. `freight inspect MODEL` says for any config.json how it runs.
 
 ## Published models
 

@@ -16,13 +16,13 @@ from typing import Any
 from model_facts import ROOT, Tables, text_types
 
 from freight.checkpoint.layouts import read_scheme
-from freight.config.keys import find_family
-from freight.config.mechanisms import MECHANISMS
-from freight.config.parse import parse_model_config
-from freight.config.registry import FAMILIES
 from freight.errors import CheckpointError, ConfigError
-from freight.models.fallback_probe import hf_config
-from freight.models.open import read_model_config
+from freight.model.config.keys import find_family
+from freight.model.config.mechanisms import MECHANISMS
+from freight.model.config.parse import parse_model_config
+from freight.model.config.registry import FAMILIES
+from freight.model.fallback_probe import hf_config
+from freight.model.open import read_model_config
 
 RECIPES = ROOT / "tools/recipes.json"
 FILES = ROOT / "tests/fixtures/published"  # OWNER--NAME.json

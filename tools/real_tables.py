@@ -20,10 +20,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from freight.config.engine import EngineArgs
 from freight.errors import FreightError
-from freight.evaluate.report import plain_config
-from freight.models.open import open_model
+from freight.lab.evaluate.report import plain_config
+from freight.model.open import open_model
+from freight.settings.engine import EngineArgs
 
 HELD_OUT = Path(__file__).parent.parent / "src" / "freight" / "demo" / "heldout.txt"
 INPUT, OUTPUT = 256, 64  # tokens of a request, as in docs/benchmarks.md

@@ -39,7 +39,7 @@ _COLUMNS = re.compile(r"\S.*?\S {2,}\S|\S {2,}\S")
 
 def python_page() -> str:
     """Return every name of `MODULES`' `__all__`, and the options of LLM. Imports torch."""
-    from freight.config.engine import EngineArgs
+    from freight.settings.engine import EngineArgs
 
     parts = [
         "# Python",
@@ -189,11 +189,11 @@ def _tables(command: Any) -> Iterator[str]:
 
 def openapi() -> dict[str, Any]:
     """Return the document that a server without keys has at /openapi.json. Starts no engine."""
-    from freight.server.app import make_app
-    from freight.server.observe.metrics import Metrics
-    from freight.server.settings import ServerSettings
-    from freight.server.transport.auth import Keys
-    from freight.server.transport.http_limits import HttpLimits
+    from freight.serve.app import make_app
+    from freight.serve.observe.metrics import Metrics
+    from freight.serve.settings import ServerSettings
+    from freight.serve.transport.auth import Keys
+    from freight.serve.transport.http_limits import HttpLimits
 
     service = SimpleNamespace(max_sequences=0, keys=Keys(()), metrics=Metrics("model"))
     app = make_app(cast(Any, service), cast(Any, None), ServerSettings(max_queue=0), HttpLimits())

@@ -19,13 +19,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from freight.cache.pool import allocate_pool
-from freight.calibrate.centers import CenterWatch
-from freight.calibrate.watch import WatchedKV
-from freight.config.engine import EngineArgs
-from freight.config.model import ModelConfig
 from freight.engine.runner import ModelRunner
 from freight.kernels.select import select_kernels
-from freight.models.open import open_model
+from freight.model.config.model import ModelConfig
+from freight.model.open import open_model
+from freight.quantizer.centers import CenterWatch
+from freight.quantizer.watch import WatchedKV
+from freight.settings.engine import EngineArgs
 
 BIAS = 100.0  # standard deviations of the layer's keys
 

@@ -12,6 +12,8 @@ SRC = ROOT / "src"
 PACKAGE = SRC / "freight"
 FACADE = "freight"  # freight/__init__.py: the public names
 SOURCES = sorted(PACKAGE.rglob("*.py"))
+# Parts of packages with a place of their own in the import order
+PARTS = ("model.config", "serve.processes", "adapters.ray", "adapters.tgi_launcher")
 # The packages, and the modules beside them
 TOP = frozenset(
     path.stem
@@ -32,10 +34,16 @@ def module_name(path: Path) -> str:
 
 
 def package_of(module: str) -> str:
-    """Return the package, or the module beside packages, of a module: 'fp8' of
-    'freight.fp8.formats'.
+    """Return the package, the part of one in PARTS, or the module beside packages, of a module:
+    'fp8' of 'freight.fp8.formats', 'model.config' of 'freight.model.config.parse'.
     """
-    return module.split(".")[1] if "." in module else FACADE
+    if module == FACADE:
+        return FACADE
+    name = module.removeprefix("freight.")
+    for part in PARTS:
+        if name == part or name.startswith(f"{part}."):
+            return part
+    return name.split(".")[0]
 
 
 def imported(tree: ast.AST) -> Iterator[str]:
@@ -52,7 +60,11 @@ def imported(tree: ast.AST) -> Iterator[str]:
                 # `from freight import cache` names a package, `… import LLM` the facade
                 yield from (f"freight.{a.name}" if a.name in TOP else "freight" for a in node.names)
             else:
-                yield node.module or ""
+                module = node.module or ""
+                parts = [f"{module}.{a.name}" for a in node.names]
+                yield from (
+                    part if part.removeprefix("freight.") in PARTS else module for part in parts
+                )
         elif (
             isinstance(node, ast.Call)
             and getattr(node.func, "attr", getattr(node.func, "id", "")) == "import_module"
@@ -67,7 +79,7 @@ def imported(tree: ast.AST) -> Iterator[str]:
 @cache
 def package_imports() -> dict[str, set[str]]:
     """Return, for each package and each module beside packages, those that it imports."""
-    found: dict[str, set[str]] = {name: set() for name in sorted(TOP - {"__init__"})}
+    found: dict[str, set[str]] = {name: set() for name in sorted({*TOP, *PARTS} - {"__init__"})}
     for path in SOURCES:
         package = package_of(module_name(path))
         if package != FACADE:

@@ -23,7 +23,7 @@ decay.
 longer context, and the slower rotation that it needs. With `--start` training continues from a
 trained model, whose tokenizer is kept, at a share `--rate` of the usual rates. `--records` is the
 share of steps that train on records to look up: every other record repeats an earlier one
-(`freight.evaluate.retrieval` asks for such records), so that there is retrieval to measure.
+(`freight.lab.evaluate.retrieval` asks for such records), so that there is retrieval to measure.
 `--layers` makes a smaller model.
 """
 
@@ -46,7 +46,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch import Tensor, nn
 
-from freight.evaluate.retrieval import KEY, VALUE, Vocabulary, vocabulary
+from freight.lab.evaluate.retrieval import KEY, VALUE, Vocabulary, vocabulary
 from freight.text.tokenizer import Tokenizer as FreightTokenizer
 
 HELD_OUT = [

@@ -50,7 +50,7 @@ from transformers import (
     Qwen3_5TextConfig,
 )
 
-from freight.evaluate.retrieval import KEY, VALUE, Vocabulary, make_contexts, vocabulary
+from freight.lab.evaluate.retrieval import KEY, VALUE, Vocabulary, make_contexts, vocabulary
 from freight.text.tokenizer import Tokenizer as FreightTokenizer
 
 Say = Callable[[str], None]

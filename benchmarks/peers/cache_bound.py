@@ -20,9 +20,9 @@ from typing import Any
 
 from side_by_side import HERE, machine, run_json
 
-from freight.bench.serving_figures import interval
-from freight.bench.throughput import draw_lengths
-from freight.config.resolve import parse_memory
+from freight.lab.bench.serving_figures import interval
+from freight.lab.bench.throughput import draw_lengths
+from freight.settings.resolve import parse_memory
 
 BASE = "freight-fp8"  # what the others are compared with
 LABELS = {

@@ -32,13 +32,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from freight.bench.gpu import seconds_in_graph
 from freight.cache.groups import Pages
 from freight.engine.prepare import Logits, SequenceSlice, prepare
 from freight.fp8.cast import torch_dtype
 from freight.fp8.formats import Format
 from freight.kernels import reference
 from freight.kernels.select import select_kernels
+from freight.lab.bench.gpu import seconds_in_graph
 from freight.operands.kv_pages import KVPages
 
 BLOCK_SIZE, SEGMENTS, SCALE = 16, 16, 0.02

@@ -3,7 +3,7 @@
     python benchmarks/peers/compare_centered.py --vllm-python PATH [MODEL] [--data FILE]
 
 Runs in Freight's environment; PATH is the interpreter of one with vLLM's CPU build (0.32 was
-tried). MODEL, and a copy of it with a large key bias (freight.evaluate.variants), are quantized
+tried). MODEL, and a copy of it with a large key bias (freight.lab.evaluate.variants), are quantized
 twice, with `--kv-granularity channel --center` and with `--kv-granularity tensor`. vLLM loads both,
 with an FP8 cache, and must give the same log-probabilities: it sees neither centers nor finer
 scales, and the scales that it sees are valid without them. Prints a line for each model: the
@@ -22,7 +22,7 @@ from compare_with_vllm import ask
 
 import freight
 from freight.checkpoint.reader import Checkpoint, resolve_model
-from freight.config.parse import parse_model_config
+from freight.model.config.parse import parse_model_config
 from freight.text.tokenizer import Tokenizer
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))

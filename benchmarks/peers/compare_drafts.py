@@ -66,7 +66,7 @@ def driven(
 
 def freight_answers(task: Task) -> tuple[Callable[[list[int]], Answered], str]:
     from freight import LLM, SamplingParams
-    from freight.version import version
+    from freight.base.version import version
 
     engine = LLM(
         task.model, max_num_seqs=1, max_model_len=CONTEXT, kv_cache_memory="32MiB", threads=task.threads,

@@ -29,8 +29,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import freight
-from freight.calibrate.data import read_samples
 from freight.checkpoint.reader import resolve_model
+from freight.quantizer.data import read_samples
 from freight.text.tokenizer import Tokenizer
 
 ARGUMENTS: dict[str, Any] = {

@@ -19,9 +19,9 @@ import torch
 from safetensors.torch import save_file
 
 import freight
-from freight.config.parse import parse_model_config
-from freight.config.presets import shape_config
-from freight.models.shapes import tensor_shapes
+from freight.model.config.parse import parse_model_config
+from freight.model.config.presets import shape_config
+from freight.model.shapes import tensor_shapes
 
 SPREAD = 0.02  # standard deviation of every matrix; norms are 1
 

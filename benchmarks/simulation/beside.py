@@ -22,8 +22,9 @@ from typing import Any
 
 from serve_against_offline import server_process
 
-from freight.bench.answers import Answer
-from freight.bench.load import (
+from freight.errors import FreightError
+from freight.lab.bench.answers import Answer
+from freight.lab.bench.load import (
     Amount,
     Connections,
     Level,
@@ -32,9 +33,8 @@ from freight.bench.load import (
     find_accepted,
     run_level,
 )
-from freight.bench.prompts import Ask as Sent
-from freight.bench.prompts import Ids, Lengths, Listed
-from freight.errors import FreightError
+from freight.lab.bench.prompts import Ask as Sent
+from freight.lab.bench.prompts import Ids, Lengths, Listed
 from simulation.plane import Plane
 from simulation.replicas import RoundRobin, Served, quantile, simulate
 from simulation.traffic import Ask

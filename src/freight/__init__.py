@@ -21,7 +21,6 @@ if "torch" not in sys.modules and "OMP_WAIT_POLICY" not in os.environ:
 
 if TYPE_CHECKING:
     from freight.async_llm import AsyncLLM
-    from freight.calibrate.quantize import QuantizeResult, quantize
     from freight.engine.verification import Outcome, Verification
     from freight.errors import (
         CapacityError,
@@ -41,6 +40,7 @@ if TYPE_CHECKING:
         Logprob,
         RequestOutput,
     )
+    from freight.quantizer.quantize import QuantizeResult, quantize
     from freight.sampling import SamplingParams
     from freight.structured import StructuredOutputs
 
@@ -86,7 +86,7 @@ if not TYPE_CHECKING:  # type checkers see the imports above, and so report a mi
         from freight.errors import nearest
 
         if name == "__version__":
-            from freight.version import version
+            from freight.base.version import version
 
             return version()
         if name not in __all__:

@@ -34,9 +34,30 @@ def is_import(frame: FrameType | None) -> bool:
     return frame is not None
 
 
+def is_launcher(arguments: Sequence[str]) -> bool:
+    """Return whether a command line has the form of TGI's launcher: options and no verb."""
+    return (
+        bool(arguments)
+        and arguments[0].startswith("-")
+        and arguments[0] not in ("-h", "--help", "--version", "--")
+    )
+
+
 def is_server(arguments: Sequence[str]) -> bool:
     """Return whether a command line may start a server: its verb does, or it has none, as TGI's."""
-    return bool(arguments) and (arguments[0] in _SERVERS or arguments[0].startswith("-"))
+    return bool(arguments) and (arguments[0] in _SERVERS or is_launcher(arguments))
+
+
+def run() -> None:
+    """Run the command line of this process: a verb, or TGI's launcher. Ends by SystemExit."""
+    from freight.cli.main import main
+
+    if not is_launcher(sys.argv[1:]):
+        main()
+    else:
+        from freight.adapters.tgi_launcher import launch
+
+        main(launch)
 
 
 def main() -> None:
@@ -68,7 +89,6 @@ def main() -> None:
             signal.signal(signal.SIGINT, end)
         elif signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:
             signal.signal(signal.SIGHUP, end)
-        from freight.cli.main import main as run
         from freight.cli.streams import guard_stdout
 
         guard_stdout()

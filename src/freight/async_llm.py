@@ -16,14 +16,16 @@ from functools import partial
 from types import TracebackType
 from typing import Any, NoReturn, Self
 
-from freight.config.engine import EngineArgs
+from freight.base.start_log import log_to_stderr
 from freight.engine.intake import AcceptedPrompt
 from freight.errors import ConfigError, EngineError, RequestError, choices
 from freight.outputs import EngineStats, FinishReason, RequestOutput
-from freight.processes.growing import Growing
-from freight.processes.hosts import Host, ProcessHost, ThreadHost
-from freight.processes.pulse import STALL_TIMEOUT
-from freight.prompts import (
+from freight.sampling import SamplingParams
+from freight.serve.processes.growing import Growing
+from freight.serve.processes.hosts import Host, ProcessHost, ThreadHost
+from freight.serve.processes.pulse import STALL_TIMEOUT
+from freight.settings.engine import EngineArgs
+from freight.text.prompts import (
     Message,
     Prompt,
     Tokenization,
@@ -34,8 +36,6 @@ from freight.prompts import (
     text_or_ids,
     unknown_option,
 )
-from freight.sampling import SamplingParams
-from freight.start_log import log_to_stderr
 
 Accepted = tuple[AcceptedPrompt, SamplingParams]
 

@@ -1,7 +1,7 @@
-"""AutoFP8's interface under its public name; the code is in `compat/auto_fp8.py`."""
+"""AutoFP8's interface under its public name; the code is in `adapters/auto_fp8.py`."""
 
 from __future__ import annotations
 
-from freight.compat.auto_fp8 import AutoFP8ForCausalLM, BaseQuantizeConfig
+from freight.adapters.auto_fp8 import AutoFP8ForCausalLM, BaseQuantizeConfig
 
 __all__ = ["AutoFP8ForCausalLM", "BaseQuantizeConfig"]

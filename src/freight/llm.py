@@ -12,8 +12,8 @@ from typing import Any
 
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from freight import terminal
-from freight.config.engine import EngineArgs
+from freight.base import terminal
+from freight.base.start_log import log_to_stderr
 from freight.engine.build import BeforeWeights, build_engine, cache_facts
 from freight.engine.intake import AcceptedPrompt
 from freight.engine.turns import Turns
@@ -27,7 +27,9 @@ from freight.engine.verification import (
 )
 from freight.engine.watch import cache_watched
 from freight.outputs import FinishReason, RequestOutput
-from freight.prompts import (
+from freight.sampling import SamplingParams
+from freight.settings.engine import EngineArgs
+from freight.text.prompts import (
     Message,
     Prompt,
     Tokenization,
@@ -39,8 +41,6 @@ from freight.prompts import (
     text_or_ids,
     unknown_option,
 )
-from freight.sampling import SamplingParams
-from freight.start_log import log_to_stderr
 
 Accepted = tuple[AcceptedPrompt, SamplingParams]
 

@@ -1,16 +1,16 @@
-"""llm-compressor's interface under its public name; the code is in `compat/llm_compressor.py`."""
+"""llm-compressor's interface under its public name; the code is in `adapters/llm_compressor.py`."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from freight.compat.llm_compressor import (
+from freight.adapters.llm_compressor import (
     OneshotModel,
     QuantizationArgs,
     QuantizationModifier,
     oneshot,
 )
-from freight.config.recipe import OTHER_MODIFIERS
+from freight.quantizer.recipe import OTHER_MODIFIERS
 
 __all__ = ["OneshotModel", "QuantizationArgs", "QuantizationModifier", "oneshot"]
 

@@ -1,4 +1,4 @@
-"""Freight as a model of lm-eval under its public name; the code is in `compat/lm_eval.py`.
+"""Freight as a model of lm-eval under its public name; the code is in `adapters/lm_eval.py`.
 
 `python -m freight.lm_eval` is lm-eval's command, and importing this module registers the model.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from freight.errors import ConfigError
 
 try:
-    from freight.compat.lm_eval import (
+    from freight.adapters.lm_eval import (
         AT_ONCE,
         COMMAND_DEVICE,
         SCORED,

@@ -15,9 +15,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+from freight.base.files import DuplicateNameError, unique_names
+from freight.base.json_schema import (
+    MOST_SCHEMA,
+    check_references,
+    check_size,
+    enforceable,
+    too_deep,
+)
 from freight.errors import RequestError, choices, nearest, shown
-from freight.files import DuplicateNameError, unique_names
-from freight.json_schema import MOST_SCHEMA, check_references, check_size, enforceable, too_deep
 
 # The beginning of the error of a grammar that gave up within an answer
 CANNOT_GO_ON = "its structured output cannot go on"

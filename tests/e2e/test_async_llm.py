@@ -46,9 +46,9 @@ from freight import (
     StructuredOutputs,
 )
 from freight.engine.loop import Loop
-from freight.processes import children
-from freight.processes.client import EngineState
-from freight.server.settings import ServerSettings
+from freight.serve.processes import children
+from freight.serve.processes.client import EngineState
+from freight.serve.settings import ServerSettings
 
 pytestmark = pytest.mark.clock
 

@@ -18,8 +18,8 @@ from transformers import AutoTokenizer, BatchEncoding
 
 from freight import LLM, CheckpointError, ConfigError, SamplingParams
 from freight.auto_fp8 import AutoFP8ForCausalLM, BaseQuantizeConfig
-from freight.calibrate.quantize import Unquantized
 from freight.checkpoint.reader import resolve_model
+from freight.quantizer.quantize import Unquantized
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 BASE, AUTOFP8 = FIXTURES / "base_bf16", FIXTURES / "autofp8_static_kv"
@@ -200,7 +200,7 @@ def test_what_may_not_be_overwritten_is_refused_before_calibrating(
     def too_late(*args: Any, **options: Any) -> None:
         raise AssertionError("calibrated before the output was looked at")
 
-    monkeypatch.setattr("freight.calibrate.quantize.Unquantized.calibrate", too_late)
+    monkeypatch.setattr("freight.quantizer.quantize.Unquantized.calibrate", too_late)
     with pytest.raises(ConfigError, match="exists; remove it, or name another, or overwrite it"):
         static_model().save_quantized(out, overwrite=False)
     with pytest.raises(ConfigError, match="holds no model that Freight wrote"):

@@ -150,7 +150,7 @@ def try_commands(terminal: Terminal) -> None:
 ENDLESS = """
 import time
 from freight.__main__ import main
-from freight.models import open as opening
+from freight.model import open as opening
 def load(*_):
     print("begun", flush=True)
     time.sleep(600)

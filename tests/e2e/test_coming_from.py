@@ -21,12 +21,12 @@ from tests.environment import is_option
 from tests.rank_exports import write_export
 
 from freight import LLM, AsyncLLM, ConfigError, SamplingParams
+from freight.__main__ import run as main
 from freight.auto_fp8 import AutoFP8ForCausalLM, BaseQuantizeConfig
-from freight.cli.main import main
-from freight.config.engine import EngineArgs, EngineConfig, KVCacheConfig
-from freight.config.other_engines import TGI_OPTIONS
+from freight.base.other_engines import TGI_OPTIONS
 from freight.llm_compressor import QuantizationModifier, oneshot
-from freight.models.open import open_model
+from freight.model.open import open_model
+from freight.settings.engine import EngineArgs, EngineConfig, KVCacheConfig
 
 ROOT = Path(__file__).parents[2]
 FIXTURES = ROOT / "tests" / "fixtures"
@@ -112,7 +112,7 @@ def run_command(
             patch.delenv(name)
         for name, value in environ.items():
             patch.setenv(name, value)
-        patch.setattr("freight.server.lifecycle.run", run)
+        patch.setattr("freight.serve.lifecycle.run", run)
         patch.setattr(sys, "argv", words)
         try:
             main()

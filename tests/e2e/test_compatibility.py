@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 from tests.environment import is_option
 
 from freight import LLM, SamplingParams
+from freight.__main__ import run as main
 from freight.checkpoint.reader import resolve_model
-from freight.cli.main import main
 
 DEMO = resolve_model("demo")
 LAYERS = 6

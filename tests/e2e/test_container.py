@@ -19,8 +19,8 @@ import pytest
 import try_dockerfile
 from tests.environment import is_option
 
-from freight.cli.main import main
-from freight.config.other_engines import TGI_OPTIONS
+from freight.__main__ import run as main
+from freight.base.other_engines import TGI_OPTIONS
 
 ROOT = Path(__file__).parents[2]
 DEFAULTS = ["--host", "0.0.0.0", "--insecure"]
@@ -71,7 +71,7 @@ def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dic
                 patch.delenv(name)
             for name, value in environ.items():
                 patch.setenv(name, value)
-            patch.setattr("freight.server.lifecycle.run", run)
+            patch.setattr("freight.serve.lifecycle.run", run)
             patch.setattr(sys, "argv", ["freight", *called])
             with pytest.raises(SystemExit) as ended:
                 main()

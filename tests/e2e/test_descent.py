@@ -22,7 +22,7 @@ import pytest
 from tests.demo_chat import demo_with_chat_template
 from tests.serving import ServeProcess, children_of, has_ended
 
-from freight.descent import PARENT, from_lasting_thread, with_parent
+from freight.base.descent import PARENT, from_lasting_thread, with_parent
 from freight.kernels.cpu import library
 
 pytestmark = [
@@ -133,7 +133,7 @@ def test_of_every_pair_one_is_stopped_and_one_is_killed(tmp_path: Path) -> None:
 
 CHILD = """
 import os, sys, time
-from freight.descent import end_with_parent
+from freight.base.descent import end_with_parent
 end_with_parent()
 print(os.getpid(), "FREIGHT_PARENT" in os.environ, flush=True)
 time.sleep(60)

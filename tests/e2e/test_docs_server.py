@@ -17,17 +17,18 @@ from urllib.parse import urlsplit
 import pytest
 from tests.serving import freight_serve
 
-from freight import json_schema, structured
-from freight.server import service, tokens
-from freight.server.limits import ServingLimits
-from freight.server.openai.chat_request import ChatRequest
-from freight.server.openai.completion_request import CompletionRequest
-from freight.server.openai.fields import ACCEPTED
-from freight.server.openai.neutral import NEUTRAL
-from freight.server.processes import renderer
-from freight.server.settings import ServerSettings
-from freight.server.transport import stream
-from freight.server.transport.http_limits import HttpLimits
+from freight import structured
+from freight.base import json_schema
+from freight.serve import service, tokens
+from freight.serve.limits import ServingLimits
+from freight.serve.openai.chat_request import ChatRequest
+from freight.serve.openai.completion_request import CompletionRequest
+from freight.serve.openai.fields import ACCEPTED
+from freight.serve.openai.neutral import NEUTRAL
+from freight.serve.rendering import renderer
+from freight.serve.settings import ServerSettings
+from freight.serve.transport import stream
+from freight.serve.transport.http_limits import HttpLimits
 
 TEXT = (Path(__file__).parents[2] / "docs" / "server.md").read_text(encoding="utf-8")
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```\n", re.MULTILINE | re.DOTALL)

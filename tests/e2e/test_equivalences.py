@@ -35,7 +35,7 @@ from freight.fp8.formats import Format, Granularity
 from freight.fp8.scheme import KVScales, LayerScales
 from freight.kernels.cpu import library
 from freight.kernels.select import select_kernels
-from freight.models import open as opening
+from freight.model import open as opening
 
 PROMPT = "class Queue:\n    def __init__(self, maxsize=0):\n        self.maxsize = maxsize\n" * 3
 OTHERS = [f"def function_{i}(argument):\n" + f"    value = {i}\n" * i for i in range(16)]

@@ -20,7 +20,7 @@ from tests.forked_server import CAN_FORK, forked
 from tests.serving import freight_serve
 
 from freight.llm import LLM
-from freight.processes import children
+from freight.serve.processes import children
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"

@@ -20,9 +20,9 @@ from tests.unit.models.test_sizes import require_equal
 from transformers import AutoModelForCausalLM
 
 import freight
-from freight.config.engine import EngineArgs
 from freight.errors import ConfigError
-from freight.models.open import open_model
+from freight.model.open import open_model
+from freight.settings.engine import EngineArgs
 
 IDS = tokens(80)
 WIDE = {
@@ -247,7 +247,7 @@ def test_kv_scales_move_into_a_model_with_experts(tmp_path: Path) -> None:
     """AutoFP8's form lists every module as left out, the routers too: readers take no list for 'all
     quantized'.
     """
-    from freight.calibrate.transfer import extract_scales
+    from freight.quantizer.transfer import extract_scales
 
     plain = make("qwen2-moe", tmp_path / "plain")
     freight.quantize(

@@ -18,7 +18,7 @@ from freight.cli.main import app
 from freight.errors import GenerationError
 from freight.kernels.cpu import library
 from freight.kernels.select import select_kernels
-from freight.models import open as opening
+from freight.model import open as opening
 
 BASE = Path(__file__).parents[1] / "fixtures" / "base_bf16"
 BAD = 7  # the token whose embedding is NaN

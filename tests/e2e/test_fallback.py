@@ -18,15 +18,15 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from freight import LLM, SamplingParams
-from freight.calibrate.quantize import open_unquantized
 from freight.cli.inspect import describe
-from freight.config.engine import EngineArgs
-from freight.config.registry import FAMILIES
 from freight.errors import CheckpointError, ConfigError
-from freight.evaluate.capacity import Wish, make_plan
-from freight.models.open import open_model
-from freight.models.sizes import Layout
-from freight.models.weight_bytes import weight_bytes
+from freight.lab.capacity import Wish, make_plan
+from freight.model.config.registry import FAMILIES
+from freight.model.open import open_model
+from freight.model.sizes import Layout
+from freight.model.weight_bytes import weight_bytes
+from freight.quantizer.quantize import open_unquantized
+from freight.settings.engine import EngineArgs
 
 SMALL: dict[str, Any] = {
     "vocab_size": 128,

@@ -17,9 +17,9 @@ from tests.e2e.test_fallback import FAST, PROMPTS, SLOW, SMALL, expected, llm, t
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from freight.config.engine import EngineArgs
-from freight.models.fallback_probe import foreign_config
-from freight.models.open import open_model
+from freight.model.fallback_probe import foreign_config
+from freight.model.open import open_model
+from freight.settings.engine import EngineArgs
 
 SIZES = {
     "vocab_size": 128,

@@ -16,7 +16,7 @@ from tests.parity.variants import VARIANTS
 from torch import Tensor
 
 import freight
-import freight.calibrate.quantize
+import freight.quantizer.quantize
 from freight.kernels.reference_set import REFERENCE
 from freight.transformers import FP8Cache
 
@@ -79,7 +79,7 @@ KEYS_ARE_VALUES = {"gemma4": (3,), "gemma4-moe": (3,)}  # layers without a proje
 
 @pytest.fixture(autouse=True)
 def reference_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(freight.calibrate.quantize, "select_kernels", lambda *_: REFERENCE)
+    monkeypatch.setattr(freight.quantizer.quantize, "select_kernels", lambda *_: REFERENCE)
 
 
 def logits(folder: Path, **options: Any) -> torch.Tensor:

@@ -7,9 +7,9 @@ from __future__ import annotations
 import pytest
 
 from freight import LLM, SamplingParams
-from freight.config.engine import EngineArgs
 from freight.errors import ConfigError
-from freight.evaluate.report import compare_caches
+from freight.lab.evaluate.report import compare_caches
+from freight.settings.engine import EngineArgs
 
 
 def test_it_costs_something_and_little_and_leaves_the_first_row_as_it_is():

@@ -16,10 +16,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from freight import LLM, SamplingParams
 from freight.checkpoint.reader import resolve_model
-from freight.config.engine import EngineArgs
 from freight.errors import ConfigError, RequestError
-from freight.evaluate.report import compare_caches
+from freight.lab.evaluate.report import compare_caches
 from freight.outputs import FinishReason, TokenLogprobs
+from freight.settings.engine import EngineArgs
 
 DEMO = resolve_model("demo")
 BASE = Path(__file__).parents[1] / "fixtures" / "base_bf16"

@@ -34,16 +34,16 @@ from freight.cache.store.pace import Rates
 from freight.cache.store.survey import verify
 from freight.checkpoint.reader import resolve_model
 from freight.cli.main import app
-from freight.config.engine import EngineArgs
-from freight.config.resolve import check
 from freight.engine import build
 from freight.engine import store as engine_store
 from freight.engine.fingerprint import fingerprint
 from freight.engine.store import library, name_space, what_decides
 from freight.errors import ConfigError
-from freight.models.decoder import LanguageModel
-from freight.models.open import OpenModel, open_model
+from freight.model.decoder import LanguageModel
+from freight.model.open import OpenModel, open_model
 from freight.outputs import StoreStats
+from freight.settings.engine import EngineArgs
+from freight.settings.resolve import check
 
 TEXT = (Path(__file__).parents[2] / "src/freight/demo/heldout.txt").read_text(encoding="utf-8")
 PARAMS = SamplingParams(max_tokens=8, temperature=0.8, seed=5, ignore_eos=True, logprobs=3)

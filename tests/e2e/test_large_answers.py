@@ -13,7 +13,7 @@ import pytest
 from tests.asking import Answered, Server
 from tests.serving import freight_serve, health
 
-from freight.server import service
+from freight.serve import service
 
 OPTIONS = ["--kv-cache-dtype", "fp8", "--kv-cache-memory", "16MiB"]
 

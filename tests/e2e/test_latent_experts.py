@@ -21,22 +21,22 @@ from tests.unit.models.test_sizes import require_equal
 
 import freight
 from freight import LLM, SamplingParams
-from freight.bench.drive import weight_bytes
-from freight.calibrate.modules import ignored_modules, kept_modules, layer_modules
-from freight.calibrate.quantize import open_unquantized
-from freight.calibrate.tree import model_tree
-from freight.config.engine import EngineArgs
-from freight.config.parse import parse_model_config
-from freight.config.quantize_plan import QuantizeArgs, plan
 from freight.errors import CheckpointError
 from freight.fp8.formats import Format
 from freight.kernels.cpu import library
 from freight.kernels.select import select_kernels
-from freight.models import open as opening
-from freight.models.open import open_checkpoint, open_model, open_random
-from freight.models.shapes import tensor_shapes
-from freight.models.sizes import ONLINE
+from freight.lab.bench.drive import weight_bytes
+from freight.model import open as opening
+from freight.model.config.parse import parse_model_config
+from freight.model.open import open_checkpoint, open_model, open_random
+from freight.model.shapes import tensor_shapes
+from freight.model.sizes import ONLINE
 from freight.operands.activation import Activation
+from freight.quantizer.modules import ignored_modules, kept_modules, layer_modules
+from freight.quantizer.plan import QuantizeArgs, plan
+from freight.quantizer.quantize import open_unquantized
+from freight.quantizer.tree import model_tree
+from freight.settings.engine import EngineArgs
 
 BUILDS = [f"cpu-{build}" for build in library.runnable()]
 IDS = tokens(90)

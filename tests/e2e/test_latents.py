@@ -16,13 +16,13 @@ from torch import Tensor
 
 import freight
 from freight.checkpoint.reader import Checkpoint
-from freight.config.engine import EngineArgs
 from freight.engine.fingerprint import fingerprint
 from freight.errors import CheckpointError, ConfigError
-from freight.evaluate.advice import how_to
-from freight.evaluate.figures import Evaluation
-from freight.evaluate.grid import GridArgs, evaluate_grid
-from freight.models.open import open_model
+from freight.lab.evaluate.advice import how_to
+from freight.lab.evaluate.figures import Evaluation
+from freight.lab.evaluate.grid import GridArgs, evaluate_grid
+from freight.model.open import open_model
+from freight.settings.engine import EngineArgs
 
 IDS = tokens(60)
 TRAINED = Path(__file__).parents[1] / "fixtures/latents/deepseek_v3"
@@ -173,7 +173,7 @@ def evaluated(model: Path, **options: Any) -> Evaluation:
 def test_evaluate_measures_scales_per_group_of_latents(
     wide: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("freight.evaluate.grid.CACHES", ("token", "group"))
+    monkeypatch.setattr("freight.lab.evaluate.grid.CACHES", ("token", "group"))
     runs = {run.name: run for run in evaluated(wide).runs}
     assert list(runs) == ["float32", "token", "group"]
     assert (runs["group"].granularity, runs["group"].bytes_per_token) == ("group", 3 * 536)

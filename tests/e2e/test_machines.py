@@ -32,12 +32,12 @@ from tests.serving import (
 )
 
 from freight import LLM, SamplingParams
-from freight.config.engine import EngineArgs
-from freight.config.nodes import OWN, differences, given, with_own
 from freight.engine import leader, node
 from freight.engine.leader import Leader
 from freight.errors import ConfigError, RankError
 from freight.kernels.cpu import library
+from freight.settings.engine import EngineArgs
+from freight.settings.nodes import OWN, differences, given, with_own
 
 BASE = Path(__file__).parents[1] / "fixtures" / "base_bf16"
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)

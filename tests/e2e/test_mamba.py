@@ -16,12 +16,12 @@ from tests.parity.random_models import freight_logits, save_random, tokens
 from tests.parity.variants import VARIANTS
 
 import freight
-from freight.config.engine import EngineArgs
-from freight.layers.linear import Linear
-from freight.layers.mamba import Mamba2
-from freight.models.decoder import Decoder
-from freight.models.open import open_checkpoint, open_model
+from freight.model.decoder import Decoder
+from freight.model.layers.linear import Linear
+from freight.model.layers.mamba import Mamba2
+from freight.model.open import open_checkpoint, open_model
 from freight.operands.weight import Weight
+from freight.settings.engine import EngineArgs
 
 IDS = tokens(120)
 FP8 = torch.float8_e4m3fn

@@ -21,20 +21,20 @@ from transformers import LlamaConfig
 
 import freight
 from freight import LLM, SamplingParams
-from freight.config.engine import EngineArgs
-from freight.config.family import Family
-from freight.config.model import ModelConfig
-from freight.config.parse import parse_model_config
-from freight.config.registry import FAMILIES
 from freight.errors import CheckpointError, ConfigError
-from freight.evaluate.capacity import Wish, make_plan
-from freight.evaluate.grid import GridArgs, evaluate_grid
-from freight.evaluate.perplexity import Window
-from freight.evaluate.report import compare_caches
-from freight.evaluate.sensitivity import per_layer
-from freight.models.open import open_checkpoint, open_model
-from freight.models.sizes import Layout, loaded_bytes
-from freight.models.weight_bytes import weight_bytes
+from freight.lab.capacity import Wish, make_plan
+from freight.lab.evaluate.grid import GridArgs, evaluate_grid
+from freight.lab.evaluate.perplexity import Window
+from freight.lab.evaluate.report import compare_caches
+from freight.lab.evaluate.sensitivity import per_layer
+from freight.model.config.family import Family
+from freight.model.config.model import ModelConfig
+from freight.model.config.parse import parse_model_config
+from freight.model.config.registry import FAMILIES
+from freight.model.open import open_checkpoint, open_model
+from freight.model.sizes import Layout, loaded_bytes
+from freight.model.weight_bytes import weight_bytes
+from freight.settings.engine import EngineArgs
 
 IDS = tokens(120)
 FED, MIXED = (

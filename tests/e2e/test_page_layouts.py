@@ -13,8 +13,8 @@ from tests.parity.variants import VARIANTS
 
 from freight import LLM, SamplingParams
 from freight.cache.pool import KVPool, allocate_pool
-from freight.config.engine import KVCacheConfig, PageLayout
 from freight.engine import build
+from freight.settings.engine import KVCacheConfig, PageLayout
 
 PROMPTS = [tokens(70), tokens(70)[:50] + tokens(9), tokens(3)]
 CACHES = [("bfloat16", "auto"), ("fp8", "dynamic"), ("fp8", "unit"), ("int8", "auto")]

@@ -14,8 +14,8 @@ import torch
 
 import freight
 from freight import LLM, SamplingParams
-from freight.config.engine import EngineArgs
-from freight.evaluate.report import compare_caches
+from freight.lab.evaluate.report import compare_caches
+from freight.settings.engine import EngineArgs
 
 BASE = Path(__file__).parents[1] / "fixtures" / "base_bf16"
 PROMPTS = [[1, 2, 3, 4], list(range(5, 45))]

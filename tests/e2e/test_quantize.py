@@ -17,13 +17,13 @@ from safetensors.torch import load_file, save_file
 
 import freight
 from freight import LLM, CapacityError, CheckpointError, ConfigError, SamplingParams
-from freight.calibrate.quantize import load_samples, open_unquantized
 from freight.checkpoint.reader import resolve_model
-from freight.config.engine import EngineArgs
-from freight.config.quantize_plan import QuantizeArgs, plan
-from freight.evaluate.report import compare_caches
 from freight.fp8.cast import decode, encode
 from freight.fp8.formats import Format
+from freight.lab.evaluate.report import compare_caches
+from freight.quantizer.plan import QuantizeArgs, plan
+from freight.quantizer.quantize import load_samples, open_unquantized
+from freight.settings.engine import EngineArgs
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 BASE = FIXTURES / "base_bf16"
@@ -469,7 +469,7 @@ def test_centers_that_gain_nothing_are_refused(tmp_path: Path, out: Path):
 
 @pytest.mark.slow
 def test_scales_that_move_take_centers_along_or_hold_without(tmp_path: Path):
-    from freight.calibrate.transfer import export_scales, extract_scales
+    from freight.quantizer.transfer import export_scales, extract_scales
 
     quantized = tmp_path / "quantized"
     freight.quantize("demo", quantized, **CENTERED)

@@ -30,7 +30,6 @@ from tests.serving import (
 from torch import Tensor
 
 from freight import LLM, SamplingParams
-from freight.device import numa_nodes
 from freight.engine import leader
 from freight.engine.leader import Leader
 from freight.errors import (
@@ -41,7 +40,8 @@ from freight.errors import (
     RankError,
 )
 from freight.kernels.cpu import library
-from freight.models.weight_bytes import weight_bytes
+from freight.model.weight_bytes import weight_bytes
+from freight.settings.device import numa_nodes
 
 BASE = str(Path(__file__).parents[1] / "fixtures" / "base_bf16")
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)

@@ -45,12 +45,12 @@ from dataclasses import replace
 from pathlib import Path
 import torch
 from freight import SamplingParams
-from freight.config.engine import EngineArgs
+from freight.settings.engine import EngineArgs
 from freight.engine import leader
 from freight.engine.build import start_engine
 from freight.engine.node import join_rank_0
 from freight.kernels.cpu import library
-from freight.models.open import open_model
+from freight.model.open import open_model
 
 def taken():
     status = Path("/proc/self/status").read_text().splitlines()

@@ -35,25 +35,25 @@ from freight import SamplingParams
 from freight.cache import stored
 from freight.cache.sizing import bytes_of_request
 from freight.cache.spec import cache_spec
-from freight.config.engine import EngineArgs
-from freight.config.layer import (
+from freight.engine import build, leader
+from freight.engine.engine import Engine
+from freight.engine.leader import LeadingRunner
+from freight.errors import ConfigError
+from freight.fp8.formats import Granularity
+from freight.kernels.cpu import library
+from freight.lab.capacity import Wish, make_plan
+from freight.model.config.layer import (
     DeltaNetConfig,
     KimiDeltaConfig,
     LatentConfig,
     Mamba2Config,
     ShortConvConfig,
 )
-from freight.engine import build, leader
-from freight.engine.engine import Engine
-from freight.engine.leader import LeadingRunner
-from freight.errors import ConfigError
-from freight.evaluate.capacity import Wish, make_plan
-from freight.fp8.formats import Granularity
-from freight.kernels.cpu import library
-from freight.models.open import OpenModel, open_model, open_random
-from freight.models.shares import share_of
-from freight.models.sizes import Layout
-from freight.models.weight_bytes import weight_bytes
+from freight.model.open import OpenModel, open_model, open_random
+from freight.model.shares import share_of
+from freight.model.sizes import Layout
+from freight.model.weight_bytes import weight_bytes
+from freight.settings.engine import EngineArgs
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 pytestmark = [

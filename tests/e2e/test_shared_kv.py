@@ -15,12 +15,12 @@ from tests.parity.variants import VARIANTS
 import freight
 from freight.cache.pool import allocate_pool
 from freight.cache.spec import cache_spec
-from freight.calibrate.centers import CenterWatch
-from freight.config.engine import KVCacheConfig
 from freight.errors import CheckpointError
 from freight.fp8.formats import Format
 from freight.kernels.reference_set import REFERENCE
-from freight.models.open import open_checkpoint
+from freight.model.open import open_checkpoint
+from freight.quantizer.centers import CenterWatch
+from freight.settings.engine import KVCacheConfig
 
 IDS = tokens(60)
 

@@ -22,13 +22,13 @@ from transformers import Lfm2Config
 
 import freight
 from freight import LLM, SamplingParams
-from freight.bench.latency import measure_latency
-from freight.config.engine import EngineArgs
 from freight.errors import CheckpointError, ConfigError
-from freight.evaluate.capacity import Wish, make_plan
-from freight.evaluate.grid import GridArgs, evaluate_grid
-from freight.evaluate.report import compare_caches
-from freight.models.open import open_checkpoint, open_model
+from freight.lab.bench.latency import measure_latency
+from freight.lab.capacity import Wish, make_plan
+from freight.lab.evaluate.grid import GridArgs, evaluate_grid
+from freight.lab.evaluate.report import compare_caches
+from freight.model.open import open_checkpoint, open_model
+from freight.settings.engine import EngineArgs
 
 DEMO = Path(freight.__file__).parent / "demo"
 IDS = tokens(200)

@@ -19,10 +19,10 @@ from tests.serving import ServeProcess
 from freight import LLM, ConfigError, SamplingParams
 from freight.checkpoint.reader import resolve_model
 from freight.cli.main import main
-from freight.config.engine import EngineArgs
 from freight.engine.fingerprint import fingerprint
 from freight.errors import CheckpointError
-from freight.models.open import OpenModel, open_model
+from freight.model.open import OpenModel, open_model
+from freight.settings.engine import EngineArgs
 
 SMALL: dict[str, Any] = {"max_model_len": 128, "kv_cache_memory": "8MiB"}
 PROMPT = "class Queue:\n    def __init__(self, maxsize=0):\n        self.maxsize = maxsize\n"

@@ -21,7 +21,7 @@ from tests.asking import Server
 from tests.demo_chat import demo_with_chat_template
 from tests.serving import ServeProcess
 
-from freight.bench.http_stream import Address, Connection, EventReader, StreamError
+from freight.lab.bench.http_stream import Address, Connection, EventReader, StreamError
 
 SECONDS = float(os.environ.get("FREIGHT_SOAK_SECONDS", "8"))
 WARM = 60.0 if SECONDS >= 180 else 4.0  # until then memory may grow

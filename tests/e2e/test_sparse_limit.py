@@ -20,7 +20,7 @@ import freight
 from freight import LLM, SamplingParams
 from freight.cli.inspect import describe
 from freight.errors import ConfigError, RequestError
-from freight.models.open import open_checkpoint
+from freight.model.open import open_checkpoint
 
 LIMIT = 48
 SPARSE = ("deepseek-v32", "glm-moe-dsa")

@@ -16,13 +16,13 @@ import pytest
 from tests.means import said
 
 from freight import LLM, SamplingParams
-from freight.config.engine import EngineArgs
 from freight.engine.fingerprint import fingerprint
 from freight.errors import ConfigError
-from freight.evaluate.advice import how_to
-from freight.evaluate.grid import GridArgs, evaluate_grid
-from freight.evaluate.report import compare_caches
-from freight.models.open import open_model
+from freight.lab.evaluate.advice import how_to
+from freight.lab.evaluate.grid import GridArgs, evaluate_grid
+from freight.lab.evaluate.report import compare_caches
+from freight.model.open import open_model
+from freight.settings.engine import EngineArgs
 
 FOLDER = Path(__file__).parents[1] / "fixtures/hybrids/delta_net"
 TEXT = (Path(__file__).parents[2] / "src/freight/demo/heldout.txt").read_text()[:6000]

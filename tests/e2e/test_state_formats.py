@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from freight.config.engine import EngineArgs
-from freight.evaluate.advice import advice, recommended_states
-from freight.evaluate.figures import Evaluation
-from freight.evaluate.grid import GridArgs, evaluate_grid
-from freight.evaluate.report_page import write_report
-from freight.evaluate.table import table
+from freight.lab.evaluate.advice import advice, recommended_states
+from freight.lab.evaluate.figures import Evaluation
+from freight.lab.evaluate.grid import GridArgs, evaluate_grid
+from freight.lab.evaluate.report_page import write_report
+from freight.lab.evaluate.table import table
+from freight.settings.engine import EngineArgs
 
 HYBRIDS = Path(__file__).parents[1] / "fixtures" / "hybrids"
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "state_formats.py"

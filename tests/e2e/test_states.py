@@ -35,19 +35,19 @@ from tests.parity.random_models import freight_logits
 import freight
 from freight import LLM, SamplingParams
 from freight.cli.plan import _print as print_plan
-from freight.config.engine import EngineArgs
 from freight.engine.fingerprint import fingerprint
 from freight.errors import ConfigError
-from freight.evaluate import long
-from freight.evaluate.capacity import Wish, as_json, make_plan
-from freight.evaluate.grid import GridArgs, evaluate_grid
-from freight.evaluate.perplexity import Window
-from freight.evaluate.report import cache_run, compare_caches
-from freight.evaluate.retrieval import Question, RetrievalContext
-from freight.evaluate.sensitivity import per_layer
-from freight.models.open import open_checkpoint, open_model
-from freight.models.sizes import Layout, loaded_bytes
-from freight.models.weight_bytes import weight_bytes
+from freight.lab.capacity import Wish, as_json, make_plan
+from freight.lab.evaluate import long
+from freight.lab.evaluate.grid import GridArgs, evaluate_grid
+from freight.lab.evaluate.perplexity import Window
+from freight.lab.evaluate.report import cache_run, compare_caches
+from freight.lab.evaluate.retrieval import Question, RetrievalContext
+from freight.lab.evaluate.sensitivity import per_layer
+from freight.model.open import open_checkpoint, open_model
+from freight.model.sizes import Layout, loaded_bytes
+from freight.model.weight_bytes import weight_bytes
+from freight.settings.engine import EngineArgs
 
 
 @pytest.fixture(autouse=True)

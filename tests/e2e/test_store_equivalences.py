@@ -30,7 +30,7 @@ from freight.checkpoint.extras import write_extras
 from freight.checkpoint.reader import resolve_model
 from freight.fp8.formats import Granularity
 from freight.fp8.scheme import KVScales, LayerScales
-from freight.models.open import open_checkpoint
+from freight.model.open import open_checkpoint
 
 E4M3: dict[str, Any] = {"kv_cache_dtype": "fp8_e4m3"}
 CACHES: dict[str, dict[str, Any]] = {

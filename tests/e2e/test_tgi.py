@@ -10,8 +10,8 @@ import pytest
 import freight
 from freight.llm import LLM
 from freight.sampling import SamplingLimits, SamplingParams
-from freight.server.call import ReplyHead, Served, TokenizedWork
-from freight.server.tgi.request import parse_generate
+from freight.serve.call import ReplyHead, Served, TokenizedWork
+from freight.serve.tgi.request import parse_generate
 
 DEMO = Path(freight.__file__).parent / "demo"
 PROMPT = "The license applies to"

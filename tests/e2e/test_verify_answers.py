@@ -21,12 +21,12 @@ from tests.e2e.test_drafts import SOURCES
 from typer.testing import CliRunner
 
 from freight.cli.main import app
-from freight.config.engine import EngineArgs
 from freight.engine.redraw import Redraw
 from freight.engine.verification import Outcome
 from freight.errors import ConfigError
-from freight.server.processes.renderer import Renderer
-from freight.server.verify import Verifier, verifier_of
+from freight.serve.offline.verify import Verifier, verifier_of
+from freight.serve.rendering.renderer import Renderer
+from freight.settings.engine import EngineArgs
 
 COUNT = 200
 RETURNED = {"return_token_ids": True}

@@ -18,16 +18,16 @@ from torch import Tensor
 
 import freight
 from freight import LLM
-from freight.audit.facts import read_facts
-from freight.audit.repair import choose_form, write_repaired
-from freight.audit.rules import READ, Engine
 from freight.checkpoint.merge import merge
 from freight.checkpoint.reader import Checkpoint, untied
-from freight.config.engine import EngineArgs
-from freight.config.kv_source import uniform_scales
 from freight.errors import CheckpointError
-from freight.models.decoder import Decoder
-from freight.models.open import open_checkpoint, open_model
+from freight.lab.audit.facts import read_facts
+from freight.lab.audit.repair import choose_form, write_repaired
+from freight.lab.audit.rules import READ, Engine
+from freight.model.decoder import Decoder
+from freight.model.open import open_checkpoint, open_model
+from freight.settings.engine import EngineArgs
+from freight.settings.kv_source import uniform_scales
 
 DEMO = Path(freight.__file__).parent / "demo"
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"

@@ -15,17 +15,17 @@ from tests.formats.writers import Form, write
 from torch import Tensor
 
 from freight import LLM, SamplingParams
-from freight.config.engine import EngineArgs
 from freight.fp8.formats import Format
 from freight.fp8.scheme import Activations
 from freight.fp8.weights import quantize_rows
 from freight.kernels.reference_set import REFERENCE
 from freight.kernels.select import select_kernels
-from freight.layers.linear import Linear, UnmergedLinear
-from freight.models.decoder import Decoder
-from freight.models.loader import load_model
-from freight.models.open import open_model
+from freight.model.decoder import Decoder
+from freight.model.layers.linear import Linear, UnmergedLinear
+from freight.model.loader import load_model
+from freight.model.open import open_model
 from freight.operands.weight import Weight
+from freight.settings.engine import EngineArgs
 
 ROWS = {"q_proj": 192, "k_proj": 96, "v_proj": 96, "gate_proj": 320, "up_proj": 320}
 TOKENS = torch.randint(3, 64, (24,), generator=torch.Generator().manual_seed(1)).tolist()

@@ -37,18 +37,18 @@ from freight.checkpoint.four_bits import StoredGroups, find_four_bits
 from freight.checkpoint.layouts import read_scheme
 from freight.checkpoint.reader import Checkpoint
 from freight.cli.inspect import describe
-from freight.config.engine import EngineArgs
 from freight.errors import CheckpointError, ConfigError
 from freight.fp8.formats import Format
 from freight.kernels.reference_experts import ExpertList
 from freight.kernels.reference_set import REFERENCE, ReferenceKernels
-from freight.models.decoder import Decoder
-from freight.models.loader import load_model
-from freight.models.open import OpenModel, open_model
-from freight.models.shapes import tensor_shapes
-from freight.models.shares import share_of
-from freight.models.sources import CheckpointSource
+from freight.model.decoder import Decoder
+from freight.model.loader import load_model
+from freight.model.open import OpenModel, open_model
+from freight.model.shapes import tensor_shapes
+from freight.model.shares import share_of
+from freight.model.sources import CheckpointSource
 from freight.operands.weight import Weight
+from freight.settings.engine import EngineArgs
 
 IDS = [5, 17, 3, 42, 60, 9, 31, 8, 25, 50, 1, 33]
 

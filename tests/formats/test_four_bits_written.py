@@ -19,15 +19,15 @@ from tests.unit.models.test_sizes import require_equal
 from torch import Tensor
 
 from freight import quantize
-from freight.config.engine import EngineArgs
-from freight.config.parse import parse_model_config
 from freight.errors import CheckpointError, ConfigError
 from freight.fp8.formats import Format
 from freight.fp8.four_bits import round_int4, round_mxfp4
 from freight.kernels.reference_set import REFERENCE
-from freight.models.open import open_model, open_random
-from freight.models.random_weights import random_model
-from freight.models.sizes import int4_online
+from freight.model.config.parse import parse_model_config
+from freight.model.open import open_model, open_random
+from freight.model.random_weights import random_model
+from freight.model.sizes import int4_online
+from freight.settings.engine import EngineArgs
 
 PLAIN = write(FORMS["gptq"])
 

@@ -31,12 +31,12 @@ from transformers import Qwen3NextConfig
 
 import freight
 from freight import LLM, SamplingParams
-from freight.audit.effects import Engine, view
-from freight.audit.facts import read_facts
 from freight.cli.inspect import describe
-from freight.config.engine import EngineArgs
 from freight.errors import CheckpointError, ConfigError
-from freight.models.open import open_checkpoint, open_model
+from freight.lab.audit.effects import Engine, view
+from freight.lab.audit.facts import read_facts
+from freight.model.open import open_checkpoint, open_model
+from freight.settings.engine import EngineArgs
 
 WIDE = {"dtype": "float32", "kv_cache_dtype": "float32"}
 CALIBRATION = [torch.randint(3, 64, (100,), generator=torch.Generator().manual_seed(5)).tolist()]

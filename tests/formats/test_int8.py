@@ -20,16 +20,16 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import freight
 from freight import LLM, SamplingParams
 from freight.checkpoint.layouts import read_scheme
-from freight.config.engine import EngineArgs
-from freight.config.model import ForeignModel
-from freight.config.resolve import check, resolve
-from freight.device import probe
 from freight.errors import CheckpointError, ConfigError
 from freight.fp8.formats import Format
 from freight.kernels.reference_set import REFERENCE
-from freight.models.loader import load_model
-from freight.models.open import open_model
+from freight.model.config.model import ForeignModel
+from freight.model.loader import load_model
+from freight.model.open import open_model
 from freight.operands.weight import Activations, Weight
+from freight.settings.device import probe
+from freight.settings.engine import EngineArgs
+from freight.settings.resolve import check, resolve
 from freight.text.tokenizer import Tokenizer
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "compressed_int8"

@@ -18,15 +18,15 @@ from tests.formats.forms import FORMS
 from tests.formats.writers import Written, write
 
 from freight import LLM, SamplingParams
-from freight.config.engine import EngineArgs, EngineConfig
-from freight.config.resolve import resolve
 from freight.errors import CheckpointError
 from freight.fp8.formats import Format, ScaleSource
 from freight.fp8.scheme import Activations
 from freight.kernels.reference_set import REFERENCE
 from freight.kernels.select import select_kernels
-from freight.models.open import OpenModel, open_model
+from freight.model.open import OpenModel, open_model
 from freight.operands.weight import Weight
+from freight.settings.engine import EngineArgs, EngineConfig
+from freight.settings.resolve import resolve
 
 FAMILIES = {
     "llama": "LlamaForCausalLM",

@@ -22,11 +22,11 @@ from torch import Tensor
 from freight.cache.pool import allocate_pool
 from freight.checkpoint.merge import merge
 from freight.checkpoint.writer import CheckpointWriter
-from freight.config.engine import EngineArgs
 from freight.engine.runner import ModelRunner
 from freight.errors import CheckpointError, ConfigError
 from freight.kernels.select import select_kernels
-from freight.models.open import open_model
+from freight.model.open import open_model
+from freight.settings.engine import EngineArgs
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 PEFT = FIXTURES / "peft"

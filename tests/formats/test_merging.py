@@ -12,15 +12,15 @@ import torch
 from tests.formats.forms import FORMS
 from tests.formats.writers import Written, spread, write
 
-from freight.config.engine import EngineArgs
 from freight.errors import CheckpointError
 from freight.fp8.formats import Format
 from freight.fp8.weights import regroup
 from freight.kernels.reference_set import REFERENCE
-from freight.layers.linear import Linear, UnmergedLinear
-from freight.models.decoder import Decoder
-from freight.models.loader import load_model
-from freight.models.open import open_model
+from freight.model.decoder import Decoder
+from freight.model.layers.linear import Linear, UnmergedLinear
+from freight.model.loader import load_model
+from freight.model.open import open_model
+from freight.settings.engine import EngineArgs
 
 
 def load(made: Written, folder: Path, format: Format = Format.E4M3FN) -> Decoder:

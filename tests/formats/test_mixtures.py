@@ -16,7 +16,7 @@ from torch import Tensor
 from freight import LLM, SamplingParams
 from freight.checkpoint.kv_scales import parse_scale_name
 from freight.errors import CheckpointError
-from freight.models.open import open_checkpoint
+from freight.model.open import open_checkpoint
 
 WIDE = {"dtype": "float32", "kv_cache_dtype": "float32"}
 

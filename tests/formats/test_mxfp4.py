@@ -18,13 +18,13 @@ from transformers import AutoModelForCausalLM
 
 from freight.checkpoint.layouts import read_scheme
 from freight.cli.inspect import describe
-from freight.config.engine import EngineArgs
 from freight.errors import CheckpointError
 from freight.kernels.cpu.experts import CpuExperts
 from freight.kernels.reference_experts import ExpertList
-from freight.models.decoder import Decoder
-from freight.models.open import OpenModel, open_model
+from freight.model.decoder import Decoder
+from freight.model.open import OpenModel, open_model
 from freight.operands.weight import Activations
+from freight.settings.engine import EngineArgs
 
 ALL = 3 * 8 * (2 * 96 + 64)  # rows: layers, experts, outputs of gate and up and of down
 

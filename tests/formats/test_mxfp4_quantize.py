@@ -17,10 +17,10 @@ from transformers import AutoModelForCausalLM, Mxfp4Config
 from typer.testing import CliRunner
 
 import freight
-from freight.calibrate.transfer import extract_scales
 from freight.cli.main import app
 from freight.errors import ConfigError
-from freight.models.open import open_checkpoint
+from freight.model.open import open_checkpoint
+from freight.quantizer.transfer import extract_scales
 
 IDS = tokens(80)
 WIDE = "model.layers.1.mlp.experts.down_proj"

@@ -13,9 +13,9 @@ from tests.formats.test_experts import logprobs
 
 from freight.checkpoint.linears import find_linears
 from freight.fp8.formats import Format
-from freight.models.open import open_checkpoint
-from freight.models.shapes import kept_in_16_bits, tensor_shapes
-from freight.models.sources import CheckpointSource
+from freight.model.open import open_checkpoint
+from freight.model.shapes import kept_in_16_bits, tensor_shapes
+from freight.model.sources import CheckpointSource
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 NAMES = (

@@ -19,10 +19,10 @@ from torch import Tensor
 
 from freight.cache.pool import allocate_pool
 from freight.checkpoint.kv_scales import parse_scale_name
-from freight.config.engine import EngineArgs
 from freight.engine.runner import ModelRunner
 from freight.kernels.select import select_kernels
-from freight.models.open import open_checkpoint, open_model
+from freight.model.open import open_checkpoint, open_model
+from freight.settings.engine import EngineArgs
 
 FIXTURES = Path(__file__).parents[1] / "fixtures/llmcompressor_families"
 NAMES = sorted(path.name for path in FIXTURES.iterdir())

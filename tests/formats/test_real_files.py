@@ -12,12 +12,12 @@ from safetensors.torch import load_file
 from tests.formats.test_forms import load, logprobs
 from torch import Tensor
 
-from freight.config.engine import EngineArgs
 from freight.fp8.formats import Format
 from freight.fp8.scheme import Activations
-from freight.layers.linear import Projection, UnmergedLinear
-from freight.models.open import open_model
+from freight.model.layers.linear import Projection, UnmergedLinear
+from freight.model.open import open_model
 from freight.operands.weight import Weight
+from freight.settings.engine import EngineArgs
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 LAYER = "model.layers.0."

@@ -23,8 +23,8 @@ import freight
 from freight import LLM
 from freight.checkpoint.reader import Checkpoint
 from freight.errors import CheckpointError
-from freight.models.open import open_checkpoint
-from freight.models.shapes import tensor_shapes
+from freight.model.open import open_checkpoint
+from freight.model.shapes import tensor_shapes
 
 STACKED = f"{LAYER}mlp.experts."
 

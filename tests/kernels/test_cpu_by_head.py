@@ -12,12 +12,12 @@ from tests.kernels.test_cpu_experts import BUILDS, FLOATS, PATHS, make
 from tests.shares import examples
 from torch import Tensor
 
-from freight.calibrate.expert_inputs import one_by_one
 from freight.kernels import reference_experts as loop
 from freight.kernels.cpu import library
 from freight.kernels.cpu.cpu_set import CpuKernels
 from freight.kernels.cpu.recording import Arena, record
 from freight.operands.weight import Activations, Weight
+from freight.quantizer.expert_inputs import one_by_one
 
 
 def columns(rows: int, heads: int, inputs: int, dtype: torch.dtype) -> Tensor:

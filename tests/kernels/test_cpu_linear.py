@@ -17,7 +17,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from freight.device import Threads
 from freight.errors import KernelError
 from freight.fp8.cast import encode
 from freight.fp8.formats import Format
@@ -27,6 +26,7 @@ from freight.kernels.cpu import library
 from freight.kernels.cpu.cpu_set import CpuKernels
 from freight.kernels.cpu.interface import open_library
 from freight.operands.weight import Activations, Weight
+from freight.settings.device import Threads
 
 BUILDS = library.runnable()
 FLOATS = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}

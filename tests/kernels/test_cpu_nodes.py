@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from freight.device import Threads, bound_nodes, numa_nodes
 from freight.kernels.cpu import library
 from freight.kernels.cpu.cpu_set import CpuKernels
 from freight.operands.weight import Weight
+from freight.settings.device import Threads, bound_nodes, numa_nodes
 
 ON_TWO_NODES = """
 import os, sys

@@ -20,8 +20,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from freight.device import cpu_features
 from freight.kernels.cpu import library
+from freight.settings.device import cpu_features
 
 SOURCES = Path(__file__).parent / "tiles"
 EMULATED = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-include", str(SOURCES / "emulated_tiles.h"))

@@ -17,7 +17,6 @@ from torch import Tensor
 from freight.cache.groups import Pages
 from freight.cache.pages import allocate_pages
 from freight.cache.spec import LayerKVSpec
-from freight.config.engine import PageLayout
 from freight.engine.prepare import Logits, SequenceSlice, prepare
 from freight.fp8.cast import decode, encode
 from freight.fp8.formats import Format, Granularity, ScaleKind
@@ -29,6 +28,7 @@ from freight.kernels.reference_set import REFERENCE
 from freight.operands.batch import Sequences
 from freight.operands.kv_pages import KVPages, read_slots
 from freight.operands.rotary import Rotary
+from freight.settings.engine import PageLayout
 
 FORMATS = (Format.E4M3FN, Format.INT8, Format.E4M3FNUZ)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

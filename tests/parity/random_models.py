@@ -12,10 +12,10 @@ from tests.parity.variants import SHAPE
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
 
 from freight.cache.pool import allocate_pool
-from freight.config.engine import EngineArgs
 from freight.engine.runner import ModelRunner
 from freight.kernels.select import select_kernels
-from freight.models.open import open_model
+from freight.model.open import open_model
+from freight.settings.engine import EngineArgs
 
 DELTA_NETS = (
     "qwen3_next",

@@ -19,13 +19,13 @@ from transformers import AutoModelForCausalLM
 
 from freight.cache.manager import CacheManager, Held
 from freight.cache.pool import allocate_pool
-from freight.config.engine import EngineArgs
 from freight.engine.prepare import Logits, SequenceSlice
 from freight.engine.runner import ModelRunner
 from freight.kernels.cpu import library
 from freight.kernels.select import select_kernels
-from freight.models import open as opening
-from freight.models.open import open_model
+from freight.model import open as opening
+from freight.model.open import open_model
+from freight.settings.engine import EngineArgs
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 PROMPTS, DECODED, EVERY = (1, 2, 3, 15, 16, 17, 40), 40, 16

@@ -18,12 +18,12 @@ from transformers import PretrainedConfig
 from transformers.models.gemma2 import modeling_gemma2
 from transformers.models.llama import modeling_llama
 
-from freight.config.engine import EngineArgs
 from freight.errors import CheckpointError
 from freight.fp8.formats import Format
 from freight.fp8.weights import fit_rows
-from freight.models.open import open_model
+from freight.model.open import open_model
 from freight.operands.weight import Activations, Weight
+from freight.settings.engine import EngineArgs
 
 BFLOAT16 = (
     *(

@@ -30,7 +30,7 @@ from transformers import (
 )
 
 from freight.errors import CheckpointError
-from freight.models.open import open_checkpoint
+from freight.model.open import open_checkpoint
 
 IDS = tokens(80)
 VISION = {"vision_config": {"hidden_size": 16}}

@@ -85,7 +85,7 @@ def engines() -> dict[int, int]:
     """The engines of replicas on this machine, and the replica of each, by /proc."""
     found = {}
     for folder in Path("/proc").glob("[0-9]*"):
-        parent = _parent(folder) if b"freight.processes.worker" in _command(folder) else 0
+        parent = _parent(folder) if b"freight.serve.processes.worker" in _command(folder) else 0
         if parent and b"ray::" in _command(Path(f"/proc/{parent}")):
             found[int(folder.name)] = parent
     return found

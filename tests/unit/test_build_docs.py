@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 import freight
 from freight.cli.main import app
-from freight.server.documented import SUMMARIES
+from freight.serve.documented import SUMMARIES
 
 ROOT = build_docs.ROOT
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from freight.device import cpu_features
+from freight.settings.device import cpu_features
 
 
 @pytest.mark.parametrize(

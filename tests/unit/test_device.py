@@ -17,7 +17,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from freight.device import (
+from freight.errors import ConfigError, FreightError
+from freight.fp8.formats import Format
+from freight.settings.device import (
     DeviceKind,
     Threads,
     choose_threads,
@@ -30,8 +32,6 @@ from freight.device import (
     probe,
     usable_cores,
 )
-from freight.errors import ConfigError, FreightError
-from freight.fp8.formats import Format
 
 GIB = 2**30
 CPUINFO = "processor\t: 0\nmodel name\t: Some CPU @ 3 GHz\nflags\t\t: fpu avx2 f16c fma avx512_bf16 avx512vbmi\n"
@@ -264,19 +264,19 @@ def test_threads_count_for_the_python_thread_that_entered_them() -> None:
 
 
 def test_threads_are_refused_in_a_forked_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("freight.device._started_in", {"pid": os.getpid() + 1})
+    monkeypatch.setattr("freight.settings.device._started_in", {"pid": os.getpid() + 1})
     with pytest.raises(
         FreightError, match=rf"forked from process {os.getpid() + 1} after .* 'spawn' method"
     ):
         Threads(1).__enter__()
-    monkeypatch.setattr("freight.device._started_in", {})
+    monkeypatch.setattr("freight.settings.device._started_in", {})
     with Threads(1), Threads(2):
         pass
 
 
 FORK = """
 import freight, os, signal, torch
-from freight.device import Threads
+from freight.settings.device import Threads
 from freight.errors import FreightError
 
 threads = Threads(2)

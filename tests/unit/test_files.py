@@ -14,8 +14,8 @@ import pytest
 from tests.demo_chat import DEMO, demo_with_chat_template
 from tests.forked_server import run_forked
 
+from freight.base.files import open_regular, outside, read_bytes, read_text, write_whole, writing
 from freight.errors import CapacityError, ConfigError
-from freight.files import open_regular, outside, read_bytes, read_text, write_whole, writing
 
 MORE = 16 << 30  # bytes of address space: a device without end would not stop below it
 

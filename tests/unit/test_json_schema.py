@@ -14,8 +14,8 @@ from tests.unit.engine.test_grammar import END
 
 import freight
 from freight import RequestError, StructuredOutputs
+from freight.base.json_schema import FORMATS, UNENFORCED, enforceable
 from freight.engine.grammar import Grammars
-from freight.json_schema import FORMATS, UNENFORCED, enforceable
 from freight.text.tokenizer import Tokenizer
 
 # Of the drafts of JSON Schema from 4 to 2020-12.

@@ -26,9 +26,9 @@ from published_models import (
     unreadable,
 )
 
-from freight.config.layer import AttentionConfig
-from freight.config.mechanisms import MECHANISMS
-from freight.config.registry import FAMILIES
+from freight.model.config.layer import AttentionConfig
+from freight.model.config.mechanisms import MECHANISMS
+from freight.model.config.registry import FAMILIES
 
 RECURRENT, MLA = "layers with a recurrent state", "latent attention (MLA)"
 

@@ -14,7 +14,7 @@ import torch
 from tests.openmp_display import given, has_read
 from tests.serving import ServeProcess
 
-from freight import openmp
+from freight.base import openmp
 
 gnu = pytest.mark.skipif(sys.platform != "linux", reason="GNU OpenMP is torch's on Linux alone")
 SET = {"GOMP_SPINCOUNT": "5"}

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from freight import patterns
+from freight.base import patterns
+from freight.base.patterns import FilePattern
 from freight.errors import CheckpointError, ConfigError
-from freight.patterns import FilePattern
 
 # as checkpoints of compressed-tensors, ModelOpt, GPTQModel and PEFT have them
 PUBLISHED = (

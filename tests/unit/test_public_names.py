@@ -29,8 +29,8 @@ PUBLIC = {
     "KernelError": "freight.errors",
     "EngineError": "freight.errors",
     "GenerationError": "freight.errors",
-    "quantize": "freight.calibrate.quantize",
-    "QuantizeResult": "freight.calibrate.quantize",
+    "quantize": "freight.quantizer.quantize",
+    "QuantizeResult": "freight.quantizer.quantize",
     "Outcome": "freight.engine.verification",
     "Verification": "freight.engine.verification",
 }

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import release
 
-from freight.device import cpu_features
 from freight.kernels.cpu.library import ARM64_BUILDS
+from freight.settings.device import cpu_features
 
 ROOT = release.ROOT
 CHANGELOG = """# Changelog

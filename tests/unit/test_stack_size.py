@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from tests.forked_server import run_forked
 
-from freight.device import check_threads
 from freight.errors import ConfigError
 from freight.kernels.cpu import library
 from freight.kernels.select import select_kernels
+from freight.settings.device import check_threads
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,9 @@ from tests.unit.server.openai_cases import LIMITS, SERVED
 
 import freight
 from freight.errors import RequestError
-from freight.server.anthropic.messages_request import parse_messages
-from freight.server.openai.chat_request import parse_chat
-from freight.server.openai.responses_request import parse_responses
+from freight.serve.anthropic.messages_request import parse_messages
+from freight.serve.openai.chat_request import parse_chat
+from freight.serve.openai.responses_request import parse_responses
 from freight.text.messages import read_messages
 from freight.text.tokenizer import Tokenizer
 

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from freight import terminal
+from freight.base import terminal
 
 PLAIN = [
     ({}, False),

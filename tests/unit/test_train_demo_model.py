@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from train_demo_model import FAMILIES, Model, record_batches, write_data
 
 from freight.checkpoint.reader import resolve_model
-from freight.evaluate.retrieval import Vocabulary
+from freight.lab.evaluate.retrieval import Vocabulary
 
 DEMO = resolve_model("demo")
 

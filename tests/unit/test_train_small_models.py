@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
 from freight.checkpoint.reader import resolve_model
-from freight.evaluate.retrieval import Vocabulary
+from freight.lab.evaluate.retrieval import Vocabulary
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 HYBRIDS, LATENT = ("hybrids/delta_net", "hybrids/mamba2"), "latents/deepseek_v3"

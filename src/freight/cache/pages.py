@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from freight.cache.spec import LayerKVSpec
-from freight.config.engine import PageLayout
 from freight.fp8.cast import torch_dtype
 from freight.fp8.formats import SCALE_GROUP, Granularity
 from freight.fp8.scheme import LayerScales
 from freight.operands.kv_pages import KVPages
+from freight.settings.engine import PageLayout
 
 
 class Empty(Protocol):

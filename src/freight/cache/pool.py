@@ -13,7 +13,6 @@ from torch import Tensor
 
 from freight.cache.pages import Empty, allocate_pages, empty_on, expand_scale
 from freight.cache.spec import KVCacheSpec, LayerStateSpec
-from freight.config.engine import KVCacheConfig
 from freight.fp8.cast import torch_dtype
 from freight.kernels.interface import KernelSet
 from freight.operands.batch import ForwardBatch
@@ -21,6 +20,7 @@ from freight.operands.kv_pages import KeyCenter, KVPages
 from freight.operands.packed import PackedWeight, Rows
 from freight.operands.rotary import Rotary
 from freight.operands.states import States, Stretch
+from freight.settings.engine import KVCacheConfig
 
 
 class LayerKV(Protocol):

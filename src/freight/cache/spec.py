@@ -14,8 +14,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from freight.cache.groups import LayerGroup, Pages, StateBlocks
-from freight.config.engine import KVCacheConfig, LayerKVFormat
-from freight.config.layer import (
+from freight.errors import ConfigError
+from freight.fp8.formats import SCALE_GROUP, Format, Granularity
+from freight.model.config.layer import (
     AttentionConfig,
     DeltaNetConfig,
     KimiDeltaConfig,
@@ -24,12 +25,11 @@ from freight.config.layer import (
     Mixer,
     ShortConvConfig,
 )
-from freight.config.model import ModelConfig
-from freight.config.states import default_state
-from freight.errors import ConfigError
-from freight.fp8.formats import SCALE_GROUP, Format, Granularity
+from freight.model.config.model import ModelConfig
 from freight.operands.tiles import STATE_TILE
 from freight.parallel.shards import of_rank
+from freight.settings.engine import KVCacheConfig, LayerKVFormat
+from freight.settings.states import default_state
 
 LEAST_EVERY = 64  # least tokens of a block of states by default
 

@@ -18,11 +18,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from freight.base.fields import JsonObject
+from freight.base.patterns import MOST_EXPRESSIONS, FilePattern
 from freight.checkpoint.headers import Shape, TensorEntry, read_header
 from freight.checkpoint.reader import read_json, resolve_model
-from freight.config.fields import JsonObject
 from freight.errors import CheckpointError, ConfigError, shown
-from freight.patterns import MOST_EXPRESSIONS, FilePattern
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from freight.base.fields import JsonObject
+from freight.base.files import read_object
 from freight.checkpoint.stored_dtype import stored_in_folder, stored_on_hub
-from freight.config.dtype import names_dtype
-from freight.config.fields import JsonObject
-from freight.config.presets import PRESETS, is_preset, preset
 from freight.errors import CheckpointError, ConfigError, nearest
-from freight.files import read_object
 from freight.fp8.formats import Format
+from freight.model.config.dtype import names_dtype
+from freight.model.config.presets import PRESETS, is_preset, preset
 
 
 def read_config_only(

@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from freight.base.descent import with_parent
 from freight.checkpoint.headers import TensorEntry, read_header
 from freight.checkpoint.reader import PICKLED, read_json, resolve_model
 from freight.checkpoint.writer import (
@@ -28,9 +29,8 @@ from freight.checkpoint.writer import (
     require_own_files,
     require_space,
 )
-from freight.config.parse import parse_model_config
-from freight.descent import with_parent
 from freight.errors import CapacityError, CheckpointError, ConfigError, shown
+from freight.model.config.parse import parse_model_config
 
 SINGLE, INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 # The deadline of a file: SECONDS, and one second more per BYTES_PER_SECOND. A busy machine takes a

@@ -26,13 +26,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from freight.base.files import read_bytes
 from freight.checkpoint.reader import Checkpoint
-from freight.config.layer import LatentConfig, PagedMixer
-from freight.config.model import ModelConfig
 from freight.errors import CheckpointError
-from freight.files import read_bytes
 from freight.fp8.formats import Format, Granularity
 from freight.fp8.scheme import KVScales, LayerScales
+from freight.model.config.layer import LatentConfig, PagedMixer
+from freight.model.config.model import ModelConfig
 
 FILE = "freight_kv_scales.json"
 MIXED = "mixed"

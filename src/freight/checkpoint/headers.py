@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
 
+from freight.base.files import open_regular
 from freight.errors import CheckpointError
-from freight.files import open_regular
 from freight.fp8.formats import Format
 
 _BITS = {

@@ -15,16 +15,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from freight.base.fields import is_number
+from freight.base.files import read_text
 from freight.checkpoint.extras import read_extras
 from freight.checkpoint.reader import Checkpoint
-from freight.config.fields import is_number
-from freight.config.kv_source import nearest_float32
-from freight.config.layer import LatentConfig, PagedMixer
-from freight.config.model import ModelConfig
 from freight.errors import CheckpointError
-from freight.files import read_text
 from freight.fp8.formats import Format, Granularity
 from freight.fp8.scheme import KVScales, LayerScales, ScaleFault, Scheme
+from freight.model.config.layer import LatentConfig, PagedMixer
+from freight.model.config.model import ModelConfig
+from freight.settings.kv_source import nearest_float32
 
 _NAME = re.compile(
     r"""(?:^|\.) layers\.(?P<layer>\d+)\. (?:

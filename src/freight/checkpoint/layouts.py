@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from freight.base.fields import JsonObject
 from freight.checkpoint.producers.compressed_tensors import read_compressed_tensors
 from freight.checkpoint.producers.fp8 import read_fbgemm, read_fp8
 from freight.checkpoint.producers.gptq import read_auto_round, read_awq, read_gptq
@@ -20,11 +21,10 @@ from freight.checkpoint.producers.modelopt import read_modelopt
 from freight.checkpoint.producers.mxfp4 import read_mxfp4
 from freight.checkpoint.producers.quark import read_quark
 from freight.checkpoint.producers.torchao import read_torchao
-from freight.config.dtype import TEXT_KEYS
-from freight.config.fields import JsonObject
 from freight.errors import CheckpointError, choices
 from freight.fp8.formats import Format
 from freight.fp8.scheme import Scheme
+from freight.model.config.dtype import TEXT_KEYS
 
 _NAMED = {"float8_e4m3fn": Format.E4M3FN, "float8_e4m3fnuz": Format.E4M3FNUZ}
 _NAMED |= {str(format): format for format in (Format.E4M3FN, Format.E4M3FNUZ)}

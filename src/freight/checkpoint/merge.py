@@ -21,8 +21,8 @@ from freight.checkpoint.writer import (
     require_own_files,
     require_space,
 )
-from freight.config.parse import parse_model_config
 from freight.errors import CheckpointError, ConfigError
+from freight.model.config.parse import parse_model_config
 
 Progress = Callable[[str, int, int], None]  # (what, done, total)
 _HEAD, _EMBEDDING = "lm_head.weight", "embed_tokens.weight"

@@ -37,8 +37,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
+from freight.base.files import read_bytes, write_whole
 from freight.errors import CheckpointError, ConfigError
-from freight.files import read_bytes, write_whole
 
 PATTERN = ".freight.*.partial"
 LOCK = ".freight.lock"

@@ -24,10 +24,10 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from freight.base.fields import MOST_PARTS, JsonObject, is_integer
 from freight.checkpoint.headers import TensorEntry, read_header
 from freight.checkpoint.kv_scales import join_ranks, require_positive
 from freight.checkpoint.reader import read_json
-from freight.config.fields import MOST_PARTS, JsonObject, is_integer
 from freight.errors import CheckpointError, shown
 from freight.fp8.formats import Format
 from freight.fp8.scheme import KVScales

@@ -22,6 +22,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from freight.base.fields import JsonObject
+from freight.base.files import read_object
 from freight.checkpoint.headers import (
     FORMAT_NAMES,
     Index,
@@ -33,11 +35,9 @@ from freight.checkpoint.headers import (
 )
 from freight.checkpoint.partial import restore
 from freight.checkpoint.stored_dtype import stored_format
-from freight.config.dtype import TEXT_KEYS
-from freight.config.fields import JsonObject
 from freight.errors import CheckpointError, ConfigError, shown
-from freight.files import read_object
 from freight.fp8.formats import Format
+from freight.model.config.dtype import TEXT_KEYS
 
 logger = logging.getLogger("freight")
 INDEX = "model.safetensors.index.json"

@@ -13,7 +13,7 @@ disk is full.
 
 from __future__ import annotations
 
-from freight.descent import end_with_parent
+from freight.base.descent import end_with_parent
 
 if __name__ == "__main__":
     end_with_parent()  # before imports that take long
@@ -29,8 +29,8 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
+from freight.base.files import FULL
 from freight.checkpoint.headers import FORMAT_NAMES
-from freight.files import FULL
 from freight.fp8.cast import torch_dtype
 
 # Times the file's size: the file, mapped or read, and a copy of its largest tensor

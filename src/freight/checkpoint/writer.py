@@ -22,6 +22,8 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from freight.base.fields import JsonObject
+from freight.base.files import FULL, outside
 from freight.checkpoint.extras import WRITTEN
 from freight.checkpoint.partial import (
     LOCK,
@@ -31,9 +33,7 @@ from freight.checkpoint.partial import (
     signals_deferred,
     workplace,
 )
-from freight.config.fields import JsonObject
 from freight.errors import CapacityError, CheckpointError, ConfigError, shown
-from freight.files import FULL, outside
 
 SHARD_BYTES = 2 * 2**30
 # Files of a model besides config.json and weights: tokenizer, generation defaults, chat template,

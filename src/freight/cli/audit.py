@@ -9,16 +9,16 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from freight import terminal
-from freight.audit.effects import EngineView, parse_engine
-from freight.audit.rules import Engine
+from freight.base import terminal
+from freight.base.terminal import progress
 from freight.cli.evaluate import read_text
 from freight.cli.options import NODES, RANKS, Json, option, takes_engine_options
-from freight.config.engine import EngineArgs
-from freight.terminal import progress
+from freight.lab.audit.effects import EngineView, parse_engine
+from freight.lab.audit.rules import Engine
+from freight.settings.engine import EngineArgs
 
 if TYPE_CHECKING:
-    from freight.audit.run import AuditReport
+    from freight.lab.audit.run import AuditReport
 
 
 # The caches are those that other engines would have.
@@ -60,8 +60,8 @@ def audit(
     text = read_text(args.model, data) if data is not None or args.model == "demo" else None
     calibration = read_text(args.model, calibration_data) if calibration_data is not None else None
 
-    from freight.audit.run import as_json as to_json
-    from freight.audit.run import audit as run
+    from freight.lab.audit.run import as_json as to_json
+    from freight.lab.audit.run import audit as run
 
     with progress("auditing") as move:
         report = run(
@@ -88,8 +88,8 @@ def audit(
 
 
 def _print(report: AuditReport) -> None:
-    from freight.audit.verdict import Cost
-    from freight.tables import markdown
+    from freight.base.tables import markdown
+    from freight.lab.audit.verdict import Cost
 
     if report.weights is not None:
         first, *more = report.weights.lines()

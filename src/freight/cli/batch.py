@@ -13,12 +13,12 @@ from typing import Annotated
 
 import typer
 
-from freight import terminal
+from freight.base import terminal
+from freight.base.terminal import bars
 from freight.cli.options import Values, argument, takes_engine_options
 from freight.cli.serve import NEEDED, takes_server_options
-from freight.config.engine import EngineArgs
 from freight.errors import ConfigError, install
-from freight.terminal import bars
+from freight.settings.engine import EngineArgs
 
 # The options of `freight serve` that this command has as well.
 _OPTIONS = ("served_model_name", "chat_template", "template_timeout", "unknown_fields")
@@ -66,10 +66,10 @@ def batch(
         raise ConfigError(
             "--json and OUT - both write standard output: omit --json, or name a file"
         )
-    from freight.processes.client import WorkerOptions
-    from freight.server.batch import COMPLETIONS, LINES_PER_SEQUENCE, BatchCounts, run_batch
-    from freight.server.batch_files import BatchInput, BatchOutput, require_different
-    from freight.server.settings import ServerSettings
+    from freight.serve.offline.batch import COMPLETIONS, LINES_PER_SEQUENCE, BatchCounts, run_batch
+    from freight.serve.offline.batch_files import BatchInput, BatchOutput, require_different
+    from freight.serve.processes.client import WorkerOptions
+    from freight.serve.settings import ServerSettings
 
     folder = Path(args.model).expanduser()
     names = tuple(server.pop("served_model_name"))

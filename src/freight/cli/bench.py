@@ -14,6 +14,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from freight.base.fields import JsonObject
+from freight.base.options import choose
+from freight.base.start_log import log_to_stderr
+from freight.base.tables import markdown
+from freight.base.terminal import OnProgress, progress
 from freight.cli.bench_serving import positive, serving
 from freight.cli.options import (
     Command,
@@ -22,20 +27,15 @@ from freight.cli.options import (
     takes_options_of_one_rank,
 )
 from freight.cli.picture import check_picture, write_picture
-from freight.config.engine import EngineArgs
-from freight.config.fields import JsonObject
-from freight.config.options import choose
-from freight.config.presets import shape_config
-from freight.config.resolve import KERNELS, check
-from freight.config.speculation import DEFAULT_DRAFTS
-from freight.device import DEVICES, choose_threads
 from freight.errors import ConfigError, choices
-from freight.start_log import log_to_stderr
-from freight.tables import markdown
-from freight.terminal import OnProgress, progress
+from freight.model.config.presets import shape_config
+from freight.settings.device import DEVICES, choose_threads
+from freight.settings.engine import EngineArgs
+from freight.settings.resolve import KERNELS, check
+from freight.settings.speculation import DEFAULT_DRAFTS
 
 if TYPE_CHECKING:
-    from freight.models.open import OpenModel
+    from freight.model.open import OpenModel
 
 app = typer.Typer(
     no_args_is_help=True, rich_markup_mode=None, help="Measure speed, beside the memory's own."
@@ -112,7 +112,7 @@ def latency(
         if not args.asks_for_drafts:
             args = replace(args, speculate=DEFAULT_DRAFTS)
         with _measuring(args, random_weights) as (opened, name, on_progress):
-            from freight.bench.drafts import measure_drafts
+            from freight.lab.bench.drafts import measure_drafts
 
             drafted = (batch_size, repeats, output_len)
             found = measure_drafts(opened, name, text, *drafted, on_progress)
@@ -120,7 +120,7 @@ def latency(
         return
     sizes = (batch_size, input_len, output_len or 33, repeats)
     with _measuring(args, random_weights) as (opened, name, on_progress):
-        from freight.bench.latency import measure_latency
+        from freight.lab.bench.latency import measure_latency
 
         found = measure_latency(opened, name, *sizes, on_progress)
     print(json.dumps(found) if as_json else _table(found))
@@ -152,15 +152,15 @@ def throughput(
     caches, sizes = compare or [], (num_requests, input_len, output_len, repeats)
     if not (caches or compare_memory or picture):
         with _measuring(args, random_weights) as (opened, name, on_progress):
-            from freight.bench.throughput import measure_throughput
+            from freight.lab.bench.throughput import measure_throughput
 
             found = measure_throughput(opened, name, *sizes, on_progress)
         print(json.dumps(found) if as_json else _table(found))
         return
     _check_compared(args, caches, compare_memory or [], picture)
     with _measuring(args, random_weights) as (opened, name, on_progress):
-        from freight.bench.cache_picture import cache_picture
-        from freight.bench.caches import as_table, measure_caches
+        from freight.lab.bench.cache_picture import cache_picture
+        from freight.lab.bench.caches import as_table, measure_caches
 
         memories = compare_memory or (args.kv_cache_memory,)
         found = measure_caches(opened, name, caches, memories, *sizes, on_progress)
@@ -236,11 +236,11 @@ def kernels(
             known = KERNEL_NAMES if device == "cpu" else GPU_KERNEL_NAMES
             raise ConfigError(f"--only {name!r} is unknown: choose {choices(known)}")
     shape = shape_config(random_weights or "llama-1b")
-    from freight.config.parse import parse_model_config
+    from freight.model.config.parse import parse_model_config
 
     model = parse_model_config(shape)
-    from freight.device import probe
     from freight.kernels.select import select_kernels
+    from freight.settings.device import probe
 
     facts = probe(device)
     used = choose_threads(threads, facts.cores)
@@ -256,7 +256,7 @@ def kernels(
                 raise ConfigError(
                     f"--{flag} is for --device cpu: the sizes on a GPU are those of docs/benchmarks.md"
                 )
-        from freight.bench.gpu import Sizes, measure_on_gpu
+        from freight.lab.bench.gpu import Sizes, measure_on_gpu
 
         _print_rows(measure_on_gpu(kernel_set, only or [], seconds, Sizes(), after), as_json)
         return
@@ -264,7 +264,7 @@ def kernels(
         raise ConfigError(
             "--after is for --device cuda, where a fault of the GPU may end the command before its last row"
         )
-    from freight.bench.kernels import measure_kernels
+    from freight.lab.bench.kernels import measure_kernels
 
     with used:
         found = measure_kernels(
@@ -322,11 +322,11 @@ def _open(args: EngineArgs, random_weights: str | None) -> tuple[OpenModel, str]
     """Return the model to measure, and what to call it."""
     log_to_stderr()
     if random_weights is None:
-        from freight.models.open import open_model
+        from freight.model.open import open_model
 
         return open_model(args), args.model
     check_random_weights(args.model, random_weights)  # before torch is loaded
-    from freight.models.open import open_random
+    from freight.model.open import open_random
 
     return open_random(args, random_weights), random_weights
 

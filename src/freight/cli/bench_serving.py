@@ -13,12 +13,12 @@ from typing import Annotated, Any
 
 import typer
 
+from freight.base.fields import JsonObject
+from freight.base.tables import markdown
+from freight.base.terminal import progress
 from freight.cli.options import Json, option
 from freight.cli.picture import check_picture, write_picture
-from freight.config.fields import JsonObject
 from freight.errors import ConfigError, choices
-from freight.tables import markdown
-from freight.terminal import progress
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 
@@ -82,8 +82,8 @@ def serving(
     """Load on any OpenAI-compatible server: time to first token, between tokens, rates, errors;
     several in turns.
     """
-    from freight.bench.prompts import Lengths
-    from freight.bench.serving import ServingArgs, measure_serving
+    from freight.lab.bench.prompts import Lengths
+    from freight.lab.bench.serving import ServingArgs, measure_serving
 
     check_picture(picture)
     targets = _targets(url or [DEFAULT_URL], endpoint, api_key, timeout)
@@ -111,8 +111,8 @@ def serving(
 
 
 def _targets(urls: list[str], endpoint: str, api_key: str | None, timeout: float) -> list[Any]:
-    from freight.bench.http_stream import Address
-    from freight.bench.load import ENDPOINTS, Target
+    from freight.lab.bench.http_stream import Address
+    from freight.lab.bench.load import ENDPOINTS, Target
 
     if endpoint not in ENDPOINTS:
         raise ConfigError(f"--endpoint {endpoint!r} is unknown: choose {choices(ENDPOINTS)}")
@@ -121,7 +121,7 @@ def _targets(urls: list[str], endpoint: str, api_key: str | None, timeout: float
 
 
 def _levels(concurrency: list[int] | None, rate: list[float] | None) -> list[Any]:
-    from freight.bench.load import Level
+    from freight.lab.bench.load import Level
 
     if concurrency and rate:
         raise ConfigError("--concurrency and --rate are two kinds of load: give one of the two")
@@ -133,7 +133,7 @@ def _levels(concurrency: list[int] | None, rate: list[float] | None) -> list[Any
 
 
 def _amount(num_requests: int | None, duration: float | None) -> Any:
-    from freight.bench.load import Amount
+    from freight.lab.bench.load import Amount
 
     if duration is not None:
         positive("--duration", duration, "a number of seconds")
@@ -147,8 +147,8 @@ def positive(flag: str, value: float, what: str) -> None:
 
 
 def _draw(path: Path, found: JsonObject, runs: Any) -> None:
-    from freight.bench.serving import PROMPT_KINDS
-    from freight.bench.serving_picture import serving_picture
+    from freight.lab.bench.serving import PROMPT_KINDS
+    from freight.lab.bench.serving_picture import serving_picture
 
     row = found["rows"][0]
     what = found["prompts"]

@@ -8,12 +8,12 @@ from typing import Annotated
 
 import typer
 
-from freight import terminal
+from freight.base import terminal
 from freight.cli.generate import print_stream
 from freight.cli.options import option, takes_engine_options, takes_sampling_options
-from freight.config.engine import EngineArgs
 from freight.errors import ConfigError, GenerationError, RequestError, nearest
 from freight.sampling import SamplingParams
+from freight.settings.engine import EngineArgs
 
 HELP = "Type a message; /clear forgets the conversation, Ctrl-C stops an answer, /exit or Ctrl-D ends, /help says more."
 COMMANDS = {

@@ -7,8 +7,7 @@ from typing import Annotated
 
 import typer
 
-from freight import terminal
-from freight.calibrate.stages import stages
+from freight.base import terminal
 from freight.cli.options import (
     ModelIdOption,
     OptionalOut,
@@ -16,6 +15,7 @@ from freight.cli.options import (
     argument,
     model_and_others,
 )
+from freight.quantizer.stages import stages
 
 
 def convert(

@@ -11,11 +11,11 @@ from typing import Annotated
 
 import typer
 
-from freight import terminal
+from freight.base import terminal
+from freight.base.terminal import progress
 from freight.cli.evaluate import CACHES, HELD_OUT, LEGEND
 from freight.cli.options import Json, option
-from freight.config.engine import EngineArgs
-from freight.terminal import progress
+from freight.settings.engine import EngineArgs
 
 PROMPTS = (
     "def read_lines(path):\n",
@@ -33,8 +33,8 @@ def demo(
     Three prompts with a 16-bit and with FP8 KV caches, then what the FP8 caches cost and save on
     held-out text.
     """
-    from freight.evaluate.report import as_json as rows
-    from freight.evaluate.report import as_table, compare_caches
+    from freight.lab.evaluate.report import as_json as rows
+    from freight.lab.evaluate.report import as_table, compare_caches
     from freight.llm import LLM
     from freight.sampling import SamplingParams
 

@@ -9,9 +9,9 @@ from importlib import metadata
 
 import typer
 
-from freight import openmp
+from freight.base import openmp
+from freight.base.fields import JsonObject
 from freight.cli.options import OneJson
-from freight.config.fields import JsonObject
 
 PACKAGES = ("torch", "triton", "transformers", "tokenizers", "safetensors", "numpy")
 
@@ -38,7 +38,10 @@ def collect() -> JsonObject:
     """Return the facts, by the names of the JSON. Memory in bytes."""
 
     import freight
-    from freight.device import (
+    from freight.errors import KernelError
+    from freight.kernels.cpu import library as cpu_library
+    from freight.kernels.select import select_kernels
+    from freight.settings.device import (
         bound_nodes,
         choose_threads,
         cpu_features,
@@ -48,9 +51,6 @@ def collect() -> JsonObject:
         physical_cores,
         probe,
     )
-    from freight.errors import KernelError
-    from freight.kernels.cpu import library as cpu_library
-    from freight.kernels.select import select_kernels
 
     device = probe("auto")
     threads = choose_threads(None, device.cores).count

@@ -17,14 +17,14 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from freight import files, terminal
-from freight.calibrate.stages import stages
+from freight.base import files, terminal
+from freight.base.files import DATA_LIMIT, open_regular, reading, writing
+from freight.base.start_log import log_to_stderr
+from freight.base.terminal import progress
 from freight.cli.options import Command, Json, option, takes_options_of_one_rank
-from freight.config.engine import EngineArgs
 from freight.errors import ConfigError
-from freight.files import DATA_LIMIT, open_regular, reading, writing
-from freight.start_log import log_to_stderr
-from freight.terminal import progress
+from freight.quantizer.stages import stages
+from freight.settings.engine import EngineArgs
 
 # What `freight demo` shows. E5M2 needs no scales, and cannot use those that a checkpoint has for
 # E4M3.
@@ -155,12 +155,12 @@ def evaluate_caches(
     if report is not None:
         require_writable(report)
     log_to_stderr()
-    from freight.evaluate.advice import advice, why_not
-    from freight.evaluate.advice import as_json as to_json
-    from freight.evaluate.documents import read_documents
-    from freight.evaluate.grid import GridArgs, evaluate_grid
-    from freight.evaluate.report_page import write_report
-    from freight.evaluate.table import SPEED, legend, speed_table, table, words
+    from freight.lab.evaluate.advice import advice, why_not
+    from freight.lab.evaluate.advice import as_json as to_json
+    from freight.lab.evaluate.documents import read_documents
+    from freight.lab.evaluate.grid import GridArgs, evaluate_grid
+    from freight.lab.evaluate.report_page import write_report
+    from freight.lab.evaluate.table import SPEED, legend, speed_table, table, words
 
     grid = GridArgs(
         caches=_list(caches),
@@ -216,16 +216,16 @@ def evaluate_long(
 
     Two tables: the share of values found at each depth, and the perplexity of the text by position.
     """
-    from freight.evaluate.documents import read_documents
-    from freight.evaluate.long import compare_long
-    from freight.evaluate.long_table import (
+    from freight.base.tables import markdown
+    from freight.lab.evaluate.documents import read_documents
+    from freight.lab.evaluate.long import compare_long
+    from freight.lab.evaluate.long_table import (
         CHANGES,
         POSITIONS,
         RETRIEVAL,
         position_rows,
         retrieval_rows,
     )
-    from freight.tables import markdown
 
     asked = _asked(args)
     text = None
@@ -266,8 +266,8 @@ def evaluate_tasks(
 
     Each metric with its difference, whose error is of the same documents under both caches.
     """
-    from freight.evaluate.tasks import as_rows, compare_tasks
-    from freight.tables import markdown
+    from freight.base.tables import markdown
+    from freight.lab.evaluate.tasks import as_rows, compare_tasks
 
     names = [name.strip() for name in tasks.split(",") if name.strip()]
     folder = None if include_path is None else str(include_path)
@@ -305,10 +305,10 @@ def evaluate_layers(
 
     Each layer is quantized alone, and the whole is measured beside their sum.
     """
-    from freight.evaluate import sensitivity
-    from freight.evaluate.documents import cut_documents, read_documents, window_length
-    from freight.evaluate.perplexity import Window
-    from freight.models.open import OpenModel
+    from freight.lab.evaluate import sensitivity
+    from freight.lab.evaluate.documents import cut_documents, read_documents, window_length
+    from freight.lab.evaluate.perplexity import Window
+    from freight.model.open import OpenModel
 
     documents = read_documents(data_path(args.model, data), field)
 

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from freight import terminal
+from freight.base import terminal
+from freight.base.fields import JsonObject
+from freight.base.files import PROMPT_LIMIT, read_text, reading, too_large
 from freight.cli.options import Json, option, takes_engine_options, takes_sampling_options
-from freight.config.engine import EngineArgs
-from freight.config.fields import JsonObject
 from freight.errors import GenerationError, RequestError
-from freight.files import PROMPT_LIMIT, read_text, reading, too_large
 from freight.outputs import CompletionOutput, RequestOutput
 from freight.sampling import SamplingParams
+from freight.settings.engine import EngineArgs
 from freight.structured import StructuredOutputs
 
 if TYPE_CHECKING:

@@ -16,17 +16,17 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from freight import terminal
+from freight.base import terminal
+from freight.base.fields import JsonObject
 from freight.cli.picture import check_picture, write_picture
-from freight.config.fields import JsonObject
-from freight.config.model import UnreadKeys
 from freight.errors import CheckpointError, ConfigError, legible, listed
+from freight.model.config.model import UnreadKeys
 
 if TYPE_CHECKING:
     from freight.checkpoint.reader import Checkpoint
-    from freight.config.model import ModelConfig
     from freight.fp8.formats import Format
     from freight.fp8.scheme import KVScales, LayerScales, Scheme
+    from freight.model.config.model import ModelConfig
 
 _NOT_PARAMETERS = (
     "scale",
@@ -70,7 +70,7 @@ def inspect(
 
 def _drawn(facts: JsonObject, picture: Path) -> str:
     """Return the SVG of the KV scales. Raises ConfigError where there are none."""
-    from freight.evaluate.scale_picture import scale_picture
+    from freight.lab.evaluate.scale_picture import scale_picture
 
     scales = facts["kv_cache"]["scales"]
     if not any(entry["k"] for entry in scales):
@@ -112,8 +112,8 @@ def describe(
     from freight.checkpoint.linears import dense_scheme
     from freight.checkpoint.rank_export import is_rank_export
     from freight.checkpoint.reader import Checkpoint, resolve_model
-    from freight.models.architectures import skipped_parts
-    from freight.models.stored import with_stored_head
+    from freight.model.architectures import skipped_parts
+    from freight.model.stored import with_stored_head
 
     if _is_config_alone(Path(model).expanduser()):
         config, hf_quant_config = read_config_only(model, revision)
@@ -182,9 +182,9 @@ def _read(
     scheme or an empty one).
     """
     from freight.checkpoint.layouts import read_scheme
-    from freight.config.resolve import check_stored_weights
     from freight.fp8.scheme import Scheme
-    from freight.models.open import read_model_config
+    from freight.model.open import read_model_config
+    from freight.settings.resolve import check_stored_weights
 
     try:
         scheme = read_scheme(config, hf_quant_config)
@@ -199,7 +199,7 @@ def _read(
 
 
 def _blocked(config: JsonObject, obstacle: str, stored: Format | None) -> JsonObject:
-    from freight.config.dtype import checkpoint_dtype
+    from freight.model.config.dtype import checkpoint_dtype
 
     try:
         dtype, source = checkpoint_dtype(config, stored)
@@ -424,7 +424,7 @@ def _runs(facts: JsonObject) -> str:
 
 
 def _dtype(facts: JsonObject) -> str:
-    from freight.config.dtype import describe_dtype
+    from freight.model.config.dtype import describe_dtype
 
     if facts["dtype"] is None:
         return "unknown"

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from freight.config.fields import JsonObject
-from freight.evaluate.safety import KL_BOUND, Judgement, Verdict
+from freight.base.fields import JsonObject
+from freight.lab.evaluate.safety import KL_BOUND, Judgement, Verdict
 
 if TYPE_CHECKING:
-    from freight.calibrate.budget import KVChoice
+    from freight.quantizer.kv_budget import KVChoice
 
 NOT_DECLARED = (
     "config.json declares no KV scheme, because other engines would take 1.0 for the layers without scales: they run "

@@ -12,13 +12,16 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from typer.main import get_command
 
-from freight import __version__, terminal
+from freight import __version__
+from freight.base import terminal
+from freight.base.files import FULL
 from freight.cli import bench, evaluate, scales, store, variables
 from freight.cli.audit import audit
 from freight.cli.batch import batch
@@ -28,7 +31,6 @@ from freight.cli.demo import demo
 from freight.cli.env import env
 from freight.cli.generate import generate
 from freight.cli.inspect import inspect
-from freight.cli.launcher import is_launcher, launch
 from freight.cli.merge import merge
 from freight.cli.options import (
     CONTEXT,
@@ -50,9 +52,10 @@ from freight.cli.streams import (
     finish_stdout,
 )
 from freight.cli.verify import verify
-from freight.config.engine import names_of
 from freight.errors import ConfigError, FreightError, RequestError, shown
-from freight.files import FULL
+from freight.settings.engine import names_of
+
+Launcher = Callable[[Sequence[str], Mapping[str, str]], None]  # of arguments and environment
 
 logger = logging.getLogger("freight")
 app = typer.Typer(
@@ -124,12 +127,12 @@ app.add_typer(evaluate.app, name="evaluate")
 app.add_typer(bench.app, name="bench")
 
 
-def main() -> None:
-    """Run the command line of this process. Ends by SystemExit."""
+def main(launch: Launcher | None = None) -> None:
+    """Run the command line of this process, or hand it to `launch`. Ends by SystemExit."""
     try:
         try:
             _warn_of_variables()
-            if is_launcher(sys.argv[1:]):
+            if launch is not None:
                 launch(sys.argv[1:], os.environ)
             app()
         finally:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from freight import terminal
-from freight.calibrate.stages import stages
+from freight.base import terminal
 from freight.cli.options import OutFolder, argument, option
+from freight.quantizer.stages import stages
 
 
 def merge(

@@ -24,17 +24,17 @@ from typing import Annotated, Any, TypeAlias
 import typer
 from typer.core import TyperCommand
 
-from freight.config import resolve
-from freight.config.engine import KV_SCALES, EngineArgs
-from freight.config.kv_source import KV_DTYPES
-from freight.config.other_engines import as_flag, instead_of
-from freight.config.presets import shape_config
-from freight.config.skip_layers import FLAG as SKIP_LAYERS
-from freight.config.skip_layers import SLIDING
-from freight.config.states import STATE_DTYPES
-from freight.device import DEVICES
+from freight.base.other_engines import as_flag, instead_of
 from freight.errors import ConfigError, RequestError
+from freight.model.config.presets import shape_config
 from freight.sampling import SamplingParams
+from freight.settings import resolve
+from freight.settings.device import DEVICES
+from freight.settings.engine import KV_SCALES, EngineArgs
+from freight.settings.kv_source import KV_DTYPES
+from freight.settings.skip_layers import FLAG as SKIP_LAYERS
+from freight.settings.skip_layers import SLIDING
+from freight.settings.states import STATE_DTYPES
 
 RANKS = ("tensor_parallel_size", "rank_cpus", "rank_timeout")  # of verbs that serve or generate
 NODES = ("nnodes", "node_rank", "master_addr", "master_port", "join_timeout")  # of freight serve

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from freight.base.files import write_whole, writing
 from freight.errors import ConfigError
-from freight.files import write_whole, writing
 
 
 def check_picture(path: Path | None) -> None:

@@ -7,7 +7,8 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Annotated
 
-from freight import terminal
+from freight.base import terminal
+from freight.base.tables import aligned
 from freight.cli.options import (
     IgnoredKeys,
     OneJson,
@@ -19,12 +20,11 @@ from freight.cli.options import (
     option,
     takes_model,
 )
-from freight.config.engine import names_of
-from freight.config.skip_layers import layer_names
-from freight.tables import aligned
+from freight.settings.engine import names_of
+from freight.settings.skip_layers import layer_names
 
 if TYPE_CHECKING:
-    from freight.evaluate.capacity import Plan, Setting
+    from freight.lab.capacity import Plan, Setting
 
 _BAR = 24  # characters of the longest bar
 _REST = 68  # of the columns before it
@@ -66,12 +66,12 @@ def plan(
 
     With each format of cache and weights, and which to take; from config.json alone.
     """
+    from freight.base.options import choose
     from freight.checkpoint.config_only import read_config_only, tensors_dtype
-    from freight.config.options import choose
-    from freight.device import DEVICES, cpu_features, gpu_present
-    from freight.evaluate.capacity import Wish, make_plan, read_memory
-    from freight.evaluate.capacity import as_json as plan_json
-    from freight.models.sizes import Layout
+    from freight.lab.capacity import Wish, make_plan, read_memory
+    from freight.lab.capacity import as_json as plan_json
+    from freight.model.sizes import Layout
+    from freight.settings.device import DEVICES, cpu_features, gpu_present
 
     if choose("--device", device, DEVICES) == "auto":
         device = "cuda" if gpu_present() else "cpu"
@@ -103,9 +103,9 @@ def _print(model: str, made: Plan) -> None:
     from rich.text import Text
 
     from freight.cache.sizing import MEMORY_SHARE
-    from freight.config.dtype import describe_dtype
-    from freight.config.engine import listed_layers
-    from freight.evaluate.capacity import size, verdict
+    from freight.lab.capacity import size, verdict
+    from freight.model.config.dtype import describe_dtype
+    from freight.settings.engine import listed_layers
 
     console = terminal.console(soft_wrap=True)
     wish = made.wish
@@ -153,7 +153,7 @@ def _states(made: Plan) -> str:
     """Say what a request's states take: with a cache of 16 bits, with one of 8 where that differs,
     and in float32.
     """
-    from freight.evaluate.capacity import size
+    from freight.lab.capacity import size
 
     plain, eight = made.settings[0].spec, made.settings[-1].spec
     line = f"A part of it is for states: {size(plain.bytes_per_state)} for each request"
@@ -180,7 +180,7 @@ def _stored(made: Plan) -> str:
 
 
 def _row(one: Setting, made: Plan, mark: str, longest: int) -> tuple[str, ...]:
-    from freight.evaluate.capacity import size
+    from freight.lab.capacity import size
 
     most = max(other.capacity_tokens for other in made.settings)
     length = -(-one.capacity_tokens * longest // most) if most else 0

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from freight import terminal
-from freight.calibrate.stages import stages
+from freight.base import terminal
+from freight.base.fields import JsonObject
 from freight.cli.kv_choice import choice_facts, choice_sentences
 from freight.cli.options import (
     MODEL_VARIABLE,
@@ -24,9 +24,8 @@ from freight.cli.options import (
     model_and_others,
     option,
 )
-from freight.config.engine import names_of
-from freight.config.fields import JsonObject
-from freight.config.quantize_plan import (
+from freight.errors import ConfigError, choices
+from freight.quantizer.plan import (
     KV_CACHES,
     KV_GRANULARITIES,
     MAX_SEQ_LEN,
@@ -38,11 +37,12 @@ from freight.config.quantize_plan import (
     WeightScheme,
     plan,
 )
-from freight.device import DEVICES
-from freight.errors import ConfigError, choices
+from freight.quantizer.stages import stages
+from freight.settings.device import DEVICES
+from freight.settings.engine import names_of
 
 if TYPE_CHECKING:
-    from freight.calibrate.quantize import QuantizeResult
+    from freight.quantizer.quantize import QuantizeResult
 
 
 # AMMO's names -> --weights
@@ -194,7 +194,7 @@ def quantize(
     }
     plan(QuantizeArgs.from_options(**options))
 
-    from freight.calibrate.quantize import quantize as run
+    from freight.quantizer.quantize import quantize as run
 
     if batch_size is not None:
         terminal.say(

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from freight import terminal
-from freight.calibrate.stages import stages
+from freight.base import terminal
 from freight.cli.options import ModelIdOption, OptionalOut, argument, model_and_others, option
 from freight.cli.quantize import Format, either
-from freight.config.quantize_plan import Layout
+from freight.quantizer.plan import Layout
+from freight.quantizer.stages import stages
 
 if TYPE_CHECKING:
     from freight.fp8.scheme import KVScales
@@ -48,7 +48,7 @@ def extract(
         either("BASE", base, "--model", model),
         Path(either("OUT", out, "--save-path", save_path)),
     )
-    from freight.calibrate.transfer import extract_scales
+    from freight.quantizer.transfer import extract_scales
 
     with stages() as on_progress:
         scales = extract_scales(*names, on_progress, format)
@@ -67,7 +67,7 @@ def export(
 ) -> None:
     """Write a model's KV scales as the kv_cache_scales.json of older engines, one factor per layer."""
     name, path = model_and_others(ctx, model_id, ("MODEL", "FILE.json"), (model, file))
-    from freight.calibrate.transfer import export_scales
+    from freight.quantizer.transfer import export_scales
 
     _say(Path(path), export_scales(name, Path(path)), "; the file has the largest of each layer")
 
@@ -87,7 +87,7 @@ def import_(
     source, name, folder = model_and_others(
         ctx, model_id, ("FILE.json", "MODEL", "OUT"), (file, model, out)
     )
-    from freight.calibrate.transfer import import_scales
+    from freight.quantizer.transfer import import_scales
 
     with stages() as on_progress:
         scales = import_scales(Path(source), name, Path(folder), on_progress, format)

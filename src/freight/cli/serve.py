@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from freight.base.start_log import log_to_stderr
 from freight.cli.options import (
     Flag,
     Function,
@@ -21,13 +22,12 @@ from freight.cli.options import (
     replace_parameter,
     takes_engine_options,
 )
-from freight.config.engine import EngineArgs
 from freight.errors import ConfigError, install
-from freight.start_log import log_to_stderr
+from freight.settings.engine import EngineArgs
 
 if TYPE_CHECKING:
-    from freight.processes.client import WorkerOptions
-    from freight.server.settings import ServerSettings
+    from freight.serve.processes.client import WorkerOptions
+    from freight.serve.settings import ServerSettings
 
 NEEDED = ("fastapi", "uvicorn", "httptools", "prometheus_client")
 
@@ -210,7 +210,7 @@ def serve(
     missing = [name for name in NEEDED if find_spec(name) is None]
     if missing:
         raise ConfigError(f"freight serve needs {', '.join(missing)}: {install('server')}")
-    from freight.server.lifecycle import run
+    from freight.serve.lifecycle import run
 
     settings = settings_of(server)
     raise typer.Exit(run(settings, worker_options(args, settings, random_weights)))
@@ -219,7 +219,7 @@ def serve(
 def _join(args: EngineArgs, random_weights: str | None, again: bool) -> int:
     """Compute for rank 0 of another machine; return the exit status."""
     from freight.engine.node import join_rank_0
-    from freight.processes.children import SECRETS
+    from freight.serve.processes.children import SECRETS
 
     for name in SECRETS:  # the same environment may be given to all machines; ranks need no key
         os.environ.pop(name, None)
@@ -229,7 +229,7 @@ def _join(args: EngineArgs, random_weights: str | None, again: bool) -> int:
 
 def settings_of(server: Values) -> ServerSettings:
     """Return the settings for the values of SERVER_FLAGS, by their fields. Raises ConfigError."""
-    from freight.server.settings import ServerSettings
+    from freight.serve.settings import ServerSettings
 
     values = dict(server)
     values |= {name: tuple(values.pop(field)) for name, field in _LISTS.items()}
@@ -241,7 +241,7 @@ def worker_options(
     args: EngineArgs, settings: ServerSettings, random_weights: str | None = None
 ) -> WorkerOptions:
     """Return the options of the engine's process of a server."""
-    from freight.processes.client import WorkerOptions
+    from freight.serve.processes.client import WorkerOptions
 
     return WorkerOptions(
         {field.name: getattr(args, field.name) for field in fields(args)},

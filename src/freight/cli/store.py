@@ -11,9 +11,9 @@ from typing import Annotated
 
 import typer
 
-from freight import terminal
+from freight.base import terminal
+from freight.base.tables import aligned
 from freight.cli.options import OneJson, argument
-from freight.tables import aligned
 
 app = typer.Typer(
     help="Look into the folder of --kv-store.",

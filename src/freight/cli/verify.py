@@ -15,13 +15,13 @@ from typing import Annotated, Any
 
 import typer
 
-from freight import terminal
+from freight.base import terminal
+from freight.base.files import unique_names
 from freight.cli.options import Json, Values, argument, takes_engine_options
 from freight.cli.serve import NEEDED, takes_server_options
-from freight.config.engine import EngineArgs
 from freight.engine.verification import Outcome, Verification, unknown
 from freight.errors import ConfigError, install
-from freight.files import unique_names
+from freight.settings.engine import EngineArgs
 
 # The options of `freight serve` that decide what an answer is, and how long a template may take.
 _OPTIONS = ("chat_template", "template_timeout", "tool_call_parser", "reasoning_parser")
@@ -47,8 +47,8 @@ def verify(
     missing = [name for name in NEEDED if find_spec(name) is None]
     if missing:
         raise ConfigError(f"freight verify needs {', '.join(missing)}: {install('server')}")
-    from freight.server.settings import ServerSettings
-    from freight.server.verify import read_stated, verifier_of
+    from freight.serve.offline.verify import read_stated, verifier_of
+    from freight.serve.settings import ServerSettings
 
     settings = ServerSettings(**server)
     contents = list(_read(answer))

@@ -15,6 +15,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from freight.base.json_schema import Json
+from freight.base.version import version
 from freight.cache.arena import Arena
 from freight.cache.manager import CacheManager
 from freight.cache.pool import KVPool, allocate_pool
@@ -26,8 +28,6 @@ from freight.cache.sizing import (
     useful_memory,
 )
 from freight.cache.spec import KVCacheSpec
-from freight.config.engine import EngineArgs, EngineConfig
-from freight.device import DeviceFacts, numa_nodes, probe
 from freight.engine.decode_steps import Capture, DecodeSteps
 from freight.engine.engine import CLOSE_SECONDS, Engine
 from freight.engine.fingerprint import fingerprint, is_reproducible
@@ -41,19 +41,19 @@ from freight.engine.scheduler import Scheduler
 from freight.engine.store import open_store, prepare_store
 from freight.errors import CapacityError, ConfigError
 from freight.fp8.formats import Format
-from freight.json_schema import Json
 from freight.kernels.cpu.cpu_set import CpuKernels
 from freight.kernels.interface import KernelSet
-from freight.models.architectures import tensor_names
-from freight.models.decoder import Decoder, LanguageModel
-from freight.models.loader import tensor_shapes
-from freight.models.open import OpenModel, open_model
-from freight.models.shares import share_of
+from freight.model.architectures import tensor_names
+from freight.model.decoder import Decoder, LanguageModel
+from freight.model.loader import tensor_shapes
+from freight.model.open import OpenModel, open_model
+from freight.model.shares import share_of
 from freight.operands.tiles import STATE_TILE
 from freight.parallel.join import Meeting
 from freight.parallel.places import Place, places
 from freight.parallel.ranks import Ranks
-from freight.version import version
+from freight.settings.device import DeviceFacts, numa_nodes, probe
+from freight.settings.engine import EngineArgs, EngineConfig
 
 logger = logging.getLogger("freight")
 

@@ -19,12 +19,12 @@ from pathlib import Path
 
 import torch
 
-from freight.config.engine import EngineConfig
 from freight.kernels.cpu.cpu_set import CpuKernels
 from freight.kernels.cpu.library import path_of
 from freight.kernels.interface import KernelSet
-from freight.models.open import OpenModel
+from freight.model.open import OpenModel
 from freight.operands.tiles import STATE_TILE
+from freight.settings.engine import EngineConfig
 
 _SAMPLES, _SAMPLE = 64, 1 << 16  # of each file of weights: how many, and their bytes
 _HEADER = 1 << 20

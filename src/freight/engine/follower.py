@@ -9,7 +9,7 @@ that started it, also while it is stopped (`descent.py`). It writes nothing but 
 
 from __future__ import annotations
 
-from freight.descent import ENDING, end_with_parent
+from freight.base.descent import ENDING, end_with_parent
 
 if __name__ == "__main__":
     end_with_parent()  # before imports that take long
@@ -26,26 +26,26 @@ from dataclasses import replace
 
 import torch
 
+from freight.base.start_log import log_to_stderr
+from freight.base.version import version
 from freight.cache.arena import Arena, mapped
 from freight.cache.pool import allocate_pool
 from freight.cache.spec import KVCacheSpec
-from freight.config.engine import EngineConfig
 from freight.engine.build import captured_steps
 from freight.engine.fingerprint import fingerprint
 from freight.engine.leader import HANG_UP, opened_as, pulse
 from freight.engine.prepare import Logits, SequenceSlice
 from freight.engine.runner import ModelRunner, StepRows
 from freight.errors import FreightError, RankError
-from freight.models.decoder import LanguageModel
-from freight.models.open import OpenModel, open_model, open_random
+from freight.model.decoder import LanguageModel
+from freight.model.open import OpenModel, open_model, open_random
 from freight.parallel import messages
 from freight.parallel.messages import Kind, Start, integers_of
 from freight.parallel.places import Place
 from freight.parallel.ranks import Ranks, Transport
 from freight.parallel.shared import SharedMemory, passed_files
 from freight.parallel.steps import StepReader
-from freight.start_log import log_to_stderr
-from freight.version import version
+from freight.settings.engine import EngineConfig
 
 _LOGITS = tuple(Logits)
 

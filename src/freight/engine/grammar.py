@@ -29,8 +29,8 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from freight.base.json_schema import Json, enforceable
 from freight.errors import RequestError
-from freight.json_schema import Json, enforceable
 from freight.structured import CANNOT_GO_ON, StructuredOutputs
 from freight.text.tokenizer import Tokenizer
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from freight.cache.pool import KVPool
 from freight.engine.decode_steps import Replay
-from freight.models.decoder import Decoder
+from freight.model.decoder import Decoder
 from freight.operands.batch import ForwardBatch
 
 

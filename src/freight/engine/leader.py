@@ -28,10 +28,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from freight.base.descent import from_lasting_thread, with_parent
 from freight.cache.arena import mapped
-from freight.config.engine import EngineArgs
-from freight.config.nodes import with_own
-from freight.descent import from_lasting_thread, with_parent
 from freight.engine.prepare import Logits, SequenceSlice
 from freight.engine.runner import ModelRunner, StepRows
 from freight.errors import CheckpointError, ConfigError, FreightError, KernelError, RankError
@@ -42,6 +40,8 @@ from freight.parallel.places import Place
 from freight.parallel.ranks import Transport
 from freight.parallel.shared import SharedFiles, SharedMemory, nameless_memory
 from freight.parallel.steps import SliceNumbers, StepWriter
+from freight.settings.engine import EngineArgs
+from freight.settings.nodes import with_own
 
 START_TIMEOUT = 600.0  # seconds for a rank to open the model, or to read its weights
 _PATIENCE = 5.0  # seconds until a rank that should leave is killed

@@ -18,13 +18,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import NoReturn
 
-from freight.config.engine import EngineArgs
-from freight.config.nodes import given
-from freight.device import numa_nodes, usable_cores
+from freight.base.version import version
 from freight.engine import leader
 from freight.parallel.join import Join, come_to
 from freight.parallel.places import places
-from freight.version import version
+from freight.settings.device import numa_nodes, usable_cores
+from freight.settings.engine import EngineArgs
+from freight.settings.nodes import given
 
 _PATIENCE = 5.0  # seconds until a rank that should leave is killed
 _LOOK = 0.05  # seconds between looks whether a rank has ended

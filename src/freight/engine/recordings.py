@@ -21,7 +21,7 @@ from freight.engine.decode_steps import Replay
 from freight.kernels.cpu.cpu_set import CpuKernels
 from freight.kernels.cpu.library import Library
 from freight.kernels.cpu.recording import Arena, Recorded, Recording, record
-from freight.models.decoder import Decoder
+from freight.model.decoder import Decoder
 from freight.operands.batch import ForwardBatch
 
 MAX_NUM_SEQS = 64  # beyond, a step's products take so long that Python between them does not count

@@ -11,7 +11,7 @@ from torch import Tensor
 from freight.cache.pool import KVPool
 from freight.engine.decode_steps import DecodeSteps
 from freight.engine.prepare import Logits, SequenceSlice, prepare
-from freight.models.decoder import LanguageModel
+from freight.model.decoder import LanguageModel
 
 
 @dataclass(frozen=True)

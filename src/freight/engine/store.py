@@ -30,17 +30,17 @@ from freight.cache.store.pages import GroupBytes, OtherRanks
 from freight.cache.store.tiers import StoreTiers
 from freight.cache.store.weights import ChangedError, WeightFile, digest_of_weights
 from freight.cache.stored import StoredPrefixes
-from freight.config.engine import EngineConfig
-from freight.config.store import StoreConfig
-from freight.device import cpu_name
 from freight.engine.fingerprint import declared, is_reproducible
 from freight.errors import ConfigError
 from freight.kernels.cpu.cpu_set import CpuKernels
 from freight.kernels.cpu.library import path_of
 from freight.kernels.interface import KernelSet
-from freight.models.open import OpenModel
+from freight.model.open import OpenModel
 from freight.operands.tiles import KEY_TILE, STATE_TILE
 from freight.parallel.cache_shares import CacheShare, cache_shares
+from freight.settings.device import cpu_name
+from freight.settings.engine import EngineConfig
+from freight.settings.store import StoreConfig
 
 logger = logging.getLogger("freight")
 

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from freight.json_schema import Json
+from freight.base.json_schema import Json
 from freight.outputs import (
     CompletionOutput,
     FinishReason,

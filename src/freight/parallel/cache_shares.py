@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from itertools import accumulate
 from typing import NamedTuple, TypeAlias
 
-from freight.config.layer import (
+from freight.model.config.layer import (
     AttentionConfig,
     DeltaNetConfig,
     KimiDeltaConfig,

@@ -19,13 +19,13 @@ from dataclasses import asdict, dataclass, field
 from ipaddress import ip_address
 from typing import Any
 
-from freight.config.engine import EngineArgs
-from freight.config.fields import is_integer
-from freight.config.nodes import differences
+from freight.base.fields import is_integer
+from freight.base.version import version
 from freight.errors import ConfigError, RankError
 from freight.parallel import messages
 from freight.parallel.messages import Kind
-from freight.version import version
+from freight.settings.engine import EngineArgs
+from freight.settings.nodes import differences
 
 _MOST = 1 << 20  # bytes of JOIN
 _HELLO_SECONDS = 10.0  # for a connection to say JOIN

@@ -16,8 +16,8 @@ from enum import IntEnum
 
 import numpy as np
 
-from freight.config.engine import EngineArgs
 from freight.errors import RankError
+from freight.settings.engine import EngineArgs
 
 _HEAD = struct.Struct("<BI")
 # Bytes that the system takes at once or not at all: a buffer of a stream between processes of one

@@ -21,7 +21,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from freight.config.layer import (
+from freight.errors import ConfigError, choices
+from freight.fp8.formats import Granularity
+from freight.fp8.scheme import KVScales, LayerScales
+from freight.model.config.layer import (
     AttentionConfig,
     DeltaNetConfig,
     DenseConfig,
@@ -33,10 +36,7 @@ from freight.config.layer import (
     MoEConfig,
     ShortConvConfig,
 )
-from freight.config.model import ModelConfig
-from freight.errors import ConfigError, choices
-from freight.fp8.formats import Granularity
-from freight.fp8.scheme import KVScales, LayerScales
+from freight.model.config.model import ModelConfig
 from freight.parallel.shared import MAX_RANKS
 
 

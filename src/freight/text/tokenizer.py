@@ -30,8 +30,8 @@ import regex
 from tokenizers import Encoding, models
 from tokenizers import Tokenizer as Backend
 
+from freight.base.patterns import AnswerPattern
 from freight.errors import CheckpointError, ConfigError, RequestError
-from freight.patterns import AnswerPattern
 from freight.text.chat_text import ChatText, ControlTokens, encode_marked, read_marked
 from freight.text.harmony import is_harmony, to_harmony_messages
 from freight.text.messages import check_unicode, read_messages

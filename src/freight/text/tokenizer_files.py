@@ -16,9 +16,9 @@ from typing import Any
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
+from freight.base.files import outside, read_text
+from freight.base.patterns import FilePattern
 from freight.errors import CheckpointError, shown
-from freight.files import outside, read_text
-from freight.patterns import FilePattern
 
 logger = logging.getLogger("freight")
 

@@ -19,15 +19,15 @@ from tests.parity.variants import VARIANTS
 from transformers import Qwen3_5TextConfig
 
 from freight.cache.pool import KVPool, allocate_pool
-from freight.config.engine import EngineArgs
 from freight.engine.decode_steps import DecodeSteps, Replay
 from freight.engine.graphs import CudaGraphs
 from freight.engine.prepare import Logits, SequenceSlice
 from freight.engine.runner import ModelRunner
 from freight.kernels.select import select_kernels
-from freight.models.decoder import Decoder
-from freight.models.open import open_model
+from freight.model.decoder import Decoder
+from freight.model.open import open_model
 from freight.operands.batch import ForwardBatch
+from freight.settings.engine import EngineArgs
 
 EVERY = 32
 LENGTHS = [

@@ -12,9 +12,6 @@ import torch
 from freight import LLM
 from freight.cache.pool import allocate_pool
 from freight.cache.spec import cache_spec
-from freight.config.engine import KVCacheConfig
-from freight.config.parse import parse_model_config
-from freight.config.presets import PRESETS
 from freight.engine.decode_steps import DecodeSteps
 from freight.engine.graphs import CudaGraphs
 from freight.engine.prepare import Logits, SequenceSlice
@@ -26,9 +23,12 @@ from freight.kernels import reference
 from freight.kernels.select import select_kernels
 from freight.kernels.triton import linear
 from freight.kernels.triton.formats import current_target
-from freight.models.random_weights import random_model
+from freight.model.config.parse import parse_model_config
+from freight.model.config.presets import PRESETS
+from freight.model.random_weights import random_model
 from freight.operands.weight import Activations, Weight
 from freight.sampling import SamplingParams
+from freight.settings.engine import KVCacheConfig
 
 SMALL = {**PRESETS["llama-1b"], "num_hidden_layers": 2, "vocab_size": 512}
 BLOCK = 16

@@ -13,8 +13,8 @@ from tests.kernels.triton.test_triton_families import CHUNK, PROMPT, SHAPE, frei
 from tests.latent_experts import register, save
 from tests.parity.random_models import tokens
 
-from freight.config.engine import KVCacheConfig
 from freight.fp8.formats import Format
+from freight.settings.engine import KVCacheConfig
 
 KV = KVCacheConfig(Format.FLOAT32, None, None, None)
 WITHOUT_WINDOWS = {key: value for key, value in SHAPE.items() if key != "sliding_window"}

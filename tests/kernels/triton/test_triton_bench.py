@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from freight.bench.cases import Heads
-from freight.bench.gpu import Sizes, cases
 from freight.kernels.select import select_kernels
+from freight.lab.bench.cases import Heads
+from freight.lab.bench.gpu import Sizes, cases
 
 SMALL = Sizes(
     attention=((2, 1, 20), (1, 4, 4)),

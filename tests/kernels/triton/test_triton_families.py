@@ -48,15 +48,15 @@ from transformers import (
 from freight.cache.manager import CacheManager, Held
 from freight.cache.pool import allocate_pool
 from freight.cache.spec import cache_spec
-from freight.config.engine import KVCacheConfig
 from freight.engine.runner import ModelRunner
 from freight.fp8.formats import Format, Granularity, ScaleSource
 from freight.kernels.interface import KernelSet
 from freight.kernels.reference_set import ReferenceKernels
 from freight.kernels.select import select_kernels
-from freight.models.loader import load_model
-from freight.models.open import open_checkpoint
+from freight.model.loader import load_model
+from freight.model.open import open_checkpoint
 from freight.operands.tiles import KEY_TILE
+from freight.settings.engine import KVCacheConfig
 
 BLOCK, NUM_BLOCKS = 16, 7
 WINDOW = 8

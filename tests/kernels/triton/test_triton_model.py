@@ -15,16 +15,16 @@ from triton.runtime.jit import JITFunction
 from freight.cache.groups import Pages
 from freight.cache.pool import allocate_pool
 from freight.cache.spec import cache_spec
-from freight.config.engine import KVCacheConfig
-from freight.config.parse import parse_model_config
-from freight.config.presets import PRESETS
 from freight.engine.prepare import Logits, SequenceSlice, prepare
 from freight.engine.runner import ModelRunner
 from freight.fp8.formats import Format, Granularity, ScaleSource
 from freight.kernels.interface import KernelSet
 from freight.kernels.select import select_kernels
-from freight.models.decoder import Residual
-from freight.models.random_weights import random_model
+from freight.model.config.parse import parse_model_config
+from freight.model.config.presets import PRESETS
+from freight.model.decoder import Residual
+from freight.model.random_weights import random_model
+from freight.settings.engine import KVCacheConfig
 
 SMALL = {
     **PRESETS["llama-1b"],

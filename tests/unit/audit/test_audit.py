@@ -15,11 +15,11 @@ from safetensors.torch import load_file, save_file
 from tests.hybrids import folder
 from tests.unit.audit.conftest import AWQ, CT, DEMO, PLAIN, Write
 
-from freight.audit.effects import view
-from freight.audit.facts import read_facts
-from freight.audit.rules import Engine
-from freight.audit.verdict import Cost, is_safe
-from freight.models.open import open_checkpoint
+from freight.lab.audit.effects import view
+from freight.lab.audit.facts import read_facts
+from freight.lab.audit.rules import Engine
+from freight.lab.audit.verdict import Cost, is_safe
+from freight.model.open import open_checkpoint
 
 Run = Callable[..., Any]
 FEW = ("--max-tokens", "96", "--layer-tokens", "64", "--window", "64")
@@ -131,7 +131,7 @@ def test_what_freight_cannot_run_is_judged_by_the_rules(freight: Run, write: Wri
 
 def test_mixtral_in_sglang_gets_the_names_that_it_loads(write: Write):
     """sglang#39942: of the forms that are known, one alone is loaded there."""
-    from freight.audit.repair import choose_form
+    from freight.lab.audit.repair import choose_form
 
     path = write(CT, PLAIN)
     config = json.loads((path / "config.json").read_text())

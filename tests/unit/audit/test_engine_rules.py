@@ -11,8 +11,8 @@ from engine_sources.modules import ClassRef, Tree
 from engine_sources.probe import probe
 from engine_sources.values import UNKNOWN
 
-from freight.audit.families import family_of, known, tables
-from freight.audit.rules import READ, Effect, Engine
+from freight.lab.audit.families import family_of, known, tables
+from freight.lab.audit.rules import READ, Effect, Engine
 
 SOURCES = os.environ.get("FREIGHT_ENGINE_SOURCES", "")
 PLAIN, INSIDE, MODELOPT = "self_attn.k_scale", "self_attn.attn.k_scale", "self_attn.k_proj.k_scale"

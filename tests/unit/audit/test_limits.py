@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from tests.unit.audit.conftest import CT, CT_KV, DEMO, PLAIN, Write, freight
 
-from freight.audit.effects import Facts, StoredScale, view
-from freight.audit.facts import read_facts
-from freight.audit.measure import engine_scales
-from freight.audit.rules import Engine
-from freight.audit.schemes import KVScheme, vllm_refusal
-from freight.audit.verdict import Cost, sentence
+from freight.lab.audit.effects import Facts, StoredScale, view
+from freight.lab.audit.facts import read_facts
+from freight.lab.audit.measure import engine_scales
+from freight.lab.audit.rules import Engine
+from freight.lab.audit.schemes import KVScheme, vllm_refusal
+from freight.lab.audit.verdict import Cost, sentence
 
 __all__ = ["freight"]  # the fixture is used by tests here
 

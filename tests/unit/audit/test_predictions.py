@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import save_file
 from tests.unit.audit.conftest import FIXTURES
 
-from freight.audit.effects import view
-from freight.audit.facts import read_facts
-from freight.audit.rules import Effect, Engine
+from freight.lab.audit.effects import view
+from freight.lab.audit.facts import read_facts
+from freight.lab.audit.rules import Effect, Engine
 
 RECORDED: dict[str, dict[str, Any]] = json.loads((FIXTURES / "audit_vllm_cpu.json").read_text())[
     "checkpoints"

@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from freight.audit.effects import Facts, StoredScale, parse_engine, view
-from freight.audit.rules import (
+from freight.errors import ConfigError
+from freight.lab.audit.effects import Facts, StoredScale, parse_engine, view
+from freight.lab.audit.rules import (
     ASSEMBLIES,
     AUTO_RULES,
     INPUT_RULES,
@@ -16,7 +17,6 @@ from freight.audit.rules import (
     Effect,
     Engine,
 )
-from freight.errors import ConfigError
 
 K, V = "self_attn.k_scale", "self_attn.v_scale"
 INSIDE = ("self_attn.attn.k_scale", "self_attn.attn.v_scale")

@@ -15,20 +15,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.unit.audit.conftest import DEMO, RECORDED, Write, freight
 
-from freight.audit.effects import view
-from freight.audit.facts import read_facts
-from freight.audit.measure import engine_scales, static
-from freight.audit.rules import Engine
-from freight.audit.vllm_cpu import VllmCpuKernels, truncated
-from freight.config.engine import EngineArgs
-from freight.evaluate.report import cache_run, plain_config
 from freight.fp8.cast import decode, encode
 from freight.fp8.formats import Format
 from freight.fp8.scheme import KVScales
 from freight.kernels import reference
-from freight.models.open import open_model
+from freight.lab.audit.effects import view
+from freight.lab.audit.facts import read_facts
+from freight.lab.audit.measure import engine_scales, static
+from freight.lab.audit.rules import Engine
+from freight.lab.audit.vllm_cpu import VllmCpuKernels, truncated
+from freight.lab.evaluate.report import cache_run, plain_config
+from freight.model.open import open_model
 from freight.operands.kv_pages import KVPages
 from freight.operands.rotary import Rotary
+from freight.settings.engine import EngineArgs
 from freight.text.tokenizer import Tokenizer
 
 __all__ = ["freight"]  # the fixture is used by tests here

@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from tests.formats.test_real_four_bits import SAID
 
-from freight.audit.weights import read_weights
-from freight.models.open import open_checkpoint
+from freight.lab.audit.weights import read_weights
+from freight.model.open import open_checkpoint
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 FOUR_BITS = FIXTURES / "four_bits"

@@ -14,23 +14,30 @@ import pytest
 import torch
 from tests.formats import four_bits
 
-from freight.bench.cases import Bench, Heads
-from freight.bench.drive import StepRecord, TimedRunner, drive, greedy, random_prompt, weight_bytes
-from freight.bench.kernels import linear_shapes, measure_kernels
-from freight.bench.latency import _figures, measure_latency, read_bytes, split
-from freight.bench.throughput import draw_length, measure_throughput
-from freight.bench.timing import MemoryProbe, Spread, bytes_beyond_caches, time_in_rotation
 from freight.cache.spec import KVCacheSpec, LayerKVSpec
-from freight.config.engine import EngineArgs
-from freight.config.parse import parse_model_config
-from freight.config.presets import PRESETS
 from freight.engine.build import start_engine
 from freight.errors import ConfigError
 from freight.fp8.formats import Format, Granularity
 from freight.fp8.scheme import LinearScheme, Packing
 from freight.kernels.reference_set import REFERENCE
 from freight.kernels.select import select_kernels
-from freight.models.open import OpenModel, open_model, open_random
+from freight.lab.bench.cases import Bench, Heads
+from freight.lab.bench.drive import (
+    StepRecord,
+    TimedRunner,
+    drive,
+    greedy,
+    random_prompt,
+    weight_bytes,
+)
+from freight.lab.bench.kernels import linear_shapes, measure_kernels
+from freight.lab.bench.latency import _figures, measure_latency, read_bytes, split
+from freight.lab.bench.throughput import draw_length, measure_throughput
+from freight.lab.bench.timing import MemoryProbe, Spread, bytes_beyond_caches, time_in_rotation
+from freight.model.config.parse import parse_model_config
+from freight.model.config.presets import PRESETS
+from freight.model.open import OpenModel, open_model, open_random
+from freight.settings.engine import EngineArgs
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 SHAPE = PRESETS["llama-1b"] | {

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from freight.bench.drafts import measure_drafts, texts_of
-from freight.config.engine import EngineArgs
 from freight.errors import ConfigError
-from freight.models.open import open_model
+from freight.lab.bench.drafts import measure_drafts, texts_of
+from freight.model.open import open_model
+from freight.settings.engine import EngineArgs
 
 OPTIONS: dict[str, Any] = {"threads": 1, "kv_cache_memory": "16MiB"}
 

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 from gpu_goals import Results, table
 
-from freight.bench import gpu
 from freight.kernels.reference_set import REFERENCE
+from freight.lab.bench import gpu
 
 SCRIPT = Path(__file__).parents[3] / "benchmarks/gpu_table.py"
 STAND_IN = """

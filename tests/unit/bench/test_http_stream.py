@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from freight.bench.http_stream import Address, AnswerReader, EventReader, StreamError
 from freight.errors import ConfigError
+from freight.lab.bench.http_stream import Address, AnswerReader, EventReader, StreamError
 
 HEAD = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 

@@ -15,12 +15,12 @@ from tests.demo_chat import DEMO
 from tests.unit.bench.stand_in_server import StandIn, running
 from tokenizers import Tokenizer
 
-from freight.bench.answers import Answer
-from freight.bench.http_stream import Address
-from freight.bench.load import Amount, Level, Target, run_level
-from freight.bench.prompts import Ask, Ids, Lengths, Listed, Text, read_prompts
-from freight.bench.serving import ServingArgs, measure_serving
 from freight.errors import ConfigError, FreightError
+from freight.lab.bench.answers import Answer
+from freight.lab.bench.http_stream import Address
+from freight.lab.bench.load import Amount, Level, Target, run_level
+from freight.lab.bench.prompts import Ask, Ids, Lengths, Listed, Text, read_prompts
+from freight.lab.bench.serving import ServingArgs, measure_serving
 
 pytestmark = pytest.mark.clock
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from freight.bench.answers import Answer, AnswerStream
-from freight.bench.http_stream import StreamError
-from freight.bench.load import Level
-from freight.bench.serving_figures import Run, Samples, figures, interval, percentiles, ratios
+from freight.lab.bench.answers import Answer, AnswerStream
+from freight.lab.bench.http_stream import StreamError
+from freight.lab.bench.load import Level
+from freight.lab.bench.serving_figures import Run, Samples, figures, interval, percentiles, ratios
 
 
 def event(text: str | None, num_tokens: int | None, **more: Any) -> bytes:

@@ -10,10 +10,10 @@ from xml.etree import ElementTree
 
 import pytest
 
-from freight.bench.answers import Answer
-from freight.bench.load import Level
-from freight.bench.serving_figures import Run
-from freight.bench.serving_picture import WIDTH, serving_picture
+from freight.lab.bench.answers import Answer
+from freight.lab.bench.load import Level
+from freight.lab.bench.serving_figures import Run
+from freight.lab.bench.serving_picture import WIDTH, serving_picture
 
 SVG = "{http://www.w3.org/2000/svg}"
 

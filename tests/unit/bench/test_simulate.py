@@ -40,14 +40,14 @@ from simulation.replicas import simulate as run
 from simulation.traffic import PUBLISHED, Ask, Even, Listed, Traffic, read_trace
 from tests.unit.bench.stand_in_server import StandIn, running
 
-from freight.bench.http_stream import Address
-from freight.bench.latency import measure_latency
-from freight.bench.load import Target
-from freight.bench.prompts import Lengths
-from freight.config.engine import EngineArgs
-from freight.config.presets import PRESETS
 from freight.errors import CapacityError, ConfigError, FreightError
-from freight.models.open import open_random
+from freight.lab.bench.http_stream import Address
+from freight.lab.bench.latency import measure_latency
+from freight.lab.bench.load import Target
+from freight.lab.bench.prompts import Lengths
+from freight.model.config.presets import PRESETS
+from freight.model.open import open_random
+from freight.settings.engine import EngineArgs
 
 SCRIPTS = Path(simulate.__file__).parent
 SECONDS = Work(3e-3, 1e-3, 4e-5, 2e-5, 5e-13, 2e-9)
@@ -350,7 +350,7 @@ def test_reports_of_bench_latency_are_understood(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two reports of a random model, as the command writes them."""
-    monkeypatch.setattr("freight.bench.timing.bytes_beyond_caches", lambda: 2**20)
+    monkeypatch.setattr("freight.lab.bench.timing.bytes_beyond_caches", lambda: 2**20)
     shape = dict(PRESETS["llama-1b"]) | {
         "hidden_size": 64,
         "intermediate_size": 96,

@@ -7,10 +7,10 @@ import torch
 
 from freight.cache.pages import allocate_pages
 from freight.cache.spec import LayerKVSpec
-from freight.config.engine import PageLayout
 from freight.fp8.formats import Format, Granularity
 from freight.fp8.scheme import LayerScales
 from freight.operands.kv_pages import KVPages
+from freight.settings.engine import PageLayout
 
 BLOCKS, SIZE, HEADS, K, V = 5, 16, 3, 40, 24
 TOKEN = LayerKVSpec(Format.E4M3FN, Granularity.TOKEN, HEADS, K, V)

@@ -27,14 +27,14 @@ from freight.cache.spec import (
     cache_spec,
     default_every,
 )
-from freight.config.engine import EngineArgs, KVCacheConfig
-from freight.config.model import ModelConfig
-from freight.config.parse import parse_model_config
-from freight.config.presets import shape_config
 from freight.engine.build import describe_cache
 from freight.fp8.formats import Format, Granularity
 from freight.kernels.reference_set import REFERENCE
-from freight.models.open import open_random
+from freight.model.config.model import ModelConfig
+from freight.model.config.parse import parse_model_config
+from freight.model.config.presets import shape_config
+from freight.model.open import open_random
+from freight.settings.engine import EngineArgs, KVCacheConfig
 
 BFLOAT16 = KVCacheConfig(Format.BFLOAT16, None, None, None)
 GIB = 2**30

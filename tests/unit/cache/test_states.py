@@ -9,11 +9,11 @@ from tests.shares import examples
 
 from freight.cache.pool import KVPool, PagedState, allocate_pool
 from freight.cache.spec import KVCacheSpec, LayerStateSpec, StatePart
-from freight.config.engine import KVCacheConfig
 from freight.engine.prepare import Logits, SequenceSlice, prepare
 from freight.fp8.formats import Format
 from freight.kernels.reference_set import REFERENCE
 from freight.operands.states import Stretch
+from freight.settings.engine import KVCacheConfig
 
 PARTS = StatePart("sum", (2, 3), Format.FLOAT32), StatePart("columns", (4,), Format.BFLOAT16)
 

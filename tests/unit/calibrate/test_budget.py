@@ -19,7 +19,16 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from freight import LLM, SamplingParams
-from freight.calibrate.budget import (
+from freight.checkpoint.reader import resolve_model
+from freight.cli.inspect import describe
+from freight.cli.quantize import facts, sentences
+from freight.errors import CheckpointError, ConfigError
+from freight.fp8.formats import Format, Granularity, ScaleSource
+from freight.lab.evaluate.report import run_caches
+from freight.quantizer.budget import BudgetKind, KVBudget, parse_budget
+from freight.quantizer.calibration import Calibration
+from freight.quantizer.carried import open_scales
+from freight.quantizer.kv_budget import (
     CANDIDATES,
     KVChoice,
     Option,
@@ -29,20 +38,11 @@ from freight.calibrate.budget import (
     frontier,
     split,
 )
-from freight.calibrate.carried import open_scales
-from freight.calibrate.quantize import QuantizeResult, load_samples, open_unquantized, quantize
-from freight.calibrate.run import Calibration
-from freight.calibrate.sensitivity import at_most
-from freight.checkpoint.reader import resolve_model
-from freight.cli.inspect import describe
-from freight.cli.quantize import facts, sentences
-from freight.config.budget import BudgetKind, KVBudget, parse_budget
-from freight.config.engine import EngineArgs
-from freight.config.quantize_plan import QuantizeArgs, plan
-from freight.config.resolve import mixed_cache
-from freight.errors import CheckpointError, ConfigError
-from freight.evaluate.report import run_caches
-from freight.fp8.formats import Format, Granularity, ScaleSource
+from freight.quantizer.plan import QuantizeArgs, plan
+from freight.quantizer.quantize import QuantizeResult, load_samples, open_unquantized, quantize
+from freight.quantizer.sensitivity import at_most
+from freight.settings.engine import EngineArgs
+from freight.settings.resolve import mixed_cache
 
 DATA = {"num_samples": 4, "max_seq_len": 64}
 BAD = 3  # the layer that is made hard to quantize

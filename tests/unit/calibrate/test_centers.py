@@ -11,11 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from freight.calibrate.centers import WORTH, CenterWatch, Moments
-from freight.calibrate.quantize import open_unquantized
-from freight.calibrate.run import Calibration
-from freight.config.quantize_plan import QuantizeArgs, plan
 from freight.fp8.formats import Granularity
+from freight.quantizer.calibration import Calibration
+from freight.quantizer.centers import WORTH, CenterWatch, Moments
+from freight.quantizer.plan import QuantizeArgs, plan
+from freight.quantizer.quantize import open_unquantized
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 IDS = json.loads((FIXTURES / "llmcompressor_scales.json").read_text())["input_ids"]

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from freight.calibrate.data import FEW_TOKENS, read_samples
 from freight.errors import ConfigError, RequestError
+from freight.quantizer.data import FEW_TOKENS, read_samples
 
 LONG = "x" * 600
 

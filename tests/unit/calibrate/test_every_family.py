@@ -19,11 +19,11 @@ from tests.parity.random_models import freight_logits, save_random, tokens
 from tests.parity.variants import VARIANTS
 
 import freight
-import freight.calibrate.quantize
-from freight.calibrate.modules import kept_modules, layer_modules, linear_modules
-from freight.calibrate.quantize import open_unquantized
-from freight.evaluate.divergence import kl_divergence
+import freight.quantizer.quantize
 from freight.kernels.reference_set import REFERENCE
+from freight.lab.evaluate.divergence import kl_divergence
+from freight.quantizer.modules import kept_modules, layer_modules, linear_modules
+from freight.quantizer.quantize import open_unquantized
 
 IDS = tokens(100)
 STATIC: dict[str, Any] = {
@@ -47,7 +47,7 @@ EVERY = tuple(
 
 @pytest.fixture(autouse=True)
 def reference_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(freight.calibrate.quantize, "select_kernels", lambda *_: REFERENCE)
+    monkeypatch.setattr(freight.quantizer.quantize, "select_kernels", lambda *_: REFERENCE)
 
 
 def make(variant: str, folder: Path) -> Path:

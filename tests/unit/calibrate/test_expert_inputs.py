@@ -18,16 +18,16 @@ from tests.parity.variants import VARIANTS
 from tests.unit.calibrate.test_run import Ledger
 
 import freight
-import freight.calibrate.quantize
-from freight.calibrate.modules import ignored_modules, kept_modules, layer_modules, linear_modules
-from freight.calibrate.quantize import open_unquantized
-from freight.calibrate.run import Calibration, calibrate
-from freight.calibrate.tree import model_tree
-from freight.config.quantize_plan import QuantizeArgs, plan
+import freight.quantizer.quantize
 from freight.errors import CheckpointError, ConfigError
 from freight.kernels.reference_set import REFERENCE
-from freight.models.sources import CheckpointSource
+from freight.model.sources import CheckpointSource
 from freight.operands.weight import Weight
+from freight.quantizer.calibration import Calibration, calibrate
+from freight.quantizer.modules import ignored_modules, kept_modules, layer_modules, linear_modules
+from freight.quantizer.plan import QuantizeArgs, plan
+from freight.quantizer.quantize import open_unquantized
+from freight.quantizer.tree import model_tree
 
 IDS = tokens(60)
 EXPERTS = {  # names of one expert's modules within a layer
@@ -45,7 +45,7 @@ EXPERTS = {  # names of one expert's modules within a layer
 
 @pytest.fixture(autouse=True)
 def reference_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(freight.calibrate.quantize, "select_kernels", lambda *_: REFERENCE)
+    monkeypatch.setattr(freight.quantizer.quantize, "select_kernels", lambda *_: REFERENCE)
 
 
 def measure(
@@ -242,8 +242,8 @@ def test_experts_are_read_one_after_the_other_as_they_are_packed(
     """Loading needs memory for the packed model and for one expert; that is so with static inputs,
     too.
     """
-    from freight.config.engine import EngineArgs
-    from freight.models.open import open_model
+    from freight.model.open import open_model
+    from freight.settings.engine import EngineArgs
 
     save_random(VARIANTS["qwen3-moe"], tmp_path / "plain", torch.float32)
     freight.quantize(

@@ -11,24 +11,24 @@ import torch
 from tests.parity.random_models import save_random, tokens
 from tests.parity.variants import VARIANTS
 
-import freight.calibrate.quantize
+import freight.quantizer.quantize
 from freight.cache.pool import allocate_pool
-from freight.calibrate.quantize import open_unquantized
-from freight.calibrate.run import Calibration
-from freight.config.engine import EngineArgs
-from freight.config.quantize_plan import QuantizeArgs, plan
 from freight.engine.runner import ModelRunner
 from freight.fp8.cast import scale_from_amax
 from freight.fp8.formats import Format
 from freight.kernels.reference_set import REFERENCE
-from freight.models.open import open_model
+from freight.model.open import open_model
+from freight.quantizer.calibration import Calibration
+from freight.quantizer.plan import QuantizeArgs, plan
+from freight.quantizer.quantize import open_unquantized
+from freight.settings.engine import EngineArgs
 
 IDS = tokens(100)
 
 
 @pytest.fixture(autouse=True)
 def reference_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(freight.calibrate.quantize, "select_kernels", lambda *_: REFERENCE)
+    monkeypatch.setattr(freight.quantizer.quantize, "select_kernels", lambda *_: REFERENCE)
 
 
 def calibrated(folder: Path, **options: object) -> Calibration:

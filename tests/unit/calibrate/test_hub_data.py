@@ -14,9 +14,9 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from freight.calibrate.data import read_samples
-from freight.calibrate.hub_data import is_hub_id
 from freight.errors import ConfigError
+from freight.quantizer.data import read_samples
+from freight.quantizer.hub_data import is_hub_id
 
 ROWS = [{"prompt": "p", "input_ids": list(range(i, i + 200))} for i in range(4)]
 IDS = [row["input_ids"] for row in ROWS]

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from freight.calibrate.modules import ignored_modules, kept_modules, layer_modules, linear_modules
-from freight.config.model import ModelConfig
-from freight.config.parse import parse_model_config
 from freight.errors import ConfigError
-from freight.models.shapes import kept_in_16_bits
+from freight.model.config.model import ModelConfig
+from freight.model.config.parse import parse_model_config
+from freight.model.shapes import kept_in_16_bits
+from freight.quantizer.modules import ignored_modules, kept_modules, layer_modules, linear_modules
 
 BASE = Path(__file__).parents[2] / "fixtures" / "base_bf16"
 

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from freight.calibrate.observers import MSE_STEPS, PERCENTILE, by_group, make_observer, pair_norms
-from freight.config.quantize_plan import ObserverKind
 from freight.errors import CheckpointError
 from freight.fp8.cast import decode, encode, scale_from_amax
 from freight.fp8.formats import Format, Granularity
 from freight.kernels.reference import rotate
+from freight.quantizer.observers import MSE_STEPS, PERCENTILE, by_group, make_observer, pair_norms
+from freight.quantizer.plan import ObserverKind
 
 KINDS = tuple(ObserverKind)
 

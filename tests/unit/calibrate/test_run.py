@@ -15,17 +15,17 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from freight.calibrate.observers import Observer, make_observer
-from freight.calibrate.quantize import open_unquantized
-from freight.calibrate.run import Calibration, calibrate
-from freight.calibrate.watch import FLOOR
-from freight.config.quantize_plan import ObserverKind, QuantizeArgs, plan
 from freight.errors import CheckpointError
 from freight.fp8.formats import Format, Granularity
 from freight.fp8.scheme import LayerScales
 from freight.kernels.reference_set import REFERENCE
-from freight.models.sources import CheckpointSource
+from freight.model.sources import CheckpointSource
 from freight.operands.weight import Weight
+from freight.quantizer.calibration import Calibration, calibrate
+from freight.quantizer.observers import Observer, make_observer
+from freight.quantizer.plan import ObserverKind, QuantizeArgs, plan
+from freight.quantizer.quantize import open_unquantized
+from freight.quantizer.watch import FLOOR
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 LLM_COMPRESSOR = json.loads((FIXTURES / "llmcompressor_scales.json").read_text())
@@ -251,7 +251,7 @@ def test_the_observers_of_one_layer_are_in_memory_at_a_time(
         weakref.finalize(made, lambda: alive.update({layer: -1}))
         return made
 
-    monkeypatch.setattr("freight.calibrate.watch.make_observer", noted)
+    monkeypatch.setattr("freight.quantizer.watch.make_observer", noted)
     samples = [list(range(40))] * 2
     decided = plan(
         QuantizeArgs(

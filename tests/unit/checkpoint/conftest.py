@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import save_file
 
 from freight.checkpoint.reader import Checkpoint
-from freight.config.model import ModelConfig
-from freight.config.parse import parse_model_config
+from freight.model.config.model import ModelConfig
+from freight.model.config.parse import parse_model_config
 
 
 @pytest.fixture

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from freight.checkpoint.declare import kv_tensors
-from freight.config.quantize_plan import QuantizeArgs, plan
 from freight.fp8.formats import Format, Granularity
 from freight.fp8.scheme import LayerScales
+from freight.quantizer.declare import kv_tensors
+from freight.quantizer.plan import QuantizeArgs, plan
 
 
 @pytest.mark.parametrize(("k", "v"), [(0.5, 0.25), (0.25, 0.5)])

@@ -15,15 +15,15 @@ from safetensors.torch import load_file
 from tests.demo_adapter import write_adapter
 from tests.demo_chat import DEMO
 
-from freight.audit.run import audit
-from freight.calibrate.quantize import quantize
-from freight.calibrate.transfer import export_scales, extract_scales, import_scales
 from freight.checkpoint.convert import convert
 from freight.checkpoint.merge import merge
 from freight.checkpoint.writer import CheckpointWriter
-from freight.config.engine import EngineArgs
 from freight.errors import CheckpointError
-from freight.models.open import open_folder
+from freight.lab.audit.run import audit
+from freight.model.open import open_folder
+from freight.quantizer.quantize import quantize
+from freight.quantizer.transfer import export_scales, extract_scales, import_scales
+from freight.settings.engine import EngineArgs
 from freight.text.tokenizer import Tokenizer
 
 SECRET = "a private line"

@@ -14,13 +14,13 @@ import pytest
 import torch
 from tests.demo_chat import DEMO
 
-from freight.calibrate.quantize import quantize
 from freight.checkpoint.headers import read_header
 from freight.checkpoint.reader import Checkpoint, resolve_model
 from freight.checkpoint.writer import CheckpointWriter
 from freight.errors import CheckpointError, ConfigError
 from freight.fp8.formats import Format
-from freight.models.open import open_folder
+from freight.model.open import open_folder
+from freight.quantizer.quantize import quantize
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 A, B = torch.arange(6.0).view(2, 3), torch.ones(4, dtype=torch.bfloat16)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from tests.environment import is_option
 
-from freight.cli.main import main
+from freight.__main__ import run as main
 from freight.outputs import CompletionOutput, FinishReason, RequestOutput
 from freight.sampling import SamplingParams
 

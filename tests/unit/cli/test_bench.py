@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from freight.bench import timing
-from freight.config.presets import PRESETS
+from freight.lab.bench import timing
+from freight.model.config.presets import PRESETS
 
 TINY = PRESETS["llama-1b"] | {
     "hidden_size": 64,

@@ -13,13 +13,13 @@ from xml.etree import ElementTree
 
 import pytest
 
-from freight.bench import caches as bench_caches
-from freight.bench.cache_picture import WIDTH, cache_picture
-from freight.bench.caches import as_table, measure_caches
-from freight.bench.drive import StepRecord
-from freight.config.engine import EngineArgs
-from freight.config.presets import PRESETS
-from freight.models.open import open_random
+from freight.lab.bench import caches as bench_caches
+from freight.lab.bench.cache_picture import WIDTH, cache_picture
+from freight.lab.bench.caches import as_table, measure_caches
+from freight.lab.bench.drive import StepRecord
+from freight.model.config.presets import PRESETS
+from freight.model.open import open_random
+from freight.settings.engine import EngineArgs
 
 SVG = "{http://www.w3.org/2000/svg}"
 SHAPE = PRESETS["llama-1b"] | {

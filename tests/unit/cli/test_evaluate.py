@@ -17,11 +17,11 @@ import pytest
 
 from freight.checkpoint.reader import resolve_model
 from freight.cli.evaluate import _named
-from freight.config.engine import EngineArgs
-from freight.evaluate.advice import advice, how_to
-from freight.evaluate.grid import GridArgs, evaluate_grid
-from freight.evaluate.safety import Verdict
-from freight.evaluate.table import table
+from freight.lab.evaluate.advice import advice, how_to
+from freight.lab.evaluate.grid import GridArgs, evaluate_grid
+from freight.lab.evaluate.safety import Verdict
+from freight.lab.evaluate.table import table
+from freight.settings.engine import EngineArgs
 
 MEASUREMENTS = ["caches", "long", "tasks", "layers"]
 Run = Callable[..., Any]
@@ -102,7 +102,7 @@ def test_a_report_folder_that_cannot_be_written_is_found_before_the_run(
     freight: Run, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(
-        "freight.models.open.OpenModel.load", lambda *_: pytest.fail("weights were read")
+        "freight.model.open.OpenModel.load", lambda *_: pytest.fail("weights were read")
     )
     (tmp_path / "file").write_text("")
     answer = freight(
@@ -165,7 +165,7 @@ def test_layers_alone_are_measured_when_asked_for(
         calls.append(len(runs))
         return [None] * len(runs)
 
-    monkeypatch.setattr("freight.evaluate.grid.layer_kl", counted)
+    monkeypatch.setattr("freight.lab.evaluate.grid.layer_kl", counted)
     argv = ["evaluate", "caches", "--data", text, "--caches", "unit", "--no-speed", "--json"]
     assert freight(*argv).code == 0
     assert calls == []
@@ -199,7 +199,7 @@ def test_bad_documents_and_windows_are_one_line_in_every_measurement(
     monkeypatch: pytest.MonkeyPatch,
 ):
     monkeypatch.setattr(
-        "freight.models.open.OpenModel.load", lambda *_: pytest.fail("weights were read")
+        "freight.model.open.OpenModel.load", lambda *_: pytest.fail("weights were read")
     )
     (tmp_path / "empty").write_text("")
     (tmp_path / "other.jsonl").write_text('{"body": "x"}')

@@ -14,7 +14,7 @@ Run = Callable[..., Any]
 
 def test_without_lm_eval_it_says_what_to_install(freight: Run, monkeypatch: pytest.MonkeyPatch):
     for name in [
-        name for name in sys.modules if name.startswith(("lm_eval.", "freight.compat.lm_eval"))
+        name for name in sys.modules if name.startswith(("lm_eval.", "freight.adapters.lm_eval"))
     ]:
         monkeypatch.delitem(sys.modules, name)  # another test may have loaded them
     monkeypatch.setitem(sys.modules, "lm_eval", None)
@@ -35,7 +35,7 @@ def test_options_of_tasks_need_tasks(freight: Run, option: str, value: str):
 
 def test_task_files_come_from_a_folder(freight: Run, tmp_path: Path):
     from freight.errors import ConfigError
-    from freight.evaluate.tasks import _find
+    from freight.lab.evaluate.tasks import _find
 
     with pytest.raises(ConfigError, match=f"--include-path {tmp_path}/none is not a folder"):
         _find(lambda **options: None, ["arc_easy"], str(tmp_path / "none"))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from freight.errors import CheckpointError
-from freight.models.open import OpenModel
+from freight.model.open import OpenModel
 
 
 def test_a_form_that_cannot_be_compiled_is_refused_before_weights_are_read(

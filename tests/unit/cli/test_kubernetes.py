@@ -22,9 +22,9 @@ import yaml
 from tests.unit.cli.conftest import Answer
 
 from freight.errors import ConfigError
-from freight.server.app import OPEN_PATHS
-from freight.server.page import PAGE
-from freight.server.transport.auth import Keys, check_binding
+from freight.serve.app import OPEN_PATHS
+from freight.serve.page import PAGE
+from freight.serve.transport.auth import Keys, check_binding
 
 ROOT = Path(__file__).parents[3]
 DEPLOY = ROOT / "deploy" / "kubernetes"
@@ -306,7 +306,7 @@ def serve(freight: Callable[..., Answer], monkeypatch: pytest.MonkeyPatch) -> Se
         asked.append(vars(settings) | options.engine_args)
         return 0
 
-    monkeypatch.setattr("freight.server.lifecycle.run", run)
+    monkeypatch.setattr("freight.serve.lifecycle.run", run)
 
     def served(command: list[str]) -> dict[str, Any]:
         if command[:2] != ["freight", "serve"]:

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from freight.cli.launcher import read
-from freight.config.other_engines import TGI_OPTIONS
+from freight.adapters.tgi_launcher import read
+from freight.base.other_engines import TGI_OPTIONS
 
 Run = Callable[..., Any]
 
@@ -27,7 +27,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         asked.append(vars(settings) | options.engine_args)
         return 0
 
-    monkeypatch.setattr("freight.server.lifecycle.run", run)
+    monkeypatch.setattr("freight.serve.lifecycle.run", run)
     for name in TGI_OPTIONS:
         monkeypatch.delenv(name.upper(), raising=False)
     return asked

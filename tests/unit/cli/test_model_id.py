@@ -24,7 +24,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
         raise KeyboardInterrupt
 
     for name in ("quantize.quantize", "transfer.export_scales", "transfer.import_scales"):
-        monkeypatch.setattr(f"freight.calibrate.{name}", call)
+        monkeypatch.setattr(f"freight.quantizer.{name}", call)
     return calls
 
 
@@ -123,7 +123,7 @@ def test_the_model_as_either_option_of_neighbours(
         seen.append(args.model)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("freight.models.open.open_model", opened)
+    monkeypatch.setattr("freight.model.open.open_model", opened)
     for spelling in ("--model", "--model-id"):
         freight("bench", "latency", spelling, "./mine")
         freight("bench", "throughput", spelling, "./mine")

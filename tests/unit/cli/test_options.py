@@ -14,8 +14,8 @@ from typer.main import get_command
 
 from freight.cli.main import app
 from freight.cli.options import ENGINE_FLAGS, NODES, SAMPLING_FLAGS
-from freight.config.engine import EngineArgs
 from freight.sampling import SamplingParams
+from freight.settings.engine import EngineArgs
 from freight.structured import StructuredOutputs
 
 Run = Callable[..., Any]

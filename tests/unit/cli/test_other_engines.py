@@ -10,10 +10,7 @@ from typing import Any
 
 import pytest
 
-from freight.cli.options import ENGINE_FLAGS
-from freight.cli.serve import SERVER_FLAGS
-from freight.config.engine import EngineArgs
-from freight.config.other_engines import (
+from freight.base.other_engines import (
     OTHER_QUANTIZATIONS,
     RENAMED,
     SENTENCES,
@@ -21,8 +18,11 @@ from freight.config.other_engines import (
     as_flag,
     instead_of,
 )
-from freight.config.resolve import check
+from freight.cli.options import ENGINE_FLAGS
+from freight.cli.serve import SERVER_FLAGS
 from freight.errors import ConfigError
+from freight.settings.engine import EngineArgs
+from freight.settings.resolve import check
 
 OURS = (
     {field.name for field in fields(EngineArgs)}

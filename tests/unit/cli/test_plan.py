@@ -17,9 +17,9 @@ from tests.unit.cli.conftest import Answer
 from tests.unit.evaluate.published import GEMMA_3_27B, LLAMA_3_1_8B
 
 from freight.checkpoint.config_only import read_config_only
-from freight.config.presets import PRESETS
 from freight.errors import CheckpointError, ConfigError
-from freight.evaluate.capacity import size
+from freight.lab.capacity import size
+from freight.model.config.presets import PRESETS
 
 Run = Callable[..., Answer]
 WISH = ("--memory", "24GiB", "--context", "8192", "--concurrency", "16", "--device", "cuda")

@@ -17,10 +17,10 @@ import torch
 from safetensors.torch import load_file
 from tests.demo_chat import DEMO
 
-from freight.calibrate.quantize import quantize
 from freight.checkpoint.convert import convert
 from freight.cli import main as cli
 from freight.errors import CheckpointError, ConfigError
+from freight.quantizer.quantize import quantize
 
 
 def error(code: int, *names: str | None) -> OSError:

@@ -43,7 +43,7 @@ def defined(path: Path) -> set[str]:
 
 @pytest.mark.parametrize("name", PUBLIC)
 def test_the_public_module_has_every_name_of_the_code(name: str) -> None:
-    public, code = import_module(f"freight.{name}"), import_module(f"freight.compat.{name}")
+    public, code = import_module(f"freight.{name}"), import_module(f"freight.adapters.{name}")
     assert set(public.__all__) == PUBLIC[name]
     assert defined(Path(code.__file__ or "")) <= PUBLIC[name]
     for one in PUBLIC[name]:

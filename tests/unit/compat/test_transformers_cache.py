@@ -36,7 +36,7 @@ from freight.errors import CheckpointError, ConfigError
 from freight.fp8.cast import amax, decode, encode, token_scale
 from freight.fp8.formats import Format, Granularity
 from freight.fp8.scheme import KVScales, LayerScales
-from freight.models.open import open_checkpoint
+from freight.model.open import open_checkpoint
 from freight.transformers import FP8Cache, FP8Layer, FP8SlidingLayer
 
 BASE = Path(__file__).parents[2] / "fixtures" / "base_bf16"

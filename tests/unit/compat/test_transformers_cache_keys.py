@@ -12,7 +12,7 @@ import pytest
 from transformers import LlamaConfig
 
 from freight.errors import CheckpointError
-from freight.models.open import open_checkpoint
+from freight.model.open import open_checkpoint
 from freight.transformers import FP8Cache
 
 BASE = Path(__file__).parents[2] / "fixtures" / "base_bf16"

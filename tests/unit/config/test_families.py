@@ -11,9 +11,9 @@ import pytest
 from tests.unit.config.test_model import SHAPE, config, refused, windows, windows_of
 from transformers import OPTConfig
 
-from freight.config.layer import DenseConfig, NormKind, NormPlacement
-from freight.config.parse import parse_model_config, stop_token_ids
 from freight.errors import CheckpointError
+from freight.model.config.layer import DenseConfig, NormKind, NormPlacement
+from freight.model.config.parse import parse_model_config, stop_token_ids
 from freight.operands.activation import Activation, GatedActivation
 from freight.operands.routing import Routing, Scoring
 

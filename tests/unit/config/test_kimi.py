@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 
 from freight.cache.spec import LayerStateSpec, cache_spec
-from freight.config.engine import KVCacheConfig
-from freight.config.layer import DenseConfig, KimiDeltaConfig, LatentConfig, MoEConfig
-from freight.config.states import with_state
 from freight.errors import CheckpointError
 from freight.fp8.formats import Format, Granularity
-from freight.models.architectures import tensor_names
-from freight.models.mixer_parts import mixer_parts
-from freight.models.open import read_model_config
-from freight.models.shapes import kept_in_16_bits, tensor_shapes
+from freight.model.architectures import tensor_names
+from freight.model.config.layer import DenseConfig, KimiDeltaConfig, LatentConfig, MoEConfig
+from freight.model.mixer_parts import mixer_parts
+from freight.model.open import read_model_config
+from freight.model.shapes import kept_in_16_bits, tensor_shapes
+from freight.settings.engine import KVCacheConfig
+from freight.settings.states import with_state
 
 Json = dict[str, Any]
 ATTEND = [4, 8, 12, 16, 20, 24, 27]

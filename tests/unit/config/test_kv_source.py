@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from freight.config.engine import KV_SCALES, EngineArgs
-from freight.config.kv_source import kv_source, uniform_scales
-from freight.config.parse import parse_model_config
-from freight.config.resolve import check, resolve
 from freight.errors import ConfigError
 from freight.fp8.formats import Format, Granularity, ScaleSource
 from freight.fp8.scheme import KVScales, Scheme
+from freight.model.config.parse import parse_model_config
+from freight.settings.engine import KV_SCALES, EngineArgs
+from freight.settings.kv_source import kv_source, uniform_scales
+from freight.settings.resolve import check, resolve
 
 POSITIVE = st.floats(min_value=2.0**-126, max_value=2.0**127, width=32)
 LAYERS = 3

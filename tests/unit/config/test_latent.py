@@ -12,17 +12,17 @@ import pytest
 from transformers import AutoConfig
 
 from freight.cache.spec import cache_spec
-from freight.config.engine import EngineArgs, KVCacheConfig
-from freight.config.layer import DenseConfig, KimiDeltaConfig, LatentConfig, MoEConfig
-from freight.config.model import ModelConfig
-from freight.config.resolve import resolve
-from freight.device import DeviceFacts, DeviceKind
 from freight.errors import CheckpointError, ConfigError
 from freight.fp8.formats import Format, Granularity, ScaleSource
 from freight.fp8.scheme import KVScales, LayerScales, Scheme
-from freight.models.open import read_model_config
-from freight.models.shapes import tensor_shapes
+from freight.model.config.layer import DenseConfig, KimiDeltaConfig, LatentConfig, MoEConfig
+from freight.model.config.model import ModelConfig
+from freight.model.open import read_model_config
+from freight.model.shapes import tensor_shapes
 from freight.operands.routing import Routing, Scoring
+from freight.settings.device import DeviceFacts, DeviceKind
+from freight.settings.engine import EngineArgs, KVCacheConfig
+from freight.settings.resolve import resolve
 
 PUBLISHED = Path(__file__).parents[2] / "fixtures/published"
 ROWS = {

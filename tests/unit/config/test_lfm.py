@@ -9,14 +9,14 @@ import pytest
 from tests.unit.config.test_model import config
 
 from freight.cache.spec import cache_spec
-from freight.config.engine import KVCacheConfig
-from freight.config.layer import AttentionConfig, MoEConfig, ShortConvConfig
-from freight.config.model import ModelConfig
-from freight.config.parse import parse_model_config
 from freight.errors import CheckpointError
 from freight.fp8.formats import Format
-from freight.models.open import read_model_config
-from freight.models.shapes import tensor_shapes
+from freight.model.config.layer import AttentionConfig, MoEConfig, ShortConvConfig
+from freight.model.config.model import ModelConfig
+from freight.model.config.parse import parse_model_config
+from freight.model.open import read_model_config
+from freight.model.shapes import tensor_shapes
+from freight.settings.engine import KVCacheConfig
 
 Json = dict[str, Any]
 CONV, FULL = "conv", "full_attention"

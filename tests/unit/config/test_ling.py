@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from freight.config.layer import DenseConfig, KimiDeltaConfig, LatentConfig, MoEConfig
 from freight.errors import CheckpointError
-from freight.models.open import read_model_config
-from freight.models.shapes import kept_in_16_bits, tensor_shapes
+from freight.model.config.layer import DenseConfig, KimiDeltaConfig, LatentConfig, MoEConfig
+from freight.model.open import read_model_config
+from freight.model.shapes import kept_in_16_bits, tensor_shapes
 
 Json = dict[str, Any]
 PUBLISHERS: Json = {  # keys and values of Ling-3.0-flash

@@ -11,16 +11,16 @@ import pytest
 from transformers import AutoConfig
 
 from freight.cache.spec import cache_spec
-from freight.config.engine import KVCacheConfig
-from freight.config.layer import AttentionConfig, DenseConfig, Mamba2Config, MoEConfig
-from freight.config.model import ModelConfig
 from freight.errors import CheckpointError
 from freight.fp8.formats import Format
-from freight.models.architectures import skipped_parts, tensor_names
-from freight.models.open import read_model_config
-from freight.models.shapes import tensor_shapes
+from freight.model.architectures import skipped_parts, tensor_names
+from freight.model.config.layer import AttentionConfig, DenseConfig, Mamba2Config, MoEConfig
+from freight.model.config.model import ModelConfig
+from freight.model.open import read_model_config
+from freight.model.shapes import tensor_shapes
 from freight.operands.activation import Activation, GatedActivation
 from freight.operands.routing import Scoring
+from freight.settings.engine import KVCacheConfig
 
 Json = dict[str, Any]
 PUBLISHED = Path(__file__).parents[2] / "fixtures/published"

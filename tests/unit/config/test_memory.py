@@ -7,8 +7,8 @@ import re
 import pytest
 from tests.unit.config.test_resolve import decide
 
-from freight.config.resolve import parse_memory
 from freight.errors import ConfigError
+from freight.settings.resolve import parse_memory
 
 
 @pytest.mark.parametrize(

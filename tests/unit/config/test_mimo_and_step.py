@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from tests.unit.config.test_model import SHAPE, config
 
-from freight.config.layer import DenseConfig, MoEConfig
-from freight.config.model import ModelConfig
-from freight.config.parse import parse_model_config
 from freight.errors import CheckpointError
+from freight.model.config.layer import DenseConfig, MoEConfig
+from freight.model.config.model import ModelConfig
+from freight.model.config.parse import parse_model_config
 from freight.operands.activation import GatedActivation, clamped_silu
 
 FULL, SLIDING = "full_attention", "sliding_attention"

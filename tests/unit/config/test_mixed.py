@@ -6,11 +6,11 @@ from __future__ import annotations
 
 import pytest
 
-from freight.config.engine import EngineArgs, KVCacheConfig
-from freight.config.resolve import resolve_kv_cache
 from freight.errors import ConfigError
 from freight.fp8.formats import Format, Granularity
 from freight.fp8.scheme import KVScales, LayerScales, Scheme
+from freight.settings.engine import EngineArgs, KVCacheConfig
+from freight.settings.resolve import resolve_kv_cache
 
 FN, FNUZ = Format.E4M3FN, Format.E4M3FNUZ
 LAYER = LayerScales((0.25,), (0.5,), Granularity.TENSOR, ("k_scale", "v_scale"))

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from freight.config import registry
-from freight.config.dtype import DtypeSource, checkpoint_dtype, names_dtype
-from freight.config.layer import AttentionConfig
-from freight.config.model import ModelConfig
-from freight.config.parse import parse_model_config, stop_token_ids
 from freight.errors import CheckpointError
 from freight.fp8.formats import Format
+from freight.model.config import registry
+from freight.model.config.dtype import DtypeSource, checkpoint_dtype, names_dtype
+from freight.model.config.layer import AttentionConfig
+from freight.model.config.model import ModelConfig
+from freight.model.config.parse import parse_model_config, stop_token_ids
 from freight.operands.activation import Activation, GatedActivation
 
 SHAPE = {
@@ -400,7 +400,5 @@ def test_the_stop_id_of_the_class_joins_no_other(
 
 
 def test_no_torch():
-    code = (
-        "import sys, freight.config.parse, freight.config.resolve; sys.exit('torch' in sys.modules)"
-    )
+    code = "import sys, freight.model.config.parse, freight.settings.resolve; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

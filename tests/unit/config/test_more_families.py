@@ -7,9 +7,9 @@ from __future__ import annotations
 import pytest
 from tests.unit.config.test_model import config, refused, windows
 
-from freight.config.layer import DenseConfig, MoEConfig, NormPlacement, OutputGateConfig
-from freight.config.parse import parse_model_config
-from freight.models.architectures import tensor_names
+from freight.model.architectures import tensor_names
+from freight.model.config.layer import DenseConfig, MoEConfig, NormPlacement, OutputGateConfig
+from freight.model.config.parse import parse_model_config
 from freight.operands.activation import Activation, GateFunction
 from freight.operands.routing import Routing, Scoring
 

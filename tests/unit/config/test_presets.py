@@ -8,11 +8,11 @@ import math
 import pytest
 
 from freight.checkpoint.config_only import read_config_only
-from freight.config.parse import parse_model_config
-from freight.config.presets import PRESETS, shape_config
 from freight.errors import ConfigError
 from freight.fp8.formats import Format
-from freight.models.shapes import tensor_shapes
+from freight.model.config.parse import parse_model_config
+from freight.model.config.presets import PRESETS, shape_config
+from freight.model.shapes import tensor_shapes
 
 
 @pytest.mark.parametrize(

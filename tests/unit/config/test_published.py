@@ -11,15 +11,15 @@ from tests.unit.config.test_model import config
 
 from freight.cache.spec import cache_spec
 from freight.checkpoint.layouts import read_scheme
-from freight.config.engine import EngineArgs, KVCacheConfig, names_of
-from freight.config.keys import HARMLESS
-from freight.config.layer import MoEConfig
-from freight.config.mechanisms import MECHANISMS
-from freight.config.parse import parse_model_config
 from freight.errors import CheckpointError, ConfigError
 from freight.fp8.formats import Format
-from freight.models.open import read_model_config
-from freight.models.shapes import tensor_shapes
+from freight.model.config.keys import HARMLESS
+from freight.model.config.layer import MoEConfig
+from freight.model.config.mechanisms import MECHANISMS
+from freight.model.config.parse import parse_model_config
+from freight.model.open import read_model_config
+from freight.model.shapes import tensor_shapes
+from freight.settings.engine import EngineArgs, KVCacheConfig, names_of
 
 FILES = sorted((Path(__file__).parents[2] / "fixtures/published").glob("*.json"))
 LACKS = "lacks text_config"

@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 from tests.unit.config.test_model import config
 
-from freight.config.layer import MoEConfig
-from freight.config.mechanisms import missing_mechanisms
-from freight.config.parse import parse_model_config
 from freight.errors import CheckpointError
-from freight.layers.rope import yarn_attention_factor
-from freight.models.architectures import skipped_parts
-from freight.models.open import read_model_config
+from freight.model.architectures import skipped_parts
+from freight.model.config.layer import MoEConfig
+from freight.model.config.mechanisms import missing_mechanisms
+from freight.model.config.parse import parse_model_config
+from freight.model.layers.rope import yarn_attention_factor
+from freight.model.open import read_model_config
 
 # like Granite 4.0 350M, with other sizes: no layer is recurrent, and keys describe such layers
 GRANITE_4 = {

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from freight.config.quantize_plan import QuantizeArgs, plan
 from freight.errors import ConfigError
 from freight.fp8.formats import Granularity
+from freight.quantizer.plan import QuantizeArgs, plan
 
 
 def decide(**options: Any) -> tuple[str, str, Granularity | None]:

@@ -14,11 +14,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from freight.config.modifier import QuantizationArgs, QuantizationModifier, Recipe
-from freight.config.quantize_plan import ActivationScheme, QuantizeArgs, WeightScheme, plan
-from freight.config.recipe import OTHER_MODIFIERS, read_recipe
 from freight.errors import ConfigError
 from freight.fp8.formats import Granularity
+from freight.quantizer.modifier import QuantizationArgs, QuantizationModifier, Recipe
+from freight.quantizer.plan import ActivationScheme, QuantizeArgs, WeightScheme, plan
+from freight.quantizer.recipe import OTHER_MODIFIERS, read_recipe
 
 DOCUMENT = (Path(__file__).parents[3] / "docs" / "quantize.md").read_text()
 TABLE = re.findall(

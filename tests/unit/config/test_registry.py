@@ -1,4 +1,4 @@
-"""FAMILIES: every file of config/families/ is found, and what few families have is theirs alone."""
+"""FAMILIES: every file of model/config/families/ is found, and what few families have is theirs alone."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-import freight.config
-from freight.config.family import Family
-from freight.config.registry import FAMILIES, read_rows
+import freight.model.config
+from freight.model.config.family import Family
+from freight.model.config.registry import FAMILIES, read_rows
 
-CONFIG = Path(freight.config.__path__[0])
+CONFIG = Path(freight.model.config.__path__[0])
 FILES = sorted(path.stem for path in (CONFIG / "families").glob("[a-z]*.py"))
 # fields of few rows that say which keys there are, and where: `check_keys` needs them before
 # anything is derived

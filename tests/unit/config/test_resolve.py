@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 from freight.checkpoint.layouts import read_scheme
-from freight.config.engine import EngineArgs
-from freight.config.kv_source import kv_source
-from freight.config.parse import parse_model_config
-from freight.config.resolve import check, for_variant, resolve
 from freight.errors import CheckpointError, ConfigError
 from freight.fp8.formats import Format, Granularity, ScaleSource
 from freight.fp8.scheme import KVScales, LayerScales, Scheme
+from freight.model.config.parse import parse_model_config
+from freight.settings.engine import EngineArgs
+from freight.settings.kv_source import kv_source
+from freight.settings.resolve import check, for_variant, resolve
 
 CONFIG = {
     "model_type": "llama",

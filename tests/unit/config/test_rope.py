@@ -10,8 +10,8 @@ from tests.unit.config.test_model import config, refused
 from transformers import Ministral3Config
 from transformers.models.ministral3 import modeling_ministral3
 
-from freight.config.parse import parse_model_config
-from freight.layers.rope import build_rope, cos_and_sin
+from freight.model.config.parse import parse_model_config
+from freight.model.layers.rope import build_rope, cos_and_sin
 
 LLAMA3 = {
     "factor": 8.0,

@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 from tests.parity.variants import VARIANTS
 
-from freight.config.engine import EngineArgs, EngineConfig
-from freight.config.model import ModelConfig
-from freight.config.parse import parse_model_config
-from freight.config.resolve import check, resolve
-from freight.config.skip_layers import layer_names
-from freight.device import probe
 from freight.errors import CheckpointError, ConfigError
 from freight.fp8.formats import Format, Granularity, ScaleSource
 from freight.fp8.scheme import KVScales, LayerScales, Scheme
+from freight.model.config.model import ModelConfig
+from freight.model.config.parse import parse_model_config
+from freight.settings.device import probe
+from freight.settings.engine import EngineArgs, EngineConfig
+from freight.settings.resolve import check, resolve
+from freight.settings.skip_layers import layer_names
 
 FN, FNUZ, BF16 = Format.E4M3FN, Format.E4M3FNUZ, Format.BFLOAT16
 TENSOR, CHANNEL, TOKEN = Granularity.TENSOR, Granularity.CHANNEL, Granularity.TOKEN

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from freight.config.engine import EngineArgs
-from freight.config.resolve import check
-from freight.config.speculation import DEFAULT_DRAFTS, MOST_DRAFTS, most_drafts
 from freight.errors import ConfigError
+from freight.settings.engine import EngineArgs
+from freight.settings.resolve import check
+from freight.settings.speculation import DEFAULT_DRAFTS, MOST_DRAFTS, most_drafts
 
 
 @pytest.mark.parametrize(

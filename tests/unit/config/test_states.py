@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 
 from freight.cache.spec import cache_spec
-from freight.config.engine import EngineArgs, EngineConfig
-from freight.config.model import ModelConfig
-from freight.config.parse import parse_model_config
-from freight.config.resolve import check, resolve
 from freight.errors import CheckpointError, ConfigError
 from freight.fp8.formats import Format, Granularity, ScaleSource
 from freight.fp8.scheme import KVScales, Scheme
+from freight.model.config.model import ModelConfig
+from freight.model.config.parse import parse_model_config
+from freight.settings.engine import EngineArgs, EngineConfig
+from freight.settings.resolve import check, resolve
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 DELTA_NET: dict[str, Any] = json.loads((FIXTURES / "hybrids/delta_net/config.json").read_text())

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from tests.unit.config.test_resolve import CPU, GPU, decide
 
-from freight.config.engine import EngineArgs
-from freight.config.resolve import for_serving
+from freight.settings.engine import EngineArgs
+from freight.settings.resolve import for_serving
 
 QWEN3_MOE = {
     "model_type": "qwen3_moe",

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from freight.config.layer import MoEConfig
-from freight.config.model import ModelConfig
-from freight.config.parse import parse_model_config
-from freight.config.registry import FAMILIES
 from freight.errors import CheckpointError
-from freight.models.architectures import ARCHITECTURES, skipped_parts
+from freight.model.architectures import ARCHITECTURES, skipped_parts
+from freight.model.config.layer import MoEConfig
+from freight.model.config.model import ModelConfig
+from freight.model.config.parse import parse_model_config
+from freight.model.config.registry import FAMILIES
 
 SHAPE = {
     "hidden_size": 2048,

@@ -9,12 +9,12 @@ import pytest
 
 from freight.cache.pool import KVPool
 from freight.cache.spec import KVCacheSpec, LayerKVSpec
-from freight.config.engine import EngineArgs, EngineConfig
 from freight.engine.build import cache_facts, start_engine
 from freight.errors import CapacityError
 from freight.fp8.formats import Format, Granularity
-from freight.models.decoder import Decoder
-from freight.models.open import OpenModel, open_model, open_random
+from freight.model.decoder import Decoder
+from freight.model.open import OpenModel, open_model, open_random
+from freight.settings.engine import EngineArgs, EngineConfig
 
 DEMO_WEIGHTS = 11_540_992  # bytes of the demo's tensors, in bfloat16
 

@@ -9,9 +9,9 @@ import torch
 from tests.formats.four_bits import FORMS, write
 from transformers import AutoModelForCausalLM, PhiConfig
 
-from freight.config.engine import EngineArgs
 from freight.engine.fingerprint import fingerprint, is_reproducible
-from freight.models.open import OpenModel, open_model
+from freight.model.open import OpenModel, open_model
+from freight.settings.engine import EngineArgs
 
 
 @pytest.fixture

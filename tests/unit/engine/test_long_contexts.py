@@ -15,14 +15,14 @@ import torch
 from tests.forked_server import run_forked
 
 from freight import LLM, SamplingParams
-from freight.config.engine import EngineArgs
-from freight.config.model import RopeConfig
 from freight.engine import build
 from freight.engine.build import start_engine
 from freight.errors import CapacityError
-from freight.layers.rope import build_rope
-from freight.models.decoder import Decoder
-from freight.models.open import open_model
+from freight.model.config.model import RopeConfig
+from freight.model.decoder import Decoder
+from freight.model.layers.rope import build_rope
+from freight.model.open import open_model
+from freight.settings.engine import EngineArgs
 
 BASE = Path(__file__).parents[2] / "fixtures" / "base_bf16"
 DEMO = Path(build.__file__).parents[1] / "demo"

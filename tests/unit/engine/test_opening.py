@@ -12,11 +12,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from freight.config.engine import EngineArgs
-from freight.device import usable_cores
 from freight.errors import ConfigError
-from freight.models import open as opening
-from freight.models.open import open_model, open_random
+from freight.model import open as opening
+from freight.model.open import open_model, open_random
+from freight.settings.device import usable_cores
+from freight.settings.engine import EngineArgs
 
 
 def test_threads_hold_while_weights_are_read_and_not_after(monkeypatch: pytest.MonkeyPatch) -> None:

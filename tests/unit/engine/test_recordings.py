@@ -14,9 +14,6 @@ import torch
 from freight import LLM, SamplingParams
 from freight.cache.pool import KVPool, allocate_pool
 from freight.cache.spec import cache_spec
-from freight.config.engine import KVCacheConfig
-from freight.config.model import ModelConfig
-from freight.config.parse import parse_model_config
 from freight.engine.decode_steps import DecodeSteps
 from freight.engine.prepare import Logits, SequenceSlice
 from freight.engine.recordings import CpuRecordings, CpuStep
@@ -28,10 +25,13 @@ from freight.kernels.cpu import library
 from freight.kernels.cpu.cpu_set import CpuKernels
 from freight.kernels.cpu.interface import FreightLinear, FreightLookup
 from freight.kernels.cpu.linear import CpuWeight
-from freight.layers.linear import Linear, UnmergedLinear
-from freight.models.decoder import Decoder
-from freight.models.random_weights import random_model
+from freight.model.config.model import ModelConfig
+from freight.model.config.parse import parse_model_config
+from freight.model.decoder import Decoder
+from freight.model.layers.linear import Linear, UnmergedLinear
+from freight.model.random_weights import random_model
 from freight.operands.weight import Activations, Weight
+from freight.settings.engine import KVCacheConfig
 
 BLOCK, MAX_LEN = 8, 96
 KERNELS = CpuKernels(library.load())

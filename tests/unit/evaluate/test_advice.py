@@ -13,15 +13,15 @@ from pydoc_data.topics import topics
 import pytest
 from safetensors.torch import load_file, save_file
 
-from freight.calibrate.quantize import quantize
 from freight.checkpoint.reader import resolve_model
-from freight.config.engine import EngineArgs
-from freight.evaluate.advice import advice
-from freight.evaluate.figures import Evaluation
-from freight.evaluate.grid import GridArgs, evaluate_grid
-from freight.evaluate.report_page import write_report
-from freight.evaluate.safety import MIN_UNITS, Verdict
-from freight.evaluate.table import legend, table
+from freight.lab.evaluate.advice import advice
+from freight.lab.evaluate.figures import Evaluation
+from freight.lab.evaluate.grid import GridArgs, evaluate_grid
+from freight.lab.evaluate.report_page import write_report
+from freight.lab.evaluate.safety import MIN_UNITS, Verdict
+from freight.lab.evaluate.table import legend, table
+from freight.quantizer.quantize import quantize
+from freight.settings.engine import EngineArgs
 
 ARTICLES = (  # of the Universal Declaration of Human Rights
     "人人生而自由，在尊严和权利上一律平等。他们赋有理性和良心，并应以兄弟关系的精神相对待。",

@@ -19,11 +19,11 @@ from tests.unit.evaluate.published import GEMMA_3_27B, LLAMA_3_1_8B, LLAMA_3_1_7
 from freight.cache.pool import PagedState
 from freight.cache.sizing import MEMORY_SHARE, bytes_of_request, split_memory, useful_memory
 from freight.cache.spec import KVCacheSpec, LayerKVSpec
-from freight.config.engine import EngineArgs
-from freight.config.parse import parse_model_config
 from freight.engine.build import cache_facts, start_engine
 from freight.errors import CapacityError, CheckpointError, ConfigError
-from freight.evaluate.capacity import (
+from freight.fp8.formats import Format, Granularity, ScaleSource
+from freight.kernels.cpu.library import runnable
+from freight.lab.capacity import (
     GIB,
     Setting,
     Wish,
@@ -35,11 +35,11 @@ from freight.evaluate.capacity import (
     requests_in,
     verdict,
 )
-from freight.fp8.formats import Format, Granularity, ScaleSource
-from freight.kernels.cpu.library import runnable
-from freight.models.open import open_random
-from freight.models.sizes import Layout
-from freight.models.weight_bytes import weight_bytes
+from freight.model.config.parse import parse_model_config
+from freight.model.open import open_random
+from freight.model.sizes import Layout
+from freight.model.weight_bytes import weight_bytes
+from freight.settings.engine import EngineArgs
 
 MIB = 2**20
 LAYOUT = Layout.TILES if runnable()[:1] == ("amx",) else Layout.PACKED

@@ -13,8 +13,13 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from freight.evaluate.safety import MIN_UNITS
-from freight.evaluate.statistics import effective_units, independent_units, mean_interval, student
+from freight.lab.evaluate.safety import MIN_UNITS
+from freight.lab.evaluate.statistics import (
+    effective_units,
+    independent_units,
+    mean_interval,
+    student,
+)
 
 DRAWS = 2000
 TEXTS = json.loads((Path(__file__).parent / "windows.json").read_text())["texts"]

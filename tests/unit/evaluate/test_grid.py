@@ -15,21 +15,21 @@ import torch
 
 import freight
 from freight.checkpoint.reader import resolve_model
-from freight.config.engine import EngineArgs
 from freight.errors import ConfigError
-from freight.evaluate import measure as passes
-from freight.evaluate.advice import how_to
-from freight.evaluate.documents import read_documents
-from freight.evaluate.figures import Evaluation
-from freight.evaluate.grid import GridArgs, evaluate_grid
-from freight.evaluate.measure import rows_at_once
-from freight.evaluate.report import run_caches
-from freight.evaluate.rounded import SCHEMES
-from freight.evaluate.speed import Speed, contexts_for, faster_from
-from freight.evaluate.stored_error import Probe
 from freight.fp8.formats import Granularity
-from freight.models.decoder import Decoder
-from freight.models.open import open_checkpoint, open_model
+from freight.lab.evaluate import measure as passes
+from freight.lab.evaluate.advice import how_to
+from freight.lab.evaluate.documents import read_documents
+from freight.lab.evaluate.figures import Evaluation
+from freight.lab.evaluate.grid import GridArgs, evaluate_grid
+from freight.lab.evaluate.measure import rows_at_once
+from freight.lab.evaluate.report import run_caches
+from freight.lab.evaluate.rounded import SCHEMES
+from freight.lab.evaluate.speed import Speed, contexts_for, faster_from
+from freight.lab.evaluate.stored_error import Probe
+from freight.model.decoder import Decoder
+from freight.model.open import open_checkpoint, open_model
+from freight.settings.engine import EngineArgs
 
 TEXT = (resolve_model("demo") / "heldout.txt").read_text(encoding="utf-8")
 DEMO = EngineArgs("demo")
@@ -158,7 +158,7 @@ def test_every_setting_takes_one_pass_and_little_more(monkeypatch: pytest.Monkey
         seconds.append(passes.now("cpu") - begin)
 
     monkeypatch.setattr(Decoder, "hidden", counted)
-    monkeypatch.setattr("freight.evaluate.grid.measure", timed)
+    monkeypatch.setattr("freight.lab.evaluate.grid.measure", timed)
     grid = GridArgs(caches=("unit", "token", "e5m2"), speed=False, window=512, max_tokens=1024)
     forward: list[float] = []
     while not forward or (
@@ -212,9 +212,9 @@ def test_rows_of_logits_are_bounded_for_any_vocabulary(monkeypatch: pytest.Monke
 
 def test_static_scales_are_those_that_quantize_would_write(tmp_path: Path):
     """Within the rounding of the kernels: calibration uses the reference's."""
-    from freight.evaluate.grid import _measure_scales, _samples
-    from freight.evaluate.report import load_for, plain_config
-    from freight.models.open import open_model
+    from freight.lab.evaluate.grid import _measure_scales, _samples
+    from freight.lab.evaluate.report import load_for, plain_config
+    from freight.model.open import open_model
 
     options = {"weights": "none", "kv_cache": "fp8", "num_samples": 4, "max_seq_len": 128}
     freight.quantize("demo", tmp_path / "out", kv_granularity="channel", **options)
@@ -356,7 +356,7 @@ def test_what_cannot_be_measured_is_refused_before_weights_are_read(
     monkeypatch: pytest.MonkeyPatch,
 ):
     monkeypatch.setattr(
-        "freight.models.open.OpenModel.load", lambda *_: pytest.fail("weights were read")
+        "freight.model.open.OpenModel.load", lambda *_: pytest.fail("weights were read")
     )
     with pytest.raises(ConfigError, match=says.replace("(", r"\(")):
         evaluate_grid(args, documents, grid)  # type: ignore[arg-type]

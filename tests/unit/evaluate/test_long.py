@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from freight import SamplingParams
-from freight.config.engine import EngineArgs
 from freight.errors import ConfigError
-from freight.evaluate.long import Estimate, compare_long, estimate
-from freight.evaluate.long_table import position_rows, retrieval_rows
-from freight.evaluate.retrieval import make_contexts, vocabulary
+from freight.lab.evaluate.long import Estimate, compare_long, estimate
+from freight.lab.evaluate.long_table import position_rows, retrieval_rows
+from freight.lab.evaluate.retrieval import make_contexts, vocabulary
 from freight.llm import LLM
+from freight.settings.engine import EngineArgs
 
 TEXT = (Path(__file__).parents[3] / "src" / "freight" / "demo" / "heldout.txt").read_text()[:3000]
 LENGTH, COUNT, QUESTIONS = 192, 3, 2

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from freight.evaluate.divergence import TILE, Reference, kl_divergence
-from freight.evaluate.measure import mean_perplexity
-from freight.evaluate.perplexity import cut_windows, target_logprobs
+from freight.lab.evaluate.divergence import TILE, Reference, kl_divergence
+from freight.lab.evaluate.measure import mean_perplexity
+from freight.lab.evaluate.perplexity import cut_windows, target_logprobs
 
 
 @given(count=st.integers(2, 200), length=st.integers(2, 40))

@@ -11,10 +11,10 @@ from safetensors.torch import load_file
 
 import freight
 from freight.checkpoint.reader import resolve_model
-from freight.config.engine import EngineArgs
-from freight.evaluate.report import compare_caches
-from freight.models.open import open_model
-from freight.models.weight_bytes import WeightBytes, weight_bytes
+from freight.lab.evaluate.report import compare_caches
+from freight.model.open import open_model
+from freight.model.weight_bytes import WeightBytes, weight_bytes
+from freight.settings.engine import EngineArgs
 
 TEXT = "def main():\n    return 1\n"
 SHARE = 0.55  # of BF16, what weights in FP8 may take

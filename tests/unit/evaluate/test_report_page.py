@@ -15,13 +15,13 @@ from tests.unit.server.page.browser import browser, in_browser, wait_for
 from tests.unit.server.page.looks import LOOKS, WIDTHS, faults, keyboard_faults, seen_at
 
 from freight.checkpoint.reader import resolve_model
-from freight.config.engine import EngineArgs
-from freight.evaluate.advice import advice, how_to, recommended
-from freight.evaluate.charts import HEIGHT, MARK, NUM_STYLES, WIDTH, Axis, Series, chart
-from freight.evaluate.figures import CalibrationText, Evaluation
-from freight.evaluate.grid import GridArgs, evaluate_grid
-from freight.evaluate.report_page import sections, write_report
-from freight.evaluate.safety import Verdict
+from freight.lab.evaluate.advice import advice, how_to, recommended
+from freight.lab.evaluate.charts import HEIGHT, MARK, NUM_STYLES, WIDTH, Axis, Series, chart
+from freight.lab.evaluate.figures import CalibrationText, Evaluation
+from freight.lab.evaluate.grid import GridArgs, evaluate_grid
+from freight.lab.evaluate.report_page import sections, write_report
+from freight.lab.evaluate.safety import Verdict
+from freight.settings.engine import EngineArgs
 
 TEXT = (resolve_model("demo") / "heldout.txt").read_text(encoding="utf-8")
 

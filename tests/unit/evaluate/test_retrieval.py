@@ -6,10 +6,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from freight.config.engine import EngineArgs
 from freight.errors import ConfigError
-from freight.evaluate.retrieval import KEY, Question, Vocabulary, depths, make_contexts, vocabulary
-from freight.models.open import open_model
+from freight.lab.evaluate.retrieval import (
+    KEY,
+    Question,
+    Vocabulary,
+    depths,
+    make_contexts,
+    vocabulary,
+)
+from freight.model.open import open_model
+from freight.settings.engine import EngineArgs
 
 WORDS = Vocabulary(range(10, 300), begin=[0], equals=[1], end=[2])
 RECORD = 6  # tokens

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from freight.calibrate.budget import KVChoice
 from freight.cli.kv_choice import choice_facts, choice_sentences
-from freight.config.budget import BudgetKind, KVBudget
-from freight.evaluate.safety import MIN_TOKENS, MIN_UNITS, Interval, Sample, Verdict, judge
+from freight.lab.evaluate.safety import MIN_TOKENS, MIN_UNITS, Interval, Sample, Verdict, judge
+from freight.quantizer.budget import BudgetKind, KVBudget
+from freight.quantizer.kv_budget import KVChoice
 
 ENOUGH = Sample(58, "windows", 59032, 16.9, 4096)
 GOOD = ((1.001, (0.999, 1.003)), (0.0016, (0.0015, 0.0017)), (0.976, (0.974, 0.978)), 0.0001)

@@ -7,8 +7,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from freight.evaluate.scale_picture import HEIGHT, WIDTH, scale_picture
 from freight.fp8.formats import Format
+from freight.lab.evaluate.scale_picture import HEIGHT, WIDTH, scale_picture
 
 SVG = "{http://www.w3.org/2000/svg}"
 

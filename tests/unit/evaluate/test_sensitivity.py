@@ -13,17 +13,17 @@ import torch
 from tests.parity.random_models import save_random
 from tests.parity.variants import VARIANTS
 
-from freight.config.engine import EngineArgs, KVCacheConfig
-from freight.config.resolve import mixed_cache
 from freight.errors import ConfigError
-from freight.evaluate.documents import Part
-from freight.evaluate.layer_kl import first_windows, layer_kl
-from freight.evaluate.perplexity import Window
-from freight.evaluate.report import cache_run, load_for, plain_config, run_caches
-from freight.evaluate.sensitivity import PerLayer, as_table, per_layer
 from freight.fp8.formats import Format, Granularity, ScaleSource
 from freight.fp8.scheme import KVScales
-from freight.models.open import open_model
+from freight.lab.evaluate.documents import Part
+from freight.lab.evaluate.layer_kl import first_windows, layer_kl
+from freight.lab.evaluate.perplexity import Window
+from freight.lab.evaluate.report import cache_run, load_for, plain_config, run_caches
+from freight.lab.evaluate.sensitivity import PerLayer, as_table, per_layer
+from freight.model.open import open_model
+from freight.settings.engine import EngineArgs, KVCacheConfig
+from freight.settings.resolve import mixed_cache
 
 IDS = [0, *range(300, 363)]
 ARGS = EngineArgs(max_model_len=64)

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from freight.evaluate.tasks import TaskScore, as_rows, bootstrap_stderr, compare_results
+from freight.lab.evaluate.tasks import TaskScore, as_rows, bootstrap_stderr, compare_results
 
 METRIC = "acc"
 numbers = st.lists(st.tuples(st.booleans(), st.booleans()), min_size=2, max_size=40)

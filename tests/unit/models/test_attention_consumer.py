@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from freight.config.layer import GateFunction
-from freight.evaluate.stored_error import Probe, ProbedKV
 from freight.kernels.reference_set import REFERENCE
-from freight.layers.attention import Attention, OutputGate
-from freight.layers.linear import Linear
+from freight.lab.evaluate.stored_error import Probe, ProbedKV
+from freight.model.config.layer import GateFunction
+from freight.model.layers.attention import Attention, OutputGate
+from freight.model.layers.linear import Linear
 from freight.operands.weight import Weight
 
 QUANTIZED = object()

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from freight.config.registry import FAMILIES
 from freight.errors import CheckpointError
-from freight.models.fallback_probe import _window, foreign_config
+from freight.model.config.registry import FAMILIES
+from freight.model.fallback_probe import _window, foreign_config
 
 SMALL: dict[str, Any] = {
     "vocab_size": 128,

@@ -12,7 +12,7 @@ from tests.shares import examples
 
 from freight.errors import CheckpointError
 from freight.kernels import reference
-from freight.layers.rope import half_pairs
+from freight.model.layers.rope import half_pairs
 from freight.operands.weight import Activations, Weight
 
 

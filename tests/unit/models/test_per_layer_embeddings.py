@@ -9,10 +9,10 @@ import torch
 from tests.parity.random_models import freight_logits, save_random, tokens
 from tests.parity.variants import VARIANTS
 
-from freight.calibrate.modules import ignored_modules
-from freight.config.engine import EngineArgs
-from freight.models.decoder import Decoder
-from freight.models.open import OpenModel, open_model
+from freight.model.decoder import Decoder
+from freight.model.open import OpenModel, open_model
+from freight.quantizer.modules import ignored_modules
+from freight.settings.engine import EngineArgs
 
 TABLE = "model.embed_tokens_per_layer.weight"
 

@@ -9,14 +9,14 @@ import torch
 
 from freight.cache.pool import allocate_pool
 from freight.cache.spec import cache_spec
-from freight.config.engine import KVCacheConfig
-from freight.config.model import ModelConfig, RopeConfig
-from freight.config.parse import parse_model_config
-from freight.config.presets import PRESETS
 from freight.engine.runner import ModelRunner
 from freight.fp8.formats import Format
 from freight.kernels.select import select_kernels
-from freight.models.random_weights import random_model
+from freight.model.config.model import ModelConfig, RopeConfig
+from freight.model.config.parse import parse_model_config
+from freight.model.config.presets import PRESETS
+from freight.model.random_weights import random_model
+from freight.settings.engine import KVCacheConfig
 
 SMALL = {
     **PRESETS["llama-1b"],

@@ -16,9 +16,6 @@ from tests.shares import examples
 import freight
 from freight.checkpoint.config_only import read_config_only
 from freight.checkpoint.layouts import read_scheme
-from freight.config.engine import EngineArgs
-from freight.config.parse import parse_model_config
-from freight.config.registry import FAMILIES
 from freight.errors import ConfigError
 from freight.fp8.cast import torch_dtype
 from freight.fp8.formats import Format
@@ -26,10 +23,12 @@ from freight.fp8.scheme import FourBits, Packing
 from freight.kernels.cpu.interface import FORMATS
 from freight.kernels.cpu.library import load, runnable
 from freight.kernels.cpu.linear import packed_bytes
-from freight.layers.attention import Attention
-from freight.layers.latent import Latent
-from freight.models.open import OpenModel, open_model, open_random
-from freight.models.sizes import (
+from freight.model.config.parse import parse_model_config
+from freight.model.config.registry import FAMILIES
+from freight.model.layers.attention import Attention
+from freight.model.layers.latent import Latent
+from freight.model.open import OpenModel, open_model, open_random
+from freight.model.sizes import (
     ONLINE,
     Layout,
     LinearOf,
@@ -38,10 +37,11 @@ from freight.models.sizes import (
     loaded_bytes,
     matrix_bytes,
 )
-from freight.models.weight_bytes import weight_bytes
+from freight.model.weight_bytes import weight_bytes
 from freight.operands.weight import Codes, Groups, Weight
 from freight.parallel.ranks import Ranks
 from freight.parallel.shared import CAPACITY, SharedFiles, SharedMemory
+from freight.settings.engine import EngineArgs
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 LAYOUTS = {"amx": Layout.TILES}  # of builds; the others pack without tiles

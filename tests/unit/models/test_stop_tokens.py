@@ -12,9 +12,9 @@ import pytest
 from tests.demo_chat import demo_with_chat_template
 
 from freight import LLM, AsyncLLM, FinishReason, SamplingParams
-from freight.config.engine import EngineArgs
-from freight.config.parse import stop_token_ids
-from freight.models.open import open_model
+from freight.model.config.parse import stop_token_ids
+from freight.model.open import open_model
+from freight.settings.engine import EngineArgs
 
 OTHER, END = 2, 1  # END is what the demo's tokenizer calls its EOS
 SIZE: dict[str, Any] = {"kv_cache_memory": "4MiB", "max_model_len": 128}

@@ -14,17 +14,17 @@ import torch
 from safetensors.torch import save_file
 
 from freight.checkpoint.reader import Checkpoint, resolve_model
-from freight.config.engine import EngineArgs
-from freight.config.parse import parse_model_config
-from freight.config.presets import PRESETS
 from freight.fp8.formats import Format
 from freight.fp8.weights import fit_rows
 from freight.kernels.reference_set import REFERENCE
-from freight.models.decoder import Decoder
-from freight.models.loader import load_model, tensor_shapes
-from freight.models.open import open_model, open_random
-from freight.models.random_weights import random_model
+from freight.model.config.parse import parse_model_config
+from freight.model.config.presets import PRESETS
+from freight.model.decoder import Decoder
+from freight.model.loader import load_model, tensor_shapes
+from freight.model.open import open_model, open_random
+from freight.model.random_weights import random_model
 from freight.operands.weight import Activations, Weight
+from freight.settings.engine import EngineArgs
 
 SMALL = {
     **PRESETS["llama-1b"],
@@ -145,8 +145,8 @@ def test_a_random_model_has_the_shape_that_was_asked_for(tmp_path):
 
 PEAK = """
 import resource, sys
-from freight.config.engine import EngineArgs
-from freight.models.open import open_model
+from freight.settings.engine import EngineArgs
+from freight.model.open import open_model
 from freight.fp8.formats import Format
 from freight.fp8.weights import fit_rows
 import torch

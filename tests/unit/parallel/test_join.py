@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
-from freight.config.engine import EngineArgs
-from freight.config.nodes import given
+from freight.base.version import version
 from freight.errors import ConfigError, RankError
 from freight.parallel import join, messages
 from freight.parallel.join import Join, Meeting, come_to
 from freight.parallel.messages import Kind
-from freight.version import version
+from freight.settings.engine import EngineArgs
+from freight.settings.nodes import given
 
 
 def args_of(nodes: int = 2, **options: Any) -> EngineArgs:

@@ -21,18 +21,18 @@ from torch import Tensor
 
 from freight.checkpoint.linears import StoredLinear
 from freight.checkpoint.reader import Checkpoint
-from freight.config.layer import AttentionConfig, DeltaNetConfig, DenseConfig
-from freight.config.model import ModelConfig
-from freight.config.parse import parse_model_config
-from freight.config.tensor_names import DeltaNetNames, TensorNames
 from freight.errors import ConfigError
 from freight.fp8.formats import Format, Granularity
 from freight.fp8.scheme import Activations, KVScales, LayerScales
-from freight.models.loader import require_whole_blocks
-from freight.models.mixer_shares import mixer_pieces
-from freight.models.open import read_model_config
-from freight.models.shapes import tensor_shapes
-from freight.models.shares import Share, share_of
+from freight.model.config.layer import AttentionConfig, DeltaNetConfig, DenseConfig
+from freight.model.config.model import ModelConfig
+from freight.model.config.parse import parse_model_config
+from freight.model.config.tensor_names import DeltaNetNames, TensorNames
+from freight.model.loader import require_whole_blocks
+from freight.model.mixer_shares import mixer_pieces
+from freight.model.open import read_model_config
+from freight.model.shapes import tensor_shapes
+from freight.model.shares import Share, share_of
 from freight.parallel.places import parse_rank_cpus, places
 from freight.parallel.shards import kv_part, of_rank, require_divisible, scales_of_rank
 from freight.parallel.steps import SliceNumbers, StepReader, StepWriter

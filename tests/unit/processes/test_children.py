@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from freight.processes.children import without_secrets
+from freight.serve.processes.children import without_secrets
 
 
 def test_the_environment_of_other_processes_has_no_key() -> None:
@@ -18,7 +18,7 @@ def test_the_environment_of_other_processes_has_no_key() -> None:
 def test_the_engine_is_started_with_that_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     import asyncio
 
-    from freight.processes import client
+    from freight.serve.processes import client
 
     seen: list[dict[str, str]] = []
 

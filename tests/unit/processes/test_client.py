@@ -19,14 +19,14 @@ from tests.forked_server import forked
 from tests.serving import CAN_FORK
 
 from freight import LLM
-from freight.config.engine import EngineArgs
 from freight.engine.intake import AcceptedPrompt
 from freight.errors import CheckpointError, RequestError
 from freight.outputs import FinishReason
-from freight.processes import children
-from freight.processes.client import EngineClient, EngineState, NotReadyError, WorkerOptions
 from freight.sampling import SamplingParams
-from freight.server.processes.inbox import Inbox
+from freight.serve.inbox import Inbox
+from freight.serve.processes import children
+from freight.serve.processes.client import EngineClient, EngineState, NotReadyError, WorkerOptions
+from freight.settings.engine import EngineArgs
 
 pytestmark = pytest.mark.clock
 
@@ -171,8 +171,8 @@ def test_a_model_that_cannot_be_loaded_says_why() -> None:
 def test_the_process_ends_with_its_server() -> None:
     code = (
         "import asyncio, os, signal\n"
-        "from freight.config.engine import EngineArgs\n"
-        "from freight.processes.client import EngineClient, WorkerOptions\n"
+        "from freight.settings.engine import EngineArgs\n"
+        "from freight.serve.processes.client import EngineClient, WorkerOptions\n"
         "async def run():\n"
         "    client = EngineClient(WorkerOptions(vars(EngineArgs())), print, print, print)\n"
         "    await client.start()\n"

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from freight.processes import frames
-from freight.processes.frames import Decoder, FrameError, encode
+from freight.serve.processes import frames
+from freight.serve.processes.frames import Decoder, FrameError, encode
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),

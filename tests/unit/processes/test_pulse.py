@@ -8,10 +8,10 @@ import socket
 import time
 from typing import Any, cast
 
-from freight.processes import wire
-from freight.processes.frames import Decoder
-from freight.processes.pulse import Progress, Silence
-from freight.processes.worker import Channel
+from freight.serve.processes import wire
+from freight.serve.processes.frames import Decoder
+from freight.serve.processes.pulse import Progress, Silence
+from freight.serve.processes.worker import Channel
 
 
 def test_a_turn_that_uses_no_processor_is_stuck() -> None:

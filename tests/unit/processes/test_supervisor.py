@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from freight.errors import CheckpointError, FreightError, RankError
-from freight.processes import wire
-from freight.processes.supervisor import Supervisor
+from freight.serve.processes import wire
+from freight.serve.processes.supervisor import Supervisor
 
 LOST = RankError("rank 1 has ended: the engine cannot go on")
 DAMAGED = CheckpointError("a weight is damaged")

@@ -14,12 +14,12 @@ import pytest
 from freight.engine.intake import AcceptedPrompt
 from freight.errors import EngineError
 from freight.outputs import CompletionDelta, FinishReason, RequestDelta
-from freight.processes import wire
-from freight.processes.client import EngineClient, EngineState, TooLongError, WorkerOptions
-from freight.processes.frames import Decoder, FrameError
-from freight.processes.worker import Channel
 from freight.sampling import SamplingParams
-from freight.server.processes.inbox import Inbox
+from freight.serve.inbox import Inbox
+from freight.serve.processes import wire
+from freight.serve.processes.client import EngineClient, EngineState, TooLongError, WorkerOptions
+from freight.serve.processes.frames import Decoder, FrameError
+from freight.serve.processes.worker import Channel
 
 SHORT = 2000  # bytes
 

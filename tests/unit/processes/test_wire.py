@@ -21,8 +21,8 @@ from freight.outputs import (
     Scores,
     StoreStats,
 )
-from freight.processes import wire
 from freight.sampling import SamplingParams
+from freight.serve.processes import wire
 from freight.structured import StructuredOutputs
 
 SECONDS = st.floats(0, 1e6)

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from freight.replicas import front as module
-from freight.replicas.front import MOST_LOSSES, NoReplicaError, ReplicaLostError, front
-from freight.replicas.passing import AWAY, ENDED, Request, answer
-from freight.server.openai.stream import DONE
-from freight.server.transport.http_limits import HttpLimits
+from freight.adapters.ray import front as module
+from freight.adapters.ray.front import MOST_LOSSES, NoReplicaError, ReplicaLostError, front
+from freight.adapters.ray.passing import AWAY, ENDED, Request, answer
+from freight.serve.openai.stream import DONE
+from freight.serve.transport.http_limits import HttpLimits
 
 LIMITS = HttpLimits(body_bytes=1000)
 START = {

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from freight.adapters.ray.options import _NOT_HERE, ReplicaOptions, read_options
 from freight.cli.serve import SERVER_FLAGS
 from freight.errors import ConfigError
-from freight.replicas.options import _NOT_HERE, ReplicaOptions, read_options
-from freight.server.settings import ServerSettings
+from freight.serve.settings import ServerSettings
 
 
 def test_nothing_given_is_what_freight_serve_has() -> None:

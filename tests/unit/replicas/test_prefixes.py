@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from freight.replicas.passing import Request
-from freight.replicas.prefixes import Prefixes
-from freight.replicas.prompts import CHUNK, prefix_keys
+from freight.adapters.ray.passing import Request
+from freight.adapters.ray.prefixes import Prefixes
+from freight.adapters.ray.prompts import CHUNK, prefix_keys
 
 NAMES = ["a", "b", "c"]
 KEYS = st.lists(st.integers(0, 3), max_size=6).map(

@@ -10,11 +10,11 @@ from typing import Any
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
-from freight.server.answers import call_families, response_templates
-from freight.server.answers.call_families import Tags
-from freight.server.answers.parsing import markup_of
-from freight.server.answers.response_templates import CallForm
-from freight.server.answers.tools import MessageFormat, parser_for
+from freight.serve.answers import call_families, response_templates
+from freight.serve.answers.call_families import Tags
+from freight.serve.answers.parsing import markup_of
+from freight.serve.answers.response_templates import CallForm
+from freight.serve.answers.tools import MessageFormat, parser_for
 from freight.text.tokenizer import Tokenizer
 
 FORMS = {

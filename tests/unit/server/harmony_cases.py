@@ -9,8 +9,8 @@ from tests.unit.server.joined_pieces import joined
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
-from freight.server.answers.answer_format import AnswerFormat, answer_format
-from freight.server.answers.pieces import Piece
+from freight.serve.answers.answer_format import AnswerFormat, answer_format
+from freight.serve.answers.pieces import Piece
 from freight.text.harmony import MARKERS
 from freight.text.tokenizer import Tokenizer
 

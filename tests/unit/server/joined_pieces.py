@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from freight.server.answers.pieces import Piece, PieceKind
+from freight.serve.answers.pieces import Piece, PieceKind
 
 
 def joined(parser: Any, chunks: Iterable[str], complete: bool) -> list[Piece]:

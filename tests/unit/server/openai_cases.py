@@ -13,10 +13,10 @@ from pathlib import Path
 
 import freight
 from freight.outputs import CompletionDelta, FinishReason, Logprob, RequestDelta, Scores
-from freight.server.answers.pieces import Piece, PieceKind
-from freight.server.call import ReplyHead, Served, TokenizedWork
-from freight.server.limits import ServingLimits
-from freight.server.transport.slices import plain
+from freight.serve.answers.pieces import Piece, PieceKind
+from freight.serve.call import ReplyHead, Served, TokenizedWork
+from freight.serve.limits import ServingLimits
+from freight.serve.transport.slices import plain
 from freight.text.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer.load(Path(freight.__file__).parent / "demo")

@@ -17,9 +17,9 @@ from typing import Any
 
 import uvicorn
 
-from freight.server.transport.http import server_config
-from freight.server.transport.http_limits import HttpLimits
-from freight.server.transport.tls import Server
+from freight.serve.transport.http import server_config
+from freight.serve.transport.http_limits import HttpLimits
+from freight.serve.transport.tls import Server
 
 QUICK = HttpLimits(
     head_seconds=0.2, body_seconds=0.2, body_total=1.0, write_seconds=0.3, linger_seconds=0.2

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from freight.errors import ConfigError
-from freight.server.transport.auth import Keys, check_binding, is_loopback
+from freight.serve.transport.auth import Keys, check_binding, is_loopback
 
 SECRET = "sk-a-Secret-Value"
 

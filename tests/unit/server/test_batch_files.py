@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from freight.errors import ConfigError
-from freight.server.batch import _parts as parts
-from freight.server.batch_files import BatchInput, BatchOutput, require_different
-from freight.server.transport.errors import ApiError
+from freight.serve.offline.batch import _parts as parts
+from freight.serve.offline.batch_files import BatchInput, BatchOutput, require_different
+from freight.serve.transport.errors import ApiError
 
 NAMES = ("demo",)
 

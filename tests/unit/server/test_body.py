@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from tests.clock import takes_less
 from tests.unit.server.raw_http import post, running
 
-from freight.server.transport.body import DisconnectedError, parse_object, read_body
-from freight.server.transport.errors import ApiError
-from freight.server.transport.http_limits import HttpLimits
-from freight.server.transport.middleware import Errors
+from freight.serve.transport.body import DisconnectedError, parse_object, read_body
+from freight.serve.transport.errors import ApiError
+from freight.serve.transport.http_limits import HttpLimits
+from freight.serve.transport.middleware import Errors
 
 pytestmark = pytest.mark.clock
 

@@ -23,10 +23,10 @@ from tests.unit.server.call_form_cases import (
 from tests.unit.server.joined_pieces import call, content, joined
 from tests.unit.server.test_tools import QWEN3
 
-from freight.server.answers import parsing
-from freight.server.answers.call_families import form_of, tags_of
-from freight.server.answers.listed_calls import ListedCalls
-from freight.server.answers.pieces import Piece, PieceKind
+from freight.serve.answers import parsing
+from freight.serve.answers.call_families import form_of, tags_of
+from freight.serve.answers.listed_calls import ListedCalls
+from freight.serve.answers.pieces import Piece, PieceKind
 
 EXPECTED: dict[
     str, tuple[str | None, str | None]

@@ -14,18 +14,18 @@ from typing import Any
 import pytest
 from tests.unit.server.raw_http import Echo, post, running
 
-from freight.processes.client import EngineState
 from freight.sampling import SamplingParams
-from freight.server.call import Served, Work
-from freight.server.limits import ServingLimits
-from freight.server.observe.metrics import Metrics
-from freight.server.openai.chat_request import parse_chat
-from freight.server.openai.completion_request import parse_completion
-from freight.server.service import Service
-from freight.server.transport.auth import Keys
-from freight.server.transport.body import parse_object
-from freight.server.transport.errors import ApiError
-from freight.server.transport.http_limits import HttpLimits
+from freight.serve.call import Served, Work
+from freight.serve.limits import ServingLimits
+from freight.serve.observe.metrics import Metrics
+from freight.serve.openai.chat_request import parse_chat
+from freight.serve.openai.completion_request import parse_completion
+from freight.serve.processes.client import EngineState
+from freight.serve.service import Service
+from freight.serve.transport.auth import Keys
+from freight.serve.transport.body import parse_object
+from freight.serve.transport.errors import ApiError
+from freight.serve.transport.http_limits import HttpLimits
 
 SERVED = Served(("demo",), None, 4096, 1024, {}, "fp_0")
 MANY = 10**5

@@ -13,15 +13,15 @@ import jsonschema_rs
 import pytest
 from tests.unit.server.openai_cases import HELLO, LIMITS, SERVED, TOOL
 
-from freight.server.anthropic.messages_request import CountBody, MessagesBody, parse_messages
-from freight.server.app import INVOCATION
-from freight.server.bodies import schema_of
-from freight.server.openai.chat_request import ChatRequest, parse_chat
-from freight.server.openai.completion_request import CompletionRequest, parse_completion
-from freight.server.openai.responses_request import ResponsesBody, parse_responses
-from freight.server.tgi.request import GenerateBody, parse_generate
-from freight.server.tokens import DetokenizeBody, TokenizeBody, detokenize, parse_tokenize
-from freight.server.transport.errors import ApiError
+from freight.serve.anthropic.messages_request import CountBody, MessagesBody, parse_messages
+from freight.serve.app import INVOCATION
+from freight.serve.bodies import schema_of
+from freight.serve.openai.chat_request import ChatRequest, parse_chat
+from freight.serve.openai.completion_request import CompletionRequest, parse_completion
+from freight.serve.openai.responses_request import ResponsesBody, parse_responses
+from freight.serve.tgi.request import GenerateBody, parse_generate
+from freight.serve.tokens import DetokenizeBody, TokenizeBody, detokenize, parse_tokenize
+from freight.serve.transport.errors import ApiError
 
 Parse = Callable[[dict[str, Any], Any], object]
 APIS: list[tuple[Any, Parse, dict[str, Any]]] = [

@@ -16,10 +16,10 @@ from tokenizers import Tokenizer as Backend
 
 from freight import LLM, RequestError, SamplingParams
 from freight.sampling import SamplingLimits
-from freight.server.call import Served
-from freight.server.openai.completion_request import parse_completion
-from freight.server.tgi.request import parse_generate
-from freight.server.transport.errors import ApiError
+from freight.serve.call import Served
+from freight.serve.openai.completion_request import parse_completion
+from freight.serve.tgi.request import parse_generate
+from freight.serve.transport.errors import ApiError
 from freight.text.tokenizer import Tokenizer
 
 WAY_OUT = "at least one character or token id"

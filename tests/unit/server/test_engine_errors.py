@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from freight.errors import CapacityError, EngineError, FreightError, RequestError
-from freight.processes.client import EngineState, NotReadyError, TooLongError
-from freight.server.engine_errors import from_engine, not_ready
+from freight.serve.engine_errors import from_engine, not_ready
+from freight.serve.processes.client import EngineState, NotReadyError, TooLongError
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from freight.errors import ConfigError
-from freight.processes.client import WorkerOptions
-from freight.server.serving import first_keys
-from freight.server.settings import ServerSettings
+from freight.serve.processes.client import WorkerOptions
+from freight.serve.serving import first_keys
+from freight.serve.settings import ServerSettings
 
 
 def salt(shared: bool = False, keys: tuple[str, ...] = ("a:1",), **engine: Any) -> str | None:

@@ -22,9 +22,9 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
 from freight.engine.grammar import Grammars, _source
-from freight.server.answers.pieces import Piece, PieceKind
-from freight.server.answers.tools import MessageFormat, parser_for
-from freight.server.transport.errors import ApiError
+from freight.serve.answers.pieces import Piece, PieceKind
+from freight.serve.answers.tools import MessageFormat, parser_for
+from freight.serve.transport.errors import ApiError
 from freight.structured import StructuredOutputs
 from freight.text.tokenizer import Tokenizer
 
@@ -385,7 +385,7 @@ def test_calls_in_xml_are_not_read_as_json() -> None:
 def test_reading_answers_loads_no_torch() -> None:
     program = (
         "import sys; from tokenizers import Tokenizer as B, models; from freight.text.tokenizer import Tokenizer;"
-        "from freight.server.answers.tools import parser_for;"
+        "from freight.serve.answers.tools import parser_for;"
         "form = parser_for(Tokenizer(B(models.BPE(vocab={'a': 0}, merges=[])), None, '<tool_call></tool_call>'));"
         "form.parser('', [{'name': 'f'}]).feed('a'); assert 'transformers' in sys.modules;"
         "sys.exit('torch' in sys.modules)"

@@ -16,8 +16,8 @@ from tests.unit.server.call_form_cases import FORMS, large_tools, named_format, 
 from tests.unit.server.joined_pieces import joined
 
 from freight.engine.grammar import Grammars, Matcher
-from freight.server.answers.pieces import PieceKind
-from freight.server.transport.errors import ApiError
+from freight.serve.answers.pieces import PieceKind
+from freight.serve.transport.errors import ApiError
 from freight.structured import StructuredOutputs
 from freight.text.tokenizer import Tokenizer
 

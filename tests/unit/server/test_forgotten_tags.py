@@ -20,9 +20,9 @@ from tests.unit.server.test_call_forms import CALLS, EXPECTED, rendered
 from tests.unit.server.test_published_calls import PUBLISHED
 from tests.unit.server.test_published_calls import TOOLS as PUBLISHED_TOOLS
 
-from freight.server.answers.pieces import Piece, PieceKind
-from freight.server.answers.response_templates import CallForm
-from freight.server.answers.tagged_calls import Tagged
+from freight.serve.answers.pieces import Piece, PieceKind
+from freight.serve.answers.response_templates import CallForm
+from freight.serve.answers.tagged_calls import Tagged
 
 TAGGED = {name for name, form in FORMS.items() if isinstance(form.syntax, Tagged)}
 MOST = 60  # subsets of an answer: all of up to two tags, and others drawn from a seed

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from freight.server.answers.gemma_calls import _DEEPEST, GemmaValues
+from freight.serve.answers.gemma_calls import _DEEPEST, GemmaValues
 
 VALUES = GemmaValues("call:", '<|"|>')
 

@@ -24,7 +24,7 @@ from tests.unit.server.harmony_cases import (
 )
 from tests.unit.server.joined_pieces import call, content, reasoning
 
-from freight.server.answers.pieces import Piece, PieceKind
+from freight.serve.answers.pieces import Piece, PieceKind
 from freight.text.harmony import MARKERS
 
 

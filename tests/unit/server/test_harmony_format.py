@@ -33,14 +33,14 @@ from tests.unit.server.joined_pieces import content, reasoning
 from freight.engine.grammar import Grammars, _source
 from freight.outputs import CompletionDelta, FinishReason, RequestDelta
 from freight.sampling import SamplingParams
-from freight.server.answers.answer_format import answer_format
-from freight.server.answers.pieces import PieceKind
-from freight.server.call import ReplyHead, Served, TokenizedWork
-from freight.server.limits import ServingLimits
-from freight.server.openai.chat_reply import ChatReply
-from freight.server.openai.chat_request import parse_chat
-from freight.server.openai.stream import AnswerOptions
-from freight.server.transport.errors import ApiError
+from freight.serve.answers.answer_format import answer_format
+from freight.serve.answers.pieces import PieceKind
+from freight.serve.call import ReplyHead, Served, TokenizedWork
+from freight.serve.limits import ServingLimits
+from freight.serve.openai.chat_reply import ChatReply
+from freight.serve.openai.chat_request import parse_chat
+from freight.serve.openai.stream import AnswerOptions
+from freight.serve.transport.errors import ApiError
 from freight.structured import StructuredOutputs
 from freight.text.harmony import MARKERS
 from freight.text.tokenizer import Tokenizer

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from freight.server.transport.errors import ApiError
-from freight.server.transport.head import read_head
-from freight.server.transport.http_limits import HttpLimits
+from freight.serve.transport.errors import ApiError
+from freight.serve.transport.head import read_head
+from freight.serve.transport.http_limits import HttpLimits
 
 LIMITS = HttpLimits()
 LINES = [

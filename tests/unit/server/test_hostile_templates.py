@@ -10,9 +10,9 @@ import pytest
 from tests.unit.server.joined_pieces import joined
 from tests.unit.server.test_tools import tokenizer
 
-from freight import patterns
-from freight.server.answers.pieces import PieceKind
-from freight.server.answers.tools import parser_for
+from freight.base import patterns
+from freight.serve.answers.pieces import PieceKind
+from freight.serve.answers.tools import parser_for
 
 SLOW = r"(?:a|a)+b"  # tries 2 ** n ways through n letters
 CALLS = {

@@ -26,8 +26,8 @@ from tests.unit.server.raw_http import (
     wait_for,
 )
 
-from freight.server.transport.http import server_config
-from freight.server.transport.http_limits import HttpLimits
+from freight.serve.transport.http import server_config
+from freight.serve.transport.http_limits import HttpLimits
 
 pytestmark = pytest.mark.clock
 

@@ -18,7 +18,7 @@ from freight.outputs import (
     Scores,
     TokenLogprobs,
 )
-from freight.server.processes.inbox import merged
+from freight.serve.inbox import merged
 
 ENDINGS = st.sampled_from(
     [FinishReason.STOP, FinishReason.LENGTH, FinishReason.ERROR, FinishReason.TIMEOUT]

@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from freight.server.transport import json_pieces
-from freight.server.transport.body import parse_object
-from freight.server.transport.errors import ApiError
-from freight.server.transport.http_limits import HttpLimits
-from freight.server.transport.json_pieces import loads_in_pieces
+from freight.serve.transport import json_pieces
+from freight.serve.transport.body import parse_object
+from freight.serve.transport.errors import ApiError
+from freight.serve.transport.http_limits import HttpLimits
+from freight.serve.transport.json_pieces import loads_in_pieces
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8),

@@ -8,9 +8,9 @@ import pytest
 
 from freight.outputs import CompletionDelta, FinishReason
 from freight.sampling import NO_TOKEN_LEFT
-from freight.server.limits import ServingLimits, check_body, check_context
-from freight.server.openai.stream import check_ending
-from freight.server.transport.errors import ApiError
+from freight.serve.limits import ServingLimits, check_body, check_context
+from freight.serve.openai.stream import check_ending
+from freight.serve.transport.errors import ApiError
 from freight.structured import CANNOT_GO_ON
 
 LIMITS = ServingLimits()

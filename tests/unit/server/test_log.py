@@ -16,8 +16,7 @@ import pytest
 from hypothesis import given
 
 from freight.outputs import EngineStats
-from freight.processes.log import LogFormat, current_request, current_trace, formatter_of
-from freight.server.observe.log import (
+from freight.serve.observe.log import (
     RequestLine,
     log_request,
     log_summary,
@@ -26,6 +25,7 @@ from freight.server.observe.log import (
     summary,
     trace_id_of,
 )
+from freight.serve.processes.log import LogFormat, current_request, current_trace, formatter_of
 
 ZERO = EngineStats(*[0] * (len(fields(EngineStats)) - 1))  # all but `store`
 LINE = RequestLine("req-1", 200, 1.23456, 10, 20, 5, "stop", "alice")

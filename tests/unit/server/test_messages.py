@@ -26,9 +26,9 @@ from tests.unit.server.openai_cases import (
 )
 
 from freight.outputs import CompletionDelta, FinishReason, RequestDelta
-from freight.server.anthropic.messages_request import parse_count, parse_messages
-from freight.server.transport.errors import ApiError
-from freight.server.transport.middleware import error_body
+from freight.serve.anthropic.messages_request import parse_count, parse_messages
+from freight.serve.transport.errors import ApiError
+from freight.serve.transport.middleware import error_body
 
 CALL = '<call>{"name": "weather", "arguments": {"city": "Zürich"}}</call>'
 TOOL = {"name": "weather", "input_schema": {"type": "object", "properties": {}}}

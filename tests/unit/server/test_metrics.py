@@ -14,8 +14,8 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
 from freight.outputs import EngineStats, FinishReason, RequestTimes, StoreStats
-from freight.server.observe.histogram import Buckets
-from freight.server.observe.metrics import (
+from freight.serve.observe.histogram import Buckets
+from freight.serve.observe.metrics import (
     MOST_HANDLERS,
     MOST_KEYS,
     Metrics,
@@ -23,7 +23,7 @@ from freight.server.observe.metrics import (
     Rejection,
     token_buckets,
 )
-from freight.server.observe.state import CacheFacts
+from freight.serve.observe.state import CacheFacts
 
 DOCS = Path(__file__).parents[3] / "docs" / "metrics.md"
 ZERO = EngineStats(*[0] * (len(fields(EngineStats)) - 1))  # all but `store`

@@ -20,9 +20,9 @@ from starlette.routing import Mount, Route
 from tests.unit.server.raw_http import Answer, Client, post, running
 
 from freight.errors import ConfigError
-from freight.server.transport.auth import Keys
-from freight.server.transport.errors import ApiError
-from freight.server.transport.middleware import RequireKey, guarded
+from freight.serve.transport.auth import Keys
+from freight.serve.transport.errors import ApiError
+from freight.serve.transport.middleware import RequireKey, guarded
 
 KEY = "sk-the-key"
 PATHS = [

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.unit.server.openai_cases import LIMITS, SERVED
 
-from freight.server.anthropic.messages_request import parse_count, parse_messages
-from freight.server.openai.responses_request import parse_responses
-from freight.server.transport.errors import ApiError
+from freight.serve.anthropic.messages_request import parse_count, parse_messages
+from freight.serve.openai.responses_request import parse_responses
+from freight.serve.transport.errors import ApiError
 
 WORDS = [
     "",

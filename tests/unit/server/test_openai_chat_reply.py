@@ -30,8 +30,8 @@ from tests.unit.server.openai_cases import (
 )
 
 from freight.outputs import CompletionDelta, FinishReason, RequestDelta, RequestTimes
-from freight.server.openai.chat_request import parse_chat
-from freight.server.transport.errors import ApiError
+from freight.serve.openai.chat_request import parse_chat
+from freight.serve.transport.errors import ApiError
 
 CALL = '<call>{"name": "weather", "arguments": {"city": "Zürich"}}</call>'
 TEXTS = [

@@ -23,11 +23,11 @@ from tests.unit.server.openai_cases import (
 
 from freight.errors import RequestError
 from freight.sampling import SamplingParams
-from freight.server.openai import sampling_fields
-from freight.server.openai.chat_request import parse_chat
-from freight.server.openai.completion_request import parse_completion
-from freight.server.tgi.request import parse_generate
-from freight.server.transport.errors import ApiError
+from freight.serve.openai import sampling_fields
+from freight.serve.openai.chat_request import parse_chat
+from freight.serve.openai.completion_request import parse_completion
+from freight.serve.tgi.request import parse_generate
+from freight.serve.transport.errors import ApiError
 from freight.structured import StructuredOutputs
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}

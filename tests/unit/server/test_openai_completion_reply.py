@@ -29,12 +29,12 @@ from tests.unit.server.openai_cases import (
 )
 
 from freight.outputs import CompletionDelta, FinishReason, Logprob, RequestDelta
-from freight.server.openai import completion_reply
-from freight.server.openai.completion_request import parse_completion
-from freight.server.openai.logprobs import PromptLogprobs
-from freight.server.openai.stream import Usage
-from freight.server.transport.errors import ApiError
-from freight.server.transport.slices import json_bytes, json_in_slices
+from freight.serve.openai import completion_reply
+from freight.serve.openai.completion_request import parse_completion
+from freight.serve.openai.logprobs import PromptLogprobs
+from freight.serve.openai.stream import Usage
+from freight.serve.transport.errors import ApiError
+from freight.serve.transport.slices import json_bytes, json_in_slices
 
 IDS = TOKENIZER.encode("Hello world", add_special_tokens=False)
 

@@ -11,12 +11,12 @@ from dataclasses import replace
 import pytest
 from tests.unit.server.openai_cases import HELLO, LIMITS, SERVED, TOOL, WITH_PARSER
 
-from freight.server.bodies import schema_of
-from freight.server.openai.chat_request import ChatRequest, parse_chat
-from freight.server.openai.completion_request import CompletionRequest, parse_completion
-from freight.server.openai.fields import ACCEPTED
-from freight.server.openai.neutral import NEUTRAL
-from freight.server.transport.errors import ApiError
+from freight.serve.bodies import schema_of
+from freight.serve.openai.chat_request import ChatRequest, parse_chat
+from freight.serve.openai.completion_request import CompletionRequest, parse_completion
+from freight.serve.openai.fields import ACCEPTED
+from freight.serve.openai.neutral import NEUTRAL
+from freight.serve.transport.errors import ApiError
 
 CHAT_SCHEMA = schema_of(ChatRequest)
 

@@ -16,11 +16,11 @@ from tests.unit.server.call_form_cases import FORMS, tokenizer
 from tests.unit.server.joined_pieces import call, content, joined, reasoning
 
 from freight.errors import ConfigError
-from freight.server.answers.answer_format import answer_format
-from freight.server.answers.call_families import REASONING_PARSERS, TOOL_CALL_PARSERS
-from freight.server.answers.harmony_format import HarmonyFormat
-from freight.server.serving import Serving
-from freight.server.settings import ServerSettings
+from freight.serve.answers.answer_format import answer_format
+from freight.serve.answers.call_families import REASONING_PARSERS, TOOL_CALL_PARSERS
+from freight.serve.answers.harmony_format import HarmonyFormat
+from freight.serve.serving import Serving
+from freight.serve.settings import ServerSettings
 from freight.text.harmony import MARKERS
 from freight.text.tokenizer import Tokenizer
 

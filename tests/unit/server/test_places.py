@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from tests.unit.server.raw_http import GET, Echo, post, running, until_disconnect, wait_for
 
-from freight.server.transport.http_limits import HttpLimits
-from freight.server.transport.places import asks_for_health, fitted
+from freight.serve.transport.http_limits import HttpLimits
+from freight.serve.transport.places import asks_for_health, fitted
 
 pytestmark = pytest.mark.clock
 

@@ -15,8 +15,8 @@ import pytest
 from tests.unit.server.call_form_cases import named_format
 from tests.unit.server.joined_pieces import joined
 
-from freight.server.answers.argument_types import types_of, value_text
-from freight.server.answers.pieces import PieceKind
+from freight.serve.answers.argument_types import types_of, value_text
+from freight.serve.answers.pieces import PieceKind
 
 TYPES = {  # of the tools' parameters
     "get_current_weather": {"city": "string", "state": "string", "unit": "string"},

@@ -20,11 +20,11 @@ from tests.forked_server import forked
 from tests.serving import CAN_FORK, has_ended
 
 import freight
-from freight.processes import children
-from freight.server.call import Conversation
-from freight.server.processes.renderer import Renderer
-from freight.server.tokens import Tokenize
-from freight.server.transport.errors import ApiError
+from freight.serve.call import Conversation
+from freight.serve.processes import children
+from freight.serve.rendering.renderer import Renderer
+from freight.serve.tokens import Tokenize
+from freight.serve.transport.errors import ApiError
 from freight.text.chat_text import ChatText
 from freight.text.tokenizer import Tokenizer
 
@@ -363,8 +363,8 @@ def test_a_folder_without_a_tokenizer(tmp_path, caplog):
 def test_the_process_ends_with_its_parent_even_while_it_loops(folder):
     program = f"""
         import asyncio
-        from freight.server.call import Conversation
-        from freight.server.processes.renderer import Renderer
+        from freight.serve.call import Conversation
+        from freight.serve.rendering.renderer import Renderer
 
         async def main():
             renderer = Renderer({str(folder)!r}, 7)

@@ -25,8 +25,8 @@ from tests.unit.server.openai_cases import (
 )
 
 from freight.outputs import CompletionDelta, FinishReason, RequestDelta
-from freight.server.openai.responses_request import parse_responses
-from freight.server.transport.errors import ApiError
+from freight.serve.openai.responses_request import parse_responses
+from freight.serve.transport.errors import ApiError
 
 CALL = '<call>{"name": "weather", "arguments": {"city": "Zürich"}}</call>'
 TOOL = {"type": "function", "name": "weather", "parameters": {"type": "object", "properties": {}}}

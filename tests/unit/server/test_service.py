@@ -17,14 +17,14 @@ import freight
 from freight.engine.intake import AcceptedPrompt
 from freight.errors import CapacityError
 from freight.outputs import CompletionDelta, FinishReason, RequestDelta
-from freight.processes.client import EngineState, Receiver, Running
 from freight.sampling import SamplingParams
-from freight.server.call import Conversation, ReplyHead, Served, TokenizedWork, Work
-from freight.server.limits import ServingLimits
-from freight.server.observe.metrics import Metrics
-from freight.server.service import Service
-from freight.server.transport.auth import Keys
-from freight.server.transport.errors import ApiError
+from freight.serve.call import Conversation, ReplyHead, Served, TokenizedWork, Work
+from freight.serve.limits import ServingLimits
+from freight.serve.observe.metrics import Metrics
+from freight.serve.processes.client import EngineState, Receiver, Running
+from freight.serve.service import Service
+from freight.serve.transport.auth import Keys
+from freight.serve.transport.errors import ApiError
 from freight.text.tokenizer import Tokenizer
 
 DEMO = Path(freight.__file__).parent / "demo"

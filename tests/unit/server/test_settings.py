@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from freight.errors import ConfigError
-from freight.server.settings import ServerSettings
+from freight.serve.settings import ServerSettings
 
 
 @pytest.mark.parametrize(

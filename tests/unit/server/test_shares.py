@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from freight.server.transport.auth import Keys
-from freight.server.transport.errors import ApiError
-from freight.server.transport.shares import BodyShares, Shares
+from freight.serve.transport.auth import Keys
+from freight.serve.transport.errors import ApiError
+from freight.serve.transport.shares import BodyShares, Shares
 
 TWO = Keys((("a", "value-a"), ("b", "value-b"), ("c", "value-c")))
 ONE = Keys((("a", "value-a"),))

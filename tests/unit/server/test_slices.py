@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from tests.unit.processes.test_wire import DELTA, sent
 
 from freight.outputs import RequestDelta, Scores
-from freight.processes import wire
-from freight.server.processes.inbox import merged
-from freight.server.transport.slices import _slices, json_bytes, json_in_slices
+from freight.serve.inbox import merged
+from freight.serve.processes import wire
+from freight.serve.transport.slices import _slices, json_bytes, json_in_slices
 
 VALUES = st.recursive(
     st.none()

@@ -9,7 +9,7 @@ import hypothesis.strategies as st
 from hypothesis import given
 
 from freight.outputs import EngineStats
-from freight.server.observe.state import CacheFacts, engine_state
+from freight.serve.observe.state import CacheFacts, engine_state
 
 FACTS = CacheFacts("fp8_e4m3", "head", "checkpoint", 16, 64, 1024, 512)
 COUNTS = st.integers(0, 2**40)

@@ -17,8 +17,8 @@ from tests.clock import takes_less
 from tests.unit.server.call_form_cases import FORMS, TOOLS, named_format
 from tests.unit.server.joined_pieces import call, content, joined
 
-from freight.server.answers.pieces import Piece
-from freight.server.answers.tagged_calls import Tagged
+from freight.serve.answers.pieces import Piece
+from freight.serve.answers.tagged_calls import Tagged
 
 TAGGED = sorted(name for name, form in FORMS.items() if isinstance(form.syntax, Tagged))
 DSML = [name for name in TAGGED if name.startswith("DEEPSEEK")]

@@ -13,8 +13,8 @@ from tests.clock import takes_less
 from tests.unit.server.call_form_cases import FORMS, TOOLS, named_format
 from tests.unit.server.joined_pieces import call, content, joined
 
-from freight.server.answers.gemma_calls import GemmaValues
-from freight.server.answers.tagged_calls import Tagged
+from freight.serve.answers.gemma_calls import GemmaValues
+from freight.serve.answers.tagged_calls import Tagged
 
 ENDS = {
     "DEEPSEEK_V3": "```<｜tool▁call▁end｜>",

@@ -13,7 +13,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from freight.checkpoint.reader import resolve_model
 from freight.outputs import Logprob, Scores
-from freight.server.openai.logprobs import TextLogprobs, chat_entries
+from freight.serve.openai.logprobs import TextLogprobs, chat_entries
 from freight.text.tokenizer import Tokenizer
 
 DEMO = Tokenizer.load(resolve_model("demo"))

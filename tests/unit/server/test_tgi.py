@@ -16,10 +16,10 @@ from tests.unit.server.openai_cases import as_scores
 import freight
 from freight.outputs import CompletionDelta, FinishReason, Logprob, RequestDelta
 from freight.sampling import SamplingLimits, SamplingParams
-from freight.server.call import ReplyHead, Served, TokenizedWork
-from freight.server.tgi.request import ServerFacts, as_tgi_error, info, parse_generate
-from freight.server.transport.errors import ApiError
-from freight.server.transport.middleware import error_body
+from freight.serve.call import ReplyHead, Served, TokenizedWork
+from freight.serve.tgi.request import ServerFacts, as_tgi_error, info, parse_generate
+from freight.serve.transport.errors import ApiError
+from freight.serve.transport.middleware import error_body
 from freight.text.detokenizer import Detokenizer
 from freight.text.tokenizer import Tokenizer
 
@@ -324,7 +324,7 @@ def test_a_grammar(grammar, outputs, monkeypatch):
             **{name: value for name, value in fields.items() if name != "structured_outputs"}
         )
 
-    monkeypatch.setattr("freight.server.tgi.request.SamplingParams", stand_in)
+    monkeypatch.setattr("freight.serve.tgi.request.SamplingParams", stand_in)
     parse({"grammar": grammar})
     assert seen["structured_outputs"] == outputs
 

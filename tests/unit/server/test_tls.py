@@ -15,8 +15,8 @@ from tests.certificates import Certificate, certificate
 from tests.unit.server.raw_http import GET, QUICK, Client, Echo, in_time, post, running, wait_for
 
 from freight.errors import ConfigError
-from freight.server.transport.http_limits import HttpLimits
-from freight.server.transport.tls import tls_context
+from freight.serve.transport.http_limits import HttpLimits
+from freight.serve.transport.tls import tls_context
 
 pytestmark = pytest.mark.clock
 LOOPS = ["asyncio", "uvloop"]

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 import freight
-from freight.server.call import Conversation, Served
-from freight.server.limits import ServingLimits
-from freight.server.tokens import detokenize, parse_tokenize, tokenizer_info
-from freight.server.transport.errors import ApiError
+from freight.serve.call import Conversation, Served
+from freight.serve.limits import ServingLimits
+from freight.serve.tokens import detokenize, parse_tokenize, tokenizer_info
+from freight.serve.transport.errors import ApiError
 from freight.text.tokenizer import Tokenizer
 
 DEMO = Path(freight.__file__).parent / "demo"

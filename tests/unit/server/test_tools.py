@@ -17,8 +17,8 @@ from tests.unit.server.joined_pieces import call, content, joined, reasoning
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
-from freight.server.answers.pieces import Piece, PieceKind
-from freight.server.answers.tools import MessageFormat, parser_for
+from freight.serve.answers.pieces import Piece, PieceKind
+from freight.serve.answers.tools import MessageFormat, parser_for
 from freight.text.tokenizer import Tokenizer
 
 QWEN3 = """{%- if tools %}{{ '<|im_start|>system\n<tools>' }}{% for t in tools %}{{ t | tojson }}{% endfor %}

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from freight.server.processes.turns import NoTurnError, Turns
+from freight.serve.rendering.turns import NoTurnError, Turns
 
 
 def test_keys_have_turns_one_after_the_other() -> None:

@@ -28,6 +28,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from freight.base.files import write_whole
 from freight.cache.store.entries import ENTRY_BYTES, Entry
 from freight.cache.store.segment import (
     BLOCKS,
@@ -38,7 +39,6 @@ from freight.cache.store.segment import (
     is_written,
 )
 from freight.errors import ConfigError
-from freight.files import write_whole
 
 Block = tuple[bytes, int, bytes, bytes]  # key, group, token ids as bytes, payload
 

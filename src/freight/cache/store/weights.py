@@ -16,8 +16,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from freight.base.json_schema import Json
 from freight.cache.store.folder import write_private
-from freight.json_schema import Json
 
 FILE = "weights.json"
 _READ = 8 << 20

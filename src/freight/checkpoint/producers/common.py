@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from freight.config.fields import JsonObject
+from freight.base.fields import JsonObject
 from freight.errors import CheckpointError, choices
 from freight.fp8.formats import Format
 from freight.fp8.scheme import Activations, Scheme

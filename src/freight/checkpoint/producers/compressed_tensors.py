@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from freight.base.fields import JsonObject
+from freight.base.patterns import MOST_EXPRESSIONS
 from freight.checkpoint.producers import patterns
 from freight.checkpoint.producers.common import (
     E4M3,
@@ -22,11 +24,9 @@ from freight.checkpoint.producers.common import (
     with_kv_scheme,
 )
 from freight.checkpoint.producers.four_bits import is_in_four_bits, linear_in_four_bits
-from freight.config.fields import JsonObject
 from freight.errors import CheckpointError
 from freight.fp8.formats import Format
 from freight.fp8.scheme import Activations, LinearScheme, Rule, Scheme, WeightScales
-from freight.patterns import MOST_EXPRESSIONS
 
 # Values of quantization_status before 'compressed': weights are stored as they were computed with
 UNCOMPRESSED = ("initialized", "calibration", "frozen")

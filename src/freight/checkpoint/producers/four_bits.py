@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from freight.config.fields import JsonObject, is_integer
+from freight.base.fields import JsonObject, is_integer
 from freight.errors import CheckpointError
 from freight.fp8.scheme import LinearScheme, Packing
 

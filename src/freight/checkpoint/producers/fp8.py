@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import math
 
+from freight.base.fields import JsonObject, is_number
 from freight.checkpoint.producers import patterns
 from freight.checkpoint.producers.common import E4M3, activations, block_size, with_kv_scheme
-from freight.config.fields import JsonObject, is_number
 from freight.errors import CheckpointError
 from freight.fp8.scheme import Activations, LinearScheme, Rule, Scheme, WeightScales
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from freight.base.fields import JsonObject, is_integer
 from freight.checkpoint.producers import patterns
 from freight.checkpoint.producers.common import E4M3, mapping
-from freight.config.fields import JsonObject, is_integer
 from freight.errors import CheckpointError, choices
 from freight.fp8.scheme import LinearScheme, Packing, Rule, Scheme
 

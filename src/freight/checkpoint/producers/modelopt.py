@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from freight.base.fields import JsonObject
 from freight.checkpoint.producers import patterns
 from freight.checkpoint.producers.common import E4M3, UNROUNDED, mapping, with_kv_scheme
 from freight.checkpoint.producers.compressed_tensors import read_groups
-from freight.config.fields import JsonObject
 from freight.errors import CheckpointError, choices
 from freight.fp8.scheme import (
     Activations,

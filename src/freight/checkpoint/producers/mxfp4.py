@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 
+from freight.base.fields import JsonObject
 from freight.checkpoint.producers import patterns
 from freight.checkpoint.producers.common import E4M3
-from freight.config.fields import JsonObject
 from freight.errors import CheckpointError
 from freight.fp8.scheme import Activations, LinearScheme, Rule, Scheme, WeightScales
 

@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 
-from freight.config.fields import JsonObject
+from freight.base.fields import JsonObject
+from freight.base.patterns import MOST_EXPRESSIONS, FilePattern
 from freight.errors import CheckpointError
 from freight.fp8.scheme import LinearScheme, ModulePattern, Rule
-from freight.patterns import MOST_EXPRESSIONS, FilePattern
 
 Syntax = Callable[[str], ModulePattern]
 

@@ -12,9 +12,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from freight.base.fields import JsonObject
 from freight.checkpoint.producers import patterns
 from freight.checkpoint.producers.common import E4M3, block_size, mapping, require_blocks_for_groups
-from freight.config.fields import JsonObject
 from freight.errors import CheckpointError
 from freight.fp8.scheme import Activations, LinearScheme, Rule, Scheme, WeightScales
 

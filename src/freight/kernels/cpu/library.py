@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from freight.device import bound_nodes, check_stack, cpu_features
 from freight.errors import KernelError, choices, shown
 from freight.kernels.cpu.interface import ABI, open_library
+from freight.settings.device import bound_nodes, check_stack, cpu_features
 
 FOLDER = Path(__file__).parent
 BUILD_VARIABLE = "FREIGHT_CPU_BUILD"

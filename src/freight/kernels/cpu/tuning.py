@@ -20,13 +20,13 @@ from pathlib import Path
 
 import torch
 
-from freight.device import cpu_name
-from freight.files import write_whole
+from freight.base.files import write_whole
 from freight.fp8.cast import torch_dtype
 from freight.fp8.formats import Format
 from freight.kernels.cpu.library import Library
 from freight.kernels.cpu.linear import linear, pack
 from freight.operands.weight import Weight
+from freight.settings.device import cpu_name
 
 # Bytes of a packed weight from which a product spends most of its time reading the weight.
 LARGE = 2**22

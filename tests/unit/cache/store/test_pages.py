@@ -16,8 +16,9 @@ from freight.cache.arena import Arena
 from freight.cache.pool import KVPool, allocate_pool
 from freight.cache.spec import cache_spec
 from freight.cache.store.pages import GroupBytes, OtherRanks
-from freight.config.engine import KVCacheConfig, LayerKVFormat, PageLayout
-from freight.config.layer import (
+from freight.fp8.formats import Format, Granularity, ScaleSource
+from freight.kernels.reference_set import REFERENCE
+from freight.model.config.layer import (
     AttentionConfig,
     DeltaNetConfig,
     KimiDeltaConfig,
@@ -25,13 +26,12 @@ from freight.config.layer import (
     Mamba2Config,
     ShortConvConfig,
 )
-from freight.config.model import ModelConfig
-from freight.config.parse import parse_model_config
-from freight.config.tensor_names import TensorNames
-from freight.fp8.formats import Format, Granularity, ScaleSource
-from freight.kernels.reference_set import REFERENCE
-from freight.models.mixer_shares import mixer_pieces
+from freight.model.config.model import ModelConfig
+from freight.model.config.parse import parse_model_config
+from freight.model.config.tensor_names import TensorNames
+from freight.model.mixer_shares import mixer_pieces
 from freight.parallel.cache_shares import cache_shares
+from freight.settings.engine import KVCacheConfig, LayerKVFormat, PageLayout
 
 BLOCKS = 3
 MIXERS = (

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from freight.server.page import page_response
+from freight.serve.page import page_response
 
 STATE: dict[str, Any] = {
     "running": 3,

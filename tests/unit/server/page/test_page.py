@@ -10,7 +10,7 @@ import pytest
 from tests.unit.server.page.browser import Browser, finished, in_browser, send, wait_for
 from tests.unit.server.page.fake_server import Send, Server, answer, chunk, data
 
-from freight.server.page import PAGE, page_response
+from freight.serve.page import PAGE, page_response
 
 OWN = "document.title='owned'"
 HOSTILE = f'<img src=x onerror="{OWN}"> </script><script>{OWN}</script> [a](javascript:x)'

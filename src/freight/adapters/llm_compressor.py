@@ -1,0 +1,430 @@
+"""llm-compressor's interface to Freight's quantizer: a script that used `llmcompressor` runs with
+its import changed.
+
+    from freight.llm_compressor import QuantizationModifier, oneshot
+
+    recipe = QuantizationModifier(targets="Linear", scheme="FP8", ignore=["lm_head"])
+    model = oneshot(model=DIR, dataset=texts, recipe=recipe, max_seq_length=2048, num_calibration_samples=512)
+    model.save_pretrained(OUT)
+
+The output is a compressed-tensors checkpoint. Its scales are llm-compressor's with the observer
+`static_minmax`: the largest magnitude over all samples. Options that Freight does not implement are
+refused by name before a weight is read. The first `num_calibration_samples` are used in their
+order; llm-compressor shuffles.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from itertools import islice
+from numbers import Integral
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from freight.checkpoint.writer import require_new
+from freight.errors import ConfigError, nearest, shown
+from freight.quantizer.calibration import Calibration
+from freight.quantizer.hub_data import hub_rows, is_hub_id
+from freight.quantizer.modifier import QuantizationArgs, QuantizationModifier, Recipe
+from freight.quantizer.modules import head_module, ignored_modules, kept_modules, linear_modules
+from freight.quantizer.plan import NUM_SAMPLES, ActivationScheme, Layout, QuantizePlan, plan
+from freight.quantizer.quantize import (
+    NOTHING_CALIBRATED,
+    QuantizeResult,
+    Unquantized,
+    load_samples,
+    open_unquantized,
+    require_blocks,
+    require_other,
+)
+from freight.quantizer.quantize import write as write_checkpoint
+from freight.quantizer.recipe import read_recipe
+from freight.quantizer.write import check_disk_space
+
+__all__ = ["OneshotModel", "QuantizationArgs", "QuantizationModifier", "oneshot"]
+
+logger = logging.getLogger("freight")
+
+# options of loading and calibration that have no counterpart here, or change no scale
+_IGNORED = frozenset(
+    """
+    precision trust_remote_code_model tie_word_embeddings config_name clear_sparse_session batch_size
+    shuffle_calibration_samples pad_to_max_length streaming overwrite_cache preprocessing_num_workers
+    dataloader_num_workers min_tokens_per_module moe_calibrate_all_experts pipeline tracing_ignore sequential_targets
+    sequential_offload_device sequential_prefetch quantization_aware_calibration enable_compile log_dir
+    """.split()  # noqa: SIM905, a list would take a page
+)
+_REFUSED = {  # options that would change the scales or the output -> what to do instead
+    "concatenate_data": "concatenate the samples before, and give them as the dataset",
+    "data_collator": "apply it before, and give what it returns as the dataset",
+    "dataset_config_name": "load the dataset with datasets.load_dataset, and give what it returns",
+    "dataset_path": "give the path of a text or .jsonl file as the dataset",
+    "processor": "tokenize before, and give a dataset with input_ids",
+    "recipe_args": "write the values into the recipe",
+    "stage": "give the recipe of that stage only",
+    "oneshot_device": "the device is chosen by Freight",
+}
+_SAVE_IGNORED = frozenset(  # options of save_pretrained
+    ("safe_serialization", "max_shard_size", "skip_sparsity_compression_stats", "is_main_process")
+)
+
+
+class OneshotModel:
+    """A checkpoint that oneshot has quantized. Weights are read, and written in FP8, at each save.
+
+    `result` describes what the last save wrote; None before.
+    """
+
+    def __init__(
+        self,
+        opened: Unquantized,
+        plan: QuantizePlan,
+        ignored: tuple[str, ...],
+        partly_kept: tuple[str, ...],
+        calibration: Calibration,
+    ) -> None:
+        self._parts = opened, plan, ignored, partly_kept, calibration
+        self.result: QuantizeResult | None = None
+
+    def save_pretrained(
+        self, save_directory: str | Path, save_compressed: bool = True, **options: Any
+    ) -> None:
+        """Write the quantized checkpoint, tokenizer included, into a folder; parents are created.
+
+        A folder that Freight wrote before is replaced; the folder that this object saved last is
+        kept. Raises ConfigError for any other folder that exists, for `save_compressed=False`, and
+        for an unknown option; CapacityError for a full disk.
+        """
+        for name, value in options.items():
+            if name not in _SAVE_IGNORED and value:
+                raise ConfigError(f"save_pretrained has no option {name!r} here; omit it")
+        if not save_compressed:
+            raise ConfigError("save_compressed=False: Freight writes FP8 weights only; omit it")
+        out = Path(save_directory).expanduser()
+        if (
+            self.result is not None
+            and self.result.path.absolute() == out.absolute()
+            and out.is_dir()
+        ):
+            return
+        opened, plan, ignored, partly_kept, calibration = self._parts
+        out.absolute().parent.mkdir(parents=True, exist_ok=True)
+        require_new(out, overwrite=True)
+        require_other(opened.checkpoint, out)
+        check_disk_space(opened.checkpoint, out)
+        self.result = write_checkpoint(
+            opened, plan, ignored, partly_kept, calibration, out, overwrite=True
+        )
+        for warning in self.result.warnings:
+            logger.warning("%s", warning)
+
+
+def oneshot(
+    model: Any = None,
+    *,
+    dataset: Any = None,
+    recipe: Any = None,
+    max_seq_length: int | None = None,
+    num_calibration_samples: int = NUM_SAMPLES,
+    output_dir: str | Path | None = None,
+    text_column: str = "text",
+    splits: Any = None,
+    tokenizer: Any = None,
+    model_revision: str = "main",
+    save_compressed: bool = True,
+    **options: Any,
+) -> OneshotModel:
+    """Quantize `model` according to `recipe`, and write it if there is an `output_dir`.
+
+    model     a folder, a hub id, or a model of transformers that was loaded from one. The weights
+              of a loaded model must be those of its folder. Its `save_pretrained` then writes the
+              quantized checkpoint; its `generate` still computes in 16 bits
+    recipe    YAML, the path of a YAML file, a QuantizationModifier, or a list of these
+    dataset   the path of a text or .jsonl file; a data set of the hub by `owner/name`; rows with
+              `input_ids` (without padding marked by `attention_mask`), `text` (or `text_column`) or
+              `messages`, from `datasets` or data loaders; or a list of texts or token ids.
+              `splits` selects one of several parts, as in `train[:512]`
+    max_seq_length   longest sample in tokens; default: the model's context
+
+    Raises ConfigError for options that are unknown or not implemented, before a weight is read;
+    CheckpointError if the model is at fault.
+    """
+    _check_options(options, save_compressed)
+    _count("num_calibration_samples", num_calibration_samples)
+    if max_seq_length is not None:
+        _count("max_seq_length", max_seq_length)
+    wanted = read_recipe(recipe)
+    name, revision = _source(model, model_revision, tokenizer)
+    calibrated = wanted.activations is ActivationScheme.STATIC or wanted.kv is not None
+    rows = None
+    if dataset is not None and not calibrated:
+        logger.warning("the recipe calibrates nothing, so the dataset is not read")
+    elif dataset is not None:
+        rows = _data(dataset, text_column, splits, num_calibration_samples)
+    elif calibrated and name != "demo":
+        raise ConfigError(
+            "the recipe calibrates static activations or a KV cache: give oneshot a dataset"
+        )
+    if output_dir is not None and Path(output_dir).expanduser().absolute().parent.is_dir():
+        require_new(Path(output_dir).expanduser(), overwrite=True)
+    opened = _open(name, revision, model, wanted)
+    if output_dir is not None:
+        require_other(opened.checkpoint, Path(output_dir).expanduser())
+    decided, ignored, partly_kept = _decide(wanted, opened)
+    require_blocks(opened.model, decided, ignored)
+    length = max_seq_length or opened.model.max_position_embeddings
+    decided = replace(decided, num_samples=num_calibration_samples, max_seq_len=length)
+    samples = load_samples(opened, decided, rows) if calibrated else []
+    calibration = opened.calibrate(decided, samples, ignored) if calibrated else NOTHING_CALIBRATED
+    quantized = OneshotModel(opened, decided, ignored, partly_kept, calibration)
+    if hasattr(model, "save_pretrained"):
+        # as in llm-compressor: scripts save the model that they passed
+        model.save_pretrained = quantized.save_pretrained
+    if output_dir is not None:
+        quantized.save_pretrained(output_dir)
+    return quantized
+
+
+def _check_options(options: Mapping[str, Any], save_compressed: bool) -> None:
+    for name, value in options.items():
+        if name in _IGNORED:
+            continue
+        if name not in _REFUSED:
+            raise ConfigError(
+                f"oneshot has no option {name!r}{nearest(name, (*_IGNORED, *_REFUSED))}"
+            )
+        harmless = value in (None, False) or (name == "data_collator" and isinstance(value, str))
+        if not harmless:
+            raise ConfigError(f"oneshot: {name} is not implemented; {_REFUSED[name]}")
+    if not save_compressed:
+        raise ConfigError(
+            "oneshot: save_compressed=False: Freight writes FP8 weights only; omit it"
+        )
+
+
+def _count(name: str, value: object) -> int:
+    if not isinstance(value, Integral) or isinstance(value, bool) or value < 1:
+        raise ConfigError(f"{name} {shown(value)} must be an integer ≥ 1")
+    return int(value)
+
+
+def _source(model: Any, model_revision: str, tokenizer: Any) -> tuple[str, str | None]:
+    """Return (folder or hub id, revision) of a model, loaded or not. Raises ConfigError for another
+    tokenizer.
+    """
+    revision = None if model_revision == "main" else model_revision
+    if isinstance(model, str | Path):
+        name = str(model)
+    else:
+        config = getattr(model, "config", None)
+        name = getattr(model, "name_or_path", None) or getattr(config, "_name_or_path", None) or ""
+        if not name:
+            raise ConfigError(
+                f"the model is {shown(model)}, without a known folder; give the folder or hub id that it was loaded "
+                "from, or save it first"
+            )
+        if not Path(name).is_dir():
+            revision = getattr(config, "_commit_hash", None) or revision
+    other = getattr(tokenizer, "name_or_path", tokenizer)
+    if other is not None and str(other) != name:
+        raise ConfigError(
+            f"oneshot uses the tokenizer of the model, {name}, and was given that of {shown(str(other))}; tokenize "
+            "before, and give a dataset with input_ids"
+        )
+    return name, revision
+
+
+def _open(name: str, revision: str | None, model: Any, wanted: Recipe) -> Unquantized:
+    """Open the model in its quantized form. A loaded `model` is compared with its checkpoint first."""
+    opened = open_unquantized(name, revision)
+    _require_same_weights(model, opened)
+    kept: list[str] = []
+    with suppress(ConfigError):  # a target may name a module that only the quantized form has
+        kept, _ = wanted.unquantized(linear_modules(opened.model))
+    return opened.quantized_as(wanted.weights, Layout.COMPRESSED_TENSORS, kept)
+
+
+def _decide(
+    wanted: Recipe, opened: Unquantized
+) -> tuple[QuantizePlan, tuple[str, ...], tuple[str, ...]]:
+    """Return the plan, the modules that stay in 16 bits, and those that are only part of their
+    merged group.
+    """
+    head = head_module(opened.model)
+    linear, always_kept = (*linear_modules(opened.model), head), kept_modules(opened.model)
+    other_parts = opened.modules_beside  # outside the text model
+    unquantized, idle = wanted.unquantized((*linear, *always_kept, *other_parts))
+    kept = [name for name in unquantized if name not in set(other_parts)]
+    refused = sorted({*always_kept} - {*kept})  # the recipe would quantize these
+    for pattern in idle:
+        logger.warning("recipe: ignore %r matches no Linear module of the model", pattern)
+    if refused:
+        why = "routers, gates of shared experts and projections of the embedding are not quantized"
+        logger.warning(
+            "recipe: %s (%d modules in all) stay in 16 bits: %s", refused[0], len(refused), why
+        )
+    if other_parts and set(other_parts).isdisjoint(unquantized):
+        logger.warning(
+            "recipe: %s and others outside the text model are not quantized; they stay as stored",
+            other_parts[0],
+        )
+    if all(name in kept for name in linear) and wanted.kv is None:
+        raise ConfigError(f"recipe: ignore leaves no module to quantize in {opened.name}")
+    lm_head, why = head not in kept, ""
+    if opened.model.tie_word_embeddings:
+        why = "is the embedding, which stays in 16 bits"
+    elif wanted.activations is ActivationScheme.STATIC:
+        why = "is not calibrated"
+    if lm_head and why:
+        raise ConfigError(f"recipe: {head} would be quantized, but {why}; add 'lm_head' to ignore")
+    decided = plan(wanted.args(lm_head=lm_head))
+    return decided, *ignored_modules(
+        opened.model, kept if decided.weights != "none" else (), lm_head
+    )
+
+
+def _data(dataset: Any, text_column: str, splits: Any, num_samples: int) -> Path | list[Any]:
+    """Return a file, or the first samples: texts, lists of token ids, or {"messages": …}."""
+    if isinstance(dataset, str | Path):
+        if not is_hub_id(str(dataset)):
+            return _file(dataset, text_column)
+        name, stop = _part(splits)
+        dataset = hub_rows(f"dataset {dataset}", f"{dataset}:{name}" if name else str(dataset))
+    else:
+        dataset, stop = _split(dataset, splits)
+    if isinstance(dataset, Mapping):  # a batch, as a tokenizer returns it
+        dataset = [dataset]
+    columns = getattr(dataset, "column_names", None)
+    if columns is not None:
+        _column(columns, text_column)
+    if not isinstance(dataset, Iterable):
+        raise ConfigError(
+            f"the dataset is {shown(dataset)}; give a path, a list, or an object of datasets"
+        )
+    rows = list(islice(_rows(islice(dataset, *stop), text_column), num_samples))
+    if not rows:
+        raise ConfigError("the dataset is empty; give text")
+    return rows
+
+
+def _file(dataset: str | Path, text_column: str) -> Path:
+    path = Path(dataset).expanduser()
+    if not path.is_file():
+        raise ConfigError(
+            f"dataset {shown(str(dataset))} is not a file; a data set of the hub is named with its owner, as in "
+            "HuggingFaceH4/ultrachat_200k"
+        )
+    if path.suffix in (".json", ".csv", ".parquet", ".arrow") or text_column != "text":
+        raise ConfigError(
+            f"dataset {path}: give text, or .jsonl with `text`, `messages` or `input_ids` in each line; for other "
+            "files and columns give what datasets.load_dataset returns"
+        )
+    return path
+
+
+def _part(splits: Any) -> tuple[str | None, tuple[int | None, int | None]]:
+    """Parse `train[:512]` as (the part's name, (its first row, one after its last)); (None, all
+    rows) without splits.
+    """
+    if isinstance(splits, Mapping):
+        splits = splits.get("calibration")
+    if isinstance(splits, list | tuple):
+        splits = next(iter(splits), None)
+    if splits is None:
+        return None, (0, None)
+    match = re.fullmatch(r"(\w+)(?:\[(\d*):(\d*)\])?", str(splits))
+    if match is None:
+        raise ConfigError(
+            f"splits {shown(splits)} names no part of the dataset; write it as train[:512]"
+        )
+    name, begin, end = match.groups()
+    return name, (int(begin) if begin else None, int(end) if end else None)
+
+
+def _split(dataset: Any, splits: Any) -> tuple[Any, tuple[int | None, int | None]]:
+    """Return (the part of `dataset` that `splits` names, (its first row, one after its last))."""
+    name, rows = _part(splits)
+    parts = isinstance(dataset, Mapping) and "input_ids" not in dataset
+    if not parts and name is None:
+        return dataset, rows
+    name = name or "train"
+    if not parts or name not in dataset:
+        if parts:
+            names = f"; it has {', '.join(map(str, dataset))}"
+        else:
+            names = ", which has one part only; omit splits"
+        raise ConfigError(f"splits {name!r} names no part of the dataset{names}")
+    return dataset[name], rows
+
+
+def _column(columns: Iterable[str], text_column: str) -> str:
+    """Return the column to calibrate with. Raises ConfigError if there is none."""
+    columns = list(columns)
+    for name in ("input_ids", text_column, "messages"):
+        if name in columns:
+            return name
+    raise ConfigError(
+        f"the dataset has no text: its columns are {', '.join(map(str, columns)) or 'none'}; name one with "
+        "text_column=, or map it to `text`, `messages` or `input_ids`"
+    )
+
+
+def _rows(dataset: Iterable[Any], text_column: str) -> Iterator[Any]:
+    for number, row in enumerate(dataset):
+        if not isinstance(row, Mapping):
+            yield _list(row)
+            continue
+        column = _column(row, text_column)
+        if column == "input_ids":
+            yield from _unpadded(row)
+        elif column == "messages" and column != text_column:
+            yield {"messages": row[column]}
+        elif isinstance(row[column], str):
+            yield row[column]
+        else:
+            raise ConfigError(
+                f"dataset, row {number}: {column} is {shown(row[column])}, not a text"
+            )
+
+
+def _unpadded(row: Mapping[str, Any]) -> Iterator[list[int]]:
+    """Yield the token ids of a row, or of each row of a batch, without those that its attention
+    mask marks as padding.
+    """
+    ids, mask = _list(row["input_ids"]), _list(row.get("attention_mask"))
+    batch = isinstance(ids, list) and bool(ids) and isinstance(ids[0], list)
+    for number, tokens in enumerate(ids if batch else [ids]):
+        kept = mask[number] if batch and mask is not None else mask
+        if kept is not None and len(kept) != len(tokens):
+            raise ConfigError(
+                f"dataset: attention_mask has {len(kept)} values for {len(tokens)} input_ids"
+            )
+        if kept is not None:
+            tokens = [token for token, one in zip(tokens, kept, strict=True) if one]
+        yield tokens
+
+
+def _list(values: Any) -> Any:
+    """Return a tensor or an array as lists; other values unchanged."""
+    return values.tolist() if hasattr(values, "tolist") else values
+
+
+def _require_same_weights(model: Any, opened: Unquantized) -> None:
+    """Raise ConfigError if a loaded model has other weights than its folder: those of the folder
+    would be quantized.
+    """
+    for name, parameter in getattr(model, "named_parameters", dict)() or ():
+        if name not in opened.checkpoint.names or parameter.is_meta:
+            continue
+        stored = opened.checkpoint.take(name, tuple(parameter.shape))
+        if not torch.equal(stored.to(parameter.dtype), parameter.detach().cpu()):
+            raise ConfigError(
+                f"{name} of the loaded model differs from {opened.name}, whose weights would be quantized; save the "
+                "model first, and give that folder"
+            )

@@ -1,0 +1,205 @@
+"""`freight --model-id MODEL …`: TGI's launcher. It is `freight serve`, and also takes TGI's flags
+and variables.
+
+A command line that begins with an option has this form. A flag of TGI that does what one of ours
+does is passed on under our name. TGI's variables (`MODEL_ID`, `KV_CACHE_DTYPE`, `PORT`, …) rank
+below `FREIGHT_…` and flags. `HOSTNAME` is not among them, because every container sets it. What is
+ignored without harm is named at start; anything else is refused. No verb reads these variables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import typer
+from typer.main import get_command
+
+from freight.base.other_engines import TGI_OPTIONS, as_flag, spelled
+from freight.cli.options import CONTEXT, Command, Values, replace_parameter
+from freight.cli.serve import serve
+from freight.errors import ConfigError
+
+_NOT_READ = ("hostname", "env")  # as variables
+_INTEGERS = (
+    *("port", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "speculate"),
+    *("tensor_parallel_size", "master_port"),
+)
+_LISTS = ("api_key", "allow_origin")
+
+
+@dataclass
+class Given:
+    """What flags and variables of TGI ask for.
+
+    argv          the command line with our names
+    defaults      our options -> values, from variables
+    variables     our options -> the variables that their defaults come from, as shown to the user
+    concurrent    requests that run or wait at most
+    unused        flags and variables that are ignored, with the reason
+    """
+
+    argv: list[str] = field(default_factory=list)
+    defaults: Values = field(default_factory=dict)
+    variables: dict[str, str] = field(default_factory=dict)
+    concurrent: tuple[str, int] | None = None
+    unused: list[str] = field(default_factory=list)
+
+
+def launch(argv: Sequence[str], environ: Mapping[str, str]) -> None:
+    """Serve as `argv` and TGI's variables in `environ` say. Raises ConfigError; ends by SystemExit."""
+    given = read(argv, environ)
+
+    def build(values: Values) -> Values:
+        ctx: typer.Context = values["ctx"]
+        _check_form(ctx, values)
+        _apply_concurrent(ctx, values, given)
+        _say(ctx, given)
+        return {"model": None}
+
+    settings = {**CONTEXT, "allow_extra_args": True}
+    app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+    app.command(cls=Command, context_settings=settings)(
+        replace_parameter(serve, "model", [], build)
+    )
+    get_command(app).main(args=given.argv, prog_name="freight", default_map=given.defaults)
+
+
+def read(argv: Sequence[str], environ: Mapping[str, str]) -> Given:
+    """TGI's flags and variables, in our names. Raises ConfigError for what Freight cannot do."""
+    given, flags = Given(), set()
+    tokens = iter(argv)
+    for token in tokens:
+        name, value = _flag(token, tokens)
+        if name is None:
+            given.argv.append(token)
+        else:
+            flags.add(name)
+            _take_flag(given, name, value)
+    for name in TGI_OPTIONS:
+        value = environ.get(name.upper(), "")
+        if value and name not in flags and name not in _NOT_READ:
+            _take_variable(given, name, value)
+    return given
+
+
+def _flag(token: str, rest: Iterator[str]) -> tuple[str | None, str]:
+    """(name, value) of a flag that only TGI has, whose value may be the next token; (None, '') for
+    any other token.
+    """
+    spelling, equals, value = (
+        ("port", "", "") if token == "-p" else token.removeprefix("--").partition("=")
+    )
+    name = spelling.replace("-", "_")
+    if not (token.startswith("--") or token == "-p") or name not in TGI_OPTIONS:
+        return None, ""
+    if TGI_OPTIONS[name].field == name and token != "-p":
+        return None, ""
+    if TGI_OPTIONS[name].switch:
+        return name, value or "true"
+    value = value if equals else next(rest, "")
+    if not value:
+        raise ConfigError(f"{token} needs a value")
+    return name, value
+
+
+def _take_flag(given: Given, name: str, value: str) -> None:
+    option = TGI_OPTIONS[name]
+    if value in option.asks:
+        return
+    if option.field is not None:
+        given.argv += [as_flag(option.field), value]
+    elif name == "json_output":
+        given.argv += ["--log-format", "json"]
+    elif name == "max_concurrent_requests":
+        given.concurrent = as_flag(name), _count(as_flag(name), value)
+    else:
+        _pass_over(given, name, as_flag(name), value)
+
+
+def _take_variable(given: Given, name: str, value: str) -> None:
+    option, variable = TGI_OPTIONS[name], name.upper()
+    if value.lower() in option.asks:
+        return
+    if name == "json_output":
+        ours, given.defaults["log_format"] = "log_format", "json"
+    elif name == "max_concurrent_requests":
+        if given.concurrent is None:
+            given.concurrent = variable, _count(variable, value)
+        return
+    elif option.field is not None:
+        if option.field in _INTEGERS and not value.isdecimal():
+            raise ConfigError(f"{variable} {value!r} must be an integer")
+        ours = option.field
+        given.defaults[option.field] = value.split(",") if option.field in _LISTS else value
+    else:
+        _pass_over(given, name, variable, value)
+        return
+    given.variables[ours] = variable if name == "api_key" else f"{variable}={value}"
+
+
+def _pass_over(given: Given, name: str, spelling: str, value: str) -> None:
+    """Note what is ignored. Raises ConfigError where that would break a promise."""
+    option = TGI_OPTIONS[name]
+    instead = spelled(option.instead, as_flag)
+    if not option.harmless:
+        raise ConfigError(f"{spelling}{'' if option.switch else ' ' + value}: {instead}")
+    given.unused.append(f"{spelling} ({instead.removesuffix(': omit it')})")
+
+
+def _count(spelling: str, value: str) -> int:
+    if not value.isdecimal() or int(value) < 1:
+        raise ConfigError(f"{spelling} {value!r} must be an integer ≥ 1")
+    return int(value)
+
+
+def _check_form(ctx: typer.Context, values: Mapping[str, Any]) -> None:
+    if ctx.args:
+        raise ConfigError(
+            f"{ctx.args[0]!r}: a command line that begins with an option is TGI's and takes options only; a verb comes "
+            "first, as in freight generate demo --prompt TEXT"
+        )
+    if not values["model_id"] and values["random_weights"] is None:
+        raise ConfigError("a server needs --model-id MODEL; freight --help lists the verbs")
+
+
+def _apply_concurrent(ctx: typer.Context, values: Values, given: Given) -> None:
+    """Requests that run (`max_num_seqs`) and those that wait (`max_queue`) become TGI's number
+    together.
+    """
+    if given.concurrent is None:
+        return
+    spelling, count = given.concurrent
+    source = _source(ctx, "max_queue")
+    if source == "COMMANDLINE" and spelling.startswith("--"):
+        raise ConfigError(
+            f"{spelling} and --max-queue both bound the requests that wait: give one of the two"
+        )
+    if source == "COMMANDLINE" or (source == "ENVIRONMENT" and not spelling.startswith("--")):
+        return
+    values["max_num_seqs"] = min(values["max_num_seqs"], count)
+    values["max_queue"] = count - values["max_num_seqs"]
+    if not spelling.startswith("--"):
+        given.variables[""] = f"{spelling}={count}"
+
+
+def _say(ctx: typer.Context, given: Given) -> None:
+    """Print one line on stderr: which variables of TGI act, and what is ignored."""
+    acting = [
+        shown
+        for ours, shown in given.variables.items()
+        if not ours or _source(ctx, ours) == "DEFAULT_MAP"
+    ]
+    parts = [f"from TGI's variables: {', '.join(acting)}"] if acting else []
+    parts += [f"not used: {', '.join(given.unused)}"] if given.unused else []
+    if parts:
+        typer.echo(f"freight: {'; '.join(parts)}", err=True)
+
+
+def _source(ctx: typer.Context, name: str) -> str:
+    """Say where the value of an option comes from: COMMANDLINE, ENVIRONMENT, DEFAULT_MAP or
+    DEFAULT.
+    """
+    source = ctx.get_parameter_source(name)
+    return "DEFAULT" if source is None else source.name

@@ -1,0 +1,158 @@
+"""`freight bench throughput --compare`: the gain of a cache alone. Several caches, on the same
+weights and requests.
+
+A smaller cache entry lets more requests run at once where memory binds, and changes little where it
+does not. So each format is measured at each size of the cache. The weights are loaded once and
+shared. A repeat runs every format at every size on the same prompts, and each repeat begins with
+another one. Ratios are taken within a repeat, to the first format at the same size; intervals are
+those of order statistics for the median.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from statistics import median
+
+from freight.base.fields import JsonObject
+from freight.base.tables import markdown
+from freight.base.terminal import OnProgress, unseen
+from freight.engine.build import start_engine
+from freight.engine.engine import Engine
+from freight.lab.bench.drive import (
+    StepRecord,
+    describe_run,
+    drive,
+    greedy,
+    occupancy,
+    random_prompt,
+)
+from freight.lab.bench.serving_figures import interval
+from freight.lab.bench.throughput import draw_lengths
+from freight.model.open import OpenModel
+from freight.settings.engine import EngineConfig
+
+
+@dataclass
+class _Cell:
+    """One format at one size, and what has been measured of it so far: a rate and the steps of each
+    repeat.
+    """
+
+    memory: str | int | None
+    engine: Engine
+    config: EngineConfig
+    rates: list[float] = field(default_factory=list)
+    steps: list[StepRecord] = field(default_factory=list)
+
+
+def measure_caches(
+    opened: OpenModel,
+    name: str,
+    caches: Sequence[str],
+    memories: Sequence[str | int | None],
+    num_requests: int,
+    input_len: int,
+    output_len: int,
+    repeats: int,
+    on_progress: OnProgress = unseen,
+) -> JsonObject:
+    """Return what --json prints: facts of the run, and `rows`, one for each size and format, in the
+    order given.
+
+    caches    values of `kv_cache_dtype`; the first is the one that others are compared with
+    memories  values of `kv_cache_memory`, None for its default
+
+    Raises what `start_engine` raises.
+    """
+    numbers = random.Random(opened.args.seed)
+    lengths = draw_lengths(num_requests, input_len, output_len, numbers)
+    length = opened.args.max_model_len or max(before + after for before, after in lengths)
+    args = opened.args.without_drafts()
+    args = replace(args, max_model_len=length, skip_tokenizer_init=True)
+    cells: list[_Cell] = []
+    for memory in memories:
+        for cache in caches:
+            asked = replace(args.with_cache(cache), kv_cache_memory=memory)
+            weights = cells[0].engine.runner.model if cells else None
+            cells.append(_Cell(memory, *start_engine(replace(opened, args=asked), decoder=weights)))
+    vocab_size, params = opened.model.vocab_size, [greedy(after) for _, after in lengths]
+    total, done = len(cells) * (repeats + 1), 0
+    for repeat in range(-1, repeats):  # the first warms up, on requests that are cut short
+        prompts = [random_prompt(before, vocab_size, numbers) for before, _ in lengths]
+        first = repeat % len(cells)
+        for cell in cells[first:] + cells[:first]:
+            on_progress(done, total)
+            if repeat < 0:
+                short = [ids[:32] for ids in prompts[: cell.config.max_num_seqs]]
+                drive(cell.engine, short, [greedy(2)] * len(short))
+            else:
+                steps = drive(cell.engine, prompts, params)
+                cell.rates.append(num_requests / sum(step.seconds for step in steps))
+                cell.steps += steps
+            done += 1
+    on_progress(done, total)
+    facts = describe_run(opened, cells[0].engine, cells[0].config, name)
+    del facts["kv_cache"]
+    return facts | {
+        "processor": opened.device.name,
+        "num_requests": num_requests,
+        "input_tokens": sum(before for before, _ in lengths),
+        "output_tokens": sum(after for _, after in lengths),
+        "repeats": repeats,
+        "rows": [
+            _row(cell, cells[len(caches) * (index // len(caches))])
+            for index, cell in enumerate(cells)
+        ],
+    }
+
+
+def _row(cell: _Cell, first: _Cell) -> JsonObject:
+    """`first`: the format at this size that the others are compared with."""
+    running, in_use = occupancy(cell.steps)
+    ratios = [mine / its for mine, its in zip(cell.rates, first.rates, strict=True)]
+    kv, pool = cell.config.kv, cell.engine.runner.pool
+    return {
+        "kv_cache_memory": cell.memory,
+        "kv_cache_dtype": kv.names()["dtype"],
+        "scales": f"{kv.granularity}, {kv.scale_source}" if kv.granularity else None,
+        "capacity_tokens": pool.capacity_tokens,
+        "mean_running": running,
+        "cache_occupancy": in_use,
+        "requests_per_second": _median(cell.rates),
+        "ratio": None if cell is first else _median(ratios),
+    }
+
+
+def _median(values: Sequence[float]) -> dict[str, float]:
+    low, high, coverage = interval(values)
+    return {"median": median(values), "low": low, "high": high, "coverage": coverage}
+
+
+def as_table(found: JsonObject) -> str:
+    """For people, and for documents: Markdown, a row for each size and format."""
+    shares = [row["requests_per_second"]["coverage"] for row in found["rows"]]
+    rows: list[Sequence[str]] = [
+        (
+            *("cache memory", "KV cache", "tokens that fit", "running at once"),
+            *("requests/s", "ratio", "interval"),
+        )
+    ]
+    for row in found["rows"]:
+        rate, ratio = row["requests_per_second"], row["ratio"]
+        rows.append(
+            (
+                str(row["kv_cache_memory"] or "default"),
+                row["kv_cache_dtype"],
+                f"{row['capacity_tokens']:,}",
+                f"{row['mean_running']:.1f}",
+                f"{rate['median']:.1f} ({rate['low']:.1f} to {rate['high']:.1f})",
+                f"{ratio['median']:.2f}" if ratio else "1",
+                f"{ratio['low']:.2f} to {ratio['high']:.2f}" if ratio else "",
+            )
+        )
+    processor, threads = found["processor"], found["threads"]
+    what = f"{found['model']}, weights {found['weight_dtype']}, {found['num_requests']} requests"
+    runs = f"medians of {found['repeats']} repeats in turns, intervals cover {min(shares):.0%}"
+    return f"{markdown(rows, num_left=2)}\n\n{what}; {runs}. {processor}, {threads} threads."

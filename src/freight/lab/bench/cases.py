@@ -1,0 +1,354 @@
+"""What `freight bench kernels` measures: one operation with the memory that it reads, by kernel,
+format and shape.
+
+Shapes: `linear` [rows, out_features, in_features]; `attention` [batch, new tokens, context,
+num_heads, num_kv_heads, head_dim]; `rotate_store` [tokens, num_heads + 2 * num_kv_heads, head_dim];
+`by_head` [rows, num_heads, out_features, in_features]. Weights and pages hold random finite codes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from freight.cache.groups import Pages
+from freight.cache.pool import allocate_pool
+from freight.cache.spec import KVCacheSpec, LayerKVSpec
+from freight.engine.prepare import Logits, SequenceSlice, prepare
+from freight.fp8.cast import torch_dtype
+from freight.fp8.formats import Format, Granularity, ScaleSource
+from freight.fp8.scheme import KVScales, LayerScales
+from freight.kernels.interface import KernelSet
+from freight.model.random_weights import RandomSource
+from freight.operands.kv_pages import KVPages
+from freight.operands.rotary import Rotary
+from freight.operands.weight import Activations, Codes, Groups, Weight
+from freight.settings.engine import KVCacheConfig
+
+MOST_COPIES = 256  # what is so small that these fit into the caches is measured there
+BLOCK_SIZE = 16
+SCALE = 0.02
+# Inputs of a group of a 4-bit weight, and the format of its scale
+GROUPS = {Codes.INT4: (128, Format.BFLOAT16), Codes.E2M1: (16, Format.E4M3FN)}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row. `calls` do the same on different memory; each has to move `num_bytes` and to do
+    `num_flops`.
+    """
+
+    kernel: str
+    format: str
+    shape: tuple[int, ...]
+    num_bytes: int
+    num_flops: int
+    calls: Sequence[Callable[[], object]]
+
+
+@dataclass(frozen=True)
+class Heads:
+    """The heads of an attention layer. `v_dim`: channels of a head of v; None: `head_dim`, as of q
+    and k; `v_in_k`: whether they are the last of k (`KVPages.v_in_k`)."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    v_dim: int | None = None
+    v_in_k: bool = False
+
+    @property
+    def width(self) -> int:
+        """Values of q, k and v that a token has."""
+        of_v = 0 if self.v_in_k else self.num_kv_heads * (self.v_dim or self.head_dim)
+        return (self.num_heads + self.num_kv_heads) * self.head_dim + of_v
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Makes cases of `kernels` on `device`: with copies of what they read, as many as exceed
+    `cache_size` bytes.
+    """
+
+    kernels: KernelSet
+    device: str
+    cache_size: int = 0
+
+    def linear(
+        self,
+        rows: int,
+        shape: tuple[int, int],
+        format: Format,
+        activations: Activations = Activations.DYNAMIC,
+    ) -> Case:
+        """Make the product with a weight [out_features, in_features]; `activations` are those of an
+        FP8 or INT8 weight.
+        """
+        x, source = self._activations(rows, shape[1]), self._source(format)
+        size = shape[0] * shape[1] * format.bytes + (4 * shape[0] if format.is_quantized else 0)
+        weights = [source.weight("", shape) for _ in self._copies(size)]
+        if format.is_quantized:
+            weights = [replace(weight, activations=activations) for weight in weights]
+        calls = [
+            partial(self.kernels.linear, x, self.kernels.pack(weight), None) for weight in weights
+        ]
+        name = f"{format}, activations {activations}" if format.is_quantized else str(format)
+        return _product(
+            "linear",
+            name,
+            rows=rows,
+            shape=shape,
+            num_bytes=size + 2 * rows * sum(shape),
+            calls=calls,
+        )
+
+    def four_bit(self, rows: int, shape: tuple[int, int], codes: Codes) -> Case:
+        """Make the product with a weight in 4 bits, whose in_features `GROUPS` divide."""
+        size, format = GROUPS[codes]
+        dtype = torch_dtype(format)
+        generator = torch.Generator(self.device).manual_seed(0)
+        scales = torch.full(
+            (shape[0], shape[1] // size), SCALE, dtype=torch.float32, device=self.device
+        )
+        groups = Groups(codes, size, scales.to(dtype))
+        num_bytes = shape[0] * shape[1] // 2 + scales.numel() * dtype.itemsize
+        x, calls = self._activations(rows, shape[1]), []
+        for _ in self._copies(num_bytes):
+            data = torch.empty(shape[0], shape[1] // 2, dtype=torch.uint8, device=self.device)
+            weight = Weight(data.random_(0, 256, generator=generator), groups=groups)
+            calls.append(partial(self.kernels.linear, x, self.kernels.pack(weight), None))
+        return _product(
+            "linear",
+            f"{codes}, groups of {size}",
+            rows=rows,
+            shape=shape,
+            num_bytes=num_bytes + 2 * rows * sum(shape),
+            calls=calls,
+        )
+
+    def torch_linear(self, rows: int, shape: tuple[int, int]) -> Case:
+        x = self._activations(rows, shape[1])
+        source = self._source(Format.BFLOAT16)
+        size = 2 * shape[0] * shape[1]
+        calls = [
+            partial(functional.linear, x, source.tensor("", shape)) for _ in self._copies(size)
+        ]
+        return _product(
+            "torch.linear",
+            str(Format.BFLOAT16),
+            rows=rows,
+            shape=shape,
+            num_bytes=size + 2 * rows * sum(shape),
+            calls=calls,
+        )
+
+    def scaled_mm(self, rows: int, shape: tuple[int, int], fast: bool = False) -> Case:
+        """torch's FP8 product alone: activations are quantized beforehand. On a GPU with a scale
+        for each row.
+        """
+        out_features, in_features = shape
+        source, size = self._source(Format.E4M3FN), out_features * in_features
+        x = source.weight("", (rows, in_features))
+        assert x.scale is not None
+        by_row = (
+            x.scale[:, None],
+            torch.full((1, out_features), SCALE, dtype=torch.float32, device=self.device),
+        )
+        one = torch.ones((), dtype=torch.float32, device=self.device)
+        scale_a, scale_b = (one, one) if self.device == "cpu" else by_row
+
+        def call(weight: Tensor) -> Tensor:
+            product: Tensor = torch._scaled_mm(
+                x.data, weight.t(), scale_a, scale_b, out_dtype=torch.bfloat16, use_fast_accum=fast
+            )
+            return product
+
+        calls = [partial(call, source.weight("", shape).data) for _ in self._copies(size)]
+        name = f"{Format.E4M3FN}{', fast sums' if fast else ''}"
+        return _product(
+            "torch._scaled_mm",
+            name,
+            rows=rows,
+            shape=shape,
+            num_bytes=size + rows * (2 * out_features + in_features),
+            calls=calls,
+        )
+
+    def attention(
+        self,
+        batch_size: int,
+        new_tokens: int,
+        context: int,
+        heads: Heads,
+        format: Format,
+        granularity: Granularity | None,
+        note: str = "",
+    ) -> Case:
+        """Sequences of `context` keys, the last `new_tokens` of them new; their blocks lie in no
+        order.
+        """
+        blocks = -(-context // BLOCK_SIZE)
+        pages, size = self._pages(heads, format, granularity, batch_size * blocks)
+        generator = torch.Generator().manual_seed(2)
+        order = torch.randperm(
+            batch_size * blocks, generator=generator, dtype=torch.int64, device="cpu"
+        )
+        slices = [
+            SequenceSlice([0] * new_tokens, context - new_tokens, (own,), Logits.LAST)
+            for own in order.view(batch_size, blocks).tolist()
+        ]
+        sequences = prepare(slices, [Pages((0,), 0, None, BLOCK_SIZE)], self.device).sequences(0)
+        q = self._activations(batch_size * new_tokens, heads.num_heads * heads.head_dim)
+        q = q.view(-1, heads.num_heads, heads.head_dim)
+        calls = [
+            partial(self.kernels.attention, q, page, sequences, heads.head_dim**-0.5, None)
+            for page in pages
+        ]
+        shape = (batch_size, new_tokens, context)
+        size_of_ends, flops = attention_work(shape, heads)
+        extents = (*shape, heads.num_heads, heads.num_kv_heads, heads.head_dim)
+        num_bytes = size * batch_size * context + size_of_ends
+        return Case(
+            kernel="attention",
+            format=cache_name(format, granularity) + note,
+            shape=extents,
+            num_bytes=num_bytes,
+            num_flops=flops,
+            calls=calls,
+        )
+
+    def by_head(self, rows: int, shape: tuple[int, int, int]) -> Case:
+        """Make the product of each head with its matrix, of `shape` [num_heads, out_features,
+        in_features] in bfloat16.
+        """
+        heads, out_features, in_features = shape
+        x = self._activations(rows, heads * in_features).view(rows, heads, in_features)
+        source, size = self._source(Format.BFLOAT16), 2 * math.prod(shape)
+        calls = []
+        for _ in self._copies(size):
+            matrices = [source.weight("", (out_features, in_features)) for _ in range(heads)]
+            calls.append(partial(self.kernels.by_head, x, self.kernels.pack_experts(matrices)))
+        num_bytes = size + 2 * rows * heads * (out_features + in_features)
+        return Case(
+            kernel="by_head",
+            format=str(Format.BFLOAT16),
+            shape=(rows, *shape),
+            num_bytes=num_bytes,
+            num_flops=2 * rows * math.prod(shape),
+            calls=calls,
+        )
+
+    def rotate_store(
+        self, tokens: int, heads: Heads, format: Format, granularity: Granularity | None
+    ) -> Case:
+        pages, size = self._pages(heads, format, granularity, -(-tokens // BLOCK_SIZE))
+        all_heads, dim = heads.num_heads + 2 * heads.num_kv_heads, heads.head_dim
+        qkv = self._activations(tokens, heads.width)
+        positions = torch.arange(tokens, dtype=torch.int64, device=self.device)
+        slots = torch.randperm(tokens, dtype=torch.int64, device=self.device)
+        rotary = Rotary(*torch.rand(2, tokens, dim // 2, dtype=torch.float32, device=self.device))
+        # qkv and q; cosines and sines
+        num_bytes = (
+            size * tokens + 2 * tokens * (heads.width + heads.num_heads * dim) + 4 * tokens * dim
+        )
+        calls = [
+            partial(self.kernels.rotate_store, qkv, rotary, positions, slots, page)
+            for page in pages
+        ]
+        return Case(
+            kernel="rotate_store",
+            format=cache_name(format, granularity),
+            shape=(tokens, all_heads, dim),
+            num_bytes=num_bytes,
+            num_flops=0,
+            calls=calls,
+        )
+
+    def _copies(self, num_bytes: int) -> range:
+        """Enough of them that none stays in a cache until its turn comes again."""
+        return range(min(MOST_COPIES, max(1, -(-self.cache_size // num_bytes))))
+
+    def _source(self, format: Format) -> RandomSource:
+        generator = torch.Generator(self.device).manual_seed(0)
+        return RandomSource(Format.BFLOAT16, format, self.device, generator)
+
+    def _activations(self, rows: int, columns: int) -> Tensor:
+        generator = torch.Generator(self.device).manual_seed(1)
+        values = torch.empty(rows, columns, dtype=torch.bfloat16, device=self.device)
+        return values.normal_(generator=generator)
+
+    def _pages(
+        self, heads: Heads, format: Format, granularity: Granularity | None, blocks: int
+    ) -> tuple[list[KVPages], int]:
+        """Copies of `blocks` blocks full of random codes, and the bytes of one token."""
+        source, scales, dims = None, None, (heads.head_dim, heads.v_dim or heads.head_dim)
+        if granularity is not None and granularity.is_dynamic:
+            source = ScaleSource.DYNAMIC
+        elif granularity is not None:
+            source = ScaleSource.CALIBRATED
+            k = (SCALE,) * granularity.num_scales(heads.num_kv_heads, dims[0])
+            v = (SCALE,) * granularity.num_scales(heads.num_kv_heads, dims[1])
+            scales = KVScales((LayerScales(k, v, granularity),), format)
+        layer = LayerKVSpec(format, granularity, heads.num_kv_heads, *dims, v_in_k=heads.v_in_k)
+        spec = KVCacheSpec((layer,), BLOCK_SIZE)
+        config = KVCacheConfig(format, granularity, source, scales)
+        copies = self._copies(spec.bytes_per_token * blocks * BLOCK_SIZE)
+        pools = [allocate_pool(spec, config, (blocks,), self.kernels, self.device) for _ in copies]
+        pages = [pool.paged[0].pages for pool in pools]
+        for page in pages:
+            _fill(page)
+        return pages, spec.bytes_per_token
+
+
+def cache_name(format: Format, granularity: Granularity | None) -> str:
+    return f"{format}, {granularity}" if granularity else str(format)
+
+
+def attention_work(shape: tuple[int, int, int], heads: Heads) -> tuple[int, int]:
+    """(bytes of q and of the output, floating point operations over the keys that causal attention
+    sees).
+    """
+    batch_size, new_tokens, context = shape
+    pairs = batch_size * (new_tokens * context - new_tokens * (new_tokens - 1) // 2)
+    width = heads.num_heads * (heads.head_dim + (heads.v_dim or heads.head_dim))
+    return 2 * batch_size * new_tokens * width, 2 * pairs * width
+
+
+def _product(
+    kernel: str,
+    format: str,
+    rows: int,
+    shape: tuple[int, int],
+    num_bytes: int,
+    calls: Sequence[Callable[[], object]],
+) -> Case:
+    return Case(
+        kernel=kernel,
+        format=format,
+        shape=(rows, *shape),
+        num_bytes=num_bytes,
+        num_flops=2 * rows * shape[0] * shape[1],
+        calls=calls,
+    )
+
+
+def _fill(pages: KVPages) -> None:
+    for page in (pages.k, pages.v):
+        if not pages.format.is_quantized:
+            page.normal_()
+        else:
+            # no NaN in any FP8 format
+            page.view(torch.uint8).random_(0, 256).bitwise_and_(0xBF).bitwise_or_(1)
+    if pages.rotated is not None:
+        pages.rotated.normal_()
+    if pages.dynamic:
+        assert pages.k_scale is not None
+        assert pages.v_scale is not None
+        pages.k_scale.fill_(SCALE)
+        pages.v_scale.fill_(SCALE)

@@ -1,0 +1,231 @@
+"""`freight bench latency --text NAME`: what drafts (--speculate) gain, beside the same engine without.
+
+A model with random weights writes nothing that could be guessed, and a small one repeats itself. So
+the answers are given: whatever the model computes, the token drawn is the next one of a text that
+people wrote. Sampling and drafting run unchanged and are timed. What is measured is how often drafts
+come true for such a text, and what they cost. Runs with and without drafts take turns, and so do the
+texts of a name: a pair of runs is one text, with drafts and without.
+
+All sequences of a batch have the same text. Their prompt is computed once and then found in the cache,
+which is not timed.
+
+`drafting_fraction` is the time of the drafts alone, for each token of the text, as a share of a
+decode step without drafts.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from freight.base.fields import JsonObject
+from freight.base.terminal import OnProgress, unseen
+from freight.engine.drafts import Drafter
+from freight.engine.engine import Engine
+from freight.engine.prepare import SequenceSlice
+from freight.engine.runner import ModelRunner, StepRows
+from freight.errors import ConfigError
+from freight.lab.bench.drive import counted, describe_run, greedy, start
+from freight.lab.bench.serving import HELD_OUT
+from freight.lab.bench.timing import Spread
+from freight.model.open import OpenModel
+from freight.text.tokenizer import Tokenizer
+
+TEXTS = ("edit", "code", "random")
+_EDITED, _CHARACTERS = 3, 1400  # files that are edited, and how much of each
+_PROMPT, _ANSWER = 384, 256  # tokens of code, and of random tokens
+
+
+@dataclass(frozen=True)
+class Text:
+    """A prompt and the answer that is given, as token ids."""
+
+    prompt: Sequence[int]
+    answer: Sequence[int]
+
+
+@dataclass(frozen=True)
+class ForcedRows(StepRows):
+    """Rows of which the token of `following` is by far the most likely."""
+
+    following: Sequence[int] = ()
+
+    def logits(self, rows: Sequence[int]) -> Tensor:
+        logits = super().logits(rows)
+        for index, row in enumerate(rows):
+            logits[index, self.following[row]] = 1e30
+        return logits
+
+
+@dataclass(frozen=True)
+class ForcedRunner(ModelRunner):
+    """A runner of sequences that all have the same text: `known` by position."""
+
+    known: list[int] = field(default_factory=list)
+
+    def run(self, slices: Sequence[SequenceSlice], tokens: Tensor | None = None) -> StepRows:
+        rows = super().run(slices, tokens)
+        following = []
+        for part in slices:
+            end = part.start + len(part.token_ids)
+            for position in range(end - part.num_logit_rows, end):
+                following.append(self.known[min(position + 1, len(self.known) - 1)])
+        return ForcedRows(**vars(rows), following=following)
+
+
+def texts_of(name: str, vocab_size: int) -> list[Text]:
+    """Return the texts of a name, in tokens of the model that ships.
+
+    edit    a file in the prompt; the answer is the file with a name changed and a line replaced
+    code    source code that is continued
+    random  tokens by chance
+
+    Raises ConfigError for a vocabulary that lacks some of these tokens.
+    """
+    numbers = random.Random(0)
+    if name == "random":
+        tokens = [numbers.randrange(vocab_size) for _ in range(_PROMPT + _ANSWER)]
+        return [Text(tokens[:_PROMPT], tokens[_PROMPT:])]
+    tokenizer = Tokenizer.load(HELD_OUT.parent)
+    held_out = HELD_OUT.read_text()
+    if tokenizer.vocab_size > vocab_size:
+        raise ConfigError(
+            f"the texts have up to {tokenizer.vocab_size} token ids, and the model {vocab_size}; "
+            "take a model with more"
+        )
+    if name == "code":
+        tokens = tokenizer.encode(held_out[:8000], add_special_tokens=False)
+        parts = [tokens[first:] for first in range(0, 2 * (_PROMPT + _ANSWER), _PROMPT + _ANSWER)]
+        return [Text(one[:_PROMPT], one[_PROMPT : _PROMPT + _ANSWER]) for one in parts]
+    found = []
+    for begin in range(0, _EDITED * 6000, 6000):
+        file = held_out[begin : begin + _CHARACTERS]
+        both = [f"{file}\n# rewritten:\n", _edited(file, numbers)]
+        prompt, answer = (tokenizer.encode(one, add_special_tokens=False) for one in both)
+        found.append(Text(prompt, answer))
+    return found
+
+
+def _edited(file: str, numbers: random.Random) -> str:
+    names = re.findall(r"[a-z_]{5,}", file)
+    name = max(sorted(set(names)), key=names.count)
+    lines = file.replace(name, f"{name}_new").split("\n")
+    line = numbers.randrange(len(lines) - 3)
+    return "\n".join([*lines[:line], "    # changed here", *lines[line + 2 :]])
+
+
+@dataclass(frozen=True)
+class _Run:
+    """What was timed of a run: seconds, steps, and tokens of all sequences."""
+
+    seconds: float
+    num_steps: int
+    num_tokens: int
+
+    @property
+    def rate(self) -> float:
+        return self.num_tokens / self.seconds
+
+
+def measure_drafts(
+    opened: OpenModel,
+    name: str,
+    text: str,
+    batch_size: int,
+    repeats: int,
+    output_len: int | None = None,
+    on_progress: OnProgress = unseen,
+) -> JsonObject:
+    """Compare decoding with drafts and without, over `repeats` pairs of runs after one to warm up.
+    Returns what --json prints.
+
+    output_len: most tokens of an answer; None: all. Raises what `start_engine` raises, and
+    ConfigError for an engine without drafts, or answers too short to be timed.
+    """
+    texts = [
+        Text(one.prompt, one.answer[:output_len]) for one in texts_of(text, opened.model.vocab_size)
+    ]
+    longest = max(len(one.prompt) + len(one.answer) for one in texts)
+    engine, config = start(
+        opened, max_num_seqs=batch_size, max_model_len=longest + 1, enable_prefix_caching=True
+    )
+    most = engine.scheduler.most_drafts
+    if not most:
+        raise ConfigError("--text compares with drafts: give --speculate, on a CPU")
+    has_drafts = engine.scheduler.drafts_beside(batch_size) > 0
+    plain: list[_Run] = []
+    drafted: list[_Run] = []
+    before = engine.stats()
+    for pair in counted(repeats + 1, on_progress):
+        for drafts in (0, most) if pair % 2 else (most, 0):
+            engine.scheduler.most_drafts = drafts
+            found = _run(engine, texts[pair % len(texts)], batch_size)
+            if pair:
+                (drafted if drafts else plain).append(found)
+    engine.scheduler.most_drafts = most  # of the drafted runs, whichever came last
+    stats = engine.stats()
+    figures = {
+        "plain_tokens_per_second": Spread.of([one.rate for one in plain]),
+        "drafted_tokens_per_second": Spread.of([one.rate for one in drafted]),
+        "speedup": Spread.of([b.rate / a.rate for a, b in zip(plain, drafted, strict=True)]),
+    }
+    num_tokens = sum(one.num_tokens for one in drafted)
+    drafting = _drafting_seconds(texts, most) * batch_size if has_drafts else 0.0
+    seconds_per_step = sum(one.seconds for one in plain) / sum(one.num_steps for one in plain)
+    return describe_run(opened, engine, config, name) | {
+        "text": text,
+        "batch_size": batch_size,
+        "repeats": repeats,
+        "output_len": max(len(one.answer) for one in texts),
+        "tokens": num_tokens,
+        "tokens_per_step": num_tokens / sum(one.num_steps for one in drafted) / batch_size,
+        "accepted_fraction": (stats.accepted - before.accepted)
+        / max(stats.drafted - before.drafted, 1),
+        "drafting_fraction": drafting / seconds_per_step,
+        **{figure: spread.median for figure, spread in figures.items()},
+        "spread": {figure: asdict(spread) for figure, spread in figures.items()},
+    }
+
+
+def _run(engine: Engine, text: Text, batch_size: int) -> _Run:
+    """Answer with `text` in every sequence; timed from the step in which all decode, to the end."""
+    params: Any = greedy(len(text.answer))
+    runner = vars(engine.runner) | {"known": [*text.prompt, *text.answer]}
+    engine.runner = ForcedRunner(**runner)
+    names = [f"bench {index}" for index in range(batch_size)]
+    for name in names:
+        engine.add(name, engine.intake.accept(text.prompt, params), params)
+    while engine.has_unfinished and engine.scheduler.num_decoding < batch_size:
+        engine.step()
+    if not engine.has_unfinished:
+        raise ConfigError(
+            f"the first of {batch_size} sequences ends before all decode: raise --output-len, or --kv-cache-memory if "
+            "it is given, or lower --batch-size"
+        )
+    had = sum(len(engine.output(name).outputs[0].token_ids) for name in names)
+    num_steps, begin = 0, time.perf_counter()
+    while engine.has_unfinished:
+        engine.step()
+        num_steps += 1
+    seconds = time.perf_counter() - begin
+    for name in names:
+        tokens = engine.output(name).outputs[0].token_ids
+        assert tokens == list(text.answer), "the answer is not the text"
+        engine.release(name)
+    return _Run(seconds, num_steps, batch_size * len(text.answer) - had)
+
+
+def _drafting_seconds(texts: Sequence[Text], most: int) -> float:
+    """Return the seconds that drafting takes, by token of an answer."""
+    began = time.perf_counter()
+    for text in texts:
+        drafter = Drafter(text.prompt)
+        for end in range(1, len(text.answer)):
+            drafter.propose(text.answer[:end], most)
+    return (time.perf_counter() - began) / sum(len(text.answer) for text in texts)

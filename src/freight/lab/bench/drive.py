@@ -1,0 +1,238 @@
+"""Requests through the engine, step by step, with the time of each: what `latency` and `throughput`
+have in common.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from freight.base.terminal import OnProgress
+from freight.engine.build import start_engine
+from freight.engine.engine import Engine
+from freight.engine.prepare import SequenceSlice
+from freight.engine.runner import ModelRunner, StepRows
+from freight.fp8.formats import Format
+from freight.fp8.scheme import LinearScheme
+from freight.model.architectures import tensor_names
+from freight.model.config.layer import MoEConfig
+from freight.model.config.model import ModelConfig
+from freight.model.loader import tensor_shapes
+from freight.model.open import OpenModel
+from freight.model.sizes import ONLINE, LinearOf, int4_online
+from freight.sampling import SamplingParams
+from freight.settings.engine import EngineConfig
+
+
+@dataclass(frozen=True)
+class TimedRows(StepRows):
+    """Rows whose logits are timed, in seconds, as the host sees it."""
+
+    seconds: list[float] = field(default_factory=list)
+
+    def logits(self, rows: Sequence[int]) -> Tensor:
+        begin = time.perf_counter()
+        logits = super().logits(rows)
+        self.seconds.append(time.perf_counter() - begin)
+        return logits
+
+
+@dataclass(frozen=True)
+class TimedRunner(ModelRunner):
+    """A runner that records how long each part of a step took, in seconds, as the host sees it:
+    layers, then logits.
+
+    Captured steps are replayed as they are without it; theirs is one part.
+    """
+
+    seconds: list[float] = field(default_factory=list)
+
+    @staticmethod
+    def over(runner: ModelRunner) -> TimedRunner:
+        return TimedRunner(**vars(runner))
+
+    def run(self, slices: Sequence[SequenceSlice], tokens: Tensor | None = None) -> StepRows:
+        begin = time.perf_counter()
+        rows = super().run(slices, tokens)
+        self.seconds.append(time.perf_counter() - begin)
+        return TimedRows(**vars(rows), seconds=self.seconds)
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One step: its time and the model's part of it, how many requests got a token, how many ran,
+    the share of the cache's blocks in use, and how many tokens were drawn: with drafts a request may
+    get several."""
+
+    seconds: float
+    model_seconds: float
+    num_sampled: int
+    num_running: int
+    cache_share: float
+    num_tokens: int
+
+
+def start(opened: OpenModel, **changes: Any) -> tuple[Engine, EngineConfig]:
+    """Start an engine without a tokenizer, with `changes` of its arguments; without drafts unless
+    they ask for them, so that a step is the same from run to run.
+    """
+    args = replace(opened.args.without_drafts(), skip_tokenizer_init=True, **changes)
+    return start_engine(replace(opened, args=args))
+
+
+def counted(total: int, on_progress: OnProgress) -> Iterator[int]:
+    """Yield 0 … `total` - 1 and report each before it is used."""
+    for done in range(total):
+        on_progress(done, total)
+        yield done
+    on_progress(total, total)
+
+
+def random_prompt(length: int, vocab_size: int, numbers: random.Random) -> list[int]:
+    return [numbers.randrange(vocab_size) for _ in range(length)]
+
+
+def greedy(length: int) -> SamplingParams:
+    """Exactly `length` tokens, token ids only."""
+    return SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True, detokenize=False)
+
+
+def drive_random(
+    engine: Engine, lengths: Sequence[tuple[int, int]], numbers: random.Random
+) -> list[StepRecord]:
+    """`drive` requests of random tokens; `lengths` are those of (prompt, answer) in tokens."""
+    vocab_size = engine.runner.model.config.vocab_size
+    prompts = [random_prompt(before, vocab_size, numbers) for before, _ in lengths]
+    return drive(engine, prompts, [greedy(after) for _, after in lengths])
+
+
+def drive(
+    engine: Engine, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]
+) -> list[StepRecord]:
+    """Add all requests at once and step until they are done; then forget them."""
+    ids = [f"bench {index}" for index in range(len(prompts))]
+    for request_id, prompt, one in zip(ids, prompts, params, strict=True):
+        engine.add(request_id, engine.intake.accept(prompt, one), one)
+    records = []
+    scheduler = engine.scheduler
+    runner = engine.runner = TimedRunner.over(engine.runner)
+    unfinished = len(ids)
+    while engine.has_unfinished:
+        runner.seconds.clear()
+        begin = time.perf_counter()
+        deltas = engine.step()
+        seconds = time.perf_counter() - begin
+        used = engine.cache.used_share
+        left = scheduler.num_running + scheduler.num_waiting
+        running = scheduler.num_running + unfinished - left
+        records.append(
+            StepRecord(
+                seconds=seconds,
+                model_seconds=sum(runner.seconds),
+                num_sampled=len(deltas),
+                num_running=running,
+                cache_share=used,
+                num_tokens=sum(
+                    len(output.token_ids) for delta in deltas for output in delta.outputs
+                ),
+            )
+        )
+        unfinished = left
+    for request_id in ids:
+        engine.release(request_id)
+    return records
+
+
+def occupancy(records: Sequence[StepRecord]) -> tuple[float, float]:
+    """Means over time: of the requests that run, and of the share of the cache's blocks in use."""
+    time = sum(record.seconds for record in records)
+    running = sum(record.seconds * record.num_running for record in records) / time
+    return running, sum(record.seconds * record.cache_share for record in records) / time
+
+
+def weight_bytes(
+    model: ModelConfig,
+    compute_format: Format,
+    weight_format: Format,
+    num_rows: int = 1,
+    linear_of: LinearOf | None = None,
+) -> int:
+    """Return bytes of weights that a step of `num_rows` tokens reads, scales included. Of an
+    embedding that is not the head, and of tables of positions and per-layer inputs, only rows are
+    read, which are not counted; of experts, as many as are chosen on average if all are equally
+    likely. `linear_of`: how each module's matrix is quantized; None: all are in `weight_format`.
+    """
+    formats = compute_format, weight_format
+    every = ONLINE if weight_format.is_quantized else None
+    names, total = tensor_names(model), 0
+    for name, shape in tensor_shapes(model).items():
+        if name in (names.positions, names.per_layer_table) or (
+            name == names.embedding and not model.tie_word_embeddings
+        ):
+            continue
+        if len(shape) == 1 or name.endswith("bias") or name in names.outer:
+            total += math.prod(shape) * compute_format.bytes
+            continue
+        outputs = shape[0] if len(shape) == 2 else shape[0] * shape[2]  # of all experts
+        scheme = linear_of(name.removesuffix(".weight")) if linear_of else every
+        total += _matrix_bytes(math.prod(shape), outputs, scheme, *formats)
+    for index, layer in enumerate(model.layers):
+        moe = layer.feed_forward
+        if not isinstance(moe, MoEConfig):
+            continue
+        channels, expert = moe.expert_channels(model.hidden_size), 0
+        prefix = names.layer.format(index) + names.expert.format(0)
+        for module, values, outputs in (
+            (names.expert_gate_up[0], sum(moe.up_sizes) * channels, sum(moe.up_sizes)),
+            (names.expert_down, moe.intermediate_size * channels, channels),
+        ):
+            scheme = linear_of(prefix + module) if linear_of else every
+            expert += _matrix_bytes(values, outputs, scheme, *formats)
+        left_out = (1 - moe.routing.top_k / moe.num_experts) ** num_rows
+        total -= round(moe.num_experts * expert * left_out)
+    return total
+
+
+def _matrix_bytes(
+    values: int, outputs: int, scheme: LinearScheme | None, compute: Format, weights: Format
+) -> int:
+    if scheme is None:
+        return values * compute.bytes
+    if scheme.four is not None:
+        return scheme.four.stored_bytes(values)
+    return values * weights.bytes + outputs * Format.FLOAT32.bytes
+
+
+def linears_of(opened: OpenModel, config: EngineConfig) -> LinearOf | None:
+    """Return how each module's matrix is quantized; None: all are in `config.weight_format`."""
+    if config.int4:
+        return int4_online
+    return None if opened.scheme.weight_format is None else opened.scheme.linear
+
+
+def describe_run(
+    opened: OpenModel, engine: Engine, config: EngineConfig, name: str
+) -> dict[str, Any]:
+    """Return what ran, for the JSON of every benchmark of the engine."""
+    kv = config.kv
+    return {
+        "model": name,
+        "kernels": engine.runner.model.kernels.name,
+        "device": config.device,
+        "threads": torch.get_num_threads(),
+        "dtype": str(config.compute_format),
+        "weight_dtype": opened.weight_dtype(config),
+        "max_num_batched_tokens": config.max_num_batched_tokens,
+        "most_drafts": engine.scheduler.most_drafts,
+        "kv_cache": {
+            **kv.names(),
+            "bytes_per_token": engine.runner.pool.spec.bytes_per_token,
+        },
+    }

@@ -1,0 +1,138 @@
+"""`freight bench kernels` on a CPU: each operation of the selected kernel set, and torch's.
+
+Every row takes turns over copies of what it reads, together larger than any cache, as it is when a
+model runs. Its `bandwidth_fraction` is the bytes that it has to read and write, divided by its
+median time and by the bandwidth measured right before and after it. `cases.py` has the shapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+import torch
+
+from freight.base.fields import JsonObject
+from freight.fp8.formats import Format, Granularity
+from freight.kernels.interface import KernelSet
+from freight.lab.bench.cases import GROUPS, Bench, Case, Heads
+from freight.lab.bench.timing import MemoryProbe, bytes_beyond_caches, time_in_rotation
+from freight.model.architectures import tensor_names
+from freight.model.config.layer import AttentionConfig, LatentConfig
+from freight.model.config.model import ModelConfig
+from freight.model.mixer_parts import mixer_parts
+from freight.settings.kv_source import groups_fit
+
+CACHES: tuple[tuple[Format, Granularity | None], ...] = (
+    (Format.BFLOAT16, None),
+    *((Format.E4M3FN, granularity) for granularity in Granularity),  # `group` for latents alone
+    (Format.E4M3FNUZ, Granularity.TENSOR),
+    (Format.E5M2, None),
+    (Format.INT8, Granularity.TOKEN),
+)
+
+
+def measure_kernels(
+    kernels: KernelSet,
+    model: ModelConfig,
+    matrix: tuple[int, int],
+    rows: Sequence[int],
+    context: int,
+    seconds: float,
+    only: Sequence[str] = (),
+    cache_size: int | None = None,
+) -> Iterator[JsonObject]:
+    """Yield what --json prints, a row at a time. `matrix` [out_features, in_features] comes
+    with those of the model.
+
+    `only` names the kernels wanted; none: all. `seconds` are spent on each row, and at least five
+    runs. `cache_size`, in bytes, is what the copies together exceed; default:
+    `bytes_beyond_caches`.
+    """
+    cache_size = cache_size or bytes_beyond_caches()
+    probe = MemoryProbe(max(2 * cache_size, 4096))
+    for make in _cases(Bench(kernels, "cpu", cache_size), model, matrix, rows, context, only):
+        case = make()
+        before = probe.sample()
+        spread = time_in_rotation(case.calls, seconds)
+        bandwidth = (before + probe.sample()) / 2
+        yield {
+            "kernel": case.kernel,
+            "format": case.format,
+            "shape": list(case.shape),
+            "median_us": spread.median * 1e6,
+            "bandwidth_fraction": case.num_bytes / spread.median / bandwidth,
+            "low_us": spread.low * 1e6,
+            "high_us": spread.high * 1e6,
+            "bytes": case.num_bytes,
+            "read_bandwidth_bytes_per_second": bandwidth,
+            "kernels": "torch" if case.kernel.startswith("torch") else kernels.name,
+            "threads": torch.get_num_threads(),
+        }
+
+
+def _cases(
+    bench: Bench,
+    model: ModelConfig,
+    matrix: tuple[int, int],
+    rows: Sequence[int],
+    context: int,
+    only: Sequence[str],
+) -> Iterator[Callable[[], Case]]:
+    """Yield what makes each case, in the order of the report; one exists at a time, as together
+    they are large.
+    """
+
+    def wanted(kernel: str) -> bool:
+        return not only or kernel in only
+
+    for shape in dict.fromkeys((matrix, *linear_shapes(model))):
+        for count in rows:
+            for format in (Format.E4M3FN, Format.INT8, Format.BFLOAT16):
+                if wanted("linear"):
+                    yield partial(bench.linear, count, shape, format)
+            for codes, (size, _) in GROUPS.items():
+                if wanted("linear") and bench.kernels.packs_groups and shape[1] % size == 0:
+                    yield partial(bench.four_bit, count, shape, codes)
+            if wanted("torch.linear"):
+                yield partial(bench.torch_linear, count, shape)
+            if wanted("torch._scaled_mm") and count == rows[0]:
+                yield partial(bench.scaled_mm, count, shape)
+    yield from _attention_cases(bench, next(iter(model.paged.values())), rows, context, wanted)
+
+
+def _attention_cases(
+    bench: Bench,
+    mixer: AttentionConfig | LatentConfig,
+    rows: Sequence[int],
+    context: int,
+    wanted: Callable[[str], bool],
+) -> Iterator[Callable[[], Case]]:
+    """Yield cases of the operations between the projections: over caches, and of latents the
+    products of their heads.
+    """
+    v_in_k = isinstance(mixer, LatentConfig)
+    heads = Heads(mixer.num_heads, mixer.num_kv_heads, mixer.k_dim, mixer.v_dim, v_in_k)
+    caches = [one for one in CACHES if one[1] is not Granularity.GROUP or groups_fit({0: mixer})]
+    for format, granularity in caches:
+        if wanted("attention"):
+            one_token = partial(bench.attention, batch_size=1, new_tokens=1, context=context)
+            yield partial(one_token, heads=heads, format=format, granularity=granularity)
+    for format, granularity in caches:
+        if wanted("rotate_store"):
+            yield partial(bench.rotate_store, max(rows), heads, format, granularity)
+    if isinstance(mixer, LatentConfig) and wanted("by_head"):
+        for count in rows:
+            for matrix in ((mixer.latent, mixer.nope), (mixer.head_size, mixer.latent)):
+                yield partial(bench.by_head, count, (mixer.num_heads, *matrix))
+
+
+def linear_shapes(model: ModelConfig) -> list[tuple[int, int]]:
+    """[out_features, in_features] of the merged projections of the first layer that has them."""
+    parts = mixer_parts(next(iter(model.paged.values())), model.hidden_size, tensor_names(model))
+    feed_forward = next(one.feed_forward for one in model.layers if one.feed_forward is not None)
+    return [
+        *((sum(one.sizes), one.columns) for one in parts.projections.values()),
+        (sum(feed_forward.up_sizes), model.hidden_size),
+        (model.hidden_size, feed_forward.intermediate_size),
+    ]

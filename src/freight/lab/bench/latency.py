@@ -1,0 +1,145 @@
+"""`freight bench latency`: one batch that arrives at once, prefill and decode apart, against
+the speed of the memory.
+
+Prefill lasts until the last of the batch has its first token. A decode step counts when every
+sequence gets a token in it, so its batch size is the one asked for. `decode_bandwidth_fraction` is
+what a step has to read, the weights once and each sequence's keys and values, divided by its time
+and by the bandwidth right before and after its run: 1.0 is as fast as this memory allows.
+`overhead_fraction` is the share of a decode step that passes outside the model's runner:
+scheduling, sampling, bookkeeping (null on a GPU, which the host does not wait for there).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from freight.base.fields import JsonObject
+from freight.base.terminal import OnProgress, unseen
+from freight.cache.pool import KVPool
+from freight.cache.spec import KVCacheSpec
+from freight.engine.build import memory_for_cache
+from freight.errors import ConfigError
+from freight.lab.bench.drive import (
+    StepRecord,
+    counted,
+    describe_run,
+    drive_random,
+    linears_of,
+    start,
+    weight_bytes,
+)
+from freight.lab.bench.timing import MemoryProbe, Spread, peak_rss_bytes
+from freight.model.open import OpenModel
+
+
+def measure_latency(
+    opened: OpenModel,
+    name: str,
+    batch_size: int,
+    input_len: int,
+    output_len: int,
+    repeats: int,
+    on_progress: OnProgress = unseen,
+) -> JsonObject:
+    """Medians over `repeats` runs, after one to warm up; lengths in tokens. Returns what --json
+    prints.
+
+    Raises what `start_engine` raises, and ConfigError when no decode step has the full batch.
+    """
+    imported = peak_rss_bytes()
+    length = opened.args.max_model_len or input_len + output_len
+    engine, config = start(opened, max_num_seqs=batch_size, max_model_len=length)
+    numbers = random.Random(config.seed)
+    lengths = [(input_len, output_len)] * batch_size
+    runs: list[tuple[float, list[StepRecord]]] = []
+    bandwidths: list[float] = []  # of each run
+    for repeat in counted(repeats + 1, on_progress):
+        if repeat == 0:  # warms up
+            split(drive_random(engine, lengths, numbers), batch_size)
+            peak = peak_rss_bytes()  # before the probe takes its memory
+            room = _room(engine.runner.pool, config.device)
+            probe = MemoryProbe(device=config.device)
+            continue
+        before = probe.sample()
+        runs.append(split(drive_random(engine, lengths, numbers), batch_size))
+        bandwidths.append((before + probe.sample()) / 2)
+    formats, linear_of = (config.compute_format, config.weight_format), linears_of(opened, config)
+    weights = weight_bytes(engine.runner.model.config, *formats, batch_size, linear_of)
+    # of a step half way through the output
+    cache = round(batch_size * read_bytes(engine.runner.pool.spec, input_len + output_len / 2))
+    figures = _figures(runs, batch_size * input_len)
+    figures["decode_bandwidth_fraction"] = Spread.of(
+        [
+            (weights + cache) / (step.seconds * b)
+            for (_, full), b in zip(runs, bandwidths, strict=True)
+            for step in full
+        ]
+    )
+    figures["read_bandwidth_bytes_per_second"] = probe.bandwidth()
+    overhead = figures["overhead_ms"].median / figures["decode_step_ms"].median
+    return describe_run(opened, engine, config, name) | {
+        "batch_size": batch_size,
+        "input_len": input_len,
+        "output_len": output_len,
+        "repeats": repeats,
+        **{figure: spread.median for figure, spread in figures.items()},
+        "overhead_fraction": overhead if config.device == "cpu" else None,
+        "decode_bytes_per_step": {"weights": weights, "kv_cache": cache},
+        "peak_rss_bytes": peak,
+        "imported_rss_bytes": imported,
+        **room,
+        "spread": {figure: asdict(spread) for figure, spread in figures.items()},
+    }
+
+
+def _figures(runs: Sequence[tuple[float, list[StepRecord]]], num_input: int) -> dict[str, Spread]:
+    """`runs`: seconds until all have their first token, and the steps after it. `num_input`: tokens
+    of all prompts.
+    """
+    steps = [step for _, full in runs for step in full]
+    return {
+        "prefill_tokens_per_second": Spread.of(
+            [num_input / until_first for until_first, _ in runs]
+        ),
+        "decode_tokens_per_second": Spread.of(
+            [
+                sum(one.num_tokens for one in full) / sum(one.seconds for one in full)
+                for _, full in runs
+            ]
+        ),
+        "decode_step_ms": Spread.of([step.seconds * 1e3 for step in steps]),
+        "overhead_ms": Spread.of([(step.seconds - step.model_seconds) * 1e3 for step in steps]),
+    }
+
+
+def read_bytes(spec: KVCacheSpec, num_tokens: float) -> float:
+    """Return bytes of keys and values that a decode step reads of one sequence; of a window's
+    layers, those in the window.
+    """
+    return sum(group.read_bytes(num_tokens) for group in spec.groups)
+
+
+def _room(pool: KVPool, device: str) -> dict[str, int]:
+    """Return what the cache takes, and how many tokens it could hold in all that is free; a CPU's
+    is not touched yet.
+    """
+    taken = pool.num_bytes
+    free = memory_for_cache(device) + (taken if device == "cuda" else 0)
+    return {"kv_cache_bytes": taken, "tokens_that_fit": pool.spec.tokens_in(free)}
+
+
+def split(records: Sequence[StepRecord], batch_size: int) -> tuple[float, list[StepRecord]]:
+    """(seconds until every sequence has its first token, the later steps in which all get one).
+
+    Raises ConfigError when there is no such later step.
+    """
+    full = [index for index, record in enumerate(records) if record.num_sampled == batch_size]
+    if len(full) < 2:
+        raise ConfigError(
+            f"of {batch_size} sequences the first ends before all decode together: "
+            "raise --output-len or --max-num-batched-tokens, or lower --batch-size"
+        )
+    until_first = sum(record.seconds for record in records[: full[0] + 1])
+    return until_first, [records[index] for index in full[1:]]

@@ -1,0 +1,198 @@
+"""The figures of a load: percentiles of times, rates, errors by kind, and ratios of two servers
+with an interval.
+
+Guarantees: errors are in no time and no rate of tokens, and are counted; a ratio is taken within
+each round first, because the speed of a machine that others use too changes between rounds. The
+interval is that of order statistics: it assumes nothing about how the ratios are distributed, and
+says its own coverage, which few rounds keep below 95 %.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from freight.base.fields import JsonObject
+from freight.lab.bench.answers import Answer
+from freight.lab.bench.load import Level
+
+PERCENTILES = {"median": 50.0, "p90": 90.0, "p99": 99.0}
+COMPARED = (  # what ratios are taken of; True: more is better
+    (("ttft_ms", "median"), False),
+    (("itl_ms", "median"), False),
+    (("itl_ms", "p99"), False),
+    (("e2e_ms", "median"), False),
+    (("output_tokens_per_second",), True),
+)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One server under one load in one round."""
+
+    url: str
+    level: Level
+    round: int
+    answers: Sequence[Answer]
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Milliseconds of everything that is timed, over the complete answers.
+
+    ttft  from when a request was due to its first token
+    itl   between tokens: every gap; for an event of k tokens, k times a k-th of its gap
+    tpot  an answer's time from its first to its last token, over its tokens but the first
+    e2e   from when a request was due to the end of its answer
+    unit  "token", or "event" where a server does not say how many tokens an event has: `itl` is
+          then between events
+    """
+
+    ttft: Sequence[float]
+    itl: Sequence[float]
+    tpot: Sequence[float]
+    e2e: Sequence[float]
+    unit: str
+
+    @staticmethod
+    def of(answers: Iterable[Answer]) -> Samples:
+        good = [answer for answer in answers if not answer.error]
+        by_token = all(answer.counts is not None for answer in good)
+        gaps: list[float] = []
+        for answer in good:
+            counts: Sequence[int] = (1,) * len(answer.times)
+            if by_token and answer.counts is not None:
+                counts = answer.counts
+            for before, after, count in zip(
+                answer.times, answer.times[1:], counts[1:], strict=False
+            ):
+                gaps += [1e3 * (after - before) / count] * count
+        several = [answer for answer in good if answer.num_tokens > 1]
+        return Samples(
+            ttft=[1e3 * (answer.times[0] - answer.start) for answer in good],
+            itl=gaps,
+            tpot=[1e3 * (a.times[-1] - a.times[0]) / (a.num_tokens - 1) for a in several],
+            e2e=[1e3 * (answer.end - answer.start) for answer in good],
+            unit="token" if by_token else "event",
+        )
+
+
+def percentiles(samples: Sequence[float]) -> dict[str, float | None]:
+    """Median, p90 and p99, linear between neighbours; None where there is no sample."""
+    if not samples:
+        return dict.fromkeys(PERCENTILES)
+    found = np.percentile(np.asarray(samples, dtype=np.float64), list(PERCENTILES.values()))
+    return {name: float(value) for name, value in zip(PERCENTILES, found, strict=True)}
+
+
+def figures(runs: Sequence[Run]) -> JsonObject:
+    """Return the row of one server under one load: times over the answers of all its rounds, rates
+    as medians of rounds.
+    """
+    answers = [answer for run in runs for answer in run.answers]
+    good = [answer for answer in answers if not answer.error]
+    bad = [answer for answer in answers if answer.error]
+    samples = Samples.of(answers)
+    seconds = [_seconds(run.answers) for run in runs]
+    cached = [answer.num_cached for answer in good if answer.num_cached is not None]
+    return {
+        "requests": len(answers),
+        "errors": dict(Counter(answer.error for answer in bad)),
+        "error_messages": {answer.error: answer.message for answer in reversed(bad)},
+        "seconds": sum(seconds),
+        "prompt_tokens": sum(answer.num_prompt for answer in good),
+        "cached_tokens": sum(cached) if cached else None,
+        "output_tokens": sum(answer.num_tokens for answer in good),
+        "short_answers": sum(answer.num_tokens < answer.wanted for answer in good),
+        "requests_per_second": _median_rate(runs, seconds, lambda answer: 1),
+        "output_tokens_per_second": _median_rate(runs, seconds, lambda answer: answer.num_tokens),
+        "ttft_ms": percentiles(samples.ttft),
+        "itl_ms": percentiles(samples.itl),
+        "itl_unit": samples.unit,
+        "tpot_ms": percentiles(samples.tpot),
+        "e2e_ms": percentiles(samples.e2e),
+        "late_ms": percentiles([1e3 * (answer.sent - answer.start) for answer in answers]),
+    }
+
+
+def _seconds(answers: Sequence[Answer]) -> float:
+    """Return the seconds from when the first request was due to the end of the last."""
+    if not answers:
+        return 0.0
+    return max(answer.end for answer in answers) - min(answer.start for answer in answers)
+
+
+def _median_rate(runs: Sequence[Run], seconds: Sequence[float], amount: Any) -> float:
+    rates: list[float] = []
+    for run, taken in zip(runs, seconds, strict=True):
+        total = sum(amount(answer) for answer in run.answers if not answer.error)
+        rates.append(total / taken if taken else 0.0)
+    return statistics.median(rates) if rates else 0.0
+
+
+def ratios(runs: Sequence[Run]) -> list[JsonObject]:
+    """Return the first server over each other one, at every load: median over rounds of the ratio
+    within a round.
+    """
+    found: list[JsonObject] = []
+    urls = list(dict.fromkeys(run.url for run in runs))
+    for level in dict.fromkeys(run.level for run in runs):
+        rounds = {(run.url, run.round): figures([run]) for run in runs if run.level == level}
+        numbers = sorted({number for _, number in rounds})
+        for other in urls[1:]:
+            for path, more_is_better in COMPARED:
+                pairs = [
+                    (_at(rounds[urls[0], n], path), _at(rounds[other, n], path)) for n in numbers
+                ]
+                values = [mine / theirs for mine, theirs in pairs if mine and theirs]
+                if values:
+                    low, high, coverage = interval(values)
+                    found.append(
+                        {
+                            "level": str(level),
+                            "of": urls[0],
+                            "to": other,
+                            "figure": "_".join(path),
+                            "ratio": statistics.median(values),
+                            "low": low,
+                            "high": high,
+                            "coverage": coverage,
+                            "rounds": len(values),
+                            "more_is_better": more_is_better,
+                        }
+                    )
+    return found
+
+
+def _at(row: JsonObject, path: Sequence[str]) -> float | None:
+    value: Any = row
+    for name in path:
+        value = value[name]
+    return value  # type: ignore[no-any-return]
+
+
+def interval(values: Sequence[float], coverage: float = 0.95) -> tuple[float, float, float]:
+    """Return an interval for the median of what `values` are drawn from: two of them, and the
+    probability that it holds it.
+
+    The k-th smallest and the k-th largest, with the largest k whose probability is at least
+    `coverage`; the smallest and the largest of all where there is none, as with fewer than six
+    values for 95 %.
+    """
+    assert values
+    ordered, n = sorted(values), len(values)
+
+    def covered(k: int) -> float:
+        """That the median lies between the k-th smallest and the k-th largest, k from 1."""
+        return max(0.0, 1.0 - 2.0 * sum(math.comb(n, i) for i in range(k)) / 2.0**n)
+
+    k = 1
+    while 2 * (k + 1) <= n and covered(k + 1) >= coverage:
+        k += 1
+    return ordered[k - 1], ordered[n - k], covered(k)

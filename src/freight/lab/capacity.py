@@ -1,0 +1,544 @@
+"""What fits into a given memory, by format of cache and weights, from a config.json alone. Imports
+no torch.
+
+Blocks are those that the engine allocates for the same options (`cache/sizing.py`), and weights
+those that it loads (`model/sizes.py`). The cache gets the share of what the weights leave that the
+engine takes by itself; the rest is for what is computed, which is not counted: activations, logits,
+and what the kernels and torch need.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+
+from freight.base.fields import JsonObject
+from freight.base.options import choose
+from freight.cache.sizing import MEMORY_SHARE, held_memory, longest_request, split_memory
+from freight.cache.spec import KVCacheSpec, cache_spec
+from freight.cache.store.entries import ENTRY_BYTES, TOKEN_BYTES
+from freight.checkpoint.layouts import read_scheme
+from freight.errors import CapacityError, ConfigError
+from freight.fp8.formats import Format, Granularity, ScaleSource
+from freight.fp8.scheme import Packing, Scheme
+from freight.model.config.dtype import DtypeSource
+from freight.model.config.model import ModelConfig
+from freight.model.config.parse import parse_model_config
+from freight.model.config.registry import FAMILIES
+from freight.model.sizes import (
+    Layout,
+    LinearOf,
+    LoadedBytes,
+    int4_online,
+    loaded_bytes,
+    online,
+)
+from freight.parallel.shards import require_divisible
+from freight.parallel.shared import MAX_RANKS
+from freight.settings.engine import EngineArgs, KVCacheConfig
+from freight.settings.hardware import no_four_bit_weights
+from freight.settings.kv_source import groups_fit
+from freight.settings.resolve import (
+    BASE_SCALES,
+    DTYPES,
+    check_int8,
+    check_stored_weights,
+    parse_memory,
+    step_tokens,
+)
+from freight.settings.skip_layers import FLAG, check_skipped, skipped_layers
+from freight.settings.states import check_states, with_state
+
+GIB = 2**30
+_LEAST = 2**20  # bytes: a smaller number is one whose unit was forgotten
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What is asked for. Memory in bytes, of all ranks together, of which weights are a part;
+    `context` in tokens, None: the model's own.
+
+    concurrency    requests of `context` tokens that are to be in the cache at once
+    device         'cpu' or 'cuda'
+    layout         how the device's kernels hold matrices
+    dtype          what is computed in; 'auto': the checkpoint's (`ModelConfig.checkpoint_format`)
+    skip_layers    layers that stay unquantized in every 8-bit cache, as
+                   `EngineArgs.kv_cache_dtype_skip_layers`
+    state_every    tokens between states that stay behind, as `EngineArgs.state_every`
+    state_dtype    how recurrent states are stored, as `EngineArgs.state_dtype`
+    ranks          processes that compute the model together, each with an even part of the memory
+    """
+
+    memory: int
+    context: int | None = None
+    concurrency: int | None = None
+    device: str = "cuda"
+    layout: Layout = Layout.PLAIN
+    dtype: str = "auto"
+    skip_layers: tuple[str, ...] = ()
+    state_every: int | None = None
+    state_dtype: str = "auto"
+    ranks: int = 1
+
+    @property
+    def num_requests(self) -> int:
+        return self.concurrency or 1
+
+    @property
+    def max_num_seqs(self) -> int:
+        return self.concurrency or EngineArgs.max_num_seqs
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One choice of formats, and what fits with it. Sizes in bytes, those of each rank.
+
+    kv                 the cache; static scales have no values here
+    options            what `freight serve` is given for it, apart from context, concurrency and memory
+    loaded             the weights, with their scales and the rotary tables
+    cache_bytes        the share of what the weights leave
+    rest_bytes         what is left for activations and logits, which are not counted
+    spec               the cache by layer
+    stored_tokens      `stored_tokens` of the cache of all ranks
+    num_blocks         by group of layers, as the engine allocates them; () where not even one token
+                       fits
+    capacity_tokens    tokens of full sequences
+    longest            tokens of the longest request, up to the wished context
+    step_tokens        tokens of a step at most
+    requests           of the wished context, at once
+    needed_bytes       memory of all ranks that the wish needs with this setting
+    """
+
+    weights: str
+    kv: KVCacheConfig
+    options: tuple[str, ...]
+    loaded: LoadedBytes
+    cache_bytes: int
+    rest_bytes: int
+    spec: KVCacheSpec
+    stored_tokens: int
+    num_blocks: tuple[int, ...]
+    capacity_tokens: int
+    longest: int
+    step_tokens: int
+    requests: int
+    needed_bytes: int
+
+    @property
+    def cache_name(self) -> str:
+        """'fp8_e4m3fn, token': with what its scales are; static ones are of a tensor, head or
+        channel.
+        """
+        if self.kv.scale_source is None:
+            return str(self.kv.format)
+        kinds = {
+            ScaleSource.DYNAMIC: str(self.kv.granularity),
+            ScaleSource.UNIT: "unit",
+        }
+        return f"{self.kv.format}, {kinds.get(self.kv.scale_source, 'static')}"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Every setting in order of preference, and the first that serves the wish: its index, None if
+    none does.
+
+    dtype                   what is computed in
+    dtype_source            where that was found
+    through_transformers    whether it runs through transformers' modules, which hold all weights in
+                            16 bits at load
+    """
+
+    wish: Wish
+    context: int
+    dtype: Format
+    dtype_source: DtypeSource
+    settings: tuple[Setting, ...]
+    choice: int | None
+    through_transformers: bool = False
+
+
+def read_memory(value: str) -> int:
+    """Return bytes of '24GiB'. Raises ConfigError, also for a number that is too small to be meant
+    in bytes.
+    """
+    size = parse_memory(value, "--memory", "; give the memory of the device, as in 24GiB")
+    assert size is not None
+    if size < _LEAST:
+        hint = f"; write {value.strip()}GiB" if value.strip().isdecimal() else ""
+        raise ConfigError(f"--memory {value!r} is {size:,} bytes, which holds no model{hint}")
+    return size
+
+
+def make_plan(
+    config: JsonObject,
+    wish: Wish,
+    hf_quant_config: JsonObject | None = None,
+    stored: Format | None = None,
+    ignore_keys: Collection[str] = (),
+) -> Plan:
+    """Return what fits of the model that `config`, the content of a config.json, describes.
+    `stored` is the dtype of its tensors, where that is known; `ignore_keys` of config.json are read
+    over.
+
+    Raises CheckpointError for a model that Freight does not run, ConfigError for a wish that no
+    memory serves and for ranks that cannot divide the model, and CapacityError if the weights do not fit in any format.
+    """
+    model = _read(config, stored, ignore_keys)
+    scheme = read_scheme(config, hf_quant_config)
+    context = _check(wish, model)
+    compute, source = model.checkpoint_format, model.dtype_source
+    if wish.dtype != "auto":
+        compute, source = DTYPES[wish.dtype], DtypeSource.OPTION
+    settings = tuple(_settings(model, scheme, compute, wish, context))
+    if all(setting.cache_bytes == 0 for setting in settings):
+        least = min(settings, key=lambda one: one.loaded.total)
+        needed = size(min(one.needed_bytes for one in settings), up=True)
+        raise CapacityError(
+            f"--memory is {size(wish.memory)}, and the weights alone need "
+            f"{size(least.loaded.total * wish.ranks, up=True)} in "
+            f"{least.weights}: give at least {needed}, which serves {asked(wish, context)}, or take a smaller model"
+        )
+    serving = (index for index, one in enumerate(settings) if one.requests >= wish.num_requests)
+    choice = next(serving, None)
+    return Plan(wish, context, compute, source, settings, choice, model.foreign is not None)
+
+
+def _read(config: JsonObject, stored: Format | None, ignore_keys: Collection[str]) -> ModelConfig:
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str) or model_type in FAMILIES:
+        return parse_model_config(config, (), stored, ignore_keys)
+    from freight.model.open import read_model_config  # takes seconds, and torch
+
+    return read_model_config(config, (), stored, ignore_keys)
+
+
+def _check(wish: Wish, model: ModelConfig) -> int:
+    """Return the wished context. Raises ConfigError."""
+    choose("--dtype", wish.dtype, ("auto", *DTYPES))
+    choose("--device", wish.device, tuple(MEMORY_SHARE))
+    check_states(wish.state_every, wish.state_dtype, EngineArgs.block_size)
+    _check_ranks(wish, model)
+    for flag, value in (("--context", wish.context), ("--concurrency", wish.concurrency)):
+        if value is not None and value < 1:
+            raise ConfigError(f"{flag} {value} must be an integer ≥ 1")
+    if wish.context is not None and wish.context > model.position_limit:
+        raise ConfigError(
+            f"--context {wish.context} is more than {model.limit_words}; use at most {model.position_limit}, or omit it"
+        )
+    return wish.context or model.max_position_embeddings
+
+
+def _check_ranks(wish: Wish, model: ModelConfig) -> None:
+    """Raise ConfigError for a number of ranks that cannot be had."""
+    if not 1 <= wish.ranks <= MAX_RANKS:
+        raise ConfigError(
+            f"--tensor-parallel-size {wish.ranks} must be an integer from 1 to {MAX_RANKS}"
+        )
+    if wish.ranks > 1 and wish.device != "cpu":
+        raise ConfigError(
+            f"--tensor-parallel-size {wish.ranks} is for CPUs: choose --device cpu, or omit it"
+        )
+    require_divisible(model, wish.ranks)
+
+
+def _settings(
+    model: ModelConfig, scheme: Scheme, compute: Format, wish: Wish, context: int
+) -> Iterator[Setting]:
+    """Weights before caches: FP8 weights change more than an FP8 cache does (docs/numerics.md)."""
+    caches = _caches(compute, scheme, wish, model)
+    for name, weights, linear_of, options in _forms(model, scheme, compute, wish.device):
+        loaded = loaded_bytes(model, compute, weights, linear_of, wish.layout, context, wish.ranks)
+        for kv, flags in caches:
+            formats = name, kv, (*options, *flags)
+            sizes = EngineArgs.block_size, compute, wish.state_every, context, wish.ranks
+            spec, whole = cache_spec(kv, model, *sizes), cache_spec(kv, model, *sizes[:-1])
+            step = step_tokens(wish.device, model)
+            yield _setting(formats, loaded, spec, stored_tokens(whole), wish, context, step)
+
+
+# Weights: their name, what those in 8 bits are in, the scheme of each matrix, and the options
+Form = tuple[str, Format, LinearOf, tuple[str, ...]]
+
+
+def _forms(model: ModelConfig, scheme: Scheme, compute: Format, device: str) -> Iterator[Form]:
+    """Yield those of the checkpoint, or what the engine makes of 16 bits, the fewest bytes last but
+    for INT8: with a number more for each row than FP8, it is there to be seen and never the choice.
+    Raises ConfigError for weights that the device does not compute with.
+    """
+    fp8, named = Format.E4M3FN, f"--device {device}"
+    check_stored_weights(model, scheme)
+    if device != "cpu" and scheme.four_bits - {Packing.MXFP4}:
+        raise no_four_bit_weights(named)
+    if scheme.weight_format is Format.INT8:
+        check_int8(model, device, named, "auto")
+    if scheme.weight_format is not None:
+        weights = Format.INT8 if scheme.weight_format is Format.INT8 else fp8
+        yield scheme.weight_formats, weights, scheme.linear, ()
+        return
+    yield compute, compute, lambda _: None, ()
+    if model.foreign is None or model.foreign.rounded:
+        yield fp8, fp8, online(model), ("--quantization", "fp8")
+    if model.foreign is None and device == "cpu":
+        yield Format.INT8, Format.INT8, online(model), ("--quantization", "int8")
+        yield "int4", fp8, int4_online, ("--quantization", "int4")
+
+
+Cache = tuple[KVCacheConfig, tuple[str, ...]]  # and the options that give it
+
+
+def _caches(compute: Format, scheme: Scheme, wish: Wish, model: ModelConfig) -> list[Cache]:
+    """In order of preference, with the layers that stay unquantized in those of 8 bits. Raises
+    ConfigError.
+    """
+    check_skipped(wish.skip_layers, "auto")
+    skipped = skipped_layers(wish.skip_layers, model.paged, model.num_layers)
+    flags = (FLAG, ",".join(wish.skip_layers)) if skipped else ()
+    stored = {index: mixer for index, mixer in model.paged.items() if index not in skipped}
+    plain, *quantized = _formats(compute, scheme, wish.device, groups_fit(stored))
+    caches = [
+        plain,
+        *(
+            (kv.skipping(skipped, model.num_layers, compute), (*given, *flags))
+            for kv, given in quantized
+        ),
+    ]
+    return [
+        (with_state(kv, wish.state_dtype, compute, Format.E4M3FN, model), given)
+        for kv, given in caches
+    ]
+
+
+def _formats(compute: Format, scheme: Scheme, device: str, groups: bool) -> Iterator[Cache]:
+    """16 bits, then FP8, scales that are measured per group of a latent (`groups`) or token before
+    static ones.
+
+    INT8 and E5M2 take the bytes of what stands before them, so they are there to be seen and are
+    never the choice.
+    """
+    e4m3 = Format.E4M3FN
+    static = Granularity.TENSOR  # scales per head or channel take no more memory that grows
+    dtype = "--kv-cache-dtype"
+    yield KVCacheConfig(compute, None, None, None), (dtype, str(compute))
+    measured = [(Granularity.GROUP, "group")] if groups and device == "cpu" else []
+    measured.append((Granularity.TOKEN, "dynamic"))
+    for granularity, scales in measured:
+        yield (
+            KVCacheConfig(e4m3, granularity, ScaleSource.DYNAMIC, None),
+            (dtype, "fp8", "--kv-scales", scales),
+        )
+    if device == "cpu":
+        yield KVCacheConfig(Format.INT8, measured[0][0], ScaleSource.DYNAMIC, None), (dtype, "int8")
+    source, scales = ScaleSource.CALIBRATED, "checkpoint"
+    if scheme.kv_static:
+        source = ScaleSource.CHECKPOINT
+    elif scheme.is_final:  # `freight quantize` does not take it
+        source, scales = ScaleSource.FILE, "scales.json"
+    yield KVCacheConfig(e4m3, static, source, None), (dtype, "fp8", "--kv-scales", scales)
+    yield (
+        KVCacheConfig(Format.E5M2, static, ScaleSource.UNIT, None),
+        (dtype, "fp8_e5m2", "--kv-scales", "unit"),
+    )
+
+
+def _setting(
+    formats: tuple[str, KVCacheConfig, tuple[str, ...]],
+    loaded: LoadedBytes,
+    spec: KVCacheSpec,
+    stored: int,
+    wish: Wish,
+    context: int,
+    step: int,
+) -> Setting:
+    share = MEMORY_SHARE[wish.device]
+    left = max(0, wish.memory // wish.ranks - loaded.total)
+    cache = int(left * share)
+    longest = min(context, longest_request(spec, cache, context, step))
+    requests, tokens = 0, longest
+    num_blocks: tuple[int, ...] = ()
+    if longest == context:
+        requests = requests_in(spec, cache, context, step)
+    # the model's own context is lowered to fit
+    if longest == context or (wish.context is None and longest > 0):
+        num_blocks = split_memory(spec, cache, longest, wish.max_num_seqs, step)
+        tokens = spec.capacity_tokens(num_blocks)
+    needed = loaded.total + needed_for(held_memory(spec, context, wish.num_requests, step), share)
+    return Setting(
+        *formats,
+        loaded=loaded,
+        cache_bytes=cache,
+        rest_bytes=left - cache,
+        spec=spec,
+        stored_tokens=stored,
+        num_blocks=num_blocks,
+        capacity_tokens=tokens,
+        longest=longest,
+        step_tokens=step,
+        requests=requests,
+        needed_bytes=needed * wish.ranks,
+    )
+
+
+def requests_in(spec: KVCacheSpec, memory: int, context: int, step_tokens: int) -> int:
+    """Count how many requests of `context` tokens `memory` bytes hold at once, if the cache is
+    split for so many.
+    """
+    least = spec.bytes_of(tuple(group.most_blocks(context, 1) for group in spec.groups))
+    counts = range(1, memory // least + 1)
+    return bisect_right(
+        counts, memory, key=lambda count: held_memory(spec, context, count, step_tokens)
+    )
+
+
+def longest_of(plan: Plan, setting: Setting) -> int:
+    """Return tokens of the longest context of which the wished number of requests fits at once, in
+    whole blocks.
+    """
+    step, block, requests = setting.step_tokens, setting.spec.block_size, plan.wish.num_requests
+    lengths = range(block, plan.context + 1, block)
+    return block * bisect_right(
+        lengths,
+        setting.cache_bytes,
+        key=lambda length: held_memory(setting.spec, length, requests, step),
+    )
+
+
+def needed_for(cache: int, share: float) -> int:
+    """Return the least memory without the weights of which `share` is `cache` bytes or more."""
+    needed = max(0, int(cache / share) - 2)  # a division may round either way
+    while int(needed * share) < cache:
+        needed += 1
+    return needed
+
+
+def size(count: int, up: bool = False) -> str:
+    """'24.0 GiB', rounded up if `up`, so that it is enough."""
+    units = ((GIB, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
+    unit, name = next((one for one in units if count >= one[0]), units[-1])
+    tenths = -(-count * 10 // unit) if up else round(count * 10 / unit)
+    return f"{tenths / 10:,.1f} {name}"
+
+
+def asked(wish: Wish, context: int) -> str:
+    return f"{_count(wish.num_requests)} of {context:,} tokens"
+
+
+def _count(requests: int) -> str:
+    return "1 request" if requests == 1 else f"{requests:,} requests"
+
+
+def verdict(plan: Plan) -> str:
+    """Write one sentence: which setting to take, or what would serve the wish."""
+    wish = plan.wish
+    if plan.choice is None:
+        return _without_choice(plan)
+    one = plan.settings[plan.choice]
+    options = [
+        *one.options,
+        "--max-model-len",
+        str(plan.context),
+        "--kv-cache-memory",
+        str(one.cache_bytes * wish.ranks),
+    ]
+    if wish.ranks > 1:
+        options += ["--tensor-parallel-size", str(wish.ranks)]
+    if wish.concurrency:
+        options += ["--max-num-seqs", str(wish.concurrency)]
+    if wish.state_every:
+        options += ["--state-every", str(wish.state_every)]
+    if wish.state_dtype != "auto":
+        options += ["--state-dtype", wish.state_dtype]
+    first = ""
+    if one.kv.scale_source is ScaleSource.CALIBRATED:
+        # what it writes has FP8 weights unless told otherwise, and those become nothing else
+        others = one.weights == plan.dtype or one.options[1:2] in (("int8",), ("int4",))
+        kept = " --weights none" if others else ""
+        first = f", whose scales freight quantize{kept} --kv-cache fp8 measures,"
+    elif one.kv.scale_source is ScaleSource.FILE:
+        first = f", whose scales are measured on BASE, the 16-bit model of these weights ({BASE_SCALES}),"
+    line = (
+        f"Take {one.weights} weights and a cache in {one.cache_name}{first} ({' '.join(options)}): "
+        f"{_count(one.requests)} of {plan.context:,} tokens fit at once"
+    )
+    if plan.choice:
+        return f"{line}, and no setting listed before it serves {wish.num_requests:,}."
+    return f"{line}."
+
+
+def _without_choice(plan: Plan) -> str:
+    memory = size(plan.wish.memory)
+    one = min(plan.settings, key=lambda one: one.needed_bytes)
+    line = (
+        f"No setting serves {asked(plan.wish, plan.context)} in {memory}: {one.weights} weights and a cache in "
+        f"{one.cache_name} need the least, {size(one.needed_bytes, up=True)}"
+    )
+    length = longest_of(plan, one)
+    instead = [f"{_count(one.requests)} of that context"] if one.requests else []
+    instead += [f"{_count(plan.wish.num_requests)} of {length:,} tokens"] if length else []
+    return f"{line}; in {memory} they serve {' or '.join(instead)}." if instead else f"{line}."
+
+
+def stored_tokens(spec: KVCacheSpec) -> int:
+    """Return the tokens of which a GiB of --kv-store holds all blocks, with their token ids and
+    entries of the index.
+    """
+    per_token = sum(
+        (group.bytes_per_block + ENTRY_BYTES) / group.tokens_per_block + TOKEN_BYTES
+        for group in spec.groups
+    )
+    return int(GIB / per_token)
+
+
+def as_json(plan: Plan) -> JsonObject:
+    """Return the object of `freight plan --json`, without the model's name."""
+    return {
+        "runs": "through transformers" if plan.through_transformers else "natively",
+        "device": plan.wish.device,
+        "memory": plan.wish.memory,
+        **({"ranks": plan.wish.ranks} if plan.wish.ranks > 1 else {}),
+        "context": plan.context,
+        "dtype": plan.dtype,
+        "dtype_source": plan.dtype_source,
+        "concurrency": plan.wish.concurrency,
+        "settings": [_setting_json(one) for one in plan.settings],
+        "choice": plan.choice,
+        "verdict": verdict(plan),
+    }
+
+
+def _setting_json(one: Setting) -> JsonObject:
+    blocks = one.num_blocks or (0,) * len(one.spec.groups)
+    names = one.kv.names()
+    layers = one.kv.layer_names()
+    return {
+        "weight_dtype": one.weights,
+        "kv_cache_dtype": names["dtype"],
+        "granularity": names["granularity"],
+        "scale_source": names["scale_source"],
+        **({} if layers is None else {"layers": layers}),
+        "options": list(one.options),
+        "weight_bytes": one.loaded.layers,
+        "embedding_bytes": one.loaded.embeddings,
+        "rotary_table_bytes": one.loaded.tables,
+        "kv_cache_bytes": one.cache_bytes,
+        "rest_bytes": one.rest_bytes,
+        "needed_bytes": one.needed_bytes,
+        "bytes_per_token": one.spec.bytes_per_token,
+        "bytes_per_state": one.spec.bytes_per_state,
+        "state_dtype": one.spec.state_format,
+        "block_size": one.spec.block_size,
+        "stored_tokens_per_gib": one.stored_tokens,
+        "groups": [
+            {
+                "layers": len(group.layers),
+                **group.facts(),
+                "bytes_per_block": group.bytes_per_block,
+                "blocks": n,
+            }
+            for group, n in zip(one.spec.groups, blocks, strict=True)
+        ],
+        "capacity_tokens": one.capacity_tokens,
+        "longest_request": one.longest,
+        "requests": one.requests,
+    }

@@ -1,0 +1,281 @@
+"""The report's charts as inline SVG: axes with units, and a mark and dashes for each setting, so
+that grey is enough.
+
+Colours are those of the kit (`svg.styled`), in the style sheet of the page (`report_page`). Names
+stand in a legend next to the plot and never on it, so no text can overlap.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from html import escape
+
+from freight.base.svg import line, text
+
+WIDTH, HEIGHT = 860, 360
+_LEFT, _RIGHT, _TOP, _BOTTOM = 76, 230, 16, 52  # pixels around the plot; the legend is at the right
+_DASHES = ("", "7 4", "2 3", "10 3 2 3", "5 2", "1 4", "12 5", "4 4 1 4", "9 2 2 2 2 2")
+NUM_STYLES = 24
+MARK = 13.0  # pixels that a mark takes, with a gap
+_ZERO, _BREAK = 14, 44  # pixels from the end of a logarithmic axis to 0, and to its own beginning
+
+Point = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Series:
+    """Points of one setting, with its name in the legend; `style` picks colour, mark and dashes."""
+
+    name: str
+    points: Sequence[Point]
+    style: int
+
+
+@dataclass(frozen=True)
+class Axis:
+    """`label` has the unit. `names`, if given, stand at 0, 1, …: the axis is then of categories.
+
+    `zero`: the axis begins at 0; a logarithmic one has 0 beyond a break at its lower end.
+    """
+
+    label: str
+    log: bool = False
+    names: Sequence[str] = ()
+    zero: bool = False
+
+    def has(self, value: float) -> bool:
+        """Whether `value` has a place."""
+        return not self.log or value > 0 or (self.zero and value == 0)
+
+
+def chart(title: str, x: Axis, y: Axis, series: Sequence[Series], lines: bool = True) -> str:
+    """SVG. Points that a logarithmic axis cannot show are left out. `title` is for screen readers."""
+    shown = []
+    for one in series:
+        seen = [point for point in one.points if x.has(point[0]) and y.has(point[1])]
+        shown.append(Series(one.name, seen, one.style))
+    points = [point for one in shown for point in one.points]
+    if not any((p[0] > 0 or not x.log) and (p[1] > 0 or not y.log) for p in points):
+        return "<p>There is nothing to show: no setting differs from the first.</p>"
+    across = _Scale(x, [p[0] for p in points], _LEFT, WIDTH - _RIGHT)
+    up = _Scale(y, [p[1] for p in points], HEIGHT - _BOTTOM, _TOP)
+    at: list[list[Point]] = []
+    for one in shown:
+        at.append([(across.at(x_value), up.at(y_value)) for x_value, y_value in one.points])
+    if x.names:
+        places = _abreast(at, len(x.names))
+    else:
+        places = at if lines else _apart(at)
+    parts = [
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}">',
+        *_axes(across, up),
+    ]
+    if not lines:
+        for true, moved in zip(at, places, strict=True):
+            parts += _leaders(true, moved)
+    for one, place in zip(shown, places, strict=True):
+        parts += _marks(one, place, across, lines)
+    parts += [*_legend(shown, lines), "</svg>"]
+    return "\n".join(parts)
+
+
+class _Scale:
+    """Values -> pixels between `low` and `high`."""
+
+    def __init__(self, axis: Axis, values: Sequence[float], low: float, high: float) -> None:
+        self.axis, self._low, self._high = axis, low, high
+        self._zero: float | None = None  # where 0 is, if it is beyond a break
+        if axis.names:
+            self._from, self._to = -0.5, len(axis.names) - 0.5
+            self.ticks = [
+                float(i) for i in range(0, len(axis.names), math.ceil(len(axis.names) / 16))
+            ]
+            return
+        if axis.log:
+            positive = [value for value in values if value > 0]
+            self.ticks = _log_ticks(min(positive), max(positive))
+            self._from = math.log10(min(*positive, self.ticks[0]))
+            self._to = math.log10(max(*positive, self.ticks[-1]))
+            if axis.zero:
+                inwards = math.copysign(1, high - low)
+                self._zero, self._low = low + inwards * _ZERO, low + inwards * _BREAK
+                self.ticks = [0.0, *self.ticks]
+            pad = 0.04 * (self._to - self._from) or 0.1
+        else:
+            least, most = (0.0 if axis.zero else min(values)), max(values)
+            self.ticks = _ticks(least, most)
+            self._from, self._to = min(least, self.ticks[0]), max(most, self.ticks[-1])
+            pad = 0.04 * (self._to - self._from) or 0.5
+        self._to += pad
+        if axis.log or not axis.zero:
+            self._from -= pad
+
+    @property
+    def gap(self) -> float | None:
+        """The middle of the break between 0 and a logarithmic axis, if there is one."""
+        return None if self._zero is None else (self._zero + self._low) / 2
+
+    def at(self, value: float) -> float:
+        if value == 0 and self._zero is not None:
+            return self._zero
+        position = math.log10(value) if self.axis.log else value
+        share = (position - self._from) / (self._to - self._from)
+        return round(self._low + share * (self._high - self._low), 1)
+
+    def text(self, tick: float) -> str:
+        if self.axis.names:
+            return self.axis.names[int(tick)]
+        if tick == 0 or 1e-4 <= abs(tick) < 1000:
+            return f"{tick:.6g}"
+        return f"{tick:,.0f}" if 1000 <= abs(tick) < 1e6 else f"{tick:.3g}"
+
+
+def _ticks(low: float, high: float) -> list[float]:
+    """About five round numbers from at most `low` to at least `high`."""
+    span = high - low or abs(high) or 1.0
+    step = 10.0 ** math.floor(math.log10(span / 4))
+    step *= next(factor for factor in (1, 2, 5, 10) if span / (step * factor) <= 5)
+    first = math.floor(low / step)
+    last = math.ceil(high / step)
+    return [round(step * i, 12) for i in range(first, last + 1)]
+
+
+def _log_ticks(low: float, high: float) -> list[float]:
+    """1, 2 and 5 of each power, or 1 alone over more than two powers, from at most `low` to at
+    least `high`.
+    """
+    steps: tuple[int, ...] = (1, 2, 5) if high / low < 100 else (1,)
+    powers = range(math.floor(math.log10(low)) - 1, math.ceil(math.log10(high)) + 2)
+    every = [float(f"{step}e{power}") for power in powers for step in steps]
+    first = max(i for i, tick in enumerate(every) if tick <= low * 1.0001)
+    last = min(i for i, tick in enumerate(every) if tick >= high * 0.9999)
+    return every[first : last + 1]
+
+
+def _axes(across: _Scale, up: _Scale) -> Iterator[str]:
+    bottom, right = HEIGHT - _BOTTOM, WIDTH - _RIGHT
+    for tick in up.ticks:
+        y = up.at(tick)
+        yield line((_LEFT, right), (y, y), 'class="grid"')
+        yield text(_LEFT - 8, y + 4, up.text(tick), 'class="num" text-anchor="end"')
+    if up.gap is not None:
+        for y in (up.gap - 2, up.gap + 2):
+            yield line((_LEFT - 6, _LEFT + 6), (y + 3, y - 3), 'class="base"')
+    yield line((_LEFT, right), (bottom, bottom), 'class="base"')
+    for tick in across.ticks:
+        x = across.at(tick)
+        yield line((x, x), (bottom, bottom + 5), 'class="base"')
+        yield text(x, bottom + 20, across.text(tick), 'class="num" text-anchor="middle"')
+    middle = (_LEFT + right) / 2
+    yield text(middle, HEIGHT - 8, across.axis.label, 'class="soft" text-anchor="middle"')
+    y = (_TOP + bottom) / 2
+    look = f'class="soft" text-anchor="middle" transform="rotate(-90 16 {y})"'
+    yield text(16, y, up.axis.label, look)
+
+
+def _abreast(at: Sequence[Sequence[Point]], num_categories: int) -> list[list[Point]]:
+    """Move each series sideways by a few pixels, so that marks of one category stand side by
+    side.
+    """
+    width = (WIDTH - _LEFT - _RIGHT) / num_categories
+    step = min(MARK, 0.8 * width / max(1, len(at) - 1))
+    places = []
+    for i, points in enumerate(at):
+        shift = step * (i - (len(at) - 1) / 2)
+        places.append([(round(x + shift, 1), y) for x, y in points])
+    return places
+
+
+def _apart(at: Sequence[Sequence[Point]]) -> list[list[Point]]:
+    """Move marks that would cover an earlier one sideways to the nearest free place."""
+    taken: list[Point] = []
+    places = []
+    for points in at:
+        places.append([_free(x, y, taken) for x, y in points])
+    return places
+
+
+def _free(x: float, y: float, taken: list[Point]) -> Point:
+    """Take the free place that is nearest to x in the same height."""
+    low, high = _LEFT + MARK / 2, WIDTH - _RIGHT - MARK / 2
+    sideways = (x + side * MARK * i for i in range(WIDTH) for side in (1, -1))
+    inside = (place for place in sideways if low <= place <= high or place == x)
+
+    def is_free(place: float) -> bool:
+        return all(abs(place - a) >= MARK - 0.1 or abs(y - b) >= MARK - 0.1 for a, b in taken)
+
+    found = (round(next((place for place in inside if is_free(place)), x), 1), y)
+    taken.append(found)
+    return found
+
+
+def _leaders(true: Sequence[Point], moved: Sequence[Point]) -> Iterator[str]:
+    """Draw a thin line from where a mark belongs to where it stands."""
+    for (x, y), (place, _) in zip(true, moved, strict=True):
+        if x != place:
+            yield line((x, place), (y, y), 'class="base leader"')
+
+
+def _marks(series: Series, at: Sequence[Point], across: _Scale, lines: bool) -> Iterator[str]:
+    style = series.style % NUM_STYLES
+    if lines and len(at) > 1:
+        path = " ".join(f"{x},{y}" for x, y in at)
+        look = f'class="s{_class(style)}" stroke-dasharray="{_DASHES[style % len(_DASHES)]}"'
+        yield f'<polyline {look} fill="none" points="{path}"/>'
+    for (x, y), (true_x, true_y) in zip(at, series.points, strict=True):
+        name = across.text(true_x) if across.axis.names else f"{true_x:,.6g}"
+        yield _mark(x, y, style, f"{series.name}: {name}, {true_y:.4g}")
+
+
+def _class(style: int) -> int:
+    """Return the number of the colour, of which the page has eight."""
+    return style if style < 8 else 4 + style % 4
+
+
+def _mark(x: float, y: float, style: int, tip: str = "") -> str:
+    """Draw one of four shapes, 10 pixels wide: full, hollow, or hollow with a sign in it."""
+    if style >= 8:
+        return _mark(x, y, _class(style), tip) + _sign(x, y, style)
+    look = f'class="s{style} {"hollow" if style >= 4 else "full"}"'
+    shape = style % 4
+    title = f"<title>{escape(tip)}</title>" if tip else ""
+    if shape == 0:
+        return f'<circle {look} cx="{x}" cy="{y}" r="4.5">{title}</circle>'
+    if shape == 1:
+        return f'<rect {look} x="{x - 4}" y="{y - 4}" width="8" height="8">{title}</rect>'
+    corners = {2: ((0, -5.5), (5, 4), (-5, 4)), 3: ((0, -6), (5, 0), (0, 6), (-5, 0))}[shape]
+    points = " ".join(f"{x + dx:.1f},{y + dy:.1f}" for dx, dy in corners)
+    return f'<polygon {look} points="{points}">{title}</polygon>'
+
+
+# Strokes of the signs inside of hollow marks, from the middle: a cross, a bar, a plus
+_STROKES = {
+    3: (((-2, -2), (2, 2)), ((-2, 2), (2, -2))),
+    4: (((-3, 0), (3, 0)),),
+    5: (((-2.5, 0), (2.5, 0)), ((0, -2.5), (0, 2.5)), ((0, 0), (0, 0))),
+}
+
+
+def _sign(x: float, y: float, style: int) -> str:
+    """Draw what is inside of a hollow mark: a dot, a cross, a bar or a plus."""
+    kind, look = style // 4, f'class="s{_class(style)}"'
+    if kind == 2:
+        return f'<circle class="s{_class(style)} full" cx="{x}" cy="{y}" r="1.6"/>'
+    strokes = []
+    for (left, top), (right, bottom) in _STROKES[kind]:
+        strokes.append(line((x + left, x + right), (y + top, y + bottom), look))
+    return "".join(strokes)
+
+
+def _legend(series: Sequence[Series], lines: bool) -> Iterator[str]:
+    x = WIDTH - _RIGHT + 24
+    apart = min(24.0, (HEIGHT - _TOP - 18) / max(1, len(series)))
+    for row, one in enumerate(series):
+        y, style = round(_TOP + 14 + apart * row, 1), one.style % NUM_STYLES
+        if lines:
+            look = f'class="s{_class(style)}" stroke-dasharray="{_DASHES[style % len(_DASHES)]}"'
+            yield line((x, x + 34), (y, y), look)
+        yield _mark(x + 17, y, style)
+        yield text(x + 44, y + 4, one.name[:24])

@@ -1,0 +1,347 @@
+"""The figures of each setting: sums over tokens become means, with their intervals. JSON has the
+fields' names.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+import numpy as np
+from torch import Tensor
+
+from freight.base.fields import JsonObject
+from freight.lab.evaluate.documents import Part
+from freight.lab.evaluate.measure import SettingRun, mean_perplexity
+from freight.lab.evaluate.safety import Interval, Sample, Verdict, judge
+from freight.lab.evaluate.speed import Speed, faster_from
+from freight.lab.evaluate.statistics import (
+    by_position,
+    effective_units,
+    independent_units,
+    interval,
+    position_edges,
+    unit_sums,
+)
+from freight.settings.engine import EngineArgs
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Figures:
+    """One setting. KL in nats per token, against the first; intervals are of 95 %, None below
+    `safety.MIN_UNITS`.
+
+    layers             dtype and granularity of each layer where they differ; else None
+    state_dtype        how recurrent states are stored; None: no layer keeps one. bytes_per_state:
+                       of one sequence
+    verdict            whether it may be recommended (`safety`), and why not
+    perplexity_ratio   to the first setting's perplexity
+    layer_errors       by layer, relative errors of `k`, `v` and `attention` (`stored_error`)
+    layer_kl           by layer, the KL of this layer's cache alone; None if it was not measured
+    kl_by_position, perplexity_by_position   by bucket of Evaluation.position_edges; None in a
+                                             bucket without tokens
+    decode             tokens per second of one sequence, by context of Evaluation.contexts
+    decode_tokens_per_second   at the longest of them
+    faster_from        context from which decoding is faster than in the first setting; None: on no
+                       timed one
+    """
+
+    name: str
+    weights: str
+    kv_cache_dtype: str
+    granularity: str | None
+    scale_source: str | None
+    layers: list[dict[str, str | None]] | None
+    state_dtype: str | None
+    centered: bool
+    verdict: Verdict
+    reasons: tuple[str, ...]
+    perplexity: float
+    perplexity_ratio: float
+    perplexity_ratio_interval: Interval | None
+    kl_mean: float
+    kl_interval: Interval | None
+    kl_median: float
+    kl_p99: float
+    kl_max: float
+    same_top: float
+    same_top_interval: Interval | None
+    bytes_per_token: int
+    tokens_per_gib: int
+    bytes_per_state: int
+    clipped_share: float
+    flushed_share: float
+    layer_errors: list[dict[str, float]]
+    layer_kl: list[float] | None
+    perplexity_by_position: list[float | None]
+    kl_by_position: list[float | None]
+    prefill_tokens_per_second: float | None
+    decode_tokens_per_second: float | None
+    decode: list[float] | None
+    faster_from: int | None
+    num_passes: int
+    forward_seconds: float
+
+
+@dataclass(frozen=True)
+class Overview:
+    """What was measured. Bytes are of the first setting's weights; `window` is the tokens scored
+    together.
+
+    `args` are the engine's options as given, for the command that repeats a setting;
+    `chosen_by_layer`: the checkpoint has a choice for each layer (`KVScales.mixed`); `quantized`:
+    its weights are, so no command stores scales of its own with them.
+    """
+
+    args: EngineArgs
+    source: str
+    weight_dtype: str
+    weight_bytes: int
+    embedding_bytes: int
+    window: int
+    notes: tuple[str, ...] = ()
+    calibration: CalibrationText | None = None
+    chosen_by_layer: bool = False
+    quantized: bool = False
+
+    @property
+    def model(self) -> str:
+        return self.args.model
+
+
+@dataclass(frozen=True)
+class CalibrationText:
+    """What static scales were measured on: a file or data set (None: what the demo model has itself),
+    and how many samples of how many tokens at most.
+    """
+
+    data: str | None
+    num_samples: int
+    max_seq_len: int
+
+
+@dataclass(frozen=True)
+class Noise:
+    """What computing in 16 bits costs by itself: mean KL in nats of a float32 run of the same weights
+    to the first setting, over `num_tokens` tokens.
+    """
+
+    kl: float
+    num_tokens: int
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """All settings over the same documents; the first of `runs` is the one that the others are
+    compared with.
+
+    `position_edges` has one entry more than there are buckets; `sample` says what intervals are
+    over. `seconds` are those of everything, `calibration_seconds` of the forward passes over
+    calibration text.
+    """
+
+    overview: Overview
+    runs: tuple[Figures, ...]
+    num_documents: int
+    sample: Sample
+    position_edges: tuple[int, ...]
+    contexts: tuple[int, ...]
+    seconds: float = 0.0
+    calibration_seconds: float = 0.0
+    noise: Noise | None = None
+
+    def without_noise(self, run: Figures) -> float | None:
+        """Return about the KL that the cache costs by itself: without the noise of computing in 16
+        bits, which both runs have. None where that was not measured.
+        """
+        if self.noise is None:
+            return None
+        return max(0.0, run.kl_mean - 2 * self.noise.kl) if run is not self.runs[0] else 0.0
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What a reader has to know before the figures: that the text, or the amount of it, says
+        little.
+        """
+        return tuple(self.sample.missing)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.sample.num_tokens
+
+    @property
+    def forward_seconds(self) -> float:
+        """Of all forward passes that the figures need: over the text, and over calibration text."""
+        return self.calibration_seconds + sum(run.forward_seconds for run in self.runs)
+
+    def as_json(self) -> JsonObject:
+        over = self.overview
+        size = {
+            "dtype": over.weight_dtype,
+            "bytes": over.weight_bytes,
+            "embedding_bytes": over.embedding_bytes,
+        }
+        return {
+            "model": over.model,
+            "data": over.source,
+            "num_documents": self.num_documents,
+            "num_tokens": self.num_tokens,
+            "window": over.window,
+            "weights": size,
+            "vocab_size": self.sample.vocab_size,
+            "intervals_over": self.sample.units if self.runs[0].kl_interval else None,
+            "num_units": self.sample.num_units,
+            "num_repeats": self.sample.num_repeats,
+            "warnings": list(self.warnings),
+            "position_edges": list(self.position_edges),
+            "contexts": list(self.contexts),
+            "notes": list(over.notes),
+            "seconds": self.seconds,
+            "forward_seconds": self.forward_seconds,
+            "noise": None if self.noise is None else asdict(self.noise),
+            "runs": [
+                asdict(run) | {"kl_without_noise": self.without_noise(run)} for run in self.runs
+            ],
+        }
+
+
+def summarize(
+    overview: Overview,
+    labels: Sequence[tuple[str, str]],
+    runs: Sequence[SettingRun],
+    parts: Sequence[Part],
+    speeds: Sequence[Speed] | None,
+    layer_kl: Sequence[list[float] | None] | None,
+) -> Evaluation:
+    """`labels` are the names of caches and weights; `speeds` and `layer_kl` by run, if they were
+    measured.
+
+    What is returned has no seconds yet.
+    """
+    counts = [len(part.window.targets) for part in parts]
+    documents = {part.document for part in parts}
+    by_document = len(documents) > 1
+    keys = [part.document if by_document else index for index, part in enumerate(parts)]
+    texts: dict[int, list[int]] = defaultdict(list)
+    for key, part in zip(keys, parts, strict=True):
+        texts[key] += part.window.token_ids
+    unit_of = dict(zip(texts, independent_units(list(texts.values())), strict=True))
+    ids = [unit_of[key] for key in keys]
+    tokens = _Tokens(
+        units=np.repeat(ids, counts).astype(np.int64),
+        positions=np.concatenate([np.arange(count) for count in counts]).astype(np.int64),
+        edges=position_edges(max(counts)),
+        reference=-_array(runs[0].token_logprobs).astype(np.float64),
+    )
+    sizes = np.bincount(tokens.units).astype(np.float64)
+    num_units = round(float(effective_units(sizes)))
+    sample = Sample(
+        num_units=num_units,
+        num_uneven=len(sizes) if len(sizes) > num_units else 0,
+        num_repeats=len(texts) - len(set(ids)),
+        units="documents" if by_document else "windows",
+        num_tokens=sum(counts),
+        perplexity=mean_perplexity(runs[0].token_logprobs),
+        vocab_size=runs[0].runner.model.config.vocab_size,
+    )
+    figures = []
+    for index, (run, label) in enumerate(zip(runs, labels, strict=True)):
+        speed = speeds[index] if speeds else None
+        faster = faster_from(speed, speeds[0]) if speed and speeds and index else None
+        alone = layer_kl[index] if layer_kl else None
+        figures.append(_figures(label, run, tokens, sample, speed, faster, alone))
+    return Evaluation(
+        overview=overview,
+        runs=tuple(figures),
+        num_documents=len(documents),
+        sample=sample,
+        position_edges=tuple(tokens.edges),
+        contexts=speeds[0].contexts if speeds else (),
+    )
+
+
+@dataclass(frozen=True)
+class _Tokens:
+    """What all settings share: the unit and the position of each token, and the first setting's
+    loss in nats.
+    """
+
+    units: np.ndarray
+    positions: np.ndarray
+    edges: list[int]
+    reference: np.ndarray
+
+
+def _array(values: Tensor) -> np.ndarray:
+    array: np.ndarray = values.numpy()
+    return array
+
+
+def _figures(
+    label: tuple[str, str],
+    run: SettingRun,
+    tokens: _Tokens,
+    sample: Sample,
+    speed: Speed | None,
+    faster: int | None,
+    layer_kl: list[float] | None,
+) -> Figures:
+    kv, names, spec = run.config.kv, run.config.kv.names(), run.runner.pool.spec
+    kl, loss = _array(run.token_kl), -_array(run.token_logprobs).astype(np.float64)
+    same = _array(run.token_same)
+    change = loss - tokens.reference
+    counts = np.bincount(tokens.units).astype(np.float64)
+    sums = unit_sums(tokens.units, change, kl, same)
+    of_change, of_kl, of_same = [interval(one, counts) for one in sums]
+    ratio = float(np.exp(np.mean(change)))
+    median, p99 = np.percentile(kl, (50, 99)).tolist()
+    losses = by_position(tokens.positions, loss, tokens.edges)
+    assert run.probe is not None
+    kl_mean, same_top = float(kl.mean(dtype=np.float64)), float(same.mean())
+    of_ratio = None
+    if of_change is not None:
+        of_ratio = (float(np.exp(of_change[0])), float(np.exp(of_change[1])))
+    judged = judge(
+        (ratio, of_ratio), (kl_mean, of_kl), (same_top, of_same), run.clipped_share, sample
+    )
+    return Figures(
+        name=label[0],
+        weights=label[1],
+        kv_cache_dtype=str(names["dtype"]),
+        granularity=names["granularity"],
+        scale_source=names["scale_source"],
+        layers=kv.layer_names(),
+        state_dtype=None if spec.state_format is None else str(spec.state_format),
+        centered=kv.scales is not None
+        and any(layer is not None and layer.k_center for layer in kv.scales.layers),
+        verdict=judged.verdict,
+        reasons=judged.reasons,
+        perplexity=mean_perplexity(run.token_logprobs),
+        perplexity_ratio=ratio,
+        perplexity_ratio_interval=of_ratio,
+        kl_mean=kl_mean,
+        kl_interval=of_kl,
+        kl_median=median,
+        kl_p99=p99,
+        kl_max=float(kl.max()),
+        same_top=same_top,
+        same_top_interval=of_same,
+        bytes_per_token=spec.bytes_per_token,
+        tokens_per_gib=spec.tokens_in(GIB),
+        bytes_per_state=spec.bytes_per_state,
+        clipped_share=run.clipped_share,
+        flushed_share=run.probe.flushed_share,
+        layer_errors=run.probe.errors,
+        layer_kl=layer_kl,
+        perplexity_by_position=[None if mean is None else float(np.exp(mean)) for mean in losses],
+        kl_by_position=by_position(tokens.positions, kl, tokens.edges),
+        prefill_tokens_per_second=speed.prefill if speed else None,
+        decode_tokens_per_second=speed.decode[-1] if speed else None,
+        decode=list(speed.decode) if speed else None,
+        faster_from=faster,
+        num_passes=run.num_passes,
+        forward_seconds=run.seconds,
+    )

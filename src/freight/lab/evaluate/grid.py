@@ -1,0 +1,433 @@
+"""The grid: which caches and weights are measured, and their figures against the unquantized run of
+the model, in 16 bits or what else it is computed in.
+
+Without options: a 16-bit cache, E4M3 with every source of scales, E5M2, and centered keys where a
+layer gains from them. Static scales are those of the checkpoint, or else measured on calibration
+text before the pass (`static_scales`). Where layers keep states, each format of theirs is a separate
+setting, with keys and values as in the first: what pages cost and what states cost is measured
+apart.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from freight.base.terminal import OnProgress
+from freight.cache.pool import allocate_pool
+from freight.checkpoint.reader import resolve_model
+from freight.errors import ConfigError, choices
+from freight.fp8.formats import Format, Granularity, ScaleSource
+from freight.fp8.scheme import KVScales
+from freight.lab.evaluate.documents import Document, Part, cut_documents, window_length
+from freight.lab.evaluate.figures import CalibrationText, Evaluation, Noise, Overview, summarize
+from freight.lab.evaluate.layer_kl import first_windows, layer_kl
+from freight.lab.evaluate.measure import SettingRun, measure
+from freight.lab.evaluate.report import cache_run, load_for, plain_config
+from freight.lab.evaluate.rounded import check_schemes, load_rounded
+from freight.lab.evaluate.speed import contexts_of, time_settings
+from freight.lab.evaluate.static_scales import Measured, measure_scales
+from freight.lab.evaluate.stored_error import Probe
+from freight.model.decoder import Decoder, LanguageModel
+from freight.model.open import OpenModel, open_model, require_native
+from freight.model.weight_bytes import WeightBytes, weight_bytes
+from freight.quantizer.calibration import Progress
+from freight.quantizer.data import read_samples
+from freight.settings.engine import EngineArgs, EngineConfig, KVCacheConfig, listed_layers
+from freight.settings.hardware import takes_groups
+from freight.settings.resolve import for_variant
+from freight.text.tokenizer import Tokenizer
+
+CACHES = ("unit", "tensor", "head", "channel", "token", "group", "e5m2", "centered")
+OTHERS = ("int8",)  # measured when asked for
+STATIC = ("tensor", "head", "channel", "centered")
+STATES = ("float32", "bfloat16", "int8", "fp8")
+SAMPLES, CALIBRATION_TOKENS = 32, 16384  # calibration text, at most
+# bytes of all weights in float32: up to there the noise of 16 bits is measured unasked
+NOISE_WEIGHTS = 2**32
+
+logger = logging.getLogger("freight")
+Setting = tuple[str, EngineConfig]  # with its name
+
+
+@dataclass(frozen=True)
+class GridArgs:
+    """What is measured, apart from the engine's options.
+
+    caches            names of CACHES and OTHERS; None: those of CACHES (`group` for latents on a
+                      CPU alone), or the one that the engine's options name
+    states            names of STATES; None: where layers keep states, those that the engine's
+                      options choose, or else those of at most 16 bits
+    weights           schemes of weights, each measured with a 16-bit and with a `token` cache
+    calibration_data  for static scales that the checkpoint does not have; None: text that ships
+                      with Freight
+    window            tokens scored together; max_tokens: of the documents, this many count
+    speed             whether prefill and decoding are timed
+    per_layer         whether the KL of each layer alone is measured too
+    noise             whether a float32 run of the same weights tells what computing in 16 bits
+                      costs by itself; None: where its weights take at most NOISE_WEIGHTS
+    """
+
+    caches: tuple[str, ...] | None = None
+    weights: tuple[str, ...] = ()
+    calibration_data: str | None = None
+    window: int | None = None
+    max_tokens: int | None = None
+    speed: bool = True
+    per_layer: bool = False
+    states: tuple[str, ...] | None = None
+    noise: bool | None = False
+
+
+def evaluate_grid(
+    args: EngineArgs,
+    documents: Sequence[Document],
+    grid: GridArgs,
+    on_progress: Progress = lambda what, done, total: None,
+    source: str = "text",
+) -> Evaluation:
+    """Measure every setting of `grid` over `documents`; the first run is the unquantized one.
+
+    `source` names the documents, for reports. `on_progress(what, done, total)` counts tokens, of
+    all settings, by kind of work. Raises
+    ConfigError for bad options and documents before weights are read, CheckpointError for the
+    model.
+    """
+    begin = time.perf_counter()
+    opened = open_model(args)
+    plain = plain_config(opened)
+    names = _names(args, grid, opened)
+    check_schemes(opened, grid.weights, args.quantization)
+    chosen = opened.resolve(args) if not names else None
+    states = _states(opened, plain, chosen, grid)
+    length = window_length(grid.window, plain.max_model_len)
+    parts = cut_documents(opened, documents, length, grid.max_tokens)
+    if opened.model.foreign is not None and grid.caches is None:
+        names = tuple(name for name in names if name not in STATIC)
+    static = [name for name in names if name in STATIC] if not opened.kv_scales.usable else []
+    if static or grid.weights:
+        require_native(opened.model, args.model, "measuring its static scales, or other weights,")
+    samples = _samples(opened, grid, length) if static else []
+    with opened.threads(plain):
+        eight = plain
+        if names and names != ("e5m2",):
+            eight = _resolved(opened, kv_cache_dtype="fp8", kv_scales="dynamic")
+        longest = max(length, *contexts_of(opened, plain)) if grid.speed else length
+        decoder = load_for(opened, [plain, chosen or eight], longest)
+        calibrated = Measured()
+        if static:
+            assert isinstance(decoder, Decoder), "others are refused above"
+            calibrated = _measure_scales(opened, decoder, plain, samples, static, on_progress)
+        if chosen:
+            caches = [(_named(chosen.kv), chosen)]
+        else:
+            caches = _caches(opened, plain, eight, names, calibrated.scales)
+        caches = _apart(plain, caches, states, chosen)
+        settings = [(name, "as stored", decoder, config) for name, config in caches]
+        by_token = KVCacheConfig(opened.device.native_e4m3, *_TOKEN, None)
+        for scheme in grid.weights:
+            rounded = load_rounded(opened, plain, scheme, longest)
+            token = opened.skipping(replace(plain, kv=by_token))
+            settings += [
+                (_reference_name(plain), scheme, rounded, plain),
+                ("token", scheme, rounded, token),
+            ]
+        runs: list[SettingRun] = [
+            cache_run(opened, model, config, length, Probe(opened.model.num_layers))
+            for _, _, model, config in settings
+        ]
+        measure(runs, [part.window for part in parts], partial(on_progress, "evaluating"))
+        speeds = None
+        if grid.speed:
+            speeds = time_settings(opened, runs, partial(on_progress, "timing"))
+        worst = None
+        if grid.per_layer:
+            worst = layer_kl(runs, parts, partial(on_progress, "evaluating layer by layer"))
+        size = weight_bytes(decoder)
+        noise = None
+        if _measures_noise(opened, plain, size, grid):
+            noise = _noise(opened, decoder, plain, parts, partial(on_progress, "measuring noise"))
+    notes = (
+        *_notes(args, grid, static, calibrated.scales, samples, length),
+        *_skip_notes(opened, plain),
+    )
+    overview = Overview(
+        args=args,
+        source=source,
+        weight_dtype=opened.weight_dtype(plain),
+        weight_bytes=size.layers,
+        embedding_bytes=size.embeddings,
+        window=length,
+        notes=notes,
+        calibration=_calibration(args, grid, samples, length),
+        chosen_by_layer=bool(opened.kv_scales.mixed),
+        quantized=opened.scheme.weight_format is not None,
+    )
+    evaluation = summarize(
+        overview, [setting[:2] for setting in settings], runs, parts, speeds, worst
+    )
+    return replace(
+        evaluation,
+        noise=noise,
+        seconds=time.perf_counter() - begin,
+        calibration_seconds=calibrated.forward_seconds,
+    )
+
+
+_TOKEN = (Granularity.TOKEN, ScaleSource.DYNAMIC)
+
+
+def _reference_name(plain: EngineConfig) -> str:
+    """Return the name of the cache that the others are compared with: it is in the compute dtype."""
+    return "float32" if plain.kv.format is Format.FLOAT32 else "16 bits"
+
+
+def _measures_noise(
+    opened: OpenModel, plain: EngineConfig, size: WeightBytes, grid: GridArgs
+) -> bool:
+    """Whether there is noise of 16 bits to measure, and it is asked for or cheap enough."""
+    if plain.compute_format is Format.FLOAT32 or opened.model.foreign is not None:
+        return False
+    in_float32 = size.total * Format.FLOAT32.bytes // plain.compute_format.bytes
+    return in_float32 <= NOISE_WEIGHTS if grid.noise is None else grid.noise
+
+
+def _noise(
+    opened: OpenModel,
+    decoder: LanguageModel,
+    plain: EngineConfig,
+    parts: Sequence[Part],
+    on_progress: OnProgress,
+) -> Noise:
+    """Compare the unquantized run with a float32 run of the same weights, over `first_windows`."""
+    logger.info("what 16 bits cost by themselves: a float32 run of the same weights")
+    precise = open_model(replace(opened.args.with_plain_cache(), dtype=str(Format.FLOAT32)))
+    config, windows = plain_config(precise), first_windows(parts)
+    length = max(len(window.token_ids) for window in windows)
+    model = load_for(precise, [config], length)
+    runs = [
+        cache_run(precise, model, config, length),
+        cache_run(opened, decoder, plain, length),
+    ]
+    measure(runs, windows, on_progress)
+    return Noise(float(runs[1].token_kl.double().mean()), len(runs[1].token_kl))
+
+
+def _states(
+    opened: OpenModel, plain: EngineConfig, chosen: EngineConfig | None, grid: GridArgs
+) -> list[Setting]:
+    """Settings that differ from `plain` in the format of states alone."""
+    names = grid.states or ()
+    for name in names:
+        if name not in STATES:
+            raise ConfigError(f"--states {name!r} is unknown: choose among {choices(STATES)}")
+    if names and opened.args.state_dtype != "auto":
+        raise ConfigError("--states with --state-dtype: both name what is measured; omit one")
+    if not opened.model.recurrent:
+        if names:
+            raise ConfigError(
+                f"--states {','.join(names)}: no layer of this model ({opened.model.model_type}) keeps a recurrent "
+                "state; omit --states"
+            )
+        return []
+    formats: list[Format | None]
+    if grid.states is not None:
+        formats = [opened.device.native_e4m3 if name == "fp8" else Format(name) for name in names]
+    elif chosen is not None or opened.args.state_dtype != "auto":
+        formats = [(chosen or opened.resolve(opened.args)).kv.state]
+    else:
+        formats = [Format.BFLOAT16, Format.INT8, opened.device.native_e4m3]
+    kinds = [replace(plain.kv, state=format) for format in formats if format is not plain.kv.state]
+    return [(f"states {kv.state}", replace(plain, kv=kv)) for kv in kinds]
+
+
+def _apart(
+    plain: EngineConfig,
+    caches: Sequence[Setting],
+    states: Sequence[Setting],
+    chosen: EngineConfig | None,
+) -> list[Setting]:
+    """`plain`, the pages of `caches` with its states, and `states`; then `chosen` if it is none
+    of these.
+    """
+    found = [(_reference_name(plain), plain)]
+    for name, config in caches:
+        if config.kv.format is not plain.kv.format:
+            found.append((name, replace(config, kv=replace(config.kv, state=plain.kv.state))))
+    found += states
+    if chosen is not None and all(one.kv.stores != chosen.kv.stores for _, one in found):
+        found.append((f"{_named(chosen.kv)}, states {chosen.kv.state}", chosen))
+    return found
+
+
+def _names(args: EngineArgs, grid: GridArgs, opened: OpenModel) -> tuple[str, ...]:
+    """Return the caches by name; empty where the engine's options name one."""
+    model = opened.model
+    given = (
+        args.quantization_param_path or args.kv_scales != "auto" or args.kv_cache_dtype != "auto"
+    )
+    names = CACHES if grid.caches is None else grid.caches
+    for name in names:
+        if name not in (*CACHES, *OTHERS):
+            raise ConfigError(
+                f"--caches {name!r} is unknown: choose among {choices((*CACHES, *OTHERS))}"
+            )
+    if given and grid.caches is not None:
+        raise ConfigError(
+            "--caches with --kv-cache-dtype or --kv-scales: both name what is measured; omit one"
+        )
+    if given:
+        return ()
+    if grid.caches is None and not _has_groups(opened):
+        names = tuple(name for name in names if name != "group")
+    if names and not model.paged:
+        raise ConfigError(
+            f"caches of keys and values are compared ({', '.join(names)}), and no layer of this model "
+            f"({model.model_type}) stores any; freight bench latency times it"
+        )
+    return names
+
+
+def _has_groups(opened: OpenModel) -> bool:
+    skipped = opened.skipped_layers()
+    stored = {i: mixer for i, mixer in opened.model.paged.items() if i not in skipped}
+    return takes_groups(stored, opened.args, opened.device)
+
+
+def _resolved(opened: OpenModel, **changes: Any) -> EngineConfig:
+    """Return the configuration of the engine's options with `changes`."""
+    return opened.resolve(replace(opened.args, **changes))
+
+
+def _caches(
+    opened: OpenModel,
+    plain: EngineConfig,
+    eight: EngineConfig,
+    names: Sequence[str],
+    scales: dict[str, KVScales | None],
+) -> list[Setting]:
+    """Return a configuration for each name. A checkpoint's static scales are one, in the place of
+    all static names.
+    """
+    found: list[Setting] = []
+    e4m3, unit = opened.device.native_e4m3, (Granularity.TENSOR, ScaleSource.UNIT, None)
+    for name in names:
+        if name == "token":
+            config = eight
+        elif name == "group":
+            config = _resolved(opened, kv_cache_dtype="fp8", kv_scales="group")
+        elif name == "unit":
+            config = replace(eight, kv=KVCacheConfig(e4m3, *unit))
+        elif name == "e5m2":
+            config = replace(plain, kv=KVCacheConfig(Format.E5M2, *unit))
+        elif name == "int8":
+            config = _resolved(opened, kv_cache_dtype="int8", attention_compute="auto")
+        elif opened.kv_scales.usable:
+            if any(other == "checkpoint" for other, _ in found):
+                continue
+            name = "checkpoint"
+            # a choice by layer has no dtype to ask for
+            dtype = "auto" if opened.kv_scales.mixed else "fp8"
+            config = _resolved(opened, kv_cache_dtype=dtype, kv_scales="auto")
+        elif (measured := scales[name]) is not None:
+            granularity = Granularity.CHANNEL if name == "centered" else Granularity(name)
+            static = for_variant(measured, e4m3)
+            kv = KVCacheConfig(e4m3, granularity, ScaleSource.CALIBRATED, static)
+            config = replace(eight, kv=kv)
+        else:
+            continue
+        found.append((name, opened.skipping(config)))
+    return found
+
+
+def _named(kv: KVCacheConfig) -> str:
+    return f"{kv.granularity}, {kv.scale_source}" if kv.granularity else str(kv.format)
+
+
+def _samples(opened: OpenModel, grid: GridArgs, length: int) -> list[list[int]]:
+    data = grid.calibration_data or resolve_model("demo") / "calibration.txt"
+
+    def tokenizer() -> Tokenizer:
+        found = opened.load_tokenizer()
+        if found is None:
+            raise ConfigError(
+                "calibration text needs a tokenizer; give --calibration-data FILE.jsonl with `input_ids`"
+            )
+        return found
+
+    # As long as what is judged: at positions that no sample has, static scales may clip
+    count = max(1, min(SAMPLES, CALIBRATION_TOKENS // length))
+    return read_samples(data, count, length, opened.model.vocab_size, tokenizer)
+
+
+def _calibration(
+    args: EngineArgs, grid: GridArgs, samples: Sequence[Sequence[int]], length: int
+) -> CalibrationText | None:
+    if not samples:
+        return None
+    data = grid.calibration_data
+    if data is None and args.model != "demo":
+        data = str(resolve_model("demo") / "calibration.txt")
+    return CalibrationText(data, len(samples), length)
+
+
+def _measure_scales(
+    opened: OpenModel,
+    decoder: Decoder,
+    plain: EngineConfig,
+    samples: Sequence[Sequence[int]],
+    names: Sequence[str],
+    on_progress: Progress = lambda what, done, total: None,
+) -> Measured:
+    spec = opened.cache_spec(plain)
+    blocks = spec.blocks_of(max(map(len, samples)))
+    pool = allocate_pool(
+        spec, plain.kv, blocks, opened.kernels(plain), plain.device, decoder.rotaries
+    )
+    return measure_scales(decoder, pool, samples, names, on_progress)
+
+
+def _notes(
+    args: EngineArgs,
+    grid: GridArgs,
+    static: Sequence[str],
+    scales: dict[str, KVScales | None],
+    samples: Sequence[Sequence[int]],
+    length: int,
+) -> tuple[str, ...]:
+    notes = []
+    if static:
+        named = "the calibration text that ships with Freight"
+        if grid.calibration_data:
+            named = Path(grid.calibration_data).name
+        longest = max(map(len, samples))
+        notes.append(
+            f"Static scales were measured on {sum(map(len, samples)):,} tokens of {named}, positions 0 to "
+            f"{longest - 1:,}."
+        )
+        if longest < length:
+            notes.append(
+                f"The text that is judged also has positions {longest:,} to {length - 1:,}, at which static scales may "
+                "clip: give longer samples."
+            )
+        if grid.calibration_data is None and args.model != "demo":
+            notes.append(
+                "For scales that fit your texts, give some of them with --calibration-data FILE."
+            )
+    if "centered" in static and scales["centered"] is None:
+        notes.append("Centered keys were not measured: no layer of this model gains from them.")
+    return tuple(notes)
+
+
+def _skip_notes(opened: OpenModel, plain: EngineConfig) -> tuple[str, ...]:
+    skipped = sorted(opened.skipped_layers())
+    if not skipped:
+        return ()
+    stay = "stays" if len(skipped) == 1 else "stay"
+    layers = listed_layers(skipped, opened.model.num_layers)
+    return (f"In every 8-bit cache {layers} {stay} in {plain.kv.format}.",)

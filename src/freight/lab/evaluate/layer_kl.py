@@ -1,0 +1,96 @@
+"""The KL that each layer's cache costs alone: one layer as the setting stores it, all others as the
+first one does.
+
+Layers that read the keys and values of another have no cache: what they lose is in the KL of that
+one, and theirs is 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
+from freight.base.terminal import OnProgress, unseen
+from freight.lab.evaluate.documents import Part
+from freight.lab.evaluate.measure import SettingRun, measure
+from freight.lab.evaluate.perplexity import Window
+
+# of the text, at most: every layer of every setting is another forward pass over them
+TOKENS = 1024
+
+
+def first_windows(parts: Sequence[Part], most: int = TOKENS) -> list[Window]:
+    """Return the first windows, of `most` tokens together; the last is cut, and one of which less
+    than half would stay is left out.
+    """
+    windows: list[Window] = []
+    for part in parts:
+        size = len(part.window.token_ids)
+        if windows and 2 * most < size:
+            break
+        windows.append(Window(part.window.token_ids[:most], part.window.targets[:most]))
+        most -= size
+        if most <= 0:
+            break
+    return windows
+
+
+def layer_kl(
+    runs: Sequence[SettingRun], parts: Sequence[Part], on_progress: OnProgress = unseen
+) -> list[list[float] | None]:
+    """Mean KL in nats by layer over `first_windows`, for each of `runs`; None for the first, and
+    for other weights. `on_progress(done, total)` counts the tokens of all passes.
+
+    Both caches of a pair are for one sequence of the same length, so their block tables agree.
+    Pairs share the memory of layers that are alike in both, so each goes through a window in one
+    step: a later step would read what another pair wrote.
+    """
+    first = runs[0]
+    found: list[list[float] | None] = []
+    windows = first_windows(parts)
+    length = max(len(window.token_ids) for window in windows)
+    num_tokens = sum(len(window.token_ids) for window in windows)
+    changed = [_changed(first, run) for run in runs]
+    total = num_tokens * sum(1 + len(layers) for layers in changed if layers)
+    before = 0
+    for run, layers in zip(runs, changed, strict=True):
+        if run.probe is not None:
+            run.probe.rows = None
+        if not layers:
+            found.append(None)
+            continue
+        alone = {layer: _only(first, run, layer, length) for layer in layers}
+        measure(
+            [_only(first, first, layers[0], length), *alone.values()],
+            windows,
+            partial(_within, on_progress, before, total),
+        )
+        before += num_tokens * (1 + len(layers))
+        by_layer = {layer: float(one.token_kl.double().mean()) for layer, one in alone.items()}
+        found.append([by_layer.get(layer, 0.0) for layer in range(len(run.runner.pool.layers))])
+    return found
+
+
+def _within(on_progress: OnProgress, before: int, total: int, done: int, _: int) -> None:
+    """Report one pass as a part of all."""
+    on_progress(before + done, total)
+
+
+def _changed(first: SettingRun, run: SettingRun) -> list[int]:
+    """Return the layers that `run` stores otherwise than `first` does; none for other weights."""
+    if run.runner.model is not first.runner.model:
+        return []
+    plain, kept = first.runner.pool.spec.layers, run.runner.pool.spec.kept
+    return [i for i, layer in kept.items() if layer.source is None and layer != plain[i]]
+
+
+def _only(first: SettingRun, run: SettingRun, layer: int, length: int) -> SettingRun:
+    """Make the first setting's run with one layer of `run`'s cache, and with those that read it, in
+    steps of `length`.
+    """
+    pool, other = first.runner.pool, run.runner.pool
+    readers = {i for i, kept in pool.spec.kept.items() if layer in (i, kept.source)}
+    layers = {i: one for i, one in enumerate(other.layers) if i in readers and one is not None}
+    config = replace(first.config, max_num_batched_tokens=length)
+    return SettingRun(config, replace(first.runner, pool=pool.with_layers(layers)))

@@ -1,0 +1,115 @@
+"""A picture of KV scales by layer, as SVG text: what each layer's cache covers, against the
+format's range.
+
+A scale s means that magnitudes up to s × 448 (E4M3FN) are stored without saturation, and from s ×
+2⁻⁶ on with full precision. A layer is a bar from the smallest to the largest of its scales, a dot
+where there is one. The shaded band is what a scale of 1.0 would cover at full precision, so the
+distance of a dot to the band's upper edge is the headroom that layer would leave unused without its
+scale, and a dot above it would saturate.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+from freight.base.fields import JsonObject
+from freight.base.svg import LogAxis, framed, line, styled, text
+from freight.fp8.formats import Format
+
+WIDTH, HEIGHT = 760, 462
+_LEFT, _RIGHT, _TOP, _BOTTOM = 70, 16, 104, 46  # margins, in pixels
+_COLOURS = {"k": "var(--c1)", "v": "var(--c2)"}
+_STYLE = styled(
+    "text{font-size:12px}text.one{fill:var(--c3)}line.one{stroke:var(--c3)}.band{fill:var(--box)}"
+)
+_NAMES = {"k": "keys", "v": "values"}
+_SMALLEST_NORMAL = {Format.E4M3FN: 2.0**-6, Format.E4M3FNUZ: 2.0**-7, Format.E5M2: 2.0**-14}
+
+
+def scale_picture(title: str, format: Format, layers: Sequence[JsonObject]) -> str:
+    """SVG of `layers`, each {layer, k, v} with k and v None or {min, max}: scales, of which there
+    is at least one.
+    """
+    sides: dict[str, list[tuple[int, Mapping[str, float]]]] = {}
+    amax: list[float] = []
+    for side in "kv":
+        sides[side] = [(entry["layer"], entry[side]) for entry in layers if entry[side]]
+        for _, scales in sides[side]:
+            amax += [scales["min"] * format.max, scales["max"] * format.max]
+    floor, ceiling = _SMALLEST_NORMAL[format], format.max
+    low = math.floor(math.log10(min(*amax, floor)))
+    high = math.ceil(math.log10(max(*amax, ceiling) * 1.2))
+    axis = LogAxis(10.0**low, 10.0**high, HEIGHT - _BOTTOM, _TOP)
+    num_layers = len(layers)
+    parts = [
+        *_axes(format, num_layers, range(low, high + 1), axis),
+        *(part for side in "kv" for part in _side(side, sides[side], num_layers, axis, format)),
+        *_legend(sides, format),
+    ]
+    heading = f"{title}: largest magnitude its KV scales cover"
+    return framed(heading, WIDTH, HEIGHT, _STYLE, parts)
+
+
+def _x(layer: float, num_layers: int) -> float:
+    return round(_LEFT + (layer + 0.5) / num_layers * (WIDTH - _LEFT - _RIGHT), 1)
+
+
+def _axes(format: Format, num_layers: int, powers: range, axis: LogAxis) -> Iterator[str]:
+    right, top, bottom = WIDTH - _RIGHT, axis.at(format.max), axis.at(_SMALLEST_NORMAL[format])
+    yield f'<rect x="{_LEFT}" y="{top}" width="{right - _LEFT}" height="{bottom - top}" class="band"/>'
+    for power in powers:
+        y = axis.at(10.0**power)
+        yield line((_LEFT, right), (y, y), 'class="grid"')
+        yield text(_LEFT - 8, y + 4, _power(power), 'text-anchor="end"')
+    yield line((_LEFT, right), (top, top), 'class="one" stroke-dasharray="5 3"')
+    note = f"{format.max:g}: {format} with a scale of 1.0 saturates above, and is coarse below the band"
+    yield text(right - 4, top - 5, note, 'text-anchor="end" class="one"')
+    step = max(1, math.ceil(num_layers / 20))
+    for layer in range(0, num_layers, step):
+        yield text(_x(layer, num_layers), HEIGHT - _BOTTOM + 18, layer, 'text-anchor="middle"')
+    yield text((_LEFT + right) / 2, HEIGHT - 8, "layer", 'text-anchor="middle"')
+
+
+def _power(power: int) -> str:
+    return f"{10.0**power:g}" if -3 <= power <= 4 else f"1e{power}"
+
+
+def _side(
+    side: str,
+    layers: Sequence[tuple[int, Mapping[str, float]]],
+    num_layers: int,
+    axis: LogAxis,
+    format: Format,
+) -> Iterator[str]:
+    """Draw the dots and bars of keys or of values, a little left or right of the layer's middle."""
+    colour, shift = _COLOURS[side], -0.12 if side == "k" else 0.12
+    for layer, scales in layers:
+        x, scale = _x(layer + shift, num_layers), scales["max"]
+        top = axis.at(scales["max"] * format.max)
+        bottom = axis.at(scales["min"] * format.max)
+        tip = f"layer {layer}, {_NAMES[side]}: scale {scale:.4g}, magnitudes up to {scale * format.max:.4g}"
+        if bottom > top:
+            look = f'stroke="{colour}" stroke-width="3" opacity="0.45"'
+            yield line((x, x), (top, bottom), look)
+        yield f'<circle cx="{x}" cy="{top}" r="4" fill="{colour}"><title>{tip}</title></circle>'
+
+
+def _legend(
+    sides: Mapping[str, Sequence[tuple[int, Mapping[str, float]]]], format: Format
+) -> Iterator[str]:
+    """Per side: the range of scales, and the headroom to the format's largest number, in powers of
+    two.
+    """
+    for row, (side, layers) in enumerate(sides.items()):
+        if layers:
+            largest = [scales["max"] for _, scales in layers]
+            least = -math.log2(max(largest))
+            most = -math.log2(min(largest))
+            found = (
+                f"{_NAMES[side]}: scales {min(scales['min'] for _, scales in layers):.3g} to {max(largest):.3g}; "
+                f"headroom to {format.max:g}, if it were 1.0: {least:.1f} to {most:.1f} bits"
+            )
+            y = 60 + 18 * row
+            yield f'<circle cx="{_LEFT + 4}" cy="{y - 4}" r="4" fill="{_COLOURS[side]}"/>'
+            yield text(_LEFT + 14, y, found)

@@ -1,0 +1,109 @@
+"""`freight evaluate layers`: each layer's share of what a quantized cache costs.
+
+Each layer is quantized alone against an unquantized cache. The sum of the layers and the divergence
+of the whole stand side by side, because errors of several layers may cancel or amplify each other:
+where the two differ much, the shares say which layer to look at, and not what leaving it in 16 bits
+would save.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from freight.base.tables import markdown
+from freight.base.terminal import OnProgress, unseen
+from freight.errors import ConfigError
+from freight.lab.evaluate.perplexity import Window
+from freight.model.open import OpenModel, open_model
+from freight.quantizer.sensitivity import Meter
+from freight.settings.engine import EngineArgs
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """One layer quantized alone: KL in nats per token, its share of the layers' sum, and how it is
+    stored.
+
+    `read_by` are the layers that read its keys and values in the place of theirs. They have no
+    row: what their attention loses is in this one.
+    """
+
+    layer: int
+    read_by: tuple[int, ...]
+    dtype: str
+    granularity: str | None
+    kl: float
+    share: float
+
+
+@dataclass(frozen=True)
+class PerLayer:
+    """`kl_sum` is over the layers, `kl_whole` with all of them quantized at once; both in nats per
+    token.
+    """
+
+    layers: tuple[LayerCost, ...]
+    kl_sum: float
+    kl_whole: float
+    num_tokens: int
+
+
+def per_layer(
+    args: EngineArgs,
+    windows: Callable[[OpenModel, int], Sequence[Window]],
+    on_progress: OnProgress = unseen,
+) -> PerLayer:
+    """Measure the cache that `args` name, E4M3 where they name none, layer by layer.
+
+    `windows(opened, max_model_len)` gives the text. Raises ConfigError for a cache of 16 bits, and
+    what `resolve` raises, before weights are read.
+    """
+    opened = open_model(args)
+    if args.kv_cache_dtype == "auto":
+        found_dtype = opened.resolve(replace(args, kv_cache_dtype_skip_layers=())).kv.format
+        args = args if found_dtype.is_quantized else replace(args, kv_cache_dtype="fp8")
+    config = opened.resolve(args)
+    if not config.kv.format.is_quantized:
+        raise ConfigError(
+            f"--per-layer with a cache in {config.kv.format}: no layer of it is quantized; use --kv-cache-dtype fp8"
+        )
+    unquantized = opened.resolve(args.with_plain_cache(str(config.compute_format)))
+    # pages alone are measured
+    unquantized = replace(unquantized, kv=replace(unquantized.kv, state=config.kv.state))
+    samples = [window.token_ids for window in windows(opened, config.max_model_len)]
+    with opened.threads(config):
+        meter = Meter.open(opened, unquantized, [config.kv], max(map(len, samples)))
+        found = meter.by_layer(samples, on_progress)
+        whole = meter.whole([0] * opened.model.num_layers, samples)
+    total = sum(kl for (kl,) in found.kl)
+    layers = []
+    for (index, *readers), (kl,) in zip(found.shared, found.kl, strict=True):
+        kind = config.kv.of_layer(index)
+        granularity = None if kind.granularity is None else str(kind.granularity)
+        share = kl / total if total else 0.0
+        layers.append(
+            LayerCost(
+                layer=index,
+                read_by=tuple(readers),
+                dtype=str(kind.format),
+                granularity=granularity,
+                kl=kl,
+                share=share,
+            )
+        )
+    return PerLayer(tuple(layers), total, whole, found.num_tokens)
+
+
+def as_table(found: PerLayer) -> str:
+    """For people. KL in nats per token."""
+    rows = [("layer", "cache", "KL alone", "share")]
+    for layer in found.layers:
+        stored = f"{layer.dtype}, {layer.granularity}" if layer.granularity else layer.dtype
+        name = str(layer.layer)
+        if layer.read_by:
+            name += f", read by {', '.join(map(str, layer.read_by))}"
+        rows.append((name, stored, f"{layer.kl:.6f}", f"{layer.share:.1%}"))
+    rows.append(("sum", "one at a time", f"{found.kl_sum:.6f}", "100.0%" if found.kl_sum else ""))
+    rows.append(("whole", "all at once", f"{found.kl_whole:.6f}", ""))
+    return markdown(rows, num_left=2)

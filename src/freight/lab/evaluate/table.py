@@ -1,0 +1,172 @@
+"""The grid as Markdown tables, for the terminal and for report.md, and what their words mean."""
+
+from __future__ import annotations
+
+from freight.base.tables import markdown
+from freight.lab.evaluate.figures import Evaluation, Figures, Noise
+from freight.lab.evaluate.safety import MIN_UNITS, Interval
+
+
+def table(evaluation: Evaluation) -> str:
+    """Return `tables` below each other."""
+    return "\n\n".join(tables(evaluation))
+
+
+def tables(evaluation: Evaluation) -> list[str]:
+    """Write three tables with a row for each setting: what the verdict rests on, further figures,
+    and memory. KL in nats. They fit 100 columns.
+    """
+    noise = evaluation.noise is not None
+    states = evaluation.runs[0].state_dtype is not None
+    judged = [["cache", "verdict", "same top", "mean KL", "change"]]
+    further = [["cache", "clipped", "to zero", "perplexity", "p99 KL"]]
+    memory = [["cache", "format", "bytes/token", "tokens/GiB"]]
+    further[0] += ["KL less noise"] if noise else []
+    memory[0] += ["states", "bytes/state"] if states else []
+    for run in evaluation.runs:
+        name = setting_name(run, evaluation).replace(", states ", " + ")
+        judged.append([name, *_judged(run, is_first=run is evaluation.runs[0])])
+        clipped, flushed = f"{run.clipped_share:.3%}", f"{run.flushed_share:.3%}"
+        further.append([name, clipped, flushed, f"{run.perplexity:.3f}", nats(run.kl_p99)])
+        own = evaluation.without_noise(run)
+        further[-1] += [nats(own)] if own is not None else []
+        sizes = [str(run.bytes_per_token), f"{run.tokens_per_gib:,}"]
+        memory.append([name, run.kv_cache_dtype, *sizes])
+        if run.state_dtype is not None:
+            memory[-1] += [run.state_dtype, f"{run.bytes_per_state:,}"]
+    return [markdown(judged, num_left=2), markdown(further, num_left=1), markdown(memory, 2)]
+
+
+def _judged(run: Figures, is_first: bool) -> list[str]:
+    """Return the verdict, and the figures with their bounds: of the first, which is compared with
+    itself, without intervals.
+    """
+    cells = [f"{run.same_top:.2%}", nats(run.kl_mean), f"{run.perplexity_ratio - 1:+.2%}"]
+    if is_first:
+        return ["compared with", *cells]
+    intervals = (run.same_top_interval, run.kl_interval, run.perplexity_ratio_interval)
+    texts = [_with(*pair) for pair in zip(cells, intervals, strict=True)]
+    return [str(run.verdict), *texts]
+
+
+def _with(figure: str, interval: Interval | None) -> str:
+    """Return the figure with half of its interval, a dash where there is none: 97.57 ± 0.25%."""
+    if interval is None:
+        return f"{figure} (—)"
+    half = (interval[1] - interval[0]) / 2
+    if figure.endswith("%"):
+        return f"{figure[:-1]} ± {half:.2%}"
+    if "e" in figure:
+        return f"{figure} ± {half:.1e}"
+    return f"{figure} ± {half:.{len(figure.partition('.')[2])}f}"
+
+
+def nats(value: float) -> str:
+    """Five digits behind the point, six for what is small, an exponent for what they would make
+    nothing of.
+    """
+    if 0 < abs(value) < 0.00001:
+        return f"{value:.1e}"
+    return f"{value:.5f}" if abs(value) >= 0.0005 else f"{value:.6f}"
+
+
+SPEED = "Tokens per second of one sequence: prefill, and decoding with so many tokens in its cache."
+
+
+def speed_table(evaluation: Evaluation) -> str:
+    """Return tokens per second of prefill, and of decoding by context; empty if nothing was timed."""
+    if not evaluation.contexts:
+        return ""
+    first = evaluation.runs[0]
+    rows = [["cache", "prefill", *(f"{context:,}" for context in evaluation.contexts)]]
+    rows[0].append("faster from")
+    for run in evaluation.runs:
+        faster = "" if run is first else "never"
+        if run is not first and run.faster_from is not None:
+            faster = f"{run.faster_from:,}"
+        decode = [f"{rate:,.0f}" if rate >= 100 else f"{rate:.1f}" for rate in run.decode or ()]
+        name = setting_name(run, evaluation)
+        rows.append([name, f"{run.prefill_tokens_per_second:,.0f}", *decode, faster])
+    return markdown(rows, num_left=1)
+
+
+_CACHES = {
+    "16 bits": "keys and values as they are computed; the others are compared with it",
+    "float32": "keys and values as they are computed; the others are compared with it",
+    "unit": "E4M3 without scales, that is with scales of 1.0",
+    "tensor": "E4M3 with one calibrated scale for all keys of a layer, and one for all values",
+    "head": "E4M3 with a calibrated scale for each KV head",
+    "channel": "E4M3 with a calibrated scale for each channel of each KV head; of rotated keys, for each pair",
+    "token": "E4M3 with a scale for each token and KV head, measured as it is stored",
+    "group": "E4M3 with a scale for every 128 channels of a token's latent",
+    "e5m2": "E5M2, which has a wider range and one bit less of precision, without scales",
+    "centered": "as channel, with the means of keys subtracted before they are stored",
+    "int8": "integers of 8 bits with a scale for each token and KV head",
+    "checkpoint": "the scales that the checkpoint has",
+}
+_FIGURES = (
+    ("same top", "how often the most likely next token stays the same"),
+    (
+        "KL",
+        "how far the probabilities of the next token are from those of the first row: 0 is equal (Kullback-Leibler "
+        "divergence, in nats, the unit of natural logarithms); p99 is exceeded by one token of a hundred",
+    ),
+    (
+        "perplexity",
+        "how many tokens, as it were, the model hesitates between; change is that against the first row",
+    ),
+    ("clipped", "the share of keys and values beyond the range of their scale"),
+    ("to zero", "the share that is too small for its scale, and becomes 0"),
+)
+
+
+def words(evaluation: Evaluation) -> list[tuple[str, str]]:
+    """Return the words of the tables with what they mean, of caches those that were measured."""
+    names = dict.fromkeys(run.name for run in evaluation.runs)
+    return [*((name, _CACHES[name]) for name in names if name in _CACHES), *_FIGURES]
+
+
+def setting_name(run: Figures, evaluation: Evaluation) -> str:
+    """Return the name of its cache, behind that of its weights where these differ from the first
+    ones.
+    """
+    return run.name if run.weights == evaluation.runs[0].weights else f"{run.weights}, {run.name}"
+
+
+def legend(evaluation: Evaluation) -> str:
+    """Return what the columns mean, in a few lines."""
+    over = evaluation.overview
+    of = (
+        "1 document" if evaluation.num_documents == 1 else f"{evaluation.num_documents:,} documents"
+    )
+    lines = [
+        f"{evaluation.num_tokens:,} tokens of {over.source} ({of}), {over.window:,} judged together.",
+        "KL (nats per token), change and same top are against the first row.",
+    ]
+    sample = evaluation.sample
+    if evaluation.runs[0].kl_interval:
+        uneven = f", the weight of {sample.num_uneven:,} of different length"
+        lines.append(
+            f"±: half of the 95 % interval, over {sample.num_units:,} {sample.units}"
+            f"{uneven if sample.num_uneven else ''}."
+        )
+    else:
+        lines.append(
+            f"(—): no interval over {sample.num_units} {sample.units}; it takes {MIN_UNITS}."
+        )
+    if sample.num_repeats:
+        lines.append(
+            f"{sample.num_repeats:,} more of the {sample.units} repeat those, and count as part of them."
+        )
+    if evaluation.noise is not None:
+        lines.append(noise_line(evaluation.noise))
+    return " ".join([*lines, *over.notes])
+
+
+def noise_line(noise: Noise) -> str:
+    """Say what part of each KL is of computing in 16 bits, and not of the cache."""
+    return (
+        f"16-bit noise: {nats(noise.kl)} nats, from a float32 run of the same weights to the first row, over "
+        f"{noise.num_tokens:,} tokens; both runs of a comparison have it, so about {nats(2 * noise.kl)} of each KL is "
+        "not of the cache (KL less noise)."
+    )

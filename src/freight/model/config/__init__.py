@@ -1,0 +1,1 @@
+"""What a model is, from its config.json: keys read, refused or named; families as data."""

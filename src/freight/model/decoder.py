@@ -1,0 +1,298 @@
+"""The decoder: embedding, layers of mixer and MLP, norm, head. Families differ in data only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from freight.cache.pool import LayerCache
+from freight.kernels.interface import KernelSet
+from freight.model.config.model import ModelConfig
+from freight.model.layers.attention import Attention
+from freight.model.layers.embedding import Embedding, LogitsHead
+from freight.model.layers.linear import Projection
+from freight.model.layers.moe import ExpertsBeside, MoE
+from freight.model.layers.norm import Norm
+from freight.model.layers.per_layer_embeddings import PerLayerEmbedding, PerLayerEmbeddings
+from freight.operands.activation import Activation, AnyActivation, GateFunction
+from freight.operands.batch import ForwardBatch
+from freight.operands.packed import PackedWeight, Rows, plain
+from freight.operands.rotary import Rotary
+
+
+@dataclass(frozen=True)
+class MLP:
+    """down(activation(gate(x)) * up(x)); `gate_up` computes both, concatenated along the output.
+
+    Without a gate, `gate_up` is up alone: down(activation(up(x))).
+    """
+
+    gate_up: Projection
+    down: Projection
+    activation: AnyActivation
+    kernels: KernelSet
+
+    @property
+    def consumer(self) -> PackedWeight | None:
+        """The packed weight that reads the input, as in `Linear.consumer`."""
+        return self.gate_up.consumer
+
+    def __call__(self, x: Rows) -> Tensor:
+        """Compute x [num_tokens, hidden_size], a tensor or what the norm returned for `consumer`."""
+        if isinstance(self.activation, Activation):
+            return self.down(
+                self.kernels.activated(self.gate_up(x), self.activation, self.down.consumer)
+            )
+        return self.down(self.kernels.gated(self.gate_up(x), self.activation, self.down.consumer))
+
+
+class Mixer(Protocol):
+    """The part of a layer that mixes tokens (`model/mixers.py`): `Attention`, recurrent layers,
+    convolutions.
+    """
+
+    @property
+    def consumer(self) -> PackedWeight | None:
+        """The packed weight that reads the input, as in `Linear.consumer`."""
+        ...
+
+    def __call__(self, x: Rows, batch: ForwardBatch, cache: LayerCache, /) -> Tensor:
+        """Mix x [num_tokens, hidden_size], a tensor or what the norm returned for `consumer`; the
+        result has x's shape.
+
+        `cache` is the layer's cache of the tokens before, of the mixer's own kind: a `LayerKV` for
+        attention.
+        """
+        ...
+
+
+class Residual(NamedTuple):
+    """The residual stream [num_tokens, hidden_size], with its last addition pending.
+
+    It is x + delta (x if delta is None), or with `delta_weight` x + the RMSNorm of delta. The next
+    norm does the addition, so both take one pass over the rows. `inputs` [num_tokens, layers,
+    size], in models that have per-layer embeddings, are those of the next layer and the layers
+    after it (`model/layers/per_layer_embeddings.py`).
+    """
+
+    x: Tensor
+    delta: Tensor | None = None
+    delta_weight: Tensor | None = None
+    inputs: Tensor | None = None
+
+    def normed(self, norm: Norm, consumer: PackedWeight | None = None) -> tuple[Tensor, Rows]:
+        """Add the stream up; return it and its norm for `consumer` (`KernelSet`)."""
+        return norm(self.x, self.delta, consumer, self.delta_weight)
+
+    def summed(self, norm: Norm) -> Tensor:
+        """Add the stream up. Only the eps of `norm` matters: kernels fuse the add and the norm, and
+        the normed rows are dropped.
+        """
+        return self.x if self.delta is None else self.normed(norm)[0]
+
+    def rows(self, index: Tensor) -> Residual:
+        """Return the stream of the rows `index`, int64, without `inputs`: for use after the last
+        layer.
+        """
+        return self._replace(
+            x=self.x[index], delta=None if self.delta is None else self.delta[index], inputs=None
+        )
+
+
+@dataclass(frozen=True)
+class DecoderLayer:
+    """A layer: x += mixer(norm(x)); x += mlp(norm(x)).
+
+    `mixer_post` and `mlp_post`, where not None, are the weights of a norm of what is added. With
+    `post` the sums are normed instead: x = norm(x + mixer(x)); x = norm(x + mlp(x)). With
+    `outputs_only` the inputs are not normed: x += norm(mixer(x)); x += norm(mlp(x)).
+
+    A layer without a mixer, or without `mlp`, has only the other part and that part's norm.
+
+    `beside` adds a mixture of experts in parallel with `mlp`; the norms of both are summed.
+    `per_layer` adds the layer's own embedding of the tokens. `scalar`, [1] in the compute dtype,
+    multiplies the result; it is already part of the weight of the norm of the last addition.
+    """
+
+    mixer_norm: Norm | None
+    mixer: Mixer | None
+    mixer_post: Tensor | None
+    mlp_norm: Norm | None
+    mlp: MLP | MoE | None
+    mlp_post: Tensor | None
+    post: bool = False
+    outputs_only: bool = False
+    scalar: Tensor | None = None
+    per_layer: PerLayerEmbedding | None = None
+    beside: ExpertsBeside | None = None
+
+    def __call__(self, stream: Residual, batch: ForwardBatch, cache: LayerCache) -> Residual:
+        """Run the layer. `cache`: what its mixer takes; None for a layer that keeps no state of the
+        tokens before.
+        """
+        mixer, mlp = self.mixer, self.mlp
+        if mixer is not None:
+            assert self.mixer_norm is not None
+            x, normed = self._before(stream, self.mixer_norm, mixer.consumer)
+            stream = self._behind(
+                x, mixer(normed, batch, cache), self.mixer_norm, self.mixer_post, stream.inputs
+            )
+        if mlp is None:
+            return stream
+        assert self.mlp_norm is not None
+        x, normed = self._before(stream, self.mlp_norm, mlp.consumer)
+        delta, weight, inputs = mlp(normed), self.mlp_post, stream.inputs
+        if self.beside is not None:
+            delta = self.beside(x, delta)
+        if self.per_layer is not None:
+            assert inputs is not None
+            x, _ = Residual(x, delta, weight).normed(self.mlp_norm)
+            delta, weight = self.per_layer(x, inputs[:, 0]), self.per_layer.post
+            inputs = inputs[:, 1:]
+        if self.scalar is not None:
+            x = self.mlp_norm.kernels.gate(x, self.scalar[None], GateFunction.IDENTITY)
+        return self._behind(x, delta, self.mlp_norm, weight, inputs)
+
+    def _before(
+        self, stream: Residual, norm: Norm, consumer: PackedWeight | None
+    ) -> tuple[Tensor, Rows]:
+        """Add the stream up; return it and the input of a part."""
+        if self.post or self.outputs_only:
+            x = stream.x if self.post else stream.summed(norm)
+            return x, x
+        return stream.normed(norm, consumer)
+
+    def _behind(
+        self, x: Tensor, delta: Tensor, norm: Norm, weight: Tensor | None, inputs: Tensor | None
+    ) -> Residual:
+        """Return the stream after a part that adds `delta`."""
+        if self.post:
+            return Residual(plain(Residual(x, delta).normed(norm)[1]), inputs=inputs)
+        return Residual(x, delta, weight, inputs)
+
+    @property
+    def last_norm(self) -> Norm:
+        """The norm of the layer's last part, whose eps is that of the stream."""
+        norm = self.mixer_norm if self.mlp is None else self.mlp_norm
+        assert norm is not None
+        return norm
+
+    def whole(
+        self, x: Tensor, batch: ForwardBatch, cache: LayerCache, inputs: Tensor | None = None
+    ) -> Tensor:
+        """Run the layer alone, for work that goes through a model layer by layer: x and the result
+        are complete sums.
+
+        inputs: [num_tokens, 1, size], this layer's embeddings, in models that have them.
+        """
+        x, _ = self(Residual(x, inputs=inputs), batch, cache).normed(self.last_norm)
+        return x
+
+
+class LanguageModel(Protocol):
+    """A model that the engine runs: `Decoder`, or transformers' modules (`model/fallback.py`)."""
+
+    @property
+    def config(self) -> ModelConfig: ...
+
+    @property
+    def kernels(self) -> KernelSet: ...
+
+    @property
+    def rotaries(self) -> tuple[Rotary | None, ...]: ...
+
+    def hidden(self, batch: ForwardBatch, kv_cache: Sequence[LayerCache]) -> Tensor:
+        """Run one step and return its final states, as `Decoder.hidden` does."""
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return the logits of final states, as `Decoder.logits` does."""
+        ...
+
+    def forward(self, batch: ForwardBatch, kv_cache: Sequence[LayerCache]) -> Tensor:
+        """Run one step and return its logits, as `Decoder.forward` does."""
+        ...
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """A complete model. Parameters are final at construction."""
+
+    config: ModelConfig
+    embedding: Embedding
+    layers: tuple[DecoderLayer, ...]
+    norm: Norm | None
+    head: LogitsHead
+    per_layer_embeddings: PerLayerEmbeddings | None = None
+
+    @property
+    def kernels(self) -> KernelSet:
+        """The kernels of all parts."""
+        return self.head.kernels
+
+    @property
+    def rotaries(self) -> tuple[Rotary | None, ...]:
+        """The rotary embedding of each layer's queries and keys, None for a layer without one.
+        Layers with the same rope share its tables.
+        """
+        mixers = (layer.mixer for layer in self.layers)
+        return tuple(mixer.rotary if isinstance(mixer, Attention) else None for mixer in mixers)
+
+    def forward(self, batch: ForwardBatch, kv_cache: Sequence[LayerCache]) -> Tensor:
+        """Run one step and return float32 logits [num_logit_rows, vocab_size]; K and V go into
+        `kv_cache`.
+        """
+        return self.logits(self.hidden(batch, kv_cache))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return float32 logits [num_rows, vocab_size] of final states [num_rows, hidden_size]."""
+        return self.head(hidden)
+
+    def hidden(self, batch: ForwardBatch, kv_cache: Sequence[LayerCache]) -> Tensor:
+        """Run one step and return its final states [num_logit_rows, hidden_size]; K and V go into
+        `kv_cache`.
+
+        They are normed, if the model has a last norm. Logits take far more memory than these, so
+        their rows can be computed a few at a time.
+        """
+        return self.layers_over(self.begin(batch), batch, kv_cache)
+
+    def by_kernels(self, batch: ForwardBatch, kv_cache: Sequence[LayerCache]) -> Tensor:
+        """Run the part of `forward` that kernels alone compute: up to the head's product, or up to
+        the head where torch has a part in that.
+        """
+        hidden = self.hidden(batch, kv_cache)
+        return self.head.product(hidden) if self.head.begins_with_kernels else hidden
+
+    def logits_of(self, computed: Tensor) -> Tensor:
+        """Run the rest of `forward` after `by_kernels`; return float32 logits [num_logit_rows,
+        vocab_size].
+        """
+        if self.head.begins_with_kernels:
+            return self.head.bounded(computed)
+        return self.head(computed)
+
+    def begin(self, batch: ForwardBatch) -> Residual:
+        """Return the stream that the first layer takes: the rows of the embedding, and per-layer
+        embeddings of the tokens.
+        """
+        embedded = self.embedding(batch.token_ids, batch.positions)
+        if self.per_layer_embeddings is None:
+            return Residual(embedded)
+        return Residual(embedded, inputs=self.per_layer_embeddings(embedded, batch.token_ids))
+
+    def layers_over(
+        self, stream: Residual, batch: ForwardBatch, kv_cache: Sequence[LayerCache]
+    ) -> Tensor:
+        """Run the layers and the last norm over what `begin` returned: the rest of `hidden`."""
+        for layer, cache in zip(self.layers, kv_cache, strict=True):
+            stream = layer(stream, batch, cache)
+        if len(batch.logit_rows) < len(stream.x):
+            stream = stream.rows(batch.logit_rows)
+        if self.norm is None:
+            return stream.summed(self.layers[-1].last_norm)
+        _, normed = stream.normed(self.norm)
+        return plain(normed)

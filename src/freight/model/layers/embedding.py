@@ -1,0 +1,101 @@
+"""Embedding of tokens and positions, and the output head, which may share the token matrix."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from freight.kernels.interface import KernelSet
+from freight.model.layers.linear import Projection
+from freight.model.layers.norm import RMSNorm
+from freight.operands.packed import PackedWeight, plain
+
+
+@dataclass(frozen=True)
+class Embedding:
+    """Rows of `weight` [vocab_size, embedding_size], times `multiplier`, rounded once.
+
+    projection   to hidden_size, if the rows have another size
+    positions    [max_positions, hidden_size], learned; the row of each token's position is added
+    norm         norm of the rows, or None
+    gathers      whether `weight` has this rank's columns alone (`KernelSet.gather`)
+    """
+
+    weight: Tensor
+    kernels: KernelSet
+    multiplier: float | None = None
+    projection: Projection | None = None
+    positions: Tensor | None = None
+    norm: RMSNorm | None = None
+    gathers: bool = False
+
+    def __call__(self, token_ids: Tensor, positions: Tensor) -> Tensor:
+        """Embed tokens, [num_tokens], at their positions in their sequences, [num_tokens].
+
+        Returns [num_tokens, hidden_size].
+        """
+        rows = self.kernels.lookup(
+            self.weight, token_ids, 1.0 if self.multiplier is None else self.multiplier
+        )
+        if self.gathers:
+            rows = self.kernels.gather(rows)
+        if self.norm is not None:
+            rows = plain(self.norm(rows, None)[1])
+        if self.projection is not None:
+            rows = self.projection(rows)
+        if self.positions is None:
+            return rows
+        return self.kernels.lookup(self.positions, positions, base=rows)
+
+
+@dataclass(frozen=True)
+class LogitsHead:
+    """Projection of hidden states [rows, hidden_size] to logits [rows, vocab_size], in float32: no
+    step behind the hidden states rounds to their dtype.
+
+    weight        the packed head (`kernels.pack`); quantized if the checkpoint's head is
+    input_limit   as in `Linear`
+    soft_cap      a logit x becomes soft_cap * tanh(x / soft_cap) (Gemma 2, Riviere et al. 2024)
+    projection    from hidden_size to the size of weight's rows, where that differs
+    divisor       divides the logits
+    gathered      logits that are kept of those that all ranks compute together, where `weight` has
+                  this rank's rows alone
+    """
+
+    weight: PackedWeight
+    kernels: KernelSet
+    input_limit: float | None = None
+    soft_cap: float | None = None
+    projection: Projection | None = None
+    divisor: float | None = None
+    gathered: int | None = None
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """Return the logits, [rows, vocab_size] float32. hidden: [rows, hidden_size]."""
+        return self.bounded(self.product(hidden))
+
+    @property
+    def begins_with_kernels(self) -> bool:
+        """Say whether `product` calls only `kernels`, and no operation of torch."""
+        return self.input_limit is None
+
+    def product(self, hidden: Tensor) -> Tensor:
+        """Return the logits before `divisor` and `soft_cap`, float32."""
+        if self.projection is not None:
+            hidden = self.projection(hidden)
+        if self.input_limit is not None:
+            hidden = hidden.clamp(-self.input_limit, self.input_limit)
+        logits = self.kernels.linear(hidden, self.weight, None, float32=True)
+        if self.gathered is None:
+            return logits
+        return self.kernels.gather(logits, first=True)[:, : self.gathered]  # rank 0 samples
+
+    def bounded(self, logits: Tensor) -> Tensor:
+        """Apply `divisor` and `soft_cap` to the result of `product`."""
+        if self.divisor is not None:
+            logits = logits / self.divisor
+        if self.soft_cap is None:
+            return logits
+        return self.soft_cap * torch.tanh(logits / self.soft_cap)

@@ -1,0 +1,80 @@
+"""Kimi delta attention (arXiv 2510.26692): project; convolve; recur; norm and gate; project back.
+
+From Kimi Linear (2025). Each channel of a key has its own decay.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from freight.cache.pool import LayerCache, PagedState
+from freight.kernels.interface import KernelSet
+from freight.model.layers.linear import Projection
+from freight.operands.activation import GateFunction
+from freight.operands.batch import ForwardBatch
+from freight.operands.packed import Rows, plain
+
+
+@dataclass(frozen=True)
+class KimiDelta:
+    """One layer of Kimi delta attention.
+
+    `first` computes q, k and v; `gates` computes the inputs of the decay of each channel and of
+    beta of each head (`KernelSet.decays`). The gate z of the result and the decays are projected in
+    one step or in two (low rank). In one step, `first` also computes z, after v, and `gates`
+    computes the decays, then beta. In two steps, `gates` computes the first step of the decays,
+    then beta, then the first step of z; `decay` and `output_gate` are the second steps.
+
+    conv             [channels of q, k and v, width] in the compute dtype
+    a_log, dt_bias   [heads] and [channels of k] float32 (`KernelSet.decays`)
+    norm             [channels of a head] in the compute dtype: norm of each head of the result
+    bound            bound of log decays (`KernelSet.decays`), or None
+    """
+
+    first: Projection
+    gates: Projection
+    decay: Projection | None
+    output_gate: Projection | None
+    conv: Tensor
+    a_log: Tensor
+    dt_bias: Tensor
+    norm: Tensor
+    out: Projection
+    bound: float | None
+    eps: float
+    kernels: KernelSet
+
+    consumer: ClassVar[None] = None  # two projections use the input
+
+    def __call__(self, x: Rows, batch: ForwardBatch, cache: LayerCache) -> Tensor:
+        """Compute the mixer of this step's tokens. x and the result: [num_tokens, hidden_size]."""
+        assert isinstance(cache, PagedState), "Kimi delta attention has a state"
+        kernels, states, sequences = self.kernels, cache.states, batch.sequences(cache.group)
+        size, channels = len(self.dt_bias), len(self.conv)
+        projected = self.first(x)
+        f, b, z = self._gates(plain(x), projected[:, channels:])
+        mixed = kernels.convolve(projected[:, :channels], self.conv, None, True, states, sequences)
+        beta, log_decay = kernels.decays(f, b, self.a_log, self.dt_bias, bound=self.bound)
+        q, k, v = mixed[:, :size], mixed[:, size : 2 * size], mixed[:, 2 * size :]
+        result = kernels.recurrence(
+            q, k, v, beta, log_decay, states, sequences, delta=True, norm=True
+        )
+        normed = kernels.join(((result, self.norm),), self.eps)
+        return self.out(kernels.gate(normed, z, GateFunction.SIGMOID))
+
+    def _gates(self, x: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the inputs of the decays and of beta, and the gate of the result.
+
+        z: the gate if it is projected in one step; else it has no columns
+        """
+        gates, heads = self.gates(x), len(self.a_log)
+        if self.decay is None or self.output_gate is None:
+            size = len(self.dt_bias)
+            return gates[:, :size], gates[:, size:], z
+        rank = (gates.shape[1] - heads) // 2
+        of_decay = self.kernels.join(((gates[:, :rank], None),))
+        of_gate = self.kernels.join(((gates[:, rank + heads :], None),))
+        return self.decay(of_decay), gates[:, rank : rank + heads], self.output_gate(of_gate)

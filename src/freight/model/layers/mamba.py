@@ -1,0 +1,78 @@
+"""Mamba-2 (arXiv 2405.21060): project; convolve; recur; gate and norm; project back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from freight.cache.pool import LayerCache, PagedState
+from freight.kernels.interface import KernelSet
+from freight.model.layers.linear import Projection
+from freight.operands.batch import ForwardBatch
+from freight.operands.packed import PackedWeight, Rows
+
+
+@dataclass(frozen=True)
+class Mamba2:
+    """One Mamba-2 mixer (Dao and Gu 2024).
+
+    `in_proj` computes the gate z, the inputs of the convolution (x, B, C), and dt of each head,
+    concatenated along the output. It stays one product: the parts need not end where blocks of
+    scales do.
+
+    conv, conv_bias       [channels of x, B and C, width] and [channels] in the compute dtype; the
+                          bias may be None
+    a_log, skip, dt_bias  [heads] float32 (`KernelSet.decays`, `KernelSet.recurrence`)
+    norm                  [channels of x] in the compute dtype
+    group                 channels of x that are normed together
+    gathers               whether these are channels of several ranks: results and gates of all are
+                          gathered before the norm, whose weight has the channels of all
+    limits                lower and upper bound of dt
+    keys                  channels of B (the same as of C)
+    """
+
+    in_proj: Projection
+    conv: Tensor
+    conv_bias: Tensor | None
+    a_log: Tensor
+    skip: Tensor
+    dt_bias: Tensor
+    norm: Tensor
+    out: Projection
+    group: int
+    gathers: bool
+    limits: tuple[float, float]
+    keys: int
+    eps: float
+    kernels: KernelSet
+
+    @property
+    def consumer(self) -> PackedWeight | None:
+        """Return the `consumer` of the layer's input (`Linear.consumer`)."""
+        return self.in_proj.consumer
+
+    def __call__(self, x: Rows, batch: ForwardBatch, cache: LayerCache) -> Tensor:
+        """Compute the mixer of this step's tokens, [num_tokens, hidden_size].
+
+        x: [num_tokens, hidden_size], a tensor or the norm's result for `consumer`
+        """
+        assert isinstance(cache, PagedState), "Mamba-2 has a state"
+        kernels, states, sequences = self.kernels, cache.states, batch.sequences(cache.group)
+        channels = len(self.conv)
+        values = channels - 2 * self.keys
+        projected = self.in_proj(x)
+        z, dt = projected[:, :values], projected[:, values + channels :]
+        convolved = projected[:, values : values + channels]
+        mixed = kernels.convolve(convolved, self.conv, self.conv_bias, True, states, sequences)
+        first_q = values + self.keys
+        v, k, q = mixed[:, :values], mixed[:, values:first_q], mixed[:, first_q:]
+        beta, log_decay = kernels.decays(dt, None, self.a_log, self.dt_bias, self.limits)
+        result = kernels.recurrence(
+            q, k, v, beta, log_decay, states, sequences, delta=False, norm=False, skip=self.skip
+        )
+        if self.gathers:
+            result, z = kernels.gather(result), kernels.gather(kernels.join(((z, None),)))
+        return self.out(
+            kernels.gated_norm(result, z, self.norm, self.eps, self.group, False, self.out.consumer)
+        )

@@ -1,0 +1,114 @@
+"""Mixture of experts (MoE) as the feed-forward of a layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from freight.kernels.interface import KernelSet
+from freight.model.layers.linear import Linear, Projection
+from freight.model.layers.norm import RMSNorm
+from freight.operands.activation import AnyActivation, GateFunction
+from freight.operands.packed import PackedExperts, PackedWeight, Rows, plain
+from freight.operands.routing import Routing
+
+
+@dataclass(frozen=True)
+class Latent:
+    """The projections around experts that work in a smaller space (`MoEConfig.latent_size`).
+
+    inner, outer   the projections to that space and back
+    add            adds the results of `outer` and of the shared experts. Kernels fuse an addition
+                   with a norm; the normed result of this one is not used. None without shared
+                   experts
+    """
+
+    inner: Projection
+    outer: Projection
+    add: RMSNorm | None = None
+
+
+@dataclass(frozen=True)
+class MoE:
+    """The experts that the router chooses for each row, and the shared experts of all rows.
+
+    router          its float32 matrix, packed by `kernels.pack`
+    bias            [num_experts] float32 or None: added to the router's logits
+    choice_bias     [num_experts] float32 or None: added to the scores for the choice only
+    gate_up, down   the matrices of all experts, packed by `kernels.pack_experts`; without a gate,
+                    `gate_up` holds only up
+    expert_scale    [num_experts] float32 or None: multiplies the router's weights
+    shared          the shared experts as one feed-forward, or None
+    shared_gate     its sigmoid multiplies the result of `shared`; None: nothing does
+    latent          projections around the routed experts; None: they take the row itself
+    """
+
+    router: PackedWeight
+    routing: Routing
+    gate_up: PackedExperts
+    down: PackedExperts
+    activation: AnyActivation
+    kernels: KernelSet
+    bias: Tensor | None = None
+    choice_bias: Tensor | None = None
+    shared: Callable[[Tensor], Tensor] | None = None
+    shared_gate: Linear | None = None
+    expert_scale: Tensor | None = None
+    latent: Latent | None = None
+
+    consumer: ClassVar[None] = None  # the router and every expert use the input
+
+    def __call__(self, x: Rows, routed: Rows | None = None) -> Tensor:
+        """Return the sum of the chosen and the shared experts, [num_tokens, hidden_size].
+
+        x: [num_tokens, hidden_size]; routed: the same shape, the router's input if it is not x
+        """
+        x = plain(x)
+        chosen_by = x if routed is None else plain(routed)
+        by_expert = (self.bias, self.choice_bias, self.expert_scale)
+        ids, weights = self.kernels.route(chosen_by, self.router, self.routing, *by_expert)
+        base = None if self.shared is None else self.shared(x)
+        if base is not None and self.shared_gate is not None:
+            base = self.kernels.gate(base, self.shared_gate(x), GateFunction.SIGMOID)
+        sides, latent = (self.gate_up, self.down, self.activation), self.latent
+        if latent is None:
+            return self.kernels.experts(x, ids, weights, *sides, base)
+        chosen = latent.outer(self.kernels.experts(latent.inner(x), ids, weights, *sides))
+        if base is None:
+            return chosen
+        assert latent.add is not None
+        return latent.add(chosen, base)[0]
+
+
+@dataclass(frozen=True)
+class ExpertsBeside:
+    """Experts alongside a feed-forward (Gemma 4 26B-A4B).
+
+    Router and experts have separate norms of the residual stream; the norms of the results of
+    feed-forward and experts are added.
+
+    router_norm   norm of the router's input
+    norm          norm of the experts' input
+    shared_norm   norm of the feed-forward's result
+    post          weight of the norm of the experts' result
+    """
+
+    router_norm: RMSNorm
+    norm: RMSNorm
+    moe: MoE
+    shared_norm: RMSNorm
+    post: Tensor
+
+    def __call__(self, x: Tensor, shared: Tensor) -> Tensor:
+        """Return the sum of both normed results, [num_tokens, hidden_size].
+
+        x: the residual stream; shared: the result of the feed-forward; both [num_tokens,
+        hidden_size]
+        """
+        (_, routed), (_, normed) = self.router_norm(x, None), self.norm(x, None)
+        _, first = self.shared_norm(shared, None)
+        total, _ = self.shared_norm(plain(first), self.moe(normed, routed), None, self.post)
+        return total

@@ -1,0 +1,54 @@
+"""Short convolution between two gates, the mixer of LFM2 (Liquid AI 2025).
+
+out(c * convolution(b * x))
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from freight.cache.pool import LayerCache, PagedState
+from freight.kernels.interface import KernelSet
+from freight.model.layers.linear import Projection
+from freight.operands.activation import GateFunction
+from freight.operands.batch import ForwardBatch
+from freight.operands.packed import PackedWeight, Rows
+
+
+@dataclass(frozen=True)
+class ShortConv:
+    """One gated short convolution.
+
+    `in_proj` computes b, c and x, concatenated along the output. The state holds b * x of earlier
+    tokens, rounded to the compute dtype.
+
+    weight   [channels, width] in the compute dtype, as `KernelSet.convolve` takes it
+    bias     [channels] in the compute dtype, or None
+    """
+
+    in_proj: Projection
+    weight: Tensor
+    bias: Tensor | None
+    out_proj: Projection
+    kernels: KernelSet
+
+    @property
+    def consumer(self) -> PackedWeight | None:
+        """Return the `consumer` of the layer's input (`Linear.consumer`)."""
+        return self.in_proj.consumer
+
+    def __call__(self, x: Rows, batch: ForwardBatch, cache: LayerCache) -> Tensor:
+        """Compute the mixer of this step's tokens, [num_tokens, hidden_size].
+
+        x: [num_tokens, hidden_size], a tensor or the norm's result for `consumer`
+        """
+        assert isinstance(cache, PagedState), "a layer with a convolution has states"
+        kernels, size, projected = self.kernels, len(self.weight), self.in_proj(x)
+        b, c = projected[:, :size], projected[:, size : 2 * size]
+        inputs = projected[:, 2 * size :]
+        inputs = kernels.gate(inputs, b, GateFunction.IDENTITY)
+        sequences = batch.sequences(cache.group)
+        convolved = kernels.convolve(inputs, self.weight, self.bias, False, cache.states, sequences)
+        return self.out_proj(kernels.gate(convolved, c, GateFunction.IDENTITY))

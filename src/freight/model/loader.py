@@ -1,0 +1,483 @@
+"""Loader: checkpoint -> Decoder. Every tensor is taken, or skipped by name with a reason.
+
+The tensors that a model needs follow from ModelConfig alone (`tensor_shapes`), so a config that
+contradicts the checkpoint is an error that names both, before a weight is read. Where it is exact,
+q, k and v become one matrix, and gate and up another, stacked along the output. Mixers are built by
+`model/mixers.py`. A 16-bit weight that becomes FP8 is released before the next one is read, so
+memory peaks near the FP8 size.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from freight.checkpoint.four_bits import StoredGroups, StoredPowers
+from freight.checkpoint.linears import StoredLinear
+from freight.checkpoint.mxfp4 import StoredExperts, describe
+from freight.checkpoint.reader import Checkpoint
+from freight.errors import ConfigError
+from freight.fp8.formats import Format
+from freight.fp8.scheme import Scheme
+from freight.kernels.interface import KernelSet
+from freight.model.architectures import tensor_names
+from freight.model.building import Builder
+from freight.model.config.layer import (
+    DenseConfig,
+    FeedForward,
+    MoEConfig,
+    NormPlacement,
+    PerLayerEmbeddingConfig,
+)
+from freight.model.config.model import ModelConfig
+from freight.model.decoder import MLP, Decoder, DecoderLayer
+from freight.model.expert_weights import Read, expert_matrices
+from freight.model.layers.embedding import Embedding, LogitsHead
+from freight.model.layers.linear import GatheredLinear
+from freight.model.layers.moe import ExpertsBeside, Latent, MoE
+from freight.model.layers.norm import RMSNorm
+from freight.model.layers.per_layer_embeddings import PerLayerEmbedding, PerLayerEmbeddings
+from freight.model.layers.rope import build_ropes
+from freight.model.mixer_shares import Pieces
+from freight.model.mixers import build_mixer
+from freight.model.shapes import shared_names
+from freight.model.shapes import tensor_shapes as tensor_shapes
+from freight.model.shares import Share, share_of
+from freight.model.sources import CheckpointSource, Stored, WeightSource, in_halves
+from freight.model.stored import find_stored
+from freight.operands.packed import PackedExperts
+from freight.operands.rotary import Rotary
+from freight.operands.weight import Weight
+from freight.parallel.shards import part as part_of
+
+UNQUANTIZED = Scheme()
+logger = logging.getLogger("freight")
+
+
+@dataclass(frozen=True)
+class ModelBuilder(Builder):
+    """A builder of layers, and of the embeddings before them."""
+
+    def embedding(self) -> Embedding:
+        """Build the embedding. Its rows are multiplied by `ModelConfig.embedding_multiplier` and
+        divided by `divisor`.
+        """
+        weight = self.tensor(self.names.embedding)
+        multiplier = self.config.embedding_multiplier
+        if multiplier is not None and self.config.rounds_multiplier:
+            exact = torch.tensor(multiplier, dtype=torch.float32, device="cpu")
+            multiplier = exact.to(weight.dtype).item()
+        norm = None
+        if self.config.embedding_norm:
+            # The norm has no weights of the model: these divide its result by `divisor`.
+            width = self.config.embedding_size or self.config.hidden_size
+            factors = torch.full(
+                (width,), 1 / self.divisor, dtype=torch.float32, device=weight.device
+            )
+            norm = RMSNorm(factors, self.config.norm_eps, self.kernels)
+        elif self.divisor != 1:
+            multiplier = (1.0 if multiplier is None else multiplier) / self.divisor
+        offset = self.config.position_offset
+        positions = None if offset is None else self.tensor(self.names.positions)[offset:]
+        return Embedding(
+            weight,
+            self.kernels,
+            multiplier,
+            projection=self.outer(self.names.project_in),
+            positions=positions,
+            norm=norm,
+            gathers=self.share is not None,
+        )
+
+    def layer(self, index: int, ropes: Mapping[int | None, Rotary]) -> DecoderLayer:
+        """Build layer `index`."""
+        layer, names = self.config.layers[index], self.names
+        prefix = names.layer.format(index)
+        has_mlp, has_posts = layer.feed_forward is not None, layer.norms.has_outputs
+        mixer = build_mixer(layer.mixer, self, prefix, ropes)
+        mixer_post = mlp_post = None
+        if has_posts and mixer is not None:
+            mixer_post = self.post_weight(prefix + names.attention_post)
+        if has_posts and has_mlp:
+            mlp_post = self.post_weight(prefix + names.mlp_post)
+        # With `outputs_only` no input is normed: mixer_norm and mlp_norm serve for their eps only
+        # (`Residual.summed`), and any weight of the right size will do.
+        outputs_only = layer.norms is NormPlacement.OUTPUT
+        mixer_norm = mlp_norm = None
+        if mixer is not None:
+            mixer_norm = self.norm(
+                prefix + names.attention_norm, mixer_post if outputs_only else None
+            )
+        if has_mlp:
+            mlp_norm = self.norm(prefix + names.mlp_norm, mlp_post if outputs_only else None)
+        scalar = self.tensor(prefix + names.scalar) if layer.scalar else None
+        per_layer = None
+        if layer.per_layer is not None:
+            per_layer = self.per_layer_embedding(layer.per_layer, prefix, scalar)
+        if scalar is not None:
+            assert mlp_post is not None, "the weight of a post norm absorbs the scalar"
+            assert self.config.wide_norms, "a weight in 16 bits would be rounded again"
+            if per_layer is None:  # else the norm of `per_layer` is the last one
+                mlp_post = mlp_post * scalar.float()
+        return DecoderLayer(
+            mixer_norm=mixer_norm,
+            mixer=mixer,
+            mixer_post=mixer_post,
+            mlp_norm=mlp_norm,
+            mlp=self.feed_forward(layer.feed_forward, prefix),
+            beside=self.beside(layer.feed_forward, prefix),
+            mlp_post=mlp_post,
+            post=layer.norms is NormPlacement.POST,
+            outputs_only=outputs_only,
+            scalar=scalar,
+            per_layer=per_layer,
+        )
+
+    def per_layer_embedding(
+        self, config: PerLayerEmbeddingConfig, prefix: str, scalar: Tensor | None
+    ) -> PerLayerEmbedding:
+        """Build a layer's part of the per-layer embeddings. The weight of its norm is multiplied by
+        `scalar`, the layer's factor, if there is one.
+        """
+        names = self.names
+        post = self.norm_weight(prefix + names.per_layer_post)
+        return PerLayerEmbedding(
+            gate=self.gathered(prefix, names.per_layer_gate, inputs=False),
+            down=self.gathered(prefix, names.per_layer_down, inputs=False),
+            post=post if scalar is None else post * scalar.float(),
+            activation=config.activation,
+            kernels=self.kernels,
+        )
+
+    def per_layer_embeddings(self, only: int | None = None) -> PerLayerEmbeddings | None:
+        """Build the per-layer embeddings of all layers, or of layer `only` alone; None if the model
+        has none.
+        """
+        c, names = self.config, self.names
+        if c.per_layer_vocab_size is None:
+            return None
+        table = self.source.table(
+            names.per_layer_table, self.shapes[names.per_layer_table], c.checkpoint_format
+        )
+        name = f"{names.per_layer_projection}.weight"
+        weight = self.source.head(name, self.shapes[name])
+        size = c.per_layer_size // c.num_layers  # values of a token's vector for one layer
+        if only is not None:
+            assert weight.scale is None, "calibration reads weights that are not quantized"
+            part = slice(only * size, (only + 1) * size)
+            table = table[:, part]
+            weight = Weight(weight.data[part].contiguous())
+        # Gemma 4 divides the norm's input by sqrt(hidden_size); a larger eps has the same effect
+        norm = RMSNorm(
+            self.norm_weight(names.per_layer_norm), c.norm_eps * c.hidden_size, self.kernels
+        )
+        projection = self.packed(weight, None)
+        if self.share is None:
+            return PerLayerEmbeddings(table, size**0.5, projection, norm)
+        own = part_of(c.per_layer_size, self.share.rank, self.share.size)
+        gathered = GatheredLinear(projection, self.kernels, inputs=False)
+        return PerLayerEmbeddings(table, size**0.5, gathered, norm, (own.start, own.stop))
+
+    def feed_forward(self, mlp: FeedForward, prefix: str) -> MLP | MoE | None:
+        """Build a layer's feed-forward; None if the layer has none. If experts run in parallel with
+        it, it is the dense part alone: `beside` builds the experts.
+        """
+        names = self.names
+        if mlp is None:
+            return None
+        if isinstance(mlp, DenseConfig):
+            return self.dense(mlp, prefix, names.gate_up, names.down)
+        if mlp.beside:
+            assert mlp.shared is not None
+            return self.dense(mlp.shared, prefix, *shared_names(names))
+        return self.mixture(mlp, prefix)
+
+    def beside(self, mlp: FeedForward, prefix: str) -> ExpertsBeside | None:
+        """Build the experts that run in parallel with a feed-forward (`MoEConfig.beside`); None if
+        the layer has none.
+        """
+        if not isinstance(mlp, MoEConfig) or not mlp.beside:
+            return None
+        names, c = self.names, self.config
+        # The router's norm has no weights; the model multiplies its result by these factors.
+        router_factors = self.exact(prefix + names.router_scale) * c.hidden_size**-0.5
+        return ExpertsBeside(
+            router_norm=RMSNorm(router_factors, c.norm_eps, self.kernels),
+            norm=RMSNorm(self.norm_weight(prefix + names.experts_norm), c.norm_eps, self.kernels),
+            moe=self.mixture(replace(mlp, shared=None), prefix),
+            shared_norm=RMSNorm(
+                self.norm_weight(prefix + names.shared_post), c.norm_eps, self.kernels
+            ),
+            post=self.norm_weight(prefix + names.experts_post),
+        )
+
+    def mixture(self, mlp: MoEConfig, prefix: str) -> MoE:
+        """Build a mixture of experts: router, experts, shared expert."""
+        names = self.names
+        router = prefix + names.router
+        matrix = self.exact(f"{router}.weight")
+        choice_bias = None
+        if mlp.choice_bias:
+            choice_bias = self.exact(prefix + names.choice_bias).flatten()
+        if names.for_pictures:  # the router is stored transposed; the text's bias comes first
+            assert choice_bias is not None
+            matrix = matrix.t().contiguous()
+            choice_bias = choice_bias[: mlp.num_experts].clone()
+        gate_up = self.experts(mlp, prefix, *names.expert_gate_up)
+        down = self.experts(mlp, prefix, names.expert_down)
+        shared = None
+        if mlp.shared is not None:
+            shared = self.dense(mlp.shared, prefix, *shared_names(names))
+        return MoE(
+            router=self.kernels.pack(Weight(matrix)),
+            routing=mlp.routing,
+            gate_up=gate_up,
+            down=down,
+            activation=mlp.activation,
+            kernels=self.kernels,
+            bias=self.exact(f"{router}.bias") if mlp.router_bias else None,
+            choice_bias=choice_bias,
+            shared=shared,
+            shared_gate=self.outer(prefix + names.shared_gate) if mlp.shared_gate else None,
+            expert_scale=self.exact(prefix + names.expert_scale) if mlp.beside else None,
+            latent=self.latent(mlp, prefix, matrix.device),
+        )
+
+    def latent(self, mlp: MoEConfig, prefix: str, device: torch.device) -> Latent | None:
+        """Build the projections around experts that work in a smaller space
+        (`MoEConfig.latent_size`); None if they do not.
+        """
+        if mlp.latent_size is None:
+            return None
+        inner = self.gathered(prefix, self.names.latent_in, inputs=False)
+        outer = self.gathered(prefix, self.names.latent_out, inputs=False)
+        add = None
+        if mlp.shared is not None:  # only the sum is used, so the norm's weight does not matter
+            ones = torch.ones(self.config.hidden_size, dtype=torch.float32, device=device)
+            add = RMSNorm(ones, self.config.norm_eps, self.kernels)
+        return Latent(inner, outer, add)
+
+    def dense(self, mlp: DenseConfig, prefix: str, gate_up: tuple[str, ...], down: str) -> MLP:
+        """Build a feed-forward from the modules `gate_up` and `down`."""
+        return MLP(
+            self.linear(prefix, *gate_up), self.gathered(prefix, down), mlp.activation, self.kernels
+        )
+
+    def experts(self, mlp: MoEConfig, prefix: str, *parts: str) -> PackedExperts:
+        """Build one matrix for each expert: its projections `parts`, merged.
+
+        Experts with static input scales all get the largest one, because rows are quantized once
+        for all experts.
+        """
+        if self.names.interleaved:
+            return self.interleaved(
+                prefix + self.names.expert + parts[0], pairs=parts == self.names.expert_gate_up
+            )
+        weight_names: list[list[str]] = []
+        biases: list[Tensor] = []
+        for index in range(mlp.num_experts):
+            expert = prefix + self.names.expert.format(index)
+            weight_names.append([f"{expert}{part}.weight" for part in parts])
+            if mlp.bias:
+                biases.append(torch.cat([self.tensor(f"{expert}{part}.bias") for part in parts]))
+
+        def read() -> Iterator[Weight]:
+            return expert_matrices(self.source, self.shapes, weight_names)
+
+        weights = Read(mlp.num_experts, read)
+        return self.kernels.pack_experts(weights, torch.stack(biases) if biases else None)
+
+    def interleaved(self, name: str, pairs: bool) -> PackedExperts:
+        """Build one matrix for each expert from the tensor `name`, which has all of them
+        (`TensorNames.interleaved`). `pairs`: its outputs of gate and up alternate.
+        """
+        shape = self.shapes[name]  # [experts, inputs, outputs]
+
+        def read() -> Iterator[Weight]:
+            return iter(self.source.experts(name, shape, pairs))
+
+        bias = self.tensor(f"{name}_bias")  # [experts, outputs]
+        if pairs:
+            bias = in_halves(bias, 1)
+        return self.kernels.pack_experts(Read(shape[0], read), bias)
+
+
+def model_builder(
+    config: ModelConfig, source: WeightSource, kernels: KernelSet, share: Share | None = None
+) -> ModelBuilder:
+    """Return a builder of the parts of a model. `build_decoder` builds all of them; work that goes
+    through a model layer by layer builds one at a time and never holds all.
+
+    `share`: the part of it that a rank has; `config` and `source` are then the rank's.
+    """
+    shapes = tensor_shapes(config) if share is None else dict(share.shapes)
+    return ModelBuilder(source, config, tensor_names(config), shapes, kernels, share)
+
+
+def build_decoder(
+    config: ModelConfig,
+    source: WeightSource,
+    kernels: KernelSet,
+    max_len: int,
+    device: str,
+    share: Share | None = None,
+) -> Decoder:
+    """Build the model that `config` describes from the tensors of `source`, for positions below
+    `max_len`. `share` is as for `model_builder`.
+    """
+    builder = model_builder(config, source, kernels, share)
+    ropes = build_ropes(config.ropes, max_len, device)
+    layers = tuple(builder.layer(index, ropes) for index in range(config.num_layers))
+    names = builder.names
+    final_norm = None
+    if config.final_norm:
+        weight = None  # the stored one, with the offset that all norms have
+        if not config.final_norm_offset:
+            weight = builder.norm_weight(names.norm, offset=False)
+        final_norm = builder.norm(names.norm, weight)
+    embedding = builder.embedding()
+    if config.tie_word_embeddings:
+        head = Weight(embedding.weight)
+    else:
+        head = source.head(names.head, builder.shapes[names.head])
+    logits_head = LogitsHead(
+        kernels.pack(head),
+        kernels,
+        input_limit=head.input_limit,
+        soft_cap=config.logit_soft_cap,
+        projection=builder.outer(names.project_out),
+        divisor=config.logit_divisor,
+        gathered=None if share is None else config.vocab_size,
+    )
+    per_layer = builder.per_layer_embeddings()
+    return Decoder(config, embedding, layers, final_norm, logits_head, per_layer)
+
+
+def load_model(
+    checkpoint: Checkpoint,
+    config: ModelConfig,
+    kernels: KernelSet,
+    compute_format: Format,
+    weight_format: Format,
+    max_len: int,
+    device: str,
+    scheme: Scheme = UNQUANTIZED,
+    share: Share | None = None,
+    int4: bool = False,
+) -> Decoder:
+    """Read a checkpoint for computing in `compute_format`, for positions below `max_len`.
+
+    `config` is the whole model, of which a rank reads its `share` alone.
+
+    Matrices that `scheme` declares to be FP8 or INT8 become `weight_format`, an E4M3 variant or
+    INT8, those that it declares to be in 4 bits stay so, and the others become `compute_format`. If
+    it declares no matrix quantized and `weight_format` has 8 bits, every Linear but the head is
+    rounded to that, with a scale per output row and dynamic activations, or with `int4` to INT4 in
+    groups. Before the first weight is read, raises CheckpointError for tensors that are missing,
+    misshapen or left over, for contradictions between declaration and tensors, and for invalid
+    scales; ConfigError for weights in 4 bits that the kernels do not compute with.
+    """
+    found = find_stored(checkpoint, config, scheme)
+    linears, packed = found.linears, found.packed
+    require_groups(kernels, found.four, int4)
+    stored: dict[str, Stored] = {**linears, **found.four}
+    if share is not None:
+        require_whole_blocks(share, linears)
+        stored, packed = present_share(checkpoint, share, stored, packed)
+        config = replace(share.model, ropes=config.ropes)
+    source = CheckpointSource(
+        checkpoint,
+        compute_format,
+        weight_format,
+        device,
+        stored,
+        rounds=scheme.weight_format is None,  # a quantized one keeps its 16-bit matrices
+        packed=packed,
+        keeps_mxfp4=kernels.packs_mxfp4,
+        int4=int4,
+    )
+    if packed:
+        logger.info("%s", describe(packed, compute_format, kernels.packs_mxfp4))
+    for pattern, reason in scheme.unused:
+        count = len(fnmatch.filter(checkpoint.skipped, pattern))
+        if count:
+            logger.info("%d tensors are not used: scales %s", count, reason)
+    return build_decoder(config, source, kernels, max_len, device, share)
+
+
+def require_groups(
+    kernels: KernelSet,
+    four: Mapping[str, StoredGroups | StoredPowers],
+    int4: bool = False,
+) -> None:
+    """Raise ConfigError for matrices in 4 bits with scales of groups that `kernels` do not take."""
+    if kernels.packs_groups:
+        return
+    if int4:
+        raise ConfigError(
+            f"int4: the {kernels.name} kernels do not compute with weights in 4 bits with scales of groups; use "
+            "--device cpu, or fp8"
+        )
+    first = next((one for one in four.values() if isinstance(one, StoredGroups)), None)
+    if first is not None:
+        raise ConfigError(
+            f"{first.module} has weights in 4 bits ({first.four}), with which the {kernels.name} kernels do not "
+            "compute; use --device cpu, or the model in FP8 or 16 bits"
+        )
+
+
+def require_whole_blocks(share: Share, stored: Mapping[str, StoredLinear]) -> None:
+    """Raise ConfigError if any rank would cut a block of scales: where the others do not, they would
+    read all of their weights first.
+    """
+    blocks = {name: matrix for name, matrix in stored.items() if matrix.scale.ndim == 2}
+    for rank in range(share.size if blocks else 0):
+        pieces = share_of(share.whole, rank, share.size).pieces
+        for name in blocks.keys() & pieces.keys() - {tensor_names(share.whole).embedding}:
+            blocks[name].of_rows(_rows(pieces[name]))
+
+
+def _rows(pieces: Pieces) -> list[slice]:
+    return [rows for rows, *_ in pieces if isinstance(rows, slice)]
+
+
+def present_share(
+    checkpoint: Checkpoint,
+    share: Share,
+    stored: Mapping[str, Stored],
+    packed: Mapping[str, StoredExperts],
+) -> tuple[dict[str, Stored], dict[str, StoredExperts]]:
+    """Present the tensors of `share` in the place of the whole ones; return its quantized matrices,
+    and its experts in MXFP4.
+
+    Raises ConfigError for a matrix that cannot be cut so.
+    """
+    cut, experts = dict(stored), dict(packed)
+    head, of_head = share.head
+    embedding = tensor_names(share.whole).embedding
+    # the head first: it may be a part of the embedding
+    for name in sorted(share.pieces, key=lambda name: name != head):
+        pieces = share.pieces[name]
+        whole = of_head if name == head else name
+        matrix = stored.get(whole)
+        if name in packed:
+            outputs = pieces[0][-1]
+            assert isinstance(outputs, slice)
+            experts[name] = packed[name].of_outputs(checkpoint, outputs)
+        elif matrix is None:
+            checkpoint.narrow(whole, pieces, name)
+        elif whole != embedding:
+            cut[name] = matrix.of_rows(_rows(pieces))
+            if isinstance(matrix, StoredLinear):
+                checkpoint.narrow(matrix.weight, pieces)
+        else:
+            raise ConfigError(
+                f"--tensor-parallel-size {share.size}: {whole} is a quantized embedding, which is not divided over "
+                "ranks yet; omit it"
+            )
+    return cut, experts

@@ -1,0 +1,303 @@
+"""Mixers of layers, from their configs: one build function per kind, so the loader knows none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from freight.model.building import Builder
+from freight.model.config.layer import (
+    AttentionConfig,
+    DeltaNetConfig,
+    KimiDeltaConfig,
+    LatentConfig,
+    Mamba2Config,
+    ShortConvConfig,
+)
+from freight.model.config.layer import Mixer as MixerConfig
+from freight.model.decoder import Mixer
+from freight.model.layers.attention import (
+    Attention,
+    GatheredQKNorm,
+    NormedLast,
+    OutputGate,
+    QKNorm,
+    ValueFactor,
+    ValueNorm,
+)
+from freight.model.layers.delta_net import DeltaNet
+from freight.model.layers.kimi_delta import KimiDelta
+from freight.model.layers.latent import Latent
+from freight.model.layers.linear import Projection
+from freight.model.layers.mamba import Mamba2
+from freight.model.layers.rope import half_pairs, places
+from freight.model.layers.short_conv import ShortConv
+from freight.operands.activation import GateFunction
+from freight.operands.rotary import Rotary
+from freight.operands.weight import Weight
+
+Ropes = Mapping[int | None, Rotary]  # by `AttentionConfig.rope`
+
+
+def build_mixer(mixer: MixerConfig, builder: Builder, prefix: str, ropes: Ropes) -> Mixer | None:
+    """Build the mixer of the layer whose tensors begin with `prefix`; None for a layer without one."""
+    if mixer is None:
+        return None
+    return _BUILDERS[type(mixer)](mixer, builder, prefix, ropes)
+
+
+def _attention(mixer: AttentionConfig, builder: Builder, prefix: str, ropes: Ropes) -> Attention:
+    names, eps, kernels = builder.names.attention, builder.config.norm_eps, builder.kernels
+    norms = (
+        _qk_norms(mixer, builder, prefix, ropes[mixer.rope].cos.device) if mixer.qk_norm else None
+    )
+    rotary, last = replace(ropes[mixer.rope], eps=eps), None
+    if norms and mixer.qk_norm_last:
+        assert mixer.k_dim == mixer.v_dim
+        assert mixer.kv_from is None
+        last = NormedLast(rotary, *norms, mixer.qkv_sizes[:2], eps, kernels)
+        norms, rotary = None, ropes[None]
+    v_norm: ValueNorm | ValueFactor | None
+    if mixer.v_norm:
+        v_norm = _value_norm(mixer, builder, rotary)
+    else:
+        v_norm = _value_factor(mixer, builder, prefix)
+    return Attention(
+        qkv=builder.linear(prefix, *names.qkv_of(mixer), rows=_qkv_rows(mixer, builder)),
+        o=builder.gathered(prefix, names.o),
+        rotary=rotary if norms is None or mixer.qk_norm_whole else replace(rotary, norms=norms),
+        softmax_scale=mixer.softmax_scale,
+        window=mixer.window,
+        soft_cap=mixer.soft_cap,
+        shares=mixer.kv_from is not None,
+        output_gate=_output_gate(mixer, builder, prefix),
+        last=last,
+        norm=_whole_norm(norms, builder) if norms and mixer.qk_norm_whole else None,
+        v_norm=v_norm,
+        sinks=builder.tensor(prefix + names.sinks).float() if mixer.sinks else None,
+    )
+
+
+def _whole_norm(norms: tuple[Tensor, Tensor], builder: Builder) -> QKNorm | GatheredQKNorm:
+    """Build the norm over all heads of q, and of k, from its weights."""
+    eps, share = builder.config.norm_eps, builder.share
+    if share is None:
+        return QKNorm(*norms, eps, builder.kernels)
+    return GatheredQKNorm(*norms, eps, share.rank, share.size, builder.kernels)
+
+
+def _qk_norms(
+    mixer: AttentionConfig, builder: Builder, prefix: str, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Return the weights of the norms of q and k.
+
+    A layer that reads another layer's keys has no weight for k; q's is returned in its place and
+    never used.
+    """
+    if mixer.qk_norm_bare:
+        ones = torch.ones(mixer.k_dim, dtype=torch.float32, device=device)
+        return ones, ones
+    q = builder.norm_weight(prefix + builder.names.attention.q_norm)
+    if mixer.kv_from is not None:
+        return q, q
+    return q, builder.norm_weight(prefix + builder.names.attention.k_norm)
+
+
+def _output_gate(mixer: AttentionConfig, builder: Builder, prefix: str) -> OutputGate | None:
+    gate, names = mixer.output_gate, builder.names.attention
+    if gate is None:
+        return None
+    projection: Projection | None
+    if gate.in_q:
+        projection = builder.linear(prefix, names.qkv[0], rows=(_of_heads(mixer, 1),))
+    else:
+        projection = builder.outer(prefix + names.output_gate)
+    if projection is None:
+        return None
+    return OutputGate(projection, gate.function, builder.kernels)
+
+
+def _of_heads(mixer: AttentionConfig, part: int) -> Tensor:
+    """Return the rows of q (part 0) or of its gate (part 1), where each head has its q rows, then
+    its gate rows.
+    """
+    rows = places(2 * mixer.num_heads * mixer.k_dim)
+    return rows.view(mixer.num_heads, 2, mixer.k_dim)[:, part].flatten()
+
+
+def _value_factor(mixer: AttentionConfig, builder: Builder, prefix: str) -> ValueFactor | None:
+    if mixer.v_factor is None:
+        return None
+    others, values = mixer.factor_groups
+    # Any tensor of the layer: it gives the compute dtype and the device
+    like = builder.tensor(prefix + builder.names.attention_norm)
+    return ValueFactor(
+        like.new_tensor([[1.0] * others + [mixer.v_factor] * values]), builder.kernels
+    )
+
+
+def _value_norm(mixer: AttentionConfig, builder: Builder, rotary: Rotary) -> ValueNorm:
+    assert mixer.v_factor is None, "the norm would cancel the factor"
+    ones = torch.ones(mixer.v_dim, dtype=torch.float32, device=rotary.cos.device)
+    return ValueNorm(
+        ones, mixer.qkv_sizes[2], mixer.k_eq_v, builder.config.norm_eps, builder.kernels
+    )
+
+
+def _qkv_rows(mixer: AttentionConfig, builder: Builder) -> tuple[Tensor | None, ...]:
+    """Return the order of the rows of each matrix that stores q, k and v; None keeps the order
+    (`RopeConfig`).
+    """
+    if mixer.output_gate is not None and mixer.output_gate.in_q:
+        assert mixer.rope is None or not builder.config.ropes[mixer.rope].interleaved
+        return (_of_heads(mixer, 0), None, None)
+    if mixer.rope is None or not builder.config.ropes[mixer.rope].interleaved:
+        return ()
+    assert not mixer.qk_norm, "the weights of these norms would need the same order"
+    rotary_dim = builder.config.ropes[mixer.rope].rotary_dim
+    q = half_pairs(mixer.num_heads, mixer.k_dim, rotary_dim)
+    k = half_pairs(mixer.num_kv_heads, mixer.k_dim, rotary_dim)
+    if len(builder.names.attention.qkv) > 1:
+        return q, k, None
+    v = places(sum(mixer.qkv_sizes))[len(q) + len(k) :]
+    return (torch.cat((q, k + len(q), v)),)
+
+
+def _latent(mixer: LatentConfig, builder: Builder, prefix: str, ropes: Ropes) -> Latent:
+    names, kernels = builder.names.latent, builder.kernels
+    interleaved = mixer.rope is not None and builder.config.ropes[mixer.rope].interleaved
+    of_q = _rotated_last(mixer.num_heads, mixer.nope, mixer.rotated, interleaved)
+    of_kv = _rotated_last(1, mixer.latent, mixer.rotated, interleaved)
+    ranked = mixer.q_rank is not None
+    first = {names.q_a: None, names.kv_a: of_kv} if ranked else {names.q: of_q, names.kv_a: of_kv}
+    kv_b = builder.tensor(f"{prefix}{names.kv_b}.weight")
+    heads = kv_b.view(mixer.num_heads, mixer.nope + mixer.head_size, mixer.latent)
+    gate = builder.outer(prefix + names.output_gate) if mixer.output_gate else None
+    return Latent(
+        first=builder.linear(prefix, *first, rows=tuple(first.values())),
+        q_norm=builder.norm_weight(prefix + names.q_norm) if ranked else None,
+        q_b=builder.linear(prefix, names.q_b, rows=(of_q,)) if ranked else None,
+        kv_norm=builder.norm_weight(prefix + names.kv_norm),
+        keys=kernels.pack_experts([Weight(head[: mixer.nope].t().contiguous()) for head in heads]),
+        values=kernels.pack_experts([Weight(head[mixer.nope :].contiguous()) for head in heads]),
+        o=builder.gathered(prefix, names.o),
+        rotary=ropes[mixer.rope],
+        num_heads=mixer.num_heads,
+        nope=mixer.nope,
+        softmax_scale=mixer.softmax_scale,
+        eps=mixer.eps,
+        shared=mixer.rotated,
+        output_gate=None if gate is None else OutputGate(gate, GateFunction.SIGMOID, kernels),
+        kernels=kernels,
+    )
+
+
+def _rotated_last(num_heads: int, plain: int, rotated: int, interleaved: bool) -> Tensor | None:
+    """Return the order of the rows of heads whose last `rotated` channels have a rope; None keeps
+    the order (`RopeConfig`).
+    """
+    if not interleaved:
+        return None
+    head = torch.cat(
+        (
+            places(plain),
+            plain + half_pairs(1, rotated, rotated),
+        )
+    )
+    return (places(num_heads)[:, None] * len(head) + head).flatten()
+
+
+def _delta_net(mixer: DeltaNetConfig, builder: Builder, prefix: str, ropes: Ropes) -> DeltaNet:
+    names = builder.names.delta_net
+    heads = mixer.heads // mixer.key_heads  # value heads of a key head
+    keys, values = mixer.k_dim, heads * mixer.v_dim
+    of_qkvz = (
+        None if len(names.qkvz) > 1 else _side_by_side(mixer.key_heads, keys, keys, values, values)
+    )
+    of_ba = None if len(names.ba) > 1 else _side_by_side(mixer.key_heads, heads, heads)
+    return DeltaNet(
+        qkvz=builder.linear(prefix, *names.qkvz, rows=(of_qkvz,)),
+        ba=builder.kept([prefix + name for name in names.ba], of_ba),
+        conv=builder.tensor(prefix + names.conv).flatten(1),
+        a_log=builder.exact(prefix + names.a_log),
+        dt_bias=builder.exact(prefix + names.dt_bias),
+        norm=builder.tensor(prefix + names.norm),
+        out=builder.gathered(prefix, names.out),
+        sizes=(mixer.key_heads * mixer.k_dim, mixer.channels),
+        eps=builder.config.norm_eps,
+        kernels=builder.kernels,
+    )
+
+
+def _kimi_delta(mixer: KimiDeltaConfig, builder: Builder, prefix: str, ropes: Ropes) -> KimiDelta:
+    names, two = builder.names.kimi_delta, mixer.rank is not None
+    gates = (names.decay[0], names.beta, *((names.output_gate[0],) if two else ()))
+    return KimiDelta(
+        first=builder.linear(prefix, *names.qkv, *(() if two else names.output_gate)),
+        gates=builder.kept([prefix + name for name in gates]),
+        decay=builder.kept([prefix + names.decay[1]]) if two else None,
+        output_gate=builder.kept([prefix + names.output_gate[1]]) if two else None,
+        conv=torch.cat([builder.tensor(prefix + name).flatten(1) for name in names.conv]),
+        a_log=builder.exact(prefix + names.a_log).flatten(),
+        dt_bias=builder.exact(prefix + names.dt_bias),
+        norm=builder.tensor(prefix + names.norm),
+        out=builder.gathered(prefix, names.out),
+        bound=mixer.bound,
+        eps=builder.config.norm_eps,
+        kernels=builder.kernels,
+    )
+
+
+def _short_conv(mixer: ShortConvConfig, builder: Builder, prefix: str, ropes: Ropes) -> ShortConv:
+    names = builder.names.short_conv
+    return ShortConv(
+        in_proj=builder.linear(prefix, names.in_proj),
+        weight=builder.tensor(f"{prefix}{names.conv}.weight").flatten(1),
+        bias=builder.tensor(f"{prefix}{names.conv}.bias") if mixer.bias else None,
+        out_proj=builder.gathered(prefix, names.out_proj),
+        kernels=builder.kernels,
+    )
+
+
+def _mamba2(mixer: Mamba2Config, builder: Builder, prefix: str, ropes: Ropes) -> Mamba2:
+    names = builder.names.mamba
+    norm = builder.tensor(prefix + names.norm)
+    gathers = len(norm) > mixer.heads * mixer.head_dim  # it has the channels of all ranks
+    return Mamba2(
+        in_proj=builder.linear(prefix, names.in_proj),
+        conv=builder.tensor(f"{prefix}{names.conv}.weight").flatten(1),
+        conv_bias=builder.tensor(f"{prefix}{names.conv}.bias") if mixer.conv_bias else None,
+        a_log=builder.exact(prefix + names.a_log),
+        skip=builder.exact(prefix + names.skip),
+        dt_bias=builder.exact(prefix + names.dt_bias),
+        norm=norm,
+        gathers=gathers,
+        out=builder.gathered(prefix, names.out, inputs=not gathers),
+        group=len(norm) // mixer.norm_groups,
+        limits=mixer.limits,
+        keys=mixer.groups * mixer.state_size,
+        eps=builder.config.norm_eps,
+        kernels=builder.kernels,
+    )
+
+
+def _side_by_side(groups: int, *sizes: int) -> Tensor:
+    """Return the order of rows that turns `groups` groups of parts of `sizes` into parts that span
+    all groups.
+    """
+    rows = places(groups * sum(sizes)).view(groups, -1)
+    return torch.cat([part.flatten() for part in rows.split(sizes, 1)])
+
+
+_BUILDERS: Mapping[type, Callable[[Any, Builder, str, Ropes], Mixer]] = {
+    AttentionConfig: _attention,
+    LatentConfig: _latent,
+    DeltaNetConfig: _delta_net,
+    KimiDeltaConfig: _kimi_delta,
+    ShortConvConfig: _short_conv,
+    Mamba2Config: _mamba2,
+}

@@ -1,0 +1,452 @@
+"""Opened checkpoints: config, scheme and KV scales are read and checked, weights are not.
+
+Everything that runs a model opens it here: the engine, calibration, evaluation, benchmarks,
+FP8Cache. `freight inspect` and `freight audit` read `Checkpoint` directly, because they also
+describe models that cannot be run.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+from freight.base import openmp
+from freight.base.fields import JsonObject
+from freight.cache.spec import KVCacheSpec, cache_spec
+from freight.checkpoint.kv_scales import read_kv_scales, read_scale_json
+from freight.checkpoint.layouts import read_scheme
+from freight.checkpoint.linears import dense_scheme
+from freight.checkpoint.rank_export import refuse_to_run
+from freight.checkpoint.reader import Checkpoint, resolve_model
+from freight.errors import CheckpointError, ConfigError, choices, shown
+from freight.fp8.formats import Format
+from freight.fp8.scheme import INT4_GROUP, KVScales, Scheme
+from freight.kernels.interface import KernelSet
+from freight.kernels.select import select_kernels
+from freight.model.config.dtype import DtypeSource, describe_dtype
+from freight.model.config.mechanisms import refuse_mechanisms
+from freight.model.config.model import ModelConfig
+from freight.model.config.parse import parse_model_config, stop_token_ids
+from freight.model.config.presets import shape_config
+from freight.model.config.registry import FAMILIES
+from freight.model.decoder import LanguageModel
+from freight.model.expert_names import as_stored, present_experts, present_written
+from freight.model.loader import load_model
+from freight.model.random_weights import random_model
+from freight.model.shares import Share, share_of
+from freight.model.sizes import ForeignBytes, Layout, foreign_bytes, online
+from freight.model.stored import with_stored_head
+from freight.model.weight_bytes import weight_bytes
+from freight.parallel.ranks import ALONE, Ranks
+from freight.parallel.shards import scales_of_rank
+from freight.settings.device import DeviceFacts, Threads, choose_threads, probe
+from freight.settings.engine import EngineArgs, EngineConfig
+from freight.settings.kv_source import kv_source, uniform_scales
+from freight.settings.resolve import check, resolve
+from freight.settings.skip_layers import skipped_layers
+from freight.text.tokenizer import Tokenizer
+
+logger = logging.getLogger("freight")
+
+
+@dataclass(frozen=True)
+class OpenCheckpoint:
+    """A checkpoint whose headers and scale tensors have been read and checked."""
+
+    checkpoint: Checkpoint
+    model: ModelConfig
+    scheme: Scheme
+    kv_scales: KVScales
+
+    def uncentered_scales(self) -> KVScales:
+        """Read the KV scales of the checkpoint's tensors alone, which are valid without centers."""
+        return read_kv_scales(self.checkpoint, self.model, self.scheme, extras=False)
+
+
+def open_checkpoint(
+    model: str, revision: str | None = None, ignore_keys: Collection[str] = ()
+) -> OpenCheckpoint:
+    """Open `model`: 'demo', a folder or a hub id. Raises ConfigError or CheckpointError."""
+    return open_folder(resolve_model(model, revision), model, ignore_keys)
+
+
+def open_folder(path: Path, name: str, ignore_keys: Collection[str] = ()) -> OpenCheckpoint:
+    """Open the checkpoint in `path`, which the user named `name`."""
+    refuse_to_run(path, name)
+    checkpoint = Checkpoint(path)
+    config = read_model_config(
+        checkpoint.config, checkpoint.names, checkpoint.stored_format, ignore_keys
+    )
+    scheme = dense_scheme(checkpoint, read_scheme(checkpoint.config, checkpoint.hf_quant_config))
+    config = with_stored_head(checkpoint, config)
+    present_written(checkpoint, config)
+    present_experts(checkpoint, config, scheme)
+    return OpenCheckpoint(checkpoint, config, scheme, read_kv_scales(checkpoint, config, scheme))
+
+
+def read_model_config(
+    config: JsonObject,
+    tensors: Collection[str] = (),
+    stored: Format | None = None,
+    ignore_keys: Collection[str] = (),
+) -> ModelConfig:
+    """Read a config.json: a family of Freight's, else a model of transformers that can be run.
+
+    `tensors`: names of the checkpoint's tensors. `stored`: dtype of those that are not quantized.
+    `ignore_keys`: keys that are ignored although they change the computation
+    (`config.keys.check_keys`).
+
+    Raises CheckpointError for a key of the family's that is not implemented, for a mechanism that
+    Freight does not have, and for an unknown model; ConfigError for keys that cannot be ignored.
+    """
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str) or model_type in FAMILIES:
+        return as_stored(parse_model_config(config, tensors, stored, ignore_keys), tensors)
+    refuse_mechanisms(config, model_type)
+    if ignore_keys:
+        raise ConfigError(
+            f"--ignore-config-keys {' '.join(ignore_keys)}: model_type {model_type!r} runs through transformers' "
+            "modules, which read all of config.json"
+        )
+    # Imported here: transformers' modeling code takes seconds to import
+    from freight.model.fallback_probe import foreign_config
+
+    return foreign_config(config, stored)
+
+
+def require_native(model: ModelConfig, name: str, what: str) -> None:
+    """Raise CheckpointError for a model that runs through transformers: `what` needs Freight's own
+    decoder.
+    """
+    if model.foreign is not None:
+        raise CheckpointError(
+            f"{name} is of model_type {model.model_type!r}, which runs through transformers' modules; {what} is "
+            f"implemented for Freight's own decoder: {choices(FAMILIES)}"
+        )
+
+
+@dataclass(frozen=True)
+class OpenModel:
+    """A checkpoint with its headers and scale tensors read and checked, and no weight yet.
+
+    `checkpoint` is None for a model of random weights, which has no tokenizer and no stop ids.
+    `model` is the whole model, also with several `ranks`, each of which has a share of it.
+    """
+
+    args: EngineArgs
+    checkpoint: Checkpoint | None
+    model: ModelConfig
+    scheme: Scheme
+    kv_scales: KVScales
+    device: DeviceFacts
+    ranks: Ranks = ALONE
+    random_shape: str | None = None  # of random weights
+
+    @property
+    def share(self) -> Share | None:
+        """What this rank has of the model; None without other ranks. Raises ConfigError as
+        `parallel.shards.require_divisible`.
+        """
+        if self.ranks.size == 1:
+            return None
+        return share_of(self.model, self.ranks.rank, self.ranks.size)
+
+    def as_rank(self, ranks: Ranks, cores: int) -> OpenModel:
+        """Return the model as one of several ranks opens it, with its part of the machine."""
+        free = self.device.memory_free // (ranks.size // self.args.nnodes)
+        return replace(
+            self, ranks=ranks, device=replace(self.device, cores=cores, memory_free=free)
+        )
+
+    def weight_dtype(self, config: EngineConfig) -> str:
+        """Return the format of Linear weights: 'int4', 'fp8_e4m3fn', 'bfloat16'."""
+        if config.int4:
+            return "int4"
+        return self.scheme.weight_formats or str(config.weight_format)
+
+    def with_rank_scales(self, config: EngineConfig) -> EngineConfig:
+        """Return `config`, resolved for the whole model, with the KV scales of this rank."""
+        if config.kv.scales is None or self.ranks.size == 1:
+            return config
+        numbers = self.ranks.rank, self.ranks.size
+        scales = scales_of_rank(config.kv.scales, self.model, *numbers)
+        return replace(config, kv=replace(config.kv, scales=scales))
+
+    def resolve(self, args: EngineArgs) -> EngineConfig:
+        """Resolve `args` for this checkpoint. They may differ from the arguments that it was opened
+        with in cache options only.
+        """
+        source, scales = kv_source(args), self.kv_scales
+        if source.file is not None:
+            scales = read_scale_json(source.file, self.model)
+        elif source.values is not None:
+            scales = uniform_scales(source.values, self.model.num_layers)
+        if self.model.foreign is not None and any(
+            layer and layer.k_center for layer in scales.layers
+        ):
+            raise ConfigError(
+                f"the KV scales have centers of keys, which are subtracted before keys are rotated; modules of "
+                f"transformers ({self.model.architecture}) rotate them first. Use --kv-scales dynamic"
+            )
+        config = resolve(args, self.model, self.scheme, scales, self.device)
+        if config.state_every is not None:
+            self.cache_spec(config)  # raises ConfigError where no layer keeps a state
+        return config
+
+    def skipped_layers(self) -> frozenset[int]:
+        """Return the layers whose cache stays unquantized while others have 8 bits. Raises
+        ConfigError.
+        """
+        return skipped_layers(
+            self.args.kv_cache_dtype_skip_layers, self.model.paged, self.model.num_layers
+        )
+
+    def skipping(self, config: EngineConfig) -> EngineConfig:
+        """Return `config`, whose cache is quantized in every layer, with the cache of
+        `skipped_layers` unquantized.
+        """
+        skipped, num_layers = self.skipped_layers(), self.model.num_layers
+        return replace(config, kv=config.kv.skipping(skipped, num_layers, config.compute_format))
+
+    def threads(self, config: EngineConfig) -> Threads:
+        """Return the context that everything that computes with this model must run in."""
+        return choose_threads(config.threads, self.device.cores)
+
+    def kernels(self, config: EngineConfig) -> KernelSet:
+        """Select the kernels for `config`."""
+        return select_kernels(config.kernels, config.device, config.fp8_attention, self.ranks)
+
+    def load(self, config: EngineConfig, num_positions: int | None = None) -> LanguageModel:
+        """Read the weights, or draw them, with the threads of `config`. Logs their size and the
+        seconds it took.
+
+        `num_positions`: the positions that will be computed, if they are fewer than
+        `config.max_model_len`: tables of angles end there, with the same values.
+        """
+        if self.args.tensor_parallel_size != self.ranks.size:
+            raise ConfigError(
+                f"--tensor-parallel-size {self.args.tensor_parallel_size}: ranks serve and generate alone (freight "
+                "serve, generate and chat, LLM, AsyncLLM); omit it here"
+            )
+        begin = time.perf_counter()
+        threads = self.threads(config)
+        waits = (
+            openmp.long_waits(os.environ) if threads.count > 1 and config.device == "cpu" else ""
+        )
+        if waits:
+            logger.warning("%s", waits)
+        with threads:
+            decoder = self._load(config, num_positions or config.max_model_len)
+        if self.checkpoint is not None:
+            self.checkpoint.require_unchanged()
+        seconds = time.perf_counter() - begin
+        logger.info(
+            "loading weights took %.3g GB and %.2f s", weight_bytes(decoder).total / 1e9, seconds
+        )
+        return decoder
+
+    def _load(self, config: EngineConfig, length: int) -> LanguageModel:
+        kernels = self.kernels(config)
+        if kernels.note:
+            logger.warning("%s", kernels.note)
+        formats = config.compute_format, config.weight_format
+        model = self.model.for_context(config.max_model_len)
+        self._log_dtype(config.compute_format)
+        logger.info("%s", describe_weights(*formats, self.scheme, self.model, config.int4))
+        if self.model.foreign is not None:
+            return self._load_foreign(kernels, config)
+        share, device = self.share, config.device
+        if self.checkpoint is None:
+            return random_model(
+                model, kernels, *formats, length, device, config.seed, share, config.int4
+            )
+        scheme = self.scheme
+        return load_model(
+            self.checkpoint, model, kernels, *formats, length, device, scheme, share, config.int4
+        )
+
+    def _log_dtype(self, compute: Format) -> None:
+        """Log the compute dtype and its reason; warn where config.json says float32 and no tensor
+        is stored so.
+        """
+        source = self.model.dtype_source if self.args.dtype == "auto" else DtypeSource.OPTION
+        logger.info("dtype: %s", describe_dtype(compute, source))
+        stored = None if self.checkpoint is None else self.checkpoint.stored_format
+        asked = source is DtypeSource.OPTION
+        if not asked and compute is Format.FLOAT32 and stored not in (None, Format.FLOAT32):
+            logger.warning(
+                "the tensors are in %s: float32 takes twice the memory and adds no precision to them; --dtype %s "
+                "computes as they are stored",
+                stored,
+                stored,
+            )
+
+    def _load_foreign(self, kernels: KernelSet, config: EngineConfig) -> LanguageModel:
+        from freight.model.fallback import load_foreign
+
+        assert self.checkpoint is not None
+        formats, length = (config.compute_format, config.weight_format), config.max_model_len
+        loaded = load_foreign(
+            self.checkpoint, self.model, kernels, *formats, length, config.device, self.scheme
+        )
+        logger.info(
+            "model: %s of transformers over Freight's cache, checked against its own attention. Not guaranteed: the "
+            "same bits for a row in other chunks or batches, or after a prefix hit",
+            self.model.architecture,
+        )
+        return loaded
+
+    def cache_spec(self, config: EngineConfig) -> KVCacheSpec:
+        """Return the layout of the cache for `config`, as this rank has it."""
+        sizes = config.compute_format, config.state_every, config.max_model_len
+        return cache_spec(config.kv, self.model, config.block_size, *sizes, self.ranks.size)
+
+    def stop_token_ids(self) -> frozenset[int]:
+        """Return the token ids that end a completion: those of the model's files, and the
+        tokenizer's EOS. None for random weights.
+
+        A base model's files often name no end of a turn where an instruct tokenizer does.
+        Raises CheckpointError as `load_tokenizer`.
+        """
+        tokenizer = self.load_tokenizer()
+        end = None if tokenizer is None else tokenizer.eos_token_id
+        return self._stop_ids_of_files | frozenset(() if end is None else (end,))
+
+    @property
+    def _stop_ids_of_files(self) -> frozenset[int]:
+        if self.checkpoint is None:
+            return frozenset()
+        ids = stop_token_ids(self.checkpoint.config, self.checkpoint.generation_config)
+        if self.model.foreign is None:
+            return ids
+        return ids | frozenset(self.model.eos_token_ids)
+
+    def log_stops(self) -> None:
+        """Log which tokens end a completion; nothing of random weights."""
+        if self.checkpoint is not None:
+            logger.info("%s", self.describe_stops())
+
+    def describe_stops(self) -> str:
+        """Return the start-up line about the tokens that end a completion."""
+        ids = self.stop_token_ids()
+        if not ids:
+            return (
+                "no token ends a completion: neither config.json, generation_config.json nor the tokenizer names "
+                "one; requests end by max_tokens, stop and stop_token_ids"
+            )
+        tokenizer = self.load_tokenizer()
+        names = []
+        for token in sorted(ids):
+            text = None if tokenizer is None else tokenizer.token_string(token, False)
+            by = "" if token in self._stop_ids_of_files else ", which the tokenizer alone names"
+            names.append(f"{token}{'' if text is None else f' {shown(text)}'}{by}")
+        return f"a completion ends with token {' or '.join(names)}"
+
+    def tokenizer_folder(self) -> str | None:
+        """Return the folder of the tokenizer, for other processes that load it; None if there is none
+        or it is skipped.
+        """
+        if self.checkpoint is None or self.args.skip_tokenizer_init:
+            return None
+        named = self.args.tokenizer
+        if named is None or named == self.args.model:
+            return str(self.checkpoint.path)
+        return str(resolve_model(named))
+
+    def load_tokenizer(self) -> Tokenizer | None:
+        """Load the model's tokenizer, or the one that `args` names; None if there is none or it is
+        skipped. It is read once.
+
+        `revision` applies to the model's own repository; another one is loaded at its newest
+        commit. Raises CheckpointError.
+        """
+        return self._tokenizer
+
+    @cached_property
+    def _tokenizer(self) -> Tokenizer | None:
+        if self.checkpoint is not None and self.args.skip_tokenizer_init:
+            logger.info(
+                "no tokenizer (skip_tokenizer_init): prompts are token ids, and outputs have no text"
+            )
+        folder = self.tokenizer_folder()
+        return None if folder is None else Tokenizer.load(folder)
+
+
+def open_model(args: EngineArgs) -> OpenModel:
+    """Open the checkpoint that `args.model` names. Raises ConfigError or CheckpointError."""
+    check(args)  # first: contradictions between settings show without checkpoint and device
+    stored = open_checkpoint(args.model, args.revision, args.ignore_config_keys)
+    unread = stored.model.unread_keys.describe()
+    if unread is not None:
+        logger.info("%s", unread)
+    device = probe(args.device)
+    if device.note:
+        logger.info("%s", device.note)
+    return OpenModel(args, stored.checkpoint, stored.model, stored.scheme, stored.kv_scales, device)
+
+
+def open_random(args: EngineArgs, shape: str) -> OpenModel:
+    """Open a model with random weights: `shape` is a preset's name or a config.json. Raises
+    ConfigError.
+    """
+    check(args)
+    model = parse_model_config(shape_config(shape), ignore_keys=args.ignore_config_keys)
+    return OpenModel(
+        # what it writes is measured, and of no use: a step has the rows that it is asked for
+        args.without_drafts(),
+        checkpoint=None,
+        model=model,
+        scheme=Scheme(),
+        kv_scales=KVScales((None,) * model.num_layers),
+        device=probe(args.device),
+        random_shape=shape,
+    )
+
+
+def describe_weights(
+    compute_format: Format,
+    weight_format: Format,
+    scheme: Scheme,
+    model: ModelConfig,
+    int4: bool = False,
+) -> str:
+    """Return the start-up line about the weights."""
+    if model.foreign is not None and weight_format.is_fp8:
+        linear_of = online(model) if scheme.weight_format is None else scheme.linear
+        parts = foreign_bytes(model.foreign, compute_format, weight_format, linear_of, Layout.PLAIN)
+        return _describe_parts(parts, compute_format, weight_format, scheme)
+    if scheme.weight_format is not None:
+        return f"{scheme.weights}, as stored ({scheme.method}); those left out: {compute_format}"
+    if not weight_format.is_quantized:
+        return f"weights: {weight_format}"
+    rounded = f"weights: {weight_format}, rounded as they load, one scale per output row"
+    if int4:
+        rounded = f"weights: int4, rounded as they load, one scale per {INT4_GROUP} inputs"
+    return f"{rounded}; embedding and head: {compute_format}"
+
+
+def _describe_parts(parts: ForeignBytes, compute: Format, weights: Format, scheme: Scheme) -> str:
+    """Say how much is in FP8 and what is not: experts that transformers stacks are not Linear
+    modules.
+    """
+    total = parts.fp8 + parts.stacked + parts.other + parts.embeddings
+    how = "rounded as they load, one scale per output row"
+    if scheme.weight_format is not None:
+        how = f"as stored ({scheme.method})"
+    experts = (
+        f"{_gb(parts.stacked)} of experts, which are stacked tensors there and no Linear modules; "
+    )
+    return (
+        f"weights: {_gb(parts.fp8)} of {_gb(total)} ({parts.fp8 / total:.0%}) are {weights}: Linear modules, {how}. "
+        f"In {compute}: {experts if parts.stacked else ''}{_gb(parts.embeddings)} of embedding and head; "
+        f"{_gb(parts.other)} of routers, norms and the rest"
+    )
+
+
+def _gb(count: int) -> str:
+    return f"{count / 1e9:.3g} GB"

@@ -1,0 +1,139 @@
+"""Share: which parts of a model's tensors a rank reads, from the ModelConfig alone. Imports no
+torch.
+
+The rules are those of `parallel/shards.py`, by the names of the checkpoint. A tensor that is not
+listed is read whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from freight.checkpoint.headers import Shape, narrowed
+from freight.model.architectures import tensor_names
+from freight.model.config.layer import DenseConfig, FeedForward, LayerConfig, MoEConfig
+from freight.model.config.model import ModelConfig
+from freight.model.config.tensor_names import TensorNames
+from freight.model.mixer_shares import Cut, Pieces, mixer_pieces, of_modules
+from freight.model.shapes import shared_names, tensor_shapes
+from freight.parallel.shards import of_rank, part
+
+
+@dataclass(frozen=True)
+class Share:
+    """A rank's part of a model.
+
+    whole     the complete model
+    model     the model as the rank computes it
+    pieces    parts of each tensor that is cut, which are joined along their first dimension; by
+              the tensor's name
+    shapes    every tensor of the rank, with its shape there
+    """
+
+    whole: ModelConfig
+    model: ModelConfig
+    rank: int
+    size: int
+    pieces: Mapping[str, Pieces]
+    shapes: Mapping[str, Shape]
+
+    @property
+    def head(self) -> tuple[str, str]:
+        """The name of the head here, and that of the tensor that it is a part of."""
+        names = tensor_names(self.whole)
+        return names.head, names.embedding if self.whole.tie_word_embeddings else names.head
+
+
+def share_of(model: ModelConfig, rank: int, size: int) -> Share:
+    """Return what `rank` of `size` has of `model`. Raises ConfigError as `of_rank`."""
+    model_of_rank = of_rank(model, size)
+    names, shapes = tensor_names(model), tensor_shapes(model)
+    width = model.embedding_size or model.hidden_size
+    if model.tie_word_embeddings:
+        shapes[names.head] = shapes[names.embedding]
+    pieces: dict[str, Pieces] = {
+        names.embedding: ((slice(None), part(width, rank, size)),),
+        names.head: _vocabulary(model.vocab_size, rank, size),
+    }
+    if model.per_layer_vocab_size is not None:
+        of_layers = part(model.per_layer_size, rank, size)
+        pieces[names.per_layer_table] = ((slice(None), of_layers),)
+        pieces[f"{names.per_layer_projection}.weight"] = ((of_layers,),)
+    for index, layer in enumerate(model.layers):
+        prefix = names.layer.format(index)
+        for name, cut in _layer_pieces(layer, model.hidden_size, names, rank, size):
+            if prefix + name in shapes:
+                pieces[prefix + name] = cut
+        if names.interleaved:
+            for name, outputs in _interleaved(layer.feed_forward, names):
+                own = part(shapes[prefix + name][-1], rank, size)
+                pieces[prefix + name] = ((*[slice(None)] * outputs, own),)
+    for name, cut in pieces.items():
+        shapes[name] = narrowed(shapes[name], cut)
+    return Share(model, model_of_rank, rank, size, pieces, shapes)
+
+
+def _vocabulary(size_of_all: int, rank: int, size: int) -> Pieces:
+    """Return the rows of the head of `rank`, as many on each. Where the vocabulary does not divide
+    evenly, the last rank has the first rows again, whose logits are dropped.
+    """
+    own = -(-size_of_all // size)
+    first = rank * own
+    rows = [slice(first, min(first + own, size_of_all))] if first < size_of_all else []
+    over = min(own, first + own - size_of_all)
+    if over > 0:
+        rows.append(slice(0, over))
+    return tuple((one,) for one in rows)
+
+
+def _layer_pieces(
+    layer: LayerConfig, hidden: int, names: TensorNames, rank: int, size: int
+) -> Iterator[Cut]:
+    """Yield the tensors of a layer that are cut, relative to it, with the pieces of `rank`; also
+    biases that it may not have.
+    """
+    yield from mixer_pieces(layer.mixer, hidden, names, rank, size)
+    outputs = [(hidden, names.per_layer_down), (hidden, names.latent_out)]
+    if layer.per_layer is not None:
+        outputs.append((layer.per_layer.size, names.per_layer_gate))
+    if isinstance(layer.feed_forward, MoEConfig):
+        outputs.append((layer.feed_forward.expert_channels(hidden), names.latent_in))
+    for mlp, gate_up, down, channels in _feed_forwards(layer.feed_forward, hidden, names):
+        ups = [part(each, rank, size) for each in mlp.up_sizes]
+        yield from of_modules(gate_up, mlp.up_sizes, ups)
+        outputs.append((channels, down))
+    for count, module in outputs:
+        yield from of_modules((module,), (count,), [part(count, rank, size)])
+
+
+def _interleaved(mlp: FeedForward, names: TensorNames) -> Iterator[tuple[str, int]]:
+    """Yield the tensors of all experts of a layer, with the number of their dimension of outputs.
+    Of gate and up, which alternate, a rank has neighbouring pairs.
+    """
+    if isinstance(mlp, MoEConfig):
+        for module in (*names.expert_gate_up, names.expert_down):
+            yield names.expert + module, 2  # [experts, inputs, outputs]
+            if mlp.bias:
+                yield f"{names.expert}{module}_bias", 1
+
+
+def _feed_forwards(
+    mlp: FeedForward, hidden: int, names: TensorNames
+) -> Iterator[tuple[DenseConfig, Sequence[str], str, int]]:
+    """Yield every feed-forward of a layer with the names of its modules, and its outputs: experts,
+    and shared ones.
+    """
+    if isinstance(mlp, DenseConfig):
+        yield mlp, names.gate_up, names.down, hidden
+    elif mlp is not None:
+        for index in range(0 if names.interleaved else mlp.num_experts):
+            prefix = names.expert.format(index)
+            yield (
+                mlp.expert,
+                [prefix + name for name in names.expert_gate_up],
+                prefix + names.expert_down,
+                mlp.expert_channels(hidden),
+            )
+        if mlp.shared is not None:
+            yield mlp.shared, *shared_names(names), hidden

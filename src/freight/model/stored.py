@@ -1,0 +1,77 @@
+"""The quantized matrices of a checkpoint, found and checked before a weight is read: for loading, and
+for `freight audit`.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+
+from freight.checkpoint.four_bits import StoredGroups, StoredPowers, find_four_bits
+from freight.checkpoint.headers import Shape
+from freight.checkpoint.linears import StoredLinear, find_linears
+from freight.checkpoint.mxfp4 import StoredExperts, find_experts
+from freight.checkpoint.reader import Checkpoint, untie_stored_head
+from freight.fp8.scheme import Scheme
+from freight.model.architectures import skipped_parts, tensor_names
+from freight.model.config.model import ModelConfig
+from freight.model.shapes import kept_in_16_bits, tensor_shapes
+
+logger = logging.getLogger("freight")
+
+
+@dataclass(frozen=True)
+class StoredMatrices:
+    """The quantized matrices of a checkpoint by their names, checked, none of them read."""
+
+    linears: dict[str, StoredLinear]
+    four: dict[str, StoredGroups | StoredPowers]
+    packed: dict[str, StoredExperts]
+
+
+def with_stored_head(checkpoint: Checkpoint, config: ModelConfig) -> ModelConfig:
+    """Return `config` with a head of its own where the checkpoint stores one
+    (`reader.untie_stored_head`).
+    """
+    if not config.tie_word_embeddings or config.foreign is not None:
+        return config  # transformers' loading compares the two itself
+    names = tensor_names(config)
+    own = untie_stored_head(checkpoint, names.head, names.embedding)
+    return replace(config, tie_word_embeddings=not own)
+
+
+def find_stored(checkpoint: Checkpoint, config: ModelConfig, scheme: Scheme) -> StoredMatrices:
+    """Find the quantized matrices, and account for every tensor of the checkpoint.
+
+    Reads scales, zero points and orders of inputs. Raises CheckpointError for tensors that are
+    missing, misshapen or left over, for contradictions between declaration and tensors, and for
+    invalid scales.
+    """
+    names, shapes = tensor_names(config), tensor_shapes(config)
+    four = find_four_bits(checkpoint, scheme, shapes)
+    linears = find_linears(checkpoint, scheme, shapes, kept_in_16_bits(config))
+    packed = find_experts(checkpoint, scheme, shapes)
+    needed: dict[str, Shape] = {}  # by the names that the checkpoint uses
+    for name, shape in shapes.items():
+        if name in packed:
+            needed |= packed[name].tensors
+        elif name in four:
+            needed |= four[name].tensors
+        elif name in linears:
+            needed[linears[name].weight] = shape
+        else:
+            needed[name] = shape
+    checkpoint.check(needed)
+    if config.tie_word_embeddings:
+        skip_tied_head(checkpoint, names.head)
+    for pattern, reason in (*names.unused, *scheme.unused):
+        checkpoint.skip(pattern, reason)
+    for reason, count in skipped_parts(config, checkpoint.names).items():
+        logger.info("skipping %d tensors %s", count, reason)
+    checkpoint.finish(pending=needed)
+    return StoredMatrices(linears, four, packed)
+
+
+def skip_tied_head(checkpoint: Checkpoint, head: str) -> None:
+    """Skip the tensors of a head that `with_stored_head` found to be the embedding."""
+    checkpoint.skip(head.removesuffix("weight") + "*", "tied to the embedding")

@@ -1,0 +1,244 @@
+"""Written checkpoint layouts: the declaration in config.json, and the scale tensors.
+
+compressed-tensors  `weight_scale` [1], [rows, 1] or [blocks, blocks], `input_scale` [1], `k_scale`,
+                    `v_scale` [1], in bfloat16 for a bfloat16 model, as llm-compressor writes them,
+                    else in float32
+fp8                 AutoFP8's: `weight_scale`, `input_scale`, `k_scale`, `v_scale` float32 []; with
+                    blocks DeepSeek's: `weight_scale_inv` float32 [blocks, blocks], a multiplier as
+                    every scale is
+                    in 4 bits `weight_packed` int32 [rows, columns / 8] with `weight_scale` [rows,
+                    groups] and `weight_shape`, or for MXFP4 uint8 [rows, columns / 2] and uint8
+tgi                 `kv_scale` float32 [], for K and V, and `kv_cache_torch_dtype` in config.json
+mxfp4               gpt-oss's own, kept; `k_scale` and `v_scale` as in compressed-tensors, and
+                    `kv_cache_format` within its quantization_config
+
+These tensors hold one KV scale per layer and side. Finer scales go into a separate file
+(`checkpoint.extras`), so every engine can use the tensors. Only keys that old readers know are
+written, because some readers refuse unknown ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from freight.base.fields import JsonObject
+from freight.fp8.cast import torch_dtype
+from freight.fp8.formats import Format
+from freight.fp8.mxfp4 import GROUP as MXFP4_GROUP
+from freight.fp8.scheme import LayerScales, Packing
+from freight.fp8.weights import BLOCK
+from freight.model.config.dtype import TEXT_KEYS
+from freight.quantizer.plan import ActivationScheme, Layout, QuantizePlan, WeightScheme
+
+_REPLACED = (
+    "quantization_config",
+    "compression_config",
+    "kv_cache_torch_dtype",
+    "kv_cache_dtype",
+    "freight",
+)
+_STRATEGIES = {
+    WeightScheme.TENSOR: "tensor",
+    WeightScheme.CHANNEL: "channel",
+    WeightScheme.BLOCK: "block",
+    WeightScheme.INT8: "channel",
+    WeightScheme.INT4: "group",
+    WeightScheme.MXFP4: "group",
+}
+
+
+def scale_format(layout: Layout, model_format: Format) -> Format:
+    """Return the format in which scales are stored. float16 lacks the range."""
+    if layout is Layout.COMPRESSED_TENSORS and model_format is Format.BFLOAT16:
+        return Format.BFLOAT16
+    return Format.FLOAT32
+
+
+def declare(
+    config: JsonObject, plan: QuantizePlan, ignored: Sequence[str], keeps: bool = False
+) -> dict[str, Any]:
+    """Return `config`, the config.json of the 16-bit model, with the declaration of what `plan`
+    quantizes.
+
+    A declaration of KV scales that the model already has is replaced. `keeps`: the declared weights
+    stay as they are (MXFP4), and only the format of the KV scales is added to the declaration.
+    """
+    declared = _without(config)
+    declared |= {
+        key: _without(declared[key]) for key in TEXT_KEYS if isinstance(declared.get(key), Mapping)
+    }
+    if keeps:
+        own = config.get("quantization_config") or config.get("compression_config") or {}
+        kv = {} if plan.kv_granularity is None else {"kv_cache_format": str(Format.E4M3FN)}
+        rest = {
+            key: value
+            for key, value in own.items()
+            if key not in ("kv_cache_format", "kv_cache_scheme")
+        }
+        declared["quantization_config"] = rest | kv
+    elif plan.layout is Layout.TGI:
+        declared["kv_cache_torch_dtype"] = Format.E4M3FN.torch_name
+    elif plan.layout is Layout.FP8:
+        declared["quantization_config"] = _fp8(plan, ignored)
+    # Otherwise there is a mixed cache alone, which has no standard declaration
+    elif plan.weights is not WeightScheme.NONE or plan.kv_granularity is not None:
+        declared["quantization_config"] = _compressed_tensors(plan, ignored)
+    return declared
+
+
+def _without(config: JsonObject) -> dict[str, Any]:
+    return {key: value for key, value in config.items() if key not in _REPLACED}
+
+
+def _fp8(plan: QuantizePlan, ignored: Sequence[str]) -> dict[str, Any]:
+    content: dict[str, Any] = {
+        "quant_method": "fp8",
+        "activation_scheme": str(plan.activations),
+        "ignored_layers": list(ignored),
+    }
+    if plan.weights is WeightScheme.BLOCK:
+        content |= {
+            "fmt": "e4m3",
+            "weight_block_size": [BLOCK, BLOCK],
+            "modules_to_not_convert": list(ignored),
+        }
+    return content | _kv(plan, "static")
+
+
+def _compressed_tensors(plan: QuantizePlan, ignored: Sequence[str]) -> dict[str, Any]:
+    quantized = plan.weights is not WeightScheme.NONE
+    format, groups = "dense", {}
+    if quantized:
+        format = _format(plan)
+        group = {
+            "targets": ["Linear"],
+            "weights": _weights(plan),
+            "input_activations": _activations(plan),
+        }
+        groups = {"group_0": group}
+    return {
+        "quant_method": "compressed-tensors",
+        "quantization_status": "compressed",
+        "format": format,
+        "config_groups": groups,
+        "ignore": list(ignored) if quantized else [],
+        **_kv(plan, _arguments("tensor", observer="static_minmax")),
+    }
+
+
+def _kv(plan: QuantizePlan, scheme: object) -> dict[str, Any]:
+    """Return the KV cache's scheme, and the format that its scales were made for."""
+    if plan.kv_granularity is None:
+        return {}
+    return {"kv_cache_scheme": scheme, "kv_cache_format": str(Format.E4M3FN)}
+
+
+def _arguments(
+    strategy: str, *, dynamic: bool = False, observer: str | None = None
+) -> dict[str, Any]:
+    """Return compressed-tensors' QuantizationArgs."""
+    content = {
+        "num_bits": 8,
+        "type": "float",
+        "symmetric": True,
+        "strategy": strategy,
+        "dynamic": dynamic,
+    }
+    return content | {"group_size": None, "block_structure": None, "observer": observer}
+
+
+def _format(plan: QuantizePlan) -> str:
+    if plan.weights is WeightScheme.INT4:
+        return str(Packing.INT4)
+    if plan.weights is WeightScheme.MXFP4:
+        return str(Packing.MXFP4)
+    if plan.weights is WeightScheme.INT8:
+        return "int-quantized"
+    return "naive-quantized" if plan.activations is ActivationScheme.NONE else "float-quantized"
+
+
+def _weights(plan: QuantizePlan) -> dict[str, Any]:
+    blocks = [BLOCK, BLOCK] if plan.weights is WeightScheme.BLOCK else None
+    content = _arguments(_STRATEGIES[plan.weights], observer="static_minmax")
+    content |= {"block_structure": blocks}
+    if plan.weights is WeightScheme.INT8:
+        content |= {"type": "int"}
+    if plan.weights is WeightScheme.INT4:
+        content |= {"num_bits": 4, "type": "int", "group_size": plan.group_size}
+    if plan.weights is WeightScheme.MXFP4:
+        content |= {"num_bits": 4, "group_size": MXFP4_GROUP, "scale_dtype": "torch.uint8"}
+    return content
+
+
+def _activations(plan: QuantizePlan) -> dict[str, Any] | None:
+    if plan.activations is ActivationScheme.NONE:
+        return None
+    if plan.activations is ActivationScheme.STATIC:
+        return _arguments("tensor", observer="static_minmax")
+    if plan.weights is WeightScheme.BLOCK:
+        return _arguments("group", dynamic=True) | {"group_size": BLOCK}
+    kind = "int" if plan.weights is WeightScheme.INT8 else "float"
+    return _arguments("token", dynamic=True) | {"type": kind}
+
+
+def weight_tensors(
+    plan: QuantizePlan,
+    module: str,
+    data: Tensor,
+    scale: Tensor,
+    input_scale: float | None,
+    format: Format,
+) -> dict[str, Tensor]:
+    """Return the tensors of one quantized Linear: `data` FP8 or INT8, `scale` float32 [], [rows] or
+    [blocks, blocks]. Scales are stored in `format`.
+    """
+    stored = scale.to(torch_dtype(format))
+    if plan.layout is Layout.COMPRESSED_TENSORS and stored.ndim < 2:
+        stored = stored.view(1) if stored.ndim == 0 else stored[:, None]
+    suffix = "_inv" if plan.layout is Layout.FP8 and plan.weights is WeightScheme.BLOCK else ""
+    tensors = {f"{module}.weight": data, f"{module}.weight_scale{suffix}": stored}
+    if input_scale is not None:
+        tensors[f"{module}.input_scale"] = _scalar(plan.layout, input_scale, format)
+    return tensors
+
+
+def four_bit_tensors(
+    plan: QuantizePlan, module: str, codes: Tensor, scales: Tensor, columns: int
+) -> dict[str, Tensor]:
+    """Return the tensors of one Linear in 4 bits with `columns` inputs, in compressed-tensors' form.
+
+    codes: uint8 [rows, columns / 2]; scales: [rows, groups], 16 bits for INT4, uint8 for MXFP4.
+    """
+    packed = {f"{module}.weight_packed": codes, f"{module}.weight_scale": scales}
+    if plan.weights is WeightScheme.MXFP4:
+        return packed
+    shape = torch.tensor([len(codes), columns], dtype=torch.int64, device="cpu")
+    # 8 codes of 4 bits to an int32, the first in its lowest bits
+    return packed | {
+        f"{module}.weight_packed": codes.view(torch.int32),
+        f"{module}.weight_shape": shape,
+    }
+
+
+def kv_tensors(
+    plan: QuantizePlan, attention: str, scales: LayerScales, format: Format
+) -> dict[str, Tensor]:
+    """Return the KV scales of the attention module named `attention`; `scales` has one for K and
+    one for V.
+    """
+    (k,), (v,) = scales.k, scales.v
+    if plan.layout is Layout.TGI:
+        return {f"{attention}.kv_scale": _scalar(plan.layout, max(k, v), format)}
+    return {
+        f"{attention}.{side}_scale": _scalar(plan.layout, x, format)
+        for side, x in (("k", k), ("v", v))
+    }
+
+
+def _scalar(layout: Layout, value: float, format: Format) -> Tensor:
+    values = [value] if layout is Layout.COMPRESSED_TENSORS else value
+    return torch.tensor(values, dtype=torch.float32, device="cpu").to(torch_dtype(format))

@@ -1,0 +1,531 @@
+"""quantize: an unquantized checkpoint in, a quantized one out.
+
+    freight.quantize("demo", "out", weights="fp8", activations="static", kv_cache="fp8")
+
+In order: settings, headers, data; then the weights once for calibration (if anything is calibrated)
+and once for writing. Everything that can be refused is refused before the first computation.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from freight.checkpoint.mxfp4 import StoredExperts, find_experts
+from freight.checkpoint.reader import Checkpoint
+from freight.checkpoint.writer import require_new, require_own_files
+from freight.errors import CheckpointError, ConfigError
+from freight.fp8.mxfp4 import GROUP
+from freight.fp8.scheme import int4_group
+from freight.fp8.weights import BLOCK
+from freight.kernels.select import select_kernels
+from freight.model.architectures import tensor_names
+from freight.model.config.layer import MoEConfig
+from freight.model.config.model import ModelConfig
+from freight.model.expert_names import separate
+from freight.model.mixer_parts import mixer_parts
+from freight.model.open import OpenCheckpoint, open_checkpoint, require_native
+from freight.model.shapes import tensor_shapes
+from freight.model.sources import CheckpointSource
+from freight.model.stored import skip_tied_head
+from freight.quantizer.calibration import Calibration, Progress, calibrate
+from freight.quantizer.carried import Carried, carried_by
+from freight.quantizer.centers import WORTH, LayerCenters
+from freight.quantizer.data import Samples, read_samples
+from freight.quantizer.kv_budget import KVChoice, as_chosen, choose, split
+from freight.quantizer.modules import (
+    head_module,
+    ignored_modules,
+    keeps_experts,
+    layer_modules,
+    linear_modules,
+    matched_modules,
+)
+from freight.quantizer.other_parts import (
+    in_both_names,
+    modules_beside,
+    require_unquantized,
+    stored_formats,
+    tensors_beside,
+)
+from freight.quantizer.plan import (
+    DTYPES,
+    Layout,
+    QuantizeArgs,
+    QuantizePlan,
+    WeightScheme,
+    plan,
+)
+from freight.quantizer.write import check_disk_space, write_quantized
+from freight.settings.device import choose_threads, probe
+from freight.settings.engine import EngineArgs, names_of
+from freight.text.tokenizer import Tokenizer
+
+logger = logging.getLogger("freight")
+NOTHING_CALIBRATED = Calibration(
+    kv=None,
+    kv_finer=None,
+    input_scales={},
+    num_samples=0,
+    num_tokens=0,
+    longest=0,
+    moving={},
+    zeros=(),
+)
+
+
+@dataclass(frozen=True)
+class QuantizeResult:
+    """What was written, with figures and warnings.
+
+    centers    by layer, with their gains; empty unless requested
+    warnings   sentences: scales that had not settled, values that were always zero, experts that no
+               token reached, partly ignored merged groups, blocks that other engines refuse
+    kv_choice  with a budget: the KV cache by layer, and what it costs
+    form       of the checkpoint: a `Layout`, or 'mxfp4' of a model that keeps its experts so
+    beside     the number of tensors of other parts than the text model, copied as they are, by the
+               name of their dtype
+    longest    tokens of the longest sample: the scales have seen no position from there on
+    """
+
+    path: Path
+    plan: QuantizePlan
+    num_samples: int
+    num_tokens: int
+    bytes_before: int
+    bytes_after: int
+    centers: tuple[LayerCenters, ...] = ()
+    warnings: tuple[str, ...] = field(default=())
+    kv_choice: KVChoice | None = None
+    form: str = Layout.COMPRESSED_TENSORS
+    beside: Mapping[str, int] = field(default_factory=dict)
+    longest: int = 0
+
+
+@dataclass(frozen=True)
+class Unquantized:
+    """An opened checkpoint with 16- or 32-bit weights, every tensor accounted for.
+
+    carried   the KV scales that it also has; None if it has none
+    packed    experts in MXFP4, by the names of their tensors in 16 bits
+    """
+
+    checkpoint: Checkpoint
+    model: ModelConfig
+    name: str
+    carried: Carried | None = None
+    packed: Mapping[str, StoredExperts] = field(default_factory=dict)
+
+    @property
+    def modules_beside(self) -> list[str]:
+        """Those of other parts than the text model, by every name: a pattern of what is ignored may
+        mean them.
+        """
+        return in_both_names(
+            self.model, modules_beside(tensors_beside(self.checkpoint, self.model))
+        )
+
+    def quantized_as(
+        self, weights: WeightScheme, layout: Layout, kept: Collection[str]
+    ) -> Unquantized:
+        """Return it as it is quantized, with the modules `kept` in 16 bits: experts of one tensor
+        for a layer become separate matrices, unless they are kept. Raises ConfigError for what a
+        model with experts in MXFP4 cannot become.
+        """
+        if self.packed:
+            require_own_form(self, weights, layout)
+        if (
+            weights is WeightScheme.NONE
+            or keeps_experts(self.model, kept)
+            or not tensor_names(self.model).interleaved
+        ):
+            return self
+        return replace(self, model=separate(self.checkpoint, self.model))
+
+    def load_tokenizer(self) -> Tokenizer:
+        return Tokenizer.load(
+            self.checkpoint.path,
+            "calibrate with token ids: a .jsonl file with `input_ids` in each line",
+        )
+
+    def calibrate(
+        self,
+        plan: QuantizePlan,
+        samples: Samples,
+        ignored: tuple[str, ...],
+        on_progress: Progress = lambda what, done, total: None,
+        device: str = "auto",
+    ) -> Calibration:
+        """Run the model over `samples` on `device`, as `probe` takes it."""
+        facts = probe(device)
+        kind = str(facts.kind)
+        compute = self.model.checkpoint_format
+        source = CheckpointSource(self.checkpoint, compute, compute, kind)
+        if self.packed:  # become E4M3 or 16 bits, exactly
+            source = replace(
+                source, weight_format=facts.native_e4m3, rounds=False, packed=self.packed
+            )
+        kernels = select_kernels("auto", kind)
+        with choose_threads(None, facts.cores):
+            return calibrate(self.model, source, kernels, plan, samples, ignored, kind, on_progress)
+
+
+def open_unquantized(
+    model: str,
+    revision: str | None = None,
+    keep_kv: bool = False,
+    ignore_keys: Collection[str] = (),
+) -> Unquantized:
+    """Open `model` ('demo', a folder or a hub id) for quantizing.
+
+    Raises CheckpointError for one that is quantized already, or lacks tensors, and for one with KV
+    scales, unless `keep_kv` is True and its weights are not quantized. KV scales that nothing can
+    use are left out of a model whose weights are not quantized, with a line in the log. Experts in MXFP4 are no
+    obstacle: so gpt-oss is published. `ignore_keys` of config.json are read over
+    (`config.keys.check_keys`).
+    """
+    stored = open_checkpoint(model, revision, ignore_keys)
+    require_own_files(stored.checkpoint.path)
+    require_native(stored.model, model, "quantizing")
+    checkpoint, config, scheme = stored.checkpoint, stored.model, stored.scheme
+    way_out = "quantize the 16-bit model that it was made from"
+    invalid = stored.kv_scales.faults
+    only_kv = not stored.kv_scales.empty and not _has_quantized_matrix(stored)
+    keeps = only_kv and keep_kv and not invalid
+    replaces = only_kv and bool(invalid)
+    if not (keeps or replaces) and (scheme.is_final or scheme.kv_format is not None):
+        raise CheckpointError(f"{model} is quantized already ({scheme.description}); {way_out}")
+    if not (keeps or replaces) and not stored.kv_scales.empty:
+        raise CheckpointError(f"{model} has KV scales already; {way_out}")
+    if replaces:
+        logger.warning(
+            "%s: its KV scales are left out, because nothing can use them: %s%s",
+            model,
+            invalid[0].what,
+            "; --kv-cache fp8 measures others" if keep_kv else "",
+        )
+    beside = tensors_beside(checkpoint, config)
+    require_unquantized(checkpoint, beside)
+    if config.tie_word_embeddings:
+        skip_tied_head(checkpoint, tensor_names(config).head)
+    shapes = tensor_shapes(config)
+    packed = find_experts(checkpoint, scheme, shapes)
+    unpacked = {name: shape for name, shape in shapes.items() if name not in packed}
+    checkpoint.check(unpacked)
+    for name, shape in unpacked.items():
+        checkpoint.take(name, shape)  # mapped, not read
+    checkpoint.finish(pending=beside)
+    return Unquantized(
+        checkpoint, config, model, carried_by(stored, model) if keeps else None, packed
+    )
+
+
+def _has_quantized_matrix(stored: OpenCheckpoint) -> bool:
+    """Return whether any matrix is stored in FP8 or INT8, or declared to be in 4 bits. A scheme of
+    AutoFP8 that leaves out every matrix declares FP8 and has none.
+    """
+    if stored.scheme.weight_format is None:
+        return False
+    if stored.scheme.four_bits:
+        return True
+    names = tensor_shapes(stored.model).keys() & stored.checkpoint.names
+    return any(stored.checkpoint.format_of(name).is_quantized for name in names)
+
+
+def quantize(
+    model: str = "demo",
+    out: str | Path = "",
+    *,
+    revision: str | None = None,
+    ignore_config_keys: Sequence[str] = (),
+    overwrite: bool = False,
+    on_progress: Progress = lambda what, done, total: None,
+    **options: Any,
+) -> QuantizeResult:
+    """Quantize `model` into the new folder `out`; with `overwrite` it may be one that Freight wrote
+    before.
+
+    `revision` is a hub model's branch, tag or commit; `ignore_config_keys` names keys of its
+    config.json to read over. `options` are the fields of `QuantizeArgs`, named as the flags of
+    `freight quantize`. `on_progress(what, done, total)` is called as it goes on. Raises ConfigError
+    for settings and data, CheckpointError for the model (NaN during calibration among them),
+    CapacityError for a full disk; whatever is raised, `out` is not there, or as it was.
+
+    A model that has KV scales and 16-bit weights keeps them, unless `kv_cache` is given.
+    """
+    args = QuantizeArgs.from_options(**options)
+    decided = plan(args)
+    if not str(out):
+        raise ConfigError("quantize needs a folder to write: give out")
+    require_new(Path(out), overwrite)
+    opened = open_unquantized(str(model), revision, _keeps_kv(args), names_of(ignore_config_keys))
+    require_other(opened.checkpoint, Path(out))
+    _require_dtype(args.dtype, opened)
+    opened = opened.quantized_as(
+        decided.weights, decided.layout, matched_modules(opened.model, decided.ignore)
+    )
+    ignored, divided = ignored_modules(
+        opened.model, decided.ignore, decided.lm_head, opened.modules_beside
+    )
+    if opened.carried is None:
+        require_any(opened.model, decided, ignored)
+    require_blocks(opened.model, decided, ignored)
+    require_groups(opened.model, decided, ignored)
+    check_disk_space(opened.checkpoint, Path(out))
+    calibration, measured = NOTHING_CALIBRATED, decided
+    if opened.carried is not None:
+        measured = replace(decided, kv_granularity=None)
+        decided = replace(decided, kv_granularity=opened.carried.granularity)
+    choice = None
+    if measured.needs_data:
+        samples = load_samples(opened, measured, args.calibration_data)
+        halves = split(samples) if measured.kv_budget else (samples, samples)
+        samples = halves[0]
+        calibration = opened.calibrate(
+            measured, samples, ignored, on_progress, args.device or "auto"
+        )
+        require_gain(measured, calibration)
+        if measured.kv_budget is not None:
+            engine = EngineArgs(
+                model=str(opened.checkpoint.path),
+                device=args.device or "auto",
+                ignore_config_keys=opened.model.ignored_keys,
+            )
+            choice = choose(engine, measured.kv_budget, calibration, halves, on_progress)
+            calibration, decided = (
+                as_chosen(calibration, choice),
+                replace(decided, kv_granularity=choice.uniform),
+            )
+    if opened.carried is not None:
+        calibration = replace(calibration, kv=opened.carried.coarse, kv_finer=opened.carried.finer)
+    result = write(
+        opened, decided, ignored, divided, calibration, Path(out), on_progress, overwrite
+    )
+    return replace(result, kv_choice=choice)
+
+
+def require_other(checkpoint: Checkpoint, out: Path) -> None:
+    """Raise ConfigError if the output is the folder of the model itself."""
+    if out.is_dir() and out.samefile(checkpoint.path):
+        raise ConfigError(f"the output {out} is the model itself; name another")
+
+
+def require_own_form(opened: Unquantized, weights: WeightScheme, layout: Layout) -> None:
+    """Raise ConfigError for anything but KV scales of a model with experts in MXFP4:
+    `quant_method` mxfp4, by which engines know them, says that all else is in 16 bits, and no other
+    declaration has these tensors together with FP8.
+    """
+    if weights is not WeightScheme.NONE:
+        raise ConfigError(
+            f"--weights {weights}: the experts of {opened.name} are in MXFP4, and beside them no declaration has FP8 "
+            "weights; calibrate the KV cache alone (--weights none --kv-cache fp8), or quantize a copy in 16 bits: "
+            "transformers loads it with Mxfp4Config(dequantize=True), and save_pretrained(…, "
+            "save_original_format=False) writes it"
+        )
+    if layout is not Layout.COMPRESSED_TENSORS:
+        raise ConfigError(
+            f"--format {layout}: {opened.name} keeps the form of its experts in MXFP4 (quant_method mxfp4), and KV "
+            "scales are added to it; omit --format"
+        )
+
+
+def _require_dtype(dtype: str | None, opened: Unquantized) -> None:
+    """Raise ConfigError for a dtype other than the model's: quantizing converts nothing but what
+    becomes FP8.
+    """
+    stored = opened.model.checkpoint_format
+    if dtype is not None and DTYPES.get(dtype, stored) is not stored:
+        raise ConfigError(
+            f"--dtype {dtype}: {opened.name} is stored in {stored}, and what is not quantized stays in it; omit --dtype"
+        )
+
+
+def _keeps_kv(args: QuantizeArgs) -> bool:
+    """Return whether nothing is asked of the KV cache, so that scales which are there may stay."""
+    return (
+        args.kv_cache is None
+        and args.kv_granularity is None
+        and not args.center
+        and args.kv_budget is None
+    )
+
+
+def require_any(model: ModelConfig, plan: QuantizePlan, ignored: Collection[str]) -> None:
+    """Raise ConfigError if every module is ignored and nothing else is to be quantized."""
+    if plan.kv_granularity is None and {*linear_modules(model), head_module(model)}.issubset(
+        ignored
+    ):
+        raise ConfigError(
+            f"--ignore {' '.join(plan.ignore)} leaves no module to quantize; ignore fewer"
+        )
+
+
+def require_blocks(model: ModelConfig, plan: QuantizePlan, ignored: Collection[str]) -> None:
+    """Raise ConfigError for experts whose blocks of scales would span gate and up, which engines
+    compute as one matrix with one scale for a block; and for matrices that engines take apart by
+    head, where blocks would span heads.
+    """
+    if plan.weights is WeightScheme.NONE:
+        return
+    left_out = frozenset(ignored)
+    if plan.weights is WeightScheme.BLOCK:
+        _require_whole_heads(model, left_out)
+    for layer, modules in zip(model.layers, layer_modules(model), strict=True):
+        mlp, experts = layer.feed_forward, modules.experts
+        if (
+            not isinstance(mlp, MoEConfig)
+            or experts is None
+            or left_out.issuperset(experts.gate_up)
+        ):
+            continue
+        merged = len(mlp.up_sizes) > 1
+        if plan.weights is WeightScheme.BLOCK and merged and mlp.intermediate_size % BLOCK:
+            raise ConfigError(
+                f"--weights fp8-block: {experts.named(0)} has an intermediate size of {mlp.intermediate_size}, no "
+                f"multiple of {BLOCK}, so that a block would span gate and up; use --weights fp8-channel"
+            )
+
+
+def require_groups(model: ModelConfig, plan: QuantizePlan, ignored: Collection[str]) -> None:
+    """Raise ConfigError for a matrix whose inputs groups do not divide."""
+    if not plan.weights.in_four_bits:
+        return
+    size = plan.group_size if plan.weights is WeightScheme.INT4 else GROUP
+    shapes, left_out = tensor_shapes(model), frozenset(ignored)
+    for name in (*linear_modules(model), head_module(model)):
+        columns = shapes[f"{name}.weight"][-1] if f"{name}.weight" in shapes else 0
+        if name in left_out or columns % size == 0:
+            continue
+        smaller = int4_group(columns, size) if plan.weights is WeightScheme.INT4 else None
+        way_out = f"use --group-size {smaller}" if smaller else f"leave it out (--ignore {name})"
+        raise ConfigError(
+            f"--weights {plan.weights}: {name} has {columns} inputs, which groups of {size} do not divide; {way_out}"
+        )
+
+
+def _require_whole_heads(model: ModelConfig, ignored: Collection[str]) -> None:
+    """Raise ConfigError for a matrix whose rows are brought into another order at load
+    (`MixerParts.whole`).
+    """
+    names = tensor_names(model)
+    for index, layer in enumerate(model.layers):
+        for module, sizes in mixer_parts(layer.mixer, model.hidden_size, names).whole.items():
+            name = names.layer.format(index) + module
+            uneven = [size for size in sizes if size % BLOCK]
+            if uneven and name not in ignored:
+                raise ConfigError(
+                    f"--weights fp8-block: {name} has parts of {uneven[0]} rows for each head, no multiple of {BLOCK}, "
+                    "so that a block would span parts that engines take apart; use --weights fp8-channel"
+                )
+
+
+def require_gain(plan: QuantizePlan, calibration: Calibration) -> None:
+    """Raise ConfigError if centers were requested and no layer gains enough from one."""
+    centers = calibration.centers
+    if plan.center and all(one.k is None for one in centers):
+        raise ConfigError(
+            f"--center gains nothing on this model: in the layer where it gains most, it would divide the mean squared "
+            f"error of scores by {max(one.k_gain for one in centers):.2f}; at least {WORTH} is required; omit it"
+        )
+
+
+def load_samples(opened: Unquantized, plan: QuantizePlan, data: object) -> Samples:
+    """Read the calibration samples; for 'demo' from the text that ships for this. Raises ConfigError
+    where there is none.
+    """
+    if data is None:
+        if opened.name != "demo":
+            raise ConfigError(
+                f"{plan.needed_by} needs --calibration-data FILE: text, .jsonl, .parquet or a data set of the hub "
+                "(owner/name), like what the model will be used for"
+            )
+        data = opened.checkpoint.path / "calibration.txt"
+    length = min(plan.max_seq_len, opened.model.max_position_embeddings)
+    return read_samples(
+        data, plan.num_samples, length, opened.model.vocab_size, opened.load_tokenizer
+    )
+
+
+def write(
+    opened: Unquantized,
+    plan: QuantizePlan,
+    ignored: tuple[str, ...],
+    divided: tuple[str, ...],
+    calibration: Calibration,
+    out: Path,
+    on_progress: Progress = lambda what, done, total: None,
+    overwrite: bool = False,
+) -> QuantizeResult:
+    """Write the checkpoint, and collect the warnings."""
+    source = opened.checkpoint, opened.model
+    before, after = write_quantized(
+        *source,
+        plan,
+        ignored,
+        calibration,
+        out,
+        on_progress,
+        overwrite=overwrite,
+        packed=opened.packed,
+    )
+    warnings = [
+        f"{name}: the scale still grew by {growth - 1:.0%} in the last quarter of the data; use more of it"
+        for name, growth in calibration.moving.items()
+    ]
+    warnings += [f"{name}: only zeros were seen, so its scale is 1.0" for name in calibration.zeros]
+    warnings += _unseen(calibration.unseen)
+    if divided:
+        warnings.append(
+            f"{divided[0]} is quantized although --ignore leaves out a module that engines merge it with; those that "
+            "do may refuse the checkpoint: ignore all of q, k, v or gate, up"
+        )
+    warnings += _ragged_blocks(opened.model, plan, ignored)
+    counts = (calibration.num_samples, calibration.num_tokens)
+    form = "mxfp4" if opened.packed else str(plan.layout)
+    beside = stored_formats(*source)
+    return QuantizeResult(
+        out,
+        plan,
+        *counts,
+        before,
+        after,
+        calibration.centers,
+        tuple(warnings),
+        form=form,
+        beside=beside,
+        longest=calibration.longest,
+    )
+
+
+def _ragged_blocks(model: ModelConfig, plan: QuantizePlan, ignored: Collection[str]) -> list[str]:
+    """Return a sentence about the first module that blocks do not cover evenly, if there is one."""
+    if plan.weights is not WeightScheme.BLOCK:
+        return []
+    shapes, left_out = tensor_shapes(model), frozenset(ignored)
+    for name in (*linear_modules(model), head_module(model)):
+        if name in left_out:
+            continue
+        shape = shapes[f"{name}.weight"]
+        if any(size % BLOCK for size in shape):
+            return [
+                f"{name} is {list(shape)}, which blocks of {BLOCK} do not divide: transformers may fail to load such "
+                "a matrix, and vLLM refuses it among q, k, v and gate, up; --weights fp8-channel has no such limit"
+            ]
+    return []
+
+
+def _unseen(names: Sequence[str]) -> list[str]:
+    """Return a sentence for each layer about its experts that no token of the calibration data
+    reached, by name.
+    """
+    layers: dict[str, list[str]] = {}
+    for name in names:
+        layers.setdefault(name.rpartition(".")[0], []).append(name)
+    return [
+        f"no token of the calibration data reached {', '.join(experts)}: input scales are those of the layer's other "
+        "experts; use more data, or more like what the model will be used for"
+        for experts in layers.values()
+    ]

@@ -1,0 +1,68 @@
+"""A model as a tree of its modules, with the shape and format of each: what `print(model)` shows."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from freight.checkpoint.reader import Checkpoint
+from freight.fp8.formats import Format
+from freight.model.architectures import tensor_names
+from freight.model.config.model import ModelConfig
+from freight.model.loader import tensor_shapes
+from freight.quantizer.modules import head_module, layer_modules, linear_modules
+from freight.quantizer.plan import QuantizePlan, WeightScheme
+
+
+def model_tree(
+    checkpoint: Checkpoint, config: ModelConfig, plan: QuantizePlan | None, ignored: Collection[str]
+) -> str:
+    """Describe the model in lines of the form `(self_attn.q_proj): Linear(256 -> 256), bfloat16`;
+    layers that are alike share theirs.
+
+    With a plan, modules that are not `ignored` are shown as it quantizes them, else as they are
+    stored.
+    """
+    prefix = tensor_names(config).layer
+    prefixes = [prefix.format(index) for index in range(config.num_layers)]
+    linear = {*linear_modules(config), head_module(config)}
+    experts = [layer.experts for layer in layer_modules(config) if layer.experts is not None]
+    every = {name for one in experts for name in (*one.gate_up, *one.down)}
+    spans = {one.named(0): f"{one.named(0)}-{one.count - 1}" for one in experts}
+    outside: list[str] = []
+    layers: list[list[str]] = [[] for _ in prefixes]
+    for name, shape in tensor_shapes(config).items():
+        module, _, kind = name.rpartition(".")
+        index = next(
+            (index for index, start in enumerate(prefixes) if name.startswith(start)), None
+        )
+        expert = module.rpartition(".")[0]
+        if module in every and expert not in spans:
+            continue  # like the first of the layer
+        where = module if kind == "weight" else name
+        if module in every:
+            where = where.replace(expert, spans[expert], 1)
+        where = where.removeprefix(prefixes[index] if index is not None else "")
+        what, format = str(list(shape)), checkpoint.entry(name).dtype_name
+        if module in linear and kind == "weight":
+            what = f"Linear({shape[1]} -> {shape[0]})"
+            if plan is not None and plan.weights is not WeightScheme.NONE and module not in ignored:
+                format = f"{plan.weight_format}, inputs {plan.activations}"
+        (outside if index is None else layers[index]).append(f"({where}): {what}, {format}")
+    if plan is not None and plan.kv_granularity is not None:
+        for lines in layers:
+            lines.append(f"(KV cache): {Format.E4M3FN}, a scale per {plan.kv_granularity}")
+    body = [*outside[:1], *_folded(prefix.format("").strip("."), layers), *outside[1:]]
+    return "\n".join([f"{config.architecture}(", *(f"  {line}" for line in body), ")"])
+
+
+def _folded(name: str, layers: list[list[str]]) -> list[str]:
+    """Return the lines of the layers, those that follow each other and are alike as one."""
+    lines, start = [f"({name}): ("], 0
+    for index in range(1, len(layers) + 1):
+        if index == len(layers) or layers[index] != layers[start]:
+            span = (
+                f"({start}):" if index - start == 1 else f"({start}-{index - 1}): {index - start} x"
+            )
+            lines += [f"  {span} (", *(f"    {line}" for line in layers[start]), "  )"]
+            start = index
+    return [*lines, ")"]

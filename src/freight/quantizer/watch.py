@@ -1,0 +1,247 @@
+"""What calibration observes of a layer: the keys and values that it stores, and the inputs of its
+Linear modules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from freight.cache.pool import PagedKV
+from freight.fp8.cast import SMALLEST_SCALE, scale_from_amax
+from freight.fp8.formats import Format, Granularity
+from freight.fp8.scheme import LayerScales
+from freight.kernels import reference
+from freight.model.config.layer import LatentConfig, Mixer, PagedMixer
+from freight.model.decoder import MLP, DecoderLayer
+from freight.model.layers.linear import GatheredLinear, Projection, UnmergedLinear
+from freight.operands.batch import ForwardBatch
+from freight.operands.kv_pages import read_slots
+from freight.operands.packed import Rows, plain
+from freight.operands.rotary import Rotary
+from freight.quantizer.centers import LayerCenters
+from freight.quantizer.expert_inputs import ExpertWatch
+from freight.quantizer.modules import LayerModules
+from freight.quantizer.observers import Observer, by_group, make_observer, pair_norms
+from freight.quantizer.plan import KV_GRANULARITIES, ActivationScheme, QuantizePlan
+
+# Least scale of a head or channel, as a share of the layer's. E4M3 spans a factor of 2 ** 17, so
+# this loses no precision, and a channel that was inactive in calibration does not saturate as soon
+# as it is active
+FLOOR = 2.0**-8
+
+
+class Watch:
+    """One observer of a layer, with its amax before the last part of the data (`mark`) and at the
+    end (`finish`).
+
+    `finish` keeps the amax and releases the observer, whose histograms are far larger.
+    """
+
+    def __init__(self, observer: Observer, name: str) -> None:
+        self.name = name
+        self._observer: Observer | None = observer
+        self._earlier: Tensor | None = None
+        self._amax: Tensor | None = None  # float32 [groups], once finished
+        self.growth = 1.0  # mean growth of the scales since `mark`; 1.0 if none grew
+
+    def observe(self, values: Tensor) -> None:
+        """Pass `values` [groups, count] to the observer."""
+        assert self._observer is not None, "finished"
+        self._observer.observe(values)
+
+    def mark(self) -> None:
+        assert self._observer is not None, "finished"
+        self._earlier = self._observer.amax().clone()
+
+    def finish(self) -> None:
+        assert self._observer is not None, "finished"
+        amax = self._observer.amax()
+        if self._earlier is not None:
+            self.growth = float(
+                (amax / self._earlier.clamp(min=SMALLEST_SCALE)).clamp(max=1e6).mean()
+            )
+        self._amax = amax.cpu()
+        self._observer = self._earlier = None
+
+    @property
+    def zero(self) -> bool:
+        return not self._seen.any()
+
+    def scales(self) -> Tensor:
+        """Return the scales, float32 [groups]; 1.0 if only zeros were seen."""
+        if self.zero:
+            return torch.ones_like(self._seen)
+        return scale_from_amax(self._seen, Format.E4M3FN)
+
+    @property
+    def _seen(self) -> Tensor:
+        assert self._amax is not None, "not finished"
+        return self._amax
+
+
+@dataclass(frozen=True)
+class _Watched(UnmergedLinear):
+    """Projections that pass the input they share to `observe`."""
+
+    observe: Callable[[Tensor], None]
+
+    def __call__(self, x: Rows) -> Tensor:
+        self.observe(plain(x).reshape(1, -1))
+        return super().__call__(x)
+
+
+@dataclass(frozen=True)
+class WatchedKV(PagedKV):
+    """A layer's cache that passes what it has stored to `stored`, and q and k before that to
+    `projected`.
+    """
+
+    stored: Callable[[Tensor, Tensor], None] = lambda k, v: None
+    projected: Callable[[Tensor, Tensor], None] | None = None
+
+    def store(self, qkv: Tensor, rotary: Rotary, batch: ForwardBatch) -> Tensor:
+        if self.projected is not None:
+            self.projected(*reference.split_heads(qkv, rotary, self.pages)[:2])
+        q = super().store(qkv, rotary, batch)
+        slots = batch.slots[self.group]
+        self.stored(read_slots(self.pages.k, slots), read_slots(self.pages.v, slots))
+        return q
+
+
+@dataclass(frozen=True)
+class LayerWatch:
+    """All observers of one layer."""
+
+    modules: LayerModules
+    # By ('k' or 'v', granularity); without 'v' where V is in K
+    kv: Mapping[tuple[str, Granularity], Watch]
+    inputs: Mapping[tuple[str, ...], Watch]  # by the modules that share the input
+    experts: ExpertWatch | None = None
+    v_dim: int = 0  # of values that are the last channels of keys
+    rotary_dim: int = 0  # channels of a key that are rotated, the first ones
+
+    @property
+    def all(self) -> list[Watch]:
+        return [*self.kv.values(), *self.inputs.values()]
+
+    def see_kv(self, k: Tensor, v: Tensor) -> None:
+        for (side, granularity), watch in self.kv.items():
+            seen = k if side == "k" else v
+            if side == "k" and granularity is Granularity.CHANNEL:
+                seen = pair_norms(k, self.rotary_dim)
+            watch.observe(by_group(seen, granularity))
+
+    def around(self, layer: DecoderLayer) -> DecoderLayer:
+        """Return the layer with the inputs of its Linear modules observed."""
+        mixer, mlp, modules = layer.mixer, layer.mlp, self.modules
+
+        def watched(projection: Projection, group: tuple[str, ...]) -> Projection:
+            watch = self.inputs.get(group)
+            if watch is None:
+                return projection
+            assert not isinstance(projection, GatheredLinear), "calibration has one rank"
+            parts = projection.parts if isinstance(projection, UnmergedLinear) else (projection,)
+            return _Watched(parts, watch.observe)
+
+        def dense(mlp: MLP) -> MLP:
+            return replace(
+                mlp,
+                gate_up=watched(mlp.gate_up, modules.gate_up),
+                down=watched(mlp.down, modules.down),
+            )
+
+        if mixer is not None:
+            own: Any = mixer  # a frozen dataclass, whose fields `MixerParts.projections` names
+            mixer = replace(
+                own,
+                **{name: watched(getattr(own, name), one) for name, one in modules.mixed.items()},
+            )
+        if isinstance(mlp, MLP):
+            mlp = dense(mlp)
+        elif mlp is not None:
+            if isinstance(mlp.shared, MLP):
+                mlp = replace(mlp, shared=dense(mlp.shared))
+            if mlp.latent is not None:
+                inner = watched(mlp.latent.inner, modules.latent_in)
+                outer = watched(mlp.latent.outer, modules.latent_out)
+                mlp = replace(mlp, latent=replace(mlp.latent, inner=inner, outer=outer))
+            if self.experts is not None:
+                mlp = self.experts.around(mlp)
+        beside = layer.beside
+        if beside is not None and self.experts is not None:
+            beside = replace(beside, moe=self.experts.around(beside.moe))
+        given = layer.per_layer
+        if given is not None:
+            gate = watched(given.gate, modules.per_layer_gate)
+            down = watched(given.down, modules.per_layer_down)
+            given = replace(given, gate=gate, down=down)
+        return replace(layer, mixer=mixer, mlp=mlp, per_layer=given, beside=beside)
+
+    def unseen(self) -> list[str]:
+        """Return the names of the experts that no token reached."""
+        if self.experts is None or self.modules.experts is None:
+            return []
+        return [self.modules.experts.named(expert) for expert in self.experts.unseen()]
+
+    def layer_scales(
+        self, granularity: Granularity, centers: LayerCenters | None = None
+    ) -> LayerScales:
+        k, v = self._side("k", granularity), self._side("v", granularity)
+        b = None if centers is None else centers.k
+        return LayerScales(k, v, granularity, (), () if b is None else tuple(b.flatten().tolist()))
+
+    def _side(self, side: str, granularity: Granularity) -> tuple[float, ...]:
+        if (side, granularity) not in self.kv:
+            return self._side("k", granularity)[-self.v_dim :]
+        coarse = self.kv[side, Granularity.TENSOR].scales()
+        scales = torch.maximum(self.kv[side, granularity].scales(), coarse * FLOOR)
+        return tuple(scales.tolist())
+
+
+def observed(plan: QuantizePlan) -> tuple[Granularity, ...]:
+    """Return the granularities whose scales are measured; a budget chooses among all of them."""
+    if plan.kv_granularity is None:
+        return ()
+    if plan.kv_budget:
+        return KV_GRANULARITIES
+    return tuple(dict.fromkeys((Granularity.TENSOR, plan.kv_granularity)))
+
+
+def watch_layer(
+    plan: QuantizePlan,
+    mixer: Mixer,
+    modules: LayerModules,
+    ignored: frozenset[str],
+    device: str,
+    rotary_dim: int = 0,
+) -> LayerWatch:
+    """Make the observers of a layer whose keys have `rotary_dim` rotated channels."""
+
+    def watch(name: str, groups: int = 1) -> Watch:
+        return Watch(make_observer(plan.observer, name, groups, device), name)
+
+    kv, inputs = {}, {}
+    latent = isinstance(mixer, LatentConfig)
+    if plan.kv_granularity is not None and isinstance(mixer, PagedMixer) and mixer.kv_from is None:
+        for side, what in (("k", "latents"),) if latent else (("k", "keys"), ("v", "values")):
+            for granularity in observed(plan):
+                groups = granularity.num_scales(
+                    mixer.num_kv_heads, mixer.k_dim if side == "k" else mixer.v_dim
+                )
+                kv[side, granularity] = watch(f"{modules.mixer}: {what}", groups)
+    if plan.activations is ActivationScheme.STATIC:
+        for group in modules.groups:
+            if not ignored.issuperset(group):
+                inputs[group] = watch(modules.input_of(group))
+    experts = None
+    if modules.experts is not None and modules.experts.gate_up in inputs:
+        gate_up, down = inputs[modules.experts.gate_up], inputs[modules.experts.down]
+        num_tokens = torch.zeros(modules.experts.count, dtype=torch.int64, device=device)
+        experts = ExpertWatch(gate_up.observe, down.observe, num_tokens)
+    v_dim = mixer.v_dim if isinstance(mixer, LatentConfig) else 0
+    return LayerWatch(modules, kv, inputs, experts, v_dim, rotary_dim)

@@ -1,0 +1,232 @@
+"""Parser of harmony, the format of gpt-oss: divides a model's text into pieces.
+
+`analysis` is reasoning; `final`, `commentary` without a recipient, and any unknown channel are
+content; a message to `functions.NAME`, or to the name of a tool, is a call. The recipient may stand
+before or after the channel.
+
+- Nothing raises. A call that cannot be read, or is incomplete, is content, exactly as the model
+  wrote it.
+- Texts are kept to the character. A blank line separates two messages of one kind.
+- A header cut by the end of the answer is dropped: it has no text. One that the model ends itself
+  is content.
+- Chunks of any size give the same pieces once these are joined, and the cost is linear.
+
+A response template of transformers could not express this: it finds a region by one pattern, and no
+pattern matches a header with its parts in any order, or one that is cut.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from enum import Enum, auto
+from typing import Any
+
+from freight.serve.answers.out import Pieces, SpecialTokens
+from freight.serve.answers.pieces import Piece, PieceKind
+from freight.serve.answers.verbatim import arguments_texts
+from freight.text.harmony import CALL, CHANNEL, END, MARKERS, MESSAGE, RETURN, START
+
+_MARKER = re.compile("|".join(map(re.escape, MARKERS)))
+_PREFIXES = frozenset(marker[:size] for marker in MARKERS for size in range(1, len(marker)))
+_LONGEST_PREFIX = max(map(len, MARKERS)) - 1
+_CHANNEL_NAME = re.compile(re.escape(CHANNEL) + r"\s*(?!to=)([A-Za-z]+)")
+_RECIPIENT = re.compile(r"(?:^|[\s>])to=([^\s<]+)")
+_LONGEST_HEADER = 512  # characters; longer ones are content
+_LONGEST_CALL = 1 << 20  # characters; longer ones are content
+
+
+class Place(Enum):
+    """A position in a message."""
+
+    HEADER = auto()
+    REASONING = auto()
+    CONTENT = auto()
+    CALL = auto()
+
+
+def _begun(prompt_text: str | None) -> str:
+    """Return the message that a prompt ends with; "" if it consists of a role only."""
+    _, start, begun = (prompt_text or "").rpartition(START)
+    return begun if start and _MARKER.search(begun) else ""
+
+
+class HarmonyParser:
+    """Reads one answer in harmony; a `MessageParser`.
+
+    special      strips the tokenizer's other special tokens
+    prompt_text  the prompt; None, if unknown, counts as one that ends before a header
+    tools        without any, calls are content, as written
+
+    `place` is the position at the end of the text so far: at first, at the end of the prompt.
+    """
+
+    def __init__(
+        self,
+        special: SpecialTokens,
+        prompt_text: str | None,
+        tools: Sequence[Mapping[str, Any]],
+    ) -> None:
+        self.place = Place.HEADER
+        self._has_tools = bool(tools)
+        self._names = {(tool.get("function") or tool).get("name") for tool in tools}
+        self._special = special.stripper()
+        self._held = ""  # may become a marker
+        self._header: list[str] = []
+        self._header_size = 0
+        self._call: list[str] = []  # text of the call
+        self._call_size = 0
+        self._name = ""  # of the function that is called
+        self._last_kind: PieceKind | None = None  # the kind of the last text
+        self._is_new_message = False  # whether a message has begun since then
+        self._finished = False
+        self._out = Pieces()
+        self._feed(_begun(prompt_text))
+        self._text(self._held)
+        self._out, self._last_kind, self._held = Pieces(), None, ""
+
+    def feed(self, text: str) -> list[Piece]:
+        """Take more text, special tokens included; returns the pieces that are certain by now."""
+        if self._finished:
+            return []
+        self._feed(self._special.feed(text))
+        return self._out.take()
+
+    def finish(self, complete: bool) -> list[Piece]:
+        """End the text; returns the last pieces. complete: the model ended by itself. An incomplete
+        call is content.
+        """
+        if self._finished:
+            return []
+        self._feed(self._special.finish())
+        rest, self._held = self._held, ""
+        self._finished = True
+        header = "".join(self._header).lstrip() if self.place is Place.HEADER else ""
+        if not complete and header.startswith((START, CHANNEL, "to=")):
+            return self._out.take()  # a header that is cut
+        self._text(rest)
+        if self.place is Place.CALL:
+            self._close_call("", complete)
+        elif self.place is Place.HEADER:
+            self._header_is_text()
+        return self._out.take()
+
+    def _feed(self, text: str) -> None:
+        text = self._held + text
+        self._held = ""
+        if "<" not in text:
+            self._text(text)
+            return
+        tail = text.rfind("<", max(0, len(text) - _LONGEST_PREFIX))
+        if tail >= 0 and text[tail:] in _PREFIXES:
+            text, self._held = text[:tail], text[tail:]
+        at = 0
+        for found in _MARKER.finditer(text):
+            self._text(text[at : found.start()])
+            self._marker(found.group())
+            at = found.end()
+        self._text(text[at:])
+
+    def _text(self, text: str) -> None:
+        if not text:
+            return
+        if self.place is Place.HEADER:
+            self._add_to_header(text)
+        elif self.place is Place.CALL:
+            self._add_to_call(text)
+        else:
+            self._say(
+                PieceKind.REASONING if self.place is Place.REASONING else PieceKind.CONTENT, text
+            )
+
+    def _marker(self, marker: str) -> None:
+        ends = marker in (END, CALL, RETURN)
+        if self.place is Place.HEADER:
+            if marker == MESSAGE:
+                self._begin_message()
+            elif ends or marker == START:
+                self._header_is_text(marker if ends else "")
+                self._begin_header("" if ends else marker)
+            else:
+                self._add_to_header(marker)
+        elif ends or marker in (START, CHANNEL):  # these two: the model did not end its message
+            if self.place is Place.CALL:
+                self._close_call(marker if ends else "", True)
+            self._begin_header("" if ends else marker)
+        elif self.place is Place.CALL:
+            self._add_to_call(marker)
+
+    def _begin_header(self, text: str) -> None:
+        self.place, self._header, self._header_size = Place.HEADER, [text], len(text)
+        self._is_new_message = True
+
+    def _add_to_header(self, text: str) -> None:
+        self._header.append(text)
+        self._header_size += len(text)
+        if self._header_size > _LONGEST_HEADER or self._is_text():
+            self._header_is_text()
+
+    def _is_text(self) -> bool:
+        """Return whether the header has text where only a control token, white space or a recipient
+        may begin.
+        """
+        text = "".join(self._header).lstrip()
+        return not text.startswith((START, CHANNEL)) and not "to=".startswith(text[:3])
+
+    def _message_header(self) -> str:
+        """Return the header without `<|start|>assistant`, which the prompt has for the first
+        message.
+        """
+        return "".join(self._header).removeprefix(f"{START}assistant")
+
+    def _header_is_text(self, closing: str = "") -> None:
+        """Turn what was read as a header into the beginning of content."""
+        text = self._message_header()
+        self.place = Place.CONTENT
+        # White space between messages is dropped.
+        if text.strip() or self._header_size > _LONGEST_HEADER:
+            self._say(PieceKind.CONTENT, text + closing)
+
+    def _begin_message(self) -> None:
+        header = "".join(self._header)
+        channel, recipient = _CHANNEL_NAME.search(header), _RECIPIENT.search(header)
+        to = recipient[1] if recipient else ""
+        self._is_new_message = True
+        if to.startswith("functions.") or to in self._names:
+            self.place, self._name = Place.CALL, to.removeprefix("functions.")
+            self._call, self._call_size = [self._message_header(), MESSAGE], 0
+        else:
+            self.place = Place.REASONING if channel and channel[1] == "analysis" else Place.CONTENT
+
+    def _say(self, kind: PieceKind, text: str) -> None:
+        if self._is_new_message and self._last_kind is kind:
+            text = f"\n\n{text}"
+        self._last_kind, self._is_new_message = kind, False
+        self._out.verbatim(text, kind)
+
+    def _add_to_call(self, text: str) -> None:
+        self._call.append(text)
+        self._call_size += len(text)
+        if self._call_size > _LONGEST_CALL:
+            self.place = Place.CONTENT
+            self._say(PieceKind.CONTENT, "".join(self._call))
+
+    def _close_call(self, closing: str, is_complete: bool) -> None:
+        self.place = Place.HEADER
+        arguments = None
+        if is_complete and self._has_tools:
+            arguments = self._arguments("".join(self._call[2:]))
+        if arguments is None:
+            self._say(PieceKind.CONTENT, "".join([*self._call, closing]))
+        else:
+            self._out.calls([Piece(PieceKind.TOOL_CALL, arguments, self._name)])
+
+    def _arguments(self, body: str) -> str | None:
+        """Return the arguments of a call, as JSON, or None if its text is not a JSON object."""
+        try:
+            self._name.encode()  # raises for a lone surrogate
+            texts = arguments_texts(body, [json.loads(body) if body.strip() else None])
+        except Exception:  # also RecursionError
+            return None
+        return texts[0] if texts and self._name else None

@@ -1,0 +1,325 @@
+"""Content, reasoning and tool calls from a model's text, and grammars for forced calls.
+
+A response template defines the markup: the checkpoint's, else a built-in one for the family that
+its chat template belongs to (`call_families.py`). transformers' ResponseParser finds the regions of
+the text. `parsing.py` adds the guarantees that this parser lacks: nothing raises, no text is lost,
+chunks of any size give the same pieces, and the cost is linear.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from freight.errors import RequestError
+from freight.serve.answers.argument_types import arguments_schema
+from freight.serve.answers.call_families import (
+    REASONING_PARSERS,
+    TOOL_CALL_PARSERS,
+    form_of,
+    response_template,
+    tags_of,
+)
+from freight.serve.answers.listed_calls import ListedCalls
+from freight.serve.answers.parsing import Markup, markup_of
+from freight.serve.answers.pieces import MessageParser
+from freight.serve.answers.response_templates import CallForm
+from freight.serve.transport.errors import ApiError
+from freight.structured import StructuredOutputs
+from freight.text.tokenizer import Tokenizer
+
+logger = logging.getLogger("freight")
+
+
+class MessageFormat:
+    """The `AnswerFormat` of a model with a response template.
+
+    reads_calls, reads_reasoning   whether the response template has fields for them
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        markup: Markup,
+        form: CallForm | None,
+        reasoning: tuple[str, str] | None,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._markup = markup
+        self._form = form
+        self._reasoning = reasoning
+        self.reads_calls = markup.with_calls is not None
+        self.reads_reasoning = markup.reasoning is not None
+
+    def parser(self, prompt_text: str | None, tools: Sequence[Mapping[str, Any]]) -> MessageParser:
+        """Return the parser of one answer; a `ParserOf`. Without tools, calls are content."""
+        return self._markup.parser(prompt_text, tools)
+
+    def ends_in_reasoning(self, prompt_text: str) -> bool:
+        """Return whether an answer to this prompt begins within reasoning, because the prompt has
+        the opening tag.
+        """
+        return self._markup.begins_in_reasoning(prompt_text)
+
+    def forced_call(
+        self,
+        tools: Sequence[Mapping[str, Any]],
+        names: Sequence[str],
+        parallel: bool,
+        *,
+        in_reasoning: bool = False,
+    ) -> Mapping[str, object]:
+        """Return keyword arguments of StructuredOutputs for an answer that calls one of `names`.
+
+        tools         as in OpenAI's API; arguments satisfy `parameters`
+        parallel      whether several calls are allowed
+        in_reasoning  the result of `ends_in_reasoning`; if True, the answer begins with the rest of
+                      the reasoning
+
+        Raises ApiError 400 if the form of this model's calls is not known, or for a name that is
+        not in `tools`.
+        """
+        if self._form is None:
+            raise ApiError(
+                400,
+                "tool_choice can only be 'auto' or 'none': the form of this model's tool calls is not known, so that "
+                "a call cannot be forced",
+                param="tool_choice",
+            )
+        chosen = forced_functions(tools, names)
+        parts = {
+            f"arguments_{index}": self._arguments(self._form, one)
+            for index, one in enumerate(chosen)
+        }
+        return {
+            "grammar": self._grammar(self._form, chosen, parallel, in_reasoning),
+            "parts": parts,
+        }
+
+    def _arguments(self, form: CallForm, function: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the form of the arguments of `function`. Raises ApiError 400 for a schema without
+        a possible grammar.
+        """
+        schema = arguments_schema(function)
+        if form.syntax is None:
+            return {"json": schema}
+        try:
+            StructuredOutputs(json=schema)  # checks the limits, which the parts do not
+            return form.syntax.part(function, self._literal, self._token_in)
+        except (RequestError, ValueError) as error:
+            raise ApiError(
+                400, f"tools: {function.get('name')!r:.80}: {error}", param="tools"
+            ) from None
+
+    def after_reasoning(self, form: Mapping[str, Any], in_reasoning: bool) -> Mapping[str, Any]:
+        """Return keyword arguments of StructuredOutputs for reasoning and then `form`.
+
+        form          keyword arguments of StructuredOutputs, without parts
+        in_reasoning  the result of `ends_in_reasoning`; if False, the reasoning is optional
+        """
+        if self._reasoning is None:
+            return form
+        think, rules = self._think(self._reasoning, in_reasoning)
+        return {
+            "grammar": "\n".join([f"start: {think} @answer", *rules]),
+            "parts": {"answer": form},
+        }
+
+    def call_to(
+        self,
+        tools: Sequence[Mapping[str, Any]],
+        names: Sequence[str],
+        parallel: bool,
+        prompt_text: str | None,
+    ) -> Mapping[str, Any]:
+        """Return `forced_call` for an answer to this prompt; a `ForcedCall`."""
+        in_reasoning = prompt_text is not None and self.ends_in_reasoning(prompt_text)
+        return self.forced_call(tools, names, parallel, in_reasoning=in_reasoning)
+
+    def form_to(self, form: Mapping[str, Any], prompt_text: str) -> Mapping[str, Any]:
+        """Return `after_reasoning` for an answer to this prompt; an `AfterReasoning`."""
+        return self.after_reasoning(form, self.ends_in_reasoning(prompt_text))
+
+    def _think(self, tags: tuple[str, str], in_reasoning: bool) -> tuple[str, tuple[str, str]]:
+        """Return the expression of the reasoning at the beginning of an answer, and the rules that
+        it needs.
+        """
+        return (
+            "think" if in_reasoning else f"({self._literal(tags[0])} think)?",
+            self._reasoning_rules(tags[1]),
+        )
+
+    def _grammar(
+        self,
+        form: CallForm,
+        functions: Sequence[Mapping[str, Any]],
+        parallel: bool,
+        in_reasoning: bool,
+    ) -> str:
+        """Return the grammar, in llguidance's Lark dialect, with the parts `@arguments_0`,
+        `@arguments_1`, ...
+        """
+        more = form.most_calls - 1 if parallel else 0
+        body = [self._literal(form.opening), "call"]
+        if more:
+            body.append(f"({self._literal(form.between)} call){{0,{more}}}")
+        body.append(self._literal(form.closing))
+        rules = [" ".join(part for part in body if part)]
+        if self._reasoning is not None:
+            think, more_rules = self._think(self._reasoning, in_reasoning)
+            rules[0] = f"{think} {rules[0]}"
+            rules += more_rules
+        rules[0] = f"start: {rules[0]}"
+        before, after = self._literal(form.before_name), self._literal(form.after_arguments)
+        rules.append(f"call: {before} function {after}".rstrip())
+        rules.append(
+            "function: " + " | ".join(f"function_{index}" for index in range(len(functions)))
+        )
+        for index, function in enumerate(functions):
+            name = str(function["name"])
+            if form.quoted:
+                name = json.dumps(function["name"], ensure_ascii=False)
+            head = self._literal(name + form.before_arguments)
+            if form.numbered:
+                head = f"{self._literal(f'{name}:')} /[0-9]{{1,3}}/ {self._literal(form.before_arguments)}"
+            rules.append(f"function_{index}: {head} @arguments_{index}")
+        return "\n".join(rule for rule in rules if rule)
+
+    def _reasoning_rules(self, closing: str) -> tuple[str, str]:
+        """Return the rule `think` (the rest of the reasoning, its closing tag and a blank line),
+        and `BLANK`.
+        """
+        blank = r"BLANK: /[ \n]{0,4}/"
+        think = f"think: (thought{self._as_token(closing)}) BLANK\nthought[suffix={json.dumps(closing)}]: /(?s:.*)/"
+        if self._token_of(closing) is not None:
+            think += "\nTHOUGHT: /(?s:.)*/"
+        return think, blank
+
+    def _as_token(self, closing: str) -> str:
+        """Return the alternative end of a thought, as one token. A special token matches no text of
+        the grammar.
+        """
+        token = self._token_of(closing)
+        return "" if token is None else f" | THOUGHT <[{token}]>"
+
+    def _literal(self, text: str) -> str:
+        """Return `text` as an expression of the grammar; "" for "".
+
+        A marker that is one token may also come as that token: llguidance never matches a string
+        against a special token, and it treats every added token like `<tool_call>` as special.
+        """
+        for marker in [*(self._form.markers if self._form else ()), *(self._reasoning or ())]:
+            token = self._token_of(marker) if marker in text else None
+            if token is not None:
+                before, after = text.split(marker, 1)
+                either = f"(<[{token}]> | {json.dumps(marker)})"
+                return " ".join(
+                    part for part in (self._literal(before), either, self._literal(after)) if part
+                )
+        return json.dumps(text, ensure_ascii=False) if text else ""
+
+    def _token_in(self, text: str) -> tuple[str, int, str] | None:
+        """Return the first marker in `text` that is one token: the text before it, the token, the
+        text behind it.
+        """
+        found: list[tuple[int, str, int]] = []
+        for marker in self._form.markers if self._form else ():
+            token = self._token_of(marker) if marker in text else None
+            if token is not None:
+                found.append((text.index(marker), marker, token))
+        if not found:
+            return None
+        at, marker, token = min(found)
+        return text[:at], token, text[at + len(marker) :]
+
+    def _token_of(self, marker: str) -> int | None:
+        ids = self._tokenizer.encode(marker, add_special_tokens=False)
+        return ids[0] if len(ids) == 1 else None
+
+
+def parser_for(
+    tokenizer: Tokenizer, tool_call_parser: str | None = None, reasoning_parser: str | None = None
+) -> MessageFormat | None:
+    """Return the format of a model's answers, or None if they have no known markup.
+
+    tool_call_parser, reasoning_parser   names of `call_families`, which override the checkpoint
+    """
+    form, tags = form_of(tokenizer.chat_template_source), tags_of(tokenizer.chat_template_source)
+    own = (
+        tokenizer.response_template
+        if tool_call_parser is None and reasoning_parser is None
+        else None
+    )
+    form = _chosen(TOOL_CALL_PARSERS.get(tool_call_parser or ""), form)
+    tags = _chosen(REASONING_PARSERS.get(reasoning_parser or ""), tags)
+    pair = None if tags is None else (tags.opens[0], tags.closes[0])
+    if own is not None:
+        try:
+            markup = markup_of(tokenizer, own)
+        except Exception as error:  # ValueError, and others for values of a wrong type
+            logger.warning(
+                "the checkpoint's response_template cannot be read, and is not used: %s", error
+            )
+        else:
+            pair = _tags(own["fields"].get(markup.reasoning)) or pair
+            return MessageFormat(tokenizer, markup, form if _reads(markup, form) else None, pair)
+    if form is None and tags is None:
+        return None
+    return MessageFormat(
+        tokenizer, markup_of(tokenizer, response_template(form, tags), form), form, pair
+    )
+
+
+def _chosen(offered: Sequence[Any] | None, found: Any) -> Any:
+    """Return `found` if the name offers it, or if no name was given; else the first form that the
+    name offers.
+    """
+    return found if offered is None or found in offered else offered[0]
+
+
+def _tags(field: object) -> tuple[str, str] | None:
+    """Return the opening and the closing text of a field, or None if either is a pattern."""
+    if not isinstance(field, Mapping):
+        return None
+    opening, closing = field.get("open"), field.get("close")
+    if isinstance(opening, str) and isinstance(closing, str):
+        return opening, closing
+    return None
+
+
+def _reads(markup: Markup, form: CallForm | None) -> bool:
+    """Return whether `markup` finds a call that is written in `form`. Only forms with JSON after a
+    name.
+    """
+    if form is None or markup.with_calls is None or not isinstance(form.syntax, ListedCalls | None):
+        return False
+    name = '"f"' if form.quoted else "f"
+    call = form.before_name + name + form.before_arguments + '{"a": 1}' + form.after_arguments
+    parser = markup.parser("", [{"type": "function", "function": {"name": "f"}}])
+    pieces = parser.feed(form.opening + call + form.closing) + parser.finish(True)
+    return [(piece.name, piece.text) for piece in pieces] == [("f", '{"a": 1}')]
+
+
+def forced_functions(
+    tools: Sequence[Mapping[str, Any]], names: Sequence[str]
+) -> list[Mapping[str, Any]]:
+    """Return the functions of `names`, each once; `tools` as in OpenAI's API.
+
+    Raises ApiError 400 for a name that is not in `tools`, and for no names.
+    """
+    functions = {function.get("name"): function for function in map(_function, tools)}
+    for name in names:
+        if name not in functions:
+            raise ApiError(
+                400, f"tool_choice names {name!r:.80}, which is not in tools", param="tool_choice"
+            )
+    if not names:
+        raise ApiError(400, "tool_choice forces a call, and tools is empty", param="tool_choice")
+    return [functions[name] for name in dict.fromkeys(names)]
+
+
+def _function(tool: Mapping[str, Any]) -> Mapping[str, Any]:
+    function = tool.get("function")
+    return function if isinstance(function, Mapping) else tool

@@ -1,0 +1,1 @@
+"""Requests from files: `freight batch` answers them, `freight verify` checks answers."""

@@ -1,0 +1,453 @@
+"""`freight verify`: an answer of the server, with its request, is checked in one prefill.
+
+The request is read by the server's own parser, and its prompts are tokenized anew. The engine draws the
+answer's tokens again (`engine/redraw.py`), and the reply of the API writes the answer anew from what it
+drew. So all that the answer states is compared with what this model gives: tokens, log-probabilities,
+text, tool calls, ends, and the tokens of the prompt.
+
+The chat template is a program of the model, and a grammar one of the request. Both run first in a
+process that is killed at a deadline, as in the server (`rendering/renderer.py`): an answer that they
+do not get through cannot be judged, and the others are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import islice
+from reprlib import repr as show
+from typing import TYPE_CHECKING, Any
+
+from freight.base.version import version
+from freight.engine.verification import (
+    NO_SEED,
+    OTHER_KERNELS,
+    Outcome,
+    Verification,
+    differs,
+    draws_differ,
+    has_no_seed,
+    logprob_differs,
+    unknown,
+)
+from freight.errors import CapacityError, RequestError, legible
+from freight.serve.answers.answer_format import AnswerFormat, answer_format
+from freight.serve.app import Parse
+from freight.serve.call import (
+    Conversation,
+    Reply,
+    ReplyHead,
+    Served,
+    TokenizedWork,
+    Work,
+)
+from freight.serve.limits import ServingLimits, check_scores
+from freight.serve.openai.chat_request import parse_chat
+from freight.serve.openai.completion_request import parse_completion
+from freight.serve.rendering.renderer import Renderer
+from freight.serve.serving import read_template
+from freight.serve.settings import ServerSettings
+from freight.serve.transport.errors import ApiError
+from freight.serve.transport.slices import json_bytes
+from freight.settings.engine import EngineArgs
+from freight.structured import StructuredOutputs
+
+if TYPE_CHECKING:
+    from freight.engine.engine import Engine
+    from freight.engine.redraw import Redrawn
+
+_KINDS: dict[str, Parse] = {"chat.completion": parse_chat, "text_completion": parse_completion}
+AT_ONCE = 64  # answers in the engine at a time
+# Values of an answer that its request does not decide: names and times.
+_NAMES = frozenset({"id", "created", "model"})
+_DETAILS = ("prompt_tokens_details", "completion_tokens_details")  # of its usage
+_OF_ITS_RUN = frozenset(  # counts among them that depend on the cache and on drafts
+    {"cached_tokens", "accepted_prediction_tokens", "rejected_prediction_tokens"}
+)
+_CLOCK = (
+    "`prompt_token_ids` are others than those of the request's prompt now, and the chat template writes the time; send "
+    "`chat_template_kwargs` with the date, such as `date_string`, with requests that are to be verified"
+)
+_LOGPROB = re.compile(
+    r"\.choices\[(\d+)\]\.logprobs\.(?:token_logprobs\[(\d+)\]|content\[(\d+)\]\.logprob)"
+)
+
+Json = Any
+_Path = tuple[str, Json, Json]  # where two values differ, the one stated, and the one found
+
+
+@dataclass(frozen=True)
+class Stated:
+    """A request and its answer, as they are in a file. `tokens`: those of each choice, in order."""
+
+    request: Mapping[str, Json]
+    response: Mapping[str, Json]
+    parse: Parse
+    fingerprint: str
+    tokens: tuple[tuple[int, ...], ...]
+
+
+def read_stated(content: object) -> Stated | Verification:
+    """Read {"request": …, "response": …}: the body that was sent to /v1/completions or
+    /v1/chat/completions, and the complete one that came back; or say what they lack. A Verification
+    stands for what could not be read.
+    """
+    if isinstance(content, Verification):
+        return content
+    if not isinstance(content, Mapping):
+        return unknown(f"{show(content)} is not an object with `request` and `response`")
+    request, response = content.get("request"), content.get("response")
+    for name, value in (("request", request), ("response", response)):
+        if not isinstance(value, Mapping):
+            return unknown(f"`{name}` is {show(value)}; it must be the JSON body")
+    assert isinstance(request, Mapping)
+    assert isinstance(response, Mapping)
+    kind, fingerprint = response.get("object"), response.get("system_fingerprint")
+    if not isinstance(kind, str) or kind not in _KINDS:
+        return unknown(
+            f"the response's `object` is {show(kind)}; answers of {', '.join(_KINDS)} can be verified, "
+            "streamed ones cannot"
+        )
+    if not isinstance(fingerprint, str):
+        return unknown("the response has no `system_fingerprint`, so its model is not known")
+    choices = response.get("choices")
+    if not isinstance(choices, list) or not choices:
+        return unknown("the response has no `choices`")
+    tokens = [_token_ids(choice) for choice in choices]
+    if None in tokens:
+        return unknown(
+            "the response has no `token_ids`; send `return_token_ids`: true with requests that are to be verified"
+        )
+    if any(choice.get("finish_reason") is None for choice in choices):
+        return unknown(
+            "a choice has no `finish_reason`: it is a part of a streamed answer, and the complete one is needed"
+        )
+    known = tuple(one for one in tokens if one is not None)
+    return Stated(request, response, _KINDS[kind], fingerprint, known)
+
+
+def _token_ids(choice: object) -> tuple[int, ...] | None:
+    ids = choice.get("token_ids") if isinstance(choice, Mapping) else None
+    if not isinstance(ids, list) or not all(type(one) is int for one in ids):
+        return None
+    return tuple(ids)
+
+
+@dataclass(frozen=True)
+class _Begun:
+    """An answer whose redraws are in the engine, by the names of its prompts."""
+
+    stated: Stated
+    reply: Reply  # without a token
+    work: Sequence[TokenizedWork]
+    names: Sequence[str]
+
+
+class Verifier:
+    """Checks answers with one engine, which it has alone."""
+
+    def __init__(
+        self, engine: Engine, served: Served, new_renderer: Callable[[], Renderer] | None
+    ) -> None:
+        """new_renderer: makes what renders conversations and checks grammars; None without a
+        tokenizer, where there are neither.
+        """
+        self._engine = engine
+        self._served = replace(served, unknown_fields="ignore", strict_schemas=False)
+        self._new_renderer = new_renderer
+        self._limits = ServingLimits()
+        self._num_queued = 0
+
+    def results(self, contents: Iterable[object]) -> Iterator[Verification]:
+        """Yield a result for each `read_stated` object, in order. Not for use within an event loop."""
+        renderer = self._new_renderer() if self._new_renderer is not None else None
+        source = iter(contents)
+        begun: list[_Begun | Verification] = []
+        with asyncio.Runner() as runner:
+            try:
+                while batch := list(islice(source, AT_ONCE)):
+                    begun = []
+                    for content in batch:
+                        begun.append(runner.run(self._begin(content, renderer)))
+                    while self._engine.has_unfinished:
+                        self._engine.step(quiet_until=math.inf)
+                    for one in begun:
+                        yield one if isinstance(one, Verification) else self._end(one)
+            finally:
+                for one in begun:  # those that nobody read are in the engine still
+                    self._release(one.names if isinstance(one, _Begun) else ())
+                if renderer is not None:
+                    runner.run(renderer.close())
+
+    async def _begin(self, content: object, renderer: Renderer | None) -> _Begun | Verification:
+        stated = read_stated(content)
+        if isinstance(stated, Verification):
+            return stated
+        if stated.fingerprint != self._served.fingerprint:
+            return unknown(
+                f"the answer's system_fingerprint is {show(stated.fingerprint)}, and that of this model with these "
+                f"options and this version is {self._served.fingerprint}"
+            )
+        if not self._engine.is_reproducible:
+            return unknown(OTHER_KERNELS)
+        try:
+            return await self._queue(stated, renderer)
+        except (ApiError, RequestError, CapacityError) as error:
+            return unknown(f"the request cannot be served here: {legible(str(error))}")
+
+    async def _queue(self, stated: Stated, renderer: Renderer | None) -> _Begun | Verification:
+        named = stated.request.get("model")
+        served = self._served
+        if isinstance(named, str):
+            served = replace(served, names=(named,))
+        call = stated.parse(dict(stated.request), served, self._limits)
+        work = [await self._tokenized(one, renderer) for one in call.work]
+        check_scores(work, self._limits)
+        # calls of tools are named after the answer
+        name = str(stated.response.get("id", "")).partition("-")[2]
+        name = name.encode("utf-8", "replace").decode()
+        reply = call.reply(ReplyHead(name, 0, call.model, served.fingerprint), served, work)
+        if any(has_no_seed(one.params) for one in work):
+            return unknown(NO_SEED)
+        fault = _shape_differs(stated, work, self._served.vocab_size)
+        if fault is not None:
+            return fault
+        fault = _prompts_differ(stated, work)
+        if fault is not None:
+            return unknown(_CLOCK) if any(map(self._reads_clock, call.work)) else fault
+        for item in work:
+            if item.params.structured_outputs is not None and renderer is not None:
+                form = StructuredOutputs.of(item.params.structured_outputs)
+                await renderer.check_grammar(form.given())
+        names: list[str] = []
+        try:
+            for item, answers in zip(work, _by_prompt(stated, work), strict=True):
+                prompt = self._engine.accept(item.token_ids, item.params)
+                self._num_queued += 1
+                names.append(str(self._num_queued))
+                self._engine.redraw(names[-1], prompt, item.params, answers)
+        except Exception:
+            self._release(names)
+            raise
+        return _Begun(stated, reply, work, names)
+
+    def _reads_clock(self, work: Work) -> bool:
+        """Return whether a prompt may have been another one at another time."""
+        tokenizer = self._served.tokenizer
+        if tokenizer is None or not isinstance(work.prompt, Conversation):
+            return False
+        return "strftime_now" in tokenizer.chat_template_source
+
+    async def _tokenized(self, work: Work, renderer: Renderer | None) -> TokenizedWork:
+        """Return what `Service.tokenize` does."""
+        tokenizer, prompt = self._served.tokenizer, work.prompt
+        params, text, ids = work.params, None, prompt
+        if isinstance(prompt, Conversation):
+            if tokenizer is None or not tokenizer.has_chat_template:
+                raise RequestError("the model has no chat template")
+            assert renderer is not None
+            chat = await renderer.render(prompt)
+            text, ids = chat.text, tokenizer.encode_chat(chat, bool(work.add_special_tokens))
+            params = params if work.params_of is None else work.params_of(text)
+        elif isinstance(prompt, str):
+            if tokenizer is None:
+                raise RequestError("a text prompt needs a tokenizer")
+            text, ids = prompt, tokenizer.encode(prompt, work.add_special_tokens is not False)
+        assert not isinstance(ids, str | Conversation)
+        left = self._engine.intake.cut(ids, params)
+        if len(left) < len(ids) and isinstance(prompt, str):
+            text = None
+        return TokenizedWork(text, tuple(left), replace(params, timeout_s=None))
+
+    def _release(self, names: Sequence[str]) -> None:
+        for name in names:
+            self._engine.release(name)
+
+    def _end(self, begun: _Begun) -> Verification:
+        redrawn = [self._engine.redrawn(name) for name in begun.names]
+        self._release(begun.names)
+        first, found = 0, list[Verification]()
+        for one, answers in zip(redrawn, _by_prompt(begun.stated, begun.work), strict=True):
+            drawn = draws_differ(one, answers, first) or _goes_on(one, first)
+            found += [] if drawn is None else [drawn]
+            first += len(answers)
+        # one that differs is refuted, whatever cannot be said of the others
+        found.sort(key=lambda one: one.outcome is not Outcome.DIFFERS)
+        return found[0] if found else _compare(begun, redrawn)
+
+
+def _compare(begun: _Begun, redrawn: Sequence[Redrawn]) -> Verification:
+    """Compare the whole answer with one that is written anew."""
+    stated, reply = begun.stated, begun.reply
+    for index, one in enumerate(redrawn):
+        reply.advance(index, one.group.delta(one.group.completions, 0.0))
+    body = json.loads(json_bytes(reply.body()))
+    given = {key: value for key, value in stated.response.items() if key not in _NAMES}
+    expected = {key: value for key, value in body.items() if key not in _NAMES}
+    if given.get("usage") is None:
+        del expected["usage"]  # one whose stream was joined may have none
+    for told, choice in zip(given["choices"], expected["choices"], strict=True):
+        if "stop_reason" not in told:  # clients drop fields that OpenAI does not have
+            del choice["stop_reason"]
+    found = _first_difference(_counted(given), _counted(expected), "")
+    if found is None:
+        return Verification(Outcome.EQUAL, num_tokens=sum(map(len, stated.tokens)))
+    return _in_words(found, stated)
+
+
+def _counted(body: Mapping[str, Json]) -> dict[str, Json]:
+    """Return a body without the counts that its request does not decide."""
+    usage = body.get("usage")
+    if not isinstance(usage, Mapping):
+        return dict(body)
+    kept = dict(usage)
+    for name in _DETAILS:
+        if isinstance(details := usage.get(name), Mapping):
+            left = {key: count for key, count in details.items() if key not in _OF_ITS_RUN}
+            kept[name] = left or None
+    return {**body, "usage": kept}
+
+
+def _shape_differs(
+    stated: Stated, work: Sequence[TokenizedWork], vocab_size: int
+) -> Verification | None:
+    """Compare what needs no computation: how many choices there are, and of which tokens."""
+    count = sum(one.params.n for one in work)
+    if len(stated.tokens) != count:
+        return differs(f"the request asks for {count} choices, and {len(stated.tokens)} are stated")
+    for index, tokens in enumerate(stated.tokens):
+        outside = [token for token in tokens if not 0 <= token < vocab_size]
+        if outside:
+            return differs(
+                f"choice {index}: token {show(outside[0])} is not in the vocabulary", index
+            )
+    return None
+
+
+def _prompts_differ(stated: Stated, work: Sequence[TokenizedWork]) -> Verification | None:
+    """Compare the tokens of prompts, as far as they are stated."""
+    ids = stated.response.get("prompt_token_ids")
+    given = [ids] if ids is not None else []
+    if ids is None:
+        given = [choice.get("prompt_token_ids") for choice in stated.response["choices"]]
+    expected = [list(one.token_ids) for one in work for _ in range(one.params.n)]
+    for found, wanted in zip(given, expected, strict=False):
+        if found is not None and found != wanted:
+            return differs(
+                "`prompt_token_ids` are not the tokens of the request's prompt: "
+                + _where_lists_differ(found, wanted)
+            )
+    return None
+
+
+def _where_lists_differ(stated: object, found: Sequence[int]) -> str:
+    if not isinstance(stated, list) or len(stated) != len(found):
+        count = len(stated) if isinstance(stated, list) else 0
+        return f"{count} are stated, and it has {len(found)}"
+    at = next(index for index, token in enumerate(found) if stated[index] != token)
+    return f"token {at} is stated as {show(stated[at])}, and is {found[at]}"
+
+
+def _by_prompt(
+    stated: Stated, work: Sequence[TokenizedWork]
+) -> Iterator[tuple[tuple[int, ...], ...]]:
+    """Yield the answers to each prompt: choices come prompt by prompt."""
+    first = 0
+    for one in work:
+        yield stated.tokens[first : first + one.params.n]
+        first += one.params.n
+
+
+def _goes_on(redrawn: Redrawn, first: int) -> Verification | None:
+    for index, told in enumerate(redrawn.group.completions, first):
+        if not told.request.is_finished:
+            count = len(told.request.output_token_ids)
+            return differs(f"completion {index} goes on after its {count} tokens", index)
+    return None
+
+
+def _first_difference(stated: Json, found: Json, path: str) -> _Path | None:
+    """Return where two JSON values differ first; null and an absent key are the same."""
+    if isinstance(stated, dict) and isinstance(found, dict):
+        for key in dict.fromkeys((*found, *stated)):
+            name = key if key.isidentifier() else show(key)
+            inner = _first_difference(stated.get(key), found.get(key), f"{path}.{name}")
+            if inner is not None:
+                return inner
+        return None
+    if isinstance(stated, list) and isinstance(found, list) and len(stated) == len(found):
+        for index, pair in enumerate(zip(stated, found, strict=True)):
+            inner = _first_difference(*pair, f"{path}[{index}]")
+            if inner is not None:
+                return inner
+        return None
+    # 1 is not true, and 1.0 is 1
+    same = stated == found and isinstance(stated, bool) == isinstance(found, bool)
+    return None if same else (path, stated, found)
+
+
+def _in_words(difference: _Path, stated: Stated) -> Verification:
+    path, given, found = difference
+    at = _LOGPROB.fullmatch(path)
+    if at is None or not isinstance(given, float):
+        return differs(f"{path}: {show(given)} is stated, and it is {show(found)}")
+    index, position = int(at[1]), int(at[2] or at[3])
+    tokens = stated.tokens[index]
+    # an echo begins with the prompt
+    entries = stated.response["choices"][index]["logprobs"].get("token_logprobs", tokens)
+    echoed = len(entries) - len(tokens)
+    if position < echoed:
+        return differs(f"{path}: {show(given)} is stated, and it is {found!r}")
+    token = tokens[position - echoed]
+    return logprob_differs(index, position - echoed, token, given, found)
+
+
+def verifier_of(args: EngineArgs, settings: ServerSettings | None = None) -> Verifier:
+    """Load a model; returns what checks answers of a server of it with these settings.
+
+    Raises ConfigError, CheckpointError or CapacityError as the server does.
+    """
+    from freight.engine.build import start_engine
+    from freight.engine.fingerprint import fingerprint
+    from freight.model.config.parse import sampling_defaults
+    from freight.model.open import open_model
+
+    settings = settings or ServerSettings()
+    template = read_template(settings.chat_template)
+    opened = open_model(args)
+    engine, config = start_engine(opened)
+    tokenizer = engine.tokenizer
+    form: AnswerFormat | None = None
+    new_renderer: Callable[[], Renderer] | None = None
+    if tokenizer is not None:
+        tokenizer = tokenizer if template is None else tokenizer.with_chat_template(template)
+        form = answer_format(tokenizer, settings.tool_call_parser, settings.reasoning_parser)
+        folder = opened.tokenizer_folder()
+        assert folder is not None
+        new_renderer = partial(
+            Renderer,
+            folder,
+            opened.model.vocab_size,
+            opened.stop_token_ids(),
+            deadline_s=settings.template_timeout,
+            chat_template=template,
+        )
+    generation = opened.checkpoint.generation_config if opened.checkpoint else None
+    served = Served(
+        names=(args.model,),
+        tokenizer=tokenizer,
+        vocab_size=opened.model.vocab_size,
+        max_model_len=config.max_model_len,
+        defaults=sampling_defaults(generation),
+        fingerprint=fingerprint(opened, config, opened.kernels(config), version()),
+        stop_token_ids=opened.stop_token_ids(),
+        parser_of=None if form is None else form.parser,
+        forced_call=None if form is None else form.call_to,
+        after_reasoning=None if form is None or not form.reads_reasoning else form.form_to,
+    )
+    return Verifier(engine, served, new_renderer)

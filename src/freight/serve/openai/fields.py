@@ -1,0 +1,162 @@
+"""Reading of OpenAI's requests: their fields, the types of these, and an error for the first fault.
+
+A field takes effect, or is accepted without effect and reported to the client, or is accepted at a
+value that asks for nothing (`neutral.py`), or is refused. `null` counts as absent. Each failure is
+one ApiError with status 400 and the path of the field, such as `messages[2].role`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from reprlib import repr as show
+from typing import Any, TypeVar
+
+from pydantic import BaseModel
+
+from freight.errors import RequestError, nearest
+from freight.serve.bodies import read
+from freight.serve.call import Served
+from freight.serve.limits import ServingLimits, check_body
+from freight.serve.openai.neutral import NEUTRAL
+from freight.serve.transport.errors import ApiError
+
+# Fields accepted without effect: none of them changes the tokens of an answer.
+ACCEPTED = (
+    "user",
+    "metadata",
+    "store",
+    "service_tier",
+    "safety_identifier",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "prompt_cache_options",
+    "verbosity",
+    "modalities",
+    "include_reasoning",
+    "session_id",
+)
+_ANY_MODEL = ("", "dummy", "tgi")  # placeholders from clients that assume a single model
+_MOST_NAMED = 32  # names in `ignored`, which becomes a header
+_NAME = re.compile(r"[A-Za-z0-9_.$\[\]-]{1,64}")
+_PATH = re.compile(r"[A-Za-z_]\w*(?:\[\d+\]|\.\w+)*")
+
+M = TypeVar("M", bound=BaseModel)
+
+
+@dataclass(frozen=True)
+class Fields:
+    """The fields of a body that take effect, none of them null, and the names of ignored ones."""
+
+    values: dict[str, Any]
+    ignored: tuple[str, ...]
+
+
+def refuse(param: str, message: str) -> ApiError:
+    """Return the 400 for one field. `message` names the field itself."""
+    return ApiError(400, message, param=param)
+
+
+def read_fields(
+    body: object, model: type[BaseModel], served: Served, limits: ServingLimits
+) -> Fields:
+    """Sort the fields of `body` by their treatment. Raises ApiError for a refused one."""
+    values: dict[str, Any] = {}
+    ignored: list[str] = []
+    known = model.model_fields
+    for name, value in check_body(body, limits).items():
+        if value is None:
+            continue
+        if name in ACCEPTED:
+            if name == "modalities" and value != ["text"]:
+                raise refuse(
+                    name, f'modalities is {show(value)}; this server answers with text: ["text"]'
+                )
+            ignored.append(name)
+        elif name in known:
+            values[name] = value
+        elif name in NEUTRAL:
+            if not NEUTRAL[name].asks_nothing(value):
+                raise _unsupported(name, value)
+        elif served.unknown_fields == "refuse":
+            hint = nearest(name[:60], (*known, *ACCEPTED))
+            raise ApiError(
+                400,
+                f"there is no field {name[:60]!r}{hint}",
+                param=name[:60],
+                code="unknown_parameter",
+            )
+        else:
+            ignored.append(name)
+    return Fields(values, named(ignored))
+
+
+def named(names: Sequence[str]) -> tuple[str, ...]:
+    """Return names that are safe in a header: unsafe ones become "?", and there are 32 at most."""
+    safe = [name if _NAME.fullmatch(name) else "?" for name in dict.fromkeys(names)]
+    return (*safe[:_MOST_NAMED], "...") if len(safe) > _MOST_NAMED else tuple(safe)
+
+
+def _unsupported(name: str, value: object) -> ApiError:
+    known = NEUTRAL[name]
+    fault = f"{name} is not supported"
+    if known.values:
+        possible = " or ".join(json.dumps(neutral) for neutral in known.values)
+        fault = f"{name} is {show(value)}; only {possible} is possible"
+    return ApiError(400, f"{fault}: {known.instead}", param=name, code="unsupported_parameter")
+
+
+def part(model: type[M], where: str, given: object) -> M:
+    """Validate `given`, at the path `where` of a body, as `model`. Raises ApiError for the first
+    fault.
+    """
+
+    def refused(path: str, words: str, value: object) -> ApiError:
+        path = f"{where}.{path}".strip(".")
+        if not words.startswith("is "):
+            missing = value is None and words == "must be a string"
+            it = "it " if words.startswith("must") else ""
+            words = f"is {'missing' if missing else show(value)}; {it}{words}"
+        return refuse(path, f"{path} {words}")
+
+    return read(model, given, refused)
+
+
+def served_name(model: str | None, served: Served) -> str:
+    """Return the model's name for answers. Raises ApiError, 404, for a model that is not served."""
+    if model is None or model in _ANY_MODEL:
+        return served.names[0]
+    if model not in served.names:
+        names = ", ".join(served.names)
+        raise ApiError(
+            404,
+            f"the model {model[:100]!r} is not served here; this server has {names}",
+            param="model",
+            code="model_not_found",
+        )
+    return model
+
+
+def from_request_error(error: RequestError, renamed: Mapping[str, str] | None = None) -> ApiError:
+    """Return the 400 for an error of the engine's validators, whose messages begin with a field.
+
+    renamed  the validators' name -> the field of this API
+    """
+    message = str(error)
+    found = _PATH.match(message)
+    if found is None or not _is_field(found[0]):
+        return ApiError(400, message)
+    name = re.split(r"[.\[]", found[0])[0]
+    param = (renamed or {}).get(name, name)
+    param = found[0] if param == name else param
+    return ApiError(400, param + message[found.end() :], param=param)
+
+
+def _is_field(path: str) -> bool:
+    return (
+        "_" in path
+        or "[" in path
+        or path in ("n", "temperature", "seed", "stop", "logprobs", "messages", "prompt")
+    )

@@ -1,0 +1,536 @@
+"""The path from a Call to an Answer: tokenize, check, admit, submit. Knows no routes and no
+sockets.
+
+Requests are refused here, before an answer has begun: prompts that cannot be tokenized or are too
+long, more requests than may wait, a server that is loading or shutting down. `begin` returns once
+the engine has accepted every request of the call. From then on `Answer.advance` returns the bytes
+to send, and `Answer.close` stops what still runs; it must be called however the answer ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import math
+import re
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
+from freight.engine.intake import AcceptedPrompt, Intake
+from freight.errors import FreightError, RequestError
+from freight.outputs import EngineStats, FinishReason, RequestDelta, RequestTimes
+from freight.sampling import SamplingParams, check_limits
+from freight.serve.call import Call, Conversation, Reply, ReplyHead, Served, TokenizedWork, Work
+from freight.serve.engine_errors import from_engine, not_ready
+from freight.serve.inbox import Inbox, merged
+from freight.serve.limits import CONTEXT_IS, ServingLimits, check_context, check_scores, num_scores
+from freight.serve.observe.log import RequestLine, log_request, loggable
+from freight.serve.observe.metrics import UNNAMED, Metrics
+from freight.serve.openai.fields import from_request_error
+from freight.serve.processes.client import EngineClient, EngineState, Running
+from freight.serve.processes.wire import EngineFacts
+from freight.serve.rendering.renderer import Renderer
+from freight.serve.tokens import Tokenize
+from freight.serve.transport.auth import Keys
+from freight.serve.transport.errors import ApiError, took_too_long
+from freight.serve.transport.slices import in_turn, is_large, json_in_slices
+from freight.structured import StructuredOutputs
+from freight.text.chat_text import ChatText
+
+logger = logging.getLogger("freight")
+
+# Characters: tokenizing more takes a thread, or the process for what is long.
+_LONG = 1 << 12
+_VERY_LONG = 1 << 17
+_VERY_LONG_MARKED = 1 << 14
+_PROBED = 16  # characters per token of the context: the length of the beginning that is probed
+_KEPT_TIMES = 32  # durations of answers, whose mean is the Retry-After of a 429
+_LARGE = 1 << 15  # log-probabilities of prompts: more are written in a thread
+_REMEMBERED = 4096  # grammars that compiled; the set is cleared when it is full
+_LONGEST_RETRY = 120  # seconds, the largest Retry-After
+KEEP_ALIVE = 15.0  # seconds without a token after which a stream gets a comment
+
+
+class Service:
+    """One served model. `served` and `renderer` are set once it is loaded, and again for a new
+    engine.
+    """
+
+    def __init__(
+        self,
+        client: EngineClient,
+        limits: ServingLimits,
+        keys: Keys,
+        metrics: Metrics,
+        max_sequences: int,
+        request_timeout: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        max_queue: int = 0,
+    ) -> None:
+        """max_sequences: completions that run or wait; `max_queue` of them wait."""
+        self.client = client
+        self.limits = limits
+        self.keys = keys
+        self.metrics = metrics
+        self.served: Served | None = None
+        self.facts: EngineFacts | None = None
+        self.renderer: Renderer | None = None
+        # In a separate process: slow grammars do not delay conversations.
+        self.grammars: Renderer | None = None
+        # In a third one: what is long delays no conversation that is short.
+        self.large: Renderer | None = None
+        self.draining = False
+        self.answers: set[Answer] = set()
+        self.clock = clock
+        self.max_sequences = max_sequences
+        self._max_queue = max_queue
+        self._request_timeout = request_timeout
+        self._num_submitted = 0
+        self._durations: deque[float] = deque(maxlen=_KEPT_TIMES)  # seconds, of the last answers
+        self._checked: set[object] = set()  # keys of grammars that compiled
+
+    def require_served(self) -> Served:
+        """Return the model. Raises ApiError 503 while it is not loaded, or the server drains."""
+        if self.draining:
+            raise ApiError(
+                503,
+                "the server is shutting down",
+                code="draining",
+                headers={"Connection": "close"},
+            )
+        if self.served is None or self.client.state is not EngineState.READY:
+            raise not_ready(self.client.state)
+        return self.served
+
+    async def begin(self, call: Call, request_id: str, key_name: str | None) -> Answer:
+        """Submit a call and return its answer, once the engine has accepted it. Raises ApiError."""
+        served = self.require_served()
+        arrival = self.clock()
+        work = []
+        for prompt in call.work:
+            work.append(await self.tokenize(prompt, key_name))
+            await asyncio.sleep(0)  # what is short is tokenized at once: others get a turn
+        served = self.require_served()  # a new engine may have started meanwhile
+        check_scores(work, self.limits)
+        is_queued = self._admit(work, key_name)
+        head = ReplyHead(
+            call.request_id or request_id, int(time.time()), call.model, served.fingerprint
+        )
+        answer = Answer(self, call.reply(head, served, work), work, request_id, key_name, arrival)
+        answer.is_queued = is_queued
+        try:
+            await answer.submit()
+        except ApiError:
+            answer.stop()  # `refused` counts and logs it
+            raise
+        except BaseException:
+            answer.close(499)
+            raise
+        return answer
+
+    async def tokenize(self, work: Work, key_name: str | None = None) -> TokenizedWork:
+        """Tokenize and check a prompt; returns it with the parameters that the engine takes. Raises
+        ApiError.
+        """
+        served = self.require_served()
+        intake = Intake(served.tokenizer, served.vocab_size, served.max_model_len)
+        text: str | None = None
+        try:
+            params, prompt = work.params, work.prompt
+            check_limits(params, self.limits.sampling)
+            cuts = params.truncate_prompt_tokens is not None
+            if isinstance(prompt, Conversation):
+                chat = await self.render(prompt, key_name)
+                text = chat.text
+                params = params if work.params_of is None else work.params_of(text)
+                if not cuts:
+                    await self._check_size(served, text, key_name)
+                special = bool(work.add_special_tokens)
+                prompt, count = await self.encode(chat, special, _last(served, params), key_name)
+            elif isinstance(prompt, str):
+                text = prompt
+                if prompt and served.tokenizer is not None:
+                    if not cuts:
+                        await self._check_size(served, prompt, key_name)
+                    special = work.add_special_tokens is not False
+                    prompt, count = await self.encode(
+                        prompt, special, _last(served, params), key_name
+                    )
+            else:
+                count = len(prompt)
+            if not isinstance(prompt, str):
+                prompt = intake.cut(prompt, params)
+                if isinstance(work.prompt, str) and len(prompt) < count:
+                    text = None  # an echo decodes the tokens that the model reads
+            param = "messages" if isinstance(work.prompt, Conversation) else "prompt"
+            if not isinstance(prompt, str):
+                check_context(
+                    len(prompt), 0 if params.max_tokens == 0 else None, served.max_model_len, param
+                )
+            accepted = intake.accept(prompt, params)
+        except RequestError as error:
+            raise from_request_error(error) from None
+        await self._check_grammar(params, work.form_from, key_name)
+        salt = self.keys.salt_for(key_name, params.cache_salt)
+        params = replace(params, cache_salt=salt, timeout_s=self._timeout(params))
+        return TokenizedWork(text, accepted.token_ids, params)
+
+    def observe(self, stats: EngineStats) -> None:
+        self.metrics.set_stats(stats)
+
+    def finished(self, seconds: float) -> None:
+        """Record the duration of an answer, in seconds, for the Retry-After of a full queue."""
+        self._durations.append(seconds)
+
+    def next_name(self) -> str:
+        """Return a new id for a request to the engine. Ids that clients choose may collide."""
+        self._num_submitted += 1
+        return str(self._num_submitted)
+
+    def refused(
+        self, error: ApiError, request_id: str, key_name: str | None, route: str | None = None
+    ) -> None:
+        """Count and log a request whose answer did not begin. The message is not logged: it may
+        quote the request's text.
+        """
+        code, param = error.code or error.type, loggable(error.param)
+        log_request(
+            RequestLine(
+                request_id,
+                error.status,
+                0.0,
+                key_name=key_name,
+                route=route,
+                code=code,
+                param=param,
+            )
+        )
+        reasons = {
+            "queue_full": "queue_full",
+            "context_length_exceeded": "too_long",
+            "draining": "draining",
+        }
+        reason = reasons.get(error.code or "") or (
+            "invalid" if error.status in (400, 413, 415, 422) else None
+        )
+        if reason is not None:
+            self.metrics.rejected(reason)
+
+    async def render(self, conversation: Conversation, key_name: str | None = None) -> ChatText:
+        """Render a conversation to text. Raises ApiError."""
+        served = self.require_served()
+        if served.tokenizer is None:
+            raise ApiError(
+                400,
+                "this server was started with --skip-tokenizer-init, and a chat needs a tokenizer; send token ids to "
+                "/v1/completions",
+                code="no_chat_template",
+            )
+        if not served.tokenizer.has_chat_template:
+            raise ApiError(
+                400,
+                "this model has no chat template: it was not trained to converse; send a plain prompt to "
+                "/v1/completions, or start the server with --chat-template FILE",
+                code="no_chat_template",
+            )
+        assert self.renderer is not None
+        renderer = self.renderer
+        if self.large is not None and is_large(
+            [conversation.messages, conversation.template_values]
+        ):
+            renderer = self.large
+        return await renderer.render(conversation, key_name)
+
+    async def _check_size(self, served: Served, text: str, key_name: str | None) -> None:
+        """Refuse a text whose beginning alone is too long: tokenizing megabytes takes seconds of a
+        core.
+        """
+        probe = text[: _PROBED * served.max_model_len]
+        if len(probe) == len(text):
+            return
+        _, count = await self.encode(probe, False, 0, key_name)
+        if count > 2 * served.max_model_len:  # twice: what follows may merge some of the tokens
+            raise ApiError(
+                400,
+                f"{CONTEXT_IS} {served.max_model_len} tokens, for prompt and answer together; the first {len(probe)} "
+                f"of the prompt's {len(text)} characters have {count} tokens. Shorten the prompt",
+                code="context_length_exceeded",
+            )
+
+    async def encode(
+        self,
+        text: str | ChatText,
+        add_special_tokens: bool,
+        last: int | None,
+        key_name: str | None,
+    ) -> tuple[Sequence[int], int]:
+        """Return the token ids of a text or a rendered conversation, with their number; of one that
+        is long, only the `last` of them (None: all). Raises RequestError and ApiError.
+        """
+        tokenizer = self.require_served().tokenizer
+        assert tokenizer is not None
+        if self.large is not None and is_long(text):
+            return await self.large.encode(text, add_special_tokens, last, key_name)
+        if isinstance(text, ChatText):
+            size = len(text.text)
+            encode = partial(tokenizer.encode_chat, text, add_special_tokens)
+        else:
+            size = len(text)
+            encode = partial(tokenizer.encode, text, add_special_tokens)
+        token_ids = encode() if size < _LONG else await asyncio.to_thread(encode)
+        return token_ids, len(token_ids)
+
+    async def tokenized(self, asked: Tokenize, key_name: str | None) -> list[bytes]:
+        """Return the answer of /tokenize, JSON in parts. Raises ApiError."""
+        served = self.require_served()
+        prompt = asked.prompt
+        text = prompt if isinstance(prompt, str) else await self.render(prompt, key_name)
+        if self.large is not None and is_long(text, asked.with_offsets):
+            return await self.large.tokenized(text, asked, served.max_model_len, key_name)
+        return await asyncio.to_thread(lambda: json_in_slices(asked.answer(text, served)))
+
+    async def _check_grammar(
+        self, params: SamplingParams, form_from: str, key_name: str | None = None
+    ) -> None:
+        if params.structured_outputs is None:
+            return
+        structured = StructuredOutputs.of(params.structured_outputs)
+        form, text = structured.key()
+        key = form, hashlib.sha256(text.encode()).digest()
+        if key not in self._checked:
+            assert self.grammars is not None
+            try:
+                await self.grammars.check_grammar(structured.given(), key_name)
+            except ApiError as error:
+                raise _renamed(form_from, error) from None
+            if len(self._checked) >= _REMEMBERED:
+                self._checked.clear()
+            self._checked.add(key)
+
+    def _timeout(self, params: SamplingParams) -> float | None:
+        given = [
+            seconds for seconds in (params.timeout_s, self._request_timeout) if seconds is not None
+        ]
+        return min(given, default=None)
+
+    def _admit(self, work: Sequence[TokenizedWork], key_name: str | None) -> bool:
+        """Return whether the completions of `work` wait for others. Raises ApiError if they do not
+        fit: 400 if they never can, 429 if not now.
+        """
+        wanted = sum(one.params.n for one in work)
+        if wanted > self.max_sequences:
+            raise ApiError(
+                400,
+                f"the request asks for {wanted} completions and the server holds {self.max_sequences} "
+                f"at once; split it",
+                param="n",
+            )
+        num_held = self.client.num_sequences
+        if num_held + wanted > self.max_sequences:
+            raise self._full(
+                f"{num_held} completions are running or waiting, and {self.max_sequences} may"
+            )
+        waits = num_held + wanted > self.max_sequences - self._max_queue
+        if waits and key_name is not None and len(self.keys.names) > 1:
+            left = self.max_sequences - num_held
+            own = sum(answer.num_waiting for answer in self.answers if answer.key_name == key_name)
+            if own > 0 and own + wanted > left:
+                raise self._full(
+                    f"{own} completions of this key wait, and {left} more may wait, which the other keys need"
+                )
+        return waits
+
+    def _full(self, why: str) -> ApiError:
+        seconds = sum(self._durations) / len(self._durations) if self._durations else 1.0
+        retry = str(min(_LONGEST_RETRY, max(1, math.ceil(seconds))))
+        return ApiError(
+            429, f"{why}; try again in {retry} s", code="queue_full", headers={"Retry-After": retry}
+        )
+
+
+def is_long(text: str | ChatText, with_offsets: bool = False) -> bool:
+    """Return whether reading what a tokenizer made of a text holds the interpreter for too long.
+    Where its tokens stand takes ten times as long to read as what they are.
+    """
+    if isinstance(text, ChatText):
+        return len(text.text) >= (_VERY_LONG_MARKED if text.plain else _VERY_LONG)
+    return len(text) >= (_VERY_LONG_MARKED if with_offsets else _VERY_LONG)
+
+
+def _last(served: Served, params: SamplingParams) -> int | None:
+    """Return how many of a prompt's tokens `truncate_prompt_tokens` can leave; None: all."""
+    most = params.truncate_prompt_tokens
+    return served.max_model_len if most == -1 else most
+
+
+def _renamed(field: str, error: ApiError) -> ApiError:
+    """Return an error of `structured_outputs` under the name of the field that the client sent."""
+    if error.param != "structured_outputs" or field == error.param:
+        return error
+    message = re.sub(r"^structured_outputs(\.\w+)?", field, error.message)
+    return ApiError(error.status, message, param=field, code=error.code, headers=error.headers)
+
+
+class Answer:
+    """One answer in progress."""
+
+    def __init__(
+        self,
+        service: Service,
+        reply: Reply,
+        work: Sequence[TokenizedWork],
+        request_id: str,
+        key_name: str | None,
+        arrival: float,
+    ) -> None:
+        self.reply = reply
+        self.inbox = Inbox()
+        self._last_sent = arrival
+        self._service = service
+        self._work = work
+        self._request_id = request_id
+        self.key_name = key_name
+        self.is_queued = False  # it was admitted to wait for others
+        self._arrival = arrival
+        self._running: list[Running] = []
+        self._unfinished = set(range(len(work)))
+        self._failure: ApiError | None = None
+        self._last_token: dict[tuple[int, int], float] = {}  # its time, for each completion
+        self._prompt_tokens = sum(len(one.token_ids) for one in work)
+        self._generated = [[0] * one.params.n for one in work]
+        self._cached = 0
+        self._reason: str | None = None
+        self._is_closed = False
+        self.is_large = sum(map(num_scores, work)) > _LARGE  # its reply is written in a thread
+
+    async def submit(self) -> None:
+        """Submit the requests and wait until the engine has accepted them. Raises ApiError."""
+        service = self._service
+        service.answers.add(self)
+        try:
+            for index, one in enumerate(self._work):
+                name, prompt = service.next_name(), AcceptedPrompt(one.text, one.token_ids)
+                self._running.append(
+                    service.client.submit(name, index, prompt, one.params, self.inbox)
+                )
+            for running in self._running:
+                await running.accepted
+        except FreightError as error:
+            raise from_engine(error) from None
+        for one in self._work:
+            service.metrics.request_queued(one.params.n, one.params.max_tokens, len(one.token_ids))
+
+    @property
+    def num_waiting(self) -> int:
+        """Completions that were admitted to wait, and have had nothing of the engine yet."""
+        if not self.is_queued:
+            return 0
+        return sum(
+            self._work[index].params.n
+            for index in self._unfinished
+            if not any(self._generated[index])
+        )
+
+    @property
+    def is_finished(self) -> bool:
+        return not self._unfinished and self._failure is None
+
+    async def advance(self) -> bytes:
+        """Wait for new deltas of any request; returns the bytes to send. Raises ApiError, after the
+        bytes that came before it.
+        """
+        if self._failure is not None:
+            raise self._failure
+        try:
+            new = merged(await self.inbox.next())
+        except FreightError as error:
+            raise from_engine(error) from None
+        sent = b""
+        for index, delta in new:
+            try:
+                sent += await self._take(index, delta)
+            except ApiError as error:
+                self._failure = error
+                break
+        if self._failure is not None and not sent:
+            raise self._failure
+        if sent:
+            self._last_sent = self._service.clock()
+        return sent
+
+    def nudge_if_quiet(self, seconds: float) -> None:
+        """Make `advance` return empty if nothing was sent for `seconds`."""
+        if self._service.clock() - self._last_sent >= seconds:
+            self._last_sent = self._service.clock()
+            self.inbox.nudge()
+
+    def end_if_late(self) -> None:
+        """Fail if the time limit has passed: a stalled engine does not check it."""
+        limits = [one.params.timeout_s for one in self._work if one.params.timeout_s is not None]
+        if limits and self._service.clock() - self._arrival > max(limits):
+            for running in self._running:
+                running.fail(took_too_long())
+
+    def close(self, status: int) -> None:
+        """End the answer with this status (499: the client left). Stops what still runs; logs the
+        request.
+        """
+        if self._is_closed:
+            return
+        self.stop()
+        service = self._service
+        for index in range(len(self._running)):
+            if index in self._unfinished:
+                self._reason = str(FinishReason.ABORT if status == 499 else FinishReason.ERROR)
+                self._count(index, self._reason)
+        seconds = service.clock() - self._arrival
+        if status == 200:
+            service.finished(seconds)
+        counts = self._prompt_tokens, sum(map(sum, self._generated)), self._cached
+        log_request(
+            RequestLine(self._request_id, status, seconds, *counts, self._reason, self.key_name)
+        )
+
+    def stop(self) -> None:
+        """Stop what runs, and neither count nor log it: for an answer that did not begin."""
+        self._is_closed = True
+        self._service.answers.discard(self)
+        for running in self._running:
+            self._service.client.abort(running)
+
+    async def _take(self, index: int, delta: RequestDelta) -> bytes:
+        now, metrics = self._service.clock(), self._service.metrics
+        generated = self._generated[index]
+        if not any(generated) and any(one.token_ids for one in delta.outputs):
+            metrics.first_token(now - self._arrival)
+        for one in delta.outputs:
+            if one.token_ids:
+                last = self._last_token.get((index, one.index))
+                if last is not None:
+                    metrics.inter_token(now - last, len(one.token_ids))
+                self._last_token[index, one.index] = now
+                generated[one.index] += len(one.token_ids)
+        if delta.finished:
+            self._unfinished.remove(index)
+            self._cached += delta.num_cached_tokens
+            self._reason = str(
+                next(one.finish_reason for one in delta.outputs if one.finish_reason)
+            )
+            self._count(index, self._reason, delta.times, delta.num_cached_tokens)
+        if self.is_large:
+            return await in_turn(self.reply.advance, index, delta)
+        return self.reply.advance(index, delta)
+
+    def _count(
+        self, index: int, reason: str, times: RequestTimes | None = None, cached: int = 0
+    ) -> None:
+        seconds = self._service.clock() - self._arrival
+        prompt_tokens = len(self._work[index].token_ids)
+        key, generated = self.key_name or UNNAMED, self._generated[index]
+        self._service.metrics.request_finished(
+            reason, seconds, times, prompt_tokens, sum(generated), cached, key, max(generated)
+        )

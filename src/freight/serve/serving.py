@@ -1,0 +1,296 @@
+"""Serving: a model that is served, apart from sockets and signals.
+
+`freight serve` puts it behind a socket (`lifecycle.py`), `freight batch` runs a file through it, and a
+replica of `freight.ray` hands it requests that came to another process. It starts the engine, loads
+the model, and drains. When the engine's process exits by itself, so does the serving, with a nonzero
+exit status, unless `restart_engine` is set.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from freight.base.files import read_text
+from freight.cache.store.secret import kept_secret
+from freight.errors import ConfigError
+from freight.outputs import EngineStats
+from freight.serve.answers.answer_format import AnswerFormat, answer_format
+from freight.serve.app import make_app
+from freight.serve.call import Served
+from freight.serve.limits import ServingLimits
+from freight.serve.observe.metrics import Metrics
+from freight.serve.observe.monitor import Monitor
+from freight.serve.processes.client import EngineClient, EngineState, WorkerOptions
+from freight.serve.processes.supervisor import Supervisor
+from freight.serve.processes.wire import EngineFacts
+from freight.serve.rendering.renderer import Renderer
+from freight.serve.service import Service
+from freight.serve.settings import ServerSettings
+from freight.serve.transport.auth import Keys
+from freight.serve.transport.errors import ApiError
+from freight.serve.transport.http_limits import HttpLimits
+from freight.serve.transport.middleware import App
+from freight.settings.engine import EngineArgs
+from freight.settings.resolve import parse_memory
+from freight.settings.store import store_config
+from freight.text.tokenizer import Tokenizer
+
+logger = logging.getLogger("freight")
+
+_TOKENIZING = 300.0  # seconds for one text: 4 MB take 10 s of a slow core, if nothing else wants it
+_NICE = 5  # of the process for long texts: steps and short requests go first
+_TOKENIZING_MEMORY = 6 << 30  # bytes of address space: a token takes 200 while it is read
+_FLUSH = 1.0  # seconds for the last events of streams that a shutdown ends
+
+
+class Serving:
+    """One model that is served, with a supervised engine. It belongs to the event loop in which it is
+    begun.
+
+    service  answers requests; `service.served` is None until the model is loaded
+    ended    the exit status, once nothing is served any more: the engine has ended or could not be
+             loaded, or `finish` was called. There is one once `begin` was called
+    """
+
+    def __init__(
+        self, settings: ServerSettings, options: WorkerOptions, keys: Keys, template: str | None
+    ) -> None:
+        self.ended: asyncio.Future[int]
+        self._settings = settings
+        self._template = template
+        model = str(options.engine_args["model"])
+        self._names = settings.names or (options.random_weights or Path(model).name or model,)
+        self._metrics = Metrics(self._names[0], keys=keys.names, old_names=settings.old_metrics)
+        most = int(options.engine_args["max_num_seqs"]) + settings.max_queue
+        self._engine = Supervisor(options, self, settings.restart_engine)
+        self.service = Service(
+            self._engine.client,
+            ServingLimits(),
+            keys,
+            self._metrics,
+            most,
+            settings.request_timeout,
+            max_queue=settings.max_queue,
+        )
+        self._monitor = Monitor(self.service, self._metrics)
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def app(self, limits: HttpLimits) -> App:
+        """Build the server as an ASGI application. It answers 503 while the model loads."""
+        return make_app(self.service, self._monitor, self._settings, limits)
+
+    def begin(self, watched: bool = True) -> asyncio.Task[None]:
+        """Start the engine; returns the task that loads the model, which raises nothing.
+
+        watched: update the state, log it, and look for an engine that gives no sign of life
+        """
+        loop = asyncio.get_running_loop()
+        self.ended = loop.create_future()
+        loading = loop.create_task(self._engine.load())
+        self._tasks = [loading]
+        if watched:
+            self._tasks += [
+                loop.create_task(self._monitor.run()),
+                loop.create_task(self._engine.watch()),
+            ]
+        return loading
+
+    def finish(self, status: int, reason: str | None = None) -> None:
+        """End with this exit status, unless it has ended already; `reason` is logged."""
+        if reason is not None:
+            logger.error("%s", reason)
+        if not self.ended.done():
+            self._engine.expect_end()
+            self.ended.set_result(status)
+
+    def end_answers(self) -> None:
+        """End the running answers with an error, after what they have."""
+        for answer in list(self.service.answers):
+            answer.inbox.fail(_ENDING)
+
+    async def drain(self) -> None:
+        """Accept no more requests; wait for those that run, up to `drain_timeout`."""
+        service = self.service
+        service.draining = True
+        deadline = time.monotonic() + self._settings.drain_timeout
+        if service.answers:
+            logger.info(
+                "waiting up to %g s for %d answers",
+                self._settings.drain_timeout,
+                len(service.answers),
+            )
+        while (
+            service.answers
+            and time.monotonic() < deadline
+            and service.client.state is EngineState.READY
+        ):
+            await asyncio.sleep(0.02)  # an engine that has ended, or is stalled, finishes nothing
+        self.end_answers()
+        flushed = time.monotonic() + _FLUSH
+        while service.answers and time.monotonic() < flushed:
+            await asyncio.sleep(0.02)
+
+    def stop_watching(self) -> None:
+        """Stop loading, and looking after the engine."""
+        for task in self._tasks:
+            task.cancel()
+
+    async def close(self) -> None:
+        """End the engine and the other processes, and wait for their ends."""
+        self.stop_watching()
+        await self._engine.stop()
+        await _close((self.service.renderer, self.service.grammars, self.service.large))
+
+    def add_keys(self, names: Sequence[str]) -> None:
+        """Count the requests of these keys under their names."""
+        self._metrics.add_keys(names)
+
+    def set_stats(self, stats: EngineStats) -> None:
+        self._metrics.set_stats(stats)
+
+    def observe_step(self, seconds: float, num_tokens: int) -> None:
+        self._metrics.observe_step(seconds, num_tokens)
+
+    def set_stalled(self, is_stalled: bool) -> None:
+        self._metrics.set_stalled(is_stalled)
+
+    async def load(self, client: EngineClient) -> None:
+        """Serve the model of an engine once it is there."""
+        facts = await client.opened
+        tokenizer = await asyncio.to_thread(self._read_tokenizer, facts)
+        renderer = grammars = large = None
+        form: AnswerFormat | None = None
+        if tokenizer is not None:
+            timeout = self._settings.template_timeout
+            renderer = self._new_renderer(facts, timeout)
+            grammars = self._new_renderer(facts, timeout)
+            large = self._new_renderer(facts, max(timeout, _TOKENIZING), _TOKENIZING_MEMORY, _NICE)
+            form = await asyncio.to_thread(self._answer_format, tokenizer)
+        facts = await client.ready
+        service = self.service
+        old = service.renderer, service.grammars, service.large
+        service.renderer = renderer
+        service.grammars = grammars
+        service.large = large
+        await _close(old)
+        if renderer is not None and tokenizer is not None and tokenizer.has_chat_template:
+            await renderer.start()  # here, so that the first conversation does not wait for it
+        self.service.facts = facts
+        self.service.served = self._served(facts, tokenizer, form)
+        self._monitor.set_facts(facts, self._names[0])
+        gc.collect()
+        gc.freeze()
+        # A full collection over the millions of values of a large answer takes a second and stalls
+        # every stream. Little of a server is in cycles, so the oldest generation is collected
+        # rarely.
+        gc.set_threshold(700, 10, 1000)
+        logger.info("ready: %s", ", ".join(self._names))
+
+    def _new_renderer(
+        self, facts: EngineFacts, deadline_s: float, memory: int = 2 << 30, niceness: int = 0
+    ) -> Renderer:
+        assert facts.tokenizer is not None
+        return Renderer(
+            facts.tokenizer,
+            facts.vocab_size,
+            facts.stop_token_ids,
+            deadline_s=deadline_s,
+            memory=memory,
+            niceness=niceness,
+            chat_template=self._template,
+        )
+
+    def _read_tokenizer(self, facts: EngineFacts) -> Tokenizer | None:
+        if facts.tokenizer is None:
+            return None
+        tokenizer = Tokenizer.load(facts.tokenizer)
+        return tokenizer if self._template is None else tokenizer.with_chat_template(self._template)
+
+    def _answer_format(self, tokenizer: Tokenizer) -> AnswerFormat | None:
+        """Return the format of the model's answers. Raises ConfigError for parsers that do not fit
+        this model.
+        """
+        settings = self._settings
+        form = answer_format(tokenizer, settings.tool_call_parser, settings.reasoning_parser)
+        if (form is None or not form.reads_calls) and "tools" in tokenizer.chat_template_source:
+            logger.warning(
+                "the chat template takes tools, and the form of this model's tool calls is not known: calls stay text; "
+                "--tool-call-parser selects a form"
+            )
+        return form
+
+    def _served(
+        self, facts: EngineFacts, tokenizer: Tokenizer | None, form: AnswerFormat | None
+    ) -> Served:
+        return Served(
+            names=self._names,
+            tokenizer=tokenizer,
+            vocab_size=facts.vocab_size,
+            max_model_len=facts.max_model_len,
+            defaults=facts.defaults,
+            fingerprint=facts.fingerprint,
+            stop_token_ids=frozenset(facts.stop_token_ids),
+            unknown_fields=self._settings.unknown_fields,
+            strict_schemas=self._settings.strict_schemas,
+            created=int(time.time()),
+            drafts=facts.drafts,
+            parser_of=None if form is None else form.parser,
+            forced_call=None if form is None else form.call_to,
+            after_reasoning=None if form is None or not form.reads_reasoning else form.form_to,
+        )
+
+    def replaced(self, client: EngineClient) -> None:
+        self._metrics.set_stats(None)
+        self.service.served = None
+        self.service.client = client
+
+    def failed(self, status: int, reason: str) -> None:
+        self.finish(status, reason)
+
+
+async def _close(renderers: Sequence[Renderer | None]) -> None:
+    for renderer in renderers:
+        if renderer is not None:
+            await renderer.close()
+
+
+_ENDING = ApiError(503, "the server is shutting down", code="draining")
+
+
+def read_keys(settings: ServerSettings, secret: bytes | None = None) -> Keys:
+    """Return the keys of `settings`; `secret`: as `Keys`. Raises ConfigError if their file cannot be
+    used.
+    """
+    files = () if settings.api_key_file is None else (settings.api_key_file,)
+    return Keys.read(settings.api_keys, files, settings.shared_prefix_cache, secret)
+
+
+def first_keys(settings: ServerSettings, options: WorkerOptions) -> Keys:
+    """Return the keys of a server that starts. Where their prompts are stored, its salts are those
+    of the last start with this store. Raises ConfigError if a file of keys, or the store, cannot be
+    used.
+    """
+    keys = read_keys(settings)
+    if not keys or settings.shared_prefix_cache:
+        return keys
+    store = store_config(EngineArgs(**options.engine_args), parse_memory)
+    if store is None or not store.salted:
+        return keys
+    return read_keys(settings, kept_secret(store.folder))
+
+
+def read_template(file: Path | None) -> str | None:
+    """Return the text of `--chat-template`, or None without one. Raises ConfigError if it is
+    unreadable.
+    """
+    if file is None:
+        return None
+    try:
+        return read_text(file)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--chat-template {file} cannot be read: {error}") from None

@@ -1,0 +1,328 @@
+"""Two configurations: `EngineArgs`, the options as given, and `EngineConfig`, the resolved ones.
+Imports no torch.
+
+In `EngineArgs`, None and 'auto' mean "not given". `EngineConfig` is immutable, and
+`config.resolve.resolve` builds it once, with every choice made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence, Set
+from dataclasses import dataclass, fields, replace
+from enum import StrEnum
+from numbers import Integral, Real
+from typing import Any
+
+from freight.base.options import listed_names, require_known
+from freight.base.other_engines import instead_of
+from freight.errors import ConfigError, choices
+from freight.fp8.formats import COMPUTE_FORMATS, Format, Granularity, ScaleSource
+from freight.fp8.scheme import KVScales
+from freight.settings.skip_layers import layer_names
+from freight.settings.speculation import written as written_config
+from freight.settings.store import StoreConfig
+
+KV_SCALES = ("auto", "checkpoint", "dynamic", "group", "unit")
+# choices for messages: the last two values have no fixed name, so they are described
+KV_SCALES_FORMS = (*KV_SCALES, "FILE.json", "a number, or two for K and V as in 0.03,0.02")
+
+
+@dataclass(frozen=True)
+class EngineArgs:
+    """Options as given, under the names that other engines use. Sizes are in tokens, memory in bytes
+    or as '4GiB'.
+    """
+
+    model: str = "demo"
+    tokenizer: str | None = None
+    skip_tokenizer_init: bool = False
+    revision: str | None = None
+    ignore_config_keys: Sequence[str] = ()
+    dtype: str = "auto"
+    quantization: str | None = None
+    kv_cache_dtype: str = "auto"
+    kv_cache_dtype_skip_layers: Sequence[str | int] = ()
+    kv_scales: str = "auto"
+    quantization_param_path: str | None = None
+    max_model_len: int | None = None
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int | None = None
+    max_step_seconds: float | None = None
+    block_size: int = 16
+    state_every: int | None = None
+    state_dtype: str = "auto"
+    enable_prefix_caching: bool = True
+    kv_cache_memory: int | str | None = None
+    speculate: int | None = None
+    speculative_config: str | None = None
+    kv_store: str | None = None
+    kv_store_size: int | str | None = None
+    kv_store_memory: int | str | None = None
+    kv_store_salted: bool = False
+    device: str = "auto"
+    kernels: str = "auto"
+    attention_compute: str = "auto"
+    threads: int | None = None
+    tensor_parallel_size: int = 1
+    rank_cpus: str | None = None
+    rank_timeout: float = 60.0
+    nnodes: int = 1
+    node_rank: int = 0
+    master_addr: str | None = None
+    master_port: int = 29501
+    join_timeout: float = 600.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Convert numbers of other types, such as NumPy's, to Python's, and lists of names to
+        tuples.
+        """
+        object.__setattr__(self, "ignore_config_keys", names_of(self.ignore_config_keys))
+        object.__setattr__(
+            self, "kv_cache_dtype_skip_layers", layer_names(self.kv_cache_dtype_skip_layers)
+        )
+        for name, value in vars(self).items():
+            if isinstance(value, Real) and not isinstance(value, bool):
+                object.__setattr__(
+                    self, name, int(value) if isinstance(value, Integral) else float(value)
+                )
+
+    @staticmethod
+    def from_options(**options: Any) -> EngineArgs:
+        """Build EngineArgs from keyword options; `kv_scales` may also be a number or a pair (K, V),
+        and `speculative_config` a dictionary.
+
+        Raises ConfigError for an unknown name, with what to use instead.
+        """
+        known = [f.name for f in fields(EngineArgs)]
+        for name in options:
+            instead = None if name in known else instead_of(name)
+            if instead is not None:
+                raise ConfigError(f"unknown option {name!r}: {instead}")
+        require_known(options, known, {})
+        if "kv_scales" in options:
+            options["kv_scales"] = _written(options["kv_scales"])
+        if "speculative_config" in options:
+            options["speculative_config"] = written_config(options["speculative_config"])
+        return EngineArgs(**options)
+
+    @property
+    def asks_for_drafts(self) -> bool:
+        """Whether the number of drafts is given, and not the default."""
+        return self.speculate is not None or self.speculative_config is not None
+
+    def without_drafts(self) -> EngineArgs:
+        """Return the same options, without drafts unless they ask for them."""
+        return self if self.asks_for_drafts else replace(self, speculate=0)
+
+    def with_cache(self, kv_cache_dtype: str) -> EngineArgs:
+        """Return the same options for another cache. An unquantized cache has no layers to skip."""
+        skipped = (
+            () if kv_cache_dtype in map(str, COMPUTE_FORMATS) else self.kv_cache_dtype_skip_layers
+        )
+        return replace(self, kv_cache_dtype=kv_cache_dtype, kv_cache_dtype_skip_layers=skipped)
+
+    def with_plain_cache(self, kv_cache_dtype: str = "float32") -> EngineArgs:
+        """Return the same options for an unquantized cache and states, without the options that
+        only a quantized cache has.
+        """
+        state = self.state_dtype if self.state_dtype in map(str, COMPUTE_FORMATS) else "auto"
+        plain = replace(
+            self,
+            kv_scales="auto",
+            quantization_param_path=None,
+            attention_compute="auto",
+            state_dtype=state,
+        )
+        return plain.with_cache(kv_cache_dtype)
+
+
+def _written(value: object) -> str:
+    """Write `kv_scales` as on the command line: a number or a pair (K, V) becomes '0.03' or
+    '0.03,0.02'.
+
+    Raises ConfigError for anything that is neither text, a number nor one or two numbers.
+    """
+    if isinstance(value, str):
+        return value
+    given = value if isinstance(value, Sequence) else [value]
+    numbers = [float(x) for x in given if isinstance(x, Real) and not isinstance(x, bool)]
+    if not 1 <= len(given) <= 2 or len(numbers) != len(given):
+        raise ConfigError(f"kv_scales {value!r} is unknown: choose {choices(KV_SCALES_FORMS)}")
+    return ",".join(map(repr, numbers))
+
+
+def names_of(value: object) -> tuple[str, ...]:
+    """Return the names in a text, separated by commas or spaces, or in a list of such texts. Raises
+    ConfigError for anything else.
+    """
+    wrong = ConfigError(
+        f"ignore_config_keys is {value!r}; give names of keys, as in ['alibi', 'scale_emb']"
+    )
+    return listed_names(value, (str,), wrong)
+
+
+@dataclass(frozen=True)
+class LayerKVFormat:
+    """The stored format of one layer's keys and values. `granularity` is None for 16 bits."""
+
+    format: Format
+    granularity: Granularity | None
+
+    def __str__(self) -> str:
+        if self.granularity:
+            return f"{self.format}, {self.granularity}"
+        return str(self.format)
+
+
+def listed_layers(layers: Sequence[int], num_layers: int) -> str:
+    """Describe layers: 'layers 0 and 2', or '40 of 48 layers' for more than 8."""
+    if len(layers) > _LISTED:
+        return f"{len(layers)} of {num_layers} layers"
+    *most, last = map(str, layers)
+    return f"layers {', '.join(most)} and {last}" if most else f"layer {last}"
+
+
+_LISTED = 8  # layers that `listed_layers` writes out
+MIXED = "mixed"  # for `dtype` or `granularity` in a JSON of a cache whose layers differ
+
+
+class PageLayout(StrEnum):
+    """The order of a layer's pages in memory. Results are the same bit for bit in every layout."""
+
+    TOKENS = "tokens"  # K and V separate; in a block token by token, the heads of a token adjacent
+    HEADS = "heads"  # K and V separate; in a block head by head, the tokens of a head adjacent
+    BLOCKS = "blocks"  # K, V and token scales of a block are contiguous
+
+
+@dataclass(frozen=True)
+class KVCacheConfig:
+    """The resolved KV cache. `scales` holds static scales; it is None for measured ones, `unit` and
+    16 bits.
+
+    `granularity` and `scale_source` are None for a 16-bit cache. `note` explains the choice in the
+    log at start-up. `layers` is the stored format of each layer if they differ. `format` is then
+    that of the quantized layers, `granularity` the finest of theirs, and `scales` has None for
+    layers without static scales. `state` is the format of recurrent states; None:
+    `states.default_state`.
+    """
+
+    format: Format
+    granularity: Granularity | None
+    scale_source: ScaleSource | None
+    scales: KVScales | None
+    note: str = ""
+    layers: tuple[LayerKVFormat, ...] | None = None
+    layout: PageLayout = PageLayout.TOKENS
+    state: Format | None = None
+
+    @property
+    def grouped(self) -> bool:
+        """True if layers have `group` scales."""
+        return self.granularity is Granularity.GROUP
+
+    @property
+    def stores(self) -> tuple[Format, Format | None]:
+        """The formats of pages and of states."""
+        return self.format, self.state
+
+    def of_layer(self, index: int) -> LayerKVFormat:
+        """Return the stored format of layer `index`."""
+        if self.layers is None:
+            return LayerKVFormat(self.format, self.granularity)
+        return self.layers[index]
+
+    def skipping(self, skipped: Set[int], num_layers: int, compute: Format) -> KVCacheConfig:
+        """Return this quantized cache with the layers of `skipped` stored in `compute`. `skipped`
+        must not be all of the `num_layers` layers.
+        """
+        if not skipped:
+            return self
+        plain = LayerKVFormat(compute, None)
+        layers = tuple(
+            plain if index in skipped else self.of_layer(index) for index in range(num_layers)
+        )
+        left = [layer.granularity for layer in layers if layer.granularity is not None]
+        scales = None if self.scales is None else self.scales.without(skipped)
+        return replace(
+            self, granularity=max(left, key=list(Granularity).index), scales=scales, layers=layers
+        )
+
+    def describe(self) -> str:
+        """Describe the formats: 'fp8_e4m3fn, layers 0 and 2 in bfloat16'; 'mixed' if quantized
+        layers differ.
+        """
+        if self.layers is None:
+            return str(self.format)
+        plain = [index for index, layer in enumerate(self.layers) if layer.granularity is None]
+        if len({layer for layer in self.layers if layer.granularity is not None}) > 1 or not plain:
+            return MIXED
+        return f"{self.format}, {listed_layers(plain, len(self.layers))} in {self.layers[plain[0]].format}"
+
+    def layer_names(self) -> list[dict[str, str | None]] | None:
+        """Return `dtype` and `granularity` of each layer, for every JSON; None if all layers are
+        alike.
+        """
+        kinds = [
+            (str(kind.format), kind.granularity and str(kind.granularity))
+            for kind in self.layers or ()
+        ]
+        return [
+            {"dtype": dtype, "granularity": granularity} for dtype, granularity in kinds
+        ] or None
+
+    def names(self) -> dict[str, str | None]:
+        """Return `dtype`, `granularity` and `scale_source`, for every JSON; `mixed` if layers
+        differ.
+        """
+        kinds = self.layers or (self.of_layer(0),)
+        dtypes = {str(kind.format) for kind in kinds}
+        granularities = {str(kind.granularity) for kind in kinds if kind.granularity is not None}
+        return {
+            "dtype": _common(dtypes),
+            "granularity": _common(granularities),
+            "scale_source": None if self.scale_source is None else str(self.scale_source),
+        }
+
+
+def _common(names: set[str]) -> str | None:
+    """Return the one name, `mixed` for several, None for none."""
+    return MIXED if len(names) > 1 else next(iter(names), None)
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """All settings, resolved before a weight is read.
+
+    weight_format      of Linear weights. Weights that a quantized checkpoint leaves unquantized,
+                       the head included, have `compute_format`; those in 4 bits count as E4M3
+    max_step_seconds   target duration of a step in which a request decodes: prompts are cut into
+                       chunks for it; 0: no target
+    kv_cache_memory    bytes; None: a share of the free memory
+    fp8_attention      whether attention multiplies FP8 by FP8
+    most_drafts        drafted tokens of a step, all requests together; 0: none. Decides no result
+    state_every        tokens between kept states, in models whose layers have states; None:
+                       `cache.spec.default_every`
+    store              the store below the cache; None for none
+    int4               whether weights are rounded to INT4 as they load, in groups
+    """
+
+    compute_format: Format
+    weight_format: Format
+    kv: KVCacheConfig
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_step_seconds: float
+    block_size: int
+    enable_prefix_caching: bool
+    kv_cache_memory: int | None
+    device: str
+    kernels: str
+    fp8_attention: bool
+    threads: int | None
+    seed: int
+    state_every: int | None = None
+    most_drafts: int = 0
+    store: StoreConfig | None = None
+    int4: bool = False

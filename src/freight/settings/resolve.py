@@ -1,0 +1,590 @@
+"""Options, model and device -> a frozen EngineConfig. Takes values only: reads no file, imports no
+torch.
+
+Every contradiction between settings, or between a setting and the checkpoint, is an error that
+names both sides and the way out. `KVCacheConfig.note` records choices that the options left open.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence, Set
+from dataclasses import replace
+
+from freight.base.fields import is_integer, is_number
+from freight.base.options import choose
+from freight.base.other_engines import OTHER_QUANTIZATIONS
+from freight.errors import CheckpointError, ConfigError, choices
+from freight.fp8.formats import COMPUTE_FORMATS, Format, Granularity, ScaleSource
+from freight.fp8.scheme import KVScales, LayerScales, Scheme
+from freight.model.config.layer import MoEConfig
+from freight.model.config.model import ModelConfig
+from freight.settings.device import DEVICES, DeviceFacts, check_threads
+from freight.settings.engine import EngineArgs, EngineConfig, KVCacheConfig, LayerKVFormat
+from freight.settings.hardware import (
+    check_hardware,
+    check_kernels,
+    fp8_attention,
+    no_int8_weights,
+    takes_groups,
+)
+from freight.settings.kv_source import KV_DTYPES, check_groups, kv_source, require_fit
+from freight.settings.nodes import check_nodes
+from freight.settings.skip_layers import check_skipped, nothing_left, skipped_layers, unquantized
+from freight.settings.speculation import most_drafts
+from freight.settings.states import check_states, with_state
+from freight.settings.store import StoreConfig, store_config
+
+DTYPES = {"half": Format.FLOAT16, "float": Format.FLOAT32} | {
+    str(format): format for format in COMPUTE_FORMATS
+}
+QUANTIZATIONS = ("fp8", "int8", "int4")
+KERNELS = ("auto", "reference")
+ATTENTION_COMPUTES = ("auto", "fp8")
+# most tokens per step: enough to keep the device busy, few enough to keep a step short
+STEP_TOKENS = {"cpu": 512, "cuda": 8192}
+SERVED_STEP_SECONDS = 0.5  # on a CPU: a pause between two tokens that a reader hardly notices
+EXPERT_ROWS, MOST_STEP_TOKENS = 64, 2048  # for mixtures of experts on a CPU (`step_tokens`)
+BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
+# units of memory in capitals: KB … TB and KIB … TIB
+_UNITS = {"": 1, "B": 1} | {f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)}
+_UNITS |= {f"{p}IB": 1024**i for i, p in enumerate("KMGT", 1)}
+_REQUIRED = ("--max-num-seqs", "--seed", "--tensor-parallel-size")  # options that have a value
+MOST_RANK_TIMEOUT = 1_000_000  # seconds: nanoseconds of more than 292 years overflow
+_NO_GPUS = (
+    "--tensor-parallel-size {}: several GPUs have not been tried on any machine yet, so they are refused; use one GPU, "
+    "or --device cpu"
+)
+_WITHOUT_SCALES = (
+    "use --kv-scales dynamic to measure scales as values are stored, or --kv-cache-dtype bfloat16 for a cache "
+    "without scales"
+)
+_MAKE_SCALES = (
+    "calibrate a checkpoint that has them (freight quantize MODEL OUT --kv-cache fp8 --calibration-data FILE), give a "
+    "file (--kv-scales FILE.json), or use --kv-scales dynamic"
+)
+# Where the checkpoint is quantized already: what `freight quantize` takes is the model before that
+BASE_SCALES = (
+    "freight quantize BASE OUT --weights none --kv-cache fp8 --calibration-data FILE, then freight scales export OUT "
+    "scales.json"
+)
+_MAKE_BASE_SCALES = (
+    "use --kv-scales dynamic, or write scales into a copy (freight audit MODEL --data FILE --engine vllm --fix OUT; of "
+    "GPTQ and AWQ with --engine tgi), or measure them on BASE, the 16-bit model that it was made from "
+    f"({BASE_SCALES}), and give --kv-scales scales.json"
+)
+
+
+def check(args: EngineArgs) -> None:
+    """Check all that the settings alone decide. Raises ConfigError. `resolve` calls it first."""
+    choose("--dtype", args.dtype, ("auto", *DTYPES))
+    choose("--kv-cache-dtype", args.kv_cache_dtype, KV_DTYPES)
+    choose("--device", args.device, DEVICES)
+    choose("--kernels", args.kernels, KERNELS)
+    choose("--attention-compute", args.attention_compute, ATTENTION_COMPUTES)
+    if args.quantization in OTHER_QUANTIZATIONS:
+        raise ConfigError(
+            f"--quantization {args.quantization!r}: {OTHER_QUANTIZATIONS[args.quantization]}"
+        )
+    if args.quantization is not None:
+        choose("--quantization", args.quantization, QUANTIZATIONS)
+    for name, value, least in (
+        ("--max-num-seqs", args.max_num_seqs, 1),
+        ("--max-num-batched-tokens", args.max_num_batched_tokens, 1),
+        ("--max-model-len", args.max_model_len, 1),
+        ("--threads", args.threads, 1),
+        ("--tensor-parallel-size", args.tensor_parallel_size, 1),
+        ("--seed", args.seed, 0),
+    ):
+        optional = value is None and name not in _REQUIRED
+        if not optional and (not is_integer(value) or value < least):
+            raise ConfigError(f"{name} {value!r} must be an integer ≥ {least}")
+    for name, flag in (
+        ("enable_prefix_caching", args.enable_prefix_caching),
+        ("skip_tokenizer_init", args.skip_tokenizer_init),
+    ):
+        if not isinstance(flag, bool):
+            raise ConfigError(f"{name} is {flag!r}; it must be True or False")
+    _check_step_seconds(args.max_step_seconds)
+    if not isinstance(args.block_size, int) or args.block_size not in BLOCK_SIZES:
+        raise ConfigError(
+            f"--block-size {args.block_size!r}: choose {choices(map(str, BLOCK_SIZES))} tokens"
+        )
+    check_states(args.state_every, args.state_dtype, args.block_size)
+    parse_memory(args.kv_cache_memory)
+    most_drafts(args.speculate, args.speculative_config)
+    store_config(args, parse_memory)
+    check_skipped(args.kv_cache_dtype_skip_layers, args.kv_cache_dtype)
+    kv_source(args)
+    check_hardware(args, DTYPES.get(args.dtype))
+    _check_ranks(args)
+    check_nodes(args)
+
+
+def _weight_format(
+    args: EngineArgs, model: ModelConfig, scheme: Scheme, compute: Format, device: DeviceFacts
+) -> Format:
+    """Return the format of the weights of Linear modules: that of the checkpoint, or the one they
+    are rounded to. Raises ConfigError where it cannot be computed with.
+    """
+    if args.quantization == "int4":  # `rounds_to_int4` has checked it
+        return device.native_e4m3
+    stored = scheme.weight_format
+    kind = None if stored is None else "int8" if stored is Format.INT8 else "fp8"
+    other = args.quantization not in (None, kind) or (args.quantization and scheme.four_bits)
+    if kind is not None and other:
+        raise ConfigError(
+            f"--quantization {args.quantization}: the weights of this checkpoint are quantized already "
+            f"({scheme.description}); omit it, or name the unquantized model"
+        )
+    kind = kind or args.quantization
+    if kind is None:
+        return compute
+    if kind == "fp8":
+        return device.native_e4m3
+    check_int8(model, device.kind, device.name, args.kernels)
+    return Format.INT8
+
+
+def check_int8(model: ModelConfig, kind: str, device: str, kernels: str) -> None:
+    """Raise ConfigError where weights in INT8 are not computed with: on a GPU, and by transformers.
+
+    kind, device: 'cpu' or 'cuda', and its name; kernels: --kernels
+    """
+    _require_native(model, "INT8")
+    if kind != "cpu" and kernels != "reference":
+        raise no_int8_weights(device)
+
+
+def check_stored_weights(model: ModelConfig, scheme: Scheme) -> None:
+    """Raise ConfigError for a checkpoint in INT8 or 4 bits that would run through transformers'
+    modules.
+    """
+    if scheme.four_bits:
+        _require_native(model, "4 bits")
+    if scheme.weight_format is Format.INT8:
+        _require_native(model, "INT8")
+
+
+def _require_native(model: ModelConfig, weights: str) -> None:
+    if model.foreign is not None:
+        raise ConfigError(
+            f"weights in {weights} are implemented for Freight's own decoder, and model_type {model.model_type!r} runs "
+            "through transformers' modules; use FP8 (--quantization fp8 with the unquantized model)"
+        )
+
+
+def _check_ranks(args: EngineArgs) -> None:
+    size, cpus = args.tensor_parallel_size, args.rank_cpus
+    if not is_number(args.rank_timeout) or not 0 < args.rank_timeout <= MOST_RANK_TIMEOUT:
+        raise ConfigError(
+            f"--rank-timeout {args.rank_timeout!r} must be seconds above 0, at most {MOST_RANK_TIMEOUT:,}"
+        )
+    if cpus is not None and not isinstance(cpus, str):
+        raise ConfigError(f"rank_cpus is {cpus!r}; write a text like '0-31|32-63'")
+    if size == 1 and cpus is not None:
+        raise ConfigError(
+            f"--rank-cpus {cpus!r} is for several ranks: add --tensor-parallel-size, or omit it"
+        )
+    if size > 1 and args.device == "cuda":
+        raise ConfigError(_NO_GPUS.format(size))
+    if size > 1 and args.kernels == "reference":
+        raise ConfigError(
+            f"--tensor-parallel-size {size}: ranks gather in the compiled kernels; omit --kernels "
+            "reference"
+        )
+
+
+def resolve(
+    args: EngineArgs, model: ModelConfig, scheme: Scheme, kv_scales: KVScales, device: DeviceFacts
+) -> EngineConfig:
+    """Resolve all settings before a weight is read.
+
+    `kv_scales` are the checkpoint's, or those that `kv_source` names: from a file, or uniform.
+    Raises ConfigError, and CheckpointError if the checkpoint is at fault.
+    """
+    check(args)
+    if args.device not in ("auto", device.kind):
+        raise ConfigError(
+            f"--device {args.device}, but the device found is {device.kind} ({device.name})"
+        )
+    if args.tensor_parallel_size > 1 and device.kind != "cpu":
+        raise ConfigError(_NO_GPUS.format(args.tensor_parallel_size))
+    check_threads(args.threads, device.cores)
+    check_stored_weights(model, scheme)
+    compute = model.checkpoint_format if args.dtype == "auto" else DTYPES[args.dtype]
+    skipped = skipped_layers(args.kv_cache_dtype_skip_layers, model.paged, model.num_layers)
+    kv = resolve_kv_cache(args, compute, scheme, kv_scales, device.native_e4m3, skipped)
+    quantized = {index: mixer for index, mixer in model.paged.items() if index not in skipped}
+    measured = kv.granularity is Granularity.TOKEN and kv.scale_source is ScaleSource.DYNAMIC
+    if measured and args.kv_scales == "auto" and takes_groups(quantized, args, device):
+        kv = _by_group(kv)
+    if kv.grouped:
+        check_groups(quantized, model.model_type)
+    check_kernels(kv, device, args.kernels)
+    int4 = args.quantization == "int4" and rounds_to_int4(model, scheme)
+    weights = _weight_format(args, model, scheme, compute, device)
+    return EngineConfig(
+        compute_format=compute,
+        weight_format=weights,
+        int4=int4,
+        kv=with_state(kv, args.state_dtype, compute, device.native_e4m3, model),
+        max_model_len=_max_model_len(args, model),
+        max_num_seqs=args.max_num_seqs,
+        max_num_batched_tokens=args.max_num_batched_tokens or step_tokens(str(device.kind), model),
+        max_step_seconds=args.max_step_seconds or 0.0,
+        block_size=args.block_size,
+        enable_prefix_caching=args.enable_prefix_caching,
+        kv_cache_memory=parse_memory(args.kv_cache_memory),
+        device=str(device.kind),
+        kernels=args.kernels,
+        fp8_attention=fp8_attention(args, compute, kv.format, device),
+        threads=args.threads,
+        seed=args.seed,
+        state_every=args.state_every,
+        most_drafts=most_drafts(args.speculate, args.speculative_config),
+        store=_store(args, device),
+    )
+
+
+def rounds_to_int4(model: ModelConfig, scheme: Scheme) -> bool:
+    """Return whether `--quantization int4` rounds weights: a checkpoint in INT4 keeps its own.
+
+    Raises ConfigError for a model whose weights are in another form, or that runs through
+    transformers.
+    """
+    _require_native(model, "4 bits")
+    if scheme.weight_format is not None and scheme.weight_formats != "int4":
+        raise ConfigError(
+            f"--quantization int4: the weights are quantized already ({scheme.description}); omit it, or give the "
+            "16-bit model"
+        )
+    return scheme.weight_format is None
+
+
+def _store(args: EngineArgs, device: DeviceFacts) -> StoreConfig | None:
+    store = store_config(args, parse_memory)
+    if store is not None and str(device.kind) != "cpu":
+        raise ConfigError(
+            f"--kv-store {args.kv_store}: blocks are moved to and from the memory of the host, and this cache lies "
+            f"on a {device.kind} device; omit --kv-store, or use --device cpu"
+        )
+    return store
+
+
+def step_tokens(device: str, model: ModelConfig) -> int:
+    """Return the default of --max-num-batched-tokens, the most tokens of a step.
+
+    On a CPU a step of a mixture reads all experts, for few rows each. The default is then a multiple
+    of 512, up to 2,048, with which an expert has 64 rows on average: with as many rows, products
+    take longer than reading their weights.
+    """
+    least = STEP_TOKENS[device]
+    if device != "cpu":
+        return least
+    mixtures = {
+        one.feed_forward.routing for one in model.layers if isinstance(one.feed_forward, MoEConfig)
+    }
+    tokens = max((EXPERT_ROWS * one.num_experts // one.top_k for one in mixtures), default=0)
+    return min(max(least, -(-tokens // least) * least), MOST_STEP_TOKENS)
+
+
+def for_serving(args: EngineArgs, device: str) -> EngineArgs:
+    """Return `args` for a server on 'cpu' or 'cuda', with a default for --max-step-seconds.
+
+    On a CPU a step of prompts takes seconds, during which no other request gets a token. Offline no
+    client waits for single tokens, and longer steps have a higher throughput.
+    """
+    if args.max_step_seconds is not None or device != "cpu":
+        return args
+    return replace(args, max_step_seconds=SERVED_STEP_SECONDS)
+
+
+def _check_step_seconds(value: object) -> None:
+    if value is not None and not (is_number(value) and 0 <= value < math.inf):
+        raise ConfigError(
+            f"--max-step-seconds {value!r} must be a number of seconds, or 0 for steps of any length"
+        )
+
+
+def parse_memory(
+    value: int | str | None,
+    flag: str = "--kv-cache-memory",
+    otherwise: str = "; omit it to use a share of the free memory",
+) -> int | None:
+    """Return the bytes of '4GiB', '512MiB', '4GB', '1e9' or a number; None for None. Raises
+    ConfigError.
+
+    flag        the option, for messages
+    otherwise   the alternative, for messages
+    """
+    if value is None:
+        return None
+    match = re.fullmatch(r"\s*([0-9.]+(?:E[+]?[0-9]{1,2})?)\s*([A-Z]*)\s*", str(value).upper())
+    if (
+        isinstance(value, bool)
+        or match is None
+        or match[2] not in _UNITS
+        or match[1].count(".") > 1
+        or match[1] == "."
+    ):
+        raise ConfigError(
+            f"{flag} {value!r} is not an amount of memory; write 4GiB, 512MiB, 4GB or bytes"
+        )
+    amount = float(match[1]) * _UNITS[match[2]]
+    if amount >= 2**63:
+        raise ConfigError(f"{flag} {value!r} is more than any machine has{otherwise}")
+    size = int(amount)
+    if size < 1:
+        raise ConfigError(f"{flag} {value!r} must be positive{otherwise}")
+    return size
+
+
+def for_variant(scales: KVScales, format: Format) -> KVScales:
+    """Convert scales made for one E4M3 variant for a cache in the other: doubled FN -> FNUZ, halved
+    FNUZ -> FN, both exact.
+
+    An FNUZ byte decodes to half its FN value, so the doubled scale gives the same stored values.
+    Only the ranges differ: FNUZ's largest value, 240, is 480 at the FN scale, where FN saturates at
+    448.
+    """
+    if scales.format is format:
+        return scales
+    assert scales.format.is_e4m3
+    assert format.is_e4m3
+    factor = 2.0 if format is Format.E4M3FNUZ else 0.5
+
+    def converted(layer: LayerScales | None) -> LayerScales | None:
+        if layer is None:
+            return None
+        return replace(
+            layer, k=tuple(x * factor for x in layer.k), v=tuple(x * factor for x in layer.v)
+        )
+
+    return replace(
+        scales, layers=tuple(map(converted, scales.layers)), format=format, format_assumed=False
+    )
+
+
+def _max_model_len(args: EngineArgs, model: ModelConfig) -> int:
+    if args.max_model_len is None:
+        return model.max_position_embeddings
+    if args.max_model_len > model.position_limit:
+        raise ConfigError(
+            f"--max-model-len {args.max_model_len} is more than {model.limit_words}; use at most "
+            f"{model.position_limit}, or omit it"
+        )
+    return args.max_model_len
+
+
+def _kv_format(
+    args: EngineArgs, compute: Format, scheme: Scheme, native: Format
+) -> tuple[Format, str]:
+    """Return the cache's format, and its origin for messages."""
+    dtype = args.kv_cache_dtype
+    if dtype == "auto" and scheme.kv_format is None:
+        return (
+            compute,
+            f"--kv-cache-dtype auto (the checkpoint declares no FP8 cache, so {compute})",
+        )
+    if dtype == "auto" and scheme.kv_format is not None:
+        format = native if scheme.kv_format.is_e4m3 else scheme.kv_format
+        return format, f"--kv-cache-dtype auto (the checkpoint declares {scheme.kv_format})"
+    return native if dtype in ("fp8", "fp8_e4m3") else Format(dtype), f"--kv-cache-dtype {dtype}"
+
+
+def resolve_kv_cache(
+    args: EngineArgs,
+    compute: Format,
+    scheme: Scheme,
+    scales: KVScales,
+    native: Format,
+    skipped: Set[int],
+) -> KVCacheConfig:
+    """Resolve the cache: --kv-cache-dtype selects the format, --kv-scales the source of scales;
+    `auto` follows the checkpoint.
+
+    Part of `resolve`, which has checked the settings. `compute` is the format of an unquantized
+    cache, `native` the E4M3 of the device; the layers of `skipped` stay in `compute` and need no
+    scales. Raises ConfigError, and CheckpointError where the checkpoint is at fault.
+    """
+    if not skipped:
+        return _cache(args, compute, scheme, scales, native)
+    kv = _cache(args, compute, scheme, scales.without(skipped), native)
+    if kv.format.is_quantized:
+        return kv.skipping(skipped, len(scales.layers), compute)
+    names = args.kv_cache_dtype_skip_layers
+    if any(scales.mixed):
+        raise nothing_left(names)
+    raise unquantized(names, _kv_format(args, compute, scheme, native)[1])
+
+
+def _cache(
+    args: EngineArgs, compute: Format, scheme: Scheme, scales: KVScales, native: Format
+) -> KVCacheConfig:
+    """Resolve the cache of all layers; `scales` already marks skipped layers as unneeded."""
+    source = kv_source(args)
+    follows = source.word in ("auto", "checkpoint")
+    _require_choice(args, follows, scales)
+    by_layer = scales.mixed and follows  # the checkpoint's choice
+    if by_layer and args.kv_cache_dtype == "auto":
+        return mixed_cache(scales, compute, native, ScaleSource.CHECKPOINT)
+    format, cache = _kv_format(args, compute, scheme, native)
+    if by_layer and format.is_e4m3:
+        raise ConfigError(
+            f"{cache}, but the checkpoint chooses the cache of each layer ({scales.by_granularity}): use "
+            "--kv-cache-dtype auto for that, or --kv-scales dynamic for FP8 in every layer"
+        )
+    require_fit(format, cache, source)
+    if not format.is_quantized:
+        note = "" if scales.empty else _skipped(args, scales)
+        return KVCacheConfig(format, granularity=None, scale_source=None, scales=None, note=note)
+    if source.word == "group":
+        note = "measured per group as stored"
+        return KVCacheConfig(format, Granularity.GROUP, ScaleSource.DYNAMIC, None, note)
+    if format is Format.INT8 and not scales.empty:
+        return _dynamic(
+            format,
+            f"measured per token as stored; the checkpoint's, for {scales.format}, are skipped",
+        )
+    if source.word == "dynamic" or format is Format.INT8:
+        return _dynamic(format, "measured per token as stored")
+    if source.word == "unit":
+        return _unit(format, "1.0 as requested")
+    if format is Format.E5M2:
+        if not scales.empty:
+            raise ConfigError(
+                f"{cache}, but the checkpoint has KV scales made for {scales.format}: use --kv-cache-dtype fp8, or "
+                "name another source with --kv-scales unit or dynamic"
+            )
+        return _unit(format, "E5M2 needs no scales")
+    if source.file is not None:
+        return _static(format, scales, ScaleSource.FILE, str(source.file))
+    if source.values is not None:
+        k, v = source.values
+        return _static(format, scales, ScaleSource.GIVEN, f"K {k:.6g}, V {v:.6g} in every layer")
+    return _from_checkpoint(format, source.word, scheme, scales)
+
+
+def _require_choice(args: EngineArgs, follows: bool, scales: KVScales) -> None:
+    """Raise CheckpointError where the checkpoint is to choose the cache, and the file that may have
+    a choice for each layer cannot be used.
+    """
+    of_file = any(fault.layer is None for fault in scales.faults)
+    if follows and args.kv_cache_dtype == "auto" and of_file:
+        scales.require_valid(_WITHOUT_SCALES)
+
+
+def _from_checkpoint(
+    format: Format, source: str, scheme: Scheme, scales: KVScales
+) -> KVCacheConfig:
+    """Resolve an E4M3 cache with `auto` or `checkpoint`: the checkpoint decides; missing scales are
+    never guessed.
+
+    A scale of K alone is used for V as well, as in vLLM and SGLang. A scale of V alone is an error:
+    it says nothing about keys.
+    """
+    scales.require_valid(_WITHOUT_SCALES)
+    if scales.alone("v"):
+        raise CheckpointError(
+            f"the checkpoint has a KV scale of V, but none of K, for {_layers(scales.alone('v'))} of "
+            f"{len(scales.layers)}; use --kv-scales dynamic to measure them all, or unit"
+        )
+    if not scales.missing and not scales.empty:
+        alone = scales.alone("k")
+        note = f"K's scale for V too in {_layers(alone)}, where V has none" if alone else ""
+        return _static(format, scales, ScaleSource.CHECKPOINT, note)
+    layers = _layers(scales.missing)
+    if not scales.empty:
+        raise CheckpointError(
+            f"the checkpoint has KV scales, but none for {layers} of {len(scales.layers)}; "
+            "use --kv-scales dynamic to measure them all, or unit"
+        )
+    if source == "checkpoint" and scales.missing:
+        way_out = _MAKE_BASE_SCALES if scheme.is_final else _MAKE_SCALES
+        raise ConfigError(f"--kv-scales checkpoint, but the checkpoint has no KV scales: {way_out}")
+    if scheme.kv_static and scales.missing:
+        raise CheckpointError(
+            f"the checkpoint declares static KV scales ({scheme.description}), but has none for {layers}; "
+            "use --kv-scales dynamic to measure them, or unit"
+        )
+    if scheme.kv_format is not None and scheme.method == "modelopt":
+        return _unit(format, "1.0: modelopt's cast mode declares an FP8 cache and stores no scales")
+    if scheme.kv_format is not None:
+        return _dynamic(
+            format, "the checkpoint declares dynamic scales: measured per token as stored"
+        )
+    return _dynamic(format, "no scales in the checkpoint: measured per token as stored")
+
+
+def _skipped(args: EngineArgs, scales: KVScales) -> str:
+    if scales.faults:
+        return (
+            f"the checkpoint's KV scales are skipped, and cannot be used: {scales.faults[0].what}"
+        )
+    if args.kv_cache_dtype == "auto":
+        return "the checkpoint's KV scales are skipped, as it declares no FP8 cache; --kv-cache-dtype fp8 uses them"
+    return "the checkpoint's KV scales are skipped: 16 bits were requested"
+
+
+def mixed_cache(
+    scales: KVScales, compute: Format, native: Format, source: ScaleSource
+) -> KVCacheConfig:
+    """Build the cache of `scales.mixed`; layers of 16 bits are stored in `compute`."""
+    kinds = tuple(LayerKVFormat(native if chosen else compute, chosen) for chosen in scales.mixed)
+    chosen = {granularity for granularity in scales.mixed if granularity is not None}
+    if not chosen:
+        note = "the checkpoint's choice for every layer"
+        return KVCacheConfig(compute, granularity=None, scale_source=None, scales=None, note=note)
+    finest = max(chosen, key=list(Granularity).index)
+    if chosen == {Granularity.TOKEN}:
+        source = ScaleSource.DYNAMIC
+    return KVCacheConfig(
+        native, finest, source, for_variant(scales, native), scales.by_granularity, kinds
+    )
+
+
+def _layers(indices: Sequence[int]) -> str:
+    return f"{'layers' if len(indices) > 1 else 'layer'} {', '.join(map(str, indices))}"
+
+
+def _static(format: Format, scales: KVScales, source: ScaleSource, note: str = "") -> KVCacheConfig:
+    converted = for_variant(scales, format)
+    finest = max(
+        (layer.granularity for layer in converted.layers if layer is not None),
+        key=list(Granularity).index,
+    )
+    notes = [note] if note else []
+    if scales.format is not format:
+        notes.append(f"converted from {scales.format}")
+    if scales.format_assumed:
+        notes.append(
+            f"{scales.format} assumed: config.json has no kv_cache_torch_dtype to declare it"
+        )
+    count = sum(layer is not None and bool(layer.k_center) for layer in converted.layers)
+    if count:
+        notes.append(f"keys centered in {count} of {len(converted.layers)} layers")
+    return KVCacheConfig(format, finest, source, converted, ", ".join(notes))
+
+
+def _dynamic(format: Format, note: str) -> KVCacheConfig:
+    return KVCacheConfig(format, Granularity.TOKEN, ScaleSource.DYNAMIC, None, note)
+
+
+def _by_group(kv: KVCacheConfig) -> KVCacheConfig:
+    """Return `kv`, a cache of latents with scales per token, with scales per group instead.
+
+    On a trained model they have a quarter of the KL of scales per token in E4M3, and a sixth in
+    INT8, for an eighth more bytes (docs/numerics.md).
+    """
+    layers = kv.layers and tuple(
+        layer if layer.granularity is None else replace(layer, granularity=Granularity.GROUP)
+        for layer in kv.layers
+    )
+    note = kv.note.replace("per token", "per group")
+    return replace(kv, granularity=Granularity.GROUP, layers=layers, note=note)
+
+
+def _unit(format: Format, note: str) -> KVCacheConfig:
+    return KVCacheConfig(format, Granularity.TENSOR, ScaleSource.UNIT, None, note)
