@@ -76,7 +76,7 @@ _HOMES |= {"SamplingParams": "sampling", "StructuredOutputs": "structured"}
 _HOMES |= dict.fromkeys(("CompletionOutput", "EngineStats", "FinishReason"), "outputs")
 _HOMES |= dict.fromkeys(("Logprob", "RequestOutput"), "outputs")
 _HOMES |= dict.fromkeys(("Outcome", "Verification"), "engine.verification")
-_HOMES |= dict.fromkeys(("QuantizeResult", "quantize"), "calibrate.quantize")  # the rest are errors
+_HOMES |= dict.fromkeys(("QuantizeResult", "quantize"), "quantizer.quantize")  # the rest are errors
 
 if not TYPE_CHECKING:  # type checkers see the imports above, and so report a misspelt name
 
