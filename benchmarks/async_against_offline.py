@@ -46,9 +46,12 @@ async def answer(llm: AsyncLLM, ask: Ask, params: SamplingParams) -> int:
 
 async def turn(llm: AsyncLLM, asks: Sequence[Ask]) -> Turn:
     params = SamplingParams(max_tokens=asks[0].max_tokens, temperature=0.0, ignore_eos=True)
-    begin, used, engine = time.perf_counter(), time.process_time(), cpu_seconds(llm._host.pid)
+    begin = time.perf_counter()
+    used = time.process_time()
+    engine = cpu_seconds(llm._host.pid)
     counts = await asyncio.gather(*(answer(llm, ask, params) for ask in asks))
-    seconds, used = time.perf_counter() - begin, time.process_time() - used
+    seconds = time.perf_counter() - begin
+    used = time.process_time() - used
     return Turn(sum(counts), seconds, cpu_seconds(llm._host.pid) - engine, used)
 
 
@@ -72,9 +75,11 @@ def measure(args: argparse.Namespace, options: dict[str, Any]) -> list[dict[str,
                 seed = random.Random(f"{requests} {number}").randrange(2**32)
                 asks = list(islice(prompts.asks(seed), requests))
                 if number % 2:
-                    alone, beside = offline_turn(offline, asks), runner.run(turn(llm, asks))
+                    alone = offline_turn(offline, asks)
+                    beside = runner.run(turn(llm, asks))
                 else:
-                    beside, alone = runner.run(turn(llm, asks)), offline_turn(offline, asks)
+                    beside = runner.run(turn(llm, asks))
+                    alone = offline_turn(offline, asks)
                 assert alone.tokens == beside.tokens
                 if number >= 0:
                     turns.append((alone, beside))

@@ -31,7 +31,8 @@ from freight.model.open import open_random
 from freight.settings.device import cpu_name
 from freight.settings.engine import EngineArgs
 
-SHORT, DECODED = 16, 32  # tokens
+SHORT = 16  # tokens
+DECODED = 32
 OPERATIONS = (
     "attention",
     "by_head",

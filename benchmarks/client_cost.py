@@ -23,7 +23,10 @@ from freight.lab.bench.http_stream import Address
 from freight.lab.bench.load import Amount, Level, Target, run_level
 from freight.lab.bench.prompts import Ask, Listed
 
-STREAMS, REQUESTS, EVENTS, ROUNDS = 4, 8, 500, 3
+STREAMS = 4
+REQUESTS = 8
+EVENTS = 500
+ROUNDS = 3
 CHUNK = {"id": "x", "choices": [{"index": 0, "text": "ab"}], "usage": {"prompt_tokens": 1}}
 BODY = {"model": "x", "max_tokens": EVENTS, "prompt": "hello", "stream": True}
 
@@ -54,7 +57,8 @@ async def serve() -> None:
 
 
 async def ours(url: str) -> int:
-    prompts, target = Listed([Ask("hello", EVENTS)]), Target(Address.parse(url), "x")
+    prompts = Listed([Ask("hello", EVENTS)])
+    target = Target(Address.parse(url), "x")
     answers = await run_level(
         target, prompts, Level(concurrency=STREAMS), Amount(requests=REQUESTS), 0
     )

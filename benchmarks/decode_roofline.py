@@ -59,7 +59,8 @@ def main() -> None:
     opened = open_random(args, asked.shape)
     engine, config = start_engine(opened)
     model = engine.runner.model.config
-    formats, linear_of = (config.compute_format, config.weight_format), linears_of(opened, config)
+    formats = (config.compute_format, config.weight_format)
+    linear_of = linears_of(opened, config)
     weights = weight_bytes(model, *formats, asked.batch_size, linear_of)
     per_token = engine.runner.pool.spec.bytes_per_token
     numbers = random.Random(0)
@@ -85,7 +86,9 @@ def main() -> None:
             speeds.append(speed)
         before = after
         produced += len(deltas)
-    fractions, seconds, speeds = fractions[WARM_UP:], seconds[WARM_UP:], speeds[WARM_UP:]
+    fractions = fractions[WARM_UP:]
+    seconds = seconds[WARM_UP:]
+    speeds = speeds[WARM_UP:]
     low, high, _ = interval(fractions)
     print(
         f"{cpu_name()}, {engine.runner.model.config.num_layers} layers of {asked.shape}, batch {asked.batch_size}, "

@@ -105,7 +105,8 @@ def _from_counters(issue: float, dram: float) -> str:
 
 
 def _binds_a_step(row: Row) -> str:
-    share, step = row["decode_bandwidth_fraction"], row["decode_step_ms"]
+    share = row["decode_bandwidth_fraction"]
+    step = row["decode_step_ms"]
     if share >= ENOUGH:
         return f"Bandwidth binds: {share:.2f} of it in a step of {step:.2f} ms."
     return (
@@ -141,18 +142,18 @@ def faster(
     return Goal(what, aim, " x", find, row)
 
 
-BATCH, LONG, PREFILL, STORE, PRODUCT = (
-    (64, 1, 8192),
-    (1, 1, 131072),
-    (1, 8192, 8192),
-    (8192,),
-    (8192, 8192, 8192),
-)
-STATIC, TOKEN = ("attention", "fp8_e4m3fn, tensor"), ("attention", "fp8_e4m3fn, token")
+BATCH = (64, 1, 8192)
+LONG = (1, 1, 131072)
+PREFILL = (1, 8192, 8192)
+STORE = (8192,)
+PRODUCT = (8192, 8192, 8192)
+STATIC = ("attention", "fp8_e4m3fn, tensor")
+TOKEN = ("attention", "fp8_e4m3fn, token")
 SIXTEEN = ("attention", "bfloat16")
 FLASH = ("torch.sdpa", "bfloat16, FlashAttention")
 IN_FP8 = ("attention", "fp8_e4m3fn, tensor, FP8 products")
-BF16_PRODUCT, SCALED = ("torch.linear", "bfloat16"), "torch._scaled_mm"
+BF16_PRODUCT = ("torch.linear", "bfloat16")
+SCALED = "torch._scaled_mm"
 KERNEL_GOALS = (
     share("decode attention, 64 x 8 k, static scales: of the copy bandwidth", 0.85, *STATIC, BATCH),
     share("… with a scale per token", 0.75, *TOKEN, BATCH),
@@ -244,7 +245,8 @@ def table(results: Results, goals: tuple[Goal, ...] = KERNEL_GOALS + ENGINE_GOAL
         aim = "" if goal.aim is None else f"{goal.aim:g}{goal.unit}"
         if goal.unit == "runs":
             aim = goal.unit
-        found, why = "not measured", ""
+        found = "not measured"
+        why = ""
         try:
             value = goal.find(results)
             found = value if isinstance(value, str) else f"{value:.2f}{goal.unit}"

@@ -156,7 +156,8 @@ def lines_of(words: Sequence[str], limit: float, log: Path, ended: list[str]) ->
     lines: queue.Queue[str | None] = queue.Queue()
     reader = threading.Thread(target=_read, args=(process.stdout, lines), daemon=True)
     reader.start()
-    patience, finished = limit + START_UP, False
+    patience = limit + START_UP
+    finished = False
     try:
         while (line := lines.get(timeout=patience)) is not None:
             patience = limit
@@ -221,7 +222,8 @@ def run_kernels(command: Command, folder: Folder) -> None:
     in_vain = 0
     while in_vain < 2:
         ended: list[str] = []
-        before, after = len(folder.results.get(KERNELS, ())), folder.last_case()
+        before = len(folder.results.get(KERNELS, ()))
+        after = folder.last_case()
         words = [*FREIGHT, *command.words, "--json", "--after", str(after)]
         for row in rows_of(lines_of(words, command.limit, folder.path / "log", ended)):
             if isinstance(row.get("case"), int):
@@ -248,7 +250,9 @@ def count(folder: Folder, ncu: str, limit: float) -> None:
         missed = goal.aim is not None and isinstance(found, float) and found < goal.aim
         if not missed or "issue_active" in row or row["kernel"] not in OUR_KERNELS:
             continue
-        log, report, ended = folder.path / "log", folder.path / "counters.csv", list[str]()
+        log = folder.path / "log"
+        report = folder.path / "counters.csv"
+        ended = list[str]()
         words = (
             ncu,
             "--clock-control",
@@ -309,7 +313,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = made.parse_args(arguments)
     # An exception, so that the running command is ended too
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM; run again to go on"))
-    folder, begin = Folder(args.output), time.monotonic()
+    folder = Folder(args.output)
+    begin = time.monotonic()
     for name, command in COMMANDS.items():
         if (args.only and name not in args.only) or name in folder.done:
             continue

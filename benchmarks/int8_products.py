@@ -24,7 +24,8 @@ from freight.operands.weight import Activations, Weight
 SHAPES = ((8192, 2048), (2048, 8192))  # out_features, in_features
 ROWS = (1, 4, 8, 32, 64, 512, 1024)
 FORMATS = (Format.INT8, Format.E4M3FN)
-COPIES, ROUNDS = 3, 9
+COPIES = 3
+ROUNDS = 9
 
 
 def main(build: str | None) -> None:

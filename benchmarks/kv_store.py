@@ -95,7 +95,9 @@ def is_in_memory(file: int, offset: int) -> bool:
 def plain_read(folder: Path) -> float:
     """Bytes per second of the folder's files read one after the other, from the disk."""
     forget_files(folder)
-    piece, num_bytes, began = bytearray(2 << 20), 0, time.perf_counter()
+    piece = bytearray(2 << 20)
+    num_bytes = 0
+    began = time.perf_counter()
     for path in sorted(folder.rglob("*.blocks")):
         with path.open("rb", buffering=0) as file:
             while count := file.readinto(piece):
@@ -112,9 +114,11 @@ def steps_beside(engine: Engine, prompt: Prompt | None, seconds: float) -> list[
         engine.step()
     if prompt is not None:
         engine.add("read", AcceptedPrompt(None, prompt), ONE)
-    times, end = [], time.perf_counter() + seconds
+    times = []
+    end = time.perf_counter() + seconds
     while time.perf_counter() < end:
-        began, computed = time.perf_counter(), engine.num_computed_tokens
+        began = time.perf_counter()
+        computed = engine.num_computed_tokens
         engine.step()
         if engine.num_computed_tokens - computed > 1 or engine.is_finished("beside"):
             break  # the prompt is there
@@ -199,7 +203,8 @@ def store_of(engine: Engine) -> StoredPrefixes:
 
 def stored_blocks(engine: Engine, prompt: Prompt) -> Iterator[Block]:
     """The blocks of a prompt, each with the content of one that the engine has computed."""
-    manager, groups = engine.cache, store_of(engine).mover._groups
+    manager = engine.cache
+    groups = store_of(engine).mover._groups
     keys: list[bytes] = []
     extend_keys(
         keys, len(prompt) // manager.block_size, manager.block_size, None, lambda a, b: prompt[a:b]
@@ -217,7 +222,8 @@ def stored_blocks(engine: Engine, prompt: Prompt) -> Iterator[Block]:
 
 def fill(engine: Engine, prompt: Prompt) -> None:
     """Store a prompt that was not computed."""
-    tiers, batch = store_of(engine).mover.tiers, []
+    tiers = store_of(engine).mover.tiers
+    batch = []
     for block in stored_blocks(engine, prompt):
         batch.append(block)
         if sum(len(one[3]) for one in batch) > 8 << 20:
@@ -232,7 +238,9 @@ class Measurements:
 
     def __init__(self, args: argparse.Namespace, root: Path) -> None:
         numbers = random.Random(args.seed)
-        self.args, self.root, self.numbers = args, root, numbers
+        self.args = args
+        self.root = root
+        self.numbers = numbers
         self.prompts = [self.prompt(args.tokens) for _ in range(args.rounds)]
         self.seconds: dict[str, list[float]] = {}
         self.answers: dict[str, list[int]] = {}
@@ -367,7 +375,8 @@ def measure(args: argparse.Namespace, root: Path) -> dict[str, Any]:
 
 def goals(shape: str, tokens: int, found: dict[str, float | None]) -> dict[str, str]:
     """What is promised of these figures, and whether it was kept."""
-    least, most = {}, {"mean_step_ratio": 1.05, "storing_costs": 1.02}
+    least = {}
+    most = {"mean_step_ratio": 1.05, "storing_costs": 1.02}
     if shape == "llama-1b":
         least = {"sooner_from_disk": 20.0, "sooner_from_memory": 40.0, "sooner_after_restart": 20.0}
     if shape == "llama-8b":

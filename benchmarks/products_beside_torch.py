@@ -34,8 +34,11 @@ Call = Callable[[], None]
 
 def shapes_of(config: Mapping[str, int]) -> list[tuple[int, int]]:
     """Return [outputs, inputs] of a layer's products: q, k and v are one, gate and up another."""
-    hidden, inner, dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
-    q, kv = config["num_attention_heads"] * dim, config["num_key_value_heads"] * dim
+    hidden = config["hidden_size"]
+    inner = config["intermediate_size"]
+    dim = config["head_dim"]
+    q = config["num_attention_heads"] * dim
+    kv = config["num_key_value_heads"] * dim
     return [(q + 2 * kv, hidden), (hidden, q), (2 * inner, hidden), (hidden, inner)]
 
 
@@ -121,7 +124,8 @@ def main() -> None:
                     for one, other in zip(own, seconds["torch BF16, packed"], strict=True)
                 ]
                 low, high, _ = interval(ratios)
-                rate, speed = operations * rows / median / 1e9, statistics.median(ratios)
+                rate = operations * rows / median / 1e9
+                speed = statistics.median(ratios)
                 print(
                     f"| {rows} | {name} | {median * 1e3:.1f} | {rate:.0f} | {speed:.2f} | {low:.2f} to {high:.2f} |"
                 )

@@ -40,8 +40,10 @@ from freight.settings.device import cpu_name
 from freight.settings.engine import EngineArgs
 
 VALUES = (2048, 4096)  # of a gathered row
-GATHERS, REPLAYS = 64, 400  # of a recording; of it
-PROMPT, DECODED = 512, 32  # tokens
+GATHERS = 64  # of a recording; of it
+REPLAYS = 400
+PROMPT = 512  # tokens
+DECODED = 32
 VOCABULARY = 4096  # token ids that prompts have: every shape has more
 FIRST = 4  # steps of decoding that record and warm up
 TIMEOUT = 60.0  # seconds for the other process
@@ -79,7 +81,8 @@ def gather_times(values: int, cpus: tuple[int, int]) -> list[float]:
 def _gather(memory: SharedMemory, values: int, cpu: int) -> list[float]:
     os.sched_setaffinity(0, {cpu})
     torch.set_num_threads(1)
-    loaded, x = library.load(), torch.ones(1, values // 2, dtype=torch.bfloat16)
+    loaded = library.load()
+    x = torch.ones(1, values // 2, dtype=torch.bfloat16)
     ranks = Ranks(memory.rank, 2, memory)
 
     def run(recording: library.Library) -> Tensor:
@@ -114,7 +117,8 @@ def rank_of_two(args: EngineArgs, shape: str) -> Engine:
 
 def measure(engine: Engine, repeat: int) -> Times:
     """Return the CPU time of a prompt's step, and the smallest of a decode step."""
-    params, decodes = greedy(DECODED), []
+    params = greedy(DECODED)
+    decodes = []
     prompt = random_prompt(PROMPT, VOCABULARY, random.Random(repeat))
     engine.add(str(repeat), engine.accept(prompt, params), params)
     prefill = _cpu_ms(engine.step)

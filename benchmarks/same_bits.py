@@ -153,7 +153,8 @@ def run(checkout: Path, out: Path, only: str, wanted: Sequence[str]) -> None:
 
 
 def compare(before: Path, after: Path) -> int:
-    first, second = json.loads(before.read_text()), json.loads(after.read_text())
+    first = json.loads(before.read_text())
+    second = json.loads(after.read_text())
     both = [case for case in first if case in second]
     alone = len(first) + len(second) - 2 * len(both)
     different = [case for case in both if first[case] != second[case]]

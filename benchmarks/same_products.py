@@ -34,14 +34,18 @@ ROWS = (1, 3, 4, 5, 7, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 511, 512, 513, 1
 # The second where activations become FP8, which pairs and tiles take as well
 DTYPES = (torch.bfloat16, torch.float32)
 THREADS = 3  # one, two and three in turn: they decide how many bands a task has
-EXPERTS, HIDDEN, INNER, TOP_K = 5, 288, 160, 2
+EXPERTS = 5
+HIDDEN = 288
+INNER = 160
+TOP_K = 2
 
 Maker = Callable[[Tensor], Weight]
 
 
 def in_mxfp4(matrix: Tensor) -> Weight:
     """Return random codes, some groups of zeros, under scales about as large as the matrix."""
-    outputs, groups = matrix.shape[0], matrix.shape[1] // mxfp4.GROUP
+    outputs = matrix.shape[0]
+    groups = matrix.shape[1] // mxfp4.GROUP
     blocks = torch.randint(0, 256, (outputs, groups, 16), dtype=torch.uint8)
     blocks[torch.rand(outputs, groups) < 0.1] &= 0x88
     exponent = int(matrix.abs().mean().clamp_min(2.0**-120).log2())
@@ -140,7 +144,8 @@ def experts(sets: list[CpuKernels], name: str) -> Iterator[tuple[str, bool]]:
             packed.append([kernels.pack_experts(*side) for side in given])
         for rows in ROWS:
             torch.set_num_threads(rows % THREADS + 1)
-            x, shares = torch.randn(rows, HIDDEN).to(dtype), torch.rand(rows, TOP_K)
+            x = torch.randn(rows, HIDDEN).to(dtype)
+            shares = torch.rand(rows, TOP_K)
             ids = (
                 torch.stack([torch.randperm(EXPERTS - 1)[:TOP_K] for _ in range(rows)])
                 .sort(-1)

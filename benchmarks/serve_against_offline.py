@@ -86,7 +86,8 @@ class Server:
         self.target = Target(Address.parse(url), "")
 
     def turn(self, asks: Sequence[Ask]) -> Turn:
-        before, client = cpu_seconds(self._pid), time.process_time()
+        before = cpu_seconds(self._pid)
+        client = time.process_time()
         load = run_level(
             self.target, Listed(asks), Level(concurrency=len(asks)), Amount(requests=len(asks)), 0
         )

@@ -78,8 +78,10 @@ def work(task: Work) -> None:
     engine, _ = start_engine(
         open_random(args, task.random_weights) if task.random_weights else open_model(args)
     )
-    numbers, vocabulary = random.Random(0), engine.runner.model.config.vocab_size
-    params, ids = greedy(task.context - PROMPT), [str(index) for index in range(task.batch)]
+    numbers = random.Random(0)
+    vocabulary = engine.runner.model.config.vocab_size
+    params = greedy(task.context - PROMPT)
+    ids = [str(index) for index in range(task.batch)]
     with choose_threads(task.threads, usable_cores()):
         print("ready", flush=True)
         while sys.stdin.readline():
@@ -92,7 +94,8 @@ def work(task: Work) -> None:
             print("prompted", flush=True)
             begin, end = json.loads(sys.stdin.readline())
             time.sleep(max(0.0, begin - time.monotonic()))
-            steps, cpu = 0, time.process_time()
+            steps = 0
+            cpu = time.process_time()
             while time.monotonic() < end and engine.has_unfinished:
                 engine.step()
                 steps += 1
@@ -136,7 +139,8 @@ def quiet_turn(engines: list[Engine], args: argparse.Namespace) -> Turn:
     while not turns or (turns[-1].others >= args.quiet and time.monotonic() < late):
         share = 1.0
         while share >= args.quiet and time.monotonic() < late:
-            worked, begin = busy(), time.monotonic()
+            worked = busy()
+            begin = time.monotonic()
             time.sleep(LOOK)
             share = others(begin, worked, 0.0)
         turns.append(decode(engines, args.seconds))
@@ -149,12 +153,14 @@ def decode(engines: list[Engine], seconds: float) -> Turn:
         engine.tell("prompts")
         if engine.answer() != "prompted":
             raise SystemExit("an engine has ended: see the lines above")
-    worked, sent = busy(), time.monotonic()
+    worked = busy()
+    sent = time.monotonic()
     begin = sent + LEAD
     for engine in engines:
         engine.tell([begin, begin + seconds])
     found = [json.loads(engine.answer()) for engine in engines]
-    steps, own = sum(one[0] for one in found), sum(one[2] for one in found)
+    steps = sum(one[0] for one in found)
+    own = sum(one[2] for one in found)
     return Turn(sum(one[0] / one[1] for one in found), own / steps * 1e3, others(sent, worked, own))
 
 

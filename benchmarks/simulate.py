@@ -32,7 +32,9 @@ from freight.errors import ConfigError, FreightError
 from freight.lab.bench.prompts import Lengths
 from freight.settings.resolve import parse_memory
 
-BATCHES, INPUTS, OUTPUT = (1, 4, 16), (32, 128, 512), 33  # what `fit` runs
+BATCHES = (1, 4, 16)  # what `fit` runs
+INPUTS = (32, 128, 512)
+OUTPUT = 33
 SIZES = (1, 100, 10_000)  # of fleets
 AIM = 0.15  # of a simulated p50 or p95: relative difference to the measured one
 
@@ -48,10 +50,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """The options, and those of the engine: what stands behind `--`."""
-    mine, engine = list(arguments), list[str]()
+    mine = list(arguments)
+    engine = list[str]()
     if "--" in mine:
         place = mine.index("--")
-        mine, engine = mine[:place], mine[place + 1 :]
+        engine = mine[place + 1 :]
+        mine = mine[:place]
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -109,7 +113,8 @@ def run_fit(args: argparse.Namespace, engine: Sequence[str]) -> dict[str, Any]:
 
 
 def _latencies(args: argparse.Namespace, engine: Sequence[str]) -> Iterator[Mapping[str, Any]]:
-    batches, inputs = args.batch_size or BATCHES, args.input_len or INPUTS
+    batches = args.batch_size or BATCHES
+    inputs = args.input_len or INPUTS
     for batch in batches:
         for length in inputs:
             command = [sys.executable, "-m", "freight", "bench", "latency", "--json", *engine]
@@ -226,7 +231,8 @@ def sizes(args: argparse.Namespace) -> Sizes:
 
 
 def run_cost(args: argparse.Namespace, engine: Sequence[str]) -> dict[str, Any]:
-    rows, assumed = [], list[str]()
+    rows = []
+    assumed = list[str]()
     for setup in setups(args):
         assumed += [one for one in setup.assumptions() if one not in assumed]
         rows += cost(setup, args.replicas or SIZES, args.price)
@@ -245,7 +251,8 @@ def scaled(args: argparse.Namespace, rows: Sequence[Mapping[str, Any]]) -> list[
 
 
 def run_replicas(args: argparse.Namespace, engine: Sequence[str]) -> dict[str, Any]:
-    rows, assumed = [], list[str]()
+    rows = []
+    assumed = list[str]()
     for setup in setups(args):
         assumed += [one for one in setup.assumptions() if one not in assumed]
         for users in args.users:

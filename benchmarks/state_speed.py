@@ -90,10 +90,12 @@ class Inputs:
 
         delta = isinstance(mixer, DeltaNetConfig)
         if isinstance(mixer, DeltaNetConfig):
-            keys, values = mixer.key_heads * mixer.k_dim, mixer.heads * mixer.v_dim
+            keys = mixer.key_heads * mixer.k_dim
+            values = mixer.heads * mixer.v_dim
             group = mixer.v_dim
         else:
-            keys, values = mixer.groups * mixer.state_size, mixer.heads * mixer.head_dim
+            keys = mixer.groups * mixer.state_size
+            values = mixer.heads * mixer.head_dim
             group = values // mixer.norm_groups
         heads = (mixer.heads,)
         return Inputs(

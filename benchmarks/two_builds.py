@@ -26,7 +26,8 @@ from freight.lab.bench.cases import Bench, Case, Heads
 from freight.lab.bench.serving_figures import interval
 from freight.lab.bench.timing import bytes_beyond_caches, seconds_of
 
-LEAST, MOST = 20, 1000  # pairs of a row
+LEAST = 20  # pairs of a row
+MOST = 1000
 HEADS = Heads(32, 8, 64)
 CACHES = (
     (Format.E4M3FN, Granularity.TENSOR),
@@ -69,14 +70,18 @@ def in_turns(
     """
     for call in (*old, *new):
         call()
-    pairs, end = [], time.perf_counter() + seconds
+    pairs = []
+    end = time.perf_counter() + seconds
     while len(pairs) < LEAST or (time.perf_counter() < end and len(pairs) < MOST):
         index = len(pairs)
-        mine, other = old[index % len(old)], new[(index + len(new) // 2) % len(new)]
+        mine = old[index % len(old)]
+        other = new[(index + len(new) // 2) % len(new)]
         if index % 2:
-            of_old, of_new = seconds_of(mine), seconds_of(other)
+            of_old = seconds_of(mine)
+            of_new = seconds_of(other)
         else:
-            of_new, of_old = seconds_of(other), seconds_of(mine)
+            of_new = seconds_of(other)
+            of_old = seconds_of(mine)
         pairs.append((of_old, of_new))
     return pairs
 

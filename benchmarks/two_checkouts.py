@@ -26,6 +26,8 @@ import random
 import statistics
 import subprocess
 import sys
+from contextlib import suppress
+from importlib import import_module
 from typing import Any
 
 from line_process import LineProcess
@@ -34,23 +36,30 @@ Workload = tuple[int, int, int]
 Run = dict[str, float]  # "prefill" and "decode step": seconds
 
 
+def from_checkout(name: str, *modules: str) -> Any:
+    """Return what a checkout has under `name`, in the first of `modules` that it has."""
+    for module in modules:
+        with suppress(ImportError, AttributeError):
+            return getattr(import_module(f"freight.{module}"), name)
+    raise ImportError(f"{name} is in none of {', '.join(modules)}")
+
+
 def work(shape: str, options: dict[str, Any], largest: Workload) -> None:
     """Run workloads in a checkout's own process: one run for each line, which is a workload."""
-    from freight.engine.build import start_engine
-    from freight.lab.bench.drive import drive, greedy, random_prompt
-    from freight.lab.bench.latency import split
-    from freight.settings.engine import EngineArgs
-
-    try:
-        from freight.model.open import open_random
-    except ImportError:  # a checkout older than that module
-        from freight.engine.build import open_random  # type: ignore[attr-defined, no-redef]
+    start_engine = from_checkout("start_engine", "engine.build")
+    open_random = from_checkout("open_random", "model.open", "models.open", "engine.build")
+    drive = from_checkout("drive", "lab.bench.drive", "bench.drive")
+    greedy = from_checkout("greedy", "lab.bench.drive", "bench.drive")
+    random_prompt = from_checkout("random_prompt", "lab.bench.drive", "bench.drive")
+    split = from_checkout("split", "lab.bench.latency", "bench.latency")
+    EngineArgs = from_checkout("EngineArgs", "settings.engine", "config.engine")  # noqa: N806
     batch, prompt, generated = largest
     args = EngineArgs(
         max_num_seqs=batch, max_model_len=prompt + generated, skip_tokenizer_init=True, **options
     )
     engine, _ = start_engine(open_random(args, shape))
-    numbers, vocabulary = random.Random(0), engine.runner.model.config.vocab_size
+    numbers = random.Random(0)
+    vocabulary = engine.runner.model.config.vocab_size
     print("ready", flush=True)
     for line in sys.stdin:
         batch, prompt, generated = json.loads(line)

@@ -146,7 +146,8 @@ def one_round(engine: Engine, args: argparse.Namespace, rng: random.Random) -> d
         temperature=0.0, max_tokens=args.answer, ignore_eos=True, logprobs=0, detokenize=False
     )
     short = replace(params, max_tokens=1, logprobs=None)
-    names, vocab = [str(index) for index in range(args.count)], engine.intake.vocab_size
+    names = [str(index) for index in range(args.count)]
+    vocab = engine.intake.vocab_size
     ids = [[rng.randrange(vocab) for _ in range(args.prompt)] for _ in names]
     prompts = dict(zip(names, (engine.accept(one, params) for one in ids), strict=True))
     seconds: dict[str, float] = {}

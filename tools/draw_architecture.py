@@ -65,8 +65,13 @@ NO_FLOOR = {
     "adapters.tgi_launcher",
 }  # names for others, and of one module
 
-WIDTH, MARGIN, TOP, GAP, INSET = 860, 24, 82, 22, 12
-_LINE, _CHIP = 16, 23  # the height of a line, and of a row of names of packages inside
+WIDTH = 860
+MARGIN = 24
+TOP = 82
+GAP = 22
+INSET = 12
+_LINE = 16  # the height of a line, and of a row of names of packages inside
+_CHIP = 23
 _RULES = """
 text{font-size:12px}text.name{font-size:15px;font-weight:600}
 text.chip{font:11px ui-monospace,SFMono-Regular,Menlo,Consolas,monospace}
@@ -240,7 +245,8 @@ def extents(drawn: list[Box]) -> list[tuple[float, float]]:
 def drawn_box(box: Box, top: float, bottom: float) -> Iterator[str]:
     shape = f'x="{box.x:g}" y="{top:g}" width="{box.width:g}" height="{bottom - top:g}" rx="7"'
     yield f'<rect {shape} class="{box.kind}"/>'
-    left, y = box.x + INSET, top + 9
+    left = box.x + INSET
+    y = top + 9
     if box.kind != "beside":
         y = top + 25
         yield text(left, y - 2, box.name, 'class="name"')
@@ -266,7 +272,8 @@ def free_columns(upper: Box, lower: Box, drawn: list[Box]) -> list[int]:
     """Return the columns that both boxes stand in, with no other box between them."""
     between = [box for box in drawn if box.high > lower.high and box.low < upper.low]
     crossed = {column for box in between for column in range(box.first, box.last + 1)}
-    first, last = max(upper.first, lower.first), min(upper.last, lower.last)
+    first = max(upper.first, lower.first)
+    last = min(upper.last, lower.last)
     return [column for column in range(first, last + 1) if column not in crossed]
 
 
@@ -320,7 +327,8 @@ def picture(imports: Imports) -> str:
         parts += arrow(drawn[upper], drawn[lower], every, ends)
     for box in every:
         parts += drawn_box(box, ends[box.high][0], ends[box.low][1])
-    y, x = ends[0][1] + 34, float(MARGIN)
+    y = ends[0][1] + 34
+    x = float(MARGIN)
     for kind, meaning in KINDS.items():
         parts.append(
             f'<rect x="{x:g}" y="{y - 11:g}" width="20" height="13" rx="3" class="{kind}"/>'

@@ -61,10 +61,13 @@ def ranges(numbers: Iterable[int]) -> str:
 
 def table(found: Lines) -> tuple[list[str], float]:
     """Return a line for each file and one for all, and the percentage of all."""
-    rows, every, run = [], 0, 0
+    rows = []
+    every = 0
+    run = 0
     for name, counts in sorted(found.items()):
         missing = [number for number, count in counts.items() if not count]
-        every, run = every + len(counts), run + len(counts) - len(missing)
+        every = every + len(counts)
+        run = run + len(counts) - len(missing)
         share = 100 * (1 - len(missing) / len(counts)) if counts else 100.0
         rows.append(f"{name:32} {len(counts):6} {share:6.1f} %  {ranges(missing)}".rstrip())
     total = 100 * run / every if every else 0.0

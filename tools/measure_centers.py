@@ -43,9 +43,13 @@ from freight.settings.engine import EngineArgs, KVCacheConfig
 # 22 in the median one, each over four heads (https://github.com/ggml-org/llama.cpp/issues/21385).
 NORMS = {"first": 605 / 2, "between": 22 / 2, "last": 921 / 2}
 # rad over the context: a pair that hardly rotates, and one that makes a full turn
-STILL, TURN = 0.1, 2 * math.pi
+STILL = 0.1
+TURN = 2 * math.pi
 GRANULARITIES = (Granularity.TENSOR, Granularity.HEAD, Granularity.CHANNEL)
-HEADS, GROUP, DIM, BLOCK_SIZE = 8, 4, 128, 64
+HEADS = 8
+GROUP = 4
+DIM = 128
+BLOCK_SIZE = 64
 PAIRS = (0, 2, 8, 20, 40)
 LOADS = ((16, 2048, 1), (1, 8192, 1), (1, 2048, 512))  # sequences, tokens of each, new tokens
 REPEATS = 12
@@ -70,8 +74,10 @@ def write_raised(source: Path, out: Path, turning: bool = False) -> None:
     Where pairs hardly rotate, a bias adds the same to all scores of a query, so the function hardly
     changes.
     """
-    config, tensors = json.loads((source / "config.json").read_text()), read_tensors(source)
-    heads, dim = config["num_key_value_heads"], config["head_dim"]
+    config = json.loads((source / "config.json").read_text())
+    tensors = read_tensors(source)
+    heads = config["num_key_value_heads"]
+    dim = config["head_dim"]
     last = config["num_hidden_layers"] - 1
     pairs = pairs_of(config, turning)
     channels = torch.cat([pairs, pairs + dim // 2])
@@ -89,7 +95,8 @@ def by_layer(model: str) -> list[list[str]]:
     """Return table rows by layer: the key biases, if any, the factor by which centers divide the
     mean squared error, and centered pairs per head.
     """
-    source, data = resolve_model(model), resolve_model("demo") / "calibration.txt"
+    source = resolve_model(model)
+    data = resolve_model("demo") / "calibration.txt"
     opened = open_unquantized(model)
     decided = plan(
         QuantizeArgs(weights="none", kv_cache="fp8", center=True, num_samples=8, max_seq_len=512)
@@ -143,8 +150,10 @@ def row(name: str, model: Path, text: str, data: Path, tokens: int) -> dict[str,
 
 
 def gains(model: str, tokens: int) -> list[list[str]]:
-    source, demo = resolve_model(model), resolve_model("demo")
-    text, data = (demo / "heldout.txt").read_text(encoding="utf-8"), demo / "calibration.txt"
+    source = resolve_model(model)
+    demo = resolve_model("demo")
+    text = (demo / "heldout.txt").read_text(encoding="utf-8")
+    data = demo / "calibration.txt"
     with tempfile.TemporaryDirectory() as folder:
         models = {"as it is": source}
         if has_biases(source):
@@ -177,11 +186,10 @@ def milliseconds(sequences: int, length: int, new: int) -> list[float]:
         SequenceSlice([0] * new, length - new, (range(i * per, (i + 1) * per),), Logits.NONE)
         for i in range(sequences)
     ]
-    batch, q = (
-        prepare(slices, [Pages((0,), 0, None, BLOCK_SIZE)]),
-        torch.randn(sequences * new, HEADS * GROUP, DIM).bfloat16(),
-    )
-    attention, best = select_kernels("auto").attention, [float("inf")] * len(PAIRS)
+    batch = prepare(slices, [Pages((0,), 0, None, BLOCK_SIZE)])
+    q = torch.randn(sequences * new, HEADS * GROUP, DIM).bfloat16()
+    attention = select_kernels("auto").attention
+    best = [float("inf")] * len(PAIRS)
     for _ in range(REPEATS):
         for i, one in enumerate(tried):
             begin = time.perf_counter()

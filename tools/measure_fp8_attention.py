@@ -29,7 +29,10 @@ from freight.kernels.reference import Fp8Products
 from freight.operands.batch import Sequences
 from freight.operands.kv_pages import KVPages
 
-DIM, BLOCK_SIZE, PEAKS, RELATED = 128, 64, (0.0, 1.0, 2.0), 8
+DIM = 128
+BLOCK_SIZE = 64
+PEAKS = (0.0, 1.0, 2.0)
+RELATED = 8
 Attention = Callable[[Tensor, KVPages, Sequences, float, None], Any]
 
 
@@ -114,7 +117,8 @@ def main() -> None:
             decode(page, scale).flatten(0, 2)[: len(k)]
             for page, scale in zip((pages.k, pages.v), scales, strict=True)
         ]
-        over_stored, over_given = exact(q, *stored), exact(q, k, v)
+        over_stored = exact(q, *stored)
+        over_given = exact(q, k, v)
         for name, attention in computes.items():
             out = attention(q[:, None], pages, batch.sequences(0), DIM**-0.5, None)[:, 0].double()
             rows.append((f"{peak:g}", name, error(out, over_stored), error(out, over_given)))

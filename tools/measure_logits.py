@@ -49,8 +49,10 @@ def main(model: str = "demo", text: str = "", tokens: str = "16384") -> None:
     tokenizer = open_model(EngineArgs(model)).load_tokenizer()
     assert tokenizer is not None
     ids = tokenizer.encode(path.read_text(encoding="utf-8"))[: int(tokens)]
-    exact, narrow = runner_of(model, "float32"), runner_of(model, "bfloat16")
-    tied, tied_rounded = 0, 0
+    exact = runner_of(model, "float32")
+    narrow = runner_of(model, "bfloat16")
+    tied = 0
+    tied_rounded = 0
     sums = dict.fromkeys(("bfloat16", "bfloat16, logits rounded", "only logits rounded"), 0.0)
     for start in range(0, len(ids), WINDOW):
         window = ids[start : start + WINDOW]

@@ -32,7 +32,8 @@ from freight.settings.engine import EngineArgs, KVCacheConfig
 
 FORMATS = (Format.E4M3FN, Format.E5M2)
 SCALES = ("unit", "tensor", "head", "channel", "token", "centered")
-NUM_SAMPLES, SAMPLE_LENGTH = 32, 512
+NUM_SAMPLES = 32
+SAMPLE_LENGTH = 512
 BLOCK = 64  # neighbouring tokens that the bootstrap resamples together
 DRAWS = 10_000
 
@@ -54,7 +55,8 @@ class Row:
 def variants(model: str, token_ids: Sequence[int]) -> dict[str, Write]:
     """Return how each variant of `model` is written. `token_ids` show how large its keys are."""
     config = open_checkpoint(model).model
-    dim, half = config.attention[0].k_dim, config.attention[0].k_dim // 2
+    dim = config.attention[0].k_dim
+    half = config.attention[0].k_dim // 2
 
     def scaled(keys: float = 1.0, values: float = 1.0) -> Write:
         return lambda source, out: write_variant(source, out, rescaled(keys, values))

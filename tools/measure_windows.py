@@ -21,7 +21,8 @@ from freight.lab.evaluate.report import run_caches
 from freight.model.open import open_model
 from freight.settings.engine import EngineArgs
 
-WINDOW, TOKENS = 1024, 64 * 1024
+WINDOW = 1024
+TOKENS = 64 * 1024
 
 
 def texts() -> dict[str, str]:

@@ -113,8 +113,10 @@ def read_tests() -> Tables:
     def module(name: str) -> Any:
         return importlib.import_module(f"tests.{name}")
 
-    forms, experts = module("formats.forms"), module("formats.experts")
-    families, equivalences = module("e2e.test_families"), module("e2e.test_equivalences")
+    forms = module("formats.forms")
+    experts = module("formats.experts")
+    families = module("e2e.test_families")
+    equivalences = module("e2e.test_equivalences")
     fallback = module("e2e.test_fallback")
     triton = module("kernels.triton.test_triton_families").FAMILIES.values()
     return Tables(

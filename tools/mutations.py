@@ -30,7 +30,8 @@ from freight.kernels.cpu import library
 
 ROOT = Path(__file__).parents[1]
 COPIED = ("src", "csrc", "tests", "tools", "benchmarks", "docs")
-QUICK, FULL = "not slow and not clients", "not clients"
+QUICK = "not slow and not clients"
+FULL = "not clients"
 SECONDS = 1200  # for one run of the tests; a run that takes longer has found something
 TESTS = {
     "attention": ("tests/kernels/test_cpu_attention.py",),

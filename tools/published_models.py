@@ -26,7 +26,9 @@ from freight.model.open import read_model_config
 
 RECIPES = ROOT / "tools/recipes.json"
 FILES = ROOT / "tests/fixtures/published"  # OWNER--NAME.json
-NATIVE, FOREIGN, REFUSED = "natively", "through transformers", "refused"
+NATIVE = "natively"
+FOREIGN = "through transformers"
+REFUSED = "refused"
 
 _UNKNOWN = "no row, and transformers does not know the model type"
 _UNCOMPARED = "no public implementation of it can be run to compare with"
@@ -251,7 +253,8 @@ def of_file(
     name: str, config: Mapping[str, Any], moe: bool = False, precisions: tuple[str, ...] = ()
 ) -> Published:
     """Return the verdict on a model whose file is there."""
-    verdict, seen = read_file(config), is_complete(config)
+    verdict = read_file(config)
+    seen = is_complete(config)
     return Published(name, config["model_type"], verdict, seen, _text_type(config), moe, precisions)
 
 

@@ -92,7 +92,8 @@ def _method(name: str, defined: Any) -> list[str]:
 def _signature(name: str, found: Any) -> str:
     signature = inspect.signature(found)
     given = [one for one in signature.parameters.values() if one.name not in ("self", "cls")]
-    parameters, is_keyword = [], False
+    parameters = []
+    is_keyword = False
     for one in given:
         if one.kind is one.KEYWORD_ONLY and not is_keyword:
             parameters.append("*")

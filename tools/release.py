@@ -42,7 +42,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 MOST_SECONDS = 90.0  # from pip to the first token: how long a newcomer should wait at most
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
-PROMPT, ANSWER = "def main(", "master=None"  # what the demo model is known to answer
+PROMPT = "def main("  # what the demo model is known to answer
+ANSWER = "master=None"
 GREEDY = ("--max-tokens", "4", "--temperature", "0")
 EMULATOR = "qemu-aarch64"
 # By the build of the kernels that it should choose: QEMU's processor, and what Linux on it lists in
@@ -143,7 +144,9 @@ class Emulated:
         lacking += [] if pythons else [f"{root}/usr/bin/python3.11"]
         if lacking:
             sys.exit(f"to try the wheel for arm64 there must be {', '.join(lacking)}")
-        self._root, self._folder, self._python = root, folder, pythons[0]
+        self._root = root
+        self._folder = folder
+        self._python = pythons[0]
         command = ["uv", "pip", "install", "-q", "--no-config", "--target", str(folder)]
         command += ["--python-version", self._python.name.removeprefix("python")]
         command += ["--python-platform", "aarch64-manylinux_2_35"]

@@ -90,7 +90,8 @@ def write_biased(
     """
     tensors = read_tensors(source)
     for index, spread in enumerate(spreads):
-        prefix, mixer = f"model.layers.{index}.self_attn.", config.attention[index]
+        prefix = f"model.layers.{index}.self_attn."
+        mixer = config.attention[index]
         bias = torch.zeros(mixer.num_kv_heads, mixer.k_dim, dtype=torch.float32, device="cpu")
         bias[:, pair] = BIAS * spread
         tensors[prefix + "q_proj.bias"] = torch.zeros(
@@ -110,7 +111,8 @@ def key_spreads(model: str, token_ids: Sequence[int]) -> list[float]:
     """
     opened = open_model(EngineArgs(model))
     config = opened.resolve(opened.args)
-    decoder, kernels = opened.load(config), select_kernels(config.kernels, config.device)
+    decoder = opened.load(config)
+    kernels = select_kernels(config.kernels, config.device)
     watches = {
         i: CenterWatch(rotary.rotary_dim)
         for i, rotary in enumerate(decoder.rotaries)

@@ -69,14 +69,20 @@ CALIBRATION = [
 NOT_CODE = ["test/", "tests/", "idlelib/idle_test/", "site-packages/", "pydoc_data/", "encodings/", "lib2to3/tests/",
             "ensurepip/_bundled", "html/entities.py", "stringprep.py", "_sysconfigdata", "turtledemo/", "__phello__",
             "config-"]  # fmt: skip
-BOS, EOS = "<|begin_of_text|>", "<|end_of_text|>"
+BOS = "<|begin_of_text|>"
+EOS = "<|end_of_text|>"
 # Words with their leading space, numbers of up to three digits, punctuation, and runs of white
 # space such as an indent.
 PIECES = (
     r"""[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"""
 )
 
-VOCAB, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE = 4096, 256, 4, 2, 64, 768
+VOCAB = 4096
+HIDDEN = 256
+HEADS = 4
+KV_HEADS = 2
+HEAD_DIM = 64
+INTERMEDIATE = 768
 # Adam moves a parameter by about its rate per step. Qwen2.5 was trained for far more steps than
 # this script; in a thousand steps biases need a far higher rate to get as far from 0.
 BIAS_RATE = 0.02
@@ -158,7 +164,8 @@ class Block(nn.Module):
             projection(h).unflatten(-1, (-1, HEAD_DIM)).transpose(1, 2)
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         ]
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        q = rotate(q, cos, sin)
+        k = rotate(k, cos, sin)
         k = k.repeat_interleave(HEADS // KV_HEADS, dim=1)
         v = v.repeat_interleave(HEADS // KV_HEADS, dim=1)
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -201,7 +208,8 @@ class Model(nn.Module):
 
     def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
         """Return the mean cross-entropy in nats per token; ids and targets: [batch, length]."""
-        x, n = self.embed(ids), ids.shape[1]
+        x = self.embed(ids)
+        n = ids.shape[1]
         for block in self.layers:
             x = block(x, self.cos[:n], self.sin[:n])
         logits = F.linear(self.norm(x), self.embed.weight)
@@ -257,10 +265,8 @@ def record_batches(
                 if earlier and draw.random() < 0.5:
                     record = draw.choice(earlier)
                 else:
-                    key, value = (
-                        draw.choices(words.words, k=KEY),
-                        draw.choices(words.words, k=VALUE),
-                    )
+                    key = draw.choices(words.words, k=KEY)
+                    value = draw.choices(words.words, k=VALUE)
                     record = [*key, *words.equals, *value, *words.end]
                     earlier.append(record)
                 ids += record
@@ -369,7 +375,8 @@ def main() -> None:
         encodings = tokenizer.encode_batch([files[name] for name in names])
         return torch.tensor([token for one in encodings for token in (*one.ids, eos)])
 
-    train, held_out = stream(trained), stream(HELD_OUT)
+    train = stream(trained)
+    held_out = stream(HELD_OUT)
     held_out_text = "".join(files[name] for name in HELD_OUT)
     family = FAMILIES[args.family]
     family = replace(
@@ -441,7 +448,8 @@ def write_data(
         "".join(files[name] for name in CALIBRATION), encoding="utf-8"
     )
     tokenizer.save(str(out / "tokenizer.json"))
-    bos, eos = tokenizer.token_to_id(BOS), tokenizer.token_to_id(EOS)
+    bos = tokenizer.token_to_id(BOS)
+    eos = tokenizer.token_to_id(EOS)
     model_type = family.architecture.removesuffix("ForCausalLM").lower()
     config = {
         "architectures": [family.architecture], "model_type": model_type, "torch_dtype": "bfloat16",

@@ -54,7 +54,10 @@ from freight.lab.evaluate.retrieval import KEY, VALUE, Vocabulary, make_contexts
 from freight.text.tokenizer import Tokenizer as FreightTokenizer
 
 Say = Callable[[str], None]
-VOCAB, HIDDEN, INTERMEDIATE, CONTEXT = 1024, 96, 192, 1024
+VOCAB = 1024
+HIDDEN = 96
+INTERMEDIATE = 192
+CONTEXT = 1024
 DEMO = Path(__file__).parents[1] / "src/freight/demo"
 BATCH = 1024  # tokens; twice as many if one row has as many
 AGAIN = 0.7  # chance that a record is an earlier one
@@ -124,14 +127,15 @@ def start(mixer: Any, kind: str, lag: int) -> None:
     Models Learn to Recall".
     """
     if kind == "delta_net":
-        rows, query, key, first = mixer.in_proj_qkv.weight, 0, mixer.key_dim, 0
+        rows = mixer.in_proj_qkv.weight
+        query = 0
+        key = mixer.key_dim
+        first = 0
     else:
         first = mixer.intermediate_size  # rows of the gate, which has no convolution
-        rows, key, query = (
-            mixer.in_proj.weight,
-            mixer.intermediate_size,
-            mixer.intermediate_size + mixer.ssm_state_size,
-        )
+        rows = mixer.in_proj.weight
+        key = mixer.intermediate_size
+        query = mixer.intermediate_size + mixer.ssm_state_size
     size = abs(key - query)
     shared = torch.randn(size, HIDDEN) * HIDDEN**-0.5
     taps = mixer.conv1d.weight[:, 0]  # [channels, 4]; the last one is of the token itself
@@ -171,11 +175,13 @@ def record_row(words: Vocabulary, length: int, draw: random.Random) -> tuple[lis
     record.
     """
     earlier: list[list[int]] = []
-    ids, known = [*words.begin], [False] * len(words.begin)
+    ids = [*words.begin]
+    known = [False] * len(words.begin)
     while len(ids) <= length:
         again = bool(earlier) and draw.random() < AGAIN
         if not again:
-            key, value = draw.choices(words.words, k=KEY), draw.choices(words.words, k=VALUE)
+            key = draw.choices(words.words, k=KEY)
+            value = draw.choices(words.words, k=VALUE)
             earlier.append([*key, *words.equals, *value, *words.end])
         ids += draw.choice(earlier) if again else earlier[-1]
         known += [False] + [again] * (KEY - 1) + [False] * len(words.equals)
@@ -196,7 +202,9 @@ def optimizers_of(model: PreTrainedModel) -> list[torch.optim.Optimizer]:
     """Return Muon for the matrices inside the layers, and AdamW for the rest, at a tenth of its
     rate for decay parameters.
     """
-    matrices, decays, others = [], [], []
+    matrices = []
+    decays = []
+    others = []
     for name, parameter in model.named_parameters():
         if name.endswith(("in_proj_a.weight", "A_log", "dt_bias")):
             decays.append(parameter)
@@ -220,7 +228,8 @@ def train(
     optimizers = optimizers_of(model)
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     rates = [group["lr"] for group in groups]
-    begin, done = time.monotonic(), 0
+    begin = time.monotonic()
+    done = 0
     model.train()
     for step in range(steps):
         length = length_at(step / steps)
@@ -236,7 +245,8 @@ def train(
         done += len(rows) * length
         logits = model(input_ids=batch[:, :-1], use_cache=False).logits
         losses = F.cross_entropy(logits.transpose(1, 2), batch[:, 1:], reduction="none")
-        text_loss, known_loss = losses[:half].mean(), losses[half:][known].mean()
+        text_loss = losses[:half].mean()
+        known_loss = losses[half:][known].mean()
         (text_loss + known_loss).backward()
         share = min((step + 1) / 40, (steps - step) / (steps * 0.6), 1.0)
         for group, rate in zip(groups, rates, strict=True):

@@ -53,12 +53,11 @@ ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1", "VLLM_CPU_KVCACHE_SPACE": "1",
 }  # fmt: skip
-PLAIN, PROJECTION = "self_attn.{side}_scale", "self_attn.{side}_proj.{side}_scale"
-OUTPUT, INSIDE, BOTH = (
-    "self_attn.{side}_proj.output_scale",
-    "self_attn.attn.{side}_scale",
-    "self_attn.kv_scale",
-)
+PLAIN = "self_attn.{side}_scale"
+PROJECTION = "self_attn.{side}_proj.{side}_scale"
+OUTPUT = "self_attn.{side}_proj.output_scale"
+INSIDE = "self_attn.attn.{side}_scale"
+BOTH = "self_attn.kv_scale"
 
 
 def compressed(**scheme: Any) -> dict[str, Any]:

@@ -107,7 +107,8 @@ def measure(args: argparse.Namespace, run: Callable[[], Steps]) -> dict[str, Any
     decode, and their spread.
     """
     run()
-    prefill, decode = [], []
+    prefill = []
+    decode = []
     for _ in range(args.repeats):
         until_first, full = split(run(), args.batch_size)
         prefill.append(args.batch_size * args.input_len / until_first)

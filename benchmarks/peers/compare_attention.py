@@ -41,7 +41,9 @@ from freight.kernels.select import select_kernels
 from freight.lab.bench.gpu import seconds_in_graph
 from freight.operands.kv_pages import KVPages
 
-BLOCK_SIZE, SEGMENTS, SCALE = 16, 16, 0.02
+BLOCK_SIZE = 16
+SEGMENTS = 16
+SCALE = 0.02
 SIXTEEN = Format.BFLOAT16 if torch.cuda.is_available() else Format.FLOAT16
 CACHES = ((SIXTEEN, "none"), (Format.E4M3FN, "static"), (Format.E4M3FN, "token"))
 
@@ -146,7 +148,8 @@ def compare(
     generator = torch.Generator().manual_seed(1)
     q = torch.randn(args.batch_size * args.new, args.heads, args.head_dim, generator=generator)
     q = q.to(device, torch_dtype(SIXTEEN))
-    out, softmax_scale = torch.empty_like(q), args.head_dim**-0.5
+    out = torch.empty_like(q)
+    softmax_scale = args.head_dim**-0.5
     segment = (len(q), args.heads, SEGMENTS)
     padded = triton.next_power_of_2(args.head_dim)
     scale = torch.full((1,), SCALE, device=device)
@@ -195,7 +198,8 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default, metavar="COUNT")
     parser.add_argument("--seconds", type=float, default=0.3, help="time for each median")
     args = parser.parse_args()
-    theirs, device = load_theirs(args.vllm), "cuda" if torch.cuda.is_available() else "cpu"
+    theirs = load_theirs(args.vllm)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     for format, scales in CACHES:
         print(compare(args, theirs, format, scales, device), flush=True)
 

@@ -37,7 +37,8 @@ def main() -> None:
     model = AutoModelForCausalLM.from_pretrained(
         folder, quantization_config=config, dtype=torch.bfloat16
     )
-    theirs, stored = dict(model.named_parameters()), load_file(folder / "model.safetensors")
+    theirs = dict(model.named_parameters())
+    stored = load_file(folder / "model.safetensors")
     names = [name.removesuffix("_scale_inv") for name in stored if name.endswith("_scale_inv")]
     equal = [
         torch.equal(theirs[name], dequantized(stored[name], stored[f"{name}_scale_inv"]))

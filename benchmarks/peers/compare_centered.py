@@ -45,7 +45,8 @@ def main() -> None:
     parser.add_argument("--vllm-python", required=True, metavar="PATH")
     args = parser.parse_args()
     source = resolve_model(args.model)
-    tokenizer, data = Tokenizer.load(source), args.data or source / "calibration.txt"
+    tokenizer = Tokenizer.load(source)
+    data = args.data or source / "calibration.txt"
     prompts = [tokenizer.encode(prompt) for prompt in PROMPTS]
     token_ids = tokenizer.encode(data.read_text(encoding="utf-8"))[:1024]
     failed = False

@@ -58,7 +58,8 @@ def driven(
     """Step until the answer is complete; each step adds its tokens to `tokens`."""
     while not tokens:
         step()
-    had, begin = len(tokens), time.perf_counter()
+    had = len(tokens)
+    begin = time.perf_counter()
     while has_unfinished():
         step()
     return tokens, time.perf_counter() - begin, len(tokens) - had
@@ -128,7 +129,9 @@ def llama_answers(task: Task) -> tuple[Callable[[list[int]], Answered], str]:
 
     params = lib.CommonParams()
     params.model.path = task.model
-    params.n_ctx, params.n_parallel, params.verbosity = CONTEXT, 1, -1
+    params.n_ctx = CONTEXT
+    params.n_parallel = 1
+    params.verbosity = -1
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = task.threads
     params.no_mmproj = True
     if task.most_drafts:
@@ -184,7 +187,8 @@ def in_process(python: str, task: Task) -> dict[str, Any]:
     if task.engine == "vllm" and openmp.exists():
         environment["LD_PRELOAD"] = str(openmp)
     with tempfile.TemporaryDirectory() as folder:
-        given, found = Path(folder, "task.json"), Path(folder, "found.json")
+        given = Path(folder, "task.json")
+        found = Path(folder, "found.json")
         given.write_text(json.dumps(asdict(task)))
         command = [python, __file__, "--serve", str(given), str(found)]
         ended = subprocess.run(

@@ -84,7 +84,8 @@ def main() -> None:
         text, args.num_samples, args.max_seq_len, vocabulary, lambda: Tokenizer.load(folder)
     )
     with tempfile.TemporaryDirectory() as temporary:
-        mine, theirs = Path(temporary) / "mine", Path(temporary) / "theirs"
+        mine = Path(temporary) / "mine"
+        theirs = Path(temporary) / "theirs"
         freight.quantize(
             folder, mine, weights="fp8", activations="static", kv_cache="fp8", calibration_data=samples,
             max_seq_len=args.max_seq_len,

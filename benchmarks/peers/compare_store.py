@@ -70,7 +70,8 @@ class Freight:
         # what answers the first token is measured
         options = job["options"] | {"threads": job["threads"], "speculate": 0}
         self.llm = LLM(job["model"], max_model_len=max(job["lengths"]) + ROOM, **options)
-        self.engine, self.count = self.llm.engine, 0
+        self.engine = self.llm.engine
+        self.count = 0
         self.params = SamplingParams(max_tokens=TOKENS, temperature=0.0, ignore_eos=True)
         store = self.engine._store
         assert store is not None
@@ -81,9 +82,11 @@ class Freight:
     def answer(self, prompt: list[int]) -> Answer:
         from freight.engine.intake import AcceptedPrompt
 
-        engine, name = self.engine, str(self.count)
+        engine = self.engine
+        name = str(self.count)
         self.count += 1
-        began, first = time.perf_counter(), 0.0
+        began = time.perf_counter()
+        first = 0.0
         engine.add(name, AcceptedPrompt(None, tuple(prompt)), self.params)
         while not engine.is_finished(name):
             engine.step()
@@ -118,7 +121,8 @@ class Vllm:
             seed=0,
             **job["options"],
         )
-        self.engine, self.count = self.llm.llm_engine, 0
+        self.engine = self.llm.llm_engine
+        self.count = 0
         self.params = vllm.SamplingParams(
             temperature=0.0, max_tokens=TOKENS, ignore_eos=True, detokenize=False
         )
@@ -126,13 +130,15 @@ class Vllm:
     def answer(self, prompt: list[int]) -> Answer:
         name = str(self.count)
         self.count += 1
-        began, first = time.perf_counter(), 0.0
+        began = time.perf_counter()
+        first = 0.0
         tokens: list[int] = []
         cached = 0
         self.engine.add_request(name, {"prompt_token_ids": prompt}, self.params)
         while self.engine.has_unfinished_requests():
             for output in self.engine.step():
-                tokens, cached = list(output.outputs[0].token_ids), output.num_cached_tokens or 0
+                tokens = list(output.outputs[0].token_ids)
+                cached = output.num_cached_tokens or 0
             if tokens and not first:
                 first = time.perf_counter() - began
         return Answer(first, tokens, cached)
@@ -177,7 +183,8 @@ def drive(job: Job) -> Job:
     """Run one engine; return its answers by phase, or why there are none."""
     engines: dict[str, Callable[[Job], Driver]] = {"freight": Freight, "vllm": Vllm}
     found: Job = {}
-    began, at = time.perf_counter(), "start"
+    began = time.perf_counter()
+    at = "start"
     try:
         engine = engines[job["engine"]](job)
         found["start"] = time.perf_counter() - began
@@ -197,13 +204,15 @@ def drive(job: Job) -> Job:
                 engine.keep()
         engine.close()
     except Exception as error:
-        found["failed"], found["message"] = at, said(error)
+        found["message"] = said(error)
+        found["failed"] = at
     return found
 
 
 def ways(folder: Path, longest: int) -> dict[str, Job]:
     """Return the engines: their options and what of each is measured."""
-    path, again = str(folder), [["cold", "evicted"], ["restarted", "continued"]]
+    path = str(folder)
+    again = [["cold", "evicted"], ["restarted", "continued"]]
 
     def connected(name: str, extra: Job, **options: Any) -> Job:
         config = CONNECTOR | {"kv_connector": name, "kv_connector_extra_config": extra}

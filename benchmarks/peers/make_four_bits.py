@@ -85,7 +85,8 @@ def logits(folder: str, values: dict[str, Tensor]) -> Tensor:
             module, _, last = name.removesuffix(".weight").rpartition(".")
             experts = module.rpartition(".experts.")
             if experts[1]:  # transformers keeps all experts in one tensor
-                own, number = experts[0] + ".experts.", int(experts[2])
+                own = experts[0] + ".experts."
+                number = int(experts[2])
                 half = 64 * (last == "up_proj")
                 if last == "down_proj":
                     parameters[f"{own}down_proj"][number].copy_(matrix)
@@ -120,7 +121,8 @@ def with_llm_compressor(name: str, out: Path) -> None:
         config = QuantizationConfig.model_validate(said)
         (scheme,) = config.config_groups.values()
         compressor = BaseCompressor.get_value_from_registry(said["format"])
-        stored, values = load_file(out / "model.safetensors"), {}
+        stored = load_file(out / "model.safetensors")
+        values = {}
         for packed in [key for key in stored if key.endswith("weight_packed")]:
             module = packed.rpartition(".")[0]
             own = {k.rpartition(".")[2]: v for k, v in stored.items() if k.startswith(f"{module}.")}
@@ -156,17 +158,20 @@ def rounded(w: Tensor, size: int, symmetric: bool, group_of: Tensor) -> tuple[Te
     """Return the scales and zero points [rows, groups] and the rounded matrix, by the tools' rule."""
     rows, columns = w.shape
     scales = torch.zeros(rows, columns // size)
-    zeros, result = torch.zeros_like(scales), torch.zeros_like(w)
+    zeros = torch.zeros_like(scales)
+    result = torch.zeros_like(w)
     for number in range(columns // size):
         part = w[:, group_of == number]
-        high, low = part.amax(1).clamp(min=0), part.amin(1).clamp(max=0)
+        high = part.amax(1).clamp(min=0)
+        low = part.amin(1).clamp(max=0)
         if symmetric:
             high = torch.maximum(high, -low)
             low = -high
         scale = ((high - low) / 15).half().float()
         zero = torch.full_like(scale, 8.0) if symmetric else (-low / scale).round()
         code = ((part / scale[:, None]).round() + zero[:, None]).clamp(0, 15)
-        scales[:, number], zeros[:, number] = scale, zero
+        scales[:, number] = scale
+        zeros[:, number] = zero
         result[:, group_of == number] = (code - zero[:, None]) * scale[:, None]
     return scales, zeros, result
 

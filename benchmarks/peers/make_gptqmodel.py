@@ -70,7 +70,8 @@ def random_model(folder: Path, method: METHOD) -> None:
 def values_of(folder: Path, backend: BACKEND) -> dict[str, Tensor]:
     """Return every matrix as GPTQModel reads it back, [outputs, inputs] float32."""
     read = GPTQModel.load(str(folder), device="cpu", backend=backend)
-    stored, found = load_file(folder / "model.safetensors"), {}
+    stored = load_file(folder / "model.safetensors")
+    found = {}
     for name, module in read.model.named_modules():
         if not hasattr(module, "qweight"):
             continue
@@ -86,7 +87,8 @@ def values_of(folder: Path, backend: BACKEND) -> dict[str, Tensor]:
 
 def make(config: QuantizeConfig, out: Path) -> None:
     with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as two:
-        base, made = Path(one), Path(two)
+        base = Path(one)
+        made = Path(two)
         random_model(base, config.method)
         tool = GPTQModel.load(str(base), config, device="cpu")
         # lengths and tokens at random: columns get statistics of their own
@@ -101,7 +103,8 @@ def make(config: QuantizeConfig, out: Path) -> None:
         model = tf.LlamaForCausalLM.from_pretrained(
             base, dtype=torch.float32, attn_implementation="eager"
         )
-        parameters, values = dict(model.named_parameters()), values_of(made, backend)
+        parameters = dict(model.named_parameters())
+        values = values_of(made, backend)
         assert len(values) == 7
         stored = load_file(made / "model.safetensors")
         plain = {name: stored[name].float() for name in parameters.keys() & stored.keys()}

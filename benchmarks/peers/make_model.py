@@ -112,7 +112,8 @@ def main() -> None:
             tensors[name] = values.bfloat16()
             parameters += values.numel()
         if args.weights == "int8":
-            tensors, config["quantization_config"] = to_int8(tensors), W8A8
+            tensors = to_int8(tensors)
+            config["quantization_config"] = W8A8
         files |= dict.fromkeys(tensors, f"model-{part}.safetensors")
         save_file(tensors, args.folder / f"model-{part}.safetensors", metadata={"format": "pt"})
     index = {"metadata": {}, "weight_map": files}

@@ -137,7 +137,8 @@ def random_model(config: tf.PretrainedConfig, folder: str) -> type:
 
 
 def quantized(name: str, base: str, auto: type, out: Path) -> Any:
-    scheme, cache = "FP8" if name in STATIC else "FP8_DYNAMIC", name not in WITHOUT_CACHE
+    scheme = "FP8" if name in STATIC else "FP8_DYNAMIC"
+    cache = name not in WITHOUT_CACHE
     with load_quantizable_moe(auto):
         model = auto.from_pretrained(base, dtype=torch.bfloat16, attn_implementation="eager")
     recipe = QuantizationModifier(

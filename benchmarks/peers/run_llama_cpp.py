@@ -42,8 +42,10 @@ class Model:
             sys.exit(f"llama.cpp cannot load {path}")
         params = lib.llama_context_default_params()
         room = -(-tokens // 256) * 256  # each sequence's part of the cache, a multiple of 256
-        params.n_ctx, params.n_seq_max = num_sequences * room, num_sequences
-        params.n_batch, params.n_ubatch = num_sequences * tokens, MICRO_BATCH
+        params.n_ctx = num_sequences * room
+        params.n_seq_max = num_sequences
+        params.n_batch = num_sequences * tokens
+        params.n_ubatch = MICRO_BATCH
         params.n_threads = params.n_threads_batch = threads
         params.type_k = params.type_v = CACHE_TYPES[cache_type]
         self._context = lib.llama_init_from_model(self._model, params)
@@ -59,11 +61,15 @@ class Model:
         """Run the new tokens of every sequence, which has `start` already; the most likely next
         token of each.
         """
-        batch, count, last = self._batch, 0, []
+        batch = self._batch
+        count = 0
+        last = []
         for sequence, tokens in enumerate(fresh):
             for offset, token in enumerate(tokens):
-                batch.token[count], batch.pos[count] = token, start + offset
-                batch.n_seq_id[count], batch.seq_id[count][0] = 1, sequence
+                batch.token[count] = token
+                batch.pos[count] = start + offset
+                batch.n_seq_id[count] = 1
+                batch.seq_id[count][0] = sequence
                 batch.logits[count] = offset == len(tokens) - 1
                 count += 1
             last.append(count - 1)
@@ -93,7 +99,9 @@ def main() -> None:
 
     def run() -> Steps:
         model.forget()
-        fresh, steps, start = random_prompts(args, model.vocab_size, numbers), [], 0
+        fresh = random_prompts(args, model.vocab_size, numbers)
+        steps = []
+        start = 0
         for _ in range(args.output_len):
             begin = time.perf_counter()
             chosen = model.step(fresh, start)

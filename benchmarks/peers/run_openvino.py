@@ -104,7 +104,8 @@ def main() -> None:
         args, {"INFERENCE_NUM_THREADS": args.threads}
     )
     loading = time.perf_counter() - begin
-    vocabulary, numbers = vocab_size(args), random.Random(0)
+    vocabulary = vocab_size(args)
+    numbers = random.Random(0)
     found = measure(args, lambda: generate(random_prompts(args, vocabulary, numbers)))
     hints = ("INFERENCE_PRECISION_HINT", "KV_CACHE_PRECISION", "DYNAMIC_QUANTIZATION_GROUP_SIZE")
     core = openvino.Core()

@@ -25,7 +25,8 @@ def layer_shapes(config: dict[str, Any]) -> list[tuple[int, int]]:
     """Return [output, input] features; Q, K and V are one product and gate and up another, as in
     engines.
     """
-    hidden, between = config["hidden_size"], config["intermediate_size"]
+    hidden = config["hidden_size"]
+    between = config["intermediate_size"]
     q_size = config["num_attention_heads"] * config["head_dim"]
     kv_size = config["num_key_value_heads"] * config["head_dim"]
     return [

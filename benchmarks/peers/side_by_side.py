@@ -120,7 +120,8 @@ def commands(args: argparse.Namespace, workload: Workload) -> dict[str, list[str
         for name, value in common.items()
         for word in (f"--{name.replace('_', '-')}", str(value))
     ]
-    interpreters, found = dict(args.engine), {}
+    interpreters = dict(args.engine)
+    found = {}
     for name in chosen(args):
         peer = PEERS[name]
         model = str(args.models / peer.model)
@@ -193,7 +194,8 @@ def table(results: list[dict[str, Any]], workload: str, base: str) -> list[str]:
         if not found:
             lines.append(f"| {label} | failed | {reason(errors[name])} | | | 0 |")
             continue
-        medians, ratios = [], []
+        medians = []
+        ratios = []
         for figure in FIGURES.values():
             medians.append(f"{statistics.median(one[figure] for one in found.values()):.1f}")
             shared = [

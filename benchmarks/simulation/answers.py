@@ -121,7 +121,8 @@ class Level:
 
     def shares(self) -> dict[str, float]:
         """Of busy time, by what it was spent on; the largest first."""
-        account, found = self.outcome.account, dict[str, float]()
+        account = self.outcome.account
+        found = dict[str, float]()
         for term, seconds in account.by_term._asdict().items():
             found[CAUSES[term]] = found.get(CAUSES[term], 0.0) + seconds / account.busy
         return dict(sorted(found.items(), key=lambda item: -item[1]))
@@ -160,7 +161,9 @@ def level(
 
 def what_binds(above: Level, limits: Limits) -> str:
     """Why a load is too much: the limit that it misses, and what the time goes into."""
-    missed, waiting, shares = limits.missed(above.times), above.waiting(), above.shares()
+    missed = limits.missed(above.times)
+    waiting = above.waiting()
+    shares = above.shares()
     cause, share = next(iter(shares.items()))
     if waiting.get("memory for KV", 0.0) >= OFTEN:
         cause = (
@@ -191,7 +194,8 @@ def most_rate(setup: Setup) -> float:
     """Requests a second and replica that no engine of this plane can exceed: rows of their own, and
     steps that are shared by as many sequences as there may be.
     """
-    plane, (num_prompt, num_output) = setup.plane, setup.traffic.means()
+    plane = setup.plane
+    (num_prompt, num_output) = setup.traffic.means()
     unit = plane.seconds
     own = (1 - setup.traffic.share) * num_prompt * unit.prefill_tokens
     per_output = unit.sequences + unit.steps / plane.max_num_seqs
@@ -203,7 +207,8 @@ def capacity(setup: Setup, num_replicas: int, near: float | None = None) -> Capa
 
     near  a rate that is known of fewer replicas: the search begins around it
     """
-    low, high = 0.0, BEYOND * most_rate(setup)
+    low = 0.0
+    high = BEYOND * most_rate(setup)
     best: Level | None = None
     above: Level | None = None
     exact = high / 2**HALVINGS
@@ -211,16 +216,20 @@ def capacity(setup: Setup, num_replicas: int, near: float | None = None) -> Capa
         for guess in (near, min(1.3 * near, high)):
             found = level(setup, num_replicas, guess)
             if setup.limits.missed(found.times):
-                above, high = found, guess
+                above = found
+                high = guess
                 break
-            best, low = found, guess
+            best = found
+            low = guess
     while high - low > exact:
         rate = (low + high) / 2
         found = level(setup, num_replicas, rate)
         if setup.limits.missed(found.times):
-            above, high = found, rate
+            above = found
+            high = rate
         else:
-            best, low = found, rate
+            best = found
+            low = rate
     if above is None:  # all halves up to the bound keep the limits
         above = level(setup, num_replicas, high)
     return Capacity(best, what_binds(above, setup.limits))
@@ -261,12 +270,14 @@ def replicas_for(setup: Setup, users: int, per_user: float) -> dict[str, Any]:
     single = capacity(setup, 1)
     if single.level is None:
         return {"users": users, "replicas": None, "binds": single.binds}
-    found, binds = single.level, single.binds
+    found = single.level
+    binds = single.binds
     needed = math.ceil(rate / found.rate)
     if needed > setup.most:
         fleet = capacity(setup, setup.most, found.rate)
         if fleet.level is not None:
-            found, binds = fleet.level, fleet.binds
+            found = fleet.level
+            binds = fleet.binds
         needed = math.ceil(rate / found.rate)
     else:
         found = level(setup, needed, rate / needed)
@@ -275,7 +286,8 @@ def replicas_for(setup: Setup, users: int, per_user: float) -> dict[str, Any]:
             if setup.limits.missed(fewer.times):
                 binds = what_binds(fewer, setup.limits)
                 break
-            needed, found = needed - 1, fewer
+            needed = needed - 1
+            found = fewer
     return found.to_json() | {
         "users": users,
         "requests_per_second": rate,

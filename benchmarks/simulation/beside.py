@@ -109,13 +109,15 @@ def one_at_a_time(plane: Plane, load: Load, targets: Sequence[Target], seed: str
     listed = [load.sent(f"{seed} {index}", ALONE) for index in range(len(targets))]
 
     async def run() -> list[list[Answer]]:
-        one, amount = Level(concurrency=1), Amount(requests=ALONE)
+        one = Level(concurrency=1)
+        amount = Amount(requests=ALONE)
         return await asyncio.gather(
             *(run_level(t, Listed(s), one, amount, 0) for t, s in zip(targets, listed, strict=True))
         )
 
     answers = asyncio.run(run())
-    slowdowns, pairs = [], []
+    slowdowns = []
+    pairs = []
     for sent, received in zip(listed, answers, strict=True):
         # one at a time: answers come in the order of the requests
         for index, (ask, answer) in enumerate(zip(sent, received, strict=True)):
@@ -143,7 +145,8 @@ def _round(
     plane: Plane, load: Load, targets: Sequence[Target], rate: float, number: int, alone: Alone
 ) -> _Round:
     sent = load.sent(f"load {load.seed} {rate} {number}", load.requests)
-    gaps, due = random.Random(f"arrivals {load.seed} {rate} {number}"), 0.0
+    gaps = random.Random(f"arrivals {load.seed} {rate} {number}")
+    due = 0.0
     dues = []
     for _ in sent:
         due += gaps.expovariate(rate)
@@ -177,7 +180,8 @@ async def _send(
     begin = time.perf_counter() + 0.05
 
     async def one(index: int) -> Answer:
-        which, due = index % len(targets), begin + dues[index]
+        which = index % len(targets)
+        due = begin + dues[index]
         await asyncio.sleep(max(0.0, due - time.perf_counter()))
         return await ask_once(targets[which], pools[which], sent[index], due)
 

@@ -29,7 +29,8 @@ from freight.sampling import SamplingParams
 BLOCK_SIZE = 16  # tokens, as the engine's default
 MOST_SEQS = 64  # that run at once, as the engine's default
 NO_LIMIT = 2**40  # tokens of a request
-ROUNDS, LEAST_ERROR = 15, 1e-6  # of weighing anew; relative: smaller ones count as this
+ROUNDS = 15  # of weighing anew; relative: smaller ones count as this
+LEAST_ERROR = 1e-6
 SAME = 1e-9  # a column that is left of another's direction by less of its length says nothing new
 
 
@@ -65,7 +66,8 @@ class Work(NamedTuple):
 def work_of(step: Step, bytes_per_token: float) -> Work:
     tokens = pairs = read = 0
     for chunk in step.chunks:
-        start, count = chunk.start, chunk.num_tokens
+        start = chunk.start
+        count = chunk.num_tokens
         read += start + count
         if count > 1:
             tokens += count
@@ -214,10 +216,12 @@ def batch_work(
     _, scheduler = new_scheduler(room, batch, budget, length)
     for index in range(batch):
         scheduler.add(new_request(str(index), (index,) * num_prompt, num_output))
-    prefill, full = Work(), list[Work]()
+    prefill = Work()
+    full = list[Work]()
     while scheduler.has_unfinished:
         step = scheduler.schedule()
-        work, tokens = work_of(step, bytes_per_token), sampled(step)
+        work = work_of(step, bytes_per_token)
+        tokens = sampled(step)
         scheduler.apply(step, tokens)
         if not full:
             prefill = prefill.plus(work)
@@ -283,7 +287,8 @@ def _least_errors(columns: Sequence[Sequence[float]]) -> list[float] | None:
     """The weights of `columns` whose sum has the least sum of distances from ones, by least squares
     that are weighted anew each time; None where they are not independent.
     """
-    weights, found = [1.0] * len(columns[0]), None
+    weights = [1.0] * len(columns[0])
+    found = None
     for _ in range(ROUNDS):
         weighted = [[w * a for w, a in zip(weights, one, strict=True)] for one in columns]
         found = _least_squares(weighted, weights)
@@ -303,7 +308,8 @@ def _least_squares(
     """
     size = len(columns)
     upper = [[0.0] * size for _ in range(size)]
-    left, right = [list(column) for column in columns], list(wanted)
+    left = [list(column) for column in columns]
+    right = list(wanted)
     target = [0.0] * size
     for i in range(size):
         length = math.hypot(*left[i])

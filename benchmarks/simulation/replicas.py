@@ -57,7 +57,8 @@ class PrefixAware:
     """
 
     def __init__(self, seed: int = 0, slack: int = 4) -> None:
-        self._others, self._slack = LeastLoaded(seed), slack
+        self._others = LeastLoaded(seed)
+        self._slack = slack
         self._had: dict[int, set[int]] = {}  # prefix -> replicas that were sent it
 
     def choose(self, ask: Ask, loads: Loads) -> int:
@@ -136,7 +137,8 @@ class _Replica:
     """One engine: what `Engine` does with its scheduler, without a model."""
 
     def __init__(self, plane: Plane, account: Account) -> None:
-        self._plane, self._account = plane, account
+        self._plane = plane
+        self._account = account
         self.cache, self.scheduler = plane.scheduler()
         self._pace = (
             Pace(plane.max_step_seconds, plane.max_num_batched_tokens)
@@ -159,7 +161,8 @@ class _Replica:
 
     def begin(self) -> float | None:
         """Seconds of the next step, which is under way then; None: there is nothing to compute."""
-        scheduler, account = self.scheduler, self._account
+        scheduler = self.scheduler
+        account = self._account
         most = None if self._pace is None else self._pace.tokens(scheduler.num_decoding)
         step = scheduler.schedule(most)
         if not step.chunks:
@@ -173,7 +176,8 @@ class _Replica:
         if scheduler.num_waiting:
             cause = self._what_keeps(step, most)
             account.kept_waiting[cause] = account.kept_waiting.get(cause, 0.0) + seconds
-        self._step, self._seconds = step, seconds
+        self._step = step
+        self._seconds = seconds
         return seconds
 
     def _what_keeps(self, step: Step, most: int | None) -> str:
@@ -184,7 +188,8 @@ class _Replica:
 
     def end(self, now: float) -> list[Served]:
         """Take in the step that is over; returns the requests that ended with it."""
-        step, self._step = self._step, None
+        step = self._step
+        self._step = None
         assert step is not None
         served = []
         for request in self.scheduler.apply(step, sampled(step)):
@@ -200,7 +205,8 @@ class _Replica:
 
     def close(self) -> None:
         """Count what the scheduler did, and give everything back."""
-        totals, account = self.scheduler.totals, self._account
+        totals = self.scheduler.totals
+        account = self._account
         account.prefix_queries += totals.prefix_queries
         account.prefix_hits += totals.prefix_hits
         account.preemptions += totals.preemptions
@@ -249,12 +255,15 @@ class Simulation:
         front: float = 0.0,
         loss: Loss | None = None,
     ) -> None:
-        self._plane, self._router, self._front = plane, router, front
+        self._plane = plane
+        self._router = router
+        self._front = front
         self._account = Account()
         self._up = {index: _Replica(plane, self._account) for index in range(num_replicas)}
         self._homeless: list[tuple[Ask, int]] = []  # asked while no replica was up
         self._served: list[Served] = []
-        self._now, self._num_events = 0.0, 0
+        self._now = 0.0
+        self._num_events = 0
         self._events: list[tuple[float, int, int, Any]] = []
         self._loss = loss
         for ask in asks:
@@ -325,7 +334,8 @@ class Simulation:
 
     def _return(self, index: int) -> None:
         self._up[index] = _Replica(self._plane, self._account)
-        waiting, self._homeless = self._homeless, []
+        waiting = self._homeless
+        self._homeless = []
         for ask, resent in waiting:
             self._route(ask, resent)
 

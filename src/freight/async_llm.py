@@ -277,7 +277,8 @@ class Stream:
             raise RequestError("another task awaits the next output of this stream")
         if self._growing is not None:
             self._growing.check_loop()
-        last, self._last = self._last, None
+        last = self._last
+        self._last = None
         if last is not None and self._on_error == "raise":
             raise_failed([last])
         if self._is_over:

@@ -61,17 +61,21 @@ class Scores:
 
     def __iter__(self) -> Iterator[tuple[LogprobEntry, ...]]:
         """Yield the entries of each token, without repetition."""
-        width, leading = self.width, tuple(range(1, self.width))
+        width = self.width
+        leading = tuple(range(1, self.width))
         for begin, rank in zip(range(0, len(self.ids), width), self.ranks, strict=True):
             if rank < width:  # the token itself is among the most likely
-                end, ranks = begin + width - 1, leading
+                end = begin + width - 1
+                ranks = leading
             else:
-                end, ranks = begin + width, (*leading, rank)
+                end = begin + width
+                ranks = (*leading, rank)
             yield tuple(zip(self.ids[begin:end], self.logprobs[begin:end], ranks, strict=True))
 
     def part(self, begin: int, end: int) -> Scores:
         """Return the scores of the tokens from `begin` up to `end`."""
-        first, last = begin * self.width, end * self.width
+        first = begin * self.width
+        last = end * self.width
         return Scores(
             self.width, self.ids[first:last], self.logprobs[first:last], self.ranks[begin:end]
         )

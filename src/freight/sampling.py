@@ -299,7 +299,8 @@ def _checked(given: SamplingParams, limits: SamplingLimits) -> dict[str, object]
     """
 
     def number(name: str) -> float | None:
-        value, within = getattr(given, name), RANGES[name]
+        value = getattr(given, name)
+        within = RANGES[name]
         if value is None and within.optional:
             return None
         high = getattr(limits, name, within.high)

@@ -28,7 +28,8 @@ class AttentionPath:
 
 def reachable(start: ClassRef) -> list[ClassRef]:
     """Return the classes of the tree that `start` refers to, and those that they refer to."""
-    found, waiting = [start], [start]
+    found = [start]
+    waiting = [start]
     while waiting:
         one = waiting.pop()
         for name in sorted(one.referred):

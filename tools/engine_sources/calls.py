@@ -336,7 +336,8 @@ class Calls(Evaluation):
         return isinstance(args[0], args[1])
 
     def _call_super(self, args: list[Any], kwargs: dict[str, Any], scope: Scope) -> object:
-        receiver, owner = scope.find("self")[1], scope.owner
+        receiver = scope.find("self")[1]
+        owner = scope.owner
         return UNKNOWN if owner is None or receiver is None else Super(receiver, owner)
 
     def _call_next(self, args: list[Any], kwargs: dict[str, Any], scope: Scope) -> object:

@@ -103,7 +103,8 @@ class Evaluation:
             for one, part in zip(target.elts, values, strict=True):
                 self.bind(one, part, scope)
         elif isinstance(target, ast.Subscript):
-            owner, key = self.eval(target.value, scope), self.eval(target.slice, scope)
+            owner = self.eval(target.value, scope)
+            key = self.eval(target.slice, scope)
             if isinstance(owner, dict) and key is not UNKNOWN:
                 owner[key] = value
         elif isinstance(target, ast.Attribute):
@@ -140,7 +141,9 @@ class Evaluation:
         """Unknown operands are passed over while another may decide; their effects on names are
         none.
         """
-        stop, unknown, value = isinstance(node.op, ast.Or), False, None
+        stop = isinstance(node.op, ast.Or)
+        unknown = False
+        value = None
         for operand in node.values:
             try:
                 value = self.eval(operand, scope)
@@ -163,13 +166,15 @@ class Evaluation:
         return -value
 
     def _get_Compare(self, node: ast.Compare, scope: Scope) -> object:
-        left, result = self.eval(node.left, scope), True
+        left = self.eval(node.left, scope)
+        result = True
         for op, right_node in zip(node.ops, node.comparators, strict=True):
             right = self.eval(right_node, scope)
             one = self.compare(op, left, right)
             if one is UNKNOWN:
                 return UNKNOWN
-            result, left = result and bool(one), right
+            result = result and bool(one)
+            left = right
         return result
 
     def compare(self, op: ast.cmpop, left: Any, right: Any) -> object:

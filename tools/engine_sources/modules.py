@@ -218,7 +218,8 @@ class Tree:
     """A package below `root`; modules are read when they are asked for."""
 
     def __init__(self, root: Path, package: str) -> None:
-        self.root, self.package = root, package
+        self.root = root
+        self.package = package
         self._modules: dict[str, Module | None] = {}
 
     def module(self, name: str) -> Module | None:

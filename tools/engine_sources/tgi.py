@@ -25,7 +25,8 @@ class _Weights:
     """
 
     def __init__(self, names: set[str]) -> None:
-        self.names, self.read = names, dict[str, bool]()
+        self.read = dict[str, bool]()
+        self.names = names
 
 
 def tgi_families(root: Path) -> dict[str, dict[str, dict[str, Outcome]]]:

@@ -257,7 +257,8 @@ def _decide(
     merged group.
     """
     head = head_module(opened.model)
-    linear, always_kept = (*linear_modules(opened.model), head), kept_modules(opened.model)
+    linear = (*linear_modules(opened.model), head)
+    always_kept = kept_modules(opened.model)
     other_parts = opened.modules_beside  # outside the text model
     unquantized, idle = wanted.unquantized((*linear, *always_kept, *other_parts))
     kept = [name for name in unquantized if name not in set(other_parts)]
@@ -276,7 +277,8 @@ def _decide(
         )
     if all(name in kept for name in linear) and wanted.kv is None:
         raise ConfigError(f"recipe: ignore leaves no module to quantize in {opened.name}")
-    lm_head, why = head not in kept, ""
+    lm_head = head not in kept
+    why = ""
     if opened.model.tie_word_embeddings:
         why = "is the embedding, which stays in 16 bits"
     elif wanted.activations is ActivationScheme.STATIC:
@@ -397,7 +399,8 @@ def _unpadded(row: Mapping[str, Any]) -> Iterator[list[int]]:
     """Yield the token ids of a row, or of each row of a batch, without those that its attention
     mask marks as padding.
     """
-    ids, mask = _list(row["input_ids"]), _list(row.get("attention_mask"))
+    ids = _list(row["input_ids"])
+    mask = _list(row.get("attention_mask"))
     batch = isinstance(ids, list) and bool(ids) and isinstance(ids[0], list)
     for number, tokens in enumerate(ids if batch else [ids]):
         kept = mask[number] if batch and mask is not None else mask

@@ -173,7 +173,8 @@ class FreightLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         Log-probabilities are float32, and are added as Python floats from the first token to the
         last.
         """
-        prompts, starts = [], []
+        prompts = []
+        starts = []
         for _, context, continuation in requests:
             if len(continuation) >= self.max_length:
                 raise RequestError(
@@ -224,11 +225,13 @@ class FreightLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         """Generate each text up to one of the task's stop strings. Greedy unless the task gives a
         temperature.
         """
-        prompts, params = [], []
+        prompts = []
+        params = []
         for request in requests:
             context, given = request.args
             options = normalize_gen_kwargs(given, self.max_gen_toks)
-            max_tokens, until = options.pop("max_gen_toks"), options.pop("until")
+            max_tokens = options.pop("max_gen_toks")
+            until = options.pop("until")
             if max_tokens >= self.max_length:
                 raise RequestError(
                     f"max_gen_toks is {max_tokens}, which leaves no context of {self.max_length} tokens"
@@ -282,7 +285,8 @@ def sampling_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 def _score(token_ids: Sequence[int], entries: Sequence[TokenLogprobs | None]) -> tuple[float, bool]:
     """Return the sum of log-probabilities, and whether every token is a likeliest one."""
-    logprobs, greedy = [], True
+    logprobs = []
+    greedy = True
     for token, entry in zip(token_ids, entries, strict=True):
         assert entry
         logprobs.append(entry[token].logprob)

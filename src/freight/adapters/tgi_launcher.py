@@ -68,7 +68,8 @@ def launch(argv: Sequence[str], environ: Mapping[str, str]) -> None:
 
 def read(argv: Sequence[str], environ: Mapping[str, str]) -> Given:
     """TGI's flags and variables, in our names. Raises ConfigError for what Freight cannot do."""
-    given, flags = Given(), set()
+    given = Given()
+    flags = set()
     tokens = iter(argv)
     for token in tokens:
         name, value = _flag(token, tokens)
@@ -119,11 +120,13 @@ def _take_flag(given: Given, name: str, value: str) -> None:
 
 
 def _take_variable(given: Given, name: str, value: str) -> None:
-    option, variable = TGI_OPTIONS[name], name.upper()
+    option = TGI_OPTIONS[name]
+    variable = name.upper()
     if value.lower() in option.asks:
         return
     if name == "json_output":
-        ours, given.defaults["log_format"] = "log_format", "json"
+        ours = "log_format"
+        given.defaults["log_format"] = "json"
     elif name == "max_concurrent_requests":
         if given.concurrent is None:
             given.concurrent = variable, _count(variable, value)

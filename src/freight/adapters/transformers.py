@@ -183,7 +183,8 @@ class FP8SlidingLayer(FP8Layer, DynamicSlidingWindowLayer):
         if not self.is_initialized:
             return
         removed = min(-tokens_to_remove, self.cumulative_length)
-        length, window = self.cumulative_length - removed, self.sliding_window - 1
+        length = self.cumulative_length - removed
+        window = self.sliding_window - 1
         if self.tokens[0].num_tokens - removed < min(length, window):
             raise ConfigError(
                 f"crop({tokens_to_remove}) after {self.cumulative_length} tokens: a layer with a window of "
@@ -287,7 +288,8 @@ def _decide(
     """Decide the storage of each layer of `stored`, those of a DynamicCache, by the rules of
     `config.resolve`.
     """
-    num_layers, word = len(stored), args.kv_scales
+    num_layers = len(stored)
+    word = args.kv_scales
     skipped = _skipped(args, stored)
     scale_source = kv_source(args)
     if scale_source.word == "group":
@@ -295,7 +297,9 @@ def _decide(
             "kv_scales='group' has a scale for 128 channels of a latent (MLA): transformers' cache stores a latent in "
             "two parts; use kv_scales='dynamic'"
         )
-    scheme, scales, shape = Scheme(), KVScales((None,) * num_layers), None
+    scheme = Scheme()
+    scales = KVScales((None,) * num_layers)
+    shape = None
     if scale_source.file is not None:
         shape = parse_model_config(config.to_dict(), ignore_keys=EVERY_KEY)
         scales = read_scale_json(scale_source.file, shape)
@@ -305,7 +309,9 @@ def _decide(
     elif word in ("auto", "checkpoint"):
         opened = _open(config, word, model)
         if opened is not None:
-            scheme, scales, shape = opened.scheme, _without_centers(opened), opened.model
+            scheme = opened.scheme
+            scales = _without_centers(opened)
+            shape = opened.model
     kv = resolve_kv_cache(
         args, _dtype_of(config), scheme, scales, probe("auto").native_e4m3, skipped
     )

@@ -185,7 +185,8 @@ def _signs(branch: Any, root: dict[str, Any]) -> dict[str, frozenset[str]]:
         signs[""] = frozenset("number" if kind == "integer" else kind for kind in kinds)
     if "const" in branch or isinstance(branch.get("enum"), list):
         signs["="] = _values(branch)
-    properties, required = branch.get("properties"), branch.get("required")
+    properties = branch.get("properties")
+    required = branch.get("required")
     if (
         branch.get("type") == "object"
         and isinstance(properties, Mapping)

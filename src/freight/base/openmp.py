@@ -14,7 +14,9 @@ from collections.abc import Mapping
 WAITING = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")  # the first takes precedence
 _VARIABLES = ("OMP_NUM_THREADS", *WAITING, "OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY")
 # Spins of GNU OpenMP for the two policies and without one (libgomp manual, "GOMP_SPINCOUNT")
-_ACTIVE, _PASSIVE, _NEITHER = 30_000_000_000, 0, 300_000
+_ACTIVE = 30_000_000_000
+_PASSIVE = 0
+_NEITHER = 300_000
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _MANY_SPINS = 20_000  # about a millisecond
 

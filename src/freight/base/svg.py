@@ -66,6 +66,7 @@ class LogAxis:
 
     def at(self, value: float) -> float:
         """Return the pixel of `value`, or the nearest end."""
-        low, high = math.log10(self.low), math.log10(self.high)
+        low = math.log10(self.low)
+        high = math.log10(self.high)
         share = (math.log10(value) - low) / (high - low)
         return round(self.start + min(1.0, max(0.0, share)) * (self.end - self.start), 1)

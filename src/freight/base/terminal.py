@@ -109,7 +109,8 @@ def bars(label: str = "{task.description}") -> Progress:
     from rich.text import Text
 
     def said(task: Task) -> str:
-        elapsed, first = task.elapsed, task.fields.get("first", 0)
+        elapsed = task.elapsed
+        first = task.fields.get("first", 0)
         if task.total is None or elapsed is None:
             return ""
         left = time_left(elapsed, task.completed - first, task.total - first)

@@ -54,7 +54,8 @@ class StoredTokens:
                 f"the KV scales are for {list(storage.scale.shape)} KV heads and channels, but the keys or values have "
                 f"{[heads, dim]}; use the scales of the same model"
             )
-        self._format, self._dynamic = storage.format, storage.dynamic
+        self._format = storage.format
+        self._dynamic = storage.dynamic
         self._static = None if storage.scale is None else storage.scale.to(states.device)
         self._bytes = torch.empty((batch, heads, 0, dim), dtype=torch.uint8, device=states.device)
         self._scales = torch.empty((batch, heads, 0), dtype=torch.bfloat16, device=states.device)
@@ -91,7 +92,8 @@ class StoredTokens:
         """Quantize states, [batch, num_kv_heads, new tokens, head_dim], and store them after the
         others.
         """
-        states, end = states.detach(), self._end + states.shape[2]
+        end = self._end + states.shape[2]
+        states = states.detach()
         if end > self._bytes.shape[2]:
             self._allocate(self.num_tokens + states.shape[2])
             end = self._end + states.shape[2]
@@ -126,20 +128,24 @@ class StoredTokens:
         """Replace the batch by these rows of it: indices, or a mask."""
         rows = rows.to(self._bytes.device)
         with torch.inference_mode(False):
-            self._bytes, self._scales = self._bytes[rows], self._scales[rows]
+            self._bytes = self._bytes[rows]
+            self._scales = self._scales[rows]
 
     @torch.inference_mode(False)
     def _allocate(self, tokens: int) -> None:
         """Move the tokens in use to new memory for `tokens` tokens and a reserve."""
         batch, heads, _, dim = self._bytes.shape
-        capacity, used = tokens + _spare(tokens), self.num_tokens
+        capacity = tokens + _spare(tokens)
+        used = self.num_tokens
         stored = self._bytes.new_empty((batch, heads, capacity, dim))
         stored[:, :, :used] = self._bytes[:, :, self._begin : self._end]
         if self._dynamic:
             scales = self._scales.new_empty((batch, heads, capacity))
             scales[:, :, :used] = self._scales[:, :, self._begin : self._end]
             self._scales = scales
-        self._bytes, self._begin, self._end = stored, 0, used
+        self._bytes = stored
+        self._begin = 0
+        self._end = used
 
 
 def _spare(tokens: int) -> int:

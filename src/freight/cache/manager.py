@@ -75,7 +75,8 @@ class Shortfall:
         If the group need not hold all of them at once, the text also has the number that it must.
         """
         size = self.group.tokens_per_block
-        has, needed = self.num_blocks * size, self.needed * size
+        has = self.num_blocks * size
+        needed = self.needed * size
         if needed >= limit:
             return str(has)
         return f"{has} of the {needed} that it needs at once in {self.group.describe()}"
@@ -132,7 +133,8 @@ class CacheManager:
         Both are shares of the blocks of one group, the one with the largest held share.
         """
         fullest = max(self.allocators, key=lambda one: one.num_held / one.num_blocks)
-        capacity, num_blocks = self.capacity_tokens, fullest.num_blocks
+        capacity = self.capacity_tokens
+        num_blocks = fullest.num_blocks
         return (
             fullest.num_held * capacity // num_blocks,
             fullest.num_cached * capacity // num_blocks,
@@ -164,9 +166,12 @@ class CacheManager:
         available, and `reserve` more.
         """
         start = self.longest_hit(keys, self.is_indexed)
-        tables, given_back, fits = [], [], True
+        tables = []
+        given_back = []
+        fits = True
         for group, allocator in zip(self.groups, self.allocators, strict=True):
-            first, end = group.first_block(start), start // group.tokens_per_block
+            first = group.first_block(start)
+            end = start // group.tokens_per_block
             taken = allocator.acquire_prefix(self.keys_of(group, keys, first, end))
             assert len(taken) == end - first, f"{len(taken)} blocks of a hit of {end - first}"
             tables.append((0,) * first + tuple(taken))
@@ -190,10 +195,12 @@ class CacheManager:
 
     def trim(self, held: Held, start: int) -> Held:
         """Release the blocks that no token at position `start` or later reads."""
-        block_ids, given_back = list(held.block_ids), list(held.given_back)
+        block_ids = list(held.block_ids)
+        given_back = list(held.given_back)
         released = False
         for index in self._giving_back:
-            first, before = self.groups[index].first_block(start), held.given_back[index]
+            first = self.groups[index].first_block(start)
+            before = held.given_back[index]
             if first <= before:
                 continue
             table = held.block_ids[index]
@@ -227,7 +234,8 @@ class CacheManager:
 
     def shrink(self, held: Held, num_tokens: int) -> Held:
         """Release the blocks behind those of the first `num_tokens` tokens. They are not indexed."""
-        tables, released = [], False
+        tables = []
+        released = False
         for table, allocator in zip(held.block_ids, self.allocators, strict=True):
             count = allocator.blocks_for(num_tokens)
             allocator.release(table[count:])
@@ -245,7 +253,8 @@ class CacheManager:
         for group, allocator, table in zip(
             self.groups, self.allocators, held.block_ids, strict=True
         ):
-            first, end = before // group.tokens_per_block, after // group.tokens_per_block
+            first = before // group.tokens_per_block
+            end = after // group.tokens_per_block
             for block, key in zip(
                 table[first:end], self.keys_of(group, keys, first, end), strict=True
             ):
@@ -306,7 +315,8 @@ class CacheManager:
         tables: list[list[int]] = []
         fits = True
         for group, allocator in zip(self.groups, self.allocators, strict=True):
-            first, end = group.first_block(length), length // group.tokens_per_block
+            first = group.first_block(length)
+            end = length // group.tokens_per_block
             # -1 for a block that is not indexed
             table = [
                 (allocator.acquire_prefix((key,)) or [-1])[0]
@@ -336,7 +346,8 @@ class CacheManager:
     ) -> Iterator[Fresh]:
         """Put allocated blocks in place of -1, and yield them."""
         group = self.groups[index]
-        first, end = group.first_block(length), length // group.tokens_per_block
+        first = group.first_block(length)
+        end = length // group.tokens_per_block
         blocks = self.allocators[index].allocate(table.count(-1))
         assert blocks is not None
         fresh = iter(blocks)

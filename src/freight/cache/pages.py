@@ -51,16 +51,19 @@ def allocate_pages(
         return _grouped_pages(spec, layout, shape, empty, counters)
     dynamic = spec.granularity is Granularity.TOKEN
     assert scales is None or (spec.format.is_fp8 and not dynamic)
-    dtype, first = torch_dtype(spec.format), spec.k_dim - spec.v_dim
+    dtype = torch_dtype(spec.format)
+    first = spec.k_dim - spec.v_dim
     sizes = (spec.k_dim,) if spec.v_in_k else (spec.k_dim, spec.v_dim)
     parts = [(size, dtype) for size in sizes] + [(1, torch.bfloat16)] * (
         len(sizes) if dynamic else 0
     )
     tensors = _tensors(parts, layout, shape, empty)
-    k, v = tensors[0], tensors[0][..., first:] if spec.v_in_k else tensors[1]
+    k = tensors[0]
+    v = tensors[0][..., first:] if spec.v_in_k else tensors[1]
     k_scale = v_scale = None
     if dynamic:
-        k_scale, v_scale = tensors[len(sizes)].squeeze(-1), tensors[-1].squeeze(-1)
+        k_scale = tensors[len(sizes)].squeeze(-1)
+        v_scale = tensors[-1].squeeze(-1)
     elif scales is not None:
         k_scale = expand_scale(scales.k, spec.num_kv_heads, spec.k_dim).to(device)
         if spec.v_in_k:

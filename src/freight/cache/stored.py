@@ -30,7 +30,8 @@ _LEAST_MEASURED = 64  # tokens of prompts from which on a step says how fast the
 _MOST_FETCHES = 2  # requests whose blocks come at once; others wait for their turn
 # A fetch is given up once it took so many times what computing takes, and so many seconds: the disk
 # hangs, or others decode ever since.
-_PATIENCE, _LEAST_PATIENCE = 2.0, 5.0
+_PATIENCE = 2.0
+_LEAST_PATIENCE = 5.0
 _WAIT = 0.02  # seconds until commands are looked at again, where nothing can be computed
 
 
@@ -190,7 +191,8 @@ class StoredPrefixes:
         for coming in list(self._coming.values()):
             coming.fetch.cancel()
         self._coming = {}
-        self._on_the_way, self._in_turn = set(), set()
+        self._on_the_way = set()
+        self._in_turn = set()
         self._refused = None
 
     def step(self, decodes: bool, idle: bool) -> None:
@@ -223,7 +225,8 @@ class StoredPrefixes:
         """Return how pool and store together have a longer prefix than the pool; None if they do
         not, or it is not worth it.
         """
-        manager, keys = self._manager, sought.keys
+        manager = self._manager
+        keys = sought.keys
         end = manager.longest_hit(keys, self._is_known)
         begin = manager.longest_hit(keys, manager.is_indexed)
         if end <= begin:
@@ -231,7 +234,8 @@ class StoredPrefixes:
         missing: list[tuple[int, bytes]] = []
         sizes: dict[Tier, int] = {}
         for index, group in enumerate(manager.groups):
-            first, last = group.first_block(end), end // group.tokens_per_block
+            first = group.first_block(end)
+            last = end // group.tokens_per_block
             for key in manager.keys_of(group, keys, first, last):
                 if manager.is_indexed(index, key):
                     continue
@@ -322,7 +326,8 @@ class StoredPrefixes:
                 if self._tiers.is_stored(key, index):
                     known.append((key, index))
                     continue
-                block, use = table[position], allocator.use_of(table[position])
+                block = table[position]
+                use = allocator.use_of(table[position])
                 if allocator.is_same(block, key, use):  # and not a second block with this content
                     tokens = self._tokens(sought, index, position)
                     offers.append(Offer(key, index, tokens, block, use))

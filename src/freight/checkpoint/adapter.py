@@ -24,7 +24,8 @@ from freight.checkpoint.headers import Shape, TensorEntry, read_header
 from freight.checkpoint.reader import read_json, resolve_model
 from freight.errors import CheckpointError, ConfigError, shown
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _READ = {"peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora"}
 _READ |= {"init_lora_weights", "ensure_weight_tying"}
@@ -114,7 +115,8 @@ class Adapter:
             weight = self._read(change.whole).to(weight.dtype)
         if not change.parts:
             return weight
-        a, b = self._read(change.parts["a"]).float(), self._read(change.parts["b"]).float()
+        a = self._read(change.parts["a"]).float()
+        b = self._read(change.parts["b"]).float()
         added = (b @ a).mul_(change.scaling)
         total = (added.T if change.is_embedding else added) + weight.float()
         if "magnitude" in change.parts:
@@ -201,7 +203,8 @@ class Adapter:
                 f"{self._file}: DoRA of the embedding {shown(tensor)} is not merged here; {_WAY_OUT}"
             )
         rank = self._ranks.of(tensor.removesuffix(".weight"))
-        a, b = parts["a"].shape, parts["b"].shape
+        a = parts["a"].shape
+        b = parts["b"].shape
         if not (len(a) == len(b) == 2 and a[0] == b[1] == rank and _has_room(magnitude, b[0])):
             raise CheckpointError(
                 f"{self._file}: what is added to {shown(tensor)} is {list(b)} by {list(a)}, and {CONFIG} has rank "

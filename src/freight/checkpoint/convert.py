@@ -32,10 +32,12 @@ from freight.checkpoint.writer import (
 from freight.errors import CapacityError, CheckpointError, ConfigError, shown
 from freight.model.config.parse import parse_model_config
 
-SINGLE, INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+SINGLE = "pytorch_model.bin"
+INDEX = "pytorch_model.bin.index.json"
 # The deadline of a file: SECONDS, and one second more per BYTES_PER_SECOND. A busy machine takes a
 # minute to import torch alone.
-SECONDS, BYTES_PER_SECOND = 600.0, 2**24
+SECONDS = 600.0
+BYTES_PER_SECOND = 2**24
 
 Progress = Callable[[str, int, int], None]  # (what, done, total)
 

@@ -127,7 +127,8 @@ def _parse(path: Path, data: bytes, model: ModelConfig) -> KVScales:
     """
     try:
         content = json.loads(data)
-        format, by_layer = Format(content["format"]), content["layers"]
+        format = Format(content["format"])
+        by_layer = content["layers"]
         mixed: tuple[Granularity | None, ...] = ()
         if content["granularity"] == MIXED:
             mixed = tuple(
@@ -150,7 +151,8 @@ def _parse(path: Path, data: bytes, model: ModelConfig) -> KVScales:
         )
     scales: list[LayerScales | None] = []
     for index, layer in enumerate(layers):
-        where, mixer = f"{path}: layer {index}", model.paged.get(index)
+        where = f"{path}: layer {index}"
+        mixer = model.paged.get(index)
         own = mixed[index] if mixed else granularity
         if own is None or own is Granularity.TOKEN or mixer is None:
             if layer:
@@ -183,7 +185,8 @@ def _check_layer(
         raise CheckpointError(
             f"{where} has {sorted(layer)}, which this version does not understand"
         )
-    heads, dims = mixer.num_kv_heads, {"k": mixer.k_dim, "v": mixer.v_dim}
+    heads = mixer.num_kv_heads
+    dims = {"k": mixer.k_dim, "v": mixer.v_dim}
     for side in _REQUIRED:
         needed = granularity.num_scales(heads, dims[side])
         if len(layer[side]) != needed:
@@ -193,7 +196,8 @@ def _check_layer(
         if not all(math.isfinite(value) and value > 0 for value in layer[side]):
             raise CheckpointError(f"{where}: a scale of {side} is not finite and above 0")
     for center in _OPTIONAL:
-        values, needed = layer.get(center, ()), heads * dims[center[0]]
+        values = layer.get(center, ())
+        needed = heads * dims[center[0]]
         if values and (len(values) != needed or not all(map(math.isfinite, values))):
             raise CheckpointError(f"{where}: {center} is not {needed} finite numbers")
 

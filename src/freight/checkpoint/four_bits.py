@@ -43,7 +43,9 @@ _PER_INT = 8  # codes of an int32
 # subtracts 1 from each, which gives the same bits of all zero points but 0.
 _ONES = 0x11111111
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # where an int32 of AWQ has each of 8 outputs
-_INTS, _BYTES, _E4M3 = ("I32",), ("U8",), ("F8_E4M3",)
+_INTS = ("I32",)
+_BYTES = ("U8",)
+_E4M3 = ("F8_E4M3",)
 _FLOATS = ("F16", "BF16", "F32")
 _SHAPES = ("I64", "I32")  # dtypes of weight_shape, which says what other tensors' shapes say
 
@@ -74,12 +76,15 @@ class StoredGroups:
     def read(self, checkpoint: Checkpoint, device: str) -> Weight:
         """Read the matrix."""
         parts = _PARTS[self.four.packing](checkpoint, self)
-        groups, data, scale = parts.groups, parts.data, parts.scale
+        groups = parts.groups
+        data = parts.data
+        scale = parts.scale
         if parts.order is not None:
             data = _reordered(data, parts.order)
         if self.rows:
             rows = torch.cat([_numbers(one.start, one.stop) for one in self.rows])
-            groups, data = groups.of_rows(rows), data[rows]
+            groups = groups.of_rows(rows)
+            data = data[rows]
             scale = None if scale is None else scale[rows]
         zeros = None if groups.zeros is None else groups.zeros.to(device)
         return Weight(
@@ -132,7 +137,8 @@ class StoredPowers:
         if self.rows:
             blocks = torch.cat([blocks[one] for one in self.rows])
             scales = torch.cat([scales[one] for one in self.rows])
-        blocks, scales = blocks.to(device), scales.to(device)
+        blocks = blocks.to(device)
+        scales = scales.to(device)
         if keeps and self.normal:
             codes = blocks.flatten(1).contiguous()
             return Weight(codes.view(mxfp4.CODES), scales.contiguous().view(mxfp4.SCALES))
@@ -420,7 +426,8 @@ def _scales(checkpoint: Checkpoint, name: str) -> Tensor:
     for the group's value of the largest magnitude, whatever its sign.
     """
     stored = checkpoint.copy(name)
-    values, unsigned = stored.float(), checkpoint.entry(name).dtype in _E4M3
+    values = stored.float()
+    unsigned = checkpoint.entry(name).dtype in _E4M3
     bad = values[~((values >= (0 if unsigned else -torch.inf)) & values.isfinite())]
     if len(bad):
         raise checkpoint.fault(
@@ -515,7 +522,9 @@ def _as_held(stored: StoredGroups, codes: Codes, scales: Tensor, zeros: Tensor |
 
 
 def _read_int4(checkpoint: Checkpoint, stored: StoredGroups) -> _Parts:
-    module, order, zeros = stored.module, None, None
+    module = stored.module
+    order = None
+    zeros = None
     if f"{module}.weight_g_idx" in stored.tensors:
         order = _order(checkpoint, stored, f"{module}.weight_g_idx")
     if stored.four.zeros:
@@ -558,7 +567,8 @@ def _gptq_zeros(checkpoint: Checkpoint, stored: StoredGroups) -> Tensor | None:
 
 
 def _read_gptq(checkpoint: Checkpoint, stored: StoredGroups) -> _Parts:
-    module, order = stored.module, None
+    module = stored.module
+    order = None
     if f"{module}.g_idx" in stored.tensors:
         order = _order(checkpoint, stored, f"{module}.g_idx")
     zeros = _gptq_zeros(checkpoint, stored)
@@ -625,7 +635,8 @@ def _alike(
     for name, stored in found.items():
         if isinstance(stored, StoredPowers):
             others = together[_parent(stored.module)]
-            exact, normal = all(one.exact for one in others), all(one.normal for one in others)
+            exact = all(one.exact for one in others)
+            normal = all(one.normal for one in others)
             result[name] = replace(stored, exact=exact, normal=normal)
     return result
 

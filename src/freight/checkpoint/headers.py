@@ -129,13 +129,15 @@ def _read_header(file: Path, stream: BinaryIO, size: int) -> dict[str, TensorEnt
         entry, begin, stop = _entry(file, name, fields)
         found.append((begin, stop, name, entry))
     found.sort(key=lambda one: one[:2])  # by their places in the file
-    end, entries = 0, {}
+    end = 0
+    entries = {}
     for begin, stop, name, entry in found:
         if begin != end:
             raise CheckpointError(
                 f"{file}: tensor {name} begins at byte {begin}, where {end} is expected"
             )
-        end, entries[name] = stop, entry
+        end = stop
+        entries[name] = entry
     if size != 8 + length + end:
         kind = "truncated" if size < 8 + length + end else "too long"
         raise CheckpointError(
@@ -157,11 +159,9 @@ def _entry(file: Path, name: str, fields: Any) -> tuple[TensorEntry, int, int]:
     other.
     """
     try:
-        dtype, shape, (begin, stop) = (
-            fields["dtype"],
-            tuple(fields["shape"]),
-            fields["data_offsets"],
-        )
+        dtype = fields["dtype"]
+        shape = tuple(fields["shape"])
+        (begin, stop) = fields["data_offsets"]
     except (TypeError, KeyError, ValueError) as error:
         raise CheckpointError(
             f"{file}: the header's entry of {name} is damaged: {fields!r}"

@@ -237,7 +237,8 @@ def _repeat(values: tuple[float, ...], size: int) -> tuple[float, ...]:
 
 
 def _read(checkpoint: Checkpoint, name: str, sides: str, mixer: PagedMixer) -> tuple[float, ...]:
-    shape, heads = checkpoint.shape_of(name), mixer.num_kv_heads
+    shape = checkpoint.shape_of(name)
+    heads = mixer.num_kv_heads
     channels = mixer.k_dim if "k" in sides else mixer.v_dim
     known = [(heads,), (heads, 1, 1), (1, heads, 1, 1), (heads, channels)]
     if math.prod(shape) != 1 and shape not in known:
@@ -336,15 +337,18 @@ def join_ranks(
             layer: LayerScales((ranks[0][1],), (ranks[0][1],), Granularity.TENSOR, (ranks[0][0],))
             for layer, ranks in factors.items()
         }
-    found, shared = {}, []
+    found = {}
+    shared = []
     for layer, ranks in factors.items():
-        count, heads = len(ranks), num_kv_heads[layer]
+        count = len(ranks)
+        heads = num_kv_heads[layer]
         if heads % count and count % heads:
             raise CheckpointError(
                 f"{source} is for {count} ranks, which cannot share the {heads} KV heads of layer {layer}: it belongs "
                 "to another model"
             )
-        per_rank, per_head = max(1, heads // count), max(1, count // heads)
+        per_rank = max(1, heads // count)
+        per_head = max(1, count // heads)
         if _differing(ranks[first : first + per_head] for first in range(0, count, per_head)):
             values = ", ".join(
                 f"rank {rank}: {factor:.9g}" for rank, (_, factor) in enumerate(ranks)

@@ -25,7 +25,8 @@ from freight.errors import CheckpointError, ConfigError
 from freight.model.config.parse import parse_model_config
 
 Progress = Callable[[str, int, int], None]  # (what, done, total)
-_HEAD, _EMBEDDING = "lm_head.weight", "embed_tokens.weight"
+_HEAD = "lm_head.weight"
+_EMBEDDING = "embed_tokens.weight"
 # Prefixes of transformers' modules -> prefixes in files of models of text and pictures. The last two
 # are of an adapter that was trained on the text model alone.
 _RENAMED = (
@@ -135,12 +136,15 @@ def _untie(base: Checkpoint, lora: Adapter) -> dict[str, str]:
         return {}
     try:
         model = parse_model_config(base.config, base.names)
-        tied, (body, outer) = model.tie_word_embeddings, model.prefixes
+        tied = model.tie_word_embeddings
+        (body, outer) = model.prefixes
         head = outer + _HEAD
     except CheckpointError:  # a model that Freight does not run
         if not heads:
             raise
-        tied, body, head = base.config.get("tie_word_embeddings") is True, "", heads[0]
+        tied = base.config.get("tie_word_embeddings") is True
+        body = ""
+        head = heads[0]
     if not tied:
         return {}
     embedding = _embedding(base, body)

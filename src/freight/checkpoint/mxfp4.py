@@ -23,7 +23,8 @@ from freight.fp8.formats import Format
 from freight.fp8.scheme import Scheme
 from freight.operands.weight import Weight
 
-_BLOCKS, _SCALES = "_blocks", "_scales"
+_BLOCKS = "_blocks"
+_SCALES = "_scales"
 
 
 @dataclass(frozen=True)

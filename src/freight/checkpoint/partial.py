@@ -45,7 +45,8 @@ LOCK = ".freight.lock"
 JOURNAL = ".freight.replacing"  # the names of new files while they replace others, as JSON
 REPLACED = "replaced"  # the old files, where folders cannot be exchanged
 _CONFIG = "config.json"
-_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2
 # Those whose handlers may raise, or that end the process
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM)
 
@@ -311,7 +312,8 @@ def _undo(hidden: Path) -> None:
     """Move new files back into `hidden`, and then the old ones back into the folder around it. May
     be interrupted, and called again. Raises OSError, and ValueError for a journal that is damaged.
     """
-    out, replaced = hidden.parent, hidden / REPLACED
+    out = hidden.parent
+    replaced = hidden / REPLACED
     names = json.loads(read_bytes(hidden / JOURNAL))
     plain = isinstance(names, list) and all(
         isinstance(name, str) and name not in ("", ".", "..") and "/" not in name for name in names

@@ -222,7 +222,8 @@ def _from_ammo(file: Path, content: JsonObject) -> _Declared:
 
 def _from_tensorrt_llm(file: Path, content: JsonObject) -> _Declared:
     mapping = content["mapping"]
-    quantization, producer = _part(content, "quantization"), _part(content, "producer")
+    quantization = _part(content, "quantization")
+    producer = _part(content, "producer")
     heads = content.get("num_key_value_heads") or content.get("num_attention_heads")
     return _Declared(
         config_file=file,

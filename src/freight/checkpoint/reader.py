@@ -239,7 +239,8 @@ class Checkpoint:
         are meaningless without a scale.
         """
         shape = tuple(shape)
-        entry, stored = self.entry(name), self.format_of(name)
+        entry = self.entry(name)
+        stored = self.format_of(name)
         if entry.shape != shape:
             raise self.fault(
                 f"{name} has shape {list(entry.shape)}, config.json asks for {list(shape)}"
@@ -260,7 +261,8 @@ class Checkpoint:
 
     def take_bytes(self, name: str, shape: Iterable[int]) -> Tensor:
         """Take a tensor of uint8 codes, as `take`."""
-        entry, shape = self.entry(name), tuple(shape)
+        entry = self.entry(name)
+        shape = tuple(shape)
         if entry.dtype not in ("U8", "F8_E8M0") or entry.shape != shape:
             raise self.fault(
                 f"{name} is {entry.dtype} of shape {list(entry.shape)}, expected is U8 of {list(shape)}"
@@ -353,7 +355,8 @@ class Checkpoint:
         return self._read_entry(self._entries[name], name)
 
     def _read_entry(self, entry: TensorEntry, name: str) -> Tensor:
-        file, stored = entry.file, entry.stored or name
+        file = entry.file
+        stored = entry.stored or name
         if entry.pieces and (entry.index or entry.turned):  # of a part that is read first
             part = self._read_entry(replace(entry, pieces=()), name)
             return torch.cat([part[piece] for piece in entry.pieces])

@@ -36,7 +36,8 @@ def stored_format(tensors: Iterable[Size]) -> Format | None:
     float32 counts only if nothing is in 16 bits: routers and their biases are often in float32
     there, and can outweigh norms. None: no tensor is in one of these dtypes.
     """
-    sizes, quantized = Counter[Format](), False
+    sizes = Counter[Format]()
+    quantized = False
     for name, dtype, size in tensors:
         quantized |= dtype.startswith(_QUANTIZED)
         format = FORMAT_NAMES.get(dtype)

@@ -283,7 +283,8 @@ class CheckpointWriter:
             raise self._fault(error) from error
         self._shards.append(list(self._pending))
         self._total += self._pending_bytes
-        self._pending, self._pending_bytes = {}, 0
+        self._pending = {}
+        self._pending_bytes = 0
 
     def _name_shards(self) -> None:
         count = len(self._shards)

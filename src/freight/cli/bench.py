@@ -149,7 +149,8 @@ def throughput(
     """Many requests of different lengths through the whole engine: rates, and how full batch and
     cache were.
     """
-    caches, sizes = compare or [], (num_requests, input_len, output_len, repeats)
+    caches = compare or []
+    sizes = (num_requests, input_len, output_len, repeats)
     if not (caches or compare_memory or picture):
         with _measuring(args, random_weights) as (opened, name, on_progress):
             from freight.lab.bench.throughput import measure_throughput

@@ -230,7 +230,8 @@ def _notes(found: JsonObject) -> list[str]:
 
 
 def _ratios(found: JsonObject) -> str:
-    url, rounds = found["rows"][0]["url"], found["rounds"]
+    url = found["rows"][0]["url"]
+    rounds = found["rounds"]
     rows = [("figure", "load", "ratio", "interval", "better")]
     for row in found["ratios"]:
         within = f"{row['low']:.3f} to {row['high']:.3f} ({row['coverage']:.1%})"

@@ -56,9 +56,11 @@ def collect() -> JsonObject:
     threads = choose_threads(None, device.cores).count
     possible = min(device.cores, physical_cores() or device.cores)
     try:
-        kernels, note = select_kernels("auto", str(device.kind)).name, device.note
+        kernels = select_kernels("auto", str(device.kind)).name
+        note = device.note
     except KernelError as error:
-        kernels, note = None, str(error)
+        kernels = None
+        note = str(error)
     notes = (openmp.few_threads(os.environ, threads, possible), openmp.long_waits(os.environ))
     return {
         "versions": {"freight": freight.__version__, "python": platform.python_version()}

@@ -278,7 +278,8 @@ def evaluate_tasks(
         print(json.dumps({"model": args.model, "caches": facts, "tasks": scores}))
         return
     plain, other = found.caches
-    first, second = str(plain["dtype"]), str(other["dtype"])
+    first = str(plain["dtype"])
+    second = str(other["dtype"])
     terminal.say(markdown(as_rows(found.scores, (first, second)), num_left=2))
     terminal.say(f"{second}: scales {other['granularity']}, {other['scale_source']}")
     methods = {score.method for score in found.scores}

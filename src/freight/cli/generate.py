@@ -83,7 +83,8 @@ def generate(
     try:
         outputs = llm.generate(prompts, params, progress=sys.stderr.isatty())
     except GenerationError as error:
-        outputs, failed = error.outputs, True
+        outputs = error.outputs
+        failed = True
     if as_json:
         print(json.dumps(as_object(llm, outputs)))
     print_outputs(outputs, params, only_errors=as_json)

@@ -204,10 +204,12 @@ def _blocked(config: JsonObject, obstacle: str, stored: Format | None) -> JsonOb
     try:
         dtype, source = checkpoint_dtype(config, stored)
     except CheckpointError:  # it may be the obstacle
-        dtype, source = None, None
+        dtype = None
+        source = None
     text = config.get("text_config", config.get("llm_config"))
     inner = {**config, **text} if isinstance(text, dict) else config
-    architecture, names = None, config.get("architectures")
+    architecture = None
+    names = config.get("architectures")
     if isinstance(names, list) and names:
         architecture = names[0]
     return {
@@ -297,7 +299,8 @@ def _architecture(config: ModelConfig) -> JsonObject:
 
 def _sizes(checkpoint: Checkpoint) -> JsonObject:
     """Parameters (scales and buffers are none) and bytes by dtype, from the headers."""
-    parameters, sizes = 0, Counter[str]()
+    parameters = 0
+    sizes = Counter[str]()
     for name in checkpoint.names:
         entry = checkpoint.entry(name)
         sizes[entry.dtype_name] += entry.size
@@ -456,7 +459,8 @@ def _scale_table(layers: list[JsonObject]) -> Any:
     table = Table("layer", "granularity", "k scale", "v scale")
     table.add_column("tensors", overflow="fold")
     for entry in layers:
-        k, v = entry["k"], entry["v"]
+        k = entry["k"]
+        v = entry["v"]
         if k is None:
             granularity, what = _without_scales(entry)
             table.add_row(

@@ -417,7 +417,8 @@ def takes_model(command: Function) -> Function:
 
     def build(values: Values) -> Values:
         ctx: typer.Context = values.pop("ctx")
-        model, model_id = values.pop("model"), values.pop("model_id")
+        model = values.pop("model")
+        model_id = values.pop("model_id")
         source = ctx.get_parameter_source("model_id")
         require_name(model, model_id)
         if model and model_id and source is not None and source.name == "COMMANDLINE":
@@ -459,7 +460,8 @@ def model_and_others(
     """
     require_name(None, model_id)
     present = [str(value) for value in given if value is not None]
-    index, source = names.index("MODEL"), ctx.get_parameter_source("model_id")
+    index = names.index("MODEL")
+    source = ctx.get_parameter_source("model_id")
     if len(present) == len(names) and source is not None and source.name == "COMMANDLINE":
         raise ConfigError(
             f"MODEL is {present[index]!r} and --model-id {model_id!r}: give one of the two"

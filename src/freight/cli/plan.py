@@ -155,7 +155,8 @@ def _states(made: Plan) -> str:
     """
     from freight.lab.capacity import size
 
-    plain, eight = made.settings[0].spec, made.settings[-1].spec
+    plain = made.settings[0].spec
+    eight = made.settings[-1].spec
     line = f"A part of it is for states: {size(plain.bytes_per_state)} for each request"
     if plain.state_format is not None:
         line += f" in {plain.state_format}"

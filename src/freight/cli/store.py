@@ -36,7 +36,8 @@ def ls(folder: Folder, as_json: OneJson = False) -> None:
     rows = [("name space", "model and cache", "freight", "blocks", "bytes", "last used", "")]
     for one in spaces:
         used = time.strftime("%Y-%m-%d %H:%M", time.localtime(one.last_used))
-        name, version = one.decides.get("name", "?"), one.decides.get("freight", "?")
+        name = one.decides.get("name", "?")
+        version = one.decides.get("freight", "?")
         counts = f"{one.num_blocks:,}", f"{one.num_bytes:,}"
         writes = "being written" if one.writers else ""
         rows.append((one.name, name, version, *counts, used, writes))

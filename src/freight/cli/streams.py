@@ -46,7 +46,9 @@ def guard_stdout() -> None:
         by_line = False
     elif isinstance(plain, io.TextIOWrapper):
         plain.flush()
-        descriptor, encoding, errors = plain.fileno(), plain.encoding, str(plain.errors)
+        descriptor = plain.fileno()
+        encoding = plain.encoding
+        errors = str(plain.errors)
         by_line = plain.line_buffering or plain.write_through
     else:
         return  # a program that put a stream of its own there keeps it

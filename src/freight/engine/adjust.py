@@ -146,7 +146,8 @@ class SamplingRow:
 
     def _kept(self, vocab_size: int) -> NDArray[np.bool_] | None:
         """bool [vocab_size]: tokens that allowed_token_ids and bad_words leave; None: all."""
-        ids, allowed = self.params.allowed_token_ids, self._shared.allowed
+        ids = self.params.allowed_token_ids
+        allowed = self._shared.allowed
         if ids is not None and (allowed is None or allowed.size != vocab_size):
             allowed = np.zeros(vocab_size, np.bool_)
             allowed[list(ids)] = True
@@ -184,7 +185,8 @@ class _Changes:
 
     def __init__(self, row: SamplingRow, vocab_size: int, device: torch.device) -> None:
         params = row.params
-        self.device, self.vocab_size = device, vocab_size
+        self.device = device
+        self.vocab_size = vocab_size
         self._params = params
         self._bias_ids = send(list(params.logit_bias), torch.int64, device)
         self._bias = send(list(params.logit_bias.values()), torch.float32, device)
@@ -233,7 +235,8 @@ class _Changes:
                 count, end = self._counts.get(token, (0, 0))
                 if position >= end:  # not counted by an earlier call that an exception ended
                     self._counts[token] = (count + 1, position + 1)
-            presence, frequency = self._params.presence_penalty, self._params.frequency_penalty
+            presence = self._params.presence_penalty
+            frequency = self._params.frequency_penalty
             cost = [presence + frequency * self._counts[token][0] for token in fresh]
             # a token twice in `fresh` has one cost
             self._cost[ids] = send(cost, torch.float32, self.device)

@@ -78,7 +78,8 @@ def can_launch(work: Sequence[ChunkWork]) -> bool:
 
 
 def _draws_alone(work: ChunkWork) -> bool:
-    chunk, params = work.chunk, work.chunk.request.params
+    chunk = work.chunk
+    params = work.chunk.request.params
     plain = params.logprobs is None and not params.stop and not work.row.changes_logits
     return chunk.samples and chunk.num_tokens == 1 and plain and not work.scores
 

@@ -43,8 +43,11 @@ class BlockTables:
         sizes = [-(-num_rows * width // 4) * 4 for width in widths]
         starts = list(itertools.accumulate(sizes, initial=0))
         host = torch.zeros(starts[-1], dtype=torch.int32, device="cpu", pin_memory=pinned)
-        self._host, self._words = host, torch.zeros_like(host, device=device) if apart else host
-        self._apart, self._starts, self._widths = apart, starts[:-1], tuple(widths)
+        self._words = torch.zeros_like(host, device=device) if apart else host
+        self._host = host
+        self._apart = apart
+        self._starts = starts[:-1]
+        self._widths = tuple(widths)
 
         def views(buffer: Tensor) -> list[Tensor]:
             tables = zip(starts, widths, strict=False)
@@ -142,7 +145,8 @@ class BlockTables:
         self, group: int, row: int, old: tuple[int, ...], new: tuple[int, ...]
     ) -> Sequence[int]:
         """Write a row on the host, in which `old` is written; returns the entries that changed."""
-        on_host, length = self.on_host[group][row], len(old)
+        on_host = self.on_host[group][row]
+        length = len(old)
         if new[:length] == old:
             on_host[length : len(new)] = new[length:]
             return range(length, len(new))
@@ -155,7 +159,8 @@ class BlockTables:
     def _send(self, places: list[int]) -> None:
         """Copy the single entries at `places` to the device. Waits for nothing."""
         count = len(places)
-        sent, received = self._sent[: 3 * count], self._received[: 3 * count]
+        sent = self._sent[: 3 * count]
+        received = self._received[: 3 * count]
         sent[: 2 * count].view(torch.int64).numpy()[:] = places
         sent[2 * count :].numpy()[:] = self._host.numpy()[places]
         received.copy_(sent, non_blocking=True)

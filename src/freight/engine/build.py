@@ -115,8 +115,10 @@ def _lead(opened: OpenModel) -> tuple[OpenModel, Leader, Sequence[Place]]:
     """Return the model as rank 0 has it, the other ranks, which are not started yet, and the places
     of all. Raises ConfigError for a model that cannot be divided so.
     """
-    args, nodes = opened.args, numa_nodes()
-    size, nodes_of_all = args.tensor_parallel_size, args.nnodes
+    args = opened.args
+    nodes = numa_nodes()
+    size = args.tensor_parallel_size
+    nodes_of_all = args.nnodes
     if args.node_rank:
         raise ConfigError(
             f"--node-rank {args.node_rank}: an engine is on machine 0; run freight serve with this option instead"
@@ -151,12 +153,14 @@ def _start(
     led: _Led | None,
 ) -> tuple[Engine, EngineConfig]:
     """`start_engine` of rank 0, or of one rank alone (`led` None)."""
-    args, size = opened.args, opened.ranks.size
+    args = opened.args
+    size = opened.ranks.size
     here = size // args.nnodes  # ranks that share this machine's memory
     config = opened.resolve(args)
     if config.kv_cache_memory is not None:  # of all ranks together
         config = replace(config, kv_cache_memory=config.kv_cache_memory // size)
-    asked, dense = config.max_model_len, opened.model.dense_limit
+    asked = config.max_model_len
+    dense = opened.model.dense_limit
     if args.max_model_len is None and asked == dense:
         logger.info(
             "context limited to the %d tokens of index_topk, up to which attention is not sparse",
@@ -209,7 +213,8 @@ def _start(
     if config.fp8_attention:
         logger.info("attention: products in FP8")
 
-    step_tokens, caching = config.max_num_batched_tokens, config.enable_prefix_caching
+    step_tokens = config.max_num_batched_tokens
+    caching = config.enable_prefix_caching
     cache = CacheManager(spec.groups, pool.num_blocks, config.block_size, step_tokens, caching)
     store = (
         None
@@ -253,11 +258,13 @@ def _allocate(
     led: _Led | None,
 ) -> tuple[KVPool, tuple[Tensor, ...]]:
     """Return the cache of this rank, and the memory of the others' if a store has to reach it."""
-    kernels, kv = opened.kernels(config), opened.with_rank_scales(config).kv
+    kernels = opened.kernels(config)
+    kv = opened.with_rank_scales(config).kv
     given = spec, kv, num_blocks, kernels, config.device, model.rotaries
     if led is None:
         return allocate_pool(*given), ()
-    num_bytes, empty = Arena.bytes_for(spec, num_blocks), None
+    num_bytes = Arena.bytes_for(spec, num_blocks)
+    empty = None
     if config.store is not None:  # it finds the others' pages as these lie
         empty = Arena(torch.empty(num_bytes, dtype=torch.uint8, device="cpu")).empty
     pool = allocate_pool(*given, empty)
@@ -328,7 +335,8 @@ def _fit_context(
         return config
     if args.max_model_len is not None or tokens == 0:
         ranks = args.tensor_parallel_size  # the option is for all of them together
-        memory, of_token = memory * ranks, spec.bytes_per_token * ranks
+        memory = memory * ranks
+        of_token = spec.bytes_per_token * ranks
         needed = bytes_of_request(spec, config.max_model_len, step_tokens) * ranks
         raise CapacityError(
             f"a KV cache of {memory:,} byte{'s' if memory != 1 else ''} holds {tokens} tokens of "
@@ -343,7 +351,8 @@ def _weight_bytes(opened: OpenModel, config: EngineConfig) -> int:
     """Bytes that the weights occupy at least: layers' matrices in the format they are kept in, the
     rest as computed.
     """
-    model, scheme = opened.model, opened.scheme
+    model = opened.model
+    scheme = opened.scheme
     names = tensor_names(model)
     matrix = min(config.weight_format.bytes, config.compute_format.bytes)
     other = config.compute_format.bytes
@@ -387,7 +396,8 @@ def describe_cache(pool: KVPool, config: EngineConfig, ranks: int = 1) -> str:
 
     That is 16 bits where every group keeps all blocks, else groups that give no block back.
     """
-    kv, spec = config.kv, pool.spec
+    kv = config.kv
+    spec = pool.spec
     scales = f"{kv.names()['granularity']}, {kv.scale_source}" if kv.granularity else "none"
     note = f" ({kv.note})" if kv.note else ""
     of_rank = f" of each of {ranks} ranks" if ranks > 1 else ""
@@ -456,7 +466,8 @@ def _describe_states(spec: KVCacheSpec) -> str:
 
 
 def _describe_groups(pool: KVPool, config: EngineConfig) -> str:
-    spec, length = pool.spec, config.max_model_len
+    spec = pool.spec
+    length = config.max_model_len
     groups = [
         f"{_layers(len(group.layers))} {group.kind}: {count:,} blocks, {count * group.tokens_per_block:,} tokens, "
         f"{_size(count * group.bytes_per_block)}"

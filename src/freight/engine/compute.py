@@ -225,7 +225,8 @@ def _draw(logits: Tensor, work: Sequence[ChunkWork]) -> list[list[Sampled]]:
     rows = [one.row for one in work]
     outputs: list[list[int]] = [[]] * len(work)  # of those with a draft that came true
     tokens: list[list[Sampled]] = [[] for _ in work]
-    going, depth = list(range(len(work))), 0
+    going = list(range(len(work)))
+    depth = 0
     while going:
         chosen = logits if len(going) == len(logits) else logits[[firsts[i] + depth for i in going]]
         following = []
@@ -240,7 +241,8 @@ def _draw(logits: Tensor, work: Sequence[ChunkWork]) -> list[list[Sampled]]:
                 rows[i] = rows[i].fork(outputs[i])
             outputs[i].append(sampled.token_id)
             following.append(i)
-        going, depth = following, depth + 1
+        going = following
+        depth = depth + 1
     return tokens
 
 
@@ -253,7 +255,8 @@ def _redraw(
     Returns the leading ones that are drawn as stated, and the first that is not.
     """
     assert work.redraw is not None
-    answer, sampling = work.redraw.answer, work.redraw.told.row
+    answer = work.redraw.answer
+    sampling = work.redraw.told.row
     # the row before a token judges it
     before = first_row + work.redraw.num_prompt_tokens - 1 - work.chunk.start
     same: list[Sampled] = []
@@ -282,7 +285,8 @@ def _score(work: ChunkWork, rows: StepRows, first_row: int) -> ChunkResult:
     """Log-probabilities of the prompt tokens that follow the chunk's own; `first_row` of `rows` is
     its first.
     """
-    chunk, params = work.chunk, work.chunk.request.params
+    chunk = work.chunk
+    params = work.chunk.request.params
     assert work.num_scored is not None
     # Entries that are there already are skipped: the prompt is computed again after a preemption.
     target = max(work.num_scored, chunk.start + 1)

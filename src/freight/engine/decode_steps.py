@@ -71,7 +71,8 @@ class Buffers:
     def __init__(
         self, bucket: int, tables: BlockTables, groups: Sequence[BlockLayout], device: str
     ) -> None:
-        self._tables, self._groups = tables, groups
+        self._tables = tables
+        self._groups = groups
         # int32 words: token ids, positions and slots by group as int64, then lengths and first rows
         # of sequences as int32. Each begins at a multiple of 16 bytes, as what `prepare` makes:
         # Triton compiles a kernel anew for other alignments.
@@ -87,7 +88,8 @@ class Buffers:
         on_cpu = device == "cpu"
         host = torch.zeros(edges[-1], dtype=torch.int32, device="cpu", pin_memory=not on_cpu)
         words = host if on_cpu else torch.zeros(edges[-1], dtype=torch.int32, device=device)
-        self._host, self._words = host, words
+        self._host = host
+        self._words = words
 
         def views(buffer: Tensor) -> list[Tensor]:
             parts = [
@@ -111,9 +113,11 @@ class Buffers:
         """Make `batch` say what `slices` say; the rest of it is padding, of one row a sequence while
         there are rows.
         """
-        num_seqs, counts = len(slices), np.array([len(part.token_ids) for part in slices], np.int64)
+        num_seqs = len(slices)
+        counts = np.array([len(part.token_ids) for part in slices], np.int64)
         tokens = [token for part in slices for token in part.token_ids]
-        count, bucket = len(tokens), len(self._lengths)
+        count = len(tokens)
+        bucket = len(self._lengths)
         sequence = np.repeat(np.arange(num_seqs), counts)
         firsts = np.cumsum(counts) - counts  # row of the first token
         starts = np.array([part.start for part in slices], np.int64)
@@ -143,7 +147,8 @@ class DecodeSteps:
 
     def __init__(self, capture: Capture, pool: KVPool, max_model_len: int, device: str) -> None:
         self.pool = pool
-        self._capture, self._device = capture, device
+        self._capture = capture
+        self._device = device
         # what reads the lengths of a state's rows in Python would be captured with them
         slots = all(group.has_slots for group in pool.spec.groups)
         self._several_rows = capture.several_rows and slots

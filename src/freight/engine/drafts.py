@@ -79,7 +79,8 @@ class Forced:
         self._note(past)
         same = past == self._tokens[: len(past)]
         left = self._tokens[len(past) :] if same else ()
-        self._tokens, self._start = left or self._grammar.forced(output), len(output)
+        self._tokens = left or self._grammar.forced(output)
+        self._start = len(output)
         return self._tokens[:most] if self._right >= GAIN * self._all else ()
 
     def _note(self, past: tuple[int, ...]) -> None:
@@ -87,7 +88,8 @@ class Forced:
         if not past or not self._tokens:
             return
         if self._all >= MEMORY:
-            self._right, self._all = self._right / 2, self._all / 2
+            self._right = self._right / 2
+            self._all = self._all / 2
         self._right += past[0] == self._tokens[0]
         self._all += 1
 
@@ -119,7 +121,9 @@ class Drafter:
         if not self._catch_up(output):
             return ()
         drafts: list[int] = []
-        context, likely, gain = self._context, 1.0, 0.0
+        context = self._context
+        likely = 1.0
+        gain = 0.0
         while len(drafts) < most:
             rate, token = self._guess(context)
             likely *= rate
@@ -134,7 +138,8 @@ class Drafter:
         """Return (rate, token) of the likeliest guess: how often guesses of its kind were right, and
         the token; (0, 0) without a guess.
         """
-        best, token = 0.0, 0
+        best = 0.0
+        token = 0
         for table, mask, right, every in zip(
             self._tables, _MASKS, self._right, self._all, strict=True
         ):
@@ -144,12 +149,14 @@ class Drafter:
             times = entry & MOST_TIMES
             rate = right[times] / every[times]
             if rate > best:
-                best, token = rate, entry >> 3
+                best = rate
+                token = entry >> 3
         return best, token
 
     def _catch_up(self, output: Sequence[int]) -> bool:
         """Take in tokens that came since the last call; False if some are left."""
-        prompt, predicted = len(self._prompt), len(self._predicted)
+        prompt = len(self._prompt)
+        predicted = len(self._predicted)
         end = prompt + predicted + len(output)
         for index in range(self._num_taken, min(end, self._num_taken + AT_ONCE)):
             if index < prompt:
@@ -165,22 +172,27 @@ class Drafter:
 
     def _go_back(self) -> None:
         """Stand behind the prompt again, now that `predicted` is taken in."""
-        self._context, self._length = 0, len(self._prompt)
+        self._context = 0
+        self._length = len(self._prompt)
         for token in self._prompt[-LENGTHS[-1] :]:
             self._context = (self._context << _BITS) | token
 
     def _take(self, token: int) -> None:
-        context, new = self._context, token << 3
+        context = self._context
+        new = token << 3
         for kind, length in enumerate(LENGTHS):
             if length > self._length:
                 break
-            table, key = self._tables[kind], context & _MASKS[kind]
+            table = self._tables[kind]
+            key = context & _MASKS[kind]
             entry = table.get(key)
             if entry is None:
                 table[key] = new
                 continue
-            times, is_right = entry & MOST_TIMES, entry >> 3 == token
-            right, every = self._right[kind], self._all[kind]
+            times = entry & MOST_TIMES
+            is_right = entry >> 3 == token
+            right = self._right[kind]
+            every = self._all[kind]
             if every[times] >= MEMORY:
                 every[times] /= 2
                 right[times] /= 2

@@ -119,7 +119,8 @@ class Engine:
         self._repeatable = repeatable
         # the errors of steps that were computed alone, since one was lost
         self._logged: set[str] = set()
-        self._pace, self._store = pace, store
+        self._pace = pace
+        self._store = store
         self._ahead: Launched | None = None  # the step after the one that was applied last
         # when the pool's counters were read, NaNs, clipped values
         self._stored: tuple[float, int, int] | None = None
@@ -169,7 +170,8 @@ class Engine:
         self._queue(self._new_group(request_id, prompt, params))
 
     def _queue(self, group: Group) -> None:
-        timeout, request_id = group.params.timeout_s, group.request_id
+        timeout = group.params.timeout_s
+        request_id = group.request_id
         deadline = None if timeout is None else self._clock() + timeout
         self._dirty = True
         self._num_added += 1
@@ -241,7 +243,8 @@ class Engine:
         started = self._clock() if self._is_timed else 0.0
         self._dirty = True
         expired = self._expire()
-        launched, self._ahead = self._ahead, None
+        launched = self._ahead
+        self._ahead = None
         launched = launched if launched is not None and launched.is_wanted else None
         step = self._schedule() if launched is None else launched.step
         if step.admitted:
@@ -563,7 +566,8 @@ class Engine:
         """End the requests whose deadline has passed; returns what ended by it."""
         if not self._deadlines:
             return []
-        now, ended = self._clock(), []
+        now = self._clock()
+        ended = []
         for name, deadline in list(self._deadlines.items()):
             if now >= deadline:
                 group = self._groups[name]
@@ -586,7 +590,8 @@ class Engine:
     def _apply(self, step: Step, results: Sequence[ChunkResult]) -> list[One]:
         """Take in what was computed; returns the completions that advanced or ended."""
         tokens: dict[str, list[int]] = {}
-        advanced, computed = [], []
+        advanced = []
+        computed = []
         for chunk, result in zip(step.chunks, results, strict=True):
             request_id = chunk.request.request_id
             one = group, completion = self._completions[request_id]

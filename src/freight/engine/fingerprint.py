@@ -26,7 +26,8 @@ from freight.model.open import OpenModel
 from freight.operands.tiles import STATE_TILE
 from freight.settings.engine import EngineConfig
 
-_SAMPLES, _SAMPLE = 64, 1 << 16  # of each file of weights: how many, and their bytes
+_SAMPLES = 64  # of each file of weights: how many, and their bytes
+_SAMPLE = 1 << 16
 _HEADER = 1 << 20
 
 

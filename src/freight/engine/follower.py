@@ -128,7 +128,9 @@ def _open(
     start: Start, connection: socket.socket, files: Sequence[int]
 ) -> tuple[OpenModel, Transport]:
     """Open the model as rank 0 has it."""
-    rank, size, processors = start.rank, start.size, start.processors
+    rank = start.rank
+    size = start.size
+    processors = start.processors
     place = Place(None if processors is None else frozenset(processors), start.cores)
     place.take()
     if processors is not None and "OMP_NUM_THREADS" not in os.environ:
@@ -143,7 +145,8 @@ def _open(
 
 def _transport(start: Start, connection: socket.socket, files: Sequence[int]) -> Transport:
     """Return the way to the other ranks."""
-    rank, size = start.rank, start.size
+    rank = start.rank
+    size = start.size
     if start.store is None:
         return SharedMemory(passed_files(size, rank, files), rank, start.timeout)
     from freight.parallel.distributed import Distributed, reach_store
@@ -163,7 +166,8 @@ def _runner(
     pages: int | None,
 ) -> ModelRunner:
     """Allocate this rank's part of the cache, in the memory `pages` if rank 0 maps it as well."""
-    kernels, kv = opened.kernels(config), opened.with_rank_scales(config).kv
+    kernels = opened.kernels(config)
+    kv = opened.with_rank_scales(config).kv
     empty = None
     if pages is not None:
         empty = Arena(mapped(pages, Arena.bytes_for(spec, tuple(num_blocks)))).empty
@@ -174,7 +178,8 @@ def _runner(
 
 def _serve(connection: socket.socket, runner: ModelRunner, memory: Transport) -> int:
     """Compute what rank 0 tells, until it says STOP; return the exit status."""
-    reader, failed = StepReader(), ""
+    reader = StepReader()
+    failed = ""
     rows: StepRows | None = None
     while True:
         kind, data = messages.receive(connection)

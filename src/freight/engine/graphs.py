@@ -39,7 +39,8 @@ class CudaGraphs:
 
     def __init__(self, model: Decoder, pool: KVPool, max_num_seqs: int) -> None:
         self.max_num_seqs = max_num_seqs
-        self._model, self._pool = model, pool
+        self._model = model
+        self._pool = pool
         self._first: torch.cuda.CUDAGraph | None = None  # all later graphs share its memory
 
     def bucket_of(self, num_seqs: int) -> int:
@@ -48,7 +49,8 @@ class CudaGraphs:
     def capture(self, batch: ForwardBatch) -> Replay:
         # First run the step uncaptured, on another stream: kernels are compiled then, and libraries
         # allocate their memory outside of the graph.
-        main, warm_up = torch.cuda.current_stream(), torch.cuda.Stream()
+        main = torch.cuda.current_stream()
+        warm_up = torch.cuda.Stream()
         warm_up.wait_stream(main)
         with torch.cuda.stream(warm_up):
             self._model.forward(batch, self._pool.layers)

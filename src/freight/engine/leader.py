@@ -207,7 +207,8 @@ class Leader:
         else:
             self.memory, self._store = _distributed(meeting, size, timeout)
         self._here = size // nodes  # ranks of this machine
-        self.size, self._timeout = size, timeout
+        self.size = size
+        self._timeout = timeout
         self.on_lost: Callable[[], None] = lambda: None  # called by another thread
         self._writer = StepWriter()
         self._torn = False  # the ranks have to leave a step

@@ -106,7 +106,8 @@ class Loop:
                     return False
 
     def _add(self, command: Add) -> None:
-        engine, params = self._engine, command.params
+        engine = self._engine
+        params = command.params
         if known := engine.report():  # its prompt may take a long step
             self._tell(known)
         try:
@@ -126,7 +127,8 @@ class Loop:
             self._accepted = []
 
     def _step(self) -> None:
-        started, computed = self._clock(), self._engine.num_computed_tokens
+        started = self._clock()
+        computed = self._engine.num_computed_tokens
         deltas = self._engine.step(self._quiet_until)
         if num_tokens := self._engine.num_computed_tokens - computed:  # none: it waited for a store
             self._steps.append((self._clock() - started, num_tokens))
@@ -145,7 +147,8 @@ class Loop:
 
     def _report(self) -> None:
         """Stats twice a second, and once more when the engine becomes idle."""
-        now, idle = self._clock(), not self._engine.has_unfinished
+        now = self._clock()
+        idle = not self._engine.has_unfinished
         if now >= self._next_stats or (idle and not self._is_idle):
             self._reported = self._engine.stats()
             self._emit(self._reported)

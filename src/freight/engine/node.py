@@ -47,7 +47,8 @@ def join_rank_0(args: EngineArgs, random_shape: str | None, again: bool = False)
 
 def _compute(args: EngineArgs, random_shape: str | None) -> int:
     """Come to rank 0 with all ranks of this machine, and compute for it until it ends."""
-    here, node = args.tensor_parallel_size // args.nnodes, args.node_rank
+    here = args.tensor_parallel_size // args.nnodes
+    node = args.node_rank
     where = f"{args.master_addr}:{args.master_port}"
     each = places(here, args.rank_cpus, numa_nodes(), usable_cores())
     logger.info("node %d waits for rank 0 at %s", node, where)

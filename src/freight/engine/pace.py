@@ -50,7 +50,8 @@ class Pace:
         """
         assert seconds > 0
         assert most > 0
-        self._seconds, self._most = seconds, most
+        self._seconds = seconds
+        self._most = most
         self.base = 0.0  # seconds; 0: not measured yet
         self.per_token = 0.0  # seconds; 0: not measured yet
 

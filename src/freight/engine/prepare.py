@@ -59,7 +59,8 @@ def prepare(
     cache.
     """
     tokens: list[int] = []
-    positions, rows = [], []
+    positions = []
+    rows = []
     starts = np.zeros(len(slices) + 1, np.int32)
     for i, part in enumerate(slices):
         count = len(part.token_ids)
@@ -70,7 +71,8 @@ def prepare(
     lengths = np.array([s.start + len(s.token_ids) for s in slices], np.int32)
     position = np.concatenate(positions)
     sequence = np.repeat(np.arange(len(slices)), [len(part.token_ids) for part in slices])
-    tables, slots = [], []
+    tables = []
+    slots = []
     for group, ids in zip(groups, zip(*(s.block_ids for s in slices), strict=True), strict=True):
         table = np.zeros((len(slices), max(map(len, ids))), np.int32)
         for i, blocks in enumerate(ids):

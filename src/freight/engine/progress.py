@@ -70,7 +70,8 @@ class Completion:
         """
         if self.detokenizer is None:
             return None
-        request, tokens = self.request, self.request.output_token_ids
+        request = self.request
+        tokens = self.request.output_token_ids
         self._pieces.append(
             self.detokenizer.append(tokens[self._num_read : len(tokens) - self._ended_by_stop_id])
         )
@@ -114,7 +115,8 @@ class Completion:
     def _split(self) -> str:
         """Return all text so far; kept as two pieces, the one that deltas had and the rest."""
         text = "".join(self._pieces)
-        self._pieces, self._sent_pieces = [text[: self._sent_chars], text[self._sent_chars :]], 1
+        self._pieces = [text[: self._sent_chars], text[self._sent_chars :]]
+        self._sent_pieces = 1
         return text
 
     @property
@@ -129,7 +131,8 @@ class Completion:
 
     def delta(self) -> CompletionDelta:
         """Return what is new since the last call."""
-        request, first = self.request, self._sent_tokens
+        request = self.request
+        first = self._sent_tokens
         reason, stop = self._ending
         delta = CompletionDelta(
             index=request.index,

@@ -46,7 +46,8 @@ class CpuRecordings:
         self, model: Decoder, pool: KVPool, kernels: CpuKernels, max_num_seqs: int
     ) -> None:
         self.max_num_seqs = min(max_num_seqs, MAX_NUM_SEQS)
-        self.model, self.pool = model, pool
+        self.model = model
+        self.pool = pool
         self.arena = Arena(self.max_num_seqs)
         self.obstacle = ""  # why this model is not recorded
         self._kernels = kernels
@@ -74,7 +75,8 @@ class CpuStep:
     """One step over `batch`, recorded when it first runs, and again for another number of threads."""
 
     def __init__(self, owner: CpuRecordings, batch: ForwardBatch) -> None:
-        self._owner, self._batch = owner, batch
+        self._owner = owner
+        self._batch = batch
         self._recordings: dict[int, Recording] = {}
 
     def __call__(self) -> Tensor:

@@ -61,7 +61,8 @@ class Redraw(Completion):
         completion = self.told
         request = completion.request
         if request.num_tokens >= request.token_limit:  # max_tokens is 0: the prompt was all
-            request.finish_reason, request.state = FinishReason.LENGTH, RequestState.FINISHED
+            request.finish_reason = FinishReason.LENGTH
+            request.state = RequestState.FINISHED
         for sampled in self.drawn:
             if request.is_finished:
                 return
@@ -73,7 +74,8 @@ class Redraw(Completion):
                 request.state = RequestState.FINISHED
             stop = completion.advance()
             if stop is not None and not request.is_finished:
-                request.finish_reason, request.stop_reason = FinishReason.STOP, stop
+                request.finish_reason = FinishReason.STOP
+                request.stop_reason = stop
                 request.state = RequestState.FINISHED
         if not request.is_finished:
             completion.flush()

@@ -126,7 +126,8 @@ class Request:
         A stop id ends it once min_tokens are generated, and a complete text of its grammar at any
         time. Both win over a limit that the same token reached.
         """
-        params, token = self.params, self.output_token_ids[-1]
+        params = self.params
+        token = self.output_token_ids[-1]
         if token in self.stop_token_ids and len(self.output_token_ids) >= params.min_tokens:
             return FinishReason.STOP, token if token in self.named_stop_ids else None
         if self.grammar is not None and self.grammar.ended(self.output_token_ids):

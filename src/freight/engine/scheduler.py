@@ -83,10 +83,13 @@ class Scheduler:
         (`drafts_beside`). `store`: what `cache` has below it.
         """
         assert min(max_num_seqs, max_num_batched_tokens, max_model_len) > 0
-        self._cache, self._store = cache, store
-        self._block_size, self._caching = cache.block_size, cache.enable_prefix_caching
+        self._cache = cache
+        self._store = store
+        self._block_size = cache.block_size
+        self._caching = cache.enable_prefix_caching
         self._gives_back = cache.gives_back
-        self._max_num_seqs, self._max_model_len = max_num_seqs, max_model_len
+        self._max_num_seqs = max_num_seqs
+        self._max_model_len = max_model_len
         self._max_num_batched_tokens = max_num_batched_tokens
         self.most_drafts = most_drafts
         self._drafted: list[Request] = []  # those that had drafts in the last step
@@ -172,7 +175,8 @@ class Scheduler:
             return self._schedule_alone(suspect)
         chunks: list[ScheduledChunk] = []
         preempted: list[Request] = []
-        running, budget = self._running, self._max_num_batched_tokens
+        running = self._running
+        budget = self._max_num_batched_tokens
         budget = min(budget, max(max_tokens or budget, len(running)))
         for position, request in enumerate(running):  # preemption shortens it from the end
             reserved = len(running) - position - 1
@@ -221,7 +225,8 @@ class Scheduler:
         and tokens behind the one that ended a request are dropped. Requests that ended since the
         step was scheduled are left alone.
         """
-        advanced, num_drawn = [], 0
+        advanced = []
+        num_drawn = 0
         for chunk in step.chunks:
             chunk.request.num_drafted += len(chunk.drafts)
             self.totals.drafted += len(chunk.drafts)
@@ -365,7 +370,8 @@ class Scheduler:
 
     def _drafts_of(self, chunk: ScheduledChunk, most: int) -> tuple[int, ...]:
         """Return up to `most` drafts behind a chunk, and take the blocks for them."""
-        request, known = chunk.request, chunk.start + 1
+        request = chunk.request
+        known = chunk.start + 1
         if request.drafter is None or not chunk.samples or not request.output_token_ids:
             return ()
         # each draft that comes true is followed by a token that is drawn
@@ -403,7 +409,8 @@ class Scheduler:
         budget.
         """
         preempted: list[Request] = []
-        budget, start = self._max_num_batched_tokens, request.num_computed_tokens
+        budget = self._max_num_batched_tokens
+        start = request.num_computed_tokens
         if request.state is RequestState.RUNNING:
             count = min(request.num_tokens - start, budget)
             grown = self._grow(request, start, start + count, preempted)
@@ -441,8 +448,10 @@ class Scheduler:
         victim = self._running.pop()
         self._cache.release(victim.held)
         self._offer(victim, victim.held)
-        victim.held, victim.state = NOTHING, RequestState.WAITING
-        victim.num_computed_tokens, victim.num_preemptions = 0, victim.num_preemptions + 1
+        victim.held = NOTHING
+        victim.state = RequestState.WAITING
+        victim.num_computed_tokens = 0
+        victim.num_preemptions = victim.num_preemptions + 1
         victim.asked_store = False
         self.totals.preemptions += 1
         insort(self._waiting, victim, key=_arrival)
@@ -452,7 +461,8 @@ class Scheduler:
         """Append a first chunk for each waiting request that budget, max_num_seqs and blocks admit,
         in order.
         """
-        position, is_coming = 0, False
+        position = 0
+        is_coming = False
         while (
             position < len(self._waiting) and budget > 0 and len(self._running) < self._max_num_seqs
         ):
@@ -492,7 +502,8 @@ class Scheduler:
         assert grown is not None, (
             f"request {request.request_id} was admitted without blocks for its first chunk"
         )
-        request.held, request.num_computed_tokens = grown, start
+        request.held = grown
+        request.num_computed_tokens = start
         if request.num_preemptions == 0:
             request.num_cached_tokens = start
         request.state = RequestState.RUNNING
@@ -531,7 +542,8 @@ class Scheduler:
         """Return whether blocks of this request come from the store, or will. What came is
         indexed.
         """
-        store, name = self._store, request.request_id
+        store = self._store
+        name = request.request_id
         if store is None or request.asked_store:
             return False
         if store.is_coming(name):
@@ -541,7 +553,8 @@ class Scheduler:
             request.asked_store = True
         elif self._takes_hits(request):
             sought = Sought(self._hit_keys(request), request.tokens, request.num_tokens)
-            salted, reserve = request.params.cache_salt is not None, len(self._running)
+            salted = request.params.cache_salt is not None
+            reserve = len(self._running)
             return store.begin(name, sought, salted, reserve)
         return False
 
@@ -584,7 +597,8 @@ class Scheduler:
 
     def _register_full_blocks(self, request: Request, previously_computed: int) -> None:
         """Index the blocks that became full since `previously_computed` tokens were computed."""
-        size, computed = self._block_size, request.num_computed_tokens
+        size = self._block_size
+        computed = request.num_computed_tokens
         if previously_computed // size < computed // size and self._caching:
             self._extend_keys(request, computed // size)
             self._cache.register(request.held, request.block_keys, previously_computed, computed)

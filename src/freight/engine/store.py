@@ -131,7 +131,8 @@ def what_decides(
     """Return all that decides the bytes of a page, by what it is, but the weights. `name` is for
     people.
     """
-    kv, model = config.kv, opened.model.for_context(config.max_model_len)
+    kv = config.kv
+    model = opened.model.for_context(config.max_model_len)
     build = b""
     if isinstance(kernels, CpuKernels):
         build = path_of(kernels.library.build).read_bytes()

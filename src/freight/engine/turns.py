@@ -25,7 +25,8 @@ from freight.errors import RequestError
 
 T = TypeVar("T")
 
-_SHORTEST_PAUSE, _LONGEST_PAUSE = 5e-5, 2e-3  # seconds between two looks of a thread that waits
+_SHORTEST_PAUSE = 5e-5  # seconds between two looks of a thread that waits
+_LONGEST_PAUSE = 2e-3
 
 
 class Turns:

@@ -213,7 +213,8 @@ def _entries_differ(
         for one in sorted(both, key=lambda one: one != token)
         if stated.get(one) != found.get(one)
     )
-    given, own = stated.get(other), found.get(other)
+    given = stated.get(other)
+    own = found.get(other)
     if other == token:
         return logprob_differs(index, position, token, _value(given), _value(own))
     return Verification(

@@ -26,7 +26,8 @@ def cache_watched(engine: Engine) -> Iterator[None]:
         yield
     finally:
         nans_after, clipped_after = pool.counters()
-        nans, clipped = nans_after - nans_before, clipped_after - clipped_before
+        nans = nans_after - nans_before
+        clipped = clipped_after - clipped_before
         stored = (engine.num_computed_tokens - tokens_before) * pool.values_per_token
         if nans:
             logger.warning(

@@ -29,7 +29,8 @@ _MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 def scales_out_of_range(scales: Tensor) -> Tensor:
     """Return the scales that kernels do not take, in float32: NaN, and those beyond `_SCALES`."""
     values = scales.float()
-    magnitude, (least, most) = values.abs(), _SCALES
+    magnitude = values.abs()
+    (least, most) = _SCALES
     return values[~((magnitude == 0) | ((magnitude >= least) & (magnitude <= most)))]
 
 
@@ -59,7 +60,9 @@ def _round_int4(weight: Tensor, size: int, scale_dtype: torch.dtype) -> tuple[Te
         rounded = (groups / scale).round_().clamp_(-8, 7)
         error = (rounded * scale - groups).square_().sum(-1, keepdim=True)
         if not len(best):
-            best, codes, scales = error, rounded, scale
+            best = error
+            codes = rounded
+            scales = scale
             continue
         better = error < best
         best = torch.where(better, error, best)

@@ -22,7 +22,8 @@ from torch import Tensor
 from freight.fp8.cast import E8M0, convert_e4m3, encode, torch_dtype
 from freight.fp8.formats import Format
 
-CODES, SCALES = torch.float4_e2m1fn_x2, E8M0  # of a Weight: [rows, inputs / 2], [rows, inputs / 32]
+CODES = torch.float4_e2m1fn_x2  # of a Weight: [rows, inputs / 2], [rows, inputs / 32]
+SCALES = E8M0
 GROUP = 32  # inputs that share a scale
 BIAS = 127  # bias of a scale's exponent
 NAN = 255  # byte of the scale that is NaN
@@ -30,7 +31,8 @@ VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of the codes 0 to 7; 8 to 1
 SIGNED = (*VALUES, *(-value for value in VALUES))  # of the codes 0 to 15
 # scales with which every nonzero value, and also 0.25, is a normal bfloat16
 _NORMAL = range(3, 253)
-_LEAST, _MOST = -8, 6  # range of k for which all values times 2 ** k are E4M3
+_LEAST = -8  # range of k for which all values times 2 ** k are E4M3
+_MOST = 6
 SPAN = _MOST - _LEAST
 _MAGNITUDES = 0x7777777777777777  # mask of the magnitudes of sixteen codes
 
@@ -40,7 +42,9 @@ def exact_rows(blocks: Tensor, scales: Tensor) -> Tensor:
 
     blocks: uint8 [.., groups, 16]; scales: uint8 [.., groups].
     """
-    shape, blocks, scales = scales.shape[:-1], blocks.flatten(0, -3), scales.flatten(0, -2)
+    shape = scales.shape[:-1]
+    blocks = blocks.flatten(0, -3)
+    scales = scales.flatten(0, -2)
     exact = scales.amax(-1).int() - scales.amin(-1) <= SPAN
     rest = (~exact).nonzero()[:, 0]  # some of these only because of groups of zeros
     if len(rest):
@@ -54,7 +58,8 @@ def finite(blocks: Tensor, scales: Tensor) -> bool:
     large = scales >= 2 * BIAS - 1
     if not large.any():
         return True
-    scales, magnitude = scales[large].int()[:, None], blocks[large] & 0x77
+    scales = scales[large].int()[:, None]
+    magnitude = blocks[large] & 0x77
     value = torch.maximum(magnitude & 7, magnitude >> 4)
     # exponent of the largest power of two in the value
     power = torch.where(value >= 6, 2, torch.where(value >= 4, 1, 0))

@@ -120,7 +120,8 @@ def regroup(scale: Tensor, block: tuple[int, int], shape: Sequence[int]) -> Tens
 
     scale: float32 [ceil(rows / block[0]), ceil(columns / block[1])] of a matrix of `shape`.
     """
-    (tall, wide), (rows, columns) = block, shape
+    (tall, wide) = block
+    (rows, columns) = shape
     if tall % BLOCK == 0 and wide % BLOCK == 0:
         across = scale.repeat_interleave(tall // BLOCK, 0).repeat_interleave(wide // BLOCK, 1)
         return across[: -(-rows // BLOCK), : -(-columns // BLOCK)].contiguous()

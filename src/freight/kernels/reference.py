@@ -237,7 +237,8 @@ def gated(
     """Return activation(gate) * up of a merged [rows, 2 * intermediate_size], gate first."""
     gate, up = gate_up.float().chunk(2, dim=-1)
     if activation.function is GatedFunction.CLAMPED_SWIGLU:  # 7 and 1.702 are those of gpt-oss
-        gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+        gate = gate.clamp(max=7.0)
+        up = up.clamp(-7.0, 7.0)
         return (gate / (1.0 + torch.exp(-1.702 * gate)) * (up + 1.0)).to(gate_up.dtype)
     if activation.function is GatedFunction.GELU_TANH:
         value = F.gelu(gate, approximate="tanh")
@@ -255,7 +256,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """
     half = cos.shape[1]
     first, second, rest = x.float().tensor_split((half, 2 * half), dim=-1)
-    cos, sin = cos[:, None], sin[:, None]
+    cos = cos[:, None]
+    sin = sin[:, None]
     return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1).to(
         x.dtype
     )
@@ -278,14 +280,19 @@ def split_heads(qkv: Tensor, rotary: Rotary, pages: KVPages) -> tuple[Tensor, Te
     qkv: [rows, num_heads * k_dim + num_kv_heads * (k_dim + v_dim)], the heads of q, then of k, then
     of v.
     """
-    num_kv_heads, k_dim, v_dim = pages.k.shape[2], pages.k_dim, pages.v.shape[3]
-    k_size, v_size = num_kv_heads * k_dim, 0 if pages.v_in_k else num_kv_heads * v_dim
+    num_kv_heads = pages.k.shape[2]
+    k_dim = pages.k_dim
+    v_dim = pages.v.shape[3]
+    k_size = num_kv_heads * k_dim
+    v_size = 0 if pages.v_in_k else num_kv_heads * v_dim
     q, k, v = qkv.split((qkv.shape[1] - k_size - v_size, k_size, v_size), 1)
-    q, k = q.unflatten(1, (-1, k_dim)), k.unflatten(1, (-1, k_dim))
+    q = q.unflatten(1, (-1, k_dim))
+    k = k.unflatten(1, (-1, k_dim))
     v = v.unflatten(1, (-1, v_dim))
     if rotary.norms is not None:
         q_norm, k_norm = rotary.norms
-        q, k = rms_norm(q, q_norm, rotary.eps), rms_norm(k, k_norm, rotary.eps)
+        q = rms_norm(q, q_norm, rotary.eps)
+        k = rms_norm(k, k_norm, rotary.eps)
     if pages.k_center is not None:
         k = (k.float() - pages.k_center.b).to(k.dtype)
     return q, k, v
@@ -404,9 +411,11 @@ def attention(
     a context shorter than its queries: a row before the first key would have no key to attend to.
     """
     out = q.new_empty(*q.shape[:2], pages.v.shape[3])
-    starts, lengths = sequences.query_starts.tolist(), sequences.context_lens.tolist()
+    starts = sequences.query_starts.tolist()
+    lengths = sequences.context_lens.tolist()
     for seq, length in enumerate(lengths):
-        begin, end = starts[seq], starts[seq + 1]
+        begin = starts[seq]
+        end = starts[seq + 1]
         if length < end - begin:
             raise KernelError(
                 "a sequence has more queries than keys: its context must include the tokens of this step; "

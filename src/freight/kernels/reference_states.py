@@ -37,11 +37,13 @@ def convolve(
     sequences: Sequences,
 ) -> Tensor:
     """Compute `KernelSet.convolve`."""
-    columns, width = states.parts["columns"], weight.shape[1]
+    columns = states.parts["columns"]
+    width = weight.shape[1]
     kept = width - 1  # position p lies at p % kept
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     for stretch in states.stretches(sequences):
-        inputs, first = x[stretch.rows], stretch.position
+        inputs = x[stretch.rows]
+        first = stretch.position
         before = inputs.new_zeros(kept, inputs.shape[1])
         for i in range(max(0, kept - first), kept):
             before[i] = columns[stretch.source, (first - kept + i) % kept]
@@ -68,9 +70,11 @@ def decays(
     bound: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute `KernelSet.decays` in float64, so that no value depends on its neighbours."""
-    x, rate = a.double() + dt_bias.double(), torch.exp(a_log.double())
+    x = a.double() + dt_bias.double()
+    rate = torch.exp(a_log.double())
     if len(dt_bias) != len(a_log):
-        x, rate = x.unflatten(1, (len(a_log), -1)), rate[:, None]
+        x = x.unflatten(1, (len(a_log), -1))
+        rate = rate[:, None]
     dt = F.softplus(x).clamp(*limits)
     log_decay = -rate * dt if bound is None else bound * torch.sigmoid(rate * x)
     beta = dt if b is None else torch.sigmoid(b.double())
@@ -87,7 +91,8 @@ def gated_norm(
     consumer: PackedWeight | None = None,
 ) -> Tensor:
     """Compute `KernelSet.gated_norm`."""
-    weights, factor = weight.view(-1, group), _silu(gate)
+    weights = weight.view(-1, group)
+    factor = _silu(gate)
     if norm_first:
         normed = rms_norm(x.unflatten(1, (-1, group)), weights, eps).flatten(1)
         return (normed.float() * factor).to(x.dtype)
@@ -118,13 +123,15 @@ def recurrence(
     queries = q.unflatten(1, (key_heads, k_dim)).float()
     keys = k.unflatten(1, (key_heads, k_dim)).float()
     if norm:
-        queries, keys = _unit(queries) * k_dim**-0.5, _unit(keys)
+        queries = _unit(queries) * k_dim**-0.5
+        keys = _unit(keys)
     keys = keys.to(v.dtype)
     values = v.unflatten(1, (heads, v_dim)).float()
     out = torch.empty(len(v), heads, v_dim, dtype=v.dtype, device=v.device)
     for part in _tiles(states.stretches(sequences)):
         _open_tile(states, part)
-        rows, tile = part.rows, _Tile(states, part, keys[part.rows], log_decay[part.rows])
+        rows = part.rows
+        tile = _Tile(states, part, keys[part.rows], log_decay[part.rows])
         results = tile.rows(queries[rows], values[rows], beta[rows], delta)
         if skip is not None:
             results = results + skip[:, None] * values[rows]
@@ -140,11 +147,15 @@ def _unit(x: Tensor) -> Tensor:
 def _tiles(stretches: Iterator[Stretch]) -> Iterator[Stretch]:
     """Cut each stretch where tiles begin; only its first part reads the stretch's source."""
     for stretch in stretches:
-        row, position, source = stretch.rows.start, stretch.position, stretch.source
+        row = stretch.rows.start
+        position = stretch.position
+        source = stretch.source
         while row < stretch.rows.stop:
             count = min(STATE_TILE - position % STATE_TILE, stretch.rows.stop - row)
             yield Stretch(slice(row, row + count), position, source, stretch.target)
-            row, position, source = row + count, position + count, stretch.target
+            row = row + count
+            position = position + count
+            source = stretch.target
 
 
 def _open_tile(states: States, part: Stretch) -> None:
@@ -152,7 +163,8 @@ def _open_tile(states: States, part: Stretch) -> None:
     if part.position % STATE_TILE:
         assert part.source == part.target, "blocks begin where tiles do"
         return
-    stored, target = states.parts["state"], part.target
+    stored = states.parts["state"]
+    target = part.target
     if part.source is None:
         advanced = torch.zeros(stored.shape[1:], dtype=torch.float32, device=stored.device)
     else:
@@ -179,7 +191,8 @@ def _by_channel(decay: Tensor) -> Tensor:
 def _advanced(states: States, block: int) -> Tensor:
     """Return S after all rows of a full tile, [heads, k_dim, v_dim] float32."""
     parts = states.parts
-    k, u = parts["k"][block].float(), parts["u"][block].float()
+    k = parts["k"][block].float()
+    u = parts["u"][block].float()
     decay = _by_channel(parts["decay"][block].float())
     state = _state(states, block) * torch.exp(decay[-1])[..., None]
     k = k.repeat_interleave(u.shape[1] // k.shape[1], 1) * torch.exp(decay[-1] - decay)
@@ -200,7 +213,8 @@ class _Tile:
         keys: [rows, key_heads, k_dim] in the compute dtype; log_decay: [rows, heads], or [rows,
         heads, k_dim] with a decay of each channel
         """
-        kept_k, decay = states.parts["k"][part.target], states.parts["decay"][part.target]
+        kept_k = states.parts["k"][part.target]
+        decay = states.parts["decay"][part.target]
         self.kept_u = states.parts["u"][part.target]
         self.begin = part.position % STATE_TILE
         self.end = self.begin + len(keys)
@@ -223,7 +237,8 @@ class _Tile:
         q = torch.zeros_like(self.k)
         q[self.begin : self.end] = queries.repeat_interleave(heads // queries.shape[1], 1)
         factor = torch.exp(self.decay)
-        k_state, q_state = self._product(self.k * factor), self._product(q * factor)
+        k_state = self._product(self.k * factor)
+        q_state = self._product(q * factor)
         out = torch.empty_like(values)
         for i, row in enumerate(range(self.begin, self.end)):
             keys = self.k[: row + 1] * torch.exp(self.decay[row] - self.decay[: row + 1])

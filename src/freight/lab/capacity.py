@@ -188,9 +188,11 @@ def make_plan(
     model = _read(config, stored, ignore_keys)
     scheme = read_scheme(config, hf_quant_config)
     context = _check(wish, model)
-    compute, source = model.checkpoint_format, model.dtype_source
+    compute = model.checkpoint_format
+    source = model.dtype_source
     if wish.dtype != "auto":
-        compute, source = DTYPES[wish.dtype], DtypeSource.OPTION
+        compute = DTYPES[wish.dtype]
+        source = DtypeSource.OPTION
     settings = tuple(_settings(model, scheme, compute, wish, context))
     if all(setting.cache_bytes == 0 for setting in settings):
         least = min(settings, key=lambda one: one.loaded.total)
@@ -253,7 +255,8 @@ def _settings(
         for kv, flags in caches:
             formats = name, kv, (*options, *flags)
             sizes = EngineArgs.block_size, compute, wish.state_every, context, wish.ranks
-            spec, whole = cache_spec(kv, model, *sizes), cache_spec(kv, model, *sizes[:-1])
+            spec = cache_spec(kv, model, *sizes)
+            whole = cache_spec(kv, model, *sizes[:-1])
             step = step_tokens(wish.device, model)
             yield _setting(formats, loaded, spec, stored_tokens(whole), wish, context, step)
 
@@ -267,7 +270,8 @@ def _forms(model: ModelConfig, scheme: Scheme, compute: Format, device: str) -> 
     for INT8: with a number more for each row than FP8, it is there to be seen and never the choice.
     Raises ConfigError for weights that the device does not compute with.
     """
-    fp8, named = Format.E4M3FN, f"--device {device}"
+    fp8 = Format.E4M3FN
+    named = f"--device {device}"
     check_stored_weights(model, scheme)
     if device != "cpu" and scheme.four_bits - {Packing.MXFP4}:
         raise no_four_bit_weights(named)
@@ -330,11 +334,13 @@ def _formats(compute: Format, scheme: Scheme, device: str, groups: bool) -> Iter
         )
     if device == "cpu":
         yield KVCacheConfig(Format.INT8, measured[0][0], ScaleSource.DYNAMIC, None), (dtype, "int8")
-    source, scales = ScaleSource.CALIBRATED, "checkpoint"
+    source = ScaleSource.CALIBRATED
+    scales = "checkpoint"
     if scheme.kv_static:
         source = ScaleSource.CHECKPOINT
     elif scheme.is_final:  # `freight quantize` does not take it
-        source, scales = ScaleSource.FILE, "scales.json"
+        source = ScaleSource.FILE
+        scales = "scales.json"
     yield KVCacheConfig(e4m3, static, source, None), (dtype, "fp8", "--kv-scales", scales)
     yield (
         KVCacheConfig(Format.E5M2, static, ScaleSource.UNIT, None),
@@ -355,7 +361,8 @@ def _setting(
     left = max(0, wish.memory // wish.ranks - loaded.total)
     cache = int(left * share)
     longest = min(context, longest_request(spec, cache, context, step))
-    requests, tokens = 0, longest
+    requests = 0
+    tokens = longest
     num_blocks: tuple[int, ...] = ()
     if longest == context:
         requests = requests_in(spec, cache, context, step)
@@ -395,7 +402,9 @@ def longest_of(plan: Plan, setting: Setting) -> int:
     """Return tokens of the longest context of which the wished number of requests fits at once, in
     whole blocks.
     """
-    step, block, requests = setting.step_tokens, setting.spec.block_size, plan.wish.num_requests
+    step = setting.step_tokens
+    block = setting.spec.block_size
+    requests = plan.wish.num_requests
     lengths = range(block, plan.context + 1, block)
     return block * bisect_right(
         lengths,

@@ -19,7 +19,8 @@ def tensor_names(config: ModelConfig) -> TensorNames:
     """Return the names of this model's tensors, and patterns of those that are not read."""
     if config.foreign is not None:
         return TensorNames(embedding=config.foreign.embedding, head=config.foreign.head)
-    names, (body, head) = ARCHITECTURES[config.architecture], config.prefixes
+    names = ARCHITECTURES[config.architecture]
+    (body, head) = config.prefixes
     if names.interleaved and config.separate_experts:
         common = TensorNames()
         names = replace(

@@ -133,7 +133,8 @@ class DecoderLayer:
         """Run the layer. `cache`: what its mixer takes; None for a layer that keeps no state of the
         tokens before.
         """
-        mixer, mlp = self.mixer, self.mlp
+        mixer = self.mixer
+        mlp = self.mlp
         if mixer is not None:
             assert self.mixer_norm is not None
             x, normed = self._before(stream, self.mixer_norm, mixer.consumer)
@@ -144,13 +145,16 @@ class DecoderLayer:
             return stream
         assert self.mlp_norm is not None
         x, normed = self._before(stream, self.mlp_norm, mlp.consumer)
-        delta, weight, inputs = mlp(normed), self.mlp_post, stream.inputs
+        delta = mlp(normed)
+        weight = self.mlp_post
+        inputs = stream.inputs
         if self.beside is not None:
             delta = self.beside(x, delta)
         if self.per_layer is not None:
             assert inputs is not None
             x, _ = Residual(x, delta, weight).normed(self.mlp_norm)
-            delta, weight = self.per_layer(x, inputs[:, 0]), self.per_layer.post
+            delta = self.per_layer(x, inputs[:, 0])
+            weight = self.per_layer.post
             inputs = inputs[:, 1:]
         if self.scalar is not None:
             x = self.mlp_norm.kernels.gate(x, self.scalar[None], GateFunction.IDENTITY)

@@ -83,7 +83,8 @@ class _Step:
         num_heads, v_dim].
         """
         index = self.model.layer_of[id(module)]
-        mixer, kv = self.model.config.attention[index], self.kv_cache[index]
+        mixer = self.model.config.attention[index]
+        kv = self.kv_cache[index]
         assert isinstance(kv, PagedKV)
         qkv = torch.cat([x[0].transpose(0, 1).flatten(1).to(v.dtype) for x in (q, k, v)], 1)
         stored = kv.store(qkv, self.model.rotaries[index], self.batch)

@@ -53,7 +53,9 @@ _OWN_CODE = " (auto_map names code in the checkpoint, which is never run here; v
 _HARMLESS = frozenset(
     ("dropout", "position_ids", "cache_position", "use_cache", "output_attentions")
 )
-_SCALING, _CAP, _WINDOW = "scaling", "softcap", "sliding_window"
+_SCALING = "scaling"
+_CAP = "softcap"
+_WINDOW = "sliding_window"
 
 
 def hf_config(config: JsonObject) -> PreTrainedConfig:
@@ -277,7 +279,8 @@ def _model_config(
     feed_forward = DenseConfig(int(getattr(text, "intermediate_size", None) or 0))
     # A tied parameter has its first name
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    embedding = model.get_input_embeddings()
+    head = model.get_output_embeddings()
     if not isinstance(embedding, nn.Embedding) or not isinstance(head, nn.Linear):
         raise refused(hf.model_type, "it has no embedding, or no head that is a Linear")
     tied = embedding.weight is head.weight
@@ -356,7 +359,10 @@ def _mixer(model_type: str, name: str, call: _Call, limit: int) -> AttentionConf
     """Build a layer's config from its call. Raises CheckpointError for arguments of attention that
     Freight's does not have.
     """
-    num_heads, num_kv_heads, k_dim, v_dim = call.q[1], call.k[1], call.q[3], call.v[3]
+    num_heads = call.q[1]
+    num_kv_heads = call.k[1]
+    k_dim = call.q[3]
+    v_dim = call.v[3]
     given = dict(call.given)
     if not given.pop("is_causal", True) or num_heads % num_kv_heads:
         raise refused(model_type, f"the attention of {name} is not causal and grouped by key heads")

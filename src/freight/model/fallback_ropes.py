@@ -34,7 +34,8 @@ def refuse_lost_rope(hf: PreTrainedConfig, config: JsonObject) -> None:
     scaling = config.get("rope_scaling") or {}
     for given, keys in ((config, _ROPE_KEYS), (scaling, ("factor", "alpha"))):
         for key in keys:
-            name, value = _ROPE_NAMES.get(key, key), given.get(key)
+            name = _ROPE_NAMES.get(key, key)
+            value = given.get(key)
             if value is not None and value not in [part.get(name, 1.0) for part in parts]:
                 raise refused(
                     hf.model_type,

@@ -96,9 +96,11 @@ class ModelBuilder(Builder):
 
     def layer(self, index: int, ropes: Mapping[int | None, Rotary]) -> DecoderLayer:
         """Build layer `index`."""
-        layer, names = self.config.layers[index], self.names
+        layer = self.config.layers[index]
+        names = self.names
         prefix = names.layer.format(index)
-        has_mlp, has_posts = layer.feed_forward is not None, layer.norms.has_outputs
+        has_mlp = layer.feed_forward is not None
+        has_posts = layer.norms.has_outputs
         mixer = build_mixer(layer.mixer, self, prefix, ropes)
         mixer_post = mlp_post = None
         if has_posts and mixer is not None:
@@ -158,7 +160,8 @@ class ModelBuilder(Builder):
         """Build the per-layer embeddings of all layers, or of layer `only` alone; None if the model
         has none.
         """
-        c, names = self.config, self.names
+        c = self.config
+        names = self.names
         if c.per_layer_vocab_size is None:
             return None
         table = self.source.table(
@@ -203,7 +206,8 @@ class ModelBuilder(Builder):
         """
         if not isinstance(mlp, MoEConfig) or not mlp.beside:
             return None
-        names, c = self.names, self.config
+        names = self.names
+        c = self.config
         # The router's norm has no weights; the model multiplies its result by these factors.
         router_factors = self.exact(prefix + names.router_scale) * c.hidden_size**-0.5
         return ExpertsBeside(
@@ -383,7 +387,8 @@ def load_model(
     scales; ConfigError for weights in 4 bits that the kernels do not compute with.
     """
     found = find_stored(checkpoint, config, scheme)
-    linears, packed = found.linears, found.packed
+    linears = found.linears
+    packed = found.packed
     require_groups(kernels, found.four, int4)
     stored: dict[str, Stored] = {**linears, **found.four}
     if share is not None:
@@ -457,7 +462,8 @@ def present_share(
 
     Raises ConfigError for a matrix that cannot be cut so.
     """
-    cut, experts = dict(stored), dict(packed)
+    cut = dict(stored)
+    experts = dict(packed)
     head, of_head = share.head
     embedding = tensor_names(share.whole).embedding
     # the head first: it may be a part of the embedding

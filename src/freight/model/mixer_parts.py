@@ -116,7 +116,9 @@ def _attention(mixer: AttentionConfig, hidden_size: int, of_all: TensorNames) ->
 
 
 def _latent(mixer: LatentConfig, hidden_size: int, of_all: TensorNames) -> MixerParts:
-    names, heads, (of_q, first) = of_all.latent, mixer.num_heads, mixer.q_sizes
+    names = of_all.latent
+    heads = mixer.num_heads
+    (of_q, first) = mixer.q_sizes
     ranked = mixer.q_rank is not None
     q_b = {"q_b": Projected((names.q_b,), (of_q,), first)} if ranked else {}
     return MixerParts(
@@ -139,7 +141,8 @@ def _latent(mixer: LatentConfig, hidden_size: int, of_all: TensorNames) -> Mixer
 
 
 def _delta_net(mixer: DeltaNetConfig, hidden_size: int, of_all: TensorNames) -> MixerParts:
-    names, values = of_all.delta_net, mixer.heads * mixer.v_dim
+    names = of_all.delta_net
+    values = mixer.heads * mixer.v_dim
     heads = (mixer.heads,) if len(names.ba) > 1 else (2 * mixer.heads,)
     whole = {}
     if len(names.qkvz) == 1:
@@ -158,7 +161,9 @@ def _delta_net(mixer: DeltaNetConfig, hidden_size: int, of_all: TensorNames) -> 
 
 
 def _kimi_delta(mixer: KimiDeltaConfig, hidden_size: int, of_all: TensorNames) -> MixerParts:
-    names, size, rank = of_all.kimi_delta, mixer.size, mixer.rank
+    names = of_all.kimi_delta
+    size = mixer.size
+    rank = mixer.rank
     # A full-rank gate's projection shares its input with q, k and v, and is merged with them
     gate = names.output_gate if rank is None else ()
     kept = {names.decay[0]: (rank or size, hidden_size), names.beta: (mixer.heads, hidden_size)}
@@ -186,7 +191,8 @@ def _kimi_delta(mixer: KimiDeltaConfig, hidden_size: int, of_all: TensorNames) -
 
 
 def _short_conv(mixer: ShortConvConfig, hidden_size: int, of_all: TensorNames) -> MixerParts:
-    names, channels = of_all.short_conv, mixer.channels
+    names = of_all.short_conv
+    channels = mixer.channels
     bias = {f"{names.conv}.bias": (channels,)} if mixer.bias else {}
     return MixerParts(
         module=names.in_proj.rpartition(".")[0],
@@ -199,7 +205,9 @@ def _short_conv(mixer: ShortConvConfig, hidden_size: int, of_all: TensorNames) -
 
 
 def _mamba2(mixer: Mamba2Config, hidden_size: int, of_all: TensorNames) -> MixerParts:
-    names, values, heads = of_all.mamba, mixer.heads * mixer.head_dim, (mixer.heads,)
+    names = of_all.mamba
+    values = mixer.heads * mixer.head_dim
+    heads = (mixer.heads,)
     bias = {f"{names.conv}.bias": (mixer.channels,)} if mixer.conv_bias else {}
     return MixerParts(
         module=names.out.rpartition(".")[0],

@@ -91,7 +91,8 @@ def _attention(
 def _latent(
     mixer: LatentConfig, hidden_size: int, of_all: TensorNames, rank: int, size: int
 ) -> Iterator[Cut]:
-    names, heads = of_all.latent, part(mixer.num_heads, rank, size)
+    names = of_all.latent
+    heads = part(mixer.num_heads, rank, size)
     q = names.q if mixer.q_rank is None else names.q_b
     yield from _module(q, _scaled(heads, mixer.nope + mixer.rotated))
     yield from _module(names.kv_b, _scaled(heads, mixer.nope + mixer.head_size))
@@ -102,9 +103,12 @@ def _delta_net(
     mixer: DeltaNetConfig, hidden_size: int, of_all: TensorNames, rank: int, size: int
 ) -> Iterator[Cut]:
     names = of_all.delta_net
-    key_heads, heads = kv_part(mixer.key_heads, rank, size), part(mixer.heads, rank, size)
-    keys, values = _scaled(key_heads, mixer.k_dim), _scaled(heads, mixer.v_dim)
-    all_keys, each = mixer.key_heads * mixer.k_dim, mixer.heads // mixer.key_heads
+    key_heads = kv_part(mixer.key_heads, rank, size)
+    heads = part(mixer.heads, rank, size)
+    keys = _scaled(key_heads, mixer.k_dim)
+    values = _scaled(heads, mixer.v_dim)
+    all_keys = mixer.key_heads * mixer.k_dim
+    each = mixer.heads // mixer.key_heads
     channels = keys, _moved(keys, all_keys), _moved(values, 2 * all_keys)
     if len(names.qkvz) > 1:
         of_qkv, of_z = names.qkvz
@@ -141,7 +145,8 @@ def _by_key_head(
 def _kimi_delta(
     mixer: KimiDeltaConfig, hidden_size: int, of_all: TensorNames, rank: int, size: int
 ) -> Iterator[Cut]:
-    names, heads = of_all.kimi_delta, part(mixer.heads, rank, size)
+    names = of_all.kimi_delta
+    heads = part(mixer.heads, rank, size)
     channels = _scaled(heads, mixer.head_dim)
     last = 0 if mixer.rank is None else 1  # values between two steps are whole on every rank
     for module in (*names.qkv, names.decay[last], names.output_gate[last]):
@@ -156,7 +161,8 @@ def _kimi_delta(
 def _short_conv(
     mixer: ShortConvConfig, hidden_size: int, of_all: TensorNames, rank: int, size: int
 ) -> Iterator[Cut]:
-    names, channels = of_all.short_conv, part(mixer.channels, rank, size)
+    names = of_all.short_conv
+    channels = part(mixer.channels, rank, size)
     yield from of_modules((names.in_proj,), (mixer.channels,) * 3, (channels,) * 3)
     yield from _module(names.conv, channels)
 
@@ -164,8 +170,10 @@ def _short_conv(
 def _mamba2(
     mixer: Mamba2Config, hidden_size: int, of_all: TensorNames, rank: int, size: int
 ) -> Iterator[Cut]:
-    names, heads = of_all.mamba, part(mixer.heads, rank, size)
-    values, all_values = _scaled(heads, mixer.head_dim), mixer.heads * mixer.head_dim
+    names = of_all.mamba
+    heads = part(mixer.heads, rank, size)
+    values = _scaled(heads, mixer.head_dim)
+    all_values = mixer.heads * mixer.head_dim
     keys = _scaled(kv_part(mixer.groups, rank, size), mixer.state_size)
     all_keys = mixer.groups * mixer.state_size
     of_conv = (all_values, all_keys, all_keys), (values, keys, keys)

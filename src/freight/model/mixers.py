@@ -51,16 +51,20 @@ def build_mixer(mixer: MixerConfig, builder: Builder, prefix: str, ropes: Ropes)
 
 
 def _attention(mixer: AttentionConfig, builder: Builder, prefix: str, ropes: Ropes) -> Attention:
-    names, eps, kernels = builder.names.attention, builder.config.norm_eps, builder.kernels
+    names = builder.names.attention
+    eps = builder.config.norm_eps
+    kernels = builder.kernels
     norms = (
         _qk_norms(mixer, builder, prefix, ropes[mixer.rope].cos.device) if mixer.qk_norm else None
     )
-    rotary, last = replace(ropes[mixer.rope], eps=eps), None
+    rotary = replace(ropes[mixer.rope], eps=eps)
+    last = None
     if norms and mixer.qk_norm_last:
         assert mixer.k_dim == mixer.v_dim
         assert mixer.kv_from is None
         last = NormedLast(rotary, *norms, mixer.qkv_sizes[:2], eps, kernels)
-        norms, rotary = None, ropes[None]
+        norms = None
+        rotary = ropes[None]
     v_norm: ValueNorm | ValueFactor | None
     if mixer.v_norm:
         v_norm = _value_norm(mixer, builder, rotary)
@@ -84,7 +88,8 @@ def _attention(mixer: AttentionConfig, builder: Builder, prefix: str, ropes: Rop
 
 def _whole_norm(norms: tuple[Tensor, Tensor], builder: Builder) -> QKNorm | GatheredQKNorm:
     """Build the norm over all heads of q, and of k, from its weights."""
-    eps, share = builder.config.norm_eps, builder.share
+    eps = builder.config.norm_eps
+    share = builder.share
     if share is None:
         return QKNorm(*norms, eps, builder.kernels)
     return GatheredQKNorm(*norms, eps, share.rank, share.size, builder.kernels)
@@ -108,7 +113,8 @@ def _qk_norms(
 
 
 def _output_gate(mixer: AttentionConfig, builder: Builder, prefix: str) -> OutputGate | None:
-    gate, names = mixer.output_gate, builder.names.attention
+    gate = mixer.output_gate
+    names = builder.names.attention
     if gate is None:
         return None
     projection: Projection | None
@@ -168,7 +174,8 @@ def _qkv_rows(mixer: AttentionConfig, builder: Builder) -> tuple[Tensor | None, 
 
 
 def _latent(mixer: LatentConfig, builder: Builder, prefix: str, ropes: Ropes) -> Latent:
-    names, kernels = builder.names.latent, builder.kernels
+    names = builder.names.latent
+    kernels = builder.kernels
     interleaved = mixer.rope is not None and builder.config.ropes[mixer.rope].interleaved
     of_q = _rotated_last(mixer.num_heads, mixer.nope, mixer.rotated, interleaved)
     of_kv = _rotated_last(1, mixer.latent, mixer.rotated, interleaved)
@@ -214,7 +221,8 @@ def _rotated_last(num_heads: int, plain: int, rotated: int, interleaved: bool) -
 def _delta_net(mixer: DeltaNetConfig, builder: Builder, prefix: str, ropes: Ropes) -> DeltaNet:
     names = builder.names.delta_net
     heads = mixer.heads // mixer.key_heads  # value heads of a key head
-    keys, values = mixer.k_dim, heads * mixer.v_dim
+    keys = mixer.k_dim
+    values = heads * mixer.v_dim
     of_qkvz = (
         None if len(names.qkvz) > 1 else _side_by_side(mixer.key_heads, keys, keys, values, values)
     )
@@ -234,7 +242,8 @@ def _delta_net(mixer: DeltaNetConfig, builder: Builder, prefix: str, ropes: Rope
 
 
 def _kimi_delta(mixer: KimiDeltaConfig, builder: Builder, prefix: str, ropes: Ropes) -> KimiDelta:
-    names, two = builder.names.kimi_delta, mixer.rank is not None
+    names = builder.names.kimi_delta
+    two = mixer.rank is not None
     gates = (names.decay[0], names.beta, *((names.output_gate[0],) if two else ()))
     return KimiDelta(
         first=builder.linear(prefix, *names.qkv, *(() if two else names.output_gate)),

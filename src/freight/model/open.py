@@ -181,7 +181,8 @@ class OpenModel:
         """Resolve `args` for this checkpoint. They may differ from the arguments that it was opened
         with in cache options only.
         """
-        source, scales = kv_source(args), self.kv_scales
+        source = kv_source(args)
+        scales = self.kv_scales
         if source.file is not None:
             scales = read_scale_json(source.file, self.model)
         elif source.values is not None:
@@ -210,7 +211,8 @@ class OpenModel:
         """Return `config`, whose cache is quantized in every layer, with the cache of
         `skipped_layers` unquantized.
         """
-        skipped, num_layers = self.skipped_layers(), self.model.num_layers
+        skipped = self.skipped_layers()
+        num_layers = self.model.num_layers
         return replace(config, kv=config.kv.skipping(skipped, num_layers, config.compute_format))
 
     def threads(self, config: EngineConfig) -> Threads:
@@ -260,7 +262,8 @@ class OpenModel:
         logger.info("%s", describe_weights(*formats, self.scheme, self.model, config.int4))
         if self.model.foreign is not None:
             return self._load_foreign(kernels, config)
-        share, device = self.share, config.device
+        share = self.share
+        device = config.device
         if self.checkpoint is None:
             return random_model(
                 model, kernels, *formats, length, device, config.seed, share, config.int4
@@ -290,7 +293,8 @@ class OpenModel:
         from freight.model.fallback import load_foreign
 
         assert self.checkpoint is not None
-        formats, length = (config.compute_format, config.weight_format), config.max_model_len
+        formats = (config.compute_format, config.weight_format)
+        length = config.max_model_len
         loaded = load_foreign(
             self.checkpoint, self.model, kernels, *formats, length, config.device, self.scheme
         )

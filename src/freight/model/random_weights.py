@@ -31,7 +31,8 @@ from freight.operands.weight import Activations, Codes, Groups, Weight
 _MEAN_SQUARE = 21.5  # of the integers from -8 to 7
 # In each of 8 bytes, clear the top bit of the exponent and set the last bit of the mantissa. No
 # such code is a NaN or an infinity in any FP8 format.
-_CLEARED, _SET = ~0x4040404040404040, 0x0101010101010101
+_CLEARED = ~0x4040404040404040
+_SET = 0x0101010101010101
 
 
 @dataclass(frozen=True)
@@ -154,11 +155,13 @@ class CutSource:
         ((*_, own),) = self.share.pieces[name]
         assert isinstance(own, slice)
         for whole in self.source.experts(name, self._shapes[name], pairs):
-            half, parts = len(whole.data) // 2, [own]
+            half = len(whole.data) // 2
+            parts = [own]
             if pairs:  # all of gate come first here
                 gate = slice(own.start // 2, own.stop // 2)
                 parts = [gate, slice(half + gate.start, half + gate.stop)]
-            scale, groups = whole.scale, whole.groups
+            scale = whole.scale
+            groups = whole.groups
             if groups is not None:
                 groups = Groups.concat([groups.of_rows(rows) for rows in parts])
             yield replace(

@@ -27,7 +27,8 @@ def tensor_shapes(config: ModelConfig) -> dict[str, Shape]:
     """Return every tensor that a checkpoint of this model must have, with its shape."""
     if config.foreign is not None:
         return dict(config.foreign.tensors)
-    c, names = config, tensor_names(config)
+    c = config
+    names = tensor_names(config)
     width = c.embedding_size or c.hidden_size
     shapes: dict[str, Shape] = {names.embedding: (c.vocab_size, width)}
     if c.final_norm:
@@ -115,13 +116,15 @@ def _layer_shapes(layer: LayerConfig, config: ModelConfig, names: TensorNames) -
 def _norm_shapes(layer: LayerConfig, config: ModelConfig, names: TensorNames) -> dict[str, Shape]:
     """Return a layer's norms over the hidden size, and the scales of a router and of experts."""
     there = (layer.mixer is not None, layer.feed_forward is not None)
-    inputs, outputs = (names.attention_norm, names.mlp_norm), (names.attention_post, names.mlp_post)
+    inputs = (names.attention_norm, names.mlp_norm)
+    outputs = (names.attention_post, names.mlp_post)
     norms = [] if layer.norms is NormPlacement.OUTPUT else list(compress(inputs, there))
     if layer.norms.has_outputs:
         norms += compress(outputs, there)
     if layer.per_layer is not None:
         norms += [names.per_layer_post]
-    hidden, shapes = config.hidden_size, dict[str, Shape]()
+    hidden = config.hidden_size
+    shapes = dict[str, Shape]()
     if isinstance(layer.feed_forward, MoEConfig) and layer.feed_forward.beside:
         norms += [names.experts_norm, names.shared_post, names.experts_post]
         shapes[names.router_scale] = (hidden,)

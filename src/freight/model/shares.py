@@ -48,7 +48,8 @@ class Share:
 def share_of(model: ModelConfig, rank: int, size: int) -> Share:
     """Return what `rank` of `size` has of `model`. Raises ConfigError as `of_rank`."""
     model_of_rank = of_rank(model, size)
-    names, shapes = tensor_names(model), tensor_shapes(model)
+    names = tensor_names(model)
+    shapes = tensor_shapes(model)
     width = model.embedding_size or model.hidden_size
     if model.tie_word_embeddings:
         shapes[names.head] = shapes[names.embedding]

@@ -163,7 +163,8 @@ def loaded_bytes(
     shapes: Mapping[str, Shape] = tensor_shapes(model)
     if ranks > 1:
         share = share_of(model, 0, ranks)
-        model, shapes = share.model, share.shapes
+        model = share.model
+        shapes = share.shapes
     count = _Count(model, compute, weights, linear_of, layout, tensor_names(model), shapes)
     layers = sum(count.layer(index, layer) for index, layer in enumerate(model.layers))
     # layers hold the tables: a config may describe a rope that none of them has
@@ -199,7 +200,8 @@ def foreign_bytes(
     linears = frozenset(foreign.linears)
     outer = {name.rpartition(".")[0] for name in (foreign.embedding, foreign.head)}
     for name, shape in foreign.tensors:
-        module, size = name.rpartition(".")[0], prod(shape) * compute.bytes
+        module = name.rpartition(".")[0]
+        size = prod(shape) * compute.bytes
         scheme = linear_of(module) if name in linears else None
         if scheme is not None:
             rows, columns = shape
@@ -230,7 +232,8 @@ class _Count:
     shapes: Mapping[str, Shape]  # of every tensor, as a rank has it
 
     def layer(self, index: int, layer: LayerConfig) -> int:
-        hidden, prefix = self.model.hidden_size, self.names.layer.format(index)
+        hidden = self.model.hidden_size
+        prefix = self.names.layer.format(index)
         parts = (layer.mixer is not None) + (layer.feed_forward is not None)
         norms = 0 if layer.norms is NormPlacement.OUTPUT else parts * self.norm(hidden)
         if layer.norms.has_outputs:
@@ -272,7 +275,8 @@ class _Count:
         return gate + down + self.norm_weight(self.model.hidden_size)
 
     def feed_forward(self, prefix: str, mlp: FeedForward) -> int:
-        names, hidden = self.names, self.model.hidden_size
+        names = self.names
+        hidden = self.model.hidden_size
         if mlp is None:
             return 0
         if isinstance(mlp, DenseConfig):
@@ -323,7 +327,8 @@ class _Count:
         projections has the rows of all.
         """
         shapes = [self.shape(prefix + part) for part in parts]
-        rows, columns = [outputs for outputs, _ in shapes], shapes[0][1]
+        rows = [outputs for outputs, _ in shapes]
+        columns = shapes[0][1]
         schemes = [self.linear_of(prefix + part) for part in parts]
         kinds: list[tuple[object, ...] | None] = []
         blocks = False
@@ -335,7 +340,8 @@ class _Count:
             )
         spanning = blocks and any(count % _BLOCK for count in rows[:-1])
         if len(set(kinds)) == 1 and not spanning:
-            rows, schemes = [sum(rows)], schemes[:1]
+            rows = [sum(rows)]
+            schemes = schemes[:1]
         size = sum(rows) * self.compute.bytes if bias else 0
         for count, scheme in zip(rows, schemes, strict=True):
             size += self.quantized(count, columns, scheme)

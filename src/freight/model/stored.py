@@ -47,7 +47,8 @@ def find_stored(checkpoint: Checkpoint, config: ModelConfig, scheme: Scheme) -> 
     missing, misshapen or left over, for contradictions between declaration and tensors, and for
     invalid scales.
     """
-    names, shapes = tensor_names(config), tensor_shapes(config)
+    names = tensor_names(config)
+    shapes = tensor_shapes(config)
     four = find_four_bits(checkpoint, scheme, shapes)
     linears = find_linears(checkpoint, scheme, shapes, kept_in_16_bits(config))
     packed = find_experts(checkpoint, scheme, shapes)

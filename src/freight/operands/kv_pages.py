@@ -68,7 +68,8 @@ class KeyCenter:
         """
         half = self.cos.shape[1]
         index = self.pairs.long()[None, :, None].expand(*q.shape[:3], -1)
-        first, second = q.gather(-1, index), q.gather(-1, index + half)
+        first = q.gather(-1, index)
+        second = q.gather(-1, index + half)
         b1, b2 = self.parts[:, None, :, None]
         return torch.cat((first * b1 + second * b2, second * b1 - first * b2), -1)
 

@@ -60,11 +60,13 @@ class States:
         """Yield the rows of a step in the order in which they must be computed. Copies lengths to
         the host.
         """
-        starts, lengths = sequences.query_starts.tolist(), sequences.context_lens.tolist()
+        starts = sequences.query_starts.tolist()
+        lengths = sequences.context_lens.tolist()
         for begin, end, length, table in zip(
             starts, starts[1:], lengths, sequences.block_tables.tolist(), strict=False
         ):
-            row, source = begin, None
+            row = begin
+            source = None
             position = length - (end - begin)
             if position > 0:
                 source = table[(position - 1) // self.every]
@@ -72,4 +74,6 @@ class States:
                 block = position // self.every
                 count = min((block + 1) * self.every - position, end - row)
                 yield Stretch(slice(row, row + count), position, source, table[block])
-                row, position, source = row + count, position + count, table[block]
+                row = row + count
+                position = position + count
+                source = table[block]

@@ -173,7 +173,8 @@ class Weight(PackedWeight):
         several blocks of scales.
         """
         rows = rows.to(self.data.device)
-        data, scale = _bytes(self.data), self.scale
+        data = _bytes(self.data)
+        scale = self.scale
         if self._in_blocks:
             assert scale is not None
             blocks = rows // BLOCK

@@ -70,7 +70,8 @@ def cache_shares(mixer: Mixer, rank: int, size: int) -> Mapping[str, CacheShare]
 
 def _state(keys: _Heads, values: _Heads) -> dict[str, CacheShare]:
     """Return the shares of the parts that `KernelSet.recurrence` keeps (`operands/states.py`)."""
-    by_head, of_token = CacheShare(0, (values.own,)), CacheShare(1, (values.own,))
+    by_head = CacheShare(0, (values.own,))
+    of_token = CacheShare(1, (values.own,))
     return {
         "state": by_head,
         "scale": by_head,

@@ -70,9 +70,12 @@ class Distributed:
         """store: that of all ranks. address: of this machine, to which gloo's connections are bound.
         timeout: seconds after which a rank that does not answer counts as lost.
         """
-        self.rank, self.size = rank, size
-        self._store, self._timeout = store, timeout
-        self._address, self._backend = address, backend
+        self.rank = rank
+        self.size = size
+        self._store = store
+        self._timeout = timeout
+        self._address = address
+        self._backend = backend
         self._group: Any = None
         self._times = 0  # that all began anew
         self._left = False  # the step under way
@@ -146,7 +149,8 @@ class Distributed:
 
     def take_interrupt(self) -> BaseException | None:
         """Return what interrupted a gather that C called, once."""
-        interrupt, self._interrupt = self._interrupt, None
+        interrupt = self._interrupt
+        self._interrupt = None
         return interrupt
 
     def lost(self) -> str:
@@ -182,7 +186,9 @@ class Distributed:
     def restart(self, times: int) -> None:
         """Leave the group. All meet anew at the next gather, as group `times`."""
         self._leave_group()
-        self._times, self._left, self._has_met = times, False, False
+        self._times = times
+        self._left = False
+        self._has_met = False
 
     def close(self) -> None:
         """Leave the group for good."""
@@ -229,7 +235,8 @@ def _weakly(transport: Distributed) -> Callable[[int, int, int, int, int], None]
     one = weakref.ref(transport)
 
     def exchange(part: int, out: int, rows: int, part_bytes: int, status: int) -> None:
-        found, said = one(), FREIGHT_RANK_LOST
+        found = one()
+        said = FREIGHT_RANK_LOST
         if found is not None:
             said = found.exchange(part, out, rows, part_bytes)
         ctypes.c_int32.from_address(status).value = said

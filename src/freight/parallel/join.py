@@ -108,8 +108,10 @@ class Meeting:
     def __init__(self, args: EngineArgs) -> None:
         """Bind to --master-addr and --master-port. Raises ConfigError if that cannot be."""
         assert args.master_addr is not None
-        address, port = args.master_addr, args.master_port
-        self._args, self._where = args, f"{address}:{port}"
+        address = args.master_addr
+        port = args.master_port
+        self._args = args
+        self._where = f"{address}:{port}"
         try:
             family, _, _, _, where = _resolved(address, port)
             self._listener = socket.create_server(where[:2], family=family, backlog=64)
@@ -209,7 +211,8 @@ class Meeting:
         """Take a connection for that of a rank, or refuse it, or close one of a stranger; return whether
         one of these was done.
         """
-        connection, first = visitor.connection, self._args.tensor_parallel_size // self._args.nnodes
+        connection = visitor.connection
+        first = self._args.tensor_parallel_size // self._args.nnodes
         try:
             join = visitor.hear()
             if join is None:

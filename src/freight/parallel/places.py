@@ -36,7 +36,8 @@ class Place:
         """
         if self.processors is None:
             return lambda: None
-        before, thread = os.sched_getaffinity(0), threading.current_thread()
+        before = os.sched_getaffinity(0)
+        thread = threading.current_thread()
         os.sched_setaffinity(0, self.processors)
 
         def undo() -> None:
@@ -93,7 +94,8 @@ def _listed(text: str) -> Iterator[int]:
     """Yield the numbers of '0-3,8'. Raises ValueError for a range that is empty or too long."""
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")
-        begin, end = int(first), int(last or first)
+        begin = int(first)
+        end = int(last or first)
         if not begin <= end < MOST_PROCESSORS:
             raise ValueError(part)
         yield from range(begin, end + 1)

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 
     from freight.parallel.shared import FreightRanks
 
-FREIGHT_OK, FREIGHT_RANK_LOST, FREIGHT_RANK_FAILED = 0, 5, 6  # of FreightStatus (csrc/freight.h)
+FREIGHT_OK = 0  # of FreightStatus (csrc/freight.h)
+FREIGHT_RANK_LOST = 5
+FREIGHT_RANK_FAILED = 6
 
 
 class Transport(Protocol):

@@ -31,7 +31,8 @@ MAX_RANKS = 64  # FREIGHT_MAX_RANKS
 CAPACITY = 16 << 20
 _LINE = 64  # FREIGHT_CACHE_LINE
 _HEADER = (MAX_RANKS + 2) * _LINE  # a line with one number for each rank, then `lost` and `failed`
-_LOST, _FAILED = MAX_RANKS, MAX_RANKS + 1  # places of those two
+_LOST = MAX_RANKS  # places of those two
+_FAILED = MAX_RANKS + 1
 
 
 # part, out, rows, part_bytes, status: the address of a FreightStatus
@@ -101,7 +102,9 @@ class SharedMemory:
     ) -> None:
         """timeout: seconds after which a rank that does not answer counts as lost."""
         size = len(files.reading)
-        self._files, self.rank, self.size = files, rank, size
+        self._files = files
+        self.rank = rank
+        self.size = size
         self._mapping = mmap.mmap(files.memory, _HEADER + 2 * size * capacity)
         alive = [end if other != rank else -1 for other, end in enumerate(files.reading)]
         self._alive = (ctypes.c_int32 * size)(*alive)

@@ -101,7 +101,8 @@ def calibrate(
     scales; what it stores of all samples is kept for them. Raises CheckpointError that names the
     layer and what in it is NaN or infinite, and for a budget of a model with such layers.
     """
-    names, left_out = tensor_names(config), frozenset(ignored)
+    names = tensor_names(config)
+    left_out = frozenset(ignored)
     sources, sharing = _sources(config, plan)
     lengths = [len(ids) for ids in samples]
     ropes = build_ropes(config.ropes, max(lengths), device)
@@ -126,7 +127,8 @@ def calibrate(
     watched: list[LayerWatch] = []
     centered: list[tuple[LayerCenters, LayerWatch]] = []
     for index, modules in enumerate(layer_modules(config)):
-        layer, mixer = of_layers.layer(index, ropes), config.layers[index].mixer
+        layer = of_layers.layer(index, ropes)
+        mixer = config.layers[index].mixer
         rotary_dim = ropes[mixer.rope].rotary_dim if isinstance(mixer, PagedMixer) else 0
         watch = watch_layer(plan, mixer, modules, left_out, device, rotary_dim)
         own = builder.per_layer_embeddings(index)
@@ -141,7 +143,8 @@ def calibrate(
             through(watch.around(layer), hidden, watch, keep=keep)
             centered += centered[sources[index] : sources[index] + 1]
         elif plan.center:
-            finder, before = CenterWatch(_rotary(layer).rotary_dim), hidden.clone()
+            finder = CenterWatch(_rotary(layer).rotary_dim)
+            before = hidden.clone()
             through(watch.around(layer), hidden, watch, projected=finder.see, keep=keep)
             only_kv = replace(plan, activations=ActivationScheme.NONE)
             rest = watch_layer(only_kv, mixer, modules, left_out, device, rotary_dim)
@@ -167,7 +170,8 @@ def _sources(config: ModelConfig, plan: QuantizePlan) -> tuple[list[int], list[i
     read = {
         index: mixer.kv_from for index, mixer in config.paged.items() if mixer.kv_from is not None
     }
-    sources, sharing = [read.get(index, index) for index in range(config.num_layers)], list(read)
+    sources = [read.get(index, index) for index in range(config.num_layers)]
+    sharing = list(read)
     if plan.kv_granularity is not None and not config.paged:
         raise CheckpointError(
             f"--kv-cache fp8: no layer of this model ({config.model_type}) has attention, and stores keys and values; "
@@ -211,8 +215,12 @@ class _Run:
         device: str,
         on_progress: Callable[[int], None],
     ) -> None:
-        self._format, self._lengths, self._total, self._done = format, lengths, sum(lengths), 0
-        self._device, self._on_progress = device, on_progress
+        self._format = format
+        self._lengths = lengths
+        self._total = sum(lengths)
+        self._done = 0
+        self._device = device
+        self._on_progress = on_progress
         self._blocks = [-(-length // BLOCK_SIZE) for length in lengths]
         self._caches: dict[tuple[LayerSpec, int | None], PagedKV | PagedState] = {}
         self._angles = AngleTables()
@@ -267,7 +275,8 @@ class _Run:
                     pages, k_center=KeyCenter.of(centers.k, *self._angles.of(_rotary(layer)))
                 )
             cache = WatchedKV(pages, cache.kernels, stored=watch.see_kv, projected=projected)
-        begin, late = 0, min(LATE * self._total, self._total - self._lengths[-1])
+        begin = 0
+        late = min(LATE * self._total, self._total - self._lengths[-1])
         first = 0
         for length, blocks in zip(self._lengths, self._blocks, strict=True):
             if begin > 0 and begin >= late:
@@ -327,7 +336,8 @@ def _summary(
     for layer in watched:
         for group, watch in layer.inputs.items():
             input_scales |= dict.fromkeys(group, float(watch.scales()))
-    coarse, finer = Granularity.TENSOR, plan.kv_granularity
+    coarse = Granularity.TENSOR
+    finer = plan.kv_granularity
     kv = kv_finer = None
     if finer is not None:
         kv = scales(coarse)

@@ -43,7 +43,8 @@ class Moments:
     def observe(self, x: Tensor) -> None:
         """Add the tokens of `x` [num_tokens, heads, head_dim]."""
         values = x.double()
-        total, squares = values.sum(0), values.square().sum(0)
+        total = values.sum(0)
+        squares = values.square().sum(0)
         self._count += len(x)
         self._sum = total if self._sum is None else self._sum + total
         self._squares = squares if self._squares is None else self._squares + squares
@@ -71,7 +72,8 @@ class CenterWatch:
 
     def __init__(self, rotary_dim: int) -> None:
         self._rotary_dim = rotary_dim
-        self.q, self.k = Moments(), Moments()
+        self.q = Moments()
+        self.k = Moments()
 
     def see(self, q: Tensor, k: Tensor) -> None:
         """Add tokens to the moments. q, k: [num_tokens, heads, head_dim]"""
@@ -79,10 +81,13 @@ class CenterWatch:
         self.k.observe(k)
 
     def centers(self, pair_ratio: float = PAIR_RATIO, worth: float = WORTH) -> LayerCenters:
-        mean, spread, turned = self.k.mean, self.k.variance, slice(self._rotary_dim)
+        mean = self.k.mean
+        spread = self.k.variance
+        turned = slice(self._rotary_dim)
         q_energy = self.q.energy.unflatten(0, (len(mean), -1)).sum(1)  # [num_kv_heads, head_dim]
         weight = _by_pair(q_energy[:, turned])
-        of_mean, of_spread = _by_pair(mean[:, turned].square()), _by_pair(spread[:, turned])
+        of_mean = _by_pair(mean[:, turned].square())
+        of_spread = _by_pair(spread[:, turned])
         large = of_mean > pair_ratio * of_spread
         # A pair's product counts it twice, so the channels without rotary embedding count twice too
         unturned = float((q_energy * self.k.energy)[:, self._rotary_dim :].sum())

@@ -111,7 +111,8 @@ def _fp8(plan: QuantizePlan, ignored: Sequence[str]) -> dict[str, Any]:
 
 def _compressed_tensors(plan: QuantizePlan, ignored: Sequence[str]) -> dict[str, Any]:
     quantized = plan.weights is not WeightScheme.NONE
-    format, groups = "dense", {}
+    format = "dense"
+    groups = {}
     if quantized:
         format = _format(plan)
         group = {
@@ -230,7 +231,8 @@ def kv_tensors(
     """Return the KV scales of the attention module named `attention`; `scales` has one for K and
     one for V.
     """
-    (k,), (v,) = scales.k, scales.v
+    (k,) = scales.k
+    (v,) = scales.v
     if plan.layout is Layout.TGI:
         return {f"{attention}.kv_scale": _scalar(plan.layout, max(k, v), format)}
     return {

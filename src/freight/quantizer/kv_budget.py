@@ -121,7 +121,8 @@ def cheapest(front: Sequence[Option], limit: float, measure: Callable[[Option], 
     By halves, as if what is measured fell with the bytes. Where it does not, what is found is still
     within the limit.
     """
-    low, high = 0, len(front) - 1
+    low = 0
+    high = len(front) - 1
     probe = next((i for i, option in enumerate(front) if option.predicted_kl <= limit), high)
     while low < high:
         if measure(front[min(probe, high - 1)]) <= limit:

@@ -201,7 +201,8 @@ def _groups(modifier: Any) -> Iterator[tuple[str, Any, tuple[str, ...]]]:
     """Yield (name, a preset's name or a mapping of the group, its targets) for each group of the
     modifier.
     """
-    scheme, groups = _plain(modifier.scheme), _plain(modifier.config_groups)
+    scheme = _plain(modifier.scheme)
+    groups = _plain(modifier.config_groups)
     if scheme is not None and groups:
         raise ConfigError(
             "recipe: QuantizationModifier has both scheme and config_groups; give one of them"

@@ -92,7 +92,8 @@ def layer_modules(config: ModelConfig) -> tuple[LayerModules, ...]:
     names = tensor_names(config)
 
     def of(index: int, layer: LayerConfig) -> LayerModules:
-        mlp, prefix = layer.feed_forward, names.layer.format(index)
+        mlp = layer.feed_forward
+        prefix = names.layer.format(index)
         parts = mixer_parts(layer.mixer, config.hidden_size, names)
         mixed = {}
         for field, group in parts.projections.items():
@@ -102,7 +103,8 @@ def layer_modules(config: ModelConfig) -> tuple[LayerModules, ...]:
         if mlp is None:
             return mixer
         dense = (names.gate_up, names.down) if isinstance(mlp, DenseConfig) else shared_names(names)
-        gate_up, down = tuple(prefix + part for part in dense[0]), (prefix + dense[1],)
+        gate_up = tuple(prefix + part for part in dense[0])
+        down = (prefix + dense[1],)
         if isinstance(mlp, DenseConfig):
             return replace(mixer, gate_up=gate_up, down=down)
         expert = prefix + names.expert
@@ -177,13 +179,15 @@ def ignored_modules(
     quantized, so a pattern may match them alone.
     """
     layers = layer_modules(config)
-    head, kept = head_module(config), kept_modules(config)
+    head = head_module(config)
+    kept = kept_modules(config)
     if lm_head and config.tie_word_embeddings:
         raise ConfigError(
             f"--lm-head: {head} is this model's embedding, which stays in 16 bits; omit --lm-head"
         )
     known = [*linear_modules(config), *kept, head]
-    names, ignored = frozenset(known), {*kept} if lm_head else {*kept, head}
+    names = frozenset(known)
+    ignored = {*kept} if lm_head else {*kept, head}
     never = tuple(others)
     for pattern in patterns:
         regular = pattern.startswith("re:")

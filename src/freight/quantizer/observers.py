@@ -111,7 +111,8 @@ class MeanSquaredError(_Histogram):
         step = max(1, _AT_ONCE // max(1, len(used)))
         for begin in range(0, len(self._largest), step):
             rows = slice(begin, begin + step)
-            counts, largest = self._counts[rows][:, used].float(), self._largest[rows]
+            counts = self._counts[rows][:, used].float()
+            largest = self._largest[rows]
             errors = torch.stack([_error(values, counts, factor * largest) for factor in factors])
             best[rows] = factors[errors.argmin(0)]
         return best * self._largest

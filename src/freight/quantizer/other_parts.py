@@ -83,7 +83,9 @@ def in_both_names(model: ModelConfig, modules: Iterable[str]) -> list[str]:
     stored = list(modules)
     if not model.architecture.endswith("ForConditionalGeneration"):
         return stored
-    body, head, kept = model.prefixes[0], head_module(model), kept_modules(model)
+    body = model.prefixes[0]
+    head = head_module(model)
+    kept = kept_modules(model)
     layers = tensor_names(model).layer.partition("{}")[0]
 
     def named(module: str) -> str:

@@ -190,7 +190,9 @@ def open_unquantized(
     stored = open_checkpoint(model, revision, ignore_keys)
     require_own_files(stored.checkpoint.path)
     require_native(stored.model, model, "quantizing")
-    checkpoint, config, scheme = stored.checkpoint, stored.model, stored.scheme
+    checkpoint = stored.checkpoint
+    config = stored.model
+    scheme = stored.scheme
     way_out = "quantize the 16-bit model that it was made from"
     invalid = stored.kv_scales.faults
     only_kv = not stored.kv_scales.empty and not _has_quantized_matrix(stored)
@@ -275,7 +277,8 @@ def quantize(
     require_blocks(opened.model, decided, ignored)
     require_groups(opened.model, decided, ignored)
     check_disk_space(opened.checkpoint, Path(out))
-    calibration, measured = NOTHING_CALIBRATED, decided
+    calibration = NOTHING_CALIBRATED
+    measured = decided
     if opened.carried is not None:
         measured = replace(decided, kv_granularity=None)
         decided = replace(decided, kv_granularity=opened.carried.granularity)
@@ -295,10 +298,8 @@ def quantize(
                 ignore_config_keys=opened.model.ignored_keys,
             )
             choice = choose(engine, measured.kv_budget, calibration, halves, on_progress)
-            calibration, decided = (
-                as_chosen(calibration, choice),
-                replace(decided, kv_granularity=choice.uniform),
-            )
+            calibration = as_chosen(calibration, choice)
+            decided = replace(decided, kv_granularity=choice.uniform)
     if opened.carried is not None:
         calibration = replace(calibration, kv=opened.carried.coarse, kv_finer=opened.carried.finer)
     result = write(
@@ -374,7 +375,8 @@ def require_blocks(model: ModelConfig, plan: QuantizePlan, ignored: Collection[s
     if plan.weights is WeightScheme.BLOCK:
         _require_whole_heads(model, left_out)
     for layer, modules in zip(model.layers, layer_modules(model), strict=True):
-        mlp, experts = layer.feed_forward, modules.experts
+        mlp = layer.feed_forward
+        experts = modules.experts
         if (
             not isinstance(mlp, MoEConfig)
             or experts is None
@@ -394,7 +396,8 @@ def require_groups(model: ModelConfig, plan: QuantizePlan, ignored: Collection[s
     if not plan.weights.in_four_bits:
         return
     size = plan.group_size if plan.weights is WeightScheme.INT4 else GROUP
-    shapes, left_out = tensor_shapes(model), frozenset(ignored)
+    shapes = tensor_shapes(model)
+    left_out = frozenset(ignored)
     for name in (*linear_modules(model), head_module(model)):
         columns = shapes[f"{name}.weight"][-1] if f"{name}.weight" in shapes else 0
         if name in left_out or columns % size == 0:
@@ -504,7 +507,8 @@ def _ragged_blocks(model: ModelConfig, plan: QuantizePlan, ignored: Collection[s
     """Return a sentence about the first module that blocks do not cover evenly, if there is one."""
     if plan.weights is not WeightScheme.BLOCK:
         return []
-    shapes, left_out = tensor_shapes(model), frozenset(ignored)
+    shapes = tensor_shapes(model)
+    left_out = frozenset(ignored)
     for name in (*linear_modules(model), head_module(model)):
         if name in left_out:
             continue

@@ -66,7 +66,8 @@ class Meter:
         samples of at most `length`.
         """
         require_native(opened.model, opened.args.model, "measuring its layers one at a time")
-        decoder, kernels = opened.load(config, length), opened.kernels(config)
+        decoder = opened.load(config, length)
+        kernels = opened.kernels(config)
         assert isinstance(decoder, Decoder)
 
         def pool(kv: KVCacheConfig) -> KVPool:
@@ -84,7 +85,8 @@ class Meter:
         sums = [[0.0] * len(self.caches) for _ in shared]
         for done, ids in enumerate(samples):
             on_pass(done, len(samples))
-            batch, plain = self._batch(ids), list(self.plain.layers)
+            batch = self._batch(ids)
+            plain = list(self.plain.layers)
             streams = [self.decoder.begin(batch)]
             for layer, kv in zip(self.decoder.layers, plain, strict=True):
                 streams.append(layer(streams[-1], batch, kv))
@@ -162,7 +164,8 @@ class Meter:
 
     def _batch(self, ids: Sequence[int]) -> ForwardBatch:
         """Build the batch of one sequence from its beginning."""
-        spec, length = self.plain.spec, len(ids)
+        spec = self.plain.spec
+        length = len(ids)
         position = torch.arange(length, dtype=torch.int64, device=self.device)
         tables = []
         for count in spec.blocks_of(length):
@@ -181,7 +184,8 @@ class Meter:
 
 def at_most(samples: Samples, num_tokens: int) -> Samples:
     """Return the first samples, at least one, until they have `num_tokens` tokens."""
-    kept, total = [], 0
+    kept = []
+    total = 0
     for ids in samples:
         if total >= num_tokens:
             break

@@ -42,7 +42,8 @@ def model_tree(
         if module in every:
             where = where.replace(expert, spans[expert], 1)
         where = where.removeprefix(prefixes[index] if index is not None else "")
-        what, format = str(list(shape)), checkpoint.entry(name).dtype_name
+        what = str(list(shape))
+        format = checkpoint.entry(name).dtype_name
         if module in linear and kind == "weight":
             what = f"Linear({shape[1]} -> {shape[0]})"
             if plan is not None and plan.weights is not WeightScheme.NONE and module not in ignored:
@@ -57,7 +58,8 @@ def model_tree(
 
 def _folded(name: str, layers: list[list[str]]) -> list[str]:
     """Return the lines of the layers, those that follow each other and are alike as one."""
-    lines, start = [f"({name}): ("], 0
+    lines = [f"({name}): ("]
+    start = 0
     for index in range(1, len(layers) + 1):
         if index == len(layers) or layers[index] != layers[start]:
             span = (

@@ -138,7 +138,9 @@ class LayerWatch:
 
     def around(self, layer: DecoderLayer) -> DecoderLayer:
         """Return the layer with the inputs of its Linear modules observed."""
-        mixer, mlp, modules = layer.mixer, layer.mlp, self.modules
+        mixer = layer.mixer
+        mlp = layer.mlp
+        modules = self.modules
 
         def watched(projection: Projection, group: tuple[str, ...]) -> Projection:
             watch = self.inputs.get(group)
@@ -191,7 +193,8 @@ class LayerWatch:
     def layer_scales(
         self, granularity: Granularity, centers: LayerCenters | None = None
     ) -> LayerScales:
-        k, v = self._side("k", granularity), self._side("v", granularity)
+        k = self._side("k", granularity)
+        v = self._side("v", granularity)
         b = None if centers is None else centers.k
         return LayerScales(k, v, granularity, (), () if b is None else tuple(b.flatten().tolist()))
 
@@ -225,7 +228,8 @@ def watch_layer(
     def watch(name: str, groups: int = 1) -> Watch:
         return Watch(make_observer(plan.observer, name, groups, device), name)
 
-    kv, inputs = {}, {}
+    kv = {}
+    inputs = {}
     latent = isinstance(mixer, LatentConfig)
     if plan.kv_granularity is not None and isinstance(mixer, PagedMixer) and mixer.kv_from is None:
         for side, what in (("k", "latents"),) if latent else (("k", "keys"), ("v", "values")):
@@ -240,7 +244,8 @@ def watch_layer(
                 inputs[group] = watch(modules.input_of(group))
     experts = None
     if modules.experts is not None and modules.experts.gate_up in inputs:
-        gate_up, down = inputs[modules.experts.gate_up], inputs[modules.experts.down]
+        gate_up = inputs[modules.experts.gate_up]
+        down = inputs[modules.experts.down]
         num_tokens = torch.zeros(modules.experts.count, dtype=torch.int64, device=device)
         experts = ExpertWatch(gate_up.observe, down.observe, num_tokens)
     v_dim = mixer.v_dim if isinstance(mixer, LatentConfig) else 0

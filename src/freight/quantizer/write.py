@@ -72,7 +72,8 @@ def write_quantized(
     scales_in = scale_format(plan.layout, model.checkpoint_format)
     quantizes = plan.weights is not WeightScheme.NONE
     linear = {*linear_modules(model), head_module(model)} - set(ignored) if quantizes else set()
-    beside, twins = tensors_beside(checkpoint, model), kv_twins(model)
+    beside = tensors_beside(checkpoint, model)
+    twins = kv_twins(model)
     others = (module for module in modules_beside(beside) if twins.get(module) not in linear)
     ignored = in_both_names(model, (*ignored, *others))
     shapes = tensor_shapes(model) | beside

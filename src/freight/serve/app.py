@@ -153,7 +153,8 @@ class Routes:
         """
 
         async def endpoint(request: Request) -> Response:
-            service, state = self._service, request.scope["state"]
+            service = self._service
+            state = request.scope["state"]
             call = await self._understood(
                 request, lambda body: parse(body, service.require_served(), service.limits)
             )
@@ -191,7 +192,8 @@ class Routes:
 
     async def count_tokens(self, request: Request) -> Response:
         """Count the tokens of a conversation, even of one that is too long for this model."""
-        service, key_name = self._service, request.scope["state"]["key_name"]
+        service = self._service
+        key_name = request.scope["state"]["key_name"]
         served = service.require_served()
         call = await self._understood(
             request, lambda body: parse_count(body, served, service.limits)
@@ -227,7 +229,8 @@ class Routes:
 
     async def info(self) -> Response:
         service = self._service
-        served, facts = service.require_served(), service.facts
+        served = service.require_served()
+        facts = service.facts
         assert facts is not None
         about = tgi.ServerFacts(
             version=__version__,
@@ -248,7 +251,8 @@ class Routes:
     async def server_info(self) -> Response:
         """Return the limits under SGLang's names, for its gateway and its benchmarks."""
         service = self._service
-        served, facts = service.require_served(), service.facts
+        served = service.require_served()
+        facts = service.facts
         assert facts is not None
         capacity = facts.kv_cache["capacity_tokens"]
         return _json(
@@ -385,7 +389,8 @@ def _counted(app: App, metrics: Metrics, paths: Collection[str]) -> App:
                 metrics.http_request(route, scope["method"], message["status"])
                 if message["status"] == 401:  # refused before routing
                     metrics.rejected("unauthorized")
-                    path, request_id = scope["path"], scope["state"]["request_id"]
+                    path = scope["path"]
+                    request_id = scope["state"]["request_id"]
                     route = path if path in paths else "other"
                     log_request(
                         RequestLine(request_id, 401, 0.0, route=route, code="invalid_api_key")

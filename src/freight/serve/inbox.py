@@ -34,7 +34,8 @@ class Inbox:
             await self._waiter
         if not self._deltas and self._error is not None:
             raise self._error
-        deltas, self._deltas = self._deltas, []
+        deltas = self._deltas
+        self._deltas = []
         return deltas
 
     def put(self, index: int, delta: RequestDelta) -> None:

@@ -71,7 +71,8 @@ class Lifecycle:
 
     async def serve(self, listener: socket.socket, tls: ssl.SSLContext | None = None) -> int:
         """Serve on a bound socket; returns the exit status."""
-        loop, serving = asyncio.get_running_loop(), self._serving
+        loop = asyncio.get_running_loop()
+        serving = self._serving
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)
         loop.add_signal_handler(signal.SIGHUP, self._read_keys_again)
@@ -84,7 +85,8 @@ class Lifecycle:
         )
         server = Server(server_config(serving.app(limits), limits, drain_seconds=1), limits, tls)
         host, port = _address(listener)
-        scheme, shown = "http" if tls is None else "https", f"[{host}]" if ":" in host else host
+        scheme = "http" if tls is None else "https"
+        shown = f"[{host}]" if ":" in host else host
         sys.stderr.write(f"freight: listening on {scheme}://{shown}:{port}\n")
         sys.stderr.flush()
         listening = loop.create_task(server.serve(sockets=[listener]))
@@ -102,7 +104,8 @@ class Lifecycle:
         self, job: Callable[[Service], Awaitable[None]], ended_by: Sequence[signal.Signals]
     ) -> int:
         """Load the model and run `job` with it, without listening; returns the exit status."""
-        loop, serving = asyncio.get_running_loop(), self._serving
+        loop = asyncio.get_running_loop()
+        serving = self._serving
         loading = serving.begin(watched=False)
         for number in ended_by:
             loop.add_signal_handler(number, serving.finish, 128 + number)
@@ -187,7 +190,8 @@ def _address(listener: socket.socket) -> tuple[str, int]:
 @contextlib.contextmanager
 def _bound(settings: ServerSettings) -> Iterator[socket.socket]:
     """Yield a listening socket. Raises ConfigError if the address cannot be bound."""
-    host, port = settings.host, settings.port
+    host = settings.host
+    port = settings.port
     try:
         family, _, _, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE

@@ -167,7 +167,8 @@ def check_scores(work: Sequence[TokenizedWork], limits: ServingLimits) -> None:
     if wanted <= limits.scores:
         return
     scored = [one for one in work if one.params.prompt_logprobs is not None]
-    tokens, asked = sum(len(one.token_ids) for one in scored), scored[0].params.prompt_logprobs
+    tokens = sum(len(one.token_ids) for one in scored)
+    asked = scored[0].params.prompt_logprobs
     raise ApiError(
         400,
         f"{len(scored)} prompts with {tokens} tokens together and {asked} log-probabilities for each are {wanted} "

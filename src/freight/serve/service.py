@@ -140,7 +140,8 @@ class Service:
         intake = Intake(served.tokenizer, served.vocab_size, served.max_model_len)
         text: str | None = None
         try:
-            params, prompt = work.params, work.prompt
+            params = work.params
+            prompt = work.prompt
             check_limits(params, self.limits.sampling)
             cuts = params.truncate_prompt_tokens is not None
             if isinstance(prompt, Conversation):
@@ -197,7 +198,8 @@ class Service:
         """Count and log a request whose answer did not begin. The message is not logged: it may
         quote the request's text.
         """
-        code, param = error.code or error.type, loggable(error.param)
+        code = error.code or error.type
+        param = loggable(error.param)
         log_request(
             RequestLine(
                 request_id,
@@ -413,7 +415,8 @@ class Answer:
         service.answers.add(self)
         try:
             for index, one in enumerate(self._work):
-                name, prompt = service.next_name(), AcceptedPrompt(one.text, one.token_ids)
+                name = service.next_name()
+                prompt = AcceptedPrompt(one.text, one.token_ids)
                 self._running.append(
                     service.client.submit(name, index, prompt, one.params, self.inbox)
                 )
@@ -503,7 +506,8 @@ class Answer:
             self._service.client.abort(running)
 
     async def _take(self, index: int, delta: RequestDelta) -> bytes:
-        now, metrics = self._service.clock(), self._service.metrics
+        now = self._service.clock()
+        metrics = self._service.metrics
         generated = self._generated[index]
         if not any(generated) and any(one.token_ids for one in delta.outputs):
             metrics.first_token(now - self._arrival)
@@ -530,7 +534,8 @@ class Answer:
     ) -> None:
         seconds = self._service.clock() - self._arrival
         prompt_tokens = len(self._work[index].token_ids)
-        key, generated = self.key_name or UNNAMED, self._generated[index]
+        key = self.key_name or UNNAMED
+        generated = self._generated[index]
         self._service.metrics.request_finished(
             reason, seconds, times, prompt_tokens, sum(generated), cached, key, max(generated)
         )

@@ -176,7 +176,8 @@ def parse_tokenize(body: Mapping[str, Any], served: Served, limits: ServingLimit
 def _conversation(asked: MessagesBody, limits: ServingLimits) -> Conversation:
     values = asked.chat_template_kwargs or {}
     check_template_values(values, limits)
-    continues, prompted = bool(asked.continue_final_message), asked.add_generation_prompt
+    continues = bool(asked.continue_final_message)
+    prompted = asked.add_generation_prompt
     return Conversation(
         asked.messages,
         add_generation_prompt=not continues if prompted is None else prompted,

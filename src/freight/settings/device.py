@@ -93,7 +93,8 @@ def probe(device: str = "auto", root: Path = ROOT) -> DeviceFacts:
             native = Format.E4M3FNUZ if Format.E4M3FNUZ in formats else Format.E4M3FN
             multiplies = bool(formats)
         else:
-            native, multiplies = Format.E4M3FN, (properties.major, properties.minor) >= (8, 9)
+            native = Format.E4M3FN
+            multiplies = (properties.major, properties.minor) >= (8, 9)
         facts = (DeviceKind.CUDA, properties.name, native, total, free, usable_cores(root))
         return DeviceFacts(*facts, multiplies_fp8=multiplies)
 
@@ -299,14 +300,17 @@ def memory(root: Path = ROOT) -> tuple[int, int]:
     if not (root / "proc/meminfo").exists():
         return _macos_memory()
     facts = _fields(root / "proc/meminfo")
-    total, free = facts["MemTotal"] * 1024, facts["MemAvailable"] * 1024  # /proc/meminfo has kB
+    total = facts["MemTotal"] * 1024  # /proc/meminfo has kB
+    free = facts["MemAvailable"] * 1024
     for group, limit, used, droppable in _MEMORY_FILES:
         for folder in _groups(root, group):
-            allowed, current = _number(folder / limit), _number(folder / used)
+            allowed = _number(folder / limit)
+            current = _number(folder / used)
             if allowed is None or current is None:
                 continue
             current -= _fields(folder / "memory.stat").get(droppable, 0)
-            total, free = min(total, allowed), min(free, max(0, allowed - current))
+            total = min(total, allowed)
+            free = min(free, max(0, allowed - current))
     return total, free
 
 
@@ -410,7 +414,8 @@ def _fields(path: Path) -> dict[str, int]:
 def _macos_memory() -> tuple[int, int]:
     """Return (total, free) bytes from sysctl and vm_stat."""
     try:
-        total, pages = _output("sysctl", "-n", "hw.memsize"), _output("vm_stat")
+        total = _output("sysctl", "-n", "hw.memsize")
+        pages = _output("vm_stat")
     except (OSError, subprocess.CalledProcessError) as error:
         raise ConfigError(
             f"{platform.system()} does not report how much memory is free: {error}"

@@ -160,7 +160,8 @@ def _parse(text: str) -> KVSource:
         raise ConfigError(
             f"--kv-scales {text!r} is unknown{hint}: choose {choices(KV_SCALES_FORMS)}"
         )
-    k, v = numbers[0], numbers[-1]
+    k = numbers[0]
+    v = numbers[-1]
     return KVSource("--kv-scales", text, values=(_float32(text, k), _float32(text, v)))
 
 

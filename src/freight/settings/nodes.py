@@ -47,7 +47,8 @@ def check_nodes(args: EngineArgs) -> None:
 
 
 def _check_several(args: EngineArgs) -> None:
-    nodes, size = args.nnodes, args.tensor_parallel_size
+    nodes = args.nnodes
+    size = args.tensor_parallel_size
     if size % nodes:
         raise ConfigError(
             f"--nnodes {nodes}: each machine has as many ranks as the others, so --tensor-parallel-size must be a "

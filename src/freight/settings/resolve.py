@@ -45,7 +45,8 @@ ATTENTION_COMPUTES = ("auto", "fp8")
 # most tokens per step: enough to keep the device busy, few enough to keep a step short
 STEP_TOKENS = {"cpu": 512, "cuda": 8192}
 SERVED_STEP_SECONDS = 0.5  # on a CPU: a pause between two tokens that a reader hardly notices
-EXPERT_ROWS, MOST_STEP_TOKENS = 64, 2048  # for mixtures of experts on a CPU (`step_tokens`)
+EXPERT_ROWS = 64  # for mixtures of experts on a CPU (`step_tokens`)
+MOST_STEP_TOKENS = 2048
 BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
 # units of memory in capitals: KB … TB and KIB … TIB
 _UNITS = {"": 1, "B": 1} | {f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)}
@@ -176,7 +177,8 @@ def _require_native(model: ModelConfig, weights: str) -> None:
 
 
 def _check_ranks(args: EngineArgs) -> None:
-    size, cpus = args.tensor_parallel_size, args.rank_cpus
+    size = args.tensor_parallel_size
+    cpus = args.rank_cpus
     if not is_number(args.rank_timeout) or not 0 < args.rank_timeout <= MOST_RANK_TIMEOUT:
         raise ConfigError(
             f"--rank-timeout {args.rank_timeout!r} must be seconds above 0, at most {MOST_RANK_TIMEOUT:,}"

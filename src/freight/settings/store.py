@@ -12,7 +12,8 @@ from freight.errors import ConfigError
 if TYPE_CHECKING:
     from freight.settings.engine import EngineArgs
 
-SIZE, MEMORY = 20 << 30, 2 << 30  # bytes, unless given
+SIZE = 20 << 30  # bytes, unless given
+MEMORY = 2 << 30
 _LEAST = 1 << 20
 
 

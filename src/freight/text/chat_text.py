@@ -30,7 +30,8 @@ from freight.text.messages import check_unicode
 
 _MARKUP = re.compile(r"[^\w\s].*\w.*[^\w\s]", re.DOTALL)
 _MARK_DIGITS = 20
-_OPEN, _CLOSE = "0", "1"  # what follows the mark
+_OPEN = "0"  # what follows the mark
+_CLOSE = "1"
 _OF_ANSWERS = ("content", "reasoning", "reasoning_content")
 
 
@@ -83,7 +84,8 @@ def read_marked(text: str, mark: str) -> ChatText:
     if not mark:
         return ChatText(text)
     parts = re.split(f"{mark}([01])", text)
-    texts, kinds = parts[::2], ["", *parts[1::2], "", ""]  # kinds[i] precedes texts[i]
+    texts = parts[::2]  # kinds[i] precedes texts[i]
+    kinds = ["", *parts[1::2], "", ""]
     plain: list[tuple[int, int]] = []
     at = 0
     for index, part in enumerate(texts):
@@ -108,8 +110,10 @@ def encode_marked(
     """
     added = backend.get_added_tokens_decoder()
     ids: list[int] = []
-    begin, first = 0, 0  # start of the text, and of its tokens, since the last kept added token
-    starts, ends = [start for start, _ in chat.plain], [end for _, end in chat.plain]
+    begin = 0  # start of the text, and of its tokens, since the last kept added token
+    first = 0
+    starts = [start for start, _ in chat.plain]
+    ends = [end for _, end in chat.plain]
     # Read once: each access to an Encoding's attribute copies all of it
     whole_ids = whole.ids
     offsets = [*whole.offsets, (len(chat.text), len(chat.text))]
@@ -125,7 +129,8 @@ def encode_marked(
             ids += whole_ids[first:index]
         if not is_last:
             ids.append(whole_ids[index])
-        begin, first = token_end, index + 1
+        begin = token_end
+        first = index + 1
     return ids
 
 
@@ -178,7 +183,9 @@ def _without_added_tokens(backend: Backend, text: str, is_first: bool) -> list[i
     pieces = PreTokenizedString(before + text)
     if before:
         pieces.split(lambda _, whole: [whole[:1], whole[1:]])
-    normalizer, pre_tokenizer, model = backend.normalizer, backend.pre_tokenizer, backend.model
+    normalizer = backend.normalizer
+    pre_tokenizer = backend.pre_tokenizer
+    model = backend.model
     if normalizer is not None:
         pieces.normalize(normalizer.normalize)
     if pre_tokenizer is not None:

@@ -123,7 +123,8 @@ class _Bytes:
         return text
 
     def flush(self) -> str:
-        held, self._held = self._held, b""
+        held = self._held
+        self._held = b""
         return held.decode("utf-8", "replace")
 
 
@@ -155,7 +156,9 @@ class _Joined:
         return piece
 
     def flush(self) -> str:
-        held, self._held, self._broken = self._held, b"", False
+        held = self._held
+        self._held = b""
+        self._broken = False
         return _UNFINISHED * len(held)
 
     def _byte(self, byte: bytes) -> str:
@@ -165,7 +168,8 @@ class _Joined:
         try:
             text, used = utf_8_decode(data, "strict", False)
         except UnicodeDecodeError:
-            self._held, self._broken = b"", True
+            self._held = b""
+            self._broken = True
             return _UNFINISHED * len(data)
         self._held = data[used:]
         return text
@@ -174,7 +178,8 @@ class _Joined:
         """Return what is left of a text's beginning, without the spaces that the decoder removes."""
         if self._drop_in_first:
             string = self._pieces.token_string(token)
-            text, self._drop_in_first = (string or "").replace(self._drop_in_first, ""), ""
+            text = (string or "").replace(self._drop_in_first, "")
+            self._drop_in_first = ""
             return text
         spaces = 0
         while spaces < min(self._strip_most, len(text)) and text[spaces] == self._strip:
@@ -204,7 +209,8 @@ class _Window:
             # A byte that begins no character makes some decoders reject the full run of bytes
             # before it, which was released already. Bytes need no context.
             del self._window[: self._context]
-            self._context, self._shown = 0, ""
+            self._context = 0
+            self._shown = ""
             text = self._decode(self._window)
         certain = max(len(text.rstrip(_UNFINISHED)), len(text) - _LONGEST_UNFINISHED)
         new = text[len(self._shown) : certain]
@@ -212,17 +218,21 @@ class _Window:
             self._shown = text[:certain]
         if new and certain == len(text):
             del self._window[: self._context]
-            self._context, self._shown = len(self._window), self._decode(self._window)
+            self._shown = self._decode(self._window)
+            self._context = len(self._window)
         elif len(self._window) > _WINDOW:
             held = len(text) - len(self._shown)
             del self._window[:-_KEPT]
             kept = self._decode(self._window)
-            self._context, self._shown = 0, kept[: max(0, len(kept) - held)]
+            self._context = 0
+            self._shown = kept[: max(0, len(kept) - held)]
         return new
 
     def flush(self) -> str:
-        text, self._shown = self._decode(self._window)[len(self._shown) :], ""
-        self._window, self._context = [], 0
+        text = self._decode(self._window)[len(self._shown) :]
+        self._shown = ""
+        self._window = []
+        self._context = 0
         return text
 
     def _whole(self, prompt_end: Sequence[int]) -> list[int]:
@@ -288,7 +298,8 @@ class _StopStrings:
 
     def flush(self) -> str:
         """Return what was held back, at the end of the text."""
-        held, self._held = self._held, ""
+        held = self._held
+        self._held = ""
         return "" if self._included else held
 
 

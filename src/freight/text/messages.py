@@ -49,7 +49,8 @@ def check_unicode(text: str) -> None:
 def _message(where: str, message: object) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise RequestError(f"{where} is {show(message)}; it must have role and content")
-    role, tool_calls = message.get("role"), message.get("tool_calls")
+    role = message.get("role")
+    tool_calls = message.get("tool_calls")
     if not isinstance(role, str) or not role:
         raise RequestError(f"{where}.role is {show(role)}; it must be a string like 'user'")
     result = {name: value for name, value in message.items() if value is not None}

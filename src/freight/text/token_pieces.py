@@ -90,7 +90,8 @@ def read_decoder(decoder: Any) -> TextDecoder | ByteDecoder | None:
     replacements = []
     while kinds and kinds[0] == "Replace" and steps[0]["pattern"].get("String"):
         replacements.append((steps[0]["pattern"]["String"], steps[0]["content"]))
-        kinds, steps = kinds[1:], steps[1:]
+        kinds = kinds[1:]
+        steps = steps[1:]
     if kinds == ["ByteFallback", "Fuse"]:
         return TextDecoder(tuple(replacements), byte_fallback=True)
     if kinds == ["ByteFallback", "Fuse", "Strip"] and steps[2]["stop"] == 0:

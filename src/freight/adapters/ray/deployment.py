@@ -30,11 +30,13 @@ from freight.serve.transport.body import Receive
 from freight.serve.transport.http_limits import HttpLimits
 from freight.serve.transport.middleware import App, Message, Scope, Send
 
-_REPLICA, _FRONT = "Replica", "Front"
+_REPLICA = "Replica"
+_FRONT = "Front"
 _SHARE = 0.8  # of the sequences that run at once: beyond it another replica shortens waiting
 _BESIDE = 64  # requests of a replica that generate nothing, such as /health, and refused ones
 _AT_ONCE = 10_000  # requests of a front: it does little for each
-_HEALTH_S, _PATIENCE_S = 2.0, 30.0  # seconds between checks, and until one has failed
+_HEALTH_S = 2.0  # seconds between checks, and until one has failed
+_PATIENCE_S = 30.0
 _END_S = 15.0  # seconds beyond the drain: the last events, and an engine that does not leave
 
 
@@ -158,7 +160,9 @@ def _reserved(options: Options) -> dict[str, Any]:
 def build(options: Mapping[str, Any] | None = None) -> serve.Application:
     """Build the application from options by their names (`options.py`). Raises ConfigError."""
     made = read_options(options or {})
-    engine, settings, replicas = made.engine, made.settings, made.replicas
+    engine = made.engine
+    settings = made.settings
+    replicas = made.replicas
     number: dict[str, Any] = {"num_replicas": replicas.num_replicas}
     if replicas.min_replicas is not None:
         wanted = replicas.target_requests or _SHARE * engine.max_num_seqs

@@ -35,7 +35,8 @@ logger = logging.getLogger("freight")
 
 # A request that ends every engine that computes it must not end them all.
 MOST_LOSSES = 4
-_FIRST_WAIT, _LONGEST_WAIT = 0.05, 1.0  # seconds before a request is sent again; each doubles
+_FIRST_WAIT = 0.05  # seconds before a request is sent again; each doubles
+_LONGEST_WAIT = 1.0
 _LARGE = 1 << 16  # bytes: parsing a larger body takes longer than other requests should wait
 _CREDENTIALS = (b"authorization", b"x-api-key")
 
@@ -119,7 +120,8 @@ class Front:
         return request, body
 
     async def _answer(self, request: Request, body: Mapping[str, Any], send: Send) -> None:
-        losses, wait = 0, _FIRST_WAIT
+        losses = 0
+        wait = _FIRST_WAIT
         while True:
             passed = _Passed(send)
             try:

@@ -44,7 +44,8 @@ def plain_scope(scope: Scope, headers: list[tuple[bytes, bytes]]) -> dict[str, A
     """Return the parts of an ASGI scope that a server reads. A path below `root_path` is relative to
     it.
     """
-    root, path = scope.get("root_path", ""), scope["path"]
+    root = scope.get("root_path", "")
+    path = scope["path"]
     if root and path.startswith(root):
         path = path[len(root) :] or "/"
     kept = {name: scope[name] for name in _PASSED if name in scope}

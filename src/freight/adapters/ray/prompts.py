@@ -33,7 +33,8 @@ def prefix_keys(body: Mapping[str, Any], credential: bytes = b"") -> list[bytes]
     kind, content = _content(body)
     if len(content) < CHUNK:
         return []
-    parent, keys = _root(kind, body.get("cache_salt"), credential), []
+    parent = _root(kind, body.get("cache_salt"), credential)
+    keys = []
     for start in range(0, len(content) - CHUNK + 1, CHUNK):
         parent = _digest(parent + content[start : start + CHUNK])
         keys.append(parent)

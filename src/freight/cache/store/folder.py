@@ -63,7 +63,9 @@ class BlockFolder:
 
         Raises OSError, and ConfigError as `make_private`.
         """
-        self.root, self.folder, self.limit = root, root / name, limit
+        self.root = root
+        self.folder = root / name
+        self.limit = limit
         self._segment_bytes = min(max(limit // _SEGMENTS, _SEGMENT_BYTES[0]), _SEGMENT_BYTES[1])
         self._lock = threading.RLock()
         self._writing = threading.Lock()
@@ -225,7 +227,8 @@ class BlockFolder:
         """Return the bytes that the store may have: its limit, or less on a smaller disk."""
         found = sorted(segments_of(self.root))
         self.num_bytes = sum(size for _, _, size in found)
-        disk, room = os.statvfs(self.root), self.limit
+        disk = os.statvfs(self.root)
+        room = self.limit
         if disk.f_blocks:  # 0: it does not say, as tmpfs without a size and some of FUSE
             room = min(room, self.num_bytes + disk.f_bavail * disk.f_frsize)
         for _, index, size in found:

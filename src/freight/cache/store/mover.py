@@ -261,7 +261,8 @@ class Mover:
                 self._changed.wait(_LOOK)
             if not self.tiers.is_open:
                 return []
-            batch, size = [], 0
+            batch = []
+            size = 0
             while self._offers and size < _WRITTEN and not self.is_closing:
                 batch.append(self._offers.popleft())
                 size += self._groups[batch[-1].group].payload_bytes

@@ -114,7 +114,8 @@ def _whole(
     one rank's.
     """
     axis = shares[0].axis
-    before, size = (slice(None),) * axis, max(one.stop for share in shares for one in share.pieces)
+    before = (slice(None),) * axis
+    size = max(one.stop for share in shares for one in share.pieces)
     found = []
     for words, share in zip(ranks, shares, strict=True):
         begin = 0

@@ -23,7 +23,8 @@ from pathlib import Path
 
 from freight.cache.store.entries import ENTRY_BYTES, Entry, decode_entries, digest_of
 
-INDEX, BLOCKS = ".index", ".blocks"
+INDEX = ".index"
+BLOCKS = ".blocks"
 _PRIVATE = 0o600  # what is stored is what users wrote
 _sync = getattr(os, "fdatasync", os.fsync)  # macOS has the second alone
 
@@ -110,7 +111,8 @@ class SegmentWriter:
         Raises OSError where not all can be written. The writer has to be closed then; what it
         stored before stays.
         """
-        entries, written = [], []
+        entries = []
+        written = []
         offset = self.size
         for key, group, tokens, payload in blocks:
             record = tokens + payload

@@ -75,7 +75,8 @@ def verify(root: Path) -> Verified:
     _require(root)
     sound = damaged = 0
     for _, index, size in segments_of(root):
-        segment, entries = Segment(index), _entries(index)
+        segment = Segment(index)
+        entries = _entries(index)
         with suppress(OSError):
             damaged += index.stat().st_size // ENTRY_BYTES - len(entries)
         for entry in entries:

@@ -183,7 +183,8 @@ def _int8_linear(weights: JsonObject, inputs: JsonObject, where: str) -> LinearS
             "quantize the model with activations (W8A8), or to FP8"
         )
     require_int8(inputs, f"{where} input_activations")
-    dynamic, kind = inputs.get("dynamic"), inputs.get("strategy") or "tensor"
+    dynamic = inputs.get("dynamic")
+    kind = inputs.get("strategy") or "tensor"
     if (dynamic, kind) not in ((True, "token"), (False, "tensor")):
         raise CheckpointError(
             f"{where} input_activations in INT8 with dynamic {dynamic!r} and strategy {kind!r} are not implemented; "

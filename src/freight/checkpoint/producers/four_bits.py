@@ -44,7 +44,8 @@ def linear_in_four_bits(
 
 
 def _int(weights: JsonObject, where: str) -> LinearScheme:
-    strategy, group = weights.get("strategy"), weights.get("group_size")
+    strategy = weights.get("strategy")
+    group = weights.get("group_size")
     if weights.get("type", "int") != "int":
         raise CheckpointError(
             f"{where} weights of num_bits 4, type {weights.get('type')!r} are not implemented; 'int' and 'float' are"

@@ -115,7 +115,8 @@ def _group_size(declared: JsonObject, method: str, bits_key: str, key: str) -> i
             f"{method} with rotation {declared['rotation']!r} is not implemented: inputs of down_proj would have to be "
             "rotated before every product; quantize the model without it"
         )
-    bits, group = declared.get(bits_key), declared.get(key, -1)
+    bits = declared.get(bits_key)
+    group = declared.get(key, -1)
     if bits != 4 or isinstance(bits, bool):
         raise CheckpointError(
             f"{method} with {bits_key} {bits!r} is not implemented; {choices(('4',))} is: use the model in 4 bits, "

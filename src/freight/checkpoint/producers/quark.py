@@ -58,7 +58,8 @@ def _named(specs: JsonObject, key: str, name: str) -> LinearScheme | None:
 
 def _linear(config: Any, where: str) -> LinearScheme | None:
     spec = mapping(config, where)
-    weight, inputs = spec.get("weight"), spec.get("input_tensors")
+    weight = spec.get("weight")
+    inputs = spec.get("input_tensors")
     if weight is None:
         if inputs is not None:
             raise CheckpointError(

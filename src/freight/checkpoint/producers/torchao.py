@@ -94,7 +94,8 @@ def _scales(granularity: Any, kind: str) -> tuple[WeightScales, tuple[int, int] 
     if granularity is None:
         return (WeightScales.ROW if kind == "Float8WeightOnlyConfig" else WeightScales.TENSOR), None
     declared = mapping(granularity, f"{kind} granularity")
-    name, data = declared.get("_type"), mapping(declared.get("_data"), f"{kind} granularity._data")
+    name = declared.get("_type")
+    data = mapping(declared.get("_data"), f"{kind} granularity._data")
     if name == "PerRow" and data.get("dim", -1) in (-1, 1):
         return WeightScales.ROW, None
     if name == "PerTensor":

@@ -67,7 +67,8 @@ class CpuKernels:
         self, x: Rows, weight: PackedWeight, bias: Tensor | None = None, whole: bool = False
     ) -> Tensor:
         """Compute `KernelSet.shared_linear`; of many rows without copies of what ranks share."""
-        rows, transport = plain(x), self.ranks.transport
+        rows = plain(x)
+        transport = self.ranks.transport
         if transport is None or len(rows) <= ranks.FEW:
             return self.gather(self.linear(rows if whole else self.gather(rows), weight, bias))
         return ranks.shared_linear(self.library, transport, rows, weight, bias, whole)

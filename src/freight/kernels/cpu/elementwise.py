@@ -71,7 +71,8 @@ def gated(
 ) -> Tensor:
     """Compute `KernelSet.gated`, [rows, size]. gate_up: [rows, 2 * size]."""
     gate_up = gate_up.contiguous()
-    rows, size = gate_up.shape[0], gate_up.shape[1] // 2
+    rows = gate_up.shape[0]
+    size = gate_up.shape[1] // 2
     out = library.empty((rows, size), gate_up.dtype)
     library.functions.freight_gated(
         FreightGated(

@@ -129,7 +129,8 @@ def route(
     """
     assert isinstance(router, CpuWeight)
     rows, hidden_size = x.shape
-    num_experts, top_k = router.out_features, routing.top_k
+    num_experts = router.out_features
+    top_k = routing.top_k
     assert hidden_size == router.in_features
     assert num_experts == routing.num_experts >= top_k
     assert num_experts % routing.num_groups == 0
@@ -184,9 +185,13 @@ def experts(
     assert isinstance(down, CpuExperts)
     rows, hidden_size = x.shape
     if isinstance(activation, Activation):
-        gated, code, limit = 0, UNGATED_ACTIVATIONS[activation], 0.0
+        gated = 0
+        code = UNGATED_ACTIVATIONS[activation]
+        limit = 0.0
     else:
-        gated, code, limit = 1, GATED_ACTIVATIONS[activation.function], activation.limit
+        gated = 1
+        code = GATED_ACTIVATIONS[activation.function]
+        limit = activation.limit
     size = 1 if transport is None else transport.size
     assert hidden_size == gate_up.in_features == down.out_features * size
     assert gate_up.out_features * size == (1 + gated) * down.in_features

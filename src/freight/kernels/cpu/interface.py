@@ -23,7 +23,10 @@ from freight.parallel.shared import Exchange as FreightExchange  # noqa: F401
 from freight.parallel.shared import FreightRanks as FreightRanks
 
 ABI = 35  # FREIGHT_ABI; a library with another number is refused
-LANES, CACHE_LINE, MAX_HEAD_DIM, MAX_WIDTH = 16, 64, 1024, 8  # FREIGHT_… of the headers
+LANES = 16  # FREIGHT_… of the headers
+CACHE_LINE = 64
+MAX_HEAD_DIM = 1024
+MAX_WIDTH = 8
 INT8_INPUTS = 131071  # FREIGHT_INT8_INPUTS
 
 FORMAT_CODES = {
@@ -35,7 +38,8 @@ FORMAT_CODES = {
     Format.E4M3FNUZ: 5,
     Format.INT8: 6,
 }
-MXFP4, NVFP4 = 7, 8  # formats of weights only
+MXFP4 = 7  # formats of weights only
+NVFP4 = 8
 INT4 = 16  # likewise, plus one number of each: of INT4_PARTS and INT4_GROUPS
 INT4_PARTS = {"ZEROS": 1, "BFLOAT16": 2}
 INT4_GROUPS = {32: 0, 64: 4, 128: 8}
@@ -70,7 +74,10 @@ _ERRORS: dict[int, tuple[type[FreightError | KeyboardInterrupt], str]] = {
     INTERRUPTED: (KeyboardInterrupt, "a signal interrupted a gather"),
 }
 
-_POINTER, _INT, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
+_POINTER = ctypes.c_void_p
+_INT = ctypes.c_int32
+_LONG = ctypes.c_int64
+_FLOAT = ctypes.c_float
 
 
 def _fields(*parts: tuple[type, str]) -> list[tuple[str, type]]:
@@ -342,11 +349,14 @@ def open_library(path: Path) -> ctypes.CDLL:
     functions = ctypes.CDLL(str(path))
     for name, (result, *arguments) in OTHERS.items():
         function: Any = functions[name]
-        function.argtypes, function.restype = arguments, result
+        function.argtypes = arguments
+        function.restype = result
         setattr(functions, name, function)
     for name, types in COMPUTE.items():
         function = functions[name]
-        function.argtypes, function.restype, function.errcheck = types, _INT, _require_success
+        function.argtypes = types
+        function.restype = _INT
+        function.errcheck = _require_success
         setattr(functions, name, function)
     return functions
 

@@ -116,7 +116,9 @@ def tile_obstacle() -> str:
     """
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return "only Linux on x86-64 lets Freight request tile registers"
-    sys_arch_prctl, arch_req_xcomp_perm, xtiledata = 158, 0x1023, 18  # of Linux's headers
+    sys_arch_prctl = 158  # of Linux's headers
+    arch_req_xcomp_perm = 0x1023
+    xtiledata = 18
     libc = ctypes.CDLL(None, use_errno=True)
     request = (ctypes.c_long(sys_arch_prctl), ctypes.c_long(arch_req_xcomp_perm))
     if libc.syscall(*request, ctypes.c_long(xtiledata)) == 0:

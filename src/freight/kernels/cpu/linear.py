@@ -162,7 +162,8 @@ def packed_bytes(library: Library, weight: Weight) -> int:
 def pack_into(library: Library, weight: Weight, packed: Tensor) -> CpuWeight:
     """Pack into `packed`, memory of `packed_bytes` that begins at a cache line."""
     out_features, in_features = weight.shape
-    data, format = _stored(weight), format_of(weight)
+    data = _stored(weight)
+    format = format_of(weight)
     order = None if weight.order is None else weight.order.to(torch.int32).contiguous()
     assert order is None or order.shape == (in_features,)
     scale = torch.ones(-(-out_features // LANES) * LANES, dtype=torch.float32, device="cpu")

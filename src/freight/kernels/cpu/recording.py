@@ -132,7 +132,9 @@ class _Recorder(dispatch.TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.calls: list[tuple[int, ctypes.Structure]] = []
         self.obstacle = ""
-        self._arena, self._free, self._allocating = arena, list(arena.blocks), False
+        self._arena = arena
+        self._free = list(arena.blocks)
+        self._allocating = False
         functions = {
             f"freight_{name}": partial(
                 self._call, code, getattr(library.functions, f"freight_{name}")

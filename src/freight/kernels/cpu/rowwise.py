@@ -89,7 +89,8 @@ def gate(library: Library, x: Tensor, logits: Tensor, function: GateFunction) ->
     row
     """
     rows, size = x.shape
-    same, groups = len(logits) != rows, logits.shape[1]
+    same = len(logits) != rows
+    groups = logits.shape[1]
     assert logits.dtype == x.dtype
     assert len(logits) == 1 or not same
     assert size % groups == 0
@@ -117,9 +118,12 @@ def gate(library: Library, x: Tensor, logits: Tensor, function: GateFunction) ->
 def join(library: Library, parts: Sequence[JoinedPart], eps: float = 0.0) -> Tensor:
     """Compute `KernelSet.join`. Each x is contiguous within a row."""
     first = parts[0][0]
-    leading, width = first.shape[:-1], sum(x.shape[-1] for x, _ in parts)
-    rows, out = leading.numel(), library.empty((*leading, width), first.dtype)
-    code, at = FORMATS[first.dtype], out.data_ptr()
+    leading = first.shape[:-1]
+    width = sum(x.shape[-1] for x, _ in parts)
+    rows = leading.numel()
+    out = library.empty((*leading, width), first.dtype)
+    code = FORMATS[first.dtype]
+    at = out.data_ptr()
     for heads, weight in parts:
         x = heads.flatten(0, -2)
         size = x.shape[1]
@@ -161,7 +165,8 @@ def lookup(
 
     Raises KernelError for an id that is not a row of `table`.
     """
-    rows, size = len(ids), table.shape[1]
+    rows = len(ids)
+    size = table.shape[1]
     dtype = table.dtype if base is None else base.dtype
     assert ids.dtype == torch.int64
     assert table.stride(1) == 1 or size == 1

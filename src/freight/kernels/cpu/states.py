@@ -89,7 +89,9 @@ def decays(
     bound: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute `KernelSet.decays`. b has a's dtype."""
-    rows, heads, channels = len(a), len(a_log), len(dt_bias)
+    rows = len(a)
+    heads = len(a_log)
+    channels = len(dt_bias)
     assert b is None or (b.shape == (rows, heads) and b.dtype == a.dtype)
     assert b is not None or (channels == heads and bound is None)
     assert a_log.dtype == dt_bias.dtype == torch.float32
@@ -136,8 +138,12 @@ def recurrence(
     skip: Tensor | None = None,
 ) -> Tensor:
     """Compute `KernelSet.recurrence`. Raises KernelError for a context shorter than its rows."""
-    parts, rows = states.parts, len(v)
-    state, kept_k, kept_u, kept_decay = parts["state"], parts["k"], parts["u"], parts["decay"]
+    parts = states.parts
+    rows = len(v)
+    state = parts["state"]
+    kept_k = parts["k"]
+    kept_u = parts["u"]
+    kept_decay = parts["decay"]
     scale = parts.get("scale")
     blocks, heads, k_dim, v_dim = state.shape
     key_heads = kept_k.shape[2]

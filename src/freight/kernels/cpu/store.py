@@ -36,7 +36,9 @@ def rotate_store(
     """
     check_head_dim(pages)
     rows, width = qkv.shape
-    num_kv_heads, k_dim, v_dim = pages.k.shape[2], pages.k_dim, pages.v.shape[3]
+    num_kv_heads = pages.k.shape[2]
+    k_dim = pages.k_dim
+    v_dim = pages.v.shape[3]
     if slots is None:
         num_kv_heads = 0
     num_v_heads = 0 if pages.v_in_k else num_kv_heads

@@ -43,7 +43,8 @@ def tune(library: Library) -> None:
     """
     if library.build == "amx":
         return
-    path, key = decisions(), f"{cpu_name()}, {library.build}, {torch.get_num_threads()} threads"
+    path = decisions()
+    key = f"{cpu_name()}, {library.build}, {torch.get_num_threads()} threads"
     wanted = remembered(path).get(key) if path else None
     if not isinstance(wanted, bool):
         wanted = past_the_caches(measure(library))

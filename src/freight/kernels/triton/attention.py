@@ -217,7 +217,8 @@ def decode_kernel(
     position = tl.full((ROWS,), 0, tl.int32) + length - 1
     table_ptr = tables_ptr + seq.to(tl.int64) * table_stride
     first = tl.maximum(length - window, 0) // KEYS * KEYS if WINDOWED else 0
-    program, programs = tl.program_id(0) // SHARES, tl.num_programs(0) // SHARES
+    program = tl.program_id(0) // SHARES
+    programs = tl.num_programs(0) // SHARES
     size = _split_size(length, window, SPLIT, LONG_SPLIT, LONG, WINDOWED)
     for split in range(first // size + program, tl.cdiv(length, size), programs):
         begin = tl.maximum(split * size, first)

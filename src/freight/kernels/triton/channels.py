@@ -32,8 +32,10 @@ def _sums(
 
     The sums of rows before `fresh_from` are read from kept_ptr [T, HEADS, K_DIM].
     """
-    j, dims = tl.arange(0, TILE), tl.arange(0, K_BLOCK)
-    total, mine = tl.zeros((K_BLOCK,), tl.float32), tl.zeros((K_BLOCK,), tl.float32)
+    j = tl.arange(0, TILE)
+    dims = tl.arange(0, K_BLOCK)
+    total = tl.zeros((K_BLOCK,), tl.float32)
+    mine = tl.zeros((K_BLOCK,), tl.float32)
     sums = tl.zeros((TILE, K_BLOCK), tl.float32)
     for i in range(TILE):
         size = tl.where(i <= t, K_DIM, 0)
@@ -93,11 +95,13 @@ def channel_products_kernel(
                step goes beyond it
     old_decay  [num_seqs, T, HEADS, K_DIM]: its decays, likewise
     """
-    row, head = tl.program_id(0), tl.program_id(1)
+    row = tl.program_id(0)
+    head = tl.program_id(1)
     HEADS: tl.constexpr = KEY_HEADS * RATIO
     key_head = head // RATIO
     seq = sequence_of_row(starts_ptr, row, num_seqs)
-    begin, end = tl.load(starts_ptr + seq), tl.load(starts_ptr + seq + 1)
+    begin = tl.load(starts_ptr + seq)
+    end = tl.load(starts_ptr + seq + 1)
     length = tl.load(lengths_ptr + seq)
     if length < end - begin:
         return
@@ -107,7 +111,8 @@ def channel_products_kernel(
         q_ptr, q_stride, k_ptr, k_stride, kept_ptr, kept_stride, factors_ptr, table_ptr, row, key_head, begin, first,
         head % RATIO == 0, KEY_HEADS, K_DIM, K_BLOCK, EVERY, NORM,
     )  # fmt: skip
-    j, dims = tl.arange(0, TILE), tl.arange(0, K_BLOCK)
+    j = tl.arange(0, TILE)
+    dims = tl.arange(0, K_BLOCK)
     olds_ptr = decay_ptr + block * decay_stride
     sums, mine = _sums(row, t, fresh_from, head, log_decay_ptr, olds_ptr, HEADS, K_DIM, K_BLOCK)
     tl.store(sums_ptr + (row.to(tl.int64) * HEADS + head) * K_DIM + dims, mine, mask=dims < K_DIM)

@@ -111,7 +111,8 @@ def convolve(
     assert x.stride(1) == 1
     assert weight.is_contiguous()
     rows, channels = x.shape
-    num_seqs, tables = sequences.num_seqs, sequences.block_tables
+    num_seqs = sequences.num_seqs
+    tables = sequences.block_tables
     out = x.new_empty(rows, channels)
     single = rows == num_seqs  # a sequence has at least one row
     tile, block = (1, 256) if single else (16, 64)  # rows and channels of a program

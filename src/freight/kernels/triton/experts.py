@@ -186,7 +186,8 @@ def sort_slots(ids: Tensor, num_experts: int, rows: int) -> Sorted:
     # At most, each expert in use has one tile with a single slot, and the other tiles are full.
     used = min(num_experts, num_slots)
     num_tiles = used + (num_slots - used) // rows
-    slots, tiles = ids.new_empty(num_slots), ids.new_empty(num_tiles, 3)
+    slots = ids.new_empty(num_slots)
+    tiles = ids.new_empty(num_tiles, 3)
     sort_kernel[(num_experts,)](
         ids,
         slots,
@@ -262,7 +263,8 @@ def weigh(out: Tensor, weights: Tensor, base: Tensor | None) -> Tensor:
 
     out: [num_rows * top_k, size]; weights: float32 [num_rows, top_k]; base: [num_rows, size].
     """
-    (rows, top_k), size = weights.shape, out.shape[1]
+    (rows, top_k) = weights.shape
+    size = out.shape[1]
     total = out.new_empty(rows, size)
     block = min(1024, next_power_of_2(size))
     constants: dict[str, Any] = {"SIZE": size, "BLOCK": block, "TOP_K": top_k, "num_warps": 4}
@@ -293,7 +295,8 @@ def experts(
     assert weights.is_contiguous()
     assert base is None or base.is_contiguous()
     rows = quantize(target, x, gate_up.one) if quantizes(gate_up.one) else x
-    order, hidden = None, rows
+    order = None
+    hidden = rows
     for stack in (gate_up, down):
         codes = hidden.codes if isinstance(hidden, Quantized) else hidden
         tile = experts_tile(target, stack, dot_type(target, codes, stack.one))

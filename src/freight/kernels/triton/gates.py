@@ -76,7 +76,8 @@ def part_kernel(
     BLOCK: tl.constexpr,
 ):
     """A program: GROUP columns of one row, normed where there is a weight."""
-    row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * GROUP
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * GROUP
     index = tl.arange(0, BLOCK)
     mask = index < GROUP
     stored = tl.load(x_ptr + row * x_stride + column + index, mask=mask, other=0.0)
@@ -95,7 +96,8 @@ def decays_kernel(
     """A program: BLOCK values of all rows, heads, and K_DIM channels (1: one decay per head)."""
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = index < rows * (HEADS * K_DIM)
-    row, column = (index // (HEADS * K_DIM)).to(tl.int64), index % (HEADS * K_DIM)
+    row = (index // (HEADS * K_DIM)).to(tl.int64)
+    column = index % (HEADS * K_DIM)
     head = column // K_DIM
     a = tl.load(a_ptr + row * a_stride + column, mask=mask, other=0.0).to(tl.float32)
     a += tl.load(dt_bias_ptr + column, mask=mask, other=0.0)
@@ -103,7 +105,8 @@ def decays_kernel(
     dt = _factor(a, "softplus")
     dt = tl.maximum(dt, least, propagate_nan=tl.PropagateNan.ALL)
     dt = tl.minimum(dt, most, propagate_nan=tl.PropagateNan.ALL)
-    log_decay, beta = -rate * dt, dt
+    log_decay = -rate * dt
+    beta = dt
     if bound is not None:
         log_decay = bound * _factor(rate * a, "sigmoid")
     if b_ptr is not None:
@@ -170,7 +173,8 @@ def gated_norm_kernel(
     BLOCK: tl.constexpr, REPEATED: tl.constexpr, NORM_FIRST: tl.constexpr,
 ):  # fmt: skip
     """A program: one group of one row."""
-    row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * GROUP
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * GROUP
     index = tl.arange(0, BLOCK)[None, :]
     mask = index < GROUP
     x = tl.load(x_ptr + row * x_stride + column + index, mask=mask, other=0.0)
@@ -206,8 +210,10 @@ def gate(x: Tensor, logits: Tensor, function: GateFunction) -> Tensor:
 
 def join(parts: Sequence[JoinedPart], eps: float = 0.0) -> Tensor:
     """Compute `KernelSet.join`, one launch for each part. Each x is contiguous within a row."""
-    leading, width = parts[0][0].shape[:-1], sum(x.shape[-1] for x, _ in parts)
-    rows, out = leading.numel(), parts[0][0].new_empty(*leading, width)
+    leading = parts[0][0].shape[:-1]
+    width = sum(x.shape[-1] for x, _ in parts)
+    rows = leading.numel()
+    out = parts[0][0].new_empty(*leading, width)
     column = 0
     for heads, weight in parts:
         x = heads.flatten(0, -2)
@@ -231,10 +237,13 @@ def decays(
     """Compute `KernelSet.decays`. a, b: contiguous within a row."""
     assert a.stride(1) == 1
     assert b is None or b.stride(1) == 1
-    rows, heads, channels = len(a), len(a_log), len(dt_bias)
+    rows = len(a)
+    heads = len(a_log)
+    channels = len(dt_bias)
     assert b is not None or (channels == heads and bound is None)
     each = (heads, channels // heads) if channels != heads else (heads,)
-    beta, decay = a_log.new_empty(rows, heads), a_log.new_empty(rows, *each)
+    beta = a_log.new_empty(rows, heads)
+    decay = a_log.new_empty(rows, *each)
     block = 256
     inputs = (
         a,

@@ -125,9 +125,11 @@ def _one_chain(
             x = decode(x, X_FORMAT).to(DOT)
             weight = decode(weight, WEIGHT_FORMAT).to(DOT)
         if SWAPPED:
-            first, second = tl.trans(weight), tl.trans(x)
+            first = tl.trans(weight)
+            second = tl.trans(x)
         else:
-            first, second = x, weight
+            first = x
+            second = weight
         if BLOCKS:
             part = tl.dot(first, second, input_precision="ieee")
             group = start // 128

@@ -160,7 +160,8 @@ def pairs_of(target: Target, pages: KVPages, made: dict[str, Any]) -> dict[str, 
     if made["K_DOT"] == tl.uint8 or made["V_DOT"] == tl.uint8:
         return UNPAIRED
     k_strides, v_strides, _, _ = pages.strides
-    k_even, v_even = _even(pages.k, k_strides), _even(pages.v, v_strides)
+    k_even = _even(pages.k, k_strides)
+    v_even = _even(pages.v, v_strides)
     pairs = target.pairs(pages.format)
     return {"K_PAIRS": pairs if made["REST"] and k_even else "", "PAIRS": pairs if v_even else ""}
 
@@ -181,7 +182,8 @@ def dot_types(
     elif pages.k.dtype is torch.bfloat16:
         k_dot = v_dot = tl.bfloat16
     else:
-        k_dot, v_dot = tl.float16, tl.bfloat16 if pages.dynamic and not decoding else tl.float16
+        k_dot = tl.float16
+        v_dot = tl.bfloat16 if pages.dynamic and not decoding else tl.float16
     if products is not Fp8Products.NONE:
         k_dot = tl.uint8
         if products is Fp8Products.BOTH and not pages.dynamic:
@@ -355,7 +357,9 @@ def attention(
 
 def _prefill(work: _Work) -> None:
     """Compute the rows of sequences that have more than one row in this step, into `out`."""
-    q, pages, sequences = work.q, work.pages, work.sequences
+    q = work.q
+    pages = work.pages
+    sequences = work.sequences
     shared = work.constants | work.dot_types(decoding=False)
     bytes_per_value = shared["V_DOT"].primitive_bitwidth // 8
     block_dim = max(shared["K_BLOCK"] + shared["REST_BLOCK"], shared["V_BLOCK"])
@@ -408,7 +412,10 @@ def _decode(work: _Work, consumer: PackedWeight | None) -> Quantized | None:
     splits, even if there is only one: in a graph, block tables are as wide as the longest sequence
     allowed, and if that is not longer than a split, a step takes little time anyway.
     """
-    target, q, pages, sequences = work.target, work.q, work.pages, work.sequences
+    target = work.target
+    q = work.q
+    pages = work.pages
+    sequences = work.sequences
     shared = work.constants | work.dot_types(decoding=True)
     block_dim = max(shared["K_BLOCK"] + shared["REST_BLOCK"], shared["V_BLOCK"])
     shared |= pairs_of(target, pages, shared)
@@ -416,7 +423,9 @@ def _decode(work: _Work, consumer: PackedWeight | None) -> Quantized | None:
     tile = decode_tile(target, block_dim, bytes_per_value, shared["GROUP"], pages.k.element_size())
     shared["TAKEN"] = heads_taken(shared["GROUP"], tile.rows, block_dim, one_row=True)
     assert KEY_TILE % tile.keys == SPLIT % tile.keys == LONG_SPLIT % tile.keys == 0
-    heads, num_seqs, tables = shared["HEADS"], sequences.num_seqs, sequences.block_tables
+    heads = shared["HEADS"]
+    num_seqs = sequences.num_seqs
+    tables = sequences.block_tables
     max_splits = most_splits(tables.shape[1] * pages.block_size, work.window)
     splits = {"SPLIT": SPLIT, "LONG_SPLIT": LONG_SPLIT, "LONG": LONG}
     partial = q.new_empty(
@@ -499,7 +508,8 @@ def _merged_output(
     writes of all waves have arrived, before one of them counts the program.
     """
     result, pointers, of_row = allocate_output(work.target, work.out, work.out[0].numel(), consumer)
-    scales, v_dim = of_row["SCALES"], work.out.shape[2]
+    scales = of_row["SCALES"]
+    v_dim = work.out.shape[2]
     alone = scales == "static" or (scales == "group" and v_dim % BLOCK == 0)
     if isinstance(result, Tensor) or (work.target.backend == "hip" and not alone):
         return (

@@ -69,7 +69,8 @@ def load_queries(
         parts = (_query_part(q_ptr, place, live, k_scale_ptr, begin, whole, K_DIM, SCALES, K_DOT),)
     else:
         WIDTH: tl.constexpr = 2 if PAIRS != "" else 1
-        first, other = tl.arange(0, REST_BLOCK), tl.arange(0, K_BLOCK // WIDTH) * WIDTH + REST
+        first = tl.arange(0, REST_BLOCK)
+        other = tl.arange(0, K_BLOCK // WIDTH) * WIDTH + REST
         parts = (_query_part(q_ptr, place, live, k_scale_ptr, begin, first, REST, SCALES, K_DOT),)
         for i in tl.static_range(WIDTH):
             part = _query_part(

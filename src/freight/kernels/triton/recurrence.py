@@ -63,7 +63,8 @@ def products_kernel(
                step goes beyond it
     old_decay  [num_seqs, T, KEY_HEADS * RATIO]: its decays
     """
-    row, head = tl.program_id(0), tl.program_id(1)
+    row = tl.program_id(0)
+    head = tl.program_id(1)
     seq = sequence_of_row(starts_ptr, row, num_seqs)
     begin = tl.load(starts_ptr + seq)
     end = tl.load(starts_ptr + seq + 1)
@@ -101,7 +102,8 @@ def _advanced(
     j = tl.arange(0, TILE)
     dims = tl.arange(0, K_BLOCK)
     of = position - TILE + j
-    here, exists = of >= first, (dims < K_DIM)[:, None]
+    here = of >= first
+    exists = (dims < K_DIM)[:, None]
     rows = (row - TILE + j).to(tl.int64)
     keys = tl.load(
         k_ptr + rows[None, :] * k_stride + head * K_DIM + dims[:, None],
@@ -126,9 +128,11 @@ def _advanced(
             old_decay_ptr + old_place, mask=exists & ((of < first) & (of >= 0))[None, :], other=0.0
         )
         whole = tl.sum(tl.where((j == TILE - 1)[None, :], sums, 0.0), 1)[:, None]
-        keys, state = keys * tl.exp(whole - sums), state * tl.exp(whole)
+        keys = keys * tl.exp(whole - sums)
+        state = state * tl.exp(whole)
     else:
-        keys, state = keys * tl.exp(last - decay)[None, :], state * tl.exp(last)
+        keys = keys * tl.exp(last - decay)[None, :]
+        state = state * tl.exp(last)
     return tl.dot(keys, u, state, input_precision="ieee")
 
 
@@ -162,7 +166,8 @@ def _load_row(
     ) = rows
     key_head = head // (HEADS // KEY_HEADS)
     wide = tl.minimum(row, end - 1).to(tl.int64)
-    dims, j = tl.arange(0, K_BLOCK), tl.arange(0, TILE)
+    dims = tl.arange(0, K_BLOCK)
+    j = tl.arange(0, TILE)
     exists = dims < K_DIM
     query = tl.load(q_ptr + wide * q_stride + key_head * K_DIM + dims, mask=exists, other=0.0).to(
         tl.float32
@@ -212,8 +217,10 @@ def _next_row(
     else:
         total += log_decay
         decay = tl.where(j == t, total, decay)
-        from_start, since = tl.exp(total), tl.exp(total - decay)
-        with_key, with_query = since * with_key, since * with_query
+        from_start = tl.exp(total)
+        since = tl.exp(total - decay)
+        with_key = since * with_key
+        with_query = since * with_query
     row_u = value
     if DELTA:
         before = tl.where(j < t, with_key, 0.0)
@@ -260,18 +267,19 @@ def recurrence_kernel(
 
     BY_CHANNEL: log_decay_ptr points to the `sums` of `channels.py`.
     """
-    head, seq = tl.program_id(1), tl.program_id(2)
-    begin, end, length = (
-        tl.load(starts_ptr + seq),
-        tl.load(starts_ptr + seq + 1),
-        tl.load(lengths_ptr + seq),
-    )
+    head = tl.program_id(1)
+    seq = tl.program_id(2)
+    begin = tl.load(starts_ptr + seq)
+    end = tl.load(starts_ptr + seq + 1)
+    length = tl.load(lengths_ptr + seq)
     if (begin == end) | (length < end - begin):
         return
     first = length - (end - begin)  # position of the first row in this step
     table_ptr = tables_ptr + seq.to(tl.int64) * table_stride
-    channel, dims = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V), tl.arange(0, K_BLOCK)
-    in_v, in_state = channel < V_DIM, (dims < K_DIM)[:, None] & (channel < V_DIM)[None, :]
+    channel = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
+    dims = tl.arange(0, K_BLOCK)
+    in_v = channel < V_DIM
+    in_state = (dims < K_DIM)[:, None] & (channel < V_DIM)[None, :]
     state_place = (head * K_DIM + dims)[:, None] * V_DIM + channel[None, :]
     u_place = head * V_DIM + channel
     like = kept_u_ptr.dtype.element_ty
@@ -315,7 +323,8 @@ def recurrence_kernel(
     # began, and thousands of registers spill.
     done = 0
     while done < end - begin:
-        row, position = begin + done, first + done
+        row = begin + done
+        position = first + done
         t = position % TILE
         this = coming
         coming = _load_row(
@@ -344,7 +353,8 @@ def recurrence_kernel(
                 state, kept, state_ptr + block * state_stride + state_place, scale_ptr, block * scale_stride + u_place,
                 in_state, in_v, FORMAT,
             )  # fmt: skip
-            u, decay = tl.zeros((TILE, BLOCK_V), tl.float32), tl.zeros((TILE,), tl.float32)
+            u = tl.zeros((TILE, BLOCK_V), tl.float32)
+            decay = tl.zeros((TILE,), tl.float32)
             total = tl.full((), 0.0, tl.float32)
         u, decay, total, row_u, result = _next_row(
             state, u, decay, total, t, this, skip, DELTA, like, BY_CHANNEL
@@ -400,7 +410,9 @@ def recurrence(
     assert parts["k"].dtype == parts["u"].dtype == v.dtype
     key_heads, k_dim = parts["k"].shape[2:]
     heads, v_dim = parts["u"].shape[2:]
-    rows, num_seqs, tables = len(v), sequences.num_seqs, sequences.block_tables
+    rows = len(v)
+    num_seqs = sequences.num_seqs
+    tables = sequences.block_tables
     format = format_of(parts["state"])
     factors = beta.new_empty(rows, key_heads, 2)
     by_channel = log_decay.ndim == 3
@@ -417,7 +429,8 @@ def recurrence(
     }
     shared["EVERY"] = states.every
     lengths = (sequences.query_starts, sequences.context_lens, tables, tables.stride(0))
-    kept_k, kept_u = by_block(parts["k"]), by_block(parts["u"])
+    kept_k = by_block(parts["k"])
+    kept_u = by_block(parts["u"])
     kept_decay = by_block(parts["decay"])
     read = (q, q.stride(0), k, k.stride(0), *kept_k)
     made = (old_k, old_decay, *lengths, num_seqs)

@@ -111,7 +111,8 @@ def logits(x: Tensor, router: Weight, bias: Tensor | None) -> Tensor:
 
     x: [rows, hidden_size], contiguous within a row; router: float32
     """
-    (rows, size), experts = x.shape, len(router.data)
+    (rows, size) = x.shape
+    experts = len(router.data)
     out = torch.empty(rows, experts, dtype=torch.float32, device=x.device)
     matmul_kernel[(cdiv(experts, LOGITS.outputs), cdiv(rows, LOGITS.rows))](
         x,

@@ -219,7 +219,8 @@ def allocate_output(
     The output has the rows and the dtype of `like`, and `size` columns. Also returns the arguments
     of `write_row`, (out_ptr, scale_ptr, static_scale), and its constants with `num_warps`.
     """
-    rows, device = len(like), like.device
+    rows = len(like)
+    device = like.device
     groups = cdiv(size, BLOCK)
     block_groups = next_power_of_2(groups)
     constants: dict[str, Any] = {
@@ -233,7 +234,8 @@ def allocate_output(
     assert consumer.scale is not None
     stored = format_of(consumer.data)
     format = stored if stored.is_e4m3 else Format.E4M3FN
-    blocks, static = consumer.scale.ndim == 2, consumer.activations is Activations.STATIC
+    blocks = consumer.scale.ndim == 2
+    static = consumer.activations is Activations.STATIC
     num_scales = groups if blocks else 1
     codes = torch.empty(rows, size, dtype=torch_dtype(format), device=device)
     scale = torch.empty(rows, num_scales, dtype=torch.float32, device=device)

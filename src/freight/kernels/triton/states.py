@@ -135,10 +135,12 @@ def rows_of_tile(
     """
     position = first + row - begin
     t = position % TILE
-    j, dims = tl.arange(0, TILE), tl.arange(0, K_BLOCK)
+    j = tl.arange(0, TILE)
+    dims = tl.arange(0, K_BLOCK)
     exists = dims < K_DIM
     fresh_from = first - (position - t)
-    here, until = position - t + j >= first, (j <= t)[:, None] & exists[None, :]
+    here = position - t + j >= first
+    until = (j <= t)[:, None] & exists[None, :]
     place = (row - t + j).to(tl.int64)[:, None] * k_stride + head * K_DIM + dims[None, :]
     keys = tl.load(k_ptr + place, mask=until & here[:, None], other=0.0).to(tl.float32)
     block = tl.load(table_ptr + position // EVERY, mask=t > row - begin, other=0).to(tl.int64)
@@ -165,7 +167,8 @@ def copy_rows(
     from_ptr, to_ptr, count, head, HEADS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr
 ):
     """Copy the first `count` rows [T, HEADS, WIDTH] of one head."""
-    j, index = tl.arange(0, TILE), tl.arange(0, BLOCK)
+    j = tl.arange(0, TILE)
+    index = tl.arange(0, BLOCK)
     place = (j * HEADS + head)[:, None] * WIDTH + index[None, :]
     mask = (j < count)[:, None] & (index < WIDTH)[None, :]
     tl.store(to_ptr + place, tl.load(from_ptr + place, mask=mask, other=0.0), mask=mask)

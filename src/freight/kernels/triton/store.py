@@ -202,18 +202,21 @@ def rotate_store(
     kv_heads, k_dim = pages.k.shape[2:]
     v_dim = pages.v.shape[3]
     if slots is None:
-        slots, kv_heads = positions, 0
+        slots = positions
+        kv_heads = 0
     v_heads = 0 if pages.v_in_k else kv_heads
     num_heads = (width - kv_heads * k_dim - v_heads * v_dim) // k_dim
     q = torch.empty(rows, num_heads, k_dim, dtype=qkv.dtype, device=qkv.device)
     q_norm, k_norm = rotary.norms or (None, None)
     k_center = None if pages.k_center is None else pages.k_center.b
-    k_block, v_block = next_power_of_2(k_dim), next_power_of_2(v_dim)
+    k_block = next_power_of_2(k_dim)
+    v_block = next_power_of_2(v_dim)
     block = max(k_block, v_block)
     # With few rows one row and one head; else 16 rows, or 8 of 512 channels, because 16 spill.
     tile = turns = 1
     if rows > FEW_ROWS:
-        tile, turns = 16 if block <= 256 else 8, TURNS
+        tile = 16 if block <= 256 else 8
+        turns = TURNS
     rotate_store_kernel[(cdiv(rows, tile), cdiv(num_heads + kv_heads + v_heads, turns))](
         qkv,
         q,

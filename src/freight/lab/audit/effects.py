@@ -321,9 +321,11 @@ def _alone(loaded: dict[str, Ruled], assembly: Assembly) -> tuple[Side, Side] | 
         own = Side(effect, (1.0,), name=stored.name, why=why, source=assembly.source)
         other = Side(Effect.ONE, (1.0,), why="no scale is stored", source=assembly.source)
         return (own, other) if letter == "k" else (other, own)
-    values, why = stored.values, "one scale serves K and V"
+    values = stored.values
+    why = "one scale serves K and V"
     if effect is Effect.REFUSED:
-        values, why = (1.0,), f"{letter.upper()}'s scale came without the other"
+        values = (1.0,)
+        why = f"{letter.upper()}'s scale came without the other"
     side = Side(effect, values, name=stored.name, why=why, source=assembly.source)
     return side, side
 

@@ -47,7 +47,8 @@ def read_facts(path: Path) -> tuple[Checkpoint, Facts]:
             f"{path}/config.json: num_hidden_layers {layers!r} is not a number of layers"
         )
     declared = _declared(checkpoint)
-    stored, rounded = [], []
+    stored = []
+    rounded = []
     for name in sorted(checkpoint.names):
         parsed = parse_scale_name(name)
         if parsed is None:

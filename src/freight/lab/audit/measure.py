@@ -47,7 +47,8 @@ def engine_scales(view: EngineView) -> KVScales | None:
 
 
 def _layer_scales(layer: LayerEffect) -> LayerScales:
-    k, v = layer.k.values, layer.v.values
+    k = layer.k.values
+    v = layer.v.values
     count = max(len(k), len(v))
     granularity = Granularity.TENSOR if count == 1 else Granularity.HEAD
     return LayerScales(k * (count // len(k)), v * (count // len(v)), granularity)

@@ -111,7 +111,8 @@ def audit(
     if not unmeasured and text is None:
         unmeasured = "no text was given (--data FILE)"
     measured = None if unmeasured else text
-    repaired, form = stored, None
+    repaired = stored
+    form = None
     if repaired is None and measured is not None:
         repaired = measured_scales(args, calibration or measured, window)
     if fix is not None:
@@ -157,7 +158,8 @@ def _measure(
     on_progress: Progress,
 ) -> _Costs:
     """Measure each of `scales`, and each of `cpu` as vLLM's CPU kernels round; equal ones once."""
-    nearest, towards_zero = _distinct(scales), _distinct(cpu)
+    nearest = _distinct(scales)
+    towards_zero = _distinct(cpu)
     shown = partial(on_progress, "measuring")
     scored = measure(args, nearest, text, window, max_tokens, shown, towards_zero)
     plain, dynamic, *others = [
@@ -188,14 +190,16 @@ def _stored(path: Path, args: EngineArgs) -> tuple[KVScales | None, WeightFacts 
     """Return the checkpoint's KV scales, if K and V of every layer have them, per tensor or head;
     what its quantized weights are; why it cannot be measured.
     """
-    says, weights = "Freight does not run this checkpoint: {}", None
+    says = "Freight does not run this checkpoint: {}"
+    weights = None
     try:
         opened = open_folder(path, args.model, args.ignore_config_keys)
         scales = opened.uncentered_scales()
     except (ConfigError, CheckpointError) as error:
         return None, None, says.format(error)
     try:
-        weights, unmeasured = read_weights(opened), ""
+        weights = read_weights(opened)
+        unmeasured = ""
     except CheckpointError as error:  # KV scales may be repaired all the same
         unmeasured = says.format(error)
     fine = any(
@@ -210,7 +214,8 @@ def _stored(path: Path, args: EngineArgs) -> tuple[KVScales | None, WeightFacts 
 
 def as_json(model: str, report: AuditReport) -> JsonObject:
     """Return the JSON object of `freight audit --json`; docs/audit.md lists its keys."""
-    facts, form = report.facts, report.fixed
+    facts = report.facts
+    form = report.fixed
     return {
         "model": model,
         "model_type": facts.model_type,

@@ -44,7 +44,9 @@ def sentence(view: EngineView, cost: Cost | None, plain: Cost | None, dynamic: C
 
 
 def _does(view: EngineView) -> str:
-    count, unit, lost = len(view.layers), len(view.unit), len(view.lost)
+    count = len(view.layers)
+    unit = len(view.unit)
+    lost = len(view.lost)
     layers = "layers" if count == view.num_layers else "layers with attention"
     if not unit:
         which = f"all {count} {layers}" if count > 1 else layers.replace("layers", "the one layer")

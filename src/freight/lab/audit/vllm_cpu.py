@@ -40,7 +40,8 @@ class VllmCpuKernels(ReferenceKernels):
         q, k, v = split_heads(qkv, rotary, pages)
         k = rotate(k, rotary.cos[positions], rotary.sin[positions])
         if pages.format is Format.E4M3FN and not pages.dynamic:
-            k, v = _stored_value(k, pages.k_scale), _stored_value(v, pages.v_scale)
+            k = _stored_value(k, pages.k_scale)
+            v = _stored_value(v, pages.v_scale)
         store_kv(k, v, slots, pages)
         return rotate_queries(q, rotary, positions)
 

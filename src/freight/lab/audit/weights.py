@@ -138,7 +138,9 @@ def read_weights(opened: OpenCheckpoint) -> WeightFacts | None:
 
     Accounts for every tensor. Raises CheckpointError as loading does.
     """
-    checkpoint, model, scheme = opened.checkpoint, opened.model, opened.scheme
+    checkpoint = opened.checkpoint
+    model = opened.model
+    scheme = opened.scheme
     if model.foreign is not None:  # modules of transformers: `freight inspect` describes them
         return None
     found = find_stored(checkpoint, model, scheme)
@@ -227,7 +229,8 @@ def _scales(
 
 def _scale_facts(scales: Iterator[Tensor]) -> ScaleFacts | None:
     count = zero = negative = 0
-    least, largest = math.inf, 0.0
+    least = math.inf
+    largest = 0.0
     for stored in scales:
         values = stored.float()
         magnitudes = values[values != 0].abs()

@@ -15,7 +15,11 @@ from freight.base.svg import framed, line, styled, text
 
 WIDTH = 860
 # pixels; _BAR is the height of one, with the space below it
-_LEFT, _TOP, _BAR, _GAP, _PLOT = (210, 84, 26, 22, 400)
+_LEFT = 210
+_TOP = 84
+_BAR = 26
+_GAP = 22
+_PLOT = 400
 _STYLE = styled(".span{stroke:var(--ink);stroke-width:1.5}")
 # the first format, which the others are compared with, is grey
 _COLOURS = ("line", "c1", "c2", "c3")
@@ -43,7 +47,9 @@ def _group(rows: list[JsonObject], top: int, scale: float) -> Iterator[str]:
     size = rows[0]["kv_cache_memory"] or "default size"
     yield text(24, top + 15, size, 'class="head"')
     for index, row in enumerate(rows):
-        rate, ratio, y = row["requests_per_second"], row["ratio"], top + _BAR * index
+        rate = row["requests_per_second"]
+        ratio = row["ratio"]
+        y = top + _BAR * index
         yield text(_LEFT - 10, y + 15, row["kv_cache_dtype"], 'text-anchor="end" class="soft"')
         bar = f'x="{_LEFT}" y="{y}" width="{rate["median"] * scale:.1f}" height="{_BAR - 6}"'
         yield f'<rect {bar} fill="var(--{_COLOURS[index % 4]})"/>'

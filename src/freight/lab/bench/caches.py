@@ -77,8 +77,10 @@ def measure_caches(
             asked = replace(args.with_cache(cache), kv_cache_memory=memory)
             weights = cells[0].engine.runner.model if cells else None
             cells.append(_Cell(memory, *start_engine(replace(opened, args=asked), decoder=weights)))
-    vocab_size, params = opened.model.vocab_size, [greedy(after) for _, after in lengths]
-    total, done = len(cells) * (repeats + 1), 0
+    vocab_size = opened.model.vocab_size
+    params = [greedy(after) for _, after in lengths]
+    total = len(cells) * (repeats + 1)
+    done = 0
     for repeat in range(-1, repeats):  # the first warms up, on requests that are cut short
         prompts = [random_prompt(before, vocab_size, numbers) for before, _ in lengths]
         first = repeat % len(cells)
@@ -112,7 +114,8 @@ def _row(cell: _Cell, first: _Cell) -> JsonObject:
     """`first`: the format at this size that the others are compared with."""
     running, in_use = occupancy(cell.steps)
     ratios = [mine / its for mine, its in zip(cell.rates, first.rates, strict=True)]
-    kv, pool = cell.config.kv, cell.engine.runner.pool
+    kv = cell.config.kv
+    pool = cell.engine.runner.pool
     return {
         "kv_cache_memory": cell.memory,
         "kv_cache_dtype": kv.names()["dtype"],
@@ -140,7 +143,8 @@ def as_table(found: JsonObject) -> str:
         )
     ]
     for row in found["rows"]:
-        rate, ratio = row["requests_per_second"], row["ratio"]
+        rate = row["requests_per_second"]
+        ratio = row["ratio"]
         rows.append(
             (
                 str(row["kv_cache_memory"] or "default"),
@@ -152,7 +156,8 @@ def as_table(found: JsonObject) -> str:
                 f"{ratio['low']:.2f} to {ratio['high']:.2f}" if ratio else "",
             )
         )
-    processor, threads = found["processor"], found["threads"]
+    processor = found["processor"]
+    threads = found["threads"]
     what = f"{found['model']}, weights {found['weight_dtype']}, {found['num_requests']} requests"
     runs = f"medians of {found['repeats']} repeats in turns, intervals cover {min(shares):.0%}"
     return f"{markdown(rows, num_left=2)}\n\n{what}; {runs}. {processor}, {threads} threads."

@@ -90,7 +90,8 @@ class Bench:
         """Make the product with a weight [out_features, in_features]; `activations` are those of an
         FP8 or INT8 weight.
         """
-        x, source = self._activations(rows, shape[1]), self._source(format)
+        x = self._activations(rows, shape[1])
+        source = self._source(format)
         size = shape[0] * shape[1] * format.bytes + (4 * shape[0] if format.is_quantized else 0)
         weights = [source.weight("", shape) for _ in self._copies(size)]
         if format.is_quantized:
@@ -118,7 +119,8 @@ class Bench:
         )
         groups = Groups(codes, size, scales.to(dtype))
         num_bytes = shape[0] * shape[1] // 2 + scales.numel() * dtype.itemsize
-        x, calls = self._activations(rows, shape[1]), []
+        x = self._activations(rows, shape[1])
+        calls = []
         for _ in self._copies(num_bytes):
             data = torch.empty(shape[0], shape[1] // 2, dtype=torch.uint8, device=self.device)
             weight = Weight(data.random_(0, 256, generator=generator), groups=groups)
@@ -153,7 +155,8 @@ class Bench:
         for each row.
         """
         out_features, in_features = shape
-        source, size = self._source(Format.E4M3FN), out_features * in_features
+        source = self._source(Format.E4M3FN)
+        size = out_features * in_features
         x = source.weight("", (rows, in_features))
         assert x.scale is not None
         by_row = (
@@ -229,7 +232,8 @@ class Bench:
         """
         heads, out_features, in_features = shape
         x = self._activations(rows, heads * in_features).view(rows, heads, in_features)
-        source, size = self._source(Format.BFLOAT16), 2 * math.prod(shape)
+        source = self._source(Format.BFLOAT16)
+        size = 2 * math.prod(shape)
         calls = []
         for _ in self._copies(size):
             matrices = [source.weight("", (out_features, in_features)) for _ in range(heads)]
@@ -248,7 +252,8 @@ class Bench:
         self, tokens: int, heads: Heads, format: Format, granularity: Granularity | None
     ) -> Case:
         pages, size = self._pages(heads, format, granularity, -(-tokens // BLOCK_SIZE))
-        all_heads, dim = heads.num_heads + 2 * heads.num_kv_heads, heads.head_dim
+        all_heads = heads.num_heads + 2 * heads.num_kv_heads
+        dim = heads.head_dim
         qkv = self._activations(tokens, heads.width)
         positions = torch.arange(tokens, dtype=torch.int64, device=self.device)
         slots = torch.randperm(tokens, dtype=torch.int64, device=self.device)
@@ -287,7 +292,9 @@ class Bench:
         self, heads: Heads, format: Format, granularity: Granularity | None, blocks: int
     ) -> tuple[list[KVPages], int]:
         """Copies of `blocks` blocks full of random codes, and the bytes of one token."""
-        source, scales, dims = None, None, (heads.head_dim, heads.v_dim or heads.head_dim)
+        source = None
+        scales = None
+        dims = (heads.head_dim, heads.v_dim or heads.head_dim)
         if granularity is not None and granularity.is_dynamic:
             source = ScaleSource.DYNAMIC
         elif granularity is not None:

@@ -38,8 +38,10 @@ from freight.model.open import OpenModel
 from freight.text.tokenizer import Tokenizer
 
 TEXTS = ("edit", "code", "random")
-_EDITED, _CHARACTERS = 3, 1400  # files that are edited, and how much of each
-_PROMPT, _ANSWER = 384, 256  # tokens of code, and of random tokens
+_EDITED = 3  # files that are edited, and how much of each
+_CHARACTERS = 1400
+_PROMPT = 384  # tokens of code, and of random tokens
+_ANSWER = 256
 
 
 @dataclass(frozen=True)
@@ -209,7 +211,8 @@ def _run(engine: Engine, text: Text, batch_size: int) -> _Run:
             "it is given, or lower --batch-size"
         )
     had = sum(len(engine.output(name).outputs[0].token_ids) for name in names)
-    num_steps, begin = 0, time.perf_counter()
+    num_steps = 0
+    begin = time.perf_counter()
     while engine.has_unfinished:
         engine.step()
         num_steps += 1

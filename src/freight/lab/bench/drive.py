@@ -171,7 +171,8 @@ def weight_bytes(
     """
     formats = compute_format, weight_format
     every = ONLINE if weight_format.is_quantized else None
-    names, total = tensor_names(model), 0
+    names = tensor_names(model)
+    total = 0
     for name, shape in tensor_shapes(model).items():
         if name in (names.positions, names.per_layer_table) or (
             name == names.embedding and not model.tie_word_embeddings
@@ -187,7 +188,8 @@ def weight_bytes(
         moe = layer.feed_forward
         if not isinstance(moe, MoEConfig):
             continue
-        channels, expert = moe.expert_channels(model.hidden_size), 0
+        channels = moe.expert_channels(model.hidden_size)
+        expert = 0
         prefix = names.layer.format(index) + names.expert.format(0)
         for module, values, outputs in (
             (names.expert_gate_up[0], sum(moe.up_sizes) * channels, sum(moe.up_sizes)),

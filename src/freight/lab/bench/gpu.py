@@ -127,7 +127,8 @@ def launches_of(call: Callable[[], object]) -> int | None:
 
 def launch_gap() -> float:
     """Return seconds from the start of a kernel that does nothing to that of the next, in a graph."""
-    count, one = 64, torch.zeros(1, dtype=torch.float32, device="cuda")
+    count = 64
+    one = torch.zeros(1, dtype=torch.float32, device="cuda")
 
     def many() -> None:
         for _ in range(count):
@@ -249,7 +250,9 @@ def _torch_attention(
         )
 
     kv_heads = heads.num_heads if backend is SDPBackend.CUDNN_ATTENTION else heads.num_kv_heads
-    q, k, v = tensor(heads.num_heads, rows), tensor(kv_heads, context), tensor(kv_heads, context)
+    q = tensor(heads.num_heads, rows)
+    k = tensor(kv_heads, context)
+    v = tensor(kv_heads, context)
 
     def call() -> Tensor:
         with sdpa_kernel(backend if device == "cuda" else SDPBackend.MATH):

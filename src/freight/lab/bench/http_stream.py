@@ -110,7 +110,8 @@ class AnswerReader:
                 return b""
         if self._chunked:
             return self._read_chunks()
-        body, self._buffer = self._buffer, b""
+        body = self._buffer
+        self._buffer = b""
         if self._left is not None:
             if len(body) > self._left:
                 raise StreamError("malformed", "the answer is longer than its Content-Length")
@@ -181,7 +182,8 @@ class AnswerReader:
                 self._state = "body"
             elif self._state == "trailer":
                 if not line:
-                    self._state, self.complete = "end", True
+                    self._state = "end"
+                    self.complete = True
             else:
                 self._left = _chunk_length(line)
                 if self._left == 0:
@@ -274,7 +276,8 @@ class Connection(asyncio.Protocol):
         """
         assert self.reusable
         assert self._transport is not None
-        self.reader, self._on_body = AnswerReader(), on_body
+        self.reader = AnswerReader()
+        self._on_body = on_body
         self._done = asyncio.get_running_loop().create_future()
         self.reusable = False
         self._transport.write(request)

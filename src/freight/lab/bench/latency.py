@@ -65,7 +65,8 @@ def measure_latency(
         before = probe.sample()
         runs.append(split(drive_random(engine, lengths, numbers), batch_size))
         bandwidths.append((before + probe.sample()) / 2)
-    formats, linear_of = (config.compute_format, config.weight_format), linears_of(opened, config)
+    formats = (config.compute_format, config.weight_format)
+    linear_of = linears_of(opened, config)
     weights = weight_bytes(engine.runner.model.config, *formats, batch_size, linear_of)
     # of a step half way through the output
     cache = round(batch_size * read_bytes(engine.runner.pool.spec, input_len + output_len / 2))

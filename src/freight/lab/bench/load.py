@@ -144,7 +144,8 @@ class _Body:
     """
 
     def __init__(self, connection: Connection) -> None:
-        self.stream, self.plain = AnswerStream(), bytearray()
+        self.plain = bytearray()
+        self.stream = AnswerStream()
         self._connection = connection
 
     def take(self, data: bytes, now: float) -> None:
@@ -177,9 +178,11 @@ async def ask_once(
             stream = await connections.send(target.request(ask))
         return stream.answer(start, sent, ask.max_tokens)
     except TimeoutError:
-        kind, message = "timeout", f"no complete answer within {target.timeout:g} s"
+        kind = "timeout"
+        message = f"no complete answer within {target.timeout:g} s"
     except StreamError as error:
-        kind, message = error.kind, str(error)
+        kind = error.kind
+        message = str(error)
     return Answer(
         start, sent, time.perf_counter(), wanted=ask.max_tokens, error=kind, message=message
     )
@@ -195,7 +198,8 @@ async def run_level(
 ) -> list[Answer]:
     """Return all answers of one run. `seed` fixes prompts, lengths and arrivals."""
     drawn = prompts.asks(seed)
-    connections, answers = Connections(target.address), list[Answer]()
+    connections = Connections(target.address)
+    answers = list[Answer]()
     begin = time.perf_counter()
 
     def asks() -> Iterator[Ask]:
@@ -223,7 +227,8 @@ async def run_level(
                     group.create_task(worker(source))
             else:
                 assert level.rate
-                gaps, due = random.Random(f"arrivals {seed}"), begin
+                gaps = random.Random(f"arrivals {seed}")
+                due = begin
                 for ask in asks():
                     due += gaps.expovariate(level.rate)
                     if amount.seconds is not None and due - begin >= amount.seconds:

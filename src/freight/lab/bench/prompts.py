@@ -105,7 +105,8 @@ class Ids:
     shared_prefix: int = 0
 
     def asks(self, seed: int) -> Iterator[Ask]:
-        numbers, same = _numbers(seed), random.Random("prefix")
+        numbers = _numbers(seed)
+        same = random.Random("prefix")
         prefix = [same.randrange(self.vocab_size) for _ in range(self.shared_prefix)]
         while True:
             own = [numbers.randrange(self.vocab_size) for _ in range(self.prompt.draw(numbers))]
@@ -132,7 +133,8 @@ def read_prompts(path: Path, output: Lengths, seed: int) -> list[Ask]:
     """
     with reading(f"--prompts {path}"):
         text = read_text(path, "utf-8-sig", DATA_LIMIT)
-    numbers, asks = random.Random(seed), []
+    numbers = random.Random(seed)
+    asks = []
     # splitlines() also splits inside of JSON: U+2028
     for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():

@@ -86,7 +86,8 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 async def _measure(args: ServingArgs, on_progress: OnProgress) -> tuple[list[Run], JsonObject]:
     targets, prompts = await _prepare(args)
     per_run = args.amount.requests or 0
-    total, done = per_run * len(args.levels) * len(targets) * args.rounds, 0
+    total = per_run * len(args.levels) * len(targets) * args.rounds
+    done = 0
 
     def count(answer: object) -> None:
         nonlocal done

@@ -186,7 +186,8 @@ def interval(values: Sequence[float], coverage: float = 0.95) -> tuple[float, fl
     values for 95 %.
     """
     assert values
-    ordered, n = sorted(values), len(values)
+    ordered = sorted(values)
+    n = len(values)
 
     def covered(k: int) -> float:
         """That the median lies between the k-th smallest and the k-th largest, k from 1."""

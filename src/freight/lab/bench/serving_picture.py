@@ -19,9 +19,14 @@ from freight.lab.bench.load import Level
 from freight.lab.bench.serving_figures import Run, Samples, percentiles
 
 WIDTH = 1120
-_LEFT, _TOP, _ROW, _BOTTOM = 104, 116, 84, 46  # pixels; _ROW is the height of one load
+_LEFT = 104  # pixels; _ROW is the height of one load
+_TOP = 116
+_ROW = 84
+_BOTTOM = 46
 # widths: of an axis, of the numbers at its right, between the halves
-_PLOT, _NUMBERS, _GAP = (346, 120, 30)
+_PLOT = 346
+_NUMBERS = 120
+_GAP = 30
 _BINS = 90
 _STYLE = styled("text.num{text-anchor:end}")
 
@@ -105,7 +110,8 @@ def _half(
     levels: Sequence[Level],
     values: dict[tuple[str, Level], list[float]],
 ) -> Iterator[str]:
-    bottom, right = _TOP + _ROW * len(levels), axis.end + _NUMBERS
+    bottom = _TOP + _ROW * len(levels)
+    right = axis.end + _NUMBERS
     columns = {"median": right - 58, "p99": right}
     yield text(axis.start, _TOP - 18, name, 'class="head"')
     for figure, x in columns.items():
@@ -149,7 +155,8 @@ def _density(axis: LogAxis, values: Sequence[float]) -> list[float]:
 
 
 def _shape(axis: LogAxis, base: float, shape: Sequence[float], most: float, colour: str) -> str:
-    step, tall = _PLOT / _BINS, _ROW - 22
+    step = _PLOT / _BINS
+    tall = _ROW - 22
     points = " ".join(
         f"L{axis.start + (i + 0.5) * step:.1f} {base - tall * value / most:.1f}"
         for i, value in enumerate(shape)

@@ -34,7 +34,8 @@ def measure_throughput(
     lengths = draw_lengths(num_requests, input_len, output_len, numbers)
     longest = opened.args.max_model_len or max(before + after for before, after in lengths)
     engine, config = start(opened, max_model_len=longest)
-    totals, records = [], []
+    totals = []
+    records = []
     for repeat in counted(repeats + 1, on_progress):
         if repeat == 0:  # warms up
             short = [(min(before, 32), 2) for before, _ in lengths[: config.max_num_seqs]]

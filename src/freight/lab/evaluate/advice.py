@@ -108,7 +108,8 @@ def how_to(run: Figures, over: Overview) -> str:
     Of calibrated scales it is that of `freight quantize` and of serving what this writes, so the
     weights may not be `over.quantized`.
     """
-    args, in_fp8 = over.args, run.granularity is not None
+    args = over.args
+    in_fp8 = run.granularity is not None
     more: list[str] = []
     if run.state_dtype is not None:
         more += ["--state-dtype", "fp8" if "e4m3" in run.state_dtype else run.state_dtype]
@@ -154,7 +155,8 @@ def _serve(args: EngineArgs, cache: Sequence[str], more: Sequence[str]) -> str:
     """Return `freight serve` with the options of `args` that are not at their defaults."""
     words = ["freight", "serve", args.model, *cache]
     for field in fields(EngineArgs):
-        value, flag = getattr(args, field.name), as_flag(field.name)
+        value = getattr(args, field.name)
+        flag = as_flag(field.name)
         if field.name in _OF_CACHES or value == field.default:
             continue
         if isinstance(value, bool):
@@ -166,7 +168,8 @@ def _serve(args: EngineArgs, cache: Sequence[str], more: Sequence[str]) -> str:
 
 def _quantize(run: Figures, over: Overview) -> str:
     """Return the command that writes these scales into a checkpoint, measured as they were here."""
-    args, text = over.args, over.calibration
+    args = over.args
+    text = over.calibration
     assert text is not None, "scales were calibrated"
     words = ["freight", "quantize", args.model, "OUT", "--weights", "none", "--kv-cache", "fp8"]
     words += ["--kv-granularity", str(run.granularity)]
@@ -182,7 +185,9 @@ def _quantize(run: Figures, over: Overview) -> str:
 
 def advice(evaluation: Evaluation) -> Advice:
     """Return the setting to take with the reasons, or why none is."""
-    first, chosen, over = evaluation.runs[0], recommended(evaluation), evaluation.overview
+    first = evaluation.runs[0]
+    chosen = recommended(evaluation)
+    over = evaluation.overview
     states = recommended_states(evaluation) or first
     command = how_to(replace(chosen or first, state_dtype=states.state_dtype), over)
     found = _of_pages(evaluation, chosen, command)
@@ -191,7 +196,8 @@ def advice(evaluation: Evaluation) -> Advice:
 
 def _of_states(evaluation: Evaluation, chosen: Figures) -> str:
     """Return the format of states to take, in a sentence; "" where no smaller one was measured."""
-    first, smaller = evaluation.runs[0], _smaller_states(evaluation)
+    first = evaluation.runs[0]
+    smaller = _smaller_states(evaluation)
     if chosen is first and not smaller:
         return ""
     if chosen is first:

@@ -14,12 +14,17 @@ from html import escape
 
 from freight.base.svg import line, text
 
-WIDTH, HEIGHT = 860, 360
-_LEFT, _RIGHT, _TOP, _BOTTOM = 76, 230, 16, 52  # pixels around the plot; the legend is at the right
+WIDTH = 860
+HEIGHT = 360
+_LEFT = 76  # pixels around the plot; the legend is at the right
+_RIGHT = 230
+_TOP = 16
+_BOTTOM = 52
 _DASHES = ("", "7 4", "2 3", "10 3 2 3", "5 2", "1 4", "12 5", "4 4 1 4", "9 2 2 2 2 2")
 NUM_STYLES = 24
 MARK = 13.0  # pixels that a mark takes, with a gap
-_ZERO, _BREAK = 14, 44  # pixels from the end of a logarithmic axis to 0, and to its own beginning
+_ZERO = 14  # pixels from the end of a logarithmic axis to 0, and to its own beginning
+_BREAK = 44
 
 Point = tuple[float, float]
 
@@ -85,10 +90,13 @@ class _Scale:
     """Values -> pixels between `low` and `high`."""
 
     def __init__(self, axis: Axis, values: Sequence[float], low: float, high: float) -> None:
-        self.axis, self._low, self._high = axis, low, high
+        self.axis = axis
+        self._low = low
+        self._high = high
         self._zero: float | None = None  # where 0 is, if it is beyond a break
         if axis.names:
-            self._from, self._to = -0.5, len(axis.names) - 0.5
+            self._from = -0.5
+            self._to = len(axis.names) - 0.5
             self.ticks = [
                 float(i) for i in range(0, len(axis.names), math.ceil(len(axis.names) / 16))
             ]
@@ -100,13 +108,16 @@ class _Scale:
             self._to = math.log10(max(*positive, self.ticks[-1]))
             if axis.zero:
                 inwards = math.copysign(1, high - low)
-                self._zero, self._low = low + inwards * _ZERO, low + inwards * _BREAK
+                self._zero = low + inwards * _ZERO
+                self._low = low + inwards * _BREAK
                 self.ticks = [0.0, *self.ticks]
             pad = 0.04 * (self._to - self._from) or 0.1
         else:
-            least, most = (0.0 if axis.zero else min(values)), max(values)
+            least = 0.0 if axis.zero else min(values)
+            most = max(values)
             self.ticks = _ticks(least, most)
-            self._from, self._to = min(least, self.ticks[0]), max(most, self.ticks[-1])
+            self._from = min(least, self.ticks[0])
+            self._to = max(most, self.ticks[-1])
             pad = 0.04 * (self._to - self._from) or 0.5
         self._to += pad
         if axis.log or not axis.zero:
@@ -155,7 +166,8 @@ def _log_ticks(low: float, high: float) -> list[float]:
 
 
 def _axes(across: _Scale, up: _Scale) -> Iterator[str]:
-    bottom, right = HEIGHT - _BOTTOM, WIDTH - _RIGHT
+    bottom = HEIGHT - _BOTTOM
+    right = WIDTH - _RIGHT
     for tick in up.ticks:
         y = up.at(tick)
         yield line((_LEFT, right), (y, y), 'class="grid"')
@@ -199,7 +211,8 @@ def _apart(at: Sequence[Sequence[Point]]) -> list[list[Point]]:
 
 def _free(x: float, y: float, taken: list[Point]) -> Point:
     """Take the free place that is nearest to x in the same height."""
-    low, high = _LEFT + MARK / 2, WIDTH - _RIGHT - MARK / 2
+    low = _LEFT + MARK / 2
+    high = WIDTH - _RIGHT - MARK / 2
     sideways = (x + side * MARK * i for i in range(WIDTH) for side in (1, -1))
     inside = (place for place in sideways if low <= place <= high or place == x)
 
@@ -260,7 +273,8 @@ _STROKES = {
 
 def _sign(x: float, y: float, style: int) -> str:
     """Draw what is inside of a hollow mark: a dot, a cross, a bar or a plus."""
-    kind, look = style // 4, f'class="s{_class(style)}"'
+    kind = style // 4
+    look = f'class="s{_class(style)}"'
     if kind == 2:
         return f'<circle class="s{_class(style)} full" cx="{x}" cy="{y}" r="1.6"/>'
     strokes = []
@@ -273,7 +287,8 @@ def _legend(series: Sequence[Series], lines: bool) -> Iterator[str]:
     x = WIDTH - _RIGHT + 24
     apart = min(24.0, (HEIGHT - _TOP - 18) / max(1, len(series)))
     for row, one in enumerate(series):
-        y, style = round(_TOP + 14 + apart * row, 1), one.style % NUM_STYLES
+        y = round(_TOP + 14 + apart * row, 1)
+        style = one.style % NUM_STYLES
         if lines:
             look = f'class="s{_class(style)}" stroke-dasharray="{_DASHES[style % len(_DASHES)]}"'
             yield line((x, x + 34), (y, y), look)

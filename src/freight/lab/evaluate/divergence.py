@@ -54,7 +54,8 @@ class Reference:
 
     @staticmethod
     def of(logits: Tensor) -> Reference:
-        top, scratch = highest(logits), torch.empty_like(logits)
+        top = highest(logits)
+        scratch = torch.empty_like(logits)
         total, log_sum = _exponentials(logits, top, scratch)
         return Reference(logits, scratch.div_(total[:, None]), log_sum, top)
 
@@ -79,8 +80,10 @@ class Reference:
         return logprobs, kl, same
 
     def _piece(self, rows: slice, all_logits: Tensor, targets: Tensor, scratch: Tensor) -> Judged:
-        logits, own = all_logits[rows], self.logits[rows]
-        scratch, top = scratch[: len(logits)], highest(logits)
+        logits = all_logits[rows]
+        own = self.logits[rows]
+        scratch = scratch[: len(logits)]
+        top = highest(logits)
         _, log_sum = _exponentials(logits, top, scratch)
         differences = torch.sub(own, logits, out=scratch)
         kl = (

@@ -69,7 +69,8 @@ def cut_documents(
     Documents that are too short to be scored are left out; of all together the first `max_tokens`
     tokens count.
     """
-    tokenizer, bos = None, opened.model.bos_token_id
+    tokenizer = None
+    bos = opened.model.bos_token_id
     if any(isinstance(document, str) for document in documents):
         tokenizer = opened.load_tokenizer()
         if tokenizer is None:
@@ -78,7 +79,8 @@ def cut_documents(
         if tokenizer.encode("a")[:1] != [bos]:
             bos = None
     parts: list[Part] = []
-    total, left = 0, max_tokens
+    total = 0
+    left = max_tokens
     for number, document in enumerate(documents):
         if isinstance(document, str):
             assert tokenizer is not None

@@ -289,8 +289,11 @@ def _figures(
     faster: int | None,
     layer_kl: list[float] | None,
 ) -> Figures:
-    kv, names, spec = run.config.kv, run.config.kv.names(), run.runner.pool.spec
-    kl, loss = _array(run.token_kl), -_array(run.token_logprobs).astype(np.float64)
+    kv = run.config.kv
+    names = run.config.kv.names()
+    spec = run.runner.pool.spec
+    kl = _array(run.token_kl)
+    loss = -_array(run.token_logprobs).astype(np.float64)
     same = _array(run.token_same)
     change = loss - tokens.reference
     counts = np.bincount(tokens.units).astype(np.float64)
@@ -300,7 +303,8 @@ def _figures(
     median, p99 = np.percentile(kl, (50, 99)).tolist()
     losses = by_position(tokens.positions, loss, tokens.edges)
     assert run.probe is not None
-    kl_mean, same_top = float(kl.mean(dtype=np.float64)), float(same.mean())
+    kl_mean = float(kl.mean(dtype=np.float64))
+    same_top = float(same.mean())
     of_ratio = None
     if of_change is not None:
         of_ratio = (float(np.exp(of_change[0])), float(np.exp(of_change[1])))

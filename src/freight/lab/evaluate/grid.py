@@ -47,7 +47,8 @@ CACHES = ("unit", "tensor", "head", "channel", "token", "group", "e5m2", "center
 OTHERS = ("int8",)  # measured when asked for
 STATIC = ("tensor", "head", "channel", "centered")
 STATES = ("float32", "bfloat16", "int8", "fp8")
-SAMPLES, CALIBRATION_TOKENS = 32, 16384  # calibration text, at most
+SAMPLES = 32  # calibration text, at most
+CALIBRATION_TOKENS = 16384
 # bytes of all weights in float32: up to there the noise of 16 bits is measured unasked
 NOISE_WEIGHTS = 2**32
 
@@ -207,7 +208,8 @@ def _noise(
     """Compare the unquantized run with a float32 run of the same weights, over `first_windows`."""
     logger.info("what 16 bits cost by themselves: a float32 run of the same weights")
     precise = open_model(replace(opened.args.with_plain_cache(), dtype=str(Format.FLOAT32)))
-    config, windows = plain_config(precise), first_windows(parts)
+    config = plain_config(precise)
+    windows = first_windows(parts)
     length = max(len(window.token_ids) for window in windows)
     model = load_for(precise, [config], length)
     runs = [
@@ -315,7 +317,8 @@ def _caches(
     all static names.
     """
     found: list[Setting] = []
-    e4m3, unit = opened.device.native_e4m3, (Granularity.TENSOR, ScaleSource.UNIT, None)
+    e4m3 = opened.device.native_e4m3
+    unit = (Granularity.TENSOR, ScaleSource.UNIT, None)
     for name in names:
         if name == "token":
             config = eight

@@ -81,7 +81,8 @@ def _changed(first: SettingRun, run: SettingRun) -> list[int]:
     """Return the layers that `run` stores otherwise than `first` does; none for other weights."""
     if run.runner.model is not first.runner.model:
         return []
-    plain, kept = first.runner.pool.spec.layers, run.runner.pool.spec.kept
+    plain = first.runner.pool.spec.layers
+    kept = run.runner.pool.spec.kept
     return [i for i, layer in kept.items() if layer.source is None and layer != plain[i]]
 
 
@@ -89,7 +90,8 @@ def _only(first: SettingRun, run: SettingRun, layer: int, length: int) -> Settin
     """Make the first setting's run with one layer of `run`'s cache, and with those that read it, in
     steps of `length`.
     """
-    pool, other = first.runner.pool, run.runner.pool
+    pool = first.runner.pool
+    other = run.runner.pool
     readers = {i for i, kept in pool.spec.kept.items() if layer in (i, kept.source)}
     layers = {i: one for i, one in enumerate(other.layers) if i in readers and one is not None}
     config = replace(first.config, max_num_batched_tokens=length)

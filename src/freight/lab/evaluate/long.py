@@ -240,7 +240,8 @@ def _nll(runner: ModelRunner, window: Window, chunk: int) -> list[float]:
 
 def _score(run: _Run, first: _Run, length: int, contexts: Sequence[RetrievalContext]) -> LongScore:
     """Return the figures of `run`, against those of `first`, the 16-bit one."""
-    names, state = run.config.kv.names(), run.config.kv.state
+    names = run.config.kv.names()
+    state = run.config.kv.state
     levels = depths(length)
     spans = itertools.pairwise([0, *levels]) if run.nats else ()
     return LongScore(
@@ -281,7 +282,10 @@ def _means(
     """Means of `found`, `logprob` and `gain` by context, whose questions share its cache, and the
     number of questions.
     """
-    found, logprob, gain, count = [], [], [], 0
+    found = []
+    logprob = []
+    gain = []
+    count = 0
     for index, context in enumerate(contexts):
         at = [i for i, question in enumerate(context.questions) if question.depth == depth]
         found.append(statistics.fmean(run.known[index][i].found for i in at))

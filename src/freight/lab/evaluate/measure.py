@@ -116,7 +116,8 @@ def measure(runs: Sequence[SettingRun], windows: Sequence[Window], on_progress: 
     """Judge every window under each of `runs`, the first being the one that the others are compared
     with. `on_progress(done, total)` counts the tokens of every run, chunk by chunk.
     """
-    done, total = 0, len(runs) * sum(len(window.token_ids) for window in windows)
+    done = 0
+    total = len(runs) * sum(len(window.token_ids) for window in windows)
     on_progress(done, total)
     chunk = runs[0].config.max_num_batched_tokens
     rows = rows_at_once(runs[0].runner.model.config.vocab_size)

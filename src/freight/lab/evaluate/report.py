@@ -53,7 +53,8 @@ class CacheRun(SettingRun):
     """A setting that differs from the others in its cache only."""
 
     def score(self) -> CacheScore:
-        names, spec = self.config.kv.names(), self.runner.pool.spec
+        names = self.config.kv.names()
+        spec = self.runner.pool.spec
         return CacheScore(
             dtype=str(names["dtype"]),
             granularity=names["granularity"],

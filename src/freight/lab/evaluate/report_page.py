@@ -103,7 +103,8 @@ def sections(evaluation: Evaluation) -> list[Section]:
     runs = [
         (run, setting_name(run, evaluation), style) for style, run in enumerate(evaluation.runs)
     ]
-    first, others = evaluation.runs[0], runs[1:]
+    first = evaluation.runs[0]
+    others = runs[1:]
     found = [
         Section(
             "Error against memory",
@@ -166,13 +167,15 @@ def _by_layer(evaluation: Evaluation, others: list[tuple[Figures, str, int]]) ->
         if run.layer_kl is not None
     ]
     if series:
-        title, error = "KL by layer", f"mean KL from {first.name} (nats per token)"
+        title = "KL by layer"
+        error = f"mean KL from {first.name} (nats per token)"
         says = (
             "This is the error if one layer alone were rounded, so a high mark is a layer that would gain most from 16 "
             "bits or finer scales."
         )
     else:
-        title, error = "Error of attention by layer", "relative error of attention (share)"
+        title = "Error of attention by layer"
+        error = "relative error of attention (share)"
         says = (
             f"This is how far the output of attention, which reads the cache, is from that with {first.name}, as a "
             "share of its size; it grows as errors of earlier layers add up."
@@ -268,7 +271,8 @@ def _markdown(evaluation: Evaluation) -> str:
 
 
 def _html(evaluation: Evaluation) -> str:
-    title, over = escape(_title(evaluation)), evaluation.overview
+    title = escape(_title(evaluation))
+    over = evaluation.overview
     found = advice(evaluation)
     body = [
         f"<h1>{title}</h1>",

@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from freight.errors import ConfigError
 from freight.text.tokenizer import Tokenizer
 
-KEY, VALUE = 2, 2  # words of each
+KEY = 2  # words of each
+VALUE = 2
 FEWEST_WORDS = 64  # below this the vocabulary's other tokens are taken too
 SHALLOWEST = 1024  # tokens; a shorter context is divided by 8
 

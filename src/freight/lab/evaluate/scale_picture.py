@@ -17,8 +17,12 @@ from freight.base.fields import JsonObject
 from freight.base.svg import LogAxis, framed, line, styled, text
 from freight.fp8.formats import Format
 
-WIDTH, HEIGHT = 760, 462
-_LEFT, _RIGHT, _TOP, _BOTTOM = 70, 16, 104, 46  # margins, in pixels
+WIDTH = 760
+HEIGHT = 462
+_LEFT = 70  # margins, in pixels
+_RIGHT = 16
+_TOP = 104
+_BOTTOM = 46
 _COLOURS = {"k": "var(--c1)", "v": "var(--c2)"}
 _STYLE = styled(
     "text{font-size:12px}text.one{fill:var(--c3)}line.one{stroke:var(--c3)}.band{fill:var(--box)}"
@@ -37,7 +41,8 @@ def scale_picture(title: str, format: Format, layers: Sequence[JsonObject]) -> s
         sides[side] = [(entry["layer"], entry[side]) for entry in layers if entry[side]]
         for _, scales in sides[side]:
             amax += [scales["min"] * format.max, scales["max"] * format.max]
-    floor, ceiling = _SMALLEST_NORMAL[format], format.max
+    floor = _SMALLEST_NORMAL[format]
+    ceiling = format.max
     low = math.floor(math.log10(min(*amax, floor)))
     high = math.ceil(math.log10(max(*amax, ceiling) * 1.2))
     axis = LogAxis(10.0**low, 10.0**high, HEIGHT - _BOTTOM, _TOP)
@@ -56,7 +61,9 @@ def _x(layer: float, num_layers: int) -> float:
 
 
 def _axes(format: Format, num_layers: int, powers: range, axis: LogAxis) -> Iterator[str]:
-    right, top, bottom = WIDTH - _RIGHT, axis.at(format.max), axis.at(_SMALLEST_NORMAL[format])
+    right = WIDTH - _RIGHT
+    top = axis.at(format.max)
+    bottom = axis.at(_SMALLEST_NORMAL[format])
     yield f'<rect x="{_LEFT}" y="{top}" width="{right - _LEFT}" height="{bottom - top}" class="band"/>'
     for power in powers:
         y = axis.at(10.0**power)
@@ -83,9 +90,11 @@ def _side(
     format: Format,
 ) -> Iterator[str]:
     """Draw the dots and bars of keys or of values, a little left or right of the layer's middle."""
-    colour, shift = _COLOURS[side], -0.12 if side == "k" else 0.12
+    colour = _COLOURS[side]
+    shift = -0.12 if side == "k" else 0.12
     for layer, scales in layers:
-        x, scale = _x(layer + shift, num_layers), scales["max"]
+        x = _x(layer + shift, num_layers)
+        scale = scales["max"]
         top = axis.at(scales["max"] * format.max)
         bottom = axis.at(scales["min"] * format.max)
         tip = f"layer {layer}, {_NAMES[side]}: scale {scale:.4g}, magnitudes up to {scale * format.max:.4g}"

@@ -92,7 +92,9 @@ def faster_from(speed: Speed, reference: Speed) -> int | None:
 
 
 def _runner(opened: OpenModel, run: SettingRun, context: int) -> ModelRunner:
-    config, model, kernels = run.config, run.runner.model, opened.kernels(run.config)
+    config = run.config
+    model = run.runner.model
+    kernels = opened.kernels(run.config)
     pool = _zeroed(cache_run(opened, model, config, context).runner.pool)
     captured = captured_steps(model, pool, kernels, replace(config, max_model_len=context))
     return ModelRunner(model, pool, config.device, captured)

@@ -94,7 +94,8 @@ def channel_amax(
         decoder, pool.with_layers({index: watched(index) for index in pool.paged}), device
     )
     begin = now(device)
-    done, total = 0, sum(map(len, samples))
+    done = 0
+    total = sum(map(len, samples))
     for sample in samples:
         on_progress(done, total)
         runner.run([SequenceSlice(sample, 0, pool.whole, Logits.NONE)])
@@ -174,9 +175,12 @@ def measure_scales(
 
 def _centered(decoder: Decoder, pool: KVPool, centers: Sequence[Tensor | None]) -> KVPool:
     """`pool`, with keys stored less their centers."""
-    tables, layers = AngleTables(), dict[int, PagedKV]()
+    tables = AngleTables()
+    layers = dict[int, PagedKV]()
     for index, kv in pool.paged.items():
-        pages, center, rotary = kv.pages, centers[index], decoder.rotaries[index]
+        pages = kv.pages
+        center = centers[index]
+        rotary = decoder.rotaries[index]
         if center is not None:
             assert rotary is not None
             pages = replace(

@@ -66,7 +66,8 @@ def student(degrees: Array | float) -> Array:
     """Return the 97.5 % quantile of Student's t. Abramowitz and Stegun 26.7.5; for 11 degrees and
     more right to 1e-4.
     """
-    z, n = NormalDist().inv_cdf(0.975), np.asarray(degrees, dtype=np.float64)
+    z = NormalDist().inv_cdf(0.975)
+    n = np.asarray(degrees, dtype=np.float64)
     terms = (
         (z**3 + z) / 4,
         (5 * z**5 + 16 * z**3 + 3 * z) / 96,

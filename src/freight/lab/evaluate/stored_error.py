@@ -74,14 +74,17 @@ class Probe:
         slots: Tensor,
         pages: KVPages,
     ) -> None:
-        begin, rows = time.perf_counter(), self.rows
+        begin = time.perf_counter()
+        rows = self.rows
         assert rows is not None
-        positions, slots = batch.positions[rows], slots[rows]
+        positions = batch.positions[rows]
+        slots = slots[rows]
         _, whole, v = reference.split_heads(qkv[rows], rotary, replace(pages, k_center=None))
         k = whole if pages.k_center is None else (whole.float() - pages.k_center.b).to(whole.dtype)
         k = reference.rotate(k, rotary.cos[positions], rotary.sin[positions])
         v = k[..., -pages.v.shape[3] :] if pages.v_in_k else v
-        squares, zeros = [], []
+        squares = []
+        zeros = []
         for given, of, page, scale in (
             (k, whole, pages.k, pages.k_scale),
             (v, v, pages.v, pages.v_scale),

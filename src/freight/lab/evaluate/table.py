@@ -26,7 +26,8 @@ def tables(evaluation: Evaluation) -> list[str]:
     for run in evaluation.runs:
         name = setting_name(run, evaluation).replace(", states ", " + ")
         judged.append([name, *_judged(run, is_first=run is evaluation.runs[0])])
-        clipped, flushed = f"{run.clipped_share:.3%}", f"{run.flushed_share:.3%}"
+        clipped = f"{run.clipped_share:.3%}"
+        flushed = f"{run.flushed_share:.3%}"
         further.append([name, clipped, flushed, f"{run.perplexity:.3f}", nats(run.kl_p99)])
         own = evaluation.without_noise(run)
         further[-1] += [nats(own)] if own is not None else []

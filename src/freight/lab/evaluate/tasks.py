@@ -97,7 +97,8 @@ def compare_tasks(
         raise ConfigError(
             f"--tasks compares a cache with {plain.kv_cache_dtype}: ask for another --kv-cache-dtype"
         )
-    caches, found = [], []
+    caches = []
+    found = []
     for one in (plain, asked):
         llm = LLM(**vars(one))
         caches.append(llm.kv_cache_info())
@@ -233,9 +234,11 @@ def _with_errors(
     before, after = zip(*pairs, strict=True)
     if _is_mean(before, score.reference) and _is_mean(after, score.value):
         differences = [new - old for old, new in pairs]
-        errors, method = list(map(mean_stderr, (before, after, differences))), "paired"
+        errors = list(map(mean_stderr, (before, after, differences)))
+        method = "paired"
     else:
-        errors, method = bootstrap_stderr(pairs, aggregate), "bootstrap"
+        errors = bootstrap_stderr(pairs, aggregate)
+        method = "bootstrap"
     return replace(
         score,
         reference_stderr=errors[0],

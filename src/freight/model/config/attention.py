@@ -68,7 +68,8 @@ def parse_head_dim(config: JsonObject) -> int:
     """
     if config.get("head_dim") is not None:
         return even_head_dim({}, integer(config, "head_dim"))
-    hidden_size, heads = integer(config, "hidden_size"), integer(config, "num_attention_heads")
+    hidden_size = integer(config, "hidden_size")
+    heads = integer(config, "num_attention_heads")
     if hidden_size % heads:
         raise CheckpointError(
             f"config.json contradicts itself: hidden_size = {hidden_size} is not a multiple of "

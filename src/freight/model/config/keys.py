@@ -197,7 +197,10 @@ def check_keys(config: JsonObject, ignore: Collection[str] = ()) -> UnreadKeys:
     )
 
 
-_READ, _UNKNOWN, _HARMLESS, _IGNORED = "read", "unknown", "harmless", "ignored"
+_READ = "read"
+_UNKNOWN = "unknown"
+_HARMLESS = "harmless"
+_IGNORED = "ignored"
 
 
 @dataclass(frozen=True)
@@ -275,7 +278,8 @@ def _decoder_row(
     """
     if family.text_type is None:
         return family, None, config
-    text, types = config.get(family.text_key), (family.text_type, *family.other_texts)
+    text = config.get(family.text_key)
+    types = (family.text_type, *family.other_texts)
     if text is None and family.flat:
         return family, None, config
     text_type = text.get("model_type", family.text_type) if isinstance(text, Mapping) else None

@@ -50,7 +50,8 @@ def translate_latent(config: JsonObject, whole_heads: bool = False) -> JsonObjec
         raise CheckpointError(
             f"config.json: rope_interleave = {config['rope_interleave']!r} is not implemented; true is, or no such key"
         )
-    heads, rotated = integer(config, "num_attention_heads"), integer(config, "qk_rope_head_dim")
+    heads = integer(config, "num_attention_heads")
+    rotated = integer(config, "qk_rope_head_dim")
     channels = integer(config, "qk_nope_head_dim") + rotated
     config = _without_share(config, rotated, channels) if whole_heads else config
     named = channels if whole_heads else rotated
@@ -114,7 +115,8 @@ def with_latent(config: JsonObject, model: ModelConfig) -> ModelConfig:
 
 def latent_of(config: JsonObject) -> LatentConfig:
     """Build the latent attention that the keys describe."""
-    nope, rotated = integer(config, "qk_nope_head_dim"), integer(config, "qk_rope_head_dim")
+    nope = integer(config, "qk_nope_head_dim")
+    rotated = integer(config, "qk_rope_head_dim")
     return LatentConfig(
         num_heads=integer(config, "num_attention_heads"),
         q_rank=None if config.get("q_lora_rank") is None else integer(config, "q_lora_rank"),

@@ -208,7 +208,8 @@ def _parse(
         )
     allowed = required[kind] | _OPTIONAL.get(kind, frozenset())
     if RopeForm.QUERY_SCALING in family.ropes:
-        rope, allowed = _with_query_scaling(where, rope, kind), allowed | {QUERY_SCALING}
+        rope = _with_query_scaling(where, rope, kind)
+        allowed = allowed | {QUERY_SCALING}
     thetas = {
         number(source, "rope_theta")
         for source in (rope, config)
@@ -226,7 +227,8 @@ def _parse(
     ]
     # a pretrained length outside of this object takes precedence over the one inside; the default of
     # both is max_position_embeddings
-    inside, outside = values.pop(_LENGTH, max_positions), config.get(_LENGTH)
+    inside = values.pop(_LENGTH, max_positions)
+    outside = config.get(_LENGTH)
     if _LENGTH in required[kind]:
         values[_LENGTH] = inside if outside is None else outside
     if kind in ("yarn", "longrope") and "factor" not in values:

@@ -30,7 +30,8 @@ class QKNorm:
 
     def __call__(self, qkv: Tensor) -> Tensor:
         """Norm q and k of `qkv`, [num_tokens, q's size + k's size + v's size]."""
-        first, second = len(self.q), len(self.q) + len(self.k)
+        first = len(self.q)
+        second = len(self.q) + len(self.k)
         parts = ((qkv[:, :first], self.q), (qkv[:, first:second], self.k), (qkv[:, second:], None))
         return self.kernels.join(parts, self.eps)
 
@@ -54,7 +55,8 @@ class GatheredQKNorm:
         """Norm this rank's q and k of `qkv`, [num_tokens, q's size + k's size + v's size]."""
         first = len(self.q) // self.size
         second = first + len(self.k) // self.size
-        q, k = self._own(qkv[:, :first], self.q), self._own(qkv[:, first:second], self.k)
+        q = self._own(qkv[:, :first], self.q)
+        k = self._own(qkv[:, first:second], self.k)
         return self.kernels.join(((q, None), (k, None), (qkv[:, second:], None)))
 
     def _own(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -111,7 +113,8 @@ class NormedLast:
         `sizes` are the channels of q and of k.
         """
         rotated = kv.rotate(qkv, self.rotary, batch).flatten(1)
-        first, second = self.sizes[0], sum(self.sizes)
+        first = self.sizes[0]
+        second = sum(self.sizes)
         parts = (
             (rotated[:, :first], self.q),
             (rotated[:, first:second], self.k),

@@ -43,17 +43,23 @@ class DeltaNet:
     def __call__(self, x: Rows, batch: ForwardBatch, cache: LayerCache) -> Tensor:
         """Compute the mixer of this step's tokens. x and the result: [num_tokens, hidden_size]."""
         assert isinstance(cache, PagedState), "a delta net has a state"
-        kernels, states, sequences = self.kernels, cache.states, batch.sequences(cache.group)
+        kernels = self.kernels
+        states = cache.states
+        sequences = batch.sequences(cache.group)
         keys, channels = self.sizes
-        projected, ba = self.qkvz(x), self.ba(plain(x))
+        projected = self.qkvz(x)
+        ba = self.ba(plain(x))
         mixed = kernels.convolve(projected[:, :channels], self.conv, None, True, states, sequences)
         heads = len(self.a_log)
         beta, log_decay = kernels.decays(ba[:, heads:], ba[:, :heads], self.a_log, self.dt_bias)
-        q, k, v = mixed[:, :keys], mixed[:, keys : 2 * keys], mixed[:, 2 * keys :]
+        q = mixed[:, :keys]
+        k = mixed[:, keys : 2 * keys]
+        v = mixed[:, 2 * keys :]
         result = kernels.recurrence(
             q, k, v, beta, log_decay, states, sequences, delta=True, norm=True
         )
-        z, size = projected[:, channels:], len(self.norm)
+        z = projected[:, channels:]
+        size = len(self.norm)
         return self.out(
             kernels.gated_norm(result, z, self.norm, self.eps, size, True, self.out.consumer)
         )

@@ -52,13 +52,18 @@ class KimiDelta:
     def __call__(self, x: Rows, batch: ForwardBatch, cache: LayerCache) -> Tensor:
         """Compute the mixer of this step's tokens. x and the result: [num_tokens, hidden_size]."""
         assert isinstance(cache, PagedState), "Kimi delta attention has a state"
-        kernels, states, sequences = self.kernels, cache.states, batch.sequences(cache.group)
-        size, channels = len(self.dt_bias), len(self.conv)
+        kernels = self.kernels
+        states = cache.states
+        sequences = batch.sequences(cache.group)
+        size = len(self.dt_bias)
+        channels = len(self.conv)
         projected = self.first(x)
         f, b, z = self._gates(plain(x), projected[:, channels:])
         mixed = kernels.convolve(projected[:, :channels], self.conv, None, True, states, sequences)
         beta, log_decay = kernels.decays(f, b, self.a_log, self.dt_bias, bound=self.bound)
-        q, k, v = mixed[:, :size], mixed[:, size : 2 * size], mixed[:, 2 * size :]
+        q = mixed[:, :size]
+        k = mixed[:, size : 2 * size]
+        v = mixed[:, 2 * size :]
         result = kernels.recurrence(
             q, k, v, beta, log_decay, states, sequences, delta=True, norm=True
         )
@@ -70,7 +75,8 @@ class KimiDelta:
 
         z: the gate if it is projected in one step; else it has no columns
         """
-        gates, heads = self.gates(x), len(self.a_log)
+        gates = self.gates(x)
+        heads = len(self.a_log)
         if self.decay is None or self.output_gate is None:
             size = len(self.dt_bias)
             return gates[:, :size], gates[:, size:], z

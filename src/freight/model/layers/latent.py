@@ -71,7 +71,9 @@ class Latent:
         """
         assert kv is not None, "a layer with latent attention has pages"
         assert not isinstance(kv, PagedState)
-        kernels, rotated, latent = self.kernels, self.shared, len(self.kv_norm)
+        kernels = self.kernels
+        rotated = self.shared
+        latent = len(self.kv_norm)
         projected = self.first(x)
         size = projected.shape[1] - rotated - latent  # columns of q or its latent
         q = kernels.join(((projected[:, :size], self.q_norm),), self.eps)

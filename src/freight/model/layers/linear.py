@@ -73,7 +73,8 @@ class GatheredLinear:
         """Return all outputs, [rows, out_features]. x: [rows, in_features / ranks], this rank's
         inputs, or with `inputs` False all of them.
         """
-        linear, whole = self.linear, not self.inputs
+        linear = self.linear
+        whole = not self.inputs
         if isinstance(linear, Linear) and linear.input_limit is None:
             return self.kernels.shared_linear(x, linear.weight, linear.bias, whole)
         return self.kernels.gather(linear(x if whole else self.kernels.gather(plain(x))))

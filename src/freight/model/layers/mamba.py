@@ -58,21 +58,27 @@ class Mamba2:
         x: [num_tokens, hidden_size], a tensor or the norm's result for `consumer`
         """
         assert isinstance(cache, PagedState), "Mamba-2 has a state"
-        kernels, states, sequences = self.kernels, cache.states, batch.sequences(cache.group)
+        kernels = self.kernels
+        states = cache.states
+        sequences = batch.sequences(cache.group)
         channels = len(self.conv)
         values = channels - 2 * self.keys
         projected = self.in_proj(x)
-        z, dt = projected[:, :values], projected[:, values + channels :]
+        z = projected[:, :values]
+        dt = projected[:, values + channels :]
         convolved = projected[:, values : values + channels]
         mixed = kernels.convolve(convolved, self.conv, self.conv_bias, True, states, sequences)
         first_q = values + self.keys
-        v, k, q = mixed[:, :values], mixed[:, values:first_q], mixed[:, first_q:]
+        v = mixed[:, :values]
+        k = mixed[:, values:first_q]
+        q = mixed[:, first_q:]
         beta, log_decay = kernels.decays(dt, None, self.a_log, self.dt_bias, self.limits)
         result = kernels.recurrence(
             q, k, v, beta, log_decay, states, sequences, delta=False, norm=False, skip=self.skip
         )
         if self.gathers:
-            result, z = kernels.gather(result), kernels.gather(kernels.join(((z, None),)))
+            result = kernels.gather(result)
+            z = kernels.gather(kernels.join(((z, None),)))
         return self.out(
             kernels.gated_norm(result, z, self.norm, self.eps, self.group, False, self.out.consumer)
         )

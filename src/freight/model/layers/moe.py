@@ -73,7 +73,8 @@ class MoE:
         base = None if self.shared is None else self.shared(x)
         if base is not None and self.shared_gate is not None:
             base = self.kernels.gate(base, self.shared_gate(x), GateFunction.SIGMOID)
-        sides, latent = (self.gate_up, self.down, self.activation), self.latent
+        sides = (self.gate_up, self.down, self.activation)
+        latent = self.latent
         if latent is None:
             return self.kernels.experts(x, ids, weights, *sides, base)
         chosen = latent.outer(self.kernels.experts(latent.inner(x), ids, weights, *sides))
@@ -108,7 +109,8 @@ class ExpertsBeside:
         x: the residual stream; shared: the result of the feed-forward; both [num_tokens,
         hidden_size]
         """
-        (_, routed), (_, normed) = self.router_norm(x, None), self.norm(x, None)
+        (_, routed) = self.router_norm(x, None)
+        (_, normed) = self.norm(x, None)
         _, first = self.shared_norm(shared, None)
         total, _ = self.shared_norm(plain(first), self.moe(normed, routed), None, self.post)
         return total

@@ -41,7 +41,8 @@ class PerLayerEmbeddings:
 
         embedded: [num_tokens, hidden_size]; token_ids: [num_tokens]
         """
-        weight, kernels = self.norm.weight, self.norm.kernels
+        weight = self.norm.weight
+        kernels = self.norm.kernels
         # Layers are columns: as rows they would be more than the rows of the batch.
         normed = kernels.join(((self.projection(embedded), weight),), self.norm.eps)
         if self.own is not None:

@@ -127,7 +127,9 @@ def inverse_frequencies(config: RopeConfig, max_positions: int) -> tuple[Tensor,
 
 def _llama3(inverse: Tensor, config: RopeConfig) -> Tensor:
     p = config.parameters
-    factor, low, high = p["factor"], p["low_freq_factor"], p["high_freq_factor"]
+    factor = p["factor"]
+    low = p["low_freq_factor"]
+    high = p["high_freq_factor"]
     original = p["original_max_position_embeddings"]
     wavelength = 2 * math.pi / inverse
     smooth = (original / wavelength - low) / (high - low)
@@ -138,7 +140,8 @@ def _llama3(inverse: Tensor, config: RopeConfig) -> Tensor:
 
 def _yarn(inverse: Tensor, config: RopeConfig, rotary_dim: int) -> tuple[Tensor, float]:
     p = config.parameters
-    factor, original = p["factor"], p["original_max_position_embeddings"]
+    factor = p["factor"]
+    original = p["original_max_position_embeddings"]
 
     def rotations_to_dim(rotations: float) -> float:
         return (
@@ -147,10 +150,13 @@ def _yarn(inverse: Tensor, config: RopeConfig, rotary_dim: int) -> tuple[Tensor,
             / (2 * math.log(config.theta))
         )
 
-    low, high = rotations_to_dim(p.get("beta_fast", 32)), rotations_to_dim(p.get("beta_slow", 1))
+    low = rotations_to_dim(p.get("beta_fast", 32))
+    high = rotations_to_dim(p.get("beta_slow", 1))
     if p.get("truncate", True):
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, rotary_dim - 1)
+        low = math.floor(low)
+        high = math.ceil(high)
+    low = max(low, 0)
+    high = min(high, rotary_dim - 1)
     if low == high:
         high += 0.001
     ramp = (
@@ -182,7 +188,8 @@ def yarn_attention_factor(config: RopeConfig) -> float:
 
 def _longrope(config: RopeConfig, wavelengths: Tensor, max_positions: int) -> tuple[Tensor, float]:
     p = config.parameters
-    factor, original = p["factor"], p["original_max_position_embeddings"]
+    factor = p["factor"]
+    original = p["original_max_position_embeddings"]
     chosen = config.for_context(max_positions).long_factors
     inverse = 1.0 / (torch.tensor(chosen, dtype=torch.float32, device="cpu") * wavelengths)
     default = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))

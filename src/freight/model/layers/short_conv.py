@@ -45,8 +45,11 @@ class ShortConv:
         x: [num_tokens, hidden_size], a tensor or the norm's result for `consumer`
         """
         assert isinstance(cache, PagedState), "a layer with a convolution has states"
-        kernels, size, projected = self.kernels, len(self.weight), self.in_proj(x)
-        b, c = projected[:, :size], projected[:, size : 2 * size]
+        kernels = self.kernels
+        size = len(self.weight)
+        projected = self.in_proj(x)
+        b = projected[:, :size]
+        c = projected[:, size : 2 * size]
         inputs = projected[:, 2 * size :]
         inputs = kernels.gate(inputs, b, GateFunction.IDENTITY)
         sequences = batch.sequences(cache.group)

@@ -207,7 +207,8 @@ def shapes_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> list[Shap
     next to these keywords.
     """
     schema = resolved(schema, root)
-    own, names = schema.get("properties"), schema.get("required")
+    own = schema.get("properties")
+    names = schema.get("required")
     shapes: list[Shape] = [
         (
             dict(own) if isinstance(own, Mapping) else {},

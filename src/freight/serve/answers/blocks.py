@@ -86,7 +86,8 @@ class Blocks:
         self.stop_reason: str | int | None = None
         self.called = False
         self._parser = served.parser_of(work.text, tools) if served.parser_of else None
-        self._has_tools, self._parallel = bool(tools), parallel
+        self._has_tools = bool(tools)
+        self._parallel = parallel
         self._tokenizer = served.tokenizer
 
     def advance(self, delta: RequestDelta) -> list[Step]:
@@ -138,7 +139,8 @@ class Blocks:
         return pieces + rest, cut
 
     def _take(self, piece: Piece, steps: list[Step]) -> None:
-        kind, text = piece.kind, piece.text
+        kind = piece.kind
+        text = piece.text
         if kind is PieceKind.TOOL_CALL and not self._has_tools:  # a call, without any tools
             kind = PieceKind.CONTENT
             text = f'{{"name": {json.dumps(piece.name)}, "arguments": {text}}}'

@@ -88,7 +88,8 @@ def _hunyuan(suffix: str) -> CallForm:
     )
 
 
-HY3, HY3_PLAIN = _hunyuan(":opensource"), _hunyuan("")
+HY3 = _hunyuan(":opensource")
+HY3_PLAIN = _hunyuan("")
 _FUNCTION = Tagged(("<function=", ">"), "</function>", ("<parameter=", ">"), ("", "</parameter>"))
 QWEN3_CODER = (
     _tagged(  # Qwen3-Coder, Qwen 3.5, Nemotron 3, Step 3.5. Models sometimes omit <tool_call>.

@@ -148,7 +148,10 @@ class _Rules:
         self, mark: str, literal: Literal, token_in: TokenIn, root: Mapping[str, Any]
     ) -> None:
         self.lines: list[str] = []
-        self._mark, self._literal, self._token_in, self._root = mark, literal, token_in, root
+        self._mark = mark
+        self._literal = literal
+        self._token_in = token_in
+        self._root = root
         self._references: dict[str, str] = {}
         self._count = 0
 

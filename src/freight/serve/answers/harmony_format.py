@@ -46,7 +46,8 @@ class HarmonyFormat:
         a name not in `tools`.
         """
         functions = forced_functions(tools, names)
-        token, place = self._token, self._place(prompt_text)
+        token = self._token
+        place = self._place(prompt_text)
         rules = [self._start(place, "call")]
         if place in (Place.CONTENT, Place.CALL):  # first end the message that the prompt has begun
             rules = [f'start: {token[END]} {token[START]} "assistant" call']
@@ -68,7 +69,8 @@ class HarmonyFormat:
 
     def form_to(self, form: Mapping[str, Any], prompt_text: str) -> Mapping[str, Any]:
         """Return the grammar of an answer whose `final` message has `form`; an `AfterReasoning`."""
-        token, place = self._token, self._place(prompt_text)
+        token = self._token
+        place = self._place(prompt_text)
         if place in (Place.CONTENT, Place.CALL):
             return form
         rules = [

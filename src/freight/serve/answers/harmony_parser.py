@@ -84,7 +84,9 @@ class HarmonyParser:
         self._out = Pieces()
         self._feed(_begun(prompt_text))
         self._text(self._held)
-        self._out, self._last_kind, self._held = Pieces(), None, ""
+        self._out = Pieces()
+        self._last_kind = None
+        self._held = ""
 
     def feed(self, text: str) -> list[Piece]:
         """Take more text, special tokens included; returns the pieces that are certain by now."""
@@ -100,7 +102,8 @@ class HarmonyParser:
         if self._finished:
             return []
         self._feed(self._special.finish())
-        rest, self._held = self._held, ""
+        rest = self._held
+        self._held = ""
         self._finished = True
         header = "".join(self._header).lstrip() if self.place is Place.HEADER else ""
         if not complete and header.startswith((START, CHANNEL, "to=")):
@@ -120,7 +123,8 @@ class HarmonyParser:
             return
         tail = text.rfind("<", max(0, len(text) - _LONGEST_PREFIX))
         if tail >= 0 and text[tail:] in _PREFIXES:
-            text, self._held = text[:tail], text[tail:]
+            self._held = text[tail:]
+            text = text[:tail]
         at = 0
         for found in _MARKER.finditer(text):
             self._text(text[at : found.start()])
@@ -158,7 +162,9 @@ class HarmonyParser:
             self._add_to_call(marker)
 
     def _begin_header(self, text: str) -> None:
-        self.place, self._header, self._header_size = Place.HEADER, [text], len(text)
+        self.place = Place.HEADER
+        self._header = [text]
+        self._header_size = len(text)
         self._is_new_message = True
 
     def _add_to_header(self, text: str) -> None:
@@ -190,19 +196,23 @@ class HarmonyParser:
 
     def _begin_message(self) -> None:
         header = "".join(self._header)
-        channel, recipient = _CHANNEL_NAME.search(header), _RECIPIENT.search(header)
+        channel = _CHANNEL_NAME.search(header)
+        recipient = _RECIPIENT.search(header)
         to = recipient[1] if recipient else ""
         self._is_new_message = True
         if to.startswith("functions.") or to in self._names:
-            self.place, self._name = Place.CALL, to.removeprefix("functions.")
-            self._call, self._call_size = [self._message_header(), MESSAGE], 0
+            self._name = to.removeprefix("functions.")
+            self.place = Place.CALL
+            self._call = [self._message_header(), MESSAGE]
+            self._call_size = 0
         else:
             self.place = Place.REASONING if channel and channel[1] == "analysis" else Place.CONTENT
 
     def _say(self, kind: PieceKind, text: str) -> None:
         if self._is_new_message and self._last_kind is kind:
             text = f"\n\n{text}"
-        self._last_kind, self._is_new_message = kind, False
+        self._last_kind = kind
+        self._is_new_message = False
         self._out.verbatim(text, kind)
 
     def _add_to_call(self, text: str) -> None:

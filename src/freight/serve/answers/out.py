@@ -63,7 +63,8 @@ class Pieces:
     def take(self) -> list[Piece]:
         """Return the pieces that are certain by now, and forget them."""
         self._end()
-        ready, self._ready = self._ready, []
+        ready = self._ready
+        self._ready = []
         return ready
 
     def _begin(self, kind: PieceKind) -> None:
@@ -112,7 +113,9 @@ class Stripper:
         if tokens.pattern is None or (not self._held and tokens.firsts.isdisjoint(text)):
             return text
         text = self._held + text
-        certain, at, given = len(text), 0, []
+        certain = len(text)
+        at = 0
+        given = []
         for size in range(min(tokens.longest, len(text)), 0, -1):
             if text[-size:] in tokens.prefixes:
                 certain -= size
@@ -127,6 +130,7 @@ class Stripper:
 
     def finish(self) -> str:
         """Return the rest of the text, without special tokens."""
-        rest, self._held = self._held, ""
+        rest = self._held
+        self._held = ""
         pattern = self._tokens.pattern
         return rest if pattern is None else pattern.sub("", rest)

@@ -219,7 +219,8 @@ class _Reader:
         self._finished = False
         self._parser: Any = None
         if finder is not None:
-            self._template, self._first_of = finder.template, finder.first_of
+            self._template = finder.template
+            self._first_of = finder.first_of
             self._region, self._opening = markup.entry(prompt_text, finder)
             try:
                 self._parser = response_parser(self._template, self._opening)
@@ -288,7 +289,9 @@ class _Reader:
         if self._region == _CALLS:
             self._out.verbatim("".join(self._raw_call()))
         self._out.verbatim(self._held)
-        self._parser, self._region, self._held = None, None, ""
+        self._parser = None
+        self._region = None
+        self._held = ""
 
     def _scan(self, text: str) -> str | None:
         """Take more text; returns text that is to be taken again, by a parser that was begun for
@@ -352,9 +355,11 @@ class _Reader:
         """Match transformers' events with the held text: they do not report the text of the markup
         itself. Returns text that a new parser is to read, in place of the events that remain.
         """
-        held, at = self._held, 0
+        held = self._held
+        at = 0
         for event in events:
-            kind, name = event["type"], event["field"]
+            kind = event["type"]
+            name = event["field"]
             if kind == "region_chunk":
                 at += len(event["text"])
                 self._text(event["text"])
@@ -381,9 +386,12 @@ class _Reader:
 
     def _open(self, name: str, opening: str) -> None:
         self._give_behind()
-        self._region, self._opening = name, opening
+        self._region = name
+        self._opening = opening
         if name == _CALLS:
-            self._call, self._call_size, self._given_up = [], 0, False
+            self._call = []
+            self._call_size = 0
+            self._given_up = False
             self._within = _Within()
         else:
             self._out.mark()
@@ -413,7 +421,8 @@ class _Reader:
 
     def _give_behind(self) -> None:
         """Output the text held back after a call: it is not the end of a section."""
-        text, self._behind = self._behind or "", None
+        text = self._behind or ""
+        self._behind = None
         self._out.add(PieceKind.CONTENT, text)
 
     def _add_to_call(self, text: str) -> None:
@@ -470,7 +479,8 @@ class _Reader:
         body = "".join(self._call)
         raw = "".join([*self._raw_call(), closing])
         self._region = None
-        within, self._within = self._within, _Within()
+        within = self._within
+        self._within = _Within()
         if self._given_up:
             self._out.verbatim(raw)
             return None

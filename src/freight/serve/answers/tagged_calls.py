@@ -140,7 +140,8 @@ class Tagged:
 
     def _call_ends(self, tools: Sequence[Mapping[str, Any]]) -> re.Pattern[str]:
         """The end of a call: one of its closing tags, or the opening of a call of one of `tools`."""
-        closing, opening = _any_of(self._closings), _any_of(self._openings)
+        closing = _any_of(self._closings)
+        opening = _any_of(self._openings)
         ends = [rf"(?:{closing})(?=\s*(?:{closing}|{opening}|\Z))", *self._named(tools)]
         return re.compile("|".join(ends))
 
@@ -182,7 +183,8 @@ class Tagged:
         body  including the closing markup. A region with a missing tail goes on to the end of the
               next call, so it may have several calls.
         """
-        text, at = opening + body, 0
+        text = opening + body
+        at = 0
         marks = _Marks(
             _Ahead(self._ends_of_values(text)), _Ahead(self._call_ends(tools).finditer(text))
         )
@@ -373,7 +375,8 @@ class Tagged:
         token_in: TokenIn,
     ) -> str:
         """Return the rule of one argument, and the rules that it needs, one per line."""
-        choices, rules = [], []
+        choices = []
+        rules = []
         end = literal(self.pad + self.value[1] + self.line)
         for index, branch in enumerate(branches_of(schema, root)):
             types = types_of(branch, root)

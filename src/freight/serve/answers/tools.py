@@ -172,7 +172,8 @@ class MessageFormat:
             rules[0] = f"{think} {rules[0]}"
             rules += more_rules
         rules[0] = f"start: {rules[0]}"
-        before, after = self._literal(form.before_name), self._literal(form.after_arguments)
+        before = self._literal(form.before_name)
+        after = self._literal(form.after_arguments)
         rules.append(f"call: {before} function {after}".rstrip())
         rules.append(
             "function: " + " | ".join(f"function_{index}" for index in range(len(functions)))
@@ -246,7 +247,8 @@ def parser_for(
 
     tool_call_parser, reasoning_parser   names of `call_families`, which override the checkpoint
     """
-    form, tags = form_of(tokenizer.chat_template_source), tags_of(tokenizer.chat_template_source)
+    form = form_of(tokenizer.chat_template_source)
+    tags = tags_of(tokenizer.chat_template_source)
     own = (
         tokenizer.response_template
         if tool_call_parser is None and reasoning_parser is None
@@ -283,7 +285,8 @@ def _tags(field: object) -> tuple[str, str] | None:
     """Return the opening and the closing text of a field, or None if either is a pattern."""
     if not isinstance(field, Mapping):
         return None
-    opening, closing = field.get("open"), field.get("close")
+    opening = field.get("open")
+    closing = field.get("close")
     if isinstance(opening, str) and isinstance(closing, str):
         return opening, closing
     return None

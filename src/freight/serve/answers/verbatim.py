@@ -24,7 +24,8 @@ def arguments_texts(body: str, arguments: list[Any]) -> list[str] | None:
         written = list(_objects(body))
     except (ValueError, IndexError):
         written = []
-    texts, at = [], 0
+    texts = []
+    at = 0
     for value in arguments:
         if value is None or value == "":
             texts.append("{}")
@@ -39,7 +40,8 @@ def arguments_texts(body: str, arguments: list[Any]) -> list[str] | None:
             if found is None:
                 text = json.dumps(value, ensure_ascii=False, allow_nan=False)
             else:
-                text, at = written[found][0], found + 1
+                text = written[found][0]
+                at = found + 1
             _loads(text)
             texts.append(text)
         else:

@@ -35,7 +35,8 @@ class MessagesReply:
         tools: Sequence[Mapping[str, Any]],
         parallel: bool,
     ) -> None:
-        self._head, self._work = head, work
+        self._head = head
+        self._work = work
         self._blocks = Blocks(served, work, tools, parallel)
 
     def start(self) -> bytes:

@@ -283,7 +283,9 @@ class _Reader:
                 f'messages is {what}; it must be like [{{"role": "user", "content": "Hello"}}]',
             )
         for index, message in enumerate(entries("messages", given, self._limits.messages)):
-            where, role, content = f"messages[{index}]", message.get("role"), message.get("content")
+            where = f"messages[{index}]"
+            role = message.get("role")
+            content = message.get("content")
             if role not in ("user", "assistant", "system"):
                 raise refuse(
                     f"{where}.role",
@@ -331,7 +333,8 @@ class _Reader:
     ) -> None:
         messages.begin_answer()
         for index, block in enumerate(blocks):
-            path, kind = f"{where}[{index}]", block.get("type")
+            path = f"{where}[{index}]"
+            kind = block.get("type")
             read: Open
             if kind == "thinking":
                 read = thought = part(_Thought, path, block)

@@ -111,15 +111,22 @@ class Metrics:
         }
         self.add_keys(keys)
         tokens = token_buckets(most_tokens)
-        self._ttft, self._itl, self._per_token = Buckets(TTFT), Buckets(ITL), Buckets(ITL)
-        self._e2e, self._queue, self._prefill = Buckets(LATENCY), Buckets(LATENCY), Buckets(LATENCY)
-        self._decode, self._inference = Buckets(LATENCY), Buckets(LATENCY)
+        self._ttft = Buckets(TTFT)
+        self._itl = Buckets(ITL)
+        self._per_token = Buckets(ITL)
+        self._e2e = Buckets(LATENCY)
+        self._queue = Buckets(LATENCY)
+        self._prefill = Buckets(LATENCY)
+        self._decode = Buckets(LATENCY)
+        self._inference = Buckets(LATENCY)
         self._prompt = Buckets(tokens)
         self._generation = Buckets(tokens)
         self._longest = Buckets(tokens)
-        self._params_n, self._params_max_tokens = Buckets(COMPLETIONS), Buckets(tokens)
+        self._params_n = Buckets(COMPLETIONS)
+        self._params_max_tokens = Buckets(tokens)
         self._preemptions = Buckets(PREEMPTIONS)
-        self._step_tokens, self._step_seconds = Buckets(STEP_TOKENS), Buckets(ITL)
+        self._step_tokens = Buckets(STEP_TOKENS)
+        self._step_seconds = Buckets(ITL)
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(_Collector(self))
 
@@ -256,7 +263,8 @@ class Metrics:
         yield from self._of_histograms()
 
     def _of_engine(self, stats: EngineStats) -> Iterator[Metric]:
-        gauge, counter = self._gauge, self._counter
+        gauge = self._gauge
+        counter = self._counter
         yield gauge(
             "vllm:num_requests_running", "Sequences that take part in every step.", stats.running
         )

@@ -42,7 +42,8 @@ class Monitor:
             capacity_tokens=kv["capacity_tokens"],
             equivalent_16bit_tokens=kv["tokens_at_16_bits"],
         )
-        self._model, self._since = model, time.monotonic()
+        self._since = time.monotonic()
+        self._model = model
         self._metrics.set_info(
             ModelFacts(self._cache, facts.max_model_len, __version__, facts.fingerprint)
         )
@@ -58,7 +59,8 @@ class Monitor:
         summarised: EngineStats | None = None
         while True:
             await asyncio.sleep(_EVERY)
-            now, stats = time.monotonic(), self._service.client.stats
+            now = time.monotonic()
+            stats = self._service.client.stats
             if stats is not None and self._cache is not None:
                 self.state = engine_state(stats, previous, now - at, self._cache) | {
                     "model": self._model,
@@ -66,8 +68,10 @@ class Monitor:
                 }
                 if now - summarised_at >= SECONDS_BETWEEN_SUMMARIES:
                     log_summary(stats, summarised, now - summarised_at)
-                    summarised, summarised_at = stats, now
-            previous, at = stats, now
+                    summarised = stats
+                    summarised_at = now
+            previous = stats
+            at = now
             for answer in list(self._service.answers):
                 answer.nudge_if_quiet(KEEP_ALIVE)
                 if self._service.client.state is EngineState.STALLED:

@@ -165,7 +165,8 @@ class _Batch:
         self, url: str, body: dict[str, Any], request_id: str
     ) -> tuple[int, object, ApiError | None]:
         """Answer one request; returns the status, the body, and the error in it, if any."""
-        service, call = self._service, None
+        service = self._service
+        call = None
         try:
             call = URLS[url](body, service.require_served(), service.limits)
             if call.stream:
@@ -218,8 +219,10 @@ class _Batch:
 
 def _parts(content: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     """Return the url and the body of a line. Raises ApiError if the line is not a request."""
-    custom_id, method = content.get("custom_id"), content.get("method")
-    url, body = content.get("url"), content.get("body")
+    custom_id = content.get("custom_id")
+    method = content.get("method")
+    url = content.get("url")
+    body = content.get("body")
     if not isinstance(custom_id, str) or not custom_id:
         raise ApiError(
             400, "custom_id is missing or not a string; give each line its own", param="custom_id"

@@ -30,7 +30,8 @@ from freight.errors import ConfigError, shown
 FORM = '{"custom_id": "…", "method": "POST", "url": "/v1/chat/completions", "body": {…}}'
 # Seconds between syncs: a power failure loses the answers of that time; a killed process, none.
 _SYNC_SECONDS = 5.0
-_OPTIONS, _LINE = 16, 24  # hexadecimal digits of an id: for the options, and for the line
+_OPTIONS = 16  # hexadecimal digits of an id: for the options, and for the line
+_LINE = 24
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,8 @@ class BatchInput:
             self._fault = self._fault or f"line {line.number} is not a JSON object"
             return
         self._objects += 1
-        name, body = value.get("custom_id"), value.get("body")
+        name = value.get("custom_id")
+        body = value.get("body")
         if isinstance(name, str):
             first = seen.setdefault(name, line.number)
             if first != line.number:
@@ -128,7 +130,8 @@ class BatchOutput:
         answers, in order.
         """
         self.num_done = self.num_failed = 0
-        self._path, self._stream = path, str(path) == "-"
+        self._path = path
+        self._stream = str(path) == "-"
         self._synced = time.monotonic()
         if self._stream:
             return
@@ -190,7 +193,8 @@ class BatchOutput:
         way_out = "name another OUT, or remove this one"
         try:
             value = json.loads(raw)
-            found, failed = str(value["id"]), value["error"] is not None
+            found = str(value["id"])
+            failed = value["error"] is not None
         except (ValueError, RecursionError, TypeError, KeyError):
             raise ConfigError(
                 f"{path}: line {number} was not written by freight batch; {way_out}"

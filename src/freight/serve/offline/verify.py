@@ -101,13 +101,15 @@ def read_stated(content: object) -> Stated | Verification:
         return content
     if not isinstance(content, Mapping):
         return unknown(f"{show(content)} is not an object with `request` and `response`")
-    request, response = content.get("request"), content.get("response")
+    request = content.get("request")
+    response = content.get("response")
     for name, value in (("request", request), ("response", response)):
         if not isinstance(value, Mapping):
             return unknown(f"`{name}` is {show(value)}; it must be the JSON body")
     assert isinstance(request, Mapping)
     assert isinstance(response, Mapping)
-    kind, fingerprint = response.get("object"), response.get("system_fingerprint")
+    kind = response.get("object")
+    fingerprint = response.get("system_fingerprint")
     if not isinstance(kind, str) or kind not in _KINDS:
         return unknown(
             f"the response's `object` is {show(kind)}; answers of {', '.join(_KINDS)} can be verified, "
@@ -245,19 +247,24 @@ class Verifier:
 
     async def _tokenized(self, work: Work, renderer: Renderer | None) -> TokenizedWork:
         """Return what `Service.tokenize` does."""
-        tokenizer, prompt = self._served.tokenizer, work.prompt
-        params, text, ids = work.params, None, prompt
+        tokenizer = self._served.tokenizer
+        prompt = work.prompt
+        params = work.params
+        text = None
+        ids = prompt
         if isinstance(prompt, Conversation):
             if tokenizer is None or not tokenizer.has_chat_template:
                 raise RequestError("the model has no chat template")
             assert renderer is not None
             chat = await renderer.render(prompt)
-            text, ids = chat.text, tokenizer.encode_chat(chat, bool(work.add_special_tokens))
+            text = chat.text
+            ids = tokenizer.encode_chat(chat, bool(work.add_special_tokens))
             params = params if work.params_of is None else work.params_of(text)
         elif isinstance(prompt, str):
             if tokenizer is None:
                 raise RequestError("a text prompt needs a tokenizer")
-            text, ids = prompt, tokenizer.encode(prompt, work.add_special_tokens is not False)
+            text = prompt
+            ids = tokenizer.encode(prompt, work.add_special_tokens is not False)
         assert not isinstance(ids, str | Conversation)
         left = self._engine.intake.cut(ids, params)
         if len(left) < len(ids) and isinstance(prompt, str):
@@ -271,7 +278,8 @@ class Verifier:
     def _end(self, begun: _Begun) -> Verification:
         redrawn = [self._engine.redrawn(name) for name in begun.names]
         self._release(begun.names)
-        first, found = 0, list[Verification]()
+        first = 0
+        found = list[Verification]()
         for one, answers in zip(redrawn, _by_prompt(begun.stated, begun.work), strict=True):
             drawn = draws_differ(one, answers, first) or _goes_on(one, first)
             found += [] if drawn is None else [drawn]
@@ -283,7 +291,8 @@ class Verifier:
 
 def _compare(begun: _Begun, redrawn: Sequence[Redrawn]) -> Verification:
     """Compare the whole answer with one that is written anew."""
-    stated, reply = begun.stated, begun.reply
+    stated = begun.stated
+    reply = begun.reply
     for index, one in enumerate(redrawn):
         reply.advance(index, one.group.delta(one.group.completions, 0.0))
     body = json.loads(json_bytes(reply.body()))
@@ -396,7 +405,8 @@ def _in_words(difference: _Path, stated: Stated) -> Verification:
     at = _LOGPROB.fullmatch(path)
     if at is None or not isinstance(given, float):
         return differs(f"{path}: {show(given)} is stated, and it is {show(found)}")
-    index, position = int(at[1]), int(at[2] or at[3])
+    index = int(at[1])
+    position = int(at[2] or at[3])
     tokens = stated.tokens[index]
     # an echo begins with the prompt
     entries = stated.response["choices"][index]["logprobs"].get("token_logprobs", tokens)

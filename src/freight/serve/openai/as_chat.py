@@ -160,7 +160,8 @@ def chat_call(
 
 def with_renamed_field(error: ApiError, renamed: Renamed) -> ApiError:
     """Return `error` with its field renamed, in `param` and at the beginning of the message."""
-    param, message = error.param, error.message
+    param = error.param
+    message = error.message
     if param is not None:
         name = _rename(param, renamed)
         message = name + message[len(param) :] if message.startswith(param) else message

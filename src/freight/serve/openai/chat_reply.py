@@ -67,8 +67,12 @@ class ChatReply:
         """Start with no tokens. parallel: whether an answer may have several tool calls; else those
         after the first are dropped.
         """
-        self._head, self._options, self._work = head, options, work
-        self._tokenizer, self._has_tools, self._parallel = served.tokenizer, bool(tools), parallel
+        self._head = head
+        self._options = options
+        self._work = work
+        self._tokenizer = served.tokenizer
+        self._has_tools = bool(tools)
+        self._parallel = parallel
         parser_of = served.parser_of
         self._choices = [
             _Choice(index, parser_of(work.text, tools) if parser_of else None)

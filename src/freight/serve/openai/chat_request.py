@@ -180,7 +180,8 @@ def parse_chat(body: object, served: Served, limits: ServingLimits) -> ChatCall:
         unheld += ("prediction",)
 
     def params_of(prompt_text: str | None) -> SamplingParams:
-        forced, around = None, None
+        forced = None
+        around = None
         if tools.forced:
             forced = _forced_call(served, forcing, parallel and not tools.named, prompt_text)
         after = served.after_reasoning
@@ -226,7 +227,8 @@ def _forcing(tools: ToolUse, strict_schemas: bool) -> tuple[ToolUse, tuple[str, 
     """
     if not tools.forced:
         return tools, ()
-    held, left_out = [], []
+    held = []
+    left_out = []
     for index, tool in enumerate(tools.tools):
         function = tool["function"]
         if function["name"] in tools.forced and "parameters" in function:
@@ -288,7 +290,8 @@ def _check_messages(messages: object, limits: ServingLimits) -> None:
 
 def _messages(given: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], list[str]]:
     """Return the messages for the template, and the names of fields that are left out."""
-    messages, ignored = [], []
+    messages = []
+    ignored = []
     fields = Message.model_fields  # looked up once: it is slow in pydantic
     for index, message in enumerate(given):
         for name, value in message.items():

@@ -67,7 +67,9 @@ class CompletionReply:
         echo: bool,
     ) -> None:
         """Start with no tokens. echo: the text of each choice begins with its prompt."""
-        self._head, self._options, self._echo = head, options, echo
+        self._head = head
+        self._options = options
+        self._echo = echo
         self._tokenizer = served.tokenizer
         self._prompts: list[_Prompt] = []
         count = 0
@@ -135,7 +137,9 @@ class CompletionReply:
             prompt.held += outputs
             if prompt.num_scored < len(prompt.work.token_ids):
                 return b""
-            prompt.waits, outputs, prompt.held = False, prompt.held, []
+            prompt.waits = False
+            outputs = prompt.held
+            prompt.held = []
             for choice in prompt.choices:
                 if choice.logprobs is not None:
                     choice.logprobs.add_prompt(prompt.work.token_ids, prompt.scores, choice.text[0])

@@ -82,7 +82,8 @@ class PromptLogprobs:
 
     def __init__(self, scores: Sequence[Scores], tokenizer: Tokenizer | None) -> None:
         """Keep the scores of the prompt's tokens, from the second token on, in parts."""
-        self._scores, self._tokenizer = scores, tokenizer
+        self._scores = scores
+        self._tokenizer = tokenizer
 
     def __iter__(self) -> Iterator[Any]:
         yield None
@@ -257,7 +258,8 @@ class TextLogprobs:
                 whether a stop string takes it out
         ended   no more text comes
         """
-        first, end = self._taken, len(self._tokens)
+        first = self._taken
+        end = len(self._tokens)
         if most is not None:
             end = min(end, first + most)
         while not ended and end > first and self._offsets[end - 1] > length:

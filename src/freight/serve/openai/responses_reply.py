@@ -35,7 +35,8 @@ class ResponsesReply:
         echo: Mapping[str, Any],
     ) -> None:
         """Start with no tokens. echo: fields of the request that every response object repeats."""
-        self._head, self._echo = head, echo
+        self._head = head
+        self._echo = echo
         self._blocks = Blocks(served, work, tools, parallel)
         self._next = 2  # the number of the next event; those of `start` are 0 and 1
 
@@ -131,9 +132,11 @@ class ResponsesReply:
                 )
             return events
         if block.kind is PieceKind.TOOL_CALL:
-            name, text = "response.function_call_arguments", "arguments"
+            name = "response.function_call_arguments"
+            text = "arguments"
         else:
-            name, text = f"response.{_PART[block.kind]}", "text"
+            name = f"response.{_PART[block.kind]}"
+            text = "text"
         more: dict[str, Any] = {"logprobs": []} if block.kind is PieceKind.CONTENT else {}
         if step.kind is StepKind.TEXT:
             return [self._of(block, f"{name}.delta", {"delta": step.text, **more})]

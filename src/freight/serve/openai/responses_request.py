@@ -240,8 +240,10 @@ class _Reader:
 
     def echo(self, call: ChatCall) -> dict[str, Any]:
         """Return the fields of the answer that repeat the request."""
-        given, params = self._given, call.work[0].params
-        reasoning, text = given.get("reasoning") or {}, given.get("text") or {}
+        given = self._given
+        params = call.work[0].params
+        reasoning = given.get("reasoning") or {}
+        text = given.get("text") or {}
         metadata = given.get("metadata")
         return {
             "instructions": given.get("instructions"),
@@ -263,7 +265,8 @@ class _Reader:
         }
 
     def _messages(self, body: ResponsesBody) -> list[dict[str, Any]]:
-        items, messages = body.input, Messages()
+        items = body.input
+        messages = Messages()
         if body.instructions is not None:
             messages.system(body.instructions)
         if isinstance(items, str):
@@ -284,7 +287,8 @@ class _Reader:
         kind = "message" if item.get("type") is None else string(f"{where}.type", item["type"])
         read: Open = part(_ITEMS.get(kind, Open), where, item)
         if isinstance(read, _Message):
-            role, text = read.role, self._text(f"{where}.content", read.content)
+            role = read.role
+            text = self._text(f"{where}.content", read.content)
             if role not in _ROLES:
                 raise refuse(
                     f"{where}.role",
@@ -325,7 +329,8 @@ class _Reader:
             return content
         texts = []
         for index, given in enumerate(entries(where, content, self._limits.messages)):
-            path, kind = f"{where}[{index}]", given.get("type")
+            path = f"{where}[{index}]"
+            kind = given.get("type")
             if kind in get_args(_TextKind):
                 texts.append(part(_Text, path, given).text)
             elif kind == "refusal":

@@ -172,9 +172,11 @@ def sampling_from(
     given |= {name: value for name, value in own.items() if value is not None}
     if request.logit_bias is not None:
         given["logit_bias"] = _biases(request.logit_bias)
-    structured, source = form.values, form.field
+    structured = form.values
+    source = form.field
     if forced is not None:
-        structured, source = dict(forced), "tool_choice"
+        structured = dict(forced)
+        source = "tool_choice"
     elif structured is not None and around is not None:
         structured = dict(around(structured))
     if structured is not None:

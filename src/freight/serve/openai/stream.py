@@ -102,7 +102,8 @@ class Chunks:
     def __init__(self, common: Mapping[str, Any], options: AnswerOptions, usage: Usage) -> None:
         """Prepare the common part. common: the fields of every chunk but `choices` and `usage`."""
         self._lead = f'data: {json.dumps(common)[:-1]}, "choices": ['
-        self._options, self._usage = options, usage
+        self._options = options
+        self._usage = usage
         self._tail = ', "usage": null}\n\n' if options.include_usage else "}\n\n"
 
     def chunk(self, choice: str, more: str = "") -> str:

@@ -159,7 +159,8 @@ def _function(where: str, tool: object) -> tuple[str, dict[str, Any]]:
             f"{where}.function is {show(function)}; it must have name and parameters",
         )
     where = f"{where}.function"
-    known, fields = part(Function, where, function), Function.model_fields
+    known = part(Function, where, function)
+    fields = Function.model_fields
     for field in function:
         if field not in fields:
             raise refuse(f"{where}.{field[:60]}", f"{where} has no field {field[:60]!r}")

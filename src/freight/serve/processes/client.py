@@ -127,7 +127,9 @@ class EngineClient(asyncio.BufferedProtocol):
     ) -> None:
         """on_told: called once what came together has been given to its receivers."""
         self._options = options
-        self._on_stats, self._on_step, self._on_end = on_stats, on_step, on_end
+        self._on_stats = on_stats
+        self._on_step = on_step
+        self._on_end = on_end
         self._on_told = on_told
         self.state = EngineState.LOADING
         self.failure: FreightError | None = None  # why it could not be loaded
@@ -172,7 +174,8 @@ class EngineClient(asyncio.BufferedProtocol):
                 "freight.serve.processes.worker",
                 str(theirs.fileno()),
             ]
-            environ, files = without_secrets(os.environ), (theirs.fileno(),)
+            environ = without_secrets(os.environ)
+            files = (theirs.fileno(),)
             self._process = spawn(command, env=environ, pass_fds=files, stdin=subprocess.DEVNULL)
         await loop.create_unix_connection(lambda: self, sock=ours)
         options = self._options

@@ -46,7 +46,8 @@ class Readers:
         self._waiting.setdefault(loop, []).append(waiter)
 
     def flush(self) -> None:
-        waiting, self._waiting = self._waiting, {}
+        waiting = self._waiting
+        self._waiting = {}
         for loop, waiters in waiting.items():
             _wake(loop, waiters)
 
@@ -146,7 +147,8 @@ class Growing:
             self._cached = delta.num_cached_tokens
             self.is_finished = delta.finished
             self._is_new = True
-            waiter, self._waiter = self._waiter, None
+            waiter = self._waiter
+            self._waiter = None
         if waiter is not None:
             assert self.readers is not None, "a request that no host has gets nothing"
             self.readers.add(self._loop, waiter)
@@ -158,7 +160,8 @@ class Growing:
                 return
             self.is_finished = True
             self._error = error
-            waiter, self._waiter = self._waiter, None
+            waiter = self._waiter
+            self._waiter = None
         if waiter is not None:
             _wake(self._loop, [waiter])
 
@@ -170,7 +173,8 @@ class Growing:
             for one in self._completions:
                 one.finish_reason = one.finish_reason or reason
             self.is_finished = self._is_new = True
-            waiter, self._waiter = self._waiter, None
+            waiter = self._waiter
+            self._waiter = None
         if waiter is not None:
             _wake(self._loop, [waiter])
 

@@ -87,7 +87,8 @@ def set_up_logging(log_format: str, level: int = logging.INFO) -> None:
     handler.setFormatter(formatter_of(LogFormat(log_format)))
     for name in ("freight", "uvicorn"):
         log = logging.getLogger(name)
-        log.handlers, log.propagate = [handler], False
+        log.handlers = [handler]
+        log.propagate = False
         log.setLevel(level if name == "freight" else logging.WARNING)
 
 

@@ -44,7 +44,9 @@ class Progress:
         self._long = self._long + passed if began == self._turn else 0.0
         has_computed = used - self._used > _WORKS * passed
         self._still = 0.0 if began != self._turn or has_computed else self._still + passed
-        self._turn, self._seen, self._used = began, now, used
+        self._turn = began
+        self._seen = now
+        self._used = used
         if began is None:
             return 0.0
         return self._long if self._on_gpu and self._long > _LONGEST_ON_GPU else self._still

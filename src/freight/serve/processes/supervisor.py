@@ -20,7 +20,8 @@ from freight.serve.processes.wire import exit_status
 
 logger = logging.getLogger("freight")
 
-_RESTARTS, _WITHIN = 3, 600.0  # so many new engines in so many seconds; more would fail as well
+_RESTARTS = 3  # so many new engines in so many seconds; more would fail as well
+_WITHIN = 600.0
 
 
 class Owner(Protocol):
@@ -82,7 +83,8 @@ class Supervisor:
         while self._options.stall_timeout > 0:
             await asyncio.sleep(self.client.between_ticks)
             client = self.client
-            before, silent = client.state, client.tick(time.monotonic())
+            before = client.state
+            silent = client.tick(time.monotonic())
             is_stalled = client.state is EngineState.STALLED
             self._owner.set_stalled(is_stalled)
             if is_stalled and before is EngineState.READY:
@@ -114,7 +116,8 @@ class Supervisor:
         """Start another engine after one has ended, or tell the owner that none will be."""
         if self._is_over:
             return
-        failure, ending = self.client.failure, describe_exit(self.client.ended.result())
+        failure = self.client.failure
+        ending = describe_exit(self.client.ended.result())
         # a rank that was lost while the first engine loaded may never come; that of a later one did
         if failure is not None and not (isinstance(failure, RankError) and self._ends):
             self._owner.failed(exit_status(failure), str(failure))

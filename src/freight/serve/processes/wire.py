@@ -165,7 +165,8 @@ def step_messages(
             room -= sum(_num_entries(one.logprobs or ()) for one in part.outputs)
             if room <= 0:
                 yield [STEPPED, held, []]
-                held, room = [], _MOST_ENTRIES
+                held = []
+                room = _MOST_ENTRIES
     yield [STEPPED, held, steps]
 
 
@@ -223,7 +224,8 @@ def delta_to_json(delta: RequestDelta) -> list[Any]:
     plain = _plain_to_json(delta)
     if plain is not None:
         return plain
-    scores, times = delta.scores, delta.times
+    scores = delta.scores
+    times = delta.times
     return [
         delta.request_id,
         [

@@ -206,7 +206,8 @@ class GenerateReply:
         """Return the prompt's tokens, the first without a log-probability; empty by default."""
         if self._work.params.prompt_logprobs is None:
             return []
-        text_of, scores = self._tokenizer.token_text, Scores.joined(self._scores)
+        text_of = self._tokenizer.token_text
+        scores = Scores.joined(self._scores)
         # The last of each position's entries is the prompt's token itself.
         own = scores.logprobs[scores.width - 1 :: scores.width]
         logprobs = [None, *(value if math.isfinite(value) else _LOWEST for value in own)]

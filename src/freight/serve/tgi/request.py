@@ -237,7 +237,8 @@ def _grammar(given: object, strict_schemas: bool) -> tuple[dict[str, Any], tuple
         raise _invalid(
             f"grammar must be an object with type ({_KINDS}) and value", "parameters.grammar"
         )
-    kind, value = given.get("type"), given["value"]
+    kind = given.get("type")
+    value = given["value"]
     if kind == "regex":
         if not isinstance(value, str):
             raise _invalid(

@@ -73,7 +73,8 @@ class Keys:
                     "give VALUE or NAME:VALUE; a value with a ':' needs a name"
                 )
             if not colon:
-                name, value = "", text
+                name = ""
+                value = text
             if not name:
                 name = f"key-{len(unnamed) + 1}"
                 unnamed.add(name)
@@ -94,14 +95,17 @@ class Keys:
                 raise ConfigError(
                     f"{where}: this key's value was given before ({seen[value]}); each key needs its own"
                 )
-            named[name], seen[value] = value, where
+            named[name] = value
+            seen[value] = where
         return cls(tuple(named.items()), shared_prefix_cache, unnamed, secret)
 
     def take(self, other: Keys) -> None:
         """Replace the keys by those of `other`, which were read with the same secret. A name keeps
         its part of the prefix cache, and so does a key without one.
         """
-        self._drawn, self._digests, self._parts = other._drawn, other._digests, other._parts
+        self._drawn = other._drawn
+        self._digests = other._digests
+        self._parts = other._parts
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -97,7 +97,8 @@ def _check_host(hosts: list[bytes], needed: bool) -> None:
 def _body_bytes(
     values: dict[bytes, list[bytes]], may_chunk: bool, limits: HttpLimits
 ) -> int | None:
-    lengths, codings = values.get(b"content-length", []), values.get(b"transfer-encoding", [])
+    lengths = values.get(b"content-length", [])
+    codings = values.get(b"transfer-encoding", [])
     if lengths and codings:
         raise ApiError(
             400, "the request has both Content-Length and Transfer-Encoding; send one of them"

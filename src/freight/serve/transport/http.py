@@ -190,7 +190,8 @@ class Connection(HttpToolsProtocol):
         if self._is_spare and not asks_for_health(head.raw, head.body_bytes != 0):
             raise _FULL
         self._stop_reading_timer()
-        self._head_expected, self._head_done = True, False
+        self._head_expected = True
+        self._head_done = False
         self._body_received = self._between_chunks = 0
         self.parser.feed_data(head.raw)
         if head.body_bytes != 0:

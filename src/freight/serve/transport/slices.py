@@ -87,13 +87,16 @@ def json_in_slices(value: object) -> list[bytes]:
     """Return the bytes of `json_bytes`, written in slices, in parts. Keys of mappings must be
     strings.
     """
-    parts, held, size = [], [], 0
+    parts = []
+    held = []
+    size = 0
     for piece in _slices(value, 0):
         held.append(piece)
         size += len(piece)
         if size >= _BYTES:
             parts.append(b"".join(held))
-            held, size = [], 0
+            held = []
+            size = 0
     return [*parts, b"".join(held)]
 
 

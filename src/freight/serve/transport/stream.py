@@ -62,8 +62,10 @@ class AnswerResponse(Response):
             answer.close(status)
 
     async def _stream(self, send: Send) -> None:
-        answer, reply = self._answer, self._answer.reply
-        first, start = b"", reply.start()  # `start` first: it shows the state before any token
+        answer = self._answer
+        reply = self._answer.reply
+        first = b""  # `start` first: it shows the state before any token
+        start = reply.start()
         with contextlib.suppress(TimeoutError):
             first = await asyncio.wait_for(answer.advance(), _HEADERS_AFTER)
         kind = {

@@ -71,14 +71,16 @@ class Server(uvicorn.Server):
         self, config: uvicorn.Config, limits: HttpLimits, tls: ssl.SSLContext | None = None
     ) -> None:
         super().__init__(config)
-        self._limits, self._tls = limits, tls
+        self._limits = limits
+        self._tls = tls
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        config, loop = self.config, asyncio.get_running_loop()
+        config = self.config
+        loop = asyncio.get_running_loop()
         values = {"config": config, "server_state": self.server_state, "app_state": {}}
         make = cast(Callable[[], asyncio.Protocol], partial(config.http_protocol_class, **values))
         times = {

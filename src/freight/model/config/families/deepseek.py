@@ -23,7 +23,8 @@ from freight.model.config.moe import DEEPSEEK_EXPERTS, DEEPSEEK_EXPERTS_BY_LAYER
 from freight.model.config.tensor_names import VISION_TOWER, TensorNames, not_run
 from freight.operands.routing import Scoring
 
-_GREEDY, _IN_GROUPS = "greedy", "group_limited_greedy"
+_GREEDY = "greedy"
+_IN_GROUPS = "group_limited_greedy"
 
 
 def _translate_v2(config: JsonObject) -> JsonObject:

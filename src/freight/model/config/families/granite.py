@@ -67,7 +67,8 @@ def _derive_hybrid(config: JsonObject, model: ModelConfig) -> ModelConfig:
 
 def _mamba2(config: JsonObject, hidden_size: int) -> Mamba2Config:
     require_silu(config)
-    heads, groups = integer(config, "mamba_n_heads"), integer(config, "mamba_n_groups")
+    heads = integer(config, "mamba_n_heads")
+    groups = integer(config, "mamba_n_groups")
     channels = integer(config, "mamba_expand") * hidden_size
     require_multiple(channels, heads, "mamba_n_heads", "mamba_expand * hidden_size")
     require_multiple(heads, groups, "mamba_n_groups", "mamba_n_heads")

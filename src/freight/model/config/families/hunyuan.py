@@ -53,7 +53,8 @@ def _of_experts(config: JsonObject) -> JsonObject:
     """Require experts, and the shared one, as wide as `intermediate_size`; a named width must
     repeat it.
     """
-    width, size = _one_for_all(config, "moe_intermediate_size"), config.get("intermediate_size")
+    width = _one_for_all(config, "moe_intermediate_size")
+    size = config.get("intermediate_size")
     if width is not None and width != size:
         raise CheckpointError(
             f"config.json: moe_intermediate_size = {width!r} with intermediate_size = {size!r} is not implemented; "

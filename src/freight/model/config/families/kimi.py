@@ -23,7 +23,8 @@ from freight.model.config.model import ModelConfig
 from freight.model.config.moe import DEEPSEEK_EXPERTS_BY_LAYER
 from freight.model.config.tensor_names import TensorNames
 
-_STATEFUL, _ATTENTION = "linear_attention", "full_attention"
+_STATEFUL = "linear_attention"
+_ATTENTION = "full_attention"
 _NESTED = "linear_attn_config"  # in the publisher's files
 # keys in it -> keys that transformers writes
 _SIZES = {

@@ -29,7 +29,8 @@ def _layer_types(config: JsonObject) -> Any:
     """Return `layer_types`, or the kinds from `full_attn_idxs`, the layers with attention. Without
     either all layers attend.
     """
-    given, indices = config.get("layer_types"), config.get("full_attn_idxs")
+    given = config.get("layer_types")
+    indices = config.get("full_attn_idxs")
     count = integer(config, "num_hidden_layers")
     if indices is None:
         return given or ["full_attention"] * count

@@ -26,7 +26,8 @@ from freight.model.config.model import ModelConfig
 from freight.model.config.moe import DEEPSEEK_EXPERTS_BY_LAYER
 from freight.model.config.tensor_names import KimiDeltaNames, LatentNames, TensorNames
 
-_STATEFUL, _ATTENTION = "linear_attention", "full_attention"
+_STATEFUL = "linear_attention"
+_ATTENTION = "full_attention"
 # keys of transformers -> keys of the publisher
 _SIZES = {
     "linear_head_dim": "head_dim",
@@ -70,7 +71,8 @@ def _require_rotated(config: JsonObject) -> None:
     """Raise CheckpointError if another key contradicts `qk_rope_head_dim`, the channels that latent
     attention rotates.
     """
-    rotated, share = integer(config, "qk_rope_head_dim"), config.get("partial_rotary_factor")
+    rotated = integer(config, "qk_rope_head_dim")
+    share = config.get("partial_rotary_factor")
     of_heads = (1, rotated / integer(config, "head_dim"))  # tuples: a value may have no hash
     for key, value, allowed in (
         ("rotary_dim", config.get("rotary_dim"), (rotated,)),
@@ -85,7 +87,8 @@ def _require_rotated(config: JsonObject) -> None:
 
 def _kinds(config: JsonObject) -> list[str]:
     """Return the kind of each layer: the last layer of each group attends."""
-    size, num_layers = integer(config, "layer_group_size"), integer(config, "num_hidden_layers")
+    size = integer(config, "layer_group_size")
+    num_layers = integer(config, "num_hidden_layers")
     if num_layers % size:
         raise CheckpointError(
             f"config.json: num_hidden_layers = {num_layers} is not a multiple of layer_group_size = {size}: "

@@ -18,7 +18,8 @@ def _translate(config: JsonObject) -> JsonObject:
     """Derive `partial_rotary_factor` from `rotary_dim`, the number of rotated channels."""
     if config.get("rotary_dim") is None:
         return config
-    key, share = "partial_rotary_factor", integer(config, "rotary_dim") / parse_head_dim(config)
+    key = "partial_rotary_factor"
+    share = integer(config, "rotary_dim") / parse_head_dim(config)
     if config.get(key) and number(config, key) != share:
         raise CheckpointError(
             f"config.json: {key} = {number(config, key)!r} and {share!r} is not implemented for MiniMaxM2ForCausalLM; "

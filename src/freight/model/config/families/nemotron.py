@@ -26,7 +26,10 @@ from freight.model.config.tensor_names import (
 from freight.operands.routing import Scoring
 
 # transformers' words
-_MAMBA, _ATTENTION, _MLP, _MOE = "linear_attention", "full_attention", "mlp", "moe"
+_MAMBA = "linear_attention"
+_ATTENTION = "full_attention"
+_MLP = "mlp"
+_MOE = "moe"
 _LETTERS = {"M": _MAMBA, "E": _MOE, "*": _ATTENTION, "-": _MLP}  # in `hybrid_override_pattern`
 _WORDS = {"mamba": _MAMBA, "attention": _ATTENTION, **{kind: kind for kind in _LETTERS.values()}}
 
@@ -35,7 +38,8 @@ def _translate(config: JsonObject) -> JsonObject:
     """Derive the kinds of layers, and their number, from `layers_block_type` or
     `hybrid_override_pattern`.
     """
-    listed, pattern = config.get("layer_types"), config.get("hybrid_override_pattern")
+    listed = config.get("layer_types")
+    pattern = config.get("hybrid_override_pattern")
     if listed is None and pattern is None:
         listed = list(_LETTERS.values())
     found = [
@@ -89,7 +93,8 @@ def _derive(config: JsonObject, model: ModelConfig) -> ModelConfig:
             "config.json: layers_block_type has no layer of mamba or attention, so that no token would see another; "
             "such a model is not implemented"
         )
-    mamba, layers = _mamba2(config), []
+    mamba = _mamba2(config)
+    layers = []
     for layer, kind in zip(model.layers, config["layer_types"], strict=True):
         if kind in (_MLP, _MOE):
             layers.append(replace(layer, mixer=None))
@@ -106,7 +111,8 @@ def _mamba2(config: JsonObject) -> Mamba2Config:
     which transformers 5.23 raises steps, only bounds initial weights in NVIDIA's code
     (transformers#48989).
     """
-    heads, groups = integer(config, "mamba_num_heads"), integer(config, "n_groups")
+    heads = integer(config, "mamba_num_heads")
+    groups = integer(config, "n_groups")
     require_multiple(heads, groups, "n_groups", "mamba_num_heads")
     return Mamba2Config(
         groups=groups,

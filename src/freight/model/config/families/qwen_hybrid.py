@@ -37,10 +37,8 @@ def _translate(config: JsonObject) -> JsonObject:
     """Fill in `layer_types`: every n-th layer has attention, with n = `full_attention_interval`."""
     if config.get("layer_types"):
         return config
-    interval, num_layers = (
-        integer(config, "full_attention_interval"),
-        integer(config, "num_hidden_layers"),
-    )
+    interval = integer(config, "full_attention_interval")
+    num_layers = integer(config, "num_hidden_layers")
     kinds = [
         _STATEFUL if (index + 1) % interval else "full_attention" for index in range(num_layers)
     ]
@@ -51,10 +49,8 @@ def _derive(config: JsonObject, model: ModelConfig) -> ModelConfig:
     """Set norms that multiply by 1 + weight, gated attention, and a delta net in other layers."""
     if _STATEFUL in config["layer_types"]:
         require_silu(config)
-    key_heads, heads = (
-        integer(config, "linear_num_key_heads"),
-        integer(config, "linear_num_value_heads"),
-    )
+    key_heads = integer(config, "linear_num_key_heads")
+    heads = integer(config, "linear_num_value_heads")
     require_multiple(heads, key_heads, "linear_num_key_heads", "linear_num_value_heads")
     net = DeltaNetConfig(
         key_heads=key_heads,

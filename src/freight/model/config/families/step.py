@@ -99,7 +99,8 @@ def _derive(config: JsonObject, model: ModelConfig) -> ModelConfig:
     shared = _activations(config, "swiglu_limits_shared", model.num_layers)
     layers = []
     for index, layer in enumerate(model.layers):
-        mixer, mlp = replace(model.attention[index], output_gate=gate), layer.feed_forward
+        mixer = replace(model.attention[index], output_gate=gate)
+        mlp = layer.feed_forward
         if mixer.window is not None:
             mixer = replace(mixer, num_heads=heads)
         if isinstance(mlp, MoEConfig):
