@@ -7,6 +7,8 @@ nodes a line     syntax nodes of ast, by those lines: how much a line holds
 comprehensions, conditionals, comments, Any    for each 1,000 of them; conditionals are `a if b else
                                                c`
 complexity       mean of a function, as ruff's C901 counts it: 1, and 1 for each branch
+packed           share of assignments that bind several names to a tuple of values, but for swaps
+prose            share of bound names that are prose (PROSE): a reader cannot tell what `one` is
 over 96          share of lines longer than 96 columns
 
 The figures are hints, not goals: they show where to look.
@@ -16,6 +18,7 @@ from __future__ import annotations
 
 import ast
 import io
+import re
 import statistics
 import sys
 import tokenize
@@ -43,6 +46,10 @@ NO_CODE = (
     tokenize.ENDMARKER,
 )
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+PROSE = re.compile(
+    "_*(one|found|given|held|kept|told|beside|every|others|wanted|sought|shown|said|due|whole|own|taken"
+    "|meant|once|rest|apart|ahead|behind)"
+)
 
 
 @dataclass
@@ -57,6 +64,10 @@ class Figures:
     comments: int = 0
     any: int = 0
     long: int = 0
+    assignments: int = 0
+    packed: int = 0
+    names: int = 0
+    prose: int = 0
     complexity: list[int] | None = None
 
     def add(self, text: str) -> None:
@@ -79,6 +90,11 @@ class Figures:
             self.comprehensions += isinstance(node, COMPREHENSIONS)
             self.conditionals += isinstance(node, ast.IfExp)
             self.any += isinstance(node, ast.Name) and node.id == "Any"
+            self.assignments += isinstance(node, ast.Assign)
+            self.packed += is_packed(node)
+            name = bound_name(node)
+            self.names += name is not None
+            self.prose += name is not None and PROSE.fullmatch(name) is not None
             if isinstance(node, FUNCTIONS):
                 self.complexity.append(complexity(node))
 
@@ -94,7 +110,27 @@ class Figures:
             *(f"{1000 * count / self.lines:.1f}" for count in per_thousand),
             f"{statistics.mean(self.complexity or [1]):.2f}",
             f"{self.long / self.lines:.1%}",
+            f"{self.packed / max(self.assignments, 1):.2%}",
+            f"{self.prose / max(self.names, 1):.2%}",
         ]
+
+
+def is_packed(node: ast.AST) -> bool:
+    """Return whether `node` is `a, b = x, y`, and not a swap."""
+    if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Tuple):
+        return False
+    target = node.targets[0]
+    if not isinstance(target, ast.Tuple):
+        return False
+    bound = {ast.unparse(element) for element in target.elts}
+    return bound != {ast.unparse(element) for element in node.value.elts}
+
+
+def bound_name(node: ast.AST) -> str | None:
+    """Return the name that `node` binds: a variable or a parameter."""
+    if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+        return node.id
+    return node.arg if isinstance(node, ast.arg) else None
 
 
 def docstring_lines(node: ast.AST) -> range:
@@ -141,7 +177,7 @@ def main() -> None:
         "comments",
         "Any",
     ]
-    rows = [[*names, "complexity", "over 96"]]
+    rows = [[*names, "complexity", "over 96", "packed", "prose"]]
     for folder in map(Path, sys.argv[1:] or [str(ROOT / "src" / "freight")]):
         figures = measure(folder)
         if not figures.files:

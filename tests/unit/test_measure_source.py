@@ -39,6 +39,19 @@ def test_lines_of_code_are_counted_without_docstrings_comments_and_blank_lines(
     assert found.complexity == [2, 1], "g is inside f and not part of its complexity"
 
 
+def test_packed_assignments_and_prose_are_counted_and_swaps_are_not(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text("a, b = 1, 2\na, b = b, a\nfound = a\n\n\ndef f(one): ...\n")
+    figures = measure_source.measure(tmp_path)
+    assert (figures.assignments, figures.packed) == (3, 1)
+    assert (figures.names, figures.prose) == (6, 2)
+
+
+@pytest.mark.parametrize("folder", ["src/freight", "benchmarks", "tools"])
+def test_one_assignment_is_a_statement(folder: str) -> None:
+    figures = measure_source.measure(measure_source.ROOT / folder)
+    assert figures.packed <= 0.015 * figures.assignments
+
+
 def test_a_folder_without_python_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
