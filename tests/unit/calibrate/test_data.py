@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.refusals import refuses
 
 from freight.calibrate.data import FEW_TOKENS, read_samples
 from freight.errors import ConfigError, RequestError
@@ -113,7 +114,7 @@ def test_a_malformed_line_is_named(tmp_path: Path, line: object, says: str):
 @pytest.mark.parametrize("name", ["a.jsonl", "a.txt"])
 def test_a_line_that_is_not_utf_8_is_named(tmp_path: Path, name: str):
     (tmp_path / name).write_bytes(b'\xef\xbb\xbf{"text": "x"}\n\n{"text": "\xe9"}\n')
-    with pytest.raises(ConfigError, match=r"a\..*line 3; save the file as UTF-8"):
+    with refuses(ConfigError, "line 3", "UTF-8"):
         samples(tmp_path / name)
 
 
@@ -133,9 +134,7 @@ def test_messages_without_texts_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, messages: object
 ):
     monkeypatch.setattr(Letters, "has_chat_template", False)
-    with pytest.raises(
-        ConfigError, match="line 1: `messages` is not a list of objects with a text"
-    ):
+    with refuses(ConfigError, "line 1", "`messages`", "list of objects"):
         samples(jsonl(tmp_path, {"messages": messages}))
 
 
@@ -152,7 +151,7 @@ def test_little_is_a_warning(caplog: pytest.LogCaptureFixture):
 
 @pytest.mark.parametrize("data", [[], [[]]])
 def test_nothing_is_refused(data: list[Any], tmp_path: Path):
-    with pytest.raises(ConfigError, match="calibration_data has no token"):
+    with refuses(ConfigError, "calibration_data", "no token"):
         samples(data)
     with pytest.raises(ConfigError, match="no token"):
         samples(jsonl(tmp_path))
@@ -180,7 +179,7 @@ def test_a_file_that_is_no_text(tmp_path: Path, content: bytes | None):
     path = tmp_path / "data.txt"
     if content is not None:
         path.write_bytes(content)
-    with pytest.raises(ConfigError, match=r"data.txt cannot be read as text"):
+    with refuses(ConfigError, "data.txt", "text"):
         samples(path)
 
 

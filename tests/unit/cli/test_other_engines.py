@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.refusals import refuses
 
 from freight.cli.options import ENGINE_FLAGS
 from freight.cli.serve import SERVER_FLAGS
@@ -99,9 +100,7 @@ def test_a_sentence_names_no_option_that_the_verb_lacks(freight: Callable[..., A
 
 
 def test_an_unknown_option_of_nobody_names_the_nearest() -> None:
-    with pytest.raises(
-        ConfigError, match=r"unknown option 'kv_cache_dtipe' \(did you mean kv_cache_dtype\?\)"
-    ):
+    with refuses(ConfigError, "'kv_cache_dtipe'", "did you mean kv_cache_dtype"):
         EngineArgs.from_options(kv_cache_dtipe="fp8")
 
 
