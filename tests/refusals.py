@@ -12,12 +12,20 @@ from contextlib import contextmanager
 import pytest
 
 
+def _has(text: str, part: str) -> bool:
+    return re.search(rf"(?<!\w){re.escape(part)}(?!\w)", text) is not None
+
+
 def assert_names(message: str, *parts: str) -> None:
     """Assert that `message` has each of `parts`, as whole words, whatever stands between them."""
-    missing = [
-        part for part in parts if re.search(rf"(?<!\w){re.escape(part)}(?!\w)", message) is None
-    ]
+    missing = [part for part in parts if not _has(message, part)]
     assert not missing, f"{missing} not in {message!r}"
+
+
+def line_naming(text: str, *parts: str) -> str:
+    """The line of `text` that names all `parts`; there is one."""
+    (line,) = [line for line in text.splitlines() if all(_has(line, part) for part in parts)]
+    return line
 
 
 @contextmanager
