@@ -13,7 +13,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 from tests.parity.variants import VARIANTS
-from tests.refusals import refuses
+from tests.refusals import assert_names, refuses
 from tests.shares import examples
 from tests.unit.evaluate.published import GEMMA_3_27B, LLAMA_3_1_8B, LLAMA_3_1_70B, SMALL
 
@@ -235,10 +235,7 @@ def test_static_scales_are_measured_for_the_weights_that_are_planned(
         if one.weights == weights and one.kv.scale_source is ScaleSource.CALIBRATED
     )
     line = verdict(make_plan(LLAMA_3_1_8B, replace(wish, memory=static.needed_bytes)))
-    assert line.startswith(
-        f"Take {weights} weights and a cache in fp8_e4m3fn, static, whose scales"
-    )
-    assert f"whose scales {command} measures" in line
+    assert_names(line, f"Take {weights}", "fp8_e4m3fn, static", f"scales {command} measures")
 
 
 def test_static_scales_of_a_quantized_checkpoint_come_from_the_model_before_it() -> None:
@@ -246,7 +243,7 @@ def test_static_scales_of_a_quantized_checkpoint_come_from_the_model_before_it()
     config, wish = in_4_bits("gptq"), Wish(64 * GIB, 8192, 16, "cpu", Layout.PACKED)
     static = next(one for one in make_plan(config, wish).settings if "static" in one.cache_name)
     line = verdict(make_plan(config, replace(wish, memory=static.needed_bytes)))
-    assert line.startswith("Take int4 weights and a cache in fp8_e4m3fn, static, whose scales are ")
+    assert_names(line, "Take int4", "fp8_e4m3fn, static", "scales")
     assert (
         "freight quantize BASE OUT --weights none --kv-cache fp8 --calibration-data FILE, then freight scales"
         in line
