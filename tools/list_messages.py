@@ -26,13 +26,11 @@ LIST = ROOT / "tests/fixtures/messages.txt"
 VALUE = "{…}"
 
 
-def error_classes(trees: list[ast.Module]) -> set[str]:
+def error_classes(classes: list[ast.ClassDef]) -> set[str]:
     """The names of FreightError, ApiError and all classes derived from them."""
     bases = {
         node.name: {base.id for base in node.bases if isinstance(base, ast.Name)}
-        for tree in trees
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ClassDef)
+        for node in classes
     }
     names = {"FreightError", "ApiError"}
     while derived := {name for name, parents in bases.items() if parents & names} - names:
@@ -52,21 +50,18 @@ def template(expression: ast.expr) -> str:
     return VALUE
 
 
-def messages(trees: list[ast.Module]) -> Iterator[tuple[str, str]]:
-    """The class (or the function that makes the error) and the template of each message in `trees`.
+def messages(nodes: list[ast.AST]) -> Iterator[tuple[str, str]]:
+    """The class (or the function that makes the error) and the template of each message of `nodes`.
     A message may be listed more than once.
     """
-    classes = error_classes(trees)
-    for tree in trees:
-        for node in ast.walk(tree):
-            match node:
-                case ast.Call(func=ast.Name(id=name)) as call if name in classes:
-                    yield from ((name, text) for text in sentences(call))
-                case ast.Raise(
-                    exc=ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name)) as call
-                ):
-                    if name[0].islower() or name[0] == "_":
-                        yield from ((name.lstrip("_"), text) for text in sentences(call))
+    classes = error_classes([node for node in nodes if isinstance(node, ast.ClassDef)])
+    for node in nodes:
+        match node:
+            case ast.Call(func=ast.Name(id=name)) as call if name in classes:
+                yield from ((name, text) for text in sentences(call))
+            case ast.Raise(exc=ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name)) as call):
+                if name[0].islower() or name[0] == "_":
+                    yield from ((name.lstrip("_"), text) for text in sentences(call))
 
 
 def sentences(call: ast.Call) -> Iterator[str]:
@@ -78,8 +73,12 @@ def sentences(call: ast.Call) -> Iterator[str]:
 
 
 def listing(source: Path) -> list[str]:
-    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in source.rglob("*.py")]
-    return sorted({f"{name}: {text}".replace("\n", "\\n") for name, text in messages(trees)})
+    nodes: list[ast.AST] = []
+    for path in source.rglob("*.py"):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        kinds = (ast.Call, ast.ClassDef, ast.Raise)
+        nodes.extend(node for node in ast.walk(tree) if isinstance(node, kinds))
+    return sorted({f"{name}: {text}".replace("\n", "\\n") for name, text in messages(nodes)})
 
 
 def main() -> None:
