@@ -1,4 +1,5 @@
 """How tests name an error: by its kind, and by what it names: the thing, the value, the way out.
+Lines of output are named in the same way.
 
 Sentences are free to change; tests/test_messages.py reads them as they stand in the source.
 """

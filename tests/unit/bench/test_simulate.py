@@ -334,11 +334,11 @@ def test_measurements_that_other_work_disturbed_do_not_move_the_plane() -> None:
 
 
 def test_one_report_is_no_plane_and_a_window_is_refused() -> None:
-    with refuses(ConfigError, "reports", "plane"):
+    with refuses(ConfigError, "reports", "do not determine", "plane"):
         fit([Observation("", Work(1, 1, 1, 1, 1, 1), 1.0)])
     windowed = report(4, 256)
     windowed["decode_bytes_per_step"]["kv_cache"] //= 2
-    with refuses(ConfigError, "layer", "every token"):
+    with refuses(ConfigError, "not every layer", "every token"):
         observations(windowed)
     with pytest.raises(ConfigError, match="a report lacks 'batch_size'"):
         observations({})
@@ -493,7 +493,7 @@ def test_an_answer_that_is_not_whole_is_an_error() -> None:
     stand_in, load = StandIn(fault="error_event"), Load(Lengths(4, 9), Lengths(3, 5), 10, 2)
     with running(stand_in):
         target = Target(Address.parse(stand_in.url), "stand-in")
-        with refuses(FreightError, "answer", "whole"):
+        with refuses(FreightError, "answer", "not whole"):
             one_at_a_time(PLANE, load, [target], "x")
 
 

@@ -188,7 +188,7 @@ def test_experts_are_ignored_together_or_not_at_all(tmp_path: Path) -> None:
         r"re:layers\.1.*experts\.3",
         r"re:experts.*down_proj",
     ):
-        with refuses(ConfigError, "experts", "together"):
+        with refuses(ConfigError, "mlp.experts", "engines", "together"):
             ignored_modules(config, [pattern])
     ignored, torn = ignored_modules(config, [r"re:model\.layers\.1\.mlp\.experts\."])
     assert len(ignored) == 8 * 3 + 3 + 1  # the experts, the routers, the head

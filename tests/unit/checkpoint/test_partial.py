@@ -74,7 +74,7 @@ def test_replaced_files_without_a_journal_are_kept_where_the_output_is_not_compl
         (tmp_path / "config.json").write_text("{}")
         remove_abandoned(tmp_path)
     else:
-        with refuses(ConfigError, "replaced"):
+        with refuses(ConfigError, "replaced", left.name):
             remove_abandoned(tmp_path)
     assert left.exists() != complete
 

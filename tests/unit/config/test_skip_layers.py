@@ -135,13 +135,13 @@ def test_a_layer_beyond_the_last_is_refused(number: str) -> None:
 
 
 def test_all_layers_are_refused_and_a_window_that_no_layer_has() -> None:
-    with refuses(ConfigError, "0,1", "8-bit cache", "16-bit cache"):
+    with refuses(ConfigError, "0,1", "8-bit cache", "left", "16-bit cache"):
         decide("0,1")
-    with refuses(ConfigError, "sliding_window", "window"):
+    with refuses(ConfigError, "sliding_window", "no layer", "window"):
         decide("sliding_window")
-    with refuses(ConfigError, "0,1,2", "8-bit cache"):
+    with refuses(ConfigError, "0,1,2", "8-bit cache", "left"):
         decide("0,1,2", SHARED)
-    with refuses(ConfigError, "sliding_window", "8-bit cache"):
+    with refuses(ConfigError, "sliding_window", "8-bit cache", "left"):
         decide("sliding_window", model("phi3-window"))
 
 
@@ -231,7 +231,7 @@ def test_a_choice_by_layer_of_the_checkpoint_has_fewer_quantized_layers() -> Non
     )
     assert again.layers == as_declared.layers
     assert as_declared.describe() == "mixed"
-    with refuses(ConfigError, "0,1", "8-bit cache"):
+    with refuses(ConfigError, "0,1", "8-bit cache", "left"):
         decide("0,1", three, choice, kv_cache_dtype="auto")
 
 

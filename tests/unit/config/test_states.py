@@ -115,7 +115,7 @@ def test_fp8_is_the_devices_e4m3(asked: str) -> None:
 def test_int8_states_are_for_gpus_too() -> None:
     """Where pages in INT8 are refused."""
     assert stored(kind="cuda", kv_cache_dtype="fp8") == "int8"
-    with refuses(ConfigError, "--kv-cache-dtype int8"):
+    with refuses(ConfigError, "--kv-cache-dtype int8", "device"):
         stored(kind="cuda", kv_cache_dtype="int8")
 
 

@@ -117,7 +117,7 @@ def test_layers_that_share_a_cache_are_one_row(tmp_path: Path):
 
 
 def test_a_cache_that_quantizes_nothing_is_refused():
-    with refuses(ConfigError, "layer", "quantized"):
+    with refuses(ConfigError, "no layer", "quantized"):
         measured(replace(ARGS, kv_cache_dtype="bfloat16"))
 
 

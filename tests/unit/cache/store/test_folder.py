@@ -94,7 +94,7 @@ def test_only_the_owner_may_look(tmp_path: Path) -> None:
 
 def test_a_folder_that_others_may_write_into_is_refused(tmp_path: Path) -> None:
     tmp_path.chmod(0o770)
-    with refuses(ConfigError, "others", "write"):
+    with refuses(ConfigError, "others may write"):
         opened(tmp_path)
 
 

@@ -60,7 +60,7 @@ def test_one_that_others_may_know_is_refused(tmp_path: Path) -> None:
 
 def test_a_folder_that_others_may_write_into_is_refused(tmp_path: Path) -> None:
     tmp_path.chmod(0o770)
-    with refuses(ConfigError, "others", "write"):
+    with refuses(ConfigError, "others may write"):
         kept_secret(tmp_path)
 
 
