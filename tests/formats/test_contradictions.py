@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tests.formats.four_bits import FORMS, write
+from tests.refusals import refuses
 from torch import Tensor
 
 import freight
@@ -124,7 +125,7 @@ def test_a_head_alone_is_the_embedding_too(model: Model):
 def test_a_bias_of_a_tied_head_is_not_dropped(model: Model):
     model.tensors["lm_head.bias"] = torch.ones(len(model.tensors[EMBEDDING]), dtype=torch.bfloat16)
     model.tensors[HEAD] = model.tensors[EMBEDDING].clone()
-    with pytest.raises(CheckpointError, match=r"lm_head\.bias; correct config\.json"):
+    with refuses(CheckpointError, "lm_head.bias", "config.json"):
         loaded(model.save())
 
 
@@ -247,7 +248,7 @@ def test_a_side_file_that_is_missing_stops_what_uses_it_alone(model: Model):
     named = {"file": "freight_kv_scales.json", "sha256": "0" * 64}
     model.config["freight"] = {"kv_scales": named}
     folder = model.save()
-    with pytest.raises(CheckpointError, match=r"freight_kv_scales\.json.*cannot be read"):
+    with refuses(CheckpointError, "freight_kv_scales.json", "cannot be read"):
         LLM(folder, skip_tokenizer_init=True)
     loaded(folder, kv_cache_dtype="bfloat16")
     loaded(folder, kv_scales="dynamic", kv_cache_dtype="fp8")

@@ -19,6 +19,7 @@ from tests.formats.experts import (
     one_of_each_kind,
 )
 from tests.formats.forms import algo
+from tests.refusals import refuses
 from tests.shares import one_in
 from torch import Tensor
 
@@ -102,8 +103,8 @@ def test_clipped_inputs_of_experts_are_refused(tmp_path: Path):
     for name in [name for name in made.tensors if name.endswith("weight_scale")]:
         rows = len(made.tensors[name.removesuffix("_scale")])
         made.tensors[name] = made.tensors[name].reshape(1, 1).repeat(rows, 1)
-    with pytest.raises(
-        CheckpointError, match=r"experts.0.gate_proj.weight .* clips .* 1.5 .*activation_scale_ub"
+    with refuses(
+        CheckpointError, "experts.0.gate_proj.weight", "clips", "1.5", "activation_scale_ub"
     ):
         LLM(model=made.save(tmp_path), skip_tokenizer_init=True)
 
@@ -118,9 +119,7 @@ def test_modelopt_s_mixed_files_with_int4_are_refused(tmp_path: Path):
     }
     declared = algo("MIXED_PRECISION", kv_cache_quant_algo="FP8", quantized_layers=layers)
     made.form = replace(made.form, files={"hf_quant_config.json": declared})
-    with pytest.raises(
-        CheckpointError, match=rf"'W4A8_AWQ' of {down} is not .*FP8.* export the model .* 16 bits"
-    ):
+    with refuses(CheckpointError, f"'W4A8_AWQ' of {down}", "FP8", "16 bits"):
         open_checkpoint(made.save(tmp_path))
 
 
@@ -130,7 +129,5 @@ def test_experts_that_are_not_quantized_alike_are_refused(tmp_path: Path):
     made.config["quantization_config"] = {**made.form.said, "ignored_layers": ["lm_head", module]}  # type: ignore[dict-item]
     made.tensors[f"{module}.weight"] = made.dequantized[module].to(torch.bfloat16)
     del made.tensors[f"{module}.weight_scale"]
-    with pytest.raises(
-        CheckpointError, match=rf"{LAYER}mlp.experts.0.down_proj.weight and the other experts"
-    ):
+    with refuses(CheckpointError, f"{LAYER}mlp.experts.0.down_proj.weight"):
         LLM(model=made.save(tmp_path), skip_tokenizer_init=True)

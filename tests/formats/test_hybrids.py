@@ -24,6 +24,7 @@ from tests.formats.hybrids import (
     make,
     save_unrounded,
 )
+from tests.refusals import refuses
 from tests.shares import one_in
 from tests.unit.models.test_sizes import require_equal
 from torch import Tensor
@@ -189,7 +190,7 @@ def test_blocks_that_span_parts_of_heads_are_refused(
     with pytest.raises(CheckpointError, match=rf"{module}.*span blocks of 128 x 128 scales"):
         LLM(model=folder, skip_tokenizer_init=True)
     plain = save_unrounded(family, tmp_path / "plain")
-    with pytest.raises(ConfigError, match=rf"{module} has parts of \d+ rows for each head"):
+    with refuses(ConfigError, module, "rows for each head"):
         freight.quantize(plain, tmp_path / "out", weights="fp8-block", kv_cache="none")
 
 
@@ -211,7 +212,7 @@ def test_what_is_written_is_near_its_source(family: str, at: int, tmp_path: Path
     plain, out = save_unrounded(family, tmp_path / "plain"), tmp_path / "out"
     options = {**WEIGHTS[at], "kv_cache": "fp8", "calibration_data": CALIBRATION}
     if family == "granitemoehybrid" and "block" in options["weights"]:
-        with pytest.raises(ConfigError, match="a block would span gate and up"):
+        with refuses(ConfigError, "span", "gate", "up"):
             freight.quantize(plain, out, **options)
         return
     freight.quantize(plain, out, **options)

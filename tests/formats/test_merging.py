@@ -11,6 +11,7 @@ import pytest
 import torch
 from tests.formats.forms import FORMS
 from tests.formats.writers import Written, spread, write
+from tests.refusals import refuses
 
 from freight.errors import CheckpointError
 from freight.fp8.formats import Format
@@ -150,8 +151,6 @@ def test_an_fnuz_value_without_counterpart_is_named(tmp_path: Path):
     made = as_fnuz(write(FORMS["ct channel token"]))
     name = "model.layers.1.mlp.down_proj.weight"
     made.tensors[name].view(torch.uint8)[3, 5] = 0xFF  # -240
-    with pytest.raises(
-        CheckpointError, match=rf"{name} has 1 weights of magnitude 240 in fp8_e4m3fnuz"
-    ):
+    with refuses(CheckpointError, name, "240", "fp8_e4m3fnuz"):
         load(made, tmp_path)
     load(made, tmp_path, Format.E4M3FNUZ)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.refusals import assert_names
 
 SCRIPT = Path(__file__).parents[3] / "benchmarks" / "peers" / "side_by_side.py"
 ANSWER = json.dumps(
@@ -129,9 +130,7 @@ def test_a_row_without_its_environment_is_refused(
 ):
     with pytest.raises(SystemExit):
         run_script(capsys, monkeypatch, tmp_path, "--peers", "vllm-int8")
-    assert (
-        "--peers needs the environment of vllm: add --engine vllm=PYTHON" in capsys.readouterr().err
-    )
+    assert_names(capsys.readouterr().err, "--peers", "--engine vllm=PYTHON")
 
 
 def test_the_processor_and_its_units_come_from_cpuinfo(tmp_path: Path):

@@ -17,6 +17,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
+from tests.refusals import refuses
 
 from freight import LLM, SamplingParams
 from freight.checkpoint.reader import resolve_model
@@ -242,7 +243,7 @@ def test_a_budget_that_says_nothing_is_refused(text):
 
 
 def test_a_budget_that_nothing_meets_is_refused_with_the_least_there_is():
-    with pytest.raises(ConfigError, match=r"bits=7\.9: the least that can be had is bits=8"):
+    with refuses(ConfigError, "bits=7.9", "bits=8"):
         plan(QuantizeArgs(kv_budget="bits=7.9"))
     assert parse_budget(" bits = 8 ") == KVBudget(BudgetKind.BITS, 8)
 
@@ -270,5 +271,5 @@ def test_a_mixed_checkpoint_is_inspected_and_its_choice_goes_nowhere_else(writte
     assert [entry["k"] is not None for entry in described] == [
         g not in (None, Granularity.TOKEN) for g in chosen
     ]
-    with pytest.raises(CheckpointError, match="a choice of its own by layer"):
+    with refuses(CheckpointError, "by layer"):
         open_scales(str(written.path))

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.refusals import line_naming, refuses
 
 from freight.errors import ConfigError, RequestError
 from freight.quantizer.data import FEW_TOKENS, read_samples
@@ -33,10 +34,20 @@ class Letters:
         return [2, *(ord(c) for message in messages for c in message["content"])]
 
 
+class LettersOfABase(Letters):
+    """That of a model that was not trained to converse."""
+
+    has_chat_template = False
+
+
 def samples(
-    data: object, num_samples: int = 512, max_seq_len: int = 2048, vocab_size: int = 256
+    data: object,
+    num_samples: int = 512,
+    max_seq_len: int = 2048,
+    vocab_size: int = 256,
+    tokenizer: type[Letters] = Letters,
 ) -> list[list[int]]:
-    return read_samples(data, num_samples, max_seq_len, vocab_size, lambda: Letters())  # type: ignore[arg-type, return-value]
+    return read_samples(data, num_samples, max_seq_len, vocab_size, tokenizer)  # type: ignore[arg-type, return-value]
 
 
 def jsonl(tmp_path: Path, *lines: object) -> Path:
@@ -113,30 +124,26 @@ def test_a_malformed_line_is_named(tmp_path: Path, line: object, says: str):
 @pytest.mark.parametrize("name", ["a.jsonl", "a.txt"])
 def test_a_line_that_is_not_utf_8_is_named(tmp_path: Path, name: str):
     (tmp_path / name).write_bytes(b'\xef\xbb\xbf{"text": "x"}\n\n{"text": "\xe9"}\n')
-    with pytest.raises(ConfigError, match=r"a\..*line 3; save the file as UTF-8"):
+    with refuses(ConfigError, "line 3", "UTF-8"):
         samples(tmp_path / name)
 
 
 def test_messages_for_a_base_model_are_their_texts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
-    monkeypatch.setattr(Letters, "has_chat_template", False)
     line = {
         "messages": [{"role": "user", "content": LONG}, {"role": "assistant", "content": "yes"}]
     }
-    assert samples(jsonl(tmp_path, line, line)) == [[1, *map(ord, f"{LONG}\nyes")]] * 2
-    assert caplog.text.count("the model has no chat template: their texts are used alone") == 1
+    data = jsonl(tmp_path, line, line)
+    expected = [1, *map(ord, f"{LONG}\nyes")]
+    assert samples(data, tokenizer=LettersOfABase) == [expected] * 2
+    line_naming(caplog.text, "no chat template", "texts", "alone")
 
 
 @pytest.mark.parametrize("messages", ["hello", [], [{"role": "user"}], ["hello"]])
-def test_messages_without_texts_are_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, messages: object
-):
-    monkeypatch.setattr(Letters, "has_chat_template", False)
-    with pytest.raises(
-        ConfigError, match="line 1: `messages` is not a list of objects with a text"
-    ):
-        samples(jsonl(tmp_path, {"messages": messages}))
+def test_messages_without_texts_are_named(tmp_path: Path, messages: object):
+    with refuses(ConfigError, "line 1", "`messages`", "list of objects"):
+        samples(jsonl(tmp_path, {"messages": messages}), tokenizer=LettersOfABase)
 
 
 def test_little_is_a_warning(caplog: pytest.LogCaptureFixture):
@@ -152,7 +159,7 @@ def test_little_is_a_warning(caplog: pytest.LogCaptureFixture):
 
 @pytest.mark.parametrize("data", [[], [[]]])
 def test_nothing_is_refused(data: list[Any], tmp_path: Path):
-    with pytest.raises(ConfigError, match="calibration_data has no token"):
+    with refuses(ConfigError, "calibration_data", "no token"):
         samples(data)
     with pytest.raises(ConfigError, match="no token"):
         samples(jsonl(tmp_path))
@@ -180,7 +187,7 @@ def test_a_file_that_is_no_text(tmp_path: Path, content: bytes | None):
     path = tmp_path / "data.txt"
     if content is not None:
         path.write_bytes(content)
-    with pytest.raises(ConfigError, match=r"data.txt cannot be read as text"):
+    with refuses(ConfigError, "data.txt", "text"):
         samples(path)
 
 

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 from tests.demo_adapter import write_adapter
 from tests.demo_chat import DEMO
+from tests.refusals import refuses
 
 from freight.checkpoint.convert import convert
 from freight.checkpoint.merge import merge
@@ -115,7 +116,7 @@ def test_a_link_out_of_the_model_is_not_written(
     (model / name).symlink_to(secret)
     if name == "hf_quant_config.json":
         secret.write_text("{}")
-    with pytest.raises(CheckpointError, match=rf"{name}.*outside.*copy of the file"):
+    with refuses(CheckpointError, name, "outside", "copy of the file"):
         write(model, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -148,7 +149,7 @@ def test_an_index_names_files_of_the_folder(model: Path, tmp_path: Path, name: s
     with pytest.raises(CheckpointError, match=r"model"):
         quantize(str(model), tmp_path / "out")
     (model / "pytorch_model.bin.index.json").write_text(json.dumps(index))
-    with pytest.raises(CheckpointError, match=r"pytorch_model\.bin\.index\.json"):
+    with refuses(CheckpointError, "pytorch_model.bin.index.json"):
         convert(str(model), tmp_path / "out")
 
 

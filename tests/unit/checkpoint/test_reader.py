@@ -13,6 +13,7 @@ import huggingface_hub
 import pytest
 import torch
 from tests.demo_chat import DEMO
+from tests.refusals import refuses
 
 from freight.checkpoint.headers import read_header
 from freight.checkpoint.reader import Checkpoint, resolve_model
@@ -157,9 +158,7 @@ def test_an_index_of_the_single_file_says_nothing(write, caplog):
 def test_a_tensor_that_nothing_needs_is_refused_with_the_file_to_leave_it_out_of(write):
     checkpoint = Checkpoint(write({"model.safetensors": {"a": A, "b": B}}))
     checkpoint.take("a", (2, 3))
-    with pytest.raises(
-        CheckpointError, match=r"b; correct config\.json .* from model\.safetensors$"
-    ):
+    with refuses(CheckpointError, "b", "config.json", "model.safetensors"):
         checkpoint.finish()
     (checkpoint.path / "model.safetensors").rename(checkpoint.path / "1.safetensors")
     folder = index(checkpoint.path, {"a": "1.safetensors", "b": "1.safetensors"})
@@ -300,17 +299,15 @@ def test_take_names_both_shapes(open_tensors):
     checkpoint = open_tensors(
         {"a": A, "n": torch.ones(2, dtype=torch.int64), "q": B.to(torch.float8_e4m3fn)}
     )
-    with pytest.raises(
-        CheckpointError, match=r"a has shape \[2, 3\], config.json asks for \[3, 2\]"
-    ):
+    with refuses(CheckpointError, "a has shape [2, 3]", "[3, 2]"):
         checkpoint.take("a", (3, 2))
     with pytest.raises(CheckpointError, match="zzz is missing"):
         checkpoint.take("zzz", (1,))
-    with pytest.raises(CheckpointError, match=r"a is stored in float32 where bfloat16"):
+    with refuses(CheckpointError, "a is stored in float32", "bfloat16"):
         checkpoint.take("a", (2, 3), Format.BFLOAT16)
     with pytest.raises(CheckpointError, match=r"n is stored as I64"):
         checkpoint.take("n", (2,))
-    with pytest.raises(CheckpointError, match=r"q is stored in fp8_e4m3fn where 16 or 32 bits"):
+    with refuses(CheckpointError, "q is stored in fp8_e4m3fn", "16 or 32 bits"):
         checkpoint.take("q", (4,))
     assert checkpoint.take("q", (4,), Format.E4M3FN).dtype is torch.float8_e4m3fn
 
@@ -318,9 +315,7 @@ def test_take_names_both_shapes(open_tensors):
 def test_check_lists_all_faults_before_anything_is_read(open_tensors):
     checkpoint = open_tensors({"a": A, "b": B})
     checkpoint.check({"a": (2, 3), "b": (4,)})
-    with pytest.raises(
-        CheckpointError, match=r"c is missing; a has shape \[2, 3\], config.json asks for \[6\]"
-    ):
+    with refuses(CheckpointError, "c is missing", "a has shape [2, 3]", "[6]"):
         checkpoint.check({"a": (6,), "b": (4,), "c": (1,)})
 
 
@@ -356,14 +351,14 @@ def test_known_tensors_without_use_are_skipped_with_a_reason(open_tensors):
 
 def test_zero_points_must_be_zero(open_tensors):
     checkpoint = open_tensors({"model.layers.0.self_attn.k_zero_point": torch.ones(1)})
-    with pytest.raises(CheckpointError, match="k_zero_point is not zero"):
+    with refuses(CheckpointError, "k_zero_point", "zero"):
         checkpoint.finish()
 
 
 def test_a_file_that_vanishes_is_named(open_tensors):
     checkpoint = open_tensors({"a": A})
     (checkpoint.path / "model.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=r"model\.safetensors: tensor a cannot be read"):
+    with refuses(CheckpointError, "model.safetensors", "tensor a", "cannot be read"):
         checkpoint.take("a", (2, 3))
 
 
@@ -411,14 +406,12 @@ def test_a_hub_that_does_not_answer(monkeypatch):
         raise huggingface_hub.errors.LocalEntryNotFoundError("no connection\nand more")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    with pytest.raises(
-        CheckpointError, match=r"'owner/model' at revision 'abc' is neither a folder.*no connection"
-    ):
+    with refuses(CheckpointError, "'owner/model'", "revision 'abc'", "no connection"):
         resolve_model("owner/model", "abc")
 
 
 def test_an_impossible_hub_id():
-    with pytest.raises(CheckpointError, match=r"'no such model' is neither a folder nor a model"):
+    with refuses(CheckpointError, "'no such model'", "folder"):
         resolve_model("no such model")
 
 
@@ -442,7 +435,7 @@ def test_weights_that_change_while_they_are_read_are_refused(
     assert opened.checkpoint is not None
     opened.checkpoint.require_unchanged()
     change(tmp_path / "model" / "model.safetensors")
-    with pytest.raises(CheckpointError, match=r"model\.safetensors was changed or replaced"):
+    with refuses(CheckpointError, "model.safetensors", "changed"):
         opened.checkpoint.require_unchanged()
 
 

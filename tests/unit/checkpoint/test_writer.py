@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.refusals import refuses
 
 from freight.checkpoint import partial
 from freight.checkpoint.reader import Checkpoint
@@ -205,7 +206,7 @@ def test_an_empty_folder_that_is_filled_meanwhile_keeps_what_it_has(tmp_path: Pa
 def test_the_longest_name_is_written_and_a_longer_one_refused_at_once(tmp_path: Path, source: Path):
     write_two_shards(tmp_path / ("x" * 255), source)
     assert Checkpoint(tmp_path / ("x" * 255)).names == {"a", "b"}
-    with pytest.raises(ConfigError, match=r"cannot be written.*name another"):
+    with refuses(ConfigError, "cannot be written", "name another"):
         require_new(tmp_path / ("x" * 256))
 
 
@@ -216,7 +217,7 @@ def test_a_folder_that_cannot_be_written_is_refused_at_once(
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
     monkeypatch.setattr(Path, "mkdir", fails)
-    with pytest.raises(ConfigError, match=r"out cannot be written.*[Rr]ead-only"):
+    with refuses(ConfigError, "out cannot be written", os.strerror(errno.EROFS)):
         require_new(tmp_path / "out")
 
 

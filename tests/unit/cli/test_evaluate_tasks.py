@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.refusals import assert_names
 
 Run = Callable[..., Any]
 
@@ -30,7 +31,7 @@ def test_without_lm_eval_it_says_what_to_install(freight: Run, monkeypatch: pyte
 def test_options_of_tasks_need_tasks(freight: Run, option: str, value: str):
     answer = freight("evaluate", "demo", option, value)
     assert answer.code == 2
-    assert f"{option}; it is an option of freight evaluate tasks" in answer.err
+    assert_names(answer.err, option, "freight evaluate tasks")
 
 
 def test_task_files_come_from_a_folder(freight: Run, tmp_path: Path):

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.refusals import assert_names, refuses
 from transformers import AutoConfig
 
 from freight.errors import ConfigError
@@ -36,14 +37,12 @@ def test_a_mixed_choice_is_refused_by_name_where_one_cache_is_needed(
     for argv in (("export", mixed, str(out)), ("extract", mixed, "demo", str(out))):
         answer = freight("scales", *argv)
         assert answer.code != 0
-        assert answer.err.startswith(f"error: {mixed} has a choice of its own by layer (layer")
-        assert "16 bits" in answer.err
-        assert "quantize the 16-bit model" in answer.err
+        assert_names(
+            answer.err, f"error: {mixed}", "by layer", "16 bits", "quantize the 16-bit model"
+        )
         assert not out.exists()
     config = AutoConfig.from_pretrained(mixed)
     for scales in ("auto", "checkpoint"):
-        with pytest.raises(
-            ConfigError, match=r"the cache of each layer \(layer.*16 bits.*--kv-scales dynamic"
-        ):
+        with refuses(ConfigError, "layer", "16 bits", "--kv-scales dynamic"):
             FP8Cache(config, model=mixed, kv_scales=scales)
     assert FP8Cache(config, model=mixed, kv_scales="dynamic").kv_cache.layers is None

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.refusals import assert_names, refuses
 
 from freight.base.other_engines import (
     OTHER_QUANTIZATIONS,
@@ -82,7 +83,7 @@ def test_several_machines_are_for_the_server(
 ) -> None:
     answer = freight(verb, "demo", *given.split())
     assert answer.code == 2
-    assert "ranks on several machines are for freight serve: omit it" in answer.err
+    assert_names(answer.err, "several machines", "freight serve", "omit it")
 
 
 def test_the_address_of_several_machines_is_two_options(freight: Callable[..., Any]) -> None:
@@ -99,9 +100,7 @@ def test_a_sentence_names_no_option_that_the_verb_lacks(freight: Callable[..., A
 
 
 def test_an_unknown_option_of_nobody_names_the_nearest() -> None:
-    with pytest.raises(
-        ConfigError, match=r"unknown option 'kv_cache_dtipe' \(did you mean kv_cache_dtype\?\)"
-    ):
+    with refuses(ConfigError, "'kv_cache_dtipe'", "did you mean kv_cache_dtype"):
         EngineArgs.from_options(kv_cache_dtipe="fp8")
 
 

@@ -4,7 +4,7 @@ else is asked for.
 
 from __future__ import annotations
 
-import pytest
+from tests.refusals import refuses
 
 from freight.errors import ConfigError
 from freight.fp8.formats import Format, Granularity
@@ -56,7 +56,5 @@ def test_a_choice_by_layer_gives_way_to_what_is_asked_for():
         **dynamic,
     }
     assert decide(MIXED, dtype="int8").names() == {"dtype": "int8", **dynamic}
-    with pytest.raises(
-        ConfigError, match=r"layer 1 in 16 bits.*--kv-cache-dtype auto.*--kv-scales dynamic"
-    ):
+    with refuses(ConfigError, "layer 1", "16 bits", "--kv-cache-dtype auto", "--kv-scales dynamic"):
         decide(MIXED, dtype="fp8")

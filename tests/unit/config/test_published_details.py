@@ -4,6 +4,7 @@ import math
 from typing import Any
 
 import pytest
+from tests.refusals import refuses
 from tests.unit.config.test_model import config
 
 from freight.errors import CheckpointError
@@ -68,7 +69,7 @@ def test_attn_factor_multiplies_what_yarn_computes() -> None:
 
 def test_attn_factor_beside_attention_factor_is_refused() -> None:
     yarn = {"rope_type": "yarn", "factor": 4.0, "attention_factor": 1.5, "attn_factor": 0.5}
-    with pytest.raises(CheckpointError, match=r"attn_factor = 0\.5 and attention_factor = 1\.5"):
+    with refuses(CheckpointError, "attn_factor = 0.5", "attention_factor = 1.5"):
         parse_model_config(config("qwen3", rope_scaling=yarn))
 
 
@@ -95,9 +96,9 @@ def test_the_number_of_chosen_experts_has_two_names() -> None:
     ernie = {key: value for key, value in ERNIE_MOE.items() if key != "moe_k"}
     oss = {"model_type": "gpt_oss", "architectures": None}
     assert top_k({**ernie, "num_experts_per_tok": 3}) == top_k({**oss, "experts_per_token": 3}) == 3
-    with pytest.raises(CheckpointError, match="num_experts_per_tok = 3, but moe_k = 6"):
+    with refuses(CheckpointError, "num_experts_per_tok = 3", "moe_k = 6"):
         parse_model_config({**ERNIE_MOE, "num_experts_per_tok": 3})
-    with pytest.raises(CheckpointError, match="experts_per_token = 4, but num_experts_per_tok = 2"):
+    with refuses(CheckpointError, "experts_per_token = 4", "num_experts_per_tok = 2"):
         parse_model_config({**oss, "experts_per_token": 4, "num_experts_per_tok": 2})
 
 

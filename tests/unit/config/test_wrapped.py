@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from tests.refusals import refuses
 from transformers import AutoConfig
 
 from freight.errors import CheckpointError
@@ -98,7 +99,7 @@ def test_keys_that_compute_are_refused_inside_and_outside() -> None:
                 parse(model_type, inside, **outside)
     with pytest.raises(CheckpointError, match="use_qk_norm"):
         parse("glm4v_moe", {"use_qk_norm": True})
-    with pytest.raises(CheckpointError, match=r"text_config = None .*'glm4v_text' is"):
+    with refuses(CheckpointError, "text_config = None", "'glm4v_text'"):
         parse_model_config({"model_type": "glmga", **SHAPE})
 
 
@@ -171,9 +172,7 @@ def test_a_rope_of_its_own_in_a_layer_of_muse_glimmer_is_refused() -> None:
     ]
     assert found == [0, None, 0, None]
     for wrong in ([5e5, 0, 1e4, 0], [5e5, 0], 5e5):
-        with pytest.raises(
-            CheckpointError, match=r"layer_rope_theta = .* each 0 or rope_theta = 500000"
-        ):
+        with refuses(CheckpointError, "layer_rope_theta", "rope_theta = 500000"):
             parse("muse_glimmer", {**rope, "layer_rope_theta": wrong})
 
 
@@ -207,5 +206,5 @@ def test_experts_of_ernie_for_text_and_for_pictures() -> None:
         }
     }
     assert parse("ernie4_5_vl_moe", {"num_hidden_layers": 3, **sections}) == ours
-    with pytest.raises(CheckpointError, match="moe_intermediate_size = 1536 must be a list of two"):
+    with refuses(CheckpointError, "moe_intermediate_size = 1536", "list of two"):
         parse("ernie4_5_vl_moe", {"moe_intermediate_size": 1536})

@@ -11,6 +11,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from tests.refusals import assert_names
 from tests.unit.server.page.browser import browser, in_browser, wait_for
 from tests.unit.server.page.looks import LOOKS, WIDTHS, faults, keyboard_faults, seen_at
 
@@ -51,7 +52,7 @@ def test_the_page_is_one_file_and_the_text_has_its_pictures_beside_it(
     first = re.search(r"<p[^>]*>(.*?)</p>", page)
     assert first is not None
     assert "Warning:" in first[1], "1,500 characters are too few"
-    assert "It cannot be said that a smaller cache is safe" in page
+    assert_names(page, "cannot be said")
     said = json.loads((tmp_path / "report.json").read_text())
     assert [run["name"] for run in said["runs"]] == ["16 bits", "unit", "token", "e5m2"]
     text = (tmp_path / "report.md").read_text()
@@ -185,13 +186,11 @@ def test_the_advice_is_the_least_error_among_the_small_and_safe(evaluation: Eval
     none = replace(judged, runs=(first, bad))
     assert recommended(none) is None
     assert advice(none).as_json()["verdict"] == "not safe"
-    assert advice(none).text.startswith(
-        "No smaller cache that was measured is safe: mean KL is 1.64."
-    )
+    assert_names(advice(none).text, "No smaller cache", "1.64")
     unsettled = replace(
         judged, runs=(first, bad, replace(bad, verdict=Verdict.CANNOT_BE_SAID, reasons=("few",)))
     )
-    assert advice(unsettled).text.startswith("It cannot be said that a smaller cache is safe")
+    assert_names(advice(unsettled).text, "cannot be said", "smaller cache")
     assert recommended(replace(judged, runs=(first, replace(safe[1], weights="fp8")))) is None, (
         "other weights"
     )

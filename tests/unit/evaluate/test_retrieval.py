@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.refusals import refuses
 
 from freight.errors import ConfigError
 from freight.lab.evaluate.retrieval import (
@@ -71,9 +72,7 @@ def test_depths_double_from_1024(context: int, expected: list[int]):
 
 
 def test_a_context_without_room_is_refused():
-    with pytest.raises(
-        ConfigError, match="a context of 16 tokens has no room to retrieve from; give at least 48"
-    ):
+    with refuses(ConfigError, "16 tokens", "at least 48"):
         make_contexts(WORDS, 16, 2, 1)
 
 

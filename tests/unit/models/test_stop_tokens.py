@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from tests.demo_chat import demo_with_chat_template
+from tests.refusals import line_naming
 
 from freight import LLM, AsyncLLM, FinishReason, SamplingParams
 from freight.model.config.parse import stop_token_ids
@@ -77,8 +78,7 @@ def test_the_end_that_only_the_tokenizer_names_ends_every_call(
     caplog.set_level(logging.INFO, "freight")
     path = str(folder(tmp_path, config, None))
     llm = LLM(path, **SIZE)
-    says = [record.getMessage() for record in caplog.records]
-    assert sum("'<|end_of_text|>', which the tokenizer alone names" in line for line in says) == 1
+    line_naming(caplog.text, "'<|end_of_text|>'", "tokenizer")
     for output in (
         llm.generate("x", ENDS)[0],
         llm.chat([{"role": "user", "content": "x"}], ENDS)[0],

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import shutil
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from tests.unit.cache.store.test_folder import TOKENS, block, key_of, payload_of
 
-from freight.cache.store import tiers as tiers_module
 from freight.cache.store.memory import MemoryTier
 from freight.cache.store.tiers import StoreTiers, Tier
 
@@ -20,8 +21,10 @@ def read(tiers: StoreTiers, number: int) -> tuple[Tier | None, bytes]:
     return tier, bytes(record[len(TOKENS) :])
 
 
-def opened(root: Path, memory: int = 1 << 20) -> StoreTiers:
-    tiers = StoreTiers(root, 1 << 20, memory)
+def opened(
+    root: Path, memory: int = 1 << 20, clock: Callable[[], float] = time.monotonic
+) -> StoreTiers:
+    tiers = StoreTiers(root, 1 << 20, memory, clock)
     tiers.open("space")
     return tiers
 
@@ -89,7 +92,7 @@ def test_a_vanished_folder_raises_nothing(tmp_path: Path, caplog: pytest.LogCapt
     stats = tiers.stats()
     assert (stats.misses, stats.dropped, stats.errors) == (1, 2, 2)
     assert len(warnings_of(caplog)) == 2
-    now[0] += tiers_module._REST
+    now[0] += 60  # longer than it rests
     (tmp_path / "store" / "space").mkdir(parents=True, mode=0o700)
     tiers.write([block(4)])
     assert tiers.stats().stored == 1
@@ -100,14 +103,16 @@ def test_a_folder_that_somebody_else_made_again_is_not_read(
 ) -> None:
     """As /tmp/store, that was removed because nobody used it for long."""
     root, other = tmp_path / "store", tmp_path / "other"
-    tiers, theirs = opened(root, memory=0), opened(other)
+    now = [0.0]
+    tiers = opened(root, memory=0, clock=lambda: now[0])
+    theirs = opened(other)
     tiers.write([block(1)])
     theirs.write([block(2)])
     theirs.close()
     shutil.rmtree(root)
     other.rename(root)
     root.chmod(0o777)
-    tiers._refreshed = -1e9
+    now[0] += 60  # longer than between two looks
     tiers.refresh()
     assert read(tiers, 2)[0] is None
     tiers.write([block(3)])
@@ -116,7 +121,7 @@ def test_a_folder_that_somebody_else_made_again_is_not_read(
         assert "others may write into it" in message
     assert len(warnings_of(caplog)) == 2
     root.chmod(0o700)
-    tiers._refreshed = -1e9
+    now[0] += 60  # longer than between two looks
     tiers.refresh()
     assert read(tiers, 2)[0] is Tier.DISK
 
