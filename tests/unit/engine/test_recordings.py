@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.refusals import refuses
 
 from freight import LLM, SamplingParams
 from freight.cache.pool import KVPool, allocate_pool
@@ -341,9 +342,7 @@ def test_a_kernel_that_fails_is_reported_and_does_no_harm(steps_before):
         step = batch.advance((0, 1))
         assert torch.equal(recorded.run(step).all_logits(), plain.run(step).all_logits())
     bad = [part._replace(start=-1) for part in batch.advance((0, 1))]
-    with pytest.raises(
-        KernelError, match="freight_attention failed: a sequence has more queries than keys"
-    ):
+    with refuses(KernelError, "freight_attention", "more queries than keys"):
         recorded.run(bad)
     batch.lengths = [steps_before] * 2 + [0, 0]
     for _ in range(3):

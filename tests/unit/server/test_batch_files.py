@@ -4,11 +4,13 @@ is done.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from pathlib import Path
 
 import pytest
+from tests.refusals import refuses
 
 from freight.errors import ConfigError
 from freight.server.batch import _parts as parts
@@ -85,7 +87,7 @@ def test_only_a_regular_file_is_an_input_or_an_output(tmp_path: Path, make: obje
     make(path)  # type: ignore[operator]
     with pytest.raises(ConfigError, match="cannot be read"):
         BatchInput(path, [], NAMES)
-    with pytest.raises(ConfigError, match=r"not a regular file|cannot be written"):
+    with refuses(ConfigError, str(path)):
         BatchOutput(path, [])
 
 
@@ -140,13 +142,13 @@ def test_a_full_disk_is_told_with_the_name_of_the_file(tmp_path: Path) -> None:
     output = BatchOutput(tmp_path / "out", [])
     with output._file, open("/dev/full", "r+b", buffering=0) as full:
         output._file, kept = full, output._file  # type: ignore[assignment]
-        with pytest.raises(OSError, match="No space left on device") as raised:
+        with pytest.raises(OSError) as raised:
             output.write(b"x\n")
         kept.close()
-    assert raised.value.filename == str(tmp_path / "out")
+    assert (raised.value.errno, raised.value.filename) == (errno.ENOSPC, str(tmp_path / "out"))
 
 
 @pytest.mark.parametrize("custom_id", [None, 5, "", ["a"]])
 def test_a_line_without_a_text_as_its_id_is_no_request(custom_id: object) -> None:
-    with pytest.raises(ApiError, match="custom_id is missing or not a string"):
+    with refuses(ApiError, "custom_id"):
         parts({"custom_id": custom_id, "method": "POST", "url": "/v1/completions", "body": {}})
