@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from tests.refusals import refuses
 from tests.shares import examples
 from tokenizers import (
     AddedToken,
@@ -307,7 +308,7 @@ def test_a_vocabulary_with_the_token_itself_writes_it_in_letters() -> None:
     assert tokenizer.decode(ids, False) == "</s> a < / s > a </s>"
     named = AddedToken("é", special=True)
     tokenizer._backend.add_special_tokens([named])
-    with pytest.raises(RequestError, match="can only write as a control token"):
+    with refuses(RequestError, "'é'", "control token"):
         Tokenizer(tokenizer._backend, {}, "{{ messages[0].content }}").apply_chat_template(
             [{"role": "user", "content": "é"}]
         )
