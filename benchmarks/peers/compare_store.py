@@ -72,7 +72,7 @@ class Freight:
         self.llm = LLM(job["model"], max_model_len=max(job["lengths"]) + ROOM, **options)
         self.engine, self.count = self.llm.engine, 0
         self.params = SamplingParams(max_tokens=TOKENS, temperature=0.0, ignore_eos=True)
-        store = self.engine._store
+        store = self.engine.store
         assert store is not None
         self.mover = store.mover
         while not self.mover.tiers.is_open:  # at the first start it reads all weights

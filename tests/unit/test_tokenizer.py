@@ -84,7 +84,7 @@ def windowed(byte_level, tmp_path_factory):
     """The same, with a decoder whose tokens have to be decoded together for all that `read_decoder`
     knows.
     """
-    built = Built.from_str(byte_level._backend.to_str())
+    built = Built.from_str(byte_level.backend.to_str())
     built.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Fuse()])
     tokenizer = save(built, tmp_path_factory.mktemp("windowed"))
     assert tokenizer.pieces(True) is None

@@ -79,7 +79,7 @@ def test_a_stream_collected_in_the_middle_of_a_step(new_llm: Callable[..., LLM])
     gc.disable()
     try:
         cycle()
-        assert len(llm.engine._groups) == 1
+        assert len(llm.engine.groups) == 1
         runner.fails = lambda slices: gc.collect() if len(slices) == 3 else None
         assert texts_of(llm.generate([[1], [2]], params)) == expected
     finally:

@@ -129,7 +129,7 @@ def test_text_that_cannot_be_decoded_fails_alone(
 def test_time_limits_of_waiting_and_running_requests(new_llm: Callable[..., LLM]):
     llm = new_llm(max_num_seqs=1)
     engine = llm.engine
-    clock: Any = engine._clock
+    clock: Any = engine.clock
 
     def add(name: str, **params: Any) -> None:
         sampling = SamplingParams(ignore_eos=True, temperature=0.0, **params)

@@ -96,7 +96,7 @@ def test_sentencepiece_tokens_have_their_bytes(decoder: Any):
     else:
         expected |= {"<0x0A>": b"\n", "<0xC3>": b"\xc3", "<0xFF>": b""}
     assert {
-        name: vocabulary.tokens[tokenizer._backend.token_to_id(name)] for name in expected
+        name: vocabulary.tokens[tokenizer.backend.token_to_id(name)] for name in expected
     } == expected
 
 
@@ -108,7 +108,7 @@ def test_every_token_of_the_same_bytes_is_permitted():
     permitted = matcher.permitted([])
     assert permitted is not None
     assert permitted.shape == (tokenizer.vocab_size + 5,)
-    of = tokenizer._backend.token_to_id
+    of = tokenizer.backend.token_to_id
     assert set(permitted.nonzero()[0]) == {of("▁"), of("▁the"), of("a"), of("<0x20>"), of("<0x61>")}
 
 

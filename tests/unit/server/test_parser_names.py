@@ -40,7 +40,7 @@ def test_a_name_comes_before_what_the_checkpoint_shows() -> None:
     chosen = answer_format(model, "qwen3_coder")
     assert read(chosen, HERMES) == [content(HERMES)]
     assert read(chosen, QWEN) == [call("f", "{}")]
-    with_own = Tokenizer(model._backend, None, "", OWN)
+    with_own = Tokenizer(model.backend, None, "", OWN)
     assert read(answer_format(with_own), QWEN) == [content(QWEN)]
     assert read(answer_format(with_own, "qwen3_xml"), QWEN) == [call("f", "{}")]
 
