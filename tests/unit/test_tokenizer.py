@@ -411,11 +411,11 @@ def test_chat_without_a_template_names_generate(demo):
         ([{"role": "user"}], r"messages\[0\].content is None"),
         (
             [{"role": "user", "content": 7}],
-            r"messages\[0\].content is 7; it must be a string or a list of text parts",
+            r"messages\[0\].content is 7.*string",
         ),
         ([{"role": "user", "content": ["x"]}], r"messages\[0\].content\[0\] is 'x'"),
         ([{"role": "user", "content": "\ud800"}], "not Unicode"),
-        ([{"role": "robot", "content": "x"}], "refuses these messages: no robots"),
+        ([{"role": "robot", "content": "x"}], "messages.*no robots"),
     ],
 )
 def test_malformed_messages_are_refused(byte_level, messages, words):

@@ -59,11 +59,11 @@ def test_a_mark_of_the_byte_order_is_no_part_of_the_first_line(tmp_path: Path) -
     [
         ((), "has no line"),
         (("PK\x03", "[1]"), "line 1 is not JSON"),
-        (("[1]",), "line 1 is not a JSON object"),
-        ((line("a"), "{bad", line("b"), line("a")), "lines 1 and 4 have the same custom_id 'a'"),
+        (("[1]",), "line 1.*JSON object"),
+        ((line("a"), "{bad", line("b"), line("a")), "lines 1 and 4.*custom_id 'a'"),
         (
             (line("a", "gpt-4o"), line("b", "gpt")),
-            "line 1 asks for the model 'gpt-4o'.*--served-model-name",
+            "line 1.*'gpt-4o'.*--served-model-name",
         ),
     ],
 )
@@ -105,14 +105,14 @@ def test_an_output_is_continued_after_its_last_whole_line(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (answer("batch_req_" + "0" * 16 + "b"), "line 1 does not answer the same line"),
+        (answer("batch_req_" + "0" * 16 + "b"), "line 1 does not answer"),
         (
             answer("batch_req_" + "1" * 16 + "a"),
-            "line 1 was made with another model or other options",
+            "line 1.*another model",
         ),
-        (answer("batch_req_" + "0" * 16 + "a") * 2, "more lines than the input, which has 1"),
-        (b"a text\nof somebody", "line 1 was not written by freight batch"),
-        (b"[]\n", "line 1 was not written by freight batch"),
+        (answer("batch_req_" + "0" * 16 + "a") * 2, "more lines.* 1"),
+        (b"a text\nof somebody", "line 1.*freight batch"),
+        (b"[]\n", "line 1.*freight batch"),
     ],
 )
 def test_another_output_is_refused_and_left_alone(
