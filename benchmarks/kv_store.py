@@ -194,7 +194,7 @@ def first_token_of(url: str, prompt: Prompt) -> tuple[float, int, int]:
 
 def store_of(engine: Engine) -> StoredPrefixes:
     """The store of an engine, once it is open."""
-    store = engine._store
+    store = engine.store
     assert store is not None
     while not store.mover.tiers.is_open:
         time.sleep(0.01)

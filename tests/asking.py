@@ -56,11 +56,11 @@ class Open:
     """A request that was sent, on a connection of its own, whose answer has not been read."""
 
     def __init__(self, connection: http.client.HTTPConnection) -> None:
-        self._connection = connection
+        self.connection = connection
         self.answer: http.client.HTTPResponse | None = None
 
     def first_event(self) -> bytes:
-        self.answer = self._connection.getresponse()
+        self.answer = self.connection.getresponse()
         assert self.answer.status == 200, self.answer.read()
         return self.answer.readline()
 
@@ -76,7 +76,7 @@ class Open:
         return found
 
     def whole(self) -> Answered:
-        answer = self.answer or self._connection.getresponse()
+        answer = self.answer or self.connection.getresponse()
         with answer:
             return Answered(
                 answer.status, {k.lower(): v for k, v in answer.getheaders()}, answer.read()
@@ -86,12 +86,12 @@ class Open:
         """Close the connection; `reset`: without the handshake, as a machine does that lost its
         connections.
         """
-        sock = self._connection.sock
+        sock = self.connection.sock
         if sock is not None and reset:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         if self.answer is not None:
             self.answer.close()
-        self._connection.close()
+        self.connection.close()
 
 
 @dataclass(frozen=True)

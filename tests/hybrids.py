@@ -132,7 +132,7 @@ class Run:
     ) -> None:
         self.llm, self.name = llm, name
         llm.engine.add(name, llm.engine.accept(list(prompt), params), params)
-        self.request = llm.engine._groups[name].completions[0].request
+        self.request = llm.engine.groups[name].completions[0].request
         self.chunks: list[ScheduledChunk] = []
         self.company: set[int] = set()
         self.left: list[int] = []
@@ -162,7 +162,7 @@ class Run:
 
     def give_way(self) -> None:
         """As the latest request does when blocks run out."""
-        assert self.llm.engine.scheduler._preempt_latest() is self.request
+        assert self.llm.engine.scheduler.preempt_latest() is self.request
         self.left.append(len(self.chunks))
 
     def answer(self) -> Answer:

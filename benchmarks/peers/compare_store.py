@@ -73,7 +73,7 @@ class Freight:
         self.engine = self.llm.engine
         self.count = 0
         self.params = SamplingParams(max_tokens=TOKENS, temperature=0.0, ignore_eos=True)
-        store = self.engine._store
+        store = self.engine.store
         assert store is not None
         self.mover = store.mover
         while not self.mover.tiers.is_open:  # at the first start it reads all weights

@@ -30,6 +30,7 @@ from typing import Any
 import pytest
 from tests.faults import inject
 from tests.forked_server import CAN_FORK, forked
+from tests.refusals import assert_names, refuses
 
 from freight import (
     LLM,
@@ -170,7 +171,7 @@ def test_a_conversation_is_answered_as_llm_does(served_folder: Path) -> None:
     async def test() -> None:
         async with made("process", **options) as llm:
             assert like(await last_of(llm.chat(messages, GREEDY))) == like(expected)
-            with pytest.raises(ConfigError, match="template does not read it"):
+            with refuses(ConfigError, "enable_thinkin", "chat template"):
                 await last_of(llm.chat(messages, GREEDY, enable_thinkin=True))
 
     run(test())
@@ -220,9 +221,9 @@ def test_a_model_that_cannot_be_loaded_raises_as_llm_does(engine: str) -> None:
 
 
 def test_an_engine_is_in_a_process_or_in_a_thread() -> None:
-    with pytest.raises(ConfigError, match="it must be 'process' or 'thread'"):
+    with refuses(ConfigError, "'ray'", "'process'", "'thread'"):
         AsyncLLM(engine="ray")
-    with pytest.raises(ConfigError, match="max_events_per_second is -1"):
+    with refuses(ConfigError, "max_events_per_second", "-1"):
         AsyncLLM(max_events_per_second=-1)
 
 
@@ -267,7 +268,7 @@ def test_abort_ends_a_request_by_its_id(llm: AsyncLLM) -> None:
         streams = [llm.generate(IDS, ENDLESS, name) for name in "abc"]
         for output in await asyncio.gather(*map(anext, streams)):
             assert not output.finished  # an id is in use until the last output has been read
-        with pytest.raises(RequestError, match="request id 'a' is in use"):
+        with refuses(RequestError, "id 'a'"):
             await last_of(llm.generate(IDS, GREEDY, "a"))
         await llm.abort("a")
         await llm.abort(["b", "nobody's", "c"])
@@ -329,7 +330,7 @@ def test_each_request_belongs_to_the_event_loop_that_awaits_it(llm: AsyncLLM, of
         await first
 
     run(two())
-    with pytest.raises(RequestError, match="belongs to the event loop"):
+    with refuses(RequestError, "event loop"):
         run(one())
     run(stream.aclose())
     run(until_nothing_is_held(llm))
@@ -403,13 +404,13 @@ def test_a_killed_engine_fails_what_runs_and_what_comes() -> None:
         os.kill(llm._host.pid, signal.SIGKILL)
         for result in await asyncio.gather(*tasks, return_exceptions=True):
             assert isinstance(result, EngineError)
-            assert "the engine's process has ended with signal 9" in str(result)
+            assert_names(str(result), "signal 9")
         for ask in (
             lambda: last_of(llm.generate(IDS, GREEDY)),
             lambda: asyncio.to_thread(llm.stats),
         ):
             await until(lambda: llm._host.end is not None)
-            with pytest.raises(EngineError, match="ended with signal 9: make another AsyncLLM"):
+            with refuses(EngineError, "signal 9", "AsyncLLM"):
                 await ask()
         llm.shutdown()
         llm.shutdown()
@@ -458,7 +459,7 @@ def test_an_engine_whose_thread_ends_fails_what_runs(monkeypatch: pytest.MonkeyP
 
     async def test() -> None:
         llm = made("thread")
-        with pytest.raises(EngineError, match="thread ended with MemoryError: none is left"):
+        with refuses(EngineError, "MemoryError: none is left"):
             await last_of(llm.generate(IDS, ENDLESS))
         with pytest.raises(EngineError, match="make another"):
             await last_of(llm.generate(IDS, GREEDY))
@@ -529,7 +530,7 @@ def test_a_fork_is_refused_and_does_not_keep_the_engine(llm: AsyncLLM) -> None:
 
 
 def test_it_cannot_be_sent_to_another_process(llm: AsyncLLM) -> None:
-    with pytest.raises(ConfigError, match="make one in each process"):
+    with refuses(ConfigError, "AsyncLLM", "pickled", "each process"):
         pickle.dumps(llm)
 
 

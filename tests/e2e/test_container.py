@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import try_dockerfile
 from tests.environment import is_option
+from tests.refusals import assert_names
 
 from freight.__main__ import run as main
 from freight.base.other_engines import TGI_OPTIONS
@@ -321,6 +322,6 @@ def test_the_build_of_torch(torch: str, asks: str | None) -> None:
     )
     if asks is None:
         assert ran.returncode == 1
-        assert "TORCH is cpu, cuda or rocm, not gpu" in ran.stderr
+        assert_names(ran.stderr, "TORCH", "cpu, cuda or rocm", "gpu")
     else:
         assert ran.stdout.splitlines()[0] == f"--no-cache-dir {asks}"

@@ -15,6 +15,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
+from tests.refusals import assert_names
 from tests.serving import freight_serve
 
 from freight import structured
@@ -176,10 +177,11 @@ def test_the_table_of_limits_is_the_code_s() -> None:
         "seconds of `--stall-timeout`": f"{server.stall_timeout:g}",
     }
     defaults = renderer.Renderer.__init__.__kwdefaults__
-    assert (
-        f"has {defaults['deadline_s']:g} seconds and {defaults['memory'] >> 30} GiB of memory, "
-        f"in a separate process. Up to {defaults['max_waiting']} requests wait"
-    ) in TEXT
+    assert_names(
+        TEXT,
+        f"{defaults['deadline_s']:g} seconds and {defaults['memory'] >> 30} GiB of memory",
+        f"{defaults['max_waiting']} requests wait",
+    )
     assert f"or after {stream._HEADERS_AFTER:g} seconds without one" in TEXT
     assert f"After {service.KEEP_ALIVE:g} seconds without a token" in TEXT
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from tests.drafters import KINDS, Told
+from tests.refusals import refuses
 
 from freight import LLM, SamplingParams
 from freight.engine import build
@@ -91,14 +92,14 @@ def outputs_of(
             prompt, params = requests[name]
             engine.add(name, engine.accept(prompt, params), params)
         del waiting[:burst]
-        running = [name for name in engine._groups if not engine.is_finished(name)]
+        running = [name for name in engine.groups if not engine.is_finished(name)]
         if rng is not None and running and rng.random() < 0.02:
             engine.abort(rng.choice(running))
         for delta in engine.step():
             if delta.finished:
                 yield delta.request_id, engine.output(delta.request_id)
                 engine.release(delta.request_id)
-        for name in [name for name in engine._groups if engine.is_finished(name)]:
+        for name in [name for name in engine.groups if engine.is_finished(name)]:
             yield name, engine.output(name)  # aborted
             engine.release(name)
 
@@ -129,7 +130,7 @@ def test_random_requests_with_drafts_and_without(
     for index in range(count):
         source = rng.choice(SOURCES) * rng.randint(1, 2)
         requests[str(index)] = source[: rng.randint(1, len(source))], random_params(rng)
-    monkeypatch.setattr(engine, "_drafters", lambda prompt, params: [None] * params.n)
+    monkeypatch.setattr(engine, "drafters", lambda prompt, params: [None] * params.n)
     expected = dict(outputs_of(engine, requests))
     assert engine.stats().drafted == 0
 
@@ -147,10 +148,10 @@ def test_random_requests_with_drafts_and_without(
 
     monkeypatch.setattr(
         engine,
-        "_drafters",
+        "drafters",
         lambda prompt, params: [drafter(prompt, params) for _ in range(params.n)],
     )
-    monkeypatch.setattr(engine, "_clock", itertools.count().__next__)
+    monkeypatch.setattr(engine, "clock", itertools.count().__next__)
     before = engine.stats()
     late = {
         name: (prompt, replace(params, timeout_s=30.0 if rng.random() < 0.1 else None))
@@ -227,7 +228,7 @@ def test_a_prediction_drafts_no_token_beyond_the_vocabulary(
     params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
     plain, intake = llm.generate([SOURCES[1]], params)[0], llm.engine.intake
     assert intake.tokenizer is not None
-    intake.tokenizer._backend.add_special_tokens(["<|image|>"])
+    intake.tokenizer.backend.add_special_tokens(["<|image|>"])
     text = plain.outputs[0].text
     text = "".join(f"{text[begin : begin + 12]}<|image|>" for begin in range(0, len(text), 12))
     predicted = replace(params, prediction=text)
@@ -275,7 +276,7 @@ def test_one_sequence_at_most_has_drafts_and_recorded_steps() -> None:
     )
     captured = drafted.engine.runner.captured
     assert captured is not None
-    assert 7 in captured._captured
+    assert 7 in captured.steps
 
 
 SCHEMAS: list[dict[str, Any]] = [
@@ -408,7 +409,7 @@ def test_it_is_said_at_start(
 
 
 def test_heads_and_draft_models_are_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match="'eagle3': choose ngram or suffix; draft models"):
+    with refuses(ConfigError, "'eagle3'", "ngram or suffix"):
         LLM("demo", speculative_config={"method": "eagle3"})
 
 

@@ -161,7 +161,7 @@ def trace(
         longer = replace(SAMPLING["greedy"], max_tokens=others_grow, logprobs=params.logprobs)
         engine.add(f"other {index}", engine.accept(other, longer), longer)
     engine.add("main", engine.accept(PROMPT, params), params)
-    request = engine._groups["main"].completions[0].request
+    request = engine.groups["main"].completions[0].request
     blocks: tuple[tuple[int, ...], ...] = ()
     scheduler = engine.scheduler
     schedule, follow = scheduler.schedule, scheduler.follow
@@ -370,7 +370,7 @@ def test_chunks_by_a_clock_that_runs_wild(open_llm, expected, seed):
         sizes.update(chunk.num_tokens for chunk in step.chunks if chunk.request.group == "main")
         return step
 
-    llm.engine._clock, llm.engine.scheduler.schedule = clock, remember
+    llm.engine.clock, llm.engine.scheduler.schedule = clock, remember
     params = replace(SAMPLING["greedy"], max_tokens=48)
     llm.engine.add("early", llm.engine.accept(OTHERS[0], params), params)
     llm.engine.step()
@@ -411,7 +411,7 @@ def test_drafts(open_llm, expected, drafts):
     told = Told(
         [expected[sampling].token_ids], kind, random.Random(1), llm.engine.intake.vocab_size
     )
-    llm.engine._drafters = lambda prompt, params: [told] * params.n
+    llm.engine.drafters = lambda prompt, params: [told] * params.n
     assert trace(llm, SAMPLING[sampling]) == expected[sampling]
     stats = llm.engine.stats()
     assert (stats.drafted > 0) == llm.engine.runner.pool.spec.repeatable
@@ -437,7 +437,7 @@ def test_from_a_store(open_llm, expected, sampling, tmp_path, monkeypatch):
 
 def trace_and_close(llm: LLM, params: SamplingParams) -> Trace:
     """Run the prompt once the store of `llm` is open, and store what it leaves behind."""
-    store = llm.engine._store
+    store = llm.engine.store
     while not store.mover.tiers.is_open:
         time.sleep(0.001)
     try:

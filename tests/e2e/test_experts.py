@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from tests.formats.mxfp4 import EXPERTS
 from tests.parity.random_models import freight_logits, save_random, tokens
 from tests.parity.variants import VARIANTS
+from tests.refusals import refuses
 from tests.unit.models.test_sizes import require_equal
 from transformers import AutoModelForCausalLM
 
@@ -416,7 +417,7 @@ def test_oneshot_compares_the_experts_of_a_loaded_gpt_oss_with_those_of_its_fold
     model = AutoModelForCausalLM.from_pretrained(plain)
     with torch.no_grad():
         model.model.layers[0].mlp.experts.down_proj[3, 0, 0] += 1
-    with pytest.raises(ConfigError, match=r"experts\.down_proj of the loaded model differs"):
+    with refuses(ConfigError, "model.layers.0.mlp.experts.down_proj", "differs"):
         oneshot(model=model, recipe=QuantizationModifier(scheme="FP8_DYNAMIC", ignore=["lm_head"]))
 
 
@@ -425,7 +426,7 @@ def test_oneshot_refuses_blocks_that_would_span_gate_and_up(tmp_path: Path) -> N
 
     plain = make("qwen3-moe", tmp_path / "plain", moe_intermediate_size=32)
     recipe = QuantizationModifier(targets="Linear", scheme="FP8_BLOCK", ignore=["lm_head"])
-    with pytest.raises(ConfigError, match=r"experts\.0 has an intermediate size of 32"):
+    with refuses(ConfigError, "experts.0", "32"):
         oneshot(model=str(plain), recipe=recipe)
 
 

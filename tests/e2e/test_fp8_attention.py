@@ -5,6 +5,7 @@ on a CPU.
 from __future__ import annotations
 
 import pytest
+from tests.refusals import refuses
 
 from freight import LLM, SamplingParams
 from freight.errors import ConfigError
@@ -43,7 +44,7 @@ def test_chunks_change_no_token_and_no_log_probability(scales):
 
 
 def test_it_is_refused_before_weights_are_read_where_it_cannot_run():
-    with pytest.raises(ConfigError, match=r"--attention-compute fp8 with a CPU"):
+    with refuses(ConfigError, "--attention-compute fp8", "CPU"):
         LLM(
             kv_cache_dtype="fp8",
             device="cpu",

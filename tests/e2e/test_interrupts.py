@@ -79,8 +79,8 @@ def test_alarms_at_random_moments(alarm: Callable[[float], None], count: int):
         for i in range(8)
     ]
     preemptions = []
-    preempt = llm.engine.scheduler._preempt_latest
-    llm.engine.scheduler._preempt_latest = lambda: preemptions.append(preempt()) or preemptions[-1]  # type: ignore[method-assign]
+    preempt = llm.engine.scheduler.preempt_latest
+    llm.engine.scheduler.preempt_latest = lambda: preemptions.append(preempt()) or preemptions[-1]  # type: ignore[method-assign]
 
     def generate() -> object:
         return essence(llm.generate(batch, longer))
@@ -122,12 +122,12 @@ def test_alarms_at_random_moments(alarm: Callable[[float], None], count: int):
         if index % 4 == 0:
             assert calls[check]() == expected[check]
             engine = llm.engine
-            assert len(engine._groups) <= 1
+            assert len(engine.groups) <= 1
             assert engine.cache.num_held <= -(-40 // 8)
     alive += list(kept)
     assert hits > count / 3
     assert essence(alive)[-1] == essence(llm.generate([batch[3]], longer[0]))[0]
     # a stream that an alarm cut short ends when it is collected; a traceback may keep it until now
     gc.collect()
-    assert not llm.engine._groups
+    assert not llm.engine.groups
     assert llm.engine.cache.num_held == 0

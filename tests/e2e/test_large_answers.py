@@ -68,7 +68,7 @@ def test_the_server_answers_beside_large_answers() -> None:
     def ask(seed: int) -> None:
         body = scoring(prompts_of(64, length, seed), prompt_logprobs=20)
         opened = Server(url).open("/v1/completions", body)
-        opened._connection.sock.settimeout(1800)
+        opened.connection.sock.settimeout(1800)
         answers.append(opened.whole())
         opened.leave()
 

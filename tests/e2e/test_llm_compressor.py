@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
+from tests.refusals import assert_names, refuses
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, AutoTokenizer, BatchEncoding
@@ -306,12 +307,9 @@ def test_the_head_is_quantized_unless_ignored(tmp_path: Path):
         model=BASE, recipe=QuantizationModifier(scheme="FP8_DYNAMIC"), output_dir=tmp_path / "out"
     )
     assert "lm_head.weight_scale" in scales(tmp_path / "out")
-    with pytest.raises(
-        ConfigError,
-        match="lm_head would be quantized, but is not calibrated; add 'lm_head' to ignore",
-    ):
+    with refuses(ConfigError, "recipe: lm_head", "calibrated", "add 'lm_head' to ignore"):
         oneshot(model=BASE, recipe=QuantizationModifier(scheme="FP8"), dataset=IDS)
-    with pytest.raises(ConfigError, match="lm_head would be quantized, but is the embedding"):
+    with refuses(ConfigError, "recipe: lm_head", "embedding", "add 'lm_head' to ignore"):
         oneshot(model="demo", recipe=QuantizationModifier(scheme="FP8_DYNAMIC"))
 
 
@@ -333,7 +331,7 @@ def test_saving_again_where_it_was_saved_changes_nothing(tmp_path: Path):
     assert (out / "config.json").stat().st_mtime_ns == before
     with pytest.raises(ConfigError, match="save_compressed=False"):
         quantized.save_pretrained(tmp_path / "b", save_compressed=False)
-    with pytest.raises(ConfigError, match="no option 'push_to_hub'"):
+    with refuses(ConfigError, "'push_to_hub'"):
         quantized.save_pretrained(tmp_path / "b", push_to_hub=True)
 
 
@@ -341,9 +339,7 @@ def test_a_model_changed_after_loading_is_refused():
     model = AutoModelForCausalLM.from_pretrained(BASE, dtype="auto")
     with torch.no_grad():
         model.model.layers[1].mlp.up_proj.weight[3, 3] += 1
-    with pytest.raises(
-        ConfigError, match=r"layers\.1\.mlp\.up_proj\.weight of the loaded model differs"
-    ):
+    with refuses(ConfigError, "model.layers.1.mlp.up_proj.weight", "differs"):
         oneshot(model=model, recipe=DYNAMIC)
     with pytest.raises(ConfigError, match="without a known folder"):
         oneshot(
@@ -370,15 +366,15 @@ def of_yaml(modifier: str) -> str:
     [
         (
             {"recipe": of_yaml("SmoothQuantModifier: {smoothing_strength: 0.8}")},
-            "SmoothQuantModifier is not implemented",
+            "SmoothQuantModifier",
         ),
         (
             {"recipe": of_yaml("GPTQModifier: {scheme: W4A16}")},
-            "GPTQModifier is not implemented; use QuantizationMod",
+            "GPTQModifier.*QuantizationModifier",
         ),
         (
             {"recipe": of_yaml("SparseGPTModifier: {sparsity: 0.5}")},
-            "SparseGPTModifier is not implemented; prune with",
+            "SparseGPTModifier.*prune",
         ),
         (
             {"recipe": of_yaml("QuantisationModifier: {scheme: FP8}")},
@@ -386,42 +382,42 @@ def of_yaml(modifier: str) -> str:
         ),
         (
             {"recipe": of_yaml("QuantizationModifier: {scheme: W4A16}")},
-            "scheme 'W4A16' is not implemented; Freight writes",
+            "scheme 'W4A16'.*FP8",
         ),
         (
             {"recipe": of_yaml("QuantizationModifier: {scheme: MXFP8}")},
-            "'MXFP8' is not implemented; Freight writes FP8, ",
+            "'MXFP8'.*FP8, ",
         ),
         (
             {"recipe": of_yaml("QuantizationModifier: {scheme: FP8_DYNAMC}")},
             r"unknown \(did you mean FP8_DYNAMIC",
         ),
-        ({"recipe": "no_such_recipe.yaml"}, "cannot be read as a file"),
+        ({"recipe": "no_such_recipe.yaml"}, r"no_such_recipe\.yaml.*file"),
         ({"recipe": None}, "oneshot needs a recipe"),
         ({"recipe": [DYNAMIC, STATIC]}, "has 2 QuantizationModifiers"),
         (
             {"dataset": Columns(prompt=["a"], answer=["b"])},
-            "the dataset has no text: its columns are prompt, answer",
+            "dataset.*prompt, answer",
         ),
-        ({"dataset": [{"prompt": "a"}]}, "the dataset has no text: its columns are prompt"),
-        ({"dataset": Columns(text=[3])}, "row 0: text is 3, not a text"),
+        ({"dataset": [{"prompt": "a"}]}, "dataset.*columns are prompt"),
+        ({"dataset": Columns(text=[3])}, "row 0: text is 3"),
         ({"dataset": []}, "the dataset is empty"),
-        ({"dataset": 3}, "the dataset is 3; give a path"),
+        ({"dataset": 3}, "dataset is 3.*path"),
         ({"dataset": None}, "give oneshot a dataset"),
         (
             {"dataset": "ultrachat_200k"},
-            "is not a file; a data set of the hub is named with its owner",
+            "ultrachat_200k.*owner",
         ),
-        ({"dataset": {"a": IDS}}, "splits 'train' names no part of the dataset; it has a"),
+        ({"dataset": {"a": IDS}}, "splits 'train'.*it has a"),
         (
             {"dataset": "owner/name", "splits": "train-512"},
-            r"names no part of the dataset; write it as train\[:512\]",
+            r"train-512.*train\[:512\]",
         ),
-        ({"splits": "train"}, "which has one part only; omit splits"),
+        ({"splits": "train"}, "one part.*omit splits"),
         ({"num_calibration_samples": 0}, "num_calibration_samples 0 must be"),
         ({"max_seq_length": 0}, "max_seq_length 0 must be"),
-        ({"tokenizer": "other/model"}, "uses the tokenizer of the model"),
-        ({"data_collator": batch}, "data_collator is not implemented; apply it before"),
+        ({"tokenizer": "other/model"}, "tokenizer of the model"),
+        ({"data_collator": batch}, "data_collator"),
         ({"max_seq_len": 3}, "no option 'max_seq_len'"),
         ({"save_compressed": False}, "save_compressed=False"),
         ({"model": None}, "without a known folder"),
@@ -442,9 +438,9 @@ def test_bad_input_is_refused_before_a_weight_is_read(
 def test_a_folder_that_is_not_there_and_modules_that_are_not():
     with pytest.raises(CheckpointError, match="there is no folder"):
         oneshot(model="/no/such/folder", recipe=DYNAMIC)
-    with pytest.raises(ConfigError, match="the target 'q_proj' is no Linear module of the model"):
+    with refuses(ConfigError, "recipe:", "'q_proj'", "Linear"):
         oneshot(model=BASE, recipe=QuantizationModifier(targets="q_proj", scheme="FP8_DYNAMIC"))
-    with pytest.raises(ConfigError, match="ignore leaves no module to quantize"):
+    with refuses(ConfigError, "recipe: ignore", "no module"):
         oneshot(model=BASE, recipe=QuantizationModifier(scheme="FP8_DYNAMIC", ignore=["re:.*"]))
     with pytest.raises(CheckpointError, match="is quantized already"):
         oneshot(model=FIXTURES / "ct_docs", recipe=DYNAMIC)
@@ -460,4 +456,4 @@ def test_other_modifiers_are_named_when_imported():
 def test_a_dataset_that_nothing_needs_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     with caplog.at_level(logging.WARNING, "freight"):
         oneshot(model=BASE, dataset=Columns(prompt=["a"]), recipe=DYNAMIC)
-    assert "the recipe calibrates nothing, so the dataset is not read" in caplog.messages
+    assert_names("\n".join(caplog.messages), "recipe calibrates nothing", "dataset")

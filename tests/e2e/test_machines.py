@@ -23,6 +23,7 @@ from tests.environment import without_options
 from tests.forked_server import CAN_FORK, Forked, forked
 from tests.lost_ranks import lose_while_it_reads
 from tests.machines import Machine, free_port, other_machine, two_machines
+from tests.refusals import assert_names, refuses
 from tests.serving import (
     ServeProcess,
     children_of,
@@ -117,15 +118,14 @@ def test_the_other_machine_ends_with_rank_0(both: Both, expected: Any) -> None:
 
 def test_other_options_are_refused_by_name_and_rank_0_waits_on(both: Both) -> None:
     began = time.monotonic()
-    with pytest.raises(
-        RankError, match=r"node 1 did not come .* within 2 s .*start the same command .*-rank 1"
-    ):
+    with refuses(RankError, "node 1", "2 s", "--join-timeout", "--node-rank 1"):
         both.start(theirs={"kv_cache_dtype": "fp8", "seed": 3}, join_timeout=2.0)
     assert time.monotonic() - began < 6
     refused = both.ended()
     assert isinstance(refused, ConfigError)
-    assert "--kv-cache-dtype is 'fp8', that of rank 0 'auto'" in str(refused)
-    assert "--seed is 3, that of rank 0 0" in str(refused)
+    assert_names(
+        str(refused), "--kv-cache-dtype is 'fp8'", "rank 0 'auto'", "--seed is 3", "rank 0 0"
+    )
 
 
 def test_another_version_is_refused(both: Both) -> None:
@@ -141,7 +141,7 @@ def test_other_weights_are_refused(both: Both, tmp_path: Path) -> None:
     with (other / "model.safetensors").open("r+b") as file:
         file.seek(-2, os.SEEK_END)
         file.write(b"\1\1")
-    with pytest.raises(RankError, match=r"rank 1 \(node 1\) opened another model"):
+    with refuses(RankError, "rank 1 (node 1)", "another model"):
         both.start(theirs={"model": str(other)})
     assert both.ended() == 1
 
@@ -192,7 +192,7 @@ def test_a_rank_that_is_killed_in_a_step_is_named_with_its_machine(both: Both) -
         os.kill(both.pids[0], signal.SIGKILL)
 
     threading.Timer(0.2, kill).start()
-    with pytest.raises(RankError, match=r"rank 1 \(node 1\) has ended: the engine cannot go on"):
+    with refuses(RankError, "rank 1 (node 1) has ended"):
         llm.generate([PROMPT] * 200, LONG)  # for seconds
     assert time.monotonic() - killed[0] < 1.0
     assert both.ended() == 1
@@ -228,7 +228,7 @@ def test_a_rank_that_hangs_is_named_within_twice_its_time(both: Both) -> None:
     both.monkeypatch.setattr(node, "_PATIENCE", 0.1)  # then it is killed
     os.kill(both.pids[0], signal.SIGSTOP)
     began = time.monotonic()
-    with pytest.raises(RankError, match=r"rank 1 \(node 1\) does not answer"):
+    with refuses(RankError, "rank 1 (node 1)", "not answer"):
         tokens_of(llm)
     assert time.monotonic() - began < 5.0
     leader_of(llm).close()
@@ -290,15 +290,15 @@ def test_a_step_that_fails_on_one_rank_is_computed_again(
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"nnodes": 0}, "--nnodes 0 must be an integer ≥ 1"),
-        ({"node_rank": 1}, "--node-rank 1 is for several machines: add --nnodes"),
-        ({"nnodes": 2}, "must be a multiple of 2, and is 1"),
+        ({"nnodes": 0}, "--nnodes 0.*≥ 1"),
+        ({"node_rank": 1}, "--node-rank 1.*--nnodes"),
+        ({"nnodes": 2}, "multiple of 2.* 1"),
         ({"nnodes": 2, "tensor_parallel_size": 2}, "add --master-addr"),
-        ({"nnodes": 2, "node_rank": 2}, "--node-rank 2: 2 machines have the numbers 0 to 1"),
-        ({"master_port": 70000}, "--master-port 70000 must be an integer ≥ 1, at most 65535"),
+        ({"nnodes": 2, "node_rank": 2}, "--node-rank 2.*0 to 1"),
+        ({"master_port": 70000}, "--master-port 70000.*≥ 1.*65535"),
         ({"join_timeout": 0}, "--join-timeout 0"),
         ({"nnodes": 2, "kv_store": "store"}, "rank 0 maps the caches"),
-        ({"nnodes": 2, "node_rank": 1}, "run freight serve with this option"),
+        ({"nnodes": 2, "node_rank": 1}, "freight serve"),
     ],
 )
 def test_options_of_machines_that_cannot_be_are_refused(options: dict[str, Any], says: str) -> None:
@@ -349,12 +349,12 @@ def test_servers_of_two_machines_begin_again_after_rank_0_was_killed() -> None:
             time.sleep(0.05)
         time.sleep(1)
         assert completion_of(server.wait_until_healthy()) == expected
-        assert "rank 2 (node 1) has ended: the engine cannot go on" in server.said
+        assert_names(server.said, "rank 2 (node 1) has ended")
         assert server.stop() == 0
         assert other.wait(30) == 0
         reader.join(10)
-        assert "node 1 waits for rank 0 at 127.0.0.1:" in "".join(said)
-        assert "rank 0 has ended, and so does node 1" in "".join(said)
+        assert_names("".join(said), "node 1 waits for rank 0")
+        assert_names("".join(said), "rank 0 has ended", "node 1")
     finally:
         server.close()
         other.kill()

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.refusals import refuses
 
 import freight
 from freight import LLM, CapacityError, CheckpointError, ConfigError, SamplingParams
@@ -179,13 +180,13 @@ def test_the_output_head_is_rounded_if_asked(out: Path):
 @pytest.mark.parametrize(
     ("model", "options", "message"),
     [
-        (BASE, {"activations": "static", "weights": "fp8"}, "head's input is not calibrated"),
+        (BASE, {"activations": "static", "weights": "fp8"}, "head.*not calibrated"),
         (
             BASE,
             {"weights": "none", "kv_cache": "fp8"},
-            "--lm-head changes nothing with --weights none",
+            "--lm-head.*--weights none",
         ),
-        ("demo", {}, "lm_head is this model's embedding, which stays in 16 bits"),
+        ("demo", {}, "lm_head.*embedding"),
     ],
 )
 def test_an_output_head_that_cannot_be_rounded_is_refused(
@@ -344,13 +345,9 @@ def damaged(tmp_path: Path) -> Callable[[str], Path]:
 
 def test_a_damaged_weight_is_named(out: Path, damaged: Callable[[str], Path]):
     folder = damaged("model.layers.1.mlp.up_proj.weight")
-    with pytest.raises(
-        CheckpointError, match=r"model\.layers\.1\.mlp\.up_proj\.weight has values that are NaN"
-    ):
+    with refuses(CheckpointError, "model.layers.1.mlp.up_proj.weight", "NaN"):
         freight.quantize(folder, out)
-    with pytest.raises(
-        CheckpointError, match=r"model\.layers\.1\.mlp\.down_proj: input: NaN during calibration"
-    ):
+    with refuses(CheckpointError, "model.layers.1.mlp.down_proj: input", "NaN"):
         freight.quantize(folder, out, **STATIC)
     assert not out.exists()
 
@@ -358,13 +355,13 @@ def test_a_damaged_weight_is_named(out: Path, damaged: Callable[[str], Path]):
 @pytest.mark.parametrize(
     ("options", "error", "says"),
     [
-        ({"kv_cache": "fp8"}, ConfigError, "--kv-cache fp8 needs --calibration-data"),
-        ({"activations": "static"}, ConfigError, "--activations static needs --calibration-data"),
+        ({"kv_cache": "fp8"}, ConfigError, "--kv-cache fp8.*--calibration-data"),
+        ({"activations": "static"}, ConfigError, "--activations static.*--calibration-data"),
         ({"kv_cache": "fp8", "calibration_data": [[]]}, ConfigError, "has no token"),
         (
             {"kv_cache": "fp8", "calibration_data": "/nowhere.txt"},
             ConfigError,
-            "/nowhere.txt cannot be read",
+            "/nowhere.txt",
         ),
         ({"ignore": ["re:experts"]}, ConfigError, "matches no Linear module"),
         ({"weight": "fp8"}, ConfigError, r"did you mean weights\?"),
@@ -392,9 +389,7 @@ def test_a_model_with_scales_is_not_calibrated_again(tmp_path: Path, out: Path):
     data = [list(range(100))]
     with pytest.raises(CheckpointError, match="has KV scales already"):
         freight.quantize(folder, out, weights="none", kv_cache="fp8", calibration_data=data)
-    with pytest.raises(
-        CheckpointError, match="has no KV scales for layers 1"
-    ):  # nor are some of them kept
+    with refuses(CheckpointError, "no KV scales", "layers 1"):  # nor are some of them kept
         freight.quantize(folder, out)
 
 
@@ -462,7 +457,7 @@ def test_centers_that_gain_nothing_are_refused(tmp_path: Path, out: Path):
             weights[name] = torch.zeros_like(weights[name])
     shutil.copytree(BASE, tmp_path / "model")
     save_file(weights, tmp_path / "model" / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ConfigError, match="--center gains nothing on this model"):
+    with refuses(ConfigError, "--center", "omit it"):
         freight.quantize(tmp_path / "model", out, **CENTERED, calibration_data=IDS)
     assert not out.exists()
 

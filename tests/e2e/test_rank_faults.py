@@ -19,6 +19,7 @@ from tests.asking import ENDLESS, ONE_BY_ONE, Server
 from tests.demo_chat import demo_with_chat_template
 from tests.forked_server import CAN_FORK, forked
 from tests.lost_ranks import lose_while_it_reads
+from tests.refusals import assert_names, refuses
 from tests.serving import (
     ServeProcess,
     children_of,
@@ -112,7 +113,7 @@ def test_a_rank_that_is_killed_while_nothing_runs_is_told_at_once(start: Start) 
     llm.engine.on_lost(told.set)
     os.kill(leader_of(llm).pids[0], signal.SIGKILL)
     assert told.wait(1.0)
-    with pytest.raises(RankError, match=r"rank 1 has ended.*: the engine cannot go on"):
+    with refuses(RankError, "rank 1 has ended"):
         tokens_of(llm)
 
 
@@ -225,7 +226,7 @@ def test_a_step_that_fails_on_one_rank_is_computed_again(
 ) -> None:
     llm = start("step 4")
     assert tokens_of(llm) == expected
-    assert "rank 1: CapacityError: no memory on this rank" in caplog.text
+    assert_names(caplog.text, "rank 1: CapacityError", "no memory")
     assert tokens_of(llm) == expected
 
 
@@ -290,7 +291,7 @@ def test_the_other_rank_ends_with_rank_0(start: Start) -> None:
 @pytest.mark.parametrize(
     ("fault", "error", "says"),
     [
-        ("fingerprint", RankError, "rank 1 opened another model.* is fp_of_another"),
+        ("fingerprint", RankError, "rank 1.* fp_of_another"),
         ("load", CheckpointError, "rank 1: a weight of this rank is damaged"),
     ],
 )
@@ -304,10 +305,10 @@ def test_a_rank_that_cannot_start_refuses_the_engine(
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"tensor_parallel_size": 3}, "cannot share the 4 attention heads.*choose 1, 2 or 4"),
+        ({"tensor_parallel_size": 3}, "4 attention heads.* 1, 2 or 4"),
         ({"tensor_parallel_size": 2, "kernels": "reference"}, "omit --kernels reference"),
-        ({"tensor_parallel_size": 2, "device": "cuda"}, "several GPUs have not been tried"),
-        ({"tensor_parallel_size": 0}, "--tensor-parallel-size 0 must be an integer"),
+        ({"tensor_parallel_size": 2, "device": "cuda"}, "several GPUs"),
+        ({"tensor_parallel_size": 0}, "--tensor-parallel-size 0"),
         ({"rank_cpus": "0|1"}, "is for several ranks"),
         ({"tensor_parallel_size": 2, "rank_cpus": "0"}, "there are 2"),
         ({"tensor_parallel_size": 2, "rank_timeout": 0}, "--rank-timeout 0"),
@@ -426,7 +427,7 @@ def test_a_server_tells_at_once_that_a_rank_does_not_answer(tmp_path: Path, busy
             told = time.monotonic() - began
         assert served.wait() == 1
         assert not busy or '"engine_ended"' in rest
-        assert "rank 1 does not answer: the engine cannot go on" in served.said
+        assert_names(served.said, "rank 1", "not answer")
         assert is_gone(rank)
         print(f"/health after {noticed:.2f} s, clients after {told:.2f} s")
         assert 0.9 * timeout < noticed <= told < timeout + 2  # 1, and one for a busy machine
@@ -467,7 +468,7 @@ def test_a_server_whose_rank_is_killed_starts_its_engine_again() -> None:
         while not has_ended(engine):
             assert time.monotonic() < ended
             time.sleep(0.01)
-        assert "rank 1 has ended with signal 9: the engine cannot go on" in server.said
+        assert_names(server.said, "rank 1", "signal 9")
         while server.children().get("worker") in (None, engine):
             time.sleep(0.05)
         server.wait_until_healthy()

@@ -541,13 +541,13 @@ def test_a_store_has_what_a_lost_rank_computed(
     engine = with_open_store(
         started(opened_as(given, options, tmp_path, tensor_parallel_size=2)[0])
     )
-    tiers = engine._store.mover.tiers
-    disk, tiers._disk = tiers._disk, None  # nothing is stored yet
+    tiers = engine.store.mover.tiers
+    disk, tiers.disk = tiers.disk, None  # nothing is stored yet
     expected = outputs_of(engine, "a")
     assert isinstance(engine.runner, LeadingRunner)
     os.kill(engine.runner.leader.pids[0], signal.SIGKILL)
     engine.runner.leader.close()
-    tiers._disk = disk
+    tiers.disk = disk
     engine.close()
     assert tiers.stats().stored > 0
     alone = with_open_store(started(opened_as(given, options, tmp_path)[0]))
@@ -558,7 +558,7 @@ def test_a_store_has_what_a_lost_rank_computed(
 
 def with_open_store(engine: Engine) -> Engine:
     """The engine once its store is open."""
-    assert engine._store is not None
-    while not engine._store.mover.tiers.is_open:
+    assert engine.store is not None
+    while not engine.store.mover.tiers.is_open:
         time.sleep(0.001)
     return engine

@@ -237,7 +237,7 @@ def test_a_client_that_does_not_read_holds_up_nobody(server: Server) -> None:
     begun = server.steps()
     opened = server.open("/v1/completions", {**LONG, "n": 2, "logprobs": 20, "stream": True})
     try:
-        opened._connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        opened.connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         end = time.monotonic() + 300
         while server.steps() == begun:
             assert time.monotonic() < end

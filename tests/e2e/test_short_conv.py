@@ -17,6 +17,7 @@ from tests.covering import covered
 from tests.faults import ERROR, inject
 from tests.parity.random_models import freight_logits, save_random, tokens
 from tests.parity.variants import LFM2, VARIANTS
+from tests.refusals import refuses
 from tests.serving import freight_serve
 from transformers import Lfm2Config
 
@@ -146,9 +147,7 @@ def test_convolutions_alone_are_timed(alone: Path) -> None:
 
 def test_there_are_no_caches_to_compare(alone: Path) -> None:
     args = EngineArgs(str(alone))
-    with pytest.raises(
-        ConfigError, match=r"tensor, token\), and no layer of this model \(lfm2\) stores any"
-    ):
+    with refuses(ConfigError, "tensor, token", "lfm2", "freight bench latency"):
         evaluate_grid(args, [IDS], GridArgs(caches=("tensor", "token")))
     found = compare_caches(args, [("fp8", "dynamic")], IDS, window=100)
     assert [one.mean_kl for one in found] == [0.0, 0.0]
@@ -171,9 +170,7 @@ def test_convolutions_alone_are_served(alone: Path) -> None:
 
 
 def test_there_are_no_keys_and_values_to_quantize(alone: Path, tmp_path: Path) -> None:
-    with pytest.raises(
-        CheckpointError, match=r"--kv-cache fp8: no layer of this model \(lfm2\).*--kv-cache none"
-    ):
+    with refuses(CheckpointError, "--kv-cache fp8", "lfm2", "--kv-cache none"):
         freight.quantize(str(alone), tmp_path / "made", kv_cache="fp8", calibration_data=[IDS])
     freight.quantize(
         str(alone), tmp_path / "made", weights="fp8", activations="dynamic", kv_cache="none"

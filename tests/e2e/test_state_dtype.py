@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from tests.means import said
+from tests.refusals import refuses
 
 from freight import LLM, SamplingParams
 from freight.engine.fingerprint import fingerprint
@@ -120,10 +121,7 @@ def test_the_line_at_start_says_what_a_format_saves(
 
 
 def test_a_model_without_states_refuses_it_before_weights_are_read() -> None:
-    with pytest.raises(
-        ConfigError,
-        match=r"--state-dtype int8: no layer of this model \(\w+\) keeps a recurrent state",
-    ):
+    with refuses(ConfigError, "--state-dtype int8", "no layer"):
         LLM("demo", state_dtype="int8")
 
 
@@ -188,16 +186,16 @@ def test_states_alone_are_evaluated_beside_16_bits() -> None:
 @pytest.mark.parametrize(
     ("options", "states", "message"),
     [
-        ({}, ("int4",), "--states 'int4' is unknown: choose among float32, bfloat16, int8 or fp8"),
+        ({}, ("int4",), "--states 'int4'.*float32, bfloat16, int8 or fp8"),
         (
             {"state_dtype": "int8"},
             ("fp8",),
-            "--states with --state-dtype: both name what is measured; omit one",
+            "--states.*--state-dtype.*omit one",
         ),
         (
             {"model": "demo"},
             ("int8",),
-            r"--states int8: no layer of this model \(llama\) keeps a recurrent state; omit",
+            r"--states int8: no layer.*llama",
         ),
     ],
 )

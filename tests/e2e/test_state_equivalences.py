@@ -105,7 +105,7 @@ def test_nor_does_a_store(
             kv_store=str(tmp_path),
             max_num_batched_tokens=128,
         )
-        while not llm.engine._store.mover.tiers.is_open:
+        while not llm.engine.store.mover.tiers.is_open:
             time.sleep(0.001)
         run = Run(llm, prompt)
         assert run.answer() == oracle(setup)[0]

@@ -155,7 +155,7 @@ def test_every_cache_from_the_store(
     hits = []
     for _ in range(2):
         llm = LLM(model, kv_store=str(tmp_path), **given)
-        store = llm.engine._store
+        store = llm.engine.store
         assert store is not None
         while not store.mover.tiers.is_open:
             time.sleep(0.001)

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from tests.environment import without_options
 from tests.forked_server import CAN_FORK, Forked
+from tests.refusals import assert_names
 
 FREIGHT = [sys.executable, "-m", "freight"]
 FAST = ["--version", "generate --help", "inspect demo", "generate demo --prompt x --max-tokens 2"]
@@ -60,7 +61,8 @@ def test_a_full_disk_is_one_line_and_1(line: str, forked: bool) -> None:
         code, said = run(line, descriptor, forked)
     finally:
         os.close(descriptor)
-    assert (code, said) == (1, "error: standard output cannot be written: No space left on device")
+    assert (code, said.startswith("error: ")) == (1, True)
+    assert_names(said, "standard output", "No space left on device")
 
 
 @pytest.mark.parametrize(("line", "forked"), VERBS)
@@ -76,10 +78,9 @@ def test_a_closed_pipe_ends_quietly_with_141(line: str, forked: bool) -> None:
 
 
 def test_no_standard_output_is_one_line_and_1() -> None:
-    assert run(FAST[0], None) == (
-        1,
-        "error: standard output cannot be written: Bad file descriptor",
-    )
+    code, said = run(FAST[0], None)
+    assert (code, said.startswith("error: ")) == (1, True)
+    assert_names(said, "standard output", "Bad file descriptor")
 
 
 def test_a_file_that_cannot_grow_is_one_line_and_1(tmp_path: Path) -> None:
@@ -119,9 +120,8 @@ def test_variables_that_nothing_reads_are_named_once() -> None:
         command, env=plain | given, capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0
-    assert done.stderr == (
-        "freight: not read: FREIGHT_KV_CACHE_DTPYE (did you mean FREIGHT_KV_CACHE_DTYPE?), FREIGHT_ZQXJK\n"
-    )
+    (line,) = done.stderr.splitlines()
+    assert_names(line, "FREIGHT_KV_CACHE_DTPYE", "FREIGHT_KV_CACHE_DTYPE", "FREIGHT_ZQXJK")
     assert (
         subprocess.run(
             command, env=plain, capture_output=True, text=True, timeout=300, check=False

@@ -140,14 +140,14 @@ def poison(llm: LLM) -> list[int]:
 
 def count_preempted(llm: LLM) -> list[str]:
     """A list that gets the id of every request that is preempted."""
-    ids, preempt = [], llm.engine.scheduler._preempt_latest
+    ids, preempt = [], llm.engine.scheduler.preempt_latest
 
     def noted() -> Any:
         victim = preempt()
         ids.append(victim.request_id)
         return victim
 
-    llm.engine.scheduler._preempt_latest = noted  # type: ignore[method-assign]
+    llm.engine.scheduler.preempt_latest = noted  # type: ignore[method-assign]
     return ids
 
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.refusals import refuses
 
 from freight.cache.groups import Pages
 from freight.engine.prepare import Logits, SequenceSlice, prepare
@@ -462,8 +463,5 @@ def test_a_context_shorter_than_its_queries_is_refused(attend, rows, ends):
         cache.batch(rows).sequences(0), context_lens=torch.tensor(ends, dtype=torch.int32)
     )
     q = torch.randn(sum(rows), 2, 8).bfloat16()
-    with pytest.raises(
-        KernelError,
-        match="more queries than keys: its context must include the tokens of this step",
-    ):
+    with refuses(KernelError, "more queries than keys"):
         attend(q, cache.pages, batch, 0.35, None)

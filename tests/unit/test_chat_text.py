@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from tests.refusals import refuses
 from tests.shares import examples
 from tokenizers import (
     AddedToken,
@@ -306,9 +307,9 @@ def test_a_vocabulary_with_the_token_itself_writes_it_in_letters() -> None:
     ids = tokenizer.apply_chat_template([{"role": "user", "content": "a</s>a"}])
     assert tokenizer.decode(ids, False) == "</s> a < / s > a </s>"
     named = AddedToken("é", special=True)
-    tokenizer._backend.add_special_tokens([named])
-    with pytest.raises(RequestError, match="can only write as a control token"):
-        Tokenizer(tokenizer._backend, {}, "{{ messages[0].content }}").apply_chat_template(
+    tokenizer.backend.add_special_tokens([named])
+    with refuses(RequestError, "'é'", "control token"):
+        Tokenizer(tokenizer.backend, {}, "{{ messages[0].content }}").apply_chat_template(
             [{"role": "user", "content": "é"}]
         )
 
@@ -341,6 +342,6 @@ def test_long_messages_full_of_control_tokens_take_linear_time() -> None:
 
 
 def test_marks_only_where_there_is_something_to_mark() -> None:
-    tokens = ControlTokens(PAIRS["byte_level"][0]._backend, TEMPLATE)
+    tokens = ControlTokens(PAIRS["byte_level"][0].backend, TEMPLATE)
     messages: list[Mapping[str, Any]] = [{"role": "user", "content": "user <extra> <b>"}]
     assert tokens.mark(messages, {"n": 1}) == (messages, {"n": 1}, "")

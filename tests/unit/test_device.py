@@ -16,6 +16,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.refusals import refuses
 
 from freight.errors import ConfigError, FreightError
 from freight.fp8.formats import Format
@@ -161,7 +162,7 @@ def test_a_system_that_tells_nothing_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ConfigError, match="how much memory is free"):
+    with refuses(ConfigError, "how much memory"):
         memory(tmp_path)
 
 
@@ -300,12 +301,7 @@ def test_a_forked_process_gets_an_error_and_does_not_hang() -> None:
         [sys.executable, "-c", FORK], capture_output=True, text=True, timeout=300, check=False
     )
     assert (ran.returncode, ran.stderr) == (0, "")
-    assert (
-        ran.stdout.count(
-            "start processes with the 'spawn' method, or fork before a model is loaded"
-        )
-        == 2
-    )
+    assert ran.stdout.count("'spawn'") == 2
 
 
 @pytest.mark.usefixtures("three_threads")
@@ -337,9 +333,7 @@ def test_how_many_threads(
 
 @pytest.mark.parametrize("wanted", [64, 3, 0, -1])
 def test_more_threads_than_cores_are_refused(wanted: int) -> None:
-    with pytest.raises(
-        ConfigError, match=rf"--threads {wanted}: this process may use 2 cores; .* from 1 to 2"
-    ):
+    with refuses(ConfigError, f"--threads {wanted}", "2 cores", "1 to 2"):
         choose_threads(wanted, 2)
 
 
@@ -365,7 +359,7 @@ def test_cpu_facts(root: Path, device: str) -> None:
 
 @pytest.mark.usefixtures("no_gpu")
 def test_cuda_where_there_is_none(root: Path) -> None:
-    with pytest.raises(ConfigError, match="none seems to be present"):
+    with refuses(ConfigError, "device 'cuda'", "no GPU", "'cpu'"):
         probe("cuda", root)
 
 
@@ -373,10 +367,10 @@ def test_cuda_where_there_is_none(root: Path) -> None:
 @pytest.mark.parametrize(
     ("path", "cuda", "says"),
     [
-        ("dev/nvidia0", None, r"NVIDIA GPU is present.*CPU build: make setup TORCH=cuda"),
+        ("dev/nvidia0", None, r"NVIDIA GPU.*CPU build.*make setup TORCH=cuda"),
         ("proc/driver/nvidia/version", None, r"make setup TORCH=cuda"),
-        ("dev/nvidia0", "12.8", r"cannot use it: check its driver"),
-        ("dev/kfd", None, r"AMD GPU is present.*ROCm build"),
+        ("dev/nvidia0", "12.8", r"NVIDIA GPU.*driver"),
+        ("dev/kfd", None, r"AMD GPU.*ROCm build"),
     ],
 )
 def test_a_gpu_that_torch_cannot_use_is_named(
@@ -434,9 +428,7 @@ def test_cuda_facts(
 
 
 def test_an_unknown_device_lists_the_choices(root: Path) -> None:
-    with pytest.raises(
-        ConfigError, match=r"'cudaa' is unknown \(did you mean cuda\?\): choose auto, cpu or cuda"
-    ):
+    with refuses(ConfigError, "'cudaa'", "did you mean cuda", "auto, cpu or cuda"):
         probe("cudaa", root)
 
 

@@ -9,6 +9,7 @@ from time import monotonic
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.refusals import refuses
 
 from freight.base import patterns
 from freight.base.patterns import FilePattern
@@ -56,9 +57,7 @@ def test_the_time_is_that_of_all_names(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(patterns, "SECONDS", 0.05)
     pattern = FilePattern(r"(?:.*a|.*a){20}$", "adapter_config.json: rank_pattern")
     for name in ("a" * 60 + "!", "b"):  # no name is compared once the time is up
-        with pytest.raises(
-            CheckpointError, match=r"adapter_config\.json: rank_pattern.*nested repeats"
-        ):
+        with refuses(CheckpointError, "adapter_config.json: rank_pattern", "nested repeats"):
             pattern.search(name)
 
 

@@ -12,6 +12,7 @@ import pickle
 import numpy as np
 import pytest
 from tests.clock import takes_less
+from tests.refusals import refuses
 
 from freight.errors import RequestError
 from freight.sampling import SamplingLimits, SamplingParams, check_limits
@@ -122,19 +123,14 @@ def test_a_bad_value_is_refused_by_name(field, value):
 
 
 def test_the_message_has_field_value_and_range():
-    with pytest.raises(
-        RequestError,
-        match=r"^temperature is -1; it must be a finite number, 0 to 1000000000; 0 is greedy$",
-    ):
+    with refuses(RequestError, "temperature is -1", "0 to 1000000000", "0 is greedy"):
         SamplingParams(temperature=-1)
-    with pytest.raises(RequestError, match=r"^n is 129; it must be a whole number, 1 to 128$"):
+    with refuses(RequestError, "n is 129", "1 to 128"):
         SamplingParams(n=129)
 
 
 def test_a_whole_number_without_a_practical_limit_names_it_only_beyond_it():
-    with pytest.raises(
-        RequestError, match=r"^max_tokens is -1; it must be a whole number, 0 or more$"
-    ):
+    with refuses(RequestError, "max_tokens is -1", "0 or more"):
         SamplingParams(max_tokens=-1)
     with pytest.raises(
         RequestError, match=r"^max_tokens is 9223372036854775808; .*, 0 to 9223372036854775807$"
@@ -143,7 +139,7 @@ def test_a_whole_number_without_a_practical_limit_names_it_only_beyond_it():
 
 
 def test_contradictions_are_refused():
-    with pytest.raises(RequestError, match="min_tokens is 5, more than max_tokens, which is 4"):
+    with refuses(RequestError, "min_tokens is 5", "max_tokens", "4"):
         SamplingParams(min_tokens=5, max_tokens=4)
     assert SamplingParams(min_tokens=5, max_tokens=None).min_tokens == 5
     with pytest.raises(RequestError, match="stop_token_ids"):
@@ -153,11 +149,9 @@ def test_contradictions_are_refused():
 def test_no_token_is_generated_only_to_score_the_prompt():
     params = SamplingParams(max_tokens=0, prompt_logprobs=0)
     assert (params.max_tokens, params.prompt_logprobs) == (0, 0)
-    with pytest.raises(
-        RequestError, match="max_tokens is 0 and prompt_logprobs None; set prompt_logprobs"
-    ):
+    with refuses(RequestError, "max_tokens is 0", "prompt_logprobs None", "set prompt_logprobs"):
         SamplingParams(max_tokens=0)
-    with pytest.raises(RequestError, match="min_tokens is 1, more than max_tokens, which is 0"):
+    with refuses(RequestError, "min_tokens is 1", "max_tokens", "0"):
         SamplingParams(max_tokens=0, prompt_logprobs=0, min_tokens=1)
     with pytest.raises(RequestError, match="n is 2 and max_tokens 0"):
         SamplingParams(max_tokens=0, prompt_logprobs=0, n=2)
@@ -309,10 +303,7 @@ def test_an_unknown_name_suggests_the_nearest(unknown, suggestion):
 
 
 def test_a_hopeless_name_lists_what_there_is():
-    with pytest.raises(
-        RequestError,
-        match=r"no field 'zzzz'; it has n, temperature, .*timeout_s, structured_outputs$",
-    ):
+    with refuses(RequestError, "'zzzz'", "n, temperature", "timeout_s, structured_outputs"):
         SamplingParams(zzzz=1)
 
 
@@ -324,9 +315,7 @@ def test_greedy_is_temperature_zero_and_what_is_too_small_to_divide_by():
 
 def test_token_ids_are_checked_against_the_vocabulary():
     SamplingParams(logit_bias={9: 1.0}, stop_token_ids=[9]).check_vocabulary(10)
-    with pytest.raises(
-        RequestError, match="logit_bias names token id 10; the vocabulary has 0 to 9"
-    ):
+    with refuses(RequestError, "logit_bias", "token id 10", "0 to 9"):
         SamplingParams(logit_bias={10: 1.0}).check_vocabulary(10)
-    with pytest.raises(RequestError, match="stop_token_ids names token id 11"):
+    with refuses(RequestError, "stop_token_ids", "token id 11"):
         SamplingParams(stop_token_ids=[1, 11]).check_vocabulary(10)

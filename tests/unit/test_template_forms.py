@@ -105,7 +105,7 @@ def test_several_templates_are_looked_at_each_by_itself():
         "default": LOOP.replace("BODY", "{{ m.content }}"),
         "tool_use": LOOP.replace("BODY", PARTS["the first"]),
     }
-    tokenizer = Tokenizer(DEMO._backend, {}, templates)
+    tokenizer = Tokenizer(DEMO.backend, {}, templates)
     assert tokenizer.render_chat([USER]).text == "[user]Is it raining?"
     tools = [{"type": "function", "function": {"name": "weather"}}]
     assert tokenizer.render_chat([USER], tools=tools).text == "[user]Is it raining?"

@@ -24,7 +24,7 @@ TEMPLATES = templates()
 
 def refused_by_transformers(template: str, situation: Situation) -> bool:
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer_of(template)._backend, chat_template=template
+        tokenizer_object=tokenizer_of(template).backend, chat_template=template
     )
     try:
         tokenizer.apply_chat_template(list(situation.messages), tools=TOOLS, tokenize=False)

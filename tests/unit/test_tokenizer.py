@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.refusals import refuses
 from tests.shares import examples
 from tokenizers import (
     AddedToken,
@@ -83,7 +84,7 @@ def windowed(byte_level, tmp_path_factory):
     """The same, with a decoder whose tokens have to be decoded together for all that `read_decoder`
     knows.
     """
-    built = Built.from_str(byte_level._backend.to_str())
+    built = Built.from_str(byte_level.backend.to_str())
     built.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Fuse()])
     tokenizer = save(built, tmp_path_factory.mktemp("windowed"))
     assert tokenizer.pieces(True) is None
@@ -376,7 +377,7 @@ def test_ids_of_the_shipped_tokenizer(demo):
 
 
 def test_what_cannot_be_encoded_or_decoded_is_refused(demo):
-    with pytest.raises(RequestError, match="surrogates not allowed at character 1"):
+    with refuses(RequestError, "surrogates", "character 1"):
         demo.encode("a\ud800")
     with pytest.raises(RequestError, match="token id -1 is negative"):
         demo.decode([5, -1])
@@ -395,7 +396,7 @@ def test_a_templated_chat_has_one_bos(byte_level):
 
 def test_chat_without_a_template_names_generate(demo):
     assert not demo.has_chat_template
-    with pytest.raises(ConfigError, match=r"no chat template.*use generate"):
+    with refuses(ConfigError, "no chat template", "generate"):
         demo.apply_chat_template([{"role": "user", "content": "hello"}])
 
 
@@ -410,11 +411,11 @@ def test_chat_without_a_template_names_generate(demo):
         ([{"role": "user"}], r"messages\[0\].content is None"),
         (
             [{"role": "user", "content": 7}],
-            r"messages\[0\].content is 7; it must be a string or a list of text parts",
+            r"messages\[0\].content is 7.*string",
         ),
         ([{"role": "user", "content": ["x"]}], r"messages\[0\].content\[0\] is 'x'"),
         ([{"role": "user", "content": "\ud800"}], "not Unicode"),
-        ([{"role": "robot", "content": "x"}], "refuses these messages: no robots"),
+        ([{"role": "robot", "content": "x"}], "messages.*no robots"),
     ],
 )
 def test_malformed_messages_are_refused(byte_level, messages, words):
@@ -423,7 +424,7 @@ def test_malformed_messages_are_refused(byte_level, messages, words):
 
 
 def test_template_options_cannot_change_what_comes_back(byte_level):
-    with pytest.raises(RequestError, match="tokenize is not an option"):
+    with refuses(RequestError, "tokenize", "chat template"):
         byte_level.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False)
     with pytest.raises(RequestError, match="continue_final_message"):
         byte_level.apply_chat_template(
@@ -432,10 +433,10 @@ def test_template_options_cannot_change_what_comes_back(byte_level):
 
 
 def test_a_folder_without_a_tokenizer_names_the_way_out(tmp_path):
-    with pytest.raises(CheckpointError, match=r"has no tokenizer .*skip_tokenizer_init=True"):
+    with refuses(CheckpointError, str(tmp_path), "no tokenizer", "skip_tokenizer_init=True"):
         Tokenizer.load(tmp_path)
     (tmp_path / "tokenizer.json").write_text('{"version": "1.0"')
-    with pytest.raises(CheckpointError, match=r"cannot be read: .*skip_tokenizer_init=True"):
+    with refuses(CheckpointError, str(tmp_path), "cannot be read", "skip_tokenizer_init=True"):
         Tokenizer.load(tmp_path)
 
 

@@ -155,7 +155,7 @@ class DecodeSteps:
         widths = pool.spec.blocks_of(max_model_len)
         self._tables = BlockTables(capture.bucket_of(capture.max_num_seqs), widths, device)
         self._copied = torch.cuda.Event() if device == "cuda" else None
-        self._captured: dict[int, tuple[Buffers, Replay]] = {}
+        self.steps: dict[int, tuple[Buffers, Replay]] = {}
 
     def takes(self, slices: Sequence[SequenceSlice]) -> bool:
         """Return whether the logits of all rows are wanted, and there are few: one a sequence, or
@@ -176,11 +176,11 @@ class DecodeSteps:
         if self._copied is not None:
             # the last step may be under way, and its copies still to come
             self._copied.synchronize()
-        if self._capture.largest_first and not self._captured:
+        if self._capture.largest_first and not self.steps:
             self._prepare(self._capture.bucket_of(self._capture.max_num_seqs))
-        if bucket not in self._captured:
+        if bucket not in self.steps:
             self._prepare(bucket)
-        buffers, replay = self._captured[bucket]
+        buffers, replay = self.steps[bucket]
         buffers.fill(slices)
         if self._copied is not None:
             self._copied.record()
@@ -190,4 +190,4 @@ class DecodeSteps:
 
     def _prepare(self, bucket: int) -> None:
         buffers = Buffers(bucket, self._tables, self.pool.spec.groups, self._device)
-        self._captured[bucket] = buffers, self._capture.capture(buffers.batch)
+        self.steps[bucket] = buffers, self._capture.capture(buffers.batch)

@@ -92,19 +92,18 @@ class Engine:
         self._stop_token_ids = stop_token_ids
         self._seed = seed
         tokenizer = intake.tokenizer
-        self._grammars = (
+        self.grammars = (
             Grammars(tokenizer, intake.vocab_size, stop_token_ids)
             if tokenizer is not None
             else None
         )
         self._threads = threads
-        self._clock = clock
+        self.clock = clock
         # since the start: tokens whose keys and values were computed and stored
         self.num_computed_tokens = 0
         self._num_added = 0
-        self._groups: dict[
-            str, Group
-        ] = {}  # the requests that there are: a group is put in last and taken out last
+        # the requests that there are: a group is put in last and taken out last
+        self.groups: dict[str, Group] = {}
         self._completions: dict[str, tuple[Group, Completion]] = {}
         self._unreported: dict[One, None] = {}  # what advanced since its last delta, in order
         self._deadlines: dict[str, float] = {}  # of groups with timeout_s, in seconds of the clock
@@ -119,8 +118,8 @@ class Engine:
         self._repeatable = repeatable
         # the errors of steps that were computed alone, since one was lost
         self._logged: set[str] = set()
-        self._pace = pace
-        self._store = store
+        self.pace = pace
+        self.store = store
         self._ahead: Launched | None = None  # the step after the one that was applied last
         # when the pool's counters were read, NaNs, clipped values
         self._stored: tuple[float, int, int] | None = None
@@ -128,7 +127,7 @@ class Engine:
     @property
     def has_store(self) -> bool:
         """Whether prefixes are stored; its threads also work while no request runs."""
-        return self._store is not None
+        return self.store is not None
 
     @property
     def has_unfinished(self) -> bool:
@@ -154,8 +153,8 @@ class Engine:
         cannot be compiled, and CapacityError for one that may outgrow the whole cache.
         """
         accepted = self.intake.accept(prompt, params, add_special_tokens)
-        if self._grammars is not None and params.structured_outputs is not None:
-            self._grammars.check(params.structured_outputs)
+        if self.grammars is not None and params.structured_outputs is not None:
+            self.grammars.check(params.structured_outputs)
         self.scheduler.token_limit(len(accepted.token_ids), params.max_tokens)
         return accepted
 
@@ -165,14 +164,14 @@ class Engine:
         Structured outputs that `accept` did not compile lately are compiled now.
         """
         self._repair()
-        if request_id in self._groups:
+        if request_id in self.groups:
             raise RequestError(f"request id {request_id!r} is in use")
         self._queue(self._new_group(request_id, prompt, params))
 
     def _queue(self, group: Group) -> None:
         timeout = group.params.timeout_s
         request_id = group.request_id
-        deadline = None if timeout is None else self._clock() + timeout
+        deadline = None if timeout is None else self.clock() + timeout
         self._dirty = True
         self._num_added += 1
         if deadline is not None:
@@ -180,7 +179,7 @@ class Engine:
         for completion in group.completions:
             self.scheduler.add(completion.request)
             self._completions[completion.request.request_id] = (group, completion)
-        self._groups[request_id] = group
+        self.groups[request_id] = group
         self._dirty = False
 
     def redraw(
@@ -198,7 +197,7 @@ class Engine:
         cache has none for. Ends as other requests do; `redrawn` has what came of it.
         """
         self._repair()
-        if request_id in self._groups:
+        if request_id in self.groups:
             raise RequestError(f"request id {request_id!r} is in use")
         group = self._new_redraws(request_id, prompt, params, answers)
         for completion in group.completions:
@@ -207,7 +206,7 @@ class Engine:
 
     def redrawn(self, request_id: str) -> Redrawn:
         """Return what came of a redraw that is finished. To be called once."""
-        group = self._groups[request_id]
+        group = self.groups[request_id]
         redraws = [one for one in group.completions if isinstance(one, Redraw)]
         assert group.finished
         assert len(redraws) == len(group.completions)
@@ -240,7 +239,7 @@ class Engine:
         prompt may take a long step: then all have a delta as soon as one has.
         """
         self._repair()
-        started = self._clock() if self._is_timed else 0.0
+        started = self.clock() if self._is_timed else 0.0
         self._dirty = True
         expired = self._expire()
         launched = self._ahead
@@ -249,8 +248,8 @@ class Engine:
         step = self._schedule() if launched is None else launched.step
         if step.admitted:
             self._stamp_scheduled(step)
-        if self._store is not None:
-            self._store.step(self.scheduler.num_decoding > 0, idle=not step.chunks)
+        if self.store is not None:
+            self.store.step(self.scheduler.num_decoding > 0, idle=not step.chunks)
         self._dirty = not self._repeatable  # a pass that is interrupted may have changed states
         with self._threads:
             step, result, following = self._compute(step, launched)
@@ -263,7 +262,7 @@ class Engine:
         self._ahead = following
         # the time of a repeated step is not that of one
         if self._is_timed and step.chunks and not result.repeated:
-            self._note_time(step, self._clock() - started)
+            self._note_time(step, self.clock() - started)
         changed = [*expired, *advanced]
         self._unreported.update(dict.fromkeys(changed))
         deltas = self._report(self._due(changed, quiet_until))
@@ -281,28 +280,28 @@ class Engine:
     def output(self, request_id: str) -> RequestOutput:
         """Return all that the request has come to so far."""
         self._repair()
-        return self._groups[request_id].output()
+        return self.groups[request_id].output()
 
     def is_finished(self, request_id: str) -> bool:
-        return self._groups[request_id].finished
+        return self.groups[request_id].finished
 
     def num_deltas(self, request_id: str) -> int:
         """Return how many deltas the request has had; one more means that there is something new."""
-        return self._groups[request_id].num_deltas
+        return self.groups[request_id].num_deltas
 
     def times(self, request_id: str) -> RequestTimes:
         """Return what the request has taken so far, or until its end; also when aborted, which
         gives no last delta.
         """
         self._repair()
-        return self._groups[request_id].times(self._clock())
+        return self.groups[request_id].times(self.clock())
 
     def stats(self) -> EngineStats:
         """Return what the engine does now, and its totals. The pool's counters, a wait on a GPU,
         are read once a second.
         """
         self._repair()
-        now = self._clock()
+        now = self.clock()
         if self._stored is None or now - self._stored[0] >= SECONDS_BETWEEN_READS:
             self._stored = (now, *self.runner.pool.counters())
         _, nans, clipped = self._stored
@@ -324,17 +323,17 @@ class Engine:
             accepted=totals.accepted,
             nans=nans,
             clipped=clipped,
-            store=None if self._store is None else self._store.stats(),
+            store=None if self.store is None else self.store.stats(),
         )
 
     def close(self, seconds: float = CLOSE_SECONDS) -> None:
         """Let the store have what it wants of the cache, for `seconds` at most, and end its threads;
         then end the other ranks. An engine with neither has nothing to close.
         """
-        if self._store is not None:
+        if self.store is not None:
             self._repair()
             self.scheduler.offer_running()
-            self._store.close(seconds)
+            self.store.close(seconds)
         self.runner.close()
 
     def abort(self, request_id: str) -> None:
@@ -343,13 +342,13 @@ class Engine:
         """
         self._repair()
         self._dirty = True
-        self._end(self._groups.get(request_id), FinishReason.ABORT)
+        self._end(self.groups.get(request_id), FinishReason.ABORT)
         self._dirty = False
 
     def release(self, request_id: str) -> None:
         """Forget a request, aborting what still runs. An unknown id changes nothing."""
         self._repair()
-        group = self._groups.get(request_id)
+        group = self.groups.get(request_id)
         if group is None:
             return
         self._dirty = True
@@ -358,28 +357,28 @@ class Engine:
             self._completions.pop(completion.request.request_id, None)
         self._deadlines.pop(request_id, None)
         self._unreported = {one: None for one in self._unreported if one[0] is not group}
-        self._groups.pop(request_id)
+        self.groups.pop(request_id)
         self._dirty = False
 
     @property
     def _is_timed(self) -> bool:
-        return self._pace is not None or self._store is not None
+        return self.pace is not None or self.store is not None
 
     def _note_time(self, step: Step, seconds: float) -> None:
         prompt = sum(chunk.num_tokens for chunk in step.chunks if chunk.num_tokens > 1)
-        if self._pace is not None:
-            self._pace.note(seconds, prompt)
-        if self._store is not None:
-            self._store.note_computed(prompt, seconds)
+        if self.pace is not None:
+            self.pace.note(seconds, prompt)
+        if self.store is not None:
+            self.store.note_computed(prompt, seconds)
 
     def _schedule(self) -> Step:
-        if self._pace is None:
+        if self.pace is None:
             return self.scheduler.schedule()
-        return self.scheduler.schedule(self._pace.tokens(self.scheduler.num_decoding))
+        return self.scheduler.schedule(self.pace.tokens(self.scheduler.num_decoding))
 
     def _due(self, changed: Sequence[One], quiet_until: float) -> Iterable[One]:
         """Return what of `_unreported` is to be told after a step in which `changed` did."""
-        if self._clock() >= quiet_until:
+        if self.clock() >= quiet_until:
             return self._unreported
         urgent = {
             group.request_id
@@ -391,7 +390,7 @@ class Engine:
         return [one for one in self._unreported if one[0].request_id in urgent] if urgent else []
 
     def _report(self, due: Iterable[One]) -> list[RequestDelta]:
-        now = self._clock()
+        now = self.clock()
         groups: dict[str, tuple[Group, list[Completion]]] = {}
         for group, completion in due:
             groups.setdefault(group.request_id, (group, []))[1].append(completion)
@@ -415,11 +414,11 @@ class Engine:
             prompt_token_ids=list(prompt.token_ids),
             params=params,
             completions=[],
-            stamps=Stamps(self._clock()),
+            stamps=Stamps(self.clock()),
             tokenizer=self.tokenizer,
         )
         bad_words = self.intake.bad_words(params)
-        for index, drafter in enumerate(self._drafters(prompt, params)):
+        for index, drafter in enumerate(self.drafters(prompt, params)):
             # one completion with the prompt's log-probabilities is enough
             its_params = params if index == 0 else replace(params, prompt_logprobs=None)
             grammar = self._matcher(params)
@@ -481,7 +480,7 @@ class Engine:
             group.completions.append(Redraw(computed, None, None, told=completion, answer=stated))
         return group
 
-    def _drafters(self, prompt: AcceptedPrompt, params: SamplingParams) -> list[Drafts | None]:
+    def drafters(self, prompt: AcceptedPrompt, params: SamplingParams) -> list[Drafts | None]:
         """Return one for each completion, None where nothing is drafted from its own text."""
         # few guesses would be permitted
         if not self._drafts or params.structured_outputs is not None:
@@ -492,14 +491,14 @@ class Engine:
     def _matcher(self, params: SamplingParams) -> Matcher | None:
         if params.structured_outputs is None:
             return None
-        assert self._grammars is not None, "structured_outputs was accepted without a tokenizer"
-        return self._grammars.matcher(params.structured_outputs)
+        assert self.grammars is not None, "structured_outputs was accepted without a tokenizer"
+        return self.grammars.matcher(params.structured_outputs)
 
     def _repair(self) -> None:
         """After an exception in the middle of a change: everything anew from the requests' tokens."""
         if not self._dirty:
             return
-        groups = list(self._groups.values())
+        groups = list(self.groups.values())
         self.scheduler.rebuild(
             completion.request for group in groups for completion in group.completions
         )
@@ -508,20 +507,20 @@ class Engine:
             for completion in group.completions:
                 self._completions[completion.request.request_id] = (group, completion)
                 self._read(completion, completion.rebuild)
-            group.stamp(self._clock())
+            group.stamp(self.clock())
         self._ahead = None
         self._unreported = {
-            one: None for one in self._unreported if one[0].request_id in self._groups
+            one: None for one in self._unreported if one[0].request_id in self.groups
         }
         self._deadlines = {
-            name: deadline for name, deadline in self._deadlines.items() if name in self._groups
+            name: deadline for name, deadline in self._deadlines.items() if name in self.groups
         }
         self._dirty = False
 
     def _stamp_scheduled(self, step: Step) -> None:
-        now = self._clock()
+        now = self.clock()
         for request in step.admitted:
-            stamps = self._groups[request.group].stamps
+            stamps = self.groups[request.group].stamps
             if stamps.scheduled is None:
                 stamps.scheduled = now
 
@@ -566,11 +565,11 @@ class Engine:
         """End the requests whose deadline has passed; returns what ended by it."""
         if not self._deadlines:
             return []
-        now = self._clock()
+        now = self.clock()
         ended = []
         for name, deadline in list(self._deadlines.items()):
             if now >= deadline:
-                group = self._groups[name]
+                group = self.groups[name]
                 ended += [
                     (group, completion) for completion in self._end(group, FinishReason.TIMEOUT)
                 ]
@@ -584,7 +583,7 @@ class Engine:
             self.scheduler.finish(completion.request.request_id, reason)
             completion.flush()
         if group is not None:
-            group.stamp(self._clock())
+            group.stamp(self.clock())
         return running
 
     def _apply(self, step: Step, results: Sequence[ChunkResult]) -> list[One]:

@@ -77,7 +77,7 @@ class CpuStep:
     def __init__(self, owner: CpuRecordings, batch: ForwardBatch) -> None:
         self._owner = owner
         self._batch = batch
-        self._recordings: dict[int, Recording] = {}
+        self.recordings: dict[int, Recording] = {}
 
     def __call__(self) -> Tensor:
         """float32 logits [num_seqs, vocab_size]. Raises what an ordinary step raises."""
@@ -85,11 +85,11 @@ class CpuStep:
         if self._owner.obstacle:
             return model.forward(self._batch, self._owner.pool.layers)
         threads = torch.get_num_threads()  # the arguments of each call have it
-        if threads in self._recordings:
-            return model.logits_of(self._recordings[threads].replay())
+        if threads in self.recordings:
+            return model.logits_of(self.recordings[threads].replay())
         recorded = self._owner.record(self._batch)
         if recorded.recording is not None:
-            self._recordings[threads] = recorded.recording
+            self.recordings[threads] = recorded.recording
         return model.logits_of(recorded.output)
 
 

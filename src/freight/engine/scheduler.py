@@ -171,7 +171,7 @@ class Scheduler:
         request in any case.
         """
         self._give_back_drafts()
-        if (suspect := self._suspect()) is not None:
+        if (suspect := self.suspect()) is not None:
             return self._schedule_alone(suspect)
         chunks: list[ScheduledChunk] = []
         preempted: list[Request] = []
@@ -280,7 +280,7 @@ class Scheduler:
             chunk.request.request_id: chunk.start + chunk.num_tokens for chunk in chunks
         }
         while self._running:
-            self._preempt_latest()
+            self.preempt_latest()
 
     def finish(
         self, request_id: str, reason: FinishReason, stop_reason: str | int | None = None
@@ -392,7 +392,7 @@ class Scheduler:
                 request.held = self._cache.shrink(request.held, request.num_computed_tokens)
         self._drafted = []
 
-    def _suspect(self) -> Request | None:
+    def suspect(self) -> Request | None:
         """Return the request to compute alone, if there is one: the latest that is not past the
         step that was lost.
         """
@@ -418,7 +418,7 @@ class Scheduler:
             return Step((ScheduledChunk.of(request, start, count),), tuple(preempted), alone=True)
         while (chunk := self._admit(request, budget)) is None:
             if not self._drop_fetch():
-                preempted.append(self._preempt_latest())
+                preempted.append(self.preempt_latest())
         _remove(self._waiting, request)
         insort(self._running, request, key=_arrival)
         return Step((chunk,), tuple(preempted), alone=True)
@@ -438,13 +438,13 @@ class Scheduler:
         while (grown := self._cache.grow(held, num_tokens)) is None:
             if self._drop_fetch():
                 continue
-            preempted.append(self._preempt_latest())
+            preempted.append(self.preempt_latest())
             if preempted[-1] is request:
                 return False
         request.held = grown
         return True
 
-    def _preempt_latest(self) -> Request:
+    def preempt_latest(self) -> Request:
         victim = self._running.pop()
         self._cache.release(victim.held)
         self._offer(victim, victim.held)

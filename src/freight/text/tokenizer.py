@@ -98,7 +98,7 @@ class Tokenizer:
         """
         backend.no_truncation()
         backend.no_padding()
-        self._backend = backend
+        self.backend = backend
         self._special_tokens = dict(special_tokens or {})
         self._chat_template = chat_template
         self.response_template = response_template
@@ -174,8 +174,8 @@ class Tokenizer:
             raise RequestError(f"token id {min(token_ids)} is negative; token ids count from 0")
         known = [token for token in token_ids if token < _NO_TOKEN]
         if len(known) < _LONG:
-            return self._backend.decode(known, skip_special_tokens=skip_special_tokens)
-        return self._backend.decode_batch([known], skip_special_tokens=skip_special_tokens)[0]
+            return self.backend.decode(known, skip_special_tokens=skip_special_tokens)
+        return self.backend.decode_batch([known], skip_special_tokens=skip_special_tokens)[0]
 
     def token_text(self, token_id: int) -> str:
         """Return the text of one token by itself, special tokens included, as log-probabilities
@@ -190,7 +190,7 @@ class Tokenizer:
         """Return the vocabulary's entry of a token ("▁the"); None if `decode` ignores the token."""
         if (skip_special_tokens and token_id in self.special_token_ids) or token_id >= _NO_TOKEN:
             return None
-        return self._backend.id_to_token(token_id)
+        return self.backend.id_to_token(token_id)
 
     def pieces(self, skip_special_tokens: bool) -> Pieces | None:
         """Return the texts of single tokens; None if they depend on the tokens around them."""
@@ -214,8 +214,8 @@ class Tokenizer:
         check_unicode(text)
         try:
             if len(text) < _LONG:
-                return self._backend.encode(text, add_special_tokens=add_special_tokens)
-            return self._backend.encode_batch([text], add_special_tokens=add_special_tokens)[0]
+                return self.backend.encode(text, add_special_tokens=add_special_tokens)
+            return self.backend.encode_batch([text], add_special_tokens=add_special_tokens)[0]
         except Exception as error:  # the library raises nothing more special
             raise RequestError(f"the tokenizer has no tokens for {text!r:.60}: {error}") from error
 
@@ -280,11 +280,11 @@ class Tokenizer:
             return [*whole.ids[:begin], *self.encode_chat(chat), *whole.ids[len(around) - end :]]
         unknown = (
             self._special_tokens.get("unk_token"),
-            getattr(self._backend.model, "unk_token", None),
+            getattr(self.backend.model, "unk_token", None),
         )
-        of_text = {self._backend.token_to_id(token) for token in unknown if token}
+        of_text = {self.backend.token_to_id(token) for token in unknown if token}
         whole = self._encode(chat.text, False)
-        return encode_marked(self._backend, chat, whole, self.special_token_ids - of_text)
+        return encode_marked(self.backend, chat, whole, self.special_token_ids - of_text)
 
     def render_chat(
         self,
@@ -377,7 +377,7 @@ class Tokenizer:
 
     @cached_property
     def _control_tokens(self) -> ControlTokens:
-        return ControlTokens(self._backend, self.chat_template_source)
+        return ControlTokens(self.backend, self.chat_template_source)
 
     def _rendered(self, conversation: Sequence[Mapping[str, Any]], values: dict[str, Any]) -> str:
         """Render by the rules of transformers. Its `apply_chat_template` would leave out a content
@@ -404,11 +404,11 @@ class Tokenizer:
 
     def with_chat_template(self, template: str) -> Tokenizer:
         """Return the same tokenizer with another chat template, in Jinja."""
-        return Tokenizer(self._backend, self._special_tokens, template)
+        return Tokenizer(self.backend, self._special_tokens, template)
 
     def _id_of(self, name: str) -> int | None:
         token = self._special_tokens.get(name)
-        return None if token is None else self._backend.token_to_id(token)
+        return None if token is None else self.backend.token_to_id(token)
 
 
 def load_response_template(template: Mapping[str, Any]) -> Any:

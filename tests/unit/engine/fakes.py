@@ -173,7 +173,7 @@ def check_clean(llm: LLM) -> None:
     """Nothing is left of any request."""
     engine, scheduler = llm.engine, llm.engine.scheduler
     engine.release("-")  # mends, if need be
-    assert not engine._groups
+    assert not engine.groups
     assert not engine._completions
     assert not engine._deadlines
     assert not llm._turns.released

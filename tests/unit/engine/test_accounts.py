@@ -38,7 +38,7 @@ def add(engine: Engine, name: str, prompt: Sequence[int], **params: Any) -> None
 
 
 def clock_of(engine: Engine) -> Any:
-    return engine._clock
+    return engine.clock
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -204,7 +204,7 @@ class Accounts(RuleBasedStateMachine):
         self.added[name] = self.clock.now
         self.sizes["prompt"] += n * len(prompt)
         self.sizes["looked_up"] += (n - scored) * len(prompt)  # only the first completion is scored
-        self.requests += [one.request for one in self.engine._groups[name].completions]
+        self.requests += [one.request for one in self.engine.groups[name].completions]
 
     @rule(seconds=st.floats(0.0, 3.0))
     def wait(self, seconds: float) -> None:
@@ -230,9 +230,9 @@ class Accounts(RuleBasedStateMachine):
 
     @rule(data=st.data(), forget=st.booleans(), at=st.none() | st.integers(1, 40))
     def leave(self, data: st.DataObject, forget: bool, at: int | None) -> None:
-        if not self.engine._groups:
+        if not self.engine.groups:
             return
-        name = data.draw(st.sampled_from(sorted(self.engine._groups)))
+        name = data.draw(st.sampled_from(sorted(self.engine.groups)))
         self.interrupted |= at is not None
         with suppress(Interrupt), Interrupter(at):
             (self.engine.release if forget else self.engine.abort)(name)
@@ -258,7 +258,7 @@ class Accounts(RuleBasedStateMachine):
 
     @invariant()
     def times_hold(self) -> None:
-        for name, group in self.engine._groups.items():
+        for name, group in self.engine.groups.items():
             times = self.engine.times(name)
             assert min(times.queued, times.prefill, times.decode) >= 0
             lifetime = self.clock.now - self.added[name]

@@ -86,7 +86,7 @@ def test_requests_that_come_and_go_have_the_tokens_they_have_alone(
     """
     rng, llm = random.Random(seed), new_llm(num_blocks=20, budget=12, overlaps=True)
     engine = llm.engine
-    clock: Any = engine._clock
+    clock: Any = engine.clock
     live: dict[str, SamplingParams] = {}
     ended = []
     for number in range(120):
@@ -101,9 +101,9 @@ def test_requests_that_come_and_go_have_the_tokens_they_have_alone(
             getattr(engine, rng.choice(["abort", "release"]))(rng.choice(list(live)))
         engine.step()
         for name in list(live):
-            if name not in engine._groups or engine.is_finished(name):
+            if name not in engine.groups or engine.is_finished(name):
                 params = live.pop(name)
-                if name in engine._groups:
+                if name in engine.groups:
                     ended.append((engine.output(name), params))
                 engine.release(name)
     assert not live

@@ -79,7 +79,7 @@ def test_a_stream_collected_in_the_middle_of_a_step(new_llm: Callable[..., LLM])
     gc.disable()
     try:
         cycle()
-        assert len(llm.engine._groups) == 1
+        assert len(llm.engine.groups) == 1
         runner.fails = lambda slices: gc.collect() if len(slices) == 3 else None
         assert texts_of(llm.generate([[1], [2]], params)) == expected
     finally:
@@ -189,8 +189,8 @@ def test_arrays_and_their_numbers_are_token_ids(new_llm: Callable[..., LLM]):
         (b"hello", "bytes; decode it"),
         ([b"hello"], "bytes; decode it"),
         ({"prompt_token_ids": b"hello"}, "bytes; decode it"),
-        ({"prompt_token_ids": "abc"}, "prompt_token_ids is 'abc'; it must be a list of token ids"),
-        ({"prompt_token_ids": 7}, "prompt_token_ids is 7; it must be a list"),
+        ({"prompt_token_ids": "abc"}, "prompt_token_ids is 'abc'.*list"),
+        ({"prompt_token_ids": 7}, "prompt_token_ids is 7.*list"),
         ([[1.0, 2.0]], "1.0, a float"),
         ([[True]], "True, a bool"),
         ([[1, 61]], "61 is outside the vocabulary"),
@@ -211,10 +211,10 @@ def test_what_is_no_prompt_is_refused_by_its_kind(
 @pytest.mark.parametrize(
     ("option", "instead"),
     [
-        ({"use_tqdm": False}, "unknown option 'use_tqdm': use progress"),
-        ({"prompt_token_ids": [[1, 2]]}, "'prompt_token_ids': token ids are prompts"),
-        ({"lora_request": None}, "'lora_request': LoRA adapters are not implemented"),
-        ({"sampling_param": None}, "'sampling_param': generate takes prompts, sampling_params"),
+        ({"use_tqdm": False}, "'use_tqdm'.*progress"),
+        ({"prompt_token_ids": [[1, 2]]}, "'prompt_token_ids'.*prompts"),
+        ({"lora_request": None}, "'lora_request'.*LoRA"),
+        ({"sampling_param": None}, "'sampling_param'.*prompts, sampling_params"),
     ],
 )
 def test_generate_says_what_to_use_in_place_of_other_engines_names(

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
+from tests.refusals import assert_names, refuses
 from tests.unit.engine.fakes import FakeDetokenizer, check_clean, essence, params_of, prompt_of
 
 from freight import LLM, SamplingParams
@@ -36,7 +37,7 @@ def test_a_row_of_nan_ends_its_request_and_changes_no_other(new_llm: Callable[..
     assert "NaN" in (failed.error or "")
     assert essence(outputs[:bad] + outputs[bad + 1 :]) == expected[:bad] + expected[bad + 1 :]
     check_clean(llm)
-    with pytest.raises(GenerationError, match=r"1 of 16 prompts failed; prompt 9: .*NaN") as error:
+    with refuses(GenerationError, "1 of 16 prompts", "prompt 9", "NaN") as error:
         llm.generate(with_bad, params)
     assert essence(error.value.outputs) == essence(outputs)
     with pytest.raises(GenerationError, match="the prompt failed"):
@@ -82,10 +83,7 @@ def test_a_step_that_fails_is_repeated_until_the_failing_request_is_alone(
     runner.fails = fails
     assert essence(llm.generate(prompts, params)) == expected
     assert runner.sizes[:6] == [4, 4, 4, 2, 2, 4]
-    assert (
-        "a step of 4 sequences failed and is repeated in parts: RuntimeError: sometimes"
-        in caplog.text
-    )
+    assert_names(caplog.text, "4 sequences", "repeated", "RuntimeError: sometimes")
 
     def always(slices: Sequence[SequenceSlice]) -> None:
         if any(part.token_ids[0] == 1 and part.token_ids[-1] == 2 for part in slices):
@@ -131,7 +129,7 @@ def test_text_that_cannot_be_decoded_fails_alone(
 def test_time_limits_of_waiting_and_running_requests(new_llm: Callable[..., LLM]):
     llm = new_llm(max_num_seqs=1)
     engine = llm.engine
-    clock: Any = engine._clock
+    clock: Any = engine.clock
 
     def add(name: str, **params: Any) -> None:
         sampling = SamplingParams(ignore_eos=True, temperature=0.0, **params)

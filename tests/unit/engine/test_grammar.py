@@ -16,6 +16,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tests.clock import takes_less
+from tests.refusals import assert_names, refuses
 from tests.shares import examples
 from tokenizers import AddedToken, decoders, models
 from tokenizers import Tokenizer as Built
@@ -95,7 +96,7 @@ def test_sentencepiece_tokens_have_their_bytes(decoder: Any):
     else:
         expected |= {"<0x0A>": b"\n", "<0xC3>": b"\xc3", "<0xFF>": b""}
     assert {
-        name: vocabulary.tokens[tokenizer._backend.token_to_id(name)] for name in expected
+        name: vocabulary.tokens[tokenizer.backend.token_to_id(name)] for name in expected
     } == expected
 
 
@@ -107,7 +108,7 @@ def test_every_token_of_the_same_bytes_is_permitted():
     permitted = matcher.permitted([])
     assert permitted is not None
     assert permitted.shape == (tokenizer.vocab_size + 5,)
-    of = tokenizer._backend.token_to_id
+    of = tokenizer.backend.token_to_id
     assert set(permitted.nonzero()[0]) == {of("▁"), of("▁the"), of("a"), of("<0x20>"), of("<0x61>")}
 
 
@@ -230,7 +231,7 @@ def test_a_failure_of_the_compiler_itself_is_refused(
         raise BaseException("panicked at /build/src/lib.rs:1")
 
     monkeypatch.setattr(module, "_source", panic)
-    with pytest.raises(RequestError, match="the compiler of grammars failed on it") as caught:
+    with refuses(RequestError, "compiler of grammars") as caught:
         grammar_checker(demo, demo.vocab_size, [END])({"regex": "a"})
     assert "/build" not in str(caught.value)
 
@@ -404,7 +405,7 @@ def test_a_python_error_of_the_matcher_stays_in_it():
 
     matcher = Matcher(Broken([]), 20, frozenset())
     assert matcher.permitted([]) is None
-    assert matcher.error == "its structured output cannot go on: no copy"
+    assert_names(matcher.error or "", "structured output", "no copy")
 
 
 def test_a_fork_of_a_matcher_goes_on_alone(grammars: Grammars, demo: Tokenizer):

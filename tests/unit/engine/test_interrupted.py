@@ -86,7 +86,7 @@ def test_an_exception_at_any_line_leaves_the_engine_as_if_the_call_had_not_been_
         except Interrupt:
             pass
         llm.engine.release("-")
-        assert len(llm.engine._groups) == 1, at  # the stream's
+        assert len(llm.engine.groups) == 1, at  # the stream's
         outputs += stream
         assert essence([outputs[-1]]) == essence([whole]), at
         assert essence(run()) == expected, at
@@ -110,7 +110,7 @@ def test_an_exception_at_any_line_of_steps_with_drafts(new_llm: Callable[..., LL
             ]
             return [Told(answers, kind, rng, VOCAB) for _ in range(params.n)]
 
-        llm.engine._drafters = drafters  # type: ignore[assignment,method-assign]
+        llm.engine.drafters = drafters  # type: ignore[assignment,method-assign]
         return scenario(llm, random.Random(1))
 
     with Interrupter() as counter:

@@ -259,8 +259,8 @@ def test_a_fault_of_every_row_is_logged_once(
 
 def test_the_time_of_a_repeated_step_is_no_measure(new_llm: Callable[..., LLM]):
     llm = new_llm(**ROOM)
-    pace = llm.engine._pace = Pace(1.0, 256)
-    clock: Any = llm.engine._clock
+    pace = llm.engine.pace = Pace(1.0, 256)
+    clock: Any = llm.engine.clock
     runner = runner_of(llm)
 
     def fails(slices: Sequence[SequenceSlice]) -> None:

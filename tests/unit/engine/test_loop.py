@@ -35,7 +35,7 @@ class Run:
         self.events: list[tuple[float, Event]] = []
         self.commands: SimpleQueue[Command] = SimpleQueue()
         self._later = dict(commands)
-        self._clock = self.engine._clock
+        self._clock = self.engine.clock
         self._steps = 0
         self._put()
         runner = self.engine.runner
@@ -181,7 +181,7 @@ def test_what_a_store_does_while_nothing_runs_is_reported(
     monkeypatch.setattr(loop, "STATS_EVERY", 0.01)
     engine: Any = new_llm().engine
     stored = [0, 0, 4096]  # bytes whenever the loop asks
-    engine._store = SimpleNamespace(
+    engine.store = SimpleNamespace(
         stats=lambda: StoreStats(disk_bytes=stored.pop(0) if len(stored) > 1 else stored[0])
     )
     commands: SimpleQueue[Command] = SimpleQueue()

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.refusals import assert_names
 from tests.shares import examples
 
 from freight.engine.adjust import SamplingRow
@@ -151,7 +152,7 @@ def test_a_grammar_s_end_may_come_where_other_parameters_leave_nothing_else():
     nothing = row({8, 9, END}, temperature=0.0, allowed_token_ids=[8], bad=bad)
     error = sample(x, [nothing])[0].error
     assert error is not None
-    assert "barred by structured_outputs and allowed_token_ids and bad_words" in error
+    assert_names(error, "structured_outputs", "allowed_token_ids", "bad_words")
 
 
 def test_bias_and_penalties_come_before_the_mask():
@@ -172,11 +173,9 @@ def test_a_row_without_a_token_fails_alone():
     assert drawn[:1] == alone
     assert [one.token_id for one in drawn] == [5, -1, -1, -1]
     assert drawn[1].error is not None
-    assert "no token is left to draw after 0 output tokens" in drawn[1].error
-    assert "barred by structured_outputs; change" in drawn[1].error
+    assert_names(drawn[1].error, "0 output tokens", "structured_outputs")
     assert drawn[2].error is not None
     assert "NaN" in drawn[2].error
-    assert drawn[3].error == (
-        "its structured output cannot go on: "
-        "it is too large or too ambiguous; make repetitions, alternatives or rules fewer"
+    assert_names(
+        drawn[3].error or "", "structured output", "repetitions, alternatives or rules fewer"
     )

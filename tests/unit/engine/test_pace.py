@@ -122,9 +122,9 @@ def test_before_a_prompt_was_measured_a_step_takes_few():
 def test_a_long_prompt_beside_a_request_that_decodes(paced):
     """The clock moves by 0.01 s a token: a step takes 0.64 s, and 1.28 s without a pace."""
     engine = new_engine(num_blocks=300, max_num_seqs=4, budget=128, max_model_len=512)
-    engine._pace = Pace(0.7, 128) if paced else None
+    engine.pace = Pace(0.7, 128) if paced else None
     clock, steps = Clock(), []
-    engine._clock = clock
+    engine.clock = clock
     run_model = engine.runner.run
 
     def run(slices: Any, tokens: Any = None) -> Any:

@@ -60,14 +60,14 @@ class StoreRig(Rig):
         groups = [FakeBytes(self.model, group) for group in range(len(self.windows))]
         self.store = StoredPrefixes(self.tiers, self.cache, groups, salted)
         self.scheduler._store = self.store
-        self._schedule = self.scheduler.schedule
+        self.schedule_once = self.scheduler.schedule
         self.scheduler.schedule = self._with_chunks  # type: ignore[method-assign]
         self.num_idle = 0
 
     def _with_chunks(self, max_tokens: int | None = None) -> Step:
         """A step with chunks, where there is one: what the engine's next steps would come to."""
         for _ in range(5000):
-            step = self._schedule(max_tokens)
+            step = self.schedule_once(max_tokens)
             if step.chunks or not self.scheduler.has_unfinished:
                 return step
             self.num_idle += 1
@@ -169,7 +169,7 @@ def test_an_aborted_request_gives_its_fetch_up(new_store_rig: Callable[..., Stor
     rig = new_store_rig()
     rig.store.mover.budget.step(decodes=True)  # it may read nothing yet
     rig.add("a", [1] * 41, max_tokens=1)
-    assert not rig._schedule().chunks
+    assert not rig.schedule_once().chunks
     assert rig.cache.num_held == 10
     rig.scheduler.abort("a")
     assert rig.cache.num_held == 0
@@ -279,12 +279,12 @@ def test_one_that_waits_for_its_turn_holds_nobody_up(
     rig.store.mover.budget.step(decodes=True)
     rig.add("leader", prefix, group="g", max_tokens=1)
     rig.add("sibling", prefix, group="g", index=1, max_tokens=1)
-    disk, rig.tiers._disk = rig.tiers._disk, None
-    rig._schedule()  # before the store is open, so the leader computes its prompt
-    rig.tiers._disk = disk
+    disk, rig.tiers.disk = rig.tiers.disk, None
+    rig.schedule_once()  # before the store is open, so the leader computes its prompt
+    rig.tiers.disk = disk
     rig.add("large", [2] * 9 + [4] * 48, max_tokens=1)
     rig.add("last", prefix + [3] * 24, max_tokens=1)
-    step = rig._schedule()
+    step = rig.schedule_once()
     assert [chunk.request.request_id for chunk in step.chunks] == ["leader"]
     assert rig.cache.num_held == 5 + 2 + 10
     rig.scheduler.fail("leader", "its step failed")
@@ -312,11 +312,11 @@ def test_a_disk_that_hangs_is_waited_for_once(
     now = [0.0]
     monkeypatch.setattr(rig.store, "_clock", lambda: now[0])
     one = rig.add("one", [1] * 41, max_tokens=1)
-    assert not rig._schedule().chunks
+    assert not rig.schedule_once().chunks
     now[0] = 60.0
     rig.run()
     other = rig.add("other", [2] * 41, max_tokens=1)
-    assert rig._schedule().chunks  # it does not even begin
+    assert rig.schedule_once().chunks  # it does not even begin
     rig.run()
     rig.check_all_done()
     assert one.num_cached_tokens == other.num_cached_tokens == 0
@@ -340,7 +340,7 @@ def test_what_failed_is_found_no_more(new_store_rig: Callable[..., StoreRig]) ->
     assert rig.num_found == 40
     rig.scheduler.fail("a", "no finite logit")
     end = time.monotonic() + 10
-    while len(rig.tiers._disk):  # type: ignore[arg-type]
+    while len(rig.tiers.disk):  # type: ignore[arg-type]
         assert time.monotonic() < end
         time.sleep(0.001)
     again = rig.add("again", [1] * 41, max_tokens=1)
@@ -407,7 +407,7 @@ def test_a_fork_goes_on_without_a_store(new_store_rig: Callable[..., StoreRig]) 
     rig = new_store_rig()
     rig.store.mover.budget.step(decodes=True)  # it may read nothing yet
     rig.add("a", [1] * 41, max_tokens=2)
-    assert not rig._schedule().chunks
+    assert not rig.schedule_once().chunks
     with rig.store._coming["a"].fetch.lock, rig.store.mover._changed:  # as its threads may
         child = os.fork()
     if child == 0:

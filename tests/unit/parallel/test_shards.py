@@ -17,6 +17,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
+from tests.refusals import refuses
 from torch import Tensor
 
 from freight.checkpoint.linears import StoredLinear
@@ -134,7 +135,7 @@ def test_a_rank_s_query_heads_attend_to_its_kv_heads() -> None:
 @pytest.mark.parametrize(
     ("change", "size", "says"),
     [
-        ({}, 5, "cannot share the 4 attention heads of layer 0 evenly; choose 1, 2 or 4"),
+        ({}, 5, "4 attention heads of layer 0.* 1, 2 or 4"),
         ({"intermediate_size": 97}, 2, "the 97 intermediate channels of layer 0"),
         ({"hidden_size": 250, "num_attention_heads": 4}, 4, "the 250 hidden channels"),
         ({"num_attention_heads": 6, "num_key_value_heads": 3}, 2, "the 3 KV heads of layer 0"),
@@ -151,11 +152,11 @@ def test_what_does_not_divide_is_refused_with_the_numbers(
 @pytest.mark.parametrize(
     ("fixture", "size", "says"),
     [
-        ("latents/deepseek_v3", 8, "the 4 attention heads of layer 0 evenly; choose 1, 2 or 4"),
-        ("hybrids/mamba2", 4, "the 6 heads of layer 0 evenly; choose 1 or 2"),
-        ("hybrids/delta_net", 8, "the 4 value heads of layer 0 evenly; choose 1 or 2"),
-        ("published/Qwen--Qwen3-Next-80B-A3B-Thinking", 3, "the 32 value heads of layer 0 evenly"),
-        ("published/nvidia--Nemotron-H-56B-Base-8K", 3, "the 256 heads of layer 0 evenly"),
+        ("latents/deepseek_v3", 8, "4 attention heads of layer 0.* 1, 2 or 4"),
+        ("hybrids/mamba2", 4, "6 heads of layer 0.* 1 or 2"),
+        ("hybrids/delta_net", 8, "4 value heads of layer 0.* 1 or 2"),
+        ("published/Qwen--Qwen3-Next-80B-A3B-Thinking", 3, "32 value heads of layer 0"),
+        ("published/nvidia--Nemotron-H-56B-Base-8K", 3, "256 heads of layer 0"),
     ],
 )
 def test_layers_that_do_not_divide_are_refused_with_the_numbers(
@@ -263,7 +264,7 @@ def test_blocks_that_a_later_rank_would_cut_are_refused_by_the_first() -> None:
 
     for size in (1, 3):
         require_whole_blocks(share_of(model, 0, size), stored(384))
-    with pytest.raises(ConfigError, match=r"a rank would have rows 192 to 384 of .*gate_proj"):
+    with refuses(ConfigError, "rows 192 to 384", "gate_proj", "--tensor-parallel-size"):
         require_whole_blocks(share_of(model, 0, 2), stored(384))
 
 
@@ -359,17 +360,17 @@ def test_places_of_ranks() -> None:
 @pytest.mark.parametrize(
     ("value", "says"),
     [
-        ("0-1", "names processors for 1 ranks, but there are 2"),
-        ("0-1|", "names processors for 1 ranks, but there are 2"),
-        ("0-1|1-2", "gives a processor to two ranks"),
-        ("first|second", "is no list of processors"),
-        ("0,3-1|2", "is no list of processors"),
-        ("0--1|1", "is no list of processors"),
-        ("0|1-9999999999", "is no list of processors"),
+        ("0-1", "1 ranks.* 2"),
+        ("0-1|", "1 ranks.* 2"),
+        ("0-1|1-2", "two ranks"),
+        ("first|second", "list of processors"),
+        ("0,3-1|2", "list of processors"),
+        ("0--1|1", "list of processors"),
+        ("0|1-9999999999", "list of processors"),
     ],
 )
 def test_bad_processors_are_refused(value: str, says: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(f"--rank-cpus {value!r} {says}")):
+    with pytest.raises(ConfigError, match=f"--rank-cpus {re.escape(repr(value))} .*{says}"):
         parse_rank_cpus(value, 2)
 
 

@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.forked_ranks import KilledError, in_ranks, over_memory
+from tests.refusals import refuses
 from torch import Tensor
 from torch.distributed import HashStore
 
@@ -207,7 +208,7 @@ def test_a_rank_that_ends_is_seen_over_gloo() -> None:
         told = kernels.gather(torch.tensor([[time.monotonic()]], dtype=torch.float64))
         if rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        with pytest.raises(KernelError, match="another rank has left the step"):
+        with refuses(KernelError, "another rank", "left the step"):
             kernels.gather(told)
         group.fail()
         return time.monotonic() - float(told[0, 1])
@@ -249,7 +250,7 @@ def test_ranks_of_a_group_leave_a_step_and_begin_anew(before: bool) -> None:
         if rank == 2:
             group.fail()
         else:
-            with pytest.raises(KernelError, match="another rank has left the step"):
+            with refuses(KernelError, "another rank", "left the step"):
                 kernels.gather(x)
             group.fail()
         failed = group.failed()
@@ -322,7 +323,7 @@ def test_a_rank_that_leaves_a_step_takes_the_others_with_it() -> None:
             while memory.failed() is not None:
                 time.sleep(0.001)
         else:
-            with pytest.raises(KernelError, match="another rank has left the step"):
+            with refuses(KernelError, "another rank", "left the step"):
                 kernels.gather(x)
             assert memory.failed() == 1
             memory.restart(1)

@@ -10,6 +10,7 @@ import threading
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.refusals import refuses
 
 from freight.serve.processes import frames
 from freight.serve.processes.frames import Decoder, FrameError, encode
@@ -50,9 +51,9 @@ def test_what_json_has_not_but_the_engine_says():
 
 
 def test_a_frame_beyond_the_cap_is_refused_by_its_header():
-    with pytest.raises(FrameError, match="a frame of 11 bytes; at most 10"):
+    with refuses(FrameError, "frame", "11 bytes", "10"):
         Decoder(cap=10).feed((11).to_bytes(4, "big"))
-    with pytest.raises(FrameError, match="a frame of 12 bytes; at most 10"):
+    with refuses(FrameError, "frame", "12 bytes", "10"):
         encode("0123456789", cap=10)
     assert Decoder(cap=12).feed(encode("0123456789", cap=12)) == ["0123456789"]
 

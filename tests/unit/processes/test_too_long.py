@@ -10,6 +10,7 @@ import socket
 from typing import Any
 
 import pytest
+from tests.refusals import refuses
 
 from freight.engine.intake import AcceptedPrompt
 from freight.errors import EngineError
@@ -70,7 +71,7 @@ def test_a_delta_that_is_too_long_fails_its_request_alone(monkeypatch: pytest.Mo
         for name, text in (("1", "first"), ("3", "third")):
             [(_, told)] = await inboxes[name].next()
             assert told.outputs[0].text == text
-        with pytest.raises(EngineError, match=r"too long: a frame of 5[0-9]+ bytes; at most 2000"):
+        with refuses(EngineError, "frame", "2000"):
             await inboxes["2"].next()
 
     asyncio.run(take())
@@ -82,7 +83,7 @@ def test_a_request_that_is_too_long_is_refused_alone(monkeypatch: pytest.MonkeyP
     async def submit() -> None:
         sent: list[bytes] = []
         client = client_for(sent)
-        with pytest.raises(TooLongError, match=r"a frame of [0-9]+ bytes; at most 2000"):
+        with refuses(TooLongError, "frame", "2000"):
             client.submit("1", 0, AcceptedPrompt("x" * 5000, (1,)), SamplingParams(), Inbox())
         assert (client.num_running, sent) == (0, [])
         client.submit("2", 0, AcceptedPrompt("x", (1,)), SamplingParams(), Inbox())

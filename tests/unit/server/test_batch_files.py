@@ -4,11 +4,13 @@ is done.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from pathlib import Path
 
 import pytest
+from tests.refusals import refuses
 
 from freight.errors import ConfigError
 from freight.serve.offline.batch import _parts as parts
@@ -57,11 +59,11 @@ def test_a_mark_of_the_byte_order_is_no_part_of_the_first_line(tmp_path: Path) -
     [
         ((), "has no line"),
         (("PK\x03", "[1]"), "line 1 is not JSON"),
-        (("[1]",), "line 1 is not a JSON object"),
-        ((line("a"), "{bad", line("b"), line("a")), "lines 1 and 4 have the same custom_id 'a'"),
+        (("[1]",), "line 1.*JSON object"),
+        ((line("a"), "{bad", line("b"), line("a")), "lines 1 and 4.*custom_id 'a'"),
         (
             (line("a", "gpt-4o"), line("b", "gpt")),
-            "line 1 asks for the model 'gpt-4o'.*--served-model-name",
+            "line 1.*'gpt-4o'.*--served-model-name",
         ),
     ],
 )
@@ -85,7 +87,7 @@ def test_only_a_regular_file_is_an_input_or_an_output(tmp_path: Path, make: obje
     make(path)  # type: ignore[operator]
     with pytest.raises(ConfigError, match="cannot be read"):
         BatchInput(path, [], NAMES)
-    with pytest.raises(ConfigError, match=r"not a regular file|cannot be written"):
+    with refuses(ConfigError, str(path)):
         BatchOutput(path, [])
 
 
@@ -103,14 +105,14 @@ def test_an_output_is_continued_after_its_last_whole_line(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (answer("batch_req_" + "0" * 16 + "b"), "line 1 does not answer the same line"),
+        (answer("batch_req_" + "0" * 16 + "b"), "line 1 does not answer"),
         (
             answer("batch_req_" + "1" * 16 + "a"),
-            "line 1 was made with another model or other options",
+            "line 1.*another model",
         ),
-        (answer("batch_req_" + "0" * 16 + "a") * 2, "more lines than the input, which has 1"),
-        (b"a text\nof somebody", "line 1 was not written by freight batch"),
-        (b"[]\n", "line 1 was not written by freight batch"),
+        (answer("batch_req_" + "0" * 16 + "a") * 2, "more lines.* 1"),
+        (b"a text\nof somebody", "line 1.*freight batch"),
+        (b"[]\n", "line 1.*freight batch"),
     ],
 )
 def test_another_output_is_refused_and_left_alone(
@@ -140,13 +142,13 @@ def test_a_full_disk_is_told_with_the_name_of_the_file(tmp_path: Path) -> None:
     output = BatchOutput(tmp_path / "out", [])
     with output._file, open("/dev/full", "r+b", buffering=0) as full:
         output._file, kept = full, output._file  # type: ignore[assignment]
-        with pytest.raises(OSError, match="No space left on device") as raised:
+        with pytest.raises(OSError) as raised:
             output.write(b"x\n")
         kept.close()
-    assert raised.value.filename == str(tmp_path / "out")
+    assert (raised.value.errno, raised.value.filename) == (errno.ENOSPC, str(tmp_path / "out"))
 
 
 @pytest.mark.parametrize("custom_id", [None, 5, "", ["a"]])
 def test_a_line_without_a_text_as_its_id_is_no_request(custom_id: object) -> None:
-    with pytest.raises(ApiError, match="custom_id is missing or not a string"):
+    with refuses(ApiError, "custom_id"):
         parts({"custom_id": custom_id, "method": "POST", "url": "/v1/completions", "body": {}})

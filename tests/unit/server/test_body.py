@@ -11,6 +11,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from tests.clock import takes_less
+from tests.refusals import refuses
 from tests.unit.server.raw_http import post, running
 
 from freight.serve.transport.body import DisconnectedError, parse_object, read_body
@@ -188,9 +189,7 @@ def test_json_is_read_from_pieces(kind: str) -> None:
     ],
 )
 def test_another_content_type_is_415_with_the_way_out(kind: str) -> None:
-    with pytest.raises(
-        ApiError, match="send the header 'Content-Type: application/json'"
-    ) as caught:
+    with refuses(ApiError, "Content-Type: application/json") as caught:
         read(b"{}", content_type=kind)
     assert caught.value.status == 415
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.refusals import refuses
 
 from freight.errors import ConfigError
 from freight.serve.processes.client import WorkerOptions
@@ -52,5 +53,5 @@ def test_a_store_that_cannot_be_used_is_refused_at_once(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="is not a folder"):
         salt(kv_store=str(tmp_path / "file"), kv_store_salted=True)
-    with pytest.raises(ConfigError, match="must be the name of a folder"):
+    with refuses(ConfigError, "--kv-store ''", "folder"):
         salt(kv_store="", kv_store_salted=True)

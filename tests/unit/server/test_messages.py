@@ -405,10 +405,10 @@ def test_what_is_at_fault_is_named_as_the_client_sent_it(body, param):
 @pytest.mark.parametrize(
     ("body", "says"),
     [
-        ({"max_tokens": 0}, "max_tokens is 0; it must be 1 or more$"),
+        ({"max_tokens": 0}, "max_tokens is 0.*1 or more$"),
         (
             {"tool_choice": {"type": "any"}},
-            "tool_choice demands a call, and there are no tools to choose from",
+            "tool_choice.*no tools",
         ),
     ],
 )

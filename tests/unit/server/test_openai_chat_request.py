@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 from tests.clock import takes_less
+from tests.refusals import refuses
 from tests.unit.server.openai_cases import (
     HEAD,
     HELLO,
@@ -272,7 +273,7 @@ def test_what_a_grammar_cannot_hold_of_a_schema_is_named(forms):
             assert call.ignored == (f"{where}.uniqueItems", f"{where}.format")
         assert forms[-2:] == [{"json": held}] * 2
     strict = replace(SERVED, strict_schemas=True)
-    with pytest.raises(ApiError, match=r"has uniqueItems, .* without --strict-schemas") as error:
+    with refuses(ApiError, "uniqueItems", "--strict-schemas") as error:
         chat(strict, response_format={"type": "json_schema", "json_schema": {"schema": schema}})
     assert (error.value.param, error.value.code) == ("response_format", "invalid_grammar")
     del schema["uniqueItems"]

@@ -180,7 +180,7 @@ def test_a_template_that_loops_is_ended_and_the_next_request_is_served(folder):
         waiting = asyncio.create_task(renderer.render(hello()))
         with pytest.raises(ApiError) as caught:
             await looping  # it would never end
-        renderer._deadline_s = 300  # what is sound may take long on a slow machine
+        renderer.deadline_s = 300  # what is sound may take long on a slow machine
         assert (caught.value.status, caught.value.code) == (500, "template_error")
         assert caught.value.headers["x-should-retry"] == "false"
         assert "<user>hé" in (await waiting).text
@@ -314,7 +314,7 @@ def test_grammars(tmp_path, monkeypatch):
             "structured_outputs",
         )
         for kind, deadline in (("slow", 0.5), ("crash", 300)):
-            renderer._deadline_s = deadline
+            renderer.deadline_s = deadline
             error = await outcome(renderer, kind)
             assert (error.status, error.code) == (400, "invalid_grammar")
         assert (await outcome(renderer, "killed")).status == 500

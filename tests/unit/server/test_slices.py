@@ -53,11 +53,11 @@ def test_no_slice_of_a_large_answer_is_large() -> None:
 
 @given(st.lists(DELTA, max_size=4), st.integers(1, 5))
 def test_a_step_in_several_messages_says_the_same(deltas: list[RequestDelta], most: int) -> None:
-    before, wire._MOST_ENTRIES = wire._MOST_ENTRIES, most
+    before, wire.MOST_ENTRIES = wire.MOST_ENTRIES, most
     try:
         messages = list(wire.step_messages(deltas, [(0.5, 3)]))
     finally:
-        wire._MOST_ENTRIES = before
+        wire.MOST_ENTRIES = before
     assert [message[2] for message in messages] == [[]] * (len(messages) - 1) + [[(0.5, 3)]]
     told = [wire.delta_from_json(one) for message in messages for one in sent(message)[1]]
     for delta in deltas:

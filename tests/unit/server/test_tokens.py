@@ -83,12 +83,12 @@ def test_messages_are_rendered_first():
 @pytest.mark.parametrize(
     ("body", "status", "says"),
     [
-        ({}, 400, "one of prompt, messages and inputs"),
+        ({}, 400, "prompt, messages and inputs"),
         ({"prompt": "a", "messages": []}, 400, "one of"),
         ({"prompt": [1]}, 400, "prompt must be a string"),
         ({"prompt": "a\ud800"}, 400, "not Unicode"),
         ({"inputs": "a\ud800"}, 400, "not Unicode"),
-        ({"prompt": "a", "add_special_tokens": 1}, 400, "add_special_tokens must be true or false"),
+        ({"prompt": "a", "add_special_tokens": 1}, 400, "add_special_tokens.*true or false"),
         ({"prompt": "a", "add_special_token": True}, 400, "did you mean add_special_tokens"),
         ({"prompt": "a", "model": "gpt"}, 404, "demo"),
         ({"prompt": "a", "model": 1}, 404, "demo"),
@@ -98,13 +98,13 @@ def test_messages_are_rendered_first():
         (
             {"messages": [], "chat_template_kwargs": []},
             400,
-            "chat_template_kwargs must be an object",
+            "chat_template_kwargs.*object",
         ),
         ({"messages": [], "chat_template_kwargs": {"tokenize": True}}, 400, "tokenize"),
         (
             {"messages": [], "chat_template_kwargs": {"enable_thinkin": False}},
             400,
-            "enable_thinkin is not allowed",
+            "enable_thinkin",
         ),
     ],
 )

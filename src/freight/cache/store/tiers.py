@@ -49,7 +49,7 @@ class StoreTiers:
         self._counts: Counter[str] = Counter()
         self._disk_limit = disk
         self._memory = MemoryTier(memory)
-        self._disk: BlockFolder | None = None
+        self.disk: BlockFolder | None = None
         self._clock = clock
         self._said: set[str] = set()
         self._rests_until = self._refreshed = -1e9
@@ -57,22 +57,22 @@ class StoreTiers:
 
     @property
     def is_open(self) -> bool:
-        return self._disk is not None
+        return self.disk is not None
 
     def open(self, name: str, decides: Mapping[str, str] = MappingProxyType({})) -> None:
         """Begin to use name space `name`, which stands for what `decides` says."""
         try:
-            self._disk = BlockFolder(self.root, name, self._disk_limit, decides)
+            self.disk = BlockFolder(self.root, name, self._disk_limit, decides)
         except (OSError, ConfigError) as error:
             self._failed("cannot be opened", error)
             return
         logger.info(
-            "KV store: %s blocks for this model and cache in %s", f"{len(self._disk):,}", self.root
+            "KV store: %s blocks for this model and cache in %s", f"{len(self.disk):,}", self.root
         )
 
     def tier_of(self, key: bytes, group: int) -> Tier | None:
         """Return the first tier that has a block; None before the store is open as well."""
-        disk = self._disk
+        disk = self.disk
         if disk is None:
             return None
         if self._memory.contains(key, group):
@@ -84,7 +84,7 @@ class StoreTiers:
 
     def is_stored(self, key: bytes, group: int) -> bool:
         """Return whether a block is on the disk."""
-        return self._disk is not None and self._disk.contains(key, group)
+        return self.disk is not None and self.disk.contains(key, group)
 
     def read_into(self, key: bytes, group: int, tokens: bytes, record: memoryview) -> Tier | None:
         """Read the record of a block, its token ids `tokens` and its payload, into `record`, which is
@@ -96,10 +96,10 @@ class StoreTiers:
             record[:] = kept
             self._count("memory_hits")
             return Tier.MEMORY
-        if self._disk is None:
+        if self.disk is None:
             return None
         try:
-            sound = self._disk.read_into(key, group, tokens, record)
+            sound = self.disk.read_into(key, group, tokens, record)
         except KeyError:
             self._count("misses")
             return None
@@ -119,7 +119,7 @@ class StoreTiers:
 
     def write(self, blocks: Sequence[Block]) -> None:
         """Store blocks that are not stored yet."""
-        disk = self._disk
+        disk = self.disk
         if disk is None or self._clock() < self._rests_until:
             self._count("dropped", len(blocks))
             return
@@ -136,25 +136,25 @@ class StoreTiers:
 
     def touch(self, blocks: Sequence[tuple[bytes, int]]) -> None:
         """Note that a prefix was used: its blocks (key, group) in order."""
-        if self._disk is not None:
-            self._disk.touch(blocks)
+        if self.disk is not None:
+            self.disk.touch(blocks)
 
     def refresh(self) -> None:
         """Look what other engines stored, at most every two seconds."""
         now = self._clock()
-        if self._disk is None or now - self._refreshed < _REFRESH:
+        if self.disk is None or now - self._refreshed < _REFRESH:
             return
         self._refreshed = now
         try:
-            self._disk.refresh()
+            self.disk.refresh()
         except (OSError, ConfigError) as error:
             self._failed("cannot be listed", error)
 
     def forget(self, key: bytes, group: int) -> None:
         """Find a block no more."""
         self._memory.forget(key, group)
-        if self._disk is not None:
-            self._disk.forget(key, group)
+        if self.disk is not None:
+            self.disk.forget(key, group)
 
     def count_dropped(self, count: int = 1) -> None:
         self._count("dropped", count)
@@ -166,7 +166,7 @@ class StoreTiers:
         """Return the counts, with the bytes that the tiers hold."""
         with self._lock:
             counts = dict(self._counts)
-        disk_bytes = 0 if self._disk is None else self._disk.num_bytes
+        disk_bytes = 0 if self.disk is None else self.disk.num_bytes
         return StoreStats(**counts, memory_bytes=self._memory.num_bytes, disk_bytes=disk_bytes)
 
     def leave_in_child(self) -> None:
@@ -175,8 +175,8 @@ class StoreTiers:
 
     def close(self) -> None:
         """Give up the files."""
-        if self._disk is not None:
-            self._disk.close()
+        if self.disk is not None:
+            self.disk.close()
 
     def _count(self, name: str, count: int = 1) -> None:
         with self._lock:

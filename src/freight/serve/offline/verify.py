@@ -159,15 +159,15 @@ class Verifier:
         """new_renderer: makes what renders conversations and checks grammars; None without a
         tokenizer, where there are neither.
         """
-        self._engine = engine
-        self._served = replace(served, unknown_fields="ignore", strict_schemas=False)
-        self._new_renderer = new_renderer
+        self.engine = engine
+        self.served = replace(served, unknown_fields="ignore", strict_schemas=False)
+        self.new_renderer = new_renderer
         self._limits = ServingLimits()
         self._num_queued = 0
 
     def results(self, contents: Iterable[object]) -> Iterator[Verification]:
         """Yield a result for each `read_stated` object, in order. Not for use within an event loop."""
-        renderer = self._new_renderer() if self._new_renderer is not None else None
+        renderer = self.new_renderer() if self.new_renderer is not None else None
         source = iter(contents)
         begun: list[_Begun | Verification] = []
         with asyncio.Runner() as runner:
@@ -176,8 +176,8 @@ class Verifier:
                     begun = []
                     for content in batch:
                         begun.append(runner.run(self._begin(content, renderer)))
-                    while self._engine.has_unfinished:
-                        self._engine.step(quiet_until=math.inf)
+                    while self.engine.has_unfinished:
+                        self.engine.step(quiet_until=math.inf)
                     for one in begun:
                         yield one if isinstance(one, Verification) else self._end(one)
             finally:
@@ -190,12 +190,12 @@ class Verifier:
         stated = read_stated(content)
         if isinstance(stated, Verification):
             return stated
-        if stated.fingerprint != self._served.fingerprint:
+        if stated.fingerprint != self.served.fingerprint:
             return unknown(
                 f"the answer's system_fingerprint is {show(stated.fingerprint)}, and that of this model with these "
-                f"options and this version is {self._served.fingerprint}"
+                f"options and this version is {self.served.fingerprint}"
             )
-        if not self._engine.is_reproducible:
+        if not self.engine.is_reproducible:
             return unknown(OTHER_KERNELS)
         try:
             return await self._queue(stated, renderer)
@@ -204,7 +204,7 @@ class Verifier:
 
     async def _queue(self, stated: Stated, renderer: Renderer | None) -> _Begun | Verification:
         named = stated.request.get("model")
-        served = self._served
+        served = self.served
         if isinstance(named, str):
             served = replace(served, names=(named,))
         call = stated.parse(dict(stated.request), served, self._limits)
@@ -216,7 +216,7 @@ class Verifier:
         reply = call.reply(ReplyHead(name, 0, call.model, served.fingerprint), served, work)
         if any(has_no_seed(one.params) for one in work):
             return unknown(NO_SEED)
-        fault = _shape_differs(stated, work, self._served.vocab_size)
+        fault = _shape_differs(stated, work, self.served.vocab_size)
         if fault is not None:
             return fault
         fault = _prompts_differ(stated, work)
@@ -229,10 +229,10 @@ class Verifier:
         names: list[str] = []
         try:
             for item, answers in zip(work, _by_prompt(stated, work), strict=True):
-                prompt = self._engine.accept(item.token_ids, item.params)
+                prompt = self.engine.accept(item.token_ids, item.params)
                 self._num_queued += 1
                 names.append(str(self._num_queued))
-                self._engine.redraw(names[-1], prompt, item.params, answers)
+                self.engine.redraw(names[-1], prompt, item.params, answers)
         except Exception:
             self._release(names)
             raise
@@ -240,14 +240,14 @@ class Verifier:
 
     def _reads_clock(self, work: Work) -> bool:
         """Return whether a prompt may have been another one at another time."""
-        tokenizer = self._served.tokenizer
+        tokenizer = self.served.tokenizer
         if tokenizer is None or not isinstance(work.prompt, Conversation):
             return False
         return "strftime_now" in tokenizer.chat_template_source
 
     async def _tokenized(self, work: Work, renderer: Renderer | None) -> TokenizedWork:
         """Return what `Service.tokenize` does."""
-        tokenizer = self._served.tokenizer
+        tokenizer = self.served.tokenizer
         prompt = work.prompt
         params = work.params
         text = None
@@ -266,17 +266,17 @@ class Verifier:
             text = prompt
             ids = tokenizer.encode(prompt, work.add_special_tokens is not False)
         assert not isinstance(ids, str | Conversation)
-        left = self._engine.intake.cut(ids, params)
+        left = self.engine.intake.cut(ids, params)
         if len(left) < len(ids) and isinstance(prompt, str):
             text = None
         return TokenizedWork(text, tuple(left), replace(params, timeout_s=None))
 
     def _release(self, names: Sequence[str]) -> None:
         for name in names:
-            self._engine.release(name)
+            self.engine.release(name)
 
     def _end(self, begun: _Begun) -> Verification:
-        redrawn = [self._engine.redrawn(name) for name in begun.names]
+        redrawn = [self.engine.redrawn(name) for name in begun.names]
         self._release(begun.names)
         first = 0
         found = list[Verification]()

@@ -38,7 +38,7 @@ from freight.sampling import SamplingParams
 from freight.structured import StructuredOutputs
 
 CAP = 1 << 28  # bytes of a message
-_MOST_ENTRIES = 8192  # log-probabilities in a message, roughly: some 200 KB, more with their texts
+MOST_ENTRIES = 8192  # log-probabilities in a message, roughly: some 200 KB, more with their texts
 
 # from the engine's process
 OPENED = "opened"  # headers are read: an EngineFacts without the fields that need weights
@@ -153,7 +153,7 @@ def step_messages(
     A prompt's log-probabilities, which may be hundreds of megabytes, are split over messages.
     """
     held: list[Any] = []
-    room = _MOST_ENTRIES
+    room = MOST_ENTRIES
     for delta in deltas:
         plain = _plain_to_json(delta)
         if plain is not None:
@@ -166,7 +166,7 @@ def step_messages(
             if room <= 0:
                 yield [STEPPED, held, []]
                 held = []
-                room = _MOST_ENTRIES
+                room = MOST_ENTRIES
     yield [STEPPED, held, steps]
 
 
@@ -180,7 +180,7 @@ def _parts(delta: RequestDelta) -> Iterator[RequestDelta]:
     if scores is None:
         yield delta
         return
-    size = max(1, _MOST_ENTRIES // scores.width)
+    size = max(1, MOST_ENTRIES // scores.width)
     last = max(0, len(scores) - 1) // size * size
     for begin in range(0, last, size):
         part = scores.part(begin, begin + size)

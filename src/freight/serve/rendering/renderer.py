@@ -94,7 +94,7 @@ class Renderer:
             "grammar_checker": grammar_checker,
             "chat_template": chat_template,
         }
-        self._deadline_s = deadline_s
+        self.deadline_s = deadline_s
         self._start_deadline_s = start_deadline_s
         self._turns = Turns(max_waiting)
         self._process: _Process | None = None
@@ -142,7 +142,7 @@ class Renderer:
         except TimeoutError:
             raise ApiError(
                 500,
-                f"the model's chat template did not end within {self._deadline_s:g} s for these messages",
+                f"the model's chat template did not end within {self.deadline_s:g} s for these messages",
                 code="template_error",
             ) from None
         except _EndedError:
@@ -200,7 +200,7 @@ class Renderer:
                 ) from None
             raise ApiError(
                 400,
-                f"the text of {characters} characters was not tokenized within {self._deadline_s:g} s and "
+                f"the text of {characters} characters was not tokenized within {self.deadline_s:g} s and "
                 f"{self._settings['memory']} bytes; send a shorter one",
                 param=param,
             ) from None
@@ -213,7 +213,7 @@ class Renderer:
         """
         too_large = ApiError(
             400,
-            f"the grammar is too large: it was not compiled within {self._deadline_s:g} s and "
+            f"the grammar is too large: it was not compiled within {self.deadline_s:g} s and "
             f"{self._settings['memory']} bytes; make it smaller",
             param="structured_outputs",
             code="invalid_grammar",
@@ -273,12 +273,12 @@ class Renderer:
     async def _exchange(self, frame: bytes, take: Callable[[Any], None]) -> dict[str, Any]:
         process = await self._ready()
         try:
-            async with asyncio.timeout(self._deadline_s):
+            async with asyncio.timeout(self.deadline_s):
                 reply = await process.ask(frame, take)
         except TimeoutError:
             logger.warning(
                 "a chat template or a grammar took longer than %g s; its process is killed",
-                self._deadline_s,
+                self.deadline_s,
             )
             await self._end(process)
             raise
