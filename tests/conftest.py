@@ -22,6 +22,7 @@ process that the command starts (tests/kernels/test_arm.py).
 
 import atexit
 import gc
+import logging
 import os
 import shlex
 import signal
@@ -223,9 +224,19 @@ def pytest_collection() -> Iterator[None]:
     try:
         return (yield)
     finally:
+        propagate_logs_of_torch()
         gc.freeze()
         gc.set_threshold(10_000, 10, 10)  # of 700 new objects, few are garbage in cycles
         gc.enable()
+
+
+def propagate_logs_of_torch() -> None:
+    """Have pytest find what torch logs at the root logger. It adds its handlers to each logger that
+    does not propagate, of which torch has dozens, and takes them away again, six times for a test.
+    """
+    for name, logger in logging.root.manager.loggerDict.items():
+        if name.startswith("torch") and isinstance(logger, logging.Logger):
+            logger.propagate = True
 
 
 # what modules hold is freed at exit, where Triton's would be reported as leaked, and not before: pytest
