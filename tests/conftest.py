@@ -20,7 +20,9 @@ FREIGHT_TEST_REMOTE='qemu-aarch64 … driver …/freight_neon.so' runs them with
 process that the command starts (tests/kernels/test_arm.py).
 """
 
+import atexit
 import gc
+import logging
 import os
 import shlex
 import signal
@@ -138,6 +140,80 @@ STRENGTHS = {
     "tests/formats/test_mixtures.py": 1,
 }
 
+# Functions whose cases compute the same of another model, form or cache, and take long: one in so many
+# runs, chosen by its name, so that a model that one function leaves out is of another's share.
+SHARES = {
+    "tests/e2e/test_chat_terminal.py::test_one_place_decides_about_styles": 2,
+    "tests/e2e/test_equivalences.py::": 2,
+    "tests/e2e/test_experts.py::test_transformers_computes_the_same_from_what_is_written": 3,
+    "tests/e2e/test_failing_kernels.py::test_in_": 2,
+    "tests/e2e/test_failures.py::test_one_bad_prompt_among_sixteen": 3,
+    "tests/e2e/test_fallback.py::test_the_plan_counts_the_bytes_that_are_loaded": 3,
+    "tests/e2e/test_fallback_published.py::test_the_old_spelling_describes_the_same_model": 3,
+    "tests/e2e/test_families.py::test_a_quantized_model_has_the_names_that_engines_read_and_runs": 3,
+    "tests/e2e/test_killed_quantize.py::test_a_signal_while_it_writes_leaves_nothing": 2,
+    "tests/e2e/test_latents.py::test_what_a_format_costs": 2,
+    "tests/e2e/test_lost_steps.py::": 3,
+    "tests/e2e/test_openapi.py::test_bodies": 2,
+    "tests/e2e/test_page_layouts.py::": 2,
+    "tests/e2e/test_process_defaults.py::test_a_default_of_the_process_changes_no_bit": 2,
+    "tests/e2e/test_ranks.py::test_a_store_is_for_any_number_of_ranks": 3,
+    "tests/e2e/test_ranks.py::test_two_ranks_have_the_bits_of_one": 3,
+    "tests/e2e/test_serve_faults.py::test_a_client_that_leaves_": 2,
+    "tests/e2e/test_serve_loading.py::test_every_form_of_a_server_ends_with_a_line_while_it_imports": 2,
+    "tests/e2e/test_short_conv.py::test_a_request_that_raises_fails_alone": 3,
+    "tests/e2e/test_state_equivalences.py::": 3,
+    "tests/e2e/test_states.py::test_chunks_change_no_bit": 2,
+    "tests/e2e/test_states.py::test_neighbours_and_the_size_of_blocks_change_no_bit": 2,
+    "tests/e2e/test_store_equivalences.py::": 3,
+    "tests/e2e/test_transformers_cache.py::test_every_way_of_generating": 2,
+    "tests/formats/test_experts.py::test_logits_are_those_of_the_model_dequantized_by_hand": 2,
+    "tests/formats/test_forms.py::test_an_fnuz_device_has_the_same_weights": 3,
+    "tests/formats/test_forms.py::test_every_scale_changes_the_output": 3,
+    "tests/formats/test_forms.py::test_the_compiled_kernels_compute_the_same": 3,
+    "tests/formats/test_four_bits.py::test_it_is_described_and_takes_the_bytes_that_are_counted": 3,
+    "tests/formats/test_four_bits.py::test_logits_equal_transformers_over_the_values": 3,
+    "tests/formats/test_four_bits.py::test_the_values_are_the_producer_s": 2,
+    "tests/formats/test_mixtures.py::": 3,
+    "tests/kernels/test_cpu_attention.py::test_sinks": 2,
+    "tests/kernels/test_cpu_attention.py::test_values_of_another_width": 2,
+    "tests/kernels/test_cpu_shared_products.py::test_a_product_of_ranks_has_the_bits_of_one": 3,
+    "tests/kernels/test_emulated_tiles.py::test_products_are_those_of_the_definition": 2,
+    "tests/kernels/test_page_layouts.py::test_attention_reads_any_layout": 3,
+    "tests/kernels/test_page_layouts.py::test_values_inside_keys_are_those_of_their_own": 3,
+    "tests/kernels/triton/test_triton_families.py::test_logits_": 3,
+    "tests/kernels/triton/": 2,
+    "tests/parity/test_stateful.py::": 2,
+    "tests/parity/test_transformers.py::test_bfloat16_": 3,
+    "tests/unit/calibrate/test_expert_inputs.py::test_one_scale_for_each_side_": 3,
+    "tests/unit/calibrate/test_families.py::test_scales_are_those_": 3,
+    "tests/unit/checkpoint/test_whole_or_not.py::test_every_call_may_fail": 2,
+    "tests/unit/cli/test_hostile_folders.py::test_every_command_ends_soon_and_says_little": 2,
+    "tests/unit/compat/test_transformers_cache_copies.py::test_a_copy_generates_the_same_tokens": 3,
+    "tests/unit/engine/test_isolation.py::test_any_mixture_": 2,
+    "tests/unit/engine/test_recorded_variants.py::test_a_decode_step_is_recorded": 3,
+    "tests/unit/engine/test_scheduler_store.py::test_whatever_happens": 2,
+    "tests/unit/evaluate/test_capacity.py::test_every_setting_is_what_the_engine_allocates": 3,
+    "tests/unit/evaluate/test_capacity.py::test_states_are_what_the_engine_allocates": 2,
+    "tests/unit/models/test_sizes.py::test_every_family_occupies_what_is_counted": 3,
+    "tests/unit/parallel/test_shards.py::test_published_models_are_shared_without_a_row_lost": 3,
+    "tests/unit/server/page/test_page_looks.py::test_all_of_it_can_be_read": 2,
+    "tests/unit/server/test_body.py::test_four_megabytes_take_little_time": 2,
+    "tests/unit/server/test_call_forms.py::test_a_call_of_a_megabyte_is_read_in_one_pass": 3,
+    "tests/unit/server/test_call_forms.py::test_a_call_that_is_cut_anywhere_is_text": 2,
+    "tests/unit/server/test_call_forms.py::test_floods_are_read_in_linear_work": 3,
+    "tests/unit/server/test_call_forms.py::test_pieces_change_nothing_and_nothing_raises": 2,
+    "tests/unit/server/test_costs.py::test_a_list_over_its_limit_is_refused": 2,
+    "tests/unit/server/test_forced_forms.py::test_each_alternative_of_a_value_holds": 3,
+    "tests/unit/server/test_forced_forms.py::test_names_of_arguments_": 3,
+    "tests/unit/server/test_forced_forms.py::test_what_the_grammar_writes_": 3,
+    "tests/unit/server/test_forgotten_tags.py::test_any_closing_tags_": 2,
+    "tests/unit/server/test_hostile_templates.py::test_an_answer_ends_soon_with_all_its_text": 2,
+    "tests/unit/server/test_json_pieces.py::test_other_threads_run_while_a_body_is_parsed": 3,
+    "tests/unit/server/test_tags_in_values.py::test_floods_": 2,
+    "tests/unit/test_tokenizer_json.py::test_ids_and_text_are_those_of_the_file_whatever_the_class": 2,
+}
+
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
@@ -148,28 +224,62 @@ def pytest_collection() -> Iterator[None]:
     try:
         return (yield)
     finally:
+        propagate_logs_of_torch()
         gc.freeze()
         gc.set_threshold(10_000, 10, 10)  # of 700 new objects, few are garbage in cycles
         gc.enable()
 
 
-def pytest_unconfigure() -> None:
-    gc.unfreeze()  # what modules hold is freed at exit, where Triton's would be reported as leaked
+def propagate_logs_of_torch() -> None:
+    """Have pytest find what torch logs at the root logger. It adds its handlers to each logger that
+    does not propagate, of which torch has dozens, and takes them away again, six times for a test.
+    """
+    for name, logger in logging.root.manager.loggerDict.items():
+        if name.startswith("torch") and isinstance(logger, logging.Logger):
+            logger.propagate = True
+
+
+# what modules hold is freed at exit, where Triton's would be reported as leaked, and not before: pytest
+# goes through all of it twice when it ends
+atexit.register(gc.unfreeze)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> Iterator[None]:
+    """Make no items of the `slow` cases where they are left out: there are more of them than of the
+    others. A function keeps one case in any event, without which pytest would call it with none.
+    """
+    yield
+    if "not slow" in metafunc.config.option.markexpr:
+        calls = metafunc._calls
+        calls[:] = [
+            call for call in calls if all(mark.name != "slow" for mark in call.marks)
+        ] or calls[:1]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    from tests.covering import choose, leave_out
+    from tests.covering import choose, leave_out, share
 
     functions: dict[str, list[pytest.Item]] = {}
     for item in items:
         if hasattr(item, "callspec") and not item.get_closest_marker("slow"):
             functions.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for name, cases in functions.items():
-        strengths = [one for prefix, one in STRENGTHS.items() if name.startswith(prefix)]
-        if not strengths:
+        strength = setting(STRENGTHS, name)
+        count = setting(SHARES, name)
+        if not strength and not count:
             continue
-        rows = [tuple(map(repr, case.callspec.params.values())) for case in cases]
-        chosen = {*choose(rows, strengths[0])}
-        for place, case in enumerate(cases):
-            if place not in chosen:
+        rows = {case.nodeid: tuple(map(repr, case.callspec.params.values())) for case in cases}
+        chosen = [*rows]
+        if strength:
+            chosen = [chosen[place] for place in choose([*rows.values()], strength)]
+        if count:
+            chosen = share({case: rows[case] for case in sorted(chosen)}, count)
+        for case in cases:
+            if case.nodeid not in chosen:
                 leave_out(case)
+
+
+def setting(table: dict[str, int], name: str) -> int:
+    """Return what the first prefix of a function's name has in the table, 0 where none has."""
+    return next((value for prefix, value in table.items() if name.startswith(prefix)), 0)

@@ -1,8 +1,8 @@
 """Covering arrays: a few rows of a cross product in which every pair of values occurs (Cohen et al.
 1997, AETG).
 
-`make test` runs the covering array, `make test-all` the full product. FREIGHT_TEST_TENTH=0 to 9 adds
-that tenth of the rest, which `.ci/run` does in rotation.
+`make test` runs the covering array, or a share of cases that are alike, `make test-all` the full
+product. FREIGHT_TEST_TENTH=0 to 9 adds that tenth of the rest, which `.ci/run` does in rotation.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import heapq
 import itertools
 import os
 import zlib
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -58,6 +58,22 @@ def covered(*axes: Collection[Any]) -> list[Any]:
         )
         for row in places
     ]
+
+
+def share(cases: Mapping[str, Sequence[Hashable]], count: int) -> list[str]:
+    """Return the names of one in `count` cases, in the order of their names' checksums. Of an axis that
+    has no more values than that, every value is among them, if it takes more cases.
+    """
+    number = -(-len(cases) // count)
+    names = sorted(cases, key=lambda name: zlib.crc32(name.encode()))
+    values = [set(axis) for axis in zip(*cases.values(), strict=True)]
+    short = [
+        [value for value, axis in zip(cases[name], values, strict=True) if len(axis) <= number]
+        for name in names
+    ]
+    chosen = [names[place] for place in choose(short, 1)]
+    others = [name for name in names if name not in chosen]
+    return chosen + others[: max(0, number - len(chosen))]
 
 
 def leave_out(case: pytest.Item) -> None:

@@ -30,7 +30,7 @@ CONTEXT = 8192  # clients write schemas into prompts, and the demo model's 1024 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if HERE in item.path.parents:
+        if str(item.path).startswith(f"{HERE}/"):
             item.add_marker("clients")
 
 
