@@ -231,23 +231,24 @@ class LLM:
         for models of transformers. Raises RequestError for parameters that the prompt cannot be served
         with, and a token outside of the vocabulary.
         """
-        given = [outputs] if isinstance(outputs, RequestOutput) else list(outputs)
-        params = params_of(sampling_params, len(given))
+        requests = [outputs] if isinstance(outputs, RequestOutput) else list(outputs)
+        params = params_of(sampling_params, len(requests))
         results: list[Verification | None] = [
-            self._unknown(output, one) for output, one in zip(given, params, strict=True)
+            self._unknown(output, redrawn_result)
+            for output, redrawn_result in zip(requests, params, strict=True)
         ]
-        wanted = [index for index, result in enumerate(results) if result is None]
+        indexes = [index for index, result in enumerate(results) if result is None]
         ids: list[str] = []
         try:
-            asked = [(given[index], params[index]) for index in wanted]
+            asked = [(requests[index], params[index]) for index in indexes]
             self._turns.run(lambda: self._redraw_all(ids, asked))
             self._run(ids, progress=False)
             redrawn = self._turns.run(lambda: [self.engine.redrawn(name) for name in ids])
         finally:
             self._turns.released.extend(ids)
             self._turns.tidy()
-        for index, one in zip(wanted, redrawn, strict=True):
-            results[index] = compare_output(given[index], one)
+        for index, redrawn_result in zip(indexes, redrawn, strict=True):
+            results[index] = compare_output(requests[index], redrawn_result)
         return [result for result in results if result is not None]
 
     def _unknown(self, output: RequestOutput, params: SamplingParams) -> Verification | None:
@@ -256,7 +257,11 @@ class LLM:
             return unknown(OTHER_KERNELS)
         if has_no_seed(params):
             return unknown(NO_SEED)
-        failed = [one for one in output.outputs if one.finish_reason is FinishReason.ERROR]
+        failed = [
+            completion
+            for completion in output.outputs
+            if completion.finish_reason is FinishReason.ERROR
+        ]
         if failed:
             return unknown(f"completion {failed[0].index} failed: {failed[0].error}")
         return None
@@ -268,7 +273,7 @@ class LLM:
             params = replace(params, truncate_prompt_tokens=None)  # the output has what was left
             prompt = self.engine.accept(output.prompt_token_ids, params)
             ids.append(str(next(self._ids)))
-            answers = [one.token_ids for one in output.outputs]
+            answers = [completion.token_ids for completion in output.outputs]
             self.engine.redraw(ids[-1], prompt, params, answers)
 
     def kv_cache_info(self) -> dict[str, Any]:
@@ -290,11 +295,14 @@ class LLM:
         served. Changes nothing.
         """
         batch = prompts_of(prompts)
-        params = [tokenization.applied(one) for one in params_of(sampling_params, len(batch))]
+        params = [
+            tokenization.applied(prompt_params)
+            for prompt_params in params_of(sampling_params, len(batch))
+        ]
         adds = tokenization.add_special_tokens is not False
         return [
-            (self.engine.accept(text_or_ids(prompt), one, adds), one)
-            for prompt, one in zip(batch, params, strict=True)
+            (self.engine.accept(text_or_ids(prompt), prompt_params, adds), prompt_params)
+            for prompt, prompt_params in zip(batch, params, strict=True)
         ]
 
     def _add_all(self, ids: list[str], accepted: list[Accepted]) -> None:

@@ -293,13 +293,13 @@ def check_limits(params: SamplingParams, limits: SamplingLimits) -> None:
     _checked(params, limits)
 
 
-def _checked(given: SamplingParams, limits: SamplingLimits) -> dict[str, object]:
+def _checked(params: SamplingParams, limits: SamplingLimits) -> dict[str, object]:
     """Return each field's value in its stored form. Raises RequestError for a wrong type or a value
     beyond `limits`.
     """
 
     def number(name: str) -> float | None:
-        value = getattr(given, name)
+        value = getattr(params, name)
         within = RANGES[name]
         if value is None and within.optional:
             return None
@@ -317,31 +317,33 @@ def _checked(given: SamplingParams, limits: SamplingLimits) -> dict[str, object]
         "seed": number("seed"),
         "max_tokens": number("max_tokens"),
         "min_tokens": number("min_tokens"),
-        "stop": _strings("stop", given.stop, limits.stop, limits.stop_length),
-        "stop_token_ids": _token_ids("stop_token_ids", given.stop_token_ids, limits.stop_token_ids),
-        "include_stop_str_in_output": _flag(
-            "include_stop_str_in_output", given.include_stop_str_in_output
+        "stop": _strings("stop", params.stop, limits.stop, limits.stop_length),
+        "stop_token_ids": _token_ids(
+            "stop_token_ids", params.stop_token_ids, limits.stop_token_ids
         ),
-        "ignore_eos": _flag("ignore_eos", given.ignore_eos),
+        "include_stop_str_in_output": _flag(
+            "include_stop_str_in_output", params.include_stop_str_in_output
+        ),
+        "ignore_eos": _flag("ignore_eos", params.ignore_eos),
         "presence_penalty": number("presence_penalty"),
         "frequency_penalty": number("frequency_penalty"),
         "repetition_penalty": number("repetition_penalty"),
-        "logit_bias": _biases("logit_bias", given.logit_bias, limits.logit_bias),
+        "logit_bias": _biases("logit_bias", params.logit_bias, limits.logit_bias),
         "allowed_token_ids": None
-        if given.allowed_token_ids is None
-        else _token_ids("allowed_token_ids", given.allowed_token_ids, limits.allowed_token_ids),
-        "bad_words": _strings("bad_words", given.bad_words, limits.bad_words, limits.stop_length),
+        if params.allowed_token_ids is None
+        else _token_ids("allowed_token_ids", params.allowed_token_ids, limits.allowed_token_ids),
+        "bad_words": _strings("bad_words", params.bad_words, limits.bad_words, limits.stop_length),
         "logprobs": number("logprobs"),
         "prompt_logprobs": number("prompt_logprobs"),
-        "detokenize": _flag("detokenize", given.detokenize),
-        "skip_special_tokens": _flag("skip_special_tokens", given.skip_special_tokens),
+        "detokenize": _flag("detokenize", params.detokenize),
+        "skip_special_tokens": _flag("skip_special_tokens", params.skip_special_tokens),
         "truncate_prompt_tokens": number("truncate_prompt_tokens"),
-        "cache_salt": _salt("cache_salt", given.cache_salt, limits.cache_salt),
-        "prediction": _text("prediction", given.prediction),
+        "cache_salt": _salt("cache_salt", params.cache_salt, limits.cache_salt),
+        "prediction": _text("prediction", params.prediction),
         "timeout_s": number("timeout_s"),
         "structured_outputs": None
-        if given.structured_outputs is None
-        else StructuredOutputs.of(given.structured_outputs),
+        if params.structured_outputs is None
+        else StructuredOutputs.of(params.structured_outputs),
     }
 
 

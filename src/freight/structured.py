@@ -71,48 +71,50 @@ class StructuredOutputs:
                 f"structured_outputs.json_object is {shown(self.json_object)}; it must be True or False"
             )
         values = {name: getattr(self, name) for name in _FORMS}
-        given = [
+        forms = [
             name
             for name, value in values.items()
             if value is not None and not (name == _FORMS[-1] and not value)
         ]
-        if len(given) != 1:
-            fault = f"has {' and '.join(given)}" if given else "is empty"
+        if len(forms) != 1:
+            fault = f"has {' and '.join(forms)}" if forms else "is empty"
             raise RequestError(f"structured_outputs {fault}; give exactly one of {choices(_FORMS)}")
-        kept: dict[str, Any] = dict.fromkeys(_FORMS) | {"json_object": False}
-        name = given[0]
+        checked: dict[str, Any] = dict.fromkeys(_FORMS) | {"json_object": False}
+        name = forms[0]
         if name == "json":
             schema = _schema(values[name])
-            kept |= {"json_object": True} if schema is None else {"json": schema}
+            checked |= {"json_object": True} if schema is None else {"json": schema}
         elif name == "choice":
-            kept[name] = _choice(values[name])
+            checked[name] = _choice(values[name])
         elif name == "json_object":
-            kept[name] = True
+            checked[name] = True
         else:
-            kept[name] = _text(name, values[name], MOST_REGEX if name == "regex" else MOST_GRAMMAR)
+            checked[name] = _text(
+                name, values[name], MOST_REGEX if name == "regex" else MOST_GRAMMAR
+            )
         if name == "grammar":
-            _check_rules(kept[name])
+            _check_rules(checked[name])
         if self.parts is not None and name != "grammar":
             raise RequestError(
                 "structured_outputs.parts belong to structured_outputs.grammar, which is not given"
             )
-        kept["parts"] = None if self.parts is None else _checked_parts(self.parts)
-        for name, value in kept.items():
+        checked["parts"] = None if self.parts is None else _checked_parts(self.parts)
+        for name, value in checked.items():
             object.__setattr__(self, name, value)
 
     @classmethod
-    def of(cls, given: object) -> StructuredOutputs:
+    def of(cls, value: object) -> StructuredOutputs:
         """Return `given` itself, or the value that a mapping of the fields describes. Raises
         RequestError.
         """
-        if isinstance(given, cls):
-            return given
-        if not isinstance(given, Mapping):
+        if isinstance(value, cls):
+            return value
+        if not isinstance(value, Mapping):
             raise RequestError(
-                f"structured_outputs is {shown(given)}; it must be a StructuredOutputs or a mapping of its fields"
+                f"structured_outputs is {shown(value)}; it must be a StructuredOutputs or a mapping of its fields"
             )
         known = [field.name for field in fields(cls)]
-        for name in given:
+        for name in value:
             if name not in known:
                 hint = nearest(
                     str(name)[:60],
@@ -122,7 +124,7 @@ class StructuredOutputs:
                 raise RequestError(
                     f"structured_outputs has no field {shown(name)}{hint}; it has {', '.join(known)}"
                 )
-        return cls(**given)
+        return cls(**value)
 
     @classmethod
     def enforceable(
@@ -134,11 +136,11 @@ class StructuredOutputs:
         `StructuredOutputs(json=schema)` is the strict way: compiling such a keyword fails. Raises
         RequestError.
         """
-        whole = cls(json=schema)
-        if whole.json is None:
-            return whole, ()
-        kept, left_out = enforceable(json.loads(str(whole.json)))
-        return cls(json=kept), left_out
+        outputs = cls(json=schema)
+        if outputs.json is None:
+            return outputs, ()
+        reduced, left_out = enforceable(json.loads(str(outputs.json)))
+        return cls(json=reduced), left_out
 
     def key(self) -> tuple[str, str]:
         """Return the form's name and its text: equal for values that compile to the same grammar.
@@ -180,12 +182,12 @@ def _checked_parts(value: object) -> tuple[tuple[str, StructuredOutputs], ...]:
         )
     made: list[tuple[str, StructuredOutputs]] = []
     size = 0
-    for name, given in pairs:
+    for name, form in pairs:
         if not isinstance(name, str) or not _PART.fullmatch(name):
             raise RequestError(
                 f"structured_outputs.parts has the name {shown(name)}; a name is like 'answer_1'"
             )
-        part = StructuredOutputs.of(given)
+        part = StructuredOutputs.of(form)
         if part.parts is not None:
             raise RequestError(
                 f"structured_outputs.parts.{name} has parts of its own; move them to structured_outputs.parts"

@@ -109,8 +109,8 @@ class AutoFP8ForCausalLM:
                 format=Layout.FP8,
             )
         )
-        kept = matched_modules(model.model, self._plan.ignore)
-        self._opened = model.quantized_as(self._plan.weights, self._plan.layout, kept)
+        unquantized = matched_modules(model.model, self._plan.ignore)
+        self._opened = model.quantized_as(self._plan.weights, self._plan.layout, unquantized)
         self.config = self._opened.model
         self._ignored, self._partly_kept = ignored_modules(
             self.config, self._plan.ignore, others=self._opened.modules_beside
@@ -231,8 +231,8 @@ def _rows(tokens: Any) -> list[list[int]]:
     if mask is None:
         return rows
     unpadded = []
-    for row, kept in zip(rows, _lists(mask), strict=True):
-        unpadded.append([token for token, one in zip(row, kept, strict=True) if one])
+    for row, mask_row in zip(rows, _lists(mask), strict=True):
+        unpadded.append([token for token, is_token in zip(row, mask_row, strict=True) if is_token])
     return unpadded
 
 

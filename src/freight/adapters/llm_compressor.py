@@ -159,9 +159,9 @@ def oneshot(
     _count("num_calibration_samples", num_calibration_samples)
     if max_seq_length is not None:
         _count("max_seq_length", max_seq_length)
-    wanted = read_recipe(recipe)
+    steps = read_recipe(recipe)
     name, revision = _source(model, model_revision, tokenizer)
-    calibrated = wanted.activations is ActivationScheme.STATIC or wanted.kv is not None
+    calibrated = steps.activations is ActivationScheme.STATIC or steps.kv is not None
     rows = None
     if dataset is not None and not calibrated:
         logger.warning("the recipe calibrates nothing, so the dataset is not read")
@@ -173,10 +173,10 @@ def oneshot(
         )
     if output_dir is not None and Path(output_dir).expanduser().absolute().parent.is_dir():
         require_new(Path(output_dir).expanduser(), overwrite=True)
-    opened = _open(name, revision, model, wanted)
+    opened = _open(name, revision, model, steps)
     if output_dir is not None:
         require_other(opened.checkpoint, Path(output_dir).expanduser())
-    decided, ignored, partly_kept = _decide(wanted, opened)
+    decided, ignored, partly_kept = _decide(steps, opened)
     require_blocks(opened.model, decided, ignored)
     length = max_seq_length or opened.model.max_position_embeddings
     decided = replace(decided, num_samples=num_calibration_samples, max_seq_len=length)
@@ -240,18 +240,18 @@ def _source(model: Any, model_revision: str, tokenizer: Any) -> tuple[str, str |
     return name, revision
 
 
-def _open(name: str, revision: str | None, model: Any, wanted: Recipe) -> Unquantized:
+def _open(name: str, revision: str | None, model: Any, recipe: Recipe) -> Unquantized:
     """Open the model in its quantized form. A loaded `model` is compared with its checkpoint first."""
     opened = open_unquantized(name, revision)
     _require_same_weights(model, opened)
-    kept: list[str] = []
+    unquantized: list[str] = []
     with suppress(ConfigError):  # a target may name a module that only the quantized form has
-        kept, _ = wanted.unquantized(linear_modules(opened.model))
-    return opened.quantized_as(wanted.weights, Layout.COMPRESSED_TENSORS, kept)
+        unquantized, _ = recipe.unquantized(linear_modules(opened.model))
+    return opened.quantized_as(recipe.weights, Layout.COMPRESSED_TENSORS, unquantized)
 
 
 def _decide(
-    wanted: Recipe, opened: Unquantized
+    recipe: Recipe, opened: Unquantized
 ) -> tuple[QuantizePlan, tuple[str, ...], tuple[str, ...]]:
     """Return the plan, the modules that stay in 16 bits, and those that are only part of their
     merged group.
@@ -260,9 +260,9 @@ def _decide(
     linear = (*linear_modules(opened.model), head)
     always_kept = kept_modules(opened.model)
     other_parts = opened.modules_beside  # outside the text model
-    unquantized, idle = wanted.unquantized((*linear, *always_kept, *other_parts))
-    kept = [name for name in unquantized if name not in set(other_parts)]
-    refused = sorted({*always_kept} - {*kept})  # the recipe would quantize these
+    unquantized, idle = recipe.unquantized((*linear, *always_kept, *other_parts))
+    ignored = [name for name in unquantized if name not in set(other_parts)]
+    refused = sorted({*always_kept} - {*ignored})  # the recipe would quantize these
     for pattern in idle:
         logger.warning("recipe: ignore %r matches no Linear module of the model", pattern)
     if refused:
@@ -275,19 +275,19 @@ def _decide(
             "recipe: %s and others outside the text model are not quantized; they stay as stored",
             other_parts[0],
         )
-    if all(name in kept for name in linear) and wanted.kv is None:
+    if all(name in ignored for name in linear) and recipe.kv is None:
         raise ConfigError(f"recipe: ignore leaves no module to quantize in {opened.name}")
-    lm_head = head not in kept
+    lm_head = head not in ignored
     why = ""
     if opened.model.tie_word_embeddings:
         why = "is the embedding, which stays in 16 bits"
-    elif wanted.activations is ActivationScheme.STATIC:
+    elif recipe.activations is ActivationScheme.STATIC:
         why = "is not calibrated"
     if lm_head and why:
         raise ConfigError(f"recipe: {head} would be quantized, but {why}; add 'lm_head' to ignore")
-    decided = plan(wanted.args(lm_head=lm_head))
+    decided = plan(recipe.args(lm_head=lm_head))
     return decided, *ignored_modules(
-        opened.model, kept if decided.weights != "none" else (), lm_head
+        opened.model, ignored if decided.weights != "none" else (), lm_head
     )
 
 
@@ -403,13 +403,13 @@ def _unpadded(row: Mapping[str, Any]) -> Iterator[list[int]]:
     mask = _list(row.get("attention_mask"))
     batch = isinstance(ids, list) and bool(ids) and isinstance(ids[0], list)
     for number, tokens in enumerate(ids if batch else [ids]):
-        kept = mask[number] if batch and mask is not None else mask
-        if kept is not None and len(kept) != len(tokens):
+        mask_row = mask[number] if batch and mask is not None else mask
+        if mask_row is not None and len(mask_row) != len(tokens):
             raise ConfigError(
-                f"dataset: attention_mask has {len(kept)} values for {len(tokens)} input_ids"
+                f"dataset: attention_mask has {len(mask_row)} values for {len(tokens)} input_ids"
             )
-        if kept is not None:
-            tokens = [token for token, one in zip(tokens, kept, strict=True) if one]
+        if mask_row is not None:
+            tokens = [token for token, is_token in zip(tokens, mask_row, strict=True) if is_token]
         yield tokens
 
 

@@ -183,20 +183,20 @@ class FreightLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
                 )
             prompts.append((context + continuation)[-self.max_length :])
             starts.append(len(prompts[-1]) - len(continuation))
-        found = []
+        answers = []
         for at in range(0, len(prompts), AT_ONCE):
             outputs = self.llm.generate(
                 prompts[at : at + AT_ONCE], SCORED, progress=not disable_tqdm
             )
             for output, start in zip(outputs, starts[at : at + AT_ONCE], strict=True):
                 assert output.prompt_logprobs is not None
-                found.append(
+                answers.append(
                     _score(output.prompt_token_ids[start:], output.prompt_logprobs[start:])
                 )
-        for (key, _, _), answer in zip(requests, found, strict=True):
+        for (key, _, _), answer in zip(requests, answers, strict=True):
             if key is not None:
                 self.cache_hook.add_partial("loglikelihood", key, answer)
-        return found
+        return answers
 
     def loglikelihood_rolling(
         self, requests: Sequence[Any], disable_tqdm: bool = False
@@ -215,11 +215,11 @@ class FreightLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
             windows += [(None, context, continuation) for context, continuation in disjoint]
             counts.append(len(disjoint))
         scores = iter(self._loglikelihood_tokens(windows, disable_tqdm))
-        found = []
+        sums = []
         for request, count in zip(requests, counts, strict=True):
-            found.append(sum(next(scores)[0] for _ in range(count)))
-            self.cache_hook.add_partial("loglikelihood_rolling", request.args, found[-1])
-        return found
+            sums.append(sum(next(scores)[0] for _ in range(count)))
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, sums[-1])
+        return sums
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         """Generate each text up to one of the task's stop strings. Greedy unless the task gives a
@@ -228,8 +228,8 @@ class FreightLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         prompts = []
         params = []
         for request in requests:
-            context, given = request.args
-            options = normalize_gen_kwargs(given, self.max_gen_toks)
+            context, kwargs = request.args
+            options = normalize_gen_kwargs(kwargs, self.max_gen_toks)
             max_tokens = options.pop("max_gen_toks")
             until = options.pop("until")
             if max_tokens >= self.max_length:
@@ -254,11 +254,11 @@ class FreightLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         return texts
 
 
-def check_generation_kwargs(given: Mapping[str, Any]) -> None:
+def check_generation_kwargs(kwargs: Mapping[str, Any]) -> None:
     """Raise RequestError for a task's generation_kwargs that no request can have, before anything
     is computed.
     """
-    options = normalize_gen_kwargs(given)
+    options = normalize_gen_kwargs(kwargs)
     stop = handle_stop_sequences(options.pop("until"), None)
     SamplingParams(max_tokens=options.pop("max_gen_toks"), stop=stop, **sampling_options(options))
 
@@ -269,7 +269,7 @@ def sampling_options(options: Mapping[str, Any]) -> dict[str, Any]:
     Arguments of transformers' `generate` are left out if their value changes no token, such as
     `num_beams: 1`. Raises RequestError for a value that would.
     """
-    found = {}
+    sampling = {}
     for name, value in options.items():
         if name in _NEUTRAL:
             if value is not None and value not in _NEUTRAL[name]:
@@ -279,8 +279,8 @@ def sampling_options(options: Mapping[str, Any]) -> dict[str, Any]:
                     f"command --gen_kwargs {name}={_NEUTRAL[name][0]}"
                 )
         elif name not in _NO_EFFECT:
-            found[_RENAMED.get(name, name)] = value
-    return found
+            sampling[_RENAMED.get(name, name)] = value
+    return sampling
 
 
 def _score(token_ids: Sequence[int], entries: Sequence[TokenLogprobs | None]) -> tuple[float, bool]:

@@ -49,13 +49,13 @@ class Given:
 
 def launch(argv: Sequence[str], environ: Mapping[str, str]) -> None:
     """Serve as `argv` and TGI's variables in `environ` say. Raises ConfigError; ends by SystemExit."""
-    given = read(argv, environ)
+    request = read(argv, environ)
 
     def build(values: Values) -> Values:
         ctx: typer.Context = values["ctx"]
         _check_form(ctx, values)
-        _apply_concurrent(ctx, values, given)
-        _say(ctx, given)
+        _apply_concurrent(ctx, values, request)
+        _say(ctx, request)
         return {"model": None}
 
     settings = {**CONTEXT, "allow_extra_args": True}
@@ -63,29 +63,29 @@ def launch(argv: Sequence[str], environ: Mapping[str, str]) -> None:
     app.command(cls=Command, context_settings=settings)(
         replace_parameter(serve, "model", [], build)
     )
-    get_command(app).main(args=given.argv, prog_name="freight", default_map=given.defaults)
+    get_command(app).main(args=request.argv, prog_name="freight", default_map=request.defaults)
 
 
 def read(argv: Sequence[str], environ: Mapping[str, str]) -> Given:
     """TGI's flags and variables, in our names. Raises ConfigError for what Freight cannot do."""
-    given = Given()
+    request = Given()
     flags = set()
     tokens = iter(argv)
     for token in tokens:
         name, value = _flag(token, tokens)
         if name is None:
-            given.argv.append(token)
+            request.argv.append(token)
         else:
             flags.add(name)
-            _take_flag(given, name, value)
+            _take_flag(request, name, value)
     for name in TGI_OPTIONS:
         value = environ.get(name.upper(), "")
         if value and name not in flags and name not in _NOT_READ:
-            _take_variable(given, name, value)
-    return given
+            _take_variable(request, name, value)
+    return request
 
 
-def _flag(token: str, rest: Iterator[str]) -> tuple[str | None, str]:
+def _flag(token: str, tokens: Iterator[str]) -> tuple[str | None, str]:
     """(name, value) of a flag that only TGI has, whose value may be the next token; (None, '') for
     any other token.
     """
@@ -99,56 +99,56 @@ def _flag(token: str, rest: Iterator[str]) -> tuple[str | None, str]:
         return None, ""
     if TGI_OPTIONS[name].switch:
         return name, value or "true"
-    value = value if equals else next(rest, "")
+    value = value if equals else next(tokens, "")
     if not value:
         raise ConfigError(f"{token} needs a value")
     return name, value
 
 
-def _take_flag(given: Given, name: str, value: str) -> None:
+def _take_flag(request: Given, name: str, value: str) -> None:
     option = TGI_OPTIONS[name]
     if value in option.asks:
         return
     if option.field is not None:
-        given.argv += [as_flag(option.field), value]
+        request.argv += [as_flag(option.field), value]
     elif name == "json_output":
-        given.argv += ["--log-format", "json"]
+        request.argv += ["--log-format", "json"]
     elif name == "max_concurrent_requests":
-        given.concurrent = as_flag(name), _count(as_flag(name), value)
+        request.concurrent = as_flag(name), _count(as_flag(name), value)
     else:
-        _pass_over(given, name, as_flag(name), value)
+        _pass_over(request, name, as_flag(name), value)
 
 
-def _take_variable(given: Given, name: str, value: str) -> None:
+def _take_variable(request: Given, name: str, value: str) -> None:
     option = TGI_OPTIONS[name]
     variable = name.upper()
     if value.lower() in option.asks:
         return
     if name == "json_output":
         ours = "log_format"
-        given.defaults["log_format"] = "json"
+        request.defaults["log_format"] = "json"
     elif name == "max_concurrent_requests":
-        if given.concurrent is None:
-            given.concurrent = variable, _count(variable, value)
+        if request.concurrent is None:
+            request.concurrent = variable, _count(variable, value)
         return
     elif option.field is not None:
         if option.field in _INTEGERS and not value.isdecimal():
             raise ConfigError(f"{variable} {value!r} must be an integer")
         ours = option.field
-        given.defaults[option.field] = value.split(",") if option.field in _LISTS else value
+        request.defaults[option.field] = value.split(",") if option.field in _LISTS else value
     else:
-        _pass_over(given, name, variable, value)
+        _pass_over(request, name, variable, value)
         return
-    given.variables[ours] = variable if name == "api_key" else f"{variable}={value}"
+    request.variables[ours] = variable if name == "api_key" else f"{variable}={value}"
 
 
-def _pass_over(given: Given, name: str, spelling: str, value: str) -> None:
+def _pass_over(request: Given, name: str, spelling: str, value: str) -> None:
     """Note what is ignored. Raises ConfigError where that would break a promise."""
     option = TGI_OPTIONS[name]
     instead = spelled(option.instead, as_flag)
     if not option.harmless:
         raise ConfigError(f"{spelling}{'' if option.switch else ' ' + value}: {instead}")
-    given.unused.append(f"{spelling} ({instead.removesuffix(': omit it')})")
+    request.unused.append(f"{spelling} ({instead.removesuffix(': omit it')})")
 
 
 def _count(spelling: str, value: str) -> int:
@@ -167,13 +167,13 @@ def _check_form(ctx: typer.Context, values: Mapping[str, Any]) -> None:
         raise ConfigError("a server needs --model-id MODEL; freight --help lists the verbs")
 
 
-def _apply_concurrent(ctx: typer.Context, values: Values, given: Given) -> None:
+def _apply_concurrent(ctx: typer.Context, values: Values, request: Given) -> None:
     """Requests that run (`max_num_seqs`) and those that wait (`max_queue`) become TGI's number
     together.
     """
-    if given.concurrent is None:
+    if request.concurrent is None:
         return
-    spelling, count = given.concurrent
+    spelling, count = request.concurrent
     source = _source(ctx, "max_queue")
     if source == "COMMANDLINE" and spelling.startswith("--"):
         raise ConfigError(
@@ -184,18 +184,18 @@ def _apply_concurrent(ctx: typer.Context, values: Values, given: Given) -> None:
     values["max_num_seqs"] = min(values["max_num_seqs"], count)
     values["max_queue"] = count - values["max_num_seqs"]
     if not spelling.startswith("--"):
-        given.variables[""] = f"{spelling}={count}"
+        request.variables[""] = f"{spelling}={count}"
 
 
-def _say(ctx: typer.Context, given: Given) -> None:
+def _say(ctx: typer.Context, request: Given) -> None:
     """Print one line on stderr: which variables of TGI act, and what is ignored."""
     acting = [
-        shown
-        for ours, shown in given.variables.items()
+        source
+        for ours, source in request.variables.items()
         if not ours or _source(ctx, ours) == "DEFAULT_MAP"
     ]
     parts = [f"from TGI's variables: {', '.join(acting)}"] if acting else []
-    parts += [f"not used: {', '.join(given.unused)}"] if given.unused else []
+    parts += [f"not used: {', '.join(request.unused)}"] if request.unused else []
     if parts:
         typer.echo(f"freight: {'; '.join(parts)}", err=True)
 

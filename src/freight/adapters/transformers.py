@@ -328,15 +328,15 @@ def _decide(
             "the KV scales of a model with latent attention (MLA) are for keys and values in one: transformers' cache "
             "stores a latent in two parts; use kv_scales='dynamic'"
         )
-    found: list[Sides] = []
+    sides: list[Sides] = []
     for index, layer in enumerate(kv.scales.layers):
         if layer is None:  # skipped: `resolve_kv_cache` refuses other layers without scales
-            found.append(None)
+            sides.append(None)
             continue
         mixer = shape.attention[index]
         keys = Storage(kv.format, False, _key_scale(layer.k, mixer, shape.ropes))
-        found.append((keys, Storage(kv.format, False, _value_scale(layer.v, mixer))))
-    return kv, found
+        sides.append((keys, Storage(kv.format, False, _value_scale(layer.v, mixer))))
+    return kv, sides
 
 
 def _skipped(args: EngineArgs, stored: Sequence[Any]) -> frozenset[int]:
@@ -376,10 +376,10 @@ def _key_scale(
     """Return scales of keys in the order of the checkpoint's channels, which may differ from
     Freight's (`RopeConfig.interleaved`).
     """
-    found = expand_scale(scales, mixer.num_kv_heads, mixer.k_dim)
+    scale = expand_scale(scales, mixer.num_kv_heads, mixer.k_dim)
     if mixer.rope is None or not ropes[mixer.rope].interleaved:
-        return found
-    return found[:, half_pairs(1, mixer.k_dim, ropes[mixer.rope].rotary_dim).argsort()]
+        return scale
+    return scale[:, half_pairs(1, mixer.k_dim, ropes[mixer.rope].rotary_dim).argsort()]
 
 
 def _open(

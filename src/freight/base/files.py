@@ -42,8 +42,8 @@ def open_regular(path: str | os.PathLike[str], limit: int | None = None) -> Bina
     """
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
     try:
-        found = os.fstat(descriptor)
-        kind = stat.S_IFMT(found.st_mode)
+        status = os.fstat(descriptor)
+        kind = stat.S_IFMT(status.st_mode)
         if kind == stat.S_IFDIR:
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
         if kind != stat.S_IFREG:
@@ -52,7 +52,7 @@ def open_regular(path: str | os.PathLike[str], limit: int | None = None) -> Bina
                 f"It is {_KINDS.get(kind, 'no file')}; only regular files are read",
                 str(path),
             )
-        if limit is not None and found.st_size > limit:
+        if limit is not None and status.st_size > limit:
             raise too_large(limit, str(path))
         return os.fdopen(descriptor, "rb")
     except BaseException:
@@ -118,12 +118,12 @@ class DuplicateNameError(ValueError):
 
 
 @contextmanager
-def reading(given: str, refused: type[FreightError] = ConfigError) -> Iterator[None]:
+def reading(name: str, refused: type[FreightError] = ConfigError) -> Iterator[None]:
     """Raise `refused` for a text that cannot be read; `given` is what named it, with its value."""
     try:
         yield
     except (OSError, UnicodeDecodeError) as error:
-        raise refused(f"{given} cannot be read as text: {error}") from None
+        raise refused(f"{name} cannot be read as text: {error}") from None
 
 
 def write_whole(
@@ -182,10 +182,10 @@ def outside(folder: Path, file: Path) -> Path | None:
     """
     root = Path(os.path.realpath(folder))
     target = Path(os.path.realpath(file))
-    own = [root]
+    roots = [root]
     if root.parent.name == "snapshots":
-        own.append(root.parent.parent / "blobs")
-    return None if any(target.is_relative_to(place) for place in own) else target
+        roots.append(root.parent.parent / "blobs")
+    return None if any(target.is_relative_to(place) for place in roots) else target
 
 
 def too_large(limit: int, name: str) -> OSError:

@@ -96,8 +96,8 @@ def enforceable(
     may both match.
     """
     left_out: dict[str, None] = {}
-    kept = _enforceable(schema, schema, constraints, left_out)
-    return kept, tuple(left_out)
+    reduced = _enforceable(schema, schema, constraints, left_out)
+    return reduced, tuple(left_out)
 
 
 def _enforceable(
@@ -115,29 +115,29 @@ def _enforceable(
             return _enforceable(value, root, constraints, left_out)
         return value
 
-    kept: dict[str, Any] = {}
+    reduced: dict[str, Any] = {}
     for name, value in schema.items():
         if _is_left_out(name, value, constraints):
             if (name, value) not in _ASKS_NOTHING:
                 left_out[name] = None
         elif name in _SCHEMAS:
-            kept[name] = inner(value)
+            reduced[name] = inner(value)
         elif name in _MAPS and isinstance(value, Mapping):
-            kept[name] = {key: inner(entry) for key, entry in value.items()}
+            reduced[name] = {key: inner(entry) for key, entry in value.items()}
         else:
-            kept[name] = value
+            reduced[name] = value
     branches = schema.get("oneOf")
     if isinstance(branches, list) and ((exclusive := _exclusive(branches, root)) or constraints):
         if not exclusive:
             left_out["oneOf"] = None
-        either = {"anyOf": kept.pop("oneOf")}
-        if "anyOf" in kept:
-            others = kept.get("allOf", [])
+        either = {"anyOf": reduced.pop("oneOf")}
+        if "anyOf" in reduced:
+            conjuncts = reduced.get("allOf", [])
             # An allOf that is not a list stays: the compiler refuses it
-            kept["allOf"] = [*others, either] if isinstance(others, list) else others
+            reduced["allOf"] = [*conjuncts, either] if isinstance(conjuncts, list) else conjuncts
         else:
-            kept |= either
-    return kept
+            reduced |= either
+    return reduced
 
 
 def _is_left_out(name: str, value: object, constraints: bool) -> bool:
@@ -157,7 +157,7 @@ def _exclusive(branches: list[Any], root: dict[str, Any]) -> bool:
     signs = [_signs(branch, root) for branch in branches]
     names = frozenset.intersection(*map(frozenset, signs)) if signs else frozenset()
     for name in names:
-        values = [one[name] for one in signs]
+        values = [branch_signs[name] for branch_signs in signs]
         if sum(map(len, values)) == len(frozenset.union(*values)):
             return True
     return False
@@ -193,9 +193,11 @@ def _signs(branch: Any, root: dict[str, Any]) -> dict[str, frozenset[str]]:
         and isinstance(required, list)
     ):
         for name in required:
-            one = properties.get(name) if isinstance(name, str) else None
-            if isinstance(one, Mapping) and ("const" in one or isinstance(one.get("enum"), list)):
-                signs[f".{name}"] = _values(one)
+            field = properties.get(name) if isinstance(name, str) else None
+            if isinstance(field, Mapping) and (
+                "const" in field or isinstance(field.get("enum"), list)
+            ):
+                signs[f".{name}"] = _values(field)
     return signs
 
 
@@ -264,12 +266,13 @@ def check_references(schema: dict[str, Any]) -> None:
         part, is_map, done = todo.pop()
         if done:
             lengths[id(part)] = max(
-                (lengths.get(id(one), 0) + count for one, _, count in below[id(part)]), default=0
+                (lengths.get(id(inner), 0) + count for inner, _, count in below[id(part)]),
+                default=0,
             )
         elif id(part) not in below:
             below[id(part)] = list(_parts(part, is_map, schema))
             todo.append((part, is_map, True))
-            todo += [(one, one_is_map, False) for one, one_is_map, _ in below[id(part)]]
+            todo += [(inner, one_is_map, False) for inner, one_is_map, _ in below[id(part)]]
     if lengths[id(schema)] > MOST_REFERENCES:
         raise RequestError(
             f"structured_outputs.json has {lengths[id(schema)]} $ref that follow from one another; "
@@ -302,21 +305,21 @@ def resolve(reference: str, schema: dict[str, Any]) -> Any:
             f"structured_outputs.json refers to {shown(reference)}; a $ref must be within the schema, as in "
             "'#/$defs/name', and nothing is ever fetched"
         )
-    found: Any = schema
+    target: Any = schema
     for step in unquote(reference[1:]).split("/")[1:]:
         name = step.replace("~1", "/").replace("~0", "~")
         if (
-            isinstance(found, list)
+            isinstance(target, list)
             and name.isascii()
             and name.isdigit()
             and len(name) < 6
-            and int(name) < len(found)
+            and int(name) < len(target)
         ):
-            found = found[int(name)]
-        elif isinstance(found, dict) and name in found:
-            found = found[name]
+            target = target[int(name)]
+        elif isinstance(target, dict) and name in target:
+            target = target[name]
         else:
             raise RequestError(
                 f"structured_outputs.json refers to {shown(reference)}, which it does not have"
             )
-    return found
+    return target

@@ -33,9 +33,9 @@ def spins(environ: Mapping[str, str]) -> int:
     count = environ.get("GOMP_SPINCOUNT", "").strip().lower()
     if count in ("infinite", "infinity"):
         return _ACTIVE
-    found = re.fullmatch(r"(\d+)\s*([kmgt]?)", count)
-    if found:
-        return int(found[1]) * _UNITS[found[2]]
+    match = re.fullmatch(r"(\d+)\s*([kmgt]?)", count)
+    if match:
+        return int(match[1]) * _UNITS[match[2]]
     policy = environ.get("OMP_WAIT_POLICY", "").strip().lower()
     return {"active": _ACTIVE, "passive": _PASSIVE}.get(policy, _NEITHER)
 
@@ -58,10 +58,10 @@ def few_threads(environ: Mapping[str, str], threads: int, possible: int) -> str:
     """Warn if OMP_NUM_THREADS lowers the threads to fewer than `possible`, with the way out; '' if
     it does not.
     """
-    given = environ.get("OMP_NUM_THREADS", "")
-    if not given or threads >= possible:
+    variable = environ.get("OMP_NUM_THREADS", "")
+    if not variable or threads >= possible:
         return ""
     return (
-        f"OMP_NUM_THREADS={given} (torchrun and containers set it): Freight computes with {threads} of {possible} "
+        f"OMP_NUM_THREADS={variable} (torchrun and containers set it): Freight computes with {threads} of {possible} "
         f"threads; unset it, or give --threads {possible}"
     )

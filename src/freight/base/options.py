@@ -26,11 +26,11 @@ def listed_names(value: object, kinds: tuple[type, ...], wrong: ConfigError) -> 
     items = [value] if isinstance(value, kinds) else value
     if not isinstance(items, Iterable) or isinstance(items, bytes):
         raise wrong
-    found = list(items)
-    if not all(isinstance(item, kinds) and not isinstance(item, bool) for item in found):
+    entries = list(items)
+    if not all(isinstance(item, kinds) and not isinstance(item, bool) for item in entries):
         raise wrong
     return tuple(
-        dict.fromkeys(name for item in found for name in str(item).replace(",", " ").split())
+        dict.fromkeys(name for item in entries for name in str(item).replace(",", " ").split())
     )
 
 

@@ -92,11 +92,11 @@ def time_left(elapsed: float, done: float, total: float) -> str:
 
     `elapsed` in seconds; `done` and `total` in any unit of work.
     """
-    taken = str(timedelta(seconds=int(elapsed)))
+    passed = str(timedelta(seconds=int(elapsed)))
     if done <= 0:
-        return f"after {taken}"
+        return f"after {passed}"
     left = math.ceil(elapsed * max(0.0, total - done) / done)
-    return f"after {taken}, about {timedelta(seconds=left)} left"
+    return f"after {passed}, about {timedelta(seconds=left)} left"
 
 
 def bars(label: str = "{task.description}") -> Progress:

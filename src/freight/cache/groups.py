@@ -78,7 +78,7 @@ class LayerGroup(CacheGroup, Protocol):
         """
         ...
 
-    def spare(self, held: int) -> int:
+    def spare(self, blocks: int) -> int:
         """Return the blocks worth having besides `held`, for prefix hits of later requests."""
         ...
 
@@ -137,7 +137,7 @@ class Pages:
         together = num_seqs * self.most_blocks(num_tokens, 1) + step_blocks
         return min(num_seqs * self.most_blocks(num_tokens, step_tokens), together)
 
-    def spare(self, held: int) -> int:
+    def spare(self, blocks: int) -> int:
         return 0
 
     def read_bytes(self, num_tokens: float) -> float:
@@ -196,11 +196,11 @@ class StateBlocks:
         together = num_seqs + -(-num_seqs // 8) + -(-step_tokens // self.tokens_per_block)
         return min(num_seqs * self.most_blocks(num_tokens, step_tokens), together)
 
-    def spare(self, held: int) -> int:
+    def spare(self, blocks: int) -> int:
         """Return `held`: a prefix hit needs the state at its end, while pages have free blocks
         anyway.
         """
-        return held
+        return blocks
 
     def read_bytes(self, num_tokens: float) -> float:
         return self.bytes_per_block

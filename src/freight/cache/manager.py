@@ -132,7 +132,9 @@ class CacheManager:
 
         Both are shares of the blocks of one group, the one with the largest held share.
         """
-        fullest = max(self.allocators, key=lambda one: one.num_held / one.num_blocks)
+        fullest = max(
+            self.allocators, key=lambda allocator: allocator.num_held / allocator.num_blocks
+        )
         capacity = self.capacity_tokens
         num_blocks = fullest.num_blocks
         return (
@@ -172,86 +174,88 @@ class CacheManager:
         for group, allocator in zip(self.groups, self.allocators, strict=True):
             first = group.first_block(start)
             end = start // group.tokens_per_block
-            taken = allocator.acquire_prefix(self.keys_of(group, keys, first, end))
-            assert len(taken) == end - first, f"{len(taken)} blocks of a hit of {end - first}"
-            tables.append((0,) * first + tuple(taken))
+            shared = allocator.acquire_prefix(self.keys_of(group, keys, first, end))
+            assert len(shared) == end - first, f"{len(shared)} blocks of a hit of {end - first}"
+            tables.append((0,) * first + tuple(shared))
             given_back.append(first)
             # the most blocks that the sequence will hold at once, those taken included
             most = min(
                 allocator.blocks_for(num_tokens) - first,
                 group.most_blocks(num_tokens, self._step_tokens),
             )
-            fits = fits and most - len(taken) + reserve <= allocator.num_available
-        held = Held(tuple(tables), tuple(given_back), start)
+            fits = fits and most - len(shared) + reserve <= allocator.num_available
+        block_tables = Held(tuple(tables), tuple(given_back), start)
         if not fits:
-            self.release(held)
+            self.release(block_tables)
             return None
-        return held, start
+        return block_tables, start
 
     @property
     def gives_back(self) -> bool:
         """True if `trim` can have an effect in some group."""
         return bool(self._giving_back)
 
-    def trim(self, held: Held, start: int) -> Held:
+    def trim(self, block_tables: Held, start: int) -> Held:
         """Release the blocks that no token at position `start` or later reads."""
-        block_ids = list(held.block_ids)
-        given_back = list(held.given_back)
+        block_ids = list(block_tables.block_ids)
+        given_back = list(block_tables.given_back)
         released = False
         for index in self._giving_back:
             first = self.groups[index].first_block(start)
-            before = held.given_back[index]
+            before = block_tables.given_back[index]
             if first <= before:
                 continue
-            table = held.block_ids[index]
+            table = block_tables.block_ids[index]
             self.allocators[index].release(table[before:first])
             block_ids[index] = (0,) * first + table[first:]
             given_back[index] = first
             released = True
         if released:
-            return Held(tuple(block_ids), tuple(given_back), held.room)
-        return held
+            return Held(tuple(block_ids), tuple(given_back), block_tables.room)
+        return block_tables
 
-    def grow(self, held: Held, num_tokens: int) -> Held | None:
+    def grow(self, block_tables: Held, num_tokens: int) -> Held | None:
         """Allocate the blocks that are missing for `num_tokens` tokens; None, and no change, if a
         group has too few available.
         """
-        if num_tokens <= held.room:
-            return held
+        if num_tokens <= block_tables.room:
+            return block_tables
         missing = [
             max(allocator.blocks_for(num_tokens) - len(table), 0)
-            for table, allocator in zip(held.block_ids, self.allocators, strict=True)
+            for table, allocator in zip(block_tables.block_ids, self.allocators, strict=True)
         ]
         for count, allocator in zip(missing, self.allocators, strict=True):
             if count > allocator.num_available:
                 return None
         tables = []
-        for table, count, allocator in zip(held.block_ids, missing, self.allocators, strict=True):
+        for table, count, allocator in zip(
+            block_tables.block_ids, missing, self.allocators, strict=True
+        ):
             fresh = allocator.allocate(count)
             assert fresh is not None
             tables.append(table + tuple(fresh))
-        return Held(tuple(tables), held.given_back, self._room(tables))
+        return Held(tuple(tables), block_tables.given_back, self._room(tables))
 
-    def shrink(self, held: Held, num_tokens: int) -> Held:
+    def shrink(self, block_tables: Held, num_tokens: int) -> Held:
         """Release the blocks behind those of the first `num_tokens` tokens. They are not indexed."""
         tables = []
         released = False
-        for table, allocator in zip(held.block_ids, self.allocators, strict=True):
+        for table, allocator in zip(block_tables.block_ids, self.allocators, strict=True):
             count = allocator.blocks_for(num_tokens)
             allocator.release(table[count:])
             released = released or len(table) > count
             tables.append(table[:count])
         if not released:
-            return held
-        return Held(tuple(tables), held.given_back, self._room(tables))
+            return block_tables
+        return Held(tuple(tables), block_tables.given_back, self._room(tables))
 
-    def register(self, held: Held, keys: Sequence[bytes], before: int, after: int) -> None:
+    def register(self, block_tables: Held, keys: Sequence[bytes], before: int, after: int) -> None:
         """Index the blocks that became full when the computed tokens rose from `before` to `after`.
 
         `keys`: prefix keys of the sequence's full blocks, at least `after` // block_size of them.
         """
         for group, allocator, table in zip(
-            self.groups, self.allocators, held.block_ids, strict=True
+            self.groups, self.allocators, block_tables.block_ids, strict=True
         ):
             first = before // group.tokens_per_block
             end = after // group.tokens_per_block
@@ -260,29 +264,29 @@ class CacheManager:
             ):
                 allocator.register(block, key)
 
-    def release(self, held: Held) -> None:
+    def release(self, block_tables: Held) -> None:
         """Release all blocks. Full blocks stay cached."""
-        self._release(held, forget=False)
+        self._release(block_tables, forget=False)
 
-    def forget(self, held: Held, keys: Sequence[bytes]) -> None:
+    def forget(self, block_tables: Held, keys: Sequence[bytes]) -> None:
         """Release all blocks. Remove the sequence's content from the index, also that of blocks
         that it no longer holds (`Held.given_back`).
 
         `keys`: prefix keys of the sequence's full blocks.
         """
-        if not held.block_ids:
+        if not block_tables.block_ids:
             return
         for group, allocator, given_back in zip(
-            self.groups, self.allocators, held.given_back, strict=True
+            self.groups, self.allocators, block_tables.given_back, strict=True
         ):
             with_key = len(keys) * self.block_size // group.tokens_per_block
             allocator.forget(self.keys_of(group, keys, 0, min(given_back, with_key)))
-        self._release(held, forget=True)
+        self._release(block_tables, forget=True)
 
-    def _release(self, held: Held, forget: bool) -> None:
+    def _release(self, block_tables: Held, forget: bool) -> None:
         # not strict, because NOTHING has no tables
         for allocator, table, first in zip(
-            self.allocators, held.block_ids, held.given_back, strict=False
+            self.allocators, block_tables.block_ids, block_tables.given_back, strict=False
         ):
             allocator.release(table[first:], forget)
 
@@ -335,9 +339,9 @@ class CacheManager:
                 allocator.release([block for block in table if block >= 0])
             return None
         fresh = [
-            one
+            new_block
             for index, table in enumerate(tables)
-            for one in self._allocate_missing(index, keys, length, table)
+            for new_block in self._allocate_missing(index, keys, length, table)
         ]
         return Taken(tuple(map(tuple, tables)), tuple(fresh))
 

@@ -101,10 +101,10 @@ def split_memory(
         return rest < (full_request if 2 * rest >= memory else num_seqs * full_request)
 
     counts = windows(bisect_left(range(max_num_seqs + 1), True, key=too_many) - 1)
-    rest = memory - spec.bytes_of(counts)
-    return tuple(count or rest // full_bytes for count in counts)
+    remaining = memory - spec.bytes_of(counts)
+    return tuple(count or remaining // full_bytes for count in counts)
 
 
 def _useful(group: LayerGroup, max_model_len: int, num_seqs: int, step_tokens: int) -> int:
-    held = group.held_by(num_seqs, max_model_len, step_tokens)
-    return held + group.spare(held)
+    blocks = group.held_by(num_seqs, max_model_len, step_tokens)
+    return blocks + group.spare(blocks)

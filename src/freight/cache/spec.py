@@ -104,7 +104,7 @@ class LayerKVSpec:
         """Build the group of `members`, layers by index, which have this layer's `key`."""
         return Pages(
             tuple(members),
-            sum(one.bytes_per_token for one in members.values()),
+            sum(layer.bytes_per_token for layer in members.values()),
             self.window,
             spec.block_size,
         )
@@ -169,7 +169,9 @@ class LayerStateSpec:
     def grouped(self, members: Mapping[int, LayerSpec], spec: KVCacheSpec) -> StateBlocks:
         assert spec.state_every is not None
         return StateBlocks(
-            tuple(members), sum(one.bytes_per_state for one in members.values()), spec.state_every
+            tuple(members),
+            sum(layer.bytes_per_state for layer in members.values()),
+            spec.state_every,
         )
 
 
@@ -309,9 +311,9 @@ def cache_spec(
     """
     compute = compute or model.checkpoint_format
     if ranks > 1:  # prefixes end where they end with one rank
-        whole = cache_spec(kv, model, block_size, compute, state_every, max_len)
-        own = of_rank(model, ranks)
-        return cache_spec(kv, own, block_size, compute, whole.state_every, max_len)
+        model_spec = cache_spec(kv, model, block_size, compute, state_every, max_len)
+        rank_model = of_rank(model, ranks)
+        return cache_spec(kv, rank_model, block_size, compute, model_spec.state_every, max_len)
     layers = (
         layer_spec(layer.mixer, kv.of_layer(index), compute, kv.state)
         for index, layer in enumerate(model.layers)
@@ -337,10 +339,10 @@ def default_every(spec: KVCacheSpec, max_len: int) -> int:
     It is at most an eighth of `max_len`, so that short contexts have prefix hits as well.
     """
     longest = max(spec.block_size, STATE_TILE, 1 << max(0, (max_len // 8).bit_length() - 1))
-    every = min(max(LEAST_EVERY, spec.block_size), longest)
-    while every < longest and every * spec.bytes_per_token < spec.bytes_per_state:
-        every *= 2
-    return every
+    interval = min(max(LEAST_EVERY, spec.block_size), longest)
+    while interval < longest and interval * spec.bytes_per_token < spec.bytes_per_state:
+        interval *= 2
+    return interval
 
 
 @dataclass(frozen=True)
@@ -368,7 +370,9 @@ class KVCacheSpec:
         for index, layer in self.kept.items():
             if layer.source is None:
                 members.setdefault(layer.key, {})[index] = layer
-        return tuple(next(iter(one.values())).grouped(one, self) for one in members.values())
+        return tuple(
+            next(iter(layers.values())).grouped(layers, self) for layers in members.values()
+        )
 
     @property
     def repeatable(self) -> bool:
@@ -386,17 +390,17 @@ class KVCacheSpec:
     def state_format(self) -> Format | None:
         """Stored format of recurrent states; None if no layer keeps one."""
         return next(
-            (one.state_format for one in self._states if one.state_format is not None), None
+            (layer.state_format for layer in self._states if layer.state_format is not None), None
         )
 
     @property
     def float32_bytes_per_state(self) -> int:
         """`bytes_per_state` if recurrent states were stored in float32."""
-        return sum(one.float32_bytes_per_state for one in self._states)
+        return sum(layer.float32_bytes_per_state for layer in self._states)
 
     @property
     def _states(self) -> tuple[LayerStateSpec, ...]:
-        return tuple(one for one in self.layers if isinstance(one, LayerStateSpec))
+        return tuple(layer for layer in self.layers if isinstance(layer, LayerStateSpec))
 
     @property
     def bytes_per_token(self) -> int:
@@ -431,7 +435,7 @@ class KVCacheSpec:
         least of the groups that keep all blocks, or of all groups if none does.
         """
         groups = list(zip(self.groups, num_blocks, strict=True))
-        full = [one for one in groups if one[0].keeps_all]
+        full = [group_blocks for group_blocks in groups if group_blocks[0].keeps_all]
         return min(count * group.tokens_per_block for group, count in full or groups)
 
     def bytes_of(self, num_blocks: tuple[int, ...]) -> int:

@@ -107,8 +107,8 @@ class StoredPrefixes:
         self._in_turn: set[str] = set()  # requests that wait until a fetch ends
         self._refused: _Refused | None = None  # the last one: requests behind it are not asked for
         self._is_closed = False
-        self._payload_bytes = [one.payload_bytes for one in block_bytes]
-        num_blocks = sum(one.num_blocks for one in manager.allocators)
+        self._payload_bytes = [entry.payload_bytes for entry in block_bytes]
+        num_blocks = sum(entry.num_blocks for entry in manager.allocators)
         self.mover = Mover(tiers, block_bytes, self._is_current, num_blocks)
         _living.add(self)
 
@@ -131,7 +131,7 @@ class StoredPrefixes:
     def has_fetch(self, name: str) -> bool:
         return name in self._coming
 
-    def begin(self, name: str, sought: Sought, salted: bool, reserve: int) -> bool:
+    def begin(self, name: str, query: Sought, salted: bool, reserve: int) -> bool:
         """Begin to bring in what the store has of a sequence beyond the pool. True: it comes, or
         will as soon as other blocks are there; ask again. False: it is not there, not worth the
         time, or there is no room for it now. That is looked at again once a group has more blocks.
@@ -146,26 +146,26 @@ class StoredPrefixes:
         if self._late is not None and not self._late.is_done:  # the thread hangs
             return False
         # A request that was refused, and did not fit into the pool either, asks at every step.
-        room = tuple(one.num_available - reserve for one in self._manager.allocators)
-        if self._is_refused(name, sought, room):
+        room = tuple(allocator.num_available - reserve for allocator in self._manager.allocators)
+        if self._is_refused(name, query, room):
             return False
-        plan = self._plan(sought)
+        plan = self._plan(query)
         if plan is not None:
             if len(self._coming) >= _MOST_FETCHES or not self._on_the_way.isdisjoint(plan.missing):
                 self._in_turn.add(name)
                 return True
-            if self._start(name, sought, plan, reserve):
+            if self._start(name, query, plan, reserve):
                 return True
-        self._refused = _Refused(name, sought.num_tokens, room)
+        self._refused = _Refused(name, query.num_tokens, room)
         return False
 
     def finish(self, name: str) -> None:
         """Index the blocks that came for a request, and release all of its fetch."""
         coming = self._take(name)
-        for index, one in enumerate(coming.fetch.wanted):
+        for index, block in enumerate(coming.fetch.wanted):
             if index >= coming.fetch.num_loaded:
                 break
-            self._manager.allocators[one.group].register(one.block, one.key)
+            self._manager.allocators[block.group].register(block.block, block.key)
         self._release(coming)
         if coming.fetch.num_loaded == len(coming.fetch.wanted):
             self._tiers.count_tokens(coming.num_tokens)
@@ -203,30 +203,30 @@ class StoredPrefixes:
             return
         self.mover.budget.step(decodes)
         if idle and self._coming:
-            self.mover.wait([one.fetch for one in self._coming.values()], _WAIT)
+            self.mover.wait([loading.fetch for loading in self._coming.values()], _WAIT)
 
     def note_computed(self, num_tokens: int, seconds: float) -> None:
         """Note how long a step with `num_tokens` tokens of prompts took."""
         if num_tokens >= _LEAST_MEASURED:
             self.mover.rates.note_computed(num_tokens, seconds)
 
-    def _is_refused(self, name: str, sought: Sought, room: Sequence[int]) -> bool:
+    def _is_refused(self, name: str, query: Sought, room: Sequence[int]) -> bool:
         """Return whether a request was refused, and no group has more blocks for it than it had
         then.
         """
         last = self._refused
         return (
             last is not None
-            and (last.name, last.num_tokens) == (name, sought.num_tokens)
+            and (last.name, last.num_tokens) == (name, query.num_tokens)
             and all(now <= then for now, then in zip(room, last.room, strict=True))
         )
 
-    def _plan(self, sought: Sought) -> _Plan | None:
+    def _plan(self, query: Sought) -> _Plan | None:
         """Return how pool and store together have a longer prefix than the pool; None if they do
         not, or it is not worth it.
         """
         manager = self._manager
-        keys = sought.keys
+        keys = query.keys
         end = manager.longest_hit(keys, self._is_known)
         begin = manager.longest_hit(keys, manager.is_indexed)
         if end <= begin:
@@ -249,27 +249,27 @@ class StoredPrefixes:
             return None
         return _Plan(tuple(missing), begin, end)
 
-    def _start(self, name: str, sought: Sought, plan: _Plan, reserve: int) -> bool:
-        taken = self._manager.take(sought.keys, plan.end, sought.num_tokens, reserve)
-        if taken is None:
+    def _start(self, name: str, query: Sought, plan: _Plan, reserve: int) -> bool:
+        reservation = self._manager.take(query.keys, plan.end, query.num_tokens, reserve)
+        if reservation is None:
             return False
-        wanted = []
-        for one in taken.fresh:
-            tokens = self._tokens(sought, one.group, one.position)
-            wanted.append(Wanted(one.key, one.group, tokens, one.block))
+        blocks = []
+        for block in reservation.fresh:
+            tokens = self._tokens(query, block.group, block.position)
+            blocks.append(Wanted(block.key, block.group, tokens, block.block))
         num_tokens = plan.end - plan.begin
         patience = max(_PATIENCE * self.mover.rates.to_compute(num_tokens), _LEAST_PATIENCE)
         until = self._clock() + patience
-        coming = _Coming(Fetch(wanted), taken.tables, num_tokens, until)
+        coming = _Coming(Fetch(blocks), reservation.tables, num_tokens, until)
         # first: `reset` has to find what the thread may write
         self._coming[name] = coming
         self._on_the_way.update(plan.missing)
         self.mover.fetch(coming.fetch)
         return True
 
-    def _tokens(self, sought: Sought, group: int, position: int) -> bytes:
+    def _tokens(self, query: Sought, group: int, position: int) -> bytes:
         size = self._manager.groups[group].tokens_per_block
-        return encode_tokens(sought.tokens(position * size, (position + 1) * size))
+        return encode_tokens(query.tokens(position * size, (position + 1) * size))
 
     def _is_known(self, group: int, key: bytes) -> bool:
         return self._manager.is_indexed(group, key) or self._tiers.contains(key, group)
@@ -277,7 +277,9 @@ class StoredPrefixes:
     def _take(self, name: str) -> _Coming:
         coming = self._coming.pop(name)
         self._in_turn = set()
-        self._on_the_way.difference_update((one.group, one.key) for one in coming.fetch.wanted)
+        self._on_the_way.difference_update(
+            (block.group, block.key) for block in coming.fetch.wanted
+        )
         return coming
 
     def _release(self, coming: _Coming) -> None:
@@ -289,9 +291,9 @@ class StoredPrefixes:
 
     def offer(
         self,
-        held: Held,
+        block_tables: Held,
         ends: Sequence[int],
-        sought: Sought,
+        query: Sought,
         num_found: int,
         salted: bool,
     ) -> None:
@@ -301,9 +303,9 @@ class StoredPrefixes:
         `sought.num_tokens` of its tokens are computed. Of a short one only the `num_found` tokens are
         stored that were a hit. To be called before blocks are allocated again.
         """
-        if self._is_closed or not held.block_ids or (salted and not self._stores_salted):
+        if self._is_closed or not block_tables.block_ids or (salted and not self._stores_salted):
             return
-        upto = sought.num_tokens
+        upto = query.num_tokens
         if upto < LEAST_TOKENS:
             upto = min(upto, num_found)
         manager = self._manager
@@ -313,15 +315,15 @@ class StoredPrefixes:
             zip(
                 manager.groups,
                 manager.allocators,
-                held.block_ids,
-                held.given_back,
+                block_tables.block_ids,
+                block_tables.given_back,
                 ends,
                 strict=True,
             )
         ):
             size = group.tokens_per_block
             last = min(end, upto // size)
-            keys = manager.keys_of(group, sought.keys, first, last)
+            keys = manager.keys_of(group, query.keys, first, last)
             for position, key in zip(range(first, last), keys, strict=True):
                 if self._tiers.is_stored(key, index):
                     known.append((key, index))
@@ -329,7 +331,7 @@ class StoredPrefixes:
                 block = table[position]
                 use = allocator.use_of(table[position])
                 if allocator.is_same(block, key, use):  # and not a second block with this content
-                    tokens = self._tokens(sought, index, position)
+                    tokens = self._tokens(query, index, position)
                     offers.append(Offer(key, index, tokens, block, use))
         self.mover.offer(offers, known)
 

@@ -89,13 +89,13 @@ def _round_mxfp4(weight: Tensor) -> tuple[Tensor, Tensor]:
     _, exponent = torch.frexp(largest)  # largest lies below 2 ** exponent
     lower = (exponent - 3).clamp(-124, 124)  # of what kernels take unchanged (`mxfp4.normal`)
     table = torch.tensor(mxfp4.VALUES, dtype=torch.float32, device=weight.device)
-    found = []
+    candidates = []
     for power in (lower, lower + 1):
         scale = torch.exp2(power.double()).float()
         magnitude = _e2m1(groups.abs() / scale)
         error = (table[magnitude.long()] * scale - groups.abs()).square_().sum(-1, keepdim=True)
-        found.append((error, magnitude, power))
-    (error, codes, powers), (other, wide, above) = found
+        candidates.append((error, magnitude, power))
+    (error, codes, powers), (other, wide, above) = candidates
     better = other < error
     codes = torch.where(better, wide, codes)
     codes = codes | ((groups < 0) & (codes > 0)).to(torch.uint8) << 3

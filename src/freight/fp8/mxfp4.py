@@ -46,10 +46,10 @@ def exact_rows(blocks: Tensor, scales: Tensor) -> Tensor:
     blocks = blocks.flatten(0, -3)
     scales = scales.flatten(0, -2)
     exact = scales.amax(-1).int() - scales.amin(-1) <= SPAN
-    rest = (~exact).nonzero()[:, 0]  # some of these only because of groups of zeros
-    if len(rest):
-        most, least = _exponents(blocks[rest], scales[rest])
-        exact[rest] = most - least <= SPAN
+    undecided = (~exact).nonzero()[:, 0]  # some of these only because of groups of zeros
+    if len(undecided):
+        most, least = _exponents(blocks[undecided], scales[undecided])
+        exact[undecided] = most - least <= SPAN
     return exact.view(shape)
 
 

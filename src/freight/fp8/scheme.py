@@ -41,7 +41,9 @@ def int4_group(in_features: int, size: int = INT4_GROUP) -> int | None:
     """Return the inputs of a group of INT4: `size`, or the next smaller size that divides
     `in_features`; None if none does.
     """
-    return next((one for one in INT4_GROUPS if one <= size and in_features % one == 0), None)
+    return next(
+        (group for group in INT4_GROUPS if group <= size and in_features % group == 0), None
+    )
 
 
 class Packing(StrEnum):
@@ -334,9 +336,9 @@ class Scheme:
         """The formats of Linear weights in a few words: 'int4', or 'fp8_e4m3fn and nvfp4'; '' for
         none.
         """
-        others = (rule.linear for rule in self.rules if rule.linear is not None)
-        fp8 = [str(self.weight_format)] if any(one.four is None for one in others) else []
-        return " and ".join([*fp8, *sorted({one.codes.lower() for one in self.four_bits})])
+        linears = (rule.linear for rule in self.rules if rule.linear is not None)
+        fp8 = [str(self.weight_format)] if any(linear.four is None for linear in linears) else []
+        return " and ".join([*fp8, *sorted({linear.codes.lower() for linear in self.four_bits})])
 
     def linear(self, module: str) -> LinearScheme | None:
         """Return the scheme of the weight of `module` ('model.layers.0.mlp.down_proj'); None if it

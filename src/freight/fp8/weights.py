@@ -56,8 +56,8 @@ def fit_rows(weight: Tensor, format: Format) -> tuple[Tensor, Tensor]:
         sample = weight[rows, ::stride].float()
         trials = torch.cat([smallest * 2.0 ** (step / 4) for step in range(4)], 1)
         errors = [
-            (decode(encode(sample, one, format), one) - sample).square_().sum(1)
-            for one in trials.split(1, 1)
+            (decode(encode(sample, trial, format), trial) - sample).square_().sum(1)
+            for trial in trials.split(1, 1)
         ]
         best = torch.stack(errors, 1).nan_to_num(torch.inf).argmin(1, keepdim=True)
         scale[rows] = trials.gather(1, best)[:, 0]

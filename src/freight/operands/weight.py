@@ -178,13 +178,13 @@ class Weight(PackedWeight):
         if self._in_blocks:
             assert scale is not None
             blocks = rows // BLOCK
-            taken = blocks[::BLOCK]  # the block of the first of each 128 rows
-            if not torch.equal(blocks, taken.repeat_interleave(BLOCK)[: len(rows)]):
+            order = blocks[::BLOCK]  # the block of the first of each 128 rows
+            if not torch.equal(blocks, order.repeat_interleave(BLOCK)[: len(rows)]):
                 raise CheckpointError(
                     f"{name}: its rows have to be reordered, which is not possible with heads that span blocks of "
                     "128 x 128 scales; quantize it with a scale per row"
                 )
-            scale = scale[taken]
+            scale = scale[order]
         elif scale is not None:
             scale = _bytes(scale)[rows].view(scale.dtype)
         groups = None if self.groups is None else self.groups.of_rows(rows)
@@ -232,7 +232,7 @@ class Weight(PackedWeight):
         return replace(
             first,
             data=torch.cat([_bytes(p.data) for p in parts]).view(first.data.dtype),
-            scale=torch.cat([_bytes(one) for one in scales]).view(scales[0].dtype)
+            scale=torch.cat([_bytes(scale) for scale in scales]).view(scales[0].dtype)
             if scales
             else None,
             groups=Groups.concat(groups) if groups else None,

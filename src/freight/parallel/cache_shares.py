@@ -83,9 +83,9 @@ def _state(keys: _Heads, values: _Heads) -> dict[str, CacheShare]:
 
 def _columns(*inputs: _Heads) -> CacheShare:
     """Return the share of the inputs of a convolution, which stand side by side."""
-    starts = accumulate((one.total * one.channels for one in inputs), initial=0)
+    starts = accumulate((heads.total * heads.channels for heads in inputs), initial=0)
     pieces = [
-        slice(start + one.own.start * one.channels, start + one.own.stop * one.channels)
-        for one, start in zip(inputs, starts, strict=False)
+        slice(start + heads.own.start * heads.channels, start + heads.own.stop * heads.channels)
+        for heads, start in zip(inputs, starts, strict=False)
     ]
     return CacheShare(1, tuple(pieces))

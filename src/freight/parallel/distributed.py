@@ -105,11 +105,11 @@ class Distributed:
         unless it has ended.
         """
         rows = len(part)
-        own = part.contiguous().view(torch.uint8)
-        parts = self._gather_bytes(own).view(self.size, rows, -1)
+        part_bytes = part.contiguous().view(torch.uint8)
+        parts = self._gather_bytes(part_bytes).view(self.size, rows, -1)
         return parts.transpose(0, 1).reshape(rows, -1).view(part.dtype)
 
-    def _gather_bytes(self, own: Tensor) -> Tensor:
+    def _gather_bytes(self, part: Tensor) -> Tensor:
         """Return [size * rows, bytes]: a rank's rows, then the next one's."""
         if self._lost:
             raise RankError(self._lost)
@@ -123,9 +123,9 @@ class Distributed:
                 if self.failed() is None:
                     raise
                 raise KernelError("another rank has left the step") from error
-        parts = own.new_empty((self.size * len(own), own.shape[1]))
+        parts = part.new_empty((self.size * len(part), part.shape[1]))
         try:
-            self._group._allgather_base(parts, own).wait()
+            self._group._allgather_base(parts, part).wait()
         except RuntimeError as error:
             raise KernelError(
                 f"another rank has left the step, has ended or does not answer: {_first(error)}"
@@ -136,8 +136,8 @@ class Distributed:
         """Compute `FreightRanks.exchange`: gather between addresses; return a FreightStatus."""
         try:
             parts = self._gather_bytes(_at(part, rows * part_bytes).view(rows, part_bytes))
-            whole = _at(out, rows * self.size * part_bytes).view(rows, self.size, part_bytes)
-            whole.copy_(parts.view(self.size, rows, part_bytes).transpose(0, 1))
+            columns = _at(out, rows * self.size * part_bytes).view(rows, self.size, part_bytes)
+            columns.copy_(parts.view(self.size, rows, part_bytes).transpose(0, 1))
         except KernelError:
             return FREIGHT_RANK_FAILED
         except RankError:
@@ -199,8 +199,8 @@ class Distributed:
         """Leave group and store to the process of which this one is a fork: their threads are not
         here, and their destructors, which would wait for them, must never run.
         """
-        for one in (self._group, self._store):
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(one))
+        for inherited in (self._group, self._store):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(inherited))
         self._group = None
         self._lost = self._lost or "this process is a fork of a rank's"
 
@@ -232,14 +232,14 @@ def _weakly(transport: Distributed) -> Callable[[int, int, int, int, int], None]
     A signal that came while C computed is handled here, before the first line: ctypes drops the
     exception, and C finds no status.
     """
-    one = weakref.ref(transport)
+    reference = weakref.ref(transport)
 
     def exchange(part: int, out: int, rows: int, part_bytes: int, status: int) -> None:
-        found = one()
-        said = FREIGHT_RANK_LOST
-        if found is not None:
-            said = found.exchange(part, out, rows, part_bytes)
-        ctypes.c_int32.from_address(status).value = said
+        alive = reference()
+        code = FREIGHT_RANK_LOST
+        if alive is not None:
+            code = alive.exchange(part, out, rows, part_bytes)
+        ctypes.c_int32.from_address(status).value = code
 
     return exchange
 

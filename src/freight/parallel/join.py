@@ -65,16 +65,16 @@ class Join:
         """
         values = json.loads(data)
         chosen = values["processors"]
-        found = Join(**values | {"processors": None if chosen is None else tuple(chosen)})
-        numbers = (found.rank, found.cores, *(found.processors or ()))
-        texts = (found.version, found.random_shape or "")
+        join = Join(**values | {"processors": None if chosen is None else tuple(chosen)})
+        numbers = (join.rank, join.cores, *(join.processors or ()))
+        texts = (join.version, join.random_shape or "")
         if not (
             all(map(is_integer, numbers))
             and all(isinstance(text, str) and text.isprintable() for text in texts)
-            and isinstance(found.options, dict)
+            and isinstance(join.options, dict)
         ):
             raise TypeError(data)
-        return found
+        return join
 
 
 @dataclass(eq=False)
@@ -93,10 +93,10 @@ class _Visitor:
         if not more:
             raise EOFError
         self.said += more
-        found = messages.whole(self.said, _MOST)
-        if found is None:
+        message = messages.whole(self.said, _MOST)
+        if message is None:
             return None
-        kind, data = found
+        kind, data = message
         if kind is not Kind.JOIN:
             raise ValueError(kind)
         return Join.decode(data)
@@ -122,8 +122,8 @@ class Meeting:
                 "program may have the port, or the address may be another machine's"
             ) from error
         self.host: str = self._listener.getsockname()[0]
-        found = ip_address(self.host.partition("%")[0])
-        if found.is_unspecified:
+        ip = ip_address(self.host.partition("%")[0])
+        if ip.is_unspecified:
             self._listener.close()
             raise ConfigError(
                 f"--master-addr {address}: the others are told this address of rank 0 to connect to, so name one of "
@@ -131,7 +131,7 @@ class Meeting:
             )
         if self.host != address:  # a name may mean 127.0.1.1 on the machine that has it
             self._where += f" ({self.host})"
-            if found.is_loopback and address != "localhost":
+            if ip.is_loopback and address != "localhost":
                 logger.warning(
                     "--master-addr %s is %s here, which no other machine reaches: give its address instead of its name",
                     address,
@@ -191,7 +191,7 @@ class Meeting:
             elif self._hear(visitors[connection], random_shape, come):
                 del visitors[connection]
         now = time.monotonic()
-        for connection in [one for one, visitor in visitors.items() if visitor.end < now]:
+        for connection in [late for late, visitor in visitors.items() if visitor.end < now]:
             visitors.pop(connection).connection.close()
 
     def _let_in(self, visitors: dict[socket.socket, _Visitor]) -> None:
@@ -242,10 +242,12 @@ class Meeting:
         """Say in what a machine differs, '' if in nothing."""
         if join.version != version():
             return f"it has Freight {join.version}, rank 0 {version()}"
-        found = differences(self._args, join.options)
+        obstacles = differences(self._args, join.options)
         if join.random_shape != random_shape:
-            found.append(f"--random-weights is {join.random_shape}, that of rank 0 {random_shape}")
-        return "; ".join(found)
+            obstacles.append(
+                f"--random-weights is {join.random_shape}, that of rank 0 {random_shape}"
+            )
+        return "; ".join(obstacles)
 
     def close(self) -> None:
         """Listen no longer."""
@@ -286,11 +288,11 @@ def _admitted(args: EngineArgs, join: Join, seconds: float) -> socket.socket:
         connection.settimeout(max(seconds, _AGAIN))
         connection.connect(where)
         messages.send(connection, Kind.JOIN, join.encode())
-        said, data = messages.receive(connection, _MOST)
-        if said is Kind.REFUSED:
+        answer_kind, data = messages.receive(connection, _MOST)
+        if answer_kind is Kind.REFUSED:
             raise ConfigError(f"rank 0 refused this machine: {data.decode()}")
-        if said is not Kind.ADMITTED:
-            raise ValueError(said)
+        if answer_kind is not Kind.ADMITTED:
+            raise ValueError(answer_kind)
         tune(connection, args.rank_timeout)
         connection.settimeout(None)
     except BaseException:
@@ -304,10 +306,10 @@ def tune(connection: socket.socket, seconds: float) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    every = max(1, round(seconds / 4))
+    interval = max(1, round(seconds / 4))
     for name, value in (
-        ("TCP_KEEPIDLE", every),
-        ("TCP_KEEPINTVL", every),
+        ("TCP_KEEPIDLE", interval),
+        ("TCP_KEEPINTVL", interval),
         ("TCP_KEEPCNT", 3),
         ("TCP_USER_TIMEOUT", max(1000, min(round(1000 * seconds), (1 << 31) - 1))),
     ):
@@ -319,10 +321,10 @@ def tune(connection: socket.socket, seconds: float) -> None:
 def _readable(connections: Sequence[socket.socket], seconds: float) -> list[socket.socket]:
     """Return those that something can be read from, in this order, once there is one or time is up."""
     with selectors.DefaultSelector() as selector:
-        for one in connections:
-            selector.register(one, selectors.EVENT_READ)
+        for connection in connections:
+            selector.register(connection, selectors.EVENT_READ)
         ready = {key.fd for key, _ in selector.select(max(0.0, seconds))}
-    return [one for one in connections if one.fileno() in ready]
+    return [connection for connection in connections if connection.fileno() in ready]
 
 
 def _resolved(address: str, port: int) -> Any:

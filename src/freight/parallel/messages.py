@@ -128,8 +128,8 @@ def integers(values: Iterable[int]) -> bytes:
 
 def integers_of(data: bytes) -> list[int]:
     """Return the integers in bytes."""
-    found: list[int] = np.frombuffer(data, np.int64).tolist()
-    return found
+    numbers: list[int] = np.frombuffer(data, np.int64).tolist()
+    return numbers
 
 
 def receive(connection: socket.socket, most: int = 1 << 32) -> tuple[Kind, bytes]:
@@ -149,10 +149,10 @@ def whole(data: bytes | bytearray, most: int) -> tuple[Kind, bytes] | None:
     if len(data) < _HEAD.size:
         return None
     kind, length = _HEAD.unpack_from(data)
-    found = Kind(kind)
+    message_kind = Kind(kind)
     if length > most or len(data) > _HEAD.size + length:
         raise ValueError(length)
-    return (found, bytes(data[_HEAD.size :])) if len(data) == _HEAD.size + length else None
+    return (message_kind, bytes(data[_HEAD.size :])) if len(data) == _HEAD.size + length else None
 
 
 def expect(connection: socket.socket, expected: Kind) -> bytes:

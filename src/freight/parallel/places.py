@@ -59,14 +59,14 @@ def places(
     if rank_cpus is not None:
         named = parse_rank_cpus(rank_cpus, size)
         _require_usable(rank_cpus, named)
-        return tuple(Place(one, len(one)) for one in named)
+        return tuple(Place(processors, len(processors)) for processors in named)
     if len(nodes) < 2 or len(nodes) % size:
         return (Place(None, max(1, cores // size)),) * size
     each = len(nodes) // size
     of_rank = [frozenset[int]().union(*nodes[r * each : (r + 1) * each]) for r in range(size)]
     total = sum(map(len, of_rank))  # a CPU quota may allow fewer cores than there are processors
     share = max(1, cores // size) if cores < total else total
-    return tuple(Place(one, min(len(one), share)) for one in of_rank)
+    return tuple(Place(processors, min(len(processors), share)) for processors in of_rank)
 
 
 def parse_rank_cpus(value: str, size: int) -> tuple[frozenset[int], ...]:

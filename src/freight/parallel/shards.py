@@ -146,8 +146,8 @@ def _divided(layer: LayerConfig, size: int) -> LayerConfig:
     if isinstance(mlp, DenseConfig | MoEConfig):
         mlp = replace(mlp, intermediate_size=mlp.intermediate_size // size)
     if isinstance(mlp, MoEConfig) and mlp.shared is not None:
-        own = mlp.shared.intermediate_size // size
-        mlp = replace(mlp, shared=replace(mlp.shared, intermediate_size=own))
+        share = mlp.shared.intermediate_size // size
+        mlp = replace(mlp, shared=replace(mlp.shared, intermediate_size=share))
     return replace(layer, mixer=_divided_mixer(layer.mixer, size), feed_forward=mlp)
 
 
@@ -183,15 +183,15 @@ def norm_is_cut(mixer: Mamba2Config, size: int) -> bool:
 def part(count: int, rank: int, size: int) -> slice:
     """Return the elements of `rank` among `count` that `size` ranks share evenly."""
     assert count % size == 0
-    own = count // size
-    return slice(rank * own, (rank + 1) * own)
+    share = count // size
+    return slice(rank * share, (rank + 1) * share)
 
 
 def kv_part(num_kv_heads: int, rank: int, size: int) -> slice:
     """Return the KV heads of `rank`: those that its query heads attend to."""
-    own = max(1, num_kv_heads // size)
+    share = max(1, num_kv_heads // size)
     first = rank * num_kv_heads // size
-    return slice(first, first + own)
+    return slice(first, first + share)
 
 
 def scales_of_rank(scales: KVScales, model: ModelConfig, rank: int, size: int) -> KVScales:

@@ -78,8 +78,8 @@ class SharedFiles:
 
     def of_rank(self, rank: int) -> tuple[int, ...]:
         """Return the descriptors that the process of `rank` needs."""
-        others = [end for other, end in enumerate(self.reading) if other != rank]
-        return (self.memory, self.writing[rank], *others)
+        other_ends = [end for other, end in enumerate(self.reading) if other != rank]
+        return (self.memory, self.writing[rank], *other_ends)
 
     def of_others(self, rank: int) -> list[int]:
         """Return the descriptors that the process of `rank` does not need."""
@@ -192,9 +192,9 @@ class SharedMemory:
 
 def passed_files(size: int, rank: int, numbers: Sequence[int]) -> SharedFiles:
     """Return the files of `SharedFiles.of_rank` as another process got them, in that order."""
-    memory, own, *others = numbers
-    reading = list(others)
+    memory, rank_end, *other_ends = numbers
+    reading = list(other_ends)
     reading.insert(rank, -1)
     writing = [-1] * size
-    writing[rank] = own
+    writing[rank] = rank_end
     return SharedFiles(memory, tuple(reading), tuple(writing))

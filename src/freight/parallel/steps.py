@@ -53,9 +53,9 @@ class StepWriter:
                     numbers += (len(old), 0)
                     continue
                 new = tuple(table)
-                kept = len(old) if new[: len(old)] == old else 0
-                numbers += (kept, len(new) - kept)
-                blocks += new[kept:]
+                unchanged = len(old) if new[: len(old)] == old else 0
+                numbers += (unchanged, len(new) - unchanged)
+                blocks += new[unchanged:]
                 written[group] = new
         return np.array([*numbers, *tokens, *blocks], dtype=np.int64).tobytes()
 
@@ -86,9 +86,9 @@ class StepReader:
                 self._rows.append([()] * groups)
             known = self._rows[row]
             for group in range(groups):
-                kept, fresh = tables[2 * group : 2 * group + 2]
-                if fresh or kept != len(known[group]):
-                    known[group] = known[group][:kept] + tuple(numbers[block : block + fresh])
+                unchanged, fresh = tables[2 * group : 2 * group + 2]
+                if fresh or unchanged != len(known[group]):
+                    known[group] = known[group][:unchanged] + tuple(numbers[block : block + fresh])
                     block += fresh
             slices.append(SliceNumbers(token_ids, start, tuple(known), logits))
         return slices

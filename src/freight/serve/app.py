@@ -301,9 +301,9 @@ class Routes:
         )
 
     async def page(self, request: Request) -> Response:
-        found = page_response(request.url.path, request.headers.get("if-none-match"))
-        assert found is not None
-        return Response(found.body, found.status, found.headers)
+        page = page_response(request.url.path, request.headers.get("if-none-match"))
+        assert page is not None
+        return Response(page.body, page.status, page.headers)
 
     async def _understood(self, request: Request, parse: Callable[[Body], T]) -> T:
         """Parse the body with `parse`. A large body is parsed in a thread, so that streams go on

@@ -84,9 +84,9 @@ class Body(Nullable, Closed):
     """A closed object in which null counts as an absent field."""
 
 
-def present(given: Mapping[str, Any] | None) -> dict[str, Any]:
+def present(fields: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return the fields of an object that are not null."""
-    return {name: value for name, value in (given or {}).items() if value is not None}
+    return {name: value for name, value in (fields or {}).items() if value is not None}
 
 
 def sampled(name: str, **bounds: float) -> Any:
@@ -109,15 +109,15 @@ def says(words: str) -> WrapValidator:
     return WrapValidator(check)
 
 
-def read(model: type[M], given: object, refused: Refused) -> M:
+def read(model: type[M], body: object, refused: Refused) -> M:
     """Validate `given` as `model`. Raises what `refused` makes of the first fault."""
     try:
-        return model.model_validate(given)
+        return model.model_validate(body)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         if first["type"] == "missing" and issubclass(model, Nullable):
             first["input"][first["loc"][-1]] = None  # so that the error names the type it needs
-            return read(model, given, refused)
+            return read(model, body, refused)
         path = "".join(f"[{at}]" if isinstance(at, int) else f".{at}" for at in first["loc"])
         words = _WORDS.get(first["type"], first["msg"].replace("Input should", "must"))
         raise refused(path.lstrip("."), words, first["input"]) from None
@@ -140,10 +140,10 @@ def schema_of(body: Any, unknown_fields: str = "refuse") -> dict[str, Any]:
             return value
         if "$ref" in value:
             return replaced(parts[value["$ref"].removeprefix("#/$defs/")])
-        found = {key: replaced(item) for key, item in value.items()}
-        if unknown_fields == "ignore" and found.get("additionalProperties") == _ABSENT:
-            found["additionalProperties"] = True
-        return found
+        schema = {key: replaced(item) for key, item in value.items()}
+        if unknown_fields == "ignore" and schema.get("additionalProperties") == _ABSENT:
+            schema["additionalProperties"] = True
+        return schema
 
     result: dict[str, Any] = replaced(schema)
     return result

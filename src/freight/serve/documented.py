@@ -110,7 +110,7 @@ def answers(path: str) -> dict[int | str, dict[str, Any]]:
     elif path in ANTHROPIC_PATHS:
         error = _ANTHROPIC_ERROR
     failed = {"content": {"application/json": {"schema": error}}}
-    found: dict[int | str, dict[str, Any]] = {
+    responses: dict[int | str, dict[str, Any]] = {
         "4XX": {
             "description": "the request cannot be served; the message says why",
             **failed,
@@ -121,7 +121,7 @@ def answers(path: str) -> dict[int | str, dict[str, Any]]:
         },
     }
     if path in ("/health", "/ping"):
-        found["5XX"] = {
+        responses["5XX"] = {
             "description": "the server is loading or shutting down",
             "content": {
                 "application/json": {
@@ -130,17 +130,17 @@ def answers(path: str) -> dict[int | str, dict[str, Any]]:
             },
         }
     if path in _STREAMS:
-        found[200] = {"content": {"text/event-stream": {}}}
+        responses[200] = {"content": {"text/event-stream": {}}}
     elif path == "/metrics":
-        found[200] = {
+        responses[200] = {
             "content": {
                 "text/plain": {"schema": _TEXT},
                 "application/openmetrics-text": {"schema": _TEXT},
             }
         }
     elif path == "/state/stream":
-        found[200] = {"content": {"text/event-stream": {}}}
-    return found
+        responses[200] = {"content": {"text/event-stream": {}}}
+    return responses
 
 
 def document(
@@ -158,10 +158,10 @@ def document(
 
     @cache
     def openapi() -> dict[str, Any]:
-        found = build()
+        built = build()
         for path, body in bodies.items():
             schema = schema_of(body, unknown_fields)
-            found["paths"][path]["post"]["requestBody"] = {
+            built["paths"][path]["post"]["requestBody"] = {
                 "required": True,
                 "content": {"application/json": {"schema": schema}},
             }
@@ -171,11 +171,11 @@ def document(
                 "scheme": "bearer",
                 "description": "Also as the header x-api-key.",
             }
-            found.setdefault("components", {})["securitySchemes"] = {_SCHEME: scheme}
-            for path, operations in found["paths"].items():
+            built.setdefault("components", {})["securitySchemes"] = {_SCHEME: scheme}
+            for path, operations in built["paths"].items():
                 for method, operation in operations.items():
                     if not (method == "get" and path in open_paths):
                         operation["security"] = [{_SCHEME: []}]
-        return found
+        return built
 
     app.openapi = openapi  # type: ignore[method-assign]  # FastAPI's own way to extend the document

@@ -63,13 +63,13 @@ def merged(deltas: Sequence[tuple[int, RequestDelta]]) -> list[tuple[int, Reques
     runs: dict[int, list[list[RequestDelta]]] = {}
     for index, delta in deltas:
         request = runs.setdefault(index, [[]])
-        if any(one.finish_reason not in _NOT_FAILED for one in delta.outputs):
+        if any(output.finish_reason not in _NOT_FAILED for output in delta.outputs):
             request.append([])
         request[-1].append(delta)
-    found: list[tuple[int, RequestDelta]] = []
+    deltas_of_request: list[tuple[int, RequestDelta]] = []
     for index, request in runs.items():
-        found += [(index, _as_one(run)) for run in request if run]
-    return found
+        deltas_of_request += [(index, _as_one(run)) for run in request if run]
+    return deltas_of_request
 
 
 def _as_one(run: Sequence[RequestDelta]) -> RequestDelta:
@@ -77,8 +77,8 @@ def _as_one(run: Sequence[RequestDelta]) -> RequestDelta:
         return run[0]
     completions: dict[int, list[CompletionDelta]] = {}
     for delta in run:
-        for one in delta.outputs:
-            completions.setdefault(one.index, []).append(one)
+        for output in delta.outputs:
+            completions.setdefault(output.index, []).append(output)
     scores = [delta.scores for delta in run if delta.scores is not None]
     return RequestDelta(
         run[-1].request_id,
@@ -104,5 +104,5 @@ def _completion(parts: Sequence[CompletionDelta]) -> CompletionDelta:
 
 
 def _joined(lists: Sequence[list[T] | None]) -> list[T] | None:
-    given = [one for one in lists if one is not None]
-    return [value for one in given for value in one] if given else None
+    present = [values for values in lists if values is not None]
+    return [value for values in present for value in values] if present else None

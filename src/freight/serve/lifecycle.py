@@ -86,8 +86,8 @@ class Lifecycle:
         server = Server(server_config(serving.app(limits), limits, drain_seconds=1), limits, tls)
         host, port = _address(listener)
         scheme = "http" if tls is None else "https"
-        shown = f"[{host}]" if ":" in host else host
-        sys.stderr.write(f"freight: listening on {scheme}://{shown}:{port}\n")
+        address = f"[{host}]" if ":" in host else host
+        sys.stderr.write(f"freight: listening on {scheme}://{address}:{port}\n")
         sys.stderr.flush()
         listening = loop.create_task(server.serve(sockets=[listener]))
         serving.begin()

@@ -163,15 +163,15 @@ def num_scores(work: TokenizedWork) -> int:
 
 def check_scores(work: Sequence[TokenizedWork], limits: ServingLimits) -> None:
     """Raise ApiError, 400, if the prompts ask for more log-probabilities than one answer has."""
-    wanted = sum(map(num_scores, work))
-    if wanted <= limits.scores:
+    total = sum(map(num_scores, work))
+    if total <= limits.scores:
         return
-    scored = [one for one in work if one.params.prompt_logprobs is not None]
-    tokens = sum(len(one.token_ids) for one in scored)
+    scored = [item for item in work if item.params.prompt_logprobs is not None]
+    tokens = sum(len(item.token_ids) for item in scored)
     asked = scored[0].params.prompt_logprobs
     raise ApiError(
         400,
-        f"{len(scored)} prompts with {tokens} tokens together and {asked} log-probabilities for each are {wanted} "
+        f"{len(scored)} prompts with {tokens} tokens together and {asked} log-probabilities for each are {total} "
         f"values; one answer has at most {limits.scores}. Send fewer prompts at once, or ask for fewer of them",
         param="prompt",
         code="too_many_logprobs",

@@ -52,15 +52,15 @@ class PageResponse(NamedTuple):
 
 
 def _load() -> dict[str, tuple[str, bytes]]:
-    found = {}
+    files_by_path = {}
     for file in sorted(
         files("freight.serve").joinpath("page").iterdir(), key=lambda file: file.name
     ):
         kind = _TYPES.get(file.name.rpartition(".")[2])
         if kind:
             path = "/" if file.name == "index.html" else f"/page/{file.name}"
-            found[path] = (kind, file.read_bytes())
-    return found
+            files_by_path[path] = (kind, file.read_bytes())
+    return files_by_path
 
 
 PAGE: Mapping[str, tuple[str, bytes]] = MappingProxyType(_load())  # path -> (content type, content)

@@ -314,35 +314,37 @@ class Service:
             self._checked.add(key)
 
     def _timeout(self, params: SamplingParams) -> float | None:
-        given = [
+        timeouts = [
             seconds for seconds in (params.timeout_s, self._request_timeout) if seconds is not None
         ]
-        return min(given, default=None)
+        return min(timeouts, default=None)
 
     def _admit(self, work: Sequence[TokenizedWork], key_name: str | None) -> bool:
         """Return whether the completions of `work` wait for others. Raises ApiError if they do not
         fit: 400 if they never can, 429 if not now.
         """
-        wanted = sum(one.params.n for one in work)
-        if wanted > self.max_sequences:
+        count = sum(item.params.n for item in work)
+        if count > self.max_sequences:
             raise ApiError(
                 400,
-                f"the request asks for {wanted} completions and the server holds {self.max_sequences} "
+                f"the request asks for {count} completions and the server holds {self.max_sequences} "
                 f"at once; split it",
                 param="n",
             )
         num_held = self.client.num_sequences
-        if num_held + wanted > self.max_sequences:
+        if num_held + count > self.max_sequences:
             raise self._full(
                 f"{num_held} completions are running or waiting, and {self.max_sequences} may"
             )
-        waits = num_held + wanted > self.max_sequences - self._max_queue
+        waits = num_held + count > self.max_sequences - self._max_queue
         if waits and key_name is not None and len(self.keys.names) > 1:
             left = self.max_sequences - num_held
-            own = sum(answer.num_waiting for answer in self.answers if answer.key_name == key_name)
-            if own > 0 and own + wanted > left:
+            waiting = sum(
+                answer.num_waiting for answer in self.answers if answer.key_name == key_name
+            )
+            if waiting > 0 and waiting + count > left:
                 raise self._full(
-                    f"{own} completions of this key wait, and {left} more may wait, which the other keys need"
+                    f"{waiting} completions of this key wait, and {left} more may wait, which the other keys need"
                 )
         return waits
 
@@ -402,8 +404,8 @@ class Answer:
         self._unfinished = set(range(len(work)))
         self._failure: ApiError | None = None
         self._last_token: dict[tuple[int, int], float] = {}  # its time, for each completion
-        self._prompt_tokens = sum(len(one.token_ids) for one in work)
-        self._generated = [[0] * one.params.n for one in work]
+        self._prompt_tokens = sum(len(item.token_ids) for item in work)
+        self._generated = [[0] * item.params.n for item in work]
         self._cached = 0
         self._reason: str | None = None
         self._is_closed = False
@@ -414,18 +416,20 @@ class Answer:
         service = self._service
         service.answers.add(self)
         try:
-            for index, one in enumerate(self._work):
+            for index, item in enumerate(self._work):
                 name = service.next_name()
-                prompt = AcceptedPrompt(one.text, one.token_ids)
+                prompt = AcceptedPrompt(item.text, item.token_ids)
                 self._running.append(
-                    service.client.submit(name, index, prompt, one.params, self.inbox)
+                    service.client.submit(name, index, prompt, item.params, self.inbox)
                 )
             for running in self._running:
                 await running.accepted
         except FreightError as error:
             raise from_engine(error) from None
-        for one in self._work:
-            service.metrics.request_queued(one.params.n, one.params.max_tokens, len(one.token_ids))
+        for item in self._work:
+            service.metrics.request_queued(
+                item.params.n, item.params.max_tokens, len(item.token_ids)
+            )
 
     @property
     def num_waiting(self) -> int:
@@ -473,7 +477,7 @@ class Answer:
 
     def end_if_late(self) -> None:
         """Fail if the time limit has passed: a stalled engine does not check it."""
-        limits = [one.params.timeout_s for one in self._work if one.params.timeout_s is not None]
+        limits = [item.params.timeout_s for item in self._work if item.params.timeout_s is not None]
         if limits and self._service.clock() - self._arrival > max(limits):
             for running in self._running:
                 running.fail(took_too_long())
@@ -509,20 +513,20 @@ class Answer:
         now = self._service.clock()
         metrics = self._service.metrics
         generated = self._generated[index]
-        if not any(generated) and any(one.token_ids for one in delta.outputs):
+        if not any(generated) and any(output.token_ids for output in delta.outputs):
             metrics.first_token(now - self._arrival)
-        for one in delta.outputs:
-            if one.token_ids:
-                last = self._last_token.get((index, one.index))
+        for output in delta.outputs:
+            if output.token_ids:
+                last = self._last_token.get((index, output.index))
                 if last is not None:
-                    metrics.inter_token(now - last, len(one.token_ids))
-                self._last_token[index, one.index] = now
-                generated[one.index] += len(one.token_ids)
+                    metrics.inter_token(now - last, len(output.token_ids))
+                self._last_token[index, output.index] = now
+                generated[output.index] += len(output.token_ids)
         if delta.finished:
             self._unfinished.remove(index)
             self._cached += delta.num_cached_tokens
             self._reason = str(
-                next(one.finish_reason for one in delta.outputs if one.finish_reason)
+                next(output.finish_reason for output in delta.outputs if output.finish_reason)
             )
             self._count(index, self._reason, delta.times, delta.num_cached_tokens)
         if self.is_large:

@@ -153,17 +153,17 @@ class Tokenize:
 def parse_tokenize(body: Mapping[str, Any], served: Served, limits: ServingLimits) -> Tokenize:
     """Parse a body of /tokenize. Raises ApiError (400, 404)."""
     _tokenizer_of(served)
-    given = present(body)
-    kinds = [name for name in _KINDS if name in given]
+    fields = present(body)
+    kinds = [name for name in _KINDS if name in fields]
     if len(kinds) != 1:
         raise _invalid("give one of prompt, messages and inputs", "prompt")
-    messages = given.get("messages")
+    messages = fields.get("messages")
     if isinstance(messages, list) and len(messages) > limits.messages:
         raise _invalid(
             f"messages has {len(messages)} entries; at most {limits.messages} are allowed",
             "messages",
         )
-    asked = _read(_KINDS[kinds[0]], given, served)
+    asked = _read(_KINDS[kinds[0]], fields, served)
     special = asked.add_special_tokens is not False
     if isinstance(asked, InputsBody):
         return Tokenize(asked.inputs, special, with_offsets=True)
@@ -230,8 +230,8 @@ def _read(model: type[B], body: Mapping[str, Any], served: Served) -> B:
     """Validate `body` as `model`. Raises ApiError for a model that is not served, and for unknown
     fields unless the server ignores them.
     """
-    given = present(body)
-    name = given.get("model", "")
+    fields = present(body)
+    name = fields.get("model", "")
     if not isinstance(name, str) or name not in (*_ANY_MODEL, *served.names):
         raise ApiError(
             404,
@@ -240,10 +240,10 @@ def _read(model: type[B], body: Mapping[str, Any], served: Served) -> B:
             code="model_not_found",
         )
     known = (*model.model_fields, *model.accepted)
-    for name in given:
+    for name in fields:
         if name not in known and served.unknown_fields != "ignore":
             raise _invalid(f"{name:.60} is not a field here{nearest(name[:60], known)}", name[:60])
-    return read(model, given, lambda path, words, _: _invalid(f"{path} {words}", path))
+    return read(model, fields, lambda path, words, _: _invalid(f"{path} {words}", path))
 
 
 def _invalid(message: str, param: str) -> ApiError:

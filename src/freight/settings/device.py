@@ -167,7 +167,7 @@ class Threads:
             torch.set_num_threads(before)
 
 
-def choose_threads(wanted: int | None, cores: int, root: Path = ROOT) -> Threads:
+def choose_threads(threads: int | None, cores: int, root: Path = ROOT) -> Threads:
     """Choose `wanted` threads, or else one per physical core, but no more than the `cores` that
     this process may use.
 
@@ -176,30 +176,30 @@ def choose_threads(wanted: int | None, cores: int, root: Path = ROOT) -> Threads
     """
     import torch
 
-    check_threads(wanted, cores)
-    return Threads(wanted or min(cores, physical_cores(root) or cores, torch.get_num_threads()))
+    check_threads(threads, cores)
+    return Threads(threads or min(cores, physical_cores(root) or cores, torch.get_num_threads()))
 
 
 def _stack_size(value: str) -> int | None:
     """Parse OpenMP's `16k`, `1 M`, `4096` (KiB) into bytes; None for a value that OpenMP would
     ignore.
     """
-    found = re.fullmatch(r"\s*(\d+)\s*([bkmg]?)\s*", value.lower())
-    if found is None:
+    match = re.fullmatch(r"\s*(\d+)\s*([bkmg]?)\s*", value.lower())
+    if match is None:
         return None
     units = {"b": 1, "": 2**10, "k": 2**10, "m": 2**20, "g": 2**30}
-    return int(found[1]) * units[found[2]]
+    return int(match[1]) * units[match[2]]
 
 
-def check_threads(wanted: int | None, cores: int) -> None:
+def check_threads(threads: int | None, cores: int) -> None:
     """Raise ConfigError if `wanted` is more than `cores`: the threads would wait for each other.
     Raises also as `check_stack`.
     """
     check_stack()
-    if wanted is not None and not 1 <= wanted <= cores:
+    if threads is not None and not 1 <= threads <= cores:
         usable = "1 core" if cores == 1 else f"{cores} cores"
         raise ConfigError(
-            f"--threads {wanted}: this process may use {usable}; choose a number from 1 to {cores}, or omit it"
+            f"--threads {threads}: this process may use {usable}; choose a number from 1 to {cores}, or omit it"
         )
 
 

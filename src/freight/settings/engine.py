@@ -145,9 +145,9 @@ def _written(value: object) -> str:
     """
     if isinstance(value, str):
         return value
-    given = value if isinstance(value, Sequence) else [value]
-    numbers = [float(x) for x in given if isinstance(x, Real) and not isinstance(x, bool)]
-    if not 1 <= len(given) <= 2 or len(numbers) != len(given):
+    listed = value if isinstance(value, Sequence) else [value]
+    numbers = [float(x) for x in listed if isinstance(x, Real) and not isinstance(x, bool)]
+    if not 1 <= len(listed) <= 2 or len(numbers) != len(listed):
         raise ConfigError(f"kv_scales {value!r} is unknown: choose {choices(KV_SCALES_FORMS)}")
     return ",".join(map(repr, numbers))
 

@@ -286,9 +286,11 @@ def step_tokens(device: str, model: ModelConfig) -> int:
     if device != "cpu":
         return least
     mixtures = {
-        one.feed_forward.routing for one in model.layers if isinstance(one.feed_forward, MoEConfig)
+        layer.feed_forward.routing
+        for layer in model.layers
+        if isinstance(layer.feed_forward, MoEConfig)
     }
-    tokens = max((EXPERT_ROWS * one.num_experts // one.top_k for one in mixtures), default=0)
+    tokens = max((EXPERT_ROWS * layer.num_experts // layer.top_k for layer in mixtures), default=0)
     return min(max(least, -(-tokens // least) * least), MOST_STEP_TOKENS)
 
 

@@ -50,11 +50,11 @@ def layer_names(value: object) -> tuple[str, ...]:
     return listed_names(value, (str, Integral), wrong)
 
 
-def check_skipped(given: Sequence[object], kv_cache_dtype: str) -> None:
+def check_skipped(skipped: Sequence[object], kv_cache_dtype: str) -> None:
     """Check the names without the model. Raises ConfigError for a name that is neither a number nor
     a known word, and for a cache in which no layer is quantized.
     """
-    names = tuple(map(str, given))
+    names = tuple(map(str, skipped))
     for name in names:
         if (name.isascii() and name.isdecimal()) or name == SLIDING:
             continue
@@ -77,7 +77,7 @@ def unquantized(names: Sequence[object], cache: str) -> ConfigError:
 
 
 def skipped_layers(
-    given: Sequence[object], layers: Mapping[int, KVLayer], num_layers: int
+    skipped: Sequence[object], layers: Mapping[int, KVLayer], num_layers: int
 ) -> frozenset[int]:
     """Return the indices of the layers that the names of `given` select, and of the layers that
     read theirs. `check_skipped` has accepted the names.
@@ -86,16 +86,17 @@ def skipped_layers(
     number beyond the layers, a layer that stores nothing unless the layer it reads is skipped as
     well, `sliding_window` where no layer has a window, and for all layers.
     """
-    names = tuple(map(str, given))
+    names = tuple(map(str, skipped))
     numbers = {name: _number(name, num_layers) for name in names if name != SLIDING}
     for name, index in numbers.items():
         if index not in layers:
-            kept = (
+            choices_text = (
                 ", ".join(map(str, list(layers)[:8])) + (", …" if len(layers) > 8 else "")
                 or "none: omit it"
             )
             raise ConfigError(
-                f"{FLAG} {name}: layer {index} has no attention, and stores no keys and values; choose among {kept}"
+                f"{FLAG} {name}: layer {index} has no attention, and stores no keys and values; choose "
+                f"among {choices_text}"
             )
     stored = set(numbers.values())
     if SLIDING in names:
@@ -109,21 +110,21 @@ def skipped_layers(
                 f"{FLAG} {SLIDING}: no layer of this model has a window; give layer numbers, or omit it"
             )
         stored |= windows
-    found = {
+    indexes = {
         i
         for i, layer in layers.items()
         if (i if layer.kv_from is None else layer.kv_from) in stored
     }
     for name, index in numbers.items():
-        if index not in found:
+        if index not in indexes:
             source = layers[index].kv_from
             raise ConfigError(
                 f"{FLAG} {name}: layer {index} reads the keys and values of layer {source} and stores none; skip layer "
                 f"{source}, which layer {index} follows"
             )
-    if names and len(found) == len(layers):
+    if names and len(indexes) == len(layers):
         raise nothing_left(names)
-    return frozenset(found)
+    return frozenset(indexes)
 
 
 def nothing_left(names: Sequence[object]) -> ConfigError:

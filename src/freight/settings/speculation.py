@@ -53,13 +53,13 @@ def most_drafts(speculate: object, config: str | None) -> int:
     asked = None if speculate is None else _require_count("--speculate", speculate)
     if config is None:
         return DEFAULT_DRAFTS if asked is None else asked
-    given = _count(config)
-    if asked not in (None, given):
+    configured = _count(config)
+    if asked not in (None, configured):
         raise ConfigError(
-            f"--speculate is {asked} and num_speculative_tokens of --speculative-config {given}: "
+            f"--speculate is {asked} and num_speculative_tokens of --speculative-config {configured}: "
             "give one of the two"
         )
-    return given
+    return configured
 
 
 def written(config: object) -> str | None:

@@ -33,9 +33,9 @@ _REFUSED: dict[object, str] = {  # formats of keys and values that states cannot
 }
 
 
-def check_states(every: object, dtype: object, block_size: int) -> None:
+def check_states(interval: object, dtype: object, block_size: int) -> None:
     """Raise ConfigError for values of --state-every and --state-dtype that no model takes."""
-    _check_every(every, block_size)
+    _check_every(interval, block_size)
     _check_dtype(dtype)
 
 

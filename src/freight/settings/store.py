@@ -63,6 +63,6 @@ def store_config(
         )
     memory = 0
     if str(args.kv_store_memory) != "0":
-        given = parse(args.kv_store_memory, "--kv-store-memory", "; or give 0 for none")
-        memory = MEMORY if given is None else given
+        limit = parse(args.kv_store_memory, "--kv-store-memory", "; or give 0 for none")
+        memory = MEMORY if limit is None else limit
     return StoreConfig(Path(args.kv_store).expanduser(), size, memory, args.kv_store_salted)

@@ -57,10 +57,10 @@ class ControlTokens:
 
     def __init__(self, backend: Backend, template: str) -> None:
         added = list(backend.get_added_tokens_decoder().values())
-        special = [one for one in added if one.special and not one.content.isspace()]
-        written = [one for one in added if not one.special and one.content in template]
+        special = [token for token in added if token.special and not token.content.isspace()]
+        written = [token for token in added if not token.special and token.content in template]
         self._all = _Finder(
-            backend, [*special, *(one for one in written if _MARKUP.fullmatch(one.content))]
+            backend, [*special, *(token for token in written if _MARKUP.fullmatch(token.content))]
         )
         self._special = _Finder(backend, special)
 
@@ -101,7 +101,7 @@ def read_marked(text: str, mark: str) -> ChatText:
 
 
 def encode_marked(
-    backend: Backend, chat: ChatText, whole: Encoding, control: frozenset[int]
+    backend: Backend, chat: ChatText, encoding: Encoding, control: frozenset[int]
 ) -> list[int]:
     """Return the token ids of `chat`. `whole` is the ordinary encoding of its text; `control` are
     the ids that text must not get.
@@ -115,8 +115,8 @@ def encode_marked(
     starts = [start for start, _ in chat.plain]
     ends = [end for _, end in chat.plain]
     # Read once: each access to an Encoding's attribute copies all of it
-    whole_ids = whole.ids
-    offsets = [*whole.offsets, (len(chat.text), len(chat.text))]
+    whole_ids = encoding.ids
+    offsets = [*encoding.offsets, (len(chat.text), len(chat.text))]
     for index, (token_begin, token_end) in enumerate(offsets):
         is_last = index == len(whole_ids)
         if not is_last and (
@@ -151,9 +151,9 @@ def _plain_ids(
     ids = []
     for part_begin, part_end in _pieces(chat, begin, end):
         ids += _without_added_tokens(backend, chat.text[part_begin:part_end], part_begin == 0)
-    found = control.intersection(ids)
-    if found:
-        token = backend.id_to_token(min(found))
+    control_ids = control.intersection(ids)
+    if control_ids:
+        token = backend.id_to_token(min(control_ids))
         raise RequestError(
             f"a message has the text {token!r}, which the tokenizer can only write as a control token"
         )
@@ -205,9 +205,9 @@ class _Finder:
         self._backend = Backend(models.BPE())  # no vocabulary: text without a token is skipped
         self._is_empty = not tokens
         self._backend.add_tokens(
-            [AddedToken(one.content, normalized=one.normalized) for one in tokens]
+            [AddedToken(token.content, normalized=token.normalized) for token in tokens]
         )
-        if backend.normalizer is not None and any(one.normalized for one in tokens):
+        if backend.normalizer is not None and any(token.normalized for token in tokens):
             self._backend.normalizer = backend.normalizer
 
     def mark(self, value: Any, mark: str) -> Any:
@@ -237,12 +237,12 @@ class _Finder:
 
 
 def _marked(
-    message: Mapping[str, Any], mark: str, every: _Finder, special: _Finder
+    message: Mapping[str, Any], mark: str, all_tokens: _Finder, special: _Finder
 ) -> dict[str, Any]:
     is_answer = message.get("role") == "assistant"
     return {
-        every.mark(name, mark): (special if is_answer and name in _OF_ANSWERS else every).mark(
-            value, mark
-        )
+        all_tokens.mark(name, mark): (
+            special if is_answer and name in _OF_ANSWERS else all_tokens
+        ).mark(value, mark)
         for name, value in message.items()
     }

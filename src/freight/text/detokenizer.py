@@ -123,9 +123,9 @@ class _Bytes:
         return text
 
     def flush(self) -> str:
-        held = self._held
+        pending = self._held
         self._held = b""
-        return held.decode("utf-8", "replace")
+        return pending.decode("utf-8", "replace")
 
 
 class _Joined:
@@ -156,10 +156,10 @@ class _Joined:
         return piece
 
     def flush(self) -> str:
-        held = self._held
+        pending = self._held
         self._held = b""
         self._broken = False
-        return _UNFINISHED * len(held)
+        return _UNFINISHED * len(pending)
 
     def _byte(self, byte: bytes) -> str:
         if self._broken:
@@ -221,11 +221,11 @@ class _Window:
             self._shown = self._decode(self._window)
             self._context = len(self._window)
         elif len(self._window) > _WINDOW:
-            held = len(text) - len(self._shown)
+            withheld = len(text) - len(self._shown)
             del self._window[:-_KEPT]
-            kept = self._decode(self._window)
+            decoded = self._decode(self._window)
             self._context = 0
-            self._shown = kept[: max(0, len(kept) - held)]
+            self._shown = decoded[: max(0, len(decoded) - withheld)]
         return new
 
     def flush(self) -> str:
@@ -283,24 +283,24 @@ class _StopStrings:
         text = self._held + text
         self._held = ""
         if checked:
-            found = [
+            stops = [
                 (begin + len(stop), begin, stop)
                 for stop in self._stops
                 if (begin := text.find(stop, max(0, settled + 1 - len(stop)))) >= 0
             ]
-            if found:
-                end, begin, stop = min(found)
+            if stops:
+                end, begin, stop = min(stops)
                 return text[out : end if self._included else begin], stop
-        held = max((_overlap(text, stop) for stop in self._stops), default=0)
-        certain = len(text) - held
+        overlap = max((_overlap(text, stop) for stop in self._stops), default=0)
+        certain = len(text) - overlap
         self._held = text[certain:]
         return text[out : None if self._included else certain], None
 
     def flush(self) -> str:
         """Return what was held back, at the end of the text."""
-        held = self._held
+        pending = self._held
         self._held = ""
-        return "" if self._included else held
+        return "" if self._included else pending
 
 
 def _overlap(text: str, stop: str) -> int:

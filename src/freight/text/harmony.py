@@ -80,19 +80,21 @@ def _one_call_each(
     known = {call.get("id") for call in calls} - {None}
     of_call: list[list[Mapping[str, Any]]] = [[] for _ in calls]
     unnamed = []
-    for one in results:
-        owner = one.get("tool_call_id")
+    for result in results:
+        owner = result.get("tool_call_id")
         if owner in known:
             answered = next(index for index, call in enumerate(calls) if call.get("id") == owner)
-            of_call[answered].append(one)
+            of_call[answered].append(result)
         else:
-            unnamed.append(one)
-    for one in unnamed:  # goes to the first call that has no result yet
-        answered = next((index for index, found in enumerate(of_call) if not found), len(calls) - 1)
-        of_call[answered].append(one)
+            unnamed.append(result)
+    for result in unnamed:  # goes to the first call that has no result yet
+        answered = next(
+            (index for index, answers in enumerate(of_call) if not answers), len(calls) - 1
+        )
+        of_call[answered].append(result)
     without_calls = {name: value for name, value in message.items() if name != "tool_calls"}
     written: list[dict[str, Any]] = []
-    for index, (call, found) in enumerate(zip(calls, of_call, strict=True)):
+    for index, (call, answers) in enumerate(zip(calls, of_call, strict=True)):
         before = without_calls if index == 0 else {"role": message["role"]}
-        written += [{**before, "tool_calls": [call]}, *map(dict, found)]
+        written += [{**before, "tool_calls": [call]}, *map(dict, answers)]
     return written

@@ -29,9 +29,9 @@ def read_messages(messages: object) -> list[dict[str, Any]]:
     malformed, beginning with its path.
     """
     if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence) or not messages:
-        given = "empty" if isinstance(messages, list | tuple) else type(messages).__name__
+        type_name = "empty" if isinstance(messages, list | tuple) else type(messages).__name__
         raise RequestError(
-            f'messages must be a list like [{{"role": "user", "content": "Hello"}}], not {given}'
+            f'messages must be a list like [{{"role": "user", "content": "Hello"}}], not {type_name}'
         )
     return [_message(f"messages[{index}]", message) for index, message in enumerate(messages)]
 

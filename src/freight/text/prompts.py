@@ -26,15 +26,15 @@ class Tokenization:
     truncate_prompt_tokens: int | None = None
 
     @classmethod
-    def of(cls, given: Mapping[str, Any] | None) -> Tokenization:
+    def of(cls, options: Mapping[str, Any] | None) -> Tokenization:
         """Raises ConfigError for other names, and for an `add_special_tokens` that is no bool."""
         known = ("add_special_tokens", "truncate_prompt_tokens")
-        for name in given or ():
+        for name in options or ():
             if name not in known:
                 raise ConfigError(
                     f"tokenization_kwargs has {shown(name)}; it may have {' and '.join(known)}"
                 )
-        made = cls(**(given or {}))
+        made = cls(**(options or {}))
         if not isinstance(made.add_special_tokens, bool | None):
             raise ConfigError(
                 f"add_special_tokens is {shown(made.add_special_tokens)}; it must be True or False"
@@ -87,21 +87,22 @@ def _listed(value: Any) -> Any:
 
 
 def params_of(
-    given: SamplingParams | Sequence[SamplingParams] | None, count: int
+    params: SamplingParams | Sequence[SamplingParams] | None, count: int
 ) -> list[SamplingParams]:
     """Return the parameters of each of `count` prompts. Raises RequestError."""
-    if given is None or isinstance(given, SamplingParams):
-        return [given or SamplingParams()] * count
-    for one in given if isinstance(given, list | tuple) else [given]:
-        if not isinstance(one, SamplingParams):
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    for item in params if isinstance(params, list | tuple) else [params]:
+        if not isinstance(item, SamplingParams):
             raise RequestError(
-                f"sampling_params has a {type(one).__name__}; give a SamplingParams, or a list with one for each prompt"
+                f"sampling_params has a {type(item).__name__}; give a SamplingParams, or a list with one "
+                "for each prompt"
             )
-    if len(given) != count:
+    if len(params) != count:
         raise RequestError(
-            f"{len(given)} SamplingParams for {count} prompts; give one, or one for each"
+            f"{len(params)} SamplingParams for {count} prompts; give one, or one for each"
         )
-    return list(given)
+    return list(params)
 
 
 def chat_prompt(
@@ -144,7 +145,11 @@ def raise_failed(outputs: Sequence[RequestOutput]) -> None:
     """Raise GenerationError if a completion of `outputs` failed."""
     failed: list[tuple[int, str]] = []
     for index, output in enumerate(outputs):
-        failed += [(index, one.error) for one in output.outputs if one.error is not None]
+        failed += [
+            (index, completion.error)
+            for completion in output.outputs
+            if completion.error is not None
+        ]
     if not failed:
         return
     first, error = failed[0]

@@ -179,12 +179,12 @@ def _systems_placed(messages: Sequence[Message], forms: TemplateForms) -> list[M
         begin += 1
     leading = list(messages[:begin])
     if begin > 1 and not forms.more_systems:
-        leading = [{**leading[0], "content": _paragraphs(one["content"] for one in leading)}]
+        leading = [{**leading[0], "content": _paragraphs(system["content"] for system in leading)}]
     pending: list[str] = []
     if forms.moves_first_system:
-        pending = [one["content"] for one in leading]
+        pending = [system["content"] for system in leading]
         leading = []
-    rest: list[Message] = []
+    later: list[Message] = []
     for message in messages[begin:]:
         if message["role"] == "system" and not forms.later_systems:
             pending.append(message["content"])
@@ -192,28 +192,28 @@ def _systems_placed(messages: Sequence[Message], forms: TemplateForms) -> list[M
         if message["role"] == "user" and pending:
             message = {**message, "content": _paragraphs([*pending, message["content"]])}
             pending = []
-        rest.append(message)
-    return _with_pending(leading, rest, pending, forms)
+        later.append(message)
+    return _with_pending(leading, later, pending, forms)
 
 
 def _with_pending(
-    leading: list[Message], rest: list[Message], pending: list[str], forms: TemplateForms
+    leading: list[Message], later: list[Message], pending: list[str], forms: TemplateForms
 ) -> list[Message]:
     """Add system texts that no user's message follows: to the last leading system message, or a new
     one, else to the first user's message.
     """
     if not pending:
-        return [*leading, *rest]
+        return [*leading, *later]
     text = _paragraphs(pending)
     if leading:
         content = _paragraphs([leading[-1]["content"], text])
-        return [*leading[:-1], {**leading[-1], "content": content}, *rest]
-    users = [index for index, message in enumerate(rest) if message["role"] == "user"]
+        return [*leading[:-1], {**leading[-1], "content": content}, *later]
+    users = [index for index, message in enumerate(later) if message["role"] == "user"]
     if forms.system is Treatment.WRITTEN or not users:
-        return [{"role": "system", "content": text}, *rest]
+        return [{"role": "system", "content": text}, *later]
     first = users[0]
-    user = {**rest[first], "content": _paragraphs([text, rest[first]["content"]])}
-    return [*rest[:first], user, *rest[first + 1 :]]
+    user = {**later[first], "content": _paragraphs([text, later[first]["content"]])}
+    return [*later[:first], user, *later[first + 1 :]]
 
 
 def _paragraphs(texts: Iterable[str]) -> str:
@@ -299,10 +299,10 @@ def _answer(text: str = _ANSWER) -> Message:
     return {"role": "assistant", "content": text}
 
 
-def _call(**others: str) -> Message:
+def _call(**fields: str) -> Message:
     function = {"name": _NAME, "arguments": _ARGUMENTS}
     call = {"id": _CALL_ID, "type": "function", "function": function}
-    return {"role": "assistant", **others, "tool_calls": [call]}
+    return {"role": "assistant", **fields, "tool_calls": [call]}
 
 
 def _result() -> Message:
@@ -368,8 +368,8 @@ def _with_calls_apart(render: Render, forms: TemplateForms) -> TemplateForms:
         texts = [render(in_forms(messages, tried)) for messages in conversations]
         return all(_has(text, _OTHER, *_ARGUMENTS) for text in texts)
 
-    apart = replace(forms, calls_apart=True)
-    return apart if not reads(forms) and reads(apart) else forms
+    separate = replace(forms, calls_apart=True)
+    return separate if not reads(forms) and reads(separate) else forms
 
 
 def _with_single_calls(render: Render, forms: TemplateForms) -> TemplateForms:

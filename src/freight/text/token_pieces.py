@@ -104,9 +104,9 @@ def _byte_of() -> dict[str, int]:
     then U+0100 and up.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
+    unprintable = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {
-        chr(256 + n): byte for n, byte in enumerate(others)
+        chr(256 + n): byte for n, byte in enumerate(unprintable)
     }
 
 

@@ -204,10 +204,10 @@ class Tokenizer:
 
         Both are 0 for a token that stands for none (BOS).
         """
-        found = self._encode(text, add_special_tokens)
+        encoding = self._encode(text, add_special_tokens)
         return [
             (token, begin, end)
-            for token, (begin, end) in zip(found.ids, found.offsets, strict=True)
+            for token, (begin, end) in zip(encoding.ids, encoding.offsets, strict=True)
         ]
 
     def _encode(self, text: str, add_special_tokens: bool) -> Encoding:
@@ -267,24 +267,28 @@ class Tokenizer:
         as text.
         """
         if add_special_tokens or not chat.plain:
-            whole = self._encode(chat.text, add_special_tokens)
+            encoding = self._encode(chat.text, add_special_tokens)
             if not chat.plain:
-                return whole.ids
-            around = whole.special_tokens_mask
+                return encoding.ids
+            around = encoding.special_tokens_mask
             begin = next(
                 (index for index, is_added in enumerate(around) if not is_added), len(around)
             )
             end = next(
                 (index for index, is_added in enumerate(reversed(around)) if not is_added), 0
             )
-            return [*whole.ids[:begin], *self.encode_chat(chat), *whole.ids[len(around) - end :]]
+            return [
+                *encoding.ids[:begin],
+                *self.encode_chat(chat),
+                *encoding.ids[len(around) - end :],
+            ]
         unknown = (
             self._special_tokens.get("unk_token"),
             getattr(self.backend.model, "unk_token", None),
         )
         of_text = {self.backend.token_to_id(token) for token in unknown if token}
-        whole = self._encode(chat.text, False)
-        return encode_marked(self.backend, chat, whole, self.special_token_ids - of_text)
+        encoding = self._encode(chat.text, False)
+        return encode_marked(self.backend, chat, encoding, self.special_token_ids - of_text)
 
     def render_chat(
         self,

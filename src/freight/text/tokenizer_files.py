@@ -271,17 +271,17 @@ def _chat_template(path: Path, config: Mapping[str, Any]) -> str | dict[str, str
         raise CheckpointError(f"a chat template in {path} cannot be read: {error}") from error
     if named:
         return named["default"] if set(named) == {"default"} else named
-    found = config.get("chat_template") or _read_json(path / "chat_template.json").get(
+    templates = config.get("chat_template") or _read_json(path / "chat_template.json").get(
         "chat_template"
     )
-    if isinstance(found, list) and all(isinstance(entry, dict) for entry in found):
-        found = {entry.get("name"): entry.get("template") for entry in found}
-    texts = [*found, *found.values()] if isinstance(found, dict) else [found or ""]
+    if isinstance(templates, list) and all(isinstance(entry, dict) for entry in templates):
+        templates = {entry.get("name"): entry.get("template") for entry in templates}
+    texts = [*templates, *templates.values()] if isinstance(templates, dict) else [templates or ""]
     if not all(isinstance(text, str) for text in texts):
         raise CheckpointError(
-            f"the chat_template of {path} is {found!r:.60}; it must be a string, or several with names"
+            f"the chat_template of {path} is {templates!r:.60}; it must be a string, or several with names"
         )
-    return found
+    return templates
 
 
 def _response_template(config: Mapping[str, Any]) -> Mapping[str, Any] | None:

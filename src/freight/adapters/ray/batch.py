@@ -57,9 +57,9 @@ class BatchLLM:
         outputs = self._answer(prompts)
         answers = [output.outputs[0] for output in outputs]
         return batch | {
-            "generated_text": [one.text for one in answers],
-            "generated_tokens": [list(one.token_ids) for one in answers],
-            "finish_reason": [str(one.finish_reason) for one in answers],
+            "generated_text": [answer.text for answer in answers],
+            "generated_tokens": [list(answer.token_ids) for answer in answers],
+            "finish_reason": [str(answer.finish_reason) for answer in answers],
             "num_cached_tokens": [output.num_cached_tokens for output in outputs],
         }
 

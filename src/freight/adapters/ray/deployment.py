@@ -131,8 +131,10 @@ def _without_id(app: App) -> App:
     async def wrapped(scope: Scope, receive: Receive, send: Send) -> None:
         async def passed(message: Message) -> None:
             if message["type"] == "http.response.start":
-                kept = [pair for pair in message.get("headers", ()) if pair[0] != b"x-request-id"]
-                message = {**message, "headers": kept}
+                headers = [
+                    pair for pair in message.get("headers", ()) if pair[0] != b"x-request-id"
+                ]
+                message = {**message, "headers": headers}
             await send(message)
 
         await app(scope, receive, passed)
@@ -146,12 +148,12 @@ def _reserved(options: Options) -> dict[str, Any]:
     replica's own.
     """
     num_cpus = options.replicas.num_cpus or options.engine.threads or 1
-    own = {"num_cpus": num_cpus, "num_gpus": options.replicas.num_gpus}
+    actor_options = {"num_cpus": num_cpus, "num_gpus": options.replicas.num_gpus}
     if options.engine.tensor_parallel_size == 1:
-        return {"ray_actor_options": own}
+        return {"ray_actor_options": actor_options}
     bundles = [{"CPU": num_cpus} for _ in range(options.engine.tensor_parallel_size)]
     return {
-        "ray_actor_options": own,
+        "ray_actor_options": actor_options,
         "placement_group_bundles": bundles,
         "placement_group_strategy": "STRICT_PACK",
     }
@@ -165,12 +167,12 @@ def build(options: Mapping[str, Any] | None = None) -> serve.Application:
     replicas = made.replicas
     number: dict[str, Any] = {"num_replicas": replicas.num_replicas}
     if replicas.min_replicas is not None:
-        wanted = replicas.target_requests or _SHARE * engine.max_num_seqs
+        target = replicas.target_requests or _SHARE * engine.max_num_seqs
         number = {
             "autoscaling_config": AutoscalingConfig(
                 min_replicas=replicas.min_replicas,
                 max_replicas=replicas.max_replicas,
-                target_ongoing_requests=wanted,
+                target_ongoing_requests=target,
                 upscale_delay_s=replicas.upscale_delay,
                 downscale_delay_s=replicas.downscale_delay,
             )

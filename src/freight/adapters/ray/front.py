@@ -111,8 +111,8 @@ class Front:
         request = Request(plain_scope(scope, headers), content)
         if scope["method"] != "POST":
             return request, {}
-        found = (header(scope, name) for name in _CREDENTIALS) if self._keyed else ()
-        credential = b"\0".join(value or b"" for value in found)
+        credentials = (header(scope, name) for name in _CREDENTIALS) if self._keyed else ()
+        credential = b"\0".join(value or b"" for value in credentials)
         if len(content) <= _LARGE:
             body, request.keys = _parsed(content, credential)
         else:

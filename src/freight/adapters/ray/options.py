@@ -125,22 +125,22 @@ class Options:
         return has_keys and not settings.shared_prefix_cache
 
 
-def read_options(given: Mapping[str, Any]) -> Options:
+def read_options(options: Mapping[str, Any]) -> Options:
     """Read the options of `build`. Raises ConfigError for an unknown name, with what to use instead,
     and for a value that its option does not take.
     """
     flags = {flag.field: flag for flag in (*ENGINE_FLAGS, *REPLICA_FLAGS)}
     flags |= {flag.field: flag for flag, _ in SERVER_FLAGS}
-    for name in given:
+    for name in options:
         if name in _NOT_HERE:
             raise ConfigError(f"{name} is an option of freight serve alone: {_NOT_HERE[name]}")
         instead = None if name in flags else instead_of(name)
         if instead is not None:
             raise ConfigError(f"unknown option {name!r}: {instead}")
-    require_known(given, ["model", *flags], {})
-    values = {name: _read(flags[name], value) for name, value in given.items() if name != "model"}
+    require_known(options, ["model", *flags], {})
+    values = {name: _read(flags[name], value) for name, value in options.items() if name != "model"}
     engine = EngineArgs(
-        model=str(given.get("model", "demo")),
+        model=str(options.get("model", "demo")),
         **{flag.field: values[flag.field] for flag in ENGINE_FLAGS if flag.field in values},
     )
     check(engine)
@@ -159,7 +159,7 @@ def _read(flag: Flag, value: Any) -> Any:
     """Read a value by the type of its option. Raises ConfigError."""
     kinds = get_args(flag.type) if isinstance(flag.type, UnionType) else (flag.type,)
     if kinds[0] == list[str]:
-        return [str(one) for one in (value if isinstance(value, list | tuple) else [value])]
+        return [str(item) for item in (value if isinstance(value, list | tuple) else [value])]
     if kinds[0] in (str, Path):
         optional = NoneType in kinds and value is None
         return None if optional else kinds[0](value)

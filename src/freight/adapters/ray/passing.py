@@ -48,9 +48,9 @@ def plain_scope(scope: Scope, headers: list[tuple[bytes, bytes]]) -> dict[str, A
     path = scope["path"]
     if root and path.startswith(root):
         path = path[len(root) :] or "/"
-    kept = {name: scope[name] for name in _PASSED if name in scope}
+    plain = {name: scope[name] for name in _PASSED if name in scope}
     client = scope.get("client")
-    return kept | {
+    return plain | {
         "path": path,
         "raw_path": path.encode("utf-8", "surrogateescape"),
         "root_path": "",
@@ -88,18 +88,18 @@ async def answer(
     running = asyncio.ensure_future(app(scope, receive, messages.put))
     running.add_done_callback(lambda _: messages.put_nowait(None))
     try:
-        held: list[Message] | None = []
+        withheld: list[Message] | None = []
         async for group in _groups(messages):
-            if held is None:
+            if withheld is None:
                 yield group
                 continue
-            held += group
-            if held[0].get("status") == 503:
+            withheld += group
+            if withheld[0].get("status") == 503:
                 yield [{"type": ENDED}]
                 return
-            if _says_something(held):
-                yield held
-                held = None
+            if _says_something(withheld):
+                yield withheld
+                withheld = None
         running.result()  # what it raised, before or after its messages
     finally:
         left.set()
@@ -112,19 +112,19 @@ async def _groups(messages: asyncio.Queue[Message | None]) -> AsyncGenerator[lis
         group = [await messages.get()]
         while not messages.empty():
             group.append(messages.get_nowait())
-        found = [message for message in group if message is not None]
-        if found:
-            yield found
-        if len(found) < len(group):
+        whole_group = [message for message in group if message is not None]
+        if whole_group:
+            yield whole_group
+        if len(whole_group) < len(group):
             return
 
 
-def _says_something(held: list[Message]) -> bool:
-    headers = dict(held[0].get("headers", ()))
-    if is_complete(held[-1]):
+def _says_something(messages: list[Message]) -> bool:
+    headers = dict(messages[0].get("headers", ()))
+    if is_complete(messages[-1]):
         return True
     is_stream = bytes(headers.get(b"content-type", b"")).startswith(_STREAM)
-    return is_stream and any(message.get("body") for message in held[1:])
+    return is_stream and any(message.get("body") for message in messages[1:])
 
 
 def is_complete(message: Message) -> bool:

@@ -225,13 +225,13 @@ class BlockFolder:
 
     def _delete_oldest(self, needed: int) -> int:
         """Return the bytes that the store may have: its limit, or less on a smaller disk."""
-        found = sorted(segments_of(self.root))
-        self.num_bytes = sum(size for _, _, size in found)
+        segments = sorted(segments_of(self.root))
+        self.num_bytes = sum(size for _, _, size in segments)
         disk = os.statvfs(self.root)
         room = self.limit
         if disk.f_blocks:  # 0: it does not say, as tmpfs without a size and some of FUSE
             room = min(room, self.num_bytes + disk.f_bavail * disk.f_frsize)
-        for _, index, size in found:
+        for _, index, size in segments:
             if self.num_bytes + needed <= room:
                 break
             with suppress(FileNotFoundError):

@@ -162,13 +162,13 @@ class Mover:
         """
         if known:
             self._used.append(known)
-        new = [one for one in offers if (one.group, one.key) not in self._queued]
+        new = [offer for offer in offers if (offer.group, offer.key) not in self._queued]
         if not new:
             return
         with self._changed:
             room = max(0, self._most_offers - len(self._offers))
             self._offers.extend(new[:room])
-            self._queued.update((one.group, one.key) for one in new[:room])
+            self._queued.update((offer.group, offer.key) for offer in new[:room])
             self._changed.notify_all()
         if len(new) > room:
             self.tiers.count_dropped(len(new) - room)
@@ -244,7 +244,7 @@ class Mover:
                 logger.exception("KV store: %d blocks are not stored", len(batch))
                 self.tiers.count_dropped(len(batch))
             with self._changed:
-                self._queued.difference_update((one.group, one.key) for one in batch)
+                self._queued.difference_update((offer.group, offer.key) for offer in batch)
                 self._changed.notify_all()
             while self._failed:
                 for key, group in self._failed.popleft():
@@ -271,12 +271,14 @@ class Mover:
     def _store(self, batch: Sequence[Offer]) -> None:
         blocks: list[Block] = []
         num_dropped = 0
-        for one in batch:
-            if self.tiers.is_stored(one.key, one.group):
+        for offer in batch:
+            if self.tiers.is_stored(offer.key, offer.group):
                 continue
-            payload = self._groups[one.group].read(one.block) if self._is_current(one) else b""
-            if payload and self._is_current(one):  # after it was copied
-                blocks.append((one.key, one.group, one.tokens, payload))
+            payload = (
+                self._groups[offer.group].read(offer.block) if self._is_current(offer) else b""
+            )
+            if payload and self._is_current(offer):  # after it was copied
+                blocks.append((offer.key, offer.group, offer.tokens, payload))
             else:
                 num_dropped += 1
         self.tiers.count_dropped(num_dropped)
@@ -304,26 +306,26 @@ class Mover:
 
     def _load(self, fetch: Fetch) -> None:
         pieces = iter(self._pieces(fetch))
-        ahead: deque[Future[Piece]] = deque()
+        in_flight: deque[Future[Piece]] = deque()
         while True:
             self.budget.wait(lambda: not (fetch.is_cancelled or self.is_closing))
             if fetch.is_cancelled or self.is_closing:
                 return
             began = time.monotonic()
             most = 1 if self.budget.is_limited else _AHEAD
-            for blocks in islice(pieces, max(0, most - len(ahead))):
-                ahead.append(Future())
-                self._reads.put((blocks, ahead[-1]))
-            if not ahead:
+            for blocks in islice(pieces, max(0, most - len(in_flight))):
+                in_flight.append(Future())
+                self._reads.put((blocks, in_flight[-1]))
+            if not in_flight:
                 break
-            piece = ahead.popleft().result()
+            piece = in_flight.popleft().result()
             seconds = piece.seconds + self._write(fetch, piece)
             self.budget.spend(time.monotonic() - began)
             if len(piece.tiers) < len(piece.blocks):
                 return
             if len(set(piece.tiers)) == 1:
                 self.rates.note_read(piece.tiers[0], piece.records.size, seconds)
-        self.tiers.touch([(one.key, one.group) for one in fetch.wanted])
+        self.tiers.touch([(block.key, block.group) for block in fetch.wanted])
 
     def _run_reads(self) -> None:
         while (job := self._reads.get()) is not None:
@@ -351,8 +353,10 @@ class Mover:
         size = skipped + self._groups[blocks[0].group].payload_bytes
         records = np.empty((len(blocks), size), np.uint8)
         tiers: list[Tier] = []
-        for row, one in enumerate(blocks):
-            tier = self.tiers.read_into(one.key, one.group, one.tokens, memoryview(records[row]))
+        for row, block in enumerate(blocks):
+            tier = self.tiers.read_into(
+                block.key, block.group, block.tokens, memoryview(records[row])
+            )
             if tier is None:
                 break
             tiers.append(tier)
@@ -361,10 +365,12 @@ class Mover:
     def _write(self, fetch: Fetch, piece: Piece) -> float:
         """Fill blocks of the pool; return the seconds that it took."""
         began = time.monotonic()
-        found = piece.blocks[: len(piece.tiers)]
+        read_blocks = piece.blocks[: len(piece.tiers)]
         with fetch.lock:
-            if found and not fetch.is_cancelled:
-                payloads = piece.records[: len(found), len(found[0].tokens) :]
-                self._groups[found[0].group].write([one.block for one in found], payloads)
-                fetch.num_loaded += len(found)
+            if read_blocks and not fetch.is_cancelled:
+                payloads = piece.records[: len(read_blocks), len(read_blocks[0].tokens) :]
+                self._groups[read_blocks[0].group].write(
+                    [block.block for block in read_blocks], payloads
+                )
+                fetch.num_loaded += len(read_blocks)
         return time.monotonic() - began

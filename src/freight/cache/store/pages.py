@@ -70,19 +70,19 @@ class _Field(NamedTuple):
 class GroupBytes:
     """The blocks of group `group` of `pool`, which lies in the memory of the host, and of `others`."""
 
-    def __init__(self, pool: KVPool, group: int, others: OtherRanks | None = None) -> None:
+    def __init__(self, pool: KVPool, group: int, other_ranks: OtherRanks | None = None) -> None:
         self._fields: list[_Field] = []
         self.payload_bytes = 0
         layout: list[tuple[str, tuple[int, ...], str]] = []
         for layer, name, tensor in _tensors(pool, group):
             shape: tuple[int, ...] = tuple(tensor.shape[1:])
             written: tuple[_Piece, ...] = (_Piece(_words(tensor)),)
-            if others is not None:
-                shares = others.shares[layer][name]
-                found = (tensor, *(twin(tensor, memory) for memory in others.memories))
-                shape, written = _whole(shape, [_words(one) for one in found], shares)
+            if other_ranks is not None:
+                shares = other_ranks.shares[layer][name]
+                twins = (tensor, *(twin(tensor, memory) for memory in other_ranks.memories))
+                shape, written = _whole(shape, [_words(piece) for piece in twins], shares)
             # what several ranks have alike is read from one; a slice is no key of a dict
-            read = tuple({str(one.whole): one for one in written}.values())
+            read = tuple({str(piece.whole): piece for piece in written}.values())
             begin = self.payload_bytes
             self.payload_bytes += int(np.prod(shape)) * tensor.itemsize
             self._fields.append(_Field(begin, self.payload_bytes, shape, written, read))
@@ -94,8 +94,8 @@ class GroupBytes:
         view = memoryview(payload)
         for begin, end, shape, _, read in self._fields:
             target = np.frombuffer(view[begin:end], read[0].words.dtype).reshape(shape)
-            for words, own, whole in read:
-                np.copyto(target[whole], words[block][own])
+            for words, source_index, target_index in read:
+                np.copyto(target[target_index], words[block][source_index])
         return bytes(payload)
 
     def write(self, blocks: Sequence[int], payloads: Record) -> None:
@@ -103,8 +103,8 @@ class GroupBytes:
         for begin, end, shape, written, _ in self._fields:
             values = payloads[:, begin:end].view(written[0].words.dtype)
             values = values.reshape(len(blocks), *shape)
-            for words, own, whole in written:
-                words[(index, *own)] = values[(slice(None), *whole)]
+            for words, target_index, source_index in written:
+                words[(index, *target_index)] = values[(slice(None), *source_index)]
 
 
 def _whole(
@@ -115,16 +115,16 @@ def _whole(
     """
     axis = shares[0].axis
     before = (slice(None),) * axis
-    size = max(one.stop for share in shares for one in share.pieces)
-    found = []
+    size = max(piece_slice.stop for share in shares for piece_slice in share.pieces)
+    located = []
     for words, share in zip(ranks, shares, strict=True):
         begin = 0
         for piece in share.pieces:
             end = begin + piece.stop - piece.start
-            found.append(_Piece(words, (*before, slice(begin, end)), (*before, piece)))
+            located.append(_Piece(words, (*before, slice(begin, end)), (*before, piece)))
             begin = end
         assert begin == shape[axis], (share, shape)
-    return (*shape[:axis], size, *shape[axis + 1 :]), tuple(found)
+    return (*shape[:axis], size, *shape[axis + 1 :]), tuple(located)
 
 
 def _words(tensor: Tensor) -> Words:

@@ -49,8 +49,8 @@ def survey(root: Path) -> list[Space]:
     """Return the name spaces, the one that was used last first. Raises ConfigError."""
     _require(root)
     used: dict[str, list[tuple[int, Path, int]]] = {}
-    for found in segments_of(root):
-        used.setdefault(found[1].parent.name, []).append(found)
+    for segment in segments_of(root):
+        used.setdefault(segment[1].parent.name, []).append(segment)
     spaces = []
     for name, segments in used.items():
         writers = 0
@@ -61,7 +61,13 @@ def survey(root: Path) -> list[Space]:
             Space(
                 name,
                 _decides(root / name / NAME),
-                len({(one.group, one.key) for _, index, _ in segments for one in _entries(index)}),
+                len(
+                    {
+                        (entry.group, entry.key)
+                        for _, index, _ in segments
+                        for entry in _entries(index)
+                    }
+                ),
                 sum(size for _, _, size in segments),
                 max(when for when, _, _ in segments) / 1e9,
                 writers,

@@ -91,9 +91,9 @@ class StoreTiers:
         kept in memory and must not change. Return the tier that had it, or None: then `record` means
         nothing.
         """
-        kept = self._memory.get(key, group, tokens)
-        if kept is not None and len(kept) == len(record):
-            record[:] = kept
+        stored = self._memory.get(key, group, tokens)
+        if stored is not None and len(stored) == len(record):
+            record[:] = stored
             self._count("memory_hits")
             return Tier.MEMORY
         if self.disk is None:

@@ -40,10 +40,10 @@ class WeightFile:
     @staticmethod
     def of(path: Path) -> WeightFile:
         """Raises OSError."""
-        whole = path.resolve()
-        found = whole.stat()
-        state = (found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino)
-        return WeightFile(str(whole), state, str(path.absolute()))
+        resolved = path.resolve()
+        status = resolved.stat()
+        state = (status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
+        return WeightFile(str(resolved), state, str(path.absolute()))
 
     @property
     def is_told_apart(self) -> bool:
@@ -104,8 +104,8 @@ def _known(root: Path) -> dict[str, tuple[list[int], str]]:
         content: Json = json.loads((root / FILE).read_bytes())
     except (OSError, ValueError, RecursionError):
         return {}
-    kept = content.items() if isinstance(content, dict) else ()
-    return {path: _read(value) for path, value in kept}
+    entries = content.items() if isinstance(content, dict) else ()
+    return {path: _read(value) for path, value in entries}
 
 
 def _read(value: Json) -> tuple[list[int], str]:
@@ -121,6 +121,9 @@ def _keep(root: Path, file: WeightFile, digest: str) -> None:
     known = _known(root)
     known.pop(file.path, None)
     known[file.path] = list(file.state), digest
-    newest = {path: [*state, kept] for path, (state, kept) in list(known.items())[-_KEPT:]}
+    newest = {
+        path: [*state, weights_digest]
+        for path, (state, weights_digest) in list(known.items())[-_KEPT:]
+    }
     with suppress(OSError):  # it is computed again
         write_private(root / FILE, json.dumps(newest, indent=1).encode())

@@ -63,24 +63,24 @@ def types_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozenset[
     if depth > _DEEPEST:
         return frozenset()
     declared = schema.get("type")
-    found: set[str] = set()
+    names: set[str] = set()
     if isinstance(declared, str):
-        found = {declared}
+        names = {declared}
     elif _is_names(declared):
-        found = set(declared)
+        names = set(declared)
     values = schema.get("enum")
     for value in [
         *(values if isinstance(values, list) else ()),
         *([schema["const"]] if "const" in schema else ()),
     ]:
-        found |= set() if declared else {_type_name(value)}
+        names |= set() if declared else {_type_name(value)}
     for word in ("anyOf", "oneOf", "allOf"):
         branches = schema.get(word)
         for branch in branches if isinstance(branches, list) else ():
-            found |= types_of(branch, root, depth + 1)
+            names |= types_of(branch, root, depth + 1)
     if schema.get("nullable") is True:
-        found.add("null")
-    return frozenset(_NAMES.get(name, name) for name in found)
+        names.add("null")
+    return frozenset(_NAMES.get(name, name) for name in names)
 
 
 def branches_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> list[Mapping[str, Any]]:
@@ -92,18 +92,20 @@ def branches_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> list[Ma
         branches = schema.get(word)
         alone = not schema.keys() - _NOTES - {word, "$defs", "definitions"}
         if alone and isinstance(branches, list) and 0 < len(branches) <= _MOST and depth < _NESTED:
-            return [one for branch in branches for one in branches_of(branch, root, depth + 1)]
+            return [inner for branch in branches for inner in branches_of(branch, root, depth + 1)]
     return [schema]
 
 
 def of_types(schema: Mapping[str, Any], types: Set[str]) -> dict[str, Any]:
     """Restrict `schema` to values of `types`, which are among those that it allows."""
-    kept = {name: value for name, value in schema.items() if name != "nullable"}
-    if isinstance(kept.get("enum"), list):
-        kept["enum"] = [value for value in kept["enum"] if not types.isdisjoint(_type_names(value))]
+    reduced = {name: value for name, value in schema.items() if name != "nullable"}
+    if isinstance(reduced.get("enum"), list):
+        reduced["enum"] = [
+            value for value in reduced["enum"] if not types.isdisjoint(_type_names(value))
+        ]
     if isinstance(schema.get("type"), list) or schema.get("nullable") is True:
-        kept["type"] = sorted(types)
-    return kept
+        reduced["type"] = sorted(types)
+    return reduced
 
 
 def constants_of(schema: Mapping[str, Any]) -> list[str]:
@@ -142,8 +144,8 @@ def value_text(text: str, types: frozenset[str]) -> str:
     values without a JSON filter teach it to the model.
     """
     for name in _ORDER:
-        if name in types and (found := _as_type(text.strip(), name)) is not None:
-            return found
+        if name in types and (converted := _as_type(text.strip(), name)) is not None:
+            return converted
     return json.dumps(text, ensure_ascii=False)
 
 
@@ -195,7 +197,9 @@ def parameters_of(tools: Sequence[Mapping[str, Any]], name: str) -> Mapping[str,
 def properties_of(schema: Any, root: Mapping[str, Any]) -> dict[str, Any]:
     """Return name -> schema of all properties that an object may have."""
     return {
-        name: one for properties, _ in shapes_of(schema, root) for name, one in properties.items()
+        name: field
+        for properties, _ in shapes_of(schema, root)
+        for name, field in properties.items()
     }
 
 
@@ -207,11 +211,11 @@ def shapes_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> list[Shap
     next to these keywords.
     """
     schema = resolved(schema, root)
-    own = schema.get("properties")
+    properties = schema.get("properties")
     names = schema.get("required")
     shapes: list[Shape] = [
         (
-            dict(own) if isinstance(own, Mapping) else {},
+            dict(properties) if isinstance(properties, Mapping) else {},
             frozenset(names) if _is_names(names) else frozenset(),
         )
     ]
@@ -252,12 +256,12 @@ def bare(schema: Any, is_map: bool = False) -> Any:
         return schema
     if is_map:
         return {name: bare(value) for name, value in schema.items()}
-    kept = {}
+    reduced = {}
     for name, value in schema.items():
         if name in _NOTES:
             continue
-        kept[name] = value if name in _DATA else bare(value, name in _MAPS)
-    return kept
+        reduced[name] = value if name in _DATA else bare(value, name in _MAPS)
+    return reduced
 
 
 def within(schema: Any, root: Mapping[str, Any]) -> dict[str, Any]:

@@ -119,7 +119,9 @@ class Blocks:
             self.finish_reason = output.finish_reason
             self.stop_reason = output.stop_reason
             self.called = (
-                stopped and not cut and any(one.kind is PieceKind.TOOL_CALL for one in self.all)
+                stopped
+                and not cut
+                and any(block_piece.kind is PieceKind.TOOL_CALL for block_piece in self.all)
             )
             self._close(steps, stopped)
             reasoning = [block.text for block in self.all if block.kind is PieceKind.REASONING]
@@ -134,9 +136,11 @@ class Blocks:
         pieces = self._parser.feed(output.text) if output.text else []
         if output.finish_reason is None:
             return pieces, False
-        rest = self._parser.finish(output.finish_reason is FinishReason.STOP)
-        cut = any(piece.kind is PieceKind.CONTENT and not piece.text.isspace() for piece in rest)
-        return pieces + rest, cut
+        last_pieces = self._parser.finish(output.finish_reason is FinishReason.STOP)
+        cut = any(
+            piece.kind is PieceKind.CONTENT and not piece.text.isspace() for piece in last_pieces
+        )
+        return pieces + last_pieces, cut
 
     def _take(self, piece: Piece, steps: list[Step]) -> None:
         kind = piece.kind

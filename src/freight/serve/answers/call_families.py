@@ -32,15 +32,15 @@ def _region(opening: str, closing: str | None) -> dict[str, Any]:
     return {"open_pattern": opening, **ends, "repeats": True, "content": "text"}
 
 
-def _tagged(syntax: Tagged, region: dict[str, Any], **rest: Any) -> CallForm:
+def _tagged(syntax: Tagged, region: dict[str, Any], **fields: Any) -> CallForm:
     """Build a form of calls with tagged arguments."""
-    section = (rest.get("opening", "").strip(), rest.get("section_end", ""))
+    section = (fields.get("opening", "").strip(), fields.get("section_end", ""))
     syntax = replace(syntax, section=section)
     form: dict[str, Any] = {
         "before_name": syntax.head[0],
         "before_arguments": syntax.head[1],
         "after_arguments": syntax.tail,
-        **rest,
+        **fields,
     }
     return CallForm(field=region, syntax=syntax, quoted=False, **form)
 

@@ -39,12 +39,17 @@ def as_text(field: Mapping[str, Any]) -> dict[str, Any]:
     """Return `field` as a plain text field. The transform is needed because patterns may have named
     groups.
     """
-    kept = {
+    other_keys = {
         key: field[key]
         for key in ("open", "open_pattern", "close", "close_pattern")
         if key in field
     }
-    return {**kept, "content": "text", "content_args": {"strip": False}, "transform": "{content}"}
+    return {
+        **other_keys,
+        "content": "text",
+        "content_args": {"strip": False},
+        "transform": "{content}",
+    }
 
 
 def load_fields(fields: Mapping[str, Any], implicit: str) -> Any:

@@ -70,11 +70,11 @@ class GemmaValues:
             value, end = json.JSONDecoder().raw_decode(text, at)
             out.append(json.dumps(value, ensure_ascii=False))
             return end
-        found = _WORD.match(text, at)
-        if found is None:
+        match = _WORD.match(text, at)
+        if match is None:
             raise ValueError("no value")
-        out.append(_scalar(found.group()))
-        return found.end()
+        out.append(_scalar(match.group()))
+        return match.end()
 
     def _string(self, text: str, at: int, out: list[str]) -> int:
         begin = at + len(self.mark)
@@ -103,11 +103,11 @@ class GemmaValues:
         if text.startswith(self.mark, at):
             at = self._string(text, at, out)
         else:
-            found = _KEY.match(text, at)
-            if found is None:
+            match = _KEY.match(text, at)
+            if match is None:
                 raise ValueError("no key")
-            out.append(json.dumps(found.group().strip('"'), ensure_ascii=False))
-            at = found.end()
+            out.append(json.dumps(match.group().strip('"'), ensure_ascii=False))
+            at = match.end()
         at = _skip(text, at)
         if not text.startswith(":", at):
             raise ValueError("no colon after a key")
@@ -201,12 +201,12 @@ class _Rules:
             choices.append(self._array(schema, depth))
         for name in _SCALARS:
             if name in types:
-                kept = {
+                reduced = {
                     key: value
                     for key, value in schema.items()
                     if key not in ("anyOf", "oneOf", "allOf", "$ref")
                 }
-                choices.append(f"%json {json.dumps({**bare(kept), 'type': name})}")
+                choices.append(f"%json {json.dumps({**bare(reduced), 'type': name})}")
         return choices
 
     def _anything(self) -> list[str]:
@@ -225,7 +225,7 @@ class _Rules:
         if isinstance(value, list):
             return f"[{','.join(map(self._written, value))}]"
         if isinstance(value, Mapping):
-            return f"{{{','.join(f'{self._key(key)}:{self._written(one)}' for key, one in value.items())}}}"
+            return f"{{{','.join(f'{self._key(key)}:{self._written(item)}' for key, item in value.items())}}}"
         return json.dumps(value)
 
     def _key(self, name: str) -> str:
@@ -256,10 +256,10 @@ class _Rules:
             name = self._new()
             pairs = [
                 (
-                    f"{self._literal(f'{self._key(key)}:')} {self.value(one, depth + 1)}",
+                    f"{self._literal(f'{self._key(key)}:')} {self.value(property_schema, depth + 1)}",
                     key in required,
                 )
-                for key, one in properties.items()
+                for key, property_schema in properties.items()
             ]
             last = len(pairs)
             for index, (pair, needed) in enumerate(pairs):
@@ -278,5 +278,5 @@ def _number_of_items(value: object, otherwise: int) -> int:
 
 
 def _skip(text: str, at: int) -> int:
-    found = _BLANKS.match(text, at)
-    return found.end() if found else at
+    match = _BLANKS.match(text, at)
+    return match.end() if match else at

@@ -62,8 +62,8 @@ class HarmonyFormat:
                 f' | {to} {token[CHANNEL]} "commentary" (" " {kind})?'
             )
         parts = {
-            f"arguments_{index}": {"json": arguments_schema(one)}
-            for index, one in enumerate(functions)
+            f"arguments_{index}": {"json": arguments_schema(schema)}
+            for index, schema in enumerate(functions)
         }
         return {"grammar": "\n".join(rules), "parts": parts}
 
@@ -86,8 +86,8 @@ class HarmonyFormat:
     def _start(self, place: Place, then: str) -> str:
         """Return rules for an answer that may reason, or continues to, before the rule `then`."""
         token = self._token
-        rest = f'THOUGHT {token[END]} {token[START]} "assistant"'
+        prefix = f'THOUGHT {token[END]} {token[START]} "assistant"'
         if place is not Place.REASONING:
-            rest = f'({token[CHANNEL]} "analysis" {token[MESSAGE]} {rest})?'
+            prefix = f'({token[CHANNEL]} "analysis" {token[MESSAGE]} {prefix})?'
         # THOUGHT matches no special token, so it ends at the next marker.
-        return f"start: {rest} {then}\nTHOUGHT: /(?s:.)*/"
+        return f"start: {prefix} {then}\nTHOUGHT: /(?s:.)*/"

@@ -102,13 +102,13 @@ class HarmonyParser:
         if self._finished:
             return []
         self._feed(self._special.finish())
-        rest = self._held
+        tail = self._held
         self._held = ""
         self._finished = True
         header = "".join(self._header).lstrip() if self.place is Place.HEADER else ""
         if not complete and header.startswith((START, CHANNEL, "to=")):
             return self._out.take()  # a header that is cut
-        self._text(rest)
+        self._text(tail)
         if self.place is Place.CALL:
             self._close_call("", complete)
         elif self.place is Place.HEADER:
@@ -126,10 +126,10 @@ class HarmonyParser:
             self._held = text[tail:]
             text = text[:tail]
         at = 0
-        for found in _MARKER.finditer(text):
-            self._text(text[at : found.start()])
-            self._marker(found.group())
-            at = found.end()
+        for match in _MARKER.finditer(text):
+            self._text(text[at : match.start()])
+            self._marker(match.group())
+            at = match.end()
         self._text(text[at:])
 
     def _text(self, text: str) -> None:

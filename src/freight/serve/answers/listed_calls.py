@@ -33,16 +33,16 @@ class ListedCalls:
         TypeError.
         """
         del opening, tools
-        found: list[tuple[str, str]] = []
+        named_texts: list[tuple[str, str]] = []
         for text, value in _values(body):
             calls = value if isinstance(value, list) else [value]
             functions = [call.get("function", call) for call in calls]
-            arguments = [_arguments(one, self.implied) for one in functions]
+            arguments = [_arguments(function, self.implied) for function in functions]
             texts = arguments_texts(text, arguments)
             if texts is None:
                 raise ValueError("arguments are not an object")
-            found += zip([one["name"] for one in functions], texts, strict=True)
-        return found
+            named_texts += zip([function["name"] for function in functions], texts, strict=True)
+        return named_texts
 
     def ends_within(self, text: str, is_open: bool) -> bool:
         """Return whether a region that goes on with `text` ends within a string; is_open: whether

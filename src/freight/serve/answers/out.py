@@ -89,13 +89,13 @@ class SpecialTokens:
     """
 
     def __init__(self, tokens: Iterable[str]) -> None:
-        kept = sorted(
+        texts = sorted(
             {token for token in tokens if token and not _LIKE_A_TAG.fullmatch(token)}, key=len
         )
-        self.pattern = re.compile("|".join(map(re.escape, kept))) if kept else None
-        self.prefixes = frozenset(token[:size] for token in kept for size in range(1, len(token)))
-        self.firsts = frozenset(token[0] for token in kept)
-        self.longest = max(map(len, kept), default=1) - 1
+        self.pattern = re.compile("|".join(map(re.escape, texts))) if texts else None
+        self.prefixes = frozenset(token[:size] for token in texts for size in range(1, len(token)))
+        self.firsts = frozenset(token[0] for token in texts)
+        self.longest = max(map(len, texts), default=1) - 1
 
     def stripper(self) -> Stripper:
         return Stripper(self)
@@ -115,22 +115,22 @@ class Stripper:
         text = self._held + text
         certain = len(text)
         at = 0
-        given = []
+        pieces = []
         for size in range(min(tokens.longest, len(text)), 0, -1):
             if text[-size:] in tokens.prefixes:
                 certain -= size
                 break
-        while (found := tokens.pattern.search(text, at)) is not None and found.start() < certain:
-            given.append(text[at : found.start()])
-            at = found.end()
+        while (match := tokens.pattern.search(text, at)) is not None and match.start() < certain:
+            pieces.append(text[at : match.start()])
+            at = match.end()
         certain = max(certain, at)
-        given.append(text[at:certain])
+        pieces.append(text[at:certain])
         self._held = text[certain:]
-        return "".join(given)
+        return "".join(pieces)
 
     def finish(self) -> str:
         """Return the rest of the text, without special tokens."""
-        rest = self._held
+        tail = self._held
         self._held = ""
         pattern = self._tokens.pattern
-        return rest if pattern is None else pattern.sub("", rest)
+        return tail if pattern is None else pattern.sub("", tail)

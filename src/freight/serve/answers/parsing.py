@@ -116,7 +116,7 @@ class Markup:
 
     def _entry(self, prompt_text: str, finder: Finder) -> tuple[str | None, str]:
         template = finder.template
-        ends = [found.end() for found in self.anchor.finditer(prompt_text)]
+        ends = [match.end() for match in self.anchor.finditer(prompt_text)]
         begun = prompt_text[ends[-1] :] if ends else ""
         outside = None, "." if begun.strip() else ""
         if self.reasoning is None:
@@ -355,7 +355,7 @@ class _Reader:
         """Match transformers' events with the held text: they do not report the text of the markup
         itself. Returns text that a new parser is to read, in place of the events that remain.
         """
-        held = self._held
+        buffered = self._held
         at = 0
         for event in events:
             kind = event["type"]
@@ -366,22 +366,22 @@ class _Reader:
             elif name == self._markup.implicit:
                 continue
             elif kind == "region_open":
-                found = self._template.fields[name].open_re.match(held, at)
-                at = found.end() if found else at
-                self._open(name, found.group() if found else "")
+                match = self._template.fields[name].open_re.match(buffered, at)
+                at = match.end() if match else at
+                self._open(name, match.group() if match else "")
             else:
                 pattern = self._template.fields[name].close_re
-                found = pattern.match(held, at) if pattern is not None else None
-                at = found.end() if found else at
-                closing = found.group() if found else None
+                match = pattern.match(buffered, at) if pattern is not None else None
+                at = match.end() if match else at
+                closing = match.group() if match else None
                 if name == _CALLS and closing is not None:
-                    text = closing or held[at : at + 1]  # a mark that only follows the call
+                    text = closing or buffered[at : at + 1]  # a mark that only follows the call
                     if self._goes_on(text):
-                        return held[at + len(text) - len(closing) :]
+                        return buffered[at + len(text) - len(closing) :]
                 again = self._close(closing, complete)
                 if again is not None:
-                    return again + held[at:]
-        self._held = held[at:]
+                    return again + buffered[at:]
+        self._held = buffered[at:]
         return None
 
     def _open(self, name: str, opening: str) -> None:
@@ -538,8 +538,8 @@ class _Reader:
         syntax = self._markup.form.syntax if self._markup.form is not None else None
         if isinstance(syntax, Tagged):
             return syntax.opening(raw, at, self._tools)
-        found = self._template.fields[_CALLS].open_re.search(raw, at)
-        return int(found.start()) if found is not None else None
+        match = self._template.fields[_CALLS].open_re.search(raw, at)
+        return int(match.start()) if match is not None else None
 
     def _output_calls(
         self, raw: str, body: str, closing: str, hidden: tuple[str, str] = ("", "")
@@ -555,13 +555,13 @@ class _Reader:
         calls = self._calls(raw, body[:end])
         if not calls:
             return False
-        rest = body[end:]
+        tail = body[end:]
         if hidden[0]:
             calls = [replace(piece, text=piece.text.replace(*hidden)) for piece in calls]
-            rest = rest.replace(*hidden)
+            tail = tail.replace(*hidden)
         self._out.calls(calls)
         self._behind = "" if self._section_end else None
-        self._out.add(PieceKind.CONTENT, rest)
+        self._out.add(PieceKind.CONTENT, tail)
         return True
 
     def _calls(self, raw: str, body: str) -> list[Piece] | None:

@@ -162,9 +162,9 @@ class Tagged:
     def opening(self, text: str, at: int, tools: Sequence[Mapping[str, Any]]) -> int | None:
         """Return where a call of one of `tools` begins in `text`, from `at` on."""
         for named in self._named(tools):
-            found = re.compile(named).search(text, at)
-            if found is not None:
-                return found.start()
+            match = re.compile(named).search(text, at)
+            if match is not None:
+                return match.start()
         return None
 
     def ends_within(self, text: str, is_open: bool) -> bool:
@@ -188,21 +188,21 @@ class Tagged:
         marks = _Marks(
             _Ahead(self._ends_of_values(text)), _Ahead(self._call_ends(tools).finditer(text))
         )
-        found: list[tuple[str, str]] = []
-        while not found or at < len(text):
-            if found and not text.startswith(self._openings, at):
+        calls: list[tuple[str, str]] = []
+        while not calls or at < len(text):
+            if calls and not text.startswith(self._openings, at):
                 raise ValueError("text between arguments, or after them")
             name, at = self._read_name(text, at)
             root = parameters_of(tools, name)
             if name not in marks.keys:
                 marks.keys[name] = self._declared(properties_of(root, root), text)
             arguments, at = self._read_arguments(text, at, root, marks, marks.keys[name])
-            found.append((name, arguments))
+            calls.append((name, arguments))
             for mark in self._closings:
                 at = _skip(text, at)
                 at += len(mark) if text.startswith(mark, at) else 0
             at = _skip(text, at)
-        return found
+        return calls
 
     def _read_arguments(
         self,
@@ -443,10 +443,10 @@ def text_rules(
     else:
         text = f"(?s:.){{{least},{'' if most is None else most}}}"
     rules = [f"{name}: {name}_a", f"{name}_a[suffix={json.dumps(end)}]: /{text}/"]
-    found = token_in(end)
-    if found is not None:
-        before, token, rest = found
-        rules[0] += f" | {name.upper()} <[{token}]> {literal(rest)}"
+    split = token_in(end)
+    if split is not None:
+        before, token, tail = split
+        rules[0] += f" | {name.upper()} <[{token}]> {literal(tail)}"
         rules.append(f"{name.upper()}: /{text}{''.join(map(_escaped, before))}/")
     rules[0] = f"{name}: ({rules[0].removeprefix(f'{name}: ')}) {literal(after)}"
     return rules
@@ -459,14 +459,14 @@ def _escaped(character: str) -> str:
 
 def bounds_of(schema: Mapping[str, Any]) -> tuple[int, int | None]:
     """Return minLength and maxLength of a string."""
-    found: list[int | None] = []
+    bounds: list[int | None] = []
     for word in ("minLength", "maxLength"):
         value = schema.get(word)
         known = (
             isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _LONGEST_BOUND
         )
-        found.append(value if known else None)
-    return found[0] or 0, found[1]
+        bounds.append(value if known else None)
+    return bounds[0] or 0, bounds[1]
 
 
 def _types(schema: Any, root: Mapping[str, Any], is_string: bool | None) -> frozenset[str]:
@@ -518,8 +518,8 @@ def _any_of(texts: Iterable[str]) -> str:
 
 
 def _skip(text: str, at: int) -> int:
-    found = _BLANKS.match(text, at)
-    return found.end() if found else at
+    match = _BLANKS.match(text, at)
+    return match.end() if match else at
 
 
 _BLANKS = re.compile(r"\s*")

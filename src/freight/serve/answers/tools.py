@@ -90,8 +90,8 @@ class MessageFormat:
             )
         chosen = forced_functions(tools, names)
         parts = {
-            f"arguments_{index}": self._arguments(self._form, one)
-            for index, one in enumerate(chosen)
+            f"arguments_{index}": self._arguments(self._form, function)
+            for index, function in enumerate(chosen)
         }
         return {
             "grammar": self._grammar(self._form, chosen, parallel, in_reasoning),
@@ -225,14 +225,14 @@ class MessageFormat:
         """Return the first marker in `text` that is one token: the text before it, the token, the
         text behind it.
         """
-        found: list[tuple[int, str, int]] = []
+        places: list[tuple[int, str, int]] = []
         for marker in self._form.markers if self._form else ():
             token = self._token_of(marker) if marker in text else None
             if token is not None:
-                found.append((text.index(marker), marker, token))
-        if not found:
+                places.append((text.index(marker), marker, token))
+        if not places:
             return None
-        at, marker, token = min(found)
+        at, marker, token = min(places)
         return text[:at], token, text[at + len(marker) :]
 
     def _token_of(self, marker: str) -> int | None:
@@ -249,7 +249,7 @@ def parser_for(
     """
     form = form_of(tokenizer.chat_template_source)
     tags = tags_of(tokenizer.chat_template_source)
-    own = (
+    template = (
         tokenizer.response_template
         if tool_call_parser is None and reasoning_parser is None
         else None
@@ -257,15 +257,15 @@ def parser_for(
     form = _chosen(TOOL_CALL_PARSERS.get(tool_call_parser or ""), form)
     tags = _chosen(REASONING_PARSERS.get(reasoning_parser or ""), tags)
     pair = None if tags is None else (tags.opens[0], tags.closes[0])
-    if own is not None:
+    if template is not None:
         try:
-            markup = markup_of(tokenizer, own)
+            markup = markup_of(tokenizer, template)
         except Exception as error:  # ValueError, and others for values of a wrong type
             logger.warning(
                 "the checkpoint's response_template cannot be read, and is not used: %s", error
             )
         else:
-            pair = _tags(own["fields"].get(markup.reasoning)) or pair
+            pair = _tags(template["fields"].get(markup.reasoning)) or pair
             return MessageFormat(tokenizer, markup, form if _reads(markup, form) else None, pair)
     if form is None and tags is None:
         return None
@@ -274,11 +274,11 @@ def parser_for(
     )
 
 
-def _chosen(offered: Sequence[Any] | None, found: Any) -> Any:
+def _chosen(offered: Sequence[Any] | None, value: Any) -> Any:
     """Return `found` if the name offers it, or if no name was given; else the first form that the
     name offers.
     """
-    return found if offered is None or found in offered else offered[0]
+    return value if offered is None or value in offered else offered[0]
 
 
 def _tags(field: object) -> tuple[str, str] | None:

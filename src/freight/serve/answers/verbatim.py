@@ -34,14 +34,14 @@ def arguments_texts(body: str, arguments: list[Any]) -> list[str] | None:
                 return None
             texts.append(value)
         elif isinstance(value, dict):
-            found = next(
+            match_index = next(
                 (index for index in range(at, len(written)) if written[index][1] == value), None
             )
-            if found is None:
+            if match_index is None:
                 text = json.dumps(value, ensure_ascii=False, allow_nan=False)
             else:
-                text = written[found][0]
-                at = found + 1
+                text = written[match_index][0]
+                at = match_index + 1
             _loads(text)
             texts.append(text)
         else:

@@ -193,7 +193,7 @@ class BatchOutput:
         way_out = "name another OUT, or remove this one"
         try:
             value = json.loads(raw)
-            found = str(value["id"])
+            line_id = str(value["id"])
             failed = value["error"] is not None
         except (ValueError, RecursionError, TypeError, KeyError):
             raise ConfigError(
@@ -203,10 +203,10 @@ class BatchOutput:
             raise ConfigError(
                 f"{path} has more lines than the input, which has {len(ids)}; {way_out}"
             )
-        if found != ids[number - 1]:
+        if line_id != ids[number - 1]:
             options = len("batch_req_") + _OPTIONS
             other = "was made with another model or other options"
-            if found[:options] == ids[number - 1][:options]:
+            if line_id[:options] == ids[number - 1][:options]:
                 other = "does not answer the same line of the input"
             raise ConfigError(f"{path}: line {number} {other}; {way_out}")
         self.num_done += 1

@@ -129,13 +129,13 @@ def read_stated(content: object) -> Stated | Verification:
         return unknown(
             "a choice has no `finish_reason`: it is a part of a streamed answer, and the complete one is needed"
         )
-    known = tuple(one for one in tokens if one is not None)
+    known = tuple(token for token in tokens if token is not None)
     return Stated(request, response, _KINDS[kind], fingerprint, known)
 
 
 def _token_ids(choice: object) -> tuple[int, ...] | None:
     ids = choice.get("token_ids") if isinstance(choice, Mapping) else None
-    if not isinstance(ids, list) or not all(type(one) is int for one in ids):
+    if not isinstance(ids, list) or not all(type(token) is int for token in ids):
         return None
     return tuple(ids)
 
@@ -178,11 +178,11 @@ class Verifier:
                         begun.append(runner.run(self._begin(content, renderer)))
                     while self.engine.has_unfinished:
                         self.engine.step(quiet_until=math.inf)
-                    for one in begun:
-                        yield one if isinstance(one, Verification) else self._end(one)
+                    for entry in begun:
+                        yield entry if isinstance(entry, Verification) else self._end(entry)
             finally:
-                for one in begun:  # those that nobody read are in the engine still
-                    self._release(one.names if isinstance(one, _Begun) else ())
+                for entry in begun:  # those that nobody read are in the engine still
+                    self._release(entry.names if isinstance(entry, _Begun) else ())
                 if renderer is not None:
                     runner.run(renderer.close())
 
@@ -208,13 +208,13 @@ class Verifier:
         if isinstance(named, str):
             served = replace(served, names=(named,))
         call = stated.parse(dict(stated.request), served, self._limits)
-        work = [await self._tokenized(one, renderer) for one in call.work]
+        work = [await self._tokenized(prompt_work, renderer) for prompt_work in call.work]
         check_scores(work, self._limits)
         # calls of tools are named after the answer
         name = str(stated.response.get("id", "")).partition("-")[2]
         name = name.encode("utf-8", "replace").decode()
         reply = call.reply(ReplyHead(name, 0, call.model, served.fingerprint), served, work)
-        if any(has_no_seed(one.params) for one in work):
+        if any(has_no_seed(prompt_work.params) for prompt_work in work):
             return unknown(NO_SEED)
         fault = _shape_differs(stated, work, self.served.vocab_size)
         if fault is not None:
@@ -279,34 +279,36 @@ class Verifier:
         redrawn = [self.engine.redrawn(name) for name in begun.names]
         self._release(begun.names)
         first = 0
-        found = list[Verification]()
-        for one, answers in zip(redrawn, _by_prompt(begun.stated, begun.work), strict=True):
-            drawn = draws_differ(one, answers, first) or _goes_on(one, first)
-            found += [] if drawn is None else [drawn]
+        differences = list[Verification]()
+        for redrawn_prompt, answers in zip(
+            redrawn, _by_prompt(begun.stated, begun.work), strict=True
+        ):
+            drawn = draws_differ(redrawn_prompt, answers, first) or _goes_on(redrawn_prompt, first)
+            differences += [] if drawn is None else [drawn]
             first += len(answers)
         # one that differs is refuted, whatever cannot be said of the others
-        found.sort(key=lambda one: one.outcome is not Outcome.DIFFERS)
-        return found[0] if found else _compare(begun, redrawn)
+        differences.sort(key=lambda redrawn_prompt: redrawn_prompt.outcome is not Outcome.DIFFERS)
+        return differences[0] if differences else _compare(begun, redrawn)
 
 
 def _compare(begun: _Begun, redrawn: Sequence[Redrawn]) -> Verification:
     """Compare the whole answer with one that is written anew."""
     stated = begun.stated
     reply = begun.reply
-    for index, one in enumerate(redrawn):
-        reply.advance(index, one.group.delta(one.group.completions, 0.0))
+    for index, redrawn_prompt in enumerate(redrawn):
+        reply.advance(index, redrawn_prompt.group.delta(redrawn_prompt.group.completions, 0.0))
     body = json.loads(json_bytes(reply.body()))
-    given = {key: value for key, value in stated.response.items() if key not in _NAMES}
+    stated_body = {key: value for key, value in stated.response.items() if key not in _NAMES}
     expected = {key: value for key, value in body.items() if key not in _NAMES}
-    if given.get("usage") is None:
+    if stated_body.get("usage") is None:
         del expected["usage"]  # one whose stream was joined may have none
-    for told, choice in zip(given["choices"], expected["choices"], strict=True):
-        if "stop_reason" not in told:  # clients drop fields that OpenAI does not have
+    for stated_choice, choice in zip(stated_body["choices"], expected["choices"], strict=True):
+        if "stop_reason" not in stated_choice:  # clients drop fields that OpenAI does not have
             del choice["stop_reason"]
-    found = _first_difference(_counted(given), _counted(expected), "")
-    if found is None:
+    difference = _first_difference(_counted(stated_body), _counted(expected), "")
+    if difference is None:
         return Verification(Outcome.EQUAL, num_tokens=sum(map(len, stated.tokens)))
-    return _in_words(found, stated)
+    return _in_words(difference, stated)
 
 
 def _counted(body: Mapping[str, Json]) -> dict[str, Json]:
@@ -314,19 +316,19 @@ def _counted(body: Mapping[str, Json]) -> dict[str, Json]:
     usage = body.get("usage")
     if not isinstance(usage, Mapping):
         return dict(body)
-    kept = dict(usage)
+    counts = dict(usage)
     for name in _DETAILS:
         if isinstance(details := usage.get(name), Mapping):
             left = {key: count for key, count in details.items() if key not in _OF_ITS_RUN}
-            kept[name] = left or None
-    return {**body, "usage": kept}
+            counts[name] = left or None
+    return {**body, "usage": counts}
 
 
 def _shape_differs(
     stated: Stated, work: Sequence[TokenizedWork], vocab_size: int
 ) -> Verification | None:
     """Compare what needs no computation: how many choices there are, and of which tokens."""
-    count = sum(one.params.n for one in work)
+    count = sum(prompt_work.params.n for prompt_work in work)
     if len(stated.tokens) != count:
         return differs(f"the request asks for {count} choices, and {len(stated.tokens)} are stated")
     for index, tokens in enumerate(stated.tokens):
@@ -341,25 +343,27 @@ def _shape_differs(
 def _prompts_differ(stated: Stated, work: Sequence[TokenizedWork]) -> Verification | None:
     """Compare the tokens of prompts, as far as they are stated."""
     ids = stated.response.get("prompt_token_ids")
-    given = [ids] if ids is not None else []
+    all_stated = [ids] if ids is not None else []
     if ids is None:
-        given = [choice.get("prompt_token_ids") for choice in stated.response["choices"]]
-    expected = [list(one.token_ids) for one in work for _ in range(one.params.n)]
-    for found, wanted in zip(given, expected, strict=False):
-        if found is not None and found != wanted:
+        all_stated = [choice.get("prompt_token_ids") for choice in stated.response["choices"]]
+    expected = [
+        list(prompt_work.token_ids) for prompt_work in work for _ in range(prompt_work.params.n)
+    ]
+    for stated_ids, expected_ids in zip(all_stated, expected, strict=False):
+        if stated_ids is not None and stated_ids != expected_ids:
             return differs(
                 "`prompt_token_ids` are not the tokens of the request's prompt: "
-                + _where_lists_differ(found, wanted)
+                + _where_lists_differ(stated_ids, expected_ids)
             )
     return None
 
 
-def _where_lists_differ(stated: object, found: Sequence[int]) -> str:
-    if not isinstance(stated, list) or len(stated) != len(found):
+def _where_lists_differ(stated: object, expected: Sequence[int]) -> str:
+    if not isinstance(stated, list) or len(stated) != len(expected):
         count = len(stated) if isinstance(stated, list) else 0
-        return f"{count} are stated, and it has {len(found)}"
-    at = next(index for index, token in enumerate(found) if stated[index] != token)
-    return f"token {at} is stated as {show(stated[at])}, and is {found[at]}"
+        return f"{count} are stated, and it has {len(expected)}"
+    at = next(index for index, token in enumerate(expected) if stated[index] != token)
+    return f"token {at} is stated as {show(stated[at])}, and is {expected[at]}"
 
 
 def _by_prompt(
@@ -367,44 +371,44 @@ def _by_prompt(
 ) -> Iterator[tuple[tuple[int, ...], ...]]:
     """Yield the answers to each prompt: choices come prompt by prompt."""
     first = 0
-    for one in work:
-        yield stated.tokens[first : first + one.params.n]
-        first += one.params.n
+    for prompt_work in work:
+        yield stated.tokens[first : first + prompt_work.params.n]
+        first += prompt_work.params.n
 
 
 def _goes_on(redrawn: Redrawn, first: int) -> Verification | None:
-    for index, told in enumerate(redrawn.group.completions, first):
-        if not told.request.is_finished:
-            count = len(told.request.output_token_ids)
+    for index, completion in enumerate(redrawn.group.completions, first):
+        if not completion.request.is_finished:
+            count = len(completion.request.output_token_ids)
             return differs(f"completion {index} goes on after its {count} tokens", index)
     return None
 
 
-def _first_difference(stated: Json, found: Json, path: str) -> _Path | None:
+def _first_difference(stated: Json, expected: Json, path: str) -> _Path | None:
     """Return where two JSON values differ first; null and an absent key are the same."""
-    if isinstance(stated, dict) and isinstance(found, dict):
-        for key in dict.fromkeys((*found, *stated)):
+    if isinstance(stated, dict) and isinstance(expected, dict):
+        for key in dict.fromkeys((*expected, *stated)):
             name = key if key.isidentifier() else show(key)
-            inner = _first_difference(stated.get(key), found.get(key), f"{path}.{name}")
+            inner = _first_difference(stated.get(key), expected.get(key), f"{path}.{name}")
             if inner is not None:
                 return inner
         return None
-    if isinstance(stated, list) and isinstance(found, list) and len(stated) == len(found):
-        for index, pair in enumerate(zip(stated, found, strict=True)):
+    if isinstance(stated, list) and isinstance(expected, list) and len(stated) == len(expected):
+        for index, pair in enumerate(zip(stated, expected, strict=True)):
             inner = _first_difference(*pair, f"{path}[{index}]")
             if inner is not None:
                 return inner
         return None
     # 1 is not true, and 1.0 is 1
-    same = stated == found and isinstance(stated, bool) == isinstance(found, bool)
-    return None if same else (path, stated, found)
+    same = stated == expected and isinstance(stated, bool) == isinstance(expected, bool)
+    return None if same else (path, stated, expected)
 
 
 def _in_words(difference: _Path, stated: Stated) -> Verification:
-    path, given, found = difference
+    path, stated_value, expected = difference
     at = _LOGPROB.fullmatch(path)
-    if at is None or not isinstance(given, float):
-        return differs(f"{path}: {show(given)} is stated, and it is {show(found)}")
+    if at is None or not isinstance(stated_value, float):
+        return differs(f"{path}: {show(stated_value)} is stated, and it is {show(expected)}")
     index = int(at[1])
     position = int(at[2] or at[3])
     tokens = stated.tokens[index]
@@ -412,9 +416,9 @@ def _in_words(difference: _Path, stated: Stated) -> Verification:
     entries = stated.response["choices"][index]["logprobs"].get("token_logprobs", tokens)
     echoed = len(entries) - len(tokens)
     if position < echoed:
-        return differs(f"{path}: {show(given)} is stated, and it is {found!r}")
+        return differs(f"{path}: {show(stated_value)} is stated, and it is {expected!r}")
     token = tokens[position - echoed]
-    return logprob_differs(index, position - echoed, token, given, found)
+    return logprob_differs(index, position - echoed, token, stated_value, expected)
 
 
 def verifier_of(args: EngineArgs, settings: ServerSettings | None = None) -> Verifier:

@@ -155,7 +155,7 @@ class EngineClient(asyncio.BufferedProtocol):
     @property
     def num_sequences(self) -> int:
         """Number of their completions."""
-        return sum(one.num_sequences for one in self._running.values())
+        return sum(running.num_sequences for running in self._running.values())
 
     async def start(self) -> None:
         """Start the process, which begins to load the model."""
@@ -320,10 +320,10 @@ class EngineClient(asyncio.BufferedProtocol):
             self.failure = wire.error_from_json(*values)
 
     def _stepped(self, deltas: Sequence[Any], steps: Sequence[tuple[float, int]]) -> None:
-        for one in deltas:
-            running = self._running.get(one[0])
+        for fields in deltas:
+            running = self._running.get(fields[0])
             if running is not None:
-                delta = wire.delta_from_json(one)
+                delta = wire.delta_from_json(fields)
                 if delta.finished:
                     del self._running[delta.request_id]
                 running.receiver.put(running.index, delta)

@@ -63,18 +63,18 @@ class Decoder:
         """Return the messages that `data` completes. Raises FrameError for a frame over the cap, or
         not JSON.
         """
-        held = self._held
-        held += data
+        buffer = self._held
+        buffer += data
         messages = []
         begin = 0
-        while len(held) - begin >= _HEADER:
-            end = begin + _HEADER + int.from_bytes(held[begin : begin + _HEADER], "big")
+        while len(buffer) - begin >= _HEADER:
+            end = begin + _HEADER + int.from_bytes(buffer[begin : begin + _HEADER], "big")
             _check_length(end - begin - _HEADER, self._cap)
-            if len(held) < end:
+            if len(buffer) < end:
                 break
-            messages.append(_parse(held[begin + _HEADER : end]))
+            messages.append(_parse(buffer[begin + _HEADER : end]))
             begin = end
-        del held[:begin]
+        del buffer[:begin]
         return messages
 
     def finish(self) -> None:

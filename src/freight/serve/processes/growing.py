@@ -140,8 +140,8 @@ class Growing:
         with self._lock:
             if self.is_finished:  # it was aborted meanwhile
                 return
-            for one in delta.outputs:
-                self._completions[one.index].add(one)
+            for output in delta.outputs:
+                self._completions[output.index].add(output)
             if delta.scores is not None:
                 self._scores.append(delta.scores)
             self._cached = delta.num_cached_tokens
@@ -170,8 +170,8 @@ class Growing:
         with self._lock:
             if self.is_finished:
                 return
-            for one in self._completions:
-                one.finish_reason = one.finish_reason or reason
+            for completion in self._completions:
+                completion.finish_reason = completion.finish_reason or reason
             self.is_finished = self._is_new = True
             waiter = self._waiter
             self._waiter = None
@@ -207,7 +207,7 @@ class Growing:
             request_id=self.request_id,
             prompt=self.prompt.text,
             prompt_token_ids=self._prompt_token_ids,
-            outputs=[one.output() for one in self._completions],
+            outputs=[completion.output() for completion in self._completions],
             finished=self.is_finished and self._error is None,
             prompt_logprobs=None if self._prompt_logprobs is None else list(self._prompt_logprobs),
             num_cached_tokens=self._cached,

@@ -42,9 +42,9 @@ def _fields_of(record: logging.LogRecord) -> dict[str, Any]:
     """The fields of an event, and the ids of the request that is being handled and of its trace, if
     there are any.
     """
-    given: Mapping[str, Any] = getattr(record, "fields", {})
+    fields: Mapping[str, Any] = getattr(record, "fields", {})
     handled = {"request_id": current_request.get(), "trace_id": current_trace.get()}
-    return {**{name: value for name, value in handled.items() if value is not None}, **given}
+    return {**{name: value for name, value in handled.items() if value is not None}, **fields}
 
 
 class TextFormatter(logging.Formatter):

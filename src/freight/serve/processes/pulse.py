@@ -58,8 +58,8 @@ class Silence:
     every  seconds between ticks
     """
 
-    def __init__(self, every: float) -> None:
-        self._every = every
+    def __init__(self, interval: float) -> None:
+        self._every = interval
         self._quiet = self._stuck = 0.0
         self._at: float | None = None
 

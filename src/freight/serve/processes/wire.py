@@ -152,22 +152,22 @@ def step_messages(
 
     A prompt's log-probabilities, which may be hundreds of megabytes, are split over messages.
     """
-    held: list[Any] = []
+    plain_deltas: list[Any] = []
     room = MOST_ENTRIES
     for delta in deltas:
         plain = _plain_to_json(delta)
         if plain is not None:
-            held.append(plain)
+            plain_deltas.append(plain)
             continue
         for part in _parts(delta):
-            held.append(delta_to_json(part))
+            plain_deltas.append(delta_to_json(part))
             room -= 0 if part.scores is None else len(part.scores.ids)
-            room -= sum(_num_entries(one.logprobs or ()) for one in part.outputs)
+            room -= sum(_num_entries(output.logprobs or ()) for output in part.outputs)
             if room <= 0:
-                yield [STEPPED, held, []]
-                held = []
+                yield [STEPPED, plain_deltas, []]
+                plain_deltas = []
                 room = MOST_ENTRIES
-    yield [STEPPED, held, steps]
+    yield [STEPPED, plain_deltas, steps]
 
 
 def _num_entries(logprobs: Sequence[TokenLogprobs]) -> int:
@@ -212,11 +212,11 @@ def _plain_to_json(delta: RequestDelta) -> list[Any] | None:
     """
     if len(delta.outputs) != 1:
         return None
-    one = delta.outputs[0]
-    ends = (delta.finished, delta.times, one.finish_reason, one.stop_reason, one.error)
-    if (*ends, one.index, one.logprobs, delta.scores) != _PLAIN:
+    output = delta.outputs[0]
+    ends = (delta.finished, delta.times, output.finish_reason, output.stop_reason, output.error)
+    if (*ends, output.index, output.logprobs, delta.scores) != _PLAIN:
         return None
-    return [delta.request_id, one.token_ids, one.text, delta.num_cached_tokens]
+    return [delta.request_id, output.token_ids, output.text, delta.num_cached_tokens]
 
 
 def delta_to_json(delta: RequestDelta) -> list[Any]:
@@ -230,15 +230,15 @@ def delta_to_json(delta: RequestDelta) -> list[Any]:
         delta.request_id,
         [
             [
-                one.index,
-                one.token_ids,
-                one.text,
-                one.finish_reason,
-                one.stop_reason,
-                one.error,
-                None if one.logprobs is None else [_entries(entry) for entry in one.logprobs],
+                output.index,
+                output.token_ids,
+                output.text,
+                output.finish_reason,
+                output.stop_reason,
+                output.error,
+                None if output.logprobs is None else [_entries(entry) for entry in output.logprobs],
             ]
-            for one in delta.outputs
+            for output in delta.outputs
         ],
         delta.finished,
         None
@@ -286,7 +286,10 @@ def _scores(width: int, *columns: str) -> Scores:
 
 
 def _entries(entry: TokenLogprobs) -> list[list[Any]]:
-    return [[token, one.logprob, one.rank, one.decoded_token] for token, one in entry.items()]
+    return [
+        [token, logprob.logprob, logprob.rank, logprob.decoded_token]
+        for token, logprob in entry.items()
+    ]
 
 
 def _logprobs(entries: Sequence[Sequence[Any]]) -> TokenLogprobs:

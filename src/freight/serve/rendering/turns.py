@@ -36,8 +36,8 @@ class Turns:
             self._is_taken = True
             return
         left = self._max_waiting - self._num_waiting
-        own = 0 if key is None else len(self._queues.get(key, ()))
-        if left <= own:
+        queued = 0 if key is None else len(self._queues.get(key, ()))
+        if left <= queued:
             raise NoTurnError(self._num_waiting)
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._queues.setdefault(key, deque()).append(turn)

@@ -48,7 +48,7 @@ class Keys:
     @classmethod
     def read(
         cls,
-        given: Sequence[str] = (),
+        options: Sequence[str] = (),
         files: Sequence[Path] = (),
         shared_prefix_cache: bool = False,
         secret: bytes | None = None,
@@ -59,7 +59,7 @@ class Keys:
         named key-1, key-2, ... in order. Raises ConfigError, which names the file and line but
         never a key's value.
         """
-        entries = [("--api-key", text) for text in given]
+        entries = [("--api-key", text) for text in options]
         for path in files:
             entries += _lines(path)
         named: dict[str, str] = {}
@@ -125,13 +125,13 @@ class Keys:
         """
         scheme, _, value = (authorization or "").partition(" ")
         bearer = value.strip() if scheme.lower() == "bearer" else ""
-        found = None
-        for given in (x_api_key or "", bearer):
-            digest = self._digest(given.encode("utf-8", "replace"))
+        matched = None
+        for secret in (x_api_key or "", bearer):
+            digest = self._digest(secret.encode("utf-8", "replace"))
             for name, known in self._digests:
                 if hmac.compare_digest(digest, known):
-                    found = name
-        return found
+                    matched = name
+        return matched
 
     def salt_for(self, name: str | None, request_salt: str | None) -> str | None:
         """Return the cache salt of a request with the key `name`. Equal salts share prefixes.
@@ -161,23 +161,23 @@ def _lines(path: Path) -> list[tuple[str, str]]:
     except UnicodeDecodeError as error:
         raise ConfigError(f"--api-key-file {path}: not UTF-8 at byte {error.start}") from None
     lines = ((number, line.strip()) for number, line in enumerate(text.splitlines(), 1))
-    found = [
+    keys = [
         (f"--api-key-file {path}, line {number}", line)
         for number, line in lines
         if line and line[0] != "#"
     ]
-    if not found:
+    if not keys:
         raise ConfigError(f"--api-key-file {path}: there is no key in it; write one per line")
-    return found
+    return keys
 
 
 def check_binding(host: str, keys: Keys, insecure: bool) -> None:
     """Raise ConfigError if other machines could reach the server without a key."""
     if keys or insecure or is_loopback(host):
         return
-    shown = host or "an empty host (all addresses)"
+    address = host or "an empty host (all addresses)"
     raise ConfigError(
-        f"--host {shown} is reachable from other machines, and no key is set: give --api-key or --api-key-file, "
+        f"--host {address} is reachable from other machines, and no key is set: give --api-key or --api-key-file, "
         "bind 127.0.0.1, or give --insecure if anybody may use this server"
     )
 
@@ -193,7 +193,7 @@ def is_loopback(host: str) -> bool:
     except ValueError:
         pass
     try:
-        found = socket.getaddrinfo(
+        addresses = socket.getaddrinfo(
             host or None, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )
     except (OSError, UnicodeError) as error:
@@ -201,7 +201,7 @@ def is_loopback(host: str) -> bool:
         raise ConfigError(
             f"--host {host}: {reason}; give an address or a name of this machine"
         ) from None
-    return all(_is_loopback_address(str(address[0])) for *_, address in found)
+    return all(_is_loopback_address(str(address[0])) for *_, address in addresses)
 
 
 def _is_loopback_address(text: str) -> bool:

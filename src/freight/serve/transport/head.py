@@ -64,14 +64,16 @@ def read_head(raw: bytes, limits: HttpLimits) -> Head:
     if len(lines) > limits.max_headers:
         raise _too_many(limits)
     values: dict[bytes, list[bytes]] = {}
-    kept = [request_line]
+    head_lines = [request_line]
     for line in lines:
         name, value = _field(line)
         values.setdefault(name, []).append(value)
         if name not in (b"upgrade", b"http2-settings"):
-            kept.append(line)
+            head_lines.append(line)
     _check_host(values.get(b"host", []), needed=match[1] == b"1")
-    return Head(b"\r\n".join(kept) + END_OF_HEAD, _body_bytes(values, match[1] == b"1", limits))
+    return Head(
+        b"\r\n".join(head_lines) + END_OF_HEAD, _body_bytes(values, match[1] == b"1", limits)
+    )
 
 
 def _too_many(limits: HttpLimits) -> ApiError:

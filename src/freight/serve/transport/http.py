@@ -124,11 +124,14 @@ class Connection(HttpToolsProtocol):
         set_options(transport, self.limits)
         self._wait_for_a_request()
         if self._is_one_too_many:
-            others = (
-                one for one in self.connections if isinstance(one, Connection) and one is not self
+            open_connections = (
+                peer
+                for peer in self.connections
+                if isinstance(peer, Connection) and peer is not self
             )
             other = gives_way(
-                (one for one in others if one.lingers or not one.ending), self.loop.time()
+                (peer for peer in open_connections if peer.lingers or not peer.ending),
+                self.loop.time(),
             )
             if other is not None:
                 other.give_way()
@@ -428,10 +431,10 @@ def server_config(app: Any, limits: HttpLimits, drain_seconds: int | None = None
     more connections than the limit on open files of this process (RLIMIT_NOFILE) leaves room for.
     `drain_seconds`: the time for running answers after the server was asked to end; None: no limit.
     """
-    given = fitted(limits)
+    http_limits = fitted(limits)
 
     class Limited(Connection):
-        limits = given
+        limits = http_limits
 
     return uvicorn.Config(
         app,

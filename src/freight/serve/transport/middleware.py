@@ -115,12 +115,12 @@ class RequestIds:
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                others = [
+                headers = [
                     pair
                     for pair in message.get("headers", [])
                     if pair[0].lower() != b"x-request-id"
                 ]
-                message = {**message, "headers": [*others, (b"x-request-id", request_id.encode())]}
+                message = {**message, "headers": [*headers, (b"x-request-id", request_id.encode())]}
             await send(message)
 
         await self._app(scope, receive, send_with_id)
@@ -198,14 +198,14 @@ class _ShapedSend:
         await self._send(self._held)
         await self._send({"type": "http.response.body", "body": self._body, "more_body": more})
 
-    def _error(self, held: Message) -> ApiError:
-        if held["status"] == 500:
+    def _error(self, message: Message) -> ApiError:
+        if message["status"] == 500:
             return ApiError(500, FAILED)
-        if held["status"] == 404:
+        if message["status"] == 404:
             return ApiError(
                 404, "there is nothing at this path; docs/server.md lists what there is"
             )
-        values = [value for name, value in held.get("headers", []) if name.lower() == b"allow"]
+        values = [value for name, value in message.get("headers", []) if name.lower() == b"allow"]
         allowed = b", ".join(values).decode("latin-1")
         way_out = f"; it takes {allowed}" if allowed else ""
         headers = {"Allow": allowed} if allowed else {}

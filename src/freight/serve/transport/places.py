@@ -54,16 +54,16 @@ H = TypeVar("H", bound=Holder)
 def gives_way(holders: Iterable[H], now: float) -> H | None:
     """Return the connection whose place may be reused, or None if answers are computed for all."""
     holders = list(holders)
-    idle = [one for one in holders if one.is_idle]
+    idle = [holder for holder in holders if holder.is_idle]
     if idle:
-        return min(idle, key=lambda one: one.idle_since)
+        return min(idle, key=lambda holder: holder.idle_since)
 
-    def speed(one: H) -> float:
-        assert one.body is not None
-        begun, received = one.body
+    def speed(holder: H) -> float:
+        assert holder.body is not None
+        begun, received = holder.body
         return (_BEGUN + received) / max(now - begun, 1e-3)
 
-    return min((one for one in holders if one.body is not None), key=speed, default=None)
+    return min((holder for holder in holders if holder.body is not None), key=speed, default=None)
 
 
 def asks_for_health(head: bytes, has_body: bool) -> bool:

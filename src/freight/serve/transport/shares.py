@@ -53,12 +53,13 @@ class Shares:
     def _check(self, key: str) -> None:
         if len(self._keys.names) < 2:
             return
-        own = self._in_progress[key]
+        running = self._in_progress[key]
         free = max(self._places - self._in_progress.total(), 0)
-        if own > 0 and own >= free:  # a key that has none is let in: the connection has a place
+        # a key that has none is let in: the connection has a place
+        if running > 0 and running >= free:
             raise ApiError(
                 429,
-                f"{own} requests of this key are in progress, and {free} of the server's {self._places} places are "
+                f"{running} requests of this key are in progress, and {free} of the server's {self._places} places are "
                 "free; the other keys need them. Try again once one has ended",
                 code="key_has_its_share",
                 headers={"Retry-After": "1"},
@@ -79,19 +80,19 @@ class BodyShares:
         """Yield a function that takes the number of bytes that the request holds, and raises ApiError if
         that is too many: 503, or 429 where the other keys need the rest. At the end the request holds none.
         """
-        own = 0
+        reserved = 0
 
         def hold(size: int) -> None:
-            nonlocal own
-            more = max(size - _FREE, 0) - own
+            nonlocal reserved
+            more = max(size - _FREE, 0) - reserved
             self._check(key, more)
             self._held[key] += more
-            own += more
+            reserved += more
 
         try:
             yield hold
         finally:
-            self._held[key] -= own
+            self._held[key] -= reserved
             if not self._held[key]:
                 del self._held[key]  # a key may be withdrawn
 

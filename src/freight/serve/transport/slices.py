@@ -88,16 +88,16 @@ def json_in_slices(value: object) -> list[bytes]:
     strings.
     """
     parts = []
-    held = []
+    pieces = []
     size = 0
     for piece in _slices(value, 0):
-        held.append(piece)
+        pieces.append(piece)
         size += len(piece)
         if size >= _BYTES:
-            parts.append(b"".join(held))
-            held = []
+            parts.append(b"".join(pieces))
+            pieces = []
             size = 0
-    return [*parts, b"".join(held)]
+    return [*parts, b"".join(pieces)]
 
 
 def _slices(value: object, depth: int) -> Iterator[bytes]:

@@ -89,7 +89,7 @@ class Server(uvicorn.Server):
         }
         secure: dict[str, Any] = {} if self._tls is None else {"ssl": self._tls, **times}
         self.servers = [
-            await loop.create_server(make, sock=one, backlog=config.backlog, **secure)
-            for one in sockets or ()
+            await loop.create_server(make, sock=bound_socket, backlog=config.backlog, **secure)
+            for bound_socket in sockets or ()
         ]
         self.started = True
