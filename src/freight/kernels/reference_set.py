@@ -10,7 +10,7 @@ from freight.kernels import reference, reference_experts, reference_rows, refere
 from freight.kernels.reference import Fp8Products
 from freight.operands.batch import Sequences
 from freight.operands.kv_pages import KVPages
-from freight.operands.packed import PackedWeight, Rows, plain
+from freight.operands.packed import PackedWeight, Rows, as_tensor
 from freight.operands.routing import Routing
 from freight.operands.weight import Weight
 from freight.parallel.ranks import ALONE, Ranks
@@ -50,7 +50,7 @@ class ReferenceKernels:
         self, x: Rows, weight: PackedWeight, bias: Tensor | None = None, whole: bool = False
     ) -> Tensor:
         """Compute `KernelSet.shared_linear`."""
-        return self.gather(self.linear(x if whole else self.gather(plain(x)), weight, bias))
+        return self.gather(self.linear(x if whole else self.gather(as_tensor(x)), weight, bias))
 
     def pack(self, weight: Weight) -> Weight:
         return weight

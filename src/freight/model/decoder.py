@@ -19,7 +19,7 @@ from freight.model.layers.norm import Norm
 from freight.model.layers.per_layer_embeddings import PerLayerEmbedding, PerLayerEmbeddings
 from freight.operands.activation import Activation, AnyActivation, GateFunction
 from freight.operands.batch import ForwardBatch
-from freight.operands.packed import PackedWeight, Rows, plain
+from freight.operands.packed import PackedWeight, Rows, as_tensor
 from freight.operands.rotary import Rotary
 
 
@@ -174,7 +174,7 @@ class DecoderLayer:
     ) -> Residual:
         """Return the stream after a part that adds `delta`."""
         if self.post:
-            return Residual(plain(Residual(x, delta).normed(norm)[1]), inputs=inputs)
+            return Residual(as_tensor(Residual(x, delta).normed(norm)[1]), inputs=inputs)
         return Residual(x, delta, weight, inputs)
 
     @property
@@ -299,4 +299,4 @@ class Decoder:
         if self.norm is None:
             return stream.summed(self.layers[-1].last_norm)
         _, normed = stream.normed(self.norm)
-        return plain(normed)
+        return as_tensor(normed)

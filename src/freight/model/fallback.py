@@ -46,7 +46,7 @@ from freight.model.fallback_words import refused
 from freight.model.held_tensors import held_tensors
 from freight.model.layers.linear import Linear
 from freight.operands.batch import ForwardBatch
-from freight.operands.packed import plain
+from freight.operands.packed import as_tensor
 from freight.operands.rotary import Rotary
 from freight.operands.weight import Activations, Weight
 
@@ -90,7 +90,7 @@ class _Step:
         stored = kv.store(qkv, self.model.rotaries[index], self.batch)
         self.calls += 1
         attended = kv.attend(stored, self.batch, mixer.softmax_scale, mixer.window, mixer.soft_cap)
-        return plain(attended)[None], None
+        return as_tensor(attended)[None], None
 
 
 class _States(MoeModelOutputWithPast):

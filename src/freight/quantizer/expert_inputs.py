@@ -19,7 +19,7 @@ from freight.kernels import reference_experts
 from freight.kernels.interface import KernelSet
 from freight.model.layers.moe import MoE
 from freight.operands.activation import Activation, AnyActivation, GatedActivation
-from freight.operands.packed import PackedExperts, PackedWeight, Rows, plain
+from freight.operands.packed import PackedExperts, PackedWeight, Rows, as_tensor
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class _OneByOne:
     def _seen(self, hidden: Rows) -> Rows:
         if self.watch is not None:
             # Plain: weights in calibration are not quantized
-            self.watch.down(plain(hidden).reshape(1, -1))
+            self.watch.down(as_tensor(hidden).reshape(1, -1))
         return hidden
 
     pack_experts = reference_experts.pack

@@ -22,7 +22,7 @@ from freight.kernels.cpu.library import Library
 from freight.kernels.cpu.linear import CpuWeight
 from freight.kernels.interface import method_on
 from freight.operands.activation import AnyActivation
-from freight.operands.packed import PackedExperts, PackedWeight, Rows, plain
+from freight.operands.packed import PackedExperts, PackedWeight, Rows, as_tensor
 from freight.operands.weight import Weight, Weights
 from freight.parallel.ranks import ALONE, Ranks
 
@@ -67,7 +67,7 @@ class CpuKernels:
         self, x: Rows, weight: PackedWeight, bias: Tensor | None = None, whole: bool = False
     ) -> Tensor:
         """Compute `KernelSet.shared_linear`; of many rows without copies of what ranks share."""
-        rows = plain(x)
+        rows = as_tensor(x)
         transport = self.ranks.transport
         if transport is None or len(rows) <= ranks.FEW:
             return self.gather(self.linear(rows if whole else self.gather(rows), weight, bias))

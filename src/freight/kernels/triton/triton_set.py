@@ -28,7 +28,7 @@ from freight.kernels.triton.formats import Target
 from freight.kernels.triton.rows import Quantized
 from freight.operands.batch import Sequences
 from freight.operands.kv_pages import KVPages
-from freight.operands.packed import PackedWeight, Rows, plain
+from freight.operands.packed import PackedWeight, Rows, as_tensor
 from freight.operands.weight import Weight
 from freight.parallel.ranks import ALONE, Ranks
 
@@ -68,7 +68,7 @@ class TritonKernels:
         self, x: Rows, weight: PackedWeight, bias: Tensor | None = None, whole: bool = False
     ) -> Tensor:
         """Compute `KernelSet.shared_linear`."""
-        return self.gather(self.linear(x if whole else self.gather(plain(x)), weight, bias))
+        return self.gather(self.linear(x if whole else self.gather(as_tensor(x)), weight, bias))
 
     def pack(self, weight: Weight) -> Weight:
         linear.check(weight)

@@ -24,7 +24,7 @@ from freight.fp8.cast import decode
 from freight.kernels import reference
 from freight.operands.batch import ForwardBatch
 from freight.operands.kv_pages import KVPages, read_slots, spread
-from freight.operands.packed import PackedWeight, Rows, plain
+from freight.operands.packed import PackedWeight, Rows, as_tensor
 from freight.operands.rotary import Rotary
 
 ROWS = 64  # of a chunk that are compared
@@ -176,7 +176,7 @@ class ProbedKV(PagedKV):
         if self.probe.rows is None:
             return super().attend(q, batch, softmax_scale, window, soft_cap, sinks, consumer)
         # not quantized yet
-        attended = plain(super().attend(q, batch, softmax_scale, window, soft_cap, sinks))
+        attended = as_tensor(super().attend(q, batch, softmax_scale, window, soft_cap, sinks))
         self.probe.attended(self.layer, attended)
         return attended
 

@@ -15,7 +15,7 @@ from freight.kernels.interface import KernelSet
 from freight.model.layers.linear import Projection
 from freight.operands.activation import GateFunction
 from freight.operands.batch import ForwardBatch
-from freight.operands.packed import PackedWeight, Rows, plain
+from freight.operands.packed import PackedWeight, Rows, as_tensor
 from freight.operands.rotary import Rotary
 
 
@@ -213,5 +213,5 @@ class Attention:
             q, batch, self.softmax_scale, self.window, self.soft_cap, self.sinks, consumer
         )
         if self.output_gate is not None:
-            attended = self.output_gate(plain(x), plain(attended))
+            attended = self.output_gate(as_tensor(x), as_tensor(attended))
         return self.o(attended.flatten(1) if isinstance(attended, Tensor) else attended)

@@ -11,7 +11,7 @@ from freight.cache.pool import LayerCache, PagedState
 from freight.kernels.interface import KernelSet
 from freight.model.layers.linear import Projection
 from freight.operands.batch import ForwardBatch
-from freight.operands.packed import Rows, plain
+from freight.operands.packed import Rows, as_tensor
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class DeltaNet:
         sequences = batch.sequences(cache.group)
         keys, channels = self.sizes
         projected = self.qkvz(x)
-        ba = self.ba(plain(x))
+        ba = self.ba(as_tensor(x))
         mixed = kernels.convolve(projected[:, :channels], self.conv, None, True, states, sequences)
         heads = len(self.a_log)
         beta, log_decay = kernels.decays(ba[:, heads:], ba[:, :heads], self.a_log, self.dt_bias)

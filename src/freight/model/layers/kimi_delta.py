@@ -15,7 +15,7 @@ from freight.kernels.interface import KernelSet
 from freight.model.layers.linear import Projection
 from freight.operands.activation import GateFunction
 from freight.operands.batch import ForwardBatch
-from freight.operands.packed import Rows, plain
+from freight.operands.packed import Rows, as_tensor
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class KimiDelta:
         size = len(self.dt_bias)
         channels = len(self.conv)
         projected = self.first(x)
-        f, b, z = self._gates(plain(x), projected[:, channels:])
+        f, b, z = self._gates(as_tensor(x), projected[:, channels:])
         mixed = kernels.convolve(projected[:, :channels], self.conv, None, True, states, sequences)
         beta, log_decay = kernels.decays(f, b, self.a_log, self.dt_bias, bound=self.bound)
         q = mixed[:, :size]

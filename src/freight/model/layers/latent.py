@@ -16,7 +16,7 @@ from freight.kernels.interface import KernelSet
 from freight.model.layers.attention import OutputGate
 from freight.model.layers.linear import Projection
 from freight.operands.batch import ForwardBatch
-from freight.operands.packed import PackedExperts, PackedWeight, Rows, plain
+from freight.operands.packed import PackedExperts, PackedWeight, Rows, as_tensor
 from freight.operands.rotary import Rotary
 
 
@@ -87,8 +87,10 @@ class Latent:
             (projected[:, size : size + latent], self.kv_norm),
         )
         q = kv.store(kernels.join(((q, None), *key), self.eps), self.rotary, batch)
-        attended = plain(kv.attend(q, batch, self.softmax_scale, None, None))
+        attended = as_tensor(kv.attend(q, batch, self.softmax_scale, None, None))
         result = kernels.by_head(attended, self.values)
         return self.o(
-            result.flatten(1) if self.output_gate is None else self.output_gate(plain(x), result)
+            result.flatten(1)
+            if self.output_gate is None
+            else self.output_gate(as_tensor(x), result)
         )

@@ -12,7 +12,7 @@ from freight.kernels.interface import KernelSet
 from freight.model.layers.linear import Linear, Projection
 from freight.model.layers.norm import RMSNorm
 from freight.operands.activation import AnyActivation, GateFunction
-from freight.operands.packed import PackedExperts, PackedWeight, Rows, plain
+from freight.operands.packed import PackedExperts, PackedWeight, Rows, as_tensor
 from freight.operands.routing import Routing
 
 
@@ -66,8 +66,8 @@ class MoE:
 
         x: [num_tokens, hidden_size]; routed: the same shape, the router's input if it is not x
         """
-        x = plain(x)
-        chosen_by = x if routed is None else plain(routed)
+        x = as_tensor(x)
+        chosen_by = x if routed is None else as_tensor(routed)
         by_expert = (self.bias, self.choice_bias, self.expert_scale)
         ids, weights = self.kernels.route(chosen_by, self.router, self.routing, *by_expert)
         base = None if self.shared is None else self.shared(x)
@@ -112,5 +112,5 @@ class ExpertsBeside:
         (_, routed) = self.router_norm(x, None)
         (_, normed) = self.norm(x, None)
         _, first = self.shared_norm(shared, None)
-        total, _ = self.shared_norm(plain(first), self.moe(normed, routed), None, self.post)
+        total, _ = self.shared_norm(as_tensor(first), self.moe(normed, routed), None, self.post)
         return total
