@@ -35,6 +35,7 @@ from freight.fp8.cast import (
 from freight.fp8.formats import SCALE_GROUP, Format, ScaleKind
 from freight.fp8.weights import BLOCK, expand_blocks
 from freight.operands.activation import GatedActivation, GatedFunction
+from freight.operands.attention import AttentionCall
 from freight.operands.batch import Sequences
 from freight.operands.kv_pages import KVPages, read_slots, spread, write_slots
 from freight.operands.packed import PackedWeight
@@ -393,24 +394,22 @@ def attention(
     q: Tensor,
     pages: KVPages,
     sequences: Sequences,
-    softmax_scale: float,
-    window: int | None,
-    soft_cap: float | None = None,
+    call: AttentionCall,
     products: Fp8Products = Fp8Products.NONE,
-    sinks: Tensor | None = None,
 ) -> Tensor:
     """Compute causal grouped-query attention of each row over the stored keys of its sequence.
 
     q: [num_tokens, num_heads, k_dim]; the sequences' keys, this step's included, are stored
     already. A key at position j is visible from position i if j <= i and, with a sliding window, i
     - j < window. With a soft cap (Gemma 2, Riviere et al. 2024) a score s = softmax_scale * q . k
-    becomes soft_cap * tanh(s / soft_cap). sinks: [num_heads] float32, an additional score of each
+    becomes soft_cap * tanh(s / soft_cap). Sinks are an additional score of each
     row of that head whose value is 0, so that it enters only the sum of the softmax (Xiao et al.
     2024; learned in gpt-oss, arXiv 2508.10925). Neither window, soft cap nor center changes it.
     Returns [num_tokens, num_heads, v_dim] in q's dtype; computes in float32. Raises KernelError for
     a context shorter than its queries: a row before the first key would have no key to attend to.
     """
     out = q.new_empty(*q.shape[:2], pages.v.shape[3])
+    window = call.window
     starts = sequences.query_starts.tolist()
     lengths = sequences.context_lens.tolist()
     for seq, length in enumerate(lengths):
@@ -442,11 +441,8 @@ def attention(
                 first,
                 skipped,
                 pages,
-                softmax_scale,
-                window,
-                soft_cap,
+                call,
                 products,
-                sinks,
             )
     return out
 
@@ -480,21 +476,21 @@ def _attend(
     first: int,
     skipped: int,
     pages: KVPages,
-    softmax_scale: float,
-    window: int | None,
-    soft_cap: float | None,
+    call: AttentionCall,
     products: Fp8Products,
-    sinks: Tensor | None,
 ) -> Tensor:
     """Attend with one query tile, at positions from `first` on, over the key tiles of a sequence.
 
     k (transposed) and v hold the tiles from tile `skipped` on. Returns [rows, num_heads, v_dim].
     """
     rows, num_heads, dim = q.shape
+    window = call.window
+    soft_cap = call.soft_cap
+    sinks = call.sinks
     num_kv_heads = v.shape[1]
     group = num_heads // num_kv_heads
     padded = q.new_zeros(QUERY_TILE, num_kv_heads, group, dim, dtype=torch.float32)
-    padded[:rows] = q.view(rows, num_kv_heads, group, dim).float() * softmax_scale
+    padded[:rows] = q.view(rows, num_kv_heads, group, dim).float() * call.softmax_scale
     center = pages.k_center
     coefficients = None if center is None else _by_kv_head(center.coefficients(padded))
     static = pages.scale_kind is ScaleKind.STATIC

@@ -50,6 +50,7 @@ from freight.model.shapes import tensor_shapes as tensor_shapes
 from freight.model.shares import Share, share_of
 from freight.model.sources import CheckpointSource, Stored, WeightSource, in_halves
 from freight.model.stored import find_stored
+from freight.operands.experts import ExpertLayers, Router
 from freight.operands.packed import PackedExperts
 from freight.operands.rotary import Rotary
 from freight.operands.weight import Weight
@@ -238,17 +239,17 @@ class ModelBuilder(Builder):
         if mlp.shared is not None:
             shared = self.dense(mlp.shared, prefix, *shared_names(names))
         return MoE(
-            router=self.kernels.pack(Weight(matrix)),
-            routing=mlp.routing,
-            gate_up=gate_up,
-            down=down,
-            activation=mlp.activation,
+            router=Router(
+                matrix=self.kernels.pack(Weight(matrix)),
+                routing=mlp.routing,
+                bias=self.exact(f"{router}.bias") if mlp.router_bias else None,
+                choice_bias=choice_bias,
+                expert_scale=self.exact(prefix + names.expert_scale) if mlp.beside else None,
+            ),
+            experts=ExpertLayers(gate_up, down, mlp.activation),
             kernels=self.kernels,
-            bias=self.exact(f"{router}.bias") if mlp.router_bias else None,
-            choice_bias=choice_bias,
             shared=shared,
             shared_gate=self.outer(prefix + names.shared_gate) if mlp.shared_gate else None,
-            expert_scale=self.exact(prefix + names.expert_scale) if mlp.beside else None,
             latent=self.latent(mlp, prefix, matrix.device),
         )
 

@@ -37,6 +37,13 @@ from freight.model.layers.mamba import Mamba2
 from freight.model.layers.rope import half_pairs, places
 from freight.model.layers.short_conv import ShortConv
 from freight.operands.activation import GateFunction
+from freight.operands.attention import AttentionCall
+from freight.operands.recurrence import (
+    Convolution,
+    DecayParameters,
+    GatedNorm,
+    RecurrenceRule,
+)
 from freight.operands.rotary import Rotary
 from freight.operands.weight import Weight
 
@@ -65,24 +72,22 @@ def _attention(mixer: AttentionConfig, builder: Builder, prefix: str, ropes: Rop
         last = NormedLast(rotary, *norms, mixer.qkv_sizes[:2], eps, kernels)
         norms = None
         rotary = ropes[None]
-    v_norm: ValueNorm | ValueFactor | None
+    v_transform: ValueNorm | ValueFactor | None
     if mixer.v_norm:
-        v_norm = _value_norm(mixer, builder, rotary)
+        v_transform = _value_norm(mixer, builder, rotary)
     else:
-        v_norm = _value_factor(mixer, builder, prefix)
+        v_transform = _value_factor(mixer, builder, prefix)
+    sinks = builder.tensor(prefix + names.sinks).float() if mixer.sinks else None
     return Attention(
         qkv=builder.linear(prefix, *names.qkv_of(mixer), rows=_qkv_rows(mixer, builder)),
         o=builder.gathered(prefix, names.o),
         rotary=rotary if norms is None or mixer.qk_norm_whole else replace(rotary, norms=norms),
-        softmax_scale=mixer.softmax_scale,
-        window=mixer.window,
-        soft_cap=mixer.soft_cap,
+        call=AttentionCall(mixer.softmax_scale, mixer.window, mixer.soft_cap, sinks),
         shares=mixer.kv_from is not None,
         output_gate=_output_gate(mixer, builder, prefix),
         last=last,
         norm=_whole_norm(norms, builder) if norms and mixer.qk_norm_whole else None,
-        v_norm=v_norm,
-        sinks=builder.tensor(prefix + names.sinks).float() if mixer.sinks else None,
+        v_transform=v_transform,
     )
 
 
@@ -195,7 +200,7 @@ def _latent(mixer: LatentConfig, builder: Builder, prefix: str, ropes: Ropes) ->
         rotary=ropes[mixer.rope],
         num_heads=mixer.num_heads,
         nope=mixer.nope,
-        softmax_scale=mixer.softmax_scale,
+        call=AttentionCall(mixer.softmax_scale),
         eps=mixer.eps,
         shared=mixer.rotated,
         output_gate=None if gate is None else OutputGate(gate, GateFunction.SIGMOID, kernels),
@@ -227,16 +232,17 @@ def _delta_net(mixer: DeltaNetConfig, builder: Builder, prefix: str, ropes: Rope
         None if len(names.qkvz) > 1 else _side_by_side(mixer.key_heads, keys, keys, values, values)
     )
     of_ba = None if len(names.ba) > 1 else _side_by_side(mixer.key_heads, heads, heads)
+    norm = builder.tensor(prefix + names.norm)
     return DeltaNet(
         qkvz=builder.linear(prefix, *names.qkvz, rows=(of_qkvz,)),
         ba=builder.kept([prefix + name for name in names.ba], of_ba),
-        conv=builder.tensor(prefix + names.conv).flatten(1),
-        a_log=builder.exact(prefix + names.a_log),
-        dt_bias=builder.exact(prefix + names.dt_bias),
-        norm=builder.tensor(prefix + names.norm),
+        conv=Convolution(builder.tensor(prefix + names.conv).flatten(1), None, silu=True),
+        decays=DecayParameters(
+            builder.exact(prefix + names.a_log), builder.exact(prefix + names.dt_bias)
+        ),
+        norm=GatedNorm(norm, builder.config.norm_eps, group=len(norm), norm_first=True),
         out=builder.gathered(prefix, names.out),
         sizes=(mixer.key_heads * mixer.k_dim, mixer.channels),
-        eps=builder.config.norm_eps,
         kernels=builder.kernels,
     )
 
@@ -245,17 +251,20 @@ def _kimi_delta(mixer: KimiDeltaConfig, builder: Builder, prefix: str, ropes: Ro
     names = builder.names.kimi_delta
     two = mixer.rank is not None
     gates = (names.decay[0], names.beta, *((names.output_gate[0],) if two else ()))
+    conv = torch.cat([builder.tensor(prefix + name).flatten(1) for name in names.conv])
     return KimiDelta(
         first=builder.linear(prefix, *names.qkv, *(() if two else names.output_gate)),
         gates=builder.kept([prefix + name for name in gates]),
         decay=builder.kept([prefix + names.decay[1]]) if two else None,
         output_gate=builder.kept([prefix + names.output_gate[1]]) if two else None,
-        conv=torch.cat([builder.tensor(prefix + name).flatten(1) for name in names.conv]),
-        a_log=builder.exact(prefix + names.a_log).flatten(),
-        dt_bias=builder.exact(prefix + names.dt_bias),
+        conv=Convolution(conv, None, silu=True),
+        decays=DecayParameters(
+            builder.exact(prefix + names.a_log).flatten(),
+            builder.exact(prefix + names.dt_bias),
+            bound=mixer.bound,
+        ),
         norm=builder.tensor(prefix + names.norm),
         out=builder.gathered(prefix, names.out),
-        bound=mixer.bound,
         eps=builder.config.norm_eps,
         kernels=builder.kernels,
     )
@@ -265,10 +274,18 @@ def _short_conv(mixer: ShortConvConfig, builder: Builder, prefix: str, ropes: Ro
     names = builder.names.short_conv
     return ShortConv(
         in_proj=builder.linear(prefix, names.in_proj),
-        weight=builder.tensor(f"{prefix}{names.conv}.weight").flatten(1),
-        bias=builder.tensor(f"{prefix}{names.conv}.bias") if mixer.bias else None,
+        conv=_convolution(builder, prefix + names.conv, bias=mixer.bias, silu=False),
         out_proj=builder.gathered(prefix, names.out_proj),
         kernels=builder.kernels,
+    )
+
+
+def _convolution(builder: Builder, name: str, bias: bool, silu: bool) -> Convolution:
+    """Build the convolution `name`."""
+    return Convolution(
+        builder.tensor(f"{name}.weight").flatten(1),
+        builder.tensor(f"{name}.bias") if bias else None,
+        silu,
     )
 
 
@@ -278,18 +295,19 @@ def _mamba2(mixer: Mamba2Config, builder: Builder, prefix: str, ropes: Ropes) ->
     gathers = len(norm) > mixer.heads * mixer.head_dim  # it has the channels of all ranks
     return Mamba2(
         in_proj=builder.linear(prefix, names.in_proj),
-        conv=builder.tensor(f"{prefix}{names.conv}.weight").flatten(1),
-        conv_bias=builder.tensor(f"{prefix}{names.conv}.bias") if mixer.conv_bias else None,
-        a_log=builder.exact(prefix + names.a_log),
-        skip=builder.exact(prefix + names.skip),
-        dt_bias=builder.exact(prefix + names.dt_bias),
-        norm=norm,
+        conv=_convolution(builder, prefix + names.conv, bias=mixer.conv_bias, silu=True),
+        decays=DecayParameters(
+            builder.exact(prefix + names.a_log),
+            builder.exact(prefix + names.dt_bias),
+            mixer.limits,
+        ),
+        rule=RecurrenceRule(delta=False, norm=False, skip=builder.exact(prefix + names.skip)),
+        norm=GatedNorm(
+            norm, builder.config.norm_eps, len(norm) // mixer.norm_groups, norm_first=False
+        ),
         gathers=gathers,
         out=builder.gathered(prefix, names.out, inputs=not gathers),
-        group=len(norm) // mixer.norm_groups,
-        limits=mixer.limits,
         keys=mixer.groups * mixer.state_size,
-        eps=builder.config.norm_eps,
         kernels=builder.kernels,
     )
 

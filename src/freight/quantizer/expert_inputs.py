@@ -18,8 +18,9 @@ from torch import Tensor
 from freight.kernels import reference_experts
 from freight.kernels.interface import KernelSet
 from freight.model.layers.moe import MoE
-from freight.operands.activation import Activation, AnyActivation, GatedActivation
-from freight.operands.packed import PackedExperts, PackedWeight, Rows, as_tensor
+from freight.operands.activation import Activation, GatedActivation
+from freight.operands.experts import ExpertLayers
+from freight.operands.packed import PackedWeight, Rows, as_tensor
 
 
 @dataclass(frozen=True)
@@ -83,9 +84,7 @@ class _OneByOne:
         x: Tensor,
         ids: Tensor,
         weights: Tensor,
-        gate_up: PackedExperts,
-        down: PackedExperts,
-        activation: AnyActivation,
+        layers: ExpertLayers,
         base: Tensor | None = None,
     ) -> Tensor:
         """`KernelSet.experts`"""
@@ -94,6 +93,4 @@ class _OneByOne:
             self.watch.num_tokens.add_(
                 torch.bincount(ids.flatten(), minlength=len(self.watch.num_tokens))
             )
-        return reference_experts.experts(
-            cast(KernelSet, self), x, ids, weights, gate_up, down, activation, base
-        )
+        return reference_experts.experts(cast(KernelSet, self), x, ids, weights, layers, base)

@@ -28,7 +28,7 @@ from freight.kernels.triton.formats import Target, carrier
 from freight.kernels.triton.linear import FEW_ROWS, Tile, check, dot_type, matmul_tile, product
 from freight.kernels.triton.rows import Quantized, quantize, quantizes
 from freight.kernels.triton.sizes import cdiv, next_power_of_2
-from freight.operands.activation import AnyActivation
+from freight.operands.experts import ExpertLayers
 from freight.operands.packed import PackedExperts
 from freight.operands.weight import Weight, Weights
 
@@ -280,15 +280,15 @@ def experts(
     x: Tensor,
     ids: Tensor,
     weights: Tensor,
-    gate_up: PackedExperts,
-    down: PackedExperts,
-    activation: AnyActivation,
+    layers: ExpertLayers,
     base: Tensor | None = None,
 ) -> Tensor:
     """Compute `KernelSet.experts` in five launches, or six if x is quantized.
 
     x: [rows, hidden_size], contiguous within a row
     """
+    gate_up = layers.gate_up
+    down = layers.down
     assert isinstance(gate_up, ExpertStack)
     assert isinstance(down, ExpertStack)
     assert ids.is_contiguous()
@@ -304,7 +304,7 @@ def experts(
             order = sort_slots(ids, len(stack.data), tile.rows)
         hidden = multiply(target, hidden, stack, order, tile, x)
         if stack is gate_up:
-            hidden = elementwise.applied(target, hidden, activation, down.one)
+            hidden = elementwise.applied(target, hidden, layers.activation, down.one)
     assert isinstance(hidden, Tensor)
     return weigh(hidden, weights, base)
 

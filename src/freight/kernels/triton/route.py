@@ -14,7 +14,7 @@ from torch import Tensor
 
 from freight.kernels.triton.linear import Tile, matmul_kernel
 from freight.kernels.triton.sizes import cdiv, next_power_of_2
-from freight.operands.packed import PackedWeight
+from freight.operands.experts import Router
 from freight.operands.routing import Routing
 from freight.operands.weight import Weight
 
@@ -164,15 +164,11 @@ def choose(
     return ids, weights
 
 
-def route(
-    x: Tensor,
-    router: PackedWeight,
-    routing: Routing,
-    bias: Tensor | None = None,
-    choice_bias: Tensor | None = None,
-    expert_scale: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+def route(x: Tensor, router: Router) -> tuple[Tensor, Tensor]:
     """Compute `KernelSet.route`. x: [rows, hidden_size]."""
-    assert isinstance(router, Weight)
-    ids, weights = choose(logits(x, router, bias), routing, choice_bias)
-    return ids, weights if expert_scale is None else weights * expert_scale[ids]
+    assert isinstance(router.matrix, Weight)
+    scores = logits(x, router.matrix, router.bias)
+    ids, weights = choose(scores, router.routing, router.choice_bias)
+    if router.expert_scale is not None:
+        weights = weights * router.expert_scale[ids]
+    return ids, weights

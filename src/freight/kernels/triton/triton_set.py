@@ -26,6 +26,7 @@ from freight.kernels.triton import (
 )
 from freight.kernels.triton.formats import Target
 from freight.kernels.triton.rows import Quantized
+from freight.operands.attention import AttentionCall
 from freight.operands.batch import Sequences
 from freight.operands.kv_pages import KVPages
 from freight.operands.packed import PackedWeight, Rows, as_tensor
@@ -86,21 +87,7 @@ class TritonKernels:
         q: Tensor,
         pages: KVPages,
         sequences: Sequences,
-        softmax_scale: float,
-        window: int | None = None,
-        soft_cap: float | None = None,
-        sinks: Tensor | None = None,
+        call: AttentionCall,
         consumer: PackedWeight | None = None,
     ) -> Tensor | Quantized:
-        return paged.attention(
-            self.target,
-            q,
-            pages,
-            sequences,
-            softmax_scale,
-            window,
-            soft_cap,
-            self.fp8_attention,
-            sinks,
-            consumer,
-        )
+        return paged.attention(self.target, q, pages, sequences, call, self.fp8_attention, consumer)

@@ -14,6 +14,7 @@ from freight.cache.pool import LayerCache, LayerKV, PagedState
 from freight.kernels.interface import KernelSet
 from freight.model.layers.linear import Projection
 from freight.operands.activation import GateFunction
+from freight.operands.attention import AttentionCall
 from freight.operands.batch import ForwardBatch
 from freight.operands.packed import PackedWeight, Rows, as_tensor
 from freight.operands.rotary import Rotary
@@ -165,23 +166,19 @@ class Attention:
     qkv          computes q, k and v, concatenated along the output
     norm         norm of q and k over all their heads; norms of single heads are in `rotary`
     last         rotation of q and k followed by norms; `rotary` then rotates nothing
-    v_norm       norm of each head of v, which may be k, or a factor of v; None: v is used as
+    v_transform  norm of each head of v, which may be k, or a factor of v; None: v is used as
                  projected
     shares       True if another layer has stored the keys and values: `qkv` computes only q
-    sinks        [num_heads] float32, or None (`KernelSet.attention`)
     output_gate  gate of the result of each head, or None
     """
 
     qkv: Projection
     o: Projection
     rotary: Rotary
-    softmax_scale: float
-    window: int | None
-    soft_cap: float | None
+    call: AttentionCall
     norm: QKNorm | GatheredQKNorm | None = None
     last: NormedLast | None = None
-    v_norm: ValueNorm | ValueFactor | None = None
-    sinks: Tensor | None = None
+    v_transform: ValueNorm | ValueFactor | None = None
     shares: bool = False
     output_gate: OutputGate | None = None
 
@@ -203,15 +200,13 @@ class Attention:
         assert kv is not None, "a layer with attention has pages"
         assert not isinstance(kv, PagedState)
         qkv = self.qkv(x) if self.norm is None else self.norm(self.qkv(x))
-        if self.v_norm is not None:
-            qkv = self.v_norm(qkv)
+        if self.v_transform is not None:
+            qkv = self.v_transform(qkv)
         if self.last is not None:
             qkv = self.last(qkv, batch, kv)
         q = kv.rotate(qkv, self.rotary, batch) if self.shares else kv.store(qkv, self.rotary, batch)
         consumer = self.o.consumer if self.output_gate is None else None
-        attended = kv.attend(
-            q, batch, self.softmax_scale, self.window, self.soft_cap, self.sinks, consumer
-        )
+        attended = kv.attend(q, batch, self.call, consumer)
         if self.output_gate is not None:
             attended = self.output_gate(as_tensor(x), as_tensor(attended))
         return self.o(attended.flatten(1) if isinstance(attended, Tensor) else attended)

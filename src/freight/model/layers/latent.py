@@ -15,6 +15,7 @@ from freight.cache.pool import LayerCache, PagedState
 from freight.kernels.interface import KernelSet
 from freight.model.layers.attention import OutputGate
 from freight.model.layers.linear import Projection
+from freight.operands.attention import AttentionCall
 from freight.operands.batch import ForwardBatch
 from freight.operands.packed import PackedExperts, PackedWeight, Rows, as_tensor
 from freight.operands.rotary import Rotary
@@ -48,7 +49,7 @@ class Latent:
     rotary: Rotary
     num_heads: int
     nope: int
-    softmax_scale: float
+    call: AttentionCall
     eps: float
     shared: int
     output_gate: OutputGate | None
@@ -87,7 +88,7 @@ class Latent:
             (projected[:, size : size + latent], self.kv_norm),
         )
         q = kv.store(kernels.join(((q, None), *key), self.eps), self.rotary, batch)
-        attended = as_tensor(kv.attend(q, batch, self.softmax_scale, None, None))
+        attended = as_tensor(kv.attend(q, batch, self.call))
         result = kernels.by_head(attended, self.values)
         return self.o(
             result.flatten(1)
