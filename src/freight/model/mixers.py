@@ -16,6 +16,8 @@ from freight.model.config.layer import (
     KimiDeltaConfig,
     LatentConfig,
     Mamba2Config,
+    NormPlace,
+    QKNormConfig,
     ShortConvConfig,
 )
 from freight.model.config.layer import Mixer as MixerConfig
@@ -61,17 +63,20 @@ def _attention(mixer: AttentionConfig, builder: Builder, prefix: str, ropes: Rop
     names = builder.names.attention
     eps = builder.config.norm_eps
     kernels = builder.kernels
-    norms = (
-        _qk_norms(mixer, builder, prefix, ropes[mixer.rope].cos.device) if mixer.qk_norm else None
-    )
     rotary = replace(ropes[mixer.rope], eps=eps)
     last = None
-    if norms and mixer.qk_norm_last:
-        assert mixer.k_dim == mixer.v_dim
-        assert mixer.kv_from is None
-        last = NormedLast(rotary, *norms, mixer.qkv_sizes[:2], eps, kernels)
-        norms = None
-        rotary = ropes[None]
+    norm = None
+    if mixer.qk_norm is not None:
+        weights = _qk_norms(mixer, mixer.qk_norm, builder, prefix, rotary.cos.device)
+        if mixer.qk_norm.place is NormPlace.AFTER_ROPE:
+            assert mixer.k_dim == mixer.v_dim
+            assert mixer.kv_from is None
+            last = NormedLast(rotary, *weights, mixer.qkv_sizes[:2], eps, kernels)
+            rotary = ropes[None]
+        elif mixer.norms_all_heads:
+            norm = _norm_of_all_heads(weights, builder)
+        else:
+            rotary = replace(rotary, norms=weights)
     v_transform: ValueNorm | ValueFactor | None
     if mixer.v_norm:
         v_transform = _value_norm(mixer, builder, rotary)
@@ -81,34 +86,34 @@ def _attention(mixer: AttentionConfig, builder: Builder, prefix: str, ropes: Rop
     return Attention(
         qkv=builder.linear(prefix, *names.qkv_of(mixer), rows=_qkv_rows(mixer, builder)),
         o=builder.gathered(prefix, names.o),
-        rotary=rotary if norms is None or mixer.qk_norm_whole else replace(rotary, norms=norms),
+        rotary=rotary,
         call=AttentionCall(mixer.softmax_scale, mixer.window, mixer.soft_cap, sinks),
         shares=mixer.kv_from is not None,
         output_gate=_output_gate(mixer, builder, prefix),
         last=last,
-        norm=_whole_norm(norms, builder) if norms and mixer.qk_norm_whole else None,
+        norm=norm,
         v_transform=v_transform,
     )
 
 
-def _whole_norm(norms: tuple[Tensor, Tensor], builder: Builder) -> QKNorm | GatheredQKNorm:
+def _norm_of_all_heads(weights: tuple[Tensor, Tensor], builder: Builder) -> QKNorm | GatheredQKNorm:
     """Build the norm over all heads of q, and of k, from its weights."""
     eps = builder.config.norm_eps
     share = builder.share
     if share is None:
-        return QKNorm(*norms, eps, builder.kernels)
-    return GatheredQKNorm(*norms, eps, share.rank, share.size, builder.kernels)
+        return QKNorm(*weights, eps, builder.kernels)
+    return GatheredQKNorm(*weights, eps, share.rank, share.size, builder.kernels)
 
 
 def _qk_norms(
-    mixer: AttentionConfig, builder: Builder, prefix: str, device: torch.device
+    mixer: AttentionConfig, norm: QKNormConfig, builder: Builder, prefix: str, device: torch.device
 ) -> tuple[Tensor, Tensor]:
     """Return the weights of the norms of q and k.
 
     A layer that reads another layer's keys has no weight for k; q's is returned in its place and
     never used.
     """
-    if mixer.qk_norm_bare:
+    if not norm.weighted:
         ones = torch.ones(mixer.k_dim, dtype=torch.float32, device=device)
         return ones, ones
     q = builder.norm_weight(prefix + builder.names.attention.q_norm)
@@ -168,7 +173,7 @@ def _qkv_rows(mixer: AttentionConfig, builder: Builder) -> tuple[Tensor | None, 
         return (_of_heads(mixer, 0), None, None)
     if mixer.rope is None or not builder.config.ropes[mixer.rope].interleaved:
         return ()
-    assert not mixer.qk_norm, "the weights of these norms would need the same order"
+    assert mixer.qk_norm is None, "the weights of these norms would need the same order"
     rotary_dim = builder.config.ropes[mixer.rope].rotary_dim
     q = half_pairs(mixer.num_heads, mixer.k_dim, rotary_dim)
     k = half_pairs(mixer.num_kv_heads, mixer.k_dim, rotary_dim)
