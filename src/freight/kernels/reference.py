@@ -256,12 +256,12 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     rotary_dim / 2] float32 at each row's position.
     """
     half = cos.shape[1]
-    first, second, rest = x.float().tensor_split((half, 2 * half), dim=-1)
+    first, second, unrotated = x.float().tensor_split((half, 2 * half), dim=-1)
     cos = cos[:, None]
     sin = sin[:, None]
-    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1).to(
-        x.dtype
-    )
+    return torch.cat(
+        (first * cos - second * sin, second * cos + first * sin, unrotated), dim=-1
+    ).to(x.dtype)
 
 
 def rotate_queries(q: Tensor, rotary: Rotary, positions: Tensor) -> Tensor:
@@ -323,16 +323,16 @@ def store_kv(k: Tensor, v: Tensor, slots: Tensor, pages: KVPages) -> None:
     Adds to the pages' counters: NaNs, and values clipped to the range of their scale. Those of each
     row are counted on their own as well, where `counters_of_rows` has room for them.
     """
-    kept = slots >= 0
+    stores = slots >= 0
     by_row = torch.zeros(len(slots), 2, dtype=torch.int64, device=slots.device)
     parts = [(k, pages.k, pages.k_scale)]
     if not pages.v_in_k:
         parts.append((v, pages.v, pages.v_scale))
-    for given, page, scale in parts:
-        values = given[kept]
-        by_row[kept, 0] += values.isnan().sum((1, 2))
+    for rows, page, scale in parts:
+        values = rows[stores]
+        by_row[stores, 0] += values.isnan().sum((1, 2))
         if not pages.format.is_quantized:
-            write_slots(page, slots[kept], values.to(page.dtype))
+            write_slots(page, slots[stores], values.to(page.dtype))
             continue
         factor: Tensor | float = 1.0
         if pages.dynamic:
@@ -340,19 +340,20 @@ def store_kv(k: Tensor, v: Tensor, slots: Tensor, pages: KVPages) -> None:
             vectors = values
             if pages.rotated is not None:
                 first, values = values.split((pages.rotated.shape[3], page.shape[3]), -1)
-                write_slots(pages.rotated, slots[kept], first.to(torch.bfloat16))
+                write_slots(pages.rotated, slots[stores], first.to(torch.bfloat16))
                 vectors = values.unflatten(-1, (-1, SCALE_GROUP))
             # [rows, num_kv_heads], or [rows, num_kv_heads, groups]; bfloat16
             measured = token_scale(amax(vectors, -1), pages.format)
-            write_slots(scale, slots[kept], measured)
+            write_slots(scale, slots[stores], measured)
             factor = spread(measured)
         elif scale is not None:
             factor = scale
-        by_row[kept, 1] += clipped(values, factor, pages.format).sum((1, 2))
-        write_slots(page, slots[kept], encode(values, factor, pages.format))
+        by_row[stores, 1] += clipped(values, factor, pages.format).sum((1, 2))
+        write_slots(page, slots[stores], encode(values, factor, pages.format))
     pages.counters.add_(by_row.sum(0))
-    if (wanted := pages.counters_of_rows(len(slots))) is not None:
-        wanted.copy_(by_row)
+    row_counters = pages.counters_of_rows(len(slots))
+    if row_counters is not None:
+        row_counters.copy_(by_row)
 
 
 def load_kv(

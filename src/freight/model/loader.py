@@ -108,16 +108,19 @@ class ModelBuilder(Builder):
             mixer_post = self.post_weight(prefix + names.attention_post)
         if has_posts and has_mlp:
             mlp_post = self.post_weight(prefix + names.mlp_post)
-        # With `outputs_only` no input is normed: mixer_norm and mlp_norm serve for their eps only
-        # (`Residual.summed`), and any weight of the right size will do.
-        outputs_only = layer.norms is NormPlacement.OUTPUT
         mixer_norm = mlp_norm = None
-        if mixer is not None:
-            mixer_norm = self.norm(
-                prefix + names.attention_norm, mixer_post if outputs_only else None
-            )
-        if has_mlp:
-            mlp_norm = self.norm(prefix + names.mlp_norm, mlp_post if outputs_only else None)
+        if layer.norms is NormPlacement.OUTPUT:
+            # No input is normed: these norms only add the stream up (`Residual.summed`), and the
+            # weights of the outputs' norms stand in for theirs.
+            if mixer_post is not None:
+                mixer_norm = self.norm(prefix + names.attention_norm, mixer_post)
+            if mlp_post is not None:
+                mlp_norm = self.norm(prefix + names.mlp_norm, mlp_post)
+        else:
+            if mixer is not None:
+                mixer_norm = self.norm(prefix + names.attention_norm)
+            if has_mlp:
+                mlp_norm = self.norm(prefix + names.mlp_norm)
         scalar = self.tensor(prefix + names.scalar) if layer.scalar else None
         per_layer = None
         if layer.per_layer is not None:
@@ -135,8 +138,7 @@ class ModelBuilder(Builder):
             mlp=self.feed_forward(layer.feed_forward, prefix),
             beside=self.beside(layer.feed_forward, prefix),
             mlp_post=mlp_post,
-            post=layer.norms is NormPlacement.POST,
-            outputs_only=outputs_only,
+            placement=layer.norms,
             scalar=scalar,
             per_layer=per_layer,
         )

@@ -21,7 +21,7 @@ from freight.model.config.layer import (
     ShortConvConfig,
 )
 from freight.model.config.layer import Mixer as MixerConfig
-from freight.model.decoder import Mixer
+from freight.model.decoder import AnyMixer
 from freight.model.layers.attention import (
     Attention,
     GatheredQKNorm,
@@ -52,7 +52,7 @@ from freight.operands.weight import Weight
 Ropes = Mapping[int | None, Rotary]  # by `AttentionConfig.rope`
 
 
-def build_mixer(mixer: MixerConfig, builder: Builder, prefix: str, ropes: Ropes) -> Mixer | None:
+def build_mixer(mixer: MixerConfig, builder: Builder, prefix: str, ropes: Ropes) -> AnyMixer | None:
     """Build the mixer of the layer whose tensors begin with `prefix`; None for a layer without one."""
     if mixer is None:
         return None
@@ -148,12 +148,10 @@ def _of_heads(mixer: AttentionConfig, part: int) -> Tensor:
 def _value_factor(mixer: AttentionConfig, builder: Builder, prefix: str) -> ValueFactor | None:
     if mixer.v_factor is None:
         return None
-    others, values = mixer.factor_groups
+    of_qk, of_v = mixer.factor_groups
     # Any tensor of the layer: it gives the compute dtype and the device
     like = builder.tensor(prefix + builder.names.attention_norm)
-    return ValueFactor(
-        like.new_tensor([[1.0] * others + [mixer.v_factor] * values]), builder.kernels
-    )
+    return ValueFactor(like.new_tensor([[1.0] * of_qk + [mixer.v_factor] * of_v]), builder.kernels)
 
 
 def _value_norm(mixer: AttentionConfig, builder: Builder, rotary: Rotary) -> ValueNorm:
@@ -325,7 +323,7 @@ def _side_by_side(groups: int, *sizes: int) -> Tensor:
     return torch.cat([part.flatten() for part in rows.split(sizes, 1)])
 
 
-_BUILDERS: Mapping[type, Callable[[Any, Builder, str, Ropes], Mixer]] = {
+_BUILDERS: Mapping[type, Callable[[Any, Builder, str, Ropes], AnyMixer]] = {
     AttentionConfig: _attention,
     LatentConfig: _latent,
     DeltaNetConfig: _delta_net,

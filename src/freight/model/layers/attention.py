@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from freight.cache.pool import LayerCache, LayerKV, PagedState
+from freight.cache.pool import LayerKV
 from freight.kernels.interface import KernelSet
 from freight.model.layers.linear import Projection
 from freight.operands.activation import GateFunction
@@ -56,14 +56,14 @@ class GatheredQKNorm:
         """Norm this rank's q and k of `qkv`, [num_tokens, q's size + k's size + v's size]."""
         first = len(self.q) // self.size
         second = first + len(self.k) // self.size
-        q = self._own(qkv[:, :first], self.q)
-        k = self._own(qkv[:, first:second], self.k)
+        q = self._normed(qkv[:, :first], self.q)
+        k = self._normed(qkv[:, first:second], self.k)
         return self.kernels.join(((q, None), (k, None), (qkv[:, second:], None)))
 
-    def _own(self, x: Tensor, weight: Tensor) -> Tensor:
+    def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
         """Norm x [num_tokens, size], columns of a larger tensor, together with those of others."""
-        every = self.kernels.gather(self.kernels.join(((x, None),)))
-        normed = self.kernels.join(((every, weight),), self.eps)
+        gathered = self.kernels.gather(self.kernels.join(((x, None),)))
+        normed = self.kernels.join(((gathered, weight),), self.eps)
         begin = self.rank * x.shape[1]
         return normed[:, begin : begin + x.shape[1]]
 
@@ -88,8 +88,8 @@ class ValueNorm:
 
         `qkv` has the same columns, or with `k_eq_v` only those of q and k.
         """
-        kept = qkv if self.k_eq_v else qkv[:, : -self.size]
-        return self.kernels.join(((kept, None), (qkv[:, -self.size :], self.ones)), self.eps)
+        unnormed = qkv if self.k_eq_v else qkv[:, : -self.size]
+        return self.kernels.join(((unnormed, None), (qkv[:, -self.size :], self.ones)), self.eps)
 
 
 @dataclass(frozen=True)
@@ -192,13 +192,11 @@ class Attention:
         """Return the `consumer` of the layer's input (`Linear.consumer`)."""
         return self.qkv.consumer if self.output_gate is None else None
 
-    def __call__(self, x: Rows, batch: ForwardBatch, kv: LayerCache) -> Tensor:
+    def __call__(self, x: Rows, batch: ForwardBatch, kv: LayerKV) -> Tensor:
         """Compute attention of this step's tokens, [num_tokens, hidden_size].
 
         x: [num_tokens, hidden_size], a tensor or the norm's result for `consumer`
         """
-        assert kv is not None, "a layer with attention has pages"
-        assert not isinstance(kv, PagedState)
         qkv = self.qkv(x) if self.norm is None else self.norm(self.qkv(x))
         if self.v_transform is not None:
             qkv = self.v_transform(qkv)

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from freight.cache.pool import LayerCache, PagedState
+from freight.cache.pool import PagedState
 from freight.kernels.interface import KernelSet
 from freight.model.layers.delta_net import DELTA_RULE
 from freight.model.layers.linear import Projection
@@ -48,9 +48,8 @@ class KimiDelta:
 
     consumer: ClassVar[None] = None  # two projections use the input
 
-    def __call__(self, x: Rows, batch: ForwardBatch, cache: LayerCache) -> Tensor:
+    def __call__(self, x: Rows, batch: ForwardBatch, cache: PagedState) -> Tensor:
         """Compute the mixer of this step's tokens. x and the result: [num_tokens, hidden_size]."""
-        assert isinstance(cache, PagedState), "Kimi delta attention has a state"
         kernels = self.kernels
         states = cache.states
         sequences = batch.sequences(cache.group)

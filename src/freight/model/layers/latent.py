@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from freight.cache.pool import LayerCache, PagedState
+from freight.cache.pool import LayerKV
 from freight.kernels.interface import KernelSet
 from freight.model.layers.attention import OutputGate
 from freight.model.layers.linear import Projection
@@ -65,13 +65,11 @@ class Latent:
         """Return the `consumer` of the layer's input (`Linear.consumer`)."""
         return self.first.consumer if self.output_gate is None else None
 
-    def __call__(self, x: Rows, batch: ForwardBatch, kv: LayerCache) -> Tensor:
+    def __call__(self, x: Rows, batch: ForwardBatch, kv: LayerKV) -> Tensor:
         """Compute attention of this step's tokens, [num_tokens, hidden_size].
 
         x: [num_tokens, hidden_size], a tensor or the norm's result for `consumer`
         """
-        assert kv is not None, "a layer with latent attention has pages"
-        assert not isinstance(kv, PagedState)
         kernels = self.kernels
         rotated = self.shared
         latent = len(self.kv_norm)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from freight.cache.pool import LayerCache, PagedState
+from freight.cache.pool import PagedState
 from freight.kernels.interface import KernelSet
 from freight.model.layers.linear import Projection
 from freight.operands.batch import ForwardBatch
@@ -51,12 +51,11 @@ class Mamba2:
         """Return the `consumer` of the layer's input (`Linear.consumer`)."""
         return self.in_proj.consumer
 
-    def __call__(self, x: Rows, batch: ForwardBatch, cache: LayerCache) -> Tensor:
+    def __call__(self, x: Rows, batch: ForwardBatch, cache: PagedState) -> Tensor:
         """Compute the mixer of this step's tokens, [num_tokens, hidden_size].
 
         x: [num_tokens, hidden_size], a tensor or the norm's result for `consumer`
         """
-        assert isinstance(cache, PagedState), "Mamba-2 has a state"
         kernels = self.kernels
         states = cache.states
         sequences = batch.sequences(cache.group)
