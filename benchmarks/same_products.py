@@ -26,6 +26,7 @@ from freight.fp8.weights import quantize_blocks, quantize_rows
 from freight.kernels.cpu.cpu_set import CpuKernels
 from freight.kernels.cpu.library import load_file, path_of, runnable
 from freight.operands.activation import GatedActivation
+from freight.operands.experts import ExpertLayers
 from freight.operands.weight import Activations, Codes, Groups, Weight
 
 SHAPES = [(1, 32), (17, 64), (33, 96), (48, 160), (130, 224), (260, 320), (129, 1024), (1000, 544)]
@@ -152,7 +153,7 @@ def experts(sets: list[CpuKernels], name: str) -> Iterator[tuple[str, bool]]:
                 .values.int()
             )
             found = [
-                kernels.experts(x, ids, shares, gate_up, down, GatedActivation.SILU)
+                kernels.experts(x, ids, shares, ExpertLayers(gate_up, down, GatedActivation.SILU))
                 for kernels, (gate_up, down) in zip(sets, packed, strict=True)
             ]
             yield f"experts, {name}, {rows} rows, {dtype}", same_bits(*found)

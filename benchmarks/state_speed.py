@@ -33,6 +33,7 @@ from freight.lab.bench.serving_figures import interval
 from freight.lab.bench.timing import bytes_beyond_caches
 from freight.model.config.layer import DeltaNetConfig, Mamba2Config
 from freight.operands.batch import Sequences
+from freight.operands.recurrence import Convolution, DecayParameters, GatedNorm, RecurrenceRule
 from freight.operands.states import States
 from freight.operands.tiles import STATE_TILE
 from freight.settings.device import cpu_name
@@ -71,15 +72,14 @@ class Inputs:
     """Inputs of the four operations, for some rows: columns of one projection, as in a layer."""
 
     projected: Tensor
-    conv: Tensor
+    conv: Convolution
     gate: Tensor
     a: Tensor
     b: Tensor | None
-    parameters: Tensor  # a_log, dt_bias and skip by head
-    weight: Tensor
-    delta: bool
+    decays: DecayParameters
+    rule: RecurrenceRule
+    norm: GatedNorm
     sizes: tuple[int, int, int]
-    group: int
 
     @staticmethod
     def random(mixer: DeltaNetConfig | Mamba2Config, rows: int) -> Inputs:
@@ -100,47 +100,31 @@ class Inputs:
         heads = (mixer.heads,)
         return Inputs(
             projected=normal(rows, mixer.channels + values)[:, : mixer.channels],
-            conv=normal(mixer.channels, mixer.width),
+            conv=Convolution(normal(mixer.channels, mixer.width), None, silu=True),
             gate=normal(rows, values),
             a=normal(rows, mixer.heads),
             b=normal(rows, mixer.heads) if delta else None,
-            parameters=torch.stack(
-                (torch.zeros(heads), torch.full(heads, -3.0), torch.ones(heads))
-            ),
-            weight=normal(group if delta else values),
-            delta=delta,
+            decays=DecayParameters(torch.zeros(heads), torch.full(heads, -3.0)),
+            rule=RecurrenceRule(delta, delta, None if delta else torch.ones(heads)),
+            norm=GatedNorm(normal(group if delta else values), 1e-6, group, norm_first=delta),
             sizes=(keys, keys, values),
-            group=group,
         )
 
     def others(
         self, kernels: KernelSet, states: States, sequences: Sequences
     ) -> Mapping[str, Call]:
         """Return the operations other than the recurrence, by name."""
-        a_log, dt_bias, _ = self.parameters
         values = self.projected[:, -self.gate.shape[1] :]
         return {
-            "convolve": partial(
-                kernels.convolve, self.projected, self.conv, None, True, states, sequences
-            ),
-            "decays": partial(kernels.decays, self.a, self.b, a_log, dt_bias),
-            "gated_norm": partial(
-                kernels.gated_norm,
-                values,
-                self.gate,
-                self.weight,
-                1e-6,
-                self.group,
-                norm_first=self.delta,
-            ),
+            "convolve": partial(kernels.convolve, self.projected, self.conv, states, sequences),
+            "decays": partial(kernels.decays, self.a, self.b, self.decays),
+            "gated_norm": partial(kernels.gated_norm, values, self.gate, self.norm),
         }
 
     def recurrence(self, kernels: KernelSet, states: States, sequences: Sequences) -> Call:
-        a_log, dt_bias, skip = self.parameters
         q, k, v = self.projected.split(self.sizes, 1)
-        beta, log_decay = kernels.decays(self.a, self.b, a_log, dt_bias)
-        call = partial(kernels.recurrence, q, k, v, beta, log_decay, states, sequences)
-        return partial(call, delta=self.delta, norm=self.delta, skip=None if self.delta else skip)
+        beta, log_decay = kernels.decays(self.a, self.b, self.decays)
+        return partial(kernels.recurrence, q, k, v, beta, log_decay, self.rule, states, sequences)
 
 
 def in_turns(calls: Mapping[str, Call], turn: int, clock: Clock) -> Iterator[tuple[str, float]]:

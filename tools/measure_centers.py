@@ -34,6 +34,7 @@ from freight.engine.prepare import Logits, SequenceSlice, prepare
 from freight.fp8.formats import Format, Granularity, ScaleSource
 from freight.kernels.select import select_kernels
 from freight.lab.evaluate.report import compare_caches
+from freight.operands.attention import AttentionCall
 from freight.operands.kv_pages import KeyCenter, KVPages
 from freight.quantizer.plan import QuantizeArgs, plan
 from freight.quantizer.quantize import load_samples, open_unquantized
@@ -193,7 +194,7 @@ def milliseconds(sequences: int, length: int, new: int) -> list[float]:
     for _ in range(REPEATS):
         for i, one in enumerate(tried):
             begin = time.perf_counter()
-            attention(q, one, batch.sequences(0), DIM**-0.5, window=None, soft_cap=None)
+            attention(q, one, batch.sequences(0), AttentionCall(DIM**-0.5))
             best[i] = min(best[i], time.perf_counter() - begin)
     return [1e3 * seconds for seconds in best]
 

@@ -26,6 +26,7 @@ from freight.fp8.cast import amax, decode, scale_from_amax, torch_dtype
 from freight.fp8.formats import Format
 from freight.kernels import reference
 from freight.kernels.reference import Fp8Products
+from freight.operands.attention import AttentionCall
 from freight.operands.batch import Sequences
 from freight.operands.kv_pages import KVPages
 
@@ -33,7 +34,7 @@ DIM = 128
 BLOCK_SIZE = 64
 PEAKS = (0.0, 1.0, 2.0)
 RELATED = 8
-Attention = Callable[[Tensor, KVPages, Sequences, float, None], Any]
+Attention = Callable[[Tensor, KVPages, Sequences, AttentionCall], Any]
 
 
 def reference_computes() -> dict[str, Attention]:
@@ -120,7 +121,9 @@ def main() -> None:
         over_stored = exact(q, *stored)
         over_given = exact(q, k, v)
         for name, attention in computes.items():
-            out = attention(q[:, None], pages, batch.sequences(0), DIM**-0.5, None)[:, 0].double()
+            out = attention(q[:, None], pages, batch.sequences(0), AttentionCall(DIM**-0.5))[
+                :, 0
+            ].double()
             rows.append((f"{peak:g}", name, error(out, over_stored), error(out, over_given)))
     print(markdown(rows, num_left=2))
 

@@ -20,8 +20,11 @@ from freight.model.config.layer import (
     LatentConfig,
     MoEConfig,
     NormKind,
+    NormPlace,
     NormPlacement,
+    NormSpan,
     PagedMixer,
+    QKNormConfig,
 )
 from freight.model.config.model import ModelConfig
 from freight.model.config.parse import parse_model_config
@@ -33,10 +36,6 @@ from freight.operands.routing import Scoring
 ROOT = Path(__file__).resolve().parent.parent
 
 _ATTENTION = {
-    "qk_norm": "norms of q and k",
-    "qk_norm_whole": "over all heads at once",
-    "qk_norm_last": "behind the rope",
-    "qk_norm_bare": "without weights",
     "v_norm": "norm of v",
     "v_factor": "factor of v",
     "k_eq_v": "v is k",
@@ -48,7 +47,7 @@ _ATTENTION = {
     "output_gate": "gate of the output",
 }
 _SHAPE = frozenset(
-    {"num_heads", "num_kv_heads", "k_dim", "v_dim", "softmax_scale", "window", "rope"}
+    {"num_heads", "num_kv_heads", "k_dim", "v_dim", "softmax_scale", "window", "rope", "qk_norm"}
 )
 _EXPERTS = {
     "choice_bias": "bias for the choice",
@@ -192,6 +191,7 @@ def of_attention(model: ModelConfig) -> list[str]:
     for mixer in mixers:
         if mixer.rope is not None and model.position_offset is None:
             found += of_rope(model, mixer)
+        found += of_qk_norm(mixer.qk_norm)
         found += flags(mixer, _ATTENTION, _SHAPE)
         if mixer.v_dim != mixer.k_dim:
             found.append("values of another width")
@@ -200,6 +200,19 @@ def of_attention(model: ModelConfig) -> list[str]:
     if len({(mixer.num_kv_heads, mixer.k_dim, mixer.v_dim) for mixer in mixers}) > 1:
         found.append("heads differ by layer")
     return list(dict.fromkeys(found))
+
+
+def of_qk_norm(norm: QKNormConfig | None) -> list[str]:
+    if norm is None:
+        return []
+    found = ["norms of q and k"]
+    if norm.span is NormSpan.ALL_HEADS:
+        found.append("over all heads at once")
+    if norm.place is NormPlace.AFTER_ROPE:
+        found.append("behind the rope")
+    if not norm.weighted:
+        found.append("without weights")
+    return found
 
 
 def of_latents(model: ModelConfig) -> list[str]:

@@ -39,6 +39,7 @@ from freight.fp8.formats import Format
 from freight.kernels import reference
 from freight.kernels.select import select_kernels
 from freight.lab.bench.gpu import seconds_in_graph
+from freight.operands.attention import AttentionCall
 from freight.operands.kv_pages import KVPages
 
 BLOCK_SIZE = 16
@@ -177,7 +178,7 @@ def compare(
     ).attention
 
     def run_ours() -> Tensor:
-        return attention(q, pages, batch.sequences(0), softmax_scale, window=None, soft_cap=None)
+        return attention(q, pages, batch.sequences(0), AttentionCall(softmax_scale))
 
     run_theirs()
     line = f"{format}, {scales}: largest difference {(out.float() - run_ours().float()).abs().max():.4f}"

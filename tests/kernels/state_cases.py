@@ -14,6 +14,7 @@ from torch import Tensor
 from freight.fp8.cast import torch_dtype
 from freight.fp8.formats import Format
 from freight.operands.batch import Sequences
+from freight.operands.recurrence import RecurrenceRule
 from freight.operands.states import States
 from freight.operands.tiles import STATE_TILE
 
@@ -75,9 +76,9 @@ class Layer:
         return (self.heads, self.k_dim) if self.by_channel else (self.heads,)
 
     @property
-    def flags(self) -> dict[str, Any]:
+    def rule(self) -> RecurrenceRule:
         skip = None if self.delta else torch.linspace(-1.0, 1.0, self.heads)
-        return {"delta": self.delta, "norm": self.delta, "skip": skip}
+        return RecurrenceRule(self.delta, self.delta, skip)
 
     def plain(self) -> Layer:
         return replace(self, dtype=torch.float32, format=Format.FLOAT32)
@@ -116,7 +117,7 @@ def token_by_token(layer: Layer, inputs: dict[str, Tensor]) -> Tensor:
         values[name].view(rows, layer.key_heads, layer.k_dim).repeat_interleave(ratio, 1)
         for name in ("q", "k")
     )
-    if layer.flags["norm"]:
+    if layer.rule.norm:
         q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
         q = q * layer.k_dim**-0.5
     v, out = values["v"].view(rows, layer.heads, layer.v_dim), []

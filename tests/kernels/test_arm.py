@@ -22,6 +22,7 @@ from tests.kernels.test_cpu_attention import make_cache
 
 from freight.fp8.formats import Format
 from freight.kernels.cpu.cpu_set import CpuKernels
+from freight.operands.attention import AttentionCall
 
 ROOT = Path(__file__).parents[2]
 BUILD = ROOT / "build" / "arm64"
@@ -151,16 +152,18 @@ def test_attention_of_a_row_has_the_same_bits(kernels: CpuKernels, format, scale
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
-        whole = attention(q, cache.pages, cache.batch([rows]).sequences(0), 0.15)
+        whole = attention(q, cache.pages, cache.batch([rows]).sequences(0), AttentionCall(0.15))
         for threads in (1, 3):
             torch.set_num_threads(threads)
             assert torch.equal(
-                attention(q, cache.pages, cache.batch([rows]).sequences(0), 0.15), whole
+                attention(q, cache.pages, cache.batch([rows]).sequences(0), AttentionCall(0.15)),
+                whole,
             )
             for row in range(rows):
                 batch = cache.batch([1], [length - rows + row + 1]).sequences(0)
                 assert torch.equal(
-                    attention(q[row : row + 1], cache.pages, batch, 0.15), whole[row : row + 1]
+                    attention(q[row : row + 1], cache.pages, batch, AttentionCall(0.15)),
+                    whole[row : row + 1],
                 )
     finally:
         torch.set_num_threads(before)

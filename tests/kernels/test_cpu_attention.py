@@ -8,7 +8,6 @@ shows.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -27,6 +26,7 @@ from freight.kernels import reference
 from freight.kernels.cpu import library
 from freight.kernels.cpu.cpu_set import CpuKernels
 from freight.kernels.reference_set import REFERENCE
+from freight.operands.attention import AttentionCall
 from freight.operands.batch import ForwardBatch, Sequences
 from freight.operands.kv_pages import KVPages
 
@@ -162,7 +162,7 @@ def check(
     batch = cache.batch(rows).sequences(0)
     _, _, heads, dim = cache.pages.k.shape
     q = (torch.randn(sum(rows), heads * group, dim) * size_of_q).to(dtype)
-    out = attention(q, cache.pages, batch, dim**-0.5, window, soft_cap, sinks=sinks)
+    out = attention(q, cache.pages, batch, AttentionCall(dim**-0.5, window, soft_cap, sinks))
     want, size = exact(q, cache, batch, window, soft_cap, sinks)
     assert out.dtype == dtype
     assert out.shape == want.shape == (*q.shape[:2], cache.pages.v.shape[3])
@@ -204,9 +204,9 @@ def test_sinks(attention, format, scales, dtype, window, soft_cap):
 def test_a_sink_of_minus_infinity_changes_no_bit(attention, dtype):
     cache = make_cache(Format.E4M3FN, "token", [1100], 2, 40)
     q, batch = torch.randn(80, 4, 40).to(dtype), cache.batch([80]).sequences(0)
-    want = attention(q, cache.pages, batch, 0.15, None)
+    want = attention(q, cache.pages, batch, AttentionCall(0.15))
     sinks = torch.tensor([-torch.inf, 8.0, -torch.inf, -torch.inf])
-    out = attention(q, cache.pages, batch, 0.15, None, sinks=sinks)
+    out = attention(q, cache.pages, batch, AttentionCall(0.15, sinks=sinks))
     same = (out == want).flatten(2).all(-1)
     assert same.tolist() == [[True, False, True, True]] * 80
 
@@ -261,7 +261,7 @@ def test_no_key_before_the_window_is_read(
     length = 3000
     cache = make_cache(format, scales, [length], 2, 40, block_size)
     q, batch = torch.randn(rows, 4, 40).to(dtype), cache.batch([rows]).sequences(0)
-    want = attention(q, cache.pages, batch, 0.15, window)
+    want = attention(q, cache.pages, batch, AttentionCall(0.15, window))
     first_tile = (length - rows - window + 1) // 64 * 64
     table = torch.zeros_like(batch.block_tables)
     kept = slice(first_tile // block_size, -(-length // block_size))
@@ -287,7 +287,7 @@ def test_no_key_before_the_window_is_read(
     assert v is not None
     pages = replace(cache.pages, k=k, v=v, k_scale=k_scale, v_scale=v_scale)
     assert decode(pages.k[0]).isnan().all()
-    out = attention(q, pages, replace(batch, block_tables=table), 0.15, window)
+    out = attention(q, pages, replace(batch, block_tables=table), AttentionCall(0.15, window))
     assert want.isfinite().all()
     assert torch.equal(out, want)
 
@@ -321,7 +321,7 @@ def test_one_key_tells_which_value(attention):
     for position in (0, 63, 64, 200, 299):
         q = (k[position] * 1000)[None, None]
         assert torch.allclose(
-            attention(q, pages, cache.batch([1]).sequences(0), 1.0, None)[0, 0],
+            attention(q, pages, cache.batch([1]).sequences(0), AttentionCall(1.0))[0, 0],
             v[position],
             atol=1e-5,
         )
@@ -342,16 +342,15 @@ def test_chunks_batches_and_threads_change_no_bit(
     build, stored, cuts, window, dtype, soft_cap, v_dim, sink
 ):
     sinks = None if sink is None else torch.arange(6) / 3 + sink
-    attention = partial(CpuKernels(library.load(build)).attention, sinks=sinks)
+    attention = CpuKernels(library.load(build)).attention
+    call = AttentionCall(0.15, window, soft_cap, sinks)
     cache = make_cache(*stored, [1300, 200, 7], 2, 40, v_dim=v_dim)
     q = torch.randn(1300, 6, 40).to(dtype)
     others = torch.randn(207, 6, 40).to(dtype)
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
-        whole = attention(
-            q, cache.pages, cache.batch([1300, 0, 0]).sequences(0), 0.15, window, soft_cap
-        )
+        whole = attention(q, cache.pages, cache.batch([1300, 0, 0]).sequences(0), call)
         for threads, (begin, end) in enumerate(pairwise([0, *sorted(cuts), 1300])):
             torch.set_num_threads(threads % 4 + 1)
             count = end - begin
@@ -359,21 +358,15 @@ def test_chunks_batches_and_threads_change_no_bit(
                 q[begin:end],
                 cache.pages,
                 cache.batch([count, 0, 0], [end, 0, 0]).sequences(0),
-                0.15,
-                window,
-                soft_cap,
+                call,
             )
             assert torch.equal(alone, whole[begin:end])
             batch = cache.batch([count, 200, 7], [end, 200, 7]).sequences(0)
-            together = attention(
-                torch.cat([q[begin:end], others]), cache.pages, batch, 0.15, window, soft_cap
-            )
+            together = attention(torch.cat([q[begin:end], others]), cache.pages, batch, call)
             assert torch.equal(together[:count], whole[begin:end])
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
-            last = attention(
-                q[-1:], cache.pages, cache.batch([1, 0, 0]).sequences(0), 0.15, window, soft_cap
-            )
+            last = attention(q[-1:], cache.pages, cache.batch([1, 0, 0]).sequences(0), call)
             assert torch.equal(last, whole[-1:])
     finally:
         torch.set_num_threads(before)
@@ -388,7 +381,8 @@ def test_what_is_not_finite_reaches_the_rows_that_see_it_alone(attention, part, 
     getattr(cache.pages, part).flatten(0, 1)[slot, 0] = value
     q = torch.rand(100, 4, 64).to(dtype)
     out, expected = (
-        attention(q, c.pages, c.batch([100]).sequences(0), 0.125, 20) for c in (cache, clean)
+        attention(q, c.pages, c.batch([100]).sequences(0), AttentionCall(0.125, 20))
+        for c in (cache, clean)
     )
     sees = torch.zeros(100, 4, dtype=torch.bool)
     sees[70:90, :2] = True
@@ -407,7 +401,7 @@ def test_a_nan_in_int8_pages_reaches_the_rows_that_see_it_alone(attention, part,
     getattr(cache.pages, part).flatten(0, 1)[slot, 0, 5] = -128
     q = torch.rand(100, 4, 64).to(dtype)
     out, expected = (
-        attention(q, c.pages, c.batch([100]).sequences(0), 0.125, 20, soft_cap)
+        attention(q, c.pages, c.batch([100]).sequences(0), AttentionCall(0.125, 20, soft_cap))
         for c in (cache, clean)
     )
     hit = torch.zeros(100, 4, 64, dtype=torch.bool)
@@ -420,14 +414,18 @@ def test_rows_of_q_may_lie_apart(attention):
     cache = make_cache(Format.E4M3FN, "head", [50], 2, 64)
     qkv = torch.randn(50, 8, 64)
     q, batch = qkv[:, :4], cache.batch([50]).sequences(0)
-    a, b = (attention(rows, cache.pages, batch, 0.125, None) for rows in (q, q.contiguous()))
+    a, b = (
+        attention(rows, cache.pages, batch, AttentionCall(0.125)) for rows in (q, q.contiguous())
+    )
     assert torch.equal(a, b)
 
 
 def test_heads_too_wide_are_refused(attention):
     cache = make_cache(Format.E4M3FN, None, [3], 1, 1025)
     with pytest.raises(KernelError, match="at most 1024, not 1025"):
-        attention(torch.zeros(3, 1, 1025), cache.pages, cache.batch([3]).sequences(0), 1.0, None)
+        attention(
+            torch.zeros(3, 1, 1025), cache.pages, cache.batch([3]).sequences(0), AttentionCall(1.0)
+        )
 
 
 @pytest.mark.parametrize("format", [Format.FLOAT32, Format.BFLOAT16, Format.E4M3FN])
@@ -448,7 +446,7 @@ def test_the_longest_context_that_its_type_can_say(attention, format, rows):
             context_lens=lengths,
             block_tables=table,
         )
-        outs.append(attention(q, cache.pages, batch, 0.25, 100))
+        outs.append(attention(q, cache.pages, batch, AttentionCall(0.25, 100)))
     assert outs[0].isfinite().all()
     assert torch.equal(*outs)
 
@@ -464,4 +462,4 @@ def test_a_context_shorter_than_its_queries_is_refused(attend, rows, ends):
     )
     q = torch.randn(sum(rows), 2, 8).bfloat16()
     with refuses(KernelError, "more queries than keys"):
-        attend(q, cache.pages, batch, 0.35, None)
+        attend(q, cache.pages, batch, AttentionCall(0.35))

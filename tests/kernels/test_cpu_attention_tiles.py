@@ -14,6 +14,7 @@ from freight.fp8.formats import Format
 from freight.kernels import reference
 from freight.kernels.cpu import library
 from freight.kernels.cpu.cpu_set import CpuKernels
+from freight.operands.attention import AttentionCall
 
 STORED = [
     (Format.E4M3FN, "channel"),
@@ -43,11 +44,18 @@ def test_rows_together_have_the_bits_of_rows_alone(attention, stored, group, dim
     cache = make_cache(*stored, [1060], 2, dim)
     q = torch.randn(33, 2 * group, dim).bfloat16()
     alone = [
-        attention(q[i : i + 1], cache.pages, cache.batch([1], [1028 + i]).sequences(0), 0.2)
+        attention(
+            q[i : i + 1], cache.pages, cache.batch([1], [1028 + i]).sequences(0), AttentionCall(0.2)
+        )
         for i in range(33)
     ]
     for rows in (1, 15, 16, 17, 33):
-        out = attention(q[:rows], cache.pages, cache.batch([rows], [1027 + rows]).sequences(0), 0.2)
+        out = attention(
+            q[:rows],
+            cache.pages,
+            cache.batch([rows], [1027 + rows]).sequences(0),
+            AttentionCall(0.2),
+        )
         assert torch.equal(out, torch.cat(alone[:rows]))
 
 
@@ -57,11 +65,11 @@ def test_a_query_that_is_not_finite_stays_alone(attention, stored, value):
     cache = make_cache(*stored, [200, 100], 2, 80)
     batch = cache.batch([33, 1]).sequences(0)
     q = torch.randn(34, 8, 80).bfloat16()
-    expected = attention(q, cache.pages, batch, 0.1)
+    expected = attention(q, cache.pages, batch, AttentionCall(0.1))
     hit = torch.zeros(34, 8, dtype=torch.bool)
     hit[5, 3] = hit[33, 0] = True
     q[5, 3, 7] = q[33, 0, 79] = value
-    out = attention(q, cache.pages, batch, 0.1)
+    out = attention(q, cache.pages, batch, AttentionCall(0.1))
     assert torch.equal(out[~hit], expected[~hit])
     assert not out[hit].isfinite().any()
 
@@ -81,9 +89,11 @@ def test_scores_that_rise_from_tile_to_tile(attention, stored, group, dim):
     slope = torch.linspace(-30, 30, rows * group).reshape(rows, group, 1)
     q = (direction * slope + 0.05 * torch.randn(rows, group, dim)).bfloat16()
     batch = cache.batch([rows]).sequences(0)
-    out = attention(q, cache.pages, batch, dim**-0.5)
+    out = attention(q, cache.pages, batch, AttentionCall(dim**-0.5))
     want, size = exact(q, cache, batch, None)
     assert ((out.double() - want).abs() <= 4e-3 * size + 2**-8 * want.abs()).all()
     for i in range(rows):
         alone = cache.batch([1], [length - rows + 1 + i]).sequences(0)
-        assert torch.equal(attention(q[i : i + 1], cache.pages, alone, dim**-0.5), out[i : i + 1])
+        assert torch.equal(
+            attention(q[i : i + 1], cache.pages, alone, AttentionCall(dim**-0.5)), out[i : i + 1]
+        )

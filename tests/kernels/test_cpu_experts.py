@@ -22,6 +22,7 @@ from freight.kernels import reference_experts as loop
 from freight.kernels.cpu import library
 from freight.kernels.cpu.cpu_set import CpuKernels
 from freight.operands.activation import Activation, AnyActivation, GatedActivation, clamped_silu
+from freight.operands.experts import ExpertLayers
 from freight.operands.weight import Activations, Weight
 
 BUILDS = library.runnable()
@@ -84,12 +85,21 @@ class Mixture:
         weights: Tensor,
         base: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        sides, rest = list(zip(self.sides, self.biases, strict=True)), (self.activation, base)
+        sides = list(zip(self.sides, self.biases, strict=True))
         fused = kernels.experts(
-            x, ids, weights, *(kernels.pack_experts(*side) for side in sides), *rest
+            x,
+            ids,
+            weights,
+            ExpertLayers(*(kernels.pack_experts(*side) for side in sides), self.activation),
+            base,
         )
         looped = loop.experts(
-            kernels, x, ids, weights, *(loop.pack(kernels, *side) for side in sides), *rest
+            kernels,
+            x,
+            ids,
+            weights,
+            ExpertLayers(*(loop.pack(kernels, *side) for side in sides), self.activation),
+            base,
         )
         return fused, looped
 
@@ -180,12 +190,14 @@ def test_a_row_does_not_depend_on_the_others_or_on_threads(build, function):
     torch.set_num_threads(1)
     rows = [slice(i, i + 1) for i in range(30)]
     alone = [
-        kernels.experts(x[row], ids[row], weights[row], gate_up, down, function) for row in rows
+        kernels.experts(x[row], ids[row], weights[row], ExpertLayers(gate_up, down, function))
+        for row in rows
     ]
     for number in (1, 2, 3):
         torch.set_num_threads(number)
         assert torch.equal(
-            kernels.experts(x, ids, weights, gate_up, down, function), torch.cat(alone)
+            kernels.experts(x, ids, weights, ExpertLayers(gate_up, down, function)),
+            torch.cat(alone),
         )
 
 
@@ -204,8 +216,7 @@ def test_matrices_of_the_other_kind_of_activation_are_not_taken(function):
             torch.ones(1, 32),
             torch.zeros(1, 1, dtype=torch.int32),
             torch.ones(1, 1),
-            *packed,
-            other,
+            ExpertLayers(*packed, other),
         )
 
 
@@ -224,7 +235,7 @@ def test_every_scale_and_bias_counts():
         packed = [
             kernels.pack_experts(*side) for side in zip(mixture.sides, mixture.biases, strict=True)
         ]
-        return kernels.experts(x, ids, weights, *packed, SILU)
+        return kernels.experts(x, ids, weights, ExpertLayers(*packed, SILU))
 
     before = result()
     for side in range(2):

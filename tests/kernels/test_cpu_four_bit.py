@@ -24,6 +24,7 @@ from freight.kernels.cpu.recording import Arena, record
 from freight.kernels.interface import KernelSet
 from freight.kernels.reference_set import REFERENCE
 from freight.operands.activation import GatedActivation
+from freight.operands.experts import ExpertLayers
 from freight.operands.weight import Codes, Groups, Weight
 
 BUILDS = library.runnable()
@@ -287,7 +288,12 @@ def test_experts_have_the_bits_of_those_with_the_same_values(
         ids = torch.rand(rows, 4).argsort(-1)[:, :2].sort(-1).values.to(torch.int32)
         shares = torch.full(ids.shape, shares_of)
         found, expected = (
-            kernels.experts(x, ids, shares, *map(kernels.pack_experts, every), GatedActivation.SILU)
+            kernels.experts(
+                x,
+                ids,
+                shares,
+                ExpertLayers(*map(kernels.pack_experts, every), GatedActivation.SILU),
+            )
             for every in (sides, wide)
         )
         assert found.any()
@@ -310,7 +316,9 @@ def test_rows_of_experts_are_gathered_by_the_order_of_their_own(
     for rows in (3, 80):
         ids = (torch.arange(rows, dtype=torch.int32) % 2)[:, None]
         x = torch.randn(rows, 1280).to(dtype) / 32
-        found = kernels.experts(x, ids, torch.ones(rows, 1), gate_up, down, GatedActivation.SILU)
+        found = kernels.experts(
+            x, ids, torch.ones(rows, 1), ExpertLayers(gate_up, down, GatedActivation.SILU)
+        )
         for expert in range(2):
             first = kernels.linear(x[expert::2], kernels.pack(weights[expert]))
             between = kernels.gated(first, GatedActivation.SILU)
@@ -330,7 +338,7 @@ def test_experts_may_take_their_inputs_in_different_orders(build: str) -> None:
     gate_up, down = kernels.pack_experts(weights[:2]), kernels.pack_experts(weights[2:])
     ids, shares = torch.tensor([[0, 1]], dtype=torch.int32), torch.tensor([[0.25, 0.5]])
     x = torch.randn(1, 64).bfloat16()
-    found = kernels.experts(x, ids, shares, gate_up, down, GatedActivation.SILU)
+    found = kernels.experts(x, ids, shares, ExpertLayers(gate_up, down, GatedActivation.SILU))
     expected = torch.zeros(1, 64)
     for expert in range(2):
         first = kernels.linear(x, kernels.pack(weights[expert]))

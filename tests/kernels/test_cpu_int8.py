@@ -21,6 +21,7 @@ from freight.kernels.cpu.recording import Arena, record
 from freight.kernels.interface import KernelSet
 from freight.kernels.reference_set import REFERENCE
 from freight.operands.activation import GatedActivation
+from freight.operands.experts import ExpertLayers
 from freight.operands.weight import Activations, Weight
 
 Floats = NDArray[np.float32]
@@ -236,7 +237,7 @@ def test_experts_have_the_bits_of_their_products(build: str, rows: int, static: 
     ids = ids.sort(1).values
     shares = torch.full((rows, 2), 0.5)
     gate_up, down = (kernels.pack_experts(side) for side in sides)
-    found = kernels.experts(x, ids, shares, gate_up, down, GatedActivation.SILU)
+    found = kernels.experts(x, ids, shares, ExpertLayers(gate_up, down, GatedActivation.SILU))
     packed = [[kernels.pack(weight) for weight in side] for side in sides]
     for row in range(rows):
         total = torch.zeros(1, hidden)

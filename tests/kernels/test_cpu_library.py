@@ -21,6 +21,7 @@ from freight.errors import KernelError
 from freight.kernels.cpu import library
 from freight.kernels.reference_set import REFERENCE
 from freight.kernels.select import select_kernels
+from freight.operands.attention import AttentionCall
 from freight.operands.kv_pages import KVPages
 from freight.operands.weight import Weight
 
@@ -290,7 +291,7 @@ def test_the_amx_build_computes_on_tiles() -> None:
         results.append(
             (
                 kernels.linear(x, kernels.pack(Weight(matrix))),
-                kernels.attention(q, pages, batch, 0.125),
+                kernels.attention(q, pages, batch, AttentionCall(0.125)),
             )
         )
     for tiles, dots in zip(*results, strict=True):

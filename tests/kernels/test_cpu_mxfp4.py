@@ -13,6 +13,7 @@ from freight.fp8 import mxfp4
 from freight.kernels.cpu import library
 from freight.kernels.cpu.cpu_set import CpuKernels
 from freight.operands.activation import Activation, AnyActivation, GatedActivation
+from freight.operands.experts import ExpertLayers
 from freight.operands.weight import Weight
 
 BUILDS = library.runnable()
@@ -49,7 +50,7 @@ def experts_of(
 ) -> Tensor:
     gate_up, down = (kernels.pack_experts(side) for side in weights)
     shares = torch.full(ids.shape, 0.5)
-    return kernels.experts(x, ids, shares, gate_up, down, activation)
+    return kernels.experts(x, ids, shares, ExpertLayers(gate_up, down, activation))
 
 
 @pytest.mark.parametrize("build", BUILDS)

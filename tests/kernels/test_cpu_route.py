@@ -14,6 +14,7 @@ from torch import Tensor
 from freight.kernels import reference_experts as definition
 from freight.kernels.cpu import library
 from freight.kernels.cpu.cpu_set import CpuKernels
+from freight.operands.experts import Router
 from freight.operands.routing import Routing, Scoring
 from freight.operands.weight import Weight
 
@@ -50,12 +51,13 @@ def test_experts_and_weights_are_those_of_the_definition(routing, build, biased,
     logits = torch.randint(-12, 13, (9, routing.num_experts)) / 4
     choice_bias = torch.randint(-8, 9, (routing.num_experts,)) / 3.7 if biased else None
     ids, weights = kernels.route(
-        logits, identity(kernels, routing.num_experts), routing, None, choice_bias
+        logits, Router(identity(kernels, routing.num_experts), routing, None, choice_bias)
     )
     expected_ids, expected = definition.choose(logits, routing, choice_bias)
     scale = torch.rand(routing.num_experts)
-    args = (logits, identity(kernels, routing.num_experts), routing, None, choice_bias, scale)
-    assert torch.equal(kernels.route(*args)[1], weights * scale[ids])
+    matrix = identity(kernels, routing.num_experts)
+    scaled = kernels.route(logits, Router(matrix, routing, None, choice_bias, scale))
+    assert torch.equal(scaled[1], weights * scale[ids])
     assert ids.dtype == torch.int32
     assert torch.equal(ids, expected_ids)
     torch.testing.assert_close(weights, expected, rtol=SOME_ULP, atol=1e-30)
@@ -69,12 +71,12 @@ def test_logits_are_those_of_the_product_in_float32(build, dtype, hidden_size):
     kernels, routing = CpuKernels(library.load(build)), Routing(24, 5, Scoring.CHOSEN, normed=False)
     router, bias = kernels.pack(Weight(torch.randn(24, hidden_size))), torch.randn(24)
     x = torch.randn(1100, hidden_size).to(dtype)  # more than are computed at once
-    ids, weights = kernels.route(x, router, routing, bias)
+    ids, weights = kernels.route(x, Router(router, routing, bias))
     expected_ids, expected = definition.choose(kernels.linear(x.float(), router, bias), routing)
     assert torch.equal(ids, expected_ids)
     torch.testing.assert_close(weights, expected, rtol=SOME_ULP, atol=1e-30)
     for row in (0, 700, 1099):
-        alone = kernels.route(x[row : row + 1], router, routing, bias)
+        alone = kernels.route(x[row : row + 1], Router(router, routing, bias))
         assert torch.equal(alone[0][0], ids[row])
         assert torch.equal(alone[1][0], weights[row])
 
@@ -93,7 +95,7 @@ def test_what_is_not_finite_gives_valid_ids(build, scoring, groups, best):
     routing = Routing(16, 4, scoring, num_groups=groups, top_groups=2, group_best=best)
     router = kernels.pack(Weight(torch.zeros(16, 8)))
     for bias in (*special(40, 16), torch.full((16,), torch.nan), torch.full((16,), -torch.inf)):
-        ids, weights = kernels.route(torch.zeros(2, 8), router, routing, bias)
+        ids, weights = kernels.route(torch.zeros(2, 8), Router(router, routing, bias))
         expected_ids, expected = definition.choose(bias.expand(2, -1) + 0.0, routing)
         assert torch.equal(ids, expected_ids)
         torch.testing.assert_close(weights, expected, rtol=SOME_ULP, atol=1e-30, equal_nan=True)
@@ -109,7 +111,7 @@ def test_groups_of_one_expert(build, best):
     kernels = CpuKernels(library.load(build))
     routing = Routing(6, 2, Scoring.SIGMOID, num_groups=6, top_groups=2, group_best=best)
     logits = torch.randn(60, 6, generator=torch.Generator().manual_seed(0))
-    ids, weights = kernels.route(logits, identity(kernels, 6), routing)
+    ids, weights = kernels.route(logits, Router(identity(kernels, 6), routing))
     assert torch.equal(ids, logits.topk(2, -1).indices.sort(-1).values.int())
     torch.testing.assert_close(
         weights, definition.choose(logits, routing)[1], rtol=SOME_ULP, atol=1e-30
@@ -119,5 +121,5 @@ def test_groups_of_one_expert(build, best):
 @pytest.mark.parametrize("build", BUILDS)
 def test_no_rows(build):
     kernels = CpuKernels(library.load(build))
-    ids, weights = kernels.route(torch.zeros(0, 8), identity(kernels, 8), Routing(8, 2))
+    ids, weights = kernels.route(torch.zeros(0, 8), Router(identity(kernels, 8), Routing(8, 2)))
     assert ids.shape == weights.shape == (0, 2)

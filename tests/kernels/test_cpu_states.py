@@ -26,6 +26,7 @@ from freight.kernels.cpu.recording import Arena, record
 from freight.kernels.interface import KernelSet
 from freight.kernels.reference_set import REFERENCE
 from freight.operands.batch import Sequences
+from freight.operands.recurrence import Convolution, DecayParameters, GatedNorm, RecurrenceRule
 from freight.operands.states import States
 from freight.operands.tiles import LEAST_DECAY
 
@@ -88,7 +89,7 @@ def run(
             **{name: x[part] for name, x in inputs.items()},
             states=states,
             sequences=where,
-            **layer.flags,
+            rule=layer.rule,
         ),
         len(inputs["v"]),
         cuts,
@@ -141,8 +142,8 @@ def test_from_a_stored_state_a_tile_is_the_references(kernels, name, format, dty
     _, states = run(REFERENCE, layer, {name: x[:32] for name, x in inputs.items()}, (32,))
     last, where = {name: x[32:] for name, x in inputs.items()}, sequences([(32, 15, BLOCKS)])
     own = copied(states)
-    wanted = REFERENCE.recurrence(**last, states=states, sequences=where, **layer.flags)
-    found = kernels.recurrence(**last, states=own, sequences=where, **layer.flags)
+    wanted = REFERENCE.recurrence(**last, states=states, sequences=where, rule=layer.rule)
+    found = kernels.recurrence(**last, states=own, sequences=where, rule=layer.rule)
     steps = {1: 2 ** -(3 if format.is_e4m3 else 7), 2: 2**-7, 4: 0.0}[
         states.parts["state"].itemsize
     ]
@@ -190,13 +191,13 @@ def test_sequences_of_a_call_do_not_see_each_other(kernels, format, by_channel):
     both = {name: torch.cat((first[name], second[name])) for name in first}
     together = sequences([(0, 40, (3, 1)), (0, 21, (2,))])
     torch.set_num_threads(3)
-    found = kernels.recurrence(**both, states=states, sequences=together, **layer.flags)
+    found = kernels.recurrence(**both, states=states, sequences=together, rule=layer.rule)
     torch.set_num_threads(torch_threads)
     alone = layer.states(6)
     assert torch.equal(
         found[:40],
         kernels.recurrence(
-            **first, states=alone, sequences=sequences([(0, 40, (3, 1))]), **layer.flags
+            **first, states=alone, sequences=sequences([(0, 40, (3, 1))]), rule=layer.rule
         ),
     )
     assert found[40:45].isfinite().all()
@@ -204,7 +205,7 @@ def test_sequences_of_a_call_do_not_see_each_other(kernels, format, by_channel):
     before = copied(states)
     last = {name: x[32:] for name, x in first.items()}
     hit = kernels.recurrence(
-        **last, states=states, sequences=sequences([(32, 8, (3, 5))]), **layer.flags
+        **last, states=states, sequences=sequences([(32, 8, (3, 5))]), rule=layer.rule
     )
     assert torch.equal(hit, found[32:40])
     assert same_bits(before, states, [0, 1, 2, 3, 4])
@@ -287,7 +288,9 @@ def test_a_convolution_is_the_references_in_any_cut(kernels, channels, width, dt
         states = States({"columns": columns}, 16)
 
         def call(part: slice, where: Sequences) -> Tensor:
-            return which.convolve(x[part], weight, None if silu else bias, silu, states, where)
+            return which.convolve(
+                x[part], Convolution(weight, None if silu else bias, silu), states, where
+            )
 
         return in_calls(call, 50, cuts, BLOCKS), columns
 
@@ -309,11 +312,16 @@ def test_a_convolution_goes_on_from_another_sequences_block(kernels):
     generator = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(*shape, generator=generator) for shape in ((40, 20), (20, 4)))
     states = States({"columns": torch.full((6, 3, 20), torch.nan)}, 16)
-    whole = kernels.convolve(x, weight, None, True, states, sequences([(0, 40, (3, 1, 4))]))
+    whole = kernels.convolve(
+        x, Convolution(weight, None, True), states, sequences([(0, 40, (3, 1, 4))])
+    )
     before = states.parts["columns"].clone()
     both = torch.cat((x[32:33], x[16:]))
     found = kernels.convolve(
-        both, weight, None, True, states, sequences([(32, 1, (3, 1, 5)), (16, 24, (3, 2, 0))])
+        both,
+        Convolution(weight, None, True),
+        states,
+        sequences([(32, 1, (3, 1, 5)), (16, 24, (3, 2, 0))]),
     )
     assert torch.equal(found, torch.cat((whole[32:33], whole[16:])))
     after = states.parts["columns"]
@@ -332,14 +340,16 @@ def test_decays_are_the_references(kernels, dtype):
     a_log, dt_bias = (torch.randn(37, generator=generator) * 4 for _ in range(2))
     for arguments in ((b,), (None,), (None, (0.1, 2.0))):
         other, *limits = arguments
-        found = kernels.decays(a, other, a_log, dt_bias, *limits)
+        found = kernels.decays(a, other, DecayParameters(a_log, dt_bias, *limits))
         for one, wanted in zip(
-            found, REFERENCE.decays(a, other, a_log, dt_bias, *limits), strict=True
+            found, REFERENCE.decays(a, other, DecayParameters(a_log, dt_bias, *limits)), strict=True
         ):
             torch.testing.assert_close(
                 one, wanted, rtol=4e-6, atol=1e-37
             )  # a + dt_bias is rounded to float32
-        again = kernels.decays(a[4:5], None if other is None else b[4:5], a_log, dt_bias, *limits)
+        again = kernels.decays(
+            a[4:5], None if other is None else b[4:5], DecayParameters(a_log, dt_bias, *limits)
+        )
         assert all(torch.equal(one, whole[4:5]) for one, whole in zip(again, found, strict=True))
 
 
@@ -351,20 +361,22 @@ def test_decays_of_channels_are_the_references(kernels, dtype, bound):
     matrix = (torch.randn(9, 120, generator=generator) * 8).to(DTYPES[dtype])
     a, b = matrix[:, 3:114], matrix[:, 115:118]
     a_log, dt_bias = (torch.randn(count, generator=generator) * 3 for count in (3, 111))
-    found = kernels.decays(a, b, a_log, dt_bias, bound=bound)
+    found = kernels.decays(a, b, DecayParameters(a_log, dt_bias, bound=bound))
     assert [one.shape for one in found] == [(9, 3), (9, 3, 37)]
-    for one, wanted in zip(found, REFERENCE.decays(a, b, a_log, dt_bias, bound=bound), strict=True):
+    for one, wanted in zip(
+        found, REFERENCE.decays(a, b, DecayParameters(a_log, dt_bias, bound=bound)), strict=True
+    ):
         torch.testing.assert_close(
             one, wanted, rtol=1e-5, atol=1e-37
         )  # a + dt_bias is rounded to float32
-    again = kernels.decays(a[4:5], b[4:5], a_log, dt_bias, bound=bound)
+    again = kernels.decays(a[4:5], b[4:5], DecayParameters(a_log, dt_bias, bound=bound))
     assert all(torch.equal(one, whole[4:5]) for one, whole in zip(again, found, strict=True))
 
 
 def test_every_decay(kernels):
     """Of all 65536 values of bfloat16, alone; infinities and NaN too."""
     x = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.bfloat16)[:, None]
-    beta, decay = kernels.decays(x, x, torch.zeros(1), torch.zeros(1))
+    beta, decay = kernels.decays(x, x, DecayParameters(torch.zeros(1), torch.zeros(1)))
     exact = F.softplus(x.double(), threshold=700)
     torch.testing.assert_close(
         beta.double(), x.double().sigmoid(), rtol=1e-6, atol=1e-37, equal_nan=True
@@ -385,13 +397,14 @@ def test_gated_norms_are_the_references(kernels, norm_first, group, groups, dtyp
         torch.rand(size, generator=generator).to(x.dtype),
         torch.rand(group, generator=generator),
     ):
-        wanted = REFERENCE.gated_norm(x, gate, weight, 1e-5, group, norm_first)
-        found = kernels.gated_norm(x, gate, weight, 1e-5, group, norm_first)
+        wanted = REFERENCE.gated_norm(x, gate, GatedNorm(weight, 1e-5, group, norm_first))
+        found = kernels.gated_norm(x, gate, GatedNorm(weight, 1e-5, group, norm_first))
         assert found.dtype == x.dtype
         units = 16 if dtype == "float32" else 2
         torch.testing.assert_close(found, wanted, rtol=units * torch.finfo(x.dtype).eps, atol=1e-7)
         assert torch.equal(
-            kernels.gated_norm(x[4:5], gate[4:5], weight, 1e-5, group, norm_first), found[4:5]
+            kernels.gated_norm(x[4:5], gate[4:5], GatedNorm(weight, 1e-5, group, norm_first)),
+            found[4:5],
         )
 
 
@@ -410,14 +423,12 @@ def test_a_recording_follows_lengths_and_tables() -> None:
     )
 
     def step(kernels: CpuKernels, x: Tensor, states: States, where: Any) -> Tensor:
-        q_k = kernels.convolve(x[:, : 2 * size], conv, None, True, states, where)
+        q_k = kernels.convolve(x[:, : 2 * size], Convolution(conv, None, True), states, where)
         v, b = x[:, 2 * size : -layer.heads], x[:, -layer.heads :]
-        beta, decay = kernels.decays(b, b, logs, logs)
-        flags = {"delta": True, "norm": True}
-        out = kernels.recurrence(
-            q_k[:, :size], q_k[:, size:], v, beta, decay, states, where, **flags
-        )
-        return kernels.gated_norm(out, v, weight, 1e-6, layer.v_dim, True)
+        beta, decay = kernels.decays(b, b, DecayParameters(logs, logs))
+        rule = RecurrenceRule(delta=True, norm=True)
+        out = kernels.recurrence(q_k[:, :size], q_k[:, size:], v, beta, decay, rule, states, where)
+        return kernels.gated_norm(out, v, GatedNorm(weight, 1e-6, layer.v_dim, True))
 
     def states() -> States:
         blocks = layer.states(8)
@@ -449,12 +460,12 @@ def test_a_short_context_another_format_and_a_wide_convolution_are_refused(kerne
     where = sequences([(0, 4, (0,))])
     where.context_lens.fill_(3)
     with pytest.raises(KernelError, match="more queries than keys"):
-        kernels.recurrence(**inputs, states=states, sequences=where, **layer.flags)
+        kernels.recurrence(**inputs, states=states, sequences=where, rule=layer.rule)
     where.context_lens.fill_(4)
     half = {name: part.half() if name == "state" else part for name, part in states.parts.items()}
     with pytest.raises(KernelError, match="freight_recurrence"):  # 16 bits are bfloat16 alone
         kernels.recurrence(
-            **inputs, states=replace(states, parts=half), sequences=where, **layer.flags
+            **inputs, states=replace(states, parts=half), sequences=where, rule=layer.rule
         )
     assert states.parts["decay"].isnan().all()
     where.context_lens.fill_(3)
@@ -462,4 +473,4 @@ def test_a_short_context_another_format_and_a_wide_convolution_are_refused(kerne
     for width, words in ((4, "more queries than keys"), (9, "a width of 2 to 8, not 9")):
         columns = States({"columns": torch.zeros(2, width - 1, 8)}, 16)
         with pytest.raises(KernelError, match=words):
-            kernels.convolve(x, torch.zeros(8, width), None, True, columns, where)
+            kernels.convolve(x, Convolution(torch.zeros(8, width), None, True), columns, where)

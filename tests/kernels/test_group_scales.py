@@ -25,6 +25,7 @@ from freight.kernels.cpu import library
 from freight.kernels.cpu.cpu_set import CpuKernels
 from freight.kernels.interface import KernelSet
 from freight.kernels.reference_set import REFERENCE
+from freight.operands.attention import AttentionCall
 from freight.operands.batch import Sequences
 from freight.operands.kv_pages import KVPages, read_slots
 from freight.operands.rotary import Rotary
@@ -239,7 +240,7 @@ def test_attention(kernels, rotated, latent, block_size, format, rows, dtype):
     sequences = batch(pages, blocks, rows)[0]
     q = torch.randn(sum(rows), 5, rotated + latent).to(dtype)
     factor = (rotated + latent) ** -0.5
-    out = kernels.attention(q, pages, sequences, factor)
+    out = kernels.attention(q, pages, sequences, AttentionCall(factor))
     want, size = exact(q, pages, sequences, factor)
     bound = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 2e-2}[dtype]
     assert ((out.double() - want).abs() <= bound * size + 1e-30).all()
@@ -250,7 +251,7 @@ def test_attention(kernels, rotated, latent, block_size, format, rows, dtype):
                 threads if kernels is REFERENCE else count
             )  # torch's own sums may differ
             moved, _ = stored_sequences(format, rotated, latent, block_size, layout)
-            assert torch.equal(kernels.attention(q, moved, sequences, factor), out)
+            assert torch.equal(kernels.attention(q, moved, sequences, AttentionCall(factor)), out)
     finally:
         torch.set_num_threads(threads)
     row = 0
@@ -258,7 +259,10 @@ def test_attention(kernels, rotated, latent, block_size, format, rows, dtype):
         if count:
             last = [1 if i == seq else 0 for i in range(len(rows))]
             alone = kernels.attention(
-                q[row + count - 1 : row + count], pages, batch(pages, blocks, last)[0], factor
+                q[row + count - 1 : row + count],
+                pages,
+                batch(pages, blocks, last)[0],
+                AttentionCall(factor),
             )
             assert torch.equal(alone, out[row + count - 1 : row + count])
         row += count
@@ -273,7 +277,7 @@ def test_a_nan_reaches_those_rows_alone_that_see_it(kernels, format):
     bad[..., 200] = torch.nan
     reference.store_kv(bad, bad[..., 8:], torch.tensor([slot]), pages)
     q = torch.randn(40, 4, 264).bfloat16()
-    out = kernels.attention(q, pages, batch(pages, blocks, rows)[0], 0.06)
+    out = kernels.attention(q, pages, batch(pages, blocks, rows)[0], AttentionCall(0.06))
     assert out[:20].isfinite().all()
     assert out[20:].isnan().any(-1).all()
 
@@ -290,7 +294,10 @@ def test_scales_that_are_nan_reach_no_other_sequence(kernels, format, dtype):
 
     def row(i: int) -> Tensor:
         return kernels.attention(
-            q[i : i + 1], pages, batch(pages, blocks, [int(j == i) for j in range(4)])[0], 0.06
+            q[i : i + 1],
+            pages,
+            batch(pages, blocks, [int(j == i) for j in range(4)])[0],
+            AttentionCall(0.06),
         )
 
     threads = torch.get_num_threads()
@@ -298,7 +305,9 @@ def test_scales_that_are_nan_reach_no_other_sequence(kernels, format, dtype):
     try:
         alone = [row(i) for i in range(4)]
         pages.k_scale[blocks[2]] = torch.nan
-        together = kernels.attention(q, pages, batch(pages, blocks, [1, 1, 1, 1])[0], 0.06)
+        together = kernels.attention(
+            q, pages, batch(pages, blocks, [1, 1, 1, 1])[0], AttentionCall(0.06)
+        )
         for i in (0, 1, 3):
             assert torch.equal(together[i : i + 1], alone[i])
             row(2)
@@ -314,9 +323,11 @@ def test_no_product_is_of_fp8(kernels):
     assert pages.scale_kind is ScaleKind.GROUP
     assert pages.dynamic
     q, sequences = torch.randn(12, 4, 136).bfloat16(), batch(pages, blocks, [0, 12, 0, 0])[0]
-    both = reference.attention(q, pages, sequences, 0.1, None, products=reference.Fp8Products.BOTH)
-    assert torch.equal(both, reference.attention(q, pages, sequences, 0.1, None))
-    assert kernels.attention(q, pages, sequences, 0.1).shape == (12, 4, 128)
+    both = reference.attention(
+        q, pages, sequences, AttentionCall(0.1), products=reference.Fp8Products.BOTH
+    )
+    assert torch.equal(both, reference.attention(q, pages, sequences, AttentionCall(0.1)))
+    assert kernels.attention(q, pages, sequences, AttentionCall(0.1)).shape == (12, 4, 128)
 
 
 def test_values_apart_are_refused():

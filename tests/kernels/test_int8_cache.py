@@ -12,6 +12,7 @@ from freight.fp8.cast import decode, torch_dtype
 from freight.fp8.formats import Format
 from freight.kernels import reference
 from freight.kernels.reference_set import REFERENCE
+from freight.operands.attention import AttentionCall
 from freight.operands.batch import Sequences
 from freight.operands.kv_pages import KVPages
 
@@ -87,5 +88,5 @@ def test_nan_is_counted_and_stays_nan_in_what_reads_it(part: str) -> None:
     for length, spoiled in ((12, False), (13, True), (20, True)):
         ends = torch.tensor([length], dtype=torch.int32)
         sequences = Sequences(torch.tensor([0, 1], dtype=torch.int32), ends, table)
-        out = REFERENCE.attention(torch.randn(1, 2, 16), pages, sequences, 0.25, None)
+        out = REFERENCE.attention(torch.randn(1, 2, 16), pages, sequences, AttentionCall(0.25))
         assert bool(out.isnan().any()) == spoiled

@@ -19,6 +19,7 @@ from freight.fp8.formats import Format
 from freight.kernels import reference
 from freight.kernels.cpu import library
 from freight.kernels.cpu.cpu_set import CpuKernels
+from freight.operands.attention import AttentionCall
 from freight.operands.batch import Sequences
 from freight.operands.kv_pages import KeyCenter, KVPages
 
@@ -139,14 +140,17 @@ def test_scores_are_those_of_the_whole_keys(attention, format, scales, dtype, wi
     length, dim = 200, 64
     pages = make_pages(format, scales, length, dim)
     q = (torch.randn(150, HEADS * GROUP, dim) * 0.05).to(dtype)
-    out = attention(q, pages, batch_of((50, 200)), dim**-0.5, window, soft_cap)
+    out = attention(q, pages, batch_of((50, 200)), AttentionCall(dim**-0.5, window, soft_cap))
     want, size = exact(q, pages, 50, window, soft_cap)
     tolerance = 4e-3 if dtype == torch.bfloat16 else 2e-5
     assert (
         (out.double() - want).abs() <= tolerance * size + torch.finfo(dtype).eps * want.abs()
     ).all()
     without = attention(
-        q, replace(pages, k_center=None), batch_of((50, 200)), dim**-0.5, window, soft_cap
+        q,
+        replace(pages, k_center=None),
+        batch_of((50, 200)),
+        AttentionCall(dim**-0.5, window, soft_cap),
     )
     assert (without.double() - want).abs().max() > 0.1
 
@@ -164,7 +168,7 @@ def test_sinks_count_as_they_do_beside_whole_keys(attention, format, scales, dty
     pages = make_pages(format, scales, length, dim)
     q = (torch.randn(150, HEADS * GROUP, dim) * 0.05).to(dtype)
     sinks = torch.tensor([5.0, 6.0, 5.0, 8.0, 5.0, 4.0])
-    out = attention(q, pages, batch_of((50, 200)), dim**-0.5, window, sinks=sinks)
+    out = attention(q, pages, batch_of((50, 200)), AttentionCall(dim**-0.5, window, sinks=sinks))
     want, size = exact(q, pages, 50, window, sinks=sinks)
     tolerance = 4e-3 if dtype == torch.bfloat16 else 2e-5
     assert (
@@ -181,7 +185,7 @@ def test_sinks_count_as_they_do_beside_whole_keys(attention, format, scales, dty
 def test_shapes(attention, dim, rotary_dim):
     pages = make_pages(Format.E4M3FN, "channel", 130, dim, rotary_dim)
     q = torch.randn(7, HEADS * GROUP, dim) * 0.05
-    out = attention(q, pages, batch_of((123, 130)), dim**-0.5, None)
+    out = attention(q, pages, batch_of((123, 130)), AttentionCall(dim**-0.5))
     want, size = exact(q, pages, 123, None)
     assert ((out.double() - want).abs() <= 2e-5 * size + 1e-6).all()
 
@@ -192,10 +196,10 @@ def test_a_row_is_the_same_in_any_batch(attention, rotary_dim, dtype):
     length, dim = 1100, 64  # two key splits
     pages = make_pages(Format.E4M3FN, "channel", length, dim, rotary_dim)
     q = torch.randn(length, HEADS * GROUP, dim).to(dtype)
-    whole = attention(q, pages, batch_of((0, length)), dim**-0.5, None)
+    whole = attention(q, pages, batch_of((0, length)), AttentionCall(dim**-0.5))
     for rows in ([(1099, 1100)], [(1000, 1063), (20, 21), (0, 5)]):
         part = attention(
-            torch.cat([q[a:b] for a, b in rows]), pages, batch_of(*rows), dim**-0.5, None
+            torch.cat([q[a:b] for a, b in rows]), pages, batch_of(*rows), AttentionCall(dim**-0.5)
         )
         assert torch.equal(part, torch.cat([whole[a:b] for a, b in rows]))
 

@@ -29,6 +29,7 @@ from freight.kernels.cpu import library
 from freight.kernels.cpu.cpu_set import CpuKernels
 from freight.kernels.interface import KernelSet
 from freight.kernels.reference_set import REFERENCE
+from freight.operands.attention import AttentionCall
 from freight.operands.kv_pages import KVPages, read_slots
 
 LENGTHS = [1, 40, 1200, 17]
@@ -50,7 +51,7 @@ def attended(
 ) -> Tensor:
     torch.manual_seed(1)
     q = torch.randn(sum(rows), 2 * pages.k.shape[2], pages.k.shape[3]).bfloat16()
-    out = kernels.attention(q, pages, cache.batch(rows).sequences(0), 0.1, window, None)
+    out = kernels.attention(q, pages, cache.batch(rows).sequences(0), AttentionCall(0.1, window))
     assert isinstance(out, Tensor)
     assert out.isfinite().all()
     return out

@@ -20,6 +20,7 @@ from freight.fp8.formats import Format
 from freight.kernels import reference, reference_rows
 from freight.kernels.reference import Fp8Products
 from freight.operands.activation import GatedActivation, GateFunction
+from freight.operands.attention import AttentionCall
 from freight.operands.kv_pages import KVPages
 from freight.operands.weight import Weight
 
@@ -129,11 +130,8 @@ def run(pages: KVPages, k: torch.Tensor, v: torch.Tensor, q: torch.Tensor, chunk
                 q[rows],
                 pages,
                 batch.sequences(0),
-                q.shape[-1] ** -0.5,
-                window,
-                soft_cap,
-                products,
-                sinks,
+                AttentionCall(q.shape[-1] ** -0.5, window, soft_cap, sinks),
+                products=products,
             )
         )
         start += count

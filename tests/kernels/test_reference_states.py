@@ -24,6 +24,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import (
 
 from freight.fp8.formats import Format
 from freight.kernels.reference_set import REFERENCE
+from freight.operands.recurrence import Convolution, DecayParameters, GatedNorm
 from freight.operands.states import States
 
 BLOCKS = (3, 1, 4, 2, 0)
@@ -38,7 +39,7 @@ def run(
             **{name: x[part] for name, x in inputs.items()},
             states=states,
             sequences=where,
-            **layer.flags,
+            rule=layer.rule,
         ),
         rows,
         cuts,
@@ -80,7 +81,7 @@ def test_mamba2_is_the_recurrence_of_its_paper(half_life: float) -> None:
     inputs = {name: x.double() for name, x in layer.inputs(rows, half_life=half_life).items()}
     found, _ = run(layer, rows, (100,), half_life=half_life)
     q, k = (inputs[name].view(rows, 2, 64).repeat_interleave(2, 1) for name in ("q", "k"))
-    v, skip = inputs["v"].view(rows, 4, 32), layer.flags["skip"].double()[:, None]
+    v, skip = inputs["v"].view(rows, 4, 32), layer.rule.skip.double()[:, None]
     state = torch.zeros(4, 64, 32, dtype=torch.float64)
     for t in range(rows):
         state = state * inputs["log_decay"][t].exp()[:, None, None]
@@ -116,9 +117,9 @@ def test_sequences_of_a_call_do_not_see_each_other() -> None:
     states = layer.states(6)
     together = sequences([(0, 40, (3, 1)), (0, 21, (2,))])
     both = {name: torch.cat((first[name], second[name])) for name in first}
-    found = REFERENCE.recurrence(**both, states=states, sequences=together, **layer.flags)
+    found = REFERENCE.recurrence(**both, states=states, sequences=together, rule=layer.rule)
     alone = REFERENCE.recurrence(
-        **first, states=layer.states(6), sequences=sequences([(0, 40, (3, 1))]), **layer.flags
+        **first, states=layer.states(6), sequences=sequences([(0, 40, (3, 1))]), rule=layer.rule
     )
     assert torch.equal(found[:40], alone)
     assert found[40:45].isfinite().all()
@@ -133,7 +134,9 @@ def test_a_convolution_is_that_of_torch(width: int, cuts: tuple[int, ...]) -> No
     bias = torch.randn(24, generator=generator)
     states = States({"columns": torch.full((6, width - 1, 24), torch.nan)}, 16)
     found = in_calls(
-        lambda part, where: REFERENCE.convolve(x[part], weight, bias, True, states, where),
+        lambda part, where: REFERENCE.convolve(
+            x[part], Convolution(weight, bias, True), states, where
+        ),
         50,
         cuts,
         BLOCKS,
@@ -148,10 +151,10 @@ def test_decays_are_those_of_transformers() -> None:
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randn(9, 4, generator=generator).to(torch.bfloat16) for _ in range(2))
     a_log, dt_bias = torch.tensor([-3.0, 0.0, 1.0, 2.7]), torch.tensor([-4.0, 0.0, 1.0, 30.0])
-    beta, decay = REFERENCE.decays(a, b, a_log, dt_bias)
+    beta, decay = REFERENCE.decays(a, b, DecayParameters(a_log, dt_bias))
     torch.testing.assert_close(beta, b.float().sigmoid())
     torch.testing.assert_close(decay, -a_log.exp() * F.softplus(a.float() + dt_bias))
-    dt, decay = REFERENCE.decays(a, None, a_log, dt_bias, (0.1, 2.0))
+    dt, decay = REFERENCE.decays(a, None, DecayParameters(a_log, dt_bias, (0.1, 2.0)))
     torch.testing.assert_close(dt, F.softplus(a.float() + dt_bias).clamp(0.1, 2.0))
     torch.testing.assert_close(decay, -a_log.exp() * dt)
 
@@ -168,8 +171,9 @@ def test_decays_of_channels_are_those_of_transformers() -> None:
     for bounded in (True, False):
         gate.safe_gate = bounded
         wanted = gate(x[None])[0]
-        arguments = gate.f_proj(x), b, gate.A_log.data, gate.dt_bias.data
-        beta, decay = REFERENCE.decays(*arguments, bound=gate.lower_bound if bounded else None)
+        bound = gate.lower_bound if bounded else None
+        parameters = DecayParameters(gate.A_log.data, gate.dt_bias.data, bound=bound)
+        beta, decay = REFERENCE.decays(gate.f_proj(x), b, parameters)
         torch.testing.assert_close(beta, b.sigmoid())
         torch.testing.assert_close(decay, wanted.detach())
 
@@ -182,7 +186,9 @@ def test_gated_norms_are_those_of_transformers(dtype: torch.dtype) -> None:
     first = Qwen3_5RMSNormGated(32, 1e-5).to(dtype)
     first.weight.data.copy_(weight[:32])
     wanted = first(x.view(-1, 32), gate.view(-1, 32)).view(7, 96)
-    torch.testing.assert_close(REFERENCE.gated_norm(x, gate, weight[:32], 1e-5, 32, True), wanted)
+    torch.testing.assert_close(
+        REFERENCE.gated_norm(x, gate, GatedNorm(weight[:32], 1e-5, 32, True)), wanted
+    )
     last, whole = (
         NemotronHRMSNormGated(96, 32, 1e-5).to(dtype),
         GraniteMoeHybridRMSNormGated(96, 96, 1e-5).to(dtype),
@@ -190,7 +196,7 @@ def test_gated_norms_are_those_of_transformers(dtype: torch.dtype) -> None:
     for module, group in ((last, 32), (whole, 96)):
         module.weight.data.copy_(weight)
         torch.testing.assert_close(
-            REFERENCE.gated_norm(x, gate, weight, 1e-5, group, False),
+            REFERENCE.gated_norm(x, gate, GatedNorm(weight, 1e-5, group, False)),
             module(x, gate),
             rtol=2**-7,
             atol=1e-6,

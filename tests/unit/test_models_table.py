@@ -26,7 +26,7 @@ from published_models import (
     unreadable,
 )
 
-from freight.model.config.layer import AttentionConfig
+from freight.model.config.layer import AttentionConfig, QKNormConfig
 from freight.model.config.mechanisms import MECHANISMS
 from freight.model.config.registry import FAMILIES
 
@@ -208,7 +208,7 @@ def test_the_list_is_complete() -> None:
 
 def test_features_are_named_and_those_of_some_variants_are_set_apart(tests: Tables) -> None:
     assert united([["a", "b"], ["b", "c"]]) == "b; by config: a, c"
-    mixer = AttentionConfig(4, 2, 16, 16, 0.25, qk_norm=True, soft_cap=5.0)
+    mixer = AttentionConfig(4, 2, 16, 16, 0.25, qk_norm=QKNormConfig(), soft_cap=5.0)
     assert flags(
         mixer, {"qk_norm": "norms"}, frozenset(("num_heads", "num_kv_heads", "k_dim", "v_dim"))
     ) == [*("softmax scale", "rope", "norms", "soft cap")]

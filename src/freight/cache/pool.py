@@ -15,6 +15,7 @@ from freight.cache.pages import Empty, allocate_pages, empty_on, expand_scale
 from freight.cache.spec import KVCacheSpec, LayerStateSpec
 from freight.fp8.cast import torch_dtype
 from freight.kernels.interface import KernelSet
+from freight.operands.attention import AttentionCall
 from freight.operands.batch import ForwardBatch
 from freight.operands.kv_pages import KeyCenter, KVPages
 from freight.operands.packed import PackedWeight, Rows
@@ -49,10 +50,7 @@ class LayerKV(Protocol):
         self,
         q: Tensor,
         batch: ForwardBatch,
-        softmax_scale: float,
-        window: int | None,
-        soft_cap: float | None,
-        sinks: Tensor | None = None,
+        call: AttentionCall,
         consumer: PackedWeight | None = None,
     ) -> Rows:
         """Compute attention of q over the stored keys and values, [num_tokens, num_heads, v_dim],
@@ -87,16 +85,11 @@ class PagedKV:
         self,
         q: Tensor,
         batch: ForwardBatch,
-        softmax_scale: float,
-        window: int | None,
-        soft_cap: float | None,
-        sinks: Tensor | None = None,
+        call: AttentionCall,
         consumer: PackedWeight | None = None,
     ) -> Rows:
         sequences = batch.sequences(self.group)
-        return self.kernels.attention(
-            q, self.pages, sequences, softmax_scale, window, soft_cap, sinks, consumer
-        )
+        return self.kernels.attention(q, self.pages, sequences, call, consumer)
 
 
 @dataclass(frozen=True)

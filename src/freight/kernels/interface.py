@@ -7,19 +7,25 @@ named as in the rest of the source: rows are tokens, concatenated over all seque
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 from torch import Tensor
 
-from freight.operands.activation import Activation, AnyActivation, GatedActivation, GateFunction
+from freight.operands.activation import Activation, GatedActivation, GateFunction
+from freight.operands.attention import AttentionCall
 from freight.operands.batch import Sequences
+from freight.operands.experts import ExpertLayers, Router
 from freight.operands.kv_pages import KVPages
 from freight.operands.packed import JoinedPart, PackedExperts, PackedWeight, Rows
+from freight.operands.recurrence import (
+    Convolution,
+    DecayParameters,
+    GatedNorm,
+    RecurrenceRule,
+)
 from freight.operands.rotary import Rotary
-from freight.operands.routing import Routing
 from freight.operands.states import States
 from freight.operands.weight import Weight, Weights
 
@@ -203,23 +209,12 @@ class KernelSet(Protocol):
         """
         ...
 
-    def route(
-        self,
-        x: Tensor,
-        router: PackedWeight,
-        routing: Routing,
-        bias: Tensor | None = None,
-        choice_bias: Tensor | None = None,
-        expert_scale: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    def route(self, x: Tensor, router: Router) -> tuple[Tensor, Tensor]:
         """Choose the experts of each row.
 
         Returns their ids, [rows, top_k] int32, ascending in a row, and their weights, [rows, top_k]
-        float32. x: [rows, hidden_size]; router: the result of `pack` for [num_experts, hidden_size]
-        in float32. The logits are x @ router.T + bias in float32, and a row's do not depend on the
-        other rows. bias, choice_bias, expert_scale: [num_experts] float32; `choice_bias` is added
-        to the scores for the choice, not to the weights; `expert_scale` multiplies the final
-        weights.
+        float32. x: [rows, hidden_size]. The logits are x @ router.matrix.T + bias in float32, and a
+        row's do not depend on the other rows.
         """
         ...
 
@@ -228,9 +223,7 @@ class KernelSet(Protocol):
         x: Tensor,
         ids: Tensor,
         weights: Tensor,
-        gate_up: PackedExperts,
-        down: PackedExperts,
-        activation: AnyActivation,
+        layers: ExpertLayers,
         base: Tensor | None = None,
     ) -> Tensor:
         """Return base + the weighted sum of the results of each row's experts, in x's dtype.
@@ -239,9 +232,7 @@ class KernelSet(Protocol):
         which has no gate, down_e(activation(up_e(x))). Each expert's result is rounded to x's
         dtype. The sum is in float32 in the order of ids, beginning with base, and rounded once.
 
-        x, base: [rows, hidden_size]; ids, weights: as `route` returns them. gate_up, down: the
-        results of `pack_experts` for [2 * intermediate_size, hidden_size], gate first (without a
-        gate [intermediate_size, hidden_size]), and for [hidden_size, intermediate_size].
+        x, base: [rows, hidden_size]; ids, weights: as `route` returns them.
         """
         ...
 
@@ -273,32 +264,20 @@ class KernelSet(Protocol):
         q: Tensor,
         pages: KVPages,
         sequences: Sequences,
-        softmax_scale: float,
-        window: int | None = None,
-        soft_cap: float | None = None,
-        sinks: Tensor | None = None,
+        call: AttentionCall,
         consumer: PackedWeight | None = None,
     ) -> Rows:
         """Compute causal grouped-query attention of each row over the stored keys of its sequence.
 
         q: [num_tokens, num_heads, k_dim]; returns [num_tokens, num_heads, v_dim] in q's dtype, or
-        with a `consumer` what the set makes of [num_tokens, num_heads * v_dim]. Keys at a distance
-        < window are visible. With a soft cap, a tanh bounds the scores. The center that
+        with a `consumer` what the set makes of [num_tokens, num_heads * v_dim]. The center that
         `rotate_store` subtracted is added back to the score of every key, so that sinks weigh the
-        same as without a center. sinks: [num_heads] float32, an additional score of each row that
-        enters only the sum of the softmax. Raises KernelError for a context shorter than its
-        queries.
+        same as without a center. Raises KernelError for a context shorter than its queries.
         """
         ...
 
     def convolve(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        silu: bool,
-        states: States,
-        sequences: Sequences,
+        self, x: Tensor, convolution: Convolution, states: States, sequences: Sequences
     ) -> Tensor:
         """Compute a causal convolution of each channel over its sequence, [rows, channels].
 
@@ -307,25 +286,18 @@ class KernelSet(Protocol):
         identity. Inputs before the sequence are 0. Inputs before this step are read from
         `states.parts["columns"]`, where the last width - 1 inputs of each block are stored.
 
-        x: [rows, channels], which may be columns of a larger tensor; weight: [channels, width],
-        width 2 to 8; bias: [channels]; both in x's dtype.
+        x: [rows, channels], which may be columns of a larger tensor.
         """
         ...
 
     def decays(
-        self,
-        a: Tensor,
-        b: Tensor | None,
-        a_log: Tensor,
-        dt_bias: Tensor,
-        limits: tuple[float, float] = (0.0, math.inf),
-        bound: float | None = None,
+        self, a: Tensor, b: Tensor | None, parameters: DecayParameters
     ) -> tuple[Tensor, Tensor]:
         """Return beta and log_decay of each row and head for `recurrence`, [rows, heads] float32.
 
         dt = softplus(a + dt_bias), bounded by `limits`; log_decay = -exp(a_log) * dt; beta =
         sigmoid(b), or dt without b (Mamba-2). a, b: [rows, heads], which may be columns of a larger
-        tensor; a_log, dt_bias: [heads] float32.
+        tensor.
 
         With a decay of each key channel (Kimi Delta Attention) a is [rows, heads * k_dim], dt_bias
         [heads * k_dim] and log_decay [rows, heads, k_dim]; b is required then. With `bound`, a
@@ -341,12 +313,9 @@ class KernelSet(Protocol):
         v: Tensor,
         beta: Tensor,
         log_decay: Tensor,
+        rule: RecurrenceRule,
         states: States,
         sequences: Sequences,
-        *,
-        delta: bool,
-        norm: bool,
-        skip: Tensor | None = None,
     ) -> Tensor:
         """Compute linear attention with a decay over each row's sequence, [rows, heads * v_dim].
 
@@ -356,7 +325,7 @@ class KernelSet(Protocol):
         Mamba-2, Dao and Gu 2024). With log_decay [rows, heads, k_dim] each row of S has its own
         decay (Kimi Delta Attention, 2025): below, exp(G) multiplies channels of k and q, and rows
         of S. With `norm` each head of q and k is divided by the root of its sum of squares plus
-        1e-6, and q also by the root of k_dim. `skip`, [heads] float32, adds skip * v.
+        1e-6, and q also by the root of k_dim. `skip` adds skip * v.
 
         Tokens are processed in tiles of STATE_TILE at absolute positions. S0 is S at the start of a
         row's tile as stored in `states`; G_t is the sum of log_decay, each at least LEAST_DECAY,
@@ -377,20 +346,13 @@ class KernelSet(Protocol):
         ...
 
     def gated_norm(
-        self,
-        x: Tensor,
-        gate: Tensor,
-        weight: Tensor,
-        eps: float,
-        group: int,
-        norm_first: bool,
-        consumer: PackedWeight | None = None,
+        self, x: Tensor, gate: Tensor, norm: GatedNorm, consumer: PackedWeight | None = None
     ) -> Rows:
         """Apply RMSNorm to each `group` columns of x, and multiply by SiLU of `gate`, [rows, size].
 
         With `norm_first` the result is the norm of x, rounded as by `add_rms_norm`, times the
         factor, and rounded again. Otherwise it is the norm of the product of x and the factor,
-        which is not rounded before. x, gate: [rows, size], which may be columns of larger tensors;
-        weight: [size], or [group] for all groups. The result is for `consumer`.
+        which is not rounded before. x, gate: [rows, size], which may be columns of larger tensors.
+        The result is for `consumer`.
         """
         ...

@@ -35,6 +35,7 @@ from freight.fp8.cast import (
 from freight.fp8.formats import SCALE_GROUP, Format, ScaleKind
 from freight.fp8.weights import BLOCK, expand_blocks
 from freight.operands.activation import GatedActivation, GatedFunction
+from freight.operands.attention import AttentionCall
 from freight.operands.batch import Sequences
 from freight.operands.kv_pages import KVPages, read_slots, spread, write_slots
 from freight.operands.packed import PackedWeight
@@ -255,12 +256,12 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     rotary_dim / 2] float32 at each row's position.
     """
     half = cos.shape[1]
-    first, second, rest = x.float().tensor_split((half, 2 * half), dim=-1)
+    first, second, unrotated = x.float().tensor_split((half, 2 * half), dim=-1)
     cos = cos[:, None]
     sin = sin[:, None]
-    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1).to(
-        x.dtype
-    )
+    return torch.cat(
+        (first * cos - second * sin, second * cos + first * sin, unrotated), dim=-1
+    ).to(x.dtype)
 
 
 def rotate_queries(q: Tensor, rotary: Rotary, positions: Tensor) -> Tensor:
@@ -322,16 +323,16 @@ def store_kv(k: Tensor, v: Tensor, slots: Tensor, pages: KVPages) -> None:
     Adds to the pages' counters: NaNs, and values clipped to the range of their scale. Those of each
     row are counted on their own as well, where `counters_of_rows` has room for them.
     """
-    kept = slots >= 0
+    stores = slots >= 0
     by_row = torch.zeros(len(slots), 2, dtype=torch.int64, device=slots.device)
     parts = [(k, pages.k, pages.k_scale)]
     if not pages.v_in_k:
         parts.append((v, pages.v, pages.v_scale))
-    for given, page, scale in parts:
-        values = given[kept]
-        by_row[kept, 0] += values.isnan().sum((1, 2))
+    for rows, page, scale in parts:
+        values = rows[stores]
+        by_row[stores, 0] += values.isnan().sum((1, 2))
         if not pages.format.is_quantized:
-            write_slots(page, slots[kept], values.to(page.dtype))
+            write_slots(page, slots[stores], values.to(page.dtype))
             continue
         factor: Tensor | float = 1.0
         if pages.dynamic:
@@ -339,19 +340,20 @@ def store_kv(k: Tensor, v: Tensor, slots: Tensor, pages: KVPages) -> None:
             vectors = values
             if pages.rotated is not None:
                 first, values = values.split((pages.rotated.shape[3], page.shape[3]), -1)
-                write_slots(pages.rotated, slots[kept], first.to(torch.bfloat16))
+                write_slots(pages.rotated, slots[stores], first.to(torch.bfloat16))
                 vectors = values.unflatten(-1, (-1, SCALE_GROUP))
             # [rows, num_kv_heads], or [rows, num_kv_heads, groups]; bfloat16
             measured = token_scale(amax(vectors, -1), pages.format)
-            write_slots(scale, slots[kept], measured)
+            write_slots(scale, slots[stores], measured)
             factor = spread(measured)
         elif scale is not None:
             factor = scale
-        by_row[kept, 1] += clipped(values, factor, pages.format).sum((1, 2))
-        write_slots(page, slots[kept], encode(values, factor, pages.format))
+        by_row[stores, 1] += clipped(values, factor, pages.format).sum((1, 2))
+        write_slots(page, slots[stores], encode(values, factor, pages.format))
     pages.counters.add_(by_row.sum(0))
-    if (wanted := pages.counters_of_rows(len(slots))) is not None:
-        wanted.copy_(by_row)
+    row_counters = pages.counters_of_rows(len(slots))
+    if row_counters is not None:
+        row_counters.copy_(by_row)
 
 
 def load_kv(
@@ -393,24 +395,22 @@ def attention(
     q: Tensor,
     pages: KVPages,
     sequences: Sequences,
-    softmax_scale: float,
-    window: int | None,
-    soft_cap: float | None = None,
+    call: AttentionCall,
     products: Fp8Products = Fp8Products.NONE,
-    sinks: Tensor | None = None,
 ) -> Tensor:
     """Compute causal grouped-query attention of each row over the stored keys of its sequence.
 
     q: [num_tokens, num_heads, k_dim]; the sequences' keys, this step's included, are stored
     already. A key at position j is visible from position i if j <= i and, with a sliding window, i
     - j < window. With a soft cap (Gemma 2, Riviere et al. 2024) a score s = softmax_scale * q . k
-    becomes soft_cap * tanh(s / soft_cap). sinks: [num_heads] float32, an additional score of each
+    becomes soft_cap * tanh(s / soft_cap). Sinks are an additional score of each
     row of that head whose value is 0, so that it enters only the sum of the softmax (Xiao et al.
     2024; learned in gpt-oss, arXiv 2508.10925). Neither window, soft cap nor center changes it.
     Returns [num_tokens, num_heads, v_dim] in q's dtype; computes in float32. Raises KernelError for
     a context shorter than its queries: a row before the first key would have no key to attend to.
     """
     out = q.new_empty(*q.shape[:2], pages.v.shape[3])
+    window = call.window
     starts = sequences.query_starts.tolist()
     lengths = sequences.context_lens.tolist()
     for seq, length in enumerate(lengths):
@@ -442,11 +442,8 @@ def attention(
                 first,
                 skipped,
                 pages,
-                softmax_scale,
-                window,
-                soft_cap,
+                call,
                 products,
-                sinks,
             )
     return out
 
@@ -480,21 +477,21 @@ def _attend(
     first: int,
     skipped: int,
     pages: KVPages,
-    softmax_scale: float,
-    window: int | None,
-    soft_cap: float | None,
+    call: AttentionCall,
     products: Fp8Products,
-    sinks: Tensor | None,
 ) -> Tensor:
     """Attend with one query tile, at positions from `first` on, over the key tiles of a sequence.
 
     k (transposed) and v hold the tiles from tile `skipped` on. Returns [rows, num_heads, v_dim].
     """
     rows, num_heads, dim = q.shape
+    window = call.window
+    soft_cap = call.soft_cap
+    sinks = call.sinks
     num_kv_heads = v.shape[1]
     group = num_heads // num_kv_heads
     padded = q.new_zeros(QUERY_TILE, num_kv_heads, group, dim, dtype=torch.float32)
-    padded[:rows] = q.view(rows, num_kv_heads, group, dim).float() * softmax_scale
+    padded[:rows] = q.view(rows, num_kv_heads, group, dim).float() * call.softmax_scale
     center = pages.k_center
     coefficients = None if center is None else _by_kv_head(center.coefficients(padded))
     static = pages.scale_kind is ScaleKind.STATIC

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from freight.kernels.interface import KernelSet
-from freight.operands.activation import Activation, AnyActivation
+from freight.operands.activation import Activation
+from freight.operands.experts import ExpertLayers
 from freight.operands.packed import PackedExperts, PackedWeight
 from freight.operands.routing import Routing, Scoring
 from freight.operands.weight import Weights
@@ -43,7 +44,7 @@ def by_head(products: KernelSet, x: Tensor, matrices: PackedExperts) -> Tensor:
     assert isinstance(matrices, ExpertList)
     assert matrices.bias is None
     heads = zip(x.unbind(1), matrices.matrices, strict=True)
-    return torch.stack([products.linear(one, matrix) for one, matrix in heads], 1)
+    return torch.stack([products.linear(rows, matrix) for rows, matrix in heads], 1)
 
 
 def choose(
@@ -58,14 +59,14 @@ def choose(
         scores = torch.softmax(logits, -1)
     elif routing.scoring is Scoring.SIGMOID:
         scores = torch.sigmoid(logits)
-    wanted = scores if choice_bias is None else scores + choice_bias
+    rated = scores if choice_bias is None else scores + choice_bias
     if routing.num_groups > 1:
-        groups = wanted.unflatten(1, (routing.num_groups, -1))
+        groups = rated.unflatten(1, (routing.num_groups, -1))
         best = groups.topk(min(routing.group_best, groups.shape[2]), -1).values.sum(-1)
         order = torch.sort(best, dim=-1, descending=True, stable=True).indices
         left_out = order[:, routing.top_groups :, None].expand(-1, -1, groups.shape[2])
-        wanted = groups.scatter(1, left_out, -torch.inf).flatten(1)
-    best_first = torch.sort(wanted, dim=-1, descending=True, stable=True).indices
+        rated = groups.scatter(1, left_out, -torch.inf).flatten(1)
+    best_first = torch.sort(rated, dim=-1, descending=True, stable=True).indices
     ids = best_first[:, : routing.top_k].sort(-1).values
     weights = scores.gather(1, ids)
     if routing.scoring is Scoring.CHOSEN:
@@ -73,7 +74,9 @@ def choose(
     if routing.normed:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)  # the sum of sigmoids may be 0
     weights = weights * routing.factor
-    return ids.to(torch.int32), weights if expert_scale is None else weights * expert_scale[ids]
+    if expert_scale is not None:
+        weights = weights * expert_scale[ids]
+    return ids.to(torch.int32), weights
 
 
 def experts(
@@ -81,15 +84,16 @@ def experts(
     x: Tensor,
     ids: Tensor,
     weights: Tensor,
-    gate_up: PackedExperts,
-    down: PackedExperts,
-    activation: AnyActivation,
+    layers: ExpertLayers,
     base: Tensor | None = None,
 ) -> Tensor:
     """Compute `KernelSet.experts`, one expert at a time.
 
     The products are rounded as `products` rounds them, then weighted and summed by id in float32.
     """
+    gate_up = layers.gate_up
+    down = layers.down
+    activation = layers.activation
     assert isinstance(gate_up, ExpertList)
     assert isinstance(down, ExpertList)
     total = (

@@ -8,10 +8,11 @@ from torch import Tensor
 
 from freight.kernels import reference, reference_experts, reference_rows, reference_states
 from freight.kernels.reference import Fp8Products
+from freight.operands.attention import AttentionCall
 from freight.operands.batch import Sequences
+from freight.operands.experts import Router
 from freight.operands.kv_pages import KVPages
-from freight.operands.packed import PackedWeight, Rows, plain
-from freight.operands.routing import Routing
+from freight.operands.packed import PackedWeight, Rows, as_tensor
 from freight.operands.weight import Weight
 from freight.parallel.ranks import ALONE, Ranks
 
@@ -50,7 +51,7 @@ class ReferenceKernels:
         self, x: Rows, weight: PackedWeight, bias: Tensor | None = None, whole: bool = False
     ) -> Tensor:
         """Compute `KernelSet.shared_linear`."""
-        return self.gather(self.linear(x if whole else self.gather(plain(x)), weight, bias))
+        return self.gather(self.linear(x if whole else self.gather(as_tensor(x)), weight, bias))
 
     def pack(self, weight: Weight) -> Weight:
         return weight
@@ -62,32 +63,21 @@ class ReferenceKernels:
         assert isinstance(weight, Weight)
         return reference.linear(x, weight, bias, float32)
 
-    def route(
-        self,
-        x: Tensor,
-        router: PackedWeight,
-        routing: Routing,
-        bias: Tensor | None = None,
-        choice_bias: Tensor | None = None,
-        expert_scale: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        logits = self.linear(x.float(), router, bias)
-        return reference_experts.choose(logits, routing, choice_bias, expert_scale)
+    def route(self, x: Tensor, router: Router) -> tuple[Tensor, Tensor]:
+        logits = self.linear(x.float(), router.matrix, router.bias)
+        return reference_experts.choose(
+            logits, router.routing, router.choice_bias, router.expert_scale
+        )
 
     def attention(
         self,
         q: Tensor,
         pages: KVPages,
         sequences: Sequences,
-        softmax_scale: float,
-        window: int | None = None,
-        soft_cap: float | None = None,
-        sinks: Tensor | None = None,
+        call: AttentionCall,
         consumer: PackedWeight | None = None,
     ) -> Tensor:
-        return reference.attention(
-            q, pages, sequences, softmax_scale, window, soft_cap, self.products, sinks
-        )
+        return reference.attention(q, pages, sequences, call, self.products)
 
 
 REFERENCE = ReferenceKernels()

@@ -7,7 +7,6 @@ after the other.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 import torch
@@ -18,6 +17,12 @@ from freight.fp8.cast import amax, decode, encode, format_of, token_scale
 from freight.kernels.reference import rms_norm
 from freight.operands.batch import Sequences
 from freight.operands.packed import PackedWeight
+from freight.operands.recurrence import (
+    Convolution,
+    DecayParameters,
+    GatedNorm,
+    RecurrenceRule,
+)
 from freight.operands.states import States, Stretch
 from freight.operands.tiles import LEAST_DECAY, STATE_TILE
 
@@ -28,79 +33,69 @@ def _silu(x: Tensor) -> Tensor:
     return values / (1.0 + torch.exp(-values))
 
 
-def convolve(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    silu: bool,
-    states: States,
-    sequences: Sequences,
-) -> Tensor:
+def convolve(x: Tensor, convolution: Convolution, states: States, sequences: Sequences) -> Tensor:
     """Compute `KernelSet.convolve`."""
+    weight = convolution.weight
+    bias = convolution.bias
     columns = states.parts["columns"]
     width = weight.shape[1]
-    kept = width - 1  # position p lies at p % kept
+    stored = width - 1  # inputs; that of position p lies at p % stored
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     for stretch in states.stretches(sequences):
         inputs = x[stretch.rows]
         first = stretch.position
-        before = inputs.new_zeros(kept, inputs.shape[1])
-        for i in range(max(0, kept - first), kept):
-            before[i] = columns[stretch.source, (first - kept + i) % kept]
+        before = inputs.new_zeros(stored, inputs.shape[1])
+        for i in range(max(0, stored - first), stored):
+            before[i] = columns[stretch.source, (first - stored + i) % stored]
         padded = torch.cat((before, inputs))
         total = torch.zeros(inputs.shape, dtype=torch.float32, device=x.device)
         if bias is not None:
             total += bias.float()
         for j in range(width):
             total += weight[:, j].float() * padded[j : j + len(inputs)].float()
-        out[stretch.rows] = (_silu(total) if silu else total).to(x.dtype)
-        for i in range(max(0, kept - first - len(inputs)), kept):
-            columns[stretch.target, (first + len(inputs) - kept + i) % kept] = padded[
-                len(inputs) + i
-            ]
+        if convolution.silu:
+            total = _silu(total)
+        out[stretch.rows] = total.to(x.dtype)
+        end = first + len(inputs)
+        for i in range(max(0, stored - end), stored):
+            columns[stretch.target, (end - stored + i) % stored] = padded[len(inputs) + i]
     return out
 
 
-def decays(
-    a: Tensor,
-    b: Tensor | None,
-    a_log: Tensor,
-    dt_bias: Tensor,
-    limits: tuple[float, float] = (0.0, math.inf),
-    bound: float | None = None,
-) -> tuple[Tensor, Tensor]:
+def decays(a: Tensor, b: Tensor | None, parameters: DecayParameters) -> tuple[Tensor, Tensor]:
     """Compute `KernelSet.decays` in float64, so that no value depends on its neighbours."""
+    a_log = parameters.a_log
+    dt_bias = parameters.dt_bias
     x = a.double() + dt_bias.double()
     rate = torch.exp(a_log.double())
     if len(dt_bias) != len(a_log):
         x = x.unflatten(1, (len(a_log), -1))
         rate = rate[:, None]
-    dt = F.softplus(x).clamp(*limits)
-    log_decay = -rate * dt if bound is None else bound * torch.sigmoid(rate * x)
+    dt = F.softplus(x).clamp(*parameters.limits)
+    log_decay = -rate * dt
+    if parameters.bound is not None:
+        log_decay = parameters.bound * torch.sigmoid(rate * x)
     beta = dt if b is None else torch.sigmoid(b.double())
     return beta.float(), log_decay.float()
 
 
 def gated_norm(
-    x: Tensor,
-    gate: Tensor,
-    weight: Tensor,
-    eps: float,
-    group: int,
-    norm_first: bool,
-    consumer: PackedWeight | None = None,
+    x: Tensor, gate: Tensor, norm: GatedNorm, consumer: PackedWeight | None = None
 ) -> Tensor:
     """Compute `KernelSet.gated_norm`."""
-    weights = weight.view(-1, group)
+    group = norm.group
+    weight = norm.weight.view(-1, group)
     factor = _silu(gate)
-    if norm_first:
-        normed = rms_norm(x.unflatten(1, (-1, group)), weights, eps).flatten(1)
+    if norm.norm_first:
+        normed = rms_norm(x.unflatten(1, (-1, group)), weight, norm.eps).flatten(1)
         return (normed.float() * factor).to(x.dtype)
     values = (x.float() * factor).unflatten(1, (-1, group))
-    normed = values * torch.rsqrt(values.square().mean(-1, keepdim=True) + eps)
-    rounded: Tensor = (
-        weights * normed.to(x.dtype) if weight.dtype == x.dtype else (normed * weights).to(x.dtype)
-    )
+    normed = values * torch.rsqrt(values.square().mean(-1, keepdim=True) + norm.eps)
+    rounded: Tensor
+    if weight.dtype == x.dtype:
+        rounded = weight * normed.to(x.dtype)
+    else:
+        rounded = (normed * weight).to(x.dtype)
     return rounded.flatten(1)
 
 
@@ -110,19 +105,16 @@ def recurrence(
     v: Tensor,
     beta: Tensor,
     log_decay: Tensor,
+    rule: RecurrenceRule,
     states: States,
     sequences: Sequences,
-    *,
-    delta: bool,
-    norm: bool,
-    skip: Tensor | None = None,
 ) -> Tensor:
     """Compute `KernelSet.recurrence`."""
     key_heads, k_dim = states.parts["k"].shape[2:]
     heads, v_dim = states.parts["u"].shape[2:]
     queries = q.unflatten(1, (key_heads, k_dim)).float()
     keys = k.unflatten(1, (key_heads, k_dim)).float()
-    if norm:
+    if rule.norm:
         queries = _unit(queries) * k_dim**-0.5
         keys = _unit(keys)
     keys = keys.to(v.dtype)
@@ -132,9 +124,9 @@ def recurrence(
         _open_tile(states, part)
         rows = part.rows
         tile = _Tile(states, part, keys[part.rows], log_decay[part.rows])
-        results = tile.rows(queries[rows], values[rows], beta[rows], delta)
-        if skip is not None:
-            results = results + skip[:, None] * values[rows]
+        results = tile.rows(queries[rows], values[rows], beta[rows], rule.delta)
+        if rule.skip is not None:
+            results = results + rule.skip[:, None] * values[rows]
         out[rows] = results.to(v.dtype)
     return out.flatten(1)
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from functools import cached_property
+from typing import NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
 
-from freight.cache.pool import LayerCache
+from freight.cache.pool import LayerCache, LayerKV, PagedState
 from freight.kernels.interface import KernelSet
+from freight.model.config.layer import NormPlacement
 from freight.model.config.model import ModelConfig
 from freight.model.layers.attention import Attention
 from freight.model.layers.embedding import Embedding, LogitsHead
@@ -19,7 +21,7 @@ from freight.model.layers.norm import Norm
 from freight.model.layers.per_layer_embeddings import PerLayerEmbedding, PerLayerEmbeddings
 from freight.operands.activation import Activation, AnyActivation, GateFunction
 from freight.operands.batch import ForwardBatch
-from freight.operands.packed import PackedWeight, Rows, plain
+from freight.operands.packed import PackedWeight, Rows, as_tensor
 from freight.operands.rotary import Rotary
 
 
@@ -49,9 +51,14 @@ class MLP:
         return self.down(self.kernels.gated(self.gate_up(x), self.activation, self.down.consumer))
 
 
-class Mixer(Protocol):
+Cache = TypeVar("Cache", contravariant=True)
+
+
+class Mixer(Protocol[Cache]):
     """The part of a layer that mixes tokens (`model/mixers.py`): `Attention`, recurrent layers,
     convolutions.
+
+    `Cache` is the kind of its layer's part of the cache: `LayerKV` for attention, else `PagedState`.
     """
 
     @property
@@ -59,14 +66,16 @@ class Mixer(Protocol):
         """The packed weight that reads the input, as in `Linear.consumer`."""
         ...
 
-    def __call__(self, x: Rows, batch: ForwardBatch, cache: LayerCache, /) -> Tensor:
+    def __call__(self, x: Rows, batch: ForwardBatch, cache: Cache, /) -> Tensor:
         """Mix x [num_tokens, hidden_size], a tensor or what the norm returned for `consumer`; the
         result has x's shape.
 
-        `cache` is the layer's cache of the tokens before, of the mixer's own kind: a `LayerKV` for
-        attention.
+        `cache` has what the layer keeps of the tokens before.
         """
         ...
+
+
+AnyMixer = Mixer[LayerKV] | Mixer[PagedState]
 
 
 class Residual(NamedTuple):
@@ -106,9 +115,10 @@ class Residual(NamedTuple):
 class DecoderLayer:
     """A layer: x += mixer(norm(x)); x += mlp(norm(x)).
 
-    `mixer_post` and `mlp_post`, where not None, are the weights of a norm of what is added. With
-    `post` the sums are normed instead: x = norm(x + mixer(x)); x = norm(x + mlp(x)). With
-    `outputs_only` the inputs are not normed: x += norm(mixer(x)); x += norm(mlp(x)).
+    `placement` says which tensors are normed. `mixer_post` and `mlp_post`, where not None, are the
+    weights of a norm of what is added. With `NormPlacement.POST` the sums are normed instead: x =
+    norm(x + mixer(x)); x = norm(x + mlp(x)). With `NormPlacement.OUTPUT` the inputs are not normed:
+    x += norm(mixer(x)); x += norm(mlp(x)).
 
     A layer without a mixer, or without `mlp`, has only the other part and that part's norm.
 
@@ -118,13 +128,12 @@ class DecoderLayer:
     """
 
     mixer_norm: Norm | None
-    mixer: Mixer | None
+    mixer: AnyMixer | None
     mixer_post: Tensor | None
     mlp_norm: Norm | None
     mlp: MLP | MoE | None
     mlp_post: Tensor | None
-    post: bool = False
-    outputs_only: bool = False
+    placement: NormPlacement = NormPlacement.PRE
     scalar: Tensor | None = None
     per_layer: PerLayerEmbedding | None = None
     beside: ExpertsBeside | None = None
@@ -137,14 +146,14 @@ class DecoderLayer:
         mlp = self.mlp
         if mixer is not None:
             assert self.mixer_norm is not None
-            x, normed = self._before(stream, self.mixer_norm, mixer.consumer)
-            stream = self._behind(
-                x, mixer(normed, batch, cache), self.mixer_norm, self.mixer_post, stream.inputs
-            )
+            x, normed = self._input(stream, self.mixer_norm, mixer.consumer)
+            # `allocate_pool` makes the cache of a layer of its mixer's kind
+            delta = mixer(normed, batch, cache)  # type: ignore[arg-type]
+            stream = self._added(x, delta, self.mixer_norm, self.mixer_post, stream.inputs)
         if mlp is None:
             return stream
         assert self.mlp_norm is not None
-        x, normed = self._before(stream, self.mlp_norm, mlp.consumer)
+        x, normed = self._input(stream, self.mlp_norm, mlp.consumer)
         delta = mlp(normed)
         weight = self.mlp_post
         inputs = stream.inputs
@@ -158,24 +167,33 @@ class DecoderLayer:
             inputs = inputs[:, 1:]
         if self.scalar is not None:
             x = self.mlp_norm.kernels.gate(x, self.scalar[None], GateFunction.IDENTITY)
-        return self._behind(x, delta, self.mlp_norm, weight, inputs)
+        return self._added(x, delta, self.mlp_norm, weight, inputs)
 
-    def _before(
+    def _input(
         self, stream: Residual, norm: Norm, consumer: PackedWeight | None
     ) -> tuple[Tensor, Rows]:
         """Add the stream up; return it and the input of a part."""
-        if self.post or self.outputs_only:
-            x = stream.x if self.post else stream.summed(norm)
-            return x, x
-        return stream.normed(norm, consumer)
+        if self._norms_inputs:
+            return stream.normed(norm, consumer)
+        x = stream.x if self._norms_sums else stream.summed(norm)
+        return x, x
 
-    def _behind(
+    def _added(
         self, x: Tensor, delta: Tensor, norm: Norm, weight: Tensor | None, inputs: Tensor | None
     ) -> Residual:
         """Return the stream after a part that adds `delta`."""
-        if self.post:
-            return Residual(plain(Residual(x, delta).normed(norm)[1]), inputs=inputs)
+        if self._norms_sums:
+            return Residual(as_tensor(Residual(x, delta).normed(norm)[1]), inputs=inputs)
         return Residual(x, delta, weight, inputs)
+
+    # Kept, because reading a member of an enum takes ten times as long, and each step asks often.
+    @cached_property
+    def _norms_inputs(self) -> bool:
+        return self.placement in (NormPlacement.PRE, NormPlacement.SANDWICH)
+
+    @cached_property
+    def _norms_sums(self) -> bool:
+        return self.placement is NormPlacement.POST
 
     @property
     def last_norm(self) -> Norm:
@@ -299,4 +317,4 @@ class Decoder:
         if self.norm is None:
             return stream.summed(self.layers[-1].last_norm)
         _, normed = stream.normed(self.norm)
-        return plain(normed)
+        return as_tensor(normed)

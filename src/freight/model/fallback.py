@@ -45,8 +45,9 @@ from freight.model.fallback_probe import (
 from freight.model.fallback_words import refused
 from freight.model.held_tensors import held_tensors
 from freight.model.layers.linear import Linear
+from freight.operands.attention import AttentionCall
 from freight.operands.batch import ForwardBatch
-from freight.operands.packed import plain
+from freight.operands.packed import as_tensor
 from freight.operands.rotary import Rotary
 from freight.operands.weight import Activations, Weight
 
@@ -83,14 +84,13 @@ class _Step:
         num_heads, v_dim].
         """
         index = self.model.layer_of[id(module)]
-        mixer = self.model.config.attention[index]
         kv = self.kv_cache[index]
         assert isinstance(kv, PagedKV)
         qkv = torch.cat([x[0].transpose(0, 1).flatten(1).to(v.dtype) for x in (q, k, v)], 1)
         stored = kv.store(qkv, self.model.rotaries[index], self.batch)
         self.calls += 1
-        attended = kv.attend(stored, self.batch, mixer.softmax_scale, mixer.window, mixer.soft_cap)
-        return plain(attended)[None], None
+        attended = kv.attend(stored, self.batch, self.model.attention_calls[index])
+        return as_tensor(attended)[None], None
 
 
 class _States(MoeModelOutputWithPast):
@@ -161,6 +161,14 @@ class TransformersModel:
         return {
             id(self.causal.get_submodule(name)): i
             for i, name in enumerate(self.config.foreign.attention)
+        }
+
+    @cached_property
+    def attention_calls(self) -> dict[int, AttentionCall]:
+        """The parameters of attention, by layer."""
+        return {
+            index: AttentionCall(mixer.softmax_scale, mixer.window, mixer.soft_cap)
+            for index, mixer in self.config.attention.items()
         }
 
     @cached_property

@@ -50,6 +50,7 @@ from freight.model.shapes import tensor_shapes as tensor_shapes
 from freight.model.shares import Share, share_of
 from freight.model.sources import CheckpointSource, Stored, WeightSource, in_halves
 from freight.model.stored import find_stored
+from freight.operands.experts import ExpertLayers, Router
 from freight.operands.packed import PackedExperts
 from freight.operands.rotary import Rotary
 from freight.operands.weight import Weight
@@ -107,16 +108,19 @@ class ModelBuilder(Builder):
             mixer_post = self.post_weight(prefix + names.attention_post)
         if has_posts and has_mlp:
             mlp_post = self.post_weight(prefix + names.mlp_post)
-        # With `outputs_only` no input is normed: mixer_norm and mlp_norm serve for their eps only
-        # (`Residual.summed`), and any weight of the right size will do.
-        outputs_only = layer.norms is NormPlacement.OUTPUT
         mixer_norm = mlp_norm = None
-        if mixer is not None:
-            mixer_norm = self.norm(
-                prefix + names.attention_norm, mixer_post if outputs_only else None
-            )
-        if has_mlp:
-            mlp_norm = self.norm(prefix + names.mlp_norm, mlp_post if outputs_only else None)
+        if layer.norms is NormPlacement.OUTPUT:
+            # No input is normed: these norms only add the stream up (`Residual.summed`), and the
+            # weights of the outputs' norms stand in for theirs.
+            if mixer_post is not None:
+                mixer_norm = self.norm(prefix + names.attention_norm, mixer_post)
+            if mlp_post is not None:
+                mlp_norm = self.norm(prefix + names.mlp_norm, mlp_post)
+        else:
+            if mixer is not None:
+                mixer_norm = self.norm(prefix + names.attention_norm)
+            if has_mlp:
+                mlp_norm = self.norm(prefix + names.mlp_norm)
         scalar = self.tensor(prefix + names.scalar) if layer.scalar else None
         per_layer = None
         if layer.per_layer is not None:
@@ -134,8 +138,7 @@ class ModelBuilder(Builder):
             mlp=self.feed_forward(layer.feed_forward, prefix),
             beside=self.beside(layer.feed_forward, prefix),
             mlp_post=mlp_post,
-            post=layer.norms is NormPlacement.POST,
-            outputs_only=outputs_only,
+            placement=layer.norms,
             scalar=scalar,
             per_layer=per_layer,
         )
@@ -238,17 +241,17 @@ class ModelBuilder(Builder):
         if mlp.shared is not None:
             shared = self.dense(mlp.shared, prefix, *shared_names(names))
         return MoE(
-            router=self.kernels.pack(Weight(matrix)),
-            routing=mlp.routing,
-            gate_up=gate_up,
-            down=down,
-            activation=mlp.activation,
+            router=Router(
+                matrix=self.kernels.pack(Weight(matrix)),
+                routing=mlp.routing,
+                bias=self.exact(f"{router}.bias") if mlp.router_bias else None,
+                choice_bias=choice_bias,
+                expert_scale=self.exact(prefix + names.expert_scale) if mlp.beside else None,
+            ),
+            experts=ExpertLayers(gate_up, down, mlp.activation),
             kernels=self.kernels,
-            bias=self.exact(f"{router}.bias") if mlp.router_bias else None,
-            choice_bias=choice_bias,
             shared=shared,
             shared_gate=self.outer(prefix + names.shared_gate) if mlp.shared_gate else None,
-            expert_scale=self.exact(prefix + names.expert_scale) if mlp.beside else None,
             latent=self.latent(mlp, prefix, matrix.device),
         )
 

@@ -88,9 +88,13 @@ def mixer_parts(mixer: Mixer, hidden_size: int, names: TensorNames) -> MixerPart
 def _attention(mixer: AttentionConfig, hidden_size: int, of_all: TensorNames) -> MixerParts:
     names = of_all.attention
     norms: dict[str, int] = {}
-    if mixer.qk_norm and not mixer.qk_norm_bare:
+    qk_norm = mixer.qk_norm
+    if qk_norm is not None and qk_norm.weighted:
         own = (names.q_norm,) if mixer.kv_from is not None else (names.q_norm, names.k_norm)
         norms = dict(zip(own, mixer.qk_norm_sizes, strict=False))
+    made = mixer.v_dim if mixer.v_norm else 0
+    if qk_norm is not None and not qk_norm.weighted:
+        made += mixer.k_dim
     gate = mixer.output_gate
     kept: dict[str, tuple[int, int]] = {}
     whole: dict[str, tuple[int, ...]] = {}
@@ -109,7 +113,7 @@ def _attention(mixer: AttentionConfig, hidden_size: int, of_all: TensorNames) ->
         kept=kept,
         norms=norms,
         exact={names.sinks: (mixer.num_heads,)} if mixer.sinks else {},
-        made=mixer.v_norm * mixer.v_dim + mixer.qk_norm_bare * mixer.k_dim,
+        made=made,
         factors=0 if mixer.v_factor is None else sum(mixer.factor_groups),
         whole=whole,
     )

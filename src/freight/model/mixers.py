@@ -16,10 +16,12 @@ from freight.model.config.layer import (
     KimiDeltaConfig,
     LatentConfig,
     Mamba2Config,
+    NormPlace,
+    QKNormConfig,
     ShortConvConfig,
 )
 from freight.model.config.layer import Mixer as MixerConfig
-from freight.model.decoder import Mixer
+from freight.model.decoder import AnyMixer
 from freight.model.layers.attention import (
     Attention,
     GatheredQKNorm,
@@ -37,13 +39,20 @@ from freight.model.layers.mamba import Mamba2
 from freight.model.layers.rope import half_pairs, places
 from freight.model.layers.short_conv import ShortConv
 from freight.operands.activation import GateFunction
+from freight.operands.attention import AttentionCall
+from freight.operands.recurrence import (
+    Convolution,
+    DecayParameters,
+    GatedNorm,
+    RecurrenceRule,
+)
 from freight.operands.rotary import Rotary
 from freight.operands.weight import Weight
 
 Ropes = Mapping[int | None, Rotary]  # by `AttentionConfig.rope`
 
 
-def build_mixer(mixer: MixerConfig, builder: Builder, prefix: str, ropes: Ropes) -> Mixer | None:
+def build_mixer(mixer: MixerConfig, builder: Builder, prefix: str, ropes: Ropes) -> AnyMixer | None:
     """Build the mixer of the layer whose tensors begin with `prefix`; None for a layer without one."""
     if mixer is None:
         return None
@@ -54,56 +63,57 @@ def _attention(mixer: AttentionConfig, builder: Builder, prefix: str, ropes: Rop
     names = builder.names.attention
     eps = builder.config.norm_eps
     kernels = builder.kernels
-    norms = (
-        _qk_norms(mixer, builder, prefix, ropes[mixer.rope].cos.device) if mixer.qk_norm else None
-    )
     rotary = replace(ropes[mixer.rope], eps=eps)
     last = None
-    if norms and mixer.qk_norm_last:
-        assert mixer.k_dim == mixer.v_dim
-        assert mixer.kv_from is None
-        last = NormedLast(rotary, *norms, mixer.qkv_sizes[:2], eps, kernels)
-        norms = None
-        rotary = ropes[None]
-    v_norm: ValueNorm | ValueFactor | None
+    norm = None
+    if mixer.qk_norm is not None:
+        weights = _qk_norms(mixer, mixer.qk_norm, builder, prefix, rotary.cos.device)
+        if mixer.qk_norm.place is NormPlace.AFTER_ROPE:
+            assert mixer.k_dim == mixer.v_dim
+            assert mixer.kv_from is None
+            last = NormedLast(rotary, *weights, mixer.qkv_sizes[:2], eps, kernels)
+            rotary = ropes[None]
+        elif mixer.norms_all_heads:
+            norm = _norm_of_all_heads(weights, builder)
+        else:
+            rotary = replace(rotary, norms=weights)
+    v_transform: ValueNorm | ValueFactor | None
     if mixer.v_norm:
-        v_norm = _value_norm(mixer, builder, rotary)
+        v_transform = _value_norm(mixer, builder, rotary)
     else:
-        v_norm = _value_factor(mixer, builder, prefix)
+        v_transform = _value_factor(mixer, builder, prefix)
+    sinks = builder.tensor(prefix + names.sinks).float() if mixer.sinks else None
     return Attention(
         qkv=builder.linear(prefix, *names.qkv_of(mixer), rows=_qkv_rows(mixer, builder)),
         o=builder.gathered(prefix, names.o),
-        rotary=rotary if norms is None or mixer.qk_norm_whole else replace(rotary, norms=norms),
-        softmax_scale=mixer.softmax_scale,
-        window=mixer.window,
-        soft_cap=mixer.soft_cap,
+        rotary=rotary,
+        call=AttentionCall(mixer.softmax_scale, mixer.window, mixer.soft_cap, sinks),
         shares=mixer.kv_from is not None,
         output_gate=_output_gate(mixer, builder, prefix),
         last=last,
-        norm=_whole_norm(norms, builder) if norms and mixer.qk_norm_whole else None,
-        v_norm=v_norm,
-        sinks=builder.tensor(prefix + names.sinks).float() if mixer.sinks else None,
+        norm=norm,
+        v_transform=v_transform,
     )
 
 
-def _whole_norm(norms: tuple[Tensor, Tensor], builder: Builder) -> QKNorm | GatheredQKNorm:
+def _norm_of_all_heads(weights: tuple[Tensor, Tensor], builder: Builder) -> QKNorm | GatheredQKNorm:
     """Build the norm over all heads of q, and of k, from its weights."""
     eps = builder.config.norm_eps
     share = builder.share
     if share is None:
-        return QKNorm(*norms, eps, builder.kernels)
-    return GatheredQKNorm(*norms, eps, share.rank, share.size, builder.kernels)
+        return QKNorm(*weights, eps, builder.kernels)
+    return GatheredQKNorm(*weights, eps, share.rank, share.size, builder.kernels)
 
 
 def _qk_norms(
-    mixer: AttentionConfig, builder: Builder, prefix: str, device: torch.device
+    mixer: AttentionConfig, norm: QKNormConfig, builder: Builder, prefix: str, device: torch.device
 ) -> tuple[Tensor, Tensor]:
     """Return the weights of the norms of q and k.
 
     A layer that reads another layer's keys has no weight for k; q's is returned in its place and
     never used.
     """
-    if mixer.qk_norm_bare:
+    if not norm.weighted:
         ones = torch.ones(mixer.k_dim, dtype=torch.float32, device=device)
         return ones, ones
     q = builder.norm_weight(prefix + builder.names.attention.q_norm)
@@ -138,12 +148,10 @@ def _of_heads(mixer: AttentionConfig, part: int) -> Tensor:
 def _value_factor(mixer: AttentionConfig, builder: Builder, prefix: str) -> ValueFactor | None:
     if mixer.v_factor is None:
         return None
-    others, values = mixer.factor_groups
+    of_qk, of_v = mixer.factor_groups
     # Any tensor of the layer: it gives the compute dtype and the device
     like = builder.tensor(prefix + builder.names.attention_norm)
-    return ValueFactor(
-        like.new_tensor([[1.0] * others + [mixer.v_factor] * values]), builder.kernels
-    )
+    return ValueFactor(like.new_tensor([[1.0] * of_qk + [mixer.v_factor] * of_v]), builder.kernels)
 
 
 def _value_norm(mixer: AttentionConfig, builder: Builder, rotary: Rotary) -> ValueNorm:
@@ -163,7 +171,7 @@ def _qkv_rows(mixer: AttentionConfig, builder: Builder) -> tuple[Tensor | None, 
         return (_of_heads(mixer, 0), None, None)
     if mixer.rope is None or not builder.config.ropes[mixer.rope].interleaved:
         return ()
-    assert not mixer.qk_norm, "the weights of these norms would need the same order"
+    assert mixer.qk_norm is None, "the weights of these norms would need the same order"
     rotary_dim = builder.config.ropes[mixer.rope].rotary_dim
     q = half_pairs(mixer.num_heads, mixer.k_dim, rotary_dim)
     k = half_pairs(mixer.num_kv_heads, mixer.k_dim, rotary_dim)
@@ -195,7 +203,7 @@ def _latent(mixer: LatentConfig, builder: Builder, prefix: str, ropes: Ropes) ->
         rotary=ropes[mixer.rope],
         num_heads=mixer.num_heads,
         nope=mixer.nope,
-        softmax_scale=mixer.softmax_scale,
+        call=AttentionCall(mixer.softmax_scale),
         eps=mixer.eps,
         shared=mixer.rotated,
         output_gate=None if gate is None else OutputGate(gate, GateFunction.SIGMOID, kernels),
@@ -227,16 +235,17 @@ def _delta_net(mixer: DeltaNetConfig, builder: Builder, prefix: str, ropes: Rope
         None if len(names.qkvz) > 1 else _side_by_side(mixer.key_heads, keys, keys, values, values)
     )
     of_ba = None if len(names.ba) > 1 else _side_by_side(mixer.key_heads, heads, heads)
+    norm = builder.tensor(prefix + names.norm)
     return DeltaNet(
         qkvz=builder.linear(prefix, *names.qkvz, rows=(of_qkvz,)),
         ba=builder.kept([prefix + name for name in names.ba], of_ba),
-        conv=builder.tensor(prefix + names.conv).flatten(1),
-        a_log=builder.exact(prefix + names.a_log),
-        dt_bias=builder.exact(prefix + names.dt_bias),
-        norm=builder.tensor(prefix + names.norm),
+        conv=Convolution(builder.tensor(prefix + names.conv).flatten(1), None, silu=True),
+        decays=DecayParameters(
+            builder.exact(prefix + names.a_log), builder.exact(prefix + names.dt_bias)
+        ),
+        norm=GatedNorm(norm, builder.config.norm_eps, group=len(norm), norm_first=True),
         out=builder.gathered(prefix, names.out),
         sizes=(mixer.key_heads * mixer.k_dim, mixer.channels),
-        eps=builder.config.norm_eps,
         kernels=builder.kernels,
     )
 
@@ -245,17 +254,20 @@ def _kimi_delta(mixer: KimiDeltaConfig, builder: Builder, prefix: str, ropes: Ro
     names = builder.names.kimi_delta
     two = mixer.rank is not None
     gates = (names.decay[0], names.beta, *((names.output_gate[0],) if two else ()))
+    conv = torch.cat([builder.tensor(prefix + name).flatten(1) for name in names.conv])
     return KimiDelta(
         first=builder.linear(prefix, *names.qkv, *(() if two else names.output_gate)),
         gates=builder.kept([prefix + name for name in gates]),
         decay=builder.kept([prefix + names.decay[1]]) if two else None,
         output_gate=builder.kept([prefix + names.output_gate[1]]) if two else None,
-        conv=torch.cat([builder.tensor(prefix + name).flatten(1) for name in names.conv]),
-        a_log=builder.exact(prefix + names.a_log).flatten(),
-        dt_bias=builder.exact(prefix + names.dt_bias),
+        conv=Convolution(conv, None, silu=True),
+        decays=DecayParameters(
+            builder.exact(prefix + names.a_log).flatten(),
+            builder.exact(prefix + names.dt_bias),
+            bound=mixer.bound,
+        ),
         norm=builder.tensor(prefix + names.norm),
         out=builder.gathered(prefix, names.out),
-        bound=mixer.bound,
         eps=builder.config.norm_eps,
         kernels=builder.kernels,
     )
@@ -265,10 +277,18 @@ def _short_conv(mixer: ShortConvConfig, builder: Builder, prefix: str, ropes: Ro
     names = builder.names.short_conv
     return ShortConv(
         in_proj=builder.linear(prefix, names.in_proj),
-        weight=builder.tensor(f"{prefix}{names.conv}.weight").flatten(1),
-        bias=builder.tensor(f"{prefix}{names.conv}.bias") if mixer.bias else None,
+        conv=_convolution(builder, prefix + names.conv, bias=mixer.bias, silu=False),
         out_proj=builder.gathered(prefix, names.out_proj),
         kernels=builder.kernels,
+    )
+
+
+def _convolution(builder: Builder, name: str, bias: bool, silu: bool) -> Convolution:
+    """Build the convolution `name`."""
+    return Convolution(
+        builder.tensor(f"{name}.weight").flatten(1),
+        builder.tensor(f"{name}.bias") if bias else None,
+        silu,
     )
 
 
@@ -278,18 +298,19 @@ def _mamba2(mixer: Mamba2Config, builder: Builder, prefix: str, ropes: Ropes) ->
     gathers = len(norm) > mixer.heads * mixer.head_dim  # it has the channels of all ranks
     return Mamba2(
         in_proj=builder.linear(prefix, names.in_proj),
-        conv=builder.tensor(f"{prefix}{names.conv}.weight").flatten(1),
-        conv_bias=builder.tensor(f"{prefix}{names.conv}.bias") if mixer.conv_bias else None,
-        a_log=builder.exact(prefix + names.a_log),
-        skip=builder.exact(prefix + names.skip),
-        dt_bias=builder.exact(prefix + names.dt_bias),
-        norm=norm,
+        conv=_convolution(builder, prefix + names.conv, bias=mixer.conv_bias, silu=True),
+        decays=DecayParameters(
+            builder.exact(prefix + names.a_log),
+            builder.exact(prefix + names.dt_bias),
+            mixer.limits,
+        ),
+        rule=RecurrenceRule(delta=False, norm=False, skip=builder.exact(prefix + names.skip)),
+        norm=GatedNorm(
+            norm, builder.config.norm_eps, len(norm) // mixer.norm_groups, norm_first=False
+        ),
         gathers=gathers,
         out=builder.gathered(prefix, names.out, inputs=not gathers),
-        group=len(norm) // mixer.norm_groups,
-        limits=mixer.limits,
         keys=mixer.groups * mixer.state_size,
-        eps=builder.config.norm_eps,
         kernels=builder.kernels,
     )
 
@@ -302,7 +323,7 @@ def _side_by_side(groups: int, *sizes: int) -> Tensor:
     return torch.cat([part.flatten() for part in rows.split(sizes, 1)])
 
 
-_BUILDERS: Mapping[type, Callable[[Any, Builder, str, Ropes], Mixer]] = {
+_BUILDERS: Mapping[type, Callable[[Any, Builder, str, Ropes], AnyMixer]] = {
     AttentionConfig: _attention,
     LatentConfig: _latent,
     DeltaNetConfig: _delta_net,

@@ -33,7 +33,7 @@ Rows = Tensor | QuantizedRows
 JoinedPart = tuple[Tensor, Tensor | None]
 
 
-def plain(rows: Rows) -> Tensor:
+def as_tensor(rows: Rows) -> Tensor:
     """Return the rows of an operation that had no `consumer` (`KernelSet`): always a tensor."""
     assert isinstance(rows, Tensor)
     return rows

@@ -103,7 +103,7 @@ def _mixer_faults(mixer: Mixer, where: str, size: int) -> Iterator[str]:
         case AttentionConfig():
             yield from _uneven(f"attention heads of {where}", mixer.num_heads, size)
             heads = mixer.num_kv_heads
-            if heads % size and mixer.qk_norm_whole:
+            if heads % size and mixer.norms_all_heads:
                 yield from _uneven(f"KV heads of {where}", heads, size)
             yield from _unshared(f"KV heads of {where}", heads, size)
         case LatentConfig():

@@ -18,8 +18,9 @@ from torch import Tensor
 from freight.kernels import reference_experts
 from freight.kernels.interface import KernelSet
 from freight.model.layers.moe import MoE
-from freight.operands.activation import Activation, AnyActivation, GatedActivation
-from freight.operands.packed import PackedExperts, PackedWeight, Rows, plain
+from freight.operands.activation import Activation, GatedActivation
+from freight.operands.experts import ExpertLayers
+from freight.operands.packed import PackedWeight, Rows, as_tensor
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ class _OneByOne:
     def _seen(self, hidden: Rows) -> Rows:
         if self.watch is not None:
             # Plain: weights in calibration are not quantized
-            self.watch.down(plain(hidden).reshape(1, -1))
+            self.watch.down(as_tensor(hidden).reshape(1, -1))
         return hidden
 
     pack_experts = reference_experts.pack
@@ -83,9 +84,7 @@ class _OneByOne:
         x: Tensor,
         ids: Tensor,
         weights: Tensor,
-        gate_up: PackedExperts,
-        down: PackedExperts,
-        activation: AnyActivation,
+        layers: ExpertLayers,
         base: Tensor | None = None,
     ) -> Tensor:
         """`KernelSet.experts`"""
@@ -94,6 +93,4 @@ class _OneByOne:
             self.watch.num_tokens.add_(
                 torch.bincount(ids.flatten(), minlength=len(self.watch.num_tokens))
             )
-        return reference_experts.experts(
-            cast(KernelSet, self), x, ids, weights, gate_up, down, activation, base
-        )
+        return reference_experts.experts(cast(KernelSet, self), x, ids, weights, layers, base)

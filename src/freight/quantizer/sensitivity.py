@@ -24,7 +24,7 @@ from freight.errors import ConfigError
 from freight.model.decoder import Decoder, Residual
 from freight.model.open import OpenModel, require_native
 from freight.operands.batch import ForwardBatch
-from freight.operands.packed import plain
+from freight.operands.packed import as_tensor
 from freight.settings.engine import EngineConfig, KVCacheConfig
 
 ROWS = 256  # of logits at a time, so that memory is bounded for any vocabulary
@@ -149,7 +149,7 @@ class Meter:
     def _normed(self, stream: Residual) -> Tensor:
         if self.decoder.norm is None:
             return stream.x if stream.delta is None else stream.x + stream.delta
-        return plain(stream.normed(self.decoder.norm)[1])
+        return as_tensor(stream.normed(self.decoder.norm)[1])
 
     def _kl(self, reference: Tensor, other: Tensor) -> float:
         """Sum the KL over the rows of two final states [rows, hidden_size], in nats."""

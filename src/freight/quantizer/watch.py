@@ -21,7 +21,7 @@ from freight.model.decoder import MLP, DecoderLayer
 from freight.model.layers.linear import GatheredLinear, Projection, UnmergedLinear
 from freight.operands.batch import ForwardBatch
 from freight.operands.kv_pages import read_slots
-from freight.operands.packed import Rows, plain
+from freight.operands.packed import Rows, as_tensor
 from freight.operands.rotary import Rotary
 from freight.quantizer.centers import LayerCenters
 from freight.quantizer.expert_inputs import ExpertWatch
@@ -91,7 +91,7 @@ class _Watched(UnmergedLinear):
     observe: Callable[[Tensor], None]
 
     def __call__(self, x: Rows) -> Tensor:
-        self.observe(plain(x).reshape(1, -1))
+        self.observe(as_tensor(x).reshape(1, -1))
         return super().__call__(x)
 
 

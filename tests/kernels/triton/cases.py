@@ -33,8 +33,11 @@ from freight.operands.activation import (
     GateFunction,
     clamped_silu,
 )
+from freight.operands.attention import AttentionCall
 from freight.operands.batch import Sequences
+from freight.operands.experts import ExpertLayers, Router
 from freight.operands.kv_pages import KeyCenter, KVPages
+from freight.operands.recurrence import Convolution, DecayParameters, GatedNorm, RecurrenceRule
 from freight.operands.rotary import Rotary
 from freight.operands.routing import Routing, Scoring
 from freight.operands.states import States
@@ -95,7 +98,15 @@ def attend(
         cache = replace(cache, k_center=center)
     of_heads = empty(heads * group, dtype=torch.float32) if sinks else None
     reader = consumer(*to, heads * group * (v_dim or dim)) if to else None
-    paged.attention(target, q, cache, sequences(64), 0.1, window, soft_cap, fp8, of_heads, reader)
+    paged.attention(
+        target,
+        q,
+        cache,
+        sequences(64),
+        AttentionCall(0.1, window, soft_cap, of_heads),
+        fp8=fp8,
+        consumer=reader,
+    )
 
 
 def keep(
@@ -189,7 +200,7 @@ def mix(
         stack(hidden, inner),
     )
     base = empty(rows, hidden) if shared else None
-    experts.experts(target, empty(rows, hidden), ids, weights, *pair, function, base)
+    experts.experts(target, empty(rows, hidden), ids, weights, ExpertLayers(*pair, function), base)
 
 
 def by_head(
@@ -211,7 +222,7 @@ def choose(rows: int, routing: Routing, target: Target, hidden: int = 2048) -> N
     )
     of_logits = bias if routing.scoring is Scoring.CHOSEN else None
     of_choice = bias.float() if routing.scoring is Scoring.SIGMOID else None
-    route.route(empty(rows, hidden), gate, routing, of_logits, of_choice)
+    route.route(empty(rows, hidden), Router(gate, routing, of_logits, of_choice))
 
 
 def layer_norm(size: int, consumer: Weight | None, target: Target) -> None:
@@ -224,7 +235,7 @@ def convolve(channels: int, width: int, rows: int, target: Target, more: bool = 
     x = empty(rows, 2 * channels)[:, :channels]
     states = States({"columns": empty(64, width - 1, channels)}, 2048)
     bias = empty(channels) if more else None
-    convolution.convolve(x, empty(channels, width), bias, more, states, sequences(64))
+    convolution.convolve(x, Convolution(empty(channels, width), bias, more), states, sequences(64))
 
 
 def recur(
@@ -248,10 +259,8 @@ def recur(
     beta, decay = empty(rows, heads, dtype=float32), empty(rows, *decays, dtype=float32)
     skip = None if delta else empty(heads, dtype=float32)
     recurrence.recurrence(
-        *(target, q, k, v, beta, decay, States(parts, 2048), sequences(64)),
-        delta=delta,
-        norm=delta,
-        skip=skip,
+        *(target, q, k, v, beta, decay, RecurrenceRule(delta, delta, skip)),
+        *(States(parts, 2048), sequences(64)),
     )
 
 
@@ -264,7 +273,11 @@ def gated_norm(
 ) -> None:
     x, weight = empty(64, size), empty(group if norm_first else size)
     gates.gated_norm(
-        target, x, x, weight, 1e-6, group, norm_first, consumer(*to, size) if to else None
+        target,
+        x,
+        x,
+        GatedNorm(weight, 1e-6, group, norm_first),
+        consumer(*to, size) if to else None,
     )
 
 
@@ -275,7 +288,11 @@ def decay(
         empty(64, heads * (k_dim + 1)),
         *(empty(n, dtype=torch.float32) for n in (heads, heads * k_dim)),
     )
-    gates.decays(a[:, :-heads], a[:, -heads:] if delta else None, a_log, dt_bias, (0.0, 1.0), bound)
+    gates.decays(
+        a[:, :-heads],
+        a[:, -heads:] if delta else None,
+        DecayParameters(a_log, dt_bias, (0.0, 1.0), bound),
+    )
 
 
 # compiled whenever the tests run

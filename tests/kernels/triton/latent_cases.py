@@ -13,6 +13,7 @@ from cases import BF16, empty, native, pages, sequences
 from freight.fp8.formats import Format
 from freight.kernels.triton import paged
 from freight.kernels.triton.formats import Target
+from freight.operands.attention import AttentionCall
 
 
 def attend_latent(
@@ -24,7 +25,12 @@ def attend_latent(
     cache = pages(format, scales, 1, 576, 512)
     cache = replace(cache, v=cache.k[..., 64:], v_in_k=True)
     paged.attention(
-        target, empty(8192, heads, 576, dtype=BF16), cache, sequences(64), 0.1, None, None, fp8
+        target,
+        empty(8192, heads, 576, dtype=BF16),
+        cache,
+        sequences(64),
+        AttentionCall(0.1),
+        fp8=fp8,
     )
 
 

@@ -22,6 +22,7 @@ from freight.kernels.triton.experts import FEW_ROWS, sort_slots
 from freight.kernels.triton.formats import current_target
 from freight.kernels.triton.triton_set import TritonKernels
 from freight.operands.activation import Activation, AnyActivation, GatedActivation
+from freight.operands.experts import ExpertLayers, Router
 from freight.operands.routing import Routing, Scoring
 from freight.operands.weight import Activations, Weight
 
@@ -92,7 +93,7 @@ def one_by_one(
     """The definition, over the Triton set's `linear`, `gated` and `activated`."""
     x, ids, row_weights, base = operands
     lists = [definition.pack(KERNELS, one, add) for one, add in zip(weights, bias, strict=True)]
-    return definition.experts(KERNELS, x, ids, row_weights, *lists, function, base)
+    return definition.experts(KERNELS, x, ids, row_weights, ExpertLayers(*lists, function), base)
 
 
 @pytest.fixture
@@ -126,7 +127,7 @@ def test_experts_are_products_one_by_one(dtype, blocks, activations, function, d
     )
     x, ids, row_weights = some(4, device, dtype)
     base = torch.randn(4, HIDDEN, device=device).to(dtype)
-    got = KERNELS.experts(x, ids, row_weights, *packed(weights, bias), function, base)
+    got = KERNELS.experts(x, ids, row_weights, ExpertLayers(*packed(weights, bias), function), base)
     assert got.dtype == dtype
     assert torch.equal(
         got, one_by_one(weights, x, ids, row_weights, base, bias=bias, function=function)
@@ -140,9 +141,9 @@ def test_experts_are_those_of_the_reference(blocks, function, device):
     torch.manual_seed(1)
     weights = both(blocks, Activations.DYNAMIC, device, function)
     x, ids, row_weights = some(3, device, torch.float32)
-    got = KERNELS.experts(x, ids, row_weights, *packed(weights), function)
+    got = KERNELS.experts(x, ids, row_weights, ExpertLayers(*packed(weights), function))
     lists = [REFERENCE.pack_experts(one) for one in weights]
-    expected = REFERENCE.experts(x, ids, row_weights, *lists, function)
+    expected = REFERENCE.experts(x, ids, row_weights, ExpertLayers(*lists, function))
     assert (got - expected).abs().max() <= (
         2e-5 if device == "cpu" else 0.02
     ) * expected.abs().max()
@@ -155,9 +156,9 @@ def test_experts_in_sixteen_bits(device):
         for part in both(None, Activations.PLAIN, device)
     )
     x, ids, row_weights = some(3, device)
-    got = KERNELS.experts(x, ids, row_weights, *packed(weights), SILU).float()
+    got = KERNELS.experts(x, ids, row_weights, ExpertLayers(*packed(weights), SILU)).float()
     lists = [REFERENCE.pack_experts([Weight(one.data.float()) for one in part]) for part in weights]
-    expected = REFERENCE.experts(x.float(), ids, row_weights, *lists, SILU)
+    expected = REFERENCE.experts(x.float(), ids, row_weights, ExpertLayers(*lists, SILU))
     assert (got - expected).abs().max() <= 0.02 * expected.abs().max()
 
 
@@ -169,7 +170,7 @@ def test_one_row_and_many_rows_of_the_same_experts(rows, device):
     weights = both(False, Activations.PLAIN, device)
     x, ids, row_weights = some(rows, device, torch.float32)
     ids[:] = torch.tensor([2, 4], dtype=torch.int32)
-    got = KERNELS.experts(x, ids, row_weights, *packed(weights), SILU)
+    got = KERNELS.experts(x, ids, row_weights, ExpertLayers(*packed(weights), SILU))
     assert torch.equal(got, one_by_one(weights, x, ids, row_weights, None))
 
 
@@ -179,10 +180,13 @@ def test_the_bits_of_a_row_are_its_own(blocks, function, device):
     torch.manual_seed(4)
     stacks = packed(both(blocks, Activations.DYNAMIC, device, function))
     x, ids, row_weights = some(5, device, torch.float32 if blocks is None else torch.bfloat16)
-    together = KERNELS.experts(x, ids, row_weights, *stacks, function)
+    together = KERNELS.experts(x, ids, row_weights, ExpertLayers(*stacks, function))
     for part in (slice(1, 2), slice(2, 5)):
         alone = KERNELS.experts(
-            x[part], ids[part].contiguous(), row_weights[part].contiguous(), *stacks, function
+            x[part],
+            ids[part].contiguous(),
+            row_weights[part].contiguous(),
+            ExpertLayers(*stacks, function),
         )
         assert torch.equal(alone, together[part])
 
@@ -255,12 +259,12 @@ def test_route(dtype, device):
     torch.manual_seed(7)
     router, bias = torch.randn(20, 100, device=device) / 10, torch.randn(20, device=device)
     x, routing = torch.randn(19, 100).to(dtype).to(device), Routing(20, 4)
-    ids, weights = KERNELS.route(x, Weight(router), routing, bias)
+    ids, weights = KERNELS.route(x, Router(Weight(router), routing, bias))
     expected_ids, expected = definition.choose(x.double() @ router.double().T + bias, routing)
     assert torch.equal(ids, expected_ids)
     assert (weights - expected).abs().max() <= 1e-6
     for part in (slice(4, 5), slice(9, 19)):
-        alone = KERNELS.route(x[part], Weight(router), routing, bias)
+        alone = KERNELS.route(x[part], Router(Weight(router), routing, bias))
         assert torch.equal(alone[0], ids[part])
         assert torch.equal(alone[1], weights[part])
 
@@ -307,8 +311,8 @@ def test_the_launches_follow_from_shapes(activations, launches, function, monkey
     steps = []
     with torch.inference_mode(), OperationsOfTorch() as operations:
         for chosen in (ids, same):
-            KERNELS.route(x, router, Routing(NUM_EXPERTS, TOP_K))
-            KERNELS.experts(x, chosen, row_weights, *stacks, function)
+            KERNELS.route(x, Router(router, Routing(NUM_EXPERTS, TOP_K)))
+            KERNELS.experts(x, chosen, row_weights, ExpertLayers(*stacks, function))
             steps.append(list(made))
             made.clear()
     assert steps[0] == steps[1]

@@ -20,6 +20,7 @@ from freight.kernels.triton import paged
 from freight.kernels.triton.formats import Target, current_target
 from freight.kernels.triton.paged import Tile
 from freight.kernels.triton.rows import quantize
+from freight.operands.attention import AttentionCall
 from freight.operands.kv_pages import KeyCenter, KVPages
 from freight.operands.weight import Activations, Weight
 
@@ -136,12 +137,22 @@ class Case:
         if dtype is not None:
             scale = self.dim**-0.5
             return reference.attention(
-                q.to(dtype), self.pages, batch, scale, window, soft_cap, products, sinks
+                q.to(dtype),
+                self.pages,
+                batch,
+                AttentionCall(scale, window, soft_cap, sinks),
+                products=products,
             )
         fp8 = products is not Fp8Products.NONE
         scale = self.dim**-0.5
         return paged.attention(
-            current_target(), q, self.pages, batch, scale, window, soft_cap, fp8, sinks, consumer
+            current_target(),
+            q,
+            self.pages,
+            batch,
+            AttentionCall(scale, window, soft_cap, sinks),
+            fp8=fp8,
+            consumer=consumer,
         )
 
 
@@ -240,7 +251,7 @@ def test_a_row_for_padding_is_left_out(device):
     batch = case.batch([*DECODES, (1, -1)], [*case.blocks, [0]])
     q = torch.cat([case.q[i][before:] for i, (_, before) in enumerate(DECODES)])
     out = paged.attention(
-        current_target(), torch.cat((q, q[:1])), case.pages, batch.sequences(0), 0.25, None
+        current_target(), torch.cat((q, q[:1])), case.pages, batch.sequences(0), AttentionCall(0.25)
     )
     assert torch.equal(out[:3], case.run([0, 1, 2]))
 
@@ -527,7 +538,7 @@ def test_a_row_for_padding_changes_no_quantized_row(device):
     consumer = consumer_of("row", 32, device)
     q = torch.cat([*(case.q[i][before:] for i, (_, before) in enumerate(DECODES)), case.q[0][:1]])
     got = paged.attention(
-        current_target(), q, case.pages, batch.sequences(0), 0.25, None, consumer=consumer
+        current_target(), q, case.pages, batch.sequences(0), AttentionCall(0.25), consumer=consumer
     )
     assert same(
         replace(got, codes=got.codes[:3], scale=got.scale[:3]),

@@ -21,6 +21,7 @@ from freight.kernels.triton.formats import current_target
 from freight.kernels.triton.rows import quantize
 from freight.kernels.triton.triton_set import TritonKernels
 from freight.operands.batch import Sequences
+from freight.operands.recurrence import Convolution, DecayParameters, GatedNorm, RecurrenceRule
 from freight.operands.states import States
 from freight.operands.tiles import LEAST_DECAY, STATE_TILE
 from freight.operands.weight import Activations, Weight
@@ -42,6 +43,10 @@ def where(parts: Sequence[tuple[int, int, Sequence[int]]], device: str) -> Seque
     )
 
 
+def on(device: str, rule: RecurrenceRule) -> RecurrenceRule:
+    return rule if rule.skip is None else replace(rule, skip=rule.skip.to(device))
+
+
 def run(
     kernels: Any,
     layer: Layer,
@@ -52,14 +57,14 @@ def run(
 ) -> tuple[Tensor, States]:
     inputs, states = layer.inputs(rows, half_life=half_life), moved(layer.states(6), device)
     inputs = {name: x.to(device) for name, x in inputs.items()}
-    flags = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in layer.flags.items()}
+    rule = on(device, layer.rule)
 
     def call(part: slice, of: Sequences) -> Tensor:
         lengths = Sequences(
             of.query_starts.to(device), of.context_lens.to(device), of.block_tables.to(device)
         )
         return kernels.recurrence(
-            **{n: x[part] for n, x in inputs.items()}, states=states, sequences=lengths, **flags
+            **{n: x[part] for n, x in inputs.items()}, states=states, sequences=lengths, rule=rule
         )
 
     return in_calls(call, rows, cuts, BLOCKS), states
@@ -148,12 +153,12 @@ def test_a_decay_beyond_float32_forgets_what_was_before(device):
 @pytest.mark.parametrize("decay", [0.0, -80.0, LEAST_DECAY, -torch.inf])
 def test_a_channel_that_is_forgotten_leaves_the_others_what_they_know(decay, device):
     layer = replace(SMALL, by_channel=True)
-    inputs, flags = layer.inputs(19, half_life=1000.0), layer.flags
+    inputs = layer.inputs(19, half_life=1000.0)
     inputs["log_decay"][:, :, 1::2] = decay
     inputs = {name: x.to(device) for name, x in inputs.items()}
     states = moved(layer.states(2), device)
     found = TRITON.recurrence(
-        **inputs, states=states, sequences=where([(0, 19, (1,))], device), **flags
+        **inputs, states=states, sequences=where([(0, 19, (1,))], device), rule=layer.rule
     )
     assert_near(
         found.cpu().double(), token_by_token(layer, {n: x.cpu() for n, x in inputs.items()}), 1e-5
@@ -171,7 +176,7 @@ def test_sequences_of_a_batch_do_not_see_each_other(by_channel, device):
     for part, blocks in ((slice(0, 15), (3,)), (slice(0, 32), (1,))):
         of = {name: x[part] for name, x in history.items()}
         lengths = sequences([(0, part.stop, blocks)])
-        REFERENCE.recurrence(**of, states=filled, sequences=lengths, **layer.flags)
+        REFERENCE.recurrence(**of, states=filled, sequences=lengths, rule=layer.rule)
     inputs = layer.inputs(7, 2)
     inputs["v"][4:6] = torch.nan
     sizes = [inputs[name].shape[1] for name in ("q", "k", "v")]
@@ -187,7 +192,7 @@ def test_sequences_of_a_batch_do_not_see_each_other(by_channel, device):
         )
         rows = {name: x[of].to(device) for name, x in given.items()}
         return kernels.recurrence(
-            **rows, states=states, sequences=where(parts, device), **layer.flags
+            **rows, states=states, sequences=where(parts, device), rule=layer.rule
         ), states
 
     parts = [(15, 3, (3,)), (32, 1, (1, 4)), (0, 2, (2,))]
@@ -237,7 +242,7 @@ def test_a_convolution_is_the_reference_in_any_cut(width, biased, dtype, device)
                 of.query_starts.to(device), of.context_lens.to(device), of.block_tables.to(device)
             )
             return kernels.convolve(
-                x[part], weight, bias if biased else None, biased, states, lengths
+                x[part], Convolution(weight, bias if biased else None, biased), states, lengths
             )
 
         found.append((in_calls(call, rows, cuts, BLOCKS), columns[list(BLOCKS[:3])]))
@@ -258,7 +263,9 @@ def test_convolutions_of_a_batch_and_padding(device):
     def call(kernels: Any, parts: Any, rows: Tensor) -> tuple[Tensor, Tensor]:
         columns = filled.clone()
         states = States({"columns": columns}, 16)
-        return kernels.convolve(rows, weight, None, True, states, where(parts, device)), columns
+        return kernels.convolve(
+            rows, Convolution(weight, None, True), states, where(parts, device)
+        ), columns
 
     many = [(0, 3, (3,)), (15, 2, (1, 4)), (32, 1, (5, 5, 2))]
     out, columns = call(TRITON, [*many, (-1, 1, (0,))], x[:7])
@@ -280,10 +287,12 @@ def test_decays(dtype, limits, device):
     a_log, dt_bias = torch.randn(5), torch.tensor([-30.0, -4.0, 0.0, 1.0, 30.0])
     for b in (ab[:, 6:11], None):
         more = () if limits is None else (limits,)
-        wanted = REFERENCE.decays(ab[:, :5], b, a_log, dt_bias, *more)
+        wanted = REFERENCE.decays(ab[:, :5], b, DecayParameters(a_log, dt_bias, *more))
         moved_ab = ab.to(device)
         own_b = None if b is None else moved_ab[:, 6:11]
-        found = TRITON.decays(moved_ab[:, :5], own_b, a_log.to(device), dt_bias.to(device), *more)
+        found = TRITON.decays(
+            moved_ab[:, :5], own_b, DecayParameters(a_log.to(device), dt_bias.to(device), *more)
+        )
         for ours, theirs in zip(found, wanted, strict=True):
             assert ours.dtype is torch.float32
             torch.testing.assert_close(ours.cpu(), theirs, rtol=4e-6, atol=1e-37)
@@ -299,9 +308,11 @@ def test_decays_of_channels(dtype, bound, device):
         torch.randn(3),
         torch.randn(21) * 4,
     )
-    wanted = REFERENCE.decays(ab[:, 1:22].cpu(), ab[:, 23:].cpu(), a_log, dt_bias, bound=bound)
+    wanted = REFERENCE.decays(
+        ab[:, 1:22].cpu(), ab[:, 23:].cpu(), DecayParameters(a_log, dt_bias, bound=bound)
+    )
     found = TRITON.decays(
-        ab[:, 1:22], ab[:, 23:], a_log.to(device), dt_bias.to(device), bound=bound
+        ab[:, 1:22], ab[:, 23:], DecayParameters(a_log.to(device), dt_bias.to(device), bound=bound)
     )
     for ours, theirs in zip(found, wanted, strict=True):
         assert ours.shape == theirs.shape
@@ -322,8 +333,8 @@ def test_gated_norms(groups, group, repeated, norm_first, dtype, device):
         for part in (slice(size), slice(size, None))
     )
     weight = torch.rand(group if repeated else size).to(dtype).to(device)
-    found = TRITON.gated_norm(x, gate, weight, 1e-5, group, norm_first)
-    wanted = REFERENCE.gated_norm(x, gate, weight, 1e-5, group, norm_first)
+    found = TRITON.gated_norm(x, gate, GatedNorm(weight, 1e-5, group, norm_first))
+    wanted = REFERENCE.gated_norm(x, gate, GatedNorm(weight, 1e-5, group, norm_first))
     assert found.dtype is dtype
     # rsqrt and exp may differ in their last bits, which moves what is rounded twice by as many
     # steps
@@ -341,9 +352,9 @@ def test_gated_norms_are_quantized_for_their_consumer(groups, group, activations
     codes, scales = torch.zeros(8, size, dtype=torch.float8_e4m3fn), torch.ones(8)
     static = 0.01 if activations is Activations.STATIC else None
     consumer = Weight(codes.to(device), scales.to(device), activations, static)
-    found = TRITON.gated_norm(x, gate, weight, 1e-5, group, True, consumer)
+    found = TRITON.gated_norm(x, gate, GatedNorm(weight, 1e-5, group, True), consumer)
     wanted = quantize(
-        TRITON.target, TRITON.gated_norm(x, gate, weight, 1e-5, group, True), consumer
+        TRITON.target, TRITON.gated_norm(x, gate, GatedNorm(weight, 1e-5, group, True)), consumer
     )
     assert torch.equal(found.codes.view(torch.uint8), wanted.codes.view(torch.uint8))
     assert torch.equal(found.scale, wanted.scale)

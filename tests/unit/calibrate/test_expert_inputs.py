@@ -261,6 +261,8 @@ def test_experts_are_read_one_after_the_other_as_they_are_packed(
     monkeypatch.setattr(CheckpointSource, "weight", seen)
     model = opened.load(opened.resolve(opened.args))
     assert most["experts"] <= 4  # gate and up, and those of the expert before while it is replaced
-    inputs = {descriptor.input_scale for descriptor in model.layers[0].mlp.gate_up.descriptors}
+    inputs = {
+        descriptor.input_scale for descriptor in model.layers[0].mlp.experts.gate_up.descriptors
+    }
     stored = load_file(tmp_path / "out" / "model.safetensors")
     assert inputs == {stored["model.layers.0.mlp.experts.0.up_proj.input_scale"].item()}

@@ -180,7 +180,12 @@ def test_biases_and_norms_by_family():
     def facts(model_type, **more):
         c = parse_model_config(config(model_type, **more))
         mixer = c.layers[0].mixer
-        return mixer.qkv_bias, mixer.o_bias, c.layers[0].feed_forward.bias, mixer.qk_norm
+        return (
+            mixer.qkv_bias,
+            mixer.o_bias,
+            c.layers[0].feed_forward.bias,
+            mixer.qk_norm is not None,
+        )
 
     assert facts("llama") == (False, False, False, False)
     assert facts("llama", attention_bias=True, mlp_bias=True) == (True, True, True, False)

@@ -8,7 +8,14 @@ import pytest
 from tests.unit.config.test_model import config, refused, windows
 
 from freight.model.architectures import tensor_names
-from freight.model.config.layer import DenseConfig, MoEConfig, NormPlacement, OutputGateConfig
+from freight.model.config.layer import (
+    DenseConfig,
+    MoEConfig,
+    NormPlace,
+    NormPlacement,
+    OutputGateConfig,
+    QKNormConfig,
+)
 from freight.model.config.parse import parse_model_config
 from freight.operands.activation import Activation, GateFunction
 from freight.operands.routing import Routing, Scoring
@@ -377,7 +384,8 @@ def test_hunyuan_as_its_files_have_it():
     moe = model.layers[0].feed_forward
     assert moe == MoEConfig(Routing(8, 2, Scoring.SOFTMAX), 384, shared=DenseConfig(384))
     mixer, rope = model.layers[0].mixer, model.ropes[0]
-    assert (mixer.qk_norm, mixer.qk_norm_last, mixer.qk_norm_sizes) == (True, True, (64, 64))
+    assert mixer.qk_norm == QKNormConfig(place=NormPlace.AFTER_ROPE)
+    assert mixer.qk_norm_sizes == (64, 64)
     assert (rope.kind, rope.theta, rope.parameters) == ("default", 1e4 * 1000 ** (64 / 62), {})
     inside = {"rope_type": "dynamic", "rope_theta": 1e4, **HUNYUAN_ROPE}
     newer = {key: value for key, value in HUNYUAN.items() if not key.startswith("rope")} | {

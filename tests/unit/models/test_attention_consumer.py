@@ -15,6 +15,7 @@ from freight.lab.evaluate.stored_error import Probe, ProbedKV
 from freight.model.config.layer import GateFunction
 from freight.model.layers.attention import Attention, OutputGate
 from freight.model.layers.linear import Linear
+from freight.operands.attention import AttentionCall
 from freight.operands.weight import Weight
 
 QUANTIZED = object()
@@ -38,10 +39,7 @@ class Kernels:
         q: Tensor,
         pages: Any,
         sequences: Any,
-        softmax_scale: float,
-        window: Any,
-        soft_cap: Any,
-        sinks: Any = None,
+        call: AttentionCall,
         consumer: Any = None,
     ) -> Any:
         assert consumer in (None, "o")
@@ -61,7 +59,7 @@ class Batch:
 def attend(gate: OutputGate | None, probe: Probe) -> Any:
     x = torch.arange(3 * HEADS * DIM, dtype=torch.float32).view(3, -1)
     kv: Any = ProbedKV(None, Kernels(), 0, probe=probe)  # type: ignore[arg-type]
-    layer = Attention(lambda x: x, Output(), None, 1.0, None, None, output_gate=gate)  # type: ignore[arg-type]
+    layer = Attention(lambda x: x, Output(), None, AttentionCall(1.0), output_gate=gate)  # type: ignore[arg-type]
     return layer(x, Batch(), kv)  # type: ignore[arg-type]
 
 

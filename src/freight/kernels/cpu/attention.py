@@ -12,6 +12,7 @@ from torch import Tensor
 from freight.kernels.cpu.arguments import address, check_head_dim, pages_of, rotated_of
 from freight.kernels.cpu.interface import FORMATS, FreightAttention
 from freight.kernels.cpu.library import Library
+from freight.operands.attention import AttentionCall
 from freight.operands.batch import Sequences
 from freight.operands.kv_pages import KVPages
 from freight.operands.packed import PackedWeight
@@ -22,10 +23,7 @@ def attention(
     q: Tensor,
     pages: KVPages,
     sequences: Sequences,
-    softmax_scale: float,
-    window: int | None = None,
-    soft_cap: float | None = None,
-    sinks: Tensor | None = None,
+    call: AttentionCall,
     consumer: PackedWeight | None = None,
 ) -> Tensor:
     """Compute `KernelSet.attention`, [num_tokens, num_heads, v_dim] in q's dtype.
@@ -39,6 +37,7 @@ def attention(
     q = q.contiguous()
     num_tokens, num_heads, k_dim = q.shape
     num_kv_heads, v_dim = pages.v.shape[2:]
+    sinks = call.sinks
     assert sinks is None or (sinks.dtype is torch.float32 and sinks.shape == (num_heads,))
     out = library.empty((num_tokens, num_heads, v_dim), q.dtype)
     center = pages.k_center
@@ -68,11 +67,11 @@ def attention(
             k_dim=k_dim,
             v_dim=v_dim,
             block_size=pages.block_size,
-            window=window or 0,
+            window=call.window or 0,
             center_size=center.pairs.shape[1] if center else 0,
             rotary_dim=2 * center.cos.shape[1] if center else 0,
-            softmax_scale=softmax_scale,
-            soft_cap=soft_cap or 0.0,
+            softmax_scale=call.softmax_scale,
+            soft_cap=call.soft_cap or 0.0,
             threads=torch.get_num_threads(),
         )
     )

@@ -21,8 +21,8 @@ from freight.kernels.cpu.experts import CpuExperts
 from freight.kernels.cpu.library import Library
 from freight.kernels.cpu.linear import CpuWeight
 from freight.kernels.interface import method_on
-from freight.operands.activation import AnyActivation
-from freight.operands.packed import PackedExperts, PackedWeight, Rows, plain
+from freight.operands.experts import ExpertLayers
+from freight.operands.packed import PackedWeight, Rows, as_tensor
 from freight.operands.weight import Weight, Weights
 from freight.parallel.ranks import ALONE, Ranks
 
@@ -67,7 +67,7 @@ class CpuKernels:
         self, x: Rows, weight: PackedWeight, bias: Tensor | None = None, whole: bool = False
     ) -> Tensor:
         """Compute `KernelSet.shared_linear`; of many rows without copies of what ranks share."""
-        rows = plain(x)
+        rows = as_tensor(x)
         transport = self.ranks.transport
         if transport is None or len(rows) <= ranks.FEW:
             return self.gather(self.linear(rows if whole else self.gather(rows), weight, bias))
@@ -78,14 +78,12 @@ class CpuKernels:
         x: Tensor,
         ids: Tensor,
         weights: Tensor,
-        gate_up: PackedExperts,
-        down: PackedExperts,
-        activation: AnyActivation,
+        layers: ExpertLayers,
         base: Tensor | None = None,
     ) -> Tensor:
         """Compute `KernelSet.experts`, of several ranks with the columns of all."""
-        given = (x, ids, weights, gate_up, down, activation, base)
-        return self.gather(experts.experts(self.library, *given, self.ranks.transport))
+        transport = self.ranks.transport
+        return self.gather(experts.experts(self.library, x, ids, weights, layers, base, transport))
 
     def pack(self, weight: Weight) -> CpuWeight:
         """Pack `weight`; the first large one measures how to prefetch weights (tuning.py)."""

@@ -34,9 +34,9 @@ from freight.kernels.cpu.linear import (
     pack_into,
     packed_bytes,
 )
-from freight.operands.activation import Activation, AnyActivation
-from freight.operands.packed import PackedExperts, PackedWeight
-from freight.operands.routing import Routing
+from freight.operands.activation import Activation
+from freight.operands.experts import ExpertLayers, Router
+from freight.operands.packed import PackedExperts
 from freight.operands.weight import Weights
 from freight.parallel.ranks import Transport
 
@@ -97,12 +97,12 @@ def pack(library: Library, weights: Weights, bias: Tensor | None = None) -> CpuE
     assert len(packed) == len(weights)
     if data.numel() >= LARGE:
         give_back_freed_memory()
-    scale = torch.stack([one.scale for one in packed])
-    blocks = [one.block_scale for one in packed if one.block_scale is not None]
+    scale = torch.stack([weight.scale for weight in packed])
+    blocks = [weight.block_scale for weight in packed if weight.block_scale is not None]
     assert len(blocks) in (0, len(packed))
     block_scale = torch.stack(blocks) if blocks else None
-    orders = tuple(one.order for one in packed if one.order is not None)
-    descriptors = (FreightWeight * len(packed))(*(one.descriptor for one in packed))
+    orders = tuple(weight.order for weight in packed if weight.order is not None)
+    descriptors = (FreightWeight * len(packed))(*(weight.descriptor for weight in packed))
     for expert, descriptor in enumerate(descriptors):
         descriptor.scale = scale[expert].data_ptr()
         descriptor.block_scale = None if block_scale is None else block_scale[expert].data_ptr()
@@ -117,35 +117,31 @@ def pack(library: Library, weights: Weights, bias: Tensor | None = None) -> CpuE
 def route(
     library: Library,
     x: Tensor,
-    router: PackedWeight,
-    routing: Routing,
-    bias: Tensor | None = None,
-    choice_bias: Tensor | None = None,
-    expert_scale: Tensor | None = None,
+    router: Router,
 ) -> tuple[Tensor, Tensor]:
     """Compute `KernelSet.route`.
 
     The logits have the bits of `linear` over x in float32; a NaN counts as the largest score.
     """
-    assert isinstance(router, CpuWeight)
+    matrix = router.matrix
+    routing = router.routing
+    assert isinstance(matrix, CpuWeight)
     rows, hidden_size = x.shape
-    num_experts = router.out_features
+    num_experts = matrix.out_features
     top_k = routing.top_k
-    assert hidden_size == router.in_features
+    assert hidden_size == matrix.in_features
     assert num_experts == routing.num_experts >= top_k
     assert num_experts % routing.num_groups == 0
     assert routing.group_best in (1, 2)
-    by_expert = (bias, choice_bias, expert_scale)
-    assert all(
-        one is None or (one.dtype == torch.float32 and one.shape == (num_experts,))
-        for one in by_expert
-    )
+    by_expert = (router.bias, router.choice_bias, router.expert_scale)
+    for values in by_expert:
+        assert values is None or (values.dtype == torch.float32 and values.shape == (num_experts,))
     x = x.contiguous()
     ids = library.empty((rows, top_k), torch.int32)
     weights = library.empty((rows, top_k), torch.float32)
     library.functions.freight_route(
         FreightRoute(
-            router.address,
+            matrix.address,
             x.data_ptr(),
             *map(address, by_expert),
             ids.data_ptr(),
@@ -170,9 +166,7 @@ def experts(
     x: Tensor,
     ids: Tensor,
     weights: Tensor,
-    gate_up: PackedExperts,
-    down: PackedExperts,
-    activation: AnyActivation,
+    layers: ExpertLayers,
     base: Tensor | None = None,
     transport: Transport | None = None,
 ) -> Tensor:
@@ -181,6 +175,9 @@ def experts(
     With the `transport` of several ranks, the matrices have this rank's rows, and the result its
     columns.
     """
+    gate_up = layers.gate_up
+    down = layers.down
+    activation = layers.activation
     assert isinstance(gate_up, CpuExperts)
     assert isinstance(down, CpuExperts)
     rows, hidden_size = x.shape

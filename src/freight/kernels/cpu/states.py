@@ -8,8 +8,6 @@ functions read lengths and block tables at the time of the call, so a replayed c
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -26,6 +24,12 @@ from freight.kernels.cpu.interface import (
 from freight.kernels.cpu.library import Library
 from freight.operands.batch import Sequences
 from freight.operands.packed import PackedWeight
+from freight.operands.recurrence import (
+    Convolution,
+    DecayParameters,
+    GatedNorm,
+    RecurrenceRule,
+)
 from freight.operands.states import States
 from freight.operands.tiles import STATE_TILE
 
@@ -33,9 +37,7 @@ from freight.operands.tiles import STATE_TILE
 def convolve(
     library: Library,
     x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    silu: bool,
+    convolution: Convolution,
     states: States,
     sequences: Sequences,
 ) -> Tensor:
@@ -44,6 +46,8 @@ def convolve(
     Raises KernelError for a width outside 2 to MAX_WIDTH, and for a context shorter than its rows.
     """
     columns = states.parts["columns"]
+    weight = convolution.weight
+    bias = convolution.bias
     rows, channels = x.shape
     width = weight.shape[1]
     if not 2 <= width <= MAX_WIDTH:
@@ -72,7 +76,7 @@ def convolve(
             channels,
             width,
             FORMATS[x.dtype],
-            silu,
+            convolution.silu,
             torch.get_num_threads(),
         )
     )
@@ -83,12 +87,12 @@ def decays(
     library: Library,
     a: Tensor,
     b: Tensor | None,
-    a_log: Tensor,
-    dt_bias: Tensor,
-    limits: tuple[float, float] = (0.0, math.inf),
-    bound: float | None = None,
+    parameters: DecayParameters,
 ) -> tuple[Tensor, Tensor]:
     """Compute `KernelSet.decays`. b has a's dtype."""
+    a_log = parameters.a_log
+    dt_bias = parameters.dt_bias
+    bound = parameters.bound
     rows = len(a)
     heads = len(a_log)
     channels = len(dt_bias)
@@ -114,7 +118,7 @@ def decays(
             each,
             a.stride(0),
             with_b[1],
-            *limits,
+            *parameters.limits,
             bound or 0.0,
             FORMATS[a.dtype],
             torch.get_num_threads(),
@@ -130,15 +134,13 @@ def recurrence(
     v: Tensor,
     beta: Tensor,
     log_decay: Tensor,
+    rule: RecurrenceRule,
     states: States,
     sequences: Sequences,
-    *,
-    delta: bool,
-    norm: bool,
-    skip: Tensor | None = None,
 ) -> Tensor:
     """Compute `KernelSet.recurrence`. Raises KernelError for a context shorter than its rows."""
     parts = states.parts
+    skip = rule.skip
     rows = len(v)
     state = parts["state"]
     kept_k = parts["k"]
@@ -195,8 +197,8 @@ def recurrence(
             v_dim,
             FORMATS[v.dtype],
             FORMATS[state.dtype],
-            delta,
-            norm,
+            rule.delta,
+            rule.norm,
             by_channel,
             k_dim**-0.5,
             torch.get_num_threads(),
@@ -209,13 +211,12 @@ def gated_norm(
     library: Library,
     x: Tensor,
     gate: Tensor,
-    weight: Tensor,
-    eps: float,
-    group: int,
-    norm_first: bool,
+    norm: GatedNorm,
     consumer: PackedWeight | None = None,
 ) -> Tensor:
     """Compute `KernelSet.gated_norm`."""
+    weight = norm.weight
+    group = norm.group
     rows, size = x.shape
     assert gate.shape == x.shape
     assert gate.dtype == x.dtype
@@ -237,8 +238,8 @@ def gated_norm(
             gate.stride(0),
             FORMATS[x.dtype],
             FORMATS[weight.dtype],
-            eps,
-            norm_first,
+            norm.eps,
+            norm.norm_first,
             torch.get_num_threads(),
         )
     )

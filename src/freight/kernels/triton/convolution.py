@@ -14,6 +14,7 @@ from freight.kernels.triton.attention import sequence_of
 from freight.kernels.triton.sizes import cdiv
 from freight.kernels.triton.states import by_block
 from freight.operands.batch import Sequences
+from freight.operands.recurrence import Convolution
 from freight.operands.states import States
 
 
@@ -104,10 +105,9 @@ def convolve_kernel(
         )  # fmt: skip
 
 
-def convolve(
-    x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool, states: States, sequences: Sequences
-) -> Tensor:
+def convolve(x: Tensor, convolution: Convolution, states: States, sequences: Sequences) -> Tensor:
     """Compute `KernelSet.convolve`. x: [rows, channels], contiguous within a row."""
+    weight = convolution.weight
     assert x.stride(1) == 1
     assert weight.is_contiguous()
     rows, channels = x.shape
@@ -122,7 +122,7 @@ def convolve(
         x,
         x.stride(0),
         weight,
-        bias,
+        convolution.bias,
         *by_block(states.parts["columns"]),
         out,
         sequences.query_starts,
@@ -133,7 +133,7 @@ def convolve(
         CHANNELS=channels,
         BLOCK=block,
         WIDTH=weight.shape[1],
-        SILU=silu,
+        SILU=convolution.silu,
         EVERY=states.every,
         ROWS=tile,
         num_warps=2 if single else 4,

@@ -28,7 +28,7 @@ from freight.kernels.triton.formats import Target, carrier
 from freight.kernels.triton.linear import FEW_ROWS, Tile, check, dot_type, matmul_tile, product
 from freight.kernels.triton.rows import Quantized, quantize, quantizes
 from freight.kernels.triton.sizes import cdiv, next_power_of_2
-from freight.operands.activation import AnyActivation
+from freight.operands.experts import ExpertLayers
 from freight.operands.packed import PackedExperts
 from freight.operands.weight import Weight, Weights
 
@@ -42,28 +42,28 @@ class ExpertStack(PackedExperts):
     data     [num_experts, out_features, in_features]
     scale    `Weight.scale` of each expert, stacked along a first dimension, or None
     bias     [num_experts, out_features] in the dtype of the rows, or None
-    one      the first expert's matrix, a view: it has the format, kind of scales and treatment of
+    first    the first expert's matrix, a view: it has the format, kind of scales and treatment of
              activations of all
     """
 
     data: Tensor
     scale: Tensor | None
     bias: Tensor | None
-    one: Weight
+    first: Weight
 
 
 def pack(weights: Weights, bias: Tensor | None = None) -> ExpertStack:
     """Copy all weights into one tensor. bias: [num_experts, out_features]."""
-    every = tuple(weights)
-    check(every[0])
-    assert Weight.alike(every)
-    data = torch.stack([weight.data.view(torch.uint8) for weight in every]).view(
-        every[0].data.dtype
+    matrices = tuple(weights)
+    check(matrices[0])
+    assert Weight.alike(matrices)
+    data = torch.stack([weight.data.view(torch.uint8) for weight in matrices]).view(
+        matrices[0].data.dtype
     )
-    scales = [weight.scale for weight in every if weight.scale is not None]
+    scales = [weight.scale for weight in matrices if weight.scale is not None]
     scale = torch.stack(scales) if scales else None
-    one = replace(every[0], data=data[0], scale=None if scale is None else scale[0])
-    return ExpertStack(data, scale, None if bias is None else bias.contiguous(), one)
+    first = replace(matrices[0], data=data[0], scale=None if scale is None else scale[0])
+    return ExpertStack(data, scale, None if bias is None else bias.contiguous(), first)
 
 
 @triton.jit(do_not_specialize=["num_slots", "num_tiles"])
@@ -78,20 +78,20 @@ def sort_kernel(
     last expert's program marks unused tiles with expert -1.
     """
     expert = tl.program_id(0)
-    every = tl.arange(0, BINS)
+    bins = tl.arange(0, BINS)
     count = tl.zeros((BINS,), tl.int32)
     for start in range(0, num_slots, BLOCK):
         slot = start + tl.arange(0, BLOCK)
         count += tl.histogram(
             tl.load(ids_ptr + slot, mask=slot < num_slots, other=NUM_EXPERTS), BINS
         )
-    own = tl.sum(tl.where(every == expert, count, 0), 0)
-    first = tl.sum(tl.where(every < expert, count, 0), 0)
-    tile = tl.sum(tl.where(every < expert, (count + ROWS - 1) // ROWS, 0), 0)
-    for begin in range(first, first + own, ROWS):
+    size = tl.sum(tl.where(bins == expert, count, 0), 0)
+    first = tl.sum(tl.where(bins < expert, count, 0), 0)
+    tile = tl.sum(tl.where(bins < expert, (count + ROWS - 1) // ROWS, 0), 0)
+    for begin in range(first, first + size, ROWS):
         tl.store(tile_ptr + tile * 3, expert)
         tl.store(tile_ptr + tile * 3 + 1, begin)
-        tl.store(tile_ptr + tile * 3 + 2, tl.minimum(begin + ROWS, first + own))
+        tl.store(tile_ptr + tile * 3 + 2, tl.minimum(begin + ROWS, first + size))
         tile += 1
     if expert == NUM_EXPERTS - 1:
         for free in range(tile, num_tiles):
@@ -228,7 +228,7 @@ def multiply(
 ) -> Tensor:
     """Multiply each slot's row of x by its expert's matrix, [num_slots, out_features].
 
-    x: [num_slots / n, in_features], plain or quantized for `stack.one`; each row is shared by n
+    x: [num_slots / n, in_features], plain or quantized for `stack.first`; each row is shared by n
     consecutive slots. The result has the dtype of `like`.
     """
     codes, x_scale = (x.codes, x.scale) if isinstance(x, Quantized) else (x, None)
@@ -252,7 +252,7 @@ def multiply(
         X_FORMAT="" if x_scale is None else str(format_of(codes)),
         WEIGHT_FORMAT=str(format_of(stack.data)),
         BLOCKS=stack.scale is not None and stack.scale.ndim == 3,
-        DOT=dot_type(target, codes, stack.one),
+        DOT=dot_type(target, codes, stack.first),
         **tile.constants,
     )
     return out
@@ -280,31 +280,31 @@ def experts(
     x: Tensor,
     ids: Tensor,
     weights: Tensor,
-    gate_up: PackedExperts,
-    down: PackedExperts,
-    activation: AnyActivation,
+    layers: ExpertLayers,
     base: Tensor | None = None,
 ) -> Tensor:
     """Compute `KernelSet.experts` in five launches, or six if x is quantized.
 
     x: [rows, hidden_size], contiguous within a row
     """
+    gate_up = layers.gate_up
+    down = layers.down
     assert isinstance(gate_up, ExpertStack)
     assert isinstance(down, ExpertStack)
     assert ids.is_contiguous()
     assert weights.is_contiguous()
     assert base is None or base.is_contiguous()
-    rows = quantize(target, x, gate_up.one) if quantizes(gate_up.one) else x
+    rows = quantize(target, x, gate_up.first) if quantizes(gate_up.first) else x
     order = None
     hidden = rows
     for stack in (gate_up, down):
         codes = hidden.codes if isinstance(hidden, Quantized) else hidden
-        tile = experts_tile(target, stack, dot_type(target, codes, stack.one))
+        tile = experts_tile(target, stack, dot_type(target, codes, stack.first))
         if order is None or order.rows != tile.rows:
             order = sort_slots(ids, len(stack.data), tile.rows)
         hidden = multiply(target, hidden, stack, order, tile, x)
         if stack is gate_up:
-            hidden = elementwise.applied(target, hidden, activation, down.one)
+            hidden = elementwise.applied(target, hidden, layers.activation, down.first)
     assert isinstance(hidden, Tensor)
     return weigh(hidden, weights, base)
 
@@ -342,7 +342,7 @@ def by_head(target: Target, x: Tensor, matrices: PackedExperts) -> Tensor:
     assert x.dtype == matrices.data.dtype
     assert matrices.scale is None
     assert matrices.bias is None
-    dot = dot_type(target, x, matrices.one)
+    dot = dot_type(target, x, matrices.first)
     tile = matmul_tile(target, rows, heads * outputs, False, dot)
     if rows <= FEW_ROWS and dot != tl.float32:
         tile = replace(tile, inputs=tile.inputs // 2)  # the same bytes of shared memory as with FP8

@@ -5,7 +5,6 @@ Computed in float32, rounded where the reference rounds.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,6 +28,7 @@ from freight.kernels.triton.rows import (
 from freight.kernels.triton.sizes import cdiv, next_power_of_2
 from freight.operands.activation import GateFunction
 from freight.operands.packed import JoinedPart, PackedWeight
+from freight.operands.recurrence import DecayParameters, GatedNorm
 
 
 @triton.jit
@@ -226,17 +226,13 @@ def join(parts: Sequence[JoinedPart], eps: float = 0.0) -> Tensor:
     return out
 
 
-def decays(
-    a: Tensor,
-    b: Tensor | None,
-    a_log: Tensor,
-    dt_bias: Tensor,
-    limits: tuple[float, float] = (0.0, math.inf),
-    bound: float | None = None,
-) -> tuple[Tensor, Tensor]:
+def decays(a: Tensor, b: Tensor | None, parameters: DecayParameters) -> tuple[Tensor, Tensor]:
     """Compute `KernelSet.decays`. a, b: contiguous within a row."""
     assert a.stride(1) == 1
     assert b is None or b.stride(1) == 1
+    a_log = parameters.a_log
+    dt_bias = parameters.dt_bias
+    bound = parameters.bound
     rows = len(a)
     heads = len(a_log)
     channels = len(dt_bias)
@@ -252,7 +248,7 @@ def decays(
         0 if b is None else b.stride(0),
         a_log,
         dt_bias,
-        *map(float, limits),
+        *map(float, parameters.limits),
     )
     decays_kernel[(cdiv(rows * channels, block),)](
         *inputs,
@@ -272,10 +268,7 @@ def gated_norm(
     target: Target,
     x: Tensor,
     gate: Tensor,
-    weight: Tensor,
-    eps: float,
-    group: int,
-    norm_first: bool,
+    norm: GatedNorm,
     consumer: PackedWeight | None = None,
 ) -> Tensor | Quantized:
     """Compute `KernelSet.gated_norm`, quantized if `consumer` takes quantized rows.
@@ -286,11 +279,12 @@ def gated_norm(
     """
     assert x.stride(1) == gate.stride(1) == 1
     rows, size = x.shape
-    inputs = (x, x.stride(0), gate, gate.stride(0), weight, eps)
-    norm = {"GROUP": group, "REPEATED": len(weight) < size, "NORM_FIRST": norm_first}
+    group = norm.group
+    inputs = (x, x.stride(0), gate, gate.stride(0), norm.weight, norm.eps)
+    form = {"GROUP": group, "REPEATED": len(norm.weight) < size, "NORM_FIRST": norm.norm_first}
     if group in (BLOCK, size) and size <= WIDE:
         result, pointers, constants = allocate_output(target, x, size, consumer)
-        gated_norm_row_kernel[(rows,)](*inputs, *pointers, **constants, **norm)
+        gated_norm_row_kernel[(rows,)](*inputs, *pointers, **constants, **form)
         return result
     out = x.new_empty(rows, size)
     block = next_power_of_2(group)
@@ -299,5 +293,5 @@ def gated_norm(
         "BLOCK": block,
         "num_warps": warps_for(block),
     }
-    gated_norm_kernel[(rows, size // group)](*inputs, out, **sizes, **norm)
+    gated_norm_kernel[(rows, size // group)](*inputs, out, **sizes, **form)
     return quantize(target, out, consumer) if quantizes(consumer) else out

@@ -21,6 +21,7 @@ from freight.kernels.triton.formats import Target, carrier
 from freight.kernels.triton.occupancy import programs_for, programs_per_unit
 from freight.kernels.triton.rows import Quantized, allocate_output, quantize, quantizes
 from freight.kernels.triton.sizes import cdiv, next_power_of_2
+from freight.operands.attention import AttentionCall
 from freight.operands.batch import Sequences
 from freight.operands.kv_pages import KVPages
 from freight.operands.packed import PackedWeight
@@ -311,11 +312,8 @@ def attention(
     q: Tensor,
     pages: KVPages,
     sequences: Sequences,
-    softmax_scale: float,
-    window: int | None,
-    soft_cap: float | None = None,
+    call: AttentionCall,
     fp8: bool = False,
-    sinks: Tensor | None = None,
     consumer: PackedWeight | None = None,
 ) -> Tensor | Quantized:
     """Compute `KernelSet.attention`, quantized if `consumer` takes quantized rows.
@@ -323,11 +321,14 @@ def attention(
     q: [num_tokens, num_heads, k_dim], the last dimension contiguous. With `fp8`, the products that
     `Target.fp8_products` selects multiply FP8.
     """
+    window = call.window
+    soft_cap = call.soft_cap
+    sinks = call.sinks
     assert q.stride(2) == 1
     assert sinks is None or (
         sinks.dtype is torch.float32 and sinks.shape == q.shape[1:2] and sinks.is_contiguous()
     )
-    scale = softmax_scale * math.log2(math.e) * (2 / soft_cap if soft_cap else 1)
+    scale = call.softmax_scale * math.log2(math.e) * (2 / soft_cap if soft_cap else 1)
     work = _Work(
         target=target,
         q=q,

@@ -43,6 +43,7 @@ from freight.kernels.triton.states import (
     stored_tile,
 )
 from freight.operands.batch import Sequences
+from freight.operands.recurrence import RecurrenceRule
 from freight.operands.states import States
 from freight.operands.tiles import STATE_TILE
 
@@ -394,12 +395,9 @@ def recurrence(
     v: Tensor,
     beta: Tensor,
     log_decay: Tensor,
+    rule: RecurrenceRule,
     states: States,
     sequences: Sequences,
-    *,
-    delta: bool,
-    norm: bool,
-    skip: Tensor | None = None,
 ) -> Tensor:
     """Compute `KernelSet.recurrence`. q, k, v: contiguous within a row."""
     assert q.stride(1) == k.stride(1) == v.stride(1) == 1
@@ -425,7 +423,7 @@ def recurrence(
         "KEY_HEADS": key_heads,
         "K_DIM": k_dim,
         "K_BLOCK": k_block,
-        "NORM": norm,
+        "NORM": rule.norm,
     }
     shared["EVERY"] = states.every
     lengths = (sequences.query_starts, sequences.context_lens, tables, tables.stride(0))
@@ -457,7 +455,7 @@ def recurrence(
         v.stride(0),
         beta,
         log_decay,
-        skip,
+        rule.skip,
         factors,
         products,
         old_k,
@@ -475,7 +473,7 @@ def recurrence(
         V_DIM=v_dim,
         BLOCK_V=BLOCK_V,
         FORMAT=str(format) if format.is_quantized else "",
-        DELTA=delta,
+        DELTA=rule.delta,
         BY_CHANNEL=by_channel,
         num_warps=_warps(target, format, k_block, by_channel),
     )

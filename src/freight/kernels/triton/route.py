@@ -14,7 +14,7 @@ from torch import Tensor
 
 from freight.kernels.triton.linear import Tile, matmul_kernel
 from freight.kernels.triton.sizes import cdiv, next_power_of_2
-from freight.operands.packed import PackedWeight
+from freight.operands.experts import Router
 from freight.operands.routing import Routing
 from freight.operands.weight import Weight
 
@@ -39,10 +39,10 @@ def _first_largest(value, free, index, END: tl.constexpr):
 
 @triton.jit
 def _leave_out_groups(
-    wanted, expert, NUM_EXPERTS: tl.constexpr, NUM_GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr,
+    rated, expert, NUM_EXPERTS: tl.constexpr, NUM_GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr,
     GROUP_BEST: tl.constexpr, GROUP_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Set `wanted` to -inf except in the TOP_GROUPS best groups.
+    """Set `rated` to -inf except in the TOP_GROUPS best groups.
 
     A group is rated by the sum of its GROUP_BEST (1 or 2) largest values.
     """
@@ -52,19 +52,19 @@ def _leave_out_groups(
     best = tl.zeros((GROUP_BLOCK,), tl.float32)
     for group in tl.static_range(NUM_GROUPS):
         member = group_of == group
-        first = _first_largest(wanted, member, expert, NUM_EXPERTS)
-        both = tl.sum(tl.where(expert == first, wanted, 0.0), 0)
+        first = _first_largest(rated, member, expert, NUM_EXPERTS)
+        both = tl.sum(tl.where(expert == first, rated, 0.0), 0)
         if PER_GROUP > 1 and GROUP_BEST > 1:
-            others = member & (expert != first)
-            both += tl.max(tl.where(others, wanted, float("-inf")), 0)
+            remaining = member & (expert != first)
+            both += tl.max(tl.where(remaining, rated, float("-inf")), 0)
         best = tl.where(group_index == group, both, best)
     free = group_index < NUM_GROUPS
-    kept = expert < 0
+    in_best = expert < 0
     for _ in tl.static_range(TOP_GROUPS):
         group = _first_largest(best, free, group_index, NUM_GROUPS)
         free = free & (group_index != group)
-        kept = kept | (group_of == group)
-    return tl.where(kept, wanted, float("-inf"))
+        in_best = in_best | (group_of == group)
+    return tl.where(in_best, rated, float("-inf"))
 
 
 @triton.jit
@@ -83,18 +83,18 @@ def choose_kernel(
         scores = _softmax(logits)
     if SCORING == "sigmoid":
         scores = 1.0 / (1.0 + tl.exp(-logits))
-    wanted = scores
+    rated = scores
     if choice_bias_ptr is not None:
-        wanted += tl.load(choice_bias_ptr + expert, mask=live, other=0.0)
+        rated += tl.load(choice_bias_ptr + expert, mask=live, other=0.0)
     # A NaN counts as the largest, so that a row of NaN gets valid ids, too.
-    wanted = tl.where(wanted != wanted, float("inf"), wanted)
+    rated = tl.where(rated != rated, float("inf"), rated)
     if NUM_GROUPS > 1:
-        wanted = _leave_out_groups(
-            wanted, expert, NUM_EXPERTS, NUM_GROUPS, TOP_GROUPS, GROUP_BEST, GROUP_BLOCK
+        rated = _leave_out_groups(
+            rated, expert, NUM_EXPERTS, NUM_GROUPS, TOP_GROUPS, GROUP_BEST, GROUP_BLOCK
         )
     free = live
     for _ in tl.static_range(TOP_K):
-        free = free & (expert != _first_largest(wanted, free, expert, NUM_EXPERTS))
+        free = free & (expert != _first_largest(rated, free, expert, NUM_EXPERTS))
     chosen = live & ~free
     weights = tl.where(chosen, scores, 0.0)
     if SCORING == "chosen":
@@ -164,15 +164,11 @@ def choose(
     return ids, weights
 
 
-def route(
-    x: Tensor,
-    router: PackedWeight,
-    routing: Routing,
-    bias: Tensor | None = None,
-    choice_bias: Tensor | None = None,
-    expert_scale: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+def route(x: Tensor, router: Router) -> tuple[Tensor, Tensor]:
     """Compute `KernelSet.route`. x: [rows, hidden_size]."""
-    assert isinstance(router, Weight)
-    ids, weights = choose(logits(x, router, bias), routing, choice_bias)
-    return ids, weights if expert_scale is None else weights * expert_scale[ids]
+    assert isinstance(router.matrix, Weight)
+    scores = logits(x, router.matrix, router.bias)
+    ids, weights = choose(scores, router.routing, router.choice_bias)
+    if router.expert_scale is not None:
+        weights = weights * router.expert_scale[ids]
+    return ids, weights

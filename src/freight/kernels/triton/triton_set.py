@@ -26,9 +26,10 @@ from freight.kernels.triton import (
 )
 from freight.kernels.triton.formats import Target
 from freight.kernels.triton.rows import Quantized
+from freight.operands.attention import AttentionCall
 from freight.operands.batch import Sequences
 from freight.operands.kv_pages import KVPages
-from freight.operands.packed import PackedWeight, Rows, plain
+from freight.operands.packed import PackedWeight, Rows, as_tensor
 from freight.operands.weight import Weight
 from freight.parallel.ranks import ALONE, Ranks
 
@@ -68,7 +69,7 @@ class TritonKernels:
         self, x: Rows, weight: PackedWeight, bias: Tensor | None = None, whole: bool = False
     ) -> Tensor:
         """Compute `KernelSet.shared_linear`."""
-        return self.gather(self.linear(x if whole else self.gather(plain(x)), weight, bias))
+        return self.gather(self.linear(x if whole else self.gather(as_tensor(x)), weight, bias))
 
     def pack(self, weight: Weight) -> Weight:
         linear.check(weight)
@@ -86,21 +87,7 @@ class TritonKernels:
         q: Tensor,
         pages: KVPages,
         sequences: Sequences,
-        softmax_scale: float,
-        window: int | None = None,
-        soft_cap: float | None = None,
-        sinks: Tensor | None = None,
+        call: AttentionCall,
         consumer: PackedWeight | None = None,
     ) -> Tensor | Quantized:
-        return paged.attention(
-            self.target,
-            q,
-            pages,
-            sequences,
-            softmax_scale,
-            window,
-            soft_cap,
-            self.fp8_attention,
-            sinks,
-            consumer,
-        )
+        return paged.attention(self.target, q, pages, sequences, call, self.fp8_attention, consumer)

@@ -26,6 +26,7 @@ from freight.fp8.formats import Format, Granularity, ScaleSource
 from freight.fp8.scheme import KVScales, LayerScales
 from freight.kernels.interface import KernelSet
 from freight.model.random_weights import RandomSource
+from freight.operands.attention import AttentionCall
 from freight.operands.kv_pages import KVPages
 from freight.operands.rotary import Rotary
 from freight.operands.weight import Activations, Codes, Groups, Weight
@@ -210,7 +211,7 @@ class Bench:
         q = self._activations(batch_size * new_tokens, heads.num_heads * heads.head_dim)
         q = q.view(-1, heads.num_heads, heads.head_dim)
         calls = [
-            partial(self.kernels.attention, q, page, sequences, heads.head_dim**-0.5, None)
+            partial(self.kernels.attention, q, page, sequences, AttentionCall(heads.head_dim**-0.5))
             for page in pages
         ]
         shape = (batch_size, new_tokens, context)

@@ -22,9 +22,10 @@ from torch import Tensor
 from freight.cache.pool import KVPool, PagedKV
 from freight.fp8.cast import decode
 from freight.kernels import reference
+from freight.operands.attention import AttentionCall
 from freight.operands.batch import ForwardBatch
 from freight.operands.kv_pages import KVPages, read_slots, spread
-from freight.operands.packed import PackedWeight, Rows, plain
+from freight.operands.packed import PackedWeight, Rows, as_tensor
 from freight.operands.rotary import Rotary
 
 ROWS = 64  # of a chunk that are compared
@@ -167,16 +168,13 @@ class ProbedKV(PagedKV):
         self,
         q: Tensor,
         batch: ForwardBatch,
-        softmax_scale: float,
-        window: int | None,
-        soft_cap: float | None,
-        sinks: Tensor | None = None,
+        call: AttentionCall,
         consumer: PackedWeight | None = None,
     ) -> Rows:
         if self.probe.rows is None:
-            return super().attend(q, batch, softmax_scale, window, soft_cap, sinks, consumer)
+            return super().attend(q, batch, call, consumer)
         # not quantized yet
-        attended = plain(super().attend(q, batch, softmax_scale, window, soft_cap, sinks))
+        attended = as_tensor(super().attend(q, batch, call))
         self.probe.attended(self.layer, attended)
         return attended
 

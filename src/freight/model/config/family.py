@@ -8,7 +8,7 @@ from enum import StrEnum
 from typing import TypeAlias
 
 from freight.base.fields import JsonObject
-from freight.model.config.layer import NormPlacement
+from freight.model.config.layer import NormPlacement, QKNormConfig
 from freight.model.config.model import ModelConfig
 from freight.model.config.moe import MoEFamily
 from freight.model.config.tensor_names import TensorNames
@@ -59,7 +59,7 @@ class Family:
     qkv_bias           whether q, k and v have biases whatever the value of `attention_bias`
     bias_keys          keys that give biases to q, k and v, to the output of attention, and to the
                        feed-forward; "": none
-    qk_norm            whether q and k are normed, head by head
+    qk_norm            norm of q and k; None: there is none
     norms              placement of the norms in a layer
     wide_norms         whether norms multiply by their weight in float32, before they round
     scales_embedding   whether the embedding's rows are multiplied by the square root of
@@ -100,7 +100,7 @@ class Family:
     fixed: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
     synonyms: Mapping[str, str] = field(default_factory=dict)
     qkv_bias: bool = False
-    qk_norm: bool = False
+    qk_norm: QKNormConfig | None = None
     norms: NormPlacement = NormPlacement.PRE
     wide_norms: bool = False
     scales_embedding: bool = False

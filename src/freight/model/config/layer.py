@@ -30,6 +30,32 @@ class OutputGateConfig:
     in_q: bool = False
 
 
+class NormSpan(StrEnum):
+    """The channels of q, and of k, that one norm spans."""
+
+    HEAD = "head"  # those of each head
+    ALL_HEADS = "all heads"  # those of all heads together (OLMo 2)
+
+
+class NormPlace(StrEnum):
+    """Where the norm of q and k is."""
+
+    BEFORE_ROPE = "before the rope"
+    AFTER_ROPE = "after the rope"  # (Hunyuan)
+
+
+@dataclass(frozen=True)
+class QKNormConfig:
+    """An RMSNorm of q, and one of k.
+
+    weighted   whether it has weights (Muse-Glimmer's has none)
+    """
+
+    span: NormSpan = NormSpan.HEAD
+    place: NormPlace = NormPlace.BEFORE_ROPE
+    weighted: bool = True
+
+
 @dataclass(frozen=True)
 class AttentionConfig:
     """Grouped-query attention (Ainslie et al. 2023).
@@ -38,10 +64,7 @@ class AttentionConfig:
     softmax_scale    multiplies q . k
     window           sliding window in tokens: a key at distance < window is seen; None: every key
     rope             index into `ModelConfig.ropes`; None: queries and keys are not rotated
-    qk_norm          whether an RMSNorm is applied to each head of q and of k, before the rotation
-    qk_norm_whole    whether that norm spans all heads of q, and all of k, instead
-    qk_norm_last     whether it comes after the rotation instead (Hunyuan)
-    qk_norm_bare     whether it has no weights (Muse-Glimmer)
+    qk_norm          norm of q and k; None: there is none
     v_norm           whether each head of v is divided by its root mean square, without a weight
     v_factor         multiplies v, rounded to the compute dtype, before v is stored; None: v is
                      stored as projected
@@ -62,10 +85,7 @@ class AttentionConfig:
     softmax_scale: float
     window: int | None = None
     rope: int | None = 0
-    qk_norm: bool = False
-    qk_norm_whole: bool = False
-    qk_norm_last: bool = False
-    qk_norm_bare: bool = False
+    qk_norm: QKNormConfig | None = None
     v_norm: bool = False
     v_factor: float | None = None
     k_eq_v: bool = False
@@ -116,7 +136,12 @@ class AttentionConfig:
     @property
     def qk_norm_sizes(self) -> tuple[int, int]:
         """Channels of the norm of q, and of k."""
-        return self.qkv_sizes[:2] if self.qk_norm_whole else (self.k_dim, self.k_dim)
+        return self.qkv_sizes[:2] if self.norms_all_heads else (self.k_dim, self.k_dim)
+
+    @property
+    def norms_all_heads(self) -> bool:
+        """True if one norm spans all heads of q, and one all heads of k."""
+        return self.qk_norm is not None and self.qk_norm.span is NormSpan.ALL_HEADS
 
     @property
     def values_per_token(self) -> int:

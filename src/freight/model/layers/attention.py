@@ -10,12 +10,13 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from freight.cache.pool import LayerCache, LayerKV, PagedState
+from freight.cache.pool import LayerKV
 from freight.kernels.interface import KernelSet
 from freight.model.layers.linear import Projection
 from freight.operands.activation import GateFunction
+from freight.operands.attention import AttentionCall
 from freight.operands.batch import ForwardBatch
-from freight.operands.packed import PackedWeight, Rows, plain
+from freight.operands.packed import PackedWeight, Rows, as_tensor
 from freight.operands.rotary import Rotary
 
 
@@ -55,14 +56,14 @@ class GatheredQKNorm:
         """Norm this rank's q and k of `qkv`, [num_tokens, q's size + k's size + v's size]."""
         first = len(self.q) // self.size
         second = first + len(self.k) // self.size
-        q = self._own(qkv[:, :first], self.q)
-        k = self._own(qkv[:, first:second], self.k)
+        q = self._normed(qkv[:, :first], self.q)
+        k = self._normed(qkv[:, first:second], self.k)
         return self.kernels.join(((q, None), (k, None), (qkv[:, second:], None)))
 
-    def _own(self, x: Tensor, weight: Tensor) -> Tensor:
+    def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
         """Norm x [num_tokens, size], columns of a larger tensor, together with those of others."""
-        every = self.kernels.gather(self.kernels.join(((x, None),)))
-        normed = self.kernels.join(((every, weight),), self.eps)
+        gathered = self.kernels.gather(self.kernels.join(((x, None),)))
+        normed = self.kernels.join(((gathered, weight),), self.eps)
         begin = self.rank * x.shape[1]
         return normed[:, begin : begin + x.shape[1]]
 
@@ -87,8 +88,8 @@ class ValueNorm:
 
         `qkv` has the same columns, or with `k_eq_v` only those of q and k.
         """
-        kept = qkv if self.k_eq_v else qkv[:, : -self.size]
-        return self.kernels.join(((kept, None), (qkv[:, -self.size :], self.ones)), self.eps)
+        unnormed = qkv if self.k_eq_v else qkv[:, : -self.size]
+        return self.kernels.join(((unnormed, None), (qkv[:, -self.size :], self.ones)), self.eps)
 
 
 @dataclass(frozen=True)
@@ -165,23 +166,19 @@ class Attention:
     qkv          computes q, k and v, concatenated along the output
     norm         norm of q and k over all their heads; norms of single heads are in `rotary`
     last         rotation of q and k followed by norms; `rotary` then rotates nothing
-    v_norm       norm of each head of v, which may be k, or a factor of v; None: v is used as
+    v_transform  norm of each head of v, which may be k, or a factor of v; None: v is used as
                  projected
     shares       True if another layer has stored the keys and values: `qkv` computes only q
-    sinks        [num_heads] float32, or None (`KernelSet.attention`)
     output_gate  gate of the result of each head, or None
     """
 
     qkv: Projection
     o: Projection
     rotary: Rotary
-    softmax_scale: float
-    window: int | None
-    soft_cap: float | None
+    call: AttentionCall
     norm: QKNorm | GatheredQKNorm | None = None
     last: NormedLast | None = None
-    v_norm: ValueNorm | ValueFactor | None = None
-    sinks: Tensor | None = None
+    v_transform: ValueNorm | ValueFactor | None = None
     shares: bool = False
     output_gate: OutputGate | None = None
 
@@ -195,23 +192,19 @@ class Attention:
         """Return the `consumer` of the layer's input (`Linear.consumer`)."""
         return self.qkv.consumer if self.output_gate is None else None
 
-    def __call__(self, x: Rows, batch: ForwardBatch, kv: LayerCache) -> Tensor:
+    def __call__(self, x: Rows, batch: ForwardBatch, kv: LayerKV) -> Tensor:
         """Compute attention of this step's tokens, [num_tokens, hidden_size].
 
         x: [num_tokens, hidden_size], a tensor or the norm's result for `consumer`
         """
-        assert kv is not None, "a layer with attention has pages"
-        assert not isinstance(kv, PagedState)
         qkv = self.qkv(x) if self.norm is None else self.norm(self.qkv(x))
-        if self.v_norm is not None:
-            qkv = self.v_norm(qkv)
+        if self.v_transform is not None:
+            qkv = self.v_transform(qkv)
         if self.last is not None:
             qkv = self.last(qkv, batch, kv)
         q = kv.rotate(qkv, self.rotary, batch) if self.shares else kv.store(qkv, self.rotary, batch)
         consumer = self.o.consumer if self.output_gate is None else None
-        attended = kv.attend(
-            q, batch, self.softmax_scale, self.window, self.soft_cap, self.sinks, consumer
-        )
+        attended = kv.attend(q, batch, self.call, consumer)
         if self.output_gate is not None:
-            attended = self.output_gate(plain(x), plain(attended))
+            attended = self.output_gate(as_tensor(x), as_tensor(attended))
         return self.o(attended.flatten(1) if isinstance(attended, Tensor) else attended)

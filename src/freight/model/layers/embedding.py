@@ -10,7 +10,7 @@ from torch import Tensor
 from freight.kernels.interface import KernelSet
 from freight.model.layers.linear import Projection
 from freight.model.layers.norm import RMSNorm
-from freight.operands.packed import PackedWeight, plain
+from freight.operands.packed import PackedWeight, as_tensor
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Embedding:
         if self.gathers:
             rows = self.kernels.gather(rows)
         if self.norm is not None:
-            rows = plain(self.norm(rows, None)[1])
+            rows = as_tensor(self.norm(rows, None)[1])
         if self.projection is not None:
             rows = self.projection(rows)
         if self.positions is None:

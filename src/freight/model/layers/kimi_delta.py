@@ -10,12 +10,14 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from freight.cache.pool import LayerCache, PagedState
+from freight.cache.pool import PagedState
 from freight.kernels.interface import KernelSet
+from freight.model.layers.delta_net import DELTA_RULE
 from freight.model.layers.linear import Projection
 from freight.operands.activation import GateFunction
 from freight.operands.batch import ForwardBatch
-from freight.operands.packed import Rows, plain
+from freight.operands.packed import Rows, as_tensor
+from freight.operands.recurrence import Convolution, DecayParameters
 
 
 @dataclass(frozen=True)
@@ -28,45 +30,39 @@ class KimiDelta:
     computes the decays, then beta. In two steps, `gates` computes the first step of the decays,
     then beta, then the first step of z; `decay` and `output_gate` are the second steps.
 
-    conv             [channels of q, k and v, width] in the compute dtype
-    a_log, dt_bias   [heads] and [channels of k] float32 (`KernelSet.decays`)
-    norm             [channels of a head] in the compute dtype: norm of each head of the result
-    bound            bound of log decays (`KernelSet.decays`), or None
+    conv     convolution of the channels of q, k and v
+    decays   parameters of the decay of each channel of k
+    norm     [channels of a head] in the compute dtype: norm of each head of the result
     """
 
     first: Projection
     gates: Projection
     decay: Projection | None
     output_gate: Projection | None
-    conv: Tensor
-    a_log: Tensor
-    dt_bias: Tensor
+    conv: Convolution
+    decays: DecayParameters
     norm: Tensor
     out: Projection
-    bound: float | None
     eps: float
     kernels: KernelSet
 
     consumer: ClassVar[None] = None  # two projections use the input
 
-    def __call__(self, x: Rows, batch: ForwardBatch, cache: LayerCache) -> Tensor:
+    def __call__(self, x: Rows, batch: ForwardBatch, cache: PagedState) -> Tensor:
         """Compute the mixer of this step's tokens. x and the result: [num_tokens, hidden_size]."""
-        assert isinstance(cache, PagedState), "Kimi delta attention has a state"
         kernels = self.kernels
         states = cache.states
         sequences = batch.sequences(cache.group)
-        size = len(self.dt_bias)
-        channels = len(self.conv)
+        size = len(self.decays.dt_bias)
+        channels = len(self.conv.weight)
         projected = self.first(x)
-        f, b, z = self._gates(plain(x), projected[:, channels:])
-        mixed = kernels.convolve(projected[:, :channels], self.conv, None, True, states, sequences)
-        beta, log_decay = kernels.decays(f, b, self.a_log, self.dt_bias, bound=self.bound)
+        f, b, z = self._gates(as_tensor(x), projected[:, channels:])
+        mixed = kernels.convolve(projected[:, :channels], self.conv, states, sequences)
+        beta, log_decay = kernels.decays(f, b, self.decays)
         q = mixed[:, :size]
         k = mixed[:, size : 2 * size]
         v = mixed[:, 2 * size :]
-        result = kernels.recurrence(
-            q, k, v, beta, log_decay, states, sequences, delta=True, norm=True
-        )
+        result = kernels.recurrence(q, k, v, beta, log_decay, DELTA_RULE, states, sequences)
         normed = kernels.join(((result, self.norm),), self.eps)
         return self.out(kernels.gate(normed, z, GateFunction.SIGMOID))
 
@@ -76,9 +72,9 @@ class KimiDelta:
         z: the gate if it is projected in one step; else it has no columns
         """
         gates = self.gates(x)
-        heads = len(self.a_log)
+        heads = len(self.decays.a_log)
         if self.decay is None or self.output_gate is None:
-            size = len(self.dt_bias)
+            size = len(self.decays.dt_bias)
             return gates[:, :size], gates[:, size:], z
         rank = (gates.shape[1] - heads) // 2
         of_decay = self.kernels.join(((gates[:, :rank], None),))

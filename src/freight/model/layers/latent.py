@@ -11,12 +11,13 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from freight.cache.pool import LayerCache, PagedState
+from freight.cache.pool import LayerKV
 from freight.kernels.interface import KernelSet
 from freight.model.layers.attention import OutputGate
 from freight.model.layers.linear import Projection
+from freight.operands.attention import AttentionCall
 from freight.operands.batch import ForwardBatch
-from freight.operands.packed import PackedExperts, PackedWeight, Rows, plain
+from freight.operands.packed import PackedExperts, PackedWeight, Rows, as_tensor
 from freight.operands.rotary import Rotary
 
 
@@ -48,7 +49,7 @@ class Latent:
     rotary: Rotary
     num_heads: int
     nope: int
-    softmax_scale: float
+    call: AttentionCall
     eps: float
     shared: int
     output_gate: OutputGate | None
@@ -64,13 +65,11 @@ class Latent:
         """Return the `consumer` of the layer's input (`Linear.consumer`)."""
         return self.first.consumer if self.output_gate is None else None
 
-    def __call__(self, x: Rows, batch: ForwardBatch, kv: LayerCache) -> Tensor:
+    def __call__(self, x: Rows, batch: ForwardBatch, kv: LayerKV) -> Tensor:
         """Compute attention of this step's tokens, [num_tokens, hidden_size].
 
         x: [num_tokens, hidden_size], a tensor or the norm's result for `consumer`
         """
-        assert kv is not None, "a layer with latent attention has pages"
-        assert not isinstance(kv, PagedState)
         kernels = self.kernels
         rotated = self.shared
         latent = len(self.kv_norm)
@@ -87,8 +86,10 @@ class Latent:
             (projected[:, size : size + latent], self.kv_norm),
         )
         q = kv.store(kernels.join(((q, None), *key), self.eps), self.rotary, batch)
-        attended = plain(kv.attend(q, batch, self.softmax_scale, None, None))
+        attended = as_tensor(kv.attend(q, batch, self.call))
         result = kernels.by_head(attended, self.values)
         return self.o(
-            result.flatten(1) if self.output_gate is None else self.output_gate(plain(x), result)
+            result.flatten(1)
+            if self.output_gate is None
+            else self.output_gate(as_tensor(x), result)
         )

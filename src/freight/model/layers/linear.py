@@ -8,7 +8,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from freight.kernels.interface import KernelSet
-from freight.operands.packed import PackedWeight, Rows, plain
+from freight.operands.packed import PackedWeight, Rows, as_tensor
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Linear:
     def __call__(self, x: Rows) -> Tensor:
         """Return [rows, out_features]. x: a tensor, or an operation's result for `consumer`."""
         if self.input_limit is not None:
-            x = plain(x).clamp(-self.input_limit, self.input_limit)
+            x = as_tensor(x).clamp(-self.input_limit, self.input_limit)
         return self.kernels.linear(x, self.weight, self.bias)
 
 
@@ -47,7 +47,7 @@ class UnmergedLinear:
 
     def __call__(self, x: Rows) -> Tensor:
         """Return the results of all parts, concatenated, [rows, sum of out_features]."""
-        return self.parts[0].kernels.join([(part(plain(x)), None) for part in self.parts])
+        return self.parts[0].kernels.join([(part(as_tensor(x)), None) for part in self.parts])
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class GatheredLinear:
         whole = not self.inputs
         if isinstance(linear, Linear) and linear.input_limit is None:
             return self.kernels.shared_linear(x, linear.weight, linear.bias, whole)
-        return self.kernels.gather(linear(x if whole else self.kernels.gather(plain(x))))
+        return self.kernels.gather(linear(x if whole else self.kernels.gather(as_tensor(x))))
 
 
 Projection = Linear | UnmergedLinear | GatheredLinear

@@ -6,11 +6,17 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from freight.cache.pool import LayerCache, PagedState
+from freight.cache.pool import PagedState
 from freight.kernels.interface import KernelSet
 from freight.model.layers.linear import Projection
 from freight.operands.batch import ForwardBatch
 from freight.operands.packed import PackedWeight, Rows
+from freight.operands.recurrence import (
+    Convolution,
+    DecayParameters,
+    GatedNorm,
+    RecurrenceRule,
+)
 
 
 @dataclass(frozen=True)
@@ -21,30 +27,23 @@ class Mamba2:
     concatenated along the output. It stays one product: the parts need not end where blocks of
     scales do.
 
-    conv, conv_bias       [channels of x, B and C, width] and [channels] in the compute dtype; the
-                          bias may be None
-    a_log, skip, dt_bias  [heads] float32 (`KernelSet.decays`, `KernelSet.recurrence`)
-    norm                  [channels of x] in the compute dtype
-    group                 channels of x that are normed together
-    gathers               whether these are channels of several ranks: results and gates of all are
-                          gathered before the norm, whose weight has the channels of all
-    limits                lower and upper bound of dt
-    keys                  channels of B (the same as of C)
+    conv      convolution of the channels of x, B and C
+    decays    parameters of the decay of each head
+    rule      update of the states
+    norm      norm of groups of channels of x
+    gathers   whether these are channels of several ranks: results and gates of all are gathered
+              before the norm, whose weight has the channels of all
+    keys      channels of B (the same as of C)
     """
 
     in_proj: Projection
-    conv: Tensor
-    conv_bias: Tensor | None
-    a_log: Tensor
-    skip: Tensor
-    dt_bias: Tensor
-    norm: Tensor
+    conv: Convolution
+    decays: DecayParameters
+    rule: RecurrenceRule
+    norm: GatedNorm
     out: Projection
-    group: int
     gathers: bool
-    limits: tuple[float, float]
     keys: int
-    eps: float
     kernels: KernelSet
 
     @property
@@ -52,33 +51,28 @@ class Mamba2:
         """Return the `consumer` of the layer's input (`Linear.consumer`)."""
         return self.in_proj.consumer
 
-    def __call__(self, x: Rows, batch: ForwardBatch, cache: LayerCache) -> Tensor:
+    def __call__(self, x: Rows, batch: ForwardBatch, cache: PagedState) -> Tensor:
         """Compute the mixer of this step's tokens, [num_tokens, hidden_size].
 
         x: [num_tokens, hidden_size], a tensor or the norm's result for `consumer`
         """
-        assert isinstance(cache, PagedState), "Mamba-2 has a state"
         kernels = self.kernels
         states = cache.states
         sequences = batch.sequences(cache.group)
-        channels = len(self.conv)
+        channels = len(self.conv.weight)
         values = channels - 2 * self.keys
         projected = self.in_proj(x)
         z = projected[:, :values]
         dt = projected[:, values + channels :]
         convolved = projected[:, values : values + channels]
-        mixed = kernels.convolve(convolved, self.conv, self.conv_bias, True, states, sequences)
+        mixed = kernels.convolve(convolved, self.conv, states, sequences)
         first_q = values + self.keys
         v = mixed[:, :values]
         k = mixed[:, values:first_q]
         q = mixed[:, first_q:]
-        beta, log_decay = kernels.decays(dt, None, self.a_log, self.dt_bias, self.limits)
-        result = kernels.recurrence(
-            q, k, v, beta, log_decay, states, sequences, delta=False, norm=False, skip=self.skip
-        )
+        beta, log_decay = kernels.decays(dt, None, self.decays)
+        result = kernels.recurrence(q, k, v, beta, log_decay, self.rule, states, sequences)
         if self.gathers:
             result = kernels.gather(result)
             z = kernels.gather(kernels.join(((z, None),)))
-        return self.out(
-            kernels.gated_norm(result, z, self.norm, self.eps, self.group, False, self.out.consumer)
-        )
+        return self.out(kernels.gated_norm(result, z, self.norm, self.out.consumer))

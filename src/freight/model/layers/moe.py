@@ -11,9 +11,9 @@ from torch import Tensor
 from freight.kernels.interface import KernelSet
 from freight.model.layers.linear import Linear, Projection
 from freight.model.layers.norm import RMSNorm
-from freight.operands.activation import AnyActivation, GateFunction
-from freight.operands.packed import PackedExperts, PackedWeight, Rows, plain
-from freight.operands.routing import Routing
+from freight.operands.activation import GateFunction
+from freight.operands.experts import ExpertLayers, Router
+from freight.operands.packed import Rows, as_tensor
 
 
 @dataclass(frozen=True)
@@ -35,28 +35,16 @@ class Latent:
 class MoE:
     """The experts that the router chooses for each row, and the shared experts of all rows.
 
-    router          its float32 matrix, packed by `kernels.pack`
-    bias            [num_experts] float32 or None: added to the router's logits
-    choice_bias     [num_experts] float32 or None: added to the scores for the choice only
-    gate_up, down   the matrices of all experts, packed by `kernels.pack_experts`; without a gate,
-                    `gate_up` holds only up
-    expert_scale    [num_experts] float32 or None: multiplies the router's weights
-    shared          the shared experts as one feed-forward, or None
-    shared_gate     its sigmoid multiplies the result of `shared`; None: nothing does
-    latent          projections around the routed experts; None: they take the row itself
+    shared        the shared experts as one feed-forward, or None
+    shared_gate   its sigmoid multiplies the result of `shared`; None: nothing does
+    latent        projections around the routed experts; None: they take the row itself
     """
 
-    router: PackedWeight
-    routing: Routing
-    gate_up: PackedExperts
-    down: PackedExperts
-    activation: AnyActivation
+    router: Router
+    experts: ExpertLayers
     kernels: KernelSet
-    bias: Tensor | None = None
-    choice_bias: Tensor | None = None
     shared: Callable[[Tensor], Tensor] | None = None
     shared_gate: Linear | None = None
-    expert_scale: Tensor | None = None
     latent: Latent | None = None
 
     consumer: ClassVar[None] = None  # the router and every expert use the input
@@ -66,18 +54,17 @@ class MoE:
 
         x: [num_tokens, hidden_size]; routed: the same shape, the router's input if it is not x
         """
-        x = plain(x)
-        chosen_by = x if routed is None else plain(routed)
-        by_expert = (self.bias, self.choice_bias, self.expert_scale)
-        ids, weights = self.kernels.route(chosen_by, self.router, self.routing, *by_expert)
+        x = as_tensor(x)
+        chosen_by = x if routed is None else as_tensor(routed)
+        ids, weights = self.kernels.route(chosen_by, self.router)
         base = None if self.shared is None else self.shared(x)
         if base is not None and self.shared_gate is not None:
             base = self.kernels.gate(base, self.shared_gate(x), GateFunction.SIGMOID)
-        sides = (self.gate_up, self.down, self.activation)
         latent = self.latent
         if latent is None:
-            return self.kernels.experts(x, ids, weights, *sides, base)
-        chosen = latent.outer(self.kernels.experts(latent.inner(x), ids, weights, *sides))
+            return self.kernels.experts(x, ids, weights, self.experts, base)
+        inner = latent.inner(x)
+        chosen = latent.outer(self.kernels.experts(inner, ids, weights, self.experts))
         if base is None:
             return chosen
         assert latent.add is not None
@@ -112,5 +99,5 @@ class ExpertsBeside:
         (_, routed) = self.router_norm(x, None)
         (_, normed) = self.norm(x, None)
         _, first = self.shared_norm(shared, None)
-        total, _ = self.shared_norm(plain(first), self.moe(normed, routed), None, self.post)
+        total, _ = self.shared_norm(as_tensor(first), self.moe(normed, routed), None, self.post)
         return total

@@ -9,12 +9,13 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from freight.cache.pool import LayerCache, PagedState
+from freight.cache.pool import PagedState
 from freight.kernels.interface import KernelSet
 from freight.model.layers.linear import Projection
 from freight.operands.activation import GateFunction
 from freight.operands.batch import ForwardBatch
 from freight.operands.packed import PackedWeight, Rows
+from freight.operands.recurrence import Convolution
 
 
 @dataclass(frozen=True)
@@ -24,13 +25,11 @@ class ShortConv:
     `in_proj` computes b, c and x, concatenated along the output. The state holds b * x of earlier
     tokens, rounded to the compute dtype.
 
-    weight   [channels, width] in the compute dtype, as `KernelSet.convolve` takes it
-    bias     [channels] in the compute dtype, or None
+    conv   convolution of all channels, without SiLU
     """
 
     in_proj: Projection
-    weight: Tensor
-    bias: Tensor | None
+    conv: Convolution
     out_proj: Projection
     kernels: KernelSet
 
@@ -39,19 +38,18 @@ class ShortConv:
         """Return the `consumer` of the layer's input (`Linear.consumer`)."""
         return self.in_proj.consumer
 
-    def __call__(self, x: Rows, batch: ForwardBatch, cache: LayerCache) -> Tensor:
+    def __call__(self, x: Rows, batch: ForwardBatch, cache: PagedState) -> Tensor:
         """Compute the mixer of this step's tokens, [num_tokens, hidden_size].
 
         x: [num_tokens, hidden_size], a tensor or the norm's result for `consumer`
         """
-        assert isinstance(cache, PagedState), "a layer with a convolution has states"
         kernels = self.kernels
-        size = len(self.weight)
+        size = len(self.conv.weight)
         projected = self.in_proj(x)
         b = projected[:, :size]
         c = projected[:, size : 2 * size]
         inputs = projected[:, 2 * size :]
         inputs = kernels.gate(inputs, b, GateFunction.IDENTITY)
         sequences = batch.sequences(cache.group)
-        convolved = kernels.convolve(inputs, self.weight, self.bias, False, cache.states, sequences)
+        convolved = kernels.convolve(inputs, self.conv, cache.states, sequences)
         return self.out_proj(kernels.gate(convolved, c, GateFunction.IDENTITY))

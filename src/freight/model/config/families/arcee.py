@@ -7,7 +7,7 @@ from dataclasses import replace
 from freight.base.fields import JsonObject, flag
 from freight.model.config.deriving import rotate_in_windows, with_attention
 from freight.model.config.family import ATTENTION_BIAS, Family, words
-from freight.model.config.layer import NormPlacement, OutputGateConfig
+from freight.model.config.layer import NormPlacement, OutputGateConfig, QKNormConfig
 from freight.model.config.model import ModelConfig
 from freight.model.config.moe import MoEFamily
 from freight.model.config.tensor_names import AttentionNames, TensorNames
@@ -78,7 +78,7 @@ ROWS = {
             "num_expert_groups": (1,),
             "num_limited_groups": (1,),
         },
-        qk_norm=True,
+        qk_norm=QKNormConfig(),
         norms=NormPlacement.SANDWICH,
         wide_norms=True,
         derive=_derive,

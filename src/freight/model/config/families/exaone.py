@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from freight.model.config.deriving import rotate_in_windows
 from freight.model.config.family import Family, words
-from freight.model.config.layer import NormPlacement
+from freight.model.config.layer import NormPlacement, QKNormConfig
 from freight.model.config.tensor_names import NORMED_OUTPUTS
 
 ROWS = {
@@ -26,7 +26,7 @@ ROWS = {
             "sliding_window_pattern": 4,
         },
         words("sliding_window sliding_window_pattern layer_types"),
-        qk_norm=True,
+        qk_norm=QKNormConfig(),
         norms=NormPlacement.OUTPUT,
         derive=rotate_in_windows,
         tensors=NORMED_OUTPUTS,

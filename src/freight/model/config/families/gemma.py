@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from freight.base.fields import JsonObject
 from freight.model.config.family import ATTENTION_BIAS, LANGUAGE_MODEL, Family, words
-from freight.model.config.layer import NormPlacement
+from freight.model.config.layer import NormPlacement, QKNormConfig
 from freight.model.config.model import ModelConfig
 from freight.model.config.tensor_names import VISION_TOWER, TensorNames
 
@@ -46,7 +46,7 @@ _GEMMA3 = Family(
     },
     _GEMMA_KEYS | words("sliding_window_pattern rope_local_base_freq"),
     bias_keys=ATTENTION_BIAS,
-    qk_norm=True,
+    qk_norm=QKNormConfig(),
     norms=NormPlacement.SANDWICH,
     derive=_derive,
     scales_embedding=True,

@@ -19,6 +19,7 @@ from freight.model.config.layer import (
     MoEConfig,
     NormPlacement,
     PerLayerEmbeddingConfig,
+    QKNormConfig,
 )
 from freight.model.config.model import ModelConfig
 from freight.model.config.moe import MoEFamily
@@ -191,7 +192,7 @@ _GEMMA4 = Family(
     ),
     # with "vision", tokens of an image attend in both directions, and text as in other models
     fixed={"use_bidirectional_attention": ("vision",)},
-    qk_norm=True,
+    qk_norm=QKNormConfig(),
     norms=NormPlacement.SANDWICH,
     wide_norms=True,
     scales_embedding=True,

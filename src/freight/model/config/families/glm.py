@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from freight.base.fields import flag
+from freight.base.fields import JsonObject, flag
 from freight.model.config.deriving import with_attention
 from freight.model.config.family import LANGUAGE_MODEL, M_ROPE, Family, words
 from freight.model.config.latent import (
@@ -18,7 +18,8 @@ from freight.model.config.latent import (
     with_indexed,
     with_latent,
 )
-from freight.model.config.layer import NormPlacement
+from freight.model.config.layer import NormPlacement, QKNormConfig
+from freight.model.config.model import ModelConfig
 from freight.model.config.moe import DEEPSEEK_EXPERTS, DEEPSEEK_EXPERTS_BY_LAYER
 from freight.model.config.tensor_names import VISUAL, TensorNames
 
@@ -26,6 +27,13 @@ _OUTSIDE = words(
     "vision_config image_token_id image_start_token_id image_end_token_id video_token_id "
     "video_start_token_id video_end_token_id"
 )
+
+
+def _derive(config: JsonObject, model: ModelConfig) -> ModelConfig:
+    norm = QKNormConfig() if flag(config, "use_qk_norm") else None
+    return with_attention(model, qk_norm=norm)
+
+
 _GLM = Family(
     "GlmForCausalLM",
     {
@@ -68,7 +76,7 @@ _GLM4_MOE = Family(
     },
     words("attention_bias use_qk_norm"),
     bias_keys=("attention_bias", "", ""),
-    derive=lambda config, model: with_attention(model, qk_norm=flag(config, "use_qk_norm")),
+    derive=_derive,
     rotary_factor=0.5,
     moe=replace(DEEPSEEK_EXPERTS, count=128),
     next_token_keys=words("num_nextn_predict_layers num_mtp_layers"),

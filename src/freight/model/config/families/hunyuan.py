@@ -8,9 +8,8 @@ from dataclasses import replace
 from freight.base.fields import JsonObject, number
 from freight.errors import CheckpointError
 from freight.model.config.attention import parse_head_dim
-from freight.model.config.deriving import with_attention
 from freight.model.config.family import ATTENTION_BIAS, Family, words
-from freight.model.config.model import ModelConfig
+from freight.model.config.layer import NormPlace, QKNormConfig
 from freight.model.config.moe import MoEFamily
 from freight.model.config.tensor_names import AttentionNames, TensorNames
 from freight.operands.routing import Scoring
@@ -66,10 +65,6 @@ def _of_experts(config: JsonObject) -> JsonObject:
     )
 
 
-def _derive(config: JsonObject, model: ModelConfig) -> ModelConfig:
-    return with_attention(model, qk_norm_last=True)
-
-
 _V1 = Family(
     "HunYuanDenseV1ForCausalLM",
     {
@@ -99,9 +94,8 @@ _V1 = Family(
         "num_experts": (1,),
         "moe_topk": (1,),
     },
-    qk_norm=True,
+    qk_norm=QKNormConfig(place=NormPlace.AFTER_ROPE),
     translate=_with_theta,
-    derive=_derive,
     tensors=TensorNames(
         attention=AttentionNames(
             q_norm="self_attn.query_layernorm.weight", k_norm="self_attn.key_layernorm.weight"
@@ -163,7 +157,7 @@ ROWS = {
             "moe_router_use_sigmoid": (True,),
             "moe_router_enable_expert_bias": (True,),
         },
-        qk_norm=True,
+        qk_norm=QKNormConfig(),
         theta=11158840.0,
         moe=MoEFamily(
             192,

@@ -10,7 +10,7 @@ from freight.errors import CheckpointError
 from freight.model.config.attention import require_multiple
 from freight.model.config.deriving import with_mixers
 from freight.model.config.family import ATTENTION_BIAS, Family, words
-from freight.model.config.layer import AttentionConfig, OutputGateConfig
+from freight.model.config.layer import AttentionConfig, OutputGateConfig, QKNormConfig
 from freight.model.config.model import ModelConfig
 from freight.model.config.moe import MoEFamily
 from freight.model.config.tensor_names import TensorNames
@@ -90,7 +90,7 @@ ROWS = {
             "decoder_sparse_step": (1,),
             "mlp_only_layers": (0,),
         },
-        qk_norm=True,
+        qk_norm=QKNormConfig(),
         theta=5e5,
         local_theta=1e4,
         derive=_derive,

@@ -9,7 +9,7 @@ from freight.base.fields import JsonObject, flag, integer, number
 from freight.errors import CheckpointError
 from freight.model.config.deriving import conv_width, with_layers
 from freight.model.config.family import LANGUAGE_MODEL, Family, words
-from freight.model.config.layer import MoEConfig, ShortConvConfig
+from freight.model.config.layer import MoEConfig, QKNormConfig, ShortConvConfig
 from freight.model.config.model import ModelConfig
 from freight.model.config.moe import MoEFamily
 from freight.model.config.tensor_names import VISION_TOWER, AttentionNames, TensorNames
@@ -139,7 +139,7 @@ _LFM2 = Family(
         "num_heads": "num_attention_heads",
         **dict.fromkeys(("block_dim", "conv_dim", "conv_dim_out"), "hidden_size"),
     },
-    qk_norm=True,
+    qk_norm=QKNormConfig(),
     theta=1e6,
     other_layers=(_CONV,),
     tensors=_TENSORS,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from freight.model.config.family import ATTENTION_BIAS, Family, words
+from freight.model.config.layer import QKNormConfig
 from freight.model.config.moe import MoEFamily
 from freight.model.config.tensor_names import PREDICTS, TensorNames
 
@@ -29,7 +30,7 @@ ROWS = {
             "attention_bias sliding_window use_sliding_window layer_types mtp_layer_types mtp_mlp_layer_types"
         ),
         bias_keys=ATTENTION_BIAS,
-        qk_norm=True,
+        qk_norm=QKNormConfig(),
         theta=5e5,
         local_theta=1e4,
         moe=MoEFamily(64, dense_keys=words("mlp_layer_types")),

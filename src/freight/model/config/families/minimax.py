@@ -7,9 +7,9 @@ from dataclasses import replace
 from freight.base.fields import JsonObject, integer, number
 from freight.errors import CheckpointError
 from freight.model.config.attention import parse_head_dim
-from freight.model.config.deriving import with_attention
 from freight.model.config.families.mistral import MIXTRAL_TENSORS
 from freight.model.config.family import Family, words
+from freight.model.config.layer import NormSpan, QKNormConfig
 from freight.model.config.moe import MoEFamily
 from freight.operands.routing import Scoring
 
@@ -53,8 +53,7 @@ ROWS = {
             "layernorm_linear_attention_beta": (1,),
             "layernorm_mlp_beta": (1,),
         },
-        qk_norm=True,
-        derive=lambda config, model: with_attention(model, qk_norm_whole=True),
+        qk_norm=QKNormConfig(NormSpan.ALL_HEADS),
         translate=_translate,
         theta=5e6,
         rotary_factor=1.0,

@@ -9,7 +9,7 @@ from freight.errors import CheckpointError
 from freight.model.config.deriving import with_mixers
 from freight.model.config.families.gemma import GEMMA_TENSORS
 from freight.model.config.family import LANGUAGE_MODEL, Family, words
-from freight.model.config.layer import NormPlacement, OutputGateConfig
+from freight.model.config.layer import NormPlacement, OutputGateConfig, QKNormConfig
 from freight.model.config.model import ModelConfig
 from freight.model.config.tensor_names import AttentionNames, not_run
 from freight.operands.activation import GateFunction
@@ -49,9 +49,9 @@ def _rotates(config: JsonObject, num_layers: int) -> list[bool]:
 
 
 def _derive(config: JsonObject, model: ModelConfig) -> ModelConfig:
-    """Divide queries and keys by their root mean square, and fold `qk_scale_factor`, which
-    multiplies queries, into the scale of the softmax. Norms multiply by 1 + weight, except for the
-    last one.
+    """Fold `qk_scale_factor`, which multiplies queries, into the scale of the softmax.
+
+    Norms multiply by 1 + weight, except for the last one.
     """
     scale = number(config, "qk_scale_factor")
     gate = OutputGateConfig(GateFunction.SIGMOID, by_head=False)
@@ -60,7 +60,6 @@ def _derive(config: JsonObject, model: ModelConfig) -> ModelConfig:
             mixer,
             rope=0 if rotates else None,
             softmax_scale=scale * mixer.softmax_scale,
-            qk_norm_bare=True,
             output_gate=gate,
         )
         for mixer, rotates in zip(
@@ -106,7 +105,7 @@ ROWS = {
             "output_multiplier post_norm_eps"
         ),
         bias_keys=("attention_bias", "attention_bias", ""),
-        qk_norm=True,
+        qk_norm=QKNormConfig(weighted=False),
         norms=NormPlacement.SANDWICH,
         wide_norms=True,
         activation_key="hidden_activation",

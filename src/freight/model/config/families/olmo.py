@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from freight.model.config.deriving import with_attention
 from freight.model.config.family import ATTENTION_BIAS, Family, words
-from freight.model.config.layer import NormPlacement
+from freight.model.config.layer import NormPlacement, NormSpan, QKNormConfig
 from freight.model.config.tensor_names import NORMED_OUTPUTS
 
 _OLMO = Family(
@@ -23,9 +22,7 @@ _OLMO = Family(
     },
     keys=words("attention_bias"),
     bias_keys=ATTENTION_BIAS,
-    qk_norm=True,
-    # one norm over all heads of q, and one over all heads of k
-    derive=lambda config, model: with_attention(model, qk_norm_whole=True),
+    qk_norm=QKNormConfig(NormSpan.ALL_HEADS),
     norms=NormPlacement.OUTPUT,
     wide_norms=True,
     tensors=NORMED_OUTPUTS,

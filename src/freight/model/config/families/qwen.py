@@ -12,6 +12,7 @@ from freight.model.config.family import (
     Family,
     words,
 )
+from freight.model.config.layer import QKNormConfig
 from freight.model.config.moe import MoEFamily
 from freight.model.config.tensor_names import VISUAL, TensorNames
 
@@ -42,7 +43,7 @@ _QWEN3 = Family(
     },
     WINDOW_KEYS | {"max_window_layers", "attention_bias"},
     bias_keys=ATTENTION_BIAS,
-    qk_norm=True,
+    qk_norm=QKNormConfig(),
 )
 _QWEN3_MOE = Family(
     "Qwen3MoeForCausalLM",
@@ -56,7 +57,7 @@ _QWEN3_MOE = Family(
     words("sliding_window use_sliding_window max_window_layers attention_bias"),
     bias_keys=ATTENTION_BIAS,
     fixed={"use_qk_norm": (True,)},
-    qk_norm=True,
+    qk_norm=QKNormConfig(),
     mixed_windows=False,
     moe=MoEFamily(128, dense_keys=_SPARSE),
 )

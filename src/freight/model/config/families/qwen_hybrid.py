@@ -10,7 +10,7 @@ from freight.base.fields import JsonObject, integer
 from freight.model.config.attention import require_multiple
 from freight.model.config.deriving import conv_width, require_silu, with_attention, with_layers
 from freight.model.config.family import ATTENTION_BIAS, LANGUAGE_MODEL, M_ROPE, Family, words
-from freight.model.config.layer import DeltaNetConfig, OutputGateConfig
+from freight.model.config.layer import DeltaNetConfig, OutputGateConfig, QKNormConfig
 from freight.model.config.model import ModelConfig
 from freight.model.config.moe import MoEFamily
 from freight.model.config.tensor_names import PREDICTS, VISUAL, DeltaNetNames, TensorNames, not_run
@@ -86,7 +86,7 @@ _TEXT = Family(
         "output_gate_type": ("swish", "silu"),  # the gate of gated norms
     },
     bias_keys=ATTENTION_BIAS,
-    qk_norm=True,
+    qk_norm=QKNormConfig(),
     rotary_factor=0.25,
     ropes=M_ROPE,
     other_layers=(_STATEFUL,),
@@ -151,7 +151,7 @@ ROWS = {
         },
         _KEYS,
         bias_keys=ATTENTION_BIAS,
-        qk_norm=True,
+        qk_norm=QKNormConfig(),
         rotary_factor=0.25,
         other_layers=(_STATEFUL,),
         moe=MoEFamily(

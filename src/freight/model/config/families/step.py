@@ -10,7 +10,13 @@ from freight.base.fields import JsonObject, integer, number
 from freight.errors import CheckpointError
 from freight.model.config.attention import require_multiple
 from freight.model.config.family import ATTENTION_BIAS, Family, words
-from freight.model.config.layer import AttentionConfig, DenseConfig, MoEConfig, OutputGateConfig
+from freight.model.config.layer import (
+    AttentionConfig,
+    DenseConfig,
+    MoEConfig,
+    OutputGateConfig,
+    QKNormConfig,
+)
 from freight.model.config.model import ModelConfig
 from freight.model.config.moe import MoEFamily
 from freight.model.config.tensor_names import TensorNames, not_run
@@ -228,7 +234,7 @@ ROWS = {
             "first_k_dense_replace": (_FIRST_SPARSE,),
             "use_bidirectional_attention": (False,),
         },
-        qk_norm=True,
+        qk_norm=QKNormConfig(),
         local_theta=1e4,
         rotary_factor=1.0,
         translate=_translate,

@@ -1,0 +1,24 @@
+"""AttentionCall: what every call of one layer's attention has in common."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """The parameters of a layer's attention (`KernelSet.attention`), made once, when it is built.
+
+    softmax_scale   multiplies q . k
+    window          sliding window in tokens: keys at a distance < window are visible; None: all are
+    soft_cap        a score s becomes soft_cap * tanh(s / soft_cap); None: scores are unbounded
+    sinks           [num_heads] float32: an additional score of each row, which enters only the sum
+                    of the softmax; None: there is none
+    """
+
+    softmax_scale: float
+    window: int | None = None
+    soft_cap: float | None = None
+    sinks: Tensor | None = None
