@@ -18,7 +18,7 @@ from pydantic import Field, SkipValidation
 from freight.sampling import LARGEST_WHOLE
 from freight.serve.anthropic.errors import error_body
 from freight.serve.anthropic.messages_reply import MessagesReply
-from freight.serve.bodies import MOST, Stop, present, sampled, says
+from freight.serve.bodies import MOST, Stop, checked_later, present, sampled, says
 from freight.serve.call import Reply, ReplyHead, Served, TokenizedWork
 from freight.serve.limits import ServingLimits, check_body, check_context
 from freight.serve.openai.as_chat import (
@@ -74,7 +74,7 @@ class _Use(Open):
 
 class _Result(Open):
     type: Literal["tool_result"]
-    content: SkipValidation[_Blocks | None] = None
+    content: _Blocks | None = checked_later()
     tool_use_id: str
 
 
@@ -108,7 +108,7 @@ class _Tool(Open):
     name: SkipValidation[ToolName]
     description: Any = None
     strict: Any = None
-    input_schema: SkipValidation[dict[str, Any] | None] = None
+    input_schema: dict[str, Any] | None = checked_later()
 
 
 class _Another(Open):
@@ -133,7 +133,7 @@ class _Form(JsonSchema):
 
 class _Config(Open):
     format: _Form | None = None
-    effort: SkipValidation[Effort | None] = None
+    effort: Effort | None = checked_later()
 
 
 class CountBody(LikeChat):
@@ -142,10 +142,8 @@ class CountBody(LikeChat):
     messages: SkipValidation[
         Annotated[list[_User | _System | _Assistant], Field(min_length=1, max_length=MOST.messages)]
     ]
-    system: SkipValidation[_Blocks | None] = None
-    tools: SkipValidation[
-        Annotated[list[_Tool | _Another], Field(max_length=MOST.tools)] | None
-    ] = None
+    system: _Blocks | None = checked_later()
+    tools: Annotated[list[_Tool | _Another], Field(max_length=MOST.tools)] | None = checked_later()
     tool_choice: _Choice | None = None
     stop_sequences: (
         Annotated[
@@ -157,7 +155,7 @@ class CountBody(LikeChat):
     ) = None
     output_config: _Config | None = None
     thinking: _Thinking | None = None
-    max_tokens: SkipValidation[int | None] = sampled("max_tokens", minimum=1)
+    max_tokens: int | None = sampled("max_tokens", checked=False, minimum=1)
 
 
 class MessagesBody(CountBody):

@@ -13,12 +13,12 @@ from functools import partial
 from reprlib import repr as show
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, FailFast, Field, SkipValidation
+from pydantic import ConfigDict, FailFast, Field
 
 from freight.errors import RequestError
 from freight.sampling import SamplingParams
 from freight.serve.answers.pieces import AfterReasoning
-from freight.serve.bodies import MOST, Part, sampled
+from freight.serve.bodies import MOST, Part, checked_later, sampled
 from freight.serve.call import Conversation, Reply, ReplyHead, Served, TokenizedWork, Work
 from freight.serve.limits import ServingLimits, check_context, check_template_values
 from freight.serve.openai.chat_reply import ChatReply
@@ -90,10 +90,10 @@ class Message(Part):
     model_config = ConfigDict(extra="allow", json_schema_extra=_WITH_CONTENT)
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: SkipValidation[str | list[TextPart | RefusalPart] | None] = None
+    content: str | list[TextPart | RefusalPart] | None = checked_later()
     refusal: str | None = None
     name: str | None = None
-    tool_calls: SkipValidation[list[ToolCall] | None] = None
+    tool_calls: list[ToolCall] | None = checked_later()
     tool_call_id: str | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
@@ -118,11 +118,13 @@ class ChatRequest(SharedFields):
         json_schema_extra={"minItems": 1, "maxItems": MOST.messages}
     )
     max_tokens: int | None = sampled("max_tokens", minimum=1)
-    max_completion_tokens: int | None = sampled("max_tokens", minimum=1)
+    max_completion_tokens: int | None = sampled(
+        "max_tokens", note="(wins over `max_tokens`)", minimum=1
+    )
     logprobs: bool | None = None
     top_logprobs: int | None = sampled("logprobs")
-    tools: SkipValidation[Annotated[list[Tool], Field(max_length=MOST.tools)] | None] = None
-    tool_choice: SkipValidation[ToolChoice | dict[str, Any] | None] = None
+    tools: Annotated[list[Tool], Field(max_length=MOST.tools)] | None = checked_later()
+    tool_choice: ToolChoice | dict[str, Any] | None = checked_later()
     parallel_tool_calls: bool | None = None
     reasoning_effort: Effort | None = None
     add_generation_prompt: bool | None = None
@@ -175,7 +177,7 @@ def parse_chat(body: object, served: Served, limits: ServingLimits) -> ChatCall:
     else:
         unheld += form.ignored
     conversation = _conversation(request, messages, tools, limits)
-    renamed, own = _own_values(request, served)
+    api_values = _api_values(request, served)
     if request.prediction is not None and not served.drafts:
         unheld += ("prediction",)
 
@@ -187,7 +189,7 @@ def parse_chat(body: object, served: Served, limits: ServingLimits) -> ChatCall:
         after = served.after_reasoning
         if after is not None and prompt_text is not None:
             around = partial(_reasoned, after, prompt_text)
-        return sampling_from(request, served, limits, own, renamed, form, forced, around)
+        return sampling_from(request, served, limits, api_values, form, forced, around)
 
     depends = bool(tools.forced) or (served.after_reasoning is not None and form.values is not None)
     work = Work(
@@ -205,7 +207,7 @@ def parse_chat(body: object, served: Served, limits: ServingLimits) -> ChatCall:
         options=request.answer_options(),
         tools=tools,
         parallel=parallel,
-        max_tokens=own["max_tokens"],
+        max_tokens=request.max_completion_tokens or request.max_tokens,
         request_id=request.request_id,
     )
 
@@ -248,13 +250,8 @@ def _reasoned(
     return after(form, prompt_text)
 
 
-def _own_values(request: ChatRequest, served: Served) -> tuple[dict[str, str], dict[str, Any]]:
-    """Return (SamplingParams' name -> field, values) of the parameters whose field has another name
-    here.
-    """
-    renamed = {"logprobs": "top_logprobs"}
-    if request.max_completion_tokens is not None:
-        renamed["max_tokens"] = "max_completion_tokens"
+def _api_values(request: ChatRequest, served: Served) -> dict[str, object]:
+    """Return the values that SamplingParams gets and no field has as it is."""
     if request.top_logprobs is not None and not request.logprobs:
         raise refuse("top_logprobs", "top_logprobs needs logprobs: true")
     for name in ("max_tokens", "max_completion_tokens"):
@@ -263,15 +260,15 @@ def _own_values(request: ChatRequest, served: Served) -> tuple[dict[str, str], d
                 name,
                 f"{name} is {show(value)}; it must be 1 or more, or left out for the rest of the context",
             )
-    own = {
-        "max_tokens": request.max_completion_tokens or request.max_tokens,
-        "logprobs": (request.top_logprobs or 0) if request.logprobs else None,
-        "prediction": request.prediction.text if request.prediction and served.drafts else None,
-    }
+    values: dict[str, object] = {}
+    if request.logprobs and request.top_logprobs is None:
+        values["logprobs"] = 0
+    if request.prediction is not None and served.drafts:
+        values["prediction"] = request.prediction.text
     if served.parser_of is not None:
         # The parser needs special tokens, and always removes them from its output.
-        own["skip_special_tokens"] = False
-    return renamed, own
+        values["skip_special_tokens"] = False
+    return values
 
 
 def _check_messages(messages: object, limits: ServingLimits) -> None:

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import Field, SkipValidation
 
 from freight.errors import RequestError
-from freight.serve.bodies import MOST, Stop, Stops, present, sampled, says
+from freight.serve.bodies import MOST, Stop, Stops, checked_later, option, present, sampled, says
 from freight.serve.call import Reply, ReplyHead, Served, TokenizedWork
 from freight.serve.limits import ServingLimits, check_body, check_context
 from freight.serve.openai.as_chat import (
@@ -116,7 +116,7 @@ class _Form(Open):
 
 
 class _Format(Open):
-    format: SkipValidation[_Form | JsonSchema | None] = None
+    format: _Form | JsonSchema | None = checked_later()
 
 
 class _AnyForm(Open):
@@ -127,16 +127,16 @@ class _AnyForm(Open):
 
 
 class _Effort(Open):
-    effort: SkipValidation[Effort | None] = None
+    effort: Effort | None = checked_later()
 
 
 class ResponsesBody(LikeChat):
     """The body of a request for a response. `_Reader` checks the lists."""
 
-    previous_response_id: SkipValidation[None] = None
-    conversation: SkipValidation[None] = None
-    prompt: SkipValidation[None] = None
-    background: SkipValidation[Literal[False] | None] = None
+    previous_response_id: None = checked_later()
+    conversation: None = checked_later()
+    prompt: None = checked_later()
+    background: Literal[False] | None = checked_later()
     instructions: str | None = None
     input: SkipValidation[
         str
@@ -145,16 +145,14 @@ class ResponsesBody(LikeChat):
             Field(min_length=1, max_length=MOST.messages),
         ]
     ]
-    tools: SkipValidation[
-        Annotated[list[_Tool | _LeftTool], Field(max_length=MOST.tools)] | None
-    ] = None
-    tool_choice: SkipValidation[ToolChoice | dict[str, Any] | None] = None
-    max_output_tokens: SkipValidation[int | None] = sampled("max_tokens", minimum=1)
+    tools: Annotated[list[_Tool | _LeftTool], Field(max_length=MOST.tools)] | None = checked_later()
+    tool_choice: ToolChoice | dict[str, Any] | None = checked_later()
+    max_output_tokens: int | None = sampled("max_tokens", checked=False, minimum=1)
     text: _Format | None = None
     reasoning: _Effort | None = None
     metadata: Any = None
-    stop: SkipValidation[Stop | Stops | None] = None
-    parallel_tool_calls: SkipValidation[bool | None] = None
+    stop: Stop | Stops | None = option("stop")
+    parallel_tool_calls: bool | None = checked_later()
 
 
 @dataclass(frozen=True)

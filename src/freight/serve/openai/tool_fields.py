@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from reprlib import repr as show
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, SkipValidation
+from pydantic import Field
 
-from freight.serve.bodies import Nullable, Part, present, says
+from freight.serve.bodies import Nullable, Part, checked_later, present, says
 from freight.serve.limits import ServingLimits
 from freight.serve.openai.fields import part, refuse
 
@@ -30,7 +30,7 @@ class Function(Nullable):
     name: ToolName
     description: str | None = None
     strict: bool | None = None
-    parameters: SkipValidation[dict[str, Any] | None] = None
+    parameters: dict[str, Any] | None = checked_later()
 
 
 class _Arguments(Part):
