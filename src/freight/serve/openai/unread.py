@@ -111,4 +111,6 @@ UNREAD: Mapping[str, Unread] = {
         ("data_parallel_rank", "routed_dp_rank"),
         Unread((), "a server is one engine; a router chooses among several"),
     ),
+    # llama.cpp's
+    "cache_prompt": Unread((True,), "prefixes are always cached; use cache_salt to share none"),
 }
