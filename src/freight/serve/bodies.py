@@ -102,11 +102,11 @@ class Nullable(Part):
 
     @model_validator(mode="before")
     @classmethod
-    def _absent_is_null(cls, given: object) -> object:
+    def _absent_is_null(cls, body: object) -> object:
         """Give required fields null, so that the error for a missing one names the type it needs."""
-        if not isinstance(given, dict):
-            return given
-        return _required(cls) | given
+        if not isinstance(body, dict):
+            return body
+        return _required(cls) | body
 
 
 class Closed(Part):
@@ -132,9 +132,9 @@ class Body(Nullable, Closed):
     """A closed object in which null counts as an absent field."""
 
 
-def present(given: Mapping[str, Any] | None) -> dict[str, Any]:
+def present(fields: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return the fields of an object that are not null."""
-    return {name: value for name, value in (given or {}).items() if value is not None}
+    return {name: value for name, value in (fields or {}).items() if value is not None}
 
 
 def field_row(sampling: str = "", note: str = "", checked: bool = True, **schema: JsonValue) -> Any:
@@ -172,11 +172,11 @@ def checked_later(note: str = "") -> Any:
 @cache
 def rows(model: type[BaseModel]) -> Mapping[str, Row]:
     """Return the rows of a model's attributes, by the names of the fields."""
-    found = {}
+    table = {}
     for name, field in model.model_fields.items():
         marks = (mark for mark in field.metadata if isinstance(mark, Row))
-        found[field.alias or name] = next(marks, Row())
-    return found
+        table[field.alias or name] = next(marks, Row())
+    return table
 
 
 @cache
@@ -203,10 +203,10 @@ def says(words: str) -> WrapValidator:
     return WrapValidator(check)
 
 
-def read(model: type[M], given: object, refused: Refused) -> M:
-    """Validate `given` as `model`. Raises what `refused` makes of the first fault."""
+def read(model: type[M], body: object, refused: Refused) -> M:
+    """Validate `body` as `model`. Raises what `refused` makes of the first fault."""
     try:
-        return model.model_validate(given)
+        return model.model_validate(body)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         path = "".join(f"[{at}]" if isinstance(at, int) else f".{at}" for at in first["loc"])
@@ -231,10 +231,10 @@ def schema_of(body: Any, unknown_fields: str = "refuse") -> dict[str, Any]:
             return value
         if "$ref" in value:
             return replaced(parts[value["$ref"].removeprefix("#/$defs/")])
-        found = {key: replaced(item) for key, item in value.items()}
-        if unknown_fields == "ignore" and found.get("additionalProperties") == _ABSENT:
-            found["additionalProperties"] = True
-        return found
+        copy = {key: replaced(item) for key, item in value.items()}
+        if unknown_fields == "ignore" and copy.get("additionalProperties") == _ABSENT:
+            copy["additionalProperties"] = True
+        return copy
 
     result: dict[str, Any] = replaced(schema)
     return result

@@ -114,23 +114,23 @@ def _prompts(request: CompletionRequest, served: Served, most: int) -> list[str 
     """Return the prompts of `request`, each with at least one token: a text may be empty where the
     tokenizer adds BOS.
     """
-    given = request.prompt
-    if isinstance(given, str):
-        return [_text("prompt", given, served, request)]
-    if not isinstance(given, list):
+    value = request.prompt
+    if isinstance(value, str):
+        return [_text("prompt", value, served, request)]
+    if not isinstance(value, list):
         raise refuse(
             "prompt",
-            f"prompt is {show(given)}; it must be a string, token ids, or a list of either",
+            f"prompt is {show(value)}; it must be a string, token ids, or a list of either",
         )
-    if not given:
+    if not value:
         raise refuse("prompt", "prompt is []: it has no tokens")
-    first = given[0]
+    first = value[0]
     if not isinstance(first, str | list):
-        return [_ids("prompt", given, served, request)]
-    if len(given) > most:
-        raise refuse("prompt", f"prompt has {len(given)} prompts; at most {most} are allowed")
+        return [_ids("prompt", value, served, request)]
+    if len(value) > most:
+        raise refuse("prompt", f"prompt has {len(value)} prompts; at most {most} are allowed")
     prompts: list[str | list[int]] = []
-    for index, prompt in enumerate(given):
+    for index, prompt in enumerate(value):
         where = f"prompt[{index}]"
         if isinstance(prompt, str) and isinstance(first, str):
             prompts.append(_text(where, prompt, served, request))

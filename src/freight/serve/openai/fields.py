@@ -12,10 +12,11 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from reprlib import repr as show
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from pydantic import BaseModel
 
+from freight.base.fields import JsonDict
 from freight.errors import RequestError, nearest
 from freight.serve.bodies import Closed, Unread, read
 from freight.serve.call import Served
@@ -34,7 +35,7 @@ M = TypeVar("M", bound=BaseModel)
 class Fields:
     """The fields of a body that take effect, none of them null, and the names of ignored ones."""
 
-    values: dict[str, Any]
+    values: JsonDict
     ignored: tuple[str, ...]
 
 
@@ -45,7 +46,7 @@ def refuse(param: str, message: str) -> ApiError:
 
 def read_fields(body: object, model: type[Closed], served: Served, limits: ServingLimits) -> Fields:
     """Sort the fields of `body` by their treatment. Raises ApiError for a refused one."""
-    values: dict[str, Any] = {}
+    values: JsonDict = {}
     ignored: list[str] = []
     known = model.model_fields
     for name, value in check_body(body, limits).items():
@@ -79,6 +80,11 @@ def named(names: Sequence[str]) -> tuple[str, ...]:
     return (*safe[:_MOST_NAMED], "...") if len(safe) > _MOST_NAMED else tuple(safe)
 
 
+def missing_or(value: object) -> str:
+    """Return how an error shows a value: absent ones as missing."""
+    return "missing" if value is None else show(value)
+
+
 def _unsupported(name: str, row: Unread, value: object) -> ApiError:
     possible = " or ".join(json.dumps(accepted) for accepted in row.values or ())
     if row.reported:
@@ -99,8 +105,8 @@ def part(model: type[M], where: str, value: object) -> M:
         if not words.startswith("is "):
             missing = value is None and words == "must be a string"
             it = "it " if words.startswith("must") else ""
-            shown = "missing" if missing else show(value)
-            words = f"is {shown}; {it}{words}"
+            value_text = "missing" if missing else show(value)
+            words = f"is {value_text}; {it}{words}"
         return refuse(path, f"{path} {words}")
 
     return read(model, value, refused)

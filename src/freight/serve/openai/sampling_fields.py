@@ -9,10 +9,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from reprlib import repr as show
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field
 
+from freight.base.fields import JsonDict, JsonObject
 from freight.errors import RequestError
 from freight.sampling import LARGEST, LARGEST_WHOLE, SamplingParams, check_limits
 from freight.serve.bodies import (
@@ -87,7 +88,7 @@ class CommonFields(Part):
         "cache_salt", checked=True, minLength=1, maxLength=MOST.sampling.cache_salt
     )
     request_id: str | None = field_row(pattern=f"^[A-Za-z0-9._-]{{1,{MOST.request_id}}}$")
-    structured_outputs: dict[str, Any] | None = checked_later()
+    structured_outputs: JsonDict | None = checked_later()
 
 
 class SharedFields(CommonFields, Closed):
@@ -106,8 +107,8 @@ class SharedFields(CommonFields, Closed):
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     priority: int | None = field_row(note="(0 only)", enum=[0, None])
-    response_format: dict[str, Any] | None = checked_later()
-    guided_json: dict[str, Any] | str | bool | None = checked_later()
+    response_format: JsonDict | None = checked_later()
+    guided_json: JsonDict | str | bool | None = checked_later()
     guided_regex: str | None = checked_later()
     guided_choice: list[str] | None = checked_later()
     guided_grammar: str | None = checked_later()
@@ -152,8 +153,8 @@ def sampling_from(
     limits: ServingLimits,
     api_values: Mapping[str, object],
     form: Form,
-    forced: Mapping[str, Any] | None = None,
-    around: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None,
+    forced: JsonObject | None = None,
+    around: Callable[[JsonObject], JsonObject] | None = None,
 ) -> SamplingParams:
     """Build the SamplingParams: from the request, else the model's defaults, else the class's.
 
@@ -164,7 +165,7 @@ def sampling_from(
 
     Raises ApiError, 400, with the field at fault.
     """
-    values: dict[str, Any] = {}
+    values: JsonDict = {}
     fields: dict[str, str] = {}  # SamplingParams' name -> the field of this API
     for field, name in sampling_names(type(request)).items():
         value = getattr(request, field)

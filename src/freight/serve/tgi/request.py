@@ -11,8 +11,9 @@ import json
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
+from freight.base.fields import JsonDict, JsonObject
 from freight.base.files import unique_names
 from freight.errors import RequestError, nearest
 from freight.sampling import SamplingLimits, SamplingParams, check_limits
@@ -53,7 +54,7 @@ class Grammar(Part):
     """
 
     type: Literal["json", "json_schema", "regex"]
-    value: dict[str, Any] | str
+    value: JsonDict | str
 
 
 class Parameters(Body):
@@ -122,7 +123,7 @@ class GenerateCall:
 
 
 def parse_generate(
-    body: Mapping[str, Any], served: Served, limits: SamplingLimits, stream: bool | None
+    body: JsonObject, served: Served, limits: SamplingLimits, stream: bool | None
 ) -> GenerateCall:
     """Parse a body. Raises ApiError (422).
 
@@ -142,22 +143,21 @@ def parse_generate(
             served.tokenizer.check_empty()
         except RequestError as error:
             raise _invalid(f"inputs is '': {error}", "inputs") from None
-    given = body.get("parameters") or {}
-    ignored += _unknown("parameters.", given, Parameters, served)
-    parameters = present(given)
+    raw = body.get("parameters") or {}
+    ignored += _unknown("parameters.", raw, Parameters, served)
+    parameters = present(raw)
     streams = bool(asked.stream) if stream is None else stream
     _check_parameters(parameters, streams)
-    form, unheld = (
-        _grammar(parameters["grammar"], served.strict_schemas)
-        if "grammar" in parameters
-        else (None, ())
-    )
+    form = None
+    if "grammar" in parameters:
+        form, unenforced = _grammar(parameters["grammar"], served.strict_schemas)
+        ignored += unenforced
     params = _sampling(parameters, limits, served.max_model_len, form)
     return GenerateCall(
         stream=streams,
         model=served.names[0],
         work=(Work(asked.inputs, params, form_from="parameters.grammar"),),
-        ignored=named((*ignored, *unheld)),
+        ignored=named(ignored),
         options=ReplyOptions(
             stream=streams,
             details=parameters.get("details", False),
@@ -169,10 +169,10 @@ def parse_generate(
     )
 
 
-def _unknown(prefix: str, given: Mapping[str, Any], model: type[Body], served: Served) -> list[str]:
+def _unknown(prefix: str, fields: JsonObject, model: type[Body], served: Served) -> list[str]:
     """Return the names of unknown fields. Raises ApiError unless the server ignores them."""
     known = (*model.model_fields, *model.unread)
-    unknown = [name for name, value in given.items() if name not in known and value is not None]
+    unknown = [name for name, value in fields.items() if name not in known and value is not None]
     if unknown and served.unknown_fields != "ignore":
         hint = nearest(unknown[0][:60], known, _SYNONYMS)
         raise _invalid(
@@ -182,12 +182,12 @@ def _unknown(prefix: str, given: Mapping[str, Any], model: type[Body], served: S
     return [f"{prefix}{name}" for name in unknown]
 
 
-def _check_parameters(given: Mapping[str, Any], streams: bool) -> None:
+def _check_parameters(parameters: JsonObject, streams: bool) -> None:
     """Raise ApiError for features that are not implemented, and for contradictions."""
     for name, row in Parameters.unread.items():
-        if name in given and not row.accepts(given[name]):
+        if name in parameters and not row.accepts(parameters[name]):
             raise _invalid(f"{name}: {row.instead}", f"parameters.{name}")
-    if streams and given.get("decoder_input_details"):
+    if streams and parameters.get("decoder_input_details"):
         raise _invalid(
             "decoder_input_details: a stream does not have the prompt's tokens; use /generate",
             "parameters.decoder_input_details",
@@ -195,23 +195,23 @@ def _check_parameters(given: Mapping[str, Any], streams: bool) -> None:
 
 
 def _sampling(
-    given: Mapping[str, Any],
+    parameters: JsonObject,
     limits: SamplingLimits,
     max_model_len: int,
-    form: dict[str, Any] | None,
+    form: JsonDict | None,
 ) -> SamplingParams:
     """Build the SamplingParams. Raises ApiError for a value outside its range."""
-    samples = given.get("do_sample", False) or any(
-        name in given for name in ("temperature", "top_k", "top_p")
+    samples = parameters.get("do_sample", False) or any(
+        name in parameters for name in ("temperature", "top_k", "top_p")
     )
     names = sampling_names(Parameters)
-    fields = {names[name]: value for name, value in given.items() if name in names}
-    fields["max_tokens"] = _count(given, "max_new_tokens", 1) or DEFAULT_NEW_TOKENS
-    fields["logprobs"] = _count(given, "top_n_tokens", 0) or 0
-    fields["truncate_prompt_tokens"] = _count(given, "truncate", 1, max_model_len)
+    fields = {names[name]: value for name, value in parameters.items() if name in names}
+    fields["max_tokens"] = _count(parameters, "max_new_tokens", 1) or DEFAULT_NEW_TOKENS
+    fields["logprobs"] = _count(parameters, "top_n_tokens", 0) or 0
+    fields["truncate_prompt_tokens"] = _count(parameters, "truncate", 1, max_model_len)
     if not samples:
         fields["temperature"] = 0.0
-    if given.get("decoder_input_details"):
+    if parameters.get("decoder_input_details"):
         fields["prompt_logprobs"] = 0
     if form is not None:
         fields["structured_outputs"] = form
@@ -220,7 +220,7 @@ def _sampling(
         check_limits(params, limits)
     except RequestError as error:
         raise _invalid(_in_tgis_names(str(error)), "parameters") from None
-    if given.get("do_sample") and params.greedy:
+    if parameters.get("do_sample") and params.greedy:
         raise _invalid(
             "temperature is 0, which is greedy, and do_sample is true", "parameters.temperature"
         )
@@ -237,16 +237,16 @@ def _in_tgis_names(message: str) -> str:
     return message
 
 
-def _grammar(given: object, strict_schemas: bool) -> tuple[dict[str, Any], tuple[str, ...]]:
+def _grammar(grammar: object, strict_schemas: bool) -> tuple[JsonDict, tuple[str, ...]]:
     """Return `grammar` as SamplingParams.structured_outputs, and the parts of its schema that are
     not enforced.
     """
-    if not isinstance(given, Mapping) or "value" not in given:
+    if not isinstance(grammar, Mapping) or "value" not in grammar:
         raise _invalid(
             f"grammar must be an object with type ({_KINDS}) and value", "parameters.grammar"
         )
-    kind = given.get("type")
-    value = given["value"]
+    kind = grammar.get("type")
+    value = grammar["value"]
     if kind == "regex":
         if not isinstance(value, str):
             raise _invalid(
@@ -275,8 +275,8 @@ def _grammar(given: object, strict_schemas: bool) -> tuple[dict[str, Any], tuple
         raise as_tgi_error(error) from None
 
 
-def _count(given: Mapping[str, Any], name: str, low: int, high: int | None = None) -> int | None:
-    value = given.get(name)
+def _count(parameters: JsonObject, name: str, low: int, high: int | None = None) -> int | None:
+    value = parameters.get(name)
     if value is None:
         return None
     if (
@@ -324,12 +324,12 @@ class ServerFacts:
     version: str
     max_concurrent_requests: int
     max_prompts: int
-    kv_cache: Mapping[str, Any]
+    kv_cache: JsonObject
     kernels: str
     model_sha: str | None = None
 
 
-def info(served: Served, limits: SamplingLimits, facts: ServerFacts) -> dict[str, Any]:
+def info(served: Served, limits: SamplingLimits, facts: ServerFacts) -> JsonDict:
     """Return the answer of `/info`: TGI's keys, then Freight's."""
     tokenizer = served.tokenizer
     return {
