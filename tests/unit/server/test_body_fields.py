@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import jsonschema_rs
@@ -206,6 +206,25 @@ def test_a_field_takes_what_its_row_says_and_nothing_else(api: Api, name: str) -
             assert error.status == (404 if error.code == "model_not_found" else api.status)
             assert len(error.message) < MOST_SHOWN
             assert not path or name in error.message, error.message
+
+
+@pytest.mark.parametrize("api", APIS.values(), ids=APIS)
+def test_a_field_sets_the_sampling_option_of_its_name(api: Api) -> None:
+    options = {option.name for option in fields(SamplingParams)} - {"structured_outputs"}
+    converted = {"logit_bias", "prediction", *(["logprobs"] if api.model is ChatRequest else [])}
+    of_other_names = {
+        "max_completion_tokens": "max_tokens",
+        "max_output_tokens": "max_tokens",
+        "max_new_tokens": "max_tokens",
+        "top_logprobs": "logprobs",
+        "top_n_tokens": "logprobs",
+        "truncate": "truncate_prompt_tokens",
+    }
+    expected = {name: name for name in options - converted} | of_other_names
+    names = set(api.model.model_fields) - set(api.least)
+    assert dict(sampling_names(api.model)) == {
+        name: expected[name] for name in names if name in expected
+    }
 
 
 @pytest.mark.parametrize("api", [APIS["chat"], APIS["completions"]])

@@ -127,11 +127,24 @@ OF_CHAT = {
 }
 
 
-# Defaults of vLLM's and SGLang's own request classes, for fields that are read.
+# The defaults of vLLM's and SGLang's own request classes.
 DEFAULTS = {
+    "use_beam_search": False,
+    "best_of": 1,
+    "suffix": "",
+    "length_penalty": 1.0,
+    "early_stopping": False,
+    "spaces_between_special_tokens": True,
+    "truncation_side": "left",
+    "stream_interval": 1,
+    "stop_regex": [],
     "include_stop_str_in_output": False,
     "bad_words": [],
     "min_tokens": 0,
+    "logprob_start_len": -1,
+    "thinking_token_budget": -1,
+    "documents": [],
+    "vllm_xargs": {},
     "stop_token_ids": [],
     "return_tokens_as_token_ids": False,
 }
