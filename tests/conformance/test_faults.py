@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
@@ -11,15 +10,6 @@ from tests.conformance.wire import Api
 pytestmark = pytest.mark.clock
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-INTEGERS = {
-    "negative": -1,
-    "2^63": 2**63,
-    "2^64": 2**64,
-    "text": "12",
-    "fraction": 1.5,
-    "bool": True,
-    "list": [1],
-}
 
 
 def chained(count: int) -> dict[str, Any]:
@@ -41,53 +31,14 @@ def tool(name: str = "f", **parameters: Any) -> dict[str, Any]:
     }
 
 
-def asked(content: Any = "x", **more: Any) -> dict[str, Any]:
-    return {"messages": [{"role": "user", "content": content} | more]}
-
-
 EITHER: dict[
     str, tuple[dict[str, Any], str | None]
 ] = {  # wrong in chat and in completions: fields, `param`
-    **{
-        f"n-{name}": ({"n": n}, "n")
-        for name, n in {"0": 0, "million": 10**6, **INTEGERS}.items()
-        if name != "2^63"
-    },
-    **{
-        f"max_tokens-{name}": ({"max_tokens": value}, "max_tokens")
-        for name, value in INTEGERS.items()
-    },
-    "max_tokens-0-without-echo": ({"max_tokens": 0}, "max_tokens"),
-    **{f"seed-{name}": ({"seed": INTEGERS[name]}, "seed") for name in ("2^64", "text", "list")},
     "temperature-negative": ({"temperature": -1}, "temperature"),
-    "temperature-1e308": ({"temperature": 1e308}, "temperature"),
-    "temperature-text": ({"temperature": "hot"}, "temperature"),
-    "top_p-0": ({"top_p": 0}, "top_p"),
-    "top_p-1.5": ({"top_p": 1.5}, "top_p"),
-    "top_k-negative": ({"top_k": -5}, "top_k"),
-    "min_p-2": ({"min_p": 2}, "min_p"),
-    "presence_penalty-1e9": ({"presence_penalty": 1e9}, "presence_penalty"),
-    "frequency_penalty-1e9": ({"frequency_penalty": 1e9}, "frequency_penalty"),
-    "repetition_penalty-0": ({"repetition_penalty": 0}, "repetition_penalty"),
-    "stop-ten-thousand": ({"stop": ["x"] * 10**4}, "stop"),
-    "stop-empty-string": ({"stop": ""}, "stop"),
     "stop-a-megabyte": ({"stop": "x" * 2**20}, "stop"),
-    "stop-number": ({"stop": 3}, "stop"),
-    "logit_bias-key-no-number": ({"logit_bias": {"abc": 1}}, "logit_bias"),
     "logit_bias-key-outside-the-vocabulary": ({"logit_bias": {str(10**8): 1}}, "logit_bias"),
-    "logit_bias-1e30": ({"logit_bias": {"5": 1e30}}, "logit_bias"),
-    "logit_bias-ten-thousand": ({"logit_bias": {str(i): 1 for i in range(10**4)}}, "logit_bias"),
-    "stop_token_ids-outside-the-vocabulary": ({"stop_token_ids": [10**9]}, "stop_token_ids"),
     "unknown-field": ({"temprature": 1}, "temprature"),
-    "best_of-2": ({"best_of": 2}, "best_of"),
     "use_beam_search": ({"use_beam_search": True}, "use_beam_search"),
-    "stream-text": ({"stream": "yes"}, "stream"),
-    "stream_options-without-stream": (
-        {"stream_options": {"include_usage": True}},
-        "stream_options",
-    ),
-    "model-number": ({"model": 3}, "model"),
-    "cache_salt-too-long": ({"cache_salt": "x" * 10**5}, "cache_salt"),
     "grammar-rules-3000": (
         {
             "structured_outputs": {
@@ -119,64 +70,17 @@ EITHER: dict[
     "response_format-unknown": ({"response_format": {"type": "yaml"}}, "response_format"),
 }
 CHATS: dict[str, tuple[dict[str, Any], str | None]] = {
-    "messages-empty": ({"messages": []}, "messages"),
-    "messages-text": ({"messages": "hello"}, "messages"),
-    "message-text": ({"messages": ["hello"]}, None),
     "role-unknown": ({"messages": [{"role": "robot", "content": "x"}]}, None),
-    "role-missing": ({"messages": [{"content": "x"}]}, None),
-    "content-null-without-calls": ({"messages": [{"role": "assistant", "content": None}]}, None),
-    "content-number": (asked(3), None),
     "content-image": (
-        asked([{"type": "image_url", "image_url": {"url": "http://127.0.0.1:9/x.png"}}]),
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
         None,
     ),
-    "content-audio": (
-        asked([{"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}]),
-        None,
-    ),
-    "top_logprobs-21": ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
-    "top_logprobs-negative": ({"logprobs": True, "top_logprobs": -1}, "top_logprobs"),
-    "top_logprobs-billion": ({"logprobs": True, "top_logprobs": 10**9}, "top_logprobs"),
-    "chat_template-in-request": (
-        {"chat_template": "{% for x in range(9) %}a{% endfor %}"},
-        "chat_template",
-    ),
-    **{
-        f"chat_template_kwargs-{name}": ({"chat_template_kwargs": {name: value}}, None)
-        for name, value in {
-            "tokenize": True,
-            "chat_template": "x",
-            "return_dict": True,
-            "messages": [],
-        }.items()
-    },
-    "tools-text": ({"tools": "f"}, "tools"),
-    "tools-without-a-name": ({"tools": [{"type": "function", "function": {}}]}, None),
-    "tools-of-the-same-name": ({"tools": [tool(), tool()]}, None),
     "tools-bad-schema": ({"tools": [tool(type="objec")], "tool_choice": "required"}, None),
-    "tool_choice-absent-tool": (
-        {"tools": [tool()], "tool_choice": {"type": "function", "function": {"name": "g"}}},
-        "tool_choice",
-    ),
-    "tool_choice-without-tools": ({"tool_choice": "required"}, "tool_choice"),
-    "functions": ({"functions": [{"name": "f"}]}, "functions"),
-    "audio": ({"audio": {"voice": "x"}}, "audio"),
-    "web_search_options": ({"web_search_options": {}}, "web_search_options"),
 }
 PROMPTS: dict[str, tuple[dict[str, Any], str | None]] = {
     "prompt-missing": ({"prompt": None}, "prompt"),
-    "prompt-empty-list": ({"prompt": []}, "prompt"),
-    "prompt-number": ({"prompt": 3}, "prompt"),
-    **{
-        f"prompt-id-{name}": ({"prompt": [1, 2, 3, value]}, None)
-        for name, value in {**INTEGERS, "2^31": 2**31, "ten-million": 10**7}.items()
-    },
+    "prompt-id-2^31": ({"prompt": [1, 2, 3, 2**31]}, None),
     "prompts-hundred-thousand": ({"prompt": ["x"] * 10**5}, "prompt"),
-    "prompts-mixed": ({"prompt": ["x", [1]]}, None),
-    "suffix": ({"suffix": "x"}, "suffix"),
-    "prompt_embeds": ({"prompt_embeds": "AAAA"}, "prompt_embeds"),
-    "logprobs-hundred": ({"logprobs": 100}, "logprobs"),
-    "logprobs-negative": ({"logprobs": -1}, "logprobs"),
 }
 CASES = [
     *(pytest.param(CHAT, *case, id=f"chat-{name}") for name, case in {**EITHER, **CHATS}.items()),
@@ -199,28 +103,11 @@ def test_is_400(api: Api, path: str, fields: dict[str, Any], param: str | None) 
     assert reply.seconds < 60.0, "a request that cannot be served is refused, and not computed"
 
 
-@pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity"])
-@pytest.mark.parametrize("field", ["temperature", "top_p", "presence_penalty"])
-def test_a_number_that_is_none_is_400(api: Api, field: str, value: str) -> None:
-    body = (
-        json.dumps({"model": api.model, "prompt": "x", "max_tokens": 1})[:-1]
-        + f', "{field}": {value}}}'
-    )
-    assert api.post(COMPLETIONS, body.encode()).status == 400
-
-
 @pytest.mark.parametrize(
     ("body", "status"),
     [
-        pytest.param(b"", 400, id="empty"),
         pytest.param(b"{", 400, id="truncated"),
-        pytest.param(b"model=x", 400, id="form"),
-        pytest.param(b"[]", 400, id="list"),
-        pytest.param(b"null", 400, id="null"),
-        pytest.param(b"[" * 100_000, 400, id="100000-brackets"),
-        pytest.param(b'{"a":' * 50_000, 400, id="50000-objects"),
         pytest.param(b'{"prompt": "\xff\xfe"}', 400, id="no-utf8"),
-        pytest.param(b'{"prompt": ' + b"1" * 10_000 + b"}", 400, id="number-of-10000-digits"),
         pytest.param(b'{"prompt": "' + b"x" * (5 * 2**20) + b'"}', 413, id="five-megabytes"),
     ],
 )

@@ -47,15 +47,8 @@ def test_tokenize_as_tgi(api: Api) -> None:
 @pytest.mark.parametrize(
     ("path", "body"),
     [
-        ("/tokenize", {}),
         ("/tokenize", {"prompt": 3}),
-        ("/tokenize", {"messages": []}),
-        ("/detokenize", {}),
-        ("/detokenize", {"tokens": "x"}),
-        ("/detokenize", {"tokens": [-1]}),
         ("/detokenize", {"tokens": [2**31]}),
-        ("/detokenize", {"tokens": [2**64]}),
-        ("/detokenize", {"tokens": [1.5]}),
     ],
     ids=lambda value: value if isinstance(value, str) else str(value).replace(" ", ""),
 )

@@ -22,10 +22,6 @@ from freight import structured
 from freight.base import json_schema
 from freight.serve import service, tokens
 from freight.serve.limits import ServingLimits
-from freight.serve.openai.chat_request import ChatRequest
-from freight.serve.openai.completion_request import CompletionRequest
-from freight.serve.openai.fields import ACCEPTED
-from freight.serve.openai.neutral import NEUTRAL
 from freight.serve.rendering import renderer
 from freight.serve.settings import ServerSettings
 from freight.serve.transport import stream
@@ -184,27 +180,3 @@ def test_the_table_of_limits_is_the_code_s() -> None:
     )
     assert f"or after {stream._HEADERS_AFTER:g} seconds without one" in TEXT
     assert f"After {service.KEEP_ALIVE:g} seconds without a token" in TEXT
-
-
-def test_every_field_is_named() -> None:
-    table = rows("OpenAI's API")
-    named = {kind: set(re.findall(r"`([a-z_]+)`", cell)) for kind, cell in table.items()}
-    assert set(ACCEPTED) <= named["accepted without effect"]
-    assert {name for name, known in NEUTRAL.items() if not known.values} == named["refused"]
-    at_one = table["accepted at one value, which asks for nothing"].split(", ")
-    values = {
-        name: " or ".join(map(json.dumps, known.values))
-        for name, known in NEUTRAL.items()
-        if known.values
-    }
-    assert at_one == [f"`{name}` {shown}" for name, shown in values.items()]
-    of_chat, of_completions = (
-        set(model.model_fields) - set(ACCEPTED) for model in (ChatRequest, CompletionRequest)
-    )
-    assert (
-        of_chat & of_completions
-        <= named["of both"]
-        <= (of_chat & of_completions) | {*("include_usage", "continuous_usage_stats")}
-    )
-    assert named["of chat"] - {"max_tokens"} == of_chat - of_completions
-    assert named["of completions"] == of_completions - of_chat

@@ -13,6 +13,7 @@ from typing import Any, TypeAlias, TypeGuard
 from freight.errors import CheckpointError, shown
 
 JsonObject: TypeAlias = Mapping[str, Any]  # a JSON object, read-only
+JsonDict: TypeAlias = dict[str, Any]  # a JSON object, as it is read or built
 
 _LARGEST = 2**31 - 1  # larger than in any model, and still a valid length in Python and torch
 # A damaged or hostile number would take all memory, one layer, expert or key after the other

@@ -15,7 +15,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import Field
 
 from freight.errors import RequestError, nearest
-from freight.serve.bodies import Body, present, read, says
+from freight.serve.bodies import Body, Unread, present, read, says
 from freight.serve.call import Conversation, Served
 from freight.serve.limits import ServingLimits, are_token_ids, check_template_values
 from freight.serve.transport.errors import ApiError
@@ -58,7 +58,7 @@ class MessagesBody(Body):
 class InputsBody(Body):
     """The body of /tokenize in TGI's format, which is the body of /generate."""
 
-    accepted = ("parameters", "stream")
+    unread = dict.fromkeys(("parameters", "stream"), Unread(None))
 
     add_special_tokens: bool | None = None
     inputs: str
@@ -239,7 +239,7 @@ def _read(model: type[B], body: Mapping[str, Any], served: Served) -> B:
             param="model",
             code="model_not_found",
         )
-    known = (*model.model_fields, *model.accepted)
+    known = (*model.model_fields, *model.unread)
     for name in fields:
         if name not in known and served.unknown_fields != "ignore":
             raise _invalid(f"{name:.60} is not a field here{nearest(name[:60], known)}", name[:60])

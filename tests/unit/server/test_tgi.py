@@ -263,15 +263,7 @@ def test_an_end_without_a_token_has_an_event():
             {"max_new_tokens": 7, "stop": ["a"], "top_n_tokens": 2},
             {"max_tokens": 7, "stop": ("a",), "logprobs": 2},
         ),
-        (
-            {"repetition_penalty": 1.2, "frequency_penalty": 0.5},
-            {"repetition_penalty": 1.2, "frequency_penalty": 0.5},
-        ),
         ({"decoder_input_details": True}, {"prompt_logprobs": 0}),
-        (
-            {"best_of": 1, "typical_p": 1.0, "watermark": False, "adapter_id": None, "seed": None},
-            {"seed": None},
-        ),
     ],
 )
 def test_parameters(parameters, fields):
@@ -285,11 +277,6 @@ def test_what_is_drawn_without_a_seed_gets_one_that_is_told():
     assert 0 <= seed < 2**53
     assert parse({"do_sample": True}).work[0].params.seed != seed
     assert body_of(call, run(WORDS, call.work[0].params))["details"]["seed"] == seed
-
-
-def test_truncate_is_left_to_who_tokenizes():
-    assert parse({"truncate": 3}).work[0].params.truncate_prompt_tokens == 3
-    assert parse({}).work[0].params.truncate_prompt_tokens is None
 
 
 def test_a_bare_url_decides_by_stream():
@@ -339,26 +326,12 @@ def test_a_grammar(grammar, outputs, monkeypatch):
         ({"parameters": {"max_tokens": 5}}, "did you mean max_new_tokens"),
         ({"parameters": {"stop_sequences": ["a"]}}, "did you mean stop"),
         ({"parameters": {"max_new_tokens": 0}}, "max_new_tokens must be"),
-        ({"parameters": {"max_new_tokens": 2**64}}, "max_new_tokens is"),
-        ({"parameters": {"max_new_tokens": True}}, "max_new_tokens must be"),
-        ({"parameters": {"temperature": -1}}, "temperature"),
         ({"parameters": {"temperature": 0, "do_sample": True}}, "temperature is 0"),
-        ({"parameters": {"temperature": float("nan")}}, "temperature"),
-        ({"parameters": {"top_p": 0}}, "top_p"),
-        ({"parameters": {"top_k": "a"}}, "top_k"),
         ({"parameters": {"stop": ["a"] * 5}}, "stop has 5 entries"),
         ({"parameters": {"top_n_tokens": 21}}, "top_n_tokens is 21"),
         ({"parameters": {"truncate": 0}}, "truncate must be"),
         ({"parameters": {"truncate": 513}}, "truncate must be .* 1 to 512"),
-        ({"parameters": {"best_of": 2}}, "best_of"),
-        ({"parameters": {"typical_p": 0.9}}, "typical_p"),
-        ({"parameters": {"typical_p": True}}, "typical_p"),
-        ({"parameters": {"best_of": True}}, "best_of"),
-        ({"parameters": {"watermark": True}}, "watermark"),
         ({"parameters": {"watermark": 1}}, "watermark must be true or false"),
-        ({"parameters": {"adapter_id": "a"}}, "adapter_id"),
-        ({"parameters": {"details": "yes"}}, "details must be true or false"),
-        ({"parameters": {"seed": "a"}}, "seed"),
         ({"stream": 1}, "stream must be"),
         ({"parameters": {"grammar": "a"}}, "grammar must be an object"),
         ({"parameters": {"grammar": {"type": "xml", "value": "a"}}}, "grammar.type"),

@@ -88,18 +88,11 @@ def test_messages_are_rendered_first():
         ({"prompt": [1]}, 400, "prompt must be a string"),
         ({"prompt": "a\ud800"}, 400, "not Unicode"),
         ({"inputs": "a\ud800"}, 400, "not Unicode"),
-        ({"prompt": "a", "add_special_tokens": 1}, 400, "add_special_tokens.*true or false"),
         ({"prompt": "a", "add_special_token": True}, 400, "did you mean add_special_tokens"),
         ({"prompt": "a", "model": "gpt"}, 404, "demo"),
         ({"prompt": "a", "model": 1}, 404, "demo"),
         ({"messages": "a"}, 400, "messages must be a list"),
-        ({"messages": [], "tools": {}}, 400, "tools must be a list"),
         ({"messages": [], "chat_template": "x"}, 400, "chat_template"),
-        (
-            {"messages": [], "chat_template_kwargs": []},
-            400,
-            "chat_template_kwargs.*object",
-        ),
         ({"messages": [], "chat_template_kwargs": {"tokenize": True}}, 400, "tokenize"),
         (
             {"messages": [], "chat_template_kwargs": {"enable_thinkin": False}},
@@ -121,11 +114,6 @@ def test_tokens_that_are_none(tokens):
     with pytest.raises(ApiError, match="tokens") as caught:
         detokenize({"tokens": tokens}, SERVED)
     assert caught.value.status == 400
-
-
-def test_unknown_fields_can_be_ignored():
-    served = dataclasses.replace(SERVED, unknown_fields="ignore")
-    assert ask({"prompt": "a", "other": 1}, served)["tokens"] == TOKENIZER.encode("a")
 
 
 def test_info(tmp_path):

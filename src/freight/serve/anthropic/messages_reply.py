@@ -7,9 +7,9 @@ Each block of the answer is one block of `content`. In a stream the final usage 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
+from freight.base.fields import JsonDict, JsonObject
 from freight.outputs import FinishReason, RequestDelta
 from freight.serve.answers.blocks import Block, Blocks, Step, StepKind, sse
 from freight.serve.answers.pieces import PieceKind
@@ -32,7 +32,7 @@ class MessagesReply:
         head: ReplyHead,
         served: Served,
         work: TokenizedWork,
-        tools: Sequence[Mapping[str, Any]],
+        tools: Sequence[JsonObject],
         parallel: bool,
     ) -> None:
         self._head = head
@@ -53,13 +53,13 @@ class MessagesReply:
             "message_stop", {}
         )
 
-    def body(self) -> dict[str, Any]:
+    def body(self) -> JsonDict:
         return self._message([self._content(block) for block in self._blocks.all])
 
     def failure(self, error: ApiError) -> bytes:
         return sse("error", error_body(error))
 
-    def _message(self, content: list[dict[str, Any]]) -> dict[str, Any]:
+    def _message(self, content: list[JsonDict]) -> JsonDict:
         return {
             "id": f"msg_{self._head.request_id}",
             "type": "message",
@@ -71,7 +71,7 @@ class MessagesReply:
             "usage": self._usage(),
         }
 
-    def _usage(self) -> dict[str, Any]:
+    def _usage(self) -> JsonDict:
         """Return the tokens so far. Those of the prompt are split into computed and found in the
         cache.
         """
@@ -101,13 +101,13 @@ class MessagesReply:
             return "model_context_window_exceeded"
         return "end_turn" if self._stop_sequence is None else "stop_sequence"
 
-    def _content(self, block: Block) -> dict[str, Any]:
+    def _content(self, block: Block) -> JsonDict:
         if block.kind is PieceKind.TOOL_CALL:
             return self._empty(block) | {"input": json.loads(block.text or "{}")}
         _, name = _DELTA[block.kind]
         return self._empty(block) | {name: block.text}
 
-    def _empty(self, block: Block) -> dict[str, Any]:
+    def _empty(self, block: Block) -> JsonDict:
         """Return the block as it is before it has any text."""
         if block.kind is PieceKind.TOOL_CALL:
             return {
@@ -134,5 +134,5 @@ class MessagesReply:
         )
 
 
-def _event(name: str, fields: Mapping[str, Any]) -> bytes:
+def _event(name: str, fields: JsonObject) -> bytes:
     return sse(name, {"type": name, **fields})

@@ -8,17 +8,18 @@ assistant is continued.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from reprlib import repr as show
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, SkipValidation
 
+from freight.base.fields import JsonDict, JsonObject
 from freight.sampling import LARGEST_WHOLE
 from freight.serve.anthropic.errors import error_body
 from freight.serve.anthropic.messages_reply import MessagesReply
-from freight.serve.bodies import MOST, Stop, present, sampled, says
+from freight.serve.bodies import MOST, Stop, checked_later, present, sampled, says
 from freight.serve.call import Reply, ReplyHead, Served, TokenizedWork
 from freight.serve.limits import ServingLimits, check_body, check_context
 from freight.serve.openai.as_chat import (
@@ -33,7 +34,7 @@ from freight.serve.openai.as_chat import (
     unlike,
 )
 from freight.serve.openai.chat_request import Effort
-from freight.serve.openai.fields import named, part, refuse
+from freight.serve.openai.fields import missing_or, named, part, refuse
 from freight.serve.openai.tool_fields import ToolName
 from freight.serve.transport.errors import ApiError
 
@@ -67,14 +68,14 @@ class _Thought(Open):
 
 class _Use(Open):
     type: Literal["tool_use"]
-    input: dict[str, Any] = Field(default={})
+    input: JsonDict = Field(default={})
     name: str
     id: str
 
 
 class _Result(Open):
     type: Literal["tool_result"]
-    content: SkipValidation[_Blocks | None] = None
+    content: _Blocks | None = checked_later()
     tool_use_id: str
 
 
@@ -108,7 +109,7 @@ class _Tool(Open):
     name: SkipValidation[ToolName]
     description: Any = None
     strict: Any = None
-    input_schema: SkipValidation[dict[str, Any] | None] = None
+    input_schema: JsonDict | None = checked_later()
 
 
 class _Another(Open):
@@ -133,7 +134,7 @@ class _Form(JsonSchema):
 
 class _Config(Open):
     format: _Form | None = None
-    effort: SkipValidation[Effort | None] = None
+    effort: Effort | None = checked_later()
 
 
 class CountBody(LikeChat):
@@ -142,10 +143,8 @@ class CountBody(LikeChat):
     messages: SkipValidation[
         Annotated[list[_User | _System | _Assistant], Field(min_length=1, max_length=MOST.messages)]
     ]
-    system: SkipValidation[_Blocks | None] = None
-    tools: SkipValidation[
-        Annotated[list[_Tool | _Another], Field(max_length=MOST.tools)] | None
-    ] = None
+    system: _Blocks | None = checked_later()
+    tools: Annotated[list[_Tool | _Another], Field(max_length=MOST.tools)] | None = checked_later()
     tool_choice: _Choice | None = None
     stop_sequences: (
         Annotated[
@@ -157,7 +156,7 @@ class CountBody(LikeChat):
     ) = None
     output_config: _Config | None = None
     thinking: _Thinking | None = None
-    max_tokens: SkipValidation[int | None] = sampled("max_tokens", minimum=1)
+    max_tokens: int | None = sampled("max_tokens", checked=False, minimum=1)
 
 
 class MessagesBody(CountBody):
@@ -189,15 +188,15 @@ def parse_messages(body: object, served: Served, limits: ServingLimits) -> Messa
     Raises ApiError: 400 with `param` for the first field at fault, 404 for a model that is not
     served.
     """
-    given = present(check_body(body, limits))
-    if "max_tokens" not in given:
+    fields = present(check_body(body, limits))
+    if "max_tokens" not in fields:
         raise refuse(
             "max_tokens", "max_tokens is missing; give the most tokens that the answer may have"
         )
-    most = given["max_tokens"]
+    most = fields["max_tokens"]
     if isinstance(most, int) and most < 1:
         raise refuse("max_tokens", f"max_tokens is {show(most)}; it must be 1 or more")
-    return _parse(given, served, limits)
+    return _parse(fields, served, limits)
 
 
 def parse_count(body: object, served: Served, limits: ServingLimits) -> MessagesCall:
@@ -205,8 +204,8 @@ def parse_count(body: object, served: Served, limits: ServingLimits) -> Messages
     return _parse(present(check_body(body, limits)), served, limits)
 
 
-def _parse(given: dict[str, Any], served: Served, limits: ServingLimits) -> MessagesCall:
-    reader = _Reader(given, limits)
+def _parse(fields: JsonDict, served: Served, limits: ServingLimits) -> MessagesCall:
+    reader = _Reader(fields, limits)
     chat = reader.chat()
     renamed = [
         (r"stop", "stop_sequences"),
@@ -228,14 +227,14 @@ class _Reader:
     places  for each tool of the chat, its index in the request
     """
 
-    def __init__(self, given: dict[str, Any], limits: ServingLimits) -> None:
-        self._given = given
-        self._body = part(CountBody, "", given)
+    def __init__(self, fields: JsonDict, limits: ServingLimits) -> None:
+        self._fields = fields
+        self._body = part(CountBody, "", fields)
         self._limits = limits
         self.ignored: list[str] = []
         self.places: list[int] = []
 
-    def chat(self) -> dict[str, Any]:
+    def chat(self) -> JsonDict:
         """Return the equivalent body of a chat."""
         body = self._body
         chat = body.common("max_tokens")
@@ -265,24 +264,23 @@ class _Reader:
         system = self._body.system
         if isinstance(system, list):
             blocks = entries("system", system, self._limits.messages)
-            kept = [
+            read = [
                 block for block in blocks if not str(block.get("text", "")).startswith(_BILLING)
             ]
-            self.ignored += ["system[]"] * (len(kept) < len(blocks))
-            system = self._text("system", kept)
+            self.ignored += ["system[]"] * (len(read) < len(blocks))
+            system = self._text("system", read)
         if system is not None and string("system", system):
             messages.system(system)
 
     def _messages(self, messages: Messages) -> bool:
         """Read the conversation; returns whether its last message is an answer to continue."""
-        given = self._given.get("messages")
-        if not given:
-            what = "missing" if given is None else show(given)
+        conversation = self._fields.get("messages")
+        if not conversation:
             raise refuse(
                 "messages",
-                f'messages is {what}; it must be like [{{"role": "user", "content": "Hello"}}]',
+                f'messages is {missing_or(conversation)}; it must be like [{{"role": "user", "content": "Hello"}}]',
             )
-        for index, message in enumerate(entries("messages", given, self._limits.messages)):
+        for index, message in enumerate(entries("messages", conversation, self._limits.messages)):
             where = f"messages[{index}]"
             role = message.get("role")
             content = message.get("content")
@@ -311,8 +309,8 @@ class _Reader:
             and bool(last.get("content"))
         )
 
-    def _user(self, where: str, blocks: Sequence[Mapping[str, Any]], messages: Messages) -> None:
-        texts: list[Mapping[str, Any]] = []
+    def _user(self, where: str, blocks: Sequence[JsonObject], messages: Messages) -> None:
+        texts: list[JsonObject] = []
         for index, block in enumerate(blocks):
             if block.get("type") != "tool_result":
                 texts.append(block)
@@ -328,9 +326,7 @@ class _Reader:
         if texts or not blocks:
             messages.user(self._text(where, texts))
 
-    def _assistant(
-        self, where: str, blocks: Sequence[Mapping[str, Any]], messages: Messages
-    ) -> None:
+    def _assistant(self, where: str, blocks: Sequence[JsonObject], messages: Messages) -> None:
         messages.begin_answer()
         for index, block in enumerate(blocks):
             path = f"{where}[{index}]"
@@ -350,7 +346,7 @@ class _Reader:
                 continue
             self._name_others(read)
 
-    def _text(self, where: str, blocks: Sequence[Mapping[str, Any]]) -> str:
+    def _text(self, where: str, blocks: Sequence[JsonObject]) -> str:
         """Return the texts of blocks, joined by newlines."""
         texts = []
         for index, block in enumerate(blocks):
@@ -374,22 +370,22 @@ class _Reader:
             if name not in _QUIET and value
         ]
 
-    def _read_tools(self, chat: dict[str, Any]) -> None:
+    def _read_tools(self, chat: JsonDict) -> None:
         """Read the functions, and `tool_choice`."""
         tools = []
         listed = [] if self._body.tools is None else self._body.tools
         known = _Tool.model_fields
-        for index, given in enumerate(entries("tools", listed, self._limits.tools)):
-            tool = part(_Tool, f"tools[{index}]", given)
+        for index, entry in enumerate(entries("tools", listed, self._limits.tools)):
+            tool = part(_Tool, f"tools[{index}]", entry)
             if tool.type not in (None, "custom"):  # one that Anthropic's servers run
                 self.ignored.append(f"tools[].{tool.type}")
                 continue
             function = {
-                name: given[name] for name in ("name", "description", "strict") if name in given
+                name: entry[name] for name in ("name", "description", "strict") if name in entry
             }
-            schema = {"parameters": given["input_schema"]} if "input_schema" in given else {}
+            schema = {"parameters": entry["input_schema"]} if "input_schema" in entry else {}
             tools.append({"type": "function", "function": function | schema})
-            self.ignored += [f"tools[].{name}" for name in given if name not in known]
+            self.ignored += [f"tools[].{name}" for name in entry if name not in known]
             self.places.append(index)
         if tools:
             chat["tools"] = tools

@@ -7,18 +7,19 @@ renamed to the field that the client sent.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from reprlib import repr as show
 from typing import Any, Literal
 
 from pydantic import ConfigDict, Field, SkipValidation
 
+from freight.base.fields import JsonDict, JsonObject
 from freight.serve.bodies import Nullable, present
 from freight.serve.call import Served, Work
 from freight.serve.limits import ServingLimits
 from freight.serve.openai.chat_request import ChatCall, parse_chat
-from freight.serve.openai.fields import refuse
+from freight.serve.openai.fields import missing_or, refuse
 from freight.serve.openai.sampling_fields import CommonFields
 from freight.serve.transport.errors import ApiError
 
@@ -62,13 +63,13 @@ class Open(Nullable):
 class LikeChat(CommonFields, Open):
     """A body that is read as a chat."""
 
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: JsonDict | None = None
 
-    def common(self, *others: str) -> dict[str, Any]:
+    def common(self, *more: str) -> JsonDict:
         """Return the fields that a chat has under the same name: those of CommonFields, and
-        `others`.
+        `more`.
         """
-        names = (*CommonFields.model_fields, "chat_template_kwargs", *others)
+        names = (*CommonFields.model_fields, "chat_template_kwargs", *more)
         return present({name: getattr(self, name) for name in names})
 
 
@@ -81,7 +82,7 @@ class JsonSchema(Open):
     """A JSON schema for the answer."""
 
     type: Literal["json_schema"]
-    schema_: SkipValidation[dict[str, Any] | bool] = Field(alias="schema")
+    schema_: SkipValidation[JsonDict | bool] = Field(alias="schema")
 
 
 class Messages:
@@ -92,7 +93,7 @@ class Messages:
     """
 
     def __init__(self) -> None:
-        self.all: list[dict[str, Any]] = []
+        self.all: list[JsonDict] = []
 
     def system(self, text: str) -> None:
         if len(self.all) == 1 and self.all[0]["role"] == "system":
@@ -126,14 +127,14 @@ class Messages:
     def result(self, call_id: str, text: str) -> None:
         self.all.append({"role": "tool", "tool_call_id": call_id, "content": text})
 
-    def finished(self) -> list[dict[str, Any]]:
+    def finished(self) -> list[JsonDict]:
         """Return all messages, each with content, as templates need it."""
         for message in self.all:
             if "tool_calls" not in message:
                 message.setdefault("content", "")
         return self.all
 
-    def _answer(self, *ends: str) -> dict[str, Any]:
+    def _answer(self, *ends: str) -> JsonDict:
         """Return the present answer, or a new one if it already has one of `ends`."""
         if (
             not self.all
@@ -145,7 +146,7 @@ class Messages:
 
 
 def chat_call(
-    body: Mapping[str, Any], served: Served, limits: ServingLimits, renamed: Renamed
+    body: JsonObject, served: Served, limits: ServingLimits, renamed: Renamed
 ) -> ChatCall:
     """Parse a chat's body. Raises ApiError with the field names of the API that the body was made
     for.
@@ -154,7 +155,10 @@ def chat_call(
         call = parse_chat(dict(body), served, limits)
     except ApiError as error:
         raise with_renamed_field(error, renamed) from None
-    work = tuple(replace(one, form_from=_rename(one.form_from, renamed)) for one in call.work)
+    work = tuple(
+        replace(work_item, form_from=_rename(work_item.form_from, renamed))
+        for work_item in call.work
+    )
     return replace(call, work=work, ignored=tuple(_rename(name, renamed) for name in call.ignored))
 
 
@@ -164,7 +168,8 @@ def with_renamed_field(error: ApiError, renamed: Renamed) -> ApiError:
     message = error.message
     if param is not None:
         name = _rename(param, renamed)
-        message = name + message[len(param) :] if message.startswith(param) else message
+        if message.startswith(param):
+            message = name + message[len(param) :]
         param = name
     return ApiError(error.status, message, param=param, code=error.code, headers=error.headers)
 
@@ -172,30 +177,29 @@ def with_renamed_field(error: ApiError, renamed: Renamed) -> ApiError:
 def _rename(param: str, renamed: Renamed) -> str:
     """Replace the first pattern in `renamed` that `param` begins with."""
     for pattern, name in renamed:
-        if (found := re.match(rf"{pattern}(?![\w])", param)) is not None:
-            return found.expand(name) + param[found.end() :]
+        if (match := re.match(rf"{pattern}(?![\w])", param)) is not None:
+            return match.expand(name) + param[match.end() :]
     return param
 
 
-def entries(where: str, given: object, most: int) -> list[dict[str, Any]]:
-    """Return `given`, a list of objects. Raises ApiError for anything else, and for more than
+def entries(where: str, values: object, most: int) -> list[JsonDict]:
+    """Return `values`, a list of objects. Raises ApiError for anything else, and for more than
     `most`.
     """
-    if not isinstance(given, list):
-        raise refuse(where, f"{where} is {show(given)}; it must be a list")
-    if len(given) > most:
-        raise refuse(where, f"{where} has {len(given)} entries; at most {most} are allowed")
-    for index, entry in enumerate(given):
+    if not isinstance(values, list):
+        raise refuse(where, f"{where} is {show(values)}; it must be a list")
+    if len(values) > most:
+        raise refuse(where, f"{where} has {len(values)} entries; at most {most} are allowed")
+    for index, entry in enumerate(values):
         if not isinstance(entry, dict):
             raise refuse(
                 f"{where}[{index}]", f"{where}[{index}] is {show(entry)}; it must be an object"
             )
-    return given
+    return values
 
 
-def string(where: str, given: object) -> str:
-    """Return `given`, a string. Raises ApiError for anything else."""
-    if not isinstance(given, str):
-        what = "missing" if given is None else show(given)
-        raise refuse(where, f"{where} is {what}; it must be a string")
-    return given
+def string(where: str, value: object) -> str:
+    """Return `value`, a string. Raises ApiError for anything else."""
+    if not isinstance(value, str):
+        raise refuse(where, f"{where} is {missing_or(value)}; it must be a string")
+    return value

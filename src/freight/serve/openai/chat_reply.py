@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
+from freight.base.fields import JsonDict, JsonObject
 from freight.outputs import CompletionDelta, FinishReason, RequestDelta, Scores
 from freight.serve.answers.pieces import MessageParser, Piece, PieceKind
 from freight.serve.call import ReplyHead, Served, TokenizedWork
@@ -26,7 +26,7 @@ from freight.serve.openai.stream import (
 )
 from freight.serve.transport.errors import ApiError
 
-Delta = dict[str, Any]
+Delta = JsonDict
 
 
 @dataclass(eq=False, slots=True)
@@ -42,8 +42,8 @@ class _Choice:
     parser: MessageParser | None
     content: list[str] = field(default_factory=list)
     reasoning: list[str] = field(default_factory=list)
-    calls: list[dict[str, Any]] = field(default_factory=list)
-    logprobs: list[dict[str, Any]] = field(default_factory=list)
+    calls: list[JsonDict] = field(default_factory=list)
+    logprobs: list[JsonDict] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs_sent: int = 0
     tokens_sent: int = 0
@@ -61,7 +61,7 @@ class ChatReply:
         served: Served,
         work: TokenizedWork,
         options: AnswerOptions,
-        tools: Sequence[Mapping[str, Any]] = (),
+        tools: Sequence[JsonObject] = (),
         parallel: bool = True,
     ) -> None:
         """Start with no tokens. parallel: whether an answer may have several tool calls; else those
@@ -120,11 +120,11 @@ class ChatReply:
         else:
             pieces = choice.parser.feed(output.text) if output.text else []
             if output.finish_reason is not None:
-                rest = choice.parser.finish(output.finish_reason is FinishReason.STOP)
+                ending = choice.parser.finish(output.finish_reason is FinishReason.STOP)
                 choice.cut = any(
-                    piece.kind is PieceKind.CONTENT and not piece.text.isspace() for piece in rest
+                    piece.kind is PieceKind.CONTENT and not piece.text.isspace() for piece in ending
                 )
-                pieces = pieces + rest
+                pieces = pieces + ending
             for piece in pieces:
                 if (new := self._take(choice, piece)) is not None:
                     chunks.append(self._chunk(choice, json.dumps(new)))
@@ -192,7 +192,7 @@ class ChatReply:
     def end(self) -> bytes:
         return self._chunks.end()
 
-    def body(self) -> dict[str, Any]:
+    def body(self) -> JsonDict:
         body = common_fields(self._head, "chatcmpl", "chat.completion")
         body["choices"] = [self._choice_body(choice) for choice in self._choices]
         body["usage"] = self._usage.body()
@@ -202,9 +202,9 @@ class ChatReply:
             body["prompt_token_ids"] = list(self._work.token_ids)
         return body
 
-    def _choice_body(self, choice: _Choice) -> dict[str, Any]:
+    def _choice_body(self, choice: _Choice) -> JsonDict:
         content = "".join(choice.content)
-        message: dict[str, Any] = {
+        message: JsonDict = {
             "role": "assistant",
             "content": content if content or not choice.calls else None,
             "refusal": None,

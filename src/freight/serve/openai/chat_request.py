@@ -7,23 +7,25 @@ the same here and in Python.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from reprlib import repr as show
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import ConfigDict, FailFast, Field, SkipValidation
+from pydantic import ConfigDict, FailFast, Field
 
+from freight.base.fields import JsonDict, JsonObject
 from freight.errors import RequestError
 from freight.sampling import SamplingParams
 from freight.serve.answers.pieces import AfterReasoning
-from freight.serve.bodies import MOST, Part, sampled
+from freight.serve.bodies import MOST, Part, checked_later, sampled
 from freight.serve.call import Conversation, Reply, ReplyHead, Served, TokenizedWork, Work
 from freight.serve.limits import ServingLimits, check_context, check_template_values
 from freight.serve.openai.chat_reply import ChatReply
 from freight.serve.openai.fields import (
     from_request_error,
+    missing_or,
     named,
     part,
     read_fields,
@@ -37,7 +39,7 @@ from freight.serve.openai.tool_fields import Tool, ToolUse, tool_use
 from freight.serve.transport.errors import ApiError
 from freight.text.messages import read_messages
 
-_WITH_CONTENT: dict[str, Any] = {  # content, or what an answer has instead
+_WITH_CONTENT: JsonDict = {  # content, or what an answer has instead
     "anyOf": [
         {"required": ["content"], "properties": {"content": {"type": ["string", "array"]}}},
         *(
@@ -75,7 +77,7 @@ class CalledFunction(Part):
     """
 
     name: str
-    arguments: str | dict[str, Any] | None = None
+    arguments: str | JsonDict | None = None
 
 
 class ToolCall(Part):
@@ -90,10 +92,10 @@ class Message(Part):
     model_config = ConfigDict(extra="allow", json_schema_extra=_WITH_CONTENT)
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: SkipValidation[str | list[TextPart | RefusalPart] | None] = None
+    content: str | list[TextPart | RefusalPart] | None = checked_later()
     refusal: str | None = None
     name: str | None = None
-    tool_calls: SkipValidation[list[ToolCall] | None] = None
+    tool_calls: list[ToolCall] | None = checked_later()
     tool_call_id: str | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
@@ -108,7 +110,9 @@ class Prediction(Part):
     @property
     def text(self) -> str:
         content = self.content
-        return content if isinstance(content, str) else "".join(one.text for one in content)
+        if isinstance(content, str):
+            return content
+        return "".join(text_part.text for text_part in content)
 
 
 class ChatRequest(SharedFields):
@@ -118,16 +122,18 @@ class ChatRequest(SharedFields):
         json_schema_extra={"minItems": 1, "maxItems": MOST.messages}
     )
     max_tokens: int | None = sampled("max_tokens", minimum=1)
-    max_completion_tokens: int | None = sampled("max_tokens", minimum=1)
+    max_completion_tokens: int | None = sampled(
+        "max_tokens", note="(wins over `max_tokens`)", minimum=1
+    )
     logprobs: bool | None = None
     top_logprobs: int | None = sampled("logprobs")
-    tools: SkipValidation[Annotated[list[Tool], Field(max_length=MOST.tools)] | None] = None
-    tool_choice: SkipValidation[ToolChoice | dict[str, Any] | None] = None
+    tools: Annotated[list[Tool], Field(max_length=MOST.tools)] | None = checked_later()
+    tool_choice: ToolChoice | JsonDict | None = checked_later()
     parallel_tool_calls: bool | None = None
     reasoning_effort: Effort | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: JsonDict | None = None
     prediction: Prediction | None = None
 
 
@@ -175,7 +181,7 @@ def parse_chat(body: object, served: Served, limits: ServingLimits) -> ChatCall:
     else:
         unheld += form.ignored
     conversation = _conversation(request, messages, tools, limits)
-    renamed, own = _own_values(request, served)
+    api_values = _api_values(request, served)
     if request.prediction is not None and not served.drafts:
         unheld += ("prediction",)
 
@@ -187,7 +193,7 @@ def parse_chat(body: object, served: Served, limits: ServingLimits) -> ChatCall:
         after = served.after_reasoning
         if after is not None and prompt_text is not None:
             around = partial(_reasoned, after, prompt_text)
-        return sampling_from(request, served, limits, own, renamed, form, forced, around)
+        return sampling_from(request, served, limits, api_values, form, forced, around)
 
     depends = bool(tools.forced) or (served.after_reasoning is not None and form.values is not None)
     work = Work(
@@ -205,14 +211,14 @@ def parse_chat(body: object, served: Served, limits: ServingLimits) -> ChatCall:
         options=request.answer_options(),
         tools=tools,
         parallel=parallel,
-        max_tokens=own["max_tokens"],
+        max_tokens=request.max_completion_tokens or request.max_tokens,
         request_id=request.request_id,
     )
 
 
 def _forced_call(
     served: Served, tools: ToolUse, parallel: bool, prompt_text: str | None
-) -> Mapping[str, Any]:
+) -> JsonObject:
     if served.forced_call is None:
         raise refuse(
             "tool_choice",
@@ -227,7 +233,7 @@ def _forcing(tools: ToolUse, strict_schemas: bool) -> tuple[ToolUse, tuple[str, 
     """
     if not tools.forced:
         return tools, ()
-    held = []
+    enforceable = []
     left_out = []
     for index, tool in enumerate(tools.tools):
         function = tool["function"]
@@ -238,23 +244,16 @@ def _forcing(tools: ToolUse, strict_schemas: bool) -> tuple[ToolUse, tuple[str, 
             left_out += [name.replace(f"[{place}]", "[]", 1) for name in names]
             if names:
                 function = {**function, "parameters": form.get("json", {})}
-        held.append({**tool, "function": function})
-    return replace(tools, tools=tuple(held)), tuple(left_out)
+        enforceable.append({**tool, "function": function})
+    return replace(tools, tools=tuple(enforceable)), tuple(left_out)
 
 
-def _reasoned(
-    after: AfterReasoning, prompt_text: str, form: Mapping[str, Any]
-) -> Mapping[str, Any]:
+def _reasoned(after: AfterReasoning, prompt_text: str, form: JsonObject) -> JsonObject:
     return after(form, prompt_text)
 
 
-def _own_values(request: ChatRequest, served: Served) -> tuple[dict[str, str], dict[str, Any]]:
-    """Return (SamplingParams' name -> field, values) of the parameters whose field has another name
-    here.
-    """
-    renamed = {"logprobs": "top_logprobs"}
-    if request.max_completion_tokens is not None:
-        renamed["max_tokens"] = "max_completion_tokens"
+def _api_values(request: ChatRequest, served: Served) -> dict[str, object]:
+    """Return the values that SamplingParams gets and no field has as it is."""
     if request.top_logprobs is not None and not request.logprobs:
         raise refuse("top_logprobs", "top_logprobs needs logprobs: true")
     for name in ("max_tokens", "max_completion_tokens"):
@@ -263,23 +262,22 @@ def _own_values(request: ChatRequest, served: Served) -> tuple[dict[str, str], d
                 name,
                 f"{name} is {show(value)}; it must be 1 or more, or left out for the rest of the context",
             )
-    own = {
-        "max_tokens": request.max_completion_tokens or request.max_tokens,
-        "logprobs": (request.top_logprobs or 0) if request.logprobs else None,
-        "prediction": request.prediction.text if request.prediction and served.drafts else None,
-    }
+    values: dict[str, object] = {}
+    if request.logprobs and request.top_logprobs is None:
+        values["logprobs"] = 0
+    if request.prediction is not None and served.drafts:
+        values["prediction"] = request.prediction.text
     if served.parser_of is not None:
         # The parser needs special tokens, and always removes them from its output.
-        own["skip_special_tokens"] = False
-    return renamed, own
+        values["skip_special_tokens"] = False
+    return values
 
 
 def _check_messages(messages: object, limits: ServingLimits) -> None:
     if not isinstance(messages, list) or not messages:
-        given = "missing" if messages is None else show(messages)
         raise refuse(
             "messages",
-            f'messages is {given}; it must be a list like [{{"role": "user", "content": "Hello"}}]',
+            f'messages is {missing_or(messages)}; it must be a list like [{{"role": "user", "content": "Hello"}}]',
         )
     if len(messages) > limits.messages:
         raise refuse(
@@ -288,12 +286,12 @@ def _check_messages(messages: object, limits: ServingLimits) -> None:
         )
 
 
-def _messages(given: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], list[str]]:
+def _messages(entries: Sequence[JsonObject]) -> tuple[list[JsonDict], list[str]]:
     """Return the messages for the template, and the names of fields that are left out."""
     messages = []
     ignored = []
     fields = Message.model_fields  # looked up once: it is slow in pydantic
-    for index, message in enumerate(given):
+    for index, message in enumerate(entries):
         for name, value in message.items():
             if value is None or name in fields:
                 continue
@@ -310,20 +308,20 @@ def _messages(given: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]],
 
 def _conversation(
     request: ChatRequest,
-    messages: Sequence[Mapping[str, Any]],
+    messages: Sequence[JsonObject],
     tools: ToolUse,
     limits: ServingLimits,
 ) -> Conversation:
-    values: dict[str, Any] = {}
+    values: JsonDict = {}
     if tools.tools:
         values["tools"] = list(tools.tools)
     if request.reasoning_effort == "none":
         values["enable_thinking"] = False
     elif request.reasoning_effort is not None:
         values["reasoning_effort"] = request.reasoning_effort
-    given = request.chat_template_kwargs or {}
-    check_template_values(given, limits)
-    values |= given
+    template_values = request.chat_template_kwargs or {}
+    check_template_values(template_values, limits)
+    values |= template_values
     continued = bool(request.continue_final_message)
     if continued and request.add_generation_prompt:
         raise refuse(
@@ -335,7 +333,7 @@ def _conversation(
             "continue_final_message",
             "continue_final_message needs a last message of role 'assistant'",
         )
-    prompted = (
-        not continued if request.add_generation_prompt is None else request.add_generation_prompt
-    )
+    prompted = request.add_generation_prompt
+    if prompted is None:
+        prompted = not continued
     return Conversation(messages, prompted, continued, values)

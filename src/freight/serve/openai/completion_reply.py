@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
+from freight.base.fields import JsonDict
 from freight.outputs import CompletionDelta, RequestDelta, Scores
 from freight.serve.call import ReplyHead, Served, TokenizedWork
 from freight.serve.openai.logprobs import PromptLogprobs, TextLogprobs
@@ -197,7 +197,7 @@ class CompletionReply:
     def end(self) -> bytes:
         return self._chunks.end()
 
-    def body(self) -> dict[str, Any]:
+    def body(self) -> JsonDict:
         body = common_fields(self._head, "cmpl", "text_completion")
         body["choices"] = [
             self._choice_body(prompt, choice)
@@ -207,9 +207,9 @@ class CompletionReply:
         body["usage"] = self._usage.body()
         return body
 
-    def _choice_body(self, prompt: _Prompt, choice: _Choice) -> dict[str, Any]:
+    def _choice_body(self, prompt: _Prompt, choice: _Choice) -> JsonDict:
         text = "".join(choice.text)
-        result: dict[str, Any] = {
+        result: JsonDict = {
             "index": choice.index,
             "text": text,
             "logprobs": choice.logprobs.body(len(text)) if choice.logprobs else None,

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 from pydantic import Field, SkipValidation
 
 from freight.errors import RequestError
-from freight.serve.bodies import MOST, TokenId, sampled
+from freight.serve.bodies import MOST, Row, TokenId, field_row, sampled
 from freight.serve.call import Reply, ReplyHead, Served, TokenizedWork, Work
 from freight.serve.limits import ServingLimits, are_token_ids, check_context
 from freight.serve.openai.completion_reply import CompletionReply
@@ -33,16 +33,17 @@ from freight.serve.transport.errors import ApiError
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 _Ids = Annotated[list[TokenId], Field(min_length=1)]
 _Texts = Annotated[list[str], Field(min_length=1, max_length=MOST.prompts)]
+_PROMPT = Row(note="(text, token ids, or a list of either)")
 _Lists = Annotated[list[_Ids], Field(min_length=1, max_length=MOST.prompts)]
 
 
 class CompletionRequest(SharedFields):
     """The body of a completion."""
 
-    prompt: SkipValidation[str | _Ids | _Texts | _Lists]
+    prompt: SkipValidation[Annotated[str | _Ids | _Texts | _Lists, _PROMPT]]
     max_tokens: int | None = sampled("max_tokens")
     logprobs: int | None = sampled("logprobs")
-    echo: bool | None = Field(default=None, description="The text begins with the prompt.")
+    echo: bool | None = field_row(description="The text begins with the prompt.")
 
 
 @dataclass(frozen=True)
@@ -87,17 +88,13 @@ def parse_completion(body: object, served: Served, limits: ServingLimits) -> Com
     scored = request.logprobs if echo else None
     if request.max_tokens == 0 and scored is None:
         scored = 0  # the engine accepts max_tokens 0 only for a request that scores its prompt
-    own = {
-        "max_tokens": request.max_tokens,
-        "logprobs": request.logprobs,
-        "prompt_logprobs": None,
-    }
+    api_values: dict[str, object] = {}
     if scored is not None:
-        own["prompt_logprobs"] = max(scored, request.prompt_logprobs or 0)
+        api_values["prompt_logprobs"] = max(scored, request.prompt_logprobs or 0)
     if request.max_tokens is None and "max_tokens" not in served.defaults:
-        own["max_tokens"] = DEFAULT_MAX_TOKENS
+        api_values["max_tokens"] = DEFAULT_MAX_TOKENS
     form = form_of(request, served.strict_schemas)
-    params = sampling_from(request, served, limits, own, {}, form)
+    params = sampling_from(request, served, limits, api_values, form)
     return CompletionCall(
         stream=bool(request.stream),
         model=model,
@@ -117,23 +114,23 @@ def _prompts(request: CompletionRequest, served: Served, most: int) -> list[str 
     """Return the prompts of `request`, each with at least one token: a text may be empty where the
     tokenizer adds BOS.
     """
-    given = request.prompt
-    if isinstance(given, str):
-        return [_text("prompt", given, served, request)]
-    if not isinstance(given, list):
+    value = request.prompt
+    if isinstance(value, str):
+        return [_text("prompt", value, served, request)]
+    if not isinstance(value, list):
         raise refuse(
             "prompt",
-            f"prompt is {show(given)}; it must be a string, token ids, or a list of either",
+            f"prompt is {show(value)}; it must be a string, token ids, or a list of either",
         )
-    if not given:
+    if not value:
         raise refuse("prompt", "prompt is []: it has no tokens")
-    first = given[0]
+    first = value[0]
     if not isinstance(first, str | list):
-        return [_ids("prompt", given, served, request)]
-    if len(given) > most:
-        raise refuse("prompt", f"prompt has {len(given)} prompts; at most {most} are allowed")
+        return [_ids("prompt", value, served, request)]
+    if len(value) > most:
+        raise refuse("prompt", f"prompt has {len(value)} prompts; at most {most} are allowed")
     prompts: list[str | list[int]] = []
-    for index, prompt in enumerate(given):
+    for index, prompt in enumerate(value):
         where = f"prompt[{index}]"
         if isinstance(prompt, str) and isinstance(first, str):
             prompts.append(_text(where, prompt, served, request))

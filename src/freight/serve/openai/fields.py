@@ -1,7 +1,7 @@
 """Reading of OpenAI's requests: their fields, the types of these, and an error for the first fault.
 
 A field takes effect, or is accepted without effect and reported to the client, or is accepted at a
-value that asks for nothing (`neutral.py`), or is refused. `null` counts as absent. Each failure is
+value that asks for nothing (`unread.py`), or is refused. `null` counts as absent. Each failure is
 one ApiError with status 400 and the path of the field, such as `messages[2].role`.
 """
 
@@ -12,32 +12,17 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from reprlib import repr as show
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from pydantic import BaseModel
 
+from freight.base.fields import JsonDict
 from freight.errors import RequestError, nearest
-from freight.serve.bodies import read
+from freight.serve.bodies import Closed, Unread, read
 from freight.serve.call import Served
 from freight.serve.limits import ServingLimits, check_body
-from freight.serve.openai.neutral import NEUTRAL
 from freight.serve.transport.errors import ApiError
 
-# Fields accepted without effect: none of them changes the tokens of an answer.
-ACCEPTED = (
-    "user",
-    "metadata",
-    "store",
-    "service_tier",
-    "safety_identifier",
-    "prompt_cache_key",
-    "prompt_cache_retention",
-    "prompt_cache_options",
-    "verbosity",
-    "modalities",
-    "include_reasoning",
-    "session_id",
-)
 _ANY_MODEL = ("", "dummy", "tgi")  # placeholders from clients that assume a single model
 _MOST_NAMED = 32  # names in `ignored`, which becomes a header
 _NAME = re.compile(r"[A-Za-z0-9_.$\[\]-]{1,64}")
@@ -50,7 +35,7 @@ M = TypeVar("M", bound=BaseModel)
 class Fields:
     """The fields of a body that take effect, none of them null, and the names of ignored ones."""
 
-    values: dict[str, Any]
+    values: JsonDict
     ignored: tuple[str, ...]
 
 
@@ -59,29 +44,25 @@ def refuse(param: str, message: str) -> ApiError:
     return ApiError(400, message, param=param)
 
 
-def read_fields(
-    body: object, model: type[BaseModel], served: Served, limits: ServingLimits
-) -> Fields:
+def read_fields(body: object, model: type[Closed], served: Served, limits: ServingLimits) -> Fields:
     """Sort the fields of `body` by their treatment. Raises ApiError for a refused one."""
-    values: dict[str, Any] = {}
+    values: JsonDict = {}
     ignored: list[str] = []
     known = model.model_fields
     for name, value in check_body(body, limits).items():
         if value is None:
             continue
-        if name in ACCEPTED:
-            if name == "modalities" and value != ["text"]:
-                raise refuse(
-                    name, f'modalities is {show(value)}; this server answers with text: ["text"]'
-                )
-            ignored.append(name)
-        elif name in known:
+        row = model.unread.get(name)
+        if name in known:
             values[name] = value
-        elif name in NEUTRAL:
-            if not NEUTRAL[name].asks_nothing(value):
-                raise _unsupported(name, value)
+        elif row is not None:
+            if not row.accepts(value):
+                raise _unsupported(name, row, value)
+            if row.reported:
+                ignored.append(name)
         elif served.unknown_fields == "refuse":
-            hint = nearest(name[:60], (*known, *ACCEPTED))
+            reported = (name for name, row in model.unread.items() if row.reported)
+            hint = nearest(name[:60], (*known, *reported))
             raise ApiError(
                 400,
                 f"there is no field {name[:60]!r}{hint}",
@@ -99,17 +80,23 @@ def named(names: Sequence[str]) -> tuple[str, ...]:
     return (*safe[:_MOST_NAMED], "...") if len(safe) > _MOST_NAMED else tuple(safe)
 
 
-def _unsupported(name: str, value: object) -> ApiError:
-    known = NEUTRAL[name]
+def missing_or(value: object) -> str:
+    """Return how an error shows a value: absent ones as missing."""
+    return "missing" if value is None else show(value)
+
+
+def _unsupported(name: str, row: Unread, value: object) -> ApiError:
+    possible = " or ".join(json.dumps(accepted) for accepted in row.values or ())
+    if row.reported:
+        return refuse(name, f"{name} is {show(value)}; {row.instead}: {possible}")
     fault = f"{name} is not supported"
-    if known.values:
-        possible = " or ".join(json.dumps(neutral) for neutral in known.values)
+    if possible:
         fault = f"{name} is {show(value)}; only {possible} is possible"
-    return ApiError(400, f"{fault}: {known.instead}", param=name, code="unsupported_parameter")
+    return ApiError(400, f"{fault}: {row.instead}", param=name, code="unsupported_parameter")
 
 
-def part(model: type[M], where: str, given: object) -> M:
-    """Validate `given`, at the path `where` of a body, as `model`. Raises ApiError for the first
+def part(model: type[M], where: str, value: object) -> M:
+    """Validate `value`, at the path `where` of a body, as `model`. Raises ApiError for the first
     fault.
     """
 
@@ -118,10 +105,11 @@ def part(model: type[M], where: str, given: object) -> M:
         if not words.startswith("is "):
             missing = value is None and words == "must be a string"
             it = "it " if words.startswith("must") else ""
-            words = f"is {'missing' if missing else show(value)}; {it}{words}"
+            value_text = "missing" if missing else show(value)
+            words = f"is {value_text}; {it}{words}"
         return refuse(path, f"{path} {words}")
 
-    return read(model, given, refused)
+    return read(model, value, refused)
 
 
 def served_name(model: str | None, served: Served) -> str:
@@ -145,13 +133,14 @@ def from_request_error(error: RequestError, renamed: Mapping[str, str] | None = 
     renamed  the validators' name -> the field of this API
     """
     message = str(error)
-    found = _PATH.match(message)
-    if found is None or not _is_field(found[0]):
+    path = _PATH.match(message)
+    if path is None or not _is_field(path[0]):
         return ApiError(400, message)
-    name = re.split(r"[.\[]", found[0])[0]
+    name = re.split(r"[.\[]", path[0])[0]
     param = (renamed or {}).get(name, name)
-    param = found[0] if param == name else param
-    return ApiError(400, param + message[found.end() :], param=param)
+    if param == name:
+        param = path[0]
+    return ApiError(400, param + message[path.end() :], param=param)
 
 
 def _is_field(path: str) -> bool:

@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from freight.base.fields import JsonDict
 from freight.outputs import Logprob, Scores, TokenLogprobs
 from freight.sampling import SamplingParams
 from freight.text.detokenizer import Detokenizer
@@ -53,14 +54,14 @@ def chat_entries(
     asked: int,
     tokenizer: Tokenizer | None,
     as_ids: bool = False,
-) -> list[dict[str, Any]]:
+) -> list[JsonDict]:
     """Return an entry of `logprobs.content` per token, with the `asked` most likely tokens.
 
     as_ids: `token` is "token_id:42"; `bytes` are still those of its text.
     """
     result = []
     for token, candidates in zip(token_ids, entries, strict=True):
-        shown = {
+        described = {
             other: {
                 "token": name_of(other) if as_ids else text_of(other, entry, tokenizer),
                 "logprob": finite(entry.logprob),
@@ -68,8 +69,8 @@ def chat_entries(
             }
             for other, entry in sorted(candidates.items(), key=lambda item: item[1].rank)
         }
-        top = [shown[other] for other in shown if candidates[other].rank <= asked][:asked]
-        result.append({**shown[token], "top_logprobs": top})
+        top = [described[other] for other in described if candidates[other].rank <= asked][:asked]
+        result.append({**described[token], "top_logprobs": top})
     return result
 
 
@@ -155,12 +156,12 @@ def _prompt_offsets(
     """Return where the tokens of a prompt begin in `text`: the tokens' own, or the one that was
     tokenized, which lacks a BOS and has what was truncated.
     """
-    whole = tokenizer.decode(token_ids, skip_special)
-    if whole != text:
+    prompt = tokenizer.decode(token_ids, skip_special)
+    if prompt != text:
         skip_special = False
-        whole = tokenizer.decode(token_ids, skip_special)
-    is_part = whole.endswith(text) or text.endswith(whole)
-    before = len(whole) - len(text) if is_part else 0
+        prompt = tokenizer.decode(token_ids, skip_special)
+    is_part = prompt.endswith(text) or text.endswith(prompt)
+    before = len(prompt) - len(text) if is_part else 0
     positions = _Positions(tokenizer, skip_special)
     return [min(max(0, positions.of(token) - before), len(text)) for token in token_ids]
 
@@ -216,9 +217,9 @@ class TextLogprobs:
         self._add(token_ids[0], texts[token_ids[0]], None, None, offsets[0])
         scored = (entries for part in scores for entries in part)
         for token, offset, entries in zip(token_ids[1:], offsets[1:], scored, strict=True):
-            own = next(logprob for other, logprob, _ in entries if other == token)
+            token_logprob = next(logprob for other, logprob, _ in entries if other == token)
             top = self._by_text((entry[:2] for entry in entries), texts)
-            self._add(token, texts[token], own, top, offset)
+            self._add(token, texts[token], token_logprob, top, offset)
 
     def _add(
         self,
@@ -251,7 +252,7 @@ class TextLogprobs:
         """True while `take` has not returned everything."""
         return self._taken < len(self._tokens)
 
-    def take(self, length: int, ended: bool, most: int | None = None) -> dict[str, Any]:
+    def take(self, length: int, ended: bool, most: int | None = None) -> JsonDict:
         """Return the entries since the last call, of `most` tokens at most.
 
         length  characters of the choice's text so far; a token behind them waits until it is known
@@ -267,11 +268,11 @@ class TextLogprobs:
         self._taken = end
         return self._body(first, end, length)
 
-    def body(self, length: int) -> dict[str, Any]:
+    def body(self, length: int) -> JsonDict:
         """Return all entries. length: characters of the choice's text."""
         return self._body(0, len(self._tokens), length)
 
-    def _body(self, first: int, end: int, length: int) -> dict[str, Any]:
+    def _body(self, first: int, end: int, length: int) -> JsonDict:
         return {
             "tokens": self._tokens[first:end],
             "token_logprobs": self._logprobs[first:end],

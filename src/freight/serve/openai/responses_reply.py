@@ -7,16 +7,16 @@ event has the complete response.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
+from freight.base.fields import JsonDict, JsonObject
 from freight.outputs import FinishReason, RequestDelta
 from freight.serve.answers.blocks import Block, Blocks, Step, StepKind, sse
 from freight.serve.answers.pieces import PieceKind
 from freight.serve.call import ReplyHead, Served, TokenizedWork
 from freight.serve.transport.errors import ApiError
 
-Item = dict[str, Any]
+Item = JsonDict
 
 _PART = {PieceKind.CONTENT: "output_text", PieceKind.REASONING: "reasoning_text"}
 _PREFIX = {PieceKind.CONTENT: "msg", PieceKind.REASONING: "rs", PieceKind.TOOL_CALL: "fc"}
@@ -30,9 +30,9 @@ class ResponsesReply:
         head: ReplyHead,
         served: Served,
         work: TokenizedWork,
-        tools: Sequence[Mapping[str, Any]],
+        tools: Sequence[JsonObject],
         parallel: bool,
-        echo: Mapping[str, Any],
+        echo: JsonObject,
     ) -> None:
         """Start with no tokens. echo: fields of the request that every response object repeats."""
         self._head = head
@@ -57,7 +57,7 @@ class ResponsesReply:
         body = self.body()
         return self._event(f"response.{body['status']}", {"response": body})
 
-    def body(self) -> dict[str, Any]:
+    def body(self) -> JsonDict:
         status = "incomplete" if self._blocks.finish_reason is FinishReason.LENGTH else "completed"
         return self._response(status, self._items())
 
@@ -72,7 +72,7 @@ class ResponsesReply:
             for block in self._blocks.all
         ]
 
-    def _response(self, status: str, output: list[Item]) -> dict[str, Any]:
+    def _response(self, status: str, output: list[Item]) -> JsonDict:
         incomplete = {"reason": "max_output_tokens"} if status == "incomplete" else None
         return {
             "id": f"resp_{self._head.request_id}",
@@ -89,7 +89,7 @@ class ResponsesReply:
             "usage": None if status == "in_progress" else self._usage(),
         }
 
-    def _usage(self) -> dict[str, Any]:
+    def _usage(self) -> JsonDict:
         usage = self._blocks.usage
         return {
             "input_tokens": usage.prompt,
@@ -137,7 +137,7 @@ class ResponsesReply:
         else:
             name = f"response.{_PART[block.kind]}"
             text = "text"
-        more: dict[str, Any] = {"logprobs": []} if block.kind is PieceKind.CONTENT else {}
+        more: JsonDict = {"logprobs": []} if block.kind is PieceKind.CONTENT else {}
         if step.kind is StepKind.TEXT:
             return [self._of(block, f"{name}.delta", {"delta": step.text, **more})]
         if block.kind is PieceKind.TOOL_CALL:
@@ -155,9 +155,9 @@ class ResponsesReply:
             self._event("response.output_item.done", {"output_index": block.index, "item": item}),
         ]
 
-    def _of(self, block: Block, name: str, fields: Mapping[str, Any]) -> bytes:
+    def _of(self, block: Block, name: str, fields: JsonObject) -> bytes:
         """Return an event within the item of `block`."""
-        where: dict[str, Any] = {
+        where: JsonDict = {
             "item_id": block.id(_PREFIX[block.kind], self._head.request_id),
             "output_index": block.index,
         }
@@ -165,12 +165,12 @@ class ResponsesReply:
             where["content_index"] = 0
         return self._event(name, {**where, **fields})
 
-    def _event(self, name: str, fields: Mapping[str, Any]) -> bytes:
+    def _event(self, name: str, fields: JsonObject) -> bytes:
         number = self._next
         self._next += 1
         return sse(name, {"type": name, "sequence_number": number, **fields})
 
 
-def _part(kind: PieceKind, text: str) -> dict[str, Any]:
-    part: dict[str, Any] = {"type": _PART[kind], "text": text}
+def _part(kind: PieceKind, text: str) -> JsonDict:
+    part: JsonDict = {"type": _PART[kind], "text": text}
     return part | {"annotations": [], "logprobs": []} if kind is PieceKind.CONTENT else part

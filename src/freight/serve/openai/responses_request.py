@@ -15,8 +15,9 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, SkipValidation
 
+from freight.base.fields import JsonDict, JsonObject
 from freight.errors import RequestError
-from freight.serve.bodies import MOST, Stop, Stops, present, sampled, says
+from freight.serve.bodies import MOST, Stop, Stops, checked_later, option, present, sampled, says
 from freight.serve.call import Reply, ReplyHead, Served, TokenizedWork
 from freight.serve.limits import ServingLimits, check_body, check_context
 from freight.serve.openai.as_chat import (
@@ -31,7 +32,7 @@ from freight.serve.openai.as_chat import (
     unlike,
 )
 from freight.serve.openai.chat_request import ChatCall, Effort, ToolChoice
-from freight.serve.openai.fields import from_request_error, named, part, refuse
+from freight.serve.openai.fields import from_request_error, missing_or, named, part, refuse
 from freight.serve.openai.responses_reply import ResponsesReply
 from freight.serve.openai.tool_fields import ToolName
 from freight.serve.transport.errors import ApiError
@@ -104,7 +105,7 @@ class _Left(Open):
 class _Tool(Open):
     type: Literal["function"]
     name: ToolName
-    parameters: dict[str, Any] | None = None
+    parameters: JsonDict | None = None
 
 
 class _LeftTool(Open):
@@ -116,7 +117,7 @@ class _Form(Open):
 
 
 class _Format(Open):
-    format: SkipValidation[_Form | JsonSchema | None] = None
+    format: _Form | JsonSchema | None = checked_later()
 
 
 class _AnyForm(Open):
@@ -127,16 +128,16 @@ class _AnyForm(Open):
 
 
 class _Effort(Open):
-    effort: SkipValidation[Effort | None] = None
+    effort: Effort | None = checked_later()
 
 
 class ResponsesBody(LikeChat):
     """The body of a request for a response. `_Reader` checks the lists."""
 
-    previous_response_id: SkipValidation[None] = None
-    conversation: SkipValidation[None] = None
-    prompt: SkipValidation[None] = None
-    background: SkipValidation[Literal[False] | None] = None
+    previous_response_id: None = checked_later()
+    conversation: None = checked_later()
+    prompt: None = checked_later()
+    background: Literal[False] | None = checked_later()
     instructions: str | None = None
     input: SkipValidation[
         str
@@ -145,23 +146,21 @@ class ResponsesBody(LikeChat):
             Field(min_length=1, max_length=MOST.messages),
         ]
     ]
-    tools: SkipValidation[
-        Annotated[list[_Tool | _LeftTool], Field(max_length=MOST.tools)] | None
-    ] = None
-    tool_choice: SkipValidation[ToolChoice | dict[str, Any] | None] = None
-    max_output_tokens: SkipValidation[int | None] = sampled("max_tokens", minimum=1)
+    tools: Annotated[list[_Tool | _LeftTool], Field(max_length=MOST.tools)] | None = checked_later()
+    tool_choice: ToolChoice | JsonDict | None = checked_later()
+    max_output_tokens: int | None = sampled("max_tokens", checked=False, minimum=1)
     text: _Format | None = None
     reasoning: _Effort | None = None
     metadata: Any = None
-    stop: SkipValidation[Stop | Stops | None] = None
-    parallel_tool_calls: SkipValidation[bool | None] = None
+    stop: Stop | Stops | None = option("stop")
+    parallel_tool_calls: bool | None = checked_later()
 
 
 @dataclass(frozen=True)
 class ResponsesCall(CallAsChat):
     """A parsed request for a response. `echo`: fields of the request that the answer repeats."""
 
-    echo: Mapping[str, Any]
+    echo: JsonObject
 
     def reply(self, head: ReplyHead, served: Served, work: Sequence[TokenizedWork]) -> Reply:
         """Return the empty reply. Raises ApiError if the prompt and max_output_tokens exceed the
@@ -182,8 +181,8 @@ def parse_responses(body: object, served: Served, limits: ServingLimits) -> Resp
     Raises ApiError: 400 with `param` for the first field at fault, 404 for a model that is not
     served.
     """
-    given = present(check_body(body, limits))
-    reader = _Reader(given, limits)
+    fields = present(check_body(body, limits))
+    reader = _Reader(fields, limits)
     chat = reader.chat()
     renamed = [
         (r"max_tokens", "max_output_tokens"),
@@ -207,23 +206,23 @@ class _Reader:
     places  for each tool of the chat, its index in the request
     """
 
-    def __init__(self, given: dict[str, Any], limits: ServingLimits) -> None:
-        self._given = given
+    def __init__(self, fields: JsonDict, limits: ServingLimits) -> None:
+        self._fields = fields
         self._limits = limits
-        self._tools: list[dict[str, Any]] = []
+        self._tools: list[JsonDict] = []
         self._choice: object = None
         self.ignored: list[str] = []
         self.places: list[int] = []
 
-    def chat(self) -> dict[str, Any]:
+    def chat(self) -> JsonDict:
         """Return the equivalent body of a chat."""
-        given = self._given
+        fields = self._fields
         for name, why in _STATE.items():
-            if name in given and not (name == "background" and given[name] is False):
+            if name in fields and not (name == "background" and fields[name] is False):
                 raise ApiError(
                     400, f"{name} is not supported: {why}", param=name, code="unsupported_parameter"
                 )
-        body = part(ResponsesBody, "", given)
+        body = part(ResponsesBody, "", fields)
         chat = body.common("stop", "parallel_tool_calls")
         chat["messages"] = self._messages(body)
         self._read_tools(chat, body)
@@ -238,15 +237,15 @@ class _Reader:
         self.ignored += body.others()
         return chat
 
-    def echo(self, call: ChatCall) -> dict[str, Any]:
+    def echo(self, call: ChatCall) -> JsonDict:
         """Return the fields of the answer that repeat the request."""
-        given = self._given
+        fields = self._fields
         params = call.work[0].params
-        reasoning = given.get("reasoning") or {}
-        text = given.get("text") or {}
-        metadata = given.get("metadata")
+        reasoning = fields.get("reasoning") or {}
+        text = fields.get("text") or {}
+        metadata = fields.get("metadata")
         return {
-            "instructions": given.get("instructions"),
+            "instructions": fields.get("instructions"),
             "max_output_tokens": call.max_tokens,
             "metadata": metadata if isinstance(metadata, dict) else {},
             "parallel_tool_calls": call.parallel,
@@ -264,7 +263,7 @@ class _Reader:
             "truncation": "disabled",
         }
 
-    def _messages(self, body: ResponsesBody) -> list[dict[str, Any]]:
+    def _messages(self, body: ResponsesBody) -> list[JsonDict]:
         items = body.input
         messages = Messages()
         if body.instructions is not None:
@@ -272,7 +271,7 @@ class _Reader:
         if isinstance(items, str):
             messages.user(items)
         elif not items:
-            what = "missing" if items is None else show(items)
+            what = missing_or(items)
             raise refuse("input", f"input is {what}; it must be a string, or a list of messages")
         else:
             for index, item in enumerate(entries("input", items, self._limits.messages)):
@@ -283,7 +282,7 @@ class _Reader:
             )
         return messages.finished()
 
-    def _item(self, where: str, item: Mapping[str, Any], messages: Messages) -> None:
+    def _item(self, where: str, item: JsonObject, messages: Messages) -> None:
         kind = "message" if item.get("type") is None else string(f"{where}.type", item["type"])
         read: Open = part(_ITEMS.get(kind, Open), where, item)
         if isinstance(read, _Message):
@@ -328,23 +327,21 @@ class _Reader:
         if isinstance(content, str):
             return content
         texts = []
-        for index, given in enumerate(entries(where, content, self._limits.messages)):
+        for index, entry in enumerate(entries(where, content, self._limits.messages)):
             path = f"{where}[{index}]"
-            kind = given.get("type")
+            kind = entry.get("type")
             if kind in get_args(_TextKind):
-                texts.append(part(_Text, path, given).text)
+                texts.append(part(_Text, path, entry).text)
             elif kind == "refusal":
-                texts.append(part(_Refusal, path, given).refusal)
+                texts.append(part(_Refusal, path, entry).refusal)
             else:
-                why = (
-                    "only text can be read"
-                    if kind in _MEDIA
-                    else "it must be input_text or output_text"
-                )
+                why = "it must be input_text or output_text"
+                if kind in _MEDIA:
+                    why = "only text can be read"
                 raise refuse(f"{path}.type", f"{path}.type is {show(kind)}; {why}")
         return "".join(texts)
 
-    def _read_tools(self, chat: dict[str, Any], body: ResponsesBody) -> None:
+    def _read_tools(self, chat: JsonDict, body: ResponsesBody) -> None:
         """Read the functions, and `tool_choice`."""
         if body.tools is not None:
             for index, tool in enumerate(entries("tools", body.tools, self._limits.tools)):
@@ -373,18 +370,18 @@ class _Reader:
         if choice is not None:
             chat["tool_choice"] = choice
 
-    def _allowed(self, choice: Mapping[str, Any]) -> object:
+    def _allowed(self, choice: JsonObject) -> object:
         """Keep only the tools that may be called; returns the `tool_choice` for them."""
         where = "tool_choice.tools"
         names = [
             tool.get("name") for tool in entries(where, choice.get("tools"), self._limits.tools)
         ]
-        kept = [at for at, tool in enumerate(self._tools) if tool.get("name") in names]
-        self._tools = [self._tools[at] for at in kept]
-        self.places = [self.places[at] for at in kept]
+        places = [at for at, tool in enumerate(self._tools) if tool.get("name") in names]
+        self._tools = [self._tools[at] for at in places]
+        self.places = [self.places[at] for at in places]
         return choice.get("mode") or "auto"
 
-    def _read_form(self, chat: dict[str, Any], text: _Format) -> None:
+    def _read_form(self, chat: JsonDict, text: _Format) -> None:
         self.ignored += text.others("text.")
         if text.format is None:
             return

@@ -8,29 +8,35 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import fields
 from reprlib import repr as show
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import ConfigDict, Field, SkipValidation
+from pydantic import ConfigDict, Field
 
+from freight.base.fields import JsonDict, JsonObject
 from freight.errors import RequestError
 from freight.sampling import LARGEST, LARGEST_WHOLE, SamplingParams, check_limits
-from freight.serve.bodies import MOST, Closed, Part, Stop, Stops, TokenId, sampled
+from freight.serve.bodies import (
+    MOST,
+    Closed,
+    Part,
+    Stop,
+    Stops,
+    TokenId,
+    checked_later,
+    field_row,
+    option,
+    sampled,
+    sampling_names,
+)
 from freight.serve.call import Served
 from freight.serve.limits import ServingLimits
-from freight.serve.openai.fields import ACCEPTED, from_request_error, refuse
-from freight.serve.openai.neutral import NEUTRAL
+from freight.serve.openai.fields import from_request_error, refuse
 from freight.serve.openai.stream import AnswerOptions
 from freight.serve.openai.structure import Form
+from freight.serve.openai.unread import UNREAD
 
 _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,18}")
-_SAME_NAME = {one.name for one in fields(SamplingParams)} - {  # converted separately
-    "logit_bias",
-    "logprobs",
-    "structured_outputs",
-    "prediction",
-}
 _Allowed = Annotated[list[TokenId], Field(min_length=1, max_length=MOST.sampling.allowed_token_ids)]
 _Biases = Annotated[
     dict[str, Annotated[float, Field(ge=-LARGEST, le=LARGEST)]],
@@ -39,6 +45,9 @@ _Biases = Annotated[
         json_schema_extra={"propertyNames": {"pattern": f"^({_TOKEN_ID.pattern})$"}},
     ),
 ]
+_StopIds = Annotated[list[TokenId], Field(max_length=MOST.sampling.stop_token_ids)]
+_BadWords = Annotated[list[Stop], Field(max_length=MOST.sampling.bad_words)]
+_KeptTokens = Literal[-1] | Annotated[int, Field(ge=1, le=LARGEST_WHOLE)]
 
 
 class StreamOptions(Part):
@@ -64,53 +73,45 @@ class CommonFields(Part):
     min_p: float | None = sampled("min_p")
     seed: int | None = sampled("seed")
     min_tokens: int | None = sampled("min_tokens")
-    stop_token_ids: SkipValidation[
-        Annotated[list[TokenId], Field(max_length=MOST.sampling.stop_token_ids)] | None
-    ] = None
-    include_stop_str_in_output: bool | None = None
-    ignore_eos: bool | None = None
+    stop_token_ids: _StopIds | None = option("stop_token_ids")
+    include_stop_str_in_output: bool | None = option("include_stop_str_in_output", checked=True)
+    ignore_eos: bool | None = option("ignore_eos", checked=True)
     presence_penalty: float | None = sampled("presence_penalty")
     frequency_penalty: float | None = sampled("frequency_penalty")
     repetition_penalty: float | None = sampled("repetition_penalty")
-    logit_bias: SkipValidation[_Biases | None] = None
-    allowed_token_ids: SkipValidation[_Allowed | None] = None
-    bad_words: SkipValidation[
-        Stop | Annotated[list[Stop], Field(max_length=MOST.sampling.bad_words)] | None
-    ] = None
-    truncate_prompt_tokens: SkipValidation[
-        Literal[-1] | Annotated[int, Field(ge=1, le=LARGEST_WHOLE)] | None
-    ] = None
+    logit_bias: _Biases | None = checked_later()
+    allowed_token_ids: _Allowed | None = option("allowed_token_ids")
+    bad_words: Stop | _BadWords | None = option("bad_words")
+    truncate_prompt_tokens: _KeptTokens | None = option("truncate_prompt_tokens")
     add_special_tokens: bool | None = None
-    cache_salt: str | None = Field(
-        default=None, json_schema_extra={"minLength": 1, "maxLength": MOST.sampling.cache_salt}
+    cache_salt: str | None = option(
+        "cache_salt", checked=True, minLength=1, maxLength=MOST.sampling.cache_salt
     )
-    request_id: str | None = Field(
-        default=None, json_schema_extra={"pattern": f"^[A-Za-z0-9._-]{{1,{MOST.request_id}}}$"}
-    )
-    structured_outputs: SkipValidation[dict[str, Any] | None] = None
+    request_id: str | None = field_row(pattern=f"^[A-Za-z0-9._-]{{1,{MOST.request_id}}}$")
+    structured_outputs: JsonDict | None = checked_later()
 
 
 class SharedFields(CommonFields, Closed):
     """Fields of both chat and completions."""
 
     model_config = ConfigDict(extra="forbid")
-    neutral = NEUTRAL
-    accepted = ACCEPTED
+    unread = UNREAD
 
-    stream_options: StreamOptions | None = None
+    stream_options: StreamOptions | None = field_row(
+        note="(`include_usage`, `continuous_usage_stats`)"
+    )
     n: int | None = sampled("n")
-    stop: SkipValidation[Stop | Stops | None] = None
+    stop: Stop | Stops | None = option("stop")
     prompt_logprobs: int | None = sampled("prompt_logprobs")
-    skip_special_tokens: bool | None = None
+    skip_special_tokens: bool | None = option("skip_special_tokens", checked=True)
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
-    priority: int | None = Field(default=None, json_schema_extra={"enum": [0, None]})
-    response_format: SkipValidation[dict[str, Any] | None] = None
-    guided_json: SkipValidation[dict[str, Any] | str | bool | None] = None
-    guided_regex: SkipValidation[str | None] = None
-    guided_choice: SkipValidation[list[str] | None] = None
-    guided_grammar: SkipValidation[str | None] = None
-    modalities: Any = Field(default=None, json_schema_extra={"enum": [["text"], None]})
+    priority: int | None = field_row(note="(0 only)", enum=[0, None])
+    response_format: JsonDict | None = checked_later()
+    guided_json: JsonDict | str | bool | None = checked_later()
+    guided_regex: str | None = checked_later()
+    guided_choice: list[str] | None = checked_later()
+    guided_grammar: str | None = checked_later()
 
     def answer_options(self) -> AnswerOptions:
         """Return the options for the contents of the answer."""
@@ -150,28 +151,30 @@ def sampling_from(
     request: SharedFields,
     served: Served,
     limits: ServingLimits,
-    own: Mapping[str, Any],
-    renamed: Mapping[str, str],
+    api_values: Mapping[str, object],
     form: Form,
-    forced: Mapping[str, Any] | None = None,
-    around: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None,
+    forced: JsonObject | None = None,
+    around: Callable[[JsonObject], JsonObject] | None = None,
 ) -> SamplingParams:
     """Build the SamplingParams: from the request, else the model's defaults, else the class's.
 
-    own      values that the API sets itself, by SamplingParams' names; None: the default
-    renamed  SamplingParams' name -> the field of this API
-    form     the form that the request asks for
-    forced   keyword arguments of StructuredOutputs that replace `form`: a forced tool call
-    around   wraps the requested form to that of the full answer, reasoning included
+    api_values  values that the API computes, by SamplingParams' names; None: the request's
+    form        the form that the request asks for
+    forced      keyword arguments of StructuredOutputs that replace `form`: a forced tool call
+    around      wraps the requested form to that of the full answer, reasoning included
 
     Raises ApiError, 400, with the field at fault.
     """
-    given = {
-        name: value for name in _SAME_NAME if (value := getattr(request, name, None)) is not None
-    }
-    given |= {name: value for name, value in own.items() if value is not None}
+    values: JsonDict = {}
+    fields: dict[str, str] = {}  # SamplingParams' name -> the field of this API
+    for field, name in sampling_names(type(request)).items():
+        value = getattr(request, field)
+        if value is not None:
+            values[name] = value
+            fields[name] = field
+    values |= {name: value for name, value in api_values.items() if value is not None}
     if request.logit_bias is not None:
-        given["logit_bias"] = _biases(request.logit_bias)
+        values["logit_bias"] = _biases(request.logit_bias)
     structured = form.values
     source = form.field
     if forced is not None:
@@ -180,30 +183,30 @@ def sampling_from(
     elif structured is not None and around is not None:
         structured = dict(around(structured))
     if structured is not None:
-        given["structured_outputs"] = structured
+        values["structured_outputs"] = structured
     try:
-        params = SamplingParams(**{"max_tokens": None, **served.defaults, **given})
+        params = SamplingParams(**{"max_tokens": None, **served.defaults, **values})
         check_limits(params, limits.sampling)
         params.check_vocabulary(served.vocab_size)
     except RequestError as error:
-        raise from_request_error(error, {**renamed, "structured_outputs": source}) from error
+        raise from_request_error(error, {**fields, "structured_outputs": source}) from error
     return params
 
 
-def _biases(given: object) -> object:
+def _biases(biases: object) -> object:
     """Convert the keys of biases to integers: JSON's keys are strings. The sampler's check refuses
     a value that is not an object.
     """
-    if not isinstance(given, dict):
-        return given
-    if len(given) > MOST.sampling.logit_bias:
+    if not isinstance(biases, dict):
+        return biases
+    if len(biases) > MOST.sampling.logit_bias:
         raise refuse(
             "logit_bias",
-            f"logit_bias has {len(given)} entries; at most {MOST.sampling.logit_bias} are allowed",
+            f"logit_bias has {len(biases)} entries; at most {MOST.sampling.logit_bias} are allowed",
         )
-    for key in given:
+    for key in biases:
         if not isinstance(key, str) or not _TOKEN_ID.fullmatch(key):
             raise refuse(
                 "logit_bias", f"logit_bias has the key {show(key)}; keys are token ids such as '42'"
             )
-    return {int(key): bias for key, bias in given.items()}
+    return {int(key): bias for key, bias in biases.items()}

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
+from freight.base.fields import JsonDict, JsonObject
 from freight.outputs import CompletionDelta, FinishReason, RequestTimes
 from freight.sampling import NO_TOKEN_LEFT
 from freight.serve.call import ReplyHead
@@ -99,7 +99,7 @@ class Usage:
 class Chunks:
     """Writes the chunks of one stream. Their common part is prepared once."""
 
-    def __init__(self, common: Mapping[str, Any], options: AnswerOptions, usage: Usage) -> None:
+    def __init__(self, common: JsonObject, options: AnswerOptions, usage: Usage) -> None:
         """Prepare the common part. common: the fields of every chunk but `choices` and `usage`."""
         self._lead = f'data: {json.dumps(common)[:-1]}, "choices": ['
         self._options = options
@@ -153,7 +153,7 @@ def check_ending(output: CompletionDelta) -> None:
         )
 
 
-def common_fields(head: ReplyHead, prefix: str, kind: str) -> dict[str, Any]:
+def common_fields(head: ReplyHead, prefix: str, kind: str) -> JsonDict:
     """Return the fields that every body and every chunk of an answer begins with."""
     return {
         "id": f"{prefix}-{head.request_id}",

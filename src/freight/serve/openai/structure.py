@@ -7,11 +7,11 @@ client, `structured_outputs`, and the older `guided_…`. A request uses one of 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from reprlib import repr as show
 from typing import Any
 
+from freight.base.fields import JsonDict, JsonObject
 from freight.errors import RequestError, choices
 from freight.serve.openai.fields import from_request_error, refuse
 from freight.serve.transport.errors import ApiError
@@ -31,7 +31,7 @@ class Form:
     ignored  keywords of a JSON schema that are not enforced, as paths of the request
     """
 
-    values: dict[str, Any] | None
+    values: JsonDict | None
     field: str
     ignored: tuple[str, ...] = ()
 
@@ -54,8 +54,8 @@ def form_of(request: Any, strict_schemas: bool) -> Form:
 
 
 def enforced(
-    schema: Any, field: str, where: str, strict_schemas: bool
-) -> tuple[dict[str, Any], tuple[str, ...]]:
+    schema: JsonObject | bool | str, field: str, where: str, strict_schemas: bool
+) -> tuple[JsonDict, tuple[str, ...]]:
     """Return StructuredOutputs' arguments for the enforceable part of a schema, and the rest of it.
 
     field  the field to name in errors
@@ -69,56 +69,60 @@ def enforced(
         raise from_request_error(error, {"structured_outputs": field}) from error
     constraints = [name for name in left_out if name != "format"]
     if strict_schemas and constraints:
-        one, those = ("it", "this") if len(constraints) == 1 else ("them", "these")
+        it, this = ("it", "this") if len(constraints) == 1 else ("them", "these")
         raise ApiError(
             400,
-            f"{where} has {', '.join(constraints)}, and a grammar cannot enforce {those}; leave {one} out, or start "
+            f"{where} has {', '.join(constraints)}, and a grammar cannot enforce {this}; leave {it} out, or start "
             "the server without --strict-schemas",
             param=field,
             code="invalid_grammar",
         )
-    kept = {"json": json.loads(str(form.json))} if form.json is not None else form.given()
-    return kept, tuple(f"{where}.{name}" for name in left_out)
+    arguments = form.given()
+    if form.json is not None:
+        arguments = {"json": json.loads(str(form.json))}
+    return arguments, tuple(f"{where}.{name}" for name in left_out)
 
 
-def _values(request: Any) -> tuple[dict[str, Any] | None, str]:
+def _values(request: Any) -> tuple[JsonDict | None, str]:
     """Return keyword arguments of StructuredOutputs, and the field that they come from."""
-    found: dict[str, dict[str, Any]] = {}
+    forms: dict[str, JsonDict] = {}
     if request.response_format is not None:
         form = _response_format(request.response_format)
         if form is not None:
-            found["response_format"] = form
+            forms["response_format"] = form
     if request.structured_outputs is not None:
-        found["structured_outputs"] = _structured_outputs(request.structured_outputs)
+        forms["structured_outputs"] = _structured_outputs(request.structured_outputs)
     for name in _GUIDED:
         value = getattr(request, name)
         if value is not None:
-            found[name] = {name.removeprefix("guided_"): value}
-    if len(found) > 1:
-        first, second, *_ = found
+            forms[name] = {name.removeprefix("guided_"): value}
+    if len(forms) > 1:
+        first, second, *_ = forms
         raise refuse(second, f"{first} and {second} are both given; an answer has one form")
-    for name, form in found.items():
+    for name, form in forms.items():
         return form, name
     return None, "structured_outputs"
 
 
-def _response_format(given: object) -> dict[str, Any] | None:
-    if not isinstance(given, dict):
+def _response_format(fields: object) -> JsonDict | None:
+    if not isinstance(fields, dict):
         raise refuse(
             "response_format",
-            f'response_format is {show(given)}; it must be like {{"type": "json_object"}}',
+            f'response_format is {show(fields)}; it must be like {{"type": "json_object"}}',
         )
-    for name in given:
+    for name in fields:
         if name not in _FORMAT_FIELDS:
             raise refuse(
                 f"response_format.{name:.60}", f"response_format has no field {name[:60]!r}"
             )
-    kind = given.get("type")
-    schema = given["schema"] if given.get("schema") is not None else given.get("value")
+    kind = fields.get("type")
+    schema = fields.get("schema")
+    if schema is None:
+        schema = fields.get("value")
     if kind == "text":
         return None
     if kind == "json_schema":
-        return {"json": _schema(given, schema)}
+        return {"json": _schema(fields, schema)}
     if kind in ("json_object", "json"):
         if schema is None:
             return {"json_object": True}
@@ -136,9 +140,9 @@ def _response_format(given: object) -> dict[str, Any] | None:
     )
 
 
-def _schema(given: dict[str, Any], flat: object) -> object:
+def _schema(fields: JsonDict, flat: object) -> object:
     """Return the schema in `json_schema`, as in OpenAI's API, or `flat`, next to `type`."""
-    inside = given.get("json_schema")
+    inside = fields.get("json_schema")
     if inside is None and flat is not None:
         return _checked(flat, "response_format.value")
     if not isinstance(inside, dict):
@@ -155,7 +159,7 @@ def _checked(schema: object, param: str) -> object:
     return as_object(schema) if isinstance(schema, dict) else schema
 
 
-def as_object(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+def as_object(schema: JsonObject) -> JsonObject:
     """Add `"type": "object"` to a schema that has properties and no type.
 
     Strictly, such a schema allows a number too. The hub's clients and their documentation mean an
@@ -166,22 +170,22 @@ def as_object(schema: Mapping[str, Any]) -> Mapping[str, Any]:
     )
 
 
-def _structured_outputs(given: object) -> dict[str, Any]:
-    if not isinstance(given, dict):
+def _structured_outputs(fields: object) -> JsonDict:
+    if not isinstance(fields, dict):
         raise refuse(
             "structured_outputs",
-            f"structured_outputs is {show(given)}; it must have {choices(_FORMS)}",
+            f"structured_outputs is {show(fields)}; it must have {choices(_FORMS)}",
         )
-    for name in given:
+    for name in fields:
         if name not in _FORMS:
             raise refuse(
                 f"structured_outputs.{name:.60}",
                 f"structured_outputs has no field {name[:60]!r}; it has {choices(_FORMS)}",
             )
     forms = {
-        name: value for name, value in given.items() if value is not None and value is not False
+        name: value for name, value in fields.items() if value is not None and value is not False
     }
-    if "json" in given and given["json"] is False:
+    if "json" in fields and fields["json"] is False:
         forms["json"] = False  # a schema that nothing satisfies
     if len(forms) != 1:
         raise refuse(

@@ -6,14 +6,14 @@ grammar later, which checks them completely.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from reprlib import repr as show
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, SkipValidation
+from pydantic import Field
 
-from freight.serve.bodies import Nullable, Part, present, says
+from freight.base.fields import JsonDict, JsonObject
+from freight.serve.bodies import Nullable, Part, checked_later, present, says
 from freight.serve.limits import ServingLimits
 from freight.serve.openai.fields import part, refuse
 
@@ -30,13 +30,13 @@ class Function(Nullable):
     name: ToolName
     description: str | None = None
     strict: bool | None = None
-    parameters: SkipValidation[dict[str, Any] | None] = None
+    parameters: JsonDict | None = checked_later()
 
 
 class _Arguments(Part):
     type: Annotated[Literal["object"], says("arguments are an 'object'")] = "object"
-    properties: Annotated[dict[str, dict[str, Any] | bool], says("must map names to schemas")] = (
-        Field(default={})
+    properties: Annotated[dict[str, JsonDict | bool], says("must map names to schemas")] = Field(
+        default={}
     )
     required: Annotated[list[str], says("must be a list of names")] = Field(default=[])
 
@@ -59,7 +59,7 @@ class ToolUse:
             parallel_tool_calls says
     """
 
-    tools: tuple[Mapping[str, Any], ...] = ()
+    tools: tuple[JsonObject, ...] = ()
     places: tuple[int, ...] = ()
     forced: tuple[str, ...] = ()
     named: bool = False
@@ -91,9 +91,7 @@ def tool_use(tools: object, choice: object, limits: ServingLimits) -> ToolUse:
     return replace(use, forced=(name,), named=True)
 
 
-def _allowed(
-    use: ToolUse, choice: Mapping[str, Any], limits: ServingLimits
-) -> tuple[ToolUse, object]:
+def _allowed(use: ToolUse, choice: JsonObject, limits: ServingLimits) -> tuple[ToolUse, object]:
     """Keep only the tools that may be called; returns them, and the `tool_choice` among them."""
     where = "tool_choice.allowed_tools"
     allowed = choice.get("allowed_tools")
@@ -121,16 +119,16 @@ def _allowed(
                 '{"type": "function", "function": {"name": …}}',
             )
         names.add(name)
-    kept = [at for at, tool in enumerate(use.tools) if tool["function"]["name"] in names]
-    return ToolUse(tuple(use.tools[at] for at in kept), tuple(kept)), mode
+    places = [at for at, tool in enumerate(use.tools) if tool["function"]["name"] in names]
+    return ToolUse(tuple(use.tools[at] for at in places), tuple(places)), mode
 
 
-def _tools(tools: object, limits: ServingLimits) -> dict[str, Mapping[str, Any]]:
+def _tools(tools: object, limits: ServingLimits) -> dict[str, JsonObject]:
     if not isinstance(tools, list):
         raise refuse("tools", f"tools is {show(tools)}; it must be a list")
     if len(tools) > limits.tools:
         raise refuse("tools", f"tools has {len(tools)} entries; at most {limits.tools} are allowed")
-    offered: dict[str, Mapping[str, Any]] = {}
+    offered: dict[str, JsonObject] = {}
     for index, tool in enumerate(tools):
         name, function = _function(f"tools[{index}]", tool)
         if name in offered:
@@ -142,7 +140,7 @@ def _tools(tools: object, limits: ServingLimits) -> dict[str, Mapping[str, Any]]
     return offered
 
 
-def _function(where: str, tool: object) -> tuple[str, dict[str, Any]]:
+def _function(where: str, tool: object) -> tuple[str, JsonDict]:
     if not isinstance(tool, dict):
         raise refuse(
             where,

@@ -11,8 +11,8 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import dataclass
-from typing import Any
 
+from freight.base.fields import JsonDict
 from freight.outputs import (
     CompletionDelta,
     FinishReason,
@@ -94,8 +94,8 @@ class GenerateReply:
         self._detokenizer = Detokenizer(tokenizer, SamplingParams(), work.token_ids)
         self._given = 0  # characters assigned to tokens so far
         self._pieces: list[str] = []
-        self._tokens: list[dict[str, Any]] = []
-        self._top_tokens: list[list[dict[str, Any]]] = []
+        self._tokens: list[JsonDict] = []
+        self._top_tokens: list[list[JsonDict]] = []
         self._scores: list[Scores] = []
         self._finish: str | None = None
         self._text = ""  # the full text, once the answer has ended
@@ -122,7 +122,7 @@ class GenerateReply:
         return b""
 
     def body(self) -> object:
-        answer: dict[str, Any] = {"generated_text": self._options.prefix + self._text}
+        answer: JsonDict = {"generated_text": self._options.prefix + self._text}
         if self._options.details:
             answer["details"] = self._details() | {
                 "prefill": self._prefill(),
@@ -155,30 +155,35 @@ class GenerateReply:
         # tokens, and ends at a stop string.
         text = self._text[self._given :] if last else self._detokenizer.append([token])
         self._given += len(text)
-        own = entry.get(token)
+        token_entry = entry.get(token)
         self._tokens.append(
-            {"id": token, "text": text, "logprob": _logprob(own), "special": token in self._special}
+            {
+                "id": token,
+                "text": text,
+                "logprob": _logprob(token_entry),
+                "special": token in self._special,
+            }
         )
         if self._options.top_n_tokens:
             best = sorted(
-                (found.rank, other)
-                for other, found in entry.items()
-                if found.rank <= self._options.top_n_tokens
+                (candidate.rank, other)
+                for other, candidate in entry.items()
+                if candidate.rank <= self._options.top_n_tokens
             )
             self._top_tokens.append([self._alone(other, entry[other]) for _, other in best])
 
-    def _alone(self, token: int, found: Logprob) -> dict[str, Any]:
+    def _alone(self, token: int, entry: Logprob) -> JsonDict:
         """Describe a candidate token, with its text outside of any context."""
         tokenizer = self._tokenizer
         return {
             "id": token,
             "text": tokenizer.token_text(token),
-            "logprob": _logprob(found),
+            "logprob": _logprob(entry),
             "special": token in self._special,
         }
 
-    def _event(self, index: int, token: dict[str, Any]) -> bytes:
-        event: dict[str, Any] = {"index": index, "token": token}
+    def _event(self, index: int, token: JsonDict) -> bytes:
+        event: JsonDict = {"index": index, "token": token}
         if self._options.top_n_tokens:
             event["top_tokens"] = (
                 self._top_tokens[index - 1] if index <= len(self._top_tokens) else []
@@ -190,27 +195,27 @@ class GenerateReply:
                 event["details"] = self._details() | {"input_length": len(self._work.token_ids)}
         return _sse(event)
 
-    def _no_token(self) -> dict[str, Any]:
+    def _no_token(self) -> JsonDict:
         """Return the token of a last event without a token: it carries the rest of the text."""
         last = self._tokens[-1]["id"] if self._tokens else 0
         return {"id": last, "text": self._text[self._given :], "logprob": 0.0, "special": True}
 
-    def _details(self) -> dict[str, Any]:
+    def _details(self) -> JsonDict:
         return {
             "finish_reason": self._finish,
             "generated_tokens": len(self._tokens),
             "seed": None if self._work.params.greedy else self._work.params.seed,
         }
 
-    def _prefill(self) -> list[dict[str, Any]]:
+    def _prefill(self) -> list[JsonDict]:
         """Return the prompt's tokens, the first without a log-probability; empty by default."""
         if self._work.params.prompt_logprobs is None:
             return []
         text_of = self._tokenizer.token_text
         scores = Scores.joined(self._scores)
         # The last of each position's entries is the prompt's token itself.
-        own = scores.logprobs[scores.width - 1 :: scores.width]
-        logprobs = [None, *(value if math.isfinite(value) else _LOWEST for value in own)]
+        token_logprobs = scores.logprobs[scores.width - 1 :: scores.width]
+        logprobs = [None, *(value if math.isfinite(value) else _LOWEST for value in token_logprobs)]
         return [
             {"id": token, "text": text_of(token), "logprob": logprob}
             for token, logprob in zip(self._work.token_ids, logprobs, strict=False)
@@ -233,8 +238,8 @@ def _finish(delta: CompletionDelta) -> str:
     return "stop_sequence" if isinstance(delta.stop_reason, str) else "eos_token"
 
 
-def _logprob(found: Logprob | None) -> float:
-    return found.logprob if found and math.isfinite(found.logprob) else _LOWEST
+def _logprob(entry: Logprob | None) -> float:
+    return entry.logprob if entry and math.isfinite(entry.logprob) else _LOWEST
 
 
 def _sse(event: object) -> bytes:

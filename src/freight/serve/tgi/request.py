@@ -11,18 +11,29 @@ import json
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
-from pydantic import Field, SkipValidation
-
+from freight.base.fields import JsonDict, JsonObject
 from freight.base.files import unique_names
 from freight.errors import RequestError, nearest
 from freight.sampling import SamplingLimits, SamplingParams, check_limits
-from freight.serve.bodies import Body, Part, Stop, Stops, present, read, sampled
+from freight.serve.bodies import (
+    Body,
+    Part,
+    Stop,
+    Stops,
+    Unread,
+    checked_later,
+    field_row,
+    option,
+    present,
+    read,
+    sampled,
+    sampling_names,
+)
 from freight.serve.call import ReplyHead, Served, TokenizedWork, Work
 from freight.serve.limits import check_context
 from freight.serve.openai.fields import named
-from freight.serve.openai.neutral import Neutral
 from freight.serve.openai.structure import as_object, enforced
 from freight.serve.tgi.reply import GenerateReply, ReplyOptions, error_body
 from freight.serve.transport.errors import ApiError
@@ -43,41 +54,41 @@ class Grammar(Part):
     """
 
     type: Literal["json", "json_schema", "regex"]
-    value: dict[str, Any] | str
+    value: JsonDict | str
 
 
 class Parameters(Body):
-    """The generation parameters. Those of TGI that are not implemented are in `neutral`."""
+    """The generation parameters."""
 
-    neutral = {  # noqa: RUF012, a ClassVar annotation is on the base class
-        "adapter_id": Neutral((), "this server has no adapters; leave it out"),
-        "best_of": Neutral((1,), "only 1 is possible; send several requests with a seed each"),
-        "typical_p": Neutral((1,), "typical sampling is not implemented; use top_p"),
-        "watermark": Neutral((False,), "watermarks are not implemented; leave it out"),
+    unread = {  # noqa: RUF012, a ClassVar annotation is on the base class
+        "adapter_id": Unread((), "this server has no adapters; leave it out"),
+        "best_of": Unread((1,), "only 1 is possible; send several requests with a seed each"),
+        "typical_p": Unread((1,), "typical sampling is not implemented; use top_p"),
+        "watermark": Unread((False,), "watermarks are not implemented; leave it out"),
     }
 
     decoder_input_details: bool | None = None
     details: bool | None = None
     do_sample: bool | None = None
-    frequency_penalty: SkipValidation[float | None] = sampled("frequency_penalty")
-    grammar: SkipValidation[Grammar | None] = None
-    max_new_tokens: SkipValidation[int | None] = sampled("max_tokens", minimum=1)
-    repetition_penalty: SkipValidation[float | None] = sampled("repetition_penalty")
+    frequency_penalty: float | None = sampled("frequency_penalty", checked=False)
+    grammar: Grammar | None = checked_later()
+    max_new_tokens: int | None = sampled("max_tokens", checked=False, minimum=1)
+    repetition_penalty: float | None = sampled("repetition_penalty", checked=False)
     return_full_text: bool | None = None
-    seed: SkipValidation[int | None] = sampled("seed")
-    stop: SkipValidation[Stops | Stop | None] = None
-    temperature: SkipValidation[float | None] = sampled("temperature")
-    top_k: SkipValidation[int | None] = sampled("top_k")
-    top_n_tokens: SkipValidation[int | None] = sampled("logprobs")
-    top_p: SkipValidation[float | None] = sampled("top_p")
-    truncate: SkipValidation[int | None] = sampled("truncate_prompt_tokens", minimum=1)
-    watermark: bool | None = Field(default=None, json_schema_extra={"enum": [False, None]})
+    seed: int | None = sampled("seed", checked=False)
+    stop: Stops | Stop | None = option("stop")
+    temperature: float | None = sampled("temperature", checked=False)
+    top_k: int | None = sampled("top_k", checked=False)
+    top_n_tokens: int | None = sampled("logprobs", checked=False)
+    top_p: float | None = sampled("top_p", checked=False)
+    truncate: int | None = sampled("truncate_prompt_tokens", checked=False, minimum=1)
+    watermark: bool | None = field_row(enum=[False, None])
 
 
 class GenerateBody(Body):
     """The body of /generate. Clients for Hugging Face's hosted API send `options` and `model`."""
 
-    accepted = ("options", "model")
+    unread = dict.fromkeys(("options", "model"), Unread(None, reported=True))
 
     inputs: str
     stream: bool | None = None
@@ -112,7 +123,7 @@ class GenerateCall:
 
 
 def parse_generate(
-    body: Mapping[str, Any], served: Served, limits: SamplingLimits, stream: bool | None
+    body: JsonObject, served: Served, limits: SamplingLimits, stream: bool | None
 ) -> GenerateCall:
     """Parse a body. Raises ApiError (422).
 
@@ -120,7 +131,7 @@ def parse_generate(
     """
     if served.tokenizer is None:
         raise _no_tokenizer()
-    ignored = [name for name in GenerateBody.accepted if body.get(name) is not None]
+    ignored = [name for name in GenerateBody.unread if body.get(name) is not None]
     ignored += _unknown("", body, GenerateBody, served)
 
     def refused(path: str, words: str, _: object) -> ApiError:
@@ -132,22 +143,21 @@ def parse_generate(
             served.tokenizer.check_empty()
         except RequestError as error:
             raise _invalid(f"inputs is '': {error}", "inputs") from None
-    given = body.get("parameters") or {}
-    ignored += _unknown("parameters.", given, Parameters, served)
-    parameters = present(given)
+    raw = body.get("parameters") or {}
+    ignored += _unknown("parameters.", raw, Parameters, served)
+    parameters = present(raw)
     streams = bool(asked.stream) if stream is None else stream
     _check_parameters(parameters, streams)
-    form, unheld = (
-        _grammar(parameters["grammar"], served.strict_schemas)
-        if "grammar" in parameters
-        else (None, ())
-    )
+    form = None
+    if "grammar" in parameters:
+        form, unenforced = _grammar(parameters["grammar"], served.strict_schemas)
+        ignored += unenforced
     params = _sampling(parameters, limits, served.max_model_len, form)
     return GenerateCall(
         stream=streams,
         model=served.names[0],
         work=(Work(asked.inputs, params, form_from="parameters.grammar"),),
-        ignored=named((*ignored, *unheld)),
+        ignored=named(ignored),
         options=ReplyOptions(
             stream=streams,
             details=parameters.get("details", False),
@@ -159,10 +169,10 @@ def parse_generate(
     )
 
 
-def _unknown(prefix: str, given: Mapping[str, Any], model: type[Body], served: Served) -> list[str]:
+def _unknown(prefix: str, fields: JsonObject, model: type[Body], served: Served) -> list[str]:
     """Return the names of unknown fields. Raises ApiError unless the server ignores them."""
-    known = (*model.model_fields, *model.neutral, *model.accepted)
-    unknown = [name for name, value in given.items() if name not in known and value is not None]
+    known = (*model.model_fields, *model.unread)
+    unknown = [name for name, value in fields.items() if name not in known and value is not None]
     if unknown and served.unknown_fields != "ignore":
         hint = nearest(unknown[0][:60], known, _SYNONYMS)
         raise _invalid(
@@ -172,12 +182,12 @@ def _unknown(prefix: str, given: Mapping[str, Any], model: type[Body], served: S
     return [f"{prefix}{name}" for name in unknown]
 
 
-def _check_parameters(given: Mapping[str, Any], streams: bool) -> None:
+def _check_parameters(parameters: JsonObject, streams: bool) -> None:
     """Raise ApiError for features that are not implemented, and for contradictions."""
-    for name, known in Parameters.neutral.items():
-        if name in given and not known.asks_nothing(given[name]):
-            raise _invalid(f"{name}: {known.instead}", f"parameters.{name}")
-    if streams and given.get("decoder_input_details"):
+    for name, row in Parameters.unread.items():
+        if name in parameters and not row.accepts(parameters[name]):
+            raise _invalid(f"{name}: {row.instead}", f"parameters.{name}")
+    if streams and parameters.get("decoder_input_details"):
         raise _invalid(
             "decoder_input_details: a stream does not have the prompt's tokens; use /generate",
             "parameters.decoder_input_details",
@@ -185,25 +195,23 @@ def _check_parameters(given: Mapping[str, Any], streams: bool) -> None:
 
 
 def _sampling(
-    given: Mapping[str, Any],
+    parameters: JsonObject,
     limits: SamplingLimits,
     max_model_len: int,
-    form: dict[str, Any] | None,
+    form: JsonDict | None,
 ) -> SamplingParams:
     """Build the SamplingParams. Raises ApiError for a value outside its range."""
-    samples = given.get("do_sample", False) or any(
-        name in given for name in ("temperature", "top_k", "top_p")
+    samples = parameters.get("do_sample", False) or any(
+        name in parameters for name in ("temperature", "top_k", "top_p")
     )
-    fields: dict[str, Any] = {
-        "max_tokens": _count(given, "max_new_tokens", 1) or DEFAULT_NEW_TOKENS,
-        "logprobs": _count(given, "top_n_tokens", 0) or 0,
-        "temperature": given.get("temperature", 1.0) if samples else 0.0,
-        "truncate_prompt_tokens": _count(given, "truncate", 1, max_model_len),
-    }
-    for name in ("top_k", "top_p", "stop", "repetition_penalty", "frequency_penalty", "seed"):
-        if name in given:
-            fields[name] = given[name]
-    if given.get("decoder_input_details"):
+    names = sampling_names(Parameters)
+    fields = {names[name]: value for name, value in parameters.items() if name in names}
+    fields["max_tokens"] = _count(parameters, "max_new_tokens", 1) or DEFAULT_NEW_TOKENS
+    fields["logprobs"] = _count(parameters, "top_n_tokens", 0) or 0
+    fields["truncate_prompt_tokens"] = _count(parameters, "truncate", 1, max_model_len)
+    if not samples:
+        fields["temperature"] = 0.0
+    if parameters.get("decoder_input_details"):
         fields["prompt_logprobs"] = 0
     if form is not None:
         fields["structured_outputs"] = form
@@ -212,7 +220,7 @@ def _sampling(
         check_limits(params, limits)
     except RequestError as error:
         raise _invalid(_in_tgis_names(str(error)), "parameters") from None
-    if given.get("do_sample") and params.greedy:
+    if parameters.get("do_sample") and params.greedy:
         raise _invalid(
             "temperature is 0, which is greedy, and do_sample is true", "parameters.temperature"
         )
@@ -223,22 +231,22 @@ def _sampling(
 
 
 def _in_tgis_names(message: str) -> str:
-    for ours, theirs in (("max_tokens", "max_new_tokens"), ("logprobs", "top_n_tokens")):
+    for theirs, ours in sampling_names(Parameters).items():
         if message.startswith(f"{ours} "):
             return theirs + message[len(ours) :]
     return message
 
 
-def _grammar(given: object, strict_schemas: bool) -> tuple[dict[str, Any], tuple[str, ...]]:
+def _grammar(grammar: object, strict_schemas: bool) -> tuple[JsonDict, tuple[str, ...]]:
     """Return `grammar` as SamplingParams.structured_outputs, and the parts of its schema that are
     not enforced.
     """
-    if not isinstance(given, Mapping) or "value" not in given:
+    if not isinstance(grammar, Mapping) or "value" not in grammar:
         raise _invalid(
             f"grammar must be an object with type ({_KINDS}) and value", "parameters.grammar"
         )
-    kind = given.get("type")
-    value = given["value"]
+    kind = grammar.get("type")
+    value = grammar["value"]
     if kind == "regex":
         if not isinstance(value, str):
             raise _invalid(
@@ -267,8 +275,8 @@ def _grammar(given: object, strict_schemas: bool) -> tuple[dict[str, Any], tuple
         raise as_tgi_error(error) from None
 
 
-def _count(given: Mapping[str, Any], name: str, low: int, high: int | None = None) -> int | None:
-    value = given.get(name)
+def _count(parameters: JsonObject, name: str, low: int, high: int | None = None) -> int | None:
+    value = parameters.get(name)
     if value is None:
         return None
     if (
@@ -316,12 +324,12 @@ class ServerFacts:
     version: str
     max_concurrent_requests: int
     max_prompts: int
-    kv_cache: Mapping[str, Any]
+    kv_cache: JsonObject
     kernels: str
     model_sha: str | None = None
 
 
-def info(served: Served, limits: SamplingLimits, facts: ServerFacts) -> dict[str, Any]:
+def info(served: Served, limits: SamplingLimits, facts: ServerFacts) -> JsonDict:
     """Return the answer of `/info`: TGI's keys, then Freight's."""
     tokenizer = served.tokenizer
     return {
