@@ -98,10 +98,10 @@ def _torch_build() -> str:
 
 def _versions() -> dict[str, str]:
     """Return the versions of the packages that are installed."""
-    found = {}
+    versions = {}
     for name in PACKAGES:
         try:
-            found[name] = metadata.version(name)
+            versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return versions

@@ -70,8 +70,8 @@ def generate(
     from freight.llm import LLM
 
     def check(intake: Intake) -> None:
-        for one in prompts:
-            intake.accept(one, params)
+        for prompt in prompts:
+            intake.accept(prompt, params)
         if form is not None:
             intake.check_form(form)
 
@@ -147,22 +147,22 @@ def read_form(
     """Return the form that was asked for, if one. Raises RequestError for several, and for one that
     is none.
     """
-    given: dict[str, object] = {}
+    form: dict[str, object] = {}
     if json_schema is not None:
         with reading(f"--json-schema {json_schema}", RequestError):
-            given["json"] = read_text(json_schema)
+            form["json"] = read_text(json_schema)
     if regex is not None:
-        given["regex"] = regex
+        form["regex"] = regex
     if choice:
-        given["choice"] = choice
-    if len(given) > 1:
+        form["choice"] = choice
+    if len(form) > 1:
         raise RequestError(
             "a completion has one form; give one of --json-schema FILE, --regex TEXT and --choice TEXT"
         )
     try:
-        return StructuredOutputs.of(given) if given else None
+        return StructuredOutputs.of(form) if form else None
     except RequestError as error:
-        name = next(iter(given))
+        name = next(iter(form))
         option = f"--json-schema {json_schema}" if name == "json" else f"--{name}"
         raise RequestError(str(error).replace(f"structured_outputs.{name}", option)) from None
 
@@ -187,18 +187,18 @@ def print_stream(llm: LLM, prompt: str | list[int], params: SamplingParams) -> s
     """Print one completion as it grows; gives back all of it. Raises GenerationError when it fails
     half-way.
     """
-    shown = ""
+    printed = ""
     try:
         for output in llm.stream(prompt, params):
             text = text_of(output.outputs[0], params)
-            sys.stdout.write(terminal.on_stdout(text[len(shown) :]))
+            sys.stdout.write(terminal.on_stdout(text[len(printed) :]))
             sys.stdout.flush()
-            shown = text
+            printed = text
     except GenerationError:
         sys.stdout.write("\n")
         raise
     sys.stdout.write("\n")
-    return shown
+    return printed
 
 
 def _title(output: RequestOutput, completion: CompletionOutput) -> str:

@@ -68,8 +68,8 @@ MAX_TOKENS = 256
 
 def option(values: str | Iterable[object] | None, sentence: str, *names: str, **more: Any) -> Any:
     """Return an option of typer; `values`, or their names, stand for its value in --help."""
-    given = values if values is None or isinstance(values, str) else "|".join(map(str, values))
-    return typer.Option(*names, metavar=given, help=sentence, **more)
+    metavar = values if values is None or isinstance(values, str) else "|".join(map(str, values))
+    return typer.Option(*names, metavar=metavar, help=sentence, **more)
 
 
 def argument(metavar: str, sentence: str) -> Any:
@@ -337,7 +337,7 @@ class Command(TyperCommand):
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        given = list(args)
+        arguments = list(args)
         try:
             return super().parse_args(ctx, _layers_joined(args))
         except Exception as error:
@@ -345,7 +345,7 @@ class Command(TyperCommand):
                 raise
             spelling = str(getattr(error, "option_name", ""))
             for short, name in _SHORT.items():
-                if spelling == short[:2] and short in given:
+                if spelling == short[:2] and short in arguments:
                     spelling = name
             instead = instead_of(spelling.lstrip("-").replace("-", "_"), as_flag)
             if instead is None or not _spellings(self).issuperset(
@@ -403,13 +403,13 @@ def require_name(model: str | None, model_id: str | None) -> None:
     """
     # typer passes over ""
     variable = os.environ.get(MODEL_VARIABLE) if model is None and model_id is None else None
-    for given, what in (
+    for name, what in (
         (model, "MODEL"),
         (model_id, f"--model-id or {MODEL_VARIABLE}"),
         (variable, MODEL_VARIABLE),
     ):
-        if given is not None and not given.strip():
-            raise ConfigError(f"{what} is {given!r}: name a model, or leave it out")
+        if name is not None and not name.strip():
+            raise ConfigError(f"{what} is {name!r}: name a model, or leave it out")
 
 
 def takes_model(command: Function) -> Function:
@@ -450,7 +450,7 @@ def check_random_weights(model: str, shape: str) -> None:
 
 
 def model_and_others(
-    ctx: typer.Context, model_id: str | None, names: Sequence[str], given: Sequence[object]
+    ctx: typer.Context, model_id: str | None, names: Sequence[str], values: Sequence[object]
 ) -> list[str]:
     """Return the arguments called `names`, in order, where --model-id may stand for the one called
     MODEL.
@@ -459,7 +459,7 @@ def model_and_others(
     too many.
     """
     require_name(None, model_id)
-    present = [str(value) for value in given if value is not None]
+    present = [str(value) for value in values if value is not None]
     index = names.index("MODEL")
     source = ctx.get_parameter_source("model_id")
     if len(present) == len(names) and source is not None and source.name == "COMMANDLINE":
@@ -508,8 +508,10 @@ def takes_sampling_options(command: Function) -> Function:
         return [] if flag.type in (list[str], list[int]) else value
 
     def build(values: Values) -> Values:
-        given = {flag.field: values.pop(flag.field) for flag in SAMPLING_FLAGS}
-        return {"params": SamplingParams(**given | {"logit_bias": _biases(given["logit_bias"])})}
+        sampling = {flag.field: values.pop(flag.field) for flag in SAMPLING_FLAGS}
+        return {
+            "params": SamplingParams(**sampling | {"logit_bias": _biases(sampling["logit_bias"])})
+        }
 
     return replace_parameter(
         command, "params", [flag.parameter(default(flag)) for flag in SAMPLING_FLAGS], build
@@ -541,12 +543,12 @@ def replace_parameter(
         made = build(values)
         command(**values, **made)
 
-    kept = [
+    parameters = [
         p
         for p in inspect.signature(command, eval_str=True).parameters.values()
         if p.name != parameter
     ]
-    known = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in kept]
+    known = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in parameters]
     wrapped.__signature__ = inspect.Signature([*known, *options])  # type: ignore[attr-defined]
     wrapped.__annotations__ = {p.name: p.annotation for p in (*known, *options)}
     return wrapped

@@ -51,12 +51,12 @@ def verify(folder: Folder, as_json: OneJson = False) -> None:
     """Read every block and compare its digest. Exit status 1 if one is damaged."""
     from freight.cache.store.survey import verify
 
-    found = verify(folder)
+    result = verify(folder)
     if as_json:
-        print(json.dumps(asdict(found)))
+        print(json.dumps(asdict(result)))
     else:
-        print(f"{found.sound:,} blocks are sound, {found.damaged:,} are damaged")
-    if found.damaged:
+        print(f"{result.sound:,} blocks are sound, {result.damaged:,} are damaged")
+    if result.damaged:
         print("Damaged blocks are never used; freight store clear removes them.", file=sys.stderr)
         raise typer.Exit(1)
 

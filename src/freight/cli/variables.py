@@ -28,18 +28,18 @@ def unknown(environ: Mapping[str, str], names: Iterable[str]) -> str | None:
     where there are none.
     """
     names = set(names)
-    found = sorted(
+    unread = sorted(
         n for n in environ if n.startswith(PREFIX) and n not in names and not _OTHERS.fullmatch(n)
     )
-    if not found:
+    if not unread:
         return None
     # the common prefix would make all alike
     ends = {name.removeprefix(PREFIX): name for name in sorted(names)}
     hints = [
         nearest(name.removeprefix(PREFIX), ends).replace("mean ", f"mean {PREFIX}")
-        for name in found
+        for name in unread
     ]
-    return f"freight: not read: {', '.join(map(str.__add__, found, hints))}"
+    return f"freight: not read: {', '.join(map(str.__add__, unread, hints))}"
 
 
 def _options(command: Any) -> Iterator[Any]:

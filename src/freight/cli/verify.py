@@ -57,7 +57,9 @@ def verify(
     if any(readable):
         results = verifier_of(args, settings).results(contents)
     else:  # no model is needed to say so
-        results = (one for one in map(read_stated, contents) if isinstance(one, Verification))
+        results = (
+            outcome for outcome in map(read_stated, contents) if isinstance(outcome, Verification)
+        )
     counts: Counter[Outcome] = Counter()
     for number, result in enumerate(results, 1):
         counts[result.outcome] += 1
@@ -66,10 +68,14 @@ def verify(
         else:
             terminal.say((f"{number}: " if len(contents) > 1 else "") + _in_words(result))
     if len(contents) > 1:
-        shares = ", ".join(f"{counts[one]:,} {_WORDS[one]}" for one in Outcome if counts[one])
+        shares = ", ".join(
+            f"{counts[outcome]:,} {_WORDS[outcome]}" for outcome in Outcome if counts[outcome]
+        )
         terminal.say(f"{len(contents):,} answers: {shares}", err=True)
     differs = counts[Outcome.DIFFERS] > 0
-    raise typer.Exit(_STATUS[Outcome.DIFFERS] if differs else max(_STATUS[one] for one in counts))
+    raise typer.Exit(
+        _STATUS[Outcome.DIFFERS] if differs else max(_STATUS[outcome] for outcome in counts)
+    )
 
 
 _WORDS = {

@@ -160,9 +160,9 @@ def load(build: str | None = None) -> Library:
             f"usable here: {', '.join(runnable(cpu_features())) or 'none'}"
         )
     if not usable or (build is not None and build not in usable):
-        wanted = f"the {build} build of the CPU kernels" if build else "the CPU kernels"
+        kernels_name = f"the {build} build of the CPU kernels" if build else "the CPU kernels"
         have = f"usable here: {choices(usable)}" if usable else "none is usable here"
-        raise KernelError(f"{wanted} cannot run ({have}): {describe()}")
+        raise KernelError(f"{kernels_name} cannot run ({have}): {describe()}")
     name = build or usable[0]
     return load_file(path_of(name), name)
 

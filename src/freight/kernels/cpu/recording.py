@@ -118,9 +118,9 @@ def record(library: Library, arena: Arena, run: Callable[[Library], Tensor]) -> 
         recorder.obstacle = recorder.obstacle or "its result is not the output of a recorded call"
     if recorder.obstacle:
         return Recorded(output, None, recorder.obstacle)
-    arguments = [one for _, one in recorder.calls]
+    arguments = [call for _, call in recorder.calls]
     calls = (FreightCall * len(arguments))(
-        *(FreightCall(ctypes.addressof(one), code) for code, one in recorder.calls)
+        *(FreightCall(ctypes.addressof(call), code) for code, call in recorder.calls)
     )
     return Recorded(output, Recording(library.functions, calls, arguments, output))
 

@@ -45,12 +45,12 @@ def tune(library: Library) -> None:
         return
     path = decisions()
     key = f"{cpu_name()}, {library.build}, {torch.get_num_threads()} threads"
-    wanted = remembered(path).get(key) if path else None
-    if not isinstance(wanted, bool):
-        wanted = past_the_caches(measure(library))
+    prefetches = remembered(path).get(key) if path else None
+    if not isinstance(prefetches, bool):
+        prefetches = past_the_caches(measure(library))
         if path:
-            remember(path, key, wanted)
-    library.set_prefetch(wanted)
+            remember(path, key, prefetches)
+    library.set_prefetch(prefetches)
 
 
 def measure(library: Library) -> list[tuple[float, float]]:
@@ -107,8 +107,8 @@ def remembered(path: Path) -> dict[str, object]:
     return values if isinstance(values, dict) else {}
 
 
-def remember(path: Path, key: str, wanted: bool) -> None:
+def remember(path: Path, key: str, prefetches: bool) -> None:
     """Add a decision to the file. If it cannot be written, the next process measures again."""
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, json.dumps(remembered(path) | {key: wanted}, indent=1) + "\n")
+        write_whole(path, json.dumps(remembered(path) | {key: prefetches}, indent=1) + "\n")

@@ -105,11 +105,11 @@ def _member(m, GROUP: tl.constexpr, TAKEN: tl.constexpr):
     """
     SHARES: tl.constexpr = (GROUP + TAKEN - 1) // TAKEN
     member = m
-    taken = m < TAKEN
+    in_group = m < TAKEN
     if SHARES > 1:
         member += tl.program_id(0) % SHARES * TAKEN
-        taken &= member < GROUP
-    return member, taken
+        in_group &= member < GROUP
+    return member, in_group
 
 
 @triton.jit(do_not_specialize=["num_seqs", "table_stride", "window", "num_pairs", "cap"])
@@ -271,19 +271,19 @@ def merge_kernel(
         first = tl.maximum(length - window, 0) // KEYS * KEYS // size
     num_splits = tl.cdiv(length, size)
     dims = tl.arange(0, V_BLOCK)
-    one = tl.zeros((1,), tl.int32)
-    best, total = initial(sinks_ptr, query_head + one, one == 0, V_DOT, FORMAT)
+    one_row = tl.zeros((1,), tl.int32)
+    best, total = initial(sinks_ptr, query_head + one_row, one_row == 0, V_DOT, FORMAT)
     acc = tl.zeros((V_BLOCK,), tl.float32)
     base = (
         seq.to(tl.int64) * HEADS + query_head // GROUP
     ) * max_splits * GROUP + query_head % GROUP
     for start in range(first // TILE * TILE, num_splits, TILE):
         split = start + tl.arange(0, TILE)
-        taken = (split >= first) & (split < num_splits)
+        in_range = (split >= first) & (split < num_splits)
         place = base + split * GROUP
-        split_best = tl.load(stats_ptr + place * 2, mask=taken, other=float("-inf"))
-        split_total = tl.load(stats_ptr + place * 2 + 1, mask=taken, other=0.0)
-        mask = taken[:, None] & (dims < V_DIM)[None, :]
+        split_best = tl.load(stats_ptr + place * 2, mask=in_range, other=float("-inf"))
+        split_total = tl.load(stats_ptr + place * 2 + 1, mask=in_range, other=0.0)
+        mask = in_range[:, None] & (dims < V_DIM)[None, :]
         part = tl.load(partial_ptr + place[:, None] * V_DIM + dims[None, :], mask=mask, other=0.0)
         new_best = tl.maximum(best, tl.max(split_best, 0))
         weight = tl.exp2(split_best - new_best)

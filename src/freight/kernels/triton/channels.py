@@ -41,11 +41,11 @@ def _sums(
         size = tl.where(i <= t, K_DIM, 0)
         fresh = tl.where(i >= fresh_from, size, 0)
         place = (row - t + i).to(tl.int64) * (HEADS * K_DIM) + head * K_DIM + dims
-        own = tl.load(decay_ptr + place, mask=dims < fresh, other=0.0)
+        decay = tl.load(decay_ptr + place, mask=dims < fresh, other=0.0)
         kept_place = (i * HEADS + head) * K_DIM + dims
-        kept = tl.load(kept_ptr + kept_place, mask=dims < size - fresh, other=0.0)
-        bounded = tl.where(own < LEAST, LEAST, own)  # keeps NaN
-        total = tl.where(i >= fresh_from, bounded + total, kept)
+        stored_sum = tl.load(kept_ptr + kept_place, mask=dims < size - fresh, other=0.0)
+        bounded = tl.where(decay < LEAST, LEAST, decay)  # keeps NaN
+        total = tl.where(i >= fresh_from, bounded + total, stored_sum)
         sums = tl.where((j == i)[:, None], total[None, :], sums)
         mine = tl.where(i == t, total, mine)
     return sums, mine

@@ -318,8 +318,8 @@ def part_of(target: Target, tile: Tile, outputs: int, size: int, dot: tl.dtype) 
     if target.arch != 90 or dot == tl.float32 or tile.rows > FEW_ROWS:
         return size
     programs = target.units * (2 if tile.rows <= 16 else 1)
-    wanted = cdiv(programs, cdiv(outputs, tile.outputs))
-    parts = max(1, min(wanted, size // LEAST_PART))
+    most_parts = cdiv(programs, cdiv(outputs, tile.outputs))
+    parts = max(1, min(most_parts, size // LEAST_PART))
     return min(size, cdiv(cdiv(size, tile.inputs), parts) * tile.inputs)
 
 

@@ -218,8 +218,8 @@ def heads_taken(group: int, rows: int, block_dim: int, one_row: bool) -> int:
         return -(-group // least)
 
     def filled(count: int) -> float:
-        taken = -(-group // count)
-        return round(group / (-(-group // taken) * taken) * (rows // taken * taken) / rows, 2)
+        heads = -(-group // count)
+        return round(group / (-(-group // heads) * heads) * (rows // heads * heads) / rows, 2)
 
     count = max(range(least, 2 * least + 1), key=lambda count: (filled(count), -count))
     return -(-group // count)
@@ -467,7 +467,7 @@ def _decode(work: _Work, consumer: PackedWeight | None) -> Quantized | None:
     programs = programs_for(num_seqs * heads * shares, places, max_splits)
     decode_kernel[(programs * shares, heads, num_seqs)](*arguments, **shared, **sizes)
     result, written, form = _merged_output(work, consumer)
-    kept = ("GROUP", "HEADS", "V_DIM", "V_BLOCK", "FORMAT", "SCALES", "WINDOWED", "V_DOT")
+    passed = ("GROUP", "HEADS", "V_DIM", "V_BLOCK", "FORMAT", "SCALES", "WINDOWED", "V_DOT")
     merge_kernel[(q.shape[1], num_seqs)](
         partial,
         stats,
@@ -479,7 +479,7 @@ def _decode(work: _Work, consumer: PackedWeight | None) -> Quantized | None:
         max_splits,
         work.window or 0,
         work.sinks,
-        **{name: shared[name] for name in kept},
+        **{name: shared[name] for name in passed},
         **form,
         KEYS=tile.keys,
         **splits,

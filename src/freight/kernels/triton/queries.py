@@ -65,8 +65,10 @@ def load_queries(
     inverse = factor
     begin = head * K_DIM
     if REST == 0:
-        whole = tl.arange(0, K_BLOCK)
-        parts = (_query_part(q_ptr, place, live, k_scale_ptr, begin, whole, K_DIM, SCALES, K_DOT),)
+        all_dims = tl.arange(0, K_BLOCK)
+        parts = (
+            _query_part(q_ptr, place, live, k_scale_ptr, begin, all_dims, K_DIM, SCALES, K_DOT),
+        )
     else:
         WIDTH: tl.constexpr = 2 if PAIRS != "" else 1
         first = tl.arange(0, REST_BLOCK)

@@ -128,9 +128,9 @@ def _advanced(
         sums += tl.load(
             old_decay_ptr + old_place, mask=exists & ((of < first) & (of >= 0))[None, :], other=0.0
         )
-        whole = tl.sum(tl.where((j == TILE - 1)[None, :], sums, 0.0), 1)[:, None]
-        keys = keys * tl.exp(whole - sums)
-        state = state * tl.exp(whole)
+        total = tl.sum(tl.where((j == TILE - 1)[None, :], sums, 0.0), 1)[:, None]
+        keys = keys * tl.exp(total - sums)
+        state = state * tl.exp(total)
     else:
         keys = keys * tl.exp(last - decay)[None, :]
         state = state * tl.exp(last)
@@ -290,7 +290,7 @@ def recurrence_kernel(
         scale_ptr, scale_stride, kept_u_ptr, u_part_stride, u_place, in_v,
         old_decay_ptr + seq.to(tl.int64) * TILE * HEADS + head, HEADS, V_DIM, FORMAT, BY_CHANNEL,
     )  # fmt: skip
-    kept = _stays(first // TILE * TILE, length, EVERY)
+    stays = _stays(first // TILE * TILE, length, EVERY)
     skip = tl.load(skip_ptr + head) if skip_ptr is not None else None
     rows = (
         q_ptr,
@@ -349,9 +349,9 @@ def recurrence_kernel(
                 log_decay_ptr, old_decay_ptr, head, KEY_HEADS, HEADS, K_DIM, K_BLOCK, NORM, BY_CHANNEL,
             )  # fmt: skip
             block = tl.load(table_ptr + position // EVERY).to(tl.int64)
-            kept = _stays(position, length, EVERY)
+            stays = _stays(position, length, EVERY)
             state = rounded(
-                state, kept, state_ptr + block * state_stride + state_place, scale_ptr, block * scale_stride + u_place,
+                state, stays, state_ptr + block * state_stride + state_place, scale_ptr, block * scale_stride + u_place,
                 in_state, in_v, FORMAT,
             )  # fmt: skip
             u = tl.zeros((TILE, BLOCK_V), tl.float32)
@@ -361,7 +361,7 @@ def recurrence_kernel(
             state, u, decay, total, t, this, skip, DELTA, like, BY_CHANNEL
         )
         tl.store(out_ptr + row.to(tl.int64) * (HEADS * V_DIM) + u_place, result.to(like), mask=in_v)
-        if kept:
+        if stays:
             tl.store(
                 kept_u_ptr + block * u_part_stride + t * (HEADS * V_DIM) + u_place, row_u, mask=in_v
             )
@@ -432,7 +432,7 @@ def recurrence(
     kept_decay = by_block(parts["decay"])
     read = (q, q.stride(0), k, k.stride(0), *kept_k)
     made = (old_k, old_decay, *lengths, num_seqs)
-    once: dict[str, Any] = {
+    constants: dict[str, Any] = {
         **shared,
         "RATIO": heads // key_heads,
         "num_warps": max(1, k_block // 64),
@@ -440,11 +440,13 @@ def recurrence(
     if by_channel:
         sums = torch.empty_like(log_decay)
         inputs = (*read, log_decay, *kept_decay, factors, products, sums)
-        channel_products_kernel[(rows, heads)](*inputs, *made, **once)
+        channel_products_kernel[(rows, heads)](*inputs, *made, **constants)
         log_decay = sums  # `recurrence_kernel` reads the sums in place of the decays
     else:
-        once["RATIO_BLOCK"] = next_power_of_2(heads // key_heads)
-        products_kernel[(rows, key_heads)](*read, *kept_decay, factors, products, *made, **once)
+        constants["RATIO_BLOCK"] = next_power_of_2(heads // key_heads)
+        products_kernel[(rows, key_heads)](
+            *read, *kept_decay, factors, products, *made, **constants
+        )
     scale = by_block(parts["scale"]) if format.is_quantized else (None, 0)
     recurrence_kernel[(cdiv(v_dim, BLOCK_V), heads, num_seqs)](
         q,

@@ -70,8 +70,8 @@ def write_row(
             else:
                 scale = static_scale
             divisor = tl.zeros(x.shape, tl.float32) + scale
-            every = tl.zeros(group.shape, tl.float32) + scale
-            tl.store(scale_ptr + row * NUM_SCALES + group, every, mask=group < NUM_SCALES)
+            filled = tl.zeros(group.shape, tl.float32) + scale
+            tl.store(scale_ptr + row * NUM_SCALES + group, filled, mask=group < NUM_SCALES)
         tl.store(target, encode(tl.div_rn(x, divisor), out_ptr.dtype.element_ty, FORMAT), mask=mask)
 
 

@@ -67,7 +67,7 @@ def _encoded(state, scale, like: tl.constexpr, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def rounded(state, kept, state_ptr, scale_ptr, scale_place, in_state, in_v, FORMAT: tl.constexpr):
+def rounded(state, stays, state_ptr, scale_ptr, scale_place, in_state, in_v, FORMAT: tl.constexpr):
     """Round S [D, C] to the values that a later step would read; store it if `kept`.
 
     state_ptr, in_state: [D, C]; scale_place, in_v: [C]
@@ -75,11 +75,11 @@ def rounded(state, kept, state_ptr, scale_ptr, scale_place, in_state, in_v, FORM
     scale = tl.full((state.shape[1],), 1.0, tl.float32)
     if FORMAT != "":
         stored = scale_from_amax(finite_amax(state, 0), FORMAT).to(scale_ptr.dtype.element_ty)
-        if kept:
+        if stays:
             tl.store(scale_ptr + scale_place, stored, mask=in_v)
         scale = stored.to(tl.float32)
     code = _encoded(state, scale, state_ptr.dtype.element_ty, FORMAT)
-    if kept:
+    if stays:
         tl.store(state_ptr, code, mask=in_state)
     return _decoded(code, scale, FORMAT)
 
@@ -145,7 +145,7 @@ def rows_of_tile(
     keys = tl.load(k_ptr + place, mask=until & here[:, None], other=0.0).to(tl.float32)
     block = tl.load(table_ptr + position // EVERY, mask=t > row - begin, other=0).to(tl.int64)
     place = block * kept_stride + (j * KEY_HEADS + head)[:, None] * K_DIM + dims[None, :]
-    kept = tl.load(kept_ptr + place, mask=until & (here == 0)[:, None], other=0.0)
+    stored_rows = tl.load(kept_ptr + place, mask=until & (here == 0)[:, None], other=0.0)
     query_place = row.to(tl.int64) * q_stride + head * K_DIM + dims
     query = tl.load(q_ptr + query_place, mask=exists, other=0.0).to(tl.float32)
     if NORM:
@@ -157,7 +157,7 @@ def rows_of_tile(
             tl.store(factors + 1, tl.sum(tl.where(j == t, of_keys, 0.0), 0))
         query *= of_query
         keys *= of_keys[:, None]
-    keys = tl.where(here[:, None], keys.to(kept.dtype), kept).to(tl.float32)
+    keys = tl.where(here[:, None], keys.to(stored_rows.dtype), stored_rows).to(tl.float32)
     key = tl.sum(tl.where((j == t)[:, None], keys, 0.0), 0)
     return t, block, fresh_from, until, query, key, keys
 

@@ -70,8 +70,8 @@ def _rotated(
     mask = live[:, None] & (index < DIM)[None, :]
     root = None
     if norm_ptr is not None:
-        whole = tl.load(source + index[None, :], mask=mask, other=0.0).to(tl.float32)
-        root = tl.rsqrt(tl.sum(whole * whole, 1) / DIM + eps)[:, None]
+        vector = tl.load(source + index[None, :], mask=mask, other=0.0).to(tl.float32)
+        root = tl.rsqrt(tl.sum(vector * vector, 1) / DIM + eps)[:, None]
     x = _prepared(source, index, mask, root, norm_ptr, center_ptr)
     if HALF > 0:
         rotated = (index < 2 * HALF)[None, :]
