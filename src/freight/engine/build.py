@@ -38,6 +38,7 @@ from freight.engine.pace import Pace
 from freight.engine.recordings import CpuRecordings
 from freight.engine.runner import ModelRunner
 from freight.engine.scheduler import Scheduler
+from freight.engine.step import Mode
 from freight.engine.store import open_store, prepare_store
 from freight.errors import CapacityError, ConfigError
 from freight.fp8.formats import Format
@@ -202,10 +203,8 @@ def _start(
     kernels = opened.kernels(config)
     limits = (config.max_num_seqs, config.max_num_batched_tokens)
     num_blocks = split_memory(spec, memory, config.max_model_len, *limits)
-    # on a GPU a step runs while the host goes on
-    overlaps = config.device != "cpu" and spec.repeatable
     exact = args.asks_for_drafts or is_reproducible(opened, kernels)
-    most_drafts = _most_drafts(config, model, spec, overlaps, exact)
+    most_drafts = _most_drafts(config, model, spec, exact)
     config = replace(config, most_drafts=most_drafts)
     pool, others = _allocate(opened, config, spec, num_blocks, model, led)
     pool = pool.counting_drafts(most_drafts)
@@ -237,10 +236,8 @@ def _start(
         stop_token_ids=opened.stop_token_ids(),
         seed=config.seed,
         threads=threads,
-        overlaps=overlaps,
+        mode=_mode(config, spec),
         pace=pace,
-        repeatable=spec.repeatable,
-        drafts=most_drafts > 0,
         store=store,
         reproducible=is_reproducible(opened, kernels),
     )
@@ -292,8 +289,17 @@ def captured_steps(
     )
 
 
+def _mode(config: EngineConfig, spec: KVCacheSpec) -> Mode:
+    """Return the mode of an engine that drafts `most_drafts` tokens a step."""
+    if not spec.repeatable:
+        return Mode.ONCE
+    if config.device != "cpu":  # a step runs while the host goes on
+        return Mode.OVERLAPPED
+    return Mode.DRAFTING if config.most_drafts else Mode.REPEATABLE
+
+
 def _most_drafts(
-    config: EngineConfig, decoder: LanguageModel, spec: KVCacheSpec, overlaps: bool, exact: bool
+    config: EngineConfig, decoder: LanguageModel, spec: KVCacheSpec, exact: bool
 ) -> int:
     """Return the most drafts of a step, and say so; 0 where drafts would not be exact, or gain
     nothing.
@@ -307,7 +313,7 @@ def _most_drafts(
         obstacle = "layers of this model keep states, which do not take back a token"
     elif not isinstance(decoder, Decoder):
         obstacle = "the modules of transformers may round a row differently beside others"
-    elif overlaps or config.device != "cpu":
+    elif config.device != "cpu":
         obstacle = "on a GPU the next step is launched before the tokens of the last are known"
     elif not exact:
         obstacle = "the reference kernels may round a row differently beside others"

@@ -36,7 +36,7 @@ from freight.engine.request import Request
 from freight.engine.runner import ModelRunner
 from freight.engine.sampler import Sampled, sibling_seed
 from freight.engine.scheduler import Scheduler
-from freight.engine.step import ScheduledChunk, Step
+from freight.engine.step import Mode, ScheduledChunk, Step
 from freight.errors import RequestError
 from freight.outputs import (
     EngineStats,
@@ -73,17 +73,14 @@ class Engine:
         seed: int,
         threads: AbstractContextManager[object],
         clock: Callable[[], float] = time.monotonic,
-        overlaps: bool = False,
+        mode: Mode = Mode.REPEATABLE,
         pace: Pace | None = None,
-        repeatable: bool = True,
-        drafts: bool = False,
         store: StoredPrefixes | None = None,
         reproducible: bool = False,
     ) -> None:
-        """`overlaps`: launch a step before the tokens of the last are known, where it can be done
-        (`ahead.py`). `pace`: how many tokens a step has, by the clock; None: as many as there are.
-        `repeatable`: `KVCacheSpec.repeatable`. `drafts`: whether requests have `Drafts`. `store`:
-        what `cache` has below it. `reproducible`: whether a row has the same bits in any step."""
+        """`pace`: how many tokens a step has, by the clock; None: as many as there are. `store`:
+        what `cache` has below it. `reproducible`: whether a row has the same bits in any step.
+        """
         self.runner = runner
         self.cache = cache
         self.scheduler = scheduler
@@ -109,14 +106,8 @@ class Engine:
         self._unreported: dict[One, None] = {}  # what advanced since its last delta, in order
         self._deadlines: dict[str, float] = {}  # of groups with timeout_s, in seconds of the clock
         self._dirty = False
-        assert repeatable or not overlaps, "a step that was launched ahead may be computed again"
-        assert not drafts or (repeatable and not overlaps), (
-            "a draft is taken back by computing again"
-        )
-        self._drafts = drafts
-        self.overlaps = overlaps
+        self.mode = mode
         self.is_reproducible = reproducible
-        self._repeatable = repeatable
         # the errors of steps that were computed alone, since one was lost
         self._logged: set[str] = set()
         self._pace = pace
@@ -251,14 +242,14 @@ class Engine:
             self._stamp_scheduled(step)
         if self._store is not None:
             self._store.step(self.scheduler.num_decoding > 0, idle=not step.chunks)
-        self._dirty = not self._repeatable  # a pass that is interrupted may have changed states
+        self._dirty = not self.mode.repeats  # a pass that is interrupted may have changed states
         with self._threads:
             step, result, following = self._compute(step, launched)
         self._dirty = True
         if result.lost:
             self.scheduler.lose(step)
         advanced = [] if result.lost else self._apply(step, result.chunks)
-        if self._drafts and not result.repeated:
+        if self.mode is Mode.DRAFTING and not result.repeated:
             self._leave_out_rejected(step)
         self._ahead = following
         # the time of a repeated step is not that of one
@@ -423,7 +414,7 @@ class Engine:
             # one completion with the prompt's log-probabilities is enough
             its_params = params if index == 0 else replace(params, prompt_logprobs=None)
             grammar = self._matcher(params)
-            if grammar is not None and self._drafts:
+            if grammar is not None and self.mode is Mode.DRAFTING:
                 drafter = Forced(grammar)
             request = Request(
                 request_id=f"{request_id}/{index}",
@@ -484,7 +475,7 @@ class Engine:
     def _drafters(self, prompt: AcceptedPrompt, params: SamplingParams) -> list[Drafts | None]:
         """Return one for each completion, None where nothing is drafted from its own text."""
         # few guesses would be permitted
-        if not self._drafts or params.structured_outputs is not None:
+        if self.mode is not Mode.DRAFTING or params.structured_outputs is not None:
             return [None] * params.n
         predicted = self.intake.predicted(params)
         return [Drafter(prompt.token_ids, predicted) for _ in range(params.n)]
@@ -541,12 +532,13 @@ class Engine:
         """
         if launched is None:
             work = [self._to_work(chunk) for chunk in step.chunks]
-            launched = launch(self.runner, step) if self.overlaps and can_launch(work) else None
+            if self.mode is Mode.OVERLAPPED and can_launch(work):
+                launched = launch(self.runner, step)
             if step.alone:
                 return step, compute_alone(self.runner, work[0], self._logged), None
             if launched is None:
                 self._logged = set()
-                return step, compute(self.runner, work, self._repeatable), None
+                return step, compute(self.runner, work, self.mode.repeats), None
         self._dirty = True
         after = self.scheduler.follow(step)
         self._dirty = False
