@@ -33,7 +33,7 @@ from freight.engine.engine import CLOSE_SECONDS, Engine
 from freight.engine.fingerprint import fingerprint, is_reproducible
 from freight.engine.graphs import CudaGraphs
 from freight.engine.intake import Intake
-from freight.engine.leader import Leader, LeadingRunner, opened_as
+from freight.engine.leader import Leader, opened_as
 from freight.engine.pace import Pace
 from freight.engine.recordings import CpuRecordings
 from freight.engine.runner import ModelRunner
@@ -316,9 +316,8 @@ def _assemble(
         store=store,
     )
     captured = captured_steps(ready.model, pool, ready.kernels, config)
-    runner = ModelRunner(ready.model, pool, config.device, captured)
-    if led is not None:
-        runner = LeadingRunner(**vars(runner), leader=led.leader)
+    leader = None if led is None else led.leader
+    runner = ModelRunner(ready.model, pool, config.device, captured, leader)
     pace = Pace(config.max_step_seconds, step_tokens) if config.max_step_seconds else None
     engine = Engine(
         runner=runner,

@@ -197,7 +197,8 @@ def _serve(connection: socket.socket, runner: ModelRunner, memory: Transport) ->
         try:
             if kind is Kind.RUN:
                 slices = [
-                    SequenceSlice(*part[:3], _LOGITS[part.logits]) for part in reader.decode(data)
+                    SequenceSlice(part.token_ids, part.start, part.block_ids, _LOGITS[part.logits])
+                    for part in reader.decode(data)
                 ]
                 rows = runner.run(slices)
             else:

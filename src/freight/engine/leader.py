@@ -22,7 +22,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -31,7 +31,6 @@ from torch import Tensor
 from freight.base.descent import from_lasting_thread, with_parent
 from freight.cache.arena import mapped
 from freight.engine.prepare import Logits, SequenceSlice
-from freight.engine.runner import ModelRunner, StepRows
 from freight.errors import CheckpointError, ConfigError, FreightError, KernelError, RankError
 from freight.parallel import messages
 from freight.parallel.join import Join, Meeting
@@ -326,6 +325,16 @@ class Leader:
         self._others.close_pages()
         return memories
 
+    def running(self, slices: Sequence[SequenceSlice]) -> AbstractContextManager[None]:
+        """Have the others run `slices`, as the body does. Raises as `step`."""
+        return self.step(Kind.RUN, lambda: self.encode(slices))
+
+    def taking_logits(self, rows: Sequence[int]) -> AbstractContextManager[None]:
+        """Have the others compute the logits of `rows` of the last run, as the body does. Raises as
+        `step`.
+        """
+        return self.step(Kind.LOGITS, lambda: integers(rows))
+
     @contextmanager
     def step(self, kind: Kind, data: Callable[[], bytes]) -> Iterator[None]:
         """Have the others compute what the body computes here. `data` is called once they all know
@@ -365,9 +374,11 @@ class Leader:
 
     def encode(self, slices: Sequence[SequenceSlice]) -> bytes:
         """Return a step's slices as the others read them."""
-        return self._writer.encode(
-            [SliceNumbers(*part[:3], _CODES[part.logits]) for part in slices]
-        )
+        numbers = [
+            SliceNumbers(part.token_ids, part.start, part.block_ids, _CODES[part.logits])
+            for part in slices
+        ]
+        return self._writer.encode(numbers)
 
     def _restart(self) -> list[str]:
         """Make every rank leave what it computes; return why each one did, by rank from 1 on."""
@@ -531,50 +542,3 @@ def _await_loss(alive: Sequence[int], others: _Others, timeout: float | None) ->
                 others.memory.lose(rank, is_silent=True)
         if others.memory.lost():
             return True
-
-
-@dataclass(frozen=True)
-class LeadingRows(StepRows):
-    """The rows of a step that all ranks computed. Their logits are computed by all as well."""
-
-    leader: Leader | None = None
-
-    def logits(self, rows: Sequence[int]) -> Tensor:
-        """Return `StepRows.logits`."""
-        if self.captured is not None:
-            return super().logits(rows)
-        assert self.leader is not None
-        with self.leader.step(Kind.LOGITS, lambda: integers(rows)):
-            return super().logits(rows)
-
-
-@dataclass(frozen=True)
-class LeadingRunner(ModelRunner):
-    """A runner that has the other ranks make the same steps."""
-
-    leader: Leader | None = None
-
-    @torch.inference_mode()
-    def run(self, slices: Sequence[SequenceSlice], tokens: Tensor | None = None) -> StepRows:
-        """Return `ModelRunner.run`. Raises RankError once a rank is lost."""
-        assert self.leader is not None
-        assert tokens is None, "steps are not launched ahead on CPUs"
-        leader = self.leader
-        with leader.step(Kind.RUN, lambda: leader.encode(slices)):
-            rows = super().run(slices)
-        return LeadingRows(**vars(rows), leader=leader)
-
-    @property
-    def num_ranks(self) -> int:
-        assert self.leader is not None
-        return self.leader.size
-
-    def close(self) -> None:
-        """End the other ranks: this is wanted, which they say where they were started."""
-        assert self.leader is not None
-        self.leader.close()
-
-    def on_lost(self, call: Callable[[], None]) -> None:
-        """Have another thread call this once a rank is lost."""
-        assert self.leader is not None
-        self.leader.on_lost = call
