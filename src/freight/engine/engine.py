@@ -31,11 +31,12 @@ from freight.engine.grammar import Grammars, Matcher
 from freight.engine.intake import AcceptedPrompt, Intake
 from freight.engine.pace import Pace
 from freight.engine.progress import Completion, Group
-from freight.engine.redraw import Redraw, Redrawn
+from freight.engine.redraw import RedrawGroup, Redrawn
 from freight.engine.request import Request
 from freight.engine.runner import ModelRunner
 from freight.engine.sampler import Sampled, sibling_seed
 from freight.engine.scheduler import Scheduler
+from freight.engine.stated import StatedAnswer
 from freight.engine.step import Mode, ScheduledChunk, Step
 from freight.errors import RequestError
 from freight.outputs import (
@@ -44,7 +45,6 @@ from freight.outputs import (
     RequestDelta,
     RequestOutput,
     RequestTimes,
-    Scores,
 )
 from freight.sampling import SamplingParams
 from freight.text.detokenizer import Detokenizer
@@ -182,7 +182,7 @@ class Engine:
         answers: Sequence[Sequence[int]],
     ) -> None:
         """Queue the answers to an accepted prompt, one for each of its completions, to be checked:
-        every token is drawn again, from one prefill of prompt and answer (`redraw.py`).
+        every token is drawn again, from one prefill of prompt and answer (`stated.py`).
 
         Raises RequestError for an id in use, another number of answers, a token outside the
         vocabulary, and an answer that the context has no room for; CapacityError for one that the
@@ -199,28 +199,8 @@ class Engine:
     def redrawn(self, request_id: str) -> Redrawn:
         """Return what came of a redraw that is finished. To be called once."""
         group = self._groups[request_id]
-        redraws = [one for one in group.completions if isinstance(one, Redraw)]
-        assert group.finished
-        assert len(redraws) == len(group.completions)
-        told = Group(
-            request_id=request_id,
-            prompt=group.prompt,
-            prompt_token_ids=group.prompt_token_ids,
-            params=redraws[0].told.request.params,
-            completions=[one.told for one in redraws],
-            stamps=group.stamps,
-            tokenizer=self.tokenizer,
-        )
-        if told.params.prompt_logprobs is not None:  # also of the first answer's tokens
-            wanted = len(group.prompt_token_ids) - 1
-            told.scores = [Scores.joined(group.scores).part(0, wanted)] if wanted else []
-        errors = [one.request.error for one in redraws]
-        for index, one in enumerate(redraws):
-            try:
-                one.tell()
-            except Exception as error:  # as in `_read`
-                errors[index] = f"its tokens cannot be turned into text: {error}"
-        return Redrawn(told, tuple(one.otherwise for one in redraws), tuple(errors))
+        assert isinstance(group, RedrawGroup)
+        return group.result()
 
     def step(self, quiet_until: float = -math.inf) -> list[RequestDelta]:
         """Run one forward pass; returns what is new of each request that advanced or ended.
@@ -439,38 +419,53 @@ class Engine:
         prompt: AcceptedPrompt,
         params: SamplingParams,
         answers: Sequence[Sequence[int]],
-    ) -> Group:
+    ) -> RedrawGroup:
         """Return a group that computes prompt and answer of each completion as its prompt, and draws
         nothing.
         """
-        told = self._new_group(request_id, prompt, params)
-        if len(answers) != len(told.completions):
+        answers_to = self._new_group(request_id, prompt, params)
+        if len(answers) != params.n:
             raise RequestError(
-                f"{len(answers)} answers for n={len(told.completions)}; give one for each completion"
+                f"{len(answers)} answers for n={params.n}; give one for each completion"
             )
-        scores = replace(
-            SamplingParams(max_tokens=0, prompt_logprobs=params.prompt_logprobs or 0),
-            cache_salt=params.cache_salt,
+        return RedrawGroup(
+            request_id=request_id,
+            prompt=prompt.text,
+            prompt_token_ids=answers_to.prompt_token_ids,
+            params=replace(params, timeout_s=None),
+            completions=[
+                self._new_redraw(completion, answer)
+                for completion, answer in zip(answers_to.completions, answers, strict=True)
+            ],
+            stamps=answers_to.stamps,
+            tokenizer=self.tokenizer,
+            answers=answers_to,
         )
-        group = replace(told, completions=[], params=replace(params, timeout_s=None))
-        for completion, answer in zip(told.completions, answers, strict=True):
-            request = completion.request
-            limit = self.scheduler.token_limit(request.num_prompt_tokens, params.max_tokens)
-            request.token_limit = limit
-            # what is stated beyond the limit is not drawn
-            stated = self.intake.checked(answer, "answer")[: limit - request.num_prompt_tokens]
-            computed = Request(
-                request_id=request.request_id,
-                group=request_id,
-                index=request.index,
-                prompt_token_ids=prompt.token_ids + stated[:-1],  # nothing follows the last one
-                params=scores,
-                seed=request.seed,
-                stop_token_ids=frozenset(),
-                needed_from=0 if request.needed_from == 0 else request.num_prompt_tokens - 1,
-            )
-            group.completions.append(Redraw(computed, None, None, told=completion, answer=stated))
-        return group
+
+    def _new_redraw(self, completion: Completion, answer: Sequence[int]) -> Completion:
+        """Return a completion that draws the tokens of `answer` again, as `completion` would have."""
+        request = completion.request
+        params = request.params
+        num_prompt = request.num_prompt_tokens
+        request.token_limit = self.scheduler.token_limit(num_prompt, params.max_tokens)
+        # what is stated beyond the limit is not drawn
+        tokens = self.intake.checked(answer, "answer")[: request.token_limit - num_prompt]
+        computed = Request(
+            request_id=request.request_id,
+            group=request.group,
+            index=request.index,
+            prompt_token_ids=request.prompt_token_ids + tokens[:-1],  # nothing follows the last one
+            params=SamplingParams(
+                max_tokens=0,
+                prompt_logprobs=params.prompt_logprobs or 0,
+                cache_salt=params.cache_salt,
+            ),
+            seed=request.seed,
+            stop_token_ids=frozenset(),
+            needed_from=0 if request.needed_from == 0 else num_prompt - 1,
+        )
+        stated = StatedAnswer(tokens, num_prompt, completion.row)
+        return Completion(computed, None, None, stated=stated)
 
     def _drafters(self, prompt: AcceptedPrompt, params: SamplingParams) -> list[Drafts | None]:
         """Return one for each completion, None where nothing is drafted from its own text."""
@@ -519,8 +514,7 @@ class Engine:
     def _to_work(self, chunk: ScheduledChunk) -> ChunkWork:
         group, completion = self._completions[chunk.request.request_id]
         num_scored = group.num_scored if chunk.request.index == 0 else None
-        redraw = completion if isinstance(completion, Redraw) else None
-        return ChunkWork(chunk, completion.row, num_scored, redraw)
+        return ChunkWork(chunk, completion.row, num_scored, completion.stated)
 
     def _compute(
         self, step: Step, launched: Launched | None
@@ -594,9 +588,8 @@ class Engine:
                 continue
             if result.scored is not None:
                 group.scores.append(result.scored)
-            if isinstance(completion, Redraw):
-                completion.drawn.extend(result.redrawn)
-                completion.otherwise = completion.otherwise or result.otherwise
+            if completion.stated is not None and result.redrawn is not None:
+                completion.stated.take(result.redrawn)
             if result.sampled:
                 self._keep_logprobs(completion, result.sampled[0])
                 tokens[request_id] = [result.sampled[0].token_id]
@@ -605,7 +598,7 @@ class Engine:
         self.scheduler.apply(step, tokens)
         for one, behind in computed:
             completion = one[1]
-            if isinstance(completion, Redraw) and completion.otherwise is not None:
+            if completion.is_refuted:
                 self.scheduler.finish(completion.request.request_id, FinishReason.STOP)
             if completion.request.request_id in tokens or completion.request.is_finished:
                 advanced.append(one)

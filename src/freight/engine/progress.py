@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from freight.engine.accounts import Stamps
 from freight.engine.request import Request
 from freight.engine.sampler import SamplingRow
+from freight.engine.stated import StatedAnswer
 from freight.outputs import (
     CompletionDelta,
     CompletionOutput,
@@ -37,12 +38,14 @@ class Completion:
     new_detokenizer   makes a Detokenizer for this completion; None when no text is asked for
     tokenizer         for the text of tokens in log-probabilities; None when there is none, or no
                       text is asked for
+    stated            the answer in its prompt whose tokens are drawn again; None: it draws its own
     """
 
     request: Request
     new_detokenizer: Callable[[], Detokenizer] | None
     tokenizer: Tokenizer | None
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    stated: StatedAnswer | None = None
 
     def __post_init__(self) -> None:
         self._sent_tokens = self._sent_chars = 0  # what earlier deltas had
@@ -63,6 +66,11 @@ class Completion:
             grammar=request.grammar,
             bad_words=request.bad_words,
         )
+
+    @property
+    def is_refuted(self) -> bool:
+        """Whether a token of its stated answer is drawn otherwise."""
+        return self.stated is not None and self.stated.mismatch is not None
 
     def advance(self) -> str | None:
         """Turn the tokens since the last call into text; returns the stop string that they
