@@ -135,13 +135,13 @@ class SamplingRow:
 
         None of them, when the grammar has an error.
         """
-        kept = self._kept(vocab_size)
+        allowed_ids = self._kept(vocab_size)
         if self.grammar is None:
-            return kept
+            return allowed_ids
         barred = self.stop_token_ids if self.bars_stop_ids else frozenset[int]()
         if self.bars_stop_ids or self.params.ignore_eos:
             barred |= self.grammar.stop_token_ids
-        permitted = self.grammar.permitted(self.output_token_ids, barred, kept)
+        permitted = self.grammar.permitted(self.output_token_ids, barred, allowed_ids)
         return np.zeros(vocab_size, np.bool_) if permitted is None else permitted
 
     def _kept(self, vocab_size: int) -> NDArray[np.bool_] | None:
@@ -154,9 +154,9 @@ class SamplingRow:
             self._shared.allowed = allowed  # last: an exception before leaves it to the next call
         if self.bad_words is None:
             return allowed
-        kept = np.ones(vocab_size, np.bool_) if allowed is None else allowed.copy()
-        kept[self.bad_words.barred(self.output_token_ids)] = False
-        return kept
+        allowed_ids = np.ones(vocab_size, np.bool_) if allowed is None else allowed.copy()
+        allowed_ids[self.bad_words.barred(self.output_token_ids)] = False
+        return allowed_ids
 
 
 def adjust(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:

@@ -107,8 +107,8 @@ class _Led:
                 f"--tensor-parallel-size {opened.ranks.size}: ranks gather in the compiled kernels, which cannot run "
                 f"here: {kernels.note}"
             )
-        said = opened_as(fingerprint(opened, as_opened, kernels, version()), kernels.name)
-        self.leader.start(opened.args, opened.random_shape, self.places, said)
+        identity = opened_as(fingerprint(opened, as_opened, kernels, version()), kernels.name)
+        self.leader.start(opened.args, opened.random_shape, self.places, identity)
         self.leader.load(config.max_model_len, positions)
 
 
@@ -516,8 +516,8 @@ def cache_facts(pool: KVPool, config: EngineConfig, ranks: int = 1) -> dict[str,
 
 
 def _tokens_at_16_bits(pool: KVPool, config: EngineConfig) -> int:
-    taken = pool.spec.unquantized(_sixteen_bits(config)).bytes_of(pool.num_blocks)
-    return pool.capacity_blocks * pool.num_bytes // taken * pool.spec.block_size
+    num_bytes = pool.spec.unquantized(_sixteen_bits(config)).bytes_of(pool.num_blocks)
+    return pool.capacity_blocks * pool.num_bytes // num_bytes * pool.spec.block_size
 
 
 def _sixteen_bits(config: EngineConfig) -> Format:
@@ -557,6 +557,7 @@ def _describe_groups(pool: KVPool, config: EngineConfig) -> str:
     if not any(group.has_slots and not group.keeps_all for group in spec.groups):
         return line
     alone = [group.most_blocks(length, config.max_num_batched_tokens) for group in spec.groups]
-    kept = zip(alone, spec.blocks_of(length), spec.groups, strict=True)
-    whole = spec.bytes_of(tuple(every if group.has_slots else most for most, every, group in kept))
-    return f"{line}, and would take {_size(whole)} if windows gave no blocks back"
+    blocks = []
+    for group, most, all_blocks in zip(spec.groups, alone, spec.blocks_of(length), strict=True):
+        blocks.append(all_blocks if group.has_slots else most)
+    return f"{line}, and would take {_size(spec.bytes_of(tuple(blocks)))} if windows gave no blocks back"

@@ -138,7 +138,7 @@ def compute(runner: ModelRunner, work: Sequence[ChunkWork], repeatable: bool = T
     # Outside of `except`: the traceback holds the failed pass's tensors, and memory may be what it
     # lacked.
     logged: set[str] = set()
-    work = [one.without_drafts() for one in work]
+    work = [item.without_drafts() for item in work]
     parts = _halves(work) if len(work) > 1 else [work]
     return StepResult(
         [result for part in parts for result in _isolate(runner, part, logged)], repeated=True
@@ -185,24 +185,26 @@ def _describe(error: Exception) -> str:
 
 @torch.inference_mode()
 def _compute(runner: ModelRunner, work: Sequence[ChunkWork]) -> list[ChunkResult]:
-    rows = runner.run([one.to_slice() for one in work])
-    ends = list(accumulate(rows.num_rows))
-    results = [
-        _score(one, rows, end - count) if one.scores else ChunkResult()
-        for one, end, count in zip(work, ends, rows.num_rows, strict=True)
-    ]
-    for one, result, end, count in zip(work, results, ends, rows.num_rows, strict=True):
-        if one.stated is not None and one.redraws:
-            result.redrawn = one.stated.draw(one.chunk, rows, end - count)
-    drawn = [
-        row for one, end in zip(work, ends, strict=True) for row in range(end - one.num_drawn, end)
-    ]
+    rows = runner.run([item.to_slice() for item in work])
+    results = []
+    drawn: list[int] = []  # rows
+    sampling = []
+    end = 0
+    for item, count in zip(work, rows.num_rows, strict=True):
+        first_row = end
+        end += count
+        result = _score(item, rows, first_row) if item.scores else ChunkResult()
+        if item.stated is not None and item.redraws:
+            result.redrawn = item.stated.draw(item.chunk, rows, first_row)
+        results.append(result)
+        if item.chunk.samples:
+            drawn += range(end - item.num_drawn, end)
+            sampling.append((item, result))
     if drawn:
-        sampling = [index for index, one in enumerate(work) if one.chunk.samples]
-        tokens = _draw(rows.logits(drawn), [work[index] for index in sampling])
-        for index, sampled in zip(sampling, tokens, strict=True):
-            results[index].sampled = sampled
-            results[index].error = results[index].error or sampled[0].error
+        tokens = _draw(rows.logits(drawn), [item for item, _ in sampling])
+        for (_, result), sampled in zip(sampling, tokens, strict=True):
+            result.sampled = sampled
+            result.error = result.error or sampled[0].error
     return results
 
 
@@ -213,9 +215,9 @@ def _draw(logits: Tensor, work: Sequence[ChunkWork]) -> list[list[Sampled]]:
     of its own: from its position, its seed, and parameters that see the tokens before it. One
     behind a draft that has no token is left to that step, which says so.
     """
-    firsts = list(accumulate((one.num_drawn for one in work), initial=0))
-    rows = [one.row for one in work]
-    outputs: list[list[int]] = [[]] * len(work)  # of those with a draft that came true
+    firsts = list(accumulate((item.num_drawn for item in work), initial=0))
+    rows = [item.row for item in work]
+    outputs: dict[int, list[int]] = {}  # of those with a draft that came true
     tokens: list[list[Sampled]] = [[] for _ in work]
     going = list(range(len(work)))
     depth = 0

@@ -53,7 +53,7 @@ from freight.text.logprobs import to_logprobs
 SECONDS_BETWEEN_READS = 1.0  # of the pool's counters
 CLOSE_SECONDS = 4.0  # for what is to be stored yet: a server gives its engine five
 
-One = tuple[Group, Completion]  # a completion, with its request
+Entry = tuple[Group, Completion]  # a completion, with its request
 
 
 class Engine:
@@ -103,7 +103,7 @@ class Engine:
             str, Group
         ] = {}  # the requests that there are: a group is put in last and taken out last
         self._completions: dict[str, tuple[Group, Completion]] = {}
-        self._unreported: dict[One, None] = {}  # what advanced since its last delta, in order
+        self._unreported: dict[Entry, None] = {}  # what advanced since its last delta, in order
         self._deadlines: dict[str, float] = {}  # of groups with timeout_s, in seconds of the clock
         self._dirty = False
         self.mode = mode
@@ -277,13 +277,13 @@ class Engine:
         if self._stored is None or now - self._stored[0] >= SECONDS_BETWEEN_READS:
             self._stored = (now, *self.runner.pool.counters())
         _, nans, clipped = self._stored
-        held, reusable = self.cache.usage()
+        num_held, reusable = self.cache.usage()
         totals = self.scheduler.totals
         return EngineStats(
             running=self.scheduler.num_running,
             waiting=self.scheduler.num_waiting,
             capacity_tokens=self.cache.capacity_tokens,
-            held_tokens=held,
+            held_tokens=num_held,
             reusable_tokens=reusable,
             prefix_queries=totals.prefix_queries,
             prefix_hits=totals.prefix_hits,
@@ -328,7 +328,7 @@ class Engine:
         for completion in group.completions:
             self._completions.pop(completion.request.request_id, None)
         self._deadlines.pop(request_id, None)
-        self._unreported = {one: None for one in self._unreported if one[0] is not group}
+        self._unreported = {entry: None for entry in self._unreported if entry[0] is not group}
         self._groups.pop(request_id)
         self._dirty = False
 
@@ -348,7 +348,7 @@ class Engine:
             return self.scheduler.schedule()
         return self.scheduler.schedule(self._pace.tokens(self.scheduler.num_decoding))
 
-    def _due(self, changed: Sequence[One], quiet_until: float) -> Iterable[One]:
+    def _due(self, changed: Sequence[Entry], quiet_until: float) -> Iterable[Entry]:
         """Return what of `_unreported` is to be told after a step in which `changed` did."""
         if self._clock() >= quiet_until:
             return self._unreported
@@ -359,16 +359,18 @@ class Engine:
         }
         if urgent and self.scheduler.num_waiting:
             return self._unreported
-        return [one for one in self._unreported if one[0].request_id in urgent] if urgent else []
+        if not urgent:
+            return []
+        return [entry for entry in self._unreported if entry[0].request_id in urgent]
 
-    def _report(self, due: Iterable[One]) -> list[RequestDelta]:
+    def _report(self, entries: Iterable[Entry]) -> list[RequestDelta]:
         now = self._clock()
         groups: dict[str, tuple[Group, list[Completion]]] = {}
-        for group, completion in due:
+        for group, completion in entries:
             groups.setdefault(group.request_id, (group, []))[1].append(completion)
         deltas = [group.delta(completions, now) for group, completions in groups.values()]
         self._unreported = {
-            one: None for one in self._unreported if one[0].request_id not in groups
+            entry: None for entry in self._unreported if entry[0].request_id not in groups
         }
         return deltas
 
@@ -497,7 +499,7 @@ class Engine:
             group.stamp(self._clock())
         self._ahead = None
         self._unreported = {
-            one: None for one in self._unreported if one[0].request_id in self._groups
+            entry: None for entry in self._unreported if entry[0].request_id in self._groups
         }
         self._deadlines = {
             name: deadline for name, deadline in self._deadlines.items() if name in self._groups
@@ -548,7 +550,7 @@ class Engine:
             following,
         )
 
-    def _expire(self) -> list[One]:
+    def _expire(self) -> list[Entry]:
         """End the requests whose deadline has passed; returns what ended by it."""
         if not self._deadlines:
             return []
@@ -565,26 +567,28 @@ class Engine:
 
     def _end(self, group: Group | None, reason: FinishReason) -> list[Completion]:
         """End what still runs of a group, and give out the text that was held back."""
-        running = [one for one in group.completions if not one.request.is_finished] if group else []
+        if group is None:
+            return []
+        running = [item for item in group.completions if not item.request.is_finished]
         for completion in running:
             self.scheduler.finish(completion.request.request_id, reason)
             completion.flush()
-        if group is not None:
-            group.stamp(self._clock())
+        group.stamp(self._clock())
         return running
 
-    def _apply(self, step: Step, results: Sequence[ChunkResult]) -> list[One]:
+    def _apply(self, step: Step, results: Sequence[ChunkResult]) -> list[Entry]:
         """Take in what was computed; returns the completions that advanced or ended."""
         tokens: dict[str, list[int]] = {}
         advanced = []
         computed = []
         for chunk, result in zip(step.chunks, results, strict=True):
             request_id = chunk.request.request_id
-            one = group, completion = self._completions[request_id]
+            entry = self._completions[request_id]
+            group, completion = entry
             if result.error is not None:
                 self.scheduler.fail(request_id, result.error)
                 completion.flush()
-                advanced.append(one)
+                advanced.append(entry)
                 continue
             if result.scored is not None:
                 group.scores.append(result.scored)
@@ -593,17 +597,17 @@ class Engine:
             if result.sampled:
                 self._keep_logprobs(completion, result.sampled[0])
                 tokens[request_id] = [result.sampled[0].token_id]
-            computed.append((one, result.sampled[1:]))
+            computed.append((entry, result.sampled[1:]))
         self.num_computed_tokens += step.num_tokens
         self.scheduler.apply(step, tokens)
-        for one, behind in computed:
-            completion = one[1]
+        for entry, drafted in computed:
+            completion = entry[1]
             if completion.is_refuted:
                 self.scheduler.finish(completion.request.request_id, FinishReason.STOP)
             if completion.request.request_id in tokens or completion.request.is_finished:
-                advanced.append(one)
+                advanced.append(entry)
                 self._read(completion, completion.advance)
-                self._extend(completion, behind)
+                self._extend(completion, drafted)
         return advanced
 
     def _leave_out_rejected(self, step: Step) -> None:
@@ -613,8 +617,8 @@ class Engine:
         for chunk in step.chunks:
             last = first + chunk.num_tokens + len(chunk.drafts)
             if chunk.drafts:
-                kept = max(1, chunk.request.num_computed_tokens - chunk.start)
-                rejected += range(first + kept, last)
+                num_true = max(1, chunk.request.num_computed_tokens - chunk.start)
+                rejected += range(first + num_true, last)
             first = last
         if rejected:
             self.runner.pool.leave_out(rejected)

@@ -106,8 +106,8 @@ def follow(connection: socket.socket, files: Sequence[int]) -> int:
         opened, memory = _open(start, connection, files)
         config = opened.resolve(opened.args)
         kernels = opened.kernels(config)
-        said = opened_as(fingerprint(opened, config, kernels, version()), kernels.name)
-        messages.send(connection, Kind.OPENED, said.encode())
+        identity = opened_as(fingerprint(opened, config, kernels, version()), kernels.name)
+        messages.send(connection, Kind.OPENED, identity.encode())
         max_len, positions = integers_of(messages.expect(connection, Kind.LOAD))
         spec = opened.cache_spec(config)  # as rank 0: before the context is made to fit
         model = opened.load(replace(config, max_model_len=max_len), positions)

@@ -234,11 +234,11 @@ class Leader:
         return [process.pid for process in self._others.processes]
 
     def start(
-        self, args: EngineArgs, random_shape: str | None, places: Sequence[Place], said: str
+        self, args: EngineArgs, random_shape: str | None, places: Sequence[Place], identity: str
     ) -> None:
         """Start the other ranks, which open the model with `args`.
 
-        said: `opened_as` of rank 0. Raises RankError if one ends or opened anything else, and its
+        identity: `opened_as` of rank 0. Raises RankError if one ends or opened anything else, and its
         own error if it refused.
         """
         others = self._others
@@ -269,7 +269,7 @@ class Leader:
                 start = replace(start, processors=place.listed, cores=place.cores)
             self._tell(rank, Kind.START, start.encode())
         others.pass_on()
-        ends = [one.fileno() for one in others.sockets]
+        ends = [connection.fileno() for connection in others.sockets]
         if self._files is not None:  # pipes hang up however a process ends, also in its kernel
             ends = [*self._files.reading[1:]]
         timeout = None if self._files is None else self._timeout
@@ -279,8 +279,8 @@ class Leader:
         others.watcher.start()
         for rank in range(1, self.size):
             theirs_is = self._answer(rank, Kind.OPENED)
-            if theirs_is != said:
-                raise RankError(f"{self._named(rank)} {_difference(theirs_is, said)}")
+            if theirs_is != identity:
+                raise RankError(f"{self._named(rank)} {_difference(theirs_is, identity)}")
 
     def _spawn(self, rank: int) -> socket.socket:
         """Start a rank on this machine; return the socket to it."""
@@ -519,16 +519,16 @@ def _await_loss(alive: Sequence[int], others: _Others, timeout: float | None) ->
     poll.register(others.wake[0], HANG_UP)
     for end in alive:
         poll.register(end, HANG_UP if timeout is None else HANG_UP | select.POLLIN)
-    every = None if timeout is None else pulse(timeout)
+    interval = None if timeout is None else pulse(timeout)
     quiet = dict.fromkeys(alive, 0.0)
     before = time.monotonic()
     while True:
-        events = dict(poll.poll(None if every is None else 1000 * every))
+        events = dict(poll.poll(None if interval is None else 1000 * interval))
         if others.closing:
             return False
         now = time.monotonic()
         # what passed while this process itself stood still says nothing about the others
-        passed = now - before if every is None else min(now - before, 2 * every)
+        passed = now - before if interval is None else min(now - before, 2 * interval)
         before = now
         for rank, end in enumerate(alive, 1):
             event = events.get(end, 0)
@@ -538,7 +538,7 @@ def _await_loss(alive: Sequence[int], others: _Others, timeout: float | None) ->
                 os.read(end, 1 << 12)
             quiet[end] = 0.0 if event or not others.ready else quiet[end] + passed
             # the last sign may be that much older than the silence
-            if timeout is not None and every is not None and quiet[end] > timeout + every:
+            if timeout is not None and interval is not None and quiet[end] > timeout + interval:
                 others.memory.lose(rank, is_silent=True)
         if others.memory.lost():
             return True

@@ -40,8 +40,8 @@ class PrefixFetch:
         blocks free.
         """
         assert self.store is not None
-        sought = Sought(hit_keys, request.tokens, request.num_tokens)
-        return self.store.begin(request.request_id, sought, _is_salted(request), reserve)
+        query = Sought(hit_keys, request.tokens, request.num_tokens)
+        return self.store.begin(request.request_id, query, _is_salted(request), reserve)
 
     def has(self, request: Request) -> bool:
         """Return whether blocks come for this request, and not only wait for their turn."""
@@ -57,11 +57,11 @@ class PrefixFetch:
         """
         if self.store is None or not self._caching:
             return
-        sought = Sought(request.block_keys, request.tokens, request.num_computed_tokens)
+        query = Sought(request.block_keys, request.tokens, request.num_computed_tokens)
         self.store.offer(
             held,
             ends or list(map(len, held.block_ids)),
-            sought,
+            query,
             request.num_cached_tokens,
             _is_salted(request),
         )

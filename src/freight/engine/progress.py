@@ -214,10 +214,10 @@ class Group:
         was interrupted.
         """
         stamps = self.stamps
-        if stamps.scheduled is None and any(one.request.was_admitted for one in self.completions):
+        if stamps.scheduled is None and any(item.request.was_admitted for item in self.completions):
             stamps.scheduled = now
         if stamps.first_token is None and any(
-            one.request.output_token_ids for one in self.completions
+            item.request.output_token_ids for item in self.completions
         ):
             stamps.first_token = now
         if stamps.ended is None and self.finished:
@@ -225,12 +225,12 @@ class Group:
 
     def times(self, now: float) -> RequestTimes:
         """Return the times until `now`, or until its end."""
-        requests = [one.request for one in self.completions]
+        requests = [completion.request for completion in self.completions]
         return self.stamps.times(
             now,
-            sum(one.num_preemptions for one in requests),
-            sum(one.num_drafted for one in requests),
-            sum(one.num_accepted for one in requests),
+            sum(request.num_preemptions for request in requests),
+            sum(request.num_drafted for request in requests),
+            sum(request.num_accepted for request in requests),
         )
 
     def delta(self, advanced: list[Completion], now: float) -> RequestDelta:

@@ -205,8 +205,11 @@ class Scheduler:
         """Return the step after `step`, which samples for all that run and is not applied yet.
         None: not before it is.
         """
-        going = [(one.request, one.start + 1) for one in step.chunks if not one.request.is_finished]
-        going = [(request, start) for request, start in going if start + 1 < request.token_limit]
+        going = []
+        for chunk in step.chunks:
+            start = chunk.start + 1
+            if not chunk.request.is_finished and start + 1 < chunk.request.token_limit:
+                going.append((chunk.request, start))
         if not going or (self._waiting and len(going) < self._max_num_seqs):
             return None
         chunks = []
