@@ -200,7 +200,9 @@ def _start(
     weights = prepare_store(opened, plan.config)  # before any rank reads weights
     if led is not None:
         led.load(opened, plan.config, plan.positions)
-    model = opened.load(plan.config, plan.positions) if decoder is None else decoder
+    model = decoder
+    if model is None:
+        model = opened.load(plan.config, plan.positions)
     if led is not None:
         led.leader.wait_loaded()
     ready = _ready(plan, model, weights)
@@ -353,9 +355,9 @@ def captured_steps(
         # each draft is a row of its own
         most_rows = max(config.max_num_seqs, 1 + config.most_drafts)
         capture = CpuRecordings(decoder, pool, kernels, most_rows)
-    return (
-        None if capture is None else DecodeSteps(capture, pool, config.max_model_len, config.device)
-    )
+    if capture is None:
+        return None
+    return DecodeSteps(capture, pool, config.max_model_len, config.device)
 
 
 def _mode(config: EngineConfig, spec: KVCacheSpec) -> Mode:
@@ -433,17 +435,21 @@ def _weight_bytes(opened: OpenModel, config: EngineConfig) -> int:
     scheme = opened.scheme
     names = tensor_names(model)
     matrix = min(config.weight_format.bytes, config.compute_format.bytes)
-    other = config.compute_format.bytes
     shapes = tensor_shapes(model)
     inner = {
         name for name, shape in shapes.items() if len(shape) > 1 and not name.endswith("bias")
     } - names.outer
     total = 0
     for name, shape in shapes.items():
-        size = math.prod(shape) * (matrix if name in inner else other)
+        count = math.prod(shape)
+        if name not in inner:
+            total += count * config.compute_format.bytes
+            continue
+        size = count * matrix
         declared = scheme.linear(name.rpartition(".")[0])
-        in_four_bits = config.int4 or (declared is not None and declared.bits == 4)
-        total += size // 2 if name in inner and in_four_bits else size
+        if config.int4 or (declared is not None and declared.bits == 4):
+            size //= 2
+        total += size
     return total
 
 
@@ -476,9 +482,15 @@ def describe_cache(pool: KVPool, config: EngineConfig, ranks: int = 1) -> str:
     """
     kv = config.kv
     spec = pool.spec
-    scales = f"{kv.names()['granularity']}, {kv.scale_source}" if kv.granularity else "none"
-    note = f" ({kv.note})" if kv.note else ""
-    of_rank = f" of each of {ranks} ranks" if ranks > 1 else ""
+    scales = "none"
+    if kv.granularity:
+        scales = f"{kv.names()['granularity']}, {kv.scale_source}"
+    note = ""
+    if kv.note:
+        note = f" ({kv.note})"
+    of_rank = ""
+    if ranks > 1:
+        of_rank = f" of each of {ranks} ranks"
     line = f"KV cache{of_rank}: {kv.describe()}; scales: {scales}{note}; "
     if not all(group.keeps_all for group in spec.groups):
         return line + _describe_groups(pool, config)

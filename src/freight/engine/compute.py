@@ -65,7 +65,9 @@ class ChunkWork(NamedTuple):
         return 1 + len(self.chunk.drafts) if self.chunk.samples else 0
 
     def without_drafts(self) -> ChunkWork:
-        return self._replace(chunk=self.chunk._replace(drafts=())) if self.chunk.drafts else self
+        if not self.chunk.drafts:
+            return self
+        return self._replace(chunk=self.chunk._replace(drafts=()))
 
     def to_slice(self) -> SequenceSlice:
         chunk = self.chunk
@@ -73,10 +75,11 @@ class ChunkWork(NamedTuple):
         if chunk.drafts:
             assert chunk.num_tokens == 1, "drafts are behind a request that decodes"
             return SequenceSlice((*tokens, *chunk.drafts), chunk.start, chunk.block_ids, Logits.ALL)
+        logits = Logits.NONE
         if self.scores or self.redraws:
             logits = Logits.ALL
-        else:
-            logits = Logits.LAST if chunk.samples else Logits.NONE
+        elif chunk.samples:
+            logits = Logits.LAST
         return SequenceSlice(tokens, chunk.start, chunk.block_ids, logits)
 
 

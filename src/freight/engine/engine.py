@@ -89,11 +89,9 @@ class Engine:
         self._stop_token_ids = stop_token_ids
         self._seed = seed
         tokenizer = intake.tokenizer
-        self._grammars = (
-            Grammars(tokenizer, intake.vocab_size, stop_token_ids)
-            if tokenizer is not None
-            else None
-        )
+        self._grammars: Grammars | None = None
+        if tokenizer is not None:
+            self._grammars = Grammars(tokenizer, intake.vocab_size, stop_token_ids)
         self._threads = threads
         self._clock = clock
         # since the start: tokens whose keys and values were computed and stored
@@ -216,8 +214,11 @@ class Engine:
         expired = self._expire()
         launched = self._ahead
         self._ahead = None
-        launched = launched if launched is not None and launched.is_wanted else None
-        step = self._schedule() if launched is None else launched.step
+        if launched is None or not launched.is_wanted:
+            launched = None
+            step = self._schedule()
+        else:
+            step = launched.step
         if step.admitted:
             self._stamp_scheduled(step)
         if self._store is not None:
@@ -226,9 +227,11 @@ class Engine:
         with self._threads:
             step, result, following = self._compute(step, launched)
         self._dirty = True
+        advanced: list[Entry] = []
         if result.lost:
             self.scheduler.lose(step)
-        advanced = [] if result.lost else self._apply(step, result.chunks)
+        else:
+            advanced = self._apply(step, result.chunks)
         if self.mode is Mode.DRAFTING and not result.repeated:
             self._leave_out_rejected(step)
         self._ahead = following
@@ -375,8 +378,12 @@ class Engine:
         return deltas
 
     def _new_group(self, request_id: str, prompt: AcceptedPrompt, params: SamplingParams) -> Group:
-        seed = params.seed if params.seed is not None else sibling_seed(self._seed, self._num_added)
-        own_stops = frozenset() if params.ignore_eos else self._stop_token_ids
+        seed = params.seed
+        if seed is None:
+            seed = sibling_seed(self._seed, self._num_added)
+        own_stops = self._stop_token_ids
+        if params.ignore_eos:
+            own_stops = frozenset()
         named_stops = frozenset(params.stop_token_ids) - own_stops
         tokenizer = self.tokenizer if params.detokenize else None
         text_of = (
@@ -538,7 +545,9 @@ class Engine:
         self._dirty = True
         after = self.scheduler.follow(step)
         self._dirty = False
-        following = None if after is None else launch(self.runner, after, launched)
+        following = None
+        if after is not None:
+            following = launch(self.runner, after, launched)
         tokens = launched.read()
         rows = [row for row, chunk in enumerate(step.chunks) if not chunk.request.is_finished]
         step = replace(step, chunks=tuple(step.chunks[row] for row in rows))

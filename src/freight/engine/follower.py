@@ -57,8 +57,11 @@ def main() -> None:
         signal.signal(stop, signal.SIG_IGN)  # rank 0 handles them, and its end is this one's
     number, *files = map(int, sys.argv[1:])
     connection = socket.socket(fileno=number)
-    watched = [number] if is_near(connection) else [number, *files]
-    gone = 0 if is_near(connection) else 1  # over a network it says STOP when it means to go
+    watched = [number]
+    gone = 0
+    if not is_near(connection):
+        watched += files
+        gone = 1  # over a network it says STOP when it means to go
     threading.Thread(target=_leave_with, args=(watched, gone), daemon=True).start()
     try:
         status = follow(connection, files)

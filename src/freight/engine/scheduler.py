@@ -132,11 +132,9 @@ class Scheduler:
         if num_prompt == 0:
             raise RequestError("the prompt is empty; give at least one token")
         check_length(num_prompt, max_tokens, self._max_model_len)
-        limit = (
-            self._max_model_len
-            if max_tokens is None
-            else min(num_prompt + max_tokens, self._max_model_len)
-        )
+        limit = self._max_model_len
+        if max_tokens is not None:
+            limit = min(num_prompt + max_tokens, limit)
         short = self._cache.shortfall(limit)
         if short is not None:
             raise CapacityError(
@@ -539,7 +537,9 @@ class Scheduler:
         """Keys of the blocks that may be hits: full ones, leaving the rows that are needed to compute."""
         if not self._takes_hits(request):
             return []
-        needed = request.num_tokens - 1 if request.needed_from is None else request.needed_from
+        needed = request.needed_from
+        if needed is None:
+            needed = request.num_tokens - 1
         count = needed // self._block_size
         self._extend_keys(request, count)
         return request.block_keys[:count]
