@@ -104,6 +104,8 @@ TORCH_FREE = [
     "engine/intake.py",
     "engine/messages.py",
     "engine/request.py",
+    "engine/prefix_fetch.py",
+    "engine/recovery.py",
     "engine/scheduler.py",
     "engine/verification.py",
     "async_llm.py",

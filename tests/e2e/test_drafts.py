@@ -19,6 +19,7 @@ from freight import LLM, SamplingParams
 from freight.engine import build
 from freight.engine.drafts import LONGEST_TEXT, Drafter
 from freight.engine.engine import Engine
+from freight.engine.step import Mode
 from freight.errors import ConfigError, RequestError
 from freight.outputs import FinishReason
 
@@ -328,7 +329,7 @@ def test_what_a_grammar_forces_is_drafted_and_changes_nothing(
     before = engine.stats()
     found = dict(outputs_of(engine, requests, rng))
     stats = engine.stats()
-    monkeypatch.setattr(engine, "_drafts", False)
+    monkeypatch.setattr(engine, "mode", Mode.REPEATABLE)
     expected = dict(outputs_of(engine, requests))
     assert engine.stats().drafted == stats.drafted
     for name, output in found.items():
@@ -418,7 +419,10 @@ def test_heads_and_draft_models_are_refused_by_name() -> None:
     [
         ({"spec": SimpleNamespace(repeatable=False)}, "layers of this model keep states"),
         ({"decoder": object()}, "the modules of transformers may round a row differently"),
-        ({"overlaps": True}, "on a GPU the next step is launched before"),
+        (
+            {"config": SimpleNamespace(most_drafts=4, device="cuda")},
+            "on a GPU the next step is launched before",
+        ),
         ({"exact": False}, "the reference kernels may round a row differently"),
     ],
 )
@@ -431,7 +435,6 @@ def test_where_they_would_not_be_exact_there_are_none(
         "config": SimpleNamespace(most_drafts=4, device="cpu"),
         "decoder": runner.model,
         "spec": runner.pool.spec,
-        "overlaps": False,
         "exact": True,
     }
     assert build._most_drafts(**given) == 4

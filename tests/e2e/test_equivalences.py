@@ -31,6 +31,7 @@ from freight.cache import stored
 from freight.checkpoint.extras import write_extras
 from freight.checkpoint.reader import resolve_model
 from freight.engine.runner import ModelRunner
+from freight.engine.step import Mode
 from freight.fp8.formats import Format, Granularity
 from freight.fp8.scheme import KVScales, LayerScales
 from freight.kernels.cpu import library
@@ -475,7 +476,7 @@ def test_preempted_and_recomputed(open_llm, expected, prefix_caching):
 def test_launched_before_the_last_tokens_are_known(open_llm, expected, sampling, monkeypatch):
     """… alone, beside others that end earlier, and over the blocks that such steps filled."""
     llm, ahead = open_llm(), []
-    llm.engine.overlaps = True
+    llm.engine.mode = Mode.OVERLAPPED
     run = ModelRunner.run
     monkeypatch.setattr(ModelRunner, "run", lambda *args: ahead.append(args[2:]) or run(*args))
     params, wanted = (

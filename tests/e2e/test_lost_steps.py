@@ -20,11 +20,17 @@ from tests.refusals import assert_names
 
 from freight import LLM
 from freight.engine import compute
+from freight.engine.request import Request
+from freight.engine.scheduler import Scheduler
 
 
 @pytest.fixture(autouse=True)
 def kind(monkeypatch: pytest.MonkeyPatch) -> None:
     register(monkeypatch)
+
+
+def suspect_of(scheduler: Scheduler) -> Request | None:
+    return scheduler._recovery.suspect(scheduler._requests)
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +86,7 @@ def answers(
         assert (one.finish_reason, one.error) == ("error", ERROR)
         assert list(one.token_ids) == token_ids[:count]
     assert llm.engine.cache.num_held == 0
-    assert llm.engine.scheduler.suspect() is None
+    assert suspect_of(llm.engine.scheduler) is None
 
 
 @pytest.mark.parametrize(("fault", "room", "place"), covered(FAULTS, ROOM, ["within", "behind"]))
@@ -153,13 +159,13 @@ def test_others_may_come_and_go_while_requests_run_alone(
     running = engine(folder, max_num_batched_tokens=48, max_num_seqs=8).engine
     for index in (0, 9, 5, 8):
         running.add(str(index), running.accept(PROMPTS[index], DRAWN), DRAWN)
-    while running.scheduler.suspect() is None:
+    while suspect_of(running.scheduler) is None:
         running.step()
     assert faults.sizes[-1] == 4
     running.abort("0")
     running.add("late", running.accept(PROMPTS[4], DRAWN), DRAWN)
     while running.has_unfinished:
-        waits = running.scheduler.suspect() is not None
+        waits = suspect_of(running.scheduler) is not None
         running.step()
         assert not waits or faults.sizes[-1] == 1
     for name, index in (("5", 5), ("8", 8), ("late", 4)):
@@ -177,7 +183,7 @@ def test_an_interrupt_while_requests_run_alone(
     running = engine(folder, max_num_batched_tokens=48).engine
     for index in (0, 9, 5):
         running.add(str(index), running.accept(PROMPTS[index], DRAWN), DRAWN)
-    while running.scheduler.suspect() is None:
+    while suspect_of(running.scheduler) is None:
         running.step()
     run = compute._compute
 

@@ -37,7 +37,7 @@ from freight.cache.sizing import bytes_of_request
 from freight.cache.spec import cache_spec
 from freight.engine import build, leader
 from freight.engine.engine import Engine
-from freight.engine.leader import LeadingRunner
+from freight.engine.leader import Leader
 from freight.errors import ConfigError
 from freight.fp8.formats import Granularity
 from freight.kernels.cpu import library
@@ -302,7 +302,7 @@ def require_bits_of_one(
         if machines:
             machine = stack.enter_context(other_machine(opened.args, opened.random_shape))
         engine = started(opened)
-    assert isinstance(engine.runner, LeadingRunner)
+    assert isinstance(engine.runner.leader, Leader)
     assert engine.runner.pool.num_blocks == alone.runner.pool.num_blocks
     assert outputs_of(engine, "a") == expected
     assert engine.stats().drafted == alone.stats().drafted
@@ -361,7 +361,7 @@ def test_four_ranks_of_two_machines_have_the_bits_of_one(tmp_path: Path, pages_f
     with other_machine(opened.args, opened.random_shape) as machine:
         engine = started(opened)
     assert outputs_of(engine, "a") == expected
-    assert isinstance(engine.runner, LeadingRunner)
+    assert isinstance(engine.runner.leader, Leader)
     engine.runner.leader.close()
     assert machine.wait() == 0
 
@@ -380,7 +380,7 @@ def test_a_plan_is_what_ranks_allocate(case: str, tmp_path: Path, pages_file: Pa
     assert engine.runner.pool.spec == chosen.spec
     assert engine.runner.pool.num_blocks == chosen.num_blocks
     assert weight_bytes(engine.runner.model).total == chosen.loaded.total - chosen.loaded.tables
-    assert isinstance(engine.runner, LeadingRunner)
+    assert isinstance(engine.runner.leader, Leader)
     engine.runner.leader.close()
 
 
@@ -390,7 +390,7 @@ def require_equal(folder: Path, vocab: int = 100, **options: Any) -> None:
     args = EngineArgs(max_model_len=96, max_num_batched_tokens=24, threads=1, **given)
     expected = outputs_of(started(open_model(args)), "a", vocab)
     engine = started(open_model(replace(args, tensor_parallel_size=2)))
-    assert isinstance(engine.runner, LeadingRunner)
+    assert isinstance(engine.runner.leader, Leader)
     assert outputs_of(engine, "a", vocab) == expected
     engine.runner.leader.close()
 
@@ -453,7 +453,7 @@ def test_context_that_is_made_to_fit_keeps_the_blocks_of_states(
     config = asked.resolve(replace(asked.args, max_model_len=fitted))
     assert asked.cache_spec(config).state_every < spec.state_every
     assert outputs_of(engine, "a") == expected
-    assert isinstance(engine.runner, LeadingRunner)
+    assert isinstance(engine.runner.leader, Leader)
     engine.runner.leader.close()
 
 
@@ -520,8 +520,7 @@ def test_a_store_is_for_any_number_of_ranks(
         assert stats is not None
         assert (stats.disk_hits > 0) == (size != writers)
         assert stats.corrupt == stats.errors == 0
-        if isinstance(engine.runner, LeadingRunner):
-            assert engine.runner.leader is not None
+        if engine.runner.leader is not None:
             engine.runner.leader.close()
     assert outputs[1] == outputs[2]
     assert len(list((tmp_path / "store").glob("*/name.json"))) == 1
@@ -544,7 +543,7 @@ def test_a_store_has_what_a_lost_rank_computed(
     tiers = engine.store.mover.tiers
     disk, tiers.disk = tiers.disk, None  # nothing is stored yet
     expected = outputs_of(engine, "a")
-    assert isinstance(engine.runner, LeadingRunner)
+    assert isinstance(engine.runner.leader, Leader)
     os.kill(engine.runner.leader.pids[0], signal.SIGKILL)
     engine.runner.leader.close()
     tiers.disk = disk

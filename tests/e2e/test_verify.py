@@ -262,7 +262,7 @@ def test_redraws_ride_beside_requests_and_leave_nothing(llm: LLM, answer: Reques
     while not engine.is_finished("wrong"):
         engine.step()
     assert engine.num_computed_tokens - computed <= 48
-    found = engine.redrawn("wrong").otherwise[0]
+    found = engine.redrawn("wrong").mismatches[0]
     assert found is not None
     assert (found.position, found.drawn) == (0, answer.outputs[0].token_ids[0])
     engine.release("wrong")

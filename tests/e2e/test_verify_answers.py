@@ -6,7 +6,7 @@ import copy
 import json
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -23,7 +23,9 @@ from tests.shares import examples
 from typer.testing import CliRunner
 
 from freight.cli.main import app
-from freight.engine.redraw import Redraw
+from freight.engine import redraw
+from freight.engine.progress import Completion
+from freight.engine.sampler import Sampled
 from freight.engine.verification import Outcome
 from freight.errors import ConfigError
 from freight.serve.offline.verify import Verifier, verifier_of
@@ -326,14 +328,14 @@ def test_one_completion_that_fails_hides_no_other_that_differs(
     good = ask(demo_server, "/v1/completions", body)
     bad = copy.deepcopy(good)
     bad["response"]["choices"][1]["token_ids"][2] ^= 1
-    tell = Redraw.tell
+    complete = redraw.complete
 
-    def broken(self: Redraw) -> None:
-        if self.told.request.index == 0:
+    def broken(completion: Completion, drawn: Sequence[Sampled]) -> None:
+        if completion.request.index == 0:
             raise ValueError("no text")
-        tell(self)
+        complete(completion, drawn)
 
-    monkeypatch.setattr(Redraw, "tell", broken)
+    monkeypatch.setattr(redraw, "complete", broken)
     unknown, differing = verifier.results([good, bad])
     assert (unknown.outcome, "turned into text: no text" in unknown.reason) == (
         Outcome.UNKNOWN,

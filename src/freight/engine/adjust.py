@@ -135,14 +135,16 @@ class SamplingRow:
 
         None of them, when the grammar has an error.
         """
-        kept = self._kept(vocab_size)
+        allowed_ids = self._kept(vocab_size)
         if self.grammar is None:
-            return kept
+            return allowed_ids
         barred = self.stop_token_ids if self.bars_stop_ids else frozenset[int]()
         if self.bars_stop_ids or self.params.ignore_eos:
             barred |= self.grammar.stop_token_ids
-        permitted = self.grammar.permitted(self.output_token_ids, barred, kept)
-        return np.zeros(vocab_size, np.bool_) if permitted is None else permitted
+        permitted = self.grammar.permitted(self.output_token_ids, barred, allowed_ids)
+        if permitted is None:
+            return np.zeros(vocab_size, np.bool_)
+        return permitted
 
     def _kept(self, vocab_size: int) -> NDArray[np.bool_] | None:
         """bool [vocab_size]: tokens that allowed_token_ids and bad_words leave; None: all."""
@@ -154,9 +156,9 @@ class SamplingRow:
             self._shared.allowed = allowed  # last: an exception before leaves it to the next call
         if self.bad_words is None:
             return allowed
-        kept = np.ones(vocab_size, np.bool_) if allowed is None else allowed.copy()
-        kept[self.bad_words.barred(self.output_token_ids)] = False
-        return kept
+        allowed_ids = np.ones(vocab_size, np.bool_) if allowed is None else allowed.copy()
+        allowed_ids[self.bad_words.barred(self.output_token_ids)] = False
+        return allowed_ids
 
 
 def adjust(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
@@ -190,11 +192,9 @@ class _Changes:
         self._params = params
         self._bias_ids = send(list(params.logit_bias), torch.int64, device)
         self._bias = send(list(params.logit_bias.values()), torch.float32, device)
-        stops = (
-            [token for token in row.stop_token_ids if token < vocab_size]
-            if params.min_tokens
-            else []
-        )
+        stops: list[int] = []
+        if params.min_tokens:
+            stops = [token for token in row.stop_token_ids if token < vocab_size]
         self._stop_ids = send(stops, torch.int64, device)
         self._factor: Tensor | None = None  # repetition_penalty at every token seen, 1 elsewhere
         if params.repetition_penalty != 1:

@@ -74,7 +74,7 @@ def can_launch(work: Sequence[ChunkWork]) -> bool:
     """Return whether every chunk is one token that is followed by a drawn one, which needs nothing
     of the host.
     """
-    return bool(work) and all(_draws_alone(one) for one in work)
+    return bool(work) and all(map(_draws_alone, work))
 
 
 def _draws_alone(work: ChunkWork) -> bool:

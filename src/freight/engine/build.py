@@ -33,12 +33,13 @@ from freight.engine.engine import CLOSE_SECONDS, Engine
 from freight.engine.fingerprint import fingerprint, is_reproducible
 from freight.engine.graphs import CudaGraphs
 from freight.engine.intake import Intake
-from freight.engine.leader import Leader, LeadingRunner, opened_as
+from freight.engine.leader import Leader, opened_as
 from freight.engine.pace import Pace
 from freight.engine.recordings import CpuRecordings
 from freight.engine.runner import ModelRunner
 from freight.engine.scheduler import Scheduler
-from freight.engine.store import open_store, prepare_store
+from freight.engine.step import Mode
+from freight.engine.store import Weights, open_store, prepare_store
 from freight.errors import CapacityError, ConfigError
 from freight.fp8.formats import Format
 from freight.kernels.cpu.cpu_set import CpuKernels
@@ -106,8 +107,8 @@ class _Led:
                 f"--tensor-parallel-size {opened.ranks.size}: ranks gather in the compiled kernels, which cannot run "
                 f"here: {kernels.note}"
             )
-        said = opened_as(fingerprint(opened, as_opened, kernels, version()), kernels.name)
-        self.leader.start(opened.args, opened.random_shape, self.places, said)
+        identity = opened_as(fingerprint(opened, as_opened, kernels, version()), kernels.name)
+        self.leader.start(opened.args, opened.random_shape, self.places, identity)
         self.leader.load(config.max_model_len, positions)
 
 
@@ -146,6 +147,44 @@ def _lead(opened: OpenModel) -> tuple[OpenModel, Leader, Sequence[Place]]:
     return opened.as_rank(Ranks(0, size, leader.memory), where[0].cores), leader, where
 
 
+@dataclass(frozen=True)
+class _Plan:
+    """What is decided before weights are read.
+
+    config     of this rank; where memory for the cache is given, its context fits into that
+    spec       of the cache
+    free       bytes that there are for the cache of this rank, less what weights take where they are
+               not known
+    positions  tokens of the longest context that fits into `free`
+    asked      tokens of the context that the settings give
+    """
+
+    opened: OpenModel
+    config: EngineConfig
+    spec: KVCacheSpec
+    free: int
+    positions: int
+    asked: int
+
+
+@dataclass(frozen=True)
+class _Ready:
+    """What is known once weights are read, from which all parts of an engine are made.
+
+    config      as the engine has it: with the context that fits, and the drafts that it makes
+    num_blocks  of the cache, by group
+    weights     the files that `model` was read from, if a store needs them
+    """
+
+    opened: OpenModel
+    config: EngineConfig
+    spec: KVCacheSpec
+    num_blocks: tuple[int, ...]
+    model: LanguageModel
+    kernels: KernelSet
+    weights: Weights | None
+
+
 def _start(
     opened: OpenModel,
     before_weights: BeforeWeights | None,
@@ -153,81 +192,134 @@ def _start(
     led: _Led | None,
 ) -> tuple[Engine, EngineConfig]:
     """`start_engine` of rank 0, or of one rank alone (`led` None)."""
+    plan = _plan(opened)
+    tokenizer = opened.load_tokenizer()
+    opened.log_stops()
+    if before_weights is not None:
+        before_weights(Intake(tokenizer, opened.model.vocab_size, plan.config.max_model_len))
+    weights = prepare_store(opened, plan.config)  # before any rank reads weights
+    if led is not None:
+        led.load(opened, plan.config, plan.positions)
+    model = decoder
+    if model is None:
+        model = opened.load(plan.config, plan.positions)
+    if led is not None:
+        led.leader.wait_loaded()
+    ready = _ready(plan, model, weights)
+    pool, memories = _allocate(ready, led)
+    logger.info("%s", describe_cache(pool, ready.config, opened.ranks.size))
+    if ready.config.fp8_attention:
+        logger.info("attention: products in FP8")
+    intake = Intake(tokenizer, opened.model.vocab_size, ready.config.max_model_len)
+    return _assemble(ready, intake, pool, memories, led), ready.config
+
+
+def _plan(opened: OpenModel) -> _Plan:
+    """Decide all that can be decided without weights. Raises CapacityError for what cannot fit."""
     args = opened.args
     size = opened.ranks.size
-    here = size // args.nnodes  # ranks that share this machine's memory
-    config = opened.resolve(args)
-    if config.kv_cache_memory is not None:  # of all ranks together
-        config = replace(config, kv_cache_memory=config.kv_cache_memory // size)
-    asked = config.max_model_len
+    resolved = opened.resolve(args)
+    asked = resolved.max_model_len
     dense = opened.model.dense_limit
     if args.max_model_len is None and asked == dense:
         logger.info(
             "context limited to the %d tokens of index_topk, up to which attention is not sparse",
             dense,
         )
-    spec = opened.cache_spec(config)
-    if config.kv_cache_memory is not None:
-        weights = _weight_bytes(opened, config) // size
-        _check_memory(config.kv_cache_memory, weights, opened.device, size)
-        config = _fit_context(spec, config.kv_cache_memory, config, args)
-    free = (
-        memory_for_cache(config.device) // here
-        if config.kv_cache_memory is None
-        else config.kv_cache_memory
-    )
-    # the weights will leave room for no more
-    positions = _fit_context(spec, free, config, args).max_model_len
-    tokenizer = opened.load_tokenizer()
-    opened.log_stops()
-    if before_weights is not None:
-        before_weights(Intake(tokenizer, opened.model.vocab_size, config.max_model_len))
-    digests = prepare_store(opened, config)  # before any rank reads weights
-    if led is not None:
-        led.load(opened, config, positions)
-    model = opened.load(config, positions) if decoder is None else decoder
-    if led is not None:
-        led.leader.wait_loaded()
-    memory = config.kv_cache_memory
-    if memory is None:
-        useful = useful_memory(
-            spec, config.max_model_len, config.max_num_seqs, config.max_num_batched_tokens
-        )
-        memory = min(memory_for_cache(config.device) // here, free, useful)
-        config = _fit_context(spec, memory, config, args)
-    if config.max_model_len < asked:
-        logger.info(
-            "context limited to the %d tokens that the KV cache holds", config.max_model_len
-        )
-    kernels = opened.kernels(config)
-    limits = (config.max_num_seqs, config.max_num_batched_tokens)
-    num_blocks = split_memory(spec, memory, config.max_model_len, *limits)
-    # on a GPU a step runs while the host goes on
-    overlaps = config.device != "cpu" and spec.repeatable
-    exact = args.asks_for_drafts or is_reproducible(opened, kernels)
-    most_drafts = _most_drafts(config, model, spec, overlaps, exact)
-    config = replace(config, most_drafts=most_drafts)
-    pool, others = _allocate(opened, config, spec, num_blocks, model, led)
-    pool = pool.counting_drafts(most_drafts)
-    logger.info("%s", describe_cache(pool, config, size))
-    if config.fp8_attention:
-        logger.info("attention: products in FP8")
+    spec = opened.cache_spec(resolved)
+    if resolved.kv_cache_memory is None:
+        free = _share_for_cache(opened, resolved)
+        # the weights will leave room for no more
+        positions = _fitting_context(spec, free, resolved, args)
+        return _Plan(opened, resolved, spec, free, positions, asked)
+    memory = resolved.kv_cache_memory // size  # that is of all ranks together
+    _check_memory(memory, _weight_bytes(opened, resolved) // size, opened.device, size)
+    context = _fitting_context(spec, memory, resolved, args)
+    config = replace(resolved, kv_cache_memory=memory, max_model_len=context)
+    return _Plan(opened, config, spec, memory, context, asked)
 
+
+def _ready(plan: _Plan, model: LanguageModel, weights: Weights | None) -> _Ready:
+    """Divide the memory that is left now, and decide what depends on `model`."""
+    opened = plan.opened
+    config = plan.config
+    spec = plan.spec
+    memory = plan.free
+    context = config.max_model_len
+    max_num_seqs = config.max_num_seqs
     step_tokens = config.max_num_batched_tokens
-    caching = config.enable_prefix_caching
-    cache = CacheManager(spec.groups, pool.num_blocks, config.block_size, step_tokens, caching)
-    store = (
-        None
-        if digests is None
-        else open_store(opened, config, kernels, version(), digests, cache, pool, others)
+    if config.kv_cache_memory is None:
+        useful = useful_memory(spec, context, max_num_seqs, step_tokens)
+        memory = min(_share_for_cache(opened, config), plan.free, useful)
+        context = _fitting_context(spec, memory, config, opened.args)
+    if context < plan.asked:
+        logger.info("context limited to the %d tokens that the KV cache holds", context)
+    kernels = opened.kernels(config)
+    exact = opened.args.asks_for_drafts or is_reproducible(opened, kernels)
+    most_drafts = _most_drafts(config, model, spec, exact)
+    return _Ready(
+        opened=opened,
+        config=replace(config, max_model_len=context, most_drafts=most_drafts),
+        spec=spec,
+        num_blocks=split_memory(spec, memory, context, max_num_seqs, step_tokens),
+        model=model,
+        kernels=kernels,
+        weights=weights,
     )
-    scheduler = Scheduler(cache, *limits, config.max_model_len, most_drafts, store)
-    captured = captured_steps(model, pool, kernels, config)
-    runner = ModelRunner(model, pool, config.device, captured)
+
+
+def _allocate(ready: _Ready, led: _Led | None) -> tuple[KVPool, tuple[Tensor, ...]]:
+    """Return the cache of this rank, and the memory of the others' if a store has to reach it."""
+    config = ready.config
+    empty = None
+    num_bytes = Arena.bytes_for(ready.spec, ready.num_blocks)
+    if led is not None and config.store is not None:  # it finds the others' pages as these lie
+        empty = Arena(torch.empty(num_bytes, dtype=torch.uint8, device="cpu")).empty
+    pool = allocate_pool(
+        spec=ready.spec,
+        kv=ready.opened.with_rank_scales(config).kv,
+        num_blocks=ready.num_blocks,
+        kernels=ready.kernels,
+        device=config.device,
+        rotaries=ready.model.rotaries,
+        empty=empty,
+    )
+    memories: tuple[Tensor, ...] = ()
     if led is not None:
-        runner = LeadingRunner(**vars(runner), leader=led.leader)
-    intake = Intake(tokenizer, opened.model.vocab_size, config.max_model_len)
-    threads = opened.threads(config)
+        memories = led.leader.allocate(config.max_model_len, ready.num_blocks, num_bytes)
+    return pool.counting_drafts(config.most_drafts), memories
+
+
+def _assemble(
+    ready: _Ready, intake: Intake, pool: KVPool, memories: tuple[Tensor, ...], led: _Led | None
+) -> Engine:
+    """Make the engine of its parts; `memories` are the caches of the other ranks."""
+    opened = ready.opened
+    config = ready.config
+    step_tokens = config.max_num_batched_tokens
+    cache = CacheManager(
+        groups=ready.spec.groups,
+        num_blocks=pool.num_blocks,
+        block_size=config.block_size,
+        step_tokens=step_tokens,
+        enable_prefix_caching=config.enable_prefix_caching,
+    )
+    store = None
+    if ready.weights is not None:
+        store = open_store(
+            opened, config, ready.kernels, version(), ready.weights, cache, pool, memories
+        )
+    scheduler = Scheduler(
+        cache=cache,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=step_tokens,
+        max_model_len=config.max_model_len,
+        most_drafts=config.most_drafts,
+        store=store,
+    )
+    captured = captured_steps(ready.model, pool, ready.kernels, config)
+    leader = None if led is None else led.leader
+    runner = ModelRunner(ready.model, pool, config.device, captured, leader)
     pace = Pace(config.max_step_seconds, step_tokens) if config.max_step_seconds else None
     engine = Engine(
         runner=runner,
@@ -236,39 +328,15 @@ def _start(
         intake=intake,
         stop_token_ids=opened.stop_token_ids(),
         seed=config.seed,
-        threads=threads,
-        overlaps=overlaps,
+        threads=opened.threads(config),
+        mode=_mode(config, ready.spec),
         pace=pace,
-        repeatable=spec.repeatable,
-        drafts=most_drafts > 0,
         store=store,
-        reproducible=is_reproducible(opened, kernels),
+        reproducible=is_reproducible(opened, ready.kernels),
     )
     if store is not None:  # for callers that never close it; a second time does nothing
         weakref.finalize(engine, store.close, CLOSE_SECONDS)
-    return engine, config
-
-
-def _allocate(
-    opened: OpenModel,
-    config: EngineConfig,
-    spec: KVCacheSpec,
-    num_blocks: tuple[int, ...],
-    model: LanguageModel,
-    led: _Led | None,
-) -> tuple[KVPool, tuple[Tensor, ...]]:
-    """Return the cache of this rank, and the memory of the others' if a store has to reach it."""
-    kernels = opened.kernels(config)
-    kv = opened.with_rank_scales(config).kv
-    given = spec, kv, num_blocks, kernels, config.device, model.rotaries
-    if led is None:
-        return allocate_pool(*given), ()
-    num_bytes = Arena.bytes_for(spec, num_blocks)
-    empty = None
-    if config.store is not None:  # it finds the others' pages as these lie
-        empty = Arena(torch.empty(num_bytes, dtype=torch.uint8, device="cpu")).empty
-    pool = allocate_pool(*given, empty)
-    return pool, led.leader.allocate(config.max_model_len, num_blocks, num_bytes)
+    return engine
 
 
 def captured_steps(
@@ -287,13 +355,22 @@ def captured_steps(
         # each draft is a row of its own
         most_rows = max(config.max_num_seqs, 1 + config.most_drafts)
         capture = CpuRecordings(decoder, pool, kernels, most_rows)
-    return (
-        None if capture is None else DecodeSteps(capture, pool, config.max_model_len, config.device)
-    )
+    if capture is None:
+        return None
+    return DecodeSteps(capture, pool, config.max_model_len, config.device)
+
+
+def _mode(config: EngineConfig, spec: KVCacheSpec) -> Mode:
+    """Return the mode of an engine that drafts `most_drafts` tokens a step."""
+    if not spec.repeatable:
+        return Mode.ONCE
+    if config.device != "cpu":  # a step runs while the host goes on
+        return Mode.OVERLAPPED
+    return Mode.DRAFTING if config.most_drafts else Mode.REPEATABLE
 
 
 def _most_drafts(
-    config: EngineConfig, decoder: LanguageModel, spec: KVCacheSpec, overlaps: bool, exact: bool
+    config: EngineConfig, decoder: LanguageModel, spec: KVCacheSpec, exact: bool
 ) -> int:
     """Return the most drafts of a step, and say so; 0 where drafts would not be exact, or gain
     nothing.
@@ -307,7 +384,7 @@ def _most_drafts(
         obstacle = "layers of this model keep states, which do not take back a token"
     elif not isinstance(decoder, Decoder):
         obstacle = "the modules of transformers may round a row differently beside others"
-    elif overlaps or config.device != "cpu":
+    elif config.device != "cpu":
         obstacle = "on a GPU the next step is launched before the tokens of the last are known"
     elif not exact:
         obstacle = "the reference kernels may round a row differently beside others"
@@ -323,16 +400,19 @@ def memory_for_cache(device: str) -> int:
     return int(probe(device).memory_free * MEMORY_SHARE[device])
 
 
-def _fit_context(
-    spec: KVCacheSpec, memory: int, config: EngineConfig, args: EngineArgs
-) -> EngineConfig:
-    """Make the context fit into the cache: the model's own limit is lowered. Raises CapacityError
-    for one that was asked for and does not fit.
+def _share_for_cache(opened: OpenModel, config: EngineConfig) -> int:
+    """Bytes that the cache of one rank would be given now."""
+    return memory_for_cache(config.device) // (opened.ranks.size // opened.args.nnodes)
+
+
+def _fitting_context(spec: KVCacheSpec, memory: int, config: EngineConfig, args: EngineArgs) -> int:
+    """Return the longest context that fits into the cache: the model's own limit is lowered. Raises
+    CapacityError for one that was asked for and does not fit.
     """
     step_tokens = config.max_num_batched_tokens
     tokens = longest_request(spec, memory, config.max_model_len, step_tokens)
     if tokens >= config.max_model_len:
-        return config
+        return config.max_model_len
     if args.max_model_len is not None or tokens == 0:
         ranks = args.tensor_parallel_size  # the option is for all of them together
         memory = memory * ranks
@@ -344,7 +424,7 @@ def _fit_context(
             f"(--max-model-len) does not fit. "
             f"Raise --kv-cache-memory to {-(-needed // 2**20)}MiB, or shorten it"
         )
-    return replace(config, max_model_len=tokens)
+    return tokens
 
 
 def _weight_bytes(opened: OpenModel, config: EngineConfig) -> int:
@@ -355,17 +435,21 @@ def _weight_bytes(opened: OpenModel, config: EngineConfig) -> int:
     scheme = opened.scheme
     names = tensor_names(model)
     matrix = min(config.weight_format.bytes, config.compute_format.bytes)
-    other = config.compute_format.bytes
     shapes = tensor_shapes(model)
     inner = {
         name for name, shape in shapes.items() if len(shape) > 1 and not name.endswith("bias")
     } - names.outer
     total = 0
     for name, shape in shapes.items():
-        size = math.prod(shape) * (matrix if name in inner else other)
+        count = math.prod(shape)
+        if name not in inner:
+            total += count * config.compute_format.bytes
+            continue
+        size = count * matrix
         declared = scheme.linear(name.rpartition(".")[0])
-        in_four_bits = config.int4 or (declared is not None and declared.bits == 4)
-        total += size // 2 if name in inner and in_four_bits else size
+        if config.int4 or (declared is not None and declared.bits == 4):
+            size //= 2
+        total += size
     return total
 
 
@@ -398,9 +482,15 @@ def describe_cache(pool: KVPool, config: EngineConfig, ranks: int = 1) -> str:
     """
     kv = config.kv
     spec = pool.spec
-    scales = f"{kv.names()['granularity']}, {kv.scale_source}" if kv.granularity else "none"
-    note = f" ({kv.note})" if kv.note else ""
-    of_rank = f" of each of {ranks} ranks" if ranks > 1 else ""
+    scales = "none"
+    if kv.granularity:
+        scales = f"{kv.names()['granularity']}, {kv.scale_source}"
+    note = ""
+    if kv.note:
+        note = f" ({kv.note})"
+    of_rank = ""
+    if ranks > 1:
+        of_rank = f" of each of {ranks} ranks"
     line = f"KV cache{of_rank}: {kv.describe()}; scales: {scales}{note}; "
     if not all(group.keeps_all for group in spec.groups):
         return line + _describe_groups(pool, config)
@@ -438,8 +528,8 @@ def cache_facts(pool: KVPool, config: EngineConfig, ranks: int = 1) -> dict[str,
 
 
 def _tokens_at_16_bits(pool: KVPool, config: EngineConfig) -> int:
-    taken = pool.spec.unquantized(_sixteen_bits(config)).bytes_of(pool.num_blocks)
-    return pool.capacity_blocks * pool.num_bytes // taken * pool.spec.block_size
+    num_bytes = pool.spec.unquantized(_sixteen_bits(config)).bytes_of(pool.num_blocks)
+    return pool.capacity_blocks * pool.num_bytes // num_bytes * pool.spec.block_size
 
 
 def _sixteen_bits(config: EngineConfig) -> Format:
@@ -479,6 +569,7 @@ def _describe_groups(pool: KVPool, config: EngineConfig) -> str:
     if not any(group.has_slots and not group.keeps_all for group in spec.groups):
         return line
     alone = [group.most_blocks(length, config.max_num_batched_tokens) for group in spec.groups]
-    kept = zip(alone, spec.blocks_of(length), spec.groups, strict=True)
-    whole = spec.bytes_of(tuple(every if group.has_slots else most for most, every, group in kept))
-    return f"{line}, and would take {_size(whole)} if windows gave no blocks back"
+    blocks = []
+    for group, most, all_blocks in zip(spec.groups, alone, spec.blocks_of(length), strict=True):
+        blocks.append(all_blocks if group.has_slots else most)
+    return f"{line}, and would take {_size(spec.bytes_of(tuple(blocks)))} if windows gave no blocks back"

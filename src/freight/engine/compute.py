@@ -13,7 +13,6 @@ time.
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -23,17 +22,15 @@ import torch
 from torch import Tensor
 
 from freight.engine.prepare import Logits, SequenceSlice
-from freight.engine.redraw import Otherwise, Redraw
 from freight.engine.runner import ModelRunner, StepRows
 from freight.engine.sampler import Sampled, SamplingRow, prompt_logprobs, sample
+from freight.engine.stated import DrawnAgain, StatedAnswer
 from freight.engine.step import ScheduledChunk
 from freight.errors import RankError
 from freight.outputs import Scores
 
 # rows of logits that log-probabilities of a prompt hold at once; 8,192 x 152k would be 5 GB
 SCORED_AT_ONCE = 256
-# tokens of an answer that are drawn again at once: a draw holds five times the memory of its logits
-REDRAWN_AT_ONCE = 32
 
 logger = logging.getLogger("freight")
 
@@ -42,14 +39,14 @@ class ChunkWork(NamedTuple):
     """A chunk to compute. `row` is what its token is drawn with.
 
     `num_scored` counts the log-probabilities of prompt tokens that are there already, the first
-    token's None included; None when they are not wanted. `redraw`: whose tokens are drawn again, as
-    far as the chunk has rows for them.
+    token's None included; None when they are not wanted. The tokens of `stated` are drawn again,
+    as far as the chunk has rows for them.
     """
 
     chunk: ScheduledChunk
     row: SamplingRow
     num_scored: int | None
-    redraw: Redraw | None = None
+    stated: StatedAnswer | None = None
 
     @property
     def scores(self) -> bool:
@@ -58,13 +55,9 @@ class ChunkWork(NamedTuple):
         )
 
     @property
-    def to_redraw(self) -> range:
-        """Tokens of the answer that the chunk has the rows for, and that are not drawn yet."""
-        if self.redraw is None or self.redraw.otherwise is not None:
-            return range(0)
-        begin = self.chunk.start + 1 - self.redraw.num_prompt_tokens
-        end = min(begin + self.chunk.num_tokens, len(self.redraw.answer))
-        return range(max(begin, len(self.redraw.drawn)), end)
+    def redraws(self) -> bool:
+        """Whether the chunk has rows for tokens of the answer that are not drawn yet."""
+        return self.stated is not None and bool(self.stated.to_draw(self.chunk))
 
     @property
     def num_drawn(self) -> int:
@@ -72,7 +65,9 @@ class ChunkWork(NamedTuple):
         return 1 + len(self.chunk.drafts) if self.chunk.samples else 0
 
     def without_drafts(self) -> ChunkWork:
-        return self._replace(chunk=self.chunk._replace(drafts=())) if self.chunk.drafts else self
+        if not self.chunk.drafts:
+            return self
+        return self._replace(chunk=self.chunk._replace(drafts=()))
 
     def to_slice(self) -> SequenceSlice:
         chunk = self.chunk
@@ -80,26 +75,26 @@ class ChunkWork(NamedTuple):
         if chunk.drafts:
             assert chunk.num_tokens == 1, "drafts are behind a request that decodes"
             return SequenceSlice((*tokens, *chunk.drafts), chunk.start, chunk.block_ids, Logits.ALL)
-        if self.scores or self.to_redraw:
+        logits = Logits.NONE
+        if self.scores or self.redraws:
             logits = Logits.ALL
-        else:
-            logits = Logits.LAST if chunk.samples else Logits.NONE
+        elif chunk.samples:
+            logits = Logits.LAST
         return SequenceSlice(tokens, chunk.start, chunk.block_ids, logits)
 
 
 @dataclass(slots=True)
 class ChunkResult:
     """`sampled` are the tokens drawn: none for a chunk that does not sample, and one more for each
-    draft that came true. `scored` are the further scores of its prompt. `redrawn` are further tokens
-    of an answer, up to the one that is drawn `otherwise`.
+    draft that came true. `scored` are the further scores of its prompt. `redrawn` is what
+    was drawn of a stated answer.
 
     With `error` the request cannot go on, and the rest means nothing.
     """
 
     sampled: Sequence[Sampled] = ()
     scored: Scores | None = None
-    redrawn: Sequence[Sampled] = ()
-    otherwise: Otherwise | None = None
+    redrawn: DrawnAgain | None = None
     error: str | None = None
 
 
@@ -146,7 +141,7 @@ def compute(runner: ModelRunner, work: Sequence[ChunkWork], repeatable: bool = T
     # Outside of `except`: the traceback holds the failed pass's tensors, and memory may be what it
     # lacked.
     logged: set[str] = set()
-    work = [one.without_drafts() for one in work]
+    work = [item.without_drafts() for item in work]
     parts = _halves(work) if len(work) > 1 else [work]
     return StepResult(
         [result for part in parts for result in _isolate(runner, part, logged)], repeated=True
@@ -193,24 +188,26 @@ def _describe(error: Exception) -> str:
 
 @torch.inference_mode()
 def _compute(runner: ModelRunner, work: Sequence[ChunkWork]) -> list[ChunkResult]:
-    rows = runner.run([one.to_slice() for one in work])
-    ends = list(accumulate(rows.num_rows))
-    results = [
-        _score(one, rows, end - count) if one.scores else ChunkResult()
-        for one, end, count in zip(work, ends, rows.num_rows, strict=True)
-    ]
-    for one, result, end, count in zip(work, results, ends, rows.num_rows, strict=True):
-        if one.to_redraw:
-            result.redrawn, result.otherwise = _redraw(one, rows, end - count)
-    drawn = [
-        row for one, end in zip(work, ends, strict=True) for row in range(end - one.num_drawn, end)
-    ]
+    rows = runner.run([item.to_slice() for item in work])
+    results = []
+    drawn: list[int] = []  # rows
+    sampling = []
+    end = 0
+    for item, count in zip(work, rows.num_rows, strict=True):
+        first_row = end
+        end += count
+        result = _score(item, rows, first_row) if item.scores else ChunkResult()
+        if item.stated is not None and item.redraws:
+            result.redrawn = item.stated.draw(item.chunk, rows, first_row)
+        results.append(result)
+        if item.chunk.samples:
+            drawn += range(end - item.num_drawn, end)
+            sampling.append((item, result))
     if drawn:
-        sampling = [index for index, one in enumerate(work) if one.chunk.samples]
-        tokens = _draw(rows.logits(drawn), [work[index] for index in sampling])
-        for index, sampled in zip(sampling, tokens, strict=True):
-            results[index].sampled = sampled
-            results[index].error = results[index].error or sampled[0].error
+        tokens = _draw(rows.logits(drawn), [item for item, _ in sampling])
+        for (_, result), sampled in zip(sampling, tokens, strict=True):
+            result.sampled = sampled
+            result.error = result.error or sampled[0].error
     return results
 
 
@@ -221,9 +218,9 @@ def _draw(logits: Tensor, work: Sequence[ChunkWork]) -> list[list[Sampled]]:
     of its own: from its position, its seed, and parameters that see the tokens before it. One
     behind a draft that has no token is left to that step, which says so.
     """
-    firsts = list(accumulate((one.num_drawn for one in work), initial=0))
-    rows = [one.row for one in work]
-    outputs: list[list[int]] = [[]] * len(work)  # of those with a draft that came true
+    firsts = list(accumulate((item.num_drawn for item in work), initial=0))
+    rows = [item.row for item in work]
+    outputs: dict[int, list[int]] = {}  # of those with a draft that came true
     tokens: list[list[Sampled]] = [[] for _ in work]
     going = list(range(len(work)))
     depth = 0
@@ -244,41 +241,6 @@ def _draw(logits: Tensor, work: Sequence[ChunkWork]) -> list[list[Sampled]]:
         going = following
         depth = depth + 1
     return tokens
-
-
-def _redraw(
-    work: ChunkWork, rows: StepRows, first_row: int
-) -> tuple[list[Sampled], Otherwise | None]:
-    """Draw the tokens of an answer again that the chunk has the rows for; `first_row` of
-    `rows` is its first.
-
-    Returns the leading ones that are drawn as stated, and the first that is not.
-    """
-    assert work.redraw is not None
-    answer = work.redraw.answer
-    sampling = work.redraw.told.row
-    # the row before a token judges it
-    before = first_row + work.redraw.num_prompt_tokens - 1 - work.chunk.start
-    same: list[Sampled] = []
-    for begin in range(work.to_redraw.start, work.to_redraw.stop, REDRAWN_AT_ONCE):
-        end = min(begin + REDRAWN_AT_ONCE, work.to_redraw.stop)
-        logits = rows.logits(range(before + begin, before + end))
-        given = sampling.along(answer[:end], end - begin)
-        for position, sampled in enumerate(sample(logits, given), begin):
-            if sampled.error is not None or sampled.token_id != answer[position]:
-                row = logits[position - begin]
-                return same, _otherwise(position, answer[position], sampled, row)
-            same.append(sampled)
-    return same, None
-
-
-def _otherwise(position: int, stated: int, sampled: Sampled, logits: Tensor) -> Otherwise:
-    """logits: float32 [vocab_size], of this position."""
-    both = torch.tensor([stated, max(sampled.token_id, 0)], dtype=torch.int64, device=logits.device)
-    expected, drawn = logits.log_softmax(-1)[both].tolist()
-    if sampled.error is not None:
-        return Otherwise(position, stated, -1, expected, math.nan, sampled.error)
-    return Otherwise(position, stated, sampled.token_id, expected, drawn)
 
 
 def _score(work: ChunkWork, rows: StepRows, first_row: int) -> ChunkResult:

@@ -140,14 +140,14 @@ class Drafter:
         """
         best = 0.0
         token = 0
-        for table, mask, right, every in zip(
+        for table, mask, right, totals in zip(
             self._tables, _MASKS, self._right, self._all, strict=True
         ):
             entry = table.get(context & mask)
             if entry is None:  # then no longer context occurred either
                 break
             times = entry & MOST_TIMES
-            rate = right[times] / every[times]
+            rate = right[times] / totals[times]
             if rate > best:
                 best = rate
                 token = entry >> 3
@@ -192,11 +192,11 @@ class Drafter:
             times = entry & MOST_TIMES
             is_right = entry >> 3 == token
             right = self._right[kind]
-            every = self._all[kind]
-            if every[times] >= MEMORY:
-                every[times] /= 2
+            totals = self._all[kind]
+            if totals[times] >= MEMORY:
+                totals[times] /= 2
                 right[times] /= 2
-            every[times] += 1
+            totals[times] += 1
             right[times] += is_right
             table[key] = new if not is_right else entry + (times < MOST_TIMES)
         self._context = ((context << _BITS) | token) & _CONTEXT

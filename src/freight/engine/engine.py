@@ -31,12 +31,13 @@ from freight.engine.grammar import Grammars, Matcher
 from freight.engine.intake import AcceptedPrompt, Intake
 from freight.engine.pace import Pace
 from freight.engine.progress import Completion, Group
-from freight.engine.redraw import Redraw, Redrawn
+from freight.engine.redraw import RedrawGroup, Redrawn
 from freight.engine.request import Request
 from freight.engine.runner import ModelRunner
 from freight.engine.sampler import Sampled, sibling_seed
 from freight.engine.scheduler import Scheduler
-from freight.engine.step import ScheduledChunk, Step
+from freight.engine.stated import StatedAnswer
+from freight.engine.step import Mode, ScheduledChunk, Step
 from freight.errors import RequestError
 from freight.outputs import (
     EngineStats,
@@ -44,7 +45,6 @@ from freight.outputs import (
     RequestDelta,
     RequestOutput,
     RequestTimes,
-    Scores,
 )
 from freight.sampling import SamplingParams
 from freight.text.detokenizer import Detokenizer
@@ -53,7 +53,7 @@ from freight.text.logprobs import to_logprobs
 SECONDS_BETWEEN_READS = 1.0  # of the pool's counters
 CLOSE_SECONDS = 4.0  # for what is to be stored yet: a server gives its engine five
 
-One = tuple[Group, Completion]  # a completion, with its request
+Entry = tuple[Group, Completion]  # a completion, with its request
 
 
 class Engine:
@@ -73,17 +73,14 @@ class Engine:
         seed: int,
         threads: AbstractContextManager[object],
         clock: Callable[[], float] = time.monotonic,
-        overlaps: bool = False,
+        mode: Mode = Mode.REPEATABLE,
         pace: Pace | None = None,
-        repeatable: bool = True,
-        drafts: bool = False,
         store: StoredPrefixes | None = None,
         reproducible: bool = False,
     ) -> None:
-        """`overlaps`: launch a step before the tokens of the last are known, where it can be done
-        (`ahead.py`). `pace`: how many tokens a step has, by the clock; None: as many as there are.
-        `repeatable`: `KVCacheSpec.repeatable`. `drafts`: whether requests have `Drafts`. `store`:
-        what `cache` has below it. `reproducible`: whether a row has the same bits in any step."""
+        """`pace`: how many tokens a step has, by the clock; None: as many as there are. `store`:
+        what `cache` has below it. `reproducible`: whether a row has the same bits in any step.
+        """
         self.runner = runner
         self.cache = cache
         self.scheduler = scheduler
@@ -92,11 +89,9 @@ class Engine:
         self._stop_token_ids = stop_token_ids
         self._seed = seed
         tokenizer = intake.tokenizer
-        self.grammars = (
-            Grammars(tokenizer, intake.vocab_size, stop_token_ids)
-            if tokenizer is not None
-            else None
-        )
+        self.grammars: Grammars | None = None
+        if tokenizer is not None:
+            self.grammars = Grammars(tokenizer, intake.vocab_size, stop_token_ids)
         self._threads = threads
         self.clock = clock
         # since the start: tokens whose keys and values were computed and stored
@@ -105,17 +100,11 @@ class Engine:
         # the requests that there are: a group is put in last and taken out last
         self.groups: dict[str, Group] = {}
         self._completions: dict[str, tuple[Group, Completion]] = {}
-        self._unreported: dict[One, None] = {}  # what advanced since its last delta, in order
+        self._unreported: dict[Entry, None] = {}  # what advanced since its last delta, in order
         self._deadlines: dict[str, float] = {}  # of groups with timeout_s, in seconds of the clock
         self._dirty = False
-        assert repeatable or not overlaps, "a step that was launched ahead may be computed again"
-        assert not drafts or (repeatable and not overlaps), (
-            "a draft is taken back by computing again"
-        )
-        self._drafts = drafts
-        self.overlaps = overlaps
+        self.mode = mode
         self.is_reproducible = reproducible
-        self._repeatable = repeatable
         # the errors of steps that were computed alone, since one was lost
         self._logged: set[str] = set()
         self.pace = pace
@@ -190,7 +179,7 @@ class Engine:
         answers: Sequence[Sequence[int]],
     ) -> None:
         """Queue the answers to an accepted prompt, one for each of its completions, to be checked:
-        every token is drawn again, from one prefill of prompt and answer (`redraw.py`).
+        every token is drawn again, from one prefill of prompt and answer (`stated.py`).
 
         Raises RequestError for an id in use, another number of answers, a token outside the
         vocabulary, and an answer that the context has no room for; CapacityError for one that the
@@ -207,28 +196,8 @@ class Engine:
     def redrawn(self, request_id: str) -> Redrawn:
         """Return what came of a redraw that is finished. To be called once."""
         group = self.groups[request_id]
-        redraws = [one for one in group.completions if isinstance(one, Redraw)]
-        assert group.finished
-        assert len(redraws) == len(group.completions)
-        told = Group(
-            request_id=request_id,
-            prompt=group.prompt,
-            prompt_token_ids=group.prompt_token_ids,
-            params=redraws[0].told.request.params,
-            completions=[one.told for one in redraws],
-            stamps=group.stamps,
-            tokenizer=self.tokenizer,
-        )
-        if told.params.prompt_logprobs is not None:  # also of the first answer's tokens
-            wanted = len(group.prompt_token_ids) - 1
-            told.scores = [Scores.joined(group.scores).part(0, wanted)] if wanted else []
-        errors = [one.request.error for one in redraws]
-        for index, one in enumerate(redraws):
-            try:
-                one.tell()
-            except Exception as error:  # as in `_read`
-                errors[index] = f"its tokens cannot be turned into text: {error}"
-        return Redrawn(told, tuple(one.otherwise for one in redraws), tuple(errors))
+        assert isinstance(group, RedrawGroup)
+        return group.result()
 
     def step(self, quiet_until: float = -math.inf) -> list[RequestDelta]:
         """Run one forward pass; returns what is new of each request that advanced or ended.
@@ -244,20 +213,25 @@ class Engine:
         expired = self._expire()
         launched = self._ahead
         self._ahead = None
-        launched = launched if launched is not None and launched.is_wanted else None
-        step = self._schedule() if launched is None else launched.step
+        if launched is None or not launched.is_wanted:
+            launched = None
+            step = self._schedule()
+        else:
+            step = launched.step
         if step.admitted:
             self._stamp_scheduled(step)
         if self.store is not None:
             self.store.step(self.scheduler.num_decoding > 0, idle=not step.chunks)
-        self._dirty = not self._repeatable  # a pass that is interrupted may have changed states
+        self._dirty = not self.mode.repeats  # a pass that is interrupted may have changed states
         with self._threads:
             step, result, following = self._compute(step, launched)
         self._dirty = True
+        advanced: list[Entry] = []
         if result.lost:
             self.scheduler.lose(step)
-        advanced = [] if result.lost else self._apply(step, result.chunks)
-        if self._drafts and not result.repeated:
+        else:
+            advanced = self._apply(step, result.chunks)
+        if self.mode is Mode.DRAFTING and not result.repeated:
             self._leave_out_rejected(step)
         self._ahead = following
         # the time of a repeated step is not that of one
@@ -305,13 +279,13 @@ class Engine:
         if self._stored is None or now - self._stored[0] >= SECONDS_BETWEEN_READS:
             self._stored = (now, *self.runner.pool.counters())
         _, nans, clipped = self._stored
-        held, reusable = self.cache.usage()
+        num_held, reusable = self.cache.usage()
         totals = self.scheduler.totals
         return EngineStats(
             running=self.scheduler.num_running,
             waiting=self.scheduler.num_waiting,
             capacity_tokens=self.cache.capacity_tokens,
-            held_tokens=held,
+            held_tokens=num_held,
             reusable_tokens=reusable,
             prefix_queries=totals.prefix_queries,
             prefix_hits=totals.prefix_hits,
@@ -356,7 +330,7 @@ class Engine:
         for completion in group.completions:
             self._completions.pop(completion.request.request_id, None)
         self._deadlines.pop(request_id, None)
-        self._unreported = {one: None for one in self._unreported if one[0] is not group}
+        self._unreported = {entry: None for entry in self._unreported if entry[0] is not group}
         self.groups.pop(request_id)
         self._dirty = False
 
@@ -376,7 +350,7 @@ class Engine:
             return self.scheduler.schedule()
         return self.scheduler.schedule(self.pace.tokens(self.scheduler.num_decoding))
 
-    def _due(self, changed: Sequence[One], quiet_until: float) -> Iterable[One]:
+    def _due(self, changed: Sequence[Entry], quiet_until: float) -> Iterable[Entry]:
         """Return what of `_unreported` is to be told after a step in which `changed` did."""
         if self.clock() >= quiet_until:
             return self._unreported
@@ -387,22 +361,28 @@ class Engine:
         }
         if urgent and self.scheduler.num_waiting:
             return self._unreported
-        return [one for one in self._unreported if one[0].request_id in urgent] if urgent else []
+        if not urgent:
+            return []
+        return [entry for entry in self._unreported if entry[0].request_id in urgent]
 
-    def _report(self, due: Iterable[One]) -> list[RequestDelta]:
+    def _report(self, entries: Iterable[Entry]) -> list[RequestDelta]:
         now = self.clock()
         groups: dict[str, tuple[Group, list[Completion]]] = {}
-        for group, completion in due:
+        for group, completion in entries:
             groups.setdefault(group.request_id, (group, []))[1].append(completion)
         deltas = [group.delta(completions, now) for group, completions in groups.values()]
         self._unreported = {
-            one: None for one in self._unreported if one[0].request_id not in groups
+            entry: None for entry in self._unreported if entry[0].request_id not in groups
         }
         return deltas
 
     def _new_group(self, request_id: str, prompt: AcceptedPrompt, params: SamplingParams) -> Group:
-        seed = params.seed if params.seed is not None else sibling_seed(self._seed, self._num_added)
-        own_stops = frozenset() if params.ignore_eos else self._stop_token_ids
+        seed = params.seed
+        if seed is None:
+            seed = sibling_seed(self._seed, self._num_added)
+        own_stops = self._stop_token_ids
+        if params.ignore_eos:
+            own_stops = frozenset()
         named_stops = frozenset(params.stop_token_ids) - own_stops
         tokenizer = self.tokenizer if params.detokenize else None
         text_of = (
@@ -422,7 +402,7 @@ class Engine:
             # one completion with the prompt's log-probabilities is enough
             its_params = params if index == 0 else replace(params, prompt_logprobs=None)
             grammar = self._matcher(params)
-            if grammar is not None and self._drafts:
+            if grammar is not None and self.mode is Mode.DRAFTING:
                 drafter = Forced(grammar)
             request = Request(
                 request_id=f"{request_id}/{index}",
@@ -447,43 +427,58 @@ class Engine:
         prompt: AcceptedPrompt,
         params: SamplingParams,
         answers: Sequence[Sequence[int]],
-    ) -> Group:
+    ) -> RedrawGroup:
         """Return a group that computes prompt and answer of each completion as its prompt, and draws
         nothing.
         """
-        told = self._new_group(request_id, prompt, params)
-        if len(answers) != len(told.completions):
+        answers_to = self._new_group(request_id, prompt, params)
+        if len(answers) != params.n:
             raise RequestError(
-                f"{len(answers)} answers for n={len(told.completions)}; give one for each completion"
+                f"{len(answers)} answers for n={params.n}; give one for each completion"
             )
-        scores = replace(
-            SamplingParams(max_tokens=0, prompt_logprobs=params.prompt_logprobs or 0),
-            cache_salt=params.cache_salt,
+        return RedrawGroup(
+            request_id=request_id,
+            prompt=prompt.text,
+            prompt_token_ids=answers_to.prompt_token_ids,
+            params=replace(params, timeout_s=None),
+            completions=[
+                self._new_redraw(completion, answer)
+                for completion, answer in zip(answers_to.completions, answers, strict=True)
+            ],
+            stamps=answers_to.stamps,
+            tokenizer=self.tokenizer,
+            answers=answers_to,
         )
-        group = replace(told, completions=[], params=replace(params, timeout_s=None))
-        for completion, answer in zip(told.completions, answers, strict=True):
-            request = completion.request
-            limit = self.scheduler.token_limit(request.num_prompt_tokens, params.max_tokens)
-            request.token_limit = limit
-            # what is stated beyond the limit is not drawn
-            stated = self.intake.checked(answer, "answer")[: limit - request.num_prompt_tokens]
-            computed = Request(
-                request_id=request.request_id,
-                group=request_id,
-                index=request.index,
-                prompt_token_ids=prompt.token_ids + stated[:-1],  # nothing follows the last one
-                params=scores,
-                seed=request.seed,
-                stop_token_ids=frozenset(),
-                needed_from=0 if request.needed_from == 0 else request.num_prompt_tokens - 1,
-            )
-            group.completions.append(Redraw(computed, None, None, told=completion, answer=stated))
-        return group
+
+    def _new_redraw(self, completion: Completion, answer: Sequence[int]) -> Completion:
+        """Return a completion that draws the tokens of `answer` again, as `completion` would have."""
+        request = completion.request
+        params = request.params
+        num_prompt = request.num_prompt_tokens
+        request.token_limit = self.scheduler.token_limit(num_prompt, params.max_tokens)
+        # what is stated beyond the limit is not drawn
+        tokens = self.intake.checked(answer, "answer")[: request.token_limit - num_prompt]
+        computed = Request(
+            request_id=request.request_id,
+            group=request.group,
+            index=request.index,
+            prompt_token_ids=request.prompt_token_ids + tokens[:-1],  # nothing follows the last one
+            params=SamplingParams(
+                max_tokens=0,
+                prompt_logprobs=params.prompt_logprobs or 0,
+                cache_salt=params.cache_salt,
+            ),
+            seed=request.seed,
+            stop_token_ids=frozenset(),
+            needed_from=0 if request.needed_from == 0 else num_prompt - 1,
+        )
+        stated = StatedAnswer(tokens, num_prompt, completion.row)
+        return Completion(computed, None, None, stated=stated)
 
     def drafters(self, prompt: AcceptedPrompt, params: SamplingParams) -> list[Drafts | None]:
         """Return one for each completion, None where nothing is drafted from its own text."""
         # few guesses would be permitted
-        if not self._drafts or params.structured_outputs is not None:
+        if self.mode is not Mode.DRAFTING or params.structured_outputs is not None:
             return [None] * params.n
         predicted = self.intake.predicted(params)
         return [Drafter(prompt.token_ids, predicted) for _ in range(params.n)]
@@ -510,7 +505,7 @@ class Engine:
             group.stamp(self.clock())
         self._ahead = None
         self._unreported = {
-            one: None for one in self._unreported if one[0].request_id in self.groups
+            entry: None for entry in self._unreported if entry[0].request_id in self.groups
         }
         self._deadlines = {
             name: deadline for name, deadline in self._deadlines.items() if name in self.groups
@@ -527,8 +522,7 @@ class Engine:
     def _to_work(self, chunk: ScheduledChunk) -> ChunkWork:
         group, completion = self._completions[chunk.request.request_id]
         num_scored = group.num_scored if chunk.request.index == 0 else None
-        redraw = completion if isinstance(completion, Redraw) else None
-        return ChunkWork(chunk, completion.row, num_scored, redraw)
+        return ChunkWork(chunk, completion.row, num_scored, completion.stated)
 
     def _compute(
         self, step: Step, launched: Launched | None
@@ -540,16 +534,19 @@ class Engine:
         """
         if launched is None:
             work = [self._to_work(chunk) for chunk in step.chunks]
-            launched = launch(self.runner, step) if self.overlaps and can_launch(work) else None
+            if self.mode is Mode.OVERLAPPED and can_launch(work):
+                launched = launch(self.runner, step)
             if step.alone:
                 return step, compute_alone(self.runner, work[0], self._logged), None
             if launched is None:
                 self._logged = set()
-                return step, compute(self.runner, work, self._repeatable), None
+                return step, compute(self.runner, work, self.mode.repeats), None
         self._dirty = True
         after = self.scheduler.follow(step)
         self._dirty = False
-        following = None if after is None else launch(self.runner, after, launched)
+        following = None
+        if after is not None:
+            following = launch(self.runner, after, launched)
         tokens = launched.read()
         rows = [row for row, chunk in enumerate(step.chunks) if not chunk.request.is_finished]
         step = replace(step, chunks=tuple(step.chunks[row] for row in rows))
@@ -561,7 +558,7 @@ class Engine:
             following,
         )
 
-    def _expire(self) -> list[One]:
+    def _expire(self) -> list[Entry]:
         """End the requests whose deadline has passed; returns what ended by it."""
         if not self._deadlines:
             return []
@@ -578,46 +575,47 @@ class Engine:
 
     def _end(self, group: Group | None, reason: FinishReason) -> list[Completion]:
         """End what still runs of a group, and give out the text that was held back."""
-        running = [one for one in group.completions if not one.request.is_finished] if group else []
+        if group is None:
+            return []
+        running = [item for item in group.completions if not item.request.is_finished]
         for completion in running:
             self.scheduler.finish(completion.request.request_id, reason)
             completion.flush()
-        if group is not None:
-            group.stamp(self.clock())
+        group.stamp(self.clock())
         return running
 
-    def _apply(self, step: Step, results: Sequence[ChunkResult]) -> list[One]:
+    def _apply(self, step: Step, results: Sequence[ChunkResult]) -> list[Entry]:
         """Take in what was computed; returns the completions that advanced or ended."""
         tokens: dict[str, list[int]] = {}
         advanced = []
         computed = []
         for chunk, result in zip(step.chunks, results, strict=True):
             request_id = chunk.request.request_id
-            one = group, completion = self._completions[request_id]
+            entry = self._completions[request_id]
+            group, completion = entry
             if result.error is not None:
                 self.scheduler.fail(request_id, result.error)
                 completion.flush()
-                advanced.append(one)
+                advanced.append(entry)
                 continue
             if result.scored is not None:
                 group.scores.append(result.scored)
-            if isinstance(completion, Redraw):
-                completion.drawn.extend(result.redrawn)
-                completion.otherwise = completion.otherwise or result.otherwise
+            if completion.stated is not None and result.redrawn is not None:
+                completion.stated.take(result.redrawn)
             if result.sampled:
                 self._keep_logprobs(completion, result.sampled[0])
                 tokens[request_id] = [result.sampled[0].token_id]
-            computed.append((one, result.sampled[1:]))
+            computed.append((entry, result.sampled[1:]))
         self.num_computed_tokens += step.num_tokens
         self.scheduler.apply(step, tokens)
-        for one, behind in computed:
-            completion = one[1]
-            if isinstance(completion, Redraw) and completion.otherwise is not None:
+        for entry, drafted in computed:
+            completion = entry[1]
+            if completion.is_refuted:
                 self.scheduler.finish(completion.request.request_id, FinishReason.STOP)
             if completion.request.request_id in tokens or completion.request.is_finished:
-                advanced.append(one)
+                advanced.append(entry)
                 self._read(completion, completion.advance)
-                self._extend(completion, behind)
+                self._extend(completion, drafted)
         return advanced
 
     def _leave_out_rejected(self, step: Step) -> None:
@@ -627,8 +625,8 @@ class Engine:
         for chunk in step.chunks:
             last = first + chunk.num_tokens + len(chunk.drafts)
             if chunk.drafts:
-                kept = max(1, chunk.request.num_computed_tokens - chunk.start)
-                rejected += range(first + kept, last)
+                num_true = max(1, chunk.request.num_computed_tokens - chunk.start)
+                rejected += range(first + num_true, last)
             first = last
         if rejected:
             self.runner.pool.leave_out(rejected)

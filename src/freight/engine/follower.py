@@ -57,8 +57,11 @@ def main() -> None:
         signal.signal(stop, signal.SIG_IGN)  # rank 0 handles them, and its end is this one's
     number, *files = map(int, sys.argv[1:])
     connection = socket.socket(fileno=number)
-    watched = [number] if is_near(connection) else [number, *files]
-    gone = 0 if is_near(connection) else 1  # over a network it says STOP when it means to go
+    watched = [number]
+    gone = 0
+    if not is_near(connection):
+        watched += files
+        gone = 1  # over a network it says STOP when it means to go
     threading.Thread(target=_leave_with, args=(watched, gone), daemon=True).start()
     try:
         status = follow(connection, files)
@@ -106,8 +109,8 @@ def follow(connection: socket.socket, files: Sequence[int]) -> int:
         opened, memory = _open(start, connection, files)
         config = opened.resolve(opened.args)
         kernels = opened.kernels(config)
-        said = opened_as(fingerprint(opened, config, kernels, version()), kernels.name)
-        messages.send(connection, Kind.OPENED, said.encode())
+        identity = opened_as(fingerprint(opened, config, kernels, version()), kernels.name)
+        messages.send(connection, Kind.OPENED, identity.encode())
         max_len, positions = integers_of(messages.expect(connection, Kind.LOAD))
         spec = opened.cache_spec(config)  # as rank 0: before the context is made to fit
         model = opened.load(replace(config, max_model_len=max_len), positions)
@@ -197,7 +200,8 @@ def _serve(connection: socket.socket, runner: ModelRunner, memory: Transport) ->
         try:
             if kind is Kind.RUN:
                 slices = [
-                    SequenceSlice(*part[:3], _LOGITS[part.logits]) for part in reader.decode(data)
+                    SequenceSlice(part.token_ids, part.start, part.block_ids, _LOGITS[part.logits])
+                    for part in reader.decode(data)
                 ]
                 rows = runner.run(slices)
             else:

@@ -70,8 +70,8 @@ class Matcher:
         """Return a matcher that goes on from here on its own."""
         other = Matcher(self._start, self._vocab_size, self.stop_token_ids)
         if self._state is not None:
-            grammar, taken = self._state
-            other._state = (grammar.deep_copy(), taken)
+            grammar, num_taken = self._state
+            other._state = (grammar.deep_copy(), num_taken)
         other.error = self.error
         return other
 
@@ -84,12 +84,12 @@ class Matcher:
         self,
         output: Sequence[int],
         barred: Collection[int] = (),
-        kept: NDArray[np.bool_] | None = None,
+        allowed_ids: NDArray[np.bool_] | None = None,
     ) -> NDArray[np.bool_] | None:
         """bool [vocab_size]: tokens that may come next; None, with `error` set, if they are not
         known.
 
-        kept: bool [vocab_size], those that other parameters leave; None: all. The ids in `barred`
+        allowed_ids: bool [vocab_size], those that other parameters leave; None: all. The ids in `barred`
         are left out, unless no other may come.
         """
         grammar = self._catch_up(output)
@@ -106,13 +106,13 @@ class Matcher:
         allowed = np.unpackbits(np.frombuffer(bits, np.uint8), bitorder="little")[
             : self._vocab_size
         ].astype(np.bool_)
-        if kept is not None:
-            allowed &= kept
+        if allowed_ids is not None:
+            allowed &= allowed_ids
         if barred:
-            others = allowed.copy()
-            others[[token for token in barred if token < self._vocab_size]] = False
-            if others.any():
-                return others
+            without_barred = allowed.copy()
+            without_barred[[token for token in barred if token < self._vocab_size]] = False
+            if without_barred.any():
+                return without_barred
         return allowed
 
     def forced(self, output: Sequence[int]) -> tuple[int, ...]:
@@ -135,11 +135,11 @@ class Matcher:
         if self.error is not None:
             return None
         try:
-            grammar, taken = self._state or (self._start.deep_copy(), 0)
-            if taken < len(output):
+            grammar, num_taken = self._state or (self._start.deep_copy(), 0)
+            if num_taken < len(output):
                 # until the last line: an exception in between makes the next call begin anew
                 self._state = None
-                for token in output[taken:]:
+                for token in output[num_taken:]:
                     if not grammar.consume_token(token):
                         self._fail(grammar.get_error())
                         return None

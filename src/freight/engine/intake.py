@@ -54,8 +54,8 @@ class Intake:
                 raise RequestError("the prompt is empty; give at least one character or token id")
             self.tokenizer.check_empty(add_special_tokens)
         text = prompt if isinstance(prompt, str) else None
-        given = self._encode(prompt, add_special_tokens) if isinstance(prompt, str) else prompt
-        token_ids = self.checked(self.cut(given, params))
+        ids = self._encode(prompt, add_special_tokens) if isinstance(prompt, str) else prompt
+        token_ids = self.checked(self.cut(ids, params))
         check_length(len(token_ids), params.max_tokens, self.max_model_len)
         params.check_vocabulary(self.vocab_size)
         if params.stop and self.tokenizer is None:

@@ -22,7 +22,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -31,7 +31,6 @@ from torch import Tensor
 from freight.base.descent import from_lasting_thread, with_parent
 from freight.cache.arena import mapped
 from freight.engine.prepare import Logits, SequenceSlice
-from freight.engine.runner import ModelRunner, StepRows
 from freight.errors import CheckpointError, ConfigError, FreightError, KernelError, RankError
 from freight.parallel import messages
 from freight.parallel.join import Join, Meeting
@@ -235,11 +234,11 @@ class Leader:
         return [process.pid for process in self._others.processes]
 
     def start(
-        self, args: EngineArgs, random_shape: str | None, places: Sequence[Place], said: str
+        self, args: EngineArgs, random_shape: str | None, places: Sequence[Place], identity: str
     ) -> None:
         """Start the other ranks, which open the model with `args`.
 
-        said: `opened_as` of rank 0. Raises RankError if one ends or opened anything else, and its
+        identity: `opened_as` of rank 0. Raises RankError if one ends or opened anything else, and its
         own error if it refused.
         """
         others = self._others
@@ -270,7 +269,7 @@ class Leader:
                 start = replace(start, processors=place.listed, cores=place.cores)
             self._tell(rank, Kind.START, start.encode())
         others.pass_on()
-        ends = [one.fileno() for one in others.sockets]
+        ends = [connection.fileno() for connection in others.sockets]
         if self._files is not None:  # pipes hang up however a process ends, also in its kernel
             ends = [*self._files.reading[1:]]
         timeout = None if self._files is None else self._timeout
@@ -280,8 +279,8 @@ class Leader:
         others.watcher.start()
         for rank in range(1, self.size):
             theirs_is = self._answer(rank, Kind.OPENED)
-            if theirs_is != said:
-                raise RankError(f"{self._named(rank)} {_difference(theirs_is, said)}")
+            if theirs_is != identity:
+                raise RankError(f"{self._named(rank)} {_difference(theirs_is, identity)}")
 
     def _spawn(self, rank: int) -> socket.socket:
         """Start a rank on this machine; return the socket to it."""
@@ -326,6 +325,16 @@ class Leader:
         self._others.close_pages()
         return memories
 
+    def running(self, slices: Sequence[SequenceSlice]) -> AbstractContextManager[None]:
+        """Have the others run `slices`, as the body does. Raises as `step`."""
+        return self.step(Kind.RUN, lambda: self.encode(slices))
+
+    def taking_logits(self, rows: Sequence[int]) -> AbstractContextManager[None]:
+        """Have the others compute the logits of `rows` of the last run, as the body does. Raises as
+        `step`.
+        """
+        return self.step(Kind.LOGITS, lambda: integers(rows))
+
     @contextmanager
     def step(self, kind: Kind, data: Callable[[], bytes]) -> Iterator[None]:
         """Have the others compute what the body computes here. `data` is called once they all know
@@ -365,9 +374,11 @@ class Leader:
 
     def encode(self, slices: Sequence[SequenceSlice]) -> bytes:
         """Return a step's slices as the others read them."""
-        return self._writer.encode(
-            [SliceNumbers(*part[:3], _CODES[part.logits]) for part in slices]
-        )
+        numbers = [
+            SliceNumbers(part.token_ids, part.start, part.block_ids, _CODES[part.logits])
+            for part in slices
+        ]
+        return self._writer.encode(numbers)
 
     def _restart(self) -> list[str]:
         """Make every rank leave what it computes; return why each one did, by rank from 1 on."""
@@ -508,16 +519,16 @@ def _await_loss(alive: Sequence[int], others: _Others, timeout: float | None) ->
     poll.register(others.wake[0], HANG_UP)
     for end in alive:
         poll.register(end, HANG_UP if timeout is None else HANG_UP | select.POLLIN)
-    every = None if timeout is None else pulse(timeout)
+    interval = None if timeout is None else pulse(timeout)
     quiet = dict.fromkeys(alive, 0.0)
     before = time.monotonic()
     while True:
-        events = dict(poll.poll(None if every is None else 1000 * every))
+        events = dict(poll.poll(None if interval is None else 1000 * interval))
         if others.closing:
             return False
         now = time.monotonic()
         # what passed while this process itself stood still says nothing about the others
-        passed = now - before if every is None else min(now - before, 2 * every)
+        passed = now - before if interval is None else min(now - before, 2 * interval)
         before = now
         for rank, end in enumerate(alive, 1):
             event = events.get(end, 0)
@@ -527,54 +538,7 @@ def _await_loss(alive: Sequence[int], others: _Others, timeout: float | None) ->
                 os.read(end, 1 << 12)
             quiet[end] = 0.0 if event or not others.ready else quiet[end] + passed
             # the last sign may be that much older than the silence
-            if timeout is not None and every is not None and quiet[end] > timeout + every:
+            if timeout is not None and interval is not None and quiet[end] > timeout + interval:
                 others.memory.lose(rank, is_silent=True)
         if others.memory.lost():
             return True
-
-
-@dataclass(frozen=True)
-class LeadingRows(StepRows):
-    """The rows of a step that all ranks computed. Their logits are computed by all as well."""
-
-    leader: Leader | None = None
-
-    def logits(self, rows: Sequence[int]) -> Tensor:
-        """Return `StepRows.logits`."""
-        if self.captured is not None:
-            return super().logits(rows)
-        assert self.leader is not None
-        with self.leader.step(Kind.LOGITS, lambda: integers(rows)):
-            return super().logits(rows)
-
-
-@dataclass(frozen=True)
-class LeadingRunner(ModelRunner):
-    """A runner that has the other ranks make the same steps."""
-
-    leader: Leader | None = None
-
-    @torch.inference_mode()
-    def run(self, slices: Sequence[SequenceSlice], tokens: Tensor | None = None) -> StepRows:
-        """Return `ModelRunner.run`. Raises RankError once a rank is lost."""
-        assert self.leader is not None
-        assert tokens is None, "steps are not launched ahead on CPUs"
-        leader = self.leader
-        with leader.step(Kind.RUN, lambda: leader.encode(slices)):
-            rows = super().run(slices)
-        return LeadingRows(**vars(rows), leader=leader)
-
-    @property
-    def num_ranks(self) -> int:
-        assert self.leader is not None
-        return self.leader.size
-
-    def close(self) -> None:
-        """End the other ranks: this is wanted, which they say where they were started."""
-        assert self.leader is not None
-        self.leader.close()
-
-    def on_lost(self, call: Callable[[], None]) -> None:
-        """Have another thread call this once a rank is lost."""
-        assert self.leader is not None
-        self.leader.on_lost = call

@@ -67,8 +67,8 @@ class Pace:
         left = max(self._seconds - self.base, self.base)
         fitting = left / self.per_token if self.per_token > 0 else 0.0
         least = -(-(num_decoding + MIN_PROMPT_TOKENS) // ROWS) * ROWS
-        wanted = int(min(num_decoding + fitting, self._most)) // ROWS * ROWS
-        return min(max(least, wanted), self._most)
+        num_tokens = int(min(num_decoding + fitting, self._most)) // ROWS * ROWS
+        return min(max(least, num_tokens), self._most)
 
     def note(self, seconds: float, num_prompt: int) -> None:
         """Record that a step with `num_prompt` prompt tokens took `seconds`."""

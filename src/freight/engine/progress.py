@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from freight.engine.accounts import Stamps
 from freight.engine.request import Request
 from freight.engine.sampler import SamplingRow
+from freight.engine.stated import StatedAnswer
 from freight.outputs import (
     CompletionDelta,
     CompletionOutput,
@@ -37,12 +38,14 @@ class Completion:
     new_detokenizer   makes a Detokenizer for this completion; None when no text is asked for
     tokenizer         for the text of tokens in log-probabilities; None when there is none, or no
                       text is asked for
+    stated            the answer in its prompt whose tokens are drawn again; None: it draws its own
     """
 
     request: Request
     new_detokenizer: Callable[[], Detokenizer] | None
     tokenizer: Tokenizer | None
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    stated: StatedAnswer | None = None
 
     def __post_init__(self) -> None:
         self._sent_tokens = self._sent_chars = 0  # what earlier deltas had
@@ -63,6 +66,11 @@ class Completion:
             grammar=request.grammar,
             bad_words=request.bad_words,
         )
+
+    @property
+    def is_refuted(self) -> bool:
+        """Whether a token of its stated answer is drawn otherwise."""
+        return self.stated is not None and self.stated.mismatch is not None
 
     def advance(self) -> str | None:
         """Turn the tokens since the last call into text; returns the stop string that they
@@ -206,10 +214,10 @@ class Group:
         was interrupted.
         """
         stamps = self.stamps
-        if stamps.scheduled is None and any(one.request.was_admitted for one in self.completions):
+        if stamps.scheduled is None and any(item.request.was_admitted for item in self.completions):
             stamps.scheduled = now
         if stamps.first_token is None and any(
-            one.request.output_token_ids for one in self.completions
+            item.request.output_token_ids for item in self.completions
         ):
             stamps.first_token = now
         if stamps.ended is None and self.finished:
@@ -217,12 +225,12 @@ class Group:
 
     def times(self, now: float) -> RequestTimes:
         """Return the times until `now`, or until its end."""
-        requests = [one.request for one in self.completions]
+        requests = [completion.request for completion in self.completions]
         return self.stamps.times(
             now,
-            sum(one.num_preemptions for one in requests),
-            sum(one.num_drafted for one in requests),
-            sum(one.num_accepted for one in requests),
+            sum(request.num_preemptions for request in requests),
+            sum(request.num_drafted for request in requests),
+            sum(request.num_accepted for request in requests),
         )
 
     def delta(self, advanced: list[Completion], now: float) -> RequestDelta:

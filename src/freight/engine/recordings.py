@@ -98,14 +98,14 @@ def with_kernels(part: Part, kernels: CpuKernels) -> Part:
     are shared.
     """
     if isinstance(part, tuple) and type(part) is tuple:  # and no NamedTuple
-        return type(part)(with_kernels(one, kernels) for one in part)
+        return type(part)(with_kernels(value, kernels) for value in part)
     if not is_dataclass(part) or isinstance(part, type):
         return part
     before = {field.name: getattr(part, field.name) for field in fields(part)}
     after = {
-        name: kernels if name == "kernels" else with_kernels(one, kernels)
-        for name, one in before.items()
+        name: kernels if name == "kernels" else with_kernels(value, kernels)
+        for name, value in before.items()
     }
-    if all(after[name] is one for name, one in before.items()):
+    if all(after[name] is value for name, value in before.items()):
         return part
     return replace(part, **after)

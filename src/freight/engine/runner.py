@@ -1,9 +1,11 @@
-"""ModelRunner: one step's slices through the model, over the one cache."""
+"""ModelRunner: one step's slices through the model, over the one cache, and on all ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -14,22 +16,51 @@ from freight.engine.prepare import Logits, SequenceSlice, prepare
 from freight.model.decoder import LanguageModel
 
 
+class RankLeader(Protocol):
+    """The other ranks of a model, which make the same calls as this one (`leader.py`).
+
+    on_lost  called once, by another thread, when a rank is lost
+    """
+
+    on_lost: Callable[[], None]
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are, this one included."""
+
+    def running(self, slices: Sequence[SequenceSlice]) -> AbstractContextManager[None]:
+        """Have the others run `slices`, as the body does. Raises RankError once a rank is lost."""
+
+    def taking_logits(self, rows: Sequence[int]) -> AbstractContextManager[None]:
+        """Have the others compute the logits of `rows` of the last run, as the body does."""
+
+    def close(self) -> None:
+        """End the other ranks."""
+
+
 @dataclass(frozen=True)
 class StepRows:
     """The rows of a step whose logits are wanted, one after another in the slices' order:
     `num_rows` of each slice.
 
     `hidden` has their final states [rows, hidden_size]; `captured` their logits, where the step was
-    replayed.
+    replayed. `leader` has the other ranks compute logits as well.
     """
 
     model: LanguageModel
     num_rows: list[int]
     hidden: Tensor | None = None
     captured: Tensor | None = None
+    leader: RankLeader | None = None
 
     def logits(self, rows: Sequence[int]) -> Tensor:
         """float32 [len(rows), vocab_size]: the logits of these rows, in rising order."""
+        if self.leader is None or self.captured is not None:
+            return self._logits(rows)
+        with self.leader.taking_logits(rows):
+            return self._logits(rows)
+
+    def _logits(self, rows: Sequence[int]) -> Tensor:
         source = self.hidden if self.captured is None else self.captured
         assert source is not None
         if isinstance(rows, range) and rows.step == 1:
@@ -45,12 +76,15 @@ class StepRows:
 
 @dataclass(frozen=True)
 class ModelRunner:
-    """A model and its cache on a device. Steps that `captured` takes are replayed."""
+    """A model and its cache on a device. Steps that `captured` takes are replayed. With a `leader`
+    the other ranks make the same steps.
+    """
 
     model: LanguageModel
     pool: KVPool
     device: str
     captured: DecodeSteps | None = None
+    leader: RankLeader | None = None
 
     def __post_init__(self) -> None:
         # captured steps write into its pages
@@ -62,26 +96,39 @@ class ModelRunner:
         overwrite them.
 
         `tokens`, int64 [tokens] on the device, take the place of those in the slices, which are as
-        many.
+        many. Raises RankError once a rank is lost.
         """
+        if self.leader is None:
+            return self._run(slices, tokens)
+        assert tokens is None, "steps are not launched ahead on CPUs"
+        with self.leader.running(slices):
+            return self._run(slices, None)
+
+    def _run(self, slices: Sequence[SequenceSlice], tokens: Tensor | None) -> StepRows:
         num_rows = [part.num_logit_rows for part in slices]
         if self.captured is not None and self.captured.takes(slices):
-            return StepRows(self.model, num_rows, captured=self.captured.run(slices, tokens))
+            logits = self.captured.run(slices, tokens)
+            return StepRows(self.model, num_rows, captured=logits, leader=self.leader)
         batch = prepare(slices, self.pool.spec.groups, self.device)
         if tokens is not None:
             batch = replace(batch, token_ids=tokens)
-        return StepRows(self.model, num_rows, hidden=self.model.hidden(batch, self.pool.layers))
+        hidden = self.model.hidden(batch, self.pool.layers)
+        return StepRows(self.model, num_rows, hidden=hidden, leader=self.leader)
 
     @property
     def num_ranks(self) -> int:
         """How many ranks compute the steps."""
-        return 1
+        return 1 if self.leader is None else self.leader.size
 
     def close(self) -> None:
-        """End the other ranks; there is none here (`leader.py`)."""
+        """End the other ranks: this is wanted, which they say where they were started."""
+        if self.leader is not None:
+            self.leader.close()
 
     def on_lost(self, call: Callable[[], None]) -> None:
-        """Have `call` called once another rank is lost; there is none here (`leader.py`)."""
+        """Have another thread call this once another rank is lost."""
+        if self.leader is not None:
+            self.leader.on_lost = call
 
     @torch.inference_mode()
     def logits(

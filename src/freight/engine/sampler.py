@@ -125,22 +125,24 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[Sampled]:
         errors = [
             _fault(row, *map(float, values)) for row, *values in zip(rows, *both_peaks, strict=True)
         ]
-    rest = [i for i in np.flatnonzero(all_reached == 0).tolist() if errors[i] is None]
-    if rest:
-        index = send(rest, torch.int64, logits.device)
-        tokens[index] = _choose(adjusted[index], [rows[i] for i in rest], logits.shape[1])[0]
+    unresolved = [i for i in np.flatnonzero(all_reached == 0).tolist() if errors[i] is None]
+    if unresolved:
+        index = send(unresolved, torch.int64, logits.device)
+        tokens[index] = _choose(adjusted[index], [rows[i] for i in unresolved], logits.shape[1])[0]
         token_ids = tokens.tolist()
     entries: list[tuple[LogprobEntry, ...] | None] = [None] * len(rows)
-    wanted = [
+    with_logprobs = [
         i for i, row in enumerate(rows) if row.params.logprobs is not None and errors[i] is None
     ]
-    if wanted:
-        index = send(wanted, torch.int64, logits.device)
-        counts = [rows[i].params.logprobs or 0 for i in wanted]
-        for i, found in zip(wanted, _logprobs(logits[index], tokens[index], counts), strict=True):
-            entries[i] = found
+    if with_logprobs:
+        index = send(with_logprobs, torch.int64, logits.device)
+        counts = [rows[i].params.logprobs or 0 for i in with_logprobs]
+        for i, logprobs in zip(
+            with_logprobs, _logprobs(logits[index], tokens[index], counts), strict=True
+        ):
+            entries[i] = logprobs
     results = zip(token_ids, entries, errors, strict=True)
-    return [Sampled(-1 if error else token, found, error) for token, found, error in results]
+    return [Sampled(-1 if error else token, logprobs, error) for token, logprobs, error in results]
 
 
 def _on_host(*columns: Tensor) -> Sequence[Tensor]:
@@ -194,7 +196,9 @@ def uniforms(
         for seed, position in zip(seeds, positions, strict=True)
     ]
     return send(
-        [math.ldexp(one >> 11, -53) for one in bits], torch.float64, device or torch.device("cpu")
+        [math.ldexp(number >> 11, -53) for number in bits],
+        torch.float64,
+        device or torch.device("cpu"),
     )
 
 
@@ -284,8 +288,8 @@ def _draw(x: Tensor, rows: Sequence[_Row], width: int) -> tuple[Tensor, Tensor, 
     nucleus = [i for i, row in enumerate(rows) if row.params.top_p < 1]
     if nucleus:
         index = send(nucleus, torch.int64, x.device)
-        kept, reached[index] = _top_p(p[index], [rows[i].params.top_p for i in nucleus], width)
-        p = p.index_copy(0, index, kept)
+        nucleus_p, reached[index] = _top_p(p[index], [rows[i].params.top_p for i in nucleus], width)
+        p = p.index_copy(0, index, nucleus_p)
     mass = p.cumsum(-1, dtype=torch.float64)
     total = mass[:, -1:]
     u = uniforms([row.seed for row in rows], [row.position for row in rows], x.device).unsqueeze(-1)
@@ -361,16 +365,16 @@ def _logprobs(
     logits: Tensor, tokens: Tensor, counts: Sequence[int]
 ) -> list[tuple[LogprobEntry, ...]]:
     """For each row its `counts` most likely tokens and, unless among them, `tokens` [num_rows]."""
-    found: list[tuple[LogprobEntry, ...]] = []
+    ranked: list[tuple[LogprobEntry, ...]] = []
     for start in range(0, logits.shape[0], _ROWS_AT_ONCE):
         rows = slice(start, start + _ROWS_AT_ONCE)
         columns = _ranked(logits[rows], tokens[rows], max(counts[rows]))
         for ids, values, rank, count in zip(
-            *(one.tolist() for one in columns), counts[rows], strict=True
+            *(column.tolist() for column in columns), counts[rows], strict=True
         ):
             entries = tuple(zip(ids[:-1][:count], values, range(1, count + 1), strict=False))
-            found.append(entries if rank <= count else (*entries, (ids[-1], values[-1], rank)))
-    return found
+            ranked.append(entries if rank <= count else (*entries, (ids[-1], values[-1], rank)))
+    return ranked
 
 
 def _ranked(logits: Tensor, tokens: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -414,11 +418,11 @@ def _most_likely(logits: Tensor, count: int) -> Tensor:
         return torch.empty(logits.shape[0], 0, dtype=torch.int64, device=logits.device)
     cutoff = logits.topk(count).values[:, -1:]
     if logits.device.type == "cpu":
-        found = np.empty((logits.shape[0], count), np.int64)
-        for ids, row, least in zip(found, logits.numpy(), cutoff.numpy(), strict=True):
+        ids_of_rows = np.empty((logits.shape[0], count), np.int64)
+        for ids, row, least in zip(ids_of_rows, logits.numpy(), cutoff.numpy(), strict=True):
             among = np.flatnonzero(row >= least)
             ids[:] = among[np.argsort(-row[among], kind="stable")[:count]]
-        return torch.from_numpy(found)
+        return torch.from_numpy(ids_of_rows)
     return _first_by_mask(logits, cutoff, count)
 
 

@@ -16,7 +16,7 @@ end of the known tokens samples one more.
   end.
 - A waiting request is admitted only if the blocks for all its known tokens are there, and one more
   for each running request, so that it is not preempted right after.
-- After a step that was lost (`lose`) its requests compute their tokens again, each in steps of its
+- After a step that was lost (`lose`, recovery.py) its requests compute their tokens again, each in steps of its
   own until it is past that step: one that fails again has failed alone. The latest goes first, so
   those that are past it, which pause, came later than it, and lose their blocks first if they run
   out. Nobody new is admitted meanwhile.
@@ -27,7 +27,7 @@ end of the known tokens samples one more.
 - Prefix hits leave at least the last known token to compute, so a shared block is never written.
   The completions of one prompt wait for the first of them to compute the prompt, and then share its
   blocks.
-- With a store below the cache (cache/stored.py) a waiting request waits for what comes from there,
+- With a store below the cache (prefix_fetch.py) a waiting request waits for what comes from there,
   and others may overtake it meanwhile. Blocks that come are given up before anybody is preempted.
 
 `schedule` and `apply` alternate, in one thread; `follow` gives one more step before the first is
@@ -46,10 +46,12 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable, Mapping, Sequence
 from operator import attrgetter
 
-from freight.cache.manager import NOTHING, CacheManager, Held
+from freight.cache.manager import NOTHING, CacheManager
 from freight.cache.prefix import extend_keys
-from freight.cache.stored import Sought, StoredPrefixes
+from freight.cache.stored import StoredPrefixes
 from freight.engine.accounts import Totals
+from freight.engine.prefix_fetch import PrefixFetch
+from freight.engine.recovery import Recovery
 from freight.engine.request import Request, RequestState, check_length
 from freight.engine.step import ScheduledChunk, Step
 from freight.errors import CapacityError, RequestError
@@ -84,7 +86,6 @@ class Scheduler:
         """
         assert min(max_num_seqs, max_num_batched_tokens, max_model_len) > 0
         self._cache = cache
-        self._store = store
         self._block_size = cache.block_size
         self._caching = cache.enable_prefix_caching
         self._gives_back = cache.gives_back
@@ -97,9 +98,8 @@ class Scheduler:
         self._leaders: dict[str, Request] = {}  # group -> its unfinished completion 0
         self._waiting: list[Request] = []  # both queues by arrival
         self._running: list[Request] = []
-        self._suspects: dict[
-            str, int
-        ] = {}  # requests of a step that was lost -> tokens that it would have computed
+        self._recovery = Recovery()
+        self._fetches = PrefixFetch(store, self._caching)
         self._num_arrived = 0
         self.totals = Totals()
 
@@ -132,11 +132,9 @@ class Scheduler:
         if num_prompt == 0:
             raise RequestError("the prompt is empty; give at least one token")
         check_length(num_prompt, max_tokens, self._max_model_len)
-        limit = (
-            self._max_model_len
-            if max_tokens is None
-            else min(num_prompt + max_tokens, self._max_model_len)
-        )
+        limit = self._max_model_len
+        if max_tokens is not None:
+            limit = min(num_prompt + max_tokens, limit)
         short = self._cache.shortfall(limit)
         if short is not None:
             raise CapacityError(
@@ -171,7 +169,7 @@ class Scheduler:
         request in any case.
         """
         self._give_back_drafts()
-        if (suspect := self.suspect()) is not None:
+        if (suspect := self._recovery.suspect(self._requests)) is not None:
             return self._schedule_alone(suspect)
         chunks: list[ScheduledChunk] = []
         preempted: list[Request] = []
@@ -205,8 +203,11 @@ class Scheduler:
         """Return the step after `step`, which samples for all that run and is not applied yet.
         None: not before it is.
         """
-        going = [(one.request, one.start + 1) for one in step.chunks if not one.request.is_finished]
-        going = [(request, start) for request, start in going if start + 1 < request.token_limit]
+        going = []
+        for chunk in step.chunks:
+            start = chunk.start + 1
+            if not chunk.request.is_finished and start + 1 < chunk.request.token_limit:
+                going.append((chunk.request, start))
         if not going or (self._waiting and len(going) < self._max_num_seqs):
             return None
         chunks = []
@@ -272,13 +273,7 @@ class Scheduler:
 
         What was full before it is sound, and found again if prefixes are cached.
         """
-        assert not self._suspects, (
-            "a step of one request, computed alone, is not lost: the request fails"
-        )
-        chunks = sorted(step.chunks, key=lambda chunk: chunk.request.arrival)
-        self._suspects = {
-            chunk.request.request_id: chunk.start + chunk.num_tokens for chunk in chunks
-        }
+        self._recovery.begin(step.chunks)
         while self._running:
             self.preempt_latest()
 
@@ -309,7 +304,7 @@ class Scheduler:
     def offer_running(self) -> None:
         """Let the store have the full blocks of requests that still run: the engine ends."""
         for request in self._running:
-            self._offer(request, request.held)
+            self._fetches.offer(request, request.held)
 
     def rebuild(self, requests: Iterable[Request]) -> None:
         """Start over from the tokens of `requests`, which are all there are, after an exception in
@@ -319,14 +314,13 @@ class Scheduler:
         and no content is indexed. What their last token decides is decided anew. May be
         interrupted, and then has to be called again.
         """
-        if self._store is not None:
-            self._store.reset()
+        self._fetches.reset()
         self._cache.reset()
         self._requests = {}
         self._leaders = {}
         self._waiting = []
         self._running = []
-        self._suspects = {}
+        self._recovery.reset()
         self._drafted = []
         for request in sorted(requests, key=_arrival):
             request.held = NOTHING
@@ -392,18 +386,6 @@ class Scheduler:
                 request.held = self._cache.shrink(request.held, request.num_computed_tokens)
         self._drafted = []
 
-    def suspect(self) -> Request | None:
-        """Return the request to compute alone, if there is one: the latest that is not past the
-        step that was lost.
-        """
-        while self._suspects:
-            name, end = next(reversed(self._suspects.items()))
-            request = self._requests.get(name)
-            if request is not None and request.num_computed_tokens < end:
-                return request
-            del self._suspects[name]
-        return None
-
     def _schedule_alone(self, request: Request) -> Step:
         """Return the next step of `request`, of all that run the first that came; it has the whole
         budget.
@@ -417,7 +399,7 @@ class Scheduler:
             assert grown, f"request {request.request_id} does not fit alone"
             return Step((ScheduledChunk.of(request, start, count),), tuple(preempted), alone=True)
         while (chunk := self._admit(request, budget)) is None:
-            if not self._drop_fetch():
+            if not self._fetches.drop_latest():
                 preempted.append(self.preempt_latest())
         _remove(self._waiting, request)
         insort(self._running, request, key=_arrival)
@@ -434,9 +416,9 @@ class Scheduler:
         before = request.held
         held = request.held = self._cache.trim(before, start)
         if held is not before:
-            self._offer(request, before, held.given_back)
+            self._fetches.offer(request, before, held.given_back)
         while (grown := self._cache.grow(held, num_tokens)) is None:
-            if self._drop_fetch():
+            if self._fetches.drop_latest():
                 continue
             preempted.append(self.preempt_latest())
             if preempted[-1] is request:
@@ -447,7 +429,7 @@ class Scheduler:
     def preempt_latest(self) -> Request:
         victim = self._running.pop()
         self._cache.release(victim.held)
-        self._offer(victim, victim.held)
+        self._fetches.offer(victim, victim.held)
         victim.held = NOTHING
         victim.state = RequestState.WAITING
         victim.num_computed_tokens = 0
@@ -472,13 +454,13 @@ class Scheduler:
                 continue
             if self._waits_for_store(request):
                 # what waits for its turn frees no block
-                is_coming = is_coming or self._has_fetch(request)
+                is_coming = is_coming or self._fetches.has(request)
                 position += 1
                 continue
             chunk = self._admit(request, budget)
             if chunk is None:
                 # where nothing else will free blocks, those that come for a later request do
-                if self._running or is_coming or not self._drop_fetch():
+                if self._running or is_coming or not self._fetches.drop_latest():
                     return
                 continue
             del self._waiting[position]
@@ -542,41 +524,11 @@ class Scheduler:
         """Return whether blocks of this request come from the store, or will. What came is
         indexed.
         """
-        store = self._store
-        name = request.request_id
-        if store is None or request.asked_store:
-            return False
-        if store.is_coming(name):
+        if self._fetches.is_under_way(request):
             return True
-        if store.has_fetch(name):
-            store.finish(name)
-            request.asked_store = True
-        elif self._takes_hits(request):
-            sought = Sought(self._hit_keys(request), request.tokens, request.num_tokens)
-            salted = request.params.cache_salt is not None
-            reserve = len(self._running)
-            return store.begin(name, sought, salted, reserve)
-        return False
-
-    def _has_fetch(self, request: Request) -> bool:
-        return self._store is not None and self._store.has_fetch(request.request_id)
-
-    def _drop_fetch(self) -> bool:
-        """Give up blocks that come from the store; False if none do."""
-        return self._store is not None and self._store.drop_latest()
-
-    def _offer(self, request: Request, held: Held, ends: Sequence[int] | None = None) -> None:
-        """Let the store have the full blocks that a request gave back: those of `held` up to
-        `ends`, None: all.
-        """
-        if self._store is None or not self._caching:
-            return
-        computed = request.num_computed_tokens
-        sought = Sought(request.block_keys, request.tokens, computed)
-        salted = request.params.cache_salt is not None
-        self._store.offer(
-            held, ends or list(map(len, held.block_ids)), sought, request.num_cached_tokens, salted
-        )
+        if not self._fetches.may_begin(request) or not self._takes_hits(request):
+            return False
+        return self._fetches.begin(request, self._hit_keys(request), len(self._running))
 
     def _takes_hits(self, request: Request) -> bool:
         return self._caching and request.needed_from != 0
@@ -585,7 +537,9 @@ class Scheduler:
         """Keys of the blocks that may be hits: full ones, leaving the rows that are needed to compute."""
         if not self._takes_hits(request):
             return []
-        needed = request.num_tokens - 1 if request.needed_from is None else request.needed_from
+        needed = request.needed_from
+        if needed is None:
+            needed = request.num_tokens - 1
         count = needed // self._block_size
         self._extend_keys(request, count)
         return request.block_keys[:count]
@@ -616,16 +570,14 @@ class Scheduler:
         request.stop_reason = stop_reason
         # after its reasons, so that `rebuild` finds all of them or none
         request.state = RequestState.FINISHED
-        if self._store is not None:
-            self._store.drop(request.request_id)
+        self._fetches.end(request)
         if reason is FinishReason.ERROR:
             self.totals.failed += 1
             self._cache.forget(request.held, request.block_keys)
-            if self._store is not None:
-                self._store.forget(request.block_keys)
+            self._fetches.forget(request)
         else:
             self._cache.release(request.held)
-            self._offer(request, request.held)
+            self._fetches.offer(request, request.held)
         request.held = NOTHING
         # its tables may take 11 MiB, and the request is kept until its answer is read
         request.drafter = None

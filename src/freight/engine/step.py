@@ -1,13 +1,30 @@
-"""A step as the Scheduler gives it: chunks of requests, and the blocks that they are stored into.
-Imports no torch.
+"""A step as the Scheduler gives it: chunks of requests, and the blocks that they are stored into;
+and the modes in which an engine computes steps. Imports no torch.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import NamedTuple
 
 from freight.engine.request import Request
+
+
+class Mode(StrEnum):
+    """What an engine may do with a step. A pass can be repeated where layers keep keys and values
+    alone, whose slots are written again: only there is a step launched early, or a draft taken back.
+    """
+
+    ONCE = "once"  # layers keep states: a pass that fails loses its step
+    REPEATABLE = "repeatable"  # a pass that fails is repeated in parts
+    OVERLAPPED = "overlapped"  # and a step is launched before the tokens of the last are known
+    DRAFTING = "drafting"  # and requests have drafts
+
+    @property
+    def repeats(self) -> bool:
+        """Whether a forward pass can be computed again."""
+        return self is not Mode.ONCE
 
 
 # made for every row of every step: a frozen dataclass takes three times as long

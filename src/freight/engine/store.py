@@ -62,8 +62,8 @@ class Weights:
         """Raises OSError."""
         if opened.checkpoint is None:
             return Weights((), f"random weights of seed {config.seed}")
-        found = sorted(opened.checkpoint.path.glob("*.safetensors"))
-        return Weights(tuple(map(WeightFile.of, found)))
+        files = sorted(opened.checkpoint.path.glob("*.safetensors"))
+        return Weights(tuple(map(WeightFile.of, files)))
 
 
 def prepare_store(opened: OpenModel, config: EngineConfig) -> Weights | None:
@@ -116,7 +116,7 @@ def _others(opened: OpenModel, memories: tuple[Tensor, ...]) -> OtherRanks:
     shares: dict[int, Mapping[str, tuple[CacheShare, ...]]] = {}
     for index, layer in enumerate(opened.model.layers):
         ranks = [cache_shares(layer.mixer, rank, size) for rank in range(size)]
-        shares[index] = {name: tuple(one[name] for one in ranks) for name in ranks[0]}
+        shares[index] = {name: tuple(rank[name] for rank in ranks) for name in ranks[0]}
     return OtherRanks(memories, shares)
 
 
@@ -155,8 +155,8 @@ def what_decides(
         "blocks": str(config.block_size),
         "groups": repr(
             [
-                (group.kind, group.tokens_per_block, one.layout)
-                for group, one in zip(pool.spec.groups, groups, strict=True)
+                (group.kind, group.tokens_per_block, stored.layout)
+                for group, stored in zip(pool.spec.groups, groups, strict=True)
             ]
         ),
     }

@@ -23,7 +23,8 @@ from freight.outputs import (
 from freight.sampling import SamplingParams
 
 if TYPE_CHECKING:
-    from freight.engine.redraw import Otherwise, Redrawn
+    from freight.engine.redraw import Redrawn
+    from freight.engine.stated import Mismatch
 
 # how an answer ends that its tokens do not decide
 _FROM_OUTSIDE = (FinishReason.ABORT, FinishReason.TIMEOUT)
@@ -103,95 +104,97 @@ def draws_differ(
     One that differs comes before one that cannot be computed. first: index that is shown for the
     first completion.
     """
-    rows = zip(redrawn.group.completions, redrawn.otherwise, redrawn.errors, answers, strict=True)
+    rows = zip(redrawn.group.completions, redrawn.mismatches, redrawn.errors, answers, strict=True)
     failed: Verification | None = None
-    for index, (told, otherwise, error, answer) in enumerate(rows, first):
-        if otherwise is not None:
-            return _otherwise(index, otherwise)
+    for index, (completion, mismatch, error, answer) in enumerate(rows, first):
+        if mismatch is not None:
+            return _mismatch_differs(index, mismatch)
         if error is not None:
             failed = failed or unknown(f"completion {index} cannot be computed: {error}")
             continue
-        count = len(told.request.output_token_ids)
+        count = len(completion.request.output_token_ids)
         if count < len(answer):
             return differs(
-                f"completion {index} ends after {count} tokens ({told.output().finish_reason}), and has "
+                f"completion {index} ends after {count} tokens ({completion.output().finish_reason}), and has "
                 f"{len(answer)}",
                 index,
             )
     return failed
 
 
-def _otherwise(index: int, found: Otherwise) -> Verification:
-    drawn = (
-        f"{found.drawn} ({found.drawn_logprob:.6g}) is drawn"
-        if found.error is None
-        else f"no token can be drawn: {found.error}"
-    )
+def _mismatch_differs(index: int, mismatch: Mismatch) -> Verification:
+    drawn_token: int | None = mismatch.drawn
+    drawn_logprob: float | None = mismatch.drawn_logprob
+    drawn = f"{mismatch.drawn} ({mismatch.drawn_logprob:.6g}) is drawn"
+    if mismatch.error is not None:
+        drawn_token = None
+        drawn_logprob = None
+        drawn = f"no token can be drawn: {mismatch.error}"
     return Verification(
         Outcome.DIFFERS,
-        f"completion {index}, token {found.position}: {found.stated} is stated (log-probability "
-        f"{found.stated_logprob:.6g}), and {drawn}",
+        f"completion {index}, token {mismatch.position}: {mismatch.stated} is stated (log-probability "
+        f"{mismatch.stated_logprob:.6g}), and {drawn}",
         completion=index,
-        position=found.position,
-        stated_token=found.stated,
-        drawn_token=None if found.error is not None else found.drawn,
-        stated_logprob=found.stated_logprob,
-        drawn_logprob=None if found.error is not None else found.drawn_logprob,
+        position=mismatch.position,
+        stated_token=mismatch.stated,
+        drawn_token=drawn_token,
+        stated_logprob=mismatch.stated_logprob,
+        drawn_logprob=drawn_logprob,
     )
 
 
 def logprob_differs(
-    completion: int, position: int, token: int, stated: float | None, found: float | None
+    completion: int, position: int, token: int, stated: float | None, model: float | None
 ) -> Verification:
     """Make the result for a token that was drawn again, with another log-probability than stated."""
     return Verification(
         Outcome.DIFFERS,
         f"completion {completion}, token {position}: the log-probability {stated!r} is stated, and the model "
-        f"gives {found!r}",
+        f"gives {model!r}",
         completion=completion,
         position=position,
         stated_token=token,
         drawn_token=token,
         stated_logprob=stated,
-        drawn_logprob=found,
+        drawn_logprob=model,
     )
 
 
 def compare_output(stated: RequestOutput, redrawn: Redrawn) -> Verification:
     """Compare an output of `LLM.generate` with what came of its redraw."""
-    answers = [one.token_ids for one in stated.outputs]
-    found = draws_differ(redrawn, answers)
-    if found is not None:
-        return found
-    told = redrawn.group.output()
-    for given, drawn in zip(stated.outputs, told.outputs, strict=True):
-        found = _completion_differs(given, drawn)
-        if found is not None:
-            return found
-    if stated.prompt_logprobs != told.prompt_logprobs:
+    answers = [output.token_ids for output in stated.outputs]
+    difference = draws_differ(redrawn, answers)
+    if difference is not None:
+        return difference
+    drawn = redrawn.group.output()
+    for stated_output, drawn_output in zip(stated.outputs, drawn.outputs, strict=True):
+        difference = _completion_differs(stated_output, drawn_output)
+        if difference is not None:
+            return difference
+    if stated.prompt_logprobs != drawn.prompt_logprobs:
         return differs("the log-probabilities of the prompt are others than stated")
     return Verification(Outcome.EQUAL, num_tokens=sum(map(len, answers)))
 
 
-def _completion_differs(stated: CompletionOutput, told: CompletionOutput) -> Verification | None:
-    index = told.index
-    pairs = zip(stated.logprobs or (), told.logprobs or (), told.token_ids, strict=False)
-    for position, (given, found, token) in enumerate(pairs):
-        if given != found:
-            return _entries_differ(index, position, token, given, found)
-    if (stated.logprobs is None) != (told.logprobs is None) or (
-        len(stated.logprobs or ()) != len(told.logprobs or ())
+def _completion_differs(stated: CompletionOutput, drawn: CompletionOutput) -> Verification | None:
+    index = drawn.index
+    pairs = zip(stated.logprobs or (), drawn.logprobs or (), drawn.token_ids, strict=False)
+    for position, (stated_entries, entries, token) in enumerate(pairs):
+        if stated_entries != entries:
+            return _entries_differ(index, position, token, stated_entries, entries)
+    if (stated.logprobs is None) != (drawn.logprobs is None) or (
+        len(stated.logprobs or ()) != len(drawn.logprobs or ())
     ):
         return differs(f"completion {index}: not every token has log-probabilities", index)
-    if (stated.index, stated.error) != (index, told.error):
+    if (stated.index, stated.error) != (index, drawn.error):
         return differs(
             f"completion {index}: index {stated.index!r} and error {stated.error!r} are stated",
             index,
         )
-    if stated.text != told.text:
+    if stated.text != drawn.text:
         return differs(f"completion {index}: its tokens are another text than stated", index)
-    ends = told.finish_reason, told.stop_reason
-    if told.finish_reason is None and stated.finish_reason in _FROM_OUTSIDE:
+    ends = drawn.finish_reason, drawn.stop_reason
+    if drawn.finish_reason is None and stated.finish_reason in _FROM_OUTSIDE:
         return None
     if (stated.finish_reason, stated.stop_reason) != ends:
         ending = "goes on" if ends[0] is None else f"ends by {ends[0]} ({ends[1]!r})"
@@ -204,22 +207,24 @@ def _completion_differs(stated: CompletionOutput, told: CompletionOutput) -> Ver
 
 
 def _entries_differ(
-    index: int, position: int, token: int, stated: TokenLogprobs, found: TokenLogprobs
+    index: int, position: int, token: int, stated: TokenLogprobs, model: TokenLogprobs
 ) -> Verification:
-    """stated, found: what is stated for one token, and what the model gives; they differ."""
-    both = set(stated) | set(found)
-    other = next(
-        one
-        for one in sorted(both, key=lambda one: one != token)
-        if stated.get(one) != found.get(one)
-    )
-    given = stated.get(other)
-    own = found.get(other)
+    """stated, model: what is stated for one token, and what the model gives; they differ."""
+    # the token itself first
+    differing = [
+        candidate
+        for candidate in sorted(set(stated) | set(model), key=lambda candidate: candidate != token)
+        if stated.get(candidate) != model.get(candidate)
+    ]
+    other = differing[0]
+    stated_entry = stated.get(other)
+    entry = model.get(other)
     if other == token:
-        return logprob_differs(index, position, token, _value(given), _value(own))
+        return logprob_differs(index, position, token, _value(stated_entry), _value(entry))
     return Verification(
         Outcome.DIFFERS,
-        f"completion {index}, token {position}: {given} is stated for token {other}, and the model gives {own}",
+        f"completion {index}, token {position}: {stated_entry} is stated for token {other}, and the model "
+        f"gives {entry}",
         completion=index,
         position=position,
         stated_token=token,

@@ -17,6 +17,7 @@ from freight.engine.graphs import CudaGraphs
 from freight.engine.prepare import Logits, SequenceSlice
 from freight.engine.runner import ModelRunner
 from freight.engine.sampler import SamplingRow, sample
+from freight.engine.step import Mode
 from freight.fp8.formats import Format, Granularity, ScaleSource
 from freight.fp8.weights import quantize_rows
 from freight.kernels import reference
@@ -101,10 +102,10 @@ def test_the_sampler_draws_as_on_a_cpu_and_waits_once(spread, expected_waits):
 def test_steps_launched_ahead_generate_the_same():
     """One request at a time, because another number of rows may be rounded otherwise."""
     llm = LLM("demo", device="cuda", kv_cache_memory="8MiB", max_model_len=64)
-    assert llm.engine.overlaps
+    assert llm.engine.mode is Mode.OVERLAPPED
     found = []
-    for overlaps in (True, False):
-        llm.engine.overlaps = overlaps
+    for mode in (Mode.OVERLAPPED, Mode.REPEATABLE):
+        llm.engine.mode = mode
         params = [
             SamplingParams(temperature=0.8 * (i % 2), seed=i, max_tokens=9 + 3 * i)
             for i in range(4)

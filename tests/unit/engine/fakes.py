@@ -23,6 +23,7 @@ from freight.engine.engine import Engine
 from freight.engine.intake import Intake
 from freight.engine.prepare import SequenceSlice
 from freight.engine.scheduler import Scheduler
+from freight.engine.step import Mode
 from freight.errors import RequestError
 from freight.outputs import RequestOutput
 
@@ -193,8 +194,7 @@ def new_engine(
     max_num_seqs: int = 4,
     budget: int = 16,
     max_model_len: int = 64,
-    overlaps: bool = False,
-    repeatable: bool = True,
+    mode: Mode = Mode.REPEATABLE,
     most_drafts: int = 0,
 ) -> Engine:
     cache = CacheManager((Pages((0,), 1, None, BLOCK),), (num_blocks,), BLOCK, budget)
@@ -202,5 +202,6 @@ def new_engine(
     intake = Intake(FakeTokenizer(), VOCAB, max_model_len)  # type: ignore[arg-type]
     runner: Any = FakeRunner(num_blocks)
     parts = (runner, cache, scheduler, intake, frozenset({EOS}))
-    options: Any = {"overlaps": overlaps, "repeatable": repeatable, "drafts": most_drafts > 0}
-    return Engine(*parts, seed=0, threads=nullcontext(), clock=Clock(), **options)
+    if most_drafts > 0:
+        mode = Mode.DRAFTING
+    return Engine(*parts, seed=0, threads=nullcontext(), clock=Clock(), mode=mode)

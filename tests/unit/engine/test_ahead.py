@@ -19,6 +19,7 @@ from freight.engine import sampler
 from freight.engine.ahead import Launched
 from freight.engine.engine import Engine
 from freight.engine.prepare import SequenceSlice
+from freight.engine.step import Mode
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 
@@ -59,21 +60,21 @@ def test_a_batch_has_the_same_tokens_and_leaves_nothing_behind(
     of the first.
     """
     found = []
-    for overlaps in (False, True):
+    for mode in (Mode.REPEATABLE, Mode.OVERLAPPED):
         rng = random.Random(seed)
         limits = {
             "num_blocks": rng.choice([12, 24, 100]),
             "budget": rng.choice([8, 16]),
             "max_model_len": 40,
         }
-        llm = new_llm(**limits, overlaps=overlaps)
+        llm = new_llm(**limits, mode=mode)
         prompts = [prompt_of(rng) for _ in range(9)]
         params = [plain_params(rng) for _ in prompts]
         first = llm.generate(prompts, params)
         longer = [[*one.prompt_token_ids, *one.outputs[0].token_ids][:30] for one in first]
         found.append([essence(first), essence(llm.generate(longer, params))])
         check_clean(llm)
-        assert (runner_of(llm.engine).num_ahead > 0) == overlaps
+        assert (runner_of(llm.engine).num_ahead > 0) == (mode is Mode.OVERLAPPED)
     assert found[0] == found[1]
 
 
@@ -84,7 +85,7 @@ def test_requests_that_come_and_go_have_the_tokens_they_have_alone(
     """They are added, aborted and released, and time out, while a step is launched ahead; ids come
     again.
     """
-    rng, llm = random.Random(seed), new_llm(num_blocks=20, budget=12, overlaps=True)
+    rng, llm = random.Random(seed), new_llm(num_blocks=20, budget=12, mode=Mode.OVERLAPPED)
     engine = llm.engine
     clock: Any = engine.clock
     live: dict[str, SamplingParams] = {}
@@ -132,7 +133,8 @@ def test_each_step_gives_the_same_and_a_stop_id_ends_a_stream_at_the_same_token(
 ):
     prompts = [[index % 3, 1, index] for index in range(4)]
     params = SamplingParams(max_tokens=40, seed=3, stop_token_ids=(5, 9))
-    plain, ahead = (steps_of(new_llm(overlaps=on).engine, prompts, params) for on in (False, True))
+    plain = steps_of(new_llm(mode=Mode.REPEATABLE).engine, prompts, params)
+    ahead = steps_of(new_llm(mode=Mode.OVERLAPPED).engine, prompts, params)
     assert ahead == plain
     assert {one.finish_reason for step in plain for _, (one,), _ in step} >= {"stop", None}
 
@@ -155,7 +157,7 @@ def test_the_next_step_is_launched_before_tokens_are_read(
 
     monkeypatch.setattr(FakeRunner, "run", logged_run)
     monkeypatch.setattr(Launched, "read", logged_read)
-    new_llm(overlaps=True).generate([[1, 2, 0]], replace(GREEDY, max_tokens=5))
+    new_llm(mode=Mode.OVERLAPPED).generate([[1, 2, 0]], replace(GREEDY, max_tokens=5))
     # The prompt, the second token and then one ahead of each that is read; the last is known to be
     # the last.
     assert happened == ["run", "run", "ahead", "read", "ahead", "read", "ahead", "read", "read"]
@@ -174,7 +176,7 @@ WAITING = [
 
 @pytest.mark.parametrize("params", WAITING, ids=lambda params: next(iter(params)))
 def test_steps_that_need_the_host_wait_for_it(new_llm: Callable[..., LLM], params: dict[str, Any]):
-    llm = new_llm(overlaps=True)
+    llm = new_llm(mode=Mode.OVERLAPPED)
     llm.generate([[1, 2, 0], [2, 0]], [GREEDY, replace(GREEDY, **params)])
     assert runner_of(llm.engine).num_ahead == 0
     llm.generate([[1, 2, 0], [2, 0]], GREEDY)
@@ -191,9 +193,13 @@ def test_rows_of_nan_and_wide_nuclei_are_computed_again(
     usual = essence(new_llm().generate(prompts, params))
     middle = usual[2][1][0].token_ids[4]
     found = []
-    for overlaps, nucleus in [(False, 1024), (True, 1024), (True, 3)]:
+    for mode, nucleus in [
+        (Mode.REPEATABLE, 1024),
+        (Mode.OVERLAPPED, 1024),
+        (Mode.OVERLAPPED, 3),
+    ]:
         look_at(monkeypatch, nucleus)
-        llm = new_llm(overlaps=overlaps)
+        llm = new_llm(mode=mode)
         assert essence(llm.generate(prompts, params)) == usual
         runner_of(
             llm.engine
@@ -201,7 +207,7 @@ def test_rows_of_nan_and_wide_nuclei_are_computed_again(
         llm.engine.cache.reset()
         found.append(essence(llm.generate(prompts, params, on_error="return")))
         check_clean(llm)
-        assert (runner_of(llm.engine).num_ahead > 0) == overlaps
+        assert (runner_of(llm.engine).num_ahead > 0) == (mode is Mode.OVERLAPPED)
     assert found[0] == found[1] == found[2]
     assert "NaN" in str(found[0][2][1][0].error)
 
@@ -210,8 +216,8 @@ def test_rows_of_nan_and_wide_nuclei_are_computed_again(
 def test_a_step_that_raises_fails_the_same_requests(new_llm: Callable[..., LLM], failing: str):
     prompts = [[1, 2, index] for index in range(4)]
     found = []
-    for overlaps in (False, True):
-        llm = new_llm(overlaps=overlaps)
+    for mode in (Mode.REPEATABLE, Mode.OVERLAPPED):
+        llm = new_llm(mode=mode)
         runner = runner_of(llm.engine)
 
         def fails(slices: Sequence[SequenceSlice], runner: FakeRunner = runner) -> None:
@@ -224,7 +230,7 @@ def test_a_step_that_raises_fails_the_same_requests(new_llm: Callable[..., LLM],
         runner.fails = fails
         found.append(essence(llm.generate(prompts, GREEDY, on_error="return")))
         check_clean(llm)
-        assert (runner.num_ahead > 0) == overlaps
+        assert (runner.num_ahead > 0) == (mode is Mode.OVERLAPPED)
     assert found[0] == found[1]
     errors = [one[1][0].error for one in found[0]]
     assert any(errors) == (failing == "always")
@@ -233,7 +239,12 @@ def test_a_step_that_raises_fails_the_same_requests(new_llm: Callable[..., LLM],
 def test_an_exception_at_any_line_leaves_the_engine_as_if_the_call_had_not_been_made(
     new_llm: Callable[..., LLM],
 ):
-    limits: dict[str, Any] = {"num_blocks": 12, "budget": 12, "max_model_len": 40, "overlaps": True}
+    limits: dict[str, Any] = {
+        "num_blocks": 12,
+        "budget": 12,
+        "max_model_len": 40,
+        "mode": Mode.OVERLAPPED,
+    }
     rng = random.Random(1)
     prompts = [prompt_of(rng) for _ in range(3)]
     params = [plain_params(rng) for _ in prompts]
@@ -296,7 +307,7 @@ def test_the_demo_model_generates_the_same(captured: bool):
         for i in range(6)
     ]
     found, ahead = [], []
-    for overlaps in (False, True):
+    for mode in (Mode.REPEATABLE, Mode.OVERLAPPED):
         llm = LLM(
             "demo",
             kv_cache_dtype="fp8_e4m3",
@@ -304,10 +315,9 @@ def test_the_demo_model_generates_the_same(captured: bool):
             max_model_len=64,
             max_num_seqs=4,
         )
-        assert (
-            not llm.engine.overlaps
-        )  # the host has nothing to gain on a CPU, which it computes with
-        llm.engine.overlaps = overlaps
+        # the host has nothing to gain on a CPU, which it computes with
+        assert llm.engine.mode is not Mode.OVERLAPPED
+        llm.engine.mode = mode
         runner = llm.engine.runner
         if not captured:
             llm.engine.runner = runner = replace(runner, captured=None)

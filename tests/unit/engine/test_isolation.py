@@ -16,6 +16,7 @@ from tests.unit.engine.fakes import BLOCK, FakeRunner, check_clean, essence, par
 from freight import LLM, SamplingParams
 from freight.engine.pace import Pace
 from freight.engine.prepare import SequenceSlice
+from freight.engine.step import Mode
 from freight.outputs import FinishReason
 
 ROOM = {"num_blocks": 400, "max_num_seqs": 16, "budget": 256}
@@ -37,19 +38,17 @@ def raises_for(token: int) -> Callable[[Sequence[SequenceSlice]], None]:
     return fails
 
 
-@pytest.mark.parametrize("overlaps", [False, True])
+@pytest.mark.parametrize("mode", [Mode.REPEATABLE, Mode.OVERLAPPED])
 @pytest.mark.parametrize("bad", [[0], [9], [15], [3, 4], [0, 15], list(range(16))])
-def test_the_others_answer_as_without_them(
-    new_llm: Callable[..., LLM], bad: list[int], overlaps: bool
-):
+def test_the_others_answer_as_without_them(new_llm: Callable[..., LLM], bad: list[int], mode: Mode):
     """All passes of the first step are counted: at most 1 + 2k log2(n), and never more than 2n."""
     rng = random.Random(1)
     prompts = [prompt_of(rng) for _ in range(16)]
     params = [
         SamplingParams(max_tokens=6, seed=i, temperature=i % 2, logprobs=1) for i in range(16)
     ]
-    expected = essence(new_llm(**ROOM, overlaps=overlaps).generate(prompts, params))
-    llm = new_llm(**ROOM, overlaps=overlaps)
+    expected = essence(new_llm(**ROOM, mode=mode).generate(prompts, params))
+    llm = new_llm(**ROOM, mode=mode)
     runner = runner_of(llm)
     runner.fails = raises_for(BAD)
     prompts = [[*prompt, BAD] if i in bad else prompt for i, prompt in enumerate(prompts)]
@@ -132,7 +131,7 @@ def test_any_mixture_where_a_pass_cannot_be_repeated(
     """A pass that raises spoils the blocks that are not full, as one over layers with a state may.
     With `rarely` others raise now and then for no fault of a row."""
     rng = random.Random(seed)
-    case = Mixture.of(new_llm, rng, repeatable=False)
+    case = Mixture.of(new_llm, rng, mode=Mode.ONCE)
     runner = runner_of(case.llm)
     raises, alone = raises_for(BAD), 0
 

@@ -59,8 +59,8 @@ class StoreRig(Rig):
         self.tiers.open("space")
         groups = [FakeBytes(self.model, group) for group in range(len(self.windows))]
         self.store = StoredPrefixes(self.tiers, self.cache, groups, salted)
-        self.scheduler._store = self.store
-        self.schedule_once = self.scheduler.schedule
+        self.scheduler._fetches.store = self.store
+        self._schedule = self.scheduler.schedule
         self.scheduler.schedule = self._with_chunks  # type: ignore[method-assign]
         self.num_idle = 0
 
