@@ -60,7 +60,7 @@ class StoreRig(Rig):
         groups = [FakeBytes(self.model, group) for group in range(len(self.windows))]
         self.store = StoredPrefixes(self.tiers, self.cache, groups, salted)
         self.scheduler._fetches.store = self.store
-        self._schedule = self.scheduler.schedule
+        self.schedule_once = self.scheduler.schedule
         self.scheduler.schedule = self._with_chunks  # type: ignore[method-assign]
         self.num_idle = 0
 
