@@ -30,7 +30,7 @@ _LISTS = ("api_key", "allow_origin")
 
 
 @dataclass
-class Given:
+class LauncherRequest:
     """What flags and variables of TGI ask for.
 
     argv          the command line with our names
@@ -66,9 +66,9 @@ def launch(argv: Sequence[str], environ: Mapping[str, str]) -> None:
     get_command(app).main(args=request.argv, prog_name="freight", default_map=request.defaults)
 
 
-def read(argv: Sequence[str], environ: Mapping[str, str]) -> Given:
+def read(argv: Sequence[str], environ: Mapping[str, str]) -> LauncherRequest:
     """TGI's flags and variables, in our names. Raises ConfigError for what Freight cannot do."""
-    request = Given()
+    request = LauncherRequest()
     flags = set()
     tokens = iter(argv)
     for token in tokens:
@@ -105,7 +105,7 @@ def _flag(token: str, tokens: Iterator[str]) -> tuple[str | None, str]:
     return name, value
 
 
-def _take_flag(request: Given, name: str, value: str) -> None:
+def _take_flag(request: LauncherRequest, name: str, value: str) -> None:
     option = TGI_OPTIONS[name]
     if value in option.asks:
         return
@@ -119,7 +119,7 @@ def _take_flag(request: Given, name: str, value: str) -> None:
         _pass_over(request, name, as_flag(name), value)
 
 
-def _take_variable(request: Given, name: str, value: str) -> None:
+def _take_variable(request: LauncherRequest, name: str, value: str) -> None:
     option = TGI_OPTIONS[name]
     variable = name.upper()
     if value.lower() in option.asks:
@@ -142,7 +142,7 @@ def _take_variable(request: Given, name: str, value: str) -> None:
     request.variables[ours] = variable if name == "api_key" else f"{variable}={value}"
 
 
-def _pass_over(request: Given, name: str, spelling: str, value: str) -> None:
+def _pass_over(request: LauncherRequest, name: str, spelling: str, value: str) -> None:
     """Note what is ignored. Raises ConfigError where that would break a promise."""
     option = TGI_OPTIONS[name]
     instead = spelled(option.instead, as_flag)
@@ -167,7 +167,7 @@ def _check_form(ctx: typer.Context, values: Mapping[str, Any]) -> None:
         raise ConfigError("a server needs --model-id MODEL; freight --help lists the verbs")
 
 
-def _apply_concurrent(ctx: typer.Context, values: Values, request: Given) -> None:
+def _apply_concurrent(ctx: typer.Context, values: Values, request: LauncherRequest) -> None:
     """Requests that run (`max_num_seqs`) and those that wait (`max_queue`) become TGI's number
     together.
     """
@@ -187,7 +187,7 @@ def _apply_concurrent(ctx: typer.Context, values: Values, request: Given) -> Non
         request.variables[""] = f"{spelling}={count}"
 
 
-def _say(ctx: typer.Context, request: Given) -> None:
+def _say(ctx: typer.Context, request: LauncherRequest) -> None:
     """Print one line on stderr: which variables of TGI act, and what is ignored."""
     acting = [
         source

@@ -22,7 +22,7 @@ from freight.cache.groups import CacheGroup
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class BlockTables:
     """The blocks of one sequence, by group. Immutable, so that a step may keep a reference.
 
     block_ids    block tables; () for a sequence that holds nothing
@@ -36,10 +36,10 @@ class Held:
     room: int = 0
 
 
-NOTHING = Held()
+NOTHING = BlockTables()
 
 
-class Fresh(NamedTuple):
+class NewBlock(NamedTuple):
     """A block that was allocated for a key that is not indexed: entry `position` of a sequence's
     table in `group`.
     """
@@ -51,13 +51,13 @@ class Fresh(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Taken:
+class Reservation:
     """Blocks of a prefix: by group in the order of the sequence, those that were indexed and
     `fresh` ones.
     """
 
     tables: tuple[tuple[int, ...], ...]
-    fresh: tuple[Fresh, ...]
+    fresh: tuple[NewBlock, ...]
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ class CacheManager:
 
     def admit(
         self, keys: Sequence[bytes], num_tokens: int, reserve: int
-    ) -> tuple[Held, int] | None:
+    ) -> tuple[BlockTables, int] | None:
         """Take references on the blocks of the longest cached prefix; return them, and the number
         of its tokens. None, and no change, if the request does not fit.
 
@@ -184,7 +184,7 @@ class CacheManager:
                 group.most_blocks(num_tokens, self._step_tokens),
             )
             fits = fits and most - len(shared) + reserve <= allocator.num_available
-        block_tables = Held(tuple(tables), tuple(given_back), start)
+        block_tables = BlockTables(tuple(tables), tuple(given_back), start)
         if not fits:
             self.release(block_tables)
             return None
@@ -195,7 +195,7 @@ class CacheManager:
         """True if `trim` can have an effect in some group."""
         return bool(self._giving_back)
 
-    def trim(self, block_tables: Held, start: int) -> Held:
+    def trim(self, block_tables: BlockTables, start: int) -> BlockTables:
         """Release the blocks that no token at position `start` or later reads."""
         block_ids = list(block_tables.block_ids)
         given_back = list(block_tables.given_back)
@@ -211,10 +211,10 @@ class CacheManager:
             given_back[index] = first
             released = True
         if released:
-            return Held(tuple(block_ids), tuple(given_back), block_tables.room)
+            return BlockTables(tuple(block_ids), tuple(given_back), block_tables.room)
         return block_tables
 
-    def grow(self, block_tables: Held, num_tokens: int) -> Held | None:
+    def grow(self, block_tables: BlockTables, num_tokens: int) -> BlockTables | None:
         """Allocate the blocks that are missing for `num_tokens` tokens; None, and no change, if a
         group has too few available.
         """
@@ -234,9 +234,9 @@ class CacheManager:
             fresh = allocator.allocate(count)
             assert fresh is not None
             tables.append(table + tuple(fresh))
-        return Held(tuple(tables), block_tables.given_back, self._room(tables))
+        return BlockTables(tuple(tables), block_tables.given_back, self._room(tables))
 
-    def shrink(self, block_tables: Held, num_tokens: int) -> Held:
+    def shrink(self, block_tables: BlockTables, num_tokens: int) -> BlockTables:
         """Release the blocks behind those of the first `num_tokens` tokens. They are not indexed."""
         tables = []
         released = False
@@ -247,9 +247,11 @@ class CacheManager:
             tables.append(table[:count])
         if not released:
             return block_tables
-        return Held(tuple(tables), block_tables.given_back, self._room(tables))
+        return BlockTables(tuple(tables), block_tables.given_back, self._room(tables))
 
-    def register(self, block_tables: Held, keys: Sequence[bytes], before: int, after: int) -> None:
+    def register(
+        self, block_tables: BlockTables, keys: Sequence[bytes], before: int, after: int
+    ) -> None:
         """Index the blocks that became full when the computed tokens rose from `before` to `after`.
 
         `keys`: prefix keys of the sequence's full blocks, at least `after` // block_size of them.
@@ -264,13 +266,13 @@ class CacheManager:
             ):
                 allocator.register(block, key)
 
-    def release(self, block_tables: Held) -> None:
+    def release(self, block_tables: BlockTables) -> None:
         """Release all blocks. Full blocks stay cached."""
         self._release(block_tables, forget=False)
 
-    def forget(self, block_tables: Held, keys: Sequence[bytes]) -> None:
+    def forget(self, block_tables: BlockTables, keys: Sequence[bytes]) -> None:
         """Release all blocks. Remove the sequence's content from the index, also that of blocks
-        that it no longer holds (`Held.given_back`).
+        that it no longer holds (`BlockTables.given_back`).
 
         `keys`: prefix keys of the sequence's full blocks.
         """
@@ -283,7 +285,7 @@ class CacheManager:
             allocator.forget(self.keys_of(group, keys, 0, min(given_back, with_key)))
         self._release(block_tables, forget=True)
 
-    def _release(self, block_tables: Held, forget: bool) -> None:
+    def _release(self, block_tables: BlockTables, forget: bool) -> None:
         # not strict, because NOTHING has no tables
         for allocator, table, first in zip(
             self.allocators, block_tables.block_ids, block_tables.given_back, strict=False
@@ -311,7 +313,7 @@ class CacheManager:
 
     def take(
         self, keys: Sequence[bytes], length: int, num_tokens: int, reserve: int
-    ) -> Taken | None:
+    ) -> Reservation | None:
         """Take references on the blocks that a sequence needs to continue at `length`, and allocate
         those that are not indexed. None, and no change, if a request of `num_tokens` tokens would
         not fit, as `admit` says.
@@ -343,11 +345,11 @@ class CacheManager:
             for index, table in enumerate(tables)
             for new_block in self._allocate_missing(index, keys, length, table)
         ]
-        return Taken(tuple(map(tuple, tables)), tuple(fresh))
+        return Reservation(tuple(map(tuple, tables)), tuple(fresh))
 
     def _allocate_missing(
         self, index: int, keys: Sequence[bytes], length: int, table: list[int]
-    ) -> Iterator[Fresh]:
+    ) -> Iterator[NewBlock]:
         """Put allocated blocks in place of -1, and yield them."""
         group = self.groups[index]
         first = group.first_block(length)
@@ -358,7 +360,7 @@ class CacheManager:
         for place, key in enumerate(self.keys_of(group, keys, first, end)):
             if table[place] < 0:
                 table[place] = next(fresh)
-                yield Fresh(index, key, table[place], first + place)
+                yield NewBlock(index, key, table[place], first + place)
 
     def _longest_hit_of(
         self, index: int, keys: Sequence[bytes], length: int, has: Callable[[int, bytes], bool]

@@ -17,9 +17,9 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from freight.cache.manager import CacheManager, Held
+from freight.cache.manager import BlockTables, CacheManager
 from freight.cache.store.entries import encode_tokens
-from freight.cache.store.mover import BlockBytes, Fetch, Mover, Offer, Wanted
+from freight.cache.store.mover import BlockBytes, Fetch, Mover, Offer, WantedBlock
 from freight.cache.store.tiers import StoreTiers, Tier
 from freight.outputs import StoreStats
 
@@ -36,7 +36,7 @@ _WAIT = 0.02  # seconds until commands are looked at again, where nothing can be
 
 
 @dataclass(frozen=True)
-class Sought:
+class PrefixQuery:
     """A sequence that may be found in the store.
 
     keys         prefix keys of its full blocks that may be a hit
@@ -50,7 +50,7 @@ class Sought:
 
 
 @dataclass(frozen=True)
-class _Coming:
+class _Fetching:
     """The blocks of a fetch, by group in the order of the sequence: those that the pool had, and
     those that come. The prefix becomes `num_tokens` tokens longer by them. After `until`, a time of
     the clock, no more is waited for.
@@ -63,7 +63,7 @@ class _Coming:
 
 
 @dataclass(frozen=True)
-class _Plan:
+class _FetchPlan:
     """What the pool lacks, (group, key), to have a prefix of `end` tokens in place of `begin`."""
 
     missing: tuple[tuple[int, bytes], ...]
@@ -72,7 +72,7 @@ class _Plan:
 
 
 @dataclass(frozen=True)
-class _Refused:
+class _RefusedFetch:
     """A request, by name and number of tokens, for which nothing could be brought in, and the blocks
     that each group had for it then.
     """
@@ -102,10 +102,12 @@ class StoredPrefixes:
         self._late: Fetch | None = None  # the last that was given up because it took too long
         self._stores_salted = stores_salted
         self._tiers = tiers
-        self._coming: dict[str, _Coming] = {}  # by request, in the order of their beginning
+        self._coming: dict[str, _Fetching] = {}  # by request, in the order of their beginning
         self._on_the_way: set[tuple[int, bytes]] = set()  # the blocks of all fetches
         self._in_turn: set[str] = set()  # requests that wait until a fetch ends
-        self._refused: _Refused | None = None  # the last one: requests behind it are not asked for
+        self._refused: _RefusedFetch | None = (
+            None  # the last one: requests behind it are not asked for
+        )
         self._is_closed = False
         self._payload_bytes = [entry.payload_bytes for entry in block_bytes]
         num_blocks = sum(entry.num_blocks for entry in manager.allocators)
@@ -119,19 +121,19 @@ class StoredPrefixes:
         """Return whether request `name` has a fetch that is not done. One that takes too long is
         given up; what came until then is kept.
         """
-        coming = self._coming.get(name)
-        if coming is None or coming.fetch.is_done:
+        fetching = self._coming.get(name)
+        if fetching is None or fetching.fetch.is_done:
             return False
-        if self._clock() < coming.until:
+        if self._clock() < fetching.until:
             return True
-        coming.fetch.cancel()
-        self._late = coming.fetch
+        fetching.fetch.cancel()
+        self._late = fetching.fetch
         return False
 
     def has_fetch(self, name: str) -> bool:
         return name in self._coming
 
-    def begin(self, name: str, query: Sought, salted: bool, reserve: int) -> bool:
+    def begin(self, name: str, query: PrefixQuery, salted: bool, reserve: int) -> bool:
         """Begin to bring in what the store has of a sequence beyond the pool. True: it comes, or
         will as soon as other blocks are there; ask again. False: it is not there, not worth the
         time, or there is no room for it now. That is looked at again once a group has more blocks.
@@ -156,19 +158,19 @@ class StoredPrefixes:
                 return True
             if self._start(name, query, plan, reserve):
                 return True
-        self._refused = _Refused(name, query.num_tokens, room)
+        self._refused = _RefusedFetch(name, query.num_tokens, room)
         return False
 
     def finish(self, name: str) -> None:
         """Index the blocks that came for a request, and release all of its fetch."""
-        coming = self._take(name)
-        for index, block in enumerate(coming.fetch.wanted):
-            if index >= coming.fetch.num_loaded:
+        fetching = self._take(name)
+        for index, block in enumerate(fetching.fetch.wanted):
+            if index >= fetching.fetch.num_loaded:
                 break
             self._manager.allocators[block.group].register(block.block, block.key)
-        self._release(coming)
-        if coming.fetch.num_loaded == len(coming.fetch.wanted):
-            self._tiers.count_tokens(coming.num_tokens)
+        self._release(fetching)
+        if fetching.fetch.num_loaded == len(fetching.fetch.wanted):
+            self._tiers.count_tokens(fetching.num_tokens)
 
     def drop(self, name: str) -> None:
         """Give up the fetch of a request, if it has one. It may be another's name from now on."""
@@ -188,8 +190,8 @@ class StoredPrefixes:
 
     def reset(self) -> None:
         """Give up all fetches, before all blocks become free."""
-        for coming in list(self._coming.values()):
-            coming.fetch.cancel()
+        for fetching in list(self._coming.values()):
+            fetching.fetch.cancel()
         self._coming = {}
         self._on_the_way = set()
         self._in_turn = set()
@@ -210,7 +212,7 @@ class StoredPrefixes:
         if num_tokens >= _LEAST_MEASURED:
             self.mover.rates.note_computed(num_tokens, seconds)
 
-    def _is_refused(self, name: str, query: Sought, room: Sequence[int]) -> bool:
+    def _is_refused(self, name: str, query: PrefixQuery, room: Sequence[int]) -> bool:
         """Return whether a request was refused, and no group has more blocks for it than it had
         then.
         """
@@ -221,7 +223,7 @@ class StoredPrefixes:
             and all(now <= then for now, then in zip(room, last.room, strict=True))
         )
 
-    def _plan(self, query: Sought) -> _Plan | None:
+    def _plan(self, query: PrefixQuery) -> _FetchPlan | None:
         """Return how pool and store together have a longer prefix than the pool; None if they do
         not, or it is not worth it.
         """
@@ -247,43 +249,43 @@ class StoredPrefixes:
         limited = self.mover.budget.is_limited
         if not self.mover.rates.is_worth(sizes, end - begin, limited):
             return None
-        return _Plan(tuple(missing), begin, end)
+        return _FetchPlan(tuple(missing), begin, end)
 
-    def _start(self, name: str, query: Sought, plan: _Plan, reserve: int) -> bool:
+    def _start(self, name: str, query: PrefixQuery, plan: _FetchPlan, reserve: int) -> bool:
         reservation = self._manager.take(query.keys, plan.end, query.num_tokens, reserve)
         if reservation is None:
             return False
         blocks = []
         for block in reservation.fresh:
             tokens = self._tokens(query, block.group, block.position)
-            blocks.append(Wanted(block.key, block.group, tokens, block.block))
+            blocks.append(WantedBlock(block.key, block.group, tokens, block.block))
         num_tokens = plan.end - plan.begin
         patience = max(_PATIENCE * self.mover.rates.to_compute(num_tokens), _LEAST_PATIENCE)
         until = self._clock() + patience
-        coming = _Coming(Fetch(blocks), reservation.tables, num_tokens, until)
+        fetching = _Fetching(Fetch(blocks), reservation.tables, num_tokens, until)
         # first: `reset` has to find what the thread may write
-        self._coming[name] = coming
+        self._coming[name] = fetching
         self._on_the_way.update(plan.missing)
-        self.mover.fetch(coming.fetch)
+        self.mover.fetch(fetching.fetch)
         return True
 
-    def _tokens(self, query: Sought, group: int, position: int) -> bytes:
+    def _tokens(self, query: PrefixQuery, group: int, position: int) -> bytes:
         size = self._manager.groups[group].tokens_per_block
         return encode_tokens(query.tokens(position * size, (position + 1) * size))
 
     def _is_known(self, group: int, key: bytes) -> bool:
         return self._manager.is_indexed(group, key) or self._tiers.contains(key, group)
 
-    def _take(self, name: str) -> _Coming:
-        coming = self._coming.pop(name)
+    def _take(self, name: str) -> _Fetching:
+        fetching = self._coming.pop(name)
         self._in_turn = set()
         self._on_the_way.difference_update(
-            (block.group, block.key) for block in coming.fetch.wanted
+            (block.group, block.key) for block in fetching.fetch.wanted
         )
-        return coming
+        return fetching
 
-    def _release(self, coming: _Coming) -> None:
-        for allocator, table in zip(self._manager.allocators, coming.tables, strict=True):
+    def _release(self, fetching: _Fetching) -> None:
+        for allocator, table in zip(self._manager.allocators, fetching.tables, strict=True):
             allocator.release(table)
 
     # ---------------------------------------------------------------------------------------------
@@ -291,9 +293,9 @@ class StoredPrefixes:
 
     def offer(
         self,
-        block_tables: Held,
+        block_tables: BlockTables,
         ends: Sequence[int],
-        query: Sought,
+        query: PrefixQuery,
         num_found: int,
         salted: bool,
     ) -> None:
@@ -356,9 +358,9 @@ class StoredPrefixes:
         until now is kept.
         """
         self._is_closed = True
-        for coming in self._coming.values():
-            coming.fetch.lock = threading.Lock()  # a thread may have held it
-            coming.fetch.is_cancelled = coming.fetch.is_done = True
+        for fetching in self._coming.values():
+            fetching.fetch.lock = threading.Lock()  # a thread may have held it
+            fetching.fetch.is_cancelled = fetching.fetch.is_done = True
         self.mover.leave_in_child()
 
     def close(self, seconds: float) -> None:

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from freight.cache.manager import Held
-from freight.cache.stored import Sought, StoredPrefixes
+from freight.cache.manager import BlockTables
+from freight.cache.stored import PrefixQuery, StoredPrefixes
 from freight.engine.request import Request
 
 
@@ -40,7 +40,7 @@ class PrefixFetch:
         blocks free.
         """
         assert self.store is not None
-        query = Sought(hit_keys, request.tokens, request.num_tokens)
+        query = PrefixQuery(hit_keys, request.tokens, request.num_tokens)
         return self.store.begin(request.request_id, query, _is_salted(request), reserve)
 
     def has(self, request: Request) -> bool:
@@ -51,13 +51,13 @@ class PrefixFetch:
         """Give up blocks that come; False if none do."""
         return self.store is not None and self.store.drop_latest()
 
-    def offer(self, request: Request, held: Held, ends: Sequence[int] | None = None) -> None:
+    def offer(self, request: Request, held: BlockTables, ends: Sequence[int] | None = None) -> None:
         """Let the store have the full blocks that a request gave back: those of `held` up to
         `ends`, None: all.
         """
         if self.store is None or not self._caching:
             return
-        query = Sought(request.block_keys, request.tokens, request.num_computed_tokens)
+        query = PrefixQuery(request.block_keys, request.tokens, request.num_computed_tokens)
         self.store.offer(
             held,
             ends or list(map(len, held.block_ids)),

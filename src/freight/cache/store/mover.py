@@ -72,7 +72,7 @@ class Offer(NamedTuple):
     use: int
 
 
-class Wanted(NamedTuple):
+class WantedBlock(NamedTuple):
     """A block of the pool, and what is to be in it."""
 
     key: bytes
@@ -89,7 +89,7 @@ class Piece(NamedTuple):
     seconds   that reading took
     """
 
-    blocks: Sequence[Wanted]
+    blocks: Sequence[WantedBlock]
     tiers: list[Tier]
     records: Record
     seconds: float
@@ -102,7 +102,7 @@ class Fetch:
     is_done      whether no more will be
     """
 
-    def __init__(self, wanted: Sequence[Wanted]) -> None:
+    def __init__(self, wanted: Sequence[WantedBlock]) -> None:
         self.wanted = tuple(wanted)
         self.num_loaded = 0
         self.is_done = False
@@ -140,7 +140,7 @@ class Mover:
         self._used: deque[Sequence[tuple[bytes, int]]] = deque(maxlen=_MOST_USED)
         self._failed: deque[Sequence[tuple[bytes, int]]] = deque()  # blocks to find no more
         self._fetches: deque[Fetch] = deque()
-        self._reads: SimpleQueue[tuple[Sequence[Wanted], Future[Piece]] | None] = SimpleQueue()
+        self._reads: SimpleQueue[tuple[Sequence[WantedBlock], Future[Piece]] | None] = SimpleQueue()
         self._changed = threading.Condition()
         self.is_closing = False
         # a disk may hang: an executor's threads would keep the process from ending
@@ -335,7 +335,7 @@ class Mover:
             except Exception as error:  # raised where the piece is waited for
                 read.set_exception(error)
 
-    def _pieces(self, fetch: Fetch) -> Iterator[Sequence[Wanted]]:
+    def _pieces(self, fetch: Fetch) -> Iterator[Sequence[WantedBlock]]:
         """Yield blocks that are read at once, of one group each."""
         begin = 0
         while begin < len(fetch.wanted):
@@ -347,7 +347,7 @@ class Mover:
             yield fetch.wanted[begin:end]
             begin = end
 
-    def _read(self, blocks: Sequence[Wanted]) -> Piece:
+    def _read(self, blocks: Sequence[WantedBlock]) -> Piece:
         began = time.monotonic()
         skipped = len(blocks[0].tokens)
         size = skipped + self._groups[blocks[0].group].payload_bytes

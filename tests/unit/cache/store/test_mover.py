@@ -13,7 +13,7 @@ import pytest
 from tests.unit.cache.store.test_folder import TOKENS, key_of, payload_of
 
 from freight.cache.store import segment
-from freight.cache.store.mover import Fetch, Mover, Offer, Record, Wanted
+from freight.cache.store.mover import Fetch, Mover, Offer, Record, WantedBlock
 from freight.cache.store.pace import SHARE, Rates, ReadBudget
 from freight.cache.store.segment import is_written
 from freight.cache.store.tiers import StoreTiers, Tier
@@ -60,7 +60,7 @@ class Setup:
         self.mover.offer([Offer(key_of(number), 0, TOKENS, number, 1) for number in numbers])
 
     def fetch(self, *numbers: int, at: int = 32) -> Fetch:
-        fetch = Fetch([Wanted(key_of(number), 0, TOKENS, at + number) for number in numbers])
+        fetch = Fetch([WantedBlock(key_of(number), 0, TOKENS, at + number) for number in numbers])
         self.mover.fetch(fetch)
         return fetch
 
