@@ -22,7 +22,7 @@ from freight.cache.groups import CacheGroup
 
 
 @dataclass(frozen=True, slots=True)
-class BlockTables:
+class SequenceBlocks:
     """The blocks of one sequence, by group. Immutable, so that a step may keep a reference.
 
     block_ids    block tables; () for a sequence that holds nothing
@@ -36,7 +36,7 @@ class BlockTables:
     room: int = 0
 
 
-NOTHING = BlockTables()
+NOTHING = SequenceBlocks()
 
 
 class NewBlock(NamedTuple):
@@ -159,7 +159,7 @@ class CacheManager:
 
     def admit(
         self, keys: Sequence[bytes], num_tokens: int, reserve: int
-    ) -> tuple[BlockTables, int] | None:
+    ) -> tuple[SequenceBlocks, int] | None:
         """Take references on the blocks of the longest cached prefix; return them, and the number
         of its tokens. None, and no change, if the request does not fit.
 
@@ -184,7 +184,7 @@ class CacheManager:
                 group.most_blocks(num_tokens, self._step_tokens),
             )
             fits = fits and most - len(shared) + reserve <= allocator.num_available
-        block_tables = BlockTables(tuple(tables), tuple(given_back), start)
+        block_tables = SequenceBlocks(tuple(tables), tuple(given_back), start)
         if not fits:
             self.release(block_tables)
             return None
@@ -195,7 +195,7 @@ class CacheManager:
         """True if `trim` can have an effect in some group."""
         return bool(self._giving_back)
 
-    def trim(self, block_tables: BlockTables, start: int) -> BlockTables:
+    def trim(self, block_tables: SequenceBlocks, start: int) -> SequenceBlocks:
         """Release the blocks that no token at position `start` or later reads."""
         block_ids = list(block_tables.block_ids)
         given_back = list(block_tables.given_back)
@@ -211,10 +211,10 @@ class CacheManager:
             given_back[index] = first
             released = True
         if released:
-            return BlockTables(tuple(block_ids), tuple(given_back), block_tables.room)
+            return SequenceBlocks(tuple(block_ids), tuple(given_back), block_tables.room)
         return block_tables
 
-    def grow(self, block_tables: BlockTables, num_tokens: int) -> BlockTables | None:
+    def grow(self, block_tables: SequenceBlocks, num_tokens: int) -> SequenceBlocks | None:
         """Allocate the blocks that are missing for `num_tokens` tokens; None, and no change, if a
         group has too few available.
         """
@@ -234,9 +234,9 @@ class CacheManager:
             fresh = allocator.allocate(count)
             assert fresh is not None
             tables.append(table + tuple(fresh))
-        return BlockTables(tuple(tables), block_tables.given_back, self._room(tables))
+        return SequenceBlocks(tuple(tables), block_tables.given_back, self._room(tables))
 
-    def shrink(self, block_tables: BlockTables, num_tokens: int) -> BlockTables:
+    def shrink(self, block_tables: SequenceBlocks, num_tokens: int) -> SequenceBlocks:
         """Release the blocks behind those of the first `num_tokens` tokens. They are not indexed."""
         tables = []
         released = False
@@ -247,10 +247,10 @@ class CacheManager:
             tables.append(table[:count])
         if not released:
             return block_tables
-        return BlockTables(tuple(tables), block_tables.given_back, self._room(tables))
+        return SequenceBlocks(tuple(tables), block_tables.given_back, self._room(tables))
 
     def register(
-        self, block_tables: BlockTables, keys: Sequence[bytes], before: int, after: int
+        self, block_tables: SequenceBlocks, keys: Sequence[bytes], before: int, after: int
     ) -> None:
         """Index the blocks that became full when the computed tokens rose from `before` to `after`.
 
@@ -266,13 +266,13 @@ class CacheManager:
             ):
                 allocator.register(block, key)
 
-    def release(self, block_tables: BlockTables) -> None:
+    def release(self, block_tables: SequenceBlocks) -> None:
         """Release all blocks. Full blocks stay cached."""
         self._release(block_tables, forget=False)
 
-    def forget(self, block_tables: BlockTables, keys: Sequence[bytes]) -> None:
+    def forget(self, block_tables: SequenceBlocks, keys: Sequence[bytes]) -> None:
         """Release all blocks. Remove the sequence's content from the index, also that of blocks
-        that it no longer holds (`BlockTables.given_back`).
+        that it no longer holds (`SequenceBlocks.given_back`).
 
         `keys`: prefix keys of the sequence's full blocks.
         """
@@ -285,7 +285,7 @@ class CacheManager:
             allocator.forget(self.keys_of(group, keys, 0, min(given_back, with_key)))
         self._release(block_tables, forget=True)
 
-    def _release(self, block_tables: BlockTables, forget: bool) -> None:
+    def _release(self, block_tables: SequenceBlocks, forget: bool) -> None:
         # not strict, because NOTHING has no tables
         for allocator, table, first in zip(
             self.allocators, block_tables.block_ids, block_tables.given_back, strict=False

@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from freight.cache.manager import BlockTables, CacheManager
+from freight.cache.manager import CacheManager, SequenceBlocks
 from freight.cache.store.entries import encode_tokens
 from freight.cache.store.mover import BlockBytes, Fetch, Mover, Offer, WantedBlock
 from freight.cache.store.tiers import StoreTiers, Tier
@@ -293,7 +293,7 @@ class StoredPrefixes:
 
     def offer(
         self,
-        block_tables: BlockTables,
+        block_tables: SequenceBlocks,
         ends: Sequence[int],
         query: PrefixQuery,
         num_found: int,

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from freight.cache.manager import BlockTables
+from freight.cache.manager import SequenceBlocks
 from freight.cache.stored import PrefixQuery, StoredPrefixes
 from freight.engine.request import Request
 
@@ -51,7 +51,9 @@ class PrefixFetch:
         """Give up blocks that come; False if none do."""
         return self.store is not None and self.store.drop_latest()
 
-    def offer(self, request: Request, held: BlockTables, ends: Sequence[int] | None = None) -> None:
+    def offer(
+        self, request: Request, held: SequenceBlocks, ends: Sequence[int] | None = None
+    ) -> None:
         """Let the store have the full blocks that a request gave back: those of `held` up to
         `ends`, None: all.
         """

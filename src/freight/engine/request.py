@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from freight.cache.manager import NOTHING, BlockTables
+from freight.cache.manager import NOTHING, SequenceBlocks
 from freight.engine.bad_words import BadWords
 from freight.engine.drafts import Drafts
 from freight.engine.grammar import Matcher
@@ -90,7 +90,7 @@ class Request:
     needed_from: int | None = None
     output_token_ids: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
-    held: BlockTables = NOTHING
+    held: SequenceBlocks = NOTHING
     block_keys: list[bytes] = field(default_factory=list)
     num_cached_tokens: int = 0
     num_preemptions: int = 0

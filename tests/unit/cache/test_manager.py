@@ -13,7 +13,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 from tests.shares import examples
 
 from freight.cache.groups import Pages, StateBlocks
-from freight.cache.manager import BlockTables, CacheManager
+from freight.cache.manager import CacheManager, SequenceBlocks
 from freight.cache.prefix import extend_keys
 
 BLOCK = 32
@@ -42,14 +42,16 @@ def manager(
     return CacheManager(groups, [num_blocks] * len(groups), BLOCK, STEP, caching)
 
 
-def compute(cache: CacheManager, held: BlockTables, text: str, start: int, end: int) -> BlockTables:
+def compute(
+    cache: CacheManager, held: SequenceBlocks, text: str, start: int, end: int
+) -> SequenceBlocks:
     grown = cache.grow(cache.trim(held, start), end)
     assert grown is not None
     cache.register(grown, keys_of(text), start, end)
     return grown
 
 
-def run_through(cache: CacheManager, text: str) -> BlockTables:
+def run_through(cache: CacheManager, text: str) -> SequenceBlocks:
     admitted = cache.admit(keys_of(text)[: (len(text) - 1) // BLOCK], len(text), 0)
     assert admitted is not None
     held, start = admitted
@@ -174,7 +176,7 @@ def test_a_hit_is_a_multiple_of_a_state(shared: int, hit: int) -> None:
     text = "abcde" * 60
     cache.release(run_through(cache, text))
     other = text[:shared] + "z" * (300 - shared)
-    held, start = cache.admit(keys_of(other)[: 299 // BLOCK], 300, 0) or (BlockTables(), -1)
+    held, start = cache.admit(keys_of(other)[: 299 // BLOCK], 300, 0) or (SequenceBlocks(), -1)
     assert start == hit
     assert held.given_back[1] == max(0, hit // 64 - 1)  # of the states the last alone
 
@@ -206,7 +208,7 @@ def test_a_hit_is_as_long_as_every_group_can_serve() -> None:
     for group, block in ((None, 0), (0, 9), (2, 7), (1, 5), (0, 0)):
         if group is not None:
             cache.allocators[group].forget(keys_of(text)[block : block + 1])
-        held, start = cache.admit(keys_of(text), len(text), 0) or (BlockTables(), -1)
+        held, start = cache.admit(keys_of(text), len(text), 0) or (SequenceBlocks(), -1)
         found.append(start)
         cache.release(held)
     assert found == [320, 256, 192, 128, 0]  # 192 would need block 5 of the window
@@ -231,7 +233,7 @@ def test_a_failed_request_leaves_nothing_behind_in_any_group() -> None:
 class Sequence:
     text: str
     computed: int
-    held: BlockTables
+    held: SequenceBlocks
     keys: list[bytes]
 
 
