@@ -184,8 +184,10 @@ def remove_abandoned(out: Path) -> None:
     Raises ConfigError where a living run writes `out`, and where its files cannot be brought back.
     """
     out = real(out)
-    places = [out.parent, out] if out.is_dir() else [out.parent]
-    for folder in [folder for place in places for folder in sorted(place.glob(PATTERN))]:
+    folders = sorted(out.parent.glob(PATTERN))
+    if out.is_dir():
+        folders += sorted(out.glob(PATTERN))
+    for folder in folders:
         with _locked(folder) as mine:
             if mine is False and _output_of(folder) == out:
                 raise ConfigError(
@@ -218,17 +220,17 @@ def restore(folder: Path) -> None:
             _discard(hidden)
 
 
-def exchange(one: Path, other: Path) -> None:
+def exchange(path: Path, other: Path) -> None:
     """Exchange what two paths name, in one step: renameat2(2). Raises OSError, also where the system
     cannot.
     """
     swap = _renameat2()
     if swap is None:
-        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS), str(one))
-    paths = os.fsencode(one), os.fsencode(other)
-    if swap(_AT_FDCWD, paths[0], _AT_FDCWD, paths[1], _RENAME_EXCHANGE) != 0:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS), str(path))
+    places = (_AT_FDCWD, os.fsencode(path), _AT_FDCWD, os.fsencode(other))
+    if swap(*places, _RENAME_EXCHANGE) != 0:
         number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number), str(one), None, str(other))
+        raise OSError(number, os.strerror(number), str(path), None, str(other))
 
 
 @contextmanager
@@ -269,14 +271,14 @@ def _moved_beside(path: Path, out: Path) -> Path:
     parent may not be written. So it does if this process is in `out`, whose shell would be in a
     removed folder afterwards.
     """
-    beside = out.parent / path.name
-    if path == beside or _renameat2() is None or real(Path()).is_relative_to(out):
+    moved = out.parent / path.name
+    if path == moved or _renameat2() is None or real(Path()).is_relative_to(out):
         return path
     try:
-        os.rename(path, beside)
+        os.rename(path, moved)
     except OSError:
         return path
-    return beside
+    return moved
 
 
 def _is_interrupted(hidden: Path) -> bool:

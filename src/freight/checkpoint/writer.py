@@ -304,10 +304,10 @@ class CheckpointWriter:
 
     def _fault(self, error: Exception) -> CapacityError | CheckpointError:
         match = re.search(r"\(os error (\d+)\)", str(error))  # how safetensors reports the errno
-        number = int(match[1]) if match else getattr(error, "errno", None)
-        left = "nothing was left there"
-        if self._overwrite:
-            left = "what was there is as it was"
+        number = getattr(error, "errno", None)
+        if match:
+            number = int(match[1])
+        left = "what was there is as it was" if self._overwrite else "nothing was left there"
         if self._partial is not None and self._partial.has_old_files:
             left = (
                 f"its old files are in {self._partial.path}, and the next run of freight that reads or "
