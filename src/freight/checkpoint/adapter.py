@@ -19,7 +19,7 @@ from torch import Tensor
 
 from freight.base.fields import JsonObject
 from freight.base.patterns import MOST_EXPRESSIONS, FilePattern
-from freight.checkpoint.headers import Shape, TensorEntry, read_header
+from freight.checkpoint.headers import Shape, read_header
 from freight.checkpoint.reader import read_json, read_tensor, resolve_model
 from freight.errors import CheckpointError, ConfigError, shown
 
@@ -117,7 +117,9 @@ class Adapter:
         a = self._read(change.parts["a"]).float()
         b = self._read(change.parts["b"]).float()
         added = (b @ a).mul_(change.scaling)
-        total = (added.T if change.is_embedding else added) + weight.float()
+        if change.is_embedding:
+            added = added.T
+        total = added + weight.float()
         if "magnitude" in change.parts:
             magnitude = self._read(change.parts["magnitude"]).float().view(-1)
             total *= (magnitude / torch.linalg.norm(total, dim=1)).view(-1, 1)
@@ -160,7 +162,9 @@ class Adapter:
 
     def _scaling(self, module: str) -> float:
         rank = self._ranks.of(module)
-        return self._alphas.of(module) / (math.sqrt(rank) if self._is_rank_stabilized else rank)
+        if self._is_rank_stabilized:
+            rank = math.sqrt(rank)
+        return self._alphas.of(module) / rank
 
     def _changes(self, has_magnitudes: bool) -> dict[str, Change]:
         changes: dict[str, Change] = {}
@@ -170,8 +174,8 @@ class Adapter:
                     f"{self._file}: {shown(name)} does not begin with {_PREFIX}, as PEFT's tensors do"
                 )
             module = name.removeprefix(_PREFIX)
-            suffix = next((end for end in _PARTS if module.endswith(end)), None)
-            if suffix is not None:
+            suffix = _suffix(module)
+            if suffix:
                 module = module.removesuffix(suffix)
                 change = changes.setdefault(f"{module}.weight", Change())
                 change.parts[_PARTS[suffix]] = name
@@ -190,22 +194,23 @@ class Adapter:
         return changes
 
     def _check_parts(self, has_magnitudes: bool, tensor: str, change: Change) -> None:
-        parts = {part: self._entries[name] for part, name in change.parts.items()}
-        if not parts:
+        shapes = {part: self._entries[name].shape for part, name in change.parts.items()}
+        if not shapes:
             return
-        magnitude = parts.pop("magnitude", None)
-        if parts.keys() != {"a", "b"} or (magnitude is None) is has_magnitudes:
+        needed = {"a", "b", "magnitude"} if has_magnitudes else {"a", "b"}
+        if shapes.keys() != needed:
             raise CheckpointError(
                 f"{self._file}: it has only {', '.join(change.parts)} of the parts of the change of {shown(tensor)}"
             )
-        if magnitude is not None and change.is_embedding:
+        if has_magnitudes and change.is_embedding:
             raise ConfigError(
                 f"{self._file}: DoRA of the embedding {shown(tensor)} is not merged here; {_WAY_OUT}"
             )
         rank = self._ranks.of(tensor.removesuffix(".weight"))
-        a = parts["a"].shape
-        b = parts["b"].shape
-        if not (len(a) == len(b) == 2 and a[0] == b[1] == rank and _has_room(magnitude, b[0])):
+        a = shapes["a"]
+        b = shapes["b"]
+        fits = len(a) == len(b) == 2 and a[0] == b[1] == rank
+        if not fits or (has_magnitudes and math.prod(shapes["magnitude"]) != b[0]):
             raise CheckpointError(
                 f"{self._file}: what is added to {shown(tensor)} is {list(b)} by {list(a)}, and {CONFIG} has rank "
                 f"{rank:g}"
@@ -220,8 +225,12 @@ class Adapter:
         return tensor
 
 
-def _has_room(magnitude: TensorEntry | None, outputs: int) -> bool:
-    return magnitude is None or math.prod(magnitude.shape) == outputs
+def _suffix(name: str) -> str:
+    """Return the ending of a tensor that is a part of a change; '' of any other."""
+    for suffix in _PARTS:
+        if name.endswith(suffix):
+            return suffix
+    return ""
 
 
 def _check_config(file: Path, config: JsonObject) -> None:
@@ -258,11 +267,11 @@ class _Numbers:
             raise CheckpointError(
                 f"{CONFIG}: {patterns} has {len(numbers):,} expressions; at most {MOST_EXPRESSIONS:,} are read"
             )
-        self._by_pattern = [
+        self._by_pattern = []
+        for key, number in numbers.items():
             # as PEFT: an expression that is all of a name, or its end after a dot
-            (FilePattern(rf"(.*\.)?({key})$", f"{CONFIG}: {patterns}"), _positive(patterns, number))
-            for key, number in numbers.items()
-        ]
+            pattern = FilePattern(rf"(.*\.)?({key})$", f"{CONFIG}: {patterns}")
+            self._by_pattern.append((pattern, _positive(patterns, number)))
 
     def of(self, module: str) -> float:
         """Return the number of the first expression that matches `module`, or the default."""

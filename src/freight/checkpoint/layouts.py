@@ -115,13 +115,16 @@ def _in_named_format(scheme: Scheme, config: JsonObject) -> Scheme:
     keys are `kv_cache_torch_dtype` (or, from the same tool, `kv_cache_dtype`) among the
     model's of_file, and `kv_cache_format` within quantization_config.
     """
-    keys = ("kv_cache_torch_dtype", "kv_cache_dtype", "kv_cache_format")
-    declared = {key: config[key] for key in keys if config.get(key) is not None}
-    for key, name in declared.items():
+    declared = {}
+    for key in ("kv_cache_torch_dtype", "kv_cache_dtype", "kv_cache_format"):
+        name = config.get(key)
+        if name is None:
+            continue
         if name not in tuple(_NAMED):  # it may be a list
             raise CheckpointError(
                 f"config.json: {key} = {name!r} is not implemented; {choices(_NAMED)} are"
             )
+        declared[key] = name
     formats = {_NAMED[name] for name in declared.values()}
     if len(formats) > 1:
         named = " but ".join(f"{key} = {name!r}" for key, name in declared.items())

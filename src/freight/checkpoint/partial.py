@@ -141,7 +141,7 @@ class Partial:
 
     def _move(self, out: Path) -> None:
         """Move the files of `out` into this folder, which is in it, and the new ones out."""
-        old = [name for name in os.listdir(out) if not fnmatch.fnmatchcase(name, PATTERN)]
+        old = visible(out)
         new = [name for name in os.listdir(self.path) if name != LOCK]
         write_whole(self.path / JOURNAL, json.dumps(new))
         _sync_path(self.path)
@@ -168,6 +168,11 @@ class Partial:
 def real(out: Path) -> Path:
     """Return the folder that `out` names, through links."""
     return Path(os.path.realpath(out))
+
+
+def visible(folder: Path) -> list[str]:
+    """Return the names in `folder` that are not of hidden folders of Freight. Raises OSError."""
+    return [name for name in os.listdir(folder) if not fnmatch.fnmatchcase(name, PATTERN)]
 
 
 def workplace(out: Path) -> Path:
@@ -317,10 +322,12 @@ def _undo(hidden: Path) -> None:
     out = hidden.parent
     replaced = hidden / REPLACED
     names = json.loads(read_bytes(hidden / JOURNAL))
-    plain = isinstance(names, list) and all(
-        isinstance(name, str) and name not in ("", ".", "..") and "/" not in name for name in names
-    )
-    if not plain or hidden.is_symlink() or replaced.is_symlink():
+    if (
+        not isinstance(names, list)
+        or not all(map(_is_plain, names))
+        or hidden.is_symlink()
+        or replaced.is_symlink()
+    ):
         raise ValueError(f"{JOURNAL} is damaged")
     for name in names:
         if not os.path.lexists(hidden / name):
@@ -329,6 +336,11 @@ def _undo(hidden: Path) -> None:
     for name in sorted(old, key=lambda name: name == _CONFIG):
         os.rename(replaced / name, out / name)
     (hidden / JOURNAL).unlink()
+
+
+def _is_plain(name: object) -> bool:
+    """Return whether this is the name of a file in a folder."""
+    return isinstance(name, str) and name not in ("", ".", "..") and "/" not in name
 
 
 def _discard(hidden: Path) -> None:

@@ -36,7 +36,7 @@ from freight.checkpoint.headers import (
 )
 from freight.checkpoint.partial import restore
 from freight.checkpoint.stored_dtype import stored_format
-from freight.errors import CheckpointError, ConfigError, first_line, shown
+from freight.errors import CheckpointError, ConfigError, first_line, listed, shown
 from freight.fp8.formats import Format
 from freight.model.config.dtype import TEXT_KEYS
 
@@ -64,6 +64,7 @@ _OWN_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 # Suffixes of the tensor that holds a matrix, in all producers' forms
 _CODES = ("weight", "_weight_qdata", "weight_packed", "qweight")
 _TIES = ("tie_word_embeddings", "tie_embedding")  # the second is LFM2's
+_NAMED = 20  # names that a message has at most
 _COMPARED = 2**24  # bytes of two tensors that are compared at a time
 _ZERO_POINTS = (
     "*.[qkv]_zero_point",
@@ -227,8 +228,10 @@ class Checkpoint:
                 missing.append(f"{name} is missing")
             elif self._entries[name].shape != tuple(shape):
                 different.append(self._different(name, shape))
-        if missing or different:
-            raise self.fault(_listed([*missing, *different], "; "))
+        faults = missing + different
+        if faults:
+            more = f"; and {len(faults) - _NAMED} more" if len(faults) > _NAMED else ""
+            raise self.fault("; ".join(faults[:_NAMED]) + more)
 
     def _different(self, name: str, shape: Iterable[int]) -> str:
         stored = list(self._entries[name].shape)
@@ -344,10 +347,10 @@ class Checkpoint:
             where = INDEX
             if not (self.path / INDEX).is_file():
                 files = {self._entries[name].file.name for name in left}
-                where = _listed(sorted(files), ", ", 3)
+                where = listed(sorted(files), 3)
             raise self.fault(
                 f"{len(left)} tensors belong to no part of the model that config.json describes: "
-                f"{_listed(left, ', ')}; correct config.json if the model has such a part, else remove them from "
+                f"{listed(left, _NAMED)}; correct config.json if the model has such a part, else remove them from "
                 f"{where}"
             )
 
@@ -497,12 +500,12 @@ def _read_entries(path: Path) -> dict[str, TensorEntry]:
         return read_header(path / files[0])
     if files:
         raise CheckpointError(
-            f"{path} has {_listed(files, ', ')}, but no {index.name} to join them"
+            f"{path} has {listed(files, _NAMED)}, but no {index.name} to join them"
         )
     pickles = _matching(path, "*.bin", "*.pt", "*.pth")
     if pickles:
         raise CheckpointError(
-            f"{path} has {_listed(pickles, ', ')}, which can run code when opened; Freight reads safetensors only: "
+            f"{path} has {listed(pickles, _NAMED)}, which can run code when opened; Freight reads safetensors only: "
             f"freight convert {path} OUT"
         )
     if any(path.glob("*.gguf")):
@@ -530,7 +533,7 @@ def _refuse_consolidated(path: Path) -> None:
     files = _matching(path, "params.json", "consolidated*.safetensors")
     if files:
         raise CheckpointError(
-            f"{path} is in Mistral's own format ({_listed(files, ', ')}), which is not read; give the folder with "
+            f"{path} is in Mistral's own format ({listed(files, _NAMED)}), which is not read; give the folder with "
             "config.json and model*.safetensors, which most of its repositories have as well, or make one with "
             "transformers' convert_ministral3_weights_to_hf.py or convert_mistral3_weights_to_hf.py"
         )
@@ -555,14 +558,14 @@ def _is_in_use(path: Path, index: Path) -> bool:
             _SINGLE,
             index.name,
             len(missing),
-            _listed([*map(shown, missing)], ", ", 3),
+            listed([*map(shown, missing)], 3),
         )
         return False
     if _SINGLE in files:
         return True
     raise CheckpointError(
         f"{path} has the weights of two models: {_SINGLE}, and the files that {index.name} names "
-        f"({_listed([*map(shown, files)], ', ', 3)}); keep one of the two in the folder, or fetch "
+        f"({listed([*map(shown, files)], 3)}); keep one of the two in the folder, or fetch "
         f"the model without the other: hf download ID --exclude {_SINGLE} --local-dir DIR"
     )
 
@@ -626,14 +629,9 @@ def _read_shards(path: Path, index: Path) -> dict[str, TensorEntry]:
             path,
             len(passed),
             index.name,
-            _listed(passed, ", ", 3),
+            listed(passed, 3),
         )
     return entries
-
-
-def _listed(items: list[str], separator: str, limit: int = 20) -> str:
-    more = f"{separator}and {len(items) - limit} more" if len(items) > limit else ""
-    return separator.join(items[:limit]) + more
 
 
 def untie_stored_head(checkpoint: Checkpoint, head: str, embedding: str) -> bool:

@@ -26,7 +26,7 @@ def is_hub_id(name: str) -> bool:
     return bool(_HUB_ID.fullmatch(name)) and not name.lower().endswith(_FILES) and not there
 
 
-def hub_rows(where: str, name: str) -> Iterable[Any]:
+def hub_rows(where: str, name: str) -> Iterable[object]:
     """Return the rows of a data set of the hub: of the split that is named behind a colon, else of
     its training split.
 
@@ -58,11 +58,11 @@ def hub_rows(where: str, name: str) -> Iterable[Any]:
         raise ConfigError(
             f"{where}: the data set has the splits {', '.join(splits)}; name one of them: {repository}:{splits[0]}"
         )
-    rows: Iterable[Any] = loaded[chosen]
+    rows: Iterable[object] = loaded[chosen]
     return rows
 
 
-def parquet_rows(where: str, path: Path) -> Iterator[Any]:
+def parquet_rows(where: str, path: Path) -> Iterator[object]:
     """Yield the rows of a .parquet file, as objects. Raises ConfigError without pyarrow, and for a
     file that is none.
     """

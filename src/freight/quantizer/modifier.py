@@ -289,7 +289,7 @@ def _group_scheme(name: str, group: JsonObject) -> tuple[WeightScheme, Activatio
     )
 
 
-def _activations(where: str, scheme: Any, weights: WeightScheme) -> ActivationScheme:
+def _activations(where: str, scheme: object, weights: WeightScheme) -> ActivationScheme:
     if scheme is None:
         return ActivationScheme.NONE
     args = _fp8_args(where, scheme)
@@ -325,7 +325,7 @@ def _kv_scheme(scheme: JsonObject) -> Granularity:
     return _KV[strategy]
 
 
-def _fp8_args(where: str, scheme: Any) -> QuantizationArgs:
+def _fp8_args(where: str, scheme: object) -> QuantizationArgs:
     """Return QuantizationArgs for E4M3 numbers. Raises ConfigError for other numbers and unknown
     fields.
     """
@@ -386,7 +386,7 @@ def _require_observer(where: str, observer: str | None, exact: bool = False) -> 
         )
 
 
-def _patterns(what: str, value: Any) -> tuple[str, ...]:
+def _patterns(what: str, value: object) -> tuple[str, ...]:
     patterns = (value,) if isinstance(value, str) else value
     if not isinstance(patterns, Iterable) or not all(isinstance(name, str) for name in patterns):
         raise ConfigError(
@@ -407,7 +407,7 @@ def _says(args: QuantizationArgs) -> str:
     return f"strategy: {args.strategy}, dynamic: {dynamic}{extra}"
 
 
-def require_mapping(what: str, value: Any) -> JsonObject:
+def require_mapping(what: str, value: object) -> JsonObject:
     """Return `value`, called `what` in errors. Raises ConfigError unless it is a mapping."""
     if not isinstance(value, Mapping):
         raise ConfigError(f"{what} is {shown(value)}, not a mapping")

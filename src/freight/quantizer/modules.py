@@ -110,11 +110,11 @@ def _modules(
     def full(*modules: str) -> tuple[str, ...]:
         return tuple(prefix + module for module in modules)
 
-    modules = LayerModules(
-        mixer=prefix + parts.module if parts.module else "",
-        mixed={field: full(*group.modules) for field, group in parts.projections.items()},
-        kept=full(*parts.kept),
-    )
+    mixed = {}
+    for field, group in parts.projections.items():
+        mixed[field] = full(*group.modules)
+    mixer = prefix + parts.module if parts.module else ""
+    modules = LayerModules(mixer, mixed, kept=full(*parts.kept))
     if layer.per_layer is not None:
         gate = full(names.per_layer_gate)
         down = full(names.per_layer_down)

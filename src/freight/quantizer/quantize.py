@@ -213,7 +213,9 @@ def open_unquantized(
         skip_tied_head(checkpoint, tensor_names(config).head)
     shapes = tensor_shapes(config)
     packed = find_experts(checkpoint, scheme, shapes)
-    unpacked = {name: shape for name, shape in shapes.items() if name not in packed}
+    unpacked = dict(shapes)
+    for name in packed:
+        del unpacked[name]
     checkpoint.check(unpacked)
     for name, shape in unpacked.items():
         checkpoint.take(name, shape)  # mapped, not read
@@ -463,11 +465,13 @@ def write(
         overwrite=overwrite,
         packed=opened.packed,
     )
-    warnings = [
-        f"{name}: the scale still grew by {growth - 1:.0%} in the last quarter of the data; use more of it"
-        for name, growth in calibration.moving.items()
-    ]
-    warnings += [f"{name}: only zeros were seen, so its scale is 1.0" for name in calibration.zeros]
+    warnings = []
+    for name, growth in calibration.moving.items():
+        warnings.append(
+            f"{name}: the scale still grew by {growth - 1:.0%} in the last quarter of the data; use more of it"
+        )
+    for name in calibration.zeros:
+        warnings.append(f"{name}: only zeros were seen, so its scale is 1.0")
     warnings += _unseen(calibration.unseen)
     if divided:
         warnings.append(

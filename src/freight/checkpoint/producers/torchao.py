@@ -50,9 +50,10 @@ def _mapped(configs: JsonObject) -> list[Rule]:
     """Return the rules of a map: names first, then expressions, then `_default`. A name is that of
     the module or of its weight.
     """
-    schemes = {
-        name: _linear(config) if config is not None else None for name, config in configs.items()
-    }
+    schemes: dict[str, LinearScheme | None] = dict.fromkeys(configs)
+    for name, config in configs.items():
+        if config is not None:
+            schemes[name] = _linear(config)
     default = schemes.pop("_default", None)
     named = []
     for name in sorted(schemes, key=lambda name: name.startswith("re:")):
