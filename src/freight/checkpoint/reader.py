@@ -592,7 +592,7 @@ def indexed_shards(index: Path) -> dict[Path, list[str]]:
     for shard in shards:
         if Path(shard).name != shard:
             raise CheckpointError(f"{index} names {shown(shard)}, which lies outside the folder")
-    return {index.with_name(shard): shards[shard] for shard in sorted(shards)}
+    return {index.parent / shard: shards[shard] for shard in sorted(shards)}
 
 
 def _read_shards(path: Path, index: Path) -> dict[str, TensorEntry]:
