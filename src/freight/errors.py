@@ -128,6 +128,13 @@ def nearest(name: str, known: Iterable[str], synonyms: dict[str, str] | None = N
     return f" (did you mean {match}?)" if match else ""
 
 
+def first_line(error: Exception) -> str:
+    """Return the kind of an error of other code, and the first line of its text."""
+    kind = type(error).__name__
+    lines = str(error).strip().splitlines()
+    return f"{kind}: {lines[0] if lines else kind}"
+
+
 def install(extra: str) -> str:
     """Return the command that installs an extra of pyproject.toml, for messages. Package indexes do
     not have Freight yet.

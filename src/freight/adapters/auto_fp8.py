@@ -113,7 +113,7 @@ class AutoFP8ForCausalLM:
         self._opened = model.quantized_as(self._plan.weights, self._plan.layout, unquantized)
         self.config = self._opened.model
         self._ignored, self._partly_kept = ignored_modules(
-            self.config, self._plan.ignore, others=self._opened.modules_beside
+            self.config, self._plan.ignore, never=self._opened.modules_beside
         )
         require_any(self.config, self._plan, self._ignored)
         require_blocks(self.config, self._plan, self._ignored)

@@ -15,13 +15,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from freight.base.fields import JsonObject
 from freight.base.patterns import MOST_EXPRESSIONS, FilePattern
-from freight.checkpoint.headers import Shape, TensorEntry, read_header
-from freight.checkpoint.reader import read_json, resolve_model
+from freight.checkpoint.headers import Shape, read_header
+from freight.checkpoint.reader import read_json, read_tensor, resolve_model
 from freight.errors import CheckpointError, ConfigError, shown
 
 CONFIG = "adapter_config.json"
@@ -49,6 +48,7 @@ _NO_EFFECT = {  # on a trained adapter: they decide what is trained, and how
     "lora_ga_config",
     "runtime_config",
     "kasa_config",
+    "megatron_config",
     "megatron_core",
     "qalora_group_size",
     "monteclora_config",
@@ -70,12 +70,12 @@ _PARTS = {
 class Change:
     """The change of one module's weight, as names of tensors in the adapter's file.
 
-    whole  the tensor that replaces the weight, before the rest is added
+    replacement  the tensor that replaces the weight, before the rest is added
     """
 
     scaling: float = 0.0
     is_embedding: bool = False
-    whole: str | None = None
+    replacement: str | None = None
     parts: dict[str, str] = field(default_factory=dict)  # a, b, magnitude
 
 
@@ -93,9 +93,8 @@ class Adapter:
         if config is None:
             raise CheckpointError(f"{self.path} has no {CONFIG}, so it is not a PEFT adapter")
         if not (self.path / WEIGHTS).is_file():
-            pickled = (self.path / "adapter_model.bin").is_file()
             hint = ""
-            if pickled:
+            if (self.path / "adapter_model.bin").is_file():
                 hint = "; load adapter_model.bin with peft and save it again, as safetensors"
             raise CheckpointError(f"{self.path} has no {WEIGHTS}{hint}")
         _check_config(self.path / CONFIG, config)
@@ -111,14 +110,16 @@ class Adapter:
         """Return `weight` [outputs, inputs] with the change, computed in float32 and rounded once
         to `weight`'s dtype.
         """
-        if change.whole is not None:
-            weight = self._read(change.whole).to(weight.dtype)
+        if change.replacement is not None:
+            weight = self._read(change.replacement).to(weight.dtype)
         if not change.parts:
             return weight
         a = self._read(change.parts["a"]).float()
         b = self._read(change.parts["b"]).float()
         added = (b @ a).mul_(change.scaling)
-        total = (added.T if change.is_embedding else added) + weight.float()
+        if change.is_embedding:
+            added = added.T
+        total = added + weight.float()
         if "magnitude" in change.parts:
             magnitude = self._read(change.parts["magnitude"]).float().view(-1)
             total *= (magnitude / torch.linalg.norm(total, dim=1)).view(-1, 1)
@@ -133,21 +134,22 @@ class Adapter:
         """Raise CheckpointError unless `change` fits the tensor `name` of the base model, of
         `shape`.
         """
-        found = self._shape(change)
-        if found is not None and found != shape:
-            is_vocabulary = found[1:] == shape[1:] and name.endswith(
-                ("embed_tokens.weight", "lm_head.weight")
-            )
-            hint = ". Its vocabulary was extended: merge it with peft" if is_vocabulary else ""
+        added = self._shape(change)
+        if added is not None and added != shape:
+            hint = ""
+            if added[1:] == shape[1:] and name.endswith(("embed_tokens.weight", "lm_head.weight")):
+                hint = ". Its vocabulary was extended: merge it with peft"
             raise CheckpointError(
-                f"{self._file} has {list(found)} for {name}, which is {list(shape)} in the base model: they do not "
+                f"{self._file} has {list(added)} for {name}, which is {list(shape)} in the base model: they do not "
                 f"belong together{hint}"
             )
-        whole = None if change.whole is None else self._entries[change.whole].shape
-        if whole is not None and whole != shape:
+        if change.replacement is None:
+            return
+        stored = self._entries[change.replacement].shape
+        if stored != shape:
             raise CheckpointError(
-                f"{self._file}: {shown(change.whole)} is {list(whole)}, and {name} of the base model {list(shape)}: "
-                f"the vocabulary was extended, which is not merged here; {_WAY_OUT}"
+                f"{self._file}: {shown(change.replacement)} is {list(stored)}, and {name} of the base model "
+                f"{list(shape)}: the vocabulary was extended, which is not merged here; {_WAY_OUT}"
             )
 
     def _shape(self, change: Change) -> Shape | None:
@@ -160,7 +162,9 @@ class Adapter:
 
     def _scaling(self, module: str) -> float:
         rank = self._ranks.of(module)
-        return self._alphas.of(module) / (math.sqrt(rank) if self._is_rank_stabilized else rank)
+        if self._is_rank_stabilized:
+            rank = math.sqrt(rank)
+        return self._alphas.of(module) / rank
 
     def _changes(self, has_magnitudes: bool) -> dict[str, Change]:
         changes: dict[str, Change] = {}
@@ -170,8 +174,8 @@ class Adapter:
                     f"{self._file}: {shown(name)} does not begin with {_PREFIX}, as PEFT's tensors do"
                 )
             module = name.removeprefix(_PREFIX)
-            suffix = next((end for end in _PARTS if module.endswith(end)), None)
-            if suffix is not None:
+            suffix = _suffix(module)
+            if suffix:
                 module = module.removesuffix(suffix)
                 change = changes.setdefault(f"{module}.weight", Change())
                 change.parts[_PARTS[suffix]] = name
@@ -182,7 +186,7 @@ class Adapter:
                     f"{self._file}: {shown(name)} is not merged here (lora_bias, target_parameters); {_WAY_OUT}"
                 )
             else:
-                changes.setdefault(module.replace(".base_layer.", "."), Change()).whole = name
+                changes.setdefault(module.replace(".base_layer.", "."), Change()).replacement = name
         for tensor, change in changes.items():
             self._check_parts(has_magnitudes, tensor, change)
         if not changes:
@@ -190,35 +194,30 @@ class Adapter:
         return changes
 
     def _check_parts(self, has_magnitudes: bool, tensor: str, change: Change) -> None:
-        parts = {part: self._entries[name] for part, name in change.parts.items()}
-        if not parts:
+        shapes = {part: self._entries[name].shape for part, name in change.parts.items()}
+        if not shapes:
             return
-        magnitude = parts.pop("magnitude", None)
-        if parts.keys() != {"a", "b"} or (magnitude is None) is has_magnitudes:
+        needed = {"a", "b", "magnitude"} if has_magnitudes else {"a", "b"}
+        if shapes.keys() != needed:
             raise CheckpointError(
                 f"{self._file}: it has only {', '.join(change.parts)} of the parts of the change of {shown(tensor)}"
             )
-        if magnitude is not None and change.is_embedding:
+        if has_magnitudes and change.is_embedding:
             raise ConfigError(
                 f"{self._file}: DoRA of the embedding {shown(tensor)} is not merged here; {_WAY_OUT}"
             )
         rank = self._ranks.of(tensor.removesuffix(".weight"))
-        a = parts["a"].shape
-        b = parts["b"].shape
-        if not (len(a) == len(b) == 2 and a[0] == b[1] == rank and _has_room(magnitude, b[0])):
+        a = shapes["a"]
+        b = shapes["b"]
+        fits = len(a) == len(b) == 2 and a[0] == b[1] == rank
+        if not fits or (has_magnitudes and math.prod(shapes["magnitude"]) != b[0]):
             raise CheckpointError(
                 f"{self._file}: what is added to {shown(tensor)} is {list(b)} by {list(a)}, and {CONFIG} has rank "
                 f"{rank:g}"
             )
 
     def _read(self, name: str) -> Tensor:
-        try:
-            with safe_open(self._file, framework="pt") as handle:
-                tensor: Tensor = handle.get_tensor(name)
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(
-                f"{self._file}: tensor {shown(name)} cannot be read: {error}"
-            ) from error
+        tensor = read_tensor(self._file, name)
         if not tensor.is_floating_point() or tensor.element_size() < 2:
             raise CheckpointError(
                 f"{self._file}: {shown(name)} is {tensor.dtype}; an adapter has 16 or 32 bits"
@@ -226,8 +225,12 @@ class Adapter:
         return tensor
 
 
-def _has_room(magnitude: TensorEntry | None, outputs: int) -> bool:
-    return magnitude is None or math.prod(magnitude.shape) == outputs
+def _suffix(name: str) -> str:
+    """Return the ending of a tensor that is a part of a change; '' of any other."""
+    for suffix in _PARTS:
+        if name.endswith(suffix):
+            return suffix
+    return ""
 
 
 def _check_config(file: Path, config: JsonObject) -> None:
@@ -238,20 +241,14 @@ def _check_config(file: Path, config: JsonObject) -> None:
             f"{file}: peft_type is {shown(kind)}; only LORA is merged here, {_WAY_OUT}"
         )
     initial = config.get("init_lora_weights")
-    if not any(
-        initial is known or (isinstance(initial, str) and initial == known) for known in _INITIAL
-    ):
+    if not isinstance(initial, str | bool | None) or initial not in _INITIAL:
         raise ConfigError(
             f"{file}: init_lora_weights is {shown(initial)}, which changes the base model as well; {_WAY_OUT}"
         )
     for key, value in config.items():
-        if (
-            key not in _READ | _NO_EFFECT
-            and value not in (None, False, 0)
-            and value not in ({}, [], "")
-        ):
-            if key == "megatron_config" or key.startswith("_"):
-                continue
+        if key in _READ | _NO_EFFECT or key.startswith("_"):
+            continue
+        if value not in (None, False, 0, {}, [], ""):
             raise ConfigError(
                 f"{file}: {key} is {shown(value)}, which is not merged here; {_WAY_OUT}"
             )
@@ -270,11 +267,11 @@ class _Numbers:
             raise CheckpointError(
                 f"{CONFIG}: {patterns} has {len(numbers):,} expressions; at most {MOST_EXPRESSIONS:,} are read"
             )
-        self._by_pattern = [
+        self._by_pattern = []
+        for key, number in numbers.items():
             # as PEFT: an expression that is all of a name, or its end after a dot
-            (FilePattern(rf"(.*\.)?({key})$", f"{CONFIG}: {patterns}"), _positive(patterns, number))
-            for key, number in numbers.items()
-        ]
+            pattern = FilePattern(rf"(.*\.)?({key})$", f"{CONFIG}: {patterns}")
+            self._by_pattern.append((pattern, _positive(patterns, number)))
 
     def of(self, module: str) -> float:
         """Return the number of the first expression that matches `module`, or the default."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from freight.base.fields import JsonObject
 from freight.base.files import read_object
 from freight.checkpoint.stored_dtype import stored_in_folder, stored_on_hub
-from freight.errors import CheckpointError, ConfigError, nearest
+from freight.errors import CheckpointError, ConfigError, first_line, nearest
 from freight.fp8.formats import Format
 from freight.model.config.dtype import names_dtype
 from freight.model.config.presets import PRESETS, is_preset, preset
@@ -25,7 +25,7 @@ def read_config_only(
     a hub id, of which only config.json is fetched. Raises CheckpointError if there is none,
     ConfigError for a revision of anything but a hub id.
     """
-    path = _path(model)
+    path = local_path(model)
     is_local = is_preset(model) or (bool(model) and path.exists())
     if is_local and revision is not None:
         raise ConfigError(
@@ -47,7 +47,7 @@ def tensors_dtype(model: str, config: JsonObject, revision: str | None = None) -
     The headers are read only where config.json names no dtype: from the folder, or from the hub by
     range requests. None: config.json names one, or the headers cannot be read.
     """
-    path = _path(model)
+    path = local_path(model)
     if names_dtype(config) or is_preset(model):
         return None
     if path.is_file():
@@ -55,7 +55,8 @@ def tensors_dtype(model: str, config: JsonObject, revision: str | None = None) -
     return stored_in_folder(path) if path.is_dir() else stored_on_hub(model, revision)
 
 
-def _path(model: str) -> Path:
+def local_path(model: str) -> Path:
+    """Return the path that `model` names if it is no hub id; for 'demo' the folder of that model."""
     if model == "demo":
         return Path(__file__).resolve().parent.parent / "demo"
     return Path(model).expanduser()
@@ -78,14 +79,11 @@ def _fetched(model: str, revision: str | None) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return (
-            Path(snapshot_download(model, revision=revision, allow_patterns=["config.json"]))
-            / "config.json"
-        )
+        folder = snapshot_download(model, revision=revision, allow_patterns=["config.json"])
     except Exception as error:  # the client's own errors, and whatever its network stack raises
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise CheckpointError(
             f"{model!r} is neither a preset, a folder, a config.json nor a model whose config.json could be fetched "
             f"from the Hugging Face hub{hint}; check the name and the connection, or give a config.json "
-            f"({type(error).__name__}: {reason})"
+            f"({first_line(error)})"
         ) from error
+    return Path(folder) / "config.json"

@@ -21,8 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from freight.base.descent import with_parent
+from freight.base.fields import JsonObject
 from freight.checkpoint.headers import TensorEntry, read_header
-from freight.checkpoint.reader import PICKLED, read_json, resolve_model
+from freight.checkpoint.reader import PICKLED, indexed_shards, read_json, resolve_model
 from freight.checkpoint.writer import (
     CheckpointWriter,
     require_new,
@@ -84,30 +85,30 @@ def convert(
     require_space(out, sum(sizes))
     untied = _untied(config)
     tied: dict[str, str] = {}
-    found: dict[str, TensorEntry] = {}
+    written: dict[str, TensorEntry] = {}
     with CheckpointWriter(out) as writer:
-        for index, (file, named) in enumerate(shards.items()):
-            before = sum(sizes[:index])
+        begin = 0
+        for (file, names), size in zip(shards.items(), sizes, strict=True):
 
-            def moved(done: int, total: int, start: int = before, size: int = sizes[index]) -> None:
+            def moved(done: int, total: int, start: int = begin, size: int = size) -> None:
                 on_progress("converting", start + size * done // max(1, total), sum(sizes))
 
+            begin += size
             shard = writer.next_shard()
-            where = "" if named is None else str(source / INDEX)
+            where = str(source / INDEX) if names else ""
             gone = _convert_file(file, shard, (where, file.name, *untied), moved)
             entries = read_header(shard)
-            _check_shard(file, named, {*entries, *gone})
+            _require_all(file, names, {*entries, *gone})
             writer.adopt({name: entry.size for name, entry in entries.items()})
             tied |= gone
-            found |= entries
+            written |= entries
         writer.finish(config, source)
-    return ConvertResult(
-        out, len(found), sum(entry.size for entry in found.values()), len(shards), tied
-    )
+    num_bytes = sum(entry.size for entry in written.values())
+    return ConvertResult(out, len(written), num_bytes, len(shards), tied)
 
 
-def _shards(source: Path) -> dict[Path, frozenset[str] | None]:
-    """Return the pickled files with the tensors that the index names in each; None for a single
+def _shards(source: Path) -> dict[Path, list[str]]:
+    """Return the pickled files with the tensors that the index names in each; none for a single
     file without an index.
     """
     if any(source.glob("*.safetensors")):
@@ -115,30 +116,21 @@ def _shards(source: Path) -> dict[Path, frozenset[str] | None]:
             f"{source} has safetensors already, which Freight reads: there is nothing to convert"
         )
     if (source / SINGLE).is_file():
-        return {source / SINGLE: None}
-    content = read_json(source / INDEX)
-    if content is None:
+        return {source / SINGLE: []}
+    if read_json(source / INDEX) is None:
         raise CheckpointError(
             f"{source} has neither {SINGLE} nor {INDEX}: there is nothing to convert"
         )
-    named = content.get("weight_map")
-    if (
-        not isinstance(named, dict)
-        or not named
-        or not all(isinstance(shard, str) for shard in named.values())
-    ):
+    shards = indexed_shards(source / INDEX)
+    if not shards:
         raise CheckpointError(
             f"{source / INDEX}: weight_map is missing, or does not give a file for every tensor"
         )
-    shards: dict[Path, frozenset[str] | None] = {}
-    for shard in sorted(set(named.values())):
-        if Path(shard).name != shard:
+    for file in shards:
+        if not file.is_file():
             raise CheckpointError(
-                f"{source / INDEX} names {shard!r}, which lies outside the folder"
+                f"{source}: the shard {shown(file.name)}, which {INDEX} names, is missing"
             )
-        if not (source / shard).is_file():
-            raise CheckpointError(f"{source}: the shard {shard}, which {INDEX} names, is missing")
-        shards[source / shard] = frozenset(name for name, file in named.items() if file == shard)
     return shards
 
 
@@ -153,14 +145,14 @@ def _untied(config: Mapping[str, object]) -> tuple[str, ...]:
     return () if tied else ("lm_head.weight",)
 
 
-def _check_shard(file: Path, named: frozenset[str] | None, held: set[str]) -> None:
+def _require_all(file: Path, names: list[str], present: set[str]) -> None:
     """Raise CheckpointError unless the file holds what the index names there. What else it holds is
     not written.
     """
-    lacking = set() if named is None else named - held
-    if lacking:
+    missing = set(names) - present
+    if missing:
         raise CheckpointError(
-            f"{file}: {INDEX} places {shown(min(lacking))} there, and it does not hold it; fetch it again"
+            f"{file}: {INDEX} places {shown(min(missing))} there, and it does not hold it; fetch it again"
         )
 
 
@@ -180,7 +172,7 @@ def _convert_file(
         *options,
     ]
     seconds = deadline(file.stat().st_size)
-    last: dict[str, object] = {}
+    last: JsonObject = {}
     late = threading.Event()
     with subprocess.Popen(
         command,
@@ -203,13 +195,13 @@ def _convert_file(
                 with contextlib.suppress(ValueError):  # a line cut short by the end of the process
                     last = json.loads(line)
                 if "done" in last:
-                    on_progress(int(str(last["done"])), int(str(last["total"])))
+                    on_progress(last["done"], last["total"])
             status = process.wait()
         finally:
             timer.cancel()
             process.kill()
     if isinstance(last.get("tied"), dict) and status == 0:
-        return {str(name): str(kept) for name, kept in last["tied"].items()}  # type: ignore[attr-defined]
+        return dict(last["tied"])
     if "full" in last:
         raise CapacityError(
             f"the disk of {out.parent} is full: {last['full']}; nothing was left there"

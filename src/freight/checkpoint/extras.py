@@ -22,10 +22,9 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
+from freight.base.fields import JsonObject
 from freight.base.files import read_bytes
 from freight.checkpoint.reader import Checkpoint
 from freight.errors import CheckpointError
@@ -38,25 +37,22 @@ FILE = "freight_kv_scales.json"
 MIXED = "mixed"
 # `freight` in the config.json of what Freight writes: such folders may be overwritten
 WRITTEN = {"checkpoint": 1}
-_REQUIRED = dict.fromkeys(("k", "v"))  # fields of LayerScales
-_OPTIONAL = dict.fromkeys(("k_center",))
 
 
-def write_extras(scales: KVScales) -> tuple[dict[str, Any], dict[str, bytes]]:
+def write_extras(scales: KVScales) -> tuple[JsonObject, dict[str, bytes]]:
     """Return (entries for config.json, {file name: content}). Every layer must have scales, or a
     choice in `mixed`.
     """
+    layers: list[JsonObject] = []
     if scales.mixed:
         assert len(scales.mixed) == len(scales.layers)
         granularity = MIXED
-        layers = [
-            {"granularity": chosen and str(chosen)} | _layer_content(layer)
-            for chosen, layer in zip(scales.mixed, scales.layers, strict=True)
-        ]
+        for chosen, layer in zip(scales.mixed, scales.layers, strict=True):
+            layers.append({"granularity": chosen and str(chosen)} | _layer_content(layer))
     else:
         assert not scales.missing
         granularity = next(str(layer.granularity) for layer in scales.layers if layer is not None)
-        layers = [_layer_content(layer) for layer in scales.layers]
+        layers += map(_layer_content, scales.layers)
     content = {"format": str(scales.format), "granularity": granularity, "layers": layers}
     data = json.dumps(content).encode()
     named = {"file": FILE, "sha256": hashlib.sha256(data).hexdigest()}
@@ -70,21 +66,17 @@ def read_extras(checkpoint: Checkpoint, model: ModelConfig) -> KVScales | None:
     declared = checkpoint.config.get("freight")
     if declared is None or declared == WRITTEN:
         return None
-    known = isinstance(declared, dict) and set(declared) - set(WRITTEN) == {"kv_scales"}
-    named = declared.get("kv_scales") if known else None
-    if (
-        not isinstance(named, dict)
-        or set(named) != {"file", "sha256"}
-        or not all(map(_is_str, named.values()))
-    ):
+    named = _named(declared)
+    if named is None:
         raise CheckpointError(
             f"{checkpoint.path}/config.json: freight = {declared!r} is not understood by this version"
         )
-    if Path(named["file"]).name != named["file"]:
+    file, digest = named
+    if Path(file).name != file:
         raise CheckpointError(
-            f"{checkpoint.path}/config.json names {named['file']!r}, which lies outside the folder"
+            f"{checkpoint.path}/config.json names {file!r}, which lies outside the folder"
         )
-    path = checkpoint.path / named["file"]
+    path = checkpoint.path / file
     way_out = (
         "copy it from the folder that the model was written to, or remove `freight` from config.json to use one scale "
         "per layer"
@@ -95,30 +87,37 @@ def read_extras(checkpoint: Checkpoint, model: ModelConfig) -> KVScales | None:
         raise CheckpointError(
             f"{path}, which config.json names, cannot be read: {error}; {way_out}"
         ) from error
-    if hashlib.sha256(data).hexdigest() != named["sha256"]:
+    if hashlib.sha256(data).hexdigest() != digest:
         raise CheckpointError(
             f"{path} is not the file that config.json names: its SHA-256 differs; {way_out}"
         )
     return _parse(path, data, model)
 
 
-def _layer_content(layer: LayerScales | None) -> dict[str, Any]:
+def _named(declared: object) -> tuple[str, str] | None:
+    """Return (file, SHA-256) of what `freight` declares; None for a form of another version."""
+    match declared:
+        case {"kv_scales": {"file": str(file), "sha256": str(digest), **more}, **outer} if not more:
+            return (file, digest) if outer.keys() <= WRITTEN.keys() else None
+    return None
+
+
+def _layer_content(layer: LayerScales | None) -> dict[str, list[float]]:
     if layer is None:
         return {}
-    return {key: list(value) for key in _REQUIRED | _OPTIONAL if (value := getattr(layer, key))}
+    content = {"k": list(layer.k), "v": list(layer.v)}
+    if layer.k_center:
+        content["k_center"] = list(layer.k_center)
+    return content
 
 
-def _layer_values(content: Mapping[str, Any], mixed: bool) -> dict[str, tuple[float, ...]]:
+def _layer_values(content: JsonObject, mixed: bool) -> dict[str, tuple[float, ...]]:
     """Return the scales of a layer. `mixed`: the layer names its granularity as well."""
     values = {}
     for key, numbers in content.items():
         if not (mixed and key == "granularity"):
             values[key] = tuple(map(float, numbers))
     return values
-
-
-def _is_str(value: object) -> bool:
-    return isinstance(value, str)
 
 
 def _parse(path: Path, data: bytes, model: ModelConfig) -> KVScales:
@@ -131,11 +130,10 @@ def _parse(path: Path, data: bytes, model: ModelConfig) -> KVScales:
         by_layer = content["layers"]
         mixed: tuple[Granularity | None, ...] = ()
         if content["granularity"] == MIXED:
-            mixed = tuple(
-                one["granularity"] and Granularity(one["granularity"]) for one in by_layer
-            )
+            chosen = [layer["granularity"] for layer in by_layer]
+            mixed = tuple(name and Granularity(name) for name in chosen)
         granularity = Granularity.TENSOR if mixed else Granularity(content["granularity"])
-        layers = [_layer_values(one, mixed=bool(mixed)) for one in by_layer]
+        layers = [_layer_values(layer, mixed=bool(mixed)) for layer in by_layer]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(
             f"{path} holds no KV scales: {type(error).__name__}: {error}"
@@ -153,22 +151,22 @@ def _parse(path: Path, data: bytes, model: ModelConfig) -> KVScales:
     for index, layer in enumerate(layers):
         where = f"{path}: layer {index}"
         mixer = model.paged.get(index)
-        own = mixed[index] if mixed else granularity
-        if own is None or own is Granularity.TOKEN or mixer is None:
+        of_layer = mixed[index] if mixed else granularity
+        if of_layer is None or of_layer is Granularity.TOKEN or mixer is None:
             if layer:
                 raise CheckpointError(
                     f"{where} has {sorted(layer)}, but it is stored without static scales"
                 )
             scales.append(None)
             continue
-        _check_layer(where, layer, own, mixer)
+        _check_layer(where, layer, of_layer, mixer)
         # Latents are also the values, which would lack the center: no channel may have one
-        rotated = None if isinstance(mixer, LatentConfig) else mixer.rope
-        rotary_dim = 0 if rotated is None else model.ropes[rotated].rotary_dim
+        rotary_dim = 0
+        if not isinstance(mixer, LatentConfig) and mixer.rope is not None:
+            rotary_dim = model.ropes[mixer.rope].rotary_dim
         _check_rotated(where, layer.get("k_center", ()), mixer.k_dim, rotary_dim)
-        scales.append(
-            LayerScales(**layer, granularity=own, names=(f"{path.name}:layers[{index}]",), alone="")
-        )
+        names = (f"{path.name}:layers[{index}]",)
+        scales.append(LayerScales(**layer, granularity=of_layer, names=names, alone=""))
     return KVScales(tuple(scales), format, mixed=mixed, unneeded=model.without_pages)
 
 
@@ -181,25 +179,23 @@ def _check_layer(
             f"{where} has v_center: it was made by an older version of Freight, which centered values as well; "
             "quantize the model again with --center"
         )
-    if not set(_REQUIRED) <= set(layer) <= set(_REQUIRED | _OPTIONAL):
+    if not {"k", "v"} <= layer.keys() <= {"k", "v", "k_center"}:
         raise CheckpointError(
             f"{where} has {sorted(layer)}, which this version does not understand"
         )
     heads = mixer.num_kv_heads
-    dims = {"k": mixer.k_dim, "v": mixer.v_dim}
-    for side in _REQUIRED:
-        needed = granularity.num_scales(heads, dims[side])
+    for side, dim in (("k", mixer.k_dim), ("v", mixer.v_dim)):
+        needed = granularity.num_scales(heads, dim)
         if len(layer[side]) != needed:
             raise CheckpointError(
                 f"{where} has {len(layer[side])} scales of {side}, the model needs {needed}"
             )
-        if not all(math.isfinite(value) and value > 0 for value in layer[side]):
+        if not all(0 < value < math.inf for value in layer[side]):
             raise CheckpointError(f"{where}: a scale of {side} is not finite and above 0")
-    for center in _OPTIONAL:
-        values = layer.get(center, ())
-        needed = heads * dims[center[0]]
-        if values and (len(values) != needed or not all(map(math.isfinite, values))):
-            raise CheckpointError(f"{where}: {center} is not {needed} finite numbers")
+    center = layer.get("k_center", ())
+    needed = heads * mixer.k_dim
+    if center and (len(center) != needed or not all(map(math.isfinite, center))):
+        raise CheckpointError(f"{where}: k_center is not {needed} finite numbers")
 
 
 def _check_rotated(where: str, k_center: tuple[float, ...], k_dim: int, rotary_dim: int) -> None:

@@ -29,9 +29,9 @@ import torch
 from torch import Tensor
 
 from freight.checkpoint.headers import Shape
+from freight.checkpoint.mxfp4 import as_weight
 from freight.checkpoint.reader import Checkpoint
 from freight.fp8 import mxfp4
-from freight.fp8.cast import torch_dtype
 from freight.fp8.formats import Format
 from freight.fp8.four_bits import scales_out_of_range
 from freight.fp8.scheme import FourBits, Packing, Scheme, held_group
@@ -49,16 +49,9 @@ _E4M3 = ("F8_E4M3",)
 _FLOATS = ("F16", "BF16", "F32")
 _SHAPES = ("I64", "I32")  # dtypes of weight_shape, which says what other tensors' shapes say
 
-# Suffixes of the tensor with a module's codes, by packing
-_CODES = {
-    Packing.INT4: "weight_packed",
-    Packing.NVFP4: "weight_packed",
-    Packing.MXFP4: "weight_packed",
-    Packing.MODELOPT_NVFP4: "weight",
-    Packing.GPTQ: "qweight",
-    Packing.GPTQ_V2: "qweight",
-    Packing.AWQ: "qweight",
-}
+_OPTIONAL = ("weight_shape", "weight_g_idx", "g_idx")
+# Dtypes that a tensor may have, and its shape, by its suffix
+_Layout = dict[str, tuple[Sequence[str], Shape]]
 
 
 @dataclass(frozen=True)
@@ -75,24 +68,26 @@ class StoredGroups:
 
     def read(self, checkpoint: Checkpoint, device: str) -> Weight:
         """Read the matrix."""
-        parts = _PARTS[self.four.packing](checkpoint, self)
+        parts = _FORMS[self.four.packing].read(checkpoint, self)
         groups = parts.groups
         data = parts.data
         scale = parts.scale
-        if parts.order is not None:
-            data = _reordered(data, parts.order)
+        order = parts.order
+        if order is not None:
+            data = _in_pairs(_nibbles(data)[:, order])
+            order = order.to(device)
         if self.rows:
-            rows = torch.cat([_numbers(one.start, one.stop) for one in self.rows])
+            rows = torch.cat([_numbers(rows.start, rows.stop) for rows in self.rows])
             groups = groups.of_rows(rows)
             data = data[rows]
-            scale = None if scale is None else scale[rows]
-        zeros = None if groups.zeros is None else groups.zeros.to(device)
-        return Weight(
-            data.to(device).contiguous(),
-            None if scale is None else scale.to(device),
-            groups=replace(groups, scales=groups.scales.to(device).contiguous(), zeros=zeros),
-            order=None if parts.order is None else parts.order.to(device),
-        )
+            if scale is not None:
+                scale = scale[rows]
+        if scale is not None:
+            scale = scale.to(device)
+        groups = replace(groups, scales=groups.scales.to(device).contiguous())
+        if groups.zeros is not None:
+            groups = replace(groups, zeros=groups.zeros.to(device))
+        return Weight(data.to(device).contiguous(), scale, groups=groups, order=order)
 
     def of_rows(self, rows: Sequence[slice]) -> StoredGroups:
         """Return the matrix of these output rows."""
@@ -105,10 +100,7 @@ class StoredGroups:
 
     def is_reordered(self, checkpoint: Checkpoint) -> bool:
         """Say whether groups are of inputs that are not consecutive."""
-        names = (f"{self.module}.{suffix}" for suffix in ("weight_g_idx", "g_idx"))
-        return any(
-            name in self.tensors and _order(checkpoint, self, name) is not None for name in names
-        )
+        return _order(checkpoint, self) is not None
 
 
 @dataclass(frozen=True)
@@ -135,22 +127,11 @@ class StoredPowers:
         """
         blocks, scales = self._stored(checkpoint)
         if self.rows:
-            blocks = torch.cat([blocks[one] for one in self.rows])
-            scales = torch.cat([scales[one] for one in self.rows])
-        blocks = blocks.to(device)
-        scales = scales.to(device)
-        if keeps and self.normal:
-            codes = blocks.flatten(1).contiguous()
-            return Weight(codes.view(mxfp4.CODES), scales.contiguous().view(mxfp4.SCALES))
-        if self.exact:
-            return Weight(*mxfp4.to_e4m3(blocks, scales, format))
-        exact = mxfp4.to_bfloat16(blocks, scales)
-        matrix = exact.to(torch_dtype(compute))
-        if not torch.equal(matrix.float(), exact.float()):
-            raise checkpoint.fault(
-                f"{self.module} has values in MXFP4 that {compute} does not have; use --dtype bfloat16"
-            )
-        return Weight(matrix)
+            blocks = torch.cat([blocks[rows] for rows in self.rows])
+            scales = torch.cat([scales[rows] for rows in self.rows])
+        parts = (blocks.to(device), scales.to(device))
+        exact = format if self.exact else None
+        return as_weight(checkpoint, self.module, parts, compute, exact, keeps and self.normal)
 
     def of_rows(self, rows: Sequence[slice]) -> StoredPowers:
         """Return the matrix of these output rows."""
@@ -181,7 +162,7 @@ def find_four_bits(
     tensors of another shape than declared or that are missing, and for scales that are not finite,
     or negative in NVFP4.
     """
-    found: dict[str, StoredGroups | StoredPowers] = {}
+    matrices: dict[str, StoredGroups | StoredPowers] = {}
     for name, shape in shapes.items():
         module, _, suffix = name.rpartition(".")
         if suffix != "weight" or len(shape) != 2:
@@ -191,21 +172,21 @@ def find_four_bits(
         if four is None:
             continue
         if four.packing is Packing.MXFP4:
-            found[name] = _stored_powers(checkpoint, module, shape)
+            matrices[name] = _stored_powers(checkpoint, module, shape)
         else:
-            found[name] = _stored_groups(checkpoint, module, shape, four)
+            matrices[name] = _stored_groups(checkpoint, module, shape, four)
             _require_no_bias(checkpoint, module, four, shapes)
-    _warn_of_borrowed_zeros(checkpoint, found.values())
-    return _alike(found)
+    _warn_of_borrowed_zeros(checkpoint, matrices.values())
+    return _alike(matrices)
 
 
 def _warn_of_borrowed_zeros(
-    checkpoint: Checkpoint, found: Iterable[StoredGroups | StoredPowers]
+    checkpoint: Checkpoint, matrices: Iterable[StoredGroups | StoredPowers]
 ) -> None:
     """Log a line where GPTQ's zero points depend on the tool that packed them: a zero point of 0 is
     stored as 15, and GPTQModel, which is followed here, then borrows 1 from the next in the int32.
     """
-    for stored in found:
+    for stored in matrices:
         if not isinstance(stored, StoredGroups) or not stored.four.zeros:
             continue
         if stored.four.packing is not Packing.GPTQ:
@@ -223,12 +204,12 @@ def _warn_of_borrowed_zeros(
 
 def _stored_codes(checkpoint: Checkpoint, scheme: Scheme, module: str) -> str | None:
     """Return the name of a module's codes of 4 bits; None if it has none."""
-    for suffix in ("weight_packed", "qweight"):
-        if f"{module}.{suffix}" in checkpoint.names:
-            return f"{module}.{suffix}"
-    name = f"{module}.weight"
-    is_bytes = name in checkpoint.names and checkpoint.entry(name).dtype == "U8"
-    return name if is_bytes and Packing.MODELOPT_NVFP4 in scheme.four_bits else None
+    for name in checkpoint.stored_of(module, ("weight_packed", "qweight")):
+        return name
+    for name in checkpoint.stored_of(module, ("weight",)):
+        if checkpoint.entry(name).dtype == "U8" and Packing.MODELOPT_NVFP4 in scheme.four_bits:
+            return name
+    return None
 
 
 def _declared(
@@ -237,13 +218,14 @@ def _declared(
     """Return how a module is stored in 4 bits; None if it is not. Raises CheckpointError if
     declaration and tensors contradict each other.
     """
-    known = codes or (name if name in checkpoint.names else None)
-    declared = scheme.linear(module if known is None else checkpoint.declared_module(known))
-    four = None if declared is None else declared.four
+    stored = codes or name
+    is_stored = stored in checkpoint.names
+    declared = scheme.linear(checkpoint.declared_module(stored) if is_stored else module)
+    four = declared.four if declared is not None else None
     if codes is None:
-        if four is not None and known is None:
+        if four is not None and not is_stored:
             raise checkpoint.fault(
-                f"{module}.{_CODES[four.packing]} is missing: {scheme.method} declares {four}"
+                f"{module}.{_codes(four)} is missing: {scheme.method} declares {four}"
             )
         return None  # `find_linears` refuses one that may not be in 16 bits
     if four is None:
@@ -253,12 +235,11 @@ def _declared(
                 "quantization_config is missing, or the file of GPTQ or AWQ that is read in its place "
                 "(quantize_config.json, quant_config.json): fetch the model again"
             )
-        said = "not quantized" if declared is None else str(declared)
         raise checkpoint.fault(
-            f"{codes} holds weights in 4 bits, but config.json declares {module} to be {said}; correct its "
-            "quantization_config"
+            f"{codes} holds weights in 4 bits, but config.json declares {module} to be "
+            f"{declared or 'not quantized'}; correct its quantization_config"
         )
-    expected = f"{module}.{_CODES[four.packing]}"
+    expected = f"{module}.{_codes(four)}"
     if codes != expected:
         raise checkpoint.fault(
             f"{codes} is there where {scheme.method} has {expected}, as config.json declares {four}"
@@ -271,29 +252,28 @@ def _stored_groups(
 ) -> StoredGroups:
     """Check the tensors of one matrix, and read all but its codes."""
     rows, columns = shape
+    form = _FORMS[four.packing]
     groups = _num_groups(checkpoint, module, shape, four)
-    expected = _LAYOUTS[four.packing](rows, columns, groups)
-    if not four.zeros:
-        expected.pop("weight_zero_point", None)
-    optional = {"weight_shape", "g_idx"} | ({"weight_g_idx"} if four.ordered else set())
-    if not four.ordered:
-        expected.pop("weight_g_idx", None)
     tensors = {}
-    for suffix, (dtypes, own) in expected.items():
+    for suffix, (dtypes, expected) in form.layout(rows, columns, groups).items():
         name = f"{module}.{suffix}"
-        if suffix in optional and name not in checkpoint.names:
+        if suffix == "weight_zero_point" and not four.zeros:
             continue
-        _require(checkpoint, name, dtypes, own, four)
+        if suffix == "weight_g_idx" and not four.ordered:
+            continue
+        if suffix in _OPTIONAL and name not in checkpoint.names:
+            continue
+        _require(checkpoint, name, dtypes, expected, four)
         tensors[name] = checkpoint.shape_of(name)
     stored = StoredGroups(module, shape, four, tensors)
-    _CHECKS[four.packing](checkpoint, stored)
+    form.check(checkpoint, stored)
     return stored
 
 
 def _num_groups(checkpoint: Checkpoint, module: str, shape: Shape, four: FourBits) -> int:
     """Return the groups of a row. Raises CheckpointError for sizes that do not fit."""
     rows, columns = shape
-    size = columns if four.group is None else four.group
+    size = four.group or columns
     if columns % size or held_group(four, columns) is None:
         raise checkpoint.fault(
             f"{module} has {columns} inputs in groups of {size}, which is not implemented; multiples of 32 that divide "
@@ -333,7 +313,7 @@ def _require_no_bias(
         raise checkpoint.fault(f"{name} is not zero, and config.json describes a model without it")
 
 
-def _layout_int4(rows: int, columns: int, groups: int) -> dict[str, tuple[Sequence[str], Shape]]:
+def _layout_int4(rows: int, columns: int, groups: int) -> _Layout:
     return {
         "weight_packed": (_INTS, (rows, columns // _PER_INT)),
         "weight_scale": (_FLOATS, (rows, groups)),
@@ -343,7 +323,7 @@ def _layout_int4(rows: int, columns: int, groups: int) -> dict[str, tuple[Sequen
     }
 
 
-def _layout_nvfp4(rows: int, columns: int, groups: int) -> dict[str, tuple[Sequence[str], Shape]]:
+def _layout_nvfp4(rows: int, columns: int, groups: int) -> _Layout:
     return {
         "weight_packed": (_BYTES, (rows, columns // 2)),
         "weight_scale": (_E4M3, (rows, groups)),
@@ -351,9 +331,7 @@ def _layout_nvfp4(rows: int, columns: int, groups: int) -> dict[str, tuple[Seque
     }
 
 
-def _layout_modelopt(
-    rows: int, columns: int, groups: int
-) -> dict[str, tuple[Sequence[str], Shape]]:
+def _layout_modelopt(rows: int, columns: int, groups: int) -> _Layout:
     return {
         "weight": (_BYTES, (rows, columns // 2)),
         "weight_scale": (_E4M3, (rows, groups)),
@@ -361,7 +339,7 @@ def _layout_modelopt(
     }
 
 
-def _layout_gptq(rows: int, columns: int, groups: int) -> dict[str, tuple[Sequence[str], Shape]]:
+def _layout_gptq(rows: int, columns: int, groups: int) -> _Layout:
     return {
         "qweight": (_INTS, (columns // _PER_INT, rows)),
         "qzeros": (_INTS, (groups, rows // _PER_INT)),
@@ -370,7 +348,7 @@ def _layout_gptq(rows: int, columns: int, groups: int) -> dict[str, tuple[Sequen
     }
 
 
-def _layout_awq(rows: int, columns: int, groups: int) -> dict[str, tuple[Sequence[str], Shape]]:
+def _layout_awq(rows: int, columns: int, groups: int) -> _Layout:
     return {
         "qweight": (_INTS, (columns, rows // _PER_INT)),
         "qzeros": (_INTS, (groups, rows // _PER_INT)),
@@ -379,10 +357,8 @@ def _layout_awq(rows: int, columns: int, groups: int) -> dict[str, tuple[Sequenc
 
 
 def _check_int4(checkpoint: Checkpoint, stored: StoredGroups) -> None:
-    module = stored.module
-    _scales(checkpoint, f"{module}.weight_scale")
-    if f"{module}.weight_g_idx" in stored.tensors:
-        _order(checkpoint, stored, f"{module}.weight_g_idx")
+    _scales(checkpoint, f"{stored.module}.weight_scale")
+    _order(checkpoint, stored)
 
 
 def _check_nvfp4(checkpoint: Checkpoint, stored: StoredGroups) -> None:
@@ -398,9 +374,8 @@ def _check_nvfp4(checkpoint: Checkpoint, stored: StoredGroups) -> None:
 def _check_gptq(checkpoint: Checkpoint, stored: StoredGroups) -> None:
     _scales(checkpoint, f"{stored.module}.scales")
     _gptq_zeros(checkpoint, stored)
-    if f"{stored.module}.g_idx" in stored.tensors:
-        _order(checkpoint, stored, f"{stored.module}.g_idx")
-    elif stored.four.ordered:
+    _order(checkpoint, stored)
+    if stored.four.ordered and f"{stored.module}.g_idx" not in stored.tensors:
         raise checkpoint.fault(
             f"{stored.module}.g_idx is missing, the group of each input: config.json says desc_act true; quantize the "
             "model again, or set desc_act false if its groups are of consecutive inputs"
@@ -413,8 +388,9 @@ def _check_awq(checkpoint: Checkpoint, stored: StoredGroups) -> None:
 
 def _of_tensor(stored: StoredGroups) -> str:
     """Return the suffix of the scale that all groups share."""
-    modelopt = stored.four.packing is Packing.MODELOPT_NVFP4
-    return "weight_scale_2" if modelopt else "weight_global_scale"
+    if stored.four.packing is Packing.MODELOPT_NVFP4:
+        return "weight_scale_2"
+    return "weight_global_scale"
 
 
 def _scales(checkpoint: Checkpoint, name: str) -> Tensor:
@@ -427,13 +403,16 @@ def _scales(checkpoint: Checkpoint, name: str) -> Tensor:
     """
     stored = checkpoint.copy(name)
     values = stored.float()
-    unsigned = checkpoint.entry(name).dtype in _E4M3
-    bad = values[~((values >= (0 if unsigned else -torch.inf)) & values.isfinite())]
+    valid = values.isfinite()
+    rule = "finite"
+    if checkpoint.entry(name).dtype in _E4M3:
+        valid &= values >= 0
+        rule = "finite and not negative"
+    bad = values[~valid]
     if len(bad):
         raise checkpoint.fault(
-            f"{name} has {bad[0].item()} among its {values.numel()} values; a scale has to be finite"
-            + " and not negative" * unsigned
-            + ": quantize the model again"
+            f"{name} has {bad[0].item()} among its {values.numel()} values; a scale has to be {rule}: quantize the "
+            "model again"
         )
     outside = scales_out_of_range(stored)
     if len(outside):
@@ -452,12 +431,15 @@ def _scales(checkpoint: Checkpoint, name: str) -> Tensor:
     )
 
 
-def _order(checkpoint: Checkpoint, stored: StoredGroups, name: str) -> Tensor | None:
+def _order(checkpoint: Checkpoint, stored: StoredGroups) -> Tensor | None:
     """Return the input that each column takes once columns are sorted by group, int64 [inputs];
     None if groups are of consecutive inputs already.
 
     Raises CheckpointError unless every group has as many inputs.
     """
+    name = next((name for name in stored.tensors if name.endswith("g_idx")), None)
+    if name is None:
+        return None
     group_of = checkpoint.copy(name).long()
     columns = stored.shape[1]
     size = stored.four.group or columns
@@ -505,44 +487,39 @@ def _in_pairs(codes: Tensor) -> Tensor:
     return codes[..., ::2] | codes[..., 1::2] << 4
 
 
-def _reordered(data: Tensor, order: Tensor) -> Tensor:
-    return _in_pairs(_nibbles(data)[:, order])
-
-
-def _as_held(stored: StoredGroups, codes: Codes, scales: Tensor, zeros: Tensor | None) -> Groups:
+def _groups(stored: StoredGroups, codes: Codes, scales: Tensor, zeros: Tensor | None) -> Groups:
     """Return groups of a size that kernels take, from scales and zero points [rows, groups]."""
     size = stored.four.group or stored.shape[1]
-    held = held_group(stored.four, size)
-    assert held is not None
-    if held == size:
-        return Groups(codes, size, scales, zeros)
-    times = size // held
-    wide = None if zeros is None else zeros.repeat_interleave(times, 1)
-    return Groups(codes, held, scales.repeat_interleave(times, 1), wide)
+    kernel_size = held_group(stored.four, size)
+    assert kernel_size is not None
+    times = size // kernel_size
+    if times > 1:
+        scales = scales.repeat_interleave(times, 1)
+        if zeros is not None:
+            zeros = zeros.repeat_interleave(times, 1)
+    return Groups(codes, kernel_size, scales, zeros)
 
 
 def _read_int4(checkpoint: Checkpoint, stored: StoredGroups) -> _Parts:
     module = stored.module
-    order = None
+    order = _order(checkpoint, stored)
     zeros = None
-    if f"{module}.weight_g_idx" in stored.tensors:
-        order = _order(checkpoint, stored, f"{module}.weight_g_idx")
     if stored.four.zeros:
         packed = checkpoint.copy(f"{module}.weight_zero_point")
         zeros = _turned(_nibbles(packed.t()))[: stored.shape[0]]
     data = checkpoint.copy(f"{module}.weight_packed").view(torch.uint8)
     scales = _scales(checkpoint, f"{module}.weight_scale")
-    return _Parts(data, _as_held(stored, Codes.INT4, scales, zeros), order=order)
+    return _Parts(data, _groups(stored, Codes.INT4, scales, zeros), order=order)
 
 
 def _read_nvfp4(checkpoint: Checkpoint, stored: StoredGroups) -> _Parts:
     module = stored.module
-    data = checkpoint.copy(f"{module}.{_CODES[stored.four.packing]}")
+    data = checkpoint.copy(f"{module}.{_codes(stored.four)}")
     scale = checkpoint.take_scale(f"{module}.{_of_tensor(stored)}").reshape(1)
     if stored.four.packing is Packing.NVFP4:
         scale = scale.reciprocal()
     scales = _scales(checkpoint, f"{module}.weight_scale")
-    groups = _as_held(stored, Codes.E2M1, scales, None)
+    groups = _groups(stored, Codes.E2M1, scales, None)
     return _Parts(data, groups, scale.repeat(stored.shape[0]))
 
 
@@ -568,15 +545,14 @@ def _gptq_zeros(checkpoint: Checkpoint, stored: StoredGroups) -> Tensor | None:
 
 def _read_gptq(checkpoint: Checkpoint, stored: StoredGroups) -> _Parts:
     module = stored.module
-    order = None
-    if f"{module}.g_idx" in stored.tensors:
-        order = _order(checkpoint, stored, f"{module}.g_idx")
+    order = _order(checkpoint, stored)
     zeros = _gptq_zeros(checkpoint, stored)
     # an int32 has 8 inputs of an output, so turning them makes rows of inputs
     data = checkpoint.copy(f"{module}.qweight").t().contiguous().view(torch.uint8)
     scales = _turned(_scales(checkpoint, f"{module}.scales"))
-    turned = None if zeros is None else _turned(zeros)
-    return _Parts(data, _as_held(stored, Codes.INT4, scales, turned), order=order)
+    if zeros is not None:
+        zeros = _turned(zeros)
+    return _Parts(data, _groups(stored, Codes.INT4, scales, zeros), order=order)
 
 
 def _read_awq(checkpoint: Checkpoint, stored: StoredGroups) -> _Parts:
@@ -591,7 +567,7 @@ def _read_awq(checkpoint: Checkpoint, stored: StoredGroups) -> _Parts:
         return _turned(in_order.flatten(1))
 
     scales = _turned(_scales(checkpoint, f"{module}.scales"))
-    groups = _as_held(stored, Codes.INT4, scales, by_output(f"{module}.qzeros"))
+    groups = _groups(stored, Codes.INT4, scales, by_output(f"{module}.qzeros"))
     return _Parts(_in_pairs(by_output(f"{module}.qweight")), groups)
 
 
@@ -607,9 +583,9 @@ def _stored_powers(checkpoint: Checkpoint, module: str, shape: Shape) -> StoredP
         f"{module}.weight_packed": (rows, columns // 2),
         f"{module}.weight_scale": (rows, columns // mxfp4.GROUP),
     }
-    _require(checkpoint, f"{module}.weight_packed", _BYTES, (rows, columns // 2), four)
-    scales = (rows, columns // mxfp4.GROUP)
-    _require(checkpoint, f"{module}.weight_scale", ("U8", "F8_E8M0"), scales, four)
+    for name, expected in tensors.items():
+        dtypes = _BYTES if name.endswith("packed") else ("U8", "F8_E8M0")
+        _require(checkpoint, name, dtypes, expected, four)
     stored = StoredPowers(module, shape, tensors, exact=False, normal=False)
     parts = stored._stored(checkpoint)
     if not mxfp4.finite(*parts):
@@ -622,22 +598,23 @@ def _stored_powers(checkpoint: Checkpoint, module: str, shape: Shape) -> StoredP
 
 
 def _alike(
-    found: Mapping[str, StoredGroups | StoredPowers],
+    matrices: Mapping[str, StoredGroups | StoredPowers],
 ) -> dict[str, StoredGroups | StoredPowers]:
     """Give the matrices in MXFP4 that are computed together one format: those of one module, such
     as `mlp`, and of all experts of a layer.
     """
-    together: dict[str, list[StoredPowers]] = {}
-    for stored in found.values():
+    exact: dict[str, bool] = {}
+    normal: dict[str, bool] = {}
+    for stored in matrices.values():
         if isinstance(stored, StoredPowers):
-            together.setdefault(_parent(stored.module), []).append(stored)
-    result = dict(found)
-    for name, stored in found.items():
+            parent = _parent(stored.module)
+            exact[parent] = exact.get(parent, True) and stored.exact
+            normal[parent] = normal.get(parent, True) and stored.normal
+    result = dict(matrices)
+    for name, stored in matrices.items():
         if isinstance(stored, StoredPowers):
-            others = together[_parent(stored.module)]
-            exact = all(one.exact for one in others)
-            normal = all(one.normal for one in others)
-            result[name] = replace(stored, exact=exact, normal=normal)
+            parent = _parent(stored.module)
+            result[name] = replace(stored, exact=exact[parent], normal=normal[parent])
     return result
 
 
@@ -648,27 +625,34 @@ def _parent(module: str) -> str:
     return head if last.isdigit() else parent
 
 
-_LAYOUTS: Mapping[Packing, Callable[[int, int, int], dict[str, tuple[Sequence[str], Shape]]]] = {
-    Packing.INT4: _layout_int4,
-    Packing.NVFP4: _layout_nvfp4,
-    Packing.MODELOPT_NVFP4: _layout_modelopt,
-    Packing.GPTQ: _layout_gptq,
-    Packing.GPTQ_V2: _layout_gptq,
-    Packing.AWQ: _layout_awq,
+@dataclass(frozen=True)
+class _Form:
+    """How a packing stores a matrix.
+
+    codes    suffix of the tensor with the codes
+    layout   its tensors, from rows, columns and groups of a row
+    check    reads and checks all but the codes
+    read     gives the matrix
+    """
+
+    codes: str
+    layout: Callable[[int, int, int], _Layout]
+    check: Callable[[Checkpoint, StoredGroups], None]
+    read: Callable[[Checkpoint, StoredGroups], _Parts]
+
+
+_GPTQ = _Form("qweight", _layout_gptq, _check_gptq, _read_gptq)
+_FORMS = {
+    Packing.INT4: _Form("weight_packed", _layout_int4, _check_int4, _read_int4),
+    Packing.NVFP4: _Form("weight_packed", _layout_nvfp4, _check_nvfp4, _read_nvfp4),
+    Packing.MODELOPT_NVFP4: _Form("weight", _layout_modelopt, _check_nvfp4, _read_nvfp4),
+    Packing.GPTQ: _GPTQ,
+    Packing.GPTQ_V2: _GPTQ,
+    Packing.AWQ: _Form("qweight", _layout_awq, _check_awq, _read_awq),
 }
-_CHECKS: Mapping[Packing, Callable[[Checkpoint, StoredGroups], None]] = {
-    Packing.INT4: _check_int4,
-    Packing.NVFP4: _check_nvfp4,
-    Packing.MODELOPT_NVFP4: _check_nvfp4,
-    Packing.GPTQ: _check_gptq,
-    Packing.GPTQ_V2: _check_gptq,
-    Packing.AWQ: _check_awq,
-}
-_PARTS: Mapping[Packing, Callable[[Checkpoint, StoredGroups], _Parts]] = {
-    Packing.INT4: _read_int4,
-    Packing.NVFP4: _read_nvfp4,
-    Packing.MODELOPT_NVFP4: _read_nvfp4,
-    Packing.GPTQ: _read_gptq,
-    Packing.GPTQ_V2: _read_gptq,
-    Packing.AWQ: _read_awq,
-}
+
+
+def _codes(four: FourBits) -> str:
+    """Return the suffix of the tensor with a module's codes."""
+    form = _FORMS.get(four.packing)
+    return "weight_packed" if form is None else form.codes  # the former of MXFP4

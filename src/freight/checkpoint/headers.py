@@ -7,37 +7,40 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
 
-from freight.base.files import open_regular
+from freight.base.files import open_regular, unique_names
 from freight.errors import CheckpointError
 from freight.fp8.formats import Format
 
-_BITS = {
-    "BOOL": 8,
-    "U8": 8,
-    "I8": 8,
-    "U16": 16,
-    "I16": 16,
-    "U32": 32,
-    "I32": 32,
-    "U64": 64,
-    "I64": 64,
+_DTYPES = {
+    "BOOL",
+    "U8",
+    "I8",
+    "U16",
+    "I16",
+    "U32",
+    "I32",
+    "U64",
+    "I64",
+    "F64",
+    "F32",
+    "F16",
+    "BF16",
+    "C64",
+    "F4",
+    "F6_E2M3",
+    "F6_E3M2",
+    "F8_E4M3",
+    "F8_E4M3FNUZ",
+    "F8_E5M2",
+    "F8_E5M2FNUZ",
+    "F8_E8M0",
 }
-_BITS |= {
-    "F64": 64,
-    "F32": 32,
-    "F16": 16,
-    "BF16": 16,
-    "C64": 64,
-    "F4": 4,
-    "F6_E2M3": 6,
-    "F6_E3M2": 6,
-}
-_BITS |= {"F8_E4M3": 8, "F8_E4M3FNUZ": 8, "F8_E5M2": 8, "F8_E5M2FNUZ": 8, "F8_E8M0": 8}
 FORMAT_NAMES = {
     "F32": Format.FLOAT32,
     "F16": Format.FLOAT16,
@@ -80,17 +83,26 @@ class TensorEntry:
         """
         return str(FORMAT_NAMES.get(self.dtype, self.dtype.lower()))
 
+    def size_of(self, shape: Shape) -> int:
+        """Return the bytes of a part that has this shape."""
+        return self.size * math.prod(shape) // max(1, math.prod(self.shape))
+
+
+def part_shape(shape: Shape, index: Index) -> Shape:
+    """Return the shape of the part at `index` of a tensor."""
+    sizes = []
+    for size, at in zip(shape, index, strict=False):
+        if isinstance(at, slice):
+            sizes.append(len(range(size)[at]))
+    return (*sizes, *shape[len(index) :])
+
 
 def narrowed(shape: Shape, pieces: Sequence[Index]) -> Shape:
     """Return the shape of `pieces` of a tensor, joined along their first dimension. Their indices
     are slices.
     """
-    sizes = [
-        [len(range(size)[at]) for size, at in zip(shape, piece, strict=False)
-         if isinstance(at, slice)]
-        for piece in pieces
-    ]  # fmt: skip
-    return (sum(first for first, *_ in sizes), *sizes[0][1:], *shape[len(sizes[0]) :])
+    shapes = [part_shape(shape, piece) for piece in pieces]
+    return (sum(first for first, *_ in shapes), *shapes[0][1:])
 
 
 def unreadable(path: Path, error: OSError) -> str:
@@ -118,20 +130,20 @@ def _read_header(file: Path, stream: BinaryIO, size: int) -> dict[str, TensorEnt
             f"{file} is truncated, or not a safetensors file: {size} bytes, header of {length}"
         )
     try:
-        header = json.loads(stream.read(length), object_pairs_hook=_unique)
+        header = json.loads(stream.read(length), object_pairs_hook=unique_names)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{file}: the header is damaged: {error}") from error
     if not isinstance(header, dict):
         raise CheckpointError(f"{file}: the header is damaged: it is not a JSON object")
     header.pop("__metadata__", None)
-    found = []
+    placed = []
     for name, fields in header.items():
         entry, begin, stop = _entry(file, name, fields)
-        found.append((begin, stop, name, entry))
-    found.sort(key=lambda one: one[:2])  # by their places in the file
+        placed.append((begin, stop, name, entry))
+    placed.sort(key=lambda place: place[:2])
     end = 0
     entries = {}
-    for begin, stop, name, entry in found:
+    for begin, stop, name, entry in placed:
         if begin != end:
             raise CheckpointError(
                 f"{file}: tensor {name} begins at byte {begin}, where {end} is expected"
@@ -146,14 +158,6 @@ def _read_header(file: Path, stream: BinaryIO, size: int) -> dict[str, TensorEnt
     return entries
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    content = dict(pairs)
-    if len(content) != len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} appears twice")
-    return content
-
-
 def _entry(file: Path, name: str, fields: Any) -> tuple[TensorEntry, int, int]:
     """Read one header entry and its byte range; dtype, shape and size are checked against each
     other.
@@ -166,12 +170,22 @@ def _entry(file: Path, name: str, fields: Any) -> tuple[TensorEntry, int, int]:
         raise CheckpointError(
             f"{file}: the header's entry of {name} is damaged: {fields!r}"
         ) from error
-    if not isinstance(dtype, str) or dtype not in _BITS:
+    if not isinstance(dtype, str) or dtype not in _DTYPES:
         raise CheckpointError(f"{file}: tensor {name} has dtype {dtype!r}, which is unknown")
-    if not all(isinstance(n, int) and n >= 0 for n in (*shape, begin, stop)):
+    if not all(map(_is_count, (*shape, begin, stop))):
         raise CheckpointError(f"{file}: the header's entry of {name} is damaged: {fields!r}")
-    if (stop - begin) * 8 != math.prod(shape) * _BITS[dtype]:
+    if (stop - begin) * 8 != math.prod(shape) * _bits(dtype):
         raise CheckpointError(
             f"{file}: tensor {name}, {dtype} {list(shape)}, does not fill its {stop - begin} bytes"
         )
     return TensorEntry(file, dtype, shape, stop - begin), begin, stop
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and value >= 0
+
+
+def _bits(dtype: str) -> int:
+    """Return the bits of a value: 8 of a BOOL, else the number that its name begins with."""
+    digits = re.search(r"\d+", dtype)
+    return int(digits[0]) if digits else 8

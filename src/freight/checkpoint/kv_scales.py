@@ -15,8 +15,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from freight.base.fields import is_number
-from freight.base.files import read_text
+from freight.base.fields import JsonObject, is_number
+from freight.base.files import read_text, unique_names
 from freight.checkpoint.extras import read_extras
 from freight.checkpoint.reader import Checkpoint
 from freight.errors import CheckpointError
@@ -69,8 +69,8 @@ def parse_scale_name(name: str) -> tuple[int, str] | None:
     match = _NAME.search(name)
     if match is None or is_other_part(name):
         return None
-    sides = {key: side for key, side in match.groupdict().items() if side and key != "layer"}
-    return int(match["layer"]), next(iter(sides.values()))
+    layer, *sides = match.groups()
+    return int(layer), next(filter(None, sides))
 
 
 def is_shift(name: str) -> bool:
@@ -79,6 +79,7 @@ def is_shift(name: str) -> bool:
 
 
 _Side = tuple[str, tuple[float, ...]]  # a tensor's name, and its values
+_Factor = tuple[str, float]  # a name, and the scale of K and V
 
 
 def read_kv_scales(
@@ -108,13 +109,12 @@ def read_kv_scales(
         except CheckpointError as error:
             faults.append(ScaleFault(index, str(error)))
         checkpoint.skip(name, "a KV scale that is not used")  # unless it was taken
-    missing = (None,) * model.num_layers
     try:
         finer = read_extras(checkpoint, model) if extras else None
     except CheckpointError as error:
-        return KVScales(
-            missing, unneeded=model.without_pages, faults=(ScaleFault(None, str(error)),)
-        )
+        missing = (None,) * model.num_layers
+        fault = ScaleFault(None, str(error))
+        return KVScales(missing, unneeded=model.without_pages, faults=(fault,))
     if finer is not None:
         return finer
     for fault in faults:
@@ -123,9 +123,11 @@ def read_kv_scales(
     for index, mixer in model.paged.items():
         if mixer.kv_from is not None:
             by_layer[index] = by_layer[mixer.kv_from]
-    layers = tuple(_layer(sides, model.paged.get(index)) for index, sides in enumerate(by_layer))
+    layers = []
+    for index, sides in enumerate(by_layer):
+        layers.append(_layer(sides, model.paged.get(index)))
     return KVScales(
-        layers,
+        tuple(layers),
         scheme.kv_format or Format.E4M3FN,
         scheme.kv_format is None and any(by_layer),
         unneeded=model.without_pages,
@@ -139,15 +141,16 @@ def _layer_of(name: str, model: ModelConfig) -> int | None:
     layer that the model does not have.
     """
     parsed = parse_scale_name(name)
-    shift = _shift(name)
-    layer = parsed[0] if parsed is not None else shift
-    if layer is None or model.num_layers <= layer < model.num_layers + model.prediction_layers:
-        return None
-    if layer >= model.num_layers:
+    layer = _shift(name)
+    if parsed is not None:
+        layer = parsed[0]
+    if layer is None or layer < model.num_layers:
+        return layer
+    if layer >= model.num_layers + model.prediction_layers:
         raise CheckpointError(
             f"{name} is a KV scale of layer {layer}, but the model has {model.num_layers} layers"
         )
-    return layer
+    return None
 
 
 def _shift(name: str) -> int | None:
@@ -190,9 +193,7 @@ def _add(
             )
 
 
-def _layer(
-    sides: dict[str, tuple[str, tuple[float, ...]]], mixer: PagedMixer | None
-) -> LayerScales | None:
+def _layer(sides: dict[str, _Side], mixer: PagedMixer | None) -> LayerScales | None:
     """Build the scales of a layer, both sides in the finer of their granularities; expanding is
     exact.
     """
@@ -203,37 +204,40 @@ def _layer(
     k_name, k = sides.get("k") or sides["v"]
     v_name, v = sides.get("v") or sides["k"]
     heads = mixer.num_kv_heads
-    granularity = max(
-        _granularity(k, heads, mixer.k_dim), _granularity(v, heads, mixer.v_dim), key=_ORDER.index
-    )
+    granularities = _granularity(k, heads, mixer.k_dim), _granularity(v, heads, mixer.v_dim)
+    granularity = max(granularities, key=_ORDER.index)
     names = tuple(dict.fromkeys((k_name, v_name)))
     k = _repeat(k, granularity.num_scales(heads, mixer.k_dim))
     v = _repeat(v, granularity.num_scales(heads, mixer.v_dim))
-    return LayerScales(k, v, granularity, names, alone=next(iter(sides)) if len(sides) == 1 else "")
+    alone = ""
+    if len(sides) == 1:
+        (alone,) = sides
+    return LayerScales(k, v, granularity, names, alone=alone)
 
 
 def _granularity(scales: Sequence[float], heads: int, dim: int) -> Granularity:
     """Return the first of `_ORDER` that has as many scales."""
-    return next(one for one in _ORDER if one.num_scales(heads, dim) == len(scales))
+    numbers = [granularity.num_scales(heads, dim) for granularity in _ORDER]
+    return _ORDER[numbers.index(len(scales))]
 
 
-def _latent_layer(
-    sides: dict[str, tuple[str, tuple[float, ...]]], mixer: LatentConfig
-) -> LayerScales:
+def _latent_layer(sides: dict[str, _Side], mixer: LatentConfig) -> LayerScales:
     """Build the scales of a latent layer: values are channels of keys, so K's scale is used for
     both, and V's is ignored.
     """
-    k = (sides.get("k") or sides["v"])[1]
+    _, k = sides.get("k") or sides["v"]
     names = tuple(dict.fromkeys(name for name, _ in sides.values()))
-    granularity = next(
-        (one for one in _ORDER if one.num_scales(1, mixer.k_dim) == len(k)), _ORDER[-1]
-    )
-    return LayerScales(k, k[-mixer.v_dim :], granularity, names, alone="" if "k" in sides else "v")
+    granularity = Granularity.TENSOR if len(k) == 1 else Granularity.CHANNEL
+    alone = "" if "k" in sides else "v"
+    return LayerScales(k, k[-mixer.v_dim :], granularity, names, alone=alone)
 
 
 def _repeat(values: tuple[float, ...], size: int) -> tuple[float, ...]:
     """Repeat each value to fill `size`, row-major: (a, b) -> (a, a, b, b)."""
-    return tuple(value for value in values for _ in range(size // len(values)))
+    repeated: list[float] = []
+    for value in values:
+        repeated += [value] * (size // len(values))
+    return tuple(repeated)
 
 
 def _read(checkpoint: Checkpoint, name: str, sides: str, mixer: PagedMixer) -> tuple[float, ...]:
@@ -246,10 +250,10 @@ def _read(checkpoint: Checkpoint, name: str, sides: str, mixer: PagedMixer) -> t
             f"KV scale {name} has shape {list(shape)}; one number, [{heads}], [{heads}, 1, 1] (one per KV head) or "
             f"[{heads}, {channels}] (one per channel) can be read"
         )
-    values = tuple(float(x) for x in checkpoint.take(name, shape).float().flatten().tolist())
+    values: list[float] = checkpoint.take(name, shape).float().flatten().tolist()
     for value in values:
         require_positive(f"KV scale {name}", value)
-    return values
+    return tuple(values)
 
 
 def _short(values: tuple[float, ...]) -> str:
@@ -287,16 +291,18 @@ def read_scale_json(path: Path, model: ModelConfig) -> KVScales:
     ranks = _object(path, kv_cache, "scaling_factor")
     _check_ranks(path, ranks, model)
     expected = [str(layer) for layer in model.paged]
-    by_rank = [_rank_factors(path, ranks, rank, expected) for rank in map(str, range(len(ranks)))]
-    by_layer = dict(zip(model.paged, zip(*by_rank, strict=True), strict=True))
-    found = join_ranks(
-        path, by_layer, {layer: mixer.num_kv_heads for layer, mixer in model.paged.items()}
-    )
-    layers = tuple(found.get(index) for index in range(model.num_layers))
+    by_layer: dict[int, list[_Factor]] = {layer: [] for layer in model.paged}
+    for rank in map(str, range(len(ranks))):
+        factors = _rank_factors(path, ranks, rank, expected)
+        for of_layer, factor in zip(by_layer.values(), factors, strict=True):
+            of_layer.append(factor)
+    heads = {layer: mixer.num_kv_heads for layer, mixer in model.paged.items()}
+    scales = join_ranks(path, by_layer, heads)
+    layers = tuple(map(scales.get, range(model.num_layers)))
     return KVScales(layers, Format.E4M3FN, unneeded=model.without_pages)
 
 
-def _check_ranks(path: Path, ranks: dict[str, Any], model: ModelConfig) -> None:
+def _check_ranks(path: Path, ranks: JsonObject, model: ModelConfig) -> None:
     """Check that ranks are '0', '1', … without a gap, and share the KV heads of every layer evenly."""
     count = len(ranks)
     if not ranks or set(ranks) != {str(rank) for rank in range(count)}:
@@ -309,17 +315,21 @@ def _check_ranks(path: Path, ranks: dict[str, Any], model: ModelConfig) -> None:
             f"{path}: scaling_factor must have ranks '0', '1' and so on without a gap, but {why}"
         )
     for index, mixer in model.paged.items():
-        heads = mixer.num_kv_heads
-        if heads % count and count % heads:
-            raise CheckpointError(
-                f"{path} is for {count} ranks, which cannot share the {heads} KV heads of layer {index}: it belongs to "
-                "another model"
-            )
+        _require_even(path, count, mixer.num_kv_heads, index)
+
+
+def _require_even(source: Path, count: int, heads: int, layer: int) -> None:
+    """Raise CheckpointError where `count` ranks cannot share the KV heads of a layer evenly."""
+    if heads % count and count % heads:
+        raise CheckpointError(
+            f"{source} is for {count} ranks, which cannot share the {heads} KV heads of layer {layer}: it belongs to "
+            "another model"
+        )
 
 
 def join_ranks(
     source: Path,
-    factors: Mapping[int, Sequence[tuple[str, float]]],
+    factors: Mapping[int, Sequence[_Factor]],
     num_kv_heads: Mapping[int, int],
 ) -> dict[int, LayerScales]:
     """Make scales of what each rank of a tensor-parallel engine has for its own KV heads.
@@ -332,60 +342,52 @@ def join_ranks(
     Raises CheckpointError, naming `source`, layer and factors, where ranks with the same head
     differ, or do not divide the heads evenly.
     """
+    by_layer = {}
     if not _differing(factors.values()):
-        return {
-            layer: LayerScales((ranks[0][1],), (ranks[0][1],), Granularity.TENSOR, (ranks[0][0],))
-            for layer, ranks in factors.items()
-        }
-    found = {}
-    shared = []
+        for layer, ((name, factor), *_) in factors.items():
+            by_layer[layer] = LayerScales((factor,), (factor,), Granularity.TENSOR, (name,))
+        return by_layer
+    different = []
     for layer, ranks in factors.items():
         count = len(ranks)
         heads = num_kv_heads[layer]
-        if heads % count and count % heads:
-            raise CheckpointError(
-                f"{source} is for {count} ranks, which cannot share the {heads} KV heads of layer {layer}: it belongs "
-                "to another model"
-            )
-        per_rank = max(1, heads // count)
+        _require_even(source, count, heads, layer)
         per_head = max(1, count // heads)
+        values = [factor for _, factor in ranks]
         if _differing(ranks[first : first + per_head] for first in range(0, count, per_head)):
-            values = ", ".join(
-                f"rank {rank}: {factor:.9g}" for rank, (_, factor) in enumerate(ranks)
-            )
-            shared.append(f"layer {layer} ({values})")
-        scales = tuple(factor for _, factor in ranks[::per_head] for _ in range(per_rank))
+            named = (f"rank {rank}: {factor:.9g}" for rank, factor in enumerate(values))
+            different.append(f"layer {layer} ({', '.join(named)})")
+        scales = _repeat(tuple(values[::per_head]), heads)
         names = tuple(name for name, _ in ranks)
-        found[layer] = LayerScales(scales, scales, Granularity.HEAD, names)
-    if shared:
-        more = f" and {len(shared) - 3} more layers" if len(shared) > 3 else ""
+        by_layer[layer] = LayerScales(scales, scales, Granularity.HEAD, names)
+    if different:
+        more = f" and {len(different) - 3} more layers" if len(different) > 3 else ""
         raise CheckpointError(
-            f"{source}: ranks that have the same KV head have different factors in {'; '.join(shared[:3])}{more}; a "
+            f"{source}: ranks that have the same KV head have different factors in {'; '.join(different[:3])}{more}; a "
             "head can have one: write the largest for all of its ranks"
         )
-    return found
+    return by_layer
 
 
-def _differing(groups: Iterable[Sequence[tuple[str, float]]]) -> bool:
+def _differing(groups: Iterable[Sequence[_Factor]]) -> bool:
     """Return whether the factors of any group of ranks differ."""
     return any(len({factor for _, factor in ranks}) > 1 for ranks in groups)
 
 
-def _rank_factors(
-    path: Path, ranks: dict[str, Any], rank: str, expected: list[str]
-) -> list[tuple[str, float]]:
+def _rank_factors(path: Path, ranks: JsonObject, rank: str, expected: list[str]) -> list[_Factor]:
     factors = _object(path, ranks, rank)
     if set(factors) != set(expected):
-        lacking = [layer for layer in expected if layer not in factors]
-        beyond = [layer for layer in factors if layer not in expected]
+        faults = []
+        missing = [layer for layer in expected if layer not in factors]
+        if missing:
+            faults.append(f"lacking {_some(missing)}")
+        unknown = [layer for layer in factors if layer not in expected]
+        if unknown:
+            faults.append(f"unknown {_some(unknown)}")
         of_rank = f" in rank {rank}" if len(ranks) > 1 else ""
         raise CheckpointError(
             f"{path} has factors for {len(factors)} layers{of_rank}, but the model has {len(expected)}: "
-            + "; ".join(
-                f"{word} {_some(some)}"
-                for word, some in (("lacking", lacking), ("unknown", beyond))
-                if some
-            )
+            f"{'; '.join(faults)}"
         )
     return [_json_factor(path, rank, layer, factors[layer]) for layer in expected]
 
@@ -400,14 +402,9 @@ def _json_factor(path: Path, rank: str, layer: str, value: Any) -> tuple[str, fl
     return f"{path.name}:{name}", factor
 
 
-def _load(path: Path) -> dict[str, Any]:
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        if len(dict(pairs)) != len(pairs):
-            raise ValueError(f"a key appears twice among {_some(key for key, _ in pairs)}")
-        return dict(pairs)
-
+def _load(path: Path) -> JsonObject:
     try:
-        content = json.loads(read_text(path), object_pairs_hook=unique)
+        content = json.loads(read_text(path), object_pairs_hook=unique_names)
     except (ValueError, OSError, RecursionError) as error:
         raise CheckpointError(f"{path} is not a JSON file of KV scales: {error}") from error
     if not isinstance(content, dict):
@@ -415,10 +412,10 @@ def _load(path: Path) -> dict[str, Any]:
     return content
 
 
-def _object(path: Path, parent: dict[str, Any], key: str) -> dict[str, Any]:
-    if not isinstance(parent.get(key), dict):
+def _object(path: Path, parent: JsonObject, key: str) -> JsonObject:
+    value = parent.get(key)
+    if not isinstance(value, dict):
         raise CheckpointError(f"{path}: {key!r} is missing, or not an object")
-    value: dict[str, Any] = parent[key]
     return value
 
 

@@ -72,12 +72,12 @@ def read_scheme(config: JsonObject, hf_quant_config: JsonObject | None) -> Schem
         known = choices((*_READERS, "mxfp4"))
         raise CheckpointError(f"quantization method {method!r} is not implemented; {known} are")
     if method.startswith("modelopt"):  # config.json wins where both files have a key
-        own = (hf_quant_config or {}).get("quantization") or {}
-        if not isinstance(own, Mapping):
+        of_file = (hf_quant_config or {}).get("quantization") or {}
+        if not isinstance(of_file, Mapping):
             raise CheckpointError(
-                f"hf_quant_config.json: quantization = {own!r} is not a JSON object"
+                f"hf_quant_config.json: quantization = {of_file!r} is not a JSON object"
             )
-        declared = {**own, **declared}
+        declared = {**of_file, **declared}
     return _described(_in_named_format(_READERS[method](declared), {**declared, **config}))
 
 
@@ -87,9 +87,12 @@ def declaration(config: JsonObject) -> Any:
 
     None if there is none.
     """
-    parts = [config, *(config[key] for key in TEXT_KEYS if isinstance(config.get(key), Mapping))]
-    found = (part.get("quantization_config") or part.get("compression_config") for part in parts)
-    return next((declared for declared in found if declared), None)
+    for part in (config, *map(config.get, TEXT_KEYS)):
+        if isinstance(part, Mapping):
+            declared = part.get("quantization_config") or part.get("compression_config")
+            if declared:
+                return declared
+    return None
 
 
 def _described(scheme: Scheme) -> Scheme:
@@ -98,8 +101,10 @@ def _described(scheme: Scheme) -> Scheme:
     if scheme.kv_format is not None:
         promised = "static scales" if scheme.kv_static else "no static scales promised"
         parts.append(f"KV cache {scheme.kv_format}, {promised}")
-    method = "" if scheme.method is None else f"{scheme.method}: "
-    return replace(scheme, description=method + ("; ".join(parts) or "none"))
+    description = "; ".join(parts) or "none"
+    if scheme.method is not None:
+        description = f"{scheme.method}: {description}"
+    return replace(scheme, description=description)
 
 
 def _in_named_format(scheme: Scheme, config: JsonObject) -> Scheme:
@@ -108,20 +113,22 @@ def _in_named_format(scheme: Scheme, config: JsonObject) -> Scheme:
 
     A variant without a declared KV scheme also declares that the checkpoint has static scales. The
     keys are `kv_cache_torch_dtype` (or, from the same tool, `kv_cache_dtype`) among the
-    model's own, and `kv_cache_format` within quantization_config.
+    model's of_file, and `kv_cache_format` within quantization_config.
     """
-    keys = ("kv_cache_torch_dtype", "kv_cache_dtype", "kv_cache_format")
-    declared = {key: config[key] for key in keys if config.get(key) is not None}
-    for key, name in declared.items():
+    declared = {}
+    for key in ("kv_cache_torch_dtype", "kv_cache_dtype", "kv_cache_format"):
+        name = config.get(key)
+        if name is None:
+            continue
         if name not in tuple(_NAMED):  # it may be a list
             raise CheckpointError(
                 f"config.json: {key} = {name!r} is not implemented; {choices(_NAMED)} are"
             )
+        declared[key] = name
     formats = {_NAMED[name] for name in declared.values()}
     if len(formats) > 1:
-        raise CheckpointError(
-            f"config.json contradicts itself: {' but '.join(f'{k} = {v!r}' for k, v in declared.items())}"
-        )
+        named = " but ".join(f"{key} = {name!r}" for key, name in declared.items())
+        raise CheckpointError(f"config.json contradicts itself: {named}")
     if not formats:
         return scheme
     return replace(

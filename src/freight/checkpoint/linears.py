@@ -83,19 +83,21 @@ class StoredLinear:
         """
         count = 0
         scales = []
-        for one in rows:
+        for part in rows:
+            start = part.start
+            stop = part.stop
             if self.scale.ndim == 1:
-                scales.append(self.scale[one])
+                scales.append(self.scale[part])
             else:
-                aligned = one.start % BLOCK == 0 or one.start // BLOCK == (one.stop - 1) // BLOCK
-                if count % BLOCK or not aligned:
+                first = start // BLOCK
+                if count % BLOCK or (start % BLOCK and first != (stop - 1) // BLOCK):
                     raise ConfigError(
-                        f"a rank would have rows {one.start} to {one.stop} of {self.weight}, which has a scale for "
-                        f"each {BLOCK} x {BLOCK} values: choose a --tensor-parallel-size with which ranks begin at "
+                        f"a rank would have rows {start} to {stop} of {self.weight}, which has a scale for each "
+                        f"{BLOCK} x {BLOCK} values: choose a --tensor-parallel-size with which ranks begin at "
                         f"multiples of {BLOCK} rows"
                     )
-                scales.append(self.scale[one.start // BLOCK : -(-one.stop // BLOCK)])
-            count += one.stop - one.start
+                scales.append(self.scale[first : -(-stop // BLOCK)])
+            count += stop - start
         return replace(self, shape=(count, *self.shape[1:]), scale=torch.cat(scales))
 
     def input_scale_in(self, format: Format) -> float | None:
@@ -121,32 +123,25 @@ def find_linears(
     not stored so or has no scale, for such a matrix that is not declared, and for scales of another
     shape than declared.
     """
-    found = {}
+    linears = {}
     for name, shape in shapes.items():
-        module, dot, suffix = name.rpartition(".")
+        module, _, suffix = name.rpartition(".")
         if suffix != "weight" or len(shape) != 2:
             continue
-        weight = next(
-            (module + dot + s for s in WEIGHTS if module + dot + s in checkpoint.names), None
-        )
-        if weight is None:
+        weights = checkpoint.stored_of(module, WEIGHTS)
+        if not weights:
             continue  # `Checkpoint.check` reports missing tensors
+        weight = weights[0]
         declared = scheme.linear(checkpoint.declared_module(weight))
         four = declared is not None and declared.four is not None
         if four and checkpoint.entry(weight).dtype == "U8":
             continue  # `find_four_bits` finds it
-        stored = checkpoint.format_of(weight)
-        if stored.is_quantized:
-            found[name] = _stored_linear(
-                checkpoint,
-                module,
-                weight,
-                shape,
-                _declared(checkpoint, weight, scheme, module, declared),
-            )
+        if checkpoint.format_of(weight).is_quantized:
+            linear = _declared(checkpoint, weight, scheme, module, declared)
+            linears[name] = _stored_linear(checkpoint, module, weight, shape, linear)
         else:
             _require_plain(checkpoint, weight, scheme, declared, module, name in free)
-    return found
+    return linears
 
 
 def _declared(
@@ -196,7 +191,7 @@ def _require_plain(
     if declared is None:
         return
     stored = checkpoint.format_of(weight)
-    scales = [name for s in _SCALES if (name := f"{module}.{s}") in checkpoint.names]
+    scales = checkpoint.stored_of(module, _SCALES)
     if scales:
         raise checkpoint.fault(
             f"{weight} is stored in {stored}, but config.json declares it quantized ({scheme.method}: {declared}), "
@@ -233,12 +228,14 @@ def dense_scheme(checkpoint: Checkpoint, scheme: Scheme) -> Scheme:
         "weights are declared quantized (%s), but not compressed yet: they run as they are stored",
         scheme.weights,
     )
-    patterns = (f"*.{side}_{what}" for side in ("weight", "input") for what in _OF_DENSE)
+    unused = list(scheme.unused)
+    for tensor in ("weight", "input"):
+        unused += [(f"*.{tensor}_{suffix}", _NOT_COMPRESSED) for suffix in _OF_DENSE]
     return replace(
         scheme,
         weight_format=None,
         rules=(),
-        unused=(*scheme.unused, *((pattern, _NOT_COMPRESSED) for pattern in patterns)),
+        unused=tuple(unused),
         description=f"{scheme.description}, not compressed yet: weights run as they are stored",
     )
 
@@ -255,10 +252,8 @@ def _is_compressed(checkpoint: Checkpoint) -> bool:
 
 def _expected_scale(checkpoint: Checkpoint) -> str:
     """Return what other modules call their scale, for a message."""
-    for name in _SCALES:
-        if any(one.endswith(f".{name}") for one in checkpoint.names):
-            return name
-    return _SCALES[0]
+    suffixes = {name.rpartition(".")[2] for name in checkpoint.names}
+    return next((suffix for suffix in _SCALES if suffix in suffixes), _SCALES[0])
 
 
 def _stored_linear(
@@ -270,7 +265,7 @@ def _stored_linear(
             f"{weight} has shape {list(checkpoint.shape_of(weight))}, config.json asks for "
             f"{list(shape)}"
         )
-    name = _one_of(checkpoint, module, _SCALES)
+    name = _scale_name(checkpoint, module, _SCALES)
     if name is None:
         expected = _expected_scale(checkpoint)
         kind = "INT8" if declared.integers else "FP8"
@@ -278,7 +273,7 @@ def _stored_linear(
             f"{weight} is stored in {kind}, and its scale {module}.{expected} is missing"
         )
     scale = _weight_scale(checkpoint, name, shape, declared)
-    input_name = _one_of(checkpoint, module, _INPUT_SCALES)
+    input_name = _scale_name(checkpoint, module, _INPUT_SCALES)
     input_scale = None
     if declared.activations is Activations.STATIC:
         if input_name is None:
@@ -308,11 +303,11 @@ def _stored_linear(
     )
 
 
-def _one_of(checkpoint: Checkpoint, module: str, suffixes: tuple[str, ...]) -> str | None:
+def _scale_name(checkpoint: Checkpoint, module: str, suffixes: tuple[str, ...]) -> str | None:
     """Return the one name of a scale that the checkpoint has, None if there is none. Raises
     CheckpointError for two.
     """
-    names = [name for suffix in suffixes if (name := f"{module}.{suffix}") in checkpoint.names]
+    names = checkpoint.stored_of(module, suffixes)
     if len(names) > 1:
         raise checkpoint.fault(f"{names[0]} and {names[1]} are the same scale twice")
     return names[0] if names else None
@@ -336,9 +331,8 @@ def _weight_scale(
             return scale.reshape(rows)
     else:
         assert declared.block is not None
-        grid = tuple(
-            math.ceil(size / side) for size, side in zip(shape, declared.block, strict=True)
-        )
+        height, width = declared.block
+        grid = (math.ceil(rows / height), math.ceil(columns / width))
         expected = f"{list(grid)}"
         # ModelOpt writes [] for a matrix of one block
         single = math.prod(grid) == scale.numel() == 1
@@ -346,7 +340,7 @@ def _weight_scale(
             regrouped = regroup(scale.reshape(grid), declared.block, shape)
             if regrouped is None:
                 raise checkpoint.fault(
-                    f"{name} scales blocks of {declared.block[0]}x{declared.block[1]}, which is not "
+                    f"{name} scales blocks of {height}x{width}, which is not "
                     "implemented; multiples of 128x128, and blocks as wide as the matrix, are"
                 )
             return regrouped

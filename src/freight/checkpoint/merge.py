@@ -74,10 +74,10 @@ def merge(
     added = _untie(base, lora)
     # Written tensor -> tensor of `base` that it starts from
     sources = {name: name for name in sorted(base.names)} | added
-    changes = {
-        _stored_name(base, lora, name, sources): change for name, change in lora.changes.items()
-    }
-    for name, change in changes.items():
+    changes = {}
+    for named, change in lora.changes.items():
+        name = _stored_name(base, lora, named, sources)
+        changes[name] = change
         entry = base.entry(sources[name])
         lora.check(name, change, entry.shape)
         if entry.dtype not in ("BF16", "F16", "F32"):
@@ -90,7 +90,9 @@ def merge(
         for done, (name, source) in enumerate(sources.items()):
             on_progress("merging", done, len(sources))
             tensor = base.copy(source)
-            writer.add({name: lora.merged(changes[name], tensor) if name in changes else tensor})
+            if name in changes:
+                tensor = lora.merged(changes[name], tensor)
+            writer.add({name: tensor})
         on_progress("merging", len(sources), len(sources))
         base.require_unchanged()
         writer.finish(base.config, base.path)
@@ -109,17 +111,16 @@ def _stored_name(base: Checkpoint, lora: Adapter, name: str, known: Mapping[str,
     """Return the name in the output of the tensor that transformers calls `name`. Raises
     CheckpointError.
     """
-    spelled = [
-        name,
-        *(new + name.removeprefix(old) for old, new in _RENAMED if name.startswith(old)),
-    ]
-    found = next((one for one in spelled if one in known), None)
-    if found is None:
-        raise CheckpointError(
-            f"{lora.path} changes {name}, and {base.path} has no such tensor: the adapter belongs to another model, or "
-            "its modules are stored under other names (experts in one tensor); merge it with peft's merge_and_unload"
-        )
-    return found
+    if name in known:
+        return name
+    for old, new in _RENAMED:
+        stored = new + name.removeprefix(old)
+        if name.startswith(old) and stored in known:
+            return stored
+    raise CheckpointError(
+        f"{lora.path} changes {name}, and {base.path} has no such tensor: the adapter belongs to another model, or "
+        "its modules are stored under other names (experts in one tensor); merge it with peft's merge_and_unload"
+    )
 
 
 def _untie(base: Checkpoint, lora: Adapter) -> dict[str, str]:
@@ -137,7 +138,7 @@ def _untie(base: Checkpoint, lora: Adapter) -> dict[str, str]:
     try:
         model = parse_model_config(base.config, base.names)
         tied = model.tie_word_embeddings
-        (body, outer) = model.prefixes
+        body, outer = model.prefixes
         head = outer + _HEAD
     except CheckpointError:  # a model that Freight does not run
         if not heads:

@@ -9,7 +9,7 @@ that is exact for every row, else 16 bits: they are computed together, so they h
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -90,23 +90,45 @@ class StoredExperts:
 
         Raises CheckpointError for float16 that does not have the values.
         """
+        exact = self.exact_rows == self.rows
         for blocks, scales in zip(*self.take(checkpoint), strict=True):
-            parts = blocks[order].to(device), scales[order].to(device)
-            if keeps and self.normal:
-                codes, powers = parts
-                yield Weight(codes.flatten(1).view(mxfp4.CODES), powers.view(mxfp4.SCALES))
-                continue
-            if self.exact_rows == self.rows:
-                yield Weight(*mxfp4.to_e4m3(*parts, format))
-                continue
-            exact = mxfp4.to_bfloat16(*parts)
-            matrix = exact.to(torch_dtype(compute))
-            if not torch.equal(matrix.float(), exact.float()):
-                raise checkpoint.fault(
-                    f"{self.name} has values in MXFP4 that {compute} does not have; use --dtype "
-                    "bfloat16"
-                )
-            yield Weight(matrix)
+            parts = (blocks[order].to(device), scales[order].to(device))
+            yield as_weight(
+                checkpoint,
+                self.name,
+                parts,
+                compute,
+                format if exact else None,
+                keeps and self.normal,
+            )
+
+
+def as_weight(
+    checkpoint: Checkpoint,
+    name: str,
+    parts: tuple[Tensor, Tensor],
+    compute: Format,
+    exact: Format | None,
+    keeps: bool,
+) -> Weight:
+    """Return a matrix from its blocks [rows, groups, 16] and scales [rows, groups]: in MXFP4 if
+    `keeps`, else in `exact`, the E4M3 variant that has its values, else in `compute`.
+
+    Raises CheckpointError, naming the tensor `name`, for float16 that does not have the values.
+    """
+    if keeps:
+        blocks, scales = parts
+        codes = blocks.flatten(1).contiguous()
+        return Weight(codes.view(mxfp4.CODES), scales.contiguous().view(mxfp4.SCALES))
+    if exact is not None:
+        return Weight(*mxfp4.to_e4m3(*parts, exact))
+    values = mxfp4.to_bfloat16(*parts)
+    matrix = values.to(torch_dtype(compute))
+    if not torch.equal(matrix.float(), values.float()):
+        raise checkpoint.fault(
+            f"{name} has values in MXFP4 that {compute} does not have; use --dtype bfloat16"
+        )
+    return Weight(matrix)
 
 
 def find_experts(
@@ -119,78 +141,83 @@ def find_experts(
     in 16 bits, for other modules than experts, and for scales that are NaN or give values that are
     not finite.
     """
-    experts = {
-        name: shape
-        for name, shape in shapes.items()
-        if len(shape) == 3 and not name.endswith(".weight")
-    }
-    for name in sorted(checkpoint.names):
-        if (
-            name.endswith((_BLOCKS, _SCALES))
-            and name.rpartition("_")[0] not in experts
-            and scheme.method == "mxfp4"
-        ):
-            raise checkpoint.fault(f"{name} belongs to no expert; MXFP4 is read for experts only")
-    found = {}
+    experts = {}
+    for name, shape in shapes.items():
+        if len(shape) == 3 and not name.endswith(".weight"):
+            experts[name] = shape
+    if scheme.method == "mxfp4":
+        _require_experts(checkpoint, experts)
+    packed = {}
     for name, (count, inputs, outputs) in experts.items():
         declared = scheme.linear(name)
         stored = name + _BLOCKS in checkpoint.names
-        wanted = declared is not None and declared.bits == 4
-        if stored and not wanted:
+        is_declared = declared is not None and declared.bits == 4
+        if stored and not is_declared:
             raise checkpoint.fault(
                 f"{name}{_BLOCKS} is there, but config.json does not declare that module to be in "
                 "MXFP4; correct its quantization_config (quant_method, modules_to_not_convert)"
             )
-        if wanted and not stored:
+        if is_declared and not stored:
             raise checkpoint.fault(
                 f"config.json declares {name} to be in MXFP4, and {name}{_BLOCKS} is missing; if it "
                 "is in 16 bits, list its module in modules_to_not_convert"
             )
         if stored:
-            shape = (count, inputs, outputs)
-            found[name] = _stored(
-                checkpoint, StoredExperts(name, shape, exact_rows=0, normal=False)
-            )
-    return found
+            packed[name] = _stored(checkpoint, name, (count, inputs, outputs))
+    return packed
 
 
-def _stored(checkpoint: Checkpoint, experts: StoredExperts) -> StoredExperts:
-    if experts.shape[1] % mxfp4.GROUP:
+def _require_experts(checkpoint: Checkpoint, experts: Mapping[str, Shape]) -> None:
+    """Raise CheckpointError for a tensor in MXFP4 that is not of `experts`."""
+    for name in sorted(checkpoint.names):
+        if name.endswith((_BLOCKS, _SCALES)) and name.rpartition("_")[0] not in experts:
+            raise checkpoint.fault(f"{name} belongs to no expert; MXFP4 is read for experts only")
+
+
+def _stored(checkpoint: Checkpoint, name: str, shape: tuple[int, int, int]) -> StoredExperts:
+    if shape[1] % mxfp4.GROUP:
         raise checkpoint.fault(
-            f"{experts.name} has {experts.shape[1]} inputs, which is not a multiple of {mxfp4.GROUP}"
+            f"{name} has {shape[1]} inputs, which is not a multiple of {mxfp4.GROUP}"
         )
+    experts = StoredExperts(name, shape, exact_rows=0, normal=False)
     checkpoint.check(experts.tensors)
-    blocks, scales = experts.take(checkpoint)
-    for expert in range(len(blocks)):
-        if not mxfp4.finite(blocks[expert], scales[expert]):
+    exact_rows = 0
+    normal = True
+    for index, (blocks, scales) in enumerate(zip(*experts.take(checkpoint), strict=True)):
+        if not mxfp4.finite(blocks, scales):
             raise checkpoint.fault(
-                f"expert {expert} of {experts.name} has values that are not finite: a scale in "
-                f"{experts.name}{_SCALES} is NaN (255) or too large; quantize the model again"
+                f"expert {index} of {name} has values that are not finite: a scale in "
+                f"{name}{_SCALES} is NaN (255) or too large; quantize the model again"
             )
-    exact = sum(int(mxfp4.exact_rows(*one).sum()) for one in zip(blocks, scales, strict=True))
-    normal = all(mxfp4.normal(*one) for one in zip(blocks, scales, strict=True))
-    return StoredExperts(experts.name, experts.shape, exact, normal)
+        exact_rows += int(mxfp4.exact_rows(blocks, scales).sum())
+        normal = normal and mxfp4.normal(blocks, scales)
+    return replace(experts, exact_rows=exact_rows, normal=normal)
 
 
 def describe(experts: Mapping[str, StoredExperts], compute: Format, keeps: bool) -> str:
     """Return the start-up line: the formats that experts are computed in. keeps: the kernels take
     MXFP4.
     """
-    packed = sum(one.normal for one in experts.values()) if keeps else 0
-    if packed:
-        line = f"experts in MXFP4: {packed} of {len(experts)} tensors are computed in MXFP4"
-        rest = {name: one for name, one in experts.items() if not one.normal}
-        if rest:
-            line += f"; scales beyond 3 to 252 in the others: {_converted(rest, compute)}"
-        return line
-    return f"experts in MXFP4: {_converted(experts, compute)}"
+    tensors = list(experts.values())
+    unpacked = [tensor for tensor in tensors if not (keeps and tensor.normal)]
+    num_packed = len(tensors) - len(unpacked)
+    if not num_packed:
+        return f"experts in MXFP4: {_converted(tensors, compute)}"
+    line = f"experts in MXFP4: {num_packed} of {len(tensors)} tensors are computed in MXFP4"
+    if unpacked:
+        line += f"; scales beyond 3 to 252 in the others: {_converted(unpacked, compute)}"
+    return line
 
 
-def _converted(experts: Mapping[str, StoredExperts], compute: Format) -> str:
-    rows = sum(one.rows for one in experts.values())
-    exact = sum(one.exact_rows for one in experts.values())
+def _converted(tensors: Sequence[StoredExperts], compute: Format) -> str:
+    rows = 0
+    exact = 0
+    wide = 0
+    for tensor in tensors:
+        rows += tensor.rows
+        exact += tensor.exact_rows
+        wide += tensor.exact_rows < tensor.rows
     line = f"{exact:,} of {rows:,} rows exactly in E4M3"
-    wide = sum(one.exact_rows < one.rows for one in experts.values())
     if wide:
-        line += f"; {wide} of {len(experts)} tensors have rows that are not, and are in {compute}"
+        line += f"; {wide} of {len(tensors)} tensors have rows that are not, and are in {compute}"
     return line

@@ -141,7 +141,7 @@ class Partial:
 
     def _move(self, out: Path) -> None:
         """Move the files of `out` into this folder, which is in it, and the new ones out."""
-        old = [name for name in os.listdir(out) if not fnmatch.fnmatchcase(name, PATTERN)]
+        old = visible(out)
         new = [name for name in os.listdir(self.path) if name != LOCK]
         write_whole(self.path / JOURNAL, json.dumps(new))
         _sync_path(self.path)
@@ -170,6 +170,11 @@ def real(out: Path) -> Path:
     return Path(os.path.realpath(out))
 
 
+def visible(folder: Path) -> list[str]:
+    """Return the names in `folder` that are not of hidden folders of Freight. Raises OSError."""
+    return [name for name in os.listdir(folder) if not fnmatch.fnmatchcase(name, PATTERN)]
+
+
 def workplace(out: Path) -> Path:
     """Return the folder, on the disk of `out`, in which hidden folders are made: `out` itself if it
     exists, else its parent.
@@ -184,8 +189,10 @@ def remove_abandoned(out: Path) -> None:
     Raises ConfigError where a living run writes `out`, and where its files cannot be brought back.
     """
     out = real(out)
-    places = [out.parent, out] if out.is_dir() else [out.parent]
-    for folder in [folder for place in places for folder in sorted(place.glob(PATTERN))]:
+    folders = sorted(out.parent.glob(PATTERN))
+    if out.is_dir():
+        folders += sorted(out.glob(PATTERN))
+    for folder in folders:
         with _locked(folder) as mine:
             if mine is False and _output_of(folder) == out:
                 raise ConfigError(
@@ -218,17 +225,17 @@ def restore(folder: Path) -> None:
             _discard(hidden)
 
 
-def exchange(one: Path, other: Path) -> None:
+def exchange(path: Path, other: Path) -> None:
     """Exchange what two paths name, in one step: renameat2(2). Raises OSError, also where the system
     cannot.
     """
     swap = _renameat2()
     if swap is None:
-        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS), str(one))
-    paths = os.fsencode(one), os.fsencode(other)
-    if swap(_AT_FDCWD, paths[0], _AT_FDCWD, paths[1], _RENAME_EXCHANGE) != 0:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS), str(path))
+    places = (_AT_FDCWD, os.fsencode(path), _AT_FDCWD, os.fsencode(other))
+    if swap(*places, _RENAME_EXCHANGE) != 0:
         number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number), str(one), None, str(other))
+        raise OSError(number, os.strerror(number), str(path), None, str(other))
 
 
 @contextmanager
@@ -269,14 +276,14 @@ def _moved_beside(path: Path, out: Path) -> Path:
     parent may not be written. So it does if this process is in `out`, whose shell would be in a
     removed folder afterwards.
     """
-    beside = out.parent / path.name
-    if path == beside or _renameat2() is None or real(Path()).is_relative_to(out):
+    moved = out.parent / path.name
+    if path == moved or _renameat2() is None or real(Path()).is_relative_to(out):
         return path
     try:
-        os.rename(path, beside)
+        os.rename(path, moved)
     except OSError:
         return path
-    return beside
+    return moved
 
 
 def _is_interrupted(hidden: Path) -> bool:
@@ -315,10 +322,12 @@ def _undo(hidden: Path) -> None:
     out = hidden.parent
     replaced = hidden / REPLACED
     names = json.loads(read_bytes(hidden / JOURNAL))
-    plain = isinstance(names, list) and all(
-        isinstance(name, str) and name not in ("", ".", "..") and "/" not in name for name in names
-    )
-    if not plain or hidden.is_symlink() or replaced.is_symlink():
+    if (
+        not isinstance(names, list)
+        or not all(map(_is_plain, names))
+        or hidden.is_symlink()
+        or replaced.is_symlink()
+    ):
         raise ValueError(f"{JOURNAL} is damaged")
     for name in names:
         if not os.path.lexists(hidden / name):
@@ -327,6 +336,11 @@ def _undo(hidden: Path) -> None:
     for name in sorted(old, key=lambda name: name == _CONFIG):
         os.rename(replaced / name, out / name)
     (hidden / JOURNAL).unlink()
+
+
+def _is_plain(name: object) -> bool:
+    """Return whether this is the name of a file in a folder."""
+    return isinstance(name, str) and name not in ("", ".", "..") and "/" not in name
 
 
 def _discard(hidden: Path) -> None:

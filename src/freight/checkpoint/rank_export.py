@@ -20,14 +20,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any
-
-from safetensors import SafetensorError, safe_open
 
 from freight.base.fields import MOST_PARTS, JsonObject, is_integer
 from freight.checkpoint.headers import TensorEntry, read_header
 from freight.checkpoint.kv_scales import join_ranks, require_positive
-from freight.checkpoint.reader import read_json
+from freight.checkpoint.reader import read_json, read_tensor
 from freight.errors import CheckpointError, shown
 from freight.fp8.formats import Format
 from freight.fp8.scheme import KVScales
@@ -104,13 +101,12 @@ def is_rank_export(path: Path) -> bool:
     """Return whether `path` is such a folder: it has rankN.safetensors, or the .npz files of older
     versions, and no model.
     """
-    if any(
-        (path / name).exists() for name in ("model.safetensors", "model.safetensors.index.json")
-    ):
+    if (path / "model.safetensors").exists() or (path / "model.safetensors.index.json").exists():
         return False
-    return any(_RANK_FILE.search(file.name) for file in path.glob("*rank*.safetensors")) or any(
-        path.glob("*_tp*_rank*.npz")
-    )
+    for file in path.glob("*rank*.safetensors"):
+        if _RANK_FILE.search(file.name):
+            return True
+    return any(path.glob("*_tp*_rank*.npz"))
 
 
 def refuse_to_run(path: Path, name: str) -> None:
@@ -138,24 +134,24 @@ def read_rank_export(path: Path) -> RankExport:
             f"{declared.config_file}: it is split into {declared.num_stages} stages of a pipeline, which is not "
             "implemented; export with one (--pp_size 1)"
         )
-    lacking = [f"rank{rank}.safetensors" for rank in range(declared.num_ranks) if rank not in files]
+    missing = [f"rank{rank}.safetensors" for rank in range(declared.num_ranks) if rank not in files]
     beyond = [file.name for rank, file in files.items() if rank >= declared.num_ranks]
-    if lacking or beyond:
-        fault = (
-            f"{', '.join(lacking)} is missing" if lacking else f"{', '.join(beyond)} is beyond them"
-        )
+    if missing or beyond:
+        fault = f"{', '.join(beyond)} is beyond them"
+        if missing:
+            fault = f"{', '.join(missing)} is missing"
         raise CheckpointError(
             f"{path}: {declared.config_file.name} describes {declared.num_ranks} ranks, but {fault}; copy "
             "the whole export"
         )
-    headers = tuple(read_header(files[rank]) for rank in sorted(files))
-    ranks = [
-        _read_scales(files[rank], header)
-        for rank, header in zip(sorted(files), headers, strict=True)
-    ]
-    names = [files[rank].name for rank in sorted(files)]
-    scales = _joined(declared, path, names, ranks)
-    return RankExport(**vars(declared), path=path, entries=headers, scales=scales)
+    headers = []
+    ranks = {}
+    for _, file in sorted(files.items()):
+        header = read_header(file)
+        headers.append(header)
+        ranks[file.name] = _read_scales(file, header)
+    scales = _joined(declared, path, ranks)
+    return RankExport(**vars(declared), path=path, entries=tuple(headers), scales=scales)
 
 
 def _rank_files(path: Path) -> dict[int, Path]:
@@ -180,29 +176,28 @@ def _rank_files(path: Path) -> dict[int, Path]:
 
 def _described(path: Path) -> _Declared:
     """Read the one JSON file that describes the export. Raises CheckpointError for none or two."""
-    found: list[_Declared] = []
+    exports: list[_Declared] = []
     for file in sorted(path.glob("*.json")):
         content = read_json(file) or {}
         if isinstance(content.get("layers"), list) and "tensor_parallel" in content:
-            found.append(_from_ammo(file, content))
+            exports.append(_from_ammo(file, content))
         elif isinstance(content.get("mapping"), dict) and "architecture" in content:
-            found.append(_from_tensorrt_llm(file, content))
-    if not found:
+            exports.append(_from_tensorrt_llm(file, content))
+    if not exports:
         raise CheckpointError(
             f"{path} has files of ranks, but no JSON file that describes them, such as llama_tp1.json or config.json; "
             "copy the whole export"
         )
-    if len(found) > 1:
+    if len(exports) > 1:
         raise CheckpointError(
-            f"{path}: {found[0].config_file.name} and {found[1].config_file.name} both describe an export"
+            f"{path}: {exports[0].config_file.name} and {exports[1].config_file.name} both describe an export"
         )
-    return found[0]
+    return exports[0]
 
 
 def _from_ammo(file: Path, content: JsonObject) -> _Declared:
     layers = content["layers"]
-    first = layers[0] if layers and isinstance(layers[0], dict) else {}
-    attention: Any = first.get("attention")
+    first = _part({"layer": layers[0]}, "layer") if layers else {}
     return _Declared(
         config_file=file,
         producer="ammo",
@@ -216,7 +211,7 @@ def _from_ammo(file: Path, content: JsonObject) -> _Declared:
         num_ranks=_parts(file, "tensor_parallel", content["tensor_parallel"]) or 1,
         num_stages=_parts(file, "pipeline_parallel", content.get("pipeline_parallel")) or 1,
         weights=str(content.get("quantization") or "none").lower(),
-        kv_cache=attention.get("kv_cache_dtype") if isinstance(attention, dict) else None,
+        kv_cache=_part(first, "attention").get("kv_cache_dtype"),
     )
 
 
@@ -224,11 +219,11 @@ def _from_tensorrt_llm(file: Path, content: JsonObject) -> _Declared:
     mapping = content["mapping"]
     quantization = _part(content, "quantization")
     producer = _part(content, "producer")
+    producer_names = filter(None, (producer.get("name"), producer.get("version")))
     heads = content.get("num_key_value_heads") or content.get("num_attention_heads")
     return _Declared(
         config_file=file,
-        producer=" ".join(str(producer[key]) for key in ("name", "version") if producer.get(key))
-        or "tensorrt_llm",
+        producer=" ".join(map(str, producer_names)) or "tensorrt_llm",
         decoder=_text(file, "architecture", content["architecture"]),
         num_layers=_parts(file, "num_hidden_layers", content.get("num_hidden_layers") or 0) or 0,
         num_kv_heads=_count(file, "num_key_value_heads", heads),
@@ -276,7 +271,7 @@ def _parts(file: Path, key: str, value: object) -> int | None:
 
 def _read_scales(file: Path, header: Mapping[str, TensorEntry]) -> dict[int, tuple[str, float]]:
     """Read a rank's KV scales: (tensor name, value) by layer."""
-    found: dict[int, tuple[str, float]] = {}
+    scales: dict[int, tuple[str, float]] = {}
     for name in sorted(header):
         match = _SCALE.search(name)
         if match is None:
@@ -285,23 +280,19 @@ def _read_scales(file: Path, header: Mapping[str, TensorEntry]) -> dict[int, tup
             raise CheckpointError(
                 f"{file}: {name} has shape {list(header[name].shape)}; a scale has one number"
             )
-        try:
-            with safe_open(file, framework="pt") as handle:
-                value = float(handle.get_tensor(name).float().item())
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{file}: tensor {name} cannot be read: {error}") from error
+        value = float(read_tensor(file, name).float().item())
         require_positive(f"{file}: {name}", value)
-        found[int(match[1])] = (name, value)
-    return found
+        scales[int(match[1])] = (name, value)
+    return scales
 
 
 def _joined(
-    declared: _Declared, path: Path, files: list[str], ranks: list[dict[int, tuple[str, float]]]
+    declared: _Declared, path: Path, ranks: Mapping[str, Mapping[int, tuple[str, float]]]
 ) -> KVScales:
-    """Return the scales of all ranks together. Raises CheckpointError, naming layer and file, where
-    some are missing or contradict each other.
+    """Return the scales of all ranks together. `ranks`: those of each, by the name of its file.
+    Raises CheckpointError, naming layer and file, where some are missing or contradict each other.
     """
-    if not any(ranks):
+    if not any(ranks.values()):
         return KVScales((None,) * declared.num_layers)
     algorithm = declared.kv_cache or declared.weights
     if str(algorithm).lower() != "fp8":
@@ -309,26 +300,28 @@ def _joined(
             f"{declared.config_file}: the KV cache is {json.dumps(algorithm)}; only the scales of an FP8 cache "
             "can be used"
         )
+    factors: dict[int, list[tuple[str, float]]] = {}
     for layer in range(declared.num_layers):
-        lacking = [file for file, scales in zip(files, ranks, strict=True) if layer not in scales]
-        if lacking:
-            raise CheckpointError(
-                f"{path}: {lacking[0]} has no kv_cache_scaling_factor of layer {layer}"
-            )
-    for number in chain.from_iterable(ranks):
+        factors[layer] = []
+        for file, scales in ranks.items():
+            if layer not in scales:
+                raise CheckpointError(
+                    f"{path}: {file} has no kv_cache_scaling_factor of layer {layer}"
+                )
+            factors[layer].append(scales[layer])
+    for number in chain.from_iterable(ranks.values()):
         if number >= declared.num_layers:
             raise CheckpointError(
                 f"{path}: there is a KV scale of layer {number}, but {declared.num_layers} layers"
             )
-    factors = {layer: [of[layer] for of in ranks] for layer in range(declared.num_layers)}
     heads = declared.num_kv_heads
     if heads is None:
-        differ = [layer for layer, of in factors.items() if len({scale for _, scale in of}) > 1]
-        if differ:
-            raise CheckpointError(
-                f"{declared.config_file}: the ranks differ in the KV scale of layer {differ[0]}, but the number of KV "
-                "heads that they share is not there; copy the whole export"
-            )
+        for layer, scales_of_layer in factors.items():
+            if len({scale for _, scale in scales_of_layer}) > 1:
+                raise CheckpointError(
+                    f"{declared.config_file}: the ranks differ in the KV scale of layer {layer}, but the number of KV "
+                    "heads that they share is not there; copy the whole export"
+                )
         heads = len(ranks)
     layers = join_ranks(path, factors, dict.fromkeys(factors, heads))
     return KVScales(tuple(layers.values()), Format.E4M3FN)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import fnmatch
 import logging
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -24,18 +23,20 @@ from torch import Tensor
 
 from freight.base.fields import JsonObject
 from freight.base.files import read_object
+from freight.checkpoint.config_only import local_path
 from freight.checkpoint.headers import (
     FORMAT_NAMES,
     Index,
     Shape,
     TensorEntry,
     narrowed,
+    part_shape,
     read_header,
     unreadable,
 )
 from freight.checkpoint.partial import restore
 from freight.checkpoint.stored_dtype import stored_format
-from freight.errors import CheckpointError, ConfigError, shown
+from freight.errors import CheckpointError, ConfigError, first_line, listed, shown
 from freight.fp8.formats import Format
 from freight.model.config.dtype import TEXT_KEYS
 
@@ -63,6 +64,7 @@ _OWN_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 # Suffixes of the tensor that holds a matrix, in all producers' forms
 _CODES = ("weight", "_weight_qdata", "weight_packed", "qweight")
 _TIES = ("tie_word_embeddings", "tie_embedding")  # the second is LFM2's
+_NAMED = 20  # names that a message has at most
 _COMPARED = 2**24  # bytes of two tensors that are compared at a time
 _ZERO_POINTS = (
     "*.[qkv]_zero_point",
@@ -183,24 +185,18 @@ class Checkpoint:
         its index refers to the file's order. Raises CheckpointError for a part whose name another
         tensor has.
         """
-        whole = self.entry(stored)
-        twice = min(
-            (name for name in parts if name in self._entries and name != stored), default=None
-        )
-        if twice is not None:
-            raise self.fault(f"{stored} and {twice} are the same tensor twice")
+        source = self.entry(stored)
+        for name in sorted(parts):
+            if name in self._entries and name != stored:
+                raise self.fault(f"{stored} and {name} are the same tensor twice")
         del self._entries[stored]
         for name, (index, module) in parts.items():
-            picked = [
-                len(range(size)[at])
-                for size, at in zip(whole.shape, index, strict=False)
-                if isinstance(at, slice)
-            ]
-            shape = (*picked, *whole.shape[len(index) :])
-            shape = (*shape[:-2], *reversed(shape[-2:])) if turned else shape
-            size = whole.size * math.prod(shape) // max(1, math.prod(whole.shape))
+            shape = part_shape(source.shape, index)
+            if turned:
+                shape = (*shape[:-2], *reversed(shape[-2:]))
+            size = source.size_of(shape)
             self._entries[name] = TensorEntry(
-                whole.file, whole.dtype, shape, size, stored, index, module, turned
+                source.file, source.dtype, shape, size, stored, index, module, turned
             )
         self.__dict__.pop("names", None)
 
@@ -210,11 +206,14 @@ class Checkpoint:
 
         Only they are read. Their indices are slices of leading dimensions.
         """
-        whole = self.entry(name)
-        shape = narrowed(whole.shape, pieces)
-        size = whole.size * math.prod(shape) // max(1, math.prod(whole.shape))
+        source = self.entry(name)
+        shape = narrowed(source.shape, pieces)
         self._entries[alias or name] = replace(
-            whole, shape=shape, size=size, stored=whole.stored or name, pieces=tuple(pieces)
+            source,
+            shape=shape,
+            size=source.size_of(shape),
+            stored=source.stored or name,
+            pieces=tuple(pieces),
         )
         self.__dict__.pop("names", None)
 
@@ -222,14 +221,21 @@ class Checkpoint:
         """Compare with the shapes that a model needs, without reading a tensor. Raises
         CheckpointError with all mismatches.
         """
-        faults = [f"{name} is missing" for name in shapes if name not in self._entries]
-        faults += [
-            f"{name} has shape {list(self._entries[name].shape)}, config.json asks for {list(shape)}"
-            for name, shape in shapes.items()
-            if name in self._entries and self._entries[name].shape != tuple(shape)
-        ]
+        missing = []
+        different = []
+        for name, shape in shapes.items():
+            if name not in self._entries:
+                missing.append(f"{name} is missing")
+            elif self._entries[name].shape != tuple(shape):
+                different.append(self._different(name, shape))
+        faults = missing + different
         if faults:
-            raise self.fault(f"{_listed(faults, '; ')}")
+            more = f"; and {len(faults) - _NAMED} more" if len(faults) > _NAMED else ""
+            raise self.fault("; ".join(faults[:_NAMED]) + more)
+
+    def _different(self, name: str, shape: Iterable[int]) -> str:
+        stored = list(self._entries[name].shape)
+        return f"{name} has shape {stored}, config.json asks for {list(shape)}"
 
     def take(self, name: str, shape: Iterable[int], format: Format | None = None) -> Tensor:
         """Map the tensor from its file. Raises CheckpointError if it is missing, or of another
@@ -239,17 +245,13 @@ class Checkpoint:
         are meaningless without a scale.
         """
         shape = tuple(shape)
-        entry = self.entry(name)
         stored = self.format_of(name)
-        if entry.shape != shape:
-            raise self.fault(
-                f"{name} has shape {list(entry.shape)}, config.json asks for {list(shape)}"
-            )
-        if stored is not format if format is not None else stored.is_quantized:
-            expected = format or "16 or 32 bits, as no quantization is declared,"
+        if self.entry(name).shape != shape:
+            raise self.fault(self._different(name, shape))
+        expected = format or "16 or 32 bits, as no quantization is declared,"
+        if stored is not format and (format is not None or stored.is_quantized):
             raise self.fault(f"{name} is stored in {stored} where {expected} is expected")
-        self._taken.add(name)
-        return self._read(name)
+        return self.copy(name)
 
     def copy(self, name: str) -> Tensor:
         """Map the tensor from its file in its stored dtype, which may be one that Freight does not
@@ -267,8 +269,7 @@ class Checkpoint:
             raise self.fault(
                 f"{name} is {entry.dtype} of shape {list(entry.shape)}, expected is U8 of {list(shape)}"
             )
-        self._taken.add(name)
-        return self._read(name).view(torch.uint8)
+        return self.copy(name).view(torch.uint8)
 
     def take_scale(
         self, name: str, cause: str = "fp16 models with an all-zero weight are known for this"
@@ -280,8 +281,7 @@ class Checkpoint:
         (OCP MX 1.0, section 5.4).
         """
         dtype = self.entry(name).dtype
-        self._taken.add(name)
-        stored = self._read(name)
+        stored = self.copy(name)
         if dtype in ("U8", "F8_E8M0"):
             stored = torch.exp2(stored.view(torch.uint8).double() - 127)
         elif self.format_of(name).is_quantized:
@@ -299,13 +299,21 @@ class Checkpoint:
         """Return whether two stored tensors have the same dtype, shape and bits. Reads both, up to
         the first difference. Raises CheckpointError if one is missing.
         """
-        entries = self.entry(name), self.entry(other)
-        if entries[0].dtype != entries[1].dtype or entries[0].shape != entries[1].shape:
+        entry = self.entry(name)
+        compared = self.entry(other)
+        if (entry.dtype, entry.shape) != (compared.dtype, compared.shape):
             return False
-        parts = (
-            self._read(of).flatten().view(torch.uint8).split(_COMPARED) for of in (name, other)
-        )
-        return all(torch.equal(*pair) for pair in zip(*parts, strict=True))
+        parts = zip(self._bytes(name), self._bytes(other), strict=True)
+        return all(torch.equal(part, of_other) for part, of_other in parts)
+
+    def _bytes(self, name: str) -> Sequence[Tensor]:
+        parts: Sequence[Tensor] = self._read(name).flatten().view(torch.uint8).split(_COMPARED)
+        return parts
+
+    def stored_of(self, module: str, suffixes: Iterable[str]) -> list[str]:
+        """Return the names of the module's tensors that are stored, of those with these suffixes."""
+        names = [f"{module}.{suffix}" for suffix in suffixes]
+        return [name for name in names if name in self._entries]
 
     def has_values(self, name: str) -> bool:
         """Return whether a stored tensor has a value that is not 0, without taking it."""
@@ -328,26 +336,29 @@ class Checkpoint:
         """
         for pattern, reason in _UNUSED.items():
             self.skip(pattern, reason)
-        pending = frozenset(pending)
-        for name in [
-            name for pattern in _ZERO_POINTS for name in fnmatch.filter(self._entries, pattern)
-        ]:
-            if name in pending or name in self._skipped or name in self._taken:
-                continue  # of a matrix in 4 bits, or of the KV cache, and judged there
-            if self._read(name).float().any():
-                raise self.fault(
-                    f"{name} is not zero: of weights in 8 bits only symmetric quantization is implemented, and of "
-                    "weights in 4 bits config.json must declare zero points (`symmetric: false`)"
-                )
-            self.skip(name, "a zero point that is zero")
-        left = sorted(self.names - self._taken - set(self._skipped) - pending)
+        # of a matrix in 4 bits, or of the KV cache, a zero point is judged there
+        unused = sorted(self.names - self._taken.union(pending, self._skipped))
+        for pattern in _ZERO_POINTS:
+            for name in fnmatch.filter(unused, pattern):
+                self._require_zero(name)
+                self.skip(name, "a zero point that is zero")
+        left = [name for name in unused if name not in self._skipped]
         if left:
-            files = sorted({self._entries[name].file.name for name in left})
-            where = INDEX if (self.path / INDEX).is_file() else _listed(files, ", ", 3)
+            where = INDEX
+            if not (self.path / INDEX).is_file():
+                files = {self._entries[name].file.name for name in left}
+                where = listed(sorted(files), 3)
             raise self.fault(
                 f"{len(left)} tensors belong to no part of the model that config.json describes: "
-                f"{_listed(left, ', ')}; correct config.json if the model has such a part, else remove them from "
+                f"{listed(left, _NAMED)}; correct config.json if the model has such a part, else remove them from "
                 f"{where}"
+            )
+
+    def _require_zero(self, name: str) -> None:
+        if self._read(name).float().any():
+            raise self.fault(
+                f"{name} is not zero: of weights in 8 bits only symmetric quantization is implemented, and of "
+                "weights in 4 bits config.json must declare zero points (`symmetric: false`)"
             )
 
     def _read(self, name: str) -> Tensor:
@@ -360,10 +371,7 @@ class Checkpoint:
         if entry.pieces and (entry.index or entry.turned):  # of a part that is read first
             part = self._read_entry(replace(entry, pieces=()), name)
             return torch.cat([part[piece] for piece in entry.pieces])
-        strided = [isinstance(at, slice) and at.step is not None for at in entry.index]
-        index = tuple(
-            slice(None) if every else at for at, every in zip(entry.index, strided, strict=True)
-        )
+        index, steps = _without_steps(entry.index)
         try:
             with safe_open(file, framework="pt") as handle:
                 if entry.pieces:
@@ -376,11 +384,36 @@ class Checkpoint:
             if file.exists():
                 self.require_unchanged()  # that is the cause, where it was changed
             raise CheckpointError(f"{file}: tensor {name} cannot be read: {error}") from error
-        if any(strided):  # safetensors reads contiguous ranges only
-            steps = [at if every else slice(None) for at, every in zip(entry.index, strided, strict=True)
-                     if isinstance(at, slice)]  # fmt: skip
-            tensor = tensor[tuple(steps)].contiguous()
+        tensor = tensor[steps].contiguous()
         return tensor.mT.contiguous() if entry.turned else tensor
+
+
+def _without_steps(index: Index) -> tuple[Index, tuple[slice, ...]]:
+    """Return (`index` with all of each dimension that has a step, because safetensors reads
+    contiguous ranges only; the index of the part in what is read so).
+    """
+    ranges: list[int | slice] = []
+    steps: list[slice] = []
+    for at in index:
+        if not isinstance(at, slice):
+            ranges.append(at)
+        elif at.step is None:
+            ranges.append(at)
+            steps.append(slice(None))
+        else:
+            ranges.append(slice(None))
+            steps.append(at)
+    return tuple(ranges), tuple(steps)
+
+
+def read_tensor(file: Path, name: str) -> Tensor:
+    """Map a tensor of a safetensors file. Raises CheckpointError."""
+    try:
+        with safe_open(file, framework="pt") as handle:
+            tensor: Tensor = handle.get_tensor(name)
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{file}: tensor {shown(name)} cannot be read: {error}") from error
+    return tensor
 
 
 def resolve_model(
@@ -393,8 +426,7 @@ def resolve_model(
     no model, ConfigError for a revision of anything but a hub id.
     """
     name = str(name)
-    demo = Path(__file__).resolve().parent.parent / "demo"
-    folder = demo if name == "demo" else Path(name).expanduser()
+    folder = local_path(name)
     if name and folder.is_dir():
         if revision is not None:
             raise ConfigError(
@@ -417,11 +449,12 @@ def resolve_model(
             )
         )
     except Exception as error:  # the client's own errors, and whatever its network stack raises
-        which = f"{name!r}" if revision is None else f"{name!r} at revision {revision!r}"
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        which = repr(name)
+        if revision is not None:
+            which += f" at revision {revision!r}"
         raise CheckpointError(
             f"{which} is neither a folder nor a model that could be fetched from the Hugging Face hub; check the name "
-            f"and the connection, or give a folder ({type(error).__name__}: {reason})"
+            f"and the connection, or give a folder ({first_line(error)})"
         ) from error
 
 
@@ -442,10 +475,10 @@ def read_json(path: Path) -> dict[str, Any] | None:
 def _state(file: Path) -> tuple[int, int, int] | None:
     """Return size, date of change in nanoseconds, and inode; None where there is no such file."""
     try:
-        found = file.stat()
+        status = file.stat()
     except OSError:
         return None
-    return found.st_size, found.st_mtime_ns, found.st_ino
+    return status.st_size, status.st_mtime_ns, status.st_ino
 
 
 def _is_there(path: Path) -> bool:
@@ -462,17 +495,17 @@ def _read_entries(path: Path) -> dict[str, TensorEntry]:
     if _is_there(index):
         return _read_shards(path, index)
     _refuse_consolidated(path)
-    files = sorted(path.glob("*.safetensors"))
+    files = _matching(path, "*.safetensors")
     if len(files) == 1:
-        return read_header(files[0])
+        return read_header(path / files[0])
     if files:
         raise CheckpointError(
-            f"{path} has {_listed([f.name for f in files], ', ')}, but no {index.name} to join them"
+            f"{path} has {listed(files, _NAMED)}, but no {index.name} to join them"
         )
-    pickles = sorted(f.name for pattern in ("*.bin", "*.pt", "*.pth") for f in path.glob(pattern))
+    pickles = _matching(path, "*.bin", "*.pt", "*.pth")
     if pickles:
         raise CheckpointError(
-            f"{path} has {_listed(pickles, ', ')}, which can run code when opened; Freight reads safetensors only: "
+            f"{path} has {listed(pickles, _NAMED)}, which can run code when opened; Freight reads safetensors only: "
             f"freight convert {path} OUT"
         )
     if any(path.glob("*.gguf")):
@@ -484,19 +517,23 @@ def _read_entries(path: Path) -> dict[str, TensorEntry]:
     )
 
 
+def _matching(path: Path, *patterns: str) -> list[str]:
+    """Return the names of the files in `path` that match one of `patterns`, sorted."""
+    names: set[str] = set()
+    for pattern in patterns:
+        names.update(file.name for file in path.glob(pattern))
+    return sorted(names)
+
+
 def _refuse_consolidated(path: Path) -> None:
     """Raise CheckpointError for a folder in Mistral's own format alone.
 
     It is called where the usual files are absent, so repositories that have both forms pass.
     """
-    found = sorted(
-        file.name
-        for pattern in ("params.json", "consolidated*.safetensors")
-        for file in path.glob(pattern)
-    )
-    if found:
+    files = _matching(path, "params.json", "consolidated*.safetensors")
+    if files:
         raise CheckpointError(
-            f"{path} is in Mistral's own format ({_listed(found, ', ')}), which is not read; give the folder with "
+            f"{path} is in Mistral's own format ({listed(files, _NAMED)}), which is not read; give the folder with "
             "config.json and model*.safetensors, which most of its repositories have as well, or make one with "
             "transformers' convert_ministral3_weights_to_hf.py or convert_mistral3_weights_to_hf.py"
         )
@@ -510,10 +547,10 @@ def _is_in_use(path: Path, index: Path) -> bool:
     Raises CheckpointError if the folder has two models, the index's and model.safetensors:
     transformers reads the latter, other engines the former, and neither is known to be meant.
     """
-    files = set(_weight_map(index).values())
-    if files <= {_SINGLE}:
+    files = sorted(set(_weight_map(index).values()))
+    if files in ([], [_SINGLE]):
         return False
-    missing = [file for file in sorted(files) if not _is_there(path / file)]
+    missing = [file for file in files if not _is_there(path / file)]
     if missing:
         logger.warning(
             "%s: %s is read; %s names other files, of which %d are not there: %s",
@@ -521,14 +558,14 @@ def _is_in_use(path: Path, index: Path) -> bool:
             _SINGLE,
             index.name,
             len(missing),
-            _listed([shown(file) for file in missing], ", ", 3),
+            listed([*map(shown, missing)], 3),
         )
         return False
     if _SINGLE in files:
         return True
     raise CheckpointError(
         f"{path} has the weights of two models: {_SINGLE}, and the files that {index.name} names "
-        f"({_listed([shown(file) for file in sorted(files)], ', ', 3)}); keep one of the two in the folder, or fetch "
+        f"({listed([*map(shown, files)], 3)}); keep one of the two in the folder, or fetch "
         f"the model without the other: hf download ID --exclude {_SINGLE} --local-dir DIR"
     )
 
@@ -545,46 +582,56 @@ def _weight_map(index: Path) -> dict[str, str]:
     return weight_map
 
 
+def indexed_shards(index: Path) -> dict[Path, list[str]]:
+    """Return the files that an index names, sorted, with the tensors that it places in each. Raises
+    CheckpointError for an index that does not say it, or names a file outside of its folder.
+    """
+    shards: dict[str, list[str]] = {}
+    for name, shard in _weight_map(index).items():
+        shards.setdefault(shard, []).append(name)
+    for shard in shards:
+        if Path(shard).name != shard:
+            raise CheckpointError(f"{index} names {shown(shard)}, which lies outside the folder")
+    return {index.parent / shard: shards[shard] for shard in sorted(shards)}
+
+
 def _read_shards(path: Path, index: Path) -> dict[str, TensorEntry]:
     """Read the entries of the tensors that the index lists, each from the shard where it places
     them. What else a shard holds is not read: an overlay replaces tensors of older shards, and a
     shard may be shared with a model of other parts.
     """
-    weight_map = _weight_map(index)
     entries: dict[str, TensorEntry] = {}
     passed: list[str] = []
-    for shard in sorted(set(weight_map.values())):
-        if Path(shard).name != shard:
-            raise CheckpointError(f"{index} names {shown(shard)}, which lies outside the folder")
-        if not _is_there(path / shard):
+    missing: set[str] = set()
+    for file, names in indexed_shards(index).items():
+        shard = shown(file.name)
+        if not _is_there(file):
             raise CheckpointError(
-                f"{path}: the shard {shown(shard)}, which {index.name} names, is missing; fetch the model again"
+                f"{path}: the shard {shard}, which {index.name} names, is missing; fetch the model again"
             )
-        for name, entry in read_header(path / shard).items():
-            if weight_map.get(name) == shard:
+        placed = frozenset(names)
+        for name, entry in read_header(file).items():
+            if name in placed:
                 entries[name] = entry
             else:
-                passed.append(f"{shown(name)} in {shown(shard)}")
-    for name, shard in weight_map.items():
-        if name not in entries:
-            raise CheckpointError(
-                f"{path}: {index.name} places tensor {shown(name)} in {shown(shard)}, which does not hold it; correct "
-                "the index, or fetch the model again"
-            )
+                passed.append(f"{shown(name)} in {shard}")
+        missing |= placed - entries.keys()
+    if missing:
+        weight_map = _weight_map(index)
+        name = next(name for name in weight_map if name in missing)
+        raise CheckpointError(
+            f"{path}: {index.name} places tensor {shown(name)} in {shown(weight_map[name])}, which does not hold it; "
+            "correct the index, or fetch the model again"
+        )
     if passed:
         logger.warning(
             "%s: %d tensors are not read, because %s does not list them, or places them in another file: %s",
             path,
             len(passed),
             index.name,
-            _listed(passed, ", ", 3),
+            listed(passed, 3),
         )
     return entries
-
-
-def _listed(items: list[str], separator: str, limit: int = 20) -> str:
-    more = f"{separator}and {len(items) - limit} more" if len(items) > limit else ""
-    return separator.join(items[:limit]) + more
 
 
 def untie_stored_head(checkpoint: Checkpoint, head: str, embedding: str) -> bool:
@@ -596,14 +643,14 @@ def untie_stored_head(checkpoint: Checkpoint, head: str, embedding: str) -> bool
     divide a model leave it in the place of a tied one. Where the head alone is stored, it is the
     embedding as well.
     """
-    module = head.removesuffix("weight")
-    stored = [name for suffix in _CODES if (name := module + suffix) in checkpoint.names]
+    module = head.removesuffix(".weight")
+    stored = checkpoint.stored_of(module, _CODES)
     stored = [name for name in stored if checkpoint.entry(name).size]
     if stored == [head] and embedding not in checkpoint.names:
         checkpoint.divide(head, {embedding: ((), embedding.removesuffix(".weight"))})
         return False
     different = [name for name in stored if not checkpoint.same_bits(name, embedding)]
-    bias = f"{module}bias"
+    bias = f"{module}.bias"
     if bias in checkpoint.names and checkpoint.has_values(bias):
         different.append(bias)
     if not different:
@@ -621,11 +668,13 @@ def untie_stored_head(checkpoint: Checkpoint, head: str, embedding: str) -> bool
 def untied(config: JsonObject) -> JsonObject:
     """Return a config.json that says that head and embedding are two, wherever it is read."""
     changed = {**config, "tie_word_embeddings": False}
+    changed |= _not_tied(config)
     for key in TEXT_KEYS:
-        if isinstance(config.get(key), Mapping):
-            changed[key] = {**config[key]}
-    for part in (changed, *(changed[key] for key in TEXT_KEYS if key in changed)):
-        for key in _TIES:
-            if isinstance(part, dict) and key in part:
-                part[key] = False
+        part = config.get(key)
+        if isinstance(part, Mapping):
+            changed[key] = {**part, **_not_tied(part)}
     return changed
+
+
+def _not_tied(config: JsonObject) -> dict[str, bool]:
+    return dict.fromkeys(config.keys() & _TIES, False)

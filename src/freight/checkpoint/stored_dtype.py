@@ -5,6 +5,7 @@ Imports no torch.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import threading
@@ -56,12 +57,13 @@ def stored_in_folder(folder: Path) -> Format | None:
     # consolidated*.safetensors hold the same weights again
     files = [file for file in files if not file.name.startswith("consolidated")] or files
     try:
-        headers = [read_header(file) for file in files]
+        tensors: list[Size] = []
+        for file in files:
+            for name, entry in read_header(file).items():
+                tensors.append((name, entry.dtype, entry.size))
     except CheckpointError:
         return None  # loading reports the fault
-    return stored_format(
-        (name, one.dtype, one.size) for header in headers for name, one in header.items()
-    )
+    return stored_format(tensors)
 
 
 def stored_on_hub(
@@ -72,40 +74,43 @@ def stored_on_hub(
 
     None if it cannot be read: no network, no safetensors, or more than `seconds`.
     """
-    found: list[Format | None] = []
+    formats: list[Format] = []
 
     def read() -> None:
-        try:
-            found.append(
-                next((one for one in _hub_formats(model, revision) if one is not None), None)
-            )
-        except Exception:  # the client's errors, and whatever its network stack raises
-            found.append(None)
+        # the client's errors, and whatever its network stack raises
+        with contextlib.suppress(Exception):
+            formats.extend(filter(None, _hub_formats(model, revision)))
 
     # A daemon thread, so that a hanging request does not keep the process alive
     thread = threading.Thread(target=read, daemon=True)
     thread.start()
     thread.join(seconds)
-    return found[0] if found else None
+    return next(iter(formats), None)
 
 
 def _hub_formats(model: str, revision: str | None) -> Iterator[Format | None]:
+    """Yield the dtype of each file that was read; the first that is there is the last."""
     from huggingface_hub.errors import EntryNotFoundError
 
     try:
         yield _in_hub_file(model, revision, "model.safetensors")
     except EntryNotFoundError:
         for file in _shards(model, revision)[:_HUB_FILES]:
-            yield _in_hub_file(model, revision, file)
+            format = _in_hub_file(model, revision, file)
+            yield format
+            if format is not None:
+                return
 
 
 def _in_hub_file(model: str, revision: str | None, file: str) -> Format | None:
     from huggingface_hub import parse_safetensors_file_metadata
 
     header = parse_safetensors_file_metadata(model, file, revision=revision).tensors
-    return stored_format(
-        (name, one.dtype, one.data_offsets[1] - one.data_offsets[0]) for name, one in header.items()
-    )
+    tensors: list[Size] = []
+    for name, entry in header.items():
+        begin, stop = entry.data_offsets
+        tensors.append((name, entry.dtype, stop - begin))
+    return stored_format(tensors)
 
 
 def _shards(model: str, revision: str | None) -> list[str]:
@@ -114,5 +119,8 @@ def _shards(model: str, revision: str | None) -> list[str]:
 
     index = Path(hf_hub_download(model, "model.safetensors.index.json", revision=revision))
     places: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-    embeddings = (file for name, file in places.items() if name.endswith("embed_tokens.weight"))
-    return list(dict.fromkeys([*embeddings, *sorted(places.values())]))
+    files = dict.fromkeys(sorted(places.values()))
+    embeddings = {
+        file: None for name, file in places.items() if name.endswith("embed_tokens.weight")
+    }
+    return list(embeddings | files)

@@ -115,8 +115,8 @@ def ties(tensors: Mapping[str, Tensor]) -> dict[str, str]:
             places.setdefault(place, []).append(name)
     tied = {}
     for names in places.values():
-        kept, *others = sorted(names, key=lambda name: name.endswith(HEAD))
-        tied.update(dict.fromkeys(others, kept))
+        written, *names = sorted(names, key=lambda name: name.endswith(HEAD))
+        tied.update(dict.fromkeys(names, written))
     return tied
 
 
@@ -163,7 +163,9 @@ def convert_file(
     if index:
         places = json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"]
         tensors = {name: tensor for name, tensor in tensors.items() if places.get(name) == shard}
-    tied = {name: kept for name, kept in ties(tensors).items() if name not in set(untied)}
+    tied = ties(tensors)
+    for name in untied:
+        tied.pop(name, None)
     written = {name: tensor for name, tensor in tensors.items() if name not in tied}
     total = sum(tensor.nbytes for tensor in written.values())
     if total > MEMORY_FACTOR * size + MEMORY_MORE:

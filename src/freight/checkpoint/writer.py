@@ -27,10 +27,10 @@ from freight.base.files import FULL, outside
 from freight.checkpoint.extras import WRITTEN
 from freight.checkpoint.partial import (
     LOCK,
-    PATTERN,
     Partial,
     remove_abandoned,
     signals_deferred,
+    visible,
     workplace,
 )
 from freight.errors import CapacityError, CheckpointError, ConfigError, shown
@@ -104,12 +104,11 @@ def _foreign(out: Path) -> str | None:
     """Say what shows that Freight did not write all of `out`; None if it did."""
     if not out.is_dir():
         return "is not a folder"
-    for path in sorted(out.iterdir()):
-        if fnmatch.fnmatchcase(path.name, PATTERN):
-            continue
-        known = any(fnmatch.fnmatchcase(path.name, pattern) for pattern in (*_WRITTEN, *_COPIED))
+    for name in sorted(visible(out)):
+        path = out / name
+        known = any(fnmatch.fnmatchcase(name, pattern) for pattern in (*_WRITTEN, *_COPIED))
         if not known or path.is_symlink() or not path.is_file():
-            return f"holds {path.name}, which Freight did not write"
+            return f"holds {name}, which Freight did not write"
     try:
         config = json.loads((out / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -143,11 +142,11 @@ def _matching(folder: Path, patterns: Sequence[str]) -> list[Path]:
     """Return the entries of `folder` that match one of `patterns`, in order. Raises OSError, unlike
     Path.glob, for which a folder that cannot be read is empty.
     """
-    return [
-        folder / name
-        for name in sorted(os.listdir(folder))
-        if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
-    ]
+    names = os.listdir(folder)
+    matching: set[str] = set()
+    for pattern in patterns:
+        matching.update(name for name in names if fnmatch.fnmatchcase(name, pattern))
+    return [folder / name for name in sorted(matching)]
 
 
 def require_space(out: Path, num_bytes: int) -> None:
@@ -261,12 +260,11 @@ class CheckpointWriter:
         self._publish()
 
     def _publish(self) -> None:
-        if self._out.is_dir():
-            old = [name for name in os.listdir(self._out) if not fnmatch.fnmatchcase(name, PATTERN)]
-            if old and (not self._overwrite or _foreign(self._out) is not None):
-                raise CheckpointError(
-                    f"{self._out} was filled by another program meanwhile; nothing was changed there"
-                )
+        filled = self._out.is_dir() and bool(visible(self._out))
+        if filled and (not self._overwrite or _foreign(self._out) is not None):
+            raise CheckpointError(
+                f"{self._out} was filled by another program meanwhile; nothing was changed there"
+            )
         assert self._partial is not None, "the writer was entered"
         self._partial.replace(self._out)
 
@@ -304,10 +302,10 @@ class CheckpointWriter:
 
     def _fault(self, error: Exception) -> CapacityError | CheckpointError:
         match = re.search(r"\(os error (\d+)\)", str(error))  # how safetensors reports the errno
-        number = int(match[1]) if match else getattr(error, "errno", None)
-        left = "nothing was left there"
-        if self._overwrite:
-            left = "what was there is as it was"
+        number = getattr(error, "errno", None)
+        if match:
+            number = int(match[1])
+        left = "what was there is as it was" if self._overwrite else "nothing was left there"
         if self._partial is not None and self._partial.has_old_files:
             left = (
                 f"its old files are in {self._partial.path}, and the next run of freight that reads or "

@@ -37,9 +37,11 @@ def convert(
 
     with stages() as on_progress:
         result = run(name, Path(folder), revision, on_progress)
-    files = "1 file" if result.num_files == 1 else f"{result.num_files} files"
+    files = "1 file"
+    if result.num_files > 1:
+        files = f"{result.num_files} files"
     terminal.say(
         f"{result.path}: {result.num_tensors:,} tensors, {result.num_bytes / 2**20:,.2f} MiB, in {files}"
     )
-    for name, kept in result.tied.items():
-        terminal.say(f"{name} is {kept}: written once")
+    for name, written in result.tied.items():
+        terminal.say(f"{name} is {written}: written once")

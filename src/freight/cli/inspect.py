@@ -135,40 +135,43 @@ def describe(
     if is_rank_export(folder):
         return _describe_rank_export(model, folder)
     checkpoint = Checkpoint(folder)
-    described = (
+    architecture, native, scheme = _read(
         checkpoint.config,
         checkpoint.hf_quant_config,
         checkpoint.names,
         checkpoint.stored_format,
+        ignore_keys,
     )
-    architecture, found, scheme = _read(*described, ignore_keys)
-    if found is not None:
-        found = with_stored_head(checkpoint, found)
+    kv_cache = _kv_cache(None)
+    skipped: JsonObject = {}
+    if native is not None:
+        native = with_stored_head(checkpoint, native)
         scheme = dense_scheme(checkpoint, scheme)
-    scales = None if found is None else read_kv_scales(checkpoint, found, scheme)
-    without_keys = frozenset[int]() if found is None else found.without_pages
+        scales = read_kv_scales(checkpoint, native, scheme)
+        kv_cache = _kv_cache(scales, native.without_pages)
+        skipped = skipped_parts(native, checkpoint.names)
     return {
         "model": model,
         "path": str(folder),
         **architecture,
         **_sizes(checkpoint),
-        "skipped": {} if found is None else skipped_parts(found, checkpoint.names),
+        "skipped": skipped,
         "scheme": {
             **_scheme(scheme),
             "fp8_weights": _fp8_weights(checkpoint, scheme),
             "four_bit_weights": _four_bit_weights(checkpoint, scheme),
         },
-        **_kv_cache(scales, without_keys),
+        **kv_cache,
     }
 
 
 def _is_config_alone(path: Path) -> bool:
-    if path.is_dir():
-        weights = (".safetensors", ".index.json", ".bin", ".pt", ".pth", ".npz")
-        return (path / "config.json").is_file() and not any(
-            file.name.endswith(weights) for file in path.iterdir()
-        )
-    return path.is_file()
+    if not path.is_dir():
+        return path.is_file()
+    for file in path.iterdir():
+        if file.name.endswith((".safetensors", ".index.json", ".bin", ".pt", ".pth", ".npz")):
+            return False
+    return (path / "config.json").is_file()
 
 
 def _read(
@@ -206,8 +209,10 @@ def _blocked(config: JsonObject, obstacle: str, stored: Format | None) -> JsonOb
     except CheckpointError:  # it may be the obstacle
         dtype = None
         source = None
+    inner = config
     text = config.get("text_config", config.get("llm_config"))
-    inner = {**config, **text} if isinstance(text, dict) else config
+    if isinstance(text, dict):
+        inner = {**config, **text}
     architecture = None
     names = config.get("architectures")
     if isinstance(names, list) and names:
@@ -238,15 +243,17 @@ def _scheme(scheme: Scheme) -> JsonObject:
 
 
 def _kv_cache(scales: KVScales | None, without_keys: Collection[int] = ()) -> JsonObject:
-    stored = None if scales is None or scales.empty else scales
-    return {
-        "kv_cache": {
-            "scales_format": None if stored is None else stored.format,
-            "scales_format_assumed": scales is not None and scales.format_assumed,
-            "scales": [] if stored is None else _scales(stored, without_keys),
-            "faults": [] if stored is None else [fault.what for fault in stored.faults],
-        }
+    facts: dict[str, object] = {
+        "scales_format": None,
+        "scales_format_assumed": scales is not None and scales.format_assumed,
+        "scales": [],
+        "faults": [],
     }
+    if scales is not None and not scales.empty:
+        facts["scales_format"] = scales.format
+        facts["scales"] = _scales(scales, without_keys)
+        facts["faults"] = [fault.what for fault in scales.faults]
+    return {"kv_cache": facts}
 
 
 def _describe_rank_export(model: str, path: Path) -> JsonObject:
@@ -311,9 +318,11 @@ def _sizes(checkpoint: Checkpoint) -> JsonObject:
 
 def _codes_of_a_number(name: str, dtype: str) -> int:
     """Return how many parameters a number of a tensor holds: in 4 bits, two to a byte."""
-    if name.endswith((".qweight", ".weight_packed")):
-        return 8 if dtype == "I32" else 2
-    return 2 if name.endswith("_blocks") or (dtype == "U8" and name.endswith(".weight")) else 1
+    if dtype == "I32" and name.endswith((".qweight", ".weight_packed")):
+        return 8
+    if name.endswith((".qweight", ".weight_packed", "_blocks")):
+        return 2
+    return 2 if dtype == "U8" and name.endswith(".weight") else 1
 
 
 def _fp8_weights(checkpoint: Checkpoint, scheme: Scheme) -> dict[str, int]:
@@ -339,11 +348,9 @@ def _four_bit_weights(checkpoint: Checkpoint, scheme: Scheme) -> dict[str, int]:
 
 
 def _scales(scales: KVScales, without_keys: Collection[int]) -> list[dict[str, Any]]:
-    entries: list[dict[str, Any]]
-    entries = [
-        {"layer": i, "k": _side(layer, "k"), "v": _side(layer, "v")}
-        for i, layer in enumerate(scales.layers)
-    ]
+    entries: list[dict[str, Any]] = []
+    for index, layer in enumerate(scales.layers):
+        entries.append({"layer": index, "k": _side(layer, "k"), "v": _side(layer, "v")})
     for index in without_keys:
         entries[index]["stores_keys"] = False
     # empty unless layers differ
@@ -359,8 +366,11 @@ def _side(layer: LayerScales | None, side: str) -> JsonObject | None:
     if layer is None:
         return None
     values = layer.k if side == "k" else layer.v
-    sides = {name: (parse_scale_name(name) or (0, "kv"))[1] for name in layer.names}
-    own = [name for name in layer.names if side in sides[name]]
+    names = []
+    for name in layer.names:
+        _, sides = parse_scale_name(name) or (0, "kv")
+        if side in sides:
+            names.append(name)
     facts: dict[str, Any] = {
         "granularity": layer.granularity,
         "min": min(values),
@@ -370,7 +380,8 @@ def _side(layer: LayerScales | None, side: str) -> JsonObject | None:
         facts["value"] = values[0]
     if side == "k":
         facts["centered"] = bool(layer.k_center)
-    return facts | {"names": own or list(layer.names)}
+    facts["names"] = names or list(layer.names)
+    return facts
 
 
 def _print_table(facts: JsonObject) -> None:
@@ -379,11 +390,10 @@ def _print_table(facts: JsonObject) -> None:
     console = terminal.console()
     table = Table.grid(padding=(0, 2))
     sizes = ", ".join(f"{_size(count)} {dtype}" for dtype, count in facts["bytes"].items())
-    matrices, packed = (
-        [f"{n}: {kind}" for kind, n in facts["scheme"][kinds].items()]
-        for kinds in ("fp8_weights", "four_bit_weights")
-    )
-    stored = "INT8" if facts["scheme"]["weight_format"] == "int8" else "FP8"
+    scheme = facts["scheme"]
+    matrices = _counted(scheme["fp8_weights"])
+    packed = _counted(scheme["four_bit_weights"])
+    stored = "INT8" if scheme["weight_format"] == "int8" else "FP8"
     rows = [
         ("model", facts["path"]),
         (
@@ -395,15 +405,13 @@ def _print_table(facts: JsonObject) -> None:
         ("dtype", _dtype(facts)),
         ("context", _or_unknown(facts["max_position_embeddings"], lambda n: f"{n:,} tokens")),
         ("weights", sizes or "none: a config.json alone"),
-        ("declared scheme", facts["scheme"]["description"]),
-        *(
-            [(f"{stored} matrices", "; ".join(matrices) or "none")]
-            if matrices or not packed
-            else []
-        ),
-        *([("4-bit matrices", "; ".join(packed))] if packed else []),
-        ("KV scales", _made_for(facts["kv_cache"])),
+        ("declared scheme", scheme["description"]),
     ]
+    if matrices or not packed:
+        rows.append((f"{stored} matrices", matrices or "none"))
+    if packed:
+        rows.append(("4-bit matrices", packed))
+    rows.append(("KV scales", _made_for(facts["kv_cache"])))
     rows += [("", f"cannot be used: {what}") for what in facts["kv_cache"]["faults"][:3]]
     for kind, keys in facts["unread_keys"].items():
         if keys:
@@ -416,14 +424,19 @@ def _print_table(facts: JsonObject) -> None:
         console.print(_scale_table(facts["kv_cache"]["scales"]))
 
 
+def _counted(kinds: JsonObject) -> str:
+    return "; ".join(f"{count}: {kind}" for kind, count in kinds.items())
+
+
 def _runs(facts: JsonObject) -> str:
     """Say how the model runs: INT8 and 4 bits but MXFP4 on CPUs alone."""
     if facts["runs"] is None:
         return f"no: {facts['obstacle']}"
     scheme = facts["scheme"]
-    groups = any(not kind.startswith("MXFP4") for kind in scheme["four_bit_weights"])
-    only = groups or scheme["weight_format"] == "int8"
-    return f"{facts['runs']}{', on CPUs: GPUs refuse the weights' * only}"
+    has_groups = any(not kind.startswith("MXFP4") for kind in scheme["four_bit_weights"])
+    if has_groups or scheme["weight_format"] == "int8":
+        return f"{facts['runs']}, on CPUs: GPUs refuse the weights"
+    return str(facts["runs"])
 
 
 def _dtype(facts: JsonObject) -> str:
@@ -445,8 +458,10 @@ def _made_for(kv_cache: JsonObject) -> str:
     if chosen:
         fp8 = sum(entry["granularity"] is not None for entry in chosen)
         return f"made for {kv_cache['scales_format']}, by layer: {fp8} in FP8, {len(chosen) - fp8} in 16 bits"
-    assumed = ", assumed: config.json has no kv_cache_torch_dtype to declare it"
-    return f"made for {kv_cache['scales_format']}{assumed if kv_cache['scales_format_assumed'] else ''}"
+    line = f"made for {kv_cache['scales_format']}"
+    if kv_cache["scales_format_assumed"]:
+        line += ", assumed: config.json has no kv_cache_torch_dtype to declare it"
+    return line
 
 
 def _size(count: int) -> str:
@@ -467,11 +482,11 @@ def _scale_table(layers: list[JsonObject]) -> Any:
                 str(entry["layer"]), granularity, what, what.replace("keys", "values"), ""
             )
             continue
-        names = "\n".join(
-            name.rpartition(f".{entry['layer']}.")[2]
-            for name in dict.fromkeys(k["names"] + v["names"])
-        )
-        table.add_row(str(entry["layer"]), k["granularity"], _range(k), _range(v), names)
+        names = []
+        for name in dict.fromkeys(k["names"] + v["names"]):
+            names.append(name.rpartition(f".{entry['layer']}.")[2])
+        layer = str(entry["layer"])
+        table.add_row(layer, k["granularity"], _range(k), _range(v), "\n".join(names))
     return table
 
 

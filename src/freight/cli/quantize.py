@@ -246,38 +246,46 @@ def _weights(weights: str | None, qformat: str | None, format: str) -> str | Non
         raise ConfigError(f"--weights is {weights} and --qformat {qformat}: give one of the two")
     if qformat not in _QFORMATS:
         raise ConfigError(f"--qformat {qformat!r} is not implemented: choose {choices(_QFORMATS)}")
-    return "none" if format == Layout.TGI else _QFORMATS[qformat]
+    if format == Layout.TGI:
+        return "none"
+    return _QFORMATS[qformat]
 
 
 def either(argument: str, value: str | Path | None, option: str, other: str | Path | None) -> str:
     """Return one of the two forms of an argument. Raises ConfigError where none or both are given."""
-    if (value is None) == (other is None):
-        fault = "is missing" if value is None else f"is given as {value} and as {other}"
+    values = [str(path) for path in (value, other) if path is not None]
+    if len(values) != 1:
+        fault = f"is given as {' and as '.join(values)}" if values else "is missing"
         raise ConfigError(f"{argument} {fault}: give either the argument {argument} or {option}")
-    return str(value if value is not None else other)
+    return values[0]
 
 
 def facts(result: QuantizeResult) -> JsonObject:
     """Return the JSON object of `freight quantize --json`."""
     plan = result.plan
+    kv_facts: dict[str, object] = {"kv_cache": "none" if plan.kv_granularity is None else "fp8"}
+    if result.kv_choice is not None:
+        kv_facts["kv_budget"] = choice_facts(result.kv_choice)
+    other_parts = {}
+    if result.beside:
+        other_parts["other_parts"] = dict(result.beside)
+    centers = []
+    for index, layer in enumerate(result.centers):
+        centers.append({"layer": index, "k": None if layer.k is None else layer.k_gain})
     return {
         "path": str(result.path),
         "format": result.form,
         "weights": plan.weights,
         "activations": plan.activations,
-        "kv_cache": "none" if plan.kv_granularity is None else "fp8",
-        **({} if result.kv_choice is None else {"kv_budget": choice_facts(result.kv_choice)}),
+        **kv_facts,
         "granularity": plan.kv_granularity,
-        "centers": [
-            {"layer": index, "k": one.k_gain if one.k is not None else None}
-            for index, one in enumerate(result.centers)
-        ],
+        "centers": centers,
         "num_samples": result.num_samples,
         "num_tokens": result.num_tokens,
         "longest_sample": result.longest,
         "bytes_before": result.bytes_before,
         "bytes_after": result.bytes_after,
-        **({"other_parts": dict(result.beside)} if result.beside else {}),
+        **other_parts,
         "warnings": list(result.warnings),
     }
 
@@ -285,8 +293,10 @@ def facts(result: QuantizeResult) -> JsonObject:
 def sentences(result: QuantizeResult) -> Iterator[str]:
     """Yield the same for people."""
     plan = result.plan
-    kv = "16 bits" if plan.kv_granularity is None else f"fp8, a scale per {plan.kv_granularity}"
-    if result.kv_choice is not None and plan.kv_granularity is None:
+    kv = "16 bits"
+    if plan.kv_granularity is not None:
+        kv = f"fp8, a scale per {plan.kv_granularity}"
+    elif result.kv_choice is not None:
         kv = "chosen by layer"
     yield f"{result.path}: {result.form}; weights {plan.weights}, activations {plan.activations}, KV cache {kv}"
     yield f"tensors: {result.bytes_before / 2**20:,.2f} MiB before, {result.bytes_after / 2**20:,.2f} MiB after"
@@ -294,12 +304,14 @@ def sentences(result: QuantizeResult) -> Iterator[str]:
         formats = " and ".join(f"{count:,} in {name}" for name, count in result.beside.items())
         yield f"other parts than the text model, carried over as they are: {formats}"
     if result.num_tokens:
-        gains = [one.k_gain for one in result.centers if one.k is not None]
+        gains = [layer.k_gain for layer in result.centers if layer.k is not None]
         if gains:
             span = " to ".join(dict.fromkeys((f"{min(gains):.1f}", f"{max(gains):.1f}")))
             where = f"keys centered in {len(gains)} of {len(result.centers)} layers"
             yield f"{where}: squared error of rounding divided by {span}"
-        samples = "1 sample" if result.num_samples == 1 else f"{result.num_samples:,} samples"
+        samples = "1 sample"
+        if result.num_samples > 1:
+            samples = f"{result.num_samples:,} samples"
         yield f"calibrated on {result.num_tokens:,} tokens in {samples}, positions 0 to {result.longest - 1:,}"
     if result.kv_choice is not None:
         yield from choice_sentences(result.kv_choice)

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ from freight.cache.pool import AngleTables, LayerCache, PagedKV, PagedState, all
 from freight.cache.spec import KVCacheSpec, LayerSpec, layer_spec
 from freight.errors import CheckpointError
 from freight.fp8.formats import Format, Granularity
-from freight.fp8.scheme import KVScales
+from freight.fp8.scheme import KVScales, LayerScales
 from freight.kernels.interface import KernelSet
 from freight.kernels.reference_set import REFERENCE
 from freight.model.architectures import tensor_names
@@ -40,7 +41,7 @@ from freight.quantizer.centers import CenterWatch, LayerCenters
 from freight.quantizer.expert_inputs import one_by_one
 from freight.quantizer.modules import layer_modules
 from freight.quantizer.plan import ActivationScheme, QuantizePlan
-from freight.quantizer.watch import LayerWatch, WatchedKV, observed, watch_layer
+from freight.quantizer.watch import LayerWatch, Watch, WatchedKV, observed, watch_layer
 from freight.settings.engine import KVCacheConfig, LayerKVFormat
 
 BLOCK_SIZE = 64  # of the cache that one sample is computed with
@@ -106,7 +107,10 @@ def calibrate(
     sources, sharing = _sources(config, plan)
     lengths = [len(ids) for ids in samples]
     ropes = build_ropes(config.ropes, max(lengths), device)
-    passes = config.num_layers + (config.num_layers - len(sharing) if plan.center else 0)
+    shared = {sources[index] for index in sharing}
+    passes = config.num_layers
+    if plan.center:
+        passes += config.num_layers - len(sharing)
     total = passes * sum(lengths)
     run = _Run(
         config.checkpoint_format,
@@ -114,31 +118,28 @@ def calibrate(
         device,
         lambda done: on_progress("calibrating", done, total),
     )
-    tokens = torch.tensor(
-        [token for ids in samples for token in ids], dtype=torch.int64, device=device
-    )
-    positions = torch.cat(
-        [torch.arange(length, dtype=torch.int64, device=device) for length in lengths]
-    )
+    tokens = torch.tensor([*chain.from_iterable(samples)], dtype=torch.int64, device=device)
+    position = torch.arange(max(lengths), dtype=torch.int64, device=device)
+    positions = torch.cat([position[:length] for length in lengths])
     builder = model_builder(config, source, kernels)
     of_layers = model_builder(config, source, one_by_one(kernels))
     hidden = builder.embedding()(tokens, positions)
-    embedded = None if config.per_layer_vocab_size is None else hidden.clone()
+    embedded = hidden.clone() if config.per_layer_vocab_size is not None else None
     watched: list[LayerWatch] = []
     centered: list[tuple[LayerCenters, LayerWatch]] = []
     for index, modules in enumerate(layer_modules(config)):
         layer = of_layers.layer(index, ropes)
         mixer = config.layers[index].mixer
-        rotary_dim = ropes[mixer.rope].rotary_dim if isinstance(mixer, PagedMixer) else 0
+        rotary_dim = 0
+        if isinstance(mixer, PagedMixer):
+            rotary_dim = ropes[mixer.rope].rotary_dim
         watch = watch_layer(plan, mixer, modules, left_out, device, rotary_dim)
-        own = builder.per_layer_embeddings(index)
-        inputs = (
-            None if own is None or embedded is None else partial(_inputs_of, own, embedded, tokens)
-        )
+        inputs = None
+        embeddings = builder.per_layer_embeddings(index)
+        if embeddings is not None and embedded is not None:
+            inputs = partial(_inputs_of, embeddings, embedded, tokens)
         through = partial(run.through, mixer, inputs=inputs)
-        keep = (
-            sources[index] if any(sources[other] == sources[index] for other in sharing) else None
-        )
+        keep = sources[index] if sources[index] in shared else None
         if index in sharing:
             through(watch.around(layer), hidden, watch, keep=keep)
             centered += centered[sources[index] : sources[index] + 1]
@@ -147,9 +148,10 @@ def calibrate(
             before = hidden.clone()
             through(watch.around(layer), hidden, watch, projected=finder.see, keep=keep)
             only_kv = replace(plan, activations=ActivationScheme.NONE)
-            rest = watch_layer(only_kv, mixer, modules, left_out, device, rotary_dim)
-            centered.append((finder.centers(), rest))
-            through(layer, before, rest, centers=centered[-1][0])
+            kv_watch = watch_layer(only_kv, mixer, modules, left_out, device, rotary_dim)
+            centers = finder.centers()
+            centered.append((centers, kv_watch))
+            through(layer, before, kv_watch, centers=centers)
             del before
         else:
             through(watch.around(layer), hidden, watch, keep=keep)
@@ -159,19 +161,19 @@ def calibrate(
                 "without quantization: no scales can be measured beyond it"
             )
         watched.append(watch)
-        del layer, own, inputs, through  # before the next one is read
-    return _summary(
-        plan, watched, {index: watched[sources[index]] for index in config.paged}, centered, lengths
-    )
+        del layer, embeddings, inputs, through  # before the next one is read
+    stored = {index: watched[sources[index]] for index in config.paged}
+    return _summary(plan, watched, stored, centered, lengths)
 
 
 def _sources(config: ModelConfig, plan: QuantizePlan) -> tuple[list[int], list[int]]:
     """Return (for each layer the one whose keys and values it reads, the layers that read another's)."""
-    read = {
-        index: mixer.kv_from for index, mixer in config.paged.items() if mixer.kv_from is not None
-    }
-    sources = [read.get(index, index) for index in range(config.num_layers)]
-    sharing = list(read)
+    sources = list(range(config.num_layers))
+    sharing = []
+    for index, mixer in config.paged.items():
+        if mixer.kv_from is not None:
+            sources[index] = mixer.kv_from
+            sharing.append(index)
     if plan.kv_granularity is not None and not config.paged:
         raise CheckpointError(
             f"--kv-cache fp8: no layer of this model ({config.model_type}) has attention, and stores keys and values; "
@@ -201,8 +203,10 @@ def _rotary(layer: DecoderLayer) -> Rotary:
     return layer.mixer.rotary
 
 
-def _inputs_of(own: PerLayerEmbeddings, embedded: Tensor, tokens: Tensor, rows: slice) -> Tensor:
-    return own(embedded[rows], tokens[rows])
+def _inputs_of(
+    embeddings: PerLayerEmbeddings, embedded: Tensor, tokens: Tensor, rows: slice
+) -> Tensor:
+    return embeddings(embedded[rows], tokens[rows])
 
 
 class _Run:
@@ -236,9 +240,12 @@ class _Run:
             return None
         layer = layer.alone  # all tokens of a sample are kept
         if (layer, keep) not in self._caches:
-            most = max(self._blocks) * BLOCK_SIZE
-            spec = KVCacheSpec((layer,), BLOCK_SIZE, state_every=most)
-            num_blocks = spec.blocks_of(most if keep is None else sum(self._blocks) * BLOCK_SIZE)
+            longest = max(self._blocks) * BLOCK_SIZE
+            num_tokens = longest
+            if keep is not None:
+                num_tokens = sum(self._blocks) * BLOCK_SIZE
+            spec = KVCacheSpec((layer,), BLOCK_SIZE, state_every=longest)
+            num_blocks = spec.blocks_of(num_tokens)
             config = KVCacheConfig(self._format, granularity=None, scale_source=None, scales=None)
             cache = allocate_pool(spec, config, num_blocks, REFERENCE, self._device).layers[0]
             assert cache is not None
@@ -271,9 +278,8 @@ class _Run:
         if isinstance(cache, PagedKV):
             pages = cache.pages
             if centers is not None and centers.k is not None:
-                pages = replace(
-                    pages, k_center=KeyCenter.of(centers.k, *self._angles.of(_rotary(layer)))
-                )
+                k_center = KeyCenter.of(centers.k, *self._angles.of(_rotary(layer)))
+                pages = replace(pages, k_center=k_center)
             cache = WatchedKV(pages, cache.kernels, stored=watch.see_kv, projected=projected)
         begin = 0
         late = min(LATE * self._total, self._total - self._lengths[-1])
@@ -281,17 +287,18 @@ class _Run:
         for length, blocks in zip(self._lengths, self._blocks, strict=True):
             if begin > 0 and begin >= late:
                 late = self._total
-                for one in watch.all:
-                    one.mark()
+                for observer in watch.all:
+                    observer.mark()
             rows = slice(begin, begin + length)
-            own = None if inputs is None else inputs(rows)
-            hidden[rows] = layer.whole(hidden[rows], self._batch(length, first), cache, own)
+            embeddings = inputs(rows) if inputs is not None else None
+            hidden[rows] = layer.whole(hidden[rows], self._batch(length, first), cache, embeddings)
             begin += length
-            first += 0 if keep is None else blocks
+            if keep is not None:
+                first += blocks
             self._done += length
             self._on_progress(self._done)
-        for one in watch.all:
-            one.finish()
+        for observer in watch.all:
+            observer.finish()
 
     def _batch(self, length: int, first: int) -> ForwardBatch:
         """Build the batch of one sequence from its beginning, in the blocks from `first` on. Layers
@@ -324,28 +331,30 @@ def _summary(
     """
 
     def scales(granularity: Granularity) -> KVScales:
-        found = [
-            stored[at].layer_scales(granularity) if at in stored else None
-            for at in range(len(watched))
-        ]
-        return KVScales(tuple(found), unneeded=frozenset(range(len(watched))) - stored.keys())
+        by_layer: list[LayerScales | None] = [None] * len(watched)
+        for index, layer in stored.items():
+            by_layer[index] = layer.layer_scales(granularity)
+        return KVScales(tuple(by_layer), unneeded=frozenset(range(len(watched))) - stored.keys())
 
-    layers = [*watched, *(rest for _, rest in centered)]
-    everything = [watch for layer in layers for watch in layer.all]
+    watches: list[Watch] = []
     input_scales: dict[str, float] = {}
+    unseen: list[str] = []
     for layer in watched:
+        watches += layer.all
+        unseen += layer.unseen()
         for group, watch in layer.inputs.items():
             input_scales |= dict.fromkeys(group, float(watch.scales()))
-    coarse = Granularity.TENSOR
+    for _, layer in centered:
+        watches += layer.all
     finer = plan.kv_granularity
-    kv = kv_finer = None
+    kv = None
+    kv_finer = None
     if finer is not None:
-        kv = scales(coarse)
+        kv = scales(Granularity.TENSOR)
         if centered:
-            kv_finer = KVScales(
-                tuple(rest.layer_scales(finer, centers) for centers, rest in centered)
-            )
-        elif finer is not coarse:
+            of_layers = (layer.layer_scales(finer, centers) for centers, layer in centered)
+            kv_finer = KVScales(tuple(of_layers))
+        elif finer is not Granularity.TENSOR:
             kv_finer = scales(finer)
     return Calibration(
         kv=kv,
@@ -354,9 +363,9 @@ def _summary(
         num_samples=len(lengths),
         num_tokens=sum(lengths),
         longest=max(lengths),
-        moving={watch.name: watch.growth for watch in everything if watch.growth > MOVING},
-        zeros=tuple(dict.fromkeys(watch.name for watch in everything if watch.zero)),
+        moving={watch.name: watch.growth for watch in watches if watch.growth > MOVING},
+        zeros=tuple(dict.fromkeys(watch.name for watch in watches if watch.zero)),
         centers=tuple(centers for centers, _ in centered),
-        by_granularity={one: scales(one) for one in observed(plan)},
-        unseen=tuple(name for layer in watched for name in layer.unseen()),
+        by_granularity={granularity: scales(granularity) for granularity in observed(plan)},
+        unseen=tuple(unseen),
     )

@@ -51,8 +51,9 @@ class Carried:
     @property
     def finer(self) -> KVScales | None:
         """What `coarse` does not express, for the side file; None if there is nothing."""
-        fine = self.granularity is not Granularity.TENSOR or any(map(_centered, self.scales.layers))
-        return self.scales if fine else None
+        if self.granularity is Granularity.TENSOR and not _has_centers(self.scales):
+            return None
+        return self.scales
 
 
 def open_scales(model: str) -> tuple[Carried, ModelConfig | RankExport]:
@@ -76,8 +77,10 @@ def carried_by(stored: OpenCheckpoint, name: str) -> Carried:
     """Return the scales of an opened checkpoint. Raises CheckpointError where some are missing."""
     scales = stored.kv_scales
     _require_complete(scales, name)
-    uncentered = stored.uncentered_scales() if any(map(_centered, scales.layers)) else scales
-    _require_complete(uncentered, name)
+    uncentered = scales
+    if _has_centers(scales):
+        uncentered = stored.uncentered_scales()
+        _require_complete(uncentered, name)
     coarse = per_layer(for_variant(uncentered, Format.E4M3FN))
     return Carried(for_variant(scales, Format.E4M3FN), coarse)
 
@@ -98,9 +101,9 @@ def _facts(source: ModelConfig | RankExport, model: ModelConfig) -> dict[str, ob
     """Return what is known of `source`, by the names of `_SHAPE`."""
     if isinstance(source, ModelConfig):
         return {what: of(source) for what, of in _SHAPE.items()}
-    exported_as = (
-        model.model_type if model.model_type in source.model_types else source.model_types[0]
-    )
+    exported_as = source.model_types[0]
+    if model.model_type in source.model_types:
+        exported_as = model.model_type
     known = {
         "model_type": exported_as,
         "num_layers": source.num_layers,
@@ -129,8 +132,8 @@ def _require_complete(scales: KVScales, name: str) -> None:
         raise CheckpointError(f"{name} has {which}; make them with freight quantize --kv-cache fp8")
 
 
-def _centered(layer: LayerScales | None) -> bool:
-    return layer is not None and bool(layer.k_center)
+def _has_centers(scales: KVScales) -> bool:
+    return any(layer is not None and layer.k_center for layer in scales.layers)
 
 
 def per_layer(scales: KVScales) -> KVScales:

@@ -45,9 +45,12 @@ class Moments:
         values = x.double()
         total = values.sum(0)
         squares = values.square().sum(0)
+        if self._sum is not None and self._squares is not None:
+            total += self._sum
+            squares += self._squares
         self._count += len(x)
-        self._sum = total if self._sum is None else self._sum + total
-        self._squares = squares if self._squares is None else self._squares + squares
+        self._sum = total
+        self._squares = squares
 
     @property
     def mean(self) -> Tensor:

@@ -47,12 +47,13 @@ def read_samples(
     are a warning.
     """
     tokenizer = _Lazy(load_tokenizer)
-    where = f"--calibration-data {data}" if isinstance(data, str | Path) else "calibration_data"
     if isinstance(data, str | Path):
-        found = _from_name(where, str(data), tokenizer, max_seq_len)
+        where = f"--calibration-data {data}"
+        read = _from_name(where, str(data), tokenizer, max_seq_len)
     else:
-        found = _from_python(where, data, tokenizer)
-    samples = [ids[:max_seq_len] for ids in islice(filter(None, found), num_samples)]
+        where = "calibration_data"
+        read = _from_python(where, data, tokenizer)
+    samples = [ids[:max_seq_len] for ids in islice(filter(None, read), num_samples)]
     for ids in samples:
         if not 0 <= min(ids) <= max(ids) < vocab_size:
             bad = next(token for token in ids if not 0 <= token < vocab_size)
@@ -68,14 +69,10 @@ def read_samples(
             "raise --num-samples or --max-seq-len",
             where,
             total,
-            _samples(len(samples)),
+            "1 sample" if len(samples) == 1 else f"{len(samples)} samples",
             FEW_TOKENS,
         )
     return samples
-
-
-def _samples(count: int) -> str:
-    return f"{count} sample" if count == 1 else f"{count} samples"
 
 
 class _Lazy:
@@ -84,16 +81,16 @@ class _Lazy:
     def __init__(self, load: Callable[[], Tokenizer]) -> None:
         self._load = load
         self._tokenizer: Tokenizer | None = None
-        self._said = False
+        self._has_warned = False
 
     def say_no_template(self, where: str) -> None:
         """Log once that conversations become plain text."""
-        if not self._said:
+        if not self._has_warned:
             logger.warning(
                 "%s has `messages`, and the model has no chat template: their texts are used alone",
                 where,
             )
-        self._said = True
+        self._has_warned = True
 
     def __call__(self) -> Tokenizer:
         if self._tokenizer is None:
@@ -130,7 +127,9 @@ def _pieces(text: str, tokenizer: Tokenizer, max_seq_len: int) -> Iterator[list[
     """
     ids = tokenizer.encode(text, add_special_tokens=False)
     bos = tokenizer.bos_token_id
-    begin = [] if bos is None or tokenizer.encode("a")[:1] != [bos] else [bos]
+    begin = []
+    if bos is not None and tokenizer.encode("a")[:1] == [bos]:
+        begin = [bos]
     step = max_seq_len - len(begin)
     for start in range(0, len(ids), step):
         yield [*begin, *ids[start : start + step]]
@@ -179,10 +178,14 @@ def _sample(where: str, entry: object, tokenizer: _Lazy) -> list[int]:
 def _contents(where: str, messages: object) -> str:
     """Return the texts of a conversation, a message a line, for a base model."""
     conversation = messages if isinstance(messages, list) else []
-    contents = [one.get("content") if isinstance(one, dict) else None for one in conversation]
-    if not contents or not all(isinstance(content, str) for content in contents):
+    contents = []
+    for message in conversation:
+        content = message.get("content") if isinstance(message, dict) else None
+        if isinstance(content, str):
+            contents.append(content)
+    if not contents or len(contents) < len(conversation):
         raise ConfigError(f"{where}: `messages` is not a list of objects with a text as `content`")
-    return "\n".join(str(content) for content in contents)
+    return "\n".join(contents)
 
 
 def _from_python(where: str, data: object, tokenizer: _Lazy) -> Iterator[list[int]]:

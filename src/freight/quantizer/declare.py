@@ -41,6 +41,7 @@ _REPLACED = (
     "kv_cache_dtype",
     "freight",
 )
+Content = dict[str, Any]  # of an object of JSON
 _STRATEGIES = {
     WeightScheme.TENSOR: "tensor",
     WeightScheme.CHANNEL: "channel",
@@ -60,26 +61,23 @@ def scale_format(layout: Layout, model_format: Format) -> Format:
 
 def declare(
     config: JsonObject, plan: QuantizePlan, ignored: Sequence[str], keeps: bool = False
-) -> dict[str, Any]:
+) -> Content:
     """Return `config`, the config.json of the 16-bit model, with the declaration of what `plan`
     quantizes.
 
     A declaration of KV scales that the model already has is replaced. `keeps`: the declared weights
     stay as they are (MXFP4), and only the format of the KV scales is added to the declaration.
     """
-    declared = _without(config)
-    declared |= {
-        key: _without(declared[key]) for key in TEXT_KEYS if isinstance(declared.get(key), Mapping)
-    }
+    declared = _without(config, _REPLACED)
+    for key in TEXT_KEYS:
+        if isinstance(declared.get(key), Mapping):
+            declared[key] = _without(declared[key], _REPLACED)
     if keeps:
-        own = config.get("quantization_config") or config.get("compression_config") or {}
-        kv = {} if plan.kv_granularity is None else {"kv_cache_format": str(Format.E4M3FN)}
-        rest = {
-            key: value
-            for key, value in own.items()
-            if key not in ("kv_cache_format", "kv_cache_scheme")
-        }
-        declared["quantization_config"] = rest | kv
+        weights = config.get("quantization_config") or config.get("compression_config") or {}
+        weights = _without(weights, ("kv_cache_format", "kv_cache_scheme"))
+        if plan.kv_granularity is not None:
+            weights["kv_cache_format"] = str(Format.E4M3FN)
+        declared["quantization_config"] = weights
     elif plan.layout is Layout.TGI:
         declared["kv_cache_torch_dtype"] = Format.E4M3FN.torch_name
     elif plan.layout is Layout.FP8:
@@ -90,12 +88,12 @@ def declare(
     return declared
 
 
-def _without(config: JsonObject) -> dict[str, Any]:
-    return {key: value for key, value in config.items() if key not in _REPLACED}
+def _without(config: JsonObject, keys: Sequence[str]) -> Content:
+    return {key: value for key, value in config.items() if key not in keys}
 
 
-def _fp8(plan: QuantizePlan, ignored: Sequence[str]) -> dict[str, Any]:
-    content: dict[str, Any] = {
+def _fp8(plan: QuantizePlan, ignored: Sequence[str]) -> Content:
+    content: Content = {
         "quant_method": "fp8",
         "activation_scheme": str(plan.activations),
         "ignored_layers": list(ignored),
@@ -109,7 +107,7 @@ def _fp8(plan: QuantizePlan, ignored: Sequence[str]) -> dict[str, Any]:
     return content | _kv(plan, "static")
 
 
-def _compressed_tensors(plan: QuantizePlan, ignored: Sequence[str]) -> dict[str, Any]:
+def _compressed_tensors(plan: QuantizePlan, ignored: Sequence[str]) -> Content:
     quantized = plan.weights is not WeightScheme.NONE
     format = "dense"
     groups = {}
@@ -131,16 +129,14 @@ def _compressed_tensors(plan: QuantizePlan, ignored: Sequence[str]) -> dict[str,
     }
 
 
-def _kv(plan: QuantizePlan, scheme: object) -> dict[str, Any]:
+def _kv(plan: QuantizePlan, scheme: object) -> Content:
     """Return the KV cache's scheme, and the format that its scales were made for."""
     if plan.kv_granularity is None:
         return {}
     return {"kv_cache_scheme": scheme, "kv_cache_format": str(Format.E4M3FN)}
 
 
-def _arguments(
-    strategy: str, *, dynamic: bool = False, observer: str | None = None
-) -> dict[str, Any]:
+def _arguments(strategy: str, *, dynamic: bool = False, observer: str | None = None) -> Content:
     """Return compressed-tensors' QuantizationArgs."""
     content = {
         "num_bits": 8,
@@ -162,7 +158,7 @@ def _format(plan: QuantizePlan) -> str:
     return "naive-quantized" if plan.activations is ActivationScheme.NONE else "float-quantized"
 
 
-def _weights(plan: QuantizePlan) -> dict[str, Any]:
+def _weights(plan: QuantizePlan) -> Content:
     blocks = [BLOCK, BLOCK] if plan.weights is WeightScheme.BLOCK else None
     content = _arguments(_STRATEGIES[plan.weights], observer="static_minmax")
     content |= {"block_structure": blocks}
@@ -175,7 +171,7 @@ def _weights(plan: QuantizePlan) -> dict[str, Any]:
     return content
 
 
-def _activations(plan: QuantizePlan) -> dict[str, Any] | None:
+def _activations(plan: QuantizePlan) -> Content | None:
     if plan.activations is ActivationScheme.NONE:
         return None
     if plan.activations is ActivationScheme.STATIC:
@@ -200,8 +196,10 @@ def weight_tensors(
     stored = scale.to(torch_dtype(format))
     if plan.layout is Layout.COMPRESSED_TENSORS and stored.ndim < 2:
         stored = stored.view(1) if stored.ndim == 0 else stored[:, None]
-    suffix = "_inv" if plan.layout is Layout.FP8 and plan.weights is WeightScheme.BLOCK else ""
-    tensors = {f"{module}.weight": data, f"{module}.weight_scale{suffix}": stored}
+    name = f"{module}.weight_scale"
+    if plan.layout is Layout.FP8 and plan.weights is WeightScheme.BLOCK:
+        name = f"{module}.weight_scale_inv"
+    tensors = {f"{module}.weight": data, name: stored}
     if input_scale is not None:
         tensors[f"{module}.input_scale"] = _scalar(plan.layout, input_scale, format)
     return tensors
@@ -236,8 +234,8 @@ def kv_tensors(
     if plan.layout is Layout.TGI:
         return {f"{attention}.kv_scale": _scalar(plan.layout, max(k, v), format)}
     return {
-        f"{attention}.{side}_scale": _scalar(plan.layout, x, format)
-        for side, x in (("k", k), ("v", v))
+        f"{attention}.k_scale": _scalar(plan.layout, k, format),
+        f"{attention}.v_scale": _scalar(plan.layout, v, format),
     }
 
 

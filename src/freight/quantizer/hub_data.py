@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from freight.errors import ConfigError, install
+from freight.errors import ConfigError, first_line, install
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(:[\w.]+)?")
 _FILES = (".jsonl", ".json", ".txt", ".parquet", ".csv", ".md", ".py")
@@ -26,7 +26,7 @@ def is_hub_id(name: str) -> bool:
     return bool(_HUB_ID.fullmatch(name)) and not name.lower().endswith(_FILES) and not there
 
 
-def hub_rows(where: str, name: str) -> Iterable[Any]:
+def hub_rows(where: str, name: str) -> Iterable[object]:
     """Return the rows of a data set of the hub: of the split that is named behind a colon, else of
     its training split.
 
@@ -42,25 +42,27 @@ def hub_rows(where: str, name: str) -> Iterable[Any]:
             "give a local file (.jsonl, .parquet or text)"
         ) from None
     try:
-        found: Any = datasets.load_dataset(repository)
+        loaded: Any = datasets.load_dataset(repository)
     except Exception as error:  # the client's own errors, and whatever its network stack raises
-        reason = next(iter(str(error).strip().splitlines()), "")
         raise ConfigError(
             f"{where} is neither a file nor a data set that could be fetched from the hub; check the name and the "
-            f"connection, or give a local file ({type(error).__name__}: {reason})"
+            f"connection, or give a local file ({first_line(error)})"
         ) from error
-    splits = sorted(found)
-    only = splits[0] if len(splits) == 1 else ""
-    chosen = split or next((one for one in splits if one.startswith("train")), only)
+    splits = sorted(loaded)
+    chosen = split
+    if not split and len(splits) == 1:
+        chosen = splits[0]
+    elif not split:
+        chosen = next((name for name in splits if name.startswith("train")), "")
     if chosen not in splits:
         raise ConfigError(
             f"{where}: the data set has the splits {', '.join(splits)}; name one of them: {repository}:{splits[0]}"
         )
-    rows: Iterable[Any] = found[chosen]
+    rows: Iterable[object] = loaded[chosen]
     return rows
 
 
-def parquet_rows(where: str, path: Path) -> Iterator[Any]:
+def parquet_rows(where: str, path: Path) -> Iterator[object]:
     """Yield the rows of a .parquet file, as objects. Raises ConfigError without pyarrow, and for a
     file that is none.
     """

@@ -25,9 +25,8 @@ from freight.quantizer.sensitivity import Meter, Samples, Sensitivity, at_most
 from freight.settings.engine import EngineArgs, EngineConfig, KVCacheConfig
 from freight.settings.resolve import for_variant
 
-MEASURED = (
-    16384  # tokens of each half, at most, that are run with one layer quantized after the other
-)
+# Tokens of each half, at most, that are run with one layer quantized after the other
+MEASURED = 16384
 QUANTIZED = (*KV_GRANULARITIES, Granularity.TOKEN)
 CANDIDATES = (*QUANTIZED, None)  # None: unquantized
 
@@ -72,10 +71,10 @@ class KVChoice:
         """The static granularity of every layer, which other engines can read; None where
         layers differ.
         """
-        found = set(self.granularities)
-        if len(found) == 1 and not found & {None, Granularity.TOKEN}:
-            return found.pop()
-        return None
+        granularity, *different = set(self.granularities)
+        if different or granularity is Granularity.TOKEN:
+            return None
+        return granularity
 
 
 def split(samples: list[list[int]]) -> tuple[list[list[int]], list[list[int]]]:
@@ -104,8 +103,8 @@ def frontier(kl: Sequence[Sequence[float]], sizes: Sequence[Sequence[int]]) -> l
                 longer = Option(
                     option.num_bytes + count, option.predicted_kl + cost, (*option.choice, index)
                 )
-                held = best.get(longer.num_bytes)
-                if held is None or longer.predicted_kl < held.predicted_kl:
+                known = best.get(longer.num_bytes)
+                if known is None or longer.predicted_kl < known.predicted_kl:
                     best[longer.num_bytes] = longer
         front = []
         for num_bytes in sorted(best):
@@ -146,11 +145,10 @@ def choose(
     longest = max(len(ids) for half in halves for ids in half)
     opened = open_model(replace(engine, max_model_len=longest))
     config = opened.resolve(opened.args)
-    scales = [calibration.by_granularity.get(granularity) for granularity in QUANTIZED]
-    caches = [
-        _candidate(opened, granularity, of_all)
-        for granularity, of_all in zip(QUANTIZED, scales, strict=True)
-    ]
+    caches = []
+    for granularity in QUANTIZED:
+        scales = calibration.by_granularity.get(granularity)
+        caches.append(_candidate(opened, granularity, scales))
     chosen, other = [at_most(half, MEASURED) for half in halves]
     with opened.threads(config):
         meter = Meter.open(opened, config, caches, longest)
@@ -171,6 +169,7 @@ def _choose(
     sizes = []
     for index in specs[0].kept:
         sizes.append([spec.kept[index].bytes_per_token for spec in specs])
+    bytes_unquantized = sum(size[-1] for size in sizes)
     values = specs[0].values_per_token
     front = frontier([(*of_layer, 0.0) for of_layer in measured.kl], sizes)
 
@@ -178,12 +177,11 @@ def _choose(
     def kl(option: Option, text: int) -> float:
         return meter.whole([None if i == len(caches) else i for i in option.choice], texts[text])
 
+    index = 0
     if budget.kind is BudgetKind.BITS:
-        index = max(
-            i
-            for i, option in enumerate(front)
-            if option.num_bytes * 8 <= budget.limit * values or i == 0
-        )
+        for i, option in enumerate(front):
+            if option.num_bytes * 8 <= budget.limit * values:
+                index = i
     else:
         index = cheapest(front, budget.limit, lambda option: kl(option, 0))
         while max(kl(front[index], 0), kl(front[index], 1)) > budget.limit:
@@ -193,7 +191,7 @@ def _choose(
         budget=budget,
         granularities=tuple(CANDIDATES[i] for i in option.choice),
         bytes_per_token=option.num_bytes,
-        bytes_unquantized=sum(size[-1] for size in sizes),
+        bytes_unquantized=bytes_unquantized,
         bits=option.num_bytes * 8 / values,
         predicted_kl=option.predicted_kl,
         kl_chosen=kl(option, 0),

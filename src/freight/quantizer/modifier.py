@@ -137,33 +137,33 @@ class Recipe:
         """
         if self.weights is WeightScheme.NONE:
             return list(linear), []
+        quantized: set[str] = set()
         for target in self.targets:
-            if not any(_matches(name, target) for name in linear):
+            matched = _matched(linear, target)
+            if not matched:
                 raise ConfigError(
                     f"recipe: the target {target!r} is no Linear module of the model{nearest(target, linear)}; Freight "
                     "quantizes Linear modules only: give 'Linear', a full name, or re: and an expression for names"
                 )
-        kept = [name for name in linear if not self._quantizes(name)]
+            quantized |= matched
         unused = []
         for pattern in self.ignore:
-            if not any(_matches(name, pattern) for name in linear):
+            matched = _matched(linear, pattern)
+            quantized -= matched
+            if not matched:
                 unused.append(pattern)
-        return kept, unused
-
-    def _quantizes(self, name: str) -> bool:
-        """Return whether a target selects the Linear module `name`, and `ignore` does not."""
-        if any(_matches(name, pattern) for pattern in self.ignore):
-            return False
-        return any(_matches(name, target) for target in self.targets)
+        return [name for name in linear if name not in quantized], unused
 
 
-def _matches(name: str, pattern: str) -> bool:
-    """Return whether `pattern` selects the Linear module `name`: by class, by name, or by an
-    expression that the name begins with.
+def _matched(linear: Sequence[str], pattern: str) -> set[str]:
+    """Return the Linear modules that `pattern` selects: by class, by name, or by an expression that
+    the name begins with.
     """
+    if pattern == "Linear":
+        return set(linear)
     if not pattern.startswith("re:"):
-        return pattern in ("Linear", name)
-    return _expression(pattern[3:]).match(name)
+        return {pattern}.intersection(linear)
+    return set(filter(_expression(pattern[3:]).match, linear))
 
 
 @cache
@@ -179,11 +179,16 @@ def resolve_modifier(modifier: Any) -> Recipe:
             "recipe: modules of one model get different schemes; Freight writes one: name it once, and leave other "
             "modules in 16 bits with ignore="
         )
-    (weights, activations), _ = (
-        groups[0] if groups else ((WeightScheme.NONE, ActivationScheme.NONE), ())
-    )
+    weights = WeightScheme.NONE
+    activations = ActivationScheme.NONE
+    targets: list[str] = []
+    for scheme, of_group in groups:
+        weights, activations = scheme
+        targets += of_group
+    kv = None
     cache = _plain(modifier.kv_cache_scheme)
-    kv = None if cache is None else _kv_scheme(require_mapping("recipe: kv_cache_scheme", cache))
+    if cache is not None:
+        kv = _kv_scheme(require_mapping("recipe: kv_cache_scheme", cache))
     if not groups and kv is None:
         raise ConfigError(
             f"recipe: QuantizationModifier quantizes nothing; add scheme={choices(map(repr, _PRESETS))}"
@@ -192,7 +197,7 @@ def resolve_modifier(modifier: Any) -> Recipe:
         weights,
         activations,
         kv,
-        tuple(dict.fromkeys(target for _, targets in groups for target in targets)),
+        tuple(dict.fromkeys(targets)),
         _patterns("ignore", modifier.ignore),
     )
 
@@ -227,17 +232,16 @@ def _scheme(
     """Return the scheme of one group, with its targets."""
     observers = _observers(modifier)
     if isinstance(scheme, str):
-        given = scheme.upper()
-        if given not in _PRESETS:
-            if given in _NOT_WRITTEN:
+        preset = scheme.upper()
+        if preset not in _PRESETS:
+            fault = f"is unknown{nearest(preset, _PRESETS)}"
+            if preset in _NOT_WRITTEN:
                 fault = "is not implemented"
-            else:
-                fault = f"is unknown{nearest(given, _PRESETS)}"
             raise ConfigError(
                 f"recipe: the scheme {scheme!r} {fault}; Freight writes {choices(_PRESETS)}; `freight quantize "
                 "--weights int4` or `int8` rounds to nearest, and llm-compressor writes others"
             )
-        weights, activations = _PRESETS[given]
+        weights, activations = _PRESETS[preset]
     else:
         weights, activations = _group_scheme(name, scheme)
     _require_observer(f"{name}: weights", observers["weights"], exact=True)
@@ -285,31 +289,28 @@ def _group_scheme(name: str, group: JsonObject) -> tuple[WeightScheme, Activatio
     )
 
 
-def _activations(where: str, given: Any, weights: WeightScheme) -> ActivationScheme:
-    if given is None:
+def _activations(where: str, scheme: object, weights: WeightScheme) -> ActivationScheme:
+    if scheme is None:
         return ActivationScheme.NONE
-    args = _fp8_args(where, given)
-    dynamic = ("group", 128) if weights is WeightScheme.BLOCK else ("token", None)
+    args = _fp8_args(where, scheme)
+    if weights is WeightScheme.BLOCK:
+        dynamic: tuple[str, int | None] = ("group", 128)
+        known = "dynamic: true with strategy group with group_size 128"
+        static = False
+    else:
+        dynamic = ("token", None)
+        known = "dynamic: true with strategy token, or dynamic: false with strategy tensor"
+        static = args.dynamic is False and args.strategy in ("tensor", None)
     if args.dynamic is True and (args.strategy or dynamic[0], args.group_size) == dynamic:
         return ActivationScheme.DYNAMIC
-    if (
-        args.dynamic is False
-        and args.strategy in ("tensor", None)
-        and weights is not WeightScheme.BLOCK
-    ):
+    if static:
         _require_observer(where, args.observer)
         return ActivationScheme.STATIC
-    best = (
-        "strategy group with group_size 128" if weights is WeightScheme.BLOCK else "strategy token"
-    )
-    static = "" if weights is WeightScheme.BLOCK else ", or dynamic: false with strategy tensor"
-    raise ConfigError(
-        f"recipe: {where} have {_says(args)}; with {weights} weights choose dynamic: true with {best}{static}"
-    )
+    raise ConfigError(f"recipe: {where} have {_says(args)}; with {weights} weights choose {known}")
 
 
-def _kv_scheme(given: JsonObject) -> Granularity:
-    args = _fp8_args("kv_cache_scheme", given)
+def _kv_scheme(scheme: JsonObject) -> Granularity:
+    args = _fp8_args("kv_cache_scheme", scheme)
     if args.dynamic is not False:
         raise ConfigError(
             "recipe: kv_cache_scheme is dynamic; scales per token need no recipe: omit it, and serve with "
@@ -324,17 +325,19 @@ def _kv_scheme(given: JsonObject) -> Granularity:
     return _KV[strategy]
 
 
-def _fp8_args(where: str, given: Any) -> QuantizationArgs:
+def _fp8_args(where: str, scheme: object) -> QuantizationArgs:
     """Return QuantizationArgs for E4M3 numbers. Raises ConfigError for other numbers and unknown
     fields.
     """
-    known = [one.name for one in fields(QuantizationArgs)]
-    content = require_mapping(f"recipe: {where}", _plain(given))
-    for key in content:
+    known = [field.name for field in fields(QuantizationArgs)]
+    content = {}
+    for key, stored in require_mapping(f"recipe: {where}", _plain(scheme)).items():
         if key not in known:
             raise ConfigError(f"recipe: {where} has no field {key!r}{nearest(str(key), known)}")
-    plain = {str(key): _value(value) for key, value in content.items()}
-    args = QuantizationArgs(**{key: value for key, value in plain.items() if value is not None})
+        value = getattr(stored, "value", stored)  # of a member of an enumeration, its string
+        if value is not None:
+            content[key] = value
+    args = QuantizationArgs(**content)
     if (args.num_bits, args.type) != (8, "float"):
         raise ConfigError(
             f"recipe: {where} has num_bits: {args.num_bits}, type: {args.type}; Freight writes FP8 only, num_bits: 8 "
@@ -355,39 +358,39 @@ def _fp8_args(where: str, given: Any) -> QuantizationArgs:
 
 def _observers(modifier: Any) -> dict[str, str | None]:
     """Return the observers that the modifier sets for all its groups."""
-    every = dict(require_mapping("recipe: observer", modifier.observer or {}))
-    for key in every:
-        if key not in ("weights", "input", "output"):
-            raise ConfigError(
-                f"recipe: observer has no key {key!r}; choose weights, input or output"
-            )
-    singly = {
+    observers = {
         "weights": modifier.weight_observer,
         "input": modifier.input_observer,
         "output": modifier.output_observer,
     }
-    return {key: every.get(key, value) for key, value in singly.items()}
+    for key, observer in require_mapping("recipe: observer", modifier.observer or {}).items():
+        if key not in observers:
+            raise ConfigError(
+                f"recipe: observer has no key {key!r}; choose weights, input or output"
+            )
+        observers[key] = observer
+    return observers
 
 
 def _require_observer(where: str, observer: str | None, exact: bool = False) -> None:
     """Raise ConfigError unless `observer` takes the largest magnitude. With `exact`, for values
     observed once, minmax observers are accepted as well: they agree there.
     """
-    if observer in (None, "static_minmax") or (
-        exact and observer in ("minmax", "memoryless_minmax")
-    ):
-        return
-    raise ConfigError(
-        f"recipe: {where} has observer {observer!r}; Freight takes the largest magnitude of all samples: choose "
-        "static_minmax, or omit it. `freight quantize --observer percentile` or `mse` clip outliers"
-    )
-
-
-def _patterns(what: str, given: Any) -> tuple[str, ...]:
-    patterns = (given,) if isinstance(given, str) else given
-    if not isinstance(patterns, Iterable) or not all(isinstance(one, str) for one in patterns):
+    known = [None, "static_minmax"]
+    if exact:
+        known += ["minmax", "memoryless_minmax"]
+    if observer not in known:
         raise ConfigError(
-            f"recipe: {what} is {shown(given)}; give names or re: and an expression, in a list"
+            f"recipe: {where} has observer {observer!r}; Freight takes the largest magnitude of all samples: choose "
+            "static_minmax, or omit it. `freight quantize --observer percentile` or `mse` clip outliers"
+        )
+
+
+def _patterns(what: str, value: object) -> tuple[str, ...]:
+    patterns = (value,) if isinstance(value, str) else value
+    if not isinstance(patterns, Iterable) or not all(isinstance(name, str) for name in patterns):
+        raise ConfigError(
+            f"recipe: {what} is {shown(value)}; give names or re: and an expression, in a list"
         )
     patterns = tuple(patterns)
     for pattern in patterns:
@@ -404,7 +407,7 @@ def _says(args: QuantizationArgs) -> str:
     return f"strategy: {args.strategy}, dynamic: {dynamic}{extra}"
 
 
-def require_mapping(what: str, value: Any) -> JsonObject:
+def require_mapping(what: str, value: object) -> JsonObject:
     """Return `value`, called `what` in errors. Raises ConfigError unless it is a mapping."""
     if not isinstance(value, Mapping):
         raise ConfigError(f"{what} is {shown(value)}, not a mapping")
@@ -418,10 +421,3 @@ def _plain(value: Any) -> Any:
     if is_dataclass(value) and not isinstance(value, type):
         return asdict(value)
     return value
-
-
-def _value(value: Any) -> Any:
-    """Return the string of an enumeration's member, as compressed-tensors uses them; anything else
-    unchanged.
-    """
-    return getattr(value, "value", value)

@@ -10,13 +10,15 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from freight.base.patterns import FilePattern
 from freight.errors import ConfigError, nearest
 from freight.model.architectures import tensor_names
 from freight.model.config.layer import DenseConfig, LayerConfig
 from freight.model.config.model import ModelConfig
-from freight.model.mixer_parts import mixer_parts
+from freight.model.config.tensor_names import TensorNames
+from freight.model.mixer_parts import MixerParts, mixer_parts
 from freight.model.shapes import shared_names
 
 
@@ -33,6 +35,11 @@ class ExpertModules:
     count: int
     gate_up: tuple[str, ...]
     down: tuple[str, ...]
+
+    @property
+    def matrices(self) -> tuple[str, ...]:
+        """The modules of all experts."""
+        return (*self.gate_up, *self.down)
 
     def named(self, expert: int) -> str:
         return self.prefix.format(expert).rstrip(".")
@@ -70,82 +77,86 @@ class LayerModules:
     @property
     def groups(self) -> tuple[tuple[str, ...], ...]:
         """Those that share an input scale: all experts of a layer do, on each side."""
-        experts = () if self.experts is None else (self.experts.gate_up, self.experts.down)
-        others = (self.latent_in, self.latent_out, self.per_layer_gate, self.per_layer_down)
-        return tuple(
-            group
-            for group in (*self.mixed.values(), self.gate_up, self.down, *experts, *others)
-            if group
-        )
+        groups = [*self.mixed.values(), self.gate_up, self.down]
+        if self.experts is not None:
+            groups += [self.experts.gate_up, self.experts.down]
+        groups += [self.latent_in, self.latent_out, self.per_layer_gate, self.per_layer_down]
+        return tuple(filter(None, groups))
 
     def input_of(self, group: tuple[str, ...]) -> str:
         """Return what messages call the input that the modules of `group` share."""
         first = group[0]
-        if self.experts is not None and group in (self.experts.gate_up, self.experts.down):
-            first = self.experts.prefix.format("*") + first.removeprefix(
-                self.experts.prefix.format(0)
-            )
+        experts = self.experts
+        if experts is not None and group in (experts.gate_up, experts.down):
+            part = first.removeprefix(experts.prefix.format(0))
+            first = experts.prefix.format("*") + part
         return f"{first}: input"
 
 
 def layer_modules(config: ModelConfig) -> tuple[LayerModules, ...]:
     names = tensor_names(config)
-
-    def of(index: int, layer: LayerConfig) -> LayerModules:
-        mlp = layer.feed_forward
-        prefix = names.layer.format(index)
+    layers = []
+    for index, layer in enumerate(config.layers):
         parts = mixer_parts(layer.mixer, config.hidden_size, names)
-        mixed = {}
-        for field, group in parts.projections.items():
-            mixed[field] = tuple(prefix + one for one in group.modules)
-        kept = tuple(prefix + module for module in parts.kept)
-        mixer = LayerModules(prefix + parts.module if parts.module else "", mixed, kept=kept)
-        if mlp is None:
-            return mixer
-        dense = (names.gate_up, names.down) if isinstance(mlp, DenseConfig) else shared_names(names)
-        gate_up = tuple(prefix + part for part in dense[0])
-        down = (prefix + dense[1],)
-        if isinstance(mlp, DenseConfig):
-            return replace(mixer, gate_up=gate_up, down=down)
-        expert = prefix + names.expert
-        every = [expert.format(i) for i in range(1 if names.interleaved else mlp.num_experts)]
-        experts = ExpertModules(
-            prefix=expert,
-            count=mlp.num_experts,
-            gate_up=tuple(one + part for one in every for part in names.expert_gate_up),
-            down=tuple(one + names.expert_down for one in every),
-        )
-        kept += (prefix + names.router, *((prefix + names.shared_gate,) if mlp.shared_gate else ()))
-        mixer = replace(mixer, experts=experts, kept=kept)
-        if mlp.latent_size is not None:
-            mixer = replace(
-                mixer,
-                latent_in=(prefix + names.latent_in,),
-                latent_out=(prefix + names.latent_out,),
-            )
-        if mlp.shared is None:
-            return mixer
-        return replace(mixer, gate_up=gate_up, down=down)
+        layers.append(_modules(names.layer.format(index), layer, names, parts))
+    return tuple(layers)
 
-    def with_own(index: int, layer: LayerConfig) -> LayerModules:
-        if layer.per_layer is None:
-            return of(index, layer)
-        prefix = names.layer.format(index)
-        return replace(
-            of(index, layer),
-            per_layer_gate=(prefix + names.per_layer_gate,),
-            per_layer_down=(prefix + names.per_layer_down,),
-        )
 
-    return tuple(with_own(index, layer) for index, layer in enumerate(config.layers))
+def _modules(
+    prefix: str, layer: LayerConfig, names: TensorNames, parts: MixerParts
+) -> LayerModules:
+    """Return the modules of the layer whose names begin with `prefix`."""
+
+    def full(*modules: str) -> tuple[str, ...]:
+        return tuple(prefix + module for module in modules)
+
+    mixed = {}
+    for field, group in parts.projections.items():
+        mixed[field] = full(*group.modules)
+    mixer = prefix + parts.module if parts.module else ""
+    modules = LayerModules(mixer, mixed, kept=full(*parts.kept))
+    if layer.per_layer is not None:
+        gate = full(names.per_layer_gate)
+        down = full(names.per_layer_down)
+        modules = replace(modules, per_layer_gate=gate, per_layer_down=down)
+    mlp = layer.feed_forward
+    if mlp is None:
+        return modules
+    if isinstance(mlp, DenseConfig):
+        return replace(modules, gate_up=full(*names.gate_up), down=full(names.down))
+    always_kept = [*modules.kept, *full(names.router)]
+    if mlp.shared_gate:
+        always_kept += full(names.shared_gate)
+    if mlp.latent_size is not None:
+        inner = full(names.latent_in)
+        outer = full(names.latent_out)
+        modules = replace(modules, latent_in=inner, latent_out=outer)
+    if mlp.shared is not None:
+        shared_gate_up, shared_down = shared_names(names)
+        modules = replace(modules, gate_up=full(*shared_gate_up), down=full(shared_down))
+    num_named = 1 if names.interleaved else mlp.num_experts
+    experts = _experts(prefix + names.expert, mlp.num_experts, num_named, names)
+    return replace(modules, experts=experts, kept=tuple(always_kept))
+
+
+def _experts(prefix: str, count: int, num_named: int, names: TensorNames) -> ExpertModules:
+    gate_up: list[str] = []
+    down: list[str] = []
+    for index in range(num_named):
+        expert = prefix.format(index)
+        gate_up += [expert + part for part in names.expert_gate_up]
+        down.append(expert + names.expert_down)
+    return ExpertModules(prefix, count, tuple(gate_up), tuple(down))
 
 
 def linear_modules(config: ModelConfig) -> tuple[str, ...]:
     """Return the Linear modules that are quantized unless they are ignored: all of the layers but
     `LayerModules.kept`.
     """
-    groups = [group for layer in layer_modules(config) for group in layer.groups]
-    return tuple(name for group in groups for name in group)
+    modules: list[str] = []
+    for layer in layer_modules(config):
+        modules += chain.from_iterable(layer.groups)
+    return tuple(modules)
 
 
 def head_module(config: ModelConfig) -> str:
@@ -158,16 +169,21 @@ def kept_modules(config: ModelConfig) -> tuple[str, ...]:
     shared experts and of heads, and those outside of the layers.
     """
     names = tensor_names(config)
-    outer = () if config.embedding_size is None else (names.project_in, names.project_out)
-    own = () if config.per_layer_vocab_size is None else (names.per_layer_projection,)
-    return (*(name for layer in layer_modules(config) for name in layer.kept), *outer, *own)
+    modules: list[str] = []
+    for layer in layer_modules(config):
+        modules += layer.kept
+    if config.embedding_size is not None:
+        modules += (names.project_in, names.project_out)
+    if config.per_layer_vocab_size is not None:
+        modules.append(names.per_layer_projection)
+    return tuple(modules)
 
 
 def ignored_modules(
     config: ModelConfig,
     patterns: Sequence[str],
     lm_head: bool = False,
-    others: Collection[str] = (),
+    never: Collection[str] = (),
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return (names of ignored modules, names of quantized modules whose group is partly ignored).
 
@@ -175,72 +191,77 @@ def ignored_modules(
     `lm_head` is True. `lm_head` raises ConfigError if the head is tied to the embedding. The second
     list matters to engines that merge q, k, v or gate, up: they need one scheme for the whole
     group. Raises ConfigError for a pattern that matches no module, and for patterns that match some
-    experts of a layer: no engine computes those together. `others` are modules that are never
+    experts of a layer: no engine computes those together. `never` are modules that are never
     quantized, so a pattern may match them alone.
     """
     layers = layer_modules(config)
     head = head_module(config)
-    kept = kept_modules(config)
+    always_kept = kept_modules(config)
     if lm_head and config.tie_word_embeddings:
         raise ConfigError(
             f"--lm-head: {head} is this model's embedding, which stays in 16 bits; omit --lm-head"
         )
-    known = [*linear_modules(config), *kept, head]
+    known = [*linear_modules(config), *always_kept, head]
     names = frozenset(known)
-    ignored = {*kept} if lm_head else {*kept, head}
-    never = tuple(others)
+    ignored = {*always_kept, head}
+    if lm_head:
+        ignored.discard(head)
     for pattern in patterns:
-        regular = pattern.startswith("re:")
         matched = _matches(pattern, known, names)
         if not matched and not _matches(pattern, never, frozenset(never)):
-            ends = any(name.endswith(f".{pattern}") for name in known)
-            if ends:
-                hint = f" (did you mean 're:{pattern}$'?)"
-            else:
-                hint = nearest(pattern, () if regular else known)
             raise ConfigError(
-                f"--ignore {pattern!r} matches no Linear module{hint}; give a full name such as {known[0]!r}, or "
-                "re: and a regular expression, as in 're:.*down_proj'"
+                f"--ignore {pattern!r} matches no Linear module{_hint(pattern, known)}; give a full name such as "
+                f"{known[0]!r}, or re: and a regular expression, as in 're:.*down_proj'"
             )
         ignored.update(matched)
     _require_whole_experts(layers, ignored)
-    groups = [group for layer in layers for group in layer.groups]
     divided: list[str] = []
-    for group in groups:
-        left = [name for name in group if name not in ignored]
-        if len(left) < len(group):
-            divided += left
+    for layer in layers:
+        for group in layer.groups:
+            left = [name for name in group if name not in ignored]
+            if len(left) < len(group):
+                divided += left
     return tuple(name for name in known if name in ignored), tuple(divided)
 
 
-def keeps_experts(config: ModelConfig, kept: Collection[str]) -> bool:
-    """Return whether `kept` has every module of the experts."""
-    experts = (layer.experts for layer in layer_modules(config) if layer.experts is not None)
-    return all(name in kept for one in experts for name in (*one.gate_up, *one.down))
+def _hint(pattern: str, known: Sequence[str]) -> str:
+    """Return the name that a pattern without a match may mean, for a message."""
+    if any(name.endswith(f".{pattern}") for name in known):
+        return f" (did you mean 're:{pattern}$'?)"
+    return "" if pattern.startswith("re:") else nearest(pattern, known)
+
+
+def keeps_experts(config: ModelConfig, modules: Collection[str]) -> bool:
+    """Return whether `modules` has every module of the experts."""
+    for layer in layer_modules(config):
+        if layer.experts is not None and not set(layer.experts.matrices).issubset(modules):
+            return False
+    return True
 
 
 def matched_modules(config: ModelConfig, patterns: Sequence[str]) -> frozenset[str]:
     """Return the modules of layers that `patterns` mean, which may be none."""
     known = linear_modules(config)
     names = frozenset(known)
-    return frozenset(name for pattern in patterns for name in _matches(pattern, known, names))
+    return frozenset[str]().union(*(_matches(pattern, known, names) for pattern in patterns))
 
 
 def _require_whole_experts(layers: Sequence[LayerModules], ignored: Set[str]) -> None:
     """Raise ConfigError where some modules of a layer's experts are ignored and others are not."""
-    for experts in (layer.experts for layer in layers if layer.experts is not None):
-        every = (*experts.gate_up, *experts.down)
-        left_out = sum(name in ignored for name in every)
-        if 0 < left_out < len(every):
-            one = next(name for name in every if name in ignored)
-            parent = re.escape(experts.prefix.partition("{")[0])
+    for layer in layers:
+        if layer.experts is None:
+            continue
+        matrices = layer.experts.matrices
+        left_out = [name for name in matrices if name in ignored]
+        if 0 < len(left_out) < len(matrices):
+            parent = re.escape(layer.experts.prefix.partition("{")[0])
             raise ConfigError(
-                f"--ignore leaves out {one} and {left_out - 1} others of the {len(every)} matrices of this layer's "
-                f"experts, which engines compute together; ignore all of them ('re:{parent}') or none"
+                f"--ignore leaves out {left_out[0]} and {len(left_out) - 1} others of the {len(matrices)} matrices of "
+                f"this layer's experts, which engines compute together; ignore all of them ('re:{parent}') or none"
             )
 
 
-def _matches(pattern: str, known: Sequence[str], names: Set[str]) -> list[str]:
+def _matches(pattern: str, known: Collection[str], names: Set[str]) -> list[str]:
     """Return those of `known` that `pattern` means; `names` are the same as a set, for a model of
     many experts has many.
     """

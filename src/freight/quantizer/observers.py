@@ -27,9 +27,8 @@ from freight.quantizer.plan import ObserverKind
 
 PERCENTILE = 0.9999
 MSE_STEPS = 50
-_SHIFT = (
-    17  # of float32's 23 bits of mantissa, 6 remain: 64 bins an octave, each at most 1.6 % wide
-)
+# Of float32's 23 bits of mantissa, 6 remain: 64 bins an octave, each at most 1.6 % wide
+_SHIFT = 17
 _LOWEST = (127 - 40) << 23 >> _SHIFT  # the bin of 2 ** -40; smaller magnitudes are counted in it
 _NUM_BINS = 64 * 72  # up to 2 ** 32
 _AT_ONCE = 2**20  # numbers that `mse` rounds at a time
@@ -92,12 +91,12 @@ def _magnitude(bins: Tensor, part: float) -> Tensor:
 
 
 class Percentile(_Histogram):
-    """The upper end of the bin in which the wanted share of each group's values is reached."""
+    """The upper end of the bin in which the share of each group's values is reached."""
 
     def amax(self) -> Tensor:
         reached = self._counts.cumsum(1)
-        wanted = (reached[:, -1:].double() * PERCENTILE).ceil().long().clamp(min=1)
-        return torch.minimum(_magnitude((reached < wanted).sum(1), 1.0), self._largest)
+        least = (reached[:, -1:].double() * PERCENTILE).ceil().long().clamp(min=1)
+        return torch.minimum(_magnitude((reached < least).sum(1), 1.0), self._largest)
 
 
 class MeanSquaredError(_Histogram):

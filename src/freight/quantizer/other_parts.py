@@ -29,33 +29,37 @@ def tensors_beside(checkpoint: Checkpoint, model: ModelConfig) -> dict[str, Shap
     """Return the tensors that the text model does not need (`TensorNames.unused`), by name, with
     their shapes.
     """
-    found = {
-        name
-        for at, _ in tensor_names(model).unused
-        for name in fnmatch.filter(checkpoint.names, at)
-    }
-    return {name: checkpoint.shape_of(name) for name in sorted(found)}
+    names: set[str] = set()
+    for pattern, _ in tensor_names(model).unused:
+        names.update(fnmatch.filter(checkpoint.names, pattern))
+    return {name: checkpoint.shape_of(name) for name in sorted(names)}
 
 
-def require_unquantized(checkpoint: Checkpoint, beside: Iterable[str]) -> None:
+def require_unquantized(checkpoint: Checkpoint, names: Iterable[str]) -> None:
     """Raise CheckpointError for one that is in FP8 or less, or has the name of a scale of such a
     matrix: the written checkpoint says that their modules are not quantized.
     """
-    for name in beside:
+    for name in names:
         dtype = checkpoint.entry(name).dtype
-        scale = name.rpartition(".")[2] in _SCALES
-        if scale or dtype.startswith(("F8_", "F6_", "F4")):
-            what = "has the name of a scale" if scale else f"is stored as {dtype}"
+        fault = ""
+        if name.rpartition(".")[2] in _SCALES:
+            fault = "has the name of a scale"
+        elif dtype.startswith(("F8_", "F6_", "F4")):
+            fault = f"is stored as {dtype}"
+        if fault:
             raise CheckpointError(
-                f"{checkpoint.path}: {name}, which is not of the text model, {what}; tensors beside the text model are "
-                "copied as they are, and have to be unquantized: quantize the 16-bit model that it was made from"
+                f"{checkpoint.path}: {name}, which is not of the text model, {fault}; tensors beside the text model "
+                "are copied as they are, and have to be unquantized: quantize the 16-bit model that it was made from"
             )
 
 
-def modules_beside(beside: Shapes) -> list[str]:
+def modules_beside(shapes: Shapes) -> list[str]:
     """Return the modules with a matrix, as Linear modules have."""
-    matrices = [name for name, shape in beside.items() if len(shape) == 2]
-    return [name.removesuffix(".weight") for name in matrices if name.endswith(".weight")]
+    modules = []
+    for name, shape in shapes.items():
+        if len(shape) == 2 and name.endswith(".weight"):
+            modules.append(name.removesuffix(".weight"))
+    return modules
 
 
 def kv_twins(model: ModelConfig) -> dict[str, str]:
@@ -65,12 +69,12 @@ def kv_twins(model: ModelConfig) -> dict[str, str]:
     for the three. So they are quantized where q is, with the input scale of q.
     """
     names = tensor_names(model)
-    found: dict[str, str] = {}
+    twins: dict[str, str] = {}
     for index, mixer in model.attention.items():
         if mixer.kv_from is not None:
-            q, *others = [names.layer.format(index) + part for part in names.attention.qkv]
-            found |= dict.fromkeys(others, q)
-    return found
+            q, *k_and_v = [names.layer.format(index) + part for part in names.attention.qkv]
+            twins |= dict.fromkeys(k_and_v, q)
+    return twins
 
 
 def in_both_names(model: ModelConfig, modules: Iterable[str]) -> list[str]:
@@ -85,13 +89,13 @@ def in_both_names(model: ModelConfig, modules: Iterable[str]) -> list[str]:
         return stored
     body = model.prefixes[0]
     head = head_module(model)
-    kept = kept_modules(model)
+    always_kept = kept_modules(model)
     layers = tensor_names(model).layer.partition("{}")[0]
 
     def named(module: str) -> str:
         if module == head:
             return "lm_head"
-        if module.startswith(layers) or module in kept:
+        if module.startswith(layers) or module in always_kept:
             return f"model.language_model.{module.removeprefix(body)}"
         return module if module.startswith("model.") else f"model.{module}"
 
@@ -101,7 +105,8 @@ def in_both_names(model: ModelConfig, modules: Iterable[str]) -> list[str]:
 def stored_formats(checkpoint: Checkpoint, model: ModelConfig) -> dict[str, int]:
     """Count the tensors that are copied as they are, by the name of their dtype."""
     twins = kv_twins(model)
-    copied = [
-        name for name in tensors_beside(checkpoint, model) if name.rpartition(".")[0] not in twins
-    ]
-    return dict(Counter(checkpoint.entry(name).dtype_name for name in copied).most_common())
+    formats = Counter[str]()
+    for name in tensors_beside(checkpoint, model):
+        if name.rpartition(".")[0] not in twins:
+            formats[checkpoint.entry(name).dtype_name] += 1
+    return dict(formats.most_common())

@@ -97,9 +97,14 @@ class QuantizePlan:
     @property
     def needed_by(self) -> str:
         """Settings that need calibration data, for messages."""
-        static = ["--activations static"] * (self.activations is ActivationScheme.STATIC)
-        cache = "--kv-budget" if self.kv_budget else "--kv-cache fp8"
-        return " and ".join(static + [cache] * (self.kv_granularity is not None))
+        settings = []
+        if self.activations is ActivationScheme.STATIC:
+            settings.append("--activations static")
+        if self.kv_budget:
+            settings.append("--kv-budget")
+        elif self.kv_granularity is not None:
+            settings.append("--kv-cache fp8")
+        return " and ".join(settings)
 
 
 KV_CACHES = ("fp8", "none")
@@ -126,8 +131,9 @@ DTYPES = {
     "float16": Format.FLOAT16,
     "bf16": Format.BFLOAT16,
     "bfloat16": Format.BFLOAT16,
+    "fp32": Format.FLOAT32,
+    "float32": Format.FLOAT32,
 }
-DTYPES |= {"fp32": Format.FLOAT32, "float32": Format.FLOAT32}
 
 
 @dataclass(frozen=True)
@@ -180,27 +186,25 @@ def plan(args: QuantizeArgs) -> QuantizePlan:
         )
     weights = WeightScheme(choose("--weights", args.weights or default, tuple(WeightScheme)))
     plain = weights is WeightScheme.NONE or weights.in_four_bits
-    requested = args.activations or (ActivationScheme.NONE if plain else ActivationScheme.DYNAMIC)
-    activations = ActivationScheme(choose("--activations", requested, tuple(ActivationScheme)))
+    activations = ActivationScheme.NONE if plain else ActivationScheme.DYNAMIC
+    if args.activations:
+        choose("--activations", args.activations, tuple(ActivationScheme))
+        activations = ActivationScheme(args.activations)
     budget = None if args.kv_budget is None else _budget(args, args.kv_budget, layout)
     default_cache = "fp8" if layout is Layout.TGI or budget else "none"
     kv_cache = choose("--kv-cache", args.kv_cache or default_cache, KV_CACHES)
     coarsest = Granularity.CHANNEL if budget else Granularity.TENSOR
-    granularity = Granularity(
-        choose(
-            "--kv-granularity", args.kv_granularity or coarsest, tuple(map(str, KV_GRANULARITIES))
-        )
-    )
+    requested = args.kv_granularity or coarsest
+    granularity = choose("--kv-granularity", requested, tuple(map(str, KV_GRANULARITIES)))
+    observer = choose("--observer", args.observer or ObserverKind.ABSMAX, tuple(ObserverKind))
     decided = QuantizePlan(
         weights=weights,
         activations=activations,
-        kv_granularity=granularity if kv_cache == "fp8" else None,
+        kv_granularity=Granularity(granularity) if kv_cache == "fp8" else None,
         ignore=args.ignore,
         num_samples=_count("--num-samples", args.num_samples, NUM_SAMPLES, 1),
         max_seq_len=_count("--max-seq-len", args.max_seq_len, MAX_SEQ_LEN, 2),
-        observer=ObserverKind(
-            choose("--observer", args.observer or ObserverKind.ABSMAX, tuple(ObserverKind))
-        ),
+        observer=ObserverKind(observer),
         layout=layout,
         center=args.center,
         lm_head=args.lm_head,
@@ -216,13 +220,13 @@ def plan(args: QuantizeArgs) -> QuantizePlan:
 def _budget(args: QuantizeArgs, text: str, layout: Layout) -> KVBudget:
     """Parse a budget. Raises ConfigError if it is given with a choice that it makes itself."""
     budget = parse_budget(text)
-    given = {
+    options = {
         "--kv-cache none": args.kv_cache == "none",
         f"--kv-granularity {args.kv_granularity}": args.kv_granularity is not None,
         "--center": args.center,
     }
-    for option, is_given in given.items():
-        if is_given:
+    for option, is_set in options.items():
+        if is_set:
             raise ConfigError(
                 f"--kv-budget {budget} with {option}: the budget chooses the cache by layer; omit one"
             )

@@ -9,11 +9,12 @@ and once for writing. Everything that can be refused is refused before the first
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from freight.checkpoint.headers import Shape
 from freight.checkpoint.mxfp4 import StoredExperts, find_experts
 from freight.checkpoint.reader import Checkpoint
 from freight.checkpoint.writer import require_new, require_own_files
@@ -129,21 +130,18 @@ class Unquantized:
         )
 
     def quantized_as(
-        self, weights: WeightScheme, layout: Layout, kept: Collection[str]
+        self, weights: WeightScheme, layout: Layout, in_16_bits: Collection[str]
     ) -> Unquantized:
-        """Return it as it is quantized, with the modules `kept` in 16 bits: experts of one tensor
-        for a layer become separate matrices, unless they are kept. Raises ConfigError for what a
+        """Return it as it is quantized, with the modules `in_16_bits` left so: experts of one
+        tensor for a layer become separate matrices, unless they stay in 16 bits. Raises ConfigError for what a
         model with experts in MXFP4 cannot become.
         """
         if self.packed:
             require_own_form(self, weights, layout)
-        if (
-            weights is WeightScheme.NONE
-            or keeps_experts(self.model, kept)
-            or not tensor_names(self.model).interleaved
-        ):
-            return self
-        return replace(self, model=separate(self.checkpoint, self.model))
+        separates = weights is not WeightScheme.NONE and not keeps_experts(self.model, in_16_bits)
+        if separates and tensor_names(self.model).interleaved:
+            return replace(self, model=separate(self.checkpoint, self.model))
+        return self
 
     def load_tokenizer(self) -> Tokenizer:
         return Tokenizer.load(
@@ -209,20 +207,21 @@ def open_unquantized(
             invalid[0].what,
             "; --kv-cache fp8 measures others" if keep_kv else "",
         )
-    beside = tensors_beside(checkpoint, config)
-    require_unquantized(checkpoint, beside)
+    of_others = tensors_beside(checkpoint, config)
+    require_unquantized(checkpoint, of_others)
     if config.tie_word_embeddings:
         skip_tied_head(checkpoint, tensor_names(config).head)
     shapes = tensor_shapes(config)
     packed = find_experts(checkpoint, scheme, shapes)
-    unpacked = {name: shape for name, shape in shapes.items() if name not in packed}
+    unpacked = dict(shapes)
+    for name in packed:
+        del unpacked[name]
     checkpoint.check(unpacked)
     for name, shape in unpacked.items():
         checkpoint.take(name, shape)  # mapped, not read
-    checkpoint.finish(pending=beside)
-    return Unquantized(
-        checkpoint, config, model, carried_by(stored, model) if keeps else None, packed
-    )
+    checkpoint.finish(pending=of_others)
+    carried = carried_by(stored, model) if keeps else None
+    return Unquantized(checkpoint, config, model, carried, packed)
 
 
 def _has_quantized_matrix(stored: OpenCheckpoint) -> bool:
@@ -346,19 +345,14 @@ def _require_dtype(dtype: str | None, opened: Unquantized) -> None:
 
 def _keeps_kv(args: QuantizeArgs) -> bool:
     """Return whether nothing is asked of the KV cache, so that scales which are there may stay."""
-    return (
-        args.kv_cache is None
-        and args.kv_granularity is None
-        and not args.center
-        and args.kv_budget is None
-    )
+    settings = (args.kv_cache, args.kv_granularity, args.kv_budget)
+    return settings == (None, None, None) and not args.center
 
 
 def require_any(model: ModelConfig, plan: QuantizePlan, ignored: Collection[str]) -> None:
     """Raise ConfigError if every module is ignored and nothing else is to be quantized."""
-    if plan.kv_granularity is None and {*linear_modules(model), head_module(model)}.issubset(
-        ignored
-    ):
+    quantized = {*linear_modules(model), head_module(model)}.difference(ignored)
+    if plan.kv_granularity is None and not quantized:
         raise ConfigError(
             f"--ignore {' '.join(plan.ignore)} leaves no module to quantize; ignore fewer"
         )
@@ -369,22 +363,17 @@ def require_blocks(model: ModelConfig, plan: QuantizePlan, ignored: Collection[s
     compute as one matrix with one scale for a block; and for matrices that engines take apart by
     head, where blocks would span heads.
     """
-    if plan.weights is WeightScheme.NONE:
+    if plan.weights is not WeightScheme.BLOCK:
         return
     left_out = frozenset(ignored)
-    if plan.weights is WeightScheme.BLOCK:
-        _require_whole_heads(model, left_out)
+    _require_whole_heads(model, left_out)
     for layer, modules in zip(model.layers, layer_modules(model), strict=True):
         mlp = layer.feed_forward
         experts = modules.experts
-        if (
-            not isinstance(mlp, MoEConfig)
-            or experts is None
-            or left_out.issuperset(experts.gate_up)
-        ):
+        if not isinstance(mlp, MoEConfig) or experts is None:
             continue
-        merged = len(mlp.up_sizes) > 1
-        if plan.weights is WeightScheme.BLOCK and merged and mlp.intermediate_size % BLOCK:
+        merged = len(mlp.up_sizes) > 1 and not left_out.issuperset(experts.gate_up)
+        if merged and mlp.intermediate_size % BLOCK:
             raise ConfigError(
                 f"--weights fp8-block: {experts.named(0)} has an intermediate size of {mlp.intermediate_size}, no "
                 f"multiple of {BLOCK}, so that a block would span gate and up; use --weights fp8-channel"
@@ -395,15 +384,16 @@ def require_groups(model: ModelConfig, plan: QuantizePlan, ignored: Collection[s
     """Raise ConfigError for a matrix whose inputs groups do not divide."""
     if not plan.weights.in_four_bits:
         return
-    size = plan.group_size if plan.weights is WeightScheme.INT4 else GROUP
-    shapes = tensor_shapes(model)
-    left_out = frozenset(ignored)
-    for name in (*linear_modules(model), head_module(model)):
-        columns = shapes[f"{name}.weight"][-1] if f"{name}.weight" in shapes else 0
-        if name in left_out or columns % size == 0:
+    is_int4 = plan.weights is WeightScheme.INT4
+    size = plan.group_size if is_int4 else GROUP
+    for name, shape in _quantized_shapes(model, ignored):
+        columns = shape[-1]
+        if columns % size == 0:
             continue
-        smaller = int4_group(columns, size) if plan.weights is WeightScheme.INT4 else None
-        way_out = f"use --group-size {smaller}" if smaller else f"leave it out (--ignore {name})"
+        way_out = f"leave it out (--ignore {name})"
+        smaller = int4_group(columns, size)
+        if is_int4 and smaller:
+            way_out = f"use --group-size {smaller}"
         raise ConfigError(
             f"--weights {plan.weights}: {name} has {columns} inputs, which groups of {size} do not divide; {way_out}"
         )
@@ -428,10 +418,11 @@ def _require_whole_heads(model: ModelConfig, ignored: Collection[str]) -> None:
 def require_gain(plan: QuantizePlan, calibration: Calibration) -> None:
     """Raise ConfigError if centers were requested and no layer gains enough from one."""
     centers = calibration.centers
-    if plan.center and all(one.k is None for one in centers):
+    if plan.center and all(layer.k is None for layer in centers):
+        most = max(layer.k_gain for layer in centers)
         raise ConfigError(
             f"--center gains nothing on this model: in the layer where it gains most, it would divide the mean squared "
-            f"error of scores by {max(one.k_gain for one in centers):.2f}; at least {WORTH} is required; omit it"
+            f"error of scores by {most:.2f}; at least {WORTH} is required; omit it"
         )
 
 
@@ -463,9 +454,9 @@ def write(
     overwrite: bool = False,
 ) -> QuantizeResult:
     """Write the checkpoint, and collect the warnings."""
-    source = opened.checkpoint, opened.model
     before, after = write_quantized(
-        *source,
+        opened.checkpoint,
+        opened.model,
         plan,
         ignored,
         calibration,
@@ -474,11 +465,13 @@ def write(
         overwrite=overwrite,
         packed=opened.packed,
     )
-    warnings = [
-        f"{name}: the scale still grew by {growth - 1:.0%} in the last quarter of the data; use more of it"
-        for name, growth in calibration.moving.items()
-    ]
-    warnings += [f"{name}: only zeros were seen, so its scale is 1.0" for name in calibration.zeros]
+    warnings = []
+    for name, growth in calibration.moving.items():
+        warnings.append(
+            f"{name}: the scale still grew by {growth - 1:.0%} in the last quarter of the data; use more of it"
+        )
+    for name in calibration.zeros:
+        warnings.append(f"{name}: only zeros were seen, so its scale is 1.0")
     warnings += _unseen(calibration.unseen)
     if divided:
         warnings.append(
@@ -486,19 +479,17 @@ def write(
             "do may refuse the checkpoint: ignore all of q, k, v or gate, up"
         )
     warnings += _ragged_blocks(opened.model, plan, ignored)
-    counts = (calibration.num_samples, calibration.num_tokens)
-    form = "mxfp4" if opened.packed else str(plan.layout)
-    beside = stored_formats(*source)
     return QuantizeResult(
         out,
         plan,
-        *counts,
+        calibration.num_samples,
+        calibration.num_tokens,
         before,
         after,
         calibration.centers,
         tuple(warnings),
-        form=form,
-        beside=beside,
+        form="mxfp4" if opened.packed else str(plan.layout),
+        beside=stored_formats(opened.checkpoint, opened.model),
         longest=calibration.longest,
     )
 
@@ -507,18 +498,23 @@ def _ragged_blocks(model: ModelConfig, plan: QuantizePlan, ignored: Collection[s
     """Return a sentence about the first module that blocks do not cover evenly, if there is one."""
     if plan.weights is not WeightScheme.BLOCK:
         return []
-    shapes = tensor_shapes(model)
-    left_out = frozenset(ignored)
-    for name in (*linear_modules(model), head_module(model)):
-        if name in left_out:
-            continue
-        shape = shapes[f"{name}.weight"]
+    for name, shape in _quantized_shapes(model, ignored):
         if any(size % BLOCK for size in shape):
             return [
                 f"{name} is {list(shape)}, which blocks of {BLOCK} do not divide: transformers may fail to load such "
                 "a matrix, and vLLM refuses it among q, k, v and gate, up; --weights fp8-channel has no such limit"
             ]
     return []
+
+
+def _quantized_shapes(model: ModelConfig, ignored: Collection[str]) -> Iterator[tuple[str, Shape]]:
+    """Yield the modules that are quantized and have a matrix, with its shape."""
+    shapes = tensor_shapes(model)
+    left_out = frozenset(ignored)
+    for name in (*linear_modules(model), head_module(model)):
+        shape = shapes.get(f"{name}.weight")
+        if name not in left_out and shape is not None:
+            yield name, shape
 
 
 def _unseen(names: Sequence[str]) -> list[str]:

@@ -47,13 +47,13 @@ def read_recipe(recipe: object) -> Recipe:
     """Read `recipe` in any of its forms, resolved. Raises ConfigError for a recipe without exactly
     one QuantizationModifier, and for what Freight does not do.
     """
-    found = [resolve_modifier(modifier) for modifier in _modifiers(recipe)]
-    if len(found) != 1:
+    recipes = [resolve_modifier(modifier) for modifier in _modifiers(recipe)]
+    if len(recipes) != 1:
+        count = f"{len(recipes)} QuantizationModifiers" if recipes else "no QuantizationModifier"
         raise ConfigError(
-            f"the recipe has {len(found) or 'no'} QuantizationModifier{'s' * (len(found) > 1)}; give one, with "
-            "scheme= for the weights and kv_cache_scheme= for the cache"
+            f"the recipe has {count}; give one, with scheme= for the weights and kv_cache_scheme= for the cache"
         )
-    return found[0]
+    return recipes[0]
 
 
 def _modifiers(recipe: object) -> Iterator[object]:
@@ -63,8 +63,8 @@ def _modifiers(recipe: object) -> Iterator[object]:
     elif isinstance(recipe, Mapping):
         yield from _from_mapping(recipe)
     elif isinstance(recipe, list | tuple):
-        for one in recipe:
-            yield from _modifiers(one)
+        for part in recipe:
+            yield from _modifiers(part)
     elif recipe is None:
         raise ConfigError(
             "oneshot needs a recipe: YAML, or QuantizationModifier(targets='Linear', scheme='FP8', …)"
@@ -75,11 +75,9 @@ def _modifiers(recipe: object) -> Iterator[object]:
 
 
 def _parse(recipe: str | Path) -> JsonObject:
-    one_line = isinstance(recipe, Path) or "\n" not in recipe.strip()
     text = str(recipe)
-    if one_line and (
-        isinstance(recipe, Path) or re.search(r"\.(ya?ml|json|md)$", text) or ":" not in text
-    ):
+    is_named = ":" not in text or re.search(r"\.(ya?ml|json|md)$", text)
+    if isinstance(recipe, Path) or (is_named and "\n" not in text.strip()):
         try:
             text = read_text(Path(recipe))
         except (OSError, UnicodeDecodeError) as error:
@@ -117,16 +115,19 @@ _UNUSED = ("start", "end", "update", "index", "group")
 
 
 def _modifier(options: JsonObject) -> QuantizationModifier:
-    known = [one.name for one in fields(QuantizationModifier)]
-    given = {str(name): value for name, value in options.items() if name not in _UNUSED}
-    for name in given:
+    known = [field.name for field in fields(QuantizationModifier)]
+    content = {}
+    for key, value in options.items():
+        name = str(key)
+        if name in _UNUSED:
+            continue
         if name not in known:
             raise ConfigError(
                 f"recipe: QuantizationModifier has no field {name!r}{nearest(name, known)}"
             )
-    return QuantizationModifier(
-        **{name: value for name, value in given.items() if value is not None}
-    )
+        if value is not None:
+            content[name] = value
+    return QuantizationModifier(**content)
 
 
 def _require_modifier(name: str) -> None:

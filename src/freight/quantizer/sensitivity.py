@@ -83,10 +83,10 @@ class Meter:
         """Measure each cache in each layer alone, with those that read the layer's."""
         shared = self._shared()
         sums = [[0.0] * len(self.caches) for _ in shared]
+        plain = list(self.plain.layers)
         for done, ids in enumerate(samples):
             on_pass(done, len(samples))
             batch = self._batch(ids)
-            plain = list(self.plain.layers)
             streams = [self.decoder.begin(batch)]
             for layer, kv in zip(self.decoder.layers, plain, strict=True):
                 streams.append(layer(streams[-1], batch, kv))
@@ -96,12 +96,11 @@ class Meter:
                 for candidate, cache in enumerate(self.caches):
                     # layers behind `first` overwrite their unquantized pages, which nothing reads
                     # again
-                    layers = [
-                        cache.layers[i] if i in sharing else plain[i]
-                        for i in range(first, len(plain))
-                    ]
-                    own = self._normed(self._through(first, streams[first], batch, layers))
-                    of_layer[candidate] += self._kl(reference, own)
+                    layers = plain.copy()
+                    for index in sharing:
+                        layers[index] = cache.layers[index]
+                    stream = self._through(first, streams[first], batch, layers[first:])
+                    of_layer[candidate] += self._kl(reference, self._normed(stream))
         on_pass(len(samples), len(samples))
         total = sum(map(len, samples))
         means = []
@@ -118,17 +117,17 @@ class Meter:
         plain = list(self.plain.layers)
         for sharing in self._shared():
             assert len({choice[layer] for layer in sharing}) == 1
-        chosen = [
-            plain[layer] if index is None else self.caches[index].layers[layer]
-            for layer, index in enumerate(choice)
-        ]
+        chosen = plain.copy()
+        for layer, index in enumerate(choice):
+            if index is not None:
+                chosen[layer] = self.caches[index].layers[layer]
         total = 0.0
         for ids in samples:
             batch = self._batch(ids)
             embedded = self.decoder.begin(batch)
             reference = self._normed(self._through(0, embedded, batch, plain))
-            own = self._normed(self._through(0, embedded, batch, chosen))
-            total += self._kl(reference, own)
+            quantized = self._normed(self._through(0, embedded, batch, chosen))
+            total += self._kl(reference, quantized)
         return total / sum(map(len, samples))
 
     def _shared(self) -> tuple[tuple[int, ...], ...]:
@@ -184,13 +183,13 @@ class Meter:
 
 def at_most(samples: Samples, num_tokens: int) -> Samples:
     """Return the first samples, at least one, until they have `num_tokens` tokens."""
-    kept = []
+    first = []
     total = 0
     for ids in samples:
         if total >= num_tokens:
             break
-        kept.append(ids[: num_tokens - total])
-        total += len(kept[-1])
+        first.append(ids[: num_tokens - total])
+        total += len(first[-1])
     if not total:
         raise ConfigError("there is no token to measure with; give text")
-    return kept
+    return first

@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from freight.base.files import write_whole, writing
 from freight.base.options import choose
@@ -90,10 +89,12 @@ def export_scales(model: str, file: Path) -> KVScales:
     if file.exists():
         raise ConfigError(f"{file} exists; remove it, or name another")
     carried, source = open_scales(model)
-    layers = enumerate(carried.coarse.layers)
-    factors = {str(index): max(*layer.k, *layer.v) for index, layer in layers if layer is not None}
+    factors = {}
+    for index, layer in enumerate(carried.coarse.layers):
+        if layer is not None:
+            factors[str(index)] = max(*layer.k, *layer.v)
     model_type = source.model_type if isinstance(source, ModelConfig) else source.model_types[0]
-    kv_cache: dict[str, Any] = {"dtype": Format.E4M3FN.torch_name, "scaling_factor": {"0": factors}}
+    kv_cache = {"dtype": Format.E4M3FN.torch_name, "scaling_factor": {"0": factors}}
     content = {"model_type": model_type, "kv_cache": kv_cache}
     with writing("scales export"):
         write_whole(file, json.dumps(content, indent=2) + "\n")
@@ -115,9 +116,15 @@ def _write(
     if opened.packed:
         require_own_form(opened, WeightScheme.NONE, layout)
     check_disk_space(opened.checkpoint, out)
+    activations = ActivationScheme.NONE
+    ignored: tuple[str, ...] = ()
+    if layout is Layout.FP8:
+        model = opened.model
+        activations = ActivationScheme.DYNAMIC
+        ignored = (*linear_modules(model), *kept_modules(model), head_module(model))
     plan = QuantizePlan(
         weights=WeightScheme.NONE,
-        activations=ActivationScheme.DYNAMIC if layout is Layout.FP8 else ActivationScheme.NONE,
+        activations=activations,
         kv_granularity=carried.granularity,
         ignore=(),
         num_samples=0,
@@ -125,11 +132,16 @@ def _write(
         observer=ObserverKind.ABSMAX,
         layout=layout,
     )
-    every = (*linear_modules(opened.model), *kept_modules(opened.model), head_module(opened.model))
-    ignored = every if layout is Layout.FP8 else ()
     measured = replace(NOTHING_CALIBRATED, kv=carried.coarse, kv_finer=carried.finer)
-    source = opened.checkpoint, opened.model
     write_quantized(
-        *source, plan, ignored, measured, out, on_progress, Format.FLOAT32, packed=opened.packed
+        opened.checkpoint,
+        opened.model,
+        plan,
+        ignored,
+        measured,
+        out,
+        on_progress,
+        kv_scale_format=Format.FLOAT32,
+        packed=opened.packed,
     )
     return carried.scales

@@ -25,35 +25,54 @@ def model_tree(
     prefix = tensor_names(config).layer
     prefixes = [prefix.format(index) for index in range(config.num_layers)]
     linear = {*linear_modules(config), head_module(config)}
-    experts = [layer.experts for layer in layer_modules(config) if layer.experts is not None]
-    every = {name for one in experts for name in (*one.gate_up, *one.down)}
-    spans = {one.named(0): f"{one.named(0)}-{one.count - 1}" for one in experts}
+    quantized: set[str] = set()
+    if plan is not None and plan.weights is not WeightScheme.NONE:
+        quantized = linear.difference(ignored)
+    names = _shown_names(config)
     outside: list[str] = []
     layers: list[list[str]] = [[] for _ in prefixes]
     for name, shape in tensor_shapes(config).items():
         module, _, kind = name.rpartition(".")
-        index = next(
-            (index for index, start in enumerate(prefixes) if name.startswith(start)), None
-        )
-        expert = module.rpartition(".")[0]
-        if module in every and expert not in spans:
+        label = names.get(module, module)
+        if not label:
             continue  # like the first of the layer
-        where = module if kind == "weight" else name
-        if module in every:
-            where = where.replace(expert, spans[expert], 1)
-        where = where.removeprefix(prefixes[index] if index is not None else "")
-        what = str(list(shape))
+        if kind != "weight":
+            label += f".{kind}"
+        content = str(list(shape))
         format = checkpoint.entry(name).dtype_name
         if module in linear and kind == "weight":
-            what = f"Linear({shape[1]} -> {shape[0]})"
-            if plan is not None and plan.weights is not WeightScheme.NONE and module not in ignored:
+            content = f"Linear({shape[1]} -> {shape[0]})"
+            if plan is not None and module in quantized:
                 format = f"{plan.weight_format}, inputs {plan.activations}"
-        (outside if index is None else layers[index]).append(f"({where}): {what}, {format}")
+        lines = outside
+        for start, of_layer in zip(prefixes, layers, strict=True):
+            if name.startswith(start):
+                lines = of_layer
+                label = label.removeprefix(start)
+                break
+        lines.append(f"({label}): {content}, {format}")
     if plan is not None and plan.kv_granularity is not None:
         for lines in layers:
             lines.append(f"(KV cache): {Format.E4M3FN}, a scale per {plan.kv_granularity}")
     body = [*outside[:1], *_folded(prefix.format("").strip("."), layers), *outside[1:]]
     return "\n".join([f"{config.architecture}(", *(f"  {line}" for line in body), ")"])
+
+
+def _shown_names(config: ModelConfig) -> dict[str, str]:
+    """Return the names of experts' modules as they are shown: those of a layer's first expert stand
+    for all of them, and the others have ''.
+    """
+    names: dict[str, str] = {}
+    for layer in layer_modules(config):
+        experts = layer.experts
+        if experts is None:
+            continue
+        first = experts.named(0)
+        for module in experts.matrices:
+            names[module] = ""
+            if module.rpartition(".")[0] == first:
+                names[module] = module.replace(first, f"{first}-{experts.count - 1}", 1)
+    return names
 
 
 def _folded(name: str, layers: list[list[str]]) -> list[str]:
@@ -62,9 +81,9 @@ def _folded(name: str, layers: list[list[str]]) -> list[str]:
     start = 0
     for index in range(1, len(layers) + 1):
         if index == len(layers) or layers[index] != layers[start]:
-            span = (
-                f"({start}):" if index - start == 1 else f"({start}-{index - 1}): {index - start} x"
-            )
+            span = f"({start}):"
+            if index - start > 1:
+                span = f"({start}-{index - 1}): {index - start} x"
             lines += [f"  {span} (", *(f"    {line}" for line in layers[start]), "  )"]
             start = index
     return [*lines, ")"]

@@ -19,6 +19,7 @@ from freight.kernels import reference
 from freight.model.config.layer import LatentConfig, Mixer, PagedMixer
 from freight.model.decoder import MLP, DecoderLayer
 from freight.model.layers.linear import GatheredLinear, Projection, UnmergedLinear
+from freight.model.layers.moe import MoE
 from freight.operands.batch import ForwardBatch
 from freight.operands.kv_pages import read_slots
 from freight.operands.packed import Rows, as_tensor
@@ -138,51 +139,52 @@ class LayerWatch:
 
     def around(self, layer: DecoderLayer) -> DecoderLayer:
         """Return the layer with the inputs of its Linear modules observed."""
-        mixer = layer.mixer
-        mlp = layer.mlp
         modules = self.modules
-
-        def watched(projection: Projection, group: tuple[str, ...]) -> Projection:
-            watch = self.inputs.get(group)
-            if watch is None:
-                return projection
-            assert not isinstance(projection, GatheredLinear), "calibration has one rank"
-            parts = projection.parts if isinstance(projection, UnmergedLinear) else (projection,)
-            return _Watched(parts, watch.observe)
-
-        def dense(mlp: MLP) -> MLP:
-            return replace(
-                mlp,
-                gate_up=watched(mlp.gate_up, modules.gate_up),
-                down=watched(mlp.down, modules.down),
-            )
-
+        mixer: Any = layer.mixer  # a frozen dataclass
         if mixer is not None:
-            own: Any = mixer  # a frozen dataclass, whose fields `MixerParts.projections` names
-            mixer = replace(
-                own,
-                **{name: watched(getattr(own, name), one) for name, one in modules.mixed.items()},
-            )
+            projections: dict[str, Any] = {}  # fields of the mixer, `MixerParts.projections`
+            for field, group in modules.mixed.items():
+                projections[field] = self._watched(getattr(mixer, field), group)
+            mixer = replace(mixer, **projections)
+        mlp = layer.mlp
         if isinstance(mlp, MLP):
-            mlp = dense(mlp)
+            mlp = self._dense(mlp)
         elif mlp is not None:
-            if isinstance(mlp.shared, MLP):
-                mlp = replace(mlp, shared=dense(mlp.shared))
-            if mlp.latent is not None:
-                inner = watched(mlp.latent.inner, modules.latent_in)
-                outer = watched(mlp.latent.outer, modules.latent_out)
-                mlp = replace(mlp, latent=replace(mlp.latent, inner=inner, outer=outer))
-            if self.experts is not None:
-                mlp = self.experts.around(mlp)
-        beside = layer.beside
-        if beside is not None and self.experts is not None:
-            beside = replace(beside, moe=self.experts.around(beside.moe))
-        given = layer.per_layer
-        if given is not None:
-            gate = watched(given.gate, modules.per_layer_gate)
-            down = watched(given.down, modules.per_layer_down)
-            given = replace(given, gate=gate, down=down)
-        return replace(layer, mixer=mixer, mlp=mlp, per_layer=given, beside=beside)
+            mlp = self._mixture(mlp)
+        if layer.beside is not None and self.experts is not None:
+            parallel = replace(layer.beside, moe=self.experts.around(layer.beside.moe))
+            layer = replace(layer, beside=parallel)
+        per_layer = layer.per_layer
+        if per_layer is not None:
+            gate = self._watched(per_layer.gate, modules.per_layer_gate)
+            down = self._watched(per_layer.down, modules.per_layer_down)
+            per_layer = replace(per_layer, gate=gate, down=down)
+        return replace(layer, mixer=mixer, mlp=mlp, per_layer=per_layer)
+
+    def _watched(self, projection: Projection, group: tuple[str, ...]) -> Projection:
+        watch = self.inputs.get(group)
+        if watch is None:
+            return projection
+        assert not isinstance(projection, GatheredLinear), "calibration has one rank"
+        if isinstance(projection, UnmergedLinear):
+            return _Watched(projection.parts, watch.observe)
+        return _Watched((projection,), watch.observe)
+
+    def _dense(self, mlp: MLP) -> MLP:
+        gate_up = self._watched(mlp.gate_up, self.modules.gate_up)
+        down = self._watched(mlp.down, self.modules.down)
+        return replace(mlp, gate_up=gate_up, down=down)
+
+    def _mixture(self, moe: MoE) -> MoE:
+        if isinstance(moe.shared, MLP):
+            moe = replace(moe, shared=self._dense(moe.shared))
+        if moe.latent is not None:
+            inner = self._watched(moe.latent.inner, self.modules.latent_in)
+            outer = self._watched(moe.latent.outer, self.modules.latent_out)
+            moe = replace(moe, latent=replace(moe.latent, inner=inner, outer=outer))
+        if self.experts is not None:
+            moe = self.experts.around(moe)
+        return moe
 
     def unseen(self) -> list[str]:
         """Return the names of the experts that no token reached."""
@@ -195,8 +197,10 @@ class LayerWatch:
     ) -> LayerScales:
         k = self._side("k", granularity)
         v = self._side("v", granularity)
-        b = None if centers is None else centers.k
-        return LayerScales(k, v, granularity, (), () if b is None else tuple(b.flatten().tolist()))
+        k_center: tuple[float, ...] = ()
+        if centers is not None and centers.k is not None:
+            k_center = tuple(centers.k.flatten().tolist())
+        return LayerScales(k, v, granularity, (), k_center)
 
     def _side(self, side: str, granularity: Granularity) -> tuple[float, ...]:
         if (side, granularity) not in self.kv:
@@ -230,14 +234,18 @@ def watch_layer(
 
     kv = {}
     inputs = {}
-    latent = isinstance(mixer, LatentConfig)
-    if plan.kv_granularity is not None and isinstance(mixer, PagedMixer) and mixer.kv_from is None:
-        for side, what in (("k", "latents"),) if latent else (("k", "keys"), ("v", "values")):
+    v_dim = 0
+    if isinstance(mixer, PagedMixer):
+        sides = [("k", "keys", mixer.k_dim), ("v", "values", mixer.v_dim)]
+        if isinstance(mixer, LatentConfig):
+            v_dim = mixer.v_dim
+            sides = [("k", "latents", mixer.k_dim)]
+        if mixer.kv_from is not None:
+            sides = []
+        for side, tensor, dim in sides:
             for granularity in observed(plan):
-                groups = granularity.num_scales(
-                    mixer.num_kv_heads, mixer.k_dim if side == "k" else mixer.v_dim
-                )
-                kv[side, granularity] = watch(f"{modules.mixer}: {what}", groups)
+                groups = granularity.num_scales(mixer.num_kv_heads, dim)
+                kv[side, granularity] = watch(f"{modules.mixer}: {tensor}", groups)
     if plan.activations is ActivationScheme.STATIC:
         for group in modules.groups:
             if not ignored.issuperset(group):
@@ -248,5 +256,4 @@ def watch_layer(
         down = inputs[modules.experts.down]
         num_tokens = torch.zeros(modules.experts.count, dtype=torch.int64, device=device)
         experts = ExpertWatch(gate_up.observe, down.observe, num_tokens)
-    v_dim = mixer.v_dim if isinstance(mixer, LatentConfig) else 0
     return LayerWatch(modules, kv, inputs, experts, v_dim, rotary_dim)

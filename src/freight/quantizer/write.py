@@ -70,30 +70,34 @@ def write_quantized(
     and CheckpointError for a weight that is NaN or infinite.
     """
     scales_in = scale_format(plan.layout, model.checkpoint_format)
-    quantizes = plan.weights is not WeightScheme.NONE
-    linear = {*linear_modules(model), head_module(model)} - set(ignored) if quantizes else set()
-    beside = tensors_beside(checkpoint, model)
+    linear: set[str] = set()
+    if plan.weights is not WeightScheme.NONE:
+        linear = {*linear_modules(model), head_module(model)}.difference(ignored)
+    of_others = tensors_beside(checkpoint, model)
     twins = kv_twins(model)
-    others = (module for module in modules_beside(beside) if twins.get(module) not in linear)
-    ignored = in_both_names(model, (*ignored, *others))
-    shapes = tensor_shapes(model) | beside
+    others_in_16_bits = [
+        module for module in modules_beside(of_others) if twins.get(module) not in linear
+    ]
+    ignored = in_both_names(model, (*ignored, *others_in_16_bits))
+    shapes = tensor_shapes(model) | of_others
     packed = packed or {}
-    before = after = 0
+    before = 0
+    after = 0
     with CheckpointWriter(out, overwrite=overwrite) as writer:
         for done, (name, shape) in enumerate(shapes.items(), 1):
             module, _, kind = name.rpartition(".")
             like = twins.get(module, module)
             if name in packed:
                 tensors = packed[name].stored(checkpoint)
-            elif name in beside and like not in linear:
+            elif name in of_others and like not in linear:
                 tensors = {name: checkpoint.copy(name)}
             else:
                 tensors = {name: checkpoint.take(name, shape)}
-            before += sum(one.nbytes for one in tensors.values())
+            before += _num_bytes(tensors)
             if kind == "weight" and like in linear:
-                inputs = calibration.input_scales.get(like)
-                tensors = _rounded(name, tensors[name], plan, scales_in, inputs)
-            after += sum(one.nbytes for one in tensors.values())
+                input_scale = calibration.input_scales.get(like)
+                tensors = _rounded(name, tensors[name], plan, scales_in, input_scale)
+            after += _num_bytes(tensors)
             writer.add(tensors)
             on_progress("writing", done, len(shapes))
         declared = declare(checkpoint.config, plan, ignored, keeps=bool(packed))
@@ -106,6 +110,10 @@ def write_quantized(
         checkpoint.require_unchanged()
         writer.finish(declared, checkpoint.path, files)
     return before, after
+
+
+def _num_bytes(tensors: Mapping[str, Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors.values())
 
 
 def _add_kv(

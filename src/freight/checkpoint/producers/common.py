@@ -26,6 +26,11 @@ def mapping(value: Any, what: str) -> JsonObject:
     return value
 
 
+def part(declared: JsonObject, key: str) -> JsonObject:
+    """Return the object under `key`, as `mapping`."""
+    return mapping(declared.get(key), key)
+
+
 def require_fp8(spec: JsonObject, what: str) -> None:
     """Raise CheckpointError unless QuantizationArgs say 8 bits, float, symmetric."""
     _require_type(spec, "float", "FP8", what)
@@ -38,9 +43,9 @@ def require_int8(spec: JsonObject, what: str) -> None:
 
 def _require_type(spec: JsonObject, kind: str, name: str, what: str) -> None:
     if spec.get("num_bits") != 8 or spec.get("type") != kind:
-        found = f"num_bits {spec.get('num_bits')!r}, type {spec.get('type')!r}"
         raise CheckpointError(
-            f"{what} of {found} is not implemented; {name} (num_bits 8, type {kind!r}) is"
+            f"{what} of num_bits {spec.get('num_bits')!r}, type {spec.get('type')!r} is not implemented; {name} "
+            f"(num_bits 8, type {kind!r}) is"
         )
     if spec.get("symmetric", True) is False:
         raise CheckpointError(
@@ -92,13 +97,15 @@ def with_kv_scheme(declared: JsonObject, scheme: Scheme) -> Scheme:
     kv = declared.get("kv_cache_scheme")
     if kv is None:
         return scheme
+    dynamic = False
     if isinstance(kv, Mapping):
         require_fp8(kv, "kv_cache_scheme")
-        if kv.get("strategy") not in (None, "tensor", "attn_head"):
+        dynamic = bool(kv.get("dynamic"))
+        strategy = kv.get("strategy")
+        if strategy not in (None, "tensor", "attn_head"):
             raise CheckpointError(
-                f"kv_cache_scheme with strategy {kv.get('strategy')!r} is not implemented; 'tensor' and 'attn_head' are"
+                f"kv_cache_scheme with strategy {strategy!r} is not implemented; 'tensor' and 'attn_head' are"
             )
-        return replace(scheme, kv_format=E4M3, kv_static=not kv.get("dynamic"))
-    if kv != "static":
+    elif kv != "static":
         raise CheckpointError(f"kv_cache_scheme = {kv!r} is not implemented; 'static' is")
-    return replace(scheme, kv_format=E4M3, kv_static=True)
+    return replace(scheme, kv_format=E4M3, kv_static=not dynamic)

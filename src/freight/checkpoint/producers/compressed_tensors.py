@@ -18,6 +18,7 @@ from freight.checkpoint.producers.common import (
     UNROUNDED,
     block_size,
     mapping,
+    part,
     require_blocks_for_groups,
     require_fp8,
     require_int8,
@@ -28,6 +29,7 @@ from freight.errors import CheckpointError
 from freight.fp8.formats import Format
 from freight.fp8.scheme import Activations, LinearScheme, Rule, Scheme, WeightScales
 
+_SCALES = {"tensor": WeightScales.TENSOR, "channel": WeightScales.ROW}  # by strategy
 # Values of quantization_status before 'compressed': weights are stored as they were computed with
 UNCOMPRESSED = ("initialized", "calibration", "frozen")
 
@@ -36,8 +38,8 @@ def read_compressed_tensors(declared: JsonObject) -> Scheme:
     """Read the declaration of compressed-tensors. Raises CheckpointError for what is not
     implemented.
     """
-    _refuse_transforms(mapping(declared.get("transform_config"), "transform_config"))
-    sparsity = mapping(declared.get("sparsity_config"), "sparsity_config")
+    _refuse_transforms(part(declared, "transform_config"))
+    sparsity = part(declared, "sparsity_config")
     if sparsity.get("format", "dense") != "dense":
         raise CheckpointError(
             f"compressed-tensors with sparsity_config = {dict(sparsity)!r} is not implemented"
@@ -55,12 +57,13 @@ def read_compressed_tensors(declared: JsonObject) -> Scheme:
 
 def _weight_format(rules: list[Rule]) -> Format | None:
     """Return the one format of all groups. Raises CheckpointError for INT8 beside another."""
-    kinds = {rule.linear.integers for rule in rules if rule.linear is not None}
-    if len(kinds) > 1:
+    linears = [rule.linear for rule in rules if rule.linear is not None]
+    integers = [linear for linear in linears if linear.integers]
+    if integers and len(integers) < len(linears):
         raise CheckpointError(
             "compressed-tensors with weights in INT8 and in other formats side by side is not implemented"
         )
-    return None if not kinds else Format.INT8 if True in kinds else E4M3
+    return Format.INT8 if integers else patterns.weight_format(rules)
 
 
 def _refuse_transforms(declared: JsonObject) -> None:
@@ -72,7 +75,9 @@ def _refuse_transforms(declared: JsonObject) -> None:
     groups = mapping(declared.get("config_groups"), "transform_config.config_groups")
     for name, group in groups.items():
         steps = mapping(group, f"transform_config {name}").get("apply") or []
-        for step in steps if isinstance(steps, list) else [steps]:
+        if not isinstance(steps, list):
+            steps = [steps]
+        for step in steps:
             location = step.get("location") if isinstance(step, Mapping) else step
             if location not in ("weight_input", "weight_output"):
                 raise CheckpointError(
@@ -91,9 +96,9 @@ def read_groups(declared: JsonObject, method: str) -> tuple[list[Rule], bool]:
 
     Precedence: an exact name, then a regular expression, then a class.
     """
-    ranked: list[tuple[int, Rule]] = []
+    by_rank: tuple[list[Rule], ...] = ([], [], [])
     kv_outputs = False
-    for name, content in mapping(declared.get("config_groups"), "config_groups").items():
+    for name, content in part(declared, "config_groups").items():
         where = f"{method} config_groups[{name!r}]"
         group = mapping(content, where)
         targets = patterns.names(group, "targets") or ["Linear"]
@@ -104,20 +109,16 @@ def read_groups(declared: JsonObject, method: str) -> tuple[list[Rule], bool]:
             kv_outputs = True
         linear = _linear(group, where, declared.get("format"))
         if linear is not None:
-            for rank in (0, 1, 2):
+            for rank, rules in enumerate(by_rank):
                 members = ((target, linear) for target in targets if _rank(target) == rank)
-                rules = patterns.joined(members, patterns.class_or_exact, where)
-                ranked += [(rank, rule) for rule in rules]
+                rules += patterns.joined(members, patterns.class_or_exact, where)
+    ranked = [rule for rules in by_rank for rule in rules]
     if len(ranked) > MOST_EXPRESSIONS:
         raise CheckpointError(
             f"config.json: config_groups have {len(ranked):,} expressions; at most "
             f"{MOST_EXPRESSIONS:,} are read"
         )
-    ranked.sort(key=lambda item: item[0])
-    return [
-        *patterns.rules(declared, "ignore", patterns.class_or_exact),
-        *(rule for _, rule in ranked),
-    ], kv_outputs
+    return [*patterns.rules(declared, "ignore", patterns.class_or_exact), *ranked], kv_outputs
 
 
 def _rank(target: str) -> int:
@@ -140,8 +141,7 @@ def _linear(group: JsonObject, where: str, format: object) -> LinearScheme | Non
         return None
     if is_in_four_bits(weights):
         return linear_in_four_bits(weights, inputs, where, group.get("format", format))
-    integers = weights.get("type") == "int" and weights.get("num_bits") == 8
-    if integers:
+    if weights.get("type") == "int" and weights.get("num_bits") == 8:
         return _int8_linear(weights, inputs, where)
     require_fp8(weights, f"{where} weights")
     if weights.get("dynamic"):
@@ -151,19 +151,16 @@ def _linear(group: JsonObject, where: str, format: object) -> LinearScheme | Non
     strategy = weights.get("strategy") or "tensor"
     kind = _activations(inputs, where)
     if strategy == "block":
-        return LinearScheme(
-            WeightScales.BLOCK, kind, block_size(weights.get("block_structure"), "block_structure")
-        )
+        block = block_size(weights.get("block_structure"), "block_structure")
+        return LinearScheme(WeightScales.BLOCK, kind, block)
     if strategy == "group":
-        return LinearScheme(
-            WeightScales.BLOCK, kind, block_size([1, weights.get("group_size")], "group_size")
-        )
+        block = block_size([1, weights.get("group_size")], "group_size")
+        return LinearScheme(WeightScales.BLOCK, kind, block)
     if kind is not Activations.PLAIN:
         require_blocks_for_groups(str(inputs.get("strategy")), f"{where} input_activations")
-    known = {"tensor": WeightScales.TENSOR, "channel": WeightScales.ROW}
-    if strategy not in tuple(known):  # it may be a list
+    if strategy not in tuple(_SCALES):  # it may be a list
         raise CheckpointError(f"{where} weights with strategy {strategy!r} are not implemented")
-    return LinearScheme(known[strategy], kind)
+    return LinearScheme(_SCALES[strategy], kind)
 
 
 def _int8_linear(weights: JsonObject, inputs: JsonObject, where: str) -> LinearScheme:
@@ -172,7 +169,7 @@ def _int8_linear(weights: JsonObject, inputs: JsonObject, where: str) -> LinearS
     """
     require_int8(weights, f"{where} weights")
     strategy = weights.get("strategy") or "tensor"
-    if strategy not in ("tensor", "channel") or weights.get("dynamic"):
+    if strategy not in tuple(_SCALES) or weights.get("dynamic"):
         raise CheckpointError(
             f"{where} weights in INT8 with strategy {strategy!r} and dynamic {weights.get('dynamic')!r} are not "
             "implemented; static ones of strategy 'channel' or 'tensor' are"
@@ -190,9 +187,8 @@ def _int8_linear(weights: JsonObject, inputs: JsonObject, where: str) -> LinearS
             f"{where} input_activations in INT8 with dynamic {dynamic!r} and strategy {kind!r} are not implemented; "
             "dynamic ones of strategy 'token', and static ones of strategy 'tensor', are"
         )
-    scales = WeightScales.TENSOR if strategy == "tensor" else WeightScales.ROW
     activations = Activations.DYNAMIC if dynamic else Activations.STATIC
-    return LinearScheme(scales, activations, integers=True)
+    return LinearScheme(_SCALES[strategy], activations, integers=True)
 
 
 def _activations(inputs: JsonObject, where: str) -> Activations:

@@ -13,7 +13,7 @@ from freight.base.fields import JsonObject, is_number
 from freight.checkpoint.producers import patterns
 from freight.checkpoint.producers.common import E4M3, activations, block_size, with_kv_scheme
 from freight.errors import CheckpointError
-from freight.fp8.scheme import Activations, LinearScheme, Rule, Scheme, WeightScales
+from freight.fp8.scheme import Activations, LinearScheme, Scheme, WeightScales
 
 
 def read_fp8(declared: JsonObject) -> Scheme:
@@ -32,9 +32,10 @@ def read_fp8(declared: JsonObject) -> Scheme:
         block = block_size(size, "weight_block_size")
         # or_plain: transformers leaves a matrix in 16 bits if its shape is no multiple of the block
         linear = LinearScheme(WeightScales.BLOCK, inputs, block, or_plain=True)
-    key = "ignored_layers" if declared.get("ignored_layers") else "modules_to_not_convert"
-    left_out = patterns.rules(declared, key, patterns.searched)
-    rules = (*left_out, Rule(patterns.every(), linear))
+    key = "modules_to_not_convert"
+    if declared.get("ignored_layers"):
+        key = "ignored_layers"
+    rules = patterns.all_but(declared, key, patterns.searched, linear)
     return with_kv_scheme(declared, Scheme("fp8", E4M3, rules=rules))
 
 
@@ -46,7 +47,6 @@ def read_fbgemm(declared: JsonObject) -> Scheme:
             f"fbgemm_fp8 with activation_scale_ub {limit!r}: it must be finite and above 0"
         )
     linear = LinearScheme(WeightScales.ROW, Activations.DYNAMIC, input_limit=float(limit))
-    left_out = patterns.rules(declared, "modules_to_not_convert", patterns.searched)
-    rules = (*left_out, Rule(patterns.every(), linear))
+    rules = patterns.all_but(declared, "modules_to_not_convert", patterns.searched, linear)
     unused = (("*.input_scale_ub", "config.json has it as activation_scale_ub"),)
     return Scheme("fbgemm_fp8", E4M3, rules=rules, unused=unused)

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from freight.base.fields import JsonObject, is_integer
 from freight.checkpoint.producers import patterns
-from freight.checkpoint.producers.common import E4M3, mapping
+from freight.checkpoint.producers.common import E4M3, mapping, part
 from freight.errors import CheckpointError, choices
 from freight.fp8.scheme import LinearScheme, Packing, Rule, Scheme
 
@@ -44,22 +44,22 @@ def _left_out(declared: JsonObject) -> list[Rule]:
     modules with settings of their own. Published files also name modules that have the settings of
     all, as `"lm_head": {}`; whether these are quantized their tensors say.
     """
-    found = list[tuple[str, None]]()
-    for name, settings in mapping(declared.get("dynamic"), "dynamic").items():
+    listed = list[tuple[str, None]]()
+    for name, settings in part(declared, "dynamic").items():
         if name.startswith("-:"):
-            found.append((f"re:{name.removeprefix('-:')}", None))
+            listed.append((f"re:{name.removeprefix('-:')}", None))
         elif not _is_as_all(settings, declared):
             raise CheckpointError(
                 f"gptq with dynamic[{name!r}] = {settings!r} is not implemented: modules have one size of groups, "
                 "4 bits; quantize all of them alike, or leave some out ('-:' before the expression)"
             )
-    return list(patterns.joined(found, patterns.exact, "dynamic"))
+    return list(patterns.joined(listed, patterns.exact, "dynamic"))
 
 
 def _is_as_all(settings: object, declared: JsonObject) -> bool:
     """Return whether settings of some modules are those of the file."""
     if isinstance(settings, Mapping):
-        return all(key in declared and declared[key] == one for key, one in settings.items())
+        return {**declared, **settings} == declared
     return settings is True or settings is None
 
 
@@ -79,9 +79,9 @@ def read_awq(declared: JsonObject) -> Scheme:
         raise CheckpointError(
             f"awq with version {version!r} is not implemented; gemm is: quantize the model with it"
         )
-    left_out = patterns.rules(declared, "modules_to_not_convert", patterns.contained)
     linear = LinearScheme.in_four_bits(Packing.AWQ, group, zeros=True, or_plain=True)
-    return Scheme("awq", E4M3, rules=(*left_out, Rule(patterns.every(), linear)))
+    rules = patterns.all_but(declared, "modules_to_not_convert", patterns.contained, linear)
+    return Scheme("awq", E4M3, rules=rules)
 
 
 def read_auto_round(declared: JsonObject) -> Scheme:
@@ -96,14 +96,14 @@ def read_auto_round(declared: JsonObject) -> Scheme:
             f"auto-round with packing_format {packing!r} is not implemented; {choices(readers)} are: export the model "
             "in one of them, or for llm-compressor"
         )
-    for name, settings in mapping(declared.get("extra_config"), "extra_config").items():
+    for name, settings in part(declared, "extra_config").items():
         bits = mapping(settings, f"extra_config[{name!r}]").get("bits", 4)
         if bits != 4 and not (is_integer(bits) and bits >= 16):
             raise CheckpointError(
                 f"auto-round with {bits!r} bits of {name!r} is not implemented; 4 and 16 are"
             )
-    kept = {key: declared[key] for key in ("bits", "group_size", "sym") if key in declared}
-    return replace(reader(kept), method="auto-round")
+    known = {key: declared[key] for key in ("bits", "group_size", "sym") if key in declared}
+    return replace(reader(known), method="auto-round")
 
 
 def _group_size(declared: JsonObject, method: str, bits_key: str, key: str) -> int | None:

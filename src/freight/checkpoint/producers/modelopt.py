@@ -7,7 +7,7 @@ from typing import Any
 
 from freight.base.fields import JsonObject
 from freight.checkpoint.producers import patterns
-from freight.checkpoint.producers.common import E4M3, UNROUNDED, mapping, with_kv_scheme
+from freight.checkpoint.producers.common import E4M3, UNROUNDED, mapping, part, with_kv_scheme
 from freight.checkpoint.producers.compressed_tensors import read_groups
 from freight.errors import CheckpointError, choices
 from freight.fp8.scheme import (
@@ -35,10 +35,8 @@ def read_modelopt(declared: JsonObject) -> Scheme:
 
     An FP8 cache may have no stored scales (ModelOpt's cast mode), so `kv_static` is False.
     """
-    rules = _rules(declared)
-    scheme = Scheme(
-        "modelopt", E4M3 if any(rule.linear for rule in rules) else None, rules=tuple(rules)
-    )
+    rules = tuple(_rules(declared))
+    scheme = Scheme("modelopt", patterns.weight_format(rules), rules=rules)
     if scheme.four_bits:
         scheme = replace(scheme, unused=(("*.input_scale", UNROUNDED),))
     # Version 0.31 wrote the word under the second name
@@ -55,22 +53,20 @@ def read_modelopt(declared: JsonObject) -> Scheme:
 
 
 def _rules(declared: JsonObject) -> list[Rule]:
-    left_out = [
-        rule
-        for key in ("exclude_modules", "ignore")
-        for rule in patterns.rules(declared, key, patterns.wildcard_or_part)
-    ]
+    left_out: list[Rule] = []
+    for key in ("exclude_modules", "ignore"):
+        left_out += patterns.rules(declared, key, patterns.wildcard_or_part)
     algo = declared.get("quant_algo")
     if algo is None:
         groups, _ = read_groups({"config_groups": declared.get("config_groups")}, "modelopt")
         return [*left_out, *map(_own_packing, groups)] if groups else []
     if algo != "MIXED_PRECISION":
         return [*left_out, Rule(patterns.every(), _linear(algo))]
-    layers = mapping(declared.get("quantized_layers"), "quantized_layers")
+    layers = part(declared, "quantized_layers")
 
     def linear(name: str) -> LinearScheme | None:
-        own = mapping(layers[name], f"quantized_layers[{name!r}]").get("quant_algo")
-        return None if own is None else _linear(own, f" of {name}")
+        of_module = mapping(layers[name], f"quantized_layers[{name!r}]").get("quant_algo")
+        return None if of_module is None else _linear(of_module, f" of {name}")
 
     return [
         *left_out,

@@ -11,11 +11,12 @@ import fnmatch
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, repeat
 
 from freight.base.fields import JsonObject
 from freight.base.patterns import MOST_EXPRESSIONS, FilePattern
 from freight.errors import CheckpointError
+from freight.fp8.formats import Format
 from freight.fp8.scheme import LinearScheme, ModulePattern, Rule
 
 Syntax = Callable[[str], ModulePattern]
@@ -89,10 +90,10 @@ def names(declared: JsonObject, key: str) -> list[str]:
     """Return the list of names (or the keys of the object) under `key`. Raises CheckpointError for
     anything else.
     """
-    found = declared.get(key) or []
-    if not isinstance(found, list | Mapping) or not all(isinstance(name, str) for name in found):
-        raise CheckpointError(f"config.json: {key} = {found!r} is not a list of module names")
-    return list(found)
+    listed = declared.get(key) or []
+    if not isinstance(listed, list | Mapping) or not all(isinstance(name, str) for name in listed):
+        raise CheckpointError(f"config.json: {key} = {listed!r} is not a list of module names")
+    return list(listed)
 
 
 def rules(
@@ -104,8 +105,21 @@ def rules(
     """Return a rule for each of `names`: the scheme that `linear` returns for it, or None (not
     quantized).
     """
-    schemes = ((name, linear(name) if linear else None) for name in names(declared, key))
-    return list(joined(schemes, syntax, key))
+    listed = names(declared, key)
+    schemes = map(linear, listed) if linear else repeat(None)
+    return list(joined(zip(listed, schemes, strict=False), syntax, key))
+
+
+def all_but(
+    declared: JsonObject, key: str, syntax: Syntax, linear: LinearScheme | None
+) -> tuple[Rule, ...]:
+    """Return the rules of a scheme for all modules but those of `names`."""
+    return (*rules(declared, key, syntax), Rule(every(), linear))
+
+
+def weight_format(rules: Iterable[Rule]) -> Format | None:
+    """Return the format of a scheme's weights, E4M3; None if no rule quantizes any."""
+    return Format.E4M3FN if any(rule.linear for rule in rules) else None
 
 
 def joined(

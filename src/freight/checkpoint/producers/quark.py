@@ -14,7 +14,13 @@ from typing import Any
 
 from freight.base.fields import JsonObject
 from freight.checkpoint.producers import patterns
-from freight.checkpoint.producers.common import E4M3, block_size, mapping, require_blocks_for_groups
+from freight.checkpoint.producers.common import (
+    E4M3,
+    block_size,
+    mapping,
+    part,
+    require_blocks_for_groups,
+)
 from freight.errors import CheckpointError
 from freight.fp8.scheme import Activations, LinearScheme, Rule, Scheme, WeightScales
 
@@ -25,31 +31,28 @@ def read_quark(declared: JsonObject) -> Scheme:
     """Read the declaration of Quark's native export. Raises CheckpointError for what is not
     implemented.
     """
-    if mapping(declared.get("export"), "export").get("weight_format") == "fake_quantized":
+    if part(declared, "export").get("weight_format") == "fake_quantized":
         scheme = Scheme("quark", unused=(("*.weight_scale", _FAKE), ("*.input_scale", _FAKE)))
     else:
         rules = tuple(_rules(declared))
-        scheme = Scheme("quark", E4M3 if any(rule.linear for rule in rules) else None, rules=rules)
+        scheme = Scheme("quark", patterns.weight_format(rules), rules=rules)
     if _quantizes_kv(declared):
         return replace(scheme, kv_format=E4M3, kv_static=True)
     return scheme
 
 
 def _rules(declared: JsonObject) -> list[Rule]:
-    by_class = mapping(declared.get("layer_type_quant_config"), "layer_type_quant_config")
     rules = patterns.rules(declared, "exclude", patterns.wildcard)
     for key in ("kv_cache_quant_config", "layer_quant_config"):
-        specs = mapping(declared.get(key), key)
+        specs = part(declared, key)
         rules += patterns.rules(declared, key, patterns.wildcard, partial(_named, specs, key))
-    for name, spec in by_class.items():
-        if name.rpartition(".")[2].lower() in ("linear", "nn.linear"):
-            rules.append(
-                Rule(patterns.every(), _linear(spec, f"layer_type_quant_config[{name!r}]"))
-            )
-    return [
-        *rules,
-        Rule(patterns.every(), _linear(declared.get("global_quant_config"), "global_quant_config")),
-    ]
+    linears = []
+    for name, spec in part(declared, "layer_type_quant_config").items():
+        if name.rpartition(".")[2].lower() == "linear":
+            linears.append(_linear(spec, f"layer_type_quant_config[{name!r}]"))
+    linears.append(_linear(declared.get("global_quant_config"), "global_quant_config"))
+    rules += [Rule(patterns.every(), linear) for linear in linears]
+    return rules
 
 
 def _named(specs: JsonObject, key: str, name: str) -> LinearScheme | None:
@@ -74,19 +77,19 @@ def _linear(config: Any, where: str) -> LinearScheme | None:
     kind = _activations(inputs, f"{where}.input_tensors")
     if inputs is not None and qscheme in ("per_tensor", "per_channel"):
         require_blocks_for_groups(str(inputs.get("qscheme")), f"quark {where}.input_tensors")
+    axis = weight.get("ch_axis")
     if qscheme == "per_tensor":
         return LinearScheme(WeightScales.TENSOR, kind)
-    if qscheme == "per_channel" and weight.get("ch_axis") in (None, 0):
+    if qscheme == "per_channel" and axis in (None, 0):
         return LinearScheme(WeightScales.ROW, kind)
     if qscheme == "per_block":
-        return LinearScheme(
-            WeightScales.BLOCK, kind, block_size(weight.get("block_size"), f"{where} block_size")
-        )
-    if qscheme == "per_group" and weight.get("ch_axis") in (None, 1, -1):
+        size = block_size(weight.get("block_size"), f"{where} block_size")
+        return LinearScheme(WeightScales.BLOCK, kind, size)
+    if qscheme == "per_group" and axis in (None, 1, -1):
         size = block_size([1, weight.get("group_size")], f"{where} [1, group_size]")
         return LinearScheme(WeightScales.BLOCK, kind, size)
     raise CheckpointError(
-        f"quark {where}.weight {qscheme} with ch_axis {weight.get('ch_axis')!r} is not implemented"
+        f"quark {where}.weight {qscheme} with ch_axis {axis!r} is not implemented"
     )
 
 
@@ -107,9 +110,9 @@ def _quantizes_kv(declared: JsonObject) -> bool:
     """Return whether outputs of k_proj and v_proj are quantized. Raises CheckpointError where other
     outputs are.
     """
-    found = False
+    quantizes = False
     for key in ("kv_cache_quant_config", "layer_quant_config"):
-        for pattern, config in mapping(declared.get(key), key).items():
+        for pattern, config in part(declared, key).items():
             outputs = mapping(config, f"{key}[{pattern!r}]").get("output_tensors")
             where = f"{key}[{pattern!r}].output_tensors"
             if outputs is None:
@@ -123,13 +126,10 @@ def _quantizes_kv(declared: JsonObject) -> bool:
                     raise CheckpointError(
                         f"quark {where} of {outputs['qscheme']} is not implemented; per_tensor is"
                     )
-                found = True
-    if (
-        mapping(declared.get("global_quant_config"), "global_quant_config").get("output_tensors")
-        is not None
-    ):
+                quantizes = True
+    if part(declared, "global_quant_config").get("output_tensors") is not None:
         raise CheckpointError("quark global_quant_config.output_tensors is not implemented")
-    return found
+    return quantizes
 
 
 def _require_fp8(spec: Any, where: str) -> str:
@@ -142,13 +142,12 @@ def _require_fp8(spec: Any, where: str) -> str:
             f"quark {where} of dtype {declared['dtype']!r} (MXFP4 or NVFP4 of amd-quark) is not implemented; "
             "MXFP4 is read from OpenAI's own files of gpt-oss (quant_method mxfp4)"
         )
-    if (
-        declared.get("dtype") != "fp8_e4m3"
-        or declared.get("qscheme") is None
-        or declared.get("symmetric") is False
-    ):
+    dtype = declared.get("dtype")
+    qscheme = declared.get("qscheme")
+    symmetric = declared.get("symmetric")
+    if dtype != "fp8_e4m3" or qscheme is None or symmetric is False:
         raise CheckpointError(
-            f"quark {where} of dtype {declared.get('dtype')!r}, qscheme {declared.get('qscheme')!r}, symmetric "
-            f"{declared.get('symmetric')!r} is not implemented; symmetric fp8_e4m3 is"
+            f"quark {where} of dtype {dtype!r}, qscheme {qscheme!r}, symmetric {symmetric!r} is not implemented; "
+            "symmetric fp8_e4m3 is"
         )
-    return str(declared["qscheme"])
+    return str(qscheme)

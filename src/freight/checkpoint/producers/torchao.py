@@ -12,7 +12,13 @@ from typing import Any
 
 from freight.base.fields import JsonObject
 from freight.checkpoint.producers import patterns
-from freight.checkpoint.producers.common import E4M3, block_size, mapping, require_blocks_for_groups
+from freight.checkpoint.producers.common import (
+    E4M3,
+    block_size,
+    mapping,
+    part,
+    require_blocks_for_groups,
+)
 from freight.errors import CheckpointError
 from freight.fp8.scheme import Activations, LinearScheme, Rule, Scheme, WeightScales
 
@@ -25,74 +31,77 @@ _MAPS = {"ModuleFqnToConfig": "module_fqn_to_config", "FqnToConfig": "fqn_to_con
 
 def read_torchao(declared: JsonObject) -> Scheme:
     """Read the declaration of torchao. Raises CheckpointError for what is not implemented."""
-    quant_type = declared.get("quant_type")
-    default = quant_type.get("default") if isinstance(quant_type, Mapping) else quant_type
+    default = _inner(declared.get("quant_type"), "default")
     rules = patterns.rules(declared, "modules_to_not_convert", patterns.searched)
-    kind = default.get("_type") if isinstance(default, Mapping) else None
+    kind = _inner(default, "_type")
     if isinstance(default, Mapping) and kind in _MAPS:
-        rules += _mapped(
-            mapping(mapping(default.get("_data"), "_data").get(_MAPS[str(kind)]), _MAPS[str(kind)])
-        )
+        rules += _mapped(part(part(default, "_data"), _MAPS[kind]))
     else:
         rules.append(Rule(patterns.every(), _linear(default)))
     return Scheme("torchao", E4M3, rules=tuple(rules))
+
+
+def _inner(value: object, key: str) -> Any:
+    """Return what an object has under `key`; a value that is no object unchanged."""
+    return value.get(key) if isinstance(value, Mapping) else value
 
 
 def _mapped(configs: JsonObject) -> list[Rule]:
     """Return the rules of a map: names first, then expressions, then `_default`. A name is that of
     the module or of its weight.
     """
-    named = [name for name in configs if name != "_default"]
-    order = sorted(named, key=lambda name: name.startswith("re:"))
-    schemes = (
-        (
-            name.removesuffix(".weight"),
-            None if configs[name] is None else _linear(configs[name]),
-        )
-        for name in order
-    )
-    rules = patterns.joined(schemes, patterns.exact, "the map of quant_type")
-    default = configs.get("_default")
-    return [*rules, Rule(patterns.every(), None if default is None else _linear(default))]
+    schemes: dict[str, LinearScheme | None] = dict.fromkeys(configs)
+    for name, config in configs.items():
+        if config is not None:
+            schemes[name] = _linear(config)
+    default = schemes.pop("_default", None)
+    named = []
+    for name in sorted(schemes, key=lambda name: name.startswith("re:")):
+        named.append((name.removesuffix(".weight"), schemes[name]))
+    rules = patterns.joined(named, patterns.exact, "the map of quant_type")
+    return [*rules, Rule(patterns.every(), default)]
 
 
 def _linear(config: Any) -> LinearScheme:
-    kind = config.get("_type") if isinstance(config, Mapping) else config
+    kind = _inner(config, "_type")
     if kind not in _TYPES:
         raise CheckpointError(
             f"torchao with quant_type {kind!r} is not implemented; {', '.join(_TYPES)} are"
         )
-    data = mapping(config.get("_data") if isinstance(config, Mapping) else None, f"{kind}._data")
+    data: JsonObject = {}
+    if isinstance(config, Mapping):
+        data = mapping(config.get("_data"), f"{kind}._data")
     for key in ("weight_dtype", "activation_dtype"):
-        declared = data.get(key)
-        dtype = declared.get("_data") if isinstance(declared, Mapping) else declared
+        dtype = _inner(data.get(key), "_data")
         if dtype not in (None, E4M3.torch_name, f"torch.{E4M3.torch_name}"):
             raise CheckpointError(
                 f"torchao {kind} with {key} {dtype!r} is not implemented; {E4M3.torch_name} is"
             )
     limit = data.get("activation_value_ub")
-    if limit is not None and not (isinstance(limit, int | float) and 0 < limit < math.inf):
-        raise CheckpointError(
-            f"torchao {kind} with activation_value_ub {limit!r}: it must be finite and above 0"
-        )
-    granularity = data.get("granularity")
-    inputs, weights = (
-        (granularity[0], granularity[-1]) if isinstance(granularity, list) else (None, granularity)
-    )
-    scales, block = _scales(weights, str(kind))
+    if limit is not None:
+        if not isinstance(limit, int | float) or not 0 < limit < math.inf:
+            raise CheckpointError(
+                f"torchao {kind} with activation_value_ub {limit!r}: it must be finite and above 0"
+            )
+        limit = float(limit)
+    weights = data.get("granularity")
+    inputs = None
+    if isinstance(weights, list):
+        inputs = weights[0]
+        weights = weights[-1]
+    scales, block = _scales(weights, kind)
     if inputs is not None and block is None:
-        require_blocks_for_groups(
-            str(mapping(inputs, "granularity").get("_type")), f"torchao {kind} activations"
-        )
-    return LinearScheme(
-        scales, _TYPES[kind], block, None if limit is None else float(limit), or_plain=True
-    )
+        of_inputs = str(mapping(inputs, "granularity").get("_type"))
+        require_blocks_for_groups(of_inputs, f"torchao {kind} activations")
+    return LinearScheme(scales, _TYPES[kind], block, limit, or_plain=True)
 
 
 def _scales(granularity: Any, kind: str) -> tuple[WeightScales, tuple[int, int] | None]:
     """Return the weight's granularity and block; without a declared one, torchao's default."""
+    if granularity is None and kind == "Float8WeightOnlyConfig":
+        return WeightScales.ROW, None
     if granularity is None:
-        return (WeightScales.ROW if kind == "Float8WeightOnlyConfig" else WeightScales.TENSOR), None
+        return WeightScales.TENSOR, None
     declared = mapping(granularity, f"{kind} granularity")
     name = declared.get("_type")
     data = mapping(declared.get("_data"), f"{kind} granularity._data")
@@ -103,7 +112,6 @@ def _scales(granularity: Any, kind: str) -> tuple[WeightScales, tuple[int, int] 
     if name == "PerBlock":
         return WeightScales.BLOCK, block_size(data.get("block_size"), "PerBlock block_size")
     if name == "PerGroup":
-        return WeightScales.BLOCK, block_size(
-            [1, data.get("group_size")], "PerGroup [1, group_size]"
-        )
+        size = [1, data.get("group_size")]
+        return WeightScales.BLOCK, block_size(size, "PerGroup [1, group_size]")
     raise CheckpointError(f"torchao {kind} with granularity {granularity!r} is not implemented")
