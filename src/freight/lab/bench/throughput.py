@@ -9,12 +9,11 @@ running, against `max_num_seqs`, and of the cache's blocks in use.
 from __future__ import annotations
 
 import random
-from dataclasses import asdict
 
 from freight.base.fields import JsonObject
 from freight.base.terminal import OnProgress, unseen
 from freight.lab.bench.drive import counted, describe_run, drive_random, occupancy, start
-from freight.lab.bench.timing import Spread, peak_rss_bytes
+from freight.lab.bench.timing import Spread, medians, peak_rss_bytes
 from freight.model.open import OpenModel
 
 
@@ -34,22 +33,27 @@ def measure_throughput(
     lengths = draw_lengths(num_requests, input_len, output_len, numbers)
     longest = opened.args.max_model_len or max(before + after for before, after in lengths)
     engine, config = start(opened, max_model_len=longest)
-    totals = []
+    short = [(min(before, 32), 2) for before, _ in lengths[: config.max_num_seqs]]
+    num_input = sum(before for before, _ in lengths)
+    num_output = sum(after for _, after in lengths)
+    requests = []
+    prefill = []
+    decode = []
     records = []
     for repeat in counted(repeats + 1, on_progress):
         if repeat == 0:  # warms up
-            short = [(min(before, 32), 2) for before, _ in lengths[: config.max_num_seqs]]
             drive_random(engine, short, numbers)
             continue
         steps = drive_random(engine, lengths, numbers)
-        totals.append(sum(step.seconds for step in steps))
+        seconds = sum(step.seconds for step in steps)
+        requests.append(num_requests / seconds)
+        prefill.append(num_input / seconds)
+        decode.append(num_output / seconds)
         records += steps
-    num_input = sum(before for before, _ in lengths)
-    num_output = sum(after for _, after in lengths)
     figures = {
-        "requests_per_second": Spread.of([num_requests / total for total in totals]),
-        "prefill_tokens_per_second": Spread.of([num_input / total for total in totals]),
-        "decode_tokens_per_second": Spread.of([num_output / total for total in totals]),
+        "requests_per_second": Spread.of(requests),
+        "prefill_tokens_per_second": Spread.of(prefill),
+        "decode_tokens_per_second": Spread.of(decode),
     }
     running, in_use = occupancy(records)
     return describe_run(opened, engine, config, name) | {
@@ -57,13 +61,12 @@ def measure_throughput(
         "input_tokens": num_input,
         "output_tokens": num_output,
         "repeats": repeats,
-        **{figure: spread.median for figure, spread in figures.items()},
+        **medians(figures),
         "mean_running": running,
         "batch_occupancy": running / config.max_num_seqs,
         "cache_occupancy": in_use,
         "steps": len(records) // repeats,
         "peak_rss_bytes": peak_rss_bytes(),
-        "spread": {figure: asdict(spread) for figure, spread in figures.items()},
     }
 
 
@@ -71,9 +74,10 @@ def draw_lengths(
     count: int, input_len: int, output_len: int, numbers: random.Random
 ) -> list[tuple[int, int]]:
     """(prompt, answer) of each request, in tokens."""
-    return [
-        (draw_length(input_len, numbers), draw_length(output_len, numbers)) for _ in range(count)
-    ]
+    lengths = []
+    for _ in range(count):
+        lengths.append((draw_length(input_len, numbers), draw_length(output_len, numbers)))
+    return lengths
 
 
 def draw_length(length: int, numbers: random.Random) -> int:

@@ -24,6 +24,7 @@ from freight.checkpoint.reader import resolve_model
 from freight.errors import ConfigError, choices
 from freight.fp8.formats import Format, Granularity, ScaleSource
 from freight.fp8.scheme import KVScales
+from freight.lab.columns import scales_name
 from freight.lab.evaluate.documents import Document, Part, cut_documents, window_length
 from freight.lab.evaluate.figures import CalibrationText, Evaluation, Noise, Overview, summarize
 from freight.lab.evaluate.layer_kl import first_windows, layer_kl
@@ -257,20 +258,20 @@ def _apart(
     """`plain`, the pages of `caches` with its states, and `states`; then `chosen` if it is none
     of these.
     """
-    found = [(_reference_name(plain), plain)]
+    settings = [(_reference_name(plain), plain)]
     for name, config in caches:
         if config.kv.format is not plain.kv.format:
-            found.append((name, replace(config, kv=replace(config.kv, state=plain.kv.state))))
-    found += states
-    if chosen is not None and all(one.kv.stores != chosen.kv.stores for _, one in found):
-        found.append((f"{_named(chosen.kv)}, states {chosen.kv.state}", chosen))
-    return found
+            settings.append((name, replace(config, kv=replace(config.kv, state=plain.kv.state))))
+    settings += states
+    if chosen is not None and all(config.kv.stores != chosen.kv.stores for _, config in settings):
+        settings.append((f"{_named(chosen.kv)}, states {chosen.kv.state}", chosen))
+    return settings
 
 
 def _names(args: EngineArgs, grid: GridArgs, opened: OpenModel) -> tuple[str, ...]:
     """Return the caches by name; empty where the engine's options name one."""
     model = opened.model
-    given = (
+    by_options = (
         args.quantization_param_path or args.kv_scales != "auto" or args.kv_cache_dtype != "auto"
     )
     names = CACHES if grid.caches is None else grid.caches
@@ -279,11 +280,11 @@ def _names(args: EngineArgs, grid: GridArgs, opened: OpenModel) -> tuple[str, ..
             raise ConfigError(
                 f"--caches {name!r} is unknown: choose among {choices((*CACHES, *OTHERS))}"
             )
-    if given and grid.caches is not None:
+    if by_options and grid.caches is not None:
         raise ConfigError(
             "--caches with --kv-cache-dtype or --kv-scales: both name what is measured; omit one"
         )
-    if given:
+    if by_options:
         return ()
     if grid.caches is None and not _has_groups(opened):
         names = tuple(name for name in names if name != "group")
@@ -316,7 +317,7 @@ def _caches(
     """Return a configuration for each name. A checkpoint's static scales are one, in the place of
     all static names.
     """
-    found: list[Setting] = []
+    settings: list[Setting] = []
     e4m3 = opened.device.native_e4m3
     unit = (Granularity.TENSOR, ScaleSource.UNIT, None)
     for name in names:
@@ -331,7 +332,7 @@ def _caches(
         elif name == "int8":
             config = _resolved(opened, kv_cache_dtype="int8", attention_compute="auto")
         elif opened.kv_scales.usable:
-            if any(other == "checkpoint" for other, _ in found):
+            if any(setting == "checkpoint" for setting, _ in settings):
                 continue
             name = "checkpoint"
             # a choice by layer has no dtype to ask for
@@ -344,24 +345,24 @@ def _caches(
             config = replace(eight, kv=kv)
         else:
             continue
-        found.append((name, opened.skipping(config)))
-    return found
+        settings.append((name, opened.skipping(config)))
+    return settings
 
 
 def _named(kv: KVCacheConfig) -> str:
-    return f"{kv.granularity}, {kv.scale_source}" if kv.granularity else str(kv.format)
+    return scales_name(kv.granularity, kv.scale_source, none=str(kv.format))
 
 
 def _samples(opened: OpenModel, grid: GridArgs, length: int) -> list[list[int]]:
     data = grid.calibration_data or resolve_model("demo") / "calibration.txt"
 
     def tokenizer() -> Tokenizer:
-        found = opened.load_tokenizer()
-        if found is None:
+        loaded = opened.load_tokenizer()
+        if loaded is None:
             raise ConfigError(
                 "calibration text needs a tokenizer; give --calibration-data FILE.jsonl with `input_ids`"
             )
-        return found
+        return loaded
 
     # As long as what is judged: at positions that no sample has, static scales may clip
     count = max(1, min(SAMPLES, CALIBRATION_TOKENS // length))
@@ -405,12 +406,12 @@ def _notes(
 ) -> tuple[str, ...]:
     notes = []
     if static:
-        named = "the calibration text that ships with Freight"
+        text = "the calibration text that ships with Freight"
         if grid.calibration_data:
-            named = Path(grid.calibration_data).name
+            text = Path(grid.calibration_data).name
         longest = max(map(len, samples))
         notes.append(
-            f"Static scales were measured on {sum(map(len, samples)):,} tokens of {named}, positions 0 to "
+            f"Static scales were measured on {sum(map(len, samples)):,} tokens of {text}, positions 0 to "
             f"{longest - 1:,}."
         )
         if longest < length:
