@@ -94,22 +94,22 @@ def _print(report: AuditReport) -> None:
     if report.weights is not None:
         first, *more = report.weights.lines()
         terminal.say("\n  ".join((first, *more)))
-    for one in report.engines:
-        terminal.say(one.verdict)
-        for line in _details(one.view):
+    for engine in report.engines:
+        terminal.say(engine.verdict)
+        for line in _details(engine.view):
             terminal.say(f"  {line}")
-        if one.worst:
-            ranked = ", ".join(f"{cost.layer} ({cost.added_kl:+.5f})" for cost in one.worst[:5])
+        if engine.worst:
+            ranked = ", ".join(f"{cost.layer} ({cost.added_kl:+.5f})" for cost in engine.worst[:5])
             terminal.say(f"  worst layers, by what each alone adds to the KL: {ranked}")
     rows: list[tuple[str, Cost | None]] = [
         ("16 bits", report.plain),
         ("a scale per token", report.dynamic),
         ("as stored", report.stored),
     ]
-    for one in report.engines:
+    for engine in report.engines:
         rows += [
-            (f"as {one.view.title}", one.cost),
-            (f"as {one.view.title} on a CPU", one.cpu_cost),
+            (f"as {engine.view.title}", engine.cost),
+            (f"as {engine.view.title} on a CPU", engine.cpu_cost),
         ]
     cells = [
         (name, f"{c.perplexity:.3f}", f"{c.kl_mean:.5f}", f"{c.same_top:.2%}")
@@ -123,7 +123,7 @@ def _print(report: AuditReport) -> None:
         terminal.say(
             f"{report.num_tokens:,} tokens. KL (nats) and top token are against the first row."
         )
-        if any(one.cpu_cost for one in report.engines):
+        if any(engine.cpu_cost for engine in report.engines):
             terminal.say(
                 "Values are rounded to nearest, as GPU kernels do; on a CPU vLLM rounds them towards zero."
             )

@@ -261,7 +261,7 @@ def _settings(
 ) -> Iterator[Setting]:
     """Weights before caches: FP8 weights change more than an FP8 cache does (docs/numerics.md)."""
     block_size = EngineArgs.block_size
-    every = wish.state_every
+    state_every = wish.state_every
     step = step_tokens(wish.device, model)
     caches = _caches(compute, scheme, wish, model)
     for form in _forms(model, scheme, compute, wish.device):
@@ -269,8 +269,10 @@ def _settings(
             model, compute, form.format, form.linear_of, wish.layout, context, wish.ranks
         )
         for cache in caches:
-            spec = cache_spec(cache.kv, model, block_size, compute, every, context, wish.ranks)
-            of_all_ranks = cache_spec(cache.kv, model, block_size, compute, every, context)
+            spec = cache_spec(
+                cache.kv, model, block_size, compute, state_every, context, wish.ranks
+            )
+            of_all_ranks = cache_spec(cache.kv, model, block_size, compute, state_every, context)
             yield _setting(
                 form, cache, loaded, spec, stored_tokens(of_all_ranks), wish, context, step
             )

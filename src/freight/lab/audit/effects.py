@@ -184,7 +184,12 @@ def _rules_of(engine: Engine, version: str) -> str | None:
     """Return the version that was read and is this one, or whose patch release it is."""
     parts = version.split(".")
     return next(
-        (one for one in READ[engine] if parts[: len(one.split("."))] == one.split(".")), None
+        (
+            release
+            for release in READ[engine]
+            if parts[: len(release.split("."))] == release.split(".")
+        ),
+        None,
     )
 
 
@@ -204,9 +209,9 @@ def view(engine: Engine, version: str, facts: Facts) -> EngineView:
         if stored.layer < facts.num_layers:
             by_layer[stored.layer].append(stored)
     layers = []
-    for index, found in enumerate(by_layer):
+    for index, scales in enumerate(by_layer):
         if index not in facts.without_keys:
-            ruled = [(one, _rule(engine, rules_of, one, facts)) for one in found]
+            ruled = [(one, _rule(engine, rules_of, one, facts)) for one in scales]
             layers.append(_layer(index, ruled, assembly, facts))
     sides = [side for layer in layers for side in (layer.k, layer.v)]
     refused = [side for side in sides if side.effect is Effect.REFUSED]
@@ -265,9 +270,9 @@ def _rule(engine: Engine, version: str, stored: StoredScale, facts: Facts) -> Na
         if all(not allowed or value in allowed for allowed, value in pairs):
             return rule
     family = family_of(engine, facts.architecture, facts.model_type)
-    found = known(engine, version, family, tail, facts.method, facts.strategy)
-    if found is not None:
-        return found
+    rule_of_family = known(engine, version, family, tail, facts.method, facts.strategy)
+    if rule_of_family is not None:
+        return rule_of_family
     why = f"no rule was read for {tail} of {family} with quant_method {facts.method} in {_NAMES[engine]} {version}"
     return NameRule(
         engine=engine,
@@ -278,10 +283,10 @@ def _rule(engine: Engine, version: str, stored: StoredScale, facts: Facts) -> Na
     )
 
 
-def _layer(index: int, found: list[Ruled], assembly: Assembly, facts: Facts) -> LayerEffect:
+def _layer(index: int, ruled: list[Ruled], assembly: Assembly, facts: Facts) -> LayerEffect:
     """Return a layer's sides, from its tensors and the rules that match them."""
     loaded: dict[str, Ruled] = {}
-    for stored, rule in found:
+    for stored, rule in ruled:
         bad = next((value for value in stored.values if not 0 < value < math.inf), None)
         if bad is not None and rule.effect in (Effect.USED, Effect.CONVERTED):
             why = f"the stored scale is {bad}, and a scale has to be finite and above 0"
@@ -304,7 +309,7 @@ def _layer(index: int, found: list[Ruled], assembly: Assembly, facts: Facts) -> 
         if alone is not None:
             return LayerEffect(index, *alone)
     rounded = dict(facts.rounded)
-    sides = [_side(letter, found, loaded.get(letter), rounded) for letter in "kv"]
+    sides = [_side(letter, ruled, loaded.get(letter), rounded) for letter in "kv"]
     return LayerEffect(index, sides[0], sides[1])
 
 
@@ -318,9 +323,9 @@ def _alone(loaded: dict[str, Ruled], assembly: Assembly) -> tuple[Side, Side] | 
         return None
     if effect is Effect.IGNORED:
         why = "it reads a pair of scales, or neither"
-        own = Side(effect, (1.0,), name=stored.name, why=why, source=assembly.source)
+        loaded_side = Side(effect, (1.0,), name=stored.name, why=why, source=assembly.source)
         other = Side(Effect.ONE, (1.0,), why="no scale is stored", source=assembly.source)
-        return (own, other) if letter == "k" else (other, own)
+        return (loaded_side, other) if letter == "k" else (other, loaded_side)
     values = stored.values
     why = "one scale serves K and V"
     if effect is Effect.REFUSED:
@@ -332,7 +337,7 @@ def _alone(loaded: dict[str, Ruled], assembly: Assembly) -> tuple[Side, Side] | 
 
 def _side(
     letter: str,
-    found: list[Ruled],
+    ruled: list[Ruled],
     loaded: Ruled | None,
     rounded: dict[str, float],
 ) -> Side:
@@ -343,7 +348,7 @@ def _side(
             values = (rounded[stored.name],)
         effect = Effect.USED if values == stored.values else rule.effect
         return Side(effect, values, name=stored.name, why=rule.why, source=rule.source)
-    for stored, rule in found:
+    for stored, rule in ruled:
         if letter in stored.side:
             return Side(Effect.IGNORED, (1.0,), name=stored.name, why=rule.why, source=rule.source)
     return Side(Effect.ONE, (1.0,), why="no scale is stored")

@@ -58,7 +58,7 @@ def read_facts(path: Path) -> tuple[Checkpoint, Facts]:
         stored.append(StoredScale(name, parsed[0], parsed[1], tuple(map(float, tensor.tolist()))))
         if parsed[1] == "kv" and len(tensor) == 1:
             rounded.append((name, float(tensor.to(_model_dtype(inner)).float())))
-    stored.sort(key=lambda one: (one.layer, _SIDES[one.side], one.name))
+    stored.sort(key=lambda scale: (scale.layer, _SIDES[scale.side], scale.name))
     strategy, declares = _kv_scheme(declared)
     inputs = Counter(name.rpartition(".")[2] for name in checkpoint.names if name.endswith(_INPUTS))
     facts = Facts(
@@ -110,8 +110,8 @@ def _declared(checkpoint: Checkpoint) -> JsonObject:
     """Return the declaration, in the order in which engines look for it; {} without one."""
     for key in ("quantization_config", "compression_config"):
         if isinstance(checkpoint.config.get(key), Mapping):
-            found: JsonObject = checkpoint.config[key]
-            return found
+            config: JsonObject = checkpoint.config[key]
+            return config
     other = checkpoint.hf_quant_config
     if other is not None and isinstance(other.get("quantization"), Mapping):
         return {"quant_method": "modelopt", **other["quantization"]}

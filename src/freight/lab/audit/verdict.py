@@ -65,5 +65,5 @@ def _does(view: EngineView) -> str:
 
 
 def _numbers(layers: tuple[int, ...]) -> str:
-    shown = ", ".join(map(str, layers[:8]))
-    return f"layer{'s' if len(layers) > 1 else ''} {shown}{', …' if len(layers) > 8 else ''}"
+    numbers = ", ".join(map(str, layers[:8]))
+    return f"layer{'s' if len(layers) > 1 else ''} {numbers}{', …' if len(layers) > 8 else ''}"

@@ -163,8 +163,8 @@ class Bench:
             x.scale[:, None],
             torch.full((1, out_features), SCALE, dtype=torch.float32, device=self.device),
         )
-        one = torch.ones((), dtype=torch.float32, device=self.device)
-        scale_a, scale_b = (one, one) if self.device == "cpu" else by_row
+        unit = torch.ones((), dtype=torch.float32, device=self.device)
+        scale_a, scale_b = (unit, unit) if self.device == "cpu" else by_row
 
         def call(weight: Tensor) -> Tensor:
             product: Tensor = torch._scaled_mm(
@@ -203,8 +203,8 @@ class Bench:
             batch_size * blocks, generator=generator, dtype=torch.int64, device="cpu"
         )
         slices = [
-            SequenceSlice([0] * new_tokens, context - new_tokens, (own,), Logits.LAST)
-            for own in order.view(batch_size, blocks).tolist()
+            SequenceSlice([0] * new_tokens, context - new_tokens, (blocks_of_one,), Logits.LAST)
+            for blocks_of_one in order.view(batch_size, blocks).tolist()
         ]
         sequences = prepare(slices, [Pages((0,), 0, None, BLOCK_SIZE)], self.device).sequences(0)
         q = self._activations(batch_size * new_tokens, heads.num_heads * heads.head_dim)

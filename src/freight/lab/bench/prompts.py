@@ -109,8 +109,10 @@ class Ids:
         same = random.Random("prefix")
         prefix = [same.randrange(self.vocab_size) for _ in range(self.shared_prefix)]
         while True:
-            own = [numbers.randrange(self.vocab_size) for _ in range(self.prompt.draw(numbers))]
-            yield Ask(prefix + own, self.output.draw(numbers))
+            token_ids = [
+                numbers.randrange(self.vocab_size) for _ in range(self.prompt.draw(numbers))
+            ]
+            yield Ask(prefix + token_ids, self.output.draw(numbers))
 
 
 @dataclass(frozen=True)

@@ -35,14 +35,14 @@ def read_documents(path: Path, field: str = "text") -> list[str]:
     with reading(f"--data {path}"):
         text = read_text(path, "utf-8-sig", DATA_LIMIT)
     if path.suffix != ".jsonl":
-        found = [text]
+        documents = [text]
     else:
         # splitlines() also splits inside of JSON strings: U+2028
         lines = enumerate(text.split("\n"), 1)
-        found = [_line(path, number, line, field) for number, line in lines if line.strip()]
-    if not any(found):
+        documents = [_line(path, number, line, field) for number, line in lines if line.strip()]
+    if not any(documents):
         raise ConfigError(f"--data {path} is empty; give a text that the model was not trained on")
-    return found
+    return documents
 
 
 def _line(path: Path, number: int, line: str, field: str) -> str:

@@ -165,8 +165,8 @@ def _judge(runs: Sequence[SettingRun], states: Sequence[Tensor], targets: Tensor
             judged = reference.itself(targets)
         else:
             judged = reference.judge(run.head(hidden), targets)
-        for kept, values in zip((run.logprobs, run.kl, run.same), judged, strict=True):
-            kept.append(values.cpu())
+        for values_so_far, values in zip((run.logprobs, run.kl, run.same), judged, strict=True):
+            values_so_far.append(values.cpu())
 
 
 def mean_perplexity(logprobs: Tensor) -> float:

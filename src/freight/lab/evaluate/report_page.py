@@ -104,8 +104,8 @@ def sections(evaluation: Evaluation) -> list[Section]:
         (run, setting_name(run, evaluation), style) for style, run in enumerate(evaluation.runs)
     ]
     first = evaluation.runs[0]
-    others = runs[1:]
-    found = [
+    compared = runs[1:]
+    charts = [
         Section(
             "Error against memory",
             "Each mark is one setting: further left takes less memory for a token, further down changes the model's "
@@ -123,18 +123,18 @@ def sections(evaluation: Evaluation) -> list[Section]:
                 lines=False,
             ),
         ),
-        _by_layer(evaluation, others),
-        _kl_by_position(evaluation, others),
-        _by_position(evaluation, others),
+        _by_layer(evaluation, compared),
+        _kl_by_position(evaluation, compared),
+        _by_position(evaluation, compared),
     ]
     if evaluation.contexts:
-        shown = [
-            (run, name, style)
-            for run, name, style in runs
-            if run is first or run is recommended(evaluation)
-        ]
-        shown = shown if len(shown) > 1 else runs[:2]
-        found.append(
+        chosen = recommended(evaluation)
+        series = []
+        for run, name, style in runs:
+            if run is first or run is chosen or (chosen is None and style == 1):
+                points = list(zip(evaluation.contexts, run.decode or (), strict=True))
+                series.append(Series(name, points, style))
+        charts.append(
             Section(
                 "Speed by context",
                 "How many tokens a second one conversation gets, with more and more text already in the cache: for 16 "
@@ -143,27 +143,20 @@ def sections(evaluation: Evaluation) -> list[Section]:
                     "Decode speed by context",
                     Axis("tokens already in the cache", log=True),
                     Axis("speed (tokens per second)", zero=True),
-                    [
-                        Series(
-                            name,
-                            list(zip(evaluation.contexts, run.decode or (), strict=True)),
-                            style,
-                        )
-                        for run, name, style in shown
-                    ],
+                    series,
                 ),
             )
         )
-    return found
+    return charts
 
 
-def _by_layer(evaluation: Evaluation, others: list[tuple[Figures, str, int]]) -> Section:
+def _by_layer(evaluation: Evaluation, runs: list[tuple[Figures, str, int]]) -> Section:
     """KL by layer where it was measured, else the error of attention's output."""
     first = evaluation.runs[0]
     layers = Axis("layer", names=[str(layer) for layer in range(len(first.layer_errors))])
     series = [
         Series(name, list(enumerate(run.layer_kl)), style)
-        for run, name, style in others
+        for run, name, style in runs
         if run.layer_kl is not None
     ]
     if series:
@@ -180,7 +173,7 @@ def _by_layer(evaluation: Evaluation, others: list[tuple[Figures, str, int]]) ->
             f"This is how far the output of attention, which reads the cache, is from that with {first.name}, as a "
             "share of its size; it grows as errors of earlier layers add up."
         )
-        for run, name, style in others:
+        for run, name, style in runs:
             errors = [layer["attention"] for layer in run.layer_errors]
             series.append(Series(name, list(enumerate(errors)), style))
     return Section(
@@ -195,9 +188,9 @@ def _positions(evaluation: Evaluation) -> Axis:
     return Axis("position in the text (tokens before)", names=names)
 
 
-def _kl_by_position(evaluation: Evaluation, others: list[tuple[Figures, str, int]]) -> Section:
+def _kl_by_position(evaluation: Evaluation, runs: list[tuple[Figures, str, int]]) -> Section:
     series = []
-    for run, name, style in others:
+    for run, name, style in runs:
         known = [(i, kl) for i, kl in enumerate(run.kl_by_position) if kl is not None]
         series.append(Series(name, known, style))
     kl = Axis(f"mean KL from {evaluation.runs[0].name} (nats per token)", log=True)
@@ -209,15 +202,15 @@ def _kl_by_position(evaluation: Evaluation, others: list[tuple[Figures, str, int
     )
 
 
-def _by_position(evaluation: Evaluation, others: list[tuple[Figures, str, int]]) -> Section:
+def _by_position(evaluation: Evaluation, runs: list[tuple[Figures, str, int]]) -> Section:
     first = evaluation.runs[0].perplexity_by_position
 
     def points(run: Figures) -> list[tuple[float, float]]:
         pairs = enumerate(zip(run.perplexity_by_position, first, strict=True))
         return [
-            (i, 100 * (own / base - 1))
-            for i, (own, base) in pairs
-            if own is not None and base is not None
+            (i, 100 * (value / base - 1))
+            for i, (value, base) in pairs
+            if value is not None and base is not None
         ]
 
     absolute = ", ".join(f"{value:.1f}" for value in first if value is not None)
@@ -230,7 +223,7 @@ def _by_position(evaluation: Evaluation, others: list[tuple[Figures, str, int]])
             "Change of perplexity by position",
             _positions(evaluation),
             Axis("change of perplexity (%)"),
-            [Series(name, points(run), style) for run, name, style in others],
+            [Series(name, points(run), style) for run, name, style in runs],
         ),
     )
 
@@ -240,12 +233,18 @@ def _title(evaluation: Evaluation) -> str:
 
 
 def _markdown(evaluation: Evaluation) -> str:
-    found = advice(evaluation)
+    recommendation = advice(evaluation)
     parts = [
         f"# {_title(evaluation)}",
         *(f"**Warning:** {warning}." for warning in evaluation.warnings),
     ]
-    parts += [found.text, f"`{found.command}`", _WHAT, *tables(evaluation), legend(evaluation)]
+    parts += [
+        recommendation.text,
+        f"`{recommendation.command}`",
+        _WHAT,
+        *tables(evaluation),
+        legend(evaluation),
+    ]
     parts += ["\n".join(f"- {line}" for line in why_not(evaluation))]
     parts += ["\n".join(f"- **{word}**: {meaning}" for word, meaning in words(evaluation))]
     for section in sections(evaluation):
@@ -257,10 +256,10 @@ def _markdown(evaluation: Evaluation) -> str:
             SPEED,
             speed_table(evaluation),
         ]
-    others = evaluation.runs[1:]
-    layers = [["layer", *(setting_name(run, evaluation) for run in others)]]
+    runs = evaluation.runs[1:]
+    layers = [["layer", *(setting_name(run, evaluation) for run in runs)]]
     for index in range(len(evaluation.runs[0].layer_errors)):
-        errors = [f"{run.layer_errors[index]['attention']:.4f}" for run in others]
+        errors = [f"{run.layer_errors[index]['attention']:.4f}" for run in runs]
         layers.append([str(index), *errors])
     parts += [
         "## Error of attention by layer",
@@ -273,11 +272,11 @@ def _markdown(evaluation: Evaluation) -> str:
 def _html(evaluation: Evaluation) -> str:
     title = escape(_title(evaluation))
     over = evaluation.overview
-    found = advice(evaluation)
+    recommendation = advice(evaluation)
     body = [
         f"<h1>{title}</h1>",
         *(f'<p class="warning">Warning: {escape(warning)}.</p>' for warning in evaluation.warnings),
-        f'<p class="advice">{escape(found.text)}<br>Command: {_command(found.command)}</p>',
+        f'<p class="advice">{escape(recommendation.text)}<br>Command: {_command(recommendation.command)}</p>',
         f"<p>{escape(_WHAT)}</p>",
     ]
     for section in sections(evaluation):

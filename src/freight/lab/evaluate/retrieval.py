@@ -85,11 +85,11 @@ def depths(context: int) -> list[int]:
     half and itself.
     """
     depth = min(SHALLOWEST, context // 8)
-    found = []
+    levels = []
     while depth < context:
-        found.append(depth)
+        levels.append(depth)
         depth *= 2
-    return [*found, context]
+    return [*levels, context]
 
 
 def make_contexts(

@@ -114,7 +114,9 @@ def compare_tasks(
             )
         )
         del llm
-    return TaskComparison((caches[0], caches[1]), compare_results(results[0], results[1], aggregations))
+    return TaskComparison(
+        (caches[0], caches[1]), compare_results(results[0], results[1], aggregations)
+    )
 
 
 def _harness() -> tuple[Any, Any, Any]:
