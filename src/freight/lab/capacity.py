@@ -22,7 +22,7 @@ from freight.checkpoint.layouts import read_scheme
 from freight.errors import CapacityError, ConfigError
 from freight.fp8.formats import Format, Granularity, ScaleSource
 from freight.fp8.scheme import Packing, Scheme
-from freight.lab.columns import as_object
+from freight.lab.columns import as_object, counted
 from freight.model.config.dtype import DtypeSource
 from freight.model.config.model import ModelConfig
 from freight.model.config.parse import parse_model_config
@@ -459,11 +459,7 @@ def size(count: int, up: bool = False) -> str:
 
 
 def asked(wish: Wish, context: int) -> str:
-    return f"{_count(wish.num_requests)} of {context:,} tokens"
-
-
-def _count(requests: int) -> str:
-    return "1 request" if requests == 1 else f"{requests:,} requests"
+    return f"{counted(wish.num_requests, 'request')} of {context:,} tokens"
 
 
 def verdict(plan: Plan) -> str:
@@ -487,7 +483,7 @@ def verdict(plan: Plan) -> str:
         options.append(f"--state-dtype {wish.state_dtype}")
     line = (
         f"Take {setting.weights} weights and a cache in {setting.cache_name}{_scales(plan, setting)} "
-        f"({' '.join(options)}): {_count(setting.requests)} of {plan.context:,} tokens fit at once"
+        f"({' '.join(options)}): {counted(setting.requests, 'request')} of {plan.context:,} tokens fit at once"
     )
     if plan.choice:
         return f"{line}, and no setting listed before it serves {wish.num_requests:,}."
@@ -517,9 +513,9 @@ def _without_choice(plan: Plan) -> str:
     length = longest_of(plan, setting)
     instead = []
     if setting.requests:
-        instead.append(f"{_count(setting.requests)} of that context")
+        instead.append(f"{counted(setting.requests, 'request')} of that context")
     if length:
-        instead.append(f"{_count(plan.wish.num_requests)} of {length:,} tokens")
+        instead.append(f"{counted(plan.wish.num_requests, 'request')} of {length:,} tokens")
     if instead:
         line += f"; in {memory} they serve {' or '.join(instead)}"
     return f"{line}."
@@ -529,10 +525,9 @@ def stored_tokens(spec: KVCacheSpec) -> int:
     """Return the tokens of which a GiB of --kv-store holds all blocks, with their token ids and
     entries of the index.
     """
-    per_token = sum(
-        (group.bytes_per_block + ENTRY_BYTES) / group.tokens_per_block + TOKEN_BYTES
-        for group in spec.groups
-    )
+    per_token = 0.0
+    for group in spec.groups:
+        per_token += (group.bytes_per_block + ENTRY_BYTES) / group.tokens_per_block + TOKEN_BYTES
     return int(GIB / per_token)
 
 

@@ -28,10 +28,19 @@ def row_of(columns: Columns, thing: object) -> list[str]:
 
 
 def as_object(thing: object, paths: Mapping[str, str]) -> JsonObject:
-    """Return an object of JSON: each key with the attribute of `thing` at its path."""
-    return {key: attrgetter(path)(thing) for key, path in paths.items()}
+    """Return an object of JSON: each key with the attribute of `thing` at its path, tuples as lists."""
+    values = {}
+    for key, path in paths.items():
+        value = attrgetter(path)(thing)
+        values[key] = list(value) if isinstance(value, tuple) else value
+    return values
 
 
 def scales_name(granularity: object, source: object, none: str = "none") -> str:
     """Return 'token, dynamic', or `none` for a cache without scales."""
     return f"{granularity}, {source}" if granularity else none
+
+
+def counted(count: int, thing: str) -> str:
+    """Return '1 request', or '1,024 requests'."""
+    return f"{count:,} {thing}{'s' * (count != 1)}"

@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from freight.errors import ConfigError, choices
 from freight.lab.audit.families import family_of, known
@@ -148,13 +149,20 @@ class EngineView:
     @property
     def lost(self) -> tuple[int, ...]:
         """The layers in which a stored scale is not used."""
-        return tuple(x.layer for x in self.layers if Effect.IGNORED in (x.k.effect, x.v.effect))
+        return self._layers_with(Effect.IGNORED)
 
     @property
     def unit(self) -> tuple[int, ...]:
         """The layers in which K or V is divided by 1.0 for want of a loaded scale."""
-        poor = (Effect.IGNORED, Effect.ONE)
-        return tuple(x.layer for x in self.layers if x.k.effect in poor or x.v.effect in poor)
+        return self._layers_with(Effect.IGNORED, Effect.ONE)
+
+    def _layers_with(self, *effects: Effect) -> tuple[int, ...]:
+        """Return the layers with one of `effects` on either side."""
+        layers = []
+        for layer in self.layers:
+            if layer.k.effect in effects or layer.v.effect in effects:
+                layers.append(layer.layer)
+        return tuple(layers)
 
 
 def parse_engine(text: str) -> tuple[Engine, str]:
@@ -182,28 +190,17 @@ def parse_engine(text: str) -> tuple[Engine, str]:
 
 def _rules_of(engine: Engine, version: str) -> str | None:
     """Return the version that was read and is this one, or whose patch release it is."""
-    parts = version.split(".")
-    return next(
-        (
-            release
-            for release in READ[engine]
-            if parts[: len(release.split("."))] == release.split(".")
-        ),
-        None,
-    )
+    for release in READ[engine]:
+        if version == release or version.startswith(f"{release}."):
+            return release
+    return None
 
 
 def view(engine: Engine, version: str, facts: Facts) -> EngineView:
     """Return what `engine` at `version` does with a checkpoint of these facts."""
     rules_of = _rules_of(engine, version)
     assert rules_of is not None, "parse_engine accepts versions that were read"
-    assembly = next(
-        one
-        for one in ASSEMBLIES
-        if one.engine is engine
-        and _holds(one, rules_of)
-        and (not one.methods or facts.method in one.methods)
-    )
+    assembly = _assembly(engine, rules_of, facts.method)
     by_layer: list[list[StoredScale]] = [[] for _ in range(facts.num_layers)]
     for stored in facts.stored:
         if stored.layer < facts.num_layers:
@@ -211,26 +208,57 @@ def view(engine: Engine, version: str, facts: Facts) -> EngineView:
     layers = []
     for index, scales in enumerate(by_layer):
         if index not in facts.without_keys:
-            ruled = [(one, _rule(engine, rules_of, one, facts)) for one in scales]
+            ruled = [(stored, _rule(engine, rules_of, stored, facts)) for stored in scales]
             layers.append(_layer(index, ruled, assembly, facts))
-    sides = [side for layer in layers for side in (layer.k, layer.v)]
-    refused = [side for side in sides if side.effect is Effect.REFUSED]
-    refusal = f"{refused[0].name}: {refused[0].why} ({refused[0].source})" if refused else ""
+    refusal = _refusal(layers)
     recent = engine is Engine.VLLM and rules_of != READ[engine][0]
     if engine is Engine.VLLM and facts.method in CT and facts.scheme is not None:
         refusal = vllm_refusal(facts.scheme, recent) or refusal
-    auto = (
-        any(rule.engine is engine and facts.method in rule.methods for rule in AUTO_RULES)
-        and facts.declares_kv
+    by_default = any(rule.engine is engine and facts.method in rule.methods for rule in AUTO_RULES)
+    engine_view = EngineView(
+        engine=engine,
+        version=version,
+        rules_of=rules_of,
+        num_layers=facts.num_layers,
+        layers=tuple(layers),
+        auto_fp8=by_default and facts.declares_kv,
+        doubled=assembly.doubled,
+        refusal=refusal,
+        input_scales=_input_effects(engine, facts),
+        family=family_of(engine, facts.architecture, facts.model_type),
     )
-    read = {suffix: effect for of, suffix, effect, _ in INPUT_RULES if of is engine}
-    inputs = tuple(
-        (name, count, read.get(name, Effect.IGNORED)) for name, count in facts.input_scales
-    )
-    family = family_of(engine, facts.architecture, facts.model_type)
-    caveat, notes = _conditions(facts) if recent else ("", ())
-    shown = facts.num_layers, tuple(layers), auto, assembly.doubled, refusal
-    return EngineView(engine, version, rules_of, *shown, inputs, family, caveat, notes)
+    if not recent:
+        return engine_view
+    caveat, notes = _conditions(facts)
+    return replace(engine_view, caveat=caveat, notes=notes)
+
+
+def _assembly(engine: Engine, version: str, method: str) -> Assembly:
+    for rule in ASSEMBLIES:
+        of_method = not rule.methods or method in rule.methods
+        if rule.engine is engine and of_method and _holds(rule, version):
+            return rule
+    raise AssertionError("there is a rule for each engine, version and method")
+
+
+def _refusal(layers: Sequence[LayerEffect]) -> str:
+    """Say why the engine does not load a scale; '' if it loads all."""
+    for layer in layers:
+        for side in (layer.k, layer.v):
+            if side.effect is Effect.REFUSED:
+                return f"{side.name}: {side.why} ({side.source})"
+    return ""
+
+
+def _input_effects(engine: Engine, facts: Facts) -> tuple[tuple[str, int, Effect], ...]:
+    effects = {}
+    for of, suffix, effect, _ in INPUT_RULES:
+        if of is engine:
+            effects[suffix] = effect
+    inputs = []
+    for name, count in facts.input_scales:
+        inputs.append((name, count, effects.get(name, Effect.IGNORED)))
+    return tuple(inputs)
 
 
 def _conditions(facts: Facts) -> tuple[str, tuple[str, ...]]:
@@ -242,10 +270,9 @@ def _conditions(facts: Facts) -> tuple[str, tuple[str, ...]]:
         "on GPUs its FlashAttention 3 (H100), Triton, and FlashInfer (Blackwell) round queries to FP8 too, with "
         f"{q_scale}, which is not measured here"
     )
-    per_head = (
-        facts.method in CT and facts.scheme is not None and facts.scheme.strategy == "attn_head"
-    )
-    return caveat, ((VLLM_NOTES[0],) if per_head else ()) + VLLM_NOTES[1:]
+    if facts.method in CT and facts.scheme is not None and facts.scheme.strategy == "attn_head":
+        return caveat, VLLM_NOTES
+    return caveat, VLLM_NOTES[1:]
 
 
 def _number(version: str) -> tuple[int, ...]:

@@ -82,13 +82,9 @@ def _num_layers(config: JsonObject) -> object:
     """Return the number of layers; where config.json does not say it, as many as it names kinds of
     layers (Nemotron-H).
     """
-    listed = [
-        config[key] for key in ("layers_block_type", "hybrid_override_pattern") if config.get(key)
-    ]
-    return config.get(
-        "num_hidden_layers",
-        len(listed[0]) if listed and isinstance(listed[0], list | str) else None,
-    )
+    kinds = config.get("layers_block_type") or config.get("hybrid_override_pattern")
+    count = len(kinds) if isinstance(kinds, list | str) else None
+    return config.get("num_hidden_layers", count)
 
 
 def _without_keys(names: Collection[str], num_layers: int) -> frozenset[int]:
@@ -99,11 +95,14 @@ def _without_keys(names: Collection[str], num_layers: int) -> frozenset[int]:
     decays, too.
     """
     stateful = {name.removesuffix(".A_log") for name in names if name.endswith(".A_log")}
-    matches = (
-        match for match in map(_KEYS.search, names) if match and not is_other_part(match.string)
-    )
-    having = {int(match[1]) for match in matches if match.string.rsplit(".", 2)[0] not in stateful}
-    return frozenset(range(num_layers)) - having if having else frozenset()
+    with_keys = set()
+    for name in names:
+        match = _KEYS.search(name)
+        if match and not is_other_part(name) and name.rsplit(".", 2)[0] not in stateful:
+            with_keys.add(int(match[1]))
+    if not with_keys:
+        return frozenset()
+    return frozenset(range(num_layers)) - with_keys
 
 
 def _declared(checkpoint: Checkpoint) -> JsonObject:

@@ -146,10 +146,9 @@ def measured_scales(
                     assert scale is not None
                     best[side] = max(best[side], float(scale.flatten(0, 1)[: len(part)].max()))
     # A layer whose keys are all zero has no amax; any scale stores its zeros.
-    by_layer = {
-        i: LayerScales((k or 1.0,), (v or 1.0,), Granularity.TENSOR)
-        for i, (k, v) in largest.items()
-    }
+    by_layer = {}
+    for index, (k, v) in largest.items():
+        by_layer[index] = LayerScales((k or 1.0,), (v or 1.0,), Granularity.TENSOR)
     layers = tuple(by_layer.get(index) for index in range(opened.model.num_layers))
     scales = KVScales(layers, opened.device.native_e4m3, unneeded=opened.model.without_pages)
     return for_variant(scales, Format.E4M3FN)

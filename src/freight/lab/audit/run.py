@@ -266,7 +266,7 @@ def _number(value: float) -> float | str:
 
 
 def _figures(cost: Cost | None) -> JsonObject | None:
-    return cost and asdict(cost)
+    return None if cost is None else asdict(cost)
 
 
 def _engine(report: EngineReport) -> JsonObject:

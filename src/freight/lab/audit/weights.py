@@ -84,9 +84,7 @@ class WeightFacts:
         outside = f"embedding in {self.embedding}, head in {self.head}"
         if self.head in (None, self.embedding):
             outside = f"embedding and head in {self.embedding}"
-        plain = "".join(
-            f"; {count} more in {dtype}" for dtype, count in self.unquantized.items()
-        )
+        plain = "".join(f"; {count} more in {dtype}" for dtype, count in self.unquantized.items())
         checked = ["every tensor has its place, dtype and shape"]
         if self.scales is not None:
             checked.append(str(self.scales))
@@ -112,7 +110,8 @@ class WeightFacts:
 
     def as_json(self) -> JsonObject:
         """Return the object of `freight audit --json`; docs/audit.md lists its keys."""
-        return as_object(self, _JSON) | {"scales": self.scales and as_object(self.scales, _SCALE)}
+        scales = self.scales and as_object(self.scales, _SCALE)
+        return {**as_object(self, _JSON), "scales": scales}
 
 
 _JSON = {
@@ -260,17 +259,22 @@ def _zero_points(stored: StoredGroups) -> int:
 
 def _kv(scheme: Scheme, scales: KVScales) -> str:
     """Say what is declared and stored of the KV cache."""
-    declared = "an FP8 cache is declared" if scheme.kv_format else "no FP8 cache is declared"
+    declared = "no FP8 cache is declared"
+    measured = ": with --kv-cache-dtype fp8 Freight measures one per token"
+    use = ": --kv-cache-dtype fp8 uses them"
+    if scheme.kv_format:
+        declared = "an FP8 cache is declared"
+        measured = ""
+        use = ""
     if scales.empty:
-        measured = ": with --kv-cache-dtype fp8 Freight measures one per token"
-        return f"{declared}, and no KV scales are stored{'' if scheme.kv_format else measured}"
+        return f"{declared}, and no KV scales are stored{measured}"
     if scales.faults:
         return f"{declared}, and the stored KV scales cannot be used: {scales.faults[0].what}"
     if scales.mixed:
         return "the checkpoint chooses the cache of each layer: --kv-cache-dtype auto uses that"
     count = len(scales.layers) - len(scales.unneeded) - len(scales.missing)
-    missing = f", and missing for {len(scales.missing)}" if scales.missing else ""
-    used = "" if scheme.kv_format else ": --kv-cache-dtype fp8 uses them"
-    if missing:
-        used = ": --kv-scales dynamic measures all as they are stored, and --fix writes what is missing"
-    return f"{declared}; KV scales are stored for {count} layer{'s' * (count > 1)}{missing}{used}"
+    stored = f"KV scales are stored for {count} layer{'s' * (count > 1)}"
+    if scales.missing:
+        stored += f", and missing for {len(scales.missing)}"
+        use = ": --kv-scales dynamic measures all as they are stored, and --fix writes what is missing"
+    return f"{declared}; {stored}{use}"

@@ -92,14 +92,18 @@ class Bench:
         """
         x = self._activations(rows, shape[1])
         source = self._source(format)
-        size = shape[0] * shape[1] * format.bytes + (4 * shape[0] if format.is_quantized else 0)
-        weights = [source.weight("", shape) for _ in self._copies(size)]
+        size = shape[0] * shape[1] * format.bytes
         if format.is_quantized:
-            weights = [replace(weight, activations=activations) for weight in weights]
-        calls = [
-            partial(self.kernels.linear, x, self.kernels.pack(weight), None) for weight in weights
-        ]
-        name = f"{format}, activations {activations}" if format.is_quantized else str(format)
+            size += 4 * shape[0]
+        name = str(format)
+        if format.is_quantized:
+            name += f", activations {activations}"
+        calls = []
+        for _ in self._copies(size):
+            weight = source.weight("", shape)
+            if format.is_quantized:
+                weight = replace(weight, activations=activations)
+            calls.append(partial(self.kernels.linear, x, self.kernels.pack(weight), None))
         return _product(
             "linear",
             name,
@@ -173,7 +177,9 @@ class Bench:
             return product
 
         calls = [partial(call, source.weight("", shape).data) for _ in self._copies(size)]
-        name = f"{Format.E4M3FN}{', fast sums' if fast else ''}"
+        name = str(Format.E4M3FN)
+        if fast:
+            name += ", fast sums"
         return _product(
             "torch._scaled_mm",
             name,
@@ -202,10 +208,10 @@ class Bench:
         order = torch.randperm(
             batch_size * blocks, generator=generator, dtype=torch.int64, device="cpu"
         )
-        slices = [
-            SequenceSlice([0] * new_tokens, context - new_tokens, (blocks_of_one,), Logits.LAST)
-            for blocks_of_one in order.view(batch_size, blocks).tolist()
-        ]
+        slices = []
+        token_ids = [0] * new_tokens
+        for block_ids in order.view(batch_size, blocks).tolist():
+            slices.append(SequenceSlice(token_ids, context - new_tokens, (block_ids,), Logits.LAST))
         sequences = prepare(slices, [Pages((0,), 0, None, BLOCK_SIZE)], self.device).sequences(0)
         q = self._activations(batch_size * new_tokens, heads.num_heads * heads.head_dim)
         q = q.view(-1, heads.num_heads, heads.head_dim)

@@ -185,7 +185,9 @@ def measure_drafts(
         "drafted_tokens_per_second": Spread.of(drafted.rates),
         "speedup": Spread.of(speedups),
     }
-    drafting = _drafting_seconds(texts, most) * batch_size if has_drafts else 0.0
+    drafting = 0.0
+    if has_drafts:
+        drafting = _drafting_seconds(texts, most) * batch_size
     num_drafted = stats.drafted - before.drafted
     return describe_run(opened, engine, config, name) | {
         "text": text,

@@ -161,7 +161,9 @@ def _message(body: bytes) -> str:
     try:
         error = json.loads(text)
         error = error.get("error", error)
-        text = str(error.get("message", error) if isinstance(error, Mapping) else error)
+        if isinstance(error, Mapping):
+            error = error.get("message", error)
+        text = str(error)
     except (ValueError, AttributeError):
         pass
     return " ".join(text.split())[:300]

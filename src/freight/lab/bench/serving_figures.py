@@ -73,12 +73,20 @@ class Samples:
                 answer.times, answer.times[1:], counts[1:], strict=False
             ):
                 gaps += [1e3 * (after - before) / count] * count
-        several = [answer for answer in good if answer.num_tokens > 1]
+        ttft = []
+        tpot = []
+        e2e = []
+        for answer in good:
+            ttft.append(1e3 * (answer.times[0] - answer.start))
+            e2e.append(1e3 * (answer.end - answer.start))
+            if answer.num_tokens > 1:
+                seconds = answer.times[-1] - answer.times[0]
+                tpot.append(1e3 * seconds / (answer.num_tokens - 1))
         return Samples(
-            ttft=[1e3 * (answer.times[0] - answer.start) for answer in good],
+            ttft=ttft,
             itl=gaps,
-            tpot=[1e3 * (a.times[-1] - a.times[0]) / (a.num_tokens - 1) for a in several],
-            e2e=[1e3 * (answer.end - answer.start) for answer in good],
+            tpot=tpot,
+            e2e=e2e,
             unit="token" if by_token else "event",
         )
 
@@ -95,11 +103,14 @@ def figures(runs: Sequence[Run]) -> JsonObject:
     """Return the row of one server under one load: times over the answers of all its rounds, rates
     as medians of rounds.
     """
-    answers = [answer for run in runs for answer in run.answers]
+    answers: list[Answer] = []
+    seconds = []
+    for run in runs:
+        answers += run.answers
+        seconds.append(_seconds(run.answers))
     good = [answer for answer in answers if not answer.error]
     bad = [answer for answer in answers if answer.error]
     samples = Samples.of(answers)
-    seconds = [_seconds(run.answers) for run in runs]
     cached = [answer.num_cached for answer in good if answer.num_cached is not None]
     return {
         "requests": len(answers),

@@ -16,6 +16,7 @@ from itertools import chain
 import numpy as np
 
 from freight.base.svg import LogAxis, framed, line, styled, text
+from freight.lab.bench.answers import Answer
 from freight.lab.bench.load import Level
 from freight.lab.bench.serving_figures import Run, Samples, percentiles
 
@@ -36,8 +37,13 @@ def _ticks(axis: LogAxis) -> list[float]:
     """1, 2 and 5 of each power; over more than three powers only 1."""
     steps = (1, 2, 5) if axis.high / axis.low <= 1500 else (1,)
     powers = range(math.floor(math.log10(axis.low)), math.ceil(math.log10(axis.high)) + 1)
-    values = [step * 10.0**power for power in powers for step in steps]
-    return [value for value in values if axis.low * 0.999 <= value <= axis.high * 1.001]
+    ticks = []
+    for power in powers:
+        for step in steps:
+            tick = step * 10.0**power
+            if axis.low * 0.999 <= tick <= axis.high * 1.001:
+                ticks.append(tick)
+    return ticks
 
 
 def serving_picture(title: str, runs: Sequence[Run]) -> str:
@@ -66,8 +72,10 @@ def _failed(urls: Sequence[str], runs: Sequence[Run]) -> str:
     """Return what the shapes leave out; empty where every request was answered."""
     parts = []
     for url in urls:
-        of_server = [run for run in runs if run.url == url]
-        answers = [answer for run in of_server for answer in run.answers]
+        answers: list[Answer] = []
+        for run in runs:
+            if run.url == url:
+                answers += run.answers
         if bad := sum(bool(answer.error) for answer in answers):
             server = f" of {url}" if len(urls) > 1 else ""
             parts.append(f"{bad:,} of {len(answers):,} requests{server}")
@@ -75,8 +83,11 @@ def _failed(urls: Sequence[str], runs: Sequence[Run]) -> str:
 
 
 def _samples(runs: Sequence[Run], url: str, level: Level) -> Samples:
-    of_load = [run for run in runs if run.url == url and run.level == level]
-    return Samples.of(answer for run in of_load for answer in run.answers)
+    answers: list[Answer] = []
+    for run in runs:
+        if run.url == url and run.level == level:
+            answers += run.answers
+    return Samples.of(answers)
 
 
 def _axis(x: float, values: Sequence[float]) -> LogAxis:
@@ -157,17 +168,18 @@ def _density(axis: LogAxis, values: Sequence[float]) -> list[float]:
     edges = np.linspace(math.log10(axis.low), math.log10(axis.high), _BINS + 1)
     counts = np.histogram(places, edges)[0] / len(values)
     kernel = np.exp(-(np.arange(-5, 6) ** 2) / 4.0)
-    return [float(v) for v in np.convolve(counts, kernel / kernel.sum(), mode="same")]
+    density: list[float] = np.convolve(counts, kernel / kernel.sum(), mode="same").tolist()
+    return density
 
 
 def _shape(axis: LogAxis, base: float, shape: Sequence[float], most: float, colour: str) -> str:
     step = _PLOT / _BINS
     tall = _ROW - 22
-    points = " ".join(
-        f"L{axis.start + (i + 0.5) * step:.1f} {base - tall * value / most:.1f}"
-        for i, value in enumerate(shape)
-    )
-    path = f"M{axis.start} {base} {points} L{axis.end} {base}"
+    path = f"M{axis.start} {base}"
+    for index, value in enumerate(shape):
+        x = axis.start + (index + 0.5) * step
+        path += f" L{x:.1f} {base - tall * value / most:.1f}"
+    path += f" L{axis.end} {base}"
     return f'<path d="{path} Z" fill="{colour}" fill-opacity="0.22" stroke="{colour}" stroke-opacity="0.75"/>'
 
 

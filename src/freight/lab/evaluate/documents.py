@@ -14,6 +14,7 @@ from pathlib import Path
 
 from freight.base.files import DATA_LIMIT, read_text, reading, unique_names
 from freight.errors import ConfigError
+from freight.lab.columns import counted
 from freight.lab.evaluate.perplexity import Window, cut_windows
 from freight.model.open import OpenModel
 
@@ -99,9 +100,7 @@ def cut_documents(
             f"none of the {len(documents):,} documents has 2 tokens{within}, and perplexity needs 2 of one document"
         )
     if not parts:
-        raise ConfigError(
-            f"the text has {total} token{'s' if total != 1 else ''}; perplexity needs at least 2"
-        )
+        raise ConfigError(f"the text has {counted(total, 'token')}; perplexity needs at least 2")
     return parts
 
 

@@ -105,21 +105,23 @@ def evaluate_grid(
     plain = plain_config(opened)
     names = _names(args, grid, opened)
     check_schemes(opened, grid.weights, args.quantization)
-    chosen = opened.resolve(args) if not names else None
+    chosen = None if names else opened.resolve(args)
     states = _states(opened, plain, chosen, grid)
     length = window_length(grid.window, plain.max_model_len)
     parts = cut_documents(opened, documents, length, grid.max_tokens)
     if opened.model.foreign is not None and grid.caches is None:
         names = tuple(name for name in names if name not in STATIC)
-    static = [name for name in names if name in STATIC] if not opened.kv_scales.usable else []
+    static = _static(opened, names)
     if static or grid.weights:
         require_native(opened.model, args.model, "measuring its static scales, or other weights,")
     samples = _samples(opened, grid, length) if static else []
+    longest = length
+    if grid.speed:
+        longest = max(length, *contexts_of(opened, plain))
     with opened.threads(plain):
         eight = plain
         if names and names != ("e5m2",):
             eight = _resolved(opened, kv_cache_dtype="fp8", kv_scales="dynamic")
-        longest = max(length, *contexts_of(opened, plain)) if grid.speed else length
         decoder = load_for(opened, [plain, chosen or eight], longest)
         calibrated = Measured()
         if static:
@@ -130,19 +132,14 @@ def evaluate_grid(
         else:
             caches = _caches(opened, plain, eight, names, calibrated.scales)
         caches = _apart(plain, caches, states, chosen)
-        settings = [(name, "as stored", decoder, config) for name, config in caches]
+        labels = [(name, "as stored") for name, _ in caches]
+        runs = _runs(opened, decoder, caches, length)
         by_token = KVCacheConfig(opened.device.native_e4m3, *_TOKEN, None)
+        token = opened.skipping(replace(plain, kv=by_token))
+        pair = [(_reference_name(plain), plain), ("token", token)]
         for scheme in grid.weights:
-            rounded = load_rounded(opened, plain, scheme, longest)
-            token = opened.skipping(replace(plain, kv=by_token))
-            settings += [
-                (_reference_name(plain), scheme, rounded, plain),
-                ("token", scheme, rounded, token),
-            ]
-        runs: list[SettingRun] = [
-            cache_run(opened, model, config, length, Probe(opened.model.num_layers))
-            for _, _, model, config in settings
-        ]
+            labels += [(name, scheme) for name, _ in pair]
+            runs += _runs(opened, load_rounded(opened, plain, scheme, longest), pair, length)
         measure(runs, [part.window for part in parts], partial(on_progress, "evaluating"))
         speeds = None
         if grid.speed:
@@ -170,9 +167,7 @@ def evaluate_grid(
         chosen_by_layer=bool(opened.kv_scales.mixed),
         quantized=opened.scheme.weight_format is not None,
     )
-    evaluation = summarize(
-        overview, [setting[:2] for setting in settings], runs, parts, speeds, worst
-    )
+    evaluation = summarize(overview, labels, runs, parts, speeds, worst)
     return replace(
         evaluation,
         noise=noise,
@@ -182,6 +177,23 @@ def evaluate_grid(
 
 
 _TOKEN = (Granularity.TOKEN, ScaleSource.DYNAMIC)
+
+
+def _static(opened: OpenModel, names: Sequence[str]) -> list[str]:
+    """Return those of `names` whose scales have to be measured."""
+    if opened.kv_scales.usable:
+        return []
+    return [name for name in names if name in STATIC]
+
+
+def _runs(
+    opened: OpenModel, model: LanguageModel, settings: Sequence[Setting], length: int
+) -> list[SettingRun]:
+    """Return a run of each of `settings` with the weights of `model`."""
+    runs: list[SettingRun] = []
+    for _, config in settings:
+        runs.append(cache_run(opened, model, config, length, Probe(opened.model.num_layers)))
+    return runs
 
 
 def _reference_name(plain: EngineConfig) -> str:
@@ -238,15 +250,20 @@ def _states(
                 "state; omit --states"
             )
         return []
-    formats: list[Format | None]
+    formats: list[Format | None] = []
     if grid.states is not None:
-        formats = [opened.device.native_e4m3 if name == "fp8" else Format(name) for name in names]
+        for name in names:
+            formats.append(opened.device.native_e4m3 if name == "fp8" else Format(name))
     elif chosen is not None or opened.args.state_dtype != "auto":
         formats = [(chosen or opened.resolve(opened.args)).kv.state]
     else:
         formats = [Format.BFLOAT16, Format.INT8, opened.device.native_e4m3]
-    kinds = [replace(plain.kv, state=format) for format in formats if format is not plain.kv.state]
-    return [(f"states {kv.state}", replace(plain, kv=kv)) for kv in kinds]
+    settings = []
+    for format in formats:
+        if format is not plain.kv.state:
+            kv = replace(plain.kv, state=format)
+            settings.append((f"states {format}", replace(plain, kv=kv)))
+    return settings
 
 
 def _apart(
@@ -297,8 +314,9 @@ def _names(args: EngineArgs, grid: GridArgs, opened: OpenModel) -> tuple[str, ..
 
 
 def _has_groups(opened: OpenModel) -> bool:
-    skipped = opened.skipped_layers()
-    stored = {i: mixer for i, mixer in opened.model.paged.items() if i not in skipped}
+    stored = dict(opened.model.paged)
+    for index in opened.skipped_layers():
+        stored.pop(index, None)
     return takes_groups(stored, opened.args, opened.device)
 
 

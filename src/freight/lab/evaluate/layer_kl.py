@@ -67,8 +67,10 @@ def layer_kl(
             partial(_within, on_progress, before, total),
         )
         before += num_tokens * (1 + len(layers))
-        by_layer = {layer: float(kv.token_kl.double().mean()) for layer, kv in alone.items()}
-        by_run.append([by_layer.get(layer, 0.0) for layer in range(len(run.runner.pool.layers))])
+        kl = [0.0] * len(run.runner.pool.layers)
+        for layer, pair in alone.items():
+            kl[layer] = float(pair.token_kl.double().mean())
+        by_run.append(kl)
     return by_run
 
 
@@ -93,6 +95,9 @@ def _only(first: SettingRun, run: SettingRun, layer: int, length: int) -> Settin
     pool = first.runner.pool
     other = run.runner.pool
     readers = {i for i, entry in pool.spec.kept.items() if layer in (i, entry.source)}
-    layers = {i: kv for i, kv in enumerate(other.layers) if i in readers and kv is not None}
+    layers = {}
+    for index, kv in enumerate(other.layers):
+        if index in readers and kv is not None:
+            layers[index] = kv
     config = replace(first.config, max_num_batched_tokens=length)
     return SettingRun(config, replace(first.runner, pool=pool.with_layers(layers)))

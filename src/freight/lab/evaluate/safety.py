@@ -89,11 +89,9 @@ class Sample:
                 units = f"{self.num_uneven} {self.units} of different length weigh as {self.num_units}, too few"
             elif self.num_units == 1:
                 units = f"1 {self.units.removesuffix('s')} is too little text"
-            yield (
-                f"{units} for an interval: it takes {MIN_UNITS}, so "
-                f"{MIN_UNITS - self.num_units} more"
-                + (", or a shorter --window" if self.units == "windows" else "")
-            )
+            shorter = ", or a shorter --window" if self.units == "windows" else ""
+            missing = MIN_UNITS - self.num_units
+            yield f"{units} for an interval: it takes {MIN_UNITS}, so {missing} more{shorter}"
         if self.num_tokens < MIN_TOKENS:
             yield (
                 f"{self.num_tokens:,} tokens are too few: it takes {MIN_TOKENS:,}, so "
@@ -196,18 +194,17 @@ def judge(
         (KL_BOUND, kl),
         (SAME_TOP_BOUND, same_top),
     )
-    judgements = [
-        bound.judge(*measured, sample.num_units, sample.units)
-        for bound, measured in (*bounds, (PERPLEXITY_BOUND, ratio))
-    ]
-    not_safe = [judgement for judgement in judgements if judgement.verdict is Verdict.NOT_SAFE]
-    failed = [reason for judgement in not_safe for reason in judgement.reasons]
+    judgements = []
+    for bound, measured in (*bounds, (PERPLEXITY_BOUND, ratio)):
+        judgements.append(bound.judge(*measured, sample.num_units, sample.units))
+    failed: list[str] = []
+    missing = list(sample.missing)
+    for judgement in judgements:
+        missing += judgement.reasons
+        if judgement.verdict is Verdict.NOT_SAFE:
+            failed += judgement.reasons
     if failed:
         return Judgement(Verdict.NOT_SAFE, tuple(failed))
-    missing = [
-        *sample.missing,
-        *(reason for judgement in judgements for reason in judgement.reasons),
-    ]
     if missing or any(judgement.verdict is not Verdict.SAFE for judgement in judgements):
         return Judgement(Verdict.CANNOT_BE_SAID, tuple(missing) or ("there are no intervals",))
     return Judgement(Verdict.SAFE)

@@ -42,9 +42,10 @@ class Speed:
 def contexts_for(max_model_len: int, bytes_per_token: int) -> tuple[int, ...]:
     """Up to five contexts, by factors of 4, the longest that the model and MEMORY allow the last."""
     longest = max(1, min(max_model_len, MEMORY // max(1, bytes_per_token)))
-    return tuple(
-        sorted({max(1, longest // 4**i) for i in range(5) if longest // 4**i >= 16 or i == 0})
-    )
+    contexts = [longest]
+    while len(contexts) < 5 and contexts[0] // 4 >= 16:
+        contexts.insert(0, contexts[0] // 4)
+    return tuple(contexts)
 
 
 def contexts_of(opened: OpenModel, plain: EngineConfig) -> tuple[int, ...]:
@@ -71,10 +72,11 @@ def time_settings(
         seconds.append(_in_turns(runners, step, REPEATS, runs[0].config.device))
     on_progress(1 + len(contexts), 1 + len(contexts))
     first, *steps = seconds
-    return [
-        Speed(count / first[i], contexts, tuple(1 / step[i] for step in steps))
-        for i in range(len(runners))
-    ]
+    speeds = []
+    for index in range(len(runners)):
+        decode = tuple(1 / step[index] for step in steps)
+        speeds.append(Speed(count / first[index], contexts, decode))
+    return speeds
 
 
 def faster_from(speed: Speed, reference: Speed) -> int | None:

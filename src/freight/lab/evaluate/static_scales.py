@@ -102,10 +102,11 @@ def channel_amax(
         done += len(sample)
     on_progress(done, total)
     forward = now(device) - begin - watching[0]
-    sources = {
-        index: layer.source for index, layer in pool.spec.kept.items() if layer.source is not None
-    }
-    return [seen[sources.get(index, index)] for index in range(len(seen))], forward
+    amax = list(seen)
+    for index, layer in pool.spec.kept.items():
+        if layer.source is not None:
+            amax[index] = seen[layer.source]
+    return amax, forward
 
 
 def scales_of(

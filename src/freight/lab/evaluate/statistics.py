@@ -38,8 +38,10 @@ def independent_units(token_ids: Sequence[Sequence[int]]) -> list[int]:
     for ids in token_ids:
         runs = [tuple(ids[at : at + RUN]) for at in range(max(1, len(ids) - RUN + 1))]
         earlier = Counter(first[run] for run in runs if run in first)
-        repeats = earlier.total() >= REPEATED * len(runs)
-        numbers.append(earlier.most_common(1)[0][0] if repeats else max(numbers, default=-1) + 1)
+        if earlier.total() >= REPEATED * len(runs):
+            numbers.append(earlier.most_common(1)[0][0])
+        else:
+            numbers.append(max(numbers, default=-1) + 1)
         for run in runs:
             first.setdefault(run, numbers[-1])
     return numbers

@@ -184,10 +184,7 @@ class ProbedKV(PagedKV):
 def probed(pool: KVPool, probe: Probe) -> KVPool:
     """`pool` with its layers shown to `probe`."""
 
-    paged = pool.paged.items()
-    return pool.with_layers(
-        {
-            index: ProbedKV(kv.pages, kv.kernels, kv.group, kv.shared, probe, index)
-            for index, kv in paged
-        }
-    )
+    layers = {}
+    for index, kv in pool.paged.items():
+        layers[index] = ProbedKV(kv.pages, kv.kernels, kv.group, kv.shared, probe, index)
+    return pool.with_layers(layers)

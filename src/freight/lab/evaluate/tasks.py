@@ -217,12 +217,14 @@ def _pairs(
     """Return the metric's values by document, under both caches."""
     columns = []
     for results in (reference, other):
-        samples = results.get("samples", {}).get(task, [])
-        columns.append(
-            {s["doc_id"]: s[metric] for s in samples if s["filter"] == filter_name and metric in s}
-        )
-    assert columns[0].keys() == columns[1].keys()  # the same task, limit and seed
-    return [(columns[0][document], columns[1][document]) for document in sorted(columns[0])]
+        column = {}
+        for sample in results.get("samples", {}).get(task, []):
+            if sample["filter"] == filter_name and metric in sample:
+                column[sample["doc_id"]] = sample[metric]
+        columns.append(column)
+    before, after = columns
+    assert before.keys() == after.keys()  # the same task, limit and seed
+    return [(before[document], after[document]) for document in sorted(before)]
 
 
 def _with_errors(
