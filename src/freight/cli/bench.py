@@ -298,15 +298,14 @@ def _print_rows(rows: Iterable[JsonObject], as_json: bool) -> None:
             print(json.dumps(row), flush=True)
             continue
         if "error" in row:
-            typer.echo(f"{row['kernel']:18}failed: {row['what']}: {row['error']}")
+            typer.echo("{kernel:18}failed: {what}: {error}".format(**row))
             continue
         extents = "x".join(map(str, row["shape"]))
-        spread = f"{row['low_us']:.1f} to {row['high_us']:.1f}"
-        flops = f"{row['tflops']:10.1f} TFLOP/s" if row.get("tflops") else ""
-        typer.echo(
-            f"{row['kernel']:18}{row['format']:34}{extents:28}{row['median_us']:12.1f}{spread:>22}"
-            f"{row['bandwidth_fraction']:14.2f}{flops}"
-        )
+        spread = "{low_us:.1f} to {high_us:.1f}".format(**row)
+        line = "{kernel:18}{format:34}{extents:28}{median_us:12.1f}{spread:>22}{bandwidth_fraction:14.2f}"
+        if row.get("tflops"):
+            line += "{tflops:10.1f} TFLOP/s"
+        typer.echo(line.format(extents=extents, spread=spread, **row))
 
 
 @contextmanager
@@ -342,18 +341,28 @@ def _table(figures: JsonObject) -> str:
             for key, part in value.items():
                 if part is not None:
                     rows.append((f"{name}.{key}", _text(f"{name}.{key}", part), "", ""))
-            continue
-        spread = figures["spread"].get(name)
-        ends = [_text(name, spread[end]) for end in ("low", "high")] if spread else ("", "")
-        rows.append((name, _text(name, value), *ends))
+        elif name in figures["spread"]:
+            spread = figures["spread"][name]
+            ends = (_text(name, spread["low"]), _text(name, spread["high"]))
+            rows.append((name, _text(name, value), *ends))
+        else:
+            rows.append((name, _text(name, value), "", ""))
     return markdown(rows, num_left=4)
 
 
 def _text(name: str, value: object) -> str:
-    if isinstance(value, int | float) and "bytes" in name:
-        unit, size = ("GB", 1e9) if value >= 1e9 else ("MB", 1e6)
-        size_text = f"{value:,} B" if value < 1e6 else f"{value / size:.3g} {unit}"
-        return size_text + ("/s" if name.endswith("per_second") else "")
-    if isinstance(value, float):
-        return f"{value:,.3f}" if value < 100 else f"{value:,.0f}"
-    return f"{value:,}" if isinstance(value, int) else str(value)
+    if not isinstance(value, int | float):
+        return str(value)
+    if "bytes" in name:
+        return _size(value) + "/s" * name.endswith("per_second")
+    if isinstance(value, int):
+        return f"{value:,}"
+    return f"{value:,.3f}" if value < 100 else f"{value:,.0f}"
+
+
+def _size(value: float) -> str:
+    if value < 1e6:
+        return f"{value:,} B"
+    if value < 1e9:
+        return f"{value / 1e6:.3g} MB"
+    return f"{value / 1e9:.3g} GB"

@@ -177,18 +177,20 @@ def _rows(report: JsonObject) -> str:
         ]
     ]
     several = len({row["url"] for row in report["rows"]}) > 1
-    for row in report["rows"]:
-        cells = [f"{row['concurrency']} at a time" if row["concurrency"] else f"{row['rate']:g}/s"]
-        for figure, unit in (("ttft_ms", 1.0), ("itl_ms", 1.0), ("e2e_ms", 1e3)):
-            cells += [_text(row[figure][name], unit) for name in ("median", "p99")]
-        cells += [f"{row['output_tokens_per_second']:,.1f}", f"{row['requests_per_second']:,.2f}"]
-        cells.append(
-            f"{sum(row['errors'].values())} of {row['requests']}" if row["errors"] else "0"
-        )
-        rows.append(cells)
     if several:
-        servers = ["server", *(row["url"] for row in report["rows"])]
-        rows = [[server, *cells] for server, cells in zip(servers, rows, strict=True)]
+        rows[0].insert(0, "server")
+    for row in report["rows"]:
+        cells = [row["url"]] if several else []
+        load = "{concurrency} at a time" if row["concurrency"] else "{rate:g}/s"
+        cells.append(load.format(**row))
+        for figure, unit in (("ttft_ms", 1.0), ("itl_ms", 1.0), ("e2e_ms", 1e3)):
+            cells.append(_text(row[figure]["median"], unit))
+            cells.append(_text(row[figure]["p99"], unit))
+        cells.append("{output_tokens_per_second:,.1f}".format(**row))
+        cells.append("{requests_per_second:,.2f}".format(**row))
+        failed = sum(row["errors"].values())
+        cells.append(f"{failed} of {row['requests']}" if failed else "0")
+        rows.append(cells)
     return markdown(rows, num_left=int(several))
 
 

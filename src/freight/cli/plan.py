@@ -122,16 +122,19 @@ def _print(model: str, made: Plan) -> None:
     if kv.layers is not None:
         unquantized = [index for index, layer in enumerate(kv.layers) if layer.granularity is None]
         console.print(f"8-bit caches: {listed_layers(unquantized, len(kv.layers))} in {made.dtype}")
-    fancy = console.is_terminal and console.encoding.lower().startswith("utf")
+    mark = "#"
+    longest = _BAR
+    if console.is_terminal and console.encoding.lower().startswith("utf"):
+        mark = "█"
+        longest = max(4, min(_BAR, console.width - _REST))
     rows: list[tuple[str, ...]] = [("weights", "", "KV cache", "", "tokens", "requests", "")]
-    longest = max(4, min(_BAR, console.width - _REST)) if fancy else _BAR
-    rows += [_row(setting, made, "█" if fancy else "#", longest) for setting in made.settings]
+    rows += [_row(setting, made, mark, longest) for setting in made.settings]
     for index, cells in enumerate(aligned(rows, "lrlrrrl"), -1):
-        mark = "*" if index == made.choice else " "
+        mark = " "
+        style = "bold" if index < 0 else ""
         if index == made.choice:
+            mark = "*"
             style = "bold green"
-        else:
-            style = "bold" if index < 0 else ""
         console.print(Text(f"{mark} {'  '.join(cells)}".rstrip(), style))
     console.print(
         f"KV cache: {share} of what weights and rotary tables leave, as the engine takes by itself. Not counted: "
@@ -186,7 +189,11 @@ def _row(setting: Setting, made: Plan, mark: str, longest: int) -> tuple[str, ..
     most = max(other.capacity_tokens for other in made.settings)
     length = -(-setting.capacity_tokens * longest // most) if most else 0
     return (
-        *(str(setting.weights), size(setting.loaded.total)),
-        *(setting.cache_name, size(setting.cache_bytes) if setting.cache_bytes else "no room"),
-        *(f"{setting.capacity_tokens:,}", f"{setting.requests:,}", mark * length),
+        setting.weights,
+        size(setting.loaded.total),
+        setting.cache_name,
+        size(setting.cache_bytes) if setting.cache_bytes else "no room",
+        f"{setting.capacity_tokens:,}",
+        f"{setting.requests:,}",
+        mark * length,
     )

@@ -22,7 +22,7 @@ from freight.checkpoint.layouts import read_scheme
 from freight.errors import CapacityError, ConfigError
 from freight.fp8.formats import Format, Granularity, ScaleSource
 from freight.fp8.scheme import Packing, Scheme
-from freight.lab.columns import as_object, counted
+from freight.lab.columns import as_object, plural
 from freight.model.config.dtype import DtypeSource
 from freight.model.config.model import ModelConfig
 from freight.model.config.parse import parse_model_config
@@ -459,7 +459,7 @@ def size(count: int, up: bool = False) -> str:
 
 
 def asked(wish: Wish, context: int) -> str:
-    return f"{counted(wish.num_requests, 'request')} of {context:,} tokens"
+    return f"{plural(wish.num_requests, 'request')} of {context:,} tokens"
 
 
 def verdict(plan: Plan) -> str:
@@ -483,7 +483,7 @@ def verdict(plan: Plan) -> str:
         options.append(f"--state-dtype {wish.state_dtype}")
     line = (
         f"Take {setting.weights} weights and a cache in {setting.cache_name}{_scales(plan, setting)} "
-        f"({' '.join(options)}): {counted(setting.requests, 'request')} of {plan.context:,} tokens fit at once"
+        f"({' '.join(options)}): {plural(setting.requests, 'request')} of {plan.context:,} tokens fit at once"
     )
     if plan.choice:
         return f"{line}, and no setting listed before it serves {wish.num_requests:,}."
@@ -513,9 +513,9 @@ def _without_choice(plan: Plan) -> str:
     length = longest_of(plan, setting)
     instead = []
     if setting.requests:
-        instead.append(f"{counted(setting.requests, 'request')} of that context")
+        instead.append(f"{plural(setting.requests, 'request')} of that context")
     if length:
-        instead.append(f"{counted(plan.wish.num_requests, 'request')} of {length:,} tokens")
+        instead.append(f"{plural(plan.wish.num_requests, 'request')} of {length:,} tokens")
     if instead:
         line += f"; in {memory} they serve {' or '.join(instead)}"
     return f"{line}."

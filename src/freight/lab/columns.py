@@ -41,6 +41,6 @@ def scales_name(granularity: object, source: object, none: str = "none") -> str:
     return f"{granularity}, {source}" if granularity else none
 
 
-def counted(count: int, thing: str) -> str:
+def plural(count: int, thing: str) -> str:
     """Return '1 request', or '1,024 requests'."""
     return f"{count:,} {thing}{'s' * (count != 1)}"

@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ from freight.fp8.cast import torch_dtype
 from freight.fp8.formats import Format, Granularity, ScaleSource
 from freight.fp8.scheme import KVScales, LayerScales
 from freight.kernels.interface import KernelSet
+from freight.lab.bench.timing import Spread
 from freight.model.random_weights import RandomSource
 from freight.operands.kv_pages import KVPages
 from freight.operands.rotary import Rotary
@@ -50,6 +52,21 @@ class Case:
     num_bytes: int
     num_flops: int
     calls: Sequence[Callable[[], object]]
+
+    def figures(self, spread: Spread, bandwidth: float) -> dict[str, Any]:
+        """Return what --json prints of every row: `spread` in seconds, `bandwidth` in bytes per
+        second.
+        """
+        return {
+            "kernel": self.kernel,
+            "format": self.format,
+            "shape": list(self.shape),
+            "median_us": spread.median * 1e6,
+            "bandwidth_fraction": self.num_bytes / spread.median / bandwidth,
+            "low_us": spread.low * 1e6,
+            "high_us": spread.high * 1e6,
+            "bytes": self.num_bytes,
+        }
 
 
 @dataclass(frozen=True)

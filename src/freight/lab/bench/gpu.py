@@ -97,13 +97,7 @@ def _measured(make: Callable[[], Case], seconds: float) -> JsonObject:
     spread = seconds_in_graph(case.calls[0], seconds)
     bandwidth = (before + copy_bandwidth()) / 2
     return {
-        "format": case.format,
-        "shape": list(case.shape),
-        "median_us": spread.median * 1e6,
-        "low_us": spread.low * 1e6,
-        "high_us": spread.high * 1e6,
-        "bytes": case.num_bytes,
-        "bandwidth_fraction": case.num_bytes / spread.median / bandwidth,
+        **case.figures(spread, bandwidth),
         "tflops": case.num_flops / spread.median / 1e12,
         "launches": launches_of(case.calls[0]),
         "copy_bandwidth_bytes_per_second": bandwidth,

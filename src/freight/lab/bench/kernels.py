@@ -57,14 +57,7 @@ def measure_kernels(
         spread = time_in_rotation(case.calls, seconds)
         bandwidth = (before + probe.sample()) / 2
         yield {
-            "kernel": case.kernel,
-            "format": case.format,
-            "shape": list(case.shape),
-            "median_us": spread.median * 1e6,
-            "bandwidth_fraction": case.num_bytes / spread.median / bandwidth,
-            "low_us": spread.low * 1e6,
-            "high_us": spread.high * 1e6,
-            "bytes": case.num_bytes,
+            **case.figures(spread, bandwidth),
             "read_bandwidth_bytes_per_second": bandwidth,
             "kernels": "torch" if case.kernel.startswith("torch") else kernels.name,
             "threads": torch.get_num_threads(),

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from freight.base.files import DATA_LIMIT, read_text, reading, unique_names
 from freight.errors import ConfigError
-from freight.lab.columns import counted
+from freight.lab.columns import plural
 from freight.lab.evaluate.perplexity import Window, cut_windows
 from freight.model.open import OpenModel
 
@@ -100,7 +100,7 @@ def cut_documents(
             f"none of the {len(documents):,} documents has 2 tokens{within}, and perplexity needs 2 of one document"
         )
     if not parts:
-        raise ConfigError(f"the text has {counted(total, 'token')}; perplexity needs at least 2")
+        raise ConfigError(f"the text has {plural(total, 'token')}; perplexity needs at least 2")
     return parts
 
 

@@ -135,9 +135,9 @@ def evaluate_grid(
         labels = [(name, "as stored") for name, _ in caches]
         runs = _runs(opened, decoder, caches, length)
         by_token = KVCacheConfig(opened.device.native_e4m3, *_TOKEN, None)
-        token = opened.skipping(replace(plain, kv=by_token))
-        pair = [(_reference_name(plain), plain), ("token", token)]
         for scheme in grid.weights:
+            token = opened.skipping(replace(plain, kv=by_token))
+            pair = [(_reference_name(plain), plain), ("token", token)]
             labels += [(name, scheme) for name, _ in pair]
             runs += _runs(opened, load_rounded(opened, plain, scheme, longest), pair, length)
         measure(runs, [part.window for part in parts], partial(on_progress, "evaluating"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from freight.base.tables import markdown
-from freight.lab.columns import counted, row_of
+from freight.lab.columns import plural, row_of
 from freight.lab.evaluate.figures import Evaluation, Figures, Noise
 from freight.lab.evaluate.safety import MIN_UNITS, Interval
 
@@ -153,7 +153,7 @@ def setting_name(run: Figures, evaluation: Evaluation) -> str:
 def legend(evaluation: Evaluation) -> str:
     """Return what the columns mean, in a few lines."""
     over = evaluation.overview
-    of = counted(evaluation.num_documents, "document")
+    of = plural(evaluation.num_documents, "document")
     lines = [
         f"{evaluation.num_tokens:,} tokens of {over.source} ({of}), {over.window:,} judged together.",
         "KL (nats per token), change and same top are against the first row.",
