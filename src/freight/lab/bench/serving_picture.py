@@ -110,11 +110,12 @@ def _legend(urls: Sequence[str]) -> Iterator[str]:
 
 def _level(level: Level, index: int) -> str:
     y = _TOP + _ROW * (index + 1) - 6
-    number = f"{level.rate:g}"
-    what = "a second"
     if level.concurrency:
         number = str(level.concurrency)
         what = "at a time"
+    else:
+        number = f"{level.rate:g}"
+        what = "a second"
     return text(24, y - 18, number, 'class="title"') + text(24, y, what, 'class="soft"')
 
 
