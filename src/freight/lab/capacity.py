@@ -533,7 +533,9 @@ def stored_tokens(spec: KVCacheSpec) -> int:
 
 def as_json(plan: Plan) -> JsonObject:
     """Return the object of `freight plan --json`, without the model's name."""
-    ranks = {"ranks": plan.wish.ranks} if plan.wish.ranks > 1 else {}
+    ranks = {}
+    if plan.wish.ranks > 1:
+        ranks["ranks"] = plan.wish.ranks
     return {
         "runs": "through transformers" if plan.through_transformers else "natively",
         "device": plan.wish.device,
@@ -575,7 +577,10 @@ _FITS = {
 
 def _setting_json(setting: Setting) -> JsonObject:
     names = setting.kv.names()
+    mixed = {}
     layers = setting.kv.layer_names()
+    if layers is not None:
+        mixed["layers"] = layers
     groups = []
     for index, group in enumerate(setting.spec.groups):
         blocks = setting.num_blocks[index] if setting.num_blocks else 0
@@ -586,7 +591,7 @@ def _setting_json(setting: Setting) -> JsonObject:
         "kv_cache_dtype": names["dtype"],
         "granularity": names["granularity"],
         "scale_source": names["scale_source"],
-        **({} if layers is None else {"layers": layers}),
+        **mixed,
         **as_object(setting, _SETTING),
         "groups": groups,
         **as_object(setting, _FITS),

@@ -83,8 +83,10 @@ class Heads:
     @property
     def width(self) -> int:
         """Values of q, k and v that a token has."""
-        of_v = 0 if self.v_in_k else self.num_kv_heads * (self.v_dim or self.head_dim)
-        return (self.num_heads + self.num_kv_heads) * self.head_dim + of_v
+        width = (self.num_heads + self.num_kv_heads) * self.head_dim
+        if not self.v_in_k:
+            width += self.num_kv_heads * (self.v_dim or self.head_dim)
+        return width
 
 
 @dataclass(frozen=True)

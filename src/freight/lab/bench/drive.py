@@ -225,7 +225,9 @@ def linears_of(opened: OpenModel, config: EngineConfig) -> LinearOf | None:
     """Return how each module's matrix is quantized; None: all are in `config.weight_format`."""
     if config.int4:
         return int4_online
-    return None if opened.scheme.weight_format is None else opened.scheme.linear
+    if opened.scheme.weight_format is None:
+        return None
+    return opened.scheme.linear
 
 
 def describe_run(

@@ -86,7 +86,9 @@ class Level:
     rate: float | None = None
 
     def __str__(self) -> str:
-        return f"{self.concurrency} at a time" if self.concurrency else f"{self.rate:g}/s"
+        if self.concurrency:
+            return f"{self.concurrency} at a time"
+        return f"{self.rate:g}/s"
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,9 @@ class Lengths:
         return numbers.randint(self.low, self.high)
 
     def __str__(self) -> str:
-        return str(self.low) if self.low == self.high else f"{self.low}:{self.high}"
+        if self.low == self.high:
+            return str(self.low)
+        return f"{self.low}:{self.high}"
 
 
 @dataclass(frozen=True)

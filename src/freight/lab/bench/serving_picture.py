@@ -52,7 +52,9 @@ def serving_picture(title: str, runs: Sequence[Run]) -> str:
     levels = list(dict.fromkeys(run.level for run in runs))
     samples = {(url, level): _samples(runs, url, level) for url in urls for level in levels}
     failed = _failed(urls, runs)
-    height = _TOP + _ROW * len(levels) + _BOTTOM + (24 if failed else 0)
+    height = _TOP + _ROW * len(levels) + _BOTTOM
+    if failed:
+        height += 24
     units = {of_load.unit for of_load in samples.values()}
     unit = "events" if "event" in units else "tokens"
     parts = list(_legend(urls))
@@ -79,7 +81,9 @@ def _failed(urls: Sequence[str], runs: Sequence[Run]) -> str:
         if bad := sum(bool(answer.error) for answer in answers):
             server = f" of {url}" if len(urls) > 1 else ""
             parts.append(f"{bad:,} of {len(answers):,} requests{server}")
-    return f"Failed, and in no shape: {', '.join(parts)}" if parts else ""
+    if not parts:
+        return ""
+    return f"Failed, and in no shape: {', '.join(parts)}"
 
 
 def _samples(runs: Sequence[Run], url: str, level: Level) -> Samples:

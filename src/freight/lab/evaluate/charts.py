@@ -132,7 +132,9 @@ class _Scale:
     @property
     def gap(self) -> float | None:
         """The middle of the break between 0 and a logarithmic axis, if there is one."""
-        return None if self._zero is None else (self._zero + self._low) / 2
+        if self._zero is None:
+            return None
+        return (self._zero + self._low) / 2
 
     def at(self, value: float) -> float:
         if value == 0 and self._zero is not None:

@@ -208,7 +208,9 @@ def _measures_noise(
     if plain.compute_format is Format.FLOAT32 or opened.model.foreign is not None:
         return False
     in_float32 = size.total * Format.FLOAT32.bytes // plain.compute_format.bytes
-    return in_float32 <= NOISE_WEIGHTS if grid.noise is None else grid.noise
+    if grid.noise is None:
+        return in_float32 <= NOISE_WEIGHTS
+    return grid.noise
 
 
 def _noise(

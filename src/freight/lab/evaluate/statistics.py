@@ -100,7 +100,9 @@ def mean_interval(sums: Array, counts: Array) -> tuple[Array, Array] | None:
 def interval(sums: Array, counts: Array) -> Interval | None:
     """`mean_interval` of a single row, in Python's floats."""
     ends = mean_interval(sums, counts)
-    return None if ends is None else (float(ends[0]), float(ends[1]))
+    if ends is None:
+        return None
+    return float(ends[0]), float(ends[1])
 
 
 def position_edges(longest: int) -> list[int]:

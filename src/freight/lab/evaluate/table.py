@@ -79,7 +79,9 @@ def nats(value: float) -> str:
     """
     if 0 < abs(value) < 0.00001:
         return f"{value:.1e}"
-    return f"{value:.5f}" if abs(value) >= 0.0005 else f"{value:.6f}"
+    if abs(value) < 0.0005:
+        return f"{value:.6f}"
+    return f"{value:.5f}"
 
 
 SPEED = "Tokens per second of one sequence: prefill, and decoding with so many tokens in its cache."
@@ -147,7 +149,9 @@ def setting_name(run: Figures, evaluation: Evaluation) -> str:
     """Return the name of its cache, behind that of its weights where these differ from the first
     ones.
     """
-    return run.name if run.weights == evaluation.runs[0].weights else f"{run.weights}, {run.name}"
+    if run.weights == evaluation.runs[0].weights:
+        return run.name
+    return f"{run.weights}, {run.name}"
 
 
 def legend(evaluation: Evaluation) -> str:

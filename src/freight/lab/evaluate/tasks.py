@@ -207,7 +207,9 @@ def compare_results(
             )
             pairs = _pairs(reference, other, task, metric, filter_name)
             aggregate = aggregations.get(task, {}).get(metric)
-            scores.append(_with_errors(score, pairs, aggregate) if pairs and aggregate else score)
+            if pairs and aggregate:
+                score = _with_errors(score, pairs, aggregate)
+            scores.append(score)
     return scores
 
 
