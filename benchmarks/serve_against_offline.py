@@ -94,7 +94,7 @@ class Server:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             answers = runner.run(load)
         failed = [
-            answer for answer in answers if answer.error or answer.num_tokens != answer.wanted
+            answer for answer in answers if answer.error or answer.num_tokens != answer.max_tokens
         ]
         if failed:
             raise SystemExit(

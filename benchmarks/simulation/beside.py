@@ -197,9 +197,9 @@ def _simulated(number: int, arrival: float, one: Sent) -> Ask:
 
 
 def _check(answer: Answer) -> None:
-    if answer.error or answer.num_tokens != answer.wanted:
+    if answer.error or answer.num_tokens != answer.max_tokens:
         raise FreightError(
-            f"an answer is not whole ({answer.num_tokens} of {answer.wanted} tokens): {answer.message}"
+            f"an answer is not whole ({answer.num_tokens} of {answer.max_tokens} tokens): {answer.message}"
         )
 
 

@@ -15,6 +15,7 @@ from freight.cli.evaluate import read_text
 from freight.cli.options import NODES, RANKS, Json, option, takes_engine_options
 from freight.lab.audit.effects import EngineView, parse_engine
 from freight.lab.audit.rules import Engine
+from freight.lab.columns import row_of
 from freight.settings.engine import EngineArgs
 
 if TYPE_CHECKING:
@@ -87,6 +88,13 @@ def audit(
             )
 
 
+_COLUMNS = {
+    "perplexity": "{0.perplexity:.3f}",
+    "mean KL": "{0.kl_mean:.5f}",
+    "same top": "{0.same_top:.2%}",
+}
+
+
 def _print(report: AuditReport) -> None:
     from freight.base.tables import markdown
     from freight.lab.audit.verdict import Cost
@@ -94,36 +102,33 @@ def _print(report: AuditReport) -> None:
     if report.weights is not None:
         first, *more = report.weights.lines()
         terminal.say("\n  ".join((first, *more)))
-    for one in report.engines:
-        terminal.say(one.verdict)
-        for line in _details(one.view):
+    for engine in report.engines:
+        terminal.say(engine.verdict)
+        for line in _details(engine.view):
             terminal.say(f"  {line}")
-        if one.worst:
-            ranked = ", ".join(f"{cost.layer} ({cost.added_kl:+.5f})" for cost in one.worst[:5])
+        if engine.worst:
+            ranked = ", ".join(f"{cost.layer} ({cost.added_kl:+.5f})" for cost in engine.worst[:5])
             terminal.say(f"  worst layers, by what each alone adds to the KL: {ranked}")
     rows: list[tuple[str, Cost | None]] = [
         ("16 bits", report.plain),
         ("a scale per token", report.dynamic),
         ("as stored", report.stored),
     ]
-    for one in report.engines:
+    for engine in report.engines:
         rows += [
-            (f"as {one.view.title}", one.cost),
-            (f"as {one.view.title} on a CPU", one.cpu_cost),
+            (f"as {engine.view.title}", engine.cost),
+            (f"as {engine.view.title} on a CPU", engine.cpu_cost),
         ]
-    cells = [
-        (name, f"{c.perplexity:.3f}", f"{c.kl_mean:.5f}", f"{c.same_top:.2%}")
-        for name, c in rows
-        if c
-    ]
-    if cells:
-        terminal.say(
-            markdown([("KV cache", "perplexity", "mean KL", "same top"), *cells], num_left=1)
-        )
+    table = [["KV cache", *_COLUMNS]]
+    for name, cost in rows:
+        if cost is not None:
+            table.append([name, *row_of(_COLUMNS, cost)])
+    if len(table) > 1:
+        terminal.say(markdown(table, num_left=1))
         terminal.say(
             f"{report.num_tokens:,} tokens. KL (nats) and top token are against the first row."
         )
-        if any(one.cpu_cost for one in report.engines):
+        if any(engine.cpu_cost for engine in report.engines):
             terminal.say(
                 "Values are rounded to nearest, as GPU kernels do; on a CPU vLLM rounds them towards zero."
             )
@@ -135,13 +140,13 @@ def _details(view: EngineView) -> list[str]:
     lines = []
     if view.rules_of != view.version:
         lines.append(f"by the rules of {view.rules_of}, of which it is a patch release")
-    reasons = {
-        (side.why, side.source): side.name for side in view.sides if side.why and side.source
-    }
-    lines += [
-        f"{name}: {why} ({source})" for (why, source), name in reasons.items() if not view.refusal
-    ]
     if not view.refusal:
+        reasons = {}
+        for side in view.sides:
+            if side.why and side.source:
+                reasons[side.why, side.source] = side.name
+        for (why, source), name in reasons.items():
+            lines.append(f"{name}: {why} ({source})")
         lines += view.notes
     for name, count, effect in view.input_scales:
         lines.append(f"{count} tensors named {name}: {effect}")

@@ -115,15 +115,15 @@ def latency(
             from freight.lab.bench.drafts import measure_drafts
 
             drafted = (batch_size, repeats, output_len)
-            found = measure_drafts(opened, name, text, *drafted, on_progress)
-        print(json.dumps(found) if as_json else _table(found))
+            figures = measure_drafts(opened, name, text, *drafted, on_progress)
+        print(json.dumps(figures) if as_json else _table(figures))
         return
     sizes = (batch_size, input_len, output_len or 33, repeats)
     with _measuring(args, random_weights) as (opened, name, on_progress):
         from freight.lab.bench.latency import measure_latency
 
-        found = measure_latency(opened, name, *sizes, on_progress)
-    print(json.dumps(found) if as_json else _table(found))
+        figures = measure_latency(opened, name, *sizes, on_progress)
+    print(json.dumps(figures) if as_json else _table(figures))
 
 
 @app.command(cls=Command)
@@ -155,8 +155,8 @@ def throughput(
         with _measuring(args, random_weights) as (opened, name, on_progress):
             from freight.lab.bench.throughput import measure_throughput
 
-            found = measure_throughput(opened, name, *sizes, on_progress)
-        print(json.dumps(found) if as_json else _table(found))
+            figures = measure_throughput(opened, name, *sizes, on_progress)
+        print(json.dumps(figures) if as_json else _table(figures))
         return
     _check_compared(args, caches, compare_memory or [], picture)
     with _measuring(args, random_weights) as (opened, name, on_progress):
@@ -164,10 +164,10 @@ def throughput(
         from freight.lab.bench.caches import as_table, measure_caches
 
         memories = compare_memory or (args.kv_cache_memory,)
-        found = measure_caches(opened, name, caches, memories, *sizes, on_progress)
-    print(json.dumps(found) if as_json else as_table(found), flush=True)
+        figures = measure_caches(opened, name, caches, memories, *sizes, on_progress)
+    print(json.dumps(figures) if as_json else as_table(figures), flush=True)
     if picture is not None:
-        write_picture(picture, cache_picture(found))
+        write_picture(picture, cache_picture(figures))
 
 
 def _check_compared(
@@ -178,7 +178,7 @@ def _check_compared(
         raise ConfigError(
             "--compare takes turns between caches: give two or more, each once: --compare auto --compare fp8"
         )
-    for flag, given, other in (
+    for flag, is_set, other in (
         ("--kv-cache-dtype", args.kv_cache_dtype != "auto", "--compare"),
         (
             "--kv-cache-memory",
@@ -186,7 +186,7 @@ def _check_compared(
             "--compare-memory",
         ),
     ):
-        if given:
+        if is_set:
             raise ConfigError(f"{flag} and {other} both choose the cache: give one of the two")
     for cache in caches:
         for memory in memories or (args.kv_cache_memory,):
@@ -268,7 +268,7 @@ def kernels(
     from freight.lab.bench.kernels import measure_kernels
 
     with used:
-        found = measure_kernels(
+        measured = measure_kernels(
             kernel_set,
             model,
             size,
@@ -277,7 +277,7 @@ def kernels(
             seconds=seconds,
             only=only or [],
         )
-        _print_rows(found, as_json)
+        _print_rows(measured, as_json)
 
 
 def _matrix(value: str) -> tuple[int, int]:
@@ -287,26 +287,25 @@ def _matrix(value: str) -> tuple[int, int]:
     return int(shape[1]), int(shape[2])
 
 
-def _print_rows(found: Iterable[JsonObject], as_json: bool) -> None:
+def _print_rows(rows: Iterable[JsonObject], as_json: bool) -> None:
     """Print one kernel a line, as it is measured."""
     if not as_json:
         typer.echo(
             f"{'kernel':18}{'format':34}{'shape':28}{'median us':>12}{'spread':>22}{'of bandwidth':>14}"
         )
-    for row in found:
+    for row in rows:
         if as_json:
             print(json.dumps(row), flush=True)
             continue
         if "error" in row:
-            typer.echo(f"{row['kernel']:18}failed: {row['what']}: {row['error']}")
+            typer.echo("{kernel:18}failed: {what}: {error}".format(**row))
             continue
         extents = "x".join(map(str, row["shape"]))
-        spread = f"{row['low_us']:.1f} to {row['high_us']:.1f}"
-        flops = f"{row['tflops']:10.1f} TFLOP/s" if row.get("tflops") else ""
-        typer.echo(
-            f"{row['kernel']:18}{row['format']:34}{extents:28}{row['median_us']:12.1f}{spread:>22}"
-            f"{row['bandwidth_fraction']:14.2f}{flops}"
-        )
+        spread = "{low_us:.1f} to {high_us:.1f}".format(**row)
+        line = "{kernel:18}{format:34}{extents:28}{median_us:12.1f}{spread:>22}{bandwidth_fraction:14.2f}"
+        if row.get("tflops"):
+            line += "{tflops:10.1f} TFLOP/s"
+        typer.echo(line.format(extents=extents, spread=spread, **row))
 
 
 @contextmanager
@@ -332,28 +331,38 @@ def _open(args: EngineArgs, random_weights: str | None) -> tuple[OpenModel, str]
     return open_random(args, random_weights), random_weights
 
 
-def _table(found: JsonObject) -> str:
+def _table(figures: JsonObject) -> str:
     """Write a line for each figure, and for each part of one, with its spread where it has one."""
     rows: list[Sequence[str]] = [("figure", "value", "from", "to")]
-    for name, value in found.items():
+    for name, value in figures.items():
         if name == "spread":
             continue
         if isinstance(value, dict):
             for key, part in value.items():
                 if part is not None:
                     rows.append((f"{name}.{key}", _text(f"{name}.{key}", part), "", ""))
-            continue
-        spread = found["spread"].get(name)
-        ends = [_text(name, spread[end]) for end in ("low", "high")] if spread else ("", "")
-        rows.append((name, _text(name, value), *ends))
+        elif name in figures["spread"]:
+            spread = figures["spread"][name]
+            ends = (_text(name, spread["low"]), _text(name, spread["high"]))
+            rows.append((name, _text(name, value), *ends))
+        else:
+            rows.append((name, _text(name, value), "", ""))
     return markdown(rows, num_left=4)
 
 
 def _text(name: str, value: object) -> str:
-    if isinstance(value, int | float) and "bytes" in name:
-        unit, size = ("GB", 1e9) if value >= 1e9 else ("MB", 1e6)
-        size_text = f"{value:,} B" if value < 1e6 else f"{value / size:.3g} {unit}"
-        return size_text + ("/s" if name.endswith("per_second") else "")
-    if isinstance(value, float):
-        return f"{value:,.3f}" if value < 100 else f"{value:,.0f}"
-    return f"{value:,}" if isinstance(value, int) else str(value)
+    if not isinstance(value, int | float):
+        return str(value)
+    if "bytes" in name:
+        return _size(value) + "/s" * name.endswith("per_second")
+    if isinstance(value, int):
+        return f"{value:,}"
+    return f"{value:,.3f}" if value < 100 else f"{value:,.0f}"
+
+
+def _size(value: float) -> str:
+    if value < 1e6:
+        return f"{value:,} B"
+    if value < 1e9:
+        return f"{value / 1e6:.3g} MB"
+    return f"{value / 1e9:.3g} GB"

@@ -103,11 +103,11 @@ def serving(
         seed=secrets.randbelow(10**6) if seed is None else seed,
     )
     with progress("requests") as on_progress:
-        runs, found = measure_serving(args, on_progress)
-    _print(found, as_json)
+        runs, report = measure_serving(args, on_progress)
+    _print(report, as_json)
     sys.stdout.flush()
     if picture is not None:
-        _draw(picture, found, runs)
+        _draw(picture, report, runs)
 
 
 def _targets(urls: list[str], endpoint: str, api_key: str | None, timeout: float) -> list[Any]:
@@ -126,10 +126,10 @@ def _levels(concurrency: list[int] | None, rate: list[float] | None) -> list[Any
     if concurrency and rate:
         raise ConfigError("--concurrency and --rate are two kinds of load: give one of the two")
     if rate:
-        for one in rate:
-            positive("--rate", one, "requests a second")
-        return [Level(rate=one) for one in dict.fromkeys(rate)]
-    return [Level(concurrency=one) for one in dict.fromkeys(concurrency or [1])]
+        for number in rate:
+            positive("--rate", number, "requests a second")
+        return [Level(rate=number) for number in dict.fromkeys(rate)]
+    return [Level(concurrency=number) for number in dict.fromkeys(concurrency or [1])]
 
 
 def _amount(num_requests: int | None, duration: float | None) -> Any:
@@ -146,49 +146,51 @@ def positive(flag: str, value: float, what: str) -> None:
         raise ConfigError(f"{flag} {value:g}: give {what}, above 0 and finite")
 
 
-def _draw(path: Path, found: JsonObject, runs: Any) -> None:
+def _draw(path: Path, report: JsonObject, runs: Any) -> None:
     from freight.lab.bench.serving import PROMPT_KINDS
     from freight.lab.bench.serving_picture import serving_picture
 
-    row = found["rows"][0]
-    what = found["prompts"]
+    row = report["rows"][0]
+    what = report["prompts"]
     if what in PROMPT_KINDS:  # a file's lines have lengths of their own
-        what = f"prompts of {found['prompt_tokens_wanted']} tokens, {found['output_tokens_wanted']} generated"
+        what = f"prompts of {report['prompt_tokens_wanted']} tokens, {report['output_tokens_wanted']} generated"
     title = f"{row['model']}: {what}"
     write_picture(path, serving_picture(title, runs))
 
 
-def _print(found: JsonObject, as_json: bool) -> None:
+def _print(report: JsonObject, as_json: bool) -> None:
     if as_json:
-        print(json.dumps(found))
+        print(json.dumps(report))
         return
-    print(_rows(found))
-    for note in _notes(found):
+    print(_rows(report))
+    for note in _notes(report):
         print(note)
-    if found["ratios"]:
-        print(_ratios(found))
+    if report["ratios"]:
+        print(_ratios(report))
 
 
-def _rows(found: JsonObject) -> str:
+def _rows(report: JsonObject) -> str:
     rows = [
         [
             *("load", "first token ms", "p99", "between ms", "p99", "whole s", "p99"),
             *("tokens/s", "requests/s", "errors"),
         ]
     ]
-    several = len({row["url"] for row in found["rows"]}) > 1
-    for row in found["rows"]:
-        cells = [f"{row['concurrency']} at a time" if row["concurrency"] else f"{row['rate']:g}/s"]
-        for figure, unit in (("ttft_ms", 1.0), ("itl_ms", 1.0), ("e2e_ms", 1e3)):
-            cells += [_text(row[figure][name], unit) for name in ("median", "p99")]
-        cells += [f"{row['output_tokens_per_second']:,.1f}", f"{row['requests_per_second']:,.2f}"]
-        cells.append(
-            f"{sum(row['errors'].values())} of {row['requests']}" if row["errors"] else "0"
-        )
-        rows.append(cells)
+    several = len({row["url"] for row in report["rows"]}) > 1
     if several:
-        servers = ["server", *(row["url"] for row in found["rows"])]
-        rows = [[server, *cells] for server, cells in zip(servers, rows, strict=True)]
+        rows[0].insert(0, "server")
+    for row in report["rows"]:
+        cells = [row["url"]] if several else []
+        load = "{concurrency} at a time" if row["concurrency"] else "{rate:g}/s"
+        cells.append(load.format(**row))
+        for figure, unit in (("ttft_ms", 1.0), ("itl_ms", 1.0), ("e2e_ms", 1e3)):
+            cells.append(_text(row[figure]["median"], unit))
+            cells.append(_text(row[figure]["p99"], unit))
+        cells.append("{output_tokens_per_second:,.1f}".format(**row))
+        cells.append("{requests_per_second:,.2f}".format(**row))
+        failed = sum(row["errors"].values())
+        cells.append(f"{failed} of {row['requests']}" if failed else "0")
+        rows.append(cells)
     return markdown(rows, num_left=int(several))
 
 
@@ -196,15 +198,15 @@ def _text(value: float | None, unit: float) -> str:
     return "" if value is None else f"{value / unit:,.2f}"
 
 
-def _notes(found: JsonObject) -> list[str]:
+def _notes(report: JsonObject) -> list[str]:
     """Return what a reader must know of the figures: what a server does not take, what failed and
     how.
     """
-    notes = [f"seed {found['seed']}: --seed {found['seed']} sends the same requests again"]
-    again = found["prompts"] not in ("text", "ids") and len(found["rows"]) * found["rounds"] > 1
-    if again and any(row["cached_tokens"] is None for row in found["rows"]):
+    notes = [f"seed {report['seed']}: --seed {report['seed']} sends the same requests again"]
+    again = report["prompts"] not in ("text", "ids") and len(report["rows"]) * report["rounds"] > 1
+    if again and any(row["cached_tokens"] is None for row in report["rows"]):
         notes.append("every run sends the same prompts: a prefix cache makes the later ones faster")
-    for row in found["rows"]:
+    for row in report["rows"]:
         where = f"{row['url']}, {row['concurrency'] or row['rate']}"
         if row["itl_unit"] == "event":
             notes.append(
@@ -229,11 +231,11 @@ def _notes(found: JsonObject) -> list[str]:
     return notes
 
 
-def _ratios(found: JsonObject) -> str:
-    url = found["rows"][0]["url"]
-    rounds = found["rounds"]
+def _ratios(report: JsonObject) -> str:
+    url = report["rows"][0]["url"]
+    rounds = report["rounds"]
     rows = [("figure", "load", "ratio", "interval", "better")]
-    for row in found["ratios"]:
+    for row in report["ratios"]:
         within = f"{row['low']:.3f} to {row['high']:.3f} ({row['coverage']:.1%})"
         better = "above 1" if row["more_is_better"] else "below 1"
         figure = f"{row['figure']} over {row['to']}"

@@ -56,17 +56,17 @@ def _named(args: Sequence[str], measurements: Iterable[str]) -> list[str]:
     `long --long`, which no sub-command takes, the name is MODEL.
     """
     flags = [arg.partition("=")[0].replace("_", "-") for arg in args]
-    meant = {_FLAGS[flag] for flag in flags if flag in _FLAGS}
+    chosen = {_FLAGS[flag] for flag in flags if flag in _FLAGS}
     first = args[0] if args else ""
-    named = first in measurements and (not meant or (first, meant) == ("tasks", {"tasks"}))
+    named = first in measurements and (not chosen or (first, chosen) == ("tasks", {"tasks"}))
     if named or first in ("-h", "--help"):
         return list(args)
-    if len(meant) > 1:
+    if len(chosen) > 1:
         raise ConfigError(
             "--tasks, --long and --per-layer are different measurements: give one of them"
         )
-    rest = [arg for arg in args if arg.replace("_", "-") not in _DROPPED]
-    return [*(meant or {"caches"}), *rest]
+    arguments = [arg for arg in args if arg.replace("_", "-") not in _DROPPED]
+    return [*(chosen or {"caches"}), *arguments]
 
 
 app = typer.Typer(cls=_Measurements, rich_markup_mode=None)
@@ -271,18 +271,18 @@ def evaluate_tasks(
 
     names = [name.strip() for name in tasks.split(",") if name.strip()]
     folder = None if include_path is None else str(include_path)
-    found = compare_tasks(args, _asked(args) or CACHES[0], names, folder, limit, num_fewshot)
+    comparison = compare_tasks(args, _asked(args) or CACHES[0], names, folder, limit, num_fewshot)
     if as_json:
-        facts = [dict(cache) for cache in found.caches]
-        scores = [asdict(score) for score in found.scores]
+        facts = [dict(cache) for cache in comparison.caches]
+        scores = [asdict(score) for score in comparison.scores]
         print(json.dumps({"model": args.model, "caches": facts, "tasks": scores}))
         return
-    plain, other = found.caches
+    plain, other = comparison.caches
     first = str(plain["dtype"])
     second = str(other["dtype"])
-    terminal.say(markdown(as_rows(found.scores, (first, second)), num_left=2))
+    terminal.say(markdown(as_rows(comparison.scores, (first, second)), num_left=2))
     terminal.say(f"{second}: scales {other['granularity']}, {other['scale_source']}")
-    methods = {score.method for score in found.scores}
+    methods = {score.method for score in comparison.scores}
     if "paired" in methods:
         terminal.say(
             "± is one standard error; the difference's is of the differences by document (paired)."
@@ -318,13 +318,13 @@ def evaluate_layers(
         return [part.window for part in parts]
 
     with progress("measuring layers") as on_progress:
-        found = sensitivity.per_layer(args, windows, on_progress)
+        costs = sensitivity.per_layer(args, windows, on_progress)
     if as_json:
-        print(json.dumps({"model": args.model, **asdict(found)}))
+        print(json.dumps({"model": args.model, **asdict(costs)}))
         return
-    terminal.say(sensitivity.as_table(found))
+    terminal.say(sensitivity.as_table(costs))
     terminal.say(
-        f"KL in nats against an unquantized cache, over the first {found.num_tokens:,} tokens; one layer at a time"
+        f"KL in nats against an unquantized cache, over the first {costs.num_tokens:,} tokens; one layer at a time"
     )
 
 

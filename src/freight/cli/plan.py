@@ -120,18 +120,21 @@ def _print(model: str, made: Plan) -> None:
     console.print(f"dtype: {describe_dtype(made.dtype, made.dtype_source)}")
     kv = made.settings[-1].kv
     if kv.layers is not None:
-        kept = [index for index, layer in enumerate(kv.layers) if layer.granularity is None]
-        console.print(f"8-bit caches: {listed_layers(kept, len(kv.layers))} in {made.dtype}")
-    fancy = console.is_terminal and console.encoding.lower().startswith("utf")
+        unquantized = [index for index, layer in enumerate(kv.layers) if layer.granularity is None]
+        console.print(f"8-bit caches: {listed_layers(unquantized, len(kv.layers))} in {made.dtype}")
+    mark = "#"
+    longest = _BAR
+    if console.is_terminal and console.encoding.lower().startswith("utf"):
+        mark = "█"
+        longest = max(4, min(_BAR, console.width - _REST))
     rows: list[tuple[str, ...]] = [("weights", "", "KV cache", "", "tokens", "requests", "")]
-    longest = max(4, min(_BAR, console.width - _REST)) if fancy else _BAR
-    rows += [_row(one, made, "█" if fancy else "#", longest) for one in made.settings]
+    rows += [_row(setting, made, mark, longest) for setting in made.settings]
     for index, cells in enumerate(aligned(rows, "lrlrrrl"), -1):
-        mark = "*" if index == made.choice else " "
+        mark = " "
+        style = "bold" if index < 0 else ""
         if index == made.choice:
+            mark = "*"
             style = "bold green"
-        else:
-            style = "bold" if index < 0 else ""
         console.print(Text(f"{mark} {'  '.join(cells)}".rstrip(), style))
     console.print(
         f"KV cache: {share} of what weights and rotary tables leave, as the engine takes by itself. Not counted: "
@@ -172,21 +175,25 @@ def _states(made: Plan) -> str:
 def _stored(made: Plan) -> str:
     """Say what a GiB of disk holds, by cache."""
     counts: dict[str, list[str]] = {}
-    for one in made.settings:
-        names = counts.setdefault(f"{one.stored_tokens:,}", [])
-        if one.cache_name not in names:
-            names.append(one.cache_name)
+    for setting in made.settings:
+        names = counts.setdefault(f"{setting.stored_tokens:,}", [])
+        if setting.cache_name not in names:
+            names.append(setting.cache_name)
     parts = [f"{count} tokens of {' or '.join(names)}" for count, names in counts.items()]
     return f"A GiB of --kv-store holds {'; '.join(parts)}."
 
 
-def _row(one: Setting, made: Plan, mark: str, longest: int) -> tuple[str, ...]:
+def _row(setting: Setting, made: Plan, mark: str, longest: int) -> tuple[str, ...]:
     from freight.lab.capacity import size
 
     most = max(other.capacity_tokens for other in made.settings)
-    length = -(-one.capacity_tokens * longest // most) if most else 0
+    length = -(-setting.capacity_tokens * longest // most) if most else 0
     return (
-        *(str(one.weights), size(one.loaded.total)),
-        *(one.cache_name, size(one.cache_bytes) if one.cache_bytes else "no room"),
-        *(f"{one.capacity_tokens:,}", f"{one.requests:,}", mark * length),
+        setting.weights,
+        size(setting.loaded.total),
+        setting.cache_name,
+        size(setting.cache_bytes) if setting.cache_bytes else "no room",
+        f"{setting.capacity_tokens:,}",
+        f"{setting.requests:,}",
+        mark * length,
     )

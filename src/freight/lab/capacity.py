@@ -22,6 +22,7 @@ from freight.checkpoint.layouts import read_scheme
 from freight.errors import CapacityError, ConfigError
 from freight.fp8.formats import Format, Granularity, ScaleSource
 from freight.fp8.scheme import Packing, Scheme
+from freight.lab.columns import as_object, plural
 from freight.model.config.dtype import DtypeSource
 from freight.model.config.model import ModelConfig
 from freight.model.config.parse import parse_model_config
@@ -195,16 +196,26 @@ def make_plan(
         source = DtypeSource.OPTION
     settings = tuple(_settings(model, scheme, compute, wish, context))
     if all(setting.cache_bytes == 0 for setting in settings):
-        least = min(settings, key=lambda one: one.loaded.total)
-        needed = size(min(one.needed_bytes for one in settings), up=True)
+        least = min(settings, key=lambda setting: setting.loaded.total)
+        needed = size(min(setting.needed_bytes for setting in settings), up=True)
         raise CapacityError(
             f"--memory is {size(wish.memory)}, and the weights alone need "
             f"{size(least.loaded.total * wish.ranks, up=True)} in "
             f"{least.weights}: give at least {needed}, which serves {asked(wish, context)}, or take a smaller model"
         )
-    serving = (index for index, one in enumerate(settings) if one.requests >= wish.num_requests)
-    choice = next(serving, None)
-    return Plan(wish, context, compute, source, settings, choice, model.foreign is not None)
+    choice = None
+    for index, setting in enumerate(settings):
+        if choice is None and setting.requests >= wish.num_requests:
+            choice = index
+    return Plan(
+        wish=wish,
+        context=context,
+        dtype=compute,
+        dtype_source=source,
+        settings=settings,
+        choice=choice,
+        through_transformers=model.foreign is not None,
+    )
 
 
 def _read(config: JsonObject, stored: Format | None, ignore_keys: Collection[str]) -> ModelConfig:
@@ -249,20 +260,32 @@ def _settings(
     model: ModelConfig, scheme: Scheme, compute: Format, wish: Wish, context: int
 ) -> Iterator[Setting]:
     """Weights before caches: FP8 weights change more than an FP8 cache does (docs/numerics.md)."""
+    block_size = EngineArgs.block_size
+    state_every = wish.state_every
+    step = step_tokens(wish.device, model)
     caches = _caches(compute, scheme, wish, model)
-    for name, weights, linear_of, options in _forms(model, scheme, compute, wish.device):
-        loaded = loaded_bytes(model, compute, weights, linear_of, wish.layout, context, wish.ranks)
-        for kv, flags in caches:
-            formats = name, kv, (*options, *flags)
-            sizes = EngineArgs.block_size, compute, wish.state_every, context, wish.ranks
-            spec = cache_spec(kv, model, *sizes)
-            whole = cache_spec(kv, model, *sizes[:-1])
-            step = step_tokens(wish.device, model)
-            yield _setting(formats, loaded, spec, stored_tokens(whole), wish, context, step)
+    for form in _forms(model, scheme, compute, wish.device):
+        loaded = loaded_bytes(
+            model, compute, form.format, form.linear_of, wish.layout, context, wish.ranks
+        )
+        for cache in caches:
+            spec = cache_spec(
+                cache.kv, model, block_size, compute, state_every, context, wish.ranks
+            )
+            of_all_ranks = cache_spec(cache.kv, model, block_size, compute, state_every, context)
+            yield _setting(
+                form, cache, loaded, spec, stored_tokens(of_all_ranks), wish, context, step
+            )
 
 
-# Weights: their name, what those in 8 bits are in, the scheme of each matrix, and the options
-Form = tuple[str, Format, LinearOf, tuple[str, ...]]
+@dataclass(frozen=True)
+class Form:
+    """Weights: their name, what those in 8 bits are in, the scheme of each matrix, and the options."""
+
+    name: str
+    format: Format
+    linear_of: LinearOf
+    options: tuple[str, ...] = ()
 
 
 def _forms(model: ModelConfig, scheme: Scheme, compute: Format, device: str) -> Iterator[Form]:
@@ -271,25 +294,31 @@ def _forms(model: ModelConfig, scheme: Scheme, compute: Format, device: str) -> 
     Raises ConfigError for weights that the device does not compute with.
     """
     fp8 = Format.E4M3FN
-    named = f"--device {device}"
+    flag = f"--device {device}"
     check_stored_weights(model, scheme)
     if device != "cpu" and scheme.four_bits - {Packing.MXFP4}:
-        raise no_four_bit_weights(named)
+        raise no_four_bit_weights(flag)
     if scheme.weight_format is Format.INT8:
-        check_int8(model, device, named, "auto")
-    if scheme.weight_format is not None:
-        weights = Format.INT8 if scheme.weight_format is Format.INT8 else fp8
-        yield scheme.weight_formats, weights, scheme.linear, ()
+        check_int8(model, device, flag, "auto")
+        yield Form(scheme.weight_formats, Format.INT8, scheme.linear)
         return
-    yield compute, compute, lambda _: None, ()
+    if scheme.weight_format is not None:
+        yield Form(scheme.weight_formats, fp8, scheme.linear)
+        return
+    yield Form(compute, compute, lambda _: None)
     if model.foreign is None or model.foreign.rounded:
-        yield fp8, fp8, online(model), ("--quantization", "fp8")
+        yield Form(fp8, fp8, online(model), ("--quantization", "fp8"))
     if model.foreign is None and device == "cpu":
-        yield Format.INT8, Format.INT8, online(model), ("--quantization", "int8")
-        yield "int4", fp8, int4_online, ("--quantization", "int4")
+        yield Form(Format.INT8, Format.INT8, online(model), ("--quantization", "int8"))
+        yield Form("int4", fp8, int4_online, ("--quantization", "int4"))
 
 
-Cache = tuple[KVCacheConfig, tuple[str, ...]]  # and the options that give it
+@dataclass(frozen=True)
+class Cache:
+    """A cache, and the options that give it."""
+
+    kv: KVCacheConfig
+    options: tuple[str, ...]
 
 
 def _caches(compute: Format, scheme: Scheme, wish: Wish, model: ModelConfig) -> list[Cache]:
@@ -300,18 +329,16 @@ def _caches(compute: Format, scheme: Scheme, wish: Wish, model: ModelConfig) -> 
     skipped = skipped_layers(wish.skip_layers, model.paged, model.num_layers)
     flags = (FLAG, ",".join(wish.skip_layers)) if skipped else ()
     stored = {index: mixer for index, mixer in model.paged.items() if index not in skipped}
-    plain, *quantized = _formats(compute, scheme, wish.device, groups_fit(stored))
-    caches = [
-        plain,
-        *(
-            (kv.skipping(skipped, model.num_layers, compute), (*given, *flags))
-            for kv, given in quantized
-        ),
-    ]
-    return [
-        (with_state(kv, wish.state_dtype, compute, Format.E4M3FN, model), given)
-        for kv, given in caches
-    ]
+    caches = []
+    for cache in _formats(compute, scheme, wish.device, groups_fit(stored)):
+        kv = cache.kv
+        options = cache.options
+        if kv.format is not compute:
+            kv = kv.skipping(skipped, model.num_layers, compute)
+            options += flags
+        kv = with_state(kv, wish.state_dtype, compute, Format.E4M3FN, model)
+        caches.append(Cache(kv, options))
+    return caches
 
 
 def _formats(compute: Format, scheme: Scheme, device: str, groups: bool) -> Iterator[Cache]:
@@ -324,16 +351,16 @@ def _formats(compute: Format, scheme: Scheme, device: str, groups: bool) -> Iter
     e4m3 = Format.E4M3FN
     static = Granularity.TENSOR  # scales per head or channel take no more memory that grows
     dtype = "--kv-cache-dtype"
-    yield KVCacheConfig(compute, None, None, None), (dtype, str(compute))
-    measured = [(Granularity.GROUP, "group")] if groups and device == "cpu" else []
-    measured.append((Granularity.TOKEN, "dynamic"))
+    yield Cache(KVCacheConfig(compute, None, None, None), (dtype, str(compute)))
+    measured = [(Granularity.TOKEN, "dynamic")]
+    if groups and device == "cpu":
+        measured.insert(0, (Granularity.GROUP, "group"))
     for granularity, scales in measured:
-        yield (
-            KVCacheConfig(e4m3, granularity, ScaleSource.DYNAMIC, None),
-            (dtype, "fp8", "--kv-scales", scales),
-        )
+        kv = KVCacheConfig(e4m3, granularity, ScaleSource.DYNAMIC, None)
+        yield Cache(kv, (dtype, "fp8", "--kv-scales", scales))
     if device == "cpu":
-        yield KVCacheConfig(Format.INT8, measured[0][0], ScaleSource.DYNAMIC, None), (dtype, "int8")
+        kv = KVCacheConfig(Format.INT8, measured[0][0], ScaleSource.DYNAMIC, None)
+        yield Cache(kv, (dtype, "int8"))
     source = ScaleSource.CALIBRATED
     scales = "checkpoint"
     if scheme.kv_static:
@@ -341,15 +368,15 @@ def _formats(compute: Format, scheme: Scheme, device: str, groups: bool) -> Iter
     elif scheme.is_final:  # `freight quantize` does not take it
         source = ScaleSource.FILE
         scales = "scales.json"
-    yield KVCacheConfig(e4m3, static, source, None), (dtype, "fp8", "--kv-scales", scales)
-    yield (
-        KVCacheConfig(Format.E5M2, static, ScaleSource.UNIT, None),
-        (dtype, "fp8_e5m2", "--kv-scales", "unit"),
-    )
+    kv = KVCacheConfig(e4m3, static, source, None)
+    yield Cache(kv, (dtype, "fp8", "--kv-scales", scales))
+    kv = KVCacheConfig(Format.E5M2, static, ScaleSource.UNIT, None)
+    yield Cache(kv, (dtype, "fp8_e5m2", "--kv-scales", "unit"))
 
 
 def _setting(
-    formats: tuple[str, KVCacheConfig, tuple[str, ...]],
+    form: Form,
+    cache: Cache,
     loaded: LoadedBytes,
     spec: KVCacheSpec,
     stored: int,
@@ -359,23 +386,25 @@ def _setting(
 ) -> Setting:
     share = MEMORY_SHARE[wish.device]
     left = max(0, wish.memory // wish.ranks - loaded.total)
-    cache = int(left * share)
-    longest = min(context, longest_request(spec, cache, context, step))
+    size = int(left * share)
+    longest = min(context, longest_request(spec, size, context, step))
     requests = 0
     tokens = longest
     num_blocks: tuple[int, ...] = ()
     if longest == context:
-        requests = requests_in(spec, cache, context, step)
+        requests = requests_in(spec, size, context, step)
     # the model's own context is lowered to fit
     if longest == context or (wish.context is None and longest > 0):
-        num_blocks = split_memory(spec, cache, longest, wish.max_num_seqs, step)
+        num_blocks = split_memory(spec, size, longest, wish.max_num_seqs, step)
         tokens = spec.capacity_tokens(num_blocks)
     needed = loaded.total + needed_for(held_memory(spec, context, wish.num_requests, step), share)
     return Setting(
-        *formats,
+        weights=form.name,
+        kv=cache.kv,
+        options=form.options + cache.options,
         loaded=loaded,
-        cache_bytes=cache,
-        rest_bytes=left - cache,
+        cache_bytes=size,
+        rest_bytes=left - size,
         spec=spec,
         stored_tokens=stored,
         num_blocks=num_blocks,
@@ -424,17 +453,13 @@ def needed_for(cache: int, share: float) -> int:
 def size(count: int, up: bool = False) -> str:
     """'24.0 GiB', rounded up if `up`, so that it is enough."""
     units = ((GIB, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
-    unit, name = next((one for one in units if count >= one[0]), units[-1])
+    unit, name = next((pair for pair in units if count >= pair[0]), units[-1])
     tenths = -(-count * 10 // unit) if up else round(count * 10 / unit)
     return f"{tenths / 10:,.1f} {name}"
 
 
 def asked(wish: Wish, context: int) -> str:
-    return f"{_count(wish.num_requests)} of {context:,} tokens"
-
-
-def _count(requests: int) -> str:
-    return "1 request" if requests == 1 else f"{requests:,} requests"
+    return f"{plural(wish.num_requests, 'request')} of {context:,} tokens"
 
 
 def verdict(plan: Plan) -> str:
@@ -442,112 +467,132 @@ def verdict(plan: Plan) -> str:
     wish = plan.wish
     if plan.choice is None:
         return _without_choice(plan)
-    one = plan.settings[plan.choice]
-    options = [
-        *one.options,
-        "--max-model-len",
-        str(plan.context),
-        "--kv-cache-memory",
-        str(one.cache_bytes * wish.ranks),
-    ]
+    setting = plan.settings[plan.choice]
+    flags = {
+        "--max-model-len": plan.context,
+        "--kv-cache-memory": setting.cache_bytes * wish.ranks,
+    }
     if wish.ranks > 1:
-        options += ["--tensor-parallel-size", str(wish.ranks)]
+        flags["--tensor-parallel-size"] = wish.ranks
     if wish.concurrency:
-        options += ["--max-num-seqs", str(wish.concurrency)]
+        flags["--max-num-seqs"] = wish.concurrency
     if wish.state_every:
-        options += ["--state-every", str(wish.state_every)]
+        flags["--state-every"] = wish.state_every
+    options = [*setting.options, *(f"{flag} {value}" for flag, value in flags.items())]
     if wish.state_dtype != "auto":
-        options += ["--state-dtype", wish.state_dtype]
-    first = ""
-    if one.kv.scale_source is ScaleSource.CALIBRATED:
-        # what it writes has FP8 weights unless told otherwise, and those become nothing else
-        others = one.weights == plan.dtype or one.options[1:2] in (("int8",), ("int4",))
-        kept = " --weights none" if others else ""
-        first = f", whose scales freight quantize{kept} --kv-cache fp8 measures,"
-    elif one.kv.scale_source is ScaleSource.FILE:
-        first = f", whose scales are measured on BASE, the 16-bit model of these weights ({BASE_SCALES}),"
+        options.append(f"--state-dtype {wish.state_dtype}")
     line = (
-        f"Take {one.weights} weights and a cache in {one.cache_name}{first} ({' '.join(options)}): "
-        f"{_count(one.requests)} of {plan.context:,} tokens fit at once"
+        f"Take {setting.weights} weights and a cache in {setting.cache_name}{_scales(plan, setting)} "
+        f"({' '.join(options)}): {plural(setting.requests, 'request')} of {plan.context:,} tokens fit at once"
     )
     if plan.choice:
         return f"{line}, and no setting listed before it serves {wish.num_requests:,}."
     return f"{line}."
 
 
+def _scales(plan: Plan, setting: Setting) -> str:
+    """Say how static scales are made, where they are not there yet."""
+    if setting.kv.scale_source is ScaleSource.FILE:
+        return f", whose scales are measured on BASE, the 16-bit model of these weights ({BASE_SCALES}),"
+    if setting.kv.scale_source is not ScaleSource.CALIBRATED:
+        return ""
+    weights = ""
+    # what it writes has FP8 weights unless told otherwise, and those become nothing else
+    if setting.weights == plan.dtype or setting.options[1:2] in (("int8",), ("int4",)):
+        weights = " --weights none"
+    return f", whose scales freight quantize{weights} --kv-cache fp8 measures,"
+
+
 def _without_choice(plan: Plan) -> str:
     memory = size(plan.wish.memory)
-    one = min(plan.settings, key=lambda one: one.needed_bytes)
+    setting = min(plan.settings, key=lambda setting: setting.needed_bytes)
     line = (
-        f"No setting serves {asked(plan.wish, plan.context)} in {memory}: {one.weights} weights and a cache in "
-        f"{one.cache_name} need the least, {size(one.needed_bytes, up=True)}"
+        f"No setting serves {asked(plan.wish, plan.context)} in {memory}: {setting.weights} weights and a cache in "
+        f"{setting.cache_name} need the least, {size(setting.needed_bytes, up=True)}"
     )
-    length = longest_of(plan, one)
-    instead = [f"{_count(one.requests)} of that context"] if one.requests else []
-    instead += [f"{_count(plan.wish.num_requests)} of {length:,} tokens"] if length else []
-    return f"{line}; in {memory} they serve {' or '.join(instead)}." if instead else f"{line}."
+    length = longest_of(plan, setting)
+    instead = []
+    if setting.requests:
+        instead.append(f"{plural(setting.requests, 'request')} of that context")
+    if length:
+        instead.append(f"{plural(plan.wish.num_requests, 'request')} of {length:,} tokens")
+    if instead:
+        line += f"; in {memory} they serve {' or '.join(instead)}"
+    return f"{line}."
 
 
 def stored_tokens(spec: KVCacheSpec) -> int:
     """Return the tokens of which a GiB of --kv-store holds all blocks, with their token ids and
     entries of the index.
     """
-    per_token = sum(
-        (group.bytes_per_block + ENTRY_BYTES) / group.tokens_per_block + TOKEN_BYTES
-        for group in spec.groups
-    )
+    per_token = 0.0
+    for group in spec.groups:
+        per_token += (group.bytes_per_block + ENTRY_BYTES) / group.tokens_per_block + TOKEN_BYTES
     return int(GIB / per_token)
 
 
 def as_json(plan: Plan) -> JsonObject:
     """Return the object of `freight plan --json`, without the model's name."""
+    ranks = {}
+    if plan.wish.ranks > 1:
+        ranks["ranks"] = plan.wish.ranks
     return {
         "runs": "through transformers" if plan.through_transformers else "natively",
         "device": plan.wish.device,
         "memory": plan.wish.memory,
-        **({"ranks": plan.wish.ranks} if plan.wish.ranks > 1 else {}),
-        "context": plan.context,
-        "dtype": plan.dtype,
-        "dtype_source": plan.dtype_source,
-        "concurrency": plan.wish.concurrency,
-        "settings": [_setting_json(one) for one in plan.settings],
+        **ranks,
+        **as_object(plan, _PLAN),
+        "settings": list(map(_setting_json, plan.settings)),
         "choice": plan.choice,
         "verdict": verdict(plan),
     }
 
 
-def _setting_json(one: Setting) -> JsonObject:
-    blocks = one.num_blocks or (0,) * len(one.spec.groups)
-    names = one.kv.names()
-    layers = one.kv.layer_names()
+_PLAN = {
+    "context": "context",
+    "dtype": "dtype",
+    "dtype_source": "dtype_source",
+    "concurrency": "wish.concurrency",
+}
+_SETTING = {
+    "options": "options",
+    "weight_bytes": "loaded.layers",
+    "embedding_bytes": "loaded.embeddings",
+    "rotary_table_bytes": "loaded.tables",
+    "kv_cache_bytes": "cache_bytes",
+    "rest_bytes": "rest_bytes",
+    "needed_bytes": "needed_bytes",
+    "bytes_per_token": "spec.bytes_per_token",
+    "bytes_per_state": "spec.bytes_per_state",
+    "state_dtype": "spec.state_format",
+    "block_size": "spec.block_size",
+    "stored_tokens_per_gib": "stored_tokens",
+}
+_FITS = {
+    "capacity_tokens": "capacity_tokens",
+    "longest_request": "longest",
+    "requests": "requests",
+}
+
+
+def _setting_json(setting: Setting) -> JsonObject:
+    names = setting.kv.names()
+    mixed = {}
+    layers = setting.kv.layer_names()
+    if layers is not None:
+        mixed["layers"] = layers
+    groups = []
+    for index, group in enumerate(setting.spec.groups):
+        blocks = setting.num_blocks[index] if setting.num_blocks else 0
+        size = {"bytes_per_block": group.bytes_per_block, "blocks": blocks}
+        groups.append({"layers": len(group.layers), **group.facts(), **size})
     return {
-        "weight_dtype": one.weights,
+        "weight_dtype": setting.weights,
         "kv_cache_dtype": names["dtype"],
         "granularity": names["granularity"],
         "scale_source": names["scale_source"],
-        **({} if layers is None else {"layers": layers}),
-        "options": list(one.options),
-        "weight_bytes": one.loaded.layers,
-        "embedding_bytes": one.loaded.embeddings,
-        "rotary_table_bytes": one.loaded.tables,
-        "kv_cache_bytes": one.cache_bytes,
-        "rest_bytes": one.rest_bytes,
-        "needed_bytes": one.needed_bytes,
-        "bytes_per_token": one.spec.bytes_per_token,
-        "bytes_per_state": one.spec.bytes_per_state,
-        "state_dtype": one.spec.state_format,
-        "block_size": one.spec.block_size,
-        "stored_tokens_per_gib": one.stored_tokens,
-        "groups": [
-            {
-                "layers": len(group.layers),
-                **group.facts(),
-                "bytes_per_block": group.bytes_per_block,
-                "blocks": n,
-            }
-            for group, n in zip(one.spec.groups, blocks, strict=True)
-        ],
-        "capacity_tokens": one.capacity_tokens,
-        "longest_request": one.longest,
-        "requests": one.requests,
+        **mixed,
+        **as_object(setting, _SETTING),
+        "groups": groups,
+        **as_object(setting, _FITS),
     }

@@ -94,7 +94,7 @@ def test_negative_scales_zeros_and_what_is_left_out_are_counted(tmp_path: Path):
     (tmp_path / "config.json").write_text((FOUR_BITS / "awq/config.json").read_text())
     facts = read_weights(open_checkpoint(str(tmp_path)))
     assert facts is not None
-    assert (facts.others, sum(facts.kinds.values())) == ({"float16": 1}, 6)
+    assert (facts.unquantized, sum(facts.kinds.values())) == ({"float16": 1}, 6)
     assert facts.scales is not None
     assert (facts.scales.negative, facts.scales.zero) == (1, 1)
     first, checked, *_ = facts.lines()

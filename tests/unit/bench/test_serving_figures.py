@@ -28,7 +28,7 @@ def read(*events: tuple[float, bytes]) -> Answer:
     stream = AnswerStream()
     for now, data in events:
         stream.feed(data, now)
-    return stream.answer(start=10.0, sent=10.0, wanted=6)
+    return stream.answer(start=10.0, sent=10.0, num_asked=6)
 
 
 DONE = b"data: [DONE]\n\n"

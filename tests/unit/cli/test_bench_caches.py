@@ -13,7 +13,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from freight.lab.bench import caches as bench_caches
+from freight.lab.bench import throughput as bench_throughput
 from freight.lab.bench.cache_picture import WIDTH, cache_picture
 from freight.lab.bench.caches import as_table, measure_caches
 from freight.lab.bench.drive import StepRecord
@@ -77,7 +77,7 @@ def test_they_take_turns_on_the_same_requests_and_ratios_are_within_a_repeat(
         seconds = 10.0**turn * (1 if engine.runner.pool.spec.bytes_per_token < 128 else 2)
         return [StepRecord(seconds, seconds, len(prompts), len(prompts), 0.5, len(prompts))]
 
-    monkeypatch.setattr(bench_caches, "drive", drive)
+    monkeypatch.setattr(bench_throughput, "drive", drive)
     found = measure(shape, 3)
     engines = [engine for engine, _ in asked]
     assert len(set(engines)) == 4

@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from freight.errors import ConfigError, choices
 from freight.lab.audit.families import family_of, known
@@ -148,13 +149,20 @@ class EngineView:
     @property
     def lost(self) -> tuple[int, ...]:
         """The layers in which a stored scale is not used."""
-        return tuple(x.layer for x in self.layers if Effect.IGNORED in (x.k.effect, x.v.effect))
+        return self._layers_with(Effect.IGNORED)
 
     @property
     def unit(self) -> tuple[int, ...]:
         """The layers in which K or V is divided by 1.0 for want of a loaded scale."""
-        poor = (Effect.IGNORED, Effect.ONE)
-        return tuple(x.layer for x in self.layers if x.k.effect in poor or x.v.effect in poor)
+        return self._layers_with(Effect.IGNORED, Effect.ONE)
+
+    def _layers_with(self, *effects: Effect) -> tuple[int, ...]:
+        """Return the layers with one of `effects` on either side."""
+        layers = []
+        for layer in self.layers:
+            if layer.k.effect in effects or layer.v.effect in effects:
+                layers.append(layer.layer)
+        return tuple(layers)
 
 
 def parse_engine(text: str) -> tuple[Engine, str]:
@@ -182,50 +190,75 @@ def parse_engine(text: str) -> tuple[Engine, str]:
 
 def _rules_of(engine: Engine, version: str) -> str | None:
     """Return the version that was read and is this one, or whose patch release it is."""
-    parts = version.split(".")
-    return next(
-        (one for one in READ[engine] if parts[: len(one.split("."))] == one.split(".")), None
-    )
+    for release in READ[engine]:
+        if version == release or version.startswith(f"{release}."):
+            return release
+    return None
 
 
 def view(engine: Engine, version: str, facts: Facts) -> EngineView:
     """Return what `engine` at `version` does with a checkpoint of these facts."""
     rules_of = _rules_of(engine, version)
     assert rules_of is not None, "parse_engine accepts versions that were read"
-    assembly = next(
-        one
-        for one in ASSEMBLIES
-        if one.engine is engine
-        and _holds(one, rules_of)
-        and (not one.methods or facts.method in one.methods)
-    )
+    assembly = _assembly(engine, rules_of, facts.method)
     by_layer: list[list[StoredScale]] = [[] for _ in range(facts.num_layers)]
     for stored in facts.stored:
         if stored.layer < facts.num_layers:
             by_layer[stored.layer].append(stored)
     layers = []
-    for index, found in enumerate(by_layer):
+    for index, scales in enumerate(by_layer):
         if index not in facts.without_keys:
-            ruled = [(one, _rule(engine, rules_of, one, facts)) for one in found]
+            ruled = [(stored, _rule(engine, rules_of, stored, facts)) for stored in scales]
             layers.append(_layer(index, ruled, assembly, facts))
-    sides = [side for layer in layers for side in (layer.k, layer.v)]
-    refused = [side for side in sides if side.effect is Effect.REFUSED]
-    refusal = f"{refused[0].name}: {refused[0].why} ({refused[0].source})" if refused else ""
+    refusal = _refusal(layers)
     recent = engine is Engine.VLLM and rules_of != READ[engine][0]
     if engine is Engine.VLLM and facts.method in CT and facts.scheme is not None:
         refusal = vllm_refusal(facts.scheme, recent) or refusal
-    auto = (
-        any(rule.engine is engine and facts.method in rule.methods for rule in AUTO_RULES)
-        and facts.declares_kv
+    by_default = any(rule.engine is engine and facts.method in rule.methods for rule in AUTO_RULES)
+    engine_view = EngineView(
+        engine=engine,
+        version=version,
+        rules_of=rules_of,
+        num_layers=facts.num_layers,
+        layers=tuple(layers),
+        auto_fp8=by_default and facts.declares_kv,
+        doubled=assembly.doubled,
+        refusal=refusal,
+        input_scales=_input_effects(engine, facts),
+        family=family_of(engine, facts.architecture, facts.model_type),
     )
-    read = {suffix: effect for of, suffix, effect, _ in INPUT_RULES if of is engine}
-    inputs = tuple(
-        (name, count, read.get(name, Effect.IGNORED)) for name, count in facts.input_scales
-    )
-    family = family_of(engine, facts.architecture, facts.model_type)
-    caveat, notes = _conditions(facts) if recent else ("", ())
-    shown = facts.num_layers, tuple(layers), auto, assembly.doubled, refusal
-    return EngineView(engine, version, rules_of, *shown, inputs, family, caveat, notes)
+    if not recent:
+        return engine_view
+    caveat, notes = _conditions(facts)
+    return replace(engine_view, caveat=caveat, notes=notes)
+
+
+def _assembly(engine: Engine, version: str, method: str) -> Assembly:
+    for rule in ASSEMBLIES:
+        of_method = not rule.methods or method in rule.methods
+        if rule.engine is engine and of_method and _holds(rule, version):
+            return rule
+    raise AssertionError("there is a rule for each engine, version and method")
+
+
+def _refusal(layers: Sequence[LayerEffect]) -> str:
+    """Say why the engine does not load a scale; '' if it loads all."""
+    for layer in layers:
+        for side in (layer.k, layer.v):
+            if side.effect is Effect.REFUSED:
+                return f"{side.name}: {side.why} ({side.source})"
+    return ""
+
+
+def _input_effects(engine: Engine, facts: Facts) -> tuple[tuple[str, int, Effect], ...]:
+    effects = {}
+    for of, suffix, effect, _ in INPUT_RULES:
+        if of is engine:
+            effects[suffix] = effect
+    inputs = []
+    for name, count in facts.input_scales:
+        inputs.append((name, count, effects.get(name, Effect.IGNORED)))
+    return tuple(inputs)
 
 
 def _conditions(facts: Facts) -> tuple[str, tuple[str, ...]]:
@@ -237,10 +270,9 @@ def _conditions(facts: Facts) -> tuple[str, tuple[str, ...]]:
         "on GPUs its FlashAttention 3 (H100), Triton, and FlashInfer (Blackwell) round queries to FP8 too, with "
         f"{q_scale}, which is not measured here"
     )
-    per_head = (
-        facts.method in CT and facts.scheme is not None and facts.scheme.strategy == "attn_head"
-    )
-    return caveat, ((VLLM_NOTES[0],) if per_head else ()) + VLLM_NOTES[1:]
+    if facts.method in CT and facts.scheme is not None and facts.scheme.strategy == "attn_head":
+        return caveat, VLLM_NOTES
+    return caveat, VLLM_NOTES[1:]
 
 
 def _number(version: str) -> tuple[int, ...]:
@@ -265,9 +297,9 @@ def _rule(engine: Engine, version: str, stored: StoredScale, facts: Facts) -> Na
         if all(not allowed or value in allowed for allowed, value in pairs):
             return rule
     family = family_of(engine, facts.architecture, facts.model_type)
-    found = known(engine, version, family, tail, facts.method, facts.strategy)
-    if found is not None:
-        return found
+    rule_of_family = known(engine, version, family, tail, facts.method, facts.strategy)
+    if rule_of_family is not None:
+        return rule_of_family
     why = f"no rule was read for {tail} of {family} with quant_method {facts.method} in {_NAMES[engine]} {version}"
     return NameRule(
         engine=engine,
@@ -278,10 +310,10 @@ def _rule(engine: Engine, version: str, stored: StoredScale, facts: Facts) -> Na
     )
 
 
-def _layer(index: int, found: list[Ruled], assembly: Assembly, facts: Facts) -> LayerEffect:
+def _layer(index: int, ruled: list[Ruled], assembly: Assembly, facts: Facts) -> LayerEffect:
     """Return a layer's sides, from its tensors and the rules that match them."""
     loaded: dict[str, Ruled] = {}
-    for stored, rule in found:
+    for stored, rule in ruled:
         bad = next((value for value in stored.values if not 0 < value < math.inf), None)
         if bad is not None and rule.effect in (Effect.USED, Effect.CONVERTED):
             why = f"the stored scale is {bad}, and a scale has to be finite and above 0"
@@ -304,7 +336,7 @@ def _layer(index: int, found: list[Ruled], assembly: Assembly, facts: Facts) -> 
         if alone is not None:
             return LayerEffect(index, *alone)
     rounded = dict(facts.rounded)
-    sides = [_side(letter, found, loaded.get(letter), rounded) for letter in "kv"]
+    sides = [_side(letter, ruled, loaded.get(letter), rounded) for letter in "kv"]
     return LayerEffect(index, sides[0], sides[1])
 
 
@@ -318,9 +350,9 @@ def _alone(loaded: dict[str, Ruled], assembly: Assembly) -> tuple[Side, Side] | 
         return None
     if effect is Effect.IGNORED:
         why = "it reads a pair of scales, or neither"
-        own = Side(effect, (1.0,), name=stored.name, why=why, source=assembly.source)
+        loaded_side = Side(effect, (1.0,), name=stored.name, why=why, source=assembly.source)
         other = Side(Effect.ONE, (1.0,), why="no scale is stored", source=assembly.source)
-        return (own, other) if letter == "k" else (other, own)
+        return (loaded_side, other) if letter == "k" else (other, loaded_side)
     values = stored.values
     why = "one scale serves K and V"
     if effect is Effect.REFUSED:
@@ -332,7 +364,7 @@ def _alone(loaded: dict[str, Ruled], assembly: Assembly) -> tuple[Side, Side] | 
 
 def _side(
     letter: str,
-    found: list[Ruled],
+    ruled: list[Ruled],
     loaded: Ruled | None,
     rounded: dict[str, float],
 ) -> Side:
@@ -343,7 +375,7 @@ def _side(
             values = (rounded[stored.name],)
         effect = Effect.USED if values == stored.values else rule.effect
         return Side(effect, values, name=stored.name, why=rule.why, source=rule.source)
-    for stored, rule in found:
+    for stored, rule in ruled:
         if letter in stored.side:
             return Side(Effect.IGNORED, (1.0,), name=stored.name, why=rule.why, source=rule.source)
     return Side(Effect.ONE, (1.0,), why="no scale is stored")

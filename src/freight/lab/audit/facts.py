@@ -58,7 +58,7 @@ def read_facts(path: Path) -> tuple[Checkpoint, Facts]:
         stored.append(StoredScale(name, parsed[0], parsed[1], tuple(map(float, tensor.tolist()))))
         if parsed[1] == "kv" and len(tensor) == 1:
             rounded.append((name, float(tensor.to(_model_dtype(inner)).float())))
-    stored.sort(key=lambda one: (one.layer, _SIDES[one.side], one.name))
+    stored.sort(key=lambda scale: (scale.layer, _SIDES[scale.side], scale.name))
     strategy, declares = _kv_scheme(declared)
     inputs = Counter(name.rpartition(".")[2] for name in checkpoint.names if name.endswith(_INPUTS))
     facts = Facts(
@@ -82,13 +82,9 @@ def _num_layers(config: JsonObject) -> object:
     """Return the number of layers; where config.json does not say it, as many as it names kinds of
     layers (Nemotron-H).
     """
-    listed = [
-        config[key] for key in ("layers_block_type", "hybrid_override_pattern") if config.get(key)
-    ]
-    return config.get(
-        "num_hidden_layers",
-        len(listed[0]) if listed and isinstance(listed[0], list | str) else None,
-    )
+    kinds = config.get("layers_block_type") or config.get("hybrid_override_pattern")
+    count = len(kinds) if isinstance(kinds, list | str) else None
+    return config.get("num_hidden_layers", count)
 
 
 def _without_keys(names: Collection[str], num_layers: int) -> frozenset[int]:
@@ -99,19 +95,22 @@ def _without_keys(names: Collection[str], num_layers: int) -> frozenset[int]:
     decays, too.
     """
     stateful = {name.removesuffix(".A_log") for name in names if name.endswith(".A_log")}
-    matches = (
-        match for match in map(_KEYS.search, names) if match and not is_other_part(match.string)
-    )
-    having = {int(match[1]) for match in matches if match.string.rsplit(".", 2)[0] not in stateful}
-    return frozenset(range(num_layers)) - having if having else frozenset()
+    with_keys = set()
+    for name in names:
+        match = _KEYS.search(name)
+        if match and not is_other_part(name) and name.rsplit(".", 2)[0] not in stateful:
+            with_keys.add(int(match[1]))
+    if not with_keys:
+        return frozenset()
+    return frozenset(range(num_layers)) - with_keys
 
 
 def _declared(checkpoint: Checkpoint) -> JsonObject:
     """Return the declaration, in the order in which engines look for it; {} without one."""
     for key in ("quantization_config", "compression_config"):
         if isinstance(checkpoint.config.get(key), Mapping):
-            found: JsonObject = checkpoint.config[key]
-            return found
+            config: JsonObject = checkpoint.config[key]
+            return config
     other = checkpoint.hf_quant_config
     if other is not None and isinstance(other.get("quantization"), Mapping):
         return {"quant_method": "modelopt", **other["quantization"]}

@@ -85,7 +85,9 @@ def known(
     source = f"{engine} {version}: {row['at'][text]}"
     if text.startswith("stops"):
         # What vLLM raises depends on the module where the name ends: ValueError or AttributeError.
-        error = "" if engine is Engine.VLLM else f" with {text.removeprefix('stops: ')}"
+        error = ""
+        if engine is not Engine.VLLM:
+            error = f" with {text.removeprefix('stops: ')}"
         return NameRule(
             engine=engine,
             names=".*",

@@ -41,9 +41,9 @@ def engine_scales(view: EngineView) -> KVScales | None:
     """
     if view.refusal or view.unknown:
         return None
-    found = {layer.layer: _layer_scales(layer) for layer in view.layers}
-    layers = tuple(found.get(index) for index in range(view.num_layers))
-    return KVScales(layers, unneeded=frozenset(range(view.num_layers)).difference(found))
+    by_layer = {layer.layer: _layer_scales(layer) for layer in view.layers}
+    layers = tuple(by_layer.get(index) for index in range(view.num_layers))
+    return KVScales(layers, unneeded=frozenset(range(view.num_layers)).difference(by_layer))
 
 
 def _layer_scales(layer: LayerEffect) -> LayerScales:
@@ -80,8 +80,8 @@ def measure(
     """
     native = probe(args.device).native_e4m3
     plain = replace(args, kv_cache_dtype="auto", kv_scales="auto", quantization_param_path=None)
-    caches = [replace(DYNAMIC, format=native), *(static(one, native) for one in scales)]
-    caches += [static(one, Format.E4M3FN) for one in truncated]
+    caches = [replace(DYNAMIC, format=native), *(static(layers, native) for layers in scales)]
+    caches += [static(layers, Format.E4M3FN) for layers in truncated]
     kernels = [VllmCpuKernels()] * len(truncated)
     runs = run_caches(plain, caches, text, window, max_tokens, on_progress, kernels)
     return [run.score() for run in runs]
@@ -89,7 +89,7 @@ def measure(
 
 def worst_layers(
     args: EngineArgs,
-    own: KVScales,
+    engine: KVScales,
     repaired: KVScales,
     text: str | Sequence[int],
     window: int | None,
@@ -97,23 +97,21 @@ def worst_layers(
     on_progress: OnProgress = unseen,
 ) -> tuple[LayerCost, ...]:
     """Return the layers whose scales differ between the two, the costliest first."""
-    pairs = list(enumerate(zip(own.layers, repaired.layers, strict=True)))
-    differing = [
-        (i, a)
-        for i, (a, b) in pairs
-        if a is not None and b is not None and (a.k, a.v) != (b.k, b.v)
-    ]
+    differing = []
+    swapped = []
+    for index, layer in enumerate(engine.layers):
+        base = repaired.layers[index]
+        if layer is None or base is None or (layer.k, layer.v) == (base.k, base.v):
+            continue
+        layers = (*repaired.layers[:index], layer, *repaired.layers[index + 1 :])
+        differing.append(index)
+        swapped.append(replace(repaired, layers=layers))
     if not differing:
         return ()
-    swapped = [
-        replace(repaired, layers=(*repaired.layers[:i], a, *repaired.layers[i + 1 :]))
-        for i, a in differing
-    ]
-    base, *scores = measure(args, [repaired, *swapped], text, window, max_tokens, on_progress)[2:]
-    costs = [
-        LayerCost(i, score.mean_kl - base.mean_kl)
-        for (i, _), score in zip(differing, scores, strict=True)
-    ]
+    scores = measure(args, [repaired, *swapped], text, window, max_tokens, on_progress)[2:]
+    costs = []
+    for index, score in zip(differing, scores[1:], strict=True):
+        costs.append(LayerCost(index, score.mean_kl - scores[0].mean_kl))
     return tuple(sorted(costs, key=lambda cost: -cost.added_kl))
 
 
@@ -148,10 +146,9 @@ def measured_scales(
                     assert scale is not None
                     best[side] = max(best[side], float(scale.flatten(0, 1)[: len(part)].max()))
     # A layer whose keys are all zero has no amax; any scale stores its zeros.
-    found = {
-        i: LayerScales((k or 1.0,), (v or 1.0,), Granularity.TENSOR)
-        for i, (k, v) in largest.items()
-    }
-    layers = tuple(found.get(index) for index in range(opened.model.num_layers))
+    by_layer = {}
+    for index, (k, v) in largest.items():
+        by_layer[index] = LayerScales((k or 1.0,), (v or 1.0,), Granularity.TENSOR)
+    layers = tuple(by_layer.get(index) for index in range(opened.model.num_layers))
     scales = KVScales(layers, opened.device.native_e4m3, unneeded=opened.model.without_pages)
     return for_variant(scales, Format.E4M3FN)

@@ -156,9 +156,9 @@ def write_repaired(checkpoint: Checkpoint, scales: KVScales, form: Form, out: Pa
 
 def _prefix(checkpoint: Checkpoint) -> str:
     """'model.layers.' or what else stands before the number of a decoder layer."""
-    found = {match[1] for match in map(_ATTENTION.match, checkpoint.names) if match}
+    prefixes = {match[1] for match in map(_ATTENTION.match, checkpoint.names) if match}
     text = sorted(
-        (prefix for prefix in found if "vis" not in prefix and "mtp" not in prefix), key=len
+        (prefix for prefix in prefixes if "vis" not in prefix and "mtp" not in prefix), key=len
     )
     if not text:
         raise CheckpointError(
@@ -169,17 +169,17 @@ def _prefix(checkpoint: Checkpoint) -> str:
 
 def _declared(config: JsonObject, form: Form) -> JsonObject:
     """config.json of the repaired checkpoint: the declaration stays, but for that of the KV cache."""
-    kept = {key: value for key, value in config.items() if key != "freight"}
+    repaired = {key: value for key, value in config.items() if key != "freight"}
     if form.method == NONE:
-        return kept
-    key = "compression_config" if "compression_config" in kept else "quantization_config"
+        return repaired
+    key = "compression_config" if "compression_config" in repaired else "quantization_config"
     new = declare({}, _KV_ONLY, ())["quantization_config"]
-    if not isinstance(kept.get(key), Mapping):
-        return kept if form.method == "modelopt" else {**kept, "quantization_config": new}
+    if not isinstance(repaired.get(key), Mapping):
+        return repaired if form.method == "modelopt" else {**repaired, "quantization_config": new}
     if form.method == "compressed-tensors":
         scheme: object = new["kv_cache_scheme"]
     elif form.method == "modelopt":
         scheme = {"dynamic": False, "num_bits": 8, "type": "float"}
     else:
         scheme = "static"
-    return {**kept, key: {**kept[key], "kv_cache_scheme": scheme}}
+    return {**repaired, key: {**repaired[key], "kv_cache_scheme": scheme}}

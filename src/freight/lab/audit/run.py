@@ -31,6 +31,7 @@ from freight.lab.audit.repair import Form, choose_form, write_repaired
 from freight.lab.audit.rules import Engine
 from freight.lab.audit.verdict import Cost, sentence
 from freight.lab.audit.weights import WeightFacts, read_weights
+from freight.lab.columns import as_object
 from freight.model.open import open_folder
 from freight.settings.engine import EngineArgs
 
@@ -121,20 +122,29 @@ def audit(
         one_each = _per_tensor(repaired)
         form = choose_form(facts, one_each, engines)
         write_repaired(checkpoint, one_each, form, fix)
-    scales = [engine_scales(one) for one in views]
-    cpu = [own if one.truncates_on_cpus else None for one, own in zip(views, scales, strict=True)]
+    scales = list(map(engine_scales, views))
+    cpu: list[KVScales | None] = []
+    for engine_view, of_engine in zip(views, scales, strict=True):
+        cpu.append(of_engine if engine_view.truncates_on_cpus else None)
     costs = _Costs()
     if measured is not None:
         costs = _measure(args, (*scales, stored), cpu, measured, window, max_tokens, on_progress)
     reports = []
-    for one, own, truncated in zip(views, scales, cpu, strict=True):
+    ranking = partial(on_progress, "layers")
+    for engine_view, of_engine, truncated in zip(views, scales, cpu, strict=True):
         worst: tuple[LayerCost, ...] = ()
-        if measured is not None and repaired is not None and own is not None:
-            shown = partial(on_progress, "layers")
-            worst = worst_layers(args, own, repaired, measured, window, layer_tokens, shown)
-        cost = costs.of.get(own)
-        verdict = sentence(one, cost, costs.plain, costs.dynamic)
-        reports.append(EngineReport(one, cost, costs.truncated.get(truncated), worst, verdict))
+        if measured is not None and repaired is not None and of_engine is not None:
+            worst = worst_layers(args, of_engine, repaired, measured, window, layer_tokens, ranking)
+        cost = costs.of.get(of_engine)
+        reports.append(
+            EngineReport(
+                view=engine_view,
+                cost=cost,
+                cpu_cost=costs.truncated.get(truncated),
+                worst=worst,
+                verdict=sentence(engine_view, cost, costs.plain, costs.dynamic),
+            )
+        )
     return AuditReport(
         facts=facts,
         engines=tuple(reports),
@@ -160,22 +170,21 @@ def _measure(
     """Measure each of `scales`, and each of `cpu` as vLLM's CPU kernels round; equal ones once."""
     nearest = _distinct(scales)
     towards_zero = _distinct(cpu)
-    shown = partial(on_progress, "measuring")
-    scored = measure(args, nearest, text, window, max_tokens, shown, towards_zero)
-    plain, dynamic, *others = [
-        Cost(score.perplexity, score.mean_kl, score.same_top_share) for score in scored
-    ]
+    progress = partial(on_progress, "measuring")
+    scored = measure(args, nearest, text, window, max_tokens, progress, towards_zero)
+    costs = [Cost(score.perplexity, score.mean_kl, score.same_top_share) for score in scored]
+    plain, dynamic, *costs = costs
     return _Costs(
         plain=plain,
         dynamic=dynamic,
-        of=dict(zip(nearest, others, strict=False)),
-        truncated=dict(zip(towards_zero, others[len(nearest) :], strict=True)),
+        of=dict(zip(nearest, costs, strict=False)),
+        truncated=dict(zip(towards_zero, costs[len(nearest) :], strict=True)),
         num_tokens=scored[0].num_tokens,
     )
 
 
 def _distinct(scales: Sequence[KVScales | None]) -> list[KVScales]:
-    return list(dict.fromkeys(one for one in scales if one is not None))
+    return list(dict.fromkeys(layers for layers in scales if layers is not None))
 
 
 def _per_tensor(scales: KVScales) -> KVScales:
@@ -202,9 +211,8 @@ def _stored(path: Path, args: EngineArgs) -> tuple[KVScales | None, WeightFacts 
         unmeasured = ""
     except CheckpointError as error:  # KV scales may be repaired all the same
         unmeasured = says.format(error)
-    fine = any(
-        layer is not None and layer.granularity is Granularity.CHANNEL for layer in scales.layers
-    )
+    granularities = {layer.granularity for layer in scales.layers if layer is not None}
+    fine = Granularity.CHANNEL in granularities
     if scales.faults or scales.missing or scales.alone("k") or scales.alone("v") or fine:
         return None, weights, unmeasured
     # The names of the tensors are no part of what is compared.
@@ -212,28 +220,43 @@ def _stored(path: Path, args: EngineArgs) -> tuple[KVScales | None, WeightFacts 
     return KVScales(layers, scales.format, unneeded=scales.unneeded), weights, unmeasured
 
 
+_REPORT = {
+    "model_type": "facts.model_type",
+    "quant_method": "facts.method",
+    "weights": "weights",
+    "num_layers": "facts.num_layers",
+}
+_ENGINE = {
+    "engine": "view.engine",
+    "version": "view.version",
+    "rules_of": "view.rules_of",
+    "verdict": "verdict",
+    "family": "view.family",
+    "refusal": "view.refusal",
+    "caveat": "view.caveat",
+    "notes": "view.notes",
+    "fp8_by_default": "view.auto_fp8",
+    "doubles_for_fnuz": "view.doubled",
+    "scales": "view.counts",
+}
+
+
 def as_json(model: str, report: AuditReport) -> JsonObject:
     """Return the JSON object of `freight audit --json`; docs/audit.md lists its keys."""
-    facts = report.facts
-    form = report.fixed
+    stored = []
+    for scale in report.facts.stored:
+        stored.append({"name": scale.name, "values": list(map(_number, scale.values))})
+    caches = {"16_bits": report.plain, "dynamic": report.dynamic, "stored": report.stored}
     return {
         "model": model,
-        "model_type": facts.model_type,
-        "quant_method": facts.method,
-        "weights": None if report.weights is None else report.weights.as_json(),
-        "num_layers": facts.num_layers,
-        "stored_scales": [
-            {"name": s.name, "values": list(map(_number, s.values))} for s in facts.stored
-        ],
-        "engines": [_engine(one) for one in report.engines],
-        "caches": {
-            "16_bits": _figures(report.plain),
-            "dynamic": _figures(report.dynamic),
-            "stored": _figures(report.stored),
-        },
+        **as_object(report, _REPORT),
+        "weights": report.weights and report.weights.as_json(),
+        "stored_scales": stored,
+        "engines": list(map(_engine, report.engines)),
+        "caches": {name: _figures(cost) for name, cost in caches.items()},
         "num_tokens": report.num_tokens,
         "unmeasured": report.unmeasured or None,
-        "fixed": None if form is None else form.as_json(),
+        "fixed": report.fixed and report.fixed.as_json(),
     }
 
 
@@ -242,41 +265,33 @@ def _number(value: float) -> float | str:
     return value if math.isfinite(value) else str(value)
 
 
-def _figures(cost: Cost | None) -> dict[str, float] | None:
+def _figures(cost: Cost | None) -> JsonObject | None:
     return None if cost is None else asdict(cost)
 
 
 def _engine(report: EngineReport) -> JsonObject:
-    one = report.view
+    inputs = []
+    for name, count, effect in report.view.input_scales:
+        inputs.append({"name": name, "count": count, "effect": effect})
+    layers = []
+    for layer in report.view.layers:
+        layers.append({"layer": layer.layer, "k": _side(layer.k), "v": _side(layer.v)})
     return {
-        "engine": one.engine,
-        "version": one.version,
-        "rules_of": one.rules_of,
-        "verdict": report.verdict,
-        "family": one.family,
-        "refusal": one.refusal or None,
-        "caveat": one.caveat or None,
-        "notes": list(one.notes),
-        "fp8_by_default": one.auto_fp8,
-        "doubles_for_fnuz": one.doubled,
-        "scales": one.counts,
-        "input_scales": [
-            {"name": name, "count": count, "effect": effect}
-            for name, count, effect in one.input_scales
-        ],
+        **as_object(report, _ENGINE),
+        "refusal": report.view.refusal or None,
+        "caveat": report.view.caveat or None,
+        "input_scales": inputs,
         "cost": _figures(report.cost),
         "cost_on_cpus": _figures(report.cpu_cost),
-        "worst_layers": [asdict(cost) for cost in report.worst],
-        "layers": [
-            {"layer": layer.layer, "k": _side(layer.k), "v": _side(layer.v)} for layer in one.layers
-        ],
+        "worst_layers": list(map(asdict, report.worst)),
+        "layers": layers,
     }
 
 
 def _side(side: Side) -> JsonObject:
     return {
         "effect": side.effect,
-        "values": list(side.values),
+        "values": side.values,
         "granularity": {0: None, 1: "tensor"}.get(len(side.values), "head"),
         "name": side.name or None,
         "why": side.why or None,

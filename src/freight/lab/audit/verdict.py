@@ -47,23 +47,27 @@ def _does(view: EngineView) -> str:
     count = len(view.layers)
     unit = len(view.unit)
     lost = len(view.lost)
-    layers = "layers" if count == view.num_layers else "layers with attention"
+    layers = "layers"
+    if count != view.num_layers:
+        layers = "layers with attention"
     if not unit:
-        which = f"all {count} {layers}" if count > 1 else layers.replace("layers", "the one layer")
-        return f"uses the stored scales of {which}"
+        if count == 1:
+            return f"uses the stored scales of {layers.replace('layers', 'the one layer')}"
+        return f"uses the stored scales of all {count} {layers}"
     if lost:
-        where = (
-            f"in all {layers}"
-            if lost == count
-            else f"in {lost} of {count} {layers} ({_numbers(view.lost)})"
-        )
-        none = f", finds none in {unit - lost} more," if unit > lost else ""
-        return f"drops stored scales {where}{none} and divides by 1.0 there"
+        where = f"in all {layers}"
+        if lost < count:
+            where = f"in {lost} of {count} {layers} ({_numbers(view.lost)})"
+        if unit > lost:
+            where += f", finds none in {unit - lost} more,"
+        return f"drops stored scales {where} and divides by 1.0 there"
     if unit == count:
         return f"finds no scales and divides by 1.0 in every {layers.replace('layers', 'layer')}"
     return f"finds no scales in {unit} of {count} {layers} ({_numbers(view.unit)}) and divides by 1.0 there"
 
 
 def _numbers(layers: tuple[int, ...]) -> str:
-    shown = ", ".join(map(str, layers[:8]))
-    return f"layer{'s' if len(layers) > 1 else ''} {shown}{', …' if len(layers) > 8 else ''}"
+    numbers = ", ".join(map(str, layers[:8]))
+    if len(layers) > 8:
+        numbers += ", …"
+    return f"layer{'s' * (len(layers) > 1)} {numbers}"

@@ -20,6 +20,7 @@ from freight.checkpoint.four_bits import StoredGroups
 from freight.checkpoint.reader import Checkpoint
 from freight.fp8.formats import Format
 from freight.fp8.scheme import KVScales, Scheme, WeightScales
+from freight.lab.columns import as_object
 from freight.model.architectures import tensor_names
 from freight.model.config.model import ModelConfig
 from freight.model.open import OpenCheckpoint
@@ -55,7 +56,7 @@ class WeightFacts:
     kinds        how many there are, by what is declared of them
     method       the producer's name
     bits         stored bits of a weight, with its scales and zero points
-    others       matrices of layers that are not quantized, by dtype; routers do not count
+    unquantized  matrices of layers that are not quantized, by dtype; routers do not count
     embedding    dtype or form of the embedding
     head         that of the head; None where it is the embedding
     scales       None for powers of two in bytes, whose check is that they are finite
@@ -68,7 +69,7 @@ class WeightFacts:
     kinds: Mapping[str, int]
     method: str
     bits: float
-    others: Mapping[str, int]
+    unquantized: Mapping[str, int]
     embedding: str
     head: str | None
     scales: ScaleFacts | None
@@ -83,54 +84,56 @@ class WeightFacts:
         outside = f"embedding in {self.embedding}, head in {self.head}"
         if self.head in (None, self.embedding):
             outside = f"embedding and head in {self.embedding}"
-        others = "".join(f"; {count} more in {dtype}" for dtype, count in self.others.items())
+        plain = "".join(f"; {count} more in {dtype}" for dtype, count in self.unquantized.items())
         checked = ["every tensor has its place, dtype and shape"]
         if self.scales is not None:
             checked.append(str(self.scales))
         if self.zero_points:
             checked.append(f"{self.zero_points:,} zero points")
-        found = [
-            f"Weights ({self.method}): {kinds}; {self.bits:.2f} bits a weight, scales included{others}; {outside}",
+        lines = [
+            f"Weights ({self.method}): {kinds}; {self.bits:.2f} bits a weight, scales included{plain}; {outside}",
             f"checked: {'; '.join(checked)}",
         ]
         if self.reordered:
-            found.append(
+            lines.append(
                 f"{self.reordered} matrices have groups in an order of their own, into which inputs are put before "
                 "each product"
             )
         if self.on_cpus:
-            found.append("Freight computes with these weights on CPUs; on GPUs it refuses them")
-        found.append(self.kv)
-        found.append(
+            lines.append("Freight computes with these weights on CPUs; on GPUs it refuses them")
+        lines.append(self.kv)
+        lines.append(
             "what rounding the weights cost is in no figure here, as all have these weights: compare the perplexity "
             "with that of the model they were made from (freight evaluate caches)"
         )
-        return found
+        return lines
 
     def as_json(self) -> JsonObject:
         """Return the object of `freight audit --json`; docs/audit.md lists its keys."""
-        scales = self.scales
-        return {
-            "method": self.method,
-            "kinds": dict(self.kinds),
-            "bits_per_weight": self.bits,
-            "not_quantized": dict(self.others),
-            "embedding": self.embedding,
-            "head": self.head,
-            "scales": None
-            if scales is None
-            else {
-                "count": scales.count,
-                "min": scales.least,
-                "max": scales.largest,
-                "zero": scales.zero,
-                "negative": scales.negative,
-            },
-            "zero_points": self.zero_points,
-            "reordered": self.reordered,
-            "kv": self.kv,
-            "cpus_only": self.on_cpus,
-        }
+        scales = self.scales and as_object(self.scales, _SCALE)
+        return {**as_object(self, _JSON), "scales": scales}
+
+
+_JSON = {
+    "method": "method",
+    "kinds": "kinds",
+    "bits_per_weight": "bits",
+    "not_quantized": "unquantized",
+    "embedding": "embedding",
+    "head": "head",
+    "scales": "scales",
+    "zero_points": "zero_points",
+    "reordered": "reordered",
+    "kv": "kv",
+    "cpus_only": "on_cpus",
+}
+_SCALE = {
+    "count": "count",
+    "min": "least",
+    "max": "largest",
+    "zero": "zero",
+    "negative": "negative",
+}
 
 
 def read_weights(opened: OpenCheckpoint) -> WeightFacts | None:
@@ -143,80 +146,85 @@ def read_weights(opened: OpenCheckpoint) -> WeightFacts | None:
     scheme = opened.scheme
     if model.foreign is not None:  # modules of transformers: `freight inspect` describes them
         return None
-    found = find_stored(checkpoint, model, scheme)
-    if not (found.linears or found.four or found.packed):
+    matrices = find_stored(checkpoint, model, scheme)
+    if not (matrices.linears or matrices.four or matrices.packed):
         return None
-    kinds = Counter(_kinds(checkpoint, scheme, found))
+    kinds = Counter(_kinds(checkpoint, scheme, matrices))
     names = tensor_names(model)
-    groups = [one for one in found.four.values() if isinstance(one, StoredGroups)]
+    groups = [stored for stored in matrices.four.values() if isinstance(stored, StoredGroups)]
+    formats = {linear.format for linear in matrices.linears.values()}
     return WeightFacts(
         kinds=dict(kinds.most_common()),
         method=str(scheme.method),
-        bits=_bits(checkpoint, found),
-        others=_others(checkpoint, model, found),
-        embedding=_form(checkpoint, found, names.embedding),
-        head=None if model.tie_word_embeddings else _form(checkpoint, found, names.head),
-        scales=_scale_facts(_scales(checkpoint, scheme, found, groups)),
-        zero_points=sum(_zero_points(one) for one in groups if one.four.zeros),
-        reordered=sum(one.is_reordered(checkpoint) for one in groups),
+        bits=_bits(checkpoint, matrices),
+        unquantized=_others(checkpoint, model, matrices),
+        embedding=_form(checkpoint, matrices, names.embedding),
+        head=None if model.tie_word_embeddings else _form(checkpoint, matrices, names.head),
+        scales=_scale_facts(_scales(checkpoint, scheme, matrices, groups)),
+        zero_points=sum(_zero_points(stored) for stored in groups if stored.four.zeros),
+        reordered=sum(stored.is_reordered(checkpoint) for stored in groups),
         kv=_kv(scheme, opened.kv_scales),
-        on_cpus=bool(groups) or any(one.format is Format.INT8 for one in found.linears.values()),
+        on_cpus=bool(groups) or Format.INT8 in formats,
     )
 
 
-def _kinds(checkpoint: Checkpoint, scheme: Scheme, found: StoredMatrices) -> Iterator[str]:
+def _kinds(checkpoint: Checkpoint, scheme: Scheme, matrices: StoredMatrices) -> Iterator[str]:
     """Yield what each matrix is in, and how its inputs are treated."""
-    for linear in found.linears.values():
+    for linear in matrices.linears.values():
         declared = scheme.linear(checkpoint.declared_module(linear.weight))
         yield f"{linear.format}, {declared}"
-    for stored in found.four.values():
+    for stored in matrices.four.values():
         declared = scheme.linear(checkpoint.declared_module(next(iter(stored.tensors))))
         yield str(declared)
-    yield from ("MXFP4, experts of a layer together" for _ in found.packed)
+    yield from ("MXFP4, experts of a layer together" for _ in matrices.packed)
 
 
-def _bits(checkpoint: Checkpoint, found: StoredMatrices) -> float:
+def _bits(checkpoint: Checkpoint, matrices: StoredMatrices) -> float:
     """Return the stored bits of a quantized weight, with all that is stored beside it but biases."""
-    modules = {one.weight.rpartition(".")[0] for one in found.linears.values()}
-    modules |= {one.module for one in found.four.values()}
-    experts = {name for one in found.packed.values() for name in one.tensors}
-    size = sum(
-        checkpoint.entry(name).size
-        for name in checkpoint.names
-        if name in experts or (name.rpartition(".")[0] in modules and not name.endswith(".bias"))
-    )
-    matrices = [*found.linears.values(), *found.four.values(), *found.packed.values()]
-    return 8 * size / sum(math.prod(one.shape) for one in matrices)
+    modules = {linear.weight.rpartition(".")[0] for linear in matrices.linears.values()}
+    modules |= {stored.module for stored in matrices.four.values()}
+    experts: set[str] = set()
+    for packed in matrices.packed.values():
+        experts.update(packed.tensors)
+    size = 0
+    for name in checkpoint.names:
+        of_module = name.rpartition(".")[0] in modules and not name.endswith(".bias")
+        if of_module or name in experts:
+            size += checkpoint.entry(name).size
+    count = 0
+    for part in (matrices.linears, matrices.four, matrices.packed):
+        count += sum(math.prod(stored.shape) for stored in part.values())
+    return 8 * size / count
 
 
-def _others(checkpoint: Checkpoint, model: ModelConfig, found: StoredMatrices) -> dict[str, int]:
+def _others(checkpoint: Checkpoint, model: ModelConfig, matrices: StoredMatrices) -> dict[str, int]:
     """Count the matrices of layers that are not quantized, by dtype."""
-    kept = kept_in_16_bits(model)
-    others = Counter[str]()
+    in_16_bits = kept_in_16_bits(model)
+    counts = Counter[str]()
     for name, shape in tensor_shapes(model).items():
-        quantized = name in found.linears or name in found.four or name in kept
+        quantized = name in matrices.linears or name in matrices.four or name in in_16_bits
         if name.endswith(".weight") and len(shape) == 2 and not quantized:
-            others[checkpoint.entry(name).dtype_name] += 1
-    return dict(others.most_common())
+            counts[checkpoint.entry(name).dtype_name] += 1
+    return dict(counts.most_common())
 
 
-def _form(checkpoint: Checkpoint, found: StoredMatrices, name: str) -> str:
+def _form(checkpoint: Checkpoint, matrices: StoredMatrices, name: str) -> str:
     """Return what the embedding or the head is in."""
-    if name in found.four:
-        return found.four[name].codes
-    if name in found.linears:
-        return str(found.linears[name].format)
+    if name in matrices.four:
+        return matrices.four[name].codes
+    if name in matrices.linears:
+        return str(matrices.linears[name].format)
     return checkpoint.entry(name).dtype_name
 
 
 def _scales(
     checkpoint: Checkpoint,
     scheme: Scheme,
-    found: StoredMatrices,
+    matrices: StoredMatrices,
     groups: Sequence[StoredGroups],
 ) -> Iterator[Tensor]:
     """Yield the scales of each matrix as they are stored, but for blocks, which are 128 x 128."""
-    for linear in found.linears.values():
+    for linear in matrices.linears.values():
         declared = scheme.linear(checkpoint.declared_module(linear.weight))
         assert declared is not None
         # that of a tensor is repeated for every row
@@ -251,17 +259,22 @@ def _zero_points(stored: StoredGroups) -> int:
 
 def _kv(scheme: Scheme, scales: KVScales) -> str:
     """Say what is declared and stored of the KV cache."""
-    declared = "an FP8 cache is declared" if scheme.kv_format else "no FP8 cache is declared"
+    declared = "no FP8 cache is declared"
+    measured = ": with --kv-cache-dtype fp8 Freight measures one per token"
+    use = ": --kv-cache-dtype fp8 uses them"
+    if scheme.kv_format:
+        declared = "an FP8 cache is declared"
+        measured = ""
+        use = ""
     if scales.empty:
-        measured = ": with --kv-cache-dtype fp8 Freight measures one per token"
-        return f"{declared}, and no KV scales are stored{'' if scheme.kv_format else measured}"
+        return f"{declared}, and no KV scales are stored{measured}"
     if scales.faults:
         return f"{declared}, and the stored KV scales cannot be used: {scales.faults[0].what}"
     if scales.mixed:
         return "the checkpoint chooses the cache of each layer: --kv-cache-dtype auto uses that"
     count = len(scales.layers) - len(scales.unneeded) - len(scales.missing)
-    missing = f", and missing for {len(scales.missing)}" if scales.missing else ""
-    used = "" if scheme.kv_format else ": --kv-cache-dtype fp8 uses them"
-    if missing:
-        used = ": --kv-scales dynamic measures all as they are stored, and --fix writes what is missing"
-    return f"{declared}; KV scales are stored for {count} layer{'s' * (count > 1)}{missing}{used}"
+    stored = f"KV scales are stored for {count} layer{'s' * (count > 1)}"
+    if scales.missing:
+        stored += f", and missing for {len(scales.missing)}"
+        use = ": --kv-scales dynamic measures all as they are stored, and --fix writes what is missing"
+    return f"{declared}; {stored}{use}"

@@ -29,7 +29,7 @@ class Answer:
     num_tokens    of the answer, from usage
     num_prompt    of the prompt, from usage
     num_cached    of the prompt's, found in the prefix cache; None: not reported
-    wanted        tokens that were asked for
+    max_tokens    tokens that were asked for
     error         what was wrong with it, a word to count by; "" if nothing
     message       the same for a person
     """
@@ -42,7 +42,7 @@ class Answer:
     num_tokens: int = 0
     num_prompt: int = 0
     num_cached: int | None = None
-    wanted: int = 0
+    max_tokens: int = 0
     error: str = ""
     message: str = ""
 
@@ -94,7 +94,7 @@ class AnswerStream:
                 "malformed", f"an event is not a chunk of a completion: {event[:60]!r}"
             ) from None
 
-    def answer(self, start: float, sent: float, wanted: int) -> Answer:
+    def answer(self, start: float, sent: float, num_asked: int) -> Answer:
         """Return the complete answer. Raises StreamError for a stream that is not complete."""
         if self.done_at is None:
             raise StreamError("no_done", "the stream ended without [DONE]")
@@ -118,7 +118,7 @@ class AnswerStream:
             num_tokens=num_tokens,
             num_prompt=self._usage.get("prompt_tokens", 0),
             num_cached=details.get("cached_tokens"),
-            wanted=wanted,
+            max_tokens=num_asked,
         )
 
 

@@ -7,8 +7,8 @@ first format at that size, and how many tokens fit.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
-from itertools import groupby
 
 from freight.base.fields import JsonObject
 from freight.base.svg import framed, line, styled, text
@@ -25,21 +25,20 @@ _STYLE = styled(".span{stroke:var(--ink);stroke-width:1.5}")
 _COLOURS = ("line", "c1", "c2", "c3")
 
 
-def cache_picture(found: JsonObject) -> str:
+def cache_picture(report: JsonObject) -> str:
     """SVG of what `measure_caches` returned."""
-    groups = [
-        list(rows) for _, rows in groupby(found["rows"], key=lambda row: row["kv_cache_memory"])
-    ]
-    most = max(row["requests_per_second"]["high"] for row in found["rows"])
-    height = _TOP + sum(_BAR * len(rows) + _GAP for rows in groups) + 16
-    title = f"{found['model']}: requests per second by KV cache"
-    under = f"{found['processor']}, {found['threads']} threads; weights {found['weight_dtype']}"
+    groups: dict[object, list[JsonObject]] = defaultdict(list)
+    for row in report["rows"]:
+        groups[row["kv_cache_memory"]].append(row)
+    most = max(row["requests_per_second"]["high"] for row in report["rows"])
+    title = f"{report['model']}: requests per second by KV cache"
+    under = f"{report['processor']}, {report['threads']} threads; weights {report['weight_dtype']}"
     parts = [text(24, 56, under, 'class="soft"')]
     y = _TOP
-    for rows in groups:
+    for rows in groups.values():
         parts += _group(rows, y, _PLOT / most)
         y += _BAR * len(rows) + _GAP
-    return framed(title, WIDTH, height, _STYLE, parts)
+    return framed(title, WIDTH, y + 16, _STYLE, parts)
 
 
 def _group(rows: list[JsonObject], top: int, scale: float) -> Iterator[str]:
@@ -56,7 +55,9 @@ def _group(rows: list[JsonObject], top: int, scale: float) -> Iterator[str]:
         low = round(_LEFT + rate["low"] * scale, 1)
         high = round(_LEFT + rate["high"] * scale, 1)
         yield line((low, high), (y + 10, y + 10), 'class="span"')
-        times = f" ({ratio['median']:.2f} ×)" if ratio else ""
-        found = f"{rate['median']:.1f}/s{times}, {row['capacity_tokens']:,} tokens fit"
-        yield text(_LEFT + _PLOT + 10, y + 15, found, 'class="num"')
+        label = f"{rate['median']:.1f}/s"
+        if ratio:
+            label += f" ({ratio['median']:.2f} ×)"
+        label += f", {row['capacity_tokens']:,} tokens fit"
+        yield text(_LEFT + _PLOT + 10, y + 15, label, 'class="num"')
     yield line((_LEFT, _LEFT), (top - 4, top + _BAR * len(rows)), 'class="base"')

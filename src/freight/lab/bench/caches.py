@@ -12,39 +12,17 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from statistics import median
 
 from freight.base.fields import JsonObject
 from freight.base.tables import markdown
 from freight.base.terminal import OnProgress, unseen
-from freight.engine.build import start_engine
-from freight.engine.engine import Engine
-from freight.lab.bench.drive import (
-    StepRecord,
-    describe_run,
-    drive,
-    greedy,
-    occupancy,
-    random_prompt,
-)
+from freight.lab.bench.drive import describe_run, occupancy
 from freight.lab.bench.serving_figures import interval
-from freight.lab.bench.throughput import draw_lengths
+from freight.lab.bench.throughput import Cell, Load, run_in_turns
+from freight.lab.columns import scales_name
 from freight.model.open import OpenModel
-from freight.settings.engine import EngineConfig
-
-
-@dataclass
-class _Cell:
-    """One format at one size, and what has been measured of it so far: a rate and the steps of each
-    repeat.
-    """
-
-    memory: str | int | None
-    engine: Engine
-    config: EngineConfig
-    rates: list[float] = field(default_factory=list)
-    steps: list[StepRecord] = field(default_factory=list)
 
 
 def measure_caches(
@@ -67,64 +45,43 @@ def measure_caches(
     Raises what `start_engine` raises.
     """
     numbers = random.Random(opened.args.seed)
-    lengths = draw_lengths(num_requests, input_len, output_len, numbers)
-    length = opened.args.max_model_len or max(before + after for before, after in lengths)
-    args = opened.args.without_drafts()
-    args = replace(args, max_model_len=length, skip_tokenizer_init=True)
-    cells: list[_Cell] = []
+    load = Load.draw(num_requests, input_len, output_len, numbers)
+    settings = []
     for memory in memories:
         for cache in caches:
-            asked = replace(args.with_cache(cache), kv_cache_memory=memory)
-            weights = cells[0].engine.runner.model if cells else None
-            cells.append(_Cell(memory, *start_engine(replace(opened, args=asked), decoder=weights)))
-    vocab_size = opened.model.vocab_size
-    params = [greedy(after) for _, after in lengths]
-    total = len(cells) * (repeats + 1)
-    done = 0
-    for repeat in range(-1, repeats):  # the first warms up, on requests that are cut short
-        prompts = [random_prompt(before, vocab_size, numbers) for before, _ in lengths]
-        first = repeat % len(cells)
-        for cell in cells[first:] + cells[:first]:
-            on_progress(done, total)
-            if repeat < 0:
-                short = [ids[:32] for ids in prompts[: cell.config.max_num_seqs]]
-                drive(cell.engine, short, [greedy(2)] * len(short))
-            else:
-                steps = drive(cell.engine, prompts, params)
-                cell.rates.append(num_requests / sum(step.seconds for step in steps))
-                cell.steps += steps
-            done += 1
-    on_progress(done, total)
-    facts = describe_run(opened, cells[0].engine, cells[0].config, name)
+            settings.append(replace(opened.args.with_cache(cache), kv_cache_memory=memory))
+    cells = run_in_turns(opened, settings, load, numbers, repeats, on_progress)
+    rows = []
+    for index, cell in enumerate(cells):
+        memory = memories[index // len(caches)]
+        rows.append({"kv_cache_memory": memory, **_row(cell, cells[index - index % len(caches)])})
+    facts = {**describe_run(opened, cells[0].engine, cells[0].config, name)}
     del facts["kv_cache"]
-    return facts | {
+    return {
+        **facts,
         "processor": opened.device.name,
-        "num_requests": num_requests,
-        "input_tokens": sum(before for before, _ in lengths),
-        "output_tokens": sum(after for _, after in lengths),
+        **load.facts,
         "repeats": repeats,
-        "rows": [
-            _row(cell, cells[len(caches) * (index // len(caches))])
-            for index, cell in enumerate(cells)
-        ],
+        "rows": rows,
     }
 
 
-def _row(cell: _Cell, first: _Cell) -> JsonObject:
+def _row(cell: Cell, first: Cell) -> JsonObject:
     """`first`: the format at this size that the others are compared with."""
     running, in_use = occupancy(cell.steps)
-    ratios = [mine / its for mine, its in zip(cell.rates, first.rates, strict=True)]
+    ratio = None
+    if cell is not first:
+        rates = zip(cell.rates, first.rates, strict=True)
+        ratio = _median([rate / base for rate, base in rates])
     kv = cell.config.kv
-    pool = cell.engine.runner.pool
     return {
-        "kv_cache_memory": cell.memory,
         "kv_cache_dtype": kv.names()["dtype"],
-        "scales": f"{kv.granularity}, {kv.scale_source}" if kv.granularity else None,
-        "capacity_tokens": pool.capacity_tokens,
+        "scales": scales_name(kv.granularity, kv.scale_source) if kv.granularity else None,
+        "capacity_tokens": cell.engine.runner.pool.capacity_tokens,
         "mean_running": running,
         "cache_occupancy": in_use,
         "requests_per_second": _median(cell.rates),
-        "ratio": None if cell is first else _median(ratios),
+        "ratio": ratio,
     }
 
 
@@ -133,31 +90,30 @@ def _median(values: Sequence[float]) -> dict[str, float]:
     return {"median": median(values), "low": low, "high": high, "coverage": coverage}
 
 
-def as_table(found: JsonObject) -> str:
+_COLUMNS = {
+    "KV cache": "{0[kv_cache_dtype]}",
+    "tokens that fit": "{0[capacity_tokens]:,}",
+    "running at once": "{0[mean_running]:.1f}",
+    "requests/s": "{rate[median]:.1f} ({rate[low]:.1f} to {rate[high]:.1f})",
+}
+
+
+def as_table(report: JsonObject) -> str:
     """For people, and for documents: Markdown, a row for each size and format."""
-    shares = [row["requests_per_second"]["coverage"] for row in found["rows"]]
-    rows: list[Sequence[str]] = [
-        (
-            *("cache memory", "KV cache", "tokens that fit", "running at once"),
-            *("requests/s", "ratio", "interval"),
-        )
-    ]
-    for row in found["rows"]:
+    rows = [["cache memory", *_COLUMNS, "ratio", "interval"]]
+    for row in report["rows"]:
         rate = row["requests_per_second"]
         ratio = row["ratio"]
-        rows.append(
-            (
-                str(row["kv_cache_memory"] or "default"),
-                row["kv_cache_dtype"],
-                f"{row['capacity_tokens']:,}",
-                f"{row['mean_running']:.1f}",
-                f"{rate['median']:.1f} ({rate['low']:.1f} to {rate['high']:.1f})",
-                f"{ratio['median']:.2f}" if ratio else "1",
-                f"{ratio['low']:.2f} to {ratio['high']:.2f}" if ratio else "",
-            )
-        )
-    processor = found["processor"]
-    threads = found["threads"]
-    what = f"{found['model']}, weights {found['weight_dtype']}, {found['num_requests']} requests"
-    runs = f"medians of {found['repeats']} repeats in turns, intervals cover {min(shares):.0%}"
-    return f"{markdown(rows, num_left=2)}\n\n{what}; {runs}. {processor}, {threads} threads."
+        cells = [str(row["kv_cache_memory"] or "default")]
+        cells += [form.format(row, rate=rate) for form in _COLUMNS.values()]
+        if ratio:
+            cells += [f"{ratio['median']:.2f}", f"{ratio['low']:.2f} to {ratio['high']:.2f}"]
+        else:
+            cells += ["1", ""]
+        rows.append(cells)
+    coverage = min(row["requests_per_second"]["coverage"] for row in report["rows"])
+    note = (
+        "{model}, weights {weight_dtype}, {num_requests} requests; medians of {repeats} repeats in turns, "
+        "intervals cover {coverage:.0%}. {processor}, {threads} threads."
+    )
+    return f"{markdown(rows, num_left=2)}\n\n{note.format(coverage=coverage, **report)}"

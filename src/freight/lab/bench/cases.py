@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ from freight.fp8.cast import torch_dtype
 from freight.fp8.formats import Format, Granularity, ScaleSource
 from freight.fp8.scheme import KVScales, LayerScales
 from freight.kernels.interface import KernelSet
+from freight.lab.bench.timing import Spread
 from freight.model.random_weights import RandomSource
 from freight.operands.attention import AttentionCall
 from freight.operands.kv_pages import KVPages
@@ -52,6 +54,21 @@ class Case:
     num_flops: int
     calls: Sequence[Callable[[], object]]
 
+    def figures(self, spread: Spread, bandwidth: float) -> dict[str, Any]:
+        """Return what --json prints of every row: `spread` in seconds, `bandwidth` in bytes per
+        second.
+        """
+        return {
+            "kernel": self.kernel,
+            "format": self.format,
+            "shape": list(self.shape),
+            "median_us": spread.median * 1e6,
+            "bandwidth_fraction": self.num_bytes / spread.median / bandwidth,
+            "low_us": spread.low * 1e6,
+            "high_us": spread.high * 1e6,
+            "bytes": self.num_bytes,
+        }
+
 
 @dataclass(frozen=True)
 class Heads:
@@ -67,8 +84,10 @@ class Heads:
     @property
     def width(self) -> int:
         """Values of q, k and v that a token has."""
-        of_v = 0 if self.v_in_k else self.num_kv_heads * (self.v_dim or self.head_dim)
-        return (self.num_heads + self.num_kv_heads) * self.head_dim + of_v
+        width = (self.num_heads + self.num_kv_heads) * self.head_dim
+        if not self.v_in_k:
+            width += self.num_kv_heads * (self.v_dim or self.head_dim)
+        return width
 
 
 @dataclass(frozen=True)
@@ -93,14 +112,18 @@ class Bench:
         """
         x = self._activations(rows, shape[1])
         source = self._source(format)
-        size = shape[0] * shape[1] * format.bytes + (4 * shape[0] if format.is_quantized else 0)
-        weights = [source.weight("", shape) for _ in self._copies(size)]
+        size = shape[0] * shape[1] * format.bytes
         if format.is_quantized:
-            weights = [replace(weight, activations=activations) for weight in weights]
-        calls = [
-            partial(self.kernels.linear, x, self.kernels.pack(weight), None) for weight in weights
-        ]
-        name = f"{format}, activations {activations}" if format.is_quantized else str(format)
+            size += 4 * shape[0]
+        name = str(format)
+        if format.is_quantized:
+            name += f", activations {activations}"
+        calls = []
+        for _ in self._copies(size):
+            weight = source.weight("", shape)
+            if format.is_quantized:
+                weight = replace(weight, activations=activations)
+            calls.append(partial(self.kernels.linear, x, self.kernels.pack(weight), None))
         return _product(
             "linear",
             name,
@@ -164,8 +187,8 @@ class Bench:
             x.scale[:, None],
             torch.full((1, out_features), SCALE, dtype=torch.float32, device=self.device),
         )
-        one = torch.ones((), dtype=torch.float32, device=self.device)
-        scale_a, scale_b = (one, one) if self.device == "cpu" else by_row
+        unit = torch.ones((), dtype=torch.float32, device=self.device)
+        scale_a, scale_b = (unit, unit) if self.device == "cpu" else by_row
 
         def call(weight: Tensor) -> Tensor:
             product: Tensor = torch._scaled_mm(
@@ -174,7 +197,9 @@ class Bench:
             return product
 
         calls = [partial(call, source.weight("", shape).data) for _ in self._copies(size)]
-        name = f"{Format.E4M3FN}{', fast sums' if fast else ''}"
+        name = str(Format.E4M3FN)
+        if fast:
+            name += ", fast sums"
         return _product(
             "torch._scaled_mm",
             name,
@@ -203,10 +228,10 @@ class Bench:
         order = torch.randperm(
             batch_size * blocks, generator=generator, dtype=torch.int64, device="cpu"
         )
-        slices = [
-            SequenceSlice([0] * new_tokens, context - new_tokens, (own,), Logits.LAST)
-            for own in order.view(batch_size, blocks).tolist()
-        ]
+        slices = []
+        token_ids = [0] * new_tokens
+        for block_ids in order.view(batch_size, blocks).tolist():
+            slices.append(SequenceSlice(token_ids, context - new_tokens, (block_ids,), Logits.LAST))
         sequences = prepare(slices, [Pages((0,), 0, None, BLOCK_SIZE)], self.device).sequences(0)
         q = self._activations(batch_size * new_tokens, heads.num_heads * heads.head_dim)
         q = q.view(-1, heads.num_heads, heads.head_dim)

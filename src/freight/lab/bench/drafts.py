@@ -19,7 +19,7 @@ import random
 import re
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -33,7 +33,7 @@ from freight.engine.runner import ModelRunner, StepRows
 from freight.errors import ConfigError
 from freight.lab.bench.drive import counted, describe_run, greedy, start
 from freight.lab.bench.serving import HELD_OUT
-from freight.lab.bench.timing import Spread
+from freight.lab.bench.timing import Spread, medians
 from freight.model.open import OpenModel
 from freight.text.tokenizer import Tokenizer
 
@@ -103,15 +103,18 @@ def texts_of(name: str, vocab_size: int) -> list[Text]:
         )
     if name == "code":
         tokens = tokenizer.encode(held_out[:8000], add_special_tokens=False)
-        parts = [tokens[first:] for first in range(0, 2 * (_PROMPT + _ANSWER), _PROMPT + _ANSWER)]
-        return [Text(one[:_PROMPT], one[_PROMPT : _PROMPT + _ANSWER]) for one in parts]
-    found = []
+        end = _PROMPT + _ANSWER
+        return [
+            Text(tokens[:_PROMPT], tokens[_PROMPT:end]),
+            Text(tokens[end : end + _PROMPT], tokens[end + _PROMPT : 2 * end]),
+        ]
+    texts = []
     for begin in range(0, _EDITED * 6000, 6000):
         file = held_out[begin : begin + _CHARACTERS]
-        both = [f"{file}\n# rewritten:\n", _edited(file, numbers)]
-        prompt, answer = (tokenizer.encode(one, add_special_tokens=False) for one in both)
-        found.append(Text(prompt, answer))
-    return found
+        prompt = tokenizer.encode(f"{file}\n# rewritten:\n", add_special_tokens=False)
+        answer = tokenizer.encode(_edited(file, numbers), add_special_tokens=False)
+        texts.append(Text(prompt, answer))
+    return texts
 
 
 def _edited(file: str, numbers: random.Random) -> str:
@@ -122,17 +125,22 @@ def _edited(file: str, numbers: random.Random) -> str:
     return "\n".join([*lines[:line], "    # changed here", *lines[line + 2 :]])
 
 
-@dataclass(frozen=True)
-class _Run:
-    """What was timed of a run: seconds, steps, and tokens of all sequences."""
+@dataclass
+class _Timed:
+    """What was timed of all runs of a kind: tokens per second of each, and sums over them: seconds,
+    steps, and tokens of all sequences.
+    """
 
-    seconds: float
-    num_steps: int
-    num_tokens: int
+    rates: list[float] = field(default_factory=list)
+    seconds: float = 0.0
+    num_steps: int = 0
+    num_tokens: int = 0
 
-    @property
-    def rate(self) -> float:
-        return self.num_tokens / self.seconds
+    def add(self, seconds: float, num_steps: int, num_tokens: int) -> None:
+        self.rates.append(num_tokens / seconds)
+        self.seconds += seconds
+        self.num_steps += num_steps
+        self.num_tokens += num_tokens
 
 
 def measure_drafts(
@@ -150,10 +158,9 @@ def measure_drafts(
     output_len: most tokens of an answer; None: all. Raises what `start_engine` raises, and
     ConfigError for an engine without drafts, or answers too short to be timed.
     """
-    texts = [
-        Text(one.prompt, one.answer[:output_len]) for one in texts_of(text, opened.model.vocab_size)
-    ]
-    longest = max(len(one.prompt) + len(one.answer) for one in texts)
+    texts = texts_of(text, opened.model.vocab_size)
+    texts = [Text(part.prompt, part.answer[:output_len]) for part in texts]
+    longest = max(len(part.prompt) + len(part.answer) for part in texts)
     engine, config = start(
         opened, max_num_seqs=batch_size, max_model_len=longest + 1, enable_prefix_caching=True
     )
@@ -161,41 +168,41 @@ def measure_drafts(
     if not most:
         raise ConfigError("--text compares with drafts: give --speculate, on a CPU")
     has_drafts = engine.scheduler.drafts_beside(batch_size) > 0
-    plain: list[_Run] = []
-    drafted: list[_Run] = []
+    plain = _Timed()
+    drafted = _Timed()
+    warm = _Timed()
     before = engine.stats()
     for pair in counted(repeats + 1, on_progress):
         for drafts in (0, most) if pair % 2 else (most, 0):
             engine.scheduler.most_drafts = drafts
-            found = _run(engine, texts[pair % len(texts)], batch_size)
-            if pair:
-                (drafted if drafts else plain).append(found)
+            timed = drafted if drafts else plain
+            _run(engine, texts[pair % len(texts)], batch_size, timed if pair else warm)
     engine.scheduler.most_drafts = most  # of the drafted runs, whichever came last
     stats = engine.stats()
+    speedups = [after / rate for rate, after in zip(plain.rates, drafted.rates, strict=True)]
     figures = {
-        "plain_tokens_per_second": Spread.of([one.rate for one in plain]),
-        "drafted_tokens_per_second": Spread.of([one.rate for one in drafted]),
-        "speedup": Spread.of([b.rate / a.rate for a, b in zip(plain, drafted, strict=True)]),
+        "plain_tokens_per_second": Spread.of(plain.rates),
+        "drafted_tokens_per_second": Spread.of(drafted.rates),
+        "speedup": Spread.of(speedups),
     }
-    num_tokens = sum(one.num_tokens for one in drafted)
-    drafting = _drafting_seconds(texts, most) * batch_size if has_drafts else 0.0
-    seconds_per_step = sum(one.seconds for one in plain) / sum(one.num_steps for one in plain)
+    drafting = 0.0
+    if has_drafts:
+        drafting = _drafting_seconds(texts, most) * batch_size
+    num_drafted = stats.drafted - before.drafted
     return describe_run(opened, engine, config, name) | {
         "text": text,
         "batch_size": batch_size,
         "repeats": repeats,
-        "output_len": max(len(one.answer) for one in texts),
-        "tokens": num_tokens,
-        "tokens_per_step": num_tokens / sum(one.num_steps for one in drafted) / batch_size,
-        "accepted_fraction": (stats.accepted - before.accepted)
-        / max(stats.drafted - before.drafted, 1),
-        "drafting_fraction": drafting / seconds_per_step,
-        **{figure: spread.median for figure, spread in figures.items()},
-        "spread": {figure: asdict(spread) for figure, spread in figures.items()},
+        "output_len": max(len(part.answer) for part in texts),
+        "tokens": drafted.num_tokens,
+        "tokens_per_step": drafted.num_tokens / drafted.num_steps / batch_size,
+        "accepted_fraction": (stats.accepted - before.accepted) / max(num_drafted, 1),
+        "drafting_fraction": drafting * plain.num_steps / plain.seconds,
+        **medians(figures),
     }
 
 
-def _run(engine: Engine, text: Text, batch_size: int) -> _Run:
+def _run(engine: Engine, text: Text, batch_size: int, timed: _Timed) -> None:
     """Answer with `text` in every sequence; timed from the step in which all decode, to the end."""
     params: Any = greedy(len(text.answer))
     runner = vars(engine.runner) | {"known": [*text.prompt, *text.answer]}
@@ -221,7 +228,7 @@ def _run(engine: Engine, text: Text, batch_size: int) -> _Run:
         tokens = engine.output(name).outputs[0].token_ids
         assert tokens == list(text.answer), "the answer is not the text"
         engine.release(name)
-    return _Run(seconds, num_steps, batch_size * len(text.answer) - had)
+    timed.add(seconds, num_steps, batch_size * len(text.answer) - had)
 
 
 def _drafting_seconds(texts: Sequence[Text], most: int) -> float:

@@ -118,8 +118,8 @@ def drive(
 ) -> list[StepRecord]:
     """Add all requests at once and step until they are done; then forget them."""
     ids = [f"bench {index}" for index in range(len(prompts))]
-    for request_id, prompt, one in zip(ids, prompts, params, strict=True):
-        engine.add(request_id, engine.intake.accept(prompt, one), one)
+    for request_id, prompt, sampling in zip(ids, prompts, params, strict=True):
+        engine.add(request_id, engine.intake.accept(prompt, sampling), sampling)
     records = []
     scheduler = engine.scheduler
     runner = engine.runner = TimedRunner.over(engine.runner)
@@ -132,6 +132,9 @@ def drive(
         used = engine.cache.used_share
         left = scheduler.num_running + scheduler.num_waiting
         running = scheduler.num_running + unfinished - left
+        num_tokens = 0
+        for delta in deltas:
+            num_tokens += sum(len(output.token_ids) for output in delta.outputs)
         records.append(
             StepRecord(
                 seconds=seconds,
@@ -139,9 +142,7 @@ def drive(
                 num_sampled=len(deltas),
                 num_running=running,
                 cache_share=used,
-                num_tokens=sum(
-                    len(output.token_ids) for delta in deltas for output in delta.outputs
-                ),
+                num_tokens=num_tokens,
             )
         )
         unfinished = left
@@ -152,9 +153,14 @@ def drive(
 
 def occupancy(records: Sequence[StepRecord]) -> tuple[float, float]:
     """Means over time: of the requests that run, and of the share of the cache's blocks in use."""
-    time = sum(record.seconds for record in records)
-    running = sum(record.seconds * record.num_running for record in records) / time
-    return running, sum(record.seconds * record.cache_share for record in records) / time
+    seconds = 0.0
+    running = 0.0
+    in_use = 0.0
+    for record in records:
+        seconds += record.seconds
+        running += record.seconds * record.num_running
+        in_use += record.seconds * record.cache_share
+    return running / seconds, in_use / seconds
 
 
 def weight_bytes(
@@ -170,7 +176,11 @@ def weight_bytes(
     likely. `linear_of`: how each module's matrix is quantized; None: all are in `weight_format`.
     """
     formats = compute_format, weight_format
-    every = ONLINE if weight_format.is_quantized else None
+    online = ONLINE if weight_format.is_quantized else None
+
+    def scheme_of(module: str) -> LinearScheme | None:
+        return linear_of(module) if linear_of else online
+
     names = tensor_names(model)
     total = 0
     for name, shape in tensor_shapes(model).items():
@@ -182,7 +192,7 @@ def weight_bytes(
             total += math.prod(shape) * compute_format.bytes
             continue
         outputs = shape[0] if len(shape) == 2 else shape[0] * shape[2]  # of all experts
-        scheme = linear_of(name.removesuffix(".weight")) if linear_of else every
+        scheme = scheme_of(name.removesuffix(".weight"))
         total += _matrix_bytes(math.prod(shape), outputs, scheme, *formats)
     for index, layer in enumerate(model.layers):
         moe = layer.feed_forward
@@ -195,8 +205,7 @@ def weight_bytes(
             (names.expert_gate_up[0], sum(moe.up_sizes) * channels, sum(moe.up_sizes)),
             (names.expert_down, moe.intermediate_size * channels, channels),
         ):
-            scheme = linear_of(prefix + module) if linear_of else every
-            expert += _matrix_bytes(values, outputs, scheme, *formats)
+            expert += _matrix_bytes(values, outputs, scheme_of(prefix + module), *formats)
         left_out = (1 - moe.routing.top_k / moe.num_experts) ** num_rows
         total -= round(moe.num_experts * expert * left_out)
     return total
@@ -216,7 +225,9 @@ def linears_of(opened: OpenModel, config: EngineConfig) -> LinearOf | None:
     """Return how each module's matrix is quantized; None: all are in `config.weight_format`."""
     if config.int4:
         return int4_online
-    return None if opened.scheme.weight_format is None else opened.scheme.linear
+    if opened.scheme.weight_format is None:
+        return None
+    return opened.scheme.linear
 
 
 def describe_run(

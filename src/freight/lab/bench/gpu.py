@@ -97,13 +97,7 @@ def _measured(make: Callable[[], Case], seconds: float) -> JsonObject:
     spread = seconds_in_graph(case.calls[0], seconds)
     bandwidth = (before + copy_bandwidth()) / 2
     return {
-        "format": case.format,
-        "shape": list(case.shape),
-        "median_us": spread.median * 1e6,
-        "low_us": spread.low * 1e6,
-        "high_us": spread.high * 1e6,
-        "bytes": case.num_bytes,
-        "bandwidth_fraction": case.num_bytes / spread.median / bandwidth,
+        **case.figures(spread, bandwidth),
         "tflops": case.num_flops / spread.median / 1e12,
         "launches": launches_of(case.calls[0]),
         "copy_bandwidth_bytes_per_second": bandwidth,
@@ -128,11 +122,11 @@ def launches_of(call: Callable[[], object]) -> int | None:
 def launch_gap() -> float:
     """Return seconds from the start of a kernel that does nothing to that of the next, in a graph."""
     count = 64
-    one = torch.zeros(1, dtype=torch.float32, device="cuda")
+    counter = torch.zeros(1, dtype=torch.float32, device="cuda")
 
     def many() -> None:
         for _ in range(count):
-            one.add_(1)
+            counter.add_(1)
 
     return seconds_in_graph(many, 0.0, least=5).median / count
 
@@ -190,19 +184,14 @@ def _attention_cases(bench: Bench, sizes: Sizes, device: str) -> _Made:
     in_fp8 = Bench(select_kernels(bench.kernels.name, device, fp8_attention=True), device)
     for shape in sizes.attention:
         for format, granularity in CACHES:
-            given = *shape, sizes.heads, format, granularity
-            yield "attention", partial(bench.attention, *given)
+            case = *shape, sizes.heads, format, granularity
+            yield "attention", partial(bench.attention, *case)
             if format.is_e4m3:
-                yield "attention", partial(in_fp8.attention, *given, note=", FP8 products")
-        yield (
-            "torch.sdpa",
-            partial(_torch_attention, sizes.heads, shape, device, SDPBackend.FLASH_ATTENTION),
-        )
+                yield "attention", partial(in_fp8.attention, *case, note=", FP8 products")
+        by_torch = partial(_torch_attention, sizes.heads, shape, device)
+        yield "torch.sdpa", partial(by_torch, SDPBackend.FLASH_ATTENTION)
         if device == "cuda" and shape[1] > 1 and torch.version.hip is None:
-            yield (
-                "torch.sdpa",
-                partial(_torch_attention, sizes.heads, shape, device, SDPBackend.CUDNN_ATTENTION),
-            )
+            yield "torch.sdpa", partial(by_torch, SDPBackend.CUDNN_ATTENTION)
 
 
 def _store_cases(bench: Bench, sizes: Sizes) -> _Made:
@@ -249,7 +238,11 @@ def _torch_attention(
             batch, count, length, heads.head_dim, dtype=torch.bfloat16, device=device
         )
 
-    kv_heads = heads.num_heads if backend is SDPBackend.CUDNN_ATTENTION else heads.num_kv_heads
+    kv_heads = heads.num_kv_heads
+    name = "bfloat16, FlashAttention"
+    if backend is SDPBackend.CUDNN_ATTENTION:
+        kv_heads = heads.num_heads
+        name = "bfloat16, cuDNN"
     q = tensor(heads.num_heads, rows)
     k = tensor(kv_heads, context)
     v = tensor(kv_heads, context)
@@ -263,9 +256,6 @@ def _torch_attention(
     ends, flops = attention_work(shape, heads)
     extents = (*shape, heads.num_heads, heads.num_kv_heads, heads.head_dim)
     size = 4 * batch * context * kv_heads * heads.head_dim + ends
-    name = (
-        "bfloat16, cuDNN" if backend is SDPBackend.CUDNN_ATTENTION else "bfloat16, FlashAttention"
-    )
     return Case(
         kernel="torch.sdpa",
         format=name,

@@ -130,8 +130,8 @@ class AnswerReader:
         self.complete = True
 
     def _read_head(self) -> bool:
-        head, found, rest = self._buffer.partition(b"\r\n\r\n")
-        if not found or len(head) > MAX_HEAD:
+        head, end, body = self._buffer.partition(b"\r\n\r\n")
+        if not end or len(head) > MAX_HEAD:
             if len(head) > MAX_HEAD:
                 raise StreamError(
                     "malformed", f"the answer's headers are longer than {MAX_HEAD} bytes"
@@ -141,7 +141,7 @@ class AnswerReader:
         words = first.split(" ", 2)
         if len(words) < 2 or not words[0].startswith("HTTP/1.") or not words[1].isdigit():
             raise StreamError("malformed", f"the answer is not HTTP: it begins with {first[:40]!r}")
-        self._buffer = rest
+        self._buffer = body
         if words[1].startswith("1"):  # such as 100 Continue: the answer itself follows
             return True
         self.status = int(words[1])
@@ -170,12 +170,12 @@ class AnswerReader:
                 if self._left:
                     break
                 self._state = "chunk end"
-            line, found, rest = self._buffer.partition(b"\r\n")
-            if not found:
+            line, end, buffer = self._buffer.partition(b"\r\n")
+            if not end:
                 if len(line) > MAX_HEAD:
                     raise StreamError("malformed", "a chunk has no length")
                 break
-            self._buffer = rest
+            self._buffer = buffer
             if self._state == "chunk end":
                 if line:
                     raise StreamError("malformed", "a chunk is longer than its length")
@@ -220,10 +220,10 @@ class EventReader:
         *blocks, self._buffer = buffer.split(b"\n\n")
         if len(self._buffer) > MAX_EVENT:
             raise StreamError("malformed", f"an event is longer than {MAX_EVENT} bytes")
-        found = []
+        events = []
         for block in blocks:
             if block.startswith(b"data: ") and b"\n" not in block:  # nearly all
-                found.append(block[6:])
+                events.append(block[6:])
                 continue
             lines = [
                 line[5:].removeprefix(b" ")
@@ -231,8 +231,8 @@ class EventReader:
                 if line.startswith(b"data:")
             ]
             if lines:
-                found.append(b"\n".join(lines))
-        return found
+                events.append(b"\n".join(lines))
+        return events
 
 
 OnBody = Callable[[bytes, float], None]  # a piece of the body, and when it came (time.perf_counter)

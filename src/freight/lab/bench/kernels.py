@@ -57,14 +57,7 @@ def measure_kernels(
         spread = time_in_rotation(case.calls, seconds)
         bandwidth = (before + probe.sample()) / 2
         yield {
-            "kernel": case.kernel,
-            "format": case.format,
-            "shape": list(case.shape),
-            "median_us": spread.median * 1e6,
-            "bandwidth_fraction": case.num_bytes / spread.median / bandwidth,
-            "low_us": spread.low * 1e6,
-            "high_us": spread.high * 1e6,
-            "bytes": case.num_bytes,
+            **case.figures(spread, bandwidth),
             "read_bandwidth_bytes_per_second": bandwidth,
             "kernels": "torch" if case.kernel.startswith("torch") else kernels.name,
             "threads": torch.get_num_threads(),
@@ -83,22 +76,22 @@ def _cases(
     they are large.
     """
 
-    def wanted(kernel: str) -> bool:
+    def measured(kernel: str) -> bool:
         return not only or kernel in only
 
     for shape in dict.fromkeys((matrix, *linear_shapes(model))):
         for count in rows:
             for format in (Format.E4M3FN, Format.INT8, Format.BFLOAT16):
-                if wanted("linear"):
+                if measured("linear"):
                     yield partial(bench.linear, count, shape, format)
             for codes, (size, _) in GROUPS.items():
-                if wanted("linear") and bench.kernels.packs_groups and shape[1] % size == 0:
+                if measured("linear") and bench.kernels.packs_groups and shape[1] % size == 0:
                     yield partial(bench.four_bit, count, shape, codes)
-            if wanted("torch.linear"):
+            if measured("torch.linear"):
                 yield partial(bench.torch_linear, count, shape)
-            if wanted("torch._scaled_mm") and count == rows[0]:
+            if measured("torch._scaled_mm") and count == rows[0]:
                 yield partial(bench.scaled_mm, count, shape)
-    yield from _attention_cases(bench, next(iter(model.paged.values())), rows, context, wanted)
+    yield from _attention_cases(bench, next(iter(model.paged.values())), rows, context, measured)
 
 
 def _attention_cases(
@@ -106,22 +99,23 @@ def _attention_cases(
     mixer: AttentionConfig | LatentConfig,
     rows: Sequence[int],
     context: int,
-    wanted: Callable[[str], bool],
+    measured: Callable[[str], bool],
 ) -> Iterator[Callable[[], Case]]:
     """Yield cases of the operations between the projections: over caches, and of latents the
     products of their heads.
     """
     v_in_k = isinstance(mixer, LatentConfig)
     heads = Heads(mixer.num_heads, mixer.num_kv_heads, mixer.k_dim, mixer.v_dim, v_in_k)
-    caches = [one for one in CACHES if one[1] is not Granularity.GROUP or groups_fit({0: mixer})]
+    caches = list(CACHES)
+    if not groups_fit({0: mixer}):
+        caches.remove((Format.E4M3FN, Granularity.GROUP))
     for format, granularity in caches:
-        if wanted("attention"):
-            one_token = partial(bench.attention, batch_size=1, new_tokens=1, context=context)
-            yield partial(one_token, heads=heads, format=format, granularity=granularity)
+        if measured("attention"):
+            yield partial(bench.attention, 1, 1, context, heads, format, granularity)
     for format, granularity in caches:
-        if wanted("rotate_store"):
+        if measured("rotate_store"):
             yield partial(bench.rotate_store, max(rows), heads, format, granularity)
-    if isinstance(mixer, LatentConfig) and wanted("by_head"):
+    if isinstance(mixer, LatentConfig) and measured("by_head"):
         for count in rows:
             for matrix in ((mixer.latent, mixer.nope), (mixer.head_size, mixer.latent)):
                 yield partial(bench.by_head, count, (mixer.num_heads, *matrix))
@@ -130,9 +124,10 @@ def _attention_cases(
 def linear_shapes(model: ModelConfig) -> list[tuple[int, int]]:
     """[out_features, in_features] of the merged projections of the first layer that has them."""
     parts = mixer_parts(next(iter(model.paged.values())), model.hidden_size, tensor_names(model))
-    feed_forward = next(one.feed_forward for one in model.layers if one.feed_forward is not None)
+    feed_forwards = [layer.feed_forward for layer in model.layers]
+    feed_forward = next(part for part in feed_forwards if part is not None)
     return [
-        *((sum(one.sizes), one.columns) for one in parts.projections.values()),
+        *((sum(linear.sizes), linear.columns) for linear in parts.projections.values()),
         (sum(feed_forward.up_sizes), model.hidden_size),
         (model.hidden_size, feed_forward.intermediate_size),
     ]

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import asdict
 
 from freight.base.fields import JsonObject
 from freight.base.terminal import OnProgress, unseen
@@ -30,7 +29,7 @@ from freight.lab.bench.drive import (
     start,
     weight_bytes,
 )
-from freight.lab.bench.timing import MemoryProbe, Spread, peak_rss_bytes
+from freight.lab.bench.timing import MemoryProbe, Spread, medians, peak_rss_bytes
 from freight.model.open import OpenModel
 
 
@@ -70,14 +69,12 @@ def measure_latency(
     weights = weight_bytes(engine.runner.model.config, *formats, batch_size, linear_of)
     # of a step half way through the output
     cache = round(batch_size * read_bytes(engine.runner.pool.spec, input_len + output_len / 2))
+    bandwidth_fractions = []
+    for (_, full), bandwidth in zip(runs, bandwidths, strict=True):
+        for step in full:
+            bandwidth_fractions.append((weights + cache) / (step.seconds * bandwidth))
     figures = _figures(runs, batch_size * input_len)
-    figures["decode_bandwidth_fraction"] = Spread.of(
-        [
-            (weights + cache) / (step.seconds * b)
-            for (_, full), b in zip(runs, bandwidths, strict=True)
-            for step in full
-        ]
-    )
+    figures["decode_bandwidth_fraction"] = Spread.of(bandwidth_fractions)
     figures["read_bandwidth_bytes_per_second"] = probe.bandwidth()
     overhead = figures["overhead_ms"].median / figures["decode_step_ms"].median
     return describe_run(opened, engine, config, name) | {
@@ -85,13 +82,12 @@ def measure_latency(
         "input_len": input_len,
         "output_len": output_len,
         "repeats": repeats,
-        **{figure: spread.median for figure, spread in figures.items()},
+        **medians(figures),
         "overhead_fraction": overhead if config.device == "cpu" else None,
         "decode_bytes_per_step": {"weights": weights, "kv_cache": cache},
         "peak_rss_bytes": peak,
         "imported_rss_bytes": imported,
         **room,
-        "spread": {figure: asdict(spread) for figure, spread in figures.items()},
     }
 
 
@@ -99,19 +95,21 @@ def _figures(runs: Sequence[tuple[float, list[StepRecord]]], num_input: int) -> 
     """`runs`: seconds until all have their first token, and the steps after it. `num_input`: tokens
     of all prompts.
     """
-    steps = [step for _, full in runs for step in full]
+    prefill = []
+    decode = []
+    step_ms = []
+    overhead_ms = []
+    for until_first, full in runs:
+        prefill.append(num_input / until_first)
+        decode.append(sum(step.num_tokens for step in full) / sum(step.seconds for step in full))
+        for step in full:
+            step_ms.append(step.seconds * 1e3)
+            overhead_ms.append((step.seconds - step.model_seconds) * 1e3)
     return {
-        "prefill_tokens_per_second": Spread.of(
-            [num_input / until_first for until_first, _ in runs]
-        ),
-        "decode_tokens_per_second": Spread.of(
-            [
-                sum(one.num_tokens for one in full) / sum(one.seconds for one in full)
-                for _, full in runs
-            ]
-        ),
-        "decode_step_ms": Spread.of([step.seconds * 1e3 for step in steps]),
-        "overhead_ms": Spread.of([(step.seconds - step.model_seconds) * 1e3 for step in steps]),
+        "prefill_tokens_per_second": Spread.of(prefill),
+        "decode_tokens_per_second": Spread.of(decode),
+        "decode_step_ms": Spread.of(step_ms),
+        "overhead_ms": Spread.of(overhead_ms),
     }
 
 
@@ -126,9 +124,10 @@ def _room(pool: KVPool, device: str) -> dict[str, int]:
     """Return what the cache takes, and how many tokens it could hold in all that is free; a CPU's
     is not touched yet.
     """
-    taken = pool.num_bytes
-    free = memory_for_cache(device) + (taken if device == "cuda" else 0)
-    return {"kv_cache_bytes": taken, "tokens_that_fit": pool.spec.tokens_in(free)}
+    free = memory_for_cache(device)
+    if device == "cuda":
+        free += pool.num_bytes
+    return {"kv_cache_bytes": pool.num_bytes, "tokens_that_fit": pool.spec.tokens_in(free)}
 
 
 def split(records: Sequence[StepRecord], batch_size: int) -> tuple[float, list[StepRecord]]:

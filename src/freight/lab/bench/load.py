@@ -86,7 +86,9 @@ class Level:
     rate: float | None = None
 
     def __str__(self) -> str:
-        return f"{self.concurrency} at a time" if self.concurrency else f"{self.rate:g}/s"
+        if self.concurrency:
+            return f"{self.concurrency} at a time"
+        return f"{self.rate:g}/s"
 
 
 @dataclass(frozen=True)
@@ -159,20 +161,22 @@ def _message(body: bytes) -> str:
     """Return the message of an error's body, in OpenAI's shape or another, at most 300 characters."""
     text = body.decode("utf-8", "replace")
     try:
-        found = json.loads(text)
-        error = found.get("error", found)
-        text = str(error.get("message", error) if isinstance(error, Mapping) else error)
+        error = json.loads(text)
+        error = error.get("error", error)
+        if isinstance(error, Mapping):
+            error = error.get("message", error)
+        text = str(error)
     except (ValueError, AttributeError):
         pass
     return " ".join(text.split())[:300]
 
 
 async def ask_once(
-    target: Target, connections: Connections, ask: Ask, due: float | None = None
+    target: Target, connections: Connections, ask: Ask, planned: float | None = None
 ) -> Answer:
     """Send one request, from the moment it is due (now if not given). Errors are in the Answer."""
     sent = time.perf_counter()
-    start = sent if due is None else due
+    start = sent if planned is None else planned
     try:
         async with asyncio.timeout(target.timeout):
             stream = await connections.send(target.request(ask))
@@ -184,7 +188,7 @@ async def ask_once(
         kind = error.kind
         message = str(error)
     return Answer(
-        start, sent, time.perf_counter(), wanted=ask.max_tokens, error=kind, message=message
+        start, sent, time.perf_counter(), max_tokens=ask.max_tokens, error=kind, message=message
     )
 
 
@@ -210,8 +214,8 @@ async def run_level(
             done += 1
             yield next(drawn)
 
-    async def one(ask: Ask, due: float | None = None) -> None:
-        answer = await ask_once(target, connections, ask, due)
+    async def one(ask: Ask, planned: float | None = None) -> None:
+        answer = await ask_once(target, connections, ask, planned)
         answers.append(answer)
         on_answer(answer)
 
@@ -228,13 +232,13 @@ async def run_level(
             else:
                 assert level.rate
                 gaps = random.Random(f"arrivals {seed}")
-                due = begin
+                planned = begin
                 for ask in asks():
-                    due += gaps.expovariate(level.rate)
-                    if amount.seconds is not None and due - begin >= amount.seconds:
+                    planned += gaps.expovariate(level.rate)
+                    if amount.seconds is not None and planned - begin >= amount.seconds:
                         break
-                    await asyncio.sleep(max(0.0, due - time.perf_counter()))
-                    group.create_task(one(ask, due))
+                    await asyncio.sleep(max(0.0, planned - time.perf_counter()))
+                    group.create_task(one(ask, planned))
     finally:
         connections.close()
     return answers

@@ -39,7 +39,9 @@ class Lengths:
         return numbers.randint(self.low, self.high)
 
     def __str__(self) -> str:
-        return str(self.low) if self.low == self.high else f"{self.low}:{self.high}"
+        if self.low == self.high:
+            return str(self.low)
+        return f"{self.low}:{self.high}"
 
 
 @dataclass(frozen=True)
@@ -109,8 +111,10 @@ class Ids:
         same = random.Random("prefix")
         prefix = [same.randrange(self.vocab_size) for _ in range(self.shared_prefix)]
         while True:
-            own = [numbers.randrange(self.vocab_size) for _ in range(self.prompt.draw(numbers))]
-            yield Ask(prefix + own, self.output.draw(numbers))
+            token_ids = [
+                numbers.randrange(self.vocab_size) for _ in range(self.prompt.draw(numbers))
+            ]
+            yield Ask(prefix + token_ids, self.output.draw(numbers))
 
 
 @dataclass(frozen=True)

@@ -165,12 +165,12 @@ async def _prepare(args: ServingArgs) -> tuple[list[Target], Prompts]:
     for target in args.targets:
         try:
             model = args.model or await _first_model(target)
-            found, answer = await find_accepted(replace(target, model=model), probe)
+            asked, answer = await find_accepted(replace(target, model=model), probe)
         except StreamError as error:
             raise FreightError(_way_out(target, error)) from None
         if not targets and answer.num_prompt:
             per_token = PROBE_CHARACTERS / answer.num_prompt
-        targets.append(found)
+        targets.append(asked)
     return targets, await _prompts(args, targets[0], text, per_token)
 
 
@@ -222,9 +222,9 @@ async def _characters_per_token(target: Target, text: str, lengths: Lengths, gue
     The pieces begin at even distances, where those of a load, which begin at random, will hardly
     begin. `guess` where the server does not answer them; the load itself then says why.
     """
-    wanted = (lengths.low + lengths.high) / 2
-    length = max(1, round(wanted * guess))
-    count = round(min(max(PROBES[0], PROBE_TOKENS / wanted), PROBES[1]))
+    mean = (lengths.low + lengths.high) / 2
+    length = max(1, round(mean * guess))
+    count = round(min(max(PROBES[0], PROBE_TOKENS / mean), PROBES[1]))
     num_tokens = 0
     for index in range(count):
         ask = Ask(piece(text, len(text) * index // count, length), 1)
@@ -239,11 +239,11 @@ async def _characters_per_token(target: Target, text: str, lengths: Lengths, gue
 async def _vocab_size(target: Target) -> int:
     for path in ("/tokenizer_info", "/info"):
         try:
-            found = (await fetch(target, path)).get("vocab_size")
+            size = (await fetch(target, path)).get("vocab_size")
         except (StreamError, AttributeError):
             continue
-        if isinstance(found, int) and found > 0:
-            return found
+        if isinstance(size, int) and size > 0:
+            return size
     raise ConfigError(
         f"{target.address.url} does not say the size of its vocabulary: give it with --vocab-size"
     )

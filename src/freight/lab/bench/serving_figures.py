@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,12 +73,20 @@ class Samples:
                 answer.times, answer.times[1:], counts[1:], strict=False
             ):
                 gaps += [1e3 * (after - before) / count] * count
-        several = [answer for answer in good if answer.num_tokens > 1]
+        ttft = []
+        tpot = []
+        e2e = []
+        for answer in good:
+            ttft.append(1e3 * (answer.times[0] - answer.start))
+            e2e.append(1e3 * (answer.end - answer.start))
+            if answer.num_tokens > 1:
+                seconds = answer.times[-1] - answer.times[0]
+                tpot.append(1e3 * seconds / (answer.num_tokens - 1))
         return Samples(
-            ttft=[1e3 * (answer.times[0] - answer.start) for answer in good],
+            ttft=ttft,
             itl=gaps,
-            tpot=[1e3 * (a.times[-1] - a.times[0]) / (a.num_tokens - 1) for a in several],
-            e2e=[1e3 * (answer.end - answer.start) for answer in good],
+            tpot=tpot,
+            e2e=e2e,
             unit="token" if by_token else "event",
         )
 
@@ -87,19 +95,22 @@ def percentiles(samples: Sequence[float]) -> dict[str, float | None]:
     """Median, p90 and p99, linear between neighbours; None where there is no sample."""
     if not samples:
         return dict.fromkeys(PERCENTILES)
-    found = np.percentile(np.asarray(samples, dtype=np.float64), list(PERCENTILES.values()))
-    return {name: float(value) for name, value in zip(PERCENTILES, found, strict=True)}
+    values = np.percentile(np.asarray(samples, dtype=np.float64), list(PERCENTILES.values()))
+    return {name: float(value) for name, value in zip(PERCENTILES, values, strict=True)}
 
 
 def figures(runs: Sequence[Run]) -> JsonObject:
     """Return the row of one server under one load: times over the answers of all its rounds, rates
     as medians of rounds.
     """
-    answers = [answer for run in runs for answer in run.answers]
+    answers: list[Answer] = []
+    seconds = []
+    for run in runs:
+        answers += run.answers
+        seconds.append(_seconds(run.answers))
     good = [answer for answer in answers if not answer.error]
     bad = [answer for answer in answers if answer.error]
     samples = Samples.of(answers)
-    seconds = [_seconds(run.answers) for run in runs]
     cached = [answer.num_cached for answer in good if answer.num_cached is not None]
     return {
         "requests": len(answers),
@@ -109,7 +120,7 @@ def figures(runs: Sequence[Run]) -> JsonObject:
         "prompt_tokens": sum(answer.num_prompt for answer in good),
         "cached_tokens": sum(cached) if cached else None,
         "output_tokens": sum(answer.num_tokens for answer in good),
-        "short_answers": sum(answer.num_tokens < answer.wanted for answer in good),
+        "short_answers": sum(answer.num_tokens < answer.max_tokens for answer in good),
         "requests_per_second": _median_rate(runs, seconds, lambda answer: 1),
         "output_tokens_per_second": _median_rate(runs, seconds, lambda answer: answer.num_tokens),
         "ttft_ms": percentiles(samples.ttft),
@@ -130,9 +141,9 @@ def _seconds(answers: Sequence[Answer]) -> float:
 
 def _median_rate(runs: Sequence[Run], seconds: Sequence[float], amount: Any) -> float:
     rates: list[float] = []
-    for run, taken in zip(runs, seconds, strict=True):
+    for run, duration in zip(runs, seconds, strict=True):
         total = sum(amount(answer) for answer in run.answers if not answer.error)
-        rates.append(total / taken if taken else 0.0)
+        rates.append(total / duration if duration else 0.0)
     return statistics.median(rates) if rates else 0.0
 
 
@@ -140,34 +151,44 @@ def ratios(runs: Sequence[Run]) -> list[JsonObject]:
     """Return the first server over each other one, at every load: median over rounds of the ratio
     within a round.
     """
-    found: list[JsonObject] = []
+    report: list[JsonObject] = []
     urls = list(dict.fromkeys(run.url for run in runs))
     for level in dict.fromkeys(run.level for run in runs):
         rounds = {(run.url, run.round): figures([run]) for run in runs if run.level == level}
-        numbers = sorted({number for _, number in rounds})
         for other in urls[1:]:
             for path, more_is_better in COMPARED:
-                pairs = [
-                    (_at(rounds[urls[0], n], path), _at(rounds[other, n], path)) for n in numbers
-                ]
-                values = [mine / theirs for mine, theirs in pairs if mine and theirs]
-                if values:
-                    low, high, coverage = interval(values)
-                    found.append(
-                        {
-                            "level": str(level),
-                            "of": urls[0],
-                            "to": other,
-                            "figure": "_".join(path),
-                            "ratio": statistics.median(values),
-                            "low": low,
-                            "high": high,
-                            "coverage": coverage,
-                            "rounds": len(values),
-                            "more_is_better": more_is_better,
-                        }
-                    )
-    return found
+                values = _ratios(rounds, urls[0], other, path)
+                if not values:
+                    continue
+                low, high, coverage = interval(values)
+                report.append(
+                    {
+                        "level": str(level),
+                        "of": urls[0],
+                        "to": other,
+                        "figure": "_".join(path),
+                        "ratio": statistics.median(values),
+                        "low": low,
+                        "high": high,
+                        "coverage": coverage,
+                        "rounds": len(values),
+                        "more_is_better": more_is_better,
+                    }
+                )
+    return report
+
+
+def _ratios(
+    rounds: Mapping[tuple[str, int], JsonObject], url: str, other: str, path: Sequence[str]
+) -> list[float]:
+    """Return the ratio of one figure in each round in which both servers have it."""
+    values = []
+    for number in sorted({number for _, number in rounds}):
+        mine = _at(rounds[url, number], path)
+        theirs = _at(rounds[other, number], path)
+        if mine and theirs:
+            values.append(mine / theirs)
+    return values
 
 
 def _at(row: JsonObject, path: Sequence[str]) -> float | None:

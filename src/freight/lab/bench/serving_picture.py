@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from itertools import chain
 
 import numpy as np
 
 from freight.base.svg import LogAxis, framed, line, styled, text
+from freight.lab.bench.answers import Answer
 from freight.lab.bench.load import Level
 from freight.lab.bench.serving_figures import Run, Samples, percentiles
 
@@ -35,8 +37,13 @@ def _ticks(axis: LogAxis) -> list[float]:
     """1, 2 and 5 of each power; over more than three powers only 1."""
     steps = (1, 2, 5) if axis.high / axis.low <= 1500 else (1,)
     powers = range(math.floor(math.log10(axis.low)), math.ceil(math.log10(axis.high)) + 1)
-    found = [step * 10.0**power for power in powers for step in steps]
-    return [value for value in found if axis.low * 0.999 <= value <= axis.high * 1.001]
+    ticks = []
+    for power in powers:
+        for step in steps:
+            tick = step * 10.0**power
+            if axis.low * 0.999 <= tick <= axis.high * 1.001:
+                ticks.append(tick)
+    return ticks
 
 
 def serving_picture(title: str, runs: Sequence[Run]) -> str:
@@ -45,16 +52,20 @@ def serving_picture(title: str, runs: Sequence[Run]) -> str:
     levels = list(dict.fromkeys(run.level for run in runs))
     samples = {(url, level): _samples(runs, url, level) for url in urls for level in levels}
     failed = _failed(urls, runs)
-    height = _TOP + _ROW * len(levels) + _BOTTOM + (24 if failed else 0)
-    unit = "tokens" if all(one.unit == "token" for one in samples.values()) else "events"
-    parts = [*_legend(urls), *(_level(level, index) for index, level in enumerate(levels))]
+    height = _TOP + _ROW * len(levels) + _BOTTOM
+    if failed:
+        height += 24
+    units = {of_load.unit for of_load in samples.values()}
+    unit = "events" if "event" in units else "tokens"
+    parts = list(_legend(urls))
+    for index, level in enumerate(levels):
+        parts.append(_level(level, index))
     if failed:
         parts.append(text(24, height - 12, failed))
     halves = (("Time to first token", "ttft"), (f"Between {unit}", "itl"))
     for half, (name, field) in enumerate(halves):
-        values = {key: list(getattr(one, field)) for key, one in samples.items()}
-        shown = [value for several in values.values() for value in several]
-        axis = _axis(_LEFT + half * (_PLOT + _NUMBERS + _GAP), shown)
+        values = {key: list(getattr(of_load, field)) for key, of_load in samples.items()}
+        axis = _axis(_LEFT + half * (_PLOT + _NUMBERS + _GAP), list(chain(*values.values())))
         parts += _half(name, axis, urls, levels, values)
     return framed(title, WIDTH, height, _STYLE, parts)
 
@@ -63,18 +74,24 @@ def _failed(urls: Sequence[str], runs: Sequence[Run]) -> str:
     """Return what the shapes leave out; empty where every request was answered."""
     parts = []
     for url in urls:
-        of_server = [run for run in runs if run.url == url]
-        answers = [answer for run in of_server for answer in run.answers]
+        answers: list[Answer] = []
+        for run in runs:
+            if run.url == url:
+                answers += run.answers
         if bad := sum(bool(answer.error) for answer in answers):
-            parts.append(
-                f"{bad:,} of {len(answers):,} requests{f' of {url}' if len(urls) > 1 else ''}"
-            )
-    return f"Failed, and in no shape: {', '.join(parts)}" if parts else ""
+            server = f" of {url}" if len(urls) > 1 else ""
+            parts.append(f"{bad:,} of {len(answers):,} requests{server}")
+    if not parts:
+        return ""
+    return f"Failed, and in no shape: {', '.join(parts)}"
 
 
 def _samples(runs: Sequence[Run], url: str, level: Level) -> Samples:
-    wanted = [run for run in runs if run.url == url and run.level == level]
-    return Samples.of(answer for run in wanted for answer in run.answers)
+    answers: list[Answer] = []
+    for run in runs:
+        if run.url == url and run.level == level:
+            answers += run.answers
+    return Samples.of(answers)
 
 
 def _axis(x: float, values: Sequence[float]) -> LogAxis:
@@ -97,9 +114,12 @@ def _legend(urls: Sequence[str]) -> Iterator[str]:
 
 def _level(level: Level, index: int) -> str:
     y = _TOP + _ROW * (index + 1) - 6
-    number, what = (
-        (level.concurrency, "at a time") if level.concurrency else (f"{level.rate:g}", "a second")
-    )
+    if level.concurrency:
+        number = str(level.concurrency)
+        what = "at a time"
+    else:
+        number = f"{level.rate:g}"
+        what = "a second"
     return text(24, y - 18, number, 'class="title"') + text(24, y, what, 'class="soft"')
 
 
@@ -126,18 +146,20 @@ def _half(
         shapes = {url: _density(axis, values[url, level]) for url in urls}
         most = max((max(shape) for shape in shapes.values() if shape), default=1.0)
         for index, url in enumerate(urls):
-            times = percentiles(values[url, level]).items()
-            found = {figure: value for figure, value in times if value is not None}
-            if not found:
+            times = values[url, level]
+            if not times:
                 continue
+            figures = percentiles(times)
             colour = _colour(index)
             yield _shape(axis, base, shapes[url], most, colour)
             for figure, reach in (("median", _ROW - 16), ("p99", 16)):
-                x = axis.at(max(found[figure], axis.low))
+                x = axis.at(max(figures[figure] or 0.0, axis.low))
                 yield line((x, x), (base, base - reach), f'stroke="{colour}" stroke-width="2"')
             y = base - 8 - 18 * (len(urls) - 1 - index)
             for figure, x in columns.items():
-                yield text(x, y, _number(found[figure]), f'class="num" style="fill:{colour}"')
+                yield text(
+                    x, y, _number(figures[figure] or 0.0), f'class="num" style="fill:{colour}"'
+                )
         yield line((axis.start, right), (base, base), 'class="base"')
 
 
@@ -151,17 +173,18 @@ def _density(axis: LogAxis, values: Sequence[float]) -> list[float]:
     edges = np.linspace(math.log10(axis.low), math.log10(axis.high), _BINS + 1)
     counts = np.histogram(places, edges)[0] / len(values)
     kernel = np.exp(-(np.arange(-5, 6) ** 2) / 4.0)
-    return [float(v) for v in np.convolve(counts, kernel / kernel.sum(), mode="same")]
+    density: list[float] = np.convolve(counts, kernel / kernel.sum(), mode="same").tolist()
+    return density
 
 
 def _shape(axis: LogAxis, base: float, shape: Sequence[float], most: float, colour: str) -> str:
     step = _PLOT / _BINS
     tall = _ROW - 22
-    points = " ".join(
-        f"L{axis.start + (i + 0.5) * step:.1f} {base - tall * value / most:.1f}"
-        for i, value in enumerate(shape)
-    )
-    path = f"M{axis.start} {base} {points} L{axis.end} {base}"
+    path = f"M{axis.start} {base}"
+    for index, value in enumerate(shape):
+        x = axis.start + (index + 0.5) * step
+        path += f" L{x:.1f} {base - tall * value / most:.1f}"
+    path += f" L{axis.end} {base}"
     return f'<path d="{path} Z" fill="{colour}" fill-opacity="0.22" stroke="{colour}" stroke-opacity="0.75"/>'
 
 

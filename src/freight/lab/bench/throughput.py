@@ -9,13 +9,105 @@ running, against `max_num_seqs`, and of the cache's blocks in use.
 from __future__ import annotations
 
 import random
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 from freight.base.fields import JsonObject
 from freight.base.terminal import OnProgress, unseen
-from freight.lab.bench.drive import counted, describe_run, drive_random, occupancy, start
-from freight.lab.bench.timing import Spread, peak_rss_bytes
+from freight.engine.build import start_engine
+from freight.engine.engine import Engine
+from freight.lab.bench.drive import (
+    StepRecord,
+    describe_run,
+    drive,
+    greedy,
+    occupancy,
+    random_prompt,
+)
+from freight.lab.bench.timing import Spread, medians, peak_rss_bytes
 from freight.model.open import OpenModel
+from freight.settings.engine import EngineArgs, EngineConfig
+
+
+@dataclass(frozen=True)
+class Load:
+    """Requests of random tokens: the length of each prompt and of its answer."""
+
+    inputs: Sequence[int]
+    outputs: Sequence[int]
+
+    @staticmethod
+    def draw(count: int, input_len: int, output_len: int, numbers: random.Random) -> Load:
+        """`count` requests whose lengths are around those given."""
+        lengths = draw_lengths(count, input_len, output_len, numbers)
+        inputs, outputs = zip(*lengths, strict=True)
+        return Load(inputs, outputs)
+
+    @property
+    def longest(self) -> int:
+        return max(map(sum, zip(self.inputs, self.outputs, strict=True)))
+
+    @property
+    def facts(self) -> JsonObject:
+        return {
+            "num_requests": len(self.inputs),
+            "input_tokens": sum(self.inputs),
+            "output_tokens": sum(self.outputs),
+        }
+
+
+@dataclass
+class Cell:
+    """One engine, and what has been measured of it so far: requests per second and the steps of
+    each repeat.
+    """
+
+    engine: Engine
+    config: EngineConfig
+    rates: list[float] = field(default_factory=list)
+    steps: list[StepRecord] = field(default_factory=list)
+
+
+def run_in_turns(
+    opened: OpenModel,
+    settings: Sequence[EngineArgs],
+    load: Load,
+    numbers: random.Random,
+    repeats: int,
+    on_progress: OnProgress,
+) -> list[Cell]:
+    """Run `load` with each of `settings`, which share the weights, `repeats` times after a short run
+    to warm up; each repeat has prompts of its own and begins with another setting.
+
+    Engines have no tokenizer and no drafts. Raises what `start_engine` raises.
+    """
+    cells: list[Cell] = []
+    for args in settings:
+        args = replace(
+            args.without_drafts(),
+            max_model_len=args.max_model_len or load.longest,
+            skip_tokenizer_init=True,
+        )
+        weights = cells[0].engine.runner.model if cells else None
+        cells.append(Cell(*start_engine(replace(opened, args=args), decoder=weights)))
+    params = list(map(greedy, load.outputs))
+    total = len(cells) * (repeats + 1)
+    done = 0
+    for repeat in range(-1, repeats):  # the first warms up, on requests that are cut short
+        prompts = [random_prompt(size, opened.model.vocab_size, numbers) for size in load.inputs]
+        first = repeat % len(cells)
+        for cell in cells[first:] + cells[:first]:
+            on_progress(done, total)
+            done += 1
+            if repeat < 0:
+                short = [ids[:32] for ids in prompts[: cell.config.max_num_seqs]]
+                drive(cell.engine, short, [greedy(2)] * len(short))
+                continue
+            steps = drive(cell.engine, prompts, params)
+            cell.rates.append(len(prompts) / sum(step.seconds for step in steps))
+            cell.steps += steps
+    on_progress(done, total)
+    return cells
 
 
 def measure_throughput(
@@ -31,39 +123,26 @@ def measure_throughput(
     --json prints.
     """
     numbers = random.Random(opened.args.seed)
-    lengths = draw_lengths(num_requests, input_len, output_len, numbers)
-    longest = opened.args.max_model_len or max(before + after for before, after in lengths)
-    engine, config = start(opened, max_model_len=longest)
-    totals = []
-    records = []
-    for repeat in counted(repeats + 1, on_progress):
-        if repeat == 0:  # warms up
-            short = [(min(before, 32), 2) for before, _ in lengths[: config.max_num_seqs]]
-            drive_random(engine, short, numbers)
-            continue
-        steps = drive_random(engine, lengths, numbers)
-        totals.append(sum(step.seconds for step in steps))
-        records += steps
-    num_input = sum(before for before, _ in lengths)
-    num_output = sum(after for _, after in lengths)
+    load = Load.draw(num_requests, input_len, output_len, numbers)
+    [cell] = run_in_turns(opened, [opened.args], load, numbers, repeats, on_progress)
+    prefill = sum(load.inputs) / num_requests
+    decode = sum(load.outputs) / num_requests
     figures = {
-        "requests_per_second": Spread.of([num_requests / total for total in totals]),
-        "prefill_tokens_per_second": Spread.of([num_input / total for total in totals]),
-        "decode_tokens_per_second": Spread.of([num_output / total for total in totals]),
+        "requests_per_second": Spread.of(cell.rates),
+        "prefill_tokens_per_second": Spread.of([rate * prefill for rate in cell.rates]),
+        "decode_tokens_per_second": Spread.of([rate * decode for rate in cell.rates]),
     }
-    running, in_use = occupancy(records)
-    return describe_run(opened, engine, config, name) | {
-        "num_requests": num_requests,
-        "input_tokens": num_input,
-        "output_tokens": num_output,
+    running, in_use = occupancy(cell.steps)
+    return {
+        **describe_run(opened, cell.engine, cell.config, name),
+        **load.facts,
         "repeats": repeats,
-        **{figure: spread.median for figure, spread in figures.items()},
+        **medians(figures),
         "mean_running": running,
-        "batch_occupancy": running / config.max_num_seqs,
+        "batch_occupancy": running / cell.config.max_num_seqs,
         "cache_occupancy": in_use,
-        "steps": len(records) // repeats,
+        "steps": len(cell.steps) // repeats,
         "peak_rss_bytes": peak_rss_bytes(),
-        "spread": {figure: asdict(spread) for figure, spread in figures.items()},
     }
 
 
@@ -71,9 +150,10 @@ def draw_lengths(
     count: int, input_len: int, output_len: int, numbers: random.Random
 ) -> list[tuple[int, int]]:
     """(prompt, answer) of each request, in tokens."""
-    return [
-        (draw_length(input_len, numbers), draw_length(output_len, numbers)) for _ in range(count)
-    ]
+    lengths = []
+    for _ in range(count):
+        lengths.append((draw_length(input_len, numbers), draw_length(output_len, numbers)))
+    return lengths
 
 
 def draw_length(length: int, numbers: random.Random) -> int:

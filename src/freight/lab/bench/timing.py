@@ -11,16 +11,18 @@ from __future__ import annotations
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
+from freight.base.fields import JsonObject
 from freight.settings.device import ROOT, last_level_cache, memory
 
-# bytes, at least: what is taken where the size of the last-level cache is not known
+# bytes, at least: what is samples where the size of the last-level cache is not known
 CACHE_SIZE = 2**27
 MOST_RUNS = 200  # of a row: more would change its median by less than other work does
 MEMORY_SHARE = 0.25  # of what is free, at most: what is compared, and a probe of twice its size
@@ -44,6 +46,16 @@ class Spread:
         return Spread(statistics.median(samples), low, high, len(samples))
 
 
+def medians(figures: Mapping[str, Spread]) -> JsonObject:
+    """Return each figure's median, and as `spread` all that is known of it, as --json prints them."""
+    fields: dict[str, Any] = {}
+    spreads = {}
+    for name, spread in figures.items():
+        fields[name] = spread.median
+        spreads[name] = asdict(spread)
+    return {**fields, "spread": spreads}
+
+
 def seconds_of(call: Callable[[], object]) -> float:
     begin = time.perf_counter()
     call()
@@ -61,10 +73,10 @@ def time_in_rotation(
     """
     for call in calls:
         call()
-    taken: list[float] = []
-    while len(taken) < least or (sum(taken) < seconds and len(taken) < MOST_RUNS):
-        taken.append(seconds_of(calls[len(taken) % len(calls)]))
-    return Spread.of(taken)
+    samples: list[float] = []
+    while len(samples) < least or (sum(samples) < seconds and len(samples) < MOST_RUNS):
+        samples.append(seconds_of(calls[len(samples) % len(calls)]))
+    return Spread.of(samples)
 
 
 def bytes_beyond_caches(root: Path = ROOT) -> int:
@@ -74,9 +86,8 @@ def bytes_beyond_caches(root: Path = ROOT) -> int:
     No more than MEMORY_SHARE of the free memory: where that is not enough, figures are partly a
     cache's.
     """
-    return min(
-        max(CACHE_SIZE, 2 * (last_level_cache(root) or 0)), int(memory(root)[1] * MEMORY_SHARE)
-    )
+    size = max(CACHE_SIZE, 2 * (last_level_cache(root) or 0))
+    return min(size, int(memory(root)[1] * MEMORY_SHARE))
 
 
 class MemoryProbe:

@@ -40,10 +40,9 @@ class Advice:
 
     def as_json(self) -> JsonObject:
         """`recommended` is the name of a run, null where no setting is recommended."""
-        name = None if self.chosen is None else self.chosen.name
         return {
             "verdict": self.verdict,
-            "recommended": name,
+            "recommended": self.chosen and self.chosen.name,
             "text": self.text,
             "command": self.command,
         }
@@ -81,24 +80,25 @@ def _best(runs: Sequence[Figures], size: Callable[[Figures], int]) -> Figures | 
 
 
 def _smaller_states(evaluation: Evaluation) -> list[Figures]:
-    first, *others = evaluation.runs
-    alike = (
-        run
-        for run in others
-        if (run.weights, run.bytes_per_token) == (first.weights, first.bytes_per_token)
-    )
-    return [run for run in alike if run.bytes_per_state < first.bytes_per_state]
+    """Return the settings whose states alone are smaller than the first one's."""
+    first = evaluation.runs[0]
+    smaller = []
+    for run in evaluation.runs[1:]:
+        alike = run.weights == first.weights and run.bytes_per_token == first.bytes_per_token
+        if alike and run.bytes_per_state < first.bytes_per_state:
+            smaller.append(run)
+    return smaller
 
 
 def _smaller(evaluation: Evaluation) -> list[Figures]:
     """Return the caches that could be taken in the place of the first."""
-    first, *others = evaluation.runs
-    alike = (
-        run
-        for run in others
-        if (run.weights, run.state_dtype) == (first.weights, first.state_dtype)
-    )
-    return [run for run in alike if run.bytes_per_token < first.bytes_per_token]
+    first = evaluation.runs[0]
+    smaller = []
+    for run in evaluation.runs[1:]:
+        alike = run.weights == first.weights and run.state_dtype == first.state_dtype
+        if alike and run.bytes_per_token < first.bytes_per_token:
+            smaller.append(run)
+    return smaller
 
 
 def how_to(run: Figures, over: Overview) -> str:
@@ -128,10 +128,12 @@ def how_to(run: Figures, over: Overview) -> str:
         made = replace(args, model="OUT", revision=None, ignore_config_keys=())
         return f"{_quantize(run, over)} && {_serve(made, [], more)}"
     dynamic = "group" if run.granularity == "group" else "dynamic"
-    given = args.quantization_param_path or args.kv_scales
-    named = {"unit": "unit", "dynamic": dynamic, "file": given, "given": given}
-    source = named.get(run.scale_source or "") if dtype != "int8" or dynamic == "group" else None
-    cache = ["--kv-cache-dtype", dtype, *(["--kv-scales", source] if source else [])]
+    file = args.quantization_param_path or args.kv_scales
+    options = {"unit": "unit", "dynamic": dynamic, "file": file, "given": file}
+    source = options.get(run.scale_source or "")
+    cache = ["--kv-cache-dtype", dtype]
+    if source and (dtype != "int8" or dynamic == "group"):
+        cache += ["--kv-scales", source]
     return _serve(args, cache, more)
 
 
@@ -173,13 +175,17 @@ def _quantize(run: Figures, over: Overview) -> str:
     assert text is not None, "scales were calibrated"
     words = ["freight", "quantize", args.model, "OUT", "--weights", "none", "--kv-cache", "fp8"]
     words += ["--kv-granularity", str(run.granularity)]
-    words += ["--center"] if run.centered else []
-    words += ["--calibration-data", text.data] if text.data else []
+    if run.centered:
+        words.append("--center")
+    if text.data:
+        words += ["--calibration-data", text.data]
     words += ["--num-samples", str(text.num_samples), "--max-seq-len", str(text.max_seq_len)]
-    words += ["--revision", args.revision] if args.revision else []
+    if args.revision:
+        words += ["--revision", args.revision]
     if args.ignore_config_keys:
         words += [as_flag("ignore_config_keys"), ",".join(args.ignore_config_keys)]
-    words += ["--device", args.device] if args.device != "auto" else []
+    if args.device != "auto":
+        words += ["--device", args.device]
     return shlex.join(words)
 
 
@@ -190,8 +196,8 @@ def advice(evaluation: Evaluation) -> Advice:
     over = evaluation.overview
     states = recommended_states(evaluation) or first
     command = how_to(replace(chosen or first, state_dtype=states.state_dtype), over)
-    found = _of_pages(evaluation, chosen, command)
-    return replace(found, text=found.text + _of_states(evaluation, states))
+    pages = _of_pages(evaluation, chosen, command)
+    return replace(pages, text=pages.text + _of_states(evaluation, states))
 
 
 def _of_states(evaluation: Evaluation, chosen: Figures) -> str:
@@ -201,8 +207,8 @@ def _of_states(evaluation: Evaluation, chosen: Figures) -> str:
     if chosen is first and not smaller:
         return ""
     if chosen is first:
-        found = ", ".join(f"{run.state_dtype} {run.verdict}" for run in smaller)
-        return f" States stay in {first.state_dtype}: {found}."
+        verdicts = ", ".join(f"{run.state_dtype} {run.verdict}" for run in smaller)
+        return f" States stay in {first.state_dtype}: {verdicts}."
     share = chosen.bytes_per_state / first.bytes_per_state
     return (
         f" States, measured apart from keys and values: take {chosen.state_dtype}, {share:.2f} of the bytes, mean KL "
@@ -238,27 +244,23 @@ def _none(evaluation: Evaluation, command: str) -> Advice:
     """
     smaller = _smaller(evaluation)
     if not smaller:
-        return Advice(
-            Verdict.CANNOT_BE_SAID,
-            None,
-            "No smaller cache was measured, so none is recommended.",
-            command,
-        )
+        text = "No smaller cache was measured, so none is recommended."
+        return Advice(Verdict.CANNOT_BE_SAID, None, text, command)
+    if evaluation.sample.text_unknown:
+        text = f"No setting is recommended: {'; '.join(evaluation.warnings)}."
+        return Advice(Verdict.CANNOT_BE_SAID, None, text, command)
+    verdict = Verdict.NOT_SAFE
+    text = "No smaller cache that was measured is safe"
+    if any(run.verdict is Verdict.CANNOT_BE_SAID for run in smaller):
+        verdict = Verdict.CANNOT_BE_SAID
+        text = "It cannot be said that a smaller cache is safe"
     shared = [
         reason for reason in smaller[0].reasons if all(reason in run.reasons for run in smaller)
     ]
-    if evaluation.sample.text_unknown:
-        start = "No setting is recommended"
-        return Advice(
-            Verdict.CANNOT_BE_SAID, None, f"{start}: {'; '.join(evaluation.warnings)}.", command
-        )
-    unsettled = any(run.verdict is Verdict.CANNOT_BE_SAID for run in smaller)
-    start = "No smaller cache that was measured is safe"
-    if unsettled:
-        start = "It cannot be said that a smaller cache is safe"
-    because = f": {'; '.join(shared)}." if shared else "."
-    text = f"{start}{because} Safe means: {BOUNDS}. Until then, keep the cache in {evaluation.runs[0].name}."
-    return Advice(Verdict.CANNOT_BE_SAID if unsettled else Verdict.NOT_SAFE, None, text, command)
+    if shared:
+        text += f": {'; '.join(shared)}"
+    text += f". Safe means: {BOUNDS}. Until then, keep the cache in {evaluation.runs[0].name}."
+    return Advice(verdict, None, text, command)
 
 
 def why_not(evaluation: Evaluation) -> list[str]:

@@ -54,21 +54,28 @@ class Axis:
         """Whether `value` has a place."""
         return not self.log or value > 0 or (self.zero and value == 0)
 
+    def has_span(self, values: Sequence[float]) -> bool:
+        """Whether the axis has anything but 0 beyond a break."""
+        return len(values) > 0 and (not self.log or max(values) > 0)
+
 
 def chart(title: str, x: Axis, y: Axis, series: Sequence[Series], lines: bool = True) -> str:
     """SVG. Points that a logarithmic axis cannot show are left out. `title` is for screen readers."""
-    shown = []
-    for one in series:
-        seen = [point for point in one.points if x.has(point[0]) and y.has(point[1])]
-        shown.append(Series(one.name, seen, one.style))
-    points = [point for one in shown for point in one.points]
-    if not any((p[0] > 0 or not x.log) and (p[1] > 0 or not y.log) for p in points):
+    visible = []
+    x_values: list[float] = []
+    y_values: list[float] = []
+    for setting in series:
+        points = [point for point in setting.points if x.has(point[0]) and y.has(point[1])]
+        visible.append(Series(setting.name, points, setting.style))
+        x_values += [point[0] for point in points]
+        y_values += [point[1] for point in points]
+    if not x.has_span(x_values) or not y.has_span(y_values):
         return "<p>There is nothing to show: no setting differs from the first.</p>"
-    across = _Scale(x, [p[0] for p in points], _LEFT, WIDTH - _RIGHT)
-    up = _Scale(y, [p[1] for p in points], HEIGHT - _BOTTOM, _TOP)
+    across = _Scale(x, x_values, _LEFT, WIDTH - _RIGHT)
+    up = _Scale(y, y_values, HEIGHT - _BOTTOM, _TOP)
     at: list[list[Point]] = []
-    for one in shown:
-        at.append([(across.at(x_value), up.at(y_value)) for x_value, y_value in one.points])
+    for setting in visible:
+        at.append([(across.at(x_value), up.at(y_value)) for x_value, y_value in setting.points])
     if x.names:
         places = _abreast(at, len(x.names))
     else:
@@ -80,9 +87,9 @@ def chart(title: str, x: Axis, y: Axis, series: Sequence[Series], lines: bool = 
     if not lines:
         for true, moved in zip(at, places, strict=True):
             parts += _leaders(true, moved)
-    for one, place in zip(shown, places, strict=True):
-        parts += _marks(one, place, across, lines)
-    parts += [*_legend(shown, lines), "</svg>"]
+    for setting, place in zip(visible, places, strict=True):
+        parts += _marks(setting, place, across, lines)
+    parts += [*_legend(visible, lines), "</svg>"]
     return "\n".join(parts)
 
 
@@ -97,9 +104,8 @@ class _Scale:
         if axis.names:
             self._from = -0.5
             self._to = len(axis.names) - 0.5
-            self.ticks = [
-                float(i) for i in range(0, len(axis.names), math.ceil(len(axis.names) / 16))
-            ]
+            step = math.ceil(len(axis.names) / 16)
+            self.ticks = list(map(float, range(0, len(axis.names), step)))
             return
         if axis.log:
             positive = [value for value in values if value > 0]
@@ -126,7 +132,9 @@ class _Scale:
     @property
     def gap(self) -> float | None:
         """The middle of the break between 0 and a logarithmic axis, if there is one."""
-        return None if self._zero is None else (self._zero + self._low) / 2
+        if self._zero is None:
+            return None
+        return (self._zero + self._low) / 2
 
     def at(self, value: float) -> float:
         if value == 0 and self._zero is not None:
@@ -140,7 +148,9 @@ class _Scale:
             return self.axis.names[int(tick)]
         if tick == 0 or 1e-4 <= abs(tick) < 1000:
             return f"{tick:.6g}"
-        return f"{tick:,.0f}" if 1000 <= abs(tick) < 1e6 else f"{tick:.3g}"
+        if 1000 <= abs(tick) < 1e6:
+            return f"{tick:,.0f}"
+        return f"{tick:.3g}"
 
 
 def _ticks(low: float, high: float) -> list[float]:
@@ -159,10 +169,12 @@ def _log_ticks(low: float, high: float) -> list[float]:
     """
     steps: tuple[int, ...] = (1, 2, 5) if high / low < 100 else (1,)
     powers = range(math.floor(math.log10(low)) - 1, math.ceil(math.log10(high)) + 2)
-    every = [float(f"{step}e{power}") for power in powers for step in steps]
-    first = max(i for i, tick in enumerate(every) if tick <= low * 1.0001)
-    last = min(i for i, tick in enumerate(every) if tick >= high * 0.9999)
-    return every[first : last + 1]
+    ticks = []
+    for power in powers:
+        ticks += [float(f"{step}e{power}") for step in steps]
+    first = max(i for i, tick in enumerate(ticks) if tick <= low * 1.0001)
+    last = min(i for i, tick in enumerate(ticks) if tick >= high * 0.9999)
+    return ticks[first : last + 1]
 
 
 def _axes(across: _Scale, up: _Scale) -> Iterator[str]:
@@ -202,26 +214,26 @@ def _abreast(at: Sequence[Sequence[Point]], num_categories: int) -> list[list[Po
 
 def _apart(at: Sequence[Sequence[Point]]) -> list[list[Point]]:
     """Move marks that would cover an earlier one sideways to the nearest free place."""
-    taken: list[Point] = []
+    occupied: list[Point] = []
     places = []
     for points in at:
-        places.append([_free(x, y, taken) for x, y in points])
+        places.append([_free(x, y, occupied) for x, y in points])
     return places
 
 
-def _free(x: float, y: float, taken: list[Point]) -> Point:
+def _free(x: float, y: float, occupied: list[Point]) -> Point:
     """Take the free place that is nearest to x in the same height."""
     low = _LEFT + MARK / 2
     high = WIDTH - _RIGHT - MARK / 2
-    sideways = (x + side * MARK * i for i in range(WIDTH) for side in (1, -1))
-    inside = (place for place in sideways if low <= place <= high or place == x)
-
-    def is_free(place: float) -> bool:
-        return all(abs(place - a) >= MARK - 0.1 or abs(y - b) >= MARK - 0.1 for a, b in taken)
-
-    found = (round(next((place for place in inside if is_free(place)), x), 1), y)
-    taken.append(found)
-    return found
+    near = [a for a, b in occupied if abs(y - b) < MARK - 0.1]
+    for distance in range(WIDTH):
+        for place in (x + MARK * distance, x - MARK * distance):
+            is_inside = low <= place <= high or place == x
+            if is_inside and all(abs(place - a) >= MARK - 0.1 for a in near):
+                occupied.append((round(place, 1), y))
+                return occupied[-1]
+    occupied.append((round(x, 1), y))
+    return occupied[-1]
 
 
 def _leaders(true: Sequence[Point], moved: Sequence[Point]) -> Iterator[str]:
@@ -285,12 +297,12 @@ def _sign(x: float, y: float, style: int) -> str:
 
 def _legend(series: Sequence[Series], lines: bool) -> Iterator[str]:
     x = WIDTH - _RIGHT + 24
-    apart = min(24.0, (HEIGHT - _TOP - 18) / max(1, len(series)))
-    for row, one in enumerate(series):
-        y = round(_TOP + 14 + apart * row, 1)
-        style = one.style % NUM_STYLES
+    distance = min(24.0, (HEIGHT - _TOP - 18) / max(1, len(series)))
+    for row, setting in enumerate(series):
+        y = round(_TOP + 14 + distance * row, 1)
+        style = setting.style % NUM_STYLES
         if lines:
             look = f'class="s{_class(style)}" stroke-dasharray="{_DASHES[style % len(_DASHES)]}"'
             yield line((x, x + 34), (y, y), look)
         yield _mark(x + 17, y, style)
-        yield text(x + 44, y + 4, one.name[:24])
+        yield text(x + 44, y + 4, setting.name[:24])

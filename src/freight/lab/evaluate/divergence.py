@@ -81,16 +81,16 @@ class Reference:
 
     def _piece(self, rows: slice, all_logits: Tensor, targets: Tensor, scratch: Tensor) -> Judged:
         logits = all_logits[rows]
-        own = self.logits[rows]
+        reference = self.logits[rows]
         scratch = scratch[: len(logits)]
         top = highest(logits)
         _, log_sum = _exponentials(logits, top, scratch)
-        differences = torch.sub(own, logits, out=scratch)
+        differences = torch.sub(reference, logits, out=scratch)
         kl = (
             _dot(self.probabilities[rows], differences).double() - self.log_sum[rows] + log_sum
         ).float()
         if not kl.isfinite().all():  # a token that is impossible for one of both
-            kl = kl_divergence(*(torch.log_softmax(x, -1) for x in (own, logits)))
+            kl = kl_divergence(*(torch.log_softmax(x, -1) for x in (reference, logits)))
         return (_at(logits, targets[rows]).double() - log_sum).float(), kl, top == self.top[rows]
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from freight.base.files import DATA_LIMIT, read_text, reading, unique_names
 from freight.errors import ConfigError
+from freight.lab.columns import plural
 from freight.lab.evaluate.perplexity import Window, cut_windows
 from freight.model.open import OpenModel
 
@@ -35,14 +36,14 @@ def read_documents(path: Path, field: str = "text") -> list[str]:
     with reading(f"--data {path}"):
         text = read_text(path, "utf-8-sig", DATA_LIMIT)
     if path.suffix != ".jsonl":
-        found = [text]
+        documents = [text]
     else:
         # splitlines() also splits inside of JSON strings: U+2028
         lines = enumerate(text.split("\n"), 1)
-        found = [_line(path, number, line, field) for number, line in lines if line.strip()]
-    if not any(found):
+        documents = [_line(path, number, line, field) for number, line in lines if line.strip()]
+    if not any(documents):
         raise ConfigError(f"--data {path} is empty; give a text that the model was not trained on")
-    return found
+    return documents
 
 
 def _line(path: Path, number: int, line: str, field: str) -> str:
@@ -99,9 +100,7 @@ def cut_documents(
             f"none of the {len(documents):,} documents has 2 tokens{within}, and perplexity needs 2 of one document"
         )
     if not parts:
-        raise ConfigError(
-            f"the text has {total} token{'s' if total != 1 else ''}; perplexity needs at least 2"
-        )
+        raise ConfigError(f"the text has {plural(total, 'token')}; perplexity needs at least 2")
     return parts
 
 

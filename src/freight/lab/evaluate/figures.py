@@ -6,12 +6,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 from torch import Tensor
 
 from freight.base.fields import JsonObject
+from freight.fp8.scheme import KVScales
+from freight.lab.columns import as_object
 from freight.lab.evaluate.documents import Part
 from freight.lab.evaluate.measure import SettingRun, mean_perplexity
 from freight.lab.evaluate.safety import Interval, Sample, Verdict, judge
@@ -29,7 +31,7 @@ from freight.settings.engine import EngineArgs
 GIB = 2**30
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Figures:
     """One setting. KL in nats per token, against the first; intervals are of 95 %, None below
     `safety.MIN_UNITS`.
@@ -75,13 +77,13 @@ class Figures:
     clipped_share: float
     flushed_share: float
     layer_errors: list[dict[str, float]]
-    layer_kl: list[float] | None
+    layer_kl: list[float] | None = None
     perplexity_by_position: list[float | None]
     kl_by_position: list[float | None]
-    prefill_tokens_per_second: float | None
-    decode_tokens_per_second: float | None
-    decode: list[float] | None
-    faster_from: int | None
+    prefill_tokens_per_second: float | None = None
+    decode_tokens_per_second: float | None = None
+    decode: list[float] | None = None
+    faster_from: int | None = None
     num_passes: int
     forward_seconds: float
 
@@ -159,7 +161,9 @@ class Evaluation:
         """
         if self.noise is None:
             return None
-        return max(0.0, run.kl_mean - 2 * self.noise.kl) if run is not self.runs[0] else 0.0
+        if run is self.runs[0]:
+            return 0.0
+        return max(0.0, run.kl_mean - 2 * self.noise.kl)
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -178,34 +182,36 @@ class Evaluation:
         return self.calibration_seconds + sum(run.forward_seconds for run in self.runs)
 
     def as_json(self) -> JsonObject:
-        over = self.overview
-        size = {
-            "dtype": over.weight_dtype,
-            "bytes": over.weight_bytes,
-            "embedding_bytes": over.embedding_bytes,
-        }
+        runs = [asdict(run) | {"kl_without_noise": self.without_noise(run)} for run in self.runs]
+        facts = as_object(self, _JSON)
         return {
-            "model": over.model,
-            "data": over.source,
-            "num_documents": self.num_documents,
-            "num_tokens": self.num_tokens,
-            "window": over.window,
-            "weights": size,
-            "vocab_size": self.sample.vocab_size,
+            **facts,
+            "weights": as_object(self.overview, _WEIGHTS),
             "intervals_over": self.sample.units if self.runs[0].kl_interval else None,
-            "num_units": self.sample.num_units,
-            "num_repeats": self.sample.num_repeats,
-            "warnings": list(self.warnings),
-            "position_edges": list(self.position_edges),
-            "contexts": list(self.contexts),
-            "notes": list(over.notes),
-            "seconds": self.seconds,
-            "forward_seconds": self.forward_seconds,
-            "noise": None if self.noise is None else asdict(self.noise),
-            "runs": [
-                asdict(run) | {"kl_without_noise": self.without_noise(run)} for run in self.runs
-            ],
+            "noise": self.noise and asdict(self.noise),
+            "runs": runs,
         }
+
+
+_JSON = {
+    "model": "overview.model",
+    "data": "overview.source",
+    "num_documents": "num_documents",
+    "num_tokens": "num_tokens",
+    "window": "overview.window",
+    "weights": "overview",
+    "vocab_size": "sample.vocab_size",
+    "intervals_over": "sample.units",
+    "num_units": "sample.num_units",
+    "num_repeats": "sample.num_repeats",
+    "warnings": "warnings",
+    "position_edges": "position_edges",
+    "contexts": "contexts",
+    "notes": "overview.notes",
+    "seconds": "seconds",
+    "forward_seconds": "forward_seconds",
+}
+_WEIGHTS = {"dtype": "weight_dtype", "bytes": "weight_bytes", "embedding_bytes": "embedding_bytes"}
 
 
 def summarize(
@@ -249,10 +255,12 @@ def summarize(
     )
     figures = []
     for index, (run, label) in enumerate(zip(runs, labels, strict=True)):
-        speed = speeds[index] if speeds else None
-        faster = faster_from(speed, speeds[0]) if speed and speeds and index else None
-        alone = layer_kl[index] if layer_kl else None
-        figures.append(_figures(label, run, tokens, sample, speed, faster, alone))
+        setting = _figures(label, run, tokens, sample)
+        if layer_kl:
+            setting = replace(setting, layer_kl=layer_kl[index])
+        if speeds:
+            setting = replace(setting, **_speeds(speeds[index], speeds[0]))
+        figures.append(setting)
     return Evaluation(
         overview=overview,
         runs=tuple(figures),
@@ -280,15 +288,23 @@ def _array(values: Tensor) -> np.ndarray:
     return array
 
 
-def _figures(
-    label: tuple[str, str],
-    run: SettingRun,
-    tokens: _Tokens,
-    sample: Sample,
-    speed: Speed | None,
-    faster: int | None,
-    layer_kl: list[float] | None,
-) -> Figures:
+def _is_centered(scales: KVScales | None) -> bool:
+    layers = () if scales is None else scales.layers
+    return any(layer is not None and layer.k_center for layer in layers)
+
+
+def _speeds(speed: Speed, first: Speed) -> JsonObject:
+    """Return the fields of `Figures` that time tells; `first` is the first setting's."""
+    return {
+        "prefill_tokens_per_second": speed.prefill,
+        "decode_tokens_per_second": speed.decode[-1],
+        "decode": list(speed.decode),
+        "faster_from": None if speed is first else faster_from(speed, first),
+    }
+
+
+def _figures(label: tuple[str, str], run: SettingRun, tokens: _Tokens, sample: Sample) -> Figures:
+    """Return what is measured over the text: without speed, and without the KL by layer."""
     kv = run.config.kv
     names = run.config.kv.names()
     spec = run.runner.pool.spec
@@ -298,7 +314,7 @@ def _figures(
     change = loss - tokens.reference
     counts = np.bincount(tokens.units).astype(np.float64)
     sums = unit_sums(tokens.units, change, kl, same)
-    of_change, of_kl, of_same = [interval(one, counts) for one in sums]
+    of_change, of_kl, of_same = [interval(by_unit, counts) for by_unit in sums]
     ratio = float(np.exp(np.mean(change)))
     median, p99 = np.percentile(kl, (50, 99)).tolist()
     losses = by_position(tokens.positions, loss, tokens.edges)
@@ -318,9 +334,8 @@ def _figures(
         granularity=names["granularity"],
         scale_source=names["scale_source"],
         layers=kv.layer_names(),
-        state_dtype=None if spec.state_format is None else str(spec.state_format),
-        centered=kv.scales is not None
-        and any(layer is not None and layer.k_center for layer in kv.scales.layers),
+        state_dtype=spec.state_format and str(spec.state_format),
+        centered=_is_centered(kv.scales),
         verdict=judged.verdict,
         reasons=judged.reasons,
         perplexity=mean_perplexity(run.token_logprobs),
@@ -339,13 +354,8 @@ def _figures(
         clipped_share=run.clipped_share,
         flushed_share=run.probe.flushed_share,
         layer_errors=run.probe.errors,
-        layer_kl=layer_kl,
         perplexity_by_position=[None if mean is None else float(np.exp(mean)) for mean in losses],
         kl_by_position=by_position(tokens.positions, kl, tokens.edges),
-        prefill_tokens_per_second=speed.prefill if speed else None,
-        decode_tokens_per_second=speed.decode[-1] if speed else None,
-        decode=list(speed.decode) if speed else None,
-        faster_from=faster,
         num_passes=run.num_passes,
         forward_seconds=run.seconds,
     )

@@ -24,6 +24,7 @@ from freight.checkpoint.reader import resolve_model
 from freight.errors import ConfigError, choices
 from freight.fp8.formats import Format, Granularity, ScaleSource
 from freight.fp8.scheme import KVScales
+from freight.lab.columns import scales_name
 from freight.lab.evaluate.documents import Document, Part, cut_documents, window_length
 from freight.lab.evaluate.figures import CalibrationText, Evaluation, Noise, Overview, summarize
 from freight.lab.evaluate.layer_kl import first_windows, layer_kl
@@ -104,21 +105,23 @@ def evaluate_grid(
     plain = plain_config(opened)
     names = _names(args, grid, opened)
     check_schemes(opened, grid.weights, args.quantization)
-    chosen = opened.resolve(args) if not names else None
+    chosen = None if names else opened.resolve(args)
     states = _states(opened, plain, chosen, grid)
     length = window_length(grid.window, plain.max_model_len)
     parts = cut_documents(opened, documents, length, grid.max_tokens)
     if opened.model.foreign is not None and grid.caches is None:
         names = tuple(name for name in names if name not in STATIC)
-    static = [name for name in names if name in STATIC] if not opened.kv_scales.usable else []
+    static = _static(opened, names)
     if static or grid.weights:
         require_native(opened.model, args.model, "measuring its static scales, or other weights,")
     samples = _samples(opened, grid, length) if static else []
+    longest = length
+    if grid.speed:
+        longest = max(length, *contexts_of(opened, plain))
     with opened.threads(plain):
         eight = plain
         if names and names != ("e5m2",):
             eight = _resolved(opened, kv_cache_dtype="fp8", kv_scales="dynamic")
-        longest = max(length, *contexts_of(opened, plain)) if grid.speed else length
         decoder = load_for(opened, [plain, chosen or eight], longest)
         calibrated = Measured()
         if static:
@@ -129,19 +132,14 @@ def evaluate_grid(
         else:
             caches = _caches(opened, plain, eight, names, calibrated.scales)
         caches = _apart(plain, caches, states, chosen)
-        settings = [(name, "as stored", decoder, config) for name, config in caches]
+        labels = [(name, "as stored") for name, _ in caches]
+        runs = _runs(opened, decoder, caches, length)
         by_token = KVCacheConfig(opened.device.native_e4m3, *_TOKEN, None)
         for scheme in grid.weights:
-            rounded = load_rounded(opened, plain, scheme, longest)
             token = opened.skipping(replace(plain, kv=by_token))
-            settings += [
-                (_reference_name(plain), scheme, rounded, plain),
-                ("token", scheme, rounded, token),
-            ]
-        runs: list[SettingRun] = [
-            cache_run(opened, model, config, length, Probe(opened.model.num_layers))
-            for _, _, model, config in settings
-        ]
+            pair = [(_reference_name(plain), plain), ("token", token)]
+            labels += [(name, scheme) for name, _ in pair]
+            runs += _runs(opened, load_rounded(opened, plain, scheme, longest), pair, length)
         measure(runs, [part.window for part in parts], partial(on_progress, "evaluating"))
         speeds = None
         if grid.speed:
@@ -169,9 +167,7 @@ def evaluate_grid(
         chosen_by_layer=bool(opened.kv_scales.mixed),
         quantized=opened.scheme.weight_format is not None,
     )
-    evaluation = summarize(
-        overview, [setting[:2] for setting in settings], runs, parts, speeds, worst
-    )
+    evaluation = summarize(overview, labels, runs, parts, speeds, worst)
     return replace(
         evaluation,
         noise=noise,
@@ -181,6 +177,23 @@ def evaluate_grid(
 
 
 _TOKEN = (Granularity.TOKEN, ScaleSource.DYNAMIC)
+
+
+def _static(opened: OpenModel, names: Sequence[str]) -> list[str]:
+    """Return those of `names` whose scales have to be measured."""
+    if opened.kv_scales.usable:
+        return []
+    return [name for name in names if name in STATIC]
+
+
+def _runs(
+    opened: OpenModel, model: LanguageModel, settings: Sequence[Setting], length: int
+) -> list[SettingRun]:
+    """Return a run of each of `settings` with the weights of `model`."""
+    runs: list[SettingRun] = []
+    for _, config in settings:
+        runs.append(cache_run(opened, model, config, length, Probe(opened.model.num_layers)))
+    return runs
 
 
 def _reference_name(plain: EngineConfig) -> str:
@@ -195,7 +208,9 @@ def _measures_noise(
     if plain.compute_format is Format.FLOAT32 or opened.model.foreign is not None:
         return False
     in_float32 = size.total * Format.FLOAT32.bytes // plain.compute_format.bytes
-    return in_float32 <= NOISE_WEIGHTS if grid.noise is None else grid.noise
+    if grid.noise is None:
+        return in_float32 <= NOISE_WEIGHTS
+    return grid.noise
 
 
 def _noise(
@@ -237,15 +252,20 @@ def _states(
                 "state; omit --states"
             )
         return []
-    formats: list[Format | None]
+    formats: list[Format | None] = []
     if grid.states is not None:
-        formats = [opened.device.native_e4m3 if name == "fp8" else Format(name) for name in names]
+        for name in names:
+            formats.append(opened.device.native_e4m3 if name == "fp8" else Format(name))
     elif chosen is not None or opened.args.state_dtype != "auto":
         formats = [(chosen or opened.resolve(opened.args)).kv.state]
     else:
         formats = [Format.BFLOAT16, Format.INT8, opened.device.native_e4m3]
-    kinds = [replace(plain.kv, state=format) for format in formats if format is not plain.kv.state]
-    return [(f"states {kv.state}", replace(plain, kv=kv)) for kv in kinds]
+    settings = []
+    for format in formats:
+        if format is not plain.kv.state:
+            kv = replace(plain.kv, state=format)
+            settings.append((f"states {format}", replace(plain, kv=kv)))
+    return settings
 
 
 def _apart(
@@ -257,20 +277,20 @@ def _apart(
     """`plain`, the pages of `caches` with its states, and `states`; then `chosen` if it is none
     of these.
     """
-    found = [(_reference_name(plain), plain)]
+    settings = [(_reference_name(plain), plain)]
     for name, config in caches:
         if config.kv.format is not plain.kv.format:
-            found.append((name, replace(config, kv=replace(config.kv, state=plain.kv.state))))
-    found += states
-    if chosen is not None and all(one.kv.stores != chosen.kv.stores for _, one in found):
-        found.append((f"{_named(chosen.kv)}, states {chosen.kv.state}", chosen))
-    return found
+            settings.append((name, replace(config, kv=replace(config.kv, state=plain.kv.state))))
+    settings += states
+    if chosen is not None and all(config.kv.stores != chosen.kv.stores for _, config in settings):
+        settings.append((f"{_named(chosen.kv)}, states {chosen.kv.state}", chosen))
+    return settings
 
 
 def _names(args: EngineArgs, grid: GridArgs, opened: OpenModel) -> tuple[str, ...]:
     """Return the caches by name; empty where the engine's options name one."""
     model = opened.model
-    given = (
+    by_options = (
         args.quantization_param_path or args.kv_scales != "auto" or args.kv_cache_dtype != "auto"
     )
     names = CACHES if grid.caches is None else grid.caches
@@ -279,11 +299,11 @@ def _names(args: EngineArgs, grid: GridArgs, opened: OpenModel) -> tuple[str, ..
             raise ConfigError(
                 f"--caches {name!r} is unknown: choose among {choices((*CACHES, *OTHERS))}"
             )
-    if given and grid.caches is not None:
+    if by_options and grid.caches is not None:
         raise ConfigError(
             "--caches with --kv-cache-dtype or --kv-scales: both name what is measured; omit one"
         )
-    if given:
+    if by_options:
         return ()
     if grid.caches is None and not _has_groups(opened):
         names = tuple(name for name in names if name != "group")
@@ -296,8 +316,9 @@ def _names(args: EngineArgs, grid: GridArgs, opened: OpenModel) -> tuple[str, ..
 
 
 def _has_groups(opened: OpenModel) -> bool:
-    skipped = opened.skipped_layers()
-    stored = {i: mixer for i, mixer in opened.model.paged.items() if i not in skipped}
+    stored = dict(opened.model.paged)
+    for index in opened.skipped_layers():
+        stored.pop(index, None)
     return takes_groups(stored, opened.args, opened.device)
 
 
@@ -316,7 +337,7 @@ def _caches(
     """Return a configuration for each name. A checkpoint's static scales are one, in the place of
     all static names.
     """
-    found: list[Setting] = []
+    settings: list[Setting] = []
     e4m3 = opened.device.native_e4m3
     unit = (Granularity.TENSOR, ScaleSource.UNIT, None)
     for name in names:
@@ -331,7 +352,7 @@ def _caches(
         elif name == "int8":
             config = _resolved(opened, kv_cache_dtype="int8", attention_compute="auto")
         elif opened.kv_scales.usable:
-            if any(other == "checkpoint" for other, _ in found):
+            if any(setting == "checkpoint" for setting, _ in settings):
                 continue
             name = "checkpoint"
             # a choice by layer has no dtype to ask for
@@ -344,24 +365,24 @@ def _caches(
             config = replace(eight, kv=kv)
         else:
             continue
-        found.append((name, opened.skipping(config)))
-    return found
+        settings.append((name, opened.skipping(config)))
+    return settings
 
 
 def _named(kv: KVCacheConfig) -> str:
-    return f"{kv.granularity}, {kv.scale_source}" if kv.granularity else str(kv.format)
+    return scales_name(kv.granularity, kv.scale_source, none=str(kv.format))
 
 
 def _samples(opened: OpenModel, grid: GridArgs, length: int) -> list[list[int]]:
     data = grid.calibration_data or resolve_model("demo") / "calibration.txt"
 
     def tokenizer() -> Tokenizer:
-        found = opened.load_tokenizer()
-        if found is None:
+        loaded = opened.load_tokenizer()
+        if loaded is None:
             raise ConfigError(
                 "calibration text needs a tokenizer; give --calibration-data FILE.jsonl with `input_ids`"
             )
-        return found
+        return loaded
 
     # As long as what is judged: at positions that no sample has, static scales may clip
     count = max(1, min(SAMPLES, CALIBRATION_TOKENS // length))
@@ -405,12 +426,12 @@ def _notes(
 ) -> tuple[str, ...]:
     notes = []
     if static:
-        named = "the calibration text that ships with Freight"
+        text = "the calibration text that ships with Freight"
         if grid.calibration_data:
-            named = Path(grid.calibration_data).name
+            text = Path(grid.calibration_data).name
         longest = max(map(len, samples))
         notes.append(
-            f"Static scales were measured on {sum(map(len, samples)):,} tokens of {named}, positions 0 to "
+            f"Static scales were measured on {sum(map(len, samples)):,} tokens of {text}, positions 0 to "
             f"{longest - 1:,}."
         )
         if longest < length:

@@ -47,7 +47,7 @@ def layer_kl(
     step: a later step would read what another pair wrote.
     """
     first = runs[0]
-    found: list[list[float] | None] = []
+    by_run: list[list[float] | None] = []
     windows = first_windows(parts)
     length = max(len(window.token_ids) for window in windows)
     num_tokens = sum(len(window.token_ids) for window in windows)
@@ -58,7 +58,7 @@ def layer_kl(
         if run.probe is not None:
             run.probe.rows = None
         if not layers:
-            found.append(None)
+            by_run.append(None)
             continue
         alone = {layer: _only(first, run, layer, length) for layer in layers}
         measure(
@@ -67,13 +67,15 @@ def layer_kl(
             partial(_within, on_progress, before, total),
         )
         before += num_tokens * (1 + len(layers))
-        by_layer = {layer: float(one.token_kl.double().mean()) for layer, one in alone.items()}
-        found.append([by_layer.get(layer, 0.0) for layer in range(len(run.runner.pool.layers))])
-    return found
+        kl = [0.0] * len(run.runner.pool.layers)
+        for layer, pair in alone.items():
+            kl[layer] = float(pair.token_kl.double().mean())
+        by_run.append(kl)
+    return by_run
 
 
 def _within(on_progress: OnProgress, before: int, total: int, done: int, _: int) -> None:
-    """Report one pass as a part of all."""
+    """Report kv pass as a part of all."""
     on_progress(before + done, total)
 
 
@@ -82,8 +84,8 @@ def _changed(first: SettingRun, run: SettingRun) -> list[int]:
     if run.runner.model is not first.runner.model:
         return []
     plain = first.runner.pool.spec.layers
-    kept = run.runner.pool.spec.kept
-    return [i for i, layer in kept.items() if layer.source is None and layer != plain[i]]
+    stored = run.runner.pool.spec.kept
+    return [i for i, layer in stored.items() if layer.source is None and layer != plain[i]]
 
 
 def _only(first: SettingRun, run: SettingRun, layer: int, length: int) -> SettingRun:
@@ -92,7 +94,10 @@ def _only(first: SettingRun, run: SettingRun, layer: int, length: int) -> Settin
     """
     pool = first.runner.pool
     other = run.runner.pool
-    readers = {i for i, kept in pool.spec.kept.items() if layer in (i, kept.source)}
-    layers = {i: one for i, one in enumerate(other.layers) if i in readers and one is not None}
+    readers = {i for i, entry in pool.spec.kept.items() if layer in (i, entry.source)}
+    layers = {}
+    for index, kv in enumerate(other.layers):
+        if index in readers and kv is not None:
+            layers[index] = kv
     config = replace(first.config, max_num_batched_tokens=length)
     return SettingRun(config, replace(first.runner, pool=pool.with_layers(layers)))

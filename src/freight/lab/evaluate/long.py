@@ -72,6 +72,11 @@ class DepthScore:
     found_change: Estimate
     gain_change: Estimate
 
+    @property
+    def change(self) -> Estimate:
+        """The change that is printed."""
+        return self.gain_change
+
 
 @dataclass(frozen=True)
 class PositionScore:
@@ -84,6 +89,15 @@ class PositionScore:
     num_tokens: int
     perplexity: float
     nll_change: Estimate
+
+    @property
+    def last(self) -> int:
+        return self.stop - 1
+
+    @property
+    def change(self) -> Estimate:
+        """The change that is printed."""
+        return self.nll_change
 
 
 @dataclass(frozen=True)
@@ -148,12 +162,12 @@ def compare_long(
         runs = [
             _Run(config, cache_run(opened, decoder, config, length).runner) for config in configs
         ]
-        for index, own in enumerate(contexts):
+        for index, record in enumerate(contexts):
             on_progress(index, total)
             other = (index + 1) % len(contexts)
             for run in runs:
-                questions = (own.questions, contexts[other].questions)
-                run.known[index], run.unknown[other] = _ask(run.runner, own, questions, chunk)
+                questions = (record.questions, contexts[other].questions)
+                run.known[index], run.unknown[other] = _ask(run.runner, record, questions, chunk)
         for done, window in enumerate(windows, len(contexts)):
             on_progress(done, total)
             for run in runs:
@@ -210,12 +224,12 @@ def _states_behind(pool: KVPool, num_tokens: int) -> list[tuple[Tensor, Tensor]]
     """Return the states behind so many tokens of a sequence that is alone in the pool, and copies:
     a question changes them.
     """
-    blocks = [(kept.states, (num_tokens - 1) // kept.states.every) for kept in pool.states.values()]
-    return [
-        (part[block], part[block].clone())
-        for states, block in blocks
-        for part in states.parts.values()
-    ]
+    copies = []
+    for layer in pool.states.values():
+        block = (num_tokens - 1) // layer.states.every
+        for part in layer.states.parts.values():
+            copies.append((part[block], part[block].clone()))
+    return copies
 
 
 def _answer(runner: ModelRunner, question: Question, start: int) -> Answer:
@@ -229,13 +243,13 @@ def _answer(runner: ModelRunner, question: Question, start: int) -> Answer:
 
 def _nll(runner: ModelRunner, window: Window, chunk: int) -> list[float]:
     """Negative log-likelihood in nats of each token of the window."""
-    found: list[float] = []
+    nats: list[float] = []
     for start in range(0, len(window.token_ids), chunk):
         stop = min(start + chunk, len(window.token_ids))
         logits = runner.logits(window.token_ids[start:stop], start, runner.pool.whole)
         targets = torch.tensor(window.targets[start:stop], dtype=torch.int64, device=logits.device)
-        found += (-target_logprobs(torch.log_softmax(logits, -1), targets)).tolist()
-    return found
+        nats += (-target_logprobs(torch.log_softmax(logits, -1), targets)).tolist()
+    return nats
 
 
 def _score(run: _Run, first: _Run, length: int, contexts: Sequence[RetrievalContext]) -> LongScore:
@@ -263,37 +277,44 @@ def _position(start: int, stop: int, run: _Run, first: _Run) -> PositionScore:
 
 
 def _depth(depth: int, contexts: Sequence[RetrievalContext], run: _Run, first: _Run) -> DepthScore:
-    found, logprob, gain, count = _means(depth, contexts, run)
-    plain_found, _, plain_gain, _ = _means(depth, contexts, first)
+    means = _means(depth, contexts, run)
+    plain = _means(depth, contexts, first)
     return DepthScore(
         depth=depth,
-        num_questions=count,
-        found=estimate(found),
-        logprob=estimate(logprob),
-        gain=estimate(gain),
-        found_change=_change(found, plain_found),
-        gain_change=_change(gain, plain_gain),
+        num_questions=means.num_questions,
+        found=estimate(means.found),
+        logprob=estimate(means.logprob),
+        gain=estimate(means.gain),
+        found_change=_change(means.found, plain.found),
+        gain_change=_change(means.gain, plain.gain),
     )
 
 
-def _means(
-    depth: int, contexts: Sequence[RetrievalContext], run: _Run
-) -> tuple[list[float], list[float], list[float], int]:
-    """Means of `found`, `logprob` and `gain` by context, whose questions share its cache, and the
-    number of questions.
-    """
-    found = []
-    logprob = []
-    gain = []
-    count = 0
+@dataclass
+class _Means:
+    """Means of `found`, `logprob` and `gain` by context, whose questions share its cache."""
+
+    found: list[float] = field(default_factory=list)
+    logprob: list[float] = field(default_factory=list)
+    gain: list[float] = field(default_factory=list)
+    num_questions: int = 0
+
+
+def _means(depth: int, contexts: Sequence[RetrievalContext], run: _Run) -> _Means:
+    means = _Means()
     for index, context in enumerate(contexts):
-        at = [i for i, question in enumerate(context.questions) if question.depth == depth]
-        found.append(statistics.fmean(run.known[index][i].found for i in at))
-        logprob.append(statistics.fmean(run.known[index][i].logprob for i in at))
-        unknown = statistics.fmean(run.unknown[index][i].logprob for i in at)
-        gain.append(logprob[-1] - unknown)
-        count += len(at)
-    return found, logprob, gain, count
+        known = []
+        unknown = []
+        for number, question in enumerate(context.questions):
+            if question.depth == depth:
+                known.append(run.known[index][number])
+                unknown.append(run.unknown[index][number])
+        logprob = statistics.fmean(answer.logprob for answer in known)
+        means.found.append(statistics.fmean(answer.found for answer in known))
+        means.logprob.append(logprob)
+        means.gain.append(logprob - statistics.fmean(answer.logprob for answer in unknown))
+        means.num_questions += len(known)
+    return means
 
 
 def _change(values: Sequence[float], plain: Sequence[float]) -> Estimate:

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from freight.lab.evaluate.long import Estimate, LongScore
+from freight.lab.columns import scales_name
+from freight.lab.evaluate.long import DepthScore, Estimate, LongScore, PositionScore
 from freight.lab.evaluate.safety import MIN_UNITS
 
 RETRIEVAL = (
@@ -22,35 +23,38 @@ CHANGES = (
 HEADS = ("KV cache", "scales")
 
 
-def retrieval_rows(scores: Sequence[LongScore]) -> list[Sequence[str]]:
+def retrieval_rows(scores: Sequence[LongScore]) -> list[list[str]]:
     """Return a row for each cache, the first with the headings; a column for each depth."""
-    rows: list[Sequence[str]] = [(*HEADS, *(f"{part.depth:,} back" for part in scores[0].depths))]
-    for index, score in enumerate(scores):
-        cells = []
-        for part in score.depths:
-            plain = f"{part.gain.mean:+.3f}, {part.found.mean:.1%}"
-            cells.append(plain if index == 0 else f"{plain} ({_change(part.gain_change)})")
-        rows.append((*_cache(score), *cells))
-    return rows
+    parts = [score.depths for score in scores]
+    return _rows(scores, parts, "{0.depth:,} back", "{0.gain.mean:+.3f}, {0.found.mean:.1%}")
 
 
-def position_rows(scores: Sequence[LongScore]) -> list[Sequence[str]]:
+def position_rows(scores: Sequence[LongScore]) -> list[list[str]]:
     """Return the same of perplexity; the change is in nats a token."""
-    heads = (f"{part.start:,} … {part.stop - 1:,}" for part in scores[0].positions)
-    rows: list[Sequence[str]] = [(*HEADS, *heads)]
+    parts = [score.positions for score in scores]
+    return _rows(scores, parts, "{0.start:,} … {0.last:,}", "{0.perplexity:.3f}")
+
+
+def _rows(
+    scores: Sequence[LongScore],
+    parts: Sequence[Sequence[DepthScore] | Sequence[PositionScore]],
+    head: str,
+    figure: str,
+) -> list[list[str]]:
+    """`parts` are those of each score; `head` and `figure` are formats of a part."""
+    rows = [[*HEADS, *map(head.format, parts[0])]]
     for index, score in enumerate(scores):
-        cells = []
-        for part in score.positions:
-            plain = f"{part.perplexity:.3f}"
-            cells.append(plain if index == 0 else f"{plain} ({_change(part.nll_change)})")
-        rows.append((*_cache(score), *cells))
+        dtype = score.kv_cache_dtype
+        if score.state_dtype:
+            dtype += f", states {score.state_dtype}"
+        row = [dtype, scales_name(score.granularity, score.scale_source)]
+        for part in parts[index]:
+            cell = figure.format(part)
+            if index:
+                cell += f" ({_change(part.change)})"
+            row.append(cell)
+        rows.append(row)
     return rows
-
-
-def _cache(score: LongScore) -> tuple[str, str]:
-    states = f", states {score.state_dtype}" if score.state_dtype else ""
-    scales = f"{score.granularity}, {score.scale_source}" if score.granularity else "none"
-    return score.kv_cache_dtype + states, scales
 
 
 def _change(change: Estimate) -> str:

@@ -75,14 +75,12 @@ class SettingRun:
         runner = self.runner
         if self.probe is not None:
             self.probe.begin(len(token_ids), runner.device)
-        before = self.probe.seconds if self.probe is not None else 0.0
+            self.seconds += self.probe.seconds
         begin = now(runner.device)
         states = runner.run([SequenceSlice(token_ids, start, runner.pool.whole, Logits.ALL)]).hidden
-        self.seconds += (
-            now(runner.device)
-            - begin
-            - (self.probe.seconds - before if self.probe is not None else 0.0)
-        )
+        self.seconds += now(runner.device) - begin
+        if self.probe is not None:  # without what it took
+            self.seconds -= self.probe.seconds
         self.num_stored += len(token_ids)
         self.num_passes += 1
         assert states is not None  # this runner captures no steps
@@ -165,8 +163,8 @@ def _judge(runs: Sequence[SettingRun], states: Sequence[Tensor], targets: Tensor
             judged = reference.itself(targets)
         else:
             judged = reference.judge(run.head(hidden), targets)
-        for kept, values in zip((run.logprobs, run.kl, run.same), judged, strict=True):
-            kept.append(values.cpu())
+        for values_so_far, values in zip((run.logprobs, run.kl, run.same), judged, strict=True):
+            values_so_far.append(values.cpu())
 
 
 def mean_perplexity(logprobs: Tensor) -> float:

@@ -17,6 +17,7 @@ from freight.base.terminal import OnProgress, unseen
 from freight.cache.pool import allocate_pool
 from freight.engine.runner import ModelRunner
 from freight.kernels.interface import KernelSet
+from freight.lab.columns import scales_name, text_rows
 from freight.lab.evaluate.documents import cut_documents, window_length
 from freight.lab.evaluate.measure import SettingRun, mean_perplexity, measure
 from freight.lab.evaluate.stored_error import Probe, probed
@@ -47,6 +48,10 @@ class CacheScore:
     cut_off_share: float
     num_tokens: int
     seconds: float
+
+    @property
+    def scales(self) -> str:
+        return scales_name(self.granularity, self.scale_source)
 
 
 class CacheRun(SettingRun):
@@ -109,11 +114,10 @@ def run_caches(
     windows = [part.window for part in cut_documents(opened, [text], length, max_tokens)]
     with opened.threads(configs[0]):
         decoder = load_for(opened, configs, length)
+        runs = []
         usual = [None] * (len(configs) - len(kernels))
-        runs = [
-            cache_run(opened, decoder, config, length, kernels=one)
-            for config, one in zip(configs, [*usual, *kernels], strict=True)
-        ]
+        for config, kernel_set in zip(configs, [*usual, *kernels], strict=True):
+            runs.append(cache_run(opened, decoder, config, length, kernels=kernel_set))
         measure(runs, windows, on_progress)
     return runs
 
@@ -167,44 +171,31 @@ def cache_run(
     `kernels` store and read the cache, if not those of `config`.
     """
     spec = opened.cache_spec(config)
-    chosen = kernels or opened.kernels(config)
-    pool = allocate_pool(
-        spec, config.kv, spec.blocks_of(length), chosen, config.device, decoder.rotaries
-    )
-    return CacheRun(
-        config,
-        ModelRunner(decoder, pool if probe is None else probed(pool, probe), config.device),
-        probe,
-    )
+    kernels = kernels or opened.kernels(config)
+    blocks = spec.blocks_of(length)
+    pool = allocate_pool(spec, config.kv, blocks, kernels, config.device, decoder.rotaries)
+    if probe is not None:
+        pool = probed(pool, probe)
+    return CacheRun(config, ModelRunner(decoder, pool, config.device), probe)
 
 
 def as_json(scores: Sequence[CacheScore]) -> list[JsonObject]:
     return [asdict(score) for score in scores]
 
 
+_COLUMNS = {
+    "KV cache": "{0.dtype}",
+    "scales": "{0.scales}",
+    "perplexity": "{0.perplexity:.3f}",
+    "mean KL": "{0.mean_kl:.5f}",
+    "same top": "{0.same_top_share:.2%}",
+    "bytes/token": "{0.bytes_per_token}",
+    "in 64 MiB": "{0.tokens_in_64_mib:,}",
+}
+
+
 def as_table(scores: Sequence[CacheScore]) -> str:
     """For people: a row a cache, the first being the one that the others are compared with. KL in
     nats.
     """
-    headings = (
-        "KV cache",
-        "scales",
-        "perplexity",
-        "mean KL",
-        "same top",
-        "bytes/token",
-        "in 64 MiB",
-    )
-    rows = [
-        (
-            score.dtype,
-            f"{score.granularity}, {score.scale_source}" if score.granularity else "none",
-            f"{score.perplexity:.3f}",
-            f"{score.mean_kl:.5f}",
-            f"{score.same_top_share:.2%}",
-            str(score.bytes_per_token),
-            f"{score.tokens_in_64_mib:,}",
-        )
-        for score in scores
-    ]
-    return markdown([headings, *rows], num_left=2)
+    return markdown(text_rows(_COLUMNS, scores), num_left=2)

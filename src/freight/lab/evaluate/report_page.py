@@ -8,6 +8,7 @@ setting.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
 from itertools import pairwise
@@ -17,7 +18,7 @@ from freight.base.files import write_whole
 from freight.base.svg import styled
 from freight.base.tables import markdown
 from freight.lab.evaluate.advice import advice, as_json, recommended, why_not
-from freight.lab.evaluate.charts import Axis, Series, chart
+from freight.lab.evaluate.charts import Axis, Point, Series, chart
 from freight.lab.evaluate.figures import Evaluation, Figures
 from freight.lab.evaluate.table import SPEED, legend, setting_name, speed_table, tables, words
 
@@ -100,12 +101,8 @@ def write_report(evaluation: Evaluation, folder: Path) -> None:
 
 def sections(evaluation: Evaluation) -> list[Section]:
     """Draw the charts of what was measured."""
-    runs = [
-        (run, setting_name(run, evaluation), style) for style, run in enumerate(evaluation.runs)
-    ]
     first = evaluation.runs[0]
-    others = runs[1:]
-    found = [
+    charts = [
         Section(
             "Error against memory",
             "Each mark is one setting: further left takes less memory for a token, further down changes the model's "
@@ -116,25 +113,26 @@ def sections(evaluation: Evaluation) -> list[Section]:
                 "Mean KL against bytes per token",
                 Axis("cache memory (bytes per token)"),
                 Axis(f"mean KL from {first.name} (nats per token)", log=True, zero=True),
-                [
-                    Series(name, [(run.bytes_per_token, run.kl_mean)], style)
-                    for run, name, style in runs
-                ],
+                _series(
+                    evaluation, evaluation.runs, lambda run: [(run.bytes_per_token, run.kl_mean)]
+                ),
                 lines=False,
             ),
         ),
-        _by_layer(evaluation, others),
-        _kl_by_position(evaluation, others),
-        _by_position(evaluation, others),
+        _by_layer(evaluation),
+        _kl_by_position(evaluation),
+        _by_position(evaluation),
     ]
     if evaluation.contexts:
-        shown = [
-            (run, name, style)
-            for run, name, style in runs
-            if run is first or run is recommended(evaluation)
-        ]
-        shown = shown if len(shown) > 1 else runs[:2]
-        found.append(
+        pair = evaluation.runs[:2]
+        chosen = recommended(evaluation)
+        if chosen is not None:
+            pair = (first, chosen)
+
+        def speeds(run: Figures) -> list[Point]:
+            return list(zip(evaluation.contexts, run.decode or (), strict=True))
+
+        charts.append(
             Section(
                 "Speed by context",
                 "How many tokens a second one conversation gets, with more and more text already in the cache: for 16 "
@@ -143,36 +141,42 @@ def sections(evaluation: Evaluation) -> list[Section]:
                     "Decode speed by context",
                     Axis("tokens already in the cache", log=True),
                     Axis("speed (tokens per second)", zero=True),
-                    [
-                        Series(
-                            name,
-                            list(zip(evaluation.contexts, run.decode or (), strict=True)),
-                            style,
-                        )
-                        for run, name, style in shown
-                    ],
+                    _series(evaluation, pair, speeds),
                 ),
             )
         )
-    return found
+    return charts
 
 
-def _by_layer(evaluation: Evaluation, others: list[tuple[Figures, str, int]]) -> Section:
+def _series(
+    evaluation: Evaluation, runs: Sequence[Figures], points_of: Callable[[Figures], list[Point]]
+) -> list[Series]:
+    """Return a series for each of `runs`, in the style of its place among all."""
+    series = []
+    for style, run in enumerate(evaluation.runs):
+        if run in runs:
+            series.append(Series(setting_name(run, evaluation), points_of(run), style))
+    return series
+
+
+def _measured(values: Sequence[float | None]) -> list[Point]:
+    """Return (index, value), without those that were not measured."""
+    return [(index, value) for index, value in enumerate(values) if value is not None]
+
+
+def _by_layer(evaluation: Evaluation) -> Section:
     """KL by layer where it was measured, else the error of attention's output."""
     first = evaluation.runs[0]
     layers = Axis("layer", names=[str(layer) for layer in range(len(first.layer_errors))])
-    series = [
-        Series(name, list(enumerate(run.layer_kl)), style)
-        for run, name, style in others
-        if run.layer_kl is not None
-    ]
-    if series:
+    runs = [run for run in evaluation.runs if run.layer_kl is not None]
+    if runs:
         title = "KL by layer"
         error = f"mean KL from {first.name} (nats per token)"
         says = (
             "This is the error if one layer alone were rounded, so a high mark is a layer that would gain most from 16 "
             "bits or finer scales."
         )
+        series = _series(evaluation, runs, lambda run: _measured(run.layer_kl or ()))
     else:
         title = "Error of attention by layer"
         error = "relative error of attention (share)"
@@ -180,9 +184,11 @@ def _by_layer(evaluation: Evaluation, others: list[tuple[Figures, str, int]]) ->
             f"This is how far the output of attention, which reads the cache, is from that with {first.name}, as a "
             "share of its size; it grows as errors of earlier layers add up."
         )
-        for run, name, style in others:
-            errors = [layer["attention"] for layer in run.layer_errors]
-            series.append(Series(name, list(enumerate(errors)), style))
+        series = _series(
+            evaluation,
+            evaluation.runs[1:],
+            lambda run: _measured([layer["attention"] for layer in run.layer_errors]),
+        )
     return Section(
         "Error by layer",
         f"A model is a stack of layers, each with its own cache. {says}",
@@ -195,11 +201,8 @@ def _positions(evaluation: Evaluation) -> Axis:
     return Axis("position in the text (tokens before)", names=names)
 
 
-def _kl_by_position(evaluation: Evaluation, others: list[tuple[Figures, str, int]]) -> Section:
-    series = []
-    for run, name, style in others:
-        known = [(i, kl) for i, kl in enumerate(run.kl_by_position) if kl is not None]
-        series.append(Series(name, known, style))
+def _kl_by_position(evaluation: Evaluation) -> Section:
+    series = _series(evaluation, evaluation.runs[1:], lambda run: _measured(run.kl_by_position))
     kl = Axis(f"mean KL from {evaluation.runs[0].name} (nats per token)", log=True)
     return Section(
         "KL by position",
@@ -209,18 +212,18 @@ def _kl_by_position(evaluation: Evaluation, others: list[tuple[Figures, str, int
     )
 
 
-def _by_position(evaluation: Evaluation, others: list[tuple[Figures, str, int]]) -> Section:
+def _by_position(evaluation: Evaluation) -> Section:
     first = evaluation.runs[0].perplexity_by_position
 
-    def points(run: Figures) -> list[tuple[float, float]]:
-        pairs = enumerate(zip(run.perplexity_by_position, first, strict=True))
-        return [
-            (i, 100 * (own / base - 1))
-            for i, (own, base) in pairs
-            if own is not None and base is not None
-        ]
+    def points(run: Figures) -> list[Point]:
+        changes = []
+        for index, value in _measured(run.perplexity_by_position):
+            base = first[int(index)]
+            if base is not None:
+                changes.append((index, 100 * (value / base - 1)))
+        return changes
 
-    absolute = ", ".join(f"{value:.1f}" for value in first if value is not None)
+    absolute = ", ".join(f"{value:.1f}" for _, value in _measured(first))
     return Section(
         "Perplexity by position",
         "Perplexity is how many words, as it were, the model hesitates between. This is by how much it changes against "
@@ -230,7 +233,7 @@ def _by_position(evaluation: Evaluation, others: list[tuple[Figures, str, int]])
             "Change of perplexity by position",
             _positions(evaluation),
             Axis("change of perplexity (%)"),
-            [Series(name, points(run), style) for run, name, style in others],
+            _series(evaluation, evaluation.runs[1:], points),
         ),
     )
 
@@ -240,12 +243,18 @@ def _title(evaluation: Evaluation) -> str:
 
 
 def _markdown(evaluation: Evaluation) -> str:
-    found = advice(evaluation)
+    recommendation = advice(evaluation)
     parts = [
         f"# {_title(evaluation)}",
         *(f"**Warning:** {warning}." for warning in evaluation.warnings),
     ]
-    parts += [found.text, f"`{found.command}`", _WHAT, *tables(evaluation), legend(evaluation)]
+    parts += [
+        recommendation.text,
+        f"`{recommendation.command}`",
+        _WHAT,
+        *tables(evaluation),
+        legend(evaluation),
+    ]
     parts += ["\n".join(f"- {line}" for line in why_not(evaluation))]
     parts += ["\n".join(f"- **{word}**: {meaning}" for word, meaning in words(evaluation))]
     for section in sections(evaluation):
@@ -257,10 +266,10 @@ def _markdown(evaluation: Evaluation) -> str:
             SPEED,
             speed_table(evaluation),
         ]
-    others = evaluation.runs[1:]
-    layers = [["layer", *(setting_name(run, evaluation) for run in others)]]
+    runs = evaluation.runs[1:]
+    layers = [["layer", *(setting_name(run, evaluation) for run in runs)]]
     for index in range(len(evaluation.runs[0].layer_errors)):
-        errors = [f"{run.layer_errors[index]['attention']:.4f}" for run in others]
+        errors = [f"{run.layer_errors[index]['attention']:.4f}" for run in runs]
         layers.append([str(index), *errors])
     parts += [
         "## Error of attention by layer",
@@ -273,11 +282,11 @@ def _markdown(evaluation: Evaluation) -> str:
 def _html(evaluation: Evaluation) -> str:
     title = escape(_title(evaluation))
     over = evaluation.overview
-    found = advice(evaluation)
+    recommendation = advice(evaluation)
     body = [
         f"<h1>{title}</h1>",
         *(f'<p class="warning">Warning: {escape(warning)}.</p>' for warning in evaluation.warnings),
-        f'<p class="advice">{escape(found.text)}<br>Command: {_command(found.command)}</p>',
+        f'<p class="advice">{escape(recommendation.text)}<br>Command: {_command(recommendation.command)}</p>',
         f"<p>{escape(_WHAT)}</p>",
     ]
     for section in sections(evaluation):
@@ -330,8 +339,11 @@ def _command(command: str) -> str:
 def _cell(text: str) -> str:
     """Put an interval below its figure, so that all columns fit the page."""
     figure, sign, half = text.partition(" ± ")
-    unit = "%" if half.endswith("%") else ""
-    return f"{escape(figure)}{unit}<br><small>± {escape(half)}</small>" if sign else escape(text)
+    if not sign:
+        return escape(text)
+    if half.endswith("%"):
+        figure += "%"
+    return f"{escape(figure)}<br><small>± {escape(half)}</small>"
 
 
 def _table(text: str) -> str:

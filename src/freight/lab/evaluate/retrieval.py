@@ -64,17 +64,15 @@ def vocabulary(
         return Vocabulary(
             [token for token in range(vocab_size) if token != bos_token_id], begin, [], []
         )
-    ordinary = [
-        i
-        for i in range(min(vocab_size, tokenizer.vocab_size))
-        if i not in tokenizer.special_token_ids
-    ]
-    texts = [tokenizer.token_text(token).strip() for token in ordinary]
-    words = [
-        i
-        for i, text in zip(ordinary, texts, strict=True)
-        if len(text) >= 3 and text.isalpha() and text.isascii()
-    ]
+    ordinary = []
+    words = []
+    for token in range(min(vocab_size, tokenizer.vocab_size)):
+        if token in tokenizer.special_token_ids:
+            continue
+        ordinary.append(token)
+        text = tokenizer.token_text(token).strip()
+        if len(text) >= 3 and text.isalpha() and text.isascii():
+            words.append(token)
     equals = tokenizer.encode(" =", add_special_tokens=False)
     end = tokenizer.encode("\n", add_special_tokens=False)
     return Vocabulary(words if len(words) >= FEWEST_WORDS else ordinary, begin, equals, end)
@@ -85,11 +83,11 @@ def depths(context: int) -> list[int]:
     half and itself.
     """
     depth = min(SHALLOWEST, context // 8)
-    found = []
+    levels = []
     while depth < context:
-        found.append(depth)
+        levels.append(depth)
         depth *= 2
-    return [*found, context]
+    return [*levels, context]
 
 
 def make_contexts(

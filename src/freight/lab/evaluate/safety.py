@@ -84,16 +84,14 @@ class Sample:
                 f"{self.num_units}, and an interval takes {MIN_UNITS}; measure a text without copies"
             )
         elif self.num_units < MIN_UNITS:
-            found = f"{self.num_units} {self.units} are too few"
+            units = f"{self.num_units} {self.units} are too few"
             if self.num_uneven > self.num_units:
-                found = f"{self.num_uneven} {self.units} of different length weigh as {self.num_units}, too few"
+                units = f"{self.num_uneven} {self.units} of different length weigh as {self.num_units}, too few"
             elif self.num_units == 1:
-                found = f"1 {self.units.removesuffix('s')} is too little text"
-            yield (
-                f"{found} for an interval: it takes {MIN_UNITS}, so "
-                f"{MIN_UNITS - self.num_units} more"
-                + (", or a shorter --window" if self.units == "windows" else "")
-            )
+                units = f"1 {self.units.removesuffix('s')} is too little text"
+            shorter = ", or a shorter --window" if self.units == "windows" else ""
+            missing = MIN_UNITS - self.num_units
+            yield f"{units} for an interval: it takes {MIN_UNITS}, so {missing} more{shorter}"
         if self.num_tokens < MIN_TOKENS:
             yield (
                 f"{self.num_tokens:,} tokens are too few: it takes {MIN_TOKENS:,}, so "
@@ -196,16 +194,18 @@ def judge(
         (KL_BOUND, kl),
         (SAME_TOP_BOUND, same_top),
     )
-    found = [
-        bound.judge(*measured, sample.num_units, sample.units)
-        for bound, measured in (*bounds, (PERPLEXITY_BOUND, ratio))
-    ]
-    not_safe = [one for one in found if one.verdict is Verdict.NOT_SAFE]
-    failed = [reason for one in not_safe for reason in one.reasons]
+    judgements = []
+    for bound, measured in (*bounds, (PERPLEXITY_BOUND, ratio)):
+        judgements.append(bound.judge(*measured, sample.num_units, sample.units))
+    failed: list[str] = []
+    missing = list(sample.missing)
+    for judgement in judgements:
+        missing += judgement.reasons
+        if judgement.verdict is Verdict.NOT_SAFE:
+            failed += judgement.reasons
     if failed:
         return Judgement(Verdict.NOT_SAFE, tuple(failed))
-    missing = [*sample.missing, *(reason for one in found for reason in one.reasons)]
-    if missing or any(one.verdict is not Verdict.SAFE for one in found):
+    if missing or any(judgement.verdict is not Verdict.SAFE for judgement in judgements):
         return Judgement(Verdict.CANNOT_BE_SAID, tuple(missing) or ("there are no intervals",))
     return Judgement(Verdict.SAFE)
 

@@ -115,10 +115,10 @@ def _legend(
             largest = [scales["max"] for _, scales in layers]
             least = -math.log2(max(largest))
             most = -math.log2(min(largest))
-            found = (
+            label = (
                 f"{_NAMES[side]}: scales {min(scales['min'] for _, scales in layers):.3g} to {max(largest):.3g}; "
                 f"headroom to {format.max:g}, if it were 1.0: {least:.1f} to {most:.1f} bits"
             )
             y = 60 + 18 * row
             yield f'<circle cx="{_LEFT + 4}" cy="{y - 4}" r="4" fill="{_COLOURS[side]}"/>'
-            yield text(_LEFT + 14, y, found)
+            yield text(_LEFT + 14, y, label)

@@ -60,9 +60,9 @@ def per_layer(
     what `resolve` raises, before weights are read.
     """
     opened = open_model(args)
-    if args.kv_cache_dtype == "auto":
-        found_dtype = opened.resolve(replace(args, kv_cache_dtype_skip_layers=())).kv.format
-        args = args if found_dtype.is_quantized else replace(args, kv_cache_dtype="fp8")
+    everywhere = replace(args, kv_cache_dtype_skip_layers=())
+    if args.kv_cache_dtype == "auto" and not opened.resolve(everywhere).kv.format.is_quantized:
+        args = replace(args, kv_cache_dtype="fp8")
     config = opened.resolve(args)
     if not config.kv.format.is_quantized:
         raise ConfigError(
@@ -74,36 +74,37 @@ def per_layer(
     samples = [window.token_ids for window in windows(opened, config.max_model_len)]
     with opened.threads(config):
         meter = Meter.open(opened, unquantized, [config.kv], max(map(len, samples)))
-        found = meter.by_layer(samples, on_progress)
-        whole = meter.whole([0] * opened.model.num_layers, samples)
-    total = sum(kl for (kl,) in found.kl)
+        by_layer = meter.by_layer(samples, on_progress)
+        together = meter.whole([0] * opened.model.num_layers, samples)
+    total = sum(kl for (kl,) in by_layer.kl)
     layers = []
-    for (index, *readers), (kl,) in zip(found.shared, found.kl, strict=True):
+    for (index, *readers), (kl,) in zip(by_layer.shared, by_layer.kl, strict=True):
         kind = config.kv.of_layer(index)
-        granularity = None if kind.granularity is None else str(kind.granularity)
-        share = kl / total if total else 0.0
         layers.append(
             LayerCost(
                 layer=index,
                 read_by=tuple(readers),
                 dtype=str(kind.format),
-                granularity=granularity,
+                granularity=kind.granularity and str(kind.granularity),
                 kl=kl,
-                share=share,
+                share=kl / (total or 1.0),
             )
         )
-    return PerLayer(tuple(layers), total, whole, found.num_tokens)
+    return PerLayer(tuple(layers), total, together, by_layer.num_tokens)
 
 
-def as_table(found: PerLayer) -> str:
+def as_table(costs: PerLayer) -> str:
     """For people. KL in nats per token."""
     rows = [("layer", "cache", "KL alone", "share")]
-    for layer in found.layers:
-        stored = f"{layer.dtype}, {layer.granularity}" if layer.granularity else layer.dtype
+    for layer in costs.layers:
         name = str(layer.layer)
         if layer.read_by:
             name += f", read by {', '.join(map(str, layer.read_by))}"
-        rows.append((name, stored, f"{layer.kl:.6f}", f"{layer.share:.1%}"))
-    rows.append(("sum", "one at a time", f"{found.kl_sum:.6f}", "100.0%" if found.kl_sum else ""))
-    rows.append(("whole", "all at once", f"{found.kl_whole:.6f}", ""))
+        cache = layer.dtype
+        if layer.granularity:
+            cache += f", {layer.granularity}"
+        rows.append((name, cache, f"{layer.kl:.6f}", f"{layer.share:.1%}"))
+    share = "100.0%" if costs.kl_sum else ""
+    rows.append(("sum", "one at a time", f"{costs.kl_sum:.6f}", share))
+    rows.append(("whole", "all at once", f"{costs.kl_whole:.6f}", ""))
     return markdown(rows, num_left=2)

@@ -42,9 +42,10 @@ class Speed:
 def contexts_for(max_model_len: int, bytes_per_token: int) -> tuple[int, ...]:
     """Up to five contexts, by factors of 4, the longest that the model and MEMORY allow the last."""
     longest = max(1, min(max_model_len, MEMORY // max(1, bytes_per_token)))
-    return tuple(
-        sorted({max(1, longest // 4**i) for i in range(5) if longest // 4**i >= 16 or i == 0})
-    )
+    contexts = [longest]
+    while len(contexts) < 5 and contexts[0] // 4 >= 16:
+        contexts.insert(0, contexts[0] // 4)
+    return tuple(contexts)
 
 
 def contexts_of(opened: OpenModel, plain: EngineConfig) -> tuple[int, ...]:
@@ -64,31 +65,32 @@ def time_settings(
     count = min(runs[0].config.max_num_batched_tokens, contexts[-1], 512)
     prefill = [SequenceSlice([0] * count, 0, (), Logits.LAST)]
     on_progress(0, 1 + len(contexts))
-    taken = [_in_turns(runners, prefill, REPEATS // 2, runs[0].config.device)]
+    seconds = [_in_turns(runners, prefill, REPEATS // 2, runs[0].config.device)]
     for index, context in enumerate(contexts, 1):
         on_progress(index, 1 + len(contexts))
         step = [SequenceSlice([0], context - 1, (), Logits.LAST)]
-        taken.append(_in_turns(runners, step, REPEATS, runs[0].config.device))
+        seconds.append(_in_turns(runners, step, REPEATS, runs[0].config.device))
     on_progress(1 + len(contexts), 1 + len(contexts))
-    first, *steps = taken
-    return [
-        Speed(count / first[i], contexts, tuple(1 / step[i] for step in steps))
-        for i in range(len(runners))
-    ]
+    first, *steps = seconds
+    speeds = []
+    for index in range(len(runners)):
+        decode = tuple(1 / step[index] for step in steps)
+        speeds.append(Speed(count / first[index], contexts, decode))
+    return speeds
 
 
 def faster_from(speed: Speed, reference: Speed) -> int | None:
     """Return the context from which on every timed one decodes faster than the reference; None if
     there is none.
     """
-    found = None
-    for context, own, other in reversed(
+    start = None
+    for context, rate, base in reversed(
         list(zip(speed.contexts, speed.decode, reference.decode, strict=True))
     ):
-        if 1 / own > FASTER / other:
+        if 1 / rate > FASTER / base:
             break
-        found = context
-    return found
+        start = context
+    return start
 
 
 def _runner(opened: OpenModel, run: SettingRun, context: int) -> ModelRunner:
@@ -110,8 +112,8 @@ def _zeroed(pool: KVPool) -> KVPool:
             for scale in (kv.pages.k_scale, kv.pages.v_scale):
                 assert scale is not None
                 scale.fill_(1.0)
-    for kept in pool.states.values():
-        for tensor in kept.states.parts.values():
+    for layer in pool.states.values():
+        for tensor in layer.states.parts.values():
             tensor.view(torch.uint8).zero_()
     return pool
 
@@ -124,11 +126,11 @@ def _in_turns(
 
     The first round, which captures and warms up, does not count.
     """
-    taken: list[list[float]] = [[] for _ in runners]
+    seconds: list[list[float]] = [[] for _ in runners]
     for turn in range(repeats + 1):
-        for runner, times in zip(runners, taken, strict=True):
+        for runner, times in zip(runners, seconds, strict=True):
             begin = now(device)
             runner.run([part._replace(block_ids=runner.pool.whole) for part in step]).all_logits()
             if turn:
                 times.append(now(device) - begin)
-    return [min(times) for times in taken]
+    return [min(times) for times in seconds]

@@ -102,10 +102,11 @@ def channel_amax(
         done += len(sample)
     on_progress(done, total)
     forward = now(device) - begin - watching[0]
-    sources = {
-        index: layer.source for index, layer in pool.spec.kept.items() if layer.source is not None
-    }
-    return [seen[sources.get(index, index)] for index in range(len(seen))], forward
+    amax = list(seen)
+    for index, layer in pool.spec.kept.items():
+        if layer.source is not None:
+            amax[index] = seen[layer.source]
+    return amax, forward
 
 
 def scales_of(
@@ -158,10 +159,10 @@ def measure_scales(
     watches = [CenterWatch(rotary.rotary_dim) for rotary in rotaries] if centering else []
     calibrating = partial(on_progress, "calibrating")
     amax, seconds = channel_amax(decoder, pool, samples, watches, calibrating)
-    found: dict[str, KVScales | None] = {"centered": None} if "centered" in names else {}
+    scales: dict[str, KVScales | None] = {"centered": None} if "centered" in names else {}
     for name in names:
         if name != "centered":
-            found[name] = scales_of(amax, Granularity(name))
+            scales[name] = scales_of(amax, Granularity(name))
     if watches:
         centers = [watch.centers().k for watch in watches]
         if any(center is not None for center in centers):
@@ -169,8 +170,8 @@ def measure_scales(
             calibrating = partial(on_progress, "calibrating centered keys")
             amax, again = channel_amax(decoder, pool, samples, (), calibrating)
             seconds += again
-            found["centered"] = scales_of(amax, Granularity.CHANNEL, centers)
-    return Measured(found, seconds)
+            scales["centered"] = scales_of(amax, Granularity.CHANNEL, centers)
+    return Measured(scales, seconds)
 
 
 def _centered(decoder: Decoder, pool: KVPool, centers: Sequence[Tensor | None]) -> KVPool:

@@ -34,15 +34,17 @@ def independent_units(token_ids: Sequence[Sequence[int]]) -> list[int]:
     as the unit that has most of them. Otherwise copies of a text would narrow its intervals.
     """
     first: dict[tuple[int, ...], int] = {}
-    found: list[int] = []
+    numbers: list[int] = []
     for ids in token_ids:
         runs = [tuple(ids[at : at + RUN]) for at in range(max(1, len(ids) - RUN + 1))]
         earlier = Counter(first[run] for run in runs if run in first)
-        repeats = earlier.total() >= REPEATED * len(runs)
-        found.append(earlier.most_common(1)[0][0] if repeats else max(found, default=-1) + 1)
+        if earlier.total() >= REPEATED * len(runs):
+            numbers.append(earlier.most_common(1)[0][0])
+        else:
+            numbers.append(max(numbers, default=-1) + 1)
         for run in runs:
-            first.setdefault(run, found[-1])
-    return found
+            first.setdefault(run, numbers[-1])
+    return numbers
 
 
 def unit_sums(units: NDArray[np.int64], *values: NDArray[Any]) -> list[Array]:
@@ -98,7 +100,9 @@ def mean_interval(sums: Array, counts: Array) -> tuple[Array, Array] | None:
 def interval(sums: Array, counts: Array) -> Interval | None:
     """`mean_interval` of a single row, in Python's floats."""
     ends = mean_interval(sums, counts)
-    return None if ends is None else (float(ends[0]), float(ends[1]))
+    if ends is None:
+        return None
+    return float(ends[0]), float(ends[1])
 
 
 def position_edges(longest: int) -> list[int]:

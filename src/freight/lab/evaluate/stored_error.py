@@ -80,22 +80,22 @@ class Probe:
         assert rows is not None
         positions = batch.positions[rows]
         slots = slots[rows]
-        _, whole, v = reference.split_heads(qkv[rows], rotary, replace(pages, k_center=None))
-        k = whole if pages.k_center is None else (whole.float() - pages.k_center.b).to(whole.dtype)
+        _, key, v = reference.split_heads(qkv[rows], rotary, replace(pages, k_center=None))
+        k = key if pages.k_center is None else (key.float() - pages.k_center.b).to(key.dtype)
         k = reference.rotate(k, rotary.cos[positions], rotary.sin[positions])
         v = k[..., -pages.v.shape[3] :] if pages.v_in_k else v
         squares = []
         zeros = []
-        for given, of, page, scale in (
-            (k, whole, pages.k, pages.k_scale),
+        for values, of, page, scale in (
+            (k, key, pages.k, pages.k_scale),
             (v, v, pages.v, pages.v_scale),
         ):
-            kept = _kept(page, scale, slots)
-            if given is k and pages.rotated is not None:
-                kept = torch.cat((read_slots(pages.rotated, slots).float(), kept), -1)
-            zeros.append(((kept == 0) & (given != 0)).sum())
-            squares += [_square(kept.sub_(given)), _square(of.float())]
-            self.num_values += given.numel()
+            from_cache = _kept(page, scale, slots)
+            if values is k and pages.rotated is not None:
+                from_cache = torch.cat((read_slots(pages.rotated, slots).float(), from_cache), -1)
+            zeros.append(((from_cache == 0) & (values != 0)).sum())
+            squares += [_square(from_cache.sub_(values)), _square(of.float())]
+            self.num_values += values.numel()
         self._stored[layer] = [*squares, *zeros]
         self.seconds += time.perf_counter() - begin
 
@@ -111,14 +111,14 @@ class Probe:
         """
         begin = time.perf_counter()
         squares = []
-        for layer, own in self.outputs.items():
+        for layer, output in self.outputs.items():
             true = reference[layer].float()
-            squares += [_square(own.float() - true), _square(true)]
+            squares += [_square(output.float() - true), _square(true)]
         if squares:
             self.sums[list(self.outputs), 2] += torch.stack(squares).view(-1, 2).double().cpu()
         if self._stored:
             of_layers = torch.stack(
-                [torch.stack(found).double() for found in self._stored.values()]
+                [torch.stack(squares).double() for squares in self._stored.values()]
             ).cpu()
             self.sums[list(self._stored), :2] += of_layers[:, :4].view(-1, 2, 2)
             self.flushed += int(of_layers[:, 4:].sum())
@@ -182,10 +182,7 @@ class ProbedKV(PagedKV):
 def probed(pool: KVPool, probe: Probe) -> KVPool:
     """`pool` with its layers shown to `probe`."""
 
-    paged = pool.paged.items()
-    return pool.with_layers(
-        {
-            index: ProbedKV(kv.pages, kv.kernels, kv.group, kv.shared, probe, index)
-            for index, kv in paged
-        }
-    )
+    layers = {}
+    for index, kv in pool.paged.items():
+        layers[index] = ProbedKV(kv.pages, kv.kernels, kv.group, kv.shared, probe, index)
+    return pool.with_layers(layers)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from freight.base.tables import markdown
+from freight.lab.columns import plural, row_of
 from freight.lab.evaluate.figures import Evaluation, Figures, Noise
 from freight.lab.evaluate.safety import MIN_UNITS, Interval
 
@@ -12,29 +13,39 @@ def table(evaluation: Evaluation) -> str:
     return "\n\n".join(tables(evaluation))
 
 
+_FURTHER = {
+    "clipped": "{0.clipped_share:.3%}",
+    "to zero": "{0.flushed_share:.3%}",
+    "perplexity": "{0.perplexity:.3f}",
+}
+_MEMORY = {
+    "format": "{0.kv_cache_dtype}",
+    "bytes/token": "{0.bytes_per_token}",
+    "tokens/GiB": "{0.tokens_per_gib:,}",
+}
+_STATES = {"states": "{0.state_dtype}", "bytes/state": "{0.bytes_per_state:,}"}
+
+
 def tables(evaluation: Evaluation) -> list[str]:
     """Write three tables with a row for each setting: what the verdict rests on, further figures,
     and memory. KL in nats. They fit 100 columns.
     """
-    noise = evaluation.noise is not None
-    states = evaluation.runs[0].state_dtype is not None
+    first = evaluation.runs[0]
+    columns = _MEMORY if first.state_dtype is None else _MEMORY | _STATES
     judged = [["cache", "verdict", "same top", "mean KL", "change"]]
-    further = [["cache", "clipped", "to zero", "perplexity", "p99 KL"]]
-    memory = [["cache", "format", "bytes/token", "tokens/GiB"]]
-    further[0] += ["KL less noise"] if noise else []
-    memory[0] += ["states", "bytes/state"] if states else []
+    further = [["cache", *_FURTHER, "p99 KL"]]
+    memory = [["cache", *columns]]
+    if evaluation.noise is not None:
+        further[0].append("KL less noise")
     for run in evaluation.runs:
         name = setting_name(run, evaluation).replace(", states ", " + ")
-        judged.append([name, *_judged(run, is_first=run is evaluation.runs[0])])
-        clipped = f"{run.clipped_share:.3%}"
-        flushed = f"{run.flushed_share:.3%}"
-        further.append([name, clipped, flushed, f"{run.perplexity:.3f}", nats(run.kl_p99)])
-        own = evaluation.without_noise(run)
-        further[-1] += [nats(own)] if own is not None else []
-        sizes = [str(run.bytes_per_token), f"{run.tokens_per_gib:,}"]
-        memory.append([name, run.kv_cache_dtype, *sizes])
-        if run.state_dtype is not None:
-            memory[-1] += [run.state_dtype, f"{run.bytes_per_state:,}"]
+        judged.append([name, *_judged(run, is_first=run is first)])
+        figures = [name, *row_of(_FURTHER, run), nats(run.kl_p99)]
+        without_noise = evaluation.without_noise(run)
+        if without_noise is not None:
+            figures.append(nats(without_noise))
+        further.append(figures)
+        memory.append([name, *row_of(columns, run)])
     return [markdown(judged, num_left=2), markdown(further, num_left=1), markdown(memory, 2)]
 
 
@@ -68,7 +79,9 @@ def nats(value: float) -> str:
     """
     if 0 < abs(value) < 0.00001:
         return f"{value:.1e}"
-    return f"{value:.5f}" if abs(value) >= 0.0005 else f"{value:.6f}"
+    if abs(value) < 0.0005:
+        return f"{value:.6f}"
+    return f"{value:.5f}"
 
 
 SPEED = "Tokens per second of one sequence: prefill, and decoding with so many tokens in its cache."
@@ -78,16 +91,18 @@ def speed_table(evaluation: Evaluation) -> str:
     """Return tokens per second of prefill, and of decoding by context; empty if nothing was timed."""
     if not evaluation.contexts:
         return ""
-    first = evaluation.runs[0]
-    rows = [["cache", "prefill", *(f"{context:,}" for context in evaluation.contexts)]]
-    rows[0].append("faster from")
-    for run in evaluation.runs:
-        faster = "" if run is first else "never"
-        if run is not first and run.faster_from is not None:
-            faster = f"{run.faster_from:,}"
-        decode = [f"{rate:,.0f}" if rate >= 100 else f"{rate:.1f}" for rate in run.decode or ()]
-        name = setting_name(run, evaluation)
-        rows.append([name, f"{run.prefill_tokens_per_second:,.0f}", *decode, faster])
+    rows = [["cache", "prefill", *map("{:,}".format, evaluation.contexts), "faster from"]]
+    for index, run in enumerate(evaluation.runs):
+        row = [setting_name(run, evaluation), f"{run.prefill_tokens_per_second:,.0f}"]
+        for rate in run.decode or ():
+            row.append(f"{rate:,.0f}" if rate >= 100 else f"{rate:.1f}")
+        if not index:
+            row.append("")
+        elif run.faster_from is None:
+            row.append("never")
+        else:
+            row.append(f"{run.faster_from:,}")
+        rows.append(row)
     return markdown(rows, num_left=1)
 
 
@@ -123,33 +138,37 @@ _FIGURES = (
 
 def words(evaluation: Evaluation) -> list[tuple[str, str]]:
     """Return the words of the tables with what they mean, of caches those that were measured."""
-    names = dict.fromkeys(run.name for run in evaluation.runs)
-    return [*((name, _CACHES[name]) for name in names if name in _CACHES), *_FIGURES]
+    meanings = {}
+    for run in evaluation.runs:
+        if run.name in _CACHES:
+            meanings[run.name] = _CACHES[run.name]
+    return [*meanings.items(), *_FIGURES]
 
 
 def setting_name(run: Figures, evaluation: Evaluation) -> str:
     """Return the name of its cache, behind that of its weights where these differ from the first
     ones.
     """
-    return run.name if run.weights == evaluation.runs[0].weights else f"{run.weights}, {run.name}"
+    if run.weights == evaluation.runs[0].weights:
+        return run.name
+    return f"{run.weights}, {run.name}"
 
 
 def legend(evaluation: Evaluation) -> str:
     """Return what the columns mean, in a few lines."""
     over = evaluation.overview
-    of = (
-        "1 document" if evaluation.num_documents == 1 else f"{evaluation.num_documents:,} documents"
-    )
+    of = plural(evaluation.num_documents, "document")
     lines = [
         f"{evaluation.num_tokens:,} tokens of {over.source} ({of}), {over.window:,} judged together.",
         "KL (nats per token), change and same top are against the first row.",
     ]
     sample = evaluation.sample
     if evaluation.runs[0].kl_interval:
-        uneven = f", the weight of {sample.num_uneven:,} of different length"
+        uneven = ""
+        if sample.num_uneven:
+            uneven = f", the weight of {sample.num_uneven:,} of different length"
         lines.append(
-            f"±: half of the 95 % interval, over {sample.num_units:,} {sample.units}"
-            f"{uneven if sample.num_uneven else ''}."
+            f"±: half of the 95 % interval, over {sample.num_units:,} {sample.units}{uneven}."
         )
     else:
         lines.append(

@@ -98,11 +98,11 @@ def compare_tasks(
             f"--tasks compares a cache with {plain.kv_cache_dtype}: ask for another --kv-cache-dtype"
         )
     caches = []
-    found = []
-    for one in (plain, asked):
-        llm = LLM(**vars(one))
+    results = []
+    for setting in (plain, asked):
+        llm = LLM(**vars(setting))
         caches.append(llm.kv_cache_info())
-        found.append(
+        results.append(
             harness.simple_evaluate(
                 model=model(args.model, llm=llm),
                 tasks=names,
@@ -114,7 +114,9 @@ def compare_tasks(
             )
         )
         del llm
-    return TaskComparison((caches[0], caches[1]), compare_results(found[0], found[1], aggregations))
+    return TaskComparison(
+        (caches[0], caches[1]), compare_results(results[0], results[1], aggregations)
+    )
 
 
 def _harness() -> tuple[Any, Any, Any]:
@@ -205,7 +207,9 @@ def compare_results(
             )
             pairs = _pairs(reference, other, task, metric, filter_name)
             aggregate = aggregations.get(task, {}).get(metric)
-            scores.append(_with_errors(score, pairs, aggregate) if pairs and aggregate else score)
+            if pairs and aggregate:
+                score = _with_errors(score, pairs, aggregate)
+            scores.append(score)
     return scores
 
 
@@ -215,12 +219,14 @@ def _pairs(
     """Return the metric's values by document, under both caches."""
     columns = []
     for results in (reference, other):
-        samples = results.get("samples", {}).get(task, [])
-        columns.append(
-            {s["doc_id"]: s[metric] for s in samples if s["filter"] == filter_name and metric in s}
-        )
-    assert columns[0].keys() == columns[1].keys()  # the same task, limit and seed
-    return [(columns[0][document], columns[1][document]) for document in sorted(columns[0])]
+        column = {}
+        for sample in results.get("samples", {}).get(task, []):
+            if sample["filter"] == filter_name and metric in sample:
+                column[sample["doc_id"]] = sample[metric]
+        columns.append(column)
+    before, after = columns
+    assert before.keys() == after.keys()  # the same task, limit and seed
+    return [(before[document], after[document]) for document in sorted(before)]
 
 
 def _with_errors(
@@ -278,22 +284,27 @@ def as_rows(scores: Sequence[TaskScore], names: tuple[str, str]) -> list[Sequenc
     """Return rows for a table; the first has the headings. `names` are the caches'."""
     rows: list[Sequence[str]] = [("task", "metric", "documents", *names, "difference", "changed")]
     for score in scores:
-        metric = (
-            score.metric if score.filter_name == "none" else f"{score.metric} ({score.filter_name})"
-        )
+        metric = score.metric
+        if score.filter_name != "none":
+            metric += f" ({score.filter_name})"
         rows.append(
             (
                 score.task,
                 metric,
-                "" if score.num_documents is None else f"{score.num_documents:,}",
+                _count(score.num_documents),
                 _value(score.reference, score.reference_stderr),
                 _value(score.value, score.value_stderr),
                 _value(score.difference, score.difference_stderr, sign="+"),
-                "" if score.num_changed is None else str(score.num_changed),
+                _count(score.num_changed),
             )
         )
     return rows
 
 
+def _count(value: int | None) -> str:
+    return "" if value is None else f"{value:,}"
+
+
 def _value(value: float, error: float | None, sign: str = "") -> str:
-    return f"{value:{sign}.4f}" + ("" if error is None else f" ± {error:.4f}")
+    text = f"{value:{sign}.4f}"
+    return text if error is None else f"{text} ± {error:.4f}"
