@@ -31,8 +31,8 @@ from freight.checkpoint.reader import Checkpoint
 from freight.errors import CheckpointError
 from freight.fp8.formats import Format, Granularity
 from freight.fp8.scheme import KVScales, LayerScales
-from freight.model.config.layer import LatentConfig, PagedMixer
 from freight.model.config.model import ModelConfig
+from freight.model.mixers.spec import PagedMixer
 
 FILE = "freight_kv_scales.json"
 MIXED = "mixed"
@@ -163,7 +163,7 @@ def _parse(path: Path, data: bytes, model: ModelConfig) -> KVScales:
             continue
         _check_layer(where, layer, own, mixer)
         # Latents are also the values, which would lack the center: no channel may have one
-        rotated = None if isinstance(mixer, LatentConfig) else mixer.rope
+        rotated = None if mixer.v_in_k else mixer.rope
         rotary_dim = 0 if rotated is None else model.ropes[rotated].rotary_dim
         _check_rotated(where, layer.get("k_center", ()), mixer.k_dim, rotary_dim)
         scales.append(

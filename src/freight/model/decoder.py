@@ -13,12 +13,12 @@ from freight.cache.pool import LayerCache, LayerKV, PagedState
 from freight.kernels.interface import KernelSet
 from freight.model.config.layer import NormPlacement
 from freight.model.config.model import ModelConfig
-from freight.model.layers.attention import Attention
 from freight.model.layers.embedding import Embedding, LogitsHead
 from freight.model.layers.linear import Projection
 from freight.model.layers.moe import ExpertsBeside, MoE
 from freight.model.layers.norm import Norm
 from freight.model.layers.per_layer_embeddings import PerLayerEmbedding, PerLayerEmbeddings
+from freight.model.mixers.attention.layer import Attention
 from freight.operands.activation import Activation, AnyActivation, GateFunction
 from freight.operands.batch import ForwardBatch
 from freight.operands.packed import PackedWeight, Rows, as_tensor
@@ -55,7 +55,7 @@ Cache = TypeVar("Cache", contravariant=True)
 
 
 class Mixer(Protocol[Cache]):
-    """The part of a layer that mixes tokens (`model/mixers.py`): `Attention`, recurrent layers,
+    """The part of a layer that mixes tokens (`model/mixers/`): `Attention`, recurrent layers,
     convolutions.
 
     `Cache` is the kind of its layer's part of the cache: `LayerKV` for attention, else `PagedState`.

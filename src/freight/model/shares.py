@@ -15,9 +15,9 @@ from freight.model.architectures import tensor_names
 from freight.model.config.layer import DenseConfig, FeedForward, LayerConfig, MoEConfig
 from freight.model.config.model import ModelConfig
 from freight.model.config.tensor_names import TensorNames
-from freight.model.mixer_shares import Cut, Pieces, mixer_pieces, of_modules
+from freight.model.mixers.dividing import Cut, Pieces, of_modules, part
 from freight.model.shapes import shared_names, tensor_shapes
-from freight.parallel.shards import of_rank, part
+from freight.parallel.shards import of_rank
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,8 @@ def _layer_pieces(
     """Yield the tensors of a layer that are cut, relative to it, with the pieces of `rank`; also
     biases that it may not have.
     """
-    yield from mixer_pieces(layer.mixer, hidden, names, rank, size)
+    if layer.mixer is not None:
+        yield from layer.mixer.pieces(hidden, names, rank, size)
     outputs = [(hidden, names.per_layer_down), (hidden, names.latent_out)]
     if layer.per_layer is not None:
         outputs.append((layer.per_layer.size, names.per_layer_gate))

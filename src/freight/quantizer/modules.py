@@ -16,7 +16,7 @@ from freight.errors import ConfigError, nearest
 from freight.model.architectures import tensor_names
 from freight.model.config.layer import DenseConfig, LayerConfig
 from freight.model.config.model import ModelConfig
-from freight.model.mixer_parts import mixer_parts
+from freight.model.mixers.spec import mixer_parts
 from freight.model.shapes import shared_names
 
 

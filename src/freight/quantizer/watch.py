@@ -16,9 +16,9 @@ from freight.fp8.cast import SMALLEST_SCALE, scale_from_amax
 from freight.fp8.formats import Format, Granularity
 from freight.fp8.scheme import LayerScales
 from freight.kernels import reference
-from freight.model.config.layer import LatentConfig, Mixer, PagedMixer
 from freight.model.decoder import MLP, DecoderLayer
 from freight.model.layers.linear import GatheredLinear, Projection, UnmergedLinear
+from freight.model.mixers.spec import Mixer, PagedMixer
 from freight.operands.batch import ForwardBatch
 from freight.operands.kv_pages import read_slots
 from freight.operands.packed import Rows, as_tensor
@@ -230,9 +230,9 @@ def watch_layer(
 
     kv = {}
     inputs = {}
-    latent = isinstance(mixer, LatentConfig)
     if plan.kv_granularity is not None and isinstance(mixer, PagedMixer) and mixer.kv_from is None:
-        for side, what in (("k", "latents"),) if latent else (("k", "keys"), ("v", "values")):
+        sides = {"k": "latents"} if mixer.v_in_k else {"k": "keys", "v": "values"}
+        for side, what in sides.items():
             for granularity in observed(plan):
                 groups = granularity.num_scales(
                     mixer.num_kv_heads, mixer.k_dim if side == "k" else mixer.v_dim
@@ -248,5 +248,5 @@ def watch_layer(
         down = inputs[modules.experts.down]
         num_tokens = torch.zeros(modules.experts.count, dtype=torch.int64, device=device)
         experts = ExpertWatch(gate_up.observe, down.observe, num_tokens)
-    v_dim = mixer.v_dim if isinstance(mixer, LatentConfig) else 0
+    v_dim = mixer.v_dim if isinstance(mixer, PagedMixer) and mixer.v_in_k else 0
     return LayerWatch(modules, kv, inputs, experts, v_dim, rotary_dim)
