@@ -35,11 +35,12 @@ from freight.model.config.layer import (
     PerLayerEmbeddingConfig,
 )
 from freight.model.config.model import ModelConfig
-from freight.model.decoder import MLP, Decoder, DecoderLayer
-from freight.model.expert_weights import Read, expert_matrices
+from freight.model.decoder import Decoder, DecoderLayer
+from freight.model.feed_forward.expert_weights import Read, expert_matrices
+from freight.model.feed_forward.mlp import MLP
+from freight.model.feed_forward.moe import ExpertsBeside, Latent, MoE
 from freight.model.layers.embedding import Embedding, LogitsHead
 from freight.model.layers.linear import GatheredLinear
-from freight.model.layers.moe import ExpertsBeside, Latent, MoE
 from freight.model.layers.norm import RMSNorm
 from freight.model.layers.per_layer_embeddings import PerLayerEmbedding, PerLayerEmbeddings
 from freight.model.layers.rope import build_ropes

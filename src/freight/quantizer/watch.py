@@ -16,7 +16,8 @@ from freight.fp8.cast import SMALLEST_SCALE, scale_from_amax
 from freight.fp8.formats import Format, Granularity
 from freight.fp8.scheme import LayerScales
 from freight.kernels import reference
-from freight.model.decoder import MLP, DecoderLayer
+from freight.model.decoder import DecoderLayer
+from freight.model.feed_forward.mlp import MLP
 from freight.model.layers.linear import GatheredLinear, Projection, UnmergedLinear
 from freight.model.mixers.spec import Mixer, PagedMixer
 from freight.operands.batch import ForwardBatch
