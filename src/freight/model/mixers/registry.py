@@ -15,8 +15,6 @@ from freight.model.mixers.kimi_delta import layer as kimi_delta
 from freight.model.mixers.kimi_delta.spec import KimiDeltaConfig
 from freight.model.mixers.latent import layer as latent
 from freight.model.mixers.latent.spec import LatentConfig
-from freight.model.mixers.lightning import layer as lightning
-from freight.model.mixers.lightning.spec import LightningConfig
 from freight.model.mixers.mamba2 import layer as mamba2
 from freight.model.mixers.mamba2.spec import Mamba2Config
 from freight.model.mixers.short_conv import layer as short_conv
@@ -30,7 +28,6 @@ BUILDERS: Mapping[type[MixerSpec], Callable[[Any, Builder, str, Ropes], AnyMixer
     KimiDeltaConfig: kimi_delta.build,
     ShortConvConfig: short_conv.build,
     Mamba2Config: mamba2.build,
-    LightningConfig: lightning.build,
 }
 
 
