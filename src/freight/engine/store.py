@@ -35,7 +35,7 @@ from freight.errors import ConfigError
 from freight.kernels.cpu.cpu_set import CpuKernels
 from freight.kernels.cpu.library import path_of
 from freight.kernels.interface import KernelSet
-from freight.model.mixers.dividing import CacheShare
+from freight.model.mixers.dividing import CacheShare, Rank
 from freight.model.open import OpenModel
 from freight.operands.tiles import KEY_TILE, STATE_TILE
 from freight.settings.device import cpu_name
@@ -118,7 +118,7 @@ def _others(opened: OpenModel, memories: tuple[Tensor, ...]) -> OtherRanks:
         mixer = layer.mixer
         if mixer is None:
             continue
-        ranks = [mixer.cache_shares(rank, size) for rank in range(size)]
+        ranks = [mixer.cache_shares(Rank(number, size)) for number in range(size)]
         shares[index] = {name: tuple(one[name] for one in ranks) for name in ranks[0]}
     return OtherRanks(memories, shares)
 

@@ -44,8 +44,7 @@ from freight.model.layers.linear import GatheredLinear
 from freight.model.layers.norm import RMSNorm
 from freight.model.layers.per_layer_embeddings import PerLayerEmbedding, PerLayerEmbeddings
 from freight.model.layers.rope import build_ropes
-from freight.model.mixers.dividing import Pieces
-from freight.model.mixers.dividing import part as part_of
+from freight.model.mixers.dividing import Pieces, Rank
 from freight.model.mixers.registry import build_mixer
 from freight.model.shapes import shared_names
 from freight.model.shapes import tensor_shapes as tensor_shapes
@@ -186,7 +185,7 @@ class ModelBuilder(Builder):
         projection = self.packed(weight, None)
         if self.share is None:
             return PerLayerEmbeddings(table, size**0.5, projection, norm)
-        own = part_of(c.per_layer_size, self.share.rank, self.share.size)
+        own = Rank(self.share.rank, self.share.size).part(c.per_layer_size)
         gathered = GatheredLinear(projection, self.kernels, inputs=False)
         return PerLayerEmbeddings(table, size**0.5, gathered, norm, (own.start, own.stop))
 

@@ -27,7 +27,7 @@ from freight.fp8.scheme import KVScales, LayerScales
 from freight.model.config.layer import DenseConfig, LayerConfig, MoEConfig
 from freight.model.config.model import ModelConfig
 from freight.model.mixers.attention.spec import AttentionConfig
-from freight.model.mixers.dividing import kv_part, uneven
+from freight.model.mixers.dividing import Rank, uneven
 from freight.parallel.shared import MAX_RANKS
 
 
@@ -111,7 +111,7 @@ def scales_of_rank(scales: KVScales, model: ModelConfig, rank: int, size: int) -
     for index, mixer in model.attention.items():
         of_layer = layers[index]
         if of_layer is not None:
-            heads = kv_part(mixer.num_kv_heads, rank, size)
+            heads = Rank(rank, size).kv_part(mixer.num_kv_heads)
             layers[index] = _of_heads(of_layer, heads, mixer)
     return replace(scales, layers=tuple(layers))
 

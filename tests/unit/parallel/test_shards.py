@@ -31,7 +31,7 @@ from freight.model.config.tensor_names import TensorNames
 from freight.model.loader import require_whole_blocks
 from freight.model.mixers.attention.spec import AttentionConfig
 from freight.model.mixers.delta_net.spec import DeltaNetConfig, DeltaNetNames
-from freight.model.mixers.dividing import kv_part
+from freight.model.mixers.dividing import Rank
 from freight.model.open import read_model_config
 from freight.model.shapes import tensor_shapes
 from freight.model.shares import Share, share_of
@@ -130,7 +130,7 @@ def test_a_rank_s_query_heads_attend_to_its_kv_heads() -> None:
         for rank in range(size):
             own = range(rank * heads // size, (rank + 1) * heads // size)
             needed = {head * kv_heads // heads for head in own}
-            assert needed == set(range(kv_heads)[kv_part(kv_heads, rank, size)])
+            assert needed == set(range(kv_heads)[Rank(rank, size).kv_part(kv_heads)])
 
 
 @pytest.mark.parametrize(
@@ -212,7 +212,7 @@ def test_ranks_share_keys_of_recurrent_layers(size: int, groups: int) -> None:
         own = range(rank * heads // size, (rank + 1) * heads // size)
         own_keys = {head // each for head in own}
         for names in (fused, TensorNames()):
-            cut = dict(mixer.pieces(48, names, rank, size))
+            cut = dict(mixer.pieces(48, names, Rank(rank, size)))
             for name in stored.keys() & cut.keys():
                 rows = [row for (at,) in cut[name] for row in stored[name][at]]
                 wanted = [

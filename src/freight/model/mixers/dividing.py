@@ -17,6 +17,25 @@ Cut = tuple[str, Pieces]
 _PAGES = ("k", "v", "k_scale", "v_scale", "rotated")  # [block_size, heads, …]
 
 
+class Rank(NamedTuple):
+    """Rank `number`, from 0, of `size` ranks."""
+
+    number: int
+    size: int
+
+    def part(self, count: int) -> slice:
+        """Return its elements among `count`, which the ranks share evenly."""
+        assert count % self.size == 0
+        own = count // self.size
+        return slice(self.number * own, (self.number + 1) * own)
+
+    def kv_part(self, num_kv_heads: int) -> slice:
+        """Return its KV heads: those that its query heads attend to."""
+        own = max(1, num_kv_heads // self.size)
+        first = self.number * num_kv_heads // self.size
+        return slice(first, first + own)
+
+
 class CacheShare(NamedTuple):
     """A rank's share of a part: along dimension `axis` of a block, `pieces` of the whole, one after
     another.
@@ -32,20 +51,6 @@ class HeadShare(NamedTuple):
     total: int
     own: Piece
     channels: int
-
-
-def part(count: int, rank: int, size: int) -> slice:
-    """Return the elements of `rank` among `count` that `size` ranks share evenly."""
-    assert count % size == 0
-    own = count // size
-    return slice(rank * own, (rank + 1) * own)
-
-
-def kv_part(num_kv_heads: int, rank: int, size: int) -> slice:
-    """Return the KV heads of `rank`: those that its query heads attend to."""
-    own = max(1, num_kv_heads // size)
-    first = rank * num_kv_heads // size
-    return slice(first, first + own)
 
 
 def scaled(heads: slice, each: int) -> slice:

@@ -18,7 +18,7 @@ from typing import Self
 
 from freight.fp8.formats import Format
 from freight.model.config.tensor_names import TensorNames
-from freight.model.mixers.dividing import CacheShare, Cut, of_modules, part
+from freight.model.mixers.dividing import CacheShare, Cut, Rank, of_modules
 from freight.operands.tiles import STATE_TILE
 
 
@@ -137,25 +137,21 @@ class MixerSpec(ABC):
         """Return the mixer that each of `size` ranks computes."""
         raise NotImplementedError
 
-    def inner_pieces(
-        self, hidden_size: int, all_names: TensorNames, rank: int, size: int
-    ) -> Iterator[Cut]:
+    def inner_pieces(self, hidden_size: int, all_names: TensorNames, rank: Rank) -> Iterator[Cut]:
         """Yield the pieces of `rank` as `pieces`, but for the last projection."""
         raise NotImplementedError
 
-    def cache_shares(self, rank: int, size: int) -> Mapping[str, CacheShare]:
-        """Return what `rank` of `size` has of each part that the cache may keep of a layer."""
+    def cache_shares(self, rank: Rank) -> Mapping[str, CacheShare]:
+        """Return what `rank` has of each part that the cache may keep of a layer."""
         raise NotImplementedError
 
-    def pieces(
-        self, hidden_size: int, all_names: TensorNames, rank: int, size: int
-    ) -> Iterator[Cut]:
+    def pieces(self, hidden_size: int, all_names: TensorNames, rank: Rank) -> Iterator[Cut]:
         """Yield the tensors of a layer that are cut, by their names within it, with the pieces of
         `rank`; also biases that it may not have.
         """
-        yield from self.inner_pieces(hidden_size, all_names, rank, size)
+        yield from self.inner_pieces(hidden_size, all_names, rank)
         *_, out = self.parts(hidden_size, all_names).projections.values()
-        yield from of_modules(out.modules, (hidden_size,), [part(hidden_size, rank, size)])
+        yield from of_modules(out.modules, (hidden_size,), [rank.part(hidden_size)])
 
 
 class PagedMixer(MixerSpec):

@@ -23,6 +23,7 @@ from freight.model.config.parse import parse_model_config
 from freight.model.config.tensor_names import TensorNames
 from freight.model.mixers.attention.spec import AttentionConfig
 from freight.model.mixers.delta_net.spec import DeltaNetConfig, DeltaNetNames
+from freight.model.mixers.dividing import Rank
 from freight.model.mixers.kimi_delta.spec import KimiDeltaConfig, KimiDeltaNames
 from freight.model.mixers.latent.spec import LatentConfig
 from freight.model.mixers.mamba2.spec import Mamba2Config, MambaNames
@@ -85,7 +86,7 @@ def owned(mixer: Any, name: str, rank: int, size: int) -> tuple[int, list[int]]:
         heads = range(rank * mixer.num_heads // size, (rank + 1) * mixer.num_heads // size)
         return 2, sorted({head * mixer.num_kv_heads // mixer.num_heads for head in heads})
     names = TensorNames()
-    cut = dict(mixer.pieces(48, names, rank, size))
+    cut = dict(mixer.pieces(48, names, Rank(rank, size)))
 
     def rows(tensor: str) -> list[int]:
         return [row for piece in cut[tensor] for row in range(1 << 10)[piece[-1]]]
@@ -144,8 +145,8 @@ def test_ranks_have_together_what_one_has(size: int, layout: PageLayout) -> None
     layers = model().layers
     shares = {
         index: {
-            name: tuple(layer.mixer.cache_shares(rank, size)[name] for rank in range(size))
-            for name in layer.mixer.cache_shares(0, size)
+            name: tuple(layer.mixer.cache_shares(Rank(rank, size))[name] for rank in range(size))
+            for name in layer.mixer.cache_shares(Rank(0, size))
         }
         for index, layer in enumerate(layers)
         if layer.mixer is not None

@@ -11,11 +11,10 @@ from freight.model.config.tensor_names import TensorNames
 from freight.model.mixers.dividing import (
     CacheShare,
     Cut,
-    kv_part,
+    Rank,
     of_module,
     of_modules,
     page_shares,
-    part,
     rows_of,
     scaled,
     uneven,
@@ -238,22 +237,20 @@ class AttentionConfig(PagedMixer):
         kv_heads = max(1, self.num_kv_heads // size)
         return replace(self, num_heads=self.num_heads // size, num_kv_heads=kv_heads)
 
-    def inner_pieces(
-        self, hidden_size: int, all_names: TensorNames, rank: int, size: int
-    ) -> Iterator[Cut]:
+    def inner_pieces(self, hidden_size: int, all_names: TensorNames, rank: Rank) -> Iterator[Cut]:
         """Yield the rows of a rank's heads."""
         parts = self.parts(hidden_size, all_names)
         qkv = parts.projections["qkv"]
-        rows = [part(qkv.sizes[0], rank, size)]
-        heads = kv_part(self.num_kv_heads, rank, size)
+        rows = [rank.part(qkv.sizes[0])]
+        heads = rank.kv_part(self.num_kv_heads)
         for of_kv in qkv.sizes[1:]:
             rows.append(scaled(heads, of_kv // self.num_kv_heads))
         yield from of_modules(qkv.modules, qkv.sizes, rows)
         for module, (outputs, _) in parts.kept.items():
-            yield from of_module(module, part(outputs, rank, size))
+            yield from of_module(module, rank.part(outputs))
         for name in parts.exact:  # sinks
-            yield name, rows_of(part(self.num_heads, rank, size))
+            yield name, rows_of(rank.part(self.num_heads))
 
-    def cache_shares(self, rank: int, size: int) -> Mapping[str, CacheShare]:
+    def cache_shares(self, rank: Rank) -> Mapping[str, CacheShare]:
         """Return the KV heads of a rank."""
-        return page_shares(kv_part(self.num_kv_heads, rank, size))
+        return page_shares(rank.kv_part(self.num_kv_heads))

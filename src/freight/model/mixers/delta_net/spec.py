@@ -11,12 +11,11 @@ from freight.model.mixers.dividing import (
     CacheShare,
     Cut,
     HeadShare,
+    Rank,
     column_share,
-    kv_part,
     moved,
     of_module,
     of_modules,
-    part,
     rows_of,
     scaled,
     state_shares,
@@ -117,13 +116,11 @@ class DeltaNetConfig(StateMixer):
         key_heads = max(1, self.key_heads // size)
         return replace(self, heads=self.heads // size, key_heads=key_heads)
 
-    def inner_pieces(
-        self, hidden_size: int, all_names: TensorNames, rank: int, size: int
-    ) -> Iterator[Cut]:
+    def inner_pieces(self, hidden_size: int, all_names: TensorNames, rank: Rank) -> Iterator[Cut]:
         """Yield the rows of a rank's heads; its key heads are cut as KV heads."""
         names = all_names.of(DeltaNetNames)
-        key_heads = kv_part(self.key_heads, rank, size)
-        heads = part(self.heads, rank, size)
+        key_heads = rank.kv_part(self.key_heads)
+        heads = rank.part(self.heads)
         keys = scaled(key_heads, self.k_dim)
         values = scaled(heads, self.v_dim)
         all_keys = self.key_heads * self.k_dim
@@ -144,10 +141,10 @@ class DeltaNetConfig(StateMixer):
         yield names.a_log, rows_of(heads)
         yield names.dt_bias, rows_of(heads)
 
-    def cache_shares(self, rank: int, size: int) -> Mapping[str, CacheShare]:
+    def cache_shares(self, rank: Rank) -> Mapping[str, CacheShare]:
         """Return the heads of a rank."""
-        keys = HeadShare(self.key_heads, kv_part(self.key_heads, rank, size), self.k_dim)
-        values = HeadShare(self.heads, part(self.heads, rank, size), self.v_dim)
+        keys = HeadShare(self.key_heads, rank.kv_part(self.key_heads), self.k_dim)
+        values = HeadShare(self.heads, rank.part(self.heads), self.v_dim)
         return state_shares(keys, values) | {"columns": column_share(keys, keys, values)}
 
 

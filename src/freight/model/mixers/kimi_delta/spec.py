@@ -11,9 +11,9 @@ from freight.model.mixers.dividing import (
     CacheShare,
     Cut,
     HeadShare,
+    Rank,
     column_share,
     of_module,
-    part,
     rows_of,
     scaled,
     state_shares,
@@ -135,12 +135,10 @@ class KimiDeltaConfig(StateMixer):
         """Return the layer of one of `size` ranks."""
         return replace(self, heads=self.heads // size)
 
-    def inner_pieces(
-        self, hidden_size: int, all_names: TensorNames, rank: int, size: int
-    ) -> Iterator[Cut]:
+    def inner_pieces(self, hidden_size: int, all_names: TensorNames, rank: Rank) -> Iterator[Cut]:
         """Yield the rows of a rank's heads."""
         names = all_names.of(KimiDeltaNames)
-        heads = part(self.heads, rank, size)
+        heads = rank.part(self.heads)
         channels = scaled(heads, self.head_dim)
         last = 0 if self.rank is None else 1  # values between two steps are whole on every rank
         for module in (*names.qkv, names.decay[last], names.output_gate[last]):
@@ -151,7 +149,7 @@ class KimiDeltaConfig(StateMixer):
         outer = (slice(None), slice(None)) if names.wide else ()
         yield names.a_log, ((*outer, heads),)
 
-    def cache_shares(self, rank: int, size: int) -> Mapping[str, CacheShare]:
+    def cache_shares(self, rank: Rank) -> Mapping[str, CacheShare]:
         """Return the heads of a rank."""
-        heads = HeadShare(self.heads, part(self.heads, rank, size), self.head_dim)
+        heads = HeadShare(self.heads, rank.part(self.heads), self.head_dim)
         return state_shares(heads, heads) | {"columns": column_share(heads, heads, heads)}

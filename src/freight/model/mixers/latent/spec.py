@@ -9,9 +9,9 @@ from freight.model.config.tensor_names import TensorNames
 from freight.model.mixers.dividing import (
     CacheShare,
     Cut,
+    Rank,
     of_module,
     page_shares,
-    part,
     scaled,
     uneven,
 )
@@ -137,17 +137,15 @@ class LatentConfig(PagedMixer):
         """Return the attention of one of `size` ranks."""
         return replace(self, num_heads=self.num_heads // size)
 
-    def inner_pieces(
-        self, hidden_size: int, all_names: TensorNames, rank: int, size: int
-    ) -> Iterator[Cut]:
+    def inner_pieces(self, hidden_size: int, all_names: TensorNames, rank: Rank) -> Iterator[Cut]:
         """Yield the rows of a rank's heads. The latents, which all heads read, are whole."""
         names = all_names.of(LatentNames)
-        heads = part(self.num_heads, rank, size)
+        heads = rank.part(self.num_heads)
         q = names.q if self.q_rank is None else names.q_b
         yield from of_module(q, scaled(heads, self.nope + self.rotated))
         yield from of_module(names.kv_b, scaled(heads, self.nope + self.head_size))
         yield from of_module(names.output_gate, heads)
 
-    def cache_shares(self, rank: int, size: int) -> Mapping[str, CacheShare]:
+    def cache_shares(self, rank: Rank) -> Mapping[str, CacheShare]:
         """Return the only KV head, which all ranks have."""
         return page_shares(slice(0, 1))

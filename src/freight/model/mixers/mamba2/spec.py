@@ -12,10 +12,9 @@ from freight.model.mixers.dividing import (
     CacheShare,
     Cut,
     HeadShare,
+    Rank,
     column_share,
-    kv_part,
     of_modules,
-    part,
     rows_of,
     scaled,
     state_shares,
@@ -133,14 +132,12 @@ class Mamba2Config(StateMixer):
         """
         return self.norm_groups % size == 0
 
-    def inner_pieces(
-        self, hidden_size: int, all_names: TensorNames, rank: int, size: int
-    ) -> Iterator[Cut]:
+    def inner_pieces(self, hidden_size: int, all_names: TensorNames, rank: Rank) -> Iterator[Cut]:
         """Yield the rows of a rank's heads; its groups are cut as KV heads."""
         names = all_names.of(MambaNames)
-        heads = part(self.heads, rank, size)
+        heads = rank.part(self.heads)
         values = scaled(heads, self.head_dim)
-        keys = scaled(kv_part(self.groups, rank, size), self.state_size)
+        keys = scaled(rank.kv_part(self.groups), self.state_size)
         all_keys = self.groups * self.state_size
         sizes_of_conv = (self.values, all_keys, all_keys)
         of_conv = (values, keys, keys)
@@ -149,11 +146,11 @@ class Mamba2Config(StateMixer):
         yield from of_modules((names.in_proj,), sizes, (values, *of_conv, heads))
         for name in (names.a_log, names.skip, names.dt_bias):
             yield name, rows_of(heads)
-        if self.divides_norm(size):
+        if self.divides_norm(rank.size):
             yield names.norm, rows_of(values)
 
-    def cache_shares(self, rank: int, size: int) -> Mapping[str, CacheShare]:
+    def cache_shares(self, rank: Rank) -> Mapping[str, CacheShare]:
         """Return the heads of a rank."""
-        keys = HeadShare(self.groups, kv_part(self.groups, rank, size), self.state_size)
-        values = HeadShare(self.heads, part(self.heads, rank, size), self.head_dim)
+        keys = HeadShare(self.groups, rank.kv_part(self.groups), self.state_size)
+        values = HeadShare(self.heads, rank.part(self.heads), self.head_dim)
         return state_shares(keys, values) | {"columns": column_share(values, keys, keys)}

@@ -11,10 +11,10 @@ from freight.model.mixers.dividing import (
     CacheShare,
     Cut,
     HeadShare,
+    Rank,
     column_share,
     of_module,
     of_modules,
-    part,
     uneven,
 )
 from freight.model.mixers.spec import MixerParts, Projected, StateMixer, StatePart, column_part
@@ -70,16 +70,14 @@ class ShortConvConfig(StateMixer):
         """Return the convolution of one of `size` ranks."""
         return replace(self, channels=self.channels // size)
 
-    def inner_pieces(
-        self, hidden_size: int, all_names: TensorNames, rank: int, size: int
-    ) -> Iterator[Cut]:
+    def inner_pieces(self, hidden_size: int, all_names: TensorNames, rank: Rank) -> Iterator[Cut]:
         """Yield the rows of a rank's channels."""
         names = all_names.of(ShortConvNames)
-        channels = part(self.channels, rank, size)
+        channels = rank.part(self.channels)
         yield from of_modules((names.in_proj,), (self.channels,) * 3, (channels,) * 3)
         yield from of_module(names.conv, channels)
 
-    def cache_shares(self, rank: int, size: int) -> Mapping[str, CacheShare]:
+    def cache_shares(self, rank: Rank) -> Mapping[str, CacheShare]:
         """Return the channels of a rank."""
-        channels = HeadShare(self.channels, part(self.channels, rank, size), 1)
+        channels = HeadShare(self.channels, rank.part(self.channels), 1)
         return {"columns": column_share(channels)}
