@@ -25,8 +25,9 @@ from freight.engine.engine import Engine
 from freight.kernels.interface import KernelSet
 from freight.lab.bench.drive import drive, greedy, random_prompt
 from freight.lab.bench.latency import split
-from freight.model.config.layer import AttentionConfig, LatentConfig
 from freight.model.config.model import ModelConfig
+from freight.model.mixers.attention.spec import AttentionConfig
+from freight.model.mixers.latent.spec import LatentConfig
 from freight.model.open import open_random
 from freight.settings.device import cpu_name
 from freight.settings.engine import EngineArgs

@@ -31,7 +31,8 @@ from freight.kernels.interface import KernelSet
 from freight.kernels.select import select_kernels
 from freight.lab.bench.serving_figures import interval
 from freight.lab.bench.timing import bytes_beyond_caches
-from freight.model.config.layer import DeltaNetConfig, Mamba2Config
+from freight.model.mixers.delta_net.spec import DeltaNetConfig
+from freight.model.mixers.mamba2.spec import Mamba2Config
 from freight.operands.batch import Sequences
 from freight.operands.recurrence import Convolution, DecayParameters, GatedNorm, RecurrenceRule
 from freight.operands.states import States

@@ -1,7 +1,6 @@
 """A kind of mixer that lives in tests alone: a running mean, the simplest layer that keeps a state.
 
-It comes in as any kind does, through the tables of `model/mixer_parts.py`, `model/mixers.py` and
-`cache/spec.py`.
+It comes in as any kind does: a spec, a layer, and a line of `model/mixers/registry.py`.
 """
 
 from __future__ import annotations
@@ -21,15 +20,14 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from freight import LLM, SamplingParams
-from freight.cache import spec
 from freight.cache.pool import PagedState
-from freight.cache.spec import LayerStateSpec, StatePart
 from freight.fp8.formats import Format
-from freight.model import mixer_parts, mixers
 from freight.model.config.model import ModelConfig
 from freight.model.config.registry import FAMILIES
+from freight.model.config.tensor_names import TensorNames
 from freight.model.layers.linear import Projection
-from freight.model.mixer_parts import MixerParts, Projected
+from freight.model.mixers import registry
+from freight.model.mixers.spec import MixerParts, Projected, StateMixer, StatePart
 from freight.operands.batch import ForwardBatch
 
 MEANS, WINDOWED = (
@@ -40,10 +38,20 @@ LENGTH, WINDOW = 512, 40
 
 
 @dataclass(frozen=True)
-class MeanConfig:
+class MeanConfig(StateMixer):
     """out(mean of in(x) over all tokens so far), `size` channels wide."""
 
     size: int
+
+    def parts(self, hidden_size: int, all_names: TensorNames) -> MixerParts:
+        projections = {
+            "inner": Projected(("mean.in_proj",), (self.size,), hidden_size),
+            "out": Projected(("mean.out_proj",), (hidden_size,), self.size),
+        }
+        return MixerParts(module="mean", projections=projections)
+
+    def state_parts(self, compute: Format, state: Format) -> tuple[StatePart, ...]:
+        return (StatePart("sum", (self.size,), Format.FLOAT32),)
 
 
 @dataclass(frozen=True)
@@ -67,20 +75,8 @@ class Mean:
         return self.out(mean)
 
 
-def _parts(mixer: MeanConfig, hidden_size: int, names: object) -> MixerParts:
-    projections = {
-        "inner": Projected(("mean.in_proj",), (mixer.size,), hidden_size),
-        "out": Projected(("mean.out_proj",), (hidden_size,), mixer.size),
-    }
-    return MixerParts(module="mean", projections=projections)
-
-
 def _build(mixer: MeanConfig, builder: Any, prefix: str, ropes: object) -> Mean:
     return Mean(builder.linear(prefix, "mean.in_proj"), builder.linear(prefix, "mean.out_proj"))
-
-
-def _spec(mixer: MeanConfig, kind: object, compute: Format, state: Format) -> LayerStateSpec:
-    return LayerStateSpec((StatePart("sum", (mixer.size,), Format.FLOAT32),))
 
 
 def _derive(config: object, model: ModelConfig) -> ModelConfig:
@@ -95,9 +91,7 @@ def _derive(config: object, model: ModelConfig) -> ModelConfig:
 
 def register(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kind, and a row whose model_type is "means"."""
-    monkeypatch.setitem(mixer_parts._PARTS, MeanConfig, _parts)  # type: ignore[arg-type]
-    monkeypatch.setitem(mixers._BUILDERS, MeanConfig, _build)  # type: ignore[arg-type]
-    monkeypatch.setitem(spec._SPECS, MeanConfig, _spec)  # type: ignore[arg-type]
+    monkeypatch.setitem(registry.BUILDERS, MeanConfig, _build)  # type: ignore[arg-type]
     monkeypatch.setitem(FAMILIES, "means", replace(FAMILIES["llama"], derive=_derive))  # type: ignore[arg-type]
 
 

@@ -15,21 +15,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from freight.model.config.layer import (
-    DenseConfig,
-    LatentConfig,
-    MoEConfig,
-    NormKind,
-    NormPlace,
-    NormPlacement,
-    NormSpan,
-    PagedMixer,
-    QKNormConfig,
-)
+from freight.model.config.layer import DenseConfig, MoEConfig, NormKind, NormPlacement
 from freight.model.config.model import ModelConfig
 from freight.model.config.parse import parse_model_config
 from freight.model.config.registry import FAMILIES
 from freight.model.config.rope import QUERY_SCALING
+from freight.model.mixers.attention.spec import NormPlace, NormSpan, QKNormConfig
+from freight.model.mixers.latent.spec import LatentConfig
+from freight.model.mixers.spec import PagedMixer
 from freight.operands.activation import GatedActivation
 from freight.operands.routing import Scoring
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -14,6 +15,8 @@ FACADE = "freight"  # freight/__init__.py: the public names
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 # Parts of packages with a place of their own in the import order
 PARTS = ("model.config", "serve.processes", "adapters.ray", "adapters.tgi_launcher")
+# What `model.config` is made of, though it lies with the layers that it describes
+SPECS = re.compile(r"model\.mixers\.(spec|dividing|\w+\.spec)\b")
 # The packages, and the modules beside them
 TOP = frozenset(
     path.stem
@@ -35,11 +38,14 @@ def module_name(path: Path) -> str:
 
 def package_of(module: str) -> str:
     """Return the package, the part of one in PARTS, or the module beside packages, of a module:
-    'fp8' of 'freight.fp8.formats', 'model.config' of 'freight.model.config.parse'.
+    'fp8' of 'freight.fp8.formats', 'model.config' of 'freight.model.config.parse', and of the specs
+    of mixers.
     """
     if module == FACADE:
         return FACADE
     name = module.removeprefix("freight.")
+    if SPECS.match(name):
+        return "model.config"
     for part in PARTS:
         if name == part or name.startswith(f"{part}."):
             return part

@@ -18,7 +18,7 @@ from tests.parity.variants import VARIANTS
 import freight
 from freight.model.decoder import Decoder
 from freight.model.layers.linear import Linear
-from freight.model.layers.mamba import Mamba2
+from freight.model.mixers.mamba2.layer import Mamba2
 from freight.model.open import open_checkpoint, open_model
 from freight.operands.weight import Weight
 from freight.settings.engine import EngineArgs

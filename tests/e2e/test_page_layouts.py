@@ -32,8 +32,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(("cache", "scales"), CACHES)
 def test_no_layout_changes_a_bit(folder, cache, scales, kernels, monkeypatch):
     def answers(layout: PageLayout) -> list[Any]:
-        def allocate(spec: Any, kv: KVCacheConfig, *rest: Any) -> KVPool:
-            pool = allocate_pool(spec, replace(kv, layout=layout), *rest)
+        def allocate(spec: Any, kv: KVCacheConfig, *rest: Any, **options: Any) -> KVPool:
+            pool = allocate_pool(spec, replace(kv, layout=layout), *rest, **options)
             made.append(pool)
             return pool
 

@@ -42,13 +42,11 @@ from freight.errors import ConfigError
 from freight.fp8.formats import Granularity
 from freight.kernels.cpu import library
 from freight.lab.capacity import Wish, make_plan
-from freight.model.config.layer import (
-    DeltaNetConfig,
-    KimiDeltaConfig,
-    LatentConfig,
-    Mamba2Config,
-    ShortConvConfig,
-)
+from freight.model.mixers.delta_net.spec import DeltaNetConfig
+from freight.model.mixers.kimi_delta.spec import KimiDeltaConfig
+from freight.model.mixers.latent.spec import LatentConfig
+from freight.model.mixers.mamba2.spec import Mamba2Config
+from freight.model.mixers.short_conv.spec import ShortConvConfig
 from freight.model.open import OpenModel, open_model, open_random
 from freight.model.shares import share_of
 from freight.model.sizes import Layout

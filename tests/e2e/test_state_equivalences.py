@@ -35,9 +35,9 @@ from tests.means import said
 from freight import SamplingParams
 from freight.cache import stored
 from freight.kernels.cpu import library
-from freight.model.layers.delta_net import DeltaNet
-from freight.model.layers.kimi_delta import KimiDelta
-from freight.model.layers.mamba import Mamba2
+from freight.model.mixers.delta_net.layer import DeltaNet
+from freight.model.mixers.kimi_delta.layer import KimiDelta
+from freight.model.mixers.mamba2.layer import Mamba2
 
 MIXERS = [DeltaNet, Mamba2, KimiDelta]
 OTHER_KERNELS = ["reference", *(f"cpu-{build}" for build in library.runnable()[1:])]

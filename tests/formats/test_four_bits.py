@@ -76,7 +76,7 @@ def matrices(decoder: Decoder) -> dict[str, torch.Tensor]:
         for name in ("qkv", "o"):
             found[f"{index}.{name}"] = getattr(layer.mixer, name).weight.dequantized()
         for name in ("gate_up", "down"):
-            part = getattr(layer.mlp, name)
+            part = getattr(getattr(layer.mlp, "experts", layer.mlp), name)
             experts = part.matrices if isinstance(part, ExpertList) else (part.weight,)
             for number, weight in enumerate(experts):
                 found[f"{index}.{name}.{number}"] = weight.dequantized()
@@ -356,7 +356,7 @@ def test_a_router_in_4_bits_has_the_values_in_float32(tmp_path: Path):
             plain, torch.Generator()
         )
         written.tensors |= {f"{module}.{suffix}": one for suffix, one in stored.items()}
-    found = loaded(written.save(tmp_path)).layers[1].mlp.router
+    found = loaded(written.save(tmp_path)).layers[1].mlp.router.matrix
     assert torch.equal(found.data, written.plain[f"{router}.weight"])
 
 
@@ -423,7 +423,7 @@ def test_mxfp4_that_e4m3_does_not_have_is_in_16_bits_together(tmp_path: Path):
     name = "model.layers.0.mlp.experts.2.up_proj.weight_scale"
     written.tensors[name][3, 0] = 100
     decoder = loaded(written.save(tmp_path), dtype="bfloat16")
-    first, second = (layer.mlp.gate_up.matrices for layer in decoder.layers)
+    first, second = (layer.mlp.experts.gate_up.matrices for layer in decoder.layers)
     assert {one.data.dtype for one in first} == {torch.bfloat16}
     assert {one.data.dtype for one in second} == {torch.float8_e4m3fn}
 

@@ -26,9 +26,9 @@ from published_models import (
     unreadable,
 )
 
-from freight.model.config.layer import AttentionConfig, QKNormConfig
 from freight.model.config.mechanisms import MECHANISMS
 from freight.model.config.registry import FAMILIES
+from freight.model.mixers.attention.spec import AttentionConfig, QKNormConfig
 
 RECURRENT, MLA = "layers with a recurrent state", "latent attention (MLA)"
 

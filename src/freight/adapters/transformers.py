@@ -34,10 +34,10 @@ from freight.errors import CheckpointError, ConfigError
 from freight.fp8.formats import COMPUTE_FORMATS, Format, Granularity
 from freight.fp8.scheme import KVScales, Scheme
 from freight.model.config.keys import EVERY_KEY
-from freight.model.config.layer import AttentionConfig
 from freight.model.config.model import RopeConfig
 from freight.model.config.parse import parse_model_config
 from freight.model.layers.rope import half_pairs
+from freight.model.mixers.attention.spec import AttentionConfig
 from freight.model.open import OpenCheckpoint, open_checkpoint
 from freight.settings.device import probe
 from freight.settings.engine import EngineArgs, KVCacheConfig

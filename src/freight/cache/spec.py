@@ -2,30 +2,21 @@
 torch.
 
 Format and granularity belong to each layer, so mixed caches need no further concept; the pool sums
-bytes, scales included. `_SPECS` maps each kind of mixer to what it keeps, pages or a state;
+bytes, scales included. A mixer says what it keeps, pages or a state (`model/mixers/spec.py`);
 `groups.py` has the rules for a sequence's blocks.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from freight.cache.groups import LayerGroup, Pages, StateBlocks
 from freight.errors import ConfigError
 from freight.fp8.formats import SCALE_GROUP, Format, Granularity
-from freight.model.config.layer import (
-    AttentionConfig,
-    DeltaNetConfig,
-    KimiDeltaConfig,
-    LatentConfig,
-    Mamba2Config,
-    Mixer,
-    ShortConvConfig,
-)
 from freight.model.config.model import ModelConfig
+from freight.model.mixers.spec import Mixer, StateMixer, StatePart
 from freight.operands.tiles import STATE_TILE
 from freight.parallel.shards import of_rank
 from freight.settings.engine import KVCacheConfig, LayerKVFormat
@@ -111,19 +102,6 @@ class LayerKVSpec:
 
 
 @dataclass(frozen=True)
-class StatePart:
-    """One tensor of a layer's state, of one sequence: its name, shape and format."""
-
-    name: str
-    shape: tuple[int, ...]
-    format: Format
-
-    @property
-    def bytes(self) -> int:
-        return math.prod(self.shape) * self.format.bytes
-
-
-@dataclass(frozen=True)
 class LayerStateSpec:
     """One layer's state: its summary of all tokens before, in a size that does not grow with them.
 
@@ -178,105 +156,6 @@ class LayerStateSpec:
 LayerSpec = LayerKVSpec | LayerStateSpec  # what the cache holds of one layer
 
 
-def _pages_of(mixer: Mixer, kind: LayerKVFormat, compute: Format, state: Format) -> LayerKVSpec:
-    assert isinstance(mixer, AttentionConfig)
-    heads = mixer.num_kv_heads, mixer.k_dim, mixer.v_dim
-    return LayerKVSpec(kind.format, kind.granularity, *heads, mixer.window, mixer.kv_from)
-
-
-def _latents_of(mixer: Mixer, kind: LayerKVFormat, compute: Format, state: Format) -> LayerKVSpec:
-    assert isinstance(mixer, LatentConfig)
-    return LayerKVSpec(kind.format, kind.granularity, 1, mixer.k_dim, mixer.v_dim, v_in_k=True)
-
-
-def _columns(channels: int, width: int, compute: Format) -> StatePart:
-    """Build the part for the last inputs of a convolution."""
-    return StatePart("columns", (width - 1, channels), compute)
-
-
-def _matrices(
-    *,
-    key_heads: int,
-    heads: int,
-    k_dim: int,
-    v_dim: int,
-    compute: Format,
-    state: Format,
-    by_channel: bool = False,
-) -> tuple[StatePart, ...]:
-    """Build the parts that `KernelSet.recurrence` keeps (`operands/states.py`). `by_channel`: each
-    channel of a key has its decay.
-    """
-    scale = (StatePart("scale", (heads, v_dim), Format.BFLOAT16),) if state.is_quantized else ()
-    return (
-        StatePart("state", (heads, k_dim, v_dim), state),
-        *scale,
-        StatePart("k", (STATE_TILE, key_heads, k_dim), compute),
-        StatePart("u", (STATE_TILE, heads, v_dim), compute),
-        StatePart("decay", (STATE_TILE, heads, *((k_dim,) if by_channel else ())), Format.FLOAT32),
-    )
-
-
-def _short_conv(
-    mixer: Mixer, kind: LayerKVFormat, compute: Format, state: Format
-) -> LayerStateSpec:
-    assert isinstance(mixer, ShortConvConfig)
-    return LayerStateSpec((_columns(mixer.channels, mixer.width, compute),))
-
-
-def _delta_net(mixer: Mixer, kind: LayerKVFormat, compute: Format, state: Format) -> LayerStateSpec:
-    assert isinstance(mixer, DeltaNetConfig)
-    matrices = _matrices(
-        key_heads=mixer.key_heads,
-        heads=mixer.heads,
-        k_dim=mixer.k_dim,
-        v_dim=mixer.v_dim,
-        compute=compute,
-        state=state,
-    )
-    return LayerStateSpec((*matrices, _columns(mixer.channels, mixer.width, compute)))
-
-
-def _kimi_delta(
-    mixer: Mixer, kind: LayerKVFormat, compute: Format, state: Format
-) -> LayerStateSpec:
-    assert isinstance(mixer, KimiDeltaConfig)
-    matrices = _matrices(
-        key_heads=mixer.heads,
-        heads=mixer.heads,
-        k_dim=mixer.head_dim,
-        v_dim=mixer.head_dim,
-        compute=compute,
-        state=state,
-        by_channel=True,
-    )
-    return LayerStateSpec((*matrices, _columns(3 * mixer.size, mixer.width, compute)))
-
-
-def _mamba2(mixer: Mixer, kind: LayerKVFormat, compute: Format, state: Format) -> LayerStateSpec:
-    assert isinstance(mixer, Mamba2Config)
-    matrices = _matrices(
-        key_heads=mixer.groups,
-        heads=mixer.heads,
-        k_dim=mixer.state_size,
-        v_dim=mixer.head_dim,
-        compute=compute,
-        state=state,
-    )
-    return LayerStateSpec((*matrices, _columns(mixer.channels, mixer.width, compute)))
-
-
-# (mixer, format of its layer's keys and values, compute format, format of states) -> the spec
-_SPECS: Mapping[type, Callable[[Mixer, LayerKVFormat, Format, Format], LayerSpec]] = {
-    AttentionConfig: _pages_of,
-    LatentConfig: _latents_of,
-    ShortConvConfig: _short_conv,
-    DeltaNetConfig: _delta_net,
-    KimiDeltaConfig: _kimi_delta,
-    Mamba2Config: _mamba2,
-}
-
-
 def layer_spec(
     mixer: Mixer, kind: LayerKVFormat, compute: Format, state: Format | None = None
 ) -> LayerSpec | None:
@@ -286,7 +165,18 @@ def layer_spec(
     """
     if mixer is None:
         return None
-    return _SPECS[type(mixer)](mixer, kind, compute, state or default_state(compute))
+    if isinstance(mixer, StateMixer):
+        return LayerStateSpec(mixer.state_parts(compute, state or default_state(compute)))
+    return LayerKVSpec(
+        format=kind.format,
+        granularity=kind.granularity,
+        num_kv_heads=mixer.num_kv_heads,
+        k_dim=mixer.k_dim,
+        v_dim=mixer.v_dim,
+        window=mixer.window,
+        source=mixer.kv_from,
+        v_in_k=mixer.v_in_k,
+    )
 
 
 def cache_spec(

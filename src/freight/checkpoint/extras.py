@@ -30,8 +30,8 @@ from freight.checkpoint.reader import Checkpoint
 from freight.errors import CheckpointError
 from freight.fp8.formats import Format, Granularity
 from freight.fp8.scheme import KVScales, LayerScales
-from freight.model.config.layer import LatentConfig, PagedMixer
 from freight.model.config.model import ModelConfig
+from freight.model.mixers.spec import PagedMixer
 
 FILE = "freight_kv_scales.json"
 MIXED = "mixed"
@@ -162,7 +162,7 @@ def _parse(path: Path, data: bytes, model: ModelConfig) -> KVScales:
         _check_layer(where, layer, of_layer, mixer)
         # Latents are also the values, which would lack the center: no channel may have one
         rotary_dim = 0
-        if not isinstance(mixer, LatentConfig) and mixer.rope is not None:
+        if not mixer.v_in_k and mixer.rope is not None:
             rotary_dim = model.ropes[mixer.rope].rotary_dim
         _check_rotated(where, layer.get("k_center", ()), mixer.k_dim, rotary_dim)
         names = (f"{path.name}:layers[{index}]",)

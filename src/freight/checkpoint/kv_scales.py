@@ -22,8 +22,8 @@ from freight.checkpoint.reader import Checkpoint
 from freight.errors import CheckpointError
 from freight.fp8.formats import Format, Granularity
 from freight.fp8.scheme import KVScales, LayerScales, ScaleFault, Scheme
-from freight.model.config.layer import LatentConfig, PagedMixer
 from freight.model.config.model import ModelConfig
+from freight.model.mixers.spec import PagedMixer
 from freight.settings.kv_source import nearest_float32
 
 _NAME = re.compile(
@@ -199,7 +199,7 @@ def _layer(sides: dict[str, _Side], mixer: PagedMixer | None) -> LayerScales | N
     """
     if not sides or mixer is None:
         return None
-    if isinstance(mixer, LatentConfig):
+    if mixer.v_in_k:
         return _latent_layer(sides, mixer)
     k_name, k = sides.get("k") or sides["v"]
     v_name, v = sides.get("v") or sides["k"]
@@ -221,7 +221,7 @@ def _granularity(scales: Sequence[float], heads: int, dim: int) -> Granularity:
     return _ORDER[numbers.index(len(scales))]
 
 
-def _latent_layer(sides: dict[str, _Side], mixer: LatentConfig) -> LayerScales:
+def _latent_layer(sides: dict[str, _Side], mixer: PagedMixer) -> LayerScales:
     """Build the scales of a latent layer: values are channels of keys, so K's scale is used for
     both, and V's is ignored.
     """

@@ -35,9 +35,9 @@ from freight.errors import ConfigError
 from freight.kernels.cpu.cpu_set import CpuKernels
 from freight.kernels.cpu.library import path_of
 from freight.kernels.interface import KernelSet
+from freight.model.mixers.dividing import CacheShare, Rank
 from freight.model.open import OpenModel
 from freight.operands.tiles import KEY_TILE, STATE_TILE
-from freight.parallel.cache_shares import CacheShare, cache_shares
 from freight.settings.device import cpu_name
 from freight.settings.engine import EngineConfig
 from freight.settings.store import StoreConfig
@@ -115,7 +115,10 @@ def _others(opened: OpenModel, memories: tuple[Tensor, ...]) -> OtherRanks:
     size = opened.ranks.size
     shares: dict[int, Mapping[str, tuple[CacheShare, ...]]] = {}
     for index, layer in enumerate(opened.model.layers):
-        ranks = [cache_shares(layer.mixer, rank, size) for rank in range(size)]
+        mixer = layer.mixer
+        if mixer is None:
+            continue
+        ranks = [mixer.cache_shares(Rank(number, size)) for number in range(size)]
         shares[index] = {name: tuple(rank[name] for rank in ranks) for name in ranks[0]}
     return OtherRanks(memories, shares)
 

@@ -11,6 +11,7 @@ from freight.model.config.layer import MoEConfig
 from freight.model.config.model import ModelConfig
 from freight.model.config.registry import FAMILIES
 from freight.model.config.tensor_names import PREDICTS, TensorNames, not_run
+from freight.model.mixers.attention.spec import AttentionNames
 
 ARCHITECTURES = {row.architecture: row.tensors for row in FAMILIES.values()}
 
@@ -30,10 +31,12 @@ def tensor_names(config: ModelConfig) -> TensorNames:
     unused += not_run("vision", *_experts_for_pictures(config, names))
     for index, mixer in config.attention.items():
         if mixer.kv_from is not None:
-            own = (*names.attention.qkv[1:], names.attention.k_norm.removesuffix("weight"))
+            of_attention = names.of(AttentionNames)
+            unread = (*of_attention.qkv[1:], of_attention.k_norm.removesuffix("weight"))
             reason = f"the layer reads the keys and values of layer {mixer.kv_from}"
             unused += [
-                (f"{body}{names.layer.format(index)}{name.rstrip('.')}.*", reason) for name in own
+                (f"{body}{names.layer.format(index)}{name.rstrip('.')}.*", reason)
+                for name in unread
             ]
     return replace(
         names,

@@ -1,4 +1,4 @@
-"""Builder: makes the parts of layers from a source's tensors, for `loader.py` and `mixers.py`.
+"""Builder: makes the parts of layers from a source's tensors, for `loader.py` and `mixers/`.
 
 A residual multiplier m costs nothing, because the residual stream is kept divided by m. The
 embedding is divided by m, layers add their outputs unscaled, and each norm uses eps / m²:
@@ -12,7 +12,7 @@ weights of these norms by m.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,7 +28,11 @@ from freight.model.layers.norm import LayerNorm, Norm, RMSNorm
 from freight.model.shapes import bias_of
 from freight.model.shares import Share
 from freight.model.sources import WeightSource
+from freight.operands.recurrence import Convolution
+from freight.operands.rotary import Rotary
 from freight.operands.weight import Weight
+
+Ropes = Mapping[int | None, Rotary]  # by `PagedMixer.rope`
 
 
 @dataclass(frozen=True)
@@ -77,6 +81,14 @@ class Builder:
         """
         linear = self.linear(prefix, module)
         return linear if self.share is None else GatheredLinear(linear, self.kernels, inputs)
+
+    def convolution(self, name: str, bias: bool, silu: bool) -> Convolution:
+        """Build the convolution `name`."""
+        return Convolution(
+            self.tensor(f"{name}.weight").flatten(1),
+            self.tensor(f"{name}.bias") if bias else None,
+            silu,
+        )
 
     def packed(self, weight: Weight, bias: Tensor | None) -> Linear:
         """Pack one matrix for the kernels."""

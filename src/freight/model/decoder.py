@@ -13,49 +13,22 @@ from freight.cache.pool import LayerCache, LayerKV, PagedState
 from freight.kernels.interface import KernelSet
 from freight.model.config.layer import NormPlacement
 from freight.model.config.model import ModelConfig
-from freight.model.layers.attention import Attention
+from freight.model.feed_forward.mlp import MLP
+from freight.model.feed_forward.moe import ExpertsBeside, MoE
 from freight.model.layers.embedding import Embedding, LogitsHead
-from freight.model.layers.linear import Projection
-from freight.model.layers.moe import ExpertsBeside, MoE
 from freight.model.layers.norm import Norm
 from freight.model.layers.per_layer_embeddings import PerLayerEmbedding, PerLayerEmbeddings
-from freight.operands.activation import Activation, AnyActivation, GateFunction
+from freight.model.mixers.attention.layer import Attention
+from freight.operands.activation import GateFunction
 from freight.operands.batch import ForwardBatch
 from freight.operands.packed import PackedWeight, Rows, as_tensor
 from freight.operands.rotary import Rotary
-
-
-@dataclass(frozen=True)
-class MLP:
-    """down(activation(gate(x)) * up(x)); `gate_up` computes both, concatenated along the output.
-
-    Without a gate, `gate_up` is up alone: down(activation(up(x))).
-    """
-
-    gate_up: Projection
-    down: Projection
-    activation: AnyActivation
-    kernels: KernelSet
-
-    @property
-    def consumer(self) -> PackedWeight | None:
-        """The packed weight that reads the input, as in `Linear.consumer`."""
-        return self.gate_up.consumer
-
-    def __call__(self, x: Rows) -> Tensor:
-        """Compute x [num_tokens, hidden_size], a tensor or what the norm returned for `consumer`."""
-        if isinstance(self.activation, Activation):
-            return self.down(
-                self.kernels.activated(self.gate_up(x), self.activation, self.down.consumer)
-            )
-        return self.down(self.kernels.gated(self.gate_up(x), self.activation, self.down.consumer))
-
 
 Cache = TypeVar("Cache", contravariant=True)
 
 
 class Mixer(Protocol[Cache]):
-    """The part of a layer that mixes tokens (`model/mixers.py`): `Attention`, recurrent layers,
+    """The part of a layer that mixes tokens (`model/mixers/`): `Attention`, recurrent layers,
     convolutions.
 
     `Cache` is the kind of its layer's part of the cache: `LayerKV` for attention, else `PagedState`.

@@ -31,7 +31,7 @@ from freight.base.fields import JsonObject, check_counts, token_ids
 from freight.errors import CheckpointError, choices
 from freight.fp8.formats import Format
 from freight.model.config.dtype import DtypeSource, checkpoint_dtype
-from freight.model.config.layer import AttentionConfig, DenseConfig, LayerConfig
+from freight.model.config.layer import DenseConfig, LayerConfig
 from freight.model.config.mechanisms import refuse_uncompared
 from freight.model.config.model import ForeignModel, ModelConfig
 from freight.model.config.registry import FAMILIES
@@ -44,6 +44,7 @@ from freight.model.fallback_words import (
     why_not_built,
     why_not_run,
 )
+from freight.model.mixers.attention.spec import AttentionConfig
 
 PROBE = "freight_probe"
 _TOKENS = 8

@@ -3,7 +3,7 @@
 The tensors that a model needs follow from ModelConfig alone (`tensor_shapes`), so a config that
 contradicts the checkpoint is an error that names both, before a weight is read. Where it is exact,
 q, k and v become one matrix, and gate and up another, stacked along the output. Mixers are built by
-`model/mixers.py`. A 16-bit weight that becomes FP8 is released before the next one is read, so
+`model/mixers/`. A 16-bit weight that becomes FP8 is released before the next one is read, so
 memory peaks near the FP8 size.
 """
 
@@ -35,16 +35,17 @@ from freight.model.config.layer import (
     PerLayerEmbeddingConfig,
 )
 from freight.model.config.model import ModelConfig
-from freight.model.decoder import MLP, Decoder, DecoderLayer
-from freight.model.expert_weights import Read, expert_matrices
+from freight.model.decoder import Decoder, DecoderLayer
+from freight.model.feed_forward.expert_weights import Read, expert_matrices
+from freight.model.feed_forward.mlp import MLP
+from freight.model.feed_forward.moe import ExpertsBeside, Latent, MoE
 from freight.model.layers.embedding import Embedding, LogitsHead
 from freight.model.layers.linear import GatheredLinear
-from freight.model.layers.moe import ExpertsBeside, Latent, MoE
 from freight.model.layers.norm import RMSNorm
 from freight.model.layers.per_layer_embeddings import PerLayerEmbedding, PerLayerEmbeddings
 from freight.model.layers.rope import build_ropes
-from freight.model.mixer_shares import Pieces
-from freight.model.mixers import build_mixer
+from freight.model.mixers.dividing import Pieces, Rank
+from freight.model.mixers.registry import build_mixer
 from freight.model.shapes import shared_names
 from freight.model.shapes import tensor_shapes as tensor_shapes
 from freight.model.shares import Share, share_of
@@ -54,7 +55,6 @@ from freight.operands.experts import ExpertLayers, Router
 from freight.operands.packed import PackedExperts
 from freight.operands.rotary import Rotary
 from freight.operands.weight import Weight
-from freight.parallel.shards import part as part_of
 
 UNQUANTIZED = Scheme()
 logger = logging.getLogger("freight")
@@ -185,7 +185,7 @@ class ModelBuilder(Builder):
         projection = self.packed(weight, None)
         if self.share is None:
             return PerLayerEmbeddings(table, size**0.5, projection, norm)
-        own = part_of(c.per_layer_size, self.share.rank, self.share.size)
+        own = Rank(self.share.rank, self.share.size).part(c.per_layer_size)
         gathered = GatheredLinear(projection, self.kernels, inputs=False)
         return PerLayerEmbeddings(table, size**0.5, gathered, norm, (own.start, own.stop))
 

@@ -35,7 +35,7 @@ from freight.model.config.parse import parse_model_config, stop_token_ids
 from freight.model.config.presets import shape_config
 from freight.model.config.registry import FAMILIES
 from freight.model.decoder import LanguageModel
-from freight.model.expert_names import as_stored, present_experts, present_written
+from freight.model.feed_forward.expert_names import as_stored, present_experts, present_written
 from freight.model.loader import load_model
 from freight.model.random_weights import random_model
 from freight.model.shares import Share, share_of

@@ -20,7 +20,7 @@ from freight.model.config.layer import (
 )
 from freight.model.config.model import ModelConfig
 from freight.model.config.tensor_names import TensorNames
-from freight.model.mixer_parts import mixer_parts
+from freight.model.mixers.spec import mixer_parts
 
 
 def tensor_shapes(config: ModelConfig) -> dict[str, Shape]:

@@ -15,9 +15,9 @@ from freight.model.architectures import tensor_names
 from freight.model.config.layer import DenseConfig, FeedForward, LayerConfig, MoEConfig
 from freight.model.config.model import ModelConfig
 from freight.model.config.tensor_names import TensorNames
-from freight.model.mixer_shares import Cut, Pieces, mixer_pieces, of_modules
+from freight.model.mixers.dividing import Cut, Pieces, Rank, of_modules
 from freight.model.shapes import shared_names, tensor_shapes
-from freight.parallel.shards import of_rank, part
+from freight.parallel.shards import of_rank
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,7 @@ class Share:
 
 def share_of(model: ModelConfig, rank: int, size: int) -> Share:
     """Return what `rank` of `size` has of `model`. Raises ConfigError as `of_rank`."""
+    position = Rank(rank, size)
     model_of_rank = of_rank(model, size)
     names = tensor_names(model)
     shapes = tensor_shapes(model)
@@ -54,21 +55,21 @@ def share_of(model: ModelConfig, rank: int, size: int) -> Share:
     if model.tie_word_embeddings:
         shapes[names.head] = shapes[names.embedding]
     pieces: dict[str, Pieces] = {
-        names.embedding: ((slice(None), part(width, rank, size)),),
+        names.embedding: ((slice(None), position.part(width)),),
         names.head: _vocabulary(model.vocab_size, rank, size),
     }
     if model.per_layer_vocab_size is not None:
-        of_layers = part(model.per_layer_size, rank, size)
+        of_layers = position.part(model.per_layer_size)
         pieces[names.per_layer_table] = ((slice(None), of_layers),)
         pieces[f"{names.per_layer_projection}.weight"] = ((of_layers,),)
     for index, layer in enumerate(model.layers):
         prefix = names.layer.format(index)
-        for name, cut in _layer_pieces(layer, model.hidden_size, names, rank, size):
+        for name, cut in _layer_pieces(layer, model.hidden_size, names, position):
             if prefix + name in shapes:
                 pieces[prefix + name] = cut
         if names.interleaved:
             for name, outputs in _interleaved(layer.feed_forward, names):
-                own = part(shapes[prefix + name][-1], rank, size)
+                own = position.part(shapes[prefix + name][-1])
                 pieces[prefix + name] = ((*[slice(None)] * outputs, own),)
     for name, cut in pieces.items():
         shapes[name] = narrowed(shapes[name], cut)
@@ -88,24 +89,23 @@ def _vocabulary(size_of_all: int, rank: int, size: int) -> Pieces:
     return tuple((one,) for one in rows)
 
 
-def _layer_pieces(
-    layer: LayerConfig, hidden: int, names: TensorNames, rank: int, size: int
-) -> Iterator[Cut]:
+def _layer_pieces(layer: LayerConfig, hidden: int, names: TensorNames, rank: Rank) -> Iterator[Cut]:
     """Yield the tensors of a layer that are cut, relative to it, with the pieces of `rank`; also
     biases that it may not have.
     """
-    yield from mixer_pieces(layer.mixer, hidden, names, rank, size)
+    if layer.mixer is not None:
+        yield from layer.mixer.pieces(hidden, names, rank)
     outputs = [(hidden, names.per_layer_down), (hidden, names.latent_out)]
     if layer.per_layer is not None:
         outputs.append((layer.per_layer.size, names.per_layer_gate))
     if isinstance(layer.feed_forward, MoEConfig):
         outputs.append((layer.feed_forward.expert_channels(hidden), names.latent_in))
     for mlp, gate_up, down, channels in _feed_forwards(layer.feed_forward, hidden, names):
-        ups = [part(each, rank, size) for each in mlp.up_sizes]
+        ups = [rank.part(each) for each in mlp.up_sizes]
         yield from of_modules(gate_up, mlp.up_sizes, ups)
         outputs.append((channels, down))
     for count, module in outputs:
-        yield from of_modules((module,), (count,), [part(count, rank, size)])
+        yield from of_modules((module,), (count,), [rank.part(count)])
 
 
 def _interleaved(mlp: FeedForward, names: TensorNames) -> Iterator[tuple[str, int]]:

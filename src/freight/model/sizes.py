@@ -29,14 +29,13 @@ from freight.model.config.layer import (
     DenseConfig,
     FeedForward,
     LayerConfig,
-    Mixer,
     NormKind,
     NormPlacement,
 )
 from freight.model.config.model import ForeignModel, ModelConfig
 from freight.model.config.rope import QUERY_SCALING
 from freight.model.config.tensor_names import TensorNames
-from freight.model.mixer_parts import mixer_parts
+from freight.model.mixers.spec import Mixer, mixer_parts
 from freight.model.shapes import shared_names, tensor_shapes
 from freight.model.shares import share_of
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from freight.model.decoder import Decoder, LanguageModel
 from freight.model.held_tensors import held_tensors
-from freight.model.layers.attention import Attention
-from freight.model.layers.latent import Latent
+from freight.model.mixers.attention.layer import Attention
+from freight.model.mixers.latent.layer import Latent
 
 
 @dataclass(frozen=True)

@@ -24,19 +24,10 @@ from dataclasses import replace
 from freight.errors import ConfigError, choices
 from freight.fp8.formats import Granularity
 from freight.fp8.scheme import KVScales, LayerScales
-from freight.model.config.layer import (
-    AttentionConfig,
-    DeltaNetConfig,
-    DenseConfig,
-    KimiDeltaConfig,
-    LatentConfig,
-    LayerConfig,
-    Mamba2Config,
-    Mixer,
-    MoEConfig,
-    ShortConvConfig,
-)
+from freight.model.config.layer import DenseConfig, LayerConfig, MoEConfig
 from freight.model.config.model import ModelConfig
+from freight.model.mixers.attention.spec import AttentionConfig
+from freight.model.mixers.dividing import Rank, uneven
 from freight.parallel.shared import MAX_RANKS
 
 
@@ -68,67 +59,27 @@ def _faults(model: ModelConfig, size: int) -> Iterator[str]:
         ("channels of the embedding", model.embedding_size or model.hidden_size),
         ("channels of per-layer embeddings", model.per_layer_size),
     ):
-        yield from _uneven(what, count, size)
+        yield from uneven(what, count, size)
 
 
 def _layer_faults(layer: LayerConfig, where: str, size: int) -> Iterator[str]:
     mlp = layer.feed_forward
-    yield from _mixer_faults(layer.mixer, where, size)
+    if layer.mixer is not None:
+        yield from layer.mixer.rank_faults(where, size)
     if layer.per_layer is not None:
         what = f"channels of the per-layer embedding of {where}"
-        yield from _uneven(what, layer.per_layer.size, size)
+        yield from uneven(what, layer.per_layer.size, size)
     if isinstance(mlp, MoEConfig):
         what = f"latent channels of experts of {where}"
-        yield from _uneven(what, mlp.latent_size or size, size)
-        yield from _uneven(
+        yield from uneven(what, mlp.latent_size or size, size)
+        yield from uneven(
             f"intermediate channels of experts of {where}", mlp.intermediate_size, size
         )
         if mlp.shared is not None:
             what = f"intermediate channels of shared experts of {where}"
-            yield from _uneven(what, mlp.shared.intermediate_size, size)
+            yield from uneven(what, mlp.shared.intermediate_size, size)
     elif isinstance(mlp, DenseConfig):
-        yield from _uneven(f"intermediate channels of {where}", mlp.intermediate_size, size)
-
-
-_DIVIDED: frozenset[type] = frozenset(
-    (AttentionConfig, LatentConfig, ShortConvConfig, DeltaNetConfig, KimiDeltaConfig, Mamba2Config)
-)
-
-
-def _mixer_faults(mixer: Mixer, where: str, size: int) -> Iterator[str]:
-    if mixer is not None and type(mixer) not in _DIVIDED:
-        kind = type(mixer).__name__.removesuffix("Config")
-        yield f"layers like {where} ({kind}) are not divided over ranks"
-    match mixer:
-        case AttentionConfig():
-            yield from _uneven(f"attention heads of {where}", mixer.num_heads, size)
-            heads = mixer.num_kv_heads
-            if heads % size and mixer.norms_all_heads:
-                yield from _uneven(f"KV heads of {where}", heads, size)
-            yield from _unshared(f"KV heads of {where}", heads, size)
-        case LatentConfig():
-            yield from _uneven(f"attention heads of {where}", mixer.num_heads, size)
-        case ShortConvConfig():
-            yield from _uneven(f"channels of the convolution of {where}", mixer.channels, size)
-        case DeltaNetConfig():
-            yield from _uneven(f"value heads of {where}", mixer.heads, size)
-            yield from _unshared(f"key heads of {where}", mixer.key_heads, size)
-        case KimiDeltaConfig():
-            yield from _uneven(f"heads of {where}", mixer.heads, size)
-        case Mamba2Config():
-            yield from _uneven(f"heads of {where}", mixer.heads, size)
-            yield from _unshared(f"groups of heads of {where}", mixer.groups, size)
-
-
-def _unshared(what: str, count: int, size: int) -> Iterator[str]:
-    """Yield a fault unless each rank has some of `count`, or several ranks have the same one."""
-    if size % count:
-        yield from _uneven(what, count, size)
-
-
-def _uneven(what: str, count: int, size: int) -> Iterator[str]:
-    if count % size:
-        yield f"its ranks cannot share the {count} {what} evenly"
+        yield from uneven(f"intermediate channels of {where}", mlp.intermediate_size, size)
 
 
 def of_rank(model: ModelConfig, size: int) -> ModelConfig:
@@ -148,50 +99,8 @@ def _divided(layer: LayerConfig, size: int) -> LayerConfig:
     if isinstance(mlp, MoEConfig) and mlp.shared is not None:
         share = mlp.shared.intermediate_size // size
         mlp = replace(mlp, shared=replace(mlp.shared, intermediate_size=share))
-    return replace(layer, mixer=_divided_mixer(layer.mixer, size), feed_forward=mlp)
-
-
-def _divided_mixer(mixer: Mixer, size: int) -> Mixer:
-    match mixer:
-        case AttentionConfig():
-            kv_heads = max(1, mixer.num_kv_heads // size)
-            return replace(mixer, num_heads=mixer.num_heads // size, num_kv_heads=kv_heads)
-        case LatentConfig():
-            return replace(mixer, num_heads=mixer.num_heads // size)
-        case ShortConvConfig():
-            return replace(mixer, channels=mixer.channels // size)
-        case DeltaNetConfig():
-            key_heads = max(1, mixer.key_heads // size)
-            return replace(mixer, heads=mixer.heads // size, key_heads=key_heads)
-        case KimiDeltaConfig():
-            return replace(mixer, heads=mixer.heads // size)
-        case Mamba2Config():
-            groups = max(1, mixer.groups // size)
-            normed = mixer.norm_groups // (size if norm_is_cut(mixer, size) else 1)
-            return replace(mixer, heads=mixer.heads // size, groups=groups, norm_groups=normed)
-        case None:
-            return None
-
-
-def norm_is_cut(mixer: Mamba2Config, size: int) -> bool:
-    """Say whether each of `size` ranks has whole groups of the norm. Otherwise all channels are
-    gathered before it, and every rank norms them all.
-    """
-    return mixer.norm_groups % size == 0
-
-
-def part(count: int, rank: int, size: int) -> slice:
-    """Return the elements of `rank` among `count` that `size` ranks share evenly."""
-    assert count % size == 0
-    share = count // size
-    return slice(rank * share, (rank + 1) * share)
-
-
-def kv_part(num_kv_heads: int, rank: int, size: int) -> slice:
-    """Return the KV heads of `rank`: those that its query heads attend to."""
-    share = max(1, num_kv_heads // size)
-    first = rank * num_kv_heads // size
-    return slice(first, first + share)
+    mixer = None if layer.mixer is None else layer.mixer.divided(size)
+    return replace(layer, mixer=mixer, feed_forward=mlp)
 
 
 def scales_of_rank(scales: KVScales, model: ModelConfig, rank: int, size: int) -> KVScales:
@@ -202,7 +111,7 @@ def scales_of_rank(scales: KVScales, model: ModelConfig, rank: int, size: int) -
     for index, mixer in model.attention.items():
         of_layer = layers[index]
         if of_layer is not None:
-            heads = kv_part(mixer.num_kv_heads, rank, size)
+            heads = Rank(rank, size).kv_part(mixer.num_kv_heads)
             layers[index] = _of_heads(of_layer, heads, mixer)
     return replace(scales, layers=tuple(layers))
 

@@ -26,13 +26,13 @@ from freight.fp8.scheme import KVScales, LayerScales
 from freight.kernels.interface import KernelSet
 from freight.kernels.reference_set import REFERENCE
 from freight.model.architectures import tensor_names
-from freight.model.config.layer import Mixer, PagedMixer
 from freight.model.config.model import ModelConfig
 from freight.model.decoder import DecoderLayer
-from freight.model.layers.attention import Attention
 from freight.model.layers.per_layer_embeddings import PerLayerEmbeddings
 from freight.model.layers.rope import build_ropes
 from freight.model.loader import model_builder
+from freight.model.mixers.attention.layer import Attention
+from freight.model.mixers.spec import Mixer, PagedMixer
 from freight.model.sources import WeightSource
 from freight.operands.batch import ForwardBatch
 from freight.operands.kv_pages import KeyCenter

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from freight.kernels import reference_experts
 from freight.kernels.interface import KernelSet
-from freight.model.layers.moe import MoE
+from freight.model.feed_forward.moe import MoE
 from freight.operands.activation import Activation, GatedActivation
 from freight.operands.experts import ExpertLayers
 from freight.operands.packed import PackedWeight, Rows, as_tensor

@@ -18,7 +18,7 @@ from freight.model.architectures import tensor_names
 from freight.model.config.layer import DenseConfig, LayerConfig
 from freight.model.config.model import ModelConfig
 from freight.model.config.tensor_names import TensorNames
-from freight.model.mixer_parts import MixerParts, mixer_parts
+from freight.model.mixers.spec import MixerParts, mixer_parts
 from freight.model.shapes import shared_names
 
 

@@ -18,6 +18,7 @@ from freight.checkpoint.reader import Checkpoint
 from freight.errors import CheckpointError
 from freight.model.architectures import tensor_names
 from freight.model.config.model import ModelConfig
+from freight.model.mixers.attention.spec import AttentionNames
 from freight.quantizer.modules import head_module, kept_modules
 
 Shapes = Mapping[str, Shape]
@@ -72,7 +73,8 @@ def kv_twins(model: ModelConfig) -> dict[str, str]:
     twins: dict[str, str] = {}
     for index, mixer in model.attention.items():
         if mixer.kv_from is not None:
-            q, *k_and_v = [names.layer.format(index) + part for part in names.attention.qkv]
+            qkv = names.of(AttentionNames).qkv
+            q, *k_and_v = [names.layer.format(index) + part for part in qkv]
             twins |= dict.fromkeys(k_and_v, q)
     return twins
 

@@ -26,8 +26,8 @@ from freight.kernels.select import select_kernels
 from freight.model.architectures import tensor_names
 from freight.model.config.layer import MoEConfig
 from freight.model.config.model import ModelConfig
-from freight.model.expert_names import separate
-from freight.model.mixer_parts import mixer_parts
+from freight.model.feed_forward.expert_names import separate
+from freight.model.mixers.spec import mixer_parts
 from freight.model.open import OpenCheckpoint, open_checkpoint, require_native
 from freight.model.shapes import tensor_shapes
 from freight.model.sources import CheckpointSource

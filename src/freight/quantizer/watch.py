@@ -16,10 +16,11 @@ from freight.fp8.cast import SMALLEST_SCALE, scale_from_amax
 from freight.fp8.formats import Format, Granularity
 from freight.fp8.scheme import LayerScales
 from freight.kernels import reference
-from freight.model.config.layer import LatentConfig, Mixer, PagedMixer
-from freight.model.decoder import MLP, DecoderLayer
+from freight.model.decoder import DecoderLayer
+from freight.model.feed_forward.mlp import MLP
+from freight.model.feed_forward.moe import MoE
 from freight.model.layers.linear import GatheredLinear, Projection, UnmergedLinear
-from freight.model.layers.moe import MoE
+from freight.model.mixers.spec import Mixer, PagedMixer
 from freight.operands.batch import ForwardBatch
 from freight.operands.kv_pages import read_slots
 from freight.operands.packed import Rows, as_tensor
@@ -237,7 +238,7 @@ def watch_layer(
     v_dim = 0
     if isinstance(mixer, PagedMixer):
         sides = [("k", "keys", mixer.k_dim), ("v", "values", mixer.v_dim)]
-        if isinstance(mixer, LatentConfig):
+        if mixer.v_in_k:
             v_dim = mixer.v_dim
             sides = [("k", "latents", mixer.k_dim)]
         if mixer.kv_from is not None:

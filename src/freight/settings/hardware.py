@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from freight.errors import ConfigError
 from freight.fp8.formats import Format
-from freight.model.config.layer import PagedMixer
+from freight.model.mixers.spec import PagedMixer
 from freight.settings.device import DeviceFacts
 from freight.settings.engine import EngineArgs, KVCacheConfig
 from freight.settings.kv_source import groups_fit

@@ -16,7 +16,7 @@ from freight.base.options import choose
 from freight.errors import ConfigError, choices, nearest
 from freight.fp8.formats import COMPUTE_FORMATS, SCALE_GROUP, Format, Granularity
 from freight.fp8.scheme import KVScales, LayerScales
-from freight.model.config.layer import LatentConfig, PagedMixer
+from freight.model.mixers.spec import PagedMixer
 from freight.settings.engine import KV_SCALES, KV_SCALES_FORMS, EngineArgs
 
 KV_DTYPES = (
@@ -115,15 +115,15 @@ def check_groups(layers: Mapping[int, PagedMixer], model_type: str) -> None:
     and values, are latents that consist of full groups.
     """
     for index, mixer in layers.items():
-        if not isinstance(mixer, LatentConfig):
+        if not mixer.v_in_k:
             raise ConfigError(
                 f"--kv-scales group: {_GROUPS}, and layer {index} of this model "
                 f"({model_type}) has keys and values; use --kv-scales dynamic, one scale per token and head"
             )
-        if mixer.latent % SCALE_GROUP:
+        if mixer.v_dim % SCALE_GROUP:
             raise ConfigError(
                 f"--kv-scales group: a scale is for {SCALE_GROUP} channels of a latent, and that of layer {index} has "
-                f"{mixer.latent} (kv_lora_rank), no multiple of that; use --kv-scales dynamic, one scale per token"
+                f"{mixer.v_dim} (kv_lora_rank), no multiple of that; use --kv-scales dynamic, one scale per token"
             )
     if not layers:
         raise ConfigError(
@@ -135,7 +135,7 @@ def check_groups(layers: Mapping[int, PagedMixer], model_type: str) -> None:
 def groups_fit(layers: Mapping[int, PagedMixer]) -> bool:
     """Return whether `check_groups` would pass."""
     return bool(layers) and all(
-        isinstance(x, LatentConfig) and x.latent % SCALE_GROUP == 0 for x in layers.values()
+        mixer.v_in_k and mixer.v_dim % SCALE_GROUP == 0 for mixer in layers.values()
     )
 
 

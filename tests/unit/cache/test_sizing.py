@@ -20,20 +20,14 @@ from freight.cache.sizing import (
     split_memory,
     useful_memory,
 )
-from freight.cache.spec import (
-    KVCacheSpec,
-    LayerKVSpec,
-    LayerStateSpec,
-    StatePart,
-    cache_spec,
-    default_every,
-)
+from freight.cache.spec import KVCacheSpec, LayerKVSpec, LayerStateSpec, cache_spec, default_every
 from freight.engine.build import describe_cache
 from freight.fp8.formats import Format, Granularity
 from freight.kernels.reference_set import REFERENCE
 from freight.model.config.model import ModelConfig
 from freight.model.config.parse import parse_model_config
 from freight.model.config.presets import shape_config
+from freight.model.mixers.spec import StatePart
 from freight.model.open import open_random
 from freight.settings.engine import EngineArgs, KVCacheConfig
 

@@ -8,10 +8,11 @@ from hypothesis import given, settings
 from tests.shares import examples
 
 from freight.cache.pool import KVPool, PagedState, allocate_pool
-from freight.cache.spec import KVCacheSpec, LayerStateSpec, StatePart
+from freight.cache.spec import KVCacheSpec, LayerStateSpec
 from freight.engine.prepare import Logits, SequenceSlice, prepare
 from freight.fp8.formats import Format
 from freight.kernels.reference_set import REFERENCE
+from freight.model.mixers.spec import StatePart
 from freight.operands.states import Stretch
 from freight.settings.engine import KVCacheConfig
 

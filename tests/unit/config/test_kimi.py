@@ -13,8 +13,10 @@ from freight.cache.spec import LayerStateSpec, cache_spec
 from freight.errors import CheckpointError
 from freight.fp8.formats import Format, Granularity
 from freight.model.architectures import tensor_names
-from freight.model.config.layer import DenseConfig, KimiDeltaConfig, LatentConfig, MoEConfig
-from freight.model.mixer_parts import mixer_parts
+from freight.model.config.layer import DenseConfig, MoEConfig
+from freight.model.mixers.kimi_delta.spec import KimiDeltaConfig
+from freight.model.mixers.latent.spec import LatentConfig
+from freight.model.mixers.spec import mixer_parts
 from freight.model.open import read_model_config
 from freight.model.shapes import kept_in_16_bits, tensor_shapes
 from freight.settings.engine import KVCacheConfig

@@ -15,8 +15,10 @@ from freight.cache.spec import cache_spec
 from freight.errors import CheckpointError, ConfigError
 from freight.fp8.formats import Format, Granularity, ScaleSource
 from freight.fp8.scheme import KVScales, LayerScales, Scheme
-from freight.model.config.layer import DenseConfig, KimiDeltaConfig, LatentConfig, MoEConfig
+from freight.model.config.layer import DenseConfig, MoEConfig
 from freight.model.config.model import ModelConfig
+from freight.model.mixers.kimi_delta.spec import KimiDeltaConfig
+from freight.model.mixers.latent.spec import LatentConfig
 from freight.model.open import read_model_config
 from freight.model.shapes import tensor_shapes
 from freight.operands.routing import Routing, Scoring

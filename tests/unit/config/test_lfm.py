@@ -11,9 +11,11 @@ from tests.unit.config.test_model import config
 from freight.cache.spec import cache_spec
 from freight.errors import CheckpointError
 from freight.fp8.formats import Format
-from freight.model.config.layer import AttentionConfig, MoEConfig, ShortConvConfig
+from freight.model.config.layer import MoEConfig
 from freight.model.config.model import ModelConfig
 from freight.model.config.parse import parse_model_config
+from freight.model.mixers.attention.spec import AttentionConfig
+from freight.model.mixers.short_conv.spec import ShortConvConfig
 from freight.model.open import read_model_config
 from freight.model.shapes import tensor_shapes
 from freight.settings.engine import KVCacheConfig

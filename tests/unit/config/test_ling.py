@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 
 from freight.errors import CheckpointError
-from freight.model.config.layer import DenseConfig, KimiDeltaConfig, LatentConfig, MoEConfig
+from freight.model.config.layer import DenseConfig, MoEConfig
+from freight.model.mixers.kimi_delta.spec import KimiDeltaConfig
+from freight.model.mixers.latent.spec import LatentConfig
 from freight.model.open import read_model_config
 from freight.model.shapes import kept_in_16_bits, tensor_shapes
 

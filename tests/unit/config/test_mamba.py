@@ -14,8 +14,10 @@ from freight.cache.spec import cache_spec
 from freight.errors import CheckpointError
 from freight.fp8.formats import Format
 from freight.model.architectures import skipped_parts, tensor_names
-from freight.model.config.layer import AttentionConfig, DenseConfig, Mamba2Config, MoEConfig
+from freight.model.config.layer import DenseConfig, MoEConfig
 from freight.model.config.model import ModelConfig
+from freight.model.mixers.attention.spec import AttentionConfig
+from freight.model.mixers.mamba2.spec import Mamba2Config
 from freight.model.open import read_model_config
 from freight.model.shapes import tensor_shapes
 from freight.operands.activation import Activation, GatedActivation

@@ -17,9 +17,9 @@ from freight.errors import CheckpointError
 from freight.fp8.formats import Format
 from freight.model.config import registry
 from freight.model.config.dtype import DtypeSource, checkpoint_dtype, names_dtype
-from freight.model.config.layer import AttentionConfig
 from freight.model.config.model import ModelConfig
 from freight.model.config.parse import parse_model_config, stop_token_ids
+from freight.model.mixers.attention.spec import AttentionConfig
 from freight.operands.activation import Activation, GatedActivation
 
 SHAPE = {

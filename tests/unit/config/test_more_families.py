@@ -8,15 +8,9 @@ import pytest
 from tests.unit.config.test_model import config, refused, windows
 
 from freight.model.architectures import tensor_names
-from freight.model.config.layer import (
-    DenseConfig,
-    MoEConfig,
-    NormPlace,
-    NormPlacement,
-    OutputGateConfig,
-    QKNormConfig,
-)
+from freight.model.config.layer import DenseConfig, MoEConfig, NormPlacement
 from freight.model.config.parse import parse_model_config
+from freight.model.mixers.attention.spec import NormPlace, OutputGateConfig, QKNormConfig
 from freight.operands.activation import Activation, GateFunction
 from freight.operands.routing import Routing, Scoring
 

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from freight.kernels.reference_set import REFERENCE
 from freight.lab.evaluate.stored_error import Probe, ProbedKV
-from freight.model.config.layer import GateFunction
-from freight.model.layers.attention import Attention, OutputGate
 from freight.model.layers.linear import Linear
+from freight.model.mixers.attention.layer import Attention, OutputGate
+from freight.operands.activation import GateFunction
 from freight.operands.attention import AttentionCall
 from freight.operands.weight import Weight
 

@@ -25,8 +25,8 @@ from freight.kernels.cpu.library import load, runnable
 from freight.kernels.cpu.linear import packed_bytes
 from freight.model.config.parse import parse_model_config
 from freight.model.config.registry import FAMILIES
-from freight.model.layers.attention import Attention
-from freight.model.layers.latent import Latent
+from freight.model.mixers.attention.layer import Attention
+from freight.model.mixers.latent.layer import Latent
 from freight.model.open import OpenModel, open_model, open_random
 from freight.model.sizes import (
     ONLINE,

@@ -25,17 +25,19 @@ from freight.checkpoint.reader import Checkpoint
 from freight.errors import ConfigError
 from freight.fp8.formats import Format, Granularity
 from freight.fp8.scheme import Activations, KVScales, LayerScales
-from freight.model.config.layer import AttentionConfig, DeltaNetConfig, DenseConfig
+from freight.model.config.layer import DenseConfig
 from freight.model.config.model import ModelConfig
 from freight.model.config.parse import parse_model_config
-from freight.model.config.tensor_names import DeltaNetNames, TensorNames
+from freight.model.config.tensor_names import TensorNames
 from freight.model.loader import require_whole_blocks
-from freight.model.mixer_shares import mixer_pieces
+from freight.model.mixers.attention.spec import AttentionConfig
+from freight.model.mixers.delta_net.spec import DeltaNetConfig, DeltaNetNames
+from freight.model.mixers.dividing import Rank
 from freight.model.open import read_model_config
 from freight.model.shapes import tensor_shapes
 from freight.model.shares import Share, share_of
 from freight.parallel.places import parse_rank_cpus, places
-from freight.parallel.shards import kv_part, of_rank, require_divisible, scales_of_rank
+from freight.parallel.shards import of_rank, require_divisible, scales_of_rank
 from freight.parallel.steps import SliceNumbers, StepReader, StepWriter
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
@@ -129,7 +131,7 @@ def test_a_rank_s_query_heads_attend_to_its_kv_heads() -> None:
         for rank in range(size):
             own = range(rank * heads // size, (rank + 1) * heads // size)
             needed = {head * kv_heads // heads for head in own}
-            assert needed == set(range(kv_heads)[kv_part(kv_heads, rank, size)])
+            assert needed == set(range(kv_heads)[Rank(rank, size).kv_part(kv_heads)])
 
 
 @pytest.mark.parametrize(
@@ -198,7 +200,7 @@ def test_ranks_share_keys_of_recurrent_layers(size: int, groups: int) -> None:
             for i in range(count)
         ]
 
-    fused = TensorNames(delta_net=DeltaNetNames(qkvz=("qkvz",), ba=("ba",)))
+    fused = TensorNames(mixers=(DeltaNetNames(qkvz=("qkvz",), ba=("ba",)),))
     stored = {
         "qkvz.weight": blocks(["q", "k"], ["v", "z"], (of_k, of_v)),
         "ba.weight": blocks([], ["b", "a"], (0, 1)),
@@ -211,7 +213,7 @@ def test_ranks_share_keys_of_recurrent_layers(size: int, groups: int) -> None:
         own = range(rank * heads // size, (rank + 1) * heads // size)
         own_keys = {head // each for head in own}
         for names in (fused, TensorNames()):
-            cut = dict(mixer_pieces(mixer, 48, names, rank, size))
+            cut = dict(mixer.pieces(48, names, Rank(rank, size)))
             for name in stored.keys() & cut.keys():
                 rows = [row for (at,) in cut[name] for row in stored[name][at]]
                 wanted = [

@@ -21,8 +21,8 @@ from torch import Tensor
 from freight.cache.arena import twin
 from freight.cache.pool import KVPool, PagedKV, PagedState
 from freight.cache.store.mover import Record
+from freight.model.mixers.dividing import CacheShare, Piece
 from freight.operands.kv_pages import KVPages
-from freight.parallel.cache_shares import CacheShare, Piece
 
 Words = NDArray[np.uint8] | NDArray[np.int16] | NDArray[np.int32] | NDArray[np.int64]
 _Index: TypeAlias = "tuple[Piece | slice[None, None, None], ...]"

@@ -18,9 +18,9 @@ from freight.kernels.interface import KernelSet
 from freight.lab.bench.cases import GROUPS, Bench, Case, Heads
 from freight.lab.bench.timing import MemoryProbe, bytes_beyond_caches, time_in_rotation
 from freight.model.architectures import tensor_names
-from freight.model.config.layer import AttentionConfig, LatentConfig
 from freight.model.config.model import ModelConfig
-from freight.model.mixer_parts import mixer_parts
+from freight.model.mixers.latent.spec import LatentConfig
+from freight.model.mixers.spec import PagedMixer, mixer_parts
 from freight.settings.kv_source import groups_fit
 
 CACHES: tuple[tuple[Format, Granularity | None], ...] = (
@@ -96,7 +96,7 @@ def _cases(
 
 def _attention_cases(
     bench: Bench,
-    mixer: AttentionConfig | LatentConfig,
+    mixer: PagedMixer,
     rows: Sequence[int],
     context: int,
     measured: Callable[[str], bool],
@@ -104,8 +104,7 @@ def _attention_cases(
     """Yield cases of the operations between the projections: over caches, and of latents the
     products of their heads.
     """
-    v_in_k = isinstance(mixer, LatentConfig)
-    heads = Heads(mixer.num_heads, mixer.num_kv_heads, mixer.k_dim, mixer.v_dim, v_in_k)
+    heads = Heads(mixer.num_heads, mixer.num_kv_heads, mixer.k_dim, mixer.v_dim, mixer.v_in_k)
     caches = list(CACHES)
     if not groups_fit({0: mixer}):
         caches.remove((Format.E4M3FN, Granularity.GROUP))

@@ -9,7 +9,7 @@ from dataclasses import replace
 from freight.base.fields import JsonObject, flag, integer, number, shortened
 from freight.errors import CheckpointError, choices, shown
 from freight.model.config.family import Family
-from freight.model.config.layer import AttentionConfig
+from freight.model.mixers.attention.spec import AttentionConfig
 
 
 def parse_mixers(config: JsonObject, family: Family) -> tuple[AttentionConfig, ...]:

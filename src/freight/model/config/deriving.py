@@ -9,8 +9,9 @@ from typing import Any
 
 from freight.base.fields import JsonObject, integer, is_number
 from freight.errors import CheckpointError
-from freight.model.config.layer import AttentionConfig, Mixer
 from freight.model.config.model import ModelConfig
+from freight.model.mixers.attention.spec import AttentionConfig
+from freight.model.mixers.spec import Mixer
 
 _LARGEST = 3.4e38  # slightly below the largest float32
 _WIDEST = 8  # the widest convolution of the CPU kernels

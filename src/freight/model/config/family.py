@@ -8,10 +8,11 @@ from enum import StrEnum
 from typing import TypeAlias
 
 from freight.base.fields import JsonObject
-from freight.model.config.layer import NormPlacement, QKNormConfig
+from freight.model.config.layer import NormPlacement
 from freight.model.config.model import ModelConfig
 from freight.model.config.moe import MoEFamily
 from freight.model.config.tensor_names import TensorNames
+from freight.model.mixers.attention.spec import QKNormConfig
 
 
 def words(text: str) -> frozenset[str]:

@@ -10,9 +10,9 @@ from dataclasses import replace
 from freight.base.fields import JsonObject, flag, integer, number
 from freight.errors import CheckpointError
 from freight.model.config.family import words
-from freight.model.config.layer import LatentConfig
 from freight.model.config.model import ModelConfig
 from freight.model.config.rope import yarn_mscale
+from freight.model.mixers.latent.spec import LatentConfig
 
 LATENT_KEYS = words(
     "q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim qk_head_dim v_head_dim"

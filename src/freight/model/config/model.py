@@ -9,13 +9,9 @@ from functools import cached_property
 from freight.errors import listed
 from freight.fp8.formats import Format
 from freight.model.config.dtype import DtypeSource
-from freight.model.config.layer import (
-    AttentionConfig,
-    LayerConfig,
-    NormKind,
-    PagedMixer,
-    RecurrentMixer,
-)
+from freight.model.config.layer import LayerConfig, NormKind
+from freight.model.mixers.attention.spec import AttentionConfig
+from freight.model.mixers.spec import PagedMixer, StateMixer
 
 # last or inner names of modules that choose experts
 _ROUTERS = frozenset(("gate", "router", "shared_expert_gate", "wg", "classifier"))
@@ -254,7 +250,8 @@ class ModelConfig:
     @property
     def recurrent(self) -> bool:
         """True if a layer keeps a recurrent state, in the format of --state-dtype."""
-        return any(isinstance(layer.mixer, RecurrentMixer) for layer in self.layers)
+        mixers = (layer.mixer for layer in self.layers)
+        return any(isinstance(mixer, StateMixer) and mixer.recurrent for mixer in mixers)
 
     @property
     def per_layer_size(self) -> int:

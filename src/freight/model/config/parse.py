@@ -18,17 +18,12 @@ from freight.model.config.attention import parse_mixers, soft_cap
 from freight.model.config.dtype import checkpoint_dtype
 from freight.model.config.family import Family
 from freight.model.config.keys import check_keys, decoder_config, find_family, with_defaults
-from freight.model.config.layer import (
-    DenseConfig,
-    LatentConfig,
-    LayerConfig,
-    MoEConfig,
-    PagedMixer,
-)
+from freight.model.config.layer import DenseConfig, LayerConfig, MoEConfig
 from freight.model.config.model import ModelConfig, RopeConfig
 from freight.model.config.moe import has_experts, layers_with_experts, parse_moe
 from freight.model.config.registry import FAMILIES
 from freight.model.config.rope import parse_ropes
+from freight.model.mixers.latent.spec import LatentConfig
 from freight.operands.activation import Activation, AnyActivation, GatedActivation
 
 _ACTIVATIONS: Mapping[str, GatedActivation] = {
@@ -155,14 +150,9 @@ def _ropes(config: JsonObject, family: Family, model: ModelConfig) -> tuple[Rope
     unrotated = all(isinstance(mixer, LatentConfig) and mixer.rope is None for mixer in mixers)
     if model.position_offset is not None or unrotated:
         return ()
-    sizes = {mixer.rope: _rotary_size(mixer) for mixer in mixers}
-    head_dims = tuple(sizes.get(rope, _rotary_size(mixers[0])) for rope in (0, 1))
+    sizes = {mixer.rope: mixer.rope_channels for mixer in mixers}
+    head_dims = tuple(sizes.get(rope, mixers[0].rope_channels) for rope in (0, 1))
     return parse_ropes(config, family, integer(config, "max_position_embeddings"), head_dims)
-
-
-def _rotary_size(mixer: PagedMixer) -> int:
-    """Return the channels of a head to which a rope, or its partial factor, applies."""
-    return mixer.rotated if isinstance(mixer, LatentConfig) else mixer.k_dim
 
 
 def _activation(config: JsonObject, family: Family) -> AnyActivation:

@@ -3,120 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeVar
 
-from freight.model.config.layer import AttentionConfig
-
-
-@dataclass(frozen=True)
-class AttentionNames:
-    """Names of attention within a layer. `qkv` may be one name, for a tensor of all three.
-
-    sinks         only in models that have them
-    output_gate   projection of the gate of attention's result (`AttentionConfig.output_gate`)
-    """
-
-    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-    o: str = "self_attn.o_proj"
-    q_norm: str = "self_attn.q_norm.weight"
-    k_norm: str = "self_attn.k_norm.weight"
-    sinks: str = "self_attn.sinks"
-    output_gate: str = "self_attn.g_proj"
-
-    def qkv_of(self, mixer: AttentionConfig) -> tuple[str, ...]:
-        """Return the modules of q, k and v that a layer has: those of
-        `AttentionConfig.projected_sizes`, or one for all.
-        """
-        if len(self.qkv) == 1:
-            return self.qkv
-        return self.qkv[: len(mixer.projected_sizes)]
-
-
-@dataclass(frozen=True)
-class LatentNames:
-    """Names of latent attention within a layer (`LatentConfig`).
-
-    q                  projection of q in models without a latent of q
-    q_a, q_norm, q_b   projections and norm of q in models with one
-    output_gate        projection of the gate of attention's result, in models that have it
-    """
-
-    q: str = "self_attn.q_proj"
-    q_a: str = "self_attn.q_a_proj"
-    q_norm: str = "self_attn.q_a_layernorm.weight"
-    q_b: str = "self_attn.q_b_proj"
-    kv_a: str = "self_attn.kv_a_proj_with_mqa"
-    kv_norm: str = "self_attn.kv_a_layernorm.weight"
-    kv_b: str = "self_attn.kv_b_proj"
-    o: str = "self_attn.o_proj"
-    output_gate: str = "self_attn.g_proj"
-
-
-@dataclass(frozen=True)
-class DeltaNetNames:
-    """Names of a gated delta net within a layer.
-
-    qkvz, ba   projections; a single name has the rows of all, by key head, each with its value
-               heads (Qwen3-Next)
-    """
-
-    qkvz: tuple[str, ...] = ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z")
-    ba: tuple[str, ...] = ("linear_attn.in_proj_b", "linear_attn.in_proj_a")
-    conv: str = "linear_attn.conv1d.weight"
-    a_log: str = "linear_attn.A_log"
-    dt_bias: str = "linear_attn.dt_bias"
-    norm: str = "linear_attn.norm.weight"
-    out: str = "linear_attn.out_proj"
-
-
-@dataclass(frozen=True)
-class KimiDeltaNames:
-    """Names of Kimi delta attention within a layer (`KimiDeltaConfig`).
-
-    decay, output_gate   one projection, or two in the order of their use
-    conv                 convolutions of q, k and v
-    wide                 whether `a_log` has the shape [1, 1, heads, 1]
-    """
-
-    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-    decay: tuple[str, ...] = ("self_attn.f_a_proj", "self_attn.f_b_proj")
-    beta: str = "self_attn.b_proj"
-    output_gate: tuple[str, ...] = ("self_attn.g_a_proj", "self_attn.g_b_proj")
-    conv: tuple[str, ...] = (
-        "self_attn.q_conv1d.weight",
-        "self_attn.k_conv1d.weight",
-        "self_attn.v_conv1d.weight",
-    )
-    a_log: str = "self_attn.A_log"
-    dt_bias: str = "self_attn.dt_bias"
-    norm: str = "self_attn.o_norm.weight"
-    out: str = "self_attn.o_proj"
-    wide: bool = True
-
-
-@dataclass(frozen=True)
-class ShortConvNames:
-    """Names of a short convolution within a layer (`ShortConvConfig`); `conv` has a weight and
-    perhaps a bias.
-    """
-
-    in_proj: str = "conv.in_proj"
-    conv: str = "conv.conv"
-    out_proj: str = "conv.out_proj"
-
-
-@dataclass(frozen=True)
-class MambaNames:
-    """Names of Mamba-2 within a layer (`Mamba2Config`); `conv` and the projections have a weight
-    and perhaps a bias.
-    """
-
-    in_proj: str = "mamba.in_proj"
-    conv: str = "mamba.conv1d"
-    a_log: str = "mamba.A_log"
-    skip: str = "mamba.D"
-    dt_bias: str = "mamba.dt_bias"
-    norm: str = "mamba.norm.weight"
-    out: str = "mamba.out_proj"
+Names = TypeVar("Names")
 
 
 @dataclass(frozen=True)
@@ -125,8 +14,8 @@ class TensorNames:
     projections of a field as one tensor, in the order of the field, the field has that one name.
 
     embedding, norm, layer, head   names after the prefix in `ModelConfig.prefixes`
-    attention, latent, delta_net, kimi_delta, short_conv, mamba
-                                   names in layers with these mixers
+    mixers                         names of kinds of mixers (`model/mixers/*/spec.py`) where they
+                                   are not the kind's usual ones
     positions                      learned embedding of positions, in models that have it; after
                                    the prefix
     project_in, project_out        Linear modules after the embedding and before the head, in models
@@ -176,12 +65,7 @@ class TensorNames:
     positions: str = "embed_positions.weight"
     project_in: str = "project_in"
     project_out: str = "project_out"
-    attention: AttentionNames = AttentionNames()
-    latent: LatentNames = LatentNames()
-    delta_net: DeltaNetNames = DeltaNetNames()
-    kimi_delta: KimiDeltaNames = KimiDeltaNames()
-    short_conv: ShortConvNames = ShortConvNames()
-    mamba: MambaNames = MambaNames()
+    mixers: tuple[object, ...] = ()
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     down: str = "mlp.down_proj"
     router: str = "mlp.gate"
@@ -216,6 +100,13 @@ class TensorNames:
     per_layer_post: str = "post_per_layer_input_norm.weight"
     unused: tuple[tuple[str, str], ...] = ()
     also: tuple[tuple[str, str], ...] = ()
+
+    def of(self, kind: type[Names]) -> Names:
+        """Return the names of a kind of mixer."""
+        for names in self.mixers:
+            if isinstance(names, kind):
+                return names
+        return kind()
 
     @property
     def outer(self) -> frozenset[str]:

@@ -18,19 +18,16 @@ from freight.cache.spec import cache_spec
 from freight.cache.store.pages import GroupBytes, OtherRanks
 from freight.fp8.formats import Format, Granularity, ScaleSource
 from freight.kernels.reference_set import REFERENCE
-from freight.model.config.layer import (
-    AttentionConfig,
-    DeltaNetConfig,
-    KimiDeltaConfig,
-    LatentConfig,
-    Mamba2Config,
-    ShortConvConfig,
-)
 from freight.model.config.model import ModelConfig
 from freight.model.config.parse import parse_model_config
 from freight.model.config.tensor_names import TensorNames
-from freight.model.mixer_shares import mixer_pieces
-from freight.parallel.cache_shares import cache_shares
+from freight.model.mixers.attention.spec import AttentionConfig
+from freight.model.mixers.delta_net.spec import DeltaNetConfig, DeltaNetNames
+from freight.model.mixers.dividing import Rank
+from freight.model.mixers.kimi_delta.spec import KimiDeltaConfig, KimiDeltaNames
+from freight.model.mixers.latent.spec import LatentConfig
+from freight.model.mixers.mamba2.spec import Mamba2Config, MambaNames
+from freight.model.mixers.short_conv.spec import ShortConvConfig, ShortConvNames
 from freight.settings.engine import KVCacheConfig, LayerKVFormat, PageLayout
 
 BLOCKS = 3
@@ -89,24 +86,28 @@ def owned(mixer: Any, name: str, rank: int, size: int) -> tuple[int, list[int]]:
         heads = range(rank * mixer.num_heads // size, (rank + 1) * mixer.num_heads // size)
         return 2, sorted({head * mixer.num_kv_heads // mixer.num_heads for head in heads})
     names = TensorNames()
-    cut = dict(mixer_pieces(mixer, 48, names, rank, size))
+    cut = dict(mixer.pieces(48, names, Rank(rank, size)))
 
     def rows(tensor: str) -> list[int]:
         return [row for piece in cut[tensor] for row in range(1 << 10)[piece[-1]]]
 
+    heads_of: Any
     match mixer:
         case DeltaNetConfig():
-            heads_of, key_heads, columns = names.delta_net, mixer.key_heads, names.delta_net.conv
+            heads_of = names.of(DeltaNetNames)
+            key_heads, columns = mixer.key_heads, heads_of.conv
         case Mamba2Config():
-            heads_of, key_heads, columns = names.mamba, mixer.groups, f"{names.mamba.conv}.weight"
+            heads_of = names.of(MambaNames)
+            key_heads, columns = mixer.groups, f"{heads_of.conv}.weight"
         case KimiDeltaConfig():
-            heads_of, key_heads, columns = names.kimi_delta, mixer.heads, ""
+            heads_of = names.of(KimiDeltaNames)
+            key_heads, columns = mixer.heads, ""
         case _:
-            return 2, rows(f"{names.short_conv.conv}.weight")
+            return 2, rows(f"{names.of(ShortConvNames).conv}.weight")
     if name == "columns" and columns:
         return 2, rows(columns)
     if name == "columns":
-        of_qkv = enumerate(names.kimi_delta.conv)
+        of_qkv = enumerate(names.of(KimiDeltaNames).conv)
         return 2, [index * mixer.size + row for index, conv in of_qkv for row in rows(conv)]
     own = rows(heads_of.a_log)
     if name == "k":
@@ -144,10 +145,11 @@ def test_ranks_have_together_what_one_has(size: int, layout: PageLayout) -> None
     layers = model().layers
     shares = {
         index: {
-            name: tuple(cache_shares(layer.mixer, rank, size)[name] for rank in range(size))
-            for name in cache_shares(layer.mixer, 0, size)
+            name: tuple(layer.mixer.cache_shares(Rank(rank, size))[name] for rank in range(size))
+            for name in layer.mixer.cache_shares(Rank(0, size))
         }
         for index, layer in enumerate(layers)
+        if layer.mixer is not None
     }
     others = OtherRanks(tuple(memory for _, memory in made[1:]), shares)
     of_one, of_ranks = group_bytes(alone), group_bytes(made[0][0], others)

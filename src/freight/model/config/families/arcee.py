@@ -7,10 +7,11 @@ from dataclasses import replace
 from freight.base.fields import JsonObject, flag
 from freight.model.config.deriving import rotate_in_windows, with_attention
 from freight.model.config.family import ATTENTION_BIAS, Family, words
-from freight.model.config.layer import NormPlacement, OutputGateConfig, QKNormConfig
+from freight.model.config.layer import NormPlacement
 from freight.model.config.model import ModelConfig
 from freight.model.config.moe import MoEFamily
-from freight.model.config.tensor_names import AttentionNames, TensorNames
+from freight.model.config.tensor_names import TensorNames
+from freight.model.mixers.attention.spec import AttentionNames, OutputGateConfig, QKNormConfig
 from freight.operands.activation import GateFunction
 from freight.operands.routing import Scoring
 
@@ -92,7 +93,7 @@ ROWS = {
             dense_keys=words("num_dense_layers"),
         ),
         tensors=TensorNames(
-            attention=AttentionNames(output_gate="self_attn.gate_proj"),
+            mixers=(AttentionNames(output_gate="self_attn.gate_proj"),),
             router="mlp.router.gate",
             choice_bias="mlp.expert_bias",
             shared="mlp.shared_experts.",

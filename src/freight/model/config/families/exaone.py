@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from freight.model.config.deriving import rotate_in_windows
 from freight.model.config.family import Family, words
-from freight.model.config.layer import NormPlacement, QKNormConfig
+from freight.model.config.layer import NormPlacement
 from freight.model.config.tensor_names import NORMED_OUTPUTS
+from freight.model.mixers.attention.spec import QKNormConfig
 
 ROWS = {
     "exaone4": Family(

@@ -6,9 +6,10 @@ from dataclasses import replace
 
 from freight.base.fields import JsonObject
 from freight.model.config.family import ATTENTION_BIAS, LANGUAGE_MODEL, Family, words
-from freight.model.config.layer import NormPlacement, QKNormConfig
+from freight.model.config.layer import NormPlacement
 from freight.model.config.model import ModelConfig
 from freight.model.config.tensor_names import VISION_TOWER, TensorNames
+from freight.model.mixers.attention.spec import QKNormConfig
 
 
 def _derive(config: JsonObject, model: ModelConfig) -> ModelConfig:

@@ -14,16 +14,15 @@ from freight.model.config.deriving import with_mixers
 from freight.model.config.families.gemma import GEMMA_TENSORS
 from freight.model.config.family import ATTENTION_BIAS, LANGUAGE_MODEL, Family, RopeForm, words
 from freight.model.config.layer import (
-    AttentionConfig,
     FeedForward,
     MoEConfig,
     NormPlacement,
     PerLayerEmbeddingConfig,
-    QKNormConfig,
 )
 from freight.model.config.model import ModelConfig
 from freight.model.config.moe import MoEFamily
 from freight.model.config.tensor_names import VISION_TOWER, not_run
+from freight.model.mixers.attention.spec import AttentionConfig, QKNormConfig
 from freight.operands.activation import GatedActivation
 
 

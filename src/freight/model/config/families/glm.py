@@ -18,10 +18,11 @@ from freight.model.config.latent import (
     with_indexed,
     with_latent,
 )
-from freight.model.config.layer import NormPlacement, QKNormConfig
+from freight.model.config.layer import NormPlacement
 from freight.model.config.model import ModelConfig
 from freight.model.config.moe import DEEPSEEK_EXPERTS, DEEPSEEK_EXPERTS_BY_LAYER
 from freight.model.config.tensor_names import VISUAL, TensorNames
+from freight.model.mixers.attention.spec import QKNormConfig
 
 _OUTSIDE = words(
     "vision_config image_token_id image_start_token_id image_end_token_id video_token_id "

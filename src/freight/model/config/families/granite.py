@@ -15,10 +15,10 @@ from freight.model.config.deriving import (
     with_layers,
 )
 from freight.model.config.family import ATTENTION_BIAS, Family, words
-from freight.model.config.layer import Mamba2Config
 from freight.model.config.model import ModelConfig
 from freight.model.config.moe import MoEFamily, has_experts
 from freight.model.config.tensor_names import TensorNames
+from freight.model.mixers.mamba2.spec import Mamba2Config
 from freight.operands.routing import Scoring
 
 _MULTIPLIERS = words("embedding_multiplier attention_multiplier residual_multiplier logits_scaling")

@@ -9,9 +9,9 @@ from freight.base.fields import JsonObject, number
 from freight.errors import CheckpointError
 from freight.model.config.attention import parse_head_dim
 from freight.model.config.family import ATTENTION_BIAS, Family, words
-from freight.model.config.layer import NormPlace, QKNormConfig
 from freight.model.config.moe import MoEFamily
-from freight.model.config.tensor_names import AttentionNames, TensorNames
+from freight.model.config.tensor_names import TensorNames
+from freight.model.mixers.attention.spec import AttentionNames, NormPlace, QKNormConfig
 from freight.operands.routing import Scoring
 
 _ROPES = ("rope_parameters", "rope_scaling")
@@ -97,8 +97,10 @@ _V1 = Family(
     qk_norm=QKNormConfig(place=NormPlace.AFTER_ROPE),
     translate=_with_theta,
     tensors=TensorNames(
-        attention=AttentionNames(
-            q_norm="self_attn.query_layernorm.weight", k_norm="self_attn.key_layernorm.weight"
+        mixers=(
+            AttentionNames(
+                q_norm="self_attn.query_layernorm.weight", k_norm="self_attn.key_layernorm.weight"
+            ),
         )
     ),
 )

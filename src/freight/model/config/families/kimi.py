@@ -18,10 +18,10 @@ from freight.model.config.latent import (
     refuse_tied,
     translate_latent,
 )
-from freight.model.config.layer import KimiDeltaConfig
 from freight.model.config.model import ModelConfig
 from freight.model.config.moe import DEEPSEEK_EXPERTS_BY_LAYER
 from freight.model.config.tensor_names import TensorNames
+from freight.model.mixers.kimi_delta.spec import KimiDeltaConfig
 
 _STATEFUL = "linear_attention"
 _ATTENTION = "full_attention"

@@ -10,10 +10,10 @@ from freight.errors import CheckpointError
 from freight.model.config.attention import require_multiple
 from freight.model.config.deriving import with_mixers
 from freight.model.config.family import ATTENTION_BIAS, Family, words
-from freight.model.config.layer import AttentionConfig, OutputGateConfig, QKNormConfig
 from freight.model.config.model import ModelConfig
 from freight.model.config.moe import MoEFamily
 from freight.model.config.tensor_names import TensorNames
+from freight.model.mixers.attention.spec import AttentionConfig, OutputGateConfig, QKNormConfig
 from freight.operands.activation import GateFunction
 from freight.operands.routing import Scoring
 

@@ -9,10 +9,12 @@ from freight.base.fields import JsonObject, flag, integer, number
 from freight.errors import CheckpointError
 from freight.model.config.deriving import conv_width, with_layers
 from freight.model.config.family import LANGUAGE_MODEL, Family, words
-from freight.model.config.layer import MoEConfig, QKNormConfig, ShortConvConfig
+from freight.model.config.layer import MoEConfig
 from freight.model.config.model import ModelConfig
 from freight.model.config.moe import MoEFamily
-from freight.model.config.tensor_names import VISION_TOWER, AttentionNames, TensorNames
+from freight.model.config.tensor_names import VISION_TOWER, TensorNames
+from freight.model.mixers.attention.spec import AttentionNames, QKNormConfig
+from freight.model.mixers.short_conv.spec import ShortConvConfig
 from freight.operands.routing import Scoring
 
 _CONV = "conv"  # in `layer_types`
@@ -86,10 +88,12 @@ def _derive_moe(config: JsonObject, model: ModelConfig) -> ModelConfig:
 
 _TENSORS = TensorNames(
     norm="embedding_norm.weight",
-    attention=AttentionNames(
-        o="self_attn.out_proj",
-        q_norm="self_attn.q_layernorm.weight",
-        k_norm="self_attn.k_layernorm.weight",
+    mixers=(
+        AttentionNames(
+            o="self_attn.out_proj",
+            q_norm="self_attn.q_layernorm.weight",
+            k_norm="self_attn.k_layernorm.weight",
+        ),
     ),
     attention_norm="operator_norm.weight",
     mlp_norm="ffn_norm.weight",

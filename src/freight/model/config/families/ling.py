@@ -21,10 +21,11 @@ from freight.model.config.latent import (
     refuse_tied,
     translate_latent,
 )
-from freight.model.config.layer import KimiDeltaConfig
 from freight.model.config.model import ModelConfig
 from freight.model.config.moe import DEEPSEEK_EXPERTS_BY_LAYER
-from freight.model.config.tensor_names import KimiDeltaNames, LatentNames, TensorNames
+from freight.model.config.tensor_names import TensorNames
+from freight.model.mixers.kimi_delta.spec import KimiDeltaConfig, KimiDeltaNames
+from freight.model.mixers.latent.spec import LatentNames
 
 _STATEFUL = "linear_attention"
 _ATTENTION = "full_attention"
@@ -188,29 +189,31 @@ _ROW = Family(
     next_token_keys=words("num_nextn_predict_layers num_mtp_layers"),
     tensors=TensorNames(
         embedding="word_embeddings.weight",
-        latent=LatentNames(
-            q="attention.q_proj",
-            kv_a="attention.kv_a_proj_with_mqa",
-            kv_norm="attention.kv_a_layernorm.weight",
-            kv_b="attention.kv_b_proj",
-            o="attention.dense",
-            output_gate="attention.g_proj",
-        ),
-        kimi_delta=KimiDeltaNames(
-            qkv=("attention.q_proj", "attention.k_proj", "attention.v_proj"),
-            decay=("attention.f_proj",),
-            beta="attention.b_proj",
-            output_gate=("attention.g_proj",),
-            conv=(
-                "attention.q_conv1d.weight",
-                "attention.k_conv1d.weight",
-                "attention.v_conv1d.weight",
+        mixers=(
+            LatentNames(
+                q="attention.q_proj",
+                kv_a="attention.kv_a_proj_with_mqa",
+                kv_norm="attention.kv_a_layernorm.weight",
+                kv_b="attention.kv_b_proj",
+                o="attention.dense",
+                output_gate="attention.g_proj",
             ),
-            a_log="attention.A_log",
-            dt_bias="attention.dt_bias",
-            norm="attention.o_norm.weight",
-            out="attention.o_proj",
-            wide=False,
+            KimiDeltaNames(
+                qkv=("attention.q_proj", "attention.k_proj", "attention.v_proj"),
+                decay=("attention.f_proj",),
+                beta="attention.b_proj",
+                output_gate=("attention.g_proj",),
+                conv=(
+                    "attention.q_conv1d.weight",
+                    "attention.k_conv1d.weight",
+                    "attention.v_conv1d.weight",
+                ),
+                a_log="attention.A_log",
+                dt_bias="attention.dt_bias",
+                norm="attention.o_norm.weight",
+                out="attention.o_proj",
+                wide=False,
+            ),
         ),
         choice_bias="mlp.gate.expert_bias",
         shared="mlp.shared_experts.",

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from freight.model.config.family import ATTENTION_BIAS, Family, words
-from freight.model.config.layer import QKNormConfig
 from freight.model.config.moe import MoEFamily
 from freight.model.config.tensor_names import PREDICTS, TensorNames
+from freight.model.mixers.attention.spec import QKNormConfig
 
 ROWS = {
     "mellum": Family(

@@ -12,7 +12,8 @@ from freight.model.config.families.qwen import QWEN2
 from freight.model.config.family import Family, words
 from freight.model.config.model import ModelConfig
 from freight.model.config.moe import MoEFamily
-from freight.model.config.tensor_names import PREDICTS, AttentionNames, TensorNames
+from freight.model.config.tensor_names import PREDICTS, TensorNames
+from freight.model.mixers.attention.spec import AttentionNames
 from freight.operands.routing import Scoring
 
 _SHARE = 0.334  # default of partial_rotary_factor
@@ -150,7 +151,7 @@ ROWS = {
             dense_keys=words("mlp_layer_types"),
         ),
         tensors=TensorNames(
-            attention=AttentionNames(sinks="self_attn.attention_sink_bias"),
+            mixers=(AttentionNames(sinks="self_attn.attention_sink_bias"),),
             unused=(("model.mtp.*", PREDICTS),),
         ),
     ),

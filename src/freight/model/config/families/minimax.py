@@ -9,8 +9,8 @@ from freight.errors import CheckpointError
 from freight.model.config.attention import parse_head_dim
 from freight.model.config.families.mistral import MIXTRAL_TENSORS
 from freight.model.config.family import Family, words
-from freight.model.config.layer import NormSpan, QKNormConfig
 from freight.model.config.moe import MoEFamily
+from freight.model.mixers.attention.spec import NormSpan, QKNormConfig
 from freight.operands.routing import Scoring
 
 

@@ -9,9 +9,10 @@ from freight.errors import CheckpointError
 from freight.model.config.deriving import with_mixers
 from freight.model.config.families.gemma import GEMMA_TENSORS
 from freight.model.config.family import LANGUAGE_MODEL, Family, words
-from freight.model.config.layer import NormPlacement, OutputGateConfig, QKNormConfig
+from freight.model.config.layer import NormPlacement
 from freight.model.config.model import ModelConfig
-from freight.model.config.tensor_names import AttentionNames, not_run
+from freight.model.config.tensor_names import not_run
+from freight.model.mixers.attention.spec import AttentionNames, OutputGateConfig, QKNormConfig
 from freight.operands.activation import GateFunction
 
 
@@ -120,7 +121,7 @@ ROWS = {
         derive=_derive,
         tensors=replace(
             GEMMA_TENSORS,
-            attention=AttentionNames(output_gate="self_attn.gate_proj"),
+            mixers=(AttentionNames(output_gate="self_attn.gate_proj"),),
             unused=not_run(
                 "vision", "*vision_tower.*", "*vision_adapter.*", "*vision_projection.*"
             ),

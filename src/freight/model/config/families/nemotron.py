@@ -13,16 +13,11 @@ from freight.errors import CheckpointError, choices
 from freight.model.config.attention import require_multiple
 from freight.model.config.deriving import conv_width, step_limits
 from freight.model.config.family import Family, words
-from freight.model.config.layer import AttentionConfig, Mamba2Config
 from freight.model.config.model import ModelConfig
 from freight.model.config.moe import MoEFamily
-from freight.model.config.tensor_names import (
-    PREDICTS,
-    AttentionNames,
-    MambaNames,
-    TensorNames,
-    not_run,
-)
+from freight.model.config.tensor_names import PREDICTS, TensorNames, not_run
+from freight.model.mixers.attention.spec import AttentionConfig, AttentionNames
+from freight.model.mixers.mamba2.spec import Mamba2Config, MambaNames
 from freight.operands.routing import Scoring
 
 # transformers' words
@@ -130,17 +125,17 @@ def _mamba2(config: JsonObject) -> Mamba2Config:
 _TENSORS = TensorNames(
     embedding="embeddings.weight",
     norm="norm_f.weight",
-    attention=AttentionNames(
-        qkv=("mixer.q_proj", "mixer.k_proj", "mixer.v_proj"), o="mixer.o_proj"
-    ),
-    mamba=MambaNames(
-        in_proj="mixer.in_proj",
-        conv="mixer.conv1d",
-        a_log="mixer.A_log",
-        skip="mixer.D",
-        dt_bias="mixer.dt_bias",
-        norm="mixer.norm.weight",
-        out="mixer.out_proj",
+    mixers=(
+        AttentionNames(qkv=("mixer.q_proj", "mixer.k_proj", "mixer.v_proj"), o="mixer.o_proj"),
+        MambaNames(
+            in_proj="mixer.in_proj",
+            conv="mixer.conv1d",
+            a_log="mixer.A_log",
+            skip="mixer.D",
+            dt_bias="mixer.dt_bias",
+            norm="mixer.norm.weight",
+            out="mixer.out_proj",
+        ),
     ),
     attention_norm="norm.weight",
     mlp_norm="norm.weight",

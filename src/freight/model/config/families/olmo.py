@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from freight.model.config.family import ATTENTION_BIAS, Family, words
-from freight.model.config.layer import NormPlacement, NormSpan, QKNormConfig
+from freight.model.config.layer import NormPlacement
 from freight.model.config.tensor_names import NORMED_OUTPUTS
+from freight.model.mixers.attention.spec import NormSpan, QKNormConfig
 
 _OLMO = Family(
     "Olmo2ForCausalLM",

@@ -10,7 +10,8 @@ from freight.model.config.deriving import with_attention
 from freight.model.config.family import Family, words
 from freight.model.config.layer import NormKind, NormPlacement
 from freight.model.config.model import ModelConfig
-from freight.model.config.tensor_names import AttentionNames, TensorNames
+from freight.model.config.tensor_names import TensorNames
+from freight.model.mixers.attention.spec import AttentionNames
 
 
 def _translate(config: JsonObject) -> JsonObject:
@@ -83,7 +84,7 @@ ROWS = {
         bodies=(("model.decoder.", ""), ("decoder.", "")),  # facebook's files have the second
         tensors=TensorNames(
             norm="final_layer_norm.weight",
-            attention=AttentionNames(o="self_attn.out_proj"),
+            mixers=(AttentionNames(o="self_attn.out_proj"),),
             gate_up=("fc1",),
             down="fc2",
             attention_norm="self_attn_layer_norm.weight",

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from freight.model.config.family import ATTENTION_BIAS, Family, words
-from freight.model.config.tensor_names import AttentionNames, TensorNames
+from freight.model.config.tensor_names import TensorNames
+from freight.model.mixers.attention.spec import AttentionNames
 
 _PHI3 = Family(
     "Phi3ForCausalLM",
@@ -23,7 +24,7 @@ _PHI3 = Family(
     mixed_windows=False,
     rotary_factor=1.0,
     tensors=TensorNames(
-        attention=AttentionNames(qkv=("self_attn.qkv_proj",)), gate_up=("mlp.gate_up_proj",)
+        mixers=(AttentionNames(qkv=("self_attn.qkv_proj",)),), gate_up=("mlp.gate_up_proj",)
     ),
 )
 
@@ -36,8 +37,10 @@ ROWS = {
         flat=True,
         wrapper_keys=words("audio_processor embd_layer img_processor speech_lora vision_lora"),
         tensors=TensorNames(  # text uses the matrices without their adapters
-            attention=AttentionNames(
-                qkv=("self_attn.qkv_proj.base_layer",), o="self_attn.o_proj.base_layer"
+            mixers=(
+                AttentionNames(
+                    qkv=("self_attn.qkv_proj.base_layer",), o="self_attn.o_proj.base_layer"
+                ),
             ),
             gate_up=("mlp.gate_up_proj.base_layer",),
             down="mlp.down_proj.base_layer",

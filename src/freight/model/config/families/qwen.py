@@ -12,9 +12,9 @@ from freight.model.config.family import (
     Family,
     words,
 )
-from freight.model.config.layer import QKNormConfig
 from freight.model.config.moe import MoEFamily
 from freight.model.config.tensor_names import VISUAL, TensorNames
+from freight.model.mixers.attention.spec import QKNormConfig
 
 _SPARSE = words("decoder_sparse_step mlp_only_layers")
 _OUTSIDE = words(

@@ -10,10 +10,11 @@ from freight.base.fields import JsonObject, integer
 from freight.model.config.attention import require_multiple
 from freight.model.config.deriving import conv_width, require_silu, with_attention, with_layers
 from freight.model.config.family import ATTENTION_BIAS, LANGUAGE_MODEL, M_ROPE, Family, words
-from freight.model.config.layer import DeltaNetConfig, OutputGateConfig, QKNormConfig
 from freight.model.config.model import ModelConfig
 from freight.model.config.moe import MoEFamily
-from freight.model.config.tensor_names import PREDICTS, VISUAL, DeltaNetNames, TensorNames, not_run
+from freight.model.config.tensor_names import PREDICTS, VISUAL, TensorNames, not_run
+from freight.model.mixers.attention.spec import OutputGateConfig, QKNormConfig
+from freight.model.mixers.delta_net.spec import DeltaNetConfig, DeltaNetNames
 from freight.operands.activation import GateFunction
 
 _STATEFUL = "linear_attention"
@@ -161,8 +162,8 @@ ROWS = {
             dense_keys=words("decoder_sparse_step mlp_only_layers"),
         ),
         tensors=TensorNames(
-            delta_net=DeltaNetNames(
-                qkvz=("linear_attn.in_proj_qkvz",), ba=("linear_attn.in_proj_ba",)
+            mixers=(
+                DeltaNetNames(qkvz=("linear_attn.in_proj_qkvz",), ba=("linear_attn.in_proj_ba",)),
             ),
             unused=_PREDICTING,
         ),

@@ -10,16 +10,11 @@ from freight.base.fields import JsonObject, integer, number
 from freight.errors import CheckpointError
 from freight.model.config.attention import require_multiple
 from freight.model.config.family import ATTENTION_BIAS, Family, words
-from freight.model.config.layer import (
-    AttentionConfig,
-    DenseConfig,
-    MoEConfig,
-    OutputGateConfig,
-    QKNormConfig,
-)
+from freight.model.config.layer import DenseConfig, MoEConfig
 from freight.model.config.model import ModelConfig
 from freight.model.config.moe import MoEFamily
 from freight.model.config.tensor_names import TensorNames, not_run
+from freight.model.mixers.attention.spec import AttentionConfig, OutputGateConfig, QKNormConfig
 from freight.operands.activation import GatedActivation, GateFunction, clamped_silu
 from freight.operands.routing import Scoring
 

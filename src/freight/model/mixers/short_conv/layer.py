@@ -11,7 +11,9 @@ from torch import Tensor
 
 from freight.cache.pool import PagedState
 from freight.kernels.interface import KernelSet
+from freight.model.building import Builder, Ropes
 from freight.model.layers.linear import Projection
+from freight.model.mixers.short_conv.spec import ShortConvConfig, ShortConvNames
 from freight.operands.activation import GateFunction
 from freight.operands.batch import ForwardBatch
 from freight.operands.packed import PackedWeight, Rows
@@ -53,3 +55,14 @@ class ShortConv:
         sequences = batch.sequences(cache.group)
         convolved = kernels.convolve(inputs, self.conv, cache.states, sequences)
         return self.out_proj(kernels.gate(convolved, c, GateFunction.IDENTITY))
+
+
+def build(mixer: ShortConvConfig, builder: Builder, prefix: str, ropes: Ropes) -> ShortConv:
+    """Build the mixer of the layer whose tensors begin with `prefix`."""
+    names = builder.names.of(ShortConvNames)
+    return ShortConv(
+        in_proj=builder.linear(prefix, names.in_proj),
+        conv=builder.convolution(prefix + names.conv, bias=mixer.bias, silu=False),
+        out_proj=builder.gathered(prefix, names.out_proj),
+        kernels=builder.kernels,
+    )

@@ -9,16 +9,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from freight.cache.pool import LayerKV
 from freight.kernels.interface import KernelSet
-from freight.model.layers.attention import OutputGate
+from freight.model.building import Builder, Ropes
 from freight.model.layers.linear import Projection
+from freight.model.layers.rope import half_pairs, places
+from freight.model.mixers.attention.layer import OutputGate
+from freight.model.mixers.latent.spec import LatentConfig, LatentNames
+from freight.operands.activation import GateFunction
 from freight.operands.attention import AttentionCall
 from freight.operands.batch import ForwardBatch
 from freight.operands.packed import PackedExperts, PackedWeight, Rows, as_tensor
 from freight.operands.rotary import Rotary
+from freight.operands.weight import Weight
 
 
 @dataclass(frozen=True)
@@ -93,3 +99,49 @@ class Latent:
             if self.output_gate is None
             else self.output_gate(as_tensor(x), result)
         )
+
+
+def build(mixer: LatentConfig, builder: Builder, prefix: str, ropes: Ropes) -> Latent:
+    """Build the mixer of the layer whose tensors begin with `prefix`."""
+    names = builder.names.of(LatentNames)
+    kernels = builder.kernels
+    interleaved = mixer.rope is not None and builder.config.ropes[mixer.rope].interleaved
+    of_q = _rotated_last(mixer.num_heads, mixer.nope, mixer.rotated, interleaved)
+    of_kv = _rotated_last(1, mixer.latent, mixer.rotated, interleaved)
+    ranked = mixer.q_rank is not None
+    first = {names.q_a: None, names.kv_a: of_kv} if ranked else {names.q: of_q, names.kv_a: of_kv}
+    kv_b = builder.tensor(f"{prefix}{names.kv_b}.weight")
+    heads = kv_b.view(mixer.num_heads, mixer.nope + mixer.head_size, mixer.latent)
+    gate = builder.outer(prefix + names.output_gate) if mixer.output_gate else None
+    return Latent(
+        first=builder.linear(prefix, *first, rows=tuple(first.values())),
+        q_norm=builder.norm_weight(prefix + names.q_norm) if ranked else None,
+        q_b=builder.linear(prefix, names.q_b, rows=(of_q,)) if ranked else None,
+        kv_norm=builder.norm_weight(prefix + names.kv_norm),
+        keys=kernels.pack_experts([Weight(head[: mixer.nope].t().contiguous()) for head in heads]),
+        values=kernels.pack_experts([Weight(head[mixer.nope :].contiguous()) for head in heads]),
+        o=builder.gathered(prefix, names.o),
+        rotary=ropes[mixer.rope],
+        num_heads=mixer.num_heads,
+        nope=mixer.nope,
+        call=AttentionCall(mixer.softmax_scale),
+        eps=mixer.eps,
+        shared=mixer.rotated,
+        output_gate=None if gate is None else OutputGate(gate, GateFunction.SIGMOID, kernels),
+        kernels=kernels,
+    )
+
+
+def _rotated_last(num_heads: int, plain: int, rotated: int, interleaved: bool) -> Tensor | None:
+    """Return the order of the rows of heads whose last `rotated` channels have a rope; None keeps
+    the order (`RopeConfig`).
+    """
+    if not interleaved:
+        return None
+    head = torch.cat(
+        (
+            places(plain),
+            plain + half_pairs(1, rotated, rotated),
+        )
+    )
+    return (places(num_heads)[:, None] * len(head) + head).flatten()

@@ -6,13 +6,22 @@ reads the same bits for a token of this step as for an earlier one.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from freight.cache.pool import LayerKV
 from freight.kernels.interface import KernelSet
+from freight.model.building import Builder, Ropes
 from freight.model.layers.linear import Projection
+from freight.model.layers.rope import half_pairs, places
+from freight.model.mixers.attention.spec import (
+    AttentionConfig,
+    AttentionNames,
+    NormPlace,
+    QKNormConfig,
+)
 from freight.operands.activation import GateFunction
 from freight.operands.attention import AttentionCall
 from freight.operands.batch import ForwardBatch
@@ -208,3 +217,126 @@ class Attention:
         if self.output_gate is not None:
             attended = self.output_gate(as_tensor(x), as_tensor(attended))
         return self.o(attended.flatten(1) if isinstance(attended, Tensor) else attended)
+
+
+def build(mixer: AttentionConfig, builder: Builder, prefix: str, ropes: Ropes) -> Attention:
+    """Build the mixer of the layer whose tensors begin with `prefix`."""
+    names = builder.names.of(AttentionNames)
+    eps = builder.config.norm_eps
+    kernels = builder.kernels
+    rotary = replace(ropes[mixer.rope], eps=eps)
+    last = None
+    norm = None
+    if mixer.qk_norm is not None:
+        weights = _qk_norms(mixer, mixer.qk_norm, builder, prefix, rotary.cos.device)
+        if mixer.qk_norm.place is NormPlace.AFTER_ROPE:
+            assert mixer.k_dim == mixer.v_dim
+            assert mixer.kv_from is None
+            last = NormedLast(rotary, *weights, mixer.qkv_sizes[:2], eps, kernels)
+            rotary = ropes[None]
+        elif mixer.norms_all_heads:
+            norm = _norm_of_all_heads(weights, builder)
+        else:
+            rotary = replace(rotary, norms=weights)
+    v_transform: ValueNorm | ValueFactor | None
+    if mixer.v_norm:
+        v_transform = _value_norm(mixer, builder, rotary)
+    else:
+        v_transform = _value_factor(mixer, builder, prefix)
+    sinks = builder.tensor(prefix + names.sinks).float() if mixer.sinks else None
+    return Attention(
+        qkv=builder.linear(prefix, *names.qkv_of(mixer), rows=_qkv_rows(mixer, builder)),
+        o=builder.gathered(prefix, names.o),
+        rotary=rotary,
+        call=AttentionCall(mixer.softmax_scale, mixer.window, mixer.soft_cap, sinks),
+        shares=mixer.kv_from is not None,
+        output_gate=_output_gate(mixer, builder, prefix),
+        last=last,
+        norm=norm,
+        v_transform=v_transform,
+    )
+
+
+def _norm_of_all_heads(weights: tuple[Tensor, Tensor], builder: Builder) -> QKNorm | GatheredQKNorm:
+    """Build the norm over all heads of q, and of k, from its weights."""
+    eps = builder.config.norm_eps
+    share = builder.share
+    if share is None:
+        return QKNorm(*weights, eps, builder.kernels)
+    return GatheredQKNorm(*weights, eps, share.rank, share.size, builder.kernels)
+
+
+def _qk_norms(
+    mixer: AttentionConfig, norm: QKNormConfig, builder: Builder, prefix: str, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Return the weights of the norms of q and k.
+
+    A layer that reads another layer's keys has no weight for k; q's is returned in its place and
+    never used.
+    """
+    if not norm.weighted:
+        ones = torch.ones(mixer.k_dim, dtype=torch.float32, device=device)
+        return ones, ones
+    q = builder.norm_weight(prefix + builder.names.of(AttentionNames).q_norm)
+    if mixer.kv_from is not None:
+        return q, q
+    return q, builder.norm_weight(prefix + builder.names.of(AttentionNames).k_norm)
+
+
+def _output_gate(mixer: AttentionConfig, builder: Builder, prefix: str) -> OutputGate | None:
+    gate = mixer.output_gate
+    names = builder.names.of(AttentionNames)
+    if gate is None:
+        return None
+    projection: Projection | None
+    if gate.in_q:
+        projection = builder.linear(prefix, names.qkv[0], rows=(_of_heads(mixer, 1),))
+    else:
+        projection = builder.outer(prefix + names.output_gate)
+    if projection is None:
+        return None
+    return OutputGate(projection, gate.function, builder.kernels)
+
+
+def _of_heads(mixer: AttentionConfig, part: int) -> Tensor:
+    """Return the rows of q (part 0) or of its gate (part 1), where each head has its q rows, then
+    its gate rows.
+    """
+    rows = places(2 * mixer.num_heads * mixer.k_dim)
+    return rows.view(mixer.num_heads, 2, mixer.k_dim)[:, part].flatten()
+
+
+def _value_factor(mixer: AttentionConfig, builder: Builder, prefix: str) -> ValueFactor | None:
+    if mixer.v_factor is None:
+        return None
+    of_qk, of_v = mixer.factor_groups
+    # Any tensor of the layer: it gives the compute dtype and the device
+    like = builder.tensor(prefix + builder.names.attention_norm)
+    return ValueFactor(like.new_tensor([[1.0] * of_qk + [mixer.v_factor] * of_v]), builder.kernels)
+
+
+def _value_norm(mixer: AttentionConfig, builder: Builder, rotary: Rotary) -> ValueNorm:
+    assert mixer.v_factor is None, "the norm would cancel the factor"
+    ones = torch.ones(mixer.v_dim, dtype=torch.float32, device=rotary.cos.device)
+    return ValueNorm(
+        ones, mixer.qkv_sizes[2], mixer.k_eq_v, builder.config.norm_eps, builder.kernels
+    )
+
+
+def _qkv_rows(mixer: AttentionConfig, builder: Builder) -> tuple[Tensor | None, ...]:
+    """Return the order of the rows of each matrix that stores q, k and v; None keeps the order
+    (`RopeConfig`).
+    """
+    if mixer.output_gate is not None and mixer.output_gate.in_q:
+        assert mixer.rope is None or not builder.config.ropes[mixer.rope].interleaved
+        return (_of_heads(mixer, 0), None, None)
+    if mixer.rope is None or not builder.config.ropes[mixer.rope].interleaved:
+        return ()
+    assert mixer.qk_norm is None, "the weights of these norms would need the same order"
+    rotary_dim = builder.config.ropes[mixer.rope].rotary_dim
+    q = half_pairs(mixer.num_heads, mixer.k_dim, rotary_dim)
+    k = half_pairs(mixer.num_kv_heads, mixer.k_dim, rotary_dim)
+    if len(builder.names.of(AttentionNames).qkv) > 1:
+        return q, k, None
+    v = places(sum(mixer.qkv_sizes))[len(q) + len(k) :]
+    return (torch.cat((q, k + len(q), v)),)

@@ -8,7 +8,9 @@ from torch import Tensor
 
 from freight.cache.pool import PagedState
 from freight.kernels.interface import KernelSet
+from freight.model.building import Builder, Ropes
 from freight.model.layers.linear import Projection
+from freight.model.mixers.mamba2.spec import Mamba2Config, MambaNames
 from freight.operands.batch import ForwardBatch
 from freight.operands.packed import PackedWeight, Rows
 from freight.operands.recurrence import (
@@ -76,3 +78,27 @@ class Mamba2:
             result = kernels.gather(result)
             z = kernels.gather(kernels.join(((z, None),)))
         return self.out(kernels.gated_norm(result, z, self.norm, self.out.consumer))
+
+
+def build(mixer: Mamba2Config, builder: Builder, prefix: str, ropes: Ropes) -> Mamba2:
+    """Build the mixer of the layer whose tensors begin with `prefix`."""
+    names = builder.names.of(MambaNames)
+    norm = builder.tensor(prefix + names.norm)
+    gathers = len(norm) > mixer.heads * mixer.head_dim  # it has the channels of all ranks
+    return Mamba2(
+        in_proj=builder.linear(prefix, names.in_proj),
+        conv=builder.convolution(prefix + names.conv, bias=mixer.conv_bias, silu=True),
+        decays=DecayParameters(
+            builder.exact(prefix + names.a_log),
+            builder.exact(prefix + names.dt_bias),
+            mixer.limits,
+        ),
+        rule=RecurrenceRule(delta=False, norm=False, skip=builder.exact(prefix + names.skip)),
+        norm=GatedNorm(
+            norm, builder.config.norm_eps, len(norm) // mixer.norm_groups, norm_first=False
+        ),
+        gathers=gathers,
+        out=builder.gathered(prefix, names.out, inputs=not gathers),
+        keys=mixer.groups * mixer.state_size,
+        kernels=builder.kernels,
+    )

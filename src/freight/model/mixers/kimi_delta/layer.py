@@ -8,12 +8,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from freight.cache.pool import PagedState
 from freight.kernels.interface import KernelSet
-from freight.model.layers.delta_net import DELTA_RULE
+from freight.model.building import Builder, Ropes
 from freight.model.layers.linear import Projection
+from freight.model.mixers.delta_net.layer import DELTA_RULE
+from freight.model.mixers.kimi_delta.spec import KimiDeltaConfig, KimiDeltaNames
 from freight.operands.activation import GateFunction
 from freight.operands.batch import ForwardBatch
 from freight.operands.packed import Rows, as_tensor
@@ -80,3 +83,27 @@ class KimiDelta:
         of_decay = self.kernels.join(((gates[:, :rank], None),))
         of_gate = self.kernels.join(((gates[:, rank + heads :], None),))
         return self.decay(of_decay), gates[:, rank : rank + heads], self.output_gate(of_gate)
+
+
+def build(mixer: KimiDeltaConfig, builder: Builder, prefix: str, ropes: Ropes) -> KimiDelta:
+    """Build the mixer of the layer whose tensors begin with `prefix`."""
+    names = builder.names.of(KimiDeltaNames)
+    two = mixer.rank is not None
+    gates = (names.decay[0], names.beta, *((names.output_gate[0],) if two else ()))
+    conv = torch.cat([builder.tensor(prefix + name).flatten(1) for name in names.conv])
+    return KimiDelta(
+        first=builder.linear(prefix, *names.qkv, *(() if two else names.output_gate)),
+        gates=builder.kept([prefix + name for name in gates]),
+        decay=builder.kept([prefix + names.decay[1]]) if two else None,
+        output_gate=builder.kept([prefix + names.output_gate[1]]) if two else None,
+        conv=Convolution(conv, None, silu=True),
+        decays=DecayParameters(
+            builder.exact(prefix + names.a_log).flatten(),
+            builder.exact(prefix + names.dt_bias),
+            bound=mixer.bound,
+        ),
+        norm=builder.tensor(prefix + names.norm),
+        out=builder.gathered(prefix, names.out),
+        eps=builder.config.norm_eps,
+        kernels=builder.kernels,
+    )

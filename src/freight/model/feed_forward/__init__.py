@@ -1,0 +1,1 @@
+"""Feed-forwards: dense ones, mixtures of experts, and how checkpoints store experts."""

@@ -1,0 +1,1 @@
+"""Short convolutions (LFM2)."""
