@@ -43,7 +43,7 @@ def experts_of(folder: Path, **options: Any) -> dict[str, ExpertList]:
     decoder = model.load(model.resolve(model.args))
     assert isinstance(decoder, Decoder)
     return {
-        f"{EXPERTS.format(i)}{side}": getattr(layer.mlp, side)
+        f"{EXPERTS.format(i)}{side}": getattr(layer.mlp.experts, side)
         for i, layer in enumerate(decoder.layers)
         for side in ("gate_up", "down")
     }
@@ -109,7 +109,7 @@ def test_cpu_kernels_compute_with_them_as_they_are(
     )
     for index, layer in enumerate(decoder.layers):
         for side in ("gate_up", "down"):
-            experts = getattr(layer.mlp, side)
+            experts = getattr(layer.mlp.experts, side)
             assert isinstance(experts, CpuExperts)
             converted = wide and f"{EXPERTS.format(index)}{side}_proj" == name
             values = 8 * experts.out_features * experts.in_features
