@@ -79,5 +79,5 @@ def _experts_for_pictures(config: ModelConfig, names: TensorNames) -> list[str]:
 def prediction_patterns(config: ModelConfig) -> tuple[str, ...]:
     """Return patterns of the tensors of layers that predict further tokens."""
     layer = config.prefixes[0] + ARCHITECTURES[config.architecture].layer
-    behind = range(config.num_layers, config.num_layers + config.prediction_layers)
-    return tuple(f"{layer.format(index)}*" for index in behind)
+    later = range(config.num_layers, config.num_layers + config.prediction_layers)
+    return tuple(f"{layer.format(index)}*" for index in later)

@@ -92,14 +92,14 @@ def _measure(model: Checked, compute_format: Format, device: str) -> float:
     steps += [
         _batch([(first[_FIRST:], _FIRST, tables[0]), (second, 0, tables[1])], len(blocks), device)
     ]
-    found = torch.cat([model.forward(batch, pool.layers) for batch in steps])
-    wanted = torch.cat([model.eager_logits(tokens) for tokens in (first, second)])
-    if found.shape != wanted.shape:
+    logits = torch.cat([model.forward(batch, pool.layers) for batch in steps])
+    eager = torch.cat([model.eager_logits(tokens) for tokens in (first, second)])
+    if logits.shape != eager.shape:
         raise CheckpointError(
-            f"{config.architecture}: {list(found.shape)} logits, and {list(wanted.shape)} expected"
+            f"{config.architecture}: {list(logits.shape)} logits, and {list(eager.shape)} expected"
         )
-    spread = (wanted - wanted.mean(-1, keepdim=True)).square().mean().sqrt()
-    return float((found - wanted).square().mean().sqrt() / spread)
+    spread = (eager - eager.mean(-1, keepdim=True)).square().mean().sqrt()
+    return float((logits - eager).square().mean().sqrt() / spread)
 
 
 def _batch(parts: list[tuple[Tensor, int, list[int]]], groups: int, device: str) -> ForwardBatch:

@@ -74,19 +74,19 @@ def hf_config(config: JsonObject) -> PreTrainedConfig:
             f"does not know it{_OWN_CODE if 'auto_map' in config else ''}; {choices(FAMILIES)} are, and decoders of "
             "transformers with attention over all tokens"
         )
-    own = {
+    values = {
         key: value
         for key, value in config.items()
         if key not in ("quantization_config", "compression_config")
     }
     try:
         # A copy: from_dict writes into `rope_scaling`
-        found = CONFIG_MAPPING[model_type].from_dict(copy.deepcopy(own))
-        found.get_text_config()
+        parsed = CONFIG_MAPPING[model_type].from_dict(copy.deepcopy(values))
+        parsed.get_text_config()
     except Exception as error:  # validators of transformers raise what they like
         raise refused(model_type, f"its configuration is not accepted: {error}") from error
-    assert isinstance(found, PreTrainedConfig)
-    return found
+    assert isinstance(parsed, PreTrainedConfig)
+    return parsed
 
 
 def causal_class(config: PreTrainedConfig, declared: object = None) -> type[PreTrainedModel]:
@@ -95,16 +95,16 @@ def causal_class(config: PreTrainedConfig, declared: object = None) -> type[PreT
     """
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise refused(config.model_type, "it is no causal language model there")
-    found = cast(type[PreTrainedModel], MODEL_FOR_CAUSAL_LM_MAPPING[type(config)])
+    model_class = cast(type[PreTrainedModel], MODEL_FOR_CAUSAL_LM_MAPPING[type(config)])
     # Files older than transformers' own class name the class of their remote code:
     # PhiMoEForCausalLM, or InternLM3ForCausalLM where the class is Llama's
-    names = (found.__name__.lower(), config.model_type.replace("_", "") + "forcausallm")
+    names = (model_class.__name__.lower(), config.model_type.replace("_", "") + "forcausallm")
     if declared and str(declared).lower() not in [str([name]) for name in names]:
         raise refused(
             config.model_type,
-            f"architectures is {declared!r}, and the causal LM is [{found.__name__!r}]",
+            f"architectures is {declared!r}, and the causal LM is [{model_class.__name__!r}]",
         )
-    return found
+    return model_class
 
 
 @dataclass
@@ -141,17 +141,17 @@ class _Call:
 
 
 def attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *masks: Any, **given: Any
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *masks: Any, **options: Any
 ) -> Any:
     """Attend for transformers: call the step that the model's caller passed as `freight_step`."""
-    step = given.pop("freight_step", None)
-    mask = masks[0] if masks else given.pop("attention_mask", None)
+    step = options.pop("freight_step", None)
+    mask = masks[0] if masks else options.pop("attention_mask", None)
     if step is None:
         raise CheckpointError(
             f"{type(module).__name__} does not pass the caller's arguments on to its attention"
         )
     return step.attend(
-        module, query, key, value, mask, {k: v for k, v in given.items() if v is not None}
+        module, query, key, value, mask, {k: v for k, v in options.items() if v is not None}
     )
 
 
@@ -364,13 +364,13 @@ def _mixer(model_type: str, name: str, call: _Call, limit: int) -> AttentionConf
     num_kv_heads = call.k[1]
     k_dim = call.q[3]
     v_dim = call.v[3]
-    given = dict(call.given)
-    if not given.pop("is_causal", True) or num_heads % num_kv_heads:
+    options = dict(call.given)
+    if not options.pop("is_causal", True) or num_heads % num_kv_heads:
         raise refused(model_type, f"the attention of {name} is not causal and grouped by key heads")
-    scale = given.pop(_SCALING, k_dim**-0.5)
-    cap = given.pop(_CAP, None)
-    given.pop(_WINDOW, None)  # the mask decides what is seen
-    unknown = sorted(set(given) - _HARMLESS)
+    scale = options.pop(_SCALING, k_dim**-0.5)
+    cap = options.pop(_CAP, None)
+    options.pop(_WINDOW, None)  # the mask decides what is seen
+    unknown = sorted(set(options) - _HARMLESS)
     if unknown:
         sink = " (a sink)" if unknown == ["s_aux"] else ""
         raise refused(model_type, f"the attention of {name} takes {', '.join(unknown)}{sink}")
@@ -398,8 +398,8 @@ def _window(model_type: str, name: str, rule: Callable[..., Tensor], limit: int)
     key = torch.arange(longest, dtype=torch.int64, device="cpu")
 
     def seen(position: int) -> Tensor:
-        one = torch.zeros((), dtype=torch.int64, device="cpu")
-        return rule(one, one, one + position, key).expand(longest)
+        scalar = torch.zeros((), dtype=torch.int64, device="cpu")
+        return rule(scalar, scalar, scalar + position, key).expand(longest)
 
     try:
         window = int(seen(longest - 1).sum())

@@ -27,15 +27,15 @@ def refuse_lost_rope(hf: PreTrainedConfig, config: JsonObject) -> None:
     Old files have the parameters under other keys, which transformers reads for some model types
     only.
     """
-    taken = getattr(hf.get_text_config(), "rope_parameters", None) or {}
-    parts = [part for part in taken.values() if isinstance(part, Mapping)] or [taken]
-    if not taken:
+    read_back = getattr(hf.get_text_config(), "rope_parameters", None) or {}
+    parts = [part for part in read_back.values() if isinstance(part, Mapping)] or [read_back]
+    if not read_back:
         return
     scaling = config.get("rope_scaling") or {}
-    for given, keys in ((config, _ROPE_KEYS), (scaling, ("factor", "alpha"))):
+    for source, keys in ((config, _ROPE_KEYS), (scaling, ("factor", "alpha"))):
         for key in keys:
             name = _ROPE_NAMES.get(key, key)
-            value = given.get(key)
+            value = source.get(key)
             if value is not None and value not in [part.get(name, 1.0) for part in parts]:
                 raise refused(
                     hf.model_type,
@@ -86,11 +86,13 @@ def _angles(rope: Any, layer_type: str | None, limit: int) -> list[Tensor]:
 
     They are computed on the CPU, by a second instance of the module.
     """
-    given = {} if layer_type is None else {"layer_type": layer_type}
+    options = {} if layer_type is None else {"layer_type": layer_type}
     first = torch.arange(_TOKENS, dtype=torch.int64, device="cpu")[None]
     last = torch.full_like(first[:, :1], limit - 1)
     x = torch.zeros((), dtype=torch.float32, device="cpu")
     with torch.device("cpu"):
         made = type(rope)(rope.config)
-        both = [made(x, position_ids=ids, **given) for ids in (first, torch.cat([first, last], 1))]
+        both = [
+            made(x, position_ids=ids, **options) for ids in (first, torch.cat([first, last], 1))
+        ]
     return [torch.stack([part[:, :_TOKENS] for part in cos_sin]) for cos_sin in both]

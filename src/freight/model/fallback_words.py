@@ -43,17 +43,21 @@ def refuse_recurrent(config: JsonObject) -> None:
     kinds = config.get("layer_types") or config.get("layers_block_type")
     # transformers' class reports what is wrong with a value of another type
     kinds = kinds if isinstance(kinds, list) else []
-    recurrent = [one for one in map(str, kinds) if "attention" not in one or "linear" in one]
+    recurrent = [
+        kind_name
+        for kind_name in map(str, kinds)
+        if "attention" not in kind_name or "linear" in kind_name
+    ]
     kind = recurrent[0] if recurrent else None
     keys = () if only_attention(config) else config
     key = next((key for key in keys if config[key] and key.startswith(_RECURRENT)), None)
     if kind is not None or key is not None:
-        found = f"layers of kind {kind!r}"
+        declared = f"layers of kind {kind!r}"
         if kind is None:
-            found = f"{key} = {shortened(config.get(str(key)))}"
+            declared = f"{key} = {shortened(config.get(str(key)))}"
         raise refused(
             config.get("model_type"),
-            f"{found} means recurrent layers or convolutions over tokens, whose state the cache does not hold",
+            f"{declared} means recurrent layers or convolutions over tokens, whose state the cache does not hold",
         )
 
 

@@ -185,9 +185,9 @@ class ModelBuilder(Builder):
         projection = self.packed(weight, None)
         if self.share is None:
             return PerLayerEmbeddings(table, size**0.5, projection, norm)
-        own = Rank(self.share.rank, self.share.size).part(c.per_layer_size)
+        columns = Rank(self.share.rank, self.share.size).part(c.per_layer_size)
         gathered = GatheredLinear(projection, self.kernels, inputs=False)
-        return PerLayerEmbeddings(table, size**0.5, gathered, norm, (own.start, own.stop))
+        return PerLayerEmbeddings(table, size**0.5, gathered, norm, (columns.start, columns.stop))
 
     def feed_forward(self, mlp: FeedForward, prefix: str) -> MLP | MoE | None:
         """Build a layer's feed-forward; None if the layer has none. If experts run in parallel with
@@ -389,11 +389,11 @@ def load_model(
     misshapen or left over, for contradictions between declaration and tensors, and for invalid
     scales; ConfigError for weights in 4 bits that the kernels do not compute with.
     """
-    found = find_stored(checkpoint, config, scheme)
-    linears = found.linears
-    packed = found.packed
-    require_groups(kernels, found.four, int4)
-    stored: dict[str, Stored] = {**linears, **found.four}
+    matrices = find_stored(checkpoint, config, scheme)
+    linears = matrices.linears
+    packed = matrices.packed
+    require_groups(kernels, matrices.four, int4)
+    stored: dict[str, Stored] = {**linears, **matrices.four}
     if share is not None:
         require_whole_blocks(share, linears)
         stored, packed = present_share(checkpoint, share, stored, packed)
@@ -431,7 +431,7 @@ def require_groups(
             f"int4: the {kernels.name} kernels do not compute with weights in 4 bits with scales of groups; use "
             "--device cpu, or fp8"
         )
-    first = next((one for one in four.values() if isinstance(one, StoredGroups)), None)
+    first = next((groups for groups in four.values() if isinstance(groups, StoredGroups)), None)
     if first is not None:
         raise ConfigError(
             f"{first.module} has weights in 4 bits ({first.four}), with which the {kernels.name} kernels do not "
@@ -472,21 +472,21 @@ def present_share(
     # the head first: it may be a part of the embedding
     for name in sorted(share.pieces, key=lambda name: name != head):
         pieces = share.pieces[name]
-        whole = of_head if name == head else name
-        matrix = stored.get(whole)
+        of_model = of_head if name == head else name
+        matrix = stored.get(of_model)
         if name in packed:
             outputs = pieces[0][-1]
             assert isinstance(outputs, slice)
             experts[name] = packed[name].of_outputs(checkpoint, outputs)
         elif matrix is None:
-            checkpoint.narrow(whole, pieces, name)
-        elif whole != embedding:
+            checkpoint.narrow(of_model, pieces, name)
+        elif of_model != embedding:
             cut[name] = matrix.of_rows(_rows(pieces))
             if isinstance(matrix, StoredLinear):
                 checkpoint.narrow(matrix.weight, pieces)
         else:
             raise ConfigError(
-                f"--tensor-parallel-size {share.size}: {whole} is a quantized embedding, which is not divided over "
+                f"--tensor-parallel-size {share.size}: {of_model} is a quantized embedding, which is not divided over "
                 "ranks yet; omit it"
             )
     return cut, experts

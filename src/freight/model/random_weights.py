@@ -122,17 +122,17 @@ class CutSource:
     def _shapes(self) -> dict[str, Shape]:
         return tensor_shapes(self.share.whole)
 
-    def _cut(self, name: str, whole: Tensor) -> Tensor:
+    def _cut(self, name: str, tensor: Tensor) -> Tensor:
         pieces = self.share.pieces.get(name)
         if pieces is None:
-            return whole
-        return torch.cat([whole[piece] for piece in pieces]).contiguous()
+            return tensor
+        return torch.cat([tensor[piece] for piece in pieces]).contiguous()
 
     def tensor(self, name: str, shape: Shape) -> Tensor:
-        whole = self.source.tensor(name, self._shapes[name])
+        uncut = self.source.tensor(name, self._shapes[name])
         if name == self.share.head[1]:
-            self._shared[name] = whole
-        return self._cut(name, whole)
+            self._shared[name] = uncut
+        return self._cut(name, uncut)
 
     def table(self, name: str, shape: Shape, format: Format) -> Tensor:
         return self._cut(name, self.source.table(name, self._shapes[name], format))
@@ -141,12 +141,12 @@ class CutSource:
         return self._cut(name, self.source.exact(name, self._shapes[name]))
 
     def weight(self, name: str, shape: Shape) -> Weight:
-        whole = self.source.weight(name, self._shapes[name])
-        scale = None if whole.scale is None else self._cut(name, whole.scale)
-        groups = whole.groups
+        uncut = self.source.weight(name, self._shapes[name])
+        scale = None if uncut.scale is None else self._cut(name, uncut.scale)
+        groups = uncut.groups
         if groups is not None:
             groups = replace(groups, scales=self._cut(name, groups.scales))
-        return replace(whole, data=self._cut(name, whole.data), scale=scale, groups=groups)
+        return replace(uncut, data=self._cut(name, uncut.data), scale=scale, groups=groups)
 
     def input_scale(self, name: str) -> float | None:
         return self.source.input_scale(name)
@@ -154,19 +154,19 @@ class CutSource:
     def experts(self, name: str, shape: Shape, pairs: bool) -> Iterator[Weight]:
         ((*_, own),) = self.share.pieces[name]
         assert isinstance(own, slice)
-        for whole in self.source.experts(name, self._shapes[name], pairs):
-            half = len(whole.data) // 2
+        for uncut in self.source.experts(name, self._shapes[name], pairs):
+            half = len(uncut.data) // 2
             parts = [own]
             if pairs:  # all of gate come first here
                 gate = slice(own.start // 2, own.stop // 2)
                 parts = [gate, slice(half + gate.start, half + gate.stop)]
-            scale = whole.scale
-            groups = whole.groups
+            scale = uncut.scale
+            groups = uncut.groups
             if groups is not None:
                 groups = Groups.concat([groups.of_rows(rows) for rows in parts])
             yield replace(
-                whole,
-                data=torch.cat([whole.data[rows] for rows in parts]),
+                uncut,
+                data=torch.cat([uncut.data[rows] for rows in parts]),
                 scale=None if scale is None else torch.cat([scale[rows] for rows in parts]),
                 groups=groups,
             )
@@ -175,8 +175,8 @@ class CutSource:
         head, of_head = self.share.head
         if name == head and of_head in self._shared:
             return Weight(self._cut(name, self._shared.pop(of_head)))
-        whole = self.source.head(name, self._shapes[name])
-        return replace(whole, data=self._cut(name, whole.data))
+        uncut = self.source.head(name, self._shapes[name])
+        return replace(uncut, data=self._cut(name, uncut.data))
 
 
 def random_model(
@@ -202,5 +202,5 @@ def random_model(
     )
     if share is None:
         return build_decoder(config, source, kernels, max_len, device)
-    own = replace(share.model, ropes=config.ropes)
-    return build_decoder(own, CutSource(source, share), kernels, max_len, device, share)
+    rank_config = replace(share.model, ropes=config.ropes)
+    return build_decoder(rank_config, CutSource(source, share), kernels, max_len, device, share)

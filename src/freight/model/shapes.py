@@ -84,9 +84,9 @@ def _layer_shapes(layer: LayerConfig, config: ModelConfig, names: TensorNames) -
     hidden = config.hidden_size
     parts = mixer_parts(layer.mixer, hidden, names)
     projections = {  # name -> outputs, inputs, has a bias
-        module: (rows, one.columns, one.bias)
-        for one in parts.projections.values()
-        for module, rows in zip(one.modules, one.rows, strict=True)
+        module: (rows, projection.columns, projection.bias)
+        for projection in parts.projections.values()
+        for module, rows in zip(projection.modules, projection.rows, strict=True)
     } | _feed_forward(layer.feed_forward, hidden, names)
     if layer.per_layer is not None:
         projections[names.per_layer_gate] = (layer.per_layer.size, hidden, False)
@@ -149,9 +149,9 @@ def _feed_forward(
             names.latent_in: (channels, hidden, False),
             names.latent_out: (hidden, channels, False),
         }
-    one = _dense(mlp.expert, channels, names.expert_gate_up, names.expert_down)
+    expert = _dense(mlp.expert, channels, names.expert_gate_up, names.expert_down)
     for index in range(0 if names.interleaved else mlp.num_experts):
-        experts |= {names.expert.format(index) + name: shape for name, shape in one.items()}
+        experts |= {names.expert.format(index) + name: shape for name, shape in expert.items()}
     if mlp.shared is not None:
         experts |= _dense(mlp.shared, hidden, *shared_names(names))
         if mlp.shared_gate:
@@ -162,8 +162,10 @@ def _feed_forward(
 def _interleaved(mlp: MoEConfig, hidden: int, names: TensorNames) -> dict[str, Shape]:
     """Return the tensors of all experts of a layer, where `TensorNames.interleaved`."""
     shapes: dict[str, Shape] = {}
-    one = _dense(mlp.expert, mlp.expert_channels(hidden), names.expert_gate_up, names.expert_down)
-    for name, (rows, columns, bias) in one.items():
+    expert = _dense(
+        mlp.expert, mlp.expert_channels(hidden), names.expert_gate_up, names.expert_down
+    )
+    for name, (rows, columns, bias) in expert.items():
         shapes[names.expert + name] = (mlp.num_experts, columns, rows)
         if bias:
             shapes[f"{names.expert}{name}_bias"] = (mlp.num_experts, rows)

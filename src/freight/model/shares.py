@@ -69,8 +69,8 @@ def share_of(model: ModelConfig, rank: int, size: int) -> Share:
                 pieces[prefix + name] = cut
         if names.interleaved:
             for name, outputs in _interleaved(layer.feed_forward, names):
-                own = position.part(shapes[prefix + name][-1])
-                pieces[prefix + name] = ((*[slice(None)] * outputs, own),)
+                columns = position.part(shapes[prefix + name][-1])
+                pieces[prefix + name] = ((*[slice(None)] * outputs, columns),)
     for name, cut in pieces.items():
         shapes[name] = narrowed(shapes[name], cut)
     return Share(model, model_of_rank, rank, size, pieces, shapes)
@@ -80,13 +80,13 @@ def _vocabulary(size_of_all: int, rank: int, size: int) -> Pieces:
     """Return the rows of the head of `rank`, as many on each. Where the vocabulary does not divide
     evenly, the last rank has the first rows again, whose logits are dropped.
     """
-    own = -(-size_of_all // size)
-    first = rank * own
-    rows = [slice(first, min(first + own, size_of_all))] if first < size_of_all else []
-    over = min(own, first + own - size_of_all)
+    share = -(-size_of_all // size)
+    first = rank * share
+    rows = [slice(first, min(first + share, size_of_all))] if first < size_of_all else []
+    over = min(share, first + share - size_of_all)
     if over > 0:
         rows.append(slice(0, over))
-    return tuple((one,) for one in rows)
+    return tuple((piece,) for piece in rows)
 
 
 def _layer_pieces(layer: LayerConfig, hidden: int, names: TensorNames, rank: Rank) -> Iterator[Cut]:

@@ -101,8 +101,8 @@ def matrix_bytes(
         _SCALE * -(-rows // _BLOCK) * -(-columns // _BLOCK) if scales is WeightScales.BLOCK else 0
     )
     if layout is Layout.PLAIN:
-        own = 0 if scales is None else blocks or _SCALE * rows
-        return rows * columns * format.bytes + own
+        scale_bytes = 0 if scales is None else blocks or _SCALE * rows
+        return rows * columns * format.bytes + scale_bytes
     unit = 4 // format.bytes  # inputs of 16 rows in 64 bytes
     if layout is Layout.TILES:
         unit = {Format.BFLOAT16: 32, Format.E4M3FN: 32, Format.INT8: 64}.get(format, unit)
@@ -126,14 +126,14 @@ def group_bytes(rows: int, columns: int, four: FourBits, layout: Layout) -> int:
     nvfp4 = four.packing.codes == "NVFP4"  # scales in E4M3, and one per row
     of_group = (1 if nvfp4 else 2) + four.zeros  # scale and zero point
     if layout is Layout.PLAIN:
-        own = _SCALE * rows * nvfp4 + 8 * columns * four.ordered
-        return rows * columns // 2 + rows * columns // size * of_group + own
+        more = _SCALE * rows * nvfp4 + 8 * columns * four.ordered
+        return rows * columns // 2 + rows * columns // size * of_group + more
     # csrc/packed.h: for bands of 32 rows, groups as they are stored, of NVFP4 two together; with
     # tiles so many that they have 128 inputs
     together = _BLOCK if layout is Layout.TILES else 2 * size if nvfp4 else size
     unit = 32 * (together // 2 + together // size * of_group)
-    own = _SCALE * _up(rows, 16) + 4 * columns * four.ordered
-    return -(-rows // 32) * -(-columns // together) * unit + own
+    more = _SCALE * _up(rows, 16) + 4 * columns * four.ordered
+    return -(-rows // 32) * -(-columns // together) * unit + more
 
 
 def loaded_bytes(
@@ -247,7 +247,8 @@ class _Count:
     def mixer(self, prefix: str, mixer: Mixer) -> int:
         parts = mixer_parts(mixer, self.model.hidden_size, self.names)
         size = sum(
-            self.projections(prefix, one.modules, one.bias) for one in parts.projections.values()
+            self.projections(prefix, projection.modules, projection.bias)
+            for projection in parts.projections.values()
         )
         size += sum(count * self.matrix(rows, columns) for count, rows, columns in parts.by_head)
         size += sum(self.matrix(*self.shape(prefix + name)) for name in parts.alone)
@@ -332,10 +333,10 @@ class _Count:
         kinds: list[tuple[object, ...] | None] = []
         blocks = False
         for one, count in zip(schemes, rows, strict=True):
-            held = None if one is None else _held(one, (count, columns))
-            blocks |= held is WeightScales.BLOCK
+            stored = None if one is None else _held(one, (count, columns))
+            blocks |= stored is WeightScales.BLOCK
             kinds.append(
-                None if one is None else (held, one.activations, one.input_limit, one.four)
+                None if one is None else (stored, one.activations, one.input_limit, one.four)
             )
         spanning = blocks and any(count % _BLOCK for count in rows[:-1])
         if len(set(kinds)) == 1 and not spanning:
@@ -406,8 +407,8 @@ def _held(scheme: LinearScheme, shape: tuple[int, int]) -> WeightScales:
     if scheme.scales is not WeightScales.BLOCK or scheme.block is None or scheme.bits == 4:
         return WeightScales.ROW
     tall, wide = scheme.block
-    whole = tall % _BLOCK == 0 and wide % _BLOCK == 0
-    return WeightScales.ROW if not whole and wide >= shape[1] else WeightScales.BLOCK
+    fits_blocks = tall % _BLOCK == 0 and wide % _BLOCK == 0
+    return WeightScales.ROW if not fits_blocks and wide >= shape[1] else WeightScales.BLOCK
 
 
 def _up(count: int, multiple: int) -> int:

@@ -36,8 +36,8 @@ def with_stored_head(checkpoint: Checkpoint, config: ModelConfig) -> ModelConfig
     if not config.tie_word_embeddings or config.foreign is not None:
         return config  # transformers' loading compares the two itself
     names = tensor_names(config)
-    own = untie_stored_head(checkpoint, names.head, names.embedding)
-    return replace(config, tie_word_embeddings=not own)
+    is_untied = untie_stored_head(checkpoint, names.head, names.embedding)
+    return replace(config, tie_word_embeddings=not is_untied)
 
 
 def find_stored(checkpoint: Checkpoint, config: ModelConfig, scheme: Scheme) -> StoredMatrices:

@@ -38,7 +38,7 @@ def weight_bytes(model: LanguageModel) -> WeightBytes:
     tables = []
     for layer in model.layers:
         if isinstance(layer.mixer, Attention | Latent):
-            tables += [(one.cos, one.sin, one.q_factor) for one in layer.mixer.rotaries]
+            tables += [(rotary.cos, rotary.sin, rotary.q_factor) for rotary in layer.mixer.rotaries]
     rope = held_tensors(tuple(tables))
     return WeightBytes(
         layers=sum(size for at, size in inner.items() if at not in outer and at not in rope),

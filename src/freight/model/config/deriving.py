@@ -80,16 +80,16 @@ def step_limits(config: JsonObject) -> tuple[float, float]:
     """Read `Mamba2Config.limits` from `time_step_limit`: two numbers. Infinity may be written as
     transformers' object, or as a number beyond float32. Raises CheckpointError for anything else.
     """
-    given = config.get("time_step_limit") or (0.0, inf)
+    limits = config.get("time_step_limit") or (0.0, inf)
     values = []
-    if isinstance(given, Sequence):
-        values = [inf if one == {"__float__": "Infinity"} else one for one in given]
-    if len(values) == 2 and all(is_number(one) for one in values):
-        low, high = [inf if one > _LARGEST else float(one) for one in values]
+    if isinstance(limits, Sequence):
+        values = [inf if value == {"__float__": "Infinity"} else value for value in limits]
+    if len(values) == 2 and all(is_number(value) for value in values):
+        low, high = [inf if value > _LARGEST else float(value) for value in values]
         if 0 <= low <= high and low < inf:
             return low, high
     raise CheckpointError(
-        f"config.json: time_step_limit = {given!r} must be two numbers, 0 ≤ low ≤ high"
+        f"config.json: time_step_limit = {limits!r} must be two numbers, 0 ≤ low ≤ high"
     )
 
 

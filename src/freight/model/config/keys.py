@@ -113,11 +113,11 @@ def computing_keys() -> frozenset[str]:
     that the rows read.
     """
     lines = Path(__file__).with_name("computing_keys.txt").read_text(encoding="utf-8").splitlines()
-    found = READ | {line for line in lines if not line.startswith("#")}
+    keys = READ | {line for line in lines if not line.startswith("#")}
     for family in FAMILIES.values():
-        found |= family.keys | family.fixed.keys() | family.synonyms.keys() | family.next_token_keys
-        found |= family.moe.keys if family.moe is not None else frozenset()
-    return found
+        keys |= family.keys | family.fixed.keys() | family.synonyms.keys() | family.next_token_keys
+        keys |= family.moe.keys if family.moe is not None else frozenset()
+    return keys
 
 
 def find_family(config: JsonObject) -> tuple[str, Family]:
@@ -135,7 +135,7 @@ def find_family(config: JsonObject) -> tuple[str, Family]:
     refuse_uncompared_architecture(architectures)
     # Spellings vary: the first Llama files have LLaMAForCausalLM, and transformers writes
     # Kimi_K25ForConditionalGeneration
-    known = (str([one]).lower().replace("_", "") for one in (family.architecture, *family.same))
+    known = (str([name]).lower().replace("_", "") for name in (family.architecture, *family.same))
     if str(architectures).lower().replace("_", "") not in known:
         in_parts = (
             family.text_type is not None and not family.flat and not config.get(family.text_key)
@@ -247,7 +247,7 @@ class _Part:
                 f"config.json: {key} = {shortened(value, 80)} decides what a model computes, and Freight does not "
                 f"implement it for model_type {self.model_type}"
             )
-        if all(one in allowed for one in (value if isinstance(value, list) else [value])):
+        if all(item in allowed for item in (value if isinstance(value, list) else [value])):
             return None
         only = f"only {choices(map(repr, allowed))} is" if allowed else "only null is"
         return f"config.json: {key} = {shortened(value, 80)} is not implemented; {only}"
@@ -285,11 +285,11 @@ def _decoder_row(
     text_type = text.get("model_type", family.text_type) if isinstance(text, Mapping) else None
     if not isinstance(text, Mapping) or text_type not in types:
         refuse_mechanisms(config, config.get("model_type"))
-        found = f"{family.text_key} = {shortened(text, 80)}"
+        decoder = f"{family.text_key} = {shortened(text, 80)}"
         if isinstance(text, Mapping):
-            found = f"{family.text_key} of model_type {text_type!r}"
+            decoder = f"{family.text_key} of model_type {text_type!r}"
         raise CheckpointError(
-            f"config.json: {found} with model_type {config.get('model_type')!r} is not implemented; an object of "
+            f"config.json: {decoder} with model_type {config.get('model_type')!r} is not implemented; an object of "
             f"model_type {choices(map(repr, types))} is"
         )
     if text_type == family.text_type:
@@ -304,13 +304,15 @@ def with_defaults(config: JsonObject, family: Family) -> dict[str, Any]:
 
     Raises CheckpointError for two names of one value that differ.
     """
-    given = {key: value for key, value in config.items() if value is not None or key in _NULLABLE}
+    declared = {
+        key: value for key, value in config.items() if value is not None or key in _NULLABLE
+    }
     for name, read in family.synonyms.items():
-        if name in config and name not in given and read in _NULLABLE:
-            given.setdefault(read, None)
-        value = given.pop(name, None)
-        if value is not None and given.setdefault(read, value) != value:
+        if name in config and name not in declared and read in _NULLABLE:
+            declared.setdefault(read, None)
+        value = declared.pop(name, None)
+        if value is not None and declared.setdefault(read, value) != value:
             raise CheckpointError(
-                f"config.json contradicts itself: {name} = {value!r}, but {read} = {given[read]!r}"
+                f"config.json contradicts itself: {name} = {value!r}, but {read} = {declared[read]!r}"
             )
-    return {**family.defaults, **given}
+    return {**family.defaults, **declared}

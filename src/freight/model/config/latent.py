@@ -80,9 +80,9 @@ def _without_share(config: JsonObject, rotated: int, channels: int) -> JsonObjec
     """Return `config` without `partial_rotary_factor`, in a rope or outside. Raises CheckpointError
     unless it equals `rotated` / `channels`.
     """
-    found = dict(config)
+    reduced = dict(config)
     for where in ("", "rope_parameters", "rope_scaling"):
-        part = found.get(where) if where else found
+        part = reduced.get(where) if where else reduced
         if not isinstance(part, Mapping) or part.get(_SHARE) is None:
             continue
         # a thousandth of a channel: the share is a rounded decimal
@@ -91,9 +91,9 @@ def _without_share(config: JsonObject, rotated: int, channels: int) -> JsonObjec
                 f"config.json contradicts itself: {_SHARE} = {part[_SHARE]!r}{f' in {where}' * bool(where)}, but "
                 f"qk_rope_head_dim = {rotated} of the {channels} channels of a head are rotated"
             )
-        kept = {key: value for key, value in part.items() if key != _SHARE}
-        found = {**found, where: kept} if where else kept
-    return found
+        remaining = {key: value for key, value in part.items() if key != _SHARE}
+        reduced = {**reduced, where: remaining} if where else remaining
+    return reduced
 
 
 def refuse_tied(config: JsonObject) -> None:

@@ -35,8 +35,8 @@ class Mechanism:
         """Return the key of `config` that shows this mechanism, None without one."""
         named = next((key for key in self.keys if config.get(key)), None)
         prefixes = () if self.excluded(config) else self.prefixes
-        given = [key for key, value in config.items() if value]
-        begins = next((key for key in given if key.startswith(prefixes)), None)
+        keys = [key for key, value in config.items() if value]
+        begins = next((key for key in keys if key.startswith(prefixes)), None)
         return named or begins or (self.sign(config) if self.sign is not None else None)
 
 
@@ -175,20 +175,20 @@ def missing_mechanisms(config: JsonObject) -> dict[str, str]:
     texts = [("", config)] + [
         (f"{key}: ", config[key]) for key in _TEXTS if isinstance(config.get(key), Mapping)
     ]
-    found: dict[str, str] = {}
+    missing: dict[str, str] = {}
     for where, text in texts:
         for mechanism in MECHANISMS:
             key = mechanism.key_in(text)
             if key is not None:
-                found.setdefault(mechanism.name, f"{where}{key} = {shortened(text.get(key))}")
-    return found
+                missing.setdefault(mechanism.name, f"{where}{key} = {shortened(text.get(key))}")
+    return missing
 
 
 def refuse_mechanisms(config: JsonObject, model_type: object) -> None:
     """Raise CheckpointError for a model that needs a mechanism that Freight does not have."""
-    found = missing_mechanisms(config)
-    if found:
-        listed = "; ".join(f"{name}: {key}" for name, key in found.items())
+    missing = missing_mechanisms(config)
+    if missing:
+        listed = "; ".join(f"{name}: {key}" for name, key in missing.items())
         raise CheckpointError(
             f"config.json: model_type {model_type!r} needs what Freight does not have: {listed}"
         )

@@ -164,12 +164,12 @@ def _one_of(config: JsonObject, keys: tuple[str, ...]) -> str:
     """Return the first of `keys` that has a value in `config`, or keys[0] if none has. Raises
     CheckpointError if their values differ.
     """
-    found = {key: config[key] for key in keys if config.get(key) is not None}
+    declared = {key: config[key] for key in keys if config.get(key) is not None}
     # Compared as texts, because a value may be unhashable, such as a list.
-    if len({str(value) for value in found.values()}) > 1:
-        values = ", ".join(f"{key} = {value!r}" for key, value in found.items())
+    if len({str(value) for value in declared.values()}) > 1:
+        values = ", ".join(f"{key} = {value!r}" for key, value in declared.items())
         raise CheckpointError(f"config.json contradicts itself: {values}")
-    return next(iter(found), keys[0])
+    return next(iter(declared), keys[0])
 
 
 def _shared(

@@ -114,8 +114,8 @@ def sampling_defaults(generation_config: JsonObject | None) -> dict[str, float]:
     `do_sample` is ignored: many files that give a temperature lack it and do not mean greedy.
     """
     names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-    found = {name: (generation_config or {}).get(name) for name in names}
-    return {name: value for name, value in found.items() if value is not None}
+    defaults = {name: (generation_config or {}).get(name) for name in names}
+    return {name: value for name, value in defaults.items() if value is not None}
 
 
 def _prefixes(family: Family, tensors: Collection[str]) -> tuple[str, str]:

@@ -20,14 +20,14 @@ def family_files() -> tuple[str, ...]:
 
 def read_rows(names: Iterable[str]) -> dict[str, Family]:
     """Return the rows of these modules of `families/`, in their order."""
-    found: dict[str, Family] = {}
+    families: dict[str, Family] = {}
     for name in names:
         rows: Mapping[str, Family] = import_module(f"freight.model.config.families.{name}").ROWS
-        assert not found.keys() & rows.keys(), (
+        assert not families.keys() & rows.keys(), (
             f"families/{name}.py has model types that another file has"
         )
-        found |= rows
-    return found
+        families |= rows
+    return families
 
 
 FAMILIES = read_rows(family_files())

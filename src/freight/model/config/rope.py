@@ -200,11 +200,11 @@ def _parse(
         {PROPORTIONAL: frozenset[str]()} if RopeForm.PROPORTIONAL in family.ropes else {}
     )
     if kinds or kind not in required:
-        found = repr(kind)
+        declared = repr(kind)
         if kinds:
-            found = f"type {rope['type']!r} and rope_type {rope['rope_type']!r}"
+            declared = f"type {rope['type']!r} and rope_type {rope['rope_type']!r}"
         raise CheckpointError(
-            f"config.json: {where} of {found} is not implemented; {choices(required)} are"
+            f"config.json: {where} of {declared} is not implemented; {choices(required)} are"
         )
     allowed = required[kind] | _OPTIONAL.get(kind, frozenset())
     if RopeForm.QUERY_SCALING in family.ropes:
@@ -271,12 +271,12 @@ _FACTORS = ("short_factor", "long_factor")
 
 def _factors(where: str, values: dict[str, Any], key: str, rotary_dim: int) -> tuple[float, ...]:
     """Remove the divisors of frequencies from `values` and return them, [rotary_dim / 2]."""
-    found = values.pop(key, None)
-    if not isinstance(found, list) or len(found) != rotary_dim // 2:
+    factors = values.pop(key, None)
+    if not isinstance(factors, list) or len(factors) != rotary_dim // 2:
         raise CheckpointError(
-            f"config.json: {key} = {found!r} in {where} must be a list of {rotary_dim // 2} numbers"
+            f"config.json: {key} = {factors!r} in {where} must be a list of {rotary_dim // 2} numbers"
         )
-    return tuple(number({key: value}, key) for value in found)
+    return tuple(number({key: value}, key) for value in factors)
 
 
 def _value(where: str, values: JsonObject, key: str) -> float | bool:

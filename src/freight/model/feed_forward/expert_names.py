@@ -72,15 +72,18 @@ def present_written(checkpoint: Checkpoint, config: ModelConfig) -> None:
     shapes = tensor_shapes(config) if names.also else {}
     for index in range(config.num_layers) if names.also else ():
         prefix = names.layer.format(index)
-        for written, own in names.also:
-            if f"{prefix}{own}.weight" not in shapes or f"{prefix}{own}.weight" in checkpoint.names:
+        for written, native in names.also:
+            if (
+                f"{prefix}{native}.weight" not in shapes
+                or f"{prefix}{native}.weight" in checkpoint.names
+            ):
                 continue
             module = prefix + written
             for stored in sorted(
                 name for name in checkpoint.names if name.rpartition(".")[0] == module
             ):
                 checkpoint.divide(
-                    stored, {f"{prefix}{own}.{stored.rpartition('.')[2]}": ((), module)}
+                    stored, {f"{prefix}{native}.{stored.rpartition('.')[2]}": ((), module)}
                 )
 
 
@@ -88,15 +91,15 @@ def as_stored(config: ModelConfig, tensors: Collection[str]) -> ModelConfig:
     """Return `config` for a checkpoint that has `tensors`: with a layer's experts in one tensor, or
     as separate matrices.
     """
-    apart = replace(config, separate_experts=True)
+    separate_config = replace(config, separate_experts=True)
     if not tensor_names(config).interleaved:
         return config
-    names = tensor_names(apart)
+    names = tensor_names(separate_config)
     first = (
         names.layer.format(index) + names.expert.format(0) for index in range(config.num_layers)
     )
-    found = any(f"{prefix}{names.expert_down}.weight" in tensors for prefix in first)
-    return apart if found else config
+    is_separate = any(f"{prefix}{names.expert_down}.weight" in tensors for prefix in first)
+    return separate_config if is_separate else config
 
 
 def separate(checkpoint: Checkpoint, config: ModelConfig) -> ModelConfig:
@@ -107,28 +110,28 @@ def separate(checkpoint: Checkpoint, config: ModelConfig) -> ModelConfig:
     """
     assert tensor_names(config).interleaved
     stored = tensor_names(config)
-    apart = replace(config, separate_experts=True)
-    own = tensor_names(apart)
+    separate_config = replace(config, separate_experts=True)
+    own_names = tensor_names(separate_config)
     for index, layer in enumerate(config.layers):
         assert isinstance(layer.feed_forward, MoEConfig)
         prefix = stored.layer.format(index)
-        for whole, modules in (
-            (stored.expert_gate_up[0], own.expert_gate_up),
-            (stored.expert_down, (own.expert_down,)),
+        for fused, modules in (
+            (stored.expert_gate_up[0], own_names.expert_gate_up),
+            (stored.expert_down, (own_names.expert_down,)),
         ):
             weights: dict[str, tuple[Index, str]] = {}
             biases: dict[str, tuple[Index, str]] = {}
             for expert in range(layer.feed_forward.num_experts):
                 for number, part in enumerate(modules):
-                    module = prefix + own.expert.format(expert) + part
-                    every = slice(number, None, len(modules)) if len(modules) > 1 else slice(None)
-                    weights[f"{module}.weight"] = (expert, slice(None), every), module
-                    biases[f"{module}.bias"] = (expert, every), module
-            name = prefix + stored.expert + whole
+                    module = prefix + own_names.expert.format(expert) + part
+                    columns = slice(number, None, len(modules)) if len(modules) > 1 else slice(None)
+                    weights[f"{module}.weight"] = (expert, slice(None), columns), module
+                    biases[f"{module}.bias"] = (expert, columns), module
+            name = prefix + stored.expert + fused
             checkpoint.divide(name, weights, turned=True)
             if layer.feed_forward.bias:
                 checkpoint.divide(f"{name}_bias", biases)
-    return apart
+    return separate_config
 
 
 def _rename(checkpoint: Checkpoint, prefix: str, moe: MoEConfig, names: TensorNames) -> None:
@@ -141,9 +144,11 @@ def _rename(checkpoint: Checkpoint, prefix: str, moe: MoEConfig, names: TensorNa
     halfway = replace(common, expert=names.expert)
     modules = {common.router: names.router}
     for expert in range(moe.num_experts):
-        for others in (common, halfway):
-            modules |= dict(zip(_modules(others, expert), _modules(names, expert), strict=True))
-    other = {prefix + its: prefix + own for its, own in modules.items() if its != own}
+        for source_names in (common, halfway):
+            modules |= dict(
+                zip(_modules(source_names, expert), _modules(names, expert), strict=True)
+            )
+    other = {prefix + its: prefix + native for its, native in modules.items() if its != native}
     for stored in sorted(checkpoint.names) if other else ():
         module, _, suffix = stored.rpartition(".")
         if module in other:
@@ -190,19 +195,19 @@ def _stacked(
     common = _common(names)
     modules: list[list[tuple[str, str]]] = []  # of each expert, in the order of `_modules`
     for expert in range(moe.num_experts):
-        own = [prefix + name for name in _modules(names, expert)]
+        natives = [prefix + name for name in _modules(names, expert)]
         its = [prefix + name for name in _modules(common, expert)]
-        modules.append(list(zip(own, its, strict=True)))
+        modules.append(list(zip(natives, its, strict=True)))
     *before, down = [prefix + name for name in names.stacked]
     width = moe.intermediate_size
     each = len(moe.up_sizes) // len(before)  # modules of a tensor
-    found = []
+    stacks = []
     for at, name in enumerate(before):
         part = slice(at * each, (at + 1) * each)
         of_experts = tuple(tuple(of_expert[part]) for of_expert in modules)
-        found.append(_Stacked(name, width, channels, of_experts))
+        stacks.append(_Stacked(name, width, channels, of_experts))
     last = tuple((of_expert[-1],) for of_expert in modules)
-    return *found, _Stacked(down, channels, width, last)
+    return *stacks, _Stacked(down, channels, width, last)
 
 
 def _is_turned(checkpoint: Checkpoint, stacked: _Stacked) -> bool:
@@ -243,12 +248,12 @@ def _divide(checkpoint: Checkpoint, stacked: _Stacked, scheme: Scheme, turned: b
         bands = _bands(checkpoint, name, shape, kind, stacked, declared)
         parts: dict[str, tuple[Index, str]] = {}
         for expert, modules in enumerate(stacked.modules):
-            for number, (own, common) in enumerate(modules):
+            for number, (native, common) in enumerate(modules):
                 index: Index = () if len(shape) == 0 or shape == (1,) else (expert,)
                 if index and bands:
                     rows = slice(number * bands, (number + 1) * bands)
                     index = (expert, slice(None), rows) if exchanged else (expert, rows)
-                parts[f"{own}.{kind}"] = index, common
+                parts[f"{native}.{kind}"] = index, common
         checkpoint.divide(name, parts, exchanged)
 
 

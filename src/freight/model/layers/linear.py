@@ -74,10 +74,10 @@ class GatheredLinear:
         inputs, or with `inputs` False all of them.
         """
         linear = self.linear
-        whole = not self.inputs
+        takes_all = not self.inputs
         if isinstance(linear, Linear) and linear.input_limit is None:
-            return self.kernels.shared_linear(x, linear.weight, linear.bias, whole)
-        return self.kernels.gather(linear(x if whole else self.kernels.gather(as_tensor(x))))
+            return self.kernels.shared_linear(x, linear.weight, linear.bias, takes_all)
+        return self.kernels.gather(linear(x if takes_all else self.kernels.gather(as_tensor(x))))
 
 
 Projection = Linear | UnmergedLinear | GatheredLinear

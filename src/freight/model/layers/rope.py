@@ -67,10 +67,10 @@ def cos_and_sin(angles: Tensor) -> tuple[Tensor, Tensor]:
     such call on two threads gave other last bits in one process of ten (torch 2.13), and with them
     every result of that process.
     """
-    found = np.empty((2, *angles.shape), np.float32)
-    for function, out in zip((np.cos, np.sin), found, strict=True):
+    tables = np.empty((2, *angles.shape), np.float32)
+    for function, out in zip((np.cos, np.sin), tables, strict=True):
         function(angles.numpy(), out=out, dtype=np.float64, casting="unsafe")
-    cos, sin = torch.from_numpy(found)
+    cos, sin = torch.from_numpy(tables)
     return cos, sin
 
 
@@ -162,8 +162,10 @@ def _yarn(inverse: Tensor, config: RopeConfig, rotary_dim: int) -> tuple[Tensor,
     ramp = (
         (torch.arange(rotary_dim // 2, dtype=torch.float32, device="cpu") - low) / (high - low)
     ).clamp(0, 1)
-    kept = 1 - ramp  # 1: extrapolate (keep the frequency), 0: interpolate (divide it)
-    return inverse / factor * (1 - kept) + inverse * kept, yarn_attention_factor(config)
+    extrapolated = 1 - ramp  # 1: extrapolate (keep the frequency), 0: interpolate (divide it)
+    return inverse / factor * (1 - extrapolated) + inverse * extrapolated, yarn_attention_factor(
+        config
+    )
 
 
 def yarn_attention_factor(config: RopeConfig) -> float:

@@ -26,14 +26,14 @@ class Rank(NamedTuple):
     def part(self, count: int) -> slice:
         """Return its elements among `count`, which the ranks share evenly."""
         assert count % self.size == 0
-        own = count // self.size
-        return slice(self.number * own, (self.number + 1) * own)
+        share = count // self.size
+        return slice(self.number * share, (self.number + 1) * share)
 
     def kv_part(self, num_kv_heads: int) -> slice:
         """Return its KV heads: those that its query heads attend to."""
-        own = max(1, num_kv_heads // self.size)
+        share = max(1, num_kv_heads // self.size)
         first = self.number * num_kv_heads // self.size
-        return slice(first, first + own)
+        return slice(first, first + share)
 
 
 class CacheShare(NamedTuple):

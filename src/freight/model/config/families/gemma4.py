@@ -81,18 +81,18 @@ def _with_shared(config: JsonObject, mixers: Sequence[AttentionConfig]) -> list[
     before them of their kind, with a window or without.
     """
     first = len(mixers) - integer(config, "num_kv_shared_layers", 0, least=0)
-    found = list(mixers[: max(first, 0)])
-    for index, mixer in list(enumerate(mixers))[len(found) :]:
+    shared = list(mixers[: max(first, 0)])
+    for index, mixer in list(enumerate(mixers))[len(shared) :]:
         sources = [
-            at for at in range(len(found)) if at < first and mixers[at].window == mixer.window
+            at for at in range(len(shared)) if at < first and mixers[at].window == mixer.window
         ]
         if not sources or mixers[sources[-1]].qkv_sizes[1:] != mixer.qkv_sizes[1:]:
             raise CheckpointError(
                 f"config.json: num_kv_shared_layers = {config['num_kv_shared_layers']}: layer {index} could read no "
                 "keys and values: no layer before it has the same window and heads"
             )
-        found.append(replace(mixer, kv_from=sources[-1], v_norm=False, k_eq_v=False))
-    return found
+        shared.append(replace(mixer, kv_from=sources[-1], v_norm=False, k_eq_v=False))
+    return shared
 
 
 def _with_heads(config: JsonObject, mixers: Sequence[AttentionConfig]) -> list[AttentionConfig]:
@@ -121,24 +121,26 @@ def _with_heads(config: JsonObject, mixers: Sequence[AttentionConfig]) -> list[A
             f"{' or '.join(_PER_LAYER)} and no other key"
         )
     by_index = {int(key): keys for key, keys in by_layer.items()}  # transformers writes "05"
-    found = []
+    with_heads = []
     for index, mixer in enumerate(mixers):
         keys = by_index.get(index, {})
         head_dim = even_head_dim(keys, mixer.k_dim)
         kv_heads = integer(keys, "num_key_value_heads", mixer.num_kv_heads)
         require_multiple(mixer.num_heads, kv_heads, f"num_key_value_heads of layer {index}")
         k_eq_v = same and mixer.window is None
-        found.append(
+        with_heads.append(
             replace(mixer, num_kv_heads=kv_heads, k_dim=head_dim, v_dim=head_dim, k_eq_v=k_eq_v)
         )
     for windowed in (False, True):
-        sizes = sorted({mixer.k_dim for mixer in found if (mixer.window is not None) is windowed})
+        sizes = sorted(
+            {mixer.k_dim for mixer in with_heads if (mixer.window is not None) is windowed}
+        )
         if len(sizes) > 1:
             raise CheckpointError(
                 f"config.json: per_layer_config = {by_layer!r}: layers {'with' if windowed else 'without'} a window "
                 f"have heads of {choices(map(str, sizes))} values; one rope for all of them needs one size"
             )
-    return found
+    return with_heads
 
 
 _PER_LAYER = ("head_dim", "num_key_value_heads")  # keys in `per_layer_config`

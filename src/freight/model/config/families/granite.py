@@ -48,12 +48,12 @@ def _translate_hybrid(config: JsonObject) -> JsonObject:
     """Fill in the defaults: without `layer_types` every layer has a state; without experts the
     shared one is the feed-forward.
     """
-    found = dict(config)
+    translated = dict(config)
     if not config.get("layer_types"):
-        found["layer_types"] = [_STATEFUL[0]] * integer(config, "num_hidden_layers")
+        translated["layer_types"] = [_STATEFUL[0]] * integer(config, "num_hidden_layers")
     if not has_experts(config, _HYBRID_MOE):
-        found["intermediate_size"] = integer(config, "shared_intermediate_size")
-    return found
+        translated["intermediate_size"] = integer(config, "shared_intermediate_size")
+    return translated
 
 
 def _derive_hybrid(config: JsonObject, model: ModelConfig) -> ModelConfig:

@@ -44,8 +44,8 @@ def _one_for_all(config: JsonObject, key: str) -> int | None:
         raise CheckpointError(
             f"config.json: {key} = {value!r}: layers that differ in it are not implemented"
         )
-    found: int | None = values[0]
-    return found
+    common: int | None = values[0]
+    return common
 
 
 def _of_experts(config: JsonObject) -> JsonObject:

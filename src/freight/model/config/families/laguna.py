@@ -26,12 +26,12 @@ def _derive(config: JsonObject, model: ModelConfig) -> ModelConfig:
 
 def _gated_by_head(config: JsonObject) -> bool:
     """Return whether all channels of a head have one factor."""
-    given = config.get("gating")
-    if given is not True and given not in ("per-head", "per-element"):
+    gating = config.get("gating")
+    if gating is not True and gating not in ("per-head", "per-element"):
         raise CheckpointError(
-            f"config.json: gating = {given!r} is not implemented; true, 'per-head' and 'per-element' are"
+            f"config.json: gating = {gating!r} is not implemented; true, 'per-head' and 'per-element' are"
         )
-    return given != "per-element"
+    return gating != "per-element"
 
 
 def _with_heads(config: JsonObject, mixers: Sequence[AttentionConfig]) -> Sequence[AttentionConfig]:

@@ -31,21 +31,21 @@ def _layer_types(config: JsonObject) -> Any:
     """Return `layer_types`, or the kinds from `full_attn_idxs`, the layers with attention. Without
     either all layers attend.
     """
-    given = config.get("layer_types")
+    declared = config.get("layer_types")
     indices = config.get("full_attn_idxs")
     count = integer(config, "num_hidden_layers")
     if indices is None:
-        return given or ["full_attention"] * count
+        return declared or ["full_attention"] * count
     if not isinstance(indices, list) or not all(
-        type(one) is int and 0 <= one < count for one in indices
+        type(layer) is int and 0 <= layer < count for layer in indices
     ):
         raise CheckpointError(
             f"config.json: full_attn_idxs = {indices!r} must be a list of layers below num_hidden_layers = {count}"
         )
     types = ["full_attention" if index in indices else _CONV for index in range(count)]
-    if given and given != types:
+    if declared and declared != types:
         raise CheckpointError(
-            f"config.json contradicts itself: layer_types = {given!r}, but full_attn_idxs = {indices!r}"
+            f"config.json contradicts itself: layer_types = {declared!r}, but full_attn_idxs = {indices!r}"
         )
     return types
 

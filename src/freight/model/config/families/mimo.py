@@ -27,16 +27,16 @@ def _translate(config: JsonObject) -> JsonObject:
     `sliding_window_size` tokens before it, so the window is one more.
     """
     num_layers = integer(config, "num_hidden_layers")
-    found = dict(config)
+    translated = dict(config)
     if config.get("sliding_window_size") is not None:
-        found["sliding_window"] = integer(config, "sliding_window_size") + 1
+        translated["sliding_window"] = integer(config, "sliding_window_size") + 1
     kinds = _by_layer(config, "hybrid_layer_pattern", ("full_attention", "sliding_attention"))
     default = [
         "sliding_attention" if i and (i + 1) % 6 else "full_attention" for i in range(num_layers)
     ]
-    found["layer_types"] = config.get("layer_types") or kinds or default
+    translated["layer_types"] = config.get("layer_types") or kinds or default
     sparse = _by_layer(config, "moe_layer_freq", ("dense", "sparse"))
-    found["mlp_layer_types"] = (
+    translated["mlp_layer_types"] = (
         config.get("mlp_layer_types") or sparse or ["dense", *["sparse"] * (num_layers - 1)]
     )
     if not config.get("rope_parameters"):
@@ -44,11 +44,11 @@ def _translate(config: JsonObject) -> JsonObject:
             "rope_type": "default",
             "partial_rotary_factor": number(config, "partial_rotary_factor", _SHARE),
         }
-        found["rope_parameters"] = {
+        translated["rope_parameters"] = {
             "full_attention": {**share, "rope_theta": number(config, "rope_theta", 5e6)},
             "sliding_attention": {**share, "rope_theta": number(config, "swa_rope_theta", 1e4)},
         }
-    return found
+    return translated
 
 
 def _by_layer(config: JsonObject, key: str, names: tuple[str, str]) -> list[str] | None:
@@ -57,10 +57,10 @@ def _by_layer(config: JsonObject, key: str, names: tuple[str, str]) -> list[str]
     if pattern is None:
         return None
     if not isinstance(pattern, list) or not all(
-        type(one) is int and one in (0, 1) for one in pattern
+        type(flag) is int and flag in (0, 1) for flag in pattern
     ):
         raise CheckpointError(f"config.json: {key} = {pattern!r} must be a list of 0 and 1")
-    return [names[one] for one in pattern]
+    return [names[flag] for flag in pattern]
 
 
 def _derive(config: JsonObject, model: ModelConfig) -> ModelConfig:

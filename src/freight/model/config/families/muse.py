@@ -32,21 +32,21 @@ def _rotates(config: JsonObject, num_layers: int) -> list[bool]:
     fourth from the last.
     """
     key = "layer_rope_theta"
-    found = config.get(key)
-    if found is None:
+    bases = config.get(key)
+    if bases is None:
         return [(num_layers - 1 - index) % 4 != 0 for index in range(num_layers)]
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     theta = rope.get("rope_theta", config.get("rope_theta", _THETA))
     if (
-        not isinstance(found, list)
-        or len(found) != num_layers
-        or any(one not in (0, theta) for one in found)
+        not isinstance(bases, list)
+        or len(bases) != num_layers
+        or any(base not in (0, theta) for base in bases)
     ):
         raise CheckpointError(
-            f"config.json: {key} = {found!r} must be a list of num_hidden_layers = {num_layers} entries, each 0 or "
+            f"config.json: {key} = {bases!r} must be a list of num_hidden_layers = {num_layers} entries, each 0 or "
             f"rope_theta = {theta!r}; layers with ropes of their own are not implemented"
         )
-    return [one != 0 for one in found]
+    return [base != 0 for base in bases]
 
 
 def _derive(config: JsonObject, model: ModelConfig) -> ModelConfig:

@@ -37,7 +37,7 @@ def _translate(config: JsonObject) -> JsonObject:
     pattern = config.get("hybrid_override_pattern")
     if listed is None and pattern is None:
         listed = list(_LETTERS.values())
-    found = [
+    all_kinds = [
         _kinds(key, value, form, known)
         for key, value, form, known in (
             ("layers_block_type", listed, list, _WORDS),
@@ -45,8 +45,8 @@ def _translate(config: JsonObject) -> JsonObject:
         )
         if value is not None
     ]
-    kinds = found[0]
-    if kinds != found[-1]:
+    kinds = all_kinds[0]
+    if kinds != all_kinds[-1]:
         raise CheckpointError(
             f"config.json contradicts itself: layers_block_type = {listed!r}, but hybrid_override_pattern = {pattern!r}"
         )
@@ -64,12 +64,12 @@ def _kinds(key: str, value: Any, form: type[Sequence[Any]], known: Mapping[str, 
     if (
         not isinstance(value, form)
         or not value
-        or not all(isinstance(one, str) and one in known for one in value)
+        or not all(isinstance(letter, str) and letter in known for letter in value)
     ):
         raise CheckpointError(
             f"config.json: {key} = {value!r} is not implemented; layers of {choices(known)} are"
         )
-    return [known[one] for one in value]
+    return [known[letter] for letter in value]
 
 
 def _derive(config: JsonObject, model: ModelConfig) -> ModelConfig:

@@ -30,15 +30,15 @@ def _rotated(config: JsonObject, num_layers: int) -> list[bool]:
     every n-th.
     """
     interval = integer(config, "no_rope_layer_interval")
-    found = config.get("no_rope_layers") or [
+    flags = config.get("no_rope_layers") or [
         int((i + 1) % interval != 0) for i in range(num_layers)
     ]
-    if not isinstance(found, list) or len(found) != num_layers or not set(found) <= {0, 1}:
+    if not isinstance(flags, list) or len(flags) != num_layers or not set(flags) <= {0, 1}:
         raise CheckpointError(
-            f"config.json: no_rope_layers = {found!r} must be a list of num_hidden_layers = {num_layers} entries, each "
+            f"config.json: no_rope_layers = {flags!r} must be a list of num_hidden_layers = {num_layers} entries, each "
             "0 or 1"
         )
-    return [one == 1 for one in found]
+    return [flag == 1 for flag in flags]
 
 
 ROWS = {

@@ -30,24 +30,28 @@ def _translate(config: JsonObject) -> JsonObject:
     """Translate the hub's lists, one entry per layer, to transformers' keys by kind of layer."""
     num_layers = integer(config, "num_hidden_layers")
     padded = num_layers + integer(config, "num_nextn_predict_layers", 0, least=0)
-    found = dict(config)
+    translated = dict(config)
     for key in sorted(_BY_LAYER & config.keys()):
         value = config[key]
         if isinstance(value, list) and len(value) not in (num_layers, padded):
             raise CheckpointError(
                 f"config.json contradicts itself: {key} has {len(value)} entries, num_hidden_layers = {num_layers}"
             )
-        found[key] = value[:num_layers] if isinstance(value, list) else value
-    found["layer_types"] = found.get("layer_types") or ["full_attention"] * num_layers
-    found["mlp_layer_types"] = found.get("mlp_layer_types") or _mlp_types(config, num_layers)
+        translated[key] = value[:num_layers] if isinstance(value, list) else value
+    translated["layer_types"] = translated.get("layer_types") or ["full_attention"] * num_layers
+    translated["mlp_layer_types"] = translated.get("mlp_layer_types") or _mlp_types(
+        config, num_layers
+    )
     by_kind = config.get("rope_parameters") or {}
     if not (isinstance(by_kind, Mapping) and any(kind in by_kind for kind in _KINDS)):
-        found["rope_parameters"] = {
-            kind: _rope(found, kind) for kind in _KINDS if kind in found["layer_types"]
+        translated["rope_parameters"] = {
+            kind: _rope(translated, kind) for kind in _KINDS if kind in translated["layer_types"]
         }
-        if found.get("rope_scaling") and "full_attention" in found["rope_parameters"]:
-            found["rope_parameters"]["full_attention"] |= found["rope_scaling"]
-    return {key: value for key, value in found.items() if key not in ("rope_theta", "rope_scaling")}
+        if translated.get("rope_scaling") and "full_attention" in translated["rope_parameters"]:
+            translated["rope_parameters"]["full_attention"] |= translated["rope_scaling"]
+    return {
+        key: value for key, value in translated.items() if key not in ("rope_theta", "rope_scaling")
+    }
 
 
 def _rope(config: JsonObject, kind: str) -> dict[str, Any]:
@@ -61,11 +65,11 @@ def _rope(config: JsonObject, kind: str) -> dict[str, Any]:
         value = config.get(key)
         if isinstance(value, list):
             of_kind = [
-                one
-                for one, other in zip(value, config["layer_types"], strict=True)
+                entry
+                for entry, other in zip(value, config["layer_types"], strict=True)
                 if other == kind
             ]
-            if any(one != of_kind[0] for one in of_kind):
+            if any(entry != of_kind[0] for entry in of_kind):
                 raise CheckpointError(
                     f"config.json: {key} = {value!r} differs among layers of {kind}"
                 )
@@ -77,16 +81,16 @@ def _rope(config: JsonObject, kind: str) -> dict[str, Any]:
 
 def _mlp_types(config: JsonObject, num_layers: int) -> list[str]:
     """Translate `moe_layers_enum`, the layers with experts: numbers, or text with commas."""
-    given = config.get("moe_layers_enum")
-    if given is None:
+    declared = config.get("moe_layers_enum")
+    if declared is None:
         sparse = set(range(_FIRST_SPARSE, num_layers))
     else:
-        items = given.split(",") if isinstance(given, str) else given
+        items = declared.split(",") if isinstance(declared, str) else declared
         if not isinstance(items, list | tuple) or not all(
-            str(one).strip().isdecimal() for one in items if one != ""
+            str(number).strip().isdecimal() for number in items if number != ""
         ):
-            raise CheckpointError(f"config.json: moe_layers_enum = {given!r} must list layers")
-        sparse = {int(one) for one in items if one != ""}
+            raise CheckpointError(f"config.json: moe_layers_enum = {declared!r} must list layers")
+        sparse = {int(number) for number in items if number != ""}
     return ["sparse" if index in sparse else "dense" for index in range(num_layers)]
 
 
@@ -150,8 +154,8 @@ def _check_per_layer(config: JsonObject, model: ModelConfig, heads: int) -> None
     """Raise CheckpointError for a `per_layer_config` that says anything but the heads of layers
     with a window.
     """
-    given = config.get("per_layer_config")
-    if given is None:
+    declared = config.get("per_layer_config")
+    if declared is None:
         return
     usual = model.attention[0].num_heads
     expected = {
@@ -159,11 +163,11 @@ def _check_per_layer(config: JsonObject, model: ModelConfig, heads: int) -> None
         for index, mixer in model.attention.items()
         if mixer.window is not None
     }
-    read = isinstance(given, Mapping) and all(str(key).isdecimal() for key in given)
-    found = {int(key): value for key, value in given.items()} if read else given
-    if found != expected and not (found == {} and heads == usual):
+    read = isinstance(declared, Mapping) and all(str(key).isdecimal() for key in declared)
+    by_layer = {int(key): value for key, value in declared.items()} if read else declared
+    if by_layer != expected and not (by_layer == {} and heads == usual):
         raise CheckpointError(
-            f"config.json: per_layer_config = {given!r} is not implemented with num_sliding_attention_heads = "
+            f"config.json: per_layer_config = {declared!r} is not implemented with num_sliding_attention_heads = "
             f"{heads}; {expected!r} is"
         )
 

@@ -185,12 +185,12 @@ class AttentionConfig(PagedMixer):
         """Return the tensors and modules of a layer."""
         names = all_names.of(AttentionNames)
         gate = self.output_gate
-        kept: dict[str, tuple[int, int]] = {}
-        whole: dict[str, tuple[int, ...]] = {}
+        unquantized: dict[str, tuple[int, int]] = {}
+        by_head: dict[str, tuple[int, ...]] = {}
         if gate is not None and gate.in_q:
-            whole = {names.qkv[0]: (self.k_dim,)}
+            by_head = {names.qkv[0]: (self.k_dim,)}
         elif gate is not None:
-            kept = {names.output_gate: (self.output_gate_size, hidden_size)}
+            unquantized = {names.output_gate: (self.output_gate_size, hidden_size)}
         inputs = self.num_heads * self.v_dim
         return MixerParts(
             module=names.qkv[0].rpartition(".")[0],
@@ -200,12 +200,12 @@ class AttentionConfig(PagedMixer):
                 ),
                 "o": Projected((names.o,), (hidden_size,), inputs, self.o_bias),
             },
-            kept=kept,
+            kept=unquantized,
             norms=self._norms(names),
             exact={names.sinks: (self.num_heads,)} if self.sinks else {},
             made=self._made,
             factors=0 if self.v_factor is None else sum(self.factor_groups),
-            whole=whole,
+            whole=by_head,
         )
 
     def _norms(self, names: AttentionNames) -> dict[str, int]:

@@ -76,9 +76,9 @@ class DeltaNetConfig(StateMixer):
         names = all_names.of(DeltaNetNames)
         values = self.heads * self.v_dim
         of_heads = self.heads if len(names.ba) > 1 else 2 * self.heads
-        whole = {}
+        by_head = {}
         if len(names.qkvz) == 1:
-            whole = {names.qkvz[0]: (self.k_dim, values // self.key_heads)}
+            by_head = {names.qkvz[0]: (self.k_dim, values // self.key_heads)}
         return MixerParts(
             module=names.out.rpartition(".")[0],
             projections={
@@ -86,7 +86,7 @@ class DeltaNetConfig(StateMixer):
                 "out": Projected((names.out,), (hidden_size,), values),
             },
             kept=dict.fromkeys(names.ba, (of_heads, hidden_size)),
-            whole=whole,
+            whole=by_head,
             exact={names.a_log: (self.heads,), names.dt_bias: (self.heads,)},
             plain={
                 names.conv: (self.channels, 1, self.width),
@@ -149,16 +149,16 @@ class DeltaNetConfig(StateMixer):
 
 
 def _by_key_head(
-    key_heads: slice, heads: slice, each: int, own: int, of_head: int
+    key_heads: slice, heads: slice, each: int, key_rows: int, of_head: int
 ) -> Sequence[slice]:
     """Return the rows of `key_heads` and `heads` where a key head has `own` rows, then twice the
     rows of its `each` heads, which have `of_head`.
     """
     side = each * of_head
-    block = own + 2 * side
+    block = key_rows + 2 * side
     if heads.start == key_heads.start * each and heads.stop == key_heads.stop * each:
         return [scaled(key_heads, block)]
     first = key_heads.start * block  # of the only one, whose heads several ranks share
-    of_heads = moved(scaled(heads, of_head), first + own - key_heads.start * side)
-    owned = [slice(first, first + own)] if own else []
+    of_heads = moved(scaled(heads, of_head), first + key_rows - key_heads.start * side)
+    owned = [slice(first, first + key_rows)] if key_rows else []
     return [*owned, of_heads, moved(of_heads, side)]

@@ -83,7 +83,7 @@ class KimiDeltaConfig(StateMixer):
         names = all_names.of(KimiDeltaNames)
         size = self.size
         rank = self.rank
-        kept = {
+        unquantized = {
             names.decay[0]: (rank or size, hidden_size),
             names.beta: (self.heads, hidden_size),
         }
@@ -94,15 +94,15 @@ class KimiDeltaConfig(StateMixer):
             first += names.output_gate
         else:
             alone = (names.decay[1], names.output_gate[1])
-            kept[names.output_gate[0]] = (rank, hidden_size)
-            kept |= dict.fromkeys(alone, (size, rank))
+            unquantized[names.output_gate[0]] = (rank, hidden_size)
+            unquantized |= dict.fromkeys(alone, (size, rank))
         return MixerParts(
             module=names.out.rpartition(".")[0],
             projections={
                 "first": Projected(first, (size,) * len(first), hidden_size),
                 "out": Projected((names.out,), (hidden_size,), size),
             },
-            kept=kept,
+            kept=unquantized,
             alone=alone,
             exact={
                 names.a_log: (1, 1, self.heads, 1) if names.wide else (self.heads,),

@@ -117,13 +117,13 @@ class LatentConfig(PagedMixer):
             norms[names.q_norm] = first
         projections["o"] = Projected((names.o,), (hidden_size,), heads * self.head_size)
         norms[names.kv_norm] = self.latent
-        kept = {names.kv_b: (heads * (self.nope + self.head_size), self.latent)}
+        unquantized = {names.kv_b: (heads * (self.nope + self.head_size), self.latent)}
         if self.output_gate:
-            kept[names.output_gate] = (heads, hidden_size)
+            unquantized[names.output_gate] = (heads, hidden_size)
         return MixerParts(
             module=names.o.rpartition(".")[0],
             projections=projections,
-            kept=kept,
+            kept=unquantized,
             cut=names.kv_b,
             by_head=((heads, self.latent, self.nope), (heads, self.head_size, self.latent)),
             norms=norms,
