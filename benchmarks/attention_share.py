@@ -123,8 +123,8 @@ def main() -> None:
     def repeated(length: int) -> Run:
         prompts = [random_prompt(length, model.vocab_size, numbers) for _ in range(asked.repeats)]
         runs = [run(engine, clock, prompt) for prompt in prompts]
-        middle = sorted(runs, key=lambda one: one.prefill)[len(runs) // 2]
-        return Run(middle.prefill, middle.shares, statistics.median(one.step for one in runs))
+        middle = sorted(runs, key=lambda item: item.prefill)[len(runs) // 2]
+        return Run(middle.prefill, middle.shares, statistics.median(item.step for item in runs))
 
     repeated(SHORT)  # warms up
     base = repeated(SHORT).step
@@ -144,14 +144,14 @@ def main() -> None:
         ]
     ]
     for length in asked.input_len:
-        found = repeated(length)
-        speed = flops(model, length * (length + 1) // 2) / found.shares["attention"] / 1e9
-        shares = [f"{found.shares.get(name, 0.0) / found.prefill:.0%}" for name in OPERATIONS]
-        behind = found.step - base
+        result = repeated(length)
+        speed = flops(model, length * (length + 1) // 2) / result.shares["attention"] / 1e9
+        shares = [f"{result.shares.get(name, 0.0) / result.prefill:.0%}" for name in OPERATIONS]
+        behind = result.step - base
         decoding = flops(model, length) / behind / 1e9
-        decoded = [f"{found.step * 1e3:.2f}", f"{behind / found.step:.0%}", f"{decoding:.0f}"]
+        decoded = [f"{result.step * 1e3:.2f}", f"{behind / result.step:.0%}", f"{decoding:.0f}"]
         rows.append(
-            [f"{length:,}", f"{length / found.prefill:.0f}", *shares, f"{speed:.0f}", *decoded]
+            [f"{length:,}", f"{length / result.prefill:.0f}", *shares, f"{speed:.0f}", *decoded]
         )
     print(markdown(rows, num_left=0))
 

@@ -70,14 +70,14 @@ async def theirs(url: str) -> int:
     async with httpx2.AsyncClient(timeout=60) as client:
 
         async def worker() -> int:
-            found = 0
+            result = 0
             for _ in range(REQUESTS // STREAMS):
                 async with client.stream("POST", url + "/v1/completions", json=BODY) as answer:
                     async for line in answer.aiter_lines():
                         if line.startswith("data: {"):
                             json.loads(line[6:])
-                            found += 1
-            return found
+                            result += 1
+            return result
 
         return sum(await asyncio.gather(*(worker() for _ in range(STREAMS))))
 

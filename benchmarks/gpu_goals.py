@@ -87,21 +87,21 @@ def _of_peak(row: Row, rows: list[Row]) -> float:
     in_fp8 = row["kernel"] in ("linear", SCALED) or "FP8 products" in row["format"]
     products = ("torch.linear", SCALED) if in_fp8 else ("torch.linear",)
     peak = max(
-        (one["tflops"] for one in rows if "error" not in one and one["kernel"] in products),
+        (item["tflops"] for item in rows if "error" not in item and item["kernel"] in products),
         default=0.0,
     )
     return float(row["tflops"] / peak) if peak else 0.0
 
 
 def _from_counters(issue: float, dram: float) -> str:
-    found = (
+    result = (
         f"the memory is busy {dram:.0f} % and instructions issue in {issue:.0f} % of cycles (ncu)."
     )
     if dram >= 100 * ENOUGH:
-        return f"Bandwidth binds: {found}"
+        return f"Bandwidth binds: {result}"
     if issue >= ISSUES:
-        return f"Instruction issue binds: {found}"
-    return f"Latency binds, barriers or too few loads in flight: {found}"
+        return f"Instruction issue binds: {result}"
+    return f"Latency binds, barriers or too few loads in flight: {result}"
 
 
 def _binds_a_step(row: Row) -> str:
@@ -189,12 +189,12 @@ KERNEL_GOALS = (
 )
 
 
-def _ratio(what: str, aim: float, one: str, other: str, figure: str) -> Goal:
+def _ratio(what: str, aim: float, item: str, other: str, figure: str) -> Goal:
     def find(results: Results) -> float:
-        return float(engine(results, one)[figure] / engine(results, other)[figure])
+        return float(engine(results, item)[figure] / engine(results, other)[figure])
 
     def row(results: Results) -> Row:
-        return engine(results, one)
+        return engine(results, item)
 
     return Goal(what, aim, " x", find, row if "decode" in figure else None)
 
@@ -245,13 +245,13 @@ def table(results: Results, goals: tuple[Goal, ...] = KERNEL_GOALS + ENGINE_GOAL
         aim = "" if goal.aim is None else f"{goal.aim:g}{goal.unit}"
         if goal.unit == "runs":
             aim = goal.unit
-        found = "not measured"
+        result = "not measured"
         why = ""
         try:
             value = goal.find(results)
-            found = value if isinstance(value, str) else f"{value:.2f}{goal.unit}"
+            result = value if isinstance(value, str) else f"{value:.2f}{goal.unit}"
             why = binds(goal.row(results), results) if goal.row else ""
         except LookupError:  # not measured, failed, or a row without this figure
             pass
-        lines.append(f"| {goal.what} | {aim} | {found} | {why} |")
+        lines.append(f"| {goal.what} | {aim} | {result} | {why} |")
     return lines

@@ -231,10 +231,10 @@ def run_kernels(command: Command, folder: Folder) -> None:
         if not ended:
             folder.write(KERNELS, None)
             return
-        found = folder.results.get(KERNELS, [])[before:]
-        in_vain = 0 if any("error" not in row for row in found) else in_vain + 1
+        result = folder.results.get(KERNELS, [])[before:]
+        in_vain = 0 if any("error" not in row for row in result) else in_vain + 1
         # The row after the last one ended the process, and left no record
-        if not found or "error" not in found[-1]:
+        if not result or "error" not in result[-1]:
             unnamed = {"kernel": "?", "kernels": "?", "what": "unknown", "error": ended[0]}
             folder.write(KERNELS, {"case": folder.last_case() + 1} | unnamed)
 
@@ -244,10 +244,10 @@ def count(folder: Folder, ncu: str, limit: float) -> None:
     for goal in KERNEL_GOALS:
         try:
             row = goal.row(folder.results) if goal.row else {}
-            found = goal.find(folder.results)
+            result = goal.find(folder.results)
         except LookupError:
             continue
-        missed = goal.aim is not None and isinstance(found, float) and found < goal.aim
+        missed = goal.aim is not None and isinstance(result, float) and result < goal.aim
         if not missed or "issue_active" in row or row["kernel"] not in OUR_KERNELS:
             continue
         log = folder.path / "log"

@@ -39,8 +39,8 @@ def main(build: str | None) -> None:
         matrices = [torch.randn(outputs, inputs) / inputs**0.5 for _ in range(COPIES)]
         packed = {
             format: [
-                kernels.pack(Weight(*quantize_rows(one, format), Activations.DYNAMIC))
-                for one in matrices
+                kernels.pack(Weight(*quantize_rows(matrix, format), Activations.DYNAMIC))
+                for matrix in matrices
             ]
             for format in FORMATS
         }

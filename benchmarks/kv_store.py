@@ -129,14 +129,14 @@ def steps_beside(engine: Engine, prompt: Prompt | None, seconds: float) -> list[
 
 
 def options_of(args: argparse.Namespace, store: Path | None) -> dict[str, Any]:
-    found = {
+    results = {
         "kv_cache_dtype": args.kv_cache_dtype,
         "quantization": "fp8",
         "max_model_len": args.tokens + 2100,
         "kv_cache_memory": args.memory,
         "kv_store": None if store is None else str(store),
     }
-    return {name: value for name, value in found.items() if value is not None}
+    return {name: value for name, value in results.items() if value is not None}
 
 
 def opened(args: argparse.Namespace, store: Path | None) -> Engine:
@@ -214,8 +214,8 @@ def stored_blocks(engine: Engine, prompt: Prompt) -> Iterator[Block]:
     ):
         size = group.tokens_per_block
         payload = groups[index].read(next(iter(allocator._index.values())))
-        found = manager.keys_of(group, keys, 0, len(prompt) // size)
-        for position, key in enumerate(found):
+        result = manager.keys_of(group, keys, 0, len(prompt) // size)
+        for position, key in enumerate(result):
             tokens = encode_tokens(prompt[position * size : (position + 1) * size])
             yield key, index, tokens, payload
 
@@ -226,7 +226,7 @@ def fill(engine: Engine, prompt: Prompt) -> None:
     batch = []
     for block in stored_blocks(engine, prompt):
         batch.append(block)
-        if sum(len(one[3]) for one in batch) > 8 << 20:
+        if sum(len(item[3]) for item in batch) > 8 << 20:
             tiers.write(batch)
             batch = []
     tiers.write(batch)
@@ -251,8 +251,8 @@ class Measurements:
     def prompt(self, num_tokens: int) -> Prompt:
         return tuple(self.numbers.randrange(1000) for _ in range(num_tokens))
 
-    def note(self, name: str, found: tuple[float, int, int], num_tokens: int) -> None:
-        seconds, token, cached = found
+    def note(self, name: str, result: tuple[float, int, int], num_tokens: int) -> None:
+        seconds, token, cached = result
         size = self.block_size
         wanted = 0 if name == "cold" else (num_tokens - 1) // size * size
         assert cached == wanted, f"{name}: {cached} of {wanted} tokens were found"
@@ -279,9 +279,9 @@ class Measurements:
 
     def storing(self) -> dict[str, list[float]]:
         """Seconds of the same prompts in the engine with a store and in the one without, in turns."""
-        found: dict[str, list[float]] = {"with": [], "without": []}
+        results: dict[str, list[float]] = {"with": [], "without": []}
         if self.plain is None:
-            return found
+            return results
         engines = [("with", self.stored), ("without", self.plain)]
         for number in range(self.args.storing_rounds):
             prompts = [self.prompt(self.args.tokens // 8) for _ in range(5)]
@@ -291,9 +291,9 @@ class Measurements:
                 began = time.perf_counter()
                 for prompt in prompts[1:]:
                     first_token(engine, "run", prompt)
-                found[name].append(time.perf_counter() - began)
+                results[name].append(time.perf_counter() - began)
                 store_of(self.stored).mover.flush(120)
-        return found
+        return results
 
     def beside(self) -> tuple[list[float], list[float]]:
         """Steps alone, before and after, and steps while the first prompt is read."""
@@ -339,7 +339,7 @@ def measure(args: argparse.Namespace, root: Path) -> dict[str, Any]:
         return middle["cold"] / middle[name] if "cold" in middle and name in middle else None
 
     costs = [a / b for a, b in zip(storing["with"], storing["without"], strict=True)]
-    found: dict[str, float | None] = {
+    results: dict[str, float | None] = {
         "sooner_from_disk": sooner("disk"),
         "sooner_from_memory": sooner("memory"),
         "sooner_after_restart": sooner("restarted"),
@@ -359,7 +359,7 @@ def measure(args: argparse.Namespace, root: Path) -> dict[str, Any]:
         "equal": len({tuple(values) for values in runs.answers.values()}) == 1,
         "seconds": runs.seconds,
         "median": middle,
-        **found,
+        **results,
         "storing": storing,
         "step_alone": statistics.median(alone),
         "step_beside_reading": statistics.median(beside) if beside else None,
@@ -367,13 +367,13 @@ def measure(args: argparse.Namespace, root: Path) -> dict[str, Any]:
         "steps_beside_reading": len(beside),
         "disk_bytes_per_second": args.tokens * bytes_per_token / middle["disk"],
         "plain_bytes_per_second": plain,
-        "goals": goals(args.shape, args.tokens, found),
+        "goals": goals(args.shape, args.tokens, results),
         "dropped": stats.dropped,
         "corrupt": stats.corrupt,
     }
 
 
-def goals(shape: str, tokens: int, found: dict[str, float | None]) -> dict[str, str]:
+def goals(shape: str, tokens: int, result: dict[str, float | None]) -> dict[str, str]:
     """What is promised of these figures, and whether it was kept."""
     least = {}
     most = {"mean_step_ratio": 1.05, "storing_costs": 1.02}
@@ -383,7 +383,7 @@ def goals(shape: str, tokens: int, found: dict[str, float | None]) -> dict[str, 
         seconds = 2.0 if tokens <= 8192 else 5.0
         most |= {"first_token_from_disk": seconds, "first_token_after_restart": seconds}
     judged = {}
-    for name, value in found.items():
+    for name, value in result.items():
         if name not in least and name not in most:
             continue
         word, goal = ("least", least[name]) if name in least else ("most", most[name])

@@ -120,8 +120,8 @@ def main() -> None:
             for name, own in seconds.items():
                 median = statistics.median(own)
                 ratios = [
-                    other / one
-                    for one, other in zip(own, seconds["torch BF16, packed"], strict=True)
+                    other / item
+                    for item, other in zip(own, seconds["torch BF16, packed"], strict=True)
                 ]
                 low, high, _ = interval(ratios)
                 rate = operations * rows / median / 1e9

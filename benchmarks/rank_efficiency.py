@@ -66,16 +66,16 @@ def gather_times(values: int, cpus: tuple[int, int]) -> list[float]:
     rank = 1 if child == 0 else 0
     for number in files.of_others(rank):
         os.close(number)
-    found = _gather(SharedMemory(files, rank, TIMEOUT), values, cpus[rank])
+    result = _gather(SharedMemory(files, rank, TIMEOUT), values, cpus[rank])
     if child == 0:
         with os.fdopen(writing, "wb") as pipe:
-            pickle.dump(found, pipe)
+            pickle.dump(result, pipe)
         os._exit(0)
     os.close(writing)
     with os.fdopen(reading, "rb") as pipe:
-        assert len(pickle.load(pipe)) == len(found)
+        assert len(pickle.load(pipe)) == len(result)
     os.waitpid(child, 0)
-    return found
+    return result
 
 
 def _gather(memory: SharedMemory, values: int, cpu: int) -> list[float]:
@@ -93,12 +93,12 @@ def _gather(memory: SharedMemory, values: int, cpu: int) -> list[float]:
 
     recorded = record(loaded, Arena(1), run)
     assert recorded.recording is not None, recorded.obstacle
-    found = []
+    results = []
     for _ in range(REPLAYS):
         begin = time.perf_counter()
         recorded.recording.replay()
-        found.append(1e6 * (time.perf_counter() - begin) / GATHERS)
-    return found[REPLAYS // 10 :]
+        results.append(1e6 * (time.perf_counter() - begin) / GATHERS)
+    return results[REPLAYS // 10 :]
 
 
 def one_rank(args: EngineArgs, shape: str) -> Engine:
@@ -131,7 +131,7 @@ def measure(engine: Engine, repeat: int) -> Times:
 
 def smallest(times: Sequence[Times]) -> Times:
     """Return the smallest time of each kind of step."""
-    return Times(min(one.prefill for one in times), min(one.decode for one in times))
+    return Times(min(item.prefill for item in times), min(item.decode for item in times))
 
 
 def _cpu_ms(call: Callable[[], object]) -> float:
@@ -152,9 +152,9 @@ def main() -> None:
     if len(cpus) < 2:
         raise SystemExit("two processors are needed, one for each rank")
     rows = [
-        (f"{values:,}", f"{statistics.median(found):.2f}", f"{min(found):.2f}")
+        (f"{values:,}", f"{statistics.median(result):.2f}", f"{min(result):.2f}")
         for values in VALUES
-        for found in [gather_times(values, (cpus[0], cpus[1]))]
+        for result in [gather_times(values, (cpus[0], cpus[1]))]
     ]
     print(markdown([("values of a row", "median µs", "smallest µs"), *rows], num_left=1), "\n")
 
@@ -168,13 +168,13 @@ def main() -> None:
         **({"quantization": "fp8", "kv_cache_dtype": "fp8"} if options.fp8 else {}),
     )
     engines = one_rank(args, options.shape), rank_of_two(args, options.shape)
-    rounds = [[measure(one, repeat) for one in engines] for repeat in range(options.repeats)]
-    one, two = (smallest(times) for times in zip(*rounds, strict=True))
+    rounds = [[measure(engine, repeat) for engine in engines] for repeat in range(options.repeats)]
+    engine, two = (smallest(times) for times in zip(*rounds, strict=True))
     table = [
         (name, f"{alone:.1f}", f"{each:.1f}", f"{alone / each / 2:.3f}")
         for name, alone, each in (
-            (f"prefill of {PROMPT}", one.prefill, two.prefill),
-            ("decode, one sequence", one.decode, two.decode),
+            (f"prefill of {PROMPT}", engine.prefill, two.prefill),
+            ("decode, one sequence", engine.decode, two.decode),
         )
     ]
     heads = ("step", "one rank, CPU ms", "a rank of two, CPU ms", "efficiency")

@@ -90,13 +90,13 @@ def run_case(folder: Path, token_ids: Sequence[int], options: dict[str, Any]) ->
         )
         for temperature in (0.0, 0.0, 0.8)
     ]
-    answers = [one.outputs[0] for one in llm.generate(prompts, params)]
+    answers = [item.outputs[0] for item in llm.generate(prompts, params)]
     plain = [SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0, ignore_eos=True)] * len(prompts)
     # The same prompts again: prefix hits, and recorded steps
-    repeated = [one.outputs[0] for one in llm.generate(prompts, plain)]
+    repeated = [item.outputs[0] for item in llm.generate(prompts, plain)]
     outputs = [
-        (list(one.token_ids), repr(one.logprobs), one.cumulative_logprob)
-        for one in (*answers, *repeated)
+        (list(item.token_ids), repr(item.logprobs), item.cumulative_logprob)
+        for item in (*answers, *repeated)
     ]
     nans = bool(torch.isnan(logits).any())
     return {
@@ -131,7 +131,7 @@ def run(checkout: Path, out: Path, only: str, wanted: Sequence[str]) -> None:
     variants, models = load_models(checkout)
     names = [name for name in variants if only in name]
     token_ids = models.tokens()
-    found: dict[str, dict[str, str]] = {}
+    results: dict[str, dict[str, str]] = {}
     begin = time.monotonic()
     with tempfile.TemporaryDirectory() as temporary:
         made = ""
@@ -145,11 +145,13 @@ def run(checkout: Path, out: Path, only: str, wanted: Sequence[str]) -> None:
                 case = run_case(folder, token_ids, CACHES[cache])
             except Exception as error:  # both checkouts must refuse the same, in the same words
                 case = {"refused": f"{type(error).__name__}: {error}".replace(temporary, "")}
-            found[f"{name}, {build}, {cache}"] = case
+            results[f"{name}, {build}, {cache}"] = case
             if sys.stderr.isatty():
-                print(f"\r{len(found)} cases", end="", file=sys.stderr)
-    out.write_text(json.dumps(found, indent=1))
-    print(f"{len(found)} cases of {len(names)} families in {time.monotonic() - begin:.0f} s: {out}")
+                print(f"\r{len(results)} cases", end="", file=sys.stderr)
+    out.write_text(json.dumps(results, indent=1))
+    print(
+        f"{len(results)} cases of {len(names)} families in {time.monotonic() - begin:.0f} s: {out}"
+    )
 
 
 def compare(before: Path, after: Path) -> int:
@@ -177,11 +179,11 @@ def compare(before: Path, after: Path) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Compare two checkouts of Freight to the bit.")
     commands = parser.add_subparsers(dest="command", required=True)
-    one = commands.add_parser("run", help="write the digests of a checkout")
-    one.add_argument("checkout", type=Path)
-    one.add_argument("out", type=Path)
-    one.add_argument("--only", default="", help="families with this in their name")
-    one.add_argument("--builds", default="", help="of the CPU kernels, separated by commas")
+    item = commands.add_parser("run", help="write the digests of a checkout")
+    item.add_argument("checkout", type=Path)
+    item.add_argument("out", type=Path)
+    item.add_argument("--only", default="", help="families with this in their name")
+    item.add_argument("--builds", default="", help="of the CPU kernels, separated by commas")
     two = commands.add_parser("compare", help="count the cases that differ")
     two.add_argument("before", type=Path)
     two.add_argument("after", type=Path)

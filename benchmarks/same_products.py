@@ -84,8 +84,8 @@ MAKERS: dict[str, Maker] = {
     "INT4": in_groups(Codes.INT4, 32, torch.float16, zeros=False),
     "INT4 with zero points": in_groups(Codes.INT4, 32, torch.bfloat16, zeros=True),
     "NVFP4": in_groups(Codes.E2M1, 16, torch.float8_e4m3fn, zeros=False),
-    **{f"FP8 rows, {one}": in_fp8(quantize_rows, one) for one in Activations},
-    **{f"FP8 blocks, {one}": in_fp8(quantize_blocks, one) for one in Activations},
+    **{f"FP8 rows, {item}": in_fp8(quantize_rows, item) for item in Activations},
+    **{f"FP8 blocks, {item}": in_fp8(quantize_blocks, item) for item in Activations},
 }
 
 
@@ -123,12 +123,12 @@ def products(sets: list[CpuKernels], name: str) -> Iterator[tuple[str, bool]]:
                     count += 1
                     torch.set_num_threads(count % THREADS + 1)
                     bias = torch.randn(shape[0]).to(dtype) if count % 2 else None
-                    found = [
-                        kernels.linear(x.to(dtype), one, bias)
-                        for kernels, one in zip(sets, packed, strict=True)
+                    results = [
+                        kernels.linear(x.to(dtype), item, bias)
+                        for kernels, item in zip(sets, packed, strict=True)
                     ]
                     case = f"{name}, {list(shape)}, {rows} rows, {dtype}, {kind}, bias {bias is not None}"
-                    yield case, same_bits(*found)
+                    yield case, same_bits(*results)
 
 
 def experts(sets: list[CpuKernels], name: str) -> Iterator[tuple[str, bool]]:
@@ -152,11 +152,11 @@ def experts(sets: list[CpuKernels], name: str) -> Iterator[tuple[str, bool]]:
                 .sort(-1)
                 .values.int()
             )
-            found = [
+            results = [
                 kernels.experts(x, ids, shares, ExpertLayers(gate_up, down, GatedActivation.SILU))
                 for kernels, (gate_up, down) in zip(sets, packed, strict=True)
             ]
-            yield f"experts, {name}, {rows} rows, {dtype}", same_bits(*found)
+            yield f"experts, {name}, {rows} rows, {dtype}", same_bits(*results)
 
 
 def main() -> int:
@@ -176,11 +176,11 @@ def main() -> int:
     for name in [name for name in MAKERS if asked.only in name]:
         for what, cases in (("products", products(sets, name)), ("experts", experts(sets, name))):
             begin = time.monotonic()
-            found = list(cases)
-            wrong = [case for case, same in found if not same]
+            result = list(cases)
+            wrong = [case for case, same in result if not same]
             different += len(wrong)
             print(
-                f"{what}, {name}: {len(wrong)} differ of {len(found)} ({time.monotonic() - begin:.0f} s)",
+                f"{what}, {name}: {len(wrong)} differ of {len(result)} ({time.monotonic() - begin:.0f} s)",
                 flush=True,
             )
             for case in wrong[:5]:

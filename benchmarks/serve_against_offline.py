@@ -138,11 +138,11 @@ def server_process(options: Sequence[str], log: IO[str]) -> Iterator[Server]:
 def _ready_url(process: subprocess.Popen[Any], log: Path) -> str:
     end = time.monotonic() + START_SECONDS
     while time.monotonic() < end and process.poll() is None:
-        found = LISTENING.search(log.read_text())
+        match = LISTENING.search(log.read_text())
         try:
-            if found:
-                asyncio.run(fetch(Target(Address.parse(found[1]), ""), "/health"))
-                return found[1]
+            if match:
+                asyncio.run(fetch(Target(Address.parse(match[1]), ""), "/health"))
+                return match[1]
         except StreamError:
             pass
         time.sleep(0.1)

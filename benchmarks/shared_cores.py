@@ -107,7 +107,7 @@ class Engine(LineProcess):
     """One engine's process."""
 
     def __init__(self, setting: str, task: Work) -> None:
-        variables = dict(one.split("=", 1) for one in setting.split(",") if one)
+        variables = dict(item.split("=", 1) for item in setting.split(",") if item)
         known = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "OMP_NUM_THREADS")
         env = {name: value for name, value in os.environ.items() if name not in known} | variables
         command = [sys.executable, __file__, "--worker", json.dumps(vars(task))]
@@ -158,10 +158,12 @@ def decode(engines: list[Engine], seconds: float) -> Turn:
     begin = sent + LEAD
     for engine in engines:
         engine.tell([begin, begin + seconds])
-    found = [json.loads(engine.answer()) for engine in engines]
-    steps = sum(one[0] for one in found)
-    own = sum(one[2] for one in found)
-    return Turn(sum(one[0] / one[1] for one in found), own / steps * 1e3, others(sent, worked, own))
+    results = [json.loads(engine.answer()) for engine in engines]
+    steps = sum(item[0] for item in results)
+    own = sum(item[2] for item in results)
+    return Turn(
+        sum(item[0] / item[1] for item in results), own / steps * 1e3, others(sent, worked, own)
+    )
 
 
 def end(running: dict[str, list[Engine]]) -> None:
@@ -173,8 +175,8 @@ def end(running: dict[str, list[Engine]]) -> None:
 def measure(args: argparse.Namespace) -> dict[tuple[str, str], list[Turn]]:
     """Return turns by setting and 'alone' or 'together'."""
     task = Work(args.model, args.random_weights, args.threads, args.batch, args.context)
-    found: dict[tuple[str, str], list[Turn]] = {
-        (one, how): [] for one in args.setting for how in ("alone", "together")
+    results: dict[tuple[str, str], list[Turn]] = {
+        (item, how): [] for item in args.setting for how in ("alone", "together")
     }
     running: dict[str, list[Engine]] = {}
     order = random.Random(0)
@@ -182,27 +184,27 @@ def measure(args: argparse.Namespace) -> dict[tuple[str, str], list[Turn]]:
         if number % args.restart == 0:
             end(running)
             running = {}
-            for one in args.setting:
-                running[one] = [Engine(one, task) for _ in range(args.processes)]
+            for item in args.setting:
+                running[item] = [Engine(item, task) for _ in range(args.processes)]
             for engines in running.values():
                 decode(engines, args.seconds)  # warms up
-        for one in order.sample(args.setting, len(args.setting)):
-            chosen = running[one][number % args.processes]
-            found[one, "alone"].append(quiet_turn([chosen], args))
-            found[one, "together"].append(quiet_turn(running[one], args))
+        for item in order.sample(args.setting, len(args.setting)):
+            chosen = running[item][number % args.processes]
+            results[item, "alone"].append(quiet_turn([chosen], args))
+            results[item, "together"].append(quiet_turn(running[item], args))
         print(f"round {number + 1} of {args.rounds}", file=sys.stderr)
     end(running)
-    return found
+    return results
 
 
-def table(found: dict[tuple[str, str], list[Turn]], first: str) -> None:
+def table(result: dict[tuple[str, str], list[Turn]], first: str) -> None:
     from freight.lab.bench.serving_figures import interval
 
     print("| setting | engines | steps/s | first = 1 | interval | CPU ms/step | others |")
     print("|---|---|---:|---:|---|---:|---:|")
-    for (setting, how), turns in found.items():
+    for (setting, how), turns in result.items():
         ratios = [
-            turn.rate / other.rate for turn, other in zip(turns, found[first, how], strict=True)
+            turn.rate / other.rate for turn, other in zip(turns, result[first, how], strict=True)
         ]
         low, high, _ = interval(ratios)
         rate = statistics.median(turn.rate for turn in turns)

@@ -42,10 +42,10 @@ AIM = 0.15  # of a simulated p50 or p95: relative difference to the measured one
 def main(arguments: Sequence[str] | None = None) -> None:
     args, engine = parse(sys.argv[1:] if arguments is None else arguments)
     try:
-        found = args.run(args, engine)
+        result = args.run(args, engine)
     except FreightError as error:
         raise SystemExit(f"simulate.py: {error}") from None
-    print(json.dumps(found, indent=1) if args.json else "\n".join(args.show(found)))
+    print(json.dumps(result, indent=1) if args.json else "\n".join(args.show(result)))
 
 
 def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -95,7 +95,7 @@ def _fit_options(parser: argparse.ArgumentParser) -> None:
 
 def run_fit(args: argparse.Namespace, engine: Sequence[str]) -> dict[str, Any]:
     if args.reports:
-        reports = [one for path in args.reports for one in read_reports(path)]
+        reports = [item for path in args.reports for item in read_reports(path)]
     else:
         reports = list(_latencies(args, engine))
     memory = parse_memory(args.kv_cache_memory)
@@ -106,8 +106,8 @@ def run_fit(args: argparse.Namespace, engine: Sequence[str]) -> dict[str, Any]:
     if args.output is not None:
         args.output.write_text(json.dumps(plane.to_json(), indent=1) + "\n", encoding="utf-8")
     rows = [
-        {"steps": one.label, "measured_ms": 1e3 * one.seconds, "error": error}
-        for one, error in zip(seen, errors, strict=True)
+        {"steps": item.label, "measured_ms": 1e3 * item.seconds, "error": error}
+        for item, error in zip(seen, errors, strict=True)
     ]
     return {"plane": plane.to_json(), "observations": rows}
 
@@ -127,8 +127,8 @@ def _latencies(args: argparse.Namespace, engine: Sequence[str]) -> Iterator[Mapp
             yield json.loads(done.stdout)
 
 
-def show_fit(found: Mapping[str, Any]) -> Iterator[str]:
-    plane = found["plane"]
+def show_fit(result: Mapping[str, Any]) -> Iterator[str]:
+    plane = result["plane"]
     yield f"{plane['name']}: {plane['source']}"
     unit = plane["seconds"]
     yield (
@@ -139,8 +139,8 @@ def show_fit(found: Mapping[str, Any]) -> Iterator[str]:
     )
     yield f"off by {plane['error'][0]:.1%} at the median, {plane['error'][1]:.1%} at most"
     rows = [("steps", "measured, ms", "plane")]
-    for one in found["observations"]:
-        rows.append((one["steps"], f"{one['measured_ms']:.2f}", f"{one['error']:+.1%}"))
+    for item in result["observations"]:
+        rows.append((item["steps"], f"{item['measured_ms']:.2f}", f"{item['error']:+.1%}"))
     yield markdown(rows, 1)
 
 
@@ -234,7 +234,7 @@ def run_cost(args: argparse.Namespace, engine: Sequence[str]) -> dict[str, Any]:
     rows = []
     assumed = list[str]()
     for setup in setups(args):
-        assumed += [one for one in setup.assumptions() if one not in assumed]
+        assumed += [item for item in setup.assumptions() if item not in assumed]
         rows += cost(setup, args.replicas or SIZES, args.price)
     assumed.append(f"price: {args.price:g} an hour and replica, prompts included")
     return {"assumptions": assumed + scaled(args, rows), "rows": rows}
@@ -254,10 +254,10 @@ def run_replicas(args: argparse.Namespace, engine: Sequence[str]) -> dict[str, A
     rows = []
     assumed = list[str]()
     for setup in setups(args):
-        assumed += [one for one in setup.assumptions() if one not in assumed]
+        assumed += [item for item in setup.assumptions() if item not in assumed]
         for users in args.users:
-            found = replicas_for(setup, users, args.per_minute / 60)
-            rows.append({"plane": setup.plane.name} | found)
+            result = replicas_for(setup, users, args.per_minute / 60)
+            rows.append({"plane": setup.plane.name} | result)
     assumed.append(f"users: each asks {args.per_minute:g} times a minute, whatever the others do")
     return {"assumptions": assumed + scaled(args, rows), "rows": rows}
 
@@ -265,13 +265,13 @@ def run_replicas(args: argparse.Namespace, engine: Sequence[str]) -> dict[str, A
 def _rate(args: argparse.Namespace, setup: Setup) -> tuple[float, str]:
     """`--load` of what one replica carries without common prefixes, and that in a sentence."""
     plain = replace(setup, traffic=replace(setup.traffic, share=0.0))
-    found = capacity(plain, 1)
-    if found.level is None:
+    result = capacity(plain, 1)
+    if result.level is None:
         raise ConfigError(
             f"{setup.plane.name}: one replica cannot keep {setup.limits} at any load "
-            f"({found.binds}): raise --ttft or --tpot"
+            f"({result.binds}): raise --ttft or --tpot"
         )
-    rate = args.load * found.level.rate
+    rate = args.load * result.level.rate
     return rate, (
         f"load: {rate:.2f} requests a second and replica, {args.load:.0%} of what one replica "
         f"carries within the limits without common prefixes"
@@ -282,12 +282,12 @@ def run_routing(args: argparse.Namespace, engine: Sequence[str]) -> dict[str, An
     (setup,) = setups(args)
     rate, said = _rate(args, setup)
     rows = routing(setup, args.replicas, args.share or (0.0, 0.25, 0.5, 0.75), rate)
-    assumed = [one for one in setup.assumptions() if not one.startswith("routing")]
+    assumed = [item for item in setup.assumptions() if not item.startswith("routing")]
     assumed = [
-        one.replace(
+        item.replace(
             "no common prefixes", f"{setup.traffic.prefixes:,} common prefixes, of the share given"
         )
-        for one in assumed
+        for item in assumed
     ]
     cold = "caches: empty at the start; what is found and prefill count from then on"
     return {"assumptions": [*assumed, said, cold, *scaled(args, rows)], "rows": rows}
@@ -306,21 +306,21 @@ def run_tail(args: argparse.Namespace, engine: Sequence[str]) -> dict[str, Any]:
     return {"assumptions": assumed + scaled(args, rows), "rows": rows}
 
 
-def _assumed(found: Mapping[str, Any]) -> Iterator[str]:
+def _assumed(result: Mapping[str, Any]) -> Iterator[str]:
     yield ""
     yield "Assumed:"
-    for one in found["assumptions"]:
-        yield f"- {one}"
+    for item in result["assumptions"]:
+        yield f"- {item}"
 
 
 def _p95(row: Mapping[str, Any]) -> tuple[str, str]:
     return f"{row['ttft'][1]:.2f}", f"{1e3 * row['tpot'][1]:.1f}"
 
 
-def show_cost(found: Mapping[str, Any]) -> Iterator[str]:
+def show_cost(result: Mapping[str, Any]) -> Iterator[str]:
     head = "engine", "binds", "replicas", "requests/s", "tok/s, each", "per M tokens"
     rows = [(*head, "p95 TTFT, s", "p95 TPOT, ms", "busy")]
-    for row in found["rows"]:
+    for row in result["rows"]:
         start = row["plane"], row["binds"], f"{row['replicas']:,}"
         if "cost_per_million_output_tokens" not in row:
             rows.append((*start, *["-"] * 6))
@@ -331,13 +331,13 @@ def show_cost(found: Mapping[str, Any]) -> Iterator[str]:
             f"{row['cost_per_million_output_tokens']:.3f}", *_p95(row), f"{row['busy']:.0%}",
         ))  # fmt: skip
     yield markdown(rows, 2)
-    yield from _assumed(found)
+    yield from _assumed(result)
 
 
-def show_replicas(found: Mapping[str, Any]) -> Iterator[str]:
+def show_replicas(result: Mapping[str, Any]) -> Iterator[str]:
     head = "engine", "binds", "users", "requests/s", "replicas", "p95 TTFT, s", "p95 TPOT, ms"
     rows = [(*head, "busy")]
-    for row in found["rows"]:
+    for row in result["rows"]:
         start = row["plane"], row["binds"], f"{row['users']:,}"
         if row["replicas"] is None:
             rows.append((*start, *["-"] * 5))
@@ -347,13 +347,13 @@ def show_replicas(found: Mapping[str, Any]) -> Iterator[str]:
             f"{row['busy']:.0%}",
         ))  # fmt: skip
     yield markdown(rows, 2)
-    yield from _assumed(found)
+    yield from _assumed(result)
 
 
-def show_routing(found: Mapping[str, Any]) -> Iterator[str]:
+def show_routing(result: Mapping[str, Any]) -> Iterator[str]:
     head = "router", "misses", "share", "found in cache", "prefill ms a request", "p50 TTFT, ms"
     rows = [(*head, "p95 TTFT, ms", "p95 TPOT, ms", "busy")]
-    for row in found["rows"]:
+    for row in result["rows"]:
         rows.append((
             row["router"], " and ".join(row["missed"]) or "none", f"{row['share']:.0%}",
             f"{row['prefix_hits']:.1%}", f"{row['prefill_ms_per_request']:.1f}",
@@ -361,13 +361,13 @@ def show_routing(found: Mapping[str, Any]) -> Iterator[str]:
             f"{1e3 * row['tpot'][1]:.1f}", f"{row['busy']:.0%}",
         ))  # fmt: skip
     yield markdown(rows, 2)
-    yield from _assumed(found)
+    yield from _assumed(result)
 
 
-def show_tail(found: Mapping[str, Any]) -> Iterator[str]:
+def show_tail(result: Mapping[str, Any]) -> Iterator[str]:
     head = "requests that arrive", "replicas", "p50 TTFT, s", "p95", "p99", "p95 TPOT, ms"
     rows: list[tuple[str, ...]] = [(*head, "sent again", "cut")]
-    for row in found["rows"]:
+    for row in result["rows"]:
         for name, label in (
             ("without", "then, nothing lost"),
             ("with", "while one is missing"),
@@ -380,14 +380,14 @@ def show_tail(found: Mapping[str, Any]) -> Iterator[str]:
                 f"{1e3 * times['tpot'][1]:.1f}", *counts,
             ))  # fmt: skip
     yield markdown(rows, 1)
-    for row in found["rows"]:
+    for row in result["rows"]:
         missed = " and ".join(row["missed"])
         yield (
             f"{row['replicas']:,} replicas: "
             + (f"{missed} over the limit while one is missing" if missed else "limits kept")
             + f"; busy {row['busy_without']:.0%} of the time before"
         )
-    yield from _assumed(found)
+    yield from _assumed(result)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -433,37 +433,37 @@ def run_check(args: argparse.Namespace, engine: Sequence[str]) -> dict[str, Any]
     }
 
 
-def show_check(found: Mapping[str, Any]) -> Iterator[str]:
+def show_check(result: Mapping[str, Any]) -> Iterator[str]:
     head = "figure", "replicas", "requests/s", "measured, ms", "simulated, ms", "difference"
     rows = [(*head, "by the plane alone, ms", "difference")]
-    for row in found["rows"]:
-        for figure, one in row["figures"].items():
+    for row in result["rows"]:
+        for figure, item in row["figures"].items():
             rows.append((
                 figure, str(row["replicas"]), f"{row['requests_per_second']:.2f}",
-                f"{one['measured_ms']:.1f}", f"{one['simulated_ms']:.1f}",
-                f"{one['difference']:+.1%}", f"{one['by_plane_ms']:.1f}",
-                f"{one['difference_by_plane']:+.1%}",
+                f"{item['measured_ms']:.1f}", f"{item['simulated_ms']:.1f}",
+                f"{item['difference']:+.1%}", f"{item['by_plane_ms']:.1f}",
+                f"{item['difference_by_plane']:+.1%}",
             ))  # fmt: skip
     yield markdown(rows, 1)
-    for row in found["rows"]:
+    for row in result["rows"]:
         yield (
             f"{row['replicas']} at {row['requests_per_second']:.2f}/s: one at a time takes "
             f"{row['slowdown']:.2f} times the plane, and {row['front_ms']:.1f} ms before"
         )
-    yield verdict(found)
-    yield from _assumed(found)
+    yield verdict(result)
+    yield from _assumed(result)
 
 
-def verdict(found: Mapping[str, Any]) -> str:
+def verdict(result: Mapping[str, Any]) -> str:
     """Whether all that is simulated is within AIM of what was measured."""
     differences = {
-        f"{figure} of {row['replicas']} at {row['requests_per_second']:.2f}/s": one["difference"]
-        for row in found["rows"]
-        for figure, one in row["figures"].items()
+        f"{figure} of {row['replicas']} at {row['requests_per_second']:.2f}/s": item["difference"]
+        for row in result["rows"]
+        for figure, item in row["figures"].items()
     }
     far = [f"{what} {off:+.1%}" for what, off in differences.items() if abs(off) > AIM]
     count = f"{len(differences) - len(far)} of {len(differences)} figures"
-    return f"within {AIM:.0%} of the servers: {count}" + "".join(f"; not {one}" for one in far)
+    return f"within {AIM:.0%} of the servers: {count}" + "".join(f"; not {item}" for item in far)
 
 
 if __name__ == "__main__":

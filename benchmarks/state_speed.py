@@ -157,7 +157,7 @@ def table(times: Times, per: int, extra: Mapping[str, str] | None = None) -> Non
     """Print medians of `per` calls each, and their ratios to the first row's."""
     first = next(iter(times.values()))
     for name, taken in times.items():
-        ratios = [one / other for one, other in zip(taken, first, strict=True)]
+        ratios = [item / other for item, other in zip(taken, first, strict=True)]
         low, high, _ = interval(ratios)
         ratio = f"{statistics.median(ratios):6.2f} ({low:.2f} to {high:.2f})"
         print(
@@ -179,7 +179,7 @@ def decode(
     for format in FORMATS:
         own = [states_of(mixer, format, batch) for _ in range(layers)]
         sizes[str(format)] = own[0].parts["state"].nbytes * layers
-        calls = [inputs.recurrence(kernels, one, sequences) for one in own]
+        calls = [inputs.recurrence(kernels, item, sequences) for item in own]
         steps[str(format)] = partial(_all, calls)
     buffer = torch.ones(bytes_beyond_caches() // 2)  # float32
     readings = [seconds_of(buffer.sum, clock) for _ in range(5)]
@@ -201,7 +201,7 @@ def prefill(
 ) -> None:
     inputs = Inputs.random(mixer, rows)
     numbers = ([0, rows], [rows], [[0] * (1 + rows // EVERY)])
-    sequences = Sequences(*(torch.tensor(one, dtype=torch.int32) for one in numbers))
+    sequences = Sequences(*(torch.tensor(number, dtype=torch.int32) for number in numbers))
     calls = {
         str(format): inputs.recurrence(kernels, states_of(mixer, format, 1), sequences)
         for format in FORMATS

@@ -109,7 +109,7 @@ def main() -> None:
         ratios = [before / after for before, after in pairs]
         low, high, _ = interval(ratios)
         times = " | ".join(
-            f"{statistics.median(one) * 1e6:.1f}" for one in zip(*pairs, strict=True)
+            f"{statistics.median(item) * 1e6:.1f}" for item in zip(*pairs, strict=True)
         )
         print(
             f"| {case.kernel} | {case.format} | {list(case.shape)} | {times} | {statistics.median(ratios):.3f} "

@@ -67,7 +67,7 @@ def work(shape: str, options: dict[str, Any], largest: Workload) -> None:
         first, steps = split(drive(engine, prompts, [greedy(generated)] * batch), batch)
         print(
             json.dumps(
-                {"prefill": first, "decode step": statistics.median(one.seconds for one in steps)}
+                {"prefill": first, "decode step": statistics.median(step.seconds for step in steps)}
             ),
             flush=True,
         )
@@ -94,21 +94,21 @@ def kernel_rows(where: str, kernel: str, threads: int) -> dict[str, float]:
 
 
 def compare_kernels(args: argparse.Namespace) -> None:
-    found: list[dict[str, dict[str, float]]] = []
+    results: list[dict[str, dict[str, float]]] = []
     for pair in range(args.pairs):
         order = ("old", "new") if pair % 2 else ("new", "old")
         threads = json.loads(args.options)["threads"]
-        found.append(
+        results.append(
             {name: kernel_rows(getattr(args, name), args.kernel, threads) for name in order}
         )
         print(f"pair {pair + 1} of {args.pairs}", file=sys.stderr)
     print(
         f"| {args.kernel} | old, us | new, us | speed, old = 1 | interval |\n|---|---:|---:|---:|---|"
     )
-    for row in found[0]["old"]:
-        if row in found[0]["new"]:
-            old = [run["old"][row] for run in found]
-            new = [run["new"][row] for run in found]
+    for row in results[0]["old"]:
+        if row in results[0]["new"]:
+            old = [run["old"][row] for run in results]
+            new = [run["new"][row] for run in results]
             print(f"| {row} | {comparison(old, new)} |")
 
 
@@ -116,7 +116,7 @@ def comparison(old: list[float], new: list[float]) -> str:
     """Return cells: both medians, the median ratio and its interval."""
     from freight.lab.bench.serving_figures import interval
 
-    ratios = [one / other for one, other in zip(old, new, strict=True)]
+    ratios = [item / other for item, other in zip(old, new, strict=True)]
     low, high, _ = interval(ratios)
     medians = f"{statistics.median(old):.1f} | {statistics.median(new):.1f}"
     return f"{medians} | {statistics.median(ratios):.2f} | {low:.2f} to {high:.2f}"
@@ -143,34 +143,34 @@ def pairs(
 ) -> dict[Workload, list[dict[str, Run]]]:
     """Return runs of both checkouts by workload."""
     largest = (
-        max(one[0] for one in workloads),
-        max(one[1] for one in workloads),
-        max(one[2] for one in workloads),
+        max(item[0] for item in workloads),
+        max(item[1] for item in workloads),
+        max(item[2] for item in workloads),
     )
     shared = json.loads(args.options)
     options = {"old": shared | json.loads(args.old_options), "new": shared}
-    found: dict[Workload, list[dict[str, Run]]] = {one: [] for one in workloads}
+    results: dict[Workload, list[dict[str, Run]]] = {item: [] for item in workloads}
     running: dict[str, Checkout] = {}
     for pair in range(args.pairs):
         if pair % args.restart == 0:
-            for one in running.values():
-                one.end()
+            for item in running.values():
+                item.end()
             # Alternate: the process that is started second is a little slower
             started = ("old", "new") if pair // args.restart % 2 else ("new", "old")
             running = {
                 name: Checkout(getattr(args, name), args, options[name], largest)
                 for name in started
             }
-            for one in running.values():
+            for item in running.values():
                 for workload in workloads:
-                    one.run(workload)  # warms up
+                    item.run(workload)  # warms up
         order = ("old", "new") if pair % 2 else ("new", "old")
         for workload in workloads:
-            found[workload].append({name: running[name].run(workload) for name in order})
+            results[workload].append({name: running[name].run(workload) for name in order})
         print(f"pair {pair + 1} of {args.pairs}", file=sys.stderr)
-    for one in running.values():
-        one.end()
-    return found
+    for item in running.values():
+        item.end()
+    return results
 
 
 def main() -> None:
@@ -199,8 +199,8 @@ def main() -> None:
         compare_kernels(args)
         return
     workloads: list[Workload] = []
-    for one in args.workload:
-        batch, prompt, generated = map(int, one.replace("+", "x").split("x"))
+    for item in args.workload:
+        batch, prompt, generated = map(int, item.replace("+", "x").split("x"))
         workloads.append((batch, prompt, generated))
     print(
         "| workload | | old, ms | new, ms | speed, old = 1 | interval |\n|---|---|---:|---:|---:|---|"

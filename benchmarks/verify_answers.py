@@ -116,13 +116,15 @@ def prove(llm: LLM, count: int, rng: random.Random) -> dict[str, Any]:
             altered = copy.deepcopy(outputs)
             for output in altered:
                 alter(output, rng)
-            found = llm.verify(altered, params)
-            counts[f"{name} not found"] += sum(one.outcome is not Outcome.DIFFERS for one in found)
-        seeds = [replace(one, seed=(one.seed or 0) + 1) for one in params]
+            outcome = llm.verify(altered, params)
+            counts[f"{name} not found"] += sum(
+                item.outcome is not Outcome.DIFFERS for item in outcome
+            )
+        seeds = [replace(item, seed=(item.seed or 0) + 1) for item in params]
         others = llm.generate(prompts, seeds)
         for given, other, result in zip(outputs, others, llm.verify(outputs, seeds), strict=True):
-            differs = [one.token_ids for one in given.outputs] != [
-                one.token_ids for one in other.outputs
+            differs = [item.token_ids for item in given.outputs] != [
+                item.token_ids for item in other.outputs
             ]
             counts["seeds that draw others"] += differs
             counts["seed not found"] += differs != (result.outcome is Outcome.DIFFERS)
@@ -134,10 +136,10 @@ def finish(engine: Engine, names: Sequence[str], read: Callable[[str], Any]) -> 
     """Step until all is done; returns what `read` says of each."""
     while engine.has_unfinished:
         engine.step(quiet_until=math.inf)
-    found = [read(name) for name in names]
+    results = [read(name) for name in names]
     for name in names:
         engine.release(name)
-    return found
+    return results
 
 
 def one_round(engine: Engine, args: argparse.Namespace, rng: random.Random) -> dict[str, float]:
@@ -149,16 +151,16 @@ def one_round(engine: Engine, args: argparse.Namespace, rng: random.Random) -> d
     names = [str(index) for index in range(args.count)]
     vocab = engine.intake.vocab_size
     ids = [[rng.randrange(vocab) for _ in range(args.prompt)] for _ in names]
-    prompts = dict(zip(names, (engine.accept(one, params) for one in ids), strict=True))
+    prompts = dict(zip(names, (engine.accept(item, params) for item in ids), strict=True))
     seconds: dict[str, float] = {}
 
     def timed(what: str, add: Callable[[str], None], read: Callable[[str], Any]) -> dict[str, Any]:
         begin = time.perf_counter()
         for name in names:
             add(name)
-        found = finish(engine, names, read)
+        result = finish(engine, names, read)
         seconds[what] = time.perf_counter() - begin
-        return dict(zip(names, found, strict=True))
+        return dict(zip(names, result, strict=True))
 
     def tokens(name: str) -> list[int]:
         return list(outputs[name].outputs[0].token_ids)
@@ -187,8 +189,8 @@ def measure(engine: Engine, args: argparse.Namespace, rng: random.Random) -> dic
         shown = {name: round(value, 3) for name, value in rounds[-1].items()}
         print(json.dumps(shown), file=sys.stderr)
     ratios = {
-        "verify / prefill": [one["verify"] / one["prefill"] for one in rounds],
-        "generate / verify": [one["generate"] / one["verify"] for one in rounds],
+        "verify / prefill": [item["verify"] / item["prefill"] for item in rounds],
+        "generate / verify": [item["generate"] / item["verify"] for item in rounds],
     }
     medians = {name: round(statistics.median(values), 3) for name, values in ratios.items()}
     return {"rounds": len(rounds)} | medians
@@ -218,16 +220,16 @@ def main() -> None:
     }  # fmt: skip
     rng = random.Random(args.seed)
     if args.shape is None:
-        found = prove(LLM("demo", kv_cache_memory="64MiB", **options), args.count, rng)
+        result = prove(LLM("demo", kv_cache_memory="64MiB", **options), args.count, rng)
     else:
         engine_args = EngineArgs.from_options(model="demo", kv_scales="dynamic", **options)
         engine, _ = start_engine(open_random(engine_args, args.shape))
-        found = measure(engine, args, rng)
-    print(json.dumps(found, indent=1))
+        result = measure(engine, args, rng)
+    print(json.dumps(result, indent=1))
     sys.exit(
         any(
             value
-            for name, value in found.items()
+            for name, value in result.items()
             if name.startswith("not ") or name.endswith("not found")
         )
     )

@@ -75,13 +75,13 @@ def with_links(text: str, link: Callable[[str], str]) -> str:
         target = match["target"] or match["source"]
         if target is None or re.match(r"[a-z][a-z+.-]*:", target):
             return match[0]
-        found = link(target)
+        result = link(target)
         if match["source"]:
-            return f'{match["image"]}{found}"'
+            return f'{match["image"]}{result}"'
         words = with_links(match["text"], link)
         if words.endswith(".md]"):  # a file's name is none of a page: MyST puts its title
             words = "[]"
-        return f"{words}({found})"
+        return f"{words}({result})"
 
     return _PARTS.sub(changed, text)
 
@@ -240,16 +240,16 @@ def site_faults(site: Path) -> list[str]:
     for path in sorted(site.rglob("*.html")):
         pages[path] = _Links()
         pages[path].feed(path.read_text(encoding="utf-8"))
-    found = []
+    results = []
     for path, page in pages.items():
-        targets = page.loads + [one for one in page.leads if not urlsplit(one).scheme]
+        targets = page.loads + [item for item in page.leads if not urlsplit(item).scheme]
         for target in targets:
             if fault := _fault(path, target, pages):
-                found.append(f"{path.relative_to(site)}: {target}{fault}")
+                results.append(f"{path.relative_to(site)}: {target}{fault}")
     for path in sorted(site.rglob("*.css")):
         for target in re.findall(r"url\(\s*[\"']?((?:https?:)?//[^)\"']+)", path.read_text()):
-            found.append(f"{path.relative_to(site)}: {target}{_ELSEWHERE}")
-    return found
+            results.append(f"{path.relative_to(site)}: {target}{_ELSEWHERE}")
+    return results
 
 
 def _fault(path: Path, target: str, pages: Mapping[Path, _Links]) -> str:

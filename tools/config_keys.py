@@ -152,7 +152,7 @@ def computing_keys(models: Path, causal: frozenset[str]) -> set[str]:
     """Return the keys that the folders in `causal` of transformers' `models` read in their modeling
     code.
     """
-    found: set[str] = set()
+    results: set[str] = set()
     for folder in (models / name for name in causal):
         declared = {
             name
@@ -160,10 +160,12 @@ def computing_keys(models: Path, causal: frozenset[str]) -> set[str]:
             for name in declared_names(ast.parse(file.read_text()))
         }
         for file in folder.glob("modeling_*.py"):
-            found |= declared & set(read_names(without_initial_values(ast.parse(file.read_text()))))
+            results |= declared & set(
+                read_names(without_initial_values(ast.parse(file.read_text())))
+            )
     elsewhere = {name for names in ELSEWHERE.values() for name in names}
     kept = {
-        name for name in found if not _OTHER & set(name.split("_")) and not name.startswith("_")
+        name for name in results if not _OTHER & set(name.split("_")) and not name.startswith("_")
     }
     return (kept | elsewhere) - _NO_NUMBER - _LIBRARY
 

@@ -30,11 +30,11 @@ def main() -> None:
     parser.add_argument("--lines", type=float, default=0.0, help="the least percentage of lines")
     parser.add_argument("--branches", type=float, default=0.0, help="and of branches")
     asked = parser.parse_args()
-    found = shares(json.loads(asked.report.read_text(encoding="utf-8"))["totals"])
+    result = shares(json.loads(asked.report.read_text(encoding="utf-8"))["totals"])
     floors = {"lines": asked.lines, "branches": asked.branches}
-    for name, share in found.items():
+    for name, share in result.items():
         print(f"src/freight: {share:.1f} % of {name}, floor {floors[name]:g} %")
-    low = [name for name, share in found.items() if share < floors[name]]
+    low = [name for name, share in result.items() if share < floors[name]]
     if low:
         sys.exit(f"coverage of {' and '.join(low)} is below its floor")
 

@@ -91,20 +91,20 @@ _STYLE = styled(
 
 def below(name: str, imports: Imports) -> set[str]:
     """Return everything that `name` imports, directly or through others."""
-    found: set[str] = set()
-    for one in imports[name]:
-        found |= {one} | below(one, imports)
-    return found
+    results: set[str] = set()
+    for item in imports[name]:
+        results |= {item} | below(item, imports)
+    return results
 
 
 def arrows(imports: Imports) -> list[tuple[str, str]]:
     """Return the imports between drawn boxes that follow from no others."""
     reach = {name: below(name, imports) & COLUMNS.keys() for name in sorted(COLUMNS)}
-    found = []
+    results = []
     for name, reached in reach.items():
         farther = set().union(*(reach[other] for other in reached))
-        found += [(name, one) for one in sorted(reached - farther)]
-    return found
+        results += [(name, item) for item in sorted(reached - farther)]
+    return results
 
 
 def floors(imports: Imports) -> dict[str, int]:
@@ -114,7 +114,7 @@ def floors(imports: Imports) -> dict[str, int]:
 
     @cache
     def height(name: str) -> int:
-        return max((height(one) + 1 for one in imports[name]), default=0)
+        return max((height(item) + 1 for item in imports[name]), default=0)
 
     used = sorted({height(name) for name in COLUMNS})
     return {name: used.index(height(name)) for name in COLUMNS}
@@ -180,7 +180,7 @@ def wrapped(words: list[str], width: float, between: float = 4) -> list[str]:
 
 def boxes(imports: Imports) -> dict[str, Box]:
     low = floors(imports)
-    found: dict[str, Box] = {}
+    results: dict[str, Box] = {}
     over: dict[str, list[int]] = {name: [] for name in COLUMNS}
     for upper, lower in arrows(imports):
         over[lower].append(low[upper])
@@ -191,7 +191,7 @@ def boxes(imports: Imports) -> dict[str, Box]:
         count = sum(path.name != "__init__.py" for path in modules)
         rooms = {init.parent.name for init in folder.glob("*/__init__.py")}
         rooms -= {part.removeprefix(f"{name}.") for part in PARTS}
-        found[name] = Box(
+        results[name] = Box(
             name=name.replace(".", "/") if is_package else f"{name}.py",
             kind=kind,
             first=first,
@@ -204,7 +204,7 @@ def boxes(imports: Imports) -> dict[str, Box]:
             ).replace("`", ""),
             inside=tuple(sorted(rooms)),
         )
-    return found
+    return results
 
 
 def beside(drawn: Mapping[str, Box], imports: Imports) -> Box:
@@ -252,9 +252,9 @@ def drawn_box(box: Box, top: float, bottom: float) -> Iterator[str]:
         yield text(left, y - 2, box.name, 'class="name"')
     if box.more:
         yield text(box.x + box.width - INSET, y - 2, box.more, 'text-anchor="end" class="soft"')
-    for one in box.lines:
+    for words in box.lines:
         y += _LINE
-        yield text(left, y, one, 'class="soft"' if box.kind == "beside" else "")
+        yield text(left, y, words, 'class="soft"' if box.kind == "beside" else "")
     for row in box.rows:
         y += _CHIP
         yield from chips(row.split(), left, y)

@@ -66,12 +66,12 @@ def main() -> None:
 def generate(sources: Path, reasons: bool = False) -> str:
     """Return the file's text, for every version that has a folder in `sources`."""
     readers = {"vllm": vllm, "sglang": sglang, "tgi": tgi}
-    found: dict[str, dict[str, Any]] = {engine: {} for engine in readers}
+    results: dict[str, dict[str, Any]] = {engine: {} for engine in readers}
     for folder in sorted(sources.iterdir()):
         engine, _, version = folder.name.partition("-")
         if engine in readers and version:
-            found[engine][version] = readers[engine](folder, reasons)
-    return to_text(found, architectures(sources / "transformers", found))
+            results[engine][version] = readers[engine](folder, reasons)
+    return to_text(results, architectures(sources / "transformers", results))
 
 
 def tgi(root: Path, reasons: bool) -> dict[str, Any]:
@@ -101,7 +101,9 @@ def vllm_models(tree: Tree) -> Iterator[tuple[str, ClassRef]]:
         for key, value in zip(node.keys, node.values, strict=True):
             if not isinstance(key, ast.Constant) or not isinstance(value, ast.Tuple):
                 continue
-            module, name = [str(one.value) for one in value.elts if isinstance(one, ast.Constant)]
+            module, name = [
+                str(item.value) for item in value.elts if isinstance(item, ast.Constant)
+            ]
             full = module if "." in module else f"vllm.model_executor.models.{module}"
             cls = tree.imported(full, name)
             if isinstance(cls, ClassRef):
@@ -113,14 +115,14 @@ def quantization_configs(tree: Tree) -> dict[str, ClassRef]:
     package = tree.module("vllm.model_executor.layers.quantization")
     assert package is not None
     node = package.names["get_quantization_config"]
-    found: dict[str, ClassRef] = {}
+    results: dict[str, ClassRef] = {}
     names: dict[str, tuple[str, str]] = {}
-    for one in ast.walk(node):  # type: ignore[arg-type]
-        if isinstance(one, ast.ImportFrom):
-            names |= package.imports(one)
-    for one in ast.walk(node):  # type: ignore[arg-type]
-        if isinstance(one, ast.Dict):
-            for key, value in zip(one.keys, one.values, strict=True):
+    for item in ast.walk(node):  # type: ignore[arg-type]
+        if isinstance(item, ast.ImportFrom):
+            names |= package.imports(item)
+    for item in ast.walk(node):  # type: ignore[arg-type]
+        if isinstance(item, ast.Dict):
+            for key, value in zip(item.keys, item.values, strict=True):
                 if (
                     isinstance(key, ast.Constant)
                     and isinstance(value, ast.Name)
@@ -128,17 +130,17 @@ def quantization_configs(tree: Tree) -> dict[str, ClassRef]:
                 ):
                     cls = tree.imported(*names[value.id])
                     if isinstance(cls, ClassRef):
-                        found[str(key.value)] = cls
-    return found
+                        results[str(key.value)] = cls
+    return results
 
 
 def methods(configs: Mapping[str, ClassRef]) -> dict[str, bool]:
     """Return {quant_method: whether its get_quant_method names a method for KV caches}."""
-    found = {}
+    results = {}
     for name, cls in sorted(configs.items()):
         method = cls.method("get_quant_method")
-        found[name] = method is not None and "KVCache" in ast.unparse(method.node)
-    return found
+        results[name] = method is not None and "KVCache" in ast.unparse(method.node)
+    return results
 
 
 def sglang(root: Path, reasons: bool) -> dict[str, Any]:
@@ -159,22 +161,24 @@ def sglang(root: Path, reasons: bool) -> dict[str, Any]:
     return {"methods": {}, "families": pack(rows)}
 
 
-def architectures(root: Path, found: Mapping[str, Any]) -> dict[str, str]:
+def architectures(root: Path, result: Mapping[str, Any]) -> dict[str, str]:
     """Return {model_type: the architecture that transformers writes for its causal models}, where
     its loader was read.
     """
     tree = ast.parse((root / "models" / "auto" / "modeling_auto.py").read_text(encoding="utf-8"))
-    tables = [table for engine in found.values() for table in engine.values()]
+    tables = [table for engine in result.values() for table in engine.values()]
     served = {family for table in tables for family in table["families"]}
     pairs: dict[str, str] = {}
     for node in tree.body:
-        targets = [ast.unparse(one) for one in node.targets] if isinstance(node, ast.Assign) else []
+        targets = (
+            [ast.unparse(item) for item in node.targets] if isinstance(node, ast.Assign) else []
+        )
         if targets == ["MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"]:
-            for one in ast.walk(node):
-                if not isinstance(one, ast.Tuple):
+            for item in ast.walk(node):
+                if not isinstance(item, ast.Tuple):
                     continue
-                constants = [str(x.value) for x in one.elts if isinstance(x, ast.Constant)]
-                if len(constants) == len(one.elts):
+                constants = [str(x.value) for x in item.elts if isinstance(x, ast.Constant)]
+                if len(constants) == len(item.elts):
                     model_type, name = constants
                     pairs[model_type] = name
     return {model_type: name for model_type, name in sorted(pairs.items()) if name in served}
@@ -186,14 +190,14 @@ def probe_forms(
     """Find the outcome of each form. A loader that cannot be followed for the first form is not
     tried with the others.
     """
-    found: dict[str, Outcome] = {}
+    results: dict[str, Outcome] = {}
     for form in FORMS:
-        found[form] = one = probe(cls, form, has_scales, quant_config)
-        if reasons and one.effect == "unknown":
-            print(f"{cls.name} {form}: {one.why}", file=sys.stderr, flush=True)
-        if form == "plain" and one.effect == "unknown":
+        results[form] = item = probe(cls, form, has_scales, quant_config)
+        if reasons and item.effect == "unknown":
+            print(f"{cls.name} {form}: {item.why}", file=sys.stderr, flush=True)
+        if form == "plain" and item.effect == "unknown":
             break
-    return found
+    return results
 
 
 def pack(rows: Mapping[str, Rows]) -> dict[str, Any]:
@@ -202,26 +206,26 @@ def pack(rows: Mapping[str, Rows]) -> dict[str, Any]:
     for family, situations in sorted(rows.items()):
         known: dict[str, dict[str, str]] = {}
         for situation, forms in situations.items():
-            effects = {form: one.effect for form, one in forms.items()}
-            known[situation] = {form: one for form, one in effects.items() if one != "unknown"}
+            effects = {form: item.effect for form, item in forms.items()}
+            known[situation] = {form: item for form, item in effects.items() if item != "unknown"}
         if not any(known.values()):
             continue
         at: dict[str, str] = {}
         for forms in situations.values():
-            for one in forms.values():
-                if one.effect != "unknown":
-                    at.setdefault(one.effect, f"{one.file}:{one.line}")
+            for item in forms.values():
+                if item.effect != "unknown":
+                    at.setdefault(item.effect, f"{item.file}:{item.line}")
         packed[family] = {"effects": known, "at": at}
     return packed
 
 
-def to_text(found: Mapping[str, Any], names: Mapping[str, str]) -> str:
+def to_text(result: Mapping[str, Any], names: Mapping[str, str]) -> str:
     """Format as JSON: equal tables of effects are written once, and each family is one line."""
     profiles: dict[str, int] = {}
     lines = []
-    for engine, versions in found.items():
+    for engine, versions in result.items():
         of_engine = []
-        for one, table in versions.items():
+        for item, table in versions.items():
             rows = []
             for family, row in table["families"].items():
                 number = profiles.setdefault(
@@ -232,7 +236,7 @@ def to_text(found: Mapping[str, Any], names: Mapping[str, str]) -> str:
                 )
             body = ",\n".join(rows)
             of_engine.append(
-                f'   {json.dumps(one)}: {{"methods": {json.dumps(table["methods"])}, "families": {{\n{body}}}}}'
+                f'   {json.dumps(item)}: {{"methods": {json.dumps(table["methods"])}, "families": {{\n{body}}}}}'
             )
         lines.append(f"  {json.dumps(engine)}: {{\n" + ",\n".join(of_engine) + "}")
     tables = ",\n".join(f"  {text}" for text in profiles)

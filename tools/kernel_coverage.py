@@ -35,7 +35,7 @@ NOT_COVERED = (
 Lines = dict[str, dict[int, int]]  # file -> line -> how often it ran
 
 
-def add(found: Lines, reports: Iterable[Mapping[str, object]], source: Path) -> None:
+def add(result: Lines, reports: Iterable[Mapping[str, object]], source: Path) -> None:
     """Add gcov's reports to `found`, of files within `source`."""
     for report in reports:
         files = report["files"]
@@ -44,7 +44,7 @@ def add(found: Lines, reports: Iterable[Mapping[str, object]], source: Path) -> 
             path = Path(file["file"])
             if not path.is_relative_to(source):
                 continue
-            counts = found.setdefault(str(path.relative_to(source)), {})
+            counts = result.setdefault(str(path.relative_to(source)), {})
             for line in file["lines"]:
                 number = line["line_number"]
                 counts[number] = counts.get(number, 0) + line["count"]
@@ -59,12 +59,12 @@ def ranges(numbers: Iterable[int]) -> str:
     return ", ".join(runs)
 
 
-def table(found: Lines) -> tuple[list[str], float]:
+def table(result: Lines) -> tuple[list[str], float]:
     """Return a line for each file and one for all, and the percentage of all."""
     rows = []
     every = 0
     run = 0
-    for name, counts in sorted(found.items()):
+    for name, counts in sorted(result.items()):
         missing = [number for number, count in counts.items() if not count]
         every = every + len(counts)
         run = run + len(counts) - len(missing)
@@ -87,12 +87,12 @@ def measure(build: str) -> Lines:
     tests += [f"--deselect=tests/kernels/{name}" for name in NOT_COVERED]
     environ = os.environ | {"FREIGHT_TEST_KERNELS": str(folder)}
     subprocess.run(tests, check=True, cwd=ROOT, env=environ)
-    found: Lines = {}
+    results: Lines = {}
     for data in sorted(folder.rglob("*.gcda")):
         command = ["gcov", "--json-format", "--stdout", str(data)]
         printed = subprocess.run(command, check=True, cwd=folder, capture_output=True, text=True)
-        add(found, map(json.loads, printed.stdout.splitlines()), SOURCE)
-    return found
+        add(results, map(json.loads, printed.stdout.splitlines()), SOURCE)
+    return results
 
 
 def main() -> None:

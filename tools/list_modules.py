@@ -67,7 +67,7 @@ def page() -> str:
         heading = opening(init) if init.exists() else OTHERS[str(folder.relative_to(ROOT))]
         lines += [heading, ""]
         openings = [opening(path) for path in files]
-        lines += [f"- `{path.name}`: {one}" for path, one in zip(files, openings, strict=True)]
+        lines += [f"- `{path.name}`: {item}" for path, item in zip(files, openings, strict=True)]
         if not all((heading, *openings)):
             raise ValueError(
                 f"{folder.relative_to(ROOT)} has a file, or is a package, that does not say what it is"

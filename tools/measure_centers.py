@@ -103,39 +103,39 @@ def by_layer(model: str) -> list[list[str]]:
         QuantizeArgs(weights="none", kv_cache="fp8", center=True, num_samples=8, max_seq_len=512)
     )
     samples = load_samples(opened, decided, data)
-    found = opened.calibrate(decided, samples, ()).centers
+    result = opened.calibrate(decided, samples, ()).centers
     spreads = key_spreads(model, samples[0])
     tensors = read_tensors(source)
     rows = [["layer", "key bias: largest", "norm of a head", "std of keys", "gain", "pairs"]]
-    for index, (one, spread) in enumerate(zip(found, spreads, strict=True)):
+    for index, (item, spread) in enumerate(zip(result, spreads, strict=True)):
         k = tensors.get(f"model.layers.{index}.self_attn.k_proj.bias", torch.zeros(1))
         norm = (
             k.view(opened.model.attention[index].num_kv_heads if len(k) > 1 else 1, -1)
             .norm(dim=1)
             .max()
         )
-        sizes = float(k.abs().max()), float(norm), spread, one.k_gain
-        pairs = 0 if one.k is None else int((one.k != 0).sum(1).max()) // 2
+        sizes = float(k.abs().max()), float(norm), spread, item.k_gain
+        pairs = 0 if item.k is None else int((item.k != 0).sum(1).max()) // 2
         rows.append([str(index), *(f"{size:.2f}" for size in sizes), str(pairs)])
     return rows
 
 
 def caches(model: str, data: Path) -> dict[str, KVCacheConfig]:
     """Return caches in E4M3 with every kind of scale, then with channel scales and centers."""
-    found = {
+    results = {
         "unit": KVCacheConfig(Format.E4M3FN, Granularity.TENSOR, ScaleSource.UNIT, None),
         "token": KVCacheConfig(Format.E4M3FN, Granularity.TOKEN, ScaleSource.DYNAMIC, None),
     }
     for granularity in GRANULARITIES:
         scales = calibrated(model, data, granularity)
-        found[str(granularity)] = KVCacheConfig(
+        results[str(granularity)] = KVCacheConfig(
             Format.E4M3FN, granularity, ScaleSource.CALIBRATED, scales
         )
     rest = calibrated(model, data, Granularity.CHANNEL, center=True)
-    found["centered"] = KVCacheConfig(
+    results["centered"] = KVCacheConfig(
         Format.E4M3FN, Granularity.CHANNEL, ScaleSource.CALIBRATED, rest
     )
-    return found
+    return results
 
 
 def row(name: str, model: Path, text: str, data: Path, tokens: int) -> dict[str, str]:
@@ -160,8 +160,8 @@ def gains(model: str, tokens: int) -> list[list[str]]:
         if has_biases(source):
             models["raised"] = Path(folder) / "raised"
             write_raised(source, models["raised"])
-        rows = [row(name, one, text, data, tokens) for name, one in models.items()]
-    return [list(rows[0]), *(list(one.values()) for one in rows)]
+        rows = [row(name, item, text, data, tokens) for name, item in models.items()]
+    return [list(rows[0]), *(list(item.values()) for item in rows)]
 
 
 def has_biases(model: Path) -> bool:
@@ -181,7 +181,7 @@ def milliseconds(sequences: int, length: int, new: int) -> list[float]:
     tables = KeyCenter.angle_tiles(angles.cos()), KeyCenter.angle_tiles(angles.sin())
     b = [torch.zeros(HEADS, DIM).index_fill_(1, torch.arange(count), 1.0) for count in PAIRS]
     tried = [
-        replace(pages, k_center=KeyCenter.of(one, *tables) if one.any() else None) for one in b
+        replace(pages, k_center=KeyCenter.of(item, *tables) if item.any() else None) for item in b
     ]
     slices = [
         SequenceSlice([0] * new, length - new, (range(i * per, (i + 1) * per),), Logits.NONE)
@@ -192,9 +192,9 @@ def milliseconds(sequences: int, length: int, new: int) -> list[float]:
     attention = select_kernels("auto").attention
     best = [float("inf")] * len(PAIRS)
     for _ in range(REPEATS):
-        for i, one in enumerate(tried):
+        for i, item in enumerate(tried):
             begin = time.perf_counter()
-            attention(q, one, batch.sequences(0), AttentionCall(DIM**-0.5))
+            attention(q, item, batch.sequences(0), AttentionCall(DIM**-0.5))
             best[i] = min(best[i], time.perf_counter() - begin)
     return [1e3 * seconds for seconds in best]
 

@@ -98,8 +98,8 @@ def calibrated(
         max_seq_len=length,
     )
     decided = plan(args)
-    found = opened.calibrate(decided, load_samples(opened, decided, data), ())
-    scales = found.kv_finer or found.kv
+    result = opened.calibrate(decided, load_samples(opened, decided, data), ())
+    scales = result.kv_finer or result.kv
     assert scales is not None
     return scales
 
@@ -113,16 +113,18 @@ def caches(
         for granularity in (Granularity.TENSOR, Granularity.HEAD, Granularity.CHANNEL)
     }
     static["centered"] = calibrated(model, data, Granularity.CHANNEL, center=True, length=length)
-    found = {}
+    results = {}
     for format in FORMATS:
-        found[format, "unit"] = KVCacheConfig(format, Granularity.TENSOR, ScaleSource.UNIT, None)
-        found[format, "token"] = KVCacheConfig(format, Granularity.TOKEN, ScaleSource.DYNAMIC, None)
+        results[format, "unit"] = KVCacheConfig(format, Granularity.TENSOR, ScaleSource.UNIT, None)
+        results[format, "token"] = KVCacheConfig(
+            format, Granularity.TOKEN, ScaleSource.DYNAMIC, None
+        )
         for name, scales in static.items():
             granularity = Granularity.CHANNEL if name == "centered" else Granularity(name)
-            found[format, name] = KVCacheConfig(
+            results[format, name] = KVCacheConfig(
                 format, granularity, ScaleSource.CALIBRATED, _for_range(scales, format)
             )
-    return found
+    return results
 
 
 def _for_range(scales: KVScales, format: Format) -> KVScales:
@@ -156,14 +158,14 @@ def judge(
         return Row(name, plain.score(), dict(zip(tried, runs, strict=True)))
 
 
-def paired_difference(one: Tensor, other: Tensor) -> tuple[float, float, float]:
+def paired_difference(item: Tensor, other: Tensor) -> tuple[float, float, float]:
     """Return the mean of `other` - `one` over tokens [num_tokens], and its 95 % interval by paired
     bootstrap (Efron 1979).
 
     Draws blocks of `BLOCK` neighbouring tokens (Künsch 1989), because a cache's errors on
     neighbouring tokens are correlated.
     """
-    difference = (other - one).double()
+    difference = (other - item).double()
     blocks = difference[: len(difference) // BLOCK * BLOCK].view(-1, BLOCK).mean(1)
     generator = torch.Generator().manual_seed(0)
     drawn = torch.randint(

@@ -51,7 +51,7 @@ def sums(text: str) -> dict[str, list[float]]:
     by_window = {"count": [float(count) for count in counts]}
     for name, column in columns.items():
         sums = [float(piece.double().sum()) for piece in column.split(counts)]
-        by_window[name] = [round(one, 6) for one in sums]
+        by_window[name] = [round(item, 6) for item in sums]
     return by_window
 
 

@@ -136,19 +136,19 @@ def read_tests() -> Tables:
 
 
 def _by_family(forms: Mapping[str, Any]) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
+    results: dict[str, list[str]] = {}
     for name, form in forms.items():
         for family in form.families:
-            found.setdefault(family, []).append(re.sub(r"^ct ", "compressed-tensors ", name))
-    return found
+            results.setdefault(family, []).append(re.sub(r"^ct ", "compressed-tensors ", name))
+    return results
 
 
-def united(found: Sequence[Sequence[str]]) -> str:
+def united(result: Sequence[Sequence[str]]) -> str:
     """Join the words of several models: first those that all have, then those that depend on the
     config.json.
     """
-    every = list(dict.fromkeys(word for words in found for word in words))
-    common = set(every).intersection(*found)
+    every = list(dict.fromkeys(word for words in result for word in words))
+    common = set(every).intersection(*result)
     always = [word for word in every if word in common]
     some = [word for word in every if word not in always]
     parts = [", ".join(always), f"by config: {', '.join(some)}" if some else ""]
@@ -160,80 +160,80 @@ def flags(config: object, known: Mapping[str, str], other: frozenset[str]) -> li
     name.
     """
     names = [field.name for field in fields(config) if field.name not in other]  # type: ignore[arg-type]
-    found = []
+    results = []
     for name in names:
         value = getattr(config, name)
         if value is not None and value is not False:
-            found.append(known.get(name, name.replace("_", " ")))
-    return found
+            results.append(known.get(name, name.replace("_", " ")))
+    return results
 
 
 def of_attention(model: ModelConfig) -> list[str]:
     mixers = list(model.attention.values())
-    found = of_latents(model)
+    result = of_latents(model)
     windows = [mixer.window is not None for mixer in mixers]
     if any(windows):
-        found.append("window" if all(windows) else "windows in some layers")
+        result.append("window" if all(windows) else "windows in some layers")
     ropes = {mixer.rope for mixer in mixers}
     if model.position_offset is None and None in ropes:
-        found.append("layers without rope")
+        result.append("layers without rope")
     if model.position_offset is not None:
-        found.append("learned positions")
+        result.append("learned positions")
     if len(ropes - {None}) > 1:
-        found.append("two ropes")
+        result.append("two ropes")
     for mixer in mixers:
         if mixer.rope is not None and model.position_offset is None:
-            found += of_rope(model, mixer)
-        found += of_qk_norm(mixer.qk_norm)
-        found += flags(mixer, _ATTENTION, _SHAPE)
+            result += of_rope(model, mixer)
+        result += of_qk_norm(mixer.qk_norm)
+        result += flags(mixer, _ATTENTION, _SHAPE)
         if mixer.v_dim != mixer.k_dim:
-            found.append("values of another width")
+            result.append("values of another width")
         if mixer.softmax_scale != mixer.k_dim**-0.5:
-            found.append("another softmax scale")
+            result.append("another softmax scale")
     if len({(mixer.num_kv_heads, mixer.k_dim, mixer.v_dim) for mixer in mixers}) > 1:
-        found.append("heads differ by layer")
-    return list(dict.fromkeys(found))
+        result.append("heads differ by layer")
+    return list(dict.fromkeys(result))
 
 
 def of_qk_norm(norm: QKNormConfig | None) -> list[str]:
     if norm is None:
         return []
-    found = ["norms of q and k"]
+    results = ["norms of q and k"]
     if norm.span is NormSpan.ALL_HEADS:
-        found.append("over all heads at once")
+        results.append("over all heads at once")
     if norm.place is NormPlace.AFTER_ROPE:
-        found.append("behind the rope")
+        results.append("behind the rope")
     if not norm.weighted:
-        found.append("without weights")
-    return found
+        results.append("without weights")
+    return results
 
 
 def of_latents(model: ModelConfig) -> list[str]:
-    found = []
+    results = []
     for mixer in model.paged.values():
         if isinstance(mixer, LatentConfig):
-            found += ["keys and values from a latent (MLA)"] + ["queries from another"] * (
+            results += ["keys and values from a latent (MLA)"] + ["queries from another"] * (
                 mixer.q_rank is not None
             )
-            found += ["layers without rope"] if mixer.rope is None else of_rope(model, mixer)
-            found += ["gate of the output"] * mixer.output_gate
-    found += ["sparse beyond index_topk tokens, which are the most that run"] * (
+            results += ["layers without rope"] if mixer.rope is None else of_rope(model, mixer)
+            results += ["gate of the output"] * mixer.output_gate
+    results += ["sparse beyond index_topk tokens, which are the most that run"] * (
         model.dense_limit is not None
     )
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(results))
 
 
 def of_rope(model: ModelConfig, mixer: PagedMixer) -> list[str]:
     assert mixer.rope is not None
     rope = model.ropes[mixer.rope]
-    found = [] if rope.kind == "default" else [f"{rope.kind} rope"]
+    results = [] if rope.kind == "default" else [f"{rope.kind} rope"]
     if rope.rotary_dim < mixer.k_dim:
-        found.append("partial rope")
+        results.append("partial rope")
     if rope.interleaved:
-        found.append("interleaved rope")
+        results.append("interleaved rope")
     if QUERY_SCALING in rope.parameters:
-        found.append("query factor by position")
-    return found
+        results.append("query factor by position")
+    return results
 
 
 def of_feed_forward(model: ModelConfig) -> list[str]:
@@ -241,19 +241,19 @@ def of_feed_forward(model: ModelConfig) -> list[str]:
     experts = [part for part in parts if isinstance(part, MoEConfig)]
     if not experts:
         return list(dict.fromkeys(word for part in parts for word in of_dense(part)))
-    found = ["dense layers"] if len(experts) < len(parts) else []
+    results = ["dense layers"] if len(experts) < len(parts) else []
     for part in experts:
         routing = part.routing
-        found.append(_SCORING[routing.scoring])
+        results.append(_SCORING[routing.scoring])
         if routing.scoring is not Scoring.CHOSEN and routing.normed:
-            found.append("normed weights")
-        found += ["factor"] * (routing.factor != 1) + ["groups"] * (routing.num_groups > 1)
-        found += flags(part, _EXPERTS, _ROUTED)
+            results.append("normed weights")
+        results += ["factor"] * (routing.factor != 1) + ["groups"] * (routing.num_groups > 1)
+        results += flags(part, _EXPERTS, _ROUTED)
         if part.shared is not None:
-            found.append("gated shared expert" if part.shared_gate else "shared expert")
+            results.append("gated shared expert" if part.shared_gate else "shared expert")
         if part.activation != GatedActivation.SILU:
-            found.append(activation_of(part))
-    return list(dict.fromkeys(found))
+            results.append(activation_of(part))
+    return list(dict.fromkeys(results))
 
 
 def activation_of(part: DenseConfig | MoEConfig) -> str:
@@ -270,25 +270,25 @@ def of_dense(part: object) -> list[str]:
 def of_norms(model: ModelConfig) -> list[str]:
     norm = "LayerNorm" if model.norm_kind is NormKind.LAYER else "RMSNorm"
     kinds = dict.fromkeys(layer.norms for layer in model.layers)
-    found = [f"{norm} {_NORMS.get(kind, str(kind))}" for kind in kinds]
+    results = [f"{norm} {_NORMS.get(kind, str(kind))}" for kind in kinds]
     if model.norm_offset:
-        found.append(f"{model.norm_offset:g} + weight")
+        results.append(f"{model.norm_offset:g} + weight")
     multiplied = {
         "embedding": model.embedding_multiplier is not None,
         "residual": model.residual_multiplier != 1,
         "logit": model.logit_divisor is not None,
     }
-    found += [f"{name} multiplier" for name, there in multiplied.items() if there]
+    results += [f"{name} multiplier" for name, there in multiplied.items() if there]
     apart = {
         "last weight as stored": not model.final_norm_offset,
         "another eps of outputs": model.post_norm_eps is not None,
         "norm of the embedding": model.embedding_norm,
     }
-    found += [word for word, there in apart.items() if there]
-    found += ["logit cap"] * (model.logit_soft_cap is not None) + ["projected embedding"] * bool(
+    results += [word for word, there in apart.items() if there]
+    results += ["logit cap"] * (model.logit_soft_cap is not None) + ["projected embedding"] * bool(
         model.embedding_size
     )
-    return found
+    return results
 
 
 def native_types() -> dict[str, list[str]]:
@@ -310,7 +310,7 @@ def native_types() -> dict[str, list[str]]:
 def text_types(model_type: str) -> list[str]:
     """Return the names in `native_types` of a row's text model, and of the others that it may have."""
     family = FAMILIES[model_type]
-    first = {one.text_type: name for name, one in reversed(FAMILIES.items())}
+    first = {item.text_type: name for name, item in reversed(FAMILIES.items())}
     texts = (
         (family.text_type, *family.other_texts) if family.text_type is not None else (model_type,)
     )

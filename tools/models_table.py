@@ -237,8 +237,8 @@ def uncalibrated(tests: Tables) -> str:
     """Return the exceptions: model types without a variant whose weights, inputs and cache were
     calibrated.
     """
-    found = [name for name in native_types() if tests.quantized.isdisjoint(tests.of(name))]
-    return f", except {quoted(found)}" if found else ""
+    results = [name for name in native_types() if tests.quantized.isdisjoint(tests.of(name))]
+    return f", except {quoted(results)}" if results else ""
 
 
 def quoted(names: Iterable[str]) -> str:
@@ -248,8 +248,8 @@ def quoted(names: Iterable[str]) -> str:
 def count_table(recipes: Sequence[Published]) -> str:
     groups = {
         "all": recipes,
-        "with FP8 weights (FP8, MXFP8)": [one for one in recipes if one.is_fp8],
-        "mixtures of experts": [one for one in recipes if one.moe],
+        "with FP8 weights (FP8, MXFP8)": [recipe for recipe in recipes if recipe.is_fp8],
+        "mixtures of experts": [recipe for recipe in recipes if recipe.moe],
     }
     rows = [(name, str(len(models)), *map(str, counted(models))) for name, models in groups.items()]
     return table(("models", "number", "file read", "file not seen", "refused"), rows)
@@ -259,52 +259,52 @@ def counted(models: Sequence[Published]) -> tuple[int, int, int]:
     """Count the models that run and whose file was read, that run by model type, and that are
     refused.
     """
-    running = [one.seen for one in models if one.runs]
+    running = [model.seen for model in models if model.runs]
     return sum(running), len(running) - sum(running), len(models) - len(running)
 
 
 def running_table(recipes: Sequence[Published]) -> str:
     """Format the models that run, by model type."""
-    running = [one for one in recipes if one.runs]
-    foreign = sorted({one.family for one in running if one.verdict.runs == FOREIGN})
+    running = [item for item in recipes if item.runs]
+    foreign = sorted({item.family for item in running if item.verdict.runs == FOREIGN})
     rows = []
     for family in (*native_types(), *foreign):
-        models = [one for one in running if one.family == family]
-        read = ", ".join(one.short_name for one in models if one.seen)
-        unread = ", ".join(one.short_name for one in models if not one.seen)
+        models = [item for item in running if item.family == family]
+        read = ", ".join(item.short_name for item in models if item.seen)
+        unread = ", ".join(item.short_name for item in models if not item.seen)
         if models:
             rows.append((f"`{family}`", read, unread))
     return table(("model type", "file read", "file not seen"), rows)
 
 
 def others_table(others: Sequence[Published]) -> str:
-    read = [one for one in others if one.runs and one.seen]
-    families = sorted({one.family for one in read})
+    read = [item for item in others if item.runs and item.seen]
+    families = sorted({item.family for item in read})
     rows = []
     for family in families:
-        names = [one.short_name for one in read if one.family == family]
+        names = [item.short_name for item in read if item.family == family]
         rows.append((f"`{family}`", ", ".join(names)))
     return table(("model type", "files"), rows)
 
 
 def refused_table(tests: Tables, recipes: Sequence[Published], others: Sequence[Published]) -> str:
     """Format a row for each reason, those of most models first. Every mechanism has a row."""
-    found: dict[str, tuple[list[str], list[str]]] = {
+    results: dict[str, tuple[list[str], list[str]]] = {
         mechanism.name: ([], []) for mechanism in MECHANISMS
     }
     for column, models in enumerate((recipes, others)):
-        for one in models:
-            for reason in one.verdict.reasons:
-                found.setdefault(reason, ([], []))[column].append(one.short_name)
-    for model_type in sorted(set(ALSO_ASKED) - {one.model_type for one in recipes}):
+        for item in models:
+            for reason in item.verdict.reasons:
+                results.setdefault(reason, ([], []))[column].append(item.short_name)
+    for model_type in sorted(set(ALSO_ASKED) - {item.model_type for item in recipes}):
         for reason in ask(model_type, tests).reasons:
-            found.setdefault(reason, ([], []))[1].append(f"`{model_type}`")
+            results.setdefault(reason, ([], []))[1].append(f"`{model_type}`")
 
     def by_number(row: tuple[str, tuple[list[str], list[str]]]) -> tuple[int, int, str]:
         reason, (models, rest) = row
         return -len(models), -len(rest), reason
 
-    most_first = sorted(found.items(), key=by_number)
+    most_first = sorted(results.items(), key=by_number)
     rows = [
         (reason, str(len(models)), ", ".join(models), ", ".join(rest))
         for reason, (models, rest) in most_first
@@ -318,7 +318,7 @@ def forms_table() -> str:
     verdicts = {what: read_file({**llama, **config}) for what, config in ASKED_FORMS.items()}
     return table(
         ("in config.json", "reason"),
-        [(what, "; ".join(found.reasons)) for what, found in verdicts.items()],
+        [(what, "; ".join(result.reasons)) for what, result in verdicts.items()],
     )
 
 
@@ -327,14 +327,14 @@ def document() -> str:
     tests = read_tests()
     content, recipes = read_recipes(tests)
     others = read_others(recipes)
-    refused = [one for one in recipes if not one.runs]
+    refused = [item for item in recipes if not item.runs]
     return TEXT.format(
         source=content["source"],
         commit=content["commit"][:12],
         date=content["date"],
         num_published=len(recipes),
         num_refused=len(refused),
-        refused_seen=sum(one.name in published_files() for one in refused),
+        refused_seen=sum(item.name in published_files() for item in refused),
         counts=count_table(recipes),
         foreign=through_transformers(recipes),
         running=running_table(recipes),
@@ -354,7 +354,7 @@ def document() -> str:
 
 
 def through_transformers(recipes: Sequence[Published]) -> str:
-    names = [one.short_name for one in recipes if one.verdict.runs == FOREIGN]
+    names = [recipe.short_name for recipe in recipes if recipe.verdict.runs == FOREIGN]
     if not names:
         return "All that run have a row of Freight's."
     return f"Through transformers' modules: {', '.join(names)}; all others that run have a row of Freight's."

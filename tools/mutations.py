@@ -70,7 +70,7 @@ class Mutation:
 
 def read(text: str) -> list[Mutation]:
     """Parse mutations.txt."""
-    found = []
+    results = []
     for block in text.split("\n\n"):
         head, *changes = [line for line in block.splitlines() if not line.startswith("#")] or [""]
         if not head:
@@ -78,9 +78,9 @@ def read(text: str) -> list[Mutation]:
         name, file, tests = [part.strip() for part in head.split(" | ")]
         old = "\n".join(line[2:] for line in changes if line.startswith("-"))
         new = "\n".join(line[2:] for line in changes if line.startswith("+"))
-        files = [one for word in tests.split() for one in TESTS[word]]
-        found.append(Mutation(name, file, old, new, tuple(dict.fromkeys(files))))
-    return found
+        files = [item for word in tests.split() for item in TESTS[word]]
+        results.append(Mutation(name, file, old, new, tuple(dict.fromkeys(files))))
+    return results
 
 
 class Copy:
@@ -157,7 +157,7 @@ def main() -> None:
     parser.add_argument("--build", default=library.runnable()[0], help="of the CPU kernels")
     args = parser.parse_args()
     known = read((ROOT / "tools/mutations.txt").read_text(encoding="utf-8"))
-    todo = [one for one in known if not args.only or args.only in one.name]
+    todo = [item for item in known if not args.only or args.only in item.name]
     with tempfile.TemporaryDirectory() as parent:
         copies: Queue[Copy] = Queue()
         for number in range(args.jobs):
@@ -166,16 +166,16 @@ def main() -> None:
         def attempt(mutation: Mutation) -> str:
             copy = copies.get()
             try:
-                found = copy.attempt(mutation)
+                result = copy.attempt(mutation)
             finally:
                 copies.put(copy)
-            print(f"{found}: {mutation.name} ({mutation.file})", flush=True)
-            return found
+            print(f"{result}: {mutation.name} ({mutation.file})", flush=True)
+            return result
 
         with ThreadPoolExecutor(args.jobs) as pool:
             results = list(pool.map(attempt, todo))
     print(f"{results.count('found')} of {len(results)} found by `make test`'s cases")
-    sys.exit(any(one.isupper() or one.startswith("NOT") for one in results))
+    sys.exit(any(item.isupper() or item.startswith("NOT") for item in results))
 
 
 if __name__ == "__main__":

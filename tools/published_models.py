@@ -159,10 +159,10 @@ def ask(
             return Verdict(FOREIGN)
         declared = {"model_type": model_type, **(keys or {})}
         config = hf_config(declared).to_dict() | {"architectures": None}
-        found = read_model_config(
+        result = read_model_config(
             {key: value for key, value in config.items() if value is not None}
         )
-        return Verdict(NATIVE if found.foreign is None else FOREIGN)
+        return Verdict(NATIVE if result.foreign is None else FOREIGN)
     except (CheckpointError, ConfigError) as error:
         of_wrapper = Verdict(REFUSED, reasons_of(error))
     if text_type is not None and text_type not in FAMILIES:
@@ -175,7 +175,7 @@ def ask(
 def reasons_of(error: Exception) -> tuple[str, ...]:
     """Return the mechanisms that an error names, else its reason without the way out."""
     message = " ".join(str(error).split())
-    return tuple(one.name for one in MECHANISMS if f"{one.name}: " in message) or (
+    return tuple(item.name for item in MECHANISMS if f"{item.name}: " in message) or (
         _in_short(message),
     )
 
@@ -204,18 +204,18 @@ def read_recipes(tests: Tables) -> tuple[dict[str, Any], list[Published]]:
     """
     content = json.loads(RECIPES.read_text(encoding="utf-8"))
     by_type = cache(lambda entry: _of_type(json.loads(entry), tests))
-    found = []
+    results = []
     for entry in content["models"]:
         precisions = tuple(entry["precisions"])
         config = published_files().get(entry["name"])
         if config is not None:
-            found.append(of_file(entry["name"], config, entry["moe"], precisions))
+            results.append(of_file(entry["name"], config, entry["moe"], precisions))
             continue
         asked = {
             key: entry.get(key)
             for key in ("model_type", "text_type", "keys", "architecture", "precisions")
         }
-        found.append(
+        results.append(
             Published(
                 entry["name"],
                 entry["model_type"],
@@ -226,7 +226,7 @@ def read_recipes(tests: Tables) -> tuple[dict[str, Any], list[Published]]:
                 precisions=precisions,
             )
         )
-    return content, found
+    return content, results
 
 
 def _of_type(entry: Mapping[str, Any], tests: Tables) -> Verdict:
@@ -234,7 +234,7 @@ def _of_type(entry: Mapping[str, Any], tests: Tables) -> Verdict:
     verdict = ask(
         entry["model_type"], tests, entry["text_type"], entry["keys"], entry["architecture"]
     )
-    faults = [unreadable(one, entry["model_type"]) for one in entry["precisions"]]
+    faults = [unreadable(item, entry["model_type"]) for item in entry["precisions"]]
     unread = [why for why in faults if why]
     if verdict.runs != REFUSED and len(unread) == len(entry["precisions"]):
         return Verdict(REFUSED, (unread[0],))
@@ -243,7 +243,7 @@ def _of_type(entry: Mapping[str, Any], tests: Tables) -> Verdict:
 
 def read_others(recipes: Sequence[Published]) -> list[Published]:
     """Return the published files of models that the recipes do not have."""
-    names = {one.name for one in recipes}
+    names = {recipe.name for recipe in recipes}
     return [
         of_file(name, config) for name, config in published_files().items() if name not in names
     ]

@@ -49,8 +49,8 @@ def python_page() -> str:
     for name in MODULES:
         module = importlib.import_module(name)
         parts += [f"## {name}", as_markdown(module.__doc__ or "")]
-        for one in module.__all__:
-            parts += _described(one, getattr(module, one))
+        for item in module.__all__:
+            parts += _described(item, getattr(module, item))
         if name == "freight":
             parts.append("### Options of LLM and AsyncLLM")
             parts.append("They are keywords, and options of the command line with `-` for `_`.")
@@ -58,22 +58,22 @@ def python_page() -> str:
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def _described(name: str, found: Any) -> list[str]:
+def _described(name: str, result: Any) -> list[str]:
     """Return the heading, the signature and the docstring of a name, and those of its methods."""
     parts = [f"### {name}"]
-    if not callable(found):
-        kind = f"A {type(found).__name__}"
-        return [*parts, f"{kind}: `{found!r}`." if isinstance(found, tuple) else f"{kind}."]
-    is_error = isinstance(found, type) and issubclass(found, BaseException)
-    if not is_error and not (isinstance(found, type) and issubclass(found, Enum)):
-        parts.append(_signature(name, found))
-    parts.append(as_markdown(inspect.getdoc(found) or ""))
-    if not isinstance(found, type):
+    if not callable(result):
+        kind = f"A {type(result).__name__}"
+        return [*parts, f"{kind}: `{result!r}`." if isinstance(result, tuple) else f"{kind}."]
+    is_error = isinstance(result, type) and issubclass(result, BaseException)
+    if not is_error and not (isinstance(result, type) and issubclass(result, Enum)):
+        parts.append(_signature(name, result))
+    parts.append(as_markdown(inspect.getdoc(result) or ""))
+    if not isinstance(result, type):
         return parts
-    if issubclass(found, Enum):
-        members = "\n".join(f"{one.name} = {one.value!r}" for one in found)
+    if issubclass(result, Enum):
+        members = "\n".join(f"{item.name} = {item.value!r}" for item in result)
         parts.append(f"```python\n{members}\n```")
-    for method, defined in vars(found).items():
+    for method, defined in vars(result).items():
         if not method.startswith("_") and not dataclasses.is_dataclass(defined):
             parts += _method(f"{name}.{method}", defined)
     return parts
@@ -89,51 +89,51 @@ def _method(name: str, defined: Any) -> list[str]:
     return [f"#### {name}", _signature(name, function), as_markdown(inspect.getdoc(function) or "")]
 
 
-def _signature(name: str, found: Any) -> str:
-    signature = inspect.signature(found)
-    given = [one for one in signature.parameters.values() if one.name not in ("self", "cls")]
+def _signature(name: str, result: Any) -> str:
+    signature = inspect.signature(result)
+    given = [item for item in signature.parameters.values() if item.name not in ("self", "cls")]
     parameters = []
     is_keyword = False
-    for one in given:
-        if one.kind is one.KEYWORD_ONLY and not is_keyword:
+    for item in given:
+        if item.kind is item.KEYWORD_ONLY and not is_keyword:
             parameters.append("*")
-        is_keyword = one.kind is not one.POSITIONAL_OR_KEYWORD  # behind *args there is no other *
-        parameters.append(_parameter(one))
+        is_keyword = item.kind is not item.POSITIONAL_OR_KEYWORD  # behind *args there is no other *
+        parameters.append(_parameter(item))
     returns = signature.return_annotation
-    is_class = isinstance(found, type) or returns is signature.empty
+    is_class = isinstance(result, type) or returns is signature.empty
     end = ")" if is_class else f") -> {_annotation(returns)}"
     text = f"{name}({', '.join(parameters)}{end}"
     if len(text) > _LONG:
-        text = "\n".join([f"{name}(", *(f"    {one}," for one in parameters), end])
+        text = "\n".join([f"{name}(", *(f"    {item}," for item in parameters), end])
     return f"```python\n{text}\n```"
 
 
-def _parameter(one: inspect.Parameter) -> str:
-    stars = _STARS.get(one.kind, "")
-    kind = "" if one.annotation is one.empty else f": {_annotation(one.annotation)}"
-    if one.default is one.empty:
-        return f"{stars}{one.name}{kind}"
-    default = "<factory>" if "factory" in repr(one.default) else repr(one.default)
-    return f"{one.name}{kind} = {default}"
+def _parameter(item: inspect.Parameter) -> str:
+    stars = _STARS.get(item.kind, "")
+    kind = "" if item.annotation is item.empty else f": {_annotation(item.annotation)}"
+    if item.default is item.empty:
+        return f"{stars}{item.name}{kind}"
+    default = "<factory>" if "factory" in repr(item.default) else repr(item.default)
+    return f"{item.name}{kind} = {default}"
 
 
-def _annotation(found: Any) -> str:
+def _annotation(result: Any) -> str:
     """Return an annotation as it is written; the source's are text."""
-    return found if isinstance(found, str) else inspect.formatannotation(found)
+    return result if isinstance(result, str) else inspect.formatannotation(result)
 
 
 def as_markdown(docstring: str) -> str:
     """Return a docstring as Markdown: code and columns keep their lines, the rest flows."""
-    found = []
+    results = []
     for paragraph in inspect.cleandoc(docstring).split("\n\n"):
         lines = paragraph.splitlines()
         if lines and all(line.startswith("    ") for line in lines):
-            found.append(f"```python\n{textwrap.dedent(paragraph)}\n```")
+            results.append(f"```python\n{textwrap.dedent(paragraph)}\n```")
         elif lines and _COLUMNS.match(lines[0]):
-            found.append(f"```text\n{paragraph}\n```")
+            results.append(f"```text\n{paragraph}\n```")
         else:
-            found.append(plain(paragraph))
-    return "\n\n".join(found)
+            results.append(plain(paragraph))
+    return "\n\n".join(results)
 
 
 def plain(text: str) -> str:
@@ -161,27 +161,27 @@ def options_page() -> str:
 
 
 def _commands(name: str, command: Any) -> Iterator[tuple[str, Any]]:
-    for verb, one in sorted(getattr(command, "commands", {}).items()):
-        if not one.hidden:
-            yield f"{name} {verb}", one
-            yield from _commands(f"{name} {verb}", one)
+    for verb, item in sorted(getattr(command, "commands", {}).items()):
+        if not item.hidden:
+            yield f"{name} {verb}", item
+            yield from _commands(f"{name} {verb}", item)
 
 
 def _tables(command: Any) -> Iterator[str]:
-    given = [one for one in command.params if not getattr(one, "hidden", False)]
-    arguments = [one for one in given if one.param_type_name == "argument"]
+    given = [item for item in command.params if not getattr(item, "hidden", False)]
+    arguments = [item for item in given if item.param_type_name == "argument"]
     if arguments:
-        named = [(code(one.metavar or one.name), cell(one.help or "")) for one in arguments]
+        named = [(code(item.metavar or item.name), cell(item.help or "")) for item in arguments]
         yield table(("argument", "meaning"), named)
-    options = [one for one in given if one.param_type_name == "option"]
+    options = [item for item in given if item.param_type_name == "option"]
     if options:
         rows = []
-        for one in options:
-            names = ", ".join(code(name) for name in (*one.opts, *one.secondary_opts))
-            value = "" if one.is_flag else f" {code(one.metavar or one.type.name.upper())}"
-            default = "" if one.default in (None, [], (), False, True) else code(one.default)
-            variable = code(one.envvar) if one.envvar else ""
-            rows.append((names + value, cell(one.help or ""), default, variable))
+        for item in options:
+            names = ", ".join(code(name) for name in (*item.opts, *item.secondary_opts))
+            value = "" if item.is_flag else f" {code(item.metavar or item.type.name.upper())}"
+            default = "" if item.default in (None, [], (), False, True) else code(item.default)
+            variable = code(item.envvar) if item.envvar else ""
+            rows.append((names + value, cell(item.help or ""), default, variable))
         yield table(("option", "meaning", "default", "variable"), rows)
 
 
@@ -221,8 +221,8 @@ def openapi() -> dict[str, Any]:
     scope |= {"scheme": "http", "root_path": "", "state": {}}
     scope |= {"server": ("127.0.0.1", 80), "client": ("127.0.0.1", 1)}
     asyncio.run(ask())
-    found: dict[str, Any] = json.loads(b"".join(one.get("body", b"") for one in sent))
-    return found
+    result: dict[str, Any] = json.loads(b"".join(item.get("body", b"") for item in sent))
+    return result
 
 
 def http_page(document: Schema) -> str:
@@ -242,7 +242,7 @@ def http_page(document: Schema) -> str:
             if body is None:
                 continue
             schema = body["content"]["application/json"]["schema"]
-            same = next((other for other, one in seen if one == schema), None)
+            same = next((other for other, item in seen if item == schema), None)
             parts += [f"The body is that of {same}."] if same else _bodies(schema)
             seen.append((name, schema))
     return "\n\n".join(parts) + "\n"
@@ -250,11 +250,11 @@ def http_page(document: Schema) -> str:
 
 def _bodies(schema: Schema) -> Iterator[str]:
     several = schema.get("anyOf", [schema])
-    for one in several:
+    for item in several:
         if len(several) > 1:
-            yield f"One of {len(several)} bodies, `{one.get('title', 'object')}`:"
-        required = one.get("required", ())
-        own = {name: field for name, field in one["properties"].items() if "title" in field}
+            yield f"One of {len(several)} bodies, `{item.get('title', 'object')}`:"
+        required = item.get("required", ())
+        own = {name: field for name, field in item["properties"].items() if "title" in field}
         rows = []
         for name, field in own.items():
             need = "required" if name in required else _default(field)
@@ -262,7 +262,7 @@ def _bodies(schema: Schema) -> Iterator[str]:
         yield table(("field", "type", "default", "bounds"), rows)
         others = [
             f"{code(name)} ({', '.join(code(json.dumps(value)) for value in field['enum'])})"
-            for name, field in one["properties"].items()
+            for name, field in item["properties"].items()
             if name not in own and "enum" in field
         ]
         if others:
@@ -281,8 +281,8 @@ def kind(schema: Schema) -> str:
         return " or ".join(json.dumps(value) for value in schema["enum"] if value is not None)
     for name in ("anyOf", "oneOf"):
         if name in schema and "properties" not in schema:
-            kinds = [kind(one) for one in schema[name]]
-            return " or ".join(dict.fromkeys(one for one in kinds if one and one != "null"))
+            kinds = [kind(item) for item in schema[name]]
+            return " or ".join(dict.fromkeys(item for item in kinds if item and item != "null"))
     types = schema.get("type", "anything")
     if types == "array":
         return f"array of {kind(schema.get('items', {}))}"
@@ -307,7 +307,7 @@ def bounds(schema: Schema) -> str:
     """Return the bounds of a field, and those of its one type besides null."""
     given = {key: schema[key] for key in _BOUNDS if abs(schema.get(key, _ENDLESS)) < _ENDLESS}
     own = [_BOUNDS[key].format(f"{value:,}") for key, value in given.items()]
-    inner = [one for one in schema.get("anyOf", ()) if one.get("type") != "null"]
+    inner = [item for item in schema.get("anyOf", ()) if item.get("type") != "null"]
     if not own and len(inner) == 1:
         return bounds(inner[0])
     return ", ".join(own)

@@ -65,8 +65,8 @@ def version(root: Path = ROOT) -> str:
 
 def notes(changelog: str, name: str) -> str:
     """Return the part of a version; "" without one."""
-    found = re.search(rf"^## \[{re.escape(name)}\].*?\n(.*?)(?=^## |\Z)", changelog, re.M | re.S)
-    return found[1].strip() if found else ""
+    match = re.search(rf"^## \[{re.escape(name)}\].*?\n(.*?)(?=^## |\Z)", changelog, re.M | re.S)
+    return match[1].strip() if match else ""
 
 
 def build(out: Path, machines: Sequence[str]) -> tuple[Path, list[Path]]:
@@ -128,8 +128,8 @@ class Environment:
 
     def kernels(self) -> str:
         """Return the kernels that the installed package runs."""
-        found: str = json.loads(self.run("freight", "env", "--json") or "")["kernels"]
-        return found
+        result: str = json.loads(self.run("freight", "env", "--json") or "")["kernels"]
+        return result
 
 
 class Emulated:
@@ -189,17 +189,19 @@ def expect(answer: str | None) -> None:
 
 def try_all(sdist: Path, wheel: Path, torch: str, only_wheel: bool) -> Mapping[str, float]:
     """Try both in clean environments, and return seconds to the first token of each."""
-    found: dict[str, float] = {}
+    results: dict[str, float] = {}
     cases = (("wheel", wheel, False), ("source", sdist, True), ("no-compiler", sdist, False))
     for name, package, has_tools in cases[:1] if only_wheel else cases:
         with tempfile.TemporaryDirectory(prefix=f"freight-{name}-") as folder:
             environment = Environment(Path(folder), torch, has_tools)
-            found[name] = environment.first_token(package)
+            results[name] = environment.first_token(package)
             kernels = environment.kernels()
-            print(f"{name}: first token after {found[name]:.1f} s, kernels: {kernels}", flush=True)
+            print(
+                f"{name}: first token after {results[name]:.1f} s, kernels: {kernels}", flush=True
+            )
             if (kernels == "reference") != (name == "no-compiler"):
                 sys.exit(f"{name}: {kernels} are not the kernels that were expected")
-    return found
+    return results
 
 
 def sums(folder: Path) -> str:

@@ -85,10 +85,12 @@ def imported(tree: ast.AST) -> Iterator[str]:
 @cache
 def package_imports() -> dict[str, set[str]]:
     """Return, for each package and each module beside packages, those that it imports."""
-    found: dict[str, set[str]] = {name: set() for name in sorted({*TOP, *PARTS} - {"__init__"})}
+    results: dict[str, set[str]] = {name: set() for name in sorted({*TOP, *PARTS} - {"__init__"})}
     for path in SOURCES:
         package = package_of(module_name(path))
         if package != FACADE:
             names = imported(parsed(path.read_text(encoding="utf-8")))
-            found[package] |= {package_of(n) for n in names if n.startswith("freight.")} - {package}
-    return found
+            results[package] |= {package_of(n) for n in names if n.startswith("freight.")} - {
+                package
+            }
+    return results

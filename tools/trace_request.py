@@ -87,12 +87,12 @@ def trace(source: Path) -> dict[str, list[str]]:
             complete(1)
             (Path(folder) / "off").touch()
             time.sleep(1)
-            found = {}
+            results = {}
             for file in Path(folder).glob("files.*"):
                 lines = file.read_text().splitlines()
                 ours = [Path(line) for line in lines if line.startswith(str(source))]
-                found[file.suffix[1:]] = [str(path.relative_to(source)) for path in ours]
-            return found
+                results[file.suffix[1:]] = [str(path.relative_to(source)) for path in ours]
+            return results
         finally:
             process.send_signal(signal.SIGINT)
             process.wait(timeout=60)
@@ -100,11 +100,11 @@ def trace(source: Path) -> dict[str, list[str]]:
 
 def main() -> None:
     source = Path(sys.argv[1] if sys.argv[1:] else Path(__file__).parents[1] / "src").resolve()
-    found = trace(source)
-    for process, files in found.items():
+    result = trace(source)
+    for process, files in result.items():
         print(f"process {process}: {len(files)} files")
         print("".join(f"  {file}\n" for file in files), end="")
-    print(f"{len({file for files in found.values() for file in files})} files in all")
+    print(f"{len({file for files in result.values() for file in files})} files in all")
 
 
 if __name__ == "__main__":

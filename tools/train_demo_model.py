@@ -373,7 +373,7 @@ def main() -> None:
 
     def stream(names: list[str]) -> Tensor:
         encodings = tokenizer.encode_batch([files[name] for name in names])
-        return torch.tensor([token for one in encodings for token in (*one.ids, eos)])
+        return torch.tensor([token for encoding in encodings for token in (*encoding.ids, eos)])
 
     train = stream(trained)
     held_out = stream(HELD_OUT)

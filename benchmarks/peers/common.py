@@ -147,7 +147,7 @@ def figures(samples: dict[str, list[float]]) -> dict[str, Any]:
 
 
 def report(
-    args: argparse.Namespace, engine: str, version: str, ran: dict[str, Any], found: dict[str, Any]
+    args: argparse.Namespace, engine: str, version: str, ran: dict[str, Any], result: dict[str, Any]
 ) -> None:
     """Print the JSON line, the last on standard output."""
     asked = {
@@ -158,7 +158,7 @@ def report(
         1 if sys.platform == "darwin" else 1024
     )
     line = {"engine": engine, "version": version, "model": args.model.name, "ran": ran}
-    print(json.dumps(line | asked | found | {"peak_rss_bytes": peak}), flush=True)
+    print(json.dumps(line | asked | result | {"peak_rss_bytes": peak}), flush=True)
 
 
 def comparison(doc: str | None) -> argparse.ArgumentParser:
@@ -180,26 +180,26 @@ def first_tokens(folder: str, prompts: list[list[int]], **options: Any) -> list[
 
     llm = LLM(folder, kv_cache_memory="16MiB", **options)
     outputs = llm.generate(prompts, SamplingParams(max_tokens=1, temperature=0.0, logprobs=5))
-    found = []
+    results = []
     for output in outputs:
         if output.outputs[0].logprobs:
             top = output.outputs[0].logprobs[0]
-            found.append({token: one.logprob for token, one in top.items()})
-    return found
+            results.append({token: item.logprob for token, item in top.items()})
+    return results
 
 
 def differences(mine: list[Top], other: list[Top]) -> list[float]:
     """Return the largest difference of each prompt over the tokens that both name, in ascending
     order.
     """
-    found = []
+    results = []
     for a, b in zip(mine, other, strict=True):
-        found.append(max(abs(a[token] - b[token]) for token in a.keys() & b.keys()))
-    return sorted(found)
+        results.append(max(abs(a[token] - b[token]) for token in a.keys() & b.keys()))
+    return sorted(results)
 
 
-def middle_and_worst(found: list[float]) -> str:
-    return f"middle prompt {found[len(found) // 2]:.5f}, worst {found[-1]:.5f}"
+def middle_and_worst(result: list[float]) -> str:
+    return f"middle prompt {result[len(result) // 2]:.5f}, worst {result[-1]:.5f}"
 
 
 def hide_extras(folder: Path) -> None:

@@ -98,8 +98,8 @@ def load_theirs(vllm: Path) -> Callable[..., None]:
             raise SystemExit(f"{path} is not there: VLLM is the folder that has v1/attention/ops/")
         sys.modules[spec.name] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(sys.modules[spec.name])
-    found: Callable[..., None] = sys.modules[f"{ops}.triton_unified_attention"].unified_attention
-    return found
+    result: Callable[..., None] = sys.modules[f"{ops}.triton_unified_attention"].unified_attention
+    return result
 
 
 def fill(pages: KVPages, tokens: int) -> None:

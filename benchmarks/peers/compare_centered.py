@@ -61,7 +61,7 @@ def main() -> None:
                 )  # fmt: skip
                 tops.append(ask(args.vllm_python, out, prompts))
             plain, coarse, centered = tops
-            layers = sum(one.k is not None for one in result.centers)
+            layers = sum(item.k is not None for item in result.centers)
             apart = differences(coarse, centered)[-1]
             failed |= apart > 0
             print(

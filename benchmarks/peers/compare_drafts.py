@@ -85,9 +85,9 @@ def freight_answers(task: Task) -> tuple[Callable[[list[int]], Answered], str]:
             for delta in engine.step():
                 tokens.extend(delta.outputs[0].token_ids)
 
-        found = driven(lambda: engine.has_unfinished, step, tokens)
+        result = driven(lambda: engine.has_unfinished, step, tokens)
         engine.release("it")
-        return found
+        return result
 
     return answer, f"Freight {version()}"
 
@@ -142,14 +142,14 @@ def llama_answers(task: Task) -> tuple[Callable[[list[int]], Answered], str]:
     server = lib.Server(params)
 
     def answer(prompt: list[int]) -> Answered:
-        found = server.handle_completions(
+        result = server.handle_completions(
             {
                 "prompt": prompt, "max_tokens": task.answer, "temperature": 0.0, "ignore_eos": True,
                 "cache_prompt": False,
             }
         )  # fmt: skip
-        timings = found["timings"]
-        text = [ord(character) for character in found["choices"][0]["text"]]
+        timings = result["timings"]
+        text = [ord(character) for character in result["choices"][0]["text"]]
         return text, timings["predicted_ms"] / 1000, timings["predicted_n"] - 1
 
     return answer, f"llama.cpp of xllamacpp {lib.__version__}"
@@ -168,10 +168,10 @@ def serve(task: Task) -> dict[str, Any]:
     ]
     return {
         "version": version,
-        "answers": [[tokens for tokens, _, _ in one] for one in rounds],
+        "answers": [[tokens for tokens, _, _ in item] for item in rounds],
         "tokens_per_second": statistics.median(
-            sum(count for *_, count in one) / sum(seconds for _, seconds, _ in one)
-            for one in rounds
+            sum(count for *_, count in item) / sum(seconds for _, seconds, _ in item)
+            for item in rounds
         ),
     }
 
@@ -188,15 +188,15 @@ def in_process(python: str, task: Task) -> dict[str, Any]:
         environment["LD_PRELOAD"] = str(openmp)
     with tempfile.TemporaryDirectory() as folder:
         given = Path(folder, "task.json")
-        found = Path(folder, "found.json")
+        result = Path(folder, "found.json")
         given.write_text(json.dumps(asdict(task)))
-        command = [python, __file__, "--serve", str(given), str(found)]
+        command = [python, __file__, "--serve", str(given), str(result)]
         ended = subprocess.run(
             command, env=environment, capture_output=True, text=True, check=False
         )
-        if ended.returncode != 0 or not found.exists():
+        if ended.returncode != 0 or not result.exists():
             return {"error": ended.stderr.strip()[-2000:]}
-        answer: dict[str, Any] = json.loads(found.read_text())
+        answer: dict[str, Any] = json.loads(result.read_text())
         return answer
 
 
@@ -217,7 +217,7 @@ def cut_prompts(count: int) -> tuple[str, list[list[int]]]:
 
 
 def changed(answers: Sequence[list[int]], others: Sequence[list[int]]) -> int:
-    return sum(one != other for one, other in zip(answers, others, strict=True))
+    return sum(item != other for item, other in zip(answers, others, strict=True))
 
 
 def compared(row: str, python: str, task: Task, most_drafts: int) -> dict[str, Any]:
@@ -226,9 +226,9 @@ def compared(row: str, python: str, task: Task, most_drafts: int) -> dict[str, A
         in_process(python, Task(**asdict(task) | {"most_drafts": most}))
         for most in (0, most_drafts)
     )
-    for one in (plain, drafted):
-        if "error" in one:
-            return {"engine": row, "error": one["error"]}
+    for item in (plain, drafted):
+        if "error" in item:
+            return {"engine": row, "error": item["error"]}
     first, again = plain["answers"]
     return {
         "engine": row,
@@ -267,15 +267,15 @@ def main() -> None:
     if args.llama:
         row = f"llama.cpp {Path(args.gguf).stem}, ngram-simple"
         rows.append((row, args.llama, "llama.cpp", args.gguf, {}))
-    found = []
+    results = []
     for row, python, engine, model, options in rows:
         task = Task(engine, model, prompts, args.answer, 0, args.threads, options)
-        found.append(compared(row, python, task, args.drafts))
-        print(json.dumps(found[-1]), flush=True)
+        results.append(compared(row, python, task, args.drafts))
+        print(json.dumps(results[-1]), flush=True)
     if args.output is not None:
-        args.output.write_text(json.dumps(found, indent=1), encoding="utf-8")
-    ours = [one for one in found if one["engine"].startswith("Freight")]
-    sys.exit(any(one.get("changed_by_drafts", 1) for one in ours))
+        args.output.write_text(json.dumps(results, indent=1), encoding="utf-8")
+    ours = [item for item in results if item["engine"].startswith("Freight")]
+    sys.exit(any(item.get("changed_by_drafts", 1) for item in ours))
 
 
 if __name__ == "__main__":

@@ -57,11 +57,11 @@ def theirs(folder: str, prompts: list[list[int]], dtype: str) -> list[Top]:
     """Return all log-probabilities of the first token of each prompt, from transformers."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
     with torch.inference_mode():
-        found = [
+        results = [
             torch.log_softmax(model(torch.tensor([ids])).logits[0, -1].float(), -1)
             for ids in prompts
         ]
-    return [dict(enumerate(values.tolist())) for values in found]
+    return [dict(enumerate(values.tolist())) for values in results]
 
 
 def main() -> None:
@@ -84,10 +84,10 @@ def main() -> None:
             freight.quantize(args.model, out, **scheme, **data)
             hide_extras(out)
             ours = first_tokens(str(out), prompts, dtype=args.dtype)
-            found = differences(ours, theirs(str(out), prompts, args.dtype))
-        failed |= found[len(found) // 2] > args.tolerance
+            result = differences(ours, theirs(str(out), prompts, args.dtype))
+        failed |= result[len(result) // 2] > args.tolerance
         name = ", ".join(f"{key} {value}" for key, value in scheme.items())
-        print(f"{name}: {middle_and_worst(found)}", flush=True)
+        print(f"{name}: {middle_and_worst(result)}", flush=True)
     sys.exit(failed)
 
 

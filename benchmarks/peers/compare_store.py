@@ -182,12 +182,12 @@ def said(error: BaseException) -> str:
 def drive(job: Job) -> Job:
     """Run one engine; return its answers by phase, or why there are none."""
     engines: dict[str, Callable[[Job], Driver]] = {"freight": Freight, "vllm": Vllm}
-    found: Job = {}
+    results: Job = {}
     began = time.perf_counter()
     at = "start"
     try:
         engine = engines[job["engine"]](job)
-        found["start"] = time.perf_counter() - began
+        results["start"] = time.perf_counter() - began
         warm, more, *prompts = prompts_of(job)
         engine.answer(warm)  # the first passes are slower
         engine.keep()
@@ -200,13 +200,13 @@ def drive(job: Job) -> Job:
                 forget_files(Path(job["folder"]))
             for prompt in prompts:
                 at = f"{phase}, {len(prompt)} tokens"
-                found.setdefault(phase, []).append(engine.answer(prompt))
+                results.setdefault(phase, []).append(engine.answer(prompt))
                 engine.keep()
         engine.close()
     except Exception as error:
-        found["message"] = said(error)
-        found["failed"] = at
-    return found
+        results["message"] = said(error)
+        results["failed"] = at
+    return results
 
 
 def ways(folder: Path, longest: int) -> dict[str, Job]:
@@ -224,7 +224,7 @@ def ways(folder: Path, longest: int) -> dict[str, Job]:
     files = {"shared_storage_path": path}
     tiers = {"secondary_tiers": [{"type": "fs", "root_dir": path}]}
     disk = {"kv_offload_backend": "disk", "disk_path": f"{path}/blocks"}
-    found: dict[str, Job] = {
+    results: dict[str, Job] = {
         "freight, 16-bit cache": {
             "engine": "freight",
             "phases": again,
@@ -253,14 +253,14 @@ def ways(folder: Path, longest: int) -> dict[str, Job]:
             "SimpleCPUOffloadConnector", memory | disk, **eager
         ),
     }
-    return {name: {"engine": "vllm", "phases": again} | way for name, way in found.items()}
+    return {name: {"engine": "vllm", "phases": again} | way for name, way in results.items()}
 
 
 def run(name: str, args: argparse.Namespace) -> Job:
     """Run all processes of one engine, with a folder of its own."""
     from side_by_side import run_json
 
-    found: Job = {}
+    results: Job = {}
     with tempfile.TemporaryDirectory(dir=args.store) as folder:
         way = ways(Path(folder), max(args.lengths))[name]
         for phases in way["phases"]:
@@ -272,15 +272,17 @@ def run(name: str, args: argparse.Namespace) -> Job:
                 "folder": folder,
             }
             python = sys.executable if way["engine"] == "freight" else args.vllm
-            one = run_json([python, __file__, "--drive", json.dumps(job)], args.timeout, ())
-            found |= {"failed": "process", "message": one["error"]} if "error" in one else one
-            if "failed" in found:
+            item = run_json([python, __file__, "--drive", json.dumps(job)], args.timeout, ())
+            results |= {"failed": "process", "message": item["error"]} if "error" in item else item
+            if "failed" in results:
                 break
-        found["bytes"] = sum(one.stat().st_size for one in Path(folder).rglob("*") if one.is_file())
-    return found
+        results["bytes"] = sum(
+            item.stat().st_size for item in Path(folder).rglob("*") if item.is_file()
+        )
+    return results
 
 
-def table(found: Job, lengths: list[int]) -> list[str]:
+def table(result: Job, lengths: list[int]) -> list[str]:
     """Return Markdown lines: the times of each engine, with the tokens of the prompt that it found,
     and below them what failed.
     """
@@ -289,7 +291,7 @@ def table(found: Job, lengths: list[int]) -> list[str]:
         f"| engine | tokens | {' | '.join(phases)} | answers |",
         "|---|---:|---:|---:|---:|---:|---|",
     ]
-    for name, one in found.items():
+    for name, one in result.items():
         for index, length in enumerate(lengths):
             rows = {}
             for phase in phases:
@@ -305,8 +307,8 @@ def table(found: Job, lengths: list[int]) -> list[str]:
             equal = "equal" if all(one == rows["cold"].tokens for one in again) else "DIFFER"
             cells = [name, f"{length:,}", *times, equal if again else ""]
             lines.append(f"| {' | '.join(cells)} |")
-    failed = [(name, one) for name, one in found.items() if "failed" in one]
-    return lines + [f"\n{name}, at {one['failed']}: `{one['message']}`" for name, one in failed]
+    failed = [(name, one) for name, one in result.items() if "failed" in one]
+    return lines + [f"\n{name}, at {item['failed']}: `{item['message']}`" for name, one in failed]
 
 
 def main() -> None:
@@ -322,19 +324,19 @@ def main() -> None:
     parser.add_argument("--store", metavar="FOLDER", help="on the disk to measure")
     parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="JSON")
     args = parser.parse_args()
-    found: Job = {}
+    results: Job = {}
     for name in args.only or ways(Path(), 0):
-        found[name] = run(name, args)
-        print(name, json.dumps(found[name]), file=sys.stderr, flush=True)
-        args.output.write_text(json.dumps(found, indent=1), encoding="utf-8")
-    print("\n".join(table(found, args.lengths)))
+        results[name] = run(name, args)
+        print(name, json.dumps(results[name]), file=sys.stderr, flush=True)
+        args.output.write_text(json.dumps(results, indent=1), encoding="utf-8")
+    print("\n".join(table(results, args.lengths)))
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--drive"]:
-        one = json.loads(sys.argv[2])
-        if one["engine"] == "vllm":
-            prepare(argparse.Namespace(threads=one["threads"]))
-        print(json.dumps(drive(one)))
+        item = json.loads(sys.argv[2])
+        if item["engine"] == "vllm":
+            prepare(argparse.Namespace(threads=item["threads"]))
+        print(json.dumps(drive(item)))
     else:
         main()

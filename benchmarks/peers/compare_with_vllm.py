@@ -45,11 +45,11 @@ def answer(folder: str, prompts: list[list[int]]) -> list[Top]:
     llm = LLM(folder, dtype="float32", enforce_eager=True, max_model_len=256, max_num_seqs=16)
     params = SamplingParams(max_tokens=1, temperature=0.0, logprobs=5)
     outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params)
-    found = []
+    results = []
     for output in outputs:
         top = output.outputs[0].logprobs[0]
-        found.append({token: one.logprob for token, one in top.items()})
-    return found
+        results.append({token: item.logprob for token, item in top.items()})
+    return results
 
 
 def ask(python: str, folder: Path, prompts: list[list[int]]) -> list[Top]:

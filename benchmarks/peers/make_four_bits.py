@@ -193,12 +193,12 @@ def packed_by(tool: Any, out: Path, said: dict[str, Any]) -> None:
         for name, linear in linears(model).items():
             del tensors[f"{name}.weight"]
             stored, values[f"{name}.weight"] = tool(linear)
-            tensors |= {f"{name}.{suffix}": one.contiguous() for suffix, one in stored.items()}
+            tensors |= {f"{name}.{suffix}": item.contiguous() for suffix, item in stored.items()}
         save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
         config = json.loads((Path(base) / "config.json").read_text())
         config |= {"dtype": "float16", "quantization_config": said}
         (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-        plain = {name: one.float() for name, one in model.state_dict().items()}
+        plain = {name: item.float() for name, item in model.state_dict().items()}
         save_file(plain, Path(base) / "model.safetensors", metadata={"format": "pt"})
         save(out, base, values)
 

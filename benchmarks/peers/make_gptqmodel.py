@@ -71,7 +71,7 @@ def values_of(folder: Path, backend: BACKEND) -> dict[str, Tensor]:
     """Return every matrix as GPTQModel reads it back, [outputs, inputs] float32."""
     read = GPTQModel.load(str(folder), device="cpu", backend=backend)
     stored = load_file(folder / "model.safetensors")
-    found = {}
+    results = {}
     for name, module in read.model.named_modules():
         if not hasattr(module, "qweight"):
             continue
@@ -81,13 +81,13 @@ def values_of(folder: Path, backend: BACKEND) -> dict[str, Tensor]:
             value = module.dequantize_weight()
         else:
             value = dequantize_gemm(module.qweight, module.qzeros, module.scales, 4, 32)
-        found[f"{name}.weight"] = value.float().t().contiguous()
-    return found
+        results[f"{name}.weight"] = value.float().t().contiguous()
+    return results
 
 
 def make(config: QuantizeConfig, out: Path) -> None:
-    with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as two:
-        base = Path(one)
+    with tempfile.TemporaryDirectory() as item, tempfile.TemporaryDirectory() as two:
+        base = Path(item)
         made = Path(two)
         random_model(base, config.method)
         tool = GPTQModel.load(str(base), config, device="cpu")

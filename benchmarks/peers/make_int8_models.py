@@ -54,16 +54,18 @@ def extremes(x: Tensor, args: QuantizationArgs) -> tuple[Tensor, Tensor]:
 
 def inputs_of(model: LlamaForCausalLM) -> dict[str, Tensor]:
     """By the name of a Linear: what it multiplies for TOKENS in the unquantized model."""
-    found: dict[str, Tensor] = {}
+    results: dict[str, Tensor] = {}
     hooks = [
-        module.register_forward_pre_hook(lambda _, given, name=name: found.update({name: given[0]}))
+        module.register_forward_pre_hook(
+            lambda _, given, name=name: results.update({name: given[0]})
+        )
         for name, module in model.named_modules()
         if isinstance(module, torch.nn.Linear)
     ]
     model(TOKENS)
     for hook in hooks:
         hook.remove()
-    return found
+    return results
 
 
 @torch.no_grad()

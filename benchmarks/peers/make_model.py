@@ -54,14 +54,14 @@ def to_int8(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Quantize the matrices of the layers to INT8 [output, input] with `weight_scale` [output, 1];
     keep the others.
     """
-    found = {}
+    results = {}
     for name, values in tensors.items():
-        found[name] = values
+        results[name] = values
         if name.startswith("model.layers.") and values.dim() == 2:
             scale = values.float().abs().amax(1, keepdim=True) / 127
-            found[name] = (values.float() / scale).round().to(torch.int8)
-            found[f"{name}_scale"] = scale
-    return found
+            results[name] = (values.float() / scale).round().to(torch.int8)
+            results[f"{name}_scale"] = scale
+    return results
 
 
 def write_tokenizer(folder: Path, vocab_size: int) -> None:

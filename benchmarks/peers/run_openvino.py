@@ -81,9 +81,9 @@ def sdpa(
     def run(prompts: list[list[int]]) -> Steps:
         tokens = openvino.Tensor(np.array(prompts))
         begin = time.perf_counter()
-        found = pipe.generate(tokens, config)
+        result = pipe.generate(tokens, config)
         seconds = time.perf_counter() - begin
-        first = found.perf_metrics.get_ttft().mean / 1e3
+        first = result.perf_metrics.get_ttft().mean / 1e3
         rest = (seconds - first) / (args.output_len - 1)
         return [(first, len(prompts))] + [(rest, len(prompts))] * (args.output_len - 1)
 
@@ -106,12 +106,12 @@ def main() -> None:
     loading = time.perf_counter() - begin
     vocabulary = vocab_size(args)
     numbers = random.Random(0)
-    found = measure(args, lambda: generate(random_prompts(args, vocabulary, numbers)))
+    result = measure(args, lambda: generate(random_prompts(args, vocabulary, numbers)))
     hints = ("INFERENCE_PRECISION_HINT", "KV_CACHE_PRECISION", "DYNAMIC_QUANTIZATION_GROUP_SIZE")
     core = openvino.Core()
     ran = {"weights": args.model.name, "attention": args.attention, "load_seconds": loading}
     ran |= {hint.lower(): str(core.get_property("CPU", hint)) for hint in hints}
-    report(args, "openvino", f"openvino-genai {openvino_genai.__version__}", ran, found)
+    report(args, "openvino", f"openvino-genai {openvino_genai.__version__}", ran, result)
 
 
 if __name__ == "__main__":

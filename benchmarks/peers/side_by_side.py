@@ -81,13 +81,13 @@ class Workload:
     def parse(text: str) -> list[Workload]:
         """Parse `8x128+33`, sequences, prompt tokens and generated tokens, or a name of WORKLOADS."""
         if text in WORKLOADS:
-            return [one for known in WORKLOADS[text] for one in Workload.parse(known)]
-        found = re.fullmatch(r"(\d+)x(\d+)\+(\d+)", text)
-        if not found:
+            return [item for known in WORKLOADS[text] for item in Workload.parse(known)]
+        match = re.fullmatch(r"(\d+)x(\d+)\+(\d+)", text)
+        if not match:
             raise argparse.ArgumentTypeError(
                 f"{text!r}: write {', '.join(WORKLOADS)}, or SEQUENCESxPROMPT+GENERATED, for example 8x128+33"
             )
-        return [Workload(*map(int, found.groups()))]
+        return [Workload(*map(int, match.groups()))]
 
     def __str__(self) -> str:
         return f"{self.batch_size}x{self.input_len}+{self.output_len}"
@@ -121,7 +121,7 @@ def commands(args: argparse.Namespace, workload: Workload) -> dict[str, list[str
         for word in (f"--{name.replace('_', '-')}", str(value))
     ]
     interpreters = dict(args.engine)
-    found = {}
+    results = {}
     for name in chosen(args):
         peer = PEERS[name]
         model = str(args.models / peer.model)
@@ -129,8 +129,8 @@ def commands(args: argparse.Namespace, workload: Workload) -> dict[str, list[str
             program = [args.freight, "bench", "latency", model, "--json"]
         else:
             program = [interpreters[peer.environment], str(HERE / peer.driver), "--model", model]
-        found[name] = [*program, *options, *peer.arguments]
-    return found
+        results[name] = [*program, *options, *peer.arguments]
+    return results
 
 
 def run(command: list[str], seconds: float) -> dict[str, Any]:
@@ -151,9 +151,9 @@ def run_json(command: list[str], seconds: float, figures: Iterable[str]) -> dict
     except OSError as error:
         return {"error": str(error)}
     try:
-        found = json.loads(ended.stdout.strip().splitlines()[-1])
-        if ended.returncode == 0 and all(found[figure] > 0 for figure in figures):
-            return found
+        result = json.loads(ended.stdout.strip().splitlines()[-1])
+        if ended.returncode == 0 and all(result[figure] > 0 for figure in figures):
+            return result
     except (IndexError, KeyError, TypeError, ValueError):
         pass
     status = f"exit status {ended.returncode}"
@@ -175,13 +175,13 @@ def table(results: list[dict[str, Any]], workload: str, base: str) -> list[str]:
     """
     rounds: dict[str, dict[int, dict[str, Any]]] = {}
     errors: dict[str, str] = {}
-    for one in results:
-        if one["workload"] == workload:
-            succeeded = rounds.setdefault(one["engine"], {})
-            if "error" in one["found"]:
-                errors[one["engine"]] = one["found"]["error"]
+    for item in results:
+        if item["workload"] == workload:
+            succeeded = rounds.setdefault(item["engine"], {})
+            if "error" in item["found"]:
+                errors[item["engine"]] = item["found"]["error"]
             else:
-                succeeded[one["round"]] = one["found"]
+                succeeded[item["round"]] = item["found"]
     ours = rounds.get(base, {})
     lines = [
         f"### {workload}",
@@ -189,24 +189,24 @@ def table(results: list[dict[str, Any]], workload: str, base: str) -> list[str]:
         f"| engine | prefill tok/s | decode tok/s | {PEERS[base].label} ÷ it, prefill | decode | runs |",
         "|---|---:|---:|---:|---:|---:|",
     ]
-    for name, found in rounds.items():
+    for name, result in rounds.items():
         label = PEERS[name].label
-        if not found:
+        if not result:
             lines.append(f"| {label} | failed | {reason(errors[name])} | | | 0 |")
             continue
         medians = []
         ratios = []
         for figure in FIGURES.values():
-            medians.append(f"{statistics.median(one[figure] for one in found.values()):.1f}")
+            medians.append(f"{statistics.median(item[figure] for item in result.values()):.1f}")
             shared = [
-                ours[number][figure] / one[figure]
-                for number, one in found.items()
+                ours[number][figure] / item[figure]
+                for number, item in result.items()
                 if number in ours
             ]
             ratios.append(f"{statistics.median(shared):.2f}" if shared else "")
         failed = f", then {reason(errors[name])}" if name in errors else ""
         lines.append(
-            f"| {label} | {' | '.join(medians)} | {' | '.join(ratios)} | {len(found)}{failed} |"
+            f"| {label} | {' | '.join(medians)} | {' | '.join(ratios)} | {len(result)}{failed} |"
         )
     return [*lines, ""]
 
@@ -227,13 +227,13 @@ def versions(results: list[dict[str, Any]], freight: str) -> list[str]:
     """Return Freight's version with the kernels that ran, and those that the drivers reported, each
     once.
     """
-    found = [one["found"] for one in results]
-    kernels = sorted({str(one["kernels"]) for one in found if "kernels" in one})
+    outcome = [item["found"] for item in results]
+    kernels = sorted({str(item["kernels"]) for item in outcome if "kernels" in item})
     ours = []
     if kernels:
         asked = subprocess.run([freight, "--version"], capture_output=True, text=True, check=False)
         ours.append(f"Freight {asked.stdout.strip()}, kernels {', '.join(kernels)}")
-    return [*ours, *sorted({str(one["version"]) for one in found if "version" in one})]
+    return [*ours, *sorted({str(item["version"]) for item in outcome if "version" in item})]
 
 
 def measure(
@@ -248,13 +248,13 @@ def measure(
             todo = list(commands(args, workload).items())
             turn = number % len(todo)
             for name, command in todo[turn:] + todo[:turn]:
-                found = run(command, args.timeout)
+                result = run(command, args.timeout)
                 results.append(
-                    {"round": number, "workload": str(workload), "engine": name, "found": found}
+                    {"round": number, "workload": str(workload), "engine": name, "found": result}
                 )
-                short = reason(found["error"]) if "error" in found else ""
+                short = reason(result["error"]) if "error" in result else ""
                 short = short or ", ".join(
-                    f"{figure} {found[key]:.1f}" for figure, key in FIGURES.items()
+                    f"{figure} {result[key]:.1f}" for figure, key in FIGURES.items()
                 )
                 print(
                     f"round {number + 1}, {workload}, {PEERS[name].label}: {short}",
@@ -310,7 +310,7 @@ def arguments() -> argparse.ArgumentParser:
 def main() -> None:
     parser = arguments()
     args = parser.parse_args()
-    args.workload = [one for named in args.workload for one in named]
+    args.workload = [item for named in args.workload for item in named]
     missing = sorted(
         {PEERS[name].environment for name in args.peers or ()} - {None, *dict(args.engine)}
     )

@@ -47,12 +47,12 @@ class Limits:
     tpot: float
 
     def missed(self, times: Times) -> list[str]:
-        found = []
+        results = []
         if times.ttft[1] > self.ttft:
-            found.append("p95 TTFT")
+            results.append("p95 TTFT")
         if times.tpot[1] > self.tpot:
-            found.append("p95 TPOT")
-        return found
+            results.append("p95 TPOT")
+        return results
 
     def __str__(self) -> str:
         return f"p95 TTFT <= {self.ttft:g} s and p95 TPOT <= {1e3 * self.tpot:g} ms"
@@ -122,16 +122,16 @@ class Level:
     def shares(self) -> dict[str, float]:
         """Of busy time, by what it was spent on; the largest first."""
         account = self.outcome.account
-        found = dict[str, float]()
+        results = dict[str, float]()
         for term, seconds in account.by_term._asdict().items():
-            found[CAUSES[term]] = found.get(CAUSES[term], 0.0) + seconds / account.busy
-        return dict(sorted(found.items(), key=lambda item: -item[1]))
+            results[CAUSES[term]] = results.get(CAUSES[term], 0.0) + seconds / account.busy
+        return dict(sorted(results.items(), key=lambda item: -item[1]))
 
     def waiting(self) -> dict[str, float]:
         """Of busy time, how long requests waited, by what kept the first of them."""
         account = self.outcome.account
-        found = {name: time / account.busy for name, time in account.kept_waiting.items()}
-        return dict(sorted(found.items(), key=lambda item: -item[1]))
+        results = {name: time / account.busy for name, time in account.kept_waiting.items()}
+        return dict(sorted(results.items(), key=lambda item: -item[1]))
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -214,21 +214,21 @@ def capacity(setup: Setup, num_replicas: int, near: float | None = None) -> Capa
     exact = high / 2**HALVINGS
     if near is not None:
         for guess in (near, min(1.3 * near, high)):
-            found = level(setup, num_replicas, guess)
-            if setup.limits.missed(found.times):
-                above = found
+            result = level(setup, num_replicas, guess)
+            if setup.limits.missed(result.times):
+                above = result
                 high = guess
                 break
-            best = found
+            best = result
             low = guess
     while high - low > exact:
         rate = (low + high) / 2
-        found = level(setup, num_replicas, rate)
-        if setup.limits.missed(found.times):
-            above = found
+        result = level(setup, num_replicas, rate)
+        if setup.limits.missed(result.times):
+            above = result
             high = rate
         else:
-            best = found
+            best = result
             low = rate
     if above is None:  # all halves up to the bound keep the limits
         above = level(setup, num_replicas, high)
@@ -249,12 +249,12 @@ def cost(setup: Setup, sizes: Sequence[int], price: float) -> list[dict[str, Any
         simulated = setup.simulated(count)
         if simulated not in known:
             known[simulated] = capacity(setup, simulated, near)
-        found = known[simulated]
-        row: dict[str, Any] = {"plane": setup.plane.name, "replicas": count, "binds": found.binds}
-        if found.level is not None:
-            near = found.level.rate
+        result = known[simulated]
+        row: dict[str, Any] = {"plane": setup.plane.name, "replicas": count, "binds": result.binds}
+        if result.level is not None:
+            near = result.level.rate
             tokens = near * num_output
-            row |= found.level.to_json() | {
+            row |= result.level.to_json() | {
                 "replicas": count,
                 "output_tokens_per_second_and_replica": tokens,
                 "requests_per_second": near * count,
@@ -270,25 +270,25 @@ def replicas_for(setup: Setup, users: int, per_user: float) -> dict[str, Any]:
     single = capacity(setup, 1)
     if single.level is None:
         return {"users": users, "replicas": None, "binds": single.binds}
-    found = single.level
+    result = single.level
     binds = single.binds
-    needed = math.ceil(rate / found.rate)
+    needed = math.ceil(rate / result.rate)
     if needed > setup.most:
-        fleet = capacity(setup, setup.most, found.rate)
+        fleet = capacity(setup, setup.most, result.rate)
         if fleet.level is not None:
-            found = fleet.level
+            result = fleet.level
             binds = fleet.binds
-        needed = math.ceil(rate / found.rate)
+        needed = math.ceil(rate / result.rate)
     else:
-        found = level(setup, needed, rate / needed)
+        result = level(setup, needed, rate / needed)
         while needed > 1:
             fewer = level(setup, needed - 1, rate / (needed - 1))
             if setup.limits.missed(fewer.times):
                 binds = what_binds(fewer, setup.limits)
                 break
             needed = needed - 1
-            found = fewer
-    return found.to_json() | {
+            result = fewer
+    return result.to_json() | {
         "users": users,
         "requests_per_second": rate,
         "replicas": needed,
@@ -308,15 +308,15 @@ def routing(
             setup.plane, traffic, setup.limits, setup.router, setup.seconds, setup.most, setup.front
         )
         for name in ("round-robin", "least-loaded", "prefix"):
-            found = level(here, num_replicas, rate, name)
-            prefill = found.shares()["prefill compute"] * found.outcome.account.busy
+            result = level(here, num_replicas, rate, name)
+            prefill = result.shares()["prefill compute"] * result.outcome.account.busy
             rows.append(
-                found.to_json()
+                result.to_json()
                 | {
                     "share": share,
                     "router": name,
-                    "prefill_ms_per_request": 1e3 * prefill / len(found.outcome.served),
-                    "missed": setup.limits.missed(found.times),
+                    "prefill_ms_per_request": 1e3 * prefill / len(result.outcome.served),
+                    "missed": setup.limits.missed(result.times),
                 }
             )
     return rows
@@ -345,8 +345,8 @@ def tail(setup: Setup, num_replicas: int, rate: float, restart: float) -> dict[s
         "without": row(arrived(whole.outcome.served, at, at + restart)),
         "with": row(arrived(lost.outcome.served, at, at + restart)),
         "after": row(arrived(lost.outcome.served, at + restart, seconds)),
-        "cut": sum(one.cut for one in lost.outcome.served),
-        "sent_again": sum(one.resent > 0 for one in lost.outcome.served),
+        "cut": sum(item.cut for item in lost.outcome.served),
+        "sent_again": sum(item.resent > 0 for item in lost.outcome.served),
         "missed": setup.limits.missed(Times.of(arrived(lost.outcome.served, at, at + restart))),
         "busy_without": whole.busy,
     }

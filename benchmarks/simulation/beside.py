@@ -101,7 +101,7 @@ def compare(
 
 def saturation(plane: Plane, load: Load) -> float:
     """Requests a second of one replica that has them all at once, simulated."""
-    asks = [_simulated(i, 0.0, one) for i, one in enumerate(load.sent("all", SATURATING))]
+    asks = [_simulated(i, 0.0, item) for i, item in enumerate(load.sent("all", SATURATING))]
     return SATURATING / simulate(plane, asks, 1, RoundRobin()).end
 
 
@@ -109,10 +109,13 @@ def one_at_a_time(plane: Plane, load: Load, targets: Sequence[Target], seed: str
     listed = [load.sent(f"{seed} {index}", ALONE) for index in range(len(targets))]
 
     async def run() -> list[list[Answer]]:
-        one = Level(concurrency=1)
+        item = Level(concurrency=1)
         amount = Amount(requests=ALONE)
         return await asyncio.gather(
-            *(run_level(t, Listed(s), one, amount, 0) for t, s in zip(targets, listed, strict=True))
+            *(
+                run_level(t, Listed(s), item, amount, 0)
+                for t, s in zip(targets, listed, strict=True)
+            )
         )
 
     answers = asyncio.run(run())
@@ -154,7 +157,7 @@ def _round(
     answers = asyncio.run(_send(targets, sent, dues))
     for answer in answers:
         _check(answer)
-    asks = [_simulated(i, dues[i], one) for i, one in enumerate(sent)]
+    asks = [_simulated(i, dues[i], item) for i, item in enumerate(sent)]
     slower = plane.slower(alone.slowdown)
     count = len(targets)
     measured = _figures(
@@ -192,8 +195,8 @@ async def _send(
             pool.close()
 
 
-def _simulated(number: int, arrival: float, one: Sent) -> Ask:
-    return Ask(number, arrival, len(one.content), one.max_tokens)
+def _simulated(number: int, arrival: float, item: Sent) -> Ask:
+    return Ask(number, arrival, len(item.content), item.max_tokens)
 
 
 def _check(answer: Answer) -> None:
@@ -209,8 +212,8 @@ def _tpot(answer: Answer) -> float | None:
 
 
 def _of(served: Sequence[Served]) -> dict[str, float]:
-    tpot = [one.tpot for one in served if one.tpot is not None]
-    return _figures([one.ttft for one in served], tpot, [one.latency for one in served])
+    tpot = [item.tpot for item in served if item.tpot is not None]
+    return _figures([item.ttft for item in served], tpot, [item.latency for item in served])
 
 
 def _figures(*lists: Sequence[float]) -> dict[str, float]:
@@ -226,11 +229,11 @@ def _row(count: int, share: float, rate: float, rounds: Sequence[_Round]) -> dic
     """Differences are taken within each round, and their median over rounds."""
 
     def median(side: str, figure: str) -> float:
-        return statistics.median(one.sides[side][figure] for one in rounds)
+        return statistics.median(item.sides[side][figure] for item in rounds)
 
     def difference(side: str, figure: str) -> float:
         return statistics.median(
-            one.sides[side][figure] / one.sides["measured"][figure] - 1 for one in rounds
+            item.sides[side][figure] / item.sides["measured"][figure] - 1 for item in rounds
         )
 
     return {
@@ -238,8 +241,8 @@ def _row(count: int, share: float, rate: float, rounds: Sequence[_Round]) -> dic
         "share_of_highest_rate": share,
         "requests_per_second": rate,
         "rounds": len(rounds),
-        "slowdown": statistics.median(one.alone.slowdown for one in rounds),
-        "front_ms": 1e3 * statistics.median(one.alone.front for one in rounds),
+        "slowdown": statistics.median(item.alone.slowdown for item in rounds),
+        "front_ms": 1e3 * statistics.median(item.alone.front for item in rounds),
         "figures": {
             figure: {
                 "measured_ms": median("measured", figure),

@@ -129,10 +129,10 @@ class Plane:
     @staticmethod
     def read(path: Path) -> Plane:
         """Raises ConfigError for a file that has no plane."""
-        found = _read_json(path)
+        result = _read_json(path)
         try:
-            fields = {**found, "seconds": Work(**found["seconds"])}
-            fields["error"] = tuple(found["error"]) if found.get("error") else None
+            fields = {**result, "seconds": Work(**result["seconds"])}
+            fields["error"] = tuple(result["error"]) if result.get("error") else None
             return Plane(**fields)
         except (KeyError, TypeError) as error:
             raise ConfigError(
@@ -245,16 +245,16 @@ def fit(seen: Sequence[Observation]) -> tuple[Work, list[float]]:
     least over coefficients that are not negative. Raises ConfigError where no term can be told from
     another.
     """
-    columns = [[work / one.seconds for work, one in _column(seen, term)] for term in Work._fields]
+    columns = [[work / item.seconds for work, item in _column(seen, term)] for term in Work._fields]
     best: tuple[float, list[float]] | None = None
     for used in _subsets(len(columns)):
         if len(used) >= len(seen):
             continue
-        found = _least_errors([columns[index] for index in used])
-        if found is None or min(found) < 0:
+        result = _least_errors([columns[index] for index in used])
+        if result is None or min(result) < 0:
             continue
         values = [0.0] * len(columns)
-        for index, value in zip(used, found, strict=True):
+        for index, value in zip(used, result, strict=True):
             values[index] = value
         total = sum(map(abs, _errors(columns, values)))
         if best is None or total < (1 - SAME) * best[0]:
@@ -268,8 +268,8 @@ def fit(seen: Sequence[Observation]) -> tuple[Work, list[float]]:
 
 
 def _column(seen: Sequence[Observation], term: str) -> Iterator[tuple[float, Observation]]:
-    for one in seen:
-        yield getattr(one.work, term), one
+    for item in seen:
+        yield getattr(item.work, term), item
 
 
 def _subsets(count: int) -> Iterator[tuple[int, ...]]:
@@ -288,14 +288,14 @@ def _least_errors(columns: Sequence[Sequence[float]]) -> list[float] | None:
     that are weighted anew each time; None where they are not independent.
     """
     weights = [1.0] * len(columns[0])
-    found = None
+    result = None
     for _ in range(ROUNDS):
-        weighted = [[w * a for w, a in zip(weights, one, strict=True)] for one in columns]
-        found = _least_squares(weighted, weights)
-        if found is None:
+        weighted = [[w * a for w, a in zip(weights, item, strict=True)] for item in columns]
+        result = _least_squares(weighted, weights)
+        if result is None:
             return None
-        weights = [max(abs(error), LEAST_ERROR) ** -0.5 for error in _errors(columns, found)]
-    return found
+        weights = [max(abs(error), LEAST_ERROR) ** -0.5 for error in _errors(columns, result)]
+    return result
 
 
 def _least_squares(
@@ -322,11 +322,11 @@ def _least_squares(
             left[j] = [a - upper[i][j] * b for a, b in zip(left[j], unit, strict=True)]
         target[i] = _dot(unit, right)
         right = [a - target[i] * b for a, b in zip(right, unit, strict=True)]
-    found = [0.0] * size
+    results = [0.0] * size
     for i in reversed(range(size)):
-        rest = sum(upper[i][j] * found[j] for j in range(i + 1, size))
-        found[i] = (target[i] - rest) / upper[i][i]
-    return found
+        rest = sum(upper[i][j] * results[j] for j in range(i + 1, size))
+        results[i] = (target[i] - rest) / upper[i][i]
+    return results
 
 
 def _dot(left: Iterable[float], right: Iterable[float]) -> float:
@@ -343,7 +343,7 @@ def plane_of(
     if not reports:
         raise ConfigError("there is no report: give files, or options of `freight bench latency`")
     first = reports[0]
-    seen = [one for report in reports for one in observations(report)]
+    seen = [item for report in reports for item in observations(report)]
     names = [_name(report) for report in reports]
     if len(set(names)) > 1:
         raise ConfigError(f"the reports are of different engines: {'; '.join(sorted(set(names)))}")
@@ -372,8 +372,8 @@ def read_reports(path: Path) -> list[Mapping[str, Any]]:
     """One report, a list of them, or one a line."""
     text = _read_text(path)
     try:
-        found = json.loads(text)
-        return found if isinstance(found, list) else [found]
+        result = json.loads(text)
+        return result if isinstance(result, list) else [result]
     except ValueError:
         pass
     try:

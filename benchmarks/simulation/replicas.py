@@ -297,7 +297,7 @@ class Simulation:
         if not self._up:
             self._homeless.append((ask, resent))
             return
-        loads = {index: len(one.asks) for index, one in self._up.items()}
+        loads = {index: len(item.asks) for index, item in self._up.items()}
         index = self._router.choose(ask, loads)
         self._up[index].add(ask, resent)
         if not self._up[index].is_busy:
@@ -312,11 +312,11 @@ class Simulation:
     def _end_step(self, index: int, replica: _Replica) -> None:
         if self._up.get(index) is not replica:
             return  # it was lost during the step
-        self._served += [self._with_front(one) for one in replica.end(self._now)]
+        self._served += [self._with_front(item) for item in replica.end(self._now)]
         self._begin(index)
 
-    def _with_front(self, one: Served) -> Served:
-        return replace(one, first=one.first + self._front, end=one.end + self._front)
+    def _with_front(self, item: Served) -> Served:
+        return replace(item, first=item.first + self._front, end=item.end + self._front)
 
     def _lose(self, index: int) -> None:
         """Cut what has begun to stream, and send the rest again."""
@@ -380,15 +380,15 @@ class Times:
             ordered = sorted(values) or [0.0]
             return quantile(ordered, 0.5), quantile(ordered, 0.95), quantile(ordered, 0.99)
 
-        whole = [one for one in served if not one.cut]
-        tpot = [one.tpot for one in whole if one.tpot is not None]
+        whole = [item for item in served if not item.cut]
+        tpot = [item.tpot for item in whole if item.tpot is not None]
         return Times(
             len(whole),
-            at([one.ttft for one in whole]),
+            at([item.ttft for item in whole]),
             at(tpot),
-            at([one.latency for one in whole]),
+            at([item.latency for item in whole]),
         )
 
 
 def arrived(served: Sequence[Served], begin: float, end: float) -> list[Served]:
-    return [one for one in served if begin <= one.ask.arrival < end]
+    return [item for item in served if begin <= item.ask.arrival < end]

@@ -205,7 +205,9 @@ class Traffic:
         """Mean tokens of a prompt and of an answer, of 10,000 drawn."""
         numbers = random.Random("means")
         drawn = [self.sizes.draw(numbers) for _ in range(10_000)]
-        return sum(one for one, _ in drawn) / len(drawn), sum(one for _, one in drawn) / len(drawn)
+        return sum(item for item, _ in drawn) / len(drawn), sum(item for _, item in drawn) / len(
+            drawn
+        )
 
     def describe(self) -> str:
         shared = (

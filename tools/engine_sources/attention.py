@@ -28,16 +28,16 @@ class AttentionPath:
 
 def reachable(start: ClassRef) -> list[ClassRef]:
     """Return the classes of the tree that `start` refers to, and those that they refer to."""
-    found = [start]
+    results = [start]
     waiting = [start]
     while waiting:
-        one = waiting.pop()
-        for name in sorted(one.referred):
-            other = one.module.resolve_expression(ast.Name(name))
-            if isinstance(other, ClassRef) and other not in found and _is_of_models(other):
-                found.append(other)
+        item = waiting.pop()
+        for name in sorted(item.referred):
+            other = item.module.resolve_expression(ast.Name(name))
+            if isinstance(other, ClassRef) and other not in results and _is_of_models(other):
+                results.append(other)
                 waiting.append(other)
-    return found
+    return results
 
 
 def _is_of_models(cls: ClassRef) -> bool:
@@ -51,14 +51,14 @@ def attention_paths(start: ClassRef) -> frozenset[AttentionPath]:
     the two differ in what they pass on, those of the file of `start` count.
     """
     classes = reachable(start)
-    found = _paths(classes)
-    if len({(one.outer, one.inner) for one in found}) < len(found):
-        return _paths([one for one in classes if one.module is start.module]) or found
-    return found
+    result = _paths(classes)
+    if len({(item.outer, item.inner) for item in result}) < len(result):
+        return _paths([item for item in classes if item.module is start.module]) or result
+    return result
 
 
 def _paths(classes: list[ClassRef]) -> frozenset[AttentionPath]:
-    inner = {cls: found for cls in classes if (found := list(_kernels(cls)))}
+    inner = {cls: result for cls in classes if (result := list(_kernels(cls)))}
     paths = set()
     for cls in classes:
         for attribute, value in _assigned(cls):
@@ -70,16 +70,16 @@ def _paths(classes: list[ClassRef]) -> frozenset[AttentionPath]:
                 }
     if not paths:  # the class is chosen at run time: its usual names
         names = {attribute for cls in classes for attribute, _ in _assigned(cls)} & set(LAYER_NAMES)
-        kernels = {one for found in inner.values() for one in found}
+        kernels = {item for result in inner.values() for item in result}
         for outer in names:
             paths |= {AttentionPath(outer, *kernel) for kernel in kernels if kernel[0] != outer}
     return frozenset(paths)
 
 
 def _assigned(cls: ClassRef) -> Iterable[tuple[str, ast.expr]]:
-    for one in cls.mro:
-        for attribute, found in one.assignments.items():
-            yield from ((attribute, value) for value, _ in found)
+    for item in cls.mro:
+        for attribute, result in item.assignments.items():
+            yield from ((attribute, value) for value, _ in result)
 
 
 def _kernels(cls: ClassRef) -> Iterable[tuple[str, bool]]:
@@ -96,22 +96,22 @@ def _kernels(cls: ClassRef) -> Iterable[tuple[str, bool]]:
             if names & KERNELS and not (
                 isinstance(callee, ClassRef) and _is_of_models(callee) and not _extends(callee)
             ):
-                given = {one.arg for one in call.keywords}
+                given = {keyword.arg for keyword in call.keywords}
                 yield attribute, bool(given & {"quant_config", None})
 
 
 def _extends(cls: ClassRef) -> bool:
-    return any(one.name in KERNELS and not _is_of_models(one) for one in cls.mro)
+    return any(item.name in KERNELS and not _is_of_models(item) for item in cls.mro)
 
 
 def _created(value: ast.expr, cls: ClassRef) -> set[ClassRef]:
     """Return the classes that an expression may create, and the ones that those inherit from."""
-    found = set()
+    results = set()
     for node in ast.walk(value):
         if isinstance(node, ast.Call | ast.Name):
             callee = cls.module.resolve_expression(
                 node.func if isinstance(node, ast.Call) else node
             )
             if isinstance(callee, ClassRef):
-                found.add(callee)
-    return found
+                results.add(callee)
+    return results

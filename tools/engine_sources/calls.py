@@ -49,9 +49,12 @@ ASSUMED_ATTRIBUTES: Mapping[str, object] = {
     "tp_size": 1,
 }
 _BUILTINS: dict[str, Callable[..., Any]] = {
-    one.__name__: one for one in (list, tuple, set, frozenset, sorted, len, any, all, zip, enumerate, range, str, int,
-                                  min, max, reversed, bool, iter, next, map, filter)
-}  # fmt: skip
+    function.__name__: function
+    for function in (
+        *(list, tuple, set, frozenset, sorted, len, any, all, zip, enumerate, range, str, int),
+        *(min, max, reversed, bool, iter, next, map, filter),
+    )
+}
 
 
 class Returned(Exception):
@@ -67,8 +70,8 @@ class Calls(Evaluation):
         raise NotImplementedError
 
     def _get_Name(self, node: ast.Name, scope: Scope) -> object:
-        found, value = scope.find(node.id)
-        if found:
+        result, value = scope.find(node.id)
+        if result:
             return value
         if node.id in ASSUMED_CALLS or node.id == "default_weight_loader":
             return Loader("") if node.id == "default_weight_loader" else node.id
@@ -103,8 +106,8 @@ class Calls(Evaluation):
             return {"keys": lambda: owner, "get": owner.get}.get(name, UNKNOWN)
         if isinstance(owner, Super):
             cls = cast("ModuleObject | Instance", owner.receiver).cls
-            found = cls.method(name, owner.after)
-            return Bound(found, owner.receiver) if found else UNKNOWN
+            result = cls.method(name, owner.after)
+            return Bound(result, owner.receiver) if result else UNKNOWN
         if isinstance(owner, ClassRef):
             return self._of_class(owner, name, receiver=None)
         if isinstance(owner, ModuleObject | Instance):
@@ -128,7 +131,7 @@ class Calls(Evaluation):
     def _of_class(self, cls: ClassRef, name: str, receiver: object) -> Any:
         method = cls.method(name)
         if method is not None:
-            decorators = [ast.unparse(one) for one in method.node.decorator_list]
+            decorators = [ast.unparse(item) for item in method.node.decorator_list]
             if "property" in decorators or "cached_property" in decorators:
                 return self.call(Bound(method, receiver), [], {})
             if "staticmethod" in decorators:
@@ -136,11 +139,11 @@ class Calls(Evaluation):
             elif "classmethod" in decorators:
                 receiver = cls
             return Bound(method, receiver)
-        found = cls.attribute(name)
-        if found is None:
+        result = cls.attribute(name)
+        if result is None:
             return UNKNOWN
         return self.eval(
-            found[0], Scope(found[1].module, found[1], _class_names(self, found[1], found[0]))
+            result[0], Scope(result[1].module, result[1], _class_names(self, result[1], result[0]))
         )
 
     def _of_module(self, owner: ModuleObject, name: str) -> object:
@@ -161,12 +164,12 @@ class Calls(Evaluation):
 
     def _get_Call(self, node: ast.Call, scope: Scope) -> Any:
         args: list[Any] = []
-        for one in node.args:
-            if isinstance(one, ast.Starred):
-                args += list(self.iterate(self.eval(one.value, scope), one.value))
+        for item in node.args:
+            if isinstance(item, ast.Starred):
+                args += list(self.iterate(self.eval(item.value, scope), item.value))
             else:
-                args.append(self.eval(one, scope))
-        kwargs = {one.arg: self.eval(one.value, scope) for one in node.keywords if one.arg}
+                args.append(self.eval(item, scope))
+        kwargs = {item.arg: self.eval(item.value, scope) for item in node.keywords if item.arg}
         if isinstance(node.func, ast.Name) and not scope.find(node.func.id)[0]:
             special = getattr(self, f"_call_{node.func.id}", None)
             if special is not None:
@@ -202,7 +205,8 @@ class Calls(Evaluation):
         if name == "submit" and args:  # an executor of threads
             return self.call(args[0], args[1:], kwargs)
         if any(
-            isinstance(one, Parameter | Parameters | Loader) or holds_weights(one) for one in given
+            isinstance(item, Parameter | Parameters | Loader) or holds_weights(item)
+            for item in given
         ):
             raise Undecided(f"{name} takes the tensor")
         return UNKNOWN
@@ -212,12 +216,12 @@ class Calls(Evaluation):
     ) -> object:
         """Return what a function of Python's own returns."""
         given = [*args, *kwargs.values()]
-        if any(isinstance(one, Parameters) for one in given):
+        if any(isinstance(item, Parameters) for item in given):
             return UNKNOWN
         holds = isinstance(getattr(called, "__self__", None), list | dict | set)
-        if any(one is UNKNOWN for one in given) and not holds:
+        if any(item is UNKNOWN for item in given) and not holds:
             return UNKNOWN
-        if any(isinstance(one, Closure | Bound) for one in given):
+        if any(isinstance(item, Closure | Bound) for item in given):
             if not any(map(holds_weights, given)):
                 return UNKNOWN
             return self._sorted(name, args, kwargs)
@@ -233,7 +237,7 @@ class Calls(Evaluation):
         raise Undecided(f"{name} takes the tensor")
 
     def _load(self, called: Loader, args: list[Any]) -> None:
-        name = called.name or next((one.name for one in args if isinstance(one, Parameter)), "")
+        name = called.name or next((item.name for item in args if isinstance(item, Parameter)), "")
         if not name:
             raise Undecided("a loader without a parameter")
         self.loaded.append(name)
@@ -267,13 +271,13 @@ class Calls(Evaluation):
         if self.depth >= MAX_DEPTH:
             raise Undecided("too deep")
         positional = [*spec.posonlyargs, *spec.args]
-        for one, default in zip(reversed(positional), reversed(spec.defaults), strict=False):
-            scope.names[one.arg] = self.eval(default, defaults)
-        for one, keyword_default in zip(spec.kwonlyargs, spec.kw_defaults, strict=True):
-            scope.names[one.arg] = (
+        for item, default in zip(reversed(positional), reversed(spec.defaults), strict=False):
+            scope.names[item.arg] = self.eval(default, defaults)
+        for item, keyword_default in zip(spec.kwonlyargs, spec.kw_defaults, strict=True):
+            scope.names[item.arg] = (
                 UNKNOWN if keyword_default is None else self.eval(keyword_default, defaults)
             )
-        scope.names |= dict(zip((one.arg for one in positional), args, strict=False)) | kwargs
+        scope.names |= dict(zip((item.arg for item in positional), args, strict=False)) | kwargs
         if spec.vararg is not None:
             scope.names[spec.vararg.arg] = args[len(positional) :]
         self.depth += 1
@@ -294,10 +298,10 @@ class Calls(Evaluation):
             self._function(Bound(cast("FunctionRef", cls.method("__init__")), made), args, kwargs)
             return made
         fields = []
-        for one in reversed(cls.mro):
-            for node in one.node.body:
+        for item in reversed(cls.mro):
+            for node in item.node.body:
                 if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-                    fields.append((node.target.id, node.value, one))
+                    fields.append((node.target.id, node.value, item))
         given = dict(zip((name for name, _, _ in fields), args, strict=False)) | kwargs
         for name, default, owner in fields:
             made.attributes[name] = given[name] if name in given else self._default(default, owner)
@@ -305,7 +309,7 @@ class Calls(Evaluation):
 
     def _default(self, node: ast.expr | None, owner: ClassRef) -> object:
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "field":
-            factory = {one.arg: ast.unparse(one.value) for one in node.keywords}.get(
+            factory = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}.get(
                 "default_factory"
             )
             return {"dict": {}, "list": [], "set": set()}.get(factory or "", UNKNOWN)
@@ -314,7 +318,7 @@ class Calls(Evaluation):
     def _call_dict(self, args: list[Any], kwargs: dict[str, Any], scope: Scope) -> object:
         if args and isinstance(args[0], Parameters):
             return args[0]
-        return UNKNOWN if any(one is UNKNOWN for one in args) else dict(*args, **kwargs)
+        return UNKNOWN if any(item is UNKNOWN for item in args) else dict(*args, **kwargs)
 
     def _call_getattr(self, args: list[Any], kwargs: dict[str, Any], scope: Scope) -> object:
         value = self.attribute(args[0], args[1]) if isinstance(args[1], str) else UNKNOWN
@@ -353,9 +357,9 @@ def child_class(cls: ClassRef, name: str) -> ClassRef | None:
     tree.
     """
     for value, method in cls.assigned(name):
-        found = called_class(value, method)
-        if found is not None:
-            return found
+        result = called_class(value, method)
+        if result is not None:
+            return result
     return None
 
 
@@ -367,9 +371,9 @@ def called_class(value: ast.expr, method: FunctionRef) -> ClassRef | None:
         return called_class(value.body, method) or called_class(value.orelse, method)
     if not isinstance(value, ast.Call):
         return None
-    found = method.module.resolve_expression(value.func)
-    if isinstance(found, ClassRef):
-        return found
+    result = method.module.resolve_expression(value.func)
+    if isinstance(result, ClassRef):
+        return result
     if (
         isinstance(value.func, ast.Attribute)
         and ast.unparse(value.func.value) == "self"
@@ -378,40 +382,40 @@ def called_class(value: ast.expr, method: FunctionRef) -> ClassRef | None:
         inner = method.owner.method(value.func.attr)
         if inner is not None:
             returns = [
-                one.value
-                for one in ast.walk(inner.node)
-                if isinstance(one, ast.Return) and one.value
+                item.value
+                for item in ast.walk(inner.node)
+                if isinstance(item, ast.Return) and item.value
             ]
-            return next((made for one in returns if (made := called_class(one, inner))), None)
+            return next((made for item in returns if (made := called_class(item, inner))), None)
     return None
 
 
 def _class_names(interpreter: Calls, cls: ClassRef, node: ast.expr) -> dict[str, Any]:
     """Return what a class attribute's expression may refer to: other attributes of the class body."""
-    found = {}
+    results = {}
     for name in names_in(node):
         other = cls.attribute(name)
         if other is not None and other[0] is not node:
-            found[name] = interpreter.eval(other[0], Scope(other[1].module, other[1]))
-    return found
+            results[name] = interpreter.eval(other[0], Scope(other[1].module, other[1]))
+    return results
 
 
 @cache
 def names_in(node: ast.AST) -> frozenset[str]:
-    return frozenset(one.id for one in ast.walk(node) if isinstance(one, ast.Name))
+    return frozenset(item.id for item in ast.walk(node) if isinstance(item, ast.Name))
 
 
 @cache
 def _is_generator(node: ast.AST) -> bool:
     inner = [
-        one
-        for one in ast.iter_child_nodes(node)
-        if not isinstance(one, ast.FunctionDef | ast.Lambda)
+        item
+        for item in ast.iter_child_nodes(node)
+        if not isinstance(item, ast.FunctionDef | ast.Lambda)
     ]
-    return any(isinstance(one, ast.Yield | ast.YieldFrom) or _is_generator(one) for one in inner)
+    return any(isinstance(item, ast.Yield | ast.YieldFrom) or _is_generator(item) for item in inner)
 
 
 def holds_weights(value: object) -> bool:
     return isinstance(value, list) and any(
-        isinstance(one, tuple) and len(one) == 2 and one[1] is UNKNOWN for one in value
+        isinstance(item, tuple) and len(item) == 2 and item[1] is UNKNOWN for item in value
     )

@@ -96,12 +96,12 @@ class Evaluation:
             if value is UNKNOWN:
                 value = [UNKNOWN] * len(target.elts)
             values = list(cast("Any", value))
-            if any(isinstance(one, ast.Starred) for one in target.elts) or len(values) != len(
+            if any(isinstance(item, ast.Starred) for item in target.elts) or len(values) != len(
                 target.elts
             ):
                 raise Undecided("unpacking")
-            for one, part in zip(target.elts, values, strict=True):
-                self.bind(one, part, scope)
+            for item, part in zip(target.elts, values, strict=True):
+                self.bind(item, part, scope)
         elif isinstance(target, ast.Subscript):
             owner = self.eval(target.value, scope)
             key = self.eval(target.slice, scope)
@@ -170,10 +170,10 @@ class Evaluation:
         result = True
         for op, right_node in zip(node.ops, node.comparators, strict=True):
             right = self.eval(right_node, scope)
-            one = self.compare(op, left, right)
-            if one is UNKNOWN:
+            item = self.compare(op, left, right)
+            if item is UNKNOWN:
                 return UNKNOWN
-            result = result and bool(one)
+            result = result and bool(item)
             left = right
         return result
 
@@ -189,7 +189,7 @@ class Evaluation:
             if (
                 not inside
                 and not isinstance(right, Parameters | str)
-                and any(one is UNKNOWN for one in right)
+                and any(item is UNKNOWN for item in right)
             ):
                 return UNKNOWN
             return inside == isinstance(op, ast.In)
@@ -213,10 +213,10 @@ class Evaluation:
 
     def _get_JoinedStr(self, node: ast.JoinedStr, scope: Scope) -> object:
         parts = [
-            self.eval(one.value if isinstance(one, ast.FormattedValue) else one, scope)
-            for one in node.values
+            self.eval(item.value if isinstance(item, ast.FormattedValue) else item, scope)
+            for item in node.values
         ]
-        if not all(isinstance(one, str | int) for one in parts):
+        if not all(isinstance(item, str | int) for item in parts):
             return UNKNOWN
         return "".join(map(str, parts))
 
@@ -231,13 +231,13 @@ class Evaluation:
         return value
 
     def _elements(self, nodes: list[ast.expr], scope: Scope) -> list[Any]:
-        found: list[Any] = []
-        for one in nodes:
-            if isinstance(one, ast.Starred):
-                found += list(self.iterate(self.eval(one.value, scope), one.value))
+        results: list[Any] = []
+        for node in nodes:
+            if isinstance(node, ast.Starred):
+                results += list(self.iterate(self.eval(node.value, scope), node.value))
             else:
-                found.append(self.eval(one, scope))
-        return found
+                results.append(self.eval(node, scope))
+        return results
 
     def _get_List(self, node: ast.List, scope: Scope) -> object:
         return self._elements(node.elts, scope)
@@ -251,24 +251,24 @@ class Evaluation:
     def _get_Dict(self, node: ast.Dict, scope: Scope) -> object:
         made: dict[Any, Any] = {}
         for key, value in zip(node.keys, node.values, strict=True):
-            found = self.eval(value, scope)
+            result = self.eval(value, scope)
             if key is None:
-                if not isinstance(found, dict):
+                if not isinstance(result, dict):
                     return UNKNOWN
-                made |= found
+                made |= result
                 continue
             name = self.eval(key, scope)
             if name is UNKNOWN:
                 return UNKNOWN
-            made[name] = found
+            made[name] = result
         return made
 
     def _get_Subscript(self, node: ast.Subscript, scope: Scope) -> object:
         owner = self.eval(node.value, scope)
         if isinstance(node.slice, ast.Slice):
             ends = [
-                None if one is None else self.eval(one, scope)
-                for one in (node.slice.lower, node.slice.upper)
+                None if item is None else self.eval(item, scope)
+                for item in (node.slice.lower, node.slice.upper)
             ]
             sliceable = isinstance(owner, str | list | tuple) and UNKNOWN not in ends
             return cast("Any", owner)[slice(*ends)] if sliceable else UNKNOWN
@@ -297,27 +297,27 @@ class Evaluation:
     def _get_ListComp(
         self, node: ast.ListComp | ast.GeneratorExp | ast.SetComp, scope: Scope
     ) -> object:
-        found: list[Any] = []
+        results: list[Any] = []
         try:
             self._comprehend(
-                node.generators, Scope(scope.module, scope.owner, outer=scope), node.elt, found
+                node.generators, Scope(scope.module, scope.owner, outer=scope), node.elt, results
             )
         except _NotKnown:
             return UNKNOWN
-        return set(found) if isinstance(node, ast.SetComp) else found
+        return set(results) if isinstance(node, ast.SetComp) else results
 
     _get_GeneratorExp = _get_SetComp = _get_ListComp
 
     def _get_DictComp(self, node: ast.DictComp, scope: Scope) -> object:
-        found: list[Any] = []
+        results: list[Any] = []
         pair = ast.Tuple([node.key, node.value])
         try:
             self._comprehend(
-                node.generators, Scope(scope.module, scope.owner, outer=scope), pair, found
+                node.generators, Scope(scope.module, scope.owner, outer=scope), pair, results
             )
         except _NotKnown:
             return UNKNOWN
-        return dict(found)
+        return dict(results)
 
     def _comprehend(
         self, generators: list[ast.comprehension], scope: Scope, element: ast.expr, out: list[Any]

@@ -172,8 +172,8 @@ class Interpreter(Calls):
 @cache
 def _ends_by_itself(node: ast.For) -> bool:
     return not any(
-        isinstance(one, ast.Raise | ast.Return | ast.Yield | ast.YieldFrom)
-        for one in ast.walk(node)
+        isinstance(item, ast.Raise | ast.Return | ast.Yield | ast.YieldFrom)
+        for item in ast.walk(node)
     )
 
 

@@ -34,19 +34,19 @@ class ClassRef:
     @cached_property
     def mro(self) -> tuple[ClassRef, ...]:
         """This class and those that it inherits from, as far as they are in the tree, depth first."""
-        found: list[ClassRef] = [self]
+        results: list[ClassRef] = [self]
         for base in self.node.bases:
             parent = self.module.resolve_expression(base)
             if isinstance(parent, ClassRef) and parent != self:
-                found += [one for one in parent.mro if one not in found]
-        return tuple(found)
+                results += [item for item in parent.mro if item not in results]
+        return tuple(results)
 
     @cached_property
     def base_names(self) -> frozenset[str]:
         """The names of all bases, those outside the tree among them."""
-        names = {one.name for one in self.mro}
+        names = {item.name for item in self.mro}
         names |= {
-            ast.unparse(base).rpartition(".")[2] for one in self.mro for base in one.node.bases
+            ast.unparse(base).rpartition(".")[2] for item in self.mro for base in item.node.bases
         }
         return frozenset(names)
 
@@ -58,60 +58,60 @@ class ClassRef:
     def method(self, name: str, after: ClassRef | None = None) -> FunctionRef | None:
         """Find the method as Python would; with `after`, as `super()` in that class would."""
         order = self.mro if after is None else self.mro[self.mro.index(after) + 1 :]
-        return next((one.methods[name] for one in order if name in one.methods), None)
+        return next((item.methods[name] for item in order if name in item.methods), None)
 
     @cached_property
     def body_values(self) -> dict[str, ast.expr]:
         """{name: the expression that the class body assigns to it}."""
-        found: dict[str, ast.expr] = {}
+        results: dict[str, ast.expr] = {}
         for node in self.node.body:
             target = (
                 node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
             )
             value = getattr(node, "value", None)
             if isinstance(target, ast.Name) and value is not None:
-                found.setdefault(target.id, value)
-        return found
+                results.setdefault(target.id, value)
+        return results
 
     def attribute(self, name: str) -> tuple[ast.expr, ClassRef] | None:
         """Return what the body of this class, or of one that it inherits from, assigns to `name`,
         and which of them.
         """
-        for one in self.mro:
-            if name in one.body_values:
-                return one.body_values[name], one
+        for item in self.mro:
+            if name in item.body_values:
+                return item.body_values[name], item
         return None
 
     @cached_property
     def assignments(self) -> dict[str, list[tuple[ast.expr, FunctionRef]]]:
         """{attribute: what the methods of this class assign to it}, without those of its bases."""
-        found: dict[str, list[tuple[ast.expr, FunctionRef]]] = {}
+        results: dict[str, list[tuple[ast.expr, FunctionRef]]] = {}
         for method in self.node.body:
             if isinstance(method, ast.FunctionDef):
                 for attribute, value in self_assignments(method):
-                    found.setdefault(attribute, []).append(
+                    results.setdefault(attribute, []).append(
                         (value, FunctionRef(method, self.module, self))
                     )
-        return found
+        return results
 
     def assigned(self, name: str) -> list[tuple[ast.expr, FunctionRef]]:
         """Return what methods assign to `self.name`, those of the nearest class that does so."""
-        return next((one.assignments[name] for one in self.mro if name in one.assignments), [])
+        return next((item.assignments[name] for item in self.mro if name in item.assignments), [])
 
     @cached_property
     def referred(self) -> frozenset[str]:
         """Every name in the class."""
-        return frozenset(one.id for one in ast.walk(self.node) if isinstance(one, ast.Name))
+        return frozenset(item.id for item in ast.walk(self.node) if isinstance(item, ast.Name))
 
 
 def self_assignments(node: ast.AST) -> Iterator[tuple[str, ast.expr]]:
     """Yield (attribute, value) of each `self.attribute = value` in `node`; of tuples, where both
     sides have as many.
     """
-    for one in ast.walk(node):
-        if not isinstance(one, ast.Assign | ast.AnnAssign) or one.value is None:
+    for item in ast.walk(node):
+        if not isinstance(item, ast.Assign | ast.AnnAssign) or item.value is None:
             continue
-        targets = one.targets if isinstance(one, ast.Assign) else [one.target]
+        targets = item.targets if isinstance(item, ast.Assign) else [item.target]
         for target in targets:
             parts = target.elts if isinstance(target, ast.Tuple) else [target]
             for part in parts:
@@ -120,7 +120,7 @@ def self_assignments(node: ast.AST) -> Iterator[tuple[str, ast.expr]]:
                     and isinstance(part.value, ast.Name)
                     and part.value.id == "self"
                 ):
-                    yield part.attr, one.value
+                    yield part.attr, item.value
 
 
 @dataclass
@@ -144,7 +144,7 @@ class Module:
                 self.names[node.name] = node
             elif isinstance(node, ast.Assign):
                 self.names |= {
-                    one.id: node.value for one in node.targets if isinstance(one, ast.Name)
+                    item.id: node.value for item in node.targets if isinstance(item, ast.Name)
                 }
             elif (
                 isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.value
@@ -153,7 +153,7 @@ class Module:
             elif isinstance(node, ast.ImportFrom) and node.names[0].name == "*":
                 everything = self.tree.module(self.imports(node)["*"][0])
                 if everything is not None:
-                    self.names |= {one: (everything.name, one) for one in everything.names}
+                    self.names |= {item: (everything.name, item) for item in everything.names}
             elif isinstance(node, ast.Import | ast.ImportFrom):
                 self.names |= self.imports(node)
             elif isinstance(node, ast.If | ast.Try):
@@ -163,7 +163,7 @@ class Module:
     def imports(self, node: ast.Import | ast.ImportFrom) -> dict[str, tuple[str, str]]:
         """Return {name here: (module, name there)}; the name there is '' for a module."""
         if isinstance(node, ast.Import):
-            return {one.asname or one.name.split(".")[0]: (one.name, "") for one in node.names}
+            return {item.asname or item.name.split(".")[0]: (item.name, "") for item in node.names}
         base = node.module or ""
         if node.level:
             package = self.name.split(".")
@@ -171,7 +171,7 @@ class Module:
                 package.pop()
             package = package[: len(package) - node.level + 1]
             base = ".".join([*package, *([node.module] if node.module else [])])
-        return {one.asname or one.name: (base, one.name) for one in node.names}
+        return {item.asname or item.name: (base, item.name) for item in node.names}
 
     def resolve(self, name: str) -> Found:
         """Return what `name` is here, through imports. (module, name) if it lies outside of the
@@ -183,26 +183,26 @@ class Module:
         return self._resolved[name]
 
     def _resolve(self, name: str) -> Found:
-        found = self.names.get(name)
-        if isinstance(found, tuple):
-            return self.tree.imported(*found)
-        if isinstance(found, ast.ClassDef):
-            return ClassRef(found, self)
-        if isinstance(found, ast.FunctionDef | ast.AsyncFunctionDef):
-            return FunctionRef(found, self)
-        return None if found is None else (self, found)
+        result = self.names.get(name)
+        if isinstance(result, tuple):
+            return self.tree.imported(*result)
+        if isinstance(result, ast.ClassDef):
+            return ClassRef(result, self)
+        if isinstance(result, ast.FunctionDef | ast.AsyncFunctionDef):
+            return FunctionRef(result, self)
+        return None if result is None else (self, result)
 
     def resolve_expression(self, node: ast.expr) -> object:
         """Return a class or function that a name, or module.name, refers to."""
         if isinstance(node, ast.Name):
-            found = self.resolve(node.id)
+            result = self.resolve(node.id)
             if (
-                isinstance(found, tuple)
-                and isinstance(found[0], Module)
-                and isinstance(found[1], ast.Name)
+                isinstance(result, tuple)
+                and isinstance(result[0], Module)
+                and isinstance(result[1], ast.Name)
             ):
-                return found[0].resolve(found[1].id)
-            return found
+                return result[0].resolve(result[1].id)
+            return result
         if isinstance(node, ast.Attribute):
             owner = self.resolve_expression(node.value)
             return owner.resolve(node.attr) if isinstance(owner, Module) else None
@@ -226,7 +226,7 @@ class Tree:
         if name not in self._modules:
             stem = self.root.joinpath(*name.split("."))
             places = (stem.with_suffix(".py"), stem / "__init__.py")
-            path = next((one for one in places if one.is_file()), None)
+            path = next((place for place in places if place.is_file()), None)
             known = path is not None and (
                 name == self.package or name.startswith(f"{self.package}.")
             )
@@ -234,12 +234,12 @@ class Tree:
         return self._modules[name]
 
     def imported(self, module: str, name: str) -> Found:
-        found = self.module(module)
-        if found is None:
+        result = self.module(module)
+        if result is None:
             return (module, name)
         if not name:
-            return found
-        return found.resolve(name) or self.module(f"{module}.{name}")
+            return result
+        return result.resolve(name) or self.module(f"{module}.{name}")
 
     def relative(self, module: Module) -> str:
         return str(module.path.relative_to(self.root))

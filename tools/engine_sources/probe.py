@@ -37,9 +37,9 @@ def probe(cls: ClassRef, form: str, has_scales: bool, quant_config: object) -> O
     """
     paths = cached_paths(cls)
     # A place that is there twice has both values of `quantized`
-    if not paths or len({(one.outer, one.inner) for one in paths}) < len(paths):
+    if not paths or len({(item.outer, item.inner) for item in paths}) < len(paths):
         return undecided("where attention keeps its scales")
-    kept = [f"{one.outer}.{one.inner}" for one in paths if one.quantized and has_scales]
+    kept = [f"{item.outer}.{item.inner}" for item in paths if item.quantized and has_scales]
     ends = {f"{place}.{side}_scale" for place in kept for side in "kv"}
     prefixes = PREFIXES if cls.name.endswith("ForCausalLM") else (*PREFIXES, *NESTED_PREFIXES)
     outcomes = []
@@ -49,7 +49,7 @@ def probe(cls: ClassRef, form: str, has_scales: bool, quant_config: object) -> O
             outcomes.append(_follow(cls, name, side, Parameters(frozenset(ends)), quant_config))
             if outcomes[-1].effect == "unknown":
                 return outcomes[-1]
-    if len({one.effect for one in outcomes}) > 1:
+    if len({item.effect for item in outcomes}) > 1:
         return undecided("K and V, or prefixes, differ")
     return outcomes[0]
 
@@ -61,7 +61,7 @@ def _follow(
     load = cls.method("load_weights")
     if load is None:
         return undecided("no load_weights")
-    found: dict[str, Outcome] = {}
+    results: dict[str, Outcome] = {}
     decisions: list[bool] = []
     for _ in range(MAX_PATHS):
         run = Interpreter(parameters, decisions, native, quant_config)
@@ -75,17 +75,17 @@ def _follow(
         file, line = (
             run.line if run.line[0] else (load.module.tree.relative(load.module), load.node.lineno)
         )
-        found.setdefault(effect, Outcome(effect, file, line))
-        if len(found) > 1:
-            one, other = found.values()
+        results.setdefault(effect, Outcome(effect, file, line))
+        if len(results) > 1:
+            item, other = results.values()
             return undecided(
-                f"{one.effect} at {one.file}:{one.line}, {other.effect} at {other.file}:{other.line}"
+                f"{item.effect} at {item.file}:{item.line}, {other.effect} at {other.file}:{other.line}"
             )
         del decisions[run.used :]
         while decisions and decisions[-1]:
             decisions.pop()
         if not decisions:
-            return next(iter(found.values()))
+            return next(iter(results.values()))
         decisions[-1] = True
     return undecided("too many ways")
 
@@ -110,7 +110,7 @@ def native(
         if name in ("named_buffers", "buffers"):
             return {}
         if name == "children":
-            return [ModuleObject(one) for one in _children(owner.cls)]
+            return [ModuleObject(item) for item in _children(owner.cls)]
         if name in ("modules", "named_modules"):
             return UNKNOWN
         if name in ("named_children", "state_dict", "get_submodule"):
@@ -128,11 +128,11 @@ def native(
 def _children(cls: ClassRef) -> list[ClassRef]:
     names: dict[str, None] = {}
     for base in cls.mro:
-        for one in ast.walk(base.node):
-            if isinstance(one, ast.Attribute) and isinstance(one.ctx, ast.Store):
-                names[one.attr] = None
-    found = [child_class(cls, name) for name in names]
-    return [one for one in found if one is not None and "Module" in one.base_names]
+        for item in ast.walk(base.node):
+            if isinstance(item, ast.Attribute) and isinstance(item.ctx, ast.Store):
+                names[item.attr] = None
+    results = [child_class(cls, name) for name in names]
+    return [item for item in results if item is not None and "Module" in item.base_names]
 
 
 def _load_module(

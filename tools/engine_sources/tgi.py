@@ -39,36 +39,36 @@ def tgi_families(root: Path) -> dict[str, dict[str, dict[str, Outcome]]]:
     assert models is not None
     assert isinstance(getter, FunctionRef)
     types = _model_types(models.names["ModelType"])
-    found: dict[str, dict[str, dict[str, Outcome]]] = {}
+    results: dict[str, dict[str, dict[str, Outcome]]] = {}
     for test, body in _branches(getter.node):
         name = _served_by(body)
         cls = models.resolve(name) if name else None
         if isinstance(cls, ClassRef):
             outcomes = {form: _outcome(tree, cls, form) for form in FORMS}
             for model_type in test:
-                found.setdefault(types.get(model_type, model_type), {"any": outcomes})
-    return found
+                results.setdefault(types.get(model_type, model_type), {"any": outcomes})
+    return results
 
 
 def _model_types(node: object) -> dict[str, str]:
     """Return {name of the constant: model_type}, from the enumeration's {"type": ...}."""
     assert isinstance(node, ast.ClassDef)
-    found = {}
-    for one in node.body:
+    results = {}
+    for item in node.body:
         if (
-            isinstance(one, ast.Assign)
-            and isinstance(one.targets[0], ast.Name)
-            and isinstance(one.value, ast.Dict)
+            isinstance(item, ast.Assign)
+            and isinstance(item.targets[0], ast.Name)
+            and isinstance(item.value, ast.Dict)
         ):
-            pairs = zip(one.value.keys, one.value.values, strict=True)
+            pairs = zip(item.value.keys, item.value.values, strict=True)
             for key, value in pairs:
                 if (
                     isinstance(key, ast.Constant)
                     and key.value == "type"
                     and isinstance(value, ast.Constant)
                 ):
-                    found[one.targets[0].id] = str(value.value)
-    return found
+                    results[item.targets[0].id] = str(value.value)
+    return results
 
 
 def _branches(function: ast.AST) -> Iterator[tuple[list[str], list[ast.stmt]]]:
@@ -77,10 +77,12 @@ def _branches(function: ast.AST) -> Iterator[tuple[list[str], list[ast.stmt]]]:
         if not isinstance(node, ast.If):
             continue
         names = []
-        for one in ast.walk(node.test):
-            if isinstance(one, ast.Compare) and ast.unparse(one.left) == "model_type":
-                other = one.comparators[0]
-                names += [ast.unparse(other).strip("'\"")] if isinstance(one.ops[0], ast.Eq) else []
+        for item in ast.walk(node.test):
+            if isinstance(item, ast.Compare) and ast.unparse(item.left) == "model_type":
+                other = item.comparators[0]
+                names += (
+                    [ast.unparse(other).strip("'\"")] if isinstance(item.ops[0], ast.Eq) else []
+                )
         if names:
             yield names, node.body
 
@@ -97,11 +99,11 @@ def _served_by(body: list[ast.stmt]) -> str:
 
 def _outcome(tree: Tree, cls: ClassRef, form: str) -> Outcome:
     asking = []
-    for one in reachable(cls):
-        asking += [(one, value) for value, _ in one.assignments.get("kv_scales", ())]
+    for item in reachable(cls):
+        asking += [(item, value) for value, _ in item.assignments.get("kv_scales", ())]
     if not asking:
         return undecided("the text model is chosen at run time")
-    places = {place for one, _ in asking for place in _places(cls, one)}
+    places = {place for item, _ in asking for place in _places(cls, item)}
     effects = set()
     for place in places:
         names = {FORMS[form].format(side=side) for side in "kv"}
@@ -122,7 +124,7 @@ def _outcome(tree: Tree, cls: ClassRef, form: str) -> Outcome:
 
 def _places(start: ClassRef, attention: ClassRef) -> set[str]:
     """Return 'self_attn' of `prefix=f"{prefix}.self_attn"`, wherever the attention is created."""
-    found = set()
+    results = set()
     for cls in reachable(start):
         for pairs in cls.assignments.values():
             for value, method in pairs:
@@ -131,9 +133,11 @@ def _places(start: ClassRef, attention: ClassRef) -> set[str]:
                         isinstance(call, ast.Call)
                         and method.module.resolve_expression(call.func) is attention
                     ):
-                        found |= {ast.unparse(one.value).rpartition(".")[2].strip("'\"") for one in call.keywords
-                                  if one.arg == "prefix"}  # fmt: skip
-    return found
+                        for keyword in call.keywords:
+                            if keyword.arg == "prefix":
+                                prefix = ast.unparse(keyword.value).rpartition(".")[2]
+                                results.add(prefix.strip("'\""))
+    return results
 
 
 def _native(
