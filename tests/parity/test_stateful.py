@@ -17,7 +17,7 @@ from tests.parity.random_models import freight_logits, save_random, tokens
 from tests.parity.variants import VARIANTS
 from transformers import AutoModelForCausalLM
 
-from freight.cache.manager import CacheManager, Held
+from freight.cache.manager import CacheManager, SequenceBlocks
 from freight.cache.pool import allocate_pool
 from freight.engine.prepare import Logits, SequenceSlice
 from freight.engine.runner import ModelRunner
@@ -94,7 +94,7 @@ def in_steps(folder: Path, kernel_set: str, prompt: int, ids: Sequence[int]) -> 
             part.fill_(torch.nan)  # a block that was never written holds anything
     runner, rows = ModelRunner(decoder, pool, "cpu"), []
     manager = CacheManager(spec.groups, pool.num_blocks, config.block_size, len(ids))
-    held = Held(((),) * len(spec.groups), (0,) * len(spec.groups))
+    held = SequenceBlocks(((),) * len(spec.groups), (0,) * len(spec.groups))
     for start, end in [(0, prompt), *((at, at + 1) for at in range(prompt, len(ids)))]:
         grown = manager.grow(manager.trim(held, start), end)
         assert grown is not None

@@ -45,7 +45,7 @@ from transformers import (
     Step3p7Config,
 )
 
-from freight.cache.manager import CacheManager, Held
+from freight.cache.manager import CacheManager, SequenceBlocks
 from freight.cache.pool import allocate_pool
 from freight.cache.spec import cache_spec
 from freight.engine.runner import ModelRunner
@@ -181,7 +181,7 @@ def freight_logits(
         return ModelRunner(decoder, pool.with_layers(layers), device)
 
     manager = CacheManager(spec.groups, pool.num_blocks, BLOCK, PROMPT)
-    nothing = Held(((),) * len(spec.groups), (0,) * len(spec.groups))
+    nothing = SequenceBlocks(((),) * len(spec.groups), (0,) * len(spec.groups))
     assert manager.grow(nothing, BLOCK) is not None  # block 0 is another sequence's
     held = manager.grow(nothing, PROMPT)
     assert held is not None
