@@ -25,6 +25,7 @@ from typing import Any
 from tokenizers import AddedToken, Encoding, PreTokenizedString, models
 from tokenizers import Tokenizer as Backend
 
+from freight.base.fields import JsonDict, JsonObject
 from freight.errors import RequestError
 from freight.text.messages import check_unicode
 
@@ -65,8 +66,8 @@ class ControlTokens:
         self._special = _Finder(backend, special)
 
     def mark(
-        self, messages: Sequence[Mapping[str, Any]], values: Mapping[str, Any]
-    ) -> tuple[list[dict[str, Any]], dict[str, Any], str]:
+        self, messages: Sequence[JsonObject], values: JsonObject
+    ) -> tuple[list[JsonDict], JsonDict, str]:
         """Return the messages and template values with marks, and the mark; it is "" if there are
         none.
         """
@@ -236,9 +237,7 @@ class _Finder:
         return "".join([*parts, text[at:]]) if parts else text
 
 
-def _marked(
-    message: Mapping[str, Any], mark: str, all_tokens: _Finder, special: _Finder
-) -> dict[str, Any]:
+def _marked(message: JsonObject, mark: str, all_tokens: _Finder, special: _Finder) -> JsonDict:
     is_answer = message.get("role") == "assistant"
     return {
         all_tokens.mark(name, mark): (

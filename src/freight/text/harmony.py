@@ -11,8 +11,9 @@ writes only the first call of a message.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+
+from freight.base.fields import JsonDict, JsonObject
 
 START = "<|start|>"
 CHANNEL = "<|channel|>"
@@ -29,7 +30,7 @@ def is_harmony(chat_template: str) -> bool:
     return all(marker in chat_template for marker in (START, CHANNEL, MESSAGE))
 
 
-def to_harmony_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def to_harmony_messages(messages: Sequence[JsonObject]) -> list[JsonDict]:
     """Convert `messages`, from `to_template_messages`, for a template that writes harmony. No text
     is lost.
 
@@ -39,11 +40,11 @@ def to_harmony_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str,
     return single_calls([_with_thinking(message) for message in messages])
 
 
-def single_calls(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def single_calls(messages: Sequence[JsonObject]) -> list[JsonDict]:
     """Divide each message with several calls into one message per call, each before its results:
     those with its `tool_call_id`, else the next one.
     """
-    result: list[dict[str, Any]] = []
+    result: list[JsonDict] = []
     at = 0
     while at < len(messages):
         message = dict(messages[at])
@@ -60,7 +61,7 @@ def single_calls(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return result
 
 
-def _with_thinking(message: Mapping[str, Any]) -> dict[str, Any]:
+def _with_thinking(message: JsonObject) -> JsonDict:
     result = dict(message)
     if result["role"] != "assistant":
         return result
@@ -72,13 +73,11 @@ def _with_thinking(message: Mapping[str, Any]) -> dict[str, Any]:
     return result
 
 
-def _one_call_each(
-    message: Mapping[str, Any], results: Sequence[Mapping[str, Any]]
-) -> list[dict[str, Any]]:
+def _one_call_each(message: JsonObject, results: Sequence[JsonObject]) -> list[JsonDict]:
     """Split `message` into one message per call, each followed by the tool messages that answer it."""
     calls = message["tool_calls"]
     known = {call.get("id") for call in calls} - {None}
-    of_call: list[list[Mapping[str, Any]]] = [[] for _ in calls]
+    of_call: list[list[JsonObject]] = [[] for _ in calls]
     unnamed = []
     for result in results:
         owner = result.get("tool_call_id")
@@ -93,7 +92,7 @@ def _one_call_each(
         )
         of_call[answered].append(result)
     without_calls = {name: value for name, value in message.items() if name != "tool_calls"}
-    written: list[dict[str, Any]] = []
+    written: list[JsonDict] = []
     for index, (call, answers) in enumerate(zip(calls, of_call, strict=True)):
         before = without_calls if index == 0 else {"role": message["role"]}
         written += [{**before, "tool_calls": [call]}, *map(dict, answers)]

@@ -10,14 +10,14 @@ import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from reprlib import repr as show  # stays short for deeply nested values
-from typing import Any
 
+from freight.base.fields import JsonDict, JsonObject
 from freight.errors import RequestError, shown
 
 _REASONING = ("reasoning_content", "reasoning")
 
 
-def read_messages(messages: object) -> list[dict[str, Any]]:
+def read_messages(messages: object) -> list[JsonDict]:
     """Copy `messages` with string contents. What it returns, it returns unchanged.
 
     A list of text and refusal parts is joined, and a refusal beside the content is appended.
@@ -46,7 +46,7 @@ def check_unicode(text: str) -> None:
         ) from error
 
 
-def _message(where: str, message: object) -> dict[str, Any]:
+def _message(where: str, message: object) -> JsonDict:
     if not isinstance(message, Mapping):
         raise RequestError(f"{where} is {show(message)}; it must have role and content")
     role = message.get("role")
@@ -69,7 +69,7 @@ def _message(where: str, message: object) -> dict[str, Any]:
     return result
 
 
-def _whole_content(where: str, message: Mapping[str, Any]) -> str | None:
+def _whole_content(where: str, message: JsonObject) -> str | None:
     """Return content and refusal as one text; None where calls stand alone."""
     content = message.get("content")
     refusal = message.get("refusal")
@@ -86,7 +86,7 @@ def _whole_content(where: str, message: Mapping[str, Any]) -> str | None:
     return _content(f"{where}.content", content)
 
 
-def _reasoning(where: str, message: Mapping[str, Any]) -> dict[str, str]:
+def _reasoning(where: str, message: JsonObject) -> dict[str, str]:
     """Return both names with the same text; empty without reasoning."""
     for name in _REASONING:
         text = message.get(name)
@@ -124,13 +124,13 @@ def _text_part(where: str, part: object) -> str:
     return text
 
 
-def _tool_calls(where: str, calls: object) -> list[dict[str, Any]]:
+def _tool_calls(where: str, calls: object) -> list[JsonDict]:
     if not isinstance(calls, list | tuple):
         raise RequestError(f"{where} is {show(calls)}; it must be a list of calls")
     return [_tool_call(f"{where}[{index}]", call) for index, call in enumerate(calls)]
 
 
-def _tool_call(where: str, call: object) -> dict[str, Any]:
+def _tool_call(where: str, call: object) -> JsonDict:
     if not isinstance(call, Mapping):
         raise RequestError(
             f'{where} is {show(call)}; a call is like {{"function": {{"name": …, "arguments": …}}}}'
@@ -150,7 +150,7 @@ def _refuse(constant: str) -> None:
     raise ValueError(f"{constant} is not JSON")
 
 
-def read_arguments(where: str, arguments: object) -> dict[str, Any] | str:
+def read_arguments(where: str, arguments: object) -> JsonDict | str:
     """Return the arguments of an earlier call: an object, or its JSON as it is given.
 
     Many clients and models write nothing for no arguments: None, "" and null are {}. Raises

@@ -8,14 +8,15 @@ from dataclasses import dataclass, replace
 from numbers import Integral
 from typing import Any
 
+from freight.base.fields import JsonObject
 from freight.base.other_engines import CALLS
 from freight.errors import ConfigError, GenerationError, RequestError, shown
 from freight.outputs import RequestOutput
 from freight.sampling import SamplingParams
 from freight.text.tokenizer import Tokenizer, require_chat_template
 
-Prompt = str | Sequence[int] | Mapping[str, Any]
-Message = Mapping[str, Any]
+Prompt = str | Sequence[int] | JsonObject
+Message = JsonObject
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class Tokenization:
     truncate_prompt_tokens: int | None = None
 
     @classmethod
-    def of(cls, options: Mapping[str, Any] | None) -> Tokenization:
+    def of(cls, options: JsonObject | None) -> Tokenization:
         """Raises ConfigError for other names, and for an `add_special_tokens` that is no bool."""
         known = ("add_special_tokens", "truncate_prompt_tokens")
         for name in options or ():
@@ -109,7 +110,7 @@ def chat_prompt(
     tokenizer: Tokenizer | None,
     messages: Sequence[Message],
     add_special_tokens: bool,
-    template_options: Mapping[str, Any],
+    template_options: JsonObject,
 ) -> list[int]:
     """The token ids of a conversation. Raises ConfigError for an option that the model's chat
     template does not read, and for a model without one.

@@ -11,17 +11,18 @@ dropped in silence.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import product
-from typing import Any, TypeVar
+from typing import TypeVar
 
+from freight.base.fields import JsonDict, JsonObject
 from freight.errors import RequestError
 from freight.text.harmony import single_calls
 from freight.text.messages import read_messages
 
-Message = dict[str, Any]
+Message = JsonDict
 Rendered = TypeVar("Rendered")
 # Renders a conversation; None where the template refuses it.
 Render = Callable[[Sequence[Message]], str | None]
@@ -41,7 +42,7 @@ _ARGUMENTS_WRITTEN = 8  # parts of a score
 _RESULT_WRITTEN = 4
 # Offered while forms are found for a conversation with tools: a folder may have another template
 # for these.
-PROBE_TOOL: Mapping[str, Any] = {
+PROBE_TOOL: JsonObject = {
     "type": "function",
     "function": {
         "name": _NAME,
@@ -248,7 +249,7 @@ def _set_no_content(message: Message, forms: TemplateForms) -> None:
         message["content"] = None if forms.no_content is NoContent.NULL else ""
 
 
-def _call_in_form(call: Mapping[str, Any], forms: TemplateForms) -> Message:
+def _call_in_form(call: JsonObject, forms: TemplateForms) -> Message:
     function = call["function"]
     arguments = function["arguments"]
     if forms.arguments_as_text and not isinstance(arguments, str):

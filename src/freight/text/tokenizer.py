@@ -30,6 +30,7 @@ import regex
 from tokenizers import Encoding, models
 from tokenizers import Tokenizer as Backend
 
+from freight.base.fields import JsonDict, JsonObject
 from freight.base.patterns import AnswerPattern
 from freight.errors import CheckpointError, ConfigError, RequestError
 from freight.text.chat_text import ChatText, ControlTokens, encode_marked, read_marked
@@ -88,7 +89,7 @@ class Tokenizer:
         backend: Backend,
         special_tokens: Mapping[str, str] | None = None,
         chat_template: str | dict[str, str] | None = None,
-        response_template: Mapping[str, Any] | None = None,
+        response_template: JsonObject | None = None,
     ) -> None:
         """Wrap a tokenizer of the `tokenizers` library; `Tokenizer.load` makes one from a folder.
 
@@ -243,7 +244,7 @@ class Tokenizer:
 
     def apply_chat_template(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Sequence[JsonObject],
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         **template_values: Any,
@@ -292,7 +293,7 @@ class Tokenizer:
 
     def render_chat(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Sequence[JsonObject],
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         **template_values: Any,
@@ -330,7 +331,7 @@ class Tokenizer:
             conversation, forms, lambda tried: self._render(tried, options), lambda chat: chat.text
         )
 
-    def _render(self, conversation: list[dict[str, Any]], values: Mapping[str, Any]) -> ChatText:
+    def _render(self, conversation: list[JsonDict], values: JsonObject) -> ChatText:
         """Render messages in the template's forms. Raises RequestError."""
         from jinja2 import TemplateError
 
@@ -357,8 +358,8 @@ class Tokenizer:
             forms = self._forms_of[with_tools] = self._found_forms(options)
         return forms
 
-    def _found_forms(self, options: Mapping[str, Any]) -> TemplateForms:
-        def render(conversation: Sequence[Mapping[str, Any]]) -> str | None:
+    def _found_forms(self, options: JsonObject) -> TemplateForms:
+        def render(conversation: Sequence[JsonObject]) -> str | None:
             try:
                 return self._render(list(map(dict, conversation)), options).text
             except RequestError as error:
@@ -383,7 +384,7 @@ class Tokenizer:
     def _control_tokens(self) -> ControlTokens:
         return ControlTokens(self.backend, self.chat_template_source)
 
-    def _rendered(self, conversation: Sequence[Mapping[str, Any]], values: dict[str, Any]) -> str:
+    def _rendered(self, conversation: Sequence[JsonObject], values: JsonDict) -> str:
         """Render by the rules of transformers. Its `apply_chat_template` would leave out a content
         of None, which some templates test for. Raises what the template raises.
         """
@@ -415,7 +416,7 @@ class Tokenizer:
         return None if token is None else self.backend.token_to_id(token)
 
 
-def load_response_template(template: Mapping[str, Any]) -> Any:
+def load_response_template(template: JsonObject) -> Any:
     """Load `template` as transformers' ResponseTemplate, with expressions that end when their time
     is up. Raises ValueError for one that transformers cannot read.
     """
@@ -439,7 +440,7 @@ def _timed(name: str) -> str:
     return f"{name}, timed" if name in _TIMED_PARSERS else name
 
 
-def _with_timed(args: Mapping[str, Any]) -> dict[str, Any]:
+def _with_timed(args: JsonObject) -> JsonDict:
     """Return the arguments of a parser with parsers of values that end in time."""
     inner = args.get("value_parser")
     if not isinstance(inner, Mapping):
@@ -451,7 +452,7 @@ def _with_timed(args: Mapping[str, Any]) -> dict[str, Any]:
     return {**args, "value_parser": timed}
 
 
-def _read_tags(text: str, args: dict[str, Any]) -> Any:
+def _read_tags(text: str, args: JsonDict) -> Any:
     """Read `text` as transformers' xml-inline, if its expression ends in time in this text."""
     from transformers.utils.chat_parsing.content_parsers import CONTENT_PARSERS
 
@@ -459,7 +460,7 @@ def _read_tags(text: str, args: dict[str, Any]) -> Any:
     return CONTENT_PARSERS["xml-inline"](text, args)
 
 
-def _read_json(text: str, args: dict[str, Any]) -> Any:
+def _read_json(text: str, args: JsonDict) -> Any:
     """Read `text` as transformers' json, if its strings are found in time in this text."""
     from transformers.utils.chat_parsing.content_parsers import CONTENT_PARSERS
 
@@ -490,7 +491,7 @@ def response_parser(template: Any, prefix: str) -> Any:
     return ResponseParser(template, prefix=prefix)
 
 
-def parse_response(text: str, template: Any, tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def parse_response(text: str, template: Any, tools: Sequence[JsonObject]) -> JsonDict:
     """Parse `text` into a message by `template`, with arguments converted to the types of `tools`.
     Raises as `response_parser`.
     """

@@ -16,6 +16,7 @@ from typing import Any
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
+from freight.base.fields import JsonDict, JsonObject
 from freight.base.files import outside, read_text
 from freight.base.patterns import FilePattern
 from freight.errors import CheckpointError, shown
@@ -23,9 +24,7 @@ from freight.errors import CheckpointError, shown
 logger = logging.getLogger("freight")
 
 # Backend, special tokens by name, chat template (or several by name), response template
-TokenizerParts = tuple[
-    Backend, dict[str, str], str | dict[str, str] | None, Mapping[str, Any] | None
-]
+TokenizerParts = tuple[Backend, dict[str, str], str | dict[str, str] | None, JsonObject | None]
 
 MOST_GROWTH = 64  # published normalizers write one character for one, and byte-level ones four
 _GROWTH = {"ByteLevel": 4.0, "BertNormalizer": 3.0, "Precompiled": 4.0}
@@ -124,7 +123,7 @@ def read_files(path: Path) -> TokenizerParts:
     return backend, special_tokens, template, _response_template(config)
 
 
-def check_growth(content: Mapping[str, Any], file: Path) -> None:
+def check_growth(content: JsonObject, file: Path) -> None:
     """Raise CheckpointError for a tokenizer.json that makes a text, or the text of tokens, more
     than MOST_GROWTH times as long: a few replacements after each other would take all memory.
     """
@@ -183,7 +182,7 @@ def _num_pieces(step: object) -> float:
 
 
 def _named_tokens(
-    config: Mapping[str, Any], older: Mapping[str, Any], special_tokens: Mapping[str, str]
+    config: JsonObject, older: JsonObject, special_tokens: Mapping[str, str]
 ) -> list[AddedToken]:
     """Return all tokens that the other files name, in the order in which transformers adds them."""
     extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
@@ -207,7 +206,7 @@ def _named_tokens(
     return tokens + [_added(token, {"special": True}) for token in special]
 
 
-def _added(content: str, flags: Mapping[str, Any]) -> AddedToken:
+def _added(content: str, flags: JsonObject) -> AddedToken:
     special = bool(flags.get("special", False))
     return AddedToken(
         content,
@@ -228,7 +227,7 @@ def _content(token: Any) -> str:
 
 
 def _compare_bos(
-    backend: Backend, config: Mapping[str, Any], special_tokens: Mapping[str, str], path: Path
+    backend: Backend, config: JsonObject, special_tokens: Mapping[str, str], path: Path
 ) -> None:
     """Log where `add_bos_token` or `add_eos_token` contradicts tokenizer.json."""
     if not any(
@@ -257,7 +256,7 @@ def _compare_bos(
                 )
 
 
-def _chat_template(path: Path, config: Mapping[str, Any]) -> str | dict[str, str] | None:
+def _chat_template(path: Path, config: JsonObject) -> str | dict[str, str] | None:
     """Read the chat template: separate files come before tokenizer_config.json, and that before
     chat_template.json.
     """
@@ -284,7 +283,7 @@ def _chat_template(path: Path, config: Mapping[str, Any]) -> str | dict[str, str
     return templates
 
 
-def _response_template(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+def _response_template(config: JsonObject) -> JsonObject | None:
     """Return the response template; None for anything but an object.
 
     The commands that use it report a fault: a tokenizer is usable without it.
@@ -293,7 +292,7 @@ def _response_template(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     return template if isinstance(template, dict) else None
 
 
-def _read_json(file: Path) -> dict[str, Any]:
+def _read_json(file: Path) -> JsonDict:
     """Read the object in `file`; empty if there is no file."""
     if not os.path.lexists(file):
         return {}

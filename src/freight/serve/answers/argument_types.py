@@ -12,6 +12,8 @@ import math
 from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
+from freight.base.fields import JsonDict, JsonObject
+
 # The types of JSON except string.
 ANY = frozenset(("null", "boolean", "integer", "number", "object", "array"))
 _NAMES = {  # types of other languages, which people write into schemas -> JSON's types
@@ -43,7 +45,7 @@ _MAPS = frozenset(("properties", "patternProperties", "$defs", "definitions", "d
 _DATA = frozenset(("const", "enum"))
 
 
-def resolved(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
+def resolved(schema: Any, root: JsonObject) -> JsonObject:
     """Follow a `$ref` at the top of `schema`, within `root`; returns {} for an invalid schema."""
     for _ in range(_DEEPEST):
         reference = schema.get("$ref") if isinstance(schema, Mapping) else None
@@ -57,7 +59,7 @@ def resolved(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
     return schema if isinstance(schema, Mapping) else {}
 
 
-def types_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozenset[str]:
+def types_of(schema: Any, root: JsonObject, depth: int = 0) -> frozenset[str]:
     """Return the JSON types that a value may have; none if the schema does not restrict them."""
     schema = resolved(schema, root)
     if depth > _DEEPEST:
@@ -83,7 +85,7 @@ def types_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozenset[
     return frozenset(_NAMES.get(name, name) for name in names)
 
 
-def branches_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> list[Mapping[str, Any]]:
+def branches_of(schema: Any, root: JsonObject, depth: int = 0) -> list[JsonObject]:
     """Return the alternatives of a value: those of `anyOf` or `oneOf`, if no constraint stands next
     to them.
     """
@@ -96,7 +98,7 @@ def branches_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> list[Ma
     return [schema]
 
 
-def of_types(schema: Mapping[str, Any], types: Set[str]) -> dict[str, Any]:
+def of_types(schema: JsonObject, types: Set[str]) -> JsonDict:
     """Restrict `schema` to values of `types`, which are among those that it allows."""
     reduced = {name: value for name, value in schema.items() if name != "nullable"}
     if isinstance(reduced.get("enum"), list):
@@ -108,7 +110,7 @@ def of_types(schema: Mapping[str, Any], types: Set[str]) -> dict[str, Any]:
     return reduced
 
 
-def constants_of(schema: Mapping[str, Any]) -> list[str]:
+def constants_of(schema: JsonObject) -> list[str]:
     """Return the strings that `const` or `enum` allows; none if the schema has neither."""
     values = [schema["const"]] if "const" in schema else schema.get("enum")
     return [value for value in values if isinstance(value, str)] if isinstance(values, list) else []
@@ -175,7 +177,7 @@ def _is_type(value: object, name: str) -> bool:
         return (
             not isinstance(value, bool) and isinstance(value, int | float) and value == int(value)
         )
-    kinds: dict[str, Any] = {"number": int | float, "object": dict, "array": list}
+    kinds: JsonDict = {"number": int | float, "object": dict, "array": list}
     return isinstance(value, kinds[name]) and not isinstance(value, bool)
 
 
@@ -183,7 +185,7 @@ def _refuse(constant: str) -> None:
     raise ValueError(f"{constant} is not JSON")
 
 
-def parameters_of(tools: Sequence[Mapping[str, Any]], name: str) -> Mapping[str, Any]:
+def parameters_of(tools: Sequence[JsonObject], name: str) -> JsonObject:
     """Return the schema of the arguments of the tool `name`; {} if there is none."""
     for tool in tools:
         function = tool.get("function")
@@ -194,7 +196,7 @@ def parameters_of(tools: Sequence[Mapping[str, Any]], name: str) -> Mapping[str,
     return {}
 
 
-def properties_of(schema: Any, root: Mapping[str, Any]) -> dict[str, Any]:
+def properties_of(schema: Any, root: JsonObject) -> JsonDict:
     """Return name -> schema of all properties that an object may have."""
     return {
         name: field
@@ -203,10 +205,10 @@ def properties_of(schema: Any, root: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-Shape = tuple[dict[str, Any], frozenset[str]]  # schemas of properties; names of required ones
+Shape = tuple[JsonDict, frozenset[str]]  # schemas of properties; names of required ones
 
 
-def shapes_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> list[Shape]:
+def shapes_of(schema: Any, root: JsonObject, depth: int = 0) -> list[Shape]:
     """Return the alternatives of an object. Those of `anyOf` and `oneOf` include the properties
     next to these keywords.
     """
@@ -234,7 +236,7 @@ def shapes_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> list[Shap
     return shapes
 
 
-def arguments_schema(function: Mapping[str, Any]) -> dict[str, Any]:
+def arguments_schema(function: JsonObject) -> JsonDict:
     """Return the schema of a function's arguments. It forbids further properties unless the schema
     mentions them.
     """
@@ -264,7 +266,7 @@ def bare(schema: Any, is_map: bool = False) -> Any:
     return reduced
 
 
-def within(schema: Any, root: Mapping[str, Any]) -> dict[str, Any]:
+def within(schema: Any, root: JsonObject) -> JsonDict:
     """Return `schema`, a part of `root`, as a separate schema: with the definitions that it may
     refer to.
     """

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
 
+from freight.base.fields import JsonObject
 from freight.outputs import CompletionDelta, FinishReason, RequestDelta
 from freight.serve.answers.pieces import Piece, PieceKind
 from freight.serve.call import Served, TokenizedWork
@@ -74,7 +74,7 @@ class Blocks:
         self,
         served: Served,
         work: TokenizedWork,
-        tools: Sequence[Mapping[str, Any]] = (),
+        tools: Sequence[JsonObject] = (),
         parallel: bool = True,
     ) -> None:
         """Start without blocks. parallel: whether an answer may have several tool calls; else those
@@ -169,7 +169,7 @@ class Blocks:
             steps.append(Step(StepKind.CLOSE, self.all[-1]))
 
 
-def sse(name: str, data: Mapping[str, Any]) -> bytes:
+def sse(name: str, data: JsonObject) -> bytes:
     """Return one named server-sent event. It is ASCII, so that no character can be read as a line
     end.
     """

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from freight.base.fields import JsonDict, JsonObject
 from freight.text.tokenizer import load_response_template
 
 
@@ -24,7 +25,7 @@ class Finder:
     first_of: Mapping[str | None, frozenset[str]]
 
 
-def searchable(field: dict[str, Any]) -> dict[str, Any]:
+def searchable(field: JsonDict) -> JsonDict:
     """Remove white space from the beginning of patterns, in place; returns `field`.
 
     Matching it would take quadratic time, and `Pieces` drops it anyway.
@@ -35,7 +36,7 @@ def searchable(field: dict[str, Any]) -> dict[str, Any]:
     return field
 
 
-def as_text(field: Mapping[str, Any]) -> dict[str, Any]:
+def as_text(field: JsonObject) -> JsonDict:
     """Return `field` as a plain text field. The transform is needed because patterns may have named
     groups.
     """
@@ -52,7 +53,7 @@ def as_text(field: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def load_fields(fields: Mapping[str, Any], implicit: str) -> Any:
+def load_fields(fields: JsonObject, implicit: str) -> Any:
     """Load a template of `fields` and of text outside them. It treats any prefix as part of the
     answer.
     """
@@ -61,7 +62,7 @@ def load_fields(fields: Mapping[str, Any], implicit: str) -> Any:
     )
 
 
-def finder_of(fields: Mapping[str, Any], implicit: str) -> Finder:
+def finder_of(fields: JsonObject, implicit: str) -> Finder:
     opens = [_first(field, "open") for field in fields.values()]
     first_of: dict[str | None, frozenset[str]] = {}
     if all(opens):
@@ -72,7 +73,7 @@ def finder_of(fields: Mapping[str, Any], implicit: str) -> Finder:
     return Finder(load_fields(fields, implicit), first_of)
 
 
-def _first(field: Mapping[str, Any], key: str) -> frozenset[str]:
+def _first(field: JsonObject, key: str) -> frozenset[str]:
     """Return the characters that can begin the markup of `field`; empty if they are not known."""
     literals = field.get(key, ())
     if isinstance(literals, str) and literals:

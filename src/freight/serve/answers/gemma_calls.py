@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from freight.base.fields import JsonObject
 from freight.serve.answers.argument_types import bare, resolved, shapes_of
 from freight.serve.answers.tagged_calls import Literal, TokenIn, bounds_of, text_rules
 
@@ -36,9 +37,7 @@ class GemmaValues:
     head: str  # the text right before the name
     mark: str
 
-    def read(
-        self, opening: str, body: str, tools: Sequence[Mapping[str, Any]]
-    ) -> list[tuple[str, str]]:
+    def read(self, opening: str, body: str, tools: Sequence[JsonObject]) -> list[tuple[str, str]]:
         """Return (name, arguments as JSON) of the call in a region. Raises ValueError."""
         del tools  # not needed: the markup shows the types of values
         text = opening + body
@@ -114,9 +113,7 @@ class GemmaValues:
         out.append(": ")
         return _skip(text, at + 1)
 
-    def part(
-        self, function: Mapping[str, Any], literal: Literal, token_in: TokenIn
-    ) -> Mapping[str, Any]:
+    def part(self, function: JsonObject, literal: Literal, token_in: TokenIn) -> JsonObject:
         """Return keyword arguments of StructuredOutputs for the arguments of `function`."""
         root = function.get("parameters")
         root = root if isinstance(root, Mapping) else {}
@@ -144,9 +141,7 @@ def _scalar(word: str) -> str:
 class _Rules:
     """The grammar rules of one function's arguments."""
 
-    def __init__(
-        self, mark: str, literal: Literal, token_in: TokenIn, root: Mapping[str, Any]
-    ) -> None:
+    def __init__(self, mark: str, literal: Literal, token_in: TokenIn, root: JsonObject) -> None:
         self.lines: list[str] = []
         self._mark = mark
         self._literal = literal
@@ -172,7 +167,7 @@ class _Rules:
         self._count += 1
         return f"v{self._count}"
 
-    def _choices(self, schema: Mapping[str, Any], depth: int) -> list[str]:
+    def _choices(self, schema: JsonObject, depth: int) -> list[str]:
         if depth > _DEEPEST:
             raise ValueError("values are nested too deeply")
         constants = [schema["const"]] if "const" in schema else schema.get("enum")
@@ -194,7 +189,7 @@ class _Rules:
                 return [self.value(branch, depth + 1) for branch in schema[word]]
         return self._simple(schema, types, depth) or self._anything()
 
-    def _simple(self, schema: Mapping[str, Any], types: Sequence[Any], depth: int) -> list[str]:
+    def _simple(self, schema: JsonObject, types: Sequence[Any], depth: int) -> list[str]:
         """Return the alternatives that are not objects."""
         choices = [self._string(bounds_of(schema))] if "string" in types else []
         if "array" in types:
@@ -238,7 +233,7 @@ class _Rules:
         self.lines += text_rules(name, self._mark, "", bounds, self._literal, self._token_in)
         return f"{self._literal(self._mark)} {name}"
 
-    def _array(self, schema: Mapping[str, Any], depth: int) -> str:
+    def _array(self, schema: JsonObject, depth: int) -> str:
         least = _number_of_items(schema.get("minItems"), 0)
         most = _number_of_items(schema.get("maxItems"), _MOST_ITEMS)
         item = self.value(schema.get("items", {}), depth + 1)
@@ -247,7 +242,7 @@ class _Rules:
         items = f'{item} ("," {item}){{{max(least - 1, 0)},{most - 1}}}'
         return f'"[" ({items}){"?" if not least else ""} "]"'
 
-    def _object(self, schema: Mapping[str, Any], depth: int) -> str:
+    def _object(self, schema: JsonObject, depth: int) -> str:
         """Return an object with its properties in order, separated by commas whichever are left
         out.
         """

@@ -19,10 +19,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from enum import Enum, auto
-from typing import Any
 
+from freight.base.fields import JsonObject
 from freight.serve.answers.out import Pieces, SpecialTokens
 from freight.serve.answers.pieces import Piece, PieceKind
 from freight.serve.answers.verbatim import arguments_texts
@@ -66,7 +66,7 @@ class HarmonyParser:
         self,
         special: SpecialTokens,
         prompt_text: str | None,
-        tools: Sequence[Mapping[str, Any]],
+        tools: Sequence[JsonObject],
     ) -> None:
         self.place = Place.HEADER
         self._has_tools = bool(tools)

@@ -6,10 +6,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from freight.base.fields import JsonObject
 from freight.serve.answers.argument_types import arguments_schema
 from freight.serve.answers.tagged_calls import Literal, TokenIn
 from freight.serve.answers.verbatim import arguments_texts, within_string
@@ -26,9 +27,7 @@ class ListedCalls:
 
     implied: bool = True
 
-    def read(
-        self, opening: str, body: str, tools: Sequence[Mapping[str, Any]]
-    ) -> list[tuple[str, str]]:
+    def read(self, opening: str, body: str, tools: Sequence[JsonObject]) -> list[tuple[str, str]]:
         """Return (name, arguments as JSON) of the calls in a region. Raises ValueError, KeyError or
         TypeError.
         """
@@ -50,15 +49,13 @@ class ListedCalls:
         """
         return within_string(text, is_open)
 
-    def part(
-        self, function: Mapping[str, Any], literal: Literal, token_in: TokenIn
-    ) -> Mapping[str, Any]:
+    def part(self, function: JsonObject, literal: Literal, token_in: TokenIn) -> JsonObject:
         """Return keyword arguments of StructuredOutputs for the arguments of `function`."""
         del literal, token_in
         return {"json": arguments_schema(function)}
 
 
-def _arguments(function: Mapping[str, Any], implied: bool) -> Any:
+def _arguments(function: JsonObject, implied: bool) -> Any:
     """Return the arguments of a call; models also name them parameters. Raises ValueError if they
     may have another name.
     """

@@ -17,10 +17,11 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from freight.base.fields import JsonObject
 from freight.errors import CheckpointError
 from freight.serve.answers.finder import (
     Finder,
@@ -86,7 +87,7 @@ class Markup:
     special: SpecialTokens
     anchor: Any
 
-    def parser(self, prompt_text: str | None, tools: Sequence[Mapping[str, Any]]) -> MessageParser:
+    def parser(self, prompt_text: str | None, tools: Sequence[JsonObject]) -> MessageParser:
         """Return the parser of an answer to `prompt_text` (None: unknown). Without tools, markup of
         calls is content.
         """
@@ -133,9 +134,7 @@ class Markup:
         return (self.reasoning, opening) if inside else outside
 
 
-def markup_of(
-    tokenizer: Tokenizer, template: Mapping[str, Any], form: CallForm | None = None
-) -> Markup:
+def markup_of(tokenizer: Tokenizer, template: JsonObject, form: CallForm | None = None) -> Markup:
     """Prepare `template` for the model with this tokenizer.
 
     form  the form that `template` was built from
@@ -195,9 +194,7 @@ class _Within:
 class _Reader:
     """A `MessageParser`."""
 
-    def __init__(
-        self, markup: Markup, prompt_text: str, tools: Sequence[Mapping[str, Any]]
-    ) -> None:
+    def __init__(self, markup: Markup, prompt_text: str, tools: Sequence[JsonObject]) -> None:
         self._markup = markup
         finder = markup.with_calls if tools and markup.with_calls else markup.without_calls
         self._tools = tools
@@ -351,7 +348,7 @@ class _Reader:
             self._begin_again()
         return again
 
-    def _walk(self, events: Sequence[Mapping[str, Any]], complete: bool) -> str | None:
+    def _walk(self, events: Sequence[JsonObject], complete: bool) -> str | None:
         """Match transformers' events with the held text: they do not report the text of the markup
         itself. Returns text that a new parser is to read, in place of the events that remain.
         """

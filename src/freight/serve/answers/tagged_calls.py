@@ -17,6 +17,7 @@ from difflib import SequenceMatcher
 from functools import cached_property
 from typing import Any
 
+from freight.base.fields import JsonObject
 from freight.engine.grammar import WHITESPACE
 from freight.serve.answers.argument_types import (
     ANY,
@@ -138,14 +139,14 @@ class Tagged:
         """The key of any argument, as `_declared` recognizes that of a known one."""
         return re.compile(self._key_of(r"[^<>\s\"']{1,256}"))
 
-    def _call_ends(self, tools: Sequence[Mapping[str, Any]]) -> re.Pattern[str]:
+    def _call_ends(self, tools: Sequence[JsonObject]) -> re.Pattern[str]:
         """The end of a call: one of its closing tags, or the opening of a call of one of `tools`."""
         closing = _any_of(self._closings)
         opening = _any_of(self._openings)
         ends = [rf"(?:{closing})(?=\s*(?:{closing}|{opening}|\Z))", *self._named(tools)]
         return re.compile("|".join(ends))
 
-    def _named(self, tools: Sequence[Mapping[str, Any]]) -> list[str]:
+    def _named(self, tools: Sequence[JsonObject]) -> list[str]:
         """Return an expression of the opening of a call of one of `tools`; none without tools."""
         names = [str((tool.get("function") or tool).get("name")) for tool in tools]
         if not names:
@@ -159,7 +160,7 @@ class Tagged:
             after = rf"(?={_any_of((self._key[0], *self._closings, *self._openings))}|\Z)"
         return [rf"{_FREE}{before}{head}{after}"]
 
-    def opening(self, text: str, at: int, tools: Sequence[Mapping[str, Any]]) -> int | None:
+    def opening(self, text: str, at: int, tools: Sequence[JsonObject]) -> int | None:
         """Return where a call of one of `tools` begins in `text`, from `at` on."""
         for named in self._named(tools):
             match = re.compile(named).search(text, at)
@@ -175,9 +176,7 @@ class Tagged:
         closed = max((end.start() for end in self._ends_of_values(text)), default=-1)
         return opened > closed or (is_open and closed < 0)
 
-    def read(
-        self, opening: str, body: str, tools: Sequence[Mapping[str, Any]]
-    ) -> list[tuple[str, str]]:
+    def read(self, opening: str, body: str, tools: Sequence[JsonObject]) -> list[tuple[str, str]]:
         """Return (name, arguments as JSON) of the calls in a region. Raises ValueError.
 
         body  including the closing markup. A region with a missing tail goes on to the end of the
@@ -208,7 +207,7 @@ class Tagged:
         self,
         text: str,
         at: int,
-        root: Mapping[str, Any],
+        root: JsonObject,
         marks: _Marks,
         keys: Mapping[str, Sequence[int]],
     ) -> tuple[str, int]:
@@ -292,7 +291,7 @@ class Tagged:
             raise ValueError("no name")
         return name, end
 
-    def _declared(self, properties: Mapping[str, Any], text: str) -> dict[str, list[int]]:
+    def _declared(self, properties: JsonObject, text: str) -> dict[str, list[int]]:
         """Return where the keys of `properties` are, in order, by name: a value whose closing tag
         is missing ends before one.
 
@@ -338,9 +337,7 @@ class Tagged:
     def _unpadded(self, text: str) -> str:
         return text.removeprefix(self.pad).removesuffix(self.pad) if self.pad else text
 
-    def part(
-        self, function: Mapping[str, Any], literal: Literal, token_in: TokenIn
-    ) -> Mapping[str, Any]:
+    def part(self, function: JsonObject, literal: Literal, token_in: TokenIn) -> JsonObject:
         """Return keyword arguments of StructuredOutputs for the arguments of `function`.
 
         Arguments come in the order of the schema's properties. Strings are any text up to the
@@ -370,7 +367,7 @@ class Tagged:
         number: int,
         name: str,
         schema: Any,
-        root: Mapping[str, Any],
+        root: JsonObject,
         literal: Literal,
         token_in: TokenIn,
     ) -> str:
@@ -406,7 +403,7 @@ class Tagged:
         return literal(self.key[0] + name + key + self.gap + self.value[0] + self.pad)
 
     def _text(
-        self, number: str, schema: Mapping[str, Any], literal: Literal, token_in: TokenIn
+        self, number: str, schema: JsonObject, literal: Literal, token_in: TokenIn
     ) -> list[str]:
         """Return the rules of a string's text and of the end of its value."""
         name = f"text_{number}"
@@ -457,7 +454,7 @@ def _escaped(character: str) -> str:
     return character if character.isalnum() else f"\\x{{{ord(character):x}}}"
 
 
-def bounds_of(schema: Mapping[str, Any]) -> tuple[int, int | None]:
+def bounds_of(schema: JsonObject) -> tuple[int, int | None]:
     """Return minLength and maxLength of a string."""
     bounds: list[int | None] = []
     for word in ("minLength", "maxLength"):
@@ -469,7 +466,7 @@ def bounds_of(schema: Mapping[str, Any]) -> tuple[int, int | None]:
     return bounds[0] or 0, bounds[1]
 
 
-def _types(schema: Any, root: Mapping[str, Any], is_string: bool | None) -> frozenset[str]:
+def _types(schema: Any, root: JsonObject, is_string: bool | None) -> frozenset[str]:
     """Return the types of a value. The markup counts as far as the schema allows: models mark
     numbers as strings.
     """

@@ -13,6 +13,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from freight.base.fields import JsonObject
 from freight.errors import RequestError
 from freight.serve.answers.argument_types import arguments_schema
 from freight.serve.answers.call_families import (
@@ -53,7 +54,7 @@ class MessageFormat:
         self.reads_calls = markup.with_calls is not None
         self.reads_reasoning = markup.reasoning is not None
 
-    def parser(self, prompt_text: str | None, tools: Sequence[Mapping[str, Any]]) -> MessageParser:
+    def parser(self, prompt_text: str | None, tools: Sequence[JsonObject]) -> MessageParser:
         """Return the parser of one answer; a `ParserOf`. Without tools, calls are content."""
         return self._markup.parser(prompt_text, tools)
 
@@ -65,7 +66,7 @@ class MessageFormat:
 
     def forced_call(
         self,
-        tools: Sequence[Mapping[str, Any]],
+        tools: Sequence[JsonObject],
         names: Sequence[str],
         parallel: bool,
         *,
@@ -98,7 +99,7 @@ class MessageFormat:
             "parts": parts,
         }
 
-    def _arguments(self, form: CallForm, function: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _arguments(self, form: CallForm, function: JsonObject) -> JsonObject:
         """Return the form of the arguments of `function`. Raises ApiError 400 for a schema without
         a possible grammar.
         """
@@ -113,7 +114,7 @@ class MessageFormat:
                 400, f"tools: {function.get('name')!r:.80}: {error}", param="tools"
             ) from None
 
-    def after_reasoning(self, form: Mapping[str, Any], in_reasoning: bool) -> Mapping[str, Any]:
+    def after_reasoning(self, form: JsonObject, in_reasoning: bool) -> JsonObject:
         """Return keyword arguments of StructuredOutputs for reasoning and then `form`.
 
         form          keyword arguments of StructuredOutputs, without parts
@@ -129,16 +130,16 @@ class MessageFormat:
 
     def call_to(
         self,
-        tools: Sequence[Mapping[str, Any]],
+        tools: Sequence[JsonObject],
         names: Sequence[str],
         parallel: bool,
         prompt_text: str | None,
-    ) -> Mapping[str, Any]:
+    ) -> JsonObject:
         """Return `forced_call` for an answer to this prompt; a `ForcedCall`."""
         in_reasoning = prompt_text is not None and self.ends_in_reasoning(prompt_text)
         return self.forced_call(tools, names, parallel, in_reasoning=in_reasoning)
 
-    def form_to(self, form: Mapping[str, Any], prompt_text: str) -> Mapping[str, Any]:
+    def form_to(self, form: JsonObject, prompt_text: str) -> JsonObject:
         """Return `after_reasoning` for an answer to this prompt; an `AfterReasoning`."""
         return self.after_reasoning(form, self.ends_in_reasoning(prompt_text))
 
@@ -154,7 +155,7 @@ class MessageFormat:
     def _grammar(
         self,
         form: CallForm,
-        functions: Sequence[Mapping[str, Any]],
+        functions: Sequence[JsonObject],
         parallel: bool,
         in_reasoning: bool,
     ) -> str:
@@ -305,9 +306,7 @@ def _reads(markup: Markup, form: CallForm | None) -> bool:
     return [(piece.name, piece.text) for piece in pieces] == [("f", '{"a": 1}')]
 
 
-def forced_functions(
-    tools: Sequence[Mapping[str, Any]], names: Sequence[str]
-) -> list[Mapping[str, Any]]:
+def forced_functions(tools: Sequence[JsonObject], names: Sequence[str]) -> list[JsonObject]:
     """Return the functions of `names`, each once; `tools` as in OpenAI's API.
 
     Raises ApiError 400 for a name that is not in `tools`, and for no names.
@@ -323,6 +322,6 @@ def forced_functions(
     return [functions[name] for name in dict.fromkeys(names)]
 
 
-def _function(tool: Mapping[str, Any]) -> Mapping[str, Any]:
+def _function(tool: JsonObject) -> JsonObject:
     function = tool.get("function")
     return function if isinstance(function, Mapping) else tool

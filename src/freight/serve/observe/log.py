@@ -9,8 +9,8 @@ import logging
 import re
 import uuid
 from dataclasses import asdict, dataclass
-from typing import Any
 
+from freight.base.fields import JsonDict
 from freight.outputs import EngineStats
 from freight.serve.observe.state import cache_use, prefix_hit_rate, rates
 
@@ -84,7 +84,7 @@ def log_request(line: RequestLine) -> None:
 
 def summary(
     stats: EngineStats, previous: EngineStats | None, seconds: float
-) -> tuple[int, dict[str, Any]]:
+) -> tuple[int, JsonDict]:
     """Return the level and the fields of the summary line, for the `seconds` since `previous`.
 
     The level is DEBUG if the engine did nothing and has nothing to do.

@@ -7,8 +7,8 @@ ever negative.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
+from freight.base.fields import JsonDict
 from freight.outputs import EngineStats
 
 
@@ -76,7 +76,7 @@ def prefix_hit_rate(stats: EngineStats) -> float:
 
 def engine_state(
     stats: EngineStats, previous: EngineStats | None, seconds: float, facts: CacheFacts
-) -> dict[str, Any]:
+) -> JsonDict:
     """Return the engine's state for the page's live view, for json.dumps.
 
     `previous`: the stats of `seconds` seconds ago. Rates are in tokens per second.

@@ -15,12 +15,13 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any, Protocol, cast
 from weakref import WeakSet
 
+from freight.base.fields import JsonDict, JsonObject
 from freight.engine.intake import AcceptedPrompt
 from freight.errors import CapacityError, EngineError, FreightError, RequestError
 from freight.outputs import EngineStats, RequestDelta
@@ -55,7 +56,7 @@ class WorkerOptions:
                        never
     """
 
-    engine_args: Mapping[str, Any]
+    engine_args: JsonObject
     random_weights: str | None = None
     log_level: int = logging.INFO
     log_format: str = "text"
@@ -374,7 +375,7 @@ async def _end_of(process: subprocess.Popen[bytes]) -> int:
     return status
 
 
-def _resolve(waiting: asyncio.Future[wire.EngineFacts], facts: dict[str, Any]) -> None:
+def _resolve(waiting: asyncio.Future[wire.EngineFacts], facts: JsonDict) -> None:
     """Resolve a future with facts, unless it was cancelled because the parent is shutting down."""
     if not waiting.done():
         waiting.set_result(wire.facts_from_json(facts))

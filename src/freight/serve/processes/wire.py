@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from array import array
 from base64 import b64decode, b64encode
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, astuple, dataclass, fields, replace
 from typing import Any
 
+from freight.base.fields import JsonDict, JsonObject
 from freight.errors import (
     CapacityError,
     CheckpointError,
@@ -74,8 +75,8 @@ class EngineFacts:
     vocab_size: int
     max_model_len: int
     stop_token_ids: tuple[int, ...]
-    defaults: Mapping[str, Any]
-    kv_cache: Mapping[str, Any]
+    defaults: JsonObject
+    kv_cache: JsonObject
     kernels: str = ""
     fingerprint: str = ""
     reproducible: bool = False
@@ -111,18 +112,18 @@ def exit_status(error: FreightError) -> int:
     return 2 if isinstance(error, ConfigError | RequestError) else 1
 
 
-def facts_to_json(facts: EngineFacts) -> dict[str, Any]:
+def facts_to_json(facts: EngineFacts) -> JsonDict:
     return asdict(facts)
 
 
-def facts_from_json(value: Mapping[str, Any]) -> EngineFacts:
+def facts_from_json(value: JsonObject) -> EngineFacts:
     return EngineFacts(**{**value, "stop_token_ids": tuple(value["stop_token_ids"])})
 
 
 _DEFAULTS = {f.name: getattr(SamplingParams(), f.name) for f in fields(SamplingParams)}
 
 
-def params_to_json(params: SamplingParams) -> dict[str, Any]:
+def params_to_json(params: SamplingParams) -> JsonDict:
     """Return the fields that are not at their default."""
     changed = {
         name: getattr(params, name)
@@ -137,7 +138,7 @@ def params_to_json(params: SamplingParams) -> dict[str, Any]:
     return changed
 
 
-def params_from_json(value: Mapping[str, Any]) -> SamplingParams:
+def params_from_json(value: JsonObject) -> SamplingParams:
     """Build the parameters from `params_to_json`. They were valid when they were sent."""
     values = dict(value)
     if "logit_bias" in values:
