@@ -15,14 +15,15 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from difflib import SequenceMatcher
 from functools import cached_property
-from typing import Any
 
-from freight.base.fields import JsonObject
+from freight.base.fields import JsonObject, is_integer
 from freight.engine.grammar import WHITESPACE
 from freight.serve.answers.argument_types import (
     ANY,
     branches_of,
     constants_of,
+    mapping_of,
+    names_of,
     of_types,
     parameters_of,
     properties_of,
@@ -32,6 +33,7 @@ from freight.serve.answers.argument_types import (
     value_text,
     within,
 )
+from freight.serve.answers.scanner import skip_blanks
 
 # Literal: a text -> an expression of a grammar. TokenIn: a text -> the first marker in it that is
 # one token, as (text before it, token id, text behind it).
@@ -89,7 +91,9 @@ class Tagged:
     @cached_property
     def _key(self) -> tuple[str, str]:
         """The texts around the name of an argument, without the quotes that models forget."""
-        return self.key[0].rstrip('"'), ">" if self.strings else self.key[1].lstrip('"')
+        if self.strings:
+            return self.key[0].rstrip('"'), ">"
+        return self.key[0].rstrip('"'), self.key[1].lstrip('"')
 
     @cached_property
     def _head(self) -> tuple[str, str]:
@@ -148,12 +152,12 @@ class Tagged:
 
     def _named(self, tools: Sequence[JsonObject]) -> list[str]:
         """Return an expression of the opening of a call of one of `tools`; none without tools."""
-        names = [str((tool.get("function") or tool).get("name")) for tool in tools]
+        names = list(map(str, names_of(tools)))
         if not names:
             return []
-        before = "".join(
-            rf"(?:{re.escape(tag)}\s{{0,16}})?" for tag in (self.section[0], self.outer[0]) if tag
-        )
+        before = ""
+        for tag in filter(None, (self.section[0], self.outer[0])):
+            before += rf"(?:{re.escape(tag)}\s{{0,16}})?"
         head = rf"{re.escape(self._head[0])}[\"']?\s{{0,16}}(?:{_any_of(names)})[\"']?\s{{0,16}}"
         after = re.escape(self._head[1])
         if not self._head[1]:  # the name ends where something else begins
@@ -198,9 +202,10 @@ class Tagged:
             arguments, at = self._read_arguments(text, at, root, marks, marks.keys[name])
             calls.append((name, arguments))
             for mark in self._closings:
-                at = _skip(text, at)
-                at += len(mark) if text.startswith(mark, at) else 0
-            at = _skip(text, at)
+                at = skip_blanks(text, at)
+                if text.startswith(mark, at):
+                    at += len(mark)
+            at = skip_blanks(text, at)
         return calls
 
     def _read_arguments(
@@ -214,12 +219,12 @@ class Tagged:
         """Return the arguments from `at` on, as JSON, and their end."""
         properties = properties_of(root, root)
         arguments: dict[str, str] = {}
-        while text.startswith(self._key[0], at := _skip(text, at)):
+        while text.startswith(self._key[0], at := skip_blanks(text, at)):
             key, is_string, at = self._read_key(text, at)
             types = _types(properties.get(key), root, is_string)
             closed = marks.value_ends.first(at)
             call_end = marks.call_ends.first(at)
-            limit = min((end.start() for end in (closed, call_end) if end), default=len(text))
+            limit = min(map(re.Match.start, filter(None, (closed, call_end))), default=len(text))
             following = _first_of(keys, at, but={key, *arguments})
             begin = at
             if following is not None and following < limit:
@@ -235,9 +240,9 @@ class Tagged:
             else:
                 raise ValueError("a value without an end")
             arguments[key] = value_text(self._unpadded(value), types)
-        pairs = (
-            f"{json.dumps(key, ensure_ascii=False)}: {value}" for key, value in arguments.items()
-        )
+        pairs = []
+        for key, value in arguments.items():
+            pairs.append(f"{json.dumps(key, ensure_ascii=False)}: {value}")
         return f"{{{', '.join(pairs)}}}", at
 
     def _closed(self, value: str) -> str:
@@ -268,10 +273,12 @@ class Tagged:
         if mark is None:
             raise ValueError("a key without an end")
         close = mark.start()
-        end = close if mark.group() == self.value[0] else mark.end()
+        end = mark.end()
+        if mark.group() == self.value[0]:
+            end = close
         key, is_string = self._attribute(text[begin:close])
         if self.value[0]:
-            end = _skip(text, end)
+            end = skip_blanks(text, end)
         if not text.startswith(self.value[0], end):
             raise ValueError("a key without a value")
         return key, is_string, end + len(self.value[0])
@@ -284,8 +291,9 @@ class Tagged:
             written = _CLOSED_ITSELF.sub("", text[at:end])
             return self._attribute(written)[0], end + len(self._head[1])
         marks = (self._key[0], *self._closings, *self._openings)
-        mark = re.compile(_any_of(marks)).search(text, at)
-        end = len(text) if mark is None else mark.start()
+        mark = re.compile(rf"{_any_of(marks)}|\Z").search(text, at)
+        assert mark is not None
+        end = mark.start()
         name = text[at:end].strip()
         if not re.fullmatch(r"[^\s<>{}\"]{1,256}", name):
             raise ValueError("no name")
@@ -317,7 +325,7 @@ class Tagged:
     def rest(self, body: str) -> int:
         """Return the end of the calls in a region without closing markup."""
         marks = (self.value[1], *self._closings)
-        ends = [at + len(mark) for mark in marks if (at := body.rfind(mark)) >= 0]
+        ends = [body.rfind(mark) + len(mark) for mark in marks if mark in body]
         return max(ends, default=len(body))
 
     def _attribute(self, text: str) -> tuple[str, bool | None]:
@@ -332,10 +340,12 @@ class Tagged:
         if attributes is None:
             raise ValueError("no name")
         string = _IS_STRING.search(attributes["rest"])
-        return attributes["name"], None if string is None else string[1] == "true"
+        if string is None:
+            return attributes["name"], None
+        return attributes["name"], string[1] == "true"
 
     def _unpadded(self, text: str) -> str:
-        return text.removeprefix(self.pad).removesuffix(self.pad) if self.pad else text
+        return text.removeprefix(self.pad).removesuffix(self.pad)
 
     def part(self, function: JsonObject, literal: Literal, token_in: TokenIn) -> JsonObject:
         """Return keyword arguments of StructuredOutputs for the arguments of `function`.
@@ -344,21 +354,21 @@ class Tagged:
         closing tag, within minLength and maxLength; other values are JSON that satisfies the
         schema. Raises ValueError for a name that this markup cannot express.
         """
-        root = function.get("parameters")
-        root = root if isinstance(root, Mapping) else {}
+        root = mapping_of(function.get("parameters"))
         rules: list[str] = []
         shapes = []
         for properties, required in shapes_of(root, root):
             arguments = []
             for name, schema in properties.items():
-                number = len(rules)
                 self._check_name(name)
+                rule = f"argument_{len(rules)}"
+                resolved_schema = resolved(schema, root)
                 rules.append(
-                    self._argument(number, name, resolved(schema, root), root, literal, token_in)
+                    self._argument(len(rules), name, resolved_schema, root, literal, token_in)
                 )
-                arguments.append(
-                    f"argument_{number}" if name in required else f"argument_{number}?"
-                )
+                if name not in required:
+                    rule += "?"
+                arguments.append(rule)
             shapes.append(" ".join(arguments) or '""')
         return {"grammar": "\n".join([f"start: {' | '.join(shapes)}", *rules])}
 
@@ -366,7 +376,7 @@ class Tagged:
         self,
         number: int,
         name: str,
-        schema: Any,
+        schema: JsonObject,
         root: JsonObject,
         literal: Literal,
         token_in: TokenIn,
@@ -399,7 +409,9 @@ class Tagged:
         )
 
     def _before(self, name: str, string: str, literal: Literal) -> str:
-        key = f'{self.key[1]} string="{string}">' if self.strings else self.key[1]
+        key = self.key[1]
+        if self.strings:
+            key += f' string="{string}">'
         return literal(self.key[0] + name + key + self.gap + self.value[0] + self.pad)
 
     def _text(
@@ -407,17 +419,12 @@ class Tagged:
     ) -> list[str]:
         """Return the rules of a string's text and of the end of its value."""
         name = f"text_{number}"
+        end = self.pad + self.value[1]
         constants = constants_of(schema)
         if constants:
-            return [
-                f"{name}: "
-                + " | ".join(
-                    literal(text + self.pad + self.value[1] + self.line) for text in constants
-                )
-            ]
-        return text_rules(
-            name, self.pad + self.value[1], self.line, bounds_of(schema), literal, token_in
-        )
+            choices = [literal(text + end + self.line) for text in constants]
+            return [f"{name}: {' | '.join(choices)}"]
+        return text_rules(name, end, self.line, bounds_of(schema), literal, token_in)
 
 
 def text_rules(
@@ -435,10 +442,11 @@ def text_rules(
     reads that as the end.
     """
     least, most = bounds
-    if (least, most) == (0, None):
-        text = "(?s:.)*"
-    else:
-        text = f"(?s:.){{{least},{'' if most is None else most}}}"
+    text = "(?s:.)*"
+    if most is not None:
+        text = f"(?s:.){{{least},{most}}}"
+    elif least > 0:
+        text = f"(?s:.){{{least},}}"
     rules = [f"{name}: {name}_a", f"{name}_a[suffix={json.dumps(end)}]: /{text}/"]
     split = token_in(end)
     if split is not None:
@@ -451,29 +459,32 @@ def text_rules(
 
 def _escaped(character: str) -> str:
     """Escape one character for a regular expression of the grammar."""
-    return character if character.isalnum() else f"\\x{{{ord(character):x}}}"
+    if character.isalnum():
+        return character
+    return f"\\x{{{ord(character):x}}}"
 
 
 def bounds_of(schema: JsonObject) -> tuple[int, int | None]:
     """Return minLength and maxLength of a string."""
-    bounds: list[int | None] = []
-    for word in ("minLength", "maxLength"):
-        value = schema.get(word)
-        known = (
-            isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _LONGEST_BOUND
-        )
-        bounds.append(value if known else None)
-    return bounds[0] or 0, bounds[1]
+    return _bound(schema.get("minLength")) or 0, _bound(schema.get("maxLength"))
 
 
-def _types(schema: Any, root: JsonObject, is_string: bool | None) -> frozenset[str]:
+def _bound(value: object) -> int | None:
+    if is_integer(value) and 0 <= value <= _LONGEST_BOUND:
+        return value
+    return None
+
+
+def _types(schema: object, root: JsonObject, is_string: bool | None) -> frozenset[str]:
     """Return the types of a value. The markup counts as far as the schema allows: models mark
     numbers as strings.
     """
     types = types_of(schema, root)
     if is_string and (not types or "string" in types):
         return frozenset(("string",))
-    return types or (ANY if is_string is False else types)
+    if is_string is False and not types:
+        return ANY
+    return types
 
 
 class _Ahead:
@@ -501,22 +512,14 @@ class _Marks:
 
 def _first_of(positions: Mapping[str, Sequence[int]], at: int, but: Collection[str]) -> int | None:
     """Return the first of `positions` from `at` on whose name is not in `but`."""
-    following = [
-        places[index]
-        for name, places in positions.items()
-        if name not in but and (index := bisect_left(places, at)) < len(places)
-    ]
+    following = []
+    for name, places in positions.items():
+        index = bisect_left(places, at)
+        if name not in but and index < len(places):
+            following.append(places[index])
     return min(following, default=None)
 
 
 def _any_of(texts: Iterable[str]) -> str:
     """Return a regular expression of any of `texts`, the longest that fits."""
     return "|".join(map(re.escape, sorted(texts, key=len, reverse=True)))
-
-
-def _skip(text: str, at: int) -> int:
-    match = _BLANKS.match(text, at)
-    return match.end() if match else at
-
-
-_BLANKS = re.compile(r"\s*")
