@@ -58,11 +58,14 @@ class ControlTokens:
 
     def __init__(self, backend: Backend, template: str) -> None:
         added = list(backend.get_added_tokens_decoder().values())
-        special = [token for token in added if token.special and not token.content.isspace()]
-        written = [token for token in added if not token.special and token.content in template]
-        self._all = _Finder(
-            backend, [*special, *(token for token in written if _MARKUP.fullmatch(token.content))]
-        )
+        special: list[AddedToken] = []
+        written: list[AddedToken] = []
+        for token in added:
+            if token.special and not token.content.isspace():
+                special.append(token)
+            elif _is_markup(token, template):
+                written.append(token)
+        self._all = _Finder(backend, [*special, *written])
         self._special = _Finder(backend, special)
 
     def mark(
@@ -73,11 +76,30 @@ class ControlTokens:
         """
         # Exactly one 7, at the start, so that two copies never overlap
         mark = "7" + "".join(secrets.choice("012345689") for _ in range(_MARK_DIGITS))
-        marked = [_marked(message, mark, self._all, self._special) for message in messages]
+        marked = [self._marked(message, mark) for message in messages]
         marked_values = {name: self._all.mark(value, mark) for name, value in values.items()}
         if marked == list(messages) and marked_values == values:
             return marked, marked_values, ""
         return marked, marked_values, mark
+
+    def _marked(self, message: JsonObject, mark: str) -> JsonDict:
+        is_answer = message.get("role") == "assistant"
+        marked: JsonDict = {}
+        for name, value in message.items():
+            tokens = self._all
+            if is_answer and name in _OF_ANSWERS:
+                tokens = self._special
+            marked[self._all.mark(name, mark)] = tokens.mark(value, mark)
+        return marked
+
+
+def _is_markup(token: AddedToken, template: str) -> bool:
+    """Return whether a token that is not special looks like markup and occurs in the template."""
+    return (
+        not token.special
+        and token.content in template
+        and _MARKUP.fullmatch(token.content) is not None
+    )
 
 
 def read_marked(text: str, mark: str) -> ChatText:
@@ -171,7 +193,8 @@ def _pieces(chat: ChatText, begin: int, end: int) -> Iterator[tuple[int, int]]:
             break
         if at < start:
             yield at, start
-        yield from ((position, position + 1) for position in range(start, min(stop, end)))
+        for position in range(start, min(stop, end)):
+            yield position, position + 1
         at = max(at, stop)
     if at < end:
         yield at, end
@@ -180,10 +203,12 @@ def _pieces(chat: ChatText, begin: int, end: int) -> Iterator[tuple[int, int]]:
 def _without_added_tokens(backend: Backend, text: str, is_first: bool) -> list[int]:
     """Return the token ids of a text between two added tokens, or of a full text (is_first)."""
     # An "x" before the text, encoded apart, keeps away the prefix that only a full text gets
-    before = "" if is_first else "x"
+    before = ""
+    if not is_first:
+        before = "x"
     pieces = PreTokenizedString(before + text)
     if before:
-        pieces.split(lambda _, whole: [whole[:1], whole[1:]])
+        pieces.split(lambda _, full: [full[:1], full[1:]])
     normalizer = backend.normalizer
     pre_tokenizer = backend.pre_tokenizer
     model = backend.model
@@ -234,14 +259,4 @@ class _Finder:
         for begin, end in self._backend.encode(text, add_special_tokens=False).offsets:
             parts += [text[at:begin], mark, _OPEN, text[begin:end], mark, _CLOSE]
             at = end
-        return "".join([*parts, text[at:]]) if parts else text
-
-
-def _marked(message: JsonObject, mark: str, all_tokens: _Finder, special: _Finder) -> JsonDict:
-    is_answer = message.get("role") == "assistant"
-    return {
-        all_tokens.mark(name, mark): (
-            special if is_answer and name in _OF_ANSWERS else all_tokens
-        ).mark(value, mark)
-        for name, value in message.items()
-    }
+        return "".join([*parts, text[at:]])

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from reprlib import repr as show  # stays short for deeply nested values
+from typing import TypeVar
 
 from freight.base.fields import JsonDict, JsonObject
 from freight.errors import RequestError, shown
 
+T = TypeVar("T")
 _REASONING = ("reasoning_content", "reasoning")
 
 
@@ -29,11 +31,18 @@ def read_messages(messages: object) -> list[JsonDict]:
     malformed, beginning with its path.
     """
     if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence) or not messages:
-        type_name = "empty" if isinstance(messages, list | tuple) else type(messages).__name__
+        type_name = type(messages).__name__
+        if isinstance(messages, list | tuple):
+            type_name = "empty"
         raise RequestError(
             f'messages must be a list like [{{"role": "user", "content": "Hello"}}], not {type_name}'
         )
-    return [_message(f"messages[{index}]", message) for index, message in enumerate(messages)]
+    return _each(_message, "messages", messages)
+
+
+def _each(read: Callable[[str, object], T], where: str, entries: Iterable[object]) -> list[T]:
+    """Read each entry of a list; `read` gets its path too."""
+    return [read(f"{where}[{index}]", entry) for index, entry in enumerate(entries)]
 
 
 def check_unicode(text: str) -> None:
@@ -105,7 +114,7 @@ def _content(where: str, content: object) -> str:
         raise RequestError(
             f"{where} is {show(content)}; it must be a string or a list of text parts"
         )
-    return "".join(_text_part(f"{where}[{index}]", part) for index, part in enumerate(content))
+    return "".join(_each(_text_part, where, content))
 
 
 def _text_part(where: str, part: object) -> str:
@@ -127,7 +136,7 @@ def _text_part(where: str, part: object) -> str:
 def _tool_calls(where: str, calls: object) -> list[JsonDict]:
     if not isinstance(calls, list | tuple):
         raise RequestError(f"{where} is {show(calls)}; it must be a list of calls")
-    return [_tool_call(f"{where}[{index}]", call) for index, call in enumerate(calls)]
+    return _each(_tool_call, where, calls)
 
 
 def _tool_call(where: str, call: object) -> JsonDict:
@@ -137,9 +146,11 @@ def _tool_call(where: str, call: object) -> JsonDict:
         )
     function = call.get("function")
     if function is None and "name" in call:  # without a wrapper, as some templates also take it
-        function = {name: call[name] for name in ("name", "arguments") if name in call}
-        call = {name: value for name, value in call.items() if name not in function}
         call = {"type": "function", **call}
+        function = {}
+        for name in ("name", "arguments"):
+            if name in call:
+                function[name] = call.pop(name)
     if not isinstance(function, Mapping):
         raise RequestError(f"{where}.function is {show(function)}; it must have name and arguments")
     arguments = read_arguments(f"{where}.function.arguments", function.get("arguments"))
@@ -164,7 +175,9 @@ def read_arguments(where: str, arguments: object) -> JsonDict | str:
         with contextlib.suppress(ValueError, RecursionError):
             if isinstance(json.loads(arguments, parse_constant=_refuse), dict):
                 return arguments
+    value = show(arguments)
+    if isinstance(arguments, str):
+        value = shown(arguments)
     raise RequestError(
-        f"{where} is {shown(arguments) if isinstance(arguments, str) else show(arguments)}; it must be an object, or "
-        "the JSON of one; without arguments, {}"
+        f"{where} is {value}; it must be an object, or the JSON of one; without arguments, {{}}"
     )

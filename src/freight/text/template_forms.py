@@ -14,7 +14,7 @@ import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from itertools import product
+from itertools import groupby, product
 from typing import TypeVar
 
 from freight.base.fields import JsonDict, JsonObject
@@ -125,14 +125,15 @@ def in_forms(messages: Sequence[Message], forms: TemplateForms) -> list[Message]
     """Return `messages`, from `read_messages`, as a template with `forms` reads them."""
     conversation = list(messages)
     if "tool_calls" in forms.left_out:
-        conversation = [_with_calls_as_text(message) for message in conversation]
+        conversation = list(map(_with_calls_as_text, conversation))
     if forms.single_calls:
         conversation = single_calls(conversation)
     if "tool" in forms.left_out:
         conversation = _with_results_as_user(conversation)
     result: list[Message] = []
     for message in _systems_placed(conversation, forms):
-        result += [_in_form(part, forms) for part in _answer_parts(message, forms)]
+        for part in _answer_parts(message, forms):
+            result.append(_in_form(part, forms))
     return result
 
 
@@ -140,7 +141,7 @@ def _with_calls_as_text(message: Message) -> Message:
     """Return an answer whose calls are JSON in its content, a line each."""
     if "tool_calls" not in message:
         return message
-    lines = [message.get("content") or ""]
+    lines = [message.get("content")]
     for call in message["tool_calls"]:
         function = call["function"]
         arguments = function["arguments"]
@@ -148,8 +149,11 @@ def _with_calls_as_text(message: Message) -> Message:
             arguments = json.loads(arguments)
         written = {"name": function.get("name"), "arguments": arguments}
         lines.append(json.dumps(written, ensure_ascii=False))
-    without = {name: value for name, value in message.items() if name != "tool_calls"}
-    return {**without, "content": "\n".join(line for line in lines if line)}
+    return {**_without_calls(message), "content": "\n".join(filter(None, lines))}
+
+
+def _without_calls(message: Message) -> Message:
+    return {name: value for name, value in message.items() if name != "tool_calls"}
 
 
 def _with_results_as_user(messages: Sequence[Message]) -> list[Message]:
@@ -157,16 +161,16 @@ def _with_results_as_user(messages: Sequence[Message]) -> list[Message]:
     follow each other, because many templates want roles to alternate.
     """
     result: list[Message] = []
-    follows = False
-    for message in messages:
-        is_result = message["role"] == "tool"
-        if is_result and follows:
-            content = _paragraphs([result[-1]["content"], message["content"]])
-            result[-1] = {"role": "user", "content": content}
+    for is_result, group in groupby(messages, key=lambda message: message["role"] == "tool"):
+        if is_result:
+            result.append(_user(_paragraphs(_contents(group))))
         else:
-            result.append(_user(message["content"]) if is_result else message)
-        follows = is_result
+            result += group
     return result
+
+
+def _contents(messages: Iterable[Message]) -> list[str]:
+    return [message["content"] for message in messages]
 
 
 def _systems_placed(messages: Sequence[Message], forms: TemplateForms) -> list[Message]:
@@ -180,10 +184,10 @@ def _systems_placed(messages: Sequence[Message], forms: TemplateForms) -> list[M
         begin += 1
     leading = list(messages[:begin])
     if begin > 1 and not forms.more_systems:
-        leading = [{**leading[0], "content": _paragraphs(system["content"] for system in leading)}]
+        leading = [{**leading[0], "content": _paragraphs(_contents(leading))}]
     pending: list[str] = []
     if forms.moves_first_system:
-        pending = [system["content"] for system in leading]
+        pending = _contents(leading)
         leading = []
     later: list[Message] = []
     for message in messages[begin:]:
@@ -209,23 +213,27 @@ def _with_pending(
     if leading:
         content = _paragraphs([leading[-1]["content"], text])
         return [*leading[:-1], {**leading[-1], "content": content}, *later]
-    users = [index for index, message in enumerate(later) if message["role"] == "user"]
+    users = _users(later)
     if forms.system is Treatment.WRITTEN or not users:
-        return [{"role": "system", "content": text}, *later]
+        return [_system(text), *later]
     first = users[0]
     user = {**later[first], "content": _paragraphs([text, later[first]["content"]])}
     return [*later[:first], user, *later[first + 1 :]]
 
 
+def _users(messages: Sequence[Message]) -> list[int]:
+    return [index for index, message in enumerate(messages) if message["role"] == "user"]
+
+
 def _paragraphs(texts: Iterable[str]) -> str:
-    return "\n\n".join(text for text in texts if text)
+    return "\n\n".join(filter(None, texts))
 
 
 def _answer_parts(message: Message, forms: TemplateForms) -> list[Message]:
     if not (forms.calls_apart and message.get("tool_calls") and message.get("content")):
         return [message]
-    content = {name: value for name, value in message.items() if name != "tool_calls"}
-    return [content, {"role": message["role"], "tool_calls": message["tool_calls"]}]
+    calls = {"role": message["role"], "tool_calls": message["tool_calls"]}
+    return [_without_calls(message), calls]
 
 
 def _in_form(message: Message, forms: TemplateForms) -> Message:
@@ -245,8 +253,10 @@ def _set_no_content(message: Message, forms: TemplateForms) -> None:
     if content or (content == "" and keeps):
         return
     message.pop("content", None)
-    if forms.no_content is not NoContent.ABSENT:
-        message["content"] = None if forms.no_content is NoContent.NULL else ""
+    if forms.no_content is NoContent.NULL:
+        message["content"] = None
+    elif forms.no_content is NoContent.EMPTY:
+        message["content"] = ""
 
 
 def _call_in_form(call: JsonObject, forms: TemplateForms) -> Message:
@@ -270,7 +280,7 @@ def either_content_form(
 
     Raises RequestError where neither form shows the last user's text.
     """
-    users = [index for index, message in enumerate(messages) if message["role"] == "user"]
+    users = _users(messages)
     for tried in (forms, forms.with_parts("user")):
         rendered = render(in_forms(messages, tried))
         if not users or messages[users[-1]]["content"].strip() in text_of(rendered):
@@ -330,7 +340,9 @@ def _with_content_forms(render: Render) -> TemplateForms:
         elif role == "user":
             forms = forms.with_left_out("user")
         elif role == "system":
-            treatment = Treatment.REFUSED if as_text is None else Treatment.LEFT_OUT
+            treatment = Treatment.LEFT_OUT
+            if as_text is None:
+                treatment = Treatment.REFUSED
             forms = replace(forms, system=treatment)
     return forms
 
@@ -345,7 +357,8 @@ def _with_call_forms(render: Render, forms: TemplateForms) -> TemplateForms:
     messages = [_user(), _call(), _result()]
     for tool_parts, as_text, no_content in product((False, True), (False, True), NoContent):
         tried = replace(forms, arguments_as_text=as_text, no_content=no_content)
-        tried = tried.with_parts("tool") if tool_parts else tried
+        if tool_parts:
+            tried = tried.with_parts("tool")
         scores[tried] = _score(render(in_forms(messages, tried)), tried)
     chosen = max(scores, key=lambda tried: scores[tried])
     best = scores[chosen]
@@ -366,11 +379,15 @@ def _with_calls_apart(render: Render, forms: TemplateForms) -> TemplateForms:
     conversations = (begun, [*begun, _answer(), _user(_NEXT)])
 
     def reads(tried: TemplateForms) -> bool:
-        texts = [render(in_forms(messages, tried)) for messages in conversations]
-        return all(_has(text, _OTHER, *_ARGUMENTS) for text in texts)
+        return all(
+            _has(render(in_forms(messages, tried)), _OTHER, *_ARGUMENTS)
+            for messages in conversations
+        )
 
     separate = replace(forms, calls_apart=True)
-    return separate if not reads(forms) and reads(separate) else forms
+    if not reads(forms) and reads(separate):
+        return separate
+    return forms
 
 
 def _with_single_calls(render: Render, forms: TemplateForms) -> TemplateForms:
@@ -382,9 +399,10 @@ def _with_single_calls(render: Render, forms: TemplateForms) -> TemplateForms:
     messages = [_user(), several, _result(), {**_result(), "tool_call_id": _OTHER_ID}]
     single = replace(forms, single_calls=True)
     words = (*_ARGUMENTS.values(), _OTHER)
-    if _has(render(in_forms(messages, forms)), *words):
-        return forms
-    return single if _has(render(in_forms(messages, single)), *words) else forms
+    for tried in (forms, single):
+        if _has(render(in_forms(messages, tried)), *words):
+            return tried
+    return forms
 
 
 def _score(text: str | None, forms: TemplateForms) -> int:

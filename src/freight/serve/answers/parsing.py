@@ -38,6 +38,8 @@ from freight.serve.answers.response_templates import CallForm
 from freight.serve.answers.tagged_calls import Tagged
 from freight.serve.answers.verbatim import arguments_texts, within_string
 from freight.text.tokenizer import (
+    ResponseParser,
+    ResponseTemplate,
     Tokenizer,
     load_response_template,
     parse_response,
@@ -79,7 +81,7 @@ class Markup:
 
     with_calls: Finder | None
     without_calls: Finder | None
-    calls: Any
+    calls: ResponseTemplate | None
     form: CallForm | None
     typed: bool
     json_calls: bool
@@ -189,7 +191,7 @@ def markup_of(tokenizer: Tokenizer, template: JsonObject, form: CallForm | None 
     )
 
 
-def _region(parser: Any) -> str | None:
+def _region(parser: ResponseParser) -> str | None:
     """Return the explicit region that a new parser is in after its prefix."""
     event = _last(parser.initial_events)
     if event is None or event["type"] == "region_close":
@@ -243,7 +245,7 @@ class _Reader:
         # Text after a call that may become the end of the section; None: not after a call.
         self._behind: str | None = None
         self._finished = False
-        self._parser: Any = None
+        self._parser: ResponseParser | None = None
         if finder is not None:
             self._template = finder.template
             self._first_of = finder.first_of
