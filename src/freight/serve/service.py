@@ -53,6 +53,12 @@ _KEPT_TIMES = 32  # durations of answers, whose mean is the Retry-After of a 429
 _LARGE = 1 << 15  # log-probabilities of prompts: more are written in a thread
 _REMEMBERED = 4096  # grammars that compiled; the set is cleared when it is full
 _LONGEST_RETRY = 120  # seconds, the largest Retry-After
+# Code of an error -> why the request was rejected, in the metrics.
+_REJECTED: dict[str | None, str] = {
+    "queue_full": "queue_full",
+    "context_length_exceeded": "too_long",
+    "draining": "draining",
+}
 KEEP_ALIVE = 15.0  # seconds without a token after which a stream gets a comment
 
 
@@ -207,16 +213,10 @@ class Service:
                 param=param,
             )
         )
-        reasons = {
-            "queue_full": "queue_full",
-            "context_length_exceeded": "too_long",
-            "draining": "draining",
-        }
-        reason = reasons.get(error.code or "") or (
-            "invalid" if error.status in (400, 413, 415, 422) else None
-        )
-        if reason is not None:
-            self.metrics.rejected(reason)
+        if error.code in _REJECTED:
+            self.metrics.rejected(_REJECTED[error.code])
+        elif error.status in (400, 413, 415, 422):
+            self.metrics.rejected("invalid")
 
     async def render(self, conversation: Conversation, key_name: str | None = None) -> ChatText:
         """Render a conversation to text. Raises ApiError."""

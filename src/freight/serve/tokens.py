@@ -128,10 +128,8 @@ class Tokenize:
 
     def _rows(self, text: str, tokenizer: Tokenizer) -> Iterator[JsonDict]:
         tokens = tokenizer.encode_with_offsets(text, self.add_special_tokens)
-        return (
-            {"id": token, "text": text[start:stop], "start": start, "stop": stop}
-            for token, start, stop in tokens
-        )
+        for token, start, stop in tokens:
+            yield {"id": token, "text": text[start:stop], "start": start, "stop": stop}
 
     def _counted(self, text: str | ChatText, tokenizer: Tokenizer, max_model_len: int) -> JsonDict:
         if isinstance(text, ChatText):
@@ -175,13 +173,17 @@ def parse_tokenize(body: JsonObject, served: Served, limits: ServingLimits) -> T
 def _conversation(asked: MessagesBody, limits: ServingLimits) -> Conversation:
     values = asked.chat_template_kwargs or {}
     check_template_values(values, limits)
+    if asked.tools:
+        values = {**values, "tools": asked.tools}
     continues = bool(asked.continue_final_message)
     prompted = asked.add_generation_prompt
+    if prompted is None:
+        prompted = not continues
     return Conversation(
         asked.messages,
-        add_generation_prompt=not continues if prompted is None else prompted,
+        add_generation_prompt=prompted,
         continue_final_message=continues,
-        template_values=values | ({"tools": asked.tools} if asked.tools else {}),
+        template_values=values,
     )
 
 

@@ -106,20 +106,23 @@ def read_marked(text: str, mark: str) -> ChatText:
     """Remove the marks of `ControlTokens.mark` from a template's output."""
     if not mark:
         return ChatText(text)
-    parts = re.split(f"{mark}([01])", text)
-    texts = parts[::2]  # kinds[i] precedes texts[i]
-    kinds = ["", *parts[1::2], "", ""]
+    texts: list[str] = []
     plain: list[tuple[int, int]] = []
+    begin: int | None = None  # of the plain part that is open
     at = 0
-    for index, part in enumerate(texts):
-        end = at + len(part)
-        if kinds[index] == _OPEN and kinds[index + 1] == _CLOSE:
-            plain.append((at, end))
-        elif kinds[index + 1] == _CLOSE or (
-            kinds[index + 1] == _OPEN and kinds[index + 2] != _CLOSE
-        ):
-            plain.append((end, end))  # a mark without its partner
-        at = end
+    for part in re.split(f"({mark}[01])", text):
+        if part == mark + _CLOSE:
+            plain.append((at if begin is None else begin, at))
+            begin = None
+        elif part == mark + _OPEN:
+            if begin is not None:
+                plain.append((begin, begin))  # a mark without its partner
+            begin = at
+        else:
+            texts.append(part)
+            at += len(part)
+    if begin is not None:
+        plain.append((begin, begin))
     return ChatText("".join(texts), tuple(plain))
 
 

@@ -163,7 +163,7 @@ def _with_results_as_user(messages: Sequence[Message]) -> list[Message]:
     result: list[Message] = []
     for is_result, group in groupby(messages, key=lambda message: message["role"] == "tool"):
         if is_result:
-            result.append(_user(_paragraphs(_contents(group))))
+            result.append(_with_text(_user(), *_contents(group)))
         else:
             result += group
     return result
@@ -184,7 +184,7 @@ def _systems_placed(messages: Sequence[Message], forms: TemplateForms) -> list[M
         begin += 1
     leading = list(messages[:begin])
     if begin > 1 and not forms.more_systems:
-        leading = [{**leading[0], "content": _paragraphs(_contents(leading))}]
+        leading = [_with_text(leading[0], *_contents(leading))]
     pending: list[str] = []
     if forms.moves_first_system:
         pending = _contents(leading)
@@ -195,7 +195,7 @@ def _systems_placed(messages: Sequence[Message], forms: TemplateForms) -> list[M
             pending.append(message["content"])
             continue
         if message["role"] == "user" and pending:
-            message = {**message, "content": _paragraphs([*pending, message["content"]])}
+            message = _with_text(message, *pending, message["content"])
             pending = []
         later.append(message)
     return _with_pending(leading, later, pending, forms)
@@ -211,18 +211,23 @@ def _with_pending(
         return [*leading, *later]
     text = _paragraphs(pending)
     if leading:
-        content = _paragraphs([leading[-1]["content"], text])
-        return [*leading[:-1], {**leading[-1], "content": content}, *later]
+        last = leading[-1]
+        return [*leading[:-1], _with_text(last, last["content"], text), *later]
     users = _users(later)
     if forms.system is Treatment.WRITTEN or not users:
         return [_system(text), *later]
-    first = users[0]
-    user = {**later[first], "content": _paragraphs([text, later[first]["content"]])}
-    return [*later[:first], user, *later[first + 1 :]]
+    user = later[users[0]]
+    later[users[0]] = _with_text(user, text, user["content"])
+    return later
 
 
 def _users(messages: Sequence[Message]) -> list[int]:
     return [index for index, message in enumerate(messages) if message["role"] == "user"]
+
+
+def _with_text(message: Message, *texts: str) -> Message:
+    """Return `message` with other content: these paragraphs."""
+    return {**message, "content": _paragraphs(texts)}
 
 
 def _paragraphs(texts: Iterable[str]) -> str:

@@ -22,7 +22,7 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -116,9 +116,10 @@ class Tokenizer:
         # Texts of single tokens, without and with special tokens skipped. Both are caches.
         self._pieces: list[Pieces] = []
         if decoder is not None:
-            for skipped in (False, True):
-                strings = partial(self.token_string, skip_special_tokens=skipped)
-                self._pieces.append(Pieces(decoder, strings))
+            self._pieces = [
+                Pieces(decoder, lambda token: self.token_string(token, False)),
+                Pieces(decoder, lambda token: self.token_string(token, True)),
+            ]
         self._token_texts: dict[int, str] = {}
         self._forms_of: dict[bool, TemplateForms] = {}
 
@@ -439,14 +440,14 @@ def _num_added(mask: Sequence[int]) -> int:
 class ResponseField(Protocol):
     """A field of transformers' ResponseTemplate: the patterns of its markup."""
 
-    open_re: Any
-    close_re: Any  # None: the field ends with the answer
+    open_re: AnswerPattern
+    close_re: AnswerPattern | None  # None: the field ends with the answer
 
 
 class ResponseTemplate(Protocol):
     """transformers' ResponseTemplate, as far as its patterns are read here."""
 
-    start_anchor_re: Any
+    start_anchor_re: AnswerPattern
     fields: Mapping[str, ResponseField]
 
 

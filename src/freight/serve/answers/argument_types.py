@@ -11,7 +11,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence, Set
 from itertools import product
-from typing import Any
+from typing import Any, TypeGuard
 
 from freight.base.fields import JsonDict, JsonObject, is_number
 
@@ -145,7 +145,7 @@ def constants_of(schema: JsonObject) -> list[str]:
     return [value for value in allowed_values(schema) or () if isinstance(value, str)]
 
 
-def _is_names(value: object) -> bool:
+def _is_names(value: object) -> TypeGuard[list[str]]:
     return isinstance(value, list) and all(isinstance(name, str) for name in value)
 
 

@@ -258,4 +258,6 @@ class HarmonyParser:
             texts = arguments_texts(body, [arguments])
         except Exception:  # also RecursionError
             return None
-        return texts and texts[0]
+        if texts is None:
+            return None
+        return texts[0]

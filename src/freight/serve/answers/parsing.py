@@ -22,6 +22,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from freight.base.fields import JsonDict, JsonObject
+from freight.base.patterns import AnswerPattern
 from freight.errors import CheckpointError
 from freight.serve.answers.argument_types import names_of
 from freight.serve.answers.finder import (
@@ -89,7 +90,7 @@ class Markup:
     implicit: str
     keeps_rest: bool
     special: SpecialTokens
-    anchor: Any
+    anchor: AnswerPattern
 
     def parser(self, prompt_text: str | None, tools: Sequence[JsonObject]) -> MessageParser:
         """Return the parser of an answer to `prompt_text` (None: unknown). Without tools, markup of
@@ -640,7 +641,7 @@ class _Reader:
         return list(zip(names, texts, strict=True))
 
 
-def _matched(pattern: Any, text: str, at: int) -> str | None:
+def _matched(pattern: AnswerPattern | None, text: str, at: int) -> str | None:
     """Return what `pattern` matches at `at`; None if it does not, or there is no pattern."""
     if pattern is None:
         return None

@@ -62,4 +62,4 @@ class Scanner:
     def json(self) -> object:
         """Read a JSON value. Raises ValueError if there is none."""
         value, self.at = _DECODER.raw_decode(self.text, self.at)
-        return value  # type: ignore[no-any-return]
+        return value

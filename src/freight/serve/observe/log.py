@@ -49,14 +49,18 @@ class RequestLine:
 
 def request_id_of(header: str | None) -> str:
     """Return the client's X-Request-Id if it is 1 to 128 of A-Z a-z 0-9 . _ -, else a new one."""
-    return header if header is not None and _ID.fullmatch(header) else uuid.uuid4().hex
+    if header is not None and _ID.fullmatch(header):
+        return header
+    return uuid.uuid4().hex
 
 
 def loggable(param: str | None) -> str | None:
     """Return the path of a field if it is safe to log, else "other": a client may send any text as
     a name.
     """
-    return param if param is None or _PARAM.fullmatch(param) else "other"
+    if param is None or _PARAM.fullmatch(param):
+        return param
+    return "other"
 
 
 def trace_id_of(header: str | None) -> str | None:
@@ -77,9 +81,10 @@ def log_request(line: RequestLine) -> None:
     if line.code is None:
         for name in ("route", "code", "param"):
             del fields[name]
-    logger.log(
-        logging.WARNING if line.status >= 500 else logging.INFO, "request", extra={"fields": fields}
-    )
+    level = logging.INFO
+    if line.status >= 500:
+        level = logging.WARNING
+    logger.log(level, "request", extra={"fields": fields})
 
 
 def summary(
@@ -91,7 +96,10 @@ def summary(
     """
     done = rates(stats, previous, seconds)
     idle = not (stats.running or stats.waiting or done.prompt_tokens or done.generated_tokens)
-    return logging.DEBUG if idle else logging.INFO, {
+    level = logging.INFO
+    if idle:
+        level = logging.DEBUG
+    return level, {
         "running": stats.running,
         "waiting": stats.waiting,
         "cache_use": round(cache_use(stats), 4),
