@@ -24,7 +24,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import regex
 from tokenizers import Encoding, models
@@ -50,6 +50,12 @@ from freight.text.tokenizer_files import (
     require_own_files,
     require_own_names,
 )
+
+if TYPE_CHECKING:
+    from transformers.utils.chat_parsing import ResponseParser as ResponseParser
+    from transformers.utils.chat_parsing.response_templates import (
+        ResponseTemplate as ResponseTemplate,
+    )
 
 logger = logging.getLogger("freight")
 
@@ -437,29 +443,6 @@ def _num_added(mask: Sequence[int]) -> int:
     return count
 
 
-class ResponseField(Protocol):
-    """A field of transformers' ResponseTemplate: the patterns of its markup."""
-
-    open_re: AnswerPattern
-    close_re: AnswerPattern | None  # None: the field ends with the answer
-
-
-class ResponseTemplate(Protocol):
-    """transformers' ResponseTemplate, as far as its patterns are read here."""
-
-    start_anchor_re: AnswerPattern
-    fields: Mapping[str, ResponseField]
-
-
-class ResponseParser(Protocol):
-    """transformers' ResponseParser."""
-
-    initial_events: Sequence[JsonObject]
-
-    def feed(self, text: str, /) -> Sequence[JsonObject]: ...
-    def finalize(self) -> tuple[object, Sequence[JsonObject]]: ...
-
-
 def load_response_template(template: JsonObject) -> ResponseTemplate:
     """Load `template` as transformers' ResponseTemplate, with expressions that end when their time
     is up. Raises ValueError for one that transformers cannot read.
@@ -467,7 +450,7 @@ def load_response_template(template: JsonObject) -> ResponseTemplate:
     from transformers.utils.chat_parsing.content_parsers import CONTENT_PARSERS
     from transformers.utils.chat_parsing.response_templates import load_response_template as load
 
-    loaded: Any = load(dict(template))
+    loaded = load(dict(template))
     for name, parser in _TIMED_PARSERS.items():
         CONTENT_PARSERS[_timed(name)] = parser
     loaded.start_anchor_re = AnswerPattern(loaded.start_anchor_re)
@@ -476,7 +459,7 @@ def load_response_template(template: JsonObject) -> ResponseTemplate:
         field.close_re = field.close_re and AnswerPattern(field.close_re)
         field.content = _timed(field.content)
         field.content_args = _with_timed(field.content_args)
-    return loaded  # type: ignore[no-any-return]
+    return loaded
 
 
 def _timed(name: str) -> str:

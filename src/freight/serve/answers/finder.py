@@ -7,9 +7,13 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from freight.base.fields import JsonDict, JsonObject
-from freight.text.tokenizer import ResponseTemplate, load_response_template
+from freight.text.tokenizer import load_response_template
+
+if TYPE_CHECKING:
+    from freight.text.tokenizer import ResponseTemplate
 
 _MARKUP = ("open", "open_pattern", "close", "close_pattern")
 _AS_TEXT: JsonDict = {

@@ -19,7 +19,7 @@ import logging
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from freight.base.fields import JsonDict, JsonObject
 from freight.base.patterns import AnswerPattern
@@ -39,13 +39,14 @@ from freight.serve.answers.response_templates import CallForm
 from freight.serve.answers.tagged_calls import Tagged
 from freight.serve.answers.verbatim import arguments_texts, within_string
 from freight.text.tokenizer import (
-    ResponseParser,
-    ResponseTemplate,
     Tokenizer,
     load_response_template,
     parse_response,
     response_parser,
 )
+
+if TYPE_CHECKING:
+    from freight.text.tokenizer import ResponseParser, ResponseTemplate
 
 logger = logging.getLogger("freight")
 
@@ -284,6 +285,7 @@ class _Reader:
         return self._out.take()
 
     def _finalize(self, complete: bool) -> None:
+        assert self._parser is not None
         _, events = self._parser.finalize()
         again = self._walk(events, complete)
         if again is None and self._region == _CALLS:
@@ -334,6 +336,7 @@ class _Reader:
             if first is not None and first.isdisjoint(text):
                 self._text(text)  # the same as with transformers' parser, at a tenth of the cost
                 return None
+        assert self._parser is not None
         self._held += text
         again = self._walk(self._parser.feed(text), False)
         if again is not None:
@@ -628,6 +631,7 @@ class _Reader:
         tools: Sequence[JsonObject] = ()
         if self._markup.typed:
             tools = self._tools
+        assert self._markup.calls is not None
         message = parse_response(raw, self._markup.calls, tools)
         names: list[str] = []
         arguments: list[object] = []

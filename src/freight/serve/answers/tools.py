@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from freight.base.fields import JsonObject
 from freight.errors import RequestError
@@ -289,13 +289,14 @@ def parser_for(
     )
 
 
-def _chosen(offered: Sequence[T | None] | None, value: T | None) -> T | None:
+def _chosen(offered: Sequence[Any] | None, value: T) -> T:
     """Return `value` if the name offers it, or if no name was given; else the first form that the
     name offers.
     """
     if offered is None or value in offered:
         return value
-    return offered[0]
+    chosen: T = offered[0]
+    return chosen
 
 
 def _tags(field: object) -> tuple[str, str] | None:

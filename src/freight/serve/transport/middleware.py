@@ -207,11 +207,10 @@ class _ShapedSend:
             )
         values = [value for name, value in message.get("headers", []) if name.lower() == b"allow"]
         allowed = b", ".join(values).decode("latin-1")
-        way_out = f"; it takes {allowed}" if allowed else ""
-        headers = {"Allow": allowed} if allowed else {}
-        return ApiError(
-            405, f"this path does not take {self._scope['method']}{way_out}", headers=headers
-        )
+        reason = f"this path does not take {self._scope['method']}"
+        if not allowed:
+            return ApiError(405, reason)
+        return ApiError(405, f"{reason}; it takes {allowed}", headers={"Allow": allowed})
 
 
 def _has_error(body: bytes) -> bool:
