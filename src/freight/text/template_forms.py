@@ -340,7 +340,7 @@ def _with_content_forms(render: Render) -> TemplateForms:
         if _has(as_text, word):
             continue
         with_parts = forms.with_parts(role)
-        if _has(render(in_forms(messages, with_parts)), word):
+        if _shows(render, with_parts, messages, word):
             forms = with_parts
         elif role == "user":
             forms = forms.with_left_out("user")
@@ -354,6 +354,10 @@ def _with_content_forms(render: Render) -> TemplateForms:
 
 def _has(text: str | None, *words: str) -> bool:
     return text is not None and all(word in text.lower() for word in words)
+
+
+def _shows(render: Render, forms: TemplateForms, messages: Sequence[Message], *words: str) -> bool:
+    return _has(render(in_forms(messages, forms)), *words)
 
 
 def _with_call_forms(render: Render, forms: TemplateForms) -> TemplateForms:
@@ -385,8 +389,7 @@ def _with_calls_apart(render: Render, forms: TemplateForms) -> TemplateForms:
 
     def reads(tried: TemplateForms) -> bool:
         return all(
-            _has(render(in_forms(messages, tried)), _OTHER, *_ARGUMENTS)
-            for messages in conversations
+            _shows(render, tried, messages, _OTHER, *_ARGUMENTS) for messages in conversations
         )
 
     separate = replace(forms, calls_apart=True)
@@ -405,7 +408,7 @@ def _with_single_calls(render: Render, forms: TemplateForms) -> TemplateForms:
     single = replace(forms, single_calls=True)
     words = (*_ARGUMENTS.values(), _OTHER)
     for tried in (forms, single):
-        if _has(render(in_forms(messages, tried)), *words):
+        if _shows(render, tried, messages, *words):
             return tried
     return forms
 
@@ -432,7 +435,7 @@ def _with_system_places(render: Render, forms: TemplateForms) -> TemplateForms:
     two = [_system(_OTHER), _system(), _user()]
     within = [_user(), _answer(), _system(), _user(_NEXT)]
     after_first = [_system(_OTHER), *within]
-    more = _has(render(in_forms(two, forms)), _SYSTEM, _OTHER)
-    later = _has(render(in_forms(within, forms)), _SYSTEM)
-    later = later and _has(render(in_forms(after_first, forms)), _SYSTEM, _OTHER)
+    more = _shows(render, forms, two, _SYSTEM, _OTHER)
+    later = _shows(render, forms, within, _SYSTEM)
+    later = later and _shows(render, forms, after_first, _SYSTEM, _OTHER)
     return replace(forms, more_systems=more, later_systems=later)

@@ -118,11 +118,7 @@ class Blocks:
             stopped = output.finish_reason is FinishReason.STOP
             self.finish_reason = output.finish_reason
             self.stop_reason = output.stop_reason
-            self.called = (
-                stopped
-                and not cut
-                and any(block_piece.kind is PieceKind.TOOL_CALL for block_piece in self.all)
-            )
+            self.called = stopped and not cut and self._has_call()
             self._close(steps, stopped)
             reasoning = [block.text for block in self.all if block.kind is PieceKind.REASONING]
             self.usage.count_reasoning(self._tokenizer, reasoning)
@@ -149,7 +145,7 @@ class Blocks:
             kind = PieceKind.CONTENT
             text = f'{{"name": {json.dumps(piece.name)}, "arguments": {text}}}'
         is_call = kind is PieceKind.TOOL_CALL
-        if is_call and not self._parallel and any(block.kind is kind for block in self.all):
+        if is_call and not self._parallel and self._has_call():
             return
         if not text and not is_call:
             return
@@ -161,6 +157,9 @@ class Blocks:
         steps.append(Step(StepKind.TEXT, self.all[-1], text))
         if is_call:
             self._close(steps, True)
+
+    def _has_call(self) -> bool:
+        return any(block.kind is PieceKind.TOOL_CALL for block in self.all)
 
     def _close(self, steps: list[Step], complete: bool) -> None:
         """Close the block that is open, if one is."""

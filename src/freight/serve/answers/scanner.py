@@ -9,13 +9,6 @@ _BLANKS = re.compile(r"\s*")
 _DECODER = json.JSONDecoder()
 
 
-def skip_blanks(text: str, at: int) -> int:
-    """Return the first position from `at` on without white space."""
-    match = _BLANKS.match(text, at)
-    assert match is not None
-    return match.end()
-
-
 class Scanner:
     """`at`: the position in `text` up to which it was read."""
 
@@ -29,7 +22,7 @@ class Scanner:
 
     def blanks(self) -> None:
         """Skip white space."""
-        self.at = skip_blanks(self.text, self.at)
+        self.match(_BLANKS)
 
     def accept(self, mark: str) -> bool:
         """Skip `mark` if it comes next; return whether it did."""

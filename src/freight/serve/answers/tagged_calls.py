@@ -33,7 +33,7 @@ from freight.serve.answers.argument_types import (
     value_text,
     within,
 )
-from freight.serve.answers.scanner import skip_blanks
+from freight.serve.answers.scanner import Scanner
 
 # Literal: a text -> an expression of a grammar. TokenIn: a text -> the first marker in it that is
 # one token, as (text before it, token id, text behind it).
@@ -186,64 +186,62 @@ class Tagged:
         body  including the closing markup. A region with a missing tail goes on to the end of the
               next call, so it may have several calls.
         """
-        text = opening + body
-        at = 0
+        scan = Scanner(opening + body)
         marks = _Marks(
-            _Ahead(self._ends_of_values(text)), _Ahead(self._call_ends(tools).finditer(text))
+            _Ahead(self._ends_of_values(scan.text)),
+            _Ahead(self._call_ends(tools).finditer(scan.text)),
         )
         calls: list[tuple[str, str]] = []
-        while not calls or at < len(text):
-            if calls and not text.startswith(self._openings, at):
+        while not calls or not scan.is_at_end:
+            if calls and not scan.text.startswith(self._openings, scan.at):
                 raise ValueError("text between arguments, or after them")
-            name, at = self._read_name(text, at)
+            name = self._read_name(scan)
             root = parameters_of(tools, name)
             if name not in marks.keys:
-                marks.keys[name] = self._declared(properties_of(root, root), text)
-            arguments, at = self._read_arguments(text, at, root, marks, marks.keys[name])
-            calls.append((name, arguments))
+                marks.keys[name] = self._declared(properties_of(root, root), scan.text)
+            calls.append((name, self._read_arguments(scan, root, marks, marks.keys[name])))
             for mark in self._closings:
-                at = skip_blanks(text, at)
-                if text.startswith(mark, at):
-                    at += len(mark)
-            at = skip_blanks(text, at)
+                scan.blanks()
+                scan.accept(mark)
+            scan.blanks()
         return calls
 
     def _read_arguments(
-        self,
-        text: str,
-        at: int,
-        root: JsonObject,
-        marks: _Marks,
-        keys: Mapping[str, Sequence[int]],
-    ) -> tuple[str, int]:
-        """Return the arguments from `at` on, as JSON, and their end."""
+        self, scan: Scanner, root: JsonObject, marks: _Marks, keys: Mapping[str, Sequence[int]]
+    ) -> str:
+        """Read the arguments that come next; returns them as JSON."""
         properties = properties_of(root, root)
         arguments: dict[str, str] = {}
-        while text.startswith(self._key[0], at := skip_blanks(text, at)):
-            key, is_string, at = self._read_key(text, at)
+        scan.blanks()
+        while scan.accept(self._key[0]):
+            key, is_string = self._read_key(scan)
             types = _types(properties.get(key), root, is_string)
-            closed = marks.value_ends.first(at)
-            call_end = marks.call_ends.first(at)
-            limit = min(map(re.Match.start, filter(None, (closed, call_end))), default=len(text))
-            following = _first_of(keys, at, but={key, *arguments})
-            begin = at
-            if following is not None and following < limit:
-                at = following
-                value = self._unclosed(text[begin:at])
-            elif closed is not None and closed.start() == limit:
-                at = closed.end()
-                value = self._closed(text[begin:limit])
-            elif call_end is not None and self._key[0] not in text[begin:limit]:
-                at = limit
-                # every forgotten tag leaves the end of its line
-                value = self._unclosed(text[begin:limit]).rstrip("\n")
-            else:
-                raise ValueError("a value without an end")
+            value = self._read_value(scan, marks, _first_of(keys, scan.at, but={key, *arguments}))
             arguments[key] = value_text(self._unpadded(value), types)
+            scan.blanks()
         pairs = []
         for key, value in arguments.items():
             pairs.append(f"{json.dumps(key, ensure_ascii=False)}: {value}")
-        return f"{{{', '.join(pairs)}}}", at
+        return f"{{{', '.join(pairs)}}}"
+
+    def _read_value(self, scan: Scanner, marks: _Marks, following: int | None) -> str:
+        """Read the value that comes next. following: where the next key of the tool is."""
+        text = scan.text
+        begin = scan.at
+        closed = marks.value_ends.first(begin)
+        call_end = marks.call_ends.first(begin)
+        limit = min(map(re.Match.start, filter(None, (closed, call_end))), default=len(text))
+        if following is not None and following < limit:
+            scan.at = following
+            return self._unclosed(text[begin:following])
+        if closed is not None and closed.start() == limit:
+            scan.at = closed.end()
+            return self._closed(text[begin:limit])
+        if call_end is not None and self._key[0] not in text[begin:limit]:
+            scan.at = limit
+            # every forgotten tag leaves the end of its line
+            return self._unclosed(text[begin:limit]).rstrip("\n")
+        raise ValueError("a value without an end")
 
     def _closed(self, value: str) -> str:
         """Return `value`, which ends before its closing tag. Raises ValueError if it is two values:
@@ -263,41 +261,39 @@ class Tagged:
             raise ValueError("text behind an argument")
         return value
 
-    def _read_key(self, text: str, at: int) -> tuple[str, bool | None, int]:
-        """Return the name of the argument whose key is at `at`, whether the markup says that it is
-        a string, and the beginning of its value.
+    def _read_key(self, scan: Scanner) -> tuple[str, bool | None]:
+        """Read the key that comes next, up to its value; returns the name of the argument, and
+        whether the markup says that it is a string.
         """
-        begin = at + len(self._key[0])
         # also where the end of the key is forgotten
-        mark = re.compile(_any_of(filter(None, (self._key[1], self.value[0])))).search(text, begin)
+        ends = re.compile(_any_of(filter(None, (self._key[1], self.value[0]))))
+        mark = ends.search(scan.text, scan.at)
         if mark is None:
             raise ValueError("a key without an end")
-        close = mark.start()
-        end = mark.end()
+        attribute = self._attribute(scan.text[scan.at : mark.start()])
+        scan.at = mark.end()
         if mark.group() == self.value[0]:
-            end = close
-        key, is_string = self._attribute(text[begin:close])
+            scan.at = mark.start()
         if self.value[0]:
-            end = skip_blanks(text, end)
-        if not text.startswith(self.value[0], end):
+            scan.blanks()
+        if not scan.accept(self.value[0]):
             raise ValueError("a key without a value")
-        return key, is_string, end + len(self.value[0])
+        return attribute
 
-    def _read_name(self, text: str, at: int) -> tuple[str, int]:
-        at = text.index(self._head[0], at) + len(self._head[0])
+    def _read_name(self, scan: Scanner) -> str:
+        scan.until(self._head[0])
         if self._head[1]:
-            end = text.index(self._head[1], at)
             # `<invoke name="f"/>`: a call without arguments
-            written = _CLOSED_ITSELF.sub("", text[at:end])
-            return self._attribute(written)[0], end + len(self._head[1])
-        marks = (self._key[0], *self._closings, *self._openings)
-        mark = re.compile(rf"{_any_of(marks)}|\Z").search(text, at)
+            written = _CLOSED_ITSELF.sub("", scan.until(self._head[1]))
+            return self._attribute(written)[0]
+        marks = _any_of((self._key[0], *self._closings, *self._openings))
+        mark = re.compile(rf"{marks}|\Z").search(scan.text, scan.at)
         assert mark is not None
-        end = mark.start()
-        name = text[at:end].strip()
+        name = scan.text[scan.at : mark.start()].strip()
         if not re.fullmatch(r"[^\s<>{}\"]{1,256}", name):
             raise ValueError("no name")
-        return name, end
+        scan.at = mark.start()
+        return name
 
     def _declared(self, properties: JsonObject, text: str) -> dict[str, list[int]]:
         """Return where the keys of `properties` are, in order, by name: a value whose closing tag

@@ -207,10 +207,14 @@ class _ShapedSend:
             )
         values = [value for name, value in message.get("headers", []) if name.lower() == b"allow"]
         allowed = b", ".join(values).decode("latin-1")
-        reason = f"this path does not take {self._scope['method']}"
+        method = self._scope["method"]
         if not allowed:
-            return ApiError(405, reason)
-        return ApiError(405, f"{reason}; it takes {allowed}", headers={"Allow": allowed})
+            return ApiError(405, f"this path does not take {method}")
+        return ApiError(
+            405,
+            f"this path does not take {method}; it takes {allowed}",
+            headers={"Allow": allowed},
+        )
 
 
 def _has_error(body: bytes) -> bool:
