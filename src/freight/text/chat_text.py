@@ -129,35 +129,37 @@ def read_marked(text: str, mark: str) -> ChatText:
 def encode_marked(
     backend: Backend, chat: ChatText, encoding: Encoding, control: frozenset[int]
 ) -> list[int]:
-    """Return the token ids of `chat`. `whole` is the ordinary encoding of its text; `control` are
+    """Return the token ids of `chat`. `encoding` is the ordinary one of its text; `control` are
     the ids that text must not get.
 
     Raises RequestError where the vocabulary has no other ids for a part.
     """
     added = backend.get_added_tokens_decoder()
     ids: list[int] = []
-    begin = 0  # start of the text, and of its tokens, since the last kept added token
+    text_begin = 0  # start of the text, and of its tokens, since the last kept added token
     first = 0
     starts = [start for start, _ in chat.plain]
     ends = [end for _, end in chat.plain]
     # Read once: each access to an Encoding's attribute copies all of it
     whole_ids = encoding.ids
-    offsets = [*encoding.offsets, (len(chat.text), len(chat.text))]
-    for index, (token_begin, token_end) in enumerate(offsets):
-        is_last = index == len(whole_ids)
-        if not is_last and (
-            whole_ids[index] not in added or _overlaps(starts, ends, token_begin, token_end)
-        ):
+    offsets = encoding.offsets
+
+    def between(begin: int, end: int, ordinary: list[int]) -> list[int]:
+        """Return the ids of the text between two added tokens; `ordinary`: those of the encoding."""
+        if bisect_left(starts, begin) < bisect_right(ends, end):
+            return _plain_ids(backend, chat, begin, end, control)
+        return ordinary
+
+    for index, token in enumerate(whole_ids):
+        if token not in added:
             continue
-        if bisect_left(starts, begin) < bisect_right(ends, token_begin):
-            ids += _plain_ids(backend, chat, begin, token_begin, control)
-        else:
-            ids += whole_ids[first:index]
-        if not is_last:
-            ids.append(whole_ids[index])
-        begin = token_end
-        first = index + 1
-    return ids
+        begin, end = offsets[index]
+        if not _overlaps(starts, ends, begin, end):
+            ids += between(text_begin, begin, whole_ids[first:index])
+            ids.append(token)
+            text_begin = end
+            first = index + 1
+    return ids + between(text_begin, len(chat.text), whole_ids[first:])
 
 
 def _overlaps(starts: Sequence[int], ends: Sequence[int], begin: int, end: int) -> bool:

@@ -199,10 +199,9 @@ class Tokenizer:
         """Return the text of one token by itself, special tokens included, as log-probabilities
         show it.
         """
-        text = self._token_texts.get(token_id)
-        if text is None:
-            text = self._token_texts[token_id] = self.decode([token_id], skip_special_tokens=False)
-        return text
+        if token_id not in self._token_texts:
+            self._token_texts[token_id] = self.decode([token_id], skip_special_tokens=False)
+        return self._token_texts[token_id]
 
     def token_string(self, token_id: int, skip_special_tokens: bool) -> str | None:
         """Return the vocabulary's entry of a token ("▁the"); None if `decode` ignores the token."""
