@@ -11,6 +11,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from freight import __version__
+from freight.base.fields import JsonDict
 from freight.serve.anthropic.messages_request import (
     CountBody,
     MessagesBody,
@@ -47,7 +48,7 @@ from freight.serve.transport.slices import json_bytes, json_in_slices
 from freight.serve.transport.stream import AnswerResponse
 
 T = TypeVar("T")
-Body = dict[str, Any]
+Body = JsonDict
 Endpoint = Callable[[Request], Awaitable[Response]]
 AsError = Callable[[ApiError], ApiError]
 Parse = Callable[[Body, Served, ServingLimits], Call]
@@ -347,7 +348,7 @@ def _generate(stream: bool | None) -> Parse:
     return parse
 
 
-def _model(name: str, served: Served) -> dict[str, Any]:
+def _model(name: str, served: Served) -> JsonDict:
     return {
         "id": name,
         "object": "model",

@@ -8,10 +8,11 @@ Streamed and complete answers come from the same `advance`, so they cannot diffe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
+from freight.base.fields import JsonObject
 from freight.outputs import RequestDelta
 from freight.sampling import SamplingParams
 from freight.serve.answers.pieces import AfterReasoning, ForcedCall, ParserOf
@@ -26,10 +27,10 @@ class Conversation:
     template_values  further values that the template may read: `tools`, `enable_thinking`, ...
     """
 
-    messages: Sequence[Mapping[str, Any]]
+    messages: Sequence[JsonObject]
     add_generation_prompt: bool = True
     continue_final_message: bool = False
-    template_values: Mapping[str, Any] = field(default_factory=dict)
+    template_values: JsonObject = field(default_factory=dict)
 
 
 Prompt = str | Sequence[int] | Conversation
@@ -86,7 +87,7 @@ class Served:
     tokenizer: Tokenizer | None
     vocab_size: int
     max_model_len: int
-    defaults: Mapping[str, Any]
+    defaults: JsonObject
     fingerprint: str
     stop_token_ids: frozenset[int] = frozenset()
     unknown_fields: str = "refuse"

@@ -7,12 +7,11 @@ that depend on the model or on several fields at once.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import cache
-from typing import Any
 
 from fastapi import FastAPI
 
+from freight.base.fields import JsonDict, JsonObject
 from freight.serve.anthropic.errors import PATHS as ANTHROPIC_PATHS
 from freight.serve.bodies import schema_of
 
@@ -102,7 +101,7 @@ _STREAMS = frozenset(
 )
 
 
-def answers(path: str) -> dict[int | str, dict[str, Any]]:
+def answers(path: str) -> dict[int | str, JsonDict]:
     """Return `responses` of a route: its errors, and its answers that are not JSON."""
     error = _OPENAI_ERROR
     if path in _TGI_PATHS:
@@ -110,7 +109,7 @@ def answers(path: str) -> dict[int | str, dict[str, Any]]:
     elif path in ANTHROPIC_PATHS:
         error = _ANTHROPIC_ERROR
     failed = {"content": {"application/json": {"schema": error}}}
-    responses: dict[int | str, dict[str, Any]] = {
+    responses: dict[int | str, JsonDict] = {
         "4XX": {
             "description": "the request cannot be served; the message says why",
             **failed,
@@ -145,7 +144,7 @@ def answers(path: str) -> dict[int | str, dict[str, Any]]:
 
 def document(
     app: FastAPI,
-    bodies: Mapping[str, Any],
+    bodies: JsonObject,
     unknown_fields: str,
     open_paths: frozenset[str],
     needs_key: bool,
@@ -157,7 +156,7 @@ def document(
     build = app.openapi
 
     @cache
-    def openapi() -> dict[str, Any]:
+    def openapi() -> JsonDict:
         built = build()
         for path, body in bodies.items():
             schema = schema_of(body, unknown_fields)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from itertools import chain
 from typing import TypeVar
 
 from freight.outputs import CompletionDelta, FinishReason, RequestDelta, Scores
@@ -94,7 +95,7 @@ def _completion(parts: Sequence[CompletionDelta]) -> CompletionDelta:
     last = parts[-1]
     return CompletionDelta(
         last.index,
-        [token for part in parts for token in part.token_ids],
+        list(chain.from_iterable(part.token_ids for part in parts)),
         "".join(part.text for part in parts),
         _joined([part.logprobs for part in parts]),
         last.finish_reason,
@@ -105,4 +106,6 @@ def _completion(parts: Sequence[CompletionDelta]) -> CompletionDelta:
 
 def _joined(lists: Sequence[list[T] | None]) -> list[T] | None:
     present = [values for values in lists if values is not None]
-    return [value for values in present for value in values] if present else None
+    if not present:
+        return None
+    return list(chain.from_iterable(present))

@@ -33,6 +33,7 @@ from freight.serve.observe.metrics import UNNAMED, Metrics
 from freight.serve.openai.fields import from_request_error
 from freight.serve.processes.client import EngineClient, EngineState, Running
 from freight.serve.processes.wire import EngineFacts
+from freight.serve.prompt_ids import read_prompt
 from freight.serve.rendering.renderer import Renderer
 from freight.serve.tokens import Tokenize
 from freight.serve.transport.auth import Keys
@@ -52,6 +53,12 @@ _KEPT_TIMES = 32  # durations of answers, whose mean is the Retry-After of a 429
 _LARGE = 1 << 15  # log-probabilities of prompts: more are written in a thread
 _REMEMBERED = 4096  # grammars that compiled; the set is cleared when it is full
 _LONGEST_RETRY = 120  # seconds, the largest Retry-After
+# Code of an error -> why the request was rejected, in the metrics.
+_REJECTED: dict[str | None, str] = {
+    "queue_full": "queue_full",
+    "context_length_exceeded": "too_long",
+    "draining": "draining",
+}
 KEEP_ALIVE = 15.0  # seconds without a token after which a stream gets a comment
 
 
@@ -138,47 +145,42 @@ class Service:
         """
         served = self.require_served()
         intake = Intake(served.tokenizer, served.vocab_size, served.max_model_len)
-        text: str | None = None
+        render = partial(self.render, key_name=key_name)
+        encode = partial(self._encode_prompt, intake, key_name)
         try:
-            params = work.params
-            prompt = work.prompt
-            check_limits(params, self.limits.sampling)
-            cuts = params.truncate_prompt_tokens is not None
-            if isinstance(prompt, Conversation):
-                chat = await self.render(prompt, key_name)
-                text = chat.text
-                params = params if work.params_of is None else work.params_of(text)
-                if not cuts:
-                    await self._check_size(served, text, key_name)
-                special = bool(work.add_special_tokens)
-                prompt, count = await self.encode(chat, special, _last(served, params), key_name)
-            elif isinstance(prompt, str):
-                text = prompt
-                if prompt and served.tokenizer is not None:
-                    if not cuts:
-                        await self._check_size(served, prompt, key_name)
-                    special = work.add_special_tokens is not False
-                    prompt, count = await self.encode(
-                        prompt, special, _last(served, params), key_name
-                    )
-            else:
-                count = len(prompt)
-            if not isinstance(prompt, str):
-                prompt = intake.cut(prompt, params)
-                if isinstance(work.prompt, str) and len(prompt) < count:
-                    text = None  # an echo decodes the tokens that the model reads
+            check_limits(work.params, self.limits.sampling)
+            prompt = await read_prompt(work, intake, render, encode)
+            params = prompt.params
             param = "messages" if isinstance(work.prompt, Conversation) else "prompt"
-            if not isinstance(prompt, str):
-                check_context(
-                    len(prompt), 0 if params.max_tokens == 0 else None, served.max_model_len, param
-                )
-            accepted = intake.accept(prompt, params)
+            answer = 0 if params.max_tokens == 0 else None
+            check_context(len(prompt.token_ids), answer, served.max_model_len, param)
+            accepted = intake.accept(prompt.token_ids, params)
         except RequestError as error:
             raise from_request_error(error) from None
         await self._check_grammar(params, work.form_from, key_name)
         salt = self.keys.salt_for(key_name, params.cache_salt)
         params = replace(params, cache_salt=salt, timeout_s=self._timeout(params))
-        return TokenizedWork(text, accepted.token_ids, params)
+        return TokenizedWork(prompt.text, accepted.token_ids, params)
+
+    async def _encode_prompt(
+        self,
+        intake: Intake,
+        key_name: str | None,
+        text: str | ChatText,
+        add_special_tokens: bool,
+        params: SamplingParams,
+    ) -> tuple[Sequence[int], int]:
+        """An `Encode` of this server. A text that is too long is refused before all of it is read."""
+        if not text or intake.tokenizer is None:
+            assert isinstance(text, str)
+            token_ids = intake.accept(text, params).token_ids  # raises without a tokenizer
+            return token_ids, len(token_ids)
+        most = params.truncate_prompt_tokens
+        if most is None:
+            written = text.text if isinstance(text, ChatText) else text
+            await self._check_size(intake.max_model_len, written, key_name)
+        last = intake.max_model_len if most == -1 else most
+        return await self.encode(text, add_special_tokens, last, key_name)
 
     def observe(self, stats: EngineStats) -> None:
         self.metrics.set_stats(stats)
@@ -211,16 +213,10 @@ class Service:
                 param=param,
             )
         )
-        reasons = {
-            "queue_full": "queue_full",
-            "context_length_exceeded": "too_long",
-            "draining": "draining",
-        }
-        reason = reasons.get(error.code or "") or (
-            "invalid" if error.status in (400, 413, 415, 422) else None
-        )
-        if reason is not None:
-            self.metrics.rejected(reason)
+        if error.code in _REJECTED:
+            self.metrics.rejected(_REJECTED[error.code])
+        elif error.status in (400, 413, 415, 422):
+            self.metrics.rejected("invalid")
 
     async def render(self, conversation: Conversation, key_name: str | None = None) -> ChatText:
         """Render a conversation to text. Raises ApiError."""
@@ -247,18 +243,18 @@ class Service:
             renderer = self.large
         return await renderer.render(conversation, key_name)
 
-    async def _check_size(self, served: Served, text: str, key_name: str | None) -> None:
+    async def _check_size(self, max_model_len: int, text: str, key_name: str | None) -> None:
         """Refuse a text whose beginning alone is too long: tokenizing megabytes takes seconds of a
         core.
         """
-        probe = text[: _PROBED * served.max_model_len]
+        probe = text[: _PROBED * max_model_len]
         if len(probe) == len(text):
             return
         _, count = await self.encode(probe, False, 0, key_name)
-        if count > 2 * served.max_model_len:  # twice: what follows may merge some of the tokens
+        if count > 2 * max_model_len:  # twice: what follows may merge some of the tokens
             raise ApiError(
                 400,
-                f"{CONTEXT_IS} {served.max_model_len} tokens, for prompt and answer together; the first {len(probe)} "
+                f"{CONTEXT_IS} {max_model_len} tokens, for prompt and answer together; the first {len(probe)} "
                 f"of the prompt's {len(text)} characters have {count} tokens. Shorten the prompt",
                 code="context_length_exceeded",
             )
@@ -314,10 +310,11 @@ class Service:
             self._checked.add(key)
 
     def _timeout(self, params: SamplingParams) -> float | None:
-        timeouts = [
-            seconds for seconds in (params.timeout_s, self._request_timeout) if seconds is not None
-        ]
-        return min(timeouts, default=None)
+        if params.timeout_s is None:
+            return self._request_timeout
+        if self._request_timeout is None:
+            return params.timeout_s
+        return min(params.timeout_s, self._request_timeout)
 
     def _admit(self, work: Sequence[TokenizedWork], key_name: str | None) -> bool:
         """Return whether the completions of `work` wait for others. Raises ApiError if they do not
@@ -363,12 +360,6 @@ def is_long(text: str | ChatText, with_offsets: bool = False) -> bool:
     if isinstance(text, ChatText):
         return len(text.text) >= (_VERY_LONG_MARKED if text.plain else _VERY_LONG)
     return len(text) >= (_VERY_LONG_MARKED if with_offsets else _VERY_LONG)
-
-
-def _last(served: Served, params: SamplingParams) -> int | None:
-    """Return how many of a prompt's tokens `truncate_prompt_tokens` can leave; None: all."""
-    most = params.truncate_prompt_tokens
-    return served.max_model_len if most == -1 else most
 
 
 def _renamed(field: str, error: ApiError) -> ApiError:

@@ -13,6 +13,7 @@ import gc
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from freight.base.files import read_text
@@ -209,7 +210,9 @@ class Serving:
         if facts.tokenizer is None:
             return None
         tokenizer = Tokenizer.load(facts.tokenizer)
-        return tokenizer if self._template is None else tokenizer.with_chat_template(self._template)
+        if self._template is not None:
+            tokenizer = tokenizer.with_chat_template(self._template)
+        return tokenizer
 
     def _answer_format(self, tokenizer: Tokenizer) -> AnswerFormat | None:
         """Return the format of the model's answers. Raises ConfigError for parsers that do not fit
@@ -227,7 +230,7 @@ class Serving:
     def _served(
         self, facts: EngineFacts, tokenizer: Tokenizer | None, form: AnswerFormat | None
     ) -> Served:
-        return Served(
+        served = Served(
             names=self._names,
             tokenizer=tokenizer,
             vocab_size=facts.vocab_size,
@@ -239,10 +242,8 @@ class Serving:
             strict_schemas=self._settings.strict_schemas,
             created=int(time.time()),
             drafts=facts.drafts,
-            parser_of=None if form is None else form.parser,
-            forced_call=None if form is None else form.call_to,
-            after_reasoning=None if form is None or not form.reads_reasoning else form.form_to,
         )
+        return with_format(served, form)
 
     def replaced(self, client: EngineClient) -> None:
         self._metrics.set_stats(None)
@@ -251,6 +252,18 @@ class Serving:
 
     def failed(self, status: int, reason: str) -> None:
         self.finish(status, reason)
+
+
+def with_format(served: Served, form: AnswerFormat | None) -> Served:
+    """Return the model with what reads and forces its markup; None: it has no known markup."""
+    if form is None:
+        return served
+    return replace(
+        served,
+        parser_of=form.parser,
+        forced_call=form.call_to,
+        after_reasoning=form.form_to if form.reads_reasoning else None,
+    )
 
 
 async def _close(renderers: Sequence[Renderer | None]) -> None:

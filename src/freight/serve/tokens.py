@@ -14,6 +14,7 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import Field
 
+from freight.base.fields import JsonDict, JsonObject
 from freight.errors import RequestError, nearest
 from freight.serve.bodies import Body, Unread, present, read, says
 from freight.serve.call import Conversation, Served
@@ -49,7 +50,7 @@ class MessagesBody(Body):
         list[Any], Field(json_schema_extra={"items": {"type": "object"}, "minItems": 1})
     ]
     tools: list[Any] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: JsonDict | None = None
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
     return_token_strs: bool | None = None
@@ -125,16 +126,12 @@ class Tokenize:
             between = b","
         yield b"]" if between == b"," else b"[]"
 
-    def _rows(self, text: str, tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
+    def _rows(self, text: str, tokenizer: Tokenizer) -> Iterator[JsonDict]:
         tokens = tokenizer.encode_with_offsets(text, self.add_special_tokens)
-        return (
-            {"id": token, "text": text[start:stop], "start": start, "stop": stop}
-            for token, start, stop in tokens
-        )
+        for token, start, stop in tokens:
+            yield {"id": token, "text": text[start:stop], "start": start, "stop": stop}
 
-    def _counted(
-        self, text: str | ChatText, tokenizer: Tokenizer, max_model_len: int
-    ) -> dict[str, Any]:
+    def _counted(self, text: str | ChatText, tokenizer: Tokenizer, max_model_len: int) -> JsonDict:
         if isinstance(text, ChatText):
             tokens = tokenizer.encode_chat(text, self.add_special_tokens)
         else:
@@ -150,7 +147,7 @@ class Tokenize:
         }
 
 
-def parse_tokenize(body: Mapping[str, Any], served: Served, limits: ServingLimits) -> Tokenize:
+def parse_tokenize(body: JsonObject, served: Served, limits: ServingLimits) -> Tokenize:
     """Parse a body of /tokenize. Raises ApiError (400, 404)."""
     _tokenizer_of(served)
     fields = present(body)
@@ -176,17 +173,21 @@ def parse_tokenize(body: Mapping[str, Any], served: Served, limits: ServingLimit
 def _conversation(asked: MessagesBody, limits: ServingLimits) -> Conversation:
     values = asked.chat_template_kwargs or {}
     check_template_values(values, limits)
+    if asked.tools:
+        values = {**values, "tools": asked.tools}
     continues = bool(asked.continue_final_message)
     prompted = asked.add_generation_prompt
+    if prompted is None:
+        prompted = not continues
     return Conversation(
         asked.messages,
-        add_generation_prompt=not continues if prompted is None else prompted,
+        add_generation_prompt=prompted,
         continue_final_message=continues,
-        template_values=values | ({"tools": asked.tools} if asked.tools else {}),
+        template_values=values,
     )
 
 
-def detokenize(body: Mapping[str, Any], served: Served) -> dict[str, str]:
+def detokenize(body: JsonObject, served: Served) -> dict[str, str]:
     """Return the answer of /detokenize: the text of token ids, special tokens included. Raises
     ApiError (400, 404).
     """
@@ -226,7 +227,7 @@ def _tokenizer_of(served: Served) -> Tokenizer:
     return served.tokenizer
 
 
-def _read(model: type[B], body: Mapping[str, Any], served: Served) -> B:
+def _read(model: type[B], body: JsonObject, served: Served) -> B:
     """Validate `body` as `model`. Raises ApiError for a model that is not served, and for unknown
     fields unless the server ignores them.
     """

@@ -25,6 +25,7 @@ from typing import Any
 from tokenizers import AddedToken, Encoding, PreTokenizedString, models
 from tokenizers import Tokenizer as Backend
 
+from freight.base.fields import JsonDict, JsonObject
 from freight.errors import RequestError
 from freight.text.messages import check_unicode
 
@@ -57,81 +58,108 @@ class ControlTokens:
 
     def __init__(self, backend: Backend, template: str) -> None:
         added = list(backend.get_added_tokens_decoder().values())
-        special = [token for token in added if token.special and not token.content.isspace()]
-        written = [token for token in added if not token.special and token.content in template]
-        self._all = _Finder(
-            backend, [*special, *(token for token in written if _MARKUP.fullmatch(token.content))]
-        )
+        special: list[AddedToken] = []
+        written: list[AddedToken] = []
+        for token in added:
+            if token.special and not token.content.isspace():
+                special.append(token)
+            elif _is_markup(token, template):
+                written.append(token)
+        self._all = _Finder(backend, [*special, *written])
         self._special = _Finder(backend, special)
 
     def mark(
-        self, messages: Sequence[Mapping[str, Any]], values: Mapping[str, Any]
-    ) -> tuple[list[dict[str, Any]], dict[str, Any], str]:
+        self, messages: Sequence[JsonObject], values: JsonObject
+    ) -> tuple[list[JsonDict], JsonDict, str]:
         """Return the messages and template values with marks, and the mark; it is "" if there are
         none.
         """
         # Exactly one 7, at the start, so that two copies never overlap
         mark = "7" + "".join(secrets.choice("012345689") for _ in range(_MARK_DIGITS))
-        marked = [_marked(message, mark, self._all, self._special) for message in messages]
+        marked = [self._marked(message, mark) for message in messages]
         marked_values = {name: self._all.mark(value, mark) for name, value in values.items()}
         if marked == list(messages) and marked_values == values:
             return marked, marked_values, ""
         return marked, marked_values, mark
+
+    def _marked(self, message: JsonObject, mark: str) -> JsonDict:
+        is_answer = message.get("role") == "assistant"
+        marked: JsonDict = {}
+        for name, value in message.items():
+            tokens = self._all
+            if is_answer and name in _OF_ANSWERS:
+                tokens = self._special
+            marked[self._all.mark(name, mark)] = tokens.mark(value, mark)
+        return marked
+
+
+def _is_markup(token: AddedToken, template: str) -> bool:
+    """Return whether a token that is not special looks like markup and occurs in the template."""
+    return (
+        not token.special
+        and token.content in template
+        and _MARKUP.fullmatch(token.content) is not None
+    )
 
 
 def read_marked(text: str, mark: str) -> ChatText:
     """Remove the marks of `ControlTokens.mark` from a template's output."""
     if not mark:
         return ChatText(text)
-    parts = re.split(f"{mark}([01])", text)
-    texts = parts[::2]  # kinds[i] precedes texts[i]
-    kinds = ["", *parts[1::2], "", ""]
+    texts: list[str] = []
     plain: list[tuple[int, int]] = []
+    begin: int | None = None  # of the plain part that is open
     at = 0
-    for index, part in enumerate(texts):
-        end = at + len(part)
-        if kinds[index] == _OPEN and kinds[index + 1] == _CLOSE:
-            plain.append((at, end))
-        elif kinds[index + 1] == _CLOSE or (
-            kinds[index + 1] == _OPEN and kinds[index + 2] != _CLOSE
-        ):
-            plain.append((end, end))  # a mark without its partner
-        at = end
+    for part in re.split(f"({mark}[01])", text):
+        if part == mark + _CLOSE:
+            plain.append((at if begin is None else begin, at))
+            begin = None
+        elif part == mark + _OPEN:
+            if begin is not None:
+                plain.append((begin, begin))  # a mark without its partner
+            begin = at
+        else:
+            texts.append(part)
+            at += len(part)
+    if begin is not None:
+        plain.append((begin, begin))
     return ChatText("".join(texts), tuple(plain))
 
 
 def encode_marked(
     backend: Backend, chat: ChatText, encoding: Encoding, control: frozenset[int]
 ) -> list[int]:
-    """Return the token ids of `chat`. `whole` is the ordinary encoding of its text; `control` are
+    """Return the token ids of `chat`. `encoding` is the ordinary one of its text; `control` are
     the ids that text must not get.
 
     Raises RequestError where the vocabulary has no other ids for a part.
     """
     added = backend.get_added_tokens_decoder()
     ids: list[int] = []
-    begin = 0  # start of the text, and of its tokens, since the last kept added token
+    text_begin = 0  # start of the text, and of its tokens, since the last kept added token
     first = 0
     starts = [start for start, _ in chat.plain]
     ends = [end for _, end in chat.plain]
     # Read once: each access to an Encoding's attribute copies all of it
     whole_ids = encoding.ids
-    offsets = [*encoding.offsets, (len(chat.text), len(chat.text))]
-    for index, (token_begin, token_end) in enumerate(offsets):
-        is_last = index == len(whole_ids)
-        if not is_last and (
-            whole_ids[index] not in added or _overlaps(starts, ends, token_begin, token_end)
-        ):
+    offsets = encoding.offsets
+
+    def between(begin: int, end: int, ordinary: list[int]) -> list[int]:
+        """Return the ids of the text between two added tokens; `ordinary`: those of the encoding."""
+        if bisect_left(starts, begin) < bisect_right(ends, end):
+            return _plain_ids(backend, chat, begin, end, control)
+        return ordinary
+
+    for index, token in enumerate(whole_ids):
+        if token not in added:
             continue
-        if bisect_left(starts, begin) < bisect_right(ends, token_begin):
-            ids += _plain_ids(backend, chat, begin, token_begin, control)
-        else:
-            ids += whole_ids[first:index]
-        if not is_last:
-            ids.append(whole_ids[index])
-        begin = token_end
-        first = index + 1
-    return ids
+        begin, end = offsets[index]
+        if not _overlaps(starts, ends, begin, end):
+            ids += between(text_begin, begin, whole_ids[first:index])
+            ids.append(token)
+            text_begin = end
+            first = index + 1
+    return ids + between(text_begin, len(chat.text), whole_ids[first:])
 
 
 def _overlaps(starts: Sequence[int], ends: Sequence[int], begin: int, end: int) -> bool:
@@ -170,7 +198,8 @@ def _pieces(chat: ChatText, begin: int, end: int) -> Iterator[tuple[int, int]]:
             break
         if at < start:
             yield at, start
-        yield from ((position, position + 1) for position in range(start, min(stop, end)))
+        for position in range(start, min(stop, end)):
+            yield position, position + 1
         at = max(at, stop)
     if at < end:
         yield at, end
@@ -179,10 +208,12 @@ def _pieces(chat: ChatText, begin: int, end: int) -> Iterator[tuple[int, int]]:
 def _without_added_tokens(backend: Backend, text: str, is_first: bool) -> list[int]:
     """Return the token ids of a text between two added tokens, or of a full text (is_first)."""
     # An "x" before the text, encoded apart, keeps away the prefix that only a full text gets
-    before = "" if is_first else "x"
+    before = ""
+    if not is_first:
+        before = "x"
     pieces = PreTokenizedString(before + text)
     if before:
-        pieces.split(lambda _, whole: [whole[:1], whole[1:]])
+        pieces.split(lambda _, full: [full[:1], full[1:]])
     normalizer = backend.normalizer
     pre_tokenizer = backend.pre_tokenizer
     model = backend.model
@@ -233,16 +264,4 @@ class _Finder:
         for begin, end in self._backend.encode(text, add_special_tokens=False).offsets:
             parts += [text[at:begin], mark, _OPEN, text[begin:end], mark, _CLOSE]
             at = end
-        return "".join([*parts, text[at:]]) if parts else text
-
-
-def _marked(
-    message: Mapping[str, Any], mark: str, all_tokens: _Finder, special: _Finder
-) -> dict[str, Any]:
-    is_answer = message.get("role") == "assistant"
-    return {
-        all_tokens.mark(name, mark): (
-            special if is_answer and name in _OF_ANSWERS else all_tokens
-        ).mark(value, mark)
-        for name, value in message.items()
-    }
+        return "".join([*parts, text[at:]])

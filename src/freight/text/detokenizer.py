@@ -47,9 +47,9 @@ class Detokenizer:
         self.stop_reason: str | None = None
         self._min_tokens = params.min_tokens
         self._num_tokens = 0
-        self._stops = (
-            _StopStrings(params.stop, params.include_stop_str_in_output) if params.stop else None
-        )
+        self._stops = None
+        if params.stop:
+            self._stops = _StopStrings(params.stop, params.include_stop_str_in_output)
         self._text = _text_of(
             tokenizer, params.skip_special_tokens, prompt_token_ids[-_PROMPT_CONTEXT:]
         )
@@ -117,7 +117,9 @@ class _Bytes:
             return piece
         if piece is None:
             return ""
-        data = self._held + (piece.encode() if isinstance(piece, str) else piece)
+        if isinstance(piece, str):
+            piece = piece.encode()
+        data = self._held + piece
         text, used = utf_8_decode(data, "replace", False)
         self._held = data[used:]
         return text
@@ -136,9 +138,12 @@ class _Joined:
         decoder removes spaces.
         """
         self._pieces = pieces
-        self._drop_in_first = decoder.drop_in_first if begins else ""
+        self._drop_in_first = ""
         self._strip = decoder.strip
-        self._strip_most = decoder.strip_most if begins else 0
+        self._strip_most = 0
+        if begins:
+            self._drop_in_first = decoder.drop_in_first
+            self._strip_most = decoder.strip_most
         self._held = b""  # a character's first bytes
         self._broken = False  # the run of byte tokens is not UTF-8
 
@@ -184,7 +189,9 @@ class _Joined:
         spaces = 0
         while spaces < min(self._strip_most, len(text)) and text[spaces] == self._strip:
             spaces += 1
-        self._strip_most = self._strip_most - spaces if spaces == len(text) else 0
+        self._strip_most -= spaces
+        if spaces < len(text):
+            self._strip_most = 0
         return text[spaces:]
 
 
@@ -239,11 +246,11 @@ class _Window:
         """Return the last tokens of the prompt that begin and end with complete characters; none if
         there are no such.
         """
-        last = [token for token in prompt_end if self._has_text(token)]
-        starts = range(min(len(last), _LONGEST_UNFINISHED + 1))
-        return next(
-            (last[start:] for start in starts if _UNFINISHED not in self._decode(last[start:])), []
-        )
+        last = list(filter(self._has_text, prompt_end))
+        for start in range(min(len(last), _LONGEST_UNFINISHED + 1)):
+            if _UNFINISHED not in self._decode(last[start:]):
+                return last[start:]
+        return []
 
     def _has_text(self, token: int) -> bool:
         return self._tokenizer.token_string(token, self._skip_special) is not None
@@ -279,28 +286,33 @@ class _StopStrings:
         if not self._held and not self._may_begin(text):
             return text, None
         settled = len(self._held)  # a stop string has to end after this
-        out = settled if self._included else 0  # characters of `text` that were released already
         text = self._held + text
         self._held = ""
         if checked:
-            stops = [
-                (begin + len(stop), begin, stop)
-                for stop in self._stops
-                if (begin := text.find(stop, max(0, settled + 1 - len(stop)))) >= 0
-            ]
+            stops: list[tuple[int, int, str]] = []
+            for stop in self._stops:
+                begin = text.find(stop, max(0, settled + 1 - len(stop)))
+                if begin >= 0:
+                    stops.append((begin + len(stop), begin, stop))
             if stops:
                 end, begin, stop = min(stops)
-                return text[out : end if self._included else begin], stop
-        overlap = max((_overlap(text, stop) for stop in self._stops), default=0)
+                if self._included:
+                    return text[settled:end], stop
+                return text[:begin], stop
+        overlap = max(_overlap(text, stop) for stop in self._stops)
         certain = len(text) - overlap
         self._held = text[certain:]
-        return text[out : None if self._included else certain], None
+        if self._included:
+            return text[settled:], None
+        return text[:certain], None
 
     def flush(self) -> str:
         """Return what was held back, at the end of the text."""
         pending = self._held
         self._held = ""
-        return "" if self._included else pending
+        if self._included:
+            return ""
+        return pending
 
 
 def _overlap(text: str, stop: str) -> int:
@@ -308,4 +320,6 @@ def _overlap(text: str, stop: str) -> int:
     begin = text.find(stop[0], max(0, len(text) + 1 - len(stop)))
     while begin >= 0 and not stop.startswith(text[begin:]):
         begin = text.find(stop[0], begin + 1)
-    return len(text) - begin if begin >= 0 else 0
+    if begin < 0:
+        return 0
+    return len(text) - begin

@@ -11,8 +11,9 @@ writes only the first call of a message.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+
+from freight.base.fields import JsonDict, JsonObject
 
 START = "<|start|>"
 CHANNEL = "<|channel|>"
@@ -29,21 +30,21 @@ def is_harmony(chat_template: str) -> bool:
     return all(marker in chat_template for marker in (START, CHANNEL, MESSAGE))
 
 
-def to_harmony_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def to_harmony_messages(messages: Sequence[JsonObject]) -> list[JsonDict]:
     """Convert `messages`, from `to_template_messages`, for a template that writes harmony. No text
     is lost.
 
     Reasoning is also given as `thinking`. In a message with a call, content is appended to the
     reasoning. Calls are divided by `single_calls`.
     """
-    return single_calls([_with_thinking(message) for message in messages])
+    return single_calls(list(map(_with_thinking, messages)))
 
 
-def single_calls(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def single_calls(messages: Sequence[JsonObject]) -> list[JsonDict]:
     """Divide each message with several calls into one message per call, each before its results:
     those with its `tool_call_id`, else the next one.
     """
-    result: list[dict[str, Any]] = []
+    result: list[JsonDict] = []
     at = 0
     while at < len(messages):
         message = dict(messages[at])
@@ -60,7 +61,7 @@ def single_calls(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return result
 
 
-def _with_thinking(message: Mapping[str, Any]) -> dict[str, Any]:
+def _with_thinking(message: JsonObject) -> JsonDict:
     result = dict(message)
     if result["role"] != "assistant":
         return result
@@ -72,29 +73,27 @@ def _with_thinking(message: Mapping[str, Any]) -> dict[str, Any]:
     return result
 
 
-def _one_call_each(
-    message: Mapping[str, Any], results: Sequence[Mapping[str, Any]]
-) -> list[dict[str, Any]]:
+def _one_call_each(message: JsonObject, results: Sequence[JsonObject]) -> list[JsonDict]:
     """Split `message` into one message per call, each followed by the tool messages that answer it."""
     calls = message["tool_calls"]
-    known = {call.get("id") for call in calls} - {None}
-    of_call: list[list[Mapping[str, Any]]] = [[] for _ in calls]
+    ids = [call.get("id") for call in calls]
+    of_call: list[list[JsonObject]] = [[] for _ in calls]
     unnamed = []
     for result in results:
         owner = result.get("tool_call_id")
-        if owner in known:
-            answered = next(index for index, call in enumerate(calls) if call.get("id") == owner)
-            of_call[answered].append(result)
+        if owner is not None and owner in ids:
+            of_call[ids.index(owner)].append(result)
         else:
             unnamed.append(result)
     for result in unnamed:  # goes to the first call that has no result yet
-        answered = next(
-            (index for index, answers in enumerate(of_call) if not answers), len(calls) - 1
-        )
-        of_call[answered].append(result)
-    without_calls = {name: value for name, value in message.items() if name != "tool_calls"}
-    written: list[dict[str, Any]] = []
-    for index, (call, answers) in enumerate(zip(calls, of_call, strict=True)):
-        before = without_calls if index == 0 else {"role": message["role"]}
+        next(filter(_is_empty, of_call), of_call[-1]).append(result)
+    before = {name: value for name, value in message.items() if name != "tool_calls"}
+    written: list[JsonDict] = []
+    for call, answers in zip(calls, of_call, strict=True):
         written += [{**before, "tool_calls": [call]}, *map(dict, answers)]
+        before = {"role": message["role"]}
     return written
+
+
+def _is_empty(results: Sequence[JsonObject]) -> bool:
+    return not results

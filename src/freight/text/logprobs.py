@@ -10,7 +10,10 @@ def to_logprobs(entries: tuple[LogprobEntry, ...], tokenizer: Tokenizer | None) 
     """(token id, logprob, rank) -> {token id: Logprob}, with the tokens' text where there is a
     tokenizer.
     """
-    return {
-        token: Logprob(logprob, rank, tokenizer.token_text(token) if tokenizer else None)
-        for token, logprob, rank in entries
-    }
+    logprobs: TokenLogprobs = {}
+    for token, logprob, rank in entries:
+        text = None
+        if tokenizer is not None:
+            text = tokenizer.token_text(token)
+        logprobs[token] = Logprob(logprob, rank, text)
+    return logprobs

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from reprlib import repr as show  # stays short for deeply nested values
-from typing import Any
+from typing import TypeVar
 
+from freight.base.fields import JsonDict, JsonObject
 from freight.errors import RequestError, shown
 
+T = TypeVar("T")
 _REASONING = ("reasoning_content", "reasoning")
 
 
-def read_messages(messages: object) -> list[dict[str, Any]]:
+def read_messages(messages: object) -> list[JsonDict]:
     """Copy `messages` with string contents. What it returns, it returns unchanged.
 
     A list of text and refusal parts is joined, and a refusal beside the content is appended.
@@ -29,11 +31,18 @@ def read_messages(messages: object) -> list[dict[str, Any]]:
     malformed, beginning with its path.
     """
     if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence) or not messages:
-        type_name = "empty" if isinstance(messages, list | tuple) else type(messages).__name__
+        type_name = type(messages).__name__
+        if isinstance(messages, list | tuple):
+            type_name = "empty"
         raise RequestError(
             f'messages must be a list like [{{"role": "user", "content": "Hello"}}], not {type_name}'
         )
-    return [_message(f"messages[{index}]", message) for index, message in enumerate(messages)]
+    return _each(_message, "messages", messages)
+
+
+def _each(read: Callable[[str, object], T], where: str, entries: Iterable[object]) -> list[T]:
+    """Read each entry of a list; `read` gets its path too."""
+    return [read(f"{where}[{index}]", entry) for index, entry in enumerate(entries)]
 
 
 def check_unicode(text: str) -> None:
@@ -46,7 +55,7 @@ def check_unicode(text: str) -> None:
         ) from error
 
 
-def _message(where: str, message: object) -> dict[str, Any]:
+def _message(where: str, message: object) -> JsonDict:
     if not isinstance(message, Mapping):
         raise RequestError(f"{where} is {show(message)}; it must have role and content")
     role = message.get("role")
@@ -69,7 +78,7 @@ def _message(where: str, message: object) -> dict[str, Any]:
     return result
 
 
-def _whole_content(where: str, message: Mapping[str, Any]) -> str | None:
+def _whole_content(where: str, message: JsonObject) -> str | None:
     """Return content and refusal as one text; None where calls stand alone."""
     content = message.get("content")
     refusal = message.get("refusal")
@@ -86,7 +95,7 @@ def _whole_content(where: str, message: Mapping[str, Any]) -> str | None:
     return _content(f"{where}.content", content)
 
 
-def _reasoning(where: str, message: Mapping[str, Any]) -> dict[str, str]:
+def _reasoning(where: str, message: JsonObject) -> dict[str, str]:
     """Return both names with the same text; empty without reasoning."""
     for name in _REASONING:
         text = message.get(name)
@@ -105,7 +114,7 @@ def _content(where: str, content: object) -> str:
         raise RequestError(
             f"{where} is {show(content)}; it must be a string or a list of text parts"
         )
-    return "".join(_text_part(f"{where}[{index}]", part) for index, part in enumerate(content))
+    return "".join(_each(_text_part, where, content))
 
 
 def _text_part(where: str, part: object) -> str:
@@ -124,22 +133,24 @@ def _text_part(where: str, part: object) -> str:
     return text
 
 
-def _tool_calls(where: str, calls: object) -> list[dict[str, Any]]:
+def _tool_calls(where: str, calls: object) -> list[JsonDict]:
     if not isinstance(calls, list | tuple):
         raise RequestError(f"{where} is {show(calls)}; it must be a list of calls")
-    return [_tool_call(f"{where}[{index}]", call) for index, call in enumerate(calls)]
+    return _each(_tool_call, where, calls)
 
 
-def _tool_call(where: str, call: object) -> dict[str, Any]:
+def _tool_call(where: str, call: object) -> JsonDict:
     if not isinstance(call, Mapping):
         raise RequestError(
             f'{where} is {show(call)}; a call is like {{"function": {{"name": …, "arguments": …}}}}'
         )
     function = call.get("function")
     if function is None and "name" in call:  # without a wrapper, as some templates also take it
-        function = {name: call[name] for name in ("name", "arguments") if name in call}
-        call = {name: value for name, value in call.items() if name not in function}
         call = {"type": "function", **call}
+        function = {}
+        for name in ("name", "arguments"):
+            if name in call:
+                function[name] = call.pop(name)
     if not isinstance(function, Mapping):
         raise RequestError(f"{where}.function is {show(function)}; it must have name and arguments")
     arguments = read_arguments(f"{where}.function.arguments", function.get("arguments"))
@@ -150,7 +161,7 @@ def _refuse(constant: str) -> None:
     raise ValueError(f"{constant} is not JSON")
 
 
-def read_arguments(where: str, arguments: object) -> dict[str, Any] | str:
+def read_arguments(where: str, arguments: object) -> JsonDict | str:
     """Return the arguments of an earlier call: an object, or its JSON as it is given.
 
     Many clients and models write nothing for no arguments: None, "" and null are {}. Raises
@@ -164,7 +175,9 @@ def read_arguments(where: str, arguments: object) -> dict[str, Any] | str:
         with contextlib.suppress(ValueError, RecursionError):
             if isinstance(json.loads(arguments, parse_constant=_refuse), dict):
                 return arguments
+    value = show(arguments)
+    if isinstance(arguments, str):
+        value = shown(arguments)
     raise RequestError(
-        f"{where} is {shown(arguments) if isinstance(arguments, str) else show(arguments)}; it must be an object, or "
-        "the JSON of one; without arguments, {}"
+        f"{where} is {value}; it must be an object, or the JSON of one; without arguments, {{}}"
     )

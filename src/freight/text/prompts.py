@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Integral
 from typing import Any
 
+from freight.base.fields import JsonObject
 from freight.base.other_engines import CALLS
 from freight.errors import ConfigError, GenerationError, RequestError, shown
 from freight.outputs import RequestOutput
 from freight.sampling import SamplingParams
 from freight.text.tokenizer import Tokenizer, require_chat_template
 
-Prompt = str | Sequence[int] | Mapping[str, Any]
-Message = Mapping[str, Any]
+Prompt = str | Sequence[int] | JsonObject
+Message = JsonObject
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class Tokenization:
     truncate_prompt_tokens: int | None = None
 
     @classmethod
-    def of(cls, options: Mapping[str, Any] | None) -> Tokenization:
+    def of(cls, options: JsonObject | None) -> Tokenization:
         """Raises ConfigError for other names, and for an `add_special_tokens` that is no bool."""
         known = ("add_special_tokens", "truncate_prompt_tokens")
         for name in options or ():
@@ -43,10 +44,12 @@ class Tokenization:
 
     def applied(self, params: SamplingParams) -> SamplingParams:
         most = self.truncate_prompt_tokens
-        return params if most is None else replace(params, truncate_prompt_tokens=most)
+        if most is None:
+            return params
+        return replace(params, truncate_prompt_tokens=most)
 
 
-def text_or_ids(prompt: Any) -> str | Sequence[int]:
+def text_or_ids(prompt: object) -> str | Sequence[int]:
     """Return the text or the token ids of a prompt in any form. Raises RequestError."""
     if isinstance(prompt, Mapping):
         keys = set(prompt)
@@ -68,7 +71,7 @@ def text_or_ids(prompt: Any) -> str | Sequence[int]:
     )
 
 
-def prompts_of(prompts: Any) -> list[Any]:
+def prompts_of(prompts: object) -> list[Any]:
     """Return a list of prompts for one or many. A list or array of integers is one prompt."""
     prompts = _listed(prompts)
     if isinstance(prompts, str | bytes | bytearray | Mapping):
@@ -78,12 +81,15 @@ def prompts_of(prompts: Any) -> list[Any]:
             f"prompts are a string, token ids, a dict or a list of these, not {type(prompts).__name__}"
         )
     batch = list(prompts)
-    return [batch] if batch and all(isinstance(item, Integral) for item in batch) else batch
+    if batch and all(isinstance(item, Integral) for item in batch):
+        return [batch]
+    return batch
 
 
-def _listed(value: Any) -> Any:
+def _listed(value: object) -> object:
     """An array or tensor as lists of Python numbers; anything else as it is."""
-    return value.tolist() if hasattr(value, "tolist") else value
+    to_list: Callable[[], object] = getattr(value, "tolist", lambda: value)
+    return to_list()
 
 
 def params_of(
@@ -109,7 +115,7 @@ def chat_prompt(
     tokenizer: Tokenizer | None,
     messages: Sequence[Message],
     add_special_tokens: bool,
-    template_options: Mapping[str, Any],
+    template_options: JsonObject,
 ) -> list[int]:
     """The token ids of a conversation. Raises ConfigError for an option that the model's chat
     template does not read, and for a model without one.
@@ -145,11 +151,9 @@ def raise_failed(outputs: Sequence[RequestOutput]) -> None:
     """Raise GenerationError if a completion of `outputs` failed."""
     failed: list[tuple[int, str]] = []
     for index, output in enumerate(outputs):
-        failed += [
-            (index, completion.error)
-            for completion in output.outputs
-            if completion.error is not None
-        ]
+        for completion in output.outputs:
+            if completion.error is not None:
+                failed.append((index, completion.error))
     if not failed:
         return
     first, error = failed[0]

@@ -11,17 +11,18 @@ dropped in silence.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from itertools import product
-from typing import Any, TypeVar
+from itertools import groupby, product
+from typing import TypeVar
 
+from freight.base.fields import JsonDict, JsonObject
 from freight.errors import RequestError
 from freight.text.harmony import single_calls
 from freight.text.messages import read_messages
 
-Message = dict[str, Any]
+Message = JsonDict
 Rendered = TypeVar("Rendered")
 # Renders a conversation; None where the template refuses it.
 Render = Callable[[Sequence[Message]], str | None]
@@ -41,7 +42,7 @@ _ARGUMENTS_WRITTEN = 8  # parts of a score
 _RESULT_WRITTEN = 4
 # Offered while forms are found for a conversation with tools: a folder may have another template
 # for these.
-PROBE_TOOL: Mapping[str, Any] = {
+PROBE_TOOL: JsonObject = {
     "type": "function",
     "function": {
         "name": _NAME,
@@ -124,14 +125,15 @@ def in_forms(messages: Sequence[Message], forms: TemplateForms) -> list[Message]
     """Return `messages`, from `read_messages`, as a template with `forms` reads them."""
     conversation = list(messages)
     if "tool_calls" in forms.left_out:
-        conversation = [_with_calls_as_text(message) for message in conversation]
+        conversation = list(map(_with_calls_as_text, conversation))
     if forms.single_calls:
         conversation = single_calls(conversation)
     if "tool" in forms.left_out:
         conversation = _with_results_as_user(conversation)
     result: list[Message] = []
     for message in _systems_placed(conversation, forms):
-        result += [_in_form(part, forms) for part in _answer_parts(message, forms)]
+        for part in _answer_parts(message, forms):
+            result.append(_in_form(part, forms))
     return result
 
 
@@ -139,7 +141,7 @@ def _with_calls_as_text(message: Message) -> Message:
     """Return an answer whose calls are JSON in its content, a line each."""
     if "tool_calls" not in message:
         return message
-    lines = [message.get("content") or ""]
+    lines = [message.get("content")]
     for call in message["tool_calls"]:
         function = call["function"]
         arguments = function["arguments"]
@@ -147,8 +149,11 @@ def _with_calls_as_text(message: Message) -> Message:
             arguments = json.loads(arguments)
         written = {"name": function.get("name"), "arguments": arguments}
         lines.append(json.dumps(written, ensure_ascii=False))
-    without = {name: value for name, value in message.items() if name != "tool_calls"}
-    return {**without, "content": "\n".join(line for line in lines if line)}
+    return {**_without_calls(message), "content": "\n".join(filter(None, lines))}
+
+
+def _without_calls(message: Message) -> Message:
+    return {name: value for name, value in message.items() if name != "tool_calls"}
 
 
 def _with_results_as_user(messages: Sequence[Message]) -> list[Message]:
@@ -156,16 +161,16 @@ def _with_results_as_user(messages: Sequence[Message]) -> list[Message]:
     follow each other, because many templates want roles to alternate.
     """
     result: list[Message] = []
-    follows = False
-    for message in messages:
-        is_result = message["role"] == "tool"
-        if is_result and follows:
-            content = _paragraphs([result[-1]["content"], message["content"]])
-            result[-1] = {"role": "user", "content": content}
+    for is_result, group in groupby(messages, key=lambda message: message["role"] == "tool"):
+        if is_result:
+            result.append(_with_text(_user(), *_contents(group)))
         else:
-            result.append(_user(message["content"]) if is_result else message)
-        follows = is_result
+            result += group
     return result
+
+
+def _contents(messages: Iterable[Message]) -> list[str]:
+    return [message["content"] for message in messages]
 
 
 def _systems_placed(messages: Sequence[Message], forms: TemplateForms) -> list[Message]:
@@ -179,10 +184,10 @@ def _systems_placed(messages: Sequence[Message], forms: TemplateForms) -> list[M
         begin += 1
     leading = list(messages[:begin])
     if begin > 1 and not forms.more_systems:
-        leading = [{**leading[0], "content": _paragraphs(system["content"] for system in leading)}]
+        leading = [_with_text(leading[0], *_contents(leading))]
     pending: list[str] = []
     if forms.moves_first_system:
-        pending = [system["content"] for system in leading]
+        pending = _contents(leading)
         leading = []
     later: list[Message] = []
     for message in messages[begin:]:
@@ -190,7 +195,7 @@ def _systems_placed(messages: Sequence[Message], forms: TemplateForms) -> list[M
             pending.append(message["content"])
             continue
         if message["role"] == "user" and pending:
-            message = {**message, "content": _paragraphs([*pending, message["content"]])}
+            message = _with_text(message, *pending, message["content"])
             pending = []
         later.append(message)
     return _with_pending(leading, later, pending, forms)
@@ -206,25 +211,34 @@ def _with_pending(
         return [*leading, *later]
     text = _paragraphs(pending)
     if leading:
-        content = _paragraphs([leading[-1]["content"], text])
-        return [*leading[:-1], {**leading[-1], "content": content}, *later]
-    users = [index for index, message in enumerate(later) if message["role"] == "user"]
+        last = leading[-1]
+        return [*leading[:-1], _with_text(last, last["content"], text), *later]
+    users = _users(later)
     if forms.system is Treatment.WRITTEN or not users:
-        return [{"role": "system", "content": text}, *later]
-    first = users[0]
-    user = {**later[first], "content": _paragraphs([text, later[first]["content"]])}
-    return [*later[:first], user, *later[first + 1 :]]
+        return [_system(text), *later]
+    user = later[users[0]]
+    later[users[0]] = _with_text(user, text, user["content"])
+    return later
+
+
+def _users(messages: Sequence[Message]) -> list[int]:
+    return [index for index, message in enumerate(messages) if message["role"] == "user"]
+
+
+def _with_text(message: Message, *texts: str) -> Message:
+    """Return `message` with other content: these paragraphs."""
+    return {**message, "content": _paragraphs(texts)}
 
 
 def _paragraphs(texts: Iterable[str]) -> str:
-    return "\n\n".join(text for text in texts if text)
+    return "\n\n".join(filter(None, texts))
 
 
 def _answer_parts(message: Message, forms: TemplateForms) -> list[Message]:
     if not (forms.calls_apart and message.get("tool_calls") and message.get("content")):
         return [message]
-    content = {name: value for name, value in message.items() if name != "tool_calls"}
-    return [content, {"role": message["role"], "tool_calls": message["tool_calls"]}]
+    calls = {"role": message["role"], "tool_calls": message["tool_calls"]}
+    return [_without_calls(message), calls]
 
 
 def _in_form(message: Message, forms: TemplateForms) -> Message:
@@ -244,11 +258,13 @@ def _set_no_content(message: Message, forms: TemplateForms) -> None:
     if content or (content == "" and keeps):
         return
     message.pop("content", None)
-    if forms.no_content is not NoContent.ABSENT:
-        message["content"] = None if forms.no_content is NoContent.NULL else ""
+    if forms.no_content is NoContent.NULL:
+        message["content"] = None
+    elif forms.no_content is NoContent.EMPTY:
+        message["content"] = ""
 
 
-def _call_in_form(call: Mapping[str, Any], forms: TemplateForms) -> Message:
+def _call_in_form(call: JsonObject, forms: TemplateForms) -> Message:
     function = call["function"]
     arguments = function["arguments"]
     if forms.arguments_as_text and not isinstance(arguments, str):
@@ -269,7 +285,7 @@ def either_content_form(
 
     Raises RequestError where neither form shows the last user's text.
     """
-    users = [index for index, message in enumerate(messages) if message["role"] == "user"]
+    users = _users(messages)
     for tried in (forms, forms.with_parts("user")):
         rendered = render(in_forms(messages, tried))
         if not users or messages[users[-1]]["content"].strip() in text_of(rendered):
@@ -324,12 +340,14 @@ def _with_content_forms(render: Render) -> TemplateForms:
         if _has(as_text, word):
             continue
         with_parts = forms.with_parts(role)
-        if _has(render(in_forms(messages, with_parts)), word):
+        if _shows(render, with_parts, messages, word):
             forms = with_parts
         elif role == "user":
             forms = forms.with_left_out("user")
         elif role == "system":
-            treatment = Treatment.REFUSED if as_text is None else Treatment.LEFT_OUT
+            treatment = Treatment.LEFT_OUT
+            if as_text is None:
+                treatment = Treatment.REFUSED
             forms = replace(forms, system=treatment)
     return forms
 
@@ -338,13 +356,18 @@ def _has(text: str | None, *words: str) -> bool:
     return text is not None and all(word in text.lower() for word in words)
 
 
+def _shows(render: Render, forms: TemplateForms, messages: Sequence[Message], *words: str) -> bool:
+    return _has(render(in_forms(messages, forms)), *words)
+
+
 def _with_call_forms(render: Render, forms: TemplateForms) -> TemplateForms:
     """Choose the forms of calls and of tools' answers that show most; the first of several."""
     scores: dict[TemplateForms, int] = {}
     messages = [_user(), _call(), _result()]
     for tool_parts, as_text, no_content in product((False, True), (False, True), NoContent):
         tried = replace(forms, arguments_as_text=as_text, no_content=no_content)
-        tried = tried.with_parts("tool") if tool_parts else tried
+        if tool_parts:
+            tried = tried.with_parts("tool")
         scores[tried] = _score(render(in_forms(messages, tried)), tried)
     chosen = max(scores, key=lambda tried: scores[tried])
     best = scores[chosen]
@@ -365,11 +388,14 @@ def _with_calls_apart(render: Render, forms: TemplateForms) -> TemplateForms:
     conversations = (begun, [*begun, _answer(), _user(_NEXT)])
 
     def reads(tried: TemplateForms) -> bool:
-        texts = [render(in_forms(messages, tried)) for messages in conversations]
-        return all(_has(text, _OTHER, *_ARGUMENTS) for text in texts)
+        return all(
+            _shows(render, tried, messages, _OTHER, *_ARGUMENTS) for messages in conversations
+        )
 
     separate = replace(forms, calls_apart=True)
-    return separate if not reads(forms) and reads(separate) else forms
+    if not reads(forms) and reads(separate):
+        return separate
+    return forms
 
 
 def _with_single_calls(render: Render, forms: TemplateForms) -> TemplateForms:
@@ -381,9 +407,10 @@ def _with_single_calls(render: Render, forms: TemplateForms) -> TemplateForms:
     messages = [_user(), several, _result(), {**_result(), "tool_call_id": _OTHER_ID}]
     single = replace(forms, single_calls=True)
     words = (*_ARGUMENTS.values(), _OTHER)
-    if _has(render(in_forms(messages, forms)), *words):
-        return forms
-    return single if _has(render(in_forms(messages, single)), *words) else forms
+    for tried in (forms, single):
+        if _shows(render, tried, messages, *words):
+            return tried
+    return forms
 
 
 def _score(text: str | None, forms: TemplateForms) -> int:
@@ -408,7 +435,7 @@ def _with_system_places(render: Render, forms: TemplateForms) -> TemplateForms:
     two = [_system(_OTHER), _system(), _user()]
     within = [_user(), _answer(), _system(), _user(_NEXT)]
     after_first = [_system(_OTHER), *within]
-    more = _has(render(in_forms(two, forms)), _SYSTEM, _OTHER)
-    later = _has(render(in_forms(within, forms)), _SYSTEM)
-    later = later and _has(render(in_forms(after_first, forms)), _SYSTEM, _OTHER)
+    more = _shows(render, forms, two, _SYSTEM, _OTHER)
+    later = _shows(render, forms, within, _SYSTEM)
+    later = later and _shows(render, forms, after_first, _SYSTEM, _OTHER)
     return replace(forms, more_systems=more, later_systems=later)

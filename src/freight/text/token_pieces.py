@@ -32,8 +32,11 @@ class TextDecoder:
         """Return the text of a vocabulary entry, or its byte."""
         for old, new in self.replacements:
             token = token.replace(old, new)
-        byte = _BYTE_TOKEN.fullmatch(token) if self.byte_fallback else None
-        return bytes.fromhex(byte[1]) if byte else token
+        if self.byte_fallback:
+            byte = _BYTE_TOKEN.fullmatch(token)
+            if byte is not None:
+                return bytes.fromhex(byte[1])
+        return token
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,10 @@ class Pieces(dict[int, str | bytes | None]):
 
     def __missing__(self, token: int) -> str | bytes | None:
         string = self.token_string(token)
-        self[token] = piece = None if string is None else self.decoder.piece(string)
+        piece = None
+        if string is not None:
+            piece = self.decoder.piece(string)
+        self[token] = piece
         return piece
 
 
@@ -78,15 +84,17 @@ def read_decoder(decoder: Any) -> TextDecoder | ByteDecoder | None:
     if decoder is None:
         return None
     spec = json.loads(decoder.__getstate__())
-    steps = spec["decoders"] if spec["type"] == "Sequence" else [spec]
+    steps = [spec]
+    if spec["type"] == "Sequence":
+        steps = spec["decoders"]
     kinds = [step["type"] for step in steps]
     if kinds == ["ByteLevel"]:
         return ByteDecoder()
     if kinds == ["Metaspace"]:
         space = steps[0]["replacement"]
-        return TextDecoder(
-            ((space, " "),), drop_in_first="" if steps[0]["prepend_scheme"] == "never" else space
-        )
+        if steps[0]["prepend_scheme"] == "never":
+            return TextDecoder(((space, " "),))
+        return TextDecoder(((space, " "),), drop_in_first=space)
     replacements = []
     while kinds and kinds[0] == "Replace" and steps[0]["pattern"].get("String"):
         replacements.append((steps[0]["pattern"]["String"], steps[0]["content"]))
@@ -103,11 +111,16 @@ def _byte_of() -> dict[str, int]:
     """Return the characters that stand for bytes in byte-level vocabularies: printable Latin-1,
     then U+0100 and up.
     """
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    unprintable = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {
-        chr(256 + n): byte for n, byte in enumerate(unprintable)
-    }
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    bytes_of: dict[str, int] = {}
+    substitute = 0x100
+    for byte in range(0x100):
+        if byte in printable:
+            bytes_of[chr(byte)] = byte
+        else:
+            bytes_of[chr(substitute)] = byte
+            substitute += 1
+    return bytes_of
 
 
 _BYTE_OF = _byte_of()

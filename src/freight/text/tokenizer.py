@@ -24,12 +24,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import regex
 from tokenizers import Encoding, models
 from tokenizers import Tokenizer as Backend
 
+from freight.base.fields import JsonDict, JsonObject
 from freight.base.patterns import AnswerPattern
 from freight.errors import CheckpointError, ConfigError, RequestError
 from freight.text.chat_text import ChatText, ControlTokens, encode_marked, read_marked
@@ -49,6 +50,12 @@ from freight.text.tokenizer_files import (
     require_own_files,
     require_own_names,
 )
+
+if TYPE_CHECKING:
+    from transformers.utils.chat_parsing import ResponseParser as ResponseParser
+    from transformers.utils.chat_parsing.response_templates import (
+        ResponseTemplate as ResponseTemplate,
+    )
 
 logger = logging.getLogger("freight")
 
@@ -88,7 +95,7 @@ class Tokenizer:
         backend: Backend,
         special_tokens: Mapping[str, str] | None = None,
         chat_template: str | dict[str, str] | None = None,
-        response_template: Mapping[str, Any] | None = None,
+        response_template: JsonObject | None = None,
     ) -> None:
         """Wrap a tokenizer of the `tokenizers` library; `Tokenizer.load` makes one from a folder.
 
@@ -105,17 +112,20 @@ class Tokenizer:
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         self.bos_token_id = self._id_of("bos_token")
         self.eos_token_id = self._id_of("eos_token")
-        added = backend.get_added_tokens_decoder().items()
-        self.special_token_ids: frozenset[int] = frozenset(
-            token for token, value in added if value.special
-        )
-        self.special_texts = frozenset(value.content for _, value in added if value.special)
+        special = {}
+        for token, value in backend.get_added_tokens_decoder().items():
+            if value.special:
+                special[token] = value.content
+        self.special_token_ids: frozenset[int] = frozenset(special)
+        self.special_texts = frozenset(special.values())
         decoder = read_decoder(backend.decoder)
         # Texts of single tokens, without and with special tokens skipped. Both are caches.
-        self._pieces = decoder and (
-            Pieces(decoder, lambda token: self.token_string(token, False)),
-            Pieces(decoder, lambda token: self.token_string(token, True)),
-        )
+        self._pieces: list[Pieces] = []
+        if decoder is not None:
+            self._pieces = [
+                Pieces(decoder, lambda token: self.token_string(token, False)),
+                Pieces(decoder, lambda token: self.token_string(token, True)),
+            ]
         self._token_texts: dict[int, str] = {}
         self._forms_of: dict[bool, TemplateForms] = {}
 
@@ -135,9 +145,16 @@ class Tokenizer:
                 f"{path} has no tokenizer (one of {', '.join(_FILES)}); {way_out}"
             )
         require_own_files(path)
+        read = _convert
+        if os.path.lexists(path / "tokenizer.json"):
+            read = read_files
         try:
+            parts = read(path)
             return cls(
-                *(read_files(path) if os.path.lexists(path / "tokenizer.json") else _convert(path))
+                parts.backend,
+                parts.special_tokens,
+                parts.chat_template,
+                parts.response_template,
             )
         except CheckpointError as error:
             raise CheckpointError(f"{error}; {way_out}") from error.__cause__
@@ -170,8 +187,9 @@ class Tokenizer:
 
         Raises RequestError for a negative id.
         """
-        if any(token < 0 for token in token_ids):
-            raise RequestError(f"token id {min(token_ids)} is negative; token ids count from 0")
+        least = min(token_ids, default=0)
+        if least < 0:
+            raise RequestError(f"token id {least} is negative; token ids count from 0")
         known = [token for token in token_ids if token < _NO_TOKEN]
         if len(known) < _LONG:
             return self.backend.decode(known, skip_special_tokens=skip_special_tokens)
@@ -181,10 +199,9 @@ class Tokenizer:
         """Return the text of one token by itself, special tokens included, as log-probabilities
         show it.
         """
-        text = self._token_texts.get(token_id)
-        if text is None:
-            text = self._token_texts[token_id] = self.decode([token_id], skip_special_tokens=False)
-        return text
+        if token_id not in self._token_texts:
+            self._token_texts[token_id] = self.decode([token_id], skip_special_tokens=False)
+        return self._token_texts[token_id]
 
     def token_string(self, token_id: int, skip_special_tokens: bool) -> str | None:
         """Return the vocabulary's entry of a token ("▁the"); None if `decode` ignores the token."""
@@ -194,7 +211,9 @@ class Tokenizer:
 
     def pieces(self, skip_special_tokens: bool) -> Pieces | None:
         """Return the texts of single tokens; None if they depend on the tokens around them."""
-        return self._pieces[skip_special_tokens] if self._pieces else None
+        if not self._pieces:
+            return None
+        return self._pieces[skip_special_tokens]
 
     def encode_with_offsets(
         self, text: str, add_special_tokens: bool = True
@@ -232,18 +251,20 @@ class Tokenizer:
     @property
     def chat_template(self) -> str | None:
         """The template in Jinja, the one named "default" if there are several; None without."""
-        named = self._chat_template
-        return named.get("default") if isinstance(named, dict) else named or None
+        if isinstance(self._chat_template, dict):
+            return self._chat_template.get("default")
+        return self._chat_template or None
 
     @property
     def chat_template_source(self) -> str:
         """The Jinja text of the chat template, all of them if there are several; "" without one."""
-        template = self._chat_template or ""
-        return template if isinstance(template, str) else "\n".join(template.values())
+        if isinstance(self._chat_template, dict):
+            return "\n".join(self._chat_template.values())
+        return self._chat_template or ""
 
     def apply_chat_template(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Sequence[JsonObject],
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         **template_values: Any,
@@ -266,33 +287,28 @@ class Tokenizer:
         Raises RequestError like `encode`, and for a control token that the vocabulary cannot write
         as text.
         """
-        if add_special_tokens or not chat.plain:
-            encoding = self._encode(chat.text, add_special_tokens)
-            if not chat.plain:
-                return encoding.ids
-            around = encoding.special_tokens_mask
-            begin = next(
-                (index for index, is_added in enumerate(around) if not is_added), len(around)
-            )
-            end = next(
-                (index for index, is_added in enumerate(reversed(around)) if not is_added), 0
-            )
-            return [
-                *encoding.ids[:begin],
-                *self.encode_chat(chat),
-                *encoding.ids[len(around) - end :],
-            ]
-        unknown = (
+        encoding = self._encode(chat.text, add_special_tokens)
+        if not chat.plain:
+            return encoding.ids
+        if add_special_tokens:
+            mask = encoding.special_tokens_mask
+            begin = _num_added(mask)
+            end = len(mask)
+            if begin < end:
+                end -= _num_added(mask[::-1])
+            return [*encoding.ids[:begin], *self.encode_chat(chat), *encoding.ids[end:]]
+        of_text = set()
+        for token in (
             self._special_tokens.get("unk_token"),
             getattr(self.backend.model, "unk_token", None),
-        )
-        of_text = {self.backend.token_to_id(token) for token in unknown if token}
-        encoding = self._encode(chat.text, False)
+        ):
+            if token:
+                of_text.add(self.backend.token_to_id(token))
         return encode_marked(self.backend, chat, encoding, self.special_token_ids - of_text)
 
     def render_chat(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Sequence[JsonObject],
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         **template_values: Any,
@@ -318,19 +334,17 @@ class Tokenizer:
             "continue_final_message": continue_final_message,
         }
         forms = self.chat_forms(bool(template_values.get("tools")))
-        if forms.shows_users:
-            return self._render(in_forms(conversation, forms), options)
-        # The template may need this conversation's values
-        forms = self._found_forms({**options, "continue_final_message": False})
-        if forms.shows_users:
-            return self._render(in_forms(conversation, forms), options)
-        if "messages" not in self.chat_template_source:  # one prompt for all, by intention
+        if not forms.shows_users:
+            # The template may need this conversation's values
+            forms = self._found_forms({**options, "continue_final_message": False})
+        # Without messages: one prompt for all, by intention
+        if forms.shows_users or "messages" not in self.chat_template_source:
             return self._render(in_forms(conversation, forms), options)
         return either_content_form(
             conversation, forms, lambda tried: self._render(tried, options), lambda chat: chat.text
         )
 
-    def _render(self, conversation: list[dict[str, Any]], values: Mapping[str, Any]) -> ChatText:
+    def _render(self, conversation: list[JsonDict], values: JsonObject) -> ChatText:
         """Render messages in the template's forms. Raises RequestError."""
         from jinja2 import TemplateError
 
@@ -340,7 +354,9 @@ class Tokenizer:
         try:
             text = self._rendered(conversation, {**self._special_tokens, **values})
         except Exception as error:  # a template is a program, and raises what it likes
-            reason = str(error) if isinstance(error, TemplateError | ValueError) else repr(error)
+            reason = repr(error)
+            if isinstance(error, TemplateError | ValueError):
+                reason = str(error)
             raise RequestError(
                 f"the model's chat template refuses these messages: {reason}"
             ) from error
@@ -350,15 +366,15 @@ class Tokenizer:
         """Return what the template reads, found at the first conversation of its kind: of several
         templates, transformers takes another one for a conversation with tools.
         """
-        forms = self._forms_of.get(with_tools)
-        if forms is None:
-            tools = {"tools": [PROBE_TOOL]} if with_tools else {}
-            options = {**tools, "add_generation_prompt": True, "continue_final_message": False}
-            forms = self._forms_of[with_tools] = self._found_forms(options)
-        return forms
+        if with_tools not in self._forms_of:
+            options: JsonDict = {"add_generation_prompt": True, "continue_final_message": False}
+            if with_tools:
+                options["tools"] = [PROBE_TOOL]
+            self._forms_of[with_tools] = self._found_forms(options)
+        return self._forms_of[with_tools]
 
-    def _found_forms(self, options: Mapping[str, Any]) -> TemplateForms:
-        def render(conversation: Sequence[Mapping[str, Any]]) -> str | None:
+    def _found_forms(self, options: JsonObject) -> TemplateForms:
+        def render(conversation: Sequence[JsonObject]) -> str | None:
             try:
                 return self._render(list(map(dict, conversation)), options).text
             except RequestError as error:
@@ -367,8 +383,9 @@ class Tokenizer:
                 return None
 
         forms = find_forms(render)
-        # Content beside calls is the concern of `to_harmony_messages`
-        return replace(forms, calls_apart=False) if self._is_harmony else forms
+        if self._is_harmony:  # content beside calls is the concern of `to_harmony_messages`
+            return replace(forms, calls_apart=False)
+        return forms
 
     def prepare_chat(self) -> None:
         """Import what `render_chat` needs, which takes a second."""
@@ -383,7 +400,7 @@ class Tokenizer:
     def _control_tokens(self) -> ControlTokens:
         return ControlTokens(self.backend, self.chat_template_source)
 
-    def _rendered(self, conversation: Sequence[Mapping[str, Any]], values: dict[str, Any]) -> str:
+    def _rendered(self, conversation: Sequence[JsonObject], values: JsonDict) -> str:
         """Render by the rules of transformers. Its `apply_chat_template` would leave out a content
         of None, which some templates test for. Raises what the template raises.
         """
@@ -412,10 +429,20 @@ class Tokenizer:
 
     def _id_of(self, name: str) -> int | None:
         token = self._special_tokens.get(name)
-        return None if token is None else self.backend.token_to_id(token)
+        if token is None:
+            return None
+        return self.backend.token_to_id(token)
 
 
-def load_response_template(template: Mapping[str, Any]) -> Any:
+def _num_added(mask: Sequence[int]) -> int:
+    """Return how many tokens at the beginning are special ones that were added."""
+    count = 0
+    while count < len(mask) and mask[count]:
+        count += 1
+    return count
+
+
+def load_response_template(template: JsonObject) -> ResponseTemplate:
     """Load `template` as transformers' ResponseTemplate, with expressions that end when their time
     is up. Raises ValueError for one that transformers cannot read.
     """
@@ -439,7 +466,7 @@ def _timed(name: str) -> str:
     return f"{name}, timed" if name in _TIMED_PARSERS else name
 
 
-def _with_timed(args: Mapping[str, Any]) -> dict[str, Any]:
+def _with_timed(args: JsonObject) -> JsonDict:
     """Return the arguments of a parser with parsers of values that end in time."""
     inner = args.get("value_parser")
     if not isinstance(inner, Mapping):
@@ -451,7 +478,7 @@ def _with_timed(args: Mapping[str, Any]) -> dict[str, Any]:
     return {**args, "value_parser": timed}
 
 
-def _read_tags(text: str, args: dict[str, Any]) -> Any:
+def _read_tags(text: str, args: JsonDict) -> object:
     """Read `text` as transformers' xml-inline, if its expression ends in time in this text."""
     from transformers.utils.chat_parsing.content_parsers import CONTENT_PARSERS
 
@@ -459,7 +486,7 @@ def _read_tags(text: str, args: dict[str, Any]) -> Any:
     return CONTENT_PARSERS["xml-inline"](text, args)
 
 
-def _read_json(text: str, args: dict[str, Any]) -> Any:
+def _read_json(text: str, args: JsonDict) -> object:
     """Read `text` as transformers' json, if its strings are found in time in this text."""
     from transformers.utils.chat_parsing.content_parsers import CONTENT_PARSERS
 
@@ -479,24 +506,24 @@ def _try(expression: str, text: str) -> None:
 _TIMED_PARSERS = {"xml-inline": _read_tags, "json": _read_json}
 
 
-def response_parser(template: Any, prefix: str) -> Any:
+def response_parser(template: ResponseTemplate, prefix: str) -> ResponseParser:
     """Make transformers' ResponseParser for one answer; `template` from `load_response_template`.
 
     prefix: the end of the prompt that already belongs to the answer. `feed` and `finalize` of the
     parser raise ValueError for text that the content parsers of `template` cannot read.
     """
-    from transformers.utils.chat_parsing import ResponseParser
+    from transformers.utils import chat_parsing
 
-    return ResponseParser(template, prefix=prefix)
+    return chat_parsing.ResponseParser(template, prefix=prefix)
 
 
-def parse_response(text: str, template: Any, tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def parse_response(text: str, template: ResponseTemplate, tools: Sequence[JsonObject]) -> JsonDict:
     """Parse `text` into a message by `template`, with arguments converted to the types of `tools`.
     Raises as `response_parser`.
     """
     from transformers.utils.chat_parsing import parse_response as parse
 
-    return parse(text, template, prefix="", tools=[dict(tool) for tool in tools])
+    return parse(text, template, prefix="", tools=list(map(dict, tools)))
 
 
 def require_chat_template(tokenizer: Tokenizer | None) -> Tokenizer:
@@ -524,7 +551,7 @@ def _convert(path: Path) -> TokenizerParts:
             path, local_files_only=True, trust_remote_code=False
         )
         template = getattr(converted, "response_template", None)
-        return (
+        return TokenizerParts(
             converted.backend_tokenizer,
             converted.special_tokens_map,
             converted.chat_template,

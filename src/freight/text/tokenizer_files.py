@@ -10,22 +10,31 @@ import logging
 import math
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
+from freight.base.fields import JsonDict, JsonObject
 from freight.base.files import outside, read_text
 from freight.base.patterns import FilePattern
 from freight.errors import CheckpointError, shown
 
 logger = logging.getLogger("freight")
 
-# Backend, special tokens by name, chat template (or several by name), response template
-TokenizerParts = tuple[
-    Backend, dict[str, str], str | dict[str, str] | None, Mapping[str, Any] | None
-]
+
+@dataclass(frozen=True)
+class TokenizerParts:
+    """What a folder has of a tokenizer. special_tokens: by name; chat_template: one, or several by
+    name.
+    """
+
+    backend: Backend
+    special_tokens: Mapping[str, str]
+    chat_template: str | dict[str, str] | None
+    response_template: JsonObject | None
+
 
 MOST_GROWTH = 64  # published normalizers write one character for one, and byte-level ones four
 _GROWTH = {"ByteLevel": 4.0, "BertNormalizer": 3.0, "Precompiled": 4.0}
@@ -55,14 +64,14 @@ def require_own_files(path: Path) -> None:
 
     A link in a snapshot of the hub's cache to its blobs is inside (`files.outside`).
     """
-    files = [file for pattern in _PLAIN for file in sorted(path.glob(pattern))]
-    for file in files:
-        target = outside(path, file)
-        if target is not None:
-            raise CheckpointError(
-                f"{path}: {shown(file.name)} is a link to {shown(str(target))}, outside of the tokenizer's folder, and "
-                "clients can ask for what it holds: put a copy of the file in its place"
-            )
+    for pattern in _PLAIN:
+        for file in sorted(path.glob(pattern)):
+            target = outside(path, file)
+            if target is not None:
+                raise CheckpointError(
+                    f"{path}: {shown(file.name)} is a link to {shown(str(target))}, outside of the tokenizer's folder, "
+                    "and clients can ask for what it holds: put a copy of the file in its place"
+                )
 
 
 def require_own_names(path: Path) -> None:
@@ -96,7 +105,8 @@ def read_files(path: Path) -> TokenizerParts:
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"the tokenizer in {file} cannot be read: {error}") from error
     # Before the library reads it, which normalizes the added tokens
-    check_growth(content if isinstance(content, dict) else {}, file)
+    if isinstance(content, dict):
+        check_growth(content, file)
     try:
         backend = Backend.from_str(text)
     except Exception as error:  # the library raises nothing more special
@@ -121,16 +131,19 @@ def read_files(path: Path) -> TokenizerParts:
             known.add(token.content)
             backend.add_tokens([token])
     _compare_bos(backend, config, special_tokens, path)
-    return backend, special_tokens, template, _response_template(config)
+    return TokenizerParts(backend, special_tokens, template, _response_template(config))
 
 
-def check_growth(content: Mapping[str, Any], file: Path) -> None:
+def check_growth(content: JsonObject, file: Path) -> None:
     """Raise CheckpointError for a tokenizer.json that makes a text, or the text of tokens, more
     than MOST_GROWTH times as long: a few replacements after each other would take all memory.
     """
-    pieces = _num_pieces(content.get("post_processor"))
-    growths = {part: _growth(content.get(part)) for part in ("normalizer", "decoder")}
-    for part, growth in {**growths, "post_processor": pieces}.items():
+    for part, growth_of in (
+        ("normalizer", _growth),
+        ("decoder", _growth),
+        ("post_processor", _num_pieces),
+    ):
+        growth = growth_of(content.get(part))
         if growth > MOST_GROWTH:
             raise CheckpointError(
                 f"{file}: {part} makes texts up to {growth:.3g} times as long; at most {MOST_GROWTH} times is read"
@@ -144,7 +157,9 @@ def _growth(step: object) -> float:
     kind = step.get("type")
     if kind == "Sequence":
         steps = step.get("normalizers", step.get("decoders"))
-        return math.prod(map(_growth, steps)) if isinstance(steps, list) else 1.0
+        if not isinstance(steps, list):
+            return 1.0
+        return math.prod(map(_growth, steps))
     if kind == "Replace":
         return _growth_of_replace(step.get("pattern"), str(step.get("content", "")))
     if kind == "Prepend":
@@ -159,8 +174,10 @@ def _growth_of_replace(pattern: object, content: str) -> float:
     if not isinstance(pattern, Mapping):
         return 1.0
     text = pattern.get("String")
+    if text == "":
+        return len(content) + 1.0
     if isinstance(text, str):
-        return max(1.0, len(content) / len(text)) if text else len(content) + 1.0
+        return max(1.0, len(content) / len(text))
     expression = str(pattern.get("Regex", ""))
     try:
         matches_nothing = FilePattern(expression, "tokenizer.json").search("")
@@ -179,35 +196,37 @@ def _num_pieces(step: object) -> float:
     if isinstance(steps, list):
         return math.prod(map(_num_pieces, steps))
     single = step.get("single")
-    return max(1.0, float(len(single))) if isinstance(single, list) else 1.0
+    if not isinstance(single, list):
+        return 1.0
+    return max(1.0, float(len(single)))
 
 
 def _named_tokens(
-    config: Mapping[str, Any], older: Mapping[str, Any], special_tokens: Mapping[str, str]
+    config: JsonObject, older: JsonObject, special_tokens: Mapping[str, str]
 ) -> list[AddedToken]:
     """Return all tokens that the other files name, in the order in which transformers adds them."""
     extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
+    if isinstance(extra, dict):
+        extra = extra.values()
     special = [*special_tokens.values()]
-    special += [
-        value
-        for name, value in config.items()
-        if name.endswith("_token") and isinstance(value, str)
-    ]
-    special += [_content(token) for token in (extra.values() if isinstance(extra, dict) else extra)]
+    for name, value in config.items():
+        if name.endswith("_token") and isinstance(value, str):
+            special.append(value)
+    special += map(_content, extra)
     declared = config.get("added_tokens_decoder")
+    tokens: list[AddedToken] = []
     if declared is None:
-        tokens = [
-            _added(name, {"special": name in special})
-            for name in sorted(older, key=lambda name: int(older[name]))
-        ]
+        for name in sorted(older, key=lambda name: int(older[name])):
+            tokens.append(_added(name, {"special": name in special}))
     else:
-        tokens = [
-            _added(declared[key]["content"], declared[key]) for key in sorted(declared, key=int)
-        ]
-    return tokens + [_added(token, {"special": True}) for token in special]
+        for key in sorted(declared, key=int):
+            tokens.append(_added(declared[key]["content"], declared[key]))
+    for content in special:
+        tokens.append(_added(content, {"special": True}))
+    return tokens
 
 
-def _added(content: str, flags: Mapping[str, Any]) -> AddedToken:
+def _added(content: str, flags: JsonObject) -> AddedToken:
     special = bool(flags.get("special", False))
     return AddedToken(
         content,
@@ -219,7 +238,7 @@ def _added(content: str, flags: Mapping[str, Any]) -> AddedToken:
     )
 
 
-def _content(token: Any) -> str:
+def _content(token: object) -> str:
     """Return the text of a special token, which files give as a string or as {"content": …}."""
     content = token["content"] if isinstance(token, dict) else token
     if not isinstance(content, str):
@@ -228,72 +247,75 @@ def _content(token: Any) -> str:
 
 
 def _compare_bos(
-    backend: Backend, config: Mapping[str, Any], special_tokens: Mapping[str, str], path: Path
+    backend: Backend, config: JsonObject, special_tokens: Mapping[str, str], path: Path
 ) -> None:
     """Log where `add_bos_token` or `add_eos_token` contradicts tokenizer.json."""
-    if not any(
-        isinstance(config.get(option), bool) for option in ("add_bos_token", "add_eos_token")
-    ):
-        return
-    try:
-        around = backend.encode("a", add_special_tokens=True).ids
-    except Exception:  # a vocabulary without "a" and without a token for the unknown
-        return
     for option, name, index in (
         ("add_bos_token", "bos_token", 0),
         ("add_eos_token", "eos_token", -1),
     ):
-        if name in special_tokens and isinstance(declared := config.get(option), bool):
-            added = around[index : index + 1 or None] == [backend.token_to_id(special_tokens[name])]
-            if added != declared:
-                logger.warning(
-                    "%s: tokenizer_config.json says %s %s, tokenizer.json %s; Freight follows tokenizer.json",
-                    *(
-                        path,
-                        option,
-                        str(declared).lower(),
-                        f"adds {special_tokens[name]}" if added else "adds none",
-                    ),
-                )
+        declared = config.get(option)
+        if name not in special_tokens or not isinstance(declared, bool):
+            continue
+        try:
+            around = backend.encode("a", add_special_tokens=True).ids
+        except Exception:  # a vocabulary without "a" and without a token for the unknown
+            return
+        token = special_tokens[name]
+        added = bool(around) and around[index] == backend.token_to_id(token)
+        if added != declared:
+            logger.warning(
+                "%s: tokenizer_config.json says %s %s, tokenizer.json %s; Freight follows tokenizer.json",
+                path,
+                option,
+                str(declared).lower(),
+                f"adds {token}" if added else "adds none",
+            )
 
 
-def _chat_template(path: Path, config: Mapping[str, Any]) -> str | dict[str, str] | None:
+def _chat_template(path: Path, config: JsonObject) -> str | dict[str, str] | None:
     """Read the chat template: separate files come before tokenizer_config.json, and that before
     chat_template.json.
     """
+    named: dict[str, str] = {}
     try:
-        named = {
-            file.stem: read_text(file) for file in path.glob("additional_chat_templates/*.jinja")
-        }
+        for file in path.glob("additional_chat_templates/*.jinja"):
+            named[file.stem] = read_text(file)
         if (path / "chat_template.jinja").is_file():
             named["default"] = read_text(path / "chat_template.jinja")
     except (OSError, ValueError) as error:
         raise CheckpointError(f"a chat template in {path} cannot be read: {error}") from error
+    if named.keys() == {"default"}:
+        return named["default"]
     if named:
-        return named["default"] if set(named) == {"default"} else named
-    templates = config.get("chat_template") or _read_json(path / "chat_template.json").get(
-        "chat_template"
-    )
-    if isinstance(templates, list) and all(isinstance(entry, dict) for entry in templates):
+        return named
+    templates = config.get("chat_template")
+    if not templates:
+        templates = _read_json(path / "chat_template.json").get("chat_template")
+    if isinstance(templates, list) and set(map(type, templates)) <= {dict}:
         templates = {entry.get("name"): entry.get("template") for entry in templates}
-    texts = [*templates, *templates.values()] if isinstance(templates, dict) else [templates or ""]
-    if not all(isinstance(text, str) for text in texts):
+    texts = [templates or ""]
+    if isinstance(templates, dict):
+        texts = [*templates, *templates.values()]
+    if not set(map(type, texts)) <= {str}:
         raise CheckpointError(
             f"the chat_template of {path} is {templates!r:.60}; it must be a string, or several with names"
         )
     return templates
 
 
-def _response_template(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+def _response_template(config: JsonObject) -> JsonObject | None:
     """Return the response template; None for anything but an object.
 
     The commands that use it report a fault: a tokenizer is usable without it.
     """
     template = config.get("response_template")
-    return template if isinstance(template, dict) else None
+    if isinstance(template, dict):
+        return template
+    return None
 
 
-def _read_json(file: Path) -> dict[str, Any]:
+def _read_json(file: Path) -> JsonDict:
     """Read the object in `file`; empty if there is no file."""
     if not os.path.lexists(file):
         return {}

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Protocol
 
+from freight.base.fields import JsonObject
 from freight.errors import ConfigError
 from freight.serve.answers.call_families import HARMONY, REASONING_PARSERS, TOOL_CALL_PARSERS
 from freight.serve.answers.harmony_format import HarmonyFormat
@@ -20,19 +21,19 @@ class AnswerFormat(Protocol):
     reads_calls: bool
     reads_reasoning: bool
 
-    def parser(self, prompt_text: str | None, tools: Sequence[Mapping[str, Any]]) -> MessageParser:
+    def parser(self, prompt_text: str | None, tools: Sequence[JsonObject]) -> MessageParser:
         """Return the parser of one answer; a `ParserOf`."""
 
     def call_to(
         self,
-        tools: Sequence[Mapping[str, Any]],
+        tools: Sequence[JsonObject],
         names: Sequence[str],
         parallel: bool,
         prompt_text: str | None,
-    ) -> Mapping[str, Any]:
+    ) -> JsonObject:
         """Return the grammar of a forced call; a `ForcedCall`. Raises ApiError 400."""
 
-    def form_to(self, form: Mapping[str, Any], prompt_text: str) -> Mapping[str, Any]:
+    def form_to(self, form: JsonObject, prompt_text: str) -> JsonObject:
         """Return the grammar of reasoning and then `form`; an `AfterReasoning`."""
 
 

@@ -10,7 +10,10 @@ import ast
 import json
 import math
 from collections.abc import Mapping, Sequence, Set
-from typing import Any
+from itertools import product
+from typing import Any, TypeGuard
+
+from freight.base.fields import JsonDict, JsonObject, is_number
 
 # The types of JSON except string.
 ANY = frozenset(("null", "boolean", "integer", "number", "object", "array"))
@@ -41,23 +44,45 @@ _NOTES = frozenset(
 )
 _MAPS = frozenset(("properties", "patternProperties", "$defs", "definitions", "dependentSchemas"))
 _DATA = frozenset(("const", "enum"))
+# What may allow further properties.
+_WIDER = ("additionalProperties", "$ref", "allOf", "anyOf", "oneOf")
+_TYPE_NAMES: dict[type, str] = {
+    bool: "boolean",
+    int: "integer",
+    float: "number",
+    str: "string",
+    list: "array",
+    type(None): "null",
+}
+_CONSTANTS = {  # type -> a constant as models write it -> in JSON
+    "null": {"null": "null", "none": "null"},
+    "boolean": {"true": "true", "false": "false"},
+}
 
 
-def resolved(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
+def mapping_of(value: object) -> JsonObject:
+    """Return `value` if it is an object of JSON, else {}."""
+    return value if isinstance(value, Mapping) else {}
+
+
+def list_of(value: object) -> list[object]:
+    """Return `value` if it is a list of JSON, else []."""
+    return value if isinstance(value, list) else []
+
+
+def resolved(schema: object, root: JsonObject) -> JsonObject:
     """Follow a `$ref` at the top of `schema`, within `root`; returns {} for an invalid schema."""
     for _ in range(_DEEPEST):
-        reference = schema.get("$ref") if isinstance(schema, Mapping) else None
+        reference = mapping_of(schema).get("$ref")
         if not isinstance(reference, str):
             break
         schema = root
         for step in reference.removeprefix("#").split("/")[1:]:
-            if not isinstance(schema, Mapping):
-                return {}
-            schema = schema.get(step.replace("~1", "/").replace("~0", "~"))
-    return schema if isinstance(schema, Mapping) else {}
+            schema = mapping_of(schema).get(step.replace("~1", "/").replace("~0", "~"))
+    return mapping_of(schema)
 
 
-def types_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozenset[str]:
+def types_of(schema: object, root: JsonObject, depth: int = 0) -> frozenset[str]:
     """Return the JSON types that a value may have; none if the schema does not restrict them."""
     schema = resolved(schema, root)
     if depth > _DEEPEST:
@@ -68,72 +93,71 @@ def types_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozenset[
         names = {declared}
     elif _is_names(declared):
         names = set(declared)
-    values = schema.get("enum")
-    for value in [
-        *(values if isinstance(values, list) else ()),
-        *([schema["const"]] if "const" in schema else ()),
-    ]:
-        names |= set() if declared else {_type_name(value)}
+    if not declared:
+        names.update(map(_type_name, list_of(schema.get("enum"))))
+        if "const" in schema:
+            names.add(_type_name(schema["const"]))
     for word in ("anyOf", "oneOf", "allOf"):
-        branches = schema.get(word)
-        for branch in branches if isinstance(branches, list) else ():
+        for branch in list_of(schema.get(word)):
             names |= types_of(branch, root, depth + 1)
     if schema.get("nullable") is True:
         names.add("null")
     return frozenset(_NAMES.get(name, name) for name in names)
 
 
-def branches_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> list[Mapping[str, Any]]:
+def branches_of(schema: object, root: JsonObject, depth: int = 0) -> list[JsonObject]:
     """Return the alternatives of a value: those of `anyOf` or `oneOf`, if no constraint stands next
     to them.
     """
     schema = resolved(schema, root)
     for word in ("anyOf", "oneOf"):
-        branches = schema.get(word)
+        branches = list_of(schema.get(word))
         alone = not schema.keys() - _NOTES - {word, "$defs", "definitions"}
-        if alone and isinstance(branches, list) and 0 < len(branches) <= _MOST and depth < _NESTED:
-            return [inner for branch in branches for inner in branches_of(branch, root, depth + 1)]
+        if alone and 0 < len(branches) <= _MOST and depth < _NESTED:
+            alternatives: list[JsonObject] = []
+            for branch in branches:
+                alternatives += branches_of(branch, root, depth + 1)
+            return alternatives
     return [schema]
 
 
-def of_types(schema: Mapping[str, Any], types: Set[str]) -> dict[str, Any]:
+def of_types(schema: JsonObject, types: Set[str]) -> JsonDict:
     """Restrict `schema` to values of `types`, which are among those that it allows."""
     reduced = {name: value for name, value in schema.items() if name != "nullable"}
-    if isinstance(reduced.get("enum"), list):
-        reduced["enum"] = [
-            value for value in reduced["enum"] if not types.isdisjoint(_type_names(value))
-        ]
+    values = reduced.get("enum")
+    if isinstance(values, list):
+        reduced["enum"] = [value for value in values if not types.isdisjoint(_type_names(value))]
     if isinstance(schema.get("type"), list) or schema.get("nullable") is True:
         reduced["type"] = sorted(types)
     return reduced
 
 
-def constants_of(schema: Mapping[str, Any]) -> list[str]:
+def allowed_values(schema: JsonObject) -> list[object] | None:
+    """Return the values that `const` or `enum` allows; None if the schema has neither."""
+    if "const" in schema:
+        return [schema["const"]]
+    values = schema.get("enum")
+    return values if isinstance(values, list) else None
+
+
+def constants_of(schema: JsonObject) -> list[str]:
     """Return the strings that `const` or `enum` allows; none if the schema has neither."""
-    values = [schema["const"]] if "const" in schema else schema.get("enum")
-    return [value for value in values if isinstance(value, str)] if isinstance(values, list) else []
+    return [value for value in allowed_values(schema) or () if isinstance(value, str)]
 
 
-def _is_names(value: object) -> bool:
+def _is_names(value: object) -> TypeGuard[list[str]]:
     return isinstance(value, list) and all(isinstance(name, str) for name in value)
 
 
 def _type_names(value: object) -> tuple[str, ...]:
     name = _type_name(value)
-    return (name, "number") if name == "integer" else (name,)
+    if name == "integer":
+        return name, "number"
+    return (name,)
 
 
 def _type_name(value: object) -> str:
-    for kind, name in (
-        (bool, "boolean"),
-        (int, "integer"),
-        (float, "number"),
-        (str, "string"),
-        (list, "array"),
-    ):
-        if isinstance(value, kind):
-            return name
-    return "null" if value is None else "object"
+    return _TYPE_NAMES.get(type(value), "object")
 
 
 def value_text(text: str, types: frozenset[str]) -> str:
@@ -151,12 +175,10 @@ def value_text(text: str, types: frozenset[str]) -> str:
 
 def _as_type(text: str, name: str) -> str | None:
     """Return `text` as JSON of a value of this type, or None if it is not one."""
-    if name == "null":
-        return "null" if text.lower() in ("null", "none") else None
-    if name == "boolean":
-        return text.lower() if text.lower() in ("true", "false") else None
+    if name in ("null", "boolean"):
+        return _CONSTANTS[name].get(text.lower())
     try:
-        value = json.loads(text, parse_constant=_refuse)
+        value = strict_json(text)
     except (ValueError, RecursionError):
         if name not in ("object", "array"):
             return None
@@ -165,90 +187,105 @@ def _as_type(text: str, name: str) -> str | None:
             text = json.dumps(value, ensure_ascii=False, allow_nan=False)
         except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
             return None
-    return text if _is_type(value, name) else None
+    if _is_type(value, name):
+        return text
+    return None
 
 
 def _is_type(value: object, name: str) -> bool:
     if isinstance(value, float) and not math.isfinite(value):  # json.loads reads 1e999 as inf
         return False
     if name == "integer":
-        return (
-            not isinstance(value, bool) and isinstance(value, int | float) and value == int(value)
-        )
-    kinds: dict[str, Any] = {"number": int | float, "object": dict, "array": list}
-    return isinstance(value, kinds[name]) and not isinstance(value, bool)
+        return is_number(value) and value == int(value)
+    if name == "number":
+        return is_number(value)
+    return isinstance(value, dict if name == "object" else list)
+
+
+def strict_json(text: str) -> object:
+    """Read JSON. Raises ValueError for anything else, also for NaN and Infinity."""
+    value: object = json.loads(text, parse_constant=_refuse)
+    return value
 
 
 def _refuse(constant: str) -> None:
     raise ValueError(f"{constant} is not JSON")
 
 
-def parameters_of(tools: Sequence[Mapping[str, Any]], name: str) -> Mapping[str, Any]:
+def function_of(tool: JsonObject) -> JsonObject:
+    """Return the function of a tool, which some clients send without a wrapper."""
+    function = tool.get("function")
+    return function if isinstance(function, Mapping) else tool
+
+
+def names_of(tools: Sequence[JsonObject]) -> list[object]:
+    """Return the names of tools, in order."""
+    return [function_of(tool).get("name") for tool in tools]
+
+
+def parameters_of(tools: Sequence[JsonObject], name: str) -> JsonObject:
     """Return the schema of the arguments of the tool `name`; {} if there is none."""
-    for tool in tools:
-        function = tool.get("function")
-        function = function if isinstance(function, Mapping) else tool
+    for function in map(function_of, tools):
         if function.get("name") == name:
-            parameters = function.get("parameters")
-            return parameters if isinstance(parameters, Mapping) else {}
+            return mapping_of(function.get("parameters"))
     return {}
 
 
-def properties_of(schema: Any, root: Mapping[str, Any]) -> dict[str, Any]:
+def properties_of(schema: object, root: JsonObject) -> JsonDict:
     """Return name -> schema of all properties that an object may have."""
-    return {
-        name: field
-        for properties, _ in shapes_of(schema, root)
-        for name, field in properties.items()
-    }
+    fields: JsonDict = {}
+    for properties, _ in shapes_of(schema, root):
+        fields |= properties
+    return fields
 
 
-Shape = tuple[dict[str, Any], frozenset[str]]  # schemas of properties; names of required ones
+Shape = tuple[JsonDict, frozenset[str]]  # schemas of properties; names of required ones
 
 
-def shapes_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> list[Shape]:
+def shapes_of(schema: object, root: JsonObject, depth: int = 0) -> list[Shape]:
     """Return the alternatives of an object. Those of `anyOf` and `oneOf` include the properties
     next to these keywords.
     """
     schema = resolved(schema, root)
-    properties = schema.get("properties")
     names = schema.get("required")
-    shapes: list[Shape] = [
-        (
-            dict(properties) if isinstance(properties, Mapping) else {},
-            frozenset(names) if _is_names(names) else frozenset(),
-        )
-    ]
+    required = frozenset[str]()
+    if _is_names(names):
+        required = frozenset(names)
+    shapes: list[Shape] = [(dict(mapping_of(schema.get("properties"))), required)]
     if depth > _DEEPEST:
         return shapes
-    for word in ("allOf", "anyOf", "oneOf"):
-        branches = schema.get(word)
-        if not isinstance(branches, list) or not branches:
-            continue
-        groups = [shapes_of(branch, root, depth + 1) for branch in branches]
-        if word != "allOf":
-            groups = [[shape for group in groups for shape in group]]
-        for group in groups:
-            pairs = [({**a, **b}, left | right) for a, left in shapes for b, right in group]
-            shapes = pairs[:_MOST]
+    for branch in list_of(schema.get("allOf")):
+        shapes = _joined(shapes, shapes_of(branch, root, depth + 1))
+    for word in ("anyOf", "oneOf"):
+        alternatives: list[Shape] = []
+        for branch in list_of(schema.get(word)):
+            alternatives += shapes_of(branch, root, depth + 1)
+        if alternatives:
+            shapes = _joined(shapes, alternatives)
     return shapes
 
 
-def arguments_schema(function: Mapping[str, Any]) -> dict[str, Any]:
+def _joined(shapes: Sequence[Shape], others: Sequence[Shape]) -> list[Shape]:
+    """Return the first alternatives of an object that has one of both."""
+    pairs: list[Shape] = []
+    for (properties, required), (further, also_required) in product(shapes, others):
+        pairs.append(({**properties, **further}, required | also_required))
+    return pairs[:_MOST]
+
+
+def arguments_schema(function: JsonObject) -> JsonDict:
     """Return the schema of a function's arguments. It forbids further properties unless the schema
     mentions them.
     """
     schema = dict(function.get("parameters") or {})
     schema.setdefault("type", "object")
-    if not any(
-        word in schema for word in ("additionalProperties", "$ref", "allOf", "anyOf", "oneOf")
-    ):
+    if schema.keys().isdisjoint(_WIDER):
         schema.setdefault("properties", {})
         schema["additionalProperties"] = False
     return schema
 
 
-def bare(schema: Any, is_map: bool = False) -> Any:
+def bare(schema: object, is_map: bool = False) -> Any:
     """Return `schema` without its annotations, such as titles and descriptions."""
     if isinstance(schema, list):
         return [bare(entry) for entry in schema]
@@ -264,15 +301,13 @@ def bare(schema: Any, is_map: bool = False) -> Any:
     return reduced
 
 
-def within(schema: Any, root: Mapping[str, Any]) -> dict[str, Any]:
+def within(schema: object, root: JsonObject) -> JsonDict:
     """Return `schema`, a part of `root`, as a separate schema: with the definitions that it may
     refer to.
     """
-    alone = dict(schema) if isinstance(schema, Mapping) else {}
+    alone = dict(mapping_of(schema))
     if "$ref" in json.dumps(alone):
-        alone |= {
-            name: root[name]
-            for name in ("$defs", "definitions")
-            if name in root and name not in alone
-        }
+        for name in ("$defs", "definitions"):
+            if name in root:
+                alone.setdefault(name, root[name])
     return dict(bare(alone))

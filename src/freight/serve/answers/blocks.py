@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
 
+from freight.base.fields import JsonObject
 from freight.outputs import CompletionDelta, FinishReason, RequestDelta
 from freight.serve.answers.pieces import Piece, PieceKind
 from freight.serve.call import Served, TokenizedWork
@@ -74,7 +74,7 @@ class Blocks:
         self,
         served: Served,
         work: TokenizedWork,
-        tools: Sequence[Mapping[str, Any]] = (),
+        tools: Sequence[JsonObject] = (),
         parallel: bool = True,
     ) -> None:
         """Start without blocks. parallel: whether an answer may have several tool calls; else those
@@ -118,11 +118,7 @@ class Blocks:
             stopped = output.finish_reason is FinishReason.STOP
             self.finish_reason = output.finish_reason
             self.stop_reason = output.stop_reason
-            self.called = (
-                stopped
-                and not cut
-                and any(block_piece.kind is PieceKind.TOOL_CALL for block_piece in self.all)
-            )
+            self.called = stopped and not cut and self._has_call()
             self._close(steps, stopped)
             reasoning = [block.text for block in self.all if block.kind is PieceKind.REASONING]
             self.usage.count_reasoning(self._tokenizer, reasoning)
@@ -149,7 +145,7 @@ class Blocks:
             kind = PieceKind.CONTENT
             text = f'{{"name": {json.dumps(piece.name)}, "arguments": {text}}}'
         is_call = kind is PieceKind.TOOL_CALL
-        if is_call and not self._parallel and any(block.kind is kind for block in self.all):
+        if is_call and not self._parallel and self._has_call():
             return
         if not text and not is_call:
             return
@@ -162,6 +158,9 @@ class Blocks:
         if is_call:
             self._close(steps, True)
 
+    def _has_call(self) -> bool:
+        return any(block.kind is PieceKind.TOOL_CALL for block in self.all)
+
     def _close(self, steps: list[Step], complete: bool) -> None:
         """Close the block that is open, if one is."""
         if self.all and not self.all[-1].complete:
@@ -169,7 +168,7 @@ class Blocks:
             steps.append(Step(StepKind.CLOSE, self.all[-1]))
 
 
-def sse(name: str, data: Mapping[str, Any]) -> bytes:
+def sse(name: str, data: JsonObject) -> bytes:
     """Return one named server-sent event. It is ASCII, so that no character can be read as a line
     end.
     """

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from freight.base.fields import JsonDict
 from freight.errors import ConfigError, choices, nearest
 from freight.serve.answers.gemma_calls import GemmaValues
 from freight.serve.answers.listed_calls import ListedCalls
@@ -26,17 +27,17 @@ from freight.serve.answers.response_templates import (
 from freight.serve.answers.tagged_calls import Tagged
 
 
-def _region(opening: str, closing: str | None) -> dict[str, Any]:
+def _region(opening: str, closing: str | None) -> JsonDict:
     """Build the entry of a response template for regions that a syntax reads, from two patterns."""
     ends = {} if closing is None else {"close_pattern": closing}
     return {"open_pattern": opening, **ends, "repeats": True, "content": "text"}
 
 
-def _tagged(syntax: Tagged, region: dict[str, Any], **fields: Any) -> CallForm:
+def _tagged(syntax: Tagged, region: JsonDict, **fields: Any) -> CallForm:
     """Build a form of calls with tagged arguments."""
     section = (fields.get("opening", "").strip(), fields.get("section_end", ""))
     syntax = replace(syntax, section=section)
-    form: dict[str, Any] = {
+    form: JsonDict = {
         "before_name": syntax.head[0],
         "before_arguments": syntax.head[1],
         "after_arguments": syntax.tail,
@@ -165,9 +166,7 @@ GEMMA4 = CallForm(
 )
 
 
-def _listed(
-    opening: str, closing: str, region: dict[str, Any], markers: tuple[str, ...]
-) -> CallForm:
+def _listed(opening: str, closing: str, region: JsonDict, markers: tuple[str, ...]) -> CallForm:
     return CallForm(
         field=region,
         syntax=ListedCalls(),
@@ -376,11 +375,11 @@ def tags_of(chat_template: str) -> Tags | None:
     return None
 
 
-def response_template(form: CallForm | None, reasoning: Tags | None) -> dict[str, Any]:
+def response_template(form: CallForm | None, reasoning: Tags | None) -> JsonDict:
     """Build a response template, in transformers' format, for the calls and the reasoning of a
     family.
     """
-    fields: dict[str, Any] = {}
+    fields: JsonDict = {}
     if reasoning is not None:
         fields["reasoning_content"] = {
             "open": list(reasoning.opens),

@@ -7,9 +7,20 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
+from freight.base.fields import JsonDict, JsonObject
 from freight.text.tokenizer import load_response_template
+
+if TYPE_CHECKING:
+    from freight.text.tokenizer import ResponseTemplate
+
+_MARKUP = ("open", "open_pattern", "close", "close_pattern")
+_AS_TEXT: JsonDict = {
+    "content": "text",
+    "content_args": {"strip": False},
+    "transform": "{content}",
+}
 
 
 @dataclass(frozen=True)
@@ -20,11 +31,11 @@ class Finder:
                regions whose markup has no known first characters are absent
     """
 
-    template: Any
+    template: ResponseTemplate
     first_of: Mapping[str | None, frozenset[str]]
 
 
-def searchable(field: dict[str, Any]) -> dict[str, Any]:
+def searchable(field: JsonDict) -> JsonDict:
     """Remove white space from the beginning of patterns, in place; returns `field`.
 
     Matching it would take quadratic time, and `Pieces` drops it anyway.
@@ -35,24 +46,15 @@ def searchable(field: dict[str, Any]) -> dict[str, Any]:
     return field
 
 
-def as_text(field: Mapping[str, Any]) -> dict[str, Any]:
+def as_text(field: JsonObject) -> JsonDict:
     """Return `field` as a plain text field. The transform is needed because patterns may have named
     groups.
     """
-    other_keys = {
-        key: field[key]
-        for key in ("open", "open_pattern", "close", "close_pattern")
-        if key in field
-    }
-    return {
-        **other_keys,
-        "content": "text",
-        "content_args": {"strip": False},
-        "transform": "{content}",
-    }
+    text_field = {key: value for key, value in field.items() if key in _MARKUP}
+    return text_field | _AS_TEXT
 
 
-def load_fields(fields: Mapping[str, Any], implicit: str) -> Any:
+def load_fields(fields: JsonObject, implicit: str) -> ResponseTemplate:
     """Load a template of `fields` and of text outside them. It treats any prefix as part of the
     answer.
     """
@@ -61,22 +63,23 @@ def load_fields(fields: Mapping[str, Any], implicit: str) -> Any:
     )
 
 
-def finder_of(fields: Mapping[str, Any], implicit: str) -> Finder:
+def finder_of(fields: JsonObject, implicit: str) -> Finder:
     opens = [_first(field, "open") for field in fields.values()]
     first_of: dict[str | None, frozenset[str]] = {}
     if all(opens):
         first_of[None] = frozenset().union(*opens)
-    first_of.update(
-        {name: first for name, field in fields.items() if (first := _first(field, "close"))}
-    )
+    for name, field in fields.items():
+        first = _first(field, "close")
+        if first:
+            first_of[name] = first
     return Finder(load_fields(fields, implicit), first_of)
 
 
-def _first(field: Mapping[str, Any], key: str) -> frozenset[str]:
+def _first(field: JsonObject, key: str) -> frozenset[str]:
     """Return the characters that can begin the markup of `field`; empty if they are not known."""
     literals = field.get(key, ())
     if isinstance(literals, str) and literals:
-        return frozenset(literals[0])
+        literals = (literals,)
     if literals:
         return frozenset(text[0] for text in literals)
     pattern = field.get(f"{key}_pattern", "").replace("\\|", "")
@@ -86,10 +89,14 @@ def _first(field: Mapping[str, Any], key: str) -> frozenset[str]:
     return frozenset(begins[1] or begins[2])
 
 
-def strings_in(value: Any) -> list[str]:
+def strings_in(value: object) -> list[str]:
     """Return all strings in a template."""
+    if isinstance(value, str):
+        return [value]
     if isinstance(value, Mapping):
-        return [text for part in value.values() for text in strings_in(part)]
+        value = list(value.values())
+    strings: list[str] = []
     if isinstance(value, list):
-        return [text for part in value for text in strings_in(part)]
-    return [value] if isinstance(value, str) else []
+        for part in value:
+            strings += strings_in(part)
+    return strings

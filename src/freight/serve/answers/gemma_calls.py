@@ -8,13 +8,20 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
-from freight.serve.answers.argument_types import bare, resolved, shapes_of
+from freight.base.fields import JsonObject
+from freight.serve.answers.argument_types import (
+    allowed_values,
+    bare,
+    mapping_of,
+    resolved,
+    shapes_of,
+)
+from freight.serve.answers.scanner import Scanner
 from freight.serve.answers.tagged_calls import Literal, TokenIn, bounds_of, text_rules
 
-_BLANKS = re.compile(r"\s*")
 _KEY = re.compile(r"[^\s{}\[\]:,<>]{1,256}")
 _WORD = re.compile(r"[^\s{}\[\],<>][^{}\[\],<>\n]{0,4000}")  # up to the end of a bare value
 _POINT = re.compile(r"-?(?:0|[1-9]\d*)\.")  # a number whose decimals are missing
@@ -26,6 +33,7 @@ _CONSTANTS = {
 }
 _DEEPEST = 64  # nested values
 _MOST_ITEMS = 64  # of an array in a forced call
+_COMBINING = ("anyOf", "oneOf", "allOf", "$ref")
 _SCALARS = ("integer", "number", "boolean", "null")
 
 
@@ -36,19 +44,20 @@ class GemmaValues:
     head: str  # the text right before the name
     mark: str
 
-    def read(
-        self, opening: str, body: str, tools: Sequence[Mapping[str, Any]]
-    ) -> list[tuple[str, str]]:
+    def read(self, opening: str, body: str, tools: Sequence[JsonObject]) -> list[tuple[str, str]]:
         """Return (name, arguments as JSON) of the call in a region. Raises ValueError."""
         del tools  # not needed: the markup shows the types of values
-        text = opening + body
-        at = text.index(self.head) + len(self.head)
-        begin = text.index("{", at)
-        out: list[str] = []
-        end = _skip(text, self._value(text, begin, out, 0))
-        if end != len(text):
+        scan = Scanner(opening + body)
+        scan.until(self.head)
+        at = scan.at
+        begin = scan.text.index("{", at)
+        scan.at = begin
+        arguments = _Values(scan, self.mark)
+        arguments.value(0)
+        scan.blanks()
+        if not scan.is_at_end:
             raise ValueError("text after the arguments")
-        return [(text[at:begin].strip(), "".join(out))]
+        return [(scan.text[at:begin].strip(), "".join(arguments.out))]
 
     def ends_within(self, text: str, is_open: bool) -> bool:
         """Return whether a call that goes on with `text` ends within a marked string; is_open:
@@ -56,75 +65,72 @@ class GemmaValues:
         """
         return is_open != bool(text.count(self.mark) % 2)
 
-    def _value(self, text: str, at: int, out: list[str], depth: int) -> int:
-        """Append the value at `at` to `out`, as JSON; returns its end."""
+    def part(self, function: JsonObject, literal: Literal, token_in: TokenIn) -> JsonObject:
+        """Return keyword arguments of StructuredOutputs for the arguments of `function`."""
+        root = mapping_of(function.get("parameters"))
+        rules = _Rules(self.mark, literal, token_in, root)
+        start = rules.value({"type": "object", **root}, 0)
+        return {"grammar": "\n".join([f"start: {start}", *rules.lines])}
+
+
+class _Values:
+    """The values of a call, read from `scan`; `out` is their JSON so far."""
+
+    def __init__(self, scan: Scanner, mark: str) -> None:
+        self.out: list[str] = []
+        self._scan = scan
+        self._mark = mark
+
+    def value(self, depth: int) -> None:
         if depth > _DEEPEST:
             raise ValueError("values are nested too deeply")
-        if text.startswith("{", at):
-            return self._items(text, at + 1, "}", out, depth)
-        if text.startswith("[", at):
-            return self._items(text, at + 1, "]", out, depth)
-        if text.startswith(self.mark, at):
-            return self._string(text, at, out)
-        if text.startswith('"', at):
-            value, end = json.JSONDecoder().raw_decode(text, at)
-            out.append(json.dumps(value, ensure_ascii=False))
-            return end
-        match = _WORD.match(text, at)
-        if match is None:
-            raise ValueError("no value")
-        out.append(_scalar(match.group()))
-        return match.end()
-
-    def _string(self, text: str, at: int, out: list[str]) -> int:
-        begin = at + len(self.mark)
-        end = text.index(self.mark, begin)
-        out.append(json.dumps(text[begin:end], ensure_ascii=False))
-        return end + len(self.mark)
-
-    def _items(self, text: str, at: int, close: str, out: list[str], depth: int) -> int:
-        out.append("{" if close == "}" else "[")
-        at = _skip(text, at)
-        first = True
-        while not text.startswith(close, at):
-            if not first:
-                if not text.startswith(",", at):
-                    raise ValueError("no comma between values")
-                out.append(", ")
-                at = _skip(text, at + 1)
-            first = False
-            if close == "}":
-                at = self._key(text, at, out)
-            at = _skip(text, self._value(text, at, out, depth + 1))
-        out.append(close)
-        return at + 1
-
-    def _key(self, text: str, at: int, out: list[str]) -> int:
-        if text.startswith(self.mark, at):
-            at = self._string(text, at, out)
+        scan = self._scan
+        if scan.accept("{"):
+            self._items("{", "}", depth)
+        elif scan.accept("["):
+            self._items("[", "]", depth)
+        elif scan.accept(self._mark):
+            self._text(scan.until(self._mark))
+        elif scan.text.startswith('"', scan.at):
+            self._text(scan.json())
         else:
-            match = _KEY.match(text, at)
-            if match is None:
-                raise ValueError("no key")
-            out.append(json.dumps(match.group().strip('"'), ensure_ascii=False))
-            at = match.end()
-        at = _skip(text, at)
-        if not text.startswith(":", at):
-            raise ValueError("no colon after a key")
-        out.append(": ")
-        return _skip(text, at + 1)
+            word = scan.match(_WORD)
+            if word is None:
+                raise ValueError("no value")
+            self.out.append(_scalar(word))
 
-    def part(
-        self, function: Mapping[str, Any], literal: Literal, token_in: TokenIn
-    ) -> Mapping[str, Any]:
-        """Return keyword arguments of StructuredOutputs for the arguments of `function`."""
-        root = function.get("parameters")
-        root = root if isinstance(root, Mapping) else {}
-        rules = _Rules(self.mark, literal, token_in, root)
-        return {
-            "grammar": f"start: {rules.value({'type': 'object'} | dict(root), 0)}\n"
-            + "\n".join(rules.lines)
-        }
+    def _text(self, value: object) -> None:
+        self.out.append(json.dumps(value, ensure_ascii=False))
+
+    def _items(self, opening: str, closing: str, depth: int) -> None:
+        scan = self._scan
+        scan.blanks()
+        separator = opening
+        while not scan.accept(closing):
+            if separator != opening:
+                scan.expect(",", "no comma between values")
+            self.out.append(separator)
+            separator = ", "
+            if closing == "}":
+                self._key()
+            self.value(depth + 1)
+            scan.blanks()
+        if separator == opening:
+            self.out.append(opening)
+        self.out.append(closing)
+
+    def _key(self) -> None:
+        scan = self._scan
+        if scan.accept(self._mark):
+            self._text(scan.until(self._mark))
+        else:
+            key = scan.match(_KEY)
+            if key is None:
+                raise ValueError("no key")
+            self._text(key.strip('"'))
+        scan.blanks()
+        scan.expect(":", "no colon after a key")
+        self.out.append(": ")
 
 
 def _scalar(word: str) -> str:
@@ -132,21 +138,20 @@ def _scalar(word: str) -> str:
     word = word.strip()
     if word.lower() in _CONSTANTS:
         return _CONSTANTS[word.lower()]
-    number = f"{word}0" if _POINT.fullmatch(word) else word
-    try:
+    number = word
+    if _POINT.fullmatch(word):
+        number = f"{word}0"
+    with suppress(ValueError):
         value = json.loads(number)
-    except ValueError:
-        value = None
-    known = isinstance(value, int | float) and math.isfinite(value)
-    return number if known else json.dumps(word, ensure_ascii=False)
+        if isinstance(value, int | float) and math.isfinite(value):
+            return number
+    return json.dumps(word, ensure_ascii=False)
 
 
 class _Rules:
     """The grammar rules of one function's arguments."""
 
-    def __init__(
-        self, mark: str, literal: Literal, token_in: TokenIn, root: Mapping[str, Any]
-    ) -> None:
+    def __init__(self, mark: str, literal: Literal, token_in: TokenIn, root: JsonObject) -> None:
         self.lines: list[str] = []
         self._mark = mark
         self._literal = literal
@@ -155,58 +160,49 @@ class _Rules:
         self._references: dict[str, str] = {}
         self._count = 0
 
-    def value(self, schema: Any, depth: int) -> str:
+    def value(self, schema: object, depth: int) -> str:
         """Add the rule of a value that satisfies `schema`; returns the rule's name."""
-        reference = schema.get("$ref") if isinstance(schema, Mapping) else None
+        reference = mapping_of(schema).get("$ref")
         if isinstance(reference, str) and reference in self._references:
             return self._references[reference]
         name = self._new()
         if isinstance(reference, str):
             self._references[reference] = name
-        self.lines.append(
-            f"{name}: {' | '.join(self._choices(resolved(schema, self._root), depth))}"
-        )
+        choices = self._choices(resolved(schema, self._root), depth)
+        self.lines.append(f"{name}: {' | '.join(choices)}")
         return name
 
     def _new(self) -> str:
         self._count += 1
         return f"v{self._count}"
 
-    def _choices(self, schema: Mapping[str, Any], depth: int) -> list[str]:
+    def _choices(self, schema: JsonObject, depth: int) -> list[str]:
         if depth > _DEEPEST:
             raise ValueError("values are nested too deeply")
-        constants = [schema["const"]] if "const" in schema else schema.get("enum")
-        if isinstance(constants, list):
-            return [self._constant(value) for value in constants]
-        declared = schema.get("type")
-        types: list[Any] = []
-        if isinstance(declared, str):
-            types = [declared]
-        elif isinstance(declared, list):
-            types = declared
+        constants = allowed_values(schema)
+        if constants is not None:
+            return [self._literal(self._written(value)) for value in constants]
+        types = schema.get("type")
+        if not isinstance(types, list):
+            types = [types]
         if "object" in types or schema.get("properties"):
-            return [
-                self._object(schema, depth),
-                *self._simple(schema, [t for t in types if t != "object"], depth),
-            ]
+            return [self._object(schema, depth), *self._simple(schema, types, depth)]
         for word in ("anyOf", "oneOf"):
             if isinstance(schema.get(word), list):
                 return [self.value(branch, depth + 1) for branch in schema[word]]
         return self._simple(schema, types, depth) or self._anything()
 
-    def _simple(self, schema: Mapping[str, Any], types: Sequence[Any], depth: int) -> list[str]:
+    def _simple(self, schema: JsonObject, types: Sequence[object], depth: int) -> list[str]:
         """Return the alternatives that are not objects."""
-        choices = [self._string(bounds_of(schema))] if "string" in types else []
+        choices = []
+        if "string" in types:
+            choices.append(self._string(bounds_of(schema)))
         if "array" in types:
             choices.append(self._array(schema, depth))
+        plain = {key: value for key, value in schema.items() if key not in _COMBINING}
         for name in _SCALARS:
             if name in types:
-                reduced = {
-                    key: value
-                    for key, value in schema.items()
-                    if key not in ("anyOf", "oneOf", "allOf", "$ref")
-                }
-                choices.append(f"%json {json.dumps({**bare(reduced), 'type': name})}")
+                choices.append(f"%json {json.dumps({**bare(plain), 'type': name})}")
         return choices
 
     def _anything(self) -> list[str]:
@@ -216,58 +212,59 @@ class _Rules:
             f"%json {json.dumps({'type': ['number', 'boolean', 'null']})}",
         ]
 
-    def _constant(self, value: Any) -> str:
-        return self._literal(self._written(value))
-
-    def _written(self, value: Any) -> str:
+    def _written(self, value: object) -> str:
+        """Return a constant as the model writes it."""
         if isinstance(value, str):
             return f"{self._mark}{value}{self._mark}"
         if isinstance(value, list):
             return f"[{','.join(map(self._written, value))}]"
         if isinstance(value, Mapping):
-            return f"{{{','.join(f'{self._key(key)}:{self._written(item)}' for key, item in value.items())}}}"
+            pairs = [f"{self._key(key)}:{self._written(item)}" for key, item in value.items()]
+            return f"{{{','.join(pairs)}}}"
         return json.dumps(value)
 
     def _key(self, name: str) -> str:
         """Return the name of a property as it is written: quoted if it cannot be read otherwise."""
         plain = _KEY.fullmatch(name) is not None and name.strip('"') == name
-        return name if plain else f"{self._mark}{name}{self._mark}"
+        if plain:
+            return name
+        return f"{self._mark}{name}{self._mark}"
 
     def _string(self, bounds: tuple[int, int | None]) -> str:
         name = f"{self._new()}_text"
         self.lines += text_rules(name, self._mark, "", bounds, self._literal, self._token_in)
         return f"{self._literal(self._mark)} {name}"
 
-    def _array(self, schema: Mapping[str, Any], depth: int) -> str:
+    def _array(self, schema: JsonObject, depth: int) -> str:
         least = _number_of_items(schema.get("minItems"), 0)
         most = _number_of_items(schema.get("maxItems"), _MOST_ITEMS)
         item = self.value(schema.get("items", {}), depth + 1)
         if most == 0:
             return '"[]"'
-        items = f'{item} ("," {item}){{{max(least - 1, 0)},{most - 1}}}'
-        return f'"[" ({items}){"?" if not least else ""} "]"'
+        items = f'({item} ("," {item}){{{max(least - 1, 0)},{most - 1}}})'
+        if least == 0:
+            items += "?"
+        return f'"[" {items} "]"'
 
-    def _object(self, schema: Mapping[str, Any], depth: int) -> str:
+    def _object(self, schema: JsonObject, depth: int) -> str:
         """Return an object with its properties in order, separated by commas whichever are left
         out.
         """
         choices = []
         for properties, required in shapes_of(schema, self._root):
             name = self._new()
-            pairs = [
-                (
-                    f"{self._literal(f'{self._key(key)}:')} {self.value(property_schema, depth + 1)}",
-                    key in required,
-                )
-                for key, property_schema in properties.items()
-            ]
-            last = len(pairs)
-            for index, (pair, needed) in enumerate(pairs):
-                self.lines.append(f"{name}_{index}: {pair} {name}_m{index + 1}")
-                self.lines[-1] += "" if needed else f" | {name}_{index + 1}"
-                self.lines.append(f'{name}_m{index}: "," {pair} {name}_m{index + 1}')
-                self.lines[-1] += "" if needed else f" | {name}_m{index + 1}"
-            self.lines += [f'{name}_{last}: ""', f'{name}_m{last}: ""']
+            lines: list[str] = []
+            for index, (key, property_schema) in enumerate(properties.items()):
+                value = self.value(property_schema, depth + 1)
+                pair = f"{self._literal(f'{self._key(key)}:')} {value} {name}_m{index + 1}"
+                first = f"{name}_{index}: {pair}"
+                later = f'{name}_m{index}: "," {pair}'
+                if key not in required:
+                    first += f" | {name}_{index + 1}"
+                    later += f" | {name}_m{index + 1}"
+                lines += [first, later]
+            last = len(properties)
+            self.lines += [*lines, f'{name}_{last}: ""', f'{name}_m{last}: ""']
             choices.append(f'"{{" {name}_0 "}}"')
         return f"({' | '.join(choices)})"
 
@@ -275,8 +272,3 @@ class _Rules:
 def _number_of_items(value: object, otherwise: int) -> int:
     """Return the value of minItems or maxItems, `otherwise` if it has none that a call can keep."""
     return value if isinstance(value, int) and 0 <= value <= _MOST_ITEMS else otherwise
-
-
-def _skip(text: str, at: int) -> int:
-    match = _BLANKS.match(text, at)
-    return match.end() if match else at

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
 
+from freight.base.fields import JsonObject
 from freight.serve.answers.argument_types import arguments_schema
 from freight.serve.answers.harmony_parser import HarmonyParser, Place
 from freight.serve.answers.out import SpecialTokens
@@ -31,17 +31,17 @@ class HarmonyFormat:
         self._special = SpecialTokens(tokenizer.special_texts - set(MARKERS))
         self._token = {marker: f"<[{token}]>" for marker, token in ids.items()}
 
-    def parser(self, prompt_text: str | None, tools: Sequence[Mapping[str, Any]]) -> MessageParser:
+    def parser(self, prompt_text: str | None, tools: Sequence[JsonObject]) -> MessageParser:
         """Return the parser of one answer; a `ParserOf`. Without tools, calls are content."""
         return HarmonyParser(self._special, prompt_text, tools)
 
     def call_to(
         self,
-        tools: Sequence[Mapping[str, Any]],
+        tools: Sequence[JsonObject],
         names: Sequence[str],
         parallel: bool,
         prompt_text: str | None,
-    ) -> Mapping[str, Any]:
+    ) -> JsonObject:
         """Return the grammar of one call of one of `names`; a `ForcedCall`. Raises ApiError 400 for
         a name not in `tools`.
         """
@@ -67,7 +67,7 @@ class HarmonyFormat:
         }
         return {"grammar": "\n".join(rules), "parts": parts}
 
-    def form_to(self, form: Mapping[str, Any], prompt_text: str) -> Mapping[str, Any]:
+    def form_to(self, form: JsonObject, prompt_text: str) -> JsonObject:
         """Return the grammar of an answer whose `final` message has `form`; an `AfterReasoning`."""
         token = self._token
         place = self._place(prompt_text)

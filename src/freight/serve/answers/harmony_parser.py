@@ -19,10 +19,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from enum import Enum, auto
-from typing import Any
 
+from freight.base.fields import JsonObject
+from freight.serve.answers.argument_types import names_of
 from freight.serve.answers.out import Pieces, SpecialTokens
 from freight.serve.answers.pieces import Piece, PieceKind
 from freight.serve.answers.verbatim import arguments_texts
@@ -46,10 +47,15 @@ class Place(Enum):
     CALL = auto()
 
 
+_KINDS = {Place.REASONING: PieceKind.REASONING, Place.CONTENT: PieceKind.CONTENT}
+
+
 def _begun(prompt_text: str | None) -> str:
     """Return the message that a prompt ends with; "" if it consists of a role only."""
     _, start, begun = (prompt_text or "").rpartition(START)
-    return begun if start and _MARKER.search(begun) else ""
+    if start and _MARKER.search(begun):
+        return begun
+    return ""
 
 
 class HarmonyParser:
@@ -66,11 +72,11 @@ class HarmonyParser:
         self,
         special: SpecialTokens,
         prompt_text: str | None,
-        tools: Sequence[Mapping[str, Any]],
+        tools: Sequence[JsonObject],
     ) -> None:
         self.place = Place.HEADER
         self._has_tools = bool(tools)
-        self._names = {(tool.get("function") or tool).get("name") for tool in tools}
+        self._names = set(names_of(tools))
         self._special = special.stripper()
         self._held = ""  # may become a marker
         self._header: list[str] = []
@@ -105,9 +111,10 @@ class HarmonyParser:
         tail = self._held
         self._held = ""
         self._finished = True
-        header = "".join(self._header).lstrip() if self.place is Place.HEADER else ""
-        if not complete and header.startswith((START, CHANNEL, "to=")):
-            return self._out.take()  # a header that is cut
+        if self.place is Place.HEADER and not complete:
+            header = "".join(self._header).lstrip()
+            if header.startswith((START, CHANNEL, "to=")):
+                return self._out.take()  # a header that is cut
         self._text(tail)
         if self.place is Place.CALL:
             self._close_call("", complete)
@@ -140,24 +147,27 @@ class HarmonyParser:
         elif self.place is Place.CALL:
             self._add_to_call(text)
         else:
-            self._say(
-                PieceKind.REASONING if self.place is Place.REASONING else PieceKind.CONTENT, text
-            )
+            self._say(_KINDS[self.place], text)
 
     def _marker(self, marker: str) -> None:
-        ends = marker in (END, CALL, RETURN)
+        # START and CHANNEL begin a message: the model did not end the one before
+        end = ""
+        begin = marker
+        if marker in (END, CALL, RETURN):
+            end = marker
+            begin = ""
         if self.place is Place.HEADER:
             if marker == MESSAGE:
                 self._begin_message()
-            elif ends or marker == START:
-                self._header_is_text(marker if ends else "")
-                self._begin_header("" if ends else marker)
+            elif end or marker == START:
+                self._header_is_text(end)
+                self._begin_header(begin)
             else:
                 self._add_to_header(marker)
-        elif ends or marker in (START, CHANNEL):  # these two: the model did not end its message
+        elif end or marker in (START, CHANNEL):
             if self.place is Place.CALL:
-                self._close_call(marker if ends else "", True)
-            self._begin_header("" if ends else marker)
+                self._close_call(end, True)
+            self._begin_header(begin)
         elif self.place is Place.CALL:
             self._add_to_call(marker)
 
@@ -198,15 +208,19 @@ class HarmonyParser:
         header = "".join(self._header)
         channel = _CHANNEL_NAME.search(header)
         recipient = _RECIPIENT.search(header)
-        to = recipient[1] if recipient else ""
         self._is_new_message = True
-        if to.startswith("functions.") or to in self._names:
-            self._name = to.removeprefix("functions.")
+        if recipient and self._is_function(recipient[1]):
+            self._name = recipient[1].removeprefix("functions.")
             self.place = Place.CALL
             self._call = [self._message_header(), MESSAGE]
             self._call_size = 0
+        elif channel and channel[1] == "analysis":
+            self.place = Place.REASONING
         else:
-            self.place = Place.REASONING if channel and channel[1] == "analysis" else Place.CONTENT
+            self.place = Place.CONTENT
+
+    def _is_function(self, recipient: str) -> bool:
+        return recipient.startswith("functions.") or recipient in self._names
 
     def _say(self, kind: PieceKind, text: str) -> None:
         if self._is_new_message and self._last_kind is kind:
@@ -234,9 +248,16 @@ class HarmonyParser:
 
     def _arguments(self, body: str) -> str | None:
         """Return the arguments of a call, as JSON, or None if its text is not a JSON object."""
+        if not self._name:
+            return None
         try:
             self._name.encode()  # raises for a lone surrogate
-            texts = arguments_texts(body, [json.loads(body) if body.strip() else None])
+            arguments = None
+            if body.strip():
+                arguments = json.loads(body)
+            texts = arguments_texts(body, [arguments])
         except Exception:  # also RecursionError
             return None
-        return texts[0] if texts and self._name else None
+        if texts is None:
+            return None
+        return texts[0]

@@ -4,13 +4,14 @@ Phi-4-mini and others.
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from freight.base.fields import JsonObject
 from freight.serve.answers.argument_types import arguments_schema
+from freight.serve.answers.scanner import Scanner
 from freight.serve.answers.tagged_calls import Literal, TokenIn
 from freight.serve.answers.verbatim import arguments_texts, within_string
 
@@ -26,9 +27,7 @@ class ListedCalls:
 
     implied: bool = True
 
-    def read(
-        self, opening: str, body: str, tools: Sequence[Mapping[str, Any]]
-    ) -> list[tuple[str, str]]:
+    def read(self, opening: str, body: str, tools: Sequence[JsonObject]) -> list[tuple[str, str]]:
         """Return (name, arguments as JSON) of the calls in a region. Raises ValueError, KeyError or
         TypeError.
         """
@@ -36,12 +35,16 @@ class ListedCalls:
         named_texts: list[tuple[str, str]] = []
         for text, value in _values(body):
             calls = value if isinstance(value, list) else [value]
-            functions = [call.get("function", call) for call in calls]
-            arguments = [_arguments(function, self.implied) for function in functions]
+            names: list[str] = []
+            arguments: list[object] = []
+            for call in calls:
+                function = call.get("function", call)
+                arguments.append(_arguments(function, self.implied))
+                names.append(function["name"])
             texts = arguments_texts(text, arguments)
             if texts is None:
                 raise ValueError("arguments are not an object")
-            named_texts += zip([function["name"] for function in functions], texts, strict=True)
+            named_texts += zip(names, texts, strict=True)
         return named_texts
 
     def ends_within(self, text: str, is_open: bool) -> bool:
@@ -50,15 +53,13 @@ class ListedCalls:
         """
         return within_string(text, is_open)
 
-    def part(
-        self, function: Mapping[str, Any], literal: Literal, token_in: TokenIn
-    ) -> Mapping[str, Any]:
+    def part(self, function: JsonObject, literal: Literal, token_in: TokenIn) -> JsonObject:
         """Return keyword arguments of StructuredOutputs for the arguments of `function`."""
         del literal, token_in
         return {"json": arguments_schema(function)}
 
 
-def _arguments(function: Mapping[str, Any], implied: bool) -> Any:
+def _arguments(function: JsonObject, implied: bool) -> Any:
     """Return the arguments of a call; models also name them parameters. Raises ValueError if they
     may have another name.
     """
@@ -72,10 +73,10 @@ def _arguments(function: Mapping[str, Any], implied: bool) -> Any:
 
 def _values(text: str) -> Iterator[tuple[str, Any]]:
     """Yield each JSON value in `text`, with its text."""
-    decoder = json.JSONDecoder()
-    at = len(text) - len(text.lstrip())
-    while at < len(text):
-        value, end = decoder.raw_decode(text, at)
-        yield text[at:end], value
-        between = _BETWEEN.match(text, end)
-        at = between.end() if between else end
+    scan = Scanner(text)
+    scan.blanks()
+    while not scan.is_at_end:
+        begin = scan.at
+        value = scan.json()
+        yield text[begin : scan.at], value
+        scan.match(_BETWEEN)

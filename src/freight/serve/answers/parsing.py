@@ -17,11 +17,14 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from freight.base.fields import JsonDict, JsonObject
+from freight.base.patterns import AnswerPattern
 from freight.errors import CheckpointError
+from freight.serve.answers.argument_types import names_of
 from freight.serve.answers.finder import (
     Finder,
     as_text,
@@ -42,9 +45,13 @@ from freight.text.tokenizer import (
     response_parser,
 )
 
+if TYPE_CHECKING:
+    from freight.text.tokenizer import ResponseParser, ResponseTemplate
+
 logger = logging.getLogger("freight")
 
 _CALLS = "tool_calls"
+_OUTSIDE = (None, "")  # of all regions: the region, and the prefix that leads there
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 _OTHER = "text outside of all fields"  # the name of an added field
 _SLICE = 4096  # characters that transformers' parser gets at once
@@ -76,7 +83,7 @@ class Markup:
 
     with_calls: Finder | None
     without_calls: Finder | None
-    calls: Any
+    calls: ResponseTemplate | None
     form: CallForm | None
     typed: bool
     json_calls: bool
@@ -84,9 +91,9 @@ class Markup:
     implicit: str
     keeps_rest: bool
     special: SpecialTokens
-    anchor: Any
+    anchor: AnswerPattern
 
-    def parser(self, prompt_text: str | None, tools: Sequence[Mapping[str, Any]]) -> MessageParser:
+    def parser(self, prompt_text: str | None, tools: Sequence[JsonObject]) -> MessageParser:
         """Return the parser of an answer to `prompt_text` (None: unknown). Without tools, markup of
         calls is content.
         """
@@ -104,7 +111,7 @@ class Markup:
         parser there: none, with a line of the log, where the template cannot tell.
         """
         if finder is None:
-            return None, ""
+            return _OUTSIDE
         try:
             return self._entry(prompt_text, finder)
         except (CheckpointError, ValueError) as error:
@@ -112,30 +119,31 @@ class Markup:
                 "where an answer begins is not known from its prompt: %s",
                 error,
             )
-            return None, ""
+            return _OUTSIDE
 
     def _entry(self, prompt_text: str, finder: Finder) -> tuple[str | None, str]:
         template = finder.template
-        ends = [match.end() for match in self.anchor.finditer(prompt_text)]
-        begun = prompt_text[ends[-1] :] if ends else ""
-        outside = None, "." if begun.strip() else ""
-        if self.reasoning is None:
-            return outside
-        tag = template.fields[self.reasoning].open_re
-        tags = list(tag.finditer(begun or prompt_text[-256:]))
-        if not tags:
-            return outside
-        opening = tags[-1].group()
-        if not ends:  # the beginning of the answer is unknown: only a tag at the very end counts
-            inside = prompt_text.rstrip().endswith(opening.strip())
-        else:
-            inside = _region(response_parser(template, begun)) == self.reasoning
-        return (self.reasoning, opening) if inside else outside
+        anchor = _last(self.anchor.finditer(prompt_text))
+        begun = ""
+        if anchor is not None:
+            begun = prompt_text[anchor.end() :]
+        if self.reasoning is not None:
+            open_re = template.fields[self.reasoning].open_re
+            tag = _last(open_re.finditer(begun or prompt_text[-256:]))
+            if tag is not None:
+                opening: str = tag.group()
+                if anchor is None:  # only a tag at the very end counts
+                    inside = prompt_text.rstrip().endswith(opening.strip())
+                else:
+                    inside = _region(response_parser(template, begun)) == self.reasoning
+                if inside:
+                    return self.reasoning, opening
+        if begun.strip():
+            return None, "."
+        return _OUTSIDE
 
 
-def markup_of(
-    tokenizer: Tokenizer, template: Mapping[str, Any], form: CallForm | None = None
-) -> Markup:
+def markup_of(tokenizer: Tokenizer, template: JsonObject, form: CallForm | None = None) -> Markup:
     """Prepare `template` for the model with this tokenizer.
 
     form  the form that `template` was built from
@@ -144,24 +152,40 @@ def markup_of(
     """
     anchor = load_response_template(template).start_anchor_re
     fields = {name: searchable(dict(field)) for name, field in template["fields"].items()}
-    explicit = {
-        name: field for name, field in fields.items() if "open" in field or "open_pattern" in field
-    }
-    implicit = next((name for name in fields if name not in explicit), _OTHER)
+    explicit: JsonDict = {}
+    without_markup = []
+    for name, region in fields.items():
+        if "open" in region or "open_pattern" in region:
+            explicit[name] = region
+        else:
+            without_markup.append(name)
+    implicit = next(iter(without_markup), _OTHER)
     skeleton = {name: as_text(field) for name, field in explicit.items()}
-    quiet = {name: field for name, field in skeleton.items() if name != _CALLS}
     calls = explicit.get(_CALLS)
-    markers = () if form is None else form.markers
-    written = "".join([*strings_in(explicit), *markers]).replace("\\", "")
-    in_markup = {text for text in tokenizer.special_texts if text in written}
+    content = None
+    with_calls = None
+    loaded_calls = None
+    if calls:
+        content = calls.get("content")
+        with_calls = finder_of(skeleton, implicit)
+        loaded_calls = load_fields({_CALLS: {**calls, "repeats": True}}, _OTHER)
+    skeleton.pop(_CALLS, None)
+    without_calls = None
+    if skeleton:
+        without_calls = finder_of(skeleton, implicit)
+    written = strings_in(explicit)
+    if form is not None:
+        written += form.markers
+    markup_text = "".join(written).replace("\\", "")
+    in_markup = {text for text in tokenizer.special_texts if text in markup_text}
     return Markup(
-        with_calls=finder_of(skeleton, implicit) if calls else None,
-        without_calls=finder_of(quiet, implicit) if quiet else None,
-        calls=load_fields({_CALLS: {**calls, "repeats": True}}, _OTHER) if calls else None,
+        with_calls=with_calls,
+        without_calls=without_calls,
+        calls=loaded_calls,
         form=form,
-        typed=calls is not None and calls.get("content") in ("xml-inline", "kv-lines"),
-        json_calls=calls is not None and calls.get("content") == "json",
-        reasoning=next((name for name in _REASONING if name in explicit), None),
+        typed=content in ("xml-inline", "kv-lines"),
+        json_calls=content == "json",
+        reasoning=next(filter(explicit.__contains__, _REASONING), None),
         implicit=implicit,
         keeps_rest=implicit == "content" or (implicit == _OTHER and "content" not in explicit),
         special=SpecialTokens(tokenizer.special_texts - in_markup),
@@ -169,12 +193,17 @@ def markup_of(
     )
 
 
-def _region(parser: Any) -> str | None:
+def _region(parser: ResponseParser) -> str | None:
     """Return the explicit region that a new parser is in after its prefix."""
-    region = None
-    for event in parser.initial_events:
-        region = event["field"] if event["type"] != "region_close" else None
-    return region
+    event = _last(parser.initial_events)
+    if event is None or event["type"] == "region_close":
+        return None
+    return str(event["field"])
+
+
+def _last(items: Iterable[Any]) -> Any:
+    """Return the last item; None without any."""
+    return next(iter(deque(items, maxlen=1)), None)
 
 
 @dataclass(slots=True)
@@ -195,13 +224,14 @@ class _Within:
 class _Reader:
     """A `MessageParser`."""
 
-    def __init__(
-        self, markup: Markup, prompt_text: str, tools: Sequence[Mapping[str, Any]]
-    ) -> None:
+    def __init__(self, markup: Markup, prompt_text: str, tools: Sequence[JsonObject]) -> None:
         self._markup = markup
-        finder = markup.with_calls if tools and markup.with_calls else markup.without_calls
+        finder = markup.without_calls
+        if tools and markup.with_calls:
+            finder = markup.with_calls
         self._tools = tools
-        self._names = {(tool.get("function") or tool).get("name") for tool in tools}
+        self._names = set(names_of(tools))
+        self._syntax = None if markup.form is None else markup.form.syntax
         self._special = markup.special.stripper()
         self._out = Pieces()
         self._held = ""  # text that transformers' parser has, and has reported no event for
@@ -213,11 +243,11 @@ class _Reader:
         self._given_up = False  # the call is too long, and becomes content
         self._within = _Within()  # of that call
         self._again = _MOST_AGAIN
-        self._section_end = markup.form.section_end if markup.form is not None else ""
+        self._section_end = "" if markup.form is None else markup.form.section_end
         # Text after a call that may become the end of the section; None: not after a call.
         self._behind: str | None = None
         self._finished = False
-        self._parser: Any = None
+        self._parser: ResponseParser | None = None
         if finder is not None:
             self._template = finder.template
             self._first_of = finder.first_of
@@ -255,6 +285,7 @@ class _Reader:
         return self._out.take()
 
     def _finalize(self, complete: bool) -> None:
+        assert self._parser is not None
         _, events = self._parser.finalize()
         again = self._walk(events, complete)
         if again is None and self._region == _CALLS:
@@ -300,10 +331,12 @@ class _Reader:
         if self._region == _CALLS and self._template.fields[_CALLS].close_re is None:
             self._add_to_call(text)  # only the end of the answer ends this region
             return None
-        first = None if self._held else self._first_of.get(self._region)
-        if first is not None and first.isdisjoint(text):
-            self._text(text)  # the same as with transformers' parser, at a tenth of the cost
-            return None
+        if not self._held:
+            first = self._first_of.get(self._region)
+            if first is not None and first.isdisjoint(text):
+                self._text(text)  # the same as with transformers' parser, at a tenth of the cost
+                return None
+        assert self._parser is not None
         self._held += text
         again = self._walk(self._parser.feed(text), False)
         if again is not None:
@@ -331,7 +364,9 @@ class _Reader:
         if self._within.ends:
             begin = begin[: self._within.ends[0][0]]
         # The point keeps the parser from waiting for more of what `begin` may end in
-        return f"{self._opening}{begin}." if begin else self._opening
+        if begin:
+            begin += "."
+        return self._opening + begin
 
     def _renew(self) -> str | None:
         """Continue with a new parser in the same region, without the earlier text."""
@@ -339,8 +374,10 @@ class _Reader:
             return None
         parser = response_parser(self._template, self._prefix())
         self._fed = 0
-        current = _region(parser)
-        if (current if current != self._markup.implicit else None) != self._region:
+        region = _region(parser)
+        if region == self._markup.implicit:
+            region = None
+        if region != self._region:
             return None
         self._parser = parser
         if len(self._held) > _SLICE:  # a pattern that matches without end
@@ -351,7 +388,7 @@ class _Reader:
             self._begin_again()
         return again
 
-    def _walk(self, events: Sequence[Mapping[str, Any]], complete: bool) -> str | None:
+    def _walk(self, events: Sequence[JsonObject], complete: bool) -> str | None:
         """Match transformers' events with the held text: they do not report the text of the markup
         itself. Returns text that a new parser is to read, in place of the events that remain.
         """
@@ -366,14 +403,12 @@ class _Reader:
             elif name == self._markup.implicit:
                 continue
             elif kind == "region_open":
-                match = self._template.fields[name].open_re.match(buffered, at)
-                at = match.end() if match else at
-                self._open(name, match.group() if match else "")
+                opening = _matched(self._template.fields[name].open_re, buffered, at) or ""
+                at += len(opening)
+                self._open(name, opening)
             else:
-                pattern = self._template.fields[name].close_re
-                match = pattern.match(buffered, at) if pattern is not None else None
-                at = match.end() if match else at
-                closing = match.group() if match else None
+                closing = _matched(self._template.fields[name].close_re, buffered, at)
+                at += len(closing or "")
                 if name == _CALLS and closing is not None:
                     text = closing or buffered[at : at + 1]  # a mark that only follows the call
                     if self._goes_on(text):
@@ -404,11 +439,10 @@ class _Reader:
                 text = self._after_call(self._behind + text)
             if self._markup.keeps_rest:
                 self._out.add(PieceKind.CONTENT, text)
+        elif self._region == self._markup.reasoning:
+            self._out.add(PieceKind.REASONING, text)
         else:
-            kind = (
-                PieceKind.REASONING if self._region == self._markup.reasoning else PieceKind.CONTENT
-            )
-            self._out.add(kind, text)
+            self._out.add(PieceKind.CONTENT, text)
 
     def _after_call(self, text: str) -> str:
         """Return the content in `text`, which follows a call; the end of the section is dropped."""
@@ -416,8 +450,11 @@ class _Reader:
         if text.startswith(self._section_end):
             self._behind = None
             return text.removeprefix(self._section_end)
-        self._behind = text if self._section_end.startswith(text) else None
-        return text if self._behind is None else ""
+        if self._section_end.startswith(text):
+            self._behind = text
+            return ""
+        self._behind = None
+        return text
 
     def _give_behind(self) -> None:
         """Output the text held back after a call: it is not the end of a section."""
@@ -435,8 +472,10 @@ class _Reader:
 
     def _raw_call(self) -> list[str]:
         """Return the text of the unfinished call that was not yet sent, and forget it."""
-        raw = [] if self._given_up else [self._opening, *self._call]
+        raw = [self._opening, *self._call]
         self._call = []
+        if self._given_up:
+            return []
         return raw
 
     def _close(self, closing: str | None, complete: bool) -> str | None:
@@ -469,9 +508,8 @@ class _Reader:
         return True
 
     def _ends_within(self, text: str, is_open: bool) -> bool:
-        form = self._markup.form
-        if form is not None and form.syntax is not None:
-            return form.syntax.ends_within(text, is_open)
+        if self._syntax is not None:
+            return self._syntax.ends_within(text, is_open)
         return self._markup.json_calls and within_string(text, is_open)
 
     def _close_call(self, closing: str, is_complete: bool) -> str | None:
@@ -489,9 +527,8 @@ class _Reader:
             is_read = is_complete and self._output_calls(raw, body, closing)
         else:
             begin, end = within.ends[0]
-            form = self._markup.form
-            is_tagged = form is not None and isinstance(form.syntax, Tagged)
-            may_be_text = bool(closing) or not is_tagged  # else its value never ends
+            # else its value never ends
+            may_be_text = bool(closing) or not isinstance(self._syntax, Tagged)
             is_read = (may_be_text and not self._opens_call(body[end:])) and self._output_hiding(
                 body, closing, within
             )
@@ -503,7 +540,9 @@ class _Reader:
             if not self._output_calls(raw[:raw_end], body[:begin], body[begin:end]):
                 self._out.verbatim(raw[:raw_end])
             return raw[raw_end:]
-        later = self._later_opening(raw, opening) if is_complete else None
+        later = None
+        if is_complete:
+            later = self._later_opening(raw, opening)
         if later is None:
             self._out.verbatim(raw)
             return None
@@ -527,7 +566,7 @@ class _Reader:
 
     def _opens_call(self, text: str) -> bool:
         """Return whether another call of a tool begins in `text`."""
-        syntax = self._markup.form.syntax if self._markup.form is not None else None
+        syntax = self._syntax
         return isinstance(syntax, Tagged) and syntax.opening(text, 0, self._tools) is not None
 
     def _later_opening(self, raw: str, at: int) -> int | None:
@@ -535,11 +574,12 @@ class _Reader:
         if not self._again:
             return None
         self._again -= 1
-        syntax = self._markup.form.syntax if self._markup.form is not None else None
-        if isinstance(syntax, Tagged):
-            return syntax.opening(raw, at, self._tools)
+        if isinstance(self._syntax, Tagged):
+            return self._syntax.opening(raw, at, self._tools)
         match = self._template.fields[_CALLS].open_re.search(raw, at)
-        return int(match.start()) if match is not None else None
+        if match is None:
+            return None
+        return int(match.start())
 
     def _output_calls(
         self, raw: str, body: str, closing: str, hidden: tuple[str, str] = ("", "")
@@ -547,11 +587,12 @@ class _Reader:
         """Output the calls in a region; returns False if they cannot be read. hidden: a character
         of `body` and the one that it stands for.
         """
-        syntax = self._markup.form.syntax if self._markup.form is not None else None
         end = len(body)
-        if isinstance(syntax, Tagged):
+        if isinstance(self._syntax, Tagged):
             body += closing
-            end = len(body) if closing else syntax.rest(body)
+            end = len(body)
+            if not closing:
+                end = self._syntax.rest(body)
         calls = self._calls(raw, body[:end])
         if not calls:
             return False
@@ -560,7 +601,9 @@ class _Reader:
             calls = [replace(piece, text=piece.text.replace(*hidden)) for piece in calls]
             tail = tail.replace(*hidden)
         self._out.calls(calls)
-        self._behind = "" if self._section_end else None
+        self._behind = None
+        if self._section_end:
+            self._behind = ""
         self._out.add(PieceKind.CONTENT, tail)
         return True
 
@@ -572,30 +615,45 @@ class _Reader:
                 f"{name}{text}".encode()  # raises for a lone surrogate
         except Exception:
             return None
-        names = [name for name, _ in calls]
-        if not calls or not all(isinstance(name, str) and name for name in names):
-            return None
-        if not self._opening.strip() and not self._names.issuperset(names):
-            return None  # JSON without any markup is a call only if it names a tool
-        return [Piece(PieceKind.TOOL_CALL, text, name) for name, text in calls]
+        pieces: list[Piece] = []
+        for name, text in calls:
+            if not isinstance(name, str) or not name:
+                return None
+            if not self._opening.strip() and name not in self._names:
+                return None  # JSON without any markup is a call only if it names a tool
+            pieces.append(Piece(PieceKind.TOOL_CALL, text, name))
+        return pieces or None
 
     def _read(self, raw: str, body: str) -> list[tuple[str, str]]:
         """Return (name, arguments as JSON) of the calls in a region. Raises for unreadable ones."""
-        form = self._markup.form
-        if form is not None and form.syntax is not None:
-            return form.syntax.read(self._opening, body, self._tools)
-        message = parse_response(raw, self._markup.calls, self._tools if self._markup.typed else ())
-        functions = [call["function"] for call in _flat(message[_CALLS])]
-        texts = arguments_texts(body, [function.get("arguments") for function in functions])
+        if self._syntax is not None:
+            return self._syntax.read(self._opening, body, self._tools)
+        tools: Sequence[JsonObject] = ()
+        if self._markup.typed:
+            tools = self._tools
+        assert self._markup.calls is not None
+        message = parse_response(raw, self._markup.calls, tools)
+        names: list[str] = []
+        arguments: list[object] = []
+        for entry in message[_CALLS]:  # a region has one call, or a list
+            for call in entry if isinstance(entry, list) else [entry]:
+                names.append(call["function"]["name"])
+                arguments.append(call["function"].get("arguments"))
+        texts = arguments_texts(body, arguments)
         if texts is None:
             raise ValueError("arguments are not an object")
-        return list(zip([function["name"] for function in functions], texts, strict=True))
+        return list(zip(names, texts, strict=True))
+
+
+def _matched(pattern: AnswerPattern | None, text: str, at: int) -> str | None:
+    """Return what `pattern` matches at `at`; None if it does not, or there is no pattern."""
+    if pattern is None:
+        return None
+    match = pattern.match(text, at)
+    if match is None:
+        return None
+    return str(match.group())
 
 
 def _sliced(text: str, size: int) -> list[str]:
     return [text[at : at + size] for at in range(0, len(text), size)]
-
-
-def _flat(calls: list[Any]) -> list[Any]:
-    """Return the calls of all regions in one list; a region has one call, or a list."""
-    return [call for entry in calls for call in (entry if isinstance(entry, list) else [entry])]

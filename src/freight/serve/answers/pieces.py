@@ -4,10 +4,12 @@ them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Protocol
+from typing import Protocol
+
+from freight.base.fields import JsonObject
 
 
 class PieceKind(StrEnum):
@@ -39,15 +41,13 @@ class MessageParser(Protocol):
 
 # Makes a parser from the rendered prompt (None: unknown) and the request's tools (as in OpenAI's
 # API).
-ParserOf = Callable[[str | None, Sequence[Mapping[str, Any]]], MessageParser]
+ParserOf = Callable[[str | None, Sequence[JsonObject]], MessageParser]
 
 # Makes keyword arguments of StructuredOutputs for an answer that is a call, from the tools, the
 # names of which one must be called, whether several calls are allowed, and the rendered prompt
 # (None: unknown yet).
-ForcedCall = Callable[
-    [Sequence[Mapping[str, Any]], Sequence[str], bool, str | None], Mapping[str, Any]
-]
+ForcedCall = Callable[[Sequence[JsonObject], Sequence[str], bool, str | None], JsonObject]
 
 # Makes keyword arguments of StructuredOutputs for an answer that reasons and then has a form, from
 # the keyword arguments of that form and the rendered prompt.
-AfterReasoning = Callable[[Mapping[str, Any], str], Mapping[str, Any]]
+AfterReasoning = Callable[[JsonObject, str], JsonObject]

@@ -8,10 +8,11 @@ every family, and patterns that begin with `\\s*` take quadratic time on long ru
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
+from freight.base.fields import JsonDict, JsonObject
 from freight.serve.answers.listed_calls import ListedCalls
 from freight.serve.answers.tagged_calls import Literal, TokenIn
 
@@ -19,9 +20,7 @@ from freight.serve.answers.tagged_calls import Literal, TokenIn
 class Syntax(Protocol):
     """A syntax of calls for which a response template is not enough."""
 
-    def read(
-        self, opening: str, body: str, tools: Sequence[Mapping[str, Any]]
-    ) -> list[tuple[str, str]]:
+    def read(self, opening: str, body: str, tools: Sequence[JsonObject]) -> list[tuple[str, str]]:
         """Return (name, arguments as JSON) of the calls in a region. Raises ValueError and other
         Exceptions for malformed text.
         """
@@ -31,9 +30,7 @@ class Syntax(Protocol):
         text; is_open: whether it does so before.
         """
 
-    def part(
-        self, function: Mapping[str, Any], literal: Literal, token_in: TokenIn
-    ) -> Mapping[str, Any]:
+    def part(self, function: JsonObject, literal: Literal, token_in: TokenIn) -> JsonObject:
         """Return keyword arguments of StructuredOutputs for the arguments of `function`."""
 
 
@@ -53,7 +50,7 @@ class CallForm:
     most_calls   calls of a forced answer at most
     """
 
-    field: Mapping[str, Any]
+    field: JsonObject
     before_name: str
     before_arguments: str
     after_arguments: str
@@ -77,7 +74,7 @@ _DEEPSEEK_MARKERS = (
 )
 
 
-def _named(opening: str, closing: str) -> dict[str, Any]:
+def _named(opening: str, closing: str) -> JsonDict:
     """Build a field with JSON arguments between two patterns, the first of which has the group
     `name`.
     """

@@ -15,13 +15,15 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from difflib import SequenceMatcher
 from functools import cached_property
-from typing import Any
 
+from freight.base.fields import JsonObject, is_integer
 from freight.engine.grammar import WHITESPACE
 from freight.serve.answers.argument_types import (
     ANY,
     branches_of,
     constants_of,
+    mapping_of,
+    names_of,
     of_types,
     parameters_of,
     properties_of,
@@ -31,6 +33,7 @@ from freight.serve.answers.argument_types import (
     value_text,
     within,
 )
+from freight.serve.answers.scanner import Scanner
 
 # Literal: a text -> an expression of a grammar. TokenIn: a text -> the first marker in it that is
 # one token, as (text before it, token id, text behind it).
@@ -88,7 +91,9 @@ class Tagged:
     @cached_property
     def _key(self) -> tuple[str, str]:
         """The texts around the name of an argument, without the quotes that models forget."""
-        return self.key[0].rstrip('"'), ">" if self.strings else self.key[1].lstrip('"')
+        if self.strings:
+            return self.key[0].rstrip('"'), ">"
+        return self.key[0].rstrip('"'), self.key[1].lstrip('"')
 
     @cached_property
     def _head(self) -> tuple[str, str]:
@@ -138,28 +143,28 @@ class Tagged:
         """The key of any argument, as `_declared` recognizes that of a known one."""
         return re.compile(self._key_of(r"[^<>\s\"']{1,256}"))
 
-    def _call_ends(self, tools: Sequence[Mapping[str, Any]]) -> re.Pattern[str]:
+    def _call_ends(self, tools: Sequence[JsonObject]) -> re.Pattern[str]:
         """The end of a call: one of its closing tags, or the opening of a call of one of `tools`."""
         closing = _any_of(self._closings)
         opening = _any_of(self._openings)
         ends = [rf"(?:{closing})(?=\s*(?:{closing}|{opening}|\Z))", *self._named(tools)]
         return re.compile("|".join(ends))
 
-    def _named(self, tools: Sequence[Mapping[str, Any]]) -> list[str]:
+    def _named(self, tools: Sequence[JsonObject]) -> list[str]:
         """Return an expression of the opening of a call of one of `tools`; none without tools."""
-        names = [str((tool.get("function") or tool).get("name")) for tool in tools]
+        names = list(map(str, names_of(tools)))
         if not names:
             return []
-        before = "".join(
-            rf"(?:{re.escape(tag)}\s{{0,16}})?" for tag in (self.section[0], self.outer[0]) if tag
-        )
+        before = ""
+        for tag in filter(None, (self.section[0], self.outer[0])):
+            before += rf"(?:{re.escape(tag)}\s{{0,16}})?"
         head = rf"{re.escape(self._head[0])}[\"']?\s{{0,16}}(?:{_any_of(names)})[\"']?\s{{0,16}}"
         after = re.escape(self._head[1])
         if not self._head[1]:  # the name ends where something else begins
             after = rf"(?={_any_of((self._key[0], *self._closings, *self._openings))}|\Z)"
         return [rf"{_FREE}{before}{head}{after}"]
 
-    def opening(self, text: str, at: int, tools: Sequence[Mapping[str, Any]]) -> int | None:
+    def opening(self, text: str, at: int, tools: Sequence[JsonObject]) -> int | None:
         """Return where a call of one of `tools` begins in `text`, from `at` on."""
         for named in self._named(tools):
             match = re.compile(named).search(text, at)
@@ -175,71 +180,68 @@ class Tagged:
         closed = max((end.start() for end in self._ends_of_values(text)), default=-1)
         return opened > closed or (is_open and closed < 0)
 
-    def read(
-        self, opening: str, body: str, tools: Sequence[Mapping[str, Any]]
-    ) -> list[tuple[str, str]]:
+    def read(self, opening: str, body: str, tools: Sequence[JsonObject]) -> list[tuple[str, str]]:
         """Return (name, arguments as JSON) of the calls in a region. Raises ValueError.
 
         body  including the closing markup. A region with a missing tail goes on to the end of the
               next call, so it may have several calls.
         """
-        text = opening + body
-        at = 0
+        scan = Scanner(opening + body)
         marks = _Marks(
-            _Ahead(self._ends_of_values(text)), _Ahead(self._call_ends(tools).finditer(text))
+            _Ahead(self._ends_of_values(scan.text)),
+            _Ahead(self._call_ends(tools).finditer(scan.text)),
         )
         calls: list[tuple[str, str]] = []
-        while not calls or at < len(text):
-            if calls and not text.startswith(self._openings, at):
+        while not calls or not scan.is_at_end:
+            if calls and not scan.text.startswith(self._openings, scan.at):
                 raise ValueError("text between arguments, or after them")
-            name, at = self._read_name(text, at)
+            name = self._read_name(scan)
             root = parameters_of(tools, name)
             if name not in marks.keys:
-                marks.keys[name] = self._declared(properties_of(root, root), text)
-            arguments, at = self._read_arguments(text, at, root, marks, marks.keys[name])
-            calls.append((name, arguments))
+                marks.keys[name] = self._declared(properties_of(root, root), scan.text)
+            calls.append((name, self._read_arguments(scan, root, marks, marks.keys[name])))
             for mark in self._closings:
-                at = _skip(text, at)
-                at += len(mark) if text.startswith(mark, at) else 0
-            at = _skip(text, at)
+                scan.blanks()
+                scan.accept(mark)
+            scan.blanks()
         return calls
 
     def _read_arguments(
-        self,
-        text: str,
-        at: int,
-        root: Mapping[str, Any],
-        marks: _Marks,
-        keys: Mapping[str, Sequence[int]],
-    ) -> tuple[str, int]:
-        """Return the arguments from `at` on, as JSON, and their end."""
+        self, scan: Scanner, root: JsonObject, marks: _Marks, keys: Mapping[str, Sequence[int]]
+    ) -> str:
+        """Read the arguments that come next; returns them as JSON."""
         properties = properties_of(root, root)
         arguments: dict[str, str] = {}
-        while text.startswith(self._key[0], at := _skip(text, at)):
-            key, is_string, at = self._read_key(text, at)
+        scan.blanks()
+        while scan.accept(self._key[0]):
+            key, is_string = self._read_key(scan)
             types = _types(properties.get(key), root, is_string)
-            closed = marks.value_ends.first(at)
-            call_end = marks.call_ends.first(at)
-            limit = min((end.start() for end in (closed, call_end) if end), default=len(text))
-            following = _first_of(keys, at, but={key, *arguments})
-            begin = at
-            if following is not None and following < limit:
-                at = following
-                value = self._unclosed(text[begin:at])
-            elif closed is not None and closed.start() == limit:
-                at = closed.end()
-                value = self._closed(text[begin:limit])
-            elif call_end is not None and self._key[0] not in text[begin:limit]:
-                at = limit
-                # every forgotten tag leaves the end of its line
-                value = self._unclosed(text[begin:limit]).rstrip("\n")
-            else:
-                raise ValueError("a value without an end")
+            value = self._read_value(scan, marks, _first_of(keys, scan.at, but={key, *arguments}))
             arguments[key] = value_text(self._unpadded(value), types)
-        pairs = (
-            f"{json.dumps(key, ensure_ascii=False)}: {value}" for key, value in arguments.items()
-        )
-        return f"{{{', '.join(pairs)}}}", at
+            scan.blanks()
+        pairs = []
+        for key, value in arguments.items():
+            pairs.append(f"{json.dumps(key, ensure_ascii=False)}: {value}")
+        return f"{{{', '.join(pairs)}}}"
+
+    def _read_value(self, scan: Scanner, marks: _Marks, following: int | None) -> str:
+        """Read the value that comes next. following: where the next key of the tool is."""
+        text = scan.text
+        begin = scan.at
+        closed = marks.value_ends.first(begin)
+        call_end = marks.call_ends.first(begin)
+        limit = min(map(re.Match.start, filter(None, (closed, call_end))), default=len(text))
+        if following is not None and following < limit:
+            scan.at = following
+            return self._unclosed(text[begin:following])
+        if closed is not None and closed.start() == limit:
+            scan.at = closed.end()
+            return self._closed(text[begin:limit])
+        if call_end is not None and self._key[0] not in text[begin:limit]:
+            scan.at = limit
+            # every forgotten tag leaves the end of its line
+            return self._unclosed(text[begin:limit]).rstrip("\n")
+        raise ValueError("a value without an end")
 
     def _closed(self, value: str) -> str:
         """Return `value`, which ends before its closing tag. Raises ValueError if it is two values:
@@ -259,40 +261,41 @@ class Tagged:
             raise ValueError("text behind an argument")
         return value
 
-    def _read_key(self, text: str, at: int) -> tuple[str, bool | None, int]:
-        """Return the name of the argument whose key is at `at`, whether the markup says that it is
-        a string, and the beginning of its value.
+    def _read_key(self, scan: Scanner) -> tuple[str, bool | None]:
+        """Read the key that comes next, up to its value; returns the name of the argument, and
+        whether the markup says that it is a string.
         """
-        begin = at + len(self._key[0])
         # also where the end of the key is forgotten
-        mark = re.compile(_any_of(filter(None, (self._key[1], self.value[0])))).search(text, begin)
+        ends = re.compile(_any_of(filter(None, (self._key[1], self.value[0]))))
+        mark = ends.search(scan.text, scan.at)
         if mark is None:
             raise ValueError("a key without an end")
-        close = mark.start()
-        end = close if mark.group() == self.value[0] else mark.end()
-        key, is_string = self._attribute(text[begin:close])
+        attribute = self._attribute(scan.text[scan.at : mark.start()])
+        scan.at = mark.end()
+        if mark.group() == self.value[0]:
+            scan.at = mark.start()
         if self.value[0]:
-            end = _skip(text, end)
-        if not text.startswith(self.value[0], end):
+            scan.blanks()
+        if not scan.accept(self.value[0]):
             raise ValueError("a key without a value")
-        return key, is_string, end + len(self.value[0])
+        return attribute
 
-    def _read_name(self, text: str, at: int) -> tuple[str, int]:
-        at = text.index(self._head[0], at) + len(self._head[0])
+    def _read_name(self, scan: Scanner) -> str:
+        scan.until(self._head[0])
         if self._head[1]:
-            end = text.index(self._head[1], at)
             # `<invoke name="f"/>`: a call without arguments
-            written = _CLOSED_ITSELF.sub("", text[at:end])
-            return self._attribute(written)[0], end + len(self._head[1])
-        marks = (self._key[0], *self._closings, *self._openings)
-        mark = re.compile(_any_of(marks)).search(text, at)
-        end = len(text) if mark is None else mark.start()
-        name = text[at:end].strip()
+            written = _CLOSED_ITSELF.sub("", scan.until(self._head[1]))
+            return self._attribute(written)[0]
+        marks = _any_of((self._key[0], *self._closings, *self._openings))
+        mark = re.compile(rf"{marks}|\Z").search(scan.text, scan.at)
+        assert mark is not None
+        name = scan.text[scan.at : mark.start()].strip()
         if not re.fullmatch(r"[^\s<>{}\"]{1,256}", name):
             raise ValueError("no name")
-        return name, end
+        scan.at = mark.start()
+        return name
 
-    def _declared(self, properties: Mapping[str, Any], text: str) -> dict[str, list[int]]:
+    def _declared(self, properties: JsonObject, text: str) -> dict[str, list[int]]:
         """Return where the keys of `properties` are, in order, by name: a value whose closing tag
         is missing ends before one.
 
@@ -318,7 +321,7 @@ class Tagged:
     def rest(self, body: str) -> int:
         """Return the end of the calls in a region without closing markup."""
         marks = (self.value[1], *self._closings)
-        ends = [at + len(mark) for mark in marks if (at := body.rfind(mark)) >= 0]
+        ends = [body.rfind(mark) + len(mark) for mark in marks if mark in body]
         return max(ends, default=len(body))
 
     def _attribute(self, text: str) -> tuple[str, bool | None]:
@@ -333,35 +336,35 @@ class Tagged:
         if attributes is None:
             raise ValueError("no name")
         string = _IS_STRING.search(attributes["rest"])
-        return attributes["name"], None if string is None else string[1] == "true"
+        if string is None:
+            return attributes["name"], None
+        return attributes["name"], string[1] == "true"
 
     def _unpadded(self, text: str) -> str:
-        return text.removeprefix(self.pad).removesuffix(self.pad) if self.pad else text
+        return text.removeprefix(self.pad).removesuffix(self.pad)
 
-    def part(
-        self, function: Mapping[str, Any], literal: Literal, token_in: TokenIn
-    ) -> Mapping[str, Any]:
+    def part(self, function: JsonObject, literal: Literal, token_in: TokenIn) -> JsonObject:
         """Return keyword arguments of StructuredOutputs for the arguments of `function`.
 
         Arguments come in the order of the schema's properties. Strings are any text up to the
         closing tag, within minLength and maxLength; other values are JSON that satisfies the
         schema. Raises ValueError for a name that this markup cannot express.
         """
-        root = function.get("parameters")
-        root = root if isinstance(root, Mapping) else {}
+        root = mapping_of(function.get("parameters"))
         rules: list[str] = []
         shapes = []
         for properties, required in shapes_of(root, root):
             arguments = []
             for name, schema in properties.items():
-                number = len(rules)
                 self._check_name(name)
+                rule = f"argument_{len(rules)}"
+                resolved_schema = resolved(schema, root)
                 rules.append(
-                    self._argument(number, name, resolved(schema, root), root, literal, token_in)
+                    self._argument(len(rules), name, resolved_schema, root, literal, token_in)
                 )
-                arguments.append(
-                    f"argument_{number}" if name in required else f"argument_{number}?"
-                )
+                if name not in required:
+                    rule += "?"
+                arguments.append(rule)
             shapes.append(" ".join(arguments) or '""')
         return {"grammar": "\n".join([f"start: {' | '.join(shapes)}", *rules])}
 
@@ -369,8 +372,8 @@ class Tagged:
         self,
         number: int,
         name: str,
-        schema: Any,
-        root: Mapping[str, Any],
+        schema: JsonObject,
+        root: JsonObject,
         literal: Literal,
         token_in: TokenIn,
     ) -> str:
@@ -402,25 +405,22 @@ class Tagged:
         )
 
     def _before(self, name: str, string: str, literal: Literal) -> str:
-        key = f'{self.key[1]} string="{string}">' if self.strings else self.key[1]
+        key = self.key[1]
+        if self.strings:
+            key += f' string="{string}">'
         return literal(self.key[0] + name + key + self.gap + self.value[0] + self.pad)
 
     def _text(
-        self, number: str, schema: Mapping[str, Any], literal: Literal, token_in: TokenIn
+        self, number: str, schema: JsonObject, literal: Literal, token_in: TokenIn
     ) -> list[str]:
         """Return the rules of a string's text and of the end of its value."""
         name = f"text_{number}"
+        end = self.pad + self.value[1]
         constants = constants_of(schema)
         if constants:
-            return [
-                f"{name}: "
-                + " | ".join(
-                    literal(text + self.pad + self.value[1] + self.line) for text in constants
-                )
-            ]
-        return text_rules(
-            name, self.pad + self.value[1], self.line, bounds_of(schema), literal, token_in
-        )
+            choices = [literal(text + end + self.line) for text in constants]
+            return [f"{name}: {' | '.join(choices)}"]
+        return text_rules(name, end, self.line, bounds_of(schema), literal, token_in)
 
 
 def text_rules(
@@ -438,10 +438,11 @@ def text_rules(
     reads that as the end.
     """
     least, most = bounds
-    if (least, most) == (0, None):
-        text = "(?s:.)*"
-    else:
-        text = f"(?s:.){{{least},{'' if most is None else most}}}"
+    text = "(?s:.)*"
+    if most is not None:
+        text = f"(?s:.){{{least},{most}}}"
+    elif least > 0:
+        text = f"(?s:.){{{least},}}"
     rules = [f"{name}: {name}_a", f"{name}_a[suffix={json.dumps(end)}]: /{text}/"]
     split = token_in(end)
     if split is not None:
@@ -454,29 +455,32 @@ def text_rules(
 
 def _escaped(character: str) -> str:
     """Escape one character for a regular expression of the grammar."""
-    return character if character.isalnum() else f"\\x{{{ord(character):x}}}"
+    if character.isalnum():
+        return character
+    return f"\\x{{{ord(character):x}}}"
 
 
-def bounds_of(schema: Mapping[str, Any]) -> tuple[int, int | None]:
+def bounds_of(schema: JsonObject) -> tuple[int, int | None]:
     """Return minLength and maxLength of a string."""
-    bounds: list[int | None] = []
-    for word in ("minLength", "maxLength"):
-        value = schema.get(word)
-        known = (
-            isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _LONGEST_BOUND
-        )
-        bounds.append(value if known else None)
-    return bounds[0] or 0, bounds[1]
+    return _bound(schema.get("minLength")) or 0, _bound(schema.get("maxLength"))
 
 
-def _types(schema: Any, root: Mapping[str, Any], is_string: bool | None) -> frozenset[str]:
+def _bound(value: object) -> int | None:
+    if is_integer(value) and 0 <= value <= _LONGEST_BOUND:
+        return value
+    return None
+
+
+def _types(schema: object, root: JsonObject, is_string: bool | None) -> frozenset[str]:
     """Return the types of a value. The markup counts as far as the schema allows: models mark
     numbers as strings.
     """
     types = types_of(schema, root)
     if is_string and (not types or "string" in types):
         return frozenset(("string",))
-    return types or (ANY if is_string is False else types)
+    if is_string is False and not types:
+        return ANY
+    return types
 
 
 class _Ahead:
@@ -504,22 +508,14 @@ class _Marks:
 
 def _first_of(positions: Mapping[str, Sequence[int]], at: int, but: Collection[str]) -> int | None:
     """Return the first of `positions` from `at` on whose name is not in `but`."""
-    following = [
-        places[index]
-        for name, places in positions.items()
-        if name not in but and (index := bisect_left(places, at)) < len(places)
-    ]
+    following = []
+    for name, places in positions.items():
+        index = bisect_left(places, at)
+        if name not in but and index < len(places):
+            following.append(places[index])
     return min(following, default=None)
 
 
 def _any_of(texts: Iterable[str]) -> str:
     """Return a regular expression of any of `texts`, the longest that fits."""
     return "|".join(map(re.escape, sorted(texts, key=len, reverse=True)))
-
-
-def _skip(text: str, at: int) -> int:
-    match = _BLANKS.match(text, at)
-    return match.end() if match else at
-
-
-_BLANKS = re.compile(r"\s*")

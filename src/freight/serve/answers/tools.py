@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
+from freight.base.fields import JsonObject
 from freight.errors import RequestError
-from freight.serve.answers.argument_types import arguments_schema
+from freight.serve.answers.argument_types import arguments_schema, function_of
 from freight.serve.answers.call_families import (
     REASONING_PARSERS,
     TOOL_CALL_PARSERS,
@@ -31,6 +32,7 @@ from freight.structured import StructuredOutputs
 from freight.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("freight")
+T = TypeVar("T")
 
 
 class MessageFormat:
@@ -49,11 +51,12 @@ class MessageFormat:
         self._tokenizer = tokenizer
         self._markup = markup
         self._form = form
+        self._markers: Sequence[str] = () if form is None else form.markers
         self._reasoning = reasoning
         self.reads_calls = markup.with_calls is not None
         self.reads_reasoning = markup.reasoning is not None
 
-    def parser(self, prompt_text: str | None, tools: Sequence[Mapping[str, Any]]) -> MessageParser:
+    def parser(self, prompt_text: str | None, tools: Sequence[JsonObject]) -> MessageParser:
         """Return the parser of one answer; a `ParserOf`. Without tools, calls are content."""
         return self._markup.parser(prompt_text, tools)
 
@@ -65,7 +68,7 @@ class MessageFormat:
 
     def forced_call(
         self,
-        tools: Sequence[Mapping[str, Any]],
+        tools: Sequence[JsonObject],
         names: Sequence[str],
         parallel: bool,
         *,
@@ -98,7 +101,7 @@ class MessageFormat:
             "parts": parts,
         }
 
-    def _arguments(self, form: CallForm, function: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _arguments(self, form: CallForm, function: JsonObject) -> JsonObject:
         """Return the form of the arguments of `function`. Raises ApiError 400 for a schema without
         a possible grammar.
         """
@@ -113,7 +116,7 @@ class MessageFormat:
                 400, f"tools: {function.get('name')!r:.80}: {error}", param="tools"
             ) from None
 
-    def after_reasoning(self, form: Mapping[str, Any], in_reasoning: bool) -> Mapping[str, Any]:
+    def after_reasoning(self, form: JsonObject, in_reasoning: bool) -> JsonObject:
         """Return keyword arguments of StructuredOutputs for reasoning and then `form`.
 
         form          keyword arguments of StructuredOutputs, without parts
@@ -129,16 +132,16 @@ class MessageFormat:
 
     def call_to(
         self,
-        tools: Sequence[Mapping[str, Any]],
+        tools: Sequence[JsonObject],
         names: Sequence[str],
         parallel: bool,
         prompt_text: str | None,
-    ) -> Mapping[str, Any]:
+    ) -> JsonObject:
         """Return `forced_call` for an answer to this prompt; a `ForcedCall`."""
         in_reasoning = prompt_text is not None and self.ends_in_reasoning(prompt_text)
         return self.forced_call(tools, names, parallel, in_reasoning=in_reasoning)
 
-    def form_to(self, form: Mapping[str, Any], prompt_text: str) -> Mapping[str, Any]:
+    def form_to(self, form: JsonObject, prompt_text: str) -> JsonObject:
         """Return `after_reasoning` for an answer to this prompt; an `AfterReasoning`."""
         return self.after_reasoning(form, self.ends_in_reasoning(prompt_text))
 
@@ -146,27 +149,26 @@ class MessageFormat:
         """Return the expression of the reasoning at the beginning of an answer, and the rules that
         it needs.
         """
-        return (
-            "think" if in_reasoning else f"({self._literal(tags[0])} think)?",
-            self._reasoning_rules(tags[1]),
-        )
+        think = "think"
+        if not in_reasoning:
+            think = f"({self._literal(tags[0])} think)?"
+        return think, self._reasoning_rules(tags[1])
 
     def _grammar(
         self,
         form: CallForm,
-        functions: Sequence[Mapping[str, Any]],
+        functions: Sequence[JsonObject],
         parallel: bool,
         in_reasoning: bool,
     ) -> str:
         """Return the grammar, in llguidance's Lark dialect, with the parts `@arguments_0`,
         `@arguments_1`, ...
         """
-        more = form.most_calls - 1 if parallel else 0
         body = [self._literal(form.opening), "call"]
-        if more:
-            body.append(f"({self._literal(form.between)} call){{0,{more}}}")
+        if parallel and form.most_calls > 1:
+            body.append(f"({self._literal(form.between)} call){{0,{form.most_calls - 1}}}")
         body.append(self._literal(form.closing))
-        rules = [" ".join(part for part in body if part)]
+        rules = [_words(body)]
         if self._reasoning is not None:
             think, more_rules = self._think(self._reasoning, in_reasoning)
             rules[0] = f"{think} {rules[0]}"
@@ -175,9 +177,7 @@ class MessageFormat:
         before = self._literal(form.before_name)
         after = self._literal(form.after_arguments)
         rules.append(f"call: {before} function {after}".rstrip())
-        rules.append(
-            "function: " + " | ".join(f"function_{index}" for index in range(len(functions)))
-        )
+        choices = []
         for index, function in enumerate(functions):
             name = str(function["name"])
             if form.quoted:
@@ -185,8 +185,9 @@ class MessageFormat:
             head = self._literal(name + form.before_arguments)
             if form.numbered:
                 head = f"{self._literal(f'{name}:')} /[0-9]{{1,3}}/ {self._literal(form.before_arguments)}"
-            rules.append(f"function_{index}: {head} @arguments_{index}")
-        return "\n".join(rule for rule in rules if rule)
+            choices.append(f"function_{index}: {head} @arguments_{index}")
+        names = " | ".join(choice.partition(":")[0] for choice in choices)
+        return "\n".join(filter(None, [*rules, f"function: {names}", *choices]))
 
     def _reasoning_rules(self, closing: str) -> tuple[str, str]:
         """Return the rule `think` (the rest of the reasoning, its closing tag and a blank line),
@@ -203,7 +204,9 @@ class MessageFormat:
         the grammar.
         """
         token = self._token_of(closing)
-        return "" if token is None else f" | THOUGHT <[{token}]>"
+        if token is None:
+            return ""
+        return f" | THOUGHT <[{token}]>"
 
     def _literal(self, text: str) -> str:
         """Return `text` as an expression of the grammar; "" for "".
@@ -211,25 +214,31 @@ class MessageFormat:
         A marker that is one token may also come as that token: llguidance never matches a string
         against a special token, and it treats every added token like `<tool_call>` as special.
         """
-        for marker in [*(self._form.markers if self._form else ()), *(self._reasoning or ())]:
-            token = self._token_of(marker) if marker in text else None
-            if token is not None:
-                before, after = text.split(marker, 1)
-                either = f"(<[{token}]> | {json.dumps(marker)})"
-                return " ".join(
-                    part for part in (self._literal(before), either, self._literal(after)) if part
-                )
-        return json.dumps(text, ensure_ascii=False) if text else ""
+        if not text:
+            return ""
+        markers = (*self._markers, *(self._reasoning or ()))
+        marker, token = next(self._tokens_in(text, markers), ("", -1))
+        if not marker:
+            return json.dumps(text, ensure_ascii=False)
+        before, after = text.split(marker, 1)
+        either = f"(<[{token}]> | {json.dumps(marker)})"
+        return _words((self._literal(before), either, self._literal(after)))
+
+    def _tokens_in(self, text: str, markers: Sequence[str]) -> Iterator[tuple[str, int]]:
+        """Yield those of `markers` that are in `text` and one token, with that token."""
+        for marker in markers:
+            if marker in text:
+                token = self._token_of(marker)
+                if token is not None:
+                    yield marker, token
 
     def _token_in(self, text: str) -> tuple[str, int, str] | None:
         """Return the first marker in `text` that is one token: the text before it, the token, the
         text behind it.
         """
         places: list[tuple[int, str, int]] = []
-        for marker in self._form.markers if self._form else ():
-            token = self._token_of(marker) if marker in text else None
-            if token is not None:
-                places.append((text.index(marker), marker, token))
+        for marker, token in self._tokens_in(text, self._markers):
+            places.append((text.index(marker), marker, token))
         if not places:
             return None
         at, marker, token = min(places)
@@ -237,7 +246,13 @@ class MessageFormat:
 
     def _token_of(self, marker: str) -> int | None:
         ids = self._tokenizer.encode(marker, add_special_tokens=False)
-        return ids[0] if len(ids) == 1 else None
+        if len(ids) != 1:
+            return None
+        return ids[0]
+
+
+def _words(parts: Iterable[str]) -> str:
+    return " ".join(filter(None, parts))
 
 
 def parser_for(
@@ -249,11 +264,9 @@ def parser_for(
     """
     form = form_of(tokenizer.chat_template_source)
     tags = tags_of(tokenizer.chat_template_source)
-    template = (
-        tokenizer.response_template
-        if tool_call_parser is None and reasoning_parser is None
-        else None
-    )
+    template = None
+    if tool_call_parser is None and reasoning_parser is None:
+        template = tokenizer.response_template
     form = _chosen(TOOL_CALL_PARSERS.get(tool_call_parser or ""), form)
     tags = _chosen(REASONING_PARSERS.get(reasoning_parser or ""), tags)
     pair = None if tags is None else (tags.opens[0], tags.closes[0])
@@ -266,7 +279,9 @@ def parser_for(
             )
         else:
             pair = _tags(template["fields"].get(markup.reasoning)) or pair
-            return MessageFormat(tokenizer, markup, form if _reads(markup, form) else None, pair)
+            if not _reads(markup, form):
+                form = None
+            return MessageFormat(tokenizer, markup, form, pair)
     if form is None and tags is None:
         return None
     return MessageFormat(
@@ -274,11 +289,14 @@ def parser_for(
     )
 
 
-def _chosen(offered: Sequence[Any] | None, value: Any) -> Any:
-    """Return `found` if the name offers it, or if no name was given; else the first form that the
+def _chosen(offered: Sequence[Any] | None, value: T) -> T:
+    """Return `value` if the name offers it, or if no name was given; else the first form that the
     name offers.
     """
-    return value if offered is None or value in offered else offered[0]
+    if offered is None or value in offered:
+        return value
+    chosen: T = offered[0]
+    return chosen
 
 
 def _tags(field: object) -> tuple[str, str] | None:
@@ -305,14 +323,12 @@ def _reads(markup: Markup, form: CallForm | None) -> bool:
     return [(piece.name, piece.text) for piece in pieces] == [("f", '{"a": 1}')]
 
 
-def forced_functions(
-    tools: Sequence[Mapping[str, Any]], names: Sequence[str]
-) -> list[Mapping[str, Any]]:
+def forced_functions(tools: Sequence[JsonObject], names: Sequence[str]) -> list[JsonObject]:
     """Return the functions of `names`, each once; `tools` as in OpenAI's API.
 
     Raises ApiError 400 for a name that is not in `tools`, and for no names.
     """
-    functions = {function.get("name"): function for function in map(_function, tools)}
+    functions = {function.get("name"): function for function in map(function_of, tools)}
     for name in names:
         if name not in functions:
             raise ApiError(
@@ -321,8 +337,3 @@ def forced_functions(
     if not names:
         raise ApiError(400, "tool_choice forces a call, and tools is empty", param="tool_choice")
     return [functions[name] for name in dict.fromkeys(names)]
-
-
-def _function(tool: Mapping[str, Any]) -> Mapping[str, Any]:
-    function = tool.get("function")
-    return function if isinstance(function, Mapping) else tool

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
-from json.decoder import scanstring  # type: ignore[attr-defined]  # the decoder's own, which gives the end too
-from typing import Any
+from collections.abc import Iterator, Sequence
+
+from freight.base.fields import JsonDict
+from freight.serve.answers.argument_types import strict_json
+from freight.serve.answers.scanner import Scanner
 
 _BLANKS = " \t\r\n"
 _QUOTE = re.compile(r'\\.|"', re.DOTALL)
 
 
-def arguments_texts(body: str, arguments: list[Any]) -> list[str] | None:
+def arguments_texts(body: str, arguments: Sequence[object]) -> list[str] | None:
     """Return the JSON texts of the arguments of several calls, or None if one is not an object.
 
     body: the text that the model wrote between the tags of the calls. If it is JSON, arguments are
@@ -22,31 +24,31 @@ def arguments_texts(body: str, arguments: list[Any]) -> list[str] | None:
     """
     try:
         written = list(_objects(body))
-    except (ValueError, IndexError):
+    except ValueError:
         written = []
     texts = []
-    at = 0
     for value in arguments:
         if value is None or value == "":
-            texts.append("{}")
+            text = "{}"
         elif isinstance(value, str):
-            if not isinstance(_loads(value), dict):
-                return None
-            texts.append(value)
-        elif isinstance(value, dict):
-            match_index = next(
-                (index for index in range(at, len(written)) if written[index][1] == value), None
-            )
-            if match_index is None:
-                text = json.dumps(value, ensure_ascii=False, allow_nan=False)
-            else:
-                text = written[match_index][0]
-                at = match_index + 1
-            _loads(text)
-            texts.append(text)
+            text = value
         else:
+            text = _written_as(value, written)
+        if not isinstance(strict_json(text), dict):
             return None
+        texts.append(text)
     return texts
+
+
+def _written_as(value: object, written: list[tuple[str, JsonDict]]) -> str:
+    """Return the text of the first object in `written` that equals `value`, which is removed with
+    those before it; what json.dumps writes if there is none.
+    """
+    for index, (text, written_value) in enumerate(written):
+        if written_value == value:
+            del written[: index + 1]
+            return text
+    return json.dumps(value, ensure_ascii=False, allow_nan=False)
 
 
 def within_string(text: str, is_open: bool) -> bool:
@@ -57,58 +59,50 @@ def within_string(text: str, is_open: bool) -> bool:
     return is_open != bool(quotes % 2)
 
 
-def _loads(text: str) -> Any:
-    return json.loads(text, parse_constant=_refuse)
-
-
-def _refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is not JSON")
-
-
-def _objects(text: str) -> Iterator[tuple[str, Any]]:
+def _objects(text: str) -> Iterator[tuple[str, JsonDict]]:
     """Yield the objects that may be arguments, with their text: `text` itself, its members, and
     members of the objects in it.
     """
     value = json.loads(text)
-    start = _skip(text, 0)
+    text = text.strip(_BLANKS)
     if isinstance(value, list):
-        for at, end in _elements(text, start):
-            yield from _members(text, at, end)
+        for at in _elements(text):
+            yield from _members(text, at)
     elif isinstance(value, dict):
-        yield from _members(text, start, len(text.rstrip(_BLANKS)))
-        yield text.strip(_BLANKS), value
+        yield from _members(text, 0)
+        yield text, value
 
 
-def _elements(text: str, at: int) -> Iterator[tuple[int, int]]:
-    """Yield the begin and the end of each element of the array at `at`."""
-    decoder = json.JSONDecoder()
-    at = _skip(text, at + 1)
-    while text[at] != "]":
-        _, end = decoder.raw_decode(text, at)
-        yield at, end
-        at = _skip(text, end)
-        if text[at] == ",":
-            at = _skip(text, at + 1)
+def _elements(text: str) -> Iterator[int]:
+    """Yield the beginning of each element of the array `text`."""
+    scan = Scanner(text)
+    scan.expect("[", "no array")
+    while not scan.accept("]"):
+        yield scan.at
+        _value_in(scan)
 
 
-def _members(text: str, at: int, end: int) -> Iterator[tuple[str, Any]]:
-    """Yield the members of the object at `at` that are objects."""
-    decoder = json.JSONDecoder()
-    if text[at] != "{":
+def _members(text: str, at: int) -> Iterator[tuple[str, JsonDict]]:
+    """Yield the members that are objects, if an object is at `at`."""
+    scan = Scanner(text, at)
+    if not scan.accept("{"):
         return
-    at = _skip(text, at + 1)
-    while text[at] != "}" and at < end:
-        _, at = scanstring(text, at + 1, True)
-        at = _skip(text, _skip(text, at) + 1)  # the colon
-        value, stop = decoder.raw_decode(text, at)
+    scan.blanks()
+    while not scan.accept("}"):
+        scan.json()
+        scan.blanks()
+        scan.expect(":", "no colon")
+        begin = scan.at
+        value, end = _value_in(scan)
         if isinstance(value, dict):
-            yield text[at:stop], value
-        at = _skip(text, stop)
-        if text[at] == ",":
-            at = _skip(text, at + 1)
+            yield text[begin:end], value
 
 
-def _skip(text: str, at: int) -> int:
-    while text[at : at + 1] in _BLANKS and at < len(text):
-        at += 1
-    return at
+def _value_in(scan: Scanner) -> tuple[object, int]:
+    """Read a value of an array or an object, and the comma behind it; returns its end too."""
+    value = scan.json()
+    end = scan.at
+    scan.blanks()
+    if scan.accept(","):
+        scan.blanks()
+    return value, end

@@ -9,8 +9,8 @@ import logging
 import re
 import uuid
 from dataclasses import asdict, dataclass
-from typing import Any
 
+from freight.base.fields import JsonDict
 from freight.outputs import EngineStats
 from freight.serve.observe.state import cache_use, prefix_hit_rate, rates
 
@@ -49,14 +49,18 @@ class RequestLine:
 
 def request_id_of(header: str | None) -> str:
     """Return the client's X-Request-Id if it is 1 to 128 of A-Z a-z 0-9 . _ -, else a new one."""
-    return header if header is not None and _ID.fullmatch(header) else uuid.uuid4().hex
+    if header is not None and _ID.fullmatch(header):
+        return header
+    return uuid.uuid4().hex
 
 
 def loggable(param: str | None) -> str | None:
     """Return the path of a field if it is safe to log, else "other": a client may send any text as
     a name.
     """
-    return param if param is None or _PARAM.fullmatch(param) else "other"
+    if param is None or _PARAM.fullmatch(param):
+        return param
+    return "other"
 
 
 def trace_id_of(header: str | None) -> str | None:
@@ -77,21 +81,25 @@ def log_request(line: RequestLine) -> None:
     if line.code is None:
         for name in ("route", "code", "param"):
             del fields[name]
-    logger.log(
-        logging.WARNING if line.status >= 500 else logging.INFO, "request", extra={"fields": fields}
-    )
+    level = logging.INFO
+    if line.status >= 500:
+        level = logging.WARNING
+    logger.log(level, "request", extra={"fields": fields})
 
 
 def summary(
     stats: EngineStats, previous: EngineStats | None, seconds: float
-) -> tuple[int, dict[str, Any]]:
+) -> tuple[int, JsonDict]:
     """Return the level and the fields of the summary line, for the `seconds` since `previous`.
 
     The level is DEBUG if the engine did nothing and has nothing to do.
     """
     done = rates(stats, previous, seconds)
     idle = not (stats.running or stats.waiting or done.prompt_tokens or done.generated_tokens)
-    return logging.DEBUG if idle else logging.INFO, {
+    level = logging.INFO
+    if idle:
+        level = logging.DEBUG
+    return level, {
         "running": stats.running,
         "waiting": stats.waiting,
         "cache_use": round(cache_use(stats), 4),

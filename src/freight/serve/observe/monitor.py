@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Any
 
 from freight import __version__
+from freight.base.fields import JsonDict
 from freight.outputs import EngineStats
 from freight.serve.observe.log import SECONDS_BETWEEN_SUMMARIES, log_summary
 from freight.serve.observe.metrics import Metrics, ModelFacts
@@ -22,7 +22,7 @@ class Monitor:
     """`state` is the latest; `next_state` waits for the next one."""
 
     def __init__(self, service: Service, metrics: Metrics) -> None:
-        self.state: dict[str, Any] = {}
+        self.state: JsonDict = {}
         self._service = service
         self._metrics = metrics
         self._cache: CacheFacts | None = None
@@ -48,7 +48,7 @@ class Monitor:
             ModelFacts(self._cache, facts.max_model_len, __version__, facts.fingerprint)
         )
 
-    async def next_state(self) -> dict[str, Any]:
+    async def next_state(self) -> JsonDict:
         await self._tick.wait()
         return self.state
 

@@ -7,8 +7,8 @@ ever negative.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
+from freight.base.fields import JsonDict
 from freight.outputs import EngineStats
 
 
@@ -44,11 +44,18 @@ class Rates:
 
     @property
     def prompt_tokens_per_s(self) -> float:
-        return self.prompt_tokens / self.seconds if self.seconds > 0 else 0.0
+        return ratio(self.prompt_tokens, self.seconds)
 
     @property
     def generated_tokens_per_s(self) -> float:
-        return self.generated_tokens / self.seconds if self.seconds > 0 else 0.0
+        return ratio(self.generated_tokens, self.seconds)
+
+
+def ratio(part: float, total: float) -> float:
+    """Return part / total; 0 if the total is not positive."""
+    if total <= 0:
+        return 0.0
+    return part / total
 
 
 def rates(stats: EngineStats, previous: EngineStats | None, seconds: float) -> Rates:
@@ -64,19 +71,19 @@ def cache_use(stats: EngineStats) -> float:
     """Return the share of the cache that requests hold, 0 to 1. Blocks kept only for prefix hits
     count as free.
     """
-    return stats.held_tokens / stats.capacity_tokens if stats.capacity_tokens else 0.0
+    return ratio(stats.held_tokens, stats.capacity_tokens)
 
 
 def prefix_hit_rate(stats: EngineStats) -> float:
     """Return the share of looked-up prompt tokens that were found since the start, 0 to 1; 0 before
     the first lookup.
     """
-    return stats.prefix_hits / stats.prefix_queries if stats.prefix_queries else 0.0
+    return ratio(stats.prefix_hits, stats.prefix_queries)
 
 
 def engine_state(
     stats: EngineStats, previous: EngineStats | None, seconds: float, facts: CacheFacts
-) -> dict[str, Any]:
+) -> JsonDict:
     """Return the engine's state for the page's live view, for json.dumps.
 
     `previous`: the stats of `seconds` seconds ago. Rates are in tokens per second.
@@ -103,4 +110,6 @@ def engine_state(
 
 
 def _rise(now: int, before: int) -> int:
-    return now - before if now >= before else now
+    if now < before:  # of a new engine
+        return now
+    return now - before

@@ -14,8 +14,8 @@ import signal
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from itertools import islice
-from typing import Any
 
+from freight.base.fields import JsonDict
 from freight.serve.anthropic.messages_request import parse_messages
 from freight.serve.app import Parse
 from freight.serve.call import Call
@@ -117,7 +117,7 @@ class _Batch:
         self._on_progress = on_progress
         self._limits = HttpLimits()
         self._places = asyncio.Semaphore(at_once)
-        self._answers: asyncio.Queue[asyncio.Task[dict[str, Any]] | None] = asyncio.Queue(_AHEAD)
+        self._answers: asyncio.Queue[asyncio.Task[JsonDict] | None] = asyncio.Queue(_AHEAD)
 
     async def run(self, lines: Iterable[InputLine]) -> None:
         try:
@@ -136,11 +136,11 @@ class _Batch:
             self._out.write(json_bytes(entry) + b"\n")
             self._count(entry)
 
-    async def _answer(self, line: InputLine) -> dict[str, Any]:
+    async def _answer(self, line: InputLine) -> JsonDict:
         """Answer one line. Raises ApiError 503 when the engine is gone."""
         request_id = line.id.removeprefix("batch_req_")
         custom_id: object = None
-        response: dict[str, Any] | None = None
+        response: JsonDict | None = None
         fault: ApiError | None = None
         try:
             content = parse_object(line.raw, self._limits)
@@ -162,7 +162,7 @@ class _Batch:
         return {"id": line.id, "custom_id": custom_id, "response": response, "error": failure}
 
     async def _respond(
-        self, url: str, body: dict[str, Any], request_id: str
+        self, url: str, body: JsonDict, request_id: str
     ) -> tuple[int, object, ApiError | None]:
         """Answer one request; returns the status, the body, and the error in it, if any."""
         service = self._service
@@ -203,7 +203,7 @@ class _Batch:
         finally:
             answer.close(status)
 
-    def _count(self, entry: dict[str, Any]) -> None:
+    def _count(self, entry: JsonDict) -> None:
         counts = self._counts
         counts.answered += 1
         counts.failed += entry["error"] is not None
@@ -217,7 +217,7 @@ class _Batch:
         self._on_progress(counts.before + counts.answered)
 
 
-def _parts(content: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+def _parts(content: JsonDict) -> tuple[str, JsonDict]:
     """Return the url and the body of a line. Raises ApiError if the line is not a request."""
     custom_id = content.get("custom_id")
     method = content.get("method")

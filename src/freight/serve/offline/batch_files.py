@@ -57,13 +57,16 @@ class BatchInput:
         Refuses a file that cannot be read, one without any JSON object, a duplicate custom_id, and
         a file in which no line asks for one of `models`.
         """
-        self._name = "standard input" if str(path) == "-" else str(path)
+        self._name = str(path)
+        # Standard input is kept: the lines are read twice.
+        self._given: bytes | None = None
+        if self._name == "-":
+            self._name = "standard input"
+            self._given = sys.stdin.buffer.read()
         self._options = hashlib.sha256(json.dumps(options, sort_keys=True).encode()).hexdigest()[
             :_OPTIONS
         ]
         self._path = path
-        # Standard input is kept: the lines are read twice.
-        self._given = sys.stdin.buffer.read() if str(path) == "-" else None
         self.ids: list[str] = []
         seen: dict[str, int] = {}  # custom_id -> the number of its line
         self._fault: str | None = None  # the reason why the first bad line is not an object

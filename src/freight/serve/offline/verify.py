@@ -23,6 +23,7 @@ from itertools import islice
 from reprlib import repr as show
 from typing import TYPE_CHECKING, Any
 
+from freight.base.fields import JsonDict, JsonObject
 from freight.base.version import version
 from freight.engine.verification import (
     NO_SEED,
@@ -36,6 +37,7 @@ from freight.engine.verification import (
     unknown,
 )
 from freight.errors import CapacityError, RequestError, legible
+from freight.sampling import SamplingParams
 from freight.serve.answers.answer_format import AnswerFormat, answer_format
 from freight.serve.app import Parse
 from freight.serve.call import (
@@ -49,13 +51,15 @@ from freight.serve.call import (
 from freight.serve.limits import ServingLimits, check_scores
 from freight.serve.openai.chat_request import parse_chat
 from freight.serve.openai.completion_request import parse_completion
+from freight.serve.prompt_ids import read_prompt
 from freight.serve.rendering.renderer import Renderer
-from freight.serve.serving import read_template
+from freight.serve.serving import read_template, with_format
 from freight.serve.settings import ServerSettings
 from freight.serve.transport.errors import ApiError
 from freight.serve.transport.slices import json_bytes
 from freight.settings.engine import EngineArgs
 from freight.structured import StructuredOutputs
+from freight.text.chat_text import ChatText
 
 if TYPE_CHECKING:
     from freight.engine.engine import Engine
@@ -77,16 +81,15 @@ _LOGPROB = re.compile(
     r"\.choices\[(\d+)\]\.logprobs\.(?:token_logprobs\[(\d+)\]|content\[(\d+)\]\.logprob)"
 )
 
-Json = Any
-_Path = tuple[str, Json, Json]  # where two values differ, the one stated, and the one found
+_Path = tuple[str, object, Any]  # where two values differ, the one stated, and the one found
 
 
 @dataclass(frozen=True)
 class Stated:
     """A request and its answer, as they are in a file. `tokens`: those of each choice, in order."""
 
-    request: Mapping[str, Json]
-    response: Mapping[str, Json]
+    request: JsonObject
+    response: JsonObject
     parse: Parse
     fingerprint: str
     tokens: tuple[tuple[int, ...], ...]
@@ -120,24 +123,26 @@ def read_stated(content: object) -> Stated | Verification:
     choices = response.get("choices")
     if not isinstance(choices, list) or not choices:
         return unknown("the response has no `choices`")
-    tokens = [_token_ids(choice) for choice in choices]
-    if None in tokens:
-        return unknown(
-            "the response has no `token_ids`; send `return_token_ids`: true with requests that are to be verified"
-        )
+    tokens: list[tuple[int, ...]] = []
+    for choice in choices:
+        ids = _token_ids(choice)
+        if ids is None:
+            return unknown(
+                "the response has no `token_ids`; send `return_token_ids`: true with requests that are to be verified"
+            )
+        tokens.append(ids)
     if any(choice.get("finish_reason") is None for choice in choices):
         return unknown(
             "a choice has no `finish_reason`: it is a part of a streamed answer, and the complete one is needed"
         )
-    known = tuple(token for token in tokens if token is not None)
-    return Stated(request, response, _KINDS[kind], fingerprint, known)
+    return Stated(request, response, _KINDS[kind], fingerprint, tuple(tokens))
 
 
 def _token_ids(choice: object) -> tuple[int, ...] | None:
     ids = choice.get("token_ids") if isinstance(choice, Mapping) else None
-    if not isinstance(ids, list) or not all(type(token) is int for token in ids):
-        return None
-    return tuple(ids)
+    if isinstance(ids, list) and set(map(type, ids)) <= {int}:
+        return tuple(ids)
+    return None
 
 
 @dataclass(frozen=True)
@@ -154,10 +159,13 @@ class Verifier:
     """Checks answers with one engine, which it has alone."""
 
     def __init__(
-        self, engine: Engine, served: Served, new_renderer: Callable[[], Renderer] | None
+        self,
+        engine: Engine,
+        served: Served,
+        new_renderer: Callable[[], Renderer | None],
     ) -> None:
-        """new_renderer: makes what renders conversations and checks grammars; None without a
-        tokenizer, where there are neither.
+        """new_renderer: makes what renders conversations and checks grammars; it returns None
+        without a tokenizer, where there are neither.
         """
         self.engine = engine
         self.served = replace(served, unknown_fields="ignore", strict_schemas=False)
@@ -167,7 +175,7 @@ class Verifier:
 
     def results(self, contents: Iterable[object]) -> Iterator[Verification]:
         """Yield a result for each `read_stated` object, in order. Not for use within an event loop."""
-        renderer = self.new_renderer() if self.new_renderer is not None else None
+        renderer = self.new_renderer()
         source = iter(contents)
         begun: list[_Begun | Verification] = []
         with asyncio.Runner() as runner:
@@ -179,10 +187,11 @@ class Verifier:
                     while self.engine.has_unfinished:
                         self.engine.step(quiet_until=math.inf)
                     for entry in begun:
-                        yield entry if isinstance(entry, Verification) else self._end(entry)
+                        yield self._end(entry)
             finally:
                 for entry in begun:  # those that nobody read are in the engine still
-                    self._release(entry.names if isinstance(entry, _Begun) else ())
+                    if isinstance(entry, _Begun):
+                        self._release(entry.names)
                 if renderer is not None:
                     runner.run(renderer.close())
 
@@ -208,7 +217,9 @@ class Verifier:
         if isinstance(named, str):
             served = replace(served, names=(named,))
         call = stated.parse(dict(stated.request), served, self._limits)
-        work = [await self._tokenized(prompt_work, renderer) for prompt_work in call.work]
+        work = []
+        for prompt_work in call.work:
+            work.append(await self._tokenized(prompt_work, renderer))
         check_scores(work, self._limits)
         # calls of tools are named after the answer
         name = str(stated.response.get("id", "")).partition("-")[2]
@@ -221,7 +232,9 @@ class Verifier:
             return fault
         fault = _prompts_differ(stated, work)
         if fault is not None:
-            return unknown(_CLOCK) if any(map(self._reads_clock, call.work)) else fault
+            if any(map(self._reads_clock, call.work)):
+                return unknown(_CLOCK)
+            return fault
         for item in work:
             if item.params.structured_outputs is not None and renderer is not None:
                 form = StructuredOutputs.of(item.params.structured_outputs)
@@ -246,36 +259,39 @@ class Verifier:
         return "strftime_now" in tokenizer.chat_template_source
 
     async def _tokenized(self, work: Work, renderer: Renderer | None) -> TokenizedWork:
-        """Return what `Service.tokenize` does."""
+        """Return what `Service.tokenize` does, without a deadline."""
+        render = partial(self._render, renderer)
+        prompt = await read_prompt(work, self.engine.intake, render, self._encode)
+        params = replace(prompt.params, timeout_s=None)
+        return TokenizedWork(prompt.text, tuple(prompt.token_ids), params)
+
+    async def _render(self, renderer: Renderer | None, conversation: Conversation) -> ChatText:
         tokenizer = self.served.tokenizer
-        prompt = work.prompt
-        params = work.params
-        text = None
-        ids = prompt
-        if isinstance(prompt, Conversation):
-            if tokenizer is None or not tokenizer.has_chat_template:
-                raise RequestError("the model has no chat template")
-            assert renderer is not None
-            chat = await renderer.render(prompt)
-            text = chat.text
-            ids = tokenizer.encode_chat(chat, bool(work.add_special_tokens))
-            params = params if work.params_of is None else work.params_of(text)
-        elif isinstance(prompt, str):
-            if tokenizer is None:
-                raise RequestError("a text prompt needs a tokenizer")
-            text = prompt
-            ids = tokenizer.encode(prompt, work.add_special_tokens is not False)
-        assert not isinstance(ids, str | Conversation)
-        left = self.engine.intake.cut(ids, params)
-        if len(left) < len(ids) and isinstance(prompt, str):
-            text = None
-        return TokenizedWork(text, tuple(left), replace(params, timeout_s=None))
+        if tokenizer is None or not tokenizer.has_chat_template:
+            raise RequestError("the model has no chat template")
+        assert renderer is not None
+        return await renderer.render(conversation)
+
+    async def _encode(
+        self, text: str | ChatText, add_special_tokens: bool, params: SamplingParams
+    ) -> tuple[Sequence[int], int]:
+        del params  # nothing is left out before it is cut
+        tokenizer = self.served.tokenizer
+        if tokenizer is None:
+            raise RequestError("a text prompt needs a tokenizer")
+        if isinstance(text, ChatText):
+            token_ids = tokenizer.encode_chat(text, add_special_tokens)
+        else:
+            token_ids = tokenizer.encode(text, add_special_tokens)
+        return token_ids, len(token_ids)
 
     def _release(self, names: Sequence[str]) -> None:
         for name in names:
             self.engine.release(name)
 
-    def _end(self, begun: _Begun) -> Verification:
+    def _end(self, begun: _Begun | Verification) -> Verification:
+        if isinstance(begun, Verification):
+            return begun
         redrawn = [self.engine.redrawn(name) for name in begun.names]
         self._release(begun.names)
         first = 0
@@ -284,11 +300,14 @@ class Verifier:
             redrawn, _by_prompt(begun.stated, begun.work), strict=True
         ):
             drawn = draws_differ(redrawn_prompt, answers, first) or _goes_on(redrawn_prompt, first)
-            differences += [] if drawn is None else [drawn]
+            if drawn is not None:
+                differences.append(drawn)
             first += len(answers)
         # one that differs is refuted, whatever cannot be said of the others
         differences.sort(key=lambda redrawn_prompt: redrawn_prompt.outcome is not Outcome.DIFFERS)
-        return differences[0] if differences else _compare(begun, redrawn)
+        if differences:
+            return differences[0]
+        return _compare(begun, redrawn)
 
 
 def _compare(begun: _Begun, redrawn: Sequence[Redrawn]) -> Verification:
@@ -298,8 +317,8 @@ def _compare(begun: _Begun, redrawn: Sequence[Redrawn]) -> Verification:
     for index, redrawn_prompt in enumerate(redrawn):
         reply.advance(index, redrawn_prompt.group.delta(redrawn_prompt.group.completions, 0.0))
     body = json.loads(json_bytes(reply.body()))
-    stated_body = {key: value for key, value in stated.response.items() if key not in _NAMES}
-    expected = {key: value for key, value in body.items() if key not in _NAMES}
+    stated_body = _without(stated.response, _NAMES)
+    expected = _without(body, _NAMES)
     if stated_body.get("usage") is None:
         del expected["usage"]  # one whose stream was joined may have none
     for stated_choice, choice in zip(stated_body["choices"], expected["choices"], strict=True):
@@ -311,7 +330,11 @@ def _compare(begun: _Begun, redrawn: Sequence[Redrawn]) -> Verification:
     return _in_words(difference, stated)
 
 
-def _counted(body: Mapping[str, Json]) -> dict[str, Json]:
+def _without(fields: JsonObject, names: frozenset[str]) -> JsonDict:
+    return {name: value for name, value in fields.items() if name not in names}
+
+
+def _counted(body: JsonObject) -> JsonDict:
     """Return a body without the counts that its request does not decide."""
     usage = body.get("usage")
     if not isinstance(usage, Mapping):
@@ -319,8 +342,7 @@ def _counted(body: Mapping[str, Json]) -> dict[str, Json]:
     counts = dict(usage)
     for name in _DETAILS:
         if isinstance(details := usage.get(name), Mapping):
-            left = {key: count for key, count in details.items() if key not in _OF_ITS_RUN}
-            counts[name] = left or None
+            counts[name] = _without(details, _OF_ITS_RUN) or None
     return {**body, "usage": counts}
 
 
@@ -332,23 +354,23 @@ def _shape_differs(
     if len(stated.tokens) != count:
         return differs(f"the request asks for {count} choices, and {len(stated.tokens)} are stated")
     for index, tokens in enumerate(stated.tokens):
-        outside = [token for token in tokens if not 0 <= token < vocab_size]
-        if outside:
-            return differs(
-                f"choice {index}: token {show(outside[0])} is not in the vocabulary", index
-            )
+        for token in tokens:
+            if not 0 <= token < vocab_size:
+                return differs(
+                    f"choice {index}: token {show(token)} is not in the vocabulary", index
+                )
     return None
 
 
 def _prompts_differ(stated: Stated, work: Sequence[TokenizedWork]) -> Verification | None:
     """Compare the tokens of prompts, as far as they are stated."""
     ids = stated.response.get("prompt_token_ids")
-    all_stated = [ids] if ids is not None else []
+    all_stated = [ids]
     if ids is None:
         all_stated = [choice.get("prompt_token_ids") for choice in stated.response["choices"]]
-    expected = [
-        list(prompt_work.token_ids) for prompt_work in work for _ in range(prompt_work.params.n)
-    ]
+    expected: list[list[int]] = []
+    for prompt_work in work:
+        expected += [list(prompt_work.token_ids)] * prompt_work.params.n
     for stated_ids, expected_ids in zip(all_stated, expected, strict=False):
         if stated_ids is not None and stated_ids != expected_ids:
             return differs(
@@ -359,10 +381,13 @@ def _prompts_differ(stated: Stated, work: Sequence[TokenizedWork]) -> Verificati
 
 
 def _where_lists_differ(stated: object, expected: Sequence[int]) -> str:
-    if not isinstance(stated, list) or len(stated) != len(expected):
-        count = len(stated) if isinstance(stated, list) else 0
-        return f"{count} are stated, and it has {len(expected)}"
-    at = next(index for index, token in enumerate(expected) if stated[index] != token)
+    if not isinstance(stated, list):
+        return f"0 are stated, and it has {len(expected)}"
+    if len(stated) != len(expected):
+        return f"{len(stated)} are stated, and it has {len(expected)}"
+    at = 0
+    while stated[at] == expected[at]:
+        at += 1
     return f"token {at} is stated as {show(stated[at])}, and is {expected[at]}"
 
 
@@ -384,7 +409,7 @@ def _goes_on(redrawn: Redrawn, first: int) -> Verification | None:
     return None
 
 
-def _first_difference(stated: Json, expected: Json, path: str) -> _Path | None:
+def _first_difference(stated: object, expected: Any, path: str) -> _Path | None:
     """Return where two JSON values differ first; null and an absent key are the same."""
     if isinstance(stated, dict) and isinstance(expected, dict):
         for key in dict.fromkeys((*expected, *stated)):
@@ -400,8 +425,9 @@ def _first_difference(stated: Json, expected: Json, path: str) -> _Path | None:
                 return inner
         return None
     # 1 is not true, and 1.0 is 1
-    same = stated == expected and isinstance(stated, bool) == isinstance(expected, bool)
-    return None if same else (path, stated, expected)
+    if stated == expected and isinstance(stated, bool) == isinstance(expected, bool):
+        return None
+    return path, stated, expected
 
 
 def _in_words(difference: _Path, stated: Stated) -> Verification:
@@ -421,6 +447,10 @@ def _in_words(difference: _Path, stated: Stated) -> Verification:
     return logprob_differs(index, position - echoed, token, stated_value, expected)
 
 
+def _no_renderer() -> None:
+    return None
+
+
 def verifier_of(args: EngineArgs, settings: ServerSettings | None = None) -> Verifier:
     """Load a model; returns what checks answers of a server of it with these settings.
 
@@ -437,9 +467,10 @@ def verifier_of(args: EngineArgs, settings: ServerSettings | None = None) -> Ver
     engine, config = start_engine(opened)
     tokenizer = engine.tokenizer
     form: AnswerFormat | None = None
-    new_renderer: Callable[[], Renderer] | None = None
+    new_renderer: Callable[[], Renderer | None] = _no_renderer
     if tokenizer is not None:
-        tokenizer = tokenizer if template is None else tokenizer.with_chat_template(template)
+        if template is not None:
+            tokenizer = tokenizer.with_chat_template(template)
         form = answer_format(tokenizer, settings.tool_call_parser, settings.reasoning_parser)
         folder = opened.tokenizer_folder()
         assert folder is not None
@@ -460,8 +491,5 @@ def verifier_of(args: EngineArgs, settings: ServerSettings | None = None) -> Ver
         defaults=sampling_defaults(generation),
         fingerprint=fingerprint(opened, config, opened.kernels(config), version()),
         stop_token_ids=opened.stop_token_ids(),
-        parser_of=None if form is None else form.parser,
-        forced_call=None if form is None else form.call_to,
-        after_reasoning=None if form is None or not form.reads_reasoning else form.form_to,
     )
-    return Verifier(engine, served, new_renderer)
+    return Verifier(engine, with_format(served, form), new_renderer)

@@ -15,12 +15,13 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any, Protocol, cast
 from weakref import WeakSet
 
+from freight.base.fields import JsonDict, JsonObject
 from freight.engine.intake import AcceptedPrompt
 from freight.errors import CapacityError, EngineError, FreightError, RequestError
 from freight.outputs import EngineStats, RequestDelta
@@ -55,7 +56,7 @@ class WorkerOptions:
                        never
     """
 
-    engine_args: Mapping[str, Any]
+    engine_args: JsonObject
     random_weights: str | None = None
     log_level: int = logging.INFO
     log_format: str = "text"
@@ -223,9 +224,9 @@ class EngineClient(asyncio.BufferedProtocol):
         if self.state not in (EngineState.READY, EngineState.STALLED):
             return 0.0
         silent = self._silence.tick(now)
-        self.state = (
-            EngineState.STALLED if silent > self._options.stall_timeout else EngineState.READY
-        )
+        self.state = EngineState.READY
+        if silent > self._options.stall_timeout:
+            self.state = EngineState.STALLED
         if not self._is_ping_pending:
             self._is_ping_pending = True
             self._send([wire.PING])
@@ -282,7 +283,9 @@ class EngineClient(asyncio.BufferedProtocol):
         assert self._process is not None
         ending = asyncio.get_running_loop().create_task(_end_of(self._process))
         await asyncio.wait((ending,), timeout=_SOON)
-        how = f" with {describe_exit(ending.result())}" if ending.done() else ""
+        how = ""
+        if ending.done():
+            how = f" with {describe_exit(ending.result())}"
         for running in self._running.values():
             running.fail(NotReadyError(self.state, how))
         self._running.clear()
@@ -374,7 +377,7 @@ async def _end_of(process: subprocess.Popen[bytes]) -> int:
     return status
 
 
-def _resolve(waiting: asyncio.Future[wire.EngineFacts], facts: dict[str, Any]) -> None:
+def _resolve(waiting: asyncio.Future[wire.EngineFacts], facts: JsonDict) -> None:
     """Resolve a future with facts, unless it was cancelled because the parent is shutting down."""
     if not waiting.done():
         waiting.set_result(wire.facts_from_json(facts))
@@ -382,10 +385,16 @@ def _resolve(waiting: asyncio.Future[wire.EngineFacts], facts: dict[str, Any]) -
 
 def _flags() -> list[str]:
     """Return the interpreter options of this process that change what code does: -O and -X dev."""
-    optimize = ["-" + "O" * sys.flags.optimize] if sys.flags.optimize else []
-    return [*optimize, *(["-X", "dev"] if sys.flags.dev_mode else [])]
+    flags = []
+    if sys.flags.optimize:
+        flags.append("-" + "O" * sys.flags.optimize)
+    if sys.flags.dev_mode:
+        flags += ["-X", "dev"]
+    return flags
 
 
 def describe_exit(status: int) -> str:
     """Return 'signal 9' or 'exit status 1'."""
-    return f"signal {-status}" if status < 0 else f"exit status {status}"
+    if status < 0:
+        return f"signal {-status}"
+    return f"exit status {status}"

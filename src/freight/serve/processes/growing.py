@@ -13,6 +13,7 @@ import contextlib
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from freight.engine.intake import AcceptedPrompt
 from freight.errors import RequestError
@@ -30,6 +31,7 @@ from freight.serve.processes.client import Running
 from freight.text.logprobs import to_logprobs
 from freight.text.tokenizer import Tokenizer
 
+T = TypeVar("T")
 Waiter = asyncio.Future[None]
 
 
@@ -91,9 +93,15 @@ class _Completion:
             list(self.token_ids),
             self.finish_reason,
             self.stop_reason,
-            None if self.logprobs is None else list(self.logprobs),
+            _copy(self.logprobs),
             self.error,
         )
+
+
+def _copy(logprobs: list[T] | None) -> list[T] | None:
+    if logprobs is None:
+        return None
+    return list(logprobs)
 
 
 class Growing:
@@ -130,9 +138,9 @@ class Growing:
         ]
         self._cached = 0
         self._scores: list[Scores] = []  # that `_prompt_logprobs` has not
-        self._prompt_logprobs: list[TokenLogprobs | None] | None = (
-            None if params.prompt_logprobs is None else [None]
-        )
+        self._prompt_logprobs: list[TokenLogprobs | None] | None = None
+        if params.prompt_logprobs is not None:
+            self._prompt_logprobs = [None]
         self.is_finished = False
 
     def put(self, index: int, delta: RequestDelta) -> None:
@@ -209,6 +217,6 @@ class Growing:
             prompt_token_ids=self._prompt_token_ids,
             outputs=[completion.output() for completion in self._completions],
             finished=self.is_finished and self._error is None,
-            prompt_logprobs=None if self._prompt_logprobs is None else list(self._prompt_logprobs),
+            prompt_logprobs=_copy(self._prompt_logprobs),
             num_cached_tokens=self._cached,
         )

@@ -10,12 +10,11 @@ import json
 import logging
 import re
 import sys
-from collections.abc import Mapping
 from contextvars import ContextVar
 from datetime import UTC, datetime
 from enum import StrEnum
-from typing import Any
 
+from freight.base.fields import JsonDict, JsonObject
 from freight.base.start_log import log_to_stderr
 from freight.errors import legible
 
@@ -38,11 +37,11 @@ class LogFormat(StrEnum):
     PLAIN = "plain"
 
 
-def _fields_of(record: logging.LogRecord) -> dict[str, Any]:
+def _fields_of(record: logging.LogRecord) -> JsonDict:
     """The fields of an event, and the ids of the request that is being handled and of its trace, if
     there are any.
     """
-    fields: Mapping[str, Any] = getattr(record, "fields", {})
+    fields: JsonObject = getattr(record, "fields", {})
     handled = {"request_id": current_request.get(), "trace_id": current_trace.get()}
     return {**{name: value for name, value in handled.items() if value is not None}, **fields}
 

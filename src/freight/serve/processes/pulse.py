@@ -41,15 +41,22 @@ class Progress:
         have been paused.
         """
         passed = min(now - self._seen, _BETWEEN_PINGS)
-        self._long = self._long + passed if began == self._turn else 0.0
         has_computed = used - self._used > _WORKS * passed
-        self._still = 0.0 if began != self._turn or has_computed else self._still + passed
+        self._long += passed
+        self._still += passed
+        if began != self._turn:
+            self._long = 0.0
+            self._still = 0.0
+        elif has_computed:
+            self._still = 0.0
         self._turn = began
         self._seen = now
         self._used = used
         if began is None:
             return 0.0
-        return self._long if self._on_gpu and self._long > _LONGEST_ON_GPU else self._still
+        if self._on_gpu and self._long > _LONGEST_ON_GPU:
+            return self._long
+        return self._still
 
 
 class Silence:

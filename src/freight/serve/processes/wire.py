@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from array import array
 from base64 import b64decode, b64encode
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, astuple, dataclass, fields, replace
-from typing import Any
+from typing import Any, TypeVar
 
+from freight.base.fields import JsonDict, JsonObject
 from freight.errors import (
     CapacityError,
     CheckpointError,
@@ -36,6 +37,9 @@ from freight.outputs import (
 )
 from freight.sampling import SamplingParams
 from freight.structured import StructuredOutputs
+
+T = TypeVar("T")
+Entry = tuple[int, float, int, str | None]  # a token, log-probability, rank and text
 
 CAP = 1 << 28  # bytes of a message
 MOST_ENTRIES = 8192  # log-probabilities in a message, roughly: some 200 KB, more with their texts
@@ -74,8 +78,8 @@ class EngineFacts:
     vocab_size: int
     max_model_len: int
     stop_token_ids: tuple[int, ...]
-    defaults: Mapping[str, Any]
-    kv_cache: Mapping[str, Any]
+    defaults: JsonObject
+    kv_cache: JsonObject
     kernels: str = ""
     fingerprint: str = ""
     reproducible: bool = False
@@ -98,8 +102,10 @@ _ERRORS = {
 
 def error_to_json(error: FreightError) -> list[str]:
     """The name of its class, as far as Freight's callers know it, and its message."""
-    known = [kind.__name__ for kind in type(error).__mro__ if kind.__name__ in _ERRORS]
-    return [known[0] if known else FreightError.__name__, str(error)]
+    for kind in type(error).__mro__:
+        if kind.__name__ in _ERRORS:
+            return [kind.__name__, str(error)]
+    return [FreightError.__name__, str(error)]
 
 
 def error_from_json(kind: str, message: str) -> FreightError:
@@ -108,27 +114,29 @@ def error_from_json(kind: str, message: str) -> FreightError:
 
 def exit_status(error: FreightError) -> int:
     """Of a process that ends by `error`: 2 for what was asked for, 1 for what was found."""
-    return 2 if isinstance(error, ConfigError | RequestError) else 1
+    if isinstance(error, ConfigError | RequestError):
+        return 2
+    return 1
 
 
-def facts_to_json(facts: EngineFacts) -> dict[str, Any]:
+def facts_to_json(facts: EngineFacts) -> JsonDict:
     return asdict(facts)
 
 
-def facts_from_json(value: Mapping[str, Any]) -> EngineFacts:
+def facts_from_json(value: JsonObject) -> EngineFacts:
     return EngineFacts(**{**value, "stop_token_ids": tuple(value["stop_token_ids"])})
 
 
 _DEFAULTS = {f.name: getattr(SamplingParams(), f.name) for f in fields(SamplingParams)}
 
 
-def params_to_json(params: SamplingParams) -> dict[str, Any]:
+def params_to_json(params: SamplingParams) -> JsonDict:
     """Return the fields that are not at their default."""
-    changed = {
-        name: getattr(params, name)
-        for name, value in _DEFAULTS.items()
-        if getattr(params, name) != value
-    }
+    changed: JsonDict = {}
+    for name, default in _DEFAULTS.items():
+        value = getattr(params, name)
+        if value != default:
+            changed[name] = value
     if "structured_outputs" in changed:
         changed["structured_outputs"] = StructuredOutputs.of(changed["structured_outputs"]).given()
     if "logit_bias" in changed:
@@ -137,7 +145,7 @@ def params_to_json(params: SamplingParams) -> dict[str, Any]:
     return changed
 
 
-def params_from_json(value: Mapping[str, Any]) -> SamplingParams:
+def params_from_json(value: JsonObject) -> SamplingParams:
     """Build the parameters from `params_to_json`. They were valid when they were sent."""
     values = dict(value)
     if "logit_bias" in values:
@@ -161,8 +169,7 @@ def step_messages(
             continue
         for part in _parts(delta):
             plain_deltas.append(delta_to_json(part))
-            room -= 0 if part.scores is None else len(part.scores.ids)
-            room -= sum(_num_entries(output.logprobs or ()) for output in part.outputs)
+            room -= _num_entries(part)
             if room <= 0:
                 yield [STEPPED, plain_deltas, []]
                 plain_deltas = []
@@ -170,8 +177,13 @@ def step_messages(
     yield [STEPPED, plain_deltas, steps]
 
 
-def _num_entries(logprobs: Sequence[TokenLogprobs]) -> int:
-    return sum(map(len, logprobs))
+def _num_entries(delta: RequestDelta) -> int:
+    count = 0
+    if delta.scores is not None:
+        count = len(delta.scores.ids)
+    for output in delta.outputs:
+        count += sum(map(len, output.logprobs or ()))
+    return count
 
 
 def _parts(delta: RequestDelta) -> Iterator[RequestDelta]:
@@ -200,7 +212,9 @@ def stats_to_json(stats: EngineStats) -> list[Any]:
 
 def stats_from_json(value: Sequence[Any]) -> EngineStats:
     *_, store = value
-    return replace(EngineStats(*value), store=None if store is None else StoreStats(*store))
+    if store is not None:
+        store = StoreStats(*store)
+    return replace(EngineStats(*value), store=store)
 
 
 _PLAIN = (False, None, None, None, None, 0, None, None)
@@ -224,28 +238,32 @@ def delta_to_json(delta: RequestDelta) -> list[Any]:
     plain = _plain_to_json(delta)
     if plain is not None:
         return plain
-    scores = delta.scores
-    times = delta.times
     return [
         delta.request_id,
-        [
-            [
-                output.index,
-                output.token_ids,
-                output.text,
-                output.finish_reason,
-                output.stop_reason,
-                output.error,
-                None if output.logprobs is None else [_entries(entry) for entry in output.logprobs],
-            ]
-            for output in delta.outputs
-        ],
+        list(map(_output_to_json, delta.outputs)),
         delta.finished,
-        None
-        if scores is None
-        else [scores.width, _packed(scores.ids), _packed(scores.logprobs), _packed(scores.ranks)],
+        _optional(_scores_to_json, delta.scores),
         delta.num_cached_tokens,
-        None if times is None else list(astuple(times)),
+        _optional(astuple, delta.times),
+    ]
+
+
+def _optional(convert: Callable[[T], object], value: T | None) -> object:
+    """Return what `convert` makes of a value; None for None."""
+    if value is None:
+        return None
+    return convert(value)
+
+
+def _output_to_json(output: CompletionDelta) -> list[object]:
+    return [
+        output.index,
+        output.token_ids,
+        output.text,
+        output.finish_reason,
+        output.stop_reason,
+        output.error,
+        _optional(_logprobs_to_json, output.logprobs),
     ]
 
 
@@ -255,29 +273,37 @@ def delta_from_json(value: Sequence[Any]) -> RequestDelta:
         plain = CompletionDelta(0, token_ids, text, None, None, None, None)
         return RequestDelta(request_id, [plain], False, None, cached, None)
     request_id, outputs, finished, scores, cached, times = value
-    return RequestDelta(
-        request_id,
-        [
-            CompletionDelta(
-                index,
-                token_ids,
-                text,
-                None if logprobs is None else [_logprobs(entry) for entry in logprobs],
-                None if reason is None else FinishReason(reason),
-                stop,
-                error,
-            )
-            for index, token_ids, text, reason, stop, error, logprobs in outputs
-        ],
-        finished,
-        None if scores is None else _scores(*scores),
-        cached,
-        None if times is None else RequestTimes(*times),
+    if scores is not None:
+        scores = _scores(*scores)
+    if times is not None:
+        times = RequestTimes(*times)
+    completions = [_output(*output) for output in outputs]
+    return RequestDelta(request_id, completions, finished, scores, cached, times)
+
+
+def _output(
+    index: int,
+    token_ids: list[int],
+    text: str,
+    reason: str | None,
+    stop_reason: int | str | None,
+    error: str | None,
+    logprobs: list[list[Entry]] | None,
+) -> CompletionDelta:
+    return CompletionDelta(
+        index,
+        token_ids,
+        text,
+        None if logprobs is None else list(map(_logprobs, logprobs)),
+        None if reason is None else FinishReason(reason),
+        stop_reason,
+        error,
     )
 
 
-def _packed(column: array[Any]) -> str:
-    return b64encode(column.tobytes()).decode("ascii")
+def _scores_to_json(scores: Scores) -> list[object]:
+    columns = (scores.ids, scores.logprobs, scores.ranks)
+    return [scores.width, *(b64encode(column.tobytes()).decode("ascii") for column in columns)]
 
 
 def _scores(width: int, *columns: str) -> Scores:
@@ -285,12 +311,16 @@ def _scores(width: int, *columns: str) -> Scores:
     return Scores(width, array("i", ids), array("f", logprobs), array("i", ranks))
 
 
-def _entries(entry: TokenLogprobs) -> list[list[Any]]:
+def _logprobs_to_json(logprobs: Sequence[TokenLogprobs]) -> list[list[Entry]]:
+    return list(map(_entries, logprobs))
+
+
+def _entries(logprobs: TokenLogprobs) -> list[Entry]:
     return [
-        [token, logprob.logprob, logprob.rank, logprob.decoded_token]
-        for token, logprob in entry.items()
+        (token, logprob.logprob, logprob.rank, logprob.decoded_token)
+        for token, logprob in logprobs.items()
     ]
 
 
-def _logprobs(entries: Sequence[Sequence[Any]]) -> TokenLogprobs:
+def _logprobs(entries: Sequence[Entry]) -> TokenLogprobs:
     return {token: Logprob(logprob, rank, text) for token, logprob, rank, text in entries}

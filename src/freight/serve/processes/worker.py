@@ -10,6 +10,7 @@ blocked.
 from __future__ import annotations
 
 from freight.base.descent import ENDING, end_with_parent
+from freight.base.fields import JsonDict
 
 if __name__ == "__main__":
     end_with_parent()  # before imports that take long
@@ -131,7 +132,7 @@ class Channel:
 
 
 def _build(
-    channel: Channel, args: dict[str, Any], options: dict[str, Any], commands: SimpleQueue[Command]
+    channel: Channel, args: JsonDict, options: JsonDict, commands: SimpleQueue[Command]
 ) -> Loop:
     """Load the model, reporting progress to the parent; returns the Loop."""
     from freight.engine.build import cache_facts, start_engine

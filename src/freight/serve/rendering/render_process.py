@@ -12,6 +12,7 @@ parent, and keeps no request.
 from __future__ import annotations
 
 from freight.base.descent import ENDING, end_with_parent
+from freight.base.fields import JsonDict, JsonObject
 
 if __name__ == "__main__":
     end_with_parent()  # before imports that take long
@@ -50,16 +51,16 @@ class Answers:
     An answer with "last": True is the last one: memory ran out, and the process ends after it.
     """
 
-    def __init__(self, settings: Mapping[str, Any]) -> None:
+    def __init__(self, settings: JsonObject) -> None:
         """Load the tokenizer. Raises CheckpointError if there is none in the folder."""
         self._settings = settings
         self._tokenizer = Tokenizer.load(settings["folder"])
         if settings["chat_template"] is not None:
             self._tokenizer = self._tokenizer.with_chat_template(settings["chat_template"])
         self._tokenizer.prepare_chat()
-        self._check: Callable[[Mapping[str, Any]], None] | None = None  # made for the first grammar
+        self._check: Callable[[JsonObject], None] | None = None  # made for the first grammar
 
-    def answer(self, request: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    def answer(self, request: JsonObject) -> Iterator[JsonDict]:
         """Yield the messages of an answer."""
         try:
             yield from self._answered(request)
@@ -74,7 +75,7 @@ class Answers:
         except MemoryError:
             yield {"refused": "it takes too much memory", "last": True}
 
-    def _answered(self, request: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    def _answered(self, request: JsonObject) -> Iterator[JsonDict]:
         if "conversation" in request:
             chat = self._render(request["conversation"])
             yield from _parts(chat.plain)
@@ -94,7 +95,7 @@ class Answers:
             self._check_grammar(request["grammar"])
             yield {"value": None}
 
-    def _render(self, conversation: Mapping[str, Any]) -> ChatText:
+    def _render(self, conversation: JsonObject) -> ChatText:
         values = conversation["template_values"]
         for name in _OWN_NAMES:
             if name in values:
@@ -132,7 +133,7 @@ class Answers:
         prompt = text if plain is None else _chat_text(text, plain)
         return Tokenize("", **asked).parts(prompt, self._tokenizer, max_model_len)
 
-    def _check_grammar(self, outputs: Mapping[str, Any]) -> None:
+    def _check_grammar(self, outputs: JsonObject) -> None:
         if self._check is None:
             settings = self._settings
             module, name = settings["grammar_checker"].split(":")
@@ -148,7 +149,7 @@ def _chat_text(text: str, plain: list[list[int]]) -> ChatText:
     return ChatText(text, tuple((begin, end) for begin, end in plain))
 
 
-def _parts(entries: Sequence[Any]) -> Iterator[dict[str, Any]]:
+def _parts(entries: Sequence[Any]) -> Iterator[JsonDict]:
     for begin in range(0, len(entries), _PART):
         yield {"part": entries[begin : begin + _PART]}
 

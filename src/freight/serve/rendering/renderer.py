@@ -17,10 +17,11 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from freight.base.fields import JsonDict, JsonObject
 from freight.serve.call import Conversation
 from freight.serve.processes import frames
 from freight.serve.processes.children import spawn
@@ -205,7 +206,7 @@ class Renderer:
                 param=param,
             ) from None
 
-    async def check_grammar(self, outputs: Mapping[str, Any], key: str | None = None) -> None:
+    async def check_grammar(self, outputs: JsonObject, key: str | None = None) -> None:
         """Compile a grammar (`SamplingParams.structured_outputs`) and drop it.
 
         Raises ApiError: 400 for a grammar that cannot be used, or is too large to compile within
@@ -265,12 +266,12 @@ class Renderer:
             raise ApiError(400, reply["refused"], param=param)
         return reply["value"]
 
-    def _exchanged(self, exchange: asyncio.Task[dict[str, Any]]) -> None:
+    def _exchanged(self, exchange: asyncio.Task[JsonDict]) -> None:
         self._turns.release()
         if not exchange.cancelled():
             exchange.exception()  # marks it as retrieved: there may be no waiter any more
 
-    async def _exchange(self, frame: bytes, take: Callable[[Any], None]) -> dict[str, Any]:
+    async def _exchange(self, frame: bytes, take: Callable[[Any], None]) -> JsonDict:
         process = await self._ready()
         try:
             async with asyncio.timeout(self.deadline_s):
@@ -327,7 +328,7 @@ class Renderer:
         return await process.end()
 
 
-def _written(text: str | ChatText) -> dict[str, Any]:
+def _written(text: str | ChatText) -> JsonDict:
     if isinstance(text, ChatText):
         return {"text": text.text, "plain": text.plain}
     return {"text": text, "plain": None}
@@ -386,16 +387,14 @@ class _Process:
         reader, writer = await asyncio.open_unix_connection(sock=ours)
         return cls(popen, reader, writer)
 
-    async def ask(
-        self, frame: bytes, take: Callable[[Any], None] = lambda part: None
-    ) -> dict[str, Any]:
+    async def ask(self, frame: bytes, take: Callable[[Any], None] = lambda part: None) -> JsonDict:
         """Send a frame; returns the reply, after `take` got the parts that came before it. Raises
         FrameError, and OSError if the process ended.
         """
         self._writer.write(frame)
         await self._writer.drain()
         while True:
-            reply: dict[str, Any] | None = await anext(self._messages, None)
+            reply: JsonDict | None = await anext(self._messages, None)
             if reply is None:
                 raise ConnectionResetError("the process ended")
             if "part" not in reply:

@@ -17,6 +17,7 @@ from functools import partial
 from itertools import accumulate
 from typing import Any, NoReturn
 
+from freight.base.fields import JsonDict
 from freight.base.files import DuplicateNameError, unique_names
 from freight.serve.transport.errors import ApiError
 from freight.serve.transport.head import body_too_large
@@ -97,7 +98,7 @@ def _check_type(values: dict[bytes, str]) -> None:
         raise ApiError(415, f"Content-Encoding is {encoding[:100]!r}; send the body as it is")
 
 
-def parse_object(body: bytes, limits: HttpLimits) -> dict[str, Any]:
+def parse_object(body: bytes, limits: HttpLimits) -> JsonDict:
     """Parse a JSON object. Raises ApiError with status 400, also for a name that comes twice in one
     object: a proxy that checked the other value would not have checked this one.
     """
@@ -155,7 +156,7 @@ def _without_strings(body: bytes) -> bytes:
     return b"".join(parts)
 
 
-def _object_of(pairs: list[tuple[str, Any]], limits: HttpLimits) -> dict[str, Any]:
+def _object_of(pairs: list[tuple[str, Any]], limits: HttpLimits) -> JsonDict:
     if len(pairs) > limits.json_names:
         raise ApiError(
             400,

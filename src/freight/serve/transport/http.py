@@ -21,6 +21,7 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.server import ServerState
 
+from freight.base.fields import JsonDict
 from freight.serve.transport.errors import ApiError
 from freight.serve.transport.head import END_OF_HEAD, read_head, refuse_early
 from freight.serve.transport.http_limits import HttpLimits as HttpLimits
@@ -67,7 +68,7 @@ class Connection(HttpToolsProtocol):
         self,
         config: uvicorn.Config,
         server_state: ServerState,
-        app_state: dict[str, Any],
+        app_state: JsonDict,
         _loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)

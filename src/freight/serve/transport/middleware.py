@@ -207,10 +207,13 @@ class _ShapedSend:
             )
         values = [value for name, value in message.get("headers", []) if name.lower() == b"allow"]
         allowed = b", ".join(values).decode("latin-1")
-        way_out = f"; it takes {allowed}" if allowed else ""
-        headers = {"Allow": allowed} if allowed else {}
+        method = self._scope["method"]
+        if not allowed:
+            return ApiError(405, f"this path does not take {method}")
         return ApiError(
-            405, f"this path does not take {self._scope['method']}{way_out}", headers=headers
+            405,
+            f"this path does not take {method}; it takes {allowed}",
+            headers={"Allow": allowed},
         )
 
 

@@ -9,10 +9,11 @@ import ssl
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import uvicorn
 
+from freight.base.fields import JsonDict
 from freight.base.files import read_bytes
 from freight.errors import ConfigError
 from freight.serve.transport.http_limits import HttpLimits
@@ -87,7 +88,7 @@ class Server(uvicorn.Server):
             "ssl_handshake_timeout": self._limits.head_seconds,
             "ssl_shutdown_timeout": self._limits.linger_seconds,
         }
-        secure: dict[str, Any] = {} if self._tls is None else {"ssl": self._tls, **times}
+        secure: JsonDict = {} if self._tls is None else {"ssl": self._tls, **times}
         self.servers = [
             await loop.create_server(make, sock=bound_socket, backlog=config.backlog, **secure)
             for bound_socket in sockets or ()
