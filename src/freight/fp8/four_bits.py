@@ -36,7 +36,9 @@ def scales_out_of_range(scales: Tensor) -> Tensor:
 
 def int4_scale_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which INT4 made from a matrix or a model in `dtype` has its scales."""
-    return torch.float16 if dtype is torch.float16 else torch.bfloat16
+    if dtype is torch.float16:
+        return torch.float16
+    return torch.bfloat16
 
 
 def round_int4(weight: Tensor, size: int, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -107,7 +109,10 @@ def _e2m1(magnitude: Tensor) -> Tensor:
     """Return the codes 0 to 7 of the nearest values, uint8; ties go to the even code."""
     codes = torch.zeros_like(magnitude, dtype=torch.uint8)
     for code, middle in enumerate(_MIDPOINTS):
-        codes += magnitude >= middle if code % 2 else magnitude > middle
+        if code % 2:
+            codes += magnitude >= middle
+        else:
+            codes += magnitude > middle
     return codes
 
 
