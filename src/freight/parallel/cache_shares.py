@@ -7,7 +7,6 @@ of any number of ranks. The rules are those of `parallel/shards.py`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import accumulate
 from typing import NamedTuple, TypeAlias
 
 from freight.model.config.layer import (
@@ -83,9 +82,11 @@ def _state(keys: _Heads, values: _Heads) -> dict[str, CacheShare]:
 
 def _columns(*inputs: _Heads) -> CacheShare:
     """Return the share of the inputs of a convolution, which stand side by side."""
-    starts = accumulate((heads.total * heads.channels for heads in inputs), initial=0)
-    pieces = [
-        slice(start + heads.own.start * heads.channels, start + heads.own.stop * heads.channels)
-        for heads, start in zip(inputs, starts, strict=False)
-    ]
+    pieces = []
+    start = 0
+    for heads in inputs:
+        begin = start + heads.own.start * heads.channels
+        end = start + heads.own.stop * heads.channels
+        pieces.append(slice(begin, end))
+        start += heads.total * heads.channels
     return CacheShare(1, tuple(pieces))

@@ -50,7 +50,9 @@ def require_divisible(model: ModelConfig, size: int) -> None:
     if fault is None:
         return
     fitting = [other for other in range(1, MAX_RANKS + 1) if not any(_faults(model, other))]
-    way_out = "omit it" if fitting == [1] else f"choose {choices(map(str, fitting))}"
+    way_out = f"choose {choices(map(str, fitting))}"
+    if fitting == [1]:
+        way_out = "omit it"
     raise ConfigError(f"--tensor-parallel-size {size}: {fault}; {way_out}")
 
 
@@ -167,7 +169,9 @@ def _divided_mixer(mixer: Mixer, size: int) -> Mixer:
             return replace(mixer, heads=mixer.heads // size)
         case Mamba2Config():
             groups = max(1, mixer.groups // size)
-            normed = mixer.norm_groups // (size if norm_is_cut(mixer, size) else 1)
+            normed = mixer.norm_groups
+            if norm_is_cut(mixer, size):
+                normed = normed // size
             return replace(mixer, heads=mixer.heads // size, groups=groups, norm_groups=normed)
         case None:
             return None
