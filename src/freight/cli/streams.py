@@ -31,8 +31,10 @@ class _Stdout(io.FileIO):
         try:
             return super().write(data)  # type: ignore[arg-type]
         except OSError as error:
-            kind = ClosedPipeError if error.errno == errno.EPIPE else OutputError
-            raise kind(f"standard output cannot be written: {error.strerror}") from None
+            fault = f"standard output cannot be written: {error.strerror}"
+            if error.errno == errno.EPIPE:
+                raise ClosedPipeError(fault) from None
+            raise OutputError(fault) from None
 
 
 def guard_stdout() -> None:

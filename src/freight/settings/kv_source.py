@@ -85,7 +85,7 @@ def require_fit(format: Format, cache: str, source: KVSource) -> None:
     """Raise ConfigError if a cache in `format`, described by `cache`, cannot have scales from
     `source`.
     """
-    fitting = _FITTING.get(format, KV_SCALES)
+    fitting: tuple[str, ...] = _FITTING.get(format, KV_SCALES)
     if not format.is_quantized:
         fitting = ("auto",)
     static = source.file is not None or source.values is not None
