@@ -25,6 +25,7 @@ import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from freight.checkpoint.writer import require_new
 from freight.errors import ConfigError
@@ -129,7 +130,7 @@ class AutoFP8ForCausalLM:
         cls,
         pretrained_model_name_or_path: str | Path,
         quantize_config: BaseQuantizeConfig,
-        **model_init_kwargs: object,
+        **model_init_kwargs: Any,
     ) -> AutoFP8ForCausalLM:
         """Open a folder or a hub id. Options about loading with transformers have no effect.
 

@@ -367,16 +367,17 @@ def _bound(digits: str | None) -> int | None:
 def _split(dataset: object, splits: object) -> tuple[object, tuple[int | None, int | None]]:
     """Return (the part of `dataset` that `splits` names, (its first row, one after its last))."""
     name, rows = _part(splits)
-    parts = isinstance(dataset, Mapping) and "input_ids" not in dataset
-    if not parts and name is None:
-        return dataset, rows
+    if not isinstance(dataset, Mapping) or "input_ids" in dataset:
+        if name is None:
+            return dataset, rows
+        raise ConfigError(
+            f"splits {name!r} names no part of the dataset, which has one part only; omit splits"
+        )
     name = name or "train"
-    if not parts or name not in dataset:
-        if parts:
-            names = f"; it has {', '.join(map(str, dataset))}"
-        else:
-            names = ", which has one part only; omit splits"
-        raise ConfigError(f"splits {name!r} names no part of the dataset{names}")
+    if name not in dataset:
+        raise ConfigError(
+            f"splits {name!r} names no part of the dataset; it has {', '.join(map(str, dataset))}"
+        )
     return dataset[name], rows
 
 

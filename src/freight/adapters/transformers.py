@@ -428,7 +428,7 @@ def _without_centers(opened: OpenCheckpoint) -> KVScales:
     return opened.kv_scales
 
 
-def _stored_in_fp8(layer: Any, sides: Sides) -> object:
+def _stored_in_fp8(layer: Any, sides: Sides) -> Any:
     """Return the layer that replaces one of `DynamicCache`."""
     if sides is None:
         return layer

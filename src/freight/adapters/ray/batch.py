@@ -30,7 +30,7 @@ class BatchLLM:
         sampling_params: SamplingParams | JsonObject | None = None,
         prompt_column: str = "prompt",
         on_error: str = "raise",
-        **options: object,
+        **options: Any,
     ) -> None:
         """Load the model. `options` and what is raised are those of LLM; `on_error` is that of
         `LLM.generate`, and "return" gives a prompt that fails while it is computed the finish reason
