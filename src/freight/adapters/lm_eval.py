@@ -64,7 +64,7 @@ _NO_EFFECT = (
     "cache_implementation",
 )
 _RENAMED = {"min_new_tokens": "min_tokens"}
-Requests = Sequence[Any]  # of lm-eval, which has no types
+_Requests = Sequence[Any]  # of lm-eval, which has no types
 
 
 class FreightLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
@@ -202,7 +202,7 @@ class FreightLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
                 self.cache_hook.add_partial("loglikelihood", key, answer)
         return answers
 
-    def loglikelihood_rolling(self, requests: Requests, disable_tqdm: bool = False) -> list[float]:
+    def loglikelihood_rolling(self, requests: _Requests, disable_tqdm: bool = False) -> list[float]:
         """Return the log-probability of each full text, in windows that do not overlap, each after
         one token of context.
         """
@@ -225,7 +225,7 @@ class FreightLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, sums[-1])
         return sums
 
-    def generate_until(self, requests: Requests, disable_tqdm: bool = False) -> list[str]:
+    def generate_until(self, requests: _Requests, disable_tqdm: bool = False) -> list[str]:
         """Generate each text up to one of the task's stop strings. Greedy unless the task gives a
         temperature.
         """

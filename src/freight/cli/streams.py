@@ -31,10 +31,10 @@ class _Stdout(io.FileIO):
         try:
             return super().write(data)  # type: ignore[arg-type]
         except OSError as error:
-            fault = f"standard output cannot be written: {error.strerror}"
+            kind = OutputError
             if error.errno == errno.EPIPE:
-                raise ClosedPipeError(fault) from None
-            raise OutputError(fault) from None
+                kind = ClosedPipeError
+            raise kind(f"standard output cannot be written: {error.strerror}") from None
 
 
 def guard_stdout() -> None:

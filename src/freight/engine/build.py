@@ -424,11 +424,11 @@ def _fitting_context(spec: KVCacheSpec, memory: int, config: EngineConfig, args:
         memory = memory * ranks
         of_token = spec.bytes_per_token * ranks
         needed = bytes_of_request(spec, config.max_model_len, step_tokens) * ranks
-        noun = "bytes"
-        if memory == 1:
-            noun = "byte"
+        plural = ""
+        if memory != 1:
+            plural = "s"
         raise CapacityError(
-            f"a KV cache of {memory:,} {noun} holds {tokens} tokens of "
+            f"a KV cache of {memory:,} byte{plural} holds {tokens} tokens of "
             f"{of_token} bytes, in blocks of {spec.block_size}; a context of {config.max_model_len} tokens "
             f"(--max-model-len) does not fit. "
             f"Raise --kv-cache-memory to {-(-needed // 2**20)}MiB, or shorten it"

@@ -97,11 +97,12 @@ def _round_mxfp4(weight: Tensor) -> tuple[Tensor, Tensor]:
         magnitude = _e2m1(groups.abs() / scale)
         error = (table[magnitude.long()] * scale - groups.abs()).square_().sum(-1, keepdim=True)
         candidates.append((error, magnitude, power))
-    (error, codes, powers), (other, wide, above) = candidates
-    better = other < error
-    codes = torch.where(better, wide, codes)
-    codes = codes | ((groups < 0) & (codes > 0)).to(torch.uint8) << 3
-    scales = torch.where(better, above, powers)[..., 0] + mxfp4.BIAS
+    (error, codes, powers), (wide_error, wide_codes, wide_powers) = candidates
+    better = wide_error < error
+    codes = torch.where(better, wide_codes, codes)
+    is_negative = (groups < 0) & (codes > 0)
+    codes = codes | is_negative.to(torch.uint8) << 3
+    scales = torch.where(better, wide_powers, powers)[..., 0] + mxfp4.BIAS
     return _in_pairs(codes.flatten(1)), scales.to(torch.uint8)
 
 

@@ -30,10 +30,10 @@ def check_nodes(args: EngineArgs) -> None:
         ("--master-port", args.master_port, 1, 65535),
     ):
         if not is_integer(value) or value < least or (most is not None and value > most):
-            limits = f"≥ {least}"
-            if most:
-                limits += f", at most {most}"
-            raise ConfigError(f"{name} {value!r} must be an integer {limits}")
+            limit = ""
+            if most is not None:
+                limit = f", at most {most}"
+            raise ConfigError(f"{name} {value!r} must be an integer ≥ {least}{limit}")
     seconds = args.join_timeout
     if not is_number(seconds) or not 0 < seconds <= MOST_JOIN_SECONDS:
         raise ConfigError(
