@@ -293,10 +293,13 @@ def _draw(x: Tensor, rows: Sequence[_Row], width: int) -> tuple[Tensor, Tensor, 
         p = p.index_copy(0, index, nucleus_p)
     mass = p.cumsum(-1, dtype=torch.float64)
     total = mass[:, -1:]
-    u = uniforms([row.seed for row in rows], [row.position for row in rows], x.device).unsqueeze(-1)
-    # < total, also after rounding
-    point = torch.minimum(u * total, total.nextafter(torch.zeros_like(total)))
-    return torch.searchsorted(mass, point, right=True).squeeze(-1), reached, peaks.squeeze(-1)
+    seeds = [row.seed for row in rows]
+    positions = [row.position for row in rows]
+    u = uniforms(seeds, positions, x.device).unsqueeze(-1)
+    below_total = total.nextafter(torch.zeros_like(total))
+    point = torch.minimum(u * total, below_total)  # < total, also after rounding
+    tokens = torch.searchsorted(mass, point, right=True)
+    return tokens.squeeze(-1), reached, peaks.squeeze(-1)
 
 
 def _on(
@@ -357,9 +360,8 @@ def _first(values: Tensor, cutoff: Tensor, count: Tensor) -> Tensor:
     """
     above = values > cutoff
     ties = values == cutoff
-    return above | (
-        ties & (ties.cumsum(-1, dtype=torch.int32) <= count - above.sum(-1, keepdim=True))
-    )
+    num_ties = count - above.sum(-1, keepdim=True)
+    return above | (ties & (ties.cumsum(-1, dtype=torch.int32) <= num_ties))
 
 
 def _logprobs(
@@ -399,9 +401,9 @@ def _ranks(logits: Tensor, tokens: Tensor) -> Tensor:
         ranks = []
         for row, token in zip(logits.numpy(), tokens.tolist(), strict=True):
             value = row[token]
-            ranks.append(
-                np.count_nonzero(row > value) + np.count_nonzero(row[: token + 1] == value)
-            )
+            num_above = np.count_nonzero(row > value)
+            num_ties = np.count_nonzero(row[: token + 1] == value)
+            ranks.append(num_above + num_ties)
         return torch.tensor(ranks, dtype=torch.int64, device=logits.device)
     return _ranks_on_device(logits, tokens)
 
@@ -410,8 +412,9 @@ def _ranks_on_device(logits: Tensor, tokens: Tensor) -> Tensor:
     """Return `_ranks` without a wait for the device."""
     column = tokens.unsqueeze(-1)
     value = logits.gather(-1, column)
-    everyone = torch.arange(logits.shape[-1], dtype=torch.int64, device=logits.device)
-    return ((logits > value) | ((logits == value) & (everyone <= column))).sum(-1)
+    token_ids = torch.arange(logits.shape[-1], dtype=torch.int64, device=logits.device)
+    ties = (logits == value) & (token_ids <= column)
+    return ((logits > value) | ties).sum(-1)
 
 
 def _most_likely(logits: Tensor, count: int) -> Tensor:
