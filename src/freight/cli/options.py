@@ -66,14 +66,16 @@ CONTEXT: Values = {
 MAX_TOKENS = 256
 
 
-def option(values: str | Iterable[object] | None, sentence: str, *names: str, **more: Any) -> Any:
+def option(
+    values: str | Iterable[object] | None, sentence: str, *names: str, **more: Any
+) -> object:
     """Return an option of typer; `values`, or their names, stand for its value in --help."""
     if values is not None and not isinstance(values, str):
         values = "|".join(map(str, values))
     return typer.Option(*names, metavar=values, help=sentence, **more)
 
 
-def argument(metavar: str, sentence: str) -> Any:
+def argument(metavar: str, sentence: str) -> object:
     return typer.Argument(metavar=metavar, help=sentence)
 
 
@@ -106,7 +108,7 @@ class Flag:
     def envvar(self) -> str:
         return f"FREIGHT_{self.field.upper()}"
 
-    def option(self, envvar: str | None) -> Any:
+    def option(self, envvar: str | None) -> object:
         """As an option of typer."""
         name = self.name
         if self.negatable:
@@ -114,7 +116,7 @@ class Flag:
         values = self.metavar or CHOICES.get(self.field)
         return option(values, self.help, *self.also, name, envvar=envvar)
 
-    def parameter(self, default: Any, envvar: str | None = None) -> inspect.Parameter:
+    def parameter(self, default: object, envvar: str | None = None) -> inspect.Parameter:
         """Return a keyword of a command, as typer reads it."""
         annotation: Any = Annotated[self.type, self.option(envvar)]
         return inspect.Parameter(
@@ -312,7 +314,7 @@ ModelIdOption = Annotated[
 ]
 
 
-def _engine_option(field: str) -> Any:
+def _engine_option(field: str) -> object:
     """Return an option of engines, for a command that has no `args: EngineArgs`."""
     flag = next(flag for flag in ENGINE_FLAGS if flag.field == field)
     return flag.option(flag.envvar)

@@ -8,7 +8,7 @@ from dataclasses import fields
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 NEEDED = ("fastapi", "uvicorn", "httptools", "prometheus_client")
 
-SERVER_FLAGS: tuple[tuple[Flag, Any], ...] = (  # each with its default
+SERVER_FLAGS: tuple[tuple[Flag, object], ...] = (  # each with its default
     (Flag("host", str, "Where to listen.", "ADDRESS"), "127.0.0.1"),
     (Flag("port", int, "Where to listen; 0 takes a free one.", "PORT"), 8000),
     (

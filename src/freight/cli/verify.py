@@ -96,7 +96,7 @@ def _in_words(result: Verification) -> str:
     return f"it cannot be said: {result.reason}"
 
 
-def _read(source: Path) -> Iterator[Any]:
+def _read(source: Path) -> Iterator[object]:
     """Yield the values of a file that is one JSON value, or has one on each line; a Verification for
     a line that cannot be read, because it is not JSON or not UTF-8. Raises ConfigError if none can.
     """
@@ -130,7 +130,7 @@ def _read(source: Path) -> Iterator[Any]:
     yield from values
 
 
-def _value_of(number: int, line: bytes) -> Any:
+def _value_of(number: int, line: bytes) -> object:
     try:
         return _parse(line)
     except (ValueError, RecursionError) as error:
