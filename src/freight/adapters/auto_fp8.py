@@ -100,15 +100,17 @@ class AutoFP8ForCausalLM:
         self.quantize_config = quantize_config
         self._samples: Samples | None = None
         self._calibration: Calibration | None = None
-        self._plan = plan(
-            QuantizeArgs(
-                weights="fp8",
-                activations=quantize_config.activation_scheme,
-                kv_cache="fp8" if quantize_config.kv_cache_quant_targets else "none",
-                ignore=tuple(quantize_config.ignore_patterns),
-                format=Layout.FP8,
-            )
+        kv_cache = "none"
+        if quantize_config.kv_cache_quant_targets:
+            kv_cache = "fp8"
+        args = QuantizeArgs(
+            weights="fp8",
+            activations=quantize_config.activation_scheme,
+            kv_cache=kv_cache,
+            ignore=tuple(quantize_config.ignore_patterns),
+            format=Layout.FP8,
         )
+        self._plan = plan(args)
         unquantized = matched_modules(model.model, self._plan.ignore)
         self._opened = model.quantized_as(self._plan.weights, self._plan.layout, unquantized)
         self.config = self._opened.model
@@ -141,7 +143,7 @@ class AutoFP8ForCausalLM:
         revision = model_init_kwargs.get("revision")
         return cls(open_unquantized(str(pretrained_model_name_or_path), revision), quantize_config)
 
-    def quantize(self, calibration_tokens: Any = None) -> None:
+    def quantize(self, calibration_tokens: object = None) -> None:
         """Take the calibration data, if the activation scheme is static.
 
         `calibration_tokens` are [rows, length] token ids (a tensor or lists), or a tokenizer's
@@ -150,7 +152,9 @@ class AutoFP8ForCausalLM:
         """
         if self._plan.activations is ActivationScheme.STATIC:
             limits = replace(self._plan, max_seq_len=self.config.max_position_embeddings)
-            data = calibration_tokens if _is_text(calibration_tokens) else _rows(calibration_tokens)
+            data = calibration_tokens
+            if not _is_text(data):
+                data = _rows(data)
             if isinstance(data, list):
                 limits = replace(limits, num_samples=max(1, len(data)))
             self._samples = load_samples(self._opened, limits, data)
@@ -189,7 +193,9 @@ class AutoFP8ForCausalLM:
         )
 
     def __repr__(self) -> str:
-        plan = self._plan if self._quantized else None
+        plan = None
+        if self._quantized:
+            plan = self._plan
         return model_tree(self._opened.checkpoint, self.config, plan, self._ignored)
 
     def _kv_layers(self, targets: Iterable[str]) -> list[str]:
@@ -197,26 +203,28 @@ class AutoFP8ForCausalLM:
         Raises ConfigError unless these are all of them: a scale for K needs one for V.
         """
         targets = tuple(targets)
-        projections = [
-            name for layer in layer_modules(self.config) for name in layer.mixed.get("qkv", ())[1:]
-        ]
+        if not targets:
+            return []
+        projections: list[str] = []
+        for layer in layer_modules(self.config):
+            projections += layer.mixed.get("qkv", ())[1:]
         matched = {name for name in projections if name.endswith(targets)}
-        if targets and sorted(matched) != sorted(projections):
+        if sorted(matched) != sorted(projections):
             raise ConfigError(
                 f"kv_cache_quant_targets={targets!r} do not name the key and value projections; use "
                 f"{tuple(name.rpartition('.')[2] for name in projections[:2])!r}"
             )
-        return projections if targets else []
+        return projections
 
 
-def _is_text(data: Any) -> bool:
+def _is_text(data: object) -> bool:
     """Return whether `data` is a path, the name of a data set, or a list of texts."""
     return isinstance(data, str | Path) or (
         isinstance(data, list) and bool(data) and isinstance(data[0], str)
     )
 
 
-def _rows(tokens: Any) -> list[list[int]]:
+def _rows(tokens: object) -> list[list[int]]:
     """Return lists of token ids without padding. Raises ConfigError for anything that is not token
     ids.
     """
@@ -236,8 +244,10 @@ def _rows(tokens: Any) -> list[list[int]]:
     return unpadded
 
 
-def _lists(values: Any) -> list[list[int]]:
-    rows: Any = values.tolist() if hasattr(values, "tolist") else values
+def _lists(values: object) -> list[list[int]]:
+    rows = values
+    if hasattr(values, "tolist"):
+        rows = values.tolist()
     if not isinstance(rows, list) or not all(isinstance(row, list) for row in rows):
         raise ConfigError(
             "calibration tokens must be [rows, length]; give a 2-D tensor, or the tokenizer's result"

@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 
+from freight.base.fields import JsonObject
 from freight.checkpoint.writer import require_new
 from freight.errors import ConfigError, nearest, shown
 from freight.quantizer.calibration import Calibration
@@ -93,7 +94,7 @@ class OneshotModel:
         self.result: QuantizeResult | None = None
 
     def save_pretrained(
-        self, save_directory: str | Path, save_compressed: bool = True, **options: Any
+        self, save_directory: str | Path, save_compressed: bool = True, **options: object
     ) -> None:
         """Write the quantized checkpoint, tokenizer included, into a folder; parents are created.
 
@@ -126,19 +127,19 @@ class OneshotModel:
 
 
 def oneshot(
-    model: Any = None,
+    model: object = None,
     *,
-    dataset: Any = None,
-    recipe: Any = None,
+    dataset: object = None,
+    recipe: object = None,
     max_seq_length: int | None = None,
     num_calibration_samples: int = NUM_SAMPLES,
     output_dir: str | Path | None = None,
     text_column: str = "text",
-    splits: Any = None,
-    tokenizer: Any = None,
+    splits: object = None,
+    tokenizer: object = None,
     model_revision: str = "main",
     save_compressed: bool = True,
-    **options: Any,
+    **options: object,
 ) -> OneshotModel:
     """Quantize `model` according to `recipe`, and write it if there is an `output_dir`.
 
@@ -180,8 +181,10 @@ def oneshot(
     require_blocks(opened.model, decided, ignored)
     length = max_seq_length or opened.model.max_position_embeddings
     decided = replace(decided, num_samples=num_calibration_samples, max_seq_len=length)
-    samples = load_samples(opened, decided, rows) if calibrated else []
-    calibration = opened.calibrate(decided, samples, ignored) if calibrated else NOTHING_CALIBRATED
+    calibration = NOTHING_CALIBRATED
+    if calibrated:
+        samples = load_samples(opened, decided, rows)
+        calibration = opened.calibrate(decided, samples, ignored)
     quantized = OneshotModel(opened, decided, ignored, partly_kept, calibration)
     if hasattr(model, "save_pretrained"):
         # as in llm-compressor: scripts save the model that they passed
@@ -191,7 +194,7 @@ def oneshot(
     return quantized
 
 
-def _check_options(options: Mapping[str, Any], save_compressed: bool) -> None:
+def _check_options(options: JsonObject, save_compressed: bool) -> None:
     for name, value in options.items():
         if name in _IGNORED:
             continue
@@ -214,11 +217,13 @@ def _count(name: str, value: object) -> int:
     return int(value)
 
 
-def _source(model: Any, model_revision: str, tokenizer: Any) -> tuple[str, str | None]:
+def _source(model: object, model_revision: str, tokenizer: object) -> tuple[str, str | None]:
     """Return (folder or hub id, revision) of a model, loaded or not. Raises ConfigError for another
     tokenizer.
     """
-    revision = None if model_revision == "main" else model_revision
+    revision: str | None = model_revision
+    if model_revision == "main":
+        revision = None
     if isinstance(model, str | Path):
         name = str(model)
     else:
@@ -240,7 +245,7 @@ def _source(model: Any, model_revision: str, tokenizer: Any) -> tuple[str, str |
     return name, revision
 
 
-def _open(name: str, revision: str | None, model: Any, recipe: Recipe) -> Unquantized:
+def _open(name: str, revision: str | None, model: object, recipe: Recipe) -> Unquantized:
     """Open the model in its quantized form. A loaded `model` is compared with its checkpoint first."""
     opened = open_unquantized(name, revision)
     _require_same_weights(model, opened)
@@ -286,18 +291,23 @@ def _decide(
     if lm_head and why:
         raise ConfigError(f"recipe: {head} would be quantized, but {why}; add 'lm_head' to ignore")
     decided = plan(recipe.args(lm_head=lm_head))
-    return decided, *ignored_modules(
-        opened.model, ignored if decided.weights != "none" else (), lm_head
-    )
+    if decided.weights == "none":
+        ignored = []
+    return decided, *ignored_modules(opened.model, ignored, lm_head)
 
 
-def _data(dataset: Any, text_column: str, splits: Any, num_samples: int) -> Path | list[Any]:
+def _data(
+    dataset: object, text_column: str, splits: object, num_samples: int
+) -> Path | list[object]:
     """Return a file, or the first samples: texts, lists of token ids, or {"messages": …}."""
     if isinstance(dataset, str | Path):
         if not is_hub_id(str(dataset)):
             return _file(dataset, text_column)
         name, stop = _part(splits)
-        dataset = hub_rows(f"dataset {dataset}", f"{dataset}:{name}" if name else str(dataset))
+        source = str(dataset)
+        if name:
+            source += f":{name}"
+        dataset = hub_rows(f"dataset {dataset}", source)
     else:
         dataset, stop = _split(dataset, splits)
     if isinstance(dataset, Mapping):  # a batch, as a tokenizer returns it
@@ -330,7 +340,7 @@ def _file(dataset: str | Path, text_column: str) -> Path:
     return path
 
 
-def _part(splits: Any) -> tuple[str | None, tuple[int | None, int | None]]:
+def _part(splits: object) -> tuple[str | None, tuple[int | None, int | None]]:
     """Parse `train[:512]` as (the part's name, (its first row, one after its last)); (None, all
     rows) without splits.
     """
@@ -345,23 +355,29 @@ def _part(splits: Any) -> tuple[str | None, tuple[int | None, int | None]]:
         raise ConfigError(
             f"splits {shown(splits)} names no part of the dataset; write it as train[:512]"
         )
-    name, begin, end = match.groups()
-    return name, (int(begin) if begin else None, int(end) if end else None)
+    return match[1], (_bound(match[2]), _bound(match[3]))
 
 
-def _split(dataset: Any, splits: Any) -> tuple[Any, tuple[int | None, int | None]]:
+def _bound(digits: str | None) -> int | None:
+    if not digits:
+        return None
+    return int(digits)
+
+
+def _split(dataset: object, splits: object) -> tuple[object, tuple[int | None, int | None]]:
     """Return (the part of `dataset` that `splits` names, (its first row, one after its last))."""
     name, rows = _part(splits)
-    parts = isinstance(dataset, Mapping) and "input_ids" not in dataset
-    if not parts and name is None:
-        return dataset, rows
+    if not isinstance(dataset, Mapping) or "input_ids" in dataset:
+        if name is None:
+            return dataset, rows
+        raise ConfigError(
+            f"splits {name!r} names no part of the dataset, which has one part only; omit splits"
+        )
     name = name or "train"
-    if not parts or name not in dataset:
-        if parts:
-            names = f"; it has {', '.join(map(str, dataset))}"
-        else:
-            names = ", which has one part only; omit splits"
-        raise ConfigError(f"splits {name!r} names no part of the dataset{names}")
+    if name not in dataset:
+        raise ConfigError(
+            f"splits {name!r} names no part of the dataset; it has {', '.join(map(str, dataset))}"
+        )
     return dataset[name], rows
 
 
@@ -377,7 +393,7 @@ def _column(columns: Iterable[str], text_column: str) -> str:
     )
 
 
-def _rows(dataset: Iterable[Any], text_column: str) -> Iterator[Any]:
+def _rows(dataset: Iterable[object], text_column: str) -> Iterator[object]:
     for number, row in enumerate(dataset):
         if not isinstance(row, Mapping):
             yield _list(row)
@@ -395,15 +411,18 @@ def _rows(dataset: Iterable[Any], text_column: str) -> Iterator[Any]:
             )
 
 
-def _unpadded(row: Mapping[str, Any]) -> Iterator[list[int]]:
+def _unpadded(row: JsonObject) -> Iterator[list[int]]:
     """Yield the token ids of a row, or of each row of a batch, without those that its attention
     mask marks as padding.
     """
     ids = _list(row["input_ids"])
     mask = _list(row.get("attention_mask"))
-    batch = isinstance(ids, list) and bool(ids) and isinstance(ids[0], list)
-    for number, tokens in enumerate(ids if batch else [ids]):
-        mask_row = mask[number] if batch and mask is not None else mask
+    is_batch = isinstance(ids, list) and bool(ids) and isinstance(ids[0], list)
+    if not is_batch:
+        ids = [ids]
+        mask = mask and [mask]
+    for number, tokens in enumerate(ids):
+        mask_row = mask and mask[number]
         if mask_row is not None and len(mask_row) != len(tokens):
             raise ConfigError(
                 f"dataset: attention_mask has {len(mask_row)} values for {len(tokens)} input_ids"
@@ -413,12 +432,14 @@ def _unpadded(row: Mapping[str, Any]) -> Iterator[list[int]]:
         yield tokens
 
 
-def _list(values: Any) -> Any:
+def _list(values: object) -> Any:
     """Return a tensor or an array as lists; other values unchanged."""
-    return values.tolist() if hasattr(values, "tolist") else values
+    if hasattr(values, "tolist"):
+        return values.tolist()
+    return values
 
 
-def _require_same_weights(model: Any, opened: Unquantized) -> None:
+def _require_same_weights(model: object, opened: Unquantized) -> None:
     """Raise ConfigError if a loaded model has other weights than its folder: those of the folder
     would be quantized.
     """

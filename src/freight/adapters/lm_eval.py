@@ -14,9 +14,10 @@ both give the same numbers to the last digit, with the same `add_bos_token` and 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
+from freight.base.fields import JsonDict, JsonObject
 from freight.errors import ConfigError, FreightError, RequestError, install
 from freight.llm import LLM
 from freight.outputs import TokenLogprobs
@@ -35,7 +36,7 @@ AT_ONCE = 256  # requests per batch: bounds the log-probabilities in memory
 COMMAND_DEVICE = "cuda:0"  # the device that lm-eval's command passes by default
 SEED = 1234  # the seed of lm-eval's clients of servers; only requests with sampling depend on it
 # Arguments of transformers' `generate` -> the values at which they change no token
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
+_NEUTRAL: dict[str, tuple[object, ...]] = {
     "num_beams": (1,),
     "num_beam_groups": (1,),
     "num_return_sequences": (1,),
@@ -63,6 +64,7 @@ _NO_EFFECT = (
     "cache_implementation",
 )
 _RENAMED = {"min_new_tokens": "min_tokens"}
+_Requests = Sequence[Any]  # of lm-eval, which has no types
 
 
 class FreightLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
@@ -139,7 +141,9 @@ class FreightLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         return self.model.replace("/", "__")
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        return self._tokenizer.chat_template if chat_template else None
+        if not chat_template:
+            return None
+        return self._tokenizer.chat_template
 
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
@@ -149,7 +153,7 @@ class FreightLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         ).text
 
     def tok_encode(
-        self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
+        self, string: str, add_special_tokens: bool | None = None, **kwargs: object
     ) -> list[int]:
         """Encode a text to token ids. By default BOS is added according to `add_bos_token`, never
         twice.
@@ -163,9 +167,9 @@ class FreightLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
 
     def _loglikelihood_tokens(
         self,
-        requests: Sequence[tuple[Any, list[int], list[int]]],
+        requests: Sequence[tuple[object, list[int], list[int]]],
         disable_tqdm: bool = False,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> list[tuple[float, bool]]:
         """Return, for each (key, context, continuation), the log-probability in nats of the
         continuation, and whether it is the greedy one.
@@ -198,9 +202,7 @@ class FreightLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
                 self.cache_hook.add_partial("loglikelihood", key, answer)
         return answers
 
-    def loglikelihood_rolling(
-        self, requests: Sequence[Any], disable_tqdm: bool = False
-    ) -> list[float]:
+    def loglikelihood_rolling(self, requests: _Requests, disable_tqdm: bool = False) -> list[float]:
         """Return the log-probability of each full text, in windows that do not overlap, each after
         one token of context.
         """
@@ -211,9 +213,11 @@ class FreightLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
             parts = get_rolling_token_windows(
                 token_ids, self.prefix_token_id, self.max_length - 1, 1
             )
-            disjoint = [make_disjoint_window(part) for part in parts]
-            windows += [(None, context, continuation) for context, continuation in disjoint]
-            counts.append(len(disjoint))
+            begin = len(windows)
+            for part in parts:
+                context, continuation = make_disjoint_window(part)
+                windows.append((None, context, continuation))
+            counts.append(len(windows) - begin)
         scores = iter(self._loglikelihood_tokens(windows, disable_tqdm))
         sums = []
         for request, count in zip(requests, counts, strict=True):
@@ -221,7 +225,7 @@ class FreightLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, sums[-1])
         return sums
 
-    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+    def generate_until(self, requests: _Requests, disable_tqdm: bool = False) -> list[str]:
         """Generate each text up to one of the task's stop strings. Greedy unless the task gives a
         temperature.
         """
@@ -254,7 +258,7 @@ class FreightLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         return texts
 
 
-def check_generation_kwargs(kwargs: Mapping[str, Any]) -> None:
+def check_generation_kwargs(kwargs: JsonObject) -> None:
     """Raise RequestError for a task's generation_kwargs that no request can have, before anything
     is computed.
     """
@@ -263,7 +267,7 @@ def check_generation_kwargs(kwargs: Mapping[str, Any]) -> None:
     SamplingParams(max_tokens=options.pop("max_gen_toks"), stop=stop, **sampling_options(options))
 
 
-def sampling_options(options: Mapping[str, Any]) -> dict[str, Any]:
+def sampling_options(options: JsonObject) -> JsonDict:
     """Return the fields of SamplingParams in a task's generation_kwargs.
 
     Arguments of transformers' `generate` are left out if their value changes no token, such as

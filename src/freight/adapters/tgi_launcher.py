@@ -11,11 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import typer
 from typer.main import get_command
 
+from freight.base.fields import JsonObject
 from freight.base.other_engines import TGI_OPTIONS, as_flag, spelled
 from freight.cli.options import CONTEXT, Command, Values, replace_parameter
 from freight.cli.serve import serve
@@ -89,17 +89,18 @@ def _flag(token: str, tokens: Iterator[str]) -> tuple[str | None, str]:
     """(name, value) of a flag that only TGI has, whose value may be the next token; (None, '') for
     any other token.
     """
-    spelling, equals, value = (
-        ("port", "", "") if token == "-p" else token.removeprefix("--").partition("=")
-    )
-    name = spelling.replace("-", "_")
-    if not (token.startswith("--") or token == "-p") or name not in TGI_OPTIONS:
+    spelling, equals, value = token.partition("=")
+    if token != "-p" and not token.startswith("--"):
         return None, ""
-    if TGI_OPTIONS[name].field == name and token != "-p":
+    name = spelling.removeprefix("--").replace("-", "_")
+    if token == "-p":
+        name = "port"
+    if name not in TGI_OPTIONS or (TGI_OPTIONS[name].field == name and token != "-p"):
         return None, ""
     if TGI_OPTIONS[name].switch:
         return name, value or "true"
-    value = value if equals else next(tokens, "")
+    if not equals:
+        value = next(tokens, "")
     if not value:
         raise ConfigError(f"{token} needs a value")
     return name, value
@@ -135,11 +136,15 @@ def _take_variable(request: LauncherRequest, name: str, value: str) -> None:
         if option.field in _INTEGERS and not value.isdecimal():
             raise ConfigError(f"{variable} {value!r} must be an integer")
         ours = option.field
-        request.defaults[option.field] = value.split(",") if option.field in _LISTS else value
+        request.defaults[option.field] = value
+        if option.field in _LISTS:
+            request.defaults[option.field] = value.split(",")
     else:
         _pass_over(request, name, variable, value)
         return
-    request.variables[ours] = variable if name == "api_key" else f"{variable}={value}"
+    request.variables[ours] = variable
+    if name != "api_key":
+        request.variables[ours] += f"={value}"
 
 
 def _pass_over(request: LauncherRequest, name: str, spelling: str, value: str) -> None:
@@ -147,7 +152,10 @@ def _pass_over(request: LauncherRequest, name: str, spelling: str, value: str) -
     option = TGI_OPTIONS[name]
     instead = spelled(option.instead, as_flag)
     if not option.harmless:
-        raise ConfigError(f"{spelling}{'' if option.switch else ' ' + value}: {instead}")
+        written = spelling
+        if not option.switch:
+            written += f" {value}"
+        raise ConfigError(f"{written}: {instead}")
     request.unused.append(f"{spelling} ({instead.removesuffix(': omit it')})")
 
 
@@ -157,7 +165,7 @@ def _count(spelling: str, value: str) -> int:
     return int(value)
 
 
-def _check_form(ctx: typer.Context, values: Mapping[str, Any]) -> None:
+def _check_form(ctx: typer.Context, values: JsonObject) -> None:
     if ctx.args:
         raise ConfigError(
             f"{ctx.args[0]!r}: a command line that begins with an option is TGI's and takes options only; a verb comes "
@@ -189,13 +197,15 @@ def _apply_concurrent(ctx: typer.Context, values: Values, request: LauncherReque
 
 def _say(ctx: typer.Context, request: LauncherRequest) -> None:
     """Print one line on stderr: which variables of TGI act, and what is ignored."""
-    acting = [
-        source
-        for ours, source in request.variables.items()
-        if not ours or _source(ctx, ours) == "DEFAULT_MAP"
-    ]
-    parts = [f"from TGI's variables: {', '.join(acting)}"] if acting else []
-    parts += [f"not used: {', '.join(request.unused)}"] if request.unused else []
+    acting = []
+    for ours, source in request.variables.items():
+        if not ours or _source(ctx, ours) == "DEFAULT_MAP":
+            acting.append(source)
+    parts = []
+    if acting:
+        parts.append(f"from TGI's variables: {', '.join(acting)}")
+    if request.unused:
+        parts.append(f"not used: {', '.join(request.unused)}")
     if parts:
         typer.echo(f"freight: {'; '.join(parts)}", err=True)
 
@@ -205,4 +215,6 @@ def _source(ctx: typer.Context, name: str) -> str:
     DEFAULT.
     """
     source = ctx.get_parameter_source(name)
-    return "DEFAULT" if source is None else source.name
+    if source is None:
+        return "DEFAULT"
+    return source.name

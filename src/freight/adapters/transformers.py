@@ -26,6 +26,7 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from freight.base.fields import JsonDict
 from freight.base.options import choose
 from freight.cache.contiguous import Storage, StoredTokens
 from freight.cache.pages import expand_scale
@@ -61,7 +62,7 @@ class FP8Layer(DynamicLayer):
     has the scales.
     """
 
-    def __init__(self, k: Storage, v: Storage, **kwargs: Any) -> None:
+    def __init__(self, k: Storage, v: Storage, **kwargs: object) -> None:
         super().__init__(**kwargs)  # type: ignore[no-untyped-call]
         self.storage = (k, v)
         self.tokens: tuple[StoredTokens, ...] = ()
@@ -70,13 +71,13 @@ class FP8Layer(DynamicLayer):
     def num_bytes(self) -> int:
         return sum(side.num_bytes for side in self.tokens)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> JsonDict:
         """Leave out the views of stored values: pickle cannot write FP8 tensors, and copies would
         not share memory.
         """
         return self.__dict__ | {"keys": None, "values": None}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: JsonDict) -> None:
         self.__dict__.update(state)
         self._show()
 
@@ -89,7 +90,7 @@ class FP8Layer(DynamicLayer):
         self._show()
 
     def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
         """Store new keys and values, [batch, num_kv_heads, new tokens, head_dim], and return all
         stored ones.
@@ -158,7 +159,7 @@ class FP8SlidingLayer(FP8Layer, DynamicSlidingWindowLayer):
         super().__init__(k, v, sliding_window=sliding_window)
 
     def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
         """Store new keys and values like `FP8Layer.update`, and return the tokens that the new ones
         see, as `get_mask_sizes` counts them.
@@ -267,23 +268,32 @@ class FP8Cache(Cache):
 Sides = tuple[Storage, Storage] | None  # of keys and values; None for a layer that is not quantized
 
 
-def _num_bytes(layer: Any) -> int:
+def _num_bytes(layer: object) -> int:
     if isinstance(layer, FP8Layer):
         return layer.num_bytes
-    sides = (getattr(layer, name, None) for name in ("keys", "values"))
-    return sum(side.nbytes for side in sides if side is not None)
+    num_bytes = 0
+    for name in ("keys", "values"):
+        side = getattr(layer, name, None)
+        if side is not None:
+            num_bytes += side.nbytes
+    return num_bytes
 
 
 def _described(kv: KVCacheConfig) -> tuple[str, str, str]:
-    granularity = f", per {kv.granularity}" if kv.scales is not None else ""
-    return kv.describe(), f"{kv.scale_source}{granularity}", f"({kv.note})" if kv.note else ""
+    source = str(kv.scale_source)
+    if kv.scales is not None:
+        source += f", per {kv.granularity}"
+    note = kv.note
+    if note:
+        note = f"({note})"
+    return kv.describe(), source, note
 
 
 def _decide(
     config: PreTrainedConfig,
     args: EngineArgs,
     model: str | PathLike[str] | None,
-    stored: Sequence[Any],
+    stored: Sequence[object],
 ) -> tuple[KVCacheConfig, list[Sides]]:
     """Decide the storage of each layer of `stored`, those of a DynamicCache, by the rules of
     `config.resolve`.
@@ -317,7 +327,10 @@ def _decide(
     )
     if kv.scales is None or shape is None:
         storage = Storage(kv.format, kv.granularity is Granularity.TOKEN)
-        return kv, [None if index in skipped else (storage, storage) for index in range(num_layers)]
+        alike: list[Sides] = [(storage, storage)] * num_layers
+        for index in skipped:
+            alike[index] = None
+        return kv, alike
     if len(shape.layers) != num_layers:
         raise ConfigError(
             f"KV scales of {len(shape.layers)} layers, but the model has {num_layers}; name the model's folder, "
@@ -339,18 +352,19 @@ def _decide(
     return kv, sides
 
 
-def _skipped(args: EngineArgs, stored: Sequence[Any]) -> frozenset[int]:
+def _skipped(args: EngineArgs, stored: Sequence[object]) -> frozenset[int]:
     """Return the layers of `stored` that are not quantized. Raises ConfigError for names of layers
     that cannot be skipped.
     """
     names = args.kv_cache_dtype_skip_layers
     check_skipped(names, args.kv_cache_dtype)
-    layers = {
-        index: StoredLayer(getattr(layer, "sliding_window", None))
-        for index, layer in enumerate(stored)
-    }
+    layers = {}
+    storing = set()
+    for index, layer in enumerate(stored):
+        layers[index] = StoredLayer(getattr(layer, "sliding_window", None))
+        if isinstance(layer, DynamicLayer):
+            storing.add(index)
     skipped = skipped_layers(names, layers, len(stored))
-    storing = {index for index, layer in enumerate(stored) if isinstance(layer, DynamicLayer)}
     for index in skipped - storing:
         raise ConfigError(
             f"{FLAG} {index}: layer {index} stores no keys and values; skip the layer that it reads"
@@ -363,7 +377,9 @@ def _skipped(args: EngineArgs, stored: Sequence[Any]) -> frozenset[int]:
 def _dtype_of(config: PreTrainedConfig) -> Format:
     """Return the format in which the model's default cache would store."""
     name = str(getattr(config, "dtype", None)).removeprefix("torch.")
-    return Format(name) if name in map(str, COMPUTE_FORMATS) else Format.BFLOAT16
+    if name in map(str, COMPUTE_FORMATS):
+        return Format(name)
+    return Format.BFLOAT16
 
 
 def _value_scale(scales: tuple[float, ...], mixer: AttentionConfig) -> Tensor:
@@ -397,10 +413,11 @@ def _open(
                 "kv_scales='checkpoint', but config was not loaded from one: name it, FP8Cache(config, model=FOLDER)"
             )
         return None
+    revision = None
+    if not model:
+        revision = getattr(config, "_commit_hash", None)
     try:
-        return open_checkpoint(
-            name, None if model else getattr(config, "_commit_hash", None), EVERY_KEY
-        )
+        return open_checkpoint(name, revision, EVERY_KEY)
     except (CheckpointError, ConfigError) as error:
         raise type(error)(f"{error}; kv_scales='dynamic' needs no checkpoint") from error
 
@@ -422,7 +439,7 @@ def _stored_in_fp8(layer: Any, sides: Sides) -> Any:
     return layer  # a DummyLayer, which has no keys, or reads those of another layer
 
 
-def _check(layers: Sequence[Any]) -> None:
+def _check(layers: Sequence[object]) -> None:
     for index, layer in enumerate(layers):
         kind = type(layer)
         if kind not in (DynamicLayer, DynamicSlidingWindowLayer) and kind.__name__ != "DummyLayer":

@@ -81,7 +81,10 @@ class BlockAllocator:
             return None
         blocks = []
         for _ in range(count):
-            block = self._free.pop() if self._free else self._evict()
+            if self._free:
+                block = self._free.pop()
+            else:
+                block = self._evict()
             self._references[block] = 1
             self._uses[block] += 1
             blocks.append(block)

@@ -82,11 +82,10 @@ class StoredTokens:
     @property
     def num_bytes(self) -> int:
         """Allocated memory in bytes, with the scales and the spare room."""
-        return (
-            self._bytes.nbytes
-            + self._scales.nbytes
-            + (0 if self._static is None else self._static.nbytes)
-        )
+        num_bytes = self._bytes.nbytes + self._scales.nbytes
+        if self._static is not None:
+            num_bytes += self._static.nbytes
+        return num_bytes
 
     def append(self, states: Tensor) -> None:
         """Quantize states, [batch, num_kv_heads, new tokens, head_dim], and store them after the
@@ -113,9 +112,11 @@ class StoredTokens:
         scale = self.scale
         if scale is None:
             return decode(self.stored).to(dtype)
-        return decode(
-            self.stored, scale.float()[..., None] if self._dynamic else scale[:, None]
-        ).to(dtype)
+        if self._dynamic:
+            scale = scale.float()[..., None]
+        else:
+            scale = scale[:, None]
+        return decode(self.stored, scale).to(dtype)
 
     def keep(self, last: int, but: int = 0) -> None:
         """Forget the last `but` tokens, and of the others all but the last `last` ones."""

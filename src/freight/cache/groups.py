@@ -10,6 +10,7 @@ kept.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -48,6 +49,25 @@ class CacheGroup(Protocol):
     def describe(self) -> str:
         """Describe its layers, for messages: 'the layers with a window of 1024 tokens'."""
         ...
+
+
+def least_of_complete(groups: Sequence[CacheGroup], values: Sequence[int]) -> int:
+    """Return the least of `values`, one for each group, of the groups that keep the blocks of a
+    sequence to its end; if there is no such group, of all.
+    """
+    complete = []
+    for group, value in zip(groups, values, strict=True):
+        if group.keeps_all:
+            complete.append(value)
+    return min(complete or values)
+
+
+def capacity_tokens(groups: Sequence[CacheGroup], num_blocks: Sequence[int]) -> int:
+    """Return the tokens of complete sequences that `num_blocks` blocks of each group hold."""
+    tokens = []
+    for group, count in zip(groups, num_blocks, strict=True):
+        tokens.append(count * group.tokens_per_block)
+    return least_of_complete(groups, tokens)
 
 
 class LayerGroup(CacheGroup, Protocol):

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from freight.cache.blocks import BlockAllocator
-from freight.cache.groups import CacheGroup
+from freight.cache.groups import CacheGroup, capacity_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,18 +102,18 @@ class CacheManager:
         self.groups = tuple(groups)
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
-        self.allocators = tuple(
-            BlockAllocator(count, group.tokens_per_block, enable_prefix_caching)
-            for group, count in zip(groups, num_blocks, strict=True)
-        )
         self._step_tokens = step_tokens
+        self.capacity_tokens = capacity_tokens(groups, num_blocks)
+        allocators = []
+        giving_back = []
+        for index, group in enumerate(groups):
+            size = group.tokens_per_block
+            allocators.append(BlockAllocator(num_blocks[index], size, enable_prefix_caching))
+            if not group.keeps_all:
+                giving_back.append(index)
+        self.allocators = tuple(allocators)
         # indices of the groups that release blocks before a sequence ends
-        self._giving_back = tuple(
-            index for index, group in enumerate(groups) if not group.keeps_all
-        )
-        sizes = [allocator.num_blocks * allocator.block_size for allocator in self.allocators]
-        keeping = [size for size, group in zip(sizes, self.groups, strict=True) if group.keeps_all]
-        self.capacity_tokens = min(keeping or sizes)
+        self._giving_back = tuple(giving_back)
 
     @property
     def num_held(self) -> int:
@@ -178,17 +178,20 @@ class CacheManager:
             assert len(shared) == end - first, f"{len(shared)} blocks of a hit of {end - first}"
             tables.append((0,) * first + tuple(shared))
             given_back.append(first)
-            # the most blocks that the sequence will hold at once, those taken included
-            most = min(
-                allocator.blocks_for(num_tokens) - first,
-                group.most_blocks(num_tokens, self._step_tokens),
-            )
-            fits = fits and most - len(shared) + reserve <= allocator.num_available
+            needed = self._most_blocks(group, first, num_tokens) - len(shared)
+            fits = fits and needed + reserve <= allocator.num_available
         block_tables = SequenceBlocks(tuple(tables), tuple(given_back), start)
         if not fits:
             self.release(block_tables)
             return None
         return block_tables, start
+
+    def _most_blocks(self, group: CacheGroup, first: int, num_tokens: int) -> int:
+        """Return the most blocks that a sequence of `num_tokens` tokens, which needs those from
+        entry `first` on, will hold at once.
+        """
+        length = -(-num_tokens // group.tokens_per_block) - first
+        return min(length, group.most_blocks(num_tokens, self._step_tokens))
 
     @property
     def gives_back(self) -> bool:
@@ -220,13 +223,12 @@ class CacheManager:
         """
         if num_tokens <= block_tables.room:
             return block_tables
-        missing = [
-            max(allocator.blocks_for(num_tokens) - len(table), 0)
-            for table, allocator in zip(block_tables.block_ids, self.allocators, strict=True)
-        ]
-        for count, allocator in zip(missing, self.allocators, strict=True):
+        missing = []
+        for table, allocator in zip(block_tables.block_ids, self.allocators, strict=True):
+            count = max(allocator.blocks_for(num_tokens) - len(table), 0)
             if count > allocator.num_available:
                 return None
+            missing.append(count)
         tables = []
         for table, count, allocator in zip(
             block_tables.block_ids, missing, self.allocators, strict=True
@@ -306,7 +308,9 @@ class CacheManager:
         index = 0
         while num_agreed < len(self.groups):
             possible = self._longest_hit_of(index, keys, length, has)
-            num_agreed = num_agreed + 1 if possible == length else 1
+            if possible != length:
+                num_agreed = 0
+            num_agreed += 1
             length = possible
             index = (index + 1) % len(self.groups)
         return length
@@ -323,28 +327,25 @@ class CacheManager:
         for group, allocator in zip(self.groups, self.allocators, strict=True):
             first = group.first_block(length)
             end = length // group.tokens_per_block
-            # -1 for a block that is not indexed
-            table = [
-                (allocator.acquire_prefix((key,)) or [-1])[0]
-                for key in self.keys_of(group, keys, first, end)
-            ]
+            table = []
+            num_missing = 0
+            for key in self.keys_of(group, keys, first, end):
+                blocks = allocator.acquire_prefix((key,))
+                if not blocks:
+                    blocks = [-1]  # a block that is not indexed
+                    num_missing += 1
+                table += blocks
             tables.append(table)
-            most = min(
-                allocator.blocks_for(num_tokens) - first,
-                group.most_blocks(num_tokens, self._step_tokens),
-            )
-            num_missing = table.count(-1)
-            needed = max(most - len(table) + num_missing, num_missing) + reserve
-            fits = fits and needed <= allocator.num_available
+            needed = self._most_blocks(group, first, num_tokens) - len(table)
+            needed = max(needed, 0) + num_missing
+            fits = fits and needed + reserve <= allocator.num_available
         if not fits:
             for allocator, table in zip(self.allocators, tables, strict=True):
                 allocator.release([block for block in table if block >= 0])
             return None
-        fresh = [
-            new_block
-            for index, table in enumerate(tables)
-            for new_block in self._allocate_missing(index, keys, length, table)
-        ]
+        fresh: list[NewBlock] = []
+        for index, table in enumerate(tables):
+            fresh += self._allocate_missing(index, keys, length, table)
         return Reservation(tuple(map(tuple, tables)), tuple(fresh))
 
     def _allocate_missing(
@@ -389,10 +390,10 @@ class CacheManager:
 
     def _room(self, tables: Sequence[Sequence[int]]) -> int:
         """Return the number of tokens for which every table has blocks."""
-        return min(
-            len(table) * group.tokens_per_block
-            for table, group in zip(tables, self.groups, strict=True)
-        )
+        rooms = []
+        for table, group in zip(tables, self.groups, strict=True):
+            rooms.append(len(table) * group.tokens_per_block)
+        return min(rooms)
 
     def keys_of(
         self, group: CacheGroup, keys: Sequence[bytes], first: int, end: int

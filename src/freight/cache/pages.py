@@ -53,16 +53,20 @@ def allocate_pages(
     assert scales is None or (spec.format.is_fp8 and not dynamic)
     dtype = torch_dtype(spec.format)
     first = spec.k_dim - spec.v_dim
-    sizes = (spec.k_dim,) if spec.v_in_k else (spec.k_dim, spec.v_dim)
-    parts = [(size, dtype) for size in sizes] + [(1, torch.bfloat16)] * (
-        len(sizes) if dynamic else 0
-    )
+    parts = [(spec.k_dim, dtype)]
+    if not spec.v_in_k:
+        parts.append((spec.v_dim, dtype))
+    num_sides = len(parts)
+    if dynamic:
+        parts += [(1, torch.bfloat16)] * num_sides
     tensors = _tensors(parts, layout, shape, empty)
     k = tensors[0]
-    v = tensors[0][..., first:] if spec.v_in_k else tensors[1]
+    v = tensors[num_sides - 1]
+    if spec.v_in_k:
+        v = k[..., first:]
     k_scale = v_scale = None
     if dynamic:
-        k_scale = tensors[len(sizes)].squeeze(-1)
+        k_scale = tensors[num_sides].squeeze(-1)
         v_scale = tensors[-1].squeeze(-1)
     elif scales is not None:
         k_scale = expand_scale(scales.k, spec.num_kv_heads, spec.k_dim).to(device)
@@ -84,8 +88,11 @@ def _grouped_pages(
     """Allocate pages with `group` scales: codes of the latent, the channels before it in bfloat16,
     and scales.
     """
-    sizes = spec.k_dim - spec.v_dim, spec.v_dim // SCALE_GROUP
-    parts = [(spec.v_dim, torch_dtype(spec.format)), *((size, torch.bfloat16) for size in sizes)]
+    parts = [
+        (spec.v_dim, torch_dtype(spec.format)),
+        (spec.k_dim - spec.v_dim, torch.bfloat16),
+        (spec.v_dim // SCALE_GROUP, torch.bfloat16),
+    ]
     codes, rotated, scale = _tensors(parts, layout, shape, empty)
     return KVPages(codes, codes, scale, scale, counters, v_in_k=True, rotated=rotated)
 
@@ -107,8 +114,10 @@ def _tensors(
         return [empty(*by_head, size, dtype=dtype).transpose(1, 2) for size, dtype in parts]
     widths = [block_size * heads * size * dtype.itemsize for size, dtype in parts]
     blocks = empty(num_blocks, sum(widths), dtype=torch.uint8).split(widths, 1)
-    typed = [block.view(dtype) for block, (_, dtype) in zip(blocks, parts, strict=True)]
-    return [block.unflatten(1, (block_size, heads, -1)) for block in typed]
+    tensors = []
+    for block, (_, dtype) in zip(blocks, parts, strict=True):
+        tensors.append(block.view(dtype).unflatten(1, (block_size, heads, -1)))
+    return tensors
 
 
 def expand_scale(values: tuple[float, ...], num_kv_heads: int, head_dim: int) -> Tensor:

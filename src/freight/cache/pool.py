@@ -11,9 +11,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from freight.cache.groups import least_of_complete
 from freight.cache.pages import Empty, allocate_pages, empty_on, expand_scale
 from freight.cache.spec import KVCacheSpec, LayerStateSpec
 from freight.fp8.cast import torch_dtype
+from freight.fp8.scheme import LayerScales
 from freight.kernels.interface import KernelSet
 from freight.operands.attention import AttentionCall
 from freight.operands.batch import ForwardBatch
@@ -134,12 +136,7 @@ class KVPool:
         """Blocks that limit complete sequences: the fewest of the groups that keep all blocks, or
         of all groups if none does.
         """
-        full = [
-            count
-            for count, group in zip(self.num_blocks, self.spec.groups, strict=True)
-            if group.keeps_all
-        ]
-        return min(full or self.num_blocks)
+        return least_of_complete(self.spec.groups, self.num_blocks)
 
     @property
     def capacity_tokens(self) -> int:
@@ -179,12 +176,19 @@ class KVPool:
         """Return (NaNs stored since the start, values clipped to their scale's range). A working
         model stores no NaN.
         """
-        counts = [layer.pages.counters for layer in self.paged.values() if not layer.shared]
+        counts = [layer.pages.counters for layer in self._stored.values()]
         if not counts:  # states are not counted
             return 0, 0
         total = torch.stack(counts).sum(0)
-        nans, clipped = (total if self._left_out is None else total - self._left_out).tolist()
+        if self._left_out is not None:
+            total = total - self._left_out
+        nans, clipped = total.tolist()
         return nans, clipped
+
+    @property
+    def _stored(self) -> dict[int, PagedKV]:
+        """Layers with pages of their own, by index."""
+        return {index: layer for index, layer in self.paged.items() if not layer.shared}
 
     def counting_drafts(self, most: int) -> KVPool:
         """Return the pool with counters of each row, for `leave_out`, in steps that have up to `most`
@@ -192,12 +196,12 @@ class KVPool:
         """
         if most == 0:
             return self
-        stored = {index: layer for index, layer in self.paged.items() if not layer.shared}
+        stored = self._stored
         by_row = torch.zeros(len(stored), 1 + most, 2, dtype=torch.int64, device="cpu")
-        layers = {
-            index: replace(layer, pages=replace(layer.pages, row_counters=counters))
-            for (index, layer), counters in zip(stored.items(), by_row, strict=True)
-        }
+        layers = {}
+        for (index, layer), counters in zip(stored.items(), by_row, strict=True):
+            pages = replace(layer.pages, row_counters=counters)
+            layers[index] = replace(layer, pages=pages)
         left_out = torch.zeros(2, dtype=torch.int64, device="cpu")
         return replace(self.with_layers(layers), _row_counters=by_row, _left_out=left_out)
 
@@ -228,14 +232,18 @@ def allocate_pool(
     centered keys only. `empty` allocates pages and states, on `device`.
     """
     empty = empty or empty_on(device)
-    of_layers = kv.scales.layers if kv.scales is not None else (None,) * len(spec.layers)
-    tables = AngleTables()
-    pages_of: dict[int, PagedKV] = {}
-    states_of: dict[int, PagedState] = {}
-    groups = {layer: index for index, group in enumerate(spec.groups) for layer in group.layers}
+    of_layers: tuple[LayerScales | None, ...] = (None,) * len(spec.layers)
+    if kv.scales is not None:
+        of_layers = kv.scales.layers
     assert len(of_layers) == len(spec.layers), (
         f"scales of {len(of_layers)} layers for {len(spec.layers)}"
     )
+    tables = AngleTables()
+    pages_of: dict[int, PagedKV] = {}
+    states_of: dict[int, PagedState] = {}
+    groups: dict[int, int] = {}
+    for index, members in enumerate(spec.groups):
+        groups.update(dict.fromkeys(members.layers, index))
     for index, layer in spec.kept.items():
         scales = of_layers[index]
         if isinstance(layer, LayerStateSpec):
@@ -252,7 +260,8 @@ def allocate_pool(
         sizes = num_blocks[group], block_size
         pages = allocate_pages(layer, kv.layout, scales, *sizes, device, empty)
         if scales is not None and scales.k_center:
-            rotary = None if rotaries is None else rotaries[index]
+            assert rotaries is not None
+            rotary = rotaries[index]
             assert rotary is not None
             b = expand_scale(scales.k_center, layer.num_kv_heads, layer.k_dim).to(device)
             pages = replace(pages, k_center=KeyCenter.of(b, *tables.of(rotary)))
@@ -281,8 +290,7 @@ def _allocate_states(
     spec: LayerStateSpec, num_blocks: int, cache: KVCacheSpec, empty: Empty
 ) -> States:
     assert cache.state_every is not None
-    parts = {
-        part.name: empty(num_blocks, *part.shape, dtype=torch_dtype(part.format))
-        for part in spec.parts
-    }
+    parts = {}
+    for part in spec.parts:
+        parts[part.name] = empty(num_blocks, *part.shape, dtype=torch_dtype(part.format))
     return States(parts, cache.state_every)

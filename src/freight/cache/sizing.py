@@ -74,8 +74,13 @@ def split_memory(
     needed = spec.bytes_of(request)
     assert needed <= memory, f"a request of {max_model_len} tokens takes {needed} bytes of {memory}"
     # the layers that keep every block of a sequence
-    full_bytes = sum(group.bytes_per_block for group in spec.groups if group.keeps_all)
-    if full_bytes in (0, sum(group.bytes_per_block for group in spec.groups)):  # only one kind
+    full_bytes = 0
+    all_bytes = 0
+    for group in spec.groups:
+        all_bytes += group.bytes_per_block
+        if group.keeps_all:
+            full_bytes += group.bytes_per_block
+    if full_bytes in (0, all_bytes):  # only one kind
         return tuple(count * memory // needed for count in request)
     full_request = full_bytes * -(-max_model_len // spec.block_size)
 
@@ -97,8 +102,10 @@ def split_memory(
         """Return whether `num_seqs` sequences leave too little for full layers. False for 0,
         because `memory` holds a request; monotonic, because `windows` only grows.
         """
-        rest = memory - spec.bytes_of(windows(num_seqs))
-        return rest < (full_request if 2 * rest >= memory else num_seqs * full_request)
+        remaining = memory - spec.bytes_of(windows(num_seqs))
+        if 2 * remaining >= memory:
+            return remaining < full_request
+        return remaining < num_seqs * full_request
 
     counts = windows(bisect_left(range(max_num_seqs + 1), True, key=too_many) - 1)
     remaining = memory - spec.bytes_of(counts)

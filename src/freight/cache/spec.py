@@ -12,7 +12,7 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from freight.cache.groups import LayerGroup, Pages, StateBlocks
+from freight.cache.groups import LayerGroup, Pages, StateBlocks, capacity_tokens
 from freight.errors import ConfigError
 from freight.fp8.formats import SCALE_GROUP, Format, Granularity
 from freight.model.config.model import ModelConfig
@@ -56,7 +56,9 @@ class LayerKVSpec:
         """Values of K and V of one token; 0 for a layer that reads another's pages."""
         if self.source is not None:
             return 0
-        return self.num_kv_heads * (self.k_dim if self.v_in_k else self.k_dim + self.v_dim)
+        if self.v_in_k:
+            return self.num_kv_heads * self.k_dim
+        return self.num_kv_heads * (self.k_dim + self.v_dim)
 
     @property
     def bytes_per_token(self) -> int:
@@ -70,8 +72,12 @@ class LayerKVSpec:
             wide = self.k_dim - self.v_dim + self.v_dim // SCALE_GROUP
             return self.num_kv_heads * (self.v_dim * self.format.bytes + 2 * wide)
         values = self.values_per_token * self.format.bytes
-        scales = 2 * self.num_kv_heads * (1 if self.v_in_k else 2)
-        return values + (scales if self.granularity is Granularity.TOKEN else 0)
+        if self.granularity is not Granularity.TOKEN:
+            return values
+        scales = 2 * self.num_kv_heads
+        if not self.v_in_k:
+            scales *= 2
+        return values + scales
 
     @property
     def bytes_per_state(self) -> int:
@@ -121,16 +127,21 @@ class LayerStateSpec:
     @property
     def state_format(self) -> Format | None:
         """Format of the state's matrices; None for a layer without matrices."""
-        return next((part.format for part in self.parts if part.name == "state"), None)
+        for part in self.parts:
+            if part.name == "state":
+                return part.format
+        return None
 
     @property
     def float32_bytes_per_state(self) -> int:
         """Bytes of a state with its matrices in float32, which need no scales."""
-        parts = (
-            replace(part, format=Format.FLOAT32) if part.name == "state" else part
-            for part in self.parts
-        )
-        return sum(part.bytes for part in parts if part.name != "scale")
+        num_bytes = 0
+        for part in self.parts:
+            if part.name == "state":
+                num_bytes += replace(part, format=Format.FLOAT32).bytes
+            elif part.name != "scale":
+                num_bytes += part.bytes
+        return num_bytes
 
     @property
     def key(self) -> Hashable:
@@ -204,10 +215,9 @@ def cache_spec(
         model_spec = cache_spec(kv, model, block_size, compute, state_every, max_len)
         rank_model = of_rank(model, ranks)
         return cache_spec(kv, rank_model, block_size, compute, model_spec.state_every, max_len)
-    layers = (
-        layer_spec(layer.mixer, kv.of_layer(index), compute, kv.state)
-        for index, layer in enumerate(model.layers)
-    )
+    layers = []
+    for index, layer in enumerate(model.layers):
+        layers.append(layer_spec(layer.mixer, kv.of_layer(index), compute, kv.state))
     spec = KVCacheSpec(tuple(layers), block_size)
     if spec.bytes_per_state == 0:
         if state_every is not None:
@@ -260,9 +270,11 @@ class KVCacheSpec:
         for index, layer in self.kept.items():
             if layer.source is None:
                 members.setdefault(layer.key, {})[index] = layer
-        return tuple(
-            next(iter(layers.values())).grouped(layers, self) for layers in members.values()
-        )
+        groups = []
+        for layers in members.values():
+            first = next(iter(layers.values()))
+            groups.append(first.grouped(layers, self))
+        return tuple(groups)
 
     @property
     def repeatable(self) -> bool:
@@ -279,9 +291,10 @@ class KVCacheSpec:
     @property
     def state_format(self) -> Format | None:
         """Stored format of recurrent states; None if no layer keeps one."""
-        return next(
-            (layer.state_format for layer in self._states if layer.state_format is not None), None
-        )
+        for layer in self._states:
+            if layer.state_format is not None:
+                return layer.state_format
+        return None
 
     @property
     def float32_bytes_per_state(self) -> int:
@@ -324,13 +337,11 @@ class KVCacheSpec:
         """Return the tokens of complete sequences that `num_blocks` blocks of each group hold: the
         least of the groups that keep all blocks, or of all groups if none does.
         """
-        groups = list(zip(self.groups, num_blocks, strict=True))
-        full = [group_blocks for group_blocks in groups if group_blocks[0].keeps_all]
-        return min(count * group.tokens_per_block for group, count in full or groups)
+        return capacity_tokens(self.groups, num_blocks)
 
     def bytes_of(self, num_blocks: tuple[int, ...]) -> int:
         """Return the bytes of `num_blocks` blocks in each group."""
-        return sum(
-            count * group.bytes_per_block
-            for count, group in zip(num_blocks, self.groups, strict=True)
-        )
+        num_bytes = 0
+        for count, group in zip(num_blocks, self.groups, strict=True):
+            num_bytes += count * group.bytes_per_block
+        return num_bytes

@@ -217,11 +217,9 @@ class StoredPrefixes:
         then.
         """
         last = self._refused
-        return (
-            last is not None
-            and (last.name, last.num_tokens) == (name, query.num_tokens)
-            and all(now <= then for now, then in zip(room, last.room, strict=True))
-        )
+        if last is None or last.name != name or last.num_tokens != query.num_tokens:
+            return False
+        return all(now <= then for now, then in zip(room, last.room, strict=True))
 
     def _plan(self, query: PrefixQuery) -> _FetchPlan | None:
         """Return how pool and store together have a longer prefix than the pool; None if they do
@@ -279,9 +277,8 @@ class StoredPrefixes:
     def _take(self, name: str) -> _Fetching:
         fetching = self._coming.pop(name)
         self._in_turn = set()
-        self._on_the_way.difference_update(
-            (block.group, block.key) for block in fetching.fetch.wanted
-        )
+        for block in fetching.fetch.wanted:
+            self._on_the_way.discard((block.group, block.key))
         return fetching
 
     def _release(self, fetching: _Fetching) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import time
 from dataclasses import asdict, replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -16,8 +15,8 @@ import typer
 from freight.base import terminal
 from freight.base.terminal import bars
 from freight.cli.options import Values, argument, takes_engine_options
-from freight.cli.serve import NEEDED, takes_server_options
-from freight.errors import ConfigError, install
+from freight.cli.serve import require_packages, takes_server_options
+from freight.errors import ConfigError
 from freight.settings.engine import EngineArgs
 
 # The options of `freight serve` that this command has as well.
@@ -59,9 +58,7 @@ def batch(
     A run that was killed is continued by the same command: lines that are answered are not computed
     again.
     """
-    missing = [name for name in NEEDED if find_spec(name) is None]
-    if missing:
-        raise ConfigError(f"freight batch needs {', '.join(missing)}: {install('server')}")
+    require_packages("batch")
     if as_json and str(out) == "-":
         raise ConfigError(
             "--json and OUT - both write standard output: omit --json, or name a file"
@@ -80,7 +77,9 @@ def batch(
     settings = ServerSettings(names=names, max_queue=room, **server)
     # The options that influence the answers: BatchInput hashes them into the ids of the answers.
     engine_options = {name: value for name, value in asdict(args).items() if name not in _SPEED}
-    engine_options["model"] = str(folder.resolve()) if folder.is_dir() else args.model
+    engine_options["model"] = args.model
+    if folder.is_dir():
+        engine_options["model"] = str(folder.resolve())
     server_options = {name: str(value) for name, value in server.items()}
     require_different(source, out)
     lines = BatchInput(source, [engine_options, server_options, names], names)

@@ -39,7 +39,9 @@ def chat(
         raise ConfigError(
             "chat needs a tokenizer: omit --skip-tokenizer-init, or use freight generate"
         )
-    start = [{"role": "system", "content": system}] if system else []
+    start = []
+    if system:
+        start.append({"role": "system", "content": system})
 
     from freight.llm import LLM
     from freight.text.tokenizer import require_chat_template
@@ -59,10 +61,9 @@ def chat(
             else:
                 _explain(command)
             continue
-        asked = [
-            *messages,
-            {"role": "user", "content": line.removeprefix("/") if line.startswith("//") else line},
-        ]
+        if line.startswith("//"):
+            line = line.removeprefix("/")
+        asked = [*messages, {"role": "user", "content": line}]
         try:
             answer = print_stream(llm, llm.chat_prompt(asked), params)
         except KeyboardInterrupt:

@@ -31,7 +31,9 @@ def env(
             value = " ".join(value)
         elif name.startswith("memory_"):
             value = f"{value / 2**30:.1f} GiB"
-        typer.echo(f"{name.replace('_', ' '):<16} {'none' if value in (None, '') else value}")
+        if value in (None, ""):
+            value = "none"
+        typer.echo(f"{name.replace('_', ' '):<16} {value}")
 
 
 def collect() -> JsonObject:
@@ -93,7 +95,9 @@ def _torch_build() -> str:
     if torch.version.cuda:
         return f"CUDA {torch.version.cuda}"
     hip = getattr(torch.version, "hip", None)
-    return f"ROCm {hip}" if hip else "CPU"
+    if hip:
+        return f"ROCm {hip}"
+    return "CPU"
 
 
 def _versions() -> dict[str, str]:

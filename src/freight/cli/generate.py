@@ -108,7 +108,9 @@ def read_prompts(texts: list[str], file: Path | None, token_ids: list[str]) -> P
     """Return the prompts, of one kind only. Raises RequestError for none and for two kinds."""
     ways = sum((bool(texts), file is not None, bool(token_ids)))
     if ways != 1:
-        fault = "the prompt is given in more than one way" if ways else "there is no prompt"
+        fault = "there is no prompt"
+        if ways:
+            fault = "the prompt is given in more than one way"
         raise RequestError(
             f"{fault}; give it in one way: --prompt TEXT, --prompt-file FILE or --prompt-token-ids 1,2,3"
         )
@@ -159,11 +161,15 @@ def read_form(
         raise RequestError(
             "a completion has one form; give one of --json-schema FILE, --regex TEXT and --choice TEXT"
         )
+    if not form:
+        return None
     try:
-        return StructuredOutputs.of(form) if form else None
+        return StructuredOutputs.of(form)
     except RequestError as error:
         name = next(iter(form))
-        option = f"--json-schema {json_schema}" if name == "json" else f"--{name}"
+        option = f"--{name}"
+        if name == "json":
+            option = f"--json-schema {json_schema}"
         raise RequestError(str(error).replace(f"structured_outputs.{name}", option)) from None
 
 
@@ -180,7 +186,9 @@ def text_of(completion: CompletionOutput, params: SamplingParams) -> str:
     """Return what a terminal shows of a completion: its text, or its token ids where there is no
     text.
     """
-    return completion.text if params.detokenize else " ".join(map(str, completion.token_ids))
+    if params.detokenize:
+        return completion.text
+    return " ".join(map(str, completion.token_ids))
 
 
 def print_stream(llm: LLM, prompt: str | list[int], params: SamplingParams) -> str:
@@ -202,26 +210,29 @@ def print_stream(llm: LLM, prompt: str | list[int], params: SamplingParams) -> s
 
 
 def _title(output: RequestOutput, completion: CompletionOutput) -> str:
-    prompt = output.prompt if output.prompt is not None else str(output.prompt_token_ids)
-    start = prompt if len(prompt) <= 60 else prompt[:57] + "..."
-    number = f" [{completion.index + 1}/{len(output.outputs)}]" if len(output.outputs) > 1 else ""
-    return f"{start!r}{number}"
+    prompt = output.prompt
+    if prompt is None:
+        prompt = str(output.prompt_token_ids)
+    if len(prompt) > 60:
+        prompt = prompt[:57] + "..."
+    if len(output.outputs) == 1:
+        return repr(prompt)
+    return f"{prompt!r} [{completion.index + 1}/{len(output.outputs)}]"
 
 
 def as_object(llm: LLM, outputs: list[RequestOutput]) -> JsonObject:
     """Return what --json prints: one entry for each completion, and the cache it was made with."""
-    return {
-        "outputs": [
-            {
+    entries = []
+    for output in outputs:
+        for completion in output.outputs:
+            entry = {
                 "prompt": output.prompt,
                 "text": completion.text,
                 "token_ids": completion.token_ids,
                 "finish_reason": completion.finish_reason,
                 "stop_reason": completion.stop_reason,
-                **({} if completion.error is None else {"error": completion.error}),
             }
-            for output in outputs
-            for completion in output.outputs
-        ],
-        "kv_cache": llm.kv_cache_info(),
-    }
+            if completion.error is not None:
+                entry["error"] = completion.error
+            entries.append(entry)
+    return {"outputs": entries, "kv_cache": llm.kv_cache_info()}

@@ -143,9 +143,12 @@ def main(launch: Launcher | None = None) -> None:
             sys.exit(CLOSED_PIPE)
         _print_error(error)
         sys.exit(1)
+    except (ConfigError, RequestError) as error:
+        _print_error(error)
+        sys.exit(2)
     except FreightError as error:
         _print_error(error)
-        sys.exit(2 if isinstance(error, ConfigError | RequestError) else 1)
+        sys.exit(1)
     except (OSError, MemoryError) as error:
         logger.debug("the command ends", exc_info=error)
         _print_error(_refusal(error))

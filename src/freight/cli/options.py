@@ -66,13 +66,16 @@ CONTEXT: Values = {
 MAX_TOKENS = 256
 
 
-def option(values: str | Iterable[object] | None, sentence: str, *names: str, **more: Any) -> Any:
+def option(
+    values: str | Iterable[object] | None, sentence: str, *names: str, **more: Any
+) -> object:
     """Return an option of typer; `values`, or their names, stand for its value in --help."""
-    metavar = values if values is None or isinstance(values, str) else "|".join(map(str, values))
-    return typer.Option(*names, metavar=metavar, help=sentence, **more)
+    if values is not None and not isinstance(values, str):
+        values = "|".join(map(str, values))
+    return typer.Option(*names, metavar=values, help=sentence, **more)
 
 
-def argument(metavar: str, sentence: str) -> Any:
+def argument(metavar: str, sentence: str) -> object:
     return typer.Argument(metavar=metavar, help=sentence)
 
 
@@ -105,13 +108,15 @@ class Flag:
     def envvar(self) -> str:
         return f"FREIGHT_{self.field.upper()}"
 
-    def option(self, envvar: str | None) -> Any:
+    def option(self, envvar: str | None) -> object:
         """As an option of typer."""
-        name = f"{self.name}/--no-{self.name[2:]}" if self.negatable else self.name
+        name = self.name
+        if self.negatable:
+            name += f"/--no-{name[2:]}"
         values = self.metavar or CHOICES.get(self.field)
         return option(values, self.help, *self.also, name, envvar=envvar)
 
-    def parameter(self, default: Any, envvar: str | None = None) -> inspect.Parameter:
+    def parameter(self, default: object, envvar: str | None = None) -> inspect.Parameter:
         """Return a keyword of a command, as typer reads it."""
         annotation: Any = Annotated[self.type, self.option(envvar)]
         return inspect.Parameter(
@@ -309,7 +314,7 @@ ModelIdOption = Annotated[
 ]
 
 
-def _engine_option(field: str) -> Any:
+def _engine_option(field: str) -> object:
     """Return an option of engines, for a command that has no `args: EngineArgs`."""
     flag = next(flag for flag in ENGINE_FLAGS if flag.field == field)
     return flag.option(flag.envvar)
@@ -320,10 +325,6 @@ SkippedLayers = Annotated[list[str] | None, _engine_option("kv_cache_dtype_skip_
 StateEvery = Annotated[int | None, _engine_option("state_every")]
 StateDtype = Annotated[str, _engine_option("state_dtype")]
 RankCount = Annotated[int, _engine_option("tensor_parallel_size")]
-_OF_RANKS = {
-    spelling for flag in ENGINE_FLAGS if flag.field in RANKS for spelling in (flag.name, *flag.also)
-}
-_OF_NODES = {flag.name for flag in ENGINE_FLAGS if flag.field in NODES}
 _NO_NODES = "ranks on several machines are for freight serve: omit it"
 _ONE_RANK = (
     "ranks are for freight serve, generate, chat, batch and plan, and any number of them gives "
@@ -347,23 +348,34 @@ class Command(TyperCommand):
             for short, name in _SHORT.items():
                 if spelling == short[:2] and short in arguments:
                     spelling = name
-            instead = instead_of(spelling.lstrip("-").replace("-", "_"), as_flag)
-            if instead is None or not _spellings(self).issuperset(
-                re.findall(r"--[a-z-]+", instead)
-            ):
-                instead = _where_it_is(spelling, ctx)
-            if instead is None and spelling in _OF_RANKS:
-                instead = _ONE_RANK
-            if spelling in _OF_NODES:  # some of which TGI has as well
-                instead = _NO_NODES
+            instead = self._instead_of(spelling, ctx)
             if instead is None:
                 raise
             raise ConfigError(f"no such option: {spelling}; {instead}") from None
 
+    def _instead_of(self, spelling: str, ctx: Any) -> str | None:
+        """Return what to use in place of an option that this verb does not have."""
+        for flag in ENGINE_FLAGS:
+            if flag.field in NODES and flag.name == spelling:  # TGI has some of them as well
+                return _NO_NODES
+        instead = instead_of(spelling.lstrip("-").replace("-", "_"), as_flag)
+        if instead is not None and _spellings(self).issuperset(re.findall(r"--[a-z-]+", instead)):
+            return instead
+        instead = _where_it_is(spelling, ctx)
+        if instead is not None:
+            return instead
+        for flag in ENGINE_FLAGS:
+            if flag.field in RANKS and spelling in (flag.name, *flag.also):
+                return _ONE_RANK
+        return None
+
 
 def _spellings(command: Any) -> set[str]:
     """Return the options of a click command, as they are written."""
-    return {flag for option in command.params for flag in (*option.opts, *option.secondary_opts)}
+    spellings: set[str] = set()
+    for option in command.params:
+        spellings.update(option.opts, option.secondary_opts)
+    return spellings
 
 
 def _where_it_is(spelling: str, ctx: Any) -> str | None:
@@ -372,7 +384,9 @@ def _where_it_is(spelling: str, ctx: Any) -> str | None:
         return None
     commands = ctx.parent.command.commands.items()
     names = [name for name, command in commands if spelling in _spellings(command)]
-    return f"it is an option of {ctx.parent.command_path} {', '.join(names)}" if names else None
+    if not names:
+        return None
+    return f"it is an option of {ctx.parent.command_path} {', '.join(names)}"
 
 
 def _layers_joined(args: Sequence[str]) -> list[str]:
@@ -402,7 +416,9 @@ def require_name(model: str | None, model_id: str | None) -> None:
     the demo model.
     """
     # typer passes over ""
-    variable = os.environ.get(MODEL_VARIABLE) if model is None and model_id is None else None
+    variable = None
+    if model is None and model_id is None:
+        variable = os.environ.get(MODEL_VARIABLE)
     for name, what in (
         (model, "MODEL"),
         (model_id, f"--model-id or {MODEL_VARIABLE}"),
@@ -426,7 +442,9 @@ def takes_model(command: Function) -> Function:
                 f"MODEL is {model!r} and --model-id {model_id!r}: give one of the two"
             )
         if model is None:
-            model = "demo" if model_id is None else model_id
+            model = model_id
+        if model is None:
+            model = "demo"
         return {"model": model}
 
     kind = inspect.Parameter.KEYWORD_ONLY
@@ -455,8 +473,8 @@ def model_and_others(
     """Return the arguments called `names`, in order, where --model-id may stand for the one called
     MODEL.
 
-    `given` are the arguments as typed, None for those beyond. Raises ConfigError for one too few or
-    too many.
+    `values` are the arguments as typed, None for those beyond. Raises ConfigError for one too few
+    or too many.
     """
     require_name(None, model_id)
     present = [str(value) for value in values if value is not None]
@@ -503,25 +521,29 @@ def takes_sampling_options(command: Function) -> Function:
     """Replace the command's parameter `params: SamplingParams` by the sampling options."""
     plain = SamplingParams(max_tokens=MAX_TOKENS)
 
-    def default(flag: Flag) -> Any:
-        value = getattr(plain, flag.field)
-        return [] if flag.type in (list[str], list[int]) else value
+    parameters = []
+    for flag in SAMPLING_FLAGS:
+        default = getattr(plain, flag.field)
+        if flag.type in (list[str], list[int]):
+            default = []
+        parameters.append(flag.parameter(default))
 
     def build(values: Values) -> Values:
         sampling = {flag.field: values.pop(flag.field) for flag in SAMPLING_FLAGS}
-        return {
-            "params": SamplingParams(**sampling | {"logit_bias": _biases(sampling["logit_bias"])})
-        }
+        sampling["logit_bias"] = _biases(sampling["logit_bias"])
+        return {"params": SamplingParams(**sampling)}
 
-    return replace_parameter(
-        command, "params", [flag.parameter(default(flag)) for flag in SAMPLING_FLAGS], build
-    )
+    return replace_parameter(command, "params", parameters, build)
 
 
 def _biases(pairs: Sequence[str]) -> dict[int, float]:
     """'ID=NUMBER' each."""
+    biases = {}
     try:
-        return {int(token): float(bias) for token, bias in (pair.split("=") for pair in pairs)}
+        for pair in pairs:
+            token, bias = pair.split("=")
+            biases[int(token)] = float(bias)
+        return biases
     except ValueError:
         raise RequestError(
             f"--logit-bias is {' '.join(pairs)!r}; each must be ID=NUMBER, as in 42=-5"
@@ -543,12 +565,12 @@ def replace_parameter(
         made = build(values)
         command(**values, **made)
 
-    parameters = [
-        p
-        for p in inspect.signature(command, eval_str=True).parameters.values()
-        if p.name != parameter
-    ]
-    known = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in parameters]
-    wrapped.__signature__ = inspect.Signature([*known, *options])  # type: ignore[attr-defined]
-    wrapped.__annotations__ = {p.name: p.annotation for p in (*known, *options)}
+    parameters = dict(inspect.signature(command, eval_str=True).parameters)
+    parameters.pop(parameter)
+    for name, keyword in parameters.items():
+        parameters[name] = keyword.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+    for keyword in options:
+        parameters[keyword.name] = keyword
+    wrapped.__signature__ = inspect.Signature(list(parameters.values()))  # type: ignore[attr-defined]
+    wrapped.__annotations__ = {name: p.annotation for name, p in parameters.items()}
     return wrapped

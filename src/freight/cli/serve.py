@@ -8,7 +8,7 @@ from dataclasses import fields
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 NEEDED = ("fastapi", "uvicorn", "httptools", "prometheus_client")
 
-SERVER_FLAGS: tuple[tuple[Flag, Any], ...] = (  # each with its default
+SERVER_FLAGS: tuple[tuple[Flag, object], ...] = (  # each with its default
     (Flag("host", str, "Where to listen.", "ADDRESS"), "127.0.0.1"),
     (Flag("port", int, "Where to listen; 0 takes a free one.", "PORT"), 8000),
     (
@@ -176,6 +176,13 @@ SERVER_FLAGS: tuple[tuple[Flag, Any], ...] = (  # each with its default
 )
 
 
+def require_packages(verb: str) -> None:
+    """Raise ConfigError where the packages are missing that `verb` shares with a server."""
+    missing = [name for name in NEEDED if find_spec(name) is None]
+    if missing:
+        raise ConfigError(f"freight {verb} needs {', '.join(missing)}: {install('server')}")
+
+
 def takes_server_options(names: Sequence[str]) -> Callable[[Function], Function]:
     """Replace the command's parameter `server: dict` by those options of the server, by their
     names.
@@ -207,9 +214,7 @@ def serve(
         check_random_weights(args.model, random_weights)  # before anything is started
     if args.node_rank:
         raise typer.Exit(_join(args, random_weights, server["restart_engine"]))
-    missing = [name for name in NEEDED if find_spec(name) is None]
-    if missing:
-        raise ConfigError(f"freight serve needs {', '.join(missing)}: {install('server')}")
+    require_packages("serve")
     from freight.serve.lifecycle import run
 
     settings = settings_of(server)
@@ -232,7 +237,8 @@ def settings_of(server: Values) -> ServerSettings:
     from freight.serve.settings import ServerSettings
 
     values = dict(server)
-    values |= {name: tuple(values.pop(field)) for name, field in _LISTS.items()}
+    for name, field in _LISTS.items():
+        values[name] = tuple(values.pop(field))
     values["tokenizer_info"] = values.pop("enable_tokenizer_info_endpoint")
     return ServerSettings(**values)
 

@@ -34,15 +34,20 @@ def ls(folder: Folder, as_json: OneJson = False) -> None:
         print(json.dumps({"spaces": [asdict(space) for space in spaces]}, indent=2))
         return
     rows = [("name space", "model and cache", "freight", "blocks", "bytes", "last used", "")]
-    for one in spaces:
-        used = time.strftime("%Y-%m-%d %H:%M", time.localtime(one.last_used))
-        name = one.decides.get("name", "?")
-        version = one.decides.get("freight", "?")
-        counts = f"{one.num_blocks:,}", f"{one.num_bytes:,}"
-        writes = "being written" if one.writers else ""
-        rows.append((one.name, name, version, *counts, used, writes))
+    for space in spaces:
+        used = time.strftime("%Y-%m-%d %H:%M", time.localtime(space.last_used))
+        name = space.decides.get("name", "?")
+        version = space.decides.get("freight", "?")
+        counts = f"{space.num_blocks:,}", f"{space.num_bytes:,}"
+        writes = ""
+        if space.writers:
+            writes = "being written"
+        rows.append((space.name, name, version, *counts, used, writes))
     console = terminal.console(soft_wrap=True)
-    for cells in aligned(rows, "lllrrll") if spaces else [["The store is empty."]]:
+    if not spaces:
+        console.print("The store is empty.")
+        return
+    for cells in aligned(rows, "lllrrll"):
         console.print("  ".join(cells).rstrip())
 
 
@@ -67,4 +72,7 @@ def clear(folder: Folder, as_json: OneJson = False) -> None:
     from freight.cache.store.survey import clear
 
     freed = clear(folder)
-    print(json.dumps({"bytes": freed}) if as_json else f"{freed:,} bytes deleted")
+    if as_json:
+        print(json.dumps({"bytes": freed}))
+    else:
+        print(f"{freed:,} bytes deleted")

@@ -31,7 +31,9 @@ class _Stdout(io.FileIO):
         try:
             return super().write(data)  # type: ignore[arg-type]
         except OSError as error:
-            kind = ClosedPipeError if error.errno == errno.EPIPE else OutputError
+            kind = OutputError
+            if error.errno == errno.EPIPE:
+                kind = ClosedPipeError
             raise kind(f"standard output cannot be written: {error.strerror}") from None
 
 

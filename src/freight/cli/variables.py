@@ -20,7 +20,13 @@ _OTHERS = re.compile(
 
 def known(command: Any) -> set[str]:
     """Return the variables of a click command's options, and of those of all its verbs."""
-    return {name for option in _options(command) for name in _names(option.envvar)}
+    names: set[str] = set()
+    for option in _options(command):
+        if isinstance(option.envvar, str):
+            names.add(option.envvar)
+        else:
+            names.update(option.envvar)
+    return names
 
 
 def unknown(environ: Mapping[str, str], names: Iterable[str]) -> str | None:
@@ -28,25 +34,21 @@ def unknown(environ: Mapping[str, str], names: Iterable[str]) -> str | None:
     where there are none.
     """
     names = set(names)
-    unread = sorted(
-        n for n in environ if n.startswith(PREFIX) and n not in names and not _OTHERS.fullmatch(n)
-    )
+    # without the common prefix, which would make all alike
+    ends = [name.removeprefix(PREFIX) for name in sorted(names)]
+    unread = []
+    for name in sorted(environ.keys() - names):
+        if name.startswith(PREFIX) and not _OTHERS.fullmatch(name):
+            hint = nearest(name.removeprefix(PREFIX), ends)
+            unread.append(name + hint.replace("mean ", f"mean {PREFIX}"))
     if not unread:
         return None
-    # the common prefix would make all alike
-    ends = {name.removeprefix(PREFIX): name for name in sorted(names)}
-    hints = [
-        nearest(name.removeprefix(PREFIX), ends).replace("mean ", f"mean {PREFIX}")
-        for name in unread
-    ]
-    return f"freight: not read: {', '.join(map(str.__add__, unread, hints))}"
+    return f"freight: not read: {', '.join(unread)}"
 
 
 def _options(command: Any) -> Iterator[Any]:
-    yield from (option for option in command.params if getattr(option, "envvar", None))
+    for option in command.params:
+        if getattr(option, "envvar", None):
+            yield option
     for verb in getattr(command, "commands", {}).values():
         yield from _options(verb)
-
-
-def _names(envvar: str | Iterable[str]) -> Iterable[str]:
-    return [envvar] if isinstance(envvar, str) else envvar

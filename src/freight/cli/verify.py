@@ -8,8 +8,7 @@ import json
 import sys
 from codecs import BOM_UTF8
 from collections import Counter
-from collections.abc import Iterator
-from importlib.util import find_spec
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,9 +17,9 @@ import typer
 from freight.base import terminal
 from freight.base.files import unique_names
 from freight.cli.options import Json, Values, argument, takes_engine_options
-from freight.cli.serve import NEEDED, takes_server_options
+from freight.cli.serve import require_packages, takes_server_options
 from freight.engine.verification import Outcome, Verification, unknown
-from freight.errors import ConfigError, install
+from freight.errors import ConfigError
 from freight.settings.engine import EngineArgs
 
 # The options of `freight serve` that decide what an answer is, and how long a template may take.
@@ -44,38 +43,42 @@ def verify(
     Every token is drawn again, from its own logits and seed. Exit status: 0 if all is equal, 1 if
     something differs, 2 if it cannot be said.
     """
-    missing = [name for name in NEEDED if find_spec(name) is None]
-    if missing:
-        raise ConfigError(f"freight verify needs {', '.join(missing)}: {install('server')}")
+    require_packages("verify")
     from freight.serve.offline.verify import read_stated, verifier_of
     from freight.serve.settings import ServerSettings
 
     settings = ServerSettings(**server)
     contents = list(_read(answer))
-    results: Iterator[Verification]
-    readable = [not isinstance(read_stated(content), Verification) for content in contents]
-    if any(readable):
+    unreadable = []
+    for content in contents:
+        fault = read_stated(content)
+        if isinstance(fault, Verification):
+            unreadable.append(fault)
+    results: Iterable[Verification] = unreadable  # no model is needed to say so
+    if len(unreadable) < len(contents):
         results = verifier_of(args, settings).results(contents)
-    else:  # no model is needed to say so
-        results = (
-            outcome for outcome in map(read_stated, contents) if isinstance(outcome, Verification)
-        )
     counts: Counter[Outcome] = Counter()
     for number, result in enumerate(results, 1):
         counts[result.outcome] += 1
         if as_json:
             print(json.dumps(result.as_object()))
+        elif len(contents) > 1:
+            terminal.say(f"{number}: {_in_words(result)}")
         else:
-            terminal.say((f"{number}: " if len(contents) > 1 else "") + _in_words(result))
+            terminal.say(_in_words(result))
     if len(contents) > 1:
-        shares = ", ".join(
+        shares = [
             f"{counts[outcome]:,} {_WORDS[outcome]}" for outcome in Outcome if counts[outcome]
-        )
-        terminal.say(f"{len(contents):,} answers: {shares}", err=True)
-    differs = counts[Outcome.DIFFERS] > 0
-    raise typer.Exit(
-        _STATUS[Outcome.DIFFERS] if differs else max(_STATUS[outcome] for outcome in counts)
-    )
+        ]
+        terminal.say(f"{len(contents):,} answers: {', '.join(shares)}", err=True)
+    raise typer.Exit(_status(counts))
+
+
+def _status(counts: Counter[Outcome]) -> int:
+    """Return the exit status: that of an answer that differs, if one does."""
+    if counts[Outcome.DIFFERS]:
+        return _STATUS[Outcome.DIFFERS]
+    return max(_STATUS[outcome] for outcome in counts if counts[outcome])
 
 
 _WORDS = {
@@ -93,12 +96,15 @@ def _in_words(result: Verification) -> str:
     return f"it cannot be said: {result.reason}"
 
 
-def _read(source: Path) -> Iterator[Any]:
+def _read(source: Path) -> Iterator[object]:
     """Yield the values of a file that is one JSON value, or has one on each line; a Verification for
     a line that cannot be read, because it is not JSON or not UTF-8. Raises ConfigError if none can.
     """
     try:
-        data = sys.stdin.buffer.read() if str(source) == "-" else source.read_bytes()
+        if str(source) == "-":
+            data = sys.stdin.buffer.read()
+        else:
+            data = source.read_bytes()
     except (OSError, ValueError) as error:
         raise ConfigError(f"{source} cannot be read: {error}") from None
     data = data.removeprefix(BOM_UTF8)  # Windows writes one
@@ -110,17 +116,21 @@ def _read(source: Path) -> Iterator[Any]:
     except (ValueError, RecursionError) as error:
         fault = error
     # not `splitlines`: strings of JSON may have U+2028 and others that it takes for line ends
-    lines = [line for line in enumerate(data.split(b"\n"), 1) if line[1].strip()]
-    values = [_value_of(number, line) for number, line in lines]
+    values = []
+    numbers = []
+    for number, line in enumerate(data.split(b"\n"), 1):
+        if line.strip():
+            numbers.append(number)
+            values.append(_value_of(number, line))
     if all(isinstance(value, Verification) for value in values):
         raise ConfigError(
-            f"{source}, line {lines[0][0]}, is not JSON; the file is neither one JSON value ({fault}) nor one on "
+            f"{source}, line {numbers[0]}, is not JSON; the file is neither one JSON value ({fault}) nor one on "
             "each line"
         )
     yield from values
 
 
-def _value_of(number: int, line: bytes) -> Any:
+def _value_of(number: int, line: bytes) -> object:
     try:
         return _parse(line)
     except (ValueError, RecursionError) as error:

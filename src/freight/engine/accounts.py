@@ -46,9 +46,15 @@ class Stamps:
         self, now: float, preemptions: int, drafted: int = 0, accepted: int = 0
     ) -> RequestTimes:
         """Return the times until `now`, or until the end. Their sum is the request's lifetime."""
-        end = now if self.ended is None else self.ended
-        scheduled = end if self.scheduled is None else self.scheduled
-        first_token = end if self.first_token is None else self.first_token
+        end = self.ended
+        if end is None:
+            end = now
+        scheduled = self.scheduled
+        if scheduled is None:
+            scheduled = end
+        first_token = self.first_token
+        if first_token is None:
+            first_token = end
         return RequestTimes(
             scheduled - self.added,
             first_token - scheduled,

@@ -82,9 +82,11 @@ class SamplingRow:
         """
         row = copy(self)
         row.output_token_ids = output_token_ids
-        row.grammar = None if self.grammar is None else self.grammar.fork()
-        changes = self._shared.changes
-        row._shared = _Shared(None if changes is None else changes.fork(), self._shared.allowed)
+        if self.grammar is not None:
+            row.grammar = self.grammar.fork()
+        row._shared = copy(self._shared)
+        if row._shared.changes is not None:
+            row._shared.changes = row._shared.changes.fork()
         return row
 
     def along(self, output_token_ids: Sequence[int], count: int) -> list[SamplingRow]:
@@ -138,7 +140,9 @@ class SamplingRow:
         allowed_ids = self._kept(vocab_size)
         if self.grammar is None:
             return allowed_ids
-        barred = self.stop_token_ids if self.bars_stop_ids else frozenset[int]()
+        barred = frozenset[int]()
+        if self.bars_stop_ids:
+            barred = self.stop_token_ids
         if self.bars_stop_ids or self.params.ignore_eos:
             barred |= self.grammar.stop_token_ids
         permitted = self.grammar.permitted(self.output_token_ids, barred, allowed_ids)
@@ -156,7 +160,10 @@ class SamplingRow:
             self._shared.allowed = allowed  # last: an exception before leaves it to the next call
         if self.bad_words is None:
             return allowed
-        allowed_ids = np.ones(vocab_size, np.bool_) if allowed is None else allowed.copy()
+        if allowed is None:
+            allowed_ids = np.ones(vocab_size, np.bool_)
+        else:
+            allowed_ids = allowed.copy()
         allowed_ids[self.bad_words.barred(self.output_token_ids)] = False
         return allowed_ids
 
@@ -205,16 +212,17 @@ class _Changes:
         self._cost: Tensor | None = None
         if params.presence_penalty != 0 or params.frequency_penalty != 0:
             self._cost = torch.zeros(vocab_size, dtype=torch.float32, device=device)
-        self._counts: dict[
-            int, tuple[int, int]
-        ] = {}  # token -> its count in output[:end], and that end
+        # token -> its count in output[:end], and that end
+        self._counts: dict[int, tuple[int, int]] = {}
         self._num_taken = 0  # leading output tokens that all of the above has taken in
 
     def fork(self) -> _Changes:
         """Return a copy that takes in tokens of its own."""
         fork = copy(self)
-        fork._factor = None if self._factor is None else self._factor.clone()
-        fork._cost = None if self._cost is None else self._cost.clone()
+        if self._factor is not None:
+            fork._factor = self._factor.clone()
+        if self._cost is not None:
+            fork._cost = self._cost.clone()
         fork._counts = dict(self._counts)
         return fork
 
@@ -251,7 +259,9 @@ class _Changes:
             # Of x / r and x * r the definition takes the smaller for r > 1, the larger for r < 1,
             # whatever x's sign. It is several times faster than `where`; a factor of 1 changes no
             # bit.
-            choose = torch.minimum if self._params.repetition_penalty > 1 else torch.maximum
+            choose = torch.maximum
+            if self._params.repetition_penalty > 1:
+                choose = torch.minimum
             choose(x / self._factor, x * self._factor, out=x)
         if self._cost is not None:
             x -= self._cost

@@ -36,7 +36,7 @@ from freight.engine.compute import ChunkWork
 from freight.engine.prepare import Logits, SequenceSlice
 from freight.engine.runner import ModelRunner
 from freight.engine.sampler import Draw, draw
-from freight.engine.step import ScheduledChunk, Step
+from freight.engine.step import Step
 
 logger = logging.getLogger("freight")
 
@@ -66,8 +66,11 @@ class Launched:
         except Exception as error:
             logger.warning("a step that was launched failed and is computed again: %s", error)
             return None
+        tokens: list[int]
         tokens, usable = self.facts.tolist()
-        return tokens if all(usable) else None
+        if not all(usable):
+            return None
+        return tokens
 
 
 def can_launch(work: Sequence[ChunkWork]) -> bool:
@@ -95,10 +98,21 @@ def launch(runner: ModelRunner, step: Step, before: Launched | None = None) -> L
 
 @torch.inference_mode()
 def _launch(runner: ModelRunner, step: Step, before: Launched | None) -> Launched:
-    tokens = None if before is None else _inputs(step, before)
-    slices = [_to_slice(chunk, tokens is not None) for chunk in step.chunks]
+    tokens = None
+    if before is not None:
+        tokens = _inputs(step, before)
+    slices = []
+    rows = []
+    for chunk in step.chunks:
+        request = chunk.request
+        token_ids: tuple[int, ...] = (0,)  # where `tokens` take its place
+        if tokens is None:
+            token_ids = request.tokens(chunk.start, chunk.start + 1)
+        slices.append(SequenceSlice(token_ids, chunk.start, chunk.block_ids, Logits.LAST))
+        position = chunk.start + 1 - request.num_prompt_tokens
+        rows.append(Draw(request.params, request.seed, position))
     logits = runner.run(slices, tokens).logits(range(len(slices)))
-    drawn, facts = draw(logits, [_to_draw(chunk) for chunk in step.chunks])
+    drawn, facts = draw(logits, rows)
     if facts.device.type != "cuda":
         return Launched(step, drawn, facts, None)
     on_host = torch.empty(facts.shape, dtype=facts.dtype, device="cpu", pin_memory=True)
@@ -113,15 +127,45 @@ def _inputs(step: Step, before: Launched) -> Tensor:
     if len(step.chunks) == len(before.step.chunks):
         return before.tokens
     row_of = {id(chunk.request): row for row, chunk in enumerate(before.step.chunks)}
-    rows = [row_of[id(chunk.request)] for chunk in step.chunks]
-    return torch.cat([before.tokens[row : row + 1] for row in rows])
+    tokens = []
+    for chunk in step.chunks:
+        row = row_of[id(chunk.request)]
+        tokens.append(before.tokens[row : row + 1])
+    return torch.cat(tokens)
 
 
-def _to_slice(chunk: ScheduledChunk, is_drawn: bool) -> SequenceSlice:
-    tokens = (0,) if is_drawn else chunk.request.tokens(chunk.start, chunk.start + 1)
-    return SequenceSlice(tokens, chunk.start, chunk.block_ids, Logits.LAST)
+class Lookahead:
+    """The step after the one that was applied last, where it was launched while that one ran."""
 
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+        self._launched: Launched | None = None
+        self._unconfirmed: Launched | None = None  # on top of a step that is not applied yet
 
-def _to_draw(chunk: ScheduledChunk) -> Draw:
-    request = chunk.request
-    return Draw(request.params, request.seed, chunk.start + 1 - request.num_prompt_tokens)
+    def forget(self) -> None:
+        """Forget what was launched: its requests are scheduled again."""
+        self._launched = None
+        self._unconfirmed = None
+
+    def take(self) -> Launched | None:
+        """Return the step, once; None if there is none, or none of its requests still runs."""
+        launched = self._launched
+        self.forget()
+        if launched is None or not launched.is_wanted:
+            return None
+        return launched
+
+    def begin(self, step: Step, work: Sequence[ChunkWork]) -> Launched | None:
+        """Launch a step that was just scheduled; None if it needs the host, or cannot be queued."""
+        if not can_launch(work):
+            return None
+        return launch(self._runner, step)
+
+    def follow(self, step: Step, before: Launched) -> None:
+        """Launch the step that follows `before`, which is under way."""
+        self._unconfirmed = launch(self._runner, step, before)
+
+    def confirm(self) -> None:
+        """Take note that the step before was applied: what was launched on top of it is the next."""
+        self._launched = self._unconfirmed
+        self._unconfirmed = None

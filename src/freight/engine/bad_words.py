@@ -34,9 +34,11 @@ class BadWords:
         if not output or output[-1] not in self._behind:
             return self.single
         longer = self._behind[output[-1]]
-        return self.single + [
-            form[-1] for form in longer if tuple(output[1 - len(form) :]) == form[:-1]
-        ]
+        barred = list(self.single)
+        for form in longer:
+            if tuple(output[1 - len(form) :]) == form[:-1]:
+                barred.append(form[-1])
+        return barred
 
 
 def read_bad_words(words: Sequence[str], tokenizer: Tokenizer, vocab_size: int) -> BadWords | None:
@@ -53,5 +55,6 @@ def read_bad_words(words: Sequence[str], tokenizer: Tokenizer, vocab_size: int) 
                 f"bad_words[{index}] is {shown(word)}, which has no token; leave it out"
             )
         sequences += [alone, tokenizer.encode(f" {start}", add_special_tokens=False)]
-    possible = [form for form in sequences if form and max(form) < vocab_size]
-    return BadWords(possible) if words else None
+    if not words:
+        return None
+    return BadWords([form for form in sequences if form and max(form) < vocab_size])

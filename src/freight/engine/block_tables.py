@@ -37,24 +37,27 @@ class BlockTables:
     def __init__(
         self, num_rows: int, widths: Sequence[int], device: str, apart: bool | None = None
     ) -> None:
-        apart = device != "cpu" if apart is None else apart
         pinned = device != "cpu"
+        if apart is None:
+            apart = pinned
         # each begins at a multiple of 16 bytes: Triton compiles a kernel anew for other alignments
         sizes = [-(-num_rows * width // 4) * 4 for width in widths]
         starts = list(itertools.accumulate(sizes, initial=0))
         host = torch.zeros(starts[-1], dtype=torch.int32, device="cpu", pin_memory=pinned)
-        self._words = torch.zeros_like(host, device=device) if apart else host
+        self._words = host
+        if apart:
+            self._words = torch.zeros_like(host, device=device)
         self._host = host
         self._apart = apart
         self._starts = starts[:-1]
         self._widths = tuple(widths)
 
         def views(buffer: Tensor) -> list[Tensor]:
-            tables = zip(starts, widths, strict=False)
-            return [
-                buffer[start : start + num_rows * width].view(num_rows, width)
-                for start, width in tables
-            ]
+            tables = []
+            for start, width in zip(starts, widths, strict=False):
+                words = buffer[start : start + num_rows * width]
+                tables.append(words.view(num_rows, width))
+            return tables
 
         self._rows_on_host = views(host)
         self.on_host = [view.numpy() for view in self._rows_on_host]
@@ -65,7 +68,9 @@ class BlockTables:
         self._sent = torch.zeros(
             3 * self._most_single, dtype=torch.int32, device="cpu", pin_memory=pinned
         )
-        self._received = torch.zeros_like(self._sent, device=device) if apart else self._sent
+        self._received = self._sent
+        if apart:
+            self._received = torch.zeros_like(self._sent, device=device)
         self._written: list[list[tuple[int, ...]]] = [[()] * num_rows for _ in widths]
         self._dirty = False
 
@@ -80,7 +85,8 @@ class BlockTables:
         self._dirty = True
         places: list[int] = []  # of single entries in `_words`
         for group, written in enumerate(self._written):
-            self._update(group, written, [tuple(one[group]) for one in tables], places)
+            of_group = [tuple(of_sequence[group]) for of_sequence in tables]
+            self._update(group, written, of_group, places)
         if places and self._apart:
             self._send(places)
         self._dirty = False

@@ -318,9 +318,13 @@ def _assemble(
         store=store,
     )
     captured = captured_steps(ready.model, pool, ready.kernels, config)
-    leader = None if led is None else led.leader
+    leader = None
+    if led is not None:
+        leader = led.leader
     runner = ModelRunner(ready.model, pool, config.device, captured, leader)
-    pace = Pace(config.max_step_seconds, step_tokens) if config.max_step_seconds else None
+    pace = None
+    if config.max_step_seconds:
+        pace = Pace(config.max_step_seconds, step_tokens)
     engine = Engine(
         runner=runner,
         cache=cache,
@@ -366,7 +370,9 @@ def _mode(config: EngineConfig, spec: KVCacheSpec) -> Mode:
         return Mode.ONCE
     if config.device != "cpu":  # a step runs while the host goes on
         return Mode.OVERLAPPED
-    return Mode.DRAFTING if config.most_drafts else Mode.REPEATABLE
+    if config.most_drafts:
+        return Mode.DRAFTING
+    return Mode.REPEATABLE
 
 
 def _most_drafts(
@@ -418,8 +424,11 @@ def _fitting_context(spec: KVCacheSpec, memory: int, config: EngineConfig, args:
         memory = memory * ranks
         of_token = spec.bytes_per_token * ranks
         needed = bytes_of_request(spec, config.max_model_len, step_tokens) * ranks
+        plural = ""
+        if memory != 1:
+            plural = "s"
         raise CapacityError(
-            f"a KV cache of {memory:,} byte{'s' if memory != 1 else ''} holds {tokens} tokens of "
+            f"a KV cache of {memory:,} byte{plural} holds {tokens} tokens of "
             f"{of_token} bytes, in blocks of {spec.block_size}; a context of {config.max_model_len} tokens "
             f"(--max-model-len) does not fit. "
             f"Raise --kv-cache-memory to {-(-needed // 2**20)}MiB, or shorten it"
@@ -435,14 +444,10 @@ def _weight_bytes(opened: OpenModel, config: EngineConfig) -> int:
     scheme = opened.scheme
     names = tensor_names(model)
     matrix = min(config.weight_format.bytes, config.compute_format.bytes)
-    shapes = tensor_shapes(model)
-    inner = {
-        name for name, shape in shapes.items() if len(shape) > 1 and not name.endswith("bias")
-    } - names.outer
     total = 0
-    for name, shape in shapes.items():
+    for name, shape in tensor_shapes(model).items():
         count = math.prod(shape)
-        if name not in inner:
+        if len(shape) < 2 or name.endswith("bias") or name in names.outer:
             total += count * config.compute_format.bytes
             continue
         size = count * matrix
@@ -459,7 +464,9 @@ def _check_memory(asked: int, weights: int, device: DeviceFacts, ranks: int) -> 
     """
     if asked + weights <= device.memory_free:
         return
-    asked, weights, free = (count * ranks for count in (asked, weights, device.memory_free))
+    asked *= ranks
+    weights *= ranks
+    free = device.memory_free * ranks
     left = (free - weights) // 2**20
     way_out = "free memory first"
     if left > 0:
@@ -471,7 +478,9 @@ def _check_memory(asked: int, weights: int, device: DeviceFacts, ranks: int) -> 
 
 
 def _size(count: int) -> str:
-    return f"{count / 2**20:.1f} MiB" if count >= 2**20 else f"{count / 2**10:.1f} KiB"
+    if count >= 2**20:
+        return f"{count / 2**20:.1f} MiB"
+    return f"{count / 2**10:.1f} KiB"
 
 
 def describe_cache(pool: KVPool, config: EngineConfig, ranks: int = 1) -> str:
@@ -533,11 +542,15 @@ def _tokens_at_16_bits(pool: KVPool, config: EngineConfig) -> int:
 
 
 def _sixteen_bits(config: EngineConfig) -> Format:
-    return config.compute_format if config.compute_format.bytes == 2 else Format.BFLOAT16
+    if config.compute_format.bytes == 2:
+        return config.compute_format
+    return Format.BFLOAT16
 
 
 def _layers(count: int) -> str:
-    return "1 layer" if count == 1 else f"{count} layers"
+    if count == 1:
+        return "1 layer"
+    return f"{count} layers"
 
 
 def _describe_states(spec: KVCacheSpec) -> str:
@@ -558,18 +571,19 @@ def _describe_states(spec: KVCacheSpec) -> str:
 def _describe_groups(pool: KVPool, config: EngineConfig) -> str:
     spec = pool.spec
     length = config.max_model_len
-    groups = [
-        f"{_layers(len(group.layers))} {group.kind}: {count:,} blocks, {count * group.tokens_per_block:,} tokens, "
-        f"{_size(count * group.bytes_per_block)}"
-        for group, count in zip(spec.groups, pool.num_blocks, strict=True)
-    ]
+    groups = []
+    for group, count in zip(spec.groups, pool.num_blocks, strict=True):
+        layers = _layers(len(group.layers))
+        tokens = count * group.tokens_per_block
+        size = _size(count * group.bytes_per_block)
+        groups.append(f"{layers} {group.kind}: {count:,} blocks, {tokens:,} tokens, {size}")
     takes = bytes_of_request(spec, length, config.max_num_batched_tokens)
     line = f"{_size(pool.num_bytes)}; {'; '.join(groups)}; "
     line += f"{_describe_states(spec)}a request of {length:,} tokens takes {_size(takes)}"
     if not any(group.has_slots and not group.keeps_all for group in spec.groups):
         return line
-    alone = [group.most_blocks(length, config.max_num_batched_tokens) for group in spec.groups]
-    blocks = []
-    for group, most, all_blocks in zip(spec.groups, alone, spec.blocks_of(length), strict=True):
-        blocks.append(all_blocks if group.has_slots else most)
+    blocks = list(spec.blocks_of(length))
+    for index, group in enumerate(spec.groups):
+        if not group.has_slots:
+            blocks[index] = group.most_blocks(length, config.max_num_batched_tokens)
     return f"{line}, and would take {_size(spec.bytes_of(tuple(blocks)))} if windows gave no blocks back"

@@ -15,7 +15,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -62,7 +61,9 @@ class ChunkWork(NamedTuple):
     @property
     def num_drawn(self) -> int:
         """Rows of which a token may be drawn: the last known token's and those of its drafts."""
-        return 1 + len(self.chunk.drafts) if self.chunk.samples else 0
+        if not self.chunk.samples:
+            return 0
+        return 1 + len(self.chunk.drafts)
 
     def without_drafts(self) -> ChunkWork:
         if not self.chunk.drafts:
@@ -142,10 +143,9 @@ def compute(runner: ModelRunner, work: Sequence[ChunkWork], repeatable: bool = T
     # lacked.
     logged: set[str] = set()
     work = [item.without_drafts() for item in work]
-    parts = _halves(work) if len(work) > 1 else [work]
-    return StepResult(
-        [result for part in parts for result in _isolate(runner, part, logged)], repeated=True
-    )
+    if len(work) == 1:
+        return StepResult(_isolate(runner, work, logged), repeated=True)
+    return StepResult(_isolate_halves(runner, work, logged), repeated=True)
 
 
 def compute_alone(runner: ModelRunner, work: ChunkWork, logged: set[str]) -> StepResult:
@@ -174,12 +174,15 @@ def _isolate(runner: ModelRunner, work: Sequence[ChunkWork], logged: set[str]) -
                 )
             logged.add(reason)
             return [ChunkResult(error=reason)]
-    return [result for half in _halves(work) for result in _isolate(runner, half, logged)]
+    return _isolate_halves(runner, work, logged)
 
 
-def _halves(work: Sequence[ChunkWork]) -> list[Sequence[ChunkWork]]:
+def _isolate_halves(
+    runner: ModelRunner, work: Sequence[ChunkWork], logged: set[str]
+) -> list[ChunkResult]:
     middle = len(work) // 2
-    return [work[:middle], work[middle:]]
+    results = _isolate(runner, work[:middle], logged)
+    return results + _isolate(runner, work[middle:], logged)
 
 
 def _describe(error: Exception) -> str:
@@ -196,7 +199,9 @@ def _compute(runner: ModelRunner, work: Sequence[ChunkWork]) -> list[ChunkResult
     for item, count in zip(work, rows.num_rows, strict=True):
         first_row = end
         end += count
-        result = _score(item, rows, first_row) if item.scores else ChunkResult()
+        result = ChunkResult()
+        if item.scores:
+            result = _score(item, rows, first_row)
         if item.stated is not None and item.redraws:
             result.redrawn = item.stated.draw(item.chunk, rows, first_row)
         results.append(result)
@@ -218,14 +223,22 @@ def _draw(logits: Tensor, work: Sequence[ChunkWork]) -> list[list[Sampled]]:
     of its own: from its position, its seed, and parameters that see the tokens before it. One
     behind a draft that has no token is left to that step, which says so.
     """
-    firsts = list(accumulate((item.num_drawn for item in work), initial=0))
-    rows = [item.row for item in work]
+    firsts = []
+    end = 0
+    rows = []
+    tokens: list[list[Sampled]] = []
+    for item in work:
+        firsts.append(end)
+        end += item.num_drawn
+        rows.append(item.row)
+        tokens.append([])
     outputs: dict[int, list[int]] = {}  # of those with a draft that came true
-    tokens: list[list[Sampled]] = [[] for _ in work]
     going = list(range(len(work)))
     depth = 0
     while going:
-        chosen = logits if len(going) == len(logits) else logits[[firsts[i] + depth for i in going]]
+        chosen = logits
+        if len(going) < len(logits):
+            chosen = logits[[firsts[i] + depth for i in going]]
         following = []
         for i, sampled in zip(going, sample(chosen, [rows[i] for i in going]), strict=True):
             drafts = work[i].chunk.drafts
@@ -263,4 +276,6 @@ def _score(work: ChunkWork, rows: StepRows, first_row: int) -> ChunkResult:
         if scores is None:
             return ChunkResult(error="the model gave NaN or infinite logits for its prompt")
         scored.append(scores)
-    return ChunkResult(scored=Scores.joined(scored) if scored else None)
+    if not scored:
+        return ChunkResult()
+    return ChunkResult(scored=Scores.joined(scored))

@@ -77,29 +77,32 @@ class Buffers:
         # of sequences as int32. Each begins at a multiple of 16 bytes, as what `prepare` makes:
         # Triton compiles a kernel anew for other alignments.
         num_longs = 2 + len(groups)
-        counts = (
-            2 * bucket,
-            2 * bucket,
-            *(2 * bucket if group.has_slots else 0 for group in groups),
-            bucket,
-            bucket + 1,
-        )
-        edges = np.cumsum([0, *(-(-count // 4) * 4 for count in counts)]).tolist()
+        counts = [2 * bucket, 2 * bucket]
+        for group in groups:
+            num_words = 0
+            if group.has_slots:
+                num_words = 2 * bucket
+            counts.append(num_words)
+        counts += [bucket, bucket + 1]
+        size = sum(-(-count // 4) * 4 for count in counts)
         on_cpu = device == "cpu"
-        host = torch.zeros(edges[-1], dtype=torch.int32, device="cpu", pin_memory=not on_cpu)
-        words = host if on_cpu else torch.zeros(edges[-1], dtype=torch.int32, device=device)
+        host = torch.zeros(size, dtype=torch.int32, device="cpu", pin_memory=not on_cpu)
+        words = host
+        if not on_cpu:
+            words = torch.zeros(size, dtype=torch.int32, device=device)
         self._host = host
         self._words = words
 
         def views(buffer: Tensor) -> list[Tensor]:
-            parts = [
-                buffer[begin : begin + count]
-                for begin, count in zip(edges[:-1], counts, strict=True)
-            ]
-            return [
-                *(part.view(torch.int64) for part in parts[:num_longs]),
-                *parts[num_longs:],
-            ]
+            parts: list[Tensor] = []
+            begin = 0
+            for count in counts:
+                part = buffer[begin : begin + count]
+                if len(parts) < num_longs:
+                    part = part.view(torch.int64)
+                parts.append(part)
+                begin += -(-count // 4) * 4
+            return parts
 
         on_host = [view.numpy() for view in views(host)]
         self._tokens, self._positions, *self._slots, self._lengths, self._starts = on_host
@@ -115,7 +118,9 @@ class Buffers:
         """
         num_seqs = len(slices)
         counts = np.array([len(part.token_ids) for part in slices], np.int64)
-        tokens = [token for part in slices for token in part.token_ids]
+        tokens: list[int] = []
+        for part in slices:
+            tokens += part.token_ids
         count = len(tokens)
         bucket = len(self._lengths)
         sequence = np.repeat(np.arange(num_seqs), counts)
@@ -154,17 +159,23 @@ class DecodeSteps:
         self._several_rows = capture.several_rows and slots
         widths = pool.spec.blocks_of(max_model_len)
         self._tables = BlockTables(capture.bucket_of(capture.max_num_seqs), widths, device)
-        self._copied = torch.cuda.Event() if device == "cuda" else None
+        self._copied: torch.cuda.Event | None = None
+        if device == "cuda":
+            self._copied = torch.cuda.Event()
         self.steps: dict[int, tuple[Buffers, Replay]] = {}
 
     def takes(self, slices: Sequence[SequenceSlice]) -> bool:
         """Return whether the logits of all rows are wanted, and there are few: one a sequence, or
         several where they can be captured.
         """
-        count = sum(part.num_logit_rows for part in slices)
-        if count > self._capture.max_num_seqs or (count > len(slices) and not self._several_rows):
+        count = 0
+        for part in slices:
+            if part.num_logit_rows != len(part.token_ids):
+                return False
+            count += part.num_logit_rows
+        if count > len(slices) and not self._several_rows:
             return False
-        return all(part.num_logit_rows == len(part.token_ids) for part in slices)
+        return count <= self._capture.max_num_seqs
 
     def run(self, slices: Sequence[SequenceSlice], tokens: Tensor | None = None) -> Tensor:
         """float32 logits [rows, vocab_size]; the next step may overwrite them.

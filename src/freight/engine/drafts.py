@@ -77,11 +77,14 @@ class Forced:
     def propose(self, output: Sequence[int], most: int) -> tuple[int, ...]:
         past = tuple(output[self._start :])
         self._note(past)
-        same = past == self._tokens[: len(past)]
-        left = self._tokens[len(past) :] if same else ()
+        left: tuple[int, ...] = ()
+        if past == self._tokens[: len(past)]:
+            left = self._tokens[len(past) :]
         self._tokens = left or self._grammar.forced(output)
         self._start = len(output)
-        return self._tokens[:most] if self._right >= GAIN * self._all else ()
+        if self._right < GAIN * self._all:
+            return ()
+        return self._tokens[:most]
 
     def _note(self, past: tuple[int, ...]) -> None:
         """Take note of the tokens that came since the last call: of the first one, which was guessed."""
@@ -132,7 +135,9 @@ class Drafter:
             gain += likely
             drafts.append(token)
             context = ((context << _BITS) | token) & _CONTEXT
-        return tuple(drafts) if gain >= GAIN else ()
+        if gain < GAIN:
+            return ()
+        return tuple(drafts)
 
     def _guess(self, context: int) -> tuple[float, int]:
         """Return (rate, token) of the likeliest guess: how often guesses of its kind were right, and
@@ -198,6 +203,9 @@ class Drafter:
                 right[times] /= 2
             totals[times] += 1
             right[times] += is_right
-            table[key] = new if not is_right else entry + (times < MOST_TIMES)
+            if not is_right:
+                table[key] = new
+            elif times < MOST_TIMES:
+                table[key] = entry + 1
         self._context = ((context << _BITS) | token) & _CONTEXT
         self._length += 1

@@ -24,7 +24,7 @@ from functools import partial
 from freight.cache.manager import CacheManager
 from freight.cache.stored import StoredPrefixes
 from freight.engine.accounts import Stamps
-from freight.engine.ahead import Launched, can_launch, launch
+from freight.engine.ahead import Launched, Lookahead
 from freight.engine.compute import ChunkResult, ChunkWork, StepResult, compute, compute_alone
 from freight.engine.drafts import Drafter, Drafts, Forced
 from freight.engine.grammar import Grammars, Matcher
@@ -109,7 +109,7 @@ class Engine:
         self._logged: set[str] = set()
         self.pace = pace
         self.store = store
-        self._ahead: Launched | None = None  # the step after the one that was applied last
+        self._lookahead = Lookahead(runner)
         # when the pool's counters were read, NaNs, clipped values
         self._stored: tuple[float, int, int] | None = None
 
@@ -160,11 +160,10 @@ class Engine:
     def _queue(self, group: Group) -> None:
         timeout = group.params.timeout_s
         request_id = group.request_id
-        deadline = None if timeout is None else self.clock() + timeout
         self._dirty = True
         self._num_added += 1
-        if deadline is not None:
-            self._deadlines[request_id] = deadline
+        if timeout is not None:
+            self._deadlines[request_id] = self.clock() + timeout
         for completion in group.completions:
             self.scheduler.add(completion.request)
             self._completions[completion.request.request_id] = (group, completion)
@@ -208,13 +207,13 @@ class Engine:
         prompt may take a long step: then all have a delta as soon as one has.
         """
         self._repair()
-        started = self.clock() if self._is_timed else 0.0
+        started = 0.0
+        if self._is_timed:
+            started = self.clock()
         self._dirty = True
         expired = self._expire()
-        launched = self._ahead
-        self._ahead = None
-        if launched is None or not launched.is_wanted:
-            launched = None
+        launched = self._lookahead.take()
+        if launched is None:
             step = self._schedule()
         else:
             step = launched.step
@@ -224,7 +223,7 @@ class Engine:
             self.store.step(self.scheduler.num_decoding > 0, idle=not step.chunks)
         self._dirty = not self.mode.repeats  # a pass that is interrupted may have changed states
         with self._threads:
-            step, result, following = self._compute(step, launched)
+            step, result = self._compute(step, launched)
         self._dirty = True
         advanced: list[Entry] = []
         if result.lost:
@@ -233,7 +232,7 @@ class Engine:
             advanced = self._apply(step, result.chunks)
         if self.mode is Mode.DRAFTING and not result.repeated:
             self._leave_out_rejected(step)
-        self._ahead = following
+        self._lookahead.confirm()
         # the time of a repeated step is not that of one
         if self._is_timed and step.chunks and not result.repeated:
             self._note_time(step, self.clock() - started)
@@ -281,6 +280,9 @@ class Engine:
         _, nans, clipped = self._stored
         num_held, reusable = self.cache.usage()
         totals = self.scheduler.totals
+        store = None
+        if self.store is not None:
+            store = self.store.stats()
         return EngineStats(
             running=self.scheduler.num_running,
             waiting=self.scheduler.num_waiting,
@@ -297,7 +299,7 @@ class Engine:
             accepted=totals.accepted,
             nans=nans,
             clipped=clipped,
-            store=None if self.store is None else self.store.stats(),
+            store=store,
         )
 
     def close(self, seconds: float = CLOSE_SECONDS) -> None:
@@ -330,7 +332,8 @@ class Engine:
         for completion in group.completions:
             self._completions.pop(completion.request.request_id, None)
         self._deadlines.pop(request_id, None)
-        self._unreported = {entry: None for entry in self._unreported if entry[0] is not group}
+        for completion in group.completions:
+            self._unreported.pop((group, completion), None)
         self.groups.pop(request_id)
         self._dirty = False
 
@@ -339,7 +342,10 @@ class Engine:
         return self.pace is not None or self.store is not None
 
     def _note_time(self, step: Step, seconds: float) -> None:
-        prompt = sum(chunk.num_tokens for chunk in step.chunks if chunk.num_tokens > 1)
+        prompt = 0
+        for chunk in step.chunks:
+            if chunk.num_tokens > 1:
+                prompt += chunk.num_tokens
         if self.pace is not None:
             self.pace.note(seconds, prompt)
         if self.store is not None:
@@ -354,11 +360,10 @@ class Engine:
         """Return what of `_unreported` is to be told after a step in which `changed` did."""
         if self.clock() >= quiet_until:
             return self._unreported
-        urgent = {
-            group.request_id
-            for group, completion in changed
-            if completion.request.is_finished or group.stamps.first_token is None
-        }
+        urgent = set()
+        for group, completion in changed:
+            if completion.request.is_finished or group.stamps.first_token is None:
+                urgent.add(group.request_id)
         if urgent and self.scheduler.num_waiting:
             return self._unreported
         if not urgent:
@@ -384,10 +389,12 @@ class Engine:
         if params.ignore_eos:
             own_stops = frozenset()
         named_stops = frozenset(params.stop_token_ids) - own_stops
-        tokenizer = self.tokenizer if params.detokenize else None
-        text_of = (
-            None if tokenizer is None else partial(Detokenizer, tokenizer, params, prompt.token_ids)
-        )
+        tokenizer = None
+        if params.detokenize:
+            tokenizer = self.tokenizer
+        text_of = None
+        if tokenizer is not None:
+            text_of = partial(Detokenizer, tokenizer, params, prompt.token_ids)
         group = Group(
             request_id=request_id,
             prompt=prompt.text,
@@ -399,8 +406,12 @@ class Engine:
         )
         bad_words = self.intake.bad_words(params)
         for index, drafter in enumerate(self.drafters(prompt, params)):
-            # one completion with the prompt's log-probabilities is enough
-            its_params = params if index == 0 else replace(params, prompt_logprobs=None)
+            its_params = params
+            if index:  # one completion with the prompt's log-probabilities is enough
+                its_params = replace(params, prompt_logprobs=None)
+            needed_from = None
+            if its_params.prompt_logprobs is not None:
+                needed_from = 0
             grammar = self._matcher(params)
             if grammar is not None and self.mode is Mode.DRAFTING:
                 drafter = Forced(grammar)
@@ -416,7 +427,7 @@ class Engine:
                 grammar=grammar,
                 bad_words=bad_words,
                 drafter=drafter,
-                needed_from=None if its_params.prompt_logprobs is None else 0,
+                needed_from=needed_from,
             )
             group.completions.append(Completion(request, text_of, tokenizer))
         return group
@@ -436,15 +447,15 @@ class Engine:
             raise RequestError(
                 f"{len(answers)} answers for n={params.n}; give one for each completion"
             )
+        completions = []
+        for completion, answer in zip(answers_to.completions, answers, strict=True):
+            completions.append(self._new_redraw(completion, answer))
         return RedrawGroup(
             request_id=request_id,
             prompt=prompt.text,
             prompt_token_ids=answers_to.prompt_token_ids,
             params=replace(params, timeout_s=None),
-            completions=[
-                self._new_redraw(completion, answer)
-                for completion, answer in zip(answers_to.completions, answers, strict=True)
-            ],
+            completions=completions,
             stamps=answers_to.stamps,
             tokenizer=self.tokenizer,
             answers=answers_to,
@@ -458,6 +469,9 @@ class Engine:
         request.token_limit = self.scheduler.token_limit(num_prompt, params.max_tokens)
         # what is stated beyond the limit is not drawn
         tokens = self.intake.checked(answer, "answer")[: request.token_limit - num_prompt]
+        needed_from = num_prompt - 1
+        if request.needed_from == 0:
+            needed_from = 0
         computed = Request(
             request_id=request.request_id,
             group=request.group,
@@ -470,7 +484,7 @@ class Engine:
             ),
             seed=request.seed,
             stop_token_ids=frozenset(),
-            needed_from=0 if request.needed_from == 0 else num_prompt - 1,
+            needed_from=needed_from,
         )
         stated = StatedAnswer(tokens, num_prompt, completion.row)
         return Completion(computed, None, None, stated=stated)
@@ -494,22 +508,22 @@ class Engine:
         if not self._dirty:
             return
         groups = list(self.groups.values())
-        self.scheduler.rebuild(
-            completion.request for group in groups for completion in group.completions
-        )
+        requests = []
+        for group in groups:
+            requests += [completion.request for completion in group.completions]
+        self.scheduler.rebuild(requests)
         self._completions = {}
         for group in groups:
             for completion in group.completions:
                 self._completions[completion.request.request_id] = (group, completion)
                 self._read(completion, completion.rebuild)
             group.stamp(self.clock())
-        self._ahead = None
-        self._unreported = {
-            entry: None for entry in self._unreported if entry[0].request_id in self.groups
-        }
-        self._deadlines = {
-            name: deadline for name, deadline in self._deadlines.items() if name in self.groups
-        }
+        self._lookahead.forget()
+        for entry in list(self._unreported):
+            if entry[0].request_id not in self.groups:
+                del self._unreported[entry]
+        for name in self._deadlines.keys() - self.groups.keys():
+            del self._deadlines[name]
         self._dirty = False
 
     def _stamp_scheduled(self, step: Step) -> None:
@@ -521,42 +535,48 @@ class Engine:
 
     def _to_work(self, chunk: ScheduledChunk) -> ChunkWork:
         group, completion = self._completions[chunk.request.request_id]
-        num_scored = group.num_scored if chunk.request.index == 0 else None
+        num_scored = None
+        if chunk.request.index == 0:
+            num_scored = group.num_scored
         return ChunkWork(chunk, completion.row, num_scored, completion.stated)
 
-    def _compute(
-        self, step: Step, launched: Launched | None
-    ) -> tuple[Step, StepResult, Launched | None]:
-        """Return what is still wanted of `step`, a result for each chunk of it, and the step after
-        it where it was launched.
+    def _compute(self, step: Step, launched: Launched | None) -> tuple[Step, StepResult]:
+        """Return what is still wanted of `step`, and a result for each chunk of it.
 
         `launched` is the step itself, if it was launched ahead.
         """
         if launched is None:
             work = [self._to_work(chunk) for chunk in step.chunks]
-            if self.mode is Mode.OVERLAPPED and can_launch(work):
-                launched = launch(self.runner, step)
+            if self.mode is Mode.OVERLAPPED:
+                launched = self._lookahead.begin(step, work)
             if step.alone:
-                return step, compute_alone(self.runner, work[0], self._logged), None
+                return step, compute_alone(self.runner, work[0], self._logged)
             if launched is None:
                 self._logged = set()
-                return step, compute(self.runner, work, self.mode.repeats), None
+                return step, compute(self.runner, work, self.mode.repeats)
+        return self._read_launched(step, launched)
+
+    def _read_launched(self, step: Step, launched: Launched) -> tuple[Step, StepResult]:
+        """`_compute` for a step under way: launch the one that follows it, and wait for its tokens."""
         self._dirty = True
         after = self.scheduler.follow(step)
         self._dirty = False
-        following = None
         if after is not None:
-            following = launch(self.runner, after, launched)
+            self._lookahead.follow(after, launched)
         tokens = launched.read()
-        rows = [row for row, chunk in enumerate(step.chunks) if not chunk.request.is_finished]
-        step = replace(step, chunks=tuple(step.chunks[row] for row in rows))
-        if tokens is None:  # what follows has had a wrong token, and is scheduled again
-            return step, compute(self.runner, [self._to_work(chunk) for chunk in step.chunks]), None
-        return (
-            step,
-            StepResult([ChunkResult([Sampled(tokens[row], None)]) for row in rows]),
-            following,
-        )
+        chunks = []
+        results = []
+        for row, chunk in enumerate(step.chunks):
+            if chunk.request.is_finished:
+                continue
+            chunks.append(chunk)
+            if tokens is not None:
+                results.append(ChunkResult([Sampled(tokens[row], None)]))
+        step = replace(step, chunks=tuple(chunks))
+        if tokens is not None:
+            return step, StepResult(results)
+        self._lookahead.forget()  # it has had a wrong token
+        return step, compute(self.runner, [self._to_work(chunk) for chunk in chunks])
 
     def _expire(self) -> list[Entry]:
         """End the requests whose deadline has passed; returns what ended by it."""
@@ -567,9 +587,8 @@ class Engine:
         for name, deadline in list(self._deadlines.items()):
             if now >= deadline:
                 group = self.groups[name]
-                ended += [
-                    (group, completion) for completion in self._end(group, FinishReason.TIMEOUT)
-                ]
+                for completion in self._end(group, FinishReason.TIMEOUT):
+                    ended.append((group, completion))
                 del self._deadlines[name]
         return ended
 

@@ -133,17 +133,19 @@ def _open(
     """Open the model as rank 0 has it."""
     rank = start.rank
     size = start.size
-    processors = start.processors
-    place = Place(None if processors is None else frozenset(processors), start.cores)
-    place.take()
-    if processors is not None and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(place.cores)  # it was imported while bound as rank 0, maybe to fewer
+    if start.processors is not None:
+        Place(frozenset(start.processors), start.cores).take()
+        if "OMP_NUM_THREADS" not in os.environ:
+            # torch was imported while bound as rank 0, maybe to fewer
+            torch.set_num_threads(start.cores)
     memory = _transport(start, connection, files)
     if isinstance(memory, SharedMemory):
         threading.Thread(target=memory.show_life, args=(pulse(start.timeout),), daemon=True).start()
-    shape = start.random_shape
-    opened = open_model(start.args) if shape is None else open_random(start.args, shape)
-    return opened.as_rank(Ranks(rank, size, memory), place.cores), memory
+    if start.random_shape is None:
+        opened = open_model(start.args)
+    else:
+        opened = open_random(start.args, start.random_shape)
+    return opened.as_rank(Ranks(rank, size, memory), start.cores), memory
 
 
 def _transport(start: Start, connection: socket.socket, files: Sequence[int]) -> Transport:
@@ -156,7 +158,9 @@ def _transport(start: Start, connection: socket.socket, files: Sequence[int]) ->
 
     host, port = start.store
     # of the network by which this machine reaches rank 0
-    address = host if is_near(connection) else connection.getsockname()[0]
+    address = host
+    if not is_near(connection):
+        address = connection.getsockname()[0]
     return Distributed(reach_store(host, port), rank, size, start.timeout, address)
 
 
@@ -187,7 +191,7 @@ def _serve(connection: socket.socket, runner: ModelRunner, memory: Transport) ->
     while True:
         kind, data = messages.receive(connection)
         if kind is Kind.STOP:
-            return 1 if data else 0
+            return int(bool(data))
         if kind is Kind.RESTART:
             (times,) = integers_of(data)
             memory.restart(times)
@@ -199,10 +203,10 @@ def _serve(connection: socket.socket, runner: ModelRunner, memory: Transport) ->
             continue  # gathers would take part in those of the step that is left
         try:
             if kind is Kind.RUN:
-                slices = [
-                    SequenceSlice(part.token_ids, part.start, part.block_ids, _LOGITS[part.logits])
-                    for part in reader.decode(data)
-                ]
+                slices = []
+                for part in reader.decode(data):
+                    logits = _LOGITS[part.logits]
+                    slices.append(SequenceSlice(part.token_ids, part.start, part.block_ids, logits))
                 rows = runner.run(slices)
             else:
                 assert kind is Kind.LOGITS

@@ -21,7 +21,9 @@ def bucket_of(num_seqs: int) -> int:
     """
     if num_seqs <= 8:
         return 1 << (num_seqs - 1).bit_length()  # rounds up to a power of two
-    multiple = 8 if num_seqs <= 64 else 32
+    multiple = 32
+    if num_seqs <= 64:
+        multiple = 8
     return -(-num_seqs // multiple) * multiple
 
 
@@ -56,7 +58,9 @@ class CudaGraphs:
             self._model.forward(batch, self._pool.layers)
         main.wait_stream(warm_up)
         graph = torch.cuda.CUDAGraph()
-        memory = None if self._first is None else self._first.pool()
+        memory = None
+        if self._first is not None:
+            memory = self._first.pool()
         with torch.cuda.graph(graph, pool=memory):
             logits = self._model.forward(batch, self._pool.layers)
         if self._first is None:

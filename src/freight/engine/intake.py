@@ -53,8 +53,12 @@ class Intake:
             if self.tokenizer is None or not isinstance(prompt, str):
                 raise RequestError("the prompt is empty; give at least one character or token id")
             self.tokenizer.check_empty(add_special_tokens)
-        text = prompt if isinstance(prompt, str) else None
-        ids = self._encode(prompt, add_special_tokens) if isinstance(prompt, str) else prompt
+        text: str | None = None
+        if isinstance(prompt, str):
+            text = prompt
+            ids: Sequence[int] = self._encode(prompt, add_special_tokens)
+        else:
+            ids = prompt
         token_ids = self.checked(self.cut(ids, params))
         check_length(len(token_ids), params.max_tokens, self.max_model_len)
         params.check_vocabulary(self.vocab_size)
@@ -81,7 +85,9 @@ class Intake:
         if most is None:
             return token_ids
         if most == -1:
-            answer = 1 if params.max_tokens is None else params.max_tokens
+            answer = params.max_tokens
+            if answer is None:
+                answer = 1
             most = self.max_model_len - answer
             if most < 1:
                 raise RequestError(

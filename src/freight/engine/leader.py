@@ -75,16 +75,15 @@ def spawn(files: Sequence[int]) -> subprocess.Popen[bytes]:
 
 
 @dataclass(eq=False)
-class _Others:
+class _Ranks:
     """What rank 0 holds of the other ranks: an object of its own, so that a finalizer of `Leader` can
     close it.
     """
 
     memory: Transport
     passed: list[int]  # descriptors that the others alone need, until they have them
-    pages: list[
-        int
-    ]  # of the memory of the others' pages, until it is mapped; none if nobody maps it
+    # of the memory of the others' pages, until it is mapped; none if nobody maps it
+    pages: list[int]
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
     sockets: list[socket.socket] = field(default_factory=list)
     wake: tuple[int, int] = field(default_factory=os.pipe)
@@ -144,7 +143,9 @@ class _Others:
 
     def _end_processes(self) -> None:
         """Wait until the ranks of this machine have left; kill those that do not."""
-        until = time.monotonic() + (_HASTE if self.why else _PATIENCE)
+        until = time.monotonic() + _PATIENCE
+        if self.why:
+            until = time.monotonic() + _HASTE
         for process in self.processes:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.0, until - time.monotonic()))
@@ -171,12 +172,12 @@ class _Others:
 
 
 # of this process; a forked child (multiprocessing) must not keep second ends open
-_living: weakref.WeakSet[_Others] = weakref.WeakSet()
+_living: weakref.WeakSet[_Ranks] = weakref.WeakSet()
 
 
 def _close_in_child() -> None:
-    for others in _living:
-        others.close_in_child()
+    for ranks in _living:
+        ranks.close_in_child()
 
 
 os.register_at_fork(after_in_child=_close_in_child)
@@ -212,26 +213,30 @@ class Leader:
         self._writer = StepWriter()
         self._torn = False  # the ranks have to leave a step
         self._restarts = 0
-        pages = [nameless_memory() for _ in range(1, size if maps_pages else 1)]
-        passed = [] if self._files is None else self._files.of_others(0)
-        self._others = _Others(self.memory, passed, pages, meeting=meeting)
-        self._finalizer = weakref.finalize(self, self._others.close)
+        pages = []
+        if maps_pages:
+            pages = [nameless_memory() for _ in range(1, size)]
+        passed = []
+        if self._files is not None:
+            passed = self._files.of_others(0)
+        self._ranks = _Ranks(self.memory, passed, pages, meeting=meeting)
+        self._finalizer = weakref.finalize(self, self._ranks.close)
 
     def close(self, why: str = "") -> None:
         """End the other ranks and wait for them. Steps then raise RankError. why: the engine ends,
         where that was not wanted.
         """
-        self._others.why = self._others.why or why
+        self._ranks.why = self._ranks.why or why
         self._finalizer()
 
     def take(self, place: Place) -> None:
         """Bind the calling thread to rank 0's processors until the ranks are ended."""
-        self._others.unbind = place.take()
+        self._ranks.unbind = place.take()
 
     @property
     def pids(self) -> list[int]:
         """Process ids of the other ranks of this machine."""
-        return [process.pid for process in self._others.processes]
+        return [process.pid for process in self._ranks.processes]
 
     def start(
         self, args: EngineArgs, random_shape: str | None, places: Sequence[Place], identity: str
@@ -241,11 +246,13 @@ class Leader:
         identity: `opened_as` of rank 0. Raises RankError if one ends or opened anything else, and its
         own error if it refused.
         """
-        others = self._others
-        come = {} if others.meeting is None else others.meeting.accept(random_shape)
-        others.remote.update((rank, connection) for rank, (connection, _) in come.items())
-        if others.meeting is not None:
-            others.meeting.close()  # who comes later is not left waiting
+        ranks = self._ranks
+        come = {}
+        if ranks.meeting is not None:
+            come = ranks.meeting.accept(random_shape)
+            ranks.meeting.close()  # who comes later is not left waiting
+        for rank, (connection, _) in come.items():
+            ranks.remote[rank] = connection
         for rank in range(1, self.size):
             start = Start(
                 args=args,
@@ -261,22 +268,23 @@ class Leader:
             if rank in come:
                 connection, join = come[rank]
                 connection.settimeout(START_TIMEOUT)
-                others.sockets.append(connection)
+                ranks.sockets.append(connection)
                 start = _start_of(start, join)
             else:
-                others.sockets.append(self._spawn(rank))
+                ranks.sockets.append(self._spawn(rank))
                 place = places[rank]
                 start = replace(start, processors=place.listed, cores=place.cores)
             self._tell(rank, Kind.START, start.encode())
-        others.pass_on()
-        ends = [connection.fileno() for connection in others.sockets]
+        ranks.pass_on()
+        ends = [connection.fileno() for connection in ranks.sockets]
+        timeout = None
         if self._files is not None:  # pipes hang up however a process ends, also in its kernel
             ends = [*self._files.reading[1:]]
-        timeout = None if self._files is None else self._timeout
-        others.watcher = threading.Thread(
-            target=_watch, args=(weakref.ref(self), ends, others, timeout), daemon=True
+            timeout = self._timeout
+        ranks.watcher = threading.Thread(
+            target=_watch, args=(weakref.ref(self), ends, ranks, timeout), daemon=True
         )
-        others.watcher.start()
+        ranks.watcher.start()
         for rank in range(1, self.size):
             theirs_is = self._answer(rank, Kind.OPENED)
             if theirs_is != identity:
@@ -284,18 +292,22 @@ class Leader:
 
     def _spawn(self, rank: int) -> socket.socket:
         """Start a rank on this machine; return the socket to it."""
-        others = self._others
+        ranks = self._ranks
         ours, theirs = socket.socketpair()
         ours.settimeout(START_TIMEOUT)
         with theirs:
-            shared = () if self._files is None else self._files.of_rank(rank)
-            pages = others.pages[rank - 1 : rank]
-            others.processes.append(spawn((theirs.fileno(), *shared, *pages)))
+            shared: tuple[int, ...] = ()
+            if self._files is not None:
+                shared = self._files.of_rank(rank)
+            pages = ranks.pages[rank - 1 : rank]
+            ranks.processes.append(spawn((theirs.fileno(), *shared, *pages)))
         return ours
 
     def _named(self, rank: int) -> str:
         """Name a rank, and its machine where there are several."""
-        return f"rank {rank}" if self._store is None else f"rank {rank} (node {rank // self._here})"
+        if self._store is None:
+            return f"rank {rank}"
+        return f"rank {rank} (node {rank // self._here})"
 
     def load(self, max_model_len: int, positions: int) -> None:
         """Have the others read their weights, as rank 0 does meanwhile."""
@@ -312,17 +324,17 @@ class Leader:
         """Have the others allocate their caches, of `num_blocks` by group, which fit into
         `num_bytes`. Return their memory, from rank 1 on, if it is mapped.
         """
-        for number in self._others.pages:
+        for number in self._ranks.pages:
             os.ftruncate(number, num_bytes)  # committed at the first write
         self._send(Kind.POOL, integers((max_model_len, *num_blocks)))
         for rank in range(1, self.size):
             self._answer(rank, Kind.READY)
-        for connection in self._others.sockets:
+        for connection in self._ranks.sockets:
             connection.settimeout(self._timeout)
         self.memory.meet()
-        self._others.ready = True
-        memories = tuple(mapped(number, num_bytes) for number in self._others.pages)
-        self._others.close_pages()
+        self._ranks.ready = True
+        memories = tuple(mapped(number, num_bytes) for number in self._ranks.pages)
+        self._ranks.close_pages()
         return memories
 
     def running(self, slices: Sequence[SequenceSlice]) -> AbstractContextManager[None]:
@@ -405,17 +417,17 @@ class Leader:
 
     def _tell(self, rank: int, kind: Kind, data: bytes) -> None:
         try:
-            messages.send(self._others.sockets[rank - 1], kind, data)
+            messages.send(self._ranks.sockets[rank - 1], kind, data)
         except OSError as error:
             raise self._gone(rank) from error
 
     def _answer(self, rank: int, expected: Kind) -> str:
         try:
-            kind, data = messages.receive(self._others.sockets[rank - 1])
+            kind, data = messages.receive(self._ranks.sockets[rank - 1])
         except TimeoutError as error:
             self.memory.lose(rank, is_silent=True)
-            self._others.why = f"{self._named(rank)} does not answer"
-            raise RankError(f"{self._others.why}: the engine cannot go on") from error
+            self._ranks.why = f"{self._named(rank)} does not answer"
+            raise RankError(f"{self._ranks.why}: the engine cannot go on") from error
         except (EOFError, OSError) as error:
             raise self._gone(rank) from error
         text = data.decode()
@@ -427,7 +439,7 @@ class Leader:
         return text
 
     def _require_all(self) -> None:
-        if self._others.closing:
+        if self._ranks.closing:
             raise RankError("the ranks of this engine were ended")
         if self.memory.lost():
             raise self._lost(None)
@@ -443,14 +455,16 @@ class Leader:
         if not lost:
             return error or RankError("another rank has ended")
         how = ""
-        for rank, process in enumerate(self._others.processes, 1):
+        for rank, process in enumerate(self._ranks.processes, 1):
             if lost.startswith(f"rank {rank} "):
                 with suppress(subprocess.TimeoutExpired):
                     status = process.wait(0.1)
-                    how = f" with signal {-status}" if status < 0 else f" with status {status}"
-        for rank in self._others.remote:
+                    how = f" with status {status}"
+                    if status < 0:
+                        how = f" with signal {-status}"
+        for rank in self._ranks.remote:
             lost = lost.replace(f"rank {rank} ", f"{self._named(rank)} ")
-        self._others.why = self._others.why or f"{lost}{how}"
+        self._ranks.why = self._ranks.why or f"{lost}{how}"
         return RankError(f"{lost}{how}: the engine cannot go on")
 
 
@@ -479,7 +493,9 @@ def _distributed(meeting: Meeting, size: int, timeout: float) -> tuple[Transport
     """Return rank 0's transport to ranks of several machines, and where the others find its store."""
     from freight.parallel.distributed import Distributed, host_store
 
-    family = socket.AF_INET6 if ":" in meeting.host else socket.AF_INET
+    family = socket.AF_INET
+    if ":" in meeting.host:
+        family = socket.AF_INET6
     listener = socket.create_server((meeting.host, 0), family=family)
     port = listener.getsockname()[1]
     transport = Distributed(host_store(listener), 0, size, timeout, meeting.host)
@@ -498,14 +514,14 @@ def pulse(timeout: float) -> float:
 
 
 def _watch(
-    leader: weakref.ref[Leader], alive: Sequence[int], others: _Others, timeout: float | None
+    leader: weakref.ref[Leader], alive: Sequence[int], ranks: _Ranks, timeout: float | None
 ) -> None:
     """Wait for the end of a rank, or its silence, also while nothing is computed, and say so.
 
     alive: what hangs up with each rank from 1 on. timeout: seconds without a sign of life
     (`SharedMemory.show_life`); None where `alive` are sockets, which have none.
     """
-    if not _await_loss(alive, others, timeout):
+    if not _await_loss(alive, ranks, timeout):
         return
     living = leader()
     if living is not None:
@@ -513,10 +529,10 @@ def _watch(
         living.on_lost()
 
 
-def _await_loss(alive: Sequence[int], others: _Others, timeout: float | None) -> bool:
+def _await_loss(alive: Sequence[int], ranks: _Ranks, timeout: float | None) -> bool:
     """Return True once a rank is lost, which is marked; False once they are ended."""
     poll = select.poll()
-    poll.register(others.wake[0], HANG_UP)
+    poll.register(ranks.wake[0], HANG_UP)
     for end in alive:
         poll.register(end, HANG_UP if timeout is None else HANG_UP | select.POLLIN)
     interval = None if timeout is None else pulse(timeout)
@@ -524,7 +540,7 @@ def _await_loss(alive: Sequence[int], others: _Others, timeout: float | None) ->
     before = time.monotonic()
     while True:
         events = dict(poll.poll(None if interval is None else 1000 * interval))
-        if others.closing:
+        if ranks.closing:
             return False
         now = time.monotonic()
         # what passed while this process itself stood still says nothing about the others
@@ -533,12 +549,12 @@ def _await_loss(alive: Sequence[int], others: _Others, timeout: float | None) ->
         for rank, end in enumerate(alive, 1):
             event = events.get(end, 0)
             if event & ~select.POLLIN:
-                others.memory.lose(rank)
+                ranks.memory.lose(rank)
             elif event:
                 os.read(end, 1 << 12)
-            quiet[end] = 0.0 if event or not others.ready else quiet[end] + passed
+            quiet[end] = 0.0 if event or not ranks.ready else quiet[end] + passed
             # the last sign may be that much older than the silence
             if timeout is not None and interval is not None and quiet[end] > timeout + interval:
-                others.memory.lose(rank, is_silent=True)
-        if others.memory.lost():
+                ranks.memory.lose(rank, is_silent=True)
+        if ranks.memory.lost():
             return True

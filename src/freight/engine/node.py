@@ -80,12 +80,15 @@ def _run(connections: list[socket.socket]) -> int:
             processes.append(leader.spawn((connection.fileno(), reading)))
             hung_up.register(connection, leader.HANG_UP)
         # a rank that hangs does not see that rank 0 has ended
-        while all(process.poll() is None for process in processes):
+        while _statuses(processes) == {None}:
             if hung_up.poll(1000 * _LOOK):
                 break
         for connection in connections:  # now rank 0 sees the end of a process
             connection.close()
-        _await(processes, 2 * _PATIENCE if _statuses(processes) <= {None, 0} else 0.5)
+        patience = 0.5
+        if _statuses(processes) <= {None, 0}:
+            patience = 2 * _PATIENCE
+        _await(processes, patience)
         first = [process.poll() for process in processes]
     finally:
         os.close(writing)

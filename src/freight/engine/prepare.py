@@ -49,7 +49,7 @@ class SequenceSlice(NamedTuple):
     def num_logit_rows(self) -> int:
         if self.logits is Logits.ALL:
             return len(self.token_ids)
-        return 1 if self.logits is Logits.LAST else 0
+        return int(self.logits is Logits.LAST)
 
 
 def prepare(
@@ -61,19 +61,21 @@ def prepare(
     tokens: list[int] = []
     positions = []
     rows = []
+    lengths = []
     starts = np.zeros(len(slices) + 1, np.int32)
     for i, part in enumerate(slices):
         count = len(part.token_ids)
+        lengths.append(part.start + count)
         positions.append(np.arange(part.start, part.start + count, dtype=np.int64))
         end = starts[i + 1] = starts[i] + count
         rows.append(np.arange(end - part.num_logit_rows, end, dtype=np.int64))
         tokens.extend(part.token_ids)
-    lengths = np.array([s.start + len(s.token_ids) for s in slices], np.int32)
     position = np.concatenate(positions)
-    sequence = np.repeat(np.arange(len(slices)), [len(part.token_ids) for part in slices])
+    sequence = np.repeat(np.arange(len(slices)), np.diff(starts))
     tables = []
     slots = []
-    for group, ids in zip(groups, zip(*(s.block_ids for s in slices), strict=True), strict=True):
+    for index, group in enumerate(groups):
+        ids = [part.block_ids[index] for part in slices]
         table = np.zeros((len(slices), max(map(len, ids))), np.int32)
         for i, blocks in enumerate(ids):
             table[i, : len(blocks)] = blocks
@@ -88,14 +90,15 @@ def prepare(
 
     def tensor(array: NDArray[np.int32] | NDArray[np.int64]) -> Tensor:
         host = torch.from_numpy(array)
-        # the host does not wait
-        return host if device == "cpu" else host.pin_memory().to(device, non_blocking=True)
+        if device == "cpu":
+            return host
+        return host.pin_memory().to(device, non_blocking=True)  # the host does not wait
 
     return ForwardBatch(
         token_ids=tensor(np.array(tokens, np.int64)),
         positions=tensor(position),
         query_starts=tensor(starts),
-        context_lens=tensor(lengths),
+        context_lens=tensor(np.array(lengths, np.int32)),
         slots=tuple(map(tensor, slots)),
         block_tables=tuple(map(tensor, tables)),
         logit_rows=tensor(np.concatenate(rows)),

@@ -53,7 +53,9 @@ class Completion:
 
     def _restart(self) -> None:
         request = self.request
-        self.detokenizer = self.new_detokenizer() if self.new_detokenizer else None
+        self.detokenizer: Detokenizer | None = None
+        if self.new_detokenizer is not None:
+            self.detokenizer = self.new_detokenizer()
         self._num_read = 0  # output tokens that the detokenizer has seen
         self._pieces: list[str] = []
         self._sent_pieces = 0
@@ -132,21 +134,23 @@ class Completion:
         """Finish reason and stop reason; a stop string may be completed by the token that reached
         the limit.
         """
-        stop = self.detokenizer.stop_reason if self.detokenizer else None
-        if stop is None:
+        if self.detokenizer is None or self.detokenizer.stop_reason is None:
             return self.request.finish_reason, self.request.stop_reason
-        return FinishReason.STOP, stop
+        return FinishReason.STOP, self.detokenizer.stop_reason
 
     def delta(self) -> CompletionDelta:
         """Return what is new since the last call."""
         request = self.request
         first = self._sent_tokens
         reason, stop = self._ending
+        logprobs = None
+        if request.params.logprobs is not None:
+            logprobs = self.logprobs[first:]
         delta = CompletionDelta(
             index=request.index,
             token_ids=request.output_token_ids[first:],
             text="".join(self._pieces[self._sent_pieces :]),
-            logprobs=self.logprobs[first:] if request.params.logprobs is not None else None,
+            logprobs=logprobs,
             finish_reason=reason,
             stop_reason=stop,
             error=request.error,
@@ -207,31 +211,33 @@ class Group:
         """Tokens of the prompt that are scored, the first counted; None when scores are not asked
         for.
         """
-        return 1 + sum(map(len, self.scores)) if self.params.prompt_logprobs is not None else None
+        if self.params.prompt_logprobs is None:
+            return None
+        return 1 + sum(map(len, self.scores))
 
     def stamp(self, now: float) -> None:
         """Take note of what has happened by `now`: its first token, its end, and a first step that
         was interrupted.
         """
         stamps = self.stamps
-        if stamps.scheduled is None and any(item.request.was_admitted for item in self.completions):
-            stamps.scheduled = now
-        if stamps.first_token is None and any(
-            item.request.output_token_ids for item in self.completions
-        ):
-            stamps.first_token = now
+        for completion in self.completions:
+            if stamps.scheduled is None and completion.request.was_admitted:
+                stamps.scheduled = now
+            if stamps.first_token is None and completion.request.output_token_ids:
+                stamps.first_token = now
         if stamps.ended is None and self.finished:
             stamps.ended = now
 
     def times(self, now: float) -> RequestTimes:
         """Return the times until `now`, or until its end."""
-        requests = [completion.request for completion in self.completions]
-        return self.stamps.times(
-            now,
-            sum(request.num_preemptions for request in requests),
-            sum(request.num_drafted for request in requests),
-            sum(request.num_accepted for request in requests),
-        )
+        preemptions = 0
+        drafted = 0
+        accepted = 0
+        for completion in self.completions:
+            preemptions += completion.request.num_preemptions
+            drafted += completion.request.num_drafted
+            accepted += completion.request.num_accepted
+        return self.stamps.times(now, preemptions, drafted, accepted)
 
     def delta(self, advanced: list[Completion], now: float) -> RequestDelta:
         """Return what is new since the last call, of the completions that advanced, at `now` of the
@@ -243,13 +249,19 @@ class Group:
         finished = self.finished
         if finished or self.stamps.first_token is None:  # in most steps, neither
             self.stamp(now)
+        scores = None
+        if new:
+            scores = Scores.joined(new)
+        times = None
+        if finished:
+            times = self.times(now)
         return RequestDelta(
             request_id=self.request_id,
             outputs=[completion.delta() for completion in advanced],
             finished=finished,
-            scores=Scores.joined(new) if new else None,
+            scores=scores,
             num_cached_tokens=self.completions[0].request.num_cached_tokens,
-            times=self.times(now) if finished else None,
+            times=times,
         )
 
     def output(self) -> RequestOutput:

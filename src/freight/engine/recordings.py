@@ -101,11 +101,14 @@ def with_kernels(part: Part, kernels: CpuKernels) -> Part:
         return type(part)(with_kernels(value, kernels) for value in part)
     if not is_dataclass(part) or isinstance(part, type):
         return part
-    before = {field.name: getattr(part, field.name) for field in fields(part)}
-    after = {
-        name: kernels if name == "kernels" else with_kernels(value, kernels)
-        for name, value in before.items()
-    }
-    if all(after[name] is value for name, value in before.items()):
+    changed = {}
+    for field in fields(part):
+        before = getattr(part, field.name)
+        after: object = kernels
+        if field.name != "kernels":
+            after = with_kernels(before, kernels)
+        if after is not before:
+            changed[field.name] = after
+    if not changed:
         return part
-    return replace(part, **after)
+    return replace(part, **changed)

@@ -47,7 +47,9 @@ class RedrawGroup(Group):
         if self.params.prompt_logprobs is not None:
             # the scores are also those of the first answer's tokens
             count = len(self.prompt_token_ids) - 1
-            self.answers.scores = [Scores.joined(self.scores).part(0, count)] if count else []
+            self.answers.scores = []
+            if count:
+                self.answers.scores.append(Scores.joined(self.scores).part(0, count))
         mismatches = []
         errors = []
         for computed, answer in zip(self.completions, self.answers.completions, strict=True):

@@ -35,7 +35,7 @@ def check_length(num_prompt: int, max_tokens: int | None, max_model_len: int) ->
     """Raises RequestError for a prompt that leaves no room for a token, or, with max_tokens=0, is
     itself too long.
     """
-    new = 0 if max_tokens == 0 else 1
+    new = int(max_tokens != 0)
     if num_prompt + new > max_model_len:
         raise RequestError(
             f"the prompt has {num_prompt} tokens, and max_model_len {max_model_len} leaves room for "
@@ -129,10 +129,14 @@ class Request:
         params = self.params
         token = self.output_token_ids[-1]
         if token in self.stop_token_ids and len(self.output_token_ids) >= params.min_tokens:
-            return FinishReason.STOP, token if token in self.named_stop_ids else None
+            if token in self.named_stop_ids:
+                return FinishReason.STOP, token
+            return FinishReason.STOP, None
         if self.grammar is not None and self.grammar.ended(self.output_token_ids):
             return FinishReason.STOP, None
-        return (FinishReason.LENGTH, None) if self.num_tokens >= self.token_limit else None
+        if self.num_tokens >= self.token_limit:
+            return FinishReason.LENGTH, None
+        return None
 
     def tokens(self, start: int, stop: int) -> tuple[int, ...]:
         """Return the known tokens at positions start … stop - 1, in O(stop - start)."""

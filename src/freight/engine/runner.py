@@ -61,13 +61,17 @@ class StepRows:
             return self._logits(rows)
 
     def _logits(self, rows: Sequence[int]) -> Tensor:
-        source = self.hidden if self.captured is None else self.captured
+        source = self.captured
+        if source is None:
+            source = self.hidden
         assert source is not None
         if isinstance(rows, range) and rows.step == 1:
             source = source[rows.start : rows.stop]
         elif len(rows) < len(source):  # by slices: the host waits for no index on its way to a GPU
             source = torch.cat([source[row : row + 1] for row in rows])
-        return source if self.captured is not None else self.model.logits(source)
+        if self.captured is not None:
+            return source
+        return self.model.logits(source)
 
     def all_logits(self) -> Tensor:
         """float32 [rows, vocab_size]."""
@@ -118,7 +122,9 @@ class ModelRunner:
     @property
     def num_ranks(self) -> int:
         """How many ranks compute the steps."""
-        return 1 if self.leader is None else self.leader.size
+        if self.leader is None:
+            return 1
+        return self.leader.size
 
     def close(self) -> None:
         """End the other ranks: this is wanted, which they say where they were started."""

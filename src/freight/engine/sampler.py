@@ -116,33 +116,36 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[Sampled]:
     assert logits.shape[0] == len(rows)
     adjusted = adjust(logits, rows)
     tokens, reached, adjusted_peaks = _choose(adjusted, rows, _NUCLEUS)
-    peaks = adjusted_peaks if adjusted is logits else logits.amax(-1)
+    peaks = adjusted_peaks
+    if adjusted is not logits:
+        peaks = logits.amax(-1)
     on_host = _on_host(tokens, reached, peaks, adjusted_peaks)
     drawn, all_reached, *both_peaks = [column.numpy() for column in on_host]
     token_ids: list[int] = drawn.astype(np.int64).tolist()
     errors: list[str | None] = [None] * len(rows)
     if not np.isfinite(both_peaks).all():
-        errors = [
-            _fault(row, *map(float, values)) for row, *values in zip(rows, *both_peaks, strict=True)
-        ]
+        for i, row in enumerate(rows):
+            errors[i] = _fault(row, float(both_peaks[0][i]), float(both_peaks[1][i]))
     unresolved = [i for i in np.flatnonzero(all_reached == 0).tolist() if errors[i] is None]
     if unresolved:
         index = send(unresolved, torch.int64, logits.device)
         tokens[index] = _choose(adjusted[index], [rows[i] for i in unresolved], logits.shape[1])[0]
         token_ids = tokens.tolist()
-    entries: list[tuple[LogprobEntry, ...] | None] = [None] * len(rows)
-    with_logprobs = [
-        i for i, row in enumerate(rows) if row.params.logprobs is not None and errors[i] is None
-    ]
+    with_logprobs: dict[int, int] = {}  # row -> how many
+    for i, row in enumerate(rows):
+        if row.params.logprobs is not None and errors[i] is None:
+            with_logprobs[i] = row.params.logprobs
+    entries: dict[int, tuple[LogprobEntry, ...]] = {}
     if with_logprobs:
-        index = send(with_logprobs, torch.int64, logits.device)
-        counts = [rows[i].params.logprobs or 0 for i in with_logprobs]
-        for i, logprobs in zip(
-            with_logprobs, _logprobs(logits[index], tokens[index], counts), strict=True
-        ):
-            entries[i] = logprobs
-    results = zip(token_ids, entries, errors, strict=True)
-    return [Sampled(-1 if error else token, logprobs, error) for token, logprobs, error in results]
+        index = send(list(with_logprobs), torch.int64, logits.device)
+        ranked = _logprobs(logits[index], tokens[index], list(with_logprobs.values()))
+        entries = dict(zip(with_logprobs, ranked, strict=True))
+    results = []
+    for i, (token, error) in enumerate(zip(token_ids, errors, strict=True)):
+        if error:
+            token = -1
+        results.append(Sampled(token, entries.get(i), error))
+    return results
 
 
 def _on_host(*columns: Tensor) -> Sequence[Tensor]:
@@ -191,15 +194,11 @@ def uniforms(
     seeds: Sequence[int], positions: Sequence[int], device: torch.device | None = None
 ) -> Tensor:
     """float64 [num_rows] in [0, 1): the random number of each (seed, output position)."""
-    bits = [
-        _mix(_mix(seed + _GOLDEN) + (position + 1) * _GOLDEN)
-        for seed, position in zip(seeds, positions, strict=True)
-    ]
-    return send(
-        [math.ldexp(number >> 11, -53) for number in bits],
-        torch.float64,
-        device or torch.device("cpu"),
-    )
+    numbers = []
+    for seed, position in zip(seeds, positions, strict=True):
+        bits = _mix(_mix(seed + _GOLDEN) + (position + 1) * _GOLDEN)
+        numbers.append(math.ldexp(bits >> 11, -53))
+    return send(numbers, torch.float64, device or torch.device("cpu"))
 
 
 def _mix(bits: int) -> int:
@@ -259,7 +258,9 @@ def highest(x: Tensor) -> Tensor:
 
     On a CPU by numpy, which takes a fifth of torch's time or less. int64 [rows].
     """
-    return torch.from_numpy(x.numpy().argmax(-1)) if x.device.type == "cpu" else x.argmax(-1)
+    if x.device.type == "cpu":
+        return torch.from_numpy(x.numpy().argmax(-1))
+    return x.argmax(-1)
 
 
 def _choose(x: Tensor, rows: Sequence[_Row], width: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -292,10 +293,13 @@ def _draw(x: Tensor, rows: Sequence[_Row], width: int) -> tuple[Tensor, Tensor, 
         p = p.index_copy(0, index, nucleus_p)
     mass = p.cumsum(-1, dtype=torch.float64)
     total = mass[:, -1:]
-    u = uniforms([row.seed for row in rows], [row.position for row in rows], x.device).unsqueeze(-1)
-    # < total, also after rounding
-    point = torch.minimum(u * total, total.nextafter(torch.zeros_like(total)))
-    return torch.searchsorted(mass, point, right=True).squeeze(-1), reached, peaks.squeeze(-1)
+    seeds = [row.seed for row in rows]
+    positions = [row.position for row in rows]
+    u = uniforms(seeds, positions, x.device).unsqueeze(-1)
+    below_total = total.nextafter(torch.zeros_like(total))
+    point = torch.minimum(u * total, below_total)  # < total, also after rounding
+    tokens = torch.searchsorted(mass, point, right=True)
+    return tokens.squeeze(-1), reached, peaks.squeeze(-1)
 
 
 def _on(
@@ -356,9 +360,8 @@ def _first(values: Tensor, cutoff: Tensor, count: Tensor) -> Tensor:
     """
     above = values > cutoff
     ties = values == cutoff
-    return above | (
-        ties & (ties.cumsum(-1, dtype=torch.int32) <= count - above.sum(-1, keepdim=True))
-    )
+    num_ties = count - above.sum(-1, keepdim=True)
+    return above | (ties & (ties.cumsum(-1, dtype=torch.int32) <= num_ties))
 
 
 def _logprobs(
@@ -369,11 +372,12 @@ def _logprobs(
     for start in range(0, logits.shape[0], _ROWS_AT_ONCE):
         rows = slice(start, start + _ROWS_AT_ONCE)
         columns = _ranked(logits[rows], tokens[rows], max(counts[rows]))
-        for ids, values, rank, count in zip(
-            *(column.tolist() for column in columns), counts[rows], strict=True
-        ):
-            entries = tuple(zip(ids[:-1][:count], values, range(1, count + 1), strict=False))
-            ranked.append(entries if rank <= count else (*entries, (ids[-1], values[-1], rank)))
+        all_ids, all_values, ranks = [column.tolist() for column in columns]
+        for ids, values, rank, count in zip(all_ids, all_values, ranks, counts[rows], strict=True):
+            entries = list(zip(ids[:-1][:count], values, range(1, count + 1), strict=False))
+            if rank > count:
+                entries.append((ids[-1], values[-1], rank))
+            ranked.append(tuple(entries))
     return ranked
 
 
@@ -397,9 +401,9 @@ def _ranks(logits: Tensor, tokens: Tensor) -> Tensor:
         ranks = []
         for row, token in zip(logits.numpy(), tokens.tolist(), strict=True):
             value = row[token]
-            ranks.append(
-                np.count_nonzero(row > value) + np.count_nonzero(row[: token + 1] == value)
-            )
+            num_above = np.count_nonzero(row > value)
+            num_ties = np.count_nonzero(row[: token + 1] == value)
+            ranks.append(num_above + num_ties)
         return torch.tensor(ranks, dtype=torch.int64, device=logits.device)
     return _ranks_on_device(logits, tokens)
 
@@ -408,8 +412,9 @@ def _ranks_on_device(logits: Tensor, tokens: Tensor) -> Tensor:
     """Return `_ranks` without a wait for the device."""
     column = tokens.unsqueeze(-1)
     value = logits.gather(-1, column)
-    everyone = torch.arange(logits.shape[-1], dtype=torch.int64, device=logits.device)
-    return ((logits > value) | ((logits == value) & (everyone <= column))).sum(-1)
+    token_ids = torch.arange(logits.shape[-1], dtype=torch.int64, device=logits.device)
+    ties = (logits == value) & (token_ids <= column)
+    return ((logits > value) | ties).sum(-1)
 
 
 def _most_likely(logits: Tensor, count: int) -> Tensor:

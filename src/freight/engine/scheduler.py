@@ -114,9 +114,10 @@ class Scheduler:
     @property
     def num_decoding(self) -> int:
         """Running requests of whose known tokens one is left to compute."""
-        return sum(
-            request.num_tokens - request.num_computed_tokens == 1 for request in self._running
-        )
+        count = 0
+        for request in self._running:
+            count += request.num_tokens - request.num_computed_tokens == 1
+        return count
 
     @property
     def has_unfinished(self) -> bool:
@@ -190,11 +191,11 @@ class Scheduler:
         num_continuing = len(chunks)
         if not preempted:
             self._admit_waiting(chunks, budget)
-        fresh = [
-            chunk.request for chunk in chunks[num_continuing:] if not chunk.request.was_admitted
-        ]
-        for request in fresh:
-            self._count_admitted(request)
+        fresh = []
+        for chunk in chunks[num_continuing:]:
+            if not chunk.request.was_admitted:
+                fresh.append(chunk.request)
+                self._count_admitted(chunk.request)
         if self.most_drafts:
             self._draft(chunks)
         return Step(tuple(chunks), tuple(preempted), tuple(fresh))
@@ -337,14 +338,16 @@ class Scheduler:
             if request.index == 0:
                 self._leaders[request.group] = request
             self._waiting.append(request)
-        for request in [request for request in self._waiting if request.output_token_ids]:
-            self._finish_if_done(request)
+        for request in list(self._waiting):
+            if request.output_token_ids:
+                self._finish_if_done(request)
 
     def drafts_beside(self, num_requests: int) -> int:
         """Return the most drafts of a step of so many requests, all together."""
         left = min(self.most_drafts + 1, self._max_num_batched_tokens) - num_requests
-        # one draft for 8 requests took more time than it saved
-        return left if 2 * left >= num_requests else 0
+        if 2 * left < num_requests:  # one draft for 8 requests took more time than it saved
+            return 0
+        return left
 
     def _draft(self, chunks: list[ScheduledChunk]) -> None:
         """Give drafts to the chunks of a step in which every request has one token."""
@@ -370,7 +373,9 @@ class Scheduler:
             return ()
         # each draft that comes true is followed by a token that is drawn
         most = min(most, request.token_limit - known - 1)
-        drafts = request.drafter.propose(request.output_token_ids, most) if most > 0 else ()
+        if most <= 0:
+            return ()
+        drafts = request.drafter.propose(request.output_token_ids, most)
         if not drafts:
             return ()
         grown = self._cache.grow(request.held, known + len(drafts))
@@ -565,7 +570,10 @@ class Scheduler:
     def _finish(
         self, request: Request, reason: FinishReason, stop_reason: str | int | None
     ) -> None:
-        _remove(self._running if request.state is RequestState.RUNNING else self._waiting, request)
+        if request.state is RequestState.RUNNING:
+            _remove(self._running, request)
+        else:
+            _remove(self._waiting, request)
         request.finish_reason = reason
         request.stop_reason = stop_reason
         # after its reasons, so that `rebuild` finds all of them or none

@@ -96,8 +96,10 @@ def open_store(
     rank 1 on. A thread opens it.
     """
     assert config.store is not None
-    others = _others(opened, memories) if memories else None
-    groups = [GroupBytes(pool, index, others) for index in range(len(pool.spec.groups))]
+    other_ranks = None
+    if memories:
+        other_ranks = _other_ranks(opened, memories)
+    groups = [GroupBytes(pool, index, other_ranks) for index in range(len(pool.spec.groups))]
     tiers = StoreTiers(config.store.folder, config.store.size, config.store.memory)
     stored = StoredPrefixes(tiers, cache, groups, config.store.salted)
     decides = what_decides(opened, config, kernels, version, pool, groups)
@@ -111,15 +113,17 @@ def open_store(
     return stored
 
 
-def _others(opened: OpenModel, memories: tuple[Tensor, ...]) -> OtherRanks:
+def _other_ranks(opened: OpenModel, memories: tuple[Tensor, ...]) -> OtherRanks:
     size = opened.ranks.size
     shares: dict[int, Mapping[str, tuple[CacheShare, ...]]] = {}
     for index, layer in enumerate(opened.model.layers):
-        mixer = layer.mixer
-        if mixer is None:
+        if layer.mixer is None:
             continue
-        ranks = [mixer.cache_shares(Rank(number, size)) for number in range(size)]
-        shares[index] = {name: tuple(rank[name] for rank in ranks) for name in ranks[0]}
+        by_name: dict[str, tuple[CacheShare, ...]] = {}
+        for number in range(size):
+            for name, share in layer.mixer.cache_shares(Rank(number, size)).items():
+                by_name[name] = (*by_name.get(name, ()), share)
+        shares[index] = by_name
     return OtherRanks(memories, shares)
 
 
@@ -139,29 +143,33 @@ def what_decides(
     build = b""
     if isinstance(kernels, CpuKernels):
         build = path_of(kernels.library.build).read_bytes()
+    products = ""
+    if not is_reproducible(opened, kernels):
+        products = library(opened, config)
+    scales = None
+    if kv.scales is not None:
+        scales = (kv.scales.format, kv.scales.layers)
+    by_group = []
+    for group, stored in zip(pool.spec.groups, groups, strict=True):
+        by_group.append((group.kind, group.tokens_per_block, stored.layout))
     return {
         "name": f"{model.model_type}, {kv.describe()}",
         "form": str(_FORM),
         "freight": version,
         "torch": f"{torch.__version__} {torch.backends.cpu.get_cpu_capability()}",
         "kernels": f"{kernels.name} {hashlib.sha256(build).hexdigest()}",
-        "products": "" if is_reproducible(opened, kernels) else library(opened, config),
+        "products": products,
         "libc": " ".join(platform.libc_ver()),  # its expf scores experts
         "device": config.device,
         "model": repr(model),
         "declared": declared(opened),
         "formats": f"{config.compute_format} {config.weight_format}{' int4' * config.int4} {config.fp8_attention}",
         "cache": repr([kv.of_layer(index) for index in range(model.num_layers)]),
-        "scales": repr(None if kv.scales is None else (kv.scales.format, kv.scales.layers)),
+        "scales": repr(scales),
         "states": f"{kv.state}",
         "tiles": f"{KEY_TILE} {STATE_TILE}",
         "blocks": str(config.block_size),
-        "groups": repr(
-            [
-                (group.kind, group.tokens_per_block, stored.layout)
-                for group, stored in zip(pool.spec.groups, groups, strict=True)
-            ]
-        ),
+        "groups": repr(by_group),
     }
 
 

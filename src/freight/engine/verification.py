@@ -75,11 +75,13 @@ class Verification:
 
     def as_object(self) -> dict[str, Json]:
         """Return the fields that apply, by name. Numbers that JSON does not have are left out."""
-        return {
-            name: value
-            for name, value in asdict(self).items()
-            if value not in (None, "") and (not isinstance(value, float) or math.isfinite(value))
-        }
+        values = {}
+        for name, value in asdict(self).items():
+            if isinstance(value, float) and not math.isfinite(value):
+                continue
+            if value not in (None, ""):
+                values[name] = value
+        return values
 
 
 def unknown(reason: str) -> Verification:
@@ -197,7 +199,9 @@ def _completion_differs(stated: CompletionOutput, drawn: CompletionOutput) -> Ve
     if drawn.finish_reason is None and stated.finish_reason in _FROM_OUTSIDE:
         return None
     if (stated.finish_reason, stated.stop_reason) != ends:
-        ending = "goes on" if ends[0] is None else f"ends by {ends[0]} ({ends[1]!r})"
+        ending = f"ends by {ends[0]} ({ends[1]!r})"
+        if ends[0] is None:
+            ending = "goes on"
         return differs(
             f"completion {index}: {stated.finish_reason} ({stated.stop_reason!r}) is stated as its end, and after its "
             f"last token it {ending}",

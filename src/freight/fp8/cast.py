@@ -67,7 +67,9 @@ def decode(stored: Tensor, scale: Tensor | float | None = None) -> Tensor:
     values = stored.float()
     if stored.dtype == torch.int8:
         values = values.masked_fill(values == _INT8_NAN, torch.nan)
-    return values if scale is None else values * scale
+    if scale is None:
+        return values
+    return values * scale
 
 
 def amax(x: Tensor, dim: int | tuple[int, ...]) -> Tensor:

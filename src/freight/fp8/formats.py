@@ -77,7 +77,9 @@ def amd_fp8(arch: str) -> frozenset[Format]:
     """
     if arch.startswith("gfx94"):
         return frozenset({Format.E4M3FNUZ})
-    return frozenset({Format.E4M3FN, Format.E5M2} if arch.startswith("gfx95") else ())
+    if arch.startswith("gfx95"):
+        return frozenset({Format.E4M3FN, Format.E5M2})
+    return frozenset()
 
 
 COMPUTE_FORMATS = (Format.BFLOAT16, Format.FLOAT16, Format.FLOAT32)

@@ -36,7 +36,9 @@ def scales_out_of_range(scales: Tensor) -> Tensor:
 
 def int4_scale_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which INT4 made from a matrix or a model in `dtype` has its scales."""
-    return torch.float16 if dtype is torch.float16 else torch.bfloat16
+    if dtype is torch.float16:
+        return torch.float16
+    return torch.bfloat16
 
 
 def round_int4(weight: Tensor, size: int, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -95,11 +97,12 @@ def _round_mxfp4(weight: Tensor) -> tuple[Tensor, Tensor]:
         magnitude = _e2m1(groups.abs() / scale)
         error = (table[magnitude.long()] * scale - groups.abs()).square_().sum(-1, keepdim=True)
         candidates.append((error, magnitude, power))
-    (error, codes, powers), (other, wide, above) = candidates
-    better = other < error
-    codes = torch.where(better, wide, codes)
-    codes = codes | ((groups < 0) & (codes > 0)).to(torch.uint8) << 3
-    scales = torch.where(better, above, powers)[..., 0] + mxfp4.BIAS
+    (error, codes, powers), (wide_error, wide_codes, wide_powers) = candidates
+    better = wide_error < error
+    codes = torch.where(better, wide_codes, codes)
+    is_negative = (groups < 0) & (codes > 0)
+    codes = codes | is_negative.to(torch.uint8) << 3
+    scales = torch.where(better, wide_powers, powers)[..., 0] + mxfp4.BIAS
     return _in_pairs(codes.flatten(1)), scales.to(torch.uint8)
 
 
@@ -107,7 +110,10 @@ def _e2m1(magnitude: Tensor) -> Tensor:
     """Return the codes 0 to 7 of the nearest values, uint8; ties go to the even code."""
     codes = torch.zeros_like(magnitude, dtype=torch.uint8)
     for code, middle in enumerate(_MIDPOINTS):
-        codes += magnitude >= middle if code % 2 else magnitude > middle
+        if code % 2:
+            codes += magnitude >= middle
+        else:
+            codes += magnitude > middle
     return codes
 
 

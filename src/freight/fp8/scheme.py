@@ -41,9 +41,10 @@ def int4_group(in_features: int, size: int = INT4_GROUP) -> int | None:
     """Return the inputs of a group of INT4: `size`, or the next smaller size that divides
     `in_features`; None if none does.
     """
-    return next(
-        (group for group in INT4_GROUPS if group <= size and in_features % group == 0), None
-    )
+    for group in INT4_GROUPS:
+        if group <= size and in_features % group == 0:
+            return group
+    return None
 
 
 class Packing(StrEnum):
@@ -62,7 +63,9 @@ class Packing(StrEnum):
         """The name of the numbers."""
         if self in (Packing.NVFP4, Packing.MODELOPT_NVFP4):
             return "NVFP4"
-        return "MXFP4" if self is Packing.MXFP4 else "INT4"
+        if self is Packing.MXFP4:
+            return "MXFP4"
+        return "INT4"
 
 
 @dataclass(frozen=True)
@@ -81,21 +84,35 @@ class FourBits:
 
     def stored_bytes(self, count: int) -> int:
         """Return the bytes of `count` codes, with scales and zero points of their groups."""
-        of_group = (1 if self.packing.codes in ("NVFP4", "MXFP4") else 2) + self.zeros
-        return count // 2 + (count // self.group * of_group if self.group else 0)
+        if not self.group:
+            return count // 2
+        of_group = 2
+        if self.packing.codes in ("NVFP4", "MXFP4"):
+            of_group = 1
+        if self.zeros:
+            of_group += 1
+        return count // 2 + count // self.group * of_group
 
     def __str__(self) -> str:
-        shared = "row" if self.group is None else f"{self.group} inputs"
-        zeros = " and zero points" if self.zeros else ""
-        order = ", groups in an order of their own" if self.ordered else ""
-        return f"{self.packing.codes}, scales{zeros} per {shared}{order}"
+        text = f"{self.packing.codes}, scales"
+        if self.zeros:
+            text += " and zero points"
+        if self.group is None:
+            text += " per row"
+        else:
+            text += f" per {self.group} inputs"
+        if self.ordered:
+            text += ", groups in an order of their own"
+        return text
 
 
 def held_group(four: FourBits, columns: int) -> int | None:
     """Return the inputs of a group as kernels have it, in a matrix of `columns` inputs: a larger
     group becomes several with the same scale. None if there is no such size.
     """
-    size = columns if four.group is None else four.group
+    size = four.group
+    if size is None:
+        size = columns
     if four.packing.codes == "NVFP4":
         return size
     return int4_group(size)
@@ -134,21 +151,28 @@ class LinearScheme:
         or_plain: bool = False,
     ) -> LinearScheme:
         """Return the scheme of a matrix in 4 bits, whose inputs stay in 16 bits."""
-        return LinearScheme(
-            WeightScales.ROW if group is None else WeightScales.BLOCK,
+        scheme = LinearScheme(
+            WeightScales.ROW,
             Activations.PLAIN,
-            None if group is None else (1, group),
             or_plain=or_plain,
             bits=4,
             four=FourBits(packing, group, zeros, ordered),
         )
+        if group is None:
+            return scheme
+        return replace(scheme, scales=WeightScales.BLOCK, block=(1, group))
 
     def __str__(self) -> str:
         if self.four is not None:
             return f"{self.four}, activations {self.activations}"
-        shared = f"{self.block[0]}x{self.block[1]} block" if self.block else str(self.scales)
-        limit = f" up to {self.input_limit:g}" if self.input_limit else ""
-        return f"scales per {shared}, activations {self.activations}{limit}"
+        shared = str(self.scales)
+        if self.block:
+            rows, columns = self.block
+            shared = f"{rows}x{columns} block"
+        text = f"scales per {shared}, activations {self.activations}"
+        if self.input_limit:
+            text += f" up to {self.input_limit:g}"
+        return text
 
 
 class ModulePattern(Protocol):
@@ -231,32 +255,45 @@ class KVScales:
 
     def require_valid(self, way_out: str) -> None:
         """Raise CheckpointError, which ends with `way_out`, if there are `faults`."""
-        if self.faults:
-            more = f", and {len(self.faults) - 1} more like it" if len(self.faults) > 1 else ""
-            raise CheckpointError(f"{self.faults[0].what}{more}; {way_out}")
+        if not self.faults:
+            return
+        what = self.faults[0].what
+        if len(self.faults) > 1:
+            what += f", and {len(self.faults) - 1} more like it"
+        raise CheckpointError(f"{what}; {way_out}")
 
     @property
     def missing(self) -> tuple[int, ...]:
         """Indices of the layers that need scales and have none."""
-        return tuple(
-            i for i, layer in enumerate(self.layers) if layer is None and i not in self.unneeded
-        )
+        indices = []
+        for index, layer in enumerate(self.layers):
+            if layer is None and index not in self.unneeded:
+                indices.append(index)
+        return tuple(indices)
 
     def without(self, layers: Set[int]) -> KVScales:
         """Return the scales for a cache in which `layers` stay unquantized."""
+        scales = list(self.layers)
+        mixed = list(self.mixed)
+        for index in layers:
+            scales[index] = None
+            if mixed:  # a choice for every layer
+                mixed[index] = None
         return replace(
             self,
-            layers=tuple(None if i in layers else layer for i, layer in enumerate(self.layers)),
-            mixed=tuple(None if i in layers else chosen for i, chosen in enumerate(self.mixed)),
+            layers=tuple(scales),
+            mixed=tuple(mixed),
             unneeded=self.unneeded | layers,
             faults=tuple(fault for fault in self.faults if fault.layer not in layers),
         )
 
     def alone(self, side: str) -> tuple[int, ...]:
         """Return the indices of the layers where only `side`, 'k' or 'v', has a scale."""
-        return tuple(
-            i for i, layer in enumerate(self.layers) if layer is not None and layer.alone == side
-        )
+        indices = []
+        for index, layer in enumerate(self.layers):
+            if layer is not None and layer.alone == side:
+                indices.append(index)
+        return tuple(indices)
 
     @property
     def by_granularity(self) -> str:
@@ -266,11 +303,16 @@ class KVScales:
         members: dict[Granularity | None, list[int]] = {}
         for index, granularity in enumerate(self.mixed):
             members.setdefault(granularity, []).append(index)
-        return ", ".join(
-            f"{'layer' if len(layers) == 1 else 'layers'} {', '.join(map(str, layers))} "
-            + ("in 16 bits" if granularity is None else f"per {granularity}")
-            for granularity, layers in members.items()
-        )
+        parts = []
+        for granularity, layers in members.items():
+            form = f"per {granularity}"
+            if granularity is None:
+                form = "in 16 bits"
+            noun = "layers"
+            if len(layers) == 1:
+                noun = "layer"
+            parts.append(f"{noun} {', '.join(map(str, layers))} {form}")
+        return ", ".join(parts)
 
     @property
     def empty(self) -> bool:
@@ -308,15 +350,28 @@ class Scheme:
     @property
     def weights(self) -> str:
         """One line about the matrices that are declared quantized; '' when none are."""
-        linears = [rule.linear for rule in self.rules if rule.linear is not None]
-        four = dict.fromkeys(str(linear) for linear in linears if linear.four is not None)
-        kinds = dict.fromkeys(str(linear) for linear in linears if linear.four is None)
-        parts = [f"weights in {' or '.join(four)}"] if four else []
-        if any(linear.bits == 4 and linear.four is None for linear in linears):
+        four: dict[str, None] = {}  # without repetitions, in the order of the rules
+        kinds: dict[str, None] = {}
+        has_mxfp4 = False
+        for linear in self._linears:
+            if linear.four is not None:
+                four[str(linear)] = None
+            else:
+                kinds[str(linear)] = None
+                has_mxfp4 = has_mxfp4 or linear.bits == 4
+        parts = []
+        if four:
+            parts.append(f"weights in {' or '.join(four)}")
+        if has_mxfp4:
             parts.append(f"experts in MXFP4, {' or '.join(kinds)}")
         elif kinds:
             parts.append(f"weights {self.weight_format}, {' or '.join(kinds)}")
         return "; ".join(parts)
+
+    @property
+    def _linears(self) -> list[LinearScheme]:
+        """The schemes of the rules whose modules are quantized."""
+        return [rule.linear for rule in self.rules if rule.linear is not None]
 
     @property
     def is_final(self) -> bool:
@@ -328,20 +383,24 @@ class Scheme:
     @property
     def four_bits(self) -> frozenset[Packing]:
         """How matrices in 4 bits are stored; empty if none is declared so."""
-        linears = (rule.linear for rule in self.rules if rule.linear is not None)
-        return frozenset(linear.four.packing for linear in linears if linear.four is not None)
+        return frozenset(linear.four.packing for linear in self._linears if linear.four is not None)
 
     @property
     def weight_formats(self) -> str:
         """The formats of Linear weights in a few words: 'int4', or 'fp8_e4m3fn and nvfp4'; '' for
         none.
         """
-        linears = (rule.linear for rule in self.rules if rule.linear is not None)
-        fp8 = [str(self.weight_format)] if any(linear.four is None for linear in linears) else []
-        return " and ".join([*fp8, *sorted({linear.codes.lower() for linear in self.four_bits})])
+        four = {packing.codes.lower() for packing in self.four_bits}
+        formats = sorted(four)
+        if any(linear.four is None for linear in self._linears):
+            formats.insert(0, str(self.weight_format))
+        return " and ".join(formats)
 
     def linear(self, module: str) -> LinearScheme | None:
         """Return the scheme of the weight of `module` ('model.layers.0.mlp.down_proj'); None if it
         was not quantized.
         """
-        return next((rule.linear for rule in self.rules if rule.pattern.match(module)), None)
+        for rule in self.rules:
+            if rule.pattern.match(module):
+                return rule.linear
+        return None

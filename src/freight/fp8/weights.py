@@ -7,7 +7,7 @@ the weight is divided by it, so codes and stored scale agree.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -54,13 +54,15 @@ def fit_rows(weight: Tensor, format: Format) -> tuple[Tensor, Tensor]:
     for rows in _pieces(weight):
         smallest = scale_from_amax(amax(weight[rows], 1), format)[:, None]
         sample = weight[rows, ::stride].float()
-        trials = torch.cat([smallest * 2.0 ** (step / 4) for step in range(4)], 1)
-        errors = [
-            (decode(encode(sample, trial, format), trial) - sample).square_().sum(1)
-            for trial in trials.split(1, 1)
-        ]
+        trials = []
+        errors = []
+        for step in range(4):
+            trial = smallest * 2.0 ** (step / 4)
+            rounded = decode(encode(sample, trial, format), trial)
+            errors.append((rounded - sample).square_().sum(1))
+            trials.append(trial)
         best = torch.stack(errors, 1).nan_to_num(torch.inf).argmin(1, keepdim=True)
-        scale[rows] = trials.gather(1, best)[:, 0]
+        scale[rows] = torch.cat(trials, 1).gather(1, best)[:, 0]
         stored[rows] = encode(weight[rows], scale[rows, None], format)
     return stored, scale
 
@@ -71,18 +73,19 @@ def quantize_tensor(
     """Quantize [rows, columns] to (FP8 of that shape, float32 []: one scale), in pieces like
     `quantize_rows`.
     """
-    largest = torch.stack([amax(weight[rows], (0, 1)) for rows in _pieces(weight)]).amax()
-    scale = _stored(scale_from_amax(largest, format), scale_format)
+    largest = torch.stack([amax(weight[rows], (0, 1)) for rows in _pieces(weight)])
+    scale = _stored(scale_from_amax(largest.amax(), format), scale_format)
     stored = torch.empty_like(weight, dtype=torch_dtype(format))
     for rows in _pieces(weight):
         stored[rows] = encode(weight[rows], scale, format)
     return stored, scale
 
 
-def _pieces(weight: Tensor) -> list[slice]:
+def _pieces(weight: Tensor) -> Iterator[slice]:
     """Cut the rows of a weight into pieces of about _PIECE elements."""
     step = max(1, _PIECE // max(1, weight.shape[1]))
-    return [slice(begin, begin + step) for begin in range(0, len(weight), step)]
+    for begin in range(0, len(weight), step):
+        yield slice(begin, begin + step)
 
 
 def _stored(scale: Tensor, format: Format) -> Tensor:

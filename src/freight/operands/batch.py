@@ -71,7 +71,7 @@ class ForwardBatch:
 
     @cached_property
     def _by_group(self) -> tuple[Sequences, ...]:
-        return tuple(
-            Sequences(self.query_starts, self.context_lens, tables, self.some_decode)
-            for tables in self.block_tables
-        )
+        groups = []
+        for tables in self.block_tables:
+            groups.append(Sequences(self.query_starts, self.context_lens, tables, self.some_decode))
+        return tuple(groups)

@@ -92,11 +92,8 @@ def _strides_of(tensor: Tensor | None) -> Strides:
         return 0, 1, 0, 1
     block, token, head = tensor.stride()[:3]
     unit = math.gcd(block, token, head)
-    assert (
-        sum(size * step for size, step in zip(tensor.shape, (block, token, head), strict=False))
-        // unit
-        < 2**31
-    )
+    blocks, tokens, heads = tensor.shape[:3]
+    assert (blocks * block + tokens * token + heads * head) // unit < 2**31
     return block // unit, token // unit, head // unit, unit
 
 
@@ -152,12 +149,17 @@ class KVPages:
     def counters_of_rows(self, rows: int) -> Tensor | None:
         """Return where to count each of `rows` rows on its own; None: nowhere."""
         by_row = self.row_counters
-        return None if by_row is None or rows > len(by_row) else by_row[:rows]
+        if by_row is None or rows > len(by_row):
+            return None
+        return by_row[:rows]
 
     @property
     def k_dim(self) -> int:
         """Channels of a key of one head."""
-        return self.k.shape[3] + (0 if self.rotated is None else self.rotated.shape[3])
+        channels = self.k.shape[3]
+        if self.rotated is not None:
+            channels += self.rotated.shape[3]
+        return channels
 
     @property
     def block_size(self) -> int:
@@ -169,13 +171,11 @@ class KVPages:
         """Strides of k, v, and their `token` or `group` scales; placeholders for scales that do not
         exist.
         """
-        k_scale, v_scale = (self.k_scale, self.v_scale) if self.dynamic else (None, None)
-        return (
-            _strides_of(self.k),
-            _strides_of(self.v),
-            _strides_of(k_scale),
-            _strides_of(v_scale),
-        )
+        k = _strides_of(self.k)
+        v = _strides_of(self.v)
+        if self.dynamic:
+            return k, v, _strides_of(self.k_scale), _strides_of(self.v_scale)
+        return k, v, _strides_of(None), _strides_of(None)
 
     @property
     def dynamic(self) -> bool:
@@ -217,4 +217,6 @@ def spread(scales: Tensor) -> Tensor:
 
 def _bytes(values: Tensor) -> Tensor:
     """View FP8 as bytes, because torch cannot index it; return other dtypes unchanged."""
-    return values.view(torch.uint8) if values.itemsize == 1 else values
+    if values.itemsize == 1:
+        return values.view(torch.uint8)
+    return values

@@ -66,18 +66,19 @@ class Groups:
     def of_rows(self, rows: Tensor | slice[int, int, None]) -> Groups:
         """Return the groups of these output rows."""
         scales = _bytes(self.scales)[rows].view(self.scales.dtype)
-        zeros = None if self.zeros is None else self.zeros[rows]
-        return replace(self, scales=scales, zeros=zeros)
+        if self.zeros is None:
+            return replace(self, scales=scales)
+        return replace(self, scales=scales, zeros=self.zeros[rows])
 
     @staticmethod
     def concat(parts: Sequence[Groups]) -> Groups:
         """Merge groups of one `kind` along the output features."""
+        first = parts[0]
+        scales = _joined([part.scales for part in parts])
         zeros = [part.zeros for part in parts if part.zeros is not None]
-        return replace(
-            parts[0],
-            scales=torch.cat([_bytes(part.scales) for part in parts]).view(parts[0].scales.dtype),
-            zeros=torch.cat(zeros) if zeros else None,
-        )
+        if not zeros:
+            return replace(first, scales=scales)
+        return replace(first, scales=scales, zeros=torch.cat(zeros))
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,9 @@ class Weight(PackedWeight):
     def shape(self) -> tuple[int, int]:
         """(out_features, in_features)."""
         rows, columns = self.data.shape
-        return rows, 2 * columns if self.is_mxfp4 or self.groups is not None else columns
+        if self.is_mxfp4 or self.groups is not None:
+            return rows, 2 * columns
+        return rows, columns
 
     @property
     def mxfp4_bytes(self) -> tuple[Tensor, Tensor]:
@@ -187,7 +190,9 @@ class Weight(PackedWeight):
             scale = scale[order]
         elif scale is not None:
             scale = _bytes(scale)[rows].view(scale.dtype)
-        groups = None if self.groups is None else self.groups.of_rows(rows)
+        groups = self.groups
+        if groups is not None:
+            groups = groups.of_rows(rows)
         return replace(self, data=data[rows].view(self.data.dtype), scale=scale, groups=groups)
 
     @staticmethod
@@ -195,12 +200,16 @@ class Weight(PackedWeight):
         """Return whether `concat` is exact: schemes and input scales agree, no block of 128 rows
         spans two parts, and all take their inputs in the same order.
         """
-        blocks = any(part._in_blocks for part in parts)
-        if blocks and any(len(part.data) % BLOCK for part in parts[:-1]):
+        in_blocks = any(part._in_blocks for part in parts)
+        if in_blocks and any(len(part.data) % BLOCK for part in parts[:-1]):
             return False
         orders = [part.order for part in parts if part.order is not None]
-        same = all(torch.equal(order, orders[0]) for order in orders)
-        return Weight.alike(parts) and same and len(orders) in (0, len(parts))
+        if len(orders) not in (0, len(parts)):
+            return False
+        for order in orders[1:]:
+            if not torch.equal(order, orders[0]):
+                return False
+        return Weight.alike(parts)
 
     @staticmethod
     def alike(weights: Sequence[Weight]) -> bool:
@@ -227,21 +236,26 @@ class Weight(PackedWeight):
         if len(parts) == 1:
             return first
         assert Weight.mergeable(parts)
+        merged = replace(first, data=_joined([part.data for part in parts]))
         scales = [part.scale for part in parts if part.scale is not None]
+        if scales:
+            merged = replace(merged, scale=_joined(scales))
         groups = [part.groups for part in parts if part.groups is not None]
-        return replace(
-            first,
-            data=torch.cat([_bytes(p.data) for p in parts]).view(first.data.dtype),
-            scale=torch.cat([_bytes(scale) for scale in scales]).view(scales[0].dtype)
-            if scales
-            else None,
-            groups=Groups.concat(groups) if groups else None,
-        )
+        if groups:
+            merged = replace(merged, groups=Groups.concat(groups))
+        return merged
+
+
+def _joined(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the tensors, of one dtype, one behind the other."""
+    return torch.cat([_bytes(tensor) for tensor in tensors]).view(tensors[0].dtype)
 
 
 def _bytes(x: Tensor) -> Tensor:
     """Return x, as bytes where an element has no more: torch cannot index FP8, nor join MXFP4."""
-    return x.view(torch.uint8) if x.itemsize == 1 else x
+    if x.itemsize == 1:
+        return x.view(torch.uint8)
+    return x
 
 
 class Weights(Protocol):

@@ -159,7 +159,11 @@ class Distributed:
 
     def lose(self, rank: int, is_silent: bool = False) -> None:
         """Mark a rank as lost, unless one is lost already. is_silent: it may not have ended."""
-        self._lost = self._lost or f"rank {rank} {'does not answer' if is_silent else 'has ended'}"
+        if self._lost:
+            return
+        self._lost = f"rank {rank} has ended"
+        if is_silent:
+            self._lost = f"rank {rank} does not answer"
 
     def failed(self) -> int | None:
         """Return the first rank that has left the step under way, or None."""

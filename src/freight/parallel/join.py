@@ -64,8 +64,9 @@ class Join:
         anything else.
         """
         values = json.loads(data)
-        chosen = values["processors"]
-        join = Join(**values | {"processors": None if chosen is None else tuple(chosen)})
+        if values["processors"] is not None:
+            values["processors"] = tuple(values["processors"])
+        join = Join(**values)
         numbers = (join.rank, join.cores, *(join.processors or ()))
         texts = (join.version, join.random_shape or "")
         if not (
@@ -191,8 +192,10 @@ class Meeting:
             elif self._hear(visitors[connection], random_shape, come):
                 del visitors[connection]
         now = time.monotonic()
-        for connection in [late for late, visitor in visitors.items() if visitor.end < now]:
-            visitors.pop(connection).connection.close()
+        for connection, visitor in list(visitors.items()):
+            if visitor.end < now:
+                del visitors[connection]
+                connection.close()
 
     def _let_in(self, visitors: dict[socket.socket, _Visitor]) -> None:
         with suppress(BlockingIOError, ConnectionError):  # it may have gone again
@@ -225,8 +228,11 @@ class Meeting:
         if not why and (join.rank not in ranks or join.rank in come):
             why = f"rank {join.rank} is there already: give each machine a --node-rank of its own"
         why = why[:_MOST_WHY]
+        kind = Kind.ADMITTED
+        if why:
+            kind = Kind.REFUSED
         try:  # the system takes so little at once
-            messages.send(connection, Kind.REFUSED if why else Kind.ADMITTED, why.encode())
+            messages.send(connection, kind, why.encode())
             tune(connection, self._args.rank_timeout)
         except OSError:
             connection.close()
@@ -307,14 +313,13 @@ def tune(connection: socket.socket, seconds: float) -> None:
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     interval = max(1, round(seconds / 4))
-    for name, value in (
-        ("TCP_KEEPIDLE", interval),
-        ("TCP_KEEPINTVL", interval),
-        ("TCP_KEEPCNT", 3),
-        ("TCP_USER_TIMEOUT", max(1000, min(round(1000 * seconds), (1 << 31) - 1))),
+    for name, value, most in (
+        ("TCP_KEEPIDLE", interval, 32767),
+        ("TCP_KEEPINTVL", interval, 32767),
+        ("TCP_KEEPCNT", 3, 32767),
+        ("TCP_USER_TIMEOUT", max(1000, round(1000 * seconds)), (1 << 31) - 1),
     ):
         if hasattr(socket, name):  # Linux has them all
-            most = 32767 if name != "TCP_USER_TIMEOUT" else value
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), min(value, most))
 
 
@@ -336,16 +341,21 @@ def _resolved(address: str, port: int) -> Any:
 
 def _missing(each: int, nodes: int, come: dict[int, Any]) -> list[int]:
     """Return the machines that have not come with all their ranks."""
-    return [
-        node
-        for node in range(1, nodes)
-        if not all(rank in come for rank in range(node * each, (node + 1) * each))
-    ]
+    missing = []
+    for node in range(1, nodes):
+        ranks = range(node * each, (node + 1) * each)
+        if not come.keys() >= set(ranks):
+            missing.append(node)
+    return missing
 
 
 def _names(nodes: list[int]) -> str:
-    return f"node {nodes[0]}" if len(nodes) == 1 else f"nodes {', '.join(map(str, nodes))}"
+    if len(nodes) == 1:
+        return f"node {nodes[0]}"
+    return f"nodes {', '.join(map(str, nodes))}"
 
 
 def _waits(nodes: list[int]) -> str:
-    return f"{_names(nodes)} {'is' if len(nodes) == 1 else 'are'} waited for"
+    if len(nodes) == 1:
+        return f"{_names(nodes)} is waited for"
+    return f"{_names(nodes)} are waited for"

@@ -113,12 +113,11 @@ class Start:
     def decode(data: bytes) -> Start:
         """Return what was encoded."""
         values = json.loads(data)
-        args = EngineArgs(**values.pop("args"))
-        processors = values.pop("processors")
-        chosen = None if processors is None else tuple(processors)
-        store = values.pop("store")
-        where = None if store is None else (str(store[0]), int(store[1]))
-        return Start(args=args, processors=chosen, store=where, **values)
+        values["args"] = EngineArgs(**values["args"])
+        for name in ("processors", "store"):
+            if values[name] is not None:
+                values[name] = tuple(values[name])
+        return Start(**values)
 
 
 def integers(values: Iterable[int]) -> bytes:
@@ -152,7 +151,9 @@ def whole(data: bytes | bytearray, most: int) -> tuple[Kind, bytes] | None:
     message_kind = Kind(kind)
     if length > most or len(data) > _HEAD.size + length:
         raise ValueError(length)
-    return (message_kind, bytes(data[_HEAD.size :])) if len(data) == _HEAD.size + length else None
+    if len(data) < _HEAD.size + length:
+        return None
+    return message_kind, bytes(data[_HEAD.size :])
 
 
 def expect(connection: socket.socket, expected: Kind) -> bytes:

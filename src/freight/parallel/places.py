@@ -28,7 +28,9 @@ class Place:
     @property
     def listed(self) -> tuple[int, ...] | None:
         """The processors in order, as messages have them."""
-        return None if self.processors is None else tuple(sorted(self.processors))
+        if self.processors is None:
+            return None
+        return tuple(sorted(self.processors))
 
     def take(self) -> Callable[[], None]:
         """Bind the calling thread, and those that it starts, to the processors. What is returned
@@ -63,9 +65,13 @@ def places(
     if len(nodes) < 2 or len(nodes) % size:
         return (Place(None, max(1, cores // size)),) * size
     each = len(nodes) // size
-    of_rank = [frozenset[int]().union(*nodes[r * each : (r + 1) * each]) for r in range(size)]
-    total = sum(map(len, of_rank))  # a CPU quota may allow fewer cores than there are processors
-    share = max(1, cores // size) if cores < total else total
+    of_rank = []
+    for begin in range(0, len(nodes), each):
+        of_rank.append(frozenset[int]().union(*nodes[begin : begin + each]))
+    total = sum(map(len, of_rank))
+    share = total
+    if cores < total:  # a CPU quota may allow fewer cores than there are processors
+        share = max(1, cores // size)
     return tuple(Place(processors, min(len(processors), share)) for processors in of_rank)
 
 

@@ -92,7 +92,9 @@ class Ranks:
 
     def gather(self, part: Tensor) -> Tensor:
         """Return `Transport.gather`; `part` itself without other ranks."""
-        return part if self.transport is None else self.transport.gather(part)
+        if self.transport is None:
+            return part
+        return self.transport.gather(part)
 
 
 ALONE = Ranks(rank=0, size=1, transport=None)

@@ -41,7 +41,9 @@ def require_divisible(model: ModelConfig, size: int) -> None:
     if fault is None:
         return
     fitting = [other for other in range(1, MAX_RANKS + 1) if not any(_faults(model, other))]
-    way_out = "omit it" if fitting == [1] else f"choose {choices(map(str, fitting))}"
+    way_out = f"choose {choices(map(str, fitting))}"
+    if fitting == [1]:
+        way_out = "omit it"
     raise ConfigError(f"--tensor-parallel-size {size}: {fault}; {way_out}")
 
 

@@ -73,13 +73,19 @@ class SharedFiles:
             raise ConfigError(f"there may be from 1 to {MAX_RANKS} ranks, not {size}")
         memory = nameless_memory()
         os.ftruncate(memory, _HEADER + 2 * size * capacity)  # committed at the first write
-        pipes = [os.pipe() for _ in range(size)]
-        return SharedFiles(memory, *(tuple(ends) for ends in zip(*pipes, strict=True)))
+        reading = []
+        writing = []
+        for _ in range(size):
+            end_to_read, end_to_write = os.pipe()
+            reading.append(end_to_read)
+            writing.append(end_to_write)
+        return SharedFiles(memory, tuple(reading), tuple(writing))
 
     def of_rank(self, rank: int) -> tuple[int, ...]:
         """Return the descriptors that the process of `rank` needs."""
-        other_ends = [end for other, end in enumerate(self.reading) if other != rank]
-        return (self.memory, self.writing[rank], *other_ends)
+        before = self.reading[:rank]
+        after = self.reading[rank + 1 :]
+        return (self.memory, self.writing[rank], *before, *after)
 
     def of_others(self, rank: int) -> list[int]:
         """Return the descriptors that the process of `rank` does not need."""
@@ -106,8 +112,8 @@ class SharedMemory:
         self.rank = rank
         self.size = size
         self._mapping = mmap.mmap(files.memory, _HEADER + 2 * size * capacity)
-        alive = [end if other != rank else -1 for other, end in enumerate(files.reading)]
-        self._alive = (ctypes.c_int32 * size)(*alive)
+        self._alive = (ctypes.c_int32 * size)(*files.reading)
+        self._alive[rank] = -1
         self.described = FreightRanks(
             shared=ctypes.addressof(ctypes.c_char.from_buffer(self._mapping)),
             alive=ctypes.addressof(self._alive),
@@ -145,12 +151,16 @@ class SharedMemory:
         if not number:
             return ""
         silent, rank = divmod(number - 1, MAX_RANKS)
-        return f"rank {rank} {'does not answer' if silent else 'has ended'}"
+        if silent:
+            return f"rank {rank} does not answer"
+        return f"rank {rank} has ended"
 
     def failed(self) -> int | None:
         """Return the rank that has left the step under way, or None."""
         number = int(self._numbers[_FAILED])
-        return number - 1 if number else None
+        if not number:
+            return None
+        return number - 1
 
     def lose(self, rank: int, is_silent: bool = False) -> None:
         """Mark a rank as lost, unless one is lost already. is_silent: it may not have ended."""

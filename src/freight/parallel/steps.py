@@ -38,7 +38,10 @@ class StepWriter:
 
     def encode(self, slices: Sequence[SliceNumbers]) -> bytes:
         """Return a step as bytes."""
-        numbers = [len(slices), len(slices[0].block_ids) if slices else 0]
+        num_groups = 0
+        if slices:
+            num_groups = len(slices[0].block_ids)
+        numbers = [len(slices), num_groups]
         tokens: list[int] = []
         blocks: list[int] = []
         for row, part in enumerate(slices):
@@ -53,7 +56,9 @@ class StepWriter:
                     numbers += (len(old), 0)
                     continue
                 new = tuple(table)
-                unchanged = len(old) if new[: len(old)] == old else 0
+                unchanged = 0
+                if new[: len(old)] == old:
+                    unchanged = len(old)
                 numbers += (unchanged, len(new) - unchanged)
                 blocks += new[unchanged:]
                 written[group] = new
@@ -75,9 +80,12 @@ class StepReader:
         numbers: list[int] = np.frombuffer(data, np.int64).tolist()
         count, groups = numbers[:2]
         width = 3 + 2 * groups
-        heads = [numbers[2 + row * width : 2 + (row + 1) * width] for row in range(count)]
         token = 2 + count * width
-        block = token + sum(head[0] for head in heads)
+        heads = []
+        block = token
+        for begin in range(2, token, width):
+            heads.append(numbers[begin : begin + width])
+            block += numbers[begin]
         slices = []
         for row, (num_tokens, start, logits, *tables) in enumerate(heads):
             token_ids = tuple(numbers[token : token + num_tokens])

@@ -88,12 +88,13 @@ def probe(device: str = "auto", root: Path = ROOT) -> DeviceFacts:
     if device != "cpu" and torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
         free, total = torch.cuda.mem_get_info()
+        native = Format.E4M3FN
         if getattr(torch.version, "hip", None) is not None:
             formats = amd_fp8(properties.gcnArchName)
-            native = Format.E4M3FNUZ if Format.E4M3FNUZ in formats else Format.E4M3FN
+            if Format.E4M3FNUZ in formats:
+                native = Format.E4M3FNUZ
             multiplies = bool(formats)
         else:
-            native = Format.E4M3FN
             multiplies = (properties.major, properties.minor) >= (8, 9)
         facts = (DeviceKind.CUDA, properties.name, native, total, free, usable_cores(root))
         return DeviceFacts(*facts, multiplies_fp8=multiplies)
@@ -197,7 +198,9 @@ def check_threads(threads: int | None, cores: int) -> None:
     """
     check_stack()
     if threads is not None and not 1 <= threads <= cores:
-        usable = "1 core" if cores == 1 else f"{cores} cores"
+        usable = f"{cores} cores"
+        if cores == 1:
+            usable = "1 core"
         raise ConfigError(
             f"--threads {threads}: this process may use {usable}; choose a number from 1 to {cores}, or omit it"
         )
@@ -222,11 +225,14 @@ def physical_cores(root: Path = ROOT) -> int | None:
     """
     if not hasattr(os, "sched_getaffinity"):
         return None
-    topology = "sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
-    cores = {
-        _read(root / topology.format(processor)).strip() for processor in os.sched_getaffinity(0)
-    }
-    return None if "" in cores else len(cores)
+    folder = root / "sys/devices/system/cpu"
+    cores: set[str] = set()
+    for processor in os.sched_getaffinity(0):
+        siblings = _read(folder / f"cpu{processor}/topology/thread_siblings_list").strip()
+        if not siblings:
+            return None
+        cores.add(siblings)
+    return len(cores)
 
 
 def numa_nodes(root: Path = ROOT) -> tuple[frozenset[int], ...]:
@@ -236,14 +242,12 @@ def numa_nodes(root: Path = ROOT) -> tuple[frozenset[int], ...]:
     if not hasattr(os, "sched_getaffinity"):
         return ()
     usable = os.sched_getaffinity(0)
-    lists = (
-        _read(path / "cpulist")
-        for path in sorted(
-            (root / "sys/devices/system/node").glob("node[0-9]*"),
-            key=lambda path: int(path.name.removeprefix("node")),
-        )
-    )
-    return tuple(node for text in lists if (node := frozenset(processors(text)) & usable))
+    by_number: dict[int, frozenset[int]] = {}
+    for path in (root / "sys/devices/system/node").glob("node[0-9]*"):
+        node = usable & frozenset(processors(_read(path / "cpulist")))
+        if node:
+            by_number[int(path.name.removeprefix("node"))] = frozenset(node)
+    return tuple(by_number[number] for number in sorted(by_number))
 
 
 def processors(text: str) -> Iterator[int]:
@@ -260,29 +264,32 @@ def bound_nodes(root: Path = ROOT) -> tuple[frozenset[int], ...]:
     or another variable of the OpenMP runtime says where threads run.
     """
     nodes = numa_nodes(root)
-    return () if len(nodes) < 2 or any(name in os.environ for name in _PLACES) else nodes
+    if len(nodes) < 2 or not os.environ.keys().isdisjoint(_PLACES):
+        return ()
+    return nodes
 
 
 def last_level_cache(root: Path = ROOT) -> int | None:
     """Return the bytes of the first processor's largest cache; None where /sys does not show it."""
-    sizes = [
-        _read(path / "size").strip()
-        for path in (root / "sys/devices/system/cpu/cpu0/cache").glob("index*")
-    ]
     units = {"K": 2**10, "M": 2**20, "G": 2**30}
-    return max(
-        (int(size[:-1]) * units[size[-1]] for size in sizes if re.fullmatch(r"\d+[KMG]", size)),
-        default=None,
-    )
+    largest = None
+    for path in (root / "sys/devices/system/cpu/cpu0/cache").glob("index*"):
+        match = re.fullmatch(r"(\d+)([KMG])", _read(path / "size").strip())
+        if match is not None:
+            size = int(match[1]) * units[match[2]]
+            largest = max(size, largest or 0)
+    return largest
 
 
 def gpu_present(root: Path = ROOT) -> str | None:
     """Return 'NVIDIA' or 'AMD' if such a GPU's driver has left its files, whether or not torch can
     use it.
     """
-    if any((root / path).exists() for path in ("dev/nvidia0", "proc/driver/nvidia/version")):
+    if (root / "dev/nvidia0").exists() or (root / "proc/driver/nvidia/version").exists():
         return "NVIDIA"
-    return "AMD" if (root / "dev/kfd").exists() else None
+    if (root / "dev/kfd").exists():
+        return "AMD"
+    return None
 
 
 def _unused_gpu(vendor: str | None, version: str, built_for_gpu: bool) -> str:
@@ -291,7 +298,9 @@ def _unused_gpu(vendor: str | None, version: str, built_for_gpu: bool) -> str:
         return ""
     if built_for_gpu:
         return f"an {vendor} GPU is present, but torch {version} cannot use it: check its driver and which are visible"
-    way_out = "make setup TORCH=cuda" if vendor == "NVIDIA" else "install torch's ROCm build"
+    way_out = "install torch's ROCm build"
+    if vendor == "NVIDIA":
+        way_out = "make setup TORCH=cuda"
     return f"an {vendor} GPU is present, but torch {version} is a CPU build: {way_out}"
 
 
@@ -325,21 +334,21 @@ def usable_cores(root: Path = ROOT) -> int:
     """Count the cores within the affinity mask and the CPU quota, rounded down: threads beyond a
     quota only get throttled.
     """
-    cores = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
-    quotas = [_read(folder / "cpu.max").split() for folder in _groups(root, "")]
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    else:
+        cores = os.cpu_count() or 1
+    quotas = []
+    for folder in _groups(root, ""):
+        quotas.append(_read(folder / "cpu.max").split())
     for folder in _groups(root, "cpu"):
-        quotas.append(
-            [
-                _read(folder / "cpu.cfs_quota_us").strip(),
-                _read(folder / "cpu.cfs_period_us").strip(),
-            ]
-        )
-    for quota in quotas:
+        quota = _read(folder / "cpu.cfs_quota_us").strip()
+        period = _read(folder / "cpu.cfs_period_us").strip()
+        quotas.append([quota, period])
+    for numbers in quotas:
         # Not 'max', -1 or missing
-        if len(quota) == 2 and quota[0].isdigit() and quota[1].isdigit():
-            cores = min(cores, max(1, math.floor(int(quota[0]) / int(quota[1]))))
+        if len(numbers) == 2 and numbers[0].isdigit() and numbers[1].isdigit():
+            cores = min(cores, max(1, math.floor(int(numbers[0]) / int(numbers[1]))))
     return cores
 
 
@@ -359,9 +368,9 @@ def cpu_features(root: Path = ROOT) -> tuple[str, ...]:
         if line.startswith(("flags", "Features")):
             have = set(line.partition(":")[2].split())
             return tuple(name for name in _FEATURES if name in have)
-    return (
-        _macos_features() if (platform.system(), platform.machine()) == ("Darwin", "arm64") else ()
-    )
+    if (platform.system(), platform.machine()) == ("Darwin", "arm64"):
+        return _macos_features()
+    return ()
 
 
 def _macos_features() -> tuple[str, ...]:
@@ -373,7 +382,9 @@ def _macos_features() -> tuple[str, ...]:
         answer = subprocess.run(command, capture_output=True, text=True, check=False).stdout
     except OSError:
         answer = ""
-    return ("asimd", "bf16") if answer.strip() == "1" else ("asimd",)
+    if answer.strip() == "1":
+        return ("asimd", "bf16")
+    return ("asimd",)
 
 
 def _groups(root: Path, controller: str) -> Iterator[Path]:
@@ -402,13 +413,19 @@ def _read(path: Path) -> str:
 
 def _number(path: Path) -> int | None:
     text = _read(path).strip()
-    return int(text) if text.isdigit() else None
+    if not text.isdigit():
+        return None
+    return int(text)
 
 
 def _fields(path: Path) -> dict[str, int]:
     """Parse 'name value' or 'name: value kB' lines as numbers."""
-    pairs = (line.replace(":", " ").split() for line in _read(path).splitlines())
-    return {pair[0]: int(pair[1]) for pair in pairs if len(pair) > 1 and pair[1].isdigit()}
+    values = {}
+    for line in _read(path).splitlines():
+        words = line.replace(":", " ").split()
+        if len(words) > 1 and words[1].isdigit():
+            values[words[0]] = int(words[1])
+    return values
 
 
 def _macos_memory() -> tuple[int, int]:
@@ -434,5 +451,7 @@ def parse_vm_stat(text: str) -> int:
     header, *lines = text.splitlines()
     page_size = int(header.split("page size of")[1].split()[0])
     counts = dict(line.split(":", 1) for line in lines if ":" in line)
-    free = (counts[f"Pages {kind}"] for kind in ("free", "inactive", "speculative", "purgeable"))
-    return page_size * sum(int(count.strip(" .")) for count in free)
+    free = 0
+    for kind in ("free", "inactive", "speculative", "purgeable"):
+        free += int(counts[f"Pages {kind}"].strip(" ."))
+    return page_size * free

@@ -82,10 +82,12 @@ class EngineArgs:
             self, "kv_cache_dtype_skip_layers", layer_names(self.kv_cache_dtype_skip_layers)
         )
         for name, value in vars(self).items():
-            if isinstance(value, Real) and not isinstance(value, bool):
-                object.__setattr__(
-                    self, name, int(value) if isinstance(value, Integral) else float(value)
-                )
+            if isinstance(value, bool):
+                continue
+            if isinstance(value, Integral):
+                object.__setattr__(self, name, int(value))
+            elif isinstance(value, Real):
+                object.__setattr__(self, name, float(value))
 
     @staticmethod
     def from_options(**options: Any) -> EngineArgs:
@@ -96,7 +98,9 @@ class EngineArgs:
         """
         known = [f.name for f in fields(EngineArgs)]
         for name in options:
-            instead = None if name in known else instead_of(name)
+            if name in known:
+                continue
+            instead = instead_of(name)
             if instead is not None:
                 raise ConfigError(f"unknown option {name!r}: {instead}")
         require_known(options, known, {})
@@ -113,20 +117,24 @@ class EngineArgs:
 
     def without_drafts(self) -> EngineArgs:
         """Return the same options, without drafts unless they ask for them."""
-        return self if self.asks_for_drafts else replace(self, speculate=0)
+        if self.asks_for_drafts:
+            return self
+        return replace(self, speculate=0)
 
     def with_cache(self, kv_cache_dtype: str) -> EngineArgs:
         """Return the same options for another cache. An unquantized cache has no layers to skip."""
-        skipped = (
-            () if kv_cache_dtype in map(str, COMPUTE_FORMATS) else self.kv_cache_dtype_skip_layers
-        )
+        skipped = self.kv_cache_dtype_skip_layers
+        if kv_cache_dtype in map(str, COMPUTE_FORMATS):
+            skipped = ()
         return replace(self, kv_cache_dtype=kv_cache_dtype, kv_cache_dtype_skip_layers=skipped)
 
     def with_plain_cache(self, kv_cache_dtype: str = "float32") -> EngineArgs:
         """Return the same options for an unquantized cache and states, without the options that
         only a quantized cache has.
         """
-        state = self.state_dtype if self.state_dtype in map(str, COMPUTE_FORMATS) else "auto"
+        state = self.state_dtype
+        if state not in map(str, COMPUTE_FORMATS):
+            state = "auto"
         plain = replace(
             self,
             kv_scales="auto",
@@ -145,11 +153,16 @@ def _written(value: object) -> str:
     """
     if isinstance(value, str):
         return value
-    listed = value if isinstance(value, Sequence) else [value]
-    numbers = [float(x) for x in listed if isinstance(x, Real) and not isinstance(x, bool)]
+    listed: Sequence[object] = [value]
+    if isinstance(value, Sequence):
+        listed = value
+    numbers = []
+    for number in listed:
+        if isinstance(number, Real) and not isinstance(number, bool):
+            numbers.append(repr(float(number)))
     if not 1 <= len(listed) <= 2 or len(numbers) != len(listed):
         raise ConfigError(f"kv_scales {value!r} is unknown: choose {choices(KV_SCALES_FORMS)}")
-    return ",".join(map(repr, numbers))
+    return ",".join(numbers)
 
 
 def names_of(value: object) -> tuple[str, ...]:
@@ -180,7 +193,9 @@ def listed_layers(layers: Sequence[int], num_layers: int) -> str:
     if len(layers) > _LISTED:
         return f"{len(layers)} of {num_layers} layers"
     *most, last = map(str, layers)
-    return f"layers {', '.join(most)} and {last}" if most else f"layer {last}"
+    if not most:
+        return f"layer {last}"
+    return f"layers {', '.join(most)} and {last}"
 
 
 _LISTED = 8  # layers that `listed_layers` writes out
@@ -238,15 +253,20 @@ class KVCacheConfig:
         """
         if not skipped:
             return self
-        plain = LayerKVFormat(compute, None)
-        layers = tuple(
-            plain if index in skipped else self.of_layer(index) for index in range(num_layers)
-        )
-        left = [layer.granularity for layer in layers if layer.granularity is not None]
-        scales = None if self.scales is None else self.scales.without(skipped)
-        return replace(
-            self, granularity=max(left, key=list(Granularity).index), scales=scales, layers=layers
-        )
+        layers = []
+        granularities = []
+        for index in range(num_layers):
+            layer = self.of_layer(index)
+            if index in skipped:
+                layer = LayerKVFormat(compute, None)
+            if layer.granularity is not None:
+                granularities.append(layer.granularity)
+            layers.append(layer)
+        finest = max(granularities, key=list(Granularity).index)
+        kv = replace(self, granularity=finest, layers=tuple(layers))
+        if self.scales is None:
+            return kv
+        return replace(kv, scales=self.scales.without(skipped))
 
     def describe(self) -> str:
         """Describe the formats: 'fp8_e4m3fn, layers 0 and 2 in bfloat16'; 'mixed' if quantized
@@ -254,8 +274,14 @@ class KVCacheConfig:
         """
         if self.layers is None:
             return str(self.format)
-        plain = [index for index, layer in enumerate(self.layers) if layer.granularity is None]
-        if len({layer for layer in self.layers if layer.granularity is not None}) > 1 or not plain:
+        plain = []
+        quantized = set()
+        for index, layer in enumerate(self.layers):
+            if layer.granularity is None:
+                plain.append(index)
+            else:
+                quantized.add(layer)
+        if len(quantized) > 1 or not plain:
             return MIXED
         return f"{self.format}, {listed_layers(plain, len(self.layers))} in {self.layers[plain[0]].format}"
 
@@ -263,13 +289,15 @@ class KVCacheConfig:
         """Return `dtype` and `granularity` of each layer, for every JSON; None if all layers are
         alike.
         """
-        kinds = [
-            (str(kind.format), kind.granularity and str(kind.granularity))
-            for kind in self.layers or ()
-        ]
+        if not self.layers:
+            return None
         return [
-            {"dtype": dtype, "granularity": granularity} for dtype, granularity in kinds
-        ] or None
+            {
+                "dtype": str(layer.format),
+                "granularity": layer.granularity and str(layer.granularity),
+            }
+            for layer in self.layers
+        ]
 
     def names(self) -> dict[str, str | None]:
         """Return `dtype`, `granularity` and `scale_source`, for every JSON; `mixed` if layers
@@ -281,13 +309,15 @@ class KVCacheConfig:
         return {
             "dtype": _common(dtypes),
             "granularity": _common(granularities),
-            "scale_source": None if self.scale_source is None else str(self.scale_source),
+            "scale_source": self.scale_source and str(self.scale_source),
         }
 
 
 def _common(names: set[str]) -> str | None:
     """Return the one name, `mixed` for several, None for none."""
-    return MIXED if len(names) > 1 else next(iter(names), None)
+    if len(names) > 1:
+        return MIXED
+    return next(iter(names), None)
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,9 @@ def check_hardware(args: EngineArgs, compute: Format | None) -> None:
             raise _no_fp8_attention(
                 "--kv-scales group: a product has one scale for a key; use --kv-scales dynamic"
             )
-        stored = Format(args.kv_cache_dtype) if args.kv_cache_dtype in map(str, Format) else None
+        stored = None
+        if args.kv_cache_dtype in map(str, Format):
+            stored = Format(args.kv_cache_dtype)
         problem = _attention_problem(compute, stored)
         if not problem and args.device == "cpu" and args.kernels != "reference":
             problem = _ON_A_CPU

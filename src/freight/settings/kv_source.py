@@ -66,9 +66,9 @@ def kv_source(args: EngineArgs) -> KVSource:
         source = KVSource("--quantization-param-path", path, file=Path(path))
     else:
         named = _parse(args.kv_scales)
-        twice = (
-            "a file of scales is given twice" if named.file else "two sources of scales are named"
-        )
+        twice = "two sources of scales are named"
+        if named.file:
+            twice = "a file of scales is given twice"
         raise ConfigError(
             f"{twice}: --kv-scales {args.kv_scales} and --quantization-param-path {args.quantization_param_path}; "
             "omit one"
@@ -85,7 +85,9 @@ def require_fit(format: Format, cache: str, source: KVSource) -> None:
     """Raise ConfigError if a cache in `format`, described by `cache`, cannot have scales from
     `source`.
     """
-    fitting = ("auto",) if not format.is_quantized else _FITTING.get(format, KV_SCALES)
+    fitting: tuple[str, ...] = _FITTING.get(format, KV_SCALES)
+    if not format.is_quantized:
+        fitting = ("auto",)
     static = source.file is not None or source.values is not None
     if not (source.word not in fitting or (static and not format.is_e4m3)):
         return
@@ -134,9 +136,10 @@ def check_groups(layers: Mapping[int, PagedMixer], model_type: str) -> None:
 
 def groups_fit(layers: Mapping[int, PagedMixer]) -> bool:
     """Return whether `check_groups` would pass."""
-    return bool(layers) and all(
-        mixer.v_in_k and mixer.v_dim % SCALE_GROUP == 0 for mixer in layers.values()
-    )
+    for mixer in layers.values():
+        if not mixer.v_in_k or mixer.v_dim % SCALE_GROUP:
+            return False
+    return bool(layers)
 
 
 def uniform_scales(values: tuple[float, float], num_layers: int) -> KVScales:

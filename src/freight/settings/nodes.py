@@ -30,9 +30,10 @@ def check_nodes(args: EngineArgs) -> None:
         ("--master-port", args.master_port, 1, 65535),
     ):
         if not is_integer(value) or value < least or (most is not None and value > most):
-            raise ConfigError(
-                f"{name} {value!r} must be an integer ≥ {least}{f', at most {most}' if most else ''}"
-            )
+            limit = ""
+            if most is not None:
+                limit = f", at most {most}"
+            raise ConfigError(f"{name} {value!r} must be an integer ≥ {least}{limit}")
     seconds = args.join_timeout
     if not is_number(seconds) or not 0 < seconds <= MOST_JOIN_SECONDS:
         raise ConfigError(
@@ -77,12 +78,13 @@ def given(args: EngineArgs) -> dict[str, Any]:
 
 def differences(args: EngineArgs, theirs: Mapping[str, Any]) -> list[str]:
     """Say which options of another machine, `theirs`, differ from rank 0's `args`, beside its own."""
-    ours = given(args)
-    return [
-        f"--{name.replace('_', '-')} is {theirs.get(name)!r}, that of rank 0 {value!r}"
-        for name, value in ours.items()
-        if name not in OWN and theirs.get(name) != value
-    ]
+    texts = []
+    for name, ours in given(args).items():
+        other = theirs.get(name)
+        if name not in OWN and other != ours:
+            flag = name.replace("_", "-")
+            texts.append(f"--{flag} is {other!r}, that of rank 0 {ours!r}")
+    return texts
 
 
 def with_own(args: EngineArgs, theirs: Mapping[str, Any]) -> EngineArgs:

@@ -16,8 +16,8 @@ from freight.base.fields import is_integer, is_number
 from freight.base.options import choose
 from freight.base.other_engines import OTHER_QUANTIZATIONS
 from freight.errors import CheckpointError, ConfigError, choices
-from freight.fp8.formats import COMPUTE_FORMATS, Format, Granularity, ScaleSource
-from freight.fp8.scheme import KVScales, LayerScales, Scheme
+from freight.fp8.formats import Format, Granularity, ScaleSource
+from freight.fp8.scheme import KVScales, Scheme
 from freight.model.config.layer import MoEConfig
 from freight.model.config.model import ModelConfig
 from freight.settings.device import DEVICES, DeviceFacts, check_threads
@@ -36,8 +36,12 @@ from freight.settings.speculation import most_drafts
 from freight.settings.states import check_states, with_state
 from freight.settings.store import StoreConfig, store_config
 
-DTYPES = {"half": Format.FLOAT16, "float": Format.FLOAT32} | {
-    str(format): format for format in COMPUTE_FORMATS
+DTYPES = {
+    "half": Format.FLOAT16,
+    "float": Format.FLOAT32,
+    "bfloat16": Format.BFLOAT16,
+    "float16": Format.FLOAT16,
+    "float32": Format.FLOAT32,
 }
 QUANTIZATIONS = ("fp8", "int8", "int4")
 KERNELS = ("auto", "reference")
@@ -48,10 +52,18 @@ SERVED_STEP_SECONDS = 0.5  # on a CPU: a pause between two tokens that a reader 
 EXPERT_ROWS = 64  # for mixtures of experts on a CPU (`step_tokens`)
 MOST_STEP_TOKENS = 2048
 BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
-# units of memory in capitals: KB … TB and KIB … TIB
-_UNITS = {"": 1, "B": 1} | {f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)}
-_UNITS |= {f"{p}IB": 1024**i for i, p in enumerate("KMGT", 1)}
-_REQUIRED = ("--max-num-seqs", "--seed", "--tensor-parallel-size")  # options that have a value
+_UNITS = {  # of memory, in capitals
+    "": 1,
+    "B": 1,
+    "KB": 1000,
+    "MB": 1000**2,
+    "GB": 1000**3,
+    "TB": 1000**4,
+    "KIB": 1024,
+    "MIB": 1024**2,
+    "GIB": 1024**3,
+    "TIB": 1024**4,
+}
 MOST_RANK_TIMEOUT = 1_000_000  # seconds: nanoseconds of more than 292 years overflow
 _NO_GPUS = (
     "--tensor-parallel-size {}: several GPUs have not been tried on any machine yet, so they are refused; use one GPU, "
@@ -90,16 +102,17 @@ def check(args: EngineArgs) -> None:
         )
     if args.quantization is not None:
         choose("--quantization", args.quantization, QUANTIZATIONS)
-    for name, value, least in (
-        ("--max-num-seqs", args.max_num_seqs, 1),
-        ("--max-num-batched-tokens", args.max_num_batched_tokens, 1),
-        ("--max-model-len", args.max_model_len, 1),
-        ("--threads", args.threads, 1),
-        ("--tensor-parallel-size", args.tensor_parallel_size, 1),
-        ("--seed", args.seed, 0),
+    for name, value, least, optional in (
+        ("--max-num-seqs", args.max_num_seqs, 1, False),
+        ("--max-num-batched-tokens", args.max_num_batched_tokens, 1, True),
+        ("--max-model-len", args.max_model_len, 1, True),
+        ("--threads", args.threads, 1, True),
+        ("--tensor-parallel-size", args.tensor_parallel_size, 1, False),
+        ("--seed", args.seed, 0, False),
     ):
-        optional = value is None and name not in _REQUIRED
-        if not optional and (not is_integer(value) or value < least):
+        if value is None and optional:
+            continue
+        if not is_integer(value) or value < least:
             raise ConfigError(f"{name} {value!r} must be an integer ≥ {least}")
     for name, flag in (
         ("enable_prefix_caching", args.enable_prefix_caching),
@@ -131,15 +144,16 @@ def _weight_format(
     """
     if args.quantization == "int4":  # `rounds_to_int4` has checked it
         return device.native_e4m3
-    stored = scheme.weight_format
-    kind = None if stored is None else "int8" if stored is Format.INT8 else "fp8"
-    other = args.quantization not in (None, kind) or (args.quantization and scheme.four_bits)
-    if kind is not None and other:
-        raise ConfigError(
-            f"--quantization {args.quantization}: the weights of this checkpoint are quantized already "
-            f"({scheme.description}); omit it, or name the unquantized model"
-        )
-    kind = kind or args.quantization
+    kind = args.quantization
+    if scheme.weight_format is not None:
+        kind = "fp8"
+        if scheme.weight_format is Format.INT8:
+            kind = "int8"
+        if args.quantization not in (None, kind) or (args.quantization and scheme.four_bits):
+            raise ConfigError(
+                f"--quantization {args.quantization}: the weights of this checkpoint are quantized already "
+                f"({scheme.description}); omit it, or name the unquantized model"
+            )
     if kind is None:
         return compute
     if kind == "fp8":
@@ -285,12 +299,11 @@ def step_tokens(device: str, model: ModelConfig) -> int:
     least = STEP_TOKENS[device]
     if device != "cpu":
         return least
-    mixtures = {
-        layer.feed_forward.routing
-        for layer in model.layers
-        if isinstance(layer.feed_forward, MoEConfig)
-    }
-    tokens = max((EXPERT_ROWS * layer.num_experts // layer.top_k for layer in mixtures), default=0)
+    tokens = 0
+    for layer in model.layers:
+        if isinstance(layer.feed_forward, MoEConfig):
+            routing = layer.feed_forward.routing
+            tokens = max(tokens, EXPERT_ROWS * routing.num_experts // routing.top_k)
     return min(max(least, -(-tokens // least) * least), MOST_STEP_TOKENS)
 
 
@@ -357,18 +370,17 @@ def for_variant(scales: KVScales, format: Format) -> KVScales:
         return scales
     assert scales.format.is_e4m3
     assert format.is_e4m3
-    factor = 2.0 if format is Format.E4M3FNUZ else 0.5
-
-    def converted(layer: LayerScales | None) -> LayerScales | None:
-        if layer is None:
-            return None
-        return replace(
-            layer, k=tuple(x * factor for x in layer.k), v=tuple(x * factor for x in layer.v)
-        )
-
-    return replace(
-        scales, layers=tuple(map(converted, scales.layers)), format=format, format_assumed=False
-    )
+    factor = 0.5
+    if format is Format.E4M3FNUZ:
+        factor = 2.0
+    layers = []
+    for layer in scales.layers:
+        if layer is not None:
+            k = tuple(scale * factor for scale in layer.k)
+            v = tuple(scale * factor for scale in layer.v)
+            layer = replace(layer, k=k, v=v)
+        layers.append(layer)
+    return replace(scales, layers=tuple(layers), format=format, format_assumed=False)
 
 
 def _max_model_len(args: EngineArgs, model: ModelConfig) -> int:
@@ -393,9 +405,13 @@ def _kv_format(
             f"--kv-cache-dtype auto (the checkpoint declares no FP8 cache, so {compute})",
         )
     if dtype == "auto" and scheme.kv_format is not None:
-        format = native if scheme.kv_format.is_e4m3 else scheme.kv_format
+        format = scheme.kv_format
+        if format.is_e4m3:
+            format = native
         return format, f"--kv-cache-dtype auto (the checkpoint declares {scheme.kv_format})"
-    return native if dtype in ("fp8", "fp8_e4m3") else Format(dtype), f"--kv-cache-dtype {dtype}"
+    if dtype in ("fp8", "fp8_e4m3"):
+        return native, f"--kv-cache-dtype {dtype}"
+    return Format(dtype), f"--kv-cache-dtype {dtype}"
 
 
 def resolve_kv_cache(
@@ -442,7 +458,7 @@ def _cache(
         )
     require_fit(format, cache, source)
     if not format.is_quantized:
-        note = "" if scales.empty else _skipped(args, scales)
+        note = _skipped(args, scales)
         return KVCacheConfig(format, granularity=None, scale_source=None, scales=None, note=note)
     if source.word == "group":
         note = "measured per group as stored"
@@ -497,7 +513,9 @@ def _from_checkpoint(
         )
     if not scales.missing and not scales.empty:
         alone = scales.alone("k")
-        note = f"K's scale for V too in {_layers(alone)}, where V has none" if alone else ""
+        note = ""
+        if alone:
+            note = f"K's scale for V too in {_layers(alone)}, where V has none"
         return _static(format, scales, ScaleSource.CHECKPOINT, note)
     layers = _layers(scales.missing)
     if not scales.empty:
@@ -506,7 +524,9 @@ def _from_checkpoint(
             "use --kv-scales dynamic to measure them all, or unit"
         )
     if source == "checkpoint" and scales.missing:
-        way_out = _MAKE_BASE_SCALES if scheme.is_final else _MAKE_SCALES
+        way_out = _MAKE_SCALES
+        if scheme.is_final:
+            way_out = _MAKE_BASE_SCALES
         raise ConfigError(f"--kv-scales checkpoint, but the checkpoint has no KV scales: {way_out}")
     if scheme.kv_static and scales.missing:
         raise CheckpointError(
@@ -523,6 +543,9 @@ def _from_checkpoint(
 
 
 def _skipped(args: EngineArgs, scales: KVScales) -> str:
+    """Say why the checkpoint's scales are not used; '' if it has none."""
+    if scales.empty:
+        return ""
     if scales.faults:
         return (
             f"the checkpoint's KV scales are skipped, and cannot be used: {scales.faults[0].what}"
@@ -536,7 +559,12 @@ def mixed_cache(
     scales: KVScales, compute: Format, native: Format, source: ScaleSource
 ) -> KVCacheConfig:
     """Build the cache of `scales.mixed`; layers of 16 bits are stored in `compute`."""
-    kinds = tuple(LayerKVFormat(native if chosen else compute, chosen) for chosen in scales.mixed)
+    kinds = []
+    for granularity in scales.mixed:
+        if granularity is None:
+            kinds.append(LayerKVFormat(compute, None))
+        else:
+            kinds.append(LayerKVFormat(native, granularity))
     chosen = {granularity for granularity in scales.mixed if granularity is not None}
     if not chosen:
         note = "the checkpoint's choice for every layer"
@@ -544,31 +572,37 @@ def mixed_cache(
     finest = max(chosen, key=list(Granularity).index)
     if chosen == {Granularity.TOKEN}:
         source = ScaleSource.DYNAMIC
-    return KVCacheConfig(
-        native, finest, source, for_variant(scales, native), scales.by_granularity, kinds
-    )
+    native_scales = for_variant(scales, native)
+    return KVCacheConfig(native, finest, source, native_scales, scales.by_granularity, tuple(kinds))
 
 
 def _layers(indices: Sequence[int]) -> str:
-    return f"{'layers' if len(indices) > 1 else 'layer'} {', '.join(map(str, indices))}"
+    noun = "layer"
+    if len(indices) > 1:
+        noun = "layers"
+    return f"{noun} {', '.join(map(str, indices))}"
 
 
 def _static(format: Format, scales: KVScales, source: ScaleSource, note: str = "") -> KVCacheConfig:
     converted = for_variant(scales, format)
-    finest = max(
-        (layer.granularity for layer in converted.layers if layer is not None),
-        key=list(Granularity).index,
-    )
-    notes = [note] if note else []
+    granularities = []
+    num_centered = 0
+    for layer in converted.layers:
+        if layer is not None:
+            granularities.append(layer.granularity)
+            num_centered += bool(layer.k_center)
+    finest = max(granularities, key=list(Granularity).index)
+    notes = []
+    if note:
+        notes.append(note)
     if scales.format is not format:
         notes.append(f"converted from {scales.format}")
     if scales.format_assumed:
         notes.append(
             f"{scales.format} assumed: config.json has no kv_cache_torch_dtype to declare it"
         )
-    count = sum(layer is not None and bool(layer.k_center) for layer in converted.layers)
-    if count:
-        notes.append(f"keys centered in {count} of {len(converted.layers)} layers")
+    if num_centered:
+        notes.append(f"keys centered in {num_centered} of {len(converted.layers)} layers")
     return KVCacheConfig(format, finest, source, converted, ", ".join(notes))
 
 
@@ -582,12 +616,16 @@ def _by_group(kv: KVCacheConfig) -> KVCacheConfig:
     On a trained model they have a quarter of the KL of scales per token in E4M3, and a sixth in
     INT8, for an eighth more bytes (docs/numerics.md).
     """
-    layers = kv.layers and tuple(
-        layer if layer.granularity is None else replace(layer, granularity=Granularity.GROUP)
-        for layer in kv.layers
-    )
     note = kv.note.replace("per token", "per group")
-    return replace(kv, granularity=Granularity.GROUP, layers=layers, note=note)
+    grouped = replace(kv, granularity=Granularity.GROUP, note=note)
+    if kv.layers is None:
+        return grouped
+    layers = []
+    for layer in kv.layers:
+        if layer.granularity is not None:
+            layer = replace(layer, granularity=Granularity.GROUP)
+        layers.append(layer)
+    return replace(grouped, layers=tuple(layers))
 
 
 def _unit(format: Format, note: str) -> KVCacheConfig:

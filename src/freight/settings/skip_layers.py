@@ -6,7 +6,7 @@ A layer that reads another's keys and values stores none: it follows the layer t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Protocol
@@ -90,31 +90,25 @@ def skipped_layers(
     numbers = {name: _number(name, num_layers) for name in names if name != SLIDING}
     for name, index in numbers.items():
         if index not in layers:
-            choices_text = (
-                ", ".join(map(str, list(layers)[:8])) + (", …" if len(layers) > 8 else "")
-                or "none: omit it"
-            )
+            choices_text = ", ".join(map(str, list(layers)[:8])) or "none: omit it"
+            if len(layers) > 8:
+                choices_text += ", …"
             raise ConfigError(
                 f"{FLAG} {name}: layer {index} has no attention, and stores no keys and values; choose "
                 f"among {choices_text}"
             )
     stored = set(numbers.values())
     if SLIDING in names:
-        windows = {
-            index
-            for index, layer in layers.items()
-            if layer.window is not None and layer.kv_from is None
-        }
+        windows = set()
+        for index, layer in layers.items():
+            if layer.window is not None and layer.kv_from is None:
+                windows.add(index)
         if not windows:
             raise ConfigError(
                 f"{FLAG} {SLIDING}: no layer of this model has a window; give layer numbers, or omit it"
             )
         stored |= windows
-    indexes = {
-        i
-        for i, layer in layers.items()
-        if (i if layer.kv_from is None else layer.kv_from) in stored
-    }
+    indexes = _with_readers(stored, layers)
     for name, index in numbers.items():
         if index not in indexes:
             source = layers[index].kv_from
@@ -125,6 +119,18 @@ def skipped_layers(
     if names and len(indexes) == len(layers):
         raise nothing_left(names)
     return frozenset(indexes)
+
+
+def _with_readers(stored: Set[int], layers: Mapping[int, KVLayer]) -> set[int]:
+    """Return the layers of `stored` that store keys and values, and those that read them."""
+    indexes = set()
+    for index, layer in layers.items():
+        source = layer.kv_from
+        if source is None:
+            source = index
+        if source in stored:
+            indexes.add(index)
+    return indexes
 
 
 def nothing_left(names: Sequence[object]) -> ConfigError:
@@ -145,5 +151,7 @@ def _number(name: str, num_layers: int) -> int:
 
 
 def _given(names: Sequence[object]) -> str:
-    shown_names = names if len(names) <= 8 else (*names[:8], "…")
-    return f"{FLAG} {','.join(map(str, shown_names))}"
+    text = ",".join(map(str, names[:8]))
+    if len(names) > 8:
+        text += ",…"
+    return f"{FLAG} {text}"

@@ -50,11 +50,13 @@ def most_drafts(speculate: object, config: str | None) -> int:
 
     Raises ConfigError for what is not known, and where the two differ.
     """
-    asked = None if speculate is None else _require_count("--speculate", speculate)
+    asked = DEFAULT_DRAFTS
+    if speculate is not None:
+        asked = _require_count("--speculate", speculate)
     if config is None:
-        return DEFAULT_DRAFTS if asked is None else asked
+        return asked
     configured = _count(config)
-    if asked not in (None, configured):
+    if speculate is not None and asked != configured:
         raise ConfigError(
             f"--speculate is {asked} and num_speculative_tokens of --speculative-config {configured}: "
             "give one of the two"

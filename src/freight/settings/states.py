@@ -67,7 +67,9 @@ def default_state(compute: Format) -> Format:
     """Return the format of unquantized states: float32 if computed in float32, else bfloat16, whose
     range they need.
     """
-    return Format.FLOAT32 if compute is Format.FLOAT32 else Format.BFLOAT16
+    if compute is Format.FLOAT32:
+        return Format.FLOAT32
+    return Format.BFLOAT16
 
 
 def with_state(
@@ -87,6 +89,10 @@ def with_state(
                 "inputs of convolutions are kept in the compute dtype; omit --state-dtype"
             )
         return kv
+    if asked == "auto" and kv.format.is_quantized:
+        return replace(kv, state=Format.INT8)
     if asked == "auto":
-        return replace(kv, state=Format.INT8 if kv.format.is_quantized else default_state(compute))
-    return replace(kv, state=native if asked in ("fp8", "fp8_e4m3") else Format(asked))
+        return replace(kv, state=default_state(compute))
+    if asked in ("fp8", "fp8_e4m3"):
+        return replace(kv, state=native)
+    return replace(kv, state=Format(asked))

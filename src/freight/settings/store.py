@@ -64,5 +64,5 @@ def store_config(
     memory = 0
     if str(args.kv_store_memory) != "0":
         limit = parse(args.kv_store_memory, "--kv-store-memory", "; or give 0 for none")
-        memory = MEMORY if limit is None else limit
+        memory = limit or MEMORY
     return StoreConfig(Path(args.kv_store).expanduser(), size, memory, args.kv_store_salted)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from freight.base.fields import JsonDict, JsonObject
 from freight.errors import ConfigError, shown
 from freight.llm import LLM
 from freight.outputs import RequestOutput
@@ -26,7 +27,7 @@ class BatchLLM:
         self,
         model: str = "demo",
         *,
-        sampling_params: SamplingParams | Mapping[str, Any] | None = None,
+        sampling_params: SamplingParams | JsonObject | None = None,
         prompt_column: str = "prompt",
         on_error: str = "raise",
         **options: Any,
@@ -44,7 +45,7 @@ class BatchLLM:
         self._on_error = on_error
         self._llm = LLM(model, **options)
 
-    def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
+    def __call__(self, batch: JsonDict) -> JsonDict:
         """Answer a batch, a dictionary of columns. Raises ConfigError where the column of prompts is
         missing, RequestError for a prompt that cannot be served.
         """
@@ -53,25 +54,32 @@ class BatchLLM:
                 f"there is no column {shown(self._column)}; the batch has {', '.join(batch)}: "
                 "prompt_column names another"
             )
-        prompts = [_plain(prompt) for prompt in batch[self._column]]
-        outputs = self._answer(prompts)
-        answers = [output.outputs[0] for output in outputs]
-        return batch | {
-            "generated_text": [answer.text for answer in answers],
-            "generated_tokens": [list(answer.token_ids) for answer in answers],
-            "finish_reason": [str(answer.finish_reason) for answer in answers],
-            "num_cached_tokens": [output.num_cached_tokens for output in outputs],
+        columns: dict[str, list[object]] = {
+            "generated_text": [],
+            "generated_tokens": [],
+            "finish_reason": [],
+            "num_cached_tokens": [],
         }
+        for output in self._answer([_plain(prompt) for prompt in batch[self._column]]):
+            answer = output.outputs[0]
+            columns["generated_text"].append(answer.text)
+            columns["generated_tokens"].append(list(answer.token_ids))
+            columns["finish_reason"].append(str(answer.finish_reason))
+            columns["num_cached_tokens"].append(output.num_cached_tokens)
+        return batch | columns
 
     def _answer(self, prompts: Sequence[Any]) -> list[RequestOutput]:
         is_chat = bool(prompts) and _is_conversation(prompts[0])
-        generate = self._llm.chat if is_chat else self._llm.generate
-        return generate(prompts, self._params, on_error=self._on_error)
+        if is_chat:
+            return self._llm.chat(prompts, self._params, on_error=self._on_error)
+        return self._llm.generate(prompts, self._params, on_error=self._on_error)
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
     """Return a value of a column as Python's: Ray Data makes arrays of NumPy of lists."""
-    return value.tolist() if hasattr(value, "tolist") else value
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    return value
 
 
 def _is_conversation(prompt: object) -> bool:

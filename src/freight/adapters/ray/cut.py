@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
-from typing import Any
 
+from freight.base.fields import JsonObject
 from freight.serve.answers.blocks import sse
 from freight.serve.anthropic import errors as anthropic
 from freight.serve.openai.stream import failure_events
@@ -20,9 +19,7 @@ _CREATED = re.compile(rb"event: response\.created\ndata: (.*)\n")
 _NUMBER = re.compile(rb'"sequence_number": (\d+)')
 
 
-def cut_events(
-    path: str, body: Mapping[str, Any], first: bytes, last: bytes, error: ApiError
-) -> bytes:
+def cut_events(path: str, body: JsonObject, first: bytes, last: bytes, error: ApiError) -> bytes:
     """Return the end of a stream.
 
     path   of its request
@@ -41,7 +38,7 @@ def cut_events(
     return failure_events(error)
 
 
-def _is_tgi(path: str, body: Mapping[str, Any]) -> bool:
+def _is_tgi(path: str, body: JsonObject) -> bool:
     """Return whether /invocations was asked in the words of TGI, as `app.py` finds it."""
     is_other = body.get("messages") is not None or body.get("prompt") is not None
     return path == "/invocations" and not is_other

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
+from freight.base.fields import JsonDict, JsonObject
 from freight.cli.serve import worker_options
 from freight.errors import ConfigError, EngineError, install
 
@@ -142,7 +143,7 @@ def _without_id(app: App) -> App:
     return wrapped
 
 
-def _reserved(options: Options) -> dict[str, Any]:
+def _reserved(options: Options) -> JsonDict:
     """What Ray reserves for a replica. Ranks are processes of its engine, not actors of Ray, so all
     of them are on its machine: a placement group with a bundle for each, the first of which is the
     replica's own.
@@ -159,13 +160,13 @@ def _reserved(options: Options) -> dict[str, Any]:
     }
 
 
-def build(options: Mapping[str, Any] | None = None) -> serve.Application:
+def build(options: JsonObject | None = None) -> serve.Application:
     """Build the application from options by their names (`options.py`). Raises ConfigError."""
     made = read_options(options or {})
     engine = made.engine
     settings = made.settings
     replicas = made.replicas
-    number: dict[str, Any] = {"num_replicas": replicas.num_replicas}
+    number: JsonDict = {"num_replicas": replicas.num_replicas}
     if replicas.min_replicas is not None:
         target = replicas.target_requests or _SHARE * engine.max_num_seqs
         number = {

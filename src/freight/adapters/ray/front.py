@@ -10,14 +10,15 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from freight.adapters.ray.cut import cut_events
 from freight.adapters.ray.passing import AWAY, ENDED, Request, is_complete, plain_scope
 from freight.adapters.ray.prompts import prefix_keys
+from freight.base.fields import JsonObject
 from freight.serve.transport.body import Receive
 from freight.serve.transport.errors import ApiError
 from freight.serve.transport.http_limits import HttpLimits
@@ -102,7 +103,7 @@ class Front:
         if is_answered:
             answering.result()
 
-    async def _understood(self, scope: Scope, content: bytes) -> tuple[Request, Mapping[str, Any]]:
+    async def _understood(self, scope: Scope, content: bytes) -> tuple[Request, JsonObject]:
         """Return the request for a replica, and its body as far as it is JSON."""
         request_id = scope["state"]["request_id"].encode()
         headers = [(bytes(key), bytes(value)) for key, value in scope["headers"]]
@@ -111,15 +112,16 @@ class Front:
         request = Request(plain_scope(scope, headers), content)
         if scope["method"] != "POST":
             return request, {}
-        credentials = (header(scope, name) for name in _CREDENTIALS) if self._keyed else ()
-        credential = b"\0".join(value or b"" for value in credentials)
+        credential = b""
+        if self._keyed:
+            credential = b"\0".join(header(scope, name) or b"" for name in _CREDENTIALS)
         if len(content) <= _LARGE:
             body, request.keys = _parsed(content, credential)
         else:
             body, request.keys = await asyncio.to_thread(_parsed, content, credential)
         return request, body
 
-    async def _answer(self, request: Request, body: Mapping[str, Any], send: Send) -> None:
+    async def _answer(self, request: Request, body: JsonObject, send: Send) -> None:
         losses = 0
         wait = _FIRST_WAIT
         while True:
@@ -182,15 +184,17 @@ class _Passed:
         await self.send({"type": "http.response.body", "body": events, "more_body": False})
 
 
-def _parsed(content: bytes, credential: bytes) -> tuple[Mapping[str, Any], list[bytes]]:
+def _parsed(content: bytes, credential: bytes) -> tuple[JsonObject, list[bytes]]:
     """Return a body and the keys of its prompt. A replica says what is wrong with one that is no
     JSON.
     """
     try:
         body = json.loads(content)
-        return (body, prefix_keys(body, credential)) if isinstance(body, dict) else ({}, [])
+        if isinstance(body, dict):
+            return body, prefix_keys(body, credential)
     except (ValueError, RecursionError):
-        return {}, []
+        pass
+    return {}, []
 
 
 async def _read(receive: Receive, most: int) -> bytes | None:

@@ -6,7 +6,6 @@ over numbers and lists. Both are read by the types of the options.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import NoneType, UnionType
@@ -14,6 +13,7 @@ from typing import Any, get_args
 
 import yaml
 
+from freight.base.fields import JsonObject
 from freight.base.options import require_known
 from freight.base.other_engines import instead_of
 from freight.cli.options import ENGINE_FLAGS, NODES, Flag
@@ -125,7 +125,7 @@ class Options:
         return has_keys and not settings.shared_prefix_cache
 
 
-def read_options(options: Mapping[str, Any]) -> Options:
+def read_options(options: JsonObject) -> Options:
     """Read the options of `build`. Raises ConfigError for an unknown name, with what to use instead,
     and for a value that its option does not take.
     """
@@ -134,7 +134,9 @@ def read_options(options: Mapping[str, Any]) -> Options:
     for name in options:
         if name in _NOT_HERE:
             raise ConfigError(f"{name} is an option of freight serve alone: {_NOT_HERE[name]}")
-        instead = None if name in flags else instead_of(name)
+        if name in flags:
+            continue
+        instead = instead_of(name)
         if instead is not None:
             raise ConfigError(f"unknown option {name!r}: {instead}")
     require_known(options, ["model", *flags], {})
@@ -155,15 +157,22 @@ def read_options(options: Mapping[str, Any]) -> Options:
     return Options(engine, settings_of(server), replicas)
 
 
-def _read(flag: Flag, value: Any) -> Any:
+def _read(flag: Flag, value: object) -> Any:
     """Read a value by the type of its option. Raises ConfigError."""
-    kinds = get_args(flag.type) if isinstance(flag.type, UnionType) else (flag.type,)
+    kinds = (flag.type,)
+    if isinstance(flag.type, UnionType):
+        kinds = get_args(flag.type)
+    if kinds[0] == list[str] and isinstance(value, list | tuple):
+        return list(map(str, value))
     if kinds[0] == list[str]:
-        return [str(item) for item in (value if isinstance(value, list | tuple) else [value])]
+        return [str(value)]
     if kinds[0] in (str, Path):
-        optional = NoneType in kinds and value is None
-        return None if optional else kinds[0](value)
-    read = yaml.safe_load(value) if isinstance(value, str) else value
+        if NoneType in kinds and value is None:
+            return None
+        return kinds[0](value)
+    read = value
+    if isinstance(value, str):
+        read = yaml.safe_load(value)
     if kinds[0] is float and isinstance(read, int) and not isinstance(read, bool):
         read = float(read)
     if type(read) not in kinds:

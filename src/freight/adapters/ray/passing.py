@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
-from typing import Any
 
+from freight.base.fields import JsonDict
 from freight.serve.transport.middleware import App, Message, Scope
 
 # Types of messages that stand for an answer. ENDED: the engine ended, or gives no sign of life, after
@@ -32,15 +32,15 @@ class Request:
     keys   of `prompts.prefix_keys`
     """
 
-    scope: dict[str, Any]
+    scope: JsonDict
     body: bytes
     keys: list[bytes] = field(default_factory=list)
 
-    def __reduce__(self) -> tuple[type[Request], tuple[dict[str, Any], bytes]]:
+    def __reduce__(self) -> tuple[type[Request], tuple[JsonDict, bytes]]:
         return Request, (self.scope, self.body)
 
 
-def plain_scope(scope: Scope, headers: list[tuple[bytes, bytes]]) -> dict[str, Any]:
+def plain_scope(scope: Scope, headers: list[tuple[bytes, bytes]]) -> JsonDict:
     """Return the parts of an ASGI scope that a server reads. A path below `root_path` is relative to
     it.
     """
@@ -55,7 +55,7 @@ def plain_scope(scope: Scope, headers: list[tuple[bytes, bytes]]) -> dict[str, A
         "raw_path": path.encode("utf-8", "surrogateescape"),
         "root_path": "",
         "headers": headers,
-        "client": None if client is None else tuple(client),
+        "client": client and tuple(client),
         "server": None,
         "asgi": {"version": "3.0", "spec_version": "2.3"},
     }

@@ -10,8 +10,9 @@ from __future__ import annotations
 import hashlib
 import json
 from array import array
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+
+from freight.base.fields import JsonObject
 
 CHUNK = 128  # bytes that share a key: about 32 tokens of English text, two blocks of the cache
 _MOST = 1 << 16  # bytes of a prompt that are looked at; what follows does not change the choice
@@ -20,7 +21,7 @@ _BEFORE = ("tools", "system", "instructions")
 _CONVERSATIONS = ("messages", "input")
 
 
-def prefix_keys(body: Mapping[str, Any], credential: bytes = b"") -> list[bytes]:
+def prefix_keys(body: JsonObject, credential: bytes = b"") -> list[bytes]:
     """Return the keys of the whole chunks of a request's prompt, from the first on; none where the
     body has no prompt.
 
@@ -41,7 +42,7 @@ def prefix_keys(body: Mapping[str, Any], credential: bytes = b"") -> list[bytes]
     return keys
 
 
-def _content(body: Mapping[str, Any]) -> tuple[str, bytes]:
+def _content(body: JsonObject) -> tuple[str, bytes]:
     """Return what kind of prompt a body has, and its beginning as bytes."""
     for name in _CONVERSATIONS:
         if body.get(name) is not None:
@@ -56,10 +57,13 @@ def _content(body: Mapping[str, Any]) -> tuple[str, bytes]:
     return "none", b""
 
 
-def _conversation(body: Mapping[str, Any], messages: object) -> bytes:
+def _conversation(body: JsonObject, messages: object) -> bytes:
     """Return a conversation as lines, so that one that goes on begins with those of before."""
     parts = [body[name] for name in _BEFORE if body.get(name) is not None]
-    parts += messages if isinstance(messages, list) else [messages]
+    if isinstance(messages, list):
+        parts += messages
+    else:
+        parts.append(messages)
     content = bytearray()
     for part in parts:
         content += json.dumps(part, sort_keys=True).encode() + b"\n"
@@ -68,7 +72,7 @@ def _conversation(body: Mapping[str, Any], messages: object) -> bytes:
     return bytes(content[:_MOST])
 
 
-def _ids(ids: Sequence[Any]) -> bytes:
+def _ids(ids: Sequence[int]) -> bytes:
     try:
         return array("q", ids[: _MOST // 8]).tobytes()
     except (TypeError, OverflowError):  # a replica refuses it

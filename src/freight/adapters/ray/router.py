@@ -6,7 +6,7 @@ tells the router of those that other fronts have sent at every answer to a probe
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ray.serve.request_router import FIFOMixin, PendingRequest, RequestRouter, RunningReplica
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 class PrefixRouter(FIFOMixin, RequestRouter):  # type: ignore[misc]  # Ray is not typed
     """The replica with the longest prefix, unless it is busier than the least busy by the slack."""
 
-    def initialize_state(self, slack: int = 4, **_: Any) -> None:
+    def initialize_state(self, slack: int = 4, **_: object) -> None:
         self._prefixes = Prefixes(slack)
 
     async def choose_replicas(

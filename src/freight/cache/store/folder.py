@@ -117,7 +117,9 @@ class BlockFolder:
     def record_bytes(self, key: bytes, group: int) -> int:
         """Return the bytes of a block's record; 0 if it is not there."""
         place = self._places.get((group, key))
-        return 0 if place is None else place[1].record_bytes
+        if place is None:
+            return 0
+        return place[1].record_bytes
 
     def read_into(self, key: bytes, group: int, tokens: bytes, record: memoryview) -> bool:
         """Read a block's record, its token ids and then its payload, into `record`.
@@ -150,9 +152,12 @@ class BlockFolder:
         """Note that a prefix was used, its blocks (key, group) in order: its start becomes the
         newest.
         """
+        segments = {}
         with self._lock:
-            places = [self._places.get((group, key)) for key, group in reversed(blocks)]
-        segments = {place[0].index.name: place[0] for place in places if place is not None}
+            for key, group in reversed(blocks):
+                place = self._places.get((group, key))
+                if place is not None:
+                    segments[place[0].index.name] = place[0]
         for segment in segments.values():
             segment.touch()
 
@@ -161,8 +166,9 @@ class BlockFolder:
         `make_private`, and stores none of them.
         """
         with self._writing:
-            needed = len(blocks) * ENTRY_BYTES
-            needed += sum(len(tokens) + len(payload) for _, _, tokens, payload in blocks)
+            needed = 0
+            for _, _, tokens, payload in blocks:
+                needed += ENTRY_BYTES + len(tokens) + len(payload)
             self._make_room(needed)
             if self._writer is None:
                 if self.root.is_dir():  # `freight store clear` takes folders of name spaces away

@@ -145,15 +145,17 @@ class Mover:
         self.is_closing = False
         # a disk may hang: an executor's threads would keep the process from ending
         self._threads = [
-            threading.Thread(target=run, name=name, daemon=True)
-            for name, run in (("kv-store-out", self._run_out), ("kv-store-in", self._run_in))
+            self._new_thread("kv-store-out", self._run_out),
+            self._new_thread("kv-store-in", self._run_in),
         ]
-        self._readers = [
-            threading.Thread(target=self._run_reads, name="kv-store-read", daemon=True)
-            for _ in range(_READERS)
-        ]
+        self._readers = []
+        for _ in range(_READERS):
+            self._readers.append(self._new_thread("kv-store-read", self._run_reads))
         for thread in (*self._threads, *self._readers):
             thread.start()
+
+    def _new_thread(self, name: str, run: Callable[[], None]) -> threading.Thread:
+        return threading.Thread(target=run, name=name, daemon=True)
 
     def offer(self, offers: Sequence[Offer], known: Sequence[tuple[bytes, int]] = ()) -> None:
         """Queue what is not queued, and note that `known` blocks (key, group), which are stored, were
@@ -168,7 +170,8 @@ class Mover:
         with self._changed:
             room = max(0, self._most_offers - len(self._offers))
             self._offers.extend(new[:room])
-            self._queued.update((offer.group, offer.key) for offer in new[:room])
+            for offer in new[:room]:
+                self._queued.add((offer.group, offer.key))
             self._changed.notify_all()
         if len(new) > room:
             self.tiers.count_dropped(len(new) - room)
@@ -244,7 +247,8 @@ class Mover:
                 logger.exception("KV store: %d blocks are not stored", len(batch))
                 self.tiers.count_dropped(len(batch))
             with self._changed:
-                self._queued.difference_update((offer.group, offer.key) for offer in batch)
+                for offer in batch:
+                    self._queued.discard((offer.group, offer.key))
                 self._changed.notify_all()
             while self._failed:
                 for key, group in self._failed.popleft():
@@ -274,9 +278,9 @@ class Mover:
         for offer in batch:
             if self.tiers.is_stored(offer.key, offer.group):
                 continue
-            payload = (
-                self._groups[offer.group].read(offer.block) if self._is_current(offer) else b""
-            )
+            payload = b""
+            if self._is_current(offer):
+                payload = self._groups[offer.group].read(offer.block)
             if payload and self._is_current(offer):  # after it was copied
                 blocks.append((offer.key, offer.group, offer.tokens, payload))
             else:
@@ -302,7 +306,9 @@ class Mover:
         with self._changed:
             while not self._fetches and not self.is_closing:
                 self._changed.wait()
-            return None if self.is_closing else self._fetches.popleft()
+            if self.is_closing:
+                return None
+            return self._fetches.popleft()
 
     def _load(self, fetch: Fetch) -> None:
         pieces = iter(self._pieces(fetch))
@@ -312,7 +318,9 @@ class Mover:
             if fetch.is_cancelled or self.is_closing:
                 return
             began = time.monotonic()
-            most = 1 if self.budget.is_limited else _AHEAD
+            most = _AHEAD
+            if self.budget.is_limited:
+                most = 1
             for blocks in islice(pieces, max(0, most - len(in_flight))):
                 in_flight.append(Future())
                 self._reads.put((blocks, in_flight[-1]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,27 +54,26 @@ def survey(root: Path) -> list[Space]:
         used.setdefault(segment[1].parent.name, []).append(segment)
     spaces = []
     for name, segments in used.items():
-        writers = 0
-        for _, index, _ in segments:
-            with suppress(OSError):
-                writers += is_written(index)
-        spaces.append(
-            Space(
-                name,
-                _decides(root / name / NAME),
-                len(
-                    {
-                        (entry.group, entry.key)
-                        for _, index, _ in segments
-                        for entry in _entries(index)
-                    }
-                ),
-                sum(size for _, _, size in segments),
-                max(when for when, _, _ in segments) / 1e9,
-                writers,
-            )
-        )
+        spaces.append(_space(name, _decides(root / name / NAME), segments))
     return sorted(spaces, key=lambda space: -space.last_used)
+
+
+def _space(name: str, decides: dict[str, str], segments: Sequence[tuple[int, Path, int]]) -> Space:
+    """Return the name space of `segments`: when each was last used in nanoseconds, its index, and
+    its bytes.
+    """
+    blocks: set[tuple[int, bytes]] = set()
+    num_bytes = 0
+    last_used = 0
+    writers = 0
+    for when, index, size in segments:
+        num_bytes += size
+        last_used = max(last_used, when)
+        with suppress(OSError):
+            writers += is_written(index)
+        for entry in _entries(index):
+            blocks.add((entry.group, entry.key))
+    return Space(name, decides, len(blocks), num_bytes, last_used / 1e9, writers)
 
 
 def verify(root: Path) -> Verified:
@@ -164,8 +164,6 @@ def _decides(path: Path) -> dict[str, str]:
         content = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):
         return {}
-    return (
-        {str(name): str(value) for name, value in content.items()}
-        if isinstance(content, dict)
-        else {}
-    )
+    if not isinstance(content, dict):
+        return {}
+    return {str(name): str(value) for name, value in content.items()}

@@ -104,8 +104,9 @@ def _known(root: Path) -> dict[str, tuple[list[int], str]]:
         content: Json = json.loads((root / FILE).read_bytes())
     except (OSError, ValueError, RecursionError):
         return {}
-    entries = content.items() if isinstance(content, dict) else ()
-    return {path: _read(value) for path, value in entries}
+    if not isinstance(content, dict):
+        return {}
+    return {path: _read(value) for path, value in content.items()}
 
 
 def _read(value: Json) -> tuple[list[int], str]:
@@ -121,9 +122,8 @@ def _keep(root: Path, file: WeightFile, digest: str) -> None:
     known = _known(root)
     known.pop(file.path, None)
     known[file.path] = list(file.state), digest
-    newest = {
-        path: [*state, weights_digest]
-        for path, (state, weights_digest) in list(known.items())[-_KEPT:]
-    }
+    newest = {}
+    for path, (state, weights_digest) in list(known.items())[-_KEPT:]:
+        newest[path] = [*state, weights_digest]
     with suppress(OSError):  # it is computed again
         write_private(root / FILE, json.dumps(newest, indent=1).encode())
