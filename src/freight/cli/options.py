@@ -6,8 +6,9 @@ field), sampling.
 before torch is loaded.
 
 An option's environment variable is `FREIGHT_` and the field's name, and only `freight.cli` reads
-those. Variables that are not Freight's are read elsewhere, too: TGI's in `launcher.py`, OpenMP's in
-`device.py` and `freight/__init__.py`, XDG_CACHE_HOME in `kernels/cpu/tuning.py`.
+those. Variables that are not Freight's are read elsewhere, too: TGI's in
+`adapters/tgi_launcher.py`, OpenMP's in `settings/device.py` and `freight/__init__.py`,
+XDG_CACHE_HOME in `kernels/cpu/tuning.py`.
 """
 
 from __future__ import annotations
