@@ -24,7 +24,7 @@ def lose_while_it_reads(
     def load_and_lose(self: Leader, *given: int) -> None:
         load(self, *given)
         time.sleep(0.2)  # it begins to read
-        self._others.sockets[0].settimeout(0.5)  # in place of ten minutes
+        self._ranks.sockets[0].settimeout(0.5)  # in place of ten minutes
         sent.append(time.monotonic())
         os.kill(pid(self), number)
 

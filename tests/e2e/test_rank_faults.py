@@ -355,7 +355,7 @@ def test_a_fork_does_not_keep_the_other_rank_alive(start: Start) -> None:
         os._exit(0)
     try:
         assert tokens_of(llm)  # nothing was closed here
-        connection = leading._others.sockets[0]
+        connection = leading._ranks.sockets[0]
         connection.close()
         assert is_gone(leading.pids[0])
     finally:

@@ -302,7 +302,7 @@ def test_experts_of_gpt_oss_are_rounded_by_output_row(tmp_path: Path):
     opened = open_model(
         EngineArgs(str(tmp_path), quantization="fp8", kernels="reference", skip_tokenizer_init=True)
     )
-    experts = opened.load(opened.resolve(opened.args)).layers[1].mlp
+    experts = opened.load(opened.resolve(opened.args)).layers[1].mlp.experts
     for expert in (0, 7):
         matrix = stored["model.layers.1.mlp.experts.gate_up_proj"][expert].t()
         data, scale = fit_rows(torch.cat((matrix[::2], matrix[1::2])), Format.E4M3FN)

@@ -54,7 +54,7 @@ def test_a_server_that_keeps_the_rules_passes() -> None:
     with serving("") as url:
         passed, failed, said = run_suite(url)
     assert failed == set(), said[-3000:]
-    assert passed > 25, said[-3000:]
+    assert passed > 20, said[-3000:]
     assert re.search(r"openai_shapes +\d+ passed +0 failed", said)
 
 
