@@ -192,10 +192,10 @@ def probe_forms(
     """
     results: dict[str, Outcome] = {}
     for form in FORMS:
-        results[form] = item = probe(cls, form, has_scales, quant_config)
-        if reasons and item.effect == "unknown":
-            print(f"{cls.name} {form}: {item.why}", file=sys.stderr, flush=True)
-        if form == "plain" and item.effect == "unknown":
+        results[form] = outcome = probe(cls, form, has_scales, quant_config)
+        if reasons and outcome.effect == "unknown":
+            print(f"{cls.name} {form}: {outcome.why}", file=sys.stderr, flush=True)
+        if form == "plain" and outcome.effect == "unknown":
             break
     return results
 

@@ -272,12 +272,12 @@ def run(name: str, args: argparse.Namespace) -> Job:
                 "folder": folder,
             }
             python = sys.executable if way["engine"] == "freight" else args.vllm
-            item = run_json([python, __file__, "--drive", json.dumps(job)], args.timeout, ())
-            results |= {"failed": "process", "message": item["error"]} if "error" in item else item
+            ran = run_json([python, __file__, "--drive", json.dumps(job)], args.timeout, ())
+            results |= {"failed": "process", "message": ran["error"]} if "error" in ran else ran
             if "failed" in results:
                 break
         results["bytes"] = sum(
-            item.stat().st_size for item in Path(folder).rglob("*") if item.is_file()
+            file.stat().st_size for file in Path(folder).rglob("*") if file.is_file()
         )
     return results
 
@@ -334,9 +334,9 @@ def main() -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--drive"]:
-        item = json.loads(sys.argv[2])
-        if item["engine"] == "vllm":
-            prepare(argparse.Namespace(threads=item["threads"]))
-        print(json.dumps(drive(item)))
+        job = json.loads(sys.argv[2])
+        if job["engine"] == "vllm":
+            prepare(argparse.Namespace(threads=job["threads"]))
+        print(json.dumps(drive(job)))
     else:
         main()

@@ -119,14 +119,14 @@ def random_model(config: tf.PretrainedConfig, folder: str) -> type:
     with torch.no_grad():
         for name, tensor in model.state_dict().items():
             noise = torch.randn(tensor.shape)
-            item = 0.0 if config.model_type in ("gemma2", "gemma3_text") else 1.0
+            center = 0.0 if config.model_type in ("gemma2", "gemma3_text") else 1.0
             if "norm" in name or name.endswith(
                 ("layer_scalar", "per_expert_scale", "router.scale")
             ):
                 small = config.model_type.startswith("gemma4") and name.endswith(
                     ("q_norm.weight", "k_norm.weight")
                 )
-                tensor.copy_((0.4 if small else item) + 0.1 * noise)
+                tensor.copy_((0.4 if small else center) + 0.1 * noise)
             elif (
                 tensor.is_floating_point() and "inv_freq" not in name and "embed_scale" not in name
             ):

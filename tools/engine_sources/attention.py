@@ -31,9 +31,9 @@ def reachable(start: ClassRef) -> list[ClassRef]:
     results = [start]
     waiting = [start]
     while waiting:
-        item = waiting.pop()
-        for name in sorted(item.referred):
-            other = item.module.resolve_expression(ast.Name(name))
+        cls = waiting.pop()
+        for name in sorted(cls.referred):
+            other = cls.module.resolve_expression(ast.Name(name))
             if isinstance(other, ClassRef) and other not in results and _is_of_models(other):
                 results.append(other)
                 waiting.append(other)
