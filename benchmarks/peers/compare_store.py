@@ -308,7 +308,7 @@ def table(result: Job, lengths: list[int]) -> list[str]:
             cells = [name, f"{length:,}", *times, equal if again else ""]
             lines.append(f"| {' | '.join(cells)} |")
     failed = [(name, one) for name, one in result.items() if "failed" in one]
-    return lines + [f"\n{name}, at {item['failed']}: `{item['message']}`" for name, one in failed]
+    return lines + [f"\n{name}, at {one['failed']}: `{one['message']}`" for name, one in failed]
 
 
 def main() -> None:
