@@ -75,14 +75,14 @@ def measure(args: argparse.Namespace, options: dict[str, Any]) -> list[dict[str,
                 seed = random.Random(f"{requests} {number}").randrange(2**32)
                 asks = list(islice(prompts.asks(seed), requests))
                 if number % 2:
-                    alone = offline_turn(offline, asks)
-                    beside = runner.run(turn(llm, asks))
+                    offline_run = offline_turn(offline, asks)
+                    async_run = runner.run(turn(llm, asks))
                 else:
-                    beside = runner.run(turn(llm, asks))
-                    alone = offline_turn(offline, asks)
-                assert alone.tokens == beside.tokens
+                    async_run = runner.run(turn(llm, asks))
+                    offline_run = offline_turn(offline, asks)
+                assert offline_run.tokens == async_run.tokens
                 if number >= 0:
-                    turns.append((alone, beside))
+                    turns.append((offline_run, async_run))
             rows.append(describe(requests, turns))
             print(shown(rows[-1]), file=sys.stderr, flush=True)
         llm.shutdown()
@@ -90,16 +90,22 @@ def measure(args: argparse.Namespace, options: dict[str, Any]) -> list[dict[str,
 
 
 def describe(requests: int, turns: Sequence[tuple[Turn, Turn]]) -> dict[str, Any]:
-    ratios = [beside.rate / alone.rate for alone, beside in turns]
-    tokens = sum(beside.tokens for _, beside in turns)
+    ratios = [async_run.rate / offline_run.rate for offline_run, async_run in turns]
+    tokens = sum(async_run.tokens for _, async_run in turns)
     return {
         "requests": requests,
-        "offline_tokens_per_second": statistics.median(alone.rate for alone, _ in turns),
-        "async_tokens_per_second": statistics.median(beside.rate for _, beside in turns),
+        "offline_tokens_per_second": statistics.median(
+            offline_run.rate for offline_run, _ in turns
+        ),
+        "async_tokens_per_second": statistics.median(async_run.rate for _, async_run in turns),
         **ratio_figures(ratios),
-        "llm_cpu_us_per_token": sum(alone.server_cpu for alone, _ in turns) / tokens * 1e6,
-        "engine_cpu_us_per_token": sum(beside.server_cpu for _, beside in turns) / tokens * 1e6,
-        "cpu_us_per_token": sum(beside.client_cpu for _, beside in turns) / tokens * 1e6,
+        "llm_cpu_us_per_token": sum(offline_run.server_cpu for offline_run, _ in turns)
+        / tokens
+        * 1e6,
+        "engine_cpu_us_per_token": sum(async_run.server_cpu for _, async_run in turns)
+        / tokens
+        * 1e6,
+        "cpu_us_per_token": sum(async_run.client_cpu for _, async_run in turns) / tokens * 1e6,
     }
 
 

@@ -169,12 +169,12 @@ def main() -> None:
     )
     engines = one_rank(args, options.shape), rank_of_two(args, options.shape)
     rounds = [[measure(engine, repeat) for engine in engines] for repeat in range(options.repeats)]
-    engine, two = (smallest(times) for times in zip(*rounds, strict=True))
+    one_rank_times, rank_times = (smallest(times) for times in zip(*rounds, strict=True))
     table = [
         (name, f"{alone:.1f}", f"{each:.1f}", f"{alone / each / 2:.3f}")
         for name, alone, each in (
-            (f"prefill of {PROMPT}", engine.prefill, two.prefill),
-            ("decode, one sequence", engine.decode, two.decode),
+            (f"prefill of {PROMPT}", one_rank_times.prefill, rank_times.prefill),
+            ("decode, one sequence", one_rank_times.decode, rank_times.decode),
         )
     ]
     heads = ("step", "one rank, CPU ms", "a rank of two, CPU ms", "efficiency")

@@ -67,10 +67,10 @@ def imported(tree: ast.AST) -> Iterator[str]:
                 yield from (f"freight.{a.name}" if a.name in TOP else "freight" for a in node.names)
             else:
                 module = node.module or ""
-                parts = [f"{module}.{a.name}" for a in node.names]
-                yield from (
-                    part if part.removeprefix("freight.") in PARTS else module for part in parts
-                )
+                yield module
+                # `from freight.model import config` names a part with a place of its own
+                names = [f"{module}.{alias.name}" for alias in node.names]
+                yield from (name for name in names if package_of(name) != package_of(module))
         elif (
             isinstance(node, ast.Call)
             and getattr(node.func, "attr", getattr(node.func, "id", "")) == "import_module"

@@ -68,8 +68,8 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
         for name, command in todo[first:] + todo[:first]:
             result = run_json(command, args.timeout, ["requests_per_second"])
             results.append({"round": number, "row": name, "found": result})
-            shown = result.get("error") or f"{result['requests_per_second']:.4f} requests/s"
-            print(f"round {number + 1}, {LABELS[name]}: {shown}", file=sys.stderr, flush=True)
+            summary = result.get("error") or f"{result['requests_per_second']:.4f} requests/s"
+            print(f"round {number + 1}, {LABELS[name]}: {summary}", file=sys.stderr, flush=True)
             args.output.write_text(
                 json.dumps({"machine": machine(), "results": results}, indent=1), encoding="utf-8"
             )

@@ -187,16 +187,16 @@ def in_process(python: str, task: Task) -> dict[str, Any]:
     if task.engine == "vllm" and openmp.exists():
         environment["LD_PRELOAD"] = str(openmp)
     with tempfile.TemporaryDirectory() as folder:
-        given = Path(folder, "task.json")
-        result = Path(folder, "found.json")
-        given.write_text(json.dumps(asdict(task)))
-        command = [python, __file__, "--serve", str(given), str(result)]
+        task_file = Path(folder, "task.json")
+        answer_file = Path(folder, "found.json")
+        task_file.write_text(json.dumps(asdict(task)))
+        command = [python, __file__, "--serve", str(task_file), str(answer_file)]
         ended = subprocess.run(
             command, env=environment, capture_output=True, text=True, check=False
         )
-        if ended.returncode != 0 or not result.exists():
+        if ended.returncode != 0 or not answer_file.exists():
             return {"error": ended.stderr.strip()[-2000:]}
-        answer: dict[str, Any] = json.loads(result.read_text())
+        answer: dict[str, Any] = json.loads(answer_file.read_text())
         return answer
 
 
@@ -280,7 +280,8 @@ def main() -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--serve"]:
-        given, answers = sys.argv[2:]
-        Path(answers).write_text(json.dumps(serve(Task(**json.loads(Path(given).read_text())))))
+        task_file, answer_file = map(Path, sys.argv[2:])
+        task = Task(**json.loads(task_file.read_text()))
+        answer_file.write_text(json.dumps(serve(task)))
     else:
         main()

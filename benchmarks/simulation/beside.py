@@ -149,15 +149,15 @@ def _round(
 ) -> _Round:
     sent = load.sent(f"load {load.seed} {rate} {number}", load.requests)
     gaps = random.Random(f"arrivals {load.seed} {rate} {number}")
-    due = 0.0
-    dues = []
+    arrival = 0.0
+    arrivals = []
     for _ in sent:
-        due += gaps.expovariate(rate)
-        dues.append(due)
-    answers = asyncio.run(_send(targets, sent, dues))
+        arrival += gaps.expovariate(rate)
+        arrivals.append(arrival)
+    answers = asyncio.run(_send(targets, sent, arrivals))
     for answer in answers:
         _check(answer)
-    asks = [_simulated(i, dues[i], item) for i, item in enumerate(sent)]
+    asks = [_simulated(i, arrivals[i], item) for i, item in enumerate(sent)]
     slower = plane.slower(alone.slowdown)
     count = len(targets)
     measured = _figures(
@@ -176,17 +176,17 @@ def _round(
 
 
 async def _send(
-    targets: Sequence[Target], sent: Sequence[Sent], dues: Sequence[float]
+    targets: Sequence[Target], sent: Sequence[Sent], arrivals: Sequence[float]
 ) -> list[Answer]:
-    """Each to the next server, when it is due."""
+    """Send each to the next server, at its time of arrival."""
     pools = [Connections(target.address) for target in targets]
     begin = time.perf_counter() + 0.05
 
     async def one(index: int) -> Answer:
         which = index % len(targets)
-        due = begin + dues[index]
-        await asyncio.sleep(max(0.0, due - time.perf_counter()))
-        return await ask_once(targets[which], pools[which], sent[index], due)
+        start = begin + arrivals[index]
+        await asyncio.sleep(max(0.0, start - time.perf_counter()))
+        return await ask_once(targets[which], pools[which], sent[index], start)
 
     try:
         return await asyncio.gather(*(one(index) for index in range(len(sent))))

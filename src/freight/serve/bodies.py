@@ -78,7 +78,7 @@ class Unread:
 
     values    the values that are accepted, besides null; None: every value
     instead   why other values are refused, or what to use instead
-    reported  whether the client is told that the field is ignored
+    reported  whether the header x-freight-ignored names the field
     """
 
     values: tuple[object, ...] | None

@@ -1,8 +1,8 @@
 """Fields of OpenAI's API and of other servers that have no effect here, one row each. Data.
 
 Clients, routers and gateways send such fields in every request: vLLM's and SGLang's own clients,
-sglang-router, vllm-router. Some are ignored, which the client is told. Of the others a neutral
-value asks for nothing and is accepted; any other is refused, with a way out.
+sglang-router, vllm-router. Some are ignored, and the header x-freight-ignored names them. Of the
+others a neutral value asks for nothing and is accepted; any other is refused, with a way out.
 """
 
 from __future__ import annotations
