@@ -396,6 +396,8 @@ def _entries(name: str, value: object, most: int) -> list[Any]:
         return []
     if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
         raise RequestError(f"{name} is {shown(value)}; it must be a list")
+    if isinstance(value, Sized) and len(value) > most:
+        raise _too_many(name, value, most)
     entries = list(itertools.islice(value, most + 1))
     if len(entries) > most:
         raise _too_many(name, value, most)
