@@ -296,7 +296,7 @@ def _decide(
     stored: Sequence[object],
 ) -> tuple[KVCacheConfig, list[Sides]]:
     """Decide the storage of each layer of `stored`, those of a DynamicCache, by the rules of
-    `config.resolve`.
+    `settings.resolve`.
     """
     num_layers = len(stored)
     word = args.kv_scales

@@ -48,7 +48,7 @@ class LayerKVSpec:
     def __post_init__(self) -> None:
         grouped = self.granularity is Granularity.GROUP
         assert not grouped or (self.v_in_k and self.v_dim % SCALE_GROUP == 0), (
-            "refused by name in config.kv_source"
+            "refused by name in settings.kv_source"
         )
 
     @property

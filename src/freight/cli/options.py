@@ -42,7 +42,7 @@ NODES = ("nnodes", "node_rank", "master_addr", "master_port", "join_timeout")  #
 Function = Callable[..., None]
 Values: TypeAlias = dict[str, Any]  # of the parameters of a command, by their names
 
-CHOICES: dict[str, Sequence[object]] = {  # for --help; `config.resolve.check` validates
+CHOICES: dict[str, Sequence[object]] = {  # for --help; `settings.resolve.check` validates
     "dtype": ("auto", *resolve.DTYPES),
     "kv_cache_dtype": KV_DTYPES,
     "kv_scales": (*KV_SCALES, "FILE", "K,V"),

@@ -33,7 +33,7 @@ _FIRST = 13  # tokens of the first step: fewer than a block, so the second step 
 
 
 class Checked(Protocol):
-    """The model that is checked (`models.fallback.TransformersModel`)."""
+    """The model that is checked (`model.fallback.TransformersModel`)."""
 
     @property
     def config(self) -> ModelConfig: ...

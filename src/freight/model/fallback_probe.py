@@ -109,7 +109,7 @@ def causal_class(config: PreTrainedConfig, declared: object = None) -> type[PreT
 
 @dataclass
 class _Probe:
-    """A stand-in for the step of a forward pass (`models.fallback`) that records the calls."""
+    """A stand-in for the step of a forward pass (`model.fallback`) that records the calls."""
 
     calls: list[_Call] = field(default_factory=list)
 

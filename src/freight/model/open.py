@@ -99,7 +99,7 @@ def read_model_config(
 
     `tensors`: names of the checkpoint's tensors. `stored`: dtype of those that are not quantized.
     `ignore_keys`: keys that are ignored although they change the computation
-    (`config.keys.check_keys`).
+    (`model.config.keys.check_keys`).
 
     Raises CheckpointError for a key of the family's that is not implemented, for a mechanism that
     Freight does not have, and for an unknown model; ConfigError for keys that cannot be ignored.

@@ -2,7 +2,7 @@
 
 It counts the loader's tensors to the byte: projections merged where the loader merges them,
 matrices as the kernels hold them, scales, norms and biases in the format that they are kept in.
-`models.weight_bytes` counts the same for a model that has been loaded.
+`model.weight_bytes` counts the same for a model that has been loaded.
 """
 
 from __future__ import annotations

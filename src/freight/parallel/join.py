@@ -41,7 +41,7 @@ logger = logging.getLogger("freight")
 class Join:
     """What a rank of another machine comes with.
 
-    options        as `config.nodes.given` has them
+    options        as `settings.nodes.given` has them
     random_shape   of a model of random weights
     processors     of the rank; None: the system's choice
     cores          threads that it may have

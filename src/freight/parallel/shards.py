@@ -119,10 +119,11 @@ def scales_of_rank(scales: KVScales, model: ModelConfig, rank: int, size: int) -
 
 
 def _of_heads(scales: LayerScales, heads: slice, mixer: AttentionConfig) -> LayerScales:
-    def kept(values: tuple[float, ...]) -> tuple[float, ...]:
+    def of_rank(values: tuple[float, ...]) -> tuple[float, ...]:
+        assert len(values) % mixer.num_kv_heads == 0, "a scale of several heads cannot be divided"
         each = len(values) // mixer.num_kv_heads
         return values[heads.start * each : heads.stop * each]
 
     if scales.granularity is not Granularity.TENSOR:
-        scales = replace(scales, k=kept(scales.k), v=kept(scales.v))
-    return replace(scales, k_center=kept(scales.k_center))
+        scales = replace(scales, k=of_rank(scales.k), v=of_rank(scales.v))
+    return replace(scales, k_center=of_rank(scales.k_center))

@@ -1,7 +1,7 @@
 """A KV cache chosen by layer within a budget: FP8 in one of its granularities, or unquantized.
 
 The samples are split. On one half the scales are calibrated and each layer's divergence is measured
-with that layer alone quantized (`calibrate.sensitivity`). The sum over the layers predicts that of
+with that layer alone quantized (`quantizer.sensitivity`). The sum over the layers predicts that of
 a choice, and one pass over the layers finds, for every number of bytes, the choice of the least
 predicted divergence. What is promised is not the prediction: the cheapest such choice is taken
 whose divergence, measured as a whole, keeps within the budget, on that half and on the other, which

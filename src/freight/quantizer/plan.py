@@ -67,7 +67,7 @@ class QuantizePlan:
                      to choose from
     center           whether keys are centered; requires `kv_granularity`
     lm_head          whether the output head is quantized like the other Linear modules
-    kv_budget        a limit within which each layer's granularity is chosen (`calibrate.budget`)
+    kv_budget        a limit within which each layer's granularity is chosen (`quantizer.kv_budget`)
     group_size       inputs that share a scale; only with INT4
     """
 

@@ -183,7 +183,7 @@ def open_unquantized(
     scales, unless `keep_kv` is True and its weights are not quantized. KV scales that nothing can
     use are left out of a model whose weights are not quantized, with a line in the log. Experts in MXFP4 are no
     obstacle: so gpt-oss is published. `ignore_keys` of config.json are read over
-    (`config.keys.check_keys`).
+    (`model.config.keys.check_keys`).
     """
     stored = open_checkpoint(model, revision, ignore_keys)
     require_own_files(stored.checkpoint.path)

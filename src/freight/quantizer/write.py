@@ -63,7 +63,7 @@ def write_quantized(
     before, after).
 
     Experts in MXFP4, `packed` by the names of their tensors in 16 bits, are written as they are; so
-    are the tensors of other parts than the text model (`calibrate.other_parts`).
+    are the tensors of other parts than the text model (`quantizer.other_parts`).
 
     KV scales are stored in the scale format of `plan.layout`, unless `kv_scale_format` is given.
     With `overwrite`, `out` may be a folder that Freight wrote. Raises what CheckpointWriter raises,

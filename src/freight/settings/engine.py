@@ -2,7 +2,7 @@
 Imports no torch.
 
 In `EngineArgs`, None and 'auto' mean "not given". `EngineConfig` is immutable, and
-`config.resolve.resolve` builds it once, with every choice made.
+`settings.resolve.resolve` builds it once, with every choice made.
 """
 
 from __future__ import annotations

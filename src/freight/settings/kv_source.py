@@ -56,7 +56,7 @@ def kv_source(args: EngineArgs) -> KVSource:
     """Return the source that `args` name. Raises ConfigError for an unknown source, for two of
     them, and for a missing file.
 
-    Also raises it for a source that the named cache cannot use; `config.resolve.resolve` decides
+    Also raises it for a source that the named cache cannot use; `settings.resolve.resolve` decides
     that for an `auto` cache.
     """
     if args.quantization_param_path is None:

@@ -1,7 +1,7 @@
 """The quantized weights of a checkpoint: what they are, what was checked of them, and what no figure
 of an audit says about them.
 
-The checks are those of loading (`models.stored`): every tensor has its place, its dtype and its
+The checks are those of loading (`model.stored`): every tensor has its place, its dtype and its
 shape, and scales, zero points and orders of inputs are valid. No code is read but in MXFP4, where a
 scale alone does not say whether values are finite.
 """

@@ -51,7 +51,7 @@ class RopeConfig:
                   original_max_position_embeddings
                   yarn: factor, original_max_position_embeddings and, if the checkpoint has them,
                   attention_factor, beta_fast, beta_slow, mscale, mscale_all_dim, truncate,
-                  llama_4_scaling_beta (for queries: `layers.rope`), and attn_factor, a further
+                  llama_4_scaling_beta (for queries: `model.layers.rope`), and attn_factor, a further
                   factor of attention (in YaRN's first code and in vLLM; transformers ignores it)
                   longrope: factor, original_max_position_embeddings, and optionally
                   attention_factor
