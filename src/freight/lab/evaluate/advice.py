@@ -5,14 +5,22 @@ are safe here.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 
 from freight.base.fields import JsonObject
 from freight.base.other_engines import as_flag
 from freight.lab.evaluate.figures import Evaluation, Figures, Overview
 from freight.lab.evaluate.safety import CLIPPED, KL, RATIO, SAME_TOP, Verdict
-from freight.lab.evaluate.table import nats, setting_name
+from freight.lab.evaluate.table import (
+    SPEED,
+    legend,
+    nats,
+    setting_name,
+    speed_table,
+    table,
+    words,
+)
 from freight.settings.engine import EngineArgs
 from freight.settings.skip_layers import FLAG
 
@@ -276,6 +284,21 @@ def why_not(evaluation: Evaluation) -> list[str]:
         f"{', '.join(of)}: {verdict}: {'; '.join(reasons) or 'no bound fails'}."
         for (verdict, reasons), of in names.items()
     ]
+
+
+def summary(evaluation: Evaluation) -> Iterator[str]:
+    """Yield what `freight evaluate caches` prints at a terminal."""
+    for warning in evaluation.warnings:
+        yield f"warning: {warning}"
+    yield table(evaluation)
+    if evaluation.contexts:
+        yield f"\n{SPEED}\n\n{speed_table(evaluation)}\n"
+    yield f"weights: {evaluation.overview.weights}"
+    yield legend(evaluation)
+    for word, meaning in words(evaluation):
+        yield f"  {word}: {meaning}"
+    yield from why_not(evaluation)
+    yield str(advice(evaluation))
 
 
 def _speed(chosen: Figures, first: Figures) -> str:

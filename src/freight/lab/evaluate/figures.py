@@ -110,8 +110,10 @@ class Overview:
     quantized: bool = False
 
     @property
-    def model(self) -> str:
-        return self.args.model
+    def weights(self) -> str:
+        """What the weights take, for people."""
+        layers = f"{self.weight_bytes:,} bytes in {self.weight_dtype}"
+        return f"{layers}, embedding and head {self.embedding_bytes:,} bytes"
 
 
 @dataclass(frozen=True)
@@ -194,7 +196,7 @@ class Evaluation:
 
 
 _JSON = {
-    "model": "overview.model",
+    "model": "overview.args.model",
     "data": "overview.source",
     "num_documents": "num_documents",
     "num_tokens": "num_tokens",
@@ -216,16 +218,13 @@ _WEIGHTS = {"dtype": "weight_dtype", "bytes": "weight_bytes", "embedding_bytes":
 
 def summarize(
     overview: Overview,
-    labels: Sequence[tuple[str, str]],
     runs: Sequence[SettingRun],
     parts: Sequence[Part],
     speeds: Sequence[Speed] | None,
     layer_kl: Sequence[list[float] | None] | None,
 ) -> Evaluation:
-    """`labels` are the names of caches and weights; `speeds` and `layer_kl` by run, if they were
-    measured.
-
-    What is returned has no seconds yet.
+    """`speeds` and `layer_kl` are by run, if they were measured. What is returned has no seconds
+    yet.
     """
     counts = [len(part.window.targets) for part in parts]
     documents = {part.document for part in parts}
@@ -254,12 +253,19 @@ def summarize(
         vocab_size=runs[0].runner.model.config.vocab_size,
     )
     figures = []
-    for index, (run, label) in enumerate(zip(runs, labels, strict=True)):
-        setting = _figures(label, run, tokens, sample)
+    for index, run in enumerate(runs):
+        setting = _figures(run, tokens, sample)
         if layer_kl:
             setting = replace(setting, layer_kl=layer_kl[index])
         if speeds:
-            setting = replace(setting, **_speeds(speeds[index], speeds[0]))
+            speed = speeds[index]
+            setting = replace(
+                setting,
+                prefill_tokens_per_second=speed.prefill,
+                decode_tokens_per_second=speed.decode[-1],
+                decode=list(speed.decode),
+                faster_from=faster_from(speed, speeds[0]) if index else None,
+            )
         figures.append(setting)
     return Evaluation(
         overview=overview,
@@ -293,20 +299,10 @@ def _is_centered(scales: KVScales | None) -> bool:
     return any(layer is not None and layer.k_center for layer in layers)
 
 
-def _speeds(speed: Speed, first: Speed) -> JsonObject:
-    """Return the fields of `Figures` that time tells; `first` is the first setting's."""
-    return {
-        "prefill_tokens_per_second": speed.prefill,
-        "decode_tokens_per_second": speed.decode[-1],
-        "decode": list(speed.decode),
-        "faster_from": None if speed is first else faster_from(speed, first),
-    }
-
-
-def _figures(label: tuple[str, str], run: SettingRun, tokens: _Tokens, sample: Sample) -> Figures:
+def _figures(run: SettingRun, tokens: _Tokens, sample: Sample) -> Figures:
     """Return what is measured over the text: without speed, and without the KL by layer."""
     kv = run.config.kv
-    names = run.config.kv.names()
+    names = kv.names()
     spec = run.runner.pool.spec
     kl = _array(run.token_kl)
     loss = -_array(run.token_logprobs).astype(np.float64)
@@ -328,8 +324,8 @@ def _figures(label: tuple[str, str], run: SettingRun, tokens: _Tokens, sample: S
         (ratio, of_ratio), (kl_mean, of_kl), (same_top, of_same), run.clipped_share, sample
     )
     return Figures(
-        name=label[0],
-        weights=label[1],
+        name=run.name,
+        weights=run.weights,
         kv_cache_dtype=str(names["dtype"]),
         granularity=names["granularity"],
         scale_source=names["scale_source"],

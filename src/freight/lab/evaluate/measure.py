@@ -39,6 +39,8 @@ class SettingRun:
     config: EngineConfig
     runner: ModelRunner
     probe: Probe | None = None
+    name: str = ""
+    weights: str = ""
     logprobs: list[Tensor] = field(default_factory=list)
     kl: list[Tensor] = field(default_factory=list)
     same: list[Tensor] = field(default_factory=list)
@@ -63,6 +65,11 @@ class SettingRun:
     def token_same(self) -> Tensor:
         """Whether both rank the same token first, bool [num_tokens]."""
         return torch.cat(self.same)
+
+    @property
+    def mean_kl(self) -> float:
+        """Nats per token."""
+        return float(self.token_kl.double().mean())
 
     @property
     def clipped_share(self) -> float:
