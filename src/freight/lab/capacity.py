@@ -456,19 +456,17 @@ def verdict(plan: Plan) -> str:
     if plan.choice is None:
         return _without_choice(plan)
     setting = plan.settings[plan.choice]
-    flags = {
-        "--max-model-len": plan.context,
-        "--kv-cache-memory": setting.cache_bytes * wish.ranks,
-    }
-    if wish.ranks > 1:
-        flags["--tensor-parallel-size"] = wish.ranks
-    if wish.concurrency:
-        flags["--max-num-seqs"] = wish.concurrency
-    if wish.state_every:
-        flags["--state-every"] = wish.state_every
-    options = [*setting.options, *(f"{flag} {value}" for flag, value in flags.items())]
-    if wish.state_dtype != "auto":
-        options.append(f"--state-dtype {wish.state_dtype}")
+    options = list(setting.options)
+    for flag, value, default in (
+        ("--max-model-len", plan.context, None),
+        ("--kv-cache-memory", setting.cache_bytes * wish.ranks, None),
+        ("--tensor-parallel-size", wish.ranks, 1),
+        ("--max-num-seqs", wish.concurrency, None),
+        ("--state-every", wish.state_every, None),
+        ("--state-dtype", wish.state_dtype, "auto"),
+    ):
+        if value != default:
+            options.append(f"{flag} {value}")
     line = (
         f"Take {setting.weights} weights and a cache in {setting.cache_name}{_scales(plan, setting)} "
         f"({' '.join(options)}): {plural(setting.requests, 'request')} of {plan.context:,} tokens fit at once"

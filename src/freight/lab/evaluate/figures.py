@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
 import numpy as np
-from torch import Tensor
 
 from freight.base.fields import JsonObject
 from freight.fp8.scheme import KVScales
@@ -175,10 +174,6 @@ class Evaluation:
         return tuple(self.sample.missing)
 
     @property
-    def num_tokens(self) -> int:
-        return self.sample.num_tokens
-
-    @property
     def forward_seconds(self) -> float:
         """Of all forward passes that the figures need: over the text, and over calibration text."""
         return self.calibration_seconds + sum(run.forward_seconds for run in self.runs)
@@ -199,7 +194,7 @@ _JSON = {
     "model": "overview.args.model",
     "data": "overview.source",
     "num_documents": "num_documents",
-    "num_tokens": "num_tokens",
+    "num_tokens": "sample.num_tokens",
     "window": "overview.window",
     "weights": "overview",
     "vocab_size": "sample.vocab_size",
@@ -239,7 +234,7 @@ def summarize(
         units=np.repeat(ids, counts).astype(np.int64),
         positions=np.concatenate([np.arange(count) for count in counts]).astype(np.int64),
         edges=position_edges(max(counts)),
-        reference=-_array(runs[0].token_logprobs).astype(np.float64),
+        reference=_losses(runs[0]),
     )
     sizes = np.bincount(tokens.units).astype(np.float64)
     num_units = round(float(effective_units(sizes)))
@@ -289,14 +284,15 @@ class _Tokens:
     reference: np.ndarray
 
 
-def _array(values: Tensor) -> np.ndarray:
-    array: np.ndarray = values.numpy()
-    return array
-
-
 def _is_centered(scales: KVScales | None) -> bool:
     layers = () if scales is None else scales.layers
     return any(layer is not None and layer.k_center for layer in layers)
+
+
+def _losses(run: SettingRun) -> np.ndarray:
+    """Return the loss of each token in nats, float64."""
+    losses: np.ndarray = -run.token_logprobs.numpy().astype(np.float64)
+    return losses
 
 
 def _figures(run: SettingRun, tokens: _Tokens, sample: Sample) -> Figures:
@@ -304,9 +300,9 @@ def _figures(run: SettingRun, tokens: _Tokens, sample: Sample) -> Figures:
     kv = run.config.kv
     names = kv.names()
     spec = run.runner.pool.spec
-    kl = _array(run.token_kl)
-    loss = -_array(run.token_logprobs).astype(np.float64)
-    same = _array(run.token_same)
+    kl: np.ndarray = run.token_kl.numpy()
+    same: np.ndarray = run.token_same.numpy()
+    loss = _losses(run)
     change = loss - tokens.reference
     counts = np.bincount(tokens.units).astype(np.float64)
     sums = unit_sums(tokens.units, change, kl, same)
@@ -319,7 +315,8 @@ def _figures(run: SettingRun, tokens: _Tokens, sample: Sample) -> Figures:
     same_top = float(same.mean())
     of_ratio = None
     if of_change is not None:
-        of_ratio = (float(np.exp(of_change[0])), float(np.exp(of_change[1])))
+        low, high = np.exp(of_change).tolist()
+        of_ratio = (low, high)
     judged = judge(
         (ratio, of_ratio), (kl_mean, of_kl), (same_top, of_same), run.clipped_share, sample
     )

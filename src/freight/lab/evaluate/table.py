@@ -159,7 +159,7 @@ def legend(evaluation: Evaluation) -> str:
     over = evaluation.overview
     of = plural(evaluation.num_documents, "document")
     lines = [
-        f"{evaluation.num_tokens:,} tokens of {over.source} ({of}), {over.window:,} judged together.",
+        f"{evaluation.sample.num_tokens:,} tokens of {over.source} ({of}), {over.window:,} judged together.",
         "KL (nats per token), change and same top are against the first row.",
     ]
     sample = evaluation.sample
