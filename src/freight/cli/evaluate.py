@@ -256,15 +256,13 @@ def evaluate_tasks(
     cache = (args.kv_cache_dtype, args.kv_scales) if args.names_cache else CACHES[0]
     comparison = compare_tasks(args, cache, names, folder, limit, num_fewshot)
     if as_json:
-        facts = [dict(cache) for cache in comparison.caches]
-        scores = [asdict(score) for score in comparison.scores]
-        print(json.dumps({"model": args.model, "caches": facts, "tasks": scores}))
+        print(json.dumps({"model": args.model, **asdict(comparison)}))
         return
     plain, other = comparison.caches
     dtypes = (str(plain["dtype"]), str(other["dtype"]))
-    terminal.say(markdown(as_rows(comparison.scores, dtypes), num_left=2))
+    terminal.say(markdown(as_rows(comparison.tasks, dtypes), num_left=2))
     terminal.say("{dtype}: scales {granularity}, {scale_source}".format_map(other))
-    methods = {score.method for score in comparison.scores}
+    methods = {score.method for score in comparison.tasks}
     if "paired" in methods:
         terminal.say(
             "± is one standard error; the difference's is of the differences by document (paired)."

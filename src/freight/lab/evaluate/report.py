@@ -9,9 +9,8 @@ is computed (`measure`).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
-from freight.base.fields import JsonObject
 from freight.base.tables import markdown
 from freight.base.terminal import OnProgress, unseen
 from freight.cache.pages import Empty
@@ -197,10 +196,6 @@ def pool_for(
     kernels = kernels or opened.kernels(config)
     blocks = spec.blocks_of(length)
     return allocate_pool(spec, config.kv, blocks, kernels, config.device, decoder.rotaries, empty)
-
-
-def as_json(scores: Sequence[CacheScore]) -> list[JsonObject]:
-    return [asdict(score) for score in scores]
 
 
 _COLUMNS = {

@@ -61,8 +61,7 @@ def time_settings(
     """Return the speed of each of `runs`. Their caches and counts stay as they are.
     `on_progress(done, total)` counts the prefill and the contexts.
     """
-    bytes_per_token = max(run.runner.pool.spec.bytes_per_token for run in runs)
-    contexts = contexts_for(runs[0].config.max_model_len, bytes_per_token)
+    contexts = contexts_of(opened, runs[0].config)
     runners = [_runner(opened, run, contexts[-1]) for run in runs]
     count = min(runs[0].config.max_num_batched_tokens, contexts[-1], 512)
     steps = [(0, count, REPEATS // 2)]  # (position, tokens, repeats)

@@ -25,6 +25,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from freight.base.fields import JsonObject
 from freight.errors import ConfigError, RequestError
 from freight.lab.evaluate.report import plain_args
 from freight.llm import LLM
@@ -68,8 +69,8 @@ class TaskComparison:
     `LLM.kv_cache_info`.
     """
 
-    caches: Sequence[Mapping[str, Any]]
-    scores: list[TaskScore]
+    caches: list[JsonObject]
+    tasks: list[TaskScore]
 
 
 def compare_tasks(
