@@ -30,7 +30,7 @@ from freight.settings.engine import EngineArgs
 # E4M3.
 CACHES = [("fp8_e4m3", "auto"), ("fp8_e5m2", "unit")]
 LONG_CACHES = [("fp8_e4m3", "auto"), ("fp8_e4m3", "unit"), ("fp8_e5m2", "unit")]
-LAYER_TOKENS = 16384  # of the text, for `layers`, which runs the model (layers + 1) / 2 times
+
 LEGEND = "KL (nats) and top token are against the first row."
 HELD_OUT = Path(__file__).parent.parent / "demo" / "heldout.txt"
 
@@ -287,18 +287,11 @@ def evaluate_layers(
     Each layer is quantized alone, and the whole is measured beside their sum.
     """
     from freight.lab.evaluate import sensitivity
-    from freight.lab.evaluate.documents import cut_documents, read_documents, window_length
-    from freight.lab.evaluate.perplexity import Window
-    from freight.model.open import OpenModel
+    from freight.lab.evaluate.documents import read_documents
 
     documents = read_documents(data_path(args.model, data), field)
-
-    def windows(opened: OpenModel, longest: int) -> list[Window]:
-        parts = cut_documents(opened, documents, window_length(window, longest), LAYER_TOKENS)
-        return [part.window for part in parts]
-
     with progress("measuring layers") as on_progress:
-        costs = sensitivity.per_layer(args, windows, on_progress)
+        costs = sensitivity.per_layer(args, documents, window, on_progress)
     if as_json:
         print(json.dumps({"model": args.model, **asdict(costs)}))
         return

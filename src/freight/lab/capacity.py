@@ -229,19 +229,6 @@ def _check(wish: Wish, model: ModelConfig) -> int:
     choose("--dtype", wish.dtype, ("auto", *DTYPES))
     choose("--device", wish.device, tuple(MEMORY_SHARE))
     check_states(wish.state_every, wish.state_dtype, EngineArgs.block_size)
-    _check_ranks(wish, model)
-    for flag, value in (("--context", wish.context), ("--concurrency", wish.concurrency)):
-        if value is not None and value < 1:
-            raise ConfigError(f"{flag} {value} must be an integer ≥ 1")
-    if wish.context is not None and wish.context > model.position_limit:
-        raise ConfigError(
-            f"--context {wish.context} is more than {model.limit_words}; use at most {model.position_limit}, or omit it"
-        )
-    return wish.context or model.max_position_embeddings
-
-
-def _check_ranks(wish: Wish, model: ModelConfig) -> None:
-    """Raise ConfigError for a number of ranks that cannot be had."""
     if not 1 <= wish.ranks <= MAX_RANKS:
         raise ConfigError(
             f"--tensor-parallel-size {wish.ranks} must be an integer from 1 to {MAX_RANKS}"
@@ -251,6 +238,14 @@ def _check_ranks(wish: Wish, model: ModelConfig) -> None:
             f"--tensor-parallel-size {wish.ranks} is for CPUs: choose --device cpu, or omit it"
         )
     require_divisible(model, wish.ranks)
+    for flag, value in (("--context", wish.context), ("--concurrency", wish.concurrency)):
+        if value is not None and value < 1:
+            raise ConfigError(f"{flag} {value} must be an integer ≥ 1")
+    if wish.context is not None and wish.context > model.position_limit:
+        raise ConfigError(
+            f"--context {wish.context} is more than {model.limit_words}; use at most {model.position_limit}, or omit it"
+        )
+    return wish.context or model.max_position_embeddings
 
 
 def _settings(

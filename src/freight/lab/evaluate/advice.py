@@ -5,7 +5,7 @@ are safe here.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from operator import attrgetter
 
@@ -157,26 +157,31 @@ def _cache_dtype(run: Figures) -> str:
     return "fp8" if "e4m3" in dtype else dtype
 
 
-# Options of caches and states, which the setting decides and not what was given
-_OF_CACHES = {
-    *("model", "kv_cache_dtype", "kv_scales", "quantization_param_path"),
-    *("kv_cache_dtype_skip_layers", "state_dtype"),
-}
+# Not the options of caches and states, which the setting decides and not what was given
+_SERVED = {field.name for field in fields(EngineArgs)}.difference(
+    ("model", "kv_cache_dtype", "kv_scales", "quantization_param_path"),
+    ("kv_cache_dtype_skip_layers", "state_dtype"),
+)
 
 
 def _serve(args: EngineArgs, cache: Sequence[str], more: Sequence[str]) -> str:
     """Return `freight serve` with the options of `args` that are not at their defaults."""
-    words = ["freight", "serve", args.model, *cache]
+    return shlex.join(["freight", "serve", args.model, *cache, *_options(args, _SERVED), *more])
+
+
+def _options(args: EngineArgs, names: Collection[str]) -> list[str]:
+    """Write those of the options `names` that are not at their defaults."""
+    words = []
     for field in fields(EngineArgs):
         value = getattr(args, field.name)
         flag = as_flag(field.name)
-        if field.name in _OF_CACHES or value == field.default:
+        if field.name not in names or value == field.default:
             continue
         if isinstance(value, bool):
             words.append(flag if value else f"--no-{flag[2:]}")
         else:
             words += [flag, ",".join(value) if isinstance(value, tuple) else str(value)]
-    return shlex.join([*words, *more])
+    return words
 
 
 def _quantize(run: Figures, over: Overview) -> str:
@@ -191,12 +196,7 @@ def _quantize(run: Figures, over: Overview) -> str:
     if text.data:
         words += ["--calibration-data", text.data]
     words += ["--num-samples", str(text.num_samples), "--max-seq-len", str(text.max_seq_len)]
-    if args.revision:
-        words += ["--revision", args.revision]
-    if args.ignore_config_keys:
-        words += [as_flag("ignore_config_keys"), ",".join(args.ignore_config_keys)]
-    if args.device != "auto":
-        words += ["--device", args.device]
+    words += _options(args, ("revision", "ignore_config_keys", "device"))
     return shlex.join(words)
 
 

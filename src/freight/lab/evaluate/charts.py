@@ -280,12 +280,9 @@ def _mark(x: float, y: float, style: int, tip: str = "") -> str:
     return f'<polygon {look} points="{points}">{title}</polygon>'
 
 
-# Strokes of the signs inside of hollow marks, from the middle: a cross, a bar, a plus
-_STROKES = {
-    3: (((-2, -2), (2, 2)), ((-2, 2), (2, -2))),
-    4: (((-3, 0), (3, 0)),),
-    5: (((-2.5, 0), (2.5, 0)), ((0, -2.5), (0, 2.5)), ((0, 0), (0, 0))),
-}
+# Where strokes of the signs inside of hollow marks end; they begin at the opposite of the middle:
+# a cross, a bar, a plus
+_STROKES = {3: ((2, 2), (2, -2)), 4: ((3, 0),), 5: ((2.5, 0), (0, 2.5), (0, 0))}
 
 
 def _sign(x: float, y: float, style: int) -> str:
@@ -294,9 +291,8 @@ def _sign(x: float, y: float, style: int) -> str:
     if style < 12:
         return f'<circle class="{colour} full" cx="{x}" cy="{y}" r="1.6"/>'
     strokes = []
-    for (left, top), (right, bottom) in _STROKES[style // 4]:
-        ends = (y + top, y + bottom)
-        strokes.append(line((x + left, x + right), ends, f'class="{colour}"'))
+    for dx, dy in _STROKES[style // 4]:
+        strokes.append(line((x - dx, x + dx), (y - dy, y + dy), f'class="{colour}"'))
     return "".join(strokes)
 
 

@@ -26,7 +26,6 @@ import torch
 from torch import Tensor
 
 from freight.base.terminal import OnProgress, unseen
-from freight.cache.pool import KVPool
 from freight.engine.prepare import Logits, SequenceSlice
 from freight.engine.runner import ModelRunner
 from freight.errors import ConfigError
@@ -210,26 +209,18 @@ def _ask(
     for start in range(0, len(ids), chunk):
         part = ids[start : start + chunk]
         runner.run([SequenceSlice(part, start, runner.pool.whole, Logits.NONE)])
-    copies = _states_behind(runner.pool, len(ids))
+    states = []  # behind the context, and their copies: a question changes them
+    for layer in runner.pool.states.values():
+        block = (len(ids) - 1) // layer.states.every
+        for part in layer.states.parts.values():
+            states.append((part[block], part[block].clone()))
 
     def answer(question: Question) -> Answer:
-        for state, copy in copies:
+        for state, copy in states:
             state.copy_(copy)
         return _answer(runner, question, len(ids))
 
     return [[answer(question) for question in several] for several in questions]
-
-
-def _states_behind(pool: KVPool, num_tokens: int) -> list[tuple[Tensor, Tensor]]:
-    """Return the states behind so many tokens of a sequence that is alone in the pool, and copies:
-    a question changes them.
-    """
-    copies = []
-    for layer in pool.states.values():
-        block = (num_tokens - 1) // layer.states.every
-        for part in layer.states.parts.values():
-            copies.append((part[block], part[block].clone()))
-    return copies
 
 
 def _answer(runner: ModelRunner, question: Question, start: int) -> Answer:
