@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from freight.base.terminal import OnProgress, unseen
-from freight.cache.pool import PagedKV, PagedState
 from freight.lab.evaluate.documents import Part
 from freight.lab.evaluate.measure import SettingRun, measure
 from freight.lab.evaluate.perplexity import Window
@@ -89,7 +88,7 @@ def _only(first: SettingRun, run: SettingRun, layer: int, length: int) -> Settin
     steps of `length`.
     """
     pool = first.runner.pool
-    layers: dict[int, PagedKV | PagedState] = {}
+    layers = {}
     for index, entry in pool.spec.kept.items():
         kv = run.runner.pool.layers[index]
         if layer in (index, entry.source) and kv is not None:
