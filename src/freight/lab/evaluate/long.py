@@ -212,8 +212,8 @@ def _ask(
     states = []  # behind the context, and their copies: a question changes them
     for layer in runner.pool.states.values():
         block = (len(ids) - 1) // layer.states.every
-        for part in layer.states.parts.values():
-            states.append((part[block], part[block].clone()))
+        for tensor in layer.states.parts.values():
+            states.append((tensor[block], tensor[block].clone()))
 
     def answer(question: Question) -> Answer:
         for state, copy in states:

@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from freight.base.fields import JsonObject
+
 from freight.errors import ConfigError, RequestError
 from freight.lab.evaluate.report import plain_args
 from freight.llm import LLM
@@ -69,7 +69,7 @@ class TaskComparison:
     `LLM.kv_cache_info`.
     """
 
-    caches: list[JsonObject]
+    caches: Sequence[Mapping[str, Any]]
     tasks: list[TaskScore]
 
 
@@ -115,7 +115,7 @@ def compare_tasks(
         )
         results.append(run)
         del llm
-    return TaskComparison(caches, compare_results(*results, aggregations))
+    return TaskComparison(caches, compare_results(results[0], results[1], aggregations))
 
 
 def _harness() -> tuple[Any, Any, Any]:
