@@ -227,8 +227,8 @@ def _answer(runner: ModelRunner, question: Question, start: int) -> Answer:
     """Ask the question behind the `start` tokens that are stored, over the last question's."""
     ids = [*question.key, *question.value[:-1]]
     logits = runner.logits(ids, start, runner.pool.whole)[-len(question.value) :]
-    found = logits.argmax(-1).tolist() == question.value
-    return Answer(found, float(_logprobs(logits, question.value).double().mean()))
+    all_top = logits.argmax(-1).tolist() == question.value
+    return Answer(all_top, float(_logprobs(logits, question.value).double().mean()))
 
 
 def _logprobs(logits: Tensor, targets: Sequence[int]) -> Tensor:
@@ -276,31 +276,31 @@ def _depth(depth: int, contexts: Sequence[RetrievalContext], run: _Run, first: _
     for context in contexts:
         questions = enumerate(context.questions)
         of_depth.append([number for number, question in questions if question.depth == depth])
-    found, logprob, gain = _means(of_depth, run)
-    plain_found, _, plain_gain = _means(of_depth, first)
+    hits, logprob, gain = _means(of_depth, run)
+    plain_hits, _, plain_gain = _means(of_depth, first)
     return DepthScore(
         depth=depth,
         num_questions=sum(map(len, of_depth)),
-        found=estimate(found),
+        found=estimate(hits),
         logprob=estimate(logprob),
         gain=estimate(gain),
-        found_change=_change(found, plain_found),
+        found_change=_change(hits, plain_hits),
         gain_change=_change(gain, plain_gain),
     )
 
 
 def _means(of_depth: Sequence[Sequence[int]], run: _Run) -> tuple[list[float], ...]:
     """Return means of `found`, `logprob` and `gain` by context, whose questions share its cache."""
-    found = []
+    hits = []
     logprob = []
     gain = []
     for index, numbers in enumerate(of_depth):
         known = [run.known[index][number] for number in numbers]
         unknown = [run.unknown[index][number] for number in numbers]
-        found.append(statistics.fmean(answer.found for answer in known))
+        hits.append(statistics.fmean(answer.found for answer in known))
         logprob.append(statistics.fmean(answer.logprob for answer in known))
         gain.append(logprob[-1] - statistics.fmean(answer.logprob for answer in unknown))
-    return found, logprob, gain
+    return hits, logprob, gain
 
 
 def _change(values: Sequence[float], plain: Sequence[float]) -> Estimate:

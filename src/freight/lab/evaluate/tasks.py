@@ -25,7 +25,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-
 from freight.errors import ConfigError, RequestError
 from freight.lab.evaluate.report import plain_args
 from freight.llm import LLM
