@@ -9,7 +9,7 @@ num_heads, num_kv_heads, head_dim]; `rotate_store` [tokens, num_heads + 2 * num_
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -323,6 +323,20 @@ class Bench:
         for page in pages:
             _fill(page)
         return pages, spec.bytes_per_token
+
+
+# The kernel of a case, and what makes it: one exists at a time, as together they are large
+Made = Iterator[tuple[str, partial[Case]]]
+
+
+def selected(made: Made, only: Sequence[str]) -> Made:
+    """Yield the cases of the kernels in `only`; none: all."""
+    return (case for case in made if not only or case[0] in only)
+
+
+def set_of(kernel: str, kernels: KernelSet) -> str:
+    """Return the name of the set that a kernel is measured of."""
+    return "torch" if kernel.startswith("torch") else kernels.name
 
 
 def cache_name(format: Format, granularity: Granularity | None) -> str:
