@@ -184,8 +184,7 @@ def _rows(report: JsonObject) -> str:
         load = "{concurrency} at a time" if row["concurrency"] else "{rate:g}/s"
         cells.append(load.format(**row))
         for figure, unit in (("ttft_ms", 1.0), ("itl_ms", 1.0), ("e2e_ms", 1e3)):
-            cells.append(_text(row[figure]["median"], unit))
-            cells.append(_text(row[figure]["p99"], unit))
+            cells += [_text(row[figure][part], unit) for part in ("median", "p99")]
         cells.append("{output_tokens_per_second:,.1f}".format(**row))
         cells.append("{requests_per_second:,.2f}".format(**row))
         failed = sum(row["errors"].values())

@@ -53,11 +53,11 @@ class Ask:
 
     @property
     def is_messages(self) -> bool:
-        return (
-            not isinstance(self.content, str)
-            and bool(self.content)
-            and isinstance(self.content[0], Mapping)
-        )
+        return not isinstance(self.content, str) and isinstance(self.content[0], Mapping)
+
+    @property
+    def is_token_ids(self) -> bool:
+        return not isinstance(self.content, str) and not self.is_messages
 
 
 class Prompts(Protocol):
