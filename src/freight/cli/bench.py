@@ -233,9 +233,9 @@ def kernels(
     check(EngineArgs(kernels=kernels, threads=threads, device=device))
     positive("--seconds", seconds, "a number of seconds for each row")
     size = _matrix(matrix or "14336x4096")
+    known = KERNEL_NAMES if device == "cpu" else GPU_KERNEL_NAMES
     for name in only or []:
-        if name not in GPU_KERNEL_NAMES or (name not in KERNEL_NAMES and device == "cpu"):
-            known = KERNEL_NAMES if device == "cpu" else GPU_KERNEL_NAMES
+        if name not in known:
             raise ConfigError(f"--only {name!r} is unknown: choose {choices(known)}")
     shape = shape_config(random_weights or "llama-1b")
     from freight.model.config.parse import parse_model_config

@@ -23,7 +23,7 @@ from freight.fp8.formats import Format, Granularity
 from freight.kernels.interface import KernelSet
 from freight.kernels.select import select_kernels
 from freight.lab.bench.cases import Bench, Case, Heads, Made, attention_work, selected, set_of
-from freight.lab.bench.timing import Spread
+from freight.lab.bench.timing import Spread, sampled
 from freight.operands.weight import Activations
 
 CACHES = (
@@ -137,8 +137,8 @@ def seconds_in_graph(call: Callable[[], object], seconds: float, least: int = 10
     # Larger than any cache, and read before each run: what a write leaves in the cache would drain
     # during the run.
     flush = torch.zeros(2**26, dtype=torch.float32, device="cuda")
-    samples: list[float] = []
-    while len(samples) < least or (sum(samples) < seconds and len(samples) < 200):
+
+    def sample() -> float:
         flush.amax()
         begin = torch.cuda.Event(enable_timing=True)
         end = torch.cuda.Event(enable_timing=True)
@@ -146,8 +146,9 @@ def seconds_in_graph(call: Callable[[], object], seconds: float, least: int = 10
         graph.replay()
         end.record()
         end.synchronize()
-        samples.append(begin.elapsed_time(end) / 1e3)
-    return Spread.of(samples)
+        return begin.elapsed_time(end) / 1e3
+
+    return sampled(sample, seconds, least)
 
 
 def copy_bandwidth() -> float:

@@ -202,7 +202,5 @@ def interval(values: Sequence[float], coverage: float = 0.95) -> tuple[float, fl
         """That the median lies between the k-th smallest and the k-th largest, k from 1."""
         return max(0.0, 1.0 - 2.0 * sum(math.comb(n, i) for i in range(k)) / 2.0**n)
 
-    k = 1
-    while 2 * (k + 1) <= n and covered(k + 1) >= coverage:
-        k += 1
+    k = max((k for k in range(2, n // 2 + 1) if covered(k) >= coverage), default=1)
     return ordered[k - 1], ordered[n - k], covered(k)
