@@ -23,7 +23,7 @@ from freight.cache.pool import allocate_pool
 from freight.cache.spec import KVCacheSpec, LayerKVSpec
 from freight.engine.prepare import Logits, SequenceSlice, prepare
 from freight.fp8.cast import torch_dtype
-from freight.fp8.formats import Format, Granularity, ScaleSource
+from freight.fp8.formats import Format, Granularity
 from freight.fp8.scheme import KVScales, LayerScales
 from freight.kernels.interface import KernelSet
 from freight.lab.bench.timing import Spread
@@ -304,19 +304,15 @@ class Bench:
         self, heads: Heads, format: Format, granularity: Granularity | None, blocks: int
     ) -> tuple[list[KVPages], int]:
         """Copies of `blocks` blocks full of random codes, and the bytes of one token."""
-        source = None
         scales = None
         dims = (heads.head_dim, heads.v_dim or heads.head_dim)
-        if granularity is not None and granularity.is_dynamic:
-            source = ScaleSource.DYNAMIC
-        elif granularity is not None:
-            source = ScaleSource.CALIBRATED
+        if granularity is not None and not granularity.is_dynamic:
             k = (SCALE,) * granularity.num_scales(heads.num_kv_heads, dims[0])
             v = (SCALE,) * granularity.num_scales(heads.num_kv_heads, dims[1])
             scales = KVScales((LayerScales(k, v, granularity),), format)
         layer = LayerKVSpec(format, granularity, heads.num_kv_heads, *dims, v_in_k=heads.v_in_k)
         spec = KVCacheSpec((layer,), BLOCK_SIZE)
-        config = KVCacheConfig(format, granularity, source, scales)
+        config = KVCacheConfig(format, granularity, None, scales)
         copies = self._copies(spec.bytes_per_token * blocks * BLOCK_SIZE)
         pools = [allocate_pool(spec, config, (blocks,), self.kernels, self.device) for _ in copies]
         pages = [pool.paged[0].pages for pool in pools]

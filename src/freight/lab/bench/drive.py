@@ -21,7 +21,6 @@ from freight.engine.engine import Engine
 from freight.engine.prepare import SequenceSlice
 from freight.engine.runner import ModelRunner, StepRows
 from freight.fp8.formats import Format
-from freight.fp8.scheme import LinearScheme
 from freight.model.architectures import tensor_names
 from freight.model.config.layer import MoEConfig
 from freight.model.config.model import ModelConfig
@@ -186,50 +185,43 @@ def weight_bytes(
     read, which are not counted; of experts, as many as are chosen on average if all are equally
     likely. `linear_of`: how each module's matrix is quantized; None: all are in `weight_format`.
     """
-    formats = compute_format, weight_format
     online = ONLINE if weight_format.is_quantized else None
 
-    def scheme_of(module: str) -> LinearScheme | None:
-        return linear_of(module) if linear_of else online
+    def matrix_bytes(module: str, values: int, outputs: int) -> int:
+        scheme = linear_of(module) if linear_of else online
+        if scheme is None:
+            return values * compute_format.bytes
+        if scheme.four is not None:
+            return scheme.four.stored_bytes(values)
+        return values * weight_format.bytes + outputs * Format.FLOAT32.bytes
 
     names = tensor_names(model)
+    unread = {names.positions, names.per_layer_table}
+    if not model.tie_word_embeddings:
+        unread.add(names.embedding)
     total = 0
     for name, shape in tensor_shapes(model).items():
-        if name in (names.positions, names.per_layer_table) or (
-            name == names.embedding and not model.tie_word_embeddings
-        ):
+        size = math.prod(shape)
+        if name in unread:
             continue
         if len(shape) == 1 or name.endswith("bias") or name in names.outer:
-            total += math.prod(shape) * compute_format.bytes
-            continue
-        outputs = shape[0] if len(shape) == 2 else shape[0] * shape[2]  # of all experts
-        scheme = scheme_of(name.removesuffix(".weight"))
-        total += _matrix_bytes(math.prod(shape), outputs, scheme, *formats)
+            total += size * compute_format.bytes
+        else:
+            outputs = shape[0] if len(shape) == 2 else shape[0] * shape[2]  # of all experts
+            total += matrix_bytes(name.removesuffix(".weight"), size, outputs)
     for index, layer in enumerate(model.layers):
         moe = layer.feed_forward
         if not isinstance(moe, MoEConfig):
             continue
         channels = moe.expert_channels(model.hidden_size)
-        expert = 0
+        inner = sum(moe.up_sizes)
         prefix = names.layer.format(index) + names.expert.format(0)
-        for module, values, outputs in (
-            (names.expert_gate_up[0], sum(moe.up_sizes) * channels, sum(moe.up_sizes)),
-            (names.expert_down, moe.intermediate_size * channels, channels),
-        ):
-            expert += _matrix_bytes(values, outputs, scheme_of(prefix + module), *formats)
+        expert = matrix_bytes(prefix + names.expert_gate_up[0], inner * channels, inner)
+        down = moe.intermediate_size * channels
+        expert += matrix_bytes(prefix + names.expert_down, down, channels)
         left_out = (1 - moe.routing.top_k / moe.num_experts) ** num_rows
         total -= round(moe.num_experts * expert * left_out)
     return total
-
-
-def _matrix_bytes(
-    values: int, outputs: int, scheme: LinearScheme | None, compute: Format, weights: Format
-) -> int:
-    if scheme is None:
-        return values * compute.bytes
-    if scheme.four is not None:
-        return scheme.four.stored_bytes(values)
-    return values * weights.bytes + outputs * Format.FLOAT32.bytes
 
 
 def linears_of(opened: OpenModel, config: EngineConfig) -> LinearOf | None:
