@@ -20,6 +20,8 @@ import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
+from operator import truediv
 
 from freight.base.fields import JsonObject
 from freight.base.terminal import OnProgress, unseen
@@ -128,39 +130,40 @@ def measure_drafts(
     if not most:
         raise ConfigError("--text compares with drafts: give --speculate, on a CPU")
     has_drafts = engine.scheduler.drafts_beside(batch_size) > 0
-    rates: dict[int, list[float]] = {0: [], most: []}
-    steps: dict[int, list[StepRecord]] = {0: [], most: []}
+    runs: dict[int, list[list[StepRecord]]] = {0: [], most: []}
     before = engine.stats()
     for pair in counted(repeats + 1, on_progress):
         for drafts in (0, most) if pair % 2 else (most, 0):
             engine.scheduler.most_drafts = drafts
-            timed = _run(engine, texts[pair % len(texts)], batch_size)
-            if pair:
-                rates[drafts].append(token_rate(timed))
-                steps[drafts] += timed
+            steps = _run(engine, texts[pair % len(texts)], batch_size)
+            if pair:  # the first warms up
+                runs[drafts].append(steps)
     engine.scheduler.most_drafts = most  # of the drafted runs, whichever came last
     stats = engine.stats()
-    speedups = [after / rate for rate, after in zip(rates[0], rates[most], strict=True)]
+    plain = list(map(token_rate, runs[0]))
+    drafted = list(map(token_rate, runs[most]))
     figures = {
-        "plain_tokens_per_second": Spread.of(rates[0]),
-        "drafted_tokens_per_second": Spread.of(rates[most]),
-        "speedup": Spread.of(speedups),
+        "plain_tokens_per_second": Spread.of(plain),
+        "drafted_tokens_per_second": Spread.of(drafted),
+        "speedup": Spread.of(list(map(truediv, drafted, plain))),
     }
     drafting = 0.0
     if has_drafts:
         drafting = _drafting_seconds(texts, most) * batch_size
     num_drafted = stats.drafted - before.drafted
-    num_tokens = sum(step.num_tokens for step in steps[most])
-    seconds = sum(step.seconds for step in steps[0])
+    plain_steps = list(chain(*runs[0]))
+    drafted_steps = list(chain(*runs[most]))
+    num_tokens = sum(step.num_tokens for step in drafted_steps)
+    seconds = sum(step.seconds for step in plain_steps)
     return describe_run(opened, engine, config, name) | {
         "text": text,
         "batch_size": batch_size,
         "repeats": repeats,
         "output_len": max(len(part.answer) for part in texts),
         "tokens": num_tokens,
-        "tokens_per_step": num_tokens / len(steps[most]) / batch_size,
+        "tokens_per_step": num_tokens / len(drafted_steps) / batch_size,
         "accepted_fraction": (stats.accepted - before.accepted) / max(num_drafted, 1),
-        "drafting_fraction": drafting * len(steps[0]) / seconds,
+        "drafting_fraction": drafting * len(plain_steps) / seconds,
         **medians(figures),
     }
 

@@ -10,7 +10,7 @@ shape, and counted in a line below.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 
 import numpy as np
@@ -18,7 +18,7 @@ import numpy as np
 from freight.base.svg import LogAxis, framed, line, styled, text
 from freight.lab.bench.answers import Answer
 from freight.lab.bench.load import Level
-from freight.lab.bench.serving_figures import Run, Samples, answers_of, percentiles
+from freight.lab.bench.serving_figures import Run, Samples, percentiles
 
 WIDTH = 1120
 _LEFT = 104  # pixels; _ROW is the height of one load
@@ -52,7 +52,7 @@ def serving_picture(title: str, runs: Sequence[Run]) -> str:
     for run in runs:
         of_server = answers.setdefault(run.url, {level: [] for level in levels})
         of_server[run.level] += run.answers
-    failed = _failed(runs)
+    failed = _failed(answers)
     height = _TOP + _ROW * len(levels) + _BOTTOM
     parts = list(_legend(answers))
     for index, level in enumerate(levels):
@@ -71,15 +71,14 @@ def serving_picture(title: str, runs: Sequence[Run]) -> str:
     return framed(title, WIDTH, height, _STYLE, parts)
 
 
-def _failed(runs: Sequence[Run]) -> list[str]:
+def _failed(answers: Mapping[str, Mapping[Level, Sequence[Answer]]]) -> list[str]:
     """Return what the shapes leave out, by server; empty where every request was answered."""
-    urls = list(dict.fromkeys(run.url for run in runs))
     parts = []
-    for url in urls:
-        answers = answers_of(run for run in runs if run.url == url)
-        if bad := sum(bool(answer.error) for answer in answers):
-            server = f" of {url}" if len(urls) > 1 else ""
-            parts.append(f"{bad:,} of {len(answers):,} requests{server}")
+    for url, of_server in answers.items():
+        errors = [answer.error for answer in chain(*of_server.values())]
+        if bad := sum(map(bool, errors)):
+            server = f" of {url}" if len(answers) > 1 else ""
+            parts.append(f"{bad:,} of {len(errors):,} requests{server}")
     return parts
 
 
