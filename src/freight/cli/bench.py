@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -150,6 +150,7 @@ def throughput(
     """
     caches = compare or []
     sizes = (num_requests, input_len, output_len, repeats)
+    table: Callable[[JsonObject], str] = _table
     is_compared = bool(caches or compare_memory or picture)
     if is_compared:
         _check_compared(args, caches, compare_memory or [], picture)
@@ -157,14 +158,14 @@ def throughput(
         if is_compared:
             from freight.lab.bench.caches import as_table, measure_caches
 
+            table = as_table
             memories = compare_memory or (args.kv_cache_memory,)
             figures = measure_caches(opened, name, caches, memories, *sizes, on_progress)
         else:
             from freight.lab.bench.throughput import measure_throughput
 
-            as_table = _table
             figures = measure_throughput(opened, name, *sizes, on_progress)
-    print(json.dumps(figures) if as_json else as_table(figures), flush=True)
+    print(json.dumps(figures) if as_json else table(figures), flush=True)
     if picture is not None:
         from freight.lab.bench.cache_picture import cache_picture
 

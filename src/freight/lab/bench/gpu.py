@@ -146,7 +146,8 @@ def seconds_in_graph(call: Callable[[], object], seconds: float, least: int = 10
         graph.replay()
         end.record()
         end.synchronize()
-        return begin.elapsed_time(end) / 1e3
+        milliseconds: float = begin.elapsed_time(end)
+        return milliseconds / 1e3
 
     return sampled(sample, seconds, least)
 

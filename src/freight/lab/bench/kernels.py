@@ -89,11 +89,10 @@ def _cases(
         yield "attention", partial(bench.attention, 1, 1, context, heads, *cache)
     for cache in caches:
         yield "rotate_store", partial(bench.rotate_store, max(rows), heads, *cache)
-    if isinstance(mixer, LatentConfig):  # the products of its heads
-        for count, size in product(
-            rows, ((mixer.latent, mixer.nope), (mixer.head_size, mixer.latent))
-        ):
-            yield "by_head", partial(bench.by_head, count, (mixer.num_heads, *size))
+    if isinstance(mixer, LatentConfig):
+        of_heads = ((mixer.latent, mixer.nope), (mixer.head_size, mixer.latent))
+        for count, shape in product(rows, of_heads):
+            yield "by_head", partial(bench.by_head, count, (mixer.num_heads, *shape))
 
 
 def linear_shapes(model: ModelConfig) -> list[tuple[int, int]]:

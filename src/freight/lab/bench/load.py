@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from freight.base.fields import JsonObject
+from freight.base.fields import JsonDict
 from freight.lab.bench.answers import Answer, AnswerStream
 from freight.lab.bench.http_stream import Address, Connection, OnBody, StreamError
 from freight.lab.bench.prompts import Ask, Prompts
@@ -52,7 +52,7 @@ class Target:
         options = {"include_usage": True}
         if self.continuous_usage:
             options["continuous_usage_stats"] = True
-        body: JsonObject = {
+        body: JsonDict = {
             "model": self.model,
             "max_tokens": ask.max_tokens,
             "temperature": 0.0,
