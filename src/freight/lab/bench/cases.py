@@ -169,7 +169,7 @@ class Bench:
         scale_a = x.scale[:, None]
         scale_b = torch.full((1, out_features), SCALE, dtype=torch.float32, device=self.device)
         if self.device == "cpu":
-            scale_a = torch.ones((), dtype=torch.float32)
+            scale_a = torch.ones((), dtype=torch.float32, device=self.device)
             scale_b = scale_a
 
         def call(weight: Tensor) -> Tensor:

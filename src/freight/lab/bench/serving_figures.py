@@ -143,17 +143,17 @@ def ratios(runs: Sequence[Run]) -> list[JsonObject]:
     within a round.
     """
     report: list[JsonObject] = []
-    first, *others = dict.fromkeys(run.url for run in runs)
+    first, *peers = dict.fromkeys(run.url for run in runs)
     for level in dict.fromkeys(run.level for run in runs):
         rounds: dict[int, dict[str, _Compared]] = defaultdict(dict)
         for run in runs:
             if run.level == level:
                 rounds[run.round][run.url] = _compared(run)
-        for other, (figure, more_is_better) in product(others, COMPARED.items()):
+        for peer, (figure, more_is_better) in product(peers, COMPARED.items()):
             values = []
             for row in rounds.values():
                 mine = row[first][figure]
-                theirs = row[other][figure]
+                theirs = row[peer][figure]
                 if mine and theirs:
                     values.append(mine / theirs)
             if not values:
@@ -163,7 +163,7 @@ def ratios(runs: Sequence[Run]) -> list[JsonObject]:
                 {
                     "level": str(level),
                     "of": first,
-                    "to": other,
+                    "to": peer,
                     "figure": figure,
                     "ratio": statistics.median(values),
                     "low": low,
