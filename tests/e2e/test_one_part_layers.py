@@ -25,7 +25,6 @@ from freight import LLM, SamplingParams
 from freight.errors import CheckpointError, ConfigError
 from freight.lab.capacity import Wish, make_plan
 from freight.lab.evaluate.grid import GridArgs, evaluate_grid
-from freight.lab.evaluate.perplexity import Window
 from freight.lab.evaluate.report import compare_caches
 from freight.lab.evaluate.sensitivity import per_layer
 from freight.model.config.family import Family
@@ -190,7 +189,7 @@ def test_evaluation_says_the_same(folders: tuple[Path, Path]) -> None:
 
 
 def test_evaluation_by_layer_leaves_out_what_has_no_cache(folders: tuple[Path, Path]) -> None:
-    found = [per_layer(args, lambda opened, longest: [Window(IDS, [])]) for args in both(folders)]
+    found = [per_layer(args, [IDS]) for args in both(folders)]
     assert [layer.layer for layer in found[1].layers] == [0, 2, 3]
     assert {layer.layer: layer.kl for layer in found[0].layers} | {FED: 0.0} == {
         layer.layer: layer.kl for layer in found[1].layers

@@ -42,7 +42,7 @@ def evaluation(request: pytest.FixtureRequest) -> Evaluation:
 
 
 def test_each_format_keeps_its_bound(evaluation: Evaluation) -> None:
-    bounds = BOUNDS[Path(evaluation.overview.model).name]
+    bounds = BOUNDS[Path(evaluation.overview.args.model).name]
     found = {
         run.state_dtype: run.kl_mean for run in evaluation.runs if run.name.startswith("states ")
     }

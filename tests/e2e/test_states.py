@@ -41,7 +41,6 @@ from freight.errors import ConfigError
 from freight.lab.capacity import Wish, as_json, make_plan
 from freight.lab.evaluate import long
 from freight.lab.evaluate.grid import GridArgs, evaluate_grid
-from freight.lab.evaluate.perplexity import Window
 from freight.lab.evaluate.report import cache_run, compare_caches
 from freight.lab.evaluate.retrieval import Question, RetrievalContext
 from freight.lab.evaluate.sensitivity import per_layer
@@ -303,9 +302,7 @@ def test_the_whole_evaluation_runs(folder: Path, tmp_path: Path) -> None:
     assert len(by_layer) == 2
     assert all(layers[0] == layers[2] == 0.0 < min(layers[1], layers[3]) for layers in by_layer)
     assert all((one.decode_tokens_per_second or 0) > 0 for one in runs)
-    found = per_layer(
-        EngineArgs(str(folder), skip_tokenizer_init=True), lambda opened, longest: [Window(IDS, [])]
-    )
+    found = per_layer(EngineArgs(str(folder), skip_tokenizer_init=True), [IDS])
     assert [layer.layer for layer in found.layers] == [1, 3]
 
 

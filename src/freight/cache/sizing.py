@@ -37,14 +37,16 @@ def bytes_of_request(spec: KVCacheSpec, num_tokens: int, step_tokens: int) -> in
     return spec.bytes_of(blocks_of_request(spec, num_tokens, step_tokens))
 
 
-def longest_request(spec: KVCacheSpec, memory: int, limit: int, step_tokens: int) -> int:
-    """Return the tokens of the longest request that fits into `memory` bytes, a multiple of the
-    block size. The search ends at the first length of `limit` or more.
+def longest_request(
+    spec: KVCacheSpec, memory: int, limit: int, step_tokens: int, num_seqs: int = 1
+) -> int:
+    """Return the tokens of the longest request of which `num_seqs` fit into `memory` bytes at once,
+    a multiple of the block size. The search ends at the first length of `limit` or more.
     """
     size = spec.block_size
     lengths = range(size, limit + size, size)
     return size * bisect_right(
-        lengths, memory, key=lambda length: bytes_of_request(spec, length, step_tokens)
+        lengths, memory, key=lambda length: held_memory(spec, length, num_seqs, step_tokens)
     )
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -111,18 +111,17 @@ def latency(
         choose("--text", text, TEXTS)
         if not args.asks_for_drafts:
             args = replace(args, speculate=DEFAULT_DRAFTS)
-        with _measuring(args, random_weights) as (opened, name, on_progress):
+    with _measuring(args, random_weights) as (opened, name, on_progress):
+        if text is None:
+            from freight.lab.bench.latency import measure_latency
+
+            sizes = (batch_size, input_len, output_len or 33, repeats)
+            figures = measure_latency(opened, name, *sizes, on_progress)
+        else:
             from freight.lab.bench.drafts import measure_drafts
 
             drafted = (batch_size, repeats, output_len)
             figures = measure_drafts(opened, name, text, *drafted, on_progress)
-        print(json.dumps(figures) if as_json else _table(figures))
-        return
-    sizes = (batch_size, input_len, output_len or 33, repeats)
-    with _measuring(args, random_weights) as (opened, name, on_progress):
-        from freight.lab.bench.latency import measure_latency
-
-        figures = measure_latency(opened, name, *sizes, on_progress)
     print(json.dumps(figures) if as_json else _table(figures))
 
 
@@ -151,22 +150,25 @@ def throughput(
     """
     caches = compare or []
     sizes = (num_requests, input_len, output_len, repeats)
-    if not (caches or compare_memory or picture):
-        with _measuring(args, random_weights) as (opened, name, on_progress):
+    table: Callable[[JsonObject], str] = _table
+    is_compared = bool(caches or compare_memory or picture)
+    if is_compared:
+        _check_compared(args, caches, compare_memory or [], picture)
+    with _measuring(args, random_weights) as (opened, name, on_progress):
+        if is_compared:
+            from freight.lab.bench.caches import as_table, measure_caches
+
+            table = as_table
+            memories = compare_memory or (args.kv_cache_memory,)
+            figures = measure_caches(opened, name, caches, memories, *sizes, on_progress)
+        else:
             from freight.lab.bench.throughput import measure_throughput
 
             figures = measure_throughput(opened, name, *sizes, on_progress)
-        print(json.dumps(figures) if as_json else _table(figures))
-        return
-    _check_compared(args, caches, compare_memory or [], picture)
-    with _measuring(args, random_weights) as (opened, name, on_progress):
-        from freight.lab.bench.cache_picture import cache_picture
-        from freight.lab.bench.caches import as_table, measure_caches
-
-        memories = compare_memory or (args.kv_cache_memory,)
-        figures = measure_caches(opened, name, caches, memories, *sizes, on_progress)
-    print(json.dumps(figures) if as_json else as_table(figures), flush=True)
+    print(json.dumps(figures) if as_json else table(figures), flush=True)
     if picture is not None:
+        from freight.lab.bench.cache_picture import cache_picture
+
         write_picture(picture, cache_picture(figures))
 
 
@@ -232,9 +234,9 @@ def kernels(
     check(EngineArgs(kernels=kernels, threads=threads, device=device))
     positive("--seconds", seconds, "a number of seconds for each row")
     size = _matrix(matrix or "14336x4096")
+    known = KERNEL_NAMES if device == "cpu" else GPU_KERNEL_NAMES
     for name in only or []:
-        if name not in GPU_KERNEL_NAMES or (name not in KERNEL_NAMES and device == "cpu"):
-            known = KERNEL_NAMES if device == "cpu" else GPU_KERNEL_NAMES
+        if name not in known:
             raise ConfigError(f"--only {name!r} is unknown: choose {choices(known)}")
     shape = shape_config(random_weights or "llama-1b")
     from freight.model.config.parse import parse_model_config
@@ -313,40 +315,36 @@ def _measuring(
     args: EngineArgs, random_weights: str | None
 ) -> Iterator[tuple[OpenModel, str, OnProgress]]:
     """Yield the model to measure, what to call it, and a bar, with the threads that were asked for."""
-    opened, name = _open(args, random_weights)
-    with choose_threads(args.threads, opened.device.cores), progress("measuring") as on_progress:
-        yield opened, name, on_progress
-
-
-def _open(args: EngineArgs, random_weights: str | None) -> tuple[OpenModel, str]:
-    """Return the model to measure, and what to call it."""
     log_to_stderr()
     if random_weights is None:
         from freight.model.open import open_model
 
-        return open_model(args), args.model
-    check_random_weights(args.model, random_weights)  # before torch is loaded
-    from freight.model.open import open_random
+        opened = open_model(args)
+    else:
+        check_random_weights(args.model, random_weights)  # before torch is loaded
+        from freight.model.open import open_random
 
-    return open_random(args, random_weights), random_weights
+        opened = open_random(args, random_weights)
+    name = random_weights or args.model
+    with choose_threads(args.threads, opened.device.cores), progress("measuring") as on_progress:
+        yield opened, name, on_progress
 
 
 def _table(figures: JsonObject) -> str:
     """Write a line for each figure, and for each part of one, with its spread where it has one."""
     rows: list[Sequence[str]] = [("figure", "value", "from", "to")]
+    spreads = figures["spread"]
     for name, value in figures.items():
         if name == "spread":
             continue
+        parts = {name: value}
         if isinstance(value, dict):
-            for key, part in value.items():
-                if part is not None:
-                    rows.append((f"{name}.{key}", _text(f"{name}.{key}", part), "", ""))
-        elif name in figures["spread"]:
-            spread = figures["spread"][name]
-            ends = (_text(name, spread["low"]), _text(name, spread["high"]))
-            rows.append((name, _text(name, value), *ends))
-        else:
-            rows.append((name, _text(name, value), "", ""))
+            parts = {f"{name}.{key}": part for key, part in value.items() if part is not None}
+        ends = ["", ""]
+        if name in spreads:
+            ends = [_text(name, spreads[name][end]) for end in ("low", "high")]
+        for label, part in parts.items():
+            rows.append((label, _text(label, part), *ends))
     return markdown(rows, num_left=4)
 
 

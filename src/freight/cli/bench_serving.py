@@ -19,6 +19,7 @@ from freight.base.terminal import progress
 from freight.cli.options import Json, option
 from freight.cli.picture import check_picture, write_picture
 from freight.errors import ConfigError, choices
+from freight.lab.columns import text_rows
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 
@@ -184,8 +185,7 @@ def _rows(report: JsonObject) -> str:
         load = "{concurrency} at a time" if row["concurrency"] else "{rate:g}/s"
         cells.append(load.format(**row))
         for figure, unit in (("ttft_ms", 1.0), ("itl_ms", 1.0), ("e2e_ms", 1e3)):
-            cells.append(_text(row[figure]["median"], unit))
-            cells.append(_text(row[figure]["p99"], unit))
+            cells += [_text(row[figure][part], unit) for part in ("median", "p99")]
         cells.append("{output_tokens_per_second:,.1f}".format(**row))
         cells.append("{requests_per_second:,.2f}".format(**row))
         failed = sum(row["errors"].values())
@@ -231,14 +231,19 @@ def _notes(report: JsonObject) -> list[str]:
     return notes
 
 
+_RATIOS = {
+    "figure": "{0[figure]} over {0[to]}",
+    "load": "{0[level]}",
+    "ratio": "{0[ratio]:.3f}",
+    "interval": "{0[low]:.3f} to {0[high]:.3f} ({0[coverage]:.1%})",
+    "better": "{0[better]}",
+}
+
+
 def _ratios(report: JsonObject) -> str:
-    url = report["rows"][0]["url"]
-    rounds = report["rounds"]
-    rows = [("figure", "load", "ratio", "interval", "better")]
+    rows = []
     for row in report["ratios"]:
-        within = f"{row['low']:.3f} to {row['high']:.3f} ({row['coverage']:.1%})"
-        better = "above 1" if row["more_is_better"] else "below 1"
-        figure = f"{row['figure']} over {row['to']}"
-        rows.append((figure, row["level"], f"{row['ratio']:.3f}", within, better))
-    title = f"{url} over the others: medians of the ratios of {rounds} rounds"
-    return f"{title}\n{markdown(rows, num_left=2)}"
+        rows.append(row | {"better": "above 1" if row["more_is_better"] else "below 1"})
+    url = report["rows"][0]["url"]
+    title = f"{url} over the others: medians of the ratios of {report['rounds']} rounds"
+    return f"{title}\n{markdown(text_rows(_RATIOS, rows), num_left=2)}"

@@ -7,6 +7,7 @@ figure is computed now.
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from typing import Annotated
 
 import typer
@@ -33,7 +34,7 @@ def demo(
     Three prompts with a 16-bit and with FP8 KV caches, then what the FP8 caches cost and save on
     held-out text.
     """
-    from freight.lab.evaluate.report import as_json as rows
+
     from freight.lab.evaluate.report import as_table, compare_caches
     from freight.llm import LLM
     from freight.sampling import SamplingParams
@@ -54,7 +55,8 @@ def demo(
     with progress("measuring on held-out text") as on_progress:
         scores = compare_caches(EngineArgs(model="demo"), CACHES, text, on_progress=on_progress)
     if as_json:
-        print(json.dumps({"prompts": PROMPTS, "completions": texts, "caches": rows(scores)}))
+        caches = [asdict(score) for score in scores]
+        print(json.dumps({"prompts": PROMPTS, "completions": texts, "caches": caches}))
         return
     typer.echo(f"\n{as_table(scores)}")
     typer.echo(f"{scores[0].num_tokens:,} tokens that the model has not seen. {LEGEND}")

@@ -30,7 +30,7 @@ from freight.settings.engine import EngineArgs
 # E4M3.
 CACHES = [("fp8_e4m3", "auto"), ("fp8_e5m2", "unit")]
 LONG_CACHES = [("fp8_e4m3", "auto"), ("fp8_e4m3", "unit"), ("fp8_e5m2", "unit")]
-LAYER_TOKENS = 16384  # of the text, for `layers`, which runs the model (layers + 1) / 2 times
+
 LEGEND = "KL (nats) and top token are against the first row."
 HELD_OUT = Path(__file__).parent.parent / "demo" / "heldout.txt"
 
@@ -55,8 +55,14 @@ def _named(args: Sequence[str], measurements: Iterable[str]) -> list[str]:
     A folder called as a sub-command is ./long. Where its name and a flag come together, as in
     `long --long`, which no sub-command takes, the name is MODEL.
     """
-    flags = [arg.partition("=")[0].replace("_", "-") for arg in args]
-    chosen = {_FLAGS[flag] for flag in flags if flag in _FLAGS}
+    chosen = set()
+    arguments = []
+    for arg in args:
+        flag = arg.partition("=")[0].replace("_", "-")
+        if flag in _FLAGS:
+            chosen.add(_FLAGS[flag])
+        if arg.replace("_", "-") not in _DROPPED:
+            arguments.append(arg)
     first = args[0] if args else ""
     named = first in measurements and (not chosen or (first, chosen) == ("tasks", {"tasks"}))
     if named or first in ("-h", "--help"):
@@ -65,7 +71,6 @@ def _named(args: Sequence[str], measurements: Iterable[str]) -> list[str]:
         raise ConfigError(
             "--tasks, --long and --per-layer are different measurements: give one of them"
         )
-    arguments = [arg for arg in args if arg.replace("_", "-") not in _DROPPED]
     return [*(chosen or {"caches"}), *arguments]
 
 
@@ -87,45 +92,6 @@ Data = Annotated[
 ]
 Field = Annotated[str, option("NAME", "The field of a JSONL line that has its text.")]
 Tokens = Annotated[int | None, option("TOKENS", "Tokens judged together.", min=2)]
-MaxTokens = Annotated[
-    int | None,
-    option("COUNT", "Judge the first tokens only.", "--max-tokens", "--tokens", min=2),
-]
-Caches = Annotated[
-    str | None,
-    option("LIST", "Of unit,tensor,head,channel,token,group,e5m2,centered,int8."),
-]
-States = Annotated[
-    str | None,
-    option("LIST", "Formats of recurrent states to measure: float32,bfloat16,int8,fp8."),
-]
-Weights = Annotated[
-    str | None,
-    option("LIST", "Weights to measure as well: fp8[-channel|-block],int8,int4[-64|-32],mxfp4."),
-]
-CalibrationData = Annotated[
-    str | None,
-    option("FILE", "Text for static scales that the checkpoint does not have."),
-]
-Noise = Annotated[
-    bool | None,
-    typer.Option(
-        "--noise/--no-noise",
-        help="Measure what computing in 16 bits costs by itself; default: where float32 weights take 4 GiB at most.",
-    ),
-]
-KLByLayer = Annotated[
-    bool,
-    typer.Option(
-        "--kl-by-layer",
-        help="Measure the KL of each layer alone as well: a pass for every layer of every cache.",
-    ),
-]
-Speed = Annotated[bool, typer.Option(help="Time prefill and decoding.")]
-Report = Annotated[
-    Path | None,
-    option("DIR", "Write report.html, report.md with its charts, and report.json."),
-]
 
 
 @app.command("caches", cls=Command)
@@ -135,15 +101,48 @@ def evaluate_caches(
     data: Data = None,
     field: Field = "text",
     window: Tokens = None,
-    max_tokens: MaxTokens = None,
-    caches: Caches = None,
-    states: States = None,
-    weights: Weights = None,
-    calibration_data: CalibrationData = None,
-    speed: Speed = True,
-    noise: Noise = None,
-    kl_by_layer: KLByLayer = False,
-    report: Report = None,
+    max_tokens: Annotated[
+        int | None,
+        option("COUNT", "Judge the first tokens only.", "--max-tokens", "--tokens", min=2),
+    ] = None,
+    caches: Annotated[
+        str | None,
+        option("LIST", "Of unit,tensor,head,channel,token,group,e5m2,centered,int8."),
+    ] = None,
+    states: Annotated[
+        str | None,
+        option("LIST", "Formats of recurrent states to measure: float32,bfloat16,int8,fp8."),
+    ] = None,
+    weights: Annotated[
+        str | None,
+        option(
+            "LIST", "Weights to measure as well: fp8[-channel|-block],int8,int4[-64|-32],mxfp4."
+        ),
+    ] = None,
+    calibration_data: Annotated[
+        str | None,
+        option("FILE", "Text for static scales that the checkpoint does not have."),
+    ] = None,
+    speed: Annotated[bool, typer.Option(help="Time prefill and decoding.")] = True,
+    noise: Annotated[
+        bool | None,
+        typer.Option(
+            "--noise/--no-noise",
+            help="Measure what computing in 16 bits costs by itself; "
+            "default: where float32 weights take 4 GiB at most.",
+        ),
+    ] = None,
+    kl_by_layer: Annotated[
+        bool,
+        typer.Option(
+            "--kl-by-layer",
+            help="Measure the KL of each layer alone as well: a pass for every layer of every cache.",
+        ),
+    ] = False,
+    report: Annotated[
+        Path | None,
+        option("DIR", "Write report.html, report.md with its charts, and report.json."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Compare caches over a text, and say which to take.
@@ -155,12 +154,11 @@ def evaluate_caches(
     if report is not None:
         require_writable(report)
     log_to_stderr()
-    from freight.lab.evaluate.advice import advice, why_not
     from freight.lab.evaluate.advice import as_json as to_json
+    from freight.lab.evaluate.advice import summary
     from freight.lab.evaluate.documents import read_documents
     from freight.lab.evaluate.grid import GridArgs, evaluate_grid
     from freight.lab.evaluate.report_page import write_report
-    from freight.lab.evaluate.table import SPEED, legend, speed_table, table, words
 
     grid = GridArgs(
         caches=_list(caches),
@@ -178,28 +176,14 @@ def evaluate_caches(
     # Printed before it is written: a disk that is full must not take the measurement
     if as_json:
         print(json.dumps(to_json(evaluation)), flush=True)
-        if report is not None:
-            with writing("--report"):
-                write_report(evaluation, report)
-        return
-    for warning in evaluation.warnings:
-        terminal.say(f"warning: {warning}")
-    terminal.say(table(evaluation))
-    if grid.speed:
-        terminal.say(f"\n{SPEED}\n\n{speed_table(evaluation)}\n")
-    over = evaluation.overview
-    size = f"weights: {over.weight_bytes:,} bytes in {over.weight_dtype}"
-    terminal.say(f"{size}, embedding and head {over.embedding_bytes:,} bytes")
-    terminal.say(legend(evaluation))
-    for word, meaning in words(evaluation):
-        terminal.say(f"  {word}: {meaning}")
-    for line in why_not(evaluation):
-        terminal.say(line)
-    terminal.say(str(advice(evaluation)))
+    else:
+        for line in summary(evaluation):
+            terminal.say(line)
     if report is not None:
         with writing("--report"):
             write_report(evaluation, report)
-        terminal.say(f"report: {report / 'report.html'}")
+        if not as_json:
+            terminal.say(f"report: {report / 'report.html'}")
 
 
 @app.command("long", cls=Command)
@@ -227,14 +211,12 @@ def evaluate_long(
         retrieval_rows,
     )
 
-    asked = _asked(args)
     text = None
     if data is not None or args.model == "demo":
         text = "\n\n".join(read_documents(data_path(args.model, data), field))
+    caches = [(args.kv_cache_dtype, args.kv_scales)] if args.names_cache else LONG_CACHES
     with progress("evaluating") as on_progress:
-        scores = compare_long(
-            args, [asked] if asked else LONG_CACHES, text, window, contexts, on_progress=on_progress
-        )
+        scores = compare_long(args, caches, text, window, contexts, on_progress=on_progress)
     if as_json:
         runs = [asdict(score) for score in scores]
         print(
@@ -271,18 +253,16 @@ def evaluate_tasks(
 
     names = [name.strip() for name in tasks.split(",") if name.strip()]
     folder = None if include_path is None else str(include_path)
-    comparison = compare_tasks(args, _asked(args) or CACHES[0], names, folder, limit, num_fewshot)
+    cache = (args.kv_cache_dtype, args.kv_scales) if args.names_cache else CACHES[0]
+    comparison = compare_tasks(args, cache, names, folder, limit, num_fewshot)
     if as_json:
-        facts = [dict(cache) for cache in comparison.caches]
-        scores = [asdict(score) for score in comparison.scores]
-        print(json.dumps({"model": args.model, "caches": facts, "tasks": scores}))
+        print(json.dumps({"model": args.model, **asdict(comparison)}))
         return
     plain, other = comparison.caches
-    first = str(plain["dtype"])
-    second = str(other["dtype"])
-    terminal.say(markdown(as_rows(comparison.scores, (first, second)), num_left=2))
-    terminal.say(f"{second}: scales {other['granularity']}, {other['scale_source']}")
-    methods = {score.method for score in comparison.scores}
+    dtypes = (str(plain["dtype"]), str(other["dtype"]))
+    terminal.say(markdown(as_rows(comparison.tasks, dtypes), num_left=2))
+    terminal.say("{dtype}: scales {granularity}, {scale_source}".format_map(other))
+    methods = {score.method for score in comparison.tasks}
     if "paired" in methods:
         terminal.say(
             "± is one standard error; the difference's is of the differences by document (paired)."
@@ -307,18 +287,11 @@ def evaluate_layers(
     Each layer is quantized alone, and the whole is measured beside their sum.
     """
     from freight.lab.evaluate import sensitivity
-    from freight.lab.evaluate.documents import cut_documents, read_documents, window_length
-    from freight.lab.evaluate.perplexity import Window
-    from freight.model.open import OpenModel
+    from freight.lab.evaluate.documents import read_documents
 
     documents = read_documents(data_path(args.model, data), field)
-
-    def windows(opened: OpenModel, longest: int) -> list[Window]:
-        parts = cut_documents(opened, documents, window_length(window, longest), LAYER_TOKENS)
-        return [part.window for part in parts]
-
     with progress("measuring layers") as on_progress:
-        costs = sensitivity.per_layer(args, windows, on_progress)
+        costs = sensitivity.per_layer(args, documents, window, on_progress)
     if as_json:
         print(json.dumps({"model": args.model, **asdict(costs)}))
         return
@@ -326,16 +299,6 @@ def evaluate_layers(
     terminal.say(
         f"KL in nats against an unquantized cache, over the first {costs.num_tokens:,} tokens; one layer at a time"
     )
-
-
-def _asked(args: EngineArgs) -> tuple[str, str] | None:
-    """Return the cache that the options name, as format and source of scales; None where they name
-    none.
-    """
-    named = (
-        args.quantization_param_path or args.kv_scales != "auto" or args.kv_cache_dtype != "auto"
-    )
-    return (args.kv_cache_dtype, args.kv_scales) if named else None
 
 
 def _list(text: str | None) -> tuple[str, ...] | None:

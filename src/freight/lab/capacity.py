@@ -203,17 +203,14 @@ def make_plan(
             f"{size(least.loaded.total * wish.ranks, up=True)} in "
             f"{least.weights}: give at least {needed}, which serves {asked(wish, context)}, or take a smaller model"
         )
-    choice = None
-    for index, setting in enumerate(settings):
-        if choice is None and setting.requests >= wish.num_requests:
-            choice = index
+    serving = (i for i, setting in enumerate(settings) if setting.requests >= wish.num_requests)
     return Plan(
         wish=wish,
         context=context,
         dtype=compute,
         dtype_source=source,
         settings=settings,
-        choice=choice,
+        choice=next(serving, None),
         through_transformers=model.foreign is not None,
     )
 
@@ -232,7 +229,15 @@ def _check(wish: Wish, model: ModelConfig) -> int:
     choose("--dtype", wish.dtype, ("auto", *DTYPES))
     choose("--device", wish.device, tuple(MEMORY_SHARE))
     check_states(wish.state_every, wish.state_dtype, EngineArgs.block_size)
-    _check_ranks(wish, model)
+    if not 1 <= wish.ranks <= MAX_RANKS:
+        raise ConfigError(
+            f"--tensor-parallel-size {wish.ranks} must be an integer from 1 to {MAX_RANKS}"
+        )
+    if wish.ranks > 1 and wish.device != "cpu":
+        raise ConfigError(
+            f"--tensor-parallel-size {wish.ranks} is for CPUs: choose --device cpu, or omit it"
+        )
+    require_divisible(model, wish.ranks)
     for flag, value in (("--context", wish.context), ("--concurrency", wish.concurrency)):
         if value is not None and value < 1:
             raise ConfigError(f"{flag} {value} must be an integer ≥ 1")
@@ -243,25 +248,11 @@ def _check(wish: Wish, model: ModelConfig) -> int:
     return wish.context or model.max_position_embeddings
 
 
-def _check_ranks(wish: Wish, model: ModelConfig) -> None:
-    """Raise ConfigError for a number of ranks that cannot be had."""
-    if not 1 <= wish.ranks <= MAX_RANKS:
-        raise ConfigError(
-            f"--tensor-parallel-size {wish.ranks} must be an integer from 1 to {MAX_RANKS}"
-        )
-    if wish.ranks > 1 and wish.device != "cpu":
-        raise ConfigError(
-            f"--tensor-parallel-size {wish.ranks} is for CPUs: choose --device cpu, or omit it"
-        )
-    require_divisible(model, wish.ranks)
-
-
 def _settings(
     model: ModelConfig, scheme: Scheme, compute: Format, wish: Wish, context: int
 ) -> Iterator[Setting]:
     """Weights before caches: FP8 weights change more than an FP8 cache does (docs/numerics.md)."""
-    block_size = EngineArgs.block_size
-    state_every = wish.state_every
+    facts = (model, EngineArgs.block_size, compute, wish.state_every, context)
     step = step_tokens(wish.device, model)
     caches = _caches(compute, scheme, wish, model)
     for form in _forms(model, scheme, compute, wish.device):
@@ -269,13 +260,9 @@ def _settings(
             model, compute, form.format, form.linear_of, wish.layout, context, wish.ranks
         )
         for cache in caches:
-            spec = cache_spec(
-                cache.kv, model, block_size, compute, state_every, context, wish.ranks
-            )
-            of_all_ranks = cache_spec(cache.kv, model, block_size, compute, state_every, context)
-            yield _setting(
-                form, cache, loaded, spec, stored_tokens(of_all_ranks), wish, context, step
-            )
+            spec = cache_spec(cache.kv, *facts, wish.ranks)
+            stored = stored_tokens(cache_spec(cache.kv, *facts))
+            yield _setting(form, cache, loaded, spec, stored, wish, context, step)
 
 
 @dataclass(frozen=True)
@@ -327,15 +314,14 @@ def _caches(compute: Format, scheme: Scheme, wish: Wish, model: ModelConfig) -> 
     """
     check_skipped(wish.skip_layers, "auto")
     skipped = skipped_layers(wish.skip_layers, model.paged, model.num_layers)
-    flags = (FLAG, ",".join(wish.skip_layers)) if skipped else ()
     stored = {index: mixer for index, mixer in model.paged.items() if index not in skipped}
     caches = []
     for cache in _formats(compute, scheme, wish.device, groups_fit(stored)):
         kv = cache.kv
         options = cache.options
-        if kv.format is not compute:
+        if skipped and kv.format is not compute:
             kv = kv.skipping(skipped, model.num_layers, compute)
-            options += flags
+            options += (FLAG, ",".join(wish.skip_layers))
         kv = with_state(kv, wish.state_dtype, compute, Format.E4M3FN, model)
         caches.append(Cache(kv, options))
     return caches
@@ -348,19 +334,23 @@ def _formats(compute: Format, scheme: Scheme, device: str, groups: bool) -> Iter
     INT8 and E5M2 take the bytes of what stands before them, so they are there to be seen and are
     never the choice.
     """
+
+    def cache(
+        kv: tuple[Format, Granularity | None, ScaleSource | None], dtype: str, scales: str = ""
+    ) -> Cache:
+        options = ("--kv-scales", scales) if scales else ()
+        return Cache(KVCacheConfig(*kv, None), ("--kv-cache-dtype", dtype, *options))
+
     e4m3 = Format.E4M3FN
     static = Granularity.TENSOR  # scales per head or channel take no more memory that grows
-    dtype = "--kv-cache-dtype"
-    yield Cache(KVCacheConfig(compute, None, None, None), (dtype, str(compute)))
-    measured = [(Granularity.TOKEN, "dynamic")]
+    finest = Granularity.TOKEN
+    yield cache((compute, None, None), str(compute))
     if groups and device == "cpu":
-        measured.insert(0, (Granularity.GROUP, "group"))
-    for granularity, scales in measured:
-        kv = KVCacheConfig(e4m3, granularity, ScaleSource.DYNAMIC, None)
-        yield Cache(kv, (dtype, "fp8", "--kv-scales", scales))
+        finest = Granularity.GROUP
+        yield cache((e4m3, finest, ScaleSource.DYNAMIC), "fp8", "group")
+    yield cache((e4m3, Granularity.TOKEN, ScaleSource.DYNAMIC), "fp8", "dynamic")
     if device == "cpu":
-        kv = KVCacheConfig(Format.INT8, measured[0][0], ScaleSource.DYNAMIC, None)
-        yield Cache(kv, (dtype, "int8"))
+        yield cache((Format.INT8, finest, ScaleSource.DYNAMIC), "int8")
     source = ScaleSource.CALIBRATED
     scales = "checkpoint"
     if scheme.kv_static:
@@ -368,10 +358,8 @@ def _formats(compute: Format, scheme: Scheme, device: str, groups: bool) -> Iter
     elif scheme.is_final:  # `freight quantize` does not take it
         source = ScaleSource.FILE
         scales = "scales.json"
-    kv = KVCacheConfig(e4m3, static, source, None)
-    yield Cache(kv, (dtype, "fp8", "--kv-scales", scales))
-    kv = KVCacheConfig(Format.E5M2, static, ScaleSource.UNIT, None)
-    yield Cache(kv, (dtype, "fp8_e5m2", "--kv-scales", "unit"))
+    yield cache((e4m3, static, source), "fp8", scales)
+    yield cache((Format.E5M2, static, ScaleSource.UNIT), "fp8_e5m2", "unit")
 
 
 def _setting(
@@ -431,15 +419,10 @@ def longest_of(plan: Plan, setting: Setting) -> int:
     """Return tokens of the longest context of which the wished number of requests fits at once, in
     whole blocks.
     """
-    step = setting.step_tokens
-    block = setting.spec.block_size
+    spec = setting.spec
+    limit = plan.context - spec.block_size + 1  # whose next multiple is within the context
     requests = plan.wish.num_requests
-    lengths = range(block, plan.context + 1, block)
-    return block * bisect_right(
-        lengths,
-        setting.cache_bytes,
-        key=lambda length: held_memory(setting.spec, length, requests, step),
-    )
+    return longest_request(spec, setting.cache_bytes, limit, setting.step_tokens, requests)
 
 
 def needed_for(cache: int, share: float) -> int:
@@ -468,19 +451,17 @@ def verdict(plan: Plan) -> str:
     if plan.choice is None:
         return _without_choice(plan)
     setting = plan.settings[plan.choice]
-    flags = {
-        "--max-model-len": plan.context,
-        "--kv-cache-memory": setting.cache_bytes * wish.ranks,
-    }
-    if wish.ranks > 1:
-        flags["--tensor-parallel-size"] = wish.ranks
-    if wish.concurrency:
-        flags["--max-num-seqs"] = wish.concurrency
-    if wish.state_every:
-        flags["--state-every"] = wish.state_every
-    options = [*setting.options, *(f"{flag} {value}" for flag, value in flags.items())]
-    if wish.state_dtype != "auto":
-        options.append(f"--state-dtype {wish.state_dtype}")
+    options = list(setting.options)
+    for flag, value, default in (
+        ("--max-model-len", plan.context, None),
+        ("--kv-cache-memory", setting.cache_bytes * wish.ranks, None),
+        ("--tensor-parallel-size", wish.ranks, 1),
+        ("--max-num-seqs", wish.concurrency, None),
+        ("--state-every", wish.state_every, None),
+        ("--state-dtype", wish.state_dtype, "auto"),
+    ):
+        if value != default:
+            options.append(f"{flag} {value}")
     line = (
         f"Take {setting.weights} weights and a cache in {setting.cache_name}{_scales(plan, setting)} "
         f"({' '.join(options)}): {plural(setting.requests, 'request')} of {plan.context:,} tokens fit at once"
@@ -533,9 +514,7 @@ def stored_tokens(spec: KVCacheSpec) -> int:
 
 def as_json(plan: Plan) -> JsonObject:
     """Return the object of `freight plan --json`, without the model's name."""
-    ranks = {}
-    if plan.wish.ranks > 1:
-        ranks["ranks"] = plan.wish.ranks
+    ranks = {"ranks": plan.wish.ranks} if plan.wish.ranks > 1 else {}
     return {
         "runs": "through transformers" if plan.through_transformers else "natively",
         "device": plan.wish.device,
@@ -577,10 +556,7 @@ _FITS = {
 
 def _setting_json(setting: Setting) -> JsonObject:
     names = setting.kv.names()
-    mixed = {}
     layers = setting.kv.layer_names()
-    if layers is not None:
-        mixed["layers"] = layers
     groups = []
     for index, group in enumerate(setting.spec.groups):
         blocks = setting.num_blocks[index] if setting.num_blocks else 0
@@ -591,7 +567,7 @@ def _setting_json(setting: Setting) -> JsonObject:
         "kv_cache_dtype": names["dtype"],
         "granularity": names["granularity"],
         "scale_source": names["scale_source"],
-        **mixed,
+        **({"layers": layers} if layers else {}),
         **as_object(setting, _SETTING),
         "groups": groups,
         **as_object(setting, _FITS),

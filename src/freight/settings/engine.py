@@ -115,6 +115,12 @@ class EngineArgs:
         """Whether the number of drafts is given, and not the default."""
         return self.speculate is not None or self.speculative_config is not None
 
+    @property
+    def names_cache(self) -> bool:
+        """Whether the format of keys and values, or their scales, are given, and not the default."""
+        scales = self.quantization_param_path or self.kv_scales != "auto"
+        return bool(scales) or self.kv_cache_dtype != "auto"
+
     def without_drafts(self) -> EngineArgs:
         """Return the same options, without drafts unless they ask for them."""
         if self.asks_for_drafts:

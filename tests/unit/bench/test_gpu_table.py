@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -206,9 +207,9 @@ def test_a_case_that_fails_gives_a_row_and_a_lost_device_ends_the_run(monkeypatc
         raise RuntimeError("illegal address")
 
     every = [
-        ("attention", lambda: 1.0),
-        ("linear", lambda: {}["no room"]),
-        ("torch.linear", lambda: 3.0),
+        ("attention", partial(float, 1)),
+        ("linear", partial({}.__getitem__, "no room")),
+        ("torch.linear", partial(float, 3)),
     ]
     monkeypatch.setattr(gpu, "cases", lambda *_: iter(every))
     monkeypatch.setattr(gpu, "_measured", measured)

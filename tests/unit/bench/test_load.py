@@ -9,6 +9,7 @@ import json
 from dataclasses import replace
 from itertools import islice, pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.demo_chat import DEMO
@@ -136,8 +137,11 @@ def test_an_idle_connection_that_the_server_closed_is_no_error():
 
 def arguments(*servers: StandIn, **given: object) -> ServingArgs:
     targets = [Target(Address.parse(server.url), "") for server in servers]
-    args = ServingArgs(targets, amount=Amount(requests=4), warmup=1, output=Lengths(4, 4))
-    return replace(args, **given)  # type: ignore[arg-type]
+    args: dict[str, Any] = dict.fromkeys(("model", "prompts_file", "vocab_size"))
+    args |= {"prompt_kind": "text", "shared_prefix": 0, "warmup": 1, "rounds": 1, "seed": 0}
+    args |= {"levels": (Level(concurrency=1),), "amount": Amount(requests=4)}
+    args |= {"prompt": Lengths(128, 128), "output": Lengths(4, 4)}
+    return ServingArgs(targets, **(args | given))
 
 
 @pytest.mark.parametrize(

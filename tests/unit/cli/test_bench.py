@@ -62,44 +62,26 @@ def test_refused(freight, arguments, said):
     [
         (
             "latency",
-            {
-                "prefill_tokens_per_second",
-                "decode_step_ms",
-                "decode_bandwidth_fraction",
-                "overhead_fraction",
-            },
+            "prefill_tokens_per_second decode_step_ms decode_bandwidth_fraction overhead_fraction",
         ),
-        ("throughput", {"requests_per_second", "batch_occupancy", "cache_occupancy", "steps"}),
+        ("throughput", "requests_per_second batch_occupancy cache_occupancy steps"),
     ],
 )
 def test_one_object_for_a_program_a_table_for_people(freight, tiny, verb, keys):
-    options = [
-        "--random-weights",
-        tiny,
-        "--input-len",
-        "8",
-        "--output-len",
-        "4",
-        "--kv-cache-memory",
-        "4 MiB",
-    ]
+    sizes = ["--input-len", "8", "--output-len", "4", "--kv-cache-memory", "4MiB"]
+    options = ["--random-weights", tiny, *sizes]
     count = ["--batch-size", "2"] if verb == "latency" else ["--num-requests", "3"]
     answer = freight(
         "bench", verb, *options, *count, "--repeats", "1", "--json", "--quantization", "fp8"
     )
     assert answer.code == 0, answer.err
     found = json.loads(answer.out)
-    assert keys | {
-        "decode_tokens_per_second",
-        "peak_rss_bytes",
-        "kernels",
-        "threads",
-        "spread",
-    } <= set(found)
+    common = "decode_tokens_per_second peak_rss_bytes kernels threads spread"
+    assert {*keys.split(), *common.split()} <= set(found)
     assert found["weight_dtype"] == "fp8_e4m3fn"
     table = freight("bench", verb, *options, *count, "--repeats", "1")
     assert table.code == 0, table.err
-    assert all(key in table.out for key in keys)
+    assert all(key in table.out for key in keys.split())
     assert "…" not in table.out  # a figure cut short is lost
     assert re.search(r"peak_rss_bytes +\| [\d.]+ [GM]B +\|", table.out)
     assert "| kv_cache.bytes_per_token" in table.out
@@ -109,18 +91,8 @@ def test_kernels_prints_one_object_per_row_and_takes_threads(freight, tiny, monk
     monkeypatch.setattr(timing, "CACHE_SIZE", 2**20)
     monkeypatch.setattr(timing, "last_level_cache", lambda root: None)
     before = torch.get_num_threads()
-    options = [
-        "--random-weights",
-        tiny,
-        "--matrix",
-        "32x16",
-        "--rows",
-        "2",
-        "--only",
-        "linear",
-        "--seconds",
-        "0.001",
-    ]
+    sizes = ["--matrix", "32x16", "--rows", "2", "--only", "linear", "--seconds", "0.001"]
+    options = ["--random-weights", tiny, *sizes]
     answer = freight("bench", "kernels", *options, "--threads", "1", "--json")
     assert answer.code == 0, answer.err
     rows = [json.loads(line) for line in answer.out.splitlines()]

@@ -81,20 +81,12 @@ def test_they_take_turns_on_the_same_requests_and_ratios_are_within_a_repeat(
     found = measure(shape, 3)
     engines = [engine for engine, _ in asked]
     assert len(set(engines)) == 4
-    assert [engines[start : start + 4][0] for start in (4, 8, 12)] == [
-        engines[4],
-        engines[5],
-        engines[6],
-    ]
+    assert [engines[start] for start in (4, 8, 12)] == engines[4:7]
     for start in (4, 8, 12):
         assert all(prompts == asked[start][1] for _, prompts in asked[start : start + 4])
         assert len(set(engines[start : start + 4])) == 4
-    assert [row["ratio"] and row["ratio"]["median"] for row in found["rows"]] == [
-        None,
-        2.0,
-        None,
-        2.0,
-    ]
+    medians = [row["ratio"] and row["ratio"]["median"] for row in found["rows"]]
+    assert medians == [None, 2.0, None, 2.0]
     assert found["rows"][1]["ratio"]["low"] == found["rows"][1]["ratio"]["high"] == 2.0
 
 
@@ -152,60 +144,31 @@ def test_the_table_names_the_processor_and_the_interval():
 
 
 @pytest.mark.parametrize(
-    ("argv", "says"),
+    ("options", "says"),
     [
-        (["--compare", "auto"], "give two or more"),
-        (["--compare", "fp8", "--compare", "fp8"], "each once"),
-        (["--compare-memory", "2MiB"], "--compare takes turns"),
-        (["--compare", "auto", "--compare", "fp9"], "fp9"),
+        ("--compare auto", "give two or more"),
+        ("--compare fp8 --compare fp8", "each once"),
+        ("--compare-memory 2MiB", "--compare takes turns"),
+        ("--compare auto --compare fp9", "fp9"),
+        ("--compare auto --compare fp8 --kv-cache-dtype fp8", "give one of the two"),
         (
-            ["--compare", "auto", "--compare", "fp8", "--kv-cache-dtype", "fp8"],
+            "--compare auto --compare fp8 --kv-cache-memory 1MiB --compare-memory 2MiB",
             "give one of the two",
         ),
-        (
-            [
-                "--compare",
-                "auto",
-                "--compare",
-                "fp8",
-                "--kv-cache-memory",
-                "1MiB",
-                "--compare-memory",
-                "2MiB",
-            ],
-            "give one of the two",
-        ),
-        (["--compare", "auto", "--compare", "fp8", "--compare-memory", "many"], "many"),
-        (["--compare", "auto", "--compare", "fp8", "--picture", "x.png"], "name it x.svg"),
-        (["--picture", "x.svg"], "--compare takes turns"),
+        ("--compare auto --compare fp8 --compare-memory many", "many"),
+        ("--compare auto --compare fp8 --picture x.png", "name it x.svg"),
+        ("--picture x.svg", "--compare takes turns"),
     ],
 )
-def test_what_cannot_be_compared(freight: Callable[..., Any], argv: list[str], says: str):
-    answer = freight("bench", "throughput", *argv)
+def test_what_cannot_be_compared(freight: Callable[..., Any], options: str, says: str):
+    answer = freight("bench", "throughput", *options.split())
     assert (answer.code, says in answer.err) == (2, True), answer.err
 
 
 def test_the_command(freight: Callable[..., Any], shape: str, tmp_path: Path):
-    argv = [
-        "bench",
-        "throughput",
-        "--random-weights",
-        shape,
-        "--num-requests",
-        "2",
-        "--input-len",
-        "4",
-    ]
-    argv += [
-        "--output-len",
-        "2",
-        "--compare",
-        "auto",
-        "--compare",
-        "fp8_e5m2",
-        "--compare-memory",
-        "4MiB",
-    ]
+    argv = ["bench", "throughput", "--random-weights", shape]
+    argv += ["--num-requests", "2", "--input-len", "4", "--output-len", "2"]
+    argv += ["--compare", "auto", "--compare", "fp8_e5m2", "--compare-memory", "4MiB"]
     answer = freight(*argv, "--picture", str(tmp_path / "gain.svg"))
     assert answer.code == 0, answer.err
     assert re.search(r"\| 4MiB +\| fp8_e5m2 +\|", answer.out)

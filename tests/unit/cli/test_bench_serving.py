@@ -62,16 +62,8 @@ def test_nobody_listens(freight):
 
 def test_a_row_for_each_load_one_object_and_a_picture(freight, tmp_path: Path):
     server, picture = StandIn(key="secret"), tmp_path / "load.svg"
-    loads = [
-        "--concurrency",
-        "1",
-        "--concurrency",
-        "3",
-        "--num-requests",
-        "5",
-        "--output-tokens",
-        "2:4",
-    ]
+    loads = ["--concurrency", "1", "--concurrency", "3"]
+    loads += ["--num-requests", "5", "--output-tokens", "2:4"]
     with running(server):
         asked = ["bench", "serving", "--url", server.url, *loads]
         table = freight(*asked, FREIGHT_API_KEY="secret")
@@ -86,13 +78,8 @@ def test_a_row_for_each_load_one_object_and_a_picture(freight, tmp_path: Path):
         (3, 5, {}),
     ]
     assert all(10 <= row["output_tokens"] <= 20 for row in rows)
-    assert {name for name in rows[0] if name.endswith("_ms")} == {
-        "ttft_ms",
-        "itl_ms",
-        "tpot_ms",
-        "e2e_ms",
-        "late_ms",
-    }
+    times = {name for name in rows[0] if name.endswith("_ms")}
+    assert times == {"ttft_ms", "itl_ms", "tpot_ms", "e2e_ms", "late_ms"}
     assert set(rows[0]["ttft_ms"]) == {"median", "p90", "p99"}
     assert all("messages" in body for body in server.bodies[-10:])
     ElementTree.fromstring(picture.read_text())
@@ -102,17 +89,8 @@ def test_errors_and_what_a_server_does_not_take_are_said(freight):
     servers = StandIn(refuses=("ignore_eos", "continuous_usage_stats")), StandIn()
     with running(*servers):
         urls = [word for server in servers for word in ("--url", server.url)]
-        answer = freight(
-            "bench",
-            "serving",
-            *urls,
-            "--num-requests",
-            "2",
-            "--rounds",
-            "2",
-            "--output-tokens",
-            "3",
-        )
+        sizes = ["--num-requests", "2", "--rounds", "2", "--output-tokens", "3"]
+        answer = freight("bench", "serving", *urls, *sizes)
     assert answer.code == 0, answer.err
     line_naming(answer.out, f"{servers[0].url}, 1: does not", "ignore_eos")
     line_naming(answer.out, f"{servers[0].url}, 1: does not", "tokens", "event")
@@ -124,18 +102,8 @@ def test_errors_and_what_a_server_does_not_take_are_said(freight):
 def test_every_run_has_a_seed_of_its_own_and_says_it(freight):
     server = StandIn()
     with running(server):
-        asked = (
-            "bench",
-            "serving",
-            "--url",
-            server.url,
-            "--num-requests",
-            "3",
-            "--warmup",
-            "0",
-            "--output-tokens",
-            "2",
-        )
+        sizes = ["--num-requests", "3", "--warmup", "0", "--output-tokens", "2"]
+        asked = ("bench", "serving", "--url", server.url, *sizes)
         first, second = (json.loads(freight(*asked, "--json").out)["seed"] for _ in range(2))
         sent = [body["prompt"] for body in server.bodies if body["max_tokens"] == 2]
         shown = freight(*asked, "--seed", str(first))
@@ -183,15 +151,7 @@ def test_the_picture_of_prompts_of_a_file_names_the_file(
     Path("mine.jsonl").write_text('{"prompt": "a", "max_tokens": 2}\n')
     server = StandIn()
     with running(server):
-        asked = (
-            "bench",
-            "serving",
-            "--url",
-            server.url,
-            "--num-requests",
-            "1",
-            "--prompts",
-            "mine.jsonl",
-        )
+        sizes = ["--num-requests", "1", "--prompts", "mine.jsonl"]
+        asked = ("bench", "serving", "--url", server.url, *sizes)
         assert freight(*asked, "--picture", "load.svg").code == 0
     assert "mine.jsonl</title>" in Path("load.svg").read_text()

@@ -95,7 +95,7 @@ def test_a_cache_that_clips_the_keys_is_never_recommended(
     scaled: str, kind: str, tokens: int, window: int | None
 ):
     evaluation = evaluated(scaled, kind, tokens, window, ("unit",))
-    assert evaluation.num_tokens >= tokens - 1
+    assert evaluation.sample.num_tokens >= tokens - 1
     assert (evaluation.sample.num_units >= MIN_UNITS) == (
         tokens > 200 and kind not in ("Chinese", "one line")
     )

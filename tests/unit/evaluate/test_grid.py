@@ -213,8 +213,9 @@ def test_rows_of_logits_are_bounded_for_any_vocabulary(monkeypatch: pytest.Monke
 
 def test_static_scales_are_those_that_quantize_would_write(tmp_path: Path):
     """Within the rounding of the kernels: calibration uses the reference's."""
-    from freight.lab.evaluate.grid import _measure_scales, _samples
-    from freight.lab.evaluate.report import load_for, plain_config
+    from freight.lab.evaluate.grid import _samples
+    from freight.lab.evaluate.report import load_for, plain_config, pool_for
+    from freight.lab.evaluate.static_scales import measure_scales
     from freight.model.open import open_model
 
     options = {"weights": "none", "kv_cache": "fp8", "num_samples": 4, "max_seq_len": 128}
@@ -223,9 +224,9 @@ def test_static_scales_are_those_that_quantize_would_write(tmp_path: Path):
     opened = open_model(DEMO)
     samples = _samples(opened, GridArgs(), 128)[:4]
     plain = plain_config(opened)
-    found = _measure_scales(
-        opened, load_for(opened, [plain]), plain, samples, ["tensor", "head", "channel"]
-    ).scales
+    decoder = load_for(opened, [plain])
+    pool = pool_for(opened, decoder, plain, max(map(len, samples)))
+    found = measure_scales(decoder, pool, samples, ["tensor", "head", "channel"]).scales
     assert found["channel"] is not None
     assert found["head"] is not None
     for own, other in zip(found["channel"].layers, written.layers, strict=True):

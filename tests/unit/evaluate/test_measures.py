@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from freight.lab.evaluate.divergence import TILE, Reference, kl_divergence
 from freight.lab.evaluate.measure import mean_perplexity
-from freight.lab.evaluate.perplexity import cut_windows, target_logprobs
+from freight.lab.evaluate.perplexity import cut_windows, of_targets
 
 
 @given(count=st.integers(2, 200), length=st.integers(2, 40))
@@ -49,7 +49,7 @@ def test_kl_divergence_of_impossible_tokens():
 
 def test_perplexity_of_a_uniform_guess_is_the_vocabulary():
     logprobs = torch.zeros(10, 64).log_softmax(-1)
-    chosen = target_logprobs(logprobs, torch.arange(10))
+    chosen = of_targets(logprobs, torch.arange(10))
     assert mean_perplexity(chosen) == pytest.approx(64.0)
 
 

@@ -17,7 +17,7 @@ from tests.refusals import refuses
 from freight.errors import ConfigError
 from freight.fp8.formats import Format, Granularity, ScaleSource
 from freight.fp8.scheme import KVScales
-from freight.lab.evaluate.documents import Part
+from freight.lab.evaluate.documents import Part, cut_documents
 from freight.lab.evaluate.layer_kl import first_windows, layer_kl
 from freight.lab.evaluate.perplexity import Window
 from freight.lab.evaluate.report import cache_run, load_for, plain_config, run_caches
@@ -26,17 +26,13 @@ from freight.model.open import open_model
 from freight.settings.engine import EngineArgs, KVCacheConfig
 from freight.settings.resolve import mixed_cache
 
-IDS = [0, *range(300, 363)]
+TEXT = [*range(300, 363), 7]
 ARGS = EngineArgs(max_model_len=64)
-
-
-def measured(args: EngineArgs) -> PerLayer:
-    return per_layer(args, lambda opened, longest: [Window(IDS, [])])
 
 
 @pytest.fixture(scope="module")
 def found() -> PerLayer:
-    return measured(ARGS)
+    return per_layer(ARGS, [TEXT])
 
 
 def one_layer(index: int) -> KVCacheConfig:
@@ -47,9 +43,8 @@ def one_layer(index: int) -> KVCacheConfig:
 
 
 def test_a_layer_costs_what_the_engine_measures_with_it_alone(found):
-    """The engine's runs end before the last token, which has no target."""
-    runs = run_caches(ARGS, [one_layer(0), one_layer(4)], [*IDS[1:], 7], window=64)
-    assert len(runs[0].token_kl) == len(IDS)
+    runs = run_caches(ARGS, [one_layer(0), one_layer(4)], TEXT, window=64)
+    assert len(runs[0].token_kl) == len(TEXT)
     assert [float(run.token_kl.double().mean()) for run in runs[1:]] == pytest.approx(
         [found.layers[0].kl, found.layers[4].kl],
         abs=2e-7,  # float32 log-probabilities on one side, sums of logits on the other
@@ -61,7 +56,7 @@ def test_shares_add_up_and_the_whole_is_measured(found):
     assert sum(layer.kl for layer in found.layers) == pytest.approx(found.kl_sum)
     assert min(layer.kl for layer in found.layers) > 0
     assert found.kl_whole > max(layer.kl for layer in found.layers) / 2
-    assert found.num_tokens == len(IDS)
+    assert found.num_tokens == len(TEXT)
     assert [(layer.dtype, layer.granularity) for layer in found.layers] == [
         ("fp8_e4m3fn", "token")
     ] * 6
@@ -90,8 +85,8 @@ def test_layers_that_share_a_cache_are_one_row(tmp_path: Path):
     """
     save_random(VARIANTS["gemma4-shared"], tmp_path / "model", torch.float32)
     args = EngineArgs(str(tmp_path / "model"), max_model_len=64)
-    ids = [0, *range(100, 140)]
-    found = per_layer(args, lambda opened, longest: [Window(ids, [])])
+    text = [*range(100, 140), 7]
+    found = per_layer(args, [text])
     assert [(cost.layer, cost.read_by) for cost in found.layers] == [
         (0, ()),
         (1, (3, 5)),
@@ -110,15 +105,14 @@ def test_layers_that_share_a_cache_are_one_row(tmp_path: Path):
     config = plain_config(opened)
     decoder = load_for(opened, [config, eight])
     runs = [cache_run(opened, decoder, each, 64) for each in (config, eight)]
-    parts = [Part(Window(ids, [*ids[1:], 7]), 0)]
-    nothing, by_layer = layer_kl(runs, parts)
+    nothing, by_layer = layer_kl(runs, cut_documents(opened, [text], 64))
     assert nothing is None
     assert by_layer == pytest.approx([*(cost.kl for cost in found.layers), 0, 0, 0], rel=1e-2)
 
 
 def test_a_cache_that_quantizes_nothing_is_refused():
     with refuses(ConfigError, "no layer", "quantized"):
-        measured(replace(ARGS, kv_cache_dtype="bfloat16"))
+        per_layer(replace(ARGS, kv_cache_dtype="bfloat16"), [TEXT])
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from freight.cache.pool import PagedKV
 from freight.kernels.reference_set import REFERENCE
 from freight.lab.evaluate.stored_error import Probe, ProbedKV
 from freight.model.layers.linear import Linear
@@ -78,7 +79,7 @@ def test_a_gate_of_heads_takes_a_tensor():
 
 
 def test_what_is_compared_with_a_16_bit_run_is_not_quantized(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(Probe, "stored", lambda *_: None)
+    monkeypatch.setattr(ProbedKV, "store", PagedKV.store)
     probe = Probe(1, rows=torch.tensor([1], dtype=torch.int64))
     assert attend(None, probe).shape == (3, HEADS * DIM)
     assert probe.outputs[0].shape == (1, HEADS, DIM)

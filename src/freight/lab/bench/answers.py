@@ -16,6 +16,7 @@ from freight.base.fields import JsonObject
 from freight.lab.bench.http_stream import EventReader, StreamError
 
 DONE = b"[DONE]"
+_GENERATED = ("content", "reasoning", "reasoning_content", "tool_calls")
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class AnswerStream:
         self._events = EventReader()
         self._times: list[float] = []
         self._counts: list[int] | None = []
-        self._usage: JsonObject | None = None
+        self._usage: JsonObject = {}
 
     def feed(self, data: bytes, now: float) -> None:
         """Take a piece of the body that came at `now`. Raises StreamError."""
@@ -78,8 +79,7 @@ class AnswerStream:
                 )
             usage = chunk.get("usage")
             if usage:
-                before = self._usage["completion_tokens"] if self._usage else 0
-                new = usage["completion_tokens"] - before
+                new = usage["completion_tokens"] - self._usage.get("completion_tokens", 0)
                 self._usage = usage
             choices = chunk["choices"]
             if usage and choices:  # usage in every event
@@ -98,23 +98,21 @@ class AnswerStream:
         """Return the complete answer. Raises StreamError for a stream that is not complete."""
         if self.done_at is None:
             raise StreamError("no_done", "the stream ended without [DONE]")
-        if self._usage is None:
+        if not self._usage:
             raise StreamError(
                 "no_usage", "the stream says no usage, so its tokens cannot be counted"
             )
         num_tokens = self._usage["completion_tokens"]
         if not num_tokens or not self._times:
             raise StreamError("empty", "the answer has no token")
-        counts = self._counts
-        if counts is not None and sum(counts) != num_tokens:
-            counts = None
+        counts = tuple(self._counts or ())
         details = self._usage.get("prompt_tokens_details") or {}
         return Answer(
             start=start,
             sent=sent,
             end=self.done_at,
             times=tuple(self._times),
-            counts=tuple(counts) if counts is not None else None,
+            counts=counts if sum(counts) == num_tokens else None,
             num_tokens=num_tokens,
             num_prompt=self._usage.get("prompt_tokens", 0),
             num_cached=details.get("cached_tokens"),
@@ -124,11 +122,5 @@ class AnswerStream:
 
 def _carries(choice: JsonObject) -> bool:
     """Say whether a choice of a chunk has something generated."""
-    if choice.get("text"):
-        return True
-    delta = choice.get("delta")
-    if not delta:
-        return False
-    return any(
-        delta.get(name) for name in ("content", "reasoning", "reasoning_content", "tool_calls")
-    )
+    delta = choice.get("delta") or {}
+    return bool(choice.get("text")) or any(delta.get(name) for name in _GENERATED)

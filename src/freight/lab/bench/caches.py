@@ -20,7 +20,7 @@ from freight.base.tables import markdown
 from freight.base.terminal import OnProgress, unseen
 from freight.lab.bench.drive import describe_run, occupancy
 from freight.lab.bench.serving_figures import interval
-from freight.lab.bench.throughput import Cell, Load, run_in_turns
+from freight.lab.bench.throughput import Cell, describe_load, draw_lengths, run_in_turns
 from freight.lab.columns import scales_name
 from freight.model.open import OpenModel
 
@@ -45,25 +45,20 @@ def measure_caches(
     Raises what `start_engine` raises.
     """
     numbers = random.Random(opened.args.seed)
-    load = Load.draw(num_requests, input_len, output_len, numbers)
+    lengths = draw_lengths(num_requests, input_len, output_len, numbers)
     settings = []
     for memory in memories:
         for cache in caches:
             settings.append(replace(opened.args.with_cache(cache), kv_cache_memory=memory))
-    cells = run_in_turns(opened, settings, load, numbers, repeats, on_progress)
+    cells = run_in_turns(opened, settings, lengths, numbers, repeats, on_progress)
     rows = []
     for index, cell in enumerate(cells):
-        memory = memories[index // len(caches)]
-        rows.append({"kv_cache_memory": memory, **_row(cell, cells[index - index % len(caches)])})
-    facts = {**describe_run(opened, cells[0].engine, cells[0].config, name)}
+        first = cells[index - index % len(caches)]
+        rows.append({"kv_cache_memory": settings[index].kv_cache_memory, **_row(cell, first)})
+    facts = describe_run(opened, cells[0].engine, cells[0].config, name)
     del facts["kv_cache"]
-    return {
-        **facts,
-        "processor": opened.device.name,
-        **load.facts,
-        "repeats": repeats,
-        "rows": rows,
-    }
+    load = describe_load(lengths, repeats)
+    return {**facts, "processor": opened.device.name, **load, "rows": rows}
 
 
 def _row(cell: Cell, first: Cell) -> JsonObject:
@@ -91,27 +86,28 @@ def _median(values: Sequence[float]) -> dict[str, float]:
 
 
 _COLUMNS = {
-    "KV cache": "{0[kv_cache_dtype]}",
-    "tokens that fit": "{0[capacity_tokens]:,}",
-    "running at once": "{0[mean_running]:.1f}",
+    "cache memory": "{memory}",
+    "KV cache": "{kv_cache_dtype}",
+    "tokens that fit": "{capacity_tokens:,}",
+    "running at once": "{mean_running:.1f}",
     "requests/s": "{rate[median]:.1f} ({rate[low]:.1f} to {rate[high]:.1f})",
+    "ratio": "{ratio[median]:.2f}",
+    "interval": "{ratio[low]:.2f} to {ratio[high]:.2f}",
 }
 
 
 def as_table(report: JsonObject) -> str:
     """For people, and for documents: Markdown, a row for each size and format."""
-    rows = [["cache memory", *_COLUMNS, "ratio", "interval"]]
+    rows = [list(_COLUMNS)]
+    coverage = 1.0
     for row in report["rows"]:
         rate = row["requests_per_second"]
-        ratio = row["ratio"]
-        cells = [str(row["kv_cache_memory"] or "default")]
-        cells += [form.format(row, rate=rate) for form in _COLUMNS.values()]
-        if ratio:
-            cells += [f"{ratio['median']:.2f}", f"{ratio['low']:.2f} to {ratio['high']:.2f}"]
-        else:
-            cells += ["1", ""]
-        rows.append(cells)
-    coverage = min(row["requests_per_second"]["coverage"] for row in report["rows"])
+        coverage = min(coverage, rate["coverage"])
+        forms = list(_COLUMNS.values())
+        if row["ratio"] is None:
+            forms[-2:] = "1", ""
+        memory = row["kv_cache_memory"] or "default"
+        rows.append([form.format(memory=memory, rate=rate, **row) for form in forms])
     note = (
         "{model}, weights {weight_dtype}, {num_requests} requests; medians of {repeats} repeats in turns, "
         "intervals cover {coverage:.0%}. {processor}, {threads} threads."

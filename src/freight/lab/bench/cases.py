@@ -9,7 +9,7 @@ num_heads, num_kv_heads, head_dim]; `rotate_store` [tokens, num_heads + 2 * num_
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -23,7 +23,7 @@ from freight.cache.pool import allocate_pool
 from freight.cache.spec import KVCacheSpec, LayerKVSpec
 from freight.engine.prepare import Logits, SequenceSlice, prepare
 from freight.fp8.cast import torch_dtype
-from freight.fp8.formats import Format, Granularity, ScaleSource
+from freight.fp8.formats import Format, Granularity
 from freight.fp8.scheme import KVScales, LayerScales
 from freight.kernels.interface import KernelSet
 from freight.lab.bench.timing import Spread
@@ -34,6 +34,7 @@ from freight.operands.rotary import Rotary
 from freight.operands.weight import Activations, Codes, Groups, Weight
 from freight.settings.engine import KVCacheConfig
 
+Call = Callable[[], object]
 MOST_COPIES = 256  # what is so small that these fit into the caches is measured there
 BLOCK_SIZE = 16
 SCALE = 0.02
@@ -52,7 +53,7 @@ class Case:
     shape: tuple[int, ...]
     num_bytes: int
     num_flops: int
-    calls: Sequence[Callable[[], object]]
+    calls: Sequence[Call]
 
     def figures(self, spread: Spread, bandwidth: float) -> dict[str, Any]:
         """Return what --json prints of every row: `spread` in seconds, `bandwidth` in bytes per
@@ -112,67 +113,50 @@ class Bench:
         """
         x = self._activations(rows, shape[1])
         source = self._source(format)
-        size = shape[0] * shape[1] * format.bytes
-        if format.is_quantized:
-            size += 4 * shape[0]
+        size = math.prod(shape) * format.bytes
         name = str(format)
         if format.is_quantized:
+            size += 4 * shape[0]
             name += f", activations {activations}"
-        calls = []
-        for _ in self._copies(size):
+
+        def copy() -> Call:
             weight = source.weight("", shape)
             if format.is_quantized:
                 weight = replace(weight, activations=activations)
-            calls.append(partial(self.kernels.linear, x, self.kernels.pack(weight), None))
-        return _product(
-            "linear",
-            name,
-            rows=rows,
-            shape=shape,
-            num_bytes=size + 2 * rows * sum(shape),
-            calls=calls,
-        )
+            return partial(self.kernels.linear, x, self.kernels.pack(weight), None)
+
+        return self._product("linear", name, rows, shape, size, copy)
 
     def four_bit(self, rows: int, shape: tuple[int, int], codes: Codes) -> Case:
         """Make the product with a weight in 4 bits, whose in_features `GROUPS` divide."""
-        size, format = GROUPS[codes]
+        group, format = GROUPS[codes]
         dtype = torch_dtype(format)
         generator = torch.Generator(self.device).manual_seed(0)
+        outputs, inputs = shape
         scales = torch.full(
-            (shape[0], shape[1] // size), SCALE, dtype=torch.float32, device=self.device
+            (outputs, inputs // group), SCALE, dtype=torch.float32, device=self.device
         )
-        groups = Groups(codes, size, scales.to(dtype))
-        num_bytes = shape[0] * shape[1] // 2 + scales.numel() * dtype.itemsize
-        x = self._activations(rows, shape[1])
-        calls = []
-        for _ in self._copies(num_bytes):
-            data = torch.empty(shape[0], shape[1] // 2, dtype=torch.uint8, device=self.device)
+        groups = Groups(codes, group, scales.to(dtype))
+        x = self._activations(rows, inputs)
+
+        def copy() -> Call:
+            data = torch.empty(outputs, inputs // 2, dtype=torch.uint8, device=self.device)
             weight = Weight(data.random_(0, 256, generator=generator), groups=groups)
-            calls.append(partial(self.kernels.linear, x, self.kernels.pack(weight), None))
-        return _product(
-            "linear",
-            f"{codes}, groups of {size}",
-            rows=rows,
-            shape=shape,
-            num_bytes=num_bytes + 2 * rows * sum(shape),
-            calls=calls,
-        )
+            return partial(self.kernels.linear, x, self.kernels.pack(weight), None)
+
+        size = outputs * inputs // 2 + scales.numel() * dtype.itemsize
+        return self._product("linear", f"{codes}, groups of {group}", rows, shape, size, copy)
 
     def torch_linear(self, rows: int, shape: tuple[int, int]) -> Case:
         x = self._activations(rows, shape[1])
-        source = self._source(Format.BFLOAT16)
-        size = 2 * shape[0] * shape[1]
-        calls = [
-            partial(functional.linear, x, source.tensor("", shape)) for _ in self._copies(size)
-        ]
-        return _product(
-            "torch.linear",
-            str(Format.BFLOAT16),
-            rows=rows,
-            shape=shape,
-            num_bytes=size + 2 * rows * sum(shape),
-            calls=calls,
-        )
+        format = Format.BFLOAT16
+        source = self._source(format)
+
+        def copy() -> Call:
+            return partial(functional.linear, x, source.tensor("", shape))
+
+        size = math.prod(shape) * format.bytes
+        return self._product("torch.linear", str(format), rows, shape, size, copy)
 
     def scaled_mm(self, rows: int, shape: tuple[int, int], fast: bool = False) -> Case:
         """torch's FP8 product alone: activations are quantized beforehand. On a GPU with a scale
@@ -180,15 +164,13 @@ class Bench:
         """
         out_features, in_features = shape
         source = self._source(Format.E4M3FN)
-        size = out_features * in_features
         x = source.weight("", (rows, in_features))
         assert x.scale is not None
-        by_row = (
-            x.scale[:, None],
-            torch.full((1, out_features), SCALE, dtype=torch.float32, device=self.device),
-        )
-        unit = torch.ones((), dtype=torch.float32, device=self.device)
-        scale_a, scale_b = (unit, unit) if self.device == "cpu" else by_row
+        scale_a = x.scale[:, None]
+        scale_b = torch.full((1, out_features), SCALE, dtype=torch.float32, device=self.device)
+        if self.device == "cpu":
+            scale_a = torch.ones((), dtype=torch.float32, device=self.device)
+            scale_b = scale_a
 
         def call(weight: Tensor) -> Tensor:
             product: Tensor = torch._scaled_mm(
@@ -196,18 +178,14 @@ class Bench:
             )
             return product
 
-        calls = [partial(call, source.weight("", shape).data) for _ in self._copies(size)]
+        def copy() -> Call:
+            return partial(call, source.weight("", shape).data)
+
         name = str(Format.E4M3FN)
         if fast:
             name += ", fast sums"
-        return _product(
-            "torch._scaled_mm",
-            name,
-            rows=rows,
-            shape=shape,
-            num_bytes=size + rows * (2 * out_features + in_features),
-            calls=calls,
-        )
+        case = self._product("torch._scaled_mm", name, rows, shape, math.prod(shape), copy)
+        return replace(case, num_bytes=case.num_bytes - rows * in_features)  # a byte of each
 
     def attention(
         self,
@@ -224,9 +202,11 @@ class Bench:
         """
         blocks = -(-context // BLOCK_SIZE)
         pages, size = self._pages(heads, format, granularity, batch_size * blocks)
-        generator = torch.Generator().manual_seed(2)
         order = torch.randperm(
-            batch_size * blocks, generator=generator, dtype=torch.int64, device="cpu"
+            batch_size * blocks,
+            generator=torch.Generator().manual_seed(2),
+            dtype=torch.int64,
+            device="cpu",
         )
         slices = []
         token_ids = [0] * new_tokens
@@ -235,19 +215,15 @@ class Bench:
         sequences = prepare(slices, [Pages((0,), 0, None, BLOCK_SIZE)], self.device).sequences(0)
         q = self._activations(batch_size * new_tokens, heads.num_heads * heads.head_dim)
         q = q.view(-1, heads.num_heads, heads.head_dim)
-        calls = [
-            partial(self.kernels.attention, q, page, sequences, AttentionCall(heads.head_dim**-0.5))
-            for page in pages
-        ]
+        call = AttentionCall(heads.head_dim**-0.5)
+        calls = [partial(self.kernels.attention, q, page, sequences, call) for page in pages]
         shape = (batch_size, new_tokens, context)
         size_of_ends, flops = attention_work(shape, heads)
-        extents = (*shape, heads.num_heads, heads.num_kv_heads, heads.head_dim)
-        num_bytes = size * batch_size * context + size_of_ends
         return Case(
             kernel="attention",
             format=cache_name(format, granularity) + note,
-            shape=extents,
-            num_bytes=num_bytes,
+            shape=(*shape, heads.num_heads, heads.num_kv_heads, heads.head_dim),
+            num_bytes=size * batch_size * context + size_of_ends,
             num_flops=flops,
             calls=calls,
         )
@@ -258,47 +234,57 @@ class Bench:
         """
         heads, out_features, in_features = shape
         x = self._activations(rows, heads * in_features).view(rows, heads, in_features)
-        source = self._source(Format.BFLOAT16)
-        size = 2 * math.prod(shape)
-        calls = []
-        for _ in self._copies(size):
+        format = Format.BFLOAT16
+        source = self._source(format)
+
+        def copy() -> Call:
             matrices = [source.weight("", (out_features, in_features)) for _ in range(heads)]
-            calls.append(partial(self.kernels.by_head, x, self.kernels.pack_experts(matrices)))
-        num_bytes = size + 2 * rows * heads * (out_features + in_features)
+            return partial(self.kernels.by_head, x, self.kernels.pack_experts(matrices))
+
+        size = math.prod(shape) * format.bytes
+        return self._product("by_head", str(format), rows, shape, size, copy)
+
+    def _product(
+        self,
+        kernel: str,
+        format: str,
+        rows: int,
+        shape: tuple[int, ...],
+        size: int,
+        copy: Callable[[], Call],
+    ) -> Case:
+        """Make the case of a product with matrices [..., out_features, in_features] of `size` bytes;
+        `copy` makes the call of one copy. Activations and results are in 16 bits.
+        """
+        vectors = math.prod(shape[:-2]) * (shape[-2] + shape[-1])
         return Case(
-            kernel="by_head",
-            format=str(Format.BFLOAT16),
+            kernel=kernel,
+            format=format,
             shape=(rows, *shape),
-            num_bytes=num_bytes,
+            num_bytes=size + 2 * rows * vectors,
             num_flops=2 * rows * math.prod(shape),
-            calls=calls,
+            calls=[copy() for _ in self._copies(size)],
         )
 
     def rotate_store(
         self, tokens: int, heads: Heads, format: Format, granularity: Granularity | None
     ) -> Case:
         pages, size = self._pages(heads, format, granularity, -(-tokens // BLOCK_SIZE))
-        all_heads = heads.num_heads + 2 * heads.num_kv_heads
         dim = heads.head_dim
         qkv = self._activations(tokens, heads.width)
         positions = torch.arange(tokens, dtype=torch.int64, device=self.device)
         slots = torch.randperm(tokens, dtype=torch.int64, device=self.device)
         rotary = Rotary(*torch.rand(2, tokens, dim // 2, dtype=torch.float32, device=self.device))
+        inputs = (qkv, rotary, positions, slots)
         # qkv and q; cosines and sines
-        num_bytes = (
-            size * tokens + 2 * tokens * (heads.width + heads.num_heads * dim) + 4 * tokens * dim
-        )
-        calls = [
-            partial(self.kernels.rotate_store, qkv, rotary, positions, slots, page)
-            for page in pages
-        ]
+        of_token = 2 * (heads.width + heads.num_heads * dim) + 4 * dim
         return Case(
             kernel="rotate_store",
             format=cache_name(format, granularity),
-            shape=(tokens, all_heads, dim),
-            num_bytes=num_bytes,
+            shape=(tokens, heads.num_heads + 2 * heads.num_kv_heads, dim),
+            num_bytes=tokens * (size + of_token),
             num_flops=0,
-            calls=calls,
+            calls=[partial(self.kernels.rotate_store, *inputs, page) for page in pages],
         )
 
     def _copies(self, num_bytes: int) -> range:
@@ -318,25 +304,35 @@ class Bench:
         self, heads: Heads, format: Format, granularity: Granularity | None, blocks: int
     ) -> tuple[list[KVPages], int]:
         """Copies of `blocks` blocks full of random codes, and the bytes of one token."""
-        source = None
         scales = None
         dims = (heads.head_dim, heads.v_dim or heads.head_dim)
-        if granularity is not None and granularity.is_dynamic:
-            source = ScaleSource.DYNAMIC
-        elif granularity is not None:
-            source = ScaleSource.CALIBRATED
+        if granularity is not None and not granularity.is_dynamic:
             k = (SCALE,) * granularity.num_scales(heads.num_kv_heads, dims[0])
             v = (SCALE,) * granularity.num_scales(heads.num_kv_heads, dims[1])
             scales = KVScales((LayerScales(k, v, granularity),), format)
         layer = LayerKVSpec(format, granularity, heads.num_kv_heads, *dims, v_in_k=heads.v_in_k)
         spec = KVCacheSpec((layer,), BLOCK_SIZE)
-        config = KVCacheConfig(format, granularity, source, scales)
+        config = KVCacheConfig(format, granularity, None, scales)
         copies = self._copies(spec.bytes_per_token * blocks * BLOCK_SIZE)
         pools = [allocate_pool(spec, config, (blocks,), self.kernels, self.device) for _ in copies]
         pages = [pool.paged[0].pages for pool in pools]
         for page in pages:
             _fill(page)
         return pages, spec.bytes_per_token
+
+
+# The kernel of a case, and what makes it: one exists at a time, as together they are large
+Made = Iterator[tuple[str, partial[Case]]]
+
+
+def selected(made: Made, only: Sequence[str]) -> Made:
+    """Yield the cases of the kernels in `only`; none: all."""
+    return (case for case in made if not only or case[0] in only)
+
+
+def set_of(kernel: str, kernels: KernelSet) -> str:
+    """Return the name of the set that a kernel is measured of."""
+    return "torch" if kernel.startswith("torch") else kernels.name
 
 
 def cache_name(format: Format, granularity: Granularity | None) -> str:
@@ -351,24 +347,6 @@ def attention_work(shape: tuple[int, int, int], heads: Heads) -> tuple[int, int]
     pairs = batch_size * (new_tokens * context - new_tokens * (new_tokens - 1) // 2)
     width = heads.num_heads * (heads.head_dim + (heads.v_dim or heads.head_dim))
     return 2 * batch_size * new_tokens * width, 2 * pairs * width
-
-
-def _product(
-    kernel: str,
-    format: str,
-    rows: int,
-    shape: tuple[int, int],
-    num_bytes: int,
-    calls: Sequence[Callable[[], object]],
-) -> Case:
-    return Case(
-        kernel=kernel,
-        format=format,
-        shape=(rows, *shape),
-        num_bytes=num_bytes,
-        num_flops=2 * rows * shape[0] * shape[1],
-        calls=calls,
-    )
 
 
 def _fill(pages: KVPages) -> None:

@@ -19,25 +19,31 @@ import random
 import re
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
-
-from torch import Tensor
+from dataclasses import dataclass
+from itertools import chain
+from operator import truediv
 
 from freight.base.fields import JsonObject
 from freight.base.terminal import OnProgress, unseen
 from freight.engine.drafts import Drafter
 from freight.engine.engine import Engine
-from freight.engine.prepare import SequenceSlice
-from freight.engine.runner import ModelRunner, StepRows
 from freight.errors import ConfigError
-from freight.lab.bench.drive import counted, describe_run, greedy, start
+from freight.lab.bench.drive import (
+    StepRecord,
+    counted,
+    describe_run,
+    drive,
+    full_steps,
+    greedy,
+    random_prompt,
+    start,
+    token_rate,
+)
 from freight.lab.bench.serving import HELD_OUT
 from freight.lab.bench.timing import Spread, medians
 from freight.model.open import OpenModel
 from freight.text.tokenizer import Tokenizer
 
-TEXTS = ("edit", "code", "random")
 _EDITED = 3  # files that are edited, and how much of each
 _CHARACTERS = 1400
 _PROMPT = 384  # tokens of code, and of random tokens
@@ -52,35 +58,6 @@ class Text:
     answer: Sequence[int]
 
 
-@dataclass(frozen=True)
-class ForcedRows(StepRows):
-    """Rows of which the token of `following` is by far the most likely."""
-
-    following: Sequence[int] = ()
-
-    def logits(self, rows: Sequence[int]) -> Tensor:
-        logits = super().logits(rows)
-        for index, row in enumerate(rows):
-            logits[index, self.following[row]] = 1e30
-        return logits
-
-
-@dataclass(frozen=True)
-class ForcedRunner(ModelRunner):
-    """A runner of sequences that all have the same text: `known` by position."""
-
-    known: list[int] = field(default_factory=list)
-
-    def run(self, slices: Sequence[SequenceSlice], tokens: Tensor | None = None) -> StepRows:
-        rows = super().run(slices, tokens)
-        following = []
-        for part in slices:
-            end = part.start + len(part.token_ids)
-            for position in range(end - part.num_logit_rows, end):
-                following.append(self.known[min(position + 1, len(self.known) - 1)])
-        return ForcedRows(**vars(rows), following=following)
-
-
 def texts_of(name: str, vocab_size: int) -> list[Text]:
     """Return the texts of a name, in tokens of the model that ships.
 
@@ -92,8 +69,7 @@ def texts_of(name: str, vocab_size: int) -> list[Text]:
     """
     numbers = random.Random(0)
     if name == "random":
-        tokens = [numbers.randrange(vocab_size) for _ in range(_PROMPT + _ANSWER)]
-        return [Text(tokens[:_PROMPT], tokens[_PROMPT:])]
+        return _cut(random_prompt(_PROMPT + _ANSWER, vocab_size, numbers))
     tokenizer = Tokenizer.load(HELD_OUT.parent)
     held_out = HELD_OUT.read_text()
     if tokenizer.vocab_size > vocab_size:
@@ -103,11 +79,7 @@ def texts_of(name: str, vocab_size: int) -> list[Text]:
         )
     if name == "code":
         tokens = tokenizer.encode(held_out[:8000], add_special_tokens=False)
-        end = _PROMPT + _ANSWER
-        return [
-            Text(tokens[:_PROMPT], tokens[_PROMPT:end]),
-            Text(tokens[end : end + _PROMPT], tokens[end + _PROMPT : 2 * end]),
-        ]
+        return _cut(tokens[: 2 * (_PROMPT + _ANSWER)])
     texts = []
     for begin in range(0, _EDITED * 6000, 6000):
         file = held_out[begin : begin + _CHARACTERS]
@@ -117,30 +89,20 @@ def texts_of(name: str, vocab_size: int) -> list[Text]:
     return texts
 
 
+def _cut(tokens: Sequence[int]) -> list[Text]:
+    texts = []
+    for begin in range(0, len(tokens), _PROMPT + _ANSWER):
+        answer = begin + _PROMPT
+        texts.append(Text(tokens[begin:answer], tokens[answer : answer + _ANSWER]))
+    return texts
+
+
 def _edited(file: str, numbers: random.Random) -> str:
     names = re.findall(r"[a-z_]{5,}", file)
     name = max(sorted(set(names)), key=names.count)
     lines = file.replace(name, f"{name}_new").split("\n")
     line = numbers.randrange(len(lines) - 3)
     return "\n".join([*lines[:line], "    # changed here", *lines[line + 2 :]])
-
-
-@dataclass
-class _Timed:
-    """What was timed of all runs of a kind: tokens per second of each, and sums over them: seconds,
-    steps, and tokens of all sequences.
-    """
-
-    rates: list[float] = field(default_factory=list)
-    seconds: float = 0.0
-    num_steps: int = 0
-    num_tokens: int = 0
-
-    def add(self, seconds: float, num_steps: int, num_tokens: int) -> None:
-        self.rates.append(num_tokens / seconds)
-        self.seconds += seconds
-        self.num_steps += num_steps
-        self.num_tokens += num_tokens
 
 
 def measure_drafts(
@@ -168,67 +130,56 @@ def measure_drafts(
     if not most:
         raise ConfigError("--text compares with drafts: give --speculate, on a CPU")
     has_drafts = engine.scheduler.drafts_beside(batch_size) > 0
-    plain = _Timed()
-    drafted = _Timed()
-    warm = _Timed()
+    runs: dict[int, list[list[StepRecord]]] = {0: [], most: []}
     before = engine.stats()
     for pair in counted(repeats + 1, on_progress):
         for drafts in (0, most) if pair % 2 else (most, 0):
             engine.scheduler.most_drafts = drafts
-            timed = drafted if drafts else plain
-            _run(engine, texts[pair % len(texts)], batch_size, timed if pair else warm)
+            steps = _run(engine, texts[pair % len(texts)], batch_size)
+            if pair:  # the first warms up
+                runs[drafts].append(steps)
     engine.scheduler.most_drafts = most  # of the drafted runs, whichever came last
     stats = engine.stats()
-    speedups = [after / rate for rate, after in zip(plain.rates, drafted.rates, strict=True)]
+    plain = list(map(token_rate, runs[0]))
+    drafted = list(map(token_rate, runs[most]))
     figures = {
-        "plain_tokens_per_second": Spread.of(plain.rates),
-        "drafted_tokens_per_second": Spread.of(drafted.rates),
-        "speedup": Spread.of(speedups),
+        "plain_tokens_per_second": Spread.of(plain),
+        "drafted_tokens_per_second": Spread.of(drafted),
+        "speedup": Spread.of(list(map(truediv, drafted, plain))),
     }
     drafting = 0.0
     if has_drafts:
         drafting = _drafting_seconds(texts, most) * batch_size
     num_drafted = stats.drafted - before.drafted
+    plain_steps = list(chain(*runs[0]))
+    drafted_steps = list(chain(*runs[most]))
+    num_tokens = sum(step.num_tokens for step in drafted_steps)
+    seconds = sum(step.seconds for step in plain_steps)
     return describe_run(opened, engine, config, name) | {
         "text": text,
         "batch_size": batch_size,
         "repeats": repeats,
         "output_len": max(len(part.answer) for part in texts),
-        "tokens": drafted.num_tokens,
-        "tokens_per_step": drafted.num_tokens / drafted.num_steps / batch_size,
+        "tokens": num_tokens,
+        "tokens_per_step": num_tokens / len(drafted_steps) / batch_size,
         "accepted_fraction": (stats.accepted - before.accepted) / max(num_drafted, 1),
-        "drafting_fraction": drafting * plain.num_steps / plain.seconds,
+        "drafting_fraction": drafting * len(plain_steps) / seconds,
         **medians(figures),
     }
 
 
-def _run(engine: Engine, text: Text, batch_size: int, timed: _Timed) -> None:
-    """Answer with `text` in every sequence; timed from the step in which all decode, to the end."""
-    params: Any = greedy(len(text.answer))
-    runner = vars(engine.runner) | {"known": [*text.prompt, *text.answer]}
-    engine.runner = ForcedRunner(**runner)
-    names = [f"bench {index}" for index in range(batch_size)]
-    for name in names:
-        engine.add(name, engine.intake.accept(text.prompt, params), params)
-    while engine.has_unfinished and engine.scheduler.num_decoding < batch_size:
-        engine.step()
-    if not engine.has_unfinished:
+def _run(engine: Engine, text: Text, batch_size: int) -> list[StepRecord]:
+    """Answer with `text` in every sequence; returns the steps behind the one since which all decode."""
+    params = greedy(len(text.answer))
+    known = [*text.prompt, *text.answer]
+    records = drive(engine, [text.prompt] * batch_size, [params] * batch_size, known)
+    full = full_steps(records, batch_size)
+    if len(full) < 2:
         raise ConfigError(
             f"the first of {batch_size} sequences ends before all decode: raise --output-len, or --kv-cache-memory if "
             "it is given, or lower --batch-size"
         )
-    had = sum(len(engine.output(name).outputs[0].token_ids) for name in names)
-    num_steps = 0
-    begin = time.perf_counter()
-    while engine.has_unfinished:
-        engine.step()
-        num_steps += 1
-    seconds = time.perf_counter() - begin
-    for name in names:
-        tokens = engine.output(name).outputs[0].token_ids
-        assert tokens == list(text.answer), "the answer is not the text"
-        engine.release(name)
-    timed.add(seconds, num_steps, batch_size * len(text.answer) - had)
+    return records[full[0] + 1 :]
 
 
 def _drafting_seconds(texts: Sequence[Text], most: int) -> float:

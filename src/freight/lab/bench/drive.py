@@ -1,5 +1,5 @@
-"""Requests through the engine, step by step, with the time of each: what `latency` and `throughput`
-have in common.
+"""Requests through the engine, step by step, with the time of each: what all benchmarks of the
+engine have in common.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import random
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -20,10 +21,10 @@ from freight.engine.engine import Engine
 from freight.engine.prepare import SequenceSlice
 from freight.engine.runner import ModelRunner, StepRows
 from freight.fp8.formats import Format
-from freight.fp8.scheme import LinearScheme
 from freight.model.architectures import tensor_names
 from freight.model.config.layer import MoEConfig
 from freight.model.config.model import ModelConfig
+from freight.model.decoder import LanguageModel
 from freight.model.loader import tensor_shapes
 from freight.model.open import OpenModel
 from freight.model.sizes import ONLINE, LinearOf, int4_online
@@ -33,13 +34,19 @@ from freight.settings.engine import EngineConfig
 
 @dataclass(frozen=True)
 class TimedRows(StepRows):
-    """Rows whose logits are timed, in seconds, as the host sees it."""
+    """Rows whose logits are timed, in seconds, as the host sees it; the token of `following`, where
+    there is one for each row, is by far the most likely.
+    """
 
     seconds: list[float] = field(default_factory=list)
+    following: Sequence[int] = ()
 
     def logits(self, rows: Sequence[int]) -> Tensor:
         begin = time.perf_counter()
         logits = super().logits(rows)
+        if self.following:
+            for index, row in enumerate(rows):
+                logits[index, self.following[row]] = 1e30
         self.seconds.append(time.perf_counter() - begin)
         return logits
 
@@ -49,20 +56,24 @@ class TimedRunner(ModelRunner):
     """A runner that records how long each part of a step took, in seconds, as the host sees it:
     layers, then logits.
 
-    Captured steps are replayed as they are without it; theirs is one part.
+    Captured steps are replayed as they are without it; theirs is one part. `text`: the tokens by
+    position that all sequences get, whatever the model computes; empty: those that it computes.
     """
 
     seconds: list[float] = field(default_factory=list)
-
-    @staticmethod
-    def over(runner: ModelRunner) -> TimedRunner:
-        return TimedRunner(**vars(runner))
+    text: Sequence[int] = ()
 
     def run(self, slices: Sequence[SequenceSlice], tokens: Tensor | None = None) -> StepRows:
         begin = time.perf_counter()
         rows = super().run(slices, tokens)
         self.seconds.append(time.perf_counter() - begin)
-        return TimedRows(**vars(rows), seconds=self.seconds)
+        following = []
+        if self.text:
+            for part in slices:
+                end = part.start + len(part.token_ids)
+                for position in range(end - part.num_logit_rows, end):
+                    following.append(self.text[min(position + 1, len(self.text) - 1)])
+        return TimedRows(**vars(rows), seconds=self.seconds, following=following)
 
 
 @dataclass(frozen=True)
@@ -79,12 +90,14 @@ class StepRecord:
     num_tokens: int
 
 
-def start(opened: OpenModel, **changes: Any) -> tuple[Engine, EngineConfig]:
+def start(
+    opened: OpenModel, decoder: LanguageModel | None = None, **changes: Any
+) -> tuple[Engine, EngineConfig]:
     """Start an engine without a tokenizer, with `changes` of its arguments; without drafts unless
-    they ask for them, so that a step is the same from run to run.
+    they ask for them, so that a step is the same from run to run. `decoder`: weights to share.
     """
     args = replace(opened.args.without_drafts(), skip_tokenizer_init=True, **changes)
-    return start_engine(replace(opened, args=args))
+    return start_engine(replace(opened, args=args), decoder=decoder)
 
 
 def counted(total: int, on_progress: OnProgress) -> Iterator[int]:
@@ -104,62 +117,59 @@ def greedy(length: int) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True, detokenize=False)
 
 
-def drive_random(
-    engine: Engine, lengths: Sequence[tuple[int, int]], numbers: random.Random
-) -> list[StepRecord]:
-    """`drive` requests of random tokens; `lengths` are those of (prompt, answer) in tokens."""
-    vocab_size = engine.runner.model.config.vocab_size
-    prompts = [random_prompt(before, vocab_size, numbers) for before, _ in lengths]
-    return drive(engine, prompts, [greedy(after) for _, after in lengths])
-
-
 def drive(
-    engine: Engine, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    params: Sequence[SamplingParams],
+    text: Sequence[int] = (),
 ) -> list[StepRecord]:
-    """Add all requests at once and step until they are done; then forget them."""
+    """Add all requests at once and step until they are done; then forget them. `text`: that of
+    `TimedRunner`.
+    """
     ids = [f"bench {index}" for index in range(len(prompts))]
     for request_id, prompt, sampling in zip(ids, prompts, params, strict=True):
         engine.add(request_id, engine.intake.accept(prompt, sampling), sampling)
     records = []
     scheduler = engine.scheduler
-    runner = engine.runner = TimedRunner.over(engine.runner)
+    runner = TimedRunner(**(vars(engine.runner) | {"text": text}))
+    engine.runner = runner
     unfinished = len(ids)
     while engine.has_unfinished:
         runner.seconds.clear()
         begin = time.perf_counter()
         deltas = engine.step()
         seconds = time.perf_counter() - begin
-        used = engine.cache.used_share
-        left = scheduler.num_running + scheduler.num_waiting
-        running = scheduler.num_running + unfinished - left
-        num_tokens = 0
-        for delta in deltas:
-            num_tokens += sum(len(output.token_ids) for output in delta.outputs)
-        records.append(
-            StepRecord(
-                seconds=seconds,
-                model_seconds=sum(runner.seconds),
-                num_sampled=len(deltas),
-                num_running=running,
-                cache_share=used,
-                num_tokens=num_tokens,
-            )
+        outputs = chain.from_iterable(delta.outputs for delta in deltas)
+        record = StepRecord(
+            seconds=seconds,
+            model_seconds=sum(runner.seconds),
+            num_sampled=len(deltas),
+            num_running=unfinished - scheduler.num_waiting,  # with those that end here
+            cache_share=engine.cache.used_share,
+            num_tokens=sum(len(output.token_ids) for output in outputs),
         )
-        unfinished = left
+        records.append(record)
+        unfinished = scheduler.num_running + scheduler.num_waiting
     for request_id in ids:
         engine.release(request_id)
     return records
 
 
+def full_steps(records: Sequence[StepRecord], batch_size: int) -> list[int]:
+    """Return the indices of the steps in which every sequence of a batch got a token."""
+    return [index for index, record in enumerate(records) if record.num_sampled == batch_size]
+
+
+def token_rate(records: Sequence[StepRecord]) -> float:
+    """Return the tokens per second of steps."""
+    return sum(record.num_tokens for record in records) / sum(record.seconds for record in records)
+
+
 def occupancy(records: Sequence[StepRecord]) -> tuple[float, float]:
     """Means over time: of the requests that run, and of the share of the cache's blocks in use."""
-    seconds = 0.0
-    running = 0.0
-    in_use = 0.0
-    for record in records:
-        seconds += record.seconds
-        running += record.seconds * record.num_running
-        in_use += record.seconds * record.cache_share
+    seconds = sum(record.seconds for record in records)
+    running = sum(record.seconds * record.num_running for record in records)
+    in_use = sum(record.seconds * record.cache_share for record in records)
     return running / seconds, in_use / seconds
 
 
@@ -175,50 +185,43 @@ def weight_bytes(
     read, which are not counted; of experts, as many as are chosen on average if all are equally
     likely. `linear_of`: how each module's matrix is quantized; None: all are in `weight_format`.
     """
-    formats = compute_format, weight_format
     online = ONLINE if weight_format.is_quantized else None
 
-    def scheme_of(module: str) -> LinearScheme | None:
-        return linear_of(module) if linear_of else online
+    def matrix_bytes(module: str, values: int, outputs: int) -> int:
+        scheme = linear_of(module) if linear_of else online
+        if scheme is None:
+            return values * compute_format.bytes
+        if scheme.four is not None:
+            return scheme.four.stored_bytes(values)
+        return values * weight_format.bytes + outputs * Format.FLOAT32.bytes
 
     names = tensor_names(model)
+    unread = {names.positions, names.per_layer_table}
+    if not model.tie_word_embeddings:
+        unread.add(names.embedding)
     total = 0
     for name, shape in tensor_shapes(model).items():
-        if name in (names.positions, names.per_layer_table) or (
-            name == names.embedding and not model.tie_word_embeddings
-        ):
+        size = math.prod(shape)
+        if name in unread:
             continue
         if len(shape) == 1 or name.endswith("bias") or name in names.outer:
-            total += math.prod(shape) * compute_format.bytes
-            continue
-        outputs = shape[0] if len(shape) == 2 else shape[0] * shape[2]  # of all experts
-        scheme = scheme_of(name.removesuffix(".weight"))
-        total += _matrix_bytes(math.prod(shape), outputs, scheme, *formats)
+            total += size * compute_format.bytes
+        else:
+            outputs = shape[0] if len(shape) == 2 else shape[0] * shape[2]  # of all experts
+            total += matrix_bytes(name.removesuffix(".weight"), size, outputs)
     for index, layer in enumerate(model.layers):
         moe = layer.feed_forward
         if not isinstance(moe, MoEConfig):
             continue
         channels = moe.expert_channels(model.hidden_size)
-        expert = 0
+        inner = sum(moe.up_sizes)
         prefix = names.layer.format(index) + names.expert.format(0)
-        for module, values, outputs in (
-            (names.expert_gate_up[0], sum(moe.up_sizes) * channels, sum(moe.up_sizes)),
-            (names.expert_down, moe.intermediate_size * channels, channels),
-        ):
-            expert += _matrix_bytes(values, outputs, scheme_of(prefix + module), *formats)
+        expert = matrix_bytes(prefix + names.expert_gate_up[0], inner * channels, inner)
+        down = moe.intermediate_size * channels
+        expert += matrix_bytes(prefix + names.expert_down, down, channels)
         left_out = (1 - moe.routing.top_k / moe.num_experts) ** num_rows
         total -= round(moe.num_experts * expert * left_out)
     return total
-
-
-def _matrix_bytes(
-    values: int, outputs: int, scheme: LinearScheme | None, compute: Format, weights: Format
-) -> int:
-    if scheme is None:
-        return values * compute.bytes
-    if scheme.four is not None:
-        return scheme.four.stored_bytes(values)
-    return values * weights.bytes + outputs * Format.FLOAT32.bytes
 
 
 def linears_of(opened: OpenModel, config: EngineConfig) -> LinearOf | None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
+from itertools import chain, product
 
 import torch
 from torch import Tensor
@@ -22,8 +22,8 @@ from freight.base.fields import JsonObject
 from freight.fp8.formats import Format, Granularity
 from freight.kernels.interface import KernelSet
 from freight.kernels.select import select_kernels
-from freight.lab.bench.cases import Bench, Case, Heads, attention_work
-from freight.lab.bench.timing import Spread
+from freight.lab.bench.cases import Bench, Case, Heads, Made, attention_work, selected, set_of
+from freight.lab.bench.timing import Spread, sampled
 from freight.operands.weight import Activations
 
 CACHES = (
@@ -70,25 +70,21 @@ def measure_on_gpu(
     for number, (kernel, make) in enumerate(cases(kernels, sizes, "cuda", only), 1):
         if number <= after:
             continue
-        row = {"case": number, "device": torch.cuda.get_device_name(), "launch_gap_us": gap * 1e6}
-        yield {**row, **_row(kernel, make, kernels.name, partial(_measured, make, seconds))}
+        row = {
+            "case": number,
+            "device": torch.cuda.get_device_name(),
+            "launch_gap_us": gap * 1e6,
+            "kernel": kernel,
+            "kernels": set_of(kernel, kernels),
+        }
+        try:
+            row |= _measured(make, seconds)
+        except Exception as error:  # whatever it is, the other rows can be measured
+            row["what"] = ", ".join(map(str, make.args))
+            row["error"] = f"{type(error).__name__}: {str(error)[:600]}"
+        yield row
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
-
-
-def _row(
-    kernel: str, make: Callable[[], Case], name_of_set: str, measure: Callable[[], JsonObject]
-) -> JsonObject:
-    """Return what `measure` found; or of a case that failed, which one it was and why."""
-    named = {"kernel": kernel, "kernels": "torch" if kernel.startswith("torch") else name_of_set}
-    try:
-        return {**named, **measure()}
-    except Exception as error:  # whatever it is, the other rows can be measured
-        what = make.args if isinstance(make, partial) else ()
-        return named | {
-            "what": ", ".join(map(str, what)),
-            "error": f"{type(error).__name__}: {str(error)[:600]}",
-        }
 
 
 def _measured(make: Callable[[], Case], seconds: float) -> JsonObject:
@@ -141,8 +137,8 @@ def seconds_in_graph(call: Callable[[], object], seconds: float, least: int = 10
     # Larger than any cache, and read before each run: what a write leaves in the cache would drain
     # during the run.
     flush = torch.zeros(2**26, dtype=torch.float32, device="cuda")
-    samples: list[float] = []
-    while len(samples) < least or (sum(samples) < seconds and len(samples) < 200):
+
+    def sample() -> float:
         flush.amax()
         begin = torch.cuda.Event(enable_timing=True)
         end = torch.cuda.Event(enable_timing=True)
@@ -150,8 +146,10 @@ def seconds_in_graph(call: Callable[[], object], seconds: float, least: int = 10
         graph.replay()
         end.record()
         end.synchronize()
-        samples.append(begin.elapsed_time(end) / 1e3)
-    return Spread.of(samples)
+        milliseconds: float = begin.elapsed_time(end)
+        return milliseconds / 1e3
+
+    return sampled(sample, seconds, least)
 
 
 def copy_bandwidth() -> float:
@@ -165,22 +163,17 @@ def copy_bandwidth() -> float:
     return 2 * source.nbytes / seconds
 
 
-_Made = Iterator[tuple[str, Callable[[], Case]]]
-
-
-def cases(kernels: KernelSet, sizes: Sizes, device: str, only: Sequence[str] = ()) -> _Made:
-    """Yield each case's kernel, and what makes it, one at a time, as together they are large."""
+def cases(kernels: KernelSet, sizes: Sizes, device: str, only: Sequence[str] = ()) -> Made:
+    """Yield each case's kernel, and what makes it."""
     bench = Bench(kernels, device)
     made = chain(
-        _attention_cases(bench, sizes, device),
-        _store_cases(bench, sizes),
-        _product_cases(bench, sizes, device),
-        _latent_cases(bench, sizes),
+        _cache_cases(bench, sizes), _product_cases(bench, sizes), _latent_cases(bench, sizes)
     )
-    return ((kernel, make) for kernel, make in made if not only or kernel in only)
+    return selected(made, only)
 
 
-def _attention_cases(bench: Bench, sizes: Sizes, device: str) -> _Made:
+def _cache_cases(bench: Bench, sizes: Sizes) -> Made:
+    device = bench.device
     in_fp8 = Bench(select_kernels(bench.kernels.name, device, fp8_attention=True), device)
     for shape in sizes.attention:
         for format, granularity in CACHES:
@@ -192,37 +185,27 @@ def _attention_cases(bench: Bench, sizes: Sizes, device: str) -> _Made:
         yield "torch.sdpa", partial(by_torch, SDPBackend.FLASH_ATTENTION)
         if device == "cuda" and shape[1] > 1 and torch.version.hip is None:
             yield "torch.sdpa", partial(by_torch, SDPBackend.CUDNN_ATTENTION)
+    for cache in CACHES:
+        yield "rotate_store", partial(bench.rotate_store, sizes.store, sizes.heads, *cache)
 
 
-def _store_cases(bench: Bench, sizes: Sizes) -> _Made:
-    for format, granularity in CACHES:
-        yield (
-            "rotate_store",
-            partial(bench.rotate_store, sizes.store, sizes.heads, format, granularity),
-        )
-
-
-def _product_cases(bench: Bench, sizes: Sizes, device: str) -> _Made:
-    for rows, out_features, in_features in (sizes.product, *sizes.decode_products):
-        matrix = out_features, in_features
+def _product_cases(bench: Bench, sizes: Sizes) -> Made:
+    for rows, outputs, inputs in (sizes.product, *sizes.decode_products):
+        matrix = (outputs, inputs)
         for activations in (Activations.DYNAMIC, Activations.PLAIN):
             yield "linear", partial(bench.linear, rows, matrix, Format.E4M3FN, activations)
         yield "torch.linear", partial(bench.torch_linear, rows, matrix)
-    if device == "cuda":
+    if bench.device == "cuda":
         for fast in (False, True):
-            yield (
-                "torch._scaled_mm",
-                partial(bench.scaled_mm, sizes.product[0], sizes.product[1:], fast),
-            )
+            case = partial(bench.scaled_mm, sizes.product[0], sizes.product[1:], fast)
+            yield "torch._scaled_mm", case
 
 
-def _latent_cases(bench: Bench, sizes: Sizes) -> _Made:
-    for shape in sizes.latent_attention:
-        for format, granularity in CACHES:
-            yield "attention", partial(bench.attention, *shape, sizes.latents, format, granularity)
-    for rows in sizes.by_head_rows:
-        for matrices in sizes.by_head:
-            yield "by_head", partial(bench.by_head, rows, (sizes.latents.num_heads, *matrices))
+def _latent_cases(bench: Bench, sizes: Sizes) -> Made:
+    for shape, cache in product(sizes.latent_attention, CACHES):
+        yield "attention", partial(bench.attention, *shape, sizes.latents, *cache)
+    for rows, matrix in product(sizes.by_head_rows, sizes.by_head):
+        yield "by_head", partial(bench.by_head, rows, (sizes.latents.num_heads, *matrix))
 
 
 def _torch_attention(
@@ -232,11 +215,10 @@ def _torch_attention(
     head.
     """
     batch, rows, context = shape
+    dim = heads.head_dim
 
     def tensor(count: int, length: int) -> Tensor:
-        return torch.randn(
-            batch, count, length, heads.head_dim, dtype=torch.bfloat16, device=device
-        )
+        return torch.randn(batch, count, length, dim, dtype=torch.bfloat16, device=device)
 
     kv_heads = heads.num_kv_heads
     name = "bfloat16, FlashAttention"
@@ -254,13 +236,11 @@ def _torch_attention(
             )
 
     ends, flops = attention_work(shape, heads)
-    extents = (*shape, heads.num_heads, heads.num_kv_heads, heads.head_dim)
-    size = 4 * batch * context * kv_heads * heads.head_dim + ends
     return Case(
         kernel="torch.sdpa",
         format=name,
-        shape=extents,
-        num_bytes=size,
+        shape=(*shape, heads.num_heads, heads.num_kv_heads, dim),
+        num_bytes=4 * batch * context * kv_heads * dim + ends,
         num_flops=flops,
         calls=[call],
     )

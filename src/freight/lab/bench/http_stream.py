@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import asyncio
 import ssl
+import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass
 from typing import cast
 from urllib.parse import urlsplit
@@ -89,106 +90,106 @@ class AnswerReader:
         self.headers: dict[str, str] = {}
         self.complete = False
         self._buffer = b""
-        # bytes to come of the body, or of this chunk; None: up to the connection's end
-        self._left: int | None = None
-        self._chunked = False
-        self._state = "head"
+        self._body: list[bytes] = []
+        self._parts = self._read()
 
     @property
     def keeps_alive(self) -> bool:
         """Whether the connection can take another request."""
         closing = self.headers.get("connection", "").lower() == "close"
-        return self.complete and not closing and (self._chunked or "content-length" in self.headers)
+        return self.complete and not closing and self._is_framed
+
+    @property
+    def _is_chunked(self) -> bool:
+        return self.headers.get("transfer-encoding", "").lower() == "chunked"
+
+    @property
+    def _is_framed(self) -> bool:
+        return self._is_chunked or "content-length" in self.headers
 
     def feed(self, data: bytes) -> bytes:
         """Take more bytes; returns what is new of the body. Raises StreamError where the framing is
         broken.
         """
-        self._buffer = self._buffer + data if self._buffer else data
-        while self._state == "head":
-            if not self._read_head():
-                return b""
-        if self._chunked:
-            return self._read_chunks()
-        body = self._buffer
-        self._buffer = b""
-        if self._left is not None:
-            if len(body) > self._left:
-                raise StreamError("malformed", "the answer is longer than its Content-Length")
-            self._left -= len(body)
-            self.complete = self._left == 0
+        self._buffer += data
+        next(self._parts, None)
+        body = b"".join(self._body)
+        self._body.clear()
         return body
 
     def close(self) -> None:
         """Take note that the connection ended. Raises StreamError where the answer is incomplete."""
         if self.complete:
             return
-        if self._state == "head":
+        if not self.status:
             raise StreamError("closed", "the connection was closed before an answer")
-        if self._chunked or self._left is not None:
+        if self._is_framed:
             raise StreamError("closed", "the connection was closed in the middle of an answer")
         self.complete = True
 
-    def _read_head(self) -> bool:
-        head, end, body = self._buffer.partition(b"\r\n\r\n")
-        if not end or len(head) > MAX_HEAD:
-            if len(head) > MAX_HEAD:
-                raise StreamError(
-                    "malformed", f"the answer's headers are longer than {MAX_HEAD} bytes"
-                )
-            return False
+    def _read(self) -> Iterator[None]:
+        """Read the parts of an answer in their order; each `yield` waits for more bytes."""
+        code = "1"
+        while code.startswith("1"):  # such as 100 Continue: the answer itself follows
+            code = yield from self._head()
+        self.status = int(code)
+        if self._is_chunked:
+            yield from self._chunks()
+        elif self._is_framed:
+            length = self.headers["content-length"]
+            if not length.isdigit():
+                raise StreamError("malformed", f"Content-Length is {length!r}")
+            yield from self._pass_on(int(length))
+            if self._buffer:
+                raise StreamError("malformed", "the answer is longer than its Content-Length")
+        else:
+            yield from self._pass_on(sys.maxsize)  # up to the connection's end
+        self.complete = True
+
+    def _head(self) -> Generator[None, None, str]:
+        """Read a status line and headers; returns the status."""
+        too_long = f"the answer's headers are longer than {MAX_HEAD} bytes"
+        head = yield from self._until(b"\r\n\r\n", too_long)
         first, *lines = head.decode("latin-1").split("\r\n")
         words = first.split(" ", 2)
         if len(words) < 2 or not words[0].startswith("HTTP/1.") or not words[1].isdigit():
             raise StreamError("malformed", f"the answer is not HTTP: it begins with {first[:40]!r}")
-        self._buffer = body
-        if words[1].startswith("1"):  # such as 100 Continue: the answer itself follows
-            return True
-        self.status = int(words[1])
         self.headers = {}
         for line in lines:
             name, _, value = line.partition(":")
             self.headers[name.strip().lower()] = value.strip()
-        self._chunked = self.headers.get("transfer-encoding", "").lower() == "chunked"
-        length = self.headers.get("content-length")
-        if not self._chunked and length is not None:
-            if not length.isdigit():
-                raise StreamError("malformed", f"Content-Length is {length!r}")
-            self._left = int(length)
-            self.complete = self._left == 0
-        self._state = "body"
-        return True
+        return words[1]
 
-    def _read_chunks(self) -> bytes:
-        out = []
-        while self._state != "end":
-            if self._left:
-                part = self._buffer[: self._left]
-                self._buffer = self._buffer[len(part) :]
-                self._left -= len(part)
-                out.append(part)
-                if self._left:
-                    break
-                self._state = "chunk end"
-            line, end, buffer = self._buffer.partition(b"\r\n")
-            if not end:
-                if len(line) > MAX_HEAD:
-                    raise StreamError("malformed", "a chunk has no length")
-                break
-            self._buffer = buffer
-            if self._state == "chunk end":
-                if line:
-                    raise StreamError("malformed", "a chunk is longer than its length")
-                self._state = "body"
-            elif self._state == "trailer":
-                if not line:
-                    self._state = "end"
-                    self.complete = True
-            else:
-                self._left = _chunk_length(line)
-                if self._left == 0:
-                    self._state = "trailer"
-        return b"".join(out)
+    def _chunks(self) -> Iterator[None]:
+        too_long = "a chunk has no length"
+        while size := _chunk_length((yield from self._until(b"\r\n", too_long))):
+            yield from self._pass_on(size)
+            if (yield from self._until(b"\r\n", too_long)):
+                raise StreamError("malformed", "a chunk is longer than its length")
+        while (yield from self._until(b"\r\n", too_long)):
+            pass  # a trailer
+
+    def _until(self, end: bytes, too_long: str) -> Generator[None, None, bytes]:
+        """Return what comes before `end`, at most MAX_HEAD bytes."""
+        while True:
+            part, found_end, buffer = self._buffer.partition(end)
+            if len(part) > MAX_HEAD:
+                raise StreamError("malformed", too_long)
+            if found_end:
+                self._buffer = buffer
+                return part
+            yield
+
+    def _pass_on(self, size: int) -> Iterator[None]:
+        """Take `size` bytes of the body."""
+        while True:
+            part = self._buffer[:size]
+            self._buffer = self._buffer[size:]
+            self._body.append(part)
+            size -= len(part)
+            if not size:
+                return
+            yield
 
 
 def _chunk_length(line: bytes) -> int:
@@ -211,7 +212,7 @@ class EventReader:
         """Take more bytes; returns the data of every event that is complete now. Comments and names
         are left out.
         """
-        buffer = self._buffer + data if self._buffer else data
+        buffer = self._buffer + data
         if b"\r" in buffer:
             if buffer.endswith(b"\r"):  # half of a line's end, perhaps
                 self._buffer = buffer
@@ -222,9 +223,6 @@ class EventReader:
             raise StreamError("malformed", f"an event is longer than {MAX_EVENT} bytes")
         events = []
         for block in blocks:
-            if block.startswith(b"data: ") and b"\n" not in block:  # nearly all
-                events.append(block[6:])
-                continue
             lines = [
                 line[5:].removeprefix(b" ")
                 for line in block.split(b"\n")

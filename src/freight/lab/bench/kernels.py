@@ -7,20 +7,21 @@ median time and by the bandwidth measured right before and after it. `cases.py` 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import product
 
 import torch
 
 from freight.base.fields import JsonObject
 from freight.fp8.formats import Format, Granularity
 from freight.kernels.interface import KernelSet
-from freight.lab.bench.cases import GROUPS, Bench, Case, Heads
+from freight.lab.bench.cases import GROUPS, Bench, Heads, Made, selected, set_of
 from freight.lab.bench.timing import MemoryProbe, bytes_beyond_caches, time_in_rotation
 from freight.model.architectures import tensor_names
 from freight.model.config.model import ModelConfig
 from freight.model.mixers.latent.spec import LatentConfig
-from freight.model.mixers.spec import PagedMixer, mixer_parts
+from freight.model.mixers.spec import mixer_parts
 from freight.settings.kv_source import groups_fit
 
 CACHES: tuple[tuple[Format, Granularity | None], ...] = (
@@ -51,7 +52,8 @@ def measure_kernels(
     """
     cache_size = cache_size or bytes_beyond_caches()
     probe = MemoryProbe(max(2 * cache_size, 4096))
-    for make in _cases(Bench(kernels, "cpu", cache_size), model, matrix, rows, context, only):
+    made = _cases(Bench(kernels, "cpu", cache_size), model, matrix, rows, context)
+    for kernel, make in selected(made, only):
         case = make()
         before = probe.sample()
         spread = time_in_rotation(case.calls, seconds)
@@ -59,65 +61,38 @@ def measure_kernels(
         yield {
             **case.figures(spread, bandwidth),
             "read_bandwidth_bytes_per_second": bandwidth,
-            "kernels": "torch" if case.kernel.startswith("torch") else kernels.name,
+            "kernels": set_of(kernel, kernels),
             "threads": torch.get_num_threads(),
         }
 
 
 def _cases(
-    bench: Bench,
-    model: ModelConfig,
-    matrix: tuple[int, int],
-    rows: Sequence[int],
-    context: int,
-    only: Sequence[str],
-) -> Iterator[Callable[[], Case]]:
-    """Yield what makes each case, in the order of the report; one exists at a time, as together
-    they are large.
-    """
-
-    def measured(kernel: str) -> bool:
-        return not only or kernel in only
-
+    bench: Bench, model: ModelConfig, matrix: tuple[int, int], rows: Sequence[int], context: int
+) -> Made:
+    """Yield cases in the order of the report."""
     for shape in dict.fromkeys((matrix, *linear_shapes(model))):
         for count in rows:
             for format in (Format.E4M3FN, Format.INT8, Format.BFLOAT16):
-                if measured("linear"):
-                    yield partial(bench.linear, count, shape, format)
+                yield "linear", partial(bench.linear, count, shape, format)
             for codes, (size, _) in GROUPS.items():
-                if measured("linear") and bench.kernels.packs_groups and shape[1] % size == 0:
-                    yield partial(bench.four_bit, count, shape, codes)
-            if measured("torch.linear"):
-                yield partial(bench.torch_linear, count, shape)
-            if measured("torch._scaled_mm") and count == rows[0]:
-                yield partial(bench.scaled_mm, count, shape)
-    yield from _attention_cases(bench, next(iter(model.paged.values())), rows, context, measured)
-
-
-def _attention_cases(
-    bench: Bench,
-    mixer: PagedMixer,
-    rows: Sequence[int],
-    context: int,
-    measured: Callable[[str], bool],
-) -> Iterator[Callable[[], Case]]:
-    """Yield cases of the operations between the projections: over caches, and of latents the
-    products of their heads.
-    """
+                if bench.kernels.packs_groups and shape[1] % size == 0:
+                    yield "linear", partial(bench.four_bit, count, shape, codes)
+            yield "torch.linear", partial(bench.torch_linear, count, shape)
+            if count == rows[0]:
+                yield "torch._scaled_mm", partial(bench.scaled_mm, count, shape)
+    mixer = next(iter(model.paged.values()))
     heads = Heads(mixer.num_heads, mixer.num_kv_heads, mixer.k_dim, mixer.v_dim, mixer.v_in_k)
     caches = list(CACHES)
     if not groups_fit({0: mixer}):
         caches.remove((Format.E4M3FN, Granularity.GROUP))
-    for format, granularity in caches:
-        if measured("attention"):
-            yield partial(bench.attention, 1, 1, context, heads, format, granularity)
-    for format, granularity in caches:
-        if measured("rotate_store"):
-            yield partial(bench.rotate_store, max(rows), heads, format, granularity)
-    if isinstance(mixer, LatentConfig) and measured("by_head"):
-        for count in rows:
-            for matrix in ((mixer.latent, mixer.nope), (mixer.head_size, mixer.latent)):
-                yield partial(bench.by_head, count, (mixer.num_heads, *matrix))
+    for cache in caches:
+        yield "attention", partial(bench.attention, 1, 1, context, heads, *cache)
+    for cache in caches:
+        yield "rotate_store", partial(bench.rotate_store, max(rows), heads, *cache)
+    if isinstance(mixer, LatentConfig):
+        of_heads = ((mixer.latent, mixer.nope), (mixer.head_size, mixer.latent))
+        for count, shape in product(rows, of_heads):
+            yield "by_head", partial(bench.by_head, count, (mixer.num_heads, *shape))
 
 
 def linear_shapes(model: ModelConfig) -> list[tuple[int, int]]:

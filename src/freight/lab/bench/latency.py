@@ -24,9 +24,13 @@ from freight.lab.bench.drive import (
     StepRecord,
     counted,
     describe_run,
-    drive_random,
+    drive,
+    full_steps,
+    greedy,
     linears_of,
+    random_prompt,
     start,
+    token_rate,
     weight_bytes,
 )
 from freight.lab.bench.timing import MemoryProbe, Spread, medians, peak_rss_bytes
@@ -51,27 +55,30 @@ def measure_latency(
     length = opened.args.max_model_len or input_len + output_len
     engine, config = start(opened, max_num_seqs=batch_size, max_model_len=length)
     numbers = random.Random(config.seed)
-    lengths = [(input_len, output_len)] * batch_size
-    runs: list[tuple[float, list[StepRecord]]] = []
-    bandwidths: list[float] = []  # of each run
-    for repeat in counted(repeats + 1, on_progress):
-        if repeat == 0:  # warms up
-            split(drive_random(engine, lengths, numbers), batch_size)
-            peak = peak_rss_bytes()  # before the probe takes its memory
-            room = _room(engine.runner.pool, config.device)
-            probe = MemoryProbe(device=config.device)
-            continue
-        before = probe.sample()
-        runs.append(split(drive_random(engine, lengths, numbers), batch_size))
-        bandwidths.append((before + probe.sample()) / 2)
+    params = [greedy(output_len)] * batch_size
+
+    def run() -> tuple[float, list[StepRecord]]:
+        prompts = [random_prompt(input_len, opened.model.vocab_size, numbers) for _ in params]
+        return split(drive(engine, prompts, params), batch_size)
+
     formats = (config.compute_format, config.weight_format)
     linear_of = linears_of(opened, config)
     weights = weight_bytes(engine.runner.model.config, *formats, batch_size, linear_of)
     # of a step half way through the output
     cache = round(batch_size * read_bytes(engine.runner.pool.spec, input_len + output_len / 2))
+    turns = counted(repeats + 1, on_progress)
+    next(turns)
+    run()  # warms up
+    peak = peak_rss_bytes()  # before the probe takes its memory
+    room = _room(engine.runner.pool, config.device)
+    probe = MemoryProbe(device=config.device)
+    runs: list[tuple[float, list[StepRecord]]] = []
     bandwidth_fractions = []
-    for (_, full), bandwidth in zip(runs, bandwidths, strict=True):
-        for step in full:
+    for _ in turns:
+        before = probe.sample()
+        runs.append(run())
+        bandwidth = (before + probe.sample()) / 2
+        for step in runs[-1][1]:
             bandwidth_fractions.append((weights + cache) / (step.seconds * bandwidth))
     figures = _figures(runs, batch_size * input_len)
     figures["decode_bandwidth_fraction"] = Spread.of(bandwidth_fractions)
@@ -101,7 +108,7 @@ def _figures(runs: Sequence[tuple[float, list[StepRecord]]], num_input: int) -> 
     overhead_ms = []
     for until_first, full in runs:
         prefill.append(num_input / until_first)
-        decode.append(sum(step.num_tokens for step in full) / sum(step.seconds for step in full))
+        decode.append(token_rate(full))
         for step in full:
             step_ms.append(step.seconds * 1e3)
             overhead_ms.append((step.seconds - step.model_seconds) * 1e3)
@@ -135,7 +142,7 @@ def split(records: Sequence[StepRecord], batch_size: int) -> tuple[float, list[S
 
     Raises ConfigError when there is no such later step.
     """
-    full = [index for index, record in enumerate(records) if record.num_sampled == batch_size]
+    full = full_steps(records, batch_size)
     if len(full) < 2:
         raise ConfigError(
             f"of {batch_size} sequences the first ends before all decode together: "

@@ -14,11 +14,12 @@ import json
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
+from freight.base.fields import JsonDict
 from freight.lab.bench.answers import Answer, AnswerStream
-from freight.lab.bench.http_stream import Address, Connection, StreamError
+from freight.lab.bench.http_stream import Address, Connection, OnBody, StreamError
 from freight.lab.bench.prompts import Ask, Prompts
 
 ENDPOINTS = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
@@ -26,54 +27,49 @@ OnAnswer = Callable[[Answer], None]
 
 
 @dataclass(frozen=True)
-class Accepted:
-    """What a server takes beyond the common fields. It is found by asking once, before anything is
-    measured.
-    """
-
-    ignore_eos: bool = True
-    continuous_usage: bool = True
-
-
-@dataclass(frozen=True)
 class Target:
-    """A server, what is asked of it, and how. `timeout` in seconds for one answer."""
+    """A server, what is asked of it, and how. `timeout` in seconds for one answer.
+
+    `ignore_eos` and `continuous_usage` are fields that not every server takes: it is found by asking
+    once, before anything is measured.
+    """
 
     address: Address
     model: str
     endpoint: str = "completions"
     api_key: str | None = None
-    accepted: Accepted = field(default_factory=Accepted)
     timeout: float = 600.0
+    ignore_eos: bool = True
+    continuous_usage: bool = True
 
-    def headers(self) -> dict[str, str]:
-        return {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+    def head(self, method: str, path: str, num_bytes: int, headers: dict[str, str]) -> bytes:
+        if self.api_key:
+            headers = {**headers, "Authorization": f"Bearer {self.api_key}"}
+        return self.address.head(method, path, num_bytes, headers)
 
     def request(self, ask: Ask) -> bytes:
         """Return the bytes of one request."""
-        body: dict[str, Any] = {
+        options = {"include_usage": True}
+        if self.continuous_usage:
+            options["continuous_usage_stats"] = True
+        body: JsonDict = {
             "model": self.model,
             "max_tokens": ask.max_tokens,
             "temperature": 0.0,
             "stream": True,
+            "stream_options": options,
         }
-        body["stream_options"] = {"include_usage": True}
-        if self.accepted.continuous_usage:
-            body["stream_options"]["continuous_usage_stats"] = True
-        if self.accepted.ignore_eos:
+        if self.ignore_eos:
             body["ignore_eos"] = True
-        if self.endpoint == "chat":
-            body["messages"] = (
-                ask.content if ask.is_messages else [{"role": "user", "content": ask.content}]
-            )
-        else:
+        if self.endpoint != "chat":
             body["prompt"] = ask.content
+        elif ask.is_messages:
+            body["messages"] = ask.content
+        else:
+            body["messages"] = [{"role": "user", "content": ask.content}]
         data = json.dumps(body).encode()
-        headers = {
-            "Content-Type": "application/json",
-            "Accept": "text/event-stream",
-        } | self.headers()
-        return self.address.head("POST", ENDPOINTS[self.endpoint], len(data), headers) + data
+        headers = {"Content-Type": "application/json", "Accept": "text/event-stream"}
+        return self.head("POST", ENDPOINTS[self.endpoint], len(data), headers) + data
 
 
 @dataclass(frozen=True)
@@ -117,22 +113,18 @@ class Connections:
             connection = self._idle.pop() if used else await Connection.open(self.address)
             if not connection.reusable:
                 continue
-            body = _Body(connection)
+            stream = AnswerStream()
             try:
-                reader = await connection.send(request, body.take)
+                await _exchange(connection, request, "status", stream.feed)
             except StreamError as error:
                 if used and error.kind == "closed" and not connection.reader.status:
                     # the server closed an idle connection while this request was on its way
                     continue
                 raise
-            if connection.reusable:
-                self._idle.append(connection)
-            if reader.status != 200:
-                raise StreamError(
-                    f"http_{reader.status}",
-                    f"status {reader.status}: {_message(bytes(body.plain))}",
-                )
-            return body.stream
+            finally:
+                if connection.reusable:
+                    self._idle.append(connection)
+            return stream
 
     def close(self) -> None:
         for connection in self._idle:
@@ -140,21 +132,22 @@ class Connections:
         self._idle.clear()
 
 
-class _Body:
-    """Where the body of one answer goes: events of a stream, or, for another status than 200, plain
-    text.
+async def _exchange(connection: Connection, request: bytes, what: str, on_body: OnBody) -> None:
+    """Send a request; the body of its answer goes to `on_body`. Raises StreamError, for another
+    status than 200 with what the body says.
     """
+    refusal = bytearray()
 
-    def __init__(self, connection: Connection) -> None:
-        self.plain = bytearray()
-        self.stream = AnswerStream()
-        self._connection = connection
+    def take(data: bytes, now: float) -> None:
+        if connection.reader.status == 200:
+            on_body(data, now)
+        elif len(refusal) < 2**16:
+            refusal.extend(data)
 
-    def take(self, data: bytes, now: float) -> None:
-        if self._connection.reader.status == 200:
-            self.stream.feed(data, now)
-        elif len(self.plain) < 2**16:
-            self.plain.extend(data)
+    reader = await connection.send(request, take)
+    if reader.status != 200:
+        message = f"{what} {reader.status}: {_message(bytes(refusal))}"
+        raise StreamError(f"http_{reader.status}", message)
 
 
 def _message(body: bytes) -> str:
@@ -252,21 +245,15 @@ async def fetch(target: Target, path: str) -> Any:
     body = bytearray()
     try:
         async with asyncio.timeout(30):
-            request = target.address.head(
-                "GET", path, 0, {"Accept": "application/json"} | target.headers()
-            )
-            reader = await connection.send(request, lambda data, now: body.extend(data))
+            request = target.head("GET", path, 0, {"Accept": "application/json"})
+            what = f"{path} answers with status"
+            await _exchange(connection, request, what, lambda data, now: body.extend(data))
     except TimeoutError:
         raise StreamError(
             "timeout", f"{target.address.url} does not answer {path} within 30 s"
         ) from None
     finally:
         connection.close()
-    if reader.status != 200:
-        raise StreamError(
-            f"http_{reader.status}",
-            f"{path} answers with status {reader.status}: {_message(bytes(body))}",
-        )
     try:
         return json.loads(bytes(body))
     except ValueError:
@@ -278,16 +265,14 @@ async def find_accepted(target: Target, ask: Ask) -> tuple[Target, Answer]:
     nothing is answered.
     """
     connections = Connections(target.address)
-    answer: Answer | None = None
     try:
         for ignore_eos, usage in itertools.product((True, False), repeat=2):
-            target = replace(target, accepted=Accepted(ignore_eos, usage))
+            target = replace(target, ignore_eos=ignore_eos, continuous_usage=usage)
             answer = await ask_once(target, connections, ask)
             if answer.error not in ("http_400", "http_422"):
                 break
     finally:
         connections.close()
-    assert answer is not None
     if answer.error:
         raise StreamError(answer.error, answer.message)
     return target, answer

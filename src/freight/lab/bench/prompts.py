@@ -13,7 +13,6 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from freight.base.fields import JsonObject
 from freight.base.files import DATA_LIMIT, DuplicateNameError, read_text, reading, unique_names
@@ -53,16 +52,11 @@ class Ask:
 
     @property
     def is_messages(self) -> bool:
-        return (
-            not isinstance(self.content, str)
-            and bool(self.content)
-            and isinstance(self.content[0], Mapping)
-        )
+        return not isinstance(self.content, str) and isinstance(self.content[0], Mapping)
 
-
-class Prompts(Protocol):
-    def asks(self, seed: int) -> Iterator[Ask]:
-        """Requests without end; the same seed gives the same."""
+    @property
+    def is_token_ids(self) -> bool:
+        return not isinstance(self.content, str) and not self.is_messages
 
 
 def _numbers(seed: int) -> random.Random:
@@ -127,6 +121,10 @@ class Listed:
 
     def asks(self, seed: int) -> Iterator[Ask]:
         return itertools.cycle(self.listed)
+
+
+# `asks` gives requests without end; the same seed gives the same
+Prompts = Text | Ids | Listed
 
 
 def read_prompts(path: Path, output: Lengths, seed: int) -> list[Ask]:

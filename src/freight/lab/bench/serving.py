@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from freight.errors import ConfigError, FreightError
 from freight.lab.bench.http_stream import StreamError
 from freight.lab.bench.load import Amount, Level, Target, fetch, find_accepted, run_level
 from freight.lab.bench.prompts import Ask, Ids, Lengths, Listed, Prompts, Text, piece, read_prompts
-from freight.lab.bench.serving_figures import Run, figures, ratios
+from freight.lab.bench.serving_figures import Run, answers_of, figures, ratios
 
 HELD_OUT = Path(__file__).parents[2] / "demo" / "heldout.txt"
 PROMPT_KINDS = ("text", "ids")
@@ -39,18 +40,18 @@ class ServingArgs:
     """
 
     targets: Sequence[Target]
-    model: str | None = None
-    levels: Sequence[Level] = (Level(concurrency=1),)
-    amount: Amount = field(default_factory=lambda: Amount(requests=64))
-    prompt_kind: str = "text"
-    prompt: Lengths = field(default_factory=lambda: Lengths(128, 128))
-    output: Lengths = field(default_factory=lambda: Lengths(64, 64))
-    prompts_file: Path | None = None
-    shared_prefix: int = 0
-    vocab_size: int | None = None
-    warmup: int = 4
-    rounds: int = 1
-    seed: int = 0
+    model: str | None
+    levels: Sequence[Level]
+    amount: Amount
+    prompt_kind: str
+    prompt: Lengths
+    output: Lengths
+    prompts_file: Path | None
+    shared_prefix: int
+    vocab_size: int | None
+    warmup: int
+    rounds: int
+    seed: int
 
 
 def check(args: ServingArgs) -> None:
@@ -108,11 +109,12 @@ async def _measure(args: ServingArgs, on_progress: OnProgress) -> tuple[list[Run
                     await run_level(target, prompts, warm, Amount(requests=args.warmup), below)
                 answers = await run_level(target, prompts, level, args.amount, seed, count)
                 runs.append(Run(target.address.url, level, turn, answers))
-    if not any(run.answers for run in runs):
+    answers = answers_of(runs)
+    if not answers:
         raise ConfigError(
             f"no request was due within --duration {args.amount.seconds:g}: raise it, or --rate"
         )
-    if all(answer.error for run in runs for answer in run.answers):
+    if all(answer.error for answer in answers):
         run = next(run for run in runs if run.answers)
         raise FreightError(
             f"{run.url}: no request was answered; the first failed so: {run.answers[0].message}"
@@ -124,20 +126,21 @@ def describe(args: ServingArgs, targets: Sequence[Target], runs: Sequence[Run]) 
     """Return what --json prints: the settings, a row for each server and load, and ratios where
     there are several servers.
     """
-    urls = {target.address.url: target for target in targets}
     rows = []
-    for level in args.levels:
-        for url, target in urls.items():
-            mine = [run for run in runs if run.url == url and run.level == level]
-            load = {
+    for level, target in product(args.levels, targets):
+        url = target.address.url
+        mine = [run for run in runs if run.url == url and run.level == level]
+        rows.append(
+            {
                 "url": url,
                 "model": target.model,
                 "concurrency": level.concurrency,
                 "rate": level.rate,
-                "ignore_eos": target.accepted.ignore_eos,
-                "usage_in_every_event": target.accepted.continuous_usage,
+                "ignore_eos": target.ignore_eos,
+                "usage_in_every_event": target.continuous_usage,
+                **figures(mine),
             }
-            rows.append({**load, **figures(mine)})
+        )
     return {
         "endpoint": targets[0].endpoint,
         "prompts": str(args.prompts_file) if args.prompts_file else args.prompt_kind,
@@ -160,17 +163,17 @@ async def _prepare(args: ServingArgs) -> tuple[list[Target], Prompts]:
     # the server may have no tokenizer
     by_ids = args.prompt_kind == "ids" and args.prompts_file is None
     probe = Ask([0] * 8 if by_ids else text[:PROBE_CHARACTERS], 2)
-    targets: list[Target] = []
-    per_token = 4.0
+    targets = []
+    answers = []
     for target in args.targets:
         try:
             model = args.model or await _first_model(target)
             asked, answer = await find_accepted(replace(target, model=model), probe)
         except StreamError as error:
             raise FreightError(_way_out(target, error)) from None
-        if not targets and answer.num_prompt:
-            per_token = PROBE_CHARACTERS / answer.num_prompt
         targets.append(asked)
+        answers.append(answer)
+    per_token = PROBE_CHARACTERS / (answers[0].num_prompt or 100)
     return targets, await _prompts(args, targets[0], text, per_token)
 
 
@@ -198,15 +201,15 @@ async def _first_model(target: Target) -> str:
 async def _prompts(args: ServingArgs, target: Target, text: str, per_token: float) -> Prompts:
     if args.prompts_file is not None:
         asks = read_prompts(args.prompts_file, args.output, args.seed)
-        if any(ask.is_messages for ask in asks) and target.endpoint != "chat":
-            raise ConfigError(f"--prompts {args.prompts_file} has messages: add --endpoint chat")
-        if (
-            any(isinstance(ask.content, list) and not ask.is_messages for ask in asks)
-            and target.endpoint == "chat"
-        ):
-            raise ConfigError(
-                f"--prompts {args.prompts_file} has token ids: leave --endpoint chat out"
-            )
+        for ask in asks:
+            if ask.is_messages and target.endpoint != "chat":
+                raise ConfigError(
+                    f"--prompts {args.prompts_file} has messages: add --endpoint chat"
+                )
+            if ask.is_token_ids and target.endpoint == "chat":
+                raise ConfigError(
+                    f"--prompts {args.prompts_file} has token ids: leave --endpoint chat out"
+                )
         return Listed(asks)
     if args.prompt_kind == "text":
         per_token = await _characters_per_token(target, text, args.prompt, per_token)

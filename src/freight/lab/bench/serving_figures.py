@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import chain, pairwise, product
 
 import numpy as np
 
@@ -23,13 +23,15 @@ from freight.lab.bench.answers import Answer
 from freight.lab.bench.load import Level
 
 PERCENTILES = {"median": 50.0, "p90": 90.0, "p99": 99.0}
-COMPARED = (  # what ratios are taken of; True: more is better
-    (("ttft_ms", "median"), False),
-    (("itl_ms", "median"), False),
-    (("itl_ms", "p99"), False),
-    (("e2e_ms", "median"), False),
-    (("output_tokens_per_second",), True),
-)
+TIMES = ("ttft_ms", "itl_ms", "e2e_ms")
+COMPARED = {  # what ratios are taken of; True: more is better
+    "ttft_ms_median": False,
+    "itl_ms_median": False,
+    "itl_ms_p99": False,
+    "e2e_ms_median": False,
+    "output_tokens_per_second": True,
+}
+_Compared = dict[str, float | None]
 
 
 @dataclass(frozen=True)
@@ -64,54 +66,51 @@ class Samples:
     def of(answers: Iterable[Answer]) -> Samples:
         good = [answer for answer in answers if not answer.error]
         by_token = all(answer.counts is not None for answer in good)
-        gaps: list[float] = []
-        for answer in good:
-            counts: Sequence[int] = (1,) * len(answer.times)
-            if by_token and answer.counts is not None:
-                counts = answer.counts
-            for before, after, count in zip(
-                answer.times, answer.times[1:], counts[1:], strict=False
-            ):
-                gaps += [1e3 * (after - before) / count] * count
+        itl: list[float] = []
         ttft = []
         tpot = []
         e2e = []
         for answer in good:
+            counts = (answer.counts if by_token else None) or (1,) * len(answer.times)
+            for (before, after), count in zip(pairwise(answer.times), counts[1:], strict=True):
+                itl += [1e3 * (after - before) / count] * count
             ttft.append(1e3 * (answer.times[0] - answer.start))
             e2e.append(1e3 * (answer.end - answer.start))
             if answer.num_tokens > 1:
                 seconds = answer.times[-1] - answer.times[0]
                 tpot.append(1e3 * seconds / (answer.num_tokens - 1))
-        return Samples(
-            ttft=ttft,
-            itl=gaps,
-            tpot=tpot,
-            e2e=e2e,
-            unit="token" if by_token else "event",
-        )
+        return Samples(ttft, itl, tpot, e2e, "token" if by_token else "event")
+
+
+def answers_of(runs: Iterable[Run]) -> list[Answer]:
+    """Return the answers of all runs."""
+    return list(chain.from_iterable(run.answers for run in runs))
 
 
 def percentiles(samples: Sequence[float]) -> dict[str, float | None]:
     """Median, p90 and p99, linear between neighbours; None where there is no sample."""
     if not samples:
         return dict.fromkeys(PERCENTILES)
-    values = np.percentile(np.asarray(samples, dtype=np.float64), list(PERCENTILES.values()))
-    return {name: float(value) for name, value in zip(PERCENTILES, values, strict=True)}
+    values: list[float] = np.percentile(samples, list(PERCENTILES.values())).tolist()
+    return dict(zip(PERCENTILES, values, strict=True))
 
 
 def figures(runs: Sequence[Run]) -> JsonObject:
     """Return the row of one server under one load: times over the answers of all its rounds, rates
     as medians of rounds.
     """
-    answers: list[Answer] = []
-    seconds = []
-    for run in runs:
-        answers += run.answers
-        seconds.append(_seconds(run.answers))
+    answers = answers_of(runs)
     good = [answer for answer in answers if not answer.error]
     bad = [answer for answer in answers if answer.error]
     samples = Samples.of(answers)
     cached = [answer.num_cached for answer in good if answer.num_cached is not None]
+    seconds = [_seconds(run.answers) for run in runs]
+    requests = []  # a second, in each round
+    tokens = []
+    for run, duration in zip(runs, seconds, strict=True):
+        counts = [answer.num_tokens for answer in run.answers if not answer.error]
+        requests.append(len(counts) / duration if duration else 0.0)
+        tokens.append(sum(counts) / duration if duration else 0.0)
     return {
         "requests": len(answers),
         "errors": dict(Counter(answer.error for answer in bad)),
@@ -121,8 +120,8 @@ def figures(runs: Sequence[Run]) -> JsonObject:
         "cached_tokens": sum(cached) if cached else None,
         "output_tokens": sum(answer.num_tokens for answer in good),
         "short_answers": sum(answer.num_tokens < answer.max_tokens for answer in good),
-        "requests_per_second": _median_rate(runs, seconds, lambda answer: 1),
-        "output_tokens_per_second": _median_rate(runs, seconds, lambda answer: answer.num_tokens),
+        "requests_per_second": statistics.median(requests),
+        "output_tokens_per_second": statistics.median(tokens),
         "ttft_ms": percentiles(samples.ttft),
         "itl_ms": percentiles(samples.itl),
         "itl_unit": samples.unit,
@@ -139,63 +138,52 @@ def _seconds(answers: Sequence[Answer]) -> float:
     return max(answer.end for answer in answers) - min(answer.start for answer in answers)
 
 
-def _median_rate(runs: Sequence[Run], seconds: Sequence[float], amount: Any) -> float:
-    rates: list[float] = []
-    for run, duration in zip(runs, seconds, strict=True):
-        total = sum(amount(answer) for answer in run.answers if not answer.error)
-        rates.append(total / duration if duration else 0.0)
-    return statistics.median(rates) if rates else 0.0
-
-
 def ratios(runs: Sequence[Run]) -> list[JsonObject]:
     """Return the first server over each other one, at every load: median over rounds of the ratio
     within a round.
     """
     report: list[JsonObject] = []
-    urls = list(dict.fromkeys(run.url for run in runs))
+    first, *peers = dict.fromkeys(run.url for run in runs)
     for level in dict.fromkeys(run.level for run in runs):
-        rounds = {(run.url, run.round): figures([run]) for run in runs if run.level == level}
-        for other in urls[1:]:
-            for path, more_is_better in COMPARED:
-                values = _ratios(rounds, urls[0], other, path)
-                if not values:
-                    continue
-                low, high, coverage = interval(values)
-                report.append(
-                    {
-                        "level": str(level),
-                        "of": urls[0],
-                        "to": other,
-                        "figure": "_".join(path),
-                        "ratio": statistics.median(values),
-                        "low": low,
-                        "high": high,
-                        "coverage": coverage,
-                        "rounds": len(values),
-                        "more_is_better": more_is_better,
-                    }
-                )
+        rounds: dict[int, dict[str, _Compared]] = defaultdict(dict)
+        for run in runs:
+            if run.level == level:
+                rounds[run.round][run.url] = _compared(run)
+        for peer, (figure, more_is_better) in product(peers, COMPARED.items()):
+            values = []
+            for row in rounds.values():
+                mine = row[first][figure]
+                theirs = row[peer][figure]
+                if mine and theirs:
+                    values.append(mine / theirs)
+            if not values:
+                continue
+            low, high, coverage = interval(values)
+            report.append(
+                {
+                    "level": str(level),
+                    "of": first,
+                    "to": peer,
+                    "figure": figure,
+                    "ratio": statistics.median(values),
+                    "low": low,
+                    "high": high,
+                    "coverage": coverage,
+                    "rounds": len(values),
+                    "more_is_better": more_is_better,
+                }
+            )
     return report
 
 
-def _ratios(
-    rounds: Mapping[tuple[str, int], JsonObject], url: str, other: str, path: Sequence[str]
-) -> list[float]:
-    """Return the ratio of one figure in each round in which both servers have it."""
-    values = []
-    for number in sorted({number for _, number in rounds}):
-        mine = _at(rounds[url, number], path)
-        theirs = _at(rounds[other, number], path)
-        if mine and theirs:
-            values.append(mine / theirs)
+def _compared(run: Run) -> _Compared:
+    """Return the figures of one round of which ratios are taken, by name."""
+    row = figures([run])
+    values = {"output_tokens_per_second": row["output_tokens_per_second"]}
+    for name in TIMES:
+        for part, value in row[name].items():
+            values[f"{name}_{part}"] = value
     return values
-
-
-def _at(row: JsonObject, path: Sequence[str]) -> float | None:
-    value: Any = row
-    for name in path:
-        value = value[name]
-    return value  # type: ignore[no-any-return]
 
 
 def interval(values: Sequence[float], coverage: float = 0.95) -> tuple[float, float, float]:
@@ -214,7 +202,5 @@ def interval(values: Sequence[float], coverage: float = 0.95) -> tuple[float, fl
         """That the median lies between the k-th smallest and the k-th largest, k from 1."""
         return max(0.0, 1.0 - 2.0 * sum(math.comb(n, i) for i in range(k)) / 2.0**n)
 
-    k = 1
-    while 2 * (k + 1) <= n and covered(k + 1) >= coverage:
-        k += 1
+    k = max((k for k in range(2, n // 2 + 1) if covered(k) >= coverage), default=1)
     return ordered[k - 1], ordered[n - k], covered(k)

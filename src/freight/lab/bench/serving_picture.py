@@ -10,7 +10,7 @@ shape, and counted in a line below.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 
 import numpy as np
@@ -35,63 +35,51 @@ _STYLE = styled("text.num{text-anchor:end}")
 
 def _ticks(axis: LogAxis) -> list[float]:
     """1, 2 and 5 of each power; over more than three powers only 1."""
-    steps = (1, 2, 5) if axis.high / axis.low <= 1500 else (1,)
-    powers = range(math.floor(math.log10(axis.low)), math.ceil(math.log10(axis.high)) + 1)
+    step = 1 if axis.high / axis.low <= 1500 else 3
+    first = 3 * math.floor(math.log10(axis.low))
     ticks = []
-    for power in powers:
-        for step in steps:
-            tick = step * 10.0**power
-            if axis.low * 0.999 <= tick <= axis.high * 1.001:
-                ticks.append(tick)
+    for place in range(first, 3 * math.ceil(math.log10(axis.high)) + 3, step):
+        tick = (1, 2, 5)[place % 3] * 10.0 ** (place // 3)
+        if axis.low * 0.999 <= tick <= axis.high * 1.001:
+            ticks.append(tick)
     return ticks
 
 
 def serving_picture(title: str, runs: Sequence[Run]) -> str:
     """SVG of all runs; those of one server and load are one shape."""
-    urls = list(dict.fromkeys(run.url for run in runs))
     levels = list(dict.fromkeys(run.level for run in runs))
-    samples = {(url, level): _samples(runs, url, level) for url in urls for level in levels}
-    failed = _failed(urls, runs)
+    answers: dict[str, dict[Level, list[Answer]]] = {}
+    for run in runs:
+        of_server = answers.setdefault(run.url, {level: [] for level in levels})
+        of_server[run.level] += run.answers
+    failed = _failed(answers)
     height = _TOP + _ROW * len(levels) + _BOTTOM
-    if failed:
-        height += 24
-    units = {of_load.unit for of_load in samples.values()}
-    unit = "events" if "event" in units else "tokens"
-    parts = list(_legend(urls))
+    parts = list(_legend(answers))
     for index, level in enumerate(levels):
         parts.append(_level(level, index))
     if failed:
-        parts.append(text(24, height - 12, failed))
-    halves = (("Time to first token", "ttft"), (f"Between {unit}", "itl"))
-    for half, (name, field) in enumerate(halves):
-        values = {key: list(getattr(of_load, field)) for key, of_load in samples.items()}
-        axis = _axis(_LEFT + half * (_PLOT + _NUMBERS + _GAP), list(chain(*values.values())))
-        parts += _half(name, axis, urls, levels, values)
+        height += 24
+        parts.append(text(24, height - 12, f"Failed, and in no shape: {', '.join(failed)}"))
+    rows = []  # a row is a load, and has the samples of each server
+    for level in levels:
+        rows.append([Samples.of(of_server[level]) for of_server in answers.values()])
+    units = {samples.unit for samples in chain(*rows)}
+    unit = "events" if "event" in units else "tokens"
+    parts += _half("Time to first token", _LEFT, [[part.ttft for part in row] for row in rows])
+    second = _LEFT + _PLOT + _NUMBERS + _GAP
+    parts += _half(f"Between {unit}", second, [[part.itl for part in row] for row in rows])
     return framed(title, WIDTH, height, _STYLE, parts)
 
 
-def _failed(urls: Sequence[str], runs: Sequence[Run]) -> str:
-    """Return what the shapes leave out; empty where every request was answered."""
+def _failed(answers: Mapping[str, Mapping[Level, Sequence[Answer]]]) -> list[str]:
+    """Return what the shapes leave out, by server; empty where every request was answered."""
     parts = []
-    for url in urls:
-        answers: list[Answer] = []
-        for run in runs:
-            if run.url == url:
-                answers += run.answers
-        if bad := sum(bool(answer.error) for answer in answers):
-            server = f" of {url}" if len(urls) > 1 else ""
-            parts.append(f"{bad:,} of {len(answers):,} requests{server}")
-    if not parts:
-        return ""
-    return f"Failed, and in no shape: {', '.join(parts)}"
-
-
-def _samples(runs: Sequence[Run], url: str, level: Level) -> Samples:
-    answers: list[Answer] = []
-    for run in runs:
-        if run.url == url and run.level == level:
-            answers += run.answers
-    return Samples.of(answers)
+    for url, of_server in answers.items():
+        errors = [answer.error for answer in chain(*of_server.values())]
+        if bad := sum(map(bool, errors)):
+            server = f" of {url}" if len(answers) > 1 else ""
+            parts.append(f"{bad:,} of {len(errors):,} requests{server}")
+    return parts
 
 
 def _axis(x: float, values: Sequence[float]) -> LogAxis:
@@ -104,7 +92,7 @@ def _axis(x: float, values: Sequence[float]) -> LogAxis:
     return LogAxis(min(low / 1.15, middle / 2.5), max(high * 1.15, middle * 2.5), x, x + _PLOT)
 
 
-def _legend(urls: Sequence[str]) -> Iterator[str]:
+def _legend(urls: Iterable[str]) -> Iterator[str]:
     x = 24.0
     for index, url in enumerate(urls):
         yield f'<rect x="{x}" y="50" width="12" height="12" rx="3" fill="{_colour(index)}"/>'
@@ -123,16 +111,11 @@ def _level(level: Level, index: int) -> str:
     return text(24, y - 18, number, 'class="title"') + text(24, y, what, 'class="soft"')
 
 
-def _half(
-    name: str,
-    axis: LogAxis,
-    urls: Sequence[str],
-    levels: Sequence[Level],
-    values: dict[tuple[str, Level], list[float]],
-) -> Iterator[str]:
-    bottom = _TOP + _ROW * len(levels)
-    right = axis.end + _NUMBERS
-    columns = {"median": right - 58, "p99": right}
+def _half(name: str, x: float, rows: Sequence[Sequence[Sequence[float]]]) -> Iterator[str]:
+    """Draw the half that begins at `x`: the times of each load and server."""
+    axis = _axis(x, list(chain(*chain(*rows))))
+    bottom = _TOP + _ROW * len(rows)
+    columns = {"median": axis.end + _NUMBERS - 58, "p99": axis.end + _NUMBERS}
     yield text(axis.start, _TOP - 18, name, 'class="head"')
     for figure, x in columns.items():
         yield text(x, _TOP - 18, figure, 'class="soft num"')
@@ -141,37 +124,33 @@ def _half(
         yield line((x, x), (_TOP - 8, bottom), 'class="grid"')
         yield text(x, bottom + 18, f"{tick:,g}", 'text-anchor="middle" class="soft"')
     yield text(axis.end + 8, bottom + 18, "ms", 'class="soft"')
-    for row, level in enumerate(levels):
+    for row, servers in enumerate(rows):
         base = _TOP + _ROW * (row + 1)
-        shapes = {url: _density(axis, values[url, level]) for url in urls}
-        most = max((max(shape) for shape in shapes.values() if shape), default=1.0)
-        for index, url in enumerate(urls):
-            times = values[url, level]
+        shapes = [_density(axis, times) for times in servers]
+        most = max(map(max, shapes))
+        for index, times in enumerate(servers):
             if not times:
                 continue
             figures = percentiles(times)
             colour = _colour(index)
-            yield _shape(axis, base, shapes[url], most, colour)
+            y = base - 8 - 18 * (len(servers) - 1 - index)
+            yield _shape(axis, base, shapes[index], most, colour)
             for figure, reach in (("median", _ROW - 16), ("p99", 16)):
-                x = axis.at(max(figures[figure] or 0.0, axis.low))
+                value = figures[figure] or 0.0
+                x = axis.at(max(value, axis.low))
                 yield line((x, x), (base, base - reach), f'stroke="{colour}" stroke-width="2"')
-            y = base - 8 - 18 * (len(urls) - 1 - index)
-            for figure, x in columns.items():
-                yield text(
-                    x, y, _number(figures[figure] or 0.0), f'class="num" style="fill:{colour}"'
-                )
-        yield line((axis.start, right), (base, base), 'class="base"')
+                look = f'class="num" style="fill:{colour}"'
+                yield text(columns[figure], y, _number(value), look)
+        yield line((axis.start, columns["p99"]), (base, base), 'class="base"')
 
 
 def _density(axis: LogAxis, values: Sequence[float]) -> list[float]:
     """Return the share of the samples around each of `_BINS` places of the axis, smoothed over
     about two bins each way.
     """
-    if not values:
-        return []
     places = np.log10(np.clip(values, axis.low, axis.high))
     edges = np.linspace(math.log10(axis.low), math.log10(axis.high), _BINS + 1)
-    counts = np.histogram(places, edges)[0] / len(values)
+    counts = np.histogram(places, edges)[0] / max(len(values), 1)
     kernel = np.exp(-(np.arange(-5, 6) ** 2) / 4.0)
     density: list[float] = np.convolve(counts, kernel / kernel.sum(), mode="same").tolist()
     return density

@@ -14,46 +14,20 @@ from dataclasses import dataclass, field, replace
 
 from freight.base.fields import JsonObject
 from freight.base.terminal import OnProgress, unseen
-from freight.engine.build import start_engine
 from freight.engine.engine import Engine
 from freight.lab.bench.drive import (
     StepRecord,
+    counted,
     describe_run,
     drive,
     greedy,
     occupancy,
     random_prompt,
+    start,
 )
 from freight.lab.bench.timing import Spread, medians, peak_rss_bytes
 from freight.model.open import OpenModel
 from freight.settings.engine import EngineArgs, EngineConfig
-
-
-@dataclass(frozen=True)
-class Load:
-    """Requests of random tokens: the length of each prompt and of its answer."""
-
-    inputs: Sequence[int]
-    outputs: Sequence[int]
-
-    @staticmethod
-    def draw(count: int, input_len: int, output_len: int, numbers: random.Random) -> Load:
-        """`count` requests whose lengths are around those given."""
-        lengths = draw_lengths(count, input_len, output_len, numbers)
-        inputs, outputs = zip(*lengths, strict=True)
-        return Load(inputs, outputs)
-
-    @property
-    def longest(self) -> int:
-        return max(map(sum, zip(self.inputs, self.outputs, strict=True)))
-
-    @property
-    def facts(self) -> JsonObject:
-        return {
-            "num_requests": len(self.inputs),
-            "input_tokens": sum(self.inputs),
-            "output_tokens": sum(self.outputs),
-        }
 
 
 @dataclass
@@ -71,42 +45,36 @@ class Cell:
 def run_in_turns(
     opened: OpenModel,
     settings: Sequence[EngineArgs],
-    load: Load,
+    lengths: Sequence[tuple[int, int]],
     numbers: random.Random,
     repeats: int,
     on_progress: OnProgress,
 ) -> list[Cell]:
-    """Run `load` with each of `settings`, which share the weights, `repeats` times after a short run
-    to warm up; each repeat has prompts of its own and begins with another setting.
+    """Run requests of `lengths` (of prompt and answer) with each of `settings`, which share the
+    weights, `repeats` times after a short run to warm up; each repeat has prompts of its own and
+    begins with another setting.
 
     Engines have no tokenizer and no drafts. Raises what `start_engine` raises.
     """
     cells: list[Cell] = []
     for args in settings:
-        args = replace(
-            args.without_drafts(),
-            max_model_len=args.max_model_len or load.longest,
-            skip_tokenizer_init=True,
-        )
+        longest = args.max_model_len or max(map(sum, lengths))
         weights = cells[0].engine.runner.model if cells else None
-        cells.append(Cell(*start_engine(replace(opened, args=args), decoder=weights)))
-    params = list(map(greedy, load.outputs))
-    total = len(cells) * (repeats + 1)
-    done = 0
-    for repeat in range(-1, repeats):  # the first warms up, on requests that are cut short
-        prompts = [random_prompt(size, opened.model.vocab_size, numbers) for size in load.inputs]
-        first = repeat % len(cells)
-        for cell in cells[first:] + cells[:first]:
-            on_progress(done, total)
-            done += 1
-            if repeat < 0:
-                short = [ids[:32] for ids in prompts[: cell.config.max_num_seqs]]
-                drive(cell.engine, short, [greedy(2)] * len(short))
-                continue
-            steps = drive(cell.engine, prompts, params)
-            cell.rates.append(len(prompts) / sum(step.seconds for step in steps))
-            cell.steps += steps
-    on_progress(done, total)
+        cells.append(Cell(*start(replace(opened, args=args), weights, max_model_len=longest)))
+    params = [greedy(output_len) for _, output_len in lengths]
+    prompts: list[list[int]] = []
+    for turn in counted(len(cells) * (repeats + 1), on_progress):
+        repeat, place = divmod(turn, len(cells))
+        if place == 0:
+            prompts = [random_prompt(size, opened.model.vocab_size, numbers) for size, _ in lengths]
+        cell = cells[(repeat - 1 + place) % len(cells)]
+        if repeat == 0:  # warms up, on requests that are cut short
+            short = [ids[:32] for ids in prompts[: cell.config.max_num_seqs]]
+            drive(cell.engine, short, [greedy(2)] * len(short))
+            continue
+        steps = drive(cell.engine, prompts, params)
+        cell.rates.append(len(prompts) / sum(step.seconds for step in steps))
+        cell.steps += steps
     return cells
 
 
@@ -123,10 +91,11 @@ def measure_throughput(
     --json prints.
     """
     numbers = random.Random(opened.args.seed)
-    load = Load.draw(num_requests, input_len, output_len, numbers)
-    [cell] = run_in_turns(opened, [opened.args], load, numbers, repeats, on_progress)
-    prefill = sum(load.inputs) / num_requests
-    decode = sum(load.outputs) / num_requests
+    lengths = draw_lengths(num_requests, input_len, output_len, numbers)
+    [cell] = run_in_turns(opened, [opened.args], lengths, numbers, repeats, on_progress)
+    facts = describe_load(lengths, repeats)
+    prefill = facts["input_tokens"] / num_requests
+    decode = facts["output_tokens"] / num_requests
     figures = {
         "requests_per_second": Spread.of(cell.rates),
         "prefill_tokens_per_second": Spread.of([rate * prefill for rate in cell.rates]),
@@ -135,14 +104,23 @@ def measure_throughput(
     running, in_use = occupancy(cell.steps)
     return {
         **describe_run(opened, cell.engine, cell.config, name),
-        **load.facts,
-        "repeats": repeats,
+        **facts,
         **medians(figures),
         "mean_running": running,
         "batch_occupancy": running / cell.config.max_num_seqs,
         "cache_occupancy": in_use,
         "steps": len(cell.steps) // repeats,
         "peak_rss_bytes": peak_rss_bytes(),
+    }
+
+
+def describe_load(lengths: Sequence[tuple[int, int]], repeats: int) -> JsonObject:
+    """Return how much was asked for, as --json prints it."""
+    return {
+        "num_requests": len(lengths),
+        "input_tokens": sum(input_len for input_len, _ in lengths),
+        "output_tokens": sum(output_len for _, output_len in lengths),
+        "repeats": repeats,
     }
 
 

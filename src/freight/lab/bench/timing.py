@@ -8,6 +8,7 @@ machine that others use too.
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import sys
 import time
@@ -65,17 +66,24 @@ def seconds_of(call: Callable[[], object]) -> float:
 def time_in_rotation(
     calls: Sequence[Callable[[], object]], seconds: float, least: int = 5
 ) -> Spread:
-    """Time `calls`, which do the same on different memory, for `seconds` or until there are `least`
-    samples, at most `MOST_RUNS`.
+    """Time `calls`, which do the same on different memory, as long as `sampled`.
 
     They are called one after the other, so that with enough of them nothing is found in a cache.
     Each runs once beforehand, and does not count.
     """
     for call in calls:
         call()
+    rotation = itertools.cycle(calls)
+    return sampled(lambda: seconds_of(next(rotation)), seconds, least)
+
+
+def sampled(sample: Callable[[], float], seconds: float, least: int) -> Spread:
+    """Take samples of a time until they are `seconds` together and at least `least`, at most
+    `MOST_RUNS`.
+    """
     samples: list[float] = []
     while len(samples) < least or (sum(samples) < seconds and len(samples) < MOST_RUNS):
-        samples.append(seconds_of(calls[len(samples) % len(calls)]))
+        samples.append(sample())
     return Spread.of(samples)
 
 

@@ -5,18 +5,30 @@ are safe here.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from operator import attrgetter
 
 from freight.base.fields import JsonObject
 from freight.base.other_engines import as_flag
 from freight.lab.evaluate.figures import Evaluation, Figures, Overview
 from freight.lab.evaluate.safety import CLIPPED, KL, RATIO, SAME_TOP, Verdict
-from freight.lab.evaluate.table import nats, setting_name
+from freight.lab.evaluate.table import (
+    SPEED,
+    legend,
+    nats,
+    setting_name,
+    speed_table,
+    table,
+    words,
+)
 from freight.settings.engine import EngineArgs
 from freight.settings.skip_layers import FLAG
 
 NEAR = 1.05  # of the fewest bytes: a cache within this factor is as small
+Size = Callable[[Figures], int]
+_PAGES: Size = attrgetter("bytes_per_token")
+_STATE: Size = attrgetter("bytes_per_state")
 BOUNDS = (
     f"with 95 % confidence, perplexity within {RATIO - 1:.1%} of the unquantized cache's, up or down, "
     f"mean KL at most {KL} nats, and the same top token for {SAME_TOP:.0%};"
@@ -60,45 +72,44 @@ def recommended(evaluation: Evaluation) -> Figures | None:
     """Return the safe setting of least error among the smallest that a command gives, with the first
     one's weights; None if none is safe.
     """
-    runs = _smaller(evaluation)
+    runs = _smaller_caches(evaluation)
     if evaluation.overview.quantized:  # `freight quantize` takes unquantized models alone
         runs = [run for run in runs if run.scale_source != "calibrated"]
-    return _best(runs, lambda run: run.bytes_per_token)
+    return _best(runs, _PAGES)
 
 
 def recommended_states(evaluation: Evaluation) -> Figures | None:
     """Do as `recommended` with the settings that differ from the first in their states alone."""
-    return _best(_smaller_states(evaluation), lambda run: run.bytes_per_state)
+    return _best(_smaller_states(evaluation), _STATE)
 
 
-def _best(runs: Sequence[Figures], size: Callable[[Figures], int]) -> Figures | None:
+def _best(runs: Sequence[Figures], size: Size) -> Figures | None:
     safe = [run for run in runs if run.verdict is Verdict.SAFE]
-    if not safe:
-        return None
-    fewest = min(map(size, safe))
-    return min((run for run in safe if size(run) <= NEAR * fewest), key=lambda run: run.kl_mean)
+    fewest = min(map(size, safe), default=0)
+    small = [run for run in safe if size(run) <= NEAR * fewest]
+    return min(small, key=lambda run: run.kl_mean, default=None)
+
+
+def _smaller(
+    evaluation: Evaluation, size: Size, alike: Callable[[Figures], object]
+) -> list[Figures]:
+    """Return the settings of smaller `size` than the first, with its weights and `alike`."""
+    first = evaluation.runs[0]
+    smaller = []
+    for run in evaluation.runs[1:]:
+        if (run.weights, alike(run)) == (first.weights, alike(first)) and size(run) < size(first):
+            smaller.append(run)
+    return smaller
 
 
 def _smaller_states(evaluation: Evaluation) -> list[Figures]:
     """Return the settings whose states alone are smaller than the first one's."""
-    first = evaluation.runs[0]
-    smaller = []
-    for run in evaluation.runs[1:]:
-        alike = run.weights == first.weights and run.bytes_per_token == first.bytes_per_token
-        if alike and run.bytes_per_state < first.bytes_per_state:
-            smaller.append(run)
-    return smaller
+    return _smaller(evaluation, _STATE, _PAGES)
 
 
-def _smaller(evaluation: Evaluation) -> list[Figures]:
+def _smaller_caches(evaluation: Evaluation) -> list[Figures]:
     """Return the caches that could be taken in the place of the first."""
-    first = evaluation.runs[0]
-    smaller = []
-    for run in evaluation.runs[1:]:
-        alike = run.weights == first.weights and run.state_dtype == first.state_dtype
-        if alike and run.bytes_per_token < first.bytes_per_token:
-            smaller.append(run)
-    return smaller
+    return _smaller(evaluation, _PAGES, attrgetter("state_dtype"))
 
 
 def how_to(run: Figures, over: Overview) -> str:
@@ -146,26 +157,31 @@ def _cache_dtype(run: Figures) -> str:
     return "fp8" if "e4m3" in dtype else dtype
 
 
-# Options of caches and states, which the setting decides and not what was given
-_OF_CACHES = {
-    *("model", "kv_cache_dtype", "kv_scales", "quantization_param_path"),
-    *("kv_cache_dtype_skip_layers", "state_dtype"),
-}
+# Not the options of caches and states, which the setting decides and not what was given
+_SERVED = {field.name for field in fields(EngineArgs)}.difference(
+    ("model", "kv_cache_dtype", "kv_scales", "quantization_param_path"),
+    ("kv_cache_dtype_skip_layers", "state_dtype"),
+)
 
 
 def _serve(args: EngineArgs, cache: Sequence[str], more: Sequence[str]) -> str:
     """Return `freight serve` with the options of `args` that are not at their defaults."""
-    words = ["freight", "serve", args.model, *cache]
+    return shlex.join(["freight", "serve", args.model, *cache, *_options(args, _SERVED), *more])
+
+
+def _options(args: EngineArgs, names: Collection[str]) -> list[str]:
+    """Write those of the options `names` that are not at their defaults."""
+    words = []
     for field in fields(EngineArgs):
         value = getattr(args, field.name)
         flag = as_flag(field.name)
-        if field.name in _OF_CACHES or value == field.default:
+        if field.name not in names or value == field.default:
             continue
         if isinstance(value, bool):
             words.append(flag if value else f"--no-{flag[2:]}")
         else:
             words += [flag, ",".join(value) if isinstance(value, tuple) else str(value)]
-    return shlex.join([*words, *more])
+    return words
 
 
 def _quantize(run: Figures, over: Overview) -> str:
@@ -180,12 +196,7 @@ def _quantize(run: Figures, over: Overview) -> str:
     if text.data:
         words += ["--calibration-data", text.data]
     words += ["--num-samples", str(text.num_samples), "--max-seq-len", str(text.max_seq_len)]
-    if args.revision:
-        words += ["--revision", args.revision]
-    if args.ignore_config_keys:
-        words += [as_flag("ignore_config_keys"), ",".join(args.ignore_config_keys)]
-    if args.device != "auto":
-        words += ["--device", args.device]
+    words += _options(args, ("revision", "ignore_config_keys", "device"))
     return shlex.join(words)
 
 
@@ -233,7 +244,7 @@ def _of_pages(evaluation: Evaluation, chosen: Figures | None, command: str) -> A
         f"perplexity, the model's surprise at each next token, changes by {chosen.perplexity_ratio - 1:+.2%} "
         f"({within}), and the most likely next token stays the same {chosen.same_top:.1%} of the time. Among the "
         f"smallest caches that are safe on this text it changes the model's answers least. "
-        f"Safe means: {BOUNDS}. {_speed(chosen, first)}"
+        f"Safe means: {BOUNDS}. {_speed(chosen)}"
     )
     return Advice(Verdict.SAFE, chosen, text.rstrip(), command)
 
@@ -242,7 +253,7 @@ def _none(evaluation: Evaluation, command: str) -> Advice:
     """Say that no smaller cache is safe, with the reasons that all of them share; each one's own are
     in `why_not`.
     """
-    smaller = _smaller(evaluation)
+    smaller = _smaller_caches(evaluation)
     if not smaller:
         text = "No smaller cache was measured, so none is recommended."
         return Advice(Verdict.CANNOT_BE_SAID, None, text, command)
@@ -278,8 +289,23 @@ def why_not(evaluation: Evaluation) -> list[str]:
     ]
 
 
-def _speed(chosen: Figures, first: Figures) -> str:
-    if chosen.decode is None or first.decode is None:
+def summary(evaluation: Evaluation) -> Iterator[str]:
+    """Yield what `freight evaluate caches` prints at a terminal."""
+    for warning in evaluation.warnings:
+        yield f"warning: {warning}"
+    yield table(evaluation)
+    if evaluation.contexts:
+        yield f"\n{SPEED}\n\n{speed_table(evaluation)}\n"
+    yield f"weights: {evaluation.overview.weights}"
+    yield legend(evaluation)
+    for word, meaning in words(evaluation):
+        yield f"  {word}: {meaning}"
+    yield from why_not(evaluation)
+    yield str(advice(evaluation))
+
+
+def _speed(chosen: Figures) -> str:
+    if chosen.decode is None:
         return ""
     if chosen.faster_from is None:
         return "On this machine it was not faster on any timed context. "

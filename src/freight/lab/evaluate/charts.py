@@ -8,8 +8,9 @@ stand in a legend next to the plot and never on it, so no text can overlap.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 
 from freight.base.svg import line, text
@@ -20,6 +21,8 @@ _LEFT = 76  # pixels around the plot; the legend is at the right
 _RIGHT = 230
 _TOP = 16
 _BOTTOM = 52
+_END = WIDTH - _RIGHT  # pixels where the plot ends
+_FLOOR = HEIGHT - _BOTTOM
 _DASHES = ("", "7 4", "2 3", "10 3 2 3", "5 2", "1 4", "12 5", "4 4 1 4", "9 2 2 2 2 2")
 NUM_STYLES = 24
 MARK = 13.0  # pixels that a mark takes, with a gap
@@ -66,20 +69,22 @@ def chart(title: str, x: Axis, y: Axis, series: Sequence[Series], lines: bool = 
     y_values: list[float] = []
     for setting in series:
         points = [point for point in setting.points if x.has(point[0]) and y.has(point[1])]
-        visible.append(Series(setting.name, points, setting.style))
-        x_values += [point[0] for point in points]
-        y_values += [point[1] for point in points]
+        visible.append(replace(setting, points=points))
+        for x_value, y_value in points:
+            x_values.append(x_value)
+            y_values.append(y_value)
     if not x.has_span(x_values) or not y.has_span(y_values):
         return "<p>There is nothing to show: no setting differs from the first.</p>"
-    across = _Scale(x, x_values, _LEFT, WIDTH - _RIGHT)
-    up = _Scale(y, y_values, HEIGHT - _BOTTOM, _TOP)
-    at: list[list[Point]] = []
+    across = _Scale(x, x_values, _LEFT, _END)
+    up = _Scale(y, y_values, _FLOOR, _TOP)
+    at: list[Sequence[Point]] = []
     for setting in visible:
         at.append([(across.at(x_value), up.at(y_value)) for x_value, y_value in setting.points])
+    places = at
     if x.names:
         places = _abreast(at, len(x.names))
-    else:
-        places = at if lines else _apart(at)
+    elif not lines:
+        places = _apart(at)
     parts = [
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}">',
         *_axes(across, up),
@@ -109,25 +114,28 @@ class _Scale:
             return
         if axis.log:
             positive = [value for value in values if value > 0]
-            self.ticks = _log_ticks(min(positive), max(positive))
-            self._from = math.log10(min(*positive, self.ticks[0]))
-            self._to = math.log10(max(*positive, self.ticks[-1]))
-            if axis.zero:
-                inwards = math.copysign(1, high - low)
-                self._zero = low + inwards * _ZERO
-                self._low = low + inwards * _BREAK
-                self.ticks = [0.0, *self.ticks]
-            pad = 0.04 * (self._to - self._from) or 0.1
+            least = min(positive)
+            most = max(positive)
+            self.ticks = _log_ticks(least, most)
         else:
             least = 0.0 if axis.zero else min(values)
             most = max(values)
             self.ticks = _ticks(least, most)
-            self._from = min(least, self.ticks[0])
-            self._to = max(most, self.ticks[-1])
-            pad = 0.04 * (self._to - self._from) or 0.5
+        self._from = self._position(min(least, self.ticks[0]))
+        self._to = self._position(max(most, self.ticks[-1]))
+        pad = 0.04 * (self._to - self._from) or (0.1 if axis.log else 0.5)
         self._to += pad
         if axis.log or not axis.zero:
             self._from -= pad
+        if axis.log and axis.zero:
+            inwards = math.copysign(1, high - low)
+            self._zero = low + inwards * _ZERO
+            self._low = low + inwards * _BREAK
+            self.ticks = [0.0, *self.ticks]
+
+    def _position(self, value: float) -> float:
+        """Return where `value` is between `_from` and `_to`."""
+        return math.log10(value) if self.axis.log else value
 
     @property
     def gap(self) -> float | None:
@@ -139,8 +147,7 @@ class _Scale:
     def at(self, value: float) -> float:
         if value == 0 and self._zero is not None:
             return self._zero
-        position = math.log10(value) if self.axis.log else value
-        share = (position - self._from) / (self._to - self._from)
+        share = (self._position(value) - self._from) / (self._to - self._from)
         return round(self._low + share * (self._high - self._low), 1)
 
     def text(self, tick: float) -> str:
@@ -169,71 +176,65 @@ def _log_ticks(low: float, high: float) -> list[float]:
     """
     steps: tuple[int, ...] = (1, 2, 5) if high / low < 100 else (1,)
     powers = range(math.floor(math.log10(low)) - 1, math.ceil(math.log10(high)) + 2)
-    ticks = []
-    for power in powers:
-        ticks += [float(f"{step}e{power}") for step in steps]
-    first = max(i for i, tick in enumerate(ticks) if tick <= low * 1.0001)
-    last = min(i for i, tick in enumerate(ticks) if tick >= high * 0.9999)
+    ticks = [float(f"{step}e{power}") for power in powers for step in steps]
+    first = bisect_right(ticks, low * 1.0001) - 1
+    last = bisect_left(ticks, high * 0.9999)
     return ticks[first : last + 1]
 
 
 def _axes(across: _Scale, up: _Scale) -> Iterator[str]:
-    bottom = HEIGHT - _BOTTOM
-    right = WIDTH - _RIGHT
     for tick in up.ticks:
         y = up.at(tick)
-        yield line((_LEFT, right), (y, y), 'class="grid"')
+        yield line((_LEFT, _END), (y, y), 'class="grid"')
         yield text(_LEFT - 8, y + 4, up.text(tick), 'class="num" text-anchor="end"')
     if up.gap is not None:
         for y in (up.gap - 2, up.gap + 2):
             yield line((_LEFT - 6, _LEFT + 6), (y + 3, y - 3), 'class="base"')
-    yield line((_LEFT, right), (bottom, bottom), 'class="base"')
+    yield line((_LEFT, _END), (_FLOOR, _FLOOR), 'class="base"')
     for tick in across.ticks:
         x = across.at(tick)
-        yield line((x, x), (bottom, bottom + 5), 'class="base"')
-        yield text(x, bottom + 20, across.text(tick), 'class="num" text-anchor="middle"')
-    middle = (_LEFT + right) / 2
+        yield line((x, x), (_FLOOR, _FLOOR + 5), 'class="base"')
+        yield text(x, _FLOOR + 20, across.text(tick), 'class="num" text-anchor="middle"')
+    middle = (_LEFT + _END) / 2
     yield text(middle, HEIGHT - 8, across.axis.label, 'class="soft" text-anchor="middle"')
-    y = (_TOP + bottom) / 2
+    y = (_TOP + _FLOOR) / 2
     look = f'class="soft" text-anchor="middle" transform="rotate(-90 16 {y})"'
     yield text(16, y, up.axis.label, look)
 
 
-def _abreast(at: Sequence[Sequence[Point]], num_categories: int) -> list[list[Point]]:
+def _abreast(at: Sequence[Sequence[Point]], num_categories: int) -> list[Sequence[Point]]:
     """Move each series sideways by a few pixels, so that marks of one category stand side by
     side.
     """
-    width = (WIDTH - _LEFT - _RIGHT) / num_categories
+    width = (_END - _LEFT) / num_categories
     step = min(MARK, 0.8 * width / max(1, len(at) - 1))
-    places = []
+    places: list[Sequence[Point]] = []
     for i, points in enumerate(at):
         shift = step * (i - (len(at) - 1) / 2)
         places.append([(round(x + shift, 1), y) for x, y in points])
     return places
 
 
-def _apart(at: Sequence[Sequence[Point]]) -> list[list[Point]]:
+def _apart(at: Sequence[Sequence[Point]]) -> list[Sequence[Point]]:
     """Move marks that would cover an earlier one sideways to the nearest free place."""
     occupied: list[Point] = []
-    places = []
+    places: list[Sequence[Point]] = []
     for points in at:
-        places.append([_free(x, y, occupied) for x, y in points])
+        for x, y in points:
+            near = [a for a, b in occupied if abs(y - b) < MARK - 0.1]
+            occupied.append((round(_free(x, near), 1), y))
+        places.append(occupied[len(occupied) - len(points) :])
     return places
 
 
-def _free(x: float, y: float, occupied: list[Point]) -> Point:
-    """Take the free place that is nearest to x in the same height."""
-    low = _LEFT + MARK / 2
-    high = WIDTH - _RIGHT - MARK / 2
-    near = [a for a, b in occupied if abs(y - b) < MARK - 0.1]
+def _free(x: float, near: Sequence[float]) -> float:
+    """Return the place nearest to x, inside of the plot, where no mark of `near` is; x if none is."""
     for distance in range(WIDTH):
         for place in (x + MARK * distance, x - MARK * distance):
-            is_inside = low <= place <= high or place == x
+            is_inside = _LEFT + MARK / 2 <= place <= _END - MARK / 2 or place == x
             if is_inside and all(abs(place - a) >= MARK - 0.1 for a in near):
-                occupied.append((round(place, 1), y))
-                return occupied[-1]
-    occupied.append((round(x, 1), y))
-    return occupied[-1]
+                return place
+    return x
 
 
 def _leaders(true: Sequence[Point], moved: Sequence[Point]) -> Iterator[str]:
@@ -247,8 +248,7 @@ def _marks(series: Series, at: Sequence[Point], across: _Scale, lines: bool) -> 
     style = series.style % NUM_STYLES
     if lines and len(at) > 1:
         path = " ".join(f"{x},{y}" for x, y in at)
-        look = f'class="s{_class(style)}" stroke-dasharray="{_DASHES[style % len(_DASHES)]}"'
-        yield f'<polyline {look} fill="none" points="{path}"/>'
+        yield f'<polyline {_dashed(style)} fill="none" points="{path}"/>'
     for (x, y), (true_x, true_y) in zip(at, series.points, strict=True):
         name = across.text(true_x) if across.axis.names else f"{true_x:,.6g}"
         yield _mark(x, y, style, f"{series.name}: {name}, {true_y:.4g}")
@@ -257,6 +257,11 @@ def _marks(series: Series, at: Sequence[Point], across: _Scale, lines: bool) -> 
 def _class(style: int) -> int:
     """Return the number of the colour, of which the page has eight."""
     return style if style < 8 else 4 + style % 4
+
+
+def _dashed(style: int) -> str:
+    """Return the attributes of a setting's line."""
+    return f'class="s{_class(style)}" stroke-dasharray="{_DASHES[style % len(_DASHES)]}"'
 
 
 def _mark(x: float, y: float, style: int, tip: str = "") -> str:
@@ -275,34 +280,29 @@ def _mark(x: float, y: float, style: int, tip: str = "") -> str:
     return f'<polygon {look} points="{points}">{title}</polygon>'
 
 
-# Strokes of the signs inside of hollow marks, from the middle: a cross, a bar, a plus
-_STROKES = {
-    3: (((-2, -2), (2, 2)), ((-2, 2), (2, -2))),
-    4: (((-3, 0), (3, 0)),),
-    5: (((-2.5, 0), (2.5, 0)), ((0, -2.5), (0, 2.5)), ((0, 0), (0, 0))),
-}
+# Where strokes of the signs inside of hollow marks end; they begin at the opposite of the middle:
+# a cross, a bar, a plus
+_STROKES = {3: ((2, 2), (2, -2)), 4: ((3, 0),), 5: ((2.5, 0), (0, 2.5), (0, 0))}
 
 
 def _sign(x: float, y: float, style: int) -> str:
     """Draw what is inside of a hollow mark: a dot, a cross, a bar or a plus."""
-    kind = style // 4
-    look = f'class="s{_class(style)}"'
-    if kind == 2:
-        return f'<circle class="s{_class(style)} full" cx="{x}" cy="{y}" r="1.6"/>'
+    colour = f"s{_class(style)}"
+    if style < 12:
+        return f'<circle class="{colour} full" cx="{x}" cy="{y}" r="1.6"/>'
     strokes = []
-    for (left, top), (right, bottom) in _STROKES[kind]:
-        strokes.append(line((x + left, x + right), (y + top, y + bottom), look))
+    for dx, dy in _STROKES[style // 4]:
+        strokes.append(line((x - dx, x + dx), (y - dy, y + dy), f'class="{colour}"'))
     return "".join(strokes)
 
 
 def _legend(series: Sequence[Series], lines: bool) -> Iterator[str]:
-    x = WIDTH - _RIGHT + 24
+    x = _END + 24
     distance = min(24.0, (HEIGHT - _TOP - 18) / max(1, len(series)))
     for row, setting in enumerate(series):
         y = round(_TOP + 14 + distance * row, 1)
         style = setting.style % NUM_STYLES
         if lines:
-            look = f'class="s{_class(style)}" stroke-dasharray="{_DASHES[style % len(_DASHES)]}"'
-            yield line((x, x + 34), (y, y), look)
+            yield line((x, x + 34), (y, y), _dashed(style))
         yield _mark(x + 17, y, style)
         yield text(x + 44, y + 4, setting.name[:24])

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from freight.engine.sampler import highest
+from freight.lab.evaluate.perplexity import of_targets
 
 # magnitude of a row's largest logit up to which float32 sums the exponentials as they are
 SAFE = 60.0
@@ -61,22 +62,17 @@ class Reference:
 
     def itself(self, targets: Tensor) -> Judged:
         """Do as `judge` with the same logits: no divergence."""
-        logprobs = _at(self.logits, targets).double() - self.log_sum
-        return (
-            logprobs.float(),
-            torch.zeros_like(logprobs, dtype=torch.float32),
-            torch.ones_like(targets).bool(),
-        )
+        logprobs = (of_targets(self.logits, targets).double() - self.log_sum).float()
+        return logprobs, torch.zeros_like(logprobs), torch.ones_like(targets, dtype=torch.bool)
 
     def judge(self, logits: Tensor, targets: Tensor) -> Judged:
         """Others' logits, float32 [rows, vocab_size], and the tokens that follow, int64 [rows]."""
         size = max(1, TILE // logits.shape[1]) if logits.device.type == "cpu" else len(logits)
         scratch = logits.new_empty(min(size, len(logits)), logits.shape[1])
-        pieces = [
-            self._piece(slice(i, i + size), logits, targets, scratch)
-            for i in range(0, len(logits), size)
-        ]
-        logprobs, kl, same = (torch.cat(column) for column in zip(*pieces, strict=True))
+        pieces = []
+        for start in range(0, len(logits), size):
+            pieces.append(self._piece(slice(start, start + size), logits, targets, scratch))
+        logprobs, kl, same = map(torch.cat, zip(*pieces, strict=True))
         return logprobs, kl, same
 
     def _piece(self, rows: slice, all_logits: Tensor, targets: Tensor, scratch: Tensor) -> Judged:
@@ -86,17 +82,12 @@ class Reference:
         top = highest(logits)
         _, log_sum = _exponentials(logits, top, scratch)
         differences = torch.sub(reference, logits, out=scratch)
-        kl = (
-            _dot(self.probabilities[rows], differences).double() - self.log_sum[rows] + log_sum
-        ).float()
+        mean = _dot(self.probabilities[rows], differences).double()
+        kl = (mean - self.log_sum[rows] + log_sum).float()
         if not kl.isfinite().all():  # a token that is impossible for one of both
-            kl = kl_divergence(*(torch.log_softmax(x, -1) for x in (reference, logits)))
-        return (_at(logits, targets[rows]).double() - log_sum).float(), kl, top == self.top[rows]
-
-
-def _at(logits: Tensor, tokens: Tensor) -> Tensor:
-    """Return the logit of one token a row: [rows]."""
-    return logits.gather(-1, tokens[:, None])[:, 0]
+            kl = kl_divergence(torch.log_softmax(reference, -1), torch.log_softmax(logits, -1))
+        logprobs = (of_targets(logits, targets[rows]).double() - log_sum).float()
+        return logprobs, kl, top == self.top[rows]
 
 
 def _exponentials(logits: Tensor, top: Tensor, scratch: Tensor) -> tuple[Tensor, Tensor]:
@@ -105,7 +96,7 @@ def _exponentials(logits: Tensor, top: Tensor, scratch: Tensor) -> tuple[Tensor,
 
     The constant is 1, unless the largest logits of some row are beyond what float32 sums.
     """
-    peak = _at(logits, top)
+    peak = of_targets(logits, top)
     if bool((peak.abs() < SAFE).all()):
         total = torch.exp(logits, out=scratch).sum(-1)
         return total, total.double().log()

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
 import numpy as np
-from torch import Tensor
 
 from freight.base.fields import JsonObject
 from freight.fp8.scheme import KVScales
@@ -110,8 +109,10 @@ class Overview:
     quantized: bool = False
 
     @property
-    def model(self) -> str:
-        return self.args.model
+    def weights(self) -> str:
+        """What the weights take, for people."""
+        layers = f"{self.weight_bytes:,} bytes in {self.weight_dtype}"
+        return f"{layers}, embedding and head {self.embedding_bytes:,} bytes"
 
 
 @dataclass(frozen=True)
@@ -173,10 +174,6 @@ class Evaluation:
         return tuple(self.sample.missing)
 
     @property
-    def num_tokens(self) -> int:
-        return self.sample.num_tokens
-
-    @property
     def forward_seconds(self) -> float:
         """Of all forward passes that the figures need: over the text, and over calibration text."""
         return self.calibration_seconds + sum(run.forward_seconds for run in self.runs)
@@ -194,10 +191,10 @@ class Evaluation:
 
 
 _JSON = {
-    "model": "overview.model",
+    "model": "overview.args.model",
     "data": "overview.source",
     "num_documents": "num_documents",
-    "num_tokens": "num_tokens",
+    "num_tokens": "sample.num_tokens",
     "window": "overview.window",
     "weights": "overview",
     "vocab_size": "sample.vocab_size",
@@ -216,16 +213,13 @@ _WEIGHTS = {"dtype": "weight_dtype", "bytes": "weight_bytes", "embedding_bytes":
 
 def summarize(
     overview: Overview,
-    labels: Sequence[tuple[str, str]],
     runs: Sequence[SettingRun],
     parts: Sequence[Part],
     speeds: Sequence[Speed] | None,
     layer_kl: Sequence[list[float] | None] | None,
 ) -> Evaluation:
-    """`labels` are the names of caches and weights; `speeds` and `layer_kl` by run, if they were
-    measured.
-
-    What is returned has no seconds yet.
+    """`speeds` and `layer_kl` are by run, if they were measured. What is returned has no seconds
+    yet.
     """
     counts = [len(part.window.targets) for part in parts]
     documents = {part.document for part in parts}
@@ -240,7 +234,7 @@ def summarize(
         units=np.repeat(ids, counts).astype(np.int64),
         positions=np.concatenate([np.arange(count) for count in counts]).astype(np.int64),
         edges=position_edges(max(counts)),
-        reference=-_array(runs[0].token_logprobs).astype(np.float64),
+        reference=_losses(runs[0]),
     )
     sizes = np.bincount(tokens.units).astype(np.float64)
     num_units = round(float(effective_units(sizes)))
@@ -254,12 +248,19 @@ def summarize(
         vocab_size=runs[0].runner.model.config.vocab_size,
     )
     figures = []
-    for index, (run, label) in enumerate(zip(runs, labels, strict=True)):
-        setting = _figures(label, run, tokens, sample)
+    for index, run in enumerate(runs):
+        setting = _figures(run, tokens, sample)
         if layer_kl:
             setting = replace(setting, layer_kl=layer_kl[index])
         if speeds:
-            setting = replace(setting, **_speeds(speeds[index], speeds[0]))
+            speed = speeds[index]
+            setting = replace(
+                setting,
+                prefill_tokens_per_second=speed.prefill,
+                decode_tokens_per_second=speed.decode[-1],
+                decode=list(speed.decode),
+                faster_from=faster_from(speed, speeds[0]) if index else None,
+            )
         figures.append(setting)
     return Evaluation(
         overview=overview,
@@ -283,34 +284,25 @@ class _Tokens:
     reference: np.ndarray
 
 
-def _array(values: Tensor) -> np.ndarray:
-    array: np.ndarray = values.numpy()
-    return array
-
-
 def _is_centered(scales: KVScales | None) -> bool:
     layers = () if scales is None else scales.layers
     return any(layer is not None and layer.k_center for layer in layers)
 
 
-def _speeds(speed: Speed, first: Speed) -> JsonObject:
-    """Return the fields of `Figures` that time tells; `first` is the first setting's."""
-    return {
-        "prefill_tokens_per_second": speed.prefill,
-        "decode_tokens_per_second": speed.decode[-1],
-        "decode": list(speed.decode),
-        "faster_from": None if speed is first else faster_from(speed, first),
-    }
+def _losses(run: SettingRun) -> np.ndarray:
+    """Return the loss of each token in nats, float64."""
+    losses: np.ndarray = -run.token_logprobs.numpy().astype(np.float64)
+    return losses
 
 
-def _figures(label: tuple[str, str], run: SettingRun, tokens: _Tokens, sample: Sample) -> Figures:
+def _figures(run: SettingRun, tokens: _Tokens, sample: Sample) -> Figures:
     """Return what is measured over the text: without speed, and without the KL by layer."""
     kv = run.config.kv
-    names = run.config.kv.names()
+    names = kv.names()
     spec = run.runner.pool.spec
-    kl = _array(run.token_kl)
-    loss = -_array(run.token_logprobs).astype(np.float64)
-    same = _array(run.token_same)
+    kl: np.ndarray = run.token_kl.numpy()
+    same: np.ndarray = run.token_same.numpy()
+    loss = _losses(run)
     change = loss - tokens.reference
     counts = np.bincount(tokens.units).astype(np.float64)
     sums = unit_sums(tokens.units, change, kl, same)
@@ -323,13 +315,14 @@ def _figures(label: tuple[str, str], run: SettingRun, tokens: _Tokens, sample: S
     same_top = float(same.mean())
     of_ratio = None
     if of_change is not None:
-        of_ratio = (float(np.exp(of_change[0])), float(np.exp(of_change[1])))
+        low, high = np.exp(of_change).tolist()
+        of_ratio = (low, high)
     judged = judge(
         (ratio, of_ratio), (kl_mean, of_kl), (same_top, of_same), run.clipped_share, sample
     )
     return Figures(
-        name=label[0],
-        weights=label[1],
+        name=run.name,
+        weights=run.weights,
         kv_cache_dtype=str(names["dtype"]),
         granularity=names["granularity"],
         scale_source=names["scale_source"],

@@ -12,16 +12,15 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from freight.base.terminal import OnProgress
-from freight.cache.pool import allocate_pool
 from freight.checkpoint.reader import resolve_model
-from freight.errors import ConfigError, choices
+from freight.errors import ConfigError
 from freight.fp8.formats import Format, Granularity, ScaleSource
 from freight.fp8.scheme import KVScales
 from freight.lab.columns import scales_name
@@ -29,8 +28,8 @@ from freight.lab.evaluate.documents import Document, Part, cut_documents, window
 from freight.lab.evaluate.figures import CalibrationText, Evaluation, Noise, Overview, summarize
 from freight.lab.evaluate.layer_kl import first_windows, layer_kl
 from freight.lab.evaluate.measure import SettingRun, measure
-from freight.lab.evaluate.report import cache_run, load_for, plain_config
-from freight.lab.evaluate.rounded import check_schemes, load_rounded
+from freight.lab.evaluate.report import cache_run, load_for, plain_config, pool_for
+from freight.lab.evaluate.rounded import check_schemes, load_rounded, require_names
 from freight.lab.evaluate.speed import contexts_of, time_settings
 from freight.lab.evaluate.static_scales import Measured, measure_scales
 from freight.lab.evaluate.stored_error import Probe
@@ -52,6 +51,7 @@ SAMPLES = 32  # calibration text, at most
 CALIBRATION_TOKENS = 16384
 # bytes of all weights in float32: up to there the noise of 16 bits is measured unasked
 NOISE_WEIGHTS = 2**32
+_SHIPPED = resolve_model("demo") / "calibration.txt"
 
 logger = logging.getLogger("freight")
 Setting = tuple[str, EngineConfig]  # with its name
@@ -109,9 +109,9 @@ def evaluate_grid(
     states = _states(opened, plain, chosen, grid)
     length = window_length(grid.window, plain.max_model_len)
     parts = cut_documents(opened, documents, length, grid.max_tokens)
-    if opened.model.foreign is not None and grid.caches is None:
-        names = tuple(name for name in names if name not in STATIC)
-    static = _static(opened, names)
+    static: list[str] = []  # whose scales have to be measured
+    if not opened.kv_scales.usable:
+        static = [name for name in names if name in STATIC]
     if static or grid.weights:
         require_native(opened.model, args.model, "measuring its static scales, or other weights,")
     samples = _samples(opened, grid, length) if static else []
@@ -126,20 +126,20 @@ def evaluate_grid(
         calibrated = Measured()
         if static:
             assert isinstance(decoder, Decoder), "others are refused above"
-            calibrated = _measure_scales(opened, decoder, plain, samples, static, on_progress)
+            pool = pool_for(opened, decoder, plain, max(map(len, samples)))
+            calibrated = measure_scales(decoder, pool, samples, static, on_progress)
+        caches = _caches(opened, plain, eight, names, calibrated.scales)
         if chosen:
             caches = [(_named(chosen.kv), chosen)]
-        else:
-            caches = _caches(opened, plain, eight, names, calibrated.scales)
         caches = _apart(plain, caches, states, chosen)
-        labels = [(name, "as stored") for name, _ in caches]
         runs = _runs(opened, decoder, caches, length)
-        by_token = KVCacheConfig(opened.device.native_e4m3, *_TOKEN, None)
+        by_token = KVCacheConfig(
+            opened.device.native_e4m3, Granularity.TOKEN, ScaleSource.DYNAMIC, None
+        )
         for scheme in grid.weights:
-            token = opened.skipping(replace(plain, kv=by_token))
-            pair = [(_reference_name(plain), plain), ("token", token)]
-            labels += [(name, scheme) for name, _ in pair]
-            runs += _runs(opened, load_rounded(opened, plain, scheme, longest), pair, length)
+            pair = [caches[0], ("token", opened.skipping(replace(plain, kv=by_token)))]
+            model = load_rounded(opened, plain, scheme, longest)
+            runs += _runs(opened, model, pair, length, scheme)
         measure(runs, [part.window for part in parts], partial(on_progress, "evaluating"))
         speeds = None
         if grid.speed:
@@ -151,10 +151,9 @@ def evaluate_grid(
         noise = None
         if _measures_noise(opened, plain, size, grid):
             noise = _noise(opened, decoder, plain, parts, partial(on_progress, "measuring noise"))
-    notes = (
-        *_notes(args, grid, static, calibrated.scales, samples, length),
-        *_skip_notes(opened, plain),
-    )
+    data = grid.calibration_data
+    if data is None and args.model != "demo":
+        data = str(_SHIPPED)
     overview = Overview(
         args=args,
         source=source,
@@ -162,12 +161,12 @@ def evaluate_grid(
         weight_bytes=size.layers,
         embedding_bytes=size.embeddings,
         window=length,
-        notes=notes,
-        calibration=_calibration(args, grid, samples, length),
+        notes=tuple(_notes(opened, plain, grid, calibrated.scales, samples, length)),
+        calibration=CalibrationText(data, len(samples), length) if samples else None,
         chosen_by_layer=bool(opened.kv_scales.mixed),
         quantized=opened.scheme.weight_format is not None,
     )
-    evaluation = summarize(overview, labels, runs, parts, speeds, worst)
+    evaluation = summarize(overview, runs, parts, speeds, worst)
     return replace(
         evaluation,
         noise=noise,
@@ -176,29 +175,19 @@ def evaluate_grid(
     )
 
 
-_TOKEN = (Granularity.TOKEN, ScaleSource.DYNAMIC)
-
-
-def _static(opened: OpenModel, names: Sequence[str]) -> list[str]:
-    """Return those of `names` whose scales have to be measured."""
-    if opened.kv_scales.usable:
-        return []
-    return [name for name in names if name in STATIC]
-
-
 def _runs(
-    opened: OpenModel, model: LanguageModel, settings: Sequence[Setting], length: int
+    opened: OpenModel,
+    model: LanguageModel,
+    settings: Sequence[Setting],
+    length: int,
+    weights: str = "as stored",
 ) -> list[SettingRun]:
-    """Return a run of each of `settings` with the weights of `model`."""
+    """Return a run of each of `settings` with the weights of `model`, which are called `weights`."""
     runs: list[SettingRun] = []
-    for _, config in settings:
-        runs.append(cache_run(opened, model, config, length, Probe(opened.model.num_layers)))
+    for name, config in settings:
+        run = cache_run(opened, model, config, length, Probe(opened.model.num_layers))
+        runs.append(replace(run, name=name, weights=weights))
     return runs
-
-
-def _reference_name(plain: EngineConfig) -> str:
-    """Return the name of the cache that the others are compared with: it is in the compute dtype."""
-    return "float32" if plain.kv.format is Format.FLOAT32 else "16 bits"
 
 
 def _measures_noise(
@@ -227,12 +216,9 @@ def _noise(
     windows = first_windows(parts)
     length = max(len(window.token_ids) for window in windows)
     model = load_for(precise, [config], length)
-    runs = [
-        cache_run(precise, model, config, length),
-        cache_run(opened, decoder, plain, length),
-    ]
-    measure(runs, windows, on_progress)
-    return Noise(float(runs[1].token_kl.double().mean()), len(runs[1].token_kl))
+    run = cache_run(opened, decoder, plain, length)
+    measure([cache_run(precise, model, config, length), run], windows, on_progress)
+    return Noise(run.mean_kl, len(run.token_kl))
 
 
 def _states(
@@ -240,9 +226,7 @@ def _states(
 ) -> list[Setting]:
     """Settings that differ from `plain` in the format of states alone."""
     names = grid.states or ()
-    for name in names:
-        if name not in STATES:
-            raise ConfigError(f"--states {name!r} is unknown: choose among {choices(STATES)}")
+    require_names("--states", names, STATES)
     if names and opened.args.state_dtype != "auto":
         raise ConfigError("--states with --state-dtype: both name what is measured; omit one")
     if not opened.model.recurrent:
@@ -274,10 +258,10 @@ def _apart(
     states: Sequence[Setting],
     chosen: EngineConfig | None,
 ) -> list[Setting]:
-    """`plain`, the pages of `caches` with its states, and `states`; then `chosen` if it is none
-    of these.
+    """`plain`, whose cache is in the compute dtype, the pages of `caches` with its states, and
+    `states`; then `chosen` if it is none of these.
     """
-    settings = [(_reference_name(plain), plain)]
+    settings = [("float32" if plain.kv.format is Format.FLOAT32 else "16 bits", plain)]
     for name, config in caches:
         if config.kv.format is not plain.kv.format:
             settings.append((name, replace(config, kv=replace(config.kv, state=plain.kv.state))))
@@ -290,36 +274,26 @@ def _apart(
 def _names(args: EngineArgs, grid: GridArgs, opened: OpenModel) -> tuple[str, ...]:
     """Return the caches by name; empty where the engine's options name one."""
     model = opened.model
-    by_options = (
-        args.quantization_param_path or args.kv_scales != "auto" or args.kv_cache_dtype != "auto"
-    )
     names = CACHES if grid.caches is None else grid.caches
-    for name in names:
-        if name not in (*CACHES, *OTHERS):
-            raise ConfigError(
-                f"--caches {name!r} is unknown: choose among {choices((*CACHES, *OTHERS))}"
-            )
-    if by_options and grid.caches is not None:
+    require_names("--caches", names, (*CACHES, *OTHERS))
+    if args.names_cache and grid.caches is not None:
         raise ConfigError(
             "--caches with --kv-cache-dtype or --kv-scales: both name what is measured; omit one"
         )
-    if by_options:
+    if args.names_cache:
         return ()
-    if grid.caches is None and not _has_groups(opened):
-        names = tuple(name for name in names if name != "group")
+    if grid.caches is None:
+        stored = {i: mixer for i, mixer in model.paged.items() if i not in opened.skipped_layers()}
+        if not takes_groups(stored, opened.args, opened.device):
+            names = tuple(name for name in names if name != "group")
     if names and not model.paged:
         raise ConfigError(
             f"caches of keys and values are compared ({', '.join(names)}), and no layer of this model "
             f"({model.model_type}) stores any; freight bench latency times it"
         )
+    if model.foreign is not None and grid.caches is None:
+        names = tuple(name for name in names if name not in STATIC)
     return names
-
-
-def _has_groups(opened: OpenModel) -> bool:
-    stored = dict(opened.model.paged)
-    for index in opened.skipped_layers():
-        stored.pop(index, None)
-    return takes_groups(stored, opened.args, opened.device)
 
 
 def _resolved(opened: OpenModel, **changes: Any) -> EngineConfig:
@@ -339,16 +313,16 @@ def _caches(
     """
     settings: list[Setting] = []
     e4m3 = opened.device.native_e4m3
-    unit = (Granularity.TENSOR, ScaleSource.UNIT, None)
+    unit = KVCacheConfig(e4m3, Granularity.TENSOR, ScaleSource.UNIT, None)
     for name in names:
         if name == "token":
             config = eight
         elif name == "group":
             config = _resolved(opened, kv_cache_dtype="fp8", kv_scales="group")
         elif name == "unit":
-            config = replace(eight, kv=KVCacheConfig(e4m3, *unit))
+            config = replace(eight, kv=unit)
         elif name == "e5m2":
-            config = replace(plain, kv=KVCacheConfig(Format.E5M2, *unit))
+            config = replace(plain, kv=replace(unit, format=Format.E5M2))
         elif name == "int8":
             config = _resolved(opened, kv_cache_dtype="int8", attention_compute="auto")
         elif opened.kv_scales.usable:
@@ -374,7 +348,7 @@ def _named(kv: KVCacheConfig) -> str:
 
 
 def _samples(opened: OpenModel, grid: GridArgs, length: int) -> list[list[int]]:
-    data = grid.calibration_data or resolve_model("demo") / "calibration.txt"
+    data = grid.calibration_data or _SHIPPED
 
     def tokenizer() -> Tokenizer:
         loaded = opened.load_tokenizer()
@@ -389,69 +363,34 @@ def _samples(opened: OpenModel, grid: GridArgs, length: int) -> list[list[int]]:
     return read_samples(data, count, length, opened.model.vocab_size, tokenizer)
 
 
-def _calibration(
-    args: EngineArgs, grid: GridArgs, samples: Sequence[Sequence[int]], length: int
-) -> CalibrationText | None:
-    if not samples:
-        return None
-    data = grid.calibration_data
-    if data is None and args.model != "demo":
-        data = str(resolve_model("demo") / "calibration.txt")
-    return CalibrationText(data, len(samples), length)
-
-
-def _measure_scales(
-    opened: OpenModel,
-    decoder: Decoder,
-    plain: EngineConfig,
-    samples: Sequence[Sequence[int]],
-    names: Sequence[str],
-    on_progress: Progress = lambda what, done, total: None,
-) -> Measured:
-    spec = opened.cache_spec(plain)
-    blocks = spec.blocks_of(max(map(len, samples)))
-    pool = allocate_pool(
-        spec, plain.kv, blocks, opened.kernels(plain), plain.device, decoder.rotaries
-    )
-    return measure_scales(decoder, pool, samples, names, on_progress)
-
-
 def _notes(
-    args: EngineArgs,
+    opened: OpenModel,
+    plain: EngineConfig,
     grid: GridArgs,
-    static: Sequence[str],
     scales: dict[str, KVScales | None],
     samples: Sequence[Sequence[int]],
     length: int,
-) -> tuple[str, ...]:
-    notes = []
-    if static:
+) -> Iterator[str]:
+    if samples:
         text = "the calibration text that ships with Freight"
         if grid.calibration_data:
             text = Path(grid.calibration_data).name
         longest = max(map(len, samples))
-        notes.append(
+        yield (
             f"Static scales were measured on {sum(map(len, samples)):,} tokens of {text}, positions 0 to "
             f"{longest - 1:,}."
         )
         if longest < length:
-            notes.append(
+            yield (
                 f"The text that is judged also has positions {longest:,} to {length - 1:,}, at which static scales may "
                 "clip: give longer samples."
             )
-        if grid.calibration_data is None and args.model != "demo":
-            notes.append(
-                "For scales that fit your texts, give some of them with --calibration-data FILE."
-            )
-    if "centered" in static and scales["centered"] is None:
-        notes.append("Centered keys were not measured: no layer of this model gains from them.")
-    return tuple(notes)
-
-
-def _skip_notes(opened: OpenModel, plain: EngineConfig) -> tuple[str, ...]:
+        if grid.calibration_data is None and opened.args.model != "demo":
+            yield "For scales that fit your texts, give some of them with --calibration-data FILE."
+    if "centered" in scales and scales["centered"] is None:
+        yield "Centered keys were not measured: no layer of this model gains from them."
     skipped = sorted(opened.skipped_layers())
-    if not skipped:
-        return ()
-    stay = "stays" if len(skipped) == 1 else "stay"
-    layers = listed_layers(skipped, opened.model.num_layers)
-    return (f"In every 8-bit cache {layers} {stay} in {plain.kv.format}.",)
+    if skipped:
+        stay = "stays" if len(skipped) == 1 else "stay"
+        layers = listed_layers(skipped, opened.model.num_layers)
+        yield f"In every 8-bit cache {layers} {stay} in {plain.kv.format}."

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 
 from freight.base.terminal import OnProgress, unseen
 from freight.lab.evaluate.documents import Part
@@ -54,6 +53,11 @@ def layer_kl(
     changed = [_changed(first, run) for run in runs]
     total = num_tokens * sum(1 + len(layers) for layers in changed if layers)
     before = 0
+
+    def within(done: int, _: int) -> None:
+        """Report a pass as a part of all."""
+        on_progress(before + done, total)
+
     for run, layers in zip(runs, changed, strict=True):
         if run.probe is not None:
             run.probe.rows = None
@@ -61,22 +65,13 @@ def layer_kl(
             by_run.append(None)
             continue
         alone = {layer: _only(first, run, layer, length) for layer in layers}
-        measure(
-            [_only(first, first, layers[0], length), *alone.values()],
-            windows,
-            partial(_within, on_progress, before, total),
-        )
+        measure([_only(first, first, layers[0], length), *alone.values()], windows, within)
         before += num_tokens * (1 + len(layers))
         kl = [0.0] * len(run.runner.pool.layers)
         for layer, pair in alone.items():
-            kl[layer] = float(pair.token_kl.double().mean())
+            kl[layer] = pair.mean_kl
         by_run.append(kl)
     return by_run
-
-
-def _within(on_progress: OnProgress, before: int, total: int, done: int, _: int) -> None:
-    """Report kv pass as a part of all."""
-    on_progress(before + done, total)
 
 
 def _changed(first: SettingRun, run: SettingRun) -> list[int]:
@@ -93,11 +88,10 @@ def _only(first: SettingRun, run: SettingRun, layer: int, length: int) -> Settin
     steps of `length`.
     """
     pool = first.runner.pool
-    other = run.runner.pool
-    readers = {i for i, entry in pool.spec.kept.items() if layer in (i, entry.source)}
     layers = {}
-    for index, kv in enumerate(other.layers):
-        if index in readers and kv is not None:
+    for index, entry in pool.spec.kept.items():
+        kv = run.runner.pool.layers[index]
+        if layer in (index, entry.source) and kv is not None:
             layers[index] = kv
     config = replace(first.config, max_num_batched_tokens=length)
     return SettingRun(config, replace(first.runner, pool=pool.with_layers(layers)))

@@ -26,11 +26,10 @@ import torch
 from torch import Tensor
 
 from freight.base.terminal import OnProgress, unseen
-from freight.cache.pool import KVPool
 from freight.engine.prepare import Logits, SequenceSlice
 from freight.engine.runner import ModelRunner
 from freight.errors import ConfigError
-from freight.lab.evaluate.perplexity import Window, cut_windows, target_logprobs
+from freight.lab.evaluate.perplexity import Window, cut_windows, of_targets
 from freight.lab.evaluate.report import cache_run, load_for, resolve_caches
 from freight.lab.evaluate.retrieval import (
     Question,
@@ -210,45 +209,41 @@ def _ask(
     for start in range(0, len(ids), chunk):
         part = ids[start : start + chunk]
         runner.run([SequenceSlice(part, start, runner.pool.whole, Logits.NONE)])
-    copies = _states_behind(runner.pool, len(ids))
+    states = []  # behind the context, and their copies: a question changes them
+    for layer in runner.pool.states.values():
+        block = (len(ids) - 1) // layer.states.every
+        for tensor in layer.states.parts.values():
+            states.append((tensor[block], tensor[block].clone()))
 
     def answer(question: Question) -> Answer:
-        for state, copy in copies:
+        for state, copy in states:
             state.copy_(copy)
         return _answer(runner, question, len(ids))
 
     return [[answer(question) for question in several] for several in questions]
 
 
-def _states_behind(pool: KVPool, num_tokens: int) -> list[tuple[Tensor, Tensor]]:
-    """Return the states behind so many tokens of a sequence that is alone in the pool, and copies:
-    a question changes them.
-    """
-    copies = []
-    for layer in pool.states.values():
-        block = (num_tokens - 1) // layer.states.every
-        for part in layer.states.parts.values():
-            copies.append((part[block], part[block].clone()))
-    return copies
-
-
 def _answer(runner: ModelRunner, question: Question, start: int) -> Answer:
     """Ask the question behind the `start` tokens that are stored, over the last question's."""
     ids = [*question.key, *question.value[:-1]]
     logits = runner.logits(ids, start, runner.pool.whole)[-len(question.value) :]
-    value = torch.tensor(question.value, dtype=torch.int64, device=logits.device)
-    logprobs = target_logprobs(torch.log_softmax(logits, -1), value)
-    return Answer(bool((logits.argmax(-1) == value).all()), float(logprobs.double().mean()))
+    all_top = logits.argmax(-1).tolist() == question.value
+    return Answer(all_top, float(_logprobs(logits, question.value).double().mean()))
+
+
+def _logprobs(logits: Tensor, targets: Sequence[int]) -> Tensor:
+    """Return the log-probability of each of `targets`, which follow the rows: [rows]."""
+    tokens = torch.tensor(targets, dtype=torch.int64, device=logits.device)
+    return of_targets(torch.log_softmax(logits, -1), tokens)
 
 
 def _nll(runner: ModelRunner, window: Window, chunk: int) -> list[float]:
     """Negative log-likelihood in nats of each token of the window."""
     nats: list[float] = []
     for start in range(0, len(window.token_ids), chunk):
-        stop = min(start + chunk, len(window.token_ids))
+        stop = start + chunk
         logits = runner.logits(window.token_ids[start:stop], start, runner.pool.whole)
-        targets = torch.tensor(window.targets[start:stop], dtype=torch.int64, device=logits.device)
-        nats += (-target_logprobs(torch.log_softmax(logits, -1), targets)).tolist()
+        nats += (-_logprobs(logits, window.targets[start:stop])).tolist()
     return nats
 
 
@@ -277,44 +272,35 @@ def _position(start: int, stop: int, run: _Run, first: _Run) -> PositionScore:
 
 
 def _depth(depth: int, contexts: Sequence[RetrievalContext], run: _Run, first: _Run) -> DepthScore:
-    means = _means(depth, contexts, run)
-    plain = _means(depth, contexts, first)
+    of_depth: list[list[int]] = []  # of each context, the numbers of the questions
+    for context in contexts:
+        questions = enumerate(context.questions)
+        of_depth.append([number for number, question in questions if question.depth == depth])
+    hits, logprob, gain = _means(of_depth, run)
+    plain_hits, _, plain_gain = _means(of_depth, first)
     return DepthScore(
         depth=depth,
-        num_questions=means.num_questions,
-        found=estimate(means.found),
-        logprob=estimate(means.logprob),
-        gain=estimate(means.gain),
-        found_change=_change(means.found, plain.found),
-        gain_change=_change(means.gain, plain.gain),
+        num_questions=sum(map(len, of_depth)),
+        found=estimate(hits),
+        logprob=estimate(logprob),
+        gain=estimate(gain),
+        found_change=_change(hits, plain_hits),
+        gain_change=_change(gain, plain_gain),
     )
 
 
-@dataclass
-class _Means:
-    """Means of `found`, `logprob` and `gain` by context, whose questions share its cache."""
-
-    found: list[float] = field(default_factory=list)
-    logprob: list[float] = field(default_factory=list)
-    gain: list[float] = field(default_factory=list)
-    num_questions: int = 0
-
-
-def _means(depth: int, contexts: Sequence[RetrievalContext], run: _Run) -> _Means:
-    means = _Means()
-    for index, context in enumerate(contexts):
-        known = []
-        unknown = []
-        for number, question in enumerate(context.questions):
-            if question.depth == depth:
-                known.append(run.known[index][number])
-                unknown.append(run.unknown[index][number])
-        logprob = statistics.fmean(answer.logprob for answer in known)
-        means.found.append(statistics.fmean(answer.found for answer in known))
-        means.logprob.append(logprob)
-        means.gain.append(logprob - statistics.fmean(answer.logprob for answer in unknown))
-        means.num_questions += len(known)
-    return means
+def _means(of_depth: Sequence[Sequence[int]], run: _Run) -> tuple[list[float], ...]:
+    """Return means of `found`, `logprob` and `gain` by context, whose questions share its cache."""
+    hits = []
+    logprob = []
+    gain = []
+    for index, numbers in enumerate(of_depth):
+        known = [run.known[index][number] for number in numbers]
+        unknown = [run.unknown[index][number] for number in numbers]
+        hits.append(statistics.fmean(answer.found for answer in known))
+        logprob.append(statistics.fmean(answer.logprob for answer in known))
+        gain.append(logprob[-1] - statistics.fmean(answer.logprob for answer in unknown))
+    return hits, logprob, gain
 
 
 def _change(values: Sequence[float], plain: Sequence[float]) -> Estimate:

@@ -20,8 +20,6 @@ CHANGES = (
     f"— where n is below {MIN_UNITS}, which is too few for an interval."
 )
 
-HEADS = ("KV cache", "scales")
-
 
 def retrieval_rows(scores: Sequence[LongScore]) -> list[list[str]]:
     """Return a row for each cache, the first with the headings; a column for each depth."""
@@ -42,7 +40,7 @@ def _rows(
     figure: str,
 ) -> list[list[str]]:
     """`parts` are those of each score; `head` and `figure` are formats of a part."""
-    rows = [[*HEADS, *map(head.format, parts[0])]]
+    rows = [["KV cache", "scales", *map(head.format, parts[0])]]
     for index, score in enumerate(scores):
         dtype = score.kv_cache_dtype
         if score.state_dtype:

@@ -39,9 +39,9 @@ class SettingRun:
     config: EngineConfig
     runner: ModelRunner
     probe: Probe | None = None
-    logprobs: list[Tensor] = field(default_factory=list)
-    kl: list[Tensor] = field(default_factory=list)
-    same: list[Tensor] = field(default_factory=list)
+    name: str = ""
+    weights: str = ""
+    judged: list[Sequence[Tensor]] = field(default_factory=list)
     num_stored: int = 0
     clipped: int = 0
     num_passes: int = 0
@@ -50,19 +50,24 @@ class SettingRun:
     @property
     def token_logprobs(self) -> Tensor:
         """Log-probability of each token of the text, in order, float32 [num_tokens]."""
-        return torch.cat(self.logprobs)
+        return torch.cat([logprobs for logprobs, _, _ in self.judged])
 
     @property
     def token_kl(self) -> Tensor:
         """KL of the first setting's distribution to this one's after each token, nats, float32
         [num_tokens].
         """
-        return torch.cat(self.kl)
+        return torch.cat([kl for _, kl, _ in self.judged])
 
     @property
     def token_same(self) -> Tensor:
         """Whether both rank the same token first, bool [num_tokens]."""
-        return torch.cat(self.same)
+        return torch.cat([same for _, _, same in self.judged])
+
+    @property
+    def mean_kl(self) -> float:
+        """Nats per token."""
+        return float(self.token_kl.double().mean())
 
     @property
     def clipped_share(self) -> float:
@@ -126,18 +131,14 @@ def measure(runs: Sequence[SettingRun], windows: Sequence[Window], on_progress: 
                 window.targets[start : start + chunk],
                 dtype=torch.int64,
                 device=runs[0].runner.device,
-            )
+            ).split(rows)
             states = []
             for run in runs:
-                states.append(_states(run, runs[0], part, start))
+                states.append(_states(run, runs[0], part, start).split(rows))
                 done += len(part)
                 on_progress(done, total)
-            for begin in range(0, len(part), rows):
-                _judge(
-                    runs,
-                    [state[begin : begin + rows] for state in states],
-                    targets[begin : begin + rows],
-                )
+            for tokens, *hidden in zip(targets, *states, strict=True):
+                _judge(runs, hidden, tokens)
     for run in runs:
         run.clipped = run.runner.pool.counters()[1]
 
@@ -163,8 +164,7 @@ def _judge(runs: Sequence[SettingRun], states: Sequence[Tensor], targets: Tensor
             judged = reference.itself(targets)
         else:
             judged = reference.judge(run.head(hidden), targets)
-        for values_so_far, values in zip((run.logprobs, run.kl, run.same), judged, strict=True):
-            values_so_far.append(values.cpu())
+        run.judged.append([values.cpu() for values in judged])
 
 
 def mean_perplexity(logprobs: Tensor) -> float:

@@ -38,6 +38,6 @@ def cut_windows(token_ids: Sequence[int], length: int, bos_token_id: int | None)
     return windows
 
 
-def target_logprobs(logprobs: Tensor, targets: Tensor) -> Tensor:
-    """logprobs [rows, vocab_size], targets [rows] -> log-probability of each target [rows]."""
-    return logprobs.gather(-1, targets[:, None])[:, 0]
+def of_targets(values: Tensor, targets: Tensor) -> Tensor:
+    """Logits or log-probabilities [rows, vocab_size], targets [rows] -> that of each target [rows]."""
+    return values.gather(-1, targets[:, None])[:, 0]

@@ -9,12 +9,12 @@ is computed (`measure`).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
-from freight.base.fields import JsonObject
 from freight.base.tables import markdown
 from freight.base.terminal import OnProgress, unseen
-from freight.cache.pool import allocate_pool
+from freight.cache.pages import Empty
+from freight.cache.pool import KVPool, allocate_pool
 from freight.engine.runner import ModelRunner
 from freight.kernels.interface import KernelSet
 from freight.lab.columns import scales_name, text_rows
@@ -65,7 +65,7 @@ class CacheRun(SettingRun):
             granularity=names["granularity"],
             scale_source=names["scale_source"],
             perplexity=mean_perplexity(self.token_logprobs),
-            mean_kl=float(self.token_kl.double().mean()),
+            mean_kl=self.mean_kl,
             same_top_share=float(self.token_same.double().mean()),
             bytes_per_token=spec.bytes_per_token,
             tokens_in_64_mib=spec.tokens_in(MEMORY),
@@ -112,10 +112,10 @@ def run_caches(
     configs = resolve_caches(opened, caches)
     length = window_length(window, configs[0].max_model_len)
     windows = [part.window for part in cut_documents(opened, [text], length, max_tokens)]
+    usual = [None] * (len(configs) - len(kernels))
+    runs = []
     with opened.threads(configs[0]):
         decoder = load_for(opened, configs, length)
-        runs = []
-        usual = [None] * (len(configs) - len(kernels))
         for config, kernel_set in zip(configs, [*usual, *kernels], strict=True):
             runs.append(cache_run(opened, decoder, config, length, kernels=kernel_set))
         measure(runs, windows, on_progress)
@@ -138,12 +138,17 @@ def resolve_caches(
     return configs
 
 
-def plain_config(opened: OpenModel) -> EngineConfig:
-    """Return the configuration that the others are compared with: the same, with a cache in the
-    compute dtype.
+def plain_args(opened: OpenModel) -> EngineArgs:
+    """Return the options that the others are compared with: the same, with a cache in the compute
+    dtype.
     """
     args = opened.args.with_plain_cache()
-    return opened.resolve(args.with_cache(str(opened.resolve(args).compute_format)))
+    return args.with_cache(str(opened.resolve(args).compute_format))
+
+
+def plain_config(opened: OpenModel) -> EngineConfig:
+    """Return the configuration of `plain_args`."""
+    return opened.resolve(plain_args(opened))
 
 
 def load_for(
@@ -170,17 +175,27 @@ def cache_run(
 
     `kernels` store and read the cache, if not those of `config`.
     """
-    spec = opened.cache_spec(config)
-    kernels = kernels or opened.kernels(config)
-    blocks = spec.blocks_of(length)
-    pool = allocate_pool(spec, config.kv, blocks, kernels, config.device, decoder.rotaries)
+    pool = pool_for(opened, decoder, config, length, kernels)
     if probe is not None:
         pool = probed(pool, probe)
     return CacheRun(config, ModelRunner(decoder, pool, config.device), probe)
 
 
-def as_json(scores: Sequence[CacheScore]) -> list[JsonObject]:
-    return [asdict(score) for score in scores]
+def pool_for(
+    opened: OpenModel,
+    decoder: LanguageModel,
+    config: EngineConfig,
+    length: int,
+    kernels: KernelSet | None = None,
+    empty: Empty | None = None,
+) -> KVPool:
+    """Allocate the cache of `config` for one sequence of `length` tokens. `kernels` and `empty` are
+    those of `allocate_pool`, if not the usual ones.
+    """
+    spec = opened.cache_spec(config)
+    kernels = kernels or opened.kernels(config)
+    blocks = spec.blocks_of(length)
+    return allocate_pool(spec, config.kv, blocks, kernels, config.device, decoder.rotaries, empty)
 
 
 _COLUMNS = {

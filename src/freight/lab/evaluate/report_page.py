@@ -239,7 +239,7 @@ def _by_position(evaluation: Evaluation) -> Section:
 
 
 def _title(evaluation: Evaluation) -> str:
-    return f"What FP8 costs and saves: {evaluation.overview.model}"
+    return f"What FP8 costs and saves: {evaluation.overview.args.model}"
 
 
 def _markdown(evaluation: Evaluation) -> str:
@@ -281,7 +281,6 @@ def _markdown(evaluation: Evaluation) -> str:
 
 def _html(evaluation: Evaluation) -> str:
     title = escape(_title(evaluation))
-    over = evaluation.overview
     recommendation = advice(evaluation)
     body = [
         f"<h1>{title}</h1>",
@@ -311,8 +310,7 @@ def _html(evaluation: Evaluation) -> str:
             f"<h2>Speed</h2>\n<p>{escape(SPEED)}</p>"
             + _wide("Speed", _table(speed_table(evaluation)))
         )
-    size = f"{over.weight_bytes:,} bytes in {over.weight_dtype}, embedding and head {over.embedding_bytes:,} bytes"
-    body.append(f'<p class="soft">Weights: {escape(size)}.</p>')
+    body.append(f'<p class="soft">Weights: {escape(evaluation.overview.weights)}.</p>')
     head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{title}</title>'
     lines = [
         '<!doctype html><html lang="en"><head>',

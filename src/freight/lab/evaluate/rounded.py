@@ -4,6 +4,7 @@ read.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -69,11 +70,16 @@ def _round_to_mxfp4(stored: Tensor, dtype: torch.dtype, keeps: bool) -> Weight:
     return Weight(mxfp4.to_bfloat16(blocks, scales).to(dtype))
 
 
+def require_names(flag: str, names: Sequence[str], known: Sequence[str]) -> None:
+    """Raises ConfigError for one of `names` that is not known."""
+    for name in names:
+        if name not in known:
+            raise ConfigError(f"{flag} {name!r} is unknown: choose among {choices(known)}")
+
+
 def check_schemes(opened: OpenModel, schemes: tuple[str, ...], quantization: str | None) -> None:
     """Raises ConfigError for an unknown scheme, and where the weights are not in 16 or 32 bits."""
-    for scheme in schemes:
-        if scheme not in SCHEMES:
-            raise ConfigError(f"--weights {scheme!r} is unknown: choose among {choices(SCHEMES)}")
+    require_names("--weights", schemes, SCHEMES)
     if schemes and (
         quantization is not None
         or opened.scheme.weight_format is not None

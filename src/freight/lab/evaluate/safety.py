@@ -106,11 +106,11 @@ class Bound:
     """
 
     name: str
-    low: float
-    high: float
-    far_low: float
-    far_high: float
     form: str  # a format specification
+    low: float = -math.inf
+    high: float = math.inf
+    far_low: float = -math.inf
+    far_high: float = math.inf
 
     def holds(self, value: float) -> bool:
         return self.low <= value <= self.high
@@ -126,27 +126,20 @@ class Bound:
             return f"it may be at most {self.text(self.high)}"
         return f"it has to be within {self.text(self.low)} … {self.text(self.high)}"
 
-    def judge(
-        self, value: float, interval: Interval | None, num_units: int, units: str
-    ) -> Judgement:
+    def judge(self, value: float, interval: Interval | None, sample: Sample) -> Judgement:
         if not math.isfinite(value):
             return Judgement(Verdict.NOT_SAFE, (f"{self.name} is {value}",))
-        if interval is None:
-            if self.far_low <= value <= self.far_high:
-                return Judgement(Verdict.CANNOT_BE_SAID)
-            return Judgement(
-                Verdict.NOT_SAFE, (f"{self.name} is {self.text(value)}, and {self.limit}",)
-            )
-        low, high = interval
+        if interval is None and self.far_low <= value <= self.far_high:
+            return Judgement(Verdict.CANNOT_BE_SAID)
+        low, high = interval or (value, value)
         if self.holds(low) and self.holds(high) and self.holds(value):
             return Judgement(Verdict.SAFE)
         spread = f" ({self.text(low)} … {self.text(high)})" if low < high else ""
         around = f"{self.name} is {self.text(value)}{spread}, and {self.limit}"
         if high < self.low or low > self.high:
             return Judgement(Verdict.NOT_SAFE, (around,))
-        return Judgement(
-            Verdict.CANNOT_BE_SAID, (f"{around}; {self._more(value, interval, num_units, units)}",)
-        )
+        more = self._more(value, (low, high), sample.num_units, sample.units)
+        return Judgement(Verdict.CANNOT_BE_SAID, (f"{around}; {more}",))
 
     def _more(self, value: float, interval: Interval, num_units: int, units: str) -> str:
         """Say how much text would settle it: an interval narrows with the root of the number of
@@ -159,26 +152,10 @@ class Bound:
         return f"about {max(1, math.ceil(num_units * ((half / distance) ** 2 - 1))):,} more {units} would say it"
 
 
-PERPLEXITY_BOUND = Bound(
-    "the ratio of perplexities",
-    low=1 / RATIO,
-    high=RATIO,
-    far_low=0.0,
-    far_high=math.inf,
-    form=".4f",
-)
-KL_BOUND = Bound("mean KL", low=-math.inf, high=KL, far_low=-math.inf, far_high=2 * KL, form=".3g")
-SAME_TOP_BOUND = Bound(
-    "same top", low=SAME_TOP, high=math.inf, far_low=2 * SAME_TOP - 1, far_high=math.inf, form=".2%"
-)
-CLIPPED_BOUND = Bound(
-    "the share of clipped keys and values",
-    low=-math.inf,
-    high=CLIPPED,
-    far_low=-math.inf,
-    far_high=CLIPPED,
-    form=".3%",
-)
+PERPLEXITY_BOUND = Bound("the ratio of perplexities", ".4f", low=1 / RATIO, high=RATIO)
+KL_BOUND = Bound("mean KL", ".3g", high=KL, far_high=2 * KL)
+SAME_TOP_BOUND = Bound("same top", ".2%", low=SAME_TOP, far_low=2 * SAME_TOP - 1)
+CLIPPED_BOUND = Bound("the share of clipped keys and values", ".3%", high=CLIPPED)
 
 Measured = tuple[float, Interval | None]
 
@@ -189,24 +166,25 @@ def judge(
     """Return the verdict on figures against 16 bits, each with its interval, None where the sample
     is too small for one.
     """
-    bounds = (
+    bounds: tuple[tuple[Bound, Measured], ...] = (
         (CLIPPED_BOUND, (clipped, (clipped, clipped))),
         (KL_BOUND, kl),
         (SAME_TOP_BOUND, same_top),
+        (PERPLEXITY_BOUND, ratio),
     )
-    judgements = []
-    for bound, measured in (*bounds, (PERPLEXITY_BOUND, ratio)):
-        judgements.append(bound.judge(*measured, sample.num_units, sample.units))
-    failed: list[str] = []
-    missing = list(sample.missing)
-    for judgement in judgements:
+    verdicts = set()
+    failed: tuple[str, ...] = ()
+    missing = tuple(sample.missing)
+    for bound, measured in bounds:
+        judgement = bound.judge(*measured, sample)
+        verdicts.add(judgement.verdict)
         missing += judgement.reasons
         if judgement.verdict is Verdict.NOT_SAFE:
             failed += judgement.reasons
     if failed:
-        return Judgement(Verdict.NOT_SAFE, tuple(failed))
-    if missing or any(judgement.verdict is not Verdict.SAFE for judgement in judgements):
-        return Judgement(Verdict.CANNOT_BE_SAID, tuple(missing) or ("there are no intervals",))
+        return Judgement(Verdict.NOT_SAFE, failed)
+    if missing or Verdict.CANNOT_BE_SAID in verdicts:
+        return Judgement(Verdict.CANNOT_BE_SAID, missing or ("there are no intervals",))
     return Judgement(Verdict.SAFE)
 
 

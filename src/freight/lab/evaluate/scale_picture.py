@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from freight.base.fields import JsonObject
 from freight.base.svg import LogAxis, framed, line, styled, text
@@ -23,35 +24,44 @@ _LEFT = 70  # margins, in pixels
 _RIGHT = 16
 _TOP = 104
 _BOTTOM = 46
-_COLOURS = {"k": "var(--c1)", "v": "var(--c2)"}
 _STYLE = styled(
     "text{font-size:12px}text.one{fill:var(--c3)}line.one{stroke:var(--c3)}.band{fill:var(--box)}"
 )
-_NAMES = {"k": "keys", "v": "values"}
 _SMALLEST_NORMAL = {Format.E4M3FN: 2.0**-6, Format.E4M3FNUZ: 2.0**-7, Format.E5M2: 2.0**-14}
+
+
+@dataclass(frozen=True)
+class _Side:
+    """Keys or values: `scales` are {min, max} by layer, `shift` the share of a layer's width from its
+    middle to its dot.
+    """
+
+    name: str
+    colour: str
+    shift: float
+    scales: dict[int, Mapping[str, float]]
 
 
 def scale_picture(title: str, format: Format, layers: Sequence[JsonObject]) -> str:
     """SVG of `layers`, each {layer, k, v} with k and v None or {min, max}: scales, of which there
     is at least one.
     """
-    sides: dict[str, list[tuple[int, Mapping[str, float]]]] = {}
-    amax: list[float] = []
-    for side in "kv":
-        sides[side] = [(entry["layer"], entry[side]) for entry in layers if entry[side]]
-        for _, scales in sides[side]:
-            amax += [scales["min"] * format.max, scales["max"] * format.max]
-    floor = _SMALLEST_NORMAL[format]
-    ceiling = format.max
-    low = math.floor(math.log10(min(*amax, floor)))
-    high = math.ceil(math.log10(max(*amax, ceiling) * 1.2))
+    sides = (_Side("keys", "var(--c1)", -0.12, {}), _Side("values", "var(--c2)", 0.12, {}))
+    amax = [_SMALLEST_NORMAL[format]]
+    for entry in layers:
+        for side, scales in zip(sides, (entry["k"], entry["v"]), strict=True):
+            if scales:
+                side.scales[entry["layer"]] = scales
+                amax += [scales["min"] * format.max, scales["max"] * format.max]
+    low = math.floor(math.log10(min(amax)))
+    high = math.ceil(math.log10(max(*amax, format.max) * 1.2))
     axis = LogAxis(10.0**low, 10.0**high, HEIGHT - _BOTTOM, _TOP)
     num_layers = len(layers)
-    parts = [
-        *_axes(format, num_layers, range(low, high + 1), axis),
-        *(part for side in "kv" for part in _side(side, sides[side], num_layers, axis, format)),
-        *_legend(sides, format),
-    ]
+    parts = list(_axes(format, num_layers, range(low, high + 1), axis))
+    for side in sides:
+        parts += _dots(side, num_layers, axis, format)
+    for row, side in enumerate(sides):
+        parts += _legend(side, 60 + 18 * row, format)
     heading = f"{title}: largest magnitude its KV scales cover"
     return framed(heading, WIDTH, HEIGHT, _STYLE, parts)
 
@@ -82,43 +92,29 @@ def _power(power: int) -> str:
     return f"{10.0**power:g}" if -3 <= power <= 4 else f"1e{power}"
 
 
-def _side(
-    side: str,
-    layers: Sequence[tuple[int, Mapping[str, float]]],
-    num_layers: int,
-    axis: LogAxis,
-    format: Format,
-) -> Iterator[str]:
+def _dots(side: _Side, num_layers: int, axis: LogAxis, format: Format) -> Iterator[str]:
     """Draw the dots and bars of keys or of values, a little left or right of the layer's middle."""
-    colour = _COLOURS[side]
-    shift = -0.12 if side == "k" else 0.12
-    for layer, scales in layers:
-        x = _x(layer + shift, num_layers)
+    for layer, scales in side.scales.items():
+        x = _x(layer + side.shift, num_layers)
         scale = scales["max"]
-        top = axis.at(scales["max"] * format.max)
+        top = axis.at(scale * format.max)
         bottom = axis.at(scales["min"] * format.max)
-        tip = f"layer {layer}, {_NAMES[side]}: scale {scale:.4g}, magnitudes up to {scale * format.max:.4g}"
+        tip = f"layer {layer}, {side.name}: scale {scale:.4g}, magnitudes up to {scale * format.max:.4g}"
         if bottom > top:
-            look = f'stroke="{colour}" stroke-width="3" opacity="0.45"'
+            look = f'stroke="{side.colour}" stroke-width="3" opacity="0.45"'
             yield line((x, x), (top, bottom), look)
-        yield f'<circle cx="{x}" cy="{top}" r="4" fill="{colour}"><title>{tip}</title></circle>'
+        yield f'<circle cx="{x}" cy="{top}" r="4" fill="{side.colour}"><title>{tip}</title></circle>'
 
 
-def _legend(
-    sides: Mapping[str, Sequence[tuple[int, Mapping[str, float]]]], format: Format
-) -> Iterator[str]:
-    """Per side: the range of scales, and the headroom to the format's largest number, in powers of
-    two.
-    """
-    for row, (side, layers) in enumerate(sides.items()):
-        if layers:
-            largest = [scales["max"] for _, scales in layers]
-            least = -math.log2(max(largest))
-            most = -math.log2(min(largest))
-            label = (
-                f"{_NAMES[side]}: scales {min(scales['min'] for _, scales in layers):.3g} to {max(largest):.3g}; "
-                f"headroom to {format.max:g}, if it were 1.0: {least:.1f} to {most:.1f} bits"
-            )
-            y = 60 + 18 * row
-            yield f'<circle cx="{_LEFT + 4}" cy="{y - 4}" r="4" fill="{_COLOURS[side]}"/>'
-            yield text(_LEFT + 14, y, label)
+def _legend(side: _Side, y: int, format: Format) -> Iterator[str]:
+    """The range of scales, and the headroom to the format's largest number, in powers of two."""
+    if not side.scales:
+        return
+    largest = [scales["max"] for scales in side.scales.values()]
+    smallest = min(scales["min"] for scales in side.scales.values())
+    label = (
+        f"{side.name}: scales {smallest:.3g} to {max(largest):.3g}; headroom to {format.max:g}, if it were 1.0: "
+        f"{-math.log2(max(largest)):.1f} to {-math.log2(min(largest)):.1f} bits"
+    )
+    yield f'<circle cx="{_LEFT + 4}" cy="{y - 4}" r="4" fill="{side.colour}"/>'
+    yield text(_LEFT + 14, y, label)

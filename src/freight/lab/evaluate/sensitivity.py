@@ -8,16 +8,18 @@ would save.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from freight.base.tables import markdown
 from freight.base.terminal import OnProgress, unseen
 from freight.errors import ConfigError
-from freight.lab.evaluate.perplexity import Window
-from freight.model.open import OpenModel, open_model
+from freight.lab.evaluate.documents import Document, cut_documents, window_length
+from freight.model.open import open_model
 from freight.quantizer.sensitivity import Meter
 from freight.settings.engine import EngineArgs
+
+TOKENS = 16384  # of the text: the model runs over them (layers + 1) / 2 times
 
 
 @dataclass(frozen=True)
@@ -51,13 +53,14 @@ class PerLayer:
 
 def per_layer(
     args: EngineArgs,
-    windows: Callable[[OpenModel, int], Sequence[Window]],
+    documents: Sequence[Document],
+    window: int | None = None,
     on_progress: OnProgress = unseen,
 ) -> PerLayer:
     """Measure the cache that `args` name, E4M3 where they name none, layer by layer.
 
-    `windows(opened, max_model_len)` gives the text. Raises ConfigError for a cache of 16 bits, and
-    what `resolve` raises, before weights are read.
+    Judged are the first TOKENS tokens of `documents`, `window` of them together. Raises ConfigError
+    for a cache of 16 bits, and what `resolve` and `cut_documents` raise, before weights are read.
     """
     opened = open_model(args)
     everywhere = replace(args, kv_cache_dtype_skip_layers=())
@@ -71,7 +74,9 @@ def per_layer(
     unquantized = opened.resolve(args.with_plain_cache(str(config.compute_format)))
     # pages alone are measured
     unquantized = replace(unquantized, kv=replace(unquantized.kv, state=config.kv.state))
-    samples = [window.token_ids for window in windows(opened, config.max_model_len)]
+    length = window_length(window, config.max_model_len)
+    parts = cut_documents(opened, documents, length, TOKENS)
+    samples = [part.window.token_ids for part in parts]
     with opened.threads(config):
         meter = Meter.open(opened, unquantized, [config.kv], max(map(len, samples)))
         by_layer = meter.by_layer(samples, on_progress)

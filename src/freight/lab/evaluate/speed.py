@@ -8,18 +8,20 @@ and not on what they are, so the cache is filled with zeros instead of being com
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from freight.base.terminal import OnProgress, unseen
-from freight.cache.pool import KVPool
+from freight.cache.pages import empty_on
 from freight.engine.build import captured_steps
 from freight.engine.prepare import Logits, SequenceSlice
 from freight.engine.runner import ModelRunner
 from freight.lab.evaluate.measure import SettingRun, now
-from freight.lab.evaluate.report import cache_run
+from freight.lab.evaluate.report import pool_for
 from freight.model.open import OpenModel
 from freight.settings.engine import EngineConfig
 
@@ -36,7 +38,7 @@ class Speed:
 
     prefill: float
     contexts: tuple[int, ...]
-    decode: tuple[float, ...]
+    decode: Sequence[float]
 
 
 def contexts_for(max_model_len: int, bytes_per_token: int) -> tuple[int, ...]:
@@ -59,24 +61,17 @@ def time_settings(
     """Return the speed of each of `runs`. Their caches and counts stay as they are.
     `on_progress(done, total)` counts the prefill and the contexts.
     """
-    bytes_per_token = max(run.runner.pool.spec.bytes_per_token for run in runs)
-    contexts = contexts_for(runs[0].config.max_model_len, bytes_per_token)
+    contexts = contexts_of(opened, runs[0].config)
     runners = [_runner(opened, run, contexts[-1]) for run in runs]
     count = min(runs[0].config.max_num_batched_tokens, contexts[-1], 512)
-    prefill = [SequenceSlice([0] * count, 0, (), Logits.LAST)]
-    on_progress(0, 1 + len(contexts))
-    seconds = [_in_turns(runners, prefill, REPEATS // 2, runs[0].config.device)]
-    for index, context in enumerate(contexts, 1):
-        on_progress(index, 1 + len(contexts))
-        step = [SequenceSlice([0], context - 1, (), Logits.LAST)]
-        seconds.append(_in_turns(runners, step, REPEATS, runs[0].config.device))
-    on_progress(1 + len(contexts), 1 + len(contexts))
-    first, *steps = seconds
-    speeds = []
-    for index in range(len(runners)):
-        decode = tuple(1 / step[index] for step in steps)
-        speeds.append(Speed(count / first[index], contexts, decode))
-    return speeds
+    steps = [(0, count, REPEATS // 2)]  # (position, tokens, repeats)
+    steps += [(context - 1, 1, REPEATS) for context in contexts]
+    rates = []
+    for done, step in enumerate(steps):
+        on_progress(done, len(steps))
+        rates.append(_in_turns(runners, *step))
+    on_progress(len(steps), len(steps))
+    return [Speed(prefill, contexts, decode) for prefill, *decode in zip(*rates, strict=True)]
 
 
 def faster_from(speed: Speed, reference: Speed) -> int | None:
@@ -84,53 +79,43 @@ def faster_from(speed: Speed, reference: Speed) -> int | None:
     there is none.
     """
     start = None
-    for context, rate, base in reversed(
-        list(zip(speed.contexts, speed.decode, reference.decode, strict=True))
-    ):
+    for context, rate, base in zip(speed.contexts, speed.decode, reference.decode, strict=True):
         if 1 / rate > FASTER / base:
-            break
-        start = context
+            start = None
+        elif start is None:
+            start = context
     return start
 
 
 def _runner(opened: OpenModel, run: SettingRun, context: int) -> ModelRunner:
     config = run.config
     model = run.runner.model
-    kernels = opened.kernels(run.config)
-    pool = _zeroed(cache_run(opened, model, config, context).runner.pool)
+    empty = empty_on(config.device)
+
+    def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
+        """Write them, so that each page of memory is one of its own."""
+        tensor = empty(*shape, dtype=dtype)
+        tensor.view(torch.uint8).zero_()
+        return tensor
+
+    pool = pool_for(opened, model, config, context, empty=zeros)
+    kernels = opened.kernels(config)
     captured = captured_steps(model, pool, kernels, replace(config, max_model_len=context))
     return ModelRunner(model, pool, config.device, captured)
 
 
-def _zeroed(pool: KVPool) -> KVPool:
-    for kv in pool.paged.values():
-        for tensor in (kv.pages.k, kv.pages.v):
-            tensor.view(torch.uint8).zero_()
-        if kv.pages.rotated is not None:
-            kv.pages.rotated.zero_()
-        if kv.pages.dynamic:
-            for scale in (kv.pages.k_scale, kv.pages.v_scale):
-                assert scale is not None
-                scale.fill_(1.0)
-    for layer in pool.states.values():
-        for tensor in layer.states.parts.values():
-            tensor.view(torch.uint8).zero_()
-    return pool
-
-
-def _in_turns(
-    runners: Sequence[ModelRunner], step: Sequence[SequenceSlice], repeats: int, device: str
-) -> list[float]:
-    """Least seconds of `step` for each runner: those that other work on the machine disturbed
-    least.
+def _in_turns(runners: Sequence[ModelRunner], start: int, count: int, repeats: int) -> list[float]:
+    """Return tokens per second of each runner, for a step of `count` tokens at `start`: those of the
+    round that other work on the machine disturbed least.
 
     The first round, which captures and warms up, does not count.
     """
-    seconds: list[list[float]] = [[] for _ in runners]
+    least = [math.inf] * len(runners)
     for turn in range(repeats + 1):
-        for runner, times in zip(runners, seconds, strict=True):
-            begin = now(device)
-            runner.run([part._replace(block_ids=runner.pool.whole) for part in step]).all_logits()
+        for index, runner in enumerate(runners):
+            step = SequenceSlice([0] * count, start, runner.pool.whole, Logits.LAST)
+            begin = now(runner.device)
+            runner.run([step]).all_logits()
             if turn:
-                times.append(now(device) - begin)
-    return [min(times) for times in seconds]
+                least[index] = min(least[index], now(runner.device) - begin)
+    return [count / seconds for seconds in least]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from freight.base.terminal import OnProgress, unseen
-from freight.cache.pool import AngleTables, KVPool, PagedKV
+from freight.cache.pool import AngleTables, KVPool
 from freight.engine.prepare import Logits, SequenceSlice
 from freight.engine.runner import ModelRunner
 from freight.errors import CheckpointError
@@ -32,9 +32,9 @@ from freight.quantizer.centers import CenterWatch
 from freight.quantizer.observers import pair_norms
 from freight.quantizer.watch import FLOOR, WatchedKV
 
-# by layer, of k, of v and of k by rotary pair (`pair_norms`): float32 [num_kv_heads, head_dim]; []
-# of a layer that stores nothing
-Amax = list[list[Tensor]]
+# by layer that has keys and values, of k, of v and of k by rotary pair (`pair_norms`): float32
+# [num_kv_heads, head_dim]
+Amax = dict[int, list[Tensor]]
 
 
 @dataclass(frozen=True)
@@ -62,37 +62,34 @@ def channel_amax(
     infinities, which no scale can represent.
     """
     device = next(iter(pool.paged.values())).pages.k.device.type
-    seen: Amax = [[] for _ in pool.layers]
-    watching = [0.0]
+    seen: Amax = {}
+    watching: list[float] = []
 
-    def watched(index: int) -> WatchedKV:
-        def stored(k: Tensor, v: Tensor) -> None:
-            begin = now(device)
-            rotary = decoder.rotaries[index]
-            pairs = k if rotary is None else pair_norms(k, rotary.rotary_dim)
-            largest = [side.abs().amax(0).float() for side in (k, v, pairs)]
-            if not all(bool(side.isfinite().all()) for side in largest):
-                raise CheckpointError(
-                    f"layer {index} computes NaN or infinity without quantization; no scale can be measured"
-                )
-            before = seen[index] or largest
-            seen[index] = [
-                torch.maximum(old, new) for old, new in zip(before, largest, strict=True)
-            ]
-            watching[0] += now(device) - begin
+    def stored(index: int, k: Tensor, v: Tensor) -> None:
+        begin = now(device)
+        rotary = decoder.rotaries[index]
+        pairs = k if rotary is None else pair_norms(k, rotary.rotary_dim)
+        largest = [side.abs().amax(0).float() for side in (k, v, pairs)]
+        if not all(bool(side.isfinite().all()) for side in largest):
+            raise CheckpointError(
+                f"layer {index} computes NaN or infinity without quantization; no scale can be measured"
+            )
+        seen[index] = list(map(torch.maximum, seen.get(index, largest), largest))
+        watching.append(now(device) - begin)
 
-        def projected(q: Tensor, k: Tensor) -> None:
-            begin = now(device)
-            watches[index].see(q, k)
-            watching[0] += now(device) - begin
+    def projected(index: int, q: Tensor, k: Tensor) -> None:
+        begin = now(device)
+        watches[index].see(q, k)
+        watching.append(now(device) - begin)
 
-        kv = pool.paged[index]
-        see = projected if watches else None
-        return WatchedKV(kv.pages, kv.kernels, kv.group, kv.shared, stored=stored, projected=see)
-
-    runner = ModelRunner(
-        decoder, pool.with_layers({index: watched(index) for index in pool.paged}), device
-    )
+    layers = {}
+    for index, kv in pool.paged.items():
+        layers[index] = WatchedKV(
+            **vars(kv),
+            stored=partial(stored, index),
+            projected=partial(projected, index) if watches else None,
+        )
+    runner = ModelRunner(decoder, pool.with_layers(layers), device)
     begin = now(device)
     done = 0
     total = sum(map(len, samples))
@@ -101,44 +98,37 @@ def channel_amax(
         runner.run([SequenceSlice(sample, 0, pool.whole, Logits.NONE)])
         done += len(sample)
     on_progress(done, total)
-    forward = now(device) - begin - watching[0]
-    amax = list(seen)
+    forward = now(device) - begin - sum(watching)
     for index, layer in pool.spec.kept.items():
         if layer.source is not None:
-            amax[index] = seen[layer.source]
-    return amax, forward
+            seen[index] = seen[layer.source]
+    return seen, forward
 
 
 def scales_of(
-    amax: Amax, granularity: Granularity, centers: Sequence[Tensor | None] = ()
+    amax: Amax, num_layers: int, granularity: Granularity, centers: Sequence[Tensor | None] = ()
 ) -> KVScales:
     """E4M3FN scales from the channels' magnitudes; `centers` are [num_kv_heads, k_dim] by layer."""
-    layers: list[LayerScales | None] = []
-    for index, sides in enumerate(amax):
-        if not sides:
-            layers.append(None)
-            continue
-        of_keys, of_values, of_pairs = sides
-        by_channel = granularity is Granularity.CHANNEL
-        k = _scales(of_pairs if by_channel else of_keys, granularity)
-        v = _scales(of_values, granularity)
+    layers: list[LayerScales | None] = [None] * num_layers
+    for index, (of_keys, of_values, of_pairs) in amax.items():
+        if granularity is Granularity.CHANNEL:
+            of_keys = of_pairs
         b = centers[index] if centers else None
         k_center = () if b is None else tuple(b.flatten().tolist())
-        layers.append(LayerScales(k, v, granularity, k_center=k_center))
-    return KVScales(
-        tuple(layers), unneeded=frozenset(index for index, sides in enumerate(amax) if not sides)
-    )
+        k = _scales(of_keys, granularity)
+        v = _scales(of_values, granularity)
+        layers[index] = LayerScales(k, v, granularity, k_center=k_center)
+    return KVScales(tuple(layers), unneeded=frozenset(range(num_layers)).difference(amax))
 
 
 def _scales(amax: Tensor, granularity: Granularity) -> tuple[float, ...]:
     if not amax.any():
         amax = torch.full_like(amax, Format.E4M3FN.max)  # only zeros were seen: a scale of 1.0
-    shared: dict[Granularity, tuple[int, ...]] = {
-        Granularity.TENSOR: (0, 1),
-        Granularity.HEAD: (1,),
-    }
-    groups = amax.amax(shared[granularity]) if granularity in shared else amax
-    scales = scale_from_amax(groups, Format.E4M3FN)
+    if granularity is Granularity.TENSOR:
+        amax = amax.amax()
+    elif granularity is Granularity.HEAD:
+        amax = amax.amax(1)
+    scales = scale_from_amax(amax, Format.E4M3FN)
     return tuple(scales.clamp(min=float(scales.max()) * FLOOR).flatten().tolist())
 
 
@@ -159,33 +149,31 @@ def measure_scales(
     watches = [CenterWatch(rotary.rotary_dim) for rotary in rotaries] if centering else []
     calibrating = partial(on_progress, "calibrating")
     amax, seconds = channel_amax(decoder, pool, samples, watches, calibrating)
-    scales: dict[str, KVScales | None] = {"centered": None} if "centered" in names else {}
+    num_layers = len(pool.layers)
+    scales: dict[str, KVScales | None] = {}
     for name in names:
+        scales[name] = None
         if name != "centered":
-            scales[name] = scales_of(amax, Granularity(name))
-    if watches:
-        centers = [watch.centers().k for watch in watches]
-        if any(center is not None for center in centers):
-            pool = _centered(decoder, pool, centers)
-            calibrating = partial(on_progress, "calibrating centered keys")
-            amax, again = channel_amax(decoder, pool, samples, (), calibrating)
-            seconds += again
-            scales["centered"] = scales_of(amax, Granularity.CHANNEL, centers)
+            scales[name] = scales_of(amax, num_layers, Granularity(name))
+    centers = [watch.centers().k for watch in watches]
+    if any(center is not None for center in centers):
+        pool = _centered(decoder, pool, centers)
+        calibrating = partial(on_progress, "calibrating centered keys")
+        amax, again = channel_amax(decoder, pool, samples, (), calibrating)
+        seconds += again
+        scales["centered"] = scales_of(amax, num_layers, Granularity.CHANNEL, centers)
     return Measured(scales, seconds)
 
 
 def _centered(decoder: Decoder, pool: KVPool, centers: Sequence[Tensor | None]) -> KVPool:
     """`pool`, with keys stored less their centers."""
     tables = AngleTables()
-    layers = dict[int, PagedKV]()
+    layers = {}
     for index, kv in pool.paged.items():
-        pages = kv.pages
         center = centers[index]
         rotary = decoder.rotaries[index]
         if center is not None:
             assert rotary is not None
-            pages = replace(
-                pages, k_center=KeyCenter.of(center.to(pages.k.device), *tables.of(rotary))
-            )
-        layers[index] = replace(kv, pages=pages)
+            b = KeyCenter.of(center.to(kv.pages.k.device), *tables.of(rotary))
+            layers[index] = replace(kv, pages=replace(kv.pages, k_center=b))
     return pool.with_layers(layers)

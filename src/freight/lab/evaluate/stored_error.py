@@ -24,7 +24,7 @@ from freight.fp8.cast import decode
 from freight.kernels import reference
 from freight.operands.attention import AttentionCall
 from freight.operands.batch import ForwardBatch
-from freight.operands.kv_pages import KVPages, read_slots, spread
+from freight.operands.kv_pages import read_slots, spread
 from freight.operands.packed import PackedWeight, Rows, as_tensor
 from freight.operands.rotary import Rotary
 
@@ -50,8 +50,8 @@ class Probe:
     outputs: dict[int, Tensor] = field(default_factory=dict)
     # float64 [num_layers, 3, 2]: of K, V, attention, squares of (difference, truth)
     sums: Tensor = field(init=False)
-    # of this step, by layer: squares of K and V, zeros
-    _stored: dict[int, list[Tensor]] = field(default_factory=dict)
+    # of this step, by layer: `_rounding` of K and of V, [2, 3]
+    stored: dict[int, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.sums = torch.zeros(self.num_layers, 3, 2, dtype=torch.float64, device="cpu")
@@ -66,63 +66,24 @@ class Probe:
             self.rows = torch.arange(step // 2, count, step, dtype=torch.int64, device=device)
             self.num_rows += len(self.rows)
 
-    def stored(
-        self,
-        layer: int,
-        qkv: Tensor,
-        rotary: Rotary,
-        batch: ForwardBatch,
-        slots: Tensor,
-        pages: KVPages,
-    ) -> None:
-        begin = time.perf_counter()
-        rows = self.rows
-        assert rows is not None
-        positions = batch.positions[rows]
-        slots = slots[rows]
-        _, key, v = reference.split_heads(qkv[rows], rotary, replace(pages, k_center=None))
-        k = key if pages.k_center is None else (key.float() - pages.k_center.b).to(key.dtype)
-        k = reference.rotate(k, rotary.cos[positions], rotary.sin[positions])
-        v = k[..., -pages.v.shape[3] :] if pages.v_in_k else v
-        squares = []
-        zeros = []
-        for values, of, page, scale in (
-            (k, key, pages.k, pages.k_scale),
-            (v, v, pages.v, pages.v_scale),
-        ):
-            from_cache = _kept(page, scale, slots)
-            if values is k and pages.rotated is not None:
-                from_cache = torch.cat((read_slots(pages.rotated, slots).float(), from_cache), -1)
-            zeros.append(((from_cache == 0) & (values != 0)).sum())
-            squares += [_square(from_cache.sub_(values)), _square(of.float())]
-            self.num_values += values.numel()
-        self._stored[layer] = [*squares, *zeros]
-        self.seconds += time.perf_counter() - begin
-
-    def attended(self, layer: int, output: Tensor) -> None:
-        assert self.rows is not None
-        self.outputs[layer] = output[self.rows]
-
     def compare(self, reference: Mapping[int, Tensor]) -> None:
         """Attention's outputs of this step with those of the 16-bit run; then nothing of the step
         is kept but sums.
 
         The host reads what all layers have summed at once.
         """
+        if not self.outputs:  # no layer has attention
+            return
         begin = time.perf_counter()
         squares = []
         for layer, output in self.outputs.items():
             true = reference[layer].float()
             squares += [_square(output.float() - true), _square(true)]
-        if squares:
-            self.sums[list(self.outputs), 2] += torch.stack(squares).view(-1, 2).double().cpu()
-        if self._stored:
-            of_layers = torch.stack(
-                [torch.stack(squares).double() for squares in self._stored.values()]
-            ).cpu()
-            self.sums[list(self._stored), :2] += of_layers[:, :4].view(-1, 2, 2)
-            self.flushed += int(of_layers[:, 4:].sum())
-        self._stored.clear()
+        self.sums[list(self.outputs), 2] += torch.stack(squares).view(-1, 2).double().cpu()
+        stored = torch.stack(list(self.stored.values())).double().cpu()
+        self.sums[list(self.stored), :2] += stored[..., :2]
+        self.flushed += int(stored[..., 2].sum())
+        self.stored.clear()
         self.seconds += time.perf_counter() - begin
 
     @property
@@ -143,6 +104,12 @@ def _square(x: Tensor) -> Tensor:
     return norm.square()
 
 
+def _rounding(stored: Tensor, values: Tensor, true: Tensor) -> list[Tensor]:
+    """Return squares of (difference, truth), and how many of `values` are stored as zero."""
+    zeros = ((stored == 0) & (values != 0)).sum()
+    return [_square(stored.sub_(values)), _square(true.float()), zeros]
+
+
 def _kept(page: Tensor, scale: Tensor | None, slots: Tensor) -> Tensor:
     """Return what the cache has for these slots: float32 [rows, num_kv_heads, head_dim]."""
     rows = read_slots(page, slots)
@@ -160,8 +127,25 @@ class ProbedKV(PagedKV):
 
     def store(self, qkv: Tensor, rotary: Rotary, batch: ForwardBatch) -> Tensor:
         q = super().store(qkv, rotary, batch)
-        if self.probe.rows is not None:
-            self.probe.stored(self.layer, qkv, rotary, batch, batch.slots[self.group], self.pages)
+        rows = self.probe.rows
+        if rows is None:
+            return q
+        begin = time.perf_counter()
+        pages = self.pages
+        positions = batch.positions[rows]
+        slots = batch.slots[self.group][rows]
+        _, key, v = reference.split_heads(qkv[rows], rotary, replace(pages, k_center=None))
+        k = key if pages.k_center is None else (key.float() - pages.k_center.b).to(key.dtype)
+        k = reference.rotate(k, rotary.cos[positions], rotary.sin[positions])
+        v = k[..., -pages.v.shape[3] :] if pages.v_in_k else v
+        from_k = _kept(pages.k, pages.k_scale, slots)
+        if pages.rotated is not None:
+            from_k = torch.cat((read_slots(pages.rotated, slots).float(), from_k), -1)
+        from_v = _kept(pages.v, pages.v_scale, slots)
+        sums = [*_rounding(from_k, k, key), *_rounding(from_v, v, v)]
+        self.probe.stored[self.layer] = torch.stack(sums).view(2, 3)
+        self.probe.num_values += k.numel() + v.numel()
+        self.probe.seconds += time.perf_counter() - begin
         return q
 
     def attend(
@@ -171,17 +155,17 @@ class ProbedKV(PagedKV):
         call: AttentionCall,
         consumer: PackedWeight | None = None,
     ) -> Rows:
-        if self.probe.rows is None:
+        rows = self.probe.rows
+        if rows is None:
             return super().attend(q, batch, call, consumer)
         # not quantized yet
         attended = as_tensor(super().attend(q, batch, call))
-        self.probe.attended(self.layer, attended)
+        self.probe.outputs[self.layer] = attended[rows]
         return attended
 
 
 def probed(pool: KVPool, probe: Probe) -> KVPool:
     """`pool` with its layers shown to `probe`."""
-
     layers = {}
     for index, kv in pool.paged.items():
         layers[index] = ProbedKV(kv.pages, kv.kernels, kv.group, kv.shared, probe, index)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from freight.base.tables import markdown
 from freight.lab.columns import plural, row_of
-from freight.lab.evaluate.figures import Evaluation, Figures, Noise
+from freight.lab.evaluate.figures import Evaluation, Figures
 from freight.lab.evaluate.safety import MIN_UNITS, Interval
 
 
@@ -92,17 +92,13 @@ def speed_table(evaluation: Evaluation) -> str:
     if not evaluation.contexts:
         return ""
     rows = [["cache", "prefill", *map("{:,}".format, evaluation.contexts), "faster from"]]
-    for index, run in enumerate(evaluation.runs):
+    for run in evaluation.runs:
         row = [setting_name(run, evaluation), f"{run.prefill_tokens_per_second:,.0f}"]
         for rate in run.decode or ():
             row.append(f"{rate:,.0f}" if rate >= 100 else f"{rate:.1f}")
-        if not index:
-            row.append("")
-        elif run.faster_from is None:
-            row.append("never")
-        else:
-            row.append(f"{run.faster_from:,}")
+        row.append("never" if run.faster_from is None else f"{run.faster_from:,}")
         rows.append(row)
+    rows[1][-1] = ""  # the first is compared with itself
     return markdown(rows, num_left=1)
 
 
@@ -159,7 +155,7 @@ def legend(evaluation: Evaluation) -> str:
     over = evaluation.overview
     of = plural(evaluation.num_documents, "document")
     lines = [
-        f"{evaluation.num_tokens:,} tokens of {over.source} ({of}), {over.window:,} judged together.",
+        f"{evaluation.sample.num_tokens:,} tokens of {over.source} ({of}), {over.window:,} judged together.",
         "KL (nats per token), change and same top are against the first row.",
     ]
     sample = evaluation.sample
@@ -179,14 +175,10 @@ def legend(evaluation: Evaluation) -> str:
             f"{sample.num_repeats:,} more of the {sample.units} repeat those, and count as part of them."
         )
     if evaluation.noise is not None:
-        lines.append(noise_line(evaluation.noise))
+        noise = evaluation.noise
+        lines.append(
+            f"16-bit noise: {nats(noise.kl)} nats, from a float32 run of the same weights to the first row, over "
+            f"{noise.num_tokens:,} tokens; both runs of a comparison have it, so about {nats(2 * noise.kl)} of each KL "
+            "is not of the cache (KL less noise)."
+        )
     return " ".join([*lines, *over.notes])
-
-
-def noise_line(noise: Noise) -> str:
-    """Say what part of each KL is of computing in 16 bits, and not of the cache."""
-    return (
-        f"16-bit noise: {nats(noise.kl)} nats, from a float32 run of the same weights to the first row, over "
-        f"{noise.num_tokens:,} tokens; both runs of a comparison have it, so about {nats(2 * noise.kl)} of each KL is "
-        "not of the cache (KL less noise)."
-    )

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from freight.errors import ConfigError, RequestError
+from freight.lab.evaluate.report import plain_args
 from freight.llm import LLM
 from freight.model.open import open_model
 from freight.settings.engine import EngineArgs
@@ -67,8 +68,8 @@ class TaskComparison:
     `LLM.kv_cache_info`.
     """
 
-    caches: tuple[Mapping[str, Any], Mapping[str, Any]]
-    scores: list[TaskScore]
+    caches: Sequence[Mapping[str, Any]]
+    tasks: list[TaskScore]
 
 
 def compare_tasks(
@@ -91,8 +92,8 @@ def compare_tasks(
     manager, names = _find(harness.tasks.TaskManager, tasks, include_path)
     aggregations = _aggregations(manager, names, check)
     asked = replace(args.with_cache(cache[0]), kv_scales=cache[1])
-    plain = _plain(args)
     opened = open_model(asked)
+    plain = plain_args(opened)
     if opened.resolve(asked).kv.stores == opened.resolve(plain).kv.stores:
         raise ConfigError(
             f"--tasks compares a cache with {plain.kv_cache_dtype}: ask for another --kv-cache-dtype"
@@ -102,21 +103,18 @@ def compare_tasks(
     for setting in (plain, asked):
         llm = LLM(**vars(setting))
         caches.append(llm.kv_cache_info())
-        results.append(
-            harness.simple_evaluate(
-                model=model(args.model, llm=llm),
-                tasks=names,
-                task_manager=manager,
-                limit=limit,
-                num_fewshot=num_fewshot,
-                bootstrap_iters=0,
-                log_samples=True,
-            )
+        run = harness.simple_evaluate(
+            model=model(args.model, llm=llm),
+            tasks=names,
+            task_manager=manager,
+            limit=limit,
+            num_fewshot=num_fewshot,
+            bootstrap_iters=0,
+            log_samples=True,
         )
+        results.append(run)
         del llm
-    return TaskComparison(
-        (caches[0], caches[1]), compare_results(results[0], results[1], aggregations)
-    )
+    return TaskComparison(caches, compare_results(results[0], results[1], aggregations))
 
 
 def _harness() -> tuple[Any, Any, Any]:
@@ -177,12 +175,6 @@ def _aggregations(
     return {name: task.aggregation() for name, task in loaded.items()}
 
 
-def _plain(args: EngineArgs) -> EngineArgs:
-    """`args` with a cache in the compute dtype."""
-    plain = args.with_plain_cache()
-    return plain.with_cache(str(open_model(plain).resolve(plain).compute_format))
-
-
 def compare_results(
     reference: Results,
     other: Results,
@@ -238,13 +230,13 @@ def _with_errors(
     if len(pairs) < 2:
         return score
     before, after = zip(*pairs, strict=True)
+    method = "bootstrap"
     if _is_mean(before, score.reference) and _is_mean(after, score.value):
+        method = "paired"
         differences = [new - old for old, new in pairs]
         errors = list(map(mean_stderr, (before, after, differences)))
-        method = "paired"
     else:
         errors = bootstrap_stderr(pairs, aggregate)
-        method = "bootstrap"
     return replace(
         score,
         reference_stderr=errors[0],
