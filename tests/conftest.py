@@ -73,6 +73,10 @@ settings.register_profile("all", parent=settings.get_profile("freight"), max_exa
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        # under nohup: an ignored signal stays ignored in every program that tests start and hang up on,
+        # which then never ends; a handler becomes the default there
+        signal.signal(signal.SIGHUP, lambda *_: None)
     settings.load_profile("freight" if config.option.markexpr else "all")
     name = os.environ.get("FREIGHT_TEST_DEFAULT_DTYPE")
     if name:
