@@ -67,7 +67,11 @@ def merge(
     """
     require_new(out)
     base = Checkpoint(resolve_model(model, revision))
-    _refuse_quantized(model, base)
+    if declaration(base.config) or base.hf_quant_config:
+        raise ConfigError(
+            f"{model} is quantized, and its rounded weights are no base for an adapter: merge into the model in 16 "
+            "bits that it was made from, then quantize the result (freight quantize)"
+        )
     require_own_files(base.path)
     lora = Adapter(adapter)
     require_own_files(lora.path)
@@ -97,14 +101,6 @@ def merge(
         base.require_unchanged()
         writer.finish(base.config, base.path)
     return MergeResult(out, len(changes), len(sources), num_bytes, bool(added))
-
-
-def _refuse_quantized(model: str, base: Checkpoint) -> None:
-    if declaration(base.config) or base.hf_quant_config:
-        raise ConfigError(
-            f"{model} is quantized, and its rounded weights are no base for an adapter: merge into the model in 16 "
-            "bits that it was made from, then quantize the result (freight quantize)"
-        )
 
 
 def _stored_name(base: Checkpoint, lora: Adapter, name: str, known: Mapping[str, str]) -> str:

@@ -145,10 +145,15 @@ def choose(
     longest = max(len(ids) for half in halves for ids in half)
     opened = open_model(replace(engine, max_model_len=longest))
     config = opened.resolve(opened.args)
+    native = opened.device.native_e4m3
     caches = []
     for granularity in QUANTIZED:
+        source = ScaleSource.DYNAMIC  # per token
         scales = calibration.by_granularity.get(granularity)
-        caches.append(_candidate(opened, granularity, scales))
+        if scales is not None:
+            source = ScaleSource.CALIBRATED
+            scales = for_variant(scales, native)
+        caches.append(KVCacheConfig(native, granularity, source, scales))
     chosen, other = [at_most(half, MEASURED) for half in halves]
     with opened.threads(config):
         meter = Meter.open(opened, config, caches, longest)
@@ -200,19 +205,6 @@ def _choose(
         num_verified=sum(map(len, texts[1])),
         kl_by_layer=tuple(dict(zip(QUANTIZED, of_layer, strict=True)) for of_layer in measured.kl),
     )
-
-
-def _candidate(
-    opened: OpenModel, granularity: Granularity, scales: KVScales | None
-) -> KVCacheConfig:
-    """Build the FP8 cache of every layer: with the calibrated scales, or with scales per token,
-    measured as they are stored.
-    """
-    native = opened.device.native_e4m3
-    if scales is None:
-        assert granularity is Granularity.TOKEN
-        return KVCacheConfig(native, granularity, ScaleSource.DYNAMIC, None)
-    return KVCacheConfig(native, granularity, ScaleSource.CALIBRATED, for_variant(scales, native))
 
 
 def as_chosen(calibration: Calibration, choice: KVChoice) -> Calibration:

@@ -22,7 +22,6 @@ from freight.quantizer.modules import head_module, kept_modules, linear_modules
 from freight.quantizer.plan import (
     ActivationScheme,
     Layout,
-    ObserverKind,
     QuantizePlan,
     WeightScheme,
 )
@@ -126,10 +125,6 @@ def _write(
         weights=WeightScheme.NONE,
         activations=activations,
         kv_granularity=carried.granularity,
-        ignore=(),
-        num_samples=0,
-        max_seq_len=0,
-        observer=ObserverKind.ABSMAX,
         layout=layout,
     )
     measured = replace(NOTHING_CALIBRATED, kv=carried.coarse, kv_finer=carried.finer)
@@ -141,7 +136,7 @@ def _write(
         measured,
         out,
         on_progress,
+        opened.packed,
         kv_scale_format=Format.FLOAT32,
-        packed=opened.packed,
     )
     return carried.scales
