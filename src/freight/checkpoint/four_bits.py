@@ -318,51 +318,6 @@ def _stored_groups(
     checkpoint: Checkpoint, module: str, shape: Shape, four: FourBits
 ) -> StoredGroups:
     """Check the tensors of one matrix, and read all but its codes."""
-    num_groups = _num_groups(checkpoint, module, shape, four)
-    stored = StoredGroups(
-        module, shape, four, _tensors(checkpoint, module, shape, four, num_groups)
-    )
-    _groups(checkpoint, stored)
-    _tensor_scale(checkpoint, stored)
-    _order(checkpoint, stored)
-    if "g_idx" in _FORMS[four.packing].layout and four.ordered:
-        name = f"{module}.g_idx"
-        if name not in stored.tensors:
-            raise checkpoint.fault(
-                f"{name} is missing, the group of each input: config.json says desc_act true; quantize the "
-                "model again, or set desc_act false if its groups are of consecutive inputs"
-            )
-    return stored
-
-
-def _tensors(
-    checkpoint: Checkpoint, module: str, shape: Shape, four: FourBits, num_groups: int
-) -> dict[str, Shape]:
-    """Return the stored tensors of one matrix. Raises CheckpointError for one that is missing, or of
-    another dtype or shape than its packing has.
-    """
-    rows, columns = shape
-    sizes = {"R": rows, "C": columns, "G": num_groups, "1": 1, "2": 2}
-    tensors = {}
-    for suffix, (dtypes, dimensions) in _FORMS[four.packing].layout.items():
-        name = f"{module}.{suffix}"
-        if suffix == "weight_zero_point" and not four.zeros:
-            continue
-        if suffix == "weight_g_idx" and not four.ordered:
-            continue
-        if suffix in _OPTIONAL and name not in checkpoint.names:
-            continue
-        expected = []
-        for dimension in dimensions.split():
-            size, _, codes = dimension.partition("/")
-            expected.append(math.ceil(sizes[size] / int(codes or 1)))
-        _require(checkpoint, name, dtypes.split(), tuple(expected), four)
-        tensors[name] = checkpoint.shape_of(name)
-    return tensors
-
-
-def _num_groups(checkpoint: Checkpoint, module: str, shape: Shape, four: FourBits) -> int:
-    """Return the groups of a row. Raises CheckpointError for sizes that do not fit."""
     rows, columns = shape
     size = four.group or columns
     if columns % size or held_group(four, columns) is None:
@@ -375,21 +330,52 @@ def _num_groups(checkpoint: Checkpoint, module: str, shape: Shape, four: FourBit
         raise checkpoint.fault(
             f"{module} is [{rows}, {columns}], which int32 of {_PER_INT} codes do not divide"
         )
-    return columns // size
-
-
-def _require(
-    checkpoint: Checkpoint, name: str, dtypes: Sequence[str], shape: Shape, four: FourBits
-) -> None:
-    if name not in checkpoint.names:
-        raise checkpoint.fault(f"{name} is missing: config.json declares {four}")
-    entry = checkpoint.entry(name)
-    single = shape in ((), (1,)) and entry.shape in ((), (1,))
-    if entry.dtype not in dtypes or (entry.shape != shape and not single):
+    stored = StoredGroups(module, shape, four, _tensors(checkpoint, module, shape, four))
+    _groups(checkpoint, stored)
+    _tensor_scale(checkpoint, stored)
+    _order(checkpoint, stored)
+    needs_order = _FORMS[four.packing] is _GPTQ and four.ordered
+    if needs_order and f"{module}.g_idx" not in stored.tensors:
         raise checkpoint.fault(
-            f"{name} is {entry.dtype} of shape {list(entry.shape)}; {' or '.join(dtypes)} of {list(shape)} is "
-            f"expected for {four}: config.json is of another model, or the file is damaged"
+            f"{module}.g_idx is missing, the group of each input: config.json says desc_act true; quantize the "
+            "model again, or set desc_act false if its groups are of consecutive inputs"
         )
+    return stored
+
+
+def _tensors(checkpoint: Checkpoint, module: str, shape: Shape, four: FourBits) -> dict[str, Shape]:
+    """Return the stored tensors of one matrix. Raises CheckpointError for one that is missing, or of
+    another dtype or shape than its packing has.
+    """
+    rows, columns = shape
+    num_groups = columns // (four.group or columns)
+    sizes = {"R": rows, "C": columns, "G": num_groups, "1": 1, "2": 2}
+    tensors = {}
+    for suffix, (dtypes, dimensions) in _FORMS[four.packing].layout.items():
+        name = f"{module}.{suffix}"
+        if suffix == "weight_zero_point" and not four.zeros:
+            continue
+        if suffix == "weight_g_idx" and not four.ordered:
+            continue
+        if suffix in _OPTIONAL and name not in checkpoint.names:
+            continue
+        if name not in checkpoint.names:
+            raise checkpoint.fault(f"{name} is missing: config.json declares {four}")
+        expected = []
+        for dimension in dimensions.split():
+            size, _, codes = dimension.partition("/")
+            expected.append(math.ceil(sizes[size] / int(codes or 1)))
+        entry = checkpoint.entry(name)
+        fits = list(entry.shape) == expected or (
+            expected in ([], [1]) and entry.shape in ((), (1,))
+        )
+        if entry.dtype not in dtypes.split() or not fits:
+            raise checkpoint.fault(
+                f"{name} is {entry.dtype} of shape {list(entry.shape)}; {dtypes.replace(' ', ' or ')} of {expected} is "
+                f"expected for {four}: config.json is of another model, or the file is damaged"
+            )
+        tensors[name] = entry.shape
+    return tensors
 
 
 def _tensor_scale(checkpoint: Checkpoint, stored: StoredGroups) -> Tensor | None:
@@ -584,7 +570,7 @@ def _stored_powers(checkpoint: Checkpoint, module: str, shape: Shape) -> StoredP
         raise checkpoint.fault(
             f"{module} has {columns} inputs, which is not a multiple of {mxfp4.GROUP}"
         )
-    tensors = _tensors(checkpoint, module, shape, four, columns // mxfp4.GROUP)
+    tensors = _tensors(checkpoint, module, shape, four)
     stored = StoredPowers(module, shape, tensors, exact=False, normal=False)
     parts = stored._stored(checkpoint)
     if not mxfp4.finite(*parts):

@@ -141,9 +141,7 @@ def find_linears(
             linears[name] = _stored_linear(checkpoint, module, weight, shape, linear)
         elif declared is not None:
             or_plain = declared.or_plain or name in free
-            _require_plain(
-                checkpoint, weight, scheme, module, f"{scheme.method}: {declared}", or_plain
-            )
+            _require_plain(checkpoint, weight, scheme, module, declared, or_plain)
     return linears
 
 
@@ -185,7 +183,7 @@ def _require_plain(
     weight: str,
     scheme: Scheme,
     module: str,
-    declared: str,
+    declared: LinearScheme,
     or_plain: bool,
 ) -> None:
     """Raise CheckpointError for a matrix in 16 or 32 bits that is declared quantized, or that has
@@ -195,13 +193,13 @@ def _require_plain(
     scales = checkpoint.stored_of(module, _SCALES)
     if scales:
         raise checkpoint.fault(
-            f"{weight} is stored in {stored}, but config.json declares it quantized ({declared}), "
+            f"{weight} is stored in {stored}, but config.json declares it quantized ({scheme.method}: {declared}), "
             f"and there is a scale {scales[0]}; {_way_out(checkpoint, scheme, module)}"
         )
     if not or_plain:
         raise checkpoint.fault(
             f"{weight} is stored in {stored}, but config.json declares it quantized "
-            f"({declared}); if it is not quantized, list {module} as ignored"
+            f"({scheme.method}: {declared}); if it is not quantized, list {module} as ignored"
         )
 
 

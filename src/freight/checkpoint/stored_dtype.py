@@ -66,11 +66,13 @@ def stored_in_folder(folder: Path) -> Format | None:
     return stored_format(tensors)
 
 
-def stored_on_hub(model: str, revision: str | None = None) -> Format | None:
+def stored_on_hub(
+    model: str, revision: str | None = None, seconds: float = HUB_SECONDS
+) -> Format | None:
     """Return `stored_format` of a hub model, from the header of one weight file, read by range
     requests.
 
-    None if it cannot be read: no network, no safetensors, or more than HUB_SECONDS.
+    None if it cannot be read: no network, no safetensors, or more than `seconds`.
     """
     formats: list[Format] = []
 
@@ -82,7 +84,7 @@ def stored_on_hub(model: str, revision: str | None = None) -> Format | None:
     # A daemon thread, so that a hanging request does not keep the process alive
     thread = threading.Thread(target=read, daemon=True)
     thread.start()
-    thread.join(HUB_SECONDS)
+    thread.join(seconds)
     return next(iter(formats), None)
 
 

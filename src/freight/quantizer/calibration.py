@@ -18,6 +18,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
+from freight.base.terminal import OnStage, unseen
 from freight.cache.pool import AngleTables, LayerCache, PagedKV, PagedState, allocate_pool
 from freight.cache.spec import KVCacheSpec, LayerSpec, layer_spec
 from freight.errors import CheckpointError
@@ -48,8 +49,6 @@ BLOCK_SIZE = 64  # of the cache that one sample is computed with
 LATE = 0.75  # share of the tokens after which scales are compared with the final ones
 # a scale that grows by more than this factor after that has not settled; about one step of E4M3
 MOVING = 1.05
-
-Progress = Callable[[str, int, int], None]  # (what, done, total)
 
 
 @dataclass(frozen=True)
@@ -90,7 +89,7 @@ def calibrate(
     samples: Sequence[Sequence[int]],
     ignored: Sequence[str] = (),
     device: str = "cpu",
-    on_progress: Progress = lambda what, done, total: None,
+    on_progress: OnStage = unseen,
 ) -> Calibration:
     """Measure the scales that `plan` needs, on `samples` of token ids. `source` gives unquantized
     weights.

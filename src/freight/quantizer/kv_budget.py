@@ -14,12 +14,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
+from freight.base.terminal import OnStage
 from freight.errors import ConfigError
 from freight.fp8.formats import Granularity, ScaleSource
 from freight.fp8.scheme import KVScales, LayerScales
 from freight.model.open import OpenModel, open_model
 from freight.quantizer.budget import BudgetKind, KVBudget
-from freight.quantizer.calibration import Calibration, Progress
+from freight.quantizer.calibration import Calibration
 from freight.quantizer.plan import KV_GRANULARITIES
 from freight.quantizer.sensitivity import Meter, Samples, Sensitivity, at_most
 from freight.settings.engine import EngineArgs, EngineConfig, KVCacheConfig
@@ -137,7 +138,7 @@ def choose(
     budget: KVBudget,
     calibration: Calibration,
     halves: tuple[Samples, Samples],
-    say: Progress,
+    say: OnStage,
 ) -> KVChoice:
     """Measure and choose. `engine` names the folder of the unquantized model; `halves` are those of
     `split`.

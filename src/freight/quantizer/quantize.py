@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from freight.base.terminal import OnStage, unseen
 from freight.checkpoint.headers import Shape
 from freight.checkpoint.mxfp4 import StoredExperts, find_experts
 from freight.checkpoint.reader import Checkpoint
@@ -32,7 +33,7 @@ from freight.model.open import OpenCheckpoint, open_checkpoint, require_native
 from freight.model.shapes import tensor_shapes
 from freight.model.sources import CheckpointSource
 from freight.model.stored import skip_tied_head
-from freight.quantizer.calibration import Calibration, Progress, calibrate
+from freight.quantizer.calibration import Calibration, calibrate
 from freight.quantizer.carried import Carried, carried_by
 from freight.quantizer.centers import WORTH, LayerCenters
 from freight.quantizer.data import Samples, read_samples
@@ -154,7 +155,7 @@ class Unquantized:
         plan: QuantizePlan,
         samples: Samples,
         ignored: tuple[str, ...],
-        on_progress: Progress = lambda what, done, total: None,
+        on_progress: OnStage = unseen,
         device: str = "auto",
     ) -> Calibration:
         """Run the model over `samples` on `device`, as `probe` takes it."""
@@ -241,7 +242,7 @@ def quantize(
     revision: str | None = None,
     ignore_config_keys: Sequence[str] = (),
     overwrite: bool = False,
-    on_progress: Progress = lambda what, done, total: None,
+    on_progress: OnStage = unseen,
     **options: Any,
 ) -> QuantizeResult:
     """Quantize `model` into the new folder `out`; with `overwrite` it may be one that Freight wrote
@@ -445,7 +446,7 @@ def write(
     divided: tuple[str, ...],
     calibration: Calibration,
     out: Path,
-    on_progress: Progress = lambda what, done, total: None,
+    on_progress: OnStage = unseen,
     overwrite: bool = False,
 ) -> QuantizeResult:
     """Write the checkpoint, and collect the warnings."""
@@ -467,10 +468,10 @@ def write(
         )
     for name in calibration.zeros:
         warnings.append(f"{name}: only zeros were seen, so its scale is 1.0")
-    unseen: dict[str, list[str]] = {}  # by layer
+    by_layer: dict[str, list[str]] = {}
     for name in calibration.unseen:
-        unseen.setdefault(name.rpartition(".")[0], []).append(name)
-    for experts in unseen.values():
+        by_layer.setdefault(name.rpartition(".")[0], []).append(name)
+    for experts in by_layer.values():
         warnings.append(
             f"no token of the calibration data reached {', '.join(experts)}: input scales are those of the layer's "
             "other experts; use more data, or more like what the model will be used for"

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from freight.base.terminal import OnStage
 from freight.checkpoint.extras import write_extras
 from freight.checkpoint.mxfp4 import StoredExperts
 from freight.checkpoint.reader import Checkpoint
@@ -19,7 +20,7 @@ from freight.fp8.four_bits import int4_scale_dtype, round_int4, round_mxfp4
 from freight.fp8.weights import quantize_blocks, quantize_rows, quantize_tensor
 from freight.model.config.model import ModelConfig
 from freight.model.loader import tensor_shapes
-from freight.quantizer.calibration import Calibration, Progress
+from freight.quantizer.calibration import Calibration
 from freight.quantizer.declare import (
     declare,
     four_bit_tensors,
@@ -53,7 +54,7 @@ def write_quantized(
     ignored: Sequence[str],
     calibration: Calibration,
     out: Path,
-    on_progress: Progress,
+    on_progress: OnStage,
     packed: Mapping[str, StoredExperts],
     kv_scale_format: Format | None = None,
     overwrite: bool = False,
