@@ -143,7 +143,7 @@ def calibrate(
         if plan.center and index not in sharing:
             finder = CenterWatch(_rotary(layer).rotary_dim)
             before = hidden.clone()
-        projected = finder and finder.see
+        projected = None if finder is None else finder.see
         through(watch.around(layer), hidden, watch, projected=projected, keep=keep)
         if index in sharing:
             centered += centered[sources[index] : sources[index] + 1]

@@ -160,7 +160,8 @@ class LayerWatch:
     def _feed_forward(self, mlp: MLP | MoE | None) -> MLP | MoE | None:
         modules = self.modules
         if isinstance(mlp, MLP):
-            return self._watched(mlp, modules.dense)
+            dense: MLP = self._watched(mlp, modules.dense)
+            return dense
         if mlp is None:
             return None
         shared = mlp.shared
