@@ -30,6 +30,7 @@ _LAYOUT = "\n\t"
 FIRST_LINE = 10.0  # seconds without a terminal before a line says how far a task is
 LINE_SHARE = 0.1  # of the time taken: as long at least until the next line
 OnProgress = Callable[[int, int], None]  # (done, total)
+OnStage = Callable[[str, int, int], None]  # (what, done, total)
 
 
 def is_plain() -> bool:
@@ -145,8 +146,8 @@ def bars(label: str = "{task.description}") -> Progress:
     )
 
 
-def unseen(done: int, total: int) -> None:
-    """Show no progress."""
+def unseen(*progress: object) -> None:
+    """Show no progress: an `OnProgress` or `OnStage`."""
 
 
 @contextmanager

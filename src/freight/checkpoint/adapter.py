@@ -174,7 +174,7 @@ class Adapter:
                     f"{self._file}: {shown(name)} does not begin with {_PREFIX}, as PEFT's tensors do"
                 )
             module = name.removeprefix(_PREFIX)
-            suffix = _suffix(module)
+            suffix = next((suffix for suffix in _PARTS if module.endswith(suffix)), "")
             if suffix:
                 module = module.removesuffix(suffix)
                 change = changes.setdefault(f"{module}.weight", Change())
@@ -223,14 +223,6 @@ class Adapter:
                 f"{self._file}: {shown(name)} is {tensor.dtype}; an adapter has 16 or 32 bits"
             )
         return tensor
-
-
-def _suffix(name: str) -> str:
-    """Return the ending of a tensor that is a part of a change; '' of any other."""
-    for suffix in _PARTS:
-        if name.endswith(suffix):
-            return suffix
-    return ""
 
 
 def _check_config(file: Path, config: JsonObject) -> None:

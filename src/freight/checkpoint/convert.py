@@ -22,6 +22,7 @@ from pathlib import Path
 
 from freight.base.descent import with_parent
 from freight.base.fields import JsonObject
+from freight.base.terminal import OnStage, unseen
 from freight.checkpoint.headers import TensorEntry, read_header
 from freight.checkpoint.reader import PICKLED, indexed_shards, read_json, resolve_model
 from freight.checkpoint.writer import (
@@ -39,8 +40,6 @@ INDEX = "pytorch_model.bin.index.json"
 # minute to import torch alone.
 SECONDS = 600.0
 BYTES_PER_SECOND = 2**24
-
-Progress = Callable[[str, int, int], None]  # (what, done, total)
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,7 @@ def convert(
     model: str,
     out: Path,
     revision: str | None = None,
-    on_progress: Progress = lambda what, done, total: None,
+    on_progress: OnStage = unseen,
 ) -> ConvertResult:
     """Write the pickled checkpoint `model`, a folder or a hub id, as safetensors into the new
     folder `out`.

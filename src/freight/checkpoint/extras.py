@@ -22,6 +22,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
 
 from freight.base.fields import JsonObject
@@ -111,15 +112,6 @@ def _layer_content(layer: LayerScales | None) -> dict[str, list[float]]:
     return content
 
 
-def _layer_values(content: JsonObject, mixed: bool) -> dict[str, tuple[float, ...]]:
-    """Return the scales of a layer. `mixed`: the layer names its granularity as well."""
-    values = {}
-    for key, numbers in content.items():
-        if not (mixed and key == "granularity"):
-            values[key] = tuple(map(float, numbers))
-    return values
-
-
 def _parse(path: Path, data: bytes, model: ModelConfig) -> KVScales:
     """Parse the file's content. The hash shows that the file is unchanged; the content must still
     fit the model.
@@ -127,13 +119,15 @@ def _parse(path: Path, data: bytes, model: ModelConfig) -> KVScales:
     try:
         content = json.loads(data)
         format = Format(content["format"])
-        by_layer = content["layers"]
+        named = content["granularity"]
         mixed: tuple[Granularity | None, ...] = ()
-        if content["granularity"] == MIXED:
-            chosen = [layer["granularity"] for layer in by_layer]
+        if named == MIXED:
+            chosen = [layer.pop("granularity") for layer in content["layers"]]
             mixed = tuple(name and Granularity(name) for name in chosen)
-        granularity = Granularity.TENSOR if mixed else Granularity(content["granularity"])
-        layers = [_layer_values(layer, mixed=bool(mixed)) for layer in by_layer]
+        granularity = Granularity.TENSOR if mixed else Granularity(named)
+        layers: list[dict[str, tuple[float, ...]]] = []
+        for layer in content["layers"]:
+            layers.append({key: tuple(map(float, numbers)) for key, numbers in layer.items()})
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(
             f"{path} holds no KV scales: {type(error).__name__}: {error}"
@@ -144,7 +138,7 @@ def _parse(path: Path, data: bytes, model: ModelConfig) -> KVScales:
         )
     if not format.is_e4m3 or granularity.is_dynamic or len(layers) != model.num_layers:
         raise CheckpointError(
-            f"{path} has {MIXED if mixed else granularity} scales for {format} and {len(layers)} layers; the model has "
+            f"{path} has {named} scales for {format} and {len(layers)} layers; the model has "
             f"{model.num_layers}"
         )
     scales: list[LayerScales | None] = []
@@ -159,21 +153,26 @@ def _parse(path: Path, data: bytes, model: ModelConfig) -> KVScales:
                 )
             scales.append(None)
             continue
-        _check_layer(where, layer, of_layer, mixer)
         # Latents are also the values, which would lack the center: no channel may have one
         rotary_dim = 0
         if not mixer.v_in_k and mixer.rope is not None:
             rotary_dim = model.ropes[mixer.rope].rotary_dim
-        _check_rotated(where, layer.get("k_center", ()), mixer.k_dim, rotary_dim)
+        _check_layer(where, layer, of_layer, mixer, rotary_dim)
         names = (f"{path.name}:layers[{index}]",)
         scales.append(LayerScales(**layer, granularity=of_layer, names=names, alone=""))
     return KVScales(tuple(scales), format, mixed=mixed, unneeded=model.without_pages)
 
 
 def _check_layer(
-    where: str, layer: dict[str, tuple[float, ...]], granularity: Granularity, mixer: PagedMixer
+    where: str,
+    layer: Mapping[str, tuple[float, ...]],
+    granularity: Granularity,
+    mixer: PagedMixer,
+    rotary_dim: int,
 ) -> None:
-    """Raise CheckpointError if scales or centers do not fit the layer, or are no valid numbers."""
+    """Raise CheckpointError if scales or centers do not fit the layer, or are no valid numbers, and
+    for a center of a key's channel after the rotated ones (`KeyCenter`).
+    """
     if "v_center" in layer:
         raise CheckpointError(
             f"{where} has v_center: it was made by an older version of Freight, which centered values as well; "
@@ -196,13 +195,9 @@ def _check_layer(
     needed = heads * mixer.k_dim
     if center and (len(center) != needed or not all(map(math.isfinite, center))):
         raise CheckpointError(f"{where}: k_center is not {needed} finite numbers")
-
-
-def _check_rotated(where: str, k_center: tuple[float, ...], k_dim: int, rotary_dim: int) -> None:
-    """Raise CheckpointError for a center of a key's channel after the rotated ones (`KeyCenter`)."""
-    for index, value in enumerate(k_center):
-        if value and index % k_dim >= rotary_dim:
+    for index, value in enumerate(center):
+        if value and index % mixer.k_dim >= rotary_dim:
             raise CheckpointError(
-                f"{where}: k_center is {value} in channel {index % k_dim} of a head, but this model rotates only the "
-                f"first {rotary_dim}; remove `freight` from config.json to use one scale per layer"
+                f"{where}: k_center is {value} in channel {index % mixer.k_dim} of a head, but this model rotates only "
+                f"the first {rotary_dim}; remove `freight` from config.json to use one scale per layer"
             )

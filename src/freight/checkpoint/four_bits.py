@@ -22,7 +22,8 @@ multiplied by a scale of float32, which multiplies the finished sum instead.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -43,15 +44,90 @@ _PER_INT = 8  # codes of an int32
 # subtracts 1 from each, which gives the same bits of all zero points but 0.
 _ONES = 0x11111111
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # where an int32 of AWQ has each of 8 outputs
-_INTS = ("I32",)
-_BYTES = ("U8",)
-_E4M3 = ("F8_E4M3",)
-_FLOATS = ("F16", "BF16", "F32")
-_SHAPES = ("I64", "I32")  # dtypes of weight_shape, which says what other tensors' shapes say
-
 _OPTIONAL = ("weight_shape", "weight_g_idx", "g_idx")
-# Dtypes that a tensor may have, and its shape, by its suffix
-_Layout = dict[str, tuple[Sequence[str], Shape]]
+# Dtypes that a tensor may have, and its shape, by its suffix; of R outputs, C inputs and G groups
+_Layout = Mapping[str, tuple[str, str]]
+
+
+@dataclass(frozen=True)
+class _Form:
+    """How a packing stores a matrix: the suffixes of its tensors.
+
+    codes      of the numbers
+    scales     of the scales of groups, and `of_tensor` of the one that all groups share
+    by_input   whether rows are of inputs or groups, and not of outputs
+    """
+
+    codes: str
+    scales: str
+    layout: _Layout
+    of_tensor: str = ""
+    by_input: bool = False
+
+
+_FLOATS = "F16 BF16 F32"
+_INT4 = _Form(
+    "weight_packed",
+    "weight_scale",
+    {
+        "weight_packed": ("I32", "R C/8"),
+        "weight_scale": (_FLOATS, "R G"),
+        "weight_zero_point": ("I32", "R/8 G"),
+        "weight_g_idx": ("I32", "C"),
+        "weight_shape": ("I64 I32", "2"),  # says what other tensors' shapes say
+    },
+)
+_NVFP4 = _Form(
+    "weight_packed",
+    "weight_scale",
+    {
+        "weight_packed": ("U8", "R C/2"),
+        "weight_scale": ("F8_E4M3", "R G"),
+        "weight_global_scale": ("F32", "1"),
+    },
+    of_tensor="weight_global_scale",
+)
+_MXFP4 = _Form(
+    "weight_packed",
+    "weight_scale",
+    {"weight_packed": ("U8", "R C/2"), "weight_scale": ("U8 F8_E8M0", "R G")},
+)
+_MODELOPT = _Form(
+    "weight",
+    "weight_scale",
+    {
+        "weight": ("U8", "R C/2"),
+        "weight_scale": ("F8_E4M3", "R G"),
+        "weight_scale_2": ("F32", ""),
+    },
+    of_tensor="weight_scale_2",
+)
+_GPTQ = _Form(
+    "qweight",
+    "scales",
+    {
+        "qweight": ("I32", "C/8 R"),
+        "qzeros": ("I32", "G R/8"),
+        "scales": (_FLOATS, "G R"),
+        "g_idx": ("I32", "C"),
+    },
+    by_input=True,
+)
+_AWQ = _Form(
+    "qweight",
+    "scales",
+    {"qweight": ("I32", "C R/8"), "qzeros": ("I32", "G R/8"), "scales": (_FLOATS, "G R")},
+    by_input=True,
+)
+_FORMS = {
+    Packing.INT4: _INT4,
+    Packing.NVFP4: _NVFP4,
+    Packing.MXFP4: _MXFP4,
+    Packing.MODELOPT_NVFP4: _MODELOPT,
+    Packing.GPTQ: _GPTQ,
+    Packing.GPTQ_V2: _GPTQ,
+    Packing.AWQ: _AWQ,
+}
 
 
 @dataclass(frozen=True)
@@ -68,11 +144,10 @@ class StoredGroups:
 
     def read(self, checkpoint: Checkpoint, device: str) -> Weight:
         """Read the matrix."""
-        parts = _FORMS[self.four.packing].read(checkpoint, self)
-        groups = parts.groups
-        data = parts.data
-        scale = parts.scale
-        order = parts.order
+        order = _order(checkpoint, self)
+        data = _codes(checkpoint, self)
+        groups = _groups(checkpoint, self)
+        scale = _tensor_scale(checkpoint, self)
         if order is not None:
             data = _in_pairs(_nibbles(data)[:, order])
             order = order.to(device)
@@ -80,10 +155,8 @@ class StoredGroups:
             rows = torch.cat([_numbers(rows.start, rows.stop) for rows in self.rows])
             groups = groups.of_rows(rows)
             data = data[rows]
-            if scale is not None:
-                scale = scale[rows]
         if scale is not None:
-            scale = scale.to(device)
+            scale = scale.repeat(len(data)).to(device)
         groups = replace(groups, scales=groups.scales.to(device).contiguous())
         if groups.zeros is not None:
             groups = replace(groups, zeros=groups.zeros.to(device))
@@ -142,16 +215,6 @@ class StoredPowers:
         return blocks.unflatten(1, (-1, mxfp4.GROUP // 2)), scales
 
 
-@dataclass(frozen=True)
-class _Parts:
-    """A matrix with all its rows, as `Weight` has it; `data` in the order of the inputs."""
-
-    data: Tensor
-    groups: Groups
-    scale: Tensor | None = None
-    order: Tensor | None = None
-
-
 def find_four_bits(
     checkpoint: Checkpoint, scheme: Scheme, shapes: Mapping[str, Shape]
 ) -> dict[str, StoredGroups | StoredPowers]:
@@ -167,17 +230,22 @@ def find_four_bits(
         module, _, suffix = name.rpartition(".")
         if suffix != "weight" or len(shape) != 2:
             continue
-        codes = _stored_codes(checkpoint, scheme, module)
-        four = _declared(checkpoint, scheme, module, codes, name)
+        four = _declared(checkpoint, scheme, module)
         if four is None:
             continue
         if four.packing is Packing.MXFP4:
             matrices[name] = _stored_powers(checkpoint, module, shape)
         else:
             matrices[name] = _stored_groups(checkpoint, module, shape, four)
-            _require_no_bias(checkpoint, module, four, shapes)
+            bias = f"{module}.bias"  # GPTQ's tools write zeros where the model has none
+            needless = _FORMS[four.packing] is _GPTQ and bias not in shapes
+            if needless and bias in checkpoint.names and checkpoint.copy(bias).any():
+                raise checkpoint.fault(
+                    f"{bias} is not zero, and config.json describes a model without it"
+                )
     _warn_of_borrowed_zeros(checkpoint, matrices.values())
-    return _alike(matrices)
+    _make_alike(matrices)
+    return matrices
 
 
 def _warn_of_borrowed_zeros(
@@ -212,20 +280,19 @@ def _stored_codes(checkpoint: Checkpoint, scheme: Scheme, module: str) -> str | 
     return None
 
 
-def _declared(
-    checkpoint: Checkpoint, scheme: Scheme, module: str, codes: str | None, name: str
-) -> FourBits | None:
+def _declared(checkpoint: Checkpoint, scheme: Scheme, module: str) -> FourBits | None:
     """Return how a module is stored in 4 bits; None if it is not. Raises CheckpointError if
     declaration and tensors contradict each other.
     """
-    stored = codes or name
+    codes = _stored_codes(checkpoint, scheme, module)
+    stored = codes or f"{module}.weight"
     is_stored = stored in checkpoint.names
     declared = scheme.linear(checkpoint.declared_module(stored) if is_stored else module)
     four = declared.four if declared is not None else None
     if codes is None:
         if four is not None and not is_stored:
             raise checkpoint.fault(
-                f"{module}.{_codes(four)} is missing: {scheme.method} declares {four}"
+                f"{module}.{_FORMS[four.packing].codes} is missing: {scheme.method} declares {four}"
             )
         return None  # `find_linears` refuses one that may not be in 16 bits
     if four is None:
@@ -239,7 +306,7 @@ def _declared(
             f"{codes} holds weights in 4 bits, but config.json declares {module} to be "
             f"{declared or 'not quantized'}; correct its quantization_config"
         )
-    expected = f"{module}.{_codes(four)}"
+    expected = f"{module}.{_FORMS[four.packing].codes}"
     if codes != expected:
         raise checkpoint.fault(
             f"{codes} is there where {scheme.method} has {expected}, as config.json declares {four}"
@@ -252,10 +319,39 @@ def _stored_groups(
 ) -> StoredGroups:
     """Check the tensors of one matrix, and read all but its codes."""
     rows, columns = shape
-    form = _FORMS[four.packing]
-    groups = _num_groups(checkpoint, module, shape, four)
+    size = four.group or columns
+    if columns % size or held_group(four, columns) is None:
+        raise checkpoint.fault(
+            f"{module} has {columns} inputs in groups of {size}, which is not implemented; multiples of 32 that divide "
+            "the inputs are, and 16 in NVFP4"
+        )
+    by_input = _FORMS[four.packing].by_input
+    if columns % _PER_INT or (by_input and rows % _PER_INT):
+        raise checkpoint.fault(
+            f"{module} is [{rows}, {columns}], which int32 of {_PER_INT} codes do not divide"
+        )
+    stored = StoredGroups(module, shape, four, _tensors(checkpoint, module, shape, four))
+    _groups(checkpoint, stored)
+    _tensor_scale(checkpoint, stored)
+    _order(checkpoint, stored)
+    needs_order = _FORMS[four.packing] is _GPTQ and four.ordered
+    if needs_order and f"{module}.g_idx" not in stored.tensors:
+        raise checkpoint.fault(
+            f"{module}.g_idx is missing, the group of each input: config.json says desc_act true; quantize the "
+            "model again, or set desc_act false if its groups are of consecutive inputs"
+        )
+    return stored
+
+
+def _tensors(checkpoint: Checkpoint, module: str, shape: Shape, four: FourBits) -> dict[str, Shape]:
+    """Return the stored tensors of one matrix. Raises CheckpointError for one that is missing, or of
+    another dtype or shape than its packing has.
+    """
+    rows, columns = shape
+    num_groups = columns // (four.group or columns)
+    sizes = {"R": rows, "C": columns, "G": num_groups, "1": 1, "2": 2}
     tensors = {}
-    for suffix, (dtypes, expected) in form.layout(rows, columns, groups).items():
+    for suffix, (dtypes, dimensions) in _FORMS[four.packing].layout.items():
         name = f"{module}.{suffix}"
         if suffix == "weight_zero_point" and not four.zeros:
             continue
@@ -263,134 +359,40 @@ def _stored_groups(
             continue
         if suffix in _OPTIONAL and name not in checkpoint.names:
             continue
-        _require(checkpoint, name, dtypes, expected, four)
-        tensors[name] = checkpoint.shape_of(name)
-    stored = StoredGroups(module, shape, four, tensors)
-    form.check(checkpoint, stored)
-    return stored
-
-
-def _num_groups(checkpoint: Checkpoint, module: str, shape: Shape, four: FourBits) -> int:
-    """Return the groups of a row. Raises CheckpointError for sizes that do not fit."""
-    rows, columns = shape
-    size = four.group or columns
-    if columns % size or held_group(four, columns) is None:
-        raise checkpoint.fault(
-            f"{module} has {columns} inputs in groups of {size}, which is not implemented; multiples of 32 that divide "
-            "the inputs are, and 16 in NVFP4"
+        if name not in checkpoint.names:
+            raise checkpoint.fault(f"{name} is missing: config.json declares {four}")
+        expected = []
+        for dimension in dimensions.split():
+            size, _, codes = dimension.partition("/")
+            expected.append(math.ceil(sizes[size] / int(codes or 1)))
+        entry = checkpoint.entry(name)
+        fits = list(entry.shape) == expected or (
+            expected in ([], [1]) and entry.shape in ((), (1,))
         )
-    outputs = four.packing in (Packing.GPTQ, Packing.GPTQ_V2, Packing.AWQ)
-    if columns % _PER_INT or (outputs and rows % _PER_INT):
-        raise checkpoint.fault(
-            f"{module} is [{rows}, {columns}], which int32 of {_PER_INT} codes do not divide"
-        )
-    return columns // size
+        if entry.dtype not in dtypes.split() or not fits:
+            raise checkpoint.fault(
+                f"{name} is {entry.dtype} of shape {list(entry.shape)}; {dtypes.replace(' ', ' or ')} of {expected} is "
+                f"expected for {four}: config.json is of another model, or the file is damaged"
+            )
+        tensors[name] = entry.shape
+    return tensors
 
 
-def _require(
-    checkpoint: Checkpoint, name: str, dtypes: Sequence[str], shape: Shape, four: FourBits
-) -> None:
-    if name not in checkpoint.names:
-        raise checkpoint.fault(f"{name} is missing: config.json declares {four}")
-    entry = checkpoint.entry(name)
-    single = shape in ((), (1,)) and entry.shape in ((), (1,))
-    if entry.dtype not in dtypes or (entry.shape != shape and not single):
-        raise checkpoint.fault(
-            f"{name} is {entry.dtype} of shape {list(entry.shape)}; {' or '.join(dtypes)} of {list(shape)} is "
-            f"expected for {four}: config.json is of another model, or the file is damaged"
-        )
-
-
-def _require_no_bias(
-    checkpoint: Checkpoint, module: str, four: FourBits, shapes: Mapping[str, Shape]
-) -> None:
-    """Take a bias that the model does not have: GPTQ's tools write zeros. Raises CheckpointError for
-    anything else.
-    """
-    name = f"{module}.bias"
-    gptq = four.packing in (Packing.GPTQ, Packing.GPTQ_V2)
-    if gptq and name in checkpoint.names and name not in shapes and checkpoint.copy(name).any():
-        raise checkpoint.fault(f"{name} is not zero, and config.json describes a model without it")
-
-
-def _layout_int4(rows: int, columns: int, groups: int) -> _Layout:
-    return {
-        "weight_packed": (_INTS, (rows, columns // _PER_INT)),
-        "weight_scale": (_FLOATS, (rows, groups)),
-        "weight_zero_point": (_INTS, (-(-rows // _PER_INT), groups)),
-        "weight_g_idx": (_INTS, (columns,)),
-        "weight_shape": (_SHAPES, (2,)),
-    }
-
-
-def _layout_nvfp4(rows: int, columns: int, groups: int) -> _Layout:
-    return {
-        "weight_packed": (_BYTES, (rows, columns // 2)),
-        "weight_scale": (_E4M3, (rows, groups)),
-        "weight_global_scale": (("F32",), (1,)),
-    }
-
-
-def _layout_modelopt(rows: int, columns: int, groups: int) -> _Layout:
-    return {
-        "weight": (_BYTES, (rows, columns // 2)),
-        "weight_scale": (_E4M3, (rows, groups)),
-        "weight_scale_2": (("F32",), ()),
-    }
-
-
-def _layout_gptq(rows: int, columns: int, groups: int) -> _Layout:
-    return {
-        "qweight": (_INTS, (columns // _PER_INT, rows)),
-        "qzeros": (_INTS, (groups, rows // _PER_INT)),
-        "scales": (_FLOATS, (groups, rows)),
-        "g_idx": (_INTS, (columns,)),
-    }
-
-
-def _layout_awq(rows: int, columns: int, groups: int) -> _Layout:
-    return {
-        "qweight": (_INTS, (columns, rows // _PER_INT)),
-        "qzeros": (_INTS, (groups, rows // _PER_INT)),
-        "scales": (_FLOATS, (groups, rows)),
-    }
-
-
-def _check_int4(checkpoint: Checkpoint, stored: StoredGroups) -> None:
-    _scales(checkpoint, f"{stored.module}.weight_scale")
-    _order(checkpoint, stored)
-
-
-def _check_nvfp4(checkpoint: Checkpoint, stored: StoredGroups) -> None:
-    _scales(checkpoint, f"{stored.module}.weight_scale")
-    name = f"{stored.module}.{_of_tensor(stored)}"
-    scale = checkpoint.take_scale(name)
-    if stored.four.packing is Packing.NVFP4 and scale.reciprocal().isinf().any():
+def _tensor_scale(checkpoint: Checkpoint, stored: StoredGroups) -> Tensor | None:
+    """Return the factor of all groups, float32 [1]; None where there is none."""
+    suffix = _FORMS[stored.four.packing].of_tensor
+    if not suffix:
+        return None
+    name = f"{stored.module}.{suffix}"
+    scale = checkpoint.take_scale(name).reshape(1)
+    if stored.four.packing is not Packing.NVFP4:
+        return scale
+    factor = scale.reciprocal()
+    if factor.isinf().any():
         raise checkpoint.fault(
             f"{name} is {scale.item():.3g}, by which no value in float32 can be divided; quantize the model again"
         )
-
-
-def _check_gptq(checkpoint: Checkpoint, stored: StoredGroups) -> None:
-    _scales(checkpoint, f"{stored.module}.scales")
-    _gptq_zeros(checkpoint, stored)
-    _order(checkpoint, stored)
-    if stored.four.ordered and f"{stored.module}.g_idx" not in stored.tensors:
-        raise checkpoint.fault(
-            f"{stored.module}.g_idx is missing, the group of each input: config.json says desc_act true; quantize the "
-            "model again, or set desc_act false if its groups are of consecutive inputs"
-        )
-
-
-def _check_awq(checkpoint: Checkpoint, stored: StoredGroups) -> None:
-    _scales(checkpoint, f"{stored.module}.scales")
-
-
-def _of_tensor(stored: StoredGroups) -> str:
-    """Return the suffix of the scale that all groups share."""
-    if stored.four.packing is Packing.MODELOPT_NVFP4:
-        return "weight_scale_2"
-    return "weight_global_scale"
+    return factor
 
 
 def _scales(checkpoint: Checkpoint, name: str) -> Tensor:
@@ -405,7 +407,7 @@ def _scales(checkpoint: Checkpoint, name: str) -> Tensor:
     values = stored.float()
     valid = values.isfinite()
     rule = "finite"
-    if checkpoint.entry(name).dtype in _E4M3:
+    if checkpoint.entry(name).dtype == "F8_E4M3":
         valid &= values >= 0
         rule = "finite and not negative"
     bad = values[~valid]
@@ -487,8 +489,13 @@ def _in_pairs(codes: Tensor) -> Tensor:
     return codes[..., ::2] | codes[..., 1::2] << 4
 
 
-def _groups(stored: StoredGroups, codes: Codes, scales: Tensor, zeros: Tensor | None) -> Groups:
-    """Return groups of a size that kernels take, from scales and zero points [rows, groups]."""
+def _groups(checkpoint: Checkpoint, stored: StoredGroups) -> Groups:
+    """Read scales and zero points, as groups of a size that kernels take."""
+    form = _FORMS[stored.four.packing]
+    scales = _scales(checkpoint, f"{stored.module}.{form.scales}")
+    if form.by_input:
+        scales = _turned(scales)
+    zeros = _zeros(checkpoint, stored)
     size = stored.four.group or stored.shape[1]
     kernel_size = held_group(stored.four, size)
     assert kernel_size is not None
@@ -497,34 +504,46 @@ def _groups(stored: StoredGroups, codes: Codes, scales: Tensor, zeros: Tensor | 
         scales = scales.repeat_interleave(times, 1)
         if zeros is not None:
             zeros = zeros.repeat_interleave(times, 1)
+    codes = Codes.INT4 if stored.codes == "INT4" else Codes.E2M1
     return Groups(codes, kernel_size, scales, zeros)
 
 
-def _read_int4(checkpoint: Checkpoint, stored: StoredGroups) -> _Parts:
-    module = stored.module
-    order = _order(checkpoint, stored)
-    zeros = None
-    if stored.four.zeros:
-        packed = checkpoint.copy(f"{module}.weight_zero_point")
-        zeros = _turned(_nibbles(packed.t()))[: stored.shape[0]]
-    data = checkpoint.copy(f"{module}.weight_packed").view(torch.uint8)
-    scales = _scales(checkpoint, f"{module}.weight_scale")
-    return _Parts(data, _groups(stored, Codes.INT4, scales, zeros), order=order)
+def _zeros(checkpoint: Checkpoint, stored: StoredGroups) -> Tensor | None:
+    """Return the zero points, uint8 [rows, groups]; None if all are 8, or there are none."""
+    packing = stored.four.packing
+    if _FORMS[packing] is _GPTQ:
+        return _gptq_zeros(checkpoint, stored)
+    if packing is Packing.AWQ:
+        return _by_output(checkpoint.copy(f"{stored.module}.qzeros"))
+    if not stored.four.zeros:
+        return None
+    packed = checkpoint.copy(f"{stored.module}.weight_zero_point")
+    return _turned(_nibbles(packed.t()))[: stored.shape[0]]
 
 
-def _read_nvfp4(checkpoint: Checkpoint, stored: StoredGroups) -> _Parts:
-    module = stored.module
-    data = checkpoint.copy(f"{module}.{_codes(stored.four)}")
-    scale = checkpoint.take_scale(f"{module}.{_of_tensor(stored)}").reshape(1)
-    if stored.four.packing is Packing.NVFP4:
-        scale = scale.reciprocal()
-    scales = _scales(checkpoint, f"{module}.weight_scale")
-    groups = _groups(stored, Codes.E2M1, scales, None)
-    return _Parts(data, groups, scale.repeat(stored.shape[0]))
+def _codes(checkpoint: Checkpoint, stored: StoredGroups) -> Tensor:
+    """Return the codes of all rows, uint8 [rows, columns / 2], in the order of the inputs."""
+    form = _FORMS[stored.four.packing]
+    words = checkpoint.copy(f"{stored.module}.{form.codes}")
+    if form is _AWQ:
+        return _in_pairs(_by_output(words))
+    if form is _GPTQ:  # an int32 has 8 inputs of an output, so turning them makes rows of inputs
+        words = words.t().contiguous()
+    return words.view(torch.uint8)
+
+
+def _by_output(words: Tensor) -> Tensor:
+    """Return AWQ's codes or zero points, uint8 [outputs, words of a column], in the order of the
+    outputs.
+    """
+    codes = _nibbles(words)
+    places = torch.tensor(_AWQ_PLACES, dtype=torch.int64, device="cpu")
+    in_order = codes.view(len(codes), -1, _PER_INT).index_select(-1, places)
+    return _turned(in_order.flatten(1))
 
 
 def _gptq_zeros(checkpoint: Checkpoint, stored: StoredGroups) -> Tensor | None:
-    """Return the zero points [groups, rows]; None if all are 8, as they are declared to be. Raises
+    """Return the zero points [rows, groups]; None if all are 8, as they are declared to be. Raises
     CheckpointError if they are declared so and are not.
     """
     name = f"{stored.module}.qzeros"
@@ -533,7 +552,7 @@ def _gptq_zeros(checkpoint: Checkpoint, stored: StoredGroups) -> Tensor | None:
         words = (words.long() + _ONES).to(torch.int32)
     zeros = _nibbles(words)
     if stored.four.zeros:
-        return zeros
+        return _turned(zeros)
     other = zeros[zeros != 8]
     if len(other):
         raise checkpoint.fault(
@@ -543,49 +562,15 @@ def _gptq_zeros(checkpoint: Checkpoint, stored: StoredGroups) -> Tensor | None:
     return None
 
 
-def _read_gptq(checkpoint: Checkpoint, stored: StoredGroups) -> _Parts:
-    module = stored.module
-    order = _order(checkpoint, stored)
-    zeros = _gptq_zeros(checkpoint, stored)
-    # an int32 has 8 inputs of an output, so turning them makes rows of inputs
-    data = checkpoint.copy(f"{module}.qweight").t().contiguous().view(torch.uint8)
-    scales = _turned(_scales(checkpoint, f"{module}.scales"))
-    if zeros is not None:
-        zeros = _turned(zeros)
-    return _Parts(data, _groups(stored, Codes.INT4, scales, zeros), order=order)
-
-
-def _read_awq(checkpoint: Checkpoint, stored: StoredGroups) -> _Parts:
-    module = stored.module
-
-    def by_output(name: str) -> Tensor:
-        """uint8 [outputs, words of a column]: codes or zero points, in the order of the outputs."""
-        codes = _nibbles(checkpoint.copy(name))
-        words = codes.view(len(codes), -1, _PER_INT)
-        places = torch.tensor(_AWQ_PLACES, dtype=torch.int64, device="cpu")
-        in_order = words.index_select(-1, places)
-        return _turned(in_order.flatten(1))
-
-    scales = _turned(_scales(checkpoint, f"{module}.scales"))
-    groups = _groups(stored, Codes.INT4, scales, by_output(f"{module}.qzeros"))
-    return _Parts(_in_pairs(by_output(f"{module}.qweight")), groups)
-
-
 def _stored_powers(checkpoint: Checkpoint, module: str, shape: Shape) -> StoredPowers:
     """Check the tensors of one matrix in MXFP4, and read its scales."""
-    rows, columns = shape
     four = FourBits(Packing.MXFP4, mxfp4.GROUP)
+    columns = shape[1]
     if columns % mxfp4.GROUP:
         raise checkpoint.fault(
             f"{module} has {columns} inputs, which is not a multiple of {mxfp4.GROUP}"
         )
-    tensors = {
-        f"{module}.weight_packed": (rows, columns // 2),
-        f"{module}.weight_scale": (rows, columns // mxfp4.GROUP),
-    }
-    for name, expected in tensors.items():
-        dtypes = _BYTES if name.endswith("packed") else ("U8", "F8_E8M0")
-        _require(checkpoint, name, dtypes, expected, four)
+    tensors = _tensors(checkpoint, module, shape, four)
     stored = StoredPowers(module, shape, tensors, exact=False, normal=False)
     parts = stored._stored(checkpoint)
     if not mxfp4.finite(*parts):
@@ -597,25 +582,19 @@ def _stored_powers(checkpoint: Checkpoint, module: str, shape: Shape) -> StoredP
     return replace(stored, exact=exact, normal=mxfp4.normal(*parts))
 
 
-def _alike(
-    matrices: Mapping[str, StoredGroups | StoredPowers],
-) -> dict[str, StoredGroups | StoredPowers]:
+def _make_alike(matrices: dict[str, StoredGroups | StoredPowers]) -> None:
     """Give the matrices in MXFP4 that are computed together one format: those of one module, such
     as `mlp`, and of all experts of a layer.
     """
-    exact: dict[str, bool] = {}
-    normal: dict[str, bool] = {}
+    by_parent: dict[str, list[StoredPowers]] = {}
     for stored in matrices.values():
         if isinstance(stored, StoredPowers):
-            parent = _parent(stored.module)
-            exact[parent] = exact.get(parent, True) and stored.exact
-            normal[parent] = normal.get(parent, True) and stored.normal
-    result = dict(matrices)
-    for name, stored in matrices.items():
-        if isinstance(stored, StoredPowers):
-            parent = _parent(stored.module)
-            result[name] = replace(stored, exact=exact[parent], normal=normal[parent])
-    return result
+            by_parent.setdefault(_parent(stored.module), []).append(stored)
+    for together in by_parent.values():
+        exact = all(stored.exact for stored in together)
+        normal = all(stored.normal for stored in together)
+        for stored in together:
+            matrices[f"{stored.module}.weight"] = replace(stored, exact=exact, normal=normal)
 
 
 def _parent(module: str) -> str:
@@ -623,36 +602,3 @@ def _parent(module: str) -> str:
     parent = module.rpartition(".")[0]
     head, _, last = parent.rpartition(".")
     return head if last.isdigit() else parent
-
-
-@dataclass(frozen=True)
-class _Form:
-    """How a packing stores a matrix.
-
-    codes    suffix of the tensor with the codes
-    layout   its tensors, from rows, columns and groups of a row
-    check    reads and checks all but the codes
-    read     gives the matrix
-    """
-
-    codes: str
-    layout: Callable[[int, int, int], _Layout]
-    check: Callable[[Checkpoint, StoredGroups], None]
-    read: Callable[[Checkpoint, StoredGroups], _Parts]
-
-
-_GPTQ = _Form("qweight", _layout_gptq, _check_gptq, _read_gptq)
-_FORMS = {
-    Packing.INT4: _Form("weight_packed", _layout_int4, _check_int4, _read_int4),
-    Packing.NVFP4: _Form("weight_packed", _layout_nvfp4, _check_nvfp4, _read_nvfp4),
-    Packing.MODELOPT_NVFP4: _Form("weight", _layout_modelopt, _check_nvfp4, _read_nvfp4),
-    Packing.GPTQ: _GPTQ,
-    Packing.GPTQ_V2: _GPTQ,
-    Packing.AWQ: _Form("qweight", _layout_awq, _check_awq, _read_awq),
-}
-
-
-def _codes(four: FourBits) -> str:
-    """Return the suffix of the tensor with a module's codes."""
-    form = _FORMS.get(four.packing)
-    return "weight_packed" if form is None else form.codes  # the former of MXFP4

@@ -172,17 +172,13 @@ def _entry(file: Path, name: str, fields: Any) -> tuple[TensorEntry, int, int]:
         ) from error
     if not isinstance(dtype, str) or dtype not in _DTYPES:
         raise CheckpointError(f"{file}: tensor {name} has dtype {dtype!r}, which is unknown")
-    if not all(map(_is_count, (*shape, begin, stop))):
+    if not all(isinstance(n, int) and n >= 0 for n in (*shape, begin, stop)):
         raise CheckpointError(f"{file}: the header's entry of {name} is damaged: {fields!r}")
     if (stop - begin) * 8 != math.prod(shape) * _bits(dtype):
         raise CheckpointError(
             f"{file}: tensor {name}, {dtype} {list(shape)}, does not fill its {stop - begin} bytes"
         )
     return TensorEntry(file, dtype, shape, stop - begin), begin, stop
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and value >= 0
 
 
 def _bits(dtype: str) -> int:

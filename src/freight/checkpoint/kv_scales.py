@@ -117,19 +117,16 @@ def read_kv_scales(
         return KVScales(missing, unneeded=model.without_pages, faults=(fault,))
     if finer is not None:
         return finer
-    for fault in faults:
-        assert fault.layer is not None
-        by_layer[fault.layer] = {}
+    faulty = {fault.layer for fault in faults}
+    layers: list[LayerScales | None] = [None] * model.num_layers
     for index, mixer in model.paged.items():
-        if mixer.kv_from is not None:
-            by_layer[index] = by_layer[mixer.kv_from]
-    layers = []
-    for index, sides in enumerate(by_layer):
-        layers.append(_layer(sides, model.paged.get(index)))
+        source = index if mixer.kv_from is None else mixer.kv_from
+        if by_layer[source] and source not in faulty:
+            layers[index] = _layer(by_layer[source], mixer)
     return KVScales(
         tuple(layers),
         scheme.kv_format or Format.E4M3FN,
-        scheme.kv_format is None and any(by_layer),
+        scheme.kv_format is None and any(layers),
         unneeded=model.without_pages,
         faults=tuple(faults),
     )
@@ -141,9 +138,7 @@ def _layer_of(name: str, model: ModelConfig) -> int | None:
     layer that the model does not have.
     """
     parsed = parse_scale_name(name)
-    layer = _shift(name)
-    if parsed is not None:
-        layer = parsed[0]
+    layer = parsed[0] if parsed else _shift(name)
     if layer is None or layer < model.num_layers:
         return layer
     if layer >= model.num_layers + model.prediction_layers:
@@ -193,25 +188,28 @@ def _add(
             )
 
 
-def _layer(sides: dict[str, _Side], mixer: PagedMixer | None) -> LayerScales | None:
+def _layer(sides: Mapping[str, _Side], mixer: PagedMixer) -> LayerScales:
     """Build the scales of a layer, both sides in the finer of their granularities; expanding is
-    exact.
+    exact. Values of a latent layer are channels of keys, so K's scale is used for both there, and
+    V's is ignored.
     """
-    if not sides or mixer is None:
-        return None
-    if mixer.v_in_k:
-        return _latent_layer(sides, mixer)
     k_name, k = sides.get("k") or sides["v"]
     v_name, v = sides.get("v") or sides["k"]
-    heads = mixer.num_kv_heads
-    granularities = _granularity(k, heads, mixer.k_dim), _granularity(v, heads, mixer.v_dim)
-    granularity = max(granularities, key=_ORDER.index)
-    names = tuple(dict.fromkeys((k_name, v_name)))
-    k = _repeat(k, granularity.num_scales(heads, mixer.k_dim))
-    v = _repeat(v, granularity.num_scales(heads, mixer.v_dim))
     alone = ""
     if len(sides) == 1:
         (alone,) = sides
+    heads = mixer.num_kv_heads
+    if mixer.v_in_k:
+        v = k[-mixer.v_dim :]
+        granularity = Granularity.TENSOR if len(k) == 1 else Granularity.CHANNEL
+        if alone == "k":
+            alone = ""
+    else:
+        granularities = _granularity(k, heads, mixer.k_dim), _granularity(v, heads, mixer.v_dim)
+        granularity = max(granularities, key=_ORDER.index)
+        k = _repeat(k, granularity.num_scales(heads, mixer.k_dim))
+        v = _repeat(v, granularity.num_scales(heads, mixer.v_dim))
+    names = tuple(dict.fromkeys((k_name, v_name)))
     return LayerScales(k, v, granularity, names, alone=alone)
 
 
@@ -219,17 +217,6 @@ def _granularity(scales: Sequence[float], heads: int, dim: int) -> Granularity:
     """Return the first of `_ORDER` that has as many scales."""
     numbers = [granularity.num_scales(heads, dim) for granularity in _ORDER]
     return _ORDER[numbers.index(len(scales))]
-
-
-def _latent_layer(sides: dict[str, _Side], mixer: PagedMixer) -> LayerScales:
-    """Build the scales of a latent layer: values are channels of keys, so K's scale is used for
-    both, and V's is ignored.
-    """
-    _, k = sides.get("k") or sides["v"]
-    names = tuple(dict.fromkeys(name for name, _ in sides.values()))
-    granularity = Granularity.TENSOR if len(k) == 1 else Granularity.CHANNEL
-    alone = "" if "k" in sides else "v"
-    return LayerScales(k, k[-mixer.v_dim :], granularity, names, alone=alone)
 
 
 def _repeat(values: tuple[float, ...], size: int) -> tuple[float, ...]:
@@ -291,11 +278,8 @@ def read_scale_json(path: Path, model: ModelConfig) -> KVScales:
     ranks = _object(path, kv_cache, "scaling_factor")
     _check_ranks(path, ranks, model)
     expected = [str(layer) for layer in model.paged]
-    by_layer: dict[int, list[_Factor]] = {layer: [] for layer in model.paged}
-    for rank in map(str, range(len(ranks))):
-        factors = _rank_factors(path, ranks, rank, expected)
-        for of_layer, factor in zip(by_layer.values(), factors, strict=True):
-            of_layer.append(factor)
+    by_rank = [_rank_factors(path, ranks, str(rank), expected) for rank in range(len(ranks))]
+    by_layer = dict(zip(model.paged, zip(*by_rank, strict=True), strict=True))
     heads = {layer: mixer.num_kv_heads for layer, mixer in model.paged.items()}
     scales = join_ranks(path, by_layer, heads)
     layers = tuple(map(scales.get, range(model.num_layers)))

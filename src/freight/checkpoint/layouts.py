@@ -42,6 +42,7 @@ _READERS: Mapping[str, Callable[[JsonObject], Scheme]] = {
     "gptq": read_gptq,
     "awq": read_awq,
     "auto-round": read_auto_round,
+    "mxfp4": read_mxfp4,
 }
 
 
@@ -64,13 +65,10 @@ def read_scheme(config: JsonObject, hf_quant_config: JsonObject | None) -> Schem
         method = "modelopt"  # version 0.31 wrote config_groups and no quant_method
     if method is None and "config_groups" in declared:
         method = "compressed-tensors"  # files of 2024 have no quant_method
-    if method == "mxfp4":
-        return _described(
-            _in_named_format(read_mxfp4(declared, config.get("model_type")), {**declared, **config})
-        )
     if not isinstance(method, str) or method not in _READERS:
-        known = choices((*_READERS, "mxfp4"))
-        raise CheckpointError(f"quantization method {method!r} is not implemented; {known} are")
+        raise CheckpointError(
+            f"quantization method {method!r} is not implemented; {choices(_READERS)} are"
+        )
     if method.startswith("modelopt"):  # config.json wins where both files have a key
         of_file = (hf_quant_config or {}).get("quantization") or {}
         if not isinstance(of_file, Mapping):
@@ -78,7 +76,9 @@ def read_scheme(config: JsonObject, hf_quant_config: JsonObject | None) -> Schem
                 f"hf_quant_config.json: quantization = {of_file!r} is not a JSON object"
             )
         declared = {**of_file, **declared}
-    return _described(_in_named_format(_READERS[method](declared), {**declared, **config}))
+    both = {**declared, **config}
+    of_model = {**declared, "model_type": config.get("model_type")}
+    return _described(_in_named_format(_READERS[method](of_model), both))
 
 
 def declaration(config: JsonObject) -> Any:

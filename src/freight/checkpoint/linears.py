@@ -139,8 +139,9 @@ def find_linears(
         if checkpoint.format_of(weight).is_quantized:
             linear = _declared(checkpoint, weight, scheme, module, declared)
             linears[name] = _stored_linear(checkpoint, module, weight, shape, linear)
-        else:
-            _require_plain(checkpoint, weight, scheme, declared, module, name in free)
+        elif declared is not None:
+            or_plain = declared.or_plain or name in free
+            _require_plain(checkpoint, weight, scheme, module, declared, or_plain)
     return linears
 
 
@@ -181,15 +182,13 @@ def _require_plain(
     checkpoint: Checkpoint,
     weight: str,
     scheme: Scheme,
-    declared: LinearScheme | None,
     module: str,
-    free: bool,
+    declared: LinearScheme,
+    or_plain: bool,
 ) -> None:
     """Raise CheckpointError for a matrix in 16 or 32 bits that is declared quantized, or that has
     a scale.
     """
-    if declared is None:
-        return
     stored = checkpoint.format_of(weight)
     scales = checkpoint.stored_of(module, _SCALES)
     if scales:
@@ -197,7 +196,7 @@ def _require_plain(
             f"{weight} is stored in {stored}, but config.json declares it quantized ({scheme.method}: {declared}), "
             f"and there is a scale {scales[0]}; {_way_out(checkpoint, scheme, module)}"
         )
-    if not declared.or_plain and not free:
+    if not or_plain:
         raise checkpoint.fault(
             f"{weight} is stored in {stored}, but config.json declares it quantized "
             f"({scheme.method}: {declared}); if it is not quantized, list {module} as ignored"
@@ -250,12 +249,6 @@ def _is_compressed(checkpoint: Checkpoint) -> bool:
     return False
 
 
-def _expected_scale(checkpoint: Checkpoint) -> str:
-    """Return what other modules call their scale, for a message."""
-    suffixes = {name.rpartition(".")[2] for name in checkpoint.names}
-    return next((suffix for suffix in _SCALES if suffix in suffixes), _SCALES[0])
-
-
 def _stored_linear(
     checkpoint: Checkpoint, module: str, weight: str, shape: Shape, declared: LinearScheme
 ) -> StoredLinear:
@@ -267,7 +260,8 @@ def _stored_linear(
         )
     name = _scale_name(checkpoint, module, _SCALES)
     if name is None:
-        expected = _expected_scale(checkpoint)
+        suffixes = {name.rpartition(".")[2] for name in checkpoint.names}  # of other modules
+        expected = next((suffix for suffix in _SCALES if suffix in suffixes), _SCALES[0])
         kind = "INT8" if declared.integers else "FP8"
         raise checkpoint.fault(
             f"{weight} is stored in {kind}, and its scale {module}.{expected} is missing"

@@ -8,10 +8,11 @@ keeps its bits. Tensors are read one at a time, so memory holds one shard and on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from freight.base.terminal import OnStage, unseen
 from freight.checkpoint.adapter import Adapter
 from freight.checkpoint.layouts import declaration
 from freight.checkpoint.reader import Checkpoint, resolve_model, untie_stored_head, untied
@@ -24,7 +25,6 @@ from freight.checkpoint.writer import (
 from freight.errors import CheckpointError, ConfigError
 from freight.model.config.parse import parse_model_config
 
-Progress = Callable[[str, int, int], None]  # (what, done, total)
 _HEAD = "lm_head.weight"
 _EMBEDDING = "embed_tokens.weight"
 # Prefixes of transformers' modules -> prefixes in files of models of text and pictures. The last two
@@ -56,7 +56,7 @@ def merge(
     adapter: str,
     out: Path,
     revision: str | None = None,
-    on_progress: Progress = lambda what, done, total: None,
+    on_progress: OnStage = unseen,
 ) -> MergeResult:
     """Write the model with the adapter merged into the new folder `out`, with the model's config
     and other files.
@@ -67,7 +67,11 @@ def merge(
     """
     require_new(out)
     base = Checkpoint(resolve_model(model, revision))
-    _refuse_quantized(model, base)
+    if declaration(base.config) or base.hf_quant_config:
+        raise ConfigError(
+            f"{model} is quantized, and its rounded weights are no base for an adapter: merge into the model in 16 "
+            "bits that it was made from, then quantize the result (freight quantize)"
+        )
     require_own_files(base.path)
     lora = Adapter(adapter)
     require_own_files(lora.path)
@@ -97,14 +101,6 @@ def merge(
         base.require_unchanged()
         writer.finish(base.config, base.path)
     return MergeResult(out, len(changes), len(sources), num_bytes, bool(added))
-
-
-def _refuse_quantized(model: str, base: Checkpoint) -> None:
-    if declaration(base.config) or base.hf_quant_config:
-        raise ConfigError(
-            f"{model} is quantized, and its rounded weights are no base for an adapter: merge into the model in 16 "
-            "bits that it was made from, then quantize the result (freight quantize)"
-        )
 
 
 def _stored_name(base: Checkpoint, lora: Adapter, name: str, known: Mapping[str, str]) -> str:

@@ -145,8 +145,9 @@ def find_experts(
     for name, shape in shapes.items():
         if len(shape) == 3 and not name.endswith(".weight"):
             experts[name] = shape
-    if scheme.method == "mxfp4":
-        _require_experts(checkpoint, experts)
+    for name in sorted(checkpoint.names) if scheme.method == "mxfp4" else ():
+        if name.endswith((_BLOCKS, _SCALES)) and name.rpartition("_")[0] not in experts:
+            raise checkpoint.fault(f"{name} belongs to no expert; MXFP4 is read for experts only")
     packed = {}
     for name, (count, inputs, outputs) in experts.items():
         declared = scheme.linear(name)
@@ -165,13 +166,6 @@ def find_experts(
         if stored:
             packed[name] = _stored(checkpoint, name, (count, inputs, outputs))
     return packed
-
-
-def _require_experts(checkpoint: Checkpoint, experts: Mapping[str, Shape]) -> None:
-    """Raise CheckpointError for a tensor in MXFP4 that is not of `experts`."""
-    for name in sorted(checkpoint.names):
-        if name.endswith((_BLOCKS, _SCALES)) and name.rpartition("_")[0] not in experts:
-            raise checkpoint.fault(f"{name} belongs to no expert; MXFP4 is read for experts only")
 
 
 def _stored(checkpoint: Checkpoint, name: str, shape: tuple[int, int, int]) -> StoredExperts:

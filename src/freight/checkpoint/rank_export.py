@@ -144,14 +144,11 @@ def read_rank_export(path: Path) -> RankExport:
             f"{path}: {declared.config_file.name} describes {declared.num_ranks} ranks, but {fault}; copy "
             "the whole export"
         )
-    headers = []
-    ranks = {}
-    for _, file in sorted(files.items()):
-        header = read_header(file)
-        headers.append(header)
-        ranks[file.name] = _read_scales(file, header)
+    headers = {file: read_header(file) for _, file in sorted(files.items())}
+    ranks = {file.name: _read_scales(file, header) for file, header in headers.items()}
     scales = _joined(declared, path, ranks)
-    return RankExport(**vars(declared), path=path, entries=tuple(headers), scales=scales)
+    entries = tuple(headers.values())
+    return RankExport(**vars(declared), path=path, entries=entries, scales=scales)
 
 
 def _rank_files(path: Path) -> dict[int, Path]:
@@ -300,20 +297,20 @@ def _joined(
             f"{declared.config_file}: the KV cache is {json.dumps(algorithm)}; only the scales of an FP8 cache "
             "can be used"
         )
-    factors: dict[int, list[tuple[str, float]]] = {}
     for layer in range(declared.num_layers):
-        factors[layer] = []
         for file, scales in ranks.items():
             if layer not in scales:
                 raise CheckpointError(
                     f"{path}: {file} has no kv_cache_scaling_factor of layer {layer}"
                 )
-            factors[layer].append(scales[layer])
     for number in chain.from_iterable(ranks.values()):
         if number >= declared.num_layers:
             raise CheckpointError(
                 f"{path}: there is a KV scale of layer {number}, but {declared.num_layers} layers"
             )
+    factors: dict[int, list[tuple[str, float]]] = {}
+    for layer in range(declared.num_layers):
+        factors[layer] = [scales[layer] for scales in ranks.values()]
     heads = declared.num_kv_heads
     if heads is None:
         for layer, scales_of_layer in factors.items():

@@ -317,7 +317,7 @@ class Checkpoint:
 
     def has_values(self, name: str) -> bool:
         """Return whether a stored tensor has a value that is not 0, without taking it."""
-        return bool(self._read(name).any())
+        return bool(self._read(name).float().any())
 
     def skip(self, pattern: str, reason: str) -> None:
         """Skip the tensors whose name matches `pattern` (`*`, `?` and `[...]`), and record the
@@ -340,7 +340,11 @@ class Checkpoint:
         unused = sorted(self.names - self._taken.union(pending, self._skipped))
         for pattern in _ZERO_POINTS:
             for name in fnmatch.filter(unused, pattern):
-                self._require_zero(name)
+                if self.has_values(name):
+                    raise self.fault(
+                        f"{name} is not zero: of weights in 8 bits only symmetric quantization is implemented, and of "
+                        "weights in 4 bits config.json must declare zero points (`symmetric: false`)"
+                    )
                 self.skip(name, "a zero point that is zero")
         left = [name for name in unused if name not in self._skipped]
         if left:
@@ -352,13 +356,6 @@ class Checkpoint:
                 f"{len(left)} tensors belong to no part of the model that config.json describes: "
                 f"{listed(left, _NAMED)}; correct config.json if the model has such a part, else remove them from "
                 f"{where}"
-            )
-
-    def _require_zero(self, name: str) -> None:
-        if self._read(name).float().any():
-            raise self.fault(
-                f"{name} is not zero: of weights in 8 bits only symmetric quantization is implemented, and of "
-                "weights in 4 bits config.json must declare zero points (`symmetric: false`)"
             )
 
     def _read(self, name: str) -> Tensor:
@@ -395,14 +392,10 @@ def _without_steps(index: Index) -> tuple[Index, tuple[slice, ...]]:
     ranges: list[int | slice] = []
     steps: list[slice] = []
     for at in index:
-        if not isinstance(at, slice):
-            ranges.append(at)
-        elif at.step is None:
-            ranges.append(at)
-            steps.append(slice(None))
-        else:
-            ranges.append(slice(None))
-            steps.append(at)
+        is_range = isinstance(at, int) or at.step is None
+        ranges.append(at if is_range else slice(None))
+        if isinstance(at, slice):
+            steps.append(slice(None) if is_range else at)
     return tuple(ranges), tuple(steps)
 
 

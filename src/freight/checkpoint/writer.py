@@ -257,9 +257,6 @@ class CheckpointWriter:
         # safetensors makes its files readable by the owner alone
         for shard in _matching(self._folder, ("*.safetensors",)):
             shutil.copymode(self._folder / "config.json", shard)
-        self._publish()
-
-    def _publish(self) -> None:
         filled = self._out.is_dir() and bool(visible(self._out))
         if filled and (not self._overwrite or _foreign(self._out) is not None):
             raise CheckpointError(

@@ -46,6 +46,9 @@ _NOT_PARAMETERS = (
 )
 
 
+_NO_MATRICES: JsonObject = {"fp8_weights": {}, "four_bit_weights": {}}
+
+
 def inspect(
     model: str,
     as_json: bool,
@@ -115,52 +118,42 @@ def describe(
     from freight.model.architectures import skipped_parts
     from freight.model.stored import with_stored_head
 
-    if _is_config_alone(Path(model).expanduser()):
+    path = Path(model).expanduser()
+    checkpoint = None
+    tensors: Collection[str] = ()
+    if _is_config_alone(path):
         config, hf_quant_config = read_config_only(model, revision)
         stored = tensors_dtype(model, config, revision)
-        architecture, _, scheme = _read(
-            config, hf_quant_config, tensors=(), stored=stored, ignore_keys=ignore_keys
-        )
-        sizes: JsonObject = {"num_parameters": None, "bytes": {}, "skipped": {}}
-        path = str(Path(model).expanduser())
-        return {
-            "model": model,
-            "path": path,
-            **architecture,
-            **sizes,
-            "scheme": _scheme(scheme),
-            **_kv_cache(None),
-        }
-    folder = resolve_model(model, revision)
-    if is_rank_export(folder):
-        return _describe_rank_export(model, folder)
-    checkpoint = Checkpoint(folder)
-    architecture, native, scheme = _read(
-        checkpoint.config,
-        checkpoint.hf_quant_config,
-        checkpoint.names,
-        checkpoint.stored_format,
-        ignore_keys,
-    )
+    else:
+        path = resolve_model(model, revision)
+        if is_rank_export(path):
+            return _describe_rank_export(model, path)
+        checkpoint = Checkpoint(path)
+        config = checkpoint.config
+        hf_quant_config = checkpoint.hf_quant_config
+        tensors = checkpoint.names
+        stored = checkpoint.stored_format
+    architecture, native, scheme = _read(config, hf_quant_config, tensors, stored, ignore_keys)
     kv_cache = _kv_cache(None)
+    sizes: JsonObject = {"num_parameters": None, "bytes": {}}
     skipped: JsonObject = {}
-    if native is not None:
-        native = with_stored_head(checkpoint, native)
-        scheme = dense_scheme(checkpoint, scheme)
-        scales = read_kv_scales(checkpoint, native, scheme)
-        kv_cache = _kv_cache(scales, native.without_pages)
-        skipped = skipped_parts(native, checkpoint.names)
+    matrices = _NO_MATRICES
+    if checkpoint is not None:
+        if native is not None:
+            native = with_stored_head(checkpoint, native)
+            scheme = dense_scheme(checkpoint, scheme)
+            scales = read_kv_scales(checkpoint, native, scheme)
+            kv_cache = _kv_cache(scales, native.without_pages)
+            skipped = skipped_parts(native, checkpoint.names)
+        sizes = _sizes(checkpoint)
+        matrices = _matrices(checkpoint, scheme)
     return {
         "model": model,
-        "path": str(folder),
+        "path": str(path),
         **architecture,
-        **_sizes(checkpoint),
+        **sizes,
         "skipped": skipped,
-        "scheme": {
-            **_scheme(scheme),
-            "fp8_weights": _fp8_weights(checkpoint, scheme),
-            "four_bit_weights": _four_bit_weights(checkpoint, scheme),
-        },
+        "scheme": {**_scheme(scheme), **matrices},
         **kv_cache,
     }
 
@@ -237,8 +230,6 @@ def _scheme(scheme: Scheme) -> JsonObject:
         "kv_format": scheme.kv_format,
         "kv_static": scheme.kv_static,
         "description": scheme.description,
-        "fp8_weights": {},
-        "four_bit_weights": {},
     }
 
 
@@ -283,8 +274,7 @@ def _describe_rank_export(model: str, path: Path) -> JsonObject:
             "kv_format": None if scales.empty else scales.format,
             "kv_static": not scales.empty,
             "description": export.description,
-            "fp8_weights": {},
-            "four_bit_weights": {},
+            **_NO_MATRICES,
         },
         **_kv_cache(scales),
     }
@@ -325,26 +315,21 @@ def _codes_of_a_number(name: str, dtype: str) -> int:
     return 2 if dtype == "U8" and name.endswith(".weight") else 1
 
 
-def _fp8_weights(checkpoint: Checkpoint, scheme: Scheme) -> dict[str, int]:
-    """Matrices in FP8 and INT8 by what is declared of them, from the headers."""
+def _matrices(checkpoint: Checkpoint, scheme: Scheme) -> JsonObject:
+    """Matrices in FP8 and INT8, and those in 4 bits, by what is declared of them, from the headers."""
     from freight.checkpoint.linears import WEIGHTS
 
-    kinds = Counter[str]()
+    eight = Counter[str]()
+    four = Counter[str]()
     for name in checkpoint.names:
-        dtype = checkpoint.entry(name).dtype_name
-        if name.rpartition(".")[2] in WEIGHTS and dtype.startswith(("fp8", "int8")):
-            kinds[str(scheme.linear(checkpoint.declared_module(name)) or "not declared")] += 1
-    return dict(kinds.most_common())
-
-
-def _four_bit_weights(checkpoint: Checkpoint, scheme: Scheme) -> dict[str, int]:
-    """Matrices in 4 bits by what is declared of them, from the headers."""
-    kinds = Counter[str]()
-    for name in checkpoint.names:
+        entry = checkpoint.entry(name)
         declared = scheme.linear(checkpoint.declared_module(name))
-        if declared is not None and declared.four is not None:
-            kinds[str(declared)] += _codes_of_a_number(name, checkpoint.entry(name).dtype) > 1
-    return dict((+kinds).most_common())
+        if name.rpartition(".")[2] in WEIGHTS and entry.dtype_name.startswith(("fp8", "int8")):
+            eight[str(declared or "not declared")] += 1
+        in_four_bits = declared is not None and declared.four is not None
+        if in_four_bits and _codes_of_a_number(name, entry.dtype) > 1:
+            four[str(declared)] += 1
+    return {"fp8_weights": dict(eight.most_common()), "four_bit_weights": dict(four.most_common())}
 
 
 def _scales(scales: KVScales, without_keys: Collection[int]) -> list[dict[str, Any]]:

@@ -49,122 +49,112 @@ if TYPE_CHECKING:
 _QFORMATS = {"fp8": str(WeightScheme.TENSOR), "full_prec": str(WeightScheme.NONE)}
 
 
-Model = Annotated[str | None, argument("MODEL", "A folder, a hub id, or 'demo'.")]
-ModelId = Annotated[
-    str | None,
-    option(
-        "MODEL", "The same as MODEL.", "--model-id", "--model", "--model-dir", envvar=MODEL_VARIABLE
-    ),
-]
-OutputDir = Annotated[Path | None, option("OUT", "The same as OUT.", "--output-dir", "--save-path")]
-Overwrite = Annotated[
-    bool, typer.Option("--overwrite", help="OUT may be a folder that Freight wrote before.")
-]
-Dtype = Annotated[
-    str | None, option("DTYPE", "What the model is stored in; another dtype is refused.")
-]
-QFormat = Annotated[
-    str | None, option("fp8|full_prec", "The same as --weights fp8 or none, as AMMO calls it.")
-]
-BatchSize = Annotated[
-    int | None, option("COUNT", "Taken from AMMO's command line; changes no scale.")
-]
-Device = Annotated[
-    str | None, option(DEVICES, "Where the model runs while it is calibrated; default: auto.")
-]
-Weights = Annotated[
-    str | None,
-    option(
-        WeightScheme,
-        "FP8 with one scale per tensor, output row (default) or 128 x 128 block; INT8; or 4 bits.",
-    ),
-]
-GroupSize = Annotated[
-    int | None, option("INPUTS", "Inputs that share a scale of int4: 32, 64 or 128 (default).")
-]
-Activations = Annotated[
-    str | None,
-    option(
-        ActivationScheme,
-        "Inputs of FP8 weights: measured as they come (default), calibrated, or in 16 bits.",
-    ),
-]
-KVCache = Annotated[
-    str | None,
-    option(
-        KV_CACHES,
-        "Calibrate scales for an FP8 KV cache; default: none.",
-        "--kv-cache",
-        "--kv-cache-dtype",
-    ),
-]
-KVGranularity = Annotated[
-    str | None, option(KV_GRANULARITIES, "What shares a KV scale; default: tensor.")
-]
-KVBudget = Annotated[
-    str | None,
-    option(
-        "kl=NATS|bits=BITS",
-        "Choose by layer among FP8 and 16 bits, so that the KV cache costs at most this.",
-    ),
-]
-Center = Annotated[
-    bool | None,
-    typer.Option(
-        "--center", help="Subtract the means of keys before they are stored, where that pays."
-    ),
-]
-LmHead = Annotated[
-    bool | None, typer.Option("--lm-head", help="Round the output head as well; default: 16 bits.")
-]
-Ignore = Annotated[
-    list[str] | None,
-    option("PATTERN", "A module to leave in 16 bits: a name, or re:REGEX; may be repeated."),
-]
-Data = Annotated[
-    Path | None, option("FILE", "Text, or .jsonl with text, messages or input_ids in each line.")
-]
-NumSamples = Annotated[
-    int | None,
-    option(
-        "COUNT",
-        f"Samples to calibrate with; default: {NUM_SAMPLES}.",
-        "--num-samples",
-        "--calib-size",
-    ),
-]
-MaxSeqLen = Annotated[int | None, option("TOKENS", f"Longest sample; default: {MAX_SEQ_LEN}.")]
-Observer = Annotated[
-    str | None, option(ObserverKind, "How a scale follows from what was seen; default: absmax.")
-]
 Format = Annotated[str, option(Layout, "The form of the checkpoint.")]
 
 
 def quantize(
     ctx: typer.Context,
-    model: Model = None,
+    model: Annotated[str | None, argument("MODEL", "A folder, a hub id, or 'demo'.")] = None,
     out: OptionalOut = None,
-    model_id: ModelId = None,
-    output_dir: OutputDir = None,
-    weights: Weights = None,
-    group_size: GroupSize = None,
-    activations: Activations = None,
-    kv_cache: KVCache = None,
-    kv_granularity: KVGranularity = None,
-    kv_budget: KVBudget = None,
-    center: Center = None,
-    lm_head: LmHead = None,
-    ignore: Ignore = None,
-    calibration_data: Data = None,
-    num_samples: NumSamples = None,
-    max_seq_len: MaxSeqLen = None,
-    observer: Observer = None,
+    model_id: Annotated[
+        str | None,
+        option(
+            "MODEL",
+            "The same as MODEL.",
+            "--model-id",
+            "--model",
+            "--model-dir",
+            envvar=MODEL_VARIABLE,
+        ),
+    ] = None,
+    output_dir: Annotated[
+        Path | None, option("OUT", "The same as OUT.", "--output-dir", "--save-path")
+    ] = None,
+    weights: Annotated[
+        str | None,
+        option(
+            WeightScheme,
+            "FP8 with one scale per tensor, output row (default) or 128 x 128 block; INT8; or 4 bits.",
+        ),
+    ] = None,
+    group_size: Annotated[
+        int | None, option("INPUTS", "Inputs that share a scale of int4: 32, 64 or 128 (default).")
+    ] = None,
+    activations: Annotated[
+        str | None,
+        option(
+            ActivationScheme,
+            "Inputs of FP8 weights: measured as they come (default), calibrated, or in 16 bits.",
+        ),
+    ] = None,
+    kv_cache: Annotated[
+        str | None,
+        option(
+            KV_CACHES,
+            "Calibrate scales for an FP8 KV cache; default: none.",
+            "--kv-cache",
+            "--kv-cache-dtype",
+        ),
+    ] = None,
+    kv_granularity: Annotated[
+        str | None, option(KV_GRANULARITIES, "What shares a KV scale; default: tensor.")
+    ] = None,
+    kv_budget: Annotated[
+        str | None,
+        option(
+            "kl=NATS|bits=BITS",
+            "Choose by layer among FP8 and 16 bits, so that the KV cache costs at most this.",
+        ),
+    ] = None,
+    center: Annotated[
+        bool | None,
+        typer.Option(
+            "--center", help="Subtract the means of keys before they are stored, where that pays."
+        ),
+    ] = None,
+    lm_head: Annotated[
+        bool | None,
+        typer.Option("--lm-head", help="Round the output head as well; default: 16 bits."),
+    ] = None,
+    ignore: Annotated[
+        list[str] | None,
+        option("PATTERN", "A module to leave in 16 bits: a name, or re:REGEX; may be repeated."),
+    ] = None,
+    calibration_data: Annotated[
+        Path | None,
+        option("FILE", "Text, or .jsonl with text, messages or input_ids in each line."),
+    ] = None,
+    num_samples: Annotated[
+        int | None,
+        option(
+            "COUNT",
+            f"Samples to calibrate with; default: {NUM_SAMPLES}.",
+            "--num-samples",
+            "--calib-size",
+        ),
+    ] = None,
+    max_seq_len: Annotated[
+        int | None, option("TOKENS", f"Longest sample; default: {MAX_SEQ_LEN}.")
+    ] = None,
+    observer: Annotated[
+        str | None, option(ObserverKind, "How a scale follows from what was seen; default: absmax.")
+    ] = None,
     format: Format = Layout.COMPRESSED_TENSORS,
-    overwrite: Overwrite = False,
-    dtype: Dtype = None,
-    qformat: QFormat = None,
-    batch_size: BatchSize = None,
-    device: Device = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="OUT may be a folder that Freight wrote before.")
+    ] = False,
+    dtype: Annotated[
+        str | None, option("DTYPE", "What the model is stored in; another dtype is refused.")
+    ] = None,
+    qformat: Annotated[
+        str | None, option("fp8|full_prec", "The same as --weights fp8 or none, as AMMO calls it.")
+    ] = None,
+    batch_size: Annotated[
+        int | None, option("COUNT", "Taken from AMMO's command line; changes no scale.")
+    ] = None,
+    device: Annotated[
+        str | None, option(DEVICES, "Where the model runs while it is calibrated; default: auto.")
+    ] = None,
     revision: Revision = None,
     ignore_config_keys: IgnoredKeys = None,
     as_json: Json = False,

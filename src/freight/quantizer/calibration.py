@@ -18,6 +18,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
+from freight.base.terminal import OnStage, unseen
 from freight.cache.pool import AngleTables, LayerCache, PagedKV, PagedState, allocate_pool
 from freight.cache.spec import KVCacheSpec, LayerSpec, layer_spec
 from freight.errors import CheckpointError
@@ -48,8 +49,6 @@ BLOCK_SIZE = 64  # of the cache that one sample is computed with
 LATE = 0.75  # share of the tokens after which scales are compared with the final ones
 # a scale that grows by more than this factor after that has not settled; about one step of E4M3
 MOVING = 1.05
-
-Progress = Callable[[str, int, int], None]  # (what, done, total)
 
 
 @dataclass(frozen=True)
@@ -90,7 +89,7 @@ def calibrate(
     samples: Sequence[Sequence[int]],
     ignored: Sequence[str] = (),
     device: str = "cpu",
-    on_progress: Progress = lambda what, done, total: None,
+    on_progress: OnStage = unseen,
 ) -> Calibration:
     """Measure the scales that `plan` needs, on `samples` of token ids. `source` gives unquantized
     weights.
@@ -112,19 +111,21 @@ def calibrate(
     if plan.center:
         passes += config.num_layers - len(sharing)
     total = passes * sum(lengths)
-    run = _Run(
-        config.checkpoint_format,
-        lengths,
-        device,
-        lambda done: on_progress("calibrating", done, total),
-    )
     tokens = torch.tensor([*chain.from_iterable(samples)], dtype=torch.int64, device=device)
     position = torch.arange(max(lengths), dtype=torch.int64, device=device)
     positions = torch.cat([position[:length] for length in lengths])
     builder = model_builder(config, source, kernels)
     of_layers = model_builder(config, source, one_by_one(kernels))
     hidden = builder.embedding()(tokens, positions)
-    embedded = hidden.clone() if config.per_layer_vocab_size is not None else None
+    embedded = hidden.clone() if config.per_layer_vocab_size is not None else hidden[:0]
+    run = _Run(
+        config.checkpoint_format,
+        lengths,
+        device,
+        tokens,
+        embedded,
+        lambda done: on_progress("calibrating", done, total),
+    )
     watched: list[LayerWatch] = []
     centered: list[tuple[LayerCenters, LayerWatch]] = []
     for index, modules in enumerate(layer_modules(config)):
@@ -134,34 +135,31 @@ def calibrate(
         if isinstance(mixer, PagedMixer):
             rotary_dim = ropes[mixer.rope].rotary_dim
         watch = watch_layer(plan, mixer, modules, left_out, device, rotary_dim)
-        inputs = None
         embeddings = builder.per_layer_embeddings(index)
-        if embeddings is not None and embedded is not None:
-            inputs = partial(_inputs_of, embeddings, embedded, tokens)
-        through = partial(run.through, mixer, inputs=inputs)
+        through = partial(run.through, mixer, embeddings=embeddings)
         keep = sources[index] if sources[index] in shared else None
-        if index in sharing:
-            through(watch.around(layer), hidden, watch, keep=keep)
-            centered += centered[sources[index] : sources[index] + 1]
-        elif plan.center:
+        finder = None
+        before = hidden
+        if plan.center and index not in sharing:
             finder = CenterWatch(_rotary(layer).rotary_dim)
             before = hidden.clone()
-            through(watch.around(layer), hidden, watch, projected=finder.see, keep=keep)
+        projected = None if finder is None else finder.see
+        through(watch.around(layer), hidden, watch, projected=projected, keep=keep)
+        if index in sharing:
+            centered += centered[sources[index] : sources[index] + 1]
+        elif finder is not None:
             only_kv = replace(plan, activations=ActivationScheme.NONE)
             kv_watch = watch_layer(only_kv, mixer, modules, left_out, device, rotary_dim)
             centers = finder.centers()
             centered.append((centers, kv_watch))
             through(layer, before, kv_watch, centers=centers)
-            del before
-        else:
-            through(watch.around(layer), hidden, watch, keep=keep)
         if not hidden.isfinite().all():
             raise CheckpointError(
                 f"layer {index} ({names.layer.format(index).rstrip('.')}) computes NaN or infinity during calibration, "
                 "without quantization: no scales can be measured beyond it"
             )
         watched.append(watch)
-        del layer, embeddings, inputs, through  # before the next one is read
+        del layer, embeddings, through, before  # before the next one is read
     stored = {index: watched[sources[index]] for index in config.paged}
     return _summary(plan, watched, stored, centered, lengths)
 
@@ -203,12 +201,6 @@ def _rotary(layer: DecoderLayer) -> Rotary:
     return layer.mixer.rotary
 
 
-def _inputs_of(
-    embeddings: PerLayerEmbeddings, embedded: Tensor, tokens: Tensor, rows: slice
-) -> Tensor:
-    return embeddings(embedded[rows], tokens[rows])
-
-
 class _Run:
     """Runs all samples through one layer after the other."""
 
@@ -217,12 +209,17 @@ class _Run:
         format: Format,
         lengths: Sequence[int],
         device: str,
+        tokens: Tensor,
+        embedded: Tensor,
         on_progress: Callable[[int], None],
     ) -> None:
+        """`embedded`: the embeddings of `tokens`, in models that have per-layer embeddings."""
         self._format = format
         self._lengths = lengths
         self._total = sum(lengths)
         self._done = 0
+        self._tokens = tokens
+        self._embedded = embedded
         self._device = device
         self._on_progress = on_progress
         self._blocks = [-(-length // BLOCK_SIZE) for length in lengths]
@@ -261,15 +258,15 @@ class _Run:
         centers: LayerCenters | None = None,
         projected: Callable[[Tensor, Tensor], None] | None = None,
         keep: int | None = None,
-        inputs: Callable[[slice], Tensor] | None = None,
+        embeddings: PerLayerEmbeddings | None = None,
     ) -> None:
         """Compute a layer for all samples, observed.
 
-        hidden  [total, hidden_size], samples end to end; overwritten with the layer's output
-        keep    the layer whose keys and values, of all samples, this one stores or reads; None:
-                nothing reads them later
-        inputs  the per-layer embeddings of some rows, in models that have them
-                (`model/layers/per_layer_embeddings.py`)
+        hidden      [total, hidden_size], samples end to end; overwritten with the layer's output
+        keep        the layer whose keys and values, of all samples, this one stores or reads; None:
+                    nothing reads them later
+        embeddings  the layer's own of the tokens, in models that have them
+                    (`model/layers/per_layer_embeddings.py`)
 
         `watch` observes keys and values as they are stored, the keys less `centers` if given, and
         is then finished.
@@ -290,8 +287,10 @@ class _Run:
                 for observer in watch.all:
                     observer.mark()
             rows = slice(begin, begin + length)
-            embeddings = inputs(rows) if inputs is not None else None
-            hidden[rows] = layer.whole(hidden[rows], self._batch(length, first), cache, embeddings)
+            inputs = None
+            if embeddings is not None:
+                inputs = embeddings(self._embedded[rows], self._tokens[rows])
+            hidden[rows] = layer.whole(hidden[rows], self._batch(length, first), cache, inputs)
             begin += length
             if keep is not None:
                 first += blocks

@@ -4,7 +4,6 @@ kept by `quantize`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from freight.checkpoint.rank_export import RankExport, is_rank_export, read_rank_export
@@ -17,14 +16,16 @@ from freight.model.config.model import ModelConfig
 from freight.model.open import OpenCheckpoint, open_folder, require_native
 from freight.settings.resolve import for_variant
 
-# What two models share whose KV scales fit each other
-_SHAPE: Mapping[str, Callable[[ModelConfig], object]] = {
-    "model_type": lambda model: model.model_type,
-    "num_layers": lambda model: model.num_layers,
-    "num_kv_heads": lambda model: _by_layer(model, "num_kv_heads"),
-    "head_dim": lambda model: _by_layer(model, "k_dim"),
-    "head_dim of values": lambda model: _by_layer(model, "v_dim"),
-}
+
+def _shape(model: ModelConfig) -> dict[str, object]:
+    """Return what two models share whose KV scales fit each other."""
+    return {
+        "model_type": model.model_type,
+        "num_layers": model.num_layers,
+        "num_kv_heads": _by_layer(model, "num_kv_heads"),
+        "head_dim": _by_layer(model, "k_dim"),
+        "head_dim of values": _by_layer(model, "v_dim"),
+    }
 
 
 def _by_layer(model: ModelConfig, what: str) -> object:
@@ -89,28 +90,27 @@ def require_fit(
     source: ModelConfig | RankExport, source_name: str, model: ModelConfig, name: str
 ) -> None:
     """Raise ConfigError if the scales of `source` are for a model of another shape than `model`."""
+    ours = _shape(model)
     for what, theirs in _facts(source, model).items():
-        ours = _SHAPE[what](model)
-        if theirs != ours:
+        if theirs not in (None, ours[what]):
             raise ConfigError(
-                f"the scales of {source_name} do not fit {name}: {what} is {theirs} there and {ours} here"
+                f"the scales of {source_name} do not fit {name}: {what} is {theirs} there and {ours[what]} here"
             )
 
 
 def _facts(source: ModelConfig | RankExport, model: ModelConfig) -> dict[str, object]:
-    """Return what is known of `source`, by the names of `_SHAPE`."""
+    """Return `_shape` of `source`; None for what an export does not say."""
     if isinstance(source, ModelConfig):
-        return {what: of(source) for what, of in _SHAPE.items()}
+        return _shape(source)
     exported_as = source.model_types[0]
     if model.model_type in source.model_types:
         exported_as = model.model_type
-    known = {
+    return {
         "model_type": exported_as,
         "num_layers": source.num_layers,
         "num_kv_heads": source.num_kv_heads,
         "head_dim": source.head_dim,
     }
-    return {what: value for what, value in known.items() if value is not None}
 
 
 def _require_complete(scales: KVScales, name: str) -> None:

@@ -37,31 +37,24 @@ class Moments:
 
     def __init__(self) -> None:
         self._count = 0
-        self._sum: Tensor | None = None
-        self._squares: Tensor | None = None
+        self._sum = torch.zeros((), dtype=torch.float64, device="cpu")
+        self._squares = self._sum
 
     def observe(self, x: Tensor) -> None:
         """Add the tokens of `x` [num_tokens, heads, head_dim]."""
         values = x.double()
-        total = values.sum(0)
-        squares = values.square().sum(0)
-        if self._sum is not None and self._squares is not None:
-            total += self._sum
-            squares += self._squares
         self._count += len(x)
-        self._sum = total
-        self._squares = squares
+        self._sum = self._sum + values.sum(0)
+        self._squares = self._squares + values.square().sum(0)
 
     @property
     def mean(self) -> Tensor:
         """float64 [heads, head_dim]"""
-        assert self._sum is not None, "nothing was observed"
         return self._sum / self._count
 
     @property
     def energy(self) -> Tensor:
         """Mean of the squares, float64 [heads, head_dim]."""
-        assert self._squares is not None, "nothing was observed"
         return self._squares / self._count
 
     @property
@@ -83,7 +76,7 @@ class CenterWatch:
         self.q.observe(q)
         self.k.observe(k)
 
-    def centers(self, pair_ratio: float = PAIR_RATIO, worth: float = WORTH) -> LayerCenters:
+    def centers(self) -> LayerCenters:
         mean = self.k.mean
         spread = self.k.variance
         turned = slice(self._rotary_dim)
@@ -91,7 +84,7 @@ class CenterWatch:
         weight = _by_pair(q_energy[:, turned])
         of_mean = _by_pair(mean[:, turned].square())
         of_spread = _by_pair(spread[:, turned])
-        large = of_mean > pair_ratio * of_spread
+        large = of_mean > PAIR_RATIO * of_spread
         # A pair's product counts it twice, so the channels without rotary embedding count twice too
         unturned = float((q_energy * self.k.energy)[:, self._rotary_dim :].sum())
         before = float((weight * (of_mean + of_spread)).sum()) + 2 * unturned
@@ -99,7 +92,7 @@ class CenterWatch:
         gain = _ratio(before, after)
         b = torch.zeros_like(mean)
         b[:, turned] = mean[:, turned] * large.repeat(1, 2)
-        return LayerCenters(b.float() if gain >= worth else None, gain)
+        return LayerCenters(b.float() if gain >= WORTH else None, gain)
 
 
 def _by_pair(x: Tensor) -> Tensor:

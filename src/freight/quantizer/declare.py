@@ -42,13 +42,25 @@ _REPLACED = (
     "freight",
 )
 Content = dict[str, Any]  # of an object of JSON
-_STRATEGIES = {
-    WeightScheme.TENSOR: "tensor",
-    WeightScheme.CHANNEL: "channel",
-    WeightScheme.BLOCK: "block",
-    WeightScheme.INT8: "channel",
-    WeightScheme.INT4: "group",
-    WeightScheme.MXFP4: "group",
+# compressed-tensors' format of a file, where activations do not decide it
+_FORMATS = {
+    WeightScheme.INT8: "int-quantized",
+    WeightScheme.INT4: str(Packing.INT4),
+    WeightScheme.MXFP4: str(Packing.MXFP4),
+}
+# Of its QuantizationArgs of weights, what is not as in `_arguments`
+_WEIGHTS: Mapping[WeightScheme, Content] = {
+    WeightScheme.TENSOR: {},
+    WeightScheme.CHANNEL: {"strategy": "channel"},
+    WeightScheme.BLOCK: {"strategy": "block", "block_structure": [BLOCK, BLOCK]},
+    WeightScheme.INT8: {"strategy": "channel", "type": "int"},
+    WeightScheme.INT4: {"strategy": "group", "num_bits": 4, "type": "int"},
+    WeightScheme.MXFP4: {
+        "strategy": "group",
+        "num_bits": 4,
+        "group_size": MXFP4_GROUP,
+        "scale_dtype": "torch.uint8",
+    },
 }
 
 
@@ -138,36 +150,28 @@ def _kv(plan: QuantizePlan, scheme: object) -> Content:
 
 def _arguments(strategy: str, *, dynamic: bool = False, observer: str | None = None) -> Content:
     """Return compressed-tensors' QuantizationArgs."""
-    content = {
+    return {
         "num_bits": 8,
         "type": "float",
         "symmetric": True,
         "strategy": strategy,
         "dynamic": dynamic,
+        "group_size": None,
+        "block_structure": None,
+        "observer": observer,
     }
-    return content | {"group_size": None, "block_structure": None, "observer": observer}
 
 
 def _format(plan: QuantizePlan) -> str:
-    if plan.weights is WeightScheme.INT4:
-        return str(Packing.INT4)
-    if plan.weights is WeightScheme.MXFP4:
-        return str(Packing.MXFP4)
-    if plan.weights is WeightScheme.INT8:
-        return "int-quantized"
-    return "naive-quantized" if plan.activations is ActivationScheme.NONE else "float-quantized"
+    weight_only = plan.activations is ActivationScheme.NONE
+    default = "naive-quantized" if weight_only else "float-quantized"
+    return _FORMATS.get(plan.weights, default)
 
 
 def _weights(plan: QuantizePlan) -> Content:
-    blocks = [BLOCK, BLOCK] if plan.weights is WeightScheme.BLOCK else None
-    content = _arguments(_STRATEGIES[plan.weights], observer="static_minmax")
-    content |= {"block_structure": blocks}
-    if plan.weights is WeightScheme.INT8:
-        content |= {"type": "int"}
+    content = _arguments("tensor", observer="static_minmax") | _WEIGHTS[plan.weights]
     if plan.weights is WeightScheme.INT4:
-        content |= {"num_bits": 4, "type": "int", "group_size": plan.group_size}
-    if plan.weights is WeightScheme.MXFP4:
-        content |= {"num_bits": 4, "group_size": MXFP4_GROUP, "scale_dtype": "torch.uint8"}
+        content["group_size"] = plan.group_size
     return content
 
 

@@ -14,12 +14,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
+from freight.base.terminal import OnStage
 from freight.errors import ConfigError
 from freight.fp8.formats import Granularity, ScaleSource
 from freight.fp8.scheme import KVScales, LayerScales
 from freight.model.open import OpenModel, open_model
 from freight.quantizer.budget import BudgetKind, KVBudget
-from freight.quantizer.calibration import Calibration, Progress
+from freight.quantizer.calibration import Calibration
 from freight.quantizer.plan import KV_GRANULARITIES
 from freight.quantizer.sensitivity import Meter, Samples, Sensitivity, at_most
 from freight.settings.engine import EngineArgs, EngineConfig, KVCacheConfig
@@ -137,7 +138,7 @@ def choose(
     budget: KVBudget,
     calibration: Calibration,
     halves: tuple[Samples, Samples],
-    say: Progress,
+    say: OnStage,
 ) -> KVChoice:
     """Measure and choose. `engine` names the folder of the unquantized model; `halves` are those of
     `split`.
@@ -145,10 +146,15 @@ def choose(
     longest = max(len(ids) for half in halves for ids in half)
     opened = open_model(replace(engine, max_model_len=longest))
     config = opened.resolve(opened.args)
+    native = opened.device.native_e4m3
     caches = []
     for granularity in QUANTIZED:
+        source = ScaleSource.DYNAMIC  # per token
         scales = calibration.by_granularity.get(granularity)
-        caches.append(_candidate(opened, granularity, scales))
+        if scales is not None:
+            source = ScaleSource.CALIBRATED
+            scales = for_variant(scales, native)
+        caches.append(KVCacheConfig(native, granularity, source, scales))
     chosen, other = [at_most(half, MEASURED) for half in halves]
     with opened.threads(config):
         meter = Meter.open(opened, config, caches, longest)
@@ -200,19 +206,6 @@ def _choose(
         num_verified=sum(map(len, texts[1])),
         kl_by_layer=tuple(dict(zip(QUANTIZED, of_layer, strict=True)) for of_layer in measured.kl),
     )
-
-
-def _candidate(
-    opened: OpenModel, granularity: Granularity, scales: KVScales | None
-) -> KVCacheConfig:
-    """Build the FP8 cache of every layer: with the calibrated scales, or with scales per token,
-    measured as they are stored.
-    """
-    native = opened.device.native_e4m3
-    if scales is None:
-        assert granularity is Granularity.TOKEN
-        return KVCacheConfig(native, granularity, ScaleSource.DYNAMIC, None)
-    return KVCacheConfig(native, granularity, ScaleSource.CALIBRATED, for_variant(scales, native))
 
 
 def as_chosen(calibration: Calibration, choice: KVChoice) -> Calibration:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
-from functools import cache
 from typing import Any
 
 from freight.base.fields import JsonObject
@@ -163,12 +162,7 @@ def _matched(linear: Sequence[str], pattern: str) -> set[str]:
         return set(linear)
     if not pattern.startswith("re:"):
         return {pattern}.intersection(linear)
-    return set(filter(_expression(pattern[3:]).match, linear))
-
-
-@cache
-def _expression(expression: str) -> FilePattern:
-    return FilePattern(expression, "recipe", ConfigError)
+    return set(filter(FilePattern(pattern[3:], "recipe", ConfigError).match, linear))
 
 
 def resolve_modifier(modifier: Any) -> Recipe:

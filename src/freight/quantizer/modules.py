@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 
 from freight.base.patterns import FilePattern
@@ -20,6 +20,9 @@ from freight.model.config.model import ModelConfig
 from freight.model.config.tensor_names import TensorNames
 from freight.model.mixers.spec import MixerParts, mixer_parts
 from freight.model.shapes import shared_names
+
+# Full names of modules that share their input, by the field of the part of the layer that they are
+Fields = Mapping[str, tuple[str, ...]]
 
 
 @dataclass(frozen=True)
@@ -53,35 +56,31 @@ class LayerModules:
     mixer           of the layer's mixer: `MixerParts.module`; '' in a layer without one
     mixed           by the field of the mixer that they are (`MixerParts.projections`); empty in a
                     layer without one
-    gate_up, down   of the feed-forward, or of the shared experts; empty in a layer without these
+    dense           by the field of `MLP`: of the feed-forward, or of the shared experts; empty in a
+                    layer without these
     experts         None in a layer without experts
-    latent_in, latent_out   before and behind experts in a smaller space; empty without one
-                            (`MoEConfig.latent_size`)
-    per_layer_gate, per_layer_down
-                    of what each token has for this layer alone (`LayerConfig.per_layer`); empty
-                    without it
+    latent          by the field of `Latent`: before and behind experts in a smaller space; empty
+                    without one (`MoEConfig.latent_size`)
+    per_layer       by the field of `PerLayerEmbedding`: of what each token has for this layer alone
+                    (`LayerConfig.per_layer`); empty without it
     kept            a router, and what weighs shared experts or heads: they stay in 16 bits
     """
 
     mixer: str
-    mixed: Mapping[str, tuple[str, ...]]
-    gate_up: tuple[str, ...] = ()
-    down: tuple[str, ...] = ()
-    experts: ExpertModules | None = None
-    kept: tuple[str, ...] = ()
-    per_layer_gate: tuple[str, ...] = ()
-    per_layer_down: tuple[str, ...] = ()
-    latent_in: tuple[str, ...] = ()
-    latent_out: tuple[str, ...] = ()
+    mixed: Fields
+    dense: Fields
+    experts: ExpertModules | None
+    latent: Fields
+    per_layer: Fields
+    kept: tuple[str, ...]
 
     @property
     def groups(self) -> tuple[tuple[str, ...], ...]:
         """Those that share an input scale: all experts of a layer do, on each side."""
-        groups = [*self.mixed.values(), self.gate_up, self.down]
+        groups = [*self.mixed.values(), *self.dense.values()]
         if self.experts is not None:
             groups += [self.experts.gate_up, self.experts.down]
-        groups += [self.latent_in, self.latent_out, self.per_layer_gate, self.per_layer_down]
-        return tuple(filter(None, groups))
+        return (*groups, *self.latent.values(), *self.per_layer.values())
 
     def input_of(self, group: tuple[str, ...]) -> str:
         """Return what messages call the input that the modules of `group` share."""
@@ -110,33 +109,30 @@ def _modules(
     def full(*modules: str) -> tuple[str, ...]:
         return tuple(prefix + module for module in modules)
 
-    mixed = {}
-    for field, group in parts.projections.items():
-        mixed[field] = full(*group.modules)
+    mixed = {field: full(*group.modules) for field, group in parts.projections.items()}
     mixer = prefix + parts.module if parts.module else ""
-    modules = LayerModules(mixer, mixed, kept=full(*parts.kept))
+    unquantized = full(*parts.kept)
+    dense: Fields = {}
+    experts = None
+    latent: Fields = {}
+    per_layer: Fields = {}
     if layer.per_layer is not None:
-        gate = full(names.per_layer_gate)
-        down = full(names.per_layer_down)
-        modules = replace(modules, per_layer_gate=gate, per_layer_down=down)
+        per_layer = {"gate": full(names.per_layer_gate), "down": full(names.per_layer_down)}
     mlp = layer.feed_forward
-    if mlp is None:
-        return modules
     if isinstance(mlp, DenseConfig):
-        return replace(modules, gate_up=full(*names.gate_up), down=full(names.down))
-    always_kept = [*modules.kept, *full(names.router)]
-    if mlp.shared_gate:
-        always_kept += full(names.shared_gate)
-    if mlp.latent_size is not None:
-        inner = full(names.latent_in)
-        outer = full(names.latent_out)
-        modules = replace(modules, latent_in=inner, latent_out=outer)
-    if mlp.shared is not None:
-        shared_gate_up, shared_down = shared_names(names)
-        modules = replace(modules, gate_up=full(*shared_gate_up), down=full(shared_down))
-    num_named = 1 if names.interleaved else mlp.num_experts
-    experts = _experts(prefix + names.expert, mlp.num_experts, num_named, names)
-    return replace(modules, experts=experts, kept=tuple(always_kept))
+        dense = {"gate_up": full(*names.gate_up), "down": full(names.down)}
+    elif mlp is not None:
+        unquantized += full(names.router)
+        if mlp.shared_gate:
+            unquantized += full(names.shared_gate)
+        if mlp.latent_size is not None:
+            latent = {"inner": full(names.latent_in), "outer": full(names.latent_out)}
+        if mlp.shared is not None:
+            gate_up, down = shared_names(names)
+            dense = {"gate_up": full(*gate_up), "down": full(down)}
+        num_named = 1 if names.interleaved else mlp.num_experts
+        experts = _experts(prefix + names.expert, mlp.num_experts, num_named, names)
+    return LayerModules(mixer, mixed, dense, experts, latent, per_layer, unquantized)
 
 
 def _experts(prefix: str, count: int, num_named: int, names: TensorNames) -> ExpertModules:

@@ -51,7 +51,7 @@ class Observer(Protocol):
 class AbsMax:
     """The largest magnitude of each group."""
 
-    def __init__(self, name: str, groups: int, device: str = "cpu") -> None:
+    def __init__(self, name: str, groups: int, device: str) -> None:
         """`name`: what is observed, for error messages."""
         self._name = name
         self._largest = torch.zeros(groups, dtype=torch.float32, device=device)
@@ -73,7 +73,7 @@ class AbsMax:
 class _Histogram(AbsMax):
     """Also counts magnitudes, in bins of equal relative width."""
 
-    def __init__(self, name: str, groups: int, device: str = "cpu") -> None:
+    def __init__(self, name: str, groups: int, device: str) -> None:
         super().__init__(name, groups, device)
         self._counts = torch.zeros(groups, _NUM_BINS, dtype=torch.int64, device=device)
 

@@ -74,11 +74,11 @@ class QuantizePlan:
     weights: WeightScheme
     activations: ActivationScheme
     kv_granularity: Granularity | None
-    ignore: tuple[str, ...]
-    num_samples: int
-    max_seq_len: int
-    observer: ObserverKind
     layout: Layout
+    ignore: tuple[str, ...] = ()
+    num_samples: int = 0
+    max_seq_len: int = 0
+    observer: ObserverKind = ObserverKind.ABSMAX
     center: bool = False
     lm_head: bool = False
     kv_budget: KVBudget | None = None

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from freight.base.terminal import OnStage, unseen
 from freight.checkpoint.headers import Shape
 from freight.checkpoint.mxfp4 import StoredExperts, find_experts
 from freight.checkpoint.reader import Checkpoint
@@ -32,7 +33,7 @@ from freight.model.open import OpenCheckpoint, open_checkpoint, require_native
 from freight.model.shapes import tensor_shapes
 from freight.model.sources import CheckpointSource
 from freight.model.stored import skip_tied_head
-from freight.quantizer.calibration import Calibration, Progress, calibrate
+from freight.quantizer.calibration import Calibration, calibrate
 from freight.quantizer.carried import Carried, carried_by
 from freight.quantizer.centers import WORTH, LayerCenters
 from freight.quantizer.data import Samples, read_samples
@@ -154,7 +155,7 @@ class Unquantized:
         plan: QuantizePlan,
         samples: Samples,
         ignored: tuple[str, ...],
-        on_progress: Progress = lambda what, done, total: None,
+        on_progress: OnStage = unseen,
         device: str = "auto",
     ) -> Calibration:
         """Run the model over `samples` on `device`, as `probe` takes it."""
@@ -195,27 +196,25 @@ def open_unquantized(
     invalid = stored.kv_scales.faults
     only_kv = not stored.kv_scales.empty and not _has_quantized_matrix(stored)
     keeps = only_kv and keep_kv and not invalid
-    replaces = only_kv and bool(invalid)
-    if not (keeps or replaces) and (scheme.is_final or scheme.kv_format is not None):
-        raise CheckpointError(f"{model} is quantized already ({scheme.description}); {way_out}")
-    if not (keeps or replaces) and not stored.kv_scales.empty:
-        raise CheckpointError(f"{model} has KV scales already; {way_out}")
-    if replaces:
+    if only_kv and invalid:
         logger.warning(
             "%s: its KV scales are left out, because nothing can use them: %s%s",
             model,
             invalid[0].what,
             "; --kv-cache fp8 measures others" if keep_kv else "",
         )
+    elif not keeps:
+        if scheme.is_final or scheme.kv_format is not None:
+            raise CheckpointError(f"{model} is quantized already ({scheme.description}); {way_out}")
+        if not stored.kv_scales.empty:
+            raise CheckpointError(f"{model} has KV scales already; {way_out}")
     of_others = tensors_beside(checkpoint, config)
     require_unquantized(checkpoint, of_others)
     if config.tie_word_embeddings:
         skip_tied_head(checkpoint, tensor_names(config).head)
     shapes = tensor_shapes(config)
     packed = find_experts(checkpoint, scheme, shapes)
-    unpacked = dict(shapes)
-    for name in packed:
-        del unpacked[name]
+    unpacked = {name: shape for name, shape in shapes.items() if name not in packed}
     checkpoint.check(unpacked)
     for name, shape in unpacked.items():
         checkpoint.take(name, shape)  # mapped, not read
@@ -243,7 +242,7 @@ def quantize(
     revision: str | None = None,
     ignore_config_keys: Sequence[str] = (),
     overwrite: bool = False,
-    on_progress: Progress = lambda what, done, total: None,
+    on_progress: OnStage = unseen,
     **options: Any,
 ) -> QuantizeResult:
     """Quantize `model` into the new folder `out`; with `overwrite` it may be one that Freight wrote
@@ -262,7 +261,10 @@ def quantize(
     if not str(out):
         raise ConfigError("quantize needs a folder to write: give out")
     require_new(Path(out), overwrite)
-    opened = open_unquantized(str(model), revision, _keeps_kv(args), names_of(ignore_config_keys))
+    # Scales that are there may stay where nothing is asked of the KV cache
+    keeps_kv = (args.kv_cache, args.kv_granularity, args.kv_budget) == (None, None, None)
+    keeps_kv = keeps_kv and not args.center
+    opened = open_unquantized(str(model), revision, keeps_kv, names_of(ignore_config_keys))
     require_other(opened.checkpoint, Path(out))
     _require_dtype(args.dtype, opened)
     opened = opened.quantized_as(
@@ -341,12 +343,6 @@ def _require_dtype(dtype: str | None, opened: Unquantized) -> None:
         raise ConfigError(
             f"--dtype {dtype}: {opened.name} is stored in {stored}, and what is not quantized stays in it; omit --dtype"
         )
-
-
-def _keeps_kv(args: QuantizeArgs) -> bool:
-    """Return whether nothing is asked of the KV cache, so that scales which are there may stay."""
-    settings = (args.kv_cache, args.kv_granularity, args.kv_budget)
-    return settings == (None, None, None) and not args.center
 
 
 def require_any(model: ModelConfig, plan: QuantizePlan, ignored: Collection[str]) -> None:
@@ -450,7 +446,7 @@ def write(
     divided: tuple[str, ...],
     calibration: Calibration,
     out: Path,
-    on_progress: Progress = lambda what, done, total: None,
+    on_progress: OnStage = unseen,
     overwrite: bool = False,
 ) -> QuantizeResult:
     """Write the checkpoint, and collect the warnings."""
@@ -462,8 +458,8 @@ def write(
         calibration,
         out,
         on_progress,
+        opened.packed,
         overwrite=overwrite,
-        packed=opened.packed,
     )
     warnings = []
     for name, growth in calibration.moving.items():
@@ -472,7 +468,14 @@ def write(
         )
     for name in calibration.zeros:
         warnings.append(f"{name}: only zeros were seen, so its scale is 1.0")
-    warnings += _unseen(calibration.unseen)
+    by_layer: dict[str, list[str]] = {}
+    for name in calibration.unseen:
+        by_layer.setdefault(name.rpartition(".")[0], []).append(name)
+    for experts in by_layer.values():
+        warnings.append(
+            f"no token of the calibration data reached {', '.join(experts)}: input scales are those of the layer's "
+            "other experts; use more data, or more like what the model will be used for"
+        )
     if divided:
         warnings.append(
             f"{divided[0]} is quantized although --ignore leaves out a module that engines merge it with; those that "
@@ -515,17 +518,3 @@ def _quantized_shapes(model: ModelConfig, ignored: Collection[str]) -> Iterator[
         shape = shapes.get(f"{name}.weight")
         if name not in left_out and shape is not None:
             yield name, shape
-
-
-def _unseen(names: Sequence[str]) -> list[str]:
-    """Return a sentence for each layer about its experts that no token of the calibration data
-    reached, by name.
-    """
-    layers: dict[str, list[str]] = {}
-    for name in names:
-        layers.setdefault(name.rpartition(".")[0], []).append(name)
-    return [
-        f"no token of the calibration data reached {', '.join(experts)}: input scales are those of the layer's other "
-        "experts; use more data, or more like what the model will be used for"
-        for experts in layers.values()
-    ]

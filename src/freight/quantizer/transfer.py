@@ -10,19 +10,18 @@ from pathlib import Path
 
 from freight.base.files import write_whole, writing
 from freight.base.options import choose
+from freight.base.terminal import OnStage, unseen
 from freight.checkpoint.kv_scales import read_scale_json
 from freight.checkpoint.writer import require_new
 from freight.errors import ConfigError
 from freight.fp8.formats import Format
 from freight.fp8.scheme import KVScales
 from freight.model.config.model import ModelConfig
-from freight.quantizer.calibration import Progress
 from freight.quantizer.carried import Carried, open_scales, per_layer, require_fit
 from freight.quantizer.modules import head_module, kept_modules, linear_modules
 from freight.quantizer.plan import (
     ActivationScheme,
     Layout,
-    ObserverKind,
     QuantizePlan,
     WeightScheme,
 )
@@ -39,7 +38,7 @@ def extract_scales(
     quantized: str,
     base: str,
     out: Path,
-    on_progress: Progress = lambda what, done, total: None,
+    on_progress: OnStage = unseen,
     format: str = Layout.COMPRESSED_TENSORS,
 ) -> KVScales:
     """Write `base`, a 16-bit model, into the new folder `out` with the KV scales of `quantized`, a
@@ -60,7 +59,7 @@ def import_scales(
     file: Path,
     model: str,
     out: Path,
-    on_progress: Progress = lambda what, done, total: None,
+    on_progress: OnStage = unseen,
     format: str = Layout.COMPRESSED_TENSORS,
 ) -> KVScales:
     """Write `model` into the new folder `out` with the scales of a kv_cache_scales.json.
@@ -106,7 +105,7 @@ def _layout(format: str) -> Layout:
 
 
 def _write(
-    opened: Unquantized, carried: Carried, out: Path, layout: Layout, on_progress: Progress
+    opened: Unquantized, carried: Carried, out: Path, layout: Layout, on_progress: OnStage
 ) -> KVScales:
     """Write the scales in float32, with the bits that were read.
 
@@ -126,10 +125,6 @@ def _write(
         weights=WeightScheme.NONE,
         activations=activations,
         kv_granularity=carried.granularity,
-        ignore=(),
-        num_samples=0,
-        max_seq_len=0,
-        observer=ObserverKind.ABSMAX,
         layout=layout,
     )
     measured = replace(NOTHING_CALIBRATED, kv=carried.coarse, kv_finer=carried.finer)
@@ -141,7 +136,7 @@ def _write(
         measured,
         out,
         on_progress,
+        opened.packed,
         kv_scale_format=Format.FLOAT32,
-        packed=opened.packed,
     )
     return carried.scales

@@ -19,7 +19,7 @@ from freight.kernels import reference
 from freight.model.decoder import DecoderLayer
 from freight.model.feed_forward.mlp import MLP
 from freight.model.feed_forward.moe import MoE
-from freight.model.layers.linear import GatheredLinear, Projection, UnmergedLinear
+from freight.model.layers.linear import GatheredLinear, UnmergedLinear
 from freight.model.mixers.spec import Mixer, PagedMixer
 from freight.operands.batch import ForwardBatch
 from freight.operands.kv_pages import read_slots
@@ -27,7 +27,7 @@ from freight.operands.packed import Rows, as_tensor
 from freight.operands.rotary import Rotary
 from freight.quantizer.centers import LayerCenters
 from freight.quantizer.expert_inputs import ExpertWatch
-from freight.quantizer.modules import LayerModules
+from freight.quantizer.modules import Fields, LayerModules
 from freight.quantizer.observers import Observer, by_group, make_observer, pair_norms
 from freight.quantizer.plan import KV_GRANULARITIES, ActivationScheme, QuantizePlan
 
@@ -44,46 +44,39 @@ class Watch:
     `finish` keeps the amax and releases the observer, whose histograms are far larger.
     """
 
+    amax: Tensor  # float32 [groups], once finished
+
     def __init__(self, observer: Observer, name: str) -> None:
         self.name = name
-        self._observer: Observer | None = observer
+        self._observer = observer
         self._earlier: Tensor | None = None
-        self._amax: Tensor | None = None  # float32 [groups], once finished
         self.growth = 1.0  # mean growth of the scales since `mark`; 1.0 if none grew
 
     def observe(self, values: Tensor) -> None:
         """Pass `values` [groups, count] to the observer."""
-        assert self._observer is not None, "finished"
         self._observer.observe(values)
 
     def mark(self) -> None:
-        assert self._observer is not None, "finished"
         self._earlier = self._observer.amax().clone()
 
     def finish(self) -> None:
-        assert self._observer is not None, "finished"
         amax = self._observer.amax()
         if self._earlier is not None:
             self.growth = float(
                 (amax / self._earlier.clamp(min=SMALLEST_SCALE)).clamp(max=1e6).mean()
             )
-        self._amax = amax.cpu()
-        self._observer = self._earlier = None
+        self.amax = amax.cpu()
+        del self._observer, self._earlier
 
     @property
     def zero(self) -> bool:
-        return not self._seen.any()
+        return not self.amax.any()
 
     def scales(self) -> Tensor:
         """Return the scales, float32 [groups]; 1.0 if only zeros were seen."""
         if self.zero:
-            return torch.ones_like(self._seen)
-        return scale_from_amax(self._seen, Format.E4M3FN)
-
-    @property
-    def _seen(self) -> Tensor:
-        assert self._amax is not None, "not finished"
-        return self._amax
+            return torch.ones_like(self.amax)
+        return scale_from_amax(self.amax, Format.E4M3FN)
 
 
 @dataclass(frozen=True)
@@ -140,52 +133,42 @@ class LayerWatch:
 
     def around(self, layer: DecoderLayer) -> DecoderLayer:
         """Return the layer with the inputs of its Linear modules observed."""
+        beside = layer.beside
+        if beside is not None and self.experts is not None:
+            beside = replace(beside, moe=self.experts.around(beside.moe))
+        return replace(
+            layer,
+            mixer=self._watched(layer.mixer, self.modules.mixed),
+            mlp=self._feed_forward(layer.mlp),
+            per_layer=self._watched(layer.per_layer, self.modules.per_layer),
+            beside=beside,
+        )
+
+    def _watched(self, part: Any, fields: Fields) -> Any:
+        """Return `part`, a frozen dataclass, with the inputs of its projections `fields` observed."""
+        watched = {}
+        for field, group in fields.items():
+            watch = self.inputs.get(group)
+            if watch is None:
+                continue
+            projection = getattr(part, field)
+            assert not isinstance(projection, GatheredLinear), "calibration has one rank"
+            parts = projection.parts if isinstance(projection, UnmergedLinear) else (projection,)
+            watched[field] = _Watched(parts, watch.observe)
+        return replace(part, **watched) if watched else part
+
+    def _feed_forward(self, mlp: MLP | MoE | None) -> MLP | MoE | None:
         modules = self.modules
-        mixer: Any = layer.mixer  # a frozen dataclass
-        if mixer is not None:
-            projections: dict[str, Any] = {}  # fields of the mixer, `MixerParts.projections`
-            for field, group in modules.mixed.items():
-                projections[field] = self._watched(getattr(mixer, field), group)
-            mixer = replace(mixer, **projections)
-        mlp = layer.mlp
         if isinstance(mlp, MLP):
-            mlp = self._dense(mlp)
-        elif mlp is not None:
-            mlp = self._mixture(mlp)
-        if layer.beside is not None and self.experts is not None:
-            parallel = replace(layer.beside, moe=self.experts.around(layer.beside.moe))
-            layer = replace(layer, beside=parallel)
-        per_layer = layer.per_layer
-        if per_layer is not None:
-            gate = self._watched(per_layer.gate, modules.per_layer_gate)
-            down = self._watched(per_layer.down, modules.per_layer_down)
-            per_layer = replace(per_layer, gate=gate, down=down)
-        return replace(layer, mixer=mixer, mlp=mlp, per_layer=per_layer)
-
-    def _watched(self, projection: Projection, group: tuple[str, ...]) -> Projection:
-        watch = self.inputs.get(group)
-        if watch is None:
-            return projection
-        assert not isinstance(projection, GatheredLinear), "calibration has one rank"
-        if isinstance(projection, UnmergedLinear):
-            return _Watched(projection.parts, watch.observe)
-        return _Watched((projection,), watch.observe)
-
-    def _dense(self, mlp: MLP) -> MLP:
-        gate_up = self._watched(mlp.gate_up, self.modules.gate_up)
-        down = self._watched(mlp.down, self.modules.down)
-        return replace(mlp, gate_up=gate_up, down=down)
-
-    def _mixture(self, moe: MoE) -> MoE:
-        if isinstance(moe.shared, MLP):
-            moe = replace(moe, shared=self._dense(moe.shared))
-        if moe.latent is not None:
-            inner = self._watched(moe.latent.inner, self.modules.latent_in)
-            outer = self._watched(moe.latent.outer, self.modules.latent_out)
-            moe = replace(moe, latent=replace(moe.latent, inner=inner, outer=outer))
-        if self.experts is not None:
-            moe = self.experts.around(moe)
-        return moe
+            dense: MLP = self._watched(mlp, modules.dense)
+            return dense
+        if mlp is None:
+            return None
+        shared = mlp.shared
+        if isinstance(shared, MLP):
+            shared = self._watched(shared, modules.dense)
+        moe = replace(mlp, shared=shared, latent=self._watched(mlp.latent, modules.latent))
+        return moe if self.experts is None else self.experts.around(moe)
 
     def unseen(self) -> list[str]:
         """Return the names of the experts that no token reached."""

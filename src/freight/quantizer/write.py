@@ -9,6 +9,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from freight.base.terminal import OnStage
 from freight.checkpoint.extras import write_extras
 from freight.checkpoint.mxfp4 import StoredExperts
 from freight.checkpoint.reader import Checkpoint
@@ -16,11 +17,10 @@ from freight.checkpoint.writer import CheckpointWriter, require_space
 from freight.errors import CheckpointError
 from freight.fp8.formats import Format
 from freight.fp8.four_bits import int4_scale_dtype, round_int4, round_mxfp4
-from freight.fp8.scheme import KVScales
 from freight.fp8.weights import quantize_blocks, quantize_rows, quantize_tensor
 from freight.model.config.model import ModelConfig
 from freight.model.loader import tensor_shapes
-from freight.quantizer.calibration import Calibration, Progress
+from freight.quantizer.calibration import Calibration
 from freight.quantizer.declare import (
     declare,
     four_bit_tensors,
@@ -54,10 +54,10 @@ def write_quantized(
     ignored: Sequence[str],
     calibration: Calibration,
     out: Path,
-    on_progress: Progress = lambda what, done, total: None,
+    on_progress: OnStage,
+    packed: Mapping[str, StoredExperts],
     kv_scale_format: Format | None = None,
     overwrite: bool = False,
-    packed: Mapping[str, StoredExperts] | None = None,
 ) -> tuple[int, int]:
     """Write `checkpoint`, which is unquantized, into the new folder `out`; return (bytes of tensors
     before, after).
@@ -80,7 +80,6 @@ def write_quantized(
     ]
     ignored = in_both_names(model, (*ignored, *others_in_16_bits))
     shapes = tensor_shapes(model) | of_others
-    packed = packed or {}
     before = 0
     after = 0
     with CheckpointWriter(out, overwrite=overwrite) as writer:
@@ -102,8 +101,13 @@ def write_quantized(
             on_progress("writing", done, len(shapes))
         declared = declare(checkpoint.config, plan, ignored, keeps=bool(packed))
         files: dict[str, bytes] = {}
-        if calibration.kv is not None:
-            _add_kv(writer, model, plan, calibration.kv, kv_scale_format or scales_in)
+        modules = layer_modules(model)
+        for index, mixer in model.paged.items():
+            if calibration.kv is None or mixer.kv_from is not None:
+                continue  # the layer stores no keys and values of its own
+            layer = calibration.kv.layers[index]
+            assert layer is not None
+            writer.add(kv_tensors(plan, modules[index].mixer, layer, kv_scale_format or scales_in))
         if calibration.kv_finer is not None:
             named, files = write_extras(calibration.kv_finer)
             declared |= named
@@ -114,18 +118,6 @@ def write_quantized(
 
 def _num_bytes(tensors: Mapping[str, Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors.values())
-
-
-def _add_kv(
-    writer: CheckpointWriter, model: ModelConfig, plan: QuantizePlan, kv: KVScales, format: Format
-) -> None:
-    """Write the KV scales of every layer that stores keys and values, in `format`."""
-    modules = layer_modules(model)
-    for index, mixer in model.paged.items():
-        layer = kv.layers[index]
-        assert layer is not None
-        if mixer.kv_from is None:
-            writer.add(kv_tensors(plan, modules[index].mixer, layer, format))
 
 
 def _rounded(

@@ -173,8 +173,8 @@ def test_routers_and_gates_of_shared_experts_are_never_quantized(tmp_path: Path)
     assert ignored_modules(config, []) == ((*kept, "lm_head"), ())
     assert ignored_modules(config, ["re:mlp.gate$"]) == ((*kept, "lm_head"), ())
     dense, sparse, _ = layer_modules(config)
-    assert dense.gate_up == ("model.layers.0.mlp.gate_proj", "model.layers.0.mlp.up_proj")
-    assert sparse.gate_up == (
+    assert dense.dense["gate_up"] == ("model.layers.0.mlp.gate_proj", "model.layers.0.mlp.up_proj")
+    assert sparse.dense["gate_up"] == (
         "model.layers.1.mlp.shared_expert.gate_proj",
         "model.layers.1.mlp.shared_expert.up_proj",
     )

@@ -45,13 +45,14 @@ def read_compressed_tensors(declared: JsonObject) -> Scheme:
             f"compressed-tensors with sparsity_config = {dict(sparsity)!r} is not implemented"
         )
     rules, kv_outputs = read_groups(declared, "compressed-tensors")
-    scheme = Scheme("compressed-tensors", _weight_format(rules), rules=tuple(rules))
+    uncompressed = declared.get("quantization_status") in UNCOMPRESSED
+    scheme = Scheme(
+        "compressed-tensors", _weight_format(rules), rules=tuple(rules), uncompressed=uncompressed
+    )
     if scheme.four_bits:
         scheme = replace(scheme, unused=(("*.input_global_scale", UNROUNDED),))
     if kv_outputs:  # files older than kv_cache_scheme quantize the outputs of k_proj and v_proj
         scheme = replace(scheme, kv_format=E4M3, kv_static=True)
-    status = declared.get("quantization_status")
-    scheme = replace(scheme, uncompressed=status in UNCOMPRESSED)
     return with_kv_scheme(declared, scheme)
 
 

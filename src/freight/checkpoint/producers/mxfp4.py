@@ -15,8 +15,9 @@ _EXPERTS = re.compile(r"(?:.*\.)?mlp\.experts(?:\.|$)")
 _FAMILY = "gpt_oss"  # the family whose experts are read
 
 
-def read_mxfp4(declared: JsonObject, model_type: object) -> Scheme:
-    """Read the declaration. Raises CheckpointError for a model other than gpt-oss."""
+def read_mxfp4(declared: JsonObject) -> Scheme:
+    """Read the declaration, with config.json's `model_type`. Raises CheckpointError for a model other than gpt-oss."""
+    model_type = declared.get("model_type")
     if model_type != _FAMILY:
         raise CheckpointError(
             f"quant_method mxfp4 of model_type {model_type!r} is not implemented: MXFP4 is read for the experts of "

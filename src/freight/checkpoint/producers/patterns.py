@@ -24,11 +24,12 @@ Syntax = Callable[[str], ModulePattern]
 _PLAIN = re.compile(r"[\w-]+(?:\.[\w-]+)*\Z")
 
 CLASSES = ("Linear", "LinearBase")  # every module that is looked up is one of these
-_MERGED = {
-    "qkv_proj": "(?:q|k|v|qkv)_proj",
-    "gate_up_proj": "(?:gate|up|gate_up)_proj",
-    "in_proj_qkvz": "in_proj_(?:qkv|z|qkvz)",
-    "in_proj_ba": "in_proj_(?:b|a|ba)",
+# Names of a merged projection and of its parts
+_FORMS = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj", "qkv_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj", "gate_up_proj"),
+    "in_proj_qkvz": ("in_proj_qkv", "in_proj_z", "in_proj_qkvz"),
+    "in_proj_ba": ("in_proj_b", "in_proj_a", "in_proj_ba"),
 }
 
 
@@ -215,12 +216,6 @@ def _starts_and_ends_of(name: str) -> Iterator[str]:
         yield "^" + ".".join(words[:end])
 
 
-_FORMS = {
-    "qkv_proj": ("q_proj", "k_proj", "v_proj", "qkv_proj"),
-    "gate_up_proj": ("gate_proj", "up_proj", "gate_up_proj"),
-    "in_proj_qkvz": ("in_proj_qkv", "in_proj_z", "in_proj_qkvz"),
-    "in_proj_ba": ("in_proj_b", "in_proj_a", "in_proj_ba"),
-}
 _LISTED: Mapping[Syntax, _Lookup] = {
     exact: _Lookup(_all_forms, _whole),
     class_or_exact: _Lookup(_all_forms, _whole),
@@ -233,4 +228,5 @@ _LISTED: Mapping[Syntax, _Lookup] = {
 def _name(name: str) -> str:
     """Return the expression of one module's full name."""
     head, dot, last = name.removeprefix("model.").rpartition(".")
-    return rf"(?:model\.)?{re.escape(head + dot)}{_MERGED.get(last, re.escape(last))}"
+    forms = "|".join(_FORMS.get(last, (re.escape(last),)))
+    return rf"(?:model\.)?{re.escape(head + dot)}(?:{forms})"

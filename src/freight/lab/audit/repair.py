@@ -29,7 +29,6 @@ from freight.quantizer.declare import declare
 from freight.quantizer.plan import (
     ActivationScheme,
     Layout,
-    ObserverKind,
     QuantizePlan,
     WeightScheme,
 )
@@ -44,10 +43,6 @@ _KV_ONLY = QuantizePlan(
     weights=WeightScheme.NONE,
     activations=ActivationScheme.NONE,
     kv_granularity=Granularity.TENSOR,
-    ignore=(),
-    num_samples=0,
-    max_seq_len=0,
-    observer=ObserverKind.ABSMAX,
     layout=Layout.COMPRESSED_TENSORS,
 )
 

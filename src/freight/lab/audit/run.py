@@ -7,12 +7,13 @@ that Freight runs and a text; where either lacks, the report says so and the res
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 
 from freight.base.fields import JsonObject
+from freight.base.terminal import OnStage, unseen
 from freight.checkpoint.reader import resolve_model
 from freight.checkpoint.writer import require_new, require_own_files
 from freight.errors import CheckpointError, ConfigError
@@ -34,8 +35,6 @@ from freight.lab.audit.weights import WeightFacts, read_weights
 from freight.lab.columns import as_object
 from freight.model.open import open_folder
 from freight.settings.engine import EngineArgs
-
-Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
@@ -93,7 +92,7 @@ def audit(
     layer_tokens: int = 1024,
     fix: Path | None = None,
     calibration: str | None = None,
-    on_progress: Progress = lambda what, done, total: None,
+    on_progress: OnStage = unseen,
 ) -> AuditReport:
     """Audit `args.model` for `engines`, and write a repaired checkpoint into `fix` if it is given.
 
@@ -165,7 +164,7 @@ def _measure(
     text: str,
     window: int | None,
     max_tokens: int,
-    on_progress: Progress,
+    on_progress: OnStage,
 ) -> _Costs:
     """Measure each of `scales`, and each of `cpu` as vLLM's CPU kernels round; equal ones once."""
     nearest = _distinct(scales)

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from freight.base.terminal import OnProgress
+from freight.base.terminal import OnProgress, OnStage, unseen
 from freight.checkpoint.reader import resolve_model
 from freight.errors import ConfigError
 from freight.fp8.formats import Format, Granularity, ScaleSource
@@ -36,7 +36,6 @@ from freight.lab.evaluate.stored_error import Probe
 from freight.model.decoder import Decoder, LanguageModel
 from freight.model.open import OpenModel, open_model, require_native
 from freight.model.weight_bytes import WeightBytes, weight_bytes
-from freight.quantizer.calibration import Progress
 from freight.quantizer.data import read_samples
 from freight.settings.engine import EngineArgs, EngineConfig, KVCacheConfig, listed_layers
 from freight.settings.hardware import takes_groups
@@ -90,7 +89,7 @@ def evaluate_grid(
     args: EngineArgs,
     documents: Sequence[Document],
     grid: GridArgs,
-    on_progress: Progress = lambda what, done, total: None,
+    on_progress: OnStage = unseen,
     source: str = "text",
 ) -> Evaluation:
     """Measure every setting of `grid` over `documents`; the first run is the unquantized one.

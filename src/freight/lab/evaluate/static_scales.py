@@ -16,7 +16,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from freight.base.terminal import OnProgress, unseen
+from freight.base.terminal import OnProgress, OnStage, unseen
 from freight.cache.pool import AngleTables, KVPool
 from freight.engine.prepare import Logits, SequenceSlice
 from freight.engine.runner import ModelRunner
@@ -27,7 +27,6 @@ from freight.fp8.scheme import KVScales, LayerScales
 from freight.lab.evaluate.measure import now
 from freight.model.decoder import Decoder
 from freight.operands.kv_pages import KeyCenter
-from freight.quantizer.calibration import Progress
 from freight.quantizer.centers import CenterWatch
 from freight.quantizer.observers import pair_norms
 from freight.quantizer.watch import FLOOR, WatchedKV
@@ -137,7 +136,7 @@ def measure_scales(
     pool: KVPool,
     samples: Sequence[Sequence[int]],
     names: Sequence[str],
-    on_progress: Progress = lambda what, done, total: None,
+    on_progress: OnStage = unseen,
 ) -> Measured:
     """Scales for each of `names`: a static granularity, or 'centered', which is None where no layer
     gains from it.
