@@ -273,13 +273,11 @@ class Service:
         assert tokenizer is not None
         if self.large is not None and is_long(text):
             return await self.large.encode(text, add_special_tokens, last, key_name)
-        if isinstance(text, ChatText):
-            size = len(text.text)
-            encode = partial(tokenizer.encode_chat, text, add_special_tokens)
+        size = len(text.text if isinstance(text, ChatText) else text)
+        if size < _LONG:
+            token_ids = tokenizer.encode(text, add_special_tokens)
         else:
-            size = len(text)
-            encode = partial(tokenizer.encode, text, add_special_tokens)
-        token_ids = encode() if size < _LONG else await asyncio.to_thread(encode)
+            token_ids = await asyncio.to_thread(tokenizer.encode, text, add_special_tokens)
         return token_ids, len(token_ids)
 
     async def tokenized(self, asked: Tokenize, key_name: str | None) -> list[bytes]:

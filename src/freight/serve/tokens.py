@@ -132,10 +132,7 @@ class Tokenize:
             yield {"id": token, "text": text[start:stop], "start": start, "stop": stop}
 
     def _counted(self, text: str | ChatText, tokenizer: Tokenizer, max_model_len: int) -> JsonDict:
-        if isinstance(text, ChatText):
-            tokens = tokenizer.encode_chat(text, self.add_special_tokens)
-        else:
-            tokens = tokenizer.encode(text, self.add_special_tokens)
+        tokens = tokenizer.encode(text, self.add_special_tokens)
         texts = None
         if self.with_texts:
             texts = [tokenizer.token_string(token, False) or "" for token in tokens]

@@ -52,9 +52,11 @@ from freight.text.tokenizer_files import (
 )
 
 if TYPE_CHECKING:
-    from transformers.utils.chat_parsing import ResponseParser as ResponseParser
     from transformers.utils.chat_parsing.response_templates import (
         ResponseTemplate as ResponseTemplate,
+    )
+    from transformers.utils.chat_parsing.response_templates import (
+        ResponseTemplateField as ResponseTemplateField,
     )
 
 logger = logging.getLogger("freight")
@@ -159,13 +161,15 @@ class Tokenizer:
         except CheckpointError as error:
             raise CheckpointError(f"{error}; {way_out}") from error.__cause__
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    def encode(self, text: str | ChatText, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of `text`, with the special tokens that the model wants around a
-        text (BOS), unless disabled.
+        text (BOS), unless disabled; of a rendered conversation by `encode_chat`.
 
         Raises RequestError for text that is not Unicode (a lone surrogate) or that the vocabulary
         has no tokens for.
         """
+        if isinstance(text, ChatText):
+            return self.encode_chat(text, add_special_tokens)
         return self._encode(text, add_special_tokens).ids
 
     def check_empty(self, add_special_tokens: bool = True) -> None:
@@ -506,20 +510,9 @@ def _try(expression: str, text: str) -> None:
 _TIMED_PARSERS = {"xml-inline": _read_tags, "json": _read_json}
 
 
-def response_parser(template: ResponseTemplate, prefix: str) -> ResponseParser:
-    """Make transformers' ResponseParser for one answer; `template` from `load_response_template`.
-
-    prefix: the end of the prompt that already belongs to the answer. `feed` and `finalize` of the
-    parser raise ValueError for text that the content parsers of `template` cannot read.
-    """
-    from transformers.utils import chat_parsing
-
-    return chat_parsing.ResponseParser(template, prefix=prefix)
-
-
 def parse_response(text: str, template: ResponseTemplate, tools: Sequence[JsonObject]) -> JsonDict:
     """Parse `text` into a message by `template`, with arguments converted to the types of `tools`.
-    Raises as `response_parser`.
+    Raises ValueError for text that the content parsers of `template` cannot read.
     """
     from transformers.utils.chat_parsing import parse_response as parse
 

@@ -23,7 +23,7 @@ from tests.unit.server.call_form_cases import (
 from tests.unit.server.joined_pieces import call, content, joined
 from tests.unit.server.test_tools import QWEN3
 
-from freight.serve.answers import parsing
+from freight.base.patterns import AnswerPattern
 from freight.serve.answers.call_families import form_of, tags_of
 from freight.serve.answers.listed_calls import ListedCalls
 from freight.serve.answers.pieces import Piece, PieceKind
@@ -277,26 +277,18 @@ def test_values_may_have_an_end_of_a_value_in_them(name: str) -> None:
 
 @pytest.mark.parametrize("name", FORMS)
 def test_floods_are_read_in_linear_work(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Work is counted in characters that transformers' parsers search, which is what grew in
-    floods.
-    """
+    """Work is counted in characters that are searched for marks, which is what grew in floods."""
     form = FORMS[name]
     searched = 0
-    make = parsing.response_parser
+    search = AnswerPattern.search
 
-    def counting(template: Any, prefix: str) -> Any:
-        parser = make(template, prefix)
-        feed = parser.feed
+    def counted(pattern: AnswerPattern, text: str, at: int, **more: Any) -> Any:
+        nonlocal searched
+        match = search(pattern, text, at, **more)
+        searched += (len(text) if match is None else match.end()) - at
+        return match
 
-        def counted(text: str) -> Any:
-            nonlocal searched
-            searched += len(parser._buffer) - parser._pos + len(text)
-            return feed(text)
-
-        parser.feed = counted
-        return parser
-
-    monkeypatch.setattr(parsing, "response_parser", counting)
+    monkeypatch.setattr(AnswerPattern, "search", counted)
     for unit in (
         form.opening + form.before_name,
         form.before_name + "get_time" + form.before_arguments,

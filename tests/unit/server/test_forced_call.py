@@ -191,7 +191,7 @@ def test_what_the_grammar_writes_is_read_back_as_allowed_calls(kind: str, marker
         if kind == "mistral_args":  # names have no quotes there
             names = ["get_weather", "get-time", "at"]
         parallel = seed % 2 == 1
-        text = walk(built, form.forced_call(TOOLS, names, parallel), seed)
+        text = walk(built, form.call_to(TOOLS, names, parallel), seed)
         found = [piece for piece in pieces(form, [text]) if piece.kind is not PieceKind.REASONING]
         assert {piece.kind for piece in found} == {PieceKind.TOOL_CALL}, text
         most = max(most, len(found))
@@ -210,8 +210,8 @@ def test_within_reasoning_a_forced_call_comes_after_its_end(markers: str) -> Non
     built = backend() if markers == "as tokens" else backend((), ("<|im_end|>",))
     form = format_of(built, TEMPLATES["qwen3"])
     prompt = "<|im_start|>assistant\n<think>\n"
-    assert form.ends_in_reasoning(prompt)
-    forced = form.forced_call(TOOLS, ["get-time"], False, in_reasoning=True)
+    assert form.markup.begins_in_reasoning(prompt)
+    forced = form.call_to(TOOLS, ["get-time"], False, "<|im_start|>assistant\n<think>\n")
     call = '<tool_call>\n{"name": "get-time", "arguments": {}}\n</tool_call>'
     for text, allowed in (
         (f"Well {{<\n</think>\n\n{call}", True),
@@ -251,9 +251,8 @@ def test_every_form_begins_after_the_reasoning(
 ) -> None:
     built = backend() if markers == "as tokens" else backend((), ("<|im_end|>",))
     answers = format_of(built, TEMPLATES["qwen3"])
-    inside, outside = (
-        answers.after_reasoning(form, in_reasoning) for in_reasoning in (True, False)
-    )
+    inside = answers.form_to(form, "<|im_start|>assistant\n<think>\n")
+    outside = answers.form_to(form, "")
     for text, in_inside, in_outside in (
         (f"Why {answer}?\n</think>\n\n{answer}", True, False),
         (f"<think>\nWhy?</think>{answer}", markers == "as text", True),
@@ -263,15 +262,18 @@ def test_every_form_begins_after_the_reasoning(
     ):
         assert allows(built, inside, text) == in_inside, text
         assert allows(built, outside, text) == in_outside, text
-    assert format_of(built, TEMPLATES["hermes"]).after_reasoning(form, False) == form
+    assert format_of(built, TEMPLATES["hermes"]).form_to(form, "") == form
 
 
 def test_a_large_set_of_tools_compiles_in_a_moment() -> None:
     tools = large_tools(64)
     assert len(json.dumps(tools)) > 100_000
     built = backend()
-    forced = format_of(built, TEMPLATES["qwen3"]).forced_call(
-        tools, [tool["function"]["name"] for tool in tools], True, in_reasoning=True
+    forced = format_of(built, TEMPLATES["qwen3"]).call_to(
+        tools,
+        [tool["function"]["name"] for tool in tools],
+        True,
+        "<|im_start|>assistant\n<think>\n",
     )
 
     def compile_tools() -> None:
@@ -285,7 +287,7 @@ def test_a_large_set_of_tools_compiles_in_a_moment() -> None:
     ):
         function = {"name": "f", "parameters": {"type": "object", "properties": {"a": broken}}}
         with pytest.raises(ApiError, match=f"tools: 'f': .*{why}"):
-            format_of(built, TEMPLATES["qwen3"]).forced_call([{"function": function}], ["f"], False)
+            format_of(built, TEMPLATES["qwen3"]).call_to([{"function": function}], ["f"], False)
 
 
 def deep(levels: int) -> dict[str, Any]:
@@ -299,7 +301,7 @@ def test_a_call_that_cannot_be_forced_is_refused_by_name() -> None:
     form = format_of(backend(), TEMPLATES["hermes"])
     for tools, names in ((TOOLS, ["nothing"]), ([], ["at"]), (TOOLS, [])):
         with pytest.raises(ApiError) as error:
-            form.forced_call(tools, names, True)
+            form.call_to(tools, names, True)
         assert (error.value.status, error.value.param) == (400, "tool_choice")
     for unknown in (
         format_of(backend(), "</think>"),
@@ -307,7 +309,7 @@ def test_a_call_that_cannot_be_forced_is_refused_by_name() -> None:
         format_of(backend(), "", XML),
     ):
         with refuses(ApiError, "tool_choice", "'auto'", "'none'", "tool calls"):
-            unknown.forced_call(TOOLS, ["at"], True)
+            unknown.call_to(TOOLS, ["at"], True)
 
 
 def test_the_checkpoints_own_template_comes_first() -> None:

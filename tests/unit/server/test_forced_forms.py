@@ -109,7 +109,7 @@ def test_what_the_grammar_writes_is_read_back_as_allowed_calls(name: str, marker
     for seed in range(4):
         parallel = seed % 2 == 1
         names = [list(PARAMETERS)[seed % 3], "at"]
-        text = walk(form.tokenizer, form.forced_call(TOOLS, names, parallel), seed)
+        text = walk(form.tokenizer, form.call_to(TOOLS, names, parallel), seed)
         found = joined(form.parser("", TOOLS), [text], True)
         assert {piece.kind for piece in found} == {PieceKind.TOOL_CALL}, text
         assert parallel or len(found) == 1
@@ -151,7 +151,7 @@ def test_arguments_come_in_the_order_of_the_schema_and_required_ones_always(mark
     form = named_format("QWEN3_CODER", None, markers)
     properties = {"city": {"type": "string"}, "days": {"type": "integer", "maximum": 3}}
     schema = {"type": "object", "properties": properties, "required": ["city"]}
-    forced = form.forced_call([{"function": {"name": "f", "parameters": schema}}], ["f"], False)
+    forced = form.call_to([{"function": {"name": "f", "parameters": schema}}], ["f"], False)
     for text, allowed in (
         (qwen('a "b" <c>\n</parameter >'), True),
         (qwen("a", ""), True),
@@ -171,7 +171,7 @@ def test_a_schema_may_have_alternatives() -> None:
         {"properties": {"b": {"enum": ["x"]}}},
     ]
     schema = {"type": "object", "properties": {"c": {"type": "null"}}, "anyOf": branch}
-    forced = form.forced_call([{"function": {"name": "f", "parameters": schema}}], ["f"], False)
+    forced = form.call_to([{"function": {"name": "f", "parameters": schema}}], ["f"], False)
     for body, allowed in (
         ("<arg_key>a</arg_key><arg_value>1</arg_value>", True),
         (
@@ -193,7 +193,7 @@ def test_after_the_end_of_a_thought_there_is_only_the_call(name: str, special: b
     marks = ("<think>", "</think>")
     model = tokenizer("", marks, ()) if special else tokenizer("", (), marks)
     form = named_format(name, "THINK", model=model)
-    forced = form.forced_call(TOOLS, ["get-time"], False, in_reasoning=True)
+    forced = form.call_to(TOOLS, ["get-time"], False, "<|im_start|>assistant\n<think>\n")
     call = {
         "QWEN3_CODER": "<tool_call>\n<function=get-time>\n</function>\n</tool_call>",
         "HERMES": '<tool_call>\n{"name": "get-time", "arguments": {}}\n</tool_call>',
@@ -209,9 +209,7 @@ def test_after_the_end_of_a_thought_there_is_only_the_call(name: str, special: b
 def test_many_tools_compile(name: str) -> None:
     tools = large_tools(24)
     form = named_format(name)
-    matcher_of(
-        form.tokenizer, form.forced_call(tools, [f"tool_{index}" for index in range(24)], True)
-    )
+    matcher_of(form.tokenizer, form.call_to(tools, [f"tool_{index}" for index in range(24)], True))
 
 
 def test_a_schema_of_which_no_grammar_can_be_made_is_refused() -> None:
@@ -222,7 +220,7 @@ def test_a_schema_of_which_no_grammar_can_be_made_is_refused() -> None:
         for schema in (deep, {"$ref": "https://example.com/x"}, {"description": "a" * 40_000}):
             function = {"name": "f", "parameters": {"type": "object", "properties": {"a": schema}}}
             with pytest.raises(ApiError) as error:
-                named_format(name).forced_call([{"function": function}], ["f"], False)
+                named_format(name).call_to([{"function": function}], ["f"], False)
             assert (error.value.status, error.value.param) == (400, "tools")
 
 
@@ -246,7 +244,7 @@ def test_a_schema_may_refer_to_itself() -> None:
         ),
     ):
         form = named_format(name)
-        forced = form.forced_call(tools, ["f"], False)
+        forced = form.call_to(tools, ["f"], False)
         assert allows(form.tokenizer, forced, text)
         (found,) = joined(form.parser("", tools), [text], True)
         assert json.loads(found.text) == {"t": {"next": {"name": "a"}}}
@@ -271,7 +269,7 @@ def test_each_alternative_of_a_value_holds(name: str) -> None:
     )
     schema |= {"required": list(ALTERNATIVES), "additionalProperties": False}
     tools = [{"function": {"name": "f", "parameters": schema}}]
-    forced, kinds = form.forced_call(tools, ["f"], False), set()
+    forced, kinds = form.call_to(tools, ["f"], False), set()
     for seed in range(6):
         (found,) = joined(form.parser("", tools), [walk(form.tokenizer, forced, seed)], True)
         assert found.kind is PieceKind.TOOL_CALL
@@ -298,7 +296,7 @@ def test_names_of_arguments_are_read_as_they_are_or_refused(name: str, key: str)
     ]
     refused = None
     try:
-        forced = form.forced_call(tools, ["f"], False)
+        forced = form.call_to(tools, ["f"], False)
     except ApiError as error:
         refused = error
     if refused is not None:

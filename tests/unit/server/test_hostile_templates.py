@@ -109,7 +109,7 @@ def test_an_answer_ends_soon_with_all_its_text(name: str, monkeypatch: pytest.Mo
     began = time.thread_time()
     form = parser_for(tokenizer("no markup", own))
     assert form is not None
-    form.ends_in_reasoning(f"<|im_start|>{LETTERS}")
+    form.markup.begins_in_reasoning(f"<|im_start|>{LETTERS}")
     pieces = joined(form.parser(f"<|im_start|>{LETTERS}", TOOLS), [text], True)
     assert time.thread_time() - began < 5
     assert not [piece for piece in pieces if piece.kind is PieceKind.TOOL_CALL]

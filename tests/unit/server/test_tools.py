@@ -16,10 +16,12 @@ from tests.clock import takes_less
 from tests.unit.server.joined_pieces import call, content, joined, reasoning
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
+from transformers.utils.chat_parsing import ResponseParser
 
+from freight.serve.answers.finder import Finder, Mark, regions_of
 from freight.serve.answers.pieces import Piece, PieceKind
 from freight.serve.answers.tools import MessageFormat, parser_for
-from freight.text.tokenizer import Tokenizer
+from freight.text.tokenizer import Tokenizer, load_response_template
 
 QWEN3 = """{%- if tools %}{{ '<|im_start|>system\n<tools>' }}{% for t in tools %}{{ t | tojson }}{% endfor %}
 {{- '</tools> in <tool_call></tool_call>: {"name": ..., "arguments": ...}<|im_end|>\n' }}{% endif %}
@@ -309,7 +311,7 @@ def test_the_end_of_the_prompt_says_where_an_answer_begins(
     )
     assert pieces(kind, ["x</think>y"], prompt=prompt) == expected
     assert pieces(kind, list("x</think>y"), prompt=prompt) == expected
-    assert FORMATS[kind].ends_in_reasoning(prompt) == (begins_in == "reasoning")
+    assert FORMATS[kind].markup.begins_in_reasoning(prompt) == (begins_in == "reasoning")
 
 
 @settings(max_examples=30)
@@ -357,18 +359,16 @@ def test_the_cost_is_linear(text: str, chunk: int) -> None:
 
 
 @pytest.mark.parametrize("opening", ["", "<think>", "<tool_call>"])
-def test_no_parser_of_transformers_gets_long(opening: str) -> None:
+def test_text_that_was_read_is_forgotten(opening: str) -> None:
     parser: Any = FORMATS["qwen3"].parser("", TOOLS)
     parser.feed(opening)
     for _ in range(20_000):
         parser.feed("a<b ")
-    assert (
-        len(parser._parser._buffer) < 20_000
-    )  # it adds to this text with every chunk, and copies it each time
+    assert len(parser._finder._text) < 100
 
 
 @pytest.mark.parametrize("chunk", [7, 1 << 20])
-def test_regions_go_on_past_a_change_of_parsers(chunk: int) -> None:
+def test_regions_go_on_for_long(chunk: int) -> None:
     long = "a <b </ [x] " * 4000 + "end"
     arguments = json.dumps({"city": long})
     one = '<tool_call>{"name": "get_weather", "arguments": ' + arguments + "}</tool_call>"
@@ -379,12 +379,62 @@ def test_regions_go_on_past_a_change_of_parsers(chunk: int) -> None:
 
 
 def test_a_fault_of_the_parser_gives_the_rest_as_text(caplog: pytest.LogCaptureFixture) -> None:
-    def fail(text: str) -> None:
-        raise KeyError(text)
+    def fail(*arguments: object) -> None:
+        raise KeyError(arguments)
 
     parser: Any = FORMATS["qwen3"].parser("", TOOLS)
     found = parser.feed('So <tool_call>{"na')
-    parser._parser.feed = fail
+    parser._finder.next = fail
     found += parser.feed('me": <') + parser.feed("1</tool_call>") + parser.finish(True)
     assert content_of(found) == 'So <tool_call>{"name": <1</tool_call>'
     assert "failed" in caplog.text
+
+
+@settings(max_examples=100)
+@given(data=st.data())
+def test_the_regions_are_those_that_transformers_finds(data: st.DataObject) -> None:
+    words = [
+        "<call>",
+        "</call>",
+        "<think>",
+        "</think>",
+        "</think>>",
+        "aab",
+        "c",
+        "cc",
+        "<ca",
+        " ",
+        "x",
+    ]
+    chunks = data.draw(st.lists(st.sampled_from(words), max_size=15))
+    template = load_response_template(
+        {
+            "start_anchor_pattern": "(?!)",
+            "fields": {
+                "calls": {"open": "<call>", "close_pattern": r"</call>(?!c)"},
+                "reasoning": {"open": "<think>", "close": ["</think>", "</think>>"]},
+                "other": {"open_pattern": "a+b", "close_pattern": "c{2,}", "repeats": True},
+                "content": {},
+            },
+        }
+    )
+    theirs = ResponseParser(template, prefix="")
+    events = [event for chunk in chunks for event in theirs.feed(chunk)] + theirs.finalize()[1]
+    expected: dict[str, str] = {}
+    for event in events:
+        expected[event["field"]] = expected.get(event["field"], "") + event.get("text", "")
+    finder = Finder(regions_of(field for field in template.fields.values() if field.open_re))
+    found: dict[str, str] = {}
+    region = None
+    for index in range(len(chunks) + 1):
+        finder.feed("".join(chunks[index : index + 1]))
+        finder.load()
+        mark: Mark | None = Mark("", "")
+        while mark is not None:
+            text, mark = finder.next(region, index == len(chunks))
+            name = region or "content"
+            if text or region:
+                found[name] = found.get(name, "") + text
+            if mark is not None:
+                region = mark.name if region is None else None
+    assert found == expected

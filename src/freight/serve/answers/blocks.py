@@ -15,7 +15,7 @@ from enum import StrEnum
 
 from freight.base.fields import JsonObject
 from freight.outputs import CompletionDelta, FinishReason, RequestDelta
-from freight.serve.answers.pieces import Piece, PieceKind
+from freight.serve.answers.pieces import MessagePieces, Piece, PieceKind
 from freight.serve.call import Served, TokenizedWork
 from freight.serve.openai.stream import Usage, check_ending
 
@@ -64,8 +64,7 @@ class Step:
 class Blocks:
     """The blocks of a completion in progress.
 
-    called         whether the answer ended in tool calls: the model stopped by itself, and every
-                   call is complete
+    called         whether the answer ended in tool calls, all of which are complete
     finish_reason  None until the completion has ended
     stop_reason    the stop string or the id of the request's stop_token_ids that ended it, if one did
     """
@@ -84,11 +83,13 @@ class Blocks:
         self.usage = Usage(len(work.token_ids))
         self.finish_reason: FinishReason | None = None
         self.stop_reason: str | int | None = None
-        self.called = False
-        self._parser = served.parser_of(work.text, tools) if served.parser_of else None
-        self._has_tools = bool(tools)
-        self._parallel = parallel
+        parser = served.parser_of(work.text, tools) if served.parser_of else None
+        self._pieces = MessagePieces(parser, bool(tools), parallel)
         self._tokenizer = served.tokenizer
+
+    @property
+    def called(self) -> bool:
+        return self._pieces.called
 
     def advance(self, delta: RequestDelta) -> list[Step]:
         """Take a delta; returns its steps. Raises ApiError for a completion that ended by error or
@@ -111,55 +112,25 @@ class Blocks:
     def _advance(self, output: CompletionDelta, steps: list[Step]) -> None:
         check_ending(output)
         self.usage.completion += len(output.token_ids)
-        pieces, cut = self._pieces(output)
-        for piece in pieces:
+        for piece in self._pieces.of(output):
             self._take(piece, steps)
         if output.finish_reason is not None:
-            stopped = output.finish_reason is FinishReason.STOP
             self.finish_reason = output.finish_reason
             self.stop_reason = output.stop_reason
-            self.called = stopped and not cut and self._has_call()
-            self._close(steps, stopped)
+            self._close(steps, output.finish_reason is FinishReason.STOP)
             reasoning = [block.text for block in self.all if block.kind is PieceKind.REASONING]
             self.usage.count_reasoning(self._tokenizer, reasoning)
 
-    def _pieces(self, output: CompletionDelta) -> tuple[list[Piece], bool]:
-        """Return the pieces of a delta, and whether the answer ended in text that could have become
-        a call.
-        """
-        if self._parser is None:
-            return [Piece(PieceKind.CONTENT, output.text)] if output.text else [], False
-        pieces = self._parser.feed(output.text) if output.text else []
-        if output.finish_reason is None:
-            return pieces, False
-        last_pieces = self._parser.finish(output.finish_reason is FinishReason.STOP)
-        cut = any(
-            piece.kind is PieceKind.CONTENT and not piece.text.isspace() for piece in last_pieces
-        )
-        return pieces + last_pieces, cut
-
     def _take(self, piece: Piece, steps: list[Step]) -> None:
-        kind = piece.kind
-        text = piece.text
-        if kind is PieceKind.TOOL_CALL and not self._has_tools:  # a call, without any tools
-            kind = PieceKind.CONTENT
-            text = f'{{"name": {json.dumps(piece.name)}, "arguments": {text}}}'
-        is_call = kind is PieceKind.TOOL_CALL
-        if is_call and not self._parallel and self._has_call():
-            return
-        if not text and not is_call:
-            return
-        if is_call or not self.all or self.all[-1].kind is not kind:
+        is_call = piece.kind is PieceKind.TOOL_CALL
+        if is_call or not self.all or self.all[-1].kind is not piece.kind:
             self._close(steps, True)
-            self.all.append(Block(len(self.all), kind, piece.name if is_call else ""))
+            self.all.append(Block(len(self.all), piece.kind, piece.name))
             steps.append(Step(StepKind.OPEN, self.all[-1]))
-        self.all[-1].parts.append(text)
-        steps.append(Step(StepKind.TEXT, self.all[-1], text))
+        self.all[-1].parts.append(piece.text)
+        steps.append(Step(StepKind.TEXT, self.all[-1], piece.text))
         if is_call:
             self._close(steps, True)
-
-    def _has_call(self) -> bool:
-        return any(block.kind is PieceKind.TOOL_CALL for block in self.all)
 
     def _close(self, steps: list[Step], complete: bool) -> None:
         """Close the block that is open, if one is."""

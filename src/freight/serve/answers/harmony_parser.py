@@ -24,14 +24,12 @@ from enum import Enum, auto
 
 from freight.base.fields import JsonObject
 from freight.serve.answers.argument_types import names_of
-from freight.serve.answers.out import Pieces, SpecialTokens
+from freight.serve.answers.out import Pieces, SpecialTokens, Splitter
 from freight.serve.answers.pieces import Piece, PieceKind
 from freight.serve.answers.verbatim import arguments_texts
 from freight.text.harmony import CALL, CHANNEL, END, MARKERS, MESSAGE, RETURN, START
 
-_MARKER = re.compile("|".join(map(re.escape, MARKERS)))
-_PREFIXES = frozenset(marker[:size] for marker in MARKERS for size in range(1, len(marker)))
-_LONGEST_PREFIX = max(map(len, MARKERS)) - 1
+_MARKERS = SpecialTokens(MARKERS)
 _CHANNEL_NAME = re.compile(re.escape(CHANNEL) + r"\s*(?!to=)([A-Za-z]+)")
 _RECIPIENT = re.compile(r"(?:^|[\s>])to=([^\s<]+)")
 _LONGEST_HEADER = 512  # characters; longer ones are content
@@ -53,7 +51,7 @@ _KINDS = {Place.REASONING: PieceKind.REASONING, Place.CONTENT: PieceKind.CONTENT
 def _begun(prompt_text: str | None) -> str:
     """Return the message that a prompt ends with; "" if it consists of a role only."""
     _, start, begun = (prompt_text or "").rpartition(START)
-    if start and _MARKER.search(begun):
+    if start and _MARKERS.pattern.search(begun):
         return begun
     return ""
 
@@ -77,44 +75,35 @@ class HarmonyParser:
         self.place = Place.HEADER
         self._has_tools = bool(tools)
         self._names = set(names_of(tools))
-        self._special = special.stripper()
-        self._held = ""  # may become a marker
-        self._header: list[str] = []
-        self._header_size = 0
+        self._special = Splitter(special)
+        self._markers = Splitter(_MARKERS)
+        self._header = ""
         self._call: list[str] = []  # text of the call
         self._call_size = 0
         self._name = ""  # of the function that is called
         self._last_kind: PieceKind | None = None  # the kind of the last text
         self._is_new_message = False  # whether a message has begun since then
-        self._finished = False
         self._out = Pieces()
         self._feed(_begun(prompt_text))
-        self._text(self._held)
+        self._text(self._markers.finish())
         self._out = Pieces()
         self._last_kind = None
-        self._held = ""
 
     def feed(self, text: str) -> list[Piece]:
         """Take more text, special tokens included; returns the pieces that are certain by now."""
-        if self._finished:
-            return []
-        self._feed(self._special.feed(text))
+        self._feed(self._special.strip(text))
         return self._out.take()
 
     def finish(self, complete: bool) -> list[Piece]:
         """End the text; returns the last pieces. complete: the model ended by itself. An incomplete
         call is content.
         """
-        if self._finished:
-            return []
         self._feed(self._special.finish())
-        tail = self._held
-        self._held = ""
-        self._finished = True
-        if self.place is Place.HEADER and not complete:
-            header = "".join(self._header).lstrip()
-            if header.startswith((START, CHANNEL, "to=")):
-                return self._out.take()  # a header that is cut
+        tail = self._markers.finish()
+        header = self._header.lstrip()
+        is_cut = self.place is Place.HEADER and not complete
+        if is_cut and header.startswith((START, CHANNEL, "to=")):
+            return self._out.take()
         self._text(tail)
         if self.place is Place.CALL:
             self._close_call("", complete)
@@ -123,21 +112,11 @@ class HarmonyParser:
         return self._out.take()
 
     def _feed(self, text: str) -> None:
-        text = self._held + text
-        self._held = ""
-        if "<" not in text:
-            self._text(text)
-            return
-        tail = text.rfind("<", max(0, len(text) - _LONGEST_PREFIX))
-        if tail >= 0 and text[tail:] in _PREFIXES:
-            self._held = text[tail:]
-            text = text[:tail]
-        at = 0
-        for match in _MARKER.finditer(text):
-            self._text(text[at : match.start()])
-            self._marker(match.group())
-            at = match.end()
-        self._text(text[at:])
+        for index, part in enumerate(self._markers.split(text)):
+            if index % 2:
+                self._marker(part)
+            else:
+                self._text(part)
 
     def _text(self, text: str) -> None:
         if not text:
@@ -173,41 +152,38 @@ class HarmonyParser:
 
     def _begin_header(self, text: str) -> None:
         self.place = Place.HEADER
-        self._header = [text]
-        self._header_size = len(text)
+        self._header = text
         self._is_new_message = True
 
     def _add_to_header(self, text: str) -> None:
-        self._header.append(text)
-        self._header_size += len(text)
-        if self._header_size > _LONGEST_HEADER or self._is_text():
+        self._header += text
+        if len(self._header) > _LONGEST_HEADER or self._is_text():
             self._header_is_text()
 
     def _is_text(self) -> bool:
         """Return whether the header has text where only a control token, white space or a recipient
         may begin.
         """
-        text = "".join(self._header).lstrip()
+        text = self._header.lstrip()
         return not text.startswith((START, CHANNEL)) and not "to=".startswith(text[:3])
 
     def _message_header(self) -> str:
         """Return the header without `<|start|>assistant`, which the prompt has for the first
         message.
         """
-        return "".join(self._header).removeprefix(f"{START}assistant")
+        return self._header.removeprefix(f"{START}assistant")
 
     def _header_is_text(self, closing: str = "") -> None:
         """Turn what was read as a header into the beginning of content."""
         text = self._message_header()
         self.place = Place.CONTENT
         # White space between messages is dropped.
-        if text.strip() or self._header_size > _LONGEST_HEADER:
+        if text.strip() or len(self._header) > _LONGEST_HEADER:
             self._say(PieceKind.CONTENT, text + closing)
 
     def _begin_message(self) -> None:
-        header = "".join(self._header)
-        channel = _CHANNEL_NAME.search(header)
-        recipient = _RECIPIENT.search(header)
+        channel = _CHANNEL_NAME.search(self._header)
+        recipient = _RECIPIENT.search(self._header)
         self._is_new_message = True
         if recipient and self._is_function(recipient[1]):
             self._name = recipient[1].removeprefix("functions.")

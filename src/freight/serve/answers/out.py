@@ -82,9 +82,9 @@ class Pieces:
 
 
 class SpecialTokens:
-    """Special tokens that are removed from texts.
+    """Special tokens that are found in texts.
 
-    Those that look like HTML tags (`<s>`) are kept: a model that writes HTML spells them with
+    Those that look like HTML tags (`<s>`) are not: a model that writes HTML spells them with
     ordinary tokens.
     """
 
@@ -92,45 +92,45 @@ class SpecialTokens:
         texts = sorted(
             {token for token in tokens if token and not _LIKE_A_TAG.fullmatch(token)}, key=len
         )
-        self.pattern = re.compile("|".join(map(re.escape, texts))) if texts else None
+        self.pattern = re.compile("|".join(map(re.escape, texts)) or "(?!)")
         self.prefixes = frozenset(token[:size] for token in texts for size in range(1, len(token)))
         self.firsts = frozenset(token[0] for token in texts)
         self.longest = max(map(len, texts), default=1) - 1
 
-    def stripper(self) -> Stripper:
-        return Stripper(self)
 
-
-class Stripper:
-    """Removes special tokens from one text that comes in chunks."""
+class Splitter:
+    """Finds special tokens in one text that comes in chunks."""
 
     def __init__(self, tokens: SpecialTokens) -> None:
         self._tokens = tokens
-        self._held = ""  # may become a special token
+        self._tail = ""  # may become a special token
 
-    def feed(self, text: str) -> str:
+    def split(self, text: str) -> list[str]:
+        """Take more text; returns texts and special tokens in turn, a text first and last."""
         tokens = self._tokens
-        if tokens.pattern is None or (not self._held and tokens.firsts.isdisjoint(text)):
-            return text
-        text = self._held + text
+        if not self._tail and tokens.firsts.isdisjoint(text):
+            return [text]
+        text = self._tail + text
         certain = len(text)
-        at = 0
-        pieces = []
         for size in range(min(tokens.longest, len(text)), 0, -1):
             if text[-size:] in tokens.prefixes:
                 certain -= size
                 break
+        at = 0
+        pieces = []
         while (match := tokens.pattern.search(text, at)) is not None and match.start() < certain:
-            pieces.append(text[at : match.start()])
+            pieces += [text[at : match.start()], match.group()]
             at = match.end()
         certain = max(certain, at)
-        pieces.append(text[at:certain])
-        self._held = text[certain:]
-        return "".join(pieces)
+        self._tail = text[certain:]
+        return [*pieces, text[at:certain]]
+
+    def strip(self, text: str) -> str:
+        """Take more text; returns it without special tokens."""
+        return "".join(self.split(text)[::2])
 
     def finish(self) -> str:
         """Return the rest of the text, without special tokens."""
-        tail = self._held
-        self._held = ""
-        pattern = self._tokens.pattern
-        return tail if pattern is None else pattern.sub("", tail)
+        tail = self._tail
+        self._tail = ""
+        return self._tokens.pattern.sub("", tail)

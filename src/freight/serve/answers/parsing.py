@@ -1,4 +1,4 @@
-"""Parser of answers by a response template: transformers' ResponseParser, with more guarantees.
+"""Parser of answers by a response template in transformers' format, with more guarantees.
 
 - Nothing raises. A call that cannot be read, or is incomplete, is content, exactly as the model
   wrote it.
@@ -6,59 +6,42 @@
 - Chunks of any size give the same pieces once these are joined.
 - The end tag of a call does not end it within a value, and a tag that only quotes markup does not
   hide the call behind it.
-- The cost is linear. transformers' parser keeps all its text and searches in it, so a new one
-  replaces it after some thousand characters.
+- The cost is linear.
 
-transformers' parser only finds regions here: it runs on a copy of the template in which every field
-is plain text. The text of a call is parsed once it is complete, by the template itself.
+`finder.py` finds the regions. The text of a call is parsed once it is complete, by the template itself
+or by the syntax of its form.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from freight.base.fields import JsonDict, JsonObject
 from freight.base.patterns import AnswerPattern
 from freight.errors import CheckpointError
 from freight.serve.answers.argument_types import names_of
-from freight.serve.answers.finder import (
-    Finder,
-    as_text,
-    finder_of,
-    load_fields,
-    searchable,
-    strings_in,
-)
-from freight.serve.answers.out import Pieces, SpecialTokens
+from freight.serve.answers.finder import Finder, Mark, Regions, region_after, regions_of
+from freight.serve.answers.out import Pieces, SpecialTokens, Splitter
 from freight.serve.answers.pieces import MessageParser, Piece, PieceKind
 from freight.serve.answers.response_templates import CallForm
 from freight.serve.answers.tagged_calls import Tagged
 from freight.serve.answers.verbatim import arguments_texts, within_string
-from freight.text.tokenizer import (
-    Tokenizer,
-    load_response_template,
-    parse_response,
-    response_parser,
-)
+from freight.text.tokenizer import Tokenizer, load_response_template, parse_response
 
 if TYPE_CHECKING:
-    from freight.text.tokenizer import ResponseParser, ResponseTemplate
+    from freight.text.tokenizer import ResponseTemplate
 
 logger = logging.getLogger("freight")
 
 _CALLS = "tool_calls"
-_OUTSIDE = (None, "")  # of all regions: the region, and the prefix that leads there
+_OUTSIDE = (None, "")  # of all regions: the region, and the text right before the answer
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 _OTHER = "text outside of all fields"  # the name of an added field
-_SLICE = 4096  # characters that transformers' parser gets at once
-_SLICE_AGAIN = 128  # of text that it may have to get once more
-_LIFE = 16384  # characters that one of transformers' parsers gets before it is replaced
 _LONGEST_CALL = 1 << 20  # characters; longer ones are content
-_AHEAD = 32  # characters that the opening of a call may depend on
 _MOST_ENDS = 256  # end tags within the values of one call
 _PRIVATE = range(0xE000, 0x10FFFE)  # characters, most of which no text has
 _MOST_AGAIN = 32  # times that text of one answer is read again: more would take quadratic time
@@ -68,27 +51,28 @@ _MOST_AGAIN = 32  # times that text of one answer is read again: more would take
 class Markup:
     """A prepared response template.
 
-    with_calls     finds regions, calls included; None: there are no calls
-    without_calls  finds the other regions; None: there are none
+    with_calls     the regions, calls included; None: there are no calls
+    without_calls  the other regions; None: there are none
+    openings       what opens each region
     calls          the template that parses the text of one region of calls
     form           the form that parses it instead of `calls`, if it has its own syntax
     typed          whether `calls` needs the tools' schemas, because its markup has no types
     json_calls     whether `calls` has JSON
     reasoning      the name of the field of reasoning
-    implicit       the name of the field of text outside of markup
-    keeps_rest     whether that text is content; False if the template has markup for content
+    keeps_rest     whether text outside of markup is content; False if the template has markup for
+                   content
     special        strips special tokens
     anchor         finds the beginning of an answer in a prompt
     """
 
-    with_calls: Finder | None
-    without_calls: Finder | None
+    with_calls: Regions | None
+    without_calls: Regions | None
+    openings: Mapping[str, AnswerPattern]
     calls: ResponseTemplate | None
     form: CallForm | None
     typed: bool
     json_calls: bool
     reasoning: str | None
-    implicit: str
     keeps_rest: bool
     special: SpecialTokens
     anchor: AnswerPattern
@@ -106,36 +90,34 @@ class Markup:
             and self.entry(prompt_text, self.without_calls)[0] == self.reasoning
         )
 
-    def entry(self, prompt_text: str, finder: Finder | None) -> tuple[str | None, str]:
-        """Return the region in which an answer to this prompt begins, and a prefix that leads a new
-        parser there: none, with a line of the log, where the template cannot tell.
+    def entry(self, prompt_text: str, regions: Regions | None) -> tuple[str | None, str]:
+        """Return the region in which an answer to this prompt begins, and the text right before the
+        answer: none, with a line of the log, where the template cannot tell.
         """
-        if finder is None:
+        if regions is None:
             return _OUTSIDE
         try:
-            return self._entry(prompt_text, finder)
-        except (CheckpointError, ValueError) as error:
+            return self._entry(prompt_text, regions)
+        except CheckpointError as error:
             logger.warning(
                 "where an answer begins is not known from its prompt: %s",
                 error,
             )
             return _OUTSIDE
 
-    def _entry(self, prompt_text: str, finder: Finder) -> tuple[str | None, str]:
-        template = finder.template
+    def _entry(self, prompt_text: str, regions: Regions) -> tuple[str | None, str]:
         anchor = _last(self.anchor.finditer(prompt_text))
         begun = ""
         if anchor is not None:
             begun = prompt_text[anchor.end() :]
         if self.reasoning is not None:
-            open_re = template.fields[self.reasoning].open_re
-            tag = _last(open_re.finditer(begun or prompt_text[-256:]))
+            tag = _last(self.openings[self.reasoning].finditer(begun or prompt_text[-256:]))
             if tag is not None:
                 opening: str = tag.group()
                 if anchor is None:  # only a tag at the very end counts
                     inside = prompt_text.rstrip().endswith(opening.strip())
                 else:
-                    inside = _region(response_parser(template, begun)) == self.reasoning
+                    inside = region_after(regions, begun) == self.reasoning
                 if inside:
                     return self.reasoning, opening
         if begun.strip():
@@ -151,54 +133,69 @@ def markup_of(tokenizer: Tokenizer, template: JsonObject, form: CallForm | None 
     Raises ValueError if transformers cannot read the template.
     """
     anchor = load_response_template(template).start_anchor_re
-    fields = {name: searchable(dict(field)) for name, field in template["fields"].items()}
-    explicit: JsonDict = {}
-    without_markup = []
-    for name, region in fields.items():
-        if "open" in region or "open_pattern" in region:
-            explicit[name] = region
-        else:
-            without_markup.append(name)
-    implicit = next(iter(without_markup), _OTHER)
-    skeleton = {name: as_text(field) for name, field in explicit.items()}
-    calls = explicit.get(_CALLS)
-    content = None
+    fields = {name: _searchable(field) for name, field in template["fields"].items()}
+    loaded = load_response_template({**template, "fields": fields})
+    explicit = {name: field for name, field in loaded.fields.items() if field.open_re}
+    calls = fields.get(_CALLS, {}) if _CALLS in explicit else {}
     with_calls = None
     loaded_calls = None
     if calls:
-        content = calls.get("content")
-        with_calls = finder_of(skeleton, implicit)
-        loaded_calls = load_fields({_CALLS: {**calls, "repeats": True}}, _OTHER)
-    skeleton.pop(_CALLS, None)
+        with_calls = regions_of(explicit.values())
+        loaded_calls = load_response_template(
+            {
+                "start_anchor_pattern": "(?!)",
+                "fields": {_CALLS: {**calls, "repeats": True}, _OTHER: {"content": "text"}},
+            }
+        )
     without_calls = None
-    if skeleton:
-        without_calls = finder_of(skeleton, implicit)
-    written = strings_in(explicit)
+    other_fields = [field for name, field in explicit.items() if name != _CALLS]
+    if other_fields:
+        without_calls = regions_of(other_fields)
+    written = _strings_in([fields[name] for name in explicit])
     if form is not None:
         written += form.markers
     markup_text = "".join(written).replace("\\", "")
     in_markup = {text for text in tokenizer.special_texts if text in markup_text}
+    content = calls.get("content")
     return Markup(
         with_calls=with_calls,
         without_calls=without_calls,
+        openings={name: field.open_re for name, field in explicit.items()},
         calls=loaded_calls,
         form=form,
         typed=content in ("xml-inline", "kv-lines"),
         json_calls=content == "json",
         reasoning=next(filter(explicit.__contains__, _REASONING), None),
-        implicit=implicit,
-        keeps_rest=implicit == "content" or (implicit == _OTHER and "content" not in explicit),
+        keeps_rest=loaded.implicit == "content"
+        or (loaded.implicit is None and "content" not in explicit),
         special=SpecialTokens(tokenizer.special_texts - in_markup),
         anchor=anchor,
     )
 
 
-def _region(parser: ResponseParser) -> str | None:
-    """Return the explicit region that a new parser is in after its prefix."""
-    event = _last(parser.initial_events)
-    if event is None or event["type"] == "region_close":
-        return None
-    return str(event["field"])
+def _searchable(field: JsonObject) -> JsonDict:
+    """Return `field` with patterns that begin without white space.
+
+    To match it would take quadratic time, and `Pieces` drops it anyway.
+    """
+    searchable = dict(field)
+    for key in ("open_pattern", "close_pattern"):
+        if key in searchable:
+            searchable[key] = searchable[key].removeprefix(r"\s*") or searchable[key]
+    return searchable
+
+
+def _strings_in(value: object) -> list[str]:
+    """Return all strings in a template."""
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    strings: list[str] = []
+    if isinstance(value, list):
+        for part in value:
+            strings += _strings_in(part)
+    return strings
 
 
 def _last(items: Iterable[Any]) -> Any:
@@ -226,16 +223,14 @@ class _Reader:
 
     def __init__(self, markup: Markup, prompt_text: str, tools: Sequence[JsonObject]) -> None:
         self._markup = markup
-        finder = markup.without_calls
+        regions = markup.without_calls
         if tools and markup.with_calls:
-            finder = markup.with_calls
+            regions = markup.with_calls
         self._tools = tools
         self._names = set(names_of(tools))
         self._syntax = None if markup.form is None else markup.form.syntax
-        self._special = markup.special.stripper()
+        self._special = Splitter(markup.special)
         self._out = Pieces()
-        self._held = ""  # text that transformers' parser has, and has reported no event for
-        self._fed = 0
         self._region: str | None = None  # None: outside of markup
         self._opening = ""  # the text that opened the region
         self._call: list[str] = []  # the text of a call so far, after its opening
@@ -246,72 +241,53 @@ class _Reader:
         self._section_end = "" if markup.form is None else markup.form.section_end
         # Text after a call that may become the end of the section; None: not after a call.
         self._behind: str | None = None
-        self._finished = False
-        self._parser: ResponseParser | None = None
-        if finder is not None:
-            self._template = finder.template
-            self._first_of = finder.first_of
-            self._region, self._opening = markup.entry(prompt_text, finder)
-            try:
-                self._parser = response_parser(self._template, self._opening)
-            except Exception:
-                self._give_up()
+        self._finder: Finder | None = None  # None: all further text is content
+        if regions is not None:
+            self._region, self._opening = markup.entry(prompt_text, regions)
+            self._finder = Finder(regions, self._opening)
             if self._region is not None:
                 self._out.mark()
 
     def feed(self, text: str) -> list[Piece]:
         """Take more text, special tokens included; returns the pieces that are certain by now."""
-        if self._finished:
-            return []
-        text = self._special.feed(text)
-        self._guarded(text)
+        self._read_more(self._special.strip(text))
         return self._out.take()
 
     def finish(self, complete: bool) -> list[Piece]:
         """End the text; returns the last pieces. complete: the model ended by itself. An incomplete
         call is content.
         """
-        if self._finished:
-            return []
-        self._guarded(self._special.finish())
-        self._finished = True
-        if self._parser is not None:
+        self._read_more(self._special.finish())
+        if self._finder is not None:
             try:
-                self._finalize(complete)
+                self._finalize(self._finder, complete)
             except Exception:
-                self._give_up()
+                self._give_up(self._finder)
         self._give_behind()
         self._out.finish()
         return self._out.take()
 
-    def _finalize(self, complete: bool) -> None:
-        assert self._parser is not None
-        _, events = self._parser.finalize()
-        again = self._walk(events, complete)
-        if again is None and self._region == _CALLS:
-            again = self._close_call("", complete)
-        if again is not None:
-            self._begin_again()
-            self._scan_all(again)
-            self._finalize(complete)
-
-    def _guarded(self, text: str) -> None:
-        if self._parser is None:
+    def _read_more(self, text: str) -> None:
+        finder = self._finder
+        if finder is None:
             self._out.verbatim(text)
             return
         try:
-            self._scan_all(text)
+            finder.feed(text)
+            self._scan(finder)
         except Exception:
-            self._give_up()
+            self._give_up(finder)
 
-    def _scan_all(self, text: str) -> None:
-        slices = deque(_sliced(text, _SLICE))
-        while slices:
-            again = self._scan(slices.popleft())
-            if again:
-                slices.extendleft(reversed(_sliced(again, _SLICE_AGAIN)))
+    def _finalize(self, finder: Finder, complete: bool) -> None:
+        while True:
+            self._take_marks(finder, True)
+            if self._region == _CALLS:
+                self._close_call(finder, "", complete)
+            if not finder.has_more:
+                return
+            self._scan(finder)
 
-    def _give_up(self) -> None:
+    def _give_up(self, finder: Finder) -> None:
         """Treat the rest as content: a faulty template in a checkpoint must not end a request."""
         logger.exception(
             "parsing an answer by its response template failed; the rest of it is sent as content"
@@ -319,111 +295,35 @@ class _Reader:
         self._give_behind()
         if self._region == _CALLS:
             self._out.verbatim("".join(self._raw_call()))
-        self._out.verbatim(self._held)
-        self._parser = None
+        self._out.verbatim(finder.rest())
+        self._finder = None
         self._region = None
-        self._held = ""
 
-    def _scan(self, text: str) -> str | None:
-        """Take more text; returns text that is to be taken again, by a parser that was begun for
-        it.
-        """
-        if self._region == _CALLS and self._template.fields[_CALLS].close_re is None:
-            self._add_to_call(text)  # only the end of the answer ends this region
-            return None
-        if not self._held:
-            first = self._first_of.get(self._region)
-            if first is not None and first.isdisjoint(text):
-                self._text(text)  # the same as with transformers' parser, at a tenth of the cost
-                return None
-        assert self._parser is not None
-        self._held += text
-        again = self._walk(self._parser.feed(text), False)
-        if again is not None:
-            self._begin_again()
-            return again
-        self._fed += len(text)
-        if self._fed > _LIFE or len(self._held) > _SLICE:
-            return self._renew()
-        return None
+    def _scan(self, finder: Finder) -> None:
+        while finder.load():
+            self._take_marks(finder, False)
 
-    def _begin_again(self) -> None:
-        """Begin a new parser in the same region, without the earlier text."""
-        self._parser = response_parser(self._template, self._prefix())
-        self._fed = 0
-        self._held = ""
-
-    def _prefix(self) -> str:
-        """Return a text that leads a new parser into the region."""
-        if self._region is None:
-            return "."
-        if self._region != _CALLS:
-            return self._opening
-        # An opening may be one only before certain characters
-        begin = "".join(self._call[:_AHEAD])[:_AHEAD]
-        if self._within.ends:
-            begin = begin[: self._within.ends[0][0]]
-        # The point keeps the parser from waiting for more of what `begin` may end in
-        if begin:
-            begin += "."
-        return self._opening + begin
-
-    def _renew(self) -> str | None:
-        """Continue with a new parser in the same region, without the earlier text."""
-        if self._region == _CALLS and self._template.fields[_CALLS].close_re is None:
-            return None
-        parser = response_parser(self._template, self._prefix())
-        self._fed = 0
-        region = _region(parser)
-        if region == self._markup.implicit:
-            region = None
-        if region != self._region:
-            return None
-        self._parser = parser
-        if len(self._held) > _SLICE:  # a pattern that matches without end
-            self._text(self._held)
-            self._held = ""
-        again = self._walk(parser.feed(self._held), False)
-        if again is not None:
-            self._begin_again()
-        return again
-
-    def _walk(self, events: Sequence[JsonObject], complete: bool) -> str | None:
-        """Match transformers' events with the held text: they do not report the text of the markup
-        itself. Returns text that a new parser is to read, in place of the events that remain.
-        """
-        buffered = self._held
-        at = 0
-        for event in events:
-            kind = event["type"]
-            name = event["field"]
-            if kind == "region_chunk":
-                at += len(event["text"])
-                self._text(event["text"])
-            elif name == self._markup.implicit:
-                continue
-            elif kind == "region_open":
-                opening = _matched(self._template.fields[name].open_re, buffered, at) or ""
-                at += len(opening)
-                self._open(name, opening)
+    def _take_marks(self, finder: Finder, is_last: bool) -> None:
+        """Take the text that is certain, with the marks in it. is_last: the text ends here."""
+        while True:
+            text, mark = finder.next(self._region, is_last)
+            if text:
+                self._text(text)
+            if mark is None:
+                return
+            if self._region is None:
+                self._open(mark)
+            elif self._region == _CALLS:
+                self._end_call(finder, mark.text)
             else:
-                closing = _matched(self._template.fields[name].close_re, buffered, at)
-                at += len(closing or "")
-                if name == _CALLS and closing is not None:
-                    text = closing or buffered[at : at + 1]  # a mark that only follows the call
-                    if self._goes_on(text):
-                        return buffered[at + len(text) - len(closing) :]
-                again = self._close(closing, complete)
-                if again is not None:
-                    return again + buffered[at:]
-        self._held = buffered[at:]
-        return None
+                self._out.mark()
+                self._region = None
 
-    def _open(self, name: str, opening: str) -> None:
+    def _open(self, mark: Mark) -> None:
         self._give_behind()
-        self._region = name
-        self._opening = opening
-        if name == _CALLS:
+        self._region = mark.name
+        self._opening = mark.text
+        if mark.name == _CALLS:
             self._call = []
             self._call_size = 0
             self._given_up = False
@@ -478,16 +378,13 @@ class _Reader:
             return []
         return raw
 
-    def _close(self, closing: str | None, complete: bool) -> str | None:
-        """Close the region. closing: its markup; None: the answer ended within the region. Returns
-        text that is to be read again.
-        """
-        if self._region == _CALLS:
-            return self._close_call(closing or "", complete or closing is not None)
-        if closing is not None:
-            self._out.mark()
-        self._region = None
-        return None
+    def _end_call(self, finder: Finder, closing: str) -> None:
+        """Close a call at its closing markup, unless this is text within a value."""
+        text = closing or finder.following  # markup that only precedes what follows
+        if text and self._goes_on(text):
+            finder.skip(len(text) - len(closing))
+        else:
+            self._close_call(finder, closing, True)
 
     def _goes_on(self, closing: str) -> bool:
         """Return whether `closing` is text within a value of the call so far, and then add it."""
@@ -512,8 +409,8 @@ class _Reader:
             return self._syntax.ends_within(text, is_open)
         return self._markup.json_calls and within_string(text, is_open)
 
-    def _close_call(self, closing: str, is_complete: bool) -> str | None:
-        """Output a call, or its text if it cannot be read. Returns text to be read again."""
+    def _close_call(self, finder: Finder, closing: str, is_complete: bool) -> None:
+        """Output a call, or its text if it cannot be read, a part of which may be read again."""
         body = "".join(self._call)
         raw = "".join([*self._raw_call(), closing])
         self._region = None
@@ -521,7 +418,7 @@ class _Reader:
         self._within = _Within()
         if self._given_up:
             self._out.verbatim(raw)
-            return None
+            return
         opening = len(self._opening)
         if not within.ends:
             is_read = is_complete and self._output_calls(raw, body, closing)
@@ -533,21 +430,22 @@ class _Reader:
                 body, closing, within
             )
         if is_read:
-            return None
+            return
         if within.ends:  # the first one was the end: that of its value is missing
             self._again -= not self._opens_call(body[end:])
             raw_end = opening + end
             if not self._output_calls(raw[:raw_end], body[:begin], body[begin:end]):
                 self._out.verbatim(raw[:raw_end])
-            return raw[raw_end:]
+            finder.feed_again(raw[raw_end:])
+            return
         later = None
         if is_complete:
             later = self._later_opening(raw, opening)
         if later is None:
             self._out.verbatim(raw)
-            return None
+            return
         self._out.add(PieceKind.CONTENT, raw[:later])
-        return raw[later:]
+        finder.feed_again(raw[later:])
 
     def _output_hiding(self, body: str, closing: str, within: _Within) -> bool:
         """Output the calls in a region with the end tags in its values hidden from their parser;
@@ -576,7 +474,7 @@ class _Reader:
         self._again -= 1
         if isinstance(self._syntax, Tagged):
             return self._syntax.opening(raw, at, self._tools)
-        match = self._template.fields[_CALLS].open_re.search(raw, at)
+        match = self._markup.openings[_CALLS].search(raw, at)
         if match is None:
             return None
         return int(match.start())
@@ -598,7 +496,7 @@ class _Reader:
             return False
         tail = body[end:]
         if hidden[0]:
-            calls = [replace(piece, text=piece.text.replace(*hidden)) for piece in calls]
+            calls = [piece._replace(text=piece.text.replace(*hidden)) for piece in calls]
             tail = tail.replace(*hidden)
         self._out.calls(calls)
         self._behind = None
@@ -643,17 +541,3 @@ class _Reader:
         if texts is None:
             raise ValueError("arguments are not an object")
         return list(zip(names, texts, strict=True))
-
-
-def _matched(pattern: AnswerPattern | None, text: str, at: int) -> str | None:
-    """Return what `pattern` matches at `at`; None if it does not, or there is no pattern."""
-    if pattern is None:
-        return None
-    match = pattern.match(text, at)
-    if match is None:
-        return None
-    return str(match.group())
-
-
-def _sliced(text: str, size: int) -> list[str]:
-    return [text[at : at + size] for at in range(0, len(text), size)]

@@ -1,9 +1,8 @@
 """Content, reasoning and tool calls from a model's text, and grammars for forced calls.
 
 A response template defines the markup: the checkpoint's, else a built-in one for the family that
-its chat template belongs to (`call_families.py`). transformers' ResponseParser finds the regions of
-the text. `parsing.py` adds the guarantees that this parser lacks: nothing raises, no text is lost,
-chunks of any size give the same pieces, and the cost is linear.
+its chat template belongs to (`call_families.py`). `parsing.py` reads answers by it: nothing raises,
+no text is lost, chunks of any size give the same pieces, and the cost is linear.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ class MessageFormat:
         reasoning: tuple[str, str] | None,
     ) -> None:
         self._tokenizer = tokenizer
-        self._markup = markup
+        self.markup = markup
         self._form = form
         self._markers: Sequence[str] = () if form is None else form.markers
         self._reasoning = reasoning
@@ -58,28 +57,21 @@ class MessageFormat:
 
     def parser(self, prompt_text: str | None, tools: Sequence[JsonObject]) -> MessageParser:
         """Return the parser of one answer; a `ParserOf`. Without tools, calls are content."""
-        return self._markup.parser(prompt_text, tools)
+        return self.markup.parser(prompt_text, tools)
 
-    def ends_in_reasoning(self, prompt_text: str) -> bool:
-        """Return whether an answer to this prompt begins within reasoning, because the prompt has
-        the opening tag.
-        """
-        return self._markup.begins_in_reasoning(prompt_text)
-
-    def forced_call(
+    def call_to(
         self,
         tools: Sequence[JsonObject],
         names: Sequence[str],
         parallel: bool,
-        *,
-        in_reasoning: bool = False,
-    ) -> Mapping[str, object]:
-        """Return keyword arguments of StructuredOutputs for an answer that calls one of `names`.
+        prompt_text: str | None = None,
+    ) -> JsonObject:
+        """Return keyword arguments of StructuredOutputs for an answer that calls one of `names`; a
+        `ForcedCall`.
 
-        tools         as in OpenAI's API; arguments satisfy `parameters`
-        parallel      whether several calls are allowed
-        in_reasoning  the result of `ends_in_reasoning`; if True, the answer begins with the rest of
-                      the reasoning
+        tools        as in OpenAI's API; arguments satisfy `parameters`
+        parallel     whether several calls are allowed
+        prompt_text  if it ends within reasoning, the answer begins with the rest of that
 
         Raises ApiError 400 if the form of this model's calls is not known, or for a name that is
         not in `tools`.
@@ -96,10 +88,8 @@ class MessageFormat:
             f"arguments_{index}": self._arguments(self._form, function)
             for index, function in enumerate(chosen)
         }
-        return {
-            "grammar": self._grammar(self._form, chosen, parallel, in_reasoning),
-            "parts": parts,
-        }
+        grammar = self._grammar(self._form, chosen, parallel, prompt_text or "")
+        return {"grammar": grammar, "parts": parts}
 
     def _arguments(self, form: CallForm, function: JsonObject) -> JsonObject:
         """Return the form of the arguments of `function`. Raises ApiError 400 for a schema without
@@ -116,41 +106,24 @@ class MessageFormat:
                 400, f"tools: {function.get('name')!r:.80}: {error}", param="tools"
             ) from None
 
-    def after_reasoning(self, form: JsonObject, in_reasoning: bool) -> JsonObject:
-        """Return keyword arguments of StructuredOutputs for reasoning and then `form`.
-
-        form          keyword arguments of StructuredOutputs, without parts
-        in_reasoning  the result of `ends_in_reasoning`; if False, the reasoning is optional
+    def form_to(self, form: JsonObject, prompt_text: str) -> JsonObject:
+        """Return keyword arguments of StructuredOutputs for reasoning and then `form`, which is
+        without parts; an `AfterReasoning`. The reasoning is optional unless the prompt ends in it.
         """
         if self._reasoning is None:
             return form
-        think, rules = self._think(self._reasoning, in_reasoning)
+        think, rules = self._think(self._reasoning, prompt_text)
         return {
             "grammar": "\n".join([f"start: {think} @answer", *rules]),
             "parts": {"answer": form},
         }
 
-    def call_to(
-        self,
-        tools: Sequence[JsonObject],
-        names: Sequence[str],
-        parallel: bool,
-        prompt_text: str | None,
-    ) -> JsonObject:
-        """Return `forced_call` for an answer to this prompt; a `ForcedCall`."""
-        in_reasoning = prompt_text is not None and self.ends_in_reasoning(prompt_text)
-        return self.forced_call(tools, names, parallel, in_reasoning=in_reasoning)
-
-    def form_to(self, form: JsonObject, prompt_text: str) -> JsonObject:
-        """Return `after_reasoning` for an answer to this prompt; an `AfterReasoning`."""
-        return self.after_reasoning(form, self.ends_in_reasoning(prompt_text))
-
-    def _think(self, tags: tuple[str, str], in_reasoning: bool) -> tuple[str, tuple[str, str]]:
+    def _think(self, tags: tuple[str, str], prompt_text: str) -> tuple[str, tuple[str, str]]:
         """Return the expression of the reasoning at the beginning of an answer, and the rules that
         it needs.
         """
         think = "think"
-        if not in_reasoning:
+        if not self.markup.begins_in_reasoning(prompt_text):
             think = f"({self._literal(tags[0])} think)?"
         return think, self._reasoning_rules(tags[1])
 
@@ -159,7 +132,7 @@ class MessageFormat:
         form: CallForm,
         functions: Sequence[JsonObject],
         parallel: bool,
-        in_reasoning: bool,
+        prompt_text: str,
     ) -> str:
         """Return the grammar, in llguidance's Lark dialect, with the parts `@arguments_0`,
         `@arguments_1`, ...
@@ -170,7 +143,7 @@ class MessageFormat:
         body.append(self._literal(form.closing))
         rules = [_words(body)]
         if self._reasoning is not None:
-            think, more_rules = self._think(self._reasoning, in_reasoning)
+            think, more_rules = self._think(self._reasoning, prompt_text)
             rules[0] = f"{think} {rules[0]}"
             rules += more_rules
         rules[0] = f"start: {rules[0]}"

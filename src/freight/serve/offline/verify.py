@@ -172,10 +172,11 @@ class Verifier:
         self.new_renderer = new_renderer
         self._limits = ServingLimits()
         self._num_queued = 0
+        self._renderer: Renderer | None = None
 
     def results(self, contents: Iterable[object]) -> Iterator[Verification]:
         """Yield a result for each `read_stated` object, in order. Not for use within an event loop."""
-        renderer = self.new_renderer()
+        self._renderer = self.new_renderer()
         source = iter(contents)
         begun: list[_Begun | Verification] = []
         with asyncio.Runner() as runner:
@@ -183,7 +184,7 @@ class Verifier:
                 while batch := list(islice(source, AT_ONCE)):
                     begun = []
                     for content in batch:
-                        begun.append(runner.run(self._begin(content, renderer)))
+                        begun.append(runner.run(self._begin(content)))
                     while self.engine.has_unfinished:
                         self.engine.step(quiet_until=math.inf)
                     for entry in begun:
@@ -192,10 +193,10 @@ class Verifier:
                 for entry in begun:  # those that nobody read are in the engine still
                     if isinstance(entry, _Begun):
                         self._release(entry.names)
-                if renderer is not None:
-                    runner.run(renderer.close())
+                if self._renderer is not None:
+                    runner.run(self._renderer.close())
 
-    async def _begin(self, content: object, renderer: Renderer | None) -> _Begun | Verification:
+    async def _begin(self, content: object) -> _Begun | Verification:
         stated = read_stated(content)
         if isinstance(stated, Verification):
             return stated
@@ -207,11 +208,11 @@ class Verifier:
         if not self.engine.is_reproducible:
             return unknown(OTHER_KERNELS)
         try:
-            return await self._queue(stated, renderer)
+            return await self._queue(stated)
         except (ApiError, RequestError, CapacityError) as error:
             return unknown(f"the request cannot be served here: {legible(str(error))}")
 
-    async def _queue(self, stated: Stated, renderer: Renderer | None) -> _Begun | Verification:
+    async def _queue(self, stated: Stated) -> _Begun | Verification:
         named = stated.request.get("model")
         served = self.served
         if isinstance(named, str):
@@ -219,7 +220,7 @@ class Verifier:
         call = stated.parse(dict(stated.request), served, self._limits)
         work = []
         for prompt_work in call.work:
-            work.append(await self._tokenized(prompt_work, renderer))
+            work.append(await self._tokenized(prompt_work))
         check_scores(work, self._limits)
         # calls of tools are named after the answer
         name = str(stated.response.get("id", "")).partition("-")[2]
@@ -236,9 +237,9 @@ class Verifier:
                 return unknown(_CLOCK)
             return fault
         for item in work:
-            if item.params.structured_outputs is not None and renderer is not None:
+            if item.params.structured_outputs is not None and self._renderer is not None:
                 form = StructuredOutputs.of(item.params.structured_outputs)
-                await renderer.check_grammar(form.given())
+                await self._renderer.check_grammar(form.given())
         names: list[str] = []
         try:
             for item, answers in zip(work, _by_prompt(stated, work), strict=True):
@@ -258,19 +259,18 @@ class Verifier:
             return False
         return "strftime_now" in tokenizer.chat_template_source
 
-    async def _tokenized(self, work: Work, renderer: Renderer | None) -> TokenizedWork:
+    async def _tokenized(self, work: Work) -> TokenizedWork:
         """Return what `Service.tokenize` does, without a deadline."""
-        render = partial(self._render, renderer)
-        prompt = await read_prompt(work, self.engine.intake, render, self._encode)
+        prompt = await read_prompt(work, self.engine.intake, self._render, self._encode)
         params = replace(prompt.params, timeout_s=None)
         return TokenizedWork(prompt.text, tuple(prompt.token_ids), params)
 
-    async def _render(self, renderer: Renderer | None, conversation: Conversation) -> ChatText:
+    async def _render(self, conversation: Conversation) -> ChatText:
         tokenizer = self.served.tokenizer
         if tokenizer is None or not tokenizer.has_chat_template:
             raise RequestError("the model has no chat template")
-        assert renderer is not None
-        return await renderer.render(conversation)
+        assert self._renderer is not None
+        return await self._renderer.render(conversation)
 
     async def _encode(
         self, text: str | ChatText, add_special_tokens: bool, params: SamplingParams
@@ -279,10 +279,7 @@ class Verifier:
         tokenizer = self.served.tokenizer
         if tokenizer is None:
             raise RequestError("a text prompt needs a tokenizer")
-        if isinstance(text, ChatText):
-            token_ids = tokenizer.encode_chat(text, add_special_tokens)
-        else:
-            token_ids = tokenizer.encode(text, add_special_tokens)
+        token_ids = tokenizer.encode(text, add_special_tokens)
         return token_ids, len(token_ids)
 
     def _release(self, names: Sequence[str]) -> None:

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from freight.base.fields import JsonDict, JsonObject
-from freight.outputs import CompletionDelta, FinishReason, RequestDelta, Scores
-from freight.serve.answers.pieces import MessageParser, Piece, PieceKind
+from freight.outputs import CompletionDelta, RequestDelta, Scores
+from freight.serve.answers.pieces import MessagePieces, Piece, PieceKind
 from freight.serve.call import ReplyHead, Served, TokenizedWork
 from freight.serve.openai.logprobs import PromptLogprobs, chat_entries
 from freight.serve.openai.stream import (
@@ -26,20 +26,15 @@ from freight.serve.openai.stream import (
 )
 from freight.serve.transport.errors import ApiError
 
-Delta = JsonDict
-
 
 @dataclass(eq=False, slots=True)
 class _Choice:
     """One completion so far. Log-probabilities and ids wait for the next chunk: a token may add no
     text by itself.
-
-    cut      whether the answer ended in text that could have become a call: then not every call is
-             complete
     """
 
     index: int
-    parser: MessageParser | None
+    pieces: MessagePieces
     content: list[str] = field(default_factory=list)
     reasoning: list[str] = field(default_factory=list)
     calls: list[JsonDict] = field(default_factory=list)
@@ -47,7 +42,6 @@ class _Choice:
     token_ids: list[int] = field(default_factory=list)
     logprobs_sent: int = 0
     tokens_sent: int = 0
-    cut: bool = False
     finish_reason: str | None = None
     stop_reason: str | int | None = None
 
@@ -71,13 +65,10 @@ class ChatReply:
         self._options = options
         self._work = work
         self._tokenizer = served.tokenizer
-        self._has_tools = bool(tools)
-        self._parallel = parallel
-        parser_of = served.parser_of
-        self._choices = [
-            _Choice(index, parser_of(work.text, tools) if parser_of else None)
-            for index in range(work.params.n)
-        ]
+        self._choices: list[_Choice] = []
+        for index in range(work.params.n):
+            parser = served.parser_of(work.text, tools) if served.parser_of else None
+            self._choices.append(_Choice(index, MessagePieces(parser, bool(tools), parallel)))
         predicted = work.params.prediction is not None
         self._usage = Usage(len(work.token_ids), predicted=predicted)
         self._scores: list[Scores] = []
@@ -113,53 +104,32 @@ class ChatReply:
             choice.logprobs += chat_entries(
                 output.token_ids, output.logprobs, asked, self._tokenizer, as_ids
             )
-        if choice.parser is None:
-            if output.text:
-                choice.content.append(output.text)
-                chunks.append(self._chunk(choice, f'{{"content": {json.dumps(output.text)}}}'))
-        else:
-            pieces = choice.parser.feed(output.text) if output.text else []
-            if output.finish_reason is not None:
-                ending = choice.parser.finish(output.finish_reason is FinishReason.STOP)
-                choice.cut = any(
-                    piece.kind is PieceKind.CONTENT and not piece.text.isspace() for piece in ending
-                )
-                pieces = pieces + ending
-            for piece in pieces:
-                if (new := self._take(choice, piece)) is not None:
-                    chunks.append(self._chunk(choice, json.dumps(new)))
+        for piece in choice.pieces.of(output):
+            chunks.append(self._chunk(choice, self._take(choice, piece)))
         if output.finish_reason is not None:
             self._usage.count_reasoning(self._tokenizer, choice.reasoning)
-            called = choice.calls and not choice.cut and output.finish_reason is FinishReason.STOP
-            choice.finish_reason = "tool_calls" if called else output.finish_reason.value
+            choice.finish_reason = output.finish_reason.value
+            if choice.pieces.called:
+                choice.finish_reason = "tool_calls"
             choice.stop_reason = output.stop_reason
             chunks.append(self._chunk(choice, "{}"))
 
-    def _take(self, choice: _Choice, piece: Piece) -> Delta | None:
-        """Add a piece to the message; returns it as a delta, or None if it adds nothing."""
-        if piece.kind is PieceKind.TOOL_CALL and self._has_tools:
-            if choice.calls and not self._parallel:
-                return None
+    def _take(self, choice: _Choice, piece: Piece) -> str:
+        """Add a piece to the message; returns it as a delta, JSON."""
+        if piece.kind is PieceKind.TOOL_CALL:
             call = {
                 "id": self._call_id(choice),
                 "type": "function",
                 "function": {"name": piece.name, "arguments": piece.text},
             }
             choice.calls.append(call)
-            return {"tool_calls": [{"index": len(choice.calls) - 1, **call}]}
+            return json.dumps({"tool_calls": [{"index": len(choice.calls) - 1, **call}]})
         if piece.kind is PieceKind.REASONING:
-            if not piece.text:
-                return None
             choice.reasoning.append(piece.text)
             # Clients read one field or the other.
-            return {"reasoning": piece.text, "reasoning_content": piece.text}
-        text = piece.text
-        if piece.kind is PieceKind.TOOL_CALL:  # a call, although the request has no tools
-            text = f'{{"name": {json.dumps(piece.name)}, "arguments": {piece.text}}}'
-        if not text:
-            return None
-        choice.content.append(text)
-        return {"content": text}
+            return json.dumps({"reasoning": piece.text, "reasoning_content": piece.text})
+        choice.content.append(piece.text)
+        return f'{{"content": {json.dumps(piece.text)}}}'
 
     def _call_id(self, choice: _Choice) -> str:
         """Return an id that is unique over all calls of all requests: the next request's messages

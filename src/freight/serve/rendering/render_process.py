@@ -26,7 +26,7 @@ import resource
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -81,14 +81,15 @@ class Answers:
             yield from _parts(chat.plain)
             yield {"value": chat.text}
         elif "encode" in request:
-            token_ids = self._encode(**request["encode"])
+            asked = request["encode"]
+            token_ids = self._tokenizer.encode(_prompt(asked), asked["add_special_tokens"])
             last = request["last"]
             yield from _parts(
                 token_ids if last is None else token_ids[max(len(token_ids) - last, 0) :]
             )
             yield {"value": len(token_ids)}
         elif "tokenize" in request:
-            for part in self._tokenized(**request["tokenize"]):
+            for part in self._tokenized(request["tokenize"]):
                 yield {"part": part.decode()}
             yield {"value": None}
         else:
@@ -112,26 +113,12 @@ class Answers:
             )
         return chat
 
-    def _encode(
-        self, text: str, plain: list[list[int]] | None, add_special_tokens: bool
-    ) -> list[int]:
-        """Return the token ids of a text, or with `plain` of a rendered conversation."""
-        if plain is None:
-            return self._tokenizer.encode(text, add_special_tokens)
-        return self._tokenizer.encode_chat(_chat_text(text, plain), add_special_tokens)
-
-    def _tokenized(
-        self,
-        text: str,
-        plain: list[list[int]] | None,
-        asked: Mapping[str, bool],
-        max_model_len: int,
-    ) -> Iterator[bytes]:
+    def _tokenized(self, request: JsonObject) -> Iterator[bytes]:
         """Yield the answer of /tokenize, in parts."""
         from freight.serve.tokens import Tokenize  # most of these processes never need it
 
-        prompt = text if plain is None else _chat_text(text, plain)
-        return Tokenize("", **asked).parts(prompt, self._tokenizer, max_model_len)
+        tokenize = Tokenize("", **request["asked"])
+        return tokenize.parts(_prompt(request), self._tokenizer, request["max_model_len"])
 
     def _check_grammar(self, outputs: JsonObject) -> None:
         if self._check is None:
@@ -145,8 +132,11 @@ class Answers:
         self._check(outputs)
 
 
-def _chat_text(text: str, plain: list[list[int]]) -> ChatText:
-    return ChatText(text, tuple((begin, end) for begin, end in plain))
+def _prompt(request: JsonObject) -> str | ChatText:
+    """Return the text of a request, or with `plain` the rendered conversation."""
+    if request["plain"] is None:
+        return str(request["text"])
+    return ChatText(request["text"], tuple((begin, end) for begin, end in request["plain"]))
 
 
 def _parts(entries: Sequence[Any]) -> Iterator[JsonDict]:
