@@ -54,7 +54,7 @@ def test_systemd_accepts_the_units(tmp_path: Path) -> None:
 
 def test_options_and_times_of_the_unit_fit() -> None:
     service, _ = units()
-    known = {flag.name for flag, _ in SERVER_FLAGS}
+    known = {flag.name for flag in SERVER_FLAGS}
     assert set(re.findall(r"--[a-z-]+", service)) <= known
     drain, stop = (
         int(re.search(rf"{name}[ =](\d+)", service)[1])

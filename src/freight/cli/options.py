@@ -91,7 +91,8 @@ OptionalOut = Annotated[Path | None, argument("OUT", "The folder to write; it mu
 class Flag:
     """One option: the field it sets, its type, a sentence, and what stands for its value in --help.
 
-    `also` are other engines' names of it, which are taken as well.
+    `also` are other engines' names of it, which are taken as well. `default` is that of an option which no
+    dataclass with a default has (`EngineArgs` and `SamplingParams` have theirs).
     """
 
     field: str
@@ -100,6 +101,7 @@ class Flag:
     metavar: str | None = None
     negatable: bool = False
     also: tuple[str, ...] = ()
+    default: object = None
 
     @property
     def name(self) -> str:

@@ -31,148 +31,135 @@ if TYPE_CHECKING:
 
 NEEDED = ("fastapi", "uvicorn", "httptools", "prometheus_client")
 
-SERVER_FLAGS: tuple[tuple[Flag, object], ...] = (  # each with its default
-    (Flag("host", str, "Where to listen.", "ADDRESS"), "127.0.0.1"),
-    (Flag("port", int, "Where to listen; 0 takes a free one.", "PORT"), 8000),
-    (
-        Flag(
-            "served_model_name", list[str], "What clients call the model; may be repeated.", "NAME"
-        ),
-        [],
+SERVER_FLAGS = (
+    Flag("host", str, "Where to listen.", "ADDRESS", default="127.0.0.1"),
+    Flag("port", int, "Where to listen; 0 takes a free one.", "PORT", default=8000),
+    Flag(
+        "served_model_name",
+        list[str],
+        "What clients call the model; may be repeated.",
+        "NAME",
+        default=[],
     ),
-    (Flag("api_key", list[str], "A key that clients need; may be repeated.", "[NAME:]KEY"), []),
-    (Flag("api_key_file", Path | None, "Keys, one a line.", "FILE"), None),
-    (
-        Flag("shared_prefix_cache", bool, "Clients with different keys share cached prefixes."),
-        False,
+    Flag(
+        "api_key", list[str], "A key that clients need; may be repeated.", "[NAME:]KEY", default=[]
     ),
-    (
-        Flag(
-            "ssl_certfile",
-            Path | None,
-            "Serve HTTPS with this certificate (chain), in PEM.",
-            "FILE",
-        ),
-        None,
+    Flag("api_key_file", Path | None, "Keys, one a line.", "FILE"),
+    Flag(
+        "shared_prefix_cache",
+        bool,
+        "Clients with different keys share cached prefixes.",
+        default=False,
     ),
-    (Flag("ssl_keyfile", Path | None, "Its key, in PEM; default: in the same file.", "FILE"), None),
-    (
-        Flag(
-            "ssl_keyfile_password",
-            str | None,
-            "Of an encrypted key; rather in the variable.",
-            "TEXT",
-        ),
-        None,
+    Flag("ssl_certfile", Path | None, "Serve HTTPS with this certificate (chain), in PEM.", "FILE"),
+    Flag("ssl_keyfile", Path | None, "Its key, in PEM; default: in the same file.", "FILE"),
+    Flag(
+        "ssl_keyfile_password", str | None, "Of an encrypted key; rather in the variable.", "TEXT"
     ),
-    (Flag("insecure", bool, "Listen on a public address without a key."), False),
-    (
-        Flag(
-            "max_queue", int, "Completions that may wait beside those that run; then 429.", "COUNT"
-        ),
-        256,
+    Flag("insecure", bool, "Listen on a public address without a key.", default=False),
+    Flag(
+        "max_queue",
+        int,
+        "Completions that may wait beside those that run; then 429.",
+        "COUNT",
+        default=256,
     ),
-    (Flag("max_connections", int, "Open connections at most.", "COUNT"), 1024),
-    (Flag("request_timeout", float | None, "Longest time for one answer.", "SECONDS"), None),
-    (
-        Flag(
-            "write_timeout",
-            float,
-            "Longest time in which a client reads nothing of its answer.",
-            "SECONDS",
-        ),
-        60.0,
+    Flag("max_connections", int, "Open connections at most.", "COUNT", default=1024),
+    Flag("request_timeout", float | None, "Longest time for one answer.", "SECONDS"),
+    Flag(
+        "write_timeout",
+        float,
+        "Longest time in which a client reads nothing of its answer.",
+        "SECONDS",
+        default=60.0,
     ),
-    (
-        Flag(
-            "template_timeout", float, "Longest time for one chat template or grammar.", "SECONDS"
-        ),
-        10.0,
+    Flag(
+        "template_timeout",
+        float,
+        "Longest time for one chat template or grammar.",
+        "SECONDS",
+        default=10.0,
     ),
-    (
-        Flag(
-            "max_events_per_second",
-            float,
-            "Events of one stream; faster tokens share one. 0: any.",
-            "RATE",
-        ),
-        50.0,
+    Flag(
+        "max_events_per_second",
+        float,
+        "Events of one stream; faster tokens share one. 0: any.",
+        "RATE",
+        default=50.0,
     ),
-    (Flag("drain_timeout", float, "Time for running answers after SIGTERM.", "SECONDS"), 30.0),
-    (
-        Flag(
-            "restart_engine",
-            bool,
-            "Start a new engine when its process ends or is stalled, instead of ending.",
-        ),
-        False,
+    Flag(
+        "drain_timeout", float, "Time for running answers after SIGTERM.", "SECONDS", default=30.0
     ),
-    (
-        Flag(
-            "stall_timeout", float, "Silence after which the engine is stalled; 0: any.", "SECONDS"
-        ),
-        60.0,
+    Flag(
+        "restart_engine",
+        bool,
+        "Start a new engine when its process ends or is stalled, instead of ending.",
+        default=False,
     ),
-    (
-        Flag(
-            "chat_template",
-            Path | None,
-            "A Jinja file to use instead of the model's own template.",
-            "FILE",
-        ),
-        None,
+    Flag(
+        "stall_timeout",
+        float,
+        "Silence after which the engine is stalled; 0: any.",
+        "SECONDS",
+        default=60.0,
     ),
-    (
-        Flag(
-            "tool_call_parser",
-            str | None,
-            "The form of tool calls; else the chat template decides.",
-            "NAME",
-        ),
-        None,
+    Flag(
+        "chat_template",
+        Path | None,
+        "A Jinja file to use instead of the model's own template.",
+        "FILE",
     ),
-    (
-        Flag(
-            "reasoning_parser",
-            str | None,
-            "The form of reasoning; else the chat template decides.",
-            "NAME",
-        ),
-        None,
+    Flag(
+        "tool_call_parser",
+        str | None,
+        "The form of tool calls; else the chat template decides.",
+        "NAME",
     ),
-    (Flag("enable_auto_tool_choice", bool, "Accepted and always so: tools need no option."), False),
-    (
-        Flag("unknown_fields", str, "What to do with unknown fields of requests.", "refuse|ignore"),
-        "refuse",
+    Flag(
+        "reasoning_parser",
+        str | None,
+        "The form of reasoning; else the chat template decides.",
+        "NAME",
     ),
-    (
-        Flag("strict_schemas", bool, "Refuse JSON schemas that a grammar cannot enforce whole."),
-        False,
+    Flag(
+        "enable_auto_tool_choice",
+        bool,
+        "Accepted and always so: tools need no option.",
+        default=False,
     ),
-    (
-        Flag(
-            "enable_tokenizer_info_endpoint",
-            bool,
-            "Answer /tokenizer_info, which shows the chat template.",
-        ),
-        False,
+    Flag(
+        "unknown_fields",
+        str,
+        "What to do with unknown fields of requests.",
+        "refuse|ignore",
+        default="refuse",
     ),
-    (
-        Flag(
-            "allow_origin",
-            list[str],
-            "Web pages of this origin may call; may be repeated.",
-            "ORIGIN",
-        ),
-        [],
+    Flag(
+        "strict_schemas",
+        bool,
+        "Refuse JSON schemas that a grammar cannot enforce whole.",
+        default=False,
     ),
-    (
-        Flag(
-            "old_metrics", bool, "Export metrics also under the names that older dashboards read."
-        ),
-        False,
+    Flag(
+        "enable_tokenizer_info_endpoint",
+        bool,
+        "Answer /tokenizer_info, which shows the chat template.",
+        default=False,
     ),
-    (Flag("log_format", str, "How the log is written.", "text|json"), "text"),
+    Flag(
+        "allow_origin",
+        list[str],
+        "Web pages of this origin may call; may be repeated.",
+        "ORIGIN",
+        default=[],
+    ),
+    Flag(
+        "old_metrics",
+        bool,
+        "Export metrics also under the names that older dashboards read.",
+        default=False,
+    ),
+    Flag("log_format", str, "How the log is written.", "text|json", default="text"),
 )
 
 
@@ -187,20 +174,20 @@ def takes_server_options(names: Sequence[str]) -> Callable[[Function], Function]
     """Replace the command's parameter `server: dict` by those options of the server, by their
     names.
     """
-    flags = [(flag, default) for flag, default in SERVER_FLAGS if flag.field in names]
+    flags = [flag for flag in SERVER_FLAGS if flag.field in names]
 
     def build(values: Values) -> Values:
-        return {"server": {flag.field: values.pop(flag.field) for flag, _ in flags}}
+        return {"server": {flag.field: values.pop(flag.field) for flag in flags}}
 
     def replaced(command: Function) -> Function:
-        options = [flag.parameter(default, flag.envvar) for flag, default in flags]
+        options = [flag.parameter(flag.default, flag.envvar) for flag in flags]
         return replace_parameter(command, "server", options, build)
 
     return replaced
 
 
 @partial(takes_engine_options, without=())
-@takes_server_options([flag.field for flag, _ in SERVER_FLAGS])
+@takes_server_options([flag.field for flag in SERVER_FLAGS])
 def serve(
     args: EngineArgs,
     server: Values,

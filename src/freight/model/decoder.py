@@ -14,7 +14,7 @@ from freight.kernels.interface import KernelSet
 from freight.model.config.layer import NormPlacement
 from freight.model.config.model import ModelConfig
 from freight.model.feed_forward.mlp import MLP
-from freight.model.feed_forward.moe import ExpertsBeside, MoE
+from freight.model.feed_forward.moe import MoE, ParallelExperts
 from freight.model.layers.embedding import Embedding, LogitsHead
 from freight.model.layers.norm import Norm
 from freight.model.layers.per_layer_embeddings import PerLayerEmbedding, PerLayerEmbeddings
@@ -95,7 +95,7 @@ class DecoderLayer:
 
     A layer without a mixer, or without `mlp`, has only the other part and that part's norm.
 
-    `beside` adds a mixture of experts in parallel with `mlp`; the norms of both are summed.
+    `parallel_experts` adds a mixture of experts in parallel with `mlp`; the norms of both are summed.
     `per_layer` adds the layer's own embedding of the tokens. `scalar`, [1] in the compute dtype,
     multiplies the result; it is already part of the weight of the norm of the last addition.
     """
@@ -109,7 +109,7 @@ class DecoderLayer:
     placement: NormPlacement = NormPlacement.PRE
     scalar: Tensor | None = None
     per_layer: PerLayerEmbedding | None = None
-    beside: ExpertsBeside | None = None
+    parallel_experts: ParallelExperts | None = None
 
     def __call__(self, stream: Residual, batch: ForwardBatch, cache: LayerCache) -> Residual:
         """Run the layer. `cache`: what its mixer takes; None for a layer that keeps no state of the
@@ -130,8 +130,8 @@ class DecoderLayer:
         delta = mlp(normed)
         weight = self.mlp_post
         inputs = stream.inputs
-        if self.beside is not None:
-            delta = self.beside(x, delta)
+        if self.parallel_experts is not None:
+            delta = self.parallel_experts(x, delta)
         if self.per_layer is not None:
             assert inputs is not None
             x, _ = Residual(x, delta, weight).normed(self.mlp_norm)

@@ -38,7 +38,7 @@ from freight.model.config.model import ModelConfig
 from freight.model.decoder import Decoder, DecoderLayer
 from freight.model.feed_forward.expert_weights import Read, expert_matrices
 from freight.model.feed_forward.mlp import MLP
-from freight.model.feed_forward.moe import ExpertsBeside, Latent, MoE
+from freight.model.feed_forward.moe import Latent, MoE, ParallelExperts
 from freight.model.layers.embedding import Embedding, LogitsHead
 from freight.model.layers.linear import GatheredLinear
 from freight.model.layers.norm import RMSNorm
@@ -136,7 +136,7 @@ class ModelBuilder(Builder):
             mixer_post=mixer_post,
             mlp_norm=mlp_norm,
             mlp=self.feed_forward(layer.feed_forward, prefix),
-            beside=self.beside(layer.feed_forward, prefix),
+            parallel_experts=self.parallel_experts(layer.feed_forward, prefix),
             mlp_post=mlp_post,
             placement=layer.norms,
             scalar=scalar,
@@ -191,29 +191,29 @@ class ModelBuilder(Builder):
 
     def feed_forward(self, mlp: FeedForward, prefix: str) -> MLP | MoE | None:
         """Build a layer's feed-forward; None if the layer has none. If experts run in parallel with
-        it, it is the dense part alone: `beside` builds the experts.
+        it, it is the dense part alone: `parallel_experts` builds the experts.
         """
         names = self.names
         if mlp is None:
             return None
         if isinstance(mlp, DenseConfig):
             return self.dense(mlp, prefix, names.gate_up, names.down)
-        if mlp.beside:
+        if mlp.parallel_experts:
             assert mlp.shared is not None
             return self.dense(mlp.shared, prefix, *shared_names(names))
         return self.mixture(mlp, prefix)
 
-    def beside(self, mlp: FeedForward, prefix: str) -> ExpertsBeside | None:
-        """Build the experts that run in parallel with a feed-forward (`MoEConfig.beside`); None if
+    def parallel_experts(self, mlp: FeedForward, prefix: str) -> ParallelExperts | None:
+        """Build the experts that run in parallel with a feed-forward (`MoEConfig.parallel_experts`); None if
         the layer has none.
         """
-        if not isinstance(mlp, MoEConfig) or not mlp.beside:
+        if not isinstance(mlp, MoEConfig) or not mlp.parallel_experts:
             return None
         names = self.names
         c = self.config
         # The router's norm has no weights; the model multiplies its result by these factors.
         router_factors = self.exact(prefix + names.router_scale) * c.hidden_size**-0.5
-        return ExpertsBeside(
+        return ParallelExperts(
             router_norm=RMSNorm(router_factors, c.norm_eps, self.kernels),
             norm=RMSNorm(self.norm_weight(prefix + names.experts_norm), c.norm_eps, self.kernels),
             moe=self.mixture(replace(mlp, shared=None), prefix),
@@ -246,7 +246,9 @@ class ModelBuilder(Builder):
                 routing=mlp.routing,
                 bias=self.exact(f"{router}.bias") if mlp.router_bias else None,
                 choice_bias=choice_bias,
-                expert_scale=self.exact(prefix + names.expert_scale) if mlp.beside else None,
+                expert_scale=self.exact(prefix + names.expert_scale)
+                if mlp.parallel_experts
+                else None,
             ),
             experts=ExpertLayers(gate_up, down, mlp.activation),
             kernels=self.kernels,

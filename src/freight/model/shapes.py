@@ -125,7 +125,7 @@ def _norm_shapes(layer: LayerConfig, config: ModelConfig, names: TensorNames) ->
         norms += [names.per_layer_post]
     hidden = config.hidden_size
     shapes = dict[str, Shape]()
-    if isinstance(layer.feed_forward, MoEConfig) and layer.feed_forward.beside:
+    if isinstance(layer.feed_forward, MoEConfig) and layer.feed_forward.parallel_experts:
         norms += [names.experts_norm, names.shared_post, names.experts_post]
         shapes[names.router_scale] = (hidden,)
         shapes[names.expert_scale] = (layer.feed_forward.num_experts,)

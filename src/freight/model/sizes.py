@@ -284,8 +284,10 @@ class _Count:
         router = matrix_bytes(
             mlp.num_experts, hidden, Format.FLOAT32, scales=None, layout=self.layout
         )
-        size = router + mlp.num_experts * 4 * (mlp.router_bias + mlp.choice_bias + mlp.beside)
-        size += 4 * hidden + 3 * self.norm_weight(hidden) if mlp.beside else 0
+        size = router + mlp.num_experts * 4 * (
+            mlp.router_bias + mlp.choice_bias + mlp.parallel_experts
+        )
+        size += 4 * hidden + 3 * self.norm_weight(hidden) if mlp.parallel_experts else 0
         size += sum(
             self.dense(
                 prefix + names.expert.format(index),

@@ -133,15 +133,15 @@ class LayerWatch:
 
     def around(self, layer: DecoderLayer) -> DecoderLayer:
         """Return the layer with the inputs of its Linear modules observed."""
-        beside = layer.beside
-        if beside is not None and self.experts is not None:
-            beside = replace(beside, moe=self.experts.around(beside.moe))
+        experts = layer.parallel_experts
+        if experts is not None and self.experts is not None:
+            experts = replace(experts, moe=self.experts.around(experts.moe))
         return replace(
             layer,
             mixer=self._watched(layer.mixer, self.modules.mixed),
             mlp=self._feed_forward(layer.mlp),
             per_layer=self._watched(layer.per_layer, self.modules.per_layer),
-            beside=beside,
+            parallel_experts=experts,
         )
 
     def _watched(self, part: Any, fields: Fields) -> Any:

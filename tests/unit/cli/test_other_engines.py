@@ -27,7 +27,7 @@ from freight.settings.resolve import check
 
 OURS = (
     {field.name for field in fields(EngineArgs)}
-    | {flag.field for flag, _ in SERVER_FLAGS}
+    | {flag.field for flag in SERVER_FLAGS}
     | {"model_id"}
 )
 ASKED = {  # option -> what the answer must name
@@ -118,7 +118,7 @@ def test_a_sentence_names_options_that_exist(name: str) -> None:
 
 def test_no_option_of_ours_is_taken_for_another_engines() -> None:
     assert not {flag.field for flag in ENGINE_FLAGS} & {*RENAMED, *SENTENCES}
-    assert not {flag.field for flag, _ in SERVER_FLAGS} & {*RENAMED, *SENTENCES}
+    assert not {flag.field for flag in SERVER_FLAGS} & {*RENAMED, *SENTENCES}
 
 
 @pytest.mark.parametrize("method", OTHER_QUANTIZATIONS)

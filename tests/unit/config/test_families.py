@@ -149,7 +149,11 @@ def test_experts_of_gemma_4_are_beside_a_feed_forward():
             "use_double_wide_mlp": wide,
         }
         experts = parse_model_config(config("gemma4_text", **said, **more)).layers[-1].feed_forward
-        assert (experts.intermediate_size, experts.shared.intermediate_size, experts.beside) == (
+        assert (
+            experts.intermediate_size,
+            experts.shared.intermediate_size,
+            experts.parallel_experts,
+        ) == (
             8,
             width,
             True,

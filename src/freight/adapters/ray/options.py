@@ -130,7 +130,7 @@ def read_options(options: JsonObject) -> Options:
     and for a value that its option does not take.
     """
     flags = {flag.field: flag for flag in (*ENGINE_FLAGS, *REPLICA_FLAGS)}
-    flags |= {flag.field: flag for flag, _ in SERVER_FLAGS}
+    flags |= {flag.field: flag for flag in SERVER_FLAGS}
     for name in options:
         if name in _NOT_HERE:
             raise ConfigError(f"{name} is an option of freight serve alone: {_NOT_HERE[name]}")
@@ -146,7 +146,7 @@ def read_options(options: JsonObject) -> Options:
         **{flag.field: values[flag.field] for flag in ENGINE_FLAGS if flag.field in values},
     )
     check(engine)
-    server = {flag.field: values.get(flag.field, default) for flag, default in SERVER_FLAGS}
+    server = {flag.field: values.get(flag.field, flag.default) for flag in SERVER_FLAGS}
     names = [field.name for field in fields(ReplicaOptions)]
     replicas = ReplicaOptions(**{name: values[name] for name in names if name in values})
     if replicas.num_gpus and engine.tensor_parallel_size > 1:

@@ -49,7 +49,7 @@ class MoEConfig:
     bias               whether the projections of experts have biases
     shared             a feed-forward that every token goes through
     shared_gate        whether a sigmoid of a further projection multiplies the result of `shared`
-    beside             whether the experts run parallel to `shared`: router, experts and `shared`
+    parallel_experts   whether the experts run parallel to `shared`: router, experts and `shared`
                        each norm the residual stream separately, and both results are normed before
                        they are added; `expert_scale` of the router multiplies the weight of each
                        expert (Gemma 4)
@@ -63,11 +63,11 @@ class MoEConfig:
     bias: bool = False
     shared: DenseConfig | None = None
     shared_gate: bool = False
-    beside: bool = False
+    parallel_experts: bool = False
     latent_size: int | None = None
 
     def __post_init__(self) -> None:
-        assert not (self.beside and self.latent_size), (
+        assert not (self.parallel_experts and self.latent_size), (
             "latent experts have no separate norm of the residual stream"
         )
 

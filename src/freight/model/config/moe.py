@@ -40,7 +40,8 @@ class MoEFamily:
     latent_key       `MoEConfig.latent_size`; the key may be absent or null
     switch_key       a flag that says whether there are experts, or one of `count_keys` whose number
                      may be 0; None: there always are
-    beside           `MoEConfig.beside`; the width of the shared feed-forward is `intermediate_size`
+    parallel_experts `MoEConfig.parallel_experts`; the width of the shared feed-forward is
+                     `intermediate_size`
     """
 
     count: int | None = None
@@ -62,7 +63,7 @@ class MoEFamily:
     dense_keys: frozenset[str] = frozenset()
     latent_key: str | None = None
     switch_key: str | None = None
-    beside: bool = False
+    parallel_experts: bool = False
 
     @property
     def keys(self) -> frozenset[str]:
@@ -125,7 +126,7 @@ def parse_moe(config: JsonObject, family: MoEFamily, activation: AnyActivation) 
         bias=family.bias,
         shared=_shared(config, family, width, activation),
         shared_gate=family.shared_gate,
-        beside=family.beside,
+        parallel_experts=family.parallel_experts,
         latent_size=latent_size,
     )
 
@@ -179,7 +180,7 @@ def _shared(
         size = integer(config, family.shared_width_key, 0, least=0)
     elif family.shared_count_key is not None:
         size = width * integer(config, family.shared_count_key, 0, least=0)
-    elif family.beside:
+    elif family.parallel_experts:
         size = integer(config, "intermediate_size")
     else:
         size = 0

@@ -36,10 +36,10 @@ class TensorNames:
     latent_in, latent_out          Linear modules before and after the experts, with
                                    `MoEConfig.latent_size`
     router_scale, expert_scale     factors of the router's input and of the experts' weights, with
-                                   `MoEConfig.beside`
+                                   `MoEConfig.parallel_experts`
     experts_norm, shared_post, experts_post
                                    norms before the experts, after the shared feed-forward and after
-                                   the experts, with `MoEConfig.beside`
+                                   the experts, with `MoEConfig.parallel_experts`
     attention_norm, mlp_norm       norms of mixer and feed-forward (`NormPlacement`); both may have
                                    the same name if a layer has one of the two only
     attention_post, mlp_post       norms of the outputs, in layers that have them

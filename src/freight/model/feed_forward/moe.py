@@ -72,7 +72,7 @@ class MoE:
 
 
 @dataclass(frozen=True)
-class ExpertsBeside:
+class ParallelExperts:
     """Experts alongside a feed-forward (Gemma 4 26B-A4B).
 
     Router and experts have separate norms of the residual stream; the norms of the results of

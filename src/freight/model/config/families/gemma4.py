@@ -189,7 +189,7 @@ _GEMMA4 = Family(
         top_k_keys=("top_k_experts",),
         norm_key=None,
         switch_key="enable_moe_block",
-        beside=True,
+        parallel_experts=True,
     ),
     # with "vision", tokens of an image attend in both directions, and text as in other models
     fixed={"use_bidirectional_attention": ("vision",)},
