@@ -209,7 +209,7 @@ def read(model: type[M], body: object, refused: Refused) -> M:
         return model.model_validate(body)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        path = "".join(f"[{at}]" if isinstance(at, int) else f".{at}" for at in first["loc"])
+        path = "".join(f"[{at}]" if isinstance(at, int) else f".{at[:60]}" for at in first["loc"])
         words = _WORDS.get(first["type"], first["msg"].replace("Input should", "must"))
         raise refused(path.lstrip("."), words, first["input"]) from None
 

@@ -64,6 +64,7 @@ def refused(parse, status=400, served=SERVED, **body):
         ({"top_logprobs": 5}, "top_logprobs"),
         ({"stream": True, "prompt_logprobs": 1}, "prompt_logprobs"),
         ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x"),
+        ({"stream": True, "stream_options": {"x" * 10**6: 1}}, "stream_options." + "x" * 60),
         ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs.tokenize"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
         ({"chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs.chat_template"),
