@@ -1,12 +1,13 @@
-"""Try whether the tests of `make test` find faults that are put into kernels, cache and scheduler.
+"""Try whether the tests of `make test` find faults that are put into the source.
 
     python tools/mutations.py                    all of mutations.txt, two at a time
     python tools/mutations.py --only prefix      those whose name has the word
 
 The tests of the kernels and the equivalences are cross products of many values, of which `make test`
-runs a covering array (tests/covering.py). Each mutation changes one line of a copy of the source.
-Its tests run as in `make test`, and where they pass, once more in full: what the full product finds
-and the array does not is a hole in the array.
+runs a covering array (tests/covering.py), and of other tests a share of the cases that are alike.
+Each mutation changes one line of a copy of the source. Its tests run as in `make test`, and where
+they pass, once more in full: what the full product finds and the array does not is a hole in the
+array.
 
 One build of the CPU kernels is compiled and tested, by default the best one that runs here. A fault
 in a line that it does not have is not found: those of AMX elsewhere, some of vectors on AMX. Exits
@@ -46,11 +47,16 @@ TESTS = {
         "tests/e2e/test_equivalences.py",
     ),
     "lost": ("tests/e2e/test_lost_steps.py",),
+    "engine": ("tests/unit/engine",),
+    "manager": ("tests/unit/cache",),
+    "server": ("tests/unit/server",),
+    "text": ("tests/unit/test_detokenizer.py",),
+    "reading": ("tests/unit/checkpoint", "tests/formats"),
 }
 # Runs the tests of a copy: an editable install would import the source that was copied.
 RUN = """
 import sys
-sys.meta_path[:] = [one for one in sys.meta_path if "ditable" not in type(one).__name__]
+sys.meta_path[:] = [finder for finder in sys.meta_path if "ditable" not in type(finder).__name__]
 sys.path[:0] = ["src", "."]
 import pytest
 sys.exit(pytest.main(sys.argv[1:]))
