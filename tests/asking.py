@@ -48,7 +48,11 @@ class Answered:
     @property
     def events(self) -> list[Any]:
         """The data of a stream's events; "[DONE]" as text."""
-        found = [line[6:] for line in self.raw.decode().split("\n\n") if line.startswith("data: ")]
+        found = [
+            line[6:]
+            for line in self.raw.decode().lstrip().split("\n\n")
+            if line.startswith("data: ")
+        ]
         return [event if event == "[DONE]" else json.loads(event) for event in found]
 
 
@@ -126,6 +130,27 @@ class Server:
             return opened.whole()
         finally:
             opened.leave()
+
+    def chat(self, **body: Any) -> list[dict[str, Any]]:
+        """The choices of an answer, whose messages are the same whole and streamed."""
+        answer = self.ask("/v1/chat/completions", body)
+        assert answer.status == 200, answer.raw
+        choices: list[dict[str, Any]] = answer.body["choices"]
+        streamed = [{"reasoning": "", "content": "", "calls": []} for _ in choices]
+        for event in self.ask("/v1/chat/completions", {**body, "stream": True}).events[:-1]:
+            for choice in event["choices"]:
+                parts: dict[str, Any] = streamed[choice["index"]]
+                for name in ("reasoning", "content"):
+                    parts[name] += choice["delta"].get(name) or ""
+                calls = choice["delta"].get("tool_calls") or []
+                parts["calls"] += [call["function"] for call in calls]
+        for parts, choice in zip(streamed, choices, strict=True):
+            message = choice["message"]
+            calls = [call["function"] for call in message.get("tool_calls") or []]
+            whole = {name: message.get(name) or "" for name in ("reasoning", "content")}
+            assert parts == whole | {"calls": calls}
+            assert message.get("reasoning_content") == message.get("reasoning")
+        return choices
 
     @contextlib.contextmanager
     def streaming(self, body: Mapping[str, Any], path: str = "/v1/completions") -> Iterator[Open]:

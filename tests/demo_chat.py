@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 DEMO = Path(__file__).parents[1] / "src" / "freight" / "demo"
 TEMPLATE = (
@@ -34,3 +36,30 @@ def demo_with_chat_template(folder: Path, positions: int = 1024) -> Path:
     config = json.loads((DEMO / "tokenizer_config.json").read_text())
     (folder / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": TEMPLATE}))
     return folder
+
+
+def demo_with_tokens(
+    folder: Path, texts: Mapping[int, str], special: bool, config: Mapping[str, Any]
+) -> Path:
+    """The demo model in `folder` with its last tokens, of which no other is made, renamed to these texts; returns
+    it. `config`: what else its tokenizer's has.
+    """
+    demo_with_chat_template(folder)
+    file = folder / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    model = tokenizer["model"]
+    model["vocab"] = {texts.get(number, name): number for name, number in model["vocab"].items()}
+    model["merges"] = model["merges"][: -len(texts)]
+    plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    tokenizer["added_tokens"] += [
+        {"id": number, "content": text, **plain, "special": special}
+        for number, text in texts.items()
+    ]
+    file.write_text(json.dumps(tokenizer))
+    add_to(folder / "tokenizer_config.json", config)
+    return folder
+
+
+def add_to(file: Path, values: Mapping[str, Any]) -> None:
+    """Add these values to an object of JSON."""
+    file.write_text(json.dumps(json.loads(file.read_text()) | dict(values)))

@@ -6,7 +6,7 @@ It comes in as any kind does: a spec, a layer, and a line of `model/mixers/regis
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -144,12 +144,12 @@ def said(llm: LLM, prompts: Sequence[Sequence[int]], params: SamplingParams = DR
     return [(list(one.outputs[0].token_ids), repr(one.outputs[0].logprobs)) for one in outputs]
 
 
-def plain_answers(folder: Path) -> dict[str, list[Any]]:
+def plain_answers(folder: Path, caches: Collection[str] = tuple(CACHES)) -> dict[str, list[Any]]:
     """By cache, what each of PROMPTS gives alone, without hits, its prompt in one step."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         register(monkeypatch)
         made = {}
-        for cache in CACHES:
+        for cache in caches:
             llm = engine(folder, cache, enable_prefix_caching=False, max_num_batched_tokens=LENGTH)
             made[cache] = [said(llm, [ids])[0] for ids in PROMPTS]
         return made

@@ -20,6 +20,7 @@ import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Self
 from urllib.parse import urlsplit
 
 from tests.environment import without_options
@@ -98,6 +99,12 @@ class ServeProcess:
                 started = module[module.index(b"-m") + 1].decode()
                 yield name if isinstance(self.process, Forked) else started.rpartition(".")[2], pid
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def stop(self) -> int:
         """Send SIGTERM; the exit status."""
         self.process.send_signal(signal.SIGTERM)
@@ -130,12 +137,9 @@ def freight_serve(
     model: str | Path, options: Sequence[str] = (), flags: Sequence[str] = (), forked: bool = True
 ) -> Iterator[str]:
     """The URL of a server that is ready. At the end it gets SIGTERM, and must end with status 0."""
-    server = ServeProcess(model, options, flags, forked)
-    try:
+    with ServeProcess(model, options, flags, forked) as server:
         yield server.wait_until_healthy()
         assert server.stop() == 0, server.said[-2000:]
-    finally:
-        server.close()
 
 
 def health(url: str) -> int:

@@ -13,28 +13,12 @@ from urllib.parse import urlsplit
 from tests.asking import Server
 from tests.serving import freight_serve
 
+DRAWN = {"temperature": 0, "ignore_eos": True}
 # Four streams with log-probabilities: far more bytes than the buffers of a connection hold.
-LONG = {
-    "prompt": "def main(",
-    "max_tokens": 900,
-    "temperature": 0,
-    "ignore_eos": True,
-    "n": 4,
-    "logprobs": 20,
-}
-SHORT = {"prompt": "import os", "max_tokens": 10, "temperature": 0, "ignore_eos": True}
-OPTIONS = [
-    *(
-        "--kv-cache-dtype",
-        "fp8",
-        "--kv-cache-memory",
-        "8MiB",
-        "--max-num-seqs",
-        "8",
-        "--write-timeout",
-        "0.5",
-    ),
-]
+LONG = {"prompt": "def main(", "max_tokens": 900, "n": 4, "logprobs": 20, "stream": True, **DRAWN}
+SHORT = {"prompt": "import os", "max_tokens": 10, **DRAWN}
+OPTIONS = ["--kv-cache-dtype", "fp8", "--kv-cache-memory", "8MiB", "--write-timeout", "0.5"]
+OPTIONS += ["--max-num-seqs", "8"]
 
 
 def asked_on_a_small_window(url: str) -> http.client.HTTPConnection:
@@ -45,12 +29,8 @@ def asked_on_a_small_window(url: str) -> http.client.HTTPConnection:
     connection.sock.settimeout(60)
     connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)  # before it is connected
     connection.sock.connect((parts.hostname, parts.port))
-    connection.request(
-        "POST",
-        "/v1/completions",
-        json.dumps(LONG | {"stream": True}),
-        {"Content-Type": "application/json"},
-    )
+    kind = {"Content-Type": "application/json"}
+    connection.request("POST", "/v1/completions", json.dumps(LONG), kind)
     return connection
 
 
@@ -61,21 +41,21 @@ def test_a_client_that_reads_nothing_is_dropped_and_holds_nothing() -> None:
         connection = asked_on_a_small_window(url)
         try:
             asked, end = 0, time.monotonic() + 300
-            while server.metric("vllm:request_success_total", finished_reason="abort") == 0:
-                assert (
-                    server.ask("/v1/completions", SHORT).body["choices"] == alone
-                )  # nobody else notices
+            while ended(server, "abort") == 0:
+                # nobody else notices
+                assert server.ask("/v1/completions", SHORT).body["choices"] == alone
                 asked += 1
                 assert time.monotonic() < end
             server.wait_for(0)
-            assert server.metric("vllm:request_success_total", finished_reason="abort") == 1
-            assert (
-                server.metric("vllm:request_success_total", finished_reason="length") == 1 + asked
-            )
+            assert (ended(server, "abort"), ended(server, "length")) == (1, 1 + asked)
             time.sleep(0.1)
             assert b"[DONE]" not in received(connection.sock)
         finally:
             connection.close()
+
+
+def ended(server: Server, reason: str) -> float:
+    return server.metric("vllm:request_success_total", finished_reason=reason)
 
 
 def received(sock: socket.socket) -> bytes:

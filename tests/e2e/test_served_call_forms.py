@@ -5,12 +5,10 @@ of Qwen3-Coder.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jsonschema_rs
-import pytest
 from openai import OpenAI
 from tests.serving import freight_serve
 
@@ -27,20 +25,9 @@ SCHEMA: dict[str, Any] = {
 TOOLS: Any = [{"type": "function", "function": {"name": "get_weather", "parameters": SCHEMA}}]
 
 
-@pytest.fixture(scope="module")
-def client() -> Iterator[OpenAI]:
-    options = [
-        "--kv-cache-memory",
-        "16MiB",
-        "--chat-template",
-        str(TEMPLATE),
-        "--enable-auto-tool-choice",
-    ]
-    with freight_serve("demo", [*options, "--tool-call-parser", "qwen3_coder"]) as url:
-        yield OpenAI(base_url=f"{url}/v1", api_key="none")
-
-
-def test_a_forced_call_fits_its_schema_whole_and_streamed(client: OpenAI) -> None:
+def test_a_forced_call_fits_its_schema_whole_and_streamed() -> None:
+    options = ["--kv-cache-memory", "16MiB", "--chat-template", str(TEMPLATE)]
+    options += ["--enable-auto-tool-choice", "--tool-call-parser", "qwen3_coder"]
     asked: Any = {
         "model": "demo",
         "messages": [{"role": "user", "content": "How is the weather?"}],
@@ -50,7 +37,9 @@ def test_a_forced_call_fits_its_schema_whole_and_streamed(client: OpenAI) -> Non
         "parallel_tool_calls": False,
         "seed": 3,
     }
-    answer = client.chat.completions.create(**asked)
+    with freight_serve("demo", options) as url, OpenAI(base_url=f"{url}/v1", api_key="x") as client:
+        answer = client.chat.completions.create(**asked)
+        chunks = [*client.chat.completions.create(**asked, stream=True)]
     choice = answer.choices[0]
     assert choice.finish_reason in ("tool_calls", "stop")
     assert not choice.message.content
@@ -59,9 +48,9 @@ def test_a_forced_call_fits_its_schema_whole_and_streamed(client: OpenAI) -> Non
     assert call.function.name == "get_weather"
     jsonschema_rs.validate(SCHEMA, json.loads(call.function.arguments))
     streamed = [
-        part.function.arguments
-        for chunk in client.chat.completions.create(**asked, stream=True)
+        part.function.arguments or ""
+        for chunk in chunks
         for part in (chunk.choices[0].delta.tool_calls or () if chunk.choices else ())
         if part.function is not None
     ]
-    assert "".join(text or "" for text in streamed) == call.function.arguments
+    assert "".join(streamed) == call.function.arguments

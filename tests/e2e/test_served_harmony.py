@@ -9,117 +9,69 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import jsonschema_rs
 import pytest
 from tests.asking import Server
-from tests.demo_chat import demo_with_chat_template
+from tests.demo_chat import add_to, demo_with_tokens
 from tests.serving import freight_serve
 from tests.unit.server.harmony_cases import SCHEMA, TEMPLATE, TOOLS
 
 from freight.text.harmony import CALL, CHANNEL, END, MARKERS, RETURN
 
-IDS = {
-    marker: 4096 - len(MARKERS) + index for index, marker in enumerate(MARKERS)
-}  # of which no other token is made
+IDS = dict(zip(MARKERS, range(4096 - len(MARKERS), 4096), strict=True))
 LIKELY = [{str(IDS[END]): bias} for bias in (9, 12, 15)]  # under one of them messages end in time
 USER = {"role": "user", "content": "How is the weather?"}
 
 
-def demo_of_harmony(folder: Path) -> Path:
-    """The demo model in `folder` with tokens and a template of harmony."""
-    demo_with_chat_template(folder)
-    files = [
-        folder / name
-        for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
-    ]
-    tokenizer, config, generation = (json.loads(file.read_text()) for file in files)
-    model, texts = tokenizer["model"], {number: marker for marker, number in IDS.items()}
-    model["vocab"] = {texts.get(number, name): number for name, number in model["vocab"].items()}
-    model["merges"] = model["merges"][: -len(MARKERS)]
-    special = {
-        "single_word": False,
-        "lstrip": False,
-        "rstrip": False,
-        "normalized": False,
-        "special": True,
-    }
-    tokenizer["added_tokens"] += [
-        {"id": number, "content": text, **special} for text, number in IDS.items()
-    ]
-    generation["eos_token_id"] = [IDS[RETURN], IDS[CALL]]
-    for file, value in zip(
-        files, (tokenizer, config | {"chat_template": TEMPLATE}, generation), strict=True
-    ):
-        file.write_text(json.dumps(value))
-    return folder
-
-
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    folder = demo_of_harmony(tmp_path_factory.mktemp("model") / "demo")
+    folder = tmp_path_factory.mktemp("model") / "demo"
+    texts = {number: marker for marker, number in IDS.items()}
+    demo_with_tokens(folder, texts, special=True, config={"chat_template": TEMPLATE})
+    add_to(folder / "generation_config.json", {"eos_token_id": [IDS[RETURN], IDS[CALL]]})
     with freight_serve(folder, ["--kv-cache-memory", "8MiB"]) as url:
         yield Server(url)
 
 
 def asked(server: Server, **fields: Any) -> list[dict[str, Any]]:
-    """The choices of an answer, whose messages are the same whole and streamed."""
-    body = {"messages": [USER], "max_tokens": 160, "n": 3, "seed": 1, **fields}
-    answer = server.ask("/v1/chat/completions", body)
-    assert answer.status == 200, answer.raw
-    choices: list[dict[str, Any]] = answer.body["choices"]
-    streamed = [{"reasoning": "", "content": "", "calls": []} for _ in choices]
-    for event in server.ask("/v1/chat/completions", {**body, "stream": True}).events[:-1]:
-        for choice in event["choices"]:
-            one: dict[str, Any] = streamed[choice["index"]]
-            for name in ("reasoning", "content"):
-                one[name] += choice["delta"].get(name) or ""
-            one["calls"] += [call["function"] for call in choice["delta"].get("tool_calls") or []]
-    for one, choice in zip(streamed, choices, strict=True):
-        message = choice["message"]
-        calls = [call["function"] for call in message.get("tool_calls") or []]
-        assert one == {name: message.get(name) or "" for name in ("reasoning", "content")} | {
-            "calls": calls
-        }
-    return choices
+    return server.chat(**{"messages": [USER], "max_tokens": 160, "n": 3, "seed": 1, **fields})
+
+
+def ended(
+    server: Server, reason: str, reasons: bool = False, **fields: Any
+) -> list[dict[str, Any]]:
+    """The messages of answers that ended so, under the first of the biases that has some.
+
+    reasons: and whose answers have reasoning.
+    """
+    for bias in LIKELY:
+        choices = asked(server, logit_bias=bias, **fields)
+        messages = [choice["message"] for choice in choices if choice["finish_reason"] == reason]
+        has_reasoning = any(choice["message"].get("reasoning") for choice in choices)
+        if messages and (has_reasoning or not reasons):
+            return messages
+    raise AssertionError(choices)
 
 
 def test_the_final_message_has_the_form_and_reasoning_is_free(server: Server) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "weather", "schema": SCHEMA}}
-    choices = [
-        choice
-        for bias in LIKELY
-        for choice in asked(
-            server, response_format=form, logit_bias=bias, skip_special_tokens=True
-        )  # as some clients send
-    ]
-    ended = [choice["message"] for choice in choices if choice["finish_reason"] == "stop"]
-    assert ended
-    for message in ended:
+    fields = {"response_format": form, "skip_special_tokens": True}  # as some clients send
+    for message in ended(server, "stop", reasons=True, **fields):
         assert jsonschema_rs.is_valid(SCHEMA, json.loads(message["content"])), message
-    assert any(choice["message"].get("reasoning") for choice in choices)
 
 
 def test_a_forced_call_is_read_and_the_conversation_goes_on(server: Server) -> None:
-    choices = [
-        choice
-        for bias in LIKELY
-        for choice in asked(server, tools=TOOLS, tool_choice="required", logit_bias=bias)
-    ]
-    called = [choice["message"] for choice in choices if choice["finish_reason"] == "tool_calls"]
-    assert called
-    for message in called:
+    for message in ended(server, "tool_calls", tools=TOOLS, tool_choice="required"):
         (call,) = message["tool_calls"]
         assert call["function"]["name"] in ("get_weather", "get-time")
         schema = SCHEMA if call["function"]["name"] == "get_weather" else {"maxProperties": 0}
         assert jsonschema_rs.is_valid(schema, json.loads(call["function"]["arguments"])), message
         result = {"role": "tool", "tool_call_id": call["id"], "content": "grey"}
         said = message | {"content": "I will look.", "reasoning": "hm"}
-        answer = server.ask(
-            "/v1/chat/completions", {"messages": [USER, said, result], "max_tokens": 1}
-        )
+        body = {"messages": [USER, said, result], "max_tokens": 1}
+        answer = server.ask("/v1/chat/completions", body)
         assert answer.status == 200, answer.raw
 
 

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import jsonschema_rs
 import pytest
 from tests.asking import Server
-from tests.demo_chat import TEMPLATE, demo_with_chat_template
+from tests.demo_chat import TEMPLATE, demo_with_tokens
 from tests.serving import freight_serve
 
 OPEN, CLOSE = 4094, 4095  # of the demo's tokens, two of which no other is made
@@ -42,33 +41,11 @@ SCHEMA = {
 FORM = {"type": "json_schema", "json_schema": {"name": "weather", "schema": SCHEMA}}
 
 
-def demo_that_reasons(folder: Path) -> Path:
-    """The demo model in `folder` with two tokens for the tags of reasoning."""
-    demo_with_chat_template(folder)
-    files = folder / "tokenizer.json", folder / "tokenizer_config.json"
-    tokenizer, config = (json.loads(file.read_text()) for file in files)
-    model = tokenizer["model"]
-    names = {TAGS.get(number, name): number for name, number in model["vocab"].items()}
-    model["vocab"], model["merges"] = names, model["merges"][: -len(TAGS)]
-    plain = {
-        "single_word": False,
-        "lstrip": False,
-        "rstrip": False,
-        "normalized": False,
-        "special": False,
-    }
-    tokenizer["added_tokens"] += [
-        {"id": number, "content": tag, **plain} for number, tag in TAGS.items()
-    ]
-    config |= {"chat_template": THINKS, "response_template": PARTS}
-    for file, value in zip(files, (tokenizer, config), strict=True):
-        file.write_text(json.dumps(value))
-    return folder
-
-
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    folder = demo_that_reasons(tmp_path_factory.mktemp("model") / "demo")
+    folder = tmp_path_factory.mktemp("model") / "demo"
+    config = {"chat_template": THINKS, "response_template": PARTS}
+    demo_with_tokens(folder, TAGS, special=False, config=config)
     with freight_serve(folder, ["--kv-cache-memory", "8MiB"]) as url:
         yield Server(url)
 
@@ -76,38 +53,14 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 def asked(
     server: Server, n: int = 4, max_tokens: int = 400, **fields: Any
 ) -> list[tuple[str, str]]:
-    """(reasoning, content) of each answer that came to its end: whole and streamed, which are the
-    same.
-    """
+    """(reasoning, content) of each answer that came to its end."""
     messages = [{"role": "user", "content": "How is the weather?"}]
-    body = {
-        "messages": messages,
-        "max_tokens": max_tokens,
-        "n": n,
-        "seed": 1,
-        "response_format": FORM,
-        **fields,
-    }
-    answer = server.ask("/v1/chat/completions", body)
-    assert answer.status == 200, answer.raw
-    choices = answer.body["choices"]
-    streamed = [{"reasoning": "", "content": ""} for _ in choices]
-    for event in server.ask("/v1/chat/completions", {**body, "stream": True}).events[:-1]:
-        for choice in event["choices"]:
-            for name in ("reasoning", "content"):
-                streamed[choice["index"]][name] += choice["delta"].get(name) or ""
-    for one, choice in zip(streamed, choices, strict=True):
-        message = choice["message"]
-        assert one == {name: message.get(name) or "" for name in one}
-        assert message.get("reasoning_content") == message.get("reasoning")
-    ended = [
-        one
-        for one, choice in zip(streamed, choices, strict=True)
-        if choice["finish_reason"] == "stop"
-    ]
-    for one in ended:
-        assert jsonschema_rs.is_valid(SCHEMA, json.loads(one["content"])), one
-    return [(one["reasoning"], one["content"]) for one in ended]
+    body = {"messages": messages, "max_tokens": max_tokens, "n": n, "seed": 1}
+    choices = server.chat(**{"response_format": FORM, **body, **fields})
+    ended = [choice["message"] for choice in choices if choice["finish_reason"] == "stop"]
+    for message in ended:
+        assert jsonschema_rs.is_valid(SCHEMA, json.loads(message["content"])), message
+    return [(message.get("reasoning") or "", message["content"]) for message in ended]
 
 
 @pytest.mark.parametrize(
@@ -134,7 +87,6 @@ def test_an_answer_without_reasoning_has_the_form_from_its_beginning(server: Ser
 
 def test_an_answer_may_open_its_reasoning_itself(server: Server) -> None:
     likely = {str(OPEN): 20, str(CLOSE): 20}  # more than anything else
-    answers = asked(
-        server, 8, 200, logit_bias=likely, chat_template_kwargs={"enable_thinking": False}
-    )
+    template = {"enable_thinking": False}
+    answers = asked(server, 8, 200, logit_bias=likely, chat_template_kwargs=template)
     assert any(reasoning for reasoning, _ in answers)

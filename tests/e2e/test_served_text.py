@@ -8,19 +8,17 @@ the same text.
 
 from __future__ import annotations
 
-import http.client
 import json
-import threading
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urlsplit
 
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from tests.asking import Answered, Server
 from tests.e2e.conftest import DemoServer
 
 from freight import SamplingParams
@@ -33,17 +31,11 @@ PROMPTS = [
     "import",
     "é€漢😀 → ",
 ]
+PENALTIES = {"presence_penalty": 0.5, "frequency_penalty": 0.3}
 FORMS: list[dict[str, Any]] = [
     {"temperature": 0.0},
     {"temperature": 0.9, "seed": 7, "top_p": 0.95},
-    {
-        "temperature": 0.9,
-        "seed": 8,
-        "top_k": 50,
-        "min_p": 0.01,
-        "presence_penalty": 0.5,
-        "frequency_penalty": 0.3,
-    },
+    {"temperature": 0.9, "seed": 8, "top_k": 50, "min_p": 0.01, **PENALTIES},
     {"temperature": 1.1, "seed": 9, "repetition_penalty": 1.2},
 ]
 few = settings(max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -57,35 +49,17 @@ class Texts:
     reasons: list[str]
 
 
-@contextmanager
-def posted(
-    server: DemoServer, path: str, body: Mapping[str, Any]
-) -> Iterator[http.client.HTTPResponse]:
-    parts = urlsplit(server.url)
-    connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=300)
-    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {server.key}"}
-    with closing(connection):
-        connection.request("POST", path, json.dumps(body), headers)
-        yield connection.getresponse()
-
-
-def asked(server: DemoServer, path: str, body: Mapping[str, Any]) -> Any:
-    with posted(server, path, body) as answer:
-        data = json.load(answer)
-        assert answer.status == 200, data
-        return data
+def asked(server: DemoServer, path: str, body: Mapping[str, Any]) -> Answered:
+    answer = Server(server.url, {"Authorization": f"Bearer {server.key}"}).ask(path, body)
+    assert answer.status == 200, answer.raw
+    return answer
 
 
 def streamed(server: DemoServer, path: str, body: Mapping[str, Any]) -> list[Any]:
-    """The events of a stream, without the [DONE] of OpenAI's API."""
-    with posted(server, path, {**body, "stream": True}) as answer:
-        assert answer.status == 200, answer.read()
-        events = answer.read().decode("utf-8").split("\n\n")[:-1]
-    if path.startswith("/v1/"):
-        assert events.pop() == "data: [DONE]"
-    return [
-        json.loads(event.removeprefix("data:")) for event in events if not event.startswith(":")
-    ]
+    """The events of a stream of OpenAI's API, without [DONE]."""
+    *events, done = asked(server, path, {**body, "stream": True}).events
+    assert done == "[DONE]"
+    return events
 
 
 def joined(events: list[Any], count: int) -> Texts:
@@ -137,7 +111,7 @@ def check_both(server: DemoServer, path: str, body: Mapping[str, Any], wanted: T
             pool.submit(asked, server, path, body),
         )
         assert joined(stream.result(), len(wanted.texts)) == wanted
-        assert whole(answer.result()) == wanted
+        assert whole(answer.result().body) == wanted
 
 
 def as_json(params: Mapping[str, Any]) -> dict[str, Any]:
@@ -176,9 +150,8 @@ def test_stop_strings_across_chunks(demo_server: DemoServer, served_llm: LLM) ->
         stop = text[start : start + data.draw(st.integers(1, 8))]
         if not stop:
             return
-        (cut,) = check_completion(
-            demo_server, served_llm, prompt, {**params, "stop": [stop, "never said"]}
-        ).texts
+        params["stop"] = [stop, "never said"]
+        (cut,) = check_completion(demo_server, served_llm, prompt, params).texts
         assert cut == text[: text.index(stop)]
 
     check()
@@ -203,12 +176,7 @@ def test_bytes_that_are_no_character(demo_server: DemoServer, served_llm: LLM) -
     assert tokenizer is not None
     euro = dict.fromkeys(tokenizer.encode("€", add_special_tokens=False), 100)
     assert len(euro) == 3
-    params = {
-        "temperature": 2.0,
-        "frequency_penalty": 1.0,
-        "max_tokens": 40,
-        "logit_bias": euro,
-    }
+    params = {"temperature": 2.0, "frequency_penalty": 1.0, "max_tokens": 40, "logit_bias": euro}
     seeded = ({**params, "seed": seed} for seed in range(100))
     both = next(
         params
@@ -238,20 +206,31 @@ def test_chat(demo_server: DemoServer, served_llm: LLM) -> None:
 def test_tgi(demo_server: DemoServer, served_llm: LLM) -> None:
     @few
     @given(st.sampled_from(PROMPTS), st.sampled_from(FORMS[:2]), st.integers(1, 16), st.booleans())
+    @example("The license applies to", FORMS[1], 24, True)
     def check(prompt: str, form: dict[str, Any], max_tokens: int, stops: bool) -> None:
         params = {**form, "max_tokens": max_tokens, "stop": [" ", "e"] if stops else []}
-        (output,) = served_llm.generate([prompt], SamplingParams(**params))[0].outputs
+        scored = SamplingParams(**params, logprobs=0, prompt_logprobs=0)
+        (output,) = served_llm.generate([prompt], scored)[0].outputs
         wanted = output.text + (output.stop_reason if isinstance(output.stop_reason, str) else "")
-        greedy = form["temperature"] == 0
-        sent = {**({} if greedy else form), "max_new_tokens": max_tokens, "stop": params["stop"]}
-        body = {"inputs": prompt, "parameters": sent}
-        assert asked(demo_server, "/generate", body)["generated_text"] == wanted
-        events = streamed(demo_server, "/generate_stream", body)
-        assert (
-            events[-1]["generated_text"]
-            == wanted
-            == "".join(event["token"]["text"] for event in events)
-        )
+        drawn = {} if form["temperature"] == 0 else {**form, "do_sample": True}
+        sent = {**drawn, "max_new_tokens": max_tokens, "stop": params["stop"], "details": True}
+        shown = {"decoder_input_details": True, "top_n_tokens": 3}
+        whole = {"inputs": prompt, "parameters": sent | shown}
+        body = asked(demo_server, "/generate", whole).body
+        assert body["generated_text"] == wanted
+        tokens = body["details"]["tokens"]
+        assert "".join(token["text"] for token in tokens) == wanted
+        assert [token["id"] for token in tokens] == output.token_ids
+        assert output.logprobs is not None
+        pairs = zip(output.logprobs, output.token_ids, strict=True)
+        assert [token["logprob"] for token in tokens] == [at[token].logprob for at, token in pairs]
+        count = len(served_llm.engine.accept(prompt, scored).token_ids)
+        assert len(body["details"]["prefill"]) == count
+        answer = asked(demo_server, "/generate_stream", {"inputs": prompt, "parameters": sent})
+        lines = answer.raw.decode().split("\n\n")
+        events = [json.loads(line[5:]) for line in lines if line.startswith("data:")]
+        assert events[-1]["generated_text"] == wanted
+        assert [event["token"] for event in events] == tokens
 
     check()
 
@@ -259,38 +238,20 @@ def test_tgi(demo_server: DemoServer, served_llm: LLM) -> None:
 @contextmanager
 def other_load(server: DemoServer) -> Iterator[None]:
     """Long streams beside whatever runs within."""
-    over = threading.Event()
-    began = threading.Barrier(4)
-
-    def run(number: int) -> None:
-        body = {"prompt": f"{number} is", "max_tokens": 900, "ignore_eos": True, "stream": True}
-        with posted(server, "/v1/completions", body) as answer:
-            answer.readline()
-            began.wait(300)
-            while not over.is_set() and answer.readline():
-                pass
-
-    threads = [threading.Thread(target=run, args=(number,)) for number in range(3)]
-    for thread in threads:
-        thread.start()
-    try:
-        began.wait(300)
+    asking = Server(server.url, {"Authorization": f"Bearer {server.key}"})
+    with ExitStack() as stack:
+        for number in range(3):
+            body = {"prompt": f"{number} is", "max_tokens": 900, "ignore_eos": True}
+            stack.enter_context(asking.streaming(body))
         yield
-    finally:
-        over.set()
-        for thread in threads:
-            thread.join(300)
 
 
 def test_beside_other_requests_and_from_a_warm_prefix_cache(
     demo_server: DemoServer, served_llm: LLM
 ) -> None:
     prompt = "The license applies to what follows. " * 9
-    body = {
-        "prompt": prompt,
-        "cache_salt": "of this test",
-        "stream_options": {"include_usage": True},
-    }
+    body: dict[str, Any] = {"prompt": prompt, "cache_salt": "of this test"}
+    body["stream_options"] = {"include_usage": True}
     for number, form in enumerate(FORMS[:3]):
         params = {**form, "n": 2, "max_tokens": 16}
         wanted = expected(served_llm, prompt, params)

@@ -4,6 +4,7 @@ what is refused.
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from tests.parity.random_models import freight_logits, save_random, tokens
 from tests.parity.variants import VARIANTS
 from tests.refusals import refuses
+from transformers import AutoModelForCausalLM
 
 import freight
 from freight.cache.pool import allocate_pool
@@ -20,32 +22,42 @@ from freight.errors import CheckpointError
 from freight.fp8.formats import Format
 from freight.kernels.reference_set import REFERENCE
 from freight.model.open import open_checkpoint
-from freight.quantizer.centers import CenterWatch
+from freight.quantizer import centers
 from freight.settings.engine import KVCacheConfig
 
 IDS = tokens(60)
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Six layers, with a window and without in turn; the last three read those of layers 1, 2 and
     1.
     """
-    save_random(VARIANTS["gemma4-shared"], tmp_path / "model", torch.float32)
-    return tmp_path / "model"
+    folder = tmp_path_factory.mktemp("shared") / "model"
+    save_random(VARIANTS["gemma4-shared"], folder, torch.float32)
+    return folder
+
+
+@pytest.fixture
+def folder(saved: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(saved, tmp_path / "model"))
 
 
 def logits(folder: Path, **options: str) -> torch.Tensor:
     return freight_logits(folder, IDS, "auto", "reference", **options)
 
 
+def similarity(*rows: torch.Tensor) -> float:
+    """The least of all rows, each without its mean."""
+    return float(torch.cosine_similarity(*(x - x.mean(1, keepdim=True) for x in rows)).min())
+
+
 def test_the_cache_has_no_pages_for_them(folder: Path) -> None:
     kv = KVCacheConfig(Format.FLOAT32, None, None, None)
     spec = cache_spec(kv, open_checkpoint(str(folder)).model, 16)
     assert [(group.window, group.layers) for group in spec.groups] == [(24, (0, 2)), (None, (1,))]
-    assert spec.bytes_per_token == 4 * (
-        2 * 2 * 2 * 32 + 2 * 2 * 64
-    )  # two layers of heads of 32, one of heads of 64
+    # two layers of heads of 32, one of heads of 64
+    assert spec.bytes_per_token == 4 * (2 * 2 * 2 * 32 + 2 * 2 * 64)
     pool = allocate_pool(spec, kv, [2, 3], REFERENCE)
     assert [layer.pages.k.data_ptr() for layer in pool.layers[3:]] == [
         pool.layers[source].pages.k.data_ptr() for source in (1, 2, 1)
@@ -78,9 +90,8 @@ def test_an_fp8_cache_with_scales_of_the_layers_that_store(folder: Path) -> None
     assert 0 < (exact - rounded).abs().mean() < 0.3 * exact.std()
     of_a_reader = {"model.layers.4.self_attn.k_scale": torch.tensor(0.02)}
     save_file(stored | own | of_a_reader, file, metadata={"format": "pt"})
-    with refuses(
-        CheckpointError, "model.layers.4.self_attn.k_scale", "KV scale of layer 4", "remove it"
-    ):
+    name = "model.layers.4.self_attn.k_scale"
+    with refuses(CheckpointError, name, "KV scale of layer 4", "remove it"):
         logits(folder, kv_cache_dtype="fp8")
 
 
@@ -89,9 +100,8 @@ def test_calibrated_scales_are_those_of_the_layers_that_store(
     folder: Path, tmp_path: Path, options: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two samples: what a layer stored of the first must not be read for the second."""
-    monkeypatch.setattr(
-        CenterWatch.centers, "__defaults__", (0.0, 0.0)
-    )  # every pair, whatever it gains
+    for name in ("WORTH", "PAIR_RATIO"):
+        monkeypatch.setattr(centers, name, 0.0)  # every pair, whatever it gains
     static = {"weights": "fp8", "activations": "static", "kv_cache": "fp8"}
     data = [IDS, tokens(90)[20:]]
     freight.quantize(folder, tmp_path / "out", **static, **options, calibration_data=data)
@@ -99,46 +109,30 @@ def test_calibrated_scales_are_those_of_the_layers_that_store(
     of_kv = {name for name in stored if name.endswith((".k_scale", ".v_scale"))}
     assert of_kv == {f"model.layers.{i}.self_attn.{side}_scale" for i in range(3) for side in "kv"}
     assert "model.layers.3.self_attn.q_proj.input_scale" in stored
-    centered = [
-        x - x.mean(1, keepdim=True)
-        for x in (logits(folder), logits(tmp_path / "out", kv_cache_dtype="fp8"))
-    ]
-    assert torch.cosine_similarity(*centered, dim=1).min() > 0.9
+    assert similarity(logits(folder), logits(tmp_path / "out", kv_cache_dtype="fp8")) > 0.9
 
 
 def test_inputs_of_layers_that_read_others_are_those_of_the_model(
     folder: Path, tmp_path: Path
 ) -> None:
     """Observed layer by layer, they must be what the whole model computes of each sample."""
-    from transformers import AutoModelForCausalLM
-
     static = {"weights": "fp8", "activations": "static"}
     data = [tokens(90)[40:], IDS]
     freight.quantize(folder, tmp_path / "out", **static, calibration_data=data)
     stored = load_file(tmp_path / "out" / "model.safetensors")
     model, seen = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager"), []
     module = model.model.layers[5].mlp.down_proj
-    module.register_forward_hook(
-        lambda _, inputs, output: seen.append(float(inputs[0].abs().max()))
-    )
+    module.register_forward_hook(lambda _, x, output: seen.append(float(x[0].abs().max())))
     with torch.no_grad():
         for ids in data:
             model(torch.tensor([ids]))
-    assert float(stored["model.layers.5.mlp.down_proj.input_scale"]) == pytest.approx(
-        max(seen) / 448, rel=1e-3
-    )
+    scale = float(stored["model.layers.5.mlp.down_proj.input_scale"])
+    assert scale == pytest.approx(max(seen) / 448, rel=1e-3)
 
 
 def test_weights_are_quantized_and_a_budget_is_refused(folder: Path, tmp_path: Path) -> None:
     freight.quantize(folder, tmp_path / "out", weights="fp8")
-    centered = [x - x.mean(1, keepdim=True) for x in (logits(folder), logits(tmp_path / "out"))]
-    assert torch.cosine_similarity(*centered, dim=1).min() > 0.9
+    assert similarity(logits(folder), logits(tmp_path / "out")) > 0.9
     with refuses(CheckpointError, "layer 3", "layer 1", "--kv-budget"):
-        freight.quantize(
-            folder,
-            tmp_path / "mixed",
-            weights="none",
-            kv_cache="fp8",
-            kv_budget="bits=9",
-            calibration_data=[IDS, IDS],
-        )
+        mixed = {"weights": "none", "kv_cache": "fp8", "kv_budget": "bits=9"}
+        freight.quantize(folder, tmp_path / "mixed", calibration_data=[IDS, IDS], **mixed)

@@ -9,11 +9,10 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import httpx2 as httpx
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.covering import covered
+from tests.asking import Server
 from tests.faults import ERROR, inject
 from tests.parity.random_models import freight_logits, save_random, tokens
 from tests.parity.variants import LFM2, VARIANTS
@@ -32,6 +31,7 @@ from freight.model.open import open_checkpoint, open_model
 from freight.settings.engine import EngineArgs
 
 DEMO = Path(freight.__file__).parent / "demo"
+FILE = "model.safetensors"
 IDS = tokens(200)
 PARAMS = SamplingParams(
     max_tokens=24, temperature=0.9, seed=7, logprobs=2, ignore_eos=True, detokenize=False
@@ -42,11 +42,8 @@ PARAMS = SamplingParams(
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Three layers, all of them convolutions, with the tokenizer of the demo."""
     folder = tmp_path_factory.mktemp("alone") / "alone"
-    save_random(
-        Lfm2Config(**LFM2 | {"layer_types": ["conv"] * 3, "vocab_size": 1024}),
-        folder,
-        torch.bfloat16,
-    )
+    config = Lfm2Config(**LFM2 | {"layer_types": ["conv"] * 3, "vocab_size": 1024})
+    save_random(config, folder, torch.bfloat16)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(DEMO / name, folder)
     return folder
@@ -68,26 +65,17 @@ def test_linears_are_quantized_and_convolutions_are_not(variant: str, tmp_path: 
         "weights": "fp8", "activations": "static", "kv_cache": "fp8", "calibration_data": [IDS, IDS[70:]],
     }  # fmt: skip
     freight.quantize(str(tmp_path / "plain"), tmp_path / "made", **options)
-    before, stored = (
-        load_file(tmp_path / name / "model.safetensors") for name in ("plain", "made")
-    )
+    before, stored = (load_file(tmp_path / name / FILE) for name in ("plain", "made"))
     text = theirs.config.get_text_config()
     for index, kind in enumerate(text.layer_types):
-        (prefix,) = {
-            name.partition(f".{index}.")[0]
-            for name in before
-            if f"layers.{index}.operator_norm" in name
-        }
-        layer = f"{prefix}.{index}."
+        (norm,) = (name for name in before if f"layers.{index}.operator_norm" in name)
+        layer = norm.partition("operator_norm")[0]
         if kind == "conv":
             for name in ("in_proj", "out_proj"):
                 assert stored[f"{layer}conv.{name}.weight"].dtype == torch.float8_e4m3fn
                 assert stored[f"{layer}conv.{name}.input_scale"] > 0
-            plain = [
-                name
-                for name in before
-                if name.startswith(f"{layer}conv.") and "proj.weight" not in name
-            ]
+            own = [name for name in before if name.startswith(f"{layer}conv.")]
+            plain = [name for name in own if "proj.weight" not in name]
             assert f"{layer}conv.conv.weight" in plain
         else:
             assert stored[f"{layer}self_attn.out_proj.weight"].dtype == torch.float8_e4m3fn
@@ -97,16 +85,12 @@ def test_linears_are_quantized_and_convolutions_are_not(variant: str, tmp_path: 
         assert all(torch.equal(stored[name], before[name]) for name in plain)
     assert any("feed_forward.gate.weight" in name for name in stored) == (variant == "lfm2-moe")
     made = open_checkpoint(str(tmp_path / "made"))
-    assert [layer is None for layer in made.kv_scales.layers] == [
-        kind == "conv" for kind in text.layer_types
-    ]
+    without_pages = [kind == "conv" for kind in text.layer_types]
+    assert [layer is None for layer in made.kv_scales.layers] == without_pages
     assert not made.kv_scales.missing
-    logits, plain_logits = (
-        freight_logits(tmp_path / name, IDS, "auto") for name in ("made", "plain")
-    )
-    assert torch.nn.functional.cosine_similarity(logits, plain_logits).mean() > (
-        0.94 if variant == "lfm2-moe" else 0.97  # a router that changes its choice changes much
-    )
+    logits = [freight_logits(tmp_path / name, IDS, "auto") for name in ("made", "plain")]
+    least = 0.94 if variant == "lfm2-moe" else 0.97  # a router that changes its choice changes much
+    assert torch.cosine_similarity(*logits).mean() > least
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -157,24 +141,18 @@ def test_there_are_no_caches_to_compare(alone: Path) -> None:
 def test_convolutions_alone_are_served(alone: Path) -> None:
     with freight_serve(alone, ["--kv-cache-memory", "1MiB"]) as url:
         body = {"model": "alone", "prompt": "def f(", "max_tokens": 8, "temperature": 0}
-        answer = httpx.post(f"{url}/v1/completions", json=body).json()
+        server = Server(url)
+        answer = server.ask("/v1/completions", body).body
         assert answer["usage"]["completion_tokens"] > 0
-        metrics = httpx.get(f"{url}/metrics").text
-        found = {
-            line.split("{")[0].split(" ")[0]: line.rsplit(" ", 1)[1]
-            for line in metrics.splitlines()
-            if line[:1] != "#"
-        }
-        assert float(found["freight:cache_capacity_tokens"]) > 0
-        assert httpx.get(f"{url}/health").status_code == 200
+        assert server.metric("freight:cache_capacity_tokens") > 0
+        assert server.ask("/health").status == 200
 
 
 def test_there_are_no_keys_and_values_to_quantize(alone: Path, tmp_path: Path) -> None:
     with refuses(CheckpointError, "--kv-cache fp8", "lfm2", "--kv-cache none"):
         freight.quantize(str(alone), tmp_path / "made", kv_cache="fp8", calibration_data=[IDS])
-    freight.quantize(
-        str(alone), tmp_path / "made", weights="fp8", activations="dynamic", kv_cache="none"
-    )
+    formats: dict[str, Any] = {"weights": "fp8", "activations": "dynamic", "kv_cache": "none"}
+    freight.quantize(str(alone), tmp_path / "made", **formats)
     assert said(LLM(str(tmp_path / "made"), kv_cache_memory="1MiB"), [IDS])[0][0]
 
 
@@ -183,34 +161,28 @@ def test_there_are_no_keys_and_values_to_quantize(alone: Path, tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("position", "kernels", "caching"),
-    covered([0, 79, 80, 81, 99], ["auto", "reference"], [True, False]),
+    ("kernels", "positions"), [("auto", (0, 79, 80, 81, 99)), ("reference", (0, 81))]
 )
 def test_a_request_that_raises_fails_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, position: int, kernels: str, caching: bool
+    tmp_path: Path, kernels: str, positions: tuple[int, ...]
 ) -> None:
     """In its first step, at the end of its prompt and while it decodes; behind the layers, whose
     states are changed.
     """
     save_random(VARIANTS["lfm2"], tmp_path, torch.bfloat16)
     prompts = [IDS[:count] for count in (100, 80, 1, 33)] + [IDS[100:180]]
-    options: dict[str, Any] = {
-        "kv_cache_memory": "1MiB",
-        "max_num_batched_tokens": 48,
-        "kernels": kernels,
-    }
-    expected = [
-        said(LLM(str(tmp_path), skip_tokenizer_init=True, **options), [ids])[0] for ids in prompts
-    ]
-    inject(monkeypatch, {tuple(prompts[4]): position})
-    llm = LLM(str(tmp_path), skip_tokenizer_init=True, enable_prefix_caching=caching, **options)
-    outputs = [
-        one.outputs[0]
-        for one in llm.generate(
-            [{"prompt_token_ids": ids} for ids in prompts], PARAMS, on_error="return"
-        )
-    ]
-    assert [(one.token_ids, repr(one.logprobs)) for one in outputs[:4]] == expected[:4]
-    assert outputs[4].error == ERROR
-    assert list(outputs[4].token_ids) == list(expected[4][0])[: max(0, position - 79)]
-    assert llm.engine.cache.num_held == 0
+    options: dict[str, Any] = {"kv_cache_memory": "1MiB", "kernels": kernels}
+    options |= {"skip_tokenizer_init": True, "max_num_batched_tokens": 48}
+    plain, caching = (
+        LLM(str(tmp_path), enable_prefix_caching=caching, **options) for caching in (False, True)
+    )
+    expected = [said(plain, [ids])[0] for ids in prompts]
+    given = [{"prompt_token_ids": ids} for ids in prompts]
+    for position, llm in zip(positions, (caching, plain, caching, plain, caching), strict=False):
+        with pytest.MonkeyPatch.context() as patch:
+            inject(patch, {tuple(prompts[4]): position})
+            outputs = [one.outputs[0] for one in llm.generate(given, PARAMS, on_error="return")]
+        assert [(one.token_ids, repr(one.logprobs)) for one in outputs[:4]] == expected[:4]
+        assert outputs[4].error == ERROR
+        assert list(outputs[4].token_ids) == list(expected[4][0])[: max(0, position - 79)]
+        assert llm.engine.cache.num_held == 0

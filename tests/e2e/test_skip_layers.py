@@ -7,14 +7,15 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.refusals import assert_names
+from tests.asking import Server
+from tests.refusals import assert_names, refuses
 from tests.serving import ServeProcess
 
 from freight import LLM, ConfigError, SamplingParams
@@ -28,7 +29,10 @@ from freight.settings.engine import EngineArgs
 SMALL: dict[str, Any] = {"max_model_len": 128, "kv_cache_memory": "8MiB"}
 PROMPT = "class Queue:\n    def __init__(self, maxsize=0):\n        self.maxsize = maxsize\n"
 GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True, logprobs=2)
-NUM_LAYERS = 6
+# with layers 0 and 2 skipped
+LINE = ("KV cache: fp8_e4m3fn", "layers 0 and 2 in bfloat16", "token, dynamic")
+MIXED = ("mixed", "token", "dynamic")
+DTYPES = ["bfloat16", "fp8_e4m3fn", "bfloat16", *["fp8_e4m3fn"] * 3]
 
 
 def generated(**options: Any) -> tuple[LLM, list[int], list[Any]]:
@@ -45,6 +49,15 @@ def stored(llm: LLM, layer: int) -> list[torch.Tensor]:
     blocks = llm.generate(PROMPT, GREEDY)[0].num_cached_tokens // pages.k.shape[1]
     assert blocks > 0
     return [side[:blocks].contiguous().view(torch.uint8).clone() for side in (pages.k, pages.v)]
+
+
+def demo_with(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> str:
+    """The demo model in `folder`, its tensors changed; returns it."""
+    shutil.copytree(resolve_model("demo"), folder)
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return str(folder)
 
 
 def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
@@ -68,9 +81,8 @@ def test_layers_up_to_the_first_quantized_one_are_those_of_16_bits(sixteen: Any)
     for layer in (0, 1, 2):
         assert same(stored(skipping, layer), stored(plain, layer))
     assert not same(stored(skipping, 4), stored(plain, 4))
-    assert not same(
-        stored(skipping, 3), stored(whole, 3)
-    )  # behind three layers of 16 bits, not of 8
+    # behind three layers of 16 bits, not of 8
+    assert not same(stored(skipping, 3), stored(whole, 3))
     first, *_ = generated(kv_cache_dtype="fp8", kv_cache_dtype_skip_layers=[1, 2])
     assert same(stored(first, 0), stored(whole, 0))
 
@@ -79,38 +91,25 @@ def test_an_unread_quantized_layer_changes_no_bit(sixteen: Any, tmp_path: Path) 
     """With the output projection of the only 8-bit layer at zero, its cache has no effect: all is
     as in 16 bits.
     """
-    folder = tmp_path / "demo"
-    shutil.copytree(resolve_model("demo"), folder)
-    tensors = load_file(folder / "model.safetensors")
-    tensors["model.layers.3.self_attn.o_proj.weight"].zero_()
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    projection = "model.layers.3.self_attn.o_proj.weight"
+    model = demo_with(tmp_path / "demo", lambda tensors: tensors[projection].zero_())
     skip = "0,1,2,4,5"
-    _, tokens, logprobs = generated(model=str(folder), kv_cache_dtype="bfloat16")
-    assert generated(model=str(folder), kv_cache_dtype="fp8", kv_cache_dtype_skip_layers=skip)[
-        1:
-    ] == (tokens, logprobs)
+    plain = generated(model=model, kv_cache_dtype="bfloat16")[1:]
     assert (
-        generated(model=str(folder), kv_cache_dtype="fp8", kv_cache_dtype_skip_layers="0")[2]
-        != logprobs
+        generated(model=model, kv_cache_dtype="fp8", kv_cache_dtype_skip_layers=skip)[1:] == plain
     )
+    other = generated(model=model, kv_cache_dtype="fp8", kv_cache_dtype_skip_layers="0")
+    assert other[2] != plain[1]
     assert generated(kv_cache_dtype="fp8", kv_cache_dtype_skip_layers=skip)[2] != sixteen[2]
 
 
 def test_what_is_in_use_is_said(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "freight")
     llm = LLM("demo", kv_cache_dtype="fp8", kv_cache_dtype_skip_layers=["0", 2], **SMALL)
-    assert_names(
-        caplog.text, "KV cache: fp8_e4m3fn", "layers 0 and 2 in bfloat16", "token, dynamic"
-    )
+    assert_names(caplog.text, *LINE)
     info = llm.kv_cache_info()
-    assert (info["dtype"], info["granularity"], info["scale_source"]) == (
-        "mixed",
-        "token",
-        "dynamic",
-    )
-    assert [one["dtype"] for one in info["layers"]] == [
-        "bfloat16" if i in (0, 2) else "fp8_e4m3fn" for i in range(6)
-    ]
+    assert (info["dtype"], info["granularity"], info["scale_source"]) == MIXED
+    assert [one["dtype"] for one in info["layers"]] == DTYPES
     values = 2 * 2 * 64  # K and V, 2 heads of 64
     assert info["bytes_per_token"] == 2 * 2 * values + 4 * (values + 2 * 2 * 2)
     assert llm.engine.runner.pool.num_bytes <= 8 * 2**20
@@ -130,32 +129,24 @@ def test_the_layers_are_part_of_the_fingerprint() -> None:
 
 @pytest.fixture(scope="module")
 def without_scales_in_2(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("scales") / "demo"
-    shutil.copytree(resolve_model("demo"), folder)
-    tensors = load_file(folder / "model.safetensors")
-    for layer in set(range(NUM_LAYERS)) - {2}:
-        for side in "kv":
-            tensors[f"model.layers.{layer}.self_attn.{side}_scale"] = torch.tensor(
-                0.03 + layer / 256
-            )
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    return str(folder)
+    scales = {
+        f"model.layers.{layer}.self_attn.{side}_scale": torch.tensor(0.03 + layer / 256)
+        for layer in (0, 1, 3, 4, 5)
+        for side in "kv"
+    }
+    return demo_with(
+        tmp_path_factory.mktemp("scales") / "demo", lambda tensors: tensors.update(scales)
+    )
 
 
-def test_a_checkpoint_without_scales_in_the_skipped_layer_runs(
-    without_scales_in_2: str, sixteen: Any
-) -> None:
-    with pytest.raises(CheckpointError, match="none for layer 2 of 6"):
-        LLM(without_scales_in_2, kv_cache_dtype="fp8", **SMALL)
-    with pytest.raises(CheckpointError, match="none for layer 2 of 6"):
-        LLM(without_scales_in_2, kv_cache_dtype="fp8", kv_cache_dtype_skip_layers="1", **SMALL)
-    llm, tokens, _ = generated(
-        model=without_scales_in_2, kv_cache_dtype="fp8", kv_cache_dtype_skip_layers="2"
-    )
-    assert (llm.kv_cache_info()["scale_source"], llm.kv_cache_info()["granularity"]) == (
-        "checkpoint",
-        "tensor",
-    )
+def test_a_checkpoint_without_scales_in_the_skipped_layer_runs(without_scales_in_2: str) -> None:
+    options = {"model": without_scales_in_2, "kv_cache_dtype": "fp8"}
+    for skipped in ({}, {"kv_cache_dtype_skip_layers": "1"}):
+        with pytest.raises(CheckpointError, match="none for layer 2 of 6"):
+            generated(**options, **skipped)
+    llm, tokens, _ = generated(**options, kv_cache_dtype_skip_layers="2")
+    info = llm.kv_cache_info()
+    assert (info["scale_source"], info["granularity"]) == ("checkpoint", "tensor")
     assert llm.engine.runner.pool.layers[2].pages.k_scale is None
     assert len(tokens) == 16
 
@@ -202,51 +193,23 @@ def test_skipping_the_most_sensitive_layer_lowers_kl(
     "form", [["--kv-cache-dtype-skip-layers", "0", "2"], ["--kv_cache_dtype_skip_layers=0,2"]]
 )
 def test_a_server_says_which_layers(form: list[str]) -> None:
-    options = [
-        "--kv-cache-dtype",
-        "fp8",
-        *form,
-        "--kv-cache-memory",
-        "8MiB",
-        "--max-model-len",
-        "128",
-    ]
-    server = ServeProcess("demo", options, forked=True)
-    try:
-        with urllib.request.urlopen(f"{server.wait_until_healthy()}/info") as answer:
-            cache = json.load(answer)["kv_cache"]
-        assert server.stop() == 0
-    finally:
-        server.close()
-    assert_names(
-        server.said, "KV cache: fp8_e4m3fn", "layers 0 and 2 in bfloat16", "token, dynamic"
-    )
+    options = ["--kv-cache-dtype", "fp8", *form, "--kv-cache-memory", "8MiB"]
+    with ServeProcess("demo", options, forked=True) as process:
+        cache = Server(process.wait_until_healthy()).ask("/info").body["kv_cache"]
+        assert process.stop() == 0
+    assert_names(process.said, *LINE)
     assert cache["dtype"] == "mixed"
-    assert [layer["dtype"] for layer in cache["layers"]][:3] == [
-        "bfloat16",
-        "fp8_e4m3fn",
-        "bfloat16",
-    ]
+    assert [layer["dtype"] for layer in cache["layers"]] == DTYPES
 
 
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"kv_cache_dtype_skip_layers": "6"}, "'6'.* 6 layers, 0 to 5"),
-        ({"kv_cache_dtype_skip_layers": "sliding_window"}, "sliding_window.* no layer"),
-        (
-            {"kv_cache_dtype_skip_layers": "0", "kv_cache_dtype": "auto"},
-            "--kv-cache-dtype auto",
-        ),
-        (
-            {"kv_cache_dtype_skip_layers": list(range(6))},
-            "no layer.*8-bit.*--kv-cache-dtype bfloat16",
-        ),
-    ],
-)
-def test_errors_come_before_weights(
-    options: Any, says: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_errors_come_before_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(OpenModel, "load", lambda *_: pytest.fail("weights were read"))
-    with pytest.raises(ConfigError, match=says):
-        LLM("demo", **{"kv_cache_dtype": "fp8", **SMALL, **options})
+    every: Any = list(range(6))
+    for skipped, dtype, parts in (
+        ("6", "fp8", ("'6'", "6 layers, 0 to 5")),
+        ("sliding_window", "fp8", ("sliding_window", "no layer")),
+        ("0", "auto", ("--kv-cache-dtype auto",)),
+        (every, "fp8", ("no layer", "8-bit", "--kv-cache-dtype bfloat16")),
+    ):
+        with refuses(ConfigError, *parts):
+            generated(kv_cache_dtype=dtype, kv_cache_dtype_skip_layers=skipped)

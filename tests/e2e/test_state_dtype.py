@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from freight import LLM, SamplingParams
 from freight.engine.fingerprint import fingerprint
 from freight.errors import ConfigError
 from freight.lab.evaluate.advice import how_to
+from freight.lab.evaluate.figures import Evaluation
 from freight.lab.evaluate.grid import GridArgs, evaluate_grid
 from freight.lab.evaluate.report import compare_caches
 from freight.model.open import open_model
@@ -28,17 +30,12 @@ from freight.settings.engine import EngineArgs
 FOLDER = Path(__file__).parents[1] / "fixtures/hybrids/delta_net"
 TEXT = (Path(__file__).parents[2] / "src/freight/demo/heldout.txt").read_text()[:6000]
 FORMATS = ["float32", "bfloat16", "int8", "fp8", "fp8_e4m3fnuz"]
+SIZES: dict[str, Any] = {"kv_cache_memory": "3MiB", "state_every": 32, "max_model_len": 256}
 DRAWN = SamplingParams(max_tokens=12, temperature=0.9, seed=7, logprobs=2, ignore_eos=True)
 
 
 def engine(state_dtype: str = "auto", **options: Any) -> LLM:
-    made: dict[str, Any] = {
-        "kv_cache_memory": "3MiB",
-        "state_every": 32,
-        "max_model_len": 256,
-        **options,
-    }
-    return LLM(str(FOLDER), state_dtype=state_dtype, **made)
+    return LLM(str(FOLDER), state_dtype=state_dtype, **{**SIZES, **options})
 
 
 def ids(count: int) -> list[int]:
@@ -52,22 +49,15 @@ PROMPTS = [ids(200)[:count] for count in (150, 1, 31, 32, 33, 96, 17, 16)]
 
 @pytest.mark.parametrize("state_dtype", FORMATS)
 def test_the_reference_has_the_same_promise(state_dtype: str) -> None:
-    options: dict[str, Any] = {
-        "kernels": "reference",
-        "dtype": "float32",
-        "enable_prefix_caching": False,
-    }
-    params = SamplingParams(max_tokens=6, temperature=0.0, logprobs=2)
-    prompts = [PROMPTS[4], PROMPTS[6]]
-    whole, parts = (
-        engine(state_dtype, max_num_batched_tokens=chunk, **options) for chunk in (256, 5)
+    params, prompts = replace(DRAWN, max_tokens=6, temperature=0.0), [PROMPTS[4], PROMPTS[6]]
+    options: dict[str, Any] = {"kernels": "reference", "enable_prefix_caching": False}
+    whole, parts, compiled = (
+        engine(state_dtype, dtype="float32", **made)
+        for made in (options, {**options, "max_num_batched_tokens": 5}, {})
     )
-    plain = [said(whole, [prompt], params)[0] for prompt in prompts]
-    assert [tokens for tokens, _ in said(parts, prompts, params)] == [tokens for tokens, _ in plain]
-    compiled = engine(state_dtype, dtype="float32")
-    assert [tokens for tokens, _ in said(compiled, prompts, params)] == [
-        tokens for tokens, _ in plain
-    ]
+    plain = [said(whole, [prompt], params)[0][0] for prompt in prompts]
+    assert [tokens for tokens, _ in said(parts, prompts, params)] == plain
+    assert [tokens for tokens, _ in said(compiled, prompts, params)] == plain
 
 
 def test_formats_have_their_own_bits_and_fingerprints() -> None:
@@ -133,78 +123,58 @@ def test_evaluation_stores_states_as_the_engine_would() -> None:
     assert plain.bytes_per_token == kept.bytes_per_token
 
 
-@pytest.mark.parametrize(
-    ("options", "rows"),
-    [
-        ({}, [("token", "bfloat16"), ("states int8", "int8"), ("states fp8_e4m3fn", "fp8_e4m3fn")]),
+def evaluated(options: dict[str, str], **grid: Any) -> Evaluation:
+    grid = {"window": 128, "max_tokens": 256, "speed": False, **grid}
+    return evaluate_grid(EngineArgs(str(FOLDER), **options), [TEXT], GridArgs(**grid))
+
+
+def test_evaluation_measures_states_apart() -> None:
+    fp8 = ("states fp8_e4m3fn", "fp8_e4m3fn")
+    for options, rows in (
+        ({}, [("token", "bfloat16"), ("states int8", "int8"), fp8]),
         ({"state_dtype": "float32"}, [("token", "float32")]),
-        ({"state_dtype": "fp8"}, [("token", "bfloat16"), ("states fp8_e4m3fn", "fp8_e4m3fn")]),
-    ],
-)
-def test_evaluation_measures_states_apart(
-    options: dict[str, str], rows: list[tuple[str, str]]
-) -> None:
-    args = EngineArgs(str(FOLDER), **options)
-    grid = GridArgs(caches=("token",), window=128, max_tokens=256, speed=False)
-    evaluation = evaluate_grid(args, [TEXT], grid)
-    first, *others = evaluation.runs
-    assert first.state_dtype == rows[0][1]
-    assert [(one.name, one.state_dtype) for one in others] == rows
-    assert all(one.kl_mean > 0 for one in others)
-    command = f"freight serve {FOLDER} --kv-cache-dtype fp8 --kv-scales dynamic --state-dtype {rows[0][1]}"
-    assert how_to(others[0], evaluation.overview) == command
+        ({"state_dtype": "fp8"}, [("token", "bfloat16"), fp8]),
+    ):
+        evaluation = evaluated(options, caches=("token",))
+        first, *others = evaluation.runs
+        assert first.state_dtype == rows[0][1]
+        assert [(one.name, one.state_dtype) for one in others] == rows
+        assert all(one.kl_mean > 0 for one in others)
+        command = f"freight serve {FOLDER} --kv-cache-dtype fp8 --kv-scales dynamic"
+        command += f" --state-dtype {rows[0][1]}"
+        assert how_to(others[0], evaluation.overview) == command
 
 
-@pytest.mark.parametrize("state_dtype", ["auto", "fp8"])
-def test_a_cache_that_is_asked_for_is_measured_by_its_parts_and_whole(state_dtype: str) -> None:
-    args = EngineArgs(str(FOLDER), kv_cache_dtype="fp8", state_dtype=state_dtype)
-    name = "int8" if state_dtype == "auto" else "fp8_e4m3fn"
-    evaluation = evaluate_grid(args, [TEXT], GridArgs(window=128, max_tokens=256, speed=False))
-    assert [(one.name, one.kv_cache_dtype, one.state_dtype) for one in evaluation.runs] == [
-        ("16 bits", "bfloat16", "bfloat16"),
-        ("token, dynamic", "fp8_e4m3fn", "bfloat16"),
-        (f"states {name}", "bfloat16", name),
-        (f"token, dynamic, states {name}", "fp8_e4m3fn", name),
-    ]
+def test_a_cache_that_is_asked_for_is_measured_by_its_parts_and_whole() -> None:
+    for state_dtype, name in (("auto", "int8"), ("fp8", "fp8_e4m3fn")):
+        runs = evaluated({"kv_cache_dtype": "fp8", "state_dtype": state_dtype}).runs
+        assert [(one.name, one.kv_cache_dtype, one.state_dtype) for one in runs] == [
+            ("16 bits", "bfloat16", "bfloat16"),
+            ("token, dynamic", "fp8_e4m3fn", "bfloat16"),
+            (f"states {name}", "bfloat16", name),
+            (f"token, dynamic, states {name}", "fp8_e4m3fn", name),
+        ]
 
 
 def test_states_alone_are_evaluated_beside_16_bits() -> None:
-    args = EngineArgs(str(FOLDER), kv_cache_dtype="bfloat16", state_dtype="int8")
-    evaluation = evaluate_grid(
-        args, [TEXT], GridArgs(window=128, max_tokens=256, speed=False, per_layer=True)
-    )
-    assert [(one.name, one.state_dtype) for one in evaluation.runs] == [
-        ("16 bits", "bfloat16"),
-        ("states int8", "int8"),
-    ]
-    assert evaluation.runs[1].layer_kl is not None
-    assert [kl > 0 for kl in evaluation.runs[1].layer_kl] == [True] * 3 + [
-        False
-    ]  # the last one has attention
+    runs = evaluated({"kv_cache_dtype": "bfloat16", "state_dtype": "int8"}, per_layer=True).runs
+    rows = [("16 bits", "bfloat16"), ("states int8", "int8")]
+    assert [(one.name, one.state_dtype) for one in runs] == rows
+    assert runs[1].layer_kl is not None
+    # the last one has attention
+    assert [kl > 0 for kl in runs[1].layer_kl] == [True] * 3 + [False]
 
 
-@pytest.mark.parametrize(
-    ("options", "states", "message"),
-    [
-        ({}, ("int4",), "--states 'int4'.*float32, bfloat16, int8 or fp8"),
-        (
-            {"state_dtype": "int8"},
-            ("fp8",),
-            "--states.*--state-dtype.*omit one",
-        ),
-        (
-            {"model": "demo"},
-            ("int8",),
-            r"--states int8: no layer.*llama",
-        ),
-    ],
-)
-def test_other_states_are_refused(
-    options: dict[str, str], states: tuple[str, ...], message: str
-) -> None:
-    args = EngineArgs(**{"model": str(FOLDER), **options})
-    with pytest.raises(ConfigError, match=message):
-        evaluate_grid(args, [TEXT], GridArgs(states=states))
+def test_other_states_are_refused() -> None:
+    named = {"state_dtype": "int8"}
+    for options, states, parts in (
+        ({}, "int4", ("--states 'int4'", "float32, bfloat16, int8 or fp8")),
+        (named, "fp8", ("--states", "--state-dtype", "omit one")),
+        ({"model": "demo"}, "int8", ("--states int8", "no layer", "llama")),
+    ):
+        with refuses(ConfigError, *parts):
+            args = EngineArgs(**{"model": str(FOLDER), **options})
+            evaluate_grid(args, [TEXT], GridArgs(states=(states,)))
 
 
 def test_config_json_may_name_the_publishers_dtype(tmp_path: Path) -> None:
@@ -213,5 +183,5 @@ def test_config_json_may_name_the_publishers_dtype(tmp_path: Path) -> None:
         shutil.copy(file, tmp_path)
     config = json.loads((FOLDER / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "mamba_ssm_dtype": "float32"}))
-    named = LLM(str(tmp_path), kv_cache_memory="3MiB", state_every=32, max_model_len=256)
+    named = LLM(str(tmp_path), **SIZES)
     assert said(named, PROMPTS[:1], DRAWN) == said(engine(), PROMPTS[:1], DRAWN)

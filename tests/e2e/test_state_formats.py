@@ -29,31 +29,29 @@ BOUNDS = {
 }
 
 
-def evaluated(name: str, tokens: int = 4096) -> Evaluation:
-    grid = GridArgs(caches=("token",), max_tokens=tokens, window=256, speed=False, per_layer=True)
-    return evaluate_grid(
-        EngineArgs(str(HYBRIDS / name), dtype="float32"), [TEXT.read_text(encoding="utf-8")], grid
-    )
+@pytest.mark.parametrize("name", BOUNDS)
+def test_formats_are_measured_apart_keep_their_bounds_and_are_advised(
+    name: str, tmp_path: Path
+) -> None:
+    grid = GridArgs(caches=("token",), max_tokens=4096, window=256, speed=False, per_layer=True)
+    args = EngineArgs(str(HYBRIDS / name), dtype="float32")
+    evaluation = evaluate_grid(args, [TEXT.read_text(encoding="utf-8")], grid)
+    check_bounds(evaluation, BOUNDS[name])
+    check_parts(evaluation)
+    check_advice(evaluation, tmp_path)
 
 
-@pytest.fixture(scope="module", params=BOUNDS)
-def evaluation(request: pytest.FixtureRequest) -> Evaluation:
-    return evaluated(request.param)
+def check_bounds(evaluation: Evaluation, bounds: dict[str, float]) -> None:
+    states = [run for run in evaluation.runs if run.name.startswith("states ")]
+    kl = {run.state_dtype: run.kl_mean for run in states}
+    assert set(kl) == set(bounds)
+    assert all(0 < kl[name] < bound for name, bound in bounds.items()), kl
+    # otherwise these are other formats
+    assert 4 * kl["bfloat16"] < kl["int8"] < kl["fp8_e4m3fn"] / 1.5
 
 
-def test_each_format_keeps_its_bound(evaluation: Evaluation) -> None:
-    bounds = BOUNDS[Path(evaluation.overview.args.model).name]
-    found = {
-        run.state_dtype: run.kl_mean for run in evaluation.runs if run.name.startswith("states ")
-    }
-    assert set(found) == set(bounds)
-    assert all(0 < found[name] < bound for name, bound in bounds.items()), found
-    assert 4 * found["bfloat16"] < found["int8"] < found["fp8_e4m3fn"] / 1.5, (
-        "otherwise these are other formats"
-    )
-
-
-def test_pages_and_states_are_measured_apart(evaluation: Evaluation) -> None:
+def check_parts(evaluation: Evaluation) -> None:
+    """Layers have pages or a state, and lose by their own."""
     first, pages, *states = evaluation.runs
     assert (pages.kv_cache_dtype, pages.state_dtype) == ("fp8_e4m3fn", "float32")
     assert {run.kv_cache_dtype for run in states} == {"float32"}
@@ -64,25 +62,20 @@ def test_pages_and_states_are_measured_apart(evaluation: Evaluation) -> None:
         assert run.bytes_per_token == first.bytes_per_token
         assert run.bytes_per_state < first.bytes_per_state
         assert run.layer_kl is not None
-        assert [not kl for kl in run.layer_kl] == with_pages, (
-            "layers have pages or a state, and lose by their own"
-        )
+        assert [not kl for kl in run.layer_kl] == with_pages
 
 
-def test_the_advice_has_both(evaluation: Evaluation, tmp_path: Path) -> None:
+def check_advice(evaluation: Evaluation, folder: Path) -> None:
     chosen = recommended_states(evaluation)
     assert chosen is not None
     assert chosen.state_dtype == "int8", "as small as E4M3, and nearer to float32"
-    found = advice(evaluation)
-    assert "--kv-cache-dtype fp8" in found.command
-    assert "--state-dtype int8" in found.command
-    assert (
-        f"take int8, {chosen.bytes_per_state / evaluation.runs[0].bytes_per_state:.2f} of the bytes"
-        in found.text
-    )
+    text, share = advice(evaluation), chosen.bytes_per_state / evaluation.runs[0].bytes_per_state
+    assert "--kv-cache-dtype fp8" in text.command
+    assert "--state-dtype int8" in text.command
+    assert f"take int8, {share:.2f} of the bytes" in text.text
     assert "| states int8" in table(evaluation)
-    write_report(evaluation, tmp_path)
-    assert "states int8" in (tmp_path / "report.html").read_text(encoding="utf-8")
+    write_report(evaluation, folder)
+    assert "states int8" in (folder / "report.html").read_text(encoding="utf-8")
 
 
 @pytest.mark.slow

@@ -17,7 +17,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tests.means import (
-    CACHES,
     DRAWN,
     IDS,
     LENGTH,
@@ -35,6 +34,7 @@ from tests.refusals import assert_names, refuses
 
 import freight
 from freight import LLM, SamplingParams
+from freight.cache.pool import PagedState
 from freight.cli.plan import _print as print_plan
 from freight.engine.fingerprint import fingerprint
 from freight.errors import ConfigError
@@ -47,6 +47,8 @@ from freight.lab.evaluate.sensitivity import per_layer
 from freight.model.open import open_checkpoint, open_model
 from freight.model.sizes import Layout, loaded_bytes
 from freight.model.weight_bytes import weight_bytes
+from freight.operands.batch import ForwardBatch
+from freight.operands.states import States
 from freight.settings.engine import EngineArgs
 
 
@@ -60,86 +62,68 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_means(tmp_path_factory.mktemp("means"))
 
 
-@pytest.fixture(scope="module")
-def plain(folder: Path) -> dict[str, list[Any]]:
-    return plain_answers(folder)
-
-
 # ------------------------------------------------------------------------------------------------------------
 # same bits
 
 
-@pytest.mark.parametrize("cache", CACHES)
-@pytest.mark.parametrize("chunk", [1, 7, 16, 33])
-def test_chunks_change_no_bit(
-    folder: Path, plain: dict[str, list[Any]], cache: str, chunk: int
+# Tokens of a step and of a block that are tried, and the rest, which is slow
+QUICK = [("bfloat16", (7, 33), (64,)), ("fp8-token", (1, 16), (16, 256))]
+REST = [("bfloat16", (1, 16), (16, 256)), ("fp8-token", (7, 33), (64,))]
+
+
+@pytest.mark.parametrize(
+    ("cache", "chunks", "blocks"),
+    [*QUICK, *(pytest.param(*row, marks=pytest.mark.slow) for row in REST)],
+)
+def test_no_company_changes_a_bit(
+    folder: Path, cache: str, chunks: tuple[int, ...], blocks: tuple[int, ...]
 ) -> None:
-    llm = engine(folder, cache, enable_prefix_caching=False, max_num_batched_tokens=chunk)
-    for index in (0, 4, 9):
-        assert said(llm, [PROMPTS[index]])[0] == plain[cache][index]
-
-
-@pytest.mark.parametrize("cache", CACHES)
-@pytest.mark.parametrize("every", [16, 64, 256])
-def test_neighbours_and_the_size_of_blocks_change_no_bit(
-    folder: Path, plain: dict[str, list[Any]], cache: str, every: int
-) -> None:
-    llm = engine(
-        folder, cache, enable_prefix_caching=False, max_num_batched_tokens=48, state_every=every
-    )
-    assert said(llm, PROMPTS) == plain[cache]
-    assert llm.engine.cache.num_held == 0
-
-
-@pytest.mark.parametrize("cache", CACHES)
-def test_prefix_hits_change_no_bit(folder: Path, plain: dict[str, list[Any]], cache: str) -> None:
+    """Chunks, neighbours and the size of blocks, prefix hits, preemption."""
+    plain, alone = plain_answers(folder, [cache])[cache], {"enable_prefix_caching": False}
+    for chunk in chunks:
+        llm = engine(folder, cache, max_num_batched_tokens=chunk, **alone)
+        for index in (0, 4, 9):
+            assert said(llm, [PROMPTS[index]])[0] == plain[index]
+    for every in blocks:
+        llm = engine(folder, cache, max_num_batched_tokens=48, state_every=every, **alone)
+        assert said(llm, PROMPTS) == plain
+        assert llm.engine.cache.num_held == 0
     llm = engine(folder, cache, max_num_batched_tokens=48)
-    assert said(llm, PROMPTS) == plain[cache]
+    assert said(llm, PROMPTS) == plain
     before = llm.engine.scheduler.totals.prefix_hits
-    assert said(llm, PROMPTS) == plain[cache]
+    assert said(llm, PROMPTS) == plain
     assert llm.engine.scheduler.totals.prefix_hits > before + 500
+    if cache == "bfloat16":
+        sizes = {"max_num_seqs": 16, "max_num_batched_tokens": 48, "max_model_len": 340}
+        llm = engine(folder, kv_cache_memory="140KiB", **sizes)
+        assert said(llm, PROMPTS) == plain
+        assert llm.engine.scheduler.totals.preemptions > 0
+        assert llm.engine.cache.num_held == 0
 
 
-def test_preemption_changes_no_bit(folder: Path, plain: dict[str, list[Any]]) -> None:
-    llm = engine(
-        folder,
-        kv_cache_memory="140KiB",
-        max_num_seqs=16,
-        max_num_batched_tokens=48,
-        max_model_len=340,
-    )
-    assert said(llm, PROMPTS) == plain["bfloat16"]
-    assert llm.engine.scheduler.totals.preemptions > 0
-    assert llm.engine.cache.num_held == 0
-
-
-def test_siblings_share_states(folder: Path, plain: dict[str, list[Any]]) -> None:
+def test_siblings_share_states(folder: Path) -> None:
     """Completions of one prompt begin with its last full state, and each goes on in a block of its
     own.
     """
-    llm = engine(folder, max_num_batched_tokens=48)
-    params = replace(DRAWN, n=3)
-    together = llm.generate([{"prompt_token_ids": IDS[:200]}], params)[0].outputs
-    again = (
-        engine(folder, enable_prefix_caching=False)
-        .generate([{"prompt_token_ids": IDS[:200]}], params)[0]
-        .outputs
+    answers = []
+    for options in ({"max_num_batched_tokens": 48}, {"enable_prefix_caching": False}):
+        llm, prompt = engine(folder, **options), {"prompt_token_ids": IDS[:200]}
+        outputs = llm.generate([prompt], replace(DRAWN, n=3))[0].outputs
+        answers.append([repr((one.token_ids, one.logprobs)) for one in outputs])
+    assert answers[0] == answers[1]
+
+
+def test_hits_are_multiples_of_a_state(folder: Path) -> None:
+    llm, plain = (
+        engine(folder, max_num_batched_tokens=48),
+        engine(folder, enable_prefix_caching=False),
     )
-    assert [repr((one.token_ids, one.logprobs)) for one in together] == [
-        repr((one.token_ids, one.logprobs)) for one in again
-    ]
-
-
-@pytest.mark.parametrize(("shared", "hit"), [(300, 256), (200, 192), (63, 0), (64, 64), (128, 128)])
-def test_hits_are_multiples_of_a_state(folder: Path, shared: int, hit: int) -> None:
-    llm = engine(folder, max_num_batched_tokens=48)
     said(llm, [IDS])
-    other = IDS[:shared] + [token ^ 1 for token in IDS[shared:]]
-    output = llm.generate([{"prompt_token_ids": other}], DRAWN)[0]
-    assert output.num_cached_tokens == hit
-    assert said(engine(folder, enable_prefix_caching=False), [other])[0][0] == list(
-        output.outputs[0].token_ids
-    )
+    for shared, hit in ((300, 256), (200, 192), (63, 0), (64, 64), (128, 128)):
+        other = IDS[:shared] + [token ^ 1 for token in IDS[shared:]]
+        output = llm.generate([{"prompt_token_ids": other}], DRAWN)[0]
+        assert output.num_cached_tokens == hit
+        assert said(plain, [other])[0][0] == list(output.outputs[0].token_ids)
 
 
 def test_the_mean_is_the_mean(folder: Path) -> None:
@@ -150,10 +134,6 @@ def test_the_mean_is_the_mean(folder: Path) -> None:
     decoder = opened.load(opened.resolve(opened.args))
     mean = decoder.layers[0].mixer  # type: ignore[attr-defined]
     assert isinstance(mean, Mean)
-    from freight.cache.pool import PagedState
-    from freight.operands.batch import ForwardBatch
-    from freight.operands.states import States
-
     x = torch.randn(100, 64, generator=torch.Generator().manual_seed(0))
     cache = PagedState(States({"sum": torch.full((4, 48), float("nan"))}, 32))
     found, start = [], 0
@@ -166,9 +146,8 @@ def test_the_mean_is_the_mean(folder: Path) -> None:
         found.append(mean(x[rows], batch, cache))
         start += count
     stored = load_file(folder / "model.safetensors")
-    inner, out = (
-        stored[f"model.layers.0.mean.{name}.weight"].double() for name in ("in_proj", "out_proj")
-    )
+    names = [f"model.layers.0.mean.{name}.weight" for name in ("in_proj", "out_proj")]
+    inner, out = (stored[name].double() for name in names)
     u = x.double() @ inner.T
     expected = (u.cumsum(0) / torch.arange(1, 101)[:, None]) @ out.T
     torch.testing.assert_close(torch.cat(found).double(), expected, rtol=1e-4, atol=1e-5)
@@ -192,10 +171,11 @@ def test_the_default_is_at_most_an_eighth_of_the_context(folder: Path) -> None:
         assert opened.cache_spec(opened.resolve(opened.args)).state_every == every
 
 
-@pytest.mark.parametrize("every", [0, 8, 48, 96, -64, True, "64"])
-def test_other_numbers_are_refused(every: Any) -> None:
-    with refuses(ConfigError, f"--state-every {every!r}", "power of two", "16 or more"):
-        open_model(EngineArgs("demo", state_every=every))
+def test_other_numbers_are_refused() -> None:
+    numbers: list[Any] = [0, 8, 48, 96, -64, True, "64"]
+    for every in numbers:
+        with refuses(ConfigError, f"--state-every {every!r}", "power of two", "16 or more"):
+            open_model(EngineArgs("demo", state_every=every))
 
 
 def test_it_is_a_multiple_of_the_block_size(folder: Path) -> None:
@@ -210,7 +190,7 @@ def test_a_model_without_states_refuses_it_before_weights_are_read() -> None:
 
 
 def test_it_is_in_no_fingerprint(folder: Path) -> None:
-    """It decides no bit (`test_neighbours_and_the_size_of_blocks_change_no_bit`)."""
+    """It decides no bit (`test_no_company_changes_a_bit`)."""
     found = set()
     for every in (None, 16, 256):
         opened = open_model(EngineArgs(str(folder), skip_tokenizer_init=True, state_every=every))
@@ -245,40 +225,30 @@ def test_quantizing_gives_scales_for_attention_and_keeps_means(
         freight_logits(one, IDS, "auto", kv_cache_dtype="auto", state_every=512)
         for one in (tmp_path / "made", folder)
     )
-    assert torch.nn.functional.cosine_similarity(logits, plain).mean() > 0.98
-    unmoved = freight_logits(
-        folder, IDS, "auto", "reference", kv_cache_dtype="bfloat16", state_every=512
-    )
-    assert torch.nn.functional.cosine_similarity(unmoved, plain).mean() > 0.999
+    assert torch.cosine_similarity(logits, plain).mean() > 0.98
+    options = {"kv_cache_dtype": "bfloat16", "state_every": 512}
+    unmoved = freight_logits(folder, IDS, "auto", "reference", **options)
+    assert torch.cosine_similarity(unmoved, plain).mean() > 0.999
 
 
 def test_calibrated_scales_are_those_of_the_stored_keys(folder: Path, tmp_path: Path) -> None:
-    freight.quantize(
-        str(folder), tmp_path / "made", kv_cache="fp8", weights="none", calibration_data=[IDS]
-    )
+    formats: dict[str, Any] = {"weights": "none", "kv_cache": "fp8"}
+    freight.quantize(str(folder), tmp_path / "made", calibration_data=[IDS], **formats)
     layers = open_checkpoint(str(tmp_path / "made")).kv_scales.layers
-    llm = engine(
-        folder, enable_prefix_caching=False, kernels="reference", max_num_batched_tokens=LENGTH
-    )
+    options: dict[str, Any] = {"kernels": "reference", "max_num_batched_tokens": LENGTH}
+    llm = engine(folder, enable_prefix_caching=False, **options)
     llm.generate([{"prompt_token_ids": IDS}], SamplingParams(max_tokens=1))
-    for index, layer in llm.engine.runner.pool.paged.items():
-        if index == 3:
-            amax = [
-                float(page.flatten(0, 1)[:300].abs().max())
-                for page in (layer.pages.k, layer.pages.v)
-            ]
-            scales = layers[index]
-            assert scales is not None
-            assert [scales.k[0] * 448, scales.v[0] * 448] == pytest.approx(amax, rel=0.02)
+    pages, scales = llm.engine.runner.pool.paged[3].pages, layers[3]
+    amax = [float(page.flatten(0, 1)[:300].abs().max()) for page in (pages.k, pages.v)]
+    assert scales is not None
+    assert [scales.k[0] * 448, scales.v[0] * 448] == pytest.approx(amax, rel=0.02)
 
 
 def test_evaluation_does_not_depend_on_chunks(folder: Path) -> None:
     caches = [("fp8", "dynamic"), ("fp8", "unit")]
     args = EngineArgs(str(folder), skip_tokenizer_init=True, state_every=64)
-    whole = compare_caches(args, caches, IDS, window=150)
-    parts = compare_caches(
-        replace(args, max_num_batched_tokens=32, state_every=16), caches, IDS, window=150
-    )
+    other = replace(args, max_num_batched_tokens=32, state_every=16)
+    whole, parts = (compare_caches(each, caches, IDS, window=150) for each in (args, other))
     for one, other in zip(whole, parts, strict=True):
         assert (one.perplexity, one.mean_kl) == (other.perplexity, other.mean_kl)
         assert (one.num_tokens, one.cut_off_share) == (300, other.cut_off_share)
@@ -288,15 +258,13 @@ def test_evaluation_does_not_depend_on_chunks(folder: Path) -> None:
 def test_the_whole_evaluation_runs(folder: Path, tmp_path: Path) -> None:
     data = tmp_path / "data.jsonl"
     data.write_text(json.dumps({"input_ids": IDS}))
-    grid = GridArgs(
-        caches=("tensor", "token"), calibration_data=str(data), window=150, per_layer=True
-    )
+    caches = ("tensor", "token")
+    grid = GridArgs(caches=caches, calibration_data=str(data), window=150, per_layer=True)
     args = EngineArgs(str(folder), skip_tokenizer_init=True)
     runs = evaluate_grid(args, [IDS], grid).runs
     by_layer = [one.layer_kl for one in runs if one.layer_kl]
-    chunks = evaluate_grid(
-        replace(args, max_num_batched_tokens=32), [IDS], replace(grid, speed=False)
-    ).runs
+    parts = replace(args, max_num_batched_tokens=32)
+    chunks = evaluate_grid(parts, [IDS], replace(grid, speed=False)).runs
     assert [one.layer_kl for one in chunks if one.layer_kl] == by_layer
     assert [one.kl_mean for one in chunks] == [one.kl_mean for one in runs]
     assert len(by_layer) == 2
@@ -331,13 +299,8 @@ def test_the_plan_counts_states(folder: Path, capsys: pytest.CaptureFixture[str]
     )  # fmt: skip
     llm = LLM(**vars(args))
     assert llm.engine.runner.pool.num_blocks == setting.num_blocks
-    groups = as_json(plan)["settings"][0]["groups"]
-    assert groups[0] == {
-        "layers": 2,
-        "state_every": 32,
-        "bytes_per_block": 2 * 48 * 4,
-        "blocks": setting.num_blocks[0],
-    }
+    counted = {"state_every": 32, "bytes_per_block": 2 * 48 * 4, "blocks": setting.num_blocks[0]}
+    assert as_json(plan)["settings"][0]["groups"][0] == {"layers": 2, **counted}
     assert "--state-every 32" in as_json(plan)["verdict"]
     print_plan("means", plan)
     printed = " ".join(capsys.readouterr().out.split())
@@ -346,10 +309,9 @@ def test_the_plan_counts_states(folder: Path, capsys: pytest.CaptureFixture[str]
     opened = open_model(replace(args, kernels="reference"))
     resolved = opened.resolve(opened.args)
     formats = resolved.compute_format, resolved.weight_format
-    counted = loaded_bytes(
-        opened.model, *formats, lambda _: None, Layout.PLAIN, resolved.max_model_len
-    )
-    assert counted.layers == weight_bytes(opened.load(resolved)).layers
+    length = resolved.max_model_len
+    loaded = loaded_bytes(opened.model, *formats, lambda _: None, Layout.PLAIN, length)
+    assert loaded.layers == weight_bytes(opened.load(resolved)).layers
 
 
 def test_a_plan_refuses_states_that_are_not_there() -> None:

@@ -144,13 +144,10 @@ def test_every_cache_from_the_store(
     monkeypatch.setattr(Rates, "is_worth", lambda *of: True)  # these models compute as fast
     params = replace(SAMPLING[sampling], max_tokens=12)
     model = str(checkpoint(kind, cache))
-    given: dict[str, Any] = {
-        "max_model_len": 512,
-        "kv_cache_memory": "64MiB",
-        "block_size": block_size,
-        **CACHES[cache],
-        **({"state_every": 32} if kind == "states" else {}),
-    }
+    sizes = {"max_model_len": 512, "kv_cache_memory": "64MiB", "block_size": block_size}
+    given: dict[str, Any] = {**sizes, **CACHES[cache]}
+    if kind == "states":
+        given["state_every"] = 32
     expected = pages_of(LLM(model, enable_prefix_caching=False, **given), params)
     hits = []
     for _ in range(2):

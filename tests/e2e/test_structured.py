@@ -27,28 +27,24 @@ from freight.text.tokenizer import Tokenizer
 
 BASE = Path(__file__).parents[1] / "fixtures" / "base_bf16"
 BLANKS = 16 + 1  # the most in one place, and the character behind them
+SIZE = {"type": "integer", "minimum": 0, "maximum": 99}
 SCHEMA = {
     "type": "object",
     "properties": {
         "name": {"type": "string", "pattern": "^[a-z]{1,8}$"},
-        "sizes": {
-            "type": "array",
-            "items": {"type": "integer", "minimum": 0, "maximum": 99},
-            "maxItems": 3,
-        },
+        "sizes": {"type": "array", "items": SIZE, "maxItems": 3},
         "kind": {"enum": ["file", "folder", None]},
     },
     "required": ["name", "sizes", "kind"],
     "additionalProperties": False,
 }
+REGEX, CHOICES = "[a-f]{2,9}(-[0-9]{1,3})?", ["yes", "yes, but", "no\n"]
+GRAMMAR = 'start: "x" | "(" inner ")"\ninner: "y" ~ 1..3'
 FORMS: list[tuple[dict[str, Any], Callable[[str], object]]] = [
     ({"json": SCHEMA}, lambda text: jsonschema_rs.is_valid(SCHEMA, json.loads(text))),
-    ({"regex": "[a-f]{2,9}(-[0-9]{1,3})?"}, partial(re.fullmatch, "[a-f]{2,9}(-[0-9]{1,3})?")),
-    ({"choice": ["yes", "yes, but", "no\n"]}, ["yes", "yes, but", "no\n"].__contains__),
-    (
-        {"grammar": 'start: "x" | "(" inner ")"\ninner: "y" ~ 1..3'},
-        partial(re.fullmatch, r"x|\(y{1,3}\)"),
-    ),
+    ({"regex": REGEX}, partial(re.fullmatch, REGEX)),
+    ({"choice": CHOICES}, CHOICES.__contains__),
+    ({"grammar": GRAMMAR}, partial(re.fullmatch, r"x|\(y{1,3}\)")),
 ]
 
 
@@ -58,52 +54,40 @@ def llm() -> LLM:
 
 
 def params(outputs: dict[str, Any], seed: int = 0, **others: Any) -> SamplingParams:
-    return SamplingParams(
-        **{"max_tokens": 400, "seed": seed, "structured_outputs": outputs} | others
-    )
+    own = {"max_tokens": 400, "seed": seed, "structured_outputs": outputs}
+    return SamplingParams(**own | others)
 
 
 def one(llm: LLM, prompt: str, given: SamplingParams) -> CompletionOutput:
     return llm.generate(prompt, given)[0].outputs[0]
 
 
+def between(bounds: list[int]) -> dict[str, Any]:
+    return {"type": "integer", "minimum": min(bounds), "maximum": max(bounds)}
+
+
 def scalars() -> st.SearchStrategy[dict[str, Any]]:
-    integers = st.integers(-500, 500).flatmap(
-        lambda low: st.integers(low, 1000).map(
-            lambda high: {"type": "integer", "minimum": low, "maximum": high}
-        )
-    )
+    integers = st.lists(st.integers(-500, 1000), min_size=2, max_size=2).map(between)
     texts = st.integers(0, 6).map(lambda most: {"type": "string", "maxLength": most})
     values = st.none() | st.booleans() | st.integers(-99, 99) | st.text('ab"\\é \n{', max_size=4)
     enums = st.lists(values, min_size=1, max_size=4).map(lambda entries: {"enum": entries})
     numbers = st.just({"type": "number", "minimum": -1, "maximum": 1})
-    return (
-        integers
-        | texts
-        | enums
-        | numbers
-        | st.sampled_from([{"type": "boolean"}, {"type": "null"}])
-    )
+    plain = st.sampled_from([{"type": "boolean"}, {"type": "null"}])
+    return integers | texts | enums | numbers | plain
 
 
 def schemas(inner: st.SearchStrategy[dict[str, Any]]) -> st.SearchStrategy[dict[str, Any]]:
-    arrays = st.tuples(inner, st.integers(0, 1), st.integers(1, 2)).map(
-        lambda made: {"type": "array", "items": made[0], "minItems": made[1], "maxItems": made[2]}
-    )
+    arrays = st.fixed_dictionaries(
+        {"items": inner, "minItems": st.integers(0, 1), "maxItems": st.integers(1, 2)}
+    ).map(lambda fields: {"type": "array", **fields})
     names = st.sampled_from(["a", "b c", "é", "$ref", 'q"'])
-    objects = st.tuples(st.dictionaries(names, inner, min_size=1, max_size=2), st.booleans()).map(
-        lambda made: {
-            "type": "object",
-            "properties": made[0],
-            "required": list(made[0]) if made[1] else [],
-            "additionalProperties": False,
-        }
+    members = st.dictionaries(names, inner, min_size=1, max_size=2)
+    closed = {"type": "object", "additionalProperties": False}
+    objects = st.tuples(members, st.booleans()).map(
+        lambda made: {**closed, "properties": made[0], "required": [*made[0]] if made[1] else []}
     )
-    return (
-        arrays
-        | objects
-        | st.lists(inner, min_size=1, max_size=2).map(lambda branches: {"anyOf": branches})
-    )
+    branches = st.lists(inner, min_size=1, max_size=2)
+    return arrays | objects | branches.map(lambda branches: {"anyOf": branches})
 
 
 def longest(schema: dict[str, Any]) -> float:
@@ -118,25 +102,25 @@ def longest(schema: dict[str, Any]) -> float:
     if kind == "array":
         return 2 * BLANKS + schema["maxItems"] * (longest(schema["items"]) + 2 * BLANKS)
     if kind == "object":
-        members = schema["properties"].items()
-        return 2 * BLANKS + sum(
-            len(json.dumps(name)) + 4 * BLANKS + longest(value) for name, value in members
-        )
+        members = schema["properties"]
+        names = sum(len(json.dumps(name)) + 4 * BLANKS for name in members)
+        return 2 * BLANKS + names + sum(map(longest, members.values()))
     return {"number": math.inf, "string": 2 + 6 * schema.get("maxLength", 0)}.get(kind, 5)
 
 
+MOST = 160  # tokens of an answer
+BATCHES = st.lists(schemas(scalars()) | schemas(schemas(scalars())), min_size=6, max_size=10)
+
+
 @settings(max_examples=4, suppress_health_check=list(HealthCheck))
-@given(
-    batch=st.lists(schemas(scalars()) | schemas(schemas(scalars())), min_size=6, max_size=10),
-    seed=st.integers(0, 9),
-)
+@given(batch=BATCHES, seed=st.integers(0, 9))
 def test_every_answer_to_a_schema_is_valid_and_ends(
     llm: LLM, batch: list[dict[str, Any]], seed: int
 ):
-    asked = [params({"json": schema}, seed, max_tokens=300) for schema in batch]
+    asked = [params({"json": schema}, seed, max_tokens=MOST) for schema in batch]
     for schema, output in zip(batch, llm.generate(["x = "] * len(batch), asked), strict=True):
         answer = output.outputs[0]
-        assert answer.finish_reason is FinishReason.STOP or longest(schema) + 1 > 300
+        assert answer.finish_reason is FinishReason.STOP or longest(schema) + 1 > MOST
         if answer.finish_reason is FinishReason.STOP:
             assert jsonschema_rs.is_valid(schema, json.loads(answer.text)), answer.text
             assert len(answer.token_ids) <= longest(schema) + 1
@@ -159,9 +143,8 @@ def test_json_object_is_an_object(llm: LLM):
     for outputs in ({"json_object": True}, {"json": "{}"}):
         answer = one(llm, "d = ", params(outputs, 3, max_tokens=60))
         assert answer.text.startswith("{")
-        assert answer.finish_reason is FinishReason.LENGTH or isinstance(
-            json.loads(answer.text), dict
-        )
+        if answer.finish_reason is not FinishReason.LENGTH:
+            assert isinstance(json.loads(answer.text), dict)
 
 
 def test_several_completions_have_a_grammar_each(llm: LLM):
@@ -183,11 +166,8 @@ def test_the_text_is_whole_when_its_last_token_reaches_max_tokens(llm: LLM):
 
 def test_a_stop_string_ends_a_text_before_its_grammar_does(llm: LLM):
     answer = one(llm, "x", params({"choice": ["one two three"]}, stop=[" two"]))
-    assert (answer.text, answer.finish_reason, answer.stop_reason) == (
-        "one",
-        FinishReason.STOP,
-        " two",
-    )
+    assert (answer.text, answer.stop_reason) == ("one", " two")
+    assert answer.finish_reason is FinishReason.STOP
 
 
 def test_a_stop_id_of_the_request_is_told_and_the_models_own_is_not(llm: LLM):
@@ -215,9 +195,8 @@ def test_other_requests_and_log_probabilities_are_not_changed(llm: LLM):
     mixed = [params(FORMS[0][0]), plain[0], params(FORMS[1][0]), plain[1], plain[2]]
     together = llm.generate(["def f("] * 5, mixed)
     assert [together[index].outputs[0] for index in (1, 3, 4)] == alone
-    first = one(
-        llm, "def f(", params({"regex": ".{1,9}"}, max_tokens=1, logprobs=1, temperature=0.0)
-    )
+    greedy = params({"regex": ".{1,9}"}, max_tokens=1, logprobs=1, temperature=0.0)
+    first = one(llm, "def f(", greedy)
     assert first.logprobs is not None
     assert alone[0].logprobs is not None
     top = min(alone[0].logprobs[0].items(), key=lambda entry: entry[1].rank)
@@ -225,36 +204,21 @@ def test_other_requests_and_log_probabilities_are_not_changed(llm: LLM):
 
 
 def test_preemption_keeps_the_place_in_the_grammar(llm: LLM):
-    small = LLM(
-        "demo",
-        kv_cache_memory="480KiB",
-        max_model_len=120,
-        max_num_seqs=8,
-        enable_prefix_caching=False,
-    )
+    sizes = {"max_model_len": 120, "max_num_seqs": 8}
+    small = LLM("demo", kv_cache_memory="480KiB", enable_prefix_caching=False, **sizes)
     form = {"regex": "([a-f]{2}-[0-9]{2};){99}"}  # longer than 60 tokens, whichever are drawn
     asked = [params(form, seed, max_tokens=60) for seed in range(6)]
     prompts = [f"size_{index} = " for index in range(len(asked))]
     expected = [output.outputs[0] for output in llm.generate(prompts, asked)]
-    preempted = 0
-    schedule = small.engine.scheduler.schedule
-
-    def counted() -> Any:
-        nonlocal preempted
-        step = schedule()
-        preempted += len(step.preempted)
-        return step
-
-    small.engine.scheduler.schedule = counted  # type: ignore[method-assign]
     assert [output.outputs[0] for output in small.generate(prompts, asked)] == expected
-    assert preempted > 0
+    assert small.engine.scheduler.totals.preemptions > 0
 
 
 class Interrupted(BaseException):
     pass
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_interrupts_and_aborts_keep_the_place_in_the_grammar(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, seed: int
 ):

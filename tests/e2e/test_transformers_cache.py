@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 import shutil
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,15 @@ ROOT = Path(__file__).parents[2]
 PROMPT = torch.randint(3, 4096, (40,), generator=torch.Generator().manual_seed(0)).tolist()
 
 
-def demo(folder: Path = DEMO) -> Any:
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+@cache
+def demo() -> Any:
+    return AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32).eval()
+
+
+@cache
+def random_model(variant: str, dtype: torch.dtype) -> Any:
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(VARIANTS[variant]).to(dtype).eval()
 
 
 def generated(
@@ -40,12 +48,8 @@ def generated(
     length = max(map(len, prompts))
     ids = torch.tensor([[0] * (length - len(prompt)) + prompt for prompt in prompts])
     mask = torch.tensor([[0] * (length - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-    options = {
-        "do_sample": False,
-        "eos_token_id": None,
-        "pad_token_id": 0,
-        "max_new_tokens": count,
-    } | options
+    ends = {"eos_token_id": None, "pad_token_id": 0, "max_new_tokens": count}
+    options = {"do_sample": False, **ends, **options}
     output = model.generate(ids, attention_mask=mask, past_key_values=cache, **options)
     return [row[length:] for row in output.tolist()]
 
@@ -53,13 +57,8 @@ def generated(
 def of_engine(
     folder: Path, prompts: list[list[int]], count: int, **options: Any
 ) -> list[list[int]]:
-    llm = LLM(
-        model=str(folder),
-        dtype="float32",
-        skip_tokenizer_init=True,
-        kv_cache_memory="8MiB",
-        **options,
-    )
+    options |= {"dtype": "float32", "skip_tokenizer_init": True, "kv_cache_memory": "8MiB"}
+    llm = LLM(model=str(folder), **options)
     params = SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True)
     outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params)
     return [list(output.outputs[0].token_ids) for output in outputs]
@@ -73,9 +72,8 @@ def scaled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tensors = load_file(folder / "model.safetensors")
     for layer in range(6):
         for side, scale in (("k", [0.05, 0.07]), ("v", [0.011, 0.013])):
-            tensors[f"model.layers.{layer}.self_attn.{side}_scale"] = torch.tensor(
-                scale, dtype=torch.float32
-            )
+            name = f"model.layers.{layer}.self_attn.{side}_scale"
+            tensors[name] = torch.tensor(scale, dtype=torch.float32)
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     return folder
 
@@ -89,9 +87,9 @@ def test_tokens_are_those_of_the_engine(dtype: str, scales: str, scaled: Path) -
     that.
     """
     model, folder = demo(), scaled if scales == "checkpoint" else DEMO
-    cache = FP8Cache(model.config, dtype, scales, model=folder)
+    stored = FP8Cache(model.config, dtype, scales, model=folder)
     prompts = [PROMPT, PROMPT[5:28]]
-    ours = generated(model, prompts, cache, 24)
+    ours = generated(model, prompts, stored, 24)
     assert ours == of_engine(folder, prompts, 24, kv_cache_dtype=dtype, kv_scales=scales)
 
 
@@ -102,10 +100,9 @@ def test_logits_are_those_of_the_engine(dtype: str, scales: str, scaled: Path) -
     """FP8 moves them; in both systems to the same place, but for what float32 rounds."""
     model, ids = demo(), torch.tensor([PROMPT])
     folder = scaled if scales == "checkpoint" else DEMO
+    stored = FP8Cache(model.config, dtype, scales, model=folder)
     with torch.no_grad():
-        ours = model(
-            ids, past_key_values=FP8Cache(model.config, dtype, scales, model=folder)
-        ).logits[0]
+        ours = model(ids, past_key_values=stored).logits[0]
         plain = model(ids).logits[0]
     engine = freight_logits(folder, PROMPT, "float32", kv_cache_dtype=dtype, kv_scales=scales)
     moved = (ours - plain).abs().mean()
@@ -155,8 +152,7 @@ def test_every_way_of_generating(variant: str, way: str) -> None:
     """The same bits come back from both caches, so the tokens are equal; with a window, and in
     bfloat16.
     """
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(VARIANTS[variant]).bfloat16().eval()
+    model = random_model(variant, torch.bfloat16)
     prompts = [(tokens(12) * 4)[:40], tokens(33)][: 1 if way == "look-up" else 2]
     answers = []
     for kind in (FP8Cache, RoundingCache):
@@ -171,26 +167,26 @@ def test_an_assistant_model_changes_no_token() -> None:
     model, assistant = (
         AutoModelForCausalLM.from_config(VARIANTS["gemma3"]).eval() for _ in range(2)
     )
-    plain = generated(model, [tokens(40)], FP8Cache(model.config), 20)
-    assert (
-        generated(model, [tokens(40)], FP8Cache(model.config), 20, assistant_model=assistant)
-        == plain
+    plain, assisted = (
+        generated(model, [tokens(40)], FP8Cache(model.config), 20, **options)
+        for options in ({}, {"assistant_model": assistant})
     )
+    assert assisted == plain
 
 
 def test_the_conversation_goes_on_in_the_same_cache() -> None:
-    model, cache = demo(), FP8Cache(demo().config)
-    first = generated(model, [PROMPT], cache, 8)[0]
-    stored = cache.layers[3].values.view(torch.uint8).clone()
-    second = generated(model, [PROMPT + first + PROMPT[:5]], cache, 8)
-    assert torch.equal(cache.layers[3].values.view(torch.uint8)[:, :, : stored.shape[2]], stored)
-    assert second == generated(model, [PROMPT + first + PROMPT[:5]], FP8Cache(model.config), 8)
+    model, own = demo(), FP8Cache(demo().config)
+    first = generated(model, [PROMPT], own, 8)[0]
+    stored = own.layers[3].values.view(torch.uint8).clone()
+    prompts = [PROMPT + first + PROMPT[:5]]
+    second = generated(model, prompts, own, 8)
+    assert torch.equal(own.layers[3].values.view(torch.uint8)[:, :, : stored.shape[2]], stored)
+    assert second == generated(model, prompts, FP8Cache(model.config), 8)
 
 
 def test_the_example_of_the_documents_runs(capsys: pytest.CaptureFixture[str]) -> None:
     text = (ROOT / "docs" / "transformers.md").read_text(encoding="utf-8")
-    program, shown = re.findall(
-        r"^```(?:python|text)\n(.*?)^```\n", text, re.MULTILINE | re.DOTALL
-    )[:2]
+    blocks = re.findall(r"^```(?:python|text)\n(.*?)^```\n", text, re.MULTILINE | re.DOTALL)
+    program, shown = blocks[:2]
     exec(compile(program, "docs/transformers.md", "exec"), {})
     assert capsys.readouterr().out == shown

@@ -17,11 +17,9 @@ from tests.refusals import assert_names, refuses
 
 ROOT = Path(__file__).parents[2]
 WHEEL = "freight-0.1.0-py3-none-linux_x86_64.whl"
+BUILDS = ("amx", "avx512", "avx512_vnni", "avx2", "portable")
 WHOLE = [
-    *(
-        f"freight/kernels/cpu/freight_{name}.so"
-        for name in ("amx", "avx512", "avx512_vnni", "avx2", "portable")
-    ),
+    *(f"freight/kernels/cpu/freight_{name}.so" for name in BUILDS),
     *build_wheel.REQUIRED,
     "freight/llm.py",
     "freight-0.1.0.dist-info/licenses/LICENSE",
@@ -35,33 +33,22 @@ def wheel_of(folder: Path, names: list[str], name: str = WHEEL) -> Path:
     return folder / name
 
 
-def test_a_whole_wheel_has_no_fault(tmp_path: Path) -> None:
-    assert build_wheel.faults(wheel_of(tmp_path, WHOLE), ["freight/llm.py"], "x86_64") == []
+def test_a_wheel_has_all_of_the_package_and_no_more(tmp_path: Path) -> None:
+    def faults(names: list[str]) -> list[str]:
+        return build_wheel.faults(wheel_of(tmp_path, names), ["freight/llm.py"], "x86_64")
 
-
-@pytest.mark.parametrize("lost", WHOLE)
-def test_a_wheel_that_lacks_a_file_is_refused(tmp_path: Path, lost: str) -> None:
-    wheel = wheel_of(tmp_path, [name for name in WHOLE if name != lost])
-    assert build_wheel.faults(wheel, ["freight/llm.py"], "x86_64") == [
-        f"lacks {lost.rpartition('licenses/')[2]}"
-    ]
-
-
-@pytest.mark.parametrize(
-    "extra", ["tests/test_x.py", "freight/csrc/linear.cpp", "csrc/freight.h", "setup.py"]
-)
-def test_a_wheel_with_more_than_the_package_is_refused(tmp_path: Path, extra: str) -> None:
-    wheel = wheel_of(tmp_path, [*WHOLE, extra])
-    assert build_wheel.faults(wheel, ["freight/llm.py"], "x86_64") == [f"has {extra}"]
+    assert faults(WHOLE) == []
+    for lost in WHOLE:
+        lacking = [name for name in WHOLE if name != lost]
+        assert faults(lacking) == [f"lacks {lost.rpartition('licenses/')[2]}"]
+    for extra in ("tests/test_x.py", "freight/csrc/linear.cpp", "csrc/freight.h", "setup.py"):
+        assert faults([*WHOLE, extra]) == [f"has {extra}"]
 
 
 def test_a_wheel_without_kernels_is_refused(tmp_path: Path) -> None:
     """What scikit-build-core makes where there is no compiler."""
-    wheel = wheel_of(
-        tmp_path,
-        [name for name in WHOLE if not name.endswith(".so")],
-        "freight-0.1.0-py3-none-any.whl",
-    )
+    names = [name for name in WHOLE if not name.endswith(".so")]
+    wheel = wheel_of(tmp_path, names, "freight-0.1.0-py3-none-any.whl")
     faults = build_wheel.faults(wheel, ["freight/llm.py"], "x86_64")
     assert len(faults) == 6
     assert_names(faults[-1], "py3-none-PLATFORM")
@@ -109,33 +96,20 @@ def test_the_wheel_runs_the_demo_without_compiler_or_checkout(tmp_path: Path) ->
     (wheel,) = tmp_path.glob("*.whl")
     venv = tmp_path / "venv"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], **run)
-    pip = [
-        sys.executable,
-        "-m",
-        "pip",
-        "--python",
-        venv / "bin" / "python",
-        "install",
-        "--no-deps",
-        "--no-index",
-        wheel,
-    ]
-    subprocess.run(pip, **run)
+    pip = [sys.executable, "-m", "pip", "--python", venv / "bin" / "python"]
+    subprocess.run([*pip, "install", "--no-deps", "--no-index", wheel], **run)
     (packages,) = venv.glob("lib/python*/site-packages")
     borrowed = sysconfig.get_paths()["purelib"]
-    (packages / "borrowed.pth").write_text(
-        borrowed
-    )  # a path alone: this environment's own freight is not found by it
+    # a path alone: this environment's own freight is not found by it
+    (packages / "borrowed.pth").write_text(borrowed)
     alone = run | {"cwd": tmp_path, "env": {"PATH": str(venv / "bin"), "HOME": str(tmp_path)}}
-    where = subprocess.run(
-        [venv / "bin" / "python", "-c", "import freight; print(freight.__file__)"], **alone
-    )
+    program = "import freight; print(freight.__file__)"
+    where = subprocess.run([venv / "bin" / "python", "-c", program], **alone)
     assert Path(where.stdout.strip()).is_relative_to(packages)
-    facts = json.loads(subprocess.run([venv / "bin" / "freight", "env", "--json"], **alone).stdout)
+    command = venv / "bin" / "freight"
+    facts = json.loads(subprocess.run([command, "env", "--json"], **alone).stdout)
     assert facts["kernels"].startswith("cpu"), facts["kernels_because"]
-    demo = subprocess.run(
-        [venv / "bin" / "freight", "demo", "--max-tokens", "4", "--json"], **alone
-    )
+    demo = subprocess.run([command, "demo", "--max-tokens", "4", "--json"], **alone)
     found = json.loads(demo.stdout)
     assert len(found["caches"]) == 3
     assert all(len(texts) == 3 and all(texts) for texts in found["completions"].values())
