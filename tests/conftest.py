@@ -158,7 +158,6 @@ SHARES = {
     "tests/e2e/test_killed_quantize.py::test_a_signal_while_it_writes_leaves_nothing": 2,
     "tests/e2e/test_latents.py::test_what_a_format_costs": 2,
     "tests/e2e/test_lost_steps.py::": 3,
-    "tests/e2e/test_openapi.py::test_bodies": 2,
     "tests/e2e/test_page_layouts.py::": 2,
     "tests/e2e/test_process_defaults.py::test_a_default_of_the_process_changes_no_bit": 2,
     "tests/e2e/test_ranks.py::test_a_store_is_for_any_number_of_ranks": 3,

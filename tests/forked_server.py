@@ -116,9 +116,11 @@ class Forked(_Process):
         stdout: int | None = None,
         more_memory: int | None = None,
         blocked: bool = False,
+        flags: Sequence[str] = (),
     ) -> None:
         """pass_fds: each is an argument as well, which becomes its number in the new process.
         stdout: or none. blocked: signals that end a process wait until the module unblocks them.
+        flags: of the interpreter (-O).
 
         more_memory: bytes of address space that it may take.
         """
@@ -134,7 +136,7 @@ class Forked(_Process):
         request["memory"] = more_memory
         request["blocked"] = blocked
         socket.send_fds(
-            _forker(), [json.dumps(request).encode()], [theirs, writing, printing, *pass_fds]
+            _forker(*flags), [json.dumps(request).encode()], [theirs, writing, printing, *pass_fds]
         )
         for fd in (theirs, writing, printing):
             os.close(fd)
@@ -189,12 +191,14 @@ def forked(
 
 
 @cache
-def _forker() -> socket.socket:
-    """The socket of this process's forking process, which ends when this one does."""
+def _forker(*flags: str) -> socket.socket:
+    """The socket of this process's forking process, which ends when this one does; one for each
+    combination of flags of the interpreter.
+    """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _MOST)
     with theirs:
-        command = [sys.executable, "-m", "tests.forked_server", str(theirs.fileno())]
+        command = [sys.executable, *flags, "-m", "tests.forked_server", str(theirs.fileno())]
         root = str(Path(__file__).parents[1])
         environ = os.environ | {"PYTHONPATH": root}
         _kept.append(subprocess.Popen(command, pass_fds=(theirs.fileno(),), cwd=root, env=environ))

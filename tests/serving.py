@@ -42,13 +42,12 @@ class ServeProcess:
         forked: bool = False,
         environ: Mapping[str, str] = os.environ,
     ) -> None:
-        """`flags` are of the interpreter (-O), and none of one that is forked."""
+        """`flags` are of the interpreter (-O)."""
         arguments = ["serve", str(model), "--port", "0", *options]
         environ = without_options(environ)
         self.process: subprocess.Popen[str] | Forked
         if forked and CAN_FORK:
-            assert not flags
-            self.process = Forked(arguments, environ)
+            self.process = Forked(arguments, environ, flags=flags)
         else:
             command = [sys.executable, *flags, "-m", "freight", *arguments]
             self.process = subprocess.Popen(

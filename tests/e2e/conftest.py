@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from tests.demo_chat import demo_with_chat_template
+from tests.lost_ranks import BASE, COMMON, RankPair, tokens_of
 from tests.serving import freight_serve
 
 from freight.llm import LLM
@@ -68,3 +69,16 @@ def demo_server(served_folder: Path) -> Iterator[DemoServer]:
 def served_llm(served_folder: Path) -> LLM:
     """The same model in this process."""
     return LLM(str(served_folder), kv_cache_dtype="fp8", kv_cache_memory="64MiB")
+
+
+@pytest.fixture
+def pair(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[RankPair]:
+    """Starts LLMs of two ranks, which are ended at the test's end."""
+    made = RankPair(monkeypatch, tmp_path)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="session")
+def tokens_of_one_rank() -> list[int]:
+    return tokens_of(LLM(BASE, **COMMON))

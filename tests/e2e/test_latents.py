@@ -4,6 +4,7 @@ scales per group.
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -27,76 +28,81 @@ from freight.settings.engine import EngineArgs
 
 IDS = tokens(60)
 TRAINED = Path(__file__).parents[1] / "fixtures/latents/deepseek_v3"
-BOUNDS: dict[
-    str, tuple[dict[str, Any], float]
-] = {  # KL to a float32 cache, at most; the formats' order is certain
+# options, KL to a float32 cache at most; the formats' order is certain
+BOUNDS: dict[str, tuple[dict[str, Any], float]] = {
     "bfloat16": ({"kv_cache_dtype": "bfloat16"}, 1e-5),
     "int8": ({"kv_cache_dtype": "int8"}, 1e-4),
     "token": ({"kv_cache_dtype": "fp8_e4m3", "kv_scales": "dynamic"}, 1e-3),
     "unit": ({"kv_cache_dtype": "fp8_e4m3", "kv_scales": "unit"}, 2e-3),
     "given": ({"kv_cache_dtype": "fp8_e4m3", "kv_scales": "0.02"}, 2e-3),
 }
+DATA: dict[str, Any] = {"weights": "none", "kv_cache": "fp8", "calibration_data": [IDS]}
+GROUPS: dict[str, Any] = {
+    "kv_cache_dtype": "fp8",
+    "kv_scales": "group",
+    "skip_tokenizer_init": True,
+}
+
+
+def saved(folder: Path, **changes: int) -> Path:
+    """A router that flips would hide what a format costs: the model takes every expert."""
+    config = VARIANTS["deepseek-v3"]
+    changed = type(config)(**config.to_dict() | changes)
+    save_random(every_expert(changed), folder, torch.float32)
+    return folder
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("latents") / "model"
-    save_random(
-        every_expert(VARIANTS["deepseek-v3"]), made, torch.float32
-    )  # a router that flips would hide it
-    return made
+    return saved(tmp_path_factory.mktemp("latents") / "model")
+
+
+@cache
+def exact(folder: Path, kernels: str) -> Tensor:
+    """Log-probabilities with a float32 cache."""
+    return logits(folder, kernels).log_softmax(-1)
 
 
 def logits(folder: Path, kernels: str = "auto", **cache: Any) -> Tensor:
     return freight_logits(folder, IDS, "float32", kernels, **cache)
 
 
-def divergence(folder: Path, kernels: str, **cache: Any) -> float:
-    exact, other = (
-        logits(folder, kernels).log_softmax(-1),
-        logits(folder, kernels, **cache).log_softmax(-1),
-    )
-    return float((exact.exp() * (exact - other)).sum(-1).mean())
+def divergence(folder: Path, kernels: str, other: Tensor) -> float:
+    plain = exact(folder, kernels)
+    return float((plain.exp() * (plain - other.log_softmax(-1))).sum(-1).mean())
 
 
 @pytest.mark.parametrize("kernels", ["auto", "reference"])
 @pytest.mark.parametrize("name", BOUNDS)
 def test_what_a_format_costs(name: str, kernels: str, folder: Path) -> None:
-    cache, bound = BOUNDS[name]
-    found = divergence(folder, kernels, **cache)
-    assert 0 < found < bound
+    options, bound = BOUNDS[name]
+    assert 0 < divergence(folder, kernels, logits(folder, kernels, **options)) < bound
 
 
 @pytest.mark.parametrize("kernels", ["auto", "reference"])
 def test_values_have_the_scale_of_keys(kernels: str, folder: Path) -> None:
     """Whatever is said of values: they are stored once."""
-    one, other = (
-        logits(folder, kernels, kv_cache_dtype="fp8_e4m3", kv_scales=said)
-        for said in ("0.02", "0.02,0.5")
+    keys, both, larger = (
+        logits(folder, kernels, kv_cache_dtype="fp8_e4m3", kv_scales=scales)
+        for scales in ("0.02", "0.02,0.5", "0.03")
     )
-    assert torch.equal(one, other)
-    assert not torch.equal(
-        one, logits(folder, kernels, kv_cache_dtype="fp8_e4m3", kv_scales="0.03")
-    )
+    assert torch.equal(keys, both)
+    assert not torch.equal(keys, larger)
 
 
 @pytest.mark.parametrize("granularity", ["tensor", "channel"])
 def test_calibrated_scales_are_written_and_read(
     granularity: str, folder: Path, tmp_path: Path
 ) -> None:
-    options: dict[str, Any] = {"weights": "none", "kv_cache": "fp8", "calibration_data": [IDS]}
-    freight.quantize(folder, tmp_path / "out", kv_granularity=granularity, **options)
+    freight.quantize(folder, tmp_path / "out", kv_granularity=granularity, **DATA)
     names = Checkpoint(tmp_path / "out").names
     assert {f"model.layers.{layer}.self_attn.k_scale" for layer in range(3)} <= set(names)
-    exact, ours = (logits(one).log_softmax(-1) for one in (folder, tmp_path / "out"))
-    assert not torch.equal(exact, ours)
-    assert (exact.exp() * (exact - ours)).sum(-1).mean() < 2e-3
+    assert 0 < divergence(folder, "auto", logits(tmp_path / "out")) < 2e-3
 
 
 def test_centers_are_refused(folder: Path, tmp_path: Path) -> None:
-    options: dict[str, Any] = {"weights": "none", "kv_cache": "fp8", "calibration_data": [IDS]}
     with pytest.raises(CheckpointError, match="latents"):
-        freight.quantize(folder, tmp_path / "out", center=True, **options)
+        freight.quantize(folder, tmp_path / "out", center=True, **DATA)
 
 
 def test_evaluate_compares_the_caches_of_latents() -> None:
@@ -106,7 +112,7 @@ def test_evaluate_compares_the_caches_of_latents() -> None:
     text = (Path(__file__).parents[2] / "src/freight/demo/heldout.txt").read_text(encoding="utf-8")
     grid = GridArgs(
         caches=("unit", "tensor", "token", "group", "int8", "centered"),
-        max_tokens=2048,
+        max_tokens=1024,
         window=256,
         speed=False,
     )
@@ -121,10 +127,7 @@ def test_evaluate_compares_the_caches_of_latents() -> None:
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """With a latent of four groups."""
-    made, config = tmp_path_factory.mktemp("latents") / "wide", VARIANTS["deepseek-v3"]
-    of_groups = type(config)(**config.to_dict() | {"kv_lora_rank": 512})
-    save_random(every_expert(of_groups), made, torch.float32)
-    return made
+    return saved(tmp_path_factory.mktemp("latents") / "wide", kv_lora_rank=512)
 
 
 @pytest.mark.parametrize("kernels", ["auto", "reference"])
@@ -133,34 +136,27 @@ def test_scales_per_group_cost_less_than_one_per_token(
     dtype: str, kernels: str, wide: Path
 ) -> None:
     group, token = (
-        divergence(wide, kernels, kv_cache_dtype=dtype, kv_scales=said)
-        for said in ("group", "dynamic")
+        divergence(wide, kernels, logits(wide, kernels, kv_cache_dtype=dtype, kv_scales=scales))
+        for scales in ("group", "dynamic")
     )
     assert 0 < group < 0.85 * token
 
 
 def test_a_latent_of_no_whole_groups_is_refused(folder: Path) -> None:
-    with refuses(
-        ConfigError, "--kv-scales group", "layer 0", "32", "kv_lora_rank", "--kv-scales dynamic"
-    ):
-        freight.LLM(str(folder), kv_cache_dtype="fp8", kv_scales="group", skip_tokenizer_init=True)
+    says = ("--kv-scales group", "layer 0", "32", "kv_lora_rank", "--kv-scales dynamic")
+    with refuses(ConfigError, *says):
+        freight.LLM(str(folder), **GROUPS)
 
 
 def test_an_engine_says_what_it_has(wide: Path) -> None:
-    args = EngineArgs(
-        str(wide), kv_cache_dtype="fp8", kv_scales="group", skip_tokenizer_init=True, device="cpu"
-    )
-    llm = freight.LLM(str(wide), kv_cache_dtype="fp8", kv_scales="group", skip_tokenizer_init=True)
-    info = llm.kv_cache_info()
-    assert (info["dtype"], info["granularity"], info["scale_source"]) == (
-        "fp8_e4m3fn",
-        "group",
-        "dynamic",
-    )
+    info = freight.LLM(str(wide), **GROUPS).kv_cache_info()
+    cache = [info[name] for name in ("dtype", "granularity", "scale_source")]
+    assert cache == ["fp8_e4m3fn", "group", "dynamic"]
     assert info["bytes_per_token"] == 3 * (512 + 4 * 2 + 8 * 2)
     marks = set()
     for scales in ("group", "dynamic"):
-        opened = open_model(EngineArgs(**{**vars(args), "kv_scales": scales}))
+        options = GROUPS | {"kv_scales": scales, "device": "cpu"}
+        opened = open_model(EngineArgs(str(wide), **options))
         config = opened.resolve(opened.args)
         marks.add(fingerprint(opened, config, opened.kernels(config), "1"))
     assert len(marks) == 2
@@ -168,9 +164,7 @@ def test_an_engine_says_what_it_has(wide: Path) -> None:
 
 def evaluated(model: Path, **options: Any) -> Evaluation:
     args = EngineArgs(str(model), device="cpu", skip_tokenizer_init=True, **options)
-    return evaluate_grid(
-        args, [list(IDS), list(IDS)[::-1]], GridArgs(caches=None, speed=False, window=60)
-    )
+    return evaluate_grid(args, [IDS, IDS[::-1]], GridArgs(caches=None, speed=False, window=60))
 
 
 def test_evaluate_measures_scales_per_group_of_latents(
@@ -179,13 +173,10 @@ def test_evaluate_measures_scales_per_group_of_latents(
     monkeypatch.setattr("freight.lab.evaluate.grid.CACHES", ("token", "group"))
     runs = {run.name: run for run in evaluated(wide).runs}
     assert list(runs) == ["float32", "token", "group"]
-    assert (runs["group"].granularity, runs["group"].bytes_per_token) == ("group", 3 * 536)
-    for of_group, of_token in zip(
-        runs["group"].layer_errors, runs["token"].layer_errors, strict=True
-    ):
-        assert 0 < of_group["k"] < of_token["k"]
-        assert 0 < of_group["v"] < of_token["v"]
-    assert how_to(runs["group"], evaluated(wide, kv_cache_dtype="fp8").overview).startswith(
-        f"freight serve {wide} --kv-cache-dtype fp8 --kv-scales group"
-    )
+    group, token = runs["group"], runs["token"]
+    assert (group.granularity, group.bytes_per_token) == ("group", 3 * 536)
+    for of_group, of_token in zip(group.layer_errors, token.layer_errors, strict=True):
+        assert all(0 < of_group[side] < of_token[side] for side in "kv")
+    command = f"freight serve {wide} --kv-cache-dtype fp8 --kv-scales group"
+    assert how_to(group, evaluated(wide, kv_cache_dtype="fp8").overview).startswith(command)
     assert [run.name for run in evaluated(folder).runs] == ["float32", "token"]

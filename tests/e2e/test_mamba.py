@@ -4,6 +4,7 @@ checkpoints have.
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 from pathlib import Path
@@ -26,9 +27,11 @@ from freight.settings.engine import EngineArgs
 IDS = tokens(120)
 FP8 = torch.float8_e4m3fn
 BLOCK = 128
-EXACT = ("mixer.A_log", "mixer.D", "mixer.dt_bias", "mixer.conv1d.weight", "mixer.conv1d.bias", "mixer.norm.weight",
-         "mixer.gate.weight", "mixer.gate.e_score_correction_bias", "norm.weight", "norm_f.weight",
-         "embeddings.weight")  # fmt: skip
+EXACT = (
+    *("mixer.A_log", "mixer.D", "mixer.dt_bias", "mixer.conv1d.weight", "mixer.conv1d.bias"),
+    *("mixer.norm.weight", "mixer.gate.weight", "mixer.gate.e_score_correction_bias"),
+    *("norm.weight", "norm_f.weight", "embeddings.weight"),
+)
 
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:
@@ -36,11 +39,19 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def rewritten(folder: Path, changed: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
-    save_file(
-        {name: tensor.contiguous() for name, tensor in changed.items()},
-        folder / "model.safetensors",
-    )
+    stored = {name: tensor.contiguous() for name, tensor in changed.items()}
+    save_file(stored, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(config))
+
+
+def quantized(variant: str, folder: Path, **options: Any) -> tuple[dict[str, torch.Tensor], ...]:
+    """The tensors of a random model and of what it becomes, in `folder`/made; both say the same."""
+    plain, made = folder / "plain", folder / "made"
+    save_random(VARIANTS[variant], plain, torch.bfloat16)
+    freight.quantize(str(plain), made, calibration_data=[IDS], **options)
+    logits = [freight_logits(model, IDS, "auto") for model in (plain, made)]
+    assert torch.nn.functional.cosine_similarity(*logits).mean() > 0.9
+    return tensors(plain), tensors(made)
 
 
 def config_of(folder: Path) -> dict[str, Any]:
@@ -62,12 +73,14 @@ def decoded(stored: dict[str, torch.Tensor], module: str) -> torch.Tensor:
     data, scale = stored[f"{module}.weight"].float(), stored[f"{module}.weight_scale"].float()
     if scale.numel() in (1, len(data)):
         return data * scale.reshape(-1, 1)
-    return (
-        data
-        * scale.repeat_interleave(BLOCK, 0)[: len(data)].repeat_interleave(BLOCK, 1)[
-            :, : data.shape[1]
-        ]
-    )
+    scale = scale.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
+    return data * scale[: len(data), : data.shape[1]]
+
+
+def weight_of(linear: object) -> Weight:
+    assert isinstance(linear, Linear)
+    assert isinstance(linear.weight, Weight)
+    return linear.weight
 
 
 @pytest.mark.parametrize("weights", ["fp8", "fp8-channel", "fp8-block"])
@@ -75,101 +88,74 @@ def test_projections_are_quantized_whole_and_nothing_else_of_mamba(
     weights: str, tmp_path: Path
 ) -> None:
     """No scale is cut: z, what is convolved and dt end within blocks of 128 rows."""
-    save_random(VARIANTS["nemotron-h-latent"], tmp_path / "plain", torch.bfloat16)
-    freight.quantize(str(tmp_path / "plain"), tmp_path / "made", weights=weights, kv_cache="fp8",
-                     calibration_data=[IDS])  # fmt: skip
-    before, stored = tensors(tmp_path / "plain"), tensors(tmp_path / "made")
+    options = {"weights": weights, "kv_cache": "fp8"}
+    before, stored = quantized("nemotron-h-latent", tmp_path, **options)
     kept = [name for name in before if name.endswith(EXACT)]
     assert all(torch.equal(stored[name], before[name]) for name in kept)
     assert {name for name in before if stored[name].dtype != FP8} - set(kept) == {"lm_head.weight"}
     layers = [layer.mixer for layer in decoder_of(tmp_path / "made").layers]
-    for index, mixer in enumerate(layers):
-        if isinstance(mixer, Mamba2):
-            for module, linear in (("in_proj", mixer.in_proj), ("out_proj", mixer.out)):
-                assert isinstance(linear, Linear)
-                assert isinstance(linear.weight, Weight)
-                expected = decoded(stored, f"backbone.layers.{index}.mixer.{module}")
-                assert torch.equal(linear.weight.dequantized(), expected)
-    assert sum(isinstance(mixer, Mamba2) for mixer in layers) == 2
+    mixers = {index: mixer for index, mixer in enumerate(layers) if isinstance(mixer, Mamba2)}
+    assert len(mixers) == 2
+    for index, mixer in mixers.items():
+        for module, linear in (("in_proj", mixer.in_proj), ("out_proj", mixer.out)):
+            expected = decoded(stored, f"backbone.layers.{index}.mixer.{module}")
+            assert torch.equal(weight_of(linear).dequantized(), expected)
     scales = open_checkpoint(str(tmp_path / "made")).kv_scales
     assert [layer is not None for layer in scales.layers] == [False, False, True, False, False]
-    logits, plain = (freight_logits(tmp_path / name, IDS, "auto") for name in ("made", "plain"))
-    assert torch.nn.functional.cosine_similarity(logits, plain).mean() > 0.9
 
 
 def test_granite_is_quantized(tmp_path: Path) -> None:
-    save_random(VARIANTS["granite-h-moe"], tmp_path / "plain", torch.bfloat16)
-    options: dict[str, Any] = {"weights": "fp8", "activations": "static", "calibration_data": [IDS]}
-    freight.quantize(str(tmp_path / "plain"), tmp_path / "made", **options)
-    before, stored = tensors(tmp_path / "plain"), tensors(tmp_path / "made")
-    for module in (
-        "mamba.in_proj",
-        "mamba.out_proj",
-        "shared_mlp.input_linear",
-        "shared_mlp.output_linear",
-    ):
-        assert stored[f"model.layers.0.{module}.weight"].dtype == FP8
-        assert stored[f"model.layers.0.{module}.input_scale"] > 0
+    before, stored = quantized("granite-h-moe", tmp_path, weights="fp8", activations="static")
+    for part in ("mamba.in", "mamba.out", "shared_mlp.input", "shared_mlp.output"):
+        module = f"model.layers.0.{part}_{'proj' if 'mamba' in part else 'linear'}"
+        assert stored[f"{module}.weight"].dtype == FP8
+        assert stored[f"{module}.input_scale"] > 0
     same = [name for name in before if ".mamba." in name and "proj.weight" not in name]
     assert len(same) == 2 * 8
     assert all(torch.equal(stored[name], before[name]) for name in same)
-    logits, plain = (freight_logits(tmp_path / name, IDS, "auto") for name in ("made", "plain"))
-    assert torch.nn.functional.cosine_similarity(logits, plain).mean() > 0.9
 
 
 def test_a_file_of_modelopt(tmp_path: Path) -> None:
     """Scales per tensor of the projections and experts, attention and convolutions left out by
     name, KV scales beside k_proj and v_proj, and layers that predict further tokens."""
     save_random(VARIANTS["nemotron-h-moe"], tmp_path, torch.float32)
-    config, changed = config_of(tmp_path), tensors(tmp_path)
-    for name in [
-        name for name in changed if name.endswith("proj.weight") and ".layers.2." not in name
-    ]:
-        module, weight = name.removesuffix(".weight"), changed[name]
-        scale = weight.abs().max() / 448
-        changed[name] = (weight / scale).to(FP8)
-        changed |= {f"{module}.weight_scale": scale, f"{module}.input_scale": torch.tensor(0.02)}
-    changed |= {
-        f"backbone.layers.2.mixer.{side}_proj.{side}_scale": torch.tensor(0.01) for side in "kv"
-    }
+    further = {"num_nextn_predict_layers": 1, "mtp_hybrid_override_pattern": "*E"}
+    config, changed = config_of(tmp_path) | further, tensors(tmp_path)
+    for name in [name for name in changed if name.endswith("proj.weight")]:
+        if ".layers.2." not in name:
+            module, weight = name.removesuffix(".weight"), changed[name]
+            scale = weight.abs().max() / 448
+            changed[name] = (weight / scale).to(FP8)
+            changed[f"{module}.weight_scale"] = scale
+            changed[f"{module}.input_scale"] = torch.tensor(0.02)
+    for side in "kv":
+        changed[f"backbone.layers.2.mixer.{side}_proj.{side}_scale"] = torch.tensor(0.01)
     changed["mtp.layers.0.norm.weight"] = torch.ones(64)
-    rewritten(
-        tmp_path,
-        changed,
-        {**config, "num_nextn_predict_layers": 1, "mtp_hybrid_override_pattern": "*E"},
-    )
+    rewritten(tmp_path, changed, config)
     left_out = ["lm_head", "backbone.layers.*.mixer.conv1d", "backbone.layers.2.mixer*", "mtp*"]
     quantization = {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "exclude_modules": left_out}
     written = {"producer": {"name": "modelopt", "version": "0.29.0"}, "quantization": quantization}
     (tmp_path / "hf_quant_config.json").write_text(json.dumps(written))
-    opened = open_checkpoint(str(tmp_path))
-    layer = opened.kv_scales.layers[2]
+    layer = open_checkpoint(str(tmp_path)).kv_scales.layers[2]
     assert layer is not None
     assert layer.k == layer.v == (pytest.approx(0.01),)
     mixer = decoder_of(tmp_path).layers[0].mixer
     assert isinstance(mixer, Mamba2)
-    assert isinstance(mixer.in_proj, Linear)
-    assert isinstance(mixer.in_proj.weight, Weight)
-    assert mixer.in_proj.weight.input_scale == pytest.approx(0.02)
-    matrix = changed["backbone.layers.0.mixer.in_proj.weight"].float()
-    expected = matrix * changed["backbone.layers.0.mixer.in_proj.weight_scale"]
-    assert torch.equal(mixer.in_proj.weight.dequantized(), expected)
+    weight = weight_of(mixer.in_proj)
+    assert weight.input_scale == pytest.approx(0.02)
+    assert torch.equal(weight.dequantized(), decoded(changed, "backbone.layers.0.mixer.in_proj"))
     assert freight_logits(tmp_path, IDS, "auto").isfinite().all()
 
 
 def test_names_of_transformers_and_of_publishers(tmp_path: Path) -> None:
     """`backbone.` or `model.`, and a matrix for each expert or one tensor of all."""
     save_random(VARIANTS["nemotron-h-latent"], tmp_path, torch.float32)
-    expected = freight_logits(tmp_path, IDS, "auto")
-    changed = {
-        name.replace("backbone.", "model.", 1): tensor for name, tensor in tensors(tmp_path).items()
-    }
-    for layer in (1, 3):
-        for part in ("up_proj", "down_proj"):
-            prefix = f"model.layers.{layer}.mixer.experts."
-            changed[prefix + part] = torch.stack(
-                [changed.pop(f"{prefix}{i}.{part}.weight") for i in range(8)]
-            )
+    expected, stored = freight_logits(tmp_path, IDS, "auto"), tensors(tmp_path)
+    changed = {name.replace("backbone.", "model.", 1): tensor for name, tensor in stored.items()}
+    for layer, part in itertools.product((1, 3), ("up_proj", "down_proj")):
+        prefix = f"model.layers.{layer}.mixer.experts."
+        experts = [changed.pop(f"{prefix}{expert}.{part}.weight") for expert in range(8)]
+        changed[prefix + part] = torch.stack(experts)
     rewritten(tmp_path, changed, config_of(tmp_path))
     assert torch.equal(freight_logits(tmp_path, IDS, "auto"), expected)
 
@@ -180,23 +166,12 @@ def test_the_text_model_as_published(model_type: str, tmp_path: Path) -> None:
     theirs, published = tmp_path / "theirs", tmp_path / "published"
     save_random(VARIANTS["nemotron-h-omni"], theirs, torch.float32)
     shutil.copytree(theirs, published)
-    config = config_of(theirs)
-    text = config.pop("text_config") | {
-        "architectures": ["NemotronHForCausalLM"],
-        "hybrid_override_pattern": "ME*EM",
-    }
+    text = config_of(theirs)["text_config"] | {"architectures": ["NemotronHForCausalLM"]}
+    text["hybrid_override_pattern"] = "ME*EM"
     del text["layers_block_type"]
-    outside = {
-        "model_type": model_type,
-        "architectures": [model_type],
-        "llm_config": text,
-        "img_context_token_id": 18,
-    }
-    beside = {
-        "sound_encoder.encoder.a.weight": torch.ones(2),
-        "sound_projection.norm.weight": torch.ones(2),
-    }
-    rewritten(
-        published, tensors(theirs) | beside, {"dtype": "float32", "vision_config": {}, **outside}
-    )
+    names = {"model_type": model_type, "architectures": [model_type], "llm_config": text}
+    others = {"dtype": "float32", "vision_config": {}, "img_context_token_id": 18}
+    sound = ("sound_encoder.encoder.a.weight", "sound_projection.norm.weight")
+    beside = {name: torch.ones(2) for name in sound}
+    rewritten(published, tensors(theirs) | beside, others | names)
     assert torch.equal(freight_logits(published, IDS, "auto"), freight_logits(theirs, IDS, "auto"))

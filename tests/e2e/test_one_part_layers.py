@@ -29,7 +29,6 @@ from freight.lab.evaluate.report import compare_caches
 from freight.lab.evaluate.sensitivity import per_layer
 from freight.model.config.family import Family
 from freight.model.config.model import ModelConfig
-from freight.model.config.parse import parse_model_config
 from freight.model.config.registry import FAMILIES
 from freight.model.open import open_checkpoint, open_model
 from freight.model.sizes import Layout, loaded_bytes
@@ -47,6 +46,7 @@ CACHES: list[dict[str, Any]] = [
     {"kv_cache_dtype": "int8"},
     {"kv_cache_dtype": "fp8", "kv_scales": "unit", "quantization": "fp8"},
 ]
+DATA: dict[str, Any] = {"calibration_data": [IDS], "kv_cache": "fp8"}
 
 
 def _derive(config: object, model: ModelConfig) -> ModelConfig:
@@ -64,22 +64,18 @@ def row(monkeypatch: pytest.MonkeyPatch) -> Family:
     return parts
 
 
-@pytest.fixture
-def folders(tmp_path: Path) -> tuple[Path, Path]:
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """(the model with both parts everywhere, two of which add zero; the same model without these)."""
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    base = tmp_path_factory.mktemp("parts")
+    whole, parts = base / "whole", base / "parts"
     save_random(LlamaConfig(**{**SHAPE, "num_hidden_layers": 4}), whole, torch.bfloat16)
     tensors = load_file(whole / "model.safetensors")
-    for name in (
-        f"model.layers.{FED}.self_attn.o_proj.weight",
-        f"model.layers.{MIXED}.mlp.down_proj.weight",
-    ):
+    fed, mixed = f"model.layers.{FED}.", f"model.layers.{MIXED}."
+    for name in (f"{fed}self_attn.o_proj.weight", f"{mixed}mlp.down_proj.weight"):
         tensors[name].zero_()
     save_file(tensors, whole / "model.safetensors", {"format": "pt"})
-    gone = (
-        f"model.layers.{FED}.self_attn.", f"model.layers.{FED}.input_layernorm.",
-        f"model.layers.{MIXED}.mlp.", f"model.layers.{MIXED}.post_attention_layernorm.",
-    )  # fmt: skip
+    gone = (f"{fed}self_attn.", f"{fed}input_", f"{mixed}mlp.", f"{mixed}post_")
     parts.mkdir()
     kept = {name: tensor for name, tensor in tensors.items() if not name.startswith(gone)}
     save_file(kept, parts / "model.safetensors", {"format": "pt"})
@@ -94,35 +90,36 @@ def both(folders: tuple[Path, Path]) -> tuple[EngineArgs, EngineArgs]:
 
 
 @pytest.mark.parametrize("kernels", ["auto", "reference"])
-@pytest.mark.parametrize("cache", CACHES, ids=lambda cache: "-".join(cache.values()))
 def test_logits_are_those_of_parts_that_add_nothing(
-    folders: tuple[Path, Path], kernels: str, cache: dict[str, Any]
+    folders: tuple[Path, Path], kernels: str
 ) -> None:
-    whole, parts = (freight_logits(folder, IDS, "auto", kernels, **cache) for folder in folders)
-    assert torch.equal(whole, parts)
-    assert parts.isfinite().all()
+    for cache in CACHES:
+        whole, parts = (freight_logits(folder, IDS, "auto", kernels, **cache) for folder in folders)
+        assert torch.equal(whole, parts), cache
+        assert parts.isfinite().all(), cache
 
 
 def test_the_engine_generates_the_same(folders: tuple[Path, Path]) -> None:
     """Batches, chunks, prefix hits and decode steps that are recorded."""
-    said = []
+    params = SamplingParams(max_tokens=20, temperature=0.0, logprobs=2, ignore_eos=True)
+    prompts = [{"prompt_token_ids": IDS[:count]} for count in (90, 90, 40, 1)]
+    answers = []
     for folder in folders:
         llm = LLM(
             str(folder), skip_tokenizer_init=True, kv_cache_dtype="fp8", kv_cache_memory="1MiB",
             max_num_batched_tokens=32, max_model_len=128,
         )  # fmt: skip
-        prompts = [{"prompt_token_ids": IDS[:count]} for count in (90, 90, 40, 1)]
-        params = SamplingParams(max_tokens=20, temperature=0.0, logprobs=2, ignore_eos=True)
-        outputs = [
-            one.outputs[0] for one in llm.generate(prompts, params) + llm.generate(prompts, params)
-        ]
-        said.append([(list(one.token_ids), repr(one.logprobs)) for one in outputs])
+        outputs = llm.generate(prompts, params) + llm.generate(prompts, params)
+        choices = [output.outputs[0] for output in outputs]
+        answers.append([(list(choice.token_ids), repr(choice.logprobs)) for choice in choices])
         assert llm.engine.runner.pool.counters()[0] == 0
-    assert said[0] == said[1]
+    assert answers[0] == answers[1]
 
 
 def test_only_attention_has_pages(folders: tuple[Path, Path]) -> None:
     whole, parts = (open_model(args) for args in both(folders))
+    assert list(parts.model.attention) == [0, 2, 3]
+    assert parts.model.without_pages == {FED}
     specs = [opened.cache_spec(opened.resolve(opened.args)) for opened in (whole, parts)]
     assert specs[1].layers[FED] is None
     assert [group.layers for group in specs[1].groups] == [(0, 2, 3)]
@@ -159,42 +156,38 @@ def test_quantizing_gives_the_scales_of_the_layers_with_attention(
 def test_a_scale_that_is_missing_is_still_refused(
     folders: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    freight.quantize(str(folders[1]), tmp_path / "made", kv_cache="fp8", calibration_data=[IDS])
-    stored = load_file(tmp_path / "made" / "model.safetensors")
+    freight.quantize(str(folders[1]), tmp_path / "made", **DATA)
+    file = tmp_path / "made" / "model.safetensors"
+    stored = load_file(file)
     scales = [name for name in stored if name.endswith(("k_scale", "v_scale"))]
     assert len(scales) == 6
-    for name in scales:
-        if ".layers.2." in name:
-            del stored[name]
-    save_file(stored, tmp_path / "made" / "model.safetensors", {"format": "pt"})
-    opened = open_model(EngineArgs(str(tmp_path / "made"), skip_tokenizer_init=True))
-    with pytest.raises(CheckpointError, match="none for layer 2 of 4"):
-        opened.resolve(opened.args)
-    stored[f"model.layers.{FED}.self_attn.k_scale"] = torch.ones(1)
-    save_file(stored, tmp_path / "made" / "model.safetensors", {"format": "pt"})
-    opened = open_model(EngineArgs(str(tmp_path / "made"), skip_tokenizer_init=True))
-    with refuses(
-        CheckpointError, f"model.layers.{FED}.self_attn.k_scale", "layer 1", "no attention"
+    kept = {name: stored[name] for name in stored if name not in scales or ".layers.2." not in name}
+    wrong = f"model.layers.{FED}.self_attn.k_scale"
+    for tensors, says in (
+        (kept, ("none for layer 2 of 4",)),
+        (kept | {wrong: torch.ones(1)}, (wrong, "layer 1", "no attention")),
     ):
-        opened.resolve(opened.args)
+        save_file(tensors, file, {"format": "pt"})
+        opened = open_model(EngineArgs(str(tmp_path / "made"), skip_tokenizer_init=True))
+        with refuses(CheckpointError, *says):
+            opened.resolve(opened.args)
 
 
 def test_evaluation_says_the_same(folders: tuple[Path, Path]) -> None:
     caches = [("fp8", "dynamic"), ("fp8", "unit")]
     whole, parts = (compare_caches(args, caches, IDS, window=60) for args in both(folders))
     for one, other in zip(whole, parts, strict=True):
-        assert one.perplexity == other.perplexity
-        assert (one.mean_kl, one.same_top_share) == (other.mean_kl, other.same_top_share)
+        for name in ("perplexity", "mean_kl", "same_top_share"):
+            assert getattr(one, name) == getattr(other, name), name
         assert one.bytes_per_token * 3 == other.bytes_per_token * 4
 
 
 def test_evaluation_by_layer_leaves_out_what_has_no_cache(folders: tuple[Path, Path]) -> None:
-    found = [per_layer(args, [IDS]) for args in both(folders)]
-    assert [layer.layer for layer in found[1].layers] == [0, 2, 3]
-    assert {layer.layer: layer.kl for layer in found[0].layers} | {FED: 0.0} == {
-        layer.layer: layer.kl for layer in found[1].layers
-    } | {FED: 0.0}
-    assert found[1].kl_whole == found[0].kl_whole
+    whole, parts = (per_layer(args, [IDS]) for args in both(folders))
+    assert [layer.layer for layer in parts.layers] == [0, 2, 3]
+    kls = {layer.layer: layer.kl for layer in whole.layers}
+    assert {layer.layer: layer.kl for layer in parts.layers} | {FED: kls[FED]} == kls
+    assert parts.kl_whole == whole.kl_whole
 
 
 def test_the_whole_evaluation_says_the_same(folders: tuple[Path, Path], tmp_path: Path) -> None:
@@ -247,20 +240,12 @@ def test_layers_without_a_cache_cannot_be_skipped(folders: tuple[Path, Path]) ->
     assert [kind.granularity is None for kind in kv.layers or ()] == [False, False, True, False]
 
 
-@pytest.mark.parametrize(
-    "option", [{"center": True}, {"kv_budget": "kl=0.01"}], ids=["center", "budget"]
-)
 def test_options_that_need_pages_in_every_layer_say_so(
-    folders: tuple[Path, Path], tmp_path: Path, option: dict[str, Any]
+    folders: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    cache = {} if "kv_budget" in option else {"kv_cache": "fp8"}
-    with pytest.raises(CheckpointError, match="layer 1 has no attention"):
-        freight.quantize(
-            str(folders[1]), tmp_path / "made", calibration_data=[IDS, IDS], **cache, **option
-        )
-
-
-def test_a_config_describes_the_layers(folders: tuple[Path, Path]) -> None:
-    model = parse_model_config(json.loads((folders[1] / "config.json").read_text()))
-    assert list(model.attention) == [0, 2, 3]
-    assert model.without_pages == {FED}
+    options: tuple[dict[str, Any], ...] = (DATA | {"center": True}, {"kv_budget": "kl=0.01"})
+    for option in options:
+        with pytest.raises(CheckpointError, match="layer 1 has no attention"):
+            freight.quantize(
+                str(folders[1]), tmp_path / "made", **option | {"calibration_data": [IDS, IDS]}
+            )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -26,6 +27,8 @@ from schemathesis.specs.openapi.checks import (
 from tests.e2e.conftest import KEY, OPTIONS, DemoServer
 from tests.serving import freight_serve
 
+from freight.model.config.family import words
+
 CHECKS = [
     not_a_server_error,
     status_code_conformance,
@@ -33,30 +36,26 @@ CHECKS = [
     response_schema_conformance,
     negative_data_rejection,
 ]
+HEADERS = {"Authorization": f"Bearer {KEY}"}
 MANY = 200
-POSTS = (
-    *(
-        "/v1/chat/completions",
-        "/v1/completions",
-        "/generate",
-        "/generate_stream",
-        "/",
-        "/tokenize",
-        "/detokenize",
-    ),
-    *("/v1/responses", "/v1/messages", "/v1/messages/count_tokens", "/invocations"),
-)
-SLOW = (
-    "/v1/chat/completions",
-    "/v1/responses",
-    "/v1/messages",
-    "/v1/messages/count_tokens",
-    "/invocations",
-)  # to make bodies for
-GETS = (
-    *("/v1/models", "/v1/models/{model_id}", "/info", "/health", "/ping", "/version", "/metrics"),
-    *("/state", "/model_info", "/get_model_info", "/server_info", "/get_server_info"),
-)
+# path -> how many bodies `make test` tries
+POSTS = {
+    "/v1/chat/completions": 6,
+    "/v1/completions": 10,
+    "/generate": 10,
+    "/generate_stream": 10,
+    "/": 10,
+    "/tokenize": 10,
+    "/detokenize": 10,
+    "/v1/responses": 6,
+    "/v1/messages": 6,
+    "/v1/messages/count_tokens": 6,
+    "/invocations": 0,  # bodies of three others
+}
+GETS = words("""
+    /v1/models /v1/models/{model_id} /info /health /ping /version /metrics /state /model_info
+    /get_model_info /server_info /get_server_info
+""")
 ENDLESS = "/state/stream"
 MODES = [GenerationMode.POSITIVE, GenerationMode.NEGATIVE]
 
@@ -64,46 +63,24 @@ MODES = [GenerationMode.POSITIVE, GenerationMode.NEGATIVE]
 @pytest.fixture(scope="module")
 def short_server(served_folder: Any) -> Iterator[DemoServer]:
     options = [*OPTIONS, "--api-key", f"tests:{KEY}", "--max-model-len", "256"]
-    with freight_serve(served_folder, options, flags=["-O"], forked=False) as url:
+    with freight_serve(served_folder, options, flags=["-O"]) as url:
         yield DemoServer(url, served_folder.name, served_folder)
 
 
 @pytest.fixture(scope="module")
 def document(short_server: DemoServer) -> dict[str, Any]:
-    headers = {"Authorization": f"Bearer {KEY}"}
-    return requests.get(short_server.url + "/openapi.json", headers=headers, timeout=300).json()  # type: ignore[no-any-return]
+    answer = requests.get(short_server.url + "/openapi.json", headers=HEADERS, timeout=300)
+    return answer.json()  # type: ignore[no-any-return]
 
 
 # What fits only some models or some other fields. A schema cannot say that, and most bodies with
 # one are refused.
-DEPENDENT = (
-    *(
-        "response_format",
-        "structured_outputs",
-        "guided_json",
-        "guided_regex",
-        "guided_choice",
-        "guided_grammar",
-    ),
-    *(
-        "logit_bias",
-        "stop_token_ids",
-        "tools",
-        "tool_choice",
-        "top_logprobs",
-        "prompt_logprobs",
-        "stream_options",
-    ),
-    *(
-        "text",
-        "output_config",
-        "reasoning",
-        "thinking",
-        "chat_template_kwargs",
-        "add_generation_prompt",
-        "continue_final_message",
-    ),
-)
+DEPENDENT = words("""
+    response_format structured_outputs guided_json guided_regex guided_choice guided_grammar
+    logit_bias stop_token_ids tools tool_choice top_logprobs prompt_logprobs stream_options
+    text output_config reasoning thinking chat_template_kwargs add_generation_prompt
+    continue_final_message
+""")
 
 
 def make_short(path: str, body: dict[str, Any], plain: bool) -> None:
@@ -127,7 +104,6 @@ def hold(
     server: DemoServer, document: dict[str, Any], path: str, method: str, mode: Any, examples: int
 ) -> None:
     operation = schemathesis.openapi.from_dict(document)[path][method]
-    headers = {"Authorization": f"Bearer {KEY}"}
     session = requests.Session()
     statuses: set[int] = set()
 
@@ -142,36 +118,14 @@ def hold(
     def check(case: Any) -> None:
         if mode is GenerationMode.POSITIVE and method == "POST":
             make_short(path, case.body, plain=examples < MANY)
-        answer = case.call(base_url=server.url, session=session, headers=headers, timeout=300)
+        answer = case.call(base_url=server.url, session=session, headers=HEADERS, timeout=300)
         statuses.add(answer.status_code)
         case.validate_response(answer, checks=CHECKS)
 
     with session:
         check()
     if mode is GenerationMode.POSITIVE and "{" not in path:
-        assert 200 in statuses, "no body that the document allows is served"
-
-
-def test_every_path_is_tried(document: dict[str, Any]) -> None:
-    found = {(method, path) for path, methods in document["paths"].items() for method in methods}
-    assert found == {
-        *(("post", path) for path in POSTS),
-        *(("get", path) for path in (*GETS, ENDLESS)),
-    }
-    names = [
-        operation["operationId"]
-        for methods in document["paths"].values()
-        for operation in methods.values()
-    ]
-    assert len(set(names)) == len(names)
-
-
-@pytest.mark.parametrize("mode", MODES, ids=str)
-@pytest.mark.parametrize(
-    "path", [path for path in POSTS if path != "/invocations"]
-)  # bodies of three others
-def test_bodies(path: str, mode: Any, short_server: DemoServer, document: dict[str, Any]) -> None:
-    hold(short_server, document, path, "POST", mode, 5 if path in SLOW else 10)
+        assert 200 in statuses, f"{path}: no body that the document allows is served"
 
 
 @pytest.mark.slow
@@ -183,32 +137,33 @@ def test_many_bodies(
     hold(short_server, document, path, "POST", mode, MANY)
 
 
-def test_what_is_read(short_server: DemoServer, document: dict[str, Any]) -> None:
-    for path in GETS:
+def test_what_it_says_holds(short_server: DemoServer, document: dict[str, Any]) -> None:
+    """Of every path: a few bodies, and whether it needs a key."""
+    paths = document["paths"]
+    expected = {("get", path) for path in (*GETS, ENDLESS)} | {("post", path) for path in POSTS}
+    assert {(method, path) for path in paths for method in paths[path]} == expected
+    names = [paths[path][method]["operationId"] for method, path in sorted(expected)]
+    assert len(set(names)) == len(names)
+    for method, path in sorted(expected):
+        answer = requests.request(method, short_server.url + path, timeout=300)
+        assert (answer.status_code == 401) == ("security" in paths[path][method]), path
+    for path in sorted(GETS):
         hold(short_server, document, path, "GET", GenerationMode.POSITIVE, 3)
+    for place, (path, count) in enumerate(POSTS.items()):
+        if count:
+            hold(short_server, document, path, "POST", MODES[place % 2], count)
+    require_chat_a_refusal_and_a_form(short_server)
 
 
-def test_routes_that_need_a_key_say_so(short_server: DemoServer, document: dict[str, Any]) -> None:
-    for path, methods in document["paths"].items():
-        for method, operation in methods.items():
-            answer = requests.request(method, short_server.url + path, timeout=300)
-            assert (answer.status_code == 401) == ("security" in operation), path
-
-
-def test_chat_a_refusal_and_a_form_without_assertions(short_server: DemoServer) -> None:
-    asked: dict[str, Any] = {
-        "model": short_server.name,
-        "messages": [{"role": "user", "content": "x"}],
-    }
-    with OpenAI(base_url=short_server.url + "/v1", api_key=KEY, max_retries=0) as client:
-        create = client.chat.completions.create
-        assert create(**asked, max_tokens=4).choices[0].finish_reason == "length"
+def require_chat_a_refusal_and_a_form(server: DemoServer) -> None:
+    asked: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}]}
+    with OpenAI(base_url=server.url + "/v1", api_key=KEY, max_retries=0) as client:
+        create = partial(client.chat.completions.create, model=server.name, **asked)
+        assert create(max_tokens=4).choices[0].finish_reason == "length"
         with pytest.raises(BadRequestError) as refused:
-            create(**asked, top_p=0)
+            create(top_p=0)
         assert refused.value.param == "top_p"
-        form: Any = {
-            "type": "json_schema",
-            "json_schema": {"name": "sky", "schema": {"enum": ["clear", "grey"]}},
-        }
-        found = create(**asked, response_format=form, max_tokens=20).choices[0]
-        assert json.loads(found.message.content or "") in ("clear", "grey")
+        schema = {"name": "sky", "schema": {"enum": ["clear", "grey"]}}
+        form: Any = {"type": "json_schema", "json_schema": schema}
+        choice = create(response_format=form, max_tokens=20).choices[0]
+        assert json.loads(choice.message.content or "") in ("clear", "grey")

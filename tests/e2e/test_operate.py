@@ -40,33 +40,29 @@ def test_systemd_accepts_the_units(tmp_path: Path) -> None:
     program = tmp_path / "freight"
     program.write_text("#!/bin/sh\n")
     program.chmod(0o755)
-    (tmp_path / "freight.service").write_text(
-        service.replace("/opt/freight/bin/freight", str(program))
-    )
-    (tmp_path / "freight.socket").write_text(listening)
-    names = [str(tmp_path / "freight.service"), str(tmp_path / "freight.socket")]
-    said = subprocess.run(
-        ["systemd-analyze", "verify", *names], capture_output=True, text=True, check=False
-    )
-    told = [line for line in said.stderr.splitlines() if "freight" in line]
-    assert (said.returncode, told) == (0, []), said.stderr
+    files = [tmp_path / "freight.service", tmp_path / "freight.socket"]
+    files[0].write_text(service.replace("/opt/freight/bin/freight", str(program)))
+    files[1].write_text(listening)
+    command = ["systemd-analyze", "verify", *map(str, files)]
+    said = subprocess.run(command, capture_output=True, text=True, check=False)
+    lines = [line for line in said.stderr.splitlines() if "freight" in line]
+    assert (said.returncode, lines) == (0, []), said.stderr
 
 
 def test_options_and_times_of_the_unit_fit() -> None:
     service, _ = units()
     known = {flag.name for flag in SERVER_FLAGS}
     assert set(re.findall(r"--[a-z-]+", service)) <= known
-    drain, stop = (
-        int(re.search(rf"{name}[ =](\d+)", service)[1])
-        for name in ("--drain-timeout", "TimeoutStopSec")
-    )  # type: ignore[index]
-    assert stop >= drain + 15  # the engine's process has 10 seconds after the answers
+    [drain] = re.findall(r"--drain-timeout[ =](\d+)", service)
+    [stop] = re.findall(r"TimeoutStopSec[ =](\d+)", service)
+    assert int(stop) >= int(drain) + 15  # the engine's process has 10 seconds after the answers
 
 
 def test_https_and_a_trace(tmp_path: Path) -> None:
     ours, other = certificate(tmp_path, "ours"), certificate(tmp_path, "other")
     options = ["--ssl-certfile", str(ours.cert), "--ssl-keyfile", str(ours.key), *MEMORY]
     server = ServeProcess("demo", options, forked=True)
+    body = {"prompt": "def f(", "max_tokens": 4, "temperature": 0}
     try:
         url = server.url
         assert url.startswith("https://")
@@ -74,21 +70,14 @@ def test_https_and_a_trace(tmp_path: Path) -> None:
             end = time.monotonic() + SECONDS
             while client.get(f"{url}/health").status_code != 200 and time.monotonic() < end:
                 time.sleep(0.05)
-            body = {"prompt": "def f(", "max_tokens": 4, "temperature": 0}
             headers = {"traceparent": f"00-{TRACE}-00f067aa0ba902b7-01"}
             answer = client.post(f"{url}/v1/completions", json=body, headers=headers)
             assert answer.status_code == 200
             assert not any(TRACE in value for value in answer.headers.values())
-        with openai.OpenAI(
-            base_url=f"{url}/v1", api_key="-", http_client=httpx.Client(verify=ours.client())
-        ) as asking:
-            stream = asking.completions.create(
-                model="demo", prompt="def f(", max_tokens=4, temperature=0, stream=True
-            )
-            assert (
-                "".join(part.choices[0].text for part in stream if part.choices)
-                == answer.json()["choices"][0]["text"]
-            )
+            with openai.OpenAI(base_url=f"{url}/v1", api_key="-", http_client=client) as asking:
+                stream = asking.completions.create(model="demo", stream=True, **body)
+                parts = [part.choices[0].text for part in stream if part.choices]
+            assert "".join(parts) == answer.json()["choices"][0]["text"]
         with httpx.Client(verify=other.client()) as client, pytest.raises(httpx.ConnectError):
             client.get(f"{url}/health")
         with pytest.raises((httpx.RemoteProtocolError, httpx.ReadError)):
@@ -101,9 +90,8 @@ def test_https_and_a_trace(tmp_path: Path) -> None:
 
 def test_a_key_of_another_certificate_is_refused_before_anything_starts(tmp_path: Path) -> None:
     ours, other = certificate(tmp_path, "ours"), certificate(tmp_path, "other")
-    server = ServeProcess(
-        "demo", ["--ssl-certfile", str(ours.cert), "--ssl-keyfile", str(other.key)], forked=True
-    )
+    options = ["--ssl-certfile", str(ours.cert), "--ssl-keyfile", str(other.key)]
+    server = ServeProcess("demo", options, forked=True)
     try:
         assert server.wait() == 2
         assert_names(server.said, "--ssl-certfile", "--ssl-keyfile", "not match")

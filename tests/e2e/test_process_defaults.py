@@ -32,35 +32,27 @@ QUANTIZE: dict[str, Any] = {
     "kv_granularity": "channel",
     "calibration_data": [list(range(64))] * 4,
 }
-SAMPLED = {
+COMMON: dict[str, Any] = {
+    "logprobs": 3,
+    "prompt_logprobs": 2,
+    "detokenize": False,
+    "ignore_eos": True,
     "max_tokens": 6,
-    "seed": 3,
-    "top_p": 0.9,
-    "top_k": 40,
-    "min_p": 0.01,
-    "frequency_penalty": 0.5,
 }
+PARAMS = [
+    SamplingParams(temperature=0.0, **COMMON),
+    SamplingParams(seed=3, top_p=0.9, top_k=40, min_p=0.01, frequency_penalty=0.5, **COMMON),
+]
 
 
 def generated(model: Path, **options: Any) -> list[Any]:
     """Token ids, log-probabilities and cumulative log-probability of greedy and sampled
     completions.
     """
-    common: dict[str, Any] = {
-        "logprobs": 3,
-        "prompt_logprobs": 2,
-        "detokenize": False,
-        "ignore_eos": True,
-    }
-    params = [
-        SamplingParams(temperature=0.0, max_tokens=6, **common),
-        SamplingParams(**SAMPLED, **common),
-    ]
-    found: list[Any] = []
-    for output in LLM(str(model), **SMALL | options).generate(PROMPTS, params):
-        (one,) = output.outputs
-        found.append((one.token_ids, one.logprobs, one.cumulative_logprob, output.prompt_logprobs))
-    return found
+    outputs = LLM(str(model), **SMALL | options).generate(PROMPTS, PARAMS)
+    scores = [output.prompt_logprobs for output in outputs]
+    choices = [output.outputs[0] for output in outputs]
+    return [scores, [(one.token_ids, one.logprobs, one.cumulative_logprob) for one in choices]]
 
 
 def results(out: Path) -> list[Any]:
@@ -68,6 +60,8 @@ def results(out: Path) -> list[Any]:
     kernels.
     """
     freight.quantize(BASE, out, **QUANTIZE)
+    args = EngineArgs(str(BASE), **SMALL)
+    scores = compare_caches(args, [("fp8", "auto")], list(range(120)))
     return [
         generated(BASE),
         generated(BASE, kernels="reference", kv_cache_dtype="fp8"),
@@ -76,12 +70,7 @@ def results(out: Path) -> list[Any]:
         (out / "config.json").read_bytes(),
         generated(out),
         generated(out, kernels="reference"),
-        [
-            (score.perplexity, score.mean_kl, score.cut_off_share)
-            for score in compare_caches(
-                EngineArgs(str(BASE), **SMALL), [("fp8", "auto")], list(range(120))
-            )
-        ],
+        [(score.perplexity, score.mean_kl, score.cut_off_share) for score in scores],
     ]
 
 
@@ -119,9 +108,11 @@ def test_a_default_of_the_process_changes_no_bit(name: str, expected: list[Any],
 
 
 def test_an_engine_made_in_inference_mode_runs_outside_of_it():
-    params = SamplingParams(temperature=0.0, max_tokens=6, detokenize=False, ignore_eos=True)
     with torch.inference_mode():
-        made_inside = LLM(str(BASE), kernels="reference", **SMALL)
-    made_outside = LLM(str(BASE), kernels="reference", **SMALL)
-    first, second = (llm.generate(PROMPTS, params) for llm in (made_inside, made_outside))
-    assert [o.outputs[0].token_ids for o in first] == [o.outputs[0].token_ids for o in second]
+        inside = LLM(str(BASE), kernels="reference", **SMALL)
+    outputs = (
+        llm.generate(PROMPTS, PARAMS)
+        for llm in (inside, LLM(str(BASE), kernels="reference", **SMALL))
+    )
+    first, second = ([output.outputs[0].token_ids for output in found] for found in outputs)
+    assert first == second

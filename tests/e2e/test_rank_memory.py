@@ -118,26 +118,25 @@ def write(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(MODEL))
     hidden, inner, kv = MODEL["hidden_size"], MODEL["intermediate_size"], 4 * 128
     layer = {
-        "self_attn.q_proj": (hidden, hidden), "self_attn.k_proj": (kv, hidden),
-        "self_attn.v_proj": (kv, hidden), "self_attn.o_proj": (hidden, hidden),
-        "mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden),
-        "mlp.down_proj": (hidden, inner), "input_layernorm": (hidden,),
-        "post_attention_layernorm": (hidden,),
-    }  # fmt: skip
+        **dict.fromkeys(("self_attn.q_proj", "self_attn.o_proj"), (hidden, hidden)),
+        **dict.fromkeys(("self_attn.k_proj", "self_attn.v_proj"), (kv, hidden)),
+        **dict.fromkeys(("mlp.gate_proj", "mlp.up_proj"), (inner, hidden)),
+        **dict.fromkeys(("input_layernorm", "post_attention_layernorm"), (hidden,)),
+        "mlp.down_proj": (hidden, inner),
+    }
     rest = {"model.embed_tokens": (512, hidden), "model.norm": (hidden,), "lm_head": (512, hidden)}
-    files = [rest]
-    for index in range(MODEL["num_hidden_layers"]):
-        files.append({f"model.layers.{index}.{name}": shape for name, shape in layer.items()})
-    generator, found = torch.Generator().manual_seed(0), {}
+    layers = range(MODEL["num_hidden_layers"])
+    files = [rest, *({f"model.layers.{i}.{name}": layer[name] for name in layer} for i in layers)]
+    generator, places = torch.Generator().manual_seed(0), {}
     for number, shapes in enumerate(files):
-        name = f"model-{number}.safetensors"
+        file = f"model-{number}.safetensors"
         tensors = {
-            f"{key}.weight": torch.randn(shape, generator=generator).mul(0.02).bfloat16()
-            for key, shape in shapes.items()
+            f"{name}.weight": torch.randn(shape, generator=generator).mul(0.02).bfloat16()
+            for name, shape in shapes.items()
         }
-        save_file(tensors, folder / name)
-        found |= dict.fromkeys(tensors, name)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": found}))
+        save_file(tensors, folder / file)
+        places |= dict.fromkeys(tensors, file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
 
 
 def run(

@@ -59,68 +59,50 @@ pytestmark = [
     pytest.mark.skipif(not library.installed(), reason="ranks gather in the compiled kernels"),
 ]
 
-LLAMA = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
+SIZES: dict[str, Any] = {
     "hidden_size": 64,
-    "intermediate_size": 96,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
     "vocab_size": 101,
     "max_position_embeddings": 256,
-    "rms_norm_eps": 1e-6,
     "torch_dtype": "bfloat16",
-    "tie_word_embeddings": False,
 }
-QWEN2 = LLAMA | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
-QWEN3 = LLAMA | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
-MISTRAL = LLAMA | {
-    "architectures": ["MistralForCausalLM"],
-    "model_type": "mistral",
-    "sliding_window": 24,
-}
-PHI3 = LLAMA | {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "pad_token_id": 0}
-GEMMA2 = LLAMA | {
-    "architectures": ["Gemma2ForCausalLM"],
-    "model_type": "gemma2",
-    "hidden_activation": "gelu_pytorch_tanh",
-    "sliding_window": 24,
-    "query_pre_attn_scalar": 32,
-    "attn_logit_softcapping": 50.0,
-    "final_logit_softcapping": 30.0,
-    "tie_word_embeddings": True,
-}
-OPT = {
+
+
+def like_llama(name: str = "Llama", **more: Any) -> dict[str, Any]:
+    """The config of a small model of a family whose keys are Llama's."""
+    own = {"architectures": [f"{name}ForCausalLM"], "model_type": name.lower(), "head_dim": 32}
+    widths = {"intermediate_size": 96, "num_key_value_heads": 2, "rms_norm_eps": 1e-6}
+    return SIZES | own | widths | {"tie_word_embeddings": False} | more
+
+
+LLAMA, QWEN2, QWEN3 = like_llama(), like_llama("Qwen2"), like_llama("Qwen3")
+GEMMA2 = like_llama(
+    "Gemma2",
+    hidden_activation="gelu_pytorch_tanh",
+    sliding_window=24,
+    query_pre_attn_scalar=32,
+    attn_logit_softcapping=50.0,
+    final_logit_softcapping=30.0,
+    tie_word_embeddings=True,
+)
+OPT = SIZES | {
     "architectures": ["OPTForCausalLM"],
     "model_type": "opt",
-    "hidden_size": 64,
     "word_embed_proj_dim": 64,
     "ffn_dim": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "vocab_size": 101,
-    "max_position_embeddings": 256,
     "do_layer_norm_before": True,
     "activation_function": "relu",
-    "torch_dtype": "bfloat16",
 }
-MIXTRAL = LLAMA | {
-    "architectures": ["MixtralForCausalLM"],
-    "model_type": "mixtral",
-    "num_local_experts": 4,
-    "num_experts_per_tok": 2,
-}
-QWEN2_MOE = QWEN2 | {
-    "architectures": ["Qwen2MoeForCausalLM"],
-    "model_type": "qwen2_moe",
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 48,
-    "shared_expert_intermediate_size": 64,
-}
-OLMO2 = LLAMA | {"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2"}
+MIXTRAL = like_llama("Mixtral", num_local_experts=4, num_experts_per_tok=2)
+QWEN2_MOE = like_llama(
+    "Qwen2Moe",
+    model_type="qwen2_moe",
+    num_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=48,
+    shared_expert_intermediate_size=64,
+)
 FP8 = {"quantization": "fp8"}
 TOKEN = {"kv_cache_dtype": "fp8"}
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {  # a config, or the name of a fixture; options
@@ -139,14 +121,17 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {  # a config, or the name of a f
     "norms of heads, INT8": (QWEN3, {"kv_cache_dtype": "int8"}),
     "norms of heads, weights in INT8": (QWEN3, {"quantization": "int8"}),
     "experts in INT8, and a shared one": (QWEN2_MOE, {"quantization": "int8"}),
-    "windows, scales per head": (MISTRAL, TOKEN | {"kv_scales": "by rank"}),
-    "fused projections": (PHI3, FP8 | {"kv_cache_dtype": "fp8_e5m2"}),
+    "windows, scales per head": (
+        like_llama("Mistral", sliding_window=24),
+        TOKEN | {"kv_scales": "by rank"},
+    ),
+    "fused projections": (like_llama("Phi3", pad_token_id=0), FP8 | {"kv_cache_dtype": "fp8_e5m2"}),
     "soft caps, tied": (GEMMA2, FP8 | TOKEN),
     "positions, layer norms": (OPT, TOKEN),
     "static W8A8 and scales": ("autofp8_static_kv", {}),
     "float32": (LLAMA, {"dtype": "float32"}),
     "experts": (MIXTRAL, TOKEN),
-    "norms over all heads": (OLMO2, TOKEN),
+    "norms over all heads": (like_llama("Olmo2"), TOKEN),
     "experts in W8A8, and a shared one": (QWEN2_MOE, FP8),
     # of these more is random than `open_random` draws: decays, biases, norms
     "latents, of q too": (VARIANTS["deepseek-v3"], FP8 | TOKEN | {"speculate": 3}),
@@ -208,7 +193,7 @@ def started(opened: OpenModel) -> Engine:
     return engine
 
 
-def outputs_of(engine: Engine, round_of: str, vocab: int = 100) -> list[Any]:
+def outputs_of(engine: Engine, vocab: int = 100) -> list[Any]:
     """What an engine gives: 3 prompts at once, then one that begins like the first."""
     generator = torch.Generator().manual_seed(7)
     first, second, third = (
@@ -217,23 +202,23 @@ def outputs_of(engine: Engine, round_of: str, vocab: int = 100) -> list[Any]:
     greedy = SamplingParams(max_tokens=20, temperature=0.0, logprobs=3, ignore_eos=True)
     scored = replace(greedy, prompt_logprobs=2)
     drawn = replace(greedy, temperature=1.0, seed=5)
-    for index, (prompt, params) in enumerate(
-        ((first, greedy), (second, scored), (third, drawn), (first[:40] + second, greedy))
-    ):
-        name = f"{round_of}{index}"
-        engine.add(name, engine.accept(prompt, params), params)
+    requests = ((first, greedy), (second, scored), (third, drawn), (first[:40] + second, greedy))
+    for index, (prompt, params) in enumerate(requests):
+        engine.add(str(index), engine.accept(prompt, params), params)
         while index > 1 and engine.has_unfinished:
             engine.step()
-    outputs = [engine.output(f"{round_of}{index}") for index in range(4)]
+    outputs = [engine.output(str(index)) for index in range(4)]
+    choices = [output.outputs[0] for output in outputs]
     return [
-        (
-            one.outputs[0].token_ids,
-            [{token: lp.logprob for token, lp in at.items()} for at in one.outputs[0].logprobs],
-            one.prompt_logprobs and [at and {t: lp.logprob for t, lp in at.items()}
-                                     for at in one.prompt_logprobs],
-        )
-        for one in outputs
-    ]  # fmt: skip
+        *((choice.token_ids, choice.logprobs) for choice in choices),
+        *(output.prompt_logprobs for output in outputs),
+    ]
+
+
+def close(engine: Engine) -> None:
+    """End the other rank."""
+    assert isinstance(engine.runner.leader, Leader)
+    engine.runner.leader.close()
 
 
 def of_ranks(mixer: Any, name: str, whole: Tensor) -> list[Tensor]:
@@ -285,34 +270,30 @@ def require_bits_of_one(
     if spec.bytes_per_state:  # else there were fewer for states, and none left for a later prompt
         monkeypatch.setattr(build, "split_memory", lambda *_: blocks)
     alone = started(opened_as(given, options, tmp_path, kv_cache_memory=memory)[0])
-    expected = outputs_of(alone, "a")
+    expected = outputs_of(alone)
     assert alone.stats().preemptions > 0 or len(spec.groups) > 1  # windows give blocks back
     assert alone.stats().prefix_hits > 0
 
     sizes = config.compute_format, config.state_every, config.max_model_len
     own = cache_spec(config.kv, opened.model, config.block_size, *sizes, ranks=2)
-    more = {
-        "kv_cache_memory": 2 * own.bytes_of(alone.runner.pool.num_blocks),
-        "tensor_parallel_size": 2,
-    }
-    opened = opened_as(given, options, tmp_path, **more, **(machines or {}))[0]
+    memory = 2 * own.bytes_of(alone.runner.pool.num_blocks)
+    more = {"kv_cache_memory": memory, "tensor_parallel_size": 2} | (machines or {})
+    opened = opened_as(given, options, tmp_path, **more)[0]
     with ExitStack() as stack:
         if machines:
             machine = stack.enter_context(other_machine(opened.args, opened.random_shape))
         engine = started(opened)
-    assert isinstance(engine.runner.leader, Leader)
     assert engine.runner.pool.num_blocks == alone.runner.pool.num_blocks
-    assert outputs_of(engine, "a") == expected
-    assert engine.stats().drafted == alone.stats().drafted
-    assert engine.stats().preemptions == alone.stats().preemptions
-    assert engine.stats().prefix_hits == alone.stats().prefix_hits
+    assert outputs_of(engine) == expected
+    for counter in ("drafted", "preemptions", "prefix_hits"):
+        assert getattr(engine.stats(), counter) == getattr(alone.stats(), counter)
     first = pages_of(engine.runner.pool)
-    engine.runner.leader.close()
+    close(engine)
     if machines:
         assert machine.wait() == 0
     layers = zip(opened.model.layers, pages_of(alone.runner.pool), strict=True)
-    found = zip(layers, first, torch.load(pages_file), strict=True)
-    for index, ((layer, whole), *ranks) in enumerate(found):
+    pages = zip(layers, first, torch.load(pages_file), strict=True)
+    for index, ((layer, whole), *ranks) in enumerate(pages):
         assert all(whole.keys() == rank.keys() for rank in ranks)
         for name, page in whole.items():
             for rank, part in zip(ranks, of_ranks(layer.mixer, name, page), strict=True):
@@ -333,15 +314,15 @@ def test_two_ranks_have_the_bits_of_one(
     require_bits_of_one(given, options, tmp_path, pages_file, monkeypatch)
 
 
+OF_MACHINES = "experts in W8A8, and a shared one"
+
+
 @pytest.mark.parametrize(
     "case",
     [
-        "experts in W8A8, and a shared one",
-        *(
-            pytest.param(case, marks=pytest.mark.slow)
-            for case in CASES
-            if "kv_scales" not in CASES[case][1] and case != "experts in W8A8, and a shared one"
-        ),
+        pytest.param(case, marks=[] if case == OF_MACHINES else [pytest.mark.slow])
+        for case in CASES
+        if "kv_scales" not in CASES[case][1]
     ],
 )
 def test_two_machines_have_the_bits_of_one(
@@ -353,14 +334,13 @@ def test_two_machines_have_the_bits_of_one(
 
 def test_four_ranks_of_two_machines_have_the_bits_of_one(tmp_path: Path, pages_file: Path) -> None:
     options = FP8 | TOKEN | {"kv_cache_memory": "1MiB"}
-    expected = outputs_of(started(opened_as(LLAMA, options, tmp_path)[0]), "a")
-    options |= {"tensor_parallel_size": 4}
-    opened = opened_as(LLAMA, options, tmp_path, **two_machines())[0]
+    expected = outputs_of(started(opened_as(LLAMA, options, tmp_path)[0]))
+    options |= {"tensor_parallel_size": 4} | two_machines()
+    opened = opened_as(LLAMA, options, tmp_path)[0]
     with other_machine(opened.args, opened.random_shape) as machine:
         engine = started(opened)
-    assert outputs_of(engine, "a") == expected
-    assert isinstance(engine.runner.leader, Leader)
-    engine.runner.leader.close()
+    assert outputs_of(engine) == expected
+    close(engine)
     assert machine.wait() == 0
 
 
@@ -378,19 +358,15 @@ def test_a_plan_is_what_ranks_allocate(case: str, tmp_path: Path, pages_file: Pa
     assert engine.runner.pool.spec == chosen.spec
     assert engine.runner.pool.num_blocks == chosen.num_blocks
     assert weight_bytes(engine.runner.model).total == chosen.loaded.total - chosen.loaded.tables
-    assert isinstance(engine.runner.leader, Leader)
-    engine.runner.leader.close()
+    close(engine)
 
 
-def require_equal(folder: Path, vocab: int = 100, **options: Any) -> None:
+def require_equal(folder: Path, vocab: int = 100) -> None:
     """The checkpoint gives the same with one rank and with two, which read it by slice."""
-    given = {"model": str(folder), "skip_tokenizer_init": True, **TOKEN, **options}
-    args = EngineArgs(max_model_len=96, max_num_batched_tokens=24, threads=1, **given)
-    expected = outputs_of(started(open_model(args)), "a", vocab)
-    engine = started(open_model(replace(args, tensor_parallel_size=2)))
-    assert isinstance(engine.runner.leader, Leader)
-    assert outputs_of(engine, "a", vocab) == expected
-    engine.runner.leader.close()
+    expected = outputs_of(started(opened_as(str(folder), TOKEN, folder)[0]), vocab)
+    engine = started(opened_as(str(folder), TOKEN, folder, tensor_parallel_size=2)[0])
+    assert outputs_of(engine, vocab) == expected
+    close(engine)
 
 
 @pytest.mark.parametrize("form", ["gptq order", "ct nvfp4"])
@@ -413,13 +389,13 @@ def test_experts_in_mxfp4(lowest: int, tmp_path: Path, pages_file: Path) -> None
     one_in(
         4,
         [
-            ("awq", ""),
-            ("gptq zeros", ""),
-            ("gptq order", ""),
-            ("ct int4 64 zeros", "qwen3_moe"),
-            ("ct mxfp4", "qwen3_moe"),
-            ("modelopt nvfp4", "mixtral"),
-            ("ct nvfp4", ""),
+            *(
+                ("awq", ""),
+                ("gptq zeros", ""),
+                ("gptq order", ""),
+                ("ct int4 64 zeros", "qwen3_moe"),
+            ),
+            *(("ct mxfp4", "qwen3_moe"), ("modelopt nvfp4", "mixtral"), ("ct nvfp4", "")),
         ],
     ),
 )
@@ -440,9 +416,8 @@ def test_context_that_is_made_to_fit_keeps_the_blocks_of_states(
     asked, _ = opened_as(given, options, tmp_path)
     spec = asked.cache_spec(asked.resolve(asked.args))
     assert spec.state_every is not None
-    expected = outputs_of(
-        started(opened_as(given, options, tmp_path, state_every=spec.state_every)[0]), "a"
-    )
+    whole = opened_as(given, options, tmp_path, state_every=spec.state_every)[0]
+    expected = outputs_of(started(whole))
     memory = bytes_of_request(spec, 128, 24)  # of two ranks: each has about half of it
     more = {"tensor_parallel_size": 2, "kv_cache_memory": memory, "max_num_seqs": 4}
     engine = started(opened_as(given, options, tmp_path, **more)[0])
@@ -450,9 +425,8 @@ def test_context_that_is_made_to_fit_keeps_the_blocks_of_states(
     assert fitted < 4096
     config = asked.resolve(replace(asked.args, max_model_len=fitted))
     assert asked.cache_spec(config).state_every < spec.state_every
-    assert outputs_of(engine, "a") == expected
-    assert isinstance(engine.runner.leader, Leader)
-    engine.runner.leader.close()
+    assert outputs_of(engine) == expected
+    close(engine)
 
 
 @pytest.mark.slow
@@ -471,21 +445,11 @@ def test_every_family_that_divides_has_the_bits_of_one(
 
 SLOW = ["decays in two steps", "one key head for both", "Mamba-2, one group and norm"]
 STORED = [
-    "16 bits",
-    "one KV head for both, tied",
-    "norms of heads, INT8",
-    "windows, scales per head",
-    "fused projections",
-    "static W8A8 and scales",
-    "soft caps, tied",
-    "latents, of q too",
-    "gates of latents, decays in one step",
-    "decays in two steps",
-    "delta nets, states in INT8",
-    "one key head for both",
-    "Mamba-2, a group each; experts of latents",
-    "Mamba-2, one group and norm",
-    "short convolutions",
+    *("16 bits", "one KV head for both, tied", "norms of heads, INT8", "windows, scales per head"),
+    *("fused projections", "static W8A8 and scales", "soft caps, tied", "latents, of q too"),
+    *("gates of latents, decays in one step", "decays in two steps", "delta nets, states in INT8"),
+    *("one key head for both", "Mamba-2, a group each; experts of latents"),
+    *("Mamba-2, one group and norm", "short convolutions"),
 ]
 
 
@@ -512,14 +476,14 @@ def test_a_store_is_for_any_number_of_ranks(
     for size in (writers, 3 - writers):
         opened = opened_as(given, options, tmp_path, tensor_parallel_size=size)[0]
         engine = with_open_store(started(opened))
-        outputs[size] = outputs_of(engine, "a")
+        outputs[size] = outputs_of(engine)
         engine.close()
         stats = engine.stats().store
         assert stats is not None
         assert (stats.disk_hits > 0) == (size != writers)
         assert stats.corrupt == stats.errors == 0
-        if engine.runner.leader is not None:
-            engine.runner.leader.close()
+        if size == 2:
+            close(engine)
     assert outputs[1] == outputs[2]
     assert len(list((tmp_path / "store").glob("*/name.json"))) == 1
 
@@ -540,15 +504,15 @@ def test_a_store_has_what_a_lost_rank_computed(
     )
     tiers = engine.store.mover.tiers
     disk, tiers.disk = tiers.disk, None  # nothing is stored yet
-    expected = outputs_of(engine, "a")
+    expected = outputs_of(engine)
     assert isinstance(engine.runner.leader, Leader)
     os.kill(engine.runner.leader.pids[0], signal.SIGKILL)
-    engine.runner.leader.close()
+    close(engine)
     tiers.disk = disk
     engine.close()
     assert tiers.stats().stored > 0
     alone = with_open_store(started(opened_as(given, options, tmp_path)[0]))
-    assert outputs_of(alone, "a") == expected
+    assert outputs_of(alone) == expected
     alone.close()
     assert alone.stats().store.disk_hits > 0
 
