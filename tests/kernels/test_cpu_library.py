@@ -126,10 +126,8 @@ def test_what_was_not_compiled_does_not_run(folder: Path) -> None:
     library.path_of("avx512", folder).unlink()
     library.path_of("avx512_vnni", folder).unlink()
     assert library.runnable(SAPPHIRE_RAPIDS, folder) == ("avx2", "portable")
-    assert (
-        library.describe(SAPPHIRE_RAPIDS, folder)
-        == "avx2 (amx: not compiled; avx512: not compiled; avx512_vnni: not compiled)"
-    )
+    expected = "avx2 (amx: not compiled; avx512: not compiled; avx512_vnni: not compiled)"
+    assert library.describe(SAPPHIRE_RAPIDS, folder) == expected
 
 
 def test_tiles_are_used_only_where_the_system_allows_them(
@@ -152,10 +150,8 @@ def test_a_system_that_is_not_linux_gives_no_tiles(monkeypatch: pytest.MonkeyPat
 
 def test_the_description_says_what_runs_and_why_not_better(folder: Path, tmp_path: Path) -> None:
     assert library.describe(SAPPHIRE_RAPIDS, folder) == "amx"
-    assert (
-        library.describe(ZEN4, folder)
-        == "avx512 (amx: the processor lacks amx_bf16, amx_int8, amx_tile)"
-    )
+    expected = "avx512 (amx: the processor lacks amx_bf16, amx_int8, amx_tile)"
+    assert library.describe(ZEN4, folder) == expected
     said = library.describe(HASWELL, folder)
     assert said.startswith("avx2 (amx: the processor lacks amx_bf16, ")
     assert "; avx512: the processor lacks avx512_bf16, " in said

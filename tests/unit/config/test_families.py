@@ -61,10 +61,8 @@ def test_layers_of_gemma_4_without_a_window_have_their_own_heads():
     ]
     assert shapes == [(256, 256, 2, False)] * 5 + [(512, 512, 2, True)] * 2
     assert model.layers[6].mixer.projected_sizes == (2048, 1024)
-    assert [(rope.kind, rope.rotary_dim) for rope in model.ropes] == [
-        ("proportional", 512),
-        ("default", 256),
-    ]
+    expected = [("proportional", 512), ("default", 256)]
+    assert [(rope.kind, rope.rotary_dim) for rope in model.ropes] == expected
     for index in ("3", "03"):  # transformers writes the second, in models of more than ten layers
         own = parse_model_config(config("gemma4_text", per_layer_config={index: {"head_dim": 64}}))
         assert [layer.mixer.k_dim for layer in own.layers] == [256, 256, 256, 64]
@@ -149,16 +147,10 @@ def test_experts_of_gemma_4_are_beside_a_feed_forward():
             "use_double_wide_mlp": wide,
         }
         experts = parse_model_config(config("gemma4_text", **said, **more)).layers[-1].feed_forward
-        assert (experts.intermediate_size, experts.shared.intermediate_size, experts.beside) == (
-            8,
-            width,
-            True,
-        )
-        assert (experts.routing.num_experts, experts.routing.top_k, experts.routing.normed) == (
-            4,
-            2,
-            True,
-        )
+        assert (experts.intermediate_size, experts.shared.intermediate_size) == (8, width)
+        assert experts.beside is True
+        assert (experts.routing.num_experts, experts.routing.top_k) == (4, 2)
+        assert experts.routing.normed is True
     off = parse_model_config(config("gemma4_text", **said | {"enable_moe_block": False}))
     assert off.layers[0].feed_forward == DenseConfig(384, GatedActivation.GELU_TANH)
 
@@ -185,10 +177,8 @@ def test_a_decoder_that_is_one_part_of_a_model():
         model, prefixes=("model.", ""), model_type="gemma3_text", architecture="Gemma3ForCausalLM"
     ) == (parse_model_config({**text, "torch_dtype": "bfloat16", "eos_token_id": [1, 106]}))
     assert model.prefixes == ("language_model.model.", "language_model.")
-    assert parse_model_config(said, ["model.language_model.norm.weight"]).prefixes == (
-        "model.language_model.",
-        "",
-    )
+    expected = ("model.language_model.", "")
+    assert parse_model_config(said, ["model.language_model.norm.weight"]).prefixes == expected
     assert stop_token_ids(said, None) == {1, 106}
 
 
@@ -286,11 +276,8 @@ def test_longrope():
     scaling = {"type": "su", "short_factor": [1] * 32, "long_factor": [2.0] * 32}
     more = {"max_position_embeddings": 16384, "original_max_position_embeddings": 4096}
     rope = parse_model_config(config("phi3", rope_scaling=scaling, **more)).ropes[0]
-    assert (rope.kind, rope.short_factors, rope.long_factors) == (
-        "longrope",
-        (1.0,) * 32,
-        (2.0,) * 32,
-    )
+    assert (rope.kind, rope.short_factors) == ("longrope", (1.0,) * 32)
+    assert rope.long_factors == (2.0,) * 32
     assert rope.parameters == {"factor": 4.0, "original_max_position_embeddings": 4096}
     for bad in ([1.0] * 31, None, [0.0] * 32):
         refused(
@@ -344,12 +331,8 @@ OPT_125M = {  # as its authors wrote it
 def test_opt_is_read_as_it_is_written_and_by_its_defaults(tmp_path):
     model = parse_model_config(OPT_125M)
     mixer, feed_forward = model.layers[0].mixer, model.layers[0].feed_forward
-    assert (model.num_layers, model.hidden_size, model.embedding_size, model.position_offset) == (
-        12,
-        768,
-        None,
-        2,
-    )
+    assert (model.num_layers, model.hidden_size, model.embedding_size) == (12, 768, None)
+    assert model.position_offset == 2
     assert (model.norm_kind, model.norm_eps, model.final_norm) == (NormKind.LAYER, 1e-5, True)
     assert (mixer.num_heads, mixer.num_kv_heads, mixer.k_dim, mixer.rope) == (12, 12, 64, None)
     assert (mixer.qkv_bias, mixer.o_bias, feed_forward.bias) == (True, True, True)
@@ -368,23 +351,16 @@ def test_variants_of_opt():
     post = parse_model_config(
         {**OPT_125M, "do_layer_norm_before": False, "word_embed_proj_dim": 512}
     )
-    assert (post.layers[0].norms, post.final_norm, post.embedding_size) == (
-        NormPlacement.POST,
-        False,
-        512,
-    )
+    assert (post.layers[0].norms, post.final_norm) == (NormPlacement.POST, False)
+    assert post.embedding_size == 512
     assert not parse_model_config({**OPT_125M, "_remove_final_layer_norm": True}).final_norm
     without = parse_model_config({**OPT_125M, "enable_bias": False})
     assert not without.layers[0].mixer.qkv_bias
     assert not without.layers[0].feed_forward.bias
-    assert parse_model_config(OPT_125M, ["decoder.layers.0.fc1.weight"]).prefixes == (
-        "decoder.",
-        "",
-    )
-    assert parse_model_config(OPT_125M, ["model.decoder.layers.0.fc1.weight"]).prefixes == (
-        "model.decoder.",
-        "",
-    )
+    expected = ("decoder.", "")
+    assert parse_model_config(OPT_125M, ["decoder.layers.0.fc1.weight"]).prefixes == expected
+    expected = ("model.decoder.", "")
+    assert parse_model_config(OPT_125M, ["model.decoder.layers.0.fc1.weight"]).prefixes == expected
 
 
 @pytest.mark.parametrize(
@@ -449,12 +425,8 @@ def test_what_openai_writes_of_gpt_oss():
     model = parse_model_config(GPT_OSS_20B)
     assert windows_of(model) == (128, None) * 12
     rope = model.ropes[0]
-    assert (rope.kind, rope.theta, rope.parameters["truncate"], model.position_limit) == (
-        "yarn",
-        150000,
-        False,
-        131072,
-    )
+    assert (rope.kind, rope.theta, rope.parameters["truncate"]) == ("yarn", 150000, False)
+    assert model.position_limit == 131072
     layer = model.layers[0]
     assert (layer.mixer.sinks, layer.mixer.qkv_bias, layer.mixer.o_bias, model.wide_norms) == (
         True,

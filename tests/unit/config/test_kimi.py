@@ -186,8 +186,5 @@ def test_null_does_not_norm_the_weights_of_experts(key: str) -> None:
     }
     models = [read_model_config(plain | more) for more in ({key: None}, {key: False}, {})]
     experts = [model.layers[-1].feed_forward for model in models]
-    assert [one.routing.normed for one in experts if isinstance(one, MoEConfig)] == [
-        False,
-        False,
-        True,
-    ]
+    expected = [False, False, True]
+    assert [one.routing.normed for one in experts if isinstance(one, MoEConfig)] == expected

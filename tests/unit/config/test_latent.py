@@ -72,11 +72,8 @@ def test_deepseek_as_published(name: str) -> None:
     assert latent_of(model) == LatentConfig(
         128, 1536, 512, 128, 64, 128, softmax_scale=192**-0.5 * sharper**2
     )
-    assert (model.ropes[0].rotary_dim, model.ropes[0].interleaved, model.prediction_layers) == (
-        64,
-        True,
-        1,
-    )
+    assert (model.ropes[0].rotary_dim, model.ropes[0].interleaved) == (64, True)
+    assert model.prediction_layers == 1
     parts = [type(layer.feed_forward) for layer in model.layers]
     assert parts == [DenseConfig] * 3 + [MoEConfig] * 58
     assert bytes_per_token(model, Format.BFLOAT16) == 61 * 576 * 2 == 70272
@@ -128,11 +125,8 @@ def test_mistral_small_4_by_the_defaults_of_transformers() -> None:
         32, 1024, 256, 64, 64, 128, softmax_scale=128**-0.5 * sharper**2
     )
     (rope,) = model.ropes
-    assert (rope.rotary_dim, rope.interleaved, rope.parameters["llama_4_scaling_beta"]) == (
-        64,
-        True,
-        0.1,
-    )
+    assert (rope.rotary_dim, rope.interleaved) == (64, True)
+    assert rope.parameters["llama_4_scaling_beta"] == 0.1
     assert model.position_limit == 1048576
     experts = {layer.feed_forward for layer in model.layers}
     assert [
@@ -268,11 +262,8 @@ def test_sparse_attention_as_published(
     assert sum(math.prod(shape) for shape in tensor_shapes(model).values()) == pytest.approx(
         parameters, rel=5e-3
     )
-    assert (model.dense_limit, model.max_position_embeddings, model.position_limit) == (
-        2048,
-        2048,
-        2048,
-    )
+    assert (model.dense_limit, model.max_position_embeddings) == (2048, 2048)
+    assert model.position_limit == 2048
     assert (model.ropes[0].theta, model.ropes[0].rotary_dim) == (theta, 64)
     assert model.unread_keys.unknown == ()
     parts = [isinstance(layer.feed_forward, MoEConfig) for layer in model.layers]
@@ -308,15 +299,11 @@ def test_absent_keys_mean_what_transformers_takes(model_type: str) -> None:
         theirs.n_routed_experts, theirs.num_experts_per_tok, theirs.n_group or 1, theirs.topk_group or 1,
         theirs.routed_scaling_factor,
     )  # fmt: skip
-    assert (experts.intermediate_size, routing.normed) == (
-        theirs.moe_intermediate_size,
-        theirs.norm_topk_prob,
-    )
+    assert experts.intermediate_size == theirs.moe_intermediate_size
+    assert routing.normed == theirs.norm_topk_prob
     assert experts.shared == DenseConfig(theirs.n_shared_experts * theirs.moe_intermediate_size)
-    assert (ours.bos_token_id, list(ours.eos_token_ids)) == (
-        theirs.bos_token_id,
-        [theirs.eos_token_id],
-    )
+    assert ours.bos_token_id == theirs.bos_token_id
+    assert list(ours.eos_token_ids) == [theirs.eos_token_id]
     assert ours.ropes[0].theta == theirs.rope_parameters["rope_theta"]
 
 
@@ -409,10 +396,8 @@ def test_of_a_choice_by_layer_those_per_token_are_per_group_if_no_other_is_stati
     assert "layer 0 in 16 bits" in measured.note
     assert "per token" not in measured.note
     partly = chosen(Granularity.TENSOR)
-    assert [partly.of_layer(layer).granularity for layer in (0, 1)] == [
-        Granularity.TENSOR,
-        Granularity.TOKEN,
-    ]
+    expected = [Granularity.TENSOR, Granularity.TOKEN]
+    assert [partly.of_layer(layer).granularity for layer in (0, 1)] == expected
 
 
 def test_the_default_is_for_the_layers_that_are_quantized() -> None:
@@ -445,11 +430,8 @@ def test_elsewhere_the_default_of_latents_is_a_scale_per_token() -> None:
 def test_scales_per_group_are_asked_for_by_name() -> None:
     model = read_model_config(FLASH)
     kv = settled(model)
-    assert (kv.format, kv.granularity, kv.scale_source) == (
-        Format.E4M3FN,
-        Granularity.GROUP,
-        ScaleSource.DYNAMIC,
-    )
+    assert (kv.format, kv.granularity) == (Format.E4M3FN, Granularity.GROUP)
+    assert kv.scale_source == ScaleSource.DYNAMIC
     assert settled(model, kv_cache_dtype="int8").names() == {
         "dtype": "int8", "granularity": "group", "scale_source": "dynamic",
     }  # fmt: skip

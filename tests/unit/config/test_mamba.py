@@ -95,12 +95,8 @@ def test_nemotron_as_published(
         2 * (mamba.groups * mamba.state_size + mamba.heads * mamba.head_dim) + 4 * mamba.heads
     )
     assert spec.bytes_per_state == layers[0] * (4 * state + rows + 2 * 3 * mamba.channels)
-    assert (mamba.limits, mamba.norm_groups, mamba.conv_bias, mamba.bias) == (
-        (0.0, math.inf),
-        8,
-        True,
-        False,
-    )
+    assert (mamba.limits, mamba.norm_groups, mamba.conv_bias) == ((0.0, math.inf), 8, True)
+    assert mamba.bias is False
     assert all(mixer.rope is None for mixer in model.attention.values())
     assert (model.norm_eps, model.wide_norms, model.tie_word_embeddings) == (1e-5, True, False)
 
@@ -110,25 +106,14 @@ def test_experts_of_nemotron_3() -> None:
         experts_of(published(f"NVIDIA-Nemotron-3-{name}"))
         for name in ("Nano-30B-A3B-BF16", "Ultra-550B-A55B-FP8")
     )
-    assert (nano.num_experts, nano.routing.top_k, nano.routing.factor, nano.latent_size) == (
-        128,
-        6,
-        2.5,
-        None,
-    )
-    assert (ultra.num_experts, ultra.routing.top_k, ultra.routing.factor, ultra.latent_size) == (
-        512,
-        22,
-        5.0,
-        2048,
-    )
+    assert (nano.num_experts, nano.routing.top_k, nano.routing.factor) == (128, 6, 2.5)
+    assert nano.latent_size is None
+    assert (ultra.num_experts, ultra.routing.top_k, ultra.routing.factor) == (512, 22, 5.0)
+    assert ultra.latent_size == 2048
     for one, shared in ((nano, 3712), (ultra, 10240)):
         assert one.shared == DenseConfig(shared, Activation.RELU_SQUARED)
-        assert (one.routing.scoring, one.routing.normed, one.choice_bias) == (
-            Scoring.SIGMOID,
-            True,
-            True,
-        )
+        assert (one.routing.scoring, one.routing.normed) == (Scoring.SIGMOID, True)
+        assert one.choice_bias is True
 
 
 def test_granite_4_h_small() -> None:
@@ -142,11 +127,8 @@ def test_granite_4_h_small() -> None:
     rotated = read_model_config({**GRANITE, "position_embedding_type": "rope"})
     assert {mixer.rope for mixer in rotated.attention.values()} == {0}
     assert experts_of(model).shared == DenseConfig(1536)
-    assert (model.embedding_multiplier, model.residual_multiplier, model.logit_divisor) == (
-        12,
-        0.22,
-        16,
-    )
+    assert (model.embedding_multiplier, model.residual_multiplier) == (12, 0.22)
+    assert model.logit_divisor == 16
 
 
 def test_granite_without_experts_has_the_shared_one_alone() -> None:
@@ -166,10 +148,8 @@ def test_absent_keys_mean_what_transformers_takes(said: Json) -> None:
     assert ours.num_layers == theirs.num_hidden_layers
     assert (ours.hidden_size, ours.vocab_size) == (theirs.hidden_size, theirs.vocab_size)
     assert ours.norm_eps == (theirs.rms_norm_eps if own else theirs.layer_norm_epsilon)
-    assert (experts.num_experts, experts.routing.top_k) == (
-        theirs.num_local_experts,
-        theirs.num_experts_per_tok,
-    )
+    assert experts.num_experts == theirs.num_local_experts
+    assert experts.routing.top_k == theirs.num_experts_per_tok
     assert experts.intermediate_size == (
         theirs.intermediate_size if own else theirs.moe_intermediate_size
     )
@@ -313,10 +293,8 @@ def test_a_step_is_bounded_by_its_limits_alone(key: str, bound: float) -> None:
     """
     assert mamba_of(read_model_config({**NEMOTRON, key: bound})).limits == (0.0, math.inf)
     limits = [0.001, 1e308]
-    assert mamba_of(read_model_config({**NEMOTRON, "time_step_limit": limits})).limits == (
-        0.001,
-        math.inf,
-    )
+    expected = (0.001, math.inf)
+    assert mamba_of(read_model_config({**NEMOTRON, "time_step_limit": limits})).limits == expected
 
 
 @pytest.mark.parametrize(

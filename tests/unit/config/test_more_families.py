@@ -22,18 +22,12 @@ def test_multipliers_of_granite():
         "residual_multiplier": 0.22,
     }
     model = parse_model_config(config("granite", **said, logits_scaling=8))
-    assert (model.embedding_multiplier, model.rounds_multiplier, model.residual_multiplier) == (
-        12.0,
-        False,
-        0.22,
-    )
+    assert (model.embedding_multiplier, model.rounds_multiplier) == (12.0, False)
+    assert model.residual_multiplier == 0.22
     assert (model.layers[0].mixer.softmax_scale, model.logit_divisor) == (0.015625, 8.0)
     plain = parse_model_config(config("granite"))
-    assert (plain.embedding_multiplier, plain.residual_multiplier, plain.logit_divisor) == (
-        None,
-        1.0,
-        None,
-    )
+    assert (plain.embedding_multiplier, plain.residual_multiplier) == (None, 1.0)
+    assert plain.logit_divisor is None
     assert plain.layers[0].mixer.softmax_scale == 1.0
     for key in said:
         refused(key, "0", "finite number > 0", model_type="granite", **{key: 0})
@@ -46,10 +40,8 @@ def test_glm_rotates_neighbouring_channels_of_half_a_head():
     assert (rope().interleaved, rope().rotary_dim, rope("glm").rotary_dim) == (True, 64, 64)
     assert rope(partial_rotary_factor=0.25).rotary_dim == 32
     inside = {"rope_type": "default", "partial_rotary_factor": 0.75, "rope_theta": 500.0}
-    assert (rope(rope_parameters=inside).rotary_dim, rope(rope_parameters=inside).interleaved) == (
-        96,
-        True,
-    )
+    assert rope(rope_parameters=inside).rotary_dim == 96
+    assert rope(rope_parameters=inside).interleaved is True
     assert not rope("phi3").interleaved
     assert parse_model_config(config("glm4")).layers[0].norms is NormPlacement.SANDWICH
     assert parse_model_config(config("glm")).layers[0].norms is NormPlacement.PRE
@@ -70,10 +62,8 @@ def test_routers_with_a_bias_for_the_choice():
     assert not moe("glm4_moe", norm_topk_prob=False).routing.normed
     minimax = moe("minimax_m2", 0)
     assert (minimax.routing, minimax.intermediate_size) == (Routing(256, 8, Scoring.SIGMOID), 384)
-    assert (moe("hy_v3").routing, moe("hy_v3").shared) == (
-        Routing(192, 8, Scoring.SIGMOID, True, 2.826),
-        DenseConfig(1536),
-    )
+    assert moe("hy_v3").routing == Routing(192, 8, Scoring.SIGMOID, True, 2.826)
+    assert moe("hy_v3").shared == DenseConfig(1536)
     ernie = moe("ernie4_5_moe")
     assert (ernie.routing, ernie.shared) == (Routing(64, 6, Scoring.SOFTMAX), DenseConfig(3072))
 
@@ -88,12 +78,8 @@ def test_layers_without_experts():
     )
     assert sparse("glm4_moe", first_k_dense_replace=3) == [False, False, False, True]
     assert sparse("hy_v3", mlp_layer_types=["sparse", "dense"] * 2) == [True, False, True, False]
-    assert sparse("ernie4_5_moe", moe_layer_end_index=2, moe_layer_interval=2) == [
-        False,
-        True,
-        False,
-        False,
-    ]
+    expected = [False, True, False, False]
+    assert sparse("ernie4_5_moe", moe_layer_end_index=2, moe_layer_interval=2) == expected
     for bad in (["sparse"] * 3, ["sparse"] * 3 + ["other"]):
         refused("mlp_layer_types", model_type="hy_v3", mlp_layer_types=bad)
 
@@ -145,10 +131,8 @@ def test_what_these_mixtures_do_not_compute_is_refused(model_type, key, value):
 
 def test_layers_that_predict_further_tokens_are_skipped_by_name():
     model = parse_model_config(config("glm4_moe", num_nextn_predict_layers=2))
-    assert [pattern for pattern, _ in tensor_names(model).unused] == [
-        "model.layers.4.*",
-        "model.layers.5.*",
-    ]
+    expected = ["model.layers.4.*", "model.layers.5.*"]
+    assert [pattern for pattern, _ in tensor_names(model).unused] == expected
     assert not tensor_names(parse_model_config(config("glm4_moe"))).unused
 
 
@@ -241,23 +225,15 @@ def test_laguna_as_its_hub_files_have_it():
         moe_routed_scaling_factor=2.5, moe_router_logit_softcapping=0.0, moe_router_use_sigmoid=True,
     )  # fmt: skip
     model = parse_model_config(said)
-    assert [(rope.kind, rope.rotary_dim, rope.theta) for rope in model.ropes] == [
-        ("yarn", 64, 5e5),
-        ("default", 128, 1e4),
-    ]
+    expected = [("yarn", 64, 5e5), ("default", 128, 1e4)]
+    assert [(rope.kind, rope.rotary_dim, rope.theta) for rope in model.ropes] == expected
     assert [layer.mixer.window for layer in model.layers] == [None, 512, None, 512]
-    assert [isinstance(layer.feed_forward, MoEConfig) for layer in model.layers] == [
-        False,
-        True,
-        True,
-        True,
-    ]
+    expected = [False, True, True, True]
+    assert [isinstance(layer.feed_forward, MoEConfig) for layer in model.layers] == expected
     moe = model.layers[1].feed_forward
     assert isinstance(moe, MoEConfig)
-    assert (moe.routing, moe.shared) == (
-        Routing(256, 8, Scoring.SIGMOID, True, 2.5),
-        DenseConfig(512),
-    )
+    assert moe.routing == Routing(256, 8, Scoring.SIGMOID, True, 2.5)
+    assert moe.shared == DenseConfig(512)
     for key, value in (
         ("moe_router_logit_softcapping", 30.0),
         ("moe_apply_router_weight_on_input", True),
@@ -283,11 +259,8 @@ def test_mellum_has_windows_experts_in_every_layer_and_layers_that_do_not_run():
 def test_norms_and_windows_of_olmo():
     olmo = parse_model_config(config("olmo2"))
     layer = olmo.layers[0]
-    assert (layer.norms, layer.mixer.qk_norm_sizes, olmo.wide_norms) == (
-        NormPlacement.OUTPUT,
-        (256, 128),
-        True,
-    )
+    assert (layer.norms, layer.mixer.qk_norm_sizes) == (NormPlacement.OUTPUT, (256, 128))
+    assert olmo.wide_norms is True
     assert windows("olmo2") == (None,) * 4
     assert windows("olmo3") == (4096, 4096, 4096, None)
     yarn = {"type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64}
@@ -334,18 +307,12 @@ def test_trinity():
         GateFunction.SIGMOID, by_head=False
     )
     assert model.layers[0].mixer.output_gate_size == 4 * 128
-    assert [isinstance(layer.feed_forward, MoEConfig) for layer in model.layers] == [
-        False,
-        False,
-        True,
-        True,
-    ]
+    expected = [False, False, True, True]
+    assert [isinstance(layer.feed_forward, MoEConfig) for layer in model.layers] == expected
     moe = model.layers[2].feed_forward
     assert isinstance(moe, MoEConfig)
-    assert (moe.routing, moe.shared) == (
-        Routing(64, 6, Scoring.SIGMOID, True, 2.8),
-        DenseConfig(2 * 1408),
-    )
+    assert moe.routing == Routing(64, 6, Scoring.SIGMOID, True, 2.8)
+    assert moe.shared == DenseConfig(2 * 1408)
     refused("n_group", "2", model_type="afmoe", n_group=2)
     refused("score_func", "softmax", model_type="afmoe", score_func="softmax")
 

@@ -125,10 +125,8 @@ def test_step_as_published_is_read_once_its_keys_are_those_of_a_language_model(n
 def test_mimo_as_published() -> None:
     model, scheme = read(next(file for file in FILES if file.stem == "XiaomiMiMo--MiMo-V2-Flash"))
     mixers = [layer.mixer for layer in model.layers]
-    assert [index for index, mixer in enumerate(mixers) if mixer.window is None] == [
-        0,
-        *range(5, 48, 6),
-    ]
+    expected = [0, *range(5, 48, 6)]
+    assert [index for index, mixer in enumerate(mixers) if mixer.window is None] == expected
     assert {
         (m.num_kv_heads, m.k_dim, m.v_dim, m.sinks, m.v_factor) for m in mixers if m.window is None
     } == {(4, 192, 128, False, 0.707)}
@@ -260,10 +258,8 @@ def test_names_may_come_as_one_text() -> None:
         == names_of(["alibi", "scale_emb"])
         == names_of("alibi scale_emb")
     )
-    assert EngineArgs(ignore_config_keys="alibi, scale_emb").ignore_config_keys == (
-        "alibi",
-        "scale_emb",
-    )
+    expected = ("alibi", "scale_emb")
+    assert EngineArgs(ignore_config_keys="alibi, scale_emb").ignore_config_keys == expected
     with pytest.raises(ConfigError, match="ignore_config_keys is 7"):
         EngineArgs(ignore_config_keys=7)  # type: ignore[arg-type]
 
