@@ -107,10 +107,7 @@ def test_step_in_the_hubs_lists_means_the_same() -> None:
     assert [one.activation for one in feed_forwards] == expected
     assert [
         one.shared.activation for one in feed_forwards if isinstance(one, MoEConfig) and one.shared
-    ] == [
-        SILU,
-        clamped_silu(5.0),
-    ]
+    ] == [SILU, clamped_silu(5.0)]
     assert isinstance(feed_forwards[0], DenseConfig)
     assert [layer.mixer.num_heads for layer in ours.layers] == [4, 6, 6, 4]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from tests.refusals import refuses
-from tests.unit.config.test_model import config
+from tests.unit.config.test_model import config, parsed
 
 from freight.cache.spec import cache_spec
 from freight.checkpoint.layouts import read_scheme
@@ -204,8 +204,8 @@ HUB_KEYS = {  # what files on the hub have beside the keys of their family
 
 @pytest.mark.parametrize("key", HUB_KEYS)
 def test_a_key_that_changes_nothing_is_read_over_and_named(key: str) -> None:
-    model = parse_model_config(config(**{key: HUB_KEYS[key]}))
-    assert model == parse_model_config(config())
+    model = parsed(**{key: HUB_KEYS[key]})
+    assert model == parsed()
     line = model.unread_keys.describe()
     if key == "rope_ratio":  # read: only 1 is computed
         assert line is None
@@ -237,7 +237,7 @@ def test_a_key_that_computes_is_refused_and_can_be_ignored_by_name(key: str) -> 
     model = parse_model_config(written, ignore_keys=[key])
     assert (model.ignored_keys, model.unread_keys.ignored) == ((key,), (key,))
     assert f"{key} (--ignore-config-keys" in str(model.unread_keys.describe())
-    plain = parse_model_config(config())
+    plain = parsed()
     assert model != plain  # the fingerprint of an engine has the model in it
     assert repr(model) != repr(plain)
 
@@ -283,10 +283,7 @@ def test_published_spellings_of_single_families() -> None:
     with refuses(CheckpointError, "expert_hidden_dim = 32", "moe_intermediate_size = 48"):
         parse_model_config(moe("hy_v3", expert_hidden_dim=32))
     half = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}
-    assert (
-        parse_model_config(config("glm4", head_dim=26, rope_parameters=half)).ropes[0].rotary_dim
-        == 6
-    )
+    assert parsed("glm4", head_dim=26, rope_parameters=half).ropes[0].rotary_dim == 6
 
 
 MELLUM = {  # as JetBrains' Mellum2-12B-A2.5B has it
