@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.unit.config.test_model import num_parameters
 from transformers import AutoConfig
 
 from freight.cache.spec import cache_spec
@@ -20,7 +21,6 @@ from freight.model.config.model import ModelConfig
 from freight.model.mixers.kimi_delta.spec import KimiDeltaConfig
 from freight.model.mixers.latent.spec import LatentConfig
 from freight.model.open import read_model_config
-from freight.model.shapes import tensor_shapes
 from freight.operands.routing import Routing, Scoring
 from freight.settings.device import DeviceFacts, DeviceKind
 from freight.settings.engine import EngineArgs, KVCacheConfig
@@ -65,9 +65,7 @@ def test_deepseek_as_published(name: str) -> None:
     model = read_model_config(
         json.loads((PUBLISHED / f"deepseek-ai--DeepSeek-{name}.json").read_text())
     )
-    assert sum(math.prod(shape) for shape in tensor_shapes(model).values()) == pytest.approx(
-        671.0e9, rel=1e-3
-    )
+    assert num_parameters(model) == pytest.approx(671.0e9, rel=1e-3)
     sharper = 0.1 * math.log(40) + 1
     assert latent_of(model) == LatentConfig(
         128, 1536, 512, 128, 64, 128, softmax_scale=192**-0.5 * sharper**2
@@ -88,9 +86,7 @@ def test_deepseek_as_published(name: str) -> None:
 
 def test_glm_4_7_flash_by_the_defaults_of_transformers() -> None:
     model = read_model_config(FLASH)
-    assert sum(math.prod(shape) for shape in tensor_shapes(model).values()) == pytest.approx(
-        29.9e9, rel=5e-3
-    )
+    assert num_parameters(model) == pytest.approx(29.9e9, rel=5e-3)
     assert latent_of(model) == LatentConfig(20, 768, 512, 192, 64, 256, softmax_scale=1 / 16)
     assert model.norm_eps == 1e-5  # and the latents' norms keep the 1e-6 of transformers' class
     assert [isinstance(layer.feed_forward, MoEConfig) for layer in model.layers] == [False] + [
@@ -117,9 +113,7 @@ def test_mistral_small_4_by_the_defaults_of_transformers() -> None:
         {"model_type": "mistral4", "architectures": [ROWS["mistral4"]], "dtype": "bfloat16"}
     )
     assert (model.layers, model.ropes) == (alone.layers, alone.ropes)
-    assert sum(math.prod(shape) for shape in tensor_shapes(model).values()) == pytest.approx(
-        119e9, rel=2e-3
-    )
+    assert num_parameters(model) == pytest.approx(119e9, rel=2e-3)
     sharper = 0.1 * math.log(128) + 1
     assert latent_of(model) == LatentConfig(
         32, 1024, 256, 64, 64, 128, softmax_scale=128**-0.5 * sharper**2
@@ -206,9 +200,7 @@ LITE = V2 | {
 )
 def test_deepseek_v2(said: dict[str, Any], parameters: float, routing: Routing) -> None:
     model = read_model_config(said)
-    assert sum(math.prod(shape) for shape in tensor_shapes(model).values()) == pytest.approx(
-        parameters, rel=2e-3
-    )
+    assert num_parameters(model) == pytest.approx(parameters, rel=2e-3)
     sharper, mixer = 0.1 * 0.707 * math.log(40) + 1, latent_of(model)
     assert (mixer.q_rank, mixer.softmax_scale) == (said["q_lora_rank"], 192**-0.5 * sharper**2)
     parts = [layer.feed_forward for layer in model.layers]
@@ -259,9 +251,7 @@ def test_sparse_attention_as_published(
         mixer.head_size,
     )
     assert sizes == latent
-    assert sum(math.prod(shape) for shape in tensor_shapes(model).values()) == pytest.approx(
-        parameters, rel=5e-3
-    )
+    assert num_parameters(model) == pytest.approx(parameters, rel=5e-3)
     assert (model.dense_limit, model.max_position_embeddings) == (2048, 2048)
     assert model.position_limit == 2048
     assert (model.ropes[0].theta, model.ropes[0].rotary_dim) == (theta, 64)

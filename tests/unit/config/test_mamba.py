@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.unit.config.test_model import num_parameters
 from transformers import AutoConfig
 
 from freight.cache.spec import cache_spec
@@ -19,7 +20,6 @@ from freight.model.config.model import ModelConfig
 from freight.model.mixers.attention.spec import AttentionConfig
 from freight.model.mixers.mamba2.spec import Mamba2Config
 from freight.model.open import read_model_config
-from freight.model.shapes import tensor_shapes
 from freight.operands.activation import Activation, GatedActivation
 from freight.operands.routing import Scoring
 from freight.settings.engine import KVCacheConfig
@@ -83,9 +83,7 @@ def test_nemotron_as_published(
     name: str, parameters: float, layers: tuple[int, ...], state: int
 ) -> None:
     model = published(name)
-    assert sum(math.prod(shape) for shape in tensor_shapes(model).values()) == pytest.approx(
-        parameters, rel=1e-3
-    )
+    assert num_parameters(model) == pytest.approx(parameters, rel=1e-3)
     assert tuple(map(kinds(model).count, "M*-E")) == layers
     spec = cache_spec(
         KVCacheConfig(Format.BFLOAT16, None, None, None, state=Format.FLOAT32), model, 16
@@ -118,9 +116,7 @@ def test_experts_of_nemotron_3() -> None:
 
 def test_granite_4_h_small() -> None:
     model = read_model_config(GRANITE)
-    assert sum(math.prod(shape) for shape in tensor_shapes(model).values()) == pytest.approx(
-        32.2e9, rel=0.01
-    )
+    assert num_parameters(model) == pytest.approx(32.2e9, rel=0.01)
     assert tuple(model.attention) == (5, 15, 25, 35)
     assert mamba_of(model) == Mamba2Config(1, 128, 64, 128, 4, 1)
     assert {mixer.rope for mixer in model.attention.values()} == {None}

@@ -5,6 +5,7 @@ over.
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from typing import Any
@@ -20,6 +21,7 @@ from freight.model.config.dtype import DtypeSource, checkpoint_dtype, names_dtyp
 from freight.model.config.model import ModelConfig
 from freight.model.config.parse import parse_model_config, stop_token_ids
 from freight.model.mixers.attention.spec import AttentionConfig
+from freight.model.shapes import tensor_shapes
 from freight.operands.activation import Activation, GatedActivation
 
 SHAPE = {
@@ -73,6 +75,10 @@ def attention_of(model: ModelConfig) -> list[AttentionConfig]:
 
 def windows_of(model: ModelConfig) -> tuple[int | None, ...]:
     return tuple(mixer.window for mixer in attention_of(model))
+
+
+def num_parameters(model: ModelConfig) -> int:
+    return sum(math.prod(shape) for shape in tensor_shapes(model).values())
 
 
 def config(model_type="llama", **more):
