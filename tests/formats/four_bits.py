@@ -7,10 +7,12 @@ each group; a packer of each form places the codes one by one.
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -108,17 +110,14 @@ def floats(w: Tensor) -> tuple[Coded, float]:
     ), whole
 
 
-def word(codes: list[int]) -> int:
-    """An int32 of 8 codes, the first in its lowest bits."""
-    value = sum(code << 4 * place for place, code in enumerate(codes))
-    return value - 2**32 if value >= 2**31 else value
-
-
 def words(codes: Tensor) -> Tensor:
-    """int32 [rows, ceil(columns / 8)] of codes [rows, columns], with zeros after the last one."""
+    """int32 [rows, ceil(columns / 8)] of codes [rows, columns], the first of 8 in the lowest bits,
+    with zeros after the last one.
+    """
     short = -codes.shape[1] % 8
-    filled = torch.nn.functional.pad(codes, (0, short)).unflatten(1, (-1, 8)).tolist()
-    return torch.tensor([[word(eight) for eight in row] for row in filled], dtype=torch.int32)
+    eights = torch.nn.functional.pad(codes, (0, short)).unflatten(1, (-1, 8))
+    value = (eights << 4 * torch.arange(8)).sum(-1)
+    return torch.where(value >= 2**31, value - 2**32, value).int()
 
 
 def pairs(codes: Tensor) -> Tensor:
@@ -297,7 +296,7 @@ def of_integers(
     return linear
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Form:
     """What a producer writes: quantization_config, what becomes of a matrix, and the words by which
     Freight names it.
@@ -407,7 +406,14 @@ def _save(folder: Path, config: dict[str, Any], tensors: Tensors) -> Path:
 
 
 def write(form: Form, experts: str = "") -> Written:
-    """The tiny model in that form: dense, or with the experts of `qwen3_moe` or `mixtral`."""
+    """The tiny model in that form: dense, or with the experts of `qwen3_moe` or `mixtral`. A copy,
+    which a test may change.
+    """
+    return copy.deepcopy(_written(form, experts))
+
+
+@cache
+def _written(form: Form, experts: str) -> Written:
     draw = torch.Generator().manual_seed(3)
     config = CONFIG | {"quantization_config": form.said}
     shapes, routers = dict(SHAPES), []

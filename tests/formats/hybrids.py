@@ -19,19 +19,16 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from tests.formats.forms import BLOCKS, INVERSE, OPT, algo, arguments, groups, number
+from tests.formats.forms import BLOCKS, OPT, algo, arguments, groups, number
+from tests.formats.mixtures import by_row, dequantized, in_own_blocks
 from tests.formats.writers import (
     BF16,
     F32,
     Rounded,
     Tensors,
-    decoded,
-    per_block,
-    per_row,
     per_tensor,
     renamed,
     saturated,
-    spread,
 )
 from tests.parity.random_models import save_random
 from tests.parity.shapes import GRANITE_H, NEMOTRON, NEMOTRON_MOE, QWEN3_5_VISION
@@ -140,14 +137,6 @@ def _static(
     )
 
 
-def _rows(module: str, w: Tensor) -> Rounded:
-    return per_row(w, BF16)
-
-
-def _own_blocks(module: str, w: Tensor) -> Rounded:
-    return renamed(per_block(w), INVERSE)
-
-
 def _own(prefix: str, *names: str) -> dict[str, Any]:
     """Qwen's list: every module of its own name, those of the vision model and of further tokens as
     well.
@@ -212,23 +201,23 @@ FORMS = {
     "qwen3.5's own blocks": HybridForm(
         ("qwen3_5", "qwen3_5_moe"),
         _own("model.language_model.", *_GATES, *_NET),
-        _own_blocks,
+        in_own_blocks,
         "groups",
     ),
     "qwen3-next's own blocks": HybridForm(
-        ("qwen3_next",), _own("model.", *_GATES, "linear_attn.in_proj_ba"), _own_blocks, "groups"
+        ("qwen3_next",), _own("model.", *_GATES, "linear_attn.in_proj_ba"), in_own_blocks, "groups"
     ),
     "qwen3.5's own blocks, experts stacked": HybridForm(
         ("qwen3_5_moe",),
         _own("model.language_model.", *_GATES, *_NET),
-        _own_blocks,
+        in_own_blocks,
         "groups",
         stacked=True,
     ),
     "ct channel token": HybridForm(
         ("qwen3_5", "qwen3_5_moe"),
         _ct_rows(*_IGNORED, kv_cache_scheme=arguments("tensor")),
-        _rows,
+        by_row,
         "rows",
         kv=_CACHE,
     ),
@@ -245,10 +234,10 @@ FORMS = {
         kv=_CACHE,
     ),
     "ct, delta nets ignored": HybridForm(
-        ("qwen3_5",), _ct_rows(*_IGNORED, "re:.*linear_attn.*"), _rows, "rows", plain="linear_attn"
+        ("qwen3_5",), _ct_rows(*_IGNORED, "re:.*linear_attn.*"), by_row, "rows", plain="linear_attn"
     ),
     "ct, z ignored": HybridForm(
-        ("qwen3_5",), _ct_rows(*_IGNORED, "re:.*in_proj_z$"), _rows, "rows", plain="in_proj_z"
+        ("qwen3_5",), _ct_rows(*_IGNORED, "re:.*in_proj_z$"), by_row, "rows", plain="in_proj_z"
     ),
     "modelopt": HybridForm(
         ("nemotron_h", "nemotron_h_moe"),
@@ -285,12 +274,12 @@ FORMS = {
     "ct channel token, as granite's": HybridForm(
         ("granitemoehybrid",),
         _ct_rows(*_ROUTERS, kv_cache_scheme=arguments("tensor")),
-        _rows,
+        by_row,
         "rows",
         kv=_CACHE,
     ),
     "ct channel token, as granite's, experts stacked": HybridForm(
-        ("granitemoehybrid",), _of_classes(_ct_rows(*_ROUTERS)), _rows, "rows", stacked=True
+        ("granitemoehybrid",), _of_classes(_ct_rows(*_ROUTERS)), by_row, "rows", stacked=True
     ),
 }
 CASES = [(name, family) for name, form in FORMS.items() for family in form.families]
@@ -446,7 +435,7 @@ def _rounded_matrices(
     if tensor.ndim == 2:
         module = stored.removesuffix(".weight")
         rounded, _ = form.linear(module, tensor)
-        return {module: rounded}, _exact(rounded)
+        return {module: rounded}, dequantized(rounded)
     parent = (
         stored.replace("put_linear.weight", "").removesuffix("in").removesuffix("out") + "experts"
     )
@@ -460,7 +449,7 @@ def _rounded_matrices(
             for p, w in parts.items()
         }
         matrices |= made
-        exact.append(torch.cat([_exact(one) for one in made.values()]))
+        exact.append(torch.cat([dequantized(one) for one in made.values()]))
     return matrices, torch.stack(exact)
 
 
@@ -484,13 +473,3 @@ def _stacked(tensors: Tensors, hub: set[str]) -> Tensors:
         count = 1 + max(expert for expert, _ in parts)
         rest[whole] = torch.cat([parts[key] for key in sorted(parts)]).unflatten(0, (count, -1))
     return rest
-
-
-def _exact(rounded: Tensors) -> Tensor:
-    """Bytes times scales in float32; writers.py has the products in the dtype of the scales."""
-    codes, scale = (
-        rounded["weight"],
-        next(t.float() for name, t in rounded.items() if name.startswith("weight_scale")),
-    )
-    by_block = scale.ndim == 2 and len(scale) != len(codes)
-    return decoded(codes) * (spread(scale, (128, 128), tuple(codes.shape)) if by_block else scale)

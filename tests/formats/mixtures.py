@@ -100,7 +100,7 @@ def _ct_blocks(*ignored: str) -> dict[str, Any]:
     )
 
 
-def _rows(module: str, w: Tensor) -> Rounded:
+def by_row(module: str, w: Tensor) -> Rounded:
     return per_row(w, BF16)
 
 
@@ -108,7 +108,7 @@ def _blocks(module: str, w: Tensor) -> Rounded:
     return per_block(w, dtype=BF16)
 
 
-def _own_blocks(module: str, w: Tensor) -> Rounded:
+def in_own_blocks(module: str, w: Tensor) -> Rounded:
     return renamed(per_block(w), INVERSE)
 
 
@@ -123,7 +123,7 @@ FORMS = {
     "ct channel token, as GLM-4.5-FP8": MixtureForm(
         ("glm4_moe",),
         _ct_rows("model.layers.1.mlp.gate", "model.layers.2.mlp.gate", "re:.*layers.0.self_attn", "re:.*eh_proj"),
-        _rows,
+        by_row,
         "rows",
         plain=r"layers\.0\.self_attn",
         kv=_CT_SCALES,
@@ -131,27 +131,27 @@ FORMS = {
         more={"num_nextn_predict_layers": 1},
     ),
     "ct channel token, vision ignored": MixtureForm(
-        ("glm4v_moe",), _ct_rows("re:.*visual.*", "re:.*mlp.gate$"), _rows, "rows", kv=_CT_SCALES
+        ("glm4v_moe",), _ct_rows("re:.*visual.*", "re:.*mlp.gate$"), by_row, "rows", kv=_CT_SCALES
     ),
     "minimax's own blocks": MixtureForm(
         ("minimax_m2", "mimo_v2_flash"),
         {**BLOCKS, "fmt": "float8_e4m3fn", "ignored_layers": None,
          "modules_to_not_convert": ["gate", "e_score_correction_bias", "lm_head"]},
-        _own_blocks,
+        in_own_blocks,
         "groups",
         kv=kv(*SCALES),
     ),
     "deepseek's own blocks": MixtureForm(
         ("deepseek_v3", "deepseek_v32", "glm_moe_dsa"),
         {**BLOCKS, "fmt": "e4m3"},
-        _own_blocks,
+        in_own_blocks,
         "groups",
         kv=kv(SCALES[0]),
         behind=True,
         more={"num_nextn_predict_layers": 1},
     ),
     "ct channel token, latents": MixtureForm(
-        ("glm4_moe_lite",), _ct_rows("re:.*mlp.gate$", "re:.*kv_b_proj"), _rows, "rows", plain="kv_b_proj",
+        ("glm4_moe_lite",), _ct_rows("re:.*mlp.gate$", "re:.*kv_b_proj"), by_row, "rows", plain="kv_b_proj",
         kv=kv(SCALES[0], "", BF16, (1,)),
     ),
     "tencent's static tensors": MixtureForm(
@@ -173,12 +173,12 @@ FORMS = {
         kv=_CT_SCALES,
     ),
     "ct channel token, experts stacked": MixtureForm(
-        ("granitemoe",), _ct_rows("re:.*block_sparse_moe.router"), _rows, "rows", kv=_CT_SCALES, stacked=True
+        ("granitemoe",), _ct_rows("re:.*block_sparse_moe.router"), by_row, "rows", kv=_CT_SCALES, stacked=True
     ),
     "ct channel token, experts by themselves": MixtureForm(
         ("granitemoe", "gemma4_text", "ernie4_5_moe", "hunyuan_v1_moe"),
         _ct_rows("re:.*router.*", "re:.*mlp.gate$", "re:.*mlp.gate.wg$"),
-        _rows,
+        by_row,
         "rows",
         kv=_CT_SCALES,
     ),
@@ -193,7 +193,7 @@ FORMS = {
     "blocks of stacked experts": MixtureForm(
         ("qwen3_vl_moe",),
         {**BLOCKS, "modules_to_not_convert": ["lm_head", "model.visual", "mlp.gate"]},
-        _own_blocks,
+        in_own_blocks,
         "groups",
         kv=kv(*SCALES),
         stacked=True,
@@ -367,7 +367,7 @@ def _rounded_matrices(
     if tensor.ndim == 2:
         module = stored.removesuffix(".weight")
         rounded, _ = form.linear(module, tensor)
-        return {module: rounded}, _exact(rounded)
+        return {module: rounded}, dequantized(rounded)
     first = re.search(r"gate_up|input_linear", stored) is not None
     turned = tensor.shape[1 if first else 2] == HIDDEN and tensor.shape[2 if first else 1] != HIDDEN
     whole = tensor.mT if turned else tensor
@@ -386,7 +386,7 @@ def _rounded_matrices(
             for part, w in parts.items()
         }
         matrices |= made
-        exact.append(torch.cat([_exact(one) for one in made.values()]))
+        exact.append(torch.cat([dequantized(one) for one in made.values()]))
     return matrices, torch.stack(exact).mT if turned else torch.stack(exact)
 
 
@@ -409,7 +409,7 @@ def _stacked(stored: str, matrices: dict[str, Tensors], like: Tensor) -> Tensors
     )
 
 
-def _exact(rounded: Tensors) -> Tensor:
+def dequantized(rounded: Tensors) -> Tensor:
     """Bytes times scales in float32; writers.py has the products in the dtype of the scales."""
     codes, scale = (
         rounded["weight"],

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tests.formats.mxfp4 import EXPERTS, LEFT_OUT, save_mxfp4
+from tests.formats.test_four_bits import opened
 from tests.parity.random_models import freight_logits, tokens
 from tests.refusals import assert_names, refuses
 from tests.unit.models.test_sizes import require_equal
@@ -23,19 +24,11 @@ from freight.errors import CheckpointError
 from freight.kernels.cpu.experts import CpuExperts
 from freight.kernels.reference_experts import ExpertList
 from freight.model.decoder import Decoder
-from freight.model.open import OpenModel, open_model
+from freight.model.open import open_model
 from freight.operands.weight import Activations
 from freight.settings.engine import EngineArgs
 
 ALL = 3 * 8 * (2 * 96 + 64)  # rows: layers, experts, outputs of gate and up and of down
-
-
-def opened(folder: Path, **options: Any) -> OpenModel:
-    return open_model(
-        EngineArgs(
-            str(folder), kernels="reference", device="cpu", skip_tokenizer_init=True, **options
-        )
-    )
 
 
 def experts_of(folder: Path, **options: Any) -> dict[str, ExpertList]:

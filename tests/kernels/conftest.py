@@ -1,6 +1,7 @@
-"""A test of every build runs as a covering array of its other values, in full on the best build that
-runs here. A quarter of that runs on the other builds in turn. All else is `slow`: `make test-all`
-has it, and FREIGHT_TEST_TENTH a tenth of it (tests/covering.py)."""
+"""A test of every build runs as a covering array of its other values, on the best build that runs
+here and on the reference, where that is one of its kernels. A quarter of that runs on the other
+builds in turn. All else is `slow`: `make test-all` has it, and FREIGHT_TEST_TENTH a tenth of it
+(tests/covering.py)."""
 
 from __future__ import annotations
 
@@ -34,7 +35,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         callspec = getattr(item, "callspec", None)
         params = {} if callspec is None else callspec.params
         named = [
-            name for name, value in params.items() if isinstance(value, str) and value in builds
+            name
+            for name, value in params.items()
+            if isinstance(value, str) and value in (*builds, "reference")
         ]
         if len(named) == 1:
             row = values_of(
@@ -65,10 +68,11 @@ def mark_slow(offset: int, cases: Cases, builds: Sequence[str]) -> None:
     build and which case the turns begin, so that functions of few cases do not all begin alike.
     """
     rows = list(cases)
-    wanted = {(place, builds[0]) for place in choose(rows)}
+    chosen = sorted(choose(rows))
+    wanted = {(place, kernels) for place in chosen for kernels in (*builds[:1], "reference")}
     if others := builds[1:]:
-        of_others = [place for place in sorted(wanted) if (place[0] + offset) % SHARE == 0]
-        for turn, (place, _) in enumerate(of_others, offset):
+        of_others = [place for place in chosen if (place + offset) % SHARE == 0]
+        for turn, place in enumerate(of_others, offset):
             wanted.add((place, others[turn % len(others)]))
     for place, row in enumerate(rows):
         for build, item in cases[row].items():

@@ -190,8 +190,7 @@ def test_shapes(attention, dim, rotary_dim):
     assert ((out.double() - want).abs() <= 2e-5 * size + 1e-6).all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("rotary_dim", [64, 16])
+@pytest.mark.parametrize(("rotary_dim", "dtype"), [(64, torch.float32), (16, torch.bfloat16)])
 def test_a_row_is_the_same_in_any_batch(attention, rotary_dim, dtype):
     length, dim = 1100, 64  # two key splits
     pages = make_pages(Format.E4M3FN, "channel", length, dim, rotary_dim)

@@ -8,6 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from tests.covering import covered
 from torch import Tensor
 
 from freight.fp8.formats import Format
@@ -68,12 +69,14 @@ def expected_activations(x: Tensor, weight: Weight, format: Format) -> np.ndarra
     return stored.astype(np.float64) * scale.astype(np.float64)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("activations", Activations)
-@pytest.mark.parametrize("blocks", [False, True])
-@pytest.mark.parametrize("format", FP8)
-@pytest.mark.parametrize(("rows", "columns", "outputs"), SHAPES)
-def test_product_of_what_is_stored(dtype, activations, blocks, format, rows, columns, outputs):
+@pytest.mark.parametrize(
+    ("dtype", "activations", "blocks", "format", "shape"),
+    covered(
+        [torch.float32, torch.bfloat16, torch.float16], Activations, [False, True], FP8, SHAPES
+    ),
+)
+def test_product_of_what_is_stored(dtype, activations, blocks, format, shape):
+    rows, columns, outputs = shape
     torch.manual_seed(rows)
     weight = make(format, blocks, activations, columns, outputs)
     x, bias = torch.randn(rows, columns).to(dtype), torch.randn(outputs).to(dtype)

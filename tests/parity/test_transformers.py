@@ -58,13 +58,29 @@ BFLOAT16 = (
 )
 
 
-def cases(variants: Iterable[str], with_reference: Iterable[str]) -> list[Any]:
-    """Each with the kernels that run by default, and with the reference, as a slow test unless
-    named.
+# what these have is in another variant too, or compared with transformers by test_mistral3.py and
+# test_wrapped.py
+ALIKE = (
+    *("llama-tied", "llama-1-head-each", "llama-head-dim", "mistral", "ministral3-tied"),
+    *("qwen2-window-off", "qwen2-vl", "qwen2-5-vl", "qwen3-vl-moe", "qwen3-vl-moe-dense-layer"),
+    *("gemma2-one-window", "phi3", "qwen3-moe-dense-layer", "glm4-moe-plain", "glm4v-whole"),
+    *("mistral4", "mistral4-groups", "deepseek-v3-without-q-lora", "olmo2-biases", "arcee-biases"),
+    *("exaone4-without-window", "afmoe-plain", "mellum-plain", "granite-biases", "glm-whole"),
+    *("granite-moe-biases", "gpt-oss-one-window", "ernie4-5-moe-few", "hunyuan-biases"),
+    *("qwen3-5-moe-text", "minicpmv4-6", "nemotron-h-omni", "step3p7-plain", "lfm2-vl"),
+)
+
+
+def cases(
+    variants: Iterable[str], with_reference: Iterable[str], alike: Iterable[str] = ()
+) -> list[Any]:
+    """Each with the kernels that run by default, unless it is `alike`, and with the reference if
+    named. The others are slow tests.
     """
     chosen = [case for case in CASES if case[0] in variants]
     slow = [
-        kernels == "reference" and variant not in with_reference and not in_rotation(variant)
+        not in_rotation(variant)
+        and (variant in alike or (kernels == "reference" and variant not in with_reference))
         for variant, kernels in chosen
     ]
     return [
@@ -73,7 +89,7 @@ def cases(variants: Iterable[str], with_reference: Iterable[str]) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize(("variant", "kernels"), cases(VARIANTS, BFLOAT16[::3]))
+@pytest.mark.parametrize(("variant", "kernels"), cases(VARIANTS, BFLOAT16[::3], ALIKE))
 def test_float32_logits_equal_transformers(variant: str, kernels: str, tmp_path: Path):
     model = save_random(VARIANTS[variant], tmp_path, torch.float32)
     ids = tokens()

@@ -45,10 +45,8 @@ def test_every_case_runs(device):
     assert latents.num_bytes == 2 * 20 * 48 * 2 + 2 * 2 * 4 * (
         48 + 32
     )  # of each key, and of q and the result
-    assert [case.shape for case in found if case.kernel == "by_head"] == [
-        (3, 4, 32, 16),
-        (3, 4, 16, 32),
-    ]
+    expected = [(3, 4, 32, 16), (3, 4, 16, 32)]
+    assert [case.shape for case in found if case.kernel == "by_head"] == expected
     decode = next(case for case in found if case.kernel == "attention")
     assert decode.num_flops == 2 * 2 * 2 * 20 * 2 * 16
 

@@ -20,10 +20,11 @@ from tests.parity.variants import VARIANTS
 
 import freight
 import freight.quantizer.quantize
-from freight.kernels.reference_set import REFERENCE
 from freight.lab.evaluate.divergence import kl_divergence
 from freight.quantizer.modules import kept_modules, layer_modules, linear_modules
 from freight.quantizer.quantize import open_unquantized
+
+pytestmark = pytest.mark.usefixtures("reference_kernels")
 
 IDS = tokens(100)
 STATIC: dict[str, Any] = {
@@ -43,11 +44,6 @@ FIRST = {config.model_type: name for name, config in reversed(VARIANTS.items())}
 EVERY = tuple(
     FIRST[model_type] for model_type in reversed(FIRST) if model_type != "gpt_oss"
 )  # it has its own tests
-
-
-@pytest.fixture(autouse=True)
-def reference_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(freight.quantizer.quantize, "select_kernels", lambda *_: REFERENCE)
 
 
 def make(variant: str, folder: Path) -> Path:

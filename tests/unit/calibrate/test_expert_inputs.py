@@ -30,6 +30,8 @@ from freight.quantizer.plan import QuantizeArgs, plan
 from freight.quantizer.quantize import open_unquantized
 from freight.quantizer.tree import model_tree
 
+pytestmark = pytest.mark.usefixtures("reference_kernels")
+
 IDS = tokens(60)
 EXPERTS = {  # names of one expert's modules within a layer
     "mixtral": ("block_sparse_moe.experts.{}.", ("w1", "w3"), "w2"),
@@ -42,11 +44,6 @@ EXPERTS = {  # names of one expert's modules within a layer
     "ernie4-5-moe": ("mlp.experts.{}.", ("gate_proj", "up_proj"), "down_proj"),
     "gpt-oss": ("mlp.experts.{}.", ("gate_proj", "up_proj"), "down_proj"),
 }
-
-
-@pytest.fixture(autouse=True)
-def reference_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(freight.quantizer.quantize, "select_kernels", lambda *_: REFERENCE)
 
 
 def measure(

@@ -11,7 +11,6 @@ import torch
 from tests.parity.random_models import save_random, tokens
 from tests.parity.variants import VARIANTS
 
-import freight.quantizer.quantize
 from freight.cache.pool import allocate_pool
 from freight.engine.runner import ModelRunner
 from freight.fp8.cast import scale_from_amax
@@ -23,12 +22,9 @@ from freight.quantizer.plan import QuantizeArgs, plan
 from freight.quantizer.quantize import open_unquantized
 from freight.settings.engine import EngineArgs
 
+pytestmark = pytest.mark.usefixtures("reference_kernels")
+
 IDS = tokens(100)
-
-
-@pytest.fixture(autouse=True)
-def reference_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(freight.quantizer.quantize, "select_kernels", lambda *_: REFERENCE)
 
 
 def calibrated(folder: Path, **options: object) -> Calibration:

@@ -114,10 +114,8 @@ def test_other_parts_are_copied_and_named(
         if x.ndim == 2 and name.endswith(".weight")
     }
     assert matrices
-    assert {name for name in left_out if beside_name(kind, name)} == {
-        *matrices,
-        *in_class(matrices),
-    }
+    expected = {*matrices, *in_class(matrices)}
+    assert {name for name in left_out if beside_name(kind, name)} == expected
     assert all(
         (tmp_path / "out" / name).read_text() == (tmp_path / "plain" / name).read_text()
         for name in PROCESSORS

@@ -163,10 +163,8 @@ def test_what_is_zero_gets_one_and_is_told(tmp_path: Path):
 
     got = measure(edited(tmp_path, clear))
     assert layer(got.kv, 1).v == (1.0,)
-    assert got.zeros == (
-        "model.layers.1.self_attn: values",
-        "model.layers.1.self_attn.o_proj: input",
-    )
+    expected = ("model.layers.1.self_attn: values", "model.layers.1.self_attn.o_proj: input")
+    assert got.zeros == expected
 
 
 def test_scales_that_still_move_are_told(tmp_path: Path):

@@ -108,11 +108,8 @@ def test_the_tensors_and_the_other_files(
         on_progress=lambda *at: seen.append(at),
     )
     assert_same(load_file(tmp_path / "out" / "model.safetensors"), TENSORS)
-    assert sorted(file.name for file in (tmp_path / "out").iterdir()) == [
-        "config.json",
-        "model.safetensors",
-        "tokenizer.json",
-    ]
+    expected = ["config.json", "model.safetensors", "tokenizer.json"]
+    assert sorted(file.name for file in (tmp_path / "out").iterdir()) == expected
     assert (result.num_tensors, result.num_files, result.tied) == (5, 1, {})
     assert Checkpoint(tmp_path / "out").names == TENSORS.keys()
     size = (folder / "pytorch_model.bin").stat().st_size

@@ -123,12 +123,8 @@ def test_modelopt_in_its_own_file():
     assert declared(None, MODELOPT) == ("modelopt", FN, FN, False)
     only_kv = {"quantization": {"quant_algo": None, "kv_cache_quant_algo": "FP8"}}
     assert declared(None, only_kv) == ("modelopt", None, FN, False)
-    assert declared({"quant_method": "modelopt", "quant_algo": "FP8"}, MODELOPT) == (
-        "modelopt",
-        FN,
-        FN,
-        False,
-    )
+    expected = ("modelopt", FN, FN, False)
+    assert declared({"quant_method": "modelopt", "quant_algo": "FP8"}, MODELOPT) == expected
     mixed = {"quant_algo": "MIXED_PRECISION", "quantized_layers": {"a": {"quant_algo": "FP8"}}}
     assert declared(None, {"quantization": mixed}) == ("modelopt", FN, None, False)
 
@@ -223,12 +219,8 @@ def test_a_quantization_of_modelopt_that_is_no_object_is_named():
 @pytest.mark.parametrize(("name", "format"), [("float8_e4m3fn", FN), ("float8_e4m3fnuz", FNUZ)])
 def test_text_generation_inference(key, name, format):
     scheme = read_scheme({key: name}, None)
-    assert (scheme.method, scheme.weight_format, scheme.kv_format, scheme.kv_static) == (
-        None,
-        None,
-        format,
-        True,
-    )
+    assert (scheme.method, scheme.weight_format, scheme.kv_format) == (None, None, format)
+    assert scheme.kv_static is True
 
 
 def test_named_formats_are_checked():
@@ -251,11 +243,7 @@ def test_a_named_format_refines_a_declared_cache():
 )
 def test_files_of_real_tools(name, method):
     scheme = read_scheme(json.loads((FIXTURES / name / "config.json").read_text()), None)
-    assert (scheme.method, scheme.weight_format, scheme.kv_format, scheme.kv_static) == (
-        method,
-        FN,
-        FN,
-        True,
-    )
+    assert (scheme.method, scheme.weight_format, scheme.kv_format) == (method, FN, FN)
+    assert scheme.kv_static is True
     assert scheme.description.startswith(f"{method}: weights fp8_e4m3fn")
     assert "KV cache fp8_e4m3fn, static scales" in scheme.description

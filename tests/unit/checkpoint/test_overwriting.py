@@ -47,10 +47,8 @@ def contents(folder: Path) -> dict[str, bytes]:
 def test_nothing_of_the_old_remains(out: Path, tmp_path: Path):
     write_over(out, tmp_path)
     assert {path.name for path in out.iterdir()} == {"config.json", "model.safetensors"}
-    assert json.loads((out / "config.json").read_text()) == {
-        "model_type": "new",
-        "freight": {"checkpoint": 1},
-    }
+    expected = {"model_type": "new", "freight": {"checkpoint": 1}}
+    assert json.loads((out / "config.json").read_text()) == expected
     assert load_file(out / "model.safetensors")["a"].eq(2).all()
 
 

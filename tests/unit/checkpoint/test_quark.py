@@ -45,10 +45,8 @@ def test_scales_of_weights(
 def test_a_class_comes_before_all_modules(name: str) -> None:
     by_class = {name: {"weight": FP8, "input_tensors": TOKEN}, "Conv1d": {"weight": FP8}}
     rules = read_quark(quark("per_tensor", STATIC, layer_type_quant_config=by_class)).rules
-    assert [rule.linear.activations for rule in rules if rule.linear is not None] == [
-        Activations.DYNAMIC,
-        Activations.STATIC,
-    ]
+    expected = [Activations.DYNAMIC, Activations.STATIC]
+    assert [rule.linear.activations for rule in rules if rule.linear is not None] == expected
 
 
 OUTPUT = {"output_tensors": FP8}

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 from tests.refusals import refuses
-from tests.unit.config.test_model import SHAPE, config, refused, windows, windows_of
+from tests.unit.config.test_model import SHAPE, parsed, refused, windows, windows_of
 from transformers import OPTConfig
 
 from freight.errors import CheckpointError
@@ -27,19 +27,17 @@ def test_every_second_layer_of_gemma_2_has_a_window_unless_layer_types_says_othe
 
 
 def test_what_gemma_2_adds():
-    model = parse_model_config(config("gemma2", query_pre_attn_scalar=144))
+    model = parsed("gemma2", query_pre_attn_scalar=144)
     assert (model.norm_offset, model.embedding_multiplier) == (1.0, 16.0)
     assert model.layers[0].norms is NormPlacement.SANDWICH
     assert model.layers[0].mixer.softmax_scale == pytest.approx(1 / 12)
-    plain = parse_model_config(
-        config("gemma2", attn_logit_softcapping=None, final_logit_softcapping=None)
-    )
+    plain = parsed("gemma2", attn_logit_softcapping=None, final_logit_softcapping=None)
     assert (plain.layers[0].mixer.soft_cap, plain.logit_soft_cap) == (None, None)
     refused("query_pre_attn_scalar", "144", query_pre_attn_scalar=144)  # of a Llama
 
 
 def test_layers_of_gemma_3_with_a_window_have_their_own_rope():
-    model = parse_model_config(config("gemma3_text", num_hidden_layers=7, sliding_window=8))
+    model = parsed("gemma3_text", num_hidden_layers=7, sliding_window=8)
     assert windows_of(model) == (8,) * 5 + (None, 8)
     assert [layer.mixer.rope for layer in model.layers] == [1, 1, 1, 1, 1, 0, 1]
     assert windows("gemma3_text", sliding_window=8, sliding_window_pattern=3) == (8, 8, None, 8)
@@ -51,7 +49,7 @@ def test_layers_of_gemma_3_with_a_window_have_their_own_rope():
 
 
 def test_layers_of_gemma_4_without_a_window_have_their_own_heads():
-    model = parse_model_config(config("gemma4_text", num_hidden_layers=7, attention_k_eq_v=True))
+    model = parsed("gemma4_text", num_hidden_layers=7, attention_k_eq_v=True)
     assert (
         windows_of(model) == (512,) * 5 + (None,) * 2
     )  # the last has no window, whatever the pattern
@@ -61,16 +59,14 @@ def test_layers_of_gemma_4_without_a_window_have_their_own_heads():
     ]
     assert shapes == [(256, 256, 2, False)] * 5 + [(512, 512, 2, True)] * 2
     assert model.layers[6].mixer.projected_sizes == (2048, 1024)
-    assert [(rope.kind, rope.rotary_dim) for rope in model.ropes] == [
-        ("proportional", 512),
-        ("default", 256),
-    ]
+    expected = [("proportional", 512), ("default", 256)]
+    assert [(rope.kind, rope.rotary_dim) for rope in model.ropes] == expected
     for index in ("3", "03"):  # transformers writes the second, in models of more than ten layers
-        own = parse_model_config(config("gemma4_text", per_layer_config={index: {"head_dim": 64}}))
+        own = parsed("gemma4_text", per_layer_config={index: {"head_dim": 64}})
         assert [layer.mixer.k_dim for layer in own.layers] == [256, 256, 256, 64]
     more = {"global_head_dim": 64, "num_global_key_value_heads": 1}
     for said, kv_heads in (({"attention_k_eq_v": True}, 1), ({}, 2)):
-        last = parse_model_config(config("gemma4_text", **more, **said)).layers[-1].mixer
+        last = parsed("gemma4_text", **more, **said).layers[-1].mixer
         assert (last.k_dim, last.num_kv_heads) == (64, kv_heads)
 
 
@@ -99,7 +95,7 @@ def test_layers_of_gemma_4_without_a_window_have_their_own_heads():
 )
 def test_what_gemma_4_must_not_have_is_named(said, named):
     with pytest.raises(CheckpointError, match=named):
-        parse_model_config(config("gemma4_text", **said))
+        parsed("gemma4_text", **said)
 
 
 def test_the_last_layers_of_gemma_4_read_the_keys_and_values_of_others():
@@ -110,14 +106,14 @@ def test_the_last_layers_of_gemma_4_read_the_keys_and_values_of_others():
         "num_kv_shared_layers": 3,
         "attention_k_eq_v": True,
     }
-    model = parse_model_config(config("gemma4_text", **said, use_double_wide_mlp=True))
+    model = parsed("gemma4_text", **said, use_double_wide_mlp=True)
     mixers = [layer.mixer for layer in model.layers]
     assert [mixer.kv_from for mixer in mixers] == [None, None, None, 1, 2, 1]
     assert [len(mixer.projected_sizes) for mixer in mixers] == [3, 2, 3, 1, 1, 1]
     assert [layer.feed_forward.intermediate_size for layer in model.layers] == [384] * 3 + [768] * 3
     for count in (5, 6, 7):
         with pytest.raises(CheckpointError, match=f"num_kv_shared_layers = {count}"):
-            parse_model_config(config("gemma4_text", **said | {"num_kv_shared_layers": count}))
+            parsed("gemma4_text", **said | {"num_kv_shared_layers": count})
 
 
 def test_what_tokens_have_for_each_layer_of_gemma_4():
@@ -125,14 +121,12 @@ def test_what_tokens_have_for_each_layer_of_gemma_4():
         ({"hidden_size_per_layer_input": 8}, 8),
         ({"hidden_size_per_layer_input": None}, 256),
     ):
-        model = parse_model_config(config("gemma4_text", **said))
+        model = parsed("gemma4_text", **said)
         assert [layer.per_layer.size for layer in model.layers] == [size] * 4
         assert (model.per_layer_vocab_size, model.per_layer_size) == (262144, 4 * size)
-    assert parse_model_config(config("gemma4_text")).per_layer_vocab_size is None
+    assert parsed("gemma4_text").per_layer_vocab_size is None
     with refuses(CheckpointError, "vocab_size_per_layer_input = 7", "vocab_size"):
-        parse_model_config(
-            config("gemma4_text", hidden_size_per_layer_input=8, vocab_size_per_layer_input=7)
-        )
+        parsed("gemma4_text", hidden_size_per_layer_input=8, vocab_size_per_layer_input=7)
 
 
 def test_experts_of_gemma_4_are_beside_a_feed_forward():
@@ -148,22 +142,12 @@ def test_experts_of_gemma_4_are_beside_a_feed_forward():
             "layer_types": ["full_attention"] * 4,
             "use_double_wide_mlp": wide,
         }
-        experts = parse_model_config(config("gemma4_text", **said, **more)).layers[-1].feed_forward
-        assert (
-            experts.intermediate_size,
-            experts.shared.intermediate_size,
-            experts.parallel_experts,
-        ) == (
-            8,
-            width,
-            True,
-        )
-        assert (experts.routing.num_experts, experts.routing.top_k, experts.routing.normed) == (
-            4,
-            2,
-            True,
-        )
-    off = parse_model_config(config("gemma4_text", **said | {"enable_moe_block": False}))
+        experts = parsed("gemma4_text", **said, **more).layers[-1].feed_forward
+        assert (experts.intermediate_size, experts.shared.intermediate_size) == (8, width)
+        assert experts.parallel_experts is True
+        assert (experts.routing.num_experts, experts.routing.top_k) == (4, 2)
+        assert experts.routing.normed is True
+    off = parsed("gemma4_text", **said | {"enable_moe_block": False})
     assert off.layers[0].feed_forward == DenseConfig(384, GatedActivation.GELU_TANH)
 
 
@@ -189,10 +173,8 @@ def test_a_decoder_that_is_one_part_of_a_model():
         model, prefixes=("model.", ""), model_type="gemma3_text", architecture="Gemma3ForCausalLM"
     ) == (parse_model_config({**text, "torch_dtype": "bfloat16", "eos_token_id": [1, 106]}))
     assert model.prefixes == ("language_model.model.", "language_model.")
-    assert parse_model_config(said, ["model.language_model.norm.weight"]).prefixes == (
-        "model.language_model.",
-        "",
-    )
+    expected = ("model.language_model.", "")
+    assert parse_model_config(said, ["model.language_model.norm.weight"]).prefixes == expected
     assert stop_token_ids(said, None) == {1, 106}
 
 
@@ -276,7 +258,7 @@ def test_a_head_that_is_stored_beside_a_vision_model_is_used(names, tied):
 
 def test_partial_rotation_of_phi_3():
     def rotary_dim(**more):
-        return parse_model_config(config("phi3", **more)).ropes[0].rotary_dim
+        return parsed("phi3", **more).ropes[0].rotary_dim
 
     assert rotary_dim() == rotary_dim(partial_rotary_factor=1.0) == 64
     inside = {"rope_type": "default", "partial_rotary_factor": 0.75}
@@ -289,12 +271,9 @@ def test_partial_rotation_of_phi_3():
 def test_longrope():
     scaling = {"type": "su", "short_factor": [1] * 32, "long_factor": [2.0] * 32}
     more = {"max_position_embeddings": 16384, "original_max_position_embeddings": 4096}
-    rope = parse_model_config(config("phi3", rope_scaling=scaling, **more)).ropes[0]
-    assert (rope.kind, rope.short_factors, rope.long_factors) == (
-        "longrope",
-        (1.0,) * 32,
-        (2.0,) * 32,
-    )
+    rope = parsed("phi3", rope_scaling=scaling, **more).ropes[0]
+    assert (rope.kind, rope.short_factors) == ("longrope", (1.0,) * 32)
+    assert rope.long_factors == (2.0,) * 32
     assert rope.parameters == {"factor": 4.0, "original_max_position_embeddings": 4096}
     for bad in ([1.0] * 31, None, [0.0] * 32):
         refused(
@@ -304,7 +283,7 @@ def test_longrope():
 
 def test_activations():
     def of(model_type, **more):
-        return parse_model_config(config(model_type, **more)).layers[0].feed_forward.activation
+        return parsed(model_type, **more).layers[0].feed_forward.activation
 
     assert of("llama", hidden_act="gelu_pytorch_tanh") is GatedActivation.GELU_TANH
     both = {
@@ -348,12 +327,8 @@ OPT_125M = {  # as its authors wrote it
 def test_opt_is_read_as_it_is_written_and_by_its_defaults(tmp_path):
     model = parse_model_config(OPT_125M)
     mixer, feed_forward = model.layers[0].mixer, model.layers[0].feed_forward
-    assert (model.num_layers, model.hidden_size, model.embedding_size, model.position_offset) == (
-        12,
-        768,
-        None,
-        2,
-    )
+    assert (model.num_layers, model.hidden_size, model.embedding_size) == (12, 768, None)
+    assert model.position_offset == 2
     assert (model.norm_kind, model.norm_eps, model.final_norm) == (NormKind.LAYER, 1e-5, True)
     assert (mixer.num_heads, mixer.num_kv_heads, mixer.k_dim, mixer.rope) == (12, 12, 64, None)
     assert (mixer.qkv_bias, mixer.o_bias, feed_forward.bias) == (True, True, True)
@@ -372,23 +347,16 @@ def test_variants_of_opt():
     post = parse_model_config(
         {**OPT_125M, "do_layer_norm_before": False, "word_embed_proj_dim": 512}
     )
-    assert (post.layers[0].norms, post.final_norm, post.embedding_size) == (
-        NormPlacement.POST,
-        False,
-        512,
-    )
+    assert (post.layers[0].norms, post.final_norm) == (NormPlacement.POST, False)
+    assert post.embedding_size == 512
     assert not parse_model_config({**OPT_125M, "_remove_final_layer_norm": True}).final_norm
     without = parse_model_config({**OPT_125M, "enable_bias": False})
     assert not without.layers[0].mixer.qkv_bias
     assert not without.layers[0].feed_forward.bias
-    assert parse_model_config(OPT_125M, ["decoder.layers.0.fc1.weight"]).prefixes == (
-        "decoder.",
-        "",
-    )
-    assert parse_model_config(OPT_125M, ["model.decoder.layers.0.fc1.weight"]).prefixes == (
-        "model.decoder.",
-        "",
-    )
+    expected = ("decoder.", "")
+    assert parse_model_config(OPT_125M, ["decoder.layers.0.fc1.weight"]).prefixes == expected
+    expected = ("model.decoder.", "")
+    assert parse_model_config(OPT_125M, ["model.decoder.layers.0.fc1.weight"]).prefixes == expected
 
 
 @pytest.mark.parametrize(
@@ -453,12 +421,8 @@ def test_what_openai_writes_of_gpt_oss():
     model = parse_model_config(GPT_OSS_20B)
     assert windows_of(model) == (128, None) * 12
     rope = model.ropes[0]
-    assert (rope.kind, rope.theta, rope.parameters["truncate"], model.position_limit) == (
-        "yarn",
-        150000,
-        False,
-        131072,
-    )
+    assert (rope.kind, rope.theta, rope.parameters["truncate"]) == ("yarn", 150000, False)
+    assert model.position_limit == 131072
     layer = model.layers[0]
     assert (layer.mixer.sinks, layer.mixer.qkv_bias, layer.mixer.o_bias, model.wide_norms) == (
         True,

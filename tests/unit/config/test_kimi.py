@@ -4,10 +4,10 @@ is refused.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
+from tests.unit.config.test_model import num_parameters
 
 from freight.cache.spec import LayerStateSpec, cache_spec
 from freight.errors import CheckpointError
@@ -18,7 +18,7 @@ from freight.model.mixers.kimi_delta.spec import KimiDeltaConfig
 from freight.model.mixers.latent.spec import LatentConfig
 from freight.model.mixers.spec import mixer_parts
 from freight.model.open import read_model_config
-from freight.model.shapes import kept_in_16_bits, tensor_shapes
+from freight.model.shapes import kept_in_16_bits
 from freight.settings.engine import KVCacheConfig
 from freight.settings.states import with_state
 
@@ -75,9 +75,7 @@ PUBLISHERS: Json = {  # keys and values of Kimi-Linear-48B-A3B
 
 def test_in_the_publishers_spelling() -> None:
     model = read_model_config(PUBLISHERS)
-    assert sum(math.prod(shape) for shape in tensor_shapes(model).values()) == pytest.approx(
-        49.1e9, rel=5e-3
-    )
+    assert num_parameters(model) == pytest.approx(49.1e9, rel=5e-3)
     latent = LatentConfig(32, None, 512, 128, 64, 128, softmax_scale=192**-0.5, rope=None)
     assert [layer.mixer for layer in model.layers] == [
         latent if number in ATTEND else KimiDeltaConfig(32, 128, 4, rank=128)
@@ -186,8 +184,5 @@ def test_null_does_not_norm_the_weights_of_experts(key: str) -> None:
     }
     models = [read_model_config(plain | more) for more in ({key: None}, {key: False}, {})]
     experts = [model.layers[-1].feed_forward for model in models]
-    assert [one.routing.normed for one in experts if isinstance(one, MoEConfig)] == [
-        False,
-        False,
-        True,
-    ]
+    expected = [False, False, True]
+    assert [one.routing.normed for one in experts if isinstance(one, MoEConfig)] == expected

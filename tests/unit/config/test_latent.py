@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.unit.config.test_model import num_parameters
 from transformers import AutoConfig
 
 from freight.cache.spec import cache_spec
@@ -20,7 +21,6 @@ from freight.model.config.model import ModelConfig
 from freight.model.mixers.kimi_delta.spec import KimiDeltaConfig
 from freight.model.mixers.latent.spec import LatentConfig
 from freight.model.open import read_model_config
-from freight.model.shapes import tensor_shapes
 from freight.operands.routing import Routing, Scoring
 from freight.settings.device import DeviceFacts, DeviceKind
 from freight.settings.engine import EngineArgs, KVCacheConfig
@@ -65,18 +65,13 @@ def test_deepseek_as_published(name: str) -> None:
     model = read_model_config(
         json.loads((PUBLISHED / f"deepseek-ai--DeepSeek-{name}.json").read_text())
     )
-    assert sum(math.prod(shape) for shape in tensor_shapes(model).values()) == pytest.approx(
-        671.0e9, rel=1e-3
-    )
+    assert num_parameters(model) == pytest.approx(671.0e9, rel=1e-3)
     sharper = 0.1 * math.log(40) + 1
     assert latent_of(model) == LatentConfig(
         128, 1536, 512, 128, 64, 128, softmax_scale=192**-0.5 * sharper**2
     )
-    assert (model.ropes[0].rotary_dim, model.ropes[0].interleaved, model.prediction_layers) == (
-        64,
-        True,
-        1,
-    )
+    assert (model.ropes[0].rotary_dim, model.ropes[0].interleaved) == (64, True)
+    assert model.prediction_layers == 1
     parts = [type(layer.feed_forward) for layer in model.layers]
     assert parts == [DenseConfig] * 3 + [MoEConfig] * 58
     assert bytes_per_token(model, Format.BFLOAT16) == 61 * 576 * 2 == 70272
@@ -91,9 +86,7 @@ def test_deepseek_as_published(name: str) -> None:
 
 def test_glm_4_7_flash_by_the_defaults_of_transformers() -> None:
     model = read_model_config(FLASH)
-    assert sum(math.prod(shape) for shape in tensor_shapes(model).values()) == pytest.approx(
-        29.9e9, rel=5e-3
-    )
+    assert num_parameters(model) == pytest.approx(29.9e9, rel=5e-3)
     assert latent_of(model) == LatentConfig(20, 768, 512, 192, 64, 256, softmax_scale=1 / 16)
     assert model.norm_eps == 1e-5  # and the latents' norms keep the 1e-6 of transformers' class
     assert [isinstance(layer.feed_forward, MoEConfig) for layer in model.layers] == [False] + [
@@ -120,19 +113,14 @@ def test_mistral_small_4_by_the_defaults_of_transformers() -> None:
         {"model_type": "mistral4", "architectures": [ROWS["mistral4"]], "dtype": "bfloat16"}
     )
     assert (model.layers, model.ropes) == (alone.layers, alone.ropes)
-    assert sum(math.prod(shape) for shape in tensor_shapes(model).values()) == pytest.approx(
-        119e9, rel=2e-3
-    )
+    assert num_parameters(model) == pytest.approx(119e9, rel=2e-3)
     sharper = 0.1 * math.log(128) + 1
     assert latent_of(model) == LatentConfig(
         32, 1024, 256, 64, 64, 128, softmax_scale=128**-0.5 * sharper**2
     )
     (rope,) = model.ropes
-    assert (rope.rotary_dim, rope.interleaved, rope.parameters["llama_4_scaling_beta"]) == (
-        64,
-        True,
-        0.1,
-    )
+    assert (rope.rotary_dim, rope.interleaved) == (64, True)
+    assert rope.parameters["llama_4_scaling_beta"] == 0.1
     assert model.position_limit == 1048576
     experts = {layer.feed_forward for layer in model.layers}
     assert [
@@ -212,9 +200,7 @@ LITE = V2 | {
 )
 def test_deepseek_v2(said: dict[str, Any], parameters: float, routing: Routing) -> None:
     model = read_model_config(said)
-    assert sum(math.prod(shape) for shape in tensor_shapes(model).values()) == pytest.approx(
-        parameters, rel=2e-3
-    )
+    assert num_parameters(model) == pytest.approx(parameters, rel=2e-3)
     sharper, mixer = 0.1 * 0.707 * math.log(40) + 1, latent_of(model)
     assert (mixer.q_rank, mixer.softmax_scale) == (said["q_lora_rank"], 192**-0.5 * sharper**2)
     parts = [layer.feed_forward for layer in model.layers]
@@ -265,14 +251,9 @@ def test_sparse_attention_as_published(
         mixer.head_size,
     )
     assert sizes == latent
-    assert sum(math.prod(shape) for shape in tensor_shapes(model).values()) == pytest.approx(
-        parameters, rel=5e-3
-    )
-    assert (model.dense_limit, model.max_position_embeddings, model.position_limit) == (
-        2048,
-        2048,
-        2048,
-    )
+    assert num_parameters(model) == pytest.approx(parameters, rel=5e-3)
+    assert (model.dense_limit, model.max_position_embeddings) == (2048, 2048)
+    assert model.position_limit == 2048
     assert (model.ropes[0].theta, model.ropes[0].rotary_dim) == (theta, 64)
     assert model.unread_keys.unknown == ()
     parts = [isinstance(layer.feed_forward, MoEConfig) for layer in model.layers]
@@ -308,15 +289,11 @@ def test_absent_keys_mean_what_transformers_takes(model_type: str) -> None:
         theirs.n_routed_experts, theirs.num_experts_per_tok, theirs.n_group or 1, theirs.topk_group or 1,
         theirs.routed_scaling_factor,
     )  # fmt: skip
-    assert (experts.intermediate_size, routing.normed) == (
-        theirs.moe_intermediate_size,
-        theirs.norm_topk_prob,
-    )
+    assert experts.intermediate_size == theirs.moe_intermediate_size
+    assert routing.normed == theirs.norm_topk_prob
     assert experts.shared == DenseConfig(theirs.n_shared_experts * theirs.moe_intermediate_size)
-    assert (ours.bos_token_id, list(ours.eos_token_ids)) == (
-        theirs.bos_token_id,
-        [theirs.eos_token_id],
-    )
+    assert ours.bos_token_id == theirs.bos_token_id
+    assert list(ours.eos_token_ids) == [theirs.eos_token_id]
     assert ours.ropes[0].theta == theirs.rope_parameters["rope_theta"]
 
 
@@ -409,10 +386,8 @@ def test_of_a_choice_by_layer_those_per_token_are_per_group_if_no_other_is_stati
     assert "layer 0 in 16 bits" in measured.note
     assert "per token" not in measured.note
     partly = chosen(Granularity.TENSOR)
-    assert [partly.of_layer(layer).granularity for layer in (0, 1)] == [
-        Granularity.TENSOR,
-        Granularity.TOKEN,
-    ]
+    expected = [Granularity.TENSOR, Granularity.TOKEN]
+    assert [partly.of_layer(layer).granularity for layer in (0, 1)] == expected
 
 
 def test_the_default_is_for_the_layers_that_are_quantized() -> None:
@@ -445,11 +420,8 @@ def test_elsewhere_the_default_of_latents_is_a_scale_per_token() -> None:
 def test_scales_per_group_are_asked_for_by_name() -> None:
     model = read_model_config(FLASH)
     kv = settled(model)
-    assert (kv.format, kv.granularity, kv.scale_source) == (
-        Format.E4M3FN,
-        Granularity.GROUP,
-        ScaleSource.DYNAMIC,
-    )
+    assert (kv.format, kv.granularity) == (Format.E4M3FN, Granularity.GROUP)
+    assert kv.scale_source == ScaleSource.DYNAMIC
     assert settled(model, kv_cache_dtype="int8").names() == {
         "dtype": "int8", "granularity": "group", "scale_source": "dynamic",
     }  # fmt: skip

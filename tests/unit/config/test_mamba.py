@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.unit.config.test_model import num_parameters
 from transformers import AutoConfig
 
 from freight.cache.spec import cache_spec
@@ -19,7 +20,6 @@ from freight.model.config.model import ModelConfig
 from freight.model.mixers.attention.spec import AttentionConfig
 from freight.model.mixers.mamba2.spec import Mamba2Config
 from freight.model.open import read_model_config
-from freight.model.shapes import tensor_shapes
 from freight.operands.activation import Activation, GatedActivation
 from freight.operands.routing import Scoring
 from freight.settings.engine import KVCacheConfig
@@ -83,9 +83,7 @@ def test_nemotron_as_published(
     name: str, parameters: float, layers: tuple[int, ...], state: int
 ) -> None:
     model = published(name)
-    assert sum(math.prod(shape) for shape in tensor_shapes(model).values()) == pytest.approx(
-        parameters, rel=1e-3
-    )
+    assert num_parameters(model) == pytest.approx(parameters, rel=1e-3)
     assert tuple(map(kinds(model).count, "M*-E")) == layers
     spec = cache_spec(
         KVCacheConfig(Format.BFLOAT16, None, None, None, state=Format.FLOAT32), model, 16
@@ -95,12 +93,8 @@ def test_nemotron_as_published(
         2 * (mamba.groups * mamba.state_size + mamba.heads * mamba.head_dim) + 4 * mamba.heads
     )
     assert spec.bytes_per_state == layers[0] * (4 * state + rows + 2 * 3 * mamba.channels)
-    assert (mamba.limits, mamba.norm_groups, mamba.conv_bias, mamba.bias) == (
-        (0.0, math.inf),
-        8,
-        True,
-        False,
-    )
+    assert (mamba.limits, mamba.norm_groups, mamba.conv_bias) == ((0.0, math.inf), 8, True)
+    assert mamba.bias is False
     assert all(mixer.rope is None for mixer in model.attention.values())
     assert (model.norm_eps, model.wide_norms, model.tie_word_embeddings) == (1e-5, True, False)
 
@@ -110,43 +104,27 @@ def test_experts_of_nemotron_3() -> None:
         experts_of(published(f"NVIDIA-Nemotron-3-{name}"))
         for name in ("Nano-30B-A3B-BF16", "Ultra-550B-A55B-FP8")
     )
-    assert (nano.num_experts, nano.routing.top_k, nano.routing.factor, nano.latent_size) == (
-        128,
-        6,
-        2.5,
-        None,
-    )
-    assert (ultra.num_experts, ultra.routing.top_k, ultra.routing.factor, ultra.latent_size) == (
-        512,
-        22,
-        5.0,
-        2048,
-    )
+    assert (nano.num_experts, nano.routing.top_k, nano.routing.factor) == (128, 6, 2.5)
+    assert nano.latent_size is None
+    assert (ultra.num_experts, ultra.routing.top_k, ultra.routing.factor) == (512, 22, 5.0)
+    assert ultra.latent_size == 2048
     for one, shared in ((nano, 3712), (ultra, 10240)):
         assert one.shared == DenseConfig(shared, Activation.RELU_SQUARED)
-        assert (one.routing.scoring, one.routing.normed, one.choice_bias) == (
-            Scoring.SIGMOID,
-            True,
-            True,
-        )
+        assert (one.routing.scoring, one.routing.normed) == (Scoring.SIGMOID, True)
+        assert one.choice_bias is True
 
 
 def test_granite_4_h_small() -> None:
     model = read_model_config(GRANITE)
-    assert sum(math.prod(shape) for shape in tensor_shapes(model).values()) == pytest.approx(
-        32.2e9, rel=0.01
-    )
+    assert num_parameters(model) == pytest.approx(32.2e9, rel=0.01)
     assert tuple(model.attention) == (5, 15, 25, 35)
     assert mamba_of(model) == Mamba2Config(1, 128, 64, 128, 4, 1)
     assert {mixer.rope for mixer in model.attention.values()} == {None}
     rotated = read_model_config({**GRANITE, "position_embedding_type": "rope"})
     assert {mixer.rope for mixer in rotated.attention.values()} == {0}
     assert experts_of(model).shared == DenseConfig(1536)
-    assert (model.embedding_multiplier, model.residual_multiplier, model.logit_divisor) == (
-        12,
-        0.22,
-        16,
-    )
+    assert (model.embedding_multiplier, model.residual_multiplier) == (12, 0.22)
+    assert model.logit_divisor == 16
 
 
 def test_granite_without_experts_has_the_shared_one_alone() -> None:
@@ -166,10 +144,8 @@ def test_absent_keys_mean_what_transformers_takes(said: Json) -> None:
     assert ours.num_layers == theirs.num_hidden_layers
     assert (ours.hidden_size, ours.vocab_size) == (theirs.hidden_size, theirs.vocab_size)
     assert ours.norm_eps == (theirs.rms_norm_eps if own else theirs.layer_norm_epsilon)
-    assert (experts.num_experts, experts.routing.top_k) == (
-        theirs.num_local_experts,
-        theirs.num_experts_per_tok,
-    )
+    assert experts.num_experts == theirs.num_local_experts
+    assert experts.routing.top_k == theirs.num_experts_per_tok
     assert experts.intermediate_size == (
         theirs.intermediate_size if own else theirs.moe_intermediate_size
     )
@@ -313,10 +289,8 @@ def test_a_step_is_bounded_by_its_limits_alone(key: str, bound: float) -> None:
     """
     assert mamba_of(read_model_config({**NEMOTRON, key: bound})).limits == (0.0, math.inf)
     limits = [0.001, 1e308]
-    assert mamba_of(read_model_config({**NEMOTRON, "time_step_limit": limits})).limits == (
-        0.001,
-        math.inf,
-    )
+    expected = (0.001, math.inf)
+    assert mamba_of(read_model_config({**NEMOTRON, "time_step_limit": limits})).limits == expected
 
 
 @pytest.mark.parametrize(

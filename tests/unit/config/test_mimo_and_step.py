@@ -103,18 +103,11 @@ def test_step_in_the_hubs_lists_means_the_same() -> None:
     hub = step(**text)
     assert (hub.layers, hub.ropes, hub.prediction_layers) == (ours.layers, ours.ropes, 1)
     feed_forwards = [layer.feed_forward for layer in ours.layers]
-    assert [one.activation for one in feed_forwards] == [
-        SILU,
-        clamped_silu(7.0),
-        clamped_silu(16.0),
-        SILU,
-    ]
+    expected = [SILU, clamped_silu(7.0), clamped_silu(16.0), SILU]
+    assert [one.activation for one in feed_forwards] == expected
     assert [
         one.shared.activation for one in feed_forwards if isinstance(one, MoEConfig) and one.shared
-    ] == [
-        SILU,
-        clamped_silu(5.0),
-    ]
+    ] == [SILU, clamped_silu(5.0)]
     assert isinstance(feed_forwards[0], DenseConfig)
     assert [layer.mixer.num_heads for layer in ours.layers] == [4, 6, 6, 4]
 

@@ -29,32 +29,22 @@ MIXED = KVScales((LAYER, None), mixed=(Granularity.TENSOR, None))
 def test_a_choice_by_layer_is_taken_where_nothing_else_is_asked_for():
     for source in ("auto", "checkpoint"):
         cache = decide(MIXED, source=source)
-        assert [str(cache.of_layer(index)) for index in range(2)] == [
-            "fp8_e4m3fn, tensor",
-            "bfloat16",
-        ]
+        expected = ["fp8_e4m3fn, tensor", "bfloat16"]
+        assert [str(cache.of_layer(index)) for index in range(2)] == expected
         assert "layer 0 per tensor, layer 1 in 16 bits" in cache.note
     assert decide(MIXED, FNUZ).of_layer(0).format is FNUZ
     assert decide(MIXED, FNUZ).scales.layers[0].k == (0.5,)
     nothing = KVScales((None, None), mixed=(None, None))
-    assert decide(nothing).names() == {
-        "dtype": "bfloat16",
-        "granularity": None,
-        "scale_source": None,
-    }
+    expected = {"dtype": "bfloat16", "granularity": None, "scale_source": None}
+    assert decide(nothing).names() == expected
 
 
 def test_a_choice_by_layer_gives_way_to_what_is_asked_for():
-    assert decide(MIXED, dtype="bfloat16").names() == {
-        "dtype": "bfloat16",
-        "granularity": None,
-        "scale_source": None,
-    }
+    expected = {"dtype": "bfloat16", "granularity": None, "scale_source": None}
+    assert decide(MIXED, dtype="bfloat16").names() == expected
     dynamic = {"granularity": "token", "scale_source": "dynamic"}
-    assert decide(MIXED, dtype="fp8", source="dynamic").names() == {
-        "dtype": "fp8_e4m3fn",
-        **dynamic,
-    }
+    expected = {"dtype": "fp8_e4m3fn", **dynamic}
+    assert decide(MIXED, dtype="fp8", source="dynamic").names() == expected
     assert decide(MIXED, dtype="int8").names() == {"dtype": "int8", **dynamic}
     with refuses(ConfigError, "layer 1", "16 bits", "--kv-cache-dtype auto", "--kv-scales dynamic"):
         decide(MIXED, dtype="fp8")

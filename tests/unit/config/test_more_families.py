@@ -5,7 +5,7 @@ of all.
 from __future__ import annotations
 
 import pytest
-from tests.unit.config.test_model import config, refused, windows
+from tests.unit.config.test_model import config, parsed, refused, windows
 
 from freight.model.architectures import tensor_names
 from freight.model.config.layer import DenseConfig, MoEConfig, NormPlacement
@@ -21,19 +21,13 @@ def test_multipliers_of_granite():
         "attention_multiplier": 0.015625,
         "residual_multiplier": 0.22,
     }
-    model = parse_model_config(config("granite", **said, logits_scaling=8))
-    assert (model.embedding_multiplier, model.rounds_multiplier, model.residual_multiplier) == (
-        12.0,
-        False,
-        0.22,
-    )
+    model = parsed("granite", **said, logits_scaling=8)
+    assert (model.embedding_multiplier, model.rounds_multiplier) == (12.0, False)
+    assert model.residual_multiplier == 0.22
     assert (model.layers[0].mixer.softmax_scale, model.logit_divisor) == (0.015625, 8.0)
-    plain = parse_model_config(config("granite"))
-    assert (plain.embedding_multiplier, plain.residual_multiplier, plain.logit_divisor) == (
-        None,
-        1.0,
-        None,
-    )
+    plain = parsed("granite")
+    assert (plain.embedding_multiplier, plain.residual_multiplier) == (None, 1.0)
+    assert plain.logit_divisor is None
     assert plain.layers[0].mixer.softmax_scale == 1.0
     for key in said:
         refused(key, "0", "finite number > 0", model_type="granite", **{key: 0})
@@ -41,25 +35,23 @@ def test_multipliers_of_granite():
 
 def test_glm_rotates_neighbouring_channels_of_half_a_head():
     def rope(model_type="glm4", **more):
-        return parse_model_config(config(model_type, **more)).ropes[0]
+        return parsed(model_type, **more).ropes[0]
 
     assert (rope().interleaved, rope().rotary_dim, rope("glm").rotary_dim) == (True, 64, 64)
     assert rope(partial_rotary_factor=0.25).rotary_dim == 32
     inside = {"rope_type": "default", "partial_rotary_factor": 0.75, "rope_theta": 500.0}
-    assert (rope(rope_parameters=inside).rotary_dim, rope(rope_parameters=inside).interleaved) == (
-        96,
-        True,
-    )
+    assert rope(rope_parameters=inside).rotary_dim == 96
+    assert rope(rope_parameters=inside).interleaved is True
     assert not rope("phi3").interleaved
-    assert parse_model_config(config("glm4")).layers[0].norms is NormPlacement.SANDWICH
-    assert parse_model_config(config("glm")).layers[0].norms is NormPlacement.PRE
-    plain = parse_model_config(config("glm", attention_bias=False)).layers[0].mixer
+    assert parsed("glm4").layers[0].norms is NormPlacement.SANDWICH
+    assert parsed("glm").layers[0].norms is NormPlacement.PRE
+    plain = parsed("glm", attention_bias=False).layers[0].mixer
     assert (plain.qkv_bias, plain.o_bias) == (False, False)
 
 
 def test_routers_with_a_bias_for_the_choice():
     def moe(model_type, layer=1, **more):
-        feed_forward = parse_model_config(config(model_type, **more)).layers[layer].feed_forward
+        feed_forward = parsed(model_type, **more).layers[layer].feed_forward
         assert isinstance(feed_forward, MoEConfig)
         assert feed_forward.choice_bias
         return feed_forward
@@ -70,17 +62,15 @@ def test_routers_with_a_bias_for_the_choice():
     assert not moe("glm4_moe", norm_topk_prob=False).routing.normed
     minimax = moe("minimax_m2", 0)
     assert (minimax.routing, minimax.intermediate_size) == (Routing(256, 8, Scoring.SIGMOID), 384)
-    assert (moe("hy_v3").routing, moe("hy_v3").shared) == (
-        Routing(192, 8, Scoring.SIGMOID, True, 2.826),
-        DenseConfig(1536),
-    )
+    assert moe("hy_v3").routing == Routing(192, 8, Scoring.SIGMOID, True, 2.826)
+    assert moe("hy_v3").shared == DenseConfig(1536)
     ernie = moe("ernie4_5_moe")
     assert (ernie.routing, ernie.shared) == (Routing(64, 6, Scoring.SOFTMAX), DenseConfig(3072))
 
 
 def test_layers_without_experts():
     def sparse(model_type, **more):
-        layers = parse_model_config(config(model_type, **more)).layers
+        layers = parsed(model_type, **more).layers
         return [isinstance(layer.feed_forward, MoEConfig) for layer in layers]
 
     assert (
@@ -88,19 +78,15 @@ def test_layers_without_experts():
     )
     assert sparse("glm4_moe", first_k_dense_replace=3) == [False, False, False, True]
     assert sparse("hy_v3", mlp_layer_types=["sparse", "dense"] * 2) == [True, False, True, False]
-    assert sparse("ernie4_5_moe", moe_layer_end_index=2, moe_layer_interval=2) == [
-        False,
-        True,
-        False,
-        False,
-    ]
+    expected = [False, True, False, False]
+    assert sparse("ernie4_5_moe", moe_layer_end_index=2, moe_layer_interval=2) == expected
     for bad in (["sparse"] * 3, ["sparse"] * 3 + ["other"]):
         refused("mlp_layer_types", model_type="hy_v3", mlp_layer_types=bad)
 
 
 def test_norms_of_q_and_k():
     def sizes(model_type, **more):
-        mixer = parse_model_config(config(model_type, **more)).layers[0].mixer
+        mixer = parsed(model_type, **more).layers[0].mixer
         return mixer.qk_norm_sizes if mixer.qk_norm else None
 
     assert sizes("glm4_moe") is None
@@ -110,7 +96,7 @@ def test_norms_of_q_and_k():
 
 
 def test_minimax_says_how_many_channels_it_rotates():
-    assert parse_model_config(config("minimax_m2", rotary_dim=64)).ropes[0].rotary_dim == 64
+    assert parsed("minimax_m2", rotary_dim=64).ropes[0].rotary_dim == 64
     refused("0.25", "0.5", model_type="minimax_m2", rotary_dim=64, partial_rotary_factor=0.25)
     refused("rotary_dim", rotary_dim=64)  # of a Llama
 
@@ -138,23 +124,19 @@ def test_what_these_mixtures_do_not_compute_is_refused(model_type, key, value):
     refused(key, str(value), model_type=model_type, **{key: value})
     if model_type == "minimax_m2":
         good = {"scoring_func": "sigmoid", "attn_type_list": [1] * 4, "shared_intermediate_size": 0}
-        assert parse_model_config(config(model_type, **good)) == parse_model_config(
-            config(model_type)
-        )
+        assert parsed(model_type, **good) == parsed(model_type)
 
 
 def test_layers_that_predict_further_tokens_are_skipped_by_name():
-    model = parse_model_config(config("glm4_moe", num_nextn_predict_layers=2))
-    assert [pattern for pattern, _ in tensor_names(model).unused] == [
-        "model.layers.4.*",
-        "model.layers.5.*",
-    ]
-    assert not tensor_names(parse_model_config(config("glm4_moe"))).unused
+    model = parsed("glm4_moe", num_nextn_predict_layers=2)
+    expected = ["model.layers.4.*", "model.layers.5.*"]
+    assert [pattern for pattern, _ in tensor_names(model).unused] == expected
+    assert not tensor_names(parsed("glm4_moe")).unused
 
 
 def test_layers_of_smollm_3_without_a_rope():
     def ropes(**more):
-        return [layer.mixer.rope for layer in parse_model_config(config("smollm3", **more)).layers]
+        return [layer.mixer.rope for layer in parsed("smollm3", **more).layers]
 
     assert ropes() == [0, 0, 0, None]
     assert ropes(no_rope_layer_interval=2) == [0, None, 0, None]
@@ -165,14 +147,14 @@ def test_layers_of_smollm_3_without_a_rope():
 
 
 def test_a_head_in_float32_is_that_of_every_model():
-    plain = parse_model_config(config("hy_v3"))
-    assert parse_model_config(config("hy_v3", enable_lm_head_fp32=True)) == plain
+    plain = parsed("hy_v3")
+    assert parsed("hy_v3", enable_lm_head_fp32=True) == plain
     refused("enable_lm_head_fp32", enable_lm_head_fp32=True)  # of a Llama
 
 
 def test_granite_with_experts():
-    model = parse_model_config(
-        config("granitemoe", num_local_experts=40, num_experts_per_tok=8, residual_multiplier=0.22)
+    model = parsed(
+        "granitemoe", num_local_experts=40, num_experts_per_tok=8, residual_multiplier=0.22
     )
     moe = model.layers[0].feed_forward
     assert isinstance(moe, MoEConfig)
@@ -183,7 +165,7 @@ def test_granite_with_experts():
 
 def test_heads_and_gates_of_laguna():
     def mixers(**more):
-        return [layer.mixer for layer in parse_model_config(config("laguna", **more)).layers]
+        return [layer.mixer for layer in parsed("laguna", **more).layers]
 
     assert {mixer.output_gate for mixer in mixers()} == {
         OutputGateConfig(GateFunction.SOFTPLUS, by_head=True)
@@ -241,23 +223,15 @@ def test_laguna_as_its_hub_files_have_it():
         moe_routed_scaling_factor=2.5, moe_router_logit_softcapping=0.0, moe_router_use_sigmoid=True,
     )  # fmt: skip
     model = parse_model_config(said)
-    assert [(rope.kind, rope.rotary_dim, rope.theta) for rope in model.ropes] == [
-        ("yarn", 64, 5e5),
-        ("default", 128, 1e4),
-    ]
+    expected = [("yarn", 64, 5e5), ("default", 128, 1e4)]
+    assert [(rope.kind, rope.rotary_dim, rope.theta) for rope in model.ropes] == expected
     assert [layer.mixer.window for layer in model.layers] == [None, 512, None, 512]
-    assert [isinstance(layer.feed_forward, MoEConfig) for layer in model.layers] == [
-        False,
-        True,
-        True,
-        True,
-    ]
+    expected = [False, True, True, True]
+    assert [isinstance(layer.feed_forward, MoEConfig) for layer in model.layers] == expected
     moe = model.layers[1].feed_forward
     assert isinstance(moe, MoEConfig)
-    assert (moe.routing, moe.shared) == (
-        Routing(256, 8, Scoring.SIGMOID, True, 2.5),
-        DenseConfig(512),
-    )
+    assert moe.routing == Routing(256, 8, Scoring.SIGMOID, True, 2.5)
+    assert moe.shared == DenseConfig(512)
     for key, value in (
         ("moe_router_logit_softcapping", 30.0),
         ("moe_apply_router_weight_on_input", True),
@@ -272,7 +246,7 @@ def test_mellum_has_windows_experts_in_every_layer_and_layers_that_do_not_run():
         "mtp_layer_types": kinds[1:2],
         "mtp_mlp_layer_types": ["sparse"],
     }
-    model = parse_model_config(config("mellum", layer_types=kinds, **predicts))
+    model = parsed("mellum", layer_types=kinds, **predicts)
     assert [layer.mixer.window for layer in model.layers] == [None, 1024, None, 1024]
     moe = [layer.feed_forward for layer in model.layers]
     assert all(isinstance(one, MoEConfig) and one.routing == Routing(64, 8) for one in moe)
@@ -281,26 +255,21 @@ def test_mellum_has_windows_experts_in_every_layer_and_layers_that_do_not_run():
 
 
 def test_norms_and_windows_of_olmo():
-    olmo = parse_model_config(config("olmo2"))
+    olmo = parsed("olmo2")
     layer = olmo.layers[0]
-    assert (layer.norms, layer.mixer.qk_norm_sizes, olmo.wide_norms) == (
-        NormPlacement.OUTPUT,
-        (256, 128),
-        True,
-    )
+    assert (layer.norms, layer.mixer.qk_norm_sizes) == (NormPlacement.OUTPUT, (256, 128))
+    assert olmo.wide_norms is True
     assert windows("olmo2") == (None,) * 4
     assert windows("olmo3") == (4096, 4096, 4096, None)
     yarn = {"type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64}
-    older = parse_model_config(
-        config("olmo3", rope_theta=5e5, rope_scaling=yarn)
-    )  # of layers without a window alone
+    older = parsed("olmo3", rope_theta=5e5, rope_scaling=yarn)  # of layers without a window alone
     assert [(rope.kind, rope.theta) for rope in older.ropes] == [("yarn", 5e5), ("default", 5e5)]
     refused("clip_qkv", model_type="olmo2", clip_qkv=8.0)
 
 
 def test_layers_with_a_window_alone_rotate_in_exaone_and_trinity():
     def ropes(model_type, **more):
-        return [layer.mixer.rope for layer in parse_model_config(config(model_type, **more)).layers]
+        return [layer.mixer.rope for layer in parsed(model_type, **more).layers]
 
     assert ropes("exaone4") == ropes("afmoe") == [0, 0, 0, None]
     kinds = ["full_attention", "sliding_attention"] * 2
@@ -324,34 +293,26 @@ def test_trinity():
         "num_limited_groups": 1,
         "use_grouped_mm": True,
     }
-    model = parse_model_config(
-        config("afmoe", **said, mup_enabled=True, num_dense_layers=2, route_scale=2.8)
-    )
+    model = parsed("afmoe", **said, mup_enabled=True, num_dense_layers=2, route_scale=2.8)
     assert model.embedding_multiplier == 256**0.5
     assert not model.rounds_multiplier
-    assert parse_model_config(config("afmoe")).embedding_multiplier is None
+    assert parsed("afmoe").embedding_multiplier is None
     assert model.layers[0].mixer.output_gate == OutputGateConfig(
         GateFunction.SIGMOID, by_head=False
     )
     assert model.layers[0].mixer.output_gate_size == 4 * 128
-    assert [isinstance(layer.feed_forward, MoEConfig) for layer in model.layers] == [
-        False,
-        False,
-        True,
-        True,
-    ]
+    expected = [False, False, True, True]
+    assert [isinstance(layer.feed_forward, MoEConfig) for layer in model.layers] == expected
     moe = model.layers[2].feed_forward
     assert isinstance(moe, MoEConfig)
-    assert (moe.routing, moe.shared) == (
-        Routing(64, 6, Scoring.SIGMOID, True, 2.8),
-        DenseConfig(2 * 1408),
-    )
+    assert moe.routing == Routing(64, 6, Scoring.SIGMOID, True, 2.8)
+    assert moe.shared == DenseConfig(2 * 1408)
     refused("n_group", "2", model_type="afmoe", n_group=2)
     refused("score_func", "softmax", model_type="afmoe", score_func="softmax")
 
 
 def test_arcee_has_no_gate():
-    feed_forward = parse_model_config(config("arcee", mlp_bias=True)).layers[0].feed_forward
+    feed_forward = parsed("arcee", mlp_bias=True).layers[0].feed_forward
     assert feed_forward == DenseConfig(384, Activation.RELU_SQUARED, True)
     assert feed_forward.up_sizes == (384,)
     refused("hidden_act", "silu", model_type="arcee", hidden_act="silu")
@@ -374,7 +335,7 @@ HUNYUAN = {  # what files of Hunyuan-A13B have beside the keys of all, but for t
 
 
 def test_hunyuan_as_its_files_have_it():
-    model = parse_model_config(config("hunyuan_v1_moe", **HUNYUAN))
+    model = parsed("hunyuan_v1_moe", **HUNYUAN)
     moe = model.layers[0].feed_forward
     assert moe == MoEConfig(Routing(8, 2, Scoring.SOFTMAX), 384, shared=DenseConfig(384))
     mixer, rope = model.layers[0].mixer, model.ropes[0]
@@ -385,11 +346,9 @@ def test_hunyuan_as_its_files_have_it():
     newer = {key: value for key, value in HUNYUAN.items() if not key.startswith("rope")} | {
         "rope_parameters": inside
     }
-    assert parse_model_config(config("hunyuan_v1_moe", **newer)) == model
+    assert parsed("hunyuan_v1_moe", **newer) == model
     dense = {"num_experts": 1, "moe_topk": 1, "num_shared_expert": 1, "moe_intermediate_size": None}
-    plain = parse_model_config(
-        config("hunyuan_v1_dense", **{**HUNYUAN, **dense, "use_mixed_mlp_moe": False})
-    )
+    plain = parsed("hunyuan_v1_dense", **{**HUNYUAN, **dense, "use_mixed_mlp_moe": False})
     assert (plain.layers[0].mixer, plain.ropes) == (mixer, model.ropes)
 
 

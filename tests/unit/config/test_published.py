@@ -3,12 +3,11 @@ have.
 """
 
 import json
-import math
 from pathlib import Path
 
 import pytest
 from tests.refusals import refuses
-from tests.unit.config.test_model import config
+from tests.unit.config.test_model import config, num_parameters, parsed
 
 from freight.cache.spec import cache_spec
 from freight.checkpoint.layouts import read_scheme
@@ -98,7 +97,7 @@ def test_most_of_the_files_are_there() -> None:
 )
 def test_sizes_are_those_that_are_published(name: str, parameters: int, kv_bytes: int) -> None:
     model, _ = read(next(file for file in FILES if file.stem == name))
-    assert sum(math.prod(shape) for shape in tensor_shapes(model).values()) == parameters
+    assert num_parameters(model) == parameters
     mixers = model.attention.values()
     assert sum(mixer.num_kv_heads * (mixer.k_dim + mixer.v_dim) * 2 for mixer in mixers) == kv_bytes
 
@@ -117,18 +116,14 @@ def test_step_as_published_is_read_once_its_keys_are_those_of_a_language_model(n
     experts = [isinstance(layer.feed_forward, MoEConfig) for layer in model.layers]
     assert experts == [False] * 3 + [True] * 42
     assert model.prediction_layers == 3
-    assert sum(math.prod(shape) for shape in tensor_shapes(model).values()) == pytest.approx(
-        196e9, rel=0.02
-    )
+    assert num_parameters(model) == pytest.approx(196e9, rel=0.02)
 
 
 def test_mimo_as_published() -> None:
     model, scheme = read(next(file for file in FILES if file.stem == "XiaomiMiMo--MiMo-V2-Flash"))
     mixers = [layer.mixer for layer in model.layers]
-    assert [index for index, mixer in enumerate(mixers) if mixer.window is None] == [
-        0,
-        *range(5, 48, 6),
-    ]
+    expected = [0, *range(5, 48, 6)]
+    assert [index for index, mixer in enumerate(mixers) if mixer.window is None] == expected
     assert {
         (m.num_kv_heads, m.k_dim, m.v_dim, m.sinks, m.v_factor) for m in mixers if m.window is None
     } == {(4, 192, 128, False, 0.707)}
@@ -142,9 +137,7 @@ def test_mimo_as_published() -> None:
         True
     ] * 47
     assert scheme.weight_format is Format.E4M3FN
-    assert sum(math.prod(shape) for shape in tensor_shapes(model).values()) == pytest.approx(
-        309e9, rel=0.01
-    )
+    assert num_parameters(model) == pytest.approx(309e9, rel=0.01)
 
 
 @pytest.mark.parametrize(
@@ -206,8 +199,8 @@ HUB_KEYS = {  # what files on the hub have beside the keys of their family
 
 @pytest.mark.parametrize("key", HUB_KEYS)
 def test_a_key_that_changes_nothing_is_read_over_and_named(key: str) -> None:
-    model = parse_model_config(config(**{key: HUB_KEYS[key]}))
-    assert model == parse_model_config(config())
+    model = parsed(**{key: HUB_KEYS[key]})
+    assert model == parsed()
     line = model.unread_keys.describe()
     if key == "rope_ratio":  # read: only 1 is computed
         assert line is None
@@ -239,7 +232,7 @@ def test_a_key_that_computes_is_refused_and_can_be_ignored_by_name(key: str) -> 
     model = parse_model_config(written, ignore_keys=[key])
     assert (model.ignored_keys, model.unread_keys.ignored) == ((key,), (key,))
     assert f"{key} (--ignore-config-keys" in str(model.unread_keys.describe())
-    plain = parse_model_config(config())
+    plain = parsed()
     assert model != plain  # the fingerprint of an engine has the model in it
     assert repr(model) != repr(plain)
 
@@ -260,10 +253,8 @@ def test_names_may_come_as_one_text() -> None:
         == names_of(["alibi", "scale_emb"])
         == names_of("alibi scale_emb")
     )
-    assert EngineArgs(ignore_config_keys="alibi, scale_emb").ignore_config_keys == (
-        "alibi",
-        "scale_emb",
-    )
+    expected = ("alibi", "scale_emb")
+    assert EngineArgs(ignore_config_keys="alibi, scale_emb").ignore_config_keys == expected
     with pytest.raises(ConfigError, match="ignore_config_keys is 7"):
         EngineArgs(ignore_config_keys=7)  # type: ignore[arg-type]
 
@@ -287,10 +278,7 @@ def test_published_spellings_of_single_families() -> None:
     with refuses(CheckpointError, "expert_hidden_dim = 32", "moe_intermediate_size = 48"):
         parse_model_config(moe("hy_v3", expert_hidden_dim=32))
     half = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}
-    assert (
-        parse_model_config(config("glm4", head_dim=26, rope_parameters=half)).ropes[0].rotary_dim
-        == 6
-    )
+    assert parsed("glm4", head_dim=26, rope_parameters=half).ropes[0].rotary_dim == 6
 
 
 MELLUM = {  # as JetBrains' Mellum2-12B-A2.5B has it
@@ -315,9 +303,7 @@ MELLUM = {  # as JetBrains' Mellum2-12B-A2.5B has it
 def test_mellum_2_as_published() -> None:
     model = parse_model_config(MELLUM)
     assert [layer.mixer.window for layer in model.layers[:4]] == [1024, 1024, 1024, None]
-    assert sum(math.prod(shape) for shape in tensor_shapes(model).values()) == pytest.approx(
-        12.1e9, rel=0.02
-    )
+    assert num_parameters(model) == pytest.approx(12.1e9, rel=0.02)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from tests.refusals import refuses
-from tests.unit.config.test_model import config
+from tests.unit.config.test_model import config, parsed
 
 from freight.errors import CheckpointError
 from freight.model.architectures import skipped_parts
@@ -37,7 +37,7 @@ ERNIE_MOE = {  # like ERNIE-4.5-21B-A3B; written by hand, not compared with the 
 
 @pytest.mark.parametrize("name", ["LLaMAForCausalLM", "LlamaForCausalLM"])
 def test_the_first_llama_files_write_the_architecture_in_other_letters(name: str) -> None:
-    assert parse_model_config(config(architectures=[name])).architecture == "LlamaForCausalLM"
+    assert parsed(architectures=[name]).architecture == "LlamaForCausalLM"
 
 
 @pytest.mark.parametrize(
@@ -47,30 +47,26 @@ def test_other_architectures_are_refused(wrong: Any) -> None:
     with pytest.raises(
         CheckpointError, match=r"architectures .* Freight runs \['LlamaForCausalLM'\]"
     ):
-        parse_model_config(config(architectures=wrong))
+        parsed(architectures=wrong)
 
 
 def test_attn_factor_multiplies_what_yarn_computes() -> None:
     """DeepSeek-R1-0528-Qwen3-8B has 1 / (0.1 ln 4 + 1), so that attention stays as it was."""
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
-    published = parse_model_config(
-        config("qwen3", rope_scaling={**yarn, "attn_factor": 0.8782488562869419})
-    )
+    published = parsed("qwen3", rope_scaling={**yarn, "attn_factor": 0.8782488562869419})
     assert yarn_attention_factor(published.ropes[0]) == pytest.approx(1.0)
     mscales = {**yarn, "mscale": 1.0, "mscale_all_dim": 0.5, "attn_factor": 0.5}
-    found = yarn_attention_factor(
-        parse_model_config(config("qwen3", rope_scaling=mscales)).ropes[0]
-    )
+    found = yarn_attention_factor(parsed("qwen3", rope_scaling=mscales).ropes[0])
     assert found == pytest.approx(0.5 * (0.1 * math.log(4) + 1) / (0.05 * math.log(4) + 1))
-    assert published != parse_model_config(config("qwen3", rope_scaling=yarn))
+    assert published != parsed("qwen3", rope_scaling=yarn)
     with pytest.raises(CheckpointError, match="attn_factor"):
-        parse_model_config(config("qwen3", rope_scaling={**yarn, "attn_factor": "x"}))
+        parsed("qwen3", rope_scaling={**yarn, "attn_factor": "x"})
 
 
 def test_attn_factor_beside_attention_factor_is_refused() -> None:
     yarn = {"rope_type": "yarn", "factor": 4.0, "attention_factor": 1.5, "attn_factor": 0.5}
     with refuses(CheckpointError, "attn_factor = 0.5", "attention_factor = 1.5"):
-        parse_model_config(config("qwen3", rope_scaling=yarn))
+        parsed("qwen3", rope_scaling=yarn)
 
 
 def test_ernie_with_layers_that_predict_further_tokens() -> None:
@@ -128,9 +124,7 @@ def test_an_old_file_of_qwen_2_vl_is_read() -> None:
 
 
 def test_an_empty_value_switches_a_key_off() -> None:
-    assert parse_model_config(config(alibi={}, clip_qkv=[], scale_emb="")) == parse_model_config(
-        config()
-    )
+    assert parsed(alibi={}, clip_qkv=[], scale_emb="") == parsed()
 
 
 def test_a_key_of_the_text_model_may_stand_outside_again() -> None:

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from tests.unit.config.test_model import config, refused
+from tests.unit.config.test_model import config, parsed, refused
 from transformers import Ministral3Config
 from transformers.models.ministral3 import modeling_ministral3
 
@@ -37,10 +37,10 @@ YARN = {
     "scaling", [LINEAR, {"rope_type": "llama3", **LLAMA3}, YARN], ids=["linear", "llama3", "yarn"]
 )
 def test_both_rope_spellings_mean_the_same(scaling):
-    old = parse_model_config(config(rope_theta=1e6, rope_scaling=scaling)).ropes[0]
-    new = parse_model_config(config(rope_parameters={**scaling, "rope_theta": 1e6})).ropes[0]
-    both = parse_model_config(
-        config(rope_theta=1e6, rope_scaling=scaling, rope_parameters={**scaling, "rope_theta": 1e6})
+    old = parsed(rope_theta=1e6, rope_scaling=scaling).ropes[0]
+    new = parsed(rope_parameters={**scaling, "rope_theta": 1e6}).ropes[0]
+    both = parsed(
+        rope_theta=1e6, rope_scaling=scaling, rope_parameters={**scaling, "rope_theta": 1e6}
     )
     assert old == new == both.ropes[0]
     assert old.theta == 1e6
@@ -51,17 +51,13 @@ def test_both_rope_spellings_mean_the_same(scaling):
 
 
 def test_rope_without_scaling():
-    default = parse_model_config(
-        config(rope_parameters={"rope_type": "default", "rope_theta": 500.0})
-    ).ropes[0]
+    default = parsed(rope_parameters={"rope_type": "default", "rope_theta": 500.0}).ropes[0]
     assert (default.theta, default.kind, dict(default.parameters)) == (500.0, "default", {})
-    assert parse_model_config(config(rope_scaling=None)).ropes[0].kind == "default"
+    assert parsed(rope_scaling=None).ropes[0].kind == "default"
 
 
 def test_the_original_length_defaults_to_the_present_one():
-    yarn = parse_model_config(
-        config(rope_scaling={"type": "yarn", "factor": 4.0}, max_position_embeddings=4096)
-    )
+    yarn = parsed(rope_scaling={"type": "yarn", "factor": 4.0}, max_position_embeddings=4096)
     assert yarn.ropes[0].parameters["original_max_position_embeddings"] == 4096
     assert yarn.position_limit == 16384
     outside = config(
@@ -72,18 +68,10 @@ def test_the_original_length_defaults_to_the_present_one():
 
 
 def test_position_limit():
-    assert parse_model_config(config(max_position_embeddings=100)).position_limit == 100
-    assert (
-        parse_model_config(config(max_position_embeddings=100, rope_scaling=LINEAR)).position_limit
-        == 400
-    )
+    assert parsed(max_position_embeddings=100).position_limit == 100
+    assert parsed(max_position_embeddings=100, rope_scaling=LINEAR).position_limit == 400
     llama3 = {"rope_type": "llama3", **LLAMA3}
-    assert (
-        parse_model_config(
-            config(max_position_embeddings=131072, rope_scaling=llama3)
-        ).position_limit
-        == 131072
-    )
+    assert parsed(max_position_embeddings=131072, rope_scaling=llama3).position_limit == 131072
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "mrope", "proportional"])
@@ -136,9 +124,7 @@ def test_a_length_beside_the_ropes_of_laguna_repeats_that_of_each():
         "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
     }
     both = {**ropes, "original_max_position_embeddings": 4096}
-    assert parse_model_config(config("laguna", rope_parameters=both)) == parse_model_config(
-        config("laguna", rope_parameters=ropes)
-    )
+    assert parsed("laguna", rope_parameters=both) == parsed("laguna", rope_parameters=ropes)
     refused("contradicts", "8192", "4096", model_type="laguna",
             rope_parameters={**ropes, "original_max_position_embeddings": 8192})  # fmt: skip
     alone = {
@@ -167,12 +153,12 @@ def test_queries_of_ministral_3_are_scaled_by_their_position():
     """
     whole = {**SCALED, "type": "yarn", "max_position_embeddings": 4096, "rope_theta": 1e6}
     for said in ({"rope_parameters": whole}, {"rope_scaling": SCALED, "rope_theta": 1e6}):
-        rope = parse_model_config(config("ministral3", **said)).ropes[0]
+        rope = parsed("ministral3", **said).ropes[0]
         assert rope.parameters == {
             key: value for key, value in SCALED.items() if key != "rope_type"
         }
         assert (rope.kind, rope.theta) == ("yarn", 1e6)
-    default = parse_model_config(config("ministral3")).ropes[0]
+    default = parsed("ministral3").ropes[0]
     theirs = Ministral3Config().rope_parameters
     assert dict(default.parameters) | {"rope_theta": default.theta, "rope_type": default.kind} == {
         key: value
@@ -200,9 +186,7 @@ def test_queries_of_other_families_are_not_scaled():
 
 def test_the_factor_of_queries_is_that_of_transformers():
     """The table's bits, in spans of the original length; a beta of 0 needs no table."""
-    table = build_rope(
-        parse_model_config(config("ministral3", rope_parameters=SCALED)).ropes[0], 5000, "cpu"
-    ).q_factor
+    table = build_rope(parsed("ministral3", rope_parameters=SCALED).ropes[0], 5000, "cpu").q_factor
     theirs = modeling_ministral3.get_llama_4_attn_scale(torch.arange(5000)[None], 0.1, 1024)
     assert table is not None
     assert torch.equal(table, theirs[0, 0, :, 0])

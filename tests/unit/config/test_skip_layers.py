@@ -161,10 +161,8 @@ def test_every_8_bit_cache_can_skip(
 ) -> None:
     given = KVScales((ONE, ONE)) if "kv_scales" in options and "." in options["kv_scales"] else None
     kv = decide("1,01,1", stored=given, **options).kv
-    assert [(one.format, one.granularity) for one in kv.layers or ()] == [
-        (format, granularity),
-        (BF16, None),
-    ]
+    expected = [(format, granularity), (BF16, None)]
+    assert [(one.format, one.granularity) for one in kv.layers or ()] == expected
     assert (kv.format, kv.granularity, kv.scale_source) == (format, granularity, source)
     assert kv.scales is None or kv.scales.layers[1] is None
     assert kv.names()["dtype"] == "mixed"

@@ -39,11 +39,7 @@ def test_drafts_of_a_step(speculate: Any, config: Any, count: int) -> None:
         (1.5, None, "--speculate 1.5 must be"),
         (None, "{method}", "is not JSON"),
         (None, "[]", "is not an object"),
-        (
-            None,
-            '{"method": "mtp"}',
-            "method 'mtp': choose ngram or suffix; draft models, EAGLE",
-        ),
+        (None, '{"method": "mtp"}', "method 'mtp': choose ngram or suffix; draft models, EAGLE"),
         (None, '{"model": "x"}', "'model': draft models, EAGLE and MTP heads are not implemented"),
         (None, '{"num_speculative_tokens": 3}', "method None: choose"),
         (None, '{"method": "ngram", "prompt_lookup_max": 4}', "'prompt_lookup_max': how long"),

@@ -275,10 +275,8 @@ def test_every_build_packs_a_matrix_into_what_is_counted(
     functions = load(build).functions
     scales = 4 * -(-rows // 16) * 16
     packed = functions.freight_packed_bytes(FORMATS[torch_dtype(format)], rows, columns)
-    assert (
-        matrix_bytes(rows, columns, format, None, LAYOUTS.get(build, Layout.PACKED))
-        == packed + scales
-    )
+    expected = packed + scales
+    assert matrix_bytes(rows, columns, format, None, LAYOUTS.get(build, Layout.PACKED)) == expected
 
 
 @settings(max_examples=examples(200))
