@@ -112,7 +112,7 @@ def test_only_what_was_drawn_is_indexed(new_rig: NewRig) -> None:
         assert len(allocator._index) == request.num_computed_tokens // 4
 
 
-@settings(max_examples=25)
+@settings(max_examples=60)
 @given(
     rng=st.randoms(use_true_random=False),
     kind=st.sampled_from(KINDS),
@@ -154,7 +154,7 @@ def test_any_traffic_ends_with_the_same_tokens(
     drive(rig, rng)
 
 
-@settings(max_examples=6)
+@settings(max_examples=10)
 @given(
     rng=st.randoms(use_true_random=False),
     kind=st.sampled_from(KINDS),
