@@ -18,8 +18,6 @@ from typing import Any
 
 import pytest
 from tests.conformance.wire import Api
-from tests.demo_chat import demo_with_chat_template
-from tests.serving import freight_serve
 
 KEY = "conformance-key"
 LEAKS = (b"Traceback", b'File "', b" at 0x", b"site-packages", b"/usr/", b"/home/", b"/root/")
@@ -45,6 +43,9 @@ def base(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     if url:
         yield Api(url.rstrip("/").removesuffix("/v1"), "", config.getoption("api_key", None))
         return
+    from tests.demo_chat import demo_with_chat_template  # loads torch, which no other server needs
+    from tests.serving import freight_serve
+
     folder = demo_with_chat_template(tmp_path_factory.mktemp("models") / "demo-chat")
     options = ["--api-key", KEY, "--kv-cache-memory", "64MiB", "--kv-cache-dtype", "fp8"]
     options += ["--enable-tokenizer-info-endpoint"]

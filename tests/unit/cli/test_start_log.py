@@ -25,7 +25,7 @@ BENCH = ["--input-len", "4", "--output-len", "3", "--repeats", "1", "--kv-cache-
     "argv",
     [
         ["generate", "--prompt", "a", "--max-tokens", "1", *SMALL],
-        ["evaluate", "--data", "TEXT", "--no-noise", *SMALL],
+        ["evaluate", "--data", "TEXT", "--no-noise", "--caches", "unit", "--no-speed", *SMALL],
         ["bench", "latency", *BENCH],
         ["bench", "throughput", "--num-requests", "1", *BENCH],
     ],

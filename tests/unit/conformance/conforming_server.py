@@ -8,7 +8,9 @@ broken.
 from __future__ import annotations
 
 import json
-import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -167,12 +169,15 @@ class Handler(BaseHTTPRequestHandler):
         self.close_connection = True
 
 
-def main() -> None:
-    Handler.broken = sys.argv[1] if len(sys.argv) > 1 else ""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    print(server.server_address[1], flush=True)
-    server.serve_forever()
-
-
-if __name__ == "__main__":
-    main()
+@contextmanager
+def serving(broken: str = "") -> Iterator[str]:
+    """The URL of a server that breaks a rule, none if it has no name."""
+    handler = type("BreakingHandler", (Handler,), {"broken": broken})
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.02,))
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()

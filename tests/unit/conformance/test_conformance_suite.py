@@ -7,17 +7,16 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import pytest
 from tests.conformance import test_faults, test_openai_shapes
 from tests.conformance.wire import Api
+from tests.unit.conformance.conforming_server import serving
 
 ROOT = Path(__file__).parents[3]
-SERVER = Path(__file__).parent / "conforming_server.py"
 KEPT = (
     "chat_whole or chat_stream or usage_chunk or usage_in_every or streamed_is_not_streamed or completions_whole "
     "or index_of_a_choice or stop_strings or limits_of or names_that_mean or (openai_client and not logprobs) "
@@ -25,22 +24,10 @@ KEPT = (
 )
 
 
-@contextmanager
-def serving(broken: str) -> Iterator[str]:
-    command = [sys.executable, str(SERVER), broken]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    ) as process:
-        assert process.stdout is not None
-        try:
-            yield f"http://127.0.0.1:{process.stdout.readline().strip()}"
-        finally:
-            process.terminate()
-
-
 def run_suite(url: str) -> tuple[int, set[str], str]:
     """(passed, names of the tests that failed, all that was said)."""
     options = ["-p", "no:cacheprovider", "-p", "no:xdist", "-k", KEPT, "-rf"]
+    options += ["--confcutdir", "tests/conformance"]  # it speaks HTTP alone, and needs no torch
     command = [sys.executable, "-m", "pytest", "tests/conformance", "--url", url, *options]
     ended = subprocess.run(
         command, capture_output=True, text=True, cwd=ROOT, timeout=300, check=False
@@ -51,7 +38,7 @@ def run_suite(url: str) -> tuple[int, set[str], str]:
 
 
 def test_a_server_that_keeps_the_rules_passes() -> None:
-    with serving("") as url:
+    with serving() as url:
         passed, failed, said = run_suite(url)
     assert failed == set(), said[-3000:]
     assert passed > 20, said[-3000:]
@@ -82,7 +69,7 @@ STREAMS = partial(
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_a_broken_rule_fails_its_test(broken: str, check: Callable[[Api], None]) -> None:
-    with serving("") as url:
+    with serving() as url:
         check(Api(url, "letters"))
     with serving(broken) as url, pytest.raises((AssertionError, KeyError)):
         check(Api(url, "letters"))

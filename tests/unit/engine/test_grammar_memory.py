@@ -76,7 +76,7 @@ def grown(way: str, first: int, last: int) -> int:
     ids=["compiled", "generated"],
 )
 def test_memory_stays_flat_after_the_grammars_that_are_kept(way: str) -> None:
-    assert grown(way, 300, 600) < 6 << 20 < 300 * KEPT_BYTES
+    assert grown(way, 280, 460) < 6 << 20 < 180 * KEPT_BYTES
 
 
 @pytest.mark.slow

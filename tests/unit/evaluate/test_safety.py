@@ -69,7 +69,7 @@ def test_figures_of_all_verdicts_are_drawn():
     """What is drawn above is safe often enough for the test to mean something."""
     found = []
 
-    @settings(max_examples=500, database=None, derandomize=True)
+    @settings(max_examples=250, database=None, derandomize=True)
     @given(st.tuples(*figures))
     def drawn(one: Any) -> None:
         found.append(judge(*one).verdict)

@@ -108,12 +108,6 @@ APIS = {
     ),
     "detokenize": Api(DetokenizeBody, detokenize, {"tokens": [1]}),
 }
-UNREAD_ROWS = [
-    pytest.param(APIS[api], name, row, id=f"{api}-{name}")
-    for api in ("chat", "completions", "tgi", "generate")
-    for name, row in APIS[api].model.unread.items()
-    if name not in APIS[api].model.model_fields or api == "tgi"
-]
 NEEDED = {  # what a field needs beside it
     "top_logprobs": {"logprobs": True},
     "stream_options": {"stream": True},
@@ -128,9 +122,9 @@ DEPENDENT = {
 }
 POOL: list[Any] = [
     *(True, False, 0, 1, -1, -2, 5, 0.5, 1.5, -0.1, 1e308, 10**30, 2**64, 10**4000),
-    *(float("nan"), float("inf"), "", "x", "5", "yes", "a b", "x" * 1025, "x" * 10**6),
+    *(float("nan"), float("inf"), "", "x", "5", "yes", "a b", "x" * 1025, "x" * 10**5),
     *([], [5], [5.5], [True], ["5"], ["x"], ["a", ""], [-1], [2**70], [SERVED.vocab_size]),
-    *(["x"] * 17, ["x"] * 10_000, ["x" * 257], [1] * 1025, [1] * (2**16 + 1), [[]], ["text"]),
+    *(["x"] * 17, ["x" * 257], [1] * 1025, [[]], ["text"]),
     *({}, {"1": 1}, {"abc": 1}, {"01": 1}, {"-1": 1}, {"1": 1e30}, {"1": "x"}, {"1": 10**4000}),
     *({"1000000": 1}, {str(i): 1 for i in range(2000)}, {"type": "xml"}),
     *({"include_usage": True}, {"include_usage": 1}, {"x": 1}, {"type": "json_object"}, "low"),
@@ -172,17 +166,14 @@ def same(left: object, right: object) -> bool:
     return left == right or (left != left and right != right)
 
 
-ROWS = [
-    pytest.param(api, name, id=f"{key}-{name}")
-    for key, api in APIS.items()
-    for name in schema_of(api.model)["properties"]
-    if name not in api.least or name == "max_tokens"
-]
+@pytest.mark.parametrize("api", APIS.values(), ids=APIS)
+def test_a_field_takes_what_its_row_says_and_nothing_else(api: Api) -> None:
+    for name, schema in schema_of(api.model)["properties"].items():
+        if name not in api.least or name == "max_tokens":
+            check_field(api, name, schema)
 
 
-@pytest.mark.parametrize(("api", "name"), ROWS)
-def test_a_field_takes_what_its_row_says_and_nothing_else(api: Api, name: str) -> None:
-    schema = schema_of(api.model)["properties"][name]
+def check_field(api: Api, name: str, schema: dict[str, Any]) -> None:
     validator = jsonschema_rs.validator_for(schema)
     sets = sampling_names(api.model).get(name)
     whole = {"type": "number"} not in schema.get("anyOf", [])
@@ -190,19 +181,20 @@ def test_a_field_takes_what_its_row_says_and_nothing_else(api: Api, name: str) -
         if isinstance(value, float) and value.is_integer() and whole:
             continue  # an integer to a schema, and not to the server
         error = api.refusal({**NEEDED.get(name, {}), name: value})
-        shown = f"{value!r:.80}"
         if allows(validator, value):
-            assert error is None or name in DEPENDENT, (shown, error)
+            assert error is None or name in DEPENDENT, (name, f"{value!r:.80}", error)
             if error is None and sets is not None and value is not None:
                 call = api.call({**NEEDED.get(name, {}), name: value})
                 expected = SamplingParams(**{"max_tokens": None, sets: value})
-                assert same(getattr(call.work[0].params, sets), getattr(expected, sets)), shown
+                got = getattr(call.work[0].params, sets)
+                assert same(got, getattr(expected, sets)), (name, f"{value!r:.80}")
         else:
-            assert error is not None, shown
+            assert error is not None, (name, f"{value!r:.80}")
         if error is not None:
             path = (error.param or "").removeprefix(api.within).lstrip(".")
-            assert path.split(".")[0].split("[")[0] in (name, ""), (shown, error.param)
-            assert path or (api.within and name in error.message), shown
+            at_fault = path.split(".")[0].split("[")[0]
+            assert at_fault in (name, ""), (name, f"{value!r:.80}", error.param)
+            assert path or (api.within and name in error.message), (name, f"{value!r:.80}")
             assert error.status == (404 if error.code == "model_not_found" else api.status)
             assert len(error.message) < MOST_SHOWN
             assert not path or name in error.message, error.message
@@ -255,17 +247,24 @@ def test_null_is_absent(api: Api) -> None:
     assert "$ref" not in json.dumps(schema)
 
 
-@pytest.mark.parametrize(("api", "name", "row"), UNREAD_ROWS)
-def test_a_field_that_is_not_read_asks_for_nothing(api: Api, name: str, row: Unread) -> None:
+@pytest.mark.parametrize("key", ["chat", "completions", "tgi", "generate"])
+def test_a_field_that_is_not_read_asks_for_nothing(key: str) -> None:
+    api = APIS[key]
+    for name, row in api.model.unread.items():
+        if name not in api.model.model_fields or key == "tgi":
+            check_unread(api, name, row)
+
+
+def check_unread(api: Api, name: str, row: Unread) -> None:
     lenient = replace(SERVED, unknown_fields="ignore")
     plain = api.call({})
     for value in ("x",) if row.values is None else row.values:
         json.dumps(value)
         call = api.call({name: value})
-        assert call.ignored == ((name,) if row.reported else ())
-        assert replace(call, ignored=()) == plain
+        assert call.ignored == ((name,) if row.reported else ()), name
+        assert replace(call, ignored=()) == plain, name
         if type(value) is int:
-            assert api.call({name: float(value)}) == call
+            assert api.call({name: float(value)}) == call, name
     if row.values is None:
         return
     assert row.instead, "there is a way out"
@@ -275,7 +274,7 @@ def test_a_field_that_is_not_read_asks_for_nothing(api: Api, name: str, row: Unr
             continue
         for served in (SERVED, lenient):
             error = api.refusal({name: value}, served)
-            assert error is not None
+            assert error is not None, (name, f"{value!r:.80}")
             assert (error.status, (error.param or "").rpartition(".")[2]) == (api.status, name)
             if name == "watermark" and not isinstance(value, bool):
                 continue  # its type is checked first

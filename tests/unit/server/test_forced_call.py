@@ -1,19 +1,16 @@
-"""Calls that are forced by a grammar: what any walk through the grammar writes is read back as
-calls of allowed tools with arguments that fit their schema. And the checkpoint's own response
-template, with its calls."""
+"""Forms of an answer after its reasoning, calls that cannot be forced, and the checkpoint's own
+response template, with its calls. test_forced_forms.py has the calls that are forced."""
 
 from __future__ import annotations
 
 import json
 import logging
-import random
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jsonschema_rs
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 from tests.clock import takes_less
@@ -34,9 +31,6 @@ ADDED = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 TEMPLATES = {
     "qwen3": "<|im_start|><tool_call></tool_call><think></think>",
     "hermes": "<|im_start|><tool_call></tool_call>",
-    "llama3": '<|start_header_id|>{"name": , "parameters": }',
-    "mistral_list": "[TOOL_CALLS] [",
-    "mistral_args": "[TOOL_CALLS]f[ARGS]",
 }
 CITY = {"type": "string", "maxLength": 8}
 WEATHER = {
@@ -146,84 +140,6 @@ def allows(built: Backend, outputs: Mapping[str, Any], text: str) -> bool:
     assert not matcher.is_error(), matcher.get_error()
     ids = built.encode(text, add_special_tokens=False).ids
     return matcher.try_consume_tokens(ids) == len(ids) and bool(matcher.is_accepting())
-
-
-def walk(built: Backend, outputs: Mapping[str, Any], seed: int) -> str:
-    """A text that the form `outputs` allows: at each step any allowed token, and the end as soon as
-    it is allowed.
-    """
-    end = built.token_to_id("<|im_end|>")
-    tokenizer = LLTokenizer(built.to_str(), n_vocab=built.get_vocab_size(), eos_token=end)
-    matcher = LLMatcher(tokenizer, source(outputs))
-    assert not matcher.is_error(), matcher.get_error()
-    draw, ids = random.Random(seed), []
-    quote = built.token_to_id('"')
-    for _ in range(3000):
-        if matcher.is_stopped():
-            break
-        bias = matcher.compute_logit_bias()
-        allowed = [token for token in range(built.get_vocab_size()) if bias[token]]
-        if end in allowed and draw.random() < 0.5:
-            break
-        token = quote if quote in allowed and draw.random() < 0.2 else draw.choice(allowed)
-        if token == end:
-            break
-        assert matcher.consume_token(token)
-        ids.append(token)
-        if built.decode(ids[-7:], skip_special_tokens=False).endswith(
-            "<think>"
-        ):  # left to chance, it would never end
-            thought = built.encode("so</think>", add_special_tokens=False).ids
-            assert matcher.try_consume_tokens(thought) == len(thought)
-            ids += thought
-    assert matcher.is_accepting()
-    return built.decode(ids, skip_special_tokens=False)
-
-
-@pytest.mark.parametrize("markers", ["as tokens", "as text"])
-@pytest.mark.parametrize("kind", TEMPLATES)
-def test_what_the_grammar_writes_is_read_back_as_allowed_calls(kind: str, markers: str) -> None:
-    built = backend() if markers == "as tokens" else backend((), ("<|im_end|>",))
-    form = format_of(built, TEMPLATES[kind])
-    most = 0
-    for seed in range(12):
-        names = [list(PARAMETERS)[seed % 4], "get_weather"]
-        if kind == "mistral_args":  # names have no quotes there
-            names = ["get_weather", "get-time", "at"]
-        parallel = seed % 2 == 1
-        text = walk(built, form.call_to(TOOLS, names, parallel), seed)
-        found = [piece for piece in pieces(form, [text]) if piece.kind is not PieceKind.REASONING]
-        assert {piece.kind for piece in found} == {PieceKind.TOOL_CALL}, text
-        most = max(most, len(found))
-        assert parallel or len(found) == 1
-        for piece in found:
-            assert piece.name in names
-            assert piece.text in text
-            jsonschema_rs.validate(
-                PARAMETERS[piece.name] or {"maxProperties": 0}, json.loads(piece.text)
-            )
-    assert (most > 1) == (kind != "llama3")
-
-
-@pytest.mark.parametrize("markers", ["as tokens", "as text"])
-def test_within_reasoning_a_forced_call_comes_after_its_end(markers: str) -> None:
-    built = backend() if markers == "as tokens" else backend((), ("<|im_end|>",))
-    form = format_of(built, TEMPLATES["qwen3"])
-    prompt = "<|im_start|>assistant\n<think>\n"
-    assert form.markup.begins_in_reasoning(prompt)
-    forced = form.call_to(TOOLS, ["get-time"], False, "<|im_start|>assistant\n<think>\n")
-    call = '<tool_call>\n{"name": "get-time", "arguments": {}}\n</tool_call>'
-    for text, allowed in (
-        (f"Well {{<\n</think>\n\n{call}", True),
-        (call, False),
-        (f"a</think>So {call}", False),
-    ):
-        assert allows(built, forced, text) == allowed, text
-    found = pieces(form, [f"Well {{<\n</think>\n\n{call}"], prompt)
-    assert found == [
-        Piece(PieceKind.REASONING, "Well {<"),
-        Piece(PieceKind.TOOL_CALL, "{}", "get-time"),
-    ]
 
 
 @pytest.mark.parametrize("markers", ["as tokens", "as text"])

@@ -31,6 +31,7 @@ UNITS = {
         "additionalProperties": False,
     },
 }
+QUOTED = 'a"b\\ü'  # a name for the forms that write names as JSON
 PARAMETERS: dict[str, Any] = {
     "get_weather": {
         "type": "object",
@@ -61,6 +62,7 @@ PARAMETERS: dict[str, Any] = {
             },
         },
     },
+    QUOTED: None,
 }
 TOOLS = [
     {
@@ -119,6 +121,15 @@ def test_what_the_grammar_writes_is_read_back_as_allowed_calls(name: str, marker
             jsonschema_rs.validate(PARAMETERS[piece.name] or {"maxProperties": 0}, arguments)
             seen.update(arguments)
     assert "x" in seen
+
+
+def test_a_name_of_a_tool_may_need_escapes_where_it_is_json() -> None:
+    quoted = [name for name, form in FORMS.items() if form.quoted]
+    assert quoted
+    for form in map(named_format, quoted):
+        text = walk(form.tokenizer, form.call_to(TOOLS, [QUOTED], False), 0)
+        (found,) = joined(form.parser("", TOOLS), [text], True)
+        assert (found.name, json.loads(found.text)) == (QUOTED, {}), text
 
 
 def allows(model: Tokenizer, outputs: Mapping[str, Any], text: str, spelled: str = "") -> bool:
@@ -203,6 +214,11 @@ def test_after_the_end_of_a_thought_there_is_only_the_call(name: str, special: b
     assert not allows(model, forced, f"</think>\n\n{call}", "Well</think>So")
     assert not allows(model, forced, f"Well</think>So I say</think>\n\n{call}")
     assert not allows(model, forced, f"Well</think>So {call}")
+    assert not allows(model, forced, call)
+    free = form.call_to(TOOLS, ["get-time"], True, "<|im_start|>assistant\n")
+    assert allows(model, free, call)
+    assert allows(model, free, f"<think>\nWhy?</think>{call}")
+    assert allows(model, free, f"{call}\n{call}")
 
 
 @pytest.mark.parametrize("name", ["QWEN3_CODER", "GEMMA4", "DEEPSEEK_V32"])

@@ -25,7 +25,7 @@ from freight.serve.answers.response_templates import CallForm
 from freight.serve.answers.tagged_calls import Tagged
 
 TAGGED = {name for name, form in FORMS.items() if isinstance(form.syntax, Tagged)}
-MOST = 60  # subsets of an answer: all of up to two tags, and others drawn from a seed
+MOST = 20  # subsets of an answer: all of up to two tags, and others drawn from a seed
 
 
 def places(form: CallForm, answer: str) -> list[tuple[int, int]]:
@@ -86,16 +86,17 @@ def test_any_closing_tags_of_what_a_template_writes_may_be_missing(name: str) ->
     reader = format_of(TEMPLATES[name])
     spans = places(form, answer)
     expected = said(joined(reader.parser(prompt, TOOLS), [answer], True))
-    for removed in subsets(len(spans), endings(form, answer, spans)):
+    for number, removed in enumerate(subsets(len(spans), endings(form, answer, spans))):
         cut = without(answer, spans, removed)
         whole = joined(reader.parser(prompt, TOOLS), [cut], True)
         assert calls_of(whole) == CALLS, cut
         assert said(whole) == expected, cut
-        assert joined(reader.parser(prompt, TOOLS), list(cut), True) == whole
+        if number % 4 == 0:
+            assert joined(reader.parser(prompt, TOOLS), list(cut), True) == whole
 
 
 CUT_EVERY = (
-    5  # characters between the cuts of one answer; other subsets of its tags have other cuts
+    17  # characters between the cuts of one answer; other subsets of its tags have other cuts
 )
 ANSWERS = [
     (form, answer, content, calls)

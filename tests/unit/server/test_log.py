@@ -142,7 +142,22 @@ def test_a_plain_id_is_kept(header: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "header", [None, "", "x" * 129, "a b", "a\n", "http://x", "a/b", "é", "١", "a\x00"]
+    "header",
+    [
+        None,
+        "",
+        "x" * 129,
+        "a b",
+        "a\tb",
+        "a\n",
+        "http://x",
+        "a/b",
+        "a,b",
+        "$(x)",
+        "é",
+        "١",
+        "a\x00",
+    ],
 )
 def test_any_other_id_is_replaced(header: str | None) -> None:
     replaced = request_id_of(header)

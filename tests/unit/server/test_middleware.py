@@ -8,6 +8,7 @@ import asyncio
 import json
 import logging
 import re
+from itertools import product
 from typing import Any
 
 import pytest
@@ -96,14 +97,19 @@ def call(app: Any, path: str, method: str = "GET", **headers: str) -> Answer:
     )
 
 
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("method", METHODS)
-def test_without_a_key_every_path_is_shut_for_every_method(path: str, method: str) -> None:
+def test_without_a_key_every_path_is_shut_for_every_method() -> None:
     app = Reached()
-    for headers in ({}, {"authorization": "Bearer x"}, {"x_api_key": "x"}, {"authorization": KEY}):
-        answer = call(guarded(app, Keys.read([KEY])), path, method, **headers)
-        assert (answer.status, answer.headers["www-authenticate"]) == (401, "Bearer")
-        assert KEY not in answer.body.decode()
+    shut = guarded(app, Keys.read([KEY]))
+    for path, method in product(PATHS, METHODS):
+        for headers in (
+            {},
+            {"authorization": "Bearer x"},
+            {"x_api_key": "x"},
+            {"authorization": KEY},
+        ):
+            answer = call(shut, path, method, **headers)
+            assert (answer.status, answer.headers["www-authenticate"]) == (401, "Bearer"), path
+            assert KEY not in answer.body.decode()
     assert app.scopes == []
 
 
@@ -242,24 +248,16 @@ def test_what_is_not_there_has_the_envelope() -> None:
     assert json.loads(call(app, "/generate", "GET").body)["error_type"] == "validation"
 
 
-@pytest.mark.parametrize("given_id", ["a", "Az-0_9.x", "x" * 128])
-def test_a_plain_request_id_comes_back(given_id: str) -> None:
+def test_a_plain_request_id_comes_back_and_any_other_is_replaced() -> None:
+    """test_log.py has what is plain."""
     app = Reached()
-    assert (
-        call(guarded(app, Keys.read()), "/x", x_request_id=given_id).headers["x-request-id"]
-        == given_id
-    )
-    assert app.scopes[0]["state"]["request_id"] == given_id
-
-
-@pytest.mark.parametrize(
-    "given_id", ["", "x" * 129, "a b", "http://127.0.0.1:9/", "a\tb", "é", "a,b", "$(x)"]
-)
-def test_any_other_request_id_is_replaced(given_id: str) -> None:
-    app = guarded(Reached(), Keys.read())
-    ids = {call(app, "/x", x_request_id=given_id).headers["x-request-id"] for _ in range(2)}
-    assert len(ids) == 2
-    assert all(re.fullmatch(r"[0-9a-f]{32}", found) for found in ids)
+    shut = guarded(app, Keys.read())
+    assert call(shut, "/x", x_request_id="Az-0_9.x").headers["x-request-id"] == "Az-0_9.x"
+    assert app.scopes[0]["state"]["request_id"] == "Az-0_9.x"
+    for other in ("", "a b", "http://127.0.0.1:9/"):
+        ids = {call(shut, "/x", x_request_id=other).headers["x-request-id"] for _ in range(2)}
+        assert len(ids) == 2
+        assert all(re.fullmatch(r"[0-9a-f]{32}", replaced) for replaced in ids)
 
 
 def test_other_origins_are_refused_unless_listed() -> None:

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.unit.server.openai_cases import LIMITS, SERVED
 
-from freight.serve.anthropic.messages_request import parse_count, parse_messages
-from freight.serve.openai.responses_request import parse_responses
+from freight.serve.anthropic.messages_request import MessagesBody, parse_count, parse_messages
+from freight.serve.openai.responses_request import ResponsesBody, parse_responses
 from freight.serve.transport.errors import ApiError
 
 WORDS = [
@@ -61,27 +61,7 @@ INSIDE += [
     "input_schema",
     "parameters",
 ]
-FIELDS = [
-    "input",
-    "instructions",
-    "tools",
-    "tool_choice",
-    "text",
-    "reasoning",
-    "max_output_tokens",
-    "metadata",
-]
-FIELDS += [
-    "messages",
-    "system",
-    "max_tokens",
-    "stop_sequences",
-    "thinking",
-    "output_config",
-    "temperature",
-    "stream",
-]
-FIELDS += ["chat_template_kwargs", "logit_bias", "request_id", "model", "background", "n"]
+FIELDS = sorted({"n", *ResponsesBody.model_fields, *MessagesBody.model_fields})
 LEAVES = st.none() | st.booleans() | st.integers(-2, 2**64) | st.sampled_from(WORDS)
 VALUES = st.recursive(
     LEAVES,

@@ -1,4 +1,4 @@
-"""Fixtures of the page's tests: a browser for the module, the server that it talks to, and the page
+"""Fixtures of the page's tests: a browser for all of them, the server that it talks to, and the page
 in it, ready.
 """
 
@@ -11,13 +11,13 @@ from tests.unit.server.page.browser import Browser, browser, wait_for
 from tests.unit.server.page.fake_server import Fake, Server, serving
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def window() -> Iterator[Browser]:
     with browser() as opened:
         yield opened
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def running() -> Iterator[Server]:
     with serving() as server:
         yield server
