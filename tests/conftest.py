@@ -148,7 +148,7 @@ STRENGTHS = {
 # runs, chosen by its name, so that a model that one function leaves out is of another's share.
 SHARES = {
     "tests/e2e/test_chat_terminal.py::test_one_place_decides_about_styles": 2,
-    "tests/e2e/test_equivalences.py::": 2,
+    "tests/e2e/test_equivalences.py::": 3,
     "tests/e2e/test_experts.py::test_transformers_computes_the_same_from_what_is_written": 3,
     "tests/e2e/test_failing_kernels.py::test_in_": 2,
     "tests/e2e/test_failures.py::test_one_bad_prompt_among_sixteen": 3,

@@ -31,51 +31,6 @@ def rows(num_rows: int = 8, length: int = 64) -> torch.Tensor:
     return torch.randint(0, 256, (num_rows, length), generator=torch.Generator().manual_seed(3))
 
 
-def text_of(folder: Path) -> str:
-    llm = LLM(str(folder), kv_cache_memory="8MiB", max_model_len=128)
-    return (
-        llm.generate("def main(", SamplingParams(max_tokens=8, temperature=0.0))[0].outputs[0].text
-    )
-
-
-def test_the_dynamic_form(tmp_path: Path):
-    out = tmp_path / "out"
-    quantize_config = BaseQuantizeConfig(quant_method="fp8", activation_scheme="dynamic")
-    model = AutoFP8ForCausalLM.from_pretrained(DEMO, quantize_config)
-    model.quantize([])
-    model.save_quantized(str(out))
-    said = json.loads((out / "config.json").read_text())["quantization_config"]
-    assert said == {
-        "quant_method": "fp8",
-        "activation_scheme": "dynamic",
-        "ignored_layers": ["lm_head"],
-    }
-    assert (out / "tokenizer.json").is_file()
-    assert text_of(out)
-
-
-def test_the_static_form(tmp_path: Path):
-    out = tmp_path / "out"
-    tokenizer = AutoTokenizer.from_pretrained(DEMO, use_fast=True)
-    tokenizer.pad_token = tokenizer.eos_token
-    examples = [f"def f{i}(x):\n    return x * {i}\n" * 8 for i in range(8)]
-    encodings = tokenizer(examples, padding=True, truncation=True, return_tensors="pt")
-    quantize_config = BaseQuantizeConfig(quant_method="fp8", activation_scheme="static")
-    model = AutoFP8ForCausalLM.from_pretrained(DEMO, quantize_config)
-    model.quantize(encodings)
-    model.save_quantized(out)
-    stored = load_file(out / "model.safetensors")
-    scales = [tensor for name, tensor in stored.items() if name.endswith("input_scale")]
-    assert len(scales) == 42
-    assert all(scale.shape == () and scale.dtype is torch.float32 and scale > 0 for scale in scales)
-    assert text_of(out)
-
-
-def test_ignoring_every_module_is_refused():
-    with refuses(ConfigError, "--ignore re:.*"):
-        AutoFP8ForCausalLM.from_pretrained(BASE, BaseQuantizeConfig("fp8", "dynamic", ["re:.*"]))
-
-
 def test_kv_targets_give_the_tensors_that_autofp8_writes(tmp_path: Path):
     quantize_config = BaseQuantizeConfig(kv_cache_quant_targets=("k_proj", "v_proj"))
     model = AutoFP8ForCausalLM.from_pretrained(
@@ -120,23 +75,17 @@ def test_patterns_are_searched_and_expanded(tmp_path: Path):
     assert quantize_config.ignored_layers == ["model.layers.1.mlp.down_proj", "lm_head"]
 
 
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
+def test_what_its_config_refuses():
+    targets = {"kv_cache_quant_targets": ("k_proj", "v_proj")}
+    wrong = "Invalid activation_scheme. Choose either 'static' or 'dynamic'."
+    cases: list[tuple[dict[str, Any], str]] = [
         ({"quant_method": "gptq"}, r"Only FP8 quantization is supported\."),
-        (
-            {"activation_scheme": "none"},
-            "Invalid activation_scheme. Choose either 'static' or 'dynamic'.",
-        ),
-        (
-            {"activation_scheme": "dynamic", "kv_cache_quant_targets": ("k_proj", "v_proj")},
-            "needs calibration",
-        ),
-    ],
-)
-def test_what_its_config_refuses(options: dict[str, Any], says: str):
-    with pytest.raises(ValueError, match=says):
-        BaseQuantizeConfig(**options)
+        ({"activation_scheme": "none"}, wrong),
+        ({"activation_scheme": "dynamic", **targets}, "needs calibration"),
+    ]
+    for options, says in cases:
+        with pytest.raises(ValueError, match=says):
+            BaseQuantizeConfig(**options)
 
 
 def test_what_the_model_refuses(tmp_path: Path):
@@ -145,7 +94,8 @@ def test_what_the_model_refuses(tmp_path: Path):
 
     with refuses(ValueError, "kv_cache_quant_targets", "('k_proj',)", "'v_proj'"):
         model(kv_cache_quant_targets=("k_proj",))
-    with pytest.raises(ConfigError, match="needs calibration tokens"):
+    says = ("activation_scheme='static'", "calibration tokens", "quantize(tokenizer", '.to("cuda")')
+    with refuses(ConfigError, *says):
         model().quantize()
     with pytest.raises(ConfigError, match="has no token"):
         model().quantize([])
@@ -153,35 +103,50 @@ def test_what_the_model_refuses(tmp_path: Path):
         model().quantize(torch.arange(300))
     with pytest.raises(ConfigError, match="call quantize"):
         model().save_quantized(tmp_path / "out")
+    with refuses(ConfigError, "--ignore re:.*"):
+        model(activation_scheme="dynamic", ignore_patterns=["re:.*"])
     with refuses(ConfigError, "'load_in_8bit'"):
         AutoFP8ForCausalLM.from_pretrained(BASE, BaseQuantizeConfig(), load_in_8bit=True)
     with pytest.raises(CheckpointError, match="is quantized already"):
         AutoFP8ForCausalLM.from_pretrained(AUTOFP8, BaseQuantizeConfig())
 
 
-def test_the_static_script_runs_twice(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_the_script_runs_twice(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """example_dataset.py for a base model, without `.to("cuda")`; the second run replaces what the
     first one wrote.
     """
-    quantized_model_dir = str(tmp_path / "base-FP8")
+    out = tmp_path / "base-FP8"
+    quantized_model_dir = str(out)
     for scheme in ("static", "dynamic"):
         tokenizer = AutoTokenizer.from_pretrained(DEMO, use_fast=True)
         tokenizer.pad_token = tokenizer.eos_token
-        ds = [{"text": f"def f{i}(x):\n    return x * {i}\n" * 4} for i in range(3)]
-        examples = tokenizer(
-            [one["text"] for one in ds], padding=True, truncation=True, return_tensors="pt"
-        )
+        ds = [f"def f{i}(x):\n    return x * {i}\n" * 4 for i in range(3)]
+        examples = tokenizer(ds, padding=True, truncation=True, return_tensors="pt")
         quantize_config = BaseQuantizeConfig(quant_method="fp8", activation_scheme=scheme)
         model = AutoFP8ForCausalLM.from_pretrained(DEMO, quantize_config=quantize_config)
-        model.quantize(examples)
+        model.quantize(examples if scheme == "static" else [])
         model.save_quantized(quantized_model_dir)
-        said = capsys.readouterr().out
-        assert said.startswith("LlamaForCausalLM(\n")
-        assert f"fp8_e4m3fn, inputs {scheme}\n" in said
-        assert f")\nSaving the model to {quantized_model_dir}\nSaved: " in said
-        assert said.endswith(" MiB after\n")
-    stored = load_file(tmp_path / "base-FP8" / "model.safetensors")
-    assert not any(name.endswith("input_scale") for name in stored)
+        printed = capsys.readouterr().out
+        assert printed.startswith("LlamaForCausalLM(\n")
+        assert f"fp8_e4m3fn, inputs {scheme}\n" in printed
+        assert f")\nSaving the model to {quantized_model_dir}\nSaved: " in printed
+        assert printed.endswith(" MiB after\n")
+        stored = load_file(out / "model.safetensors")
+        scales = [tensor for name, tensor in stored.items() if name.endswith("input_scale")]
+        assert len(scales) == (42 if scheme == "static" else 0)
+        for scale in scales:
+            assert (scale.shape, scale.dtype) == ((), torch.float32)
+            assert scale > 0
+        llm = LLM(quantized_model_dir, kv_cache_memory="8MiB", max_model_len=128)
+        params = SamplingParams(max_tokens=8, temperature=0.0)
+        assert llm.generate("def main(", params)[0].outputs[0].text
+    declared = json.loads((out / "config.json").read_text())["quantization_config"]
+    assert declared == {
+        "quant_method": "fp8",
+        "activation_scheme": "dynamic",
+        "ignored_layers": ["lm_head"],
+    }
+    assert (out / "tokenizer.json").is_file()
 
 
 def static_model() -> AutoFP8ForCausalLM:
@@ -265,14 +230,3 @@ def test_printing_shows_layers_and_formats():
         "      (mlp.down_proj): Linear(384 -> 256), bfloat16",
     ]
     assert lines.count("      (KV cache): fp8_e4m3fn, a scale per tensor") == 2
-
-
-def test_the_error_about_tokens_says_what_to_delete():
-    with refuses(
-        ConfigError,
-        "activation_scheme='static'",
-        "calibration tokens",
-        "quantize(tokenizer",
-        '.to("cuda")',
-    ):
-        AutoFP8ForCausalLM.from_pretrained(BASE, BaseQuantizeConfig()).quantize()

@@ -4,6 +4,7 @@ continued.
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import random
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx2 as httpx
@@ -18,11 +20,12 @@ import pytest
 from tests.asking import ENDLESS, ONE_BY_ONE
 from tests.e2e.conftest import DemoServer
 from tests.environment import without_options
-from tests.forked_server import Forked
+from tests.forked_server import Forked, forked
 from tests.serving import CAN_FORK, children_of
 from tests.unit.server.raw_http import wait_for
 
 from freight.cli.main import main
+from freight.serve.processes import children
 
 CACHE = ["--kv-cache-dtype", "fp8", "--kv-cache-memory", "64MiB"]
 SECONDS = 300.0
@@ -67,16 +70,9 @@ def test_each_line_has_the_answer_of_the_server_or_an_error_of_its_own(
     demo_server: DemoServer, served_folder: Path, tmp_path: Path
 ) -> None:
     say = [{"role": "user", "content": "Write a function."}]
+    scored = {"temperature": 0, "logprobs": True, "top_logprobs": 2}
     entries: list[Any] = [
-        entry(
-            1,
-            "/v1/chat/completions",
-            messages=say,
-            max_tokens=6,
-            temperature=0,
-            logprobs=True,
-            top_logprobs=2,
-        ),
+        entry(1, "/v1/chat/completions", messages=say, max_tokens=6, **scored),
         entry(2, prompt=["def f(", "import "], n=2, max_tokens=5, seed=3),
         "{bad",
         entry(4, "/v1/responses", input="Hello", max_output_tokens=5, temperature=0),
@@ -170,26 +166,22 @@ def test_pipes_and_the_summary(
 ) -> None:
     entries = [completion(0), "{", completion(2)]
     source, out = write(tmp_path / "in.jsonl", entries), tmp_path / "out.jsonl"
-    command = [sys.executable, "-m", "freight", "batch", "-", "-", *CACHE]
-    with source.open("rb") as given, out.open("wb") as taken:
-        assert (
-            subprocess.run(command, stdin=given, stdout=taken, env=ENVIRON, check=False).returncode
-            == 0
-        )
+    if CAN_FORK:  # the engine's process, in place of an interpreter that begins anew
+        monkeypatch.setattr(children, "subprocess", SimpleNamespace(Popen=forked))
+    stdin = io.TextIOWrapper(io.BytesIO(source.read_bytes()))
+    monkeypatch.setattr(sys, "stdin", stdin)
+    monkeypatch.setattr(sys, "argv", ["freight", "batch", "-", "-", *CACHE])
+    with pytest.raises(SystemExit, match="0"):
+        main()
+    out.write_text(capsys.readouterr().out)
     assert [one["custom_id"] for one in answers(out)] == ["line-0", None, "line-2"]
     monkeypatch.setattr(sys, "argv", ["freight", "batch", str(source), str(out), "--json", *CACHE])
     with pytest.raises(SystemExit, match="0"):
         main()
     summary = json.loads(capsys.readouterr().out)
     assert summary.pop("seconds") >= 0
-    assert summary == {
-        "lines": 3,
-        "before": 3,
-        "answered": 0,
-        "failed": 1,
-        "prompt_tokens": 0,
-        "generated_tokens": 0,
-    }
+    counts = {"lines": 3, "before": 3, "answered": 0, "failed": 1}
+    assert summary == counts | {"prompt_tokens": 0, "generated_tokens": 0}
 
 
 def test_a_model_that_cannot_be_loaded_leaves_an_empty_output_and_its_status(

@@ -88,26 +88,3 @@ def test_the_older_form_through_the_environment(
     assert (got["kv_cache"]["dtype"], got["kv_cache"]["scale_source"]) == ("fp8_e5m2", "unit")
     assert got["outputs"][0]["prompt"] is None
     assert len(got["outputs"][0]["token_ids"]) == 12
-
-
-@pytest.mark.parametrize(
-    ("argv", "says"),
-    [
-        (["chat"], "generate"),
-        (["generate", "--prompt", "x " * 3000], "1024"),
-        (["generate", "--prompt-token-ids", "1,999999"], "999999"),
-        (["generate", "--prompt", "x", "--max-model-len", "1000000"], "max-model-len"),
-        (["generate", "--prompt", "x", "--kv-scales", "unit"], "--kv-scales unit"),
-        (
-            ["generate", "--prompt", "x", "--kv-cache-dtype", "fp8", "--kv-scales", "checkpoint"],
-            "--kv-scales",
-        ),
-    ],
-)
-def test_what_cannot_be_is_one_line_and_status_2(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], argv: list[str], says: str
-) -> None:
-    code, out, err = run(monkeypatch, capsys, *argv, FREIGHT_KV_CACHE_MEMORY="16MiB")
-    assert (code, out) == (2, "")
-    assert says in err
-    assert err.splitlines()[-1].startswith("error: ")

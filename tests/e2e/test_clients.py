@@ -61,6 +61,10 @@ def hub(demo_server: DemoServer) -> InferenceClient:
     return InferenceClient(demo_server.url, token=demo_server.key, timeout=300)
 
 
+def asking(server: DemoServer, **more: Any) -> dict[str, Any]:
+    return {"model": server.name, "messages": MESSAGES, **more}
+
+
 def check_trip(text: str | None) -> None:
     trip = json.loads(text or "")
     assert trip["city"] in ("Oslo", "Rome")
@@ -82,29 +86,16 @@ def test_models(client: OpenAI, demo_server: DemoServer) -> None:
 def test_completions_echo_their_prompt_with_log_probabilities(
     client: OpenAI, demo_server: DemoServer
 ) -> None:
-    common: dict[str, Any] = {
-        "model": demo_server.name,
-        "prompt": PROMPT,
-        "temperature": 0,
-        "echo": True,
-    }
+    common: dict[str, Any] = {"model": demo_server.name, "prompt": PROMPT, "temperature": 0}
+    common["echo"] = True
     found = client.completions.create(**common, max_tokens=5, logprobs=2)
     (choice,) = found.choices
     assert choice.text.startswith(PROMPT)
     assert len(choice.text) > len(PROMPT)
-    logprobs, usage = choice.logprobs, found.usage
-    assert logprobs is not None
-    assert usage is not None
-    tokens, own, top, offsets = (
-        logprobs.tokens,
-        logprobs.token_logprobs,
-        logprobs.top_logprobs,
-        logprobs.text_offset,
-    )
-    assert tokens is not None
-    assert own is not None
-    assert top is not None
-    assert offsets is not None
+    logprobs: Any = choice.logprobs
+    usage: Any = found.usage
+    tokens, own = logprobs.tokens, logprobs.token_logprobs
+    top, offsets = logprobs.top_logprobs, logprobs.text_offset
     assert len(tokens) == len(own) == len(top) == len(offsets) == usage.total_tokens
     assert own[0] is None
     assert all(value <= 0 for value in own[1:])
@@ -149,18 +140,10 @@ def test_equal_seeds_give_equal_texts(client: OpenAI, demo_server: DemoServer) -
 def test_chat_with_log_probabilities_streamed_and_whole(
     client: OpenAI, demo_server: DemoServer
 ) -> None:
-    asked: dict[str, Any] = {
-        "model": demo_server.name,
-        "messages": MESSAGES,
-        "logprobs": True,
-        "top_logprobs": 2,
-    }
-    whole = client.chat.completions.create(**asked, **GREEDY)
-    chunks = list(
-        client.chat.completions.create(
-            **asked, **GREEDY, stream=True, stream_options={"include_usage": True}
-        )
-    )
+    asked = asking(demo_server, **GREEDY, logprobs=True, top_logprobs=2)
+    whole = client.chat.completions.create(**asked)
+    asked |= {"stream": True, "stream_options": {"include_usage": True}}
+    chunks = list(client.chat.completions.create(**asked))
     (choice,) = whole.choices
     assert choice.logprobs is not None
     assert choice.logprobs.content is not None
@@ -176,20 +159,12 @@ def test_chat_with_log_probabilities_streamed_and_whole(
 def test_the_helper_for_streams_gathers_two_choices(
     client: OpenAI, demo_server: DemoServer
 ) -> None:
-    asked: dict[str, Any] = {
-        "model": demo_server.name,
-        "messages": MESSAGES,
-        "n": 2,
-        "seed": 4,
-        "max_tokens": 200,
-    }
-    form: dict[str, Any] = {
-        "structured_outputs": {"choice": ["yes, of course", "no, never"]}
-    }  # so that it ends
-    with client.chat.completions.stream(**asked, extra_body=form) as stream:
+    form = {"structured_outputs": {"choice": ["yes, of course", "no, never"]}}  # so that it ends
+    asked = asking(demo_server, n=2, seed=4, max_tokens=200, extra_body=form)
+    with client.chat.completions.stream(**asked) as stream:
         kinds = [event.type for event in stream]
         final = stream.get_final_completion()
-    whole = client.chat.completions.create(**asked, extra_body=form)
+    whole = client.chat.completions.create(**asked)
     assert kinds.count("content.done") == 2
     assert [choice.message.content for choice in final.choices] == [
         choice.message.content for choice in whole.choices
@@ -197,19 +172,11 @@ def test_the_helper_for_streams_gathers_two_choices(
 
 
 def test_a_schema_holds_and_is_parsed(client: OpenAI, demo_server: DemoServer) -> None:
-    asked: dict[str, Any] = {
-        "model": demo_server.name,
-        "messages": MESSAGES,
-        "temperature": 0,
-        "max_tokens": 200,
-    }
-    form: Any = {
-        "type": "json_schema",
-        "json_schema": {"name": "trip", "schema": SCHEMA, "strict": True},
-    }
-    check_trip(
-        client.chat.completions.create(**asked, response_format=form).choices[0].message.content
-    )
+    asked = asking(demo_server, temperature=0, max_tokens=200)
+    json_schema = {"name": "trip", "schema": SCHEMA, "strict": True}
+    form: Any = {"type": "json_schema", "json_schema": json_schema}
+    answer = client.chat.completions.create(**asked, response_format=form)
+    check_trip(answer.choices[0].message.content)
     parsed = client.chat.completions.parse(**asked, response_format=Trip, logit_bias={"1": 5})
     assert isinstance(parsed.choices[0].message.parsed, Trip)
 
@@ -251,48 +218,30 @@ class Short(BaseModel):
 def test_schemas_of_pydantic_hold_as_far_as_a_grammar_can(
     client: OpenAI, demo_server: DemoServer
 ) -> None:
-    asked: dict[str, Any] = {"model": demo_server.name, "messages": MESSAGES, "temperature": 0}
-    raw = client.chat.completions.with_raw_response.parse(
-        **asked, response_format=Short, max_tokens=300
-    )
+    asked, chat = asking(demo_server, temperature=0), client.chat.completions.with_raw_response
+    raw = chat.parse(**asked, response_format=Short, max_tokens=300)
     found = raw.parse().choices[0].message.parsed
     assert isinstance(found, Short)
     where = "response_format.schema"
     assert raw.headers["x-freight-ignored"] == f"{where}.format, {where}.uniqueItems"
     tool = openai.pydantic_function_tool(Record)
     forced: Any = {"type": "function", "function": {"name": "Record"}}
-    form: Any = {
-        "type": "json_schema",
-        "json_schema": {"name": "x", "schema": tool["function"]["parameters"]},
-    }
-    whole = client.chat.completions.with_raw_response.create(
-        **asked, response_format=form, max_tokens=1
-    )
-    names = ("format", "uniqueItems")
-    assert {*whole.headers["x-freight-ignored"].split(", ")} == {
-        f"{where}.{name}" for name in names
-    }
-    call = client.chat.completions.with_raw_response.create(
-        **asked, tools=[tool], tool_choice=forced, max_tokens=1
-    )
-    where = "tools[].function.parameters"
-    assert {*call.headers["x-freight-ignored"].split(", ")} == {f"{where}.{name}" for name in names}
+    json_schema = {"name": "x", "schema": tool["function"]["parameters"]}
+    form: Any = {"type": "json_schema", "json_schema": json_schema}
+    whole = chat.create(**asked, response_format=form, max_tokens=1)
+    call = chat.create(**asked, tools=[tool], tool_choice=forced, max_tokens=1)
+    for answer, place in ((whole, where), (call, "tools[].function.parameters")):
+        ignored = {*answer.headers["x-freight-ignored"].split(", ")}
+        assert ignored == {f"{place}.{name}" for name in ("format", "uniqueItems")}
 
 
 def test_a_named_function_is_called_exactly_once(client: OpenAI, demo_server: DemoServer) -> None:
     anything: Any = {"type": "object", "properties": {"x": {"enum": [1]}}, "required": ["x"]}
     tools: Any = [{"type": "function", "function": {"name": "f", "parameters": anything}}]
-    form: Any = {"type": "json_object"}
-    asked: dict[str, Any] = {
-        "model": demo_server.name,
-        "messages": MESSAGES,
-        "tools": tools,
-        "response_format": form,
-    }
+    asked = asking(demo_server, tools=tools, response_format={"type": "json_object"})
     asked |= {"temperature": 1.5, "max_tokens": 150, "n": 4, "seed": 1}
-    named = client.chat.completions.create(
-        **asked, tool_choice={"type": "function", "function": {"name": "f"}}
-    )
+    forced: Any = {"type": "function", "function": {"name": "f"}}
+    named = client.chat.completions.create(**asked, tool_choice=forced)
     assert [len(choice.message.tool_calls or []) for choice in named.choices] == [1] * 4
     several = (
         choice
@@ -308,11 +257,8 @@ def test_a_demanded_call_fits_its_schema_and_its_result_is_taken(
     client: OpenAI, demo_server: DemoServer
 ) -> None:
     asked: dict[str, Any] = {"model": demo_server.name, "temperature": 0, "tools": TOOLS}
-    forced: dict[str, Any] = {
-        "tool_choice": "required",
-        "parallel_tool_calls": False,
-        "max_tokens": 100,
-    }
+    forced: dict[str, Any] = {"tool_choice": "required", "parallel_tool_calls": False}
+    forced["max_tokens"] = 100
     free: dict[str, Any] = {"tool_choice": "none", "max_tokens": 4}
     (choice,) = client.chat.completions.create(**asked, **forced, messages=MESSAGES).choices
     assert choice.finish_reason == "tool_calls"
@@ -327,24 +273,16 @@ def test_a_demanded_call_fits_its_schema_and_its_result_is_taken(
     assert streamed.finish_reason == "tool_calls"
     assert not streamed.message.content
     (same,) = streamed.message.tool_calls or []
-    assert (same.function.name, same.function.arguments) == (
-        call.function.name,
-        call.function.arguments,
-    )
+    assert same.function.name == call.function.name
+    assert same.function.arguments == call.function.arguments
     assert same.id != call.id
-    answered = [
-        *MESSAGES,
-        choice.message,
-        {"role": "tool", "tool_call_id": call.id, "content": "9 degrees"},
-    ]
-    second = client.chat.completions.create(**asked, messages=answered, **free)
+    result: Any = {"role": "tool", "tool_call_id": call.id, "content": "9 degrees"}
+    answered = [*MESSAGES, choice.message, result]
+    second: Any = client.chat.completions.create(**asked, messages=answered, **free)
     assert second.choices[0].message.content
-    assert second.usage is not None
-    first = client.chat.completions.create(**asked, messages=MESSAGES, **free)
-    assert first.usage is not None
-    assert (
-        second.usage.prompt_tokens > first.usage.prompt_tokens
-    )  # call and result are in the prompt
+    first: Any = client.chat.completions.create(**asked, messages=MESSAGES, **free)
+    # call and result are in the prompt
+    assert second.usage.prompt_tokens > first.usage.prompt_tokens
 
 
 def test_errors_become_the_classes_that_programs_catch(
@@ -389,46 +327,32 @@ def test_hub_text_generation(hub: InferenceClient) -> None:
 
 
 def test_hub_grammar(hub: InferenceClient) -> None:
-    check_trip(
-        hub.text_generation(PROMPT, max_new_tokens=200, grammar={"type": "json", "value": SCHEMA})
-    )  # type: ignore[arg-type]
-    assert (
-        hub.text_generation(
-            PROMPT, max_new_tokens=9, grammar={"type": "regex", "value": "[ab]{3}x"}
-        )[3]
-        == "x"
-    )  # type: ignore[arg-type]
+    form: Any = {"type": "json", "value": SCHEMA}
+    check_trip(hub.text_generation(PROMPT, max_new_tokens=200, grammar=form))
+    form = {"type": "regex", "value": "[ab]{3}x"}
+    assert hub.text_generation(PROMPT, max_new_tokens=9, grammar=form)[3] == "x"
 
 
 def test_hub_chat(hub: InferenceClient) -> None:
-    whole = hub.chat_completion(MESSAGES, max_tokens=12, temperature=0.0)
-    chunks = list(hub.chat_completion(MESSAGES, max_tokens=12, temperature=0.0, stream=True))
+    greedy: dict[str, Any] = {"messages": MESSAGES, "temperature": 0.0}
+    whole = hub.chat_completion(**greedy, max_tokens=12)
+    chunks = list(hub.chat_completion(**greedy, max_tokens=12, stream=True))
     text = "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices)
     assert text == whole.choices[0].message.content
-    for form in ({"type": "json", "value": SCHEMA}, {"type": "json_object", "value": SCHEMA}):
-        answer = hub.chat_completion(
-            MESSAGES, max_tokens=200, temperature=0.0, response_format=form
-        )  # type: ignore[arg-type]
+    for kind in ("json", "json_object"):
+        form: Any = {"type": kind, "value": SCHEMA}
+        answer = hub.chat_completion(**greedy, max_tokens=200, response_format=form)
         check_trip(answer.choices[0].message.content)
-    called = hub.chat_completion(
-        MESSAGES, tools=TOOLS, tool_choice="required", max_tokens=60, temperature=0.0
-    )
-    calls = called.choices[0].message.tool_calls or []
+    greedy |= {"tools": TOOLS, "tool_choice": "required", "max_tokens": 60}
+    calls = hub.chat_completion(**greedy).choices[0].message.tool_calls or []
     assert calls
     check_trip(calls[0].function.arguments)
-    stream = hub.chat_completion(
-        MESSAGES, tools=TOOLS, tool_choice="required", max_tokens=60, temperature=0.0, stream=True
-    )
-    streamed = [
-        call
-        for chunk in stream
-        for choice in chunk.choices
-        for call in choice.delta.tool_calls or []
+    choices = [
+        choice for chunk in hub.chat_completion(**greedy, stream=True) for choice in chunk.choices
     ]
-    assert (
-        "".join(call.function.arguments or "" for call in streamed if call.index == 0)
-        == calls[0].function.arguments
-    )
+    streamed = [call for choice in choices for call in choice.delta.tool_calls or []]
+    first = [call.function.arguments or "" for call in streamed if call.index == 0]
+    assert "".join(first) == calls[0].function.arguments
 
 
 def test_hub_errors_become_the_classes_that_programs_catch(hub: InferenceClient) -> None:
@@ -446,11 +370,8 @@ def test_both_clients_see_that_a_server_is_full(tmp_path: Path) -> None:
     options = ["--kv-cache-dtype", "fp8", "--kv-cache-memory", "32MiB"]
     with freight_serve(folder, [*options, "--max-num-seqs", "1", "--max-queue", "0"]) as url:
         client = OpenAI(base_url=url + "/v1", api_key="none", max_retries=0)
-        asked: dict[str, Any] = {
-            "model": folder.name,
-            "prompt": "x",
-            "extra_body": {"ignore_eos": True},
-        }
+        asked: dict[str, Any] = {"model": folder.name, "prompt": "x"}
+        asked["extra_body"] = {"ignore_eos": True}
         with client, client.completions.create(**asked, max_tokens=16_000, stream=True) as stream:
             next(iter(stream))
             with pytest.raises(openai.RateLimitError) as full:

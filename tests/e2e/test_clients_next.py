@@ -15,11 +15,10 @@ import anthropic
 import openai
 import pytest
 from pydantic import BaseModel, Field
-from tests.demo_chat import TEMPLATE
-from tests.serving import freight_serve
+from tests.e2e.conftest import KEY, DemoServer
 
 PATHS = ("/v1/responses", "/v1/messages", "/v1/messages/count_tokens")
-KEY = "sesame"
+MODEL = "demo-tools"  # of the server of conftest.py
 GREEDY = {"temperature": 0}  # no parameter of Anthropic's client any more
 SCHEMA = {
     "type": "object",
@@ -30,31 +29,18 @@ SCHEMA = {
     "required": ["city", "days"],
     "additionalProperties": False,
 }
-# The model has no markup of its own; this template says that it has that of Hermes.
-TOOLS = (
-    "{% for tool in tools or [] %}tool {{ tool.function.name }}\n{% endfor %}"
-    "{# <tool_call>call</tool_call> #}" + TEMPLATE
-)
 
 
 @pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    template: Path = tmp_path_factory.mktemp("next") / "tools.jinja"
-    template.write_text(TOOLS)
-    options = ["--kv-cache-dtype", "fp8", "--kv-cache-memory", "16MiB", "--api-key", KEY]
-    with freight_serve("demo", [*options, "--chat-template", str(template)]) as url:
-        yield url
-
-
-@pytest.fixture(scope="module")
-def responses(url: str) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0) as client:
+def responses(demo_server: DemoServer) -> Iterator[openai.OpenAI]:
+    url = f"{demo_server.url}/v1"
+    with openai.OpenAI(base_url=url, api_key=KEY, max_retries=0) as client:
         yield client
 
 
 @pytest.fixture(scope="module")
-def messages(url: str) -> Iterator[anthropic.Anthropic]:
-    with anthropic.Anthropic(base_url=url, api_key=KEY, max_retries=0) as client:
+def messages(demo_server: DemoServer) -> Iterator[anthropic.Anthropic]:
+    with anthropic.Anthropic(base_url=demo_server.url, api_key=KEY, max_retries=0) as client:
         yield client
 
 
@@ -64,19 +50,12 @@ class Trip(BaseModel):
 
 
 def test_a_response_is_the_same_streamed_and_whole_and_as_a_chat(responses: openai.OpenAI) -> None:
-    asked = {
-        "model": "demo",
-        "instructions": "Be short.",
-        "temperature": 0,
-        "max_output_tokens": 12,
-    }
+    asked = {"model": MODEL, "instructions": "Be short.", **GREEDY, "max_output_tokens": 12}
     whole = responses.responses.create(input="The license", **asked)
     assert (whole.status, whole.incomplete_details.reason) == ("incomplete", "max_output_tokens")
     assert whole.usage.output_tokens == 12
     told = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "The license"}]
-    chat = responses.chat.completions.create(
-        model="demo", messages=told, temperature=0, max_tokens=12
-    )
+    chat = responses.chat.completions.create(model=MODEL, messages=told, **GREEDY, max_tokens=12)
     assert whole.output_text == chat.choices[0].message.content != ""
     with responses.responses.stream(input="The license", **asked) as stream:
         events = list(stream)
@@ -89,17 +68,17 @@ def test_a_response_is_the_same_streamed_and_whole_and_as_a_chat(responses: open
 
 def test_a_response_that_is_parsed(responses: openai.OpenAI) -> None:
     parsed = responses.responses.parse(
-        model="demo", input="A trip", text_format=Trip, max_output_tokens=100
+        model=MODEL, input="A trip", text_format=Trip, max_output_tokens=100
     )
     assert parsed.status == "completed"
     assert isinstance(parsed.output_parsed, Trip)
-    with responses.responses.stream(model="demo", input="A trip", text_format=Trip) as stream:
+    with responses.responses.stream(model=MODEL, input="A trip", text_format=Trip) as stream:
         assert isinstance(stream.get_final_response().output_parsed, Trip)
 
 
 def test_a_response_that_calls_and_gets_the_result(responses: openai.OpenAI) -> None:
     tool = {"type": "function", "name": "trip", "parameters": SCHEMA, "strict": True}
-    asked = {"model": "demo", "tools": [{"type": "web_search"}, tool], "tool_choice": "required"}
+    asked = {"model": MODEL, "tools": [{"type": "web_search"}, tool], "tool_choice": "required"}
     with responses.responses.stream(input="A trip", parallel_tool_calls=False, **asked) as stream:
         deltas = [
             event.delta
@@ -113,7 +92,7 @@ def test_a_response_that_calls_and_gets_the_result(responses: openai.OpenAI) -> 
     result = {"type": "function_call_output", "call_id": call.call_id, "output": "booked"}
     history = [{"role": "user", "content": "A trip"}, call.model_dump(exclude_none=True), result]
     raw = responses.responses.with_raw_response.create(
-        model="demo", input=history, tools=asked["tools"], max_output_tokens=16
+        model=MODEL, input=history, tools=asked["tools"], max_output_tokens=16
     )
     assert raw.headers["x-freight-ignored"] == "input[].parsed_arguments, tools[].web_search"
     assert raw.parse().usage.input_tokens > final.usage.input_tokens
@@ -121,18 +100,18 @@ def test_a_response_that_calls_and_gets_the_result(responses: openai.OpenAI) -> 
 
 def test_a_response_that_refers_to_another_is_refused(responses: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as error:
-        responses.responses.create(model="demo", input="x", previous_response_id="resp_1")
+        responses.responses.create(model=MODEL, input="x", previous_response_id="resp_1")
     assert error.value.param == "previous_response_id"
 
 
 def test_a_message_is_the_same_streamed_and_whole_and_as_a_chat(
     messages: anthropic.Anthropic, responses: openai.OpenAI
 ) -> None:
-    asked = {"model": "demo", "system": "Be short.", "max_tokens": 12, "extra_body": GREEDY}
+    asked = {"model": MODEL, "system": "Be short.", "max_tokens": 12, "extra_body": GREEDY}
     told = [{"role": "user", "content": "The license"}]
     whole = messages.messages.create(messages=told, **asked)
     chat = responses.chat.completions.create(
-        model="demo",
+        model=MODEL,
         messages=[{"role": "system", "content": "Be short."}, *told],
         temperature=0,
         max_tokens=12,
@@ -146,7 +125,7 @@ def test_a_message_is_the_same_streamed_and_whole_and_as_a_chat(
     assert len(texts) > 1
     usage = final.usage
     assert usage.input_tokens + usage.cache_read_input_tokens == chat.usage.prompt_tokens
-    count = messages.messages.count_tokens(model="demo", system="Be short.", messages=told)
+    count = messages.messages.count_tokens(model=MODEL, system="Be short.", messages=told)
     assert count.input_tokens == chat.usage.prompt_tokens
 
 
@@ -154,7 +133,7 @@ def test_a_message_ends_at_a_stop_sequence_and_goes_on_where_it_was_begun(
     messages: anthropic.Anthropic,
 ) -> None:
     told = [{"role": "user", "content": "The license"}]
-    asked = {"model": "demo", "extra_body": GREEDY}
+    asked = {"model": MODEL, "extra_body": GREEDY}
     whole = messages.messages.create(messages=told, max_tokens=24, **asked).content[0].text
     words = whole.split()
     stop = words[2]
@@ -171,7 +150,7 @@ def test_a_message_that_calls_and_gets_the_result(messages: anthropic.Anthropic)
     tool = {"name": "trip", "input_schema": SCHEMA}
     told = [{"role": "user", "content": "A trip"}]
     choice = {"type": "any", "disable_parallel_tool_use": True}
-    asked = {"model": "demo", "max_tokens": 100, "tools": [tool]}
+    asked = {"model": MODEL, "max_tokens": 100, "tools": [tool]}
     with messages.messages.stream(messages=told, tool_choice=choice, **asked) as stream:
         final = stream.get_final_message()
     [call] = final.content
@@ -184,73 +163,58 @@ def test_a_message_that_calls_and_gets_the_result(messages: anthropic.Anthropic)
         {"role": "user", "content": [result]},
     ]
     assert messages.messages.create(messages=history, **asked).usage.output_tokens > 0
-    count = messages.messages.count_tokens(
-        model="demo", messages=history, tools=[tool]
-    ).input_tokens
-    assert count > messages.messages.count_tokens(model="demo", messages=told).input_tokens
+    count = messages.messages.count_tokens(model=MODEL, messages=history, tools=[tool]).input_tokens
+    assert count > messages.messages.count_tokens(model=MODEL, messages=told).input_tokens
 
 
 def test_a_count_goes_beyond_the_context_and_an_answer_does_not(
     messages: anthropic.Anthropic,
 ) -> None:
     told = [{"role": "user", "content": "The license. " * 2000}]
-    assert messages.messages.count_tokens(model="demo", messages=told).input_tokens > 1024
+    assert messages.messages.count_tokens(model=MODEL, messages=told).input_tokens > 1024
     with pytest.raises(anthropic.BadRequestError, match="1024"):
-        messages.messages.create(model="demo", messages=told, max_tokens=1)
+        messages.messages.create(model=MODEL, messages=told, max_tokens=1)
 
 
-def test_errors_have_the_shape_of_their_api(url: str, messages: anthropic.Anthropic) -> None:
-    with anthropic.Anthropic(base_url=url, api_key="wrong", max_retries=0) as stranger:
+def test_errors_have_the_shape_of_their_api(
+    demo_server: DemoServer, messages: anthropic.Anthropic
+) -> None:
+    told: list[Any] = [{"role": "user", "content": "x"}]
+    with anthropic.Anthropic(base_url=demo_server.url, api_key="wrong", max_retries=0) as stranger:
         with pytest.raises(anthropic.AuthenticationError) as error:
-            stranger.messages.create(
-                model="demo", max_tokens=1, messages=[{"role": "user", "content": "x"}]
-            )
+            stranger.messages.create(model=MODEL, max_tokens=1, messages=told)
         assert error.value.body["error"]["type"] == "authentication_error"
         with pytest.raises(anthropic.AuthenticationError):
-            stranger.messages.count_tokens(
-                model="demo", messages=[{"role": "user", "content": "x"}]
-            )
+            stranger.messages.count_tokens(model=MODEL, messages=told)
     with pytest.raises(anthropic.NotFoundError):
-        messages.messages.create(
-            model="gpt", max_tokens=1, messages=[{"role": "user", "content": "x"}]
-        )
-    status, body = post(url, "/v1/messages", "{")
+        messages.messages.create(model="gpt", max_tokens=1, messages=told)
+    status, body = post(demo_server.url, "/v1/messages", "{")
     assert (status, body["type"]) == (400, "error")
 
 
-def commands() -> list[tuple[str, str]]:
+def commands() -> Iterator[tuple[str, str]]:
     """(path, body) of the commands in the documents that ask these APIs."""
-    texts = [
-        file.read_text() for file in sorted((Path(__file__).parents[2] / "docs").glob("server*.md"))
-    ]
-    lines = [
-        shlex.split(line)
-        for text in texts
-        for line in text.splitlines()
-        if line.startswith("    curl --json ")
-    ]
-    return [
-        (urlsplit(address).path, body)
-        for _, _, body, address in lines
-        if urlsplit(address).path in PATHS
-    ]
+    for file in sorted((Path(__file__).parents[2] / "docs").glob("server*.md")):
+        for line in file.read_text().splitlines():
+            if line.startswith("    curl --json "):
+                _, _, body, address = shlex.split(line)
+                yield urlsplit(address).path, body
 
 
-@pytest.mark.parametrize("path", PATHS)
-def test_the_commands_of_the_documents_work(url: str, path: str) -> None:
-    [body] = [body for documented, body in commands() if documented == path]
-    status, answer = post(url, path, body)
-    assert status == 200
-    assert ("usage" in answer) or answer["input_tokens"] > 1
+def test_the_commands_of_the_documents_work(demo_server: DemoServer) -> None:
+    documented = [(path, body) for path, body in commands() if path in PATHS]
+    assert sorted(path for path, _ in documented) == sorted(PATHS)
+    for path, body in documented:
+        status, answer = post(demo_server.url, path, body.replace('"demo"', f'"{MODEL}"'))
+        assert status == 200, path
+        assert ("usage" in answer) or answer["input_tokens"] > 1
 
 
 def post(url: str, path: str, body: str) -> tuple[int, dict[str, Any]]:
     parts = urlsplit(url)
-    with closing(
-        http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=300)
-    ) as connection:
-        connection.request(
-            "POST", path, body, {"Content-Type": "application/json", "x-api-key": KEY}
-        )
+    headers = {"Content-Type": "application/json", "x-api-key": KEY}
+    connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=300)
+    with closing(connection):
+        connection.request("POST", path, body, headers)
         answer = connection.getresponse()
         return answer.status, json.load(answer)

@@ -5,11 +5,8 @@ what is refused is.
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
-import subprocess
-import sys
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -17,19 +14,16 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from tests.environment import is_option
+from tests.container import ROOT, entry_point, would_serve
 from tests.rank_exports import write_export
 from tests.refusals import refuses
 
 from freight import LLM, AsyncLLM, ConfigError, SamplingParams
-from freight.__main__ import run as main
 from freight.auto_fp8 import AutoFP8ForCausalLM, BaseQuantizeConfig
-from freight.base.other_engines import TGI_OPTIONS
 from freight.llm_compressor import QuantizationModifier, oneshot
 from freight.model.open import open_model
 from freight.settings.engine import EngineArgs, EngineConfig, KVCacheConfig
 
-ROOT = Path(__file__).parents[2]
 FIXTURES = ROOT / "tests" / "fixtures"
 IDS = json.loads((FIXTURES / "llmcompressor_scales.json").read_text())["input_ids"][:4]
 IDS = [ids[: min(map(len, IDS))] for ids in IDS]
@@ -87,54 +81,21 @@ def described(kv: KVCacheConfig) -> str:
     return f"{kv.describe()}, {kv.granularity}, {kv.scale_source}"
 
 
-def run_command(
-    line: str, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> tuple[int, dict[str, Any] | None]:
+def run_command(line: str, folder: Path) -> tuple[int, dict[str, Any] | None]:
     """(exit status, the engine's options of the server that it would start, None if it starts
     none).
     """
-    served: list[dict[str, Any]] = []
-
-    def run(settings: Any, options: Any) -> int:
-        served.append(options.engine_args)
-        return 0
-
     words, environ = shlex.split(line), {}
     while "=" in words[0]:
         name, _, value = words.pop(0).partition("=")
         environ[name] = value
     if words[0] == "docker":
         image = next(at for at, word in enumerate(words) if word.partition(":")[0] == "freight")
-        given, environ, argv = words[2:image], {}, words[image + 1 :]
-        environ = dict(value.split("=", 1) for option, value in pairwise(given) if option == "-e")
-        words = ["freight", *in_container(argv, environ, folder)]
-    with monkeypatch.context() as patch:
-        for name in [name for name in os.environ if is_option(name) or name.lower() in TGI_OPTIONS]:
-            patch.delenv(name)
-        for name, value in environ.items():
-            patch.setenv(name, value)
-        patch.setattr("freight.serve.lifecycle.run", run)
-        patch.setattr(sys, "argv", words)
-        try:
-            main()
-        except SystemExit as ended:
-            return int(ended.code or 0), served[-1] if served else None
-    return 0, served[-1] if served else None
-
-
-def in_container(argv: list[str], environ: dict[str, str], folder: Path) -> list[str]:
-    """What the entry point of the container calls `freight` with."""
-    freight = folder / "freight"
-    freight.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
-    freight.chmod(0o755)
-    user = folder / "id"  # what the entry point does as root has its own tests
-    user.write_text("#!/bin/sh\necho 1000\n")
-    user.chmod(0o755)
-    env = {"PATH": f"{folder}:{os.environ['PATH']}", "TMPDIR": str(folder)} | environ
-    command = [ROOT / "docker" / "entrypoint.sh", *argv]
-    return subprocess.run(
-        command, env=env, capture_output=True, text=True, check=True
-    ).stdout.splitlines()
+        options, argv = words[2:image], words[image + 1 :]
+        environ = dict(value.split("=", 1) for name, value in pairwise(options) if name == "-e")
+        words = ["freight", *entry_point(folder, *argv, **environ)[0]]
+    status, served = would_serve(words, environ)
+    return status, None if served is None else served[1]
 
 
 def run_python(code: str) -> list[EngineConfig]:
@@ -164,11 +125,7 @@ def run_python(code: str) -> list[EngineConfig]:
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.system}: {row.there[:60]}")
 def test_the_row(
-    row: Row,
-    places: dict[str, str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    row: Row, places: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     refused = row.here.startswith("refused: ")
     line = filled(row.there if refused else row.here.strip("`"), places)
@@ -179,14 +136,14 @@ def test_the_row(
             with pytest.raises(ConfigError, match=re.escape(says)):
                 run_python(line)
         else:
-            assert run_command(command, tmp_path, monkeypatch) == (2, None)
+            assert run_command(command, tmp_path) == (2, None)
             assert says in capsys.readouterr().err
         return
     if "(" in line:
         made = run_python(line)
         found = described(made[-1].kv) if made else ""
     else:
-        status, options = run_command(command, tmp_path, monkeypatch)
+        status, options = run_command(command, tmp_path)
         assert status == 0, capsys.readouterr().err
         opened = None if options is None else open_model(EngineArgs(**options))
         found = "" if opened is None else described(opened.resolve(opened.args).kv)

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from tests.environment import is_option
 from tests.refusals import assert_names
+from tests.scaled_models import with_scales
 
 from freight import LLM, SamplingParams
 from freight.__main__ import run as main
@@ -51,65 +49,33 @@ def scale_file(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-@pytest.fixture
-def write_model(tmp_path: Path) -> Callable[..., str]:
-    """write_model({suffix after self_attn.: tensor}, **keys of config.json) -> a copy of the
-    shipped model.
-    """
-
-    def write(scales: dict[str, torch.Tensor], **config: Any) -> str:
-        folder = tmp_path / "model"
-        shutil.copytree(DEMO, folder)
-        tensors = load_file(folder / "model.safetensors")
-        for layer in range(LAYERS):
-            tensors |= {
-                f"model.layers.{layer}.self_attn.{name}": scale.clone()
-                for name, scale in scales.items()
-            }
-        save_file(tensors, folder / "model.safetensors")
-        said = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps(said | config))
-        return str(folder)
-
-    return write
+def of_demo(folder: Path, scales: dict[str, torch.Tensor], **config: Any) -> str:
+    """A copy of the shipped model with these scales in every layer."""
+    return str(with_scales(DEMO, folder / "model", lambda layer: scales, LAYERS, **config))
 
 
-@pytest.mark.parametrize(
-    ("dtype", "cache"),
-    [
-        ("auto", PLAIN),
-        ("fp8", E4M3_DYNAMIC),
-        ("fp8_e4m3", E4M3_DYNAMIC),
-        ("fp8_e5m2", E5M2),
-        ("int8", INT8),
-    ],
-)
-def test_python_with_a_cache_dtype(dtype: str, cache: Cache):
-    llm = LLM(model="demo", kv_cache_dtype=dtype, **SMALL)
-    assert cache_of(llm.kv_cache_info()) == cache
+def test_python() -> None:
+    llm = LLM(model="demo", kv_cache_dtype="fp8", **SMALL)
+    assert cache_of(llm.kv_cache_info()) == E4M3_DYNAMIC
     sampling_params = SamplingParams(temperature=1.3, top_p=0.8)
     text = llm.generate(PROMPT, sampling_params)[0].outputs[0].text
     assert isinstance(text, str)
     assert text
+    output = LLM(str(DEMO), **SMALL).generate(PROMPT, SamplingParams(max_tokens=2))[0]
+    assert output.prompt == PROMPT
 
 
-def test_python_with_a_folder_as_the_first_argument():
-    assert (
-        LLM(str(DEMO), **SMALL).generate(PROMPT, SamplingParams(max_tokens=2))[0].prompt == PROMPT
-    )
-
-
-def test_python_with_a_file_of_scales(scale_file: str):
-    llm = LLM(model="demo", kv_cache_dtype="fp8", quantization_param_path=scale_file, **SMALL)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_python_with_a_file_of_scales(tmp_path: Path, scale_file: str, ranks: int) -> None:
+    content = json.loads(Path(scale_file).read_text())
+    factors = content["kv_cache"]["scaling_factor"]["0"]
+    content["kv_cache"]["scaling_factor"] = {str(rank): factors for rank in range(ranks)}
+    if ranks == 2:
+        del content["model_type"]
+    path = tmp_path / "scales.json"
+    path.write_text(json.dumps(content))
+    llm = LLM(model="demo", kv_cache_dtype="fp8", quantization_param_path=str(path), **SMALL)
     assert cache_of(llm.kv_cache_info()) == FILE
-    assert (
-        len(
-            llm.generate([PROMPT], SamplingParams(max_tokens=4, ignore_eos=True))[0]
-            .outputs[0]
-            .token_ids
-        )
-        == 4
-    )
 
 
 @pytest.mark.parametrize(("given", "k", "v"), [(0.03, 0.03, 0.03), ((0.03, 0.02), 0.03, 0.02)])
@@ -121,17 +87,6 @@ def test_python_with_scales_as_numbers(given: object, k: float, v: float):
         assert layer.pages.v_scale is not None
         assert torch.equal(layer.pages.k_scale, torch.full_like(layer.pages.k_scale, k))
         assert torch.equal(layer.pages.v_scale, torch.full_like(layer.pages.v_scale, v))
-
-
-def test_a_file_of_two_ranks_without_a_model_type(tmp_path: Path, scale_file: str):
-    content = json.loads(Path(scale_file).read_text())
-    ranks = content["kv_cache"]["scaling_factor"]
-    content["kv_cache"]["scaling_factor"] = {"0": ranks["0"], "1": ranks["0"]}
-    del content["model_type"]
-    path = tmp_path / "two_ranks.json"
-    path.write_text(json.dumps(content))
-    llm = LLM(model="demo", kv_cache_dtype="fp8", quantization_param_path=str(path), **SMALL)
-    assert cache_of(llm.kv_cache_info()) == FILE
 
 
 def llm_compressor(**scheme: Any) -> dict[str, Any]:
@@ -148,42 +103,35 @@ def llm_compressor(**scheme: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("dtype", ["auto", "fp8"])
-def test_a_checkpoint_of_llm_compressor_decides_by_itself(
-    write_model: Callable[..., str], dtype: str
-):
-    scales = {
-        "k_scale": torch.tensor([0.03], dtype=torch.bfloat16),
-        "v_scale": torch.tensor([0.02], dtype=torch.bfloat16),
-    }
-    llm = LLM(
-        model=write_model(scales, quantization_config=llm_compressor()),
-        kv_cache_dtype=dtype,
-        **SMALL,
-    )
+def test_a_checkpoint_of_llm_compressor_decides_by_itself(tmp_path: Path, dtype: str) -> None:
+    scales = {f"{side}_scale": torch.tensor([0.03], dtype=torch.bfloat16) for side in "kv"}
+    model = of_demo(tmp_path, scales, quantization_config=llm_compressor())
+    llm = LLM(model=model, kv_cache_dtype=dtype, **SMALL)
     assert cache_of(llm.kv_cache_info()) == CHECKPOINT
     assert llm.generate(PROMPT, SamplingParams(max_tokens=4))[0].outputs[0].text
 
 
-def test_its_scales_per_head(write_model: Callable[..., str]):
-    scales = {
-        "k_scale": torch.full((2, 1, 1), 0.03, dtype=torch.float32),
-        "v_scale": torch.full((2, 1, 1), 0.02, dtype=torch.float32),
-    }
-    llm = LLM(
-        write_model(scales, quantization_config=llm_compressor(strategy="attn_head")), **SMALL
-    )
-    assert cache_of(llm.kv_cache_info()) == ("fp8_e4m3fn", "head", "checkpoint")
+def test_its_scales_per_head(tmp_path: Path) -> None:
+    scales = {f"{side}_scale": torch.full((2, 1, 1), 0.03, dtype=torch.float32) for side in "kv"}
+    model = of_demo(tmp_path, scales, quantization_config=llm_compressor(strategy="attn_head"))
+    assert cache_of(LLM(model, **SMALL).kv_cache_info()) == ("fp8_e4m3fn", "head", "checkpoint")
 
 
-@pytest.mark.parametrize(("made_for", "factor"), [("float8_e4m3fn", 1.0), ("float8_e4m3fnuz", 0.5)])
-@pytest.mark.parametrize("key", ["kv_cache_torch_dtype", "kv_cache_dtype"])
+KV_SCALE = {"kv_scale": torch.tensor(0.03, dtype=torch.float32)}
+
+
+@pytest.mark.parametrize(
+    ("key", "made_for", "factor"),
+    [
+        ("kv_cache_torch_dtype", "float8_e4m3fn", 1.0),
+        ("kv_cache_dtype", "float8_e4m3fnuz", 0.5),
+        pytest.param("kv_cache_dtype", "float8_e4m3fn", 1.0, marks=pytest.mark.slow),
+    ],
+)
 def test_kv_scale_with_the_format_it_was_made_for(
-    write_model: Callable[..., str], key: str, made_for: str, factor: float
-):
-    llm = LLM(
-        write_model({"kv_scale": torch.tensor(0.03, dtype=torch.float32)}, **{key: made_for}),
-        **SMALL,
-    )
+    tmp_path: Path, key: str, made_for: str, factor: float
+) -> None:
+    llm = LLM(of_demo(tmp_path, KV_SCALE, **{key: made_for}), **SMALL)
     assert cache_of(llm.kv_cache_info()) == CHECKPOINT
     pages = llm.engine.runner.pool.layers[3].pages
     for scale in (pages.k_scale, pages.v_scale):
@@ -191,18 +139,14 @@ def test_kv_scale_with_the_format_it_was_made_for(
         assert torch.equal(scale, torch.full((2, 64), 0.03, dtype=torch.float32) * factor)
 
 
-def test_scales_that_nothing_declares(
-    write_model: Callable[..., str], caplog: pytest.LogCaptureFixture
-):
+def test_scales_that_nothing_declares(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A 16-bit checkpoint to which scales were added: used when an FP8 cache is asked for, else
     left alone.
     """
-    folder = write_model({"kv_scale": torch.tensor(0.03, dtype=torch.float32)})
+    folder = of_demo(tmp_path, KV_SCALE)
     with caplog.at_level("INFO", logger="freight"):
-        assert (
-            cache_of(LLM(folder, kv_cache_dtype="fp8_e4m3fn", **SMALL).kv_cache_info())
-            == CHECKPOINT
-        )
+        llm = LLM(folder, kv_cache_dtype="fp8_e4m3fn", **SMALL)
+    assert cache_of(llm.kv_cache_info()) == CHECKPOINT
     assert_names(caplog.text, "fp8_e4m3fn assumed", "config.json", "kv_cache_torch_dtype")
     assert cache_of(LLM(folder, **SMALL).kv_cache_info()) == PLAIN
 
@@ -223,8 +167,14 @@ COMMANDS: dict[str, tuple[dict[str, str], Cache]] = {
 }
 
 
-@pytest.mark.parametrize("by", ["flags", "variables"])
-@pytest.mark.parametrize("form", COMMANDS)
+# one of every option: a variable has the value that a flag has
+BY_VARIABLES = ("fp8_e4m3fn", "values of K and V", "file")
+
+
+@pytest.mark.parametrize(
+    ("form", "by"),
+    [*((form, "flags") for form in COMMANDS), *((form, "variables") for form in BY_VARIABLES)],
+)
 def test_the_command_line(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -232,7 +182,7 @@ def test_the_command_line(
     scale_file: str,
     form: str,
     by: str,
-):
+) -> None:
     given, cache = COMMANDS[form]
     options = {"model-id": "demo", "kv-cache-memory": "8MiB", "max-model-len": "128", **given}
     options = {name: value.replace("SCALES", scale_file) for name, value in options.items()}

@@ -9,23 +9,17 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import try_dockerfile
-from tests.environment import is_option
+from tests.container import ROOT, entry_point, program, would_serve
 from tests.refusals import assert_names
 
-from freight.__main__ import run as main
-from freight.base.other_engines import TGI_OPTIONS
-
-ROOT = Path(__file__).parents[2]
 DEFAULTS = ["--host", "0.0.0.0", "--insecure"]
-PORT = ["--port", "80"]
 STEPS = list(try_dockerfile.instructions((ROOT / "Dockerfile").read_text()))
 
 
@@ -35,105 +29,67 @@ exec python3 -c 'import socket; socket.socket().bind(("127.0.0.1", 80)); open("m
 """
 
 
-def program(file: Path, text: str) -> None:
-    file.write_text(text)
-    file.chmod(0o755)
+SERVED: list[tuple[list[str], dict[str, str], dict[str, Any]]] = [
+    (
+        ["--model-id", "M", "--kv-cache-dtype", "fp8_e5m2"],
+        {},
+        {
+            "model": "M",
+            "kv_cache_dtype": "fp8_e5m2",
+            "host": "0.0.0.0",
+            "port": 80,
+            "insecure": True,
+        },
+    ),
+    (
+        [],
+        {
+            "MODEL_ID": "M",
+            "KV_CACHE_DTYPE": "fp8_e5m2",
+            "PORT": "8080",
+            "MAX_TOTAL_TOKENS": "512",
+            "HOSTNAME": "3f2a8c",
+        },
+        {
+            "model": "M",
+            "kv_cache_dtype": "fp8_e5m2",
+            "port": 8080,
+            "host": "0.0.0.0",
+            "max_model_len": 512,
+        },
+    ),
+    # our variables rank above those of TGI, and flags above both; the model may be the first word
+    (["demo"], {"PORT": "81", "FREIGHT_PORT": "82"}, {"port": 82, "kv_cache_dtype": "auto"}),
+    (["demo"], {"FREIGHT_PORT": "82"}, {"port": 82}),
+    (["demo", "--port", "83"], {"PORT": "81", "FREIGHT_PORT": "82"}, {"port": 83}),
+    (["demo", "--hostname", "127.0.0.2"], {}, {"host": "127.0.0.2"}),
+    (["demo", "--kv-cache-dtype", "fp8"], {}, {"model": "demo", "kv_cache_dtype": "fp8"}),
+]
 
 
-def start(folder: Path, *options: str, **environ: str) -> tuple[list[str], str]:
-    """(what `freight` is called with, what the entry point says before), as in a container started
-    without root.
-    """
-    program(folder / "freight", '#!/bin/sh\nprintf "%s\\n" "$@"\n')
-    program(folder / "id", "#!/bin/sh\necho 1000\n")
-    env = {"PATH": f"{folder}:{os.environ['PATH']}", "TMPDIR": str(folder)} | environ
-    command = [ROOT / "docker" / "entrypoint.sh", *options]
-    answer = subprocess.run(
-        command, env=env, capture_output=True, text=True, check=True, timeout=300
-    )
-    return answer.stdout.splitlines(), answer.stderr
-
-
-@pytest.fixture
-def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
-    """served(*options, **variables): the server that the container would start with them."""
-    asked: list[dict[str, Any]] = []
-
-    def run(settings: Any, options: Any) -> int:
-        asked.append(vars(settings) | options.engine_args)
-        return 0
-
-    def serve(*options: str, **environ: str) -> dict[str, Any]:
-        called, _ = start(tmp_path, *options, **environ)
-        with monkeypatch.context() as patch:
-            for name in [
-                name for name in os.environ if is_option(name) or name.lower() in TGI_OPTIONS
-            ]:
-                patch.delenv(name)
-            for name, value in environ.items():
-                patch.setenv(name, value)
-            patch.setattr("freight.serve.lifecycle.run", run)
-            patch.setattr(sys, "argv", ["freight", *called])
-            with pytest.raises(SystemExit) as ended:
-                main()
-        assert not ended.value.code
-        return asked[-1]
-
-    return serve
-
-
-def test_it_starts_as_tgi_does(tmp_path: Path, served: Callable[..., dict[str, Any]]) -> None:
-    options = ["--model-id", "M", "--kv-cache-dtype", "fp8_e5m2"]
-    called, said = start(tmp_path, *options)
-    assert called == [*DEFAULTS, *PORT, *options]
-    assert "no key" in said
-    server = served(*options)
-    assert (server["model"], server["kv_cache_dtype"]) == ("M", "fp8_e5m2")
-    assert (server["host"], server["port"], server["insecure"]) == ("0.0.0.0", 80, True)
-
-
-def test_the_variables_of_tgis_image_act(served: Callable[..., dict[str, Any]]) -> None:
-    variables = {
-        "MODEL_ID": "M",
-        "KV_CACHE_DTYPE": "fp8_e5m2",
-        "PORT": "8080",
-        "MAX_TOTAL_TOKENS": "512",
-    }
-    server = served(**variables, HOSTNAME="3f2a8c")
-    assert (server["model"], server["kv_cache_dtype"], server["port"]) == ("M", "fp8_e5m2", 8080)
-    assert (server["host"], server["max_model_len"]) == ("0.0.0.0", 512)
-
-
-def test_our_variables_rank_above_those_of_tgi_and_flags_above_both(
-    served: Callable[..., dict[str, Any]],
-) -> None:
-    assert served("demo", PORT="81", FREIGHT_PORT="82")["port"] == 82
-    assert served("demo", FREIGHT_PORT="82")["port"] == 82
-    assert served("demo", "--port", "83", PORT="81", FREIGHT_PORT="82")["port"] == 83
-    assert served("demo", "--hostname", "127.0.0.2")["host"] == "127.0.0.2"
-
-
-@pytest.mark.parametrize("options", [["demo"], ["demo", "--kv-cache-dtype", "fp8"]])
-def test_the_model_may_be_the_first_word(
-    served: Callable[..., dict[str, Any]], options: list[str]
-) -> None:
-    server = served(*options)
-    assert (server["model"], server["kv_cache_dtype"]) == ("demo", "fp8" if options[1:] else "auto")
+def test_it_serves_as_tgis_image_does(tmp_path: Path) -> None:
+    for options, environ, expected in SERVED:
+        called, _ = entry_point(tmp_path, *options, **environ)
+        status, server = would_serve(["freight", *called], environ)
+        assert status == 0
+        assert server is not None
+        settings = server[0] | server[1]
+        assert {name: settings[name] for name in expected} == expected, (options, environ)
 
 
 def test_options_of_the_command_line_come_last_and_keep_their_blanks(tmp_path: Path) -> None:
-    called, _ = start(tmp_path, "--port", "3000", "--served-model-name", "a b", PORT="8080")
-    assert called == [*DEFAULTS, "--port", "3000", "--served-model-name", "a b"]
+    options = ["--port", "3000", "--served-model-name", "a b"]
+    assert entry_point(tmp_path, *options, PORT="8080")[0] == [*DEFAULTS, *options]
+    called, warning = entry_point(tmp_path, "--model-id", "M")
+    assert called == [*DEFAULTS, "--port", "80", "--model-id", "M"]
+    assert "no key" in warning
 
 
-@pytest.mark.parametrize("options", [["--api-key", "K"], ["--api-key=K"], ["--api-key-file", "F"]])
-def test_with_a_key_it_does_not_warn(tmp_path: Path, options: list[str]) -> None:
-    assert start(tmp_path, *options)[1] == ""
-
-
-@pytest.mark.parametrize("name", ["FREIGHT_API_KEY", "FREIGHT_API_KEY_FILE", "API_KEY"])
-def test_with_a_key_in_the_environment_it_does_not_warn(tmp_path: Path, name: str) -> None:
-    assert start(tmp_path, **{name: "K"})[1] == ""
+def test_with_a_key_it_does_not_warn(tmp_path: Path) -> None:
+    for options in (["--api-key", "K"], ["--api-key=K"], ["--api-key-file", "F"]):
+        assert entry_point(tmp_path, *options)[1] == "", options
+    for name in ("FREIGHT_API_KEY", "FREIGHT_API_KEY_FILE", "API_KEY"):
+        assert entry_point(tmp_path, **{name: "K"})[1] == "", name
 
 
 def test_it_is_built_from_the_package_alone() -> None:
@@ -183,17 +139,9 @@ def test_started_as_root_it_gives_root_s_rights_up_and_can_open_its_port(
         os.chown(path, owner, owner)
     env = {"PATH": f"{data}:{os.environ['PATH']}", "HF_HOME": str(data), "TMPDIR": str(data)}
     # ports below 1024 are root's in a new network, as they are with `docker run --net host`
-    alone = [
-        "unshare",
-        "--net",
-        "sh",
-        "-c",
-        'ip link set lo up && exec "$@"',
-        "sh",
-        ROOT / "docker" / "entrypoint.sh",
-    ]
+    alone = ["unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh"]
     ran = subprocess.run(
-        [*alone, "demo"],
+        [*alone, ROOT / "docker" / "entrypoint.sh", "demo"],
         env=env,
         cwd=data,
         extra_groups=[0, *groups],
@@ -218,11 +166,8 @@ def test_started_as_root_it_gives_root_s_rights_up_and_can_open_its_port(
 
 
 def as_root(data: Path, *before: str) -> subprocess.CompletedProcess[str]:
-    env = {
-        "PATH": f"{data}:{os.environ['PATH']}",
-        "HF_HOME": str(data / "home"),
-        "TMPDIR": str(data),
-    }
+    env = {"PATH": f"{data}:{os.environ['PATH']}", "HF_HOME": str(data / "home")}
+    env["TMPDIR"] = str(data)
     command = [*before, str(ROOT / "docker" / "entrypoint.sh"), "demo"]
     return subprocess.run(
         command, env=env, capture_output=True, text=True, check=False, timeout=300
@@ -257,71 +202,57 @@ def test_nothing_else_gives_the_rights_of_root_up() -> None:
     )  # the entry point starts as root, or as the user of `docker run --user`
 
 
-@pytest.mark.parametrize(
-    ("options", "environ", "asked"),
-    [
-        ([], {}, "http://127.0.0.1:80"),
-        ([], {"PORT": "81"}, "http://127.0.0.1:81"),
-        ([], {"PORT": "81", "FREIGHT_PORT": "82"}, "http://127.0.0.1:82"),
-        (["--port", "83"], {"PORT": "81"}, "http://127.0.0.1:83"),
-        (["-p", "84"], {}, "http://127.0.0.1:84"),
-        (["--port=85", "--ssl-certfile", "F"], {}, "https://127.0.0.1:85"),
-        ([], {"FREIGHT_SSL_CERTFILE": "F"}, "https://127.0.0.1:80"),
-        (["-p86"], {}, "http://127.0.0.1:86"),
-        (["--host", "::1", "--port", "87"], {}, "http://[::1]:87"),
-        (["--host=::"], {}, "http://[::1]:80"),
-        (["--hostname", "10.0.0.5"], {}, "http://10.0.0.5:80"),
-        (["--host", "0.0.0.0"], {}, "http://127.0.0.1:80"),
-    ],
-)
-def test_its_health_check_asks_where_the_server_listens(
-    tmp_path: Path, options: list[str], environ: dict[str, str], asked: str
-) -> None:
+ASKED: list[tuple[list[str], dict[str, str], str]] = [
+    ([], {}, "http://127.0.0.1:80"),
+    ([], {"PORT": "81"}, "http://127.0.0.1:81"),
+    ([], {"PORT": "81", "FREIGHT_PORT": "82"}, "http://127.0.0.1:82"),
+    (["--port", "83"], {"PORT": "81"}, "http://127.0.0.1:83"),
+    (["-p", "84"], {}, "http://127.0.0.1:84"),
+    (["--port=85", "--ssl-certfile", "F"], {}, "https://127.0.0.1:85"),
+    ([], {"FREIGHT_SSL_CERTFILE": "F"}, "https://127.0.0.1:80"),
+    (["-p86"], {}, "http://127.0.0.1:86"),
+    (["--host", "::1", "--port", "87"], {}, "http://[::1]:87"),
+    (["--host=::"], {}, "http://[::1]:80"),
+    (["--hostname", "10.0.0.5"], {}, "http://10.0.0.5:80"),
+    (["--host", "0.0.0.0"], {}, "http://127.0.0.1:80"),
+]
+
+
+def health_url(folder: Path, **environ: str) -> str:
+    """What the health check asks."""
+    program(folder / "python", '#!/bin/sh\necho "$3"\n')
+    env = {"PATH": f"{folder}:{os.environ['PATH']}", "TMPDIR": str(folder)} | environ
+    command = [ROOT / "docker" / "health.sh"]
+    return subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout
+
+
+def test_its_health_check_asks_where_the_server_listens(tmp_path: Path) -> None:
     assert dict(STEPS)["HEALTHCHECK"].endswith("CMD freight-health")
-    start(tmp_path, "demo", *options, **environ)
-    program(tmp_path / "python", '#!/bin/sh\necho "$3"\n')
-    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "TMPDIR": str(tmp_path)}
-    check = [ROOT / "docker" / "health.sh"]
-    assert (
-        subprocess.run(check, env=env, capture_output=True, text=True, check=True).stdout
-        == f"{asked}/health\n"
-    )
+    assert health_url(tmp_path, PORT="81") == "http://127.0.0.1:81/health\n"  # without a file
+    for options, environ, asked in ASKED:
+        entry_point(tmp_path, "demo", *options, **environ)
+        assert health_url(tmp_path) == f"{asked}/health\n", (options, environ)
 
 
-def test_its_health_check_needs_no_file(tmp_path: Path) -> None:
-    program(tmp_path / "python", '#!/bin/sh\necho "$3"\n')
-    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "TMPDIR": str(tmp_path), "PORT": "81"}
-    ran = subprocess.run(
-        [ROOT / "docker" / "health.sh"], env=env, capture_output=True, text=True, check=True
-    )
-    assert ran.stdout == "http://127.0.0.1:81/health\n"
-
-
-@pytest.mark.parametrize(
-    ("torch", "asks"),
-    [
-        ("cpu", "torch==2.13.0+cpu --extra-index-url https://download.pytorch.org/whl/cpu"),
-        ("cuda", "torch==2.13.0"),
-        (
-            "rocm",
-            "torch==2.13.0+rocm7.2 --extra-index-url https://download.pytorch.org/whl/rocm7.2",
-        ),
-        ("gpu", None),
-    ],
-)
-def test_the_build_of_torch(torch: str, asks: str | None) -> None:
-    arguments = dict(
-        rest.split("=", 1) for word, rest in STEPS if word == "ARG" and "=" in rest
-    ) | {"TORCH": torch}
+def test_the_build_of_torch() -> None:
+    given = dict(rest.split("=", 1) for word, rest in STEPS if word == "ARG" and "=" in rest)
     step = next(rest for word, rest in STEPS if word == "RUN" and "torch==" in rest)
-    dry = step.replace("python -m venv /opt/freight", "true").replace(
-        "/opt/freight/bin/pip install", "echo"
-    )
-    ran = subprocess.run(
-        ["sh", "-c", dry], env=os.environ | arguments, capture_output=True, text=True, check=False
-    )
-    if asks is None:
-        assert ran.returncode == 1
-        assert_names(ran.stderr, "TORCH", "cpu, cuda or rocm", "gpu")
-    else:
-        assert ran.stdout.splitlines()[0] == f"--no-cache-dir {asks}"
+    dry = step.replace("python -m venv /opt/freight", "true")
+    dry = dry.replace("/opt/freight/bin/pip install", "echo")
+
+    def build(torch: str) -> subprocess.CompletedProcess[str]:
+        env = os.environ | given | {"TORCH": torch}
+        return subprocess.run(
+            ["sh", "-c", dry], env=env, capture_output=True, text=True, check=False
+        )
+
+    index = "--extra-index-url https://download.pytorch.org/whl"
+    for torch, asks in (
+        ("cpu", f"torch==2.13.0+cpu {index}/cpu"),
+        ("cuda", "torch==2.13.0"),
+        ("rocm", f"torch==2.13.0+rocm7.2 {index}/rocm7.2"),
+    ):
+        assert build(torch).stdout.splitlines()[0] == f"--no-cache-dir {asks}"
+    refused = build("gpu")
+    assert refused.returncode == 1
+    assert_names(refused.stderr, "TORCH", "cpu, cuda or rocm", "gpu")

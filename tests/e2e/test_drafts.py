@@ -30,22 +30,15 @@ SOURCES = [
     "for index in range(10):\n    print(index)\n",
 ]
 MOST = 12
+OPTIONS: dict[str, Any] = {"kv_cache_dtype": "fp8", "kv_scales": "dynamic", "max_model_len": 192}
+OPTIONS["threads"] = 1
 EARLY = (FinishReason.ABORT, FinishReason.TIMEOUT)
 
 
 @pytest.fixture(scope="module")
 def llm() -> LLM:
     """A cache of few blocks: requests are preempted, and find each other's prefixes."""
-    return LLM(
-        "demo",
-        kv_cache_dtype="fp8",
-        kv_scales="dynamic",
-        kv_cache_memory="360KiB",
-        max_model_len=192,
-        max_num_seqs=8,
-        speculate=MOST,
-        threads=1,
-    )
+    return LLM("demo", **OPTIONS, kv_cache_memory="360KiB", max_num_seqs=8, speculate=MOST)
 
 
 def random_params(rng: Random) -> SamplingParams:
@@ -118,7 +111,7 @@ def check_same(found: Any, expected: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("seed", "count"), [(1, 60), pytest.param(2, 2000, marks=pytest.mark.slow)]
+    ("seed", "count"), [(1, 36), pytest.param(2, 2000, marks=pytest.mark.slow)]
 )
 def test_random_requests_with_drafts_and_without(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, seed: int, count: int
@@ -172,28 +165,25 @@ def test_random_requests_with_drafts_and_without(
     assert engine.cache.num_held == 0
 
 
+def counted(llm: LLM, prompt: str, params: SamplingParams) -> tuple[Any, int]:
+    """An answer, and how many steps it took."""
+    steps: list[int] = []
+    with pytest.MonkeyPatch.context() as patch:
+        step = llm.engine.step
+        patch.setattr(llm.engine, "step", lambda **quiet: steps.append(1) or step(**quiet))
+        return llm.generate([prompt], params)[0], len(steps)
+
+
 def test_a_text_that_repeats_itself_takes_fewer_steps(llm: LLM) -> None:
     """`generate` as it is, against the same model without the option."""
     prompt = SOURCES[3] * 4
     params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True, logprobs=2)
-    plain = LLM(
-        "demo",
-        kv_cache_dtype="fp8",
-        kv_scales="dynamic",
-        threads=1,
-        max_model_len=192,
-        speculate=0,
-    )
-    before, taken = llm.engine.stats(), []
-    step = llm.engine.step
-    llm.engine.step = lambda **quiet: taken.append(1) or step(**quiet)  # type: ignore[method-assign]
-    try:
-        found = llm.generate([prompt], params)[0]
-    finally:
-        llm.engine.step = step  # type: ignore[method-assign]
-    assert essence(found) == essence(plain.generate([prompt], params)[0])
-    assert len(taken) < 40
-    assert llm.engine.stats().accepted - before.accepted >= 60 - len(taken) - 1
+    plain = LLM("demo", **OPTIONS, speculate=0)
+    before = llm.engine.stats()
+    output, num_steps = counted(llm, prompt, params)
+    assert essence(output) == essence(plain.generate([prompt], params)[0])
+    assert num_steps < 40
+    assert llm.engine.stats().accepted - before.accepted >= 60 - num_steps - 1
     assert plain.engine.stats().drafted == 0
 
 
@@ -201,23 +191,12 @@ def test_a_prediction_is_drafted_from_the_first_token_on(llm: LLM) -> None:
     """The text that the answer has, and one that it has not: the same tokens, in fewer steps."""
     params = SamplingParams(temperature=1.0, seed=5, max_tokens=40, ignore_eos=True, logprobs=0)
     plain = llm.generate([SOURCES[0]], replace(params, prediction="nothing of the kind"))[0]
-    steps: dict[str, int] = {}
-    step, taken = llm.engine.step, [0]
-
-    def counted(**quiet: Any) -> Any:
-        taken[0] += 1
-        return step(**quiet)
-
+    steps = []
     for text in (plain.outputs[0].text, "nothing of the kind"):
-        taken[0] = 0
-        llm.engine.step = counted  # type: ignore[method-assign,assignment]
-        try:
-            found = llm.generate([SOURCES[0]], replace(params, prediction=text))[0]
-        finally:
-            llm.engine.step = step  # type: ignore[method-assign]
-        assert essence(found) == essence(plain)
-        steps[text] = taken[0]
-    predicted, other = steps.values()
+        output, num_steps = counted(llm, SOURCES[0], replace(params, prediction=text))
+        assert essence(output) == essence(plain)
+        steps.append(num_steps)
+    predicted, other = steps
     assert predicted < other / 2
 
 
@@ -233,9 +212,8 @@ def test_a_prediction_drafts_no_token_beyond_the_vocabulary(
     text = plain.outputs[0].text
     text = "".join(f"{text[begin : begin + 12]}<|image|>" for begin in range(0, len(text), 12))
     predicted = replace(params, prediction=text)
-    assert (
-        max(intake.tokenizer.encode(text)) == intake.vocab_size > max(intake.predicted(predicted))
-    )
+    assert max(intake.tokenizer.encode(text)) == intake.vocab_size
+    assert max(intake.predicted(predicted)) < intake.vocab_size
     assert essence(llm.generate([SOURCES[1]], predicted)[0]) == essence(plain)
     assert all(record.levelno < logging.WARNING for record in caplog.records)  # no step failed
 
@@ -272,9 +250,8 @@ def test_one_sequence_at_most_has_drafts_and_recorded_steps() -> None:
     prompt, params = SOURCES[3] * 4, SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
     drafted = LLM("demo", speculate=6, **options)
     found = drafted.generate([prompt], params)[0]
-    assert essence(found) == essence(
-        LLM("demo", speculate=0, **options).generate([prompt], params)[0]
-    )
+    plain = LLM("demo", speculate=0, **options)
+    assert essence(found) == essence(plain.generate([prompt], params)[0])
     captured = drafted.engine.runner.captured
     assert captured is not None
     assert 7 in captured.steps
@@ -317,7 +294,7 @@ def test_what_a_grammar_forces_is_drafted_and_changes_nothing(
     """Beside other requests, preempted, with parameters that bar some of the forced tokens."""
     rng, engine = Random(4), llm.engine
     requests = {}
-    for index in range(60):
+    for index in range(40):
         params = replace(random_params(rng), stop=(), max_tokens=rng.choice([20, 70]), min_tokens=0)
         if index % 5 == 0:  # within what is forced, and before which no end may come
             params = replace(params, stop=("name", "ab", "is_av"), min_tokens=rng.choice([0, 4, 9]))
@@ -336,23 +313,23 @@ def test_what_a_grammar_forces_is_drafted_and_changes_nothing(
         check_same(output, expected[name])
     reasons = {one.finish_reason for output in expected.values() for one in output.outputs}
     assert reasons >= {FinishReason.STOP, FinishReason.LENGTH}
-    assert stats.accepted - before.accepted > 100
+    assert stats.accepted - before.accepted > 60
     assert stats.drafted - before.drafted > stats.accepted - before.accepted
     assert stats.preemptions > before.preemptions
 
 
-@pytest.mark.parametrize("kernels", ["auto", "reference"])
-def test_what_rejected_drafts_store_is_not_counted(kernels: str) -> None:
+@pytest.mark.parametrize(("kernels", "count"), [("auto", 40), ("reference", 30)])
+def test_what_rejected_drafts_store_is_not_counted(kernels: str, count: int) -> None:
     """Every token is stored once, with drafts and without, and many values are clipped."""
     options: dict[str, Any] = {
         "kv_cache_dtype": "fp8", "kv_scales": "0.01,0.01", "kv_cache_memory": "4MiB", "threads": 1,
         "enable_prefix_caching": False, "kernels": kernels,
     }  # fmt: skip
     params = [
-        SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True),
-        SamplingParams(temperature=0.0, max_tokens=40, stop=("print", "values")),
-        SamplingParams(temperature=0.8, seed=3, max_tokens=30, n=2),
-        SamplingParams(temperature=0.0, max_tokens=30, structured_outputs=FORMS[0]),
+        SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True),
+        SamplingParams(temperature=0.0, max_tokens=count, stop=("print", "values")),
+        SamplingParams(temperature=0.8, seed=3, max_tokens=count, n=2),
+        SamplingParams(temperature=0.0, max_tokens=count, structured_outputs=FORMS[0]),
     ]
     found = []
     for most in (0, MOST):
@@ -387,26 +364,24 @@ def test_a_forced_text_takes_few_steps_and_its_own_text_gives_no_drafts(llm: LLM
     assert llm.engine.stats().drafted == after.drafted
 
 
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"speculate": 5}, "drafts: up to 5 a step, from each request's own text"),
+def test_it_is_said_at_start(caplog: pytest.LogCaptureFixture) -> None:
+    config = {"method": "ngram", "num_speculative_tokens": 4}
+    cases: list[tuple[dict[str, Any], list[str]]] = [
         (
-            {"speculative_config": {"method": "ngram", "num_speculative_tokens": 4}},
-            "drafts: up to 4 a step",
+            {"speculative_config": config},
+            ["drafts: up to 4 a step, from each request's own text"],
         ),
-        ({}, "drafts: up to 8 a step"),
-        ({"speculate": 0}, None),
-        ({"kernels": "reference"}, "drafts: none, because the reference kernels"),
-    ],
-)
-def test_it_is_said_at_start(
-    caplog: pytest.LogCaptureFixture, options: dict[str, Any], says: str | None
-) -> None:
-    caplog.set_level(logging.INFO, "freight")
-    LLM("demo", kv_cache_memory="4MiB", threads=1, **options)
-    said = [record.getMessage() for record in caplog.records if "drafts" in record.getMessage()]
-    assert [says in one for one in said] == [True] if says else said == []
+        ({}, ["drafts: up to 8 a step"]),
+        ({"speculate": 0}, []),
+        ({"kernels": "reference"}, ["drafts: none, because the reference kernels"]),
+    ]
+    for options, says in cases:
+        caplog.clear()
+        with caplog.at_level(logging.INFO, "freight"):
+            LLM("demo", kv_cache_memory="4MiB", threads=1, **options)
+        lines = [message for message in caplog.messages if "drafts" in message]
+        assert len(lines) == len(says)
+        assert all(part in line for part, line in zip(says, lines, strict=True)), options
 
 
 def test_heads_and_draft_models_are_refused_by_name() -> None:
@@ -414,9 +389,10 @@ def test_heads_and_draft_models_are_refused_by_name() -> None:
         LLM("demo", speculative_config={"method": "eagle3"})
 
 
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
+def test_where_they_would_not_be_exact_there_are_none(
+    llm: LLM, caplog: pytest.LogCaptureFixture
+) -> None:
+    cases: list[tuple[dict[str, Any], str]] = [
         ({"spec": SimpleNamespace(repeatable=False)}, "layers of this model keep states"),
         ({"decoder": object()}, "the modules of transformers may round a row differently"),
         (
@@ -424,19 +400,17 @@ def test_heads_and_draft_models_are_refused_by_name() -> None:
             "on a GPU the next step is launched before",
         ),
         ({"exact": False}, "the reference kernels may round a row differently"),
-    ],
-)
-def test_where_they_would_not_be_exact_there_are_none(
-    llm: LLM, caplog: pytest.LogCaptureFixture, changes: dict[str, Any], reason: str
-) -> None:
+    ]
     caplog.set_level(logging.INFO, "freight")
     runner = llm.engine.runner
-    given: dict[str, Any] = {
+    exact: dict[str, Any] = {
         "config": SimpleNamespace(most_drafts=4, device="cpu"),
         "decoder": runner.model,
         "spec": runner.pool.spec,
         "exact": True,
     }
-    assert build._most_drafts(**given) == 4
-    assert build._most_drafts(**given | changes) == 0
-    assert f"drafts: none, because {reason}" in caplog.text
+    assert build._most_drafts(**exact) == 4
+    for changes, reason in cases:
+        caplog.clear()
+        assert build._most_drafts(**exact | changes) == 0
+        assert f"drafts: none, because {reason}" in caplog.text

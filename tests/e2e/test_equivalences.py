@@ -20,10 +20,10 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from tests.drafters import Told
 from tests.parity.random_models import save_random
 from tests.parity.variants import CASES, VARIANTS
+from tests.scaled_models import with_scales
 from transformers import PretrainedConfig
 
 from freight import LLM, SamplingParams
@@ -56,26 +56,9 @@ MIXED = (Granularity.CHANNEL, None, Granularity.TOKEN, Granularity.HEAD, Granula
 OTHER_KERNELS = ["reference", *(f"cpu-{build}" for build in library.runnable()[1:])]
 SLOW_KERNELS = ("reference", *OTHER_KERNELS[2:])
 DIFFERENT = (
-    "ministral3",
-    "gemma2",
-    "gemma3",
-    "gemma4",
-    "gemma4-own-inputs",
-    "gemma4-moe",
-    "opt",
-    "opt-350m",
-    "qwen3-moe",
-    "minimax-m2",
-    "gpt-oss",
-    "laguna",
-    "mimo-v2-flash",
-    "olmo3",
-    "step3p7",
-    "lfm2",
-    "lfm2-moe",
-    "granite-h",
-    "nemotron-h-latent",
-    "deepseek-v3",
+    *("ministral3", "gemma2", "gemma3", "gemma4", "gemma4-own-inputs", "gemma4-moe"),
+    *("opt", "opt-350m", "qwen3-moe", "minimax-m2", "gpt-oss", "laguna", "mimo-v2-flash"),
+    *("olmo3", "step3p7", "lfm2", "lfm2-moe", "granite-h", "nemotron-h-latent", "deepseek-v3"),
 )
 FAMILIES = [(variant, kernels) for variant, kernels in CASES if variant in DIFFERENT]
 FROM_FAMILIES = [(variant, "e4m3-token", kernels) for variant, kernels in FAMILIES]
@@ -192,18 +175,13 @@ def trace(
 @pytest.fixture(scope="module")
 def model_with_scales(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The demo model with one K and one V scale a layer."""
-    source, folder = resolve_model("demo", None), tmp_path_factory.mktemp("scaled") / "demo"
-    shutil.copytree(source, folder)
-    tensors = load_file(folder / "model.safetensors")
-    for layer in range(6):
-        tensors[f"model.layers.{layer}.self_attn.k_scale"] = torch.tensor(
-            0.03 + 0.001 * layer, dtype=torch.float32
-        )
-        tensors[f"model.layers.{layer}.self_attn.v_scale"] = torch.tensor(
-            0.02 + 0.001 * layer, dtype=torch.float32
-        )
-    save_file(tensors, folder / "model.safetensors")
-    return folder
+
+    def scales(layer: int) -> dict[str, torch.Tensor]:
+        values = {"k_scale": 0.03 + 0.001 * layer, "v_scale": 0.02 + 0.001 * layer}
+        return {name: torch.tensor(value, dtype=torch.float32) for name, value in values.items()}
+
+    source = resolve_model("demo", None)
+    return with_scales(source, tmp_path_factory.mktemp("scaled") / "demo", scales, 6)
 
 
 @pytest.fixture(scope="module")
@@ -280,27 +258,18 @@ def in_setups(
     left_out = [setup for each in thinned for index, setup in enumerate(each) if index % 3 != third]
 
     def is_slow(setup: tuple[str, str, str], value: Any) -> bool:
-        return (
-            setup[2] in SLOW_KERNELS
-            or (setup not in FULL and value != values[0])
-            or setup in left_out
-        )
+        further = setup not in FULL and value != values[0]
+        return setup[2] in SLOW_KERNELS or further or setup in left_out
 
+    rows = [(setup, value, is_slow(setup, value)) for setup in setups for value in values]
+    rows += [(setup, values[0], True) for setup in (EVERY if every_variant else ())]
     cases = [
         pytest.param(
-            setup,
-            value,
+            *(setup, value),
             id="-".join((*setup, str(value))),
-            marks=[pytest.mark.slow] if is_slow(setup, value) else [],
+            marks=[pytest.mark.slow] if slow else [],
         )
-        for setup in setups
-        for value in values
-    ]
-    cases += [
-        pytest.param(
-            setup, values[0], id="-".join((*setup, str(values[0]))), marks=[pytest.mark.slow]
-        )
-        for setup in (EVERY if every_variant else ())
+        for setup, value, slow in rows
     ]
     return pytest.mark.parametrize(("open_llm", name), cases, indirect=["open_llm"], scope="module")
 
@@ -328,25 +297,43 @@ def open_llm(
     return build
 
 
+Setup = tuple[str, str, str]
+
+
 @pytest.fixture(scope="module")
-def expected(open_llm: Callable[..., LLM]) -> dict[str, Trace]:
+def traces() -> dict[tuple[Setup, str], Trace]:
+    """What `expected` has computed, by setup and sampling: pytest comes back to each of them."""
+    return {}
+
+
+@pytest.fixture
+def expected(
+    request: pytest.FixtureRequest,
+    open_llm: Callable[..., LLM],
+    traces: dict[tuple[Setup, str], Trace],
+) -> Callable[[str], Trace]:
     """Alone, whole prompt in one chunk, no prefix cache."""
-    llm = open_llm(enable_prefix_caching=False)
-    return {name: trace(llm, params) for name, params in SAMPLING.items()}
+    setup = request.node.callspec.params["open_llm"]
+
+    def of(sampling: str) -> Trace:
+        if (setup, sampling) not in traces:
+            llm = open_llm(enable_prefix_caching=False)
+            traces[setup, sampling] = trace(llm, SAMPLING[sampling])
+        return traces[setup, sampling]
+
+    return of
 
 
 @in_setups("sampling", *SAMPLING, every_variant=True)
 def test_batched_with_16_others(open_llm, expected, sampling):
-    assert (
-        trace(open_llm(enable_prefix_caching=False), SAMPLING[sampling], others=OTHERS)
-        == expected[sampling]
-    )
+    llm = open_llm(enable_prefix_caching=False)
+    assert trace(llm, SAMPLING[sampling], others=OTHERS) == expected(sampling)
 
 
 @in_setups("budget", 7, 1, 64, every_variant=True)
 def test_chunked_prefill_down_to_token_by_token(open_llm, expected, budget):
     llm = open_llm(enable_prefix_caching=False, max_num_batched_tokens=budget)
-    assert trace(llm, SAMPLING["seeded"]) == expected["seeded"]
+    assert trace(llm, SAMPLING["seeded"]) == expected("seeded")
 
 
 @in_setups(
@@ -375,15 +362,14 @@ def test_chunks_by_a_clock_that_runs_wild(open_llm, expected, seed):
     params = replace(SAMPLING["greedy"], max_tokens=48)
     llm.engine.add("early", llm.engine.accept(OTHERS[0], params), params)
     llm.engine.step()
-    assert trace(llm, SAMPLING["seeded"], OTHERS[3:7]) == expected["seeded"]
-    assert max(sizes) < len(llm.engine.tokenizer.encode(PROMPT)), (
-        "the prompt was computed in one chunk"
-    )
+    assert trace(llm, SAMPLING["seeded"], OTHERS[3:7]) == expected("seeded")
+    length = len(llm.engine.tokenizer.encode(PROMPT))
+    assert max(sizes) < length, "the prompt was computed in one chunk"
 
 
 @in_setups("block_size", 8, 64, third=0)
 def test_block_size(open_llm, expected, block_size):
-    assert trace(open_llm(block_size=block_size), SAMPLING["seeded"]) == expected["seeded"]
+    assert trace(open_llm(block_size=block_size), SAMPLING["seeded"]) == expected("seeded")
 
 
 @in_setups("sampling", *SAMPLING, third=1, every_variant=True)
@@ -392,35 +378,27 @@ def test_prefix_hit_or_miss(open_llm, expected, sampling):
     miss, hit = (trace(llm, SAMPLING[sampling]) for _ in range(2))
     assert miss.num_cached_tokens == 0
     assert hit.num_cached_tokens >= 16
-    assert miss == expected[sampling]
-    assert hit == expected[sampling]
+    assert miss == expected(sampling)
+    assert hit == expected(sampling)
 
 
-@in_setups(
-    "drafts",
-    "mixed-seeded",
-    "right-greedy",
-    "wrong-greedy",
-    "right-seeded",
-    third=0,
-    every_variant=True,
-)
+KINDS_OF_DRAFTS = ("mixed-seeded", "right-greedy", "wrong-greedy", "right-seeded")
+
+
+@in_setups("drafts", *KINDS_OF_DRAFTS, third=0, every_variant=True)
 def test_drafts(open_llm, expected, drafts):
     """Guessed tokens are computed beside the known one, and kept where they are what is drawn."""
     kind, sampling = drafts.split("-")
     llm = open_llm(speculate=5)
-    told = Told(
-        [expected[sampling].token_ids], kind, random.Random(1), llm.engine.intake.vocab_size
-    )
+    answers, vocab_size = [expected(sampling).token_ids], llm.engine.intake.vocab_size
+    told = Told(answers, kind, random.Random(1), vocab_size)
     llm.engine.drafters = lambda prompt, params: [told] * params.n
-    assert trace(llm, SAMPLING[sampling]) == expected[sampling]
+    assert trace(llm, SAMPLING[sampling]) == expected(sampling)
     stats = llm.engine.stats()
     assert (stats.drafted > 0) == llm.engine.runner.pool.spec.repeatable
     if stats.drafted:
-        assert (stats.accepted > 0, stats.accepted < stats.drafted) == (
-            kind != "wrong",
-            kind != "right",
-        )
+        assert (stats.accepted > 0) == (kind != "wrong")
+        assert (stats.accepted < stats.drafted) == (kind != "right")
 
 
 @in_setups("sampling", "seeded", "greedy", third=2, every_variant=True)
@@ -432,8 +410,8 @@ def test_from_a_store(open_llm, expected, sampling, tmp_path, monkeypatch):
     )
     assert miss.num_cached_tokens == 0
     assert hit.num_cached_tokens >= 16
-    assert miss == expected[sampling]
-    assert hit == expected[sampling]
+    assert miss == expected(sampling)
+    assert hit == expected(sampling)
 
 
 def trace_and_close(llm: LLM, params: SamplingParams) -> Trace:
@@ -456,37 +434,31 @@ def test_preempted_and_recomputed(open_llm, expected, prefix_caching):
     blocks = sum(len(llm.engine.tokenizer.encode(text)) // 16 + 2 for text in (PROMPT, *others))
     groups = llm.engine.runner.pool.spec.groups
     full = next((index for index, group in enumerate(groups) if group.keeps_all), None)
-    if (
-        full is None
+    if full is None:
         # a request that is longer than the window grows no more: those beside start with a block of
         # three
-    ):
-        llm = open_llm(
-            enable_prefix_caching=prefix_caching, max_model_len=160, max_num_batched_tokens=16
-        )
+        options = {"max_model_len": 160, "max_num_batched_tokens": 16}
+        llm = open_llm(enable_prefix_caching=prefix_caching, **options)
         others, grow, full, blocks = OTHERS[:1] * 4, 60, 0, 13
     allocator = llm.engine.cache.allocators[full]
     allocator.allocate(allocator.num_free - blocks)
     result = trace(llm, SAMPLING["seeded"], others, others_grow=grow)
     assert result.num_preemptions > 0
-    assert result == expected["seeded"]
+    assert result == expected("seeded")
 
 
 @in_setups("sampling", *SAMPLING, third=0)
 def test_launched_before_the_last_tokens_are_known(open_llm, expected, sampling, monkeypatch):
     """… alone, beside others that end earlier, and over the blocks that such steps filled."""
+    params = replace(SAMPLING[sampling], logprobs=None)
+    wanted = replace(expected(sampling), logprobs=[])
     llm, ahead = open_llm(), []
     llm.engine.mode = Mode.OVERLAPPED
     run = ModelRunner.run
     monkeypatch.setattr(ModelRunner, "run", lambda *args: ahead.append(args[2:]) or run(*args))
-    params, wanted = (
-        replace(SAMPLING[sampling], logprobs=None),
-        replace(expected[sampling], logprobs=[]),
-    )
     assert trace(llm, params) == wanted
-    assert (
-        len([tokens for (tokens,) in filter(None, ahead) if tokens is not None]) == 22
-    )  # the first two of 24 are not
+    launched = [tokens for (tokens,) in filter(None, ahead) if tokens is not None]
+    assert len(launched) == 22  # the first two of 24 are not
     hit = trace(llm, params, OTHERS[:4], others_grow=12)
     assert hit == wanted
     assert hit.num_cached_tokens >= 16
@@ -495,19 +467,14 @@ def test_launched_before_the_last_tokens_are_known(open_llm, expected, sampling,
 def test_a_mixed_cache_has_each_layer_as_the_checkpoint_says(mixed_model):
     llm = LLM(str(mixed_model), max_model_len=64, kv_cache_memory="4MiB")
     info = llm.kv_cache_info()
-    assert (info["dtype"], info["granularity"], info["scale_source"]) == (
-        "mixed",
-        "mixed",
-        "checkpoint",
-    )
+    of_all = [info[name] for name in ("dtype", "granularity", "scale_source")]
+    assert of_all == ["mixed", "mixed", "checkpoint"]
+    formats = [Format.E4M3FN if granularity else Format.BFLOAT16 for granularity in MIXED]
     assert [layer["granularity"] for layer in info["layers"]] == [g and str(g) for g in MIXED]
-    assert [layer["dtype"] for layer in info["layers"]] == [
-        "fp8_e4m3fn" if g else "bfloat16" for g in MIXED
-    ]
+    names = {Format.E4M3FN: "fp8_e4m3fn", Format.BFLOAT16: "bfloat16"}
+    assert [layer["dtype"] for layer in info["layers"]] == [names[form] for form in formats]
     pages = [layer.pages for layer in llm.engine.runner.pool.layers]
-    assert [page.format for page in pages] == [
-        Format.E4M3FN if g else Format.BFLOAT16 for g in MIXED
-    ]
+    assert [page.format for page in pages] == formats
     assert [page.dynamic for page in pages] == [g is Granularity.TOKEN for g in MIXED]
     values = 2 * 2 * 64  # K and V, 2 heads of 64
     assert info["bytes_per_token"] == 4 * values + 2 * 2 * 2 + 2 * 2 * values
@@ -517,10 +484,8 @@ def test_a_mixed_cache_has_each_layer_as_the_checkpoint_says(mixed_model):
 @in_setups("budget", 5, third=1)
 def test_prompt_logprobs_do_not_depend_on_chunks(open_llm, budget):
     params = SamplingParams(max_tokens=1, prompt_logprobs=2, temperature=0.0)
-    outputs = [
-        open_llm(max_num_batched_tokens=tokens).generate(PROMPT, params)[0]
-        for tokens in (512, budget)
-    ]
-    assert outputs[0].prompt_logprobs == outputs[1].prompt_logprobs
-    assert outputs[0].prompt_logprobs[0] is None
-    assert len(outputs[0].prompt_logprobs) == len(outputs[0].prompt_token_ids)
+    llms = [open_llm(max_num_batched_tokens=tokens) for tokens in (512, budget)]
+    whole, chunked = (llm.generate(PROMPT, params)[0] for llm in llms)
+    assert whole.prompt_logprobs == chunked.prompt_logprobs
+    assert whole.prompt_logprobs[0] is None
+    assert len(whole.prompt_logprobs) == len(whole.prompt_token_ids)

@@ -25,18 +25,14 @@ from freight.engine import build
 from freight.engine.recordings import CpuStep
 from freight.kernels.cpu.cpu_set import CpuKernels
 from freight.kernels.reference_set import ReferenceKernels
-from freight.outputs import RequestOutput
+from freight.outputs import CompletionOutput, RequestOutput
 
 BASE = Path(__file__).parents[1] / "fixtures" / "base_bf16"
 BAD = 7  # the token whose embedding is NaN
 COUNT = 16
 ERROR = "its step failed: FloatingPointError: a row of NaN"
-LIMITS = {
-    "skip_tokenizer_init": True,
-    "kv_cache_memory": "2MiB",
-    "max_model_len": 96,
-    "max_num_seqs": COUNT,
-}
+LIMITS = {"skip_tokenizer_init": True, "kv_cache_memory": "2MiB"}
+LIMITS |= {"max_model_len": 96, "max_num_seqs": COUNT}
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +96,7 @@ def work(draws_bad: Sequence[int] = ()) -> tuple[list[list[int]], list[SamplingP
     ]
     params = [
         SamplingParams(
-            max_tokens=8,
+            max_tokens=5,
             seed=i,
             temperature=i % 2,
             logprobs=2,
@@ -116,9 +112,13 @@ def work(draws_bad: Sequence[int] = ()) -> tuple[list[list[int]], list[SamplingP
 
 
 def answers(outputs: Sequence[RequestOutput], but: Sequence[int]) -> list[Any]:
-    return [
-        (one.outputs, one.prompt_logprobs) for index, one in enumerate(outputs) if index not in but
-    ]
+    sound = [output for index, output in enumerate(outputs) if index not in but]
+    return [(output.outputs, output.prompt_logprobs) for output in sound]
+
+
+def assert_failed(completion: CompletionOutput, token_ids: list[int]) -> None:
+    assert (completion.finish_reason, completion.error) == ("error", ERROR)
+    assert completion.token_ids == token_ids
 
 
 @pytest.mark.parametrize(
@@ -136,10 +136,8 @@ def test_in_prefill(model: str, steps: str, bad: list[int], caching: bool, optio
     """Also in a chunk of a longer prompt, as the steps have 48 tokens; request 3 has two
     completions, 14 scores its prompt."""
     prompts, params = work()
-    expected = answers(
-        open_llm(model, steps, enable_prefix_caching=caching, **options).generate(prompts, params),
-        bad,
-    )
+    llm = open_llm(model, steps, enable_prefix_caching=caching, **options)
+    expected = answers(llm.generate(prompts, params), bad)
     llm = open_llm(model, steps, enable_prefix_caching=caching, **options)
     for index in bad:
         prompts[index][-1] = BAD
@@ -147,15 +145,10 @@ def test_in_prefill(model: str, steps: str, bad: list[int], caching: bool, optio
     assert answers(outputs, bad) == expected
     for index in bad:
         for completion in outputs[index].outputs:
-            assert (completion.finish_reason, completion.error, completion.token_ids) == (
-                "error",
-                ERROR,
-                [],
-            )
+            assert_failed(completion, [])
     assert llm.engine.cache.num_held == 0
-    assert (
-        answers(llm.generate(*work()), bad) == expected
-    )  # what the failed ones stored is nobody's prefix
+    # what the failed ones stored is nobody's prefix
+    assert answers(llm.generate(*work()), bad) == expected
 
 
 @pytest.mark.parametrize(
@@ -167,20 +160,15 @@ def test_in_prefill(model: str, steps: str, bad: list[int], caching: bool, optio
 def test_in_decoding(model: str, steps: str, bad: list[int], caching: bool):
     """In their second step: the first drew the token, and their blocks are full of what is sound."""
     prompts, params = work()
-    expected = answers(
-        open_llm(model, steps, enable_prefix_caching=caching).generate(prompts, params), bad
-    )
+    llm = open_llm(model, steps, enable_prefix_caching=caching)
+    expected = answers(llm.generate(prompts, params), bad)
     llm = open_llm(model, steps, enable_prefix_caching=caching)
     _, drawing = work(draws_bad=bad)
     outputs = llm.generate(prompts, drawing, on_error="return")
     assert answers(outputs, bad) == expected
     for index in bad:
         (completion,) = outputs[index].outputs
-        assert (completion.finish_reason, completion.error, completion.token_ids) == (
-            "error",
-            ERROR,
-            [BAD],
-        )
+        assert_failed(completion, [BAD])
     assert answers(llm.generate(prompts, params), bad) == expected
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.refusals import assert_names, refuses
+from tests.refusals import assert_names, line_naming, refuses
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -43,58 +43,30 @@ SMALL: dict[str, Any] = {
 }
 HEAD = {"head_dim": 16}
 LOCAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
-ROUTED = {
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
-    "n_shared_experts": 1,
-    "n_group": 1,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-}
+GROUPS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_group": 1, "topk_group": 1}
+ROUTED = GROUPS | {"n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace": 1}
 WINDOW = {"sliding_window": 8}
 
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
+GRANITE = LOCAL | {"shared_intermediate_size": 32}
+
 FAST: dict[str, dict[str, Any]] = {
-    "olmo": {},
+    **{name: {} for name in ("olmo", "gpt_neox", "gpt2")},
     "cohere2": HEAD | WINDOW,
-    "gpt_neox": {},
-    "gpt2": {},
-    "starcoder2": {"sliding_window": 8},
+    "starcoder2": WINDOW,
 }
+PLAIN = ("apertus", "biogpt", "bitnet", "cohere", "gpt_bigcode", "nanochat", "persimmon", "phi")
+WITH_HEAD = ("gemma", "helium", "hyperclovax", "internlm3", "iquestcoder", "jais2")
 SLOW: dict[str, dict[str, Any]] = {
-    "apertus": {},
-    "biogpt": {},
-    "bitnet": {},
-    "cohere": {},
-    "cohere2_moe": HEAD | WINDOW | {"num_experts": 4, "num_experts_per_tok": 2},
-    "cwm": HEAD | WINDOW,
-    "dots1": HEAD | ROUTED,
-    "exaone_moe": HEAD
-    | WINDOW
-    | {
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 32,
-        "n_group": 1,
-        "topk_group": 1,
-        "num_shared_experts": 1,
-    },
-    "flex_olmo": {"num_experts": 4, "num_experts_per_tok": 2},
-    "gemma": HEAD,
-    "gpt_bigcode": {},
-    "granitemoeshared": LOCAL | {"shared_intermediate_size": 32},
-    "helium": HEAD,
-    "hyperclovax": HEAD,
-    "internlm3": HEAD,
-    "iquestcoder": HEAD,
-    "jais2": HEAD,
-    "ministral": HEAD | WINDOW,
-    "nanochat": {},
-    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
-    "persimmon": {},
-    "phi": {},
+    **{name: {} for name in PLAIN},
+    **dict.fromkeys(WITH_HEAD, HEAD),
+    **dict.fromkeys(("cwm", "ministral"), HEAD | WINDOW),
+    **dict.fromkeys(("dots1", "solar_open"), HEAD | ROUTED),
+    **dict.fromkeys(("flex_olmo", "olmoe"), EXPERTS),
+    "cohere2_moe": HEAD | WINDOW | EXPERTS,
+    "exaone_moe": HEAD | WINDOW | GROUPS | {"num_experts": 8, "num_shared_experts": 1},
+    "granitemoeshared": GRANITE,
     "phimoe": LOCAL,
-    "solar_open": HEAD | ROUTED,
     "vaultgemma": HEAD | WINDOW | {"query_pre_attn_scalar": 16},
 }
 PROMPTS = ([5, 9, 33, 17, 88, 21, 40, 77, 12, 101, 64], [5, 9, 33])
@@ -149,9 +121,8 @@ def expected(model: Any, count: int = 12) -> list[list[int]]:
 def test_its_tokens_are_those_of_transformers(model_type: str, tmp_path: Path) -> None:
     assert model_type not in FAMILIES
     model = save(model_type, (FAST | SLOW)[model_type], tmp_path)
-    small_steps = llm(
-        tmp_path, max_num_batched_tokens=4
-    )  # the prompts are computed in chunks, and together
+    # the prompts are computed in chunks, and together
+    small_steps = llm(tmp_path, max_num_batched_tokens=4)
     assert tokens(small_steps) == expected(model)
 
 
@@ -161,13 +132,9 @@ def test_it_says_what_it_is_and_what_is_not_promised(
     save("olmo", {}, tmp_path)
     with caplog.at_level(logging.INFO, "freight"):
         llm(tmp_path)
-    lines = [
-        record.message
-        for record in caplog.records
-        if "OlmoForCausalLM of transformers" in record.message
-    ]
-    assert len(lines) == 1
-    assert "Not guaranteed: the same bits" in lines[0]
+    assert_names(
+        line_naming(caplog.text, "OlmoForCausalLM of transformers"), "Not guaranteed: the same bits"
+    )
     assert describe(str(tmp_path))["runs"] == "through transformers"
     assert describe("demo")["runs"] == "natively"
 
@@ -187,15 +154,23 @@ def test_an_fp8_cache_is_used(tmp_path: Path) -> None:
     ]
 
 
-def test_linears_become_fp8_and_routers_do_not(tmp_path: Path) -> None:
-    save("granitemoeshared", LOCAL | {"shared_intermediate_size": 32}, tmp_path)
-    causal: Any = llm(tmp_path, quantization="fp8").engine.runner.model
-    kinds = {name: type(module).__name__ for name, module in causal.causal.named_modules()}
+def test_linears_become_fp8_and_routers_do_not(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save("granitemoeshared", GRANITE, tmp_path)
+    with caplog.at_level(logging.INFO, "freight"):
+        causal: Any = llm(tmp_path, quantization="fp8").engine.runner.model.causal
+    kinds = {name: type(module).__name__ for name, module in causal.named_modules()}
     assert kinds["model.layers.0.self_attn.q_proj"] == "FreightLinear"
     assert kinds["lm_head"] == "FreightHead"
-    assert not [
-        name for name, kind in kinds.items() if kind == "FreightLinear" and "router" in name
-    ]
+    assert not [name for name in kinds if kinds[name] == "FreightLinear" and "router" in name]
+    line = next(line for line in caplog.messages if line.startswith("weights: "))
+    stacked = sum(parameter.nbytes for parameter in causal.parameters() if parameter.ndim == 3)
+    assert stacked > 0
+    assert_names(line, "float32", f"{stacked / 1e9:.3g} GB of experts")
+    percent = re.search(r"\((\d+)%\) are fp8_e4m3fn", line)
+    assert percent is not None
+    assert 0 < int(percent[1]) < 60
 
 
 def test_fp8_is_refused_where_no_matrix_is_a_linear(tmp_path: Path) -> None:
@@ -241,29 +216,18 @@ def test_a_stored_fp8_scale_is_used(tmp_path: Path) -> None:
         tensors[name + "_scale"] = scale
     save_file(tensors, file, {"format": "pt"})
     config = json.loads((tmp_path / "config.json").read_text())
+    form = {"num_bits": 8, "type": "float", "symmetric": True}
+    group = {
+        "targets": ["Linear"],
+        "weights": form | {"strategy": "channel"},
+        "input_activations": form | {"strategy": "token", "dynamic": True},
+    }
     declared = {
         "quant_method": "compressed-tensors",
         "format": "float-quantized",
         "quantization_status": "compressed",
         "ignore": ["lm_head"],
-        "config_groups": {
-            "group_0": {
-                "targets": ["Linear"],
-                "weights": {
-                    "num_bits": 8,
-                    "type": "float",
-                    "symmetric": True,
-                    "strategy": "channel",
-                },
-                "input_activations": {
-                    "num_bits": 8,
-                    "type": "float",
-                    "symmetric": True,
-                    "strategy": "token",
-                    "dynamic": True,
-                },
-            }
-        },
+        "config_groups": {"group_0": group},
     }
     (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": declared}))
     stored = logits(tmp_path)
@@ -276,9 +240,8 @@ def test_a_stored_fp8_scale_is_used(tmp_path: Path) -> None:
 def test_what_attends_otherwise_is_refused_with_the_difference(tmp_path: Path) -> None:
     save("olmo", {}, tmp_path)
     opened = open_model(EngineArgs(str(tmp_path), skip_tokenizer_init=True, max_model_len=64))
-    layers = tuple(
-        replace(layer, mixer=replace(layer.mixer, window=4)) for layer in opened.model.layers
-    )
+    layers = opened.model.layers
+    layers = tuple(replace(layer, mixer=replace(layer.mixer, window=4)) for layer in layers)
     wrong = replace(opened, model=replace(opened.model, layers=layers))
     with refuses(CheckpointError, "logits", "spread", "0.001", "float32"):
         wrong.load(wrong.resolve(wrong.args))
@@ -313,29 +276,9 @@ def test_the_plan_counts_the_bytes_that_are_loaded(
     config = json.loads((tmp_path / "config.json").read_text())
     settings = make_plan(config, Wish(2**22, 64, device="cpu", layout=layout)).settings
     one = next(one for one in settings if one.weights.is_fp8 == (quantization == "fp8"))
-    assert (one.loaded.layers, one.loaded.embeddings, one.loaded.tables) == (
-        size.layers,
-        size.embeddings,
-        0,
-    )
+    assert (one.loaded.layers, one.loaded.embeddings) == (size.layers, size.embeddings)
+    assert one.loaded.tables == 0
     assert one.spec.bytes_per_token == 3 * 2 * opened.model.layers[0].mixer.num_kv_heads * 16 * 4
-
-
-def test_what_is_not_in_fp8_is_said_at_start(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    save("granitemoeshared", LOCAL | {"shared_intermediate_size": 32}, tmp_path)
-    with caplog.at_level(logging.INFO, "freight"):
-        causal: Any = llm(tmp_path, quantization="fp8").engine.runner.model.causal
-    line = next(
-        record.message for record in caplog.records if record.message.startswith("weights: ")
-    )
-    stacked = sum(parameter.nbytes for parameter in causal.parameters() if parameter.ndim == 3)
-    assert stacked > 0
-    assert_names(line, "float32", f"{stacked / 1e9:.3g} GB of experts")
-    percent = re.search(r"\((\d+)%\) are fp8_e4m3fn", line)
-    assert percent is not None
-    assert 0 < int(percent[1]) < 60
 
 
 def test_its_weights_are_counted(tmp_path: Path) -> None:

@@ -86,6 +86,30 @@ def logits(folder: Path, **options: Any) -> torch.Tensor:
     return freight_logits(folder, IDS, "float32", "reference", **options)
 
 
+def save_changed(variant: str, folder: Path, **config: Any) -> dict[str, Tensor]:
+    """A random model of that kind, and its tensors, to be changed and given to `store`."""
+    changed = type(VARIANTS[variant])(**VARIANTS[variant].to_dict() | config)
+    save_random(changed, folder, torch.float32)
+    return load_file(folder / "model.safetensors")
+
+
+def store(weights: dict[str, Tensor], folder: Path) -> None:
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def errors_of_caches(folder: Path, out: Path, begin: int = 0) -> tuple[Any, list[float]]:
+    """What `quantize` found with centers, and the errors of an E4M3 cache with them and without."""
+    options: dict[str, Any] = {"weights": "none", "kv_cache": "fp8", "calibration_data": [IDS]}
+    result = freight.quantize(folder, out / "centered", **options, center=True)
+    freight.quantize(folder, out / "plain", **options)
+    exact = logits(folder)
+    errors = []
+    for name in ("centered", "plain"):
+        found = logits(out / name, kv_cache_dtype="fp8")
+        errors.append(float((found - exact)[begin:].square().mean()))
+    return result, errors
+
+
 def likeness(one: torch.Tensor, other: torch.Tensor, mean: bool = False) -> float:
     """Least (or mean) cosine of the logits of one position, 1 for the same distribution."""
     centered = (x - x.mean(1, keepdim=True) for x in (one, other))
@@ -124,21 +148,22 @@ def test_a_quantized_model_has_the_names_that_engines_read_and_runs(
             stored[f"{prefix}{module}.weight"].dtype is torch.float8_e4m3fn for module in modules
         )
     plain = logits(tmp_path / "model")
-    assert (
-        likeness(logits(tmp_path / "out", kv_cache_dtype="fp8"), plain, mean=variant in EXPERTS)
-        > 0.9
-    )
+    quantized = logits(tmp_path / "out", kv_cache_dtype="fp8")
+    assert likeness(quantized, plain, mean=variant in EXPERTS) > 0.9
 
 
-@pytest.mark.parametrize("weights", ["fp8", "fp8-channel", "fp8-block"])
-def test_one_tensor_for_several_projections_in_every_granularity(weights: str, tmp_path: Path):
-    save_random(VARIANTS["phi3"], tmp_path / "model", torch.float32)
-    freight.quantize(
-        tmp_path / "model",
-        tmp_path / "out",
-        weights=weights,
-        ignore=["model.layers.1.mlp.gate_up_proj"],
-    )
+@pytest.mark.parametrize(
+    ("variant", "weights"),
+    [
+        *(("phi3", weights) for weights in ("fp8", "fp8-channel", "fp8-block")),
+        *(("glm4", weights) for weights in ("fp8-channel", "fp8-block")),
+    ],
+)
+def test_projections_in_every_granularity(variant: str, weights: str, tmp_path: Path):
+    """One tensor for several, and rows that are brought into another order with their scales."""
+    save_random(VARIANTS[variant], tmp_path / "model", torch.float32)
+    options = {"ignore": ["model.layers.1.mlp.gate_up_proj"]} if variant == "phi3" else {}
+    freight.quantize(tmp_path / "model", tmp_path / "out", weights=weights, **options)
     assert likeness(logits(tmp_path / "out"), logits(tmp_path / "model")) > 0.9
 
 
@@ -165,16 +190,8 @@ def test_scales_of_channels_are_those_of_the_checkpoints_channels_in_a_cache_of_
         amax = pair_norms(k, model.config.rope_parameters["partial_rotary_factor"]).amax(1)
         expected = torch.maximum(amax, amax.max() / 256) / 448
         assert torch.allclose(layer.storage[0].scale, expected, rtol=1e-4)
-    assert (
-        likeness(logits(tmp_path / "out", kv_cache_dtype="fp8"), logits(tmp_path / "model")) > 0.99
-    )
-
-
-@pytest.mark.parametrize("weights", ["fp8-channel", "fp8-block"])
-def test_scales_go_with_rows_that_are_brought_into_another_order(weights: str, tmp_path: Path):
-    save_random(VARIANTS["glm4"], tmp_path / "model", torch.float32)
-    freight.quantize(tmp_path / "model", tmp_path / "out", weights=weights)
-    assert likeness(logits(tmp_path / "out"), logits(tmp_path / "model")) > 0.9
+    quantized = logits(tmp_path / "out", kv_cache_dtype="fp8")
+    assert likeness(quantized, logits(tmp_path / "model")) > 0.99
 
 
 def test_key_centers_turn_with_the_rope_of_their_own_layer(tmp_path: Path):
@@ -182,21 +199,13 @@ def test_key_centers_turn_with_the_rope_of_their_own_layer(tmp_path: Path):
     from the centers.
     """
     folder = tmp_path / "model"
-    config = VARIANTS["gemma3-two-ropes"].to_dict() | {"attention_bias": True}
-    save_random(type(VARIANTS["gemma3-two-ropes"])(**config), folder, torch.float32)
-    weights = load_file(folder / "model.safetensors")
+    weights = save_changed("gemma3-two-ropes", folder, attention_bias=True)
     for name, bias in weights.items():
         if name.endswith("k_proj.bias"):
             bias.view(-1, 32)[:, 4:12] = 8.0
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    result = freight.quantize(
-        folder,
-        tmp_path / "out",
-        weights="none",
-        kv_cache="fp8",
-        center=True,
-        calibration_data=[IDS],
-    )
+    store(weights, folder)
+    options: dict[str, Any] = {"weights": "none", "kv_cache": "fp8", "calibration_data": [IDS]}
+    result = freight.quantize(folder, tmp_path / "out", **options, center=True)
     assert all(layer.k is not None for layer in result.centers)
     assert likeness(logits(tmp_path / "out", kv_cache_dtype="fp8"), logits(folder)) > 0.995
 
@@ -205,31 +214,23 @@ def test_keys_that_are_rotated_in_part_have_centers_where_they_are(tmp_path: Pat
     """Large means on rotated pairs of channels: with centers, an E4M3 cache comes nearer to one in
     float32.
     """
-    folder, config = tmp_path / "model", VARIANTS["phi3-partial"]
-    save_random(config, folder, torch.float32)
-    weights = load_file(folder / "model.safetensors")
-    for index in range(config.num_hidden_layers):
-        prefix, sizes = f"model.layers.{index}.self_attn.", (4 * 16, 2 * 16, 2 * 16)
-        q, k, v = (torch.zeros(size) for size in sizes)
+    folder = tmp_path / "model"
+    weights = save_changed("phi3-partial", folder)
+    for index in range(VARIANTS["phi3-partial"].num_hidden_layers):
+        prefix = f"model.layers.{index}.self_attn."
+        q, k, v = (torch.zeros(size) for size in (4 * 16, 2 * 16, 2 * 16))
         k.view(2, 16)[:, 2:5] = (
             8.0  # of 12 channels that are rotated: pairs (2, 8), (3, 9), (4, 10)
         )
         weights[f"{prefix}qkv_proj.bias"] = torch.cat((q, k, v))
         weights[f"{prefix}o_proj.bias"] = torch.zeros(64)
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    store(weights, folder)
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"attention_bias": True}))
-    options: dict[str, Any] = {"weights": "none", "kv_cache": "fp8", "calibration_data": [IDS]}
-    result = freight.quantize(folder, tmp_path / "centered", **options, center=True)
-    freight.quantize(folder, tmp_path / "plain", **options)
+    result, (centered, plain) = errors_of_caches(folder, tmp_path)
     for layer in result.centers:
         assert layer.k is not None
         assert set(layer.k.nonzero()[:, 1].tolist()) == {2, 3, 4, 8, 9, 10}
-    exact = logits(folder)
-    centered, plain = (
-        float((logits(tmp_path / name, kv_cache_dtype="fp8") - exact).square().mean())
-        for name in ("centered", "plain")
-    )
     assert centered < plain / 4
 
 
@@ -237,21 +238,14 @@ def test_centers_of_keys_where_queries_are_scaled_by_their_position(tmp_path: Pa
     """Large means of keys, from a channel that all tokens share: with centers, E4M3 comes nearer to
     float32.
     """
-    folder, config = tmp_path / "model", VARIANTS["ministral3"]
-    save_random(config, folder, torch.float32)
-    weights = load_file(folder / "model.safetensors")
+    folder = tmp_path / "model"
+    weights = save_changed("ministral3", folder)
     weights["model.embed_tokens.weight"][:, 0] = 3.0
-    for index in range(config.num_hidden_layers):
+    for index in range(VARIANTS["ministral3"].num_hidden_layers):
         weights[f"model.layers.{index}.self_attn.k_proj.weight"].view(2, 32, 64)[:, 4:8, 0] = 2.0
         weights[f"model.layers.{index}.self_attn.q_proj.weight"] *= 3
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    options: dict[str, Any] = {"weights": "none", "kv_cache": "fp8", "calibration_data": [IDS]}
-    result = freight.quantize(folder, tmp_path / "centered", **options, center=True)
-    freight.quantize(folder, tmp_path / "plain", **options)
+    store(weights, folder)
+    # queries from position 40 on have a factor
+    result, (centered, plain) = errors_of_caches(folder, tmp_path, begin=40)
     assert all(layer.k is not None for layer in result.centers)
-    exact = logits(folder)[40:]  # queries from here on have a factor
-    centered, plain = (
-        float((logits(tmp_path / name, kv_cache_dtype="fp8")[40:] - exact).square().mean())
-        for name in ("centered", "plain")
-    )
     assert centered < plain / 4

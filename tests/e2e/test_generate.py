@@ -66,22 +66,17 @@ def test_greedy_tokens_and_logprobs_are_those_of_transformers(llm: LLM, oracle: 
     tokenizer = AutoTokenizer.from_pretrained(DEMO)
     for output in llm.generate(PROMPTS, params):
         prompt, (completion,) = output.prompt_token_ids, output.outputs
+        start = len(prompt) - 1
         assert prompt == tokenizer(output.prompt)["input_ids"]
         expected = oracle_logprobs(oracle, prompt + completion.token_ids)
-        assert completion.token_ids == expected[len(prompt) - 1 : -1].argmax(-1).tolist()
+        assert completion.token_ids == expected[start:-1].argmax(-1).tolist()
         assert completion.text == tokenizer.decode(completion.token_ids)
         assert completion.logprobs is not None
-        for position, (token, entry) in enumerate(
-            zip(completion.token_ids, completion.logprobs, strict=True)
-        ):
-            assert_agrees(entry, token, expected[len(prompt) - 1 + position], 4)
-        assert completion.cumulative_logprob == pytest.approx(
-            sum(
-                expected[len(prompt) - 1 + i, token].item()
-                for i, token in enumerate(completion.token_ids)
-            ),
-            abs=1e-3,
-        )
+        entries = zip(completion.token_ids, completion.logprobs, expected[start:-1], strict=True)
+        for token, entry, row in entries:
+            assert_agrees(entry, token, row, 4)
+        own = expected[range(start, len(expected) - 1), completion.token_ids]
+        assert completion.cumulative_logprob == pytest.approx(own.sum().item(), abs=1e-3)
         assert output.prompt_logprobs is not None
         first, *others = output.prompt_logprobs
         assert first is None
@@ -120,9 +115,8 @@ def test_the_same_seed_gives_the_same_tokens(llm: LLM):
     assert tokens(llm, seed=7) == tokens(llm, seed=7)
     assert tokens(llm, seed=7) != tokens(llm, seed=8)
     assert tokens(llm) != tokens(llm)  # no seed: a fresh one for each request
-    runs = [
-        LLM(str(DEMO), kv_cache_memory="8MiB", max_model_len=128, seed=seed) for seed in (3, 3, 4)
-    ]
+    small: dict[str, Any] = {"kv_cache_memory": "8MiB", "max_model_len": 128}
+    runs = [LLM(str(DEMO), **small, seed=seed) for seed in (3, 3, 4)]
     first, again, other = map(tokens, runs)
     assert first == again != other
 
@@ -131,10 +125,8 @@ def test_stop_strings_end_the_text_exactly(llm: LLM):
     params = SamplingParams(temperature=0.0, max_tokens=24)
     (free,) = llm.generate(PROMPTS[0], params)[0].outputs
     for stop in (free.text[5:8], free.text[9]):
-        (output,) = llm.generate(
-            PROMPTS[0], SamplingParams(temperature=0.0, max_tokens=24, stop=["\0", stop])
-        )
-        (completion,) = output.outputs
+        stopping = SamplingParams(temperature=0.0, max_tokens=24, stop=["\0", stop])
+        (completion,) = llm.generate(PROMPTS[0], stopping)[0].outputs
         assert completion.text == free.text[: free.text.index(stop)]
         assert (completion.finish_reason, completion.stop_reason) == (FinishReason.STOP, stop)
         assert completion.token_ids == free.token_ids[: len(completion.token_ids)]
@@ -183,9 +175,8 @@ def test_length_at_the_end_of_the_context(max_tokens: int | None, caplog: pytest
 @pytest.mark.parametrize("params", [GREEDY, SamplingParams(seed=2, max_tokens=16, logprobs=1)])
 def test_a_stream_ends_with_what_generate_gives(llm: LLM, params: SamplingParams):
     outputs = list(llm.stream(PROMPTS[0], params))
-    assert [len(output.outputs[0].token_ids) for output in outputs] == list(
-        range(1, len(outputs) + 1)
-    )
+    lengths = [len(output.outputs[0].token_ids) for output in outputs]
+    assert lengths == list(range(1, len(outputs) + 1))
     texts = [output.outputs[0].text for output in outputs]
     assert all(after.startswith(before) for before, after in pairwise(texts))
     assert outputs[-1].outputs == llm.generate(PROMPTS[0], params)[0].outputs
@@ -211,9 +202,8 @@ def test_stop_ids_are_the_union_of_both_configs(tmp_path: Path):
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 7]}))
     llm = LLM(str(folder), skip_tokenizer_init=True, kv_cache_memory="1MiB")
     for token, count in ((2, 1), (5, 1), (7, 1), (6, 4)):
-        params = SamplingParams(
-            temperature=0.0, max_tokens=4, logit_bias={token: 1000.0}, logprobs=0
-        )
+        bias = {token: 1000.0}
+        params = SamplingParams(temperature=0.0, max_tokens=4, logit_bias=bias, logprobs=0)
         (completion,) = llm.generate([11, 12], params)[0].outputs
         assert completion.token_ids == [token] * count
         assert completion.logprobs is not None
@@ -228,30 +218,27 @@ def test_prompts_of_every_form_with_parameters_each(llm: LLM):
     assert [output.prompt for output in outputs] == [PROMPTS[0], None, PROMPTS[0], None]
     assert all(output.prompt_token_ids == ids for output in outputs)
     assert [len(output.outputs[0].token_ids) for output in outputs] == [3, 5, 7, 9]
-    longest = outputs[3].outputs[0].token_ids
-    assert all(
-        longest[: len(one.outputs[0].token_ids)] == one.outputs[0].token_ids for one in outputs
-    )
+    answers = [output.outputs[0].token_ids for output in outputs]
+    assert all(answers[3][: len(answer)] == answer for answer in answers)
     assert llm.generate(ids, GREEDY)[0].outputs == llm.generate([ids], GREEDY)[0].outputs
     assert llm.generate([]) == []
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-3), ("bfloat16", 5e-3)])
 def test_perplexity_is_that_of_transformers(dtype: str, tolerance: float):
-    text = (DEMO / "heldout.txt").read_text(encoding="utf-8")[:9000]
+    text = (DEMO / "heldout.txt").read_text(encoding="utf-8")[:4000]
     args = EngineArgs(model="demo", dtype=dtype)
     (score,) = compare_caches(args, [], text, window=256)
     model = AutoModelForCausalLM.from_pretrained(DEMO, dtype=getattr(torch, dtype)).eval()
-    token_ids = AutoTokenizer.from_pretrained(DEMO)(text, add_special_tokens=False, verbose=False)[
-        "input_ids"
-    ]
+    tokenizer = AutoTokenizer.from_pretrained(DEMO)
+    token_ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     losses = []
     for start in range(0, len(token_ids), 256):
         part = token_ids[start : start + 256]
         logprobs = oracle_logprobs(model, [BOS, *part[:-1]])
         losses.append(-logprobs[torch.arange(len(part)), part])
     expected = torch.cat(losses).double().mean().exp().item()
-    assert score.num_tokens == len(token_ids) > 2000
+    assert score.num_tokens == len(token_ids) > 900
     assert score.perplexity == pytest.approx(expected, rel=tolerance)
 
 
@@ -261,60 +248,48 @@ TEMPLATE = (
 )
 
 
-@pytest.fixture
-def chat_model(tmp_path: Path) -> Path:
-    folder = tmp_path / "chat"
+@pytest.fixture(scope="module")
+def chat(tmp_path_factory: pytest.TempPathFactory) -> LLM:
+    folder = tmp_path_factory.mktemp("models") / "chat"
     shutil.copytree(DEMO, folder)
     path = folder / "tokenizer_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": TEMPLATE}))
-    return folder
+    return LLM(str(folder), kv_cache_memory="8MiB", max_model_len=128)
 
 
-def test_chat_has_exactly_one_begin_token(chat_model: Path):
-    llm = LLM(str(chat_model), kv_cache_memory="8MiB", max_model_len=128)
+def test_chat_has_exactly_one_begin_token(chat: LLM):
     messages = [{"role": "system", "content": "write code"}, {"role": "user", "content": "hello"}]
-    (output,) = llm.chat(messages, GREEDY)
+    (output,) = chat.chat(messages, GREEDY)
     assert output.prompt_token_ids.count(BOS) == 1
     assert output.prompt_token_ids[0] == BOS
     written = "# system: write code\n# user: hello\n# assistant: "
-    assert llm.engine.tokenizer is not None
-    assert llm.engine.tokenizer.decode(output.prompt_token_ids) == written
-    assert output.outputs == llm.generate(written, GREEDY)[0].outputs
-    both = llm.chat([messages, messages[1:]], GREEDY)
+    assert chat.engine.tokenizer is not None
+    assert chat.engine.tokenizer.decode(output.prompt_token_ids) == written
+    assert output.outputs == chat.generate(written, GREEDY)[0].outputs
+    both = chat.chat([messages, messages[1:]], GREEDY)
     assert both[0].outputs == output.outputs
     assert len(both[1].prompt_token_ids) < len(both[0].prompt_token_ids)
 
 
-@pytest.mark.parametrize(
-    "given", [{"role": "user", "content": "x"}, "hello", None, 5, iter([]), ["hello"]]
-)
-def test_chat_refuses_what_is_no_list_of_messages(chat_model: Path, given: Any):
-    llm = LLM(str(chat_model), kv_cache_memory="8MiB", max_model_len=128)
-    with refuses(RequestError, "messages", '[{"role": "user", "content": "Hello"}]'):
-        llm.chat(given, GREEDY)
+def test_chat_refuses_what_is_no_list_of_messages(chat: LLM):
+    others: list[Any] = [{"role": "user", "content": "x"}, "hello", None, 5, iter([]), ["hello"]]
+    for other in others:
+        with refuses(RequestError, "messages", '[{"role": "user", "content": "Hello"}]'):
+            chat.chat(other, GREEDY)
 
 
-@pytest.mark.parametrize(
-    ("option", "instead"),
-    [
+def test_chat_takes_the_options_that_its_template_reads(chat: LLM):
+    messages = [{"role": "user", "content": "hello"}]
+    kwargs = {"chat_template_kwargs": {"enable_thinking": False}}
+    for option, instead in (
         ({"use_tqdm": False}, "'use_tqdm': use progress"),
-        (
-            {"chat_template_kwargs": {"enable_thinking": False}},
-            "'chat_template_kwargs'.*keywords",
-        ),
+        (kwargs, "'chat_template_kwargs'.*keywords"),
         ({"chat_template": TEMPLATE}, "'chat_template'.*template"),
         ({"tools": []}, "'tools'.*chat template"),
         ({"tokenize": False}, "'tokenize'.*chat template"),
-    ],
-)
-def test_chat_takes_the_options_that_its_template_reads(
-    chat_model: Path, option: dict[str, Any], instead: str
-):
-    llm = LLM(str(chat_model), kv_cache_memory="8MiB", max_model_len=128)
-    messages = [{"role": "user", "content": "hello"}]
-    with pytest.raises(ConfigError, match=instead):
-        llm.chat(messages, GREEDY, **option)
-    ids = llm.chat_prompt(
-        messages, bos_token="", add_generation_prompt=False, continue_final_message=False
-    )
-    assert len(ids) < len(llm.chat_prompt(messages))
+    ):
+        with pytest.raises(ConfigError, match=instead):
+            chat.chat(messages, GREEDY, **option)
+    options = {"add_generation_prompt": False, "continue_final_message": False}
+    ids = chat.chat_prompt(messages, bos_token="", **options)
+    assert len(ids) < len(chat.chat_prompt(messages))

@@ -69,7 +69,7 @@ def essence(outputs: list[Any]) -> list[Any]:
     return [(output.outputs, output.finished) for output in outputs]
 
 
-@pytest.mark.parametrize("count", [70, pytest.param(5000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [40, pytest.param(5000, marks=pytest.mark.slow)])
 def test_alarms_at_random_moments(alarm: Callable[[float], None], count: int):
     rng = random.Random(count)
     llm = new_llm()

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,8 +18,8 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from tests.refusals import assert_names
+from tests.scaled_models import with_scales
 from torch import Tensor
 
 from freight import LLM, SamplingParams
@@ -57,10 +56,8 @@ def spread(shape: tuple[int, ...], layer: int, side: str) -> Tensor:
     some saturate.
     """
     seed = 2 * layer + (side == "v")
-    return (
-        torch.rand(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32) * 0.01
-        + 0.0005
-    )
+    generator = torch.Generator().manual_seed(seed)
+    return torch.rand(shape, generator=generator, dtype=torch.float32) * 0.01 + 0.0005
 
 
 def apart(
@@ -116,18 +113,7 @@ CASES = {
 
 
 def write_model(folder: Path, tensors: Callable[[int], Stored], **config: Any) -> Path:
-    """BASE with scale tensors beside each layer's attention, and more keys in config.json."""
-    shutil.copytree(BASE, folder)
-    weights = load_file(folder / "model.safetensors")
-    for layer in range(LAYERS):
-        weights |= {
-            f"model.layers.{layer}.self_attn.{name}": value
-            for name, value in tensors(layer).items()
-        }
-    save_file(weights, folder / "model.safetensors")
-    said = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(said | config))
-    return folder
+    return with_scales(BASE, folder, tensors, LAYERS, **config)
 
 
 def open_llm(model: Path = BASE, **options: Any) -> LLM:
@@ -231,31 +217,19 @@ def test_k_and_v_are_not_taken_for_each_other(plain: tuple[Tensor, Tensor], tmp_
 
 @pytest.mark.parametrize("option", ["quantization_param_path", "kv_scales"])
 def test_the_json_file(option: str, plain: tuple[Tensor, Tensor], tmp_path: Path):
+    """It counts more than the checkpoint, which `kv_scales` finds with other scales."""
     factors = {str(layer): both(layer).item() for layer in range(LAYERS)}
     kv_cache = {"dtype": "float8_e4m3fn", "scaling_factor": {"0": factors}}
     file = tmp_path / "kv_cache_scales.json"
     file.write_text(json.dumps({"model_type": "llama", "kv_cache": kv_cache}))
-    llm = open_llm(kv_cache_dtype="fp8", **{option: str(file)})
-    assert (llm.kv_cache_info()["granularity"], llm.kv_cache_info()["scale_source"]) == (
-        "tensor",
-        "file",
+    three = torch.tensor(3.0, dtype=torch.float32)
+    model = write_model(tmp_path / "model", lambda layer: {"kv_scale": three})
+    llm = open_llm(
+        model if option == "kv_scales" else BASE, kv_cache_dtype="fp8", **{option: str(file)}
     )
+    info = llm.kv_cache_info()
+    assert (info["granularity"], info["scale_source"]) == ("tensor", "file")
     assert_used(llm, CASES["kv_scale"], plain)
-
-
-def test_the_json_file_counts_more_than_the_checkpoint(
-    plain: tuple[Tensor, Tensor], tmp_path: Path
-):
-    model = write_model(
-        tmp_path / "model", lambda layer: {"kv_scale": torch.tensor(3.0, dtype=torch.float32)}
-    )
-    factors = {str(layer): both(layer).item() for layer in range(LAYERS)}
-    file = tmp_path / "kv_cache_scales.json"
-    kv_cache = {"dtype": "float8_e4m3fn", "scaling_factor": {"0": factors}}
-    file.write_text(json.dumps({"model_type": "llama", "kv_cache": kv_cache}))
-    assert_used(
-        open_llm(model, kv_cache_dtype="fp8", kv_scales=str(file)), CASES["kv_scale"], plain
-    )
 
 
 @pytest.mark.parametrize("name", ["kv_scale", "k_scale [H,1,1]", "k_scale [H,D]"])
@@ -310,12 +284,10 @@ def generate(model: Path, **options: Any) -> None:
 def test_scales_that_clip_are_warned_about_and_scales_that_fit_are_not(
     kernels: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
+    scales = [torch.tensor(scale, dtype=torch.float32) for scale in (1e-3, 0.1)]
     small, large = (
-        write_model(
-            tmp_path / str(scale),
-            lambda layer, scale=scale: {"kv_scale": torch.tensor(scale, dtype=torch.float32)},
-        )
-        for scale in (1e-3, 0.1)
+        write_model(tmp_path / f"{scale:g}", lambda layer, scale=scale: {"kv_scale": scale})
+        for scale in scales
     )
     generate(large, kernels=kernels)
     generate(small, kernels=kernels, kv_scales="dynamic")
@@ -327,9 +299,8 @@ def test_scales_that_clip_are_warned_about_and_scales_that_fit_are_not(
     llm = open_llm(small, kv_cache_dtype="fp8", kernels=kernels)
     run(llm)
     pages = [half for layer in range(LAYERS) for half in stored(llm, layer)]
-    at_the_end = sum(int((decode(half).abs() == 448).sum()) for half in pages) / sum(
-        half.numel() for half in pages
-    )
+    ends = sum(int((decode(half).abs() == 448).sum()) for half in pages)
+    at_the_end = ends / sum(half.numel() for half in pages)
     assert 0.5 * at_the_end < float(said) / 100 <= at_the_end + 0.01
     caplog.clear()
     for _ in llm.stream(TOKENS, FOUR):

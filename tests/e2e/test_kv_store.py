@@ -17,7 +17,7 @@ import urllib.request
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,6 +28,7 @@ from tests.serving import freight_serve
 from typer.testing import CliRunner
 
 from freight import LLM, SamplingParams
+from freight.cache.spec import KVCacheSpec
 from freight.cache.store import mover, tiers
 from freight.cache.store.folder import segments_of
 from freight.cache.store.pace import Rates
@@ -88,6 +89,28 @@ def plain() -> list[Any]:
     """Answers without a store."""
     llm = LLM("demo", kv_cache_dtype="fp8", max_model_len=512)
     return [said(llm, prompt)[0] for prompt in PROMPTS]
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A store that an engine has left behind: the first prompt, in `count` blocks of `spec`."""
+
+    folder: Path
+    count: int
+    spec: KVCacheSpec
+
+    def copy(self, folder: Path) -> Path:
+        return shutil.copytree(self.folder, folder)
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Kept:
+    folder = tmp_path_factory.mktemp("kept")
+    llm = opened(folder)
+    said(llm, PROMPTS[0])
+    llm.engine.close()
+    assert stats(llm).stored > 10
+    return Kept(folder, stats(llm).stored, llm.engine.runner.pool.spec)
 
 
 def test_a_restart(tmp_path: Path, plain: list[Any]) -> None:
@@ -156,17 +179,14 @@ def test_an_engine_that_nobody_closes(tmp_path: Path) -> None:
     other.engine.close()
 
 
-def test_another_process_with_another_hash_seed(tmp_path: Path) -> None:
+def test_another_process_with_another_hash_seed(kept: Kept, tmp_path: Path) -> None:
     """What decides bytes is written the same in every process."""
-    llm = opened(tmp_path)
-    said(llm, PROMPTS[0])
-    llm.engine.close()
     program = (
         "import sys; from pathlib import Path; from tests.e2e.test_kv_store import *;"
         "print(said(opened(Path(sys.argv[1])), PROMPTS[0])[1])"
     )
     answer = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path)],
+        [sys.executable, "-c", program, str(kept.copy(tmp_path / "store"))],
         capture_output=True,
         text=True,
         check=True,
@@ -175,17 +195,14 @@ def test_another_process_with_another_hash_seed(tmp_path: Path) -> None:
     assert int(answer.stdout) >= 256
 
 
-def test_damage_is_no_answer(tmp_path: Path, plain: list[Any]) -> None:
+def test_damage_is_no_answer(kept: Kept, tmp_path: Path, plain: list[Any]) -> None:
     """A bit of every record flipped."""
-    first = opened(tmp_path)
-    said(first, PROMPTS[0])
-    first.engine.close()
-    path = next(tmp_path.rglob("*.blocks"))
+    path = next(kept.copy(tmp_path / "store").rglob("*.blocks"))
     content = bytearray(path.read_bytes())
     for place in range(200, len(content), 5000):
         content[place] ^= 1
     path.write_bytes(content)
-    llm = opened(tmp_path)
+    llm = opened(tmp_path / "store")
     assert said(llm, PROMPTS[0])[0] == plain[0]
     assert stats(llm).corrupt == 1  # the prefix ends there
     llm.engine.close()
@@ -213,10 +230,9 @@ def test_salts(tmp_path: Path, plain: list[Any]) -> None:
         llm = opened(tmp_path, kv_store_salted=stored)
         assert said(llm, PROMPTS[0], replace(PARAMS, cache_salt=f"other {stored}"))[1] == 0
         assert (said(llm, PROMPTS[0], salted)[1] >= 256) is stored
+        if stored:  # it stores this prompt without a salt
+            assert said(llm, PROMPTS[0])[1] == 0
         llm.engine.close()
-    llm = opened(tmp_path, kv_store_salted=True)
-    assert said(llm, PROMPTS[0])[1] == 0
-    llm.engine.close()
 
 
 def copy_of_demo(folder: Path, change: Callable[[bytearray], None] | None = None) -> str:
@@ -365,26 +381,23 @@ def test_weights_that_changed_before_their_digest_was_made(
     assert not list((tmp_path / "store").glob("*/*"))
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"kv_store_size": "1GiB"}, "--kv-store-size 1GiB"),
-        ({"kv_store_memory": 0}, "--kv-store-memory 0"),
-        ({"kv_store_salted": True}, "--kv-store-salted True"),
-        ({"kv_store": ""}, "--kv-store ''.*folder"),
-        (
-            {"kv_store": "x", "enable_prefix_caching": False},
-            "--no-enable-prefix-caching",
-        ),
-        ({"kv_store": "x", "kv_store_size": "1KiB"}, "less than a MiB"),
-        ({"kv_store": "x", "kv_store_size": "much"}, "--kv-store-size 'much'"),
-        ({"kv_store": "x", "kv_store_memory": "-1"}, "--kv-store-memory '-1'"),
-        ({"kv_store": "x", "kv_store_salted": 1}, "kv_store_salted is 1.*True or False"),
-    ],
-)
-def test_options_that_contradict_each_other(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        check(EngineArgs("demo", **options))
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"kv_store_size": "1GiB"}, "--kv-store-size 1GiB"),
+    ({"kv_store_memory": 0}, "--kv-store-memory 0"),
+    ({"kv_store_salted": True}, "--kv-store-salted True"),
+    ({"kv_store": ""}, "--kv-store ''.*folder"),
+    ({"kv_store": "x", "enable_prefix_caching": False}, "--no-enable-prefix-caching"),
+    ({"kv_store": "x", "kv_store_size": "1KiB"}, "less than a MiB"),
+    ({"kv_store": "x", "kv_store_size": "much"}, "--kv-store-size 'much'"),
+    ({"kv_store": "x", "kv_store_memory": "-1"}, "--kv-store-memory '-1'"),
+    ({"kv_store": "x", "kv_store_salted": 1}, "kv_store_salted is 1.*True or False"),
+]
+
+
+def test_options_that_contradict_each_other() -> None:
+    for options, message in REFUSED:
+        with pytest.raises(ConfigError, match=message):
+            check(EngineArgs("demo", **options))
 
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
@@ -395,13 +408,9 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
         LLM("demo", kv_store=str(tmp_path / "file"))
 
 
-def test_a_look_from_the_command_line(tmp_path: Path) -> None:
+def test_a_look_from_the_command_line(kept: Kept, tmp_path: Path) -> None:
     run = CliRunner().invoke
-    store = tmp_path / "store"
-    llm = opened(store)
-    said(llm, PROMPTS[0])
-    llm.engine.close()
-    count = stats(llm).stored
+    store, count = kept.copy(tmp_path / "store"), kept.count
     (space,) = json.loads(run(app, ["store", "ls", str(store), "--json"]).stdout)["spaces"]
     assert space["num_blocks"] == count
     assert "fp8_e4m3" in space["decides"]["name"]
@@ -422,92 +431,68 @@ def test_a_look_from_the_command_line(tmp_path: Path) -> None:
     assert "empty" in run(app, ["store", "ls", str(store)]).stdout
 
 
-def test_the_plan_says_what_a_gib_holds(tmp_path: Path) -> None:
+def test_the_plan_says_what_a_gib_holds(kept: Kept) -> None:
     """Against what an engine wrote: payloads, token ids and entries of the index."""
     made = CliRunner().invoke(app, ["plan", "demo", "--memory", "1GiB", "--json"])
-    llm = opened(tmp_path)
-    said(llm, PROMPTS[0])
-    llm.engine.close()
-    spec, blocks = llm.engine.runner.pool.spec, stats(llm).stored
-    assert blocks > 10
     planned = {
-        one["stored_tokens_per_gib"]
-        for one in json.loads(made.stdout)["settings"]
-        if one["bytes_per_token"] == spec.bytes_per_token
+        setting["stored_tokens_per_gib"]
+        for setting in json.loads(made.stdout)["settings"]
+        if setting["bytes_per_token"] == kept.spec.bytes_per_token
     }
-    written = sum(size for _, _, size in segments_of(tmp_path))
-    assert planned == {int((1 << 30) / (written / blocks / spec.block_size))}
+    written = sum(size for _, _, size in segments_of(kept.folder))
+    assert planned == {int((1 << 30) / (written / kept.count / kept.spec.block_size))}
 
 
-def asked(url: str, prompt: str, key: str = "") -> tuple[str, int]:
+def asked(url: str, prompt: str, key: str) -> tuple[str, int]:
     """What a server completes, and how many tokens of the prompt it found."""
-    body = {
-        "model": "demo",
-        "prompt": prompt,
-        "max_tokens": 8,
-        "temperature": 0,
-        "ignore_eos": True,
-    }
+    body = {"model": "demo", "prompt": prompt, "max_tokens": 8, "temperature": 0}
     headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
-    request = urllib.request.Request(url + "/v1/completions", json.dumps(body).encode(), headers)
+    content = json.dumps(body | {"ignore_eos": True}).encode()
+    request = urllib.request.Request(url + "/v1/completions", content, headers)
     with urllib.request.urlopen(request, timeout=60) as answer:
-        content = json.loads(answer.read())
-    return content["choices"][0]["text"], content["usage"]["prompt_tokens_details"]["cached_tokens"]
-
-
-def test_a_server_that_is_started_again(tmp_path: Path) -> None:
-    """It stores what it has when it is stopped; its next start finds that, and counts it."""
-    options = ["--kv-store", str(tmp_path / "store"), "--kv-cache-dtype", "fp8"]
-    with freight_serve("demo", options) as url:
-        before = [asked(url, prompt) for prompt in PROMPTS]
-    assert [found for _, found in before] == [0] * len(PROMPTS)
-    with freight_serve("demo", options) as url:
-        after = []
-        for prompt in PROMPTS:
-            after.append(asked(url, prompt))
-            time.sleep(0.5)  # the store may not be open at the first
-        assert [text for text, _ in after] == [text for text, _ in before]
-        assert after[-1][1] >= 256
-        with urllib.request.urlopen(url + "/metrics", timeout=60) as answer:
-            names = answer.read().decode()
-    assert re.search(r"freight:kv_store_bytes\{.*tier=\"disk\"\} [1-9]", names)
-    assert re.search(r"freight:kv_store_tokens_total\{.*\} [1-9]", names)
+        found = json.loads(answer.read())
+    return found["choices"][0]["text"], found["usage"]["prompt_tokens_details"]["cached_tokens"]
 
 
 def test_a_server_with_keys_that_is_started_again(tmp_path: Path) -> None:
-    """Each key finds its own prompts again, in this folder alone."""
+    """It stores what it has when it is stopped. Each key finds its own prompts again, in this
+    folder alone, and what is found is counted.
+    """
     files = {name: tmp_path / name for name in ("first", "again")}
     files["first"].write_text("alice:1\nbob:2\n")
     files["again"].write_text("bob:2\nalice:new\n")
     options = ["--kv-cache-dtype", "fp8", "--kv-store-salted", "--api-key-file"]
     store = ["--kv-store", str(tmp_path / "store")]
     with freight_serve("demo", [*store, *options, str(files["first"])]) as url:
-        before = asked(url, PROMPTS[0], "1")
-    assert before[1] == 0
+        before = [asked(url, prompt, "1") for prompt in PROMPTS[:2]]
+    assert [found for _, found in before] == [0, 0]
     with freight_serve("demo", [*store, *options, str(files["again"])]) as url:
         wait_until_open(url, "new")
-        assert asked(url, PROMPTS[0], "2") == (before[0], 0)
-        text, found = asked(url, PROMPTS[0], "new")
-    assert text == before[0]
-    assert found >= 256
+        assert asked(url, PROMPTS[0], "2") == (before[0][0], 0)
+        after = [asked(url, prompt, "new") for prompt in PROMPTS[:2]]
+        assert re.search(r"freight:kv_store_tokens_total\{.*\} [1-9]", metrics(url, "new"))
+    assert [text for text, _ in after] == [text for text, _ in before]
+    assert min(found for _, found in after) >= 256
     shutil.copytree(tmp_path / "store", tmp_path / "copy")
     (tmp_path / "copy/secret").unlink()
     store = ["--kv-store", str(tmp_path / "copy")]
     with freight_serve("demo", [*store, *options, str(files["again"])]) as url:
         wait_until_open(url, "new")
-        assert asked(url, PROMPTS[0], "new") == (before[0], 0)
+        assert asked(url, PROMPTS[0], "new") == (before[0][0], 0)
+
+
+def metrics(url: str, key: str) -> str:
+    request = urllib.request.Request(url + "/metrics", headers={"Authorization": f"Bearer {key}"})
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return str(answer.read().decode())
 
 
 def wait_until_open(url: str, key: str) -> None:
     """Wait until a server has counted what is in its store, which has something."""
     end = time.monotonic() + 300
-    request = urllib.request.Request(url + "/metrics", headers={"Authorization": f"Bearer {key}"})
     while time.monotonic() < end:
-        with (
-            suppress(urllib.error.HTTPError),
-            urllib.request.urlopen(request, timeout=60) as answer,
-        ):
-            if re.search(r"kv_store_bytes\{.*disk\"\} [1-9]", answer.read().decode()):
+        with suppress(urllib.error.HTTPError):
+            if re.search(r"freight:kv_store_bytes\{.*tier=\"disk\"\} [1-9]", metrics(url, key)):
                 return
         time.sleep(0.2)
     raise AssertionError("the store was not opened")
