@@ -212,6 +212,17 @@ def test_rows_of_nan_and_wide_nuclei_are_computed_again(
     assert "NaN" in str(found[0][2][1][0].error)
 
 
+def test_what_was_launched_on_a_wrong_token_is_forgotten(
+    new_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+):
+    """Of one request, so that steps with a nucleus that is wide enough follow others without."""
+    params = SamplingParams(max_tokens=60, seed=1, ignore_eos=True, top_p=0.9)
+    usual = essence(new_llm().generate([[1, 2]], params))
+    for width in (36, 38, 40):  # of 61 tokens, enough in about half of the steps
+        look_at(monkeypatch, width)
+        assert essence(new_llm(mode=Mode.OVERLAPPED).generate([[1, 2]], params)) == usual, width
+
+
 @pytest.mark.parametrize("failing", ["once", "always"])
 def test_a_step_that_raises_fails_the_same_requests(new_llm: Callable[..., LLM], failing: str):
     prompts = [[1, 2, index] for index in range(4)]
