@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -277,6 +278,34 @@ def test_an_exception_at_any_line_leaves_the_engine_as_if_the_call_had_not_been_
         assert essence([outputs[-1]]) == [whole], at
         assert essence(llm.generate(prompts, params)) == expected, at
         check_clean(llm)
+
+
+def test_a_step_under_way_is_forgotten_by_a_repair(
+    new_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+):
+    """An exception once the next step is confirmed: its blocks are those of before the repair."""
+    prompts = [[1, 2, 0], [1, 2, 1, 2, 0]]
+    params = SamplingParams(max_tokens=12, seed=4, ignore_eos=True)
+    usual = [output.outputs[0].token_ids for output in new_llm().generate(prompts, params)]
+
+    def interrupt(entries: object) -> Any:
+        raise Interrupt
+
+    for interrupted in range(2, 8):
+        engine = new_llm(mode=Mode.OVERLAPPED).engine
+        for index, prompt in enumerate(prompts):
+            engine.add(str(index), engine.accept(prompt, params), params)
+        token_ids: list[list[int]] = [[], []]
+        step = 0
+        while engine.has_unfinished:
+            with monkeypatch.context() as patched:
+                if step == interrupted:
+                    patched.setattr(engine, "_report", interrupt)
+                with suppress(Interrupt):
+                    for delta in engine.step():
+                        token_ids[int(delta.request_id)] += delta.outputs[0].token_ids
+            step += 1
+        assert token_ids == usual, interrupted
 
 
 def test_draws_that_are_not_waited_for_are_those_of_sample(monkeypatch: pytest.MonkeyPatch):
