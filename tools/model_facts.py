@@ -46,7 +46,7 @@ _EXPERTS = {
     "choice_bias": "bias for the choice",
     "router_bias": "bias of the router",
     "bias": "biases of experts",
-    "beside": "experts and a dense part, summed",
+    "parallel_experts": "experts and a dense part, summed",
     "latent_size": "experts in a smaller space",
 }
 _ROUTED = frozenset({"routing", "intermediate_size", "activation", "shared", "shared_gate"})
