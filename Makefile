@@ -25,6 +25,8 @@ TORCH_VERSION = 2.13.0
 BIN = .venv/bin
 READY = .venv/ready-$(TORCH)
 STAMP = .venv/dev-$(TORCH)
+# what is never imported is not compiled: of torch, transformers and lm-eval that is most
+PIP = $(BIN)/pip install -q --no-compile
 # the tests start hundreds of interpreters: each would compile the source again
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -37,25 +39,25 @@ setup: $(STAMP)
 $(READY): pyproject.toml Makefile $(wildcard csrc/*)
 	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit("Freight needs Python 3.11 or newer; %s is %d.%d. Name another: make PYTHON=python3.12" % (sys.executable, v[0], v[1]))'
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	@command -v cmake >/dev/null || test -x $(BIN)/cmake || $(BIN)/pip install -q cmake
+	@command -v cmake >/dev/null || test -x $(BIN)/cmake || $(PIP) cmake
 	@echo "installing torch $(TORCH_VERSION) ($(TORCH)) and Freight into .venv"
-	@tools/compile_kernels.sh best & kernels=$$!; $(INSTALL_TORCH) && $(BIN)/pip install -q --config-settings=wheel.cmake=false -e '.[server]'; \
+	@tools/compile_kernels.sh best & kernels=$$!; $(INSTALL_TORCH) && $(PIP) --config-settings=wheel.cmake=false -e '.[server]'; \
 	  failed=$$?; wait $$kernels; exit $$failed
 	@rm -f .venv/ready-* .venv/dev-*
 	@touch $@
 
 ifeq ($(TORCH),cpu)
 INSTALL_TORCH = { $(BIN)/python -c 'import torch, sys; sys.exit(torch.__version__.split("+")[0] != "$(TORCH_VERSION)" or torch.version.cuda is not None)' 2>/dev/null \
-	  || $(BIN)/pip install -q --retries 0 --timeout 15 --index-url https://download.pytorch.org/whl/cpu torch==$(TORCH_VERSION) 2>/dev/null \
-	  || $(BIN)/pip install -q torch==$(TORCH_VERSION); }
+	  || $(PIP) --retries 0 --timeout 15 --index-url https://download.pytorch.org/whl/cpu torch==$(TORCH_VERSION) 2>/dev/null \
+	  || $(PIP) torch==$(TORCH_VERSION); }
 else
-INSTALL_TORCH = $(BIN)/pip install -q torch==$(TORCH_VERSION)
+INSTALL_TORCH = $(PIP) torch==$(TORCH_VERSION)
 endif
 
 # and what tests it: the tools, and every build of the kernels that this processor runs
 $(STAMP): $(READY)
 	@echo "installing what tests need into .venv"
-	@tools/compile_kernels.sh runnable & kernels=$$!; $(BIN)/pip install -q --config-settings=wheel.cmake=false -e '.[dev]'; \
+	@tools/compile_kernels.sh runnable & kernels=$$!; $(PIP) --config-settings=wheel.cmake=false -e '.[dev]'; \
 	  failed=$$?; wait $$kernels; exit $$failed
 	@touch $@
 

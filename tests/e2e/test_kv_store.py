@@ -472,7 +472,8 @@ def test_a_server_with_keys_that_is_started_again(tmp_path: Path) -> None:
         after = [asked(url, prompt, "new") for prompt in PROMPTS[:2]]
         assert re.search(r"freight:kv_store_tokens_total\{.*\} [1-9]", metrics(url, "new"))
     assert [text for text, _ in after] == [text for text, _ in before]
-    assert min(found for _, found in after) >= 256
+    # of the second it may find none: where the first took longer to read than to compute, it is computed
+    assert after[0][1] >= 256
     shutil.copytree(tmp_path / "store", tmp_path / "copy")
     (tmp_path / "copy/secret").unlink()
     store = ["--kv-store", str(tmp_path / "copy")]
