@@ -55,9 +55,13 @@ TESTS = {
 }
 # Runs the tests of a copy: an editable install would import the source that was copied.
 RUN = """
-import sys
-sys.meta_path[:] = [finder for finder in sys.meta_path if "ditable" not in type(finder).__name__]
+import os, sys
+sys.meta_path[:] = [
+    finder for finder in sys.meta_path if "editable" not in getattr(type(finder), "__module__", "")
+]
 sys.path[:0] = ["src", "."]
+import freight
+assert freight.__file__.startswith(os.getcwd()), freight.__file__
 import pytest
 sys.exit(pytest.main(sys.argv[1:]))
 """
