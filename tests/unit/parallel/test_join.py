@@ -69,7 +69,11 @@ def waiting(args: EngineArgs) -> Iterator[Waiting]:
 
 def stranger(args: EngineArgs, data: bytes = b"") -> socket.socket:
     connection = socket.create_connection(("127.0.0.1", args.master_port), 5)
-    connection.sendall(data)
+    try:
+        connection.sendall(data)
+    except OSError:  # rank 0 has closed it meanwhile
+        connection.close()
+        raise
     return connection
 
 
