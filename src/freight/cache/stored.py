@@ -299,7 +299,7 @@ class StoredPrefixes:
         """Store the full blocks of a sequence that it gave back: entries up to `ends`, by group, of
         the tables that it held.
 
-        `sought.num_tokens` of its tokens are computed. Of a short one only the `num_found` tokens are
+        `query.num_tokens` of its tokens are computed. Of a short one only the `num_found` tokens are
         stored that were a hit. To be called before blocks are allocated again.
         """
         if self._is_closed or not block_tables.block_ids or (salted and not self._stores_salted):
