@@ -84,8 +84,14 @@ MAKERS: dict[str, Maker] = {
     "INT4": in_groups(Codes.INT4, 32, torch.float16, zeros=False),
     "INT4 with zero points": in_groups(Codes.INT4, 32, torch.bfloat16, zeros=True),
     "NVFP4": in_groups(Codes.E2M1, 16, torch.float8_e4m3fn, zeros=False),
-    **{f"FP8 rows, {item}": in_fp8(quantize_rows, item) for item in Activations},
-    **{f"FP8 blocks, {item}": in_fp8(quantize_blocks, item) for item in Activations},
+    **{
+        f"FP8 rows, {item}": in_fp8(quantize_rows, item)
+        for item in (Activations.PLAIN, Activations.DYNAMIC, Activations.STATIC)
+    },
+    **{
+        f"FP8 blocks, {item}": in_fp8(quantize_blocks, item)
+        for item in (Activations.PLAIN, Activations.DYNAMIC, Activations.STATIC)
+    },
 }
 
 

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "int8_groups.h"
 #include "memory.h"
 #include "parallel.h"
 #include "product.h"
@@ -179,9 +180,68 @@ struct Stager {
   // The step after the last of the columns that x has, and after the zeros that follow the last column of all.
   int64_t end_step() const { return end == weight.in_features ? steps : end / inputs; }
 
+  // Columns of rows after the last, which are zeros.
+  int64_t columns() const {
+    if (layout != Layout::kIntegers) return steps * inputs;
+    const int piece = inputs_per_unit(weight.format);
+    return (weight.in_features + piece - 1) / piece * piece;
+  }
+
+  // Inputs of a group of a row, rounded to INT8: their codes, their scale, and the sums of the codes of each term.
+  struct IntegerCodes {
+    alignas(64) int8_t code[kGroup] = {};
+    float scale;
+  };
+  static void round_to_int8(const float* values, int64_t count, IntegerCodes& out) {
+    out.scale = scale_from(largest_finite(values, count), kLargestInt8);
+    bool is_nan = false;
+    for (int64_t i = 0; i < count; i++) is_nan |= values[i] != values[i];
+    if (is_nan) {  // INT8 has none, so the scale makes the row's results NaN
+      out.scale = __builtin_nanf("");
+      return void(std::memset(out.code, 0, sizeof out.code));
+    }
+    alignas(64) int32_t codes[kGroup];
+    const VF by = set1(out.scale);
+    for (int64_t i = 0; i < count; i += W) {
+      const VI rounded = int8_codes(load(values + i) / by);
+      std::memcpy(codes + i, &rounded, sizeof rounded);
+    }
+    for (int64_t i = 0; i < count; i++) out.code[i] = static_cast<int8_t>(codes[i]);
+  }
+
+  // kColumns columns of a tile in the layout of int8_groups.h.
+  template <int H>
+  void integers(int64_t tile, int64_t first, int64_t rows, uint32_t* to) const {
+    const FourBit of_weight = four_bit(weight.format);
+    const int term = of_weight.inputs / of_weight.groups, group = x_group(term), terms = group / term;
+    const int64_t words = group_words(term), last = std::min(first + kColumns, columns());
+    uint32_t* out = to + tile * kTileRows * steps + first / term * words * H;
+    std::memset(out, 0, static_cast<size_t>((last - first) / term * words * H) * 4);
+    alignas(64) float values[kColumns];
+    IntegerCodes own;
+    for (int64_t row = 0; row < rows; row++) {
+      alignas(64) uint32_t room[kColumns];
+      const int64_t count = std::min(kColumns, weight.in_features - first);
+      std::memset(values, 0, sizeof values);
+      read_row(stored_inputs(tile * kTileRows + row, first, count, room), format, count, values);
+      for (int64_t at = 0; at < last - first; at += group) {
+        round_to_int8(values + at, group, own);
+        for (int i = 0; i < terms; i++) {
+          uint32_t* part = out + (at / term + i) * words * H + row;
+          int32_t sum = 0;
+          for (int j = 0; j < term; j++) sum += own.code[i * term + j];
+          for (int j = 0; j < term / 4; j++) std::memcpy(part + j * H, own.code + i * term + 4 * j, 4);
+          std::memcpy(part + term / 4 * H, &own.scale, 4);
+          std::memcpy(part + (term / 4 + 1) * H, &sum, 4);
+        }
+      }
+    }
+  }
+
   // kColumns columns of a tile.
   template <int H>
   void part(int64_t tile, int64_t first, int64_t rows, uint32_t* to) const {
+    if (layout == Layout::kIntegers) return integers<H>(tile, first, rows, to);
     const int64_t step = first / inputs, most = kColumns / inputs;
     const int64_t count = std::min(most, end_step() - step);
     alignas(64) uint32_t words[H][kColumns];
@@ -295,7 +355,7 @@ Staged stage(const FreightWeight& weight, const void* x, int32_t format, int64_t
   if (staged.size() < words) staged = std::vector<uint32_t>(words);
   uint32_t* to = staged.data();
   const Stager stager = stager_of(weight, x, format, layout, steps, rows, tiles * kTileRows);
-  const int64_t parts = (steps * stager.inputs + kColumns - 1) / kColumns;
+  const int64_t parts = (stager.columns() + kColumns - 1) / kColumns;
   const int useful = useful_threads(rows * weight.in_features, threads);
   if (by_row(weight)) parallel_for(rows, rows > kTileRows ? useful : 1, [&](int64_t row) { stager.scale_row(row); });
   parallel_for(tiles * parts, useful, [&](int64_t task) {
@@ -353,6 +413,10 @@ struct Sizes {
 int64_t aligned(int64_t bytes) { return (bytes + kUnit - 1) / kUnit * kUnit; }
 
 int64_t steps_of(const FreightWeight& weight, Layout layout) {
+  if (layout == Layout::kIntegers) {
+    const FourBit of_weight = four_bit(weight.format);
+    return units_of(weight.format, weight.in_features) * of_weight.groups * group_words(of_weight.inputs / of_weight.groups);
+  }
   const int64_t inputs = units_of(weight.format, weight.in_features) * inputs_per_unit(weight.format);
   return layout == Layout::kTiles ? inputs : inputs / inputs_of(layout);
 }
@@ -373,7 +437,7 @@ void stage_columns(const Stager& stager, int64_t rows, int64_t tile, int64_t til
   (void)tiles;
 #endif
   const int64_t begin = from / kGroup, end = (to + kGroup - 1) / kGroup;
-  const int64_t columns = to == stager.weight.in_features ? stager.steps * stager.inputs : to;  // zeros follow the last
+  const int64_t columns = to == stager.weight.in_features ? stager.columns() : to;  // zeros follow the last
   with_height(height_of(there), [&](auto height) {
     if (stager.group_scale)
       for (int64_t row = first + there; row < first + height; row++)
@@ -414,7 +478,7 @@ void stage_one(Product& product, int32_t format, int threads) {
 
 bool staged_by_all(const FreightWeight& weight, const FreightRanks& ranks, int32_t format, int64_t rows) {
   const Layout layout = layout_of(weight, format, rows);
-  if (ranks.exchange || weight.order || weight.in_features / ranks.size % panel_inputs(weight)) return false;
+  if (layout == Layout::kIntegers || ranks.exchange || weight.order || weight.in_features / ranks.size % panel_inputs(weight)) return false;
   Product product{&weight};
   product.rows = rows;
   const Sizes sizes(product, layout, steps_of(weight, layout));

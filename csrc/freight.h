@@ -10,7 +10,7 @@
 #define FREIGHT_API extern "C" __attribute__((visibility("default")))
 
 // Incremented when any declaration changes, so that a library of an older build is refused instead of called wrongly.
-constexpr int32_t FREIGHT_ABI = 35;
+constexpr int32_t FREIGHT_ABI = 36;
 FREIGHT_API int32_t freight_abi();
 
 constexpr int32_t FREIGHT_LANES = 16;      // outputs computed together; arrays by output are padded to a multiple
@@ -41,9 +41,10 @@ enum FreightFormat : int32_t {
   FREIGHT_MXFP4 = 7,  // only of weights: E2M1, with a scale in E8M0 for every 32 inputs of a row
   FREIGHT_NVFP4 = 8,  // only of weights: E2M1, with a scale in E4M3FN for every 16 inputs of a row
   FREIGHT_INT4 = 16,  // only of weights: codes of 4 bits, with a scale for every 32 inputs; plus numbers of FreightInt4
+  FREIGHT_INTEGERS = 32,  // added to MXFP4, NVFP4 or INT4: inputs are rounded to INT8 in groups (int8_groups.h)
 };
 
-// What is added to FREIGHT_INT4, up to 27.
+// What is added to FREIGHT_INT4.
 enum FreightInt4 : int32_t {
   FREIGHT_INT4_ZEROS = 1,     // each group has the code of zero; else it is 8
   FREIGHT_INT4_BFLOAT16 = 2,  // scales are bfloat16; else float16

@@ -12,6 +12,10 @@
 
 #if FREIGHT_AVX512 || (FREIGHT_AVX2 && defined(__AVX512VNNI__) && defined(__AVX512VL__))
 #define FREIGHT_VNNI 1
+#define FREIGHT_DPBUSD _mm256_dpbusd_epi32
+#elif FREIGHT_AVX2 && defined(__AVXVNNI__)
+#define FREIGHT_VNNI 1
+#define FREIGHT_DPBUSD _mm256_dpbusd_avx_epi32
 #endif
 #if FREIGHT_VNNI || (FREIGHT_NEON && defined(__ARM_FEATURE_DOTPROD))
 #define FREIGHT_INT8_QUADS 1
@@ -76,7 +80,7 @@ struct ByteDot {
   };
   static V16 accumulate(V16 sum, const Operand& w, X x) {
     const __m256i all = _mm256_set1_epi32(static_cast<int>(x));
-    return each([&](int i) { return (VF)_mm256_dpbusd_epi32((__m256i)sum.v[i], all, w.v[i]); });
+    return each([&](int i) { return (VF)FREIGHT_DPBUSD((__m256i)sum.v[i], all, w.v[i]); });
   }
   static void read(const uint8_t* unit, Operand* out) {
     for (int i = 0; i < 2; i++) out->v[i] = _mm256_load_si256(reinterpret_cast<const __m256i*>(unit) + i);

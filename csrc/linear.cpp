@@ -19,6 +19,7 @@
 #endif
 
 #include "four_bit.h"
+#include "int8_groups.h"
 #include "mxfp4.h"
 #include "packed.h"
 #include "parallel.h"
@@ -274,6 +275,39 @@ void by_vectors_of_groups(const Product* products, int64_t count, int32_t format
   by_vectors<FourBitSingle<Codes>>(products, count, format, threads);
 }
 
+// Products with inputs in INT8 by group: a band of outputs, for all rows, is a task.
+template <class Kind>
+struct IntegerTask {
+  const Product& call;
+  const int32_t format;
+  const FreightWeight& weight = *call.weight;
+
+  void compute(int64_t band) const {
+    for (int64_t row = 0; row < call.rows; row += kTileRows)
+      with_height(height_of(call.rows - row), [&](auto height) { tile<height>(row, band); });
+  }
+
+  template <int M>
+  void tile(int64_t row, int64_t band) const {
+    const FourBit layout = four_bit(weight.format);
+    const int64_t pieces = units_of(weight.format, weight.in_features);
+    const uint8_t* from = static_cast<const uint8_t*>(weight.data) + band * pieces * layout.bytes;
+    const uint32_t* x = static_cast<const uint32_t*>(call.staged.x) + row * call.staged.steps;
+    const int64_t rows = std::min<int64_t>(kTileRows, call.rows - row);
+    alignas(64) float sums[kBand * M * kLanes] = {};
+    multiply_integers<Kind, M>(layout, from, x, pieces, non_temporal.load(std::memory_order_relaxed), kPrefetch, sums);
+    for (int64_t side = 0, block = band * kBand; side < kBand && block * kLanes < weight.out_features; side++, block++)
+      finish(call, format, sums + side * M * kLanes, row, rows, block, 1.f);
+  }
+};
+
+template <class Kind>
+void by_integers(const Product* products, int64_t count, int32_t format, int threads) {
+  for_each_task(
+      count, threads, [&](int64_t i) { return bands_of(products[i].weight->out_features); },
+      [&](int64_t i, int64_t band) { IntegerTask<Kind>{products[i], format}.compute(band); });
+}
+
 #if FREIGHT_AMX
 
 // Consumer of the sums of tiles: calls `finish`, by blocks or by bands.
@@ -493,6 +527,12 @@ FreightStatus shared_linear(const FreightSharedLinear& a) {
 void multiply(const Product* products, int64_t count, int32_t format, int threads) {
   if (count == 0) return;
   const FreightWeight& weight = *products->weight;
+  if (has_integers(weight.format)) {
+    const int32_t stored = weight.format & ~FREIGHT_INTEGERS;
+    if (stored == FREIGHT_MXFP4) return by_integers<Mxfp4Groups>(products, count, format, threads);
+    if (stored == FREIGHT_NVFP4) return by_integers<Nvfp4Groups>(products, count, format, threads);
+    return by_integers<Int4Groups>(products, count, format, threads);
+  }
 #if FREIGHT_AMX
   if (weight.format == FREIGHT_INT8) return int8_by_tiles(products, count, format, threads);
   if (exact_in_bfloat16(weight, format)) {

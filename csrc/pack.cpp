@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "four_bit.h"
+#include "int8_groups.h"
 #include "mxfp4.h"
 #include "packed.h"
 #include "parallel.h"
@@ -163,12 +164,57 @@ void pack_block(const uint8_t* from, const FourBit& layout, uint8_t* piece, int 
   }
 }
 
-#if !FREIGHT_AMX
 // The scale of NVFP4 as 5 bits of exponent and 3 of mantissa, from a code of E4M3FN that is not 0 or NaN.
 uint8_t scale_bits(uint8_t code) {
   return static_cast<uint8_t>((float_to_bits(value_of(FREIGHT_E4M3FN, code & 0x7F)) >> 20) - ((127 - kScaleBias) << 3));
 }
 
+// A group of a row for inputs in INT8 (int8_groups.h). stored: as freight_pack takes it; null: of padding.
+struct IntegerGroup {
+  uint64_t codes[8] = {};  // 16 inputs each
+  uint8_t scale[2] = {}, zero = 0;
+
+  IntegerGroup(const uint8_t* stored, int32_t format, const FourBit& layout) {
+    if (!stored) return;
+    const int inputs = layout.inputs / layout.groups;
+    const uint8_t* after = stored + inputs / 2;
+    uint64_t any = 0;
+    for (int i = 0; i < inputs / kFourInputs; i++) any |= codes[i] = sixteen_codes(stored + 8 * i);
+    std::memcpy(scale, after, static_cast<size_t>(layout.scale_bytes));
+    if (layout.zeros) zero = after[layout.scale_bytes];
+    if (format == (FREIGHT_MXFP4 | FREIGHT_INTEGERS))  // half the scale; that of zeros may be anything
+      *scale = static_cast<uint8_t>(any & 0x7777777777777777 ? *after - 1 : 127);
+    if (format == (FREIGHT_NVFP4 | FREIGHT_INTEGERS)) {
+      const bool is_zero = !(*after & 0x7F);
+      *scale = is_zero ? static_cast<uint8_t>(kScaleBias << 3) : scale_bits(*after);
+      codes[0] = is_zero ? 0 : codes[0] ^ (*after & 0x80 ? 0x8888888888888888 : 0);
+    }
+  }
+};
+
+// Pack a block for inputs in INT8. Codes of padding are those of zeros, or have the scale 0.
+void pack_integers(const uint8_t* from, int32_t format, const FourBit& layout, uint8_t* piece, int block, int64_t rows,
+                   int64_t groups) {
+  const int inputs = layout.inputs / layout.groups, stored = inputs / 2 + layout.scale_bytes + layout.zeros;
+  for (int64_t group = 0; group < (groups + layout.groups - 1) / layout.groups * layout.groups; group++) {
+    const int in_piece = static_cast<int>(group % layout.groups);
+    for (int lane = 0; lane < kLanes; lane++) {
+      const bool there = lane < rows && group < groups;
+      const IntegerGroup own(there ? from + (lane * groups + group) * stored : nullptr, format, layout);
+      for (int line = 0; line < inputs / kLineInputs; line++) {
+        const uint32_t eight = static_cast<uint32_t>(own.codes[line / 2] >> line % 2 * 32);
+        uint8_t* to = piece + layout.head + ((in_piece * inputs / kLineInputs + line) * kBand + block) * kUnit + lane * 4;
+        for (int i = 0; i < 4; i++) to[i] = static_cast<uint8_t>((eight >> 4 * i & 15) | (eight >> (16 + 4 * i) & 15) << 4);
+      }
+      std::memcpy(piece + scales_at(layout, block, in_piece) + layout.scale_bytes * lane, own.scale,
+                  static_cast<size_t>(layout.scale_bytes));
+      if (layout.zeros) piece[zeros_at(layout, block, in_piece) + lane] = own.zero;
+    }
+    if (in_piece + 1 == layout.groups) piece += layout.bytes;
+  }
+}
+
+#if !FREIGHT_AMX
 // Pack a block of NVFP4, as freight_pack takes it. Rows and inputs of padding, and groups of zeros, have the scale 1.
 void pack_nvfp4_block(const uint8_t* from, const FourBit& layout, uint8_t* band, int block, int64_t rows, int64_t groups) {
   constexpr int kStored = kFourInputs / 2 + 1;
@@ -201,6 +247,7 @@ void pack_groups(const uint8_t* data, int32_t format, int64_t out, int64_t in, u
     uint8_t* band = packed + block / kBand * band_bytes;
     const uint8_t* from = data + first * row_bytes;
     const int side = static_cast<int>(block % kBand);
+    if (has_integers(format)) return pack_integers(from, format, layout, band, side, rows, groups);
 #if !FREIGHT_AMX
     if (format == FREIGHT_NVFP4) return pack_nvfp4_block(from, layout, band, side, rows, groups);
 #endif

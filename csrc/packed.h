@@ -43,16 +43,20 @@ struct FourBit {
   int bytes = head + inputs / kFourInputs * kBand * kFourUnit;   // of a piece of a band
 };
 
-inline bool in_groups(int32_t format) { return format == FREIGHT_NVFP4 || format >= FREIGHT_INT4; }
+inline bool has_integers(int32_t format) { return (format & FREIGHT_INTEGERS) != 0; }
+inline bool in_groups(int32_t format) {
+  return format == FREIGHT_NVFP4 || (format & FREIGHT_INT4) != 0 || has_integers(format);
+}
 
 inline FourBit four_bit(int32_t format) {
-  const bool nvfp4 = format == FREIGHT_NVFP4;
-  const int32_t kind = nvfp4 ? 0 : format - FREIGHT_INT4;
+  const int32_t stored = format & ~FREIGHT_INTEGERS;
+  if (stored == FREIGHT_MXFP4) return {kMxInputs, 1, 1, false, false};
+  const bool nvfp4 = stored == FREIGHT_NVFP4;
+  const int32_t kind = nvfp4 ? 0 : stored - FREIGHT_INT4;
   const int group = nvfp4 ? kFourInputs : kind & FREIGHT_INT4_128 ? 128 : kind & FREIGHT_INT4_64 ? 64 : 32;
+  int inputs = nvfp4 ? 2 * group : group;
 #if FREIGHT_AMX
-  const int inputs = kGroupInputs;  // of a row: a cache line of codes
-#else
-  const int inputs = nvfp4 ? 2 * group : group;
+  if (!has_integers(format)) inputs = kGroupInputs;  // of a row: a cache line of codes
 #endif
   if (nvfp4) return {inputs, inputs / group, 1, false, false};
   return {inputs, inputs / group, 2, (kind & FREIGHT_INT4_ZEROS) != 0, (kind & FREIGHT_INT4_BFLOAT16) != 0};

@@ -28,8 +28,9 @@ from freight.operands.weight import Activations, Weight
 BUILDS = library.runnable()
 FLOATS = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 KINDS = ("rows", "blocks", *FLOATS)
+STORED = (Activations.PLAIN, Activations.DYNAMIC, Activations.STATIC)
 PATHS = [
-    (kind, a) for kind in KINDS for a in Activations if kind not in FLOATS or a is Activations.PLAIN
+    (kind, a) for kind in KINDS for a in STORED if kind not in FLOATS or a is Activations.PLAIN
 ]
 SILU = GatedActivation.SILU
 EVERY = (

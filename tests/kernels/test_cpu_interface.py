@@ -33,7 +33,12 @@ STATUSES = (
 )
 NUMBERS = {
     "FreightFormat": {format.name: code for format, code in interface.FORMAT_CODES.items()}
-    | {"MXFP4": interface.MXFP4, "NVFP4": interface.NVFP4, "INT4": interface.INT4},
+    | {
+        "MXFP4": interface.MXFP4,
+        "NVFP4": interface.NVFP4,
+        "INT4": interface.INT4,
+        "INTEGERS": interface.INTEGERS,
+    },
     "FreightInt4": {
         f"INT4_{name}": number
         for name, number in (interface.INT4_PARTS | interface.INT4_GROUPS).items()

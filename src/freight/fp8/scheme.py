@@ -23,6 +23,8 @@ class Activations(StrEnum):
     # Both round to E4M3, or to INT8 for weights in INT8.
     DYNAMIC = "dynamic"  # each row, with a scale from its amax (1 x 128 groups with block scales)
     STATIC = "static"  # with one calibrated scale
+    # To INT8, with a scale for each group of inputs, from its amax; only for weights in 4 bits
+    GROUPS = "groups"
 
 
 class WeightScales(StrEnum):

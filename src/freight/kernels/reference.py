@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from freight.errors import KernelError
+from freight.fp8 import mxfp4
 from freight.fp8.cast import (
     amax,
     clipped,
@@ -41,7 +42,7 @@ from freight.operands.kv_pages import KVPages, read_slots, spread, write_slots
 from freight.operands.packed import PackedWeight
 from freight.operands.rotary import Rotary
 from freight.operands.tiles import KEY_TILE
-from freight.operands.weight import Activations, Weight
+from freight.operands.weight import Activations, Codes, Groups, Weight
 
 # torch's exp and others call MKL, whose first call in a process gave other last bits where two threads
 # made it (torch 2.13). This one is made by one thread.
@@ -64,6 +65,8 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None, float32: bool 
         return _int8_linear(x, weight, bias, float32)
     if weight.order is not None:
         return linear(x[:, weight.order], replace(weight, order=None), bias, float32)
+    if weight.activations is Activations.GROUPS:
+        return _grouped_linear(x, weight, bias, float32)
     if weight.groups is not None and weight.scale is None and x.dtype is not torch.float16:
         decoded = Weight(weight.groups.decode(weight.data).to(x.dtype))
         return linear(x, decoded, bias, float32)
@@ -176,6 +179,73 @@ def _int8_linear(x: Tensor, weight: Weight, bias: Tensor | None, float32: bool) 
         part = slice(begin, begin + OUTPUT_TILE)
         product = F.linear(values, weight.data[part].double()).float()
         product = product * scale[:, None] * weight.scale[part]
+        out[:, part] = product if bias is None else product + bias[part].float()
+    return out
+
+
+LEAST_GROUP = 32  # inputs of a row that share a scale where they are rounded to INT8
+
+
+def int8_groups(x: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Round rows to INT8 in groups of `size` inputs: codes, float32 [rows, groups, size], and
+    scales, float32 [rows, groups]. The last group may be short; it has zeros behind it.
+
+    A code is x / scale, rounded to nearest, ties to even. The scale is the group's largest finite
+    magnitude / 127, at least 2 ** -126. Infinities become 127 or -128. A group with a NaN has the
+    scale NaN, which makes the results of its row NaN.
+    """
+    groups = F.pad(x, (0, -x.shape[1] % size)).unflatten(1, (-1, size))
+    scale = scale_from_amax(amax(groups, -1), Format.INT8)
+    codes = (groups.float() / scale[..., None]).round().clamp(-128, 127).nan_to_num(0.0)
+    return codes, scale.masked_fill(groups.isnan().any(-1), torch.nan)
+
+
+def weight_integers(weight: Weight, part: slice[int, int, None]) -> tuple[Tensor, Tensor]:
+    """Return rows of a matrix in 4 bits as integers, float32 [rows, groups, size], and the scales
+    of their groups, float32 [rows, groups]: INT4 minus its zero points; E2M1 twice its values, with
+    half the scales.
+    """
+    if weight.is_mxfp4:
+        blocks, exponents = weight.mxfp4_bytes
+        data = blocks[part].flatten(1)
+        scales = (exponents[part].double() - mxfp4.BIAS).exp2().float()
+        groups = Groups(Codes.E2M1, mxfp4.GROUP, scales)
+    else:
+        assert weight.groups is not None
+        data = weight.data[part]
+        groups = weight.groups.of_rows(part)
+        scales = groups.scales.float()
+    codes = replace(groups, scales=torch.ones_like(scales)).decode(data)
+    codes = codes.unflatten(1, (-1, groups.size))
+    if groups.codes is Codes.INT4:
+        return codes, scales
+    # A group of zeros in MXFP4 may have any scale, infinity too
+    return 2 * codes, (scales / 2).masked_fill((codes == 0).all(-1), 1.0)
+
+
+def _grouped_linear(x: Tensor, weight: Weight, bias: Tensor | None, float32: bool) -> Tensor:
+    """Compute `linear` over weights in 4 bits and inputs rounded to INT8, both in groups, so that
+    every set of kernels gives the same bits.
+
+    A group's term is the exact sum of its integer products (at most 127 * 12 * 32 or 127 * 15 * 128
+    in magnitude, which float32 holds) times the product of both scales; both products round to
+    float32. Terms are added in order, each sum rounded. Then come the scale of the weight's row,
+    the bias, and one rounding unless the result stays float32.
+    """
+    size = weight.group_size
+    codes, scale = int8_groups(x, max(size, LEAST_GROUP))
+    terms = codes.flatten(1)[:, : x.shape[1]].unflatten(1, (-1, size))
+    scale = scale.repeat_interleave(max(1, LEAST_GROUP // size), 1)
+    out = x.new_empty(len(x), len(weight.data), dtype=_result(x, float32))
+    for begin in range(0, len(weight.data), OUTPUT_TILE):
+        part = slice(begin, begin + OUTPUT_TILE)
+        matrix, factors = weight_integers(weight, part)
+        product = torch.zeros(len(x), len(matrix), dtype=torch.float32, device=x.device)
+        for group in range(matrix.shape[1]):
+            total = F.linear(terms[:, group], matrix[:, group])
+            product += total * (scale[:, group, None] * factors[:, group])
+        if weight.scale is not None and not weight.is_mxfp4:
+            product *= weight.scale[part]
         out[:, part] = product if bias is None else product + bias[part].float()
     return out
 

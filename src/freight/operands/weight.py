@@ -100,7 +100,7 @@ class Weight(PackedWeight):
     order          int64 [in_features], only with `groups`: the input that each column takes, where
                    groups are not of consecutive inputs; None: column i takes input i
     activations    quantization of the input: to E4M3 for FP8, to INT8 for int8, which is never
-                   PLAIN; PLAIN for all else
+                   PLAIN; PLAIN or GROUPS for MXFP4 and with `groups`; PLAIN for all else
     input_scale    static activation scale, > 0; only with STATIC
     input_limit    only with DYNAMIC: magnitude to which the Linear layer clips its input; kernels
                    do not see it
@@ -131,6 +131,14 @@ class Weight(PackedWeight):
         if self.is_mxfp4 or self.groups is not None:
             return rows, 2 * columns
         return rows, columns
+
+    @property
+    def group_size(self) -> int:
+        """Consecutive inputs of a row that share a scale, of MXFP4 or with `groups`."""
+        if self.is_mxfp4:
+            return mxfp4.GROUP
+        assert self.groups is not None
+        return self.groups.size
 
     @property
     def mxfp4_bytes(self) -> tuple[Tensor, Tensor]:

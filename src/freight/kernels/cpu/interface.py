@@ -22,7 +22,7 @@ from freight.parallel.shared import MAX_RANKS as MAX_RANKS  # FREIGHT_MAX_RANKS
 from freight.parallel.shared import Exchange as FreightExchange  # noqa: F401
 from freight.parallel.shared import FreightRanks as FreightRanks
 
-ABI = 35  # FREIGHT_ABI; a library with another number is refused
+ABI = 36  # FREIGHT_ABI; a library with another number is refused
 LANES = 16  # FREIGHT_… of the headers
 CACHE_LINE = 64
 MAX_HEAD_DIM = 1024
@@ -41,6 +41,7 @@ FORMAT_CODES = {
 MXFP4 = 7  # formats of weights only
 NVFP4 = 8
 INT4 = 16  # likewise, plus one number of each: of INT4_PARTS and INT4_GROUPS
+INTEGERS = 32  # added to these: inputs are rounded to INT8 in groups
 INT4_PARTS = {"ZEROS": 1, "BFLOAT16": 2}
 INT4_GROUPS = {32: 0, 64: 4, 128: 8}
 FORMATS = {torch_dtype(format): code for format, code in FORMAT_CODES.items()}  # by dtype

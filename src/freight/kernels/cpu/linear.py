@@ -27,6 +27,7 @@ from freight.kernels.cpu.interface import (
     INT4_GROUPS,
     INT4_PARTS,
     INT8_INPUTS,
+    INTEGERS,
     LANES,
     MXFP4,
     NVFP4,
@@ -35,7 +36,7 @@ from freight.kernels.cpu.interface import (
 )
 from freight.kernels.cpu.library import Library
 from freight.operands.packed import PackedWeight, Rows
-from freight.operands.weight import Codes, Groups, Weight
+from freight.operands.weight import Activations, Codes, Groups, Weight
 
 _WEIGHTS = {
     torch_dtype(format): FORMATS[torch_dtype(format)]
@@ -131,8 +132,12 @@ def check(weight: Weight) -> None:
 def format_of(weight: Weight) -> int:
     """Return the `FreightFormat` of a weight that `check` accepts."""
     if weight.groups is not None:
-        return _format_of_groups(weight.groups)
-    return _WEIGHTS[weight.data.dtype]
+        stored = _format_of_groups(weight.groups)
+    else:
+        stored = _WEIGHTS[weight.data.dtype]
+    if weight.activations is Activations.GROUPS:
+        return stored + INTEGERS
+    return stored
 
 
 def _format_of_groups(groups: Groups) -> int:
@@ -180,6 +185,9 @@ def pack_into(library: Library, weight: Weight, packed: Tensor) -> CpuWeight:
         scale.data_ptr(),
         torch.get_num_threads(),
     )
+    activations = weight.activations
+    if activations is Activations.GROUPS:
+        activations = Activations.PLAIN  # part of the format
     descriptor = FreightWeight(
         data=packed.data_ptr(),
         scale=scale.data_ptr(),
@@ -188,7 +196,7 @@ def pack_into(library: Library, weight: Weight, packed: Tensor) -> CpuWeight:
         out_features=out_features,
         in_features=in_features,
         format=format,
-        activations=ACTIVATIONS[weight.activations],
+        activations=ACTIVATIONS[activations],
         input_scale=weight.input_scale or 1.0,
     )
     address = ctypes.addressof(descriptor)

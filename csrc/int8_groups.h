@@ -1,0 +1,314 @@
+// Products of weights in 4 bits with inputs in INT8, where both have scales of groups of inputs.
+//
+// A group's term is the exact sum of its products in int32, converted to float32, times the product of both scales. The
+// terms of a row are added from the first group to the last. Each of these steps rounds once, and none is fused. So every
+// build, number of rows and the reference (`_grouped_linear`) give the same bits.
+//
+// A piece of a band has 32 inputs or more: the scales of its groups, [groups][2 blocks][16]; with zero points their
+// codes, [groups][2 blocks][16] bytes; then lines of 64 bytes, [8 inputs each][2 blocks]. A line has four bytes of each of
+// 16 rows: byte j has the code of input j in its low half, and that of input 4 + j in its high half. All builds have this
+// layout. The scale of MXFP4 is the exponent's byte of half the scale, that of NVFP4 as in four_bit.h.
+//
+// Codes become unsigned bytes, which instructions multiply by the signed bytes of x: INT4 is 0 to 15, E2M1 is twice its
+// value plus 12, 0 to 24. What that adds is subtracted as the code of zero times the sum of the group's x: it is where
+// the sums begin.
+//
+// Where products are summed in 16 bits (AVX2 without VNNI, and portable), each of two sums of a row takes 2 of 4 inputs:
+// half of the products. INT4: 32 inputs, 16 * 15 * 128 = 30,720; E2M1: 16 inputs, 8 * 24 * 128 = 24,576. Both fit. (A
+// code of x is -128 only where x is minus infinity.)
+#pragma once
+#include "four_bit.h"
+
+namespace freight {
+
+// The largest number of inputs that are summed in 16 bits.
+constexpr int kInt4Short = 32, kE2M1Short = 16;
+static_assert(kInt4Short / 2 * 15 * 128 < 1 << 15 && kE2M1Short / 2 * 24 * 128 < 1 << 15);
+
+constexpr int kLineInputs = 8;
+// Inputs of a row of x that share a scale. Two groups of NVFP4 do.
+constexpr int x_group(int inputs) { return inputs < 32 ? 32 : inputs; }
+// Words of a row's staged group: its inputs, its scale, and its sum.
+constexpr int64_t group_words(int inputs) { return inputs / 4 + 2; }
+
+// 16 bytes without a sign as integers, whose bits a V16 holds.
+FREIGHT_INLINE V16 of_bytes(const uint8_t* bytes) {
+#if FREIGHT_AVX512
+  return {(VF)_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes)))};
+#elif FREIGHT_AVX2
+  return each([=](int i) {
+    return (VF)_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(bytes + 8 * i)));
+  });
+#else
+  typedef uint8_t Four __attribute__((vector_size(4)));
+  return each([=](int i) {
+    Four four;
+    std::memcpy(&four, bytes + 4 * i, sizeof four);
+    return (VF)__builtin_convertvector(four, VU);
+  });
+#endif
+}
+
+// Integer sums of 16 rows, in which one of x's rows is multiplied. `Codes` decodes a line to its first and last 4 inputs.
+#if FREIGHT_AVX512
+
+struct GroupSums {
+  static constexpr bool is_short = false;
+  __m512i sum;
+  void begin(const V16& at) { sum = (__m512i)at.v[0]; }
+  template <class Line>
+  FREIGHT_INLINE void add(const Line& line, uint32_t first, uint32_t last) {
+    sum = _mm512_dpbusd_epi32(sum, line.first, _mm512_set1_epi32(static_cast<int>(first)));
+    sum = _mm512_dpbusd_epi32(sum, line.last, _mm512_set1_epi32(static_cast<int>(last)));
+  }
+  void widen() {}
+  V16 total() const { return {(VF)sum}; }
+};
+
+template <bool E2M1>
+struct CodeLine {
+  __m512i first, last;
+  FREIGHT_INLINE explicit CodeLine(const uint8_t* from) {
+    const __m512i codes = _mm512_loadu_si512(from), low = _mm512_set1_epi8(15);
+    first = _mm512_and_si512(codes, low), last = _mm512_and_si512(_mm512_srli_epi16(codes, 4), low);
+    if constexpr (E2M1) {
+      const __m512i values = _mm512_broadcast_i32x4(
+          _mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0));
+      first = _mm512_shuffle_epi8(values, first), last = _mm512_shuffle_epi8(values, last);
+    }
+  }
+};
+
+#elif FREIGHT_AVX2
+
+#if FREIGHT_VNNI
+struct GroupSums {
+  static constexpr bool is_short = false;
+  __m256i sum[2];
+  void begin(const V16& at) {
+    for (int i = 0; i < 2; i++) sum[i] = (__m256i)at.v[i];
+  }
+  template <class Line>
+  FREIGHT_INLINE void add(const Line& line, uint32_t first, uint32_t last) {
+    const __m256i one = _mm256_set1_epi32(static_cast<int>(first)), other = _mm256_set1_epi32(static_cast<int>(last));
+    for (int i = 0; i < 2; i++) {
+      sum[i] = FREIGHT_DPBUSD(sum[i], line.first[i], one);
+      sum[i] = FREIGHT_DPBUSD(sum[i], line.last[i], other);
+    }
+  }
+  void widen() {}
+  V16 total() const { return {{(VF)sum[0], (VF)sum[1]}}; }
+};
+#else
+struct GroupSums {
+  static constexpr bool is_short = true;
+  __m256i sum[2], wide[2];
+  void begin(const V16& at) {
+    for (int i = 0; i < 2; i++) sum[i] = _mm256_setzero_si256(), wide[i] = (__m256i)at.v[i];
+  }
+  template <class Line>
+  FREIGHT_INLINE void add(const Line& line, uint32_t first, uint32_t last) {
+    const __m256i one = _mm256_set1_epi32(static_cast<int>(first)), other = _mm256_set1_epi32(static_cast<int>(last));
+    for (int i = 0; i < 2; i++) {
+      sum[i] = _mm256_add_epi16(sum[i], _mm256_maddubs_epi16(line.first[i], one));
+      sum[i] = _mm256_add_epi16(sum[i], _mm256_maddubs_epi16(line.last[i], other));
+    }
+  }
+  FREIGHT_INLINE void widen() {
+    for (int i = 0; i < 2; i++) {
+      wide[i] = _mm256_add_epi32(wide[i], _mm256_madd_epi16(sum[i], _mm256_set1_epi16(1)));
+      sum[i] = _mm256_setzero_si256();
+    }
+  }
+  V16 total() const { return {{(VF)wide[0], (VF)wide[1]}}; }
+};
+#endif
+
+template <bool E2M1>
+struct CodeLine {
+  __m256i first[2], last[2];
+  FREIGHT_INLINE explicit CodeLine(const uint8_t* from) {
+    const __m256i low = _mm256_set1_epi8(15);
+    for (int i = 0; i < 2; i++) {
+      const __m256i codes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from) + i);
+      first[i] = _mm256_and_si256(codes, low), last[i] = _mm256_and_si256(_mm256_srli_epi16(codes, 4), low);
+      if constexpr (E2M1) {
+        const __m256i values = _mm256_broadcastsi128_si256(
+            _mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0));
+        first[i] = _mm256_shuffle_epi8(values, first[i]), last[i] = _mm256_shuffle_epi8(values, last[i]);
+      }
+    }
+  }
+};
+
+#elif FREIGHT_NEON && defined(__ARM_FEATURE_DOTPROD)
+
+struct GroupSums {
+  static constexpr bool is_short = false;
+  int32x4_t sum[4];
+  void begin(const V16& at) {
+    for (int i = 0; i < 4; i++) sum[i] = (int32x4_t)at.v[i];
+  }
+  template <class Line>
+  FREIGHT_INLINE void add(const Line& line, uint32_t first, uint32_t last) {
+    const int8x16_t one = vreinterpretq_s8_u32(vdupq_n_u32(first)), other = vreinterpretq_s8_u32(vdupq_n_u32(last));
+    for (int i = 0; i < 4; i++) sum[i] = vdotq_s32(vdotq_s32(sum[i], line.first[i], one), line.last[i], other);
+  }
+  void widen() {}
+  V16 total() const {
+    return each([&](int i) { return (VF)sum[i]; });
+  }
+};
+
+template <bool E2M1>
+struct CodeLine {
+  int8x16_t first[4], last[4];
+  FREIGHT_INLINE explicit CodeLine(const uint8_t* from) {
+    for (int i = 0; i < 4; i++) {
+      const uint8x16_t codes = vld1q_u8(from + 16 * i), low = vandq_u8(codes, vdupq_n_u8(15)), high = vshrq_n_u8(codes, 4);
+      if constexpr (E2M1) {
+        static const int8_t numbers[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
+        const int8x16_t values = vld1q_s8(numbers);
+        first[i] = vqtbl1q_s8(values, low), last[i] = vqtbl1q_s8(values, high);
+      } else {
+        first[i] = vreinterpretq_s8_u8(low), last[i] = vreinterpretq_s8_u8(high);
+      }
+    }
+  }
+};
+
+#else
+
+typedef int16_t ByPair __attribute__((vector_size(16)));
+typedef uint16_t Halves __attribute__((vector_size(16)));
+
+// Four rows in a register: two sums of a row, of its bytes 0 and 1, and 2 and 3.
+struct GroupSums {
+  static constexpr bool is_short = true;
+  ByPair sum[4];
+  VI wide[4];
+  void begin(const V16& at) {
+    for (int i = 0; i < 4; i++) sum[i] = ByPair{}, wide[i] = (VI)at.v[i];
+  }
+  // Bytes 0 and 2 of a word of x, or 1 and 3, as signed halves of each word.
+  static ByPair halves(uint32_t x, int byte) {
+    const uint32_t low = static_cast<uint16_t>(static_cast<int8_t>(x >> 8 * byte));
+    const uint32_t high = static_cast<uint16_t>(static_cast<int8_t>(x >> (8 * byte + 16)));
+    return (ByPair)(VU{} + (low | high << 16));
+  }
+  template <class Line>
+  FREIGHT_INLINE void add(const Line& line, uint32_t first, uint32_t last) {
+    const ByPair x[4] = {halves(first, 0), halves(first, 1), halves(last, 0), halves(last, 1)};
+    for (int i = 0; i < 4; i++)
+      for (int part = 0; part < 4; part++) sum[i] += line.codes[part][i] * x[part];
+  }
+  void widen() {
+    for (int i = 0; i < 4; i++) {
+      const VI both = (VI)sum[i];
+      wide[i] += ((VI)((VU)both << 16) >> 16) + (both >> 16);
+      sum[i] = ByPair{};
+    }
+  }
+  V16 total() const {
+    return each([&](int i) { return (VF)wide[i]; });
+  }
+};
+
+template <bool E2M1>
+struct CodeLine {
+  ByPair codes[4][4];  // of bytes 0 and 2 of each row: low halves; of 1 and 3; then their high halves
+  explicit CodeLine(const uint8_t* from) {
+    for (int i = 0; i < 4; i++) {
+      Halves line;
+      std::memcpy(&line, from + 16 * i, sizeof line);
+      for (int part = 0; part < 4; part++) codes[part][i] = value((ByPair)(line >> (part % 2 * 8 + part / 2 * 4) & 15));
+    }
+  }
+  static ByPair value(ByPair code) {
+    if constexpr (!E2M1) return code;
+    const ByPair magnitude = code & 7, sign = -(code >> 3);  // a comparison is -1 where it holds
+    const ByPair twice = magnitude - (magnitude > 4) - (magnitude > 5) - 3 * (magnitude > 6);
+    return (twice ^ sign) - sign + 12;
+  }
+};
+
+#endif
+
+// Weights in 4 bits: `zero`, the code of 0 (without zero points), and how many inputs fit in sums of 16 bits.
+struct Int4Groups {
+  static constexpr bool is_e2m1 = false;
+  static constexpr int zero = 8, in_short = kInt4Short;
+  FREIGHT_INLINE static V16 scales(const FourBit& layout, const uint8_t* at) { return scales_of(layout, at); }
+};
+
+struct Mxfp4Groups {
+  static constexpr bool is_e2m1 = true;
+  static constexpr int zero = 12, in_short = kE2M1Short;
+  FREIGHT_INLINE static V16 scales(const FourBit&, const uint8_t* at) {
+    const V16 bytes = of_bytes(at);
+    return each([&](int i) { return (VF)((VU)bytes.v[i] << 23); });
+  }
+};
+
+struct Nvfp4Groups {
+  static constexpr bool is_e2m1 = true;
+  static constexpr int zero = 12, in_short = kE2M1Short;
+  FREIGHT_INLINE static V16 scales(const FourBit&, const uint8_t* at) {
+    const V16 bytes = of_bytes(at);
+    const VF half = set1(bits_to_float((253u - kScaleBias) << 23));  // values are twice those of the codes
+    return each([&](int i) { return (VF)((VU)bytes.v[i] << 20) * half; });
+  }
+};
+
+// Multiply M staged rows by a group of a block of weights, and add the terms to sums[M][16]. words: the group of x.
+template <class Kind, int M>
+FREIGHT_INLINE void add_group(const FourBit& layout, const uint8_t* piece, int side, int group, const uint32_t* words,
+                              bool past_caches, int64_t ahead, float* sums) {
+  const int inputs = layout.inputs / layout.groups, lines = inputs / kLineInputs;
+  const int at_once = GroupSums::is_short ? std::min(lines, Kind::in_short / kLineInputs) : lines;
+  const uint8_t* line = piece + layout.head + (group * lines * kBand + side) * kUnit;
+  const float* scale = reinterpret_cast<const float*>(words + inputs / 4 * M);
+  const int32_t* sum = reinterpret_cast<const int32_t*>(scale + M);
+  GroupSums parts[M];
+  if (layout.zeros) {
+    const V16 zeros = of_bytes(piece + zeros_at(layout, side, group));
+    FREIGHT_UNROLL
+    for (int m = 0; m < M; m++) parts[m].begin(each([&](int i) { return (VF)((VI)zeros.v[i] * -sum[m]); }));
+  } else {
+    FREIGHT_UNROLL
+    for (int m = 0; m < M; m++) parts[m].begin(each([&](int) { return (VF)(VI{} - Kind::zero * sum[m]); }));
+  }
+  for (int first = 0; first < lines; first += at_once) {
+    for (int i = 0; i < at_once; i++, line += kBand * kUnit, words += 2 * M) {
+      if (past_caches)  // two instructions, because the kind of prefetch is an immediate
+        __builtin_prefetch(line + ahead, 0, 0);
+      else
+        __builtin_prefetch(line + ahead);
+      const CodeLine<Kind::is_e2m1> codes(line);
+      FREIGHT_UNROLL
+      for (int m = 0; m < M; m++) parts[m].add(codes, words[m], words[M + m]);
+    }
+    FREIGHT_UNROLL
+    for (int m = 0; m < M; m++) parts[m].widen();
+  }
+  const V16 scales = Kind::scales(layout, piece + scales_at(layout, side, group));
+  FREIGHT_UNROLL
+  for (int m = 0; m < M; m++) {
+    float* to = sums + m * kLanes;
+    store(to, load16(to) + of_int_sums(parts[m].total()) * (scales * set16(scale[m])));
+  }
+}
+
+// Multiply M staged rows by a band of weights: sums[2][M][16]. Both blocks of a group come one after the other, so that
+// memory is one stream.
+template <class Kind, int M>
+inline void multiply_integers(const FourBit& layout, const uint8_t* piece, const uint32_t* x, int64_t pieces,
+                              bool past_caches, int64_t ahead, float* sums) {
+  const int64_t words = group_words(layout.inputs / layout.groups) * M;
+  for (; pieces > 0; pieces--, piece += layout.bytes)
+    for (int group = 0; group < layout.groups; group++, x += words)
+      for (int side = 0; side < kBand; side++)
+        add_group<Kind, M>(layout, piece, side, group, x, past_caches, ahead, sums + side * M * kLanes);
+}
+
+}  // namespace freight
