@@ -172,7 +172,8 @@ def test_logits_equal_transformers_over_the_values(name: str, experts: str, tmp_
 def test_values_are_rounded_to_the_dtype_of_the_rows_before_the_product(tmp_path: Path):
     """The definition of a product, in bfloat16, with bias, more rows than a tile, and NVFP4."""
     for name in ("ct nvfp4", "awq", "gptq order"):
-        layer = loaded(write(FORMS[name]).save(tmp_path / name), dtype="bfloat16").layers[0]
+        folder = write(FORMS[name]).save(tmp_path / name)
+        layer = loaded(folder, dtype="bfloat16", activations="bfloat16").layers[0]
         weight = layer.mixer.o.weight
         x = torch.randn(40, 128, generator=torch.Generator().manual_seed(1)).bfloat16()
         bias = torch.randn(128, generator=torch.Generator().manual_seed(2)).bfloat16()

@@ -96,7 +96,12 @@ def freight_logits(
 ) -> torch.Tensor:
     """float32 [len(token_ids), vocab_size]"""
     args = EngineArgs(
-        model=str(folder), dtype=dtype, kernels=kernel_set, skip_tokenizer_init=True, **options
+        model=str(folder),
+        dtype=dtype,
+        kernels=kernel_set,
+        skip_tokenizer_init=True,
+        activations="bfloat16",  # compared with products of values
+        **options,
     )
     opened = open_model(args)
     config = opened.resolve(opened.args)

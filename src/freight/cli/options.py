@@ -51,6 +51,7 @@ CHOICES: dict[str, Sequence[object]] = {  # for --help; `settings.resolve.check`
     "device": DEVICES,
     "kernels": resolve.KERNELS,
     "attention_compute": resolve.ATTENTION_COMPUTES,
+    "activations": resolve.ACTIVATIONS,
 }
 
 
@@ -152,6 +153,11 @@ ENGINE_FLAGS = (
         "FILE",
     ),
     Flag("quantization", str | None, "Quantize the weights while they load.", "METHOD"),
+    Flag(
+        "activations",
+        str,
+        "What products with weights in 4 bits round their inputs to; auto: int8 on a CPU.",
+    ),
     Flag("max_model_len", int | None, "Longest context in tokens; default: the model's.", "TOKENS"),
     Flag("max_num_seqs", int, "Most requests in one step.", "COUNT"),
     Flag(

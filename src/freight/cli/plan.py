@@ -144,6 +144,10 @@ def _print(model: str, made: Plan) -> None:
         console.print(_states(made))
     if wish.device == "cpu":
         console.print(_stored(made))
+    if wish.device == "cpu" and any(setting.in_four_bits for setting in made.settings):
+        console.print(
+            "Products with weights in 4 bits round their inputs to INT8 in groups (--activations bfloat16: not)."
+        )
     if made.through_transformers:
         console.print(
             "It runs through transformers' modules: all weights are read in 16 bits before any is rounded, and experts "

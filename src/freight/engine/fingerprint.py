@@ -42,6 +42,7 @@ def fingerprint(opened: OpenModel, config: EngineConfig, kernels: KernelSet, ver
         config.compute_format,
         config.weight_format,
         config.int4,
+        config.int8_activations,
         config.kv,
         config.fp8_attention,
         config.max_model_len,

@@ -164,6 +164,7 @@ def what_decides(
         "model": repr(model),
         "declared": declared(opened),
         "formats": f"{config.compute_format} {config.weight_format}{' int4' * config.int4} {config.fp8_attention}",
+        "inputs": f"int8: {config.int8_activations}",
         "cache": repr([kv.of_layer(index) for index in range(model.num_layers)]),
         "scales": repr(scales),
         "states": f"{kv.state}",

@@ -383,6 +383,11 @@ class Scheme:
         return self.method not in (None, "mxfp4")
 
     @property
+    def has_four_bits(self) -> bool:
+        """Whether some matrices are declared in 4 bits, experts in MXFP4 among them."""
+        return any(linear.bits == 4 for linear in self._linears)
+
+    @property
     def four_bits(self) -> frozenset[Packing]:
         """How matrices in 4 bits are stored; empty if none is declared so."""
         return frozenset(linear.four.packing for linear in self._linears if linear.four is not None)

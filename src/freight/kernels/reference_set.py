@@ -19,12 +19,15 @@ from freight.parallel.ranks import ALONE, Ranks
 
 @dataclass(frozen=True)
 class ReferenceKernels:
-    """Plain torch on any device. `products`: the products of attention that multiply FP8 by FP8."""
+    """Plain torch on any device. `products`: the products of attention that multiply FP8 by FP8;
+    `int8_activations`: as in `select_kernels`.
+    """
 
     products: Fp8Products = Fp8Products.NONE
     note: str = ""
     name: str = "reference"
     ranks: Ranks = ALONE
+    int8_activations: bool = False
 
     packs_mxfp4 = False
     packs_groups = True
@@ -54,6 +57,8 @@ class ReferenceKernels:
         return self.gather(self.linear(x if whole else self.gather(as_tensor(x)), weight, bias))
 
     def pack(self, weight: Weight) -> Weight:
+        if self.int8_activations:
+            return weight.with_int8_inputs()
         return weight
 
     def linear(

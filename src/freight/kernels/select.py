@@ -14,19 +14,25 @@ from freight.parallel.ranks import ALONE, Ranks
 
 
 def select_kernels(
-    name: str, device: str = "cpu", fp8_attention: bool = False, ranks: Ranks = ALONE
+    name: str,
+    device: str = "cpu",
+    fp8_attention: bool = False,
+    ranks: Ranks = ALONE,
+    int8_activations: bool = False,
 ) -> KernelSet:
     """Return the kernel set `name`: 'auto' or 'reference', the values of `--kernels`.
 
     For measurements and tests also 'triton', 'cpu', or one build of the latter such as 'cpu-avx2'.
     'auto' is the best set for `device` ('cpu' or 'cuda'), and the reference if no other can run.
     `fp8_attention`: attention multiplies FP8 by FP8 over E4M3 pages; a set that cannot falls back
-    to products of decoded values. `ranks`: those over which the set gathers. Raises KernelError,
-    with the reason, if the CPU set was requested by name and cannot run, and as `check_gpu`.
+    to products of decoded values. `ranks`: those over which the set gathers. `int8_activations`:
+    products with weights in 4 bits round their inputs to INT8 (`Activations.GROUPS`), on a CPU.
+    Raises KernelError, with the reason, if the CPU set was requested by name and cannot run, and as
+    `check_gpu`.
     """
     products = Fp8Products.BOTH if fp8_attention else Fp8Products.NONE
     if name == "reference":
-        return ReferenceKernels(products, ranks=ranks)
+        return ReferenceKernels(products, ranks=ranks, int8_activations=int8_activations)
     if name == "triton" or device != "cpu":
         if find_spec("triton") is None:
             note = "slow reference kernels: Triton is not installed (pip install triton)"
@@ -42,6 +48,8 @@ def select_kernels(
     from freight.kernels.cpu.cpu_set import CpuKernels
 
     if name == "auto" and not library.runnable() and not library.named_build():
-        return ReferenceKernels(note=f"slow reference kernels: {library.describe()}", ranks=ranks)
+        note = f"slow reference kernels: {library.describe()}"
+        return ReferenceKernels(note=note, ranks=ranks, int8_activations=int8_activations)
     _, _, build = name.partition("-")
-    return CpuKernels(library.load(build or None), ranks=ranks)
+    loaded = library.load(build or None)
+    return CpuKernels(loaded, ranks=ranks, int8_activations=int8_activations)

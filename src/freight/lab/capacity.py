@@ -127,6 +127,11 @@ class Setting:
     needed_bytes: int
 
     @property
+    def in_four_bits(self) -> bool:
+        """Whether weights are in 4 bits."""
+        return any(name in self.weights for name in ("int4", "nvfp4", "mxfp4"))
+
+    @property
     def cache_name(self) -> str:
         """'fp8_e4m3fn, token': with what its scales are; static ones are of a tensor, head or
         channel.

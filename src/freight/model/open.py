@@ -221,7 +221,9 @@ class OpenModel:
 
     def kernels(self, config: EngineConfig) -> KernelSet:
         """Select the kernels for `config`."""
-        return select_kernels(config.kernels, config.device, config.fp8_attention, self.ranks)
+        return select_kernels(
+            config.kernels, config.device, config.fp8_attention, self.ranks, config.int8_activations
+        )
 
     def load(self, config: EngineConfig, num_positions: int | None = None) -> LanguageModel:
         """Read the weights, or draw them, with the threads of `config`. Logs their size and the
@@ -259,7 +261,10 @@ class OpenModel:
         formats = config.compute_format, config.weight_format
         model = self.model.for_context(config.max_model_len)
         self._log_dtype(config.compute_format)
-        logger.info("%s", describe_weights(*formats, self.scheme, self.model, config.int4))
+        line = describe_weights(*formats, self.scheme, self.model, config.int4)
+        if config.int8_activations:
+            line += INT8_ACTIVATIONS
+        logger.info("%s", line)
         if self.model.foreign is not None:
             return self._load_foreign(kernels, config)
         share = self.share
@@ -410,6 +415,11 @@ def open_random(args: EngineArgs, shape: str) -> OpenModel:
         device=probe(args.device),
         random_shape=shape,
     )
+
+
+INT8_ACTIVATIONS = (
+    "; inputs of those in 4 bits: rounded to INT8 in groups (--activations bfloat16: not)"
+)
 
 
 def describe_weights(

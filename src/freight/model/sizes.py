@@ -128,9 +128,8 @@ def group_bytes(rows: int, columns: int, four: FourBits, layout: Layout) -> int:
     if layout is Layout.PLAIN:
         more = _SCALE * rows * nvfp4 + 8 * columns * four.ordered
         return rows * columns // 2 + rows * columns // size * of_group + more
-    # csrc/packed.h: for bands of 32 rows, groups as they are stored, of NVFP4 two together; with
-    # tiles so many that they have 128 inputs
-    together = _BLOCK if layout is Layout.TILES else 2 * size if nvfp4 else size
+    # csrc/packed.h: for bands of 32 rows, groups as they are stored, of NVFP4 two together
+    together = 2 * size if nvfp4 else size
     unit = 32 * (together // 2 + together // size * of_group)
     more = _SCALE * _up(rows, 16) + 4 * columns * four.ordered
     return -(-rows // 32) * -(-columns // together) * unit + more

@@ -132,6 +132,12 @@ class Weight(PackedWeight):
             return rows, 2 * columns
         return rows, columns
 
+    def with_int8_inputs(self) -> Weight:
+        """Return the matrix, if it is in 4 bits with inputs that are rounded to INT8 in groups."""
+        if not self.is_mxfp4 and self.groups is None:
+            return self
+        return replace(self, activations=Activations.GROUPS)
+
     @property
     def group_size(self) -> int:
         """Consecutive inputs of a row that share a scale, of MXFP4 or with `groups`."""

@@ -40,6 +40,7 @@ class EngineArgs:
     ignore_config_keys: Sequence[str] = ()
     dtype: str = "auto"
     quantization: str | None = None
+    activations: str = "auto"
     kv_cache_dtype: str = "auto"
     kv_cache_dtype_skip_layers: Sequence[str | int] = ()
     kv_scales: str = "auto"
@@ -341,6 +342,7 @@ class EngineConfig:
                        `cache.spec.default_every`
     store              the store below the cache; None for none
     int4               whether weights are rounded to INT4 as they load, in groups
+    int8_activations   whether products with weights in 4 bits round their inputs to INT8 in groups
     """
 
     compute_format: Format
@@ -362,3 +364,4 @@ class EngineConfig:
     most_drafts: int = 0
     store: StoreConfig | None = None
     int4: bool = False
+    int8_activations: bool = False

@@ -131,3 +131,26 @@ def fp8_attention(args: EngineArgs, compute: Format, stored: Format, device: Dev
         multiplies = f"{device.name} multiplies {device.native_e4m3}; use --kv-cache-dtype fp8"
         raise _no_fp8_attention(f"a cache in {stored}: {multiplies}")
     return True
+
+
+def int8_activations(args: EngineArgs, four_bits: bool, device: DeviceFacts) -> bool:
+    """Return whether products with weights in 4 bits round their inputs to INT8 in groups: by
+    default wherever there are such products.
+
+    four_bits: whether the model has weights in 4 bits. Raises ConfigError if it was requested and
+    there are none, or the device has no such products.
+    """
+    has_products = device.kind == "cpu" or args.kernels == "reference"
+    if args.activations != "int8":
+        return args.activations == "auto" and four_bits and has_products
+    if not four_bits:
+        raise ConfigError(
+            "--activations int8 is for weights in 4 bits, and this model has none: add --quantization int4, use "
+            "--quantization int8, whose activations are in INT8 too, or omit it"
+        )
+    if not has_products:
+        raise ConfigError(
+            f"--activations int8 on {device.name}: the kernels for GPUs have no products with inputs in INT8; omit it, "
+            "or use --device cpu"
+        )
+    return True

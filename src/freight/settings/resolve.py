@@ -26,6 +26,7 @@ from freight.settings.hardware import (
     check_hardware,
     check_kernels,
     fp8_attention,
+    int8_activations,
     no_int8_weights,
     takes_groups,
 )
@@ -46,6 +47,7 @@ DTYPES = {
 QUANTIZATIONS = ("fp8", "int8", "int4")
 KERNELS = ("auto", "reference")
 ATTENTION_COMPUTES = ("auto", "fp8")
+ACTIVATIONS = ("auto", "int8", "bfloat16")
 # most tokens per step: enough to keep the device busy, few enough to keep a step short
 STEP_TOKENS = {"cpu": 512, "cuda": 8192}
 SERVED_STEP_SECONDS = 0.5  # on a CPU: a pause between two tokens that a reader hardly notices
@@ -96,6 +98,7 @@ def check(args: EngineArgs) -> None:
     choose("--device", args.device, DEVICES)
     choose("--kernels", args.kernels, KERNELS)
     choose("--attention-compute", args.attention_compute, ATTENTION_COMPUTES)
+    choose("--activations", args.activations, ACTIVATIONS)
     if args.quantization in OTHER_QUANTIZATIONS:
         raise ConfigError(
             f"--quantization {args.quantization!r}: {OTHER_QUANTIZATIONS[args.quantization]}"
@@ -245,6 +248,7 @@ def resolve(
         compute_format=compute,
         weight_format=weights,
         int4=int4,
+        int8_activations=int8_activations(args, int4 or scheme.has_four_bits, device),
         kv=with_state(kv, args.state_dtype, compute, device.native_e4m3, model),
         max_model_len=_max_model_len(args, model),
         max_num_seqs=args.max_num_seqs,

@@ -40,6 +40,7 @@ GIVEN = {  # field -> (as typed, as understood)
     "device": ("cpu", "cpu"),
     "kernels": ("reference", "reference"),
     "attention_compute": ("fp8", "fp8"),
+    "activations": ("bfloat16", "bfloat16"),
     "threads": ("1", 1),
     "tensor_parallel_size": ("1", 1),
     "rank_timeout": ("5", 5.0),

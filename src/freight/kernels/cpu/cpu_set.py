@@ -29,11 +29,15 @@ from freight.parallel.ranks import ALONE, Ranks
 
 @dataclass(frozen=True)
 class CpuKernels:
-    """The compiled kernels. They ignore a `consumer`: products quantize their activations."""
+    """The compiled kernels. They ignore a `consumer`: products quantize their activations.
+
+    int8_activations: as in `select_kernels`
+    """
 
     library: Library
     note: str = ""
     ranks: Ranks = ALONE
+    int8_activations: bool = False
 
     packs_mxfp4 = packs_groups = True
     lookup = method_on("library", rowwise.lookup)
@@ -87,6 +91,8 @@ class CpuKernels:
 
     def pack(self, weight: Weight) -> CpuWeight:
         """Pack `weight`; the first large one measures how to prefetch weights (tuning.py)."""
+        if self.int8_activations:
+            weight = weight.with_int8_inputs()
         packed = linear.pack(self.library, weight)
         if packed.num_bytes >= tuning.LARGE:
             tuning.tune(self.library)
@@ -94,7 +100,7 @@ class CpuKernels:
 
     def pack_experts(self, weights: Weights, bias: Tensor | None = None) -> CpuExperts:
         """Pack one matrix of each expert; measures prefetching as `pack` does."""
-        packed = experts.pack(self.library, weights, bias)
+        packed = experts.pack(self.library, weights, bias, self.int8_activations)
         if packed.num_bytes >= tuning.LARGE:
             tuning.tune(self.library)
         return packed

@@ -74,15 +74,22 @@ class CpuExperts(PackedExperts):
         )
 
 
-def pack(library: Library, weights: Weights, bias: Tensor | None = None) -> CpuExperts:
+def pack(
+    library: Library,
+    weights: Weights,
+    bias: Tensor | None = None,
+    int8_activations: bool = False,
+) -> CpuExperts:
     """Pack `weights`, one of each expert, of one shape and format.
 
     Each weight is released before the next one is read. bias: [num_experts, out_features] in the
-    dtype of the rows. Raises KernelError for a weight that `linear.pack` refuses.
+    dtype of the rows; int8_activations: as in `select_kernels`. Raises KernelError for a weight
+    that `linear.pack` refuses.
     """
     packed: list[CpuWeight] = []
     data: Tensor | None = None
-    for weight in weights:
+    for stored in weights:
+        weight = stored.with_int8_inputs() if int8_activations else stored
         check(weight)
         if data is None:
             out_features, in_features = weight.shape
@@ -92,7 +99,7 @@ def pack(library: Library, weights: Weights, bias: Tensor | None = None) -> CpuE
         assert weight.shape == (out_features, in_features)
         assert (format_of(weight), weight.activations) == kind
         packed.append(pack_into(library, weight, data[len(packed)]))
-        del weight
+        del weight, stored
     assert data is not None
     assert len(packed) == len(weights)
     if data.numel() >= LARGE:

@@ -245,6 +245,7 @@ def describe_run(
         "threads": torch.get_num_threads(),
         "dtype": str(config.compute_format),
         "weight_dtype": opened.weight_dtype(config),
+        "int8_activations": config.int8_activations,
         "max_num_batched_tokens": config.max_num_batched_tokens,
         "most_drafts": engine.scheduler.most_drafts,
         "kv_cache": {

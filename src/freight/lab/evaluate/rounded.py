@@ -5,7 +5,7 @@ read.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from freight.operands.weight import Activations, Weight
 from freight.quantizer.declare import scale_format
 from freight.quantizer.plan import Layout
 from freight.settings.engine import EngineConfig
+from freight.settings.hardware import int8_activations
 
 _GROUPS = {"int4": 128, "int4-64": 64, "int4-32": 32}  # inputs that share a scale
 SCHEMES = ("fp8", "fp8-channel", "fp8-block", "int8", *_GROUPS, "mxfp4")
@@ -32,7 +33,7 @@ SCHEMES = ("fp8", "fp8-channel", "fp8-block", "int8", *_GROUPS, "mxfp4")
 @dataclass(frozen=True)
 class RoundedSource(CheckpointSource):
     """Rounds matrices, but not the head, to `weight_format` by `scheme`, with dynamic activations,
-    or to 4 bits, with none.
+    or to 4 bits, with what the kernels do there.
     """
 
     scheme: str = "fp8"
@@ -99,7 +100,9 @@ def load_rounded(
     Its 16-bit decoder has been loaded, so its tensors are checked.
     """
     assert opened.checkpoint is not None
-    kernels = opened.kernels(config)
+    four_bits = scheme in _GROUPS or scheme == "mxfp4"
+    integers = int8_activations(opened.args, four_bits, opened.device)
+    kernels = opened.kernels(replace(config, int8_activations=integers))
     require_groups(kernels, {}, int4=scheme in _GROUPS)
     source = RoundedSource(
         opened.checkpoint,
