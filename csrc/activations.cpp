@@ -80,6 +80,11 @@ int64_t panel_inputs(const FreightWeight& weight) { return weight.format == FREI
 // Inputs of a row in a word of a layout.
 int inputs_of(Layout layout) { return layout == Layout::kInt8 ? kInt8Word : layout == Layout::kFloats ? 1 : 2; }
 
+bool integer_layout(Layout layout) { return layout == Layout::kIntegers || layout == Layout::kIntegerTiles; }
+int64_t tile_rows(Layout layout) {
+  return layout == Layout::kTiles || layout == Layout::kIntegerTiles ? 16 : kTileRows;
+}
+
 struct Stager {
   const FreightWeight& weight;
   const void* x;
@@ -182,7 +187,7 @@ struct Stager {
 
   // Columns of rows after the last, which are zeros.
   int64_t columns() const {
-    if (layout != Layout::kIntegers) return steps * inputs;
+    if (!integer_layout(layout)) return steps * inputs;
     const int piece = inputs_per_unit(weight.format);
     return (weight.in_features + piece - 1) / piece * piece;
   }
@@ -209,13 +214,16 @@ struct Stager {
     for (int64_t i = 0; i < count; i++) out.code[i] = static_cast<int8_t>(codes[i]);
   }
 
-  // kColumns columns of a tile in the layout of int8_groups.h.
+  // kColumns columns of a tile of H rows in the layout of int8_groups.h, or for tiles with the inputs of a row together.
   template <int H>
   void integers(int64_t tile, int64_t first, int64_t rows, uint32_t* to) const {
     const FourBit of_weight = four_bit(weight.format);
     const int term = of_weight.inputs / of_weight.groups, group = x_group(term), terms = group / term;
     const int64_t words = group_words(term), last = std::min(first + kColumns, columns());
-    uint32_t* out = to + tile * kTileRows * steps + first / term * words * H;
+    const int64_t height = tile_rows(layout), quads = term / 4;
+    const bool together = layout == Layout::kIntegerTiles;
+    const int64_t of_row = together ? quads : 1, of_quad = together ? 1 : H;
+    uint32_t* out = to + tile * height * steps + first / term * words * H;
     std::memset(out, 0, static_cast<size_t>((last - first) / term * words * H) * 4);
     alignas(64) float values[kColumns];
     IntegerCodes own;
@@ -223,16 +231,17 @@ struct Stager {
       alignas(64) uint32_t room[kColumns];
       const int64_t count = std::min(kColumns, weight.in_features - first);
       std::memset(values, 0, sizeof values);
-      read_row(stored_inputs(tile * kTileRows + row, first, count, room), format, count, values);
+      read_row(stored_inputs(tile * height + row, first, count, room), format, count, values);
       for (int64_t at = 0; at < last - first; at += group) {
         round_to_int8(values + at, group, own);
         for (int i = 0; i < terms; i++) {
-          uint32_t* part = out + (at / term + i) * words * H + row;
+          uint32_t* part = out + (at / term + i) * words * H;
           int32_t sum = 0;
           for (int j = 0; j < term; j++) sum += own.code[i * term + j];
-          for (int j = 0; j < term / 4; j++) std::memcpy(part + j * H, own.code + i * term + 4 * j, 4);
-          std::memcpy(part + term / 4 * H, &own.scale, 4);
-          std::memcpy(part + (term / 4 + 1) * H, &sum, 4);
+          for (int64_t j = 0; j < quads; j++)
+            std::memcpy(part + row * of_row + j * of_quad, own.code + i * term + 4 * j, 4);
+          std::memcpy(part + quads * H + row, &own.scale, 4);
+          std::memcpy(part + (quads + 1) * H + row, &sum, 4);
         }
       }
     }
@@ -350,17 +359,19 @@ Stager stager_of(const FreightWeight& weight, const void* x, int32_t format, Lay
 Staged stage(const FreightWeight& weight, const void* x, int32_t format, int64_t rows, Layout layout, int64_t steps,
              int threads) {
   thread_local std::vector<uint32_t> staged;
-  const int64_t tiles = (rows + kTileRows - 1) / kTileRows;
-  const size_t words = static_cast<size_t>(tiles * kTileRows * steps);
+  const int64_t height = tile_rows(layout), tiles = (rows + height - 1) / height;
+  const size_t words = static_cast<size_t>(tiles * height * steps);
   if (staged.size() < words) staged = std::vector<uint32_t>(words);
   uint32_t* to = staged.data();
-  const Stager stager = stager_of(weight, x, format, layout, steps, rows, tiles * kTileRows);
+  const Stager stager = stager_of(weight, x, format, layout, steps, rows, tiles * height);
   const int64_t parts = (stager.columns() + kColumns - 1) / kColumns;
   const int useful = useful_threads(rows * weight.in_features, threads);
   if (by_row(weight)) parallel_for(rows, rows > kTileRows ? useful : 1, [&](int64_t row) { stager.scale_row(row); });
   parallel_for(tiles * parts, useful, [&](int64_t task) {
-    const int64_t tile = task / parts, there = std::min<int64_t>(kTileRows, rows - tile * kTileRows);
-    with_height(height_of(there), [&](auto height) { stager.part<height>(tile, task % parts * kColumns, there, to); });
+    const int64_t tile = task / parts, first = task % parts * kColumns;
+    const int64_t there = std::min<int64_t>(height, rows - tile * height);
+    if (layout == Layout::kIntegerTiles) return stager.integers<16>(tile, first, there, to);
+    with_height(height_of(there), [&](auto height) { stager.part<height>(tile, first, there, to); });
   });
   return {to, steps, stager.groups, stager.row_scale, stager.group_scale};
 }
@@ -399,11 +410,10 @@ struct Sizes {
     const int64_t rows = product.rows, groups = groups_of(*product.weight);
     int64_t lines = (rows - 1) / kTileRows * kTileRows;  // rows, including those that pad the last tile
     lines += height_of(rows - lines);
+    if (layout == Layout::kIntegerTiles) lines = (rows + 15) / 16 * 16;
     x = lines * steps * 4;
 #if FREIGHT_AMX
     if (layout == Layout::kTiles) x = (rows + kTileLines - 1) / kTileLines * groups * kGroupSteps * kTileBytes;
-#else
-    (void)layout;
 #endif
     row_scale = by_row(*product.weight) ? rows * 4 : 0;
     group_scale = by_group(*product.weight) ? lines * groups * 4 : 0;
@@ -413,15 +423,13 @@ struct Sizes {
 int64_t aligned(int64_t bytes) { return (bytes + kUnit - 1) / kUnit * kUnit; }
 
 int64_t steps_of(const FreightWeight& weight, Layout layout) {
-  if (layout == Layout::kIntegers) {
+  if (integer_layout(layout)) {
     const FourBit of_weight = four_bit(weight.format);
     return units_of(weight.format, weight.in_features) * of_weight.groups * group_words(of_weight.inputs / of_weight.groups);
   }
   const int64_t inputs = units_of(weight.format, weight.in_features) * inputs_per_unit(weight.format);
   return layout == Layout::kTiles ? inputs : inputs / inputs_of(layout);
 }
-
-int64_t tile_rows(Layout layout) { return layout == Layout::kTiles ? 16 : kTileRows; }
 
 // Stage columns `from` .. `to` of one of `tiles` tiles of `rows` rows to `x`. `from` is a multiple of a panel's inputs,
 // and so is `to`, or it is the end of the rows.
@@ -438,6 +446,11 @@ void stage_columns(const Stager& stager, int64_t rows, int64_t tile, int64_t til
 #endif
   const int64_t begin = from / kGroup, end = (to + kGroup - 1) / kGroup;
   const int64_t columns = to == stager.weight.in_features ? stager.columns() : to;  // zeros follow the last
+  if (stager.layout == Layout::kIntegerTiles) {
+    for (int64_t column = from; column < columns; column += kColumns)
+      stager.integers<16>(tile, column, there, static_cast<uint32_t*>(x));
+    return;
+  }
   with_height(height_of(there), [&](auto height) {
     if (stager.group_scale)
       for (int64_t row = first + there; row < first + height; row++)
@@ -478,7 +491,7 @@ void stage_one(Product& product, int32_t format, int threads) {
 
 bool staged_by_all(const FreightWeight& weight, const FreightRanks& ranks, int32_t format, int64_t rows) {
   const Layout layout = layout_of(weight, format, rows);
-  if (layout == Layout::kIntegers || ranks.exchange || weight.order || weight.in_features / ranks.size % panel_inputs(weight)) return false;
+  if (integer_layout(layout) || ranks.exchange || weight.order || weight.in_features / ranks.size % panel_inputs(weight)) return false;
   Product product{&weight};
   product.rows = rows;
   const Sizes sizes(product, layout, steps_of(weight, layout));

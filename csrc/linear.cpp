@@ -19,7 +19,7 @@
 #endif
 
 #include "four_bit.h"
-#include "int8_groups.h"
+#include "int8_group_tiles.h"
 #include "mxfp4.h"
 #include "packed.h"
 #include "parallel.h"
@@ -305,7 +305,16 @@ template <class Kind>
 void by_integers(const Product* products, int64_t count, int32_t format, int threads) {
   for_each_task(
       count, threads, [&](int64_t i) { return bands_of(products[i].weight->out_features); },
-      [&](int64_t i, int64_t band) { IntegerTask<Kind>{products[i], format}.compute(band); });
+      [&](int64_t i, int64_t band) {
+#if FREIGHT_AMX
+        const Product& call = products[i];
+        if (layout_of(*call.weight, format, call.rows) == Layout::kIntegerTiles)
+          return group_tile_task<Kind>(call, band, [&](const float* sums, int64_t row, int64_t rows, int64_t block) {
+            finish(call, format, sums, row, rows, block, 1.f);
+          });
+#endif
+        IntegerTask<Kind>{products[i], format}.compute(band);
+      });
 }
 
 #if FREIGHT_AMX

@@ -37,9 +37,12 @@ inline bool exact_in_bfloat16(const FreightWeight& weight, int32_t format) {
 }
 
 // The layout in which `rows` rows in `format` are staged for a weight.
-enum class Layout { kFloats, kPairs, kInt8, kIntegers, kTiles };
+enum class Layout { kFloats, kPairs, kInt8, kIntegers, kIntegerTiles, kTiles };
 
 inline Layout layout_of(const FreightWeight& weight, int32_t format, int64_t rows) {
+#if FREIGHT_AMX
+  if (has_integers(weight.format) && rows > kTileRows) return Layout::kIntegerTiles;
+#endif
   if (has_integers(weight.format)) return Layout::kIntegers;
 #if FREIGHT_AMX
   if (weight.format == FREIGHT_INT8 && rows > kInt8DotRows) return Layout::kTiles;
