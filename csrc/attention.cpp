@@ -9,6 +9,9 @@
 
 #include "attention_amx.h"
 #include "attention_bf16.h"
+#if FREIGHT_AVX2
+#include "attention_codes.h"
+#endif
 #include "attention_f32.h"
 #include "attention_task.h"
 #include "attention_vectors.h"
@@ -151,6 +154,8 @@ void attend_pages(const FreightAttention& a) {
 #elif FREIGHT_AVX512
   if constexpr (F == FREIGHT_BFLOAT16 || is_quantized(F))
     if (a.q_type == FREIGHT_BFLOAT16) return attend<Bf16Tiles<F>, VectorWorker>(a);
+#elif FREIGHT_AVX2
+  if constexpr (F != FREIGHT_FLOAT32) return attend<CodeTiles<F>, VectorWorker>(a);
 #endif
   attend<Float32Tiles<F>, VectorWorker>(a);
 }

@@ -36,7 +36,7 @@ inline __m512i scaled_pairs(__m512i pairs, __m512 even, __m512 odd) {
 // The products, which do not depend on the stored format, and so are compiled once.
 struct Bf16Products {
   static constexpr int rows_of_block = 1;  // rows of several KV heads that are multiplied together
-  static constexpr bool side_by_side = true;
+  static constexpr bool side_by_side = true, reads_codes = false;
   static constexpr int max_rows = 6;  // rows whose sums stay in registers
 
   int k_dim, v_dim;

@@ -14,7 +14,7 @@ namespace freight {
 // The products, which do not depend on the stored format, and so are compiled once.
 struct Float32Products {
   static constexpr int rows_of_block = 1;  // rows of several KV heads that are multiplied together
-  static constexpr bool side_by_side = false;
+  static constexpr bool side_by_side = false, reads_codes = false;
   // Rows whose sums stay in registers, and registers of keys or channels that are loaded at a time.
 #if FREIGHT_NEON
   static constexpr int max_rows = 4, vectors = 4;  // 32 registers
@@ -153,6 +153,10 @@ struct Float32Tiles : Float32Products {
   void pack_v_groups(const uint8_t* const* keys, size_t offset, const float* scale, float* packed,
                      const Between& between) const {
     pack_v(keys, offset, packed, between);
+    scale_groups(scale, packed);
+  }
+
+  void scale_groups(const float* scale, float* packed) const {
     for (int key = 0; key < kKeyTile; key++)
       for (int d = 0; d < v_dim; d += kLanes) {
         float* at = packed + (size_t)key * value_dim + d;

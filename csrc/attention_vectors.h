@@ -15,7 +15,7 @@ class VectorWorker : public Worker<Tiles, VectorWorker<Tiles>> {
   using Base::a, Base::task, Base::tiles, Base::group, Base::rows, Base::states, Base::q_size, Base::q, Base::k, Base::v;
   using Base::p, Base::k_scale, Base::v_scales, Base::out_of, Base::center_of, Base::softened;
   using Base::all_see_all, Base::unseen_infinities, Base::seen_alone, Base::sees_any, Base::seen, Base::whole;
-  using Base::read_scales, Base::pack_keys, Base::pack_values;
+  using Base::read_scales, Base::pack_keys, Base::pack_values, Base::grouped, Base::prefetch;
 
  public:
   VectorWorker(const Call<Tiles>& call, const Task& task)
@@ -35,6 +35,8 @@ class VectorWorker : public Worker<Tiles, VectorWorker<Tiles>> {
 
   void walk_head(const Tile& tile, int h) {
     read_scales(tile, task.head + h);
+    if constexpr (Tiles::reads_codes)
+      if (tiles.reads_codes_of(rows) && !grouped && all_see_all(tile) && walk_codes(tile, h)) return;
     pack_keys(tile, task.head + h, k);
     if constexpr (Tiles::side_by_side)
       if (rows <= Tiles::max_rows && all_see_all(tile)) {
@@ -108,6 +110,21 @@ class VectorWorker : public Worker<Tiles, VectorWorker<Tiles>> {
       before = row, of_before = n, turn ^= 1;
     }
     if (before >= 0) accumulate(h, before, of_before, blocks[turn ^ 1]);
+  }
+
+  // One block of rows that see all keys, without packed values. Returns false if the tile has NaNs that would be hidden.
+  bool walk_codes(const Tile& tile, int h) {
+    const size_t of_k = a.k.head * (task.head + h), of_v = a.v.head * (task.head + h);
+    const auto between = [this](int keys) { prefetch(keys); };
+    if (tiles.transpose_k(tile.k, of_k, a.k_dim, k, between) || tiles.hides_nan(tile.v, of_v)) return false;
+    with_rows<Tiles::most_rows>(rows, [&](auto count) {
+      alignas(64) float scores[count * kKeyTile];
+      float decay[count];
+      tiles.template scores_of_codes<count>(q + h * q_size, k, scores);
+      for (int r = 0; r < count; r++) decay[r] = softmax(tile, h * rows + r, r, r, scores + r * kKeyTile);
+      tiles.template accumulate_codes<count>(p, tile.v, of_v, decay, out_of(h, 0), between);
+    });
+    return true;
   }
 
   template <int ROWS>

@@ -334,7 +334,7 @@ def test_one_key_tells_which_value(attention):
     window=st.sampled_from([None, 3, 64, 1100]),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     soft_cap=st.sampled_from([None, 1.0]),
-    v_dim=st.sampled_from([40, 24, 72]),
+    v_dim=st.sampled_from([40, 24, 72, 80]),
     sink=st.sampled_from([None, -1.0, 8.0]),
 )
 @pytest.mark.parametrize("build", BUILDS)
@@ -393,21 +393,55 @@ def test_what_is_not_finite_reaches_the_rows_that_see_it_alone(attention, part, 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("part", ["k", "v"])
 @pytest.mark.parametrize("soft_cap", [None, 30.0])
-def test_a_nan_in_int8_pages_reaches_the_rows_that_see_it_alone(attention, part, dtype, soft_cap):
-    """Stored by the reference: the code -128, beside a scale made of the finite values."""
-    clean = make_cache(Format.INT8, "token", [100], 2, 64)
-    cache = make_cache(Format.INT8, "token", [100], 2, 64)
+@pytest.mark.parametrize(
+    ("format", "code"),
+    [
+        (Format.INT8, 0x80),
+        (Format.E4M3FN, 0x7F),
+        (Format.E4M3FN, 0xFF),
+        (Format.E4M3FNUZ, 0x80),
+        (Format.E5M2, 0x7D),
+    ],
+)
+def test_a_nan_among_codes_reaches_the_rows_that_see_it_alone(
+    attention, format, code, part, dtype, soft_cap
+):
+    """Rows of a chunk and rows alone; the zeros and the largest codes stay what they are."""
+    clean, cache = (make_cache(format, "token", [100], 2, 64) for _ in range(2))
     slot = cache.batch([100]).slots[0][70]
-    getattr(cache.pages, part).flatten(0, 1)[slot, 0, 5] = -128
+    for each in (clean, cache):
+        codes = getattr(each.pages, part).view(torch.uint8).flatten(0, 1)
+        codes[slot, 0, 6:10] = torch.tensor([0, 0x01, 0x7B, 0xFB], dtype=torch.uint8)
+    codes[slot, 0, 5] = code
     q = torch.rand(100, 4, 64).to(dtype)
+    call = AttentionCall(0.125, 20, soft_cap)
     out, expected = (
-        attention(q, c.pages, c.batch([100]).sequences(0), AttentionCall(0.125, 20, soft_cap))
-        for c in (cache, clean)
+        attention(q, c.pages, c.batch([100]).sequences(0), call) for c in (cache, clean)
     )
     hit = torch.zeros(100, 4, 64, dtype=torch.bool)
     hit[70:90, :2, slice(None) if part == "k" else 5] = True
     assert torch.equal(out[~hit], expected[~hit])
     assert out[hit].isnan().all()
+    for row in (69, 70, 89, 90, 99):
+        alone = attention(
+            q[row : row + 1], cache.pages, cache.batch([1], [row + 1]).sequences(0), call
+        )
+        assert torch.equal(alone.nan_to_num(), out[row : row + 1].nan_to_num())
+        assert torch.equal(alone.isnan(), out[row : row + 1].isnan())
+
+
+@pytest.mark.parametrize(("format", "scales"), CACHES)
+@pytest.mark.parametrize("dims", [(64, 64), (80, 112), (33, 48)])
+def test_a_row_alone_has_the_bits_of_a_chunk(attention, format, scales, dims):
+    """Few rows are multiplied by other code than many, in some builds."""
+    cache = make_cache(format, scales, [150], 2, dims[0], v_dim=dims[1])
+    for group in (1, 2, 3, 4, 5, 6, 8):
+        q = torch.randn(150, 2 * group, dims[0])
+        call = AttentionCall(0.2)
+        whole = attention(q, cache.pages, cache.batch([150]).sequences(0), call)
+        for begin, end in ((149, 150), (127, 128), (64, 65), (140, 142), (62, 66)):
+            rows = cache.batch([end - begin], [end]).sequences(0)
+            assert torch.equal(attention(q[begin:end], cache.pages, rows, call), whole[begin:end])
 
 
 def test_rows_of_q_may_lie_apart(attention):
