@@ -42,6 +42,7 @@ enum FreightFormat : int32_t {
   FREIGHT_NVFP4 = 8,  // only of weights: E2M1, with a scale in E4M3FN for every 16 inputs of a row
   FREIGHT_INT4 = 16,  // only of weights: codes of 4 bits, with a scale for every 32 inputs; plus numbers of FreightInt4
   FREIGHT_INTEGERS = 32,  // added to MXFP4, NVFP4 or INT4: inputs are rounded to INT8 in groups (int8_groups.h)
+  FREIGHT_BYTES = 64,     // added to INT4 with that: codes are signed bytes, with no code of zero
 };
 
 // What is added to FREIGHT_INT4.
@@ -98,7 +99,8 @@ FREIGHT_API int64_t freight_packed_bytes(int32_t format, int64_t out_features, i
 // [out_features, in_features / 32, 17] bytes: 16 with two codes each, the earlier input in the low half, then the byte
 // of their scale. It is 3 to 252 unless all codes are zeros, so that every value is a normal bfloat16. NVFP4 is
 // [out_features, in_features / 16, 9] bytes: 8 of codes, then the scale. INT4 is [out_features, in_features / group,
-// group / 2 + 2 or 3] bytes: codes, the scale, 2 ** -126 to 2 ** 100 in magnitude or 0, and the code of zero, if any.
+// group / 2 + 2 or 3] bytes: codes, the scale, 2 ** -126 to 2 ** 100 in magnitude or 0, and the code of zero, if any; with
+// FREIGHT_BYTES there are group + 2.
 FREIGHT_API FreightStatus freight_pack(const void* data, int32_t format, int64_t out_features, int64_t in_features,
                                        void* packed, float* scale, int32_t threads);
 

@@ -2,7 +2,8 @@
 // sums are exact, and what follows them has the order of the vectors, so that the bits are the same.
 //
 // A task decodes a band of weights to bytes, once for all rows. Then 16 rows times 16 outputs are 1 or 2 tile products a
-// group, and their terms are added to sums in registers. Codes of weights are at most 24: they are signed bytes, too.
+// group, and their terms are added to sums in registers. Codes of 4 bits are at most 24, so that
+// they are signed bytes, too; those of INT8 become so again.
 #pragma once
 #include "int8_groups.h"
 #include "memory.h"
@@ -48,16 +49,19 @@ struct DecodedBand {
   }
 
   void decode(const uint8_t* piece) const {
+    constexpr int kLineBytes = Kind::codes == Codes::kInt8 ? 2 * kUnit : kUnit;
+    const __m512i sign = _mm512_set1_epi8(Kind::codes == Codes::kInt8 ? -128 : 0);
     for (int64_t group = 0; group < groups; group++) {
       const int in_piece = static_cast<int>(group % layout.groups);
       for (int side = 0; side < kBand; side++) {
         const int64_t at = side * groups + group;
         uint8_t* to = lines + at * (inputs / 4) * kUnit;
-        const uint8_t* from = piece + layout.head + (in_piece * (inputs / kLineInputs) * kBand + side) * kUnit;
-        for (int line = 0; line < inputs / kLineInputs; line++, from += kBand * kUnit, to += 2 * kUnit) {
+        const uint8_t* from = piece + layout.head + (in_piece * (inputs / kLineInputs) * kBand + side) * kLineBytes;
+        for (int line = 0; line < inputs / kLineInputs; line++, from += kBand * kLineBytes, to += 2 * kUnit) {
           __builtin_prefetch(from + layout.bytes * 4);
-          const CodeLine<Kind::is_e2m1> codes(from);
-          _mm512_store_si512(to, codes.first), _mm512_store_si512(to + kUnit, codes.last);
+          const CodeLine<Kind::codes, 0> codes(from);
+          _mm512_store_si512(to, _mm512_xor_si512(codes.first, sign));
+          _mm512_store_si512(to + kUnit, _mm512_xor_si512(codes.last, sign));
         }
         store(scales + at * kLanes, Kind::scales(layout, piece + scales_at(layout, side, in_piece)));
         if (layout.zeros) _mm512_store_si512(zeros + at * kLanes, (__m512i)of_bytes(piece + zeros_at(layout, side, in_piece)).v[0]);
@@ -72,6 +76,7 @@ template <class Kind, bool kZeros>
 __attribute__((noinline)) void multiply_group_tiles(const DecodedBand<Kind>& band, int side, const uint32_t* x, float* sums) {
   const int inputs = band.inputs, bytes = std::min(inputs, kTileRowBytes);
   const int64_t words = group_words(inputs) * kTileLines;
+  constexpr int zero = Kind::codes == Codes::kInt8 ? 0 : Kind::zero;
   alignas(64) int32_t dots[2][kTileLines * kLanes], less[kTileLines];
   __m512 total[kTileLines];
   FREIGHT_UNROLL
@@ -92,7 +97,7 @@ __attribute__((noinline)) void multiply_group_tiles(const DecodedBand<Kind>& ban
     const __m512i of_x = _mm512_loadu_si512(scale + kTileLines);
     const __m512 scales = _mm512_load_ps(band.scales + (side * band.groups + group) * kLanes);
     const __m512i zeros = kZeros ? _mm512_load_si512(band.zeros + (side * band.groups + group) * kLanes) : __m512i{};
-    _mm512_store_si512(less, kZeros ? of_x : _mm512_mullo_epi32(of_x, _mm512_set1_epi32(Kind::zero)));
+    _mm512_store_si512(less, kZeros ? of_x : _mm512_mullo_epi32(of_x, _mm512_set1_epi32(zero)));
     FREIGHT_UNROLL
     for (int row = 0; row < kTileLines; row++) {
       __m512i taken = _mm512_set1_epi32(less[row]);

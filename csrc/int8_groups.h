@@ -1,4 +1,4 @@
-// Products of weights in 4 bits with inputs in INT8, where both have scales of groups of inputs.
+// Products of weights in 4 bits, or in INT8, with inputs in INT8, where both have scales of groups of inputs.
 //
 // A group's term is the exact sum of its products in int32, converted to float32, times the product of both scales. The
 // terms of a row are added from the first group to the last. Each of these steps rounds once, and none is fused. So every
@@ -6,12 +6,13 @@
 //
 // A piece of a band has 32 inputs or more: the scales of its groups, [groups][2 blocks][16]; with zero points their
 // codes, [groups][2 blocks][16] bytes; then lines of 64 bytes, [8 inputs each][2 blocks]. A line has four bytes of each of
-// 16 rows: byte j has the code of input j in its low half, and that of input 4 + j in its high half. All builds have this
-// layout. The scale of MXFP4 is the exponent's byte of half the scale, that of NVFP4 as in four_bit.h.
+// 16 rows: byte j has the code of input j in its low half, and that of input 4 + j in its high half. INT8 has two lines, of
+// inputs 0 to 3 and 4 to 7. All builds have this layout. The scale of MXFP4 is the exponent's byte of half the scale, that
+// of NVFP4 as in four_bit.h.
 //
 // Codes become unsigned bytes, which instructions multiply by the signed bytes of x: INT4 is 0 to 15, E2M1 is twice its
-// value plus 12, 0 to 24. What that adds is subtracted as the code of zero times the sum of the group's x: it is where
-// the sums begin.
+// value plus 12, 0 to 24, INT8 is its value plus 128. What that adds is subtracted as the code of zero times the sum of
+// the group's x: it is where the sums begin. Without VNNI the halves of the bytes of INT8 are multiplied separately.
 //
 // Where products are summed in 16 bits (AVX2 without VNNI, and portable), each of two sums of a row takes 2 of 4 inputs:
 // half of the products. INT4: 32 inputs, 16 * 15 * 128 = 30,720; E2M1: 16 inputs, 8 * 24 * 128 = 24,576. Both fit. (A
@@ -26,6 +27,12 @@ constexpr int kInt4Short = 32, kE2M1Short = 16;
 static_assert(kInt4Short / 2 * 15 * 128 < 1 << 15 && kE2M1Short / 2 * 24 * 128 < 1 << 15);
 
 constexpr int kLineInputs = 8;
+enum class Codes { kInt4, kE2M1, kInt8 };
+#if FREIGHT_VNNI
+constexpr bool kWholeBytes = true;  // 0 to 255 are multiplied at once
+#else
+constexpr bool kWholeBytes = false;
+#endif
 // Inputs of a row of x that share a scale. Two groups of NVFP4 do.
 constexpr int x_group(int inputs) { return inputs < 32 ? 32 : inputs; }
 // Words of a row's staged group: its inputs, its scale, and its sum.
@@ -49,7 +56,8 @@ FREIGHT_INLINE V16 of_bytes(const uint8_t* bytes) {
 #endif
 }
 
-// Integer sums of 16 rows, in which one of x's rows is multiplied. `Codes` decodes a line to its first and last 4 inputs.
+// Integer sums of 16 rows, in which one of x's rows is multiplied. `CodeLine` decodes a line to its first and last 4 inputs:
+// of INT8 without VNNI their low (HALF 0) or high halves.
 #if FREIGHT_AVX512
 
 struct GroupSums {
@@ -65,13 +73,17 @@ struct GroupSums {
   V16 total() const { return {(VF)sum}; }
 };
 
-template <bool E2M1>
+template <Codes CODES, int HALF>
 struct CodeLine {
   __m512i first, last;
   FREIGHT_INLINE explicit CodeLine(const uint8_t* from) {
     const __m512i codes = _mm512_loadu_si512(from), low = _mm512_set1_epi8(15);
+    if constexpr (CODES == Codes::kInt8) {
+      first = codes, last = _mm512_loadu_si512(from + kUnit);
+      return;
+    }
     first = _mm512_and_si512(codes, low), last = _mm512_and_si512(_mm512_srli_epi16(codes, 4), low);
-    if constexpr (E2M1) {
+    if constexpr (CODES == Codes::kE2M1) {
       const __m512i values = _mm512_broadcast_i32x4(
           _mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0));
       first = _mm512_shuffle_epi8(values, first), last = _mm512_shuffle_epi8(values, last);
@@ -124,15 +136,23 @@ struct GroupSums {
 };
 #endif
 
-template <bool E2M1>
+template <Codes CODES, int HALF>
 struct CodeLine {
   __m256i first[2], last[2];
+  static __m256i half(__m256i bytes) {
+    if constexpr (kWholeBytes) return bytes;
+    return _mm256_and_si256(HALF ? _mm256_srli_epi16(bytes, 4) : bytes, _mm256_set1_epi8(15));
+  }
   FREIGHT_INLINE explicit CodeLine(const uint8_t* from) {
     const __m256i low = _mm256_set1_epi8(15);
     for (int i = 0; i < 2; i++) {
       const __m256i codes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from) + i);
+      if constexpr (CODES == Codes::kInt8) {
+        first[i] = half(codes), last[i] = half(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + kUnit) + i));
+        continue;
+      }
       first[i] = _mm256_and_si256(codes, low), last[i] = _mm256_and_si256(_mm256_srli_epi16(codes, 4), low);
-      if constexpr (E2M1) {
+      if constexpr (CODES == Codes::kE2M1) {
         const __m256i values = _mm256_broadcastsi128_si256(
             _mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0));
         first[i] = _mm256_shuffle_epi8(values, first[i]), last[i] = _mm256_shuffle_epi8(values, last[i]);
@@ -160,13 +180,17 @@ struct GroupSums {
   }
 };
 
-template <bool E2M1>
+template <Codes CODES, int HALF>
 struct CodeLine {
   int8x16_t first[4], last[4];
   FREIGHT_INLINE explicit CodeLine(const uint8_t* from) {
     for (int i = 0; i < 4; i++) {
       const uint8x16_t codes = vld1q_u8(from + 16 * i), low = vandq_u8(codes, vdupq_n_u8(15)), high = vshrq_n_u8(codes, 4);
-      if constexpr (E2M1) {
+      if constexpr (CODES == Codes::kInt8) {
+        const uint8x16_t more = vld1q_u8(from + kUnit + 16 * i);
+        first[i] = vreinterpretq_s8_u8(HALF ? high : low);
+        last[i] = vreinterpretq_s8_u8(HALF ? vshrq_n_u8(more, 4) : vandq_u8(more, vdupq_n_u8(15)));
+      } else if constexpr (CODES == Codes::kE2M1) {
         static const int8_t numbers[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
         const int8x16_t values = vld1q_s8(numbers);
         first[i] = vqtbl1q_s8(values, low), last[i] = vqtbl1q_s8(values, high);
@@ -214,18 +238,24 @@ struct GroupSums {
   }
 };
 
-template <bool E2M1>
+template <Codes CODES, int HALF>
 struct CodeLine {
   ByPair codes[4][4];  // of bytes 0 and 2 of each row: low halves; of 1 and 3; then their high halves
   explicit CodeLine(const uint8_t* from) {
     for (int i = 0; i < 4; i++) {
-      Halves line;
+      Halves line, more;
       std::memcpy(&line, from + 16 * i, sizeof line);
+      if constexpr (CODES == Codes::kInt8) {
+        std::memcpy(&more, from + kUnit + 16 * i, sizeof more);
+        for (int part = 0; part < 4; part++)
+          codes[part][i] = (ByPair)((part / 2 ? more : line) >> (part % 2 * 8 + HALF * 4) & 15);
+        continue;
+      }
       for (int part = 0; part < 4; part++) codes[part][i] = value((ByPair)(line >> (part % 2 * 8 + part / 2 * 4) & 15));
     }
   }
   static ByPair value(ByPair code) {
-    if constexpr (!E2M1) return code;
+    if constexpr (CODES != Codes::kE2M1) return code;
     const ByPair magnitude = code & 7, sign = -(code >> 3);  // a comparison is -1 where it holds
     const ByPair twice = magnitude - (magnitude > 4) - (magnitude > 5) - 3 * (magnitude > 6);
     return (twice ^ sign) - sign + 12;
@@ -234,15 +264,21 @@ struct CodeLine {
 
 #endif
 
-// Weights in 4 bits: `zero`, the code of 0 (without zero points), and how many inputs fit in sums of 16 bits.
+// Weights: `zero`, the code of 0 (without zero points), and how many inputs fit in sums of 16 bits.
 struct Int4Groups {
-  static constexpr bool is_e2m1 = false;
+  static constexpr Codes codes = Codes::kInt4;
   static constexpr int zero = 8, in_short = kInt4Short;
   FREIGHT_INLINE static V16 scales(const FourBit& layout, const uint8_t* at) { return scales_of(layout, at); }
 };
 
+struct Int8Groups {
+  static constexpr Codes codes = Codes::kInt8;
+  static constexpr int zero = 128, in_short = kInt4Short;
+  FREIGHT_INLINE static V16 scales(const FourBit& layout, const uint8_t* at) { return scales_of(layout, at); }
+};
+
 struct Mxfp4Groups {
-  static constexpr bool is_e2m1 = true;
+  static constexpr Codes codes = Codes::kE2M1;
   static constexpr int zero = 12, in_short = kE2M1Short;
   FREIGHT_INLINE static V16 scales(const FourBit&, const uint8_t* at) {
     const V16 bytes = of_bytes(at);
@@ -251,7 +287,7 @@ struct Mxfp4Groups {
 };
 
 struct Nvfp4Groups {
-  static constexpr bool is_e2m1 = true;
+  static constexpr Codes codes = Codes::kE2M1;
   static constexpr int zero = 12, in_short = kE2M1Short;
   FREIGHT_INLINE static V16 scales(const FourBit&, const uint8_t* at) {
     const V16 bytes = of_bytes(at);
@@ -264,38 +300,55 @@ struct Nvfp4Groups {
 template <class Kind, int M>
 FREIGHT_INLINE void add_group(const FourBit& layout, const uint8_t* piece, int side, int group, const uint32_t* words,
                               bool past_caches, int64_t ahead, float* sums) {
+  constexpr int halves = Kind::codes == Codes::kInt8 && !kWholeBytes ? 2 : 1;
+  constexpr int line_bytes = Kind::codes == Codes::kInt8 ? 2 * kUnit : kUnit;
   const int inputs = layout.inputs / layout.groups, lines = inputs / kLineInputs;
   const int at_once = GroupSums::is_short ? std::min(lines, Kind::in_short / kLineInputs) : lines;
-  const uint8_t* line = piece + layout.head + (group * lines * kBand + side) * kUnit;
+  const uint8_t* line = piece + layout.head + (group * lines * kBand + side) * line_bytes;
   const float* scale = reinterpret_cast<const float*>(words + inputs / 4 * M);
   const int32_t* sum = reinterpret_cast<const int32_t*>(scale + M);
-  GroupSums parts[M];
+  GroupSums parts[halves][M];
   if (layout.zeros) {
     const V16 zeros = of_bytes(piece + zeros_at(layout, side, group));
     FREIGHT_UNROLL
-    for (int m = 0; m < M; m++) parts[m].begin(each([&](int i) { return (VF)((VI)zeros.v[i] * -sum[m]); }));
+    for (int m = 0; m < M; m++) parts[0][m].begin(each([&](int i) { return (VF)((VI)zeros.v[i] * -sum[m]); }));
   } else {
     FREIGHT_UNROLL
-    for (int m = 0; m < M; m++) parts[m].begin(each([&](int) { return (VF)(VI{} - Kind::zero * sum[m]); }));
+    for (int m = 0; m < M; m++) parts[0][m].begin(each([&](int) { return (VF)(VI{} - Kind::zero * sum[m]); }));
   }
+  if constexpr (halves == 2)
+    for (int m = 0; m < M; m++) parts[1][m].begin(V16{});
   for (int first = 0; first < lines; first += at_once) {
-    for (int i = 0; i < at_once; i++, line += kBand * kUnit, words += 2 * M) {
-      if (past_caches)  // two instructions, because the kind of prefetch is an immediate
-        __builtin_prefetch(line + ahead, 0, 0);
-      else
-        __builtin_prefetch(line + ahead);
-      const CodeLine<Kind::is_e2m1> codes(line);
+    for (int i = 0; i < at_once; i++, line += kBand * line_bytes, words += 2 * M) {
+      for (int at = 0; at < line_bytes; at += kUnit) {
+        if (past_caches)  // two instructions, because the kind of prefetch is an immediate
+          __builtin_prefetch(line + ahead + at, 0, 0);
+        else
+          __builtin_prefetch(line + ahead + at);
+      }
+      const CodeLine<Kind::codes, 0> codes(line);
       FREIGHT_UNROLL
-      for (int m = 0; m < M; m++) parts[m].add(codes, words[m], words[M + m]);
+      for (int m = 0; m < M; m++) parts[0][m].add(codes, words[m], words[M + m]);
+      if constexpr (halves == 2) {
+        const CodeLine<Kind::codes, 1> high(line);
+        FREIGHT_UNROLL
+        for (int m = 0; m < M; m++) parts[1][m].add(high, words[m], words[M + m]);
+      }
     }
-    FREIGHT_UNROLL
-    for (int m = 0; m < M; m++) parts[m].widen();
+    for (auto& half : parts)
+      FREIGHT_UNROLL
+      for (int m = 0; m < M; m++) half[m].widen();
   }
   const V16 scales = Kind::scales(layout, piece + scales_at(layout, side, group));
   FREIGHT_UNROLL
   for (int m = 0; m < M; m++) {
     float* to = sums + m * kLanes;
-    store(to, load16(to) + of_int_sums(parts[m].total()) * (scales * set16(scale[m])));
+    V16 dots = parts[0][m].total();
+    if constexpr (halves == 2) {
+      const V16 high = parts[1][m].total();
+      dots = each([&](int i) { return (VF)((VI)dots.v[i] + (VI)high.v[i] * 16); });
+    }
+    store(to, load16(to) + of_int_sums(dots) * (scales * set16(scale[m])));
   }
 }
 

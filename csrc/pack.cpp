@@ -169,7 +169,7 @@ uint8_t scale_bits(uint8_t code) {
   return static_cast<uint8_t>((float_to_bits(value_of(FREIGHT_E4M3FN, code & 0x7F)) >> 20) - ((127 - kScaleBias) << 3));
 }
 
-// A group of a row for inputs in INT8 (int8_groups.h). stored: as freight_pack takes it; null: of padding.
+// A group of a row in 4 bits for inputs in INT8 (int8_groups.h). stored: as freight_pack takes it; null: of padding.
 struct IntegerGroup {
   uint64_t codes[8] = {};  // 16 inputs each
   uint8_t scale[2] = {}, zero = 0;
@@ -192,22 +192,39 @@ struct IntegerGroup {
   }
 };
 
+// Put a group of a row of INT8 (int8_groups.h) into its lines, which are `apart` bytes apart; null: padding, of zeros.
+void put_bytes(const uint8_t* stored, int inputs, int64_t apart, uint8_t* to) {
+  for (int i = 0; i < inputs; i++) {
+    const uint8_t code = stored ? stored[i] : 0;
+    to[i / kLineInputs * apart + i % kLineInputs / 4 * kUnit + i % 4] = code ^ 0x80;
+  }
+}
+
 // Pack a block for inputs in INT8. Codes of padding are those of zeros, or have the scale 0.
 void pack_integers(const uint8_t* from, int32_t format, const FourBit& layout, uint8_t* piece, int block, int64_t rows,
                    int64_t groups) {
-  const int inputs = layout.inputs / layout.groups, stored = inputs / 2 + layout.scale_bytes + layout.zeros;
+  const int inputs = layout.inputs / layout.groups, line_bytes = kUnit * layout.code_bits / 4;
+  const int code_bytes = inputs * layout.code_bits / 8, stored = code_bytes + layout.scale_bytes + layout.zeros;
   for (int64_t group = 0; group < (groups + layout.groups - 1) / layout.groups * layout.groups; group++) {
     const int in_piece = static_cast<int>(group % layout.groups);
     for (int lane = 0; lane < kLanes; lane++) {
       const bool there = lane < rows && group < groups;
+      uint8_t* lines = piece + layout.head + (in_piece * (inputs / kLineInputs) * kBand + block) * line_bytes + lane * 4;
+      uint8_t* scale = piece + scales_at(layout, block, in_piece) + layout.scale_bytes * lane;
+      if (layout.code_bits == 8) {
+        const uint8_t* of_row = there ? from + (lane * groups + group) * stored : nullptr;
+        put_bytes(of_row, inputs, kBand * line_bytes, lines);
+        std::memset(scale, 0, 2);
+        if (there) std::memcpy(scale, of_row + inputs, 2);
+        continue;
+      }
       const IntegerGroup own(there ? from + (lane * groups + group) * stored : nullptr, format, layout);
       for (int line = 0; line < inputs / kLineInputs; line++) {
         const uint32_t eight = static_cast<uint32_t>(own.codes[line / 2] >> line % 2 * 32);
-        uint8_t* to = piece + layout.head + ((in_piece * inputs / kLineInputs + line) * kBand + block) * kUnit + lane * 4;
+        uint8_t* to = lines + line * kBand * line_bytes;
         for (int i = 0; i < 4; i++) to[i] = static_cast<uint8_t>((eight >> 4 * i & 15) | (eight >> (16 + 4 * i) & 15) << 4);
       }
-      std::memcpy(piece + scales_at(layout, block, in_piece) + layout.scale_bytes * lane, own.scale,
-                  static_cast<size_t>(layout.scale_bytes));
+      std::memcpy(scale, own.scale, static_cast<size_t>(layout.scale_bytes));
       if (layout.zeros) piece[zeros_at(layout, block, in_piece) + lane] = own.zero;
     }
     if (in_piece + 1 == layout.groups) piece += layout.bytes;
@@ -240,7 +257,7 @@ void pack_nvfp4_block(const uint8_t* from, const FourBit& layout, uint8_t* band,
 void pack_groups(const uint8_t* data, int32_t format, int64_t out, int64_t in, uint8_t* packed, int threads) {
   const FourBit layout = four_bit(format);
   const int inputs = layout.inputs / layout.groups, scale = layout.scale_bytes + layout.zeros;
-  const int64_t groups = in / inputs, row_bytes = groups * (inputs / 2 + scale);
+  const int64_t groups = in / inputs, row_bytes = groups * (inputs * layout.code_bits / 8 + scale);
   const int64_t band_bytes = units_of(format, in) * layout.bytes;
   parallel_for(bands_of(out) * kBand, threads, [&](int64_t block) {
     const int64_t first = std::min(block * kLanes, out), rows = std::min<int64_t>(kLanes, out - first);

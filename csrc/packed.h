@@ -39,8 +39,9 @@ struct FourBit {
   int inputs = 32, groups = 1;           // inputs of a piece, stored together, and how many groups these are
   int scale_bytes = 2;                   // of a group of a row
   bool zeros = false, bfloat16 = false;  // of INT4
+  int code_bits = 4;
   int head = groups * kBand * kLanes * (scale_bytes + zeros);  // bytes of scales, and of codes of zero
-  int bytes = head + inputs / kFourInputs * kBand * kFourUnit;   // of a piece of a band
+  int bytes = head + inputs * kBand * kLanes * code_bits / 8;    // of a piece of a band
 };
 
 inline bool has_integers(int32_t format) { return (format & FREIGHT_INTEGERS) != 0; }
@@ -49,7 +50,7 @@ inline bool in_groups(int32_t format) {
 }
 
 inline FourBit four_bit(int32_t format) {
-  const int32_t stored = format & ~FREIGHT_INTEGERS;
+  const int32_t stored = format & ~(FREIGHT_INTEGERS | FREIGHT_BYTES);
   if (stored == FREIGHT_MXFP4) return {kMxInputs, 1, 1, false, false};
   const bool nvfp4 = stored == FREIGHT_NVFP4;
   const int32_t kind = nvfp4 ? 0 : stored - FREIGHT_INT4;
@@ -59,7 +60,8 @@ inline FourBit four_bit(int32_t format) {
   if (!has_integers(format)) inputs = kGroupInputs;  // of a row: a cache line of codes
 #endif
   if (nvfp4) return {inputs, inputs / group, 1, false, false};
-  return {inputs, inputs / group, 2, (kind & FREIGHT_INT4_ZEROS) != 0, (kind & FREIGHT_INT4_BFLOAT16) != 0};
+  const int bits = format & FREIGHT_BYTES ? 8 : 4;
+  return {inputs, inputs / group, 2, (kind & FREIGHT_INT4_ZEROS) != 0, (kind & FREIGHT_INT4_BFLOAT16) != 0, bits};
 }
 
 // Numbers of blocks and bands of a weight, of which the last may be padded.

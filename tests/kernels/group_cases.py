@@ -55,6 +55,8 @@ def _cases() -> Iterator[GroupCase]:
             for scales in (torch.float16, torch.bfloat16):
                 for zeros in (False, True):
                     yield GroupCase("int4", size, scales, zeros, extreme)
+        yield GroupCase("int8", 32, torch.float16, extreme=extreme)
+        yield GroupCase("int8", 128, torch.bfloat16, extreme=extreme)
         yield GroupCase("nvfp4", 16, torch.float8_e4m3fn, extreme=extreme)
         yield GroupCase("mxfp4", 32, torch.uint8, extreme=extreme)
 
@@ -71,6 +73,13 @@ def _bytes(numbers: random.Random, *shape: int) -> Tensor:
 
 def weight_of(case: GroupCase, outputs: int, inputs: int, numbers: random.Random) -> Weight:
     """Extreme codes are the largest and the smallest, in whole groups and in turns."""
+    if case.format == "int8":
+        data = _bytes(numbers, outputs, inputs).view(torch.int8)
+        if case.extreme:
+            data = torch.where(data % 3 == 0, -128, 127).to(torch.int8)
+        scales = _bytes(numbers, outputs, inputs // case.size).float() / 64 - 1
+        groups = Groups(Codes.INT8, case.size, scales.to(case.scales))
+        return Weight(data, activations=Activations.GROUPS, groups=groups)
     data = _bytes(numbers, outputs, inputs // 2)
     if case.extreme:
         patterns = torch.tensor([0xFF, 0x00, 0x77, 0xF0, 0x7F], dtype=torch.uint8)
@@ -120,7 +129,7 @@ def digest(kernels: KernelSet, case: GroupCase) -> str:
 def experts_digests(kernels: KernelSet) -> dict[str, str]:
     """Three of five experts for each of some rows, with ReLU, whose bits are everyone's."""
     digests = {}
-    for case in (CASES[0], CASES[3], CASES[12], CASES[13]):
+    for case in CASES[:16:3]:
         numbers = random.Random(f"experts {case}")
         weights = [weight_of(case, 128, 128, numbers) for _ in range(5)]
         packed = kernels.pack_experts(weights)

@@ -38,6 +38,7 @@ NUMBERS = {
         "NVFP4": interface.NVFP4,
         "INT4": interface.INT4,
         "INTEGERS": interface.INTEGERS,
+        "BYTES": interface.BYTES,
     },
     "FreightInt4": {
         f"INT4_{name}": number

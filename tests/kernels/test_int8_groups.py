@@ -13,17 +13,18 @@ import numpy as np
 import pytest
 import torch
 from tests.kernels.group_cases import CASES, DIGESTS, GroupCase, digest, experts_digests
-from tests.kernels.test_cpu_four_bit import KINDS, random_weight, values_of
+from tests.kernels.test_cpu_four_bit import KINDS, Kind, random_scales, random_weight, values_of
 from torch import Tensor
 
 from freight.kernels import reference
 from freight.kernels.cpu import library
 from freight.kernels.cpu.cpu_set import CpuKernels
 from freight.kernels.reference_set import REFERENCE
-from freight.operands.weight import Activations, Weight
+from freight.operands.weight import Activations, Codes, Groups, Weight
 
 BUILDS = library.runnable()
 NAN = torch.nan
+ALL = (*KINDS, Kind(Codes.INT8, 32, torch.float16), Kind(Codes.INT8, 128, torch.bfloat16))
 
 
 def by_numpy(x: Tensor, weight: Weight, bias: Tensor) -> np.ndarray:
@@ -36,10 +37,11 @@ def by_numpy(x: Tensor, weight: Weight, bias: Tensor) -> np.ndarray:
         if weight.groups is not None
         else (2.0 ** (weight.scale.view(torch.uint8).double() - 127)).float().numpy()
     )
+    four_bits = weight.groups is not None and weight.groups.codes is not Codes.INT8
     plain = replace(
         weight, activations=Activations.PLAIN, scale=weight.scale if weight.is_mxfp4 else None
     )
-    exact = values_of(plain) if weight.groups is not None else plain.dequantized().double().numpy()
+    exact = values_of(plain) if four_bits else plain.dequantized().double().numpy()
     wide = np.repeat(scales, size, 1).astype(np.float64)
     integers = np.divide(exact, wide, out=np.zeros_like(exact), where=wide != 0)
     if weight.groups is None or size == 16:
@@ -69,13 +71,21 @@ def wide_rows(rows: int, inputs: int) -> Tensor:
     return (torch.randn(rows, inputs) * spread).bfloat16()
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=repr)
+def any_weight(kind: Kind, outputs: int, inputs: int) -> Weight:
+    """Of 4 bits, or INT8 with -128 among the codes."""
+    if kind.codes is not Codes.INT8:
+        return replace(random_weight(kind, outputs, inputs), activations=Activations.GROUPS)
+    data = torch.randint(-128, 128, (outputs, inputs), dtype=torch.int8)
+    data[0, :3] = -128
+    scales = random_scales(kind, (outputs, inputs // kind.size))
+    return Weight(data, None, Activations.GROUPS, groups=Groups(kind.codes, kind.size, scales))
+
+
+@pytest.mark.parametrize("kind", ALL, ids=repr)
 @pytest.mark.parametrize("rows", [1, 5])
 def test_the_definition_is_numpys(kind, rows):
     torch.manual_seed(rows)
-    weight = replace(
-        random_weight(kind, 21, 3 * max(kind.size, 32)), activations=Activations.GROUPS
-    )
+    weight = any_weight(kind, 21, 3 * max(kind.size, 32))
     weight = replace(weight, scale=torch.rand(21) + 0.5)
     x = wide_rows(rows, weight.shape[1])
     x[0, 3], x[0, 40], x[rows - 1, 70] = torch.inf, -torch.inf, 0
@@ -85,14 +95,14 @@ def test_the_definition_is_numpys(kind, rows):
 
 
 @pytest.mark.parametrize("build", BUILDS)
-@pytest.mark.parametrize("kind", KINDS, ids=repr)
+@pytest.mark.parametrize("kind", ALL, ids=repr)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_a_build_has_the_bits_of_the_reference(build, kind, dtype):
     torch.manual_seed(kind.size)
     kernels = CpuKernels(library.load(build))
     for outputs, groups in ((1, 1), (33, 3), (100, 10)):
-        weight = random_weight(kind, outputs, groups * max(kind.size, 32))
-        weight = replace(weight, activations=Activations.GROUPS, scale=torch.rand(outputs) + 0.5)
+        weight = any_weight(kind, outputs, groups * max(kind.size, 32))
+        weight = replace(weight, scale=torch.rand(outputs) + 0.5)
         packed = kernels.pack(weight)
         for rows in (1, 2, 3, 5, 7, 13, 33):
             x, bias = wide_rows(rows, weight.shape[1]).to(dtype), torch.randn(outputs).to(dtype)

@@ -201,9 +201,9 @@ def int8_groups(x: Tensor, size: int) -> tuple[Tensor, Tensor]:
 
 
 def weight_integers(weight: Weight, part: slice[int, int, None]) -> tuple[Tensor, Tensor]:
-    """Return rows of a matrix in 4 bits as integers, float32 [rows, groups, size], and the scales
-    of their groups, float32 [rows, groups]: INT4 minus its zero points; E2M1 twice its values, with
-    half the scales.
+    """Return rows of a matrix with groups as integers, float32 [rows, groups, size], and the scales
+    of their groups, float32 [rows, groups]: INT4 minus its zero points; INT8; E2M1 twice its
+    values, with half the scales.
     """
     if weight.is_mxfp4:
         blocks, exponents = weight.mxfp4_bytes
@@ -217,18 +217,18 @@ def weight_integers(weight: Weight, part: slice[int, int, None]) -> tuple[Tensor
         scales = groups.scales.float()
     codes = replace(groups, scales=torch.ones_like(scales)).decode(data)
     codes = codes.unflatten(1, (-1, groups.size))
-    if groups.codes is Codes.INT4:
+    if groups.codes is not Codes.E2M1:
         return codes, scales
     # A group of zeros in MXFP4 may have any scale, infinity too
     return 2 * codes, (scales / 2).masked_fill((codes == 0).all(-1), 1.0)
 
 
 def _grouped_linear(x: Tensor, weight: Weight, bias: Tensor | None, float32: bool) -> Tensor:
-    """Compute `linear` over weights in 4 bits and inputs rounded to INT8, both in groups, so that
-    every set of kernels gives the same bits.
+    """Compute `linear` over weights in 4 bits or INT8 and inputs rounded to INT8, both in groups, so
+    that every set of kernels gives the same bits.
 
-    A group's term is the exact sum of its integer products (at most 127 * 12 * 32 or 127 * 15 * 128
-    in magnitude, which float32 holds) times the product of both scales; both products round to
+    A group's term is the exact sum of its integer products (at most 128 * 128 * 128 in magnitude,
+    which float32 holds) times the product of both scales; both products round to
     float32. Terms are added in order, each sum rounded. Then come the scale of the weight's row,
     the bias, and one rounding unless the result stays float32.
     """

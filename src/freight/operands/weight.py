@@ -22,15 +22,16 @@ from freight.operands.packed import PackedWeight
 
 
 class Codes(StrEnum):
-    """What a code of 4 bits stands for, before its group's scale multiplies it."""
+    """What a code stands for, before its group's scale multiplies it."""
 
     INT4 = "int4"  # the code, 0 to 15, minus the zero point of its group, which is 8 without one
     E2M1 = "e2m1"  # a number of `fp8.mxfp4.SIGNED`
+    INT8 = "int8"  # the code, -128 to 127, in 8 bits
 
 
 @dataclass(frozen=True)
 class Groups:
-    """Scales of the groups of inputs of a matrix in 4 bits.
+    """Scales of the groups of inputs of a matrix in 4 bits, or in INT8.
 
     codes     what a code stands for
     size      consecutive inputs of a row that share a scale; divides in_features
@@ -50,8 +51,11 @@ class Groups:
 
     def decode(self, data: Tensor) -> Tensor:
         """Return [out_features, in_features] float32: every code's value times its group's scale,
-        which is exact. data: uint8 [out_features, in_features / 2].
+        which is exact. data: uint8 [out_features, in_features / 2], int8 [out_features,
+        in_features] with INT8.
         """
+        if self.codes is Codes.INT8:
+            return self._scaled(data.float().unflatten(1, (-1, self.size)))
         codes = torch.stack((data & 15, data >> 4), -1).flatten(1)
         codes = codes.unflatten(1, (-1, self.size))
         if self.codes is Codes.E2M1:
@@ -61,7 +65,12 @@ class Groups:
             values = codes.float() - 8
         else:
             values = codes.float() - self.zeros[..., None].float()
-        return (values * self.scales.float()[..., None]).flatten(1)
+        return self._scaled(values)
+
+    def _scaled(self, values: Tensor) -> Tensor:
+        """Return [out_features, in_features]: values [.., groups, size] times their scales."""
+        scaled: Tensor = values * self.scales.float()[..., None]
+        return scaled.flatten(1)
 
     def of_rows(self, rows: Tensor | slice[int, int, None]) -> Groups:
         """Return the groups of these output rows."""
@@ -89,7 +98,7 @@ class Weight(PackedWeight):
     data           [out_features, in_features], contiguous, FP8, int8 or 16/32-bit; or MXFP4,
                    float4_e2m1fn_x2 [out_features, in_features / 2], for sets of kernels that take
                    it (`KernelSet.packs_mxfp4`); or uint8 [out_features, in_features / 2] with
-                   `groups`, the earlier input in the low half of a byte
+                   `groups`, the earlier input in the low half of a byte; or int8 with `groups`
     scale          None for 16/32 bits; float32 [out_features], one per output row (the only one
                    of int8, whose codes are -128 to 127, none of them NaN); float32
                    [ceil(out_features / 128), ceil(in_features / 128)], one per 128 x 128 block; or
@@ -121,19 +130,19 @@ class Weight(PackedWeight):
 
     @property
     def is_int8(self) -> bool:
-        """True if `data` holds int8, so that products are sums of integers."""
-        return self.data.dtype is torch.int8
+        """True if `data` holds int8 with a scale per row, so that products are sums of integers."""
+        return self.data.dtype is torch.int8 and self.groups is None
 
     @property
     def shape(self) -> tuple[int, int]:
         """(out_features, in_features)."""
         rows, columns = self.data.shape
-        if self.is_mxfp4 or self.groups is not None:
+        if self.is_mxfp4 or self.data.dtype is torch.uint8:
             return rows, 2 * columns
         return rows, columns
 
     def with_int8_inputs(self) -> Weight:
-        """Return the matrix, if it is in 4 bits with inputs that are rounded to INT8 in groups."""
+        """Return the matrix, if it has groups, with inputs that are rounded to INT8 in groups."""
         if not self.is_mxfp4 and self.groups is None:
             return self
         return replace(self, activations=Activations.GROUPS)

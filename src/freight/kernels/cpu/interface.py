@@ -42,6 +42,7 @@ MXFP4 = 7  # formats of weights only
 NVFP4 = 8
 INT4 = 16  # likewise, plus one number of each: of INT4_PARTS and INT4_GROUPS
 INTEGERS = 32  # added to these: inputs are rounded to INT8 in groups
+BYTES = 64  # added to INT4 and INTEGERS: codes are INT8
 INT4_PARTS = {"ZEROS": 1, "BFLOAT16": 2}
 INT4_GROUPS = {32: 0, 64: 4, 128: 8}
 FORMATS = {torch_dtype(format): code for format, code in FORMAT_CODES.items()}  # by dtype

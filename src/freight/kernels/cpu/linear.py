@@ -21,6 +21,7 @@ from freight.fp8.formats import COMPUTE_FORMATS, Format
 from freight.fp8.four_bits import scales_out_of_range
 from freight.kernels.cpu.interface import (
     ACTIVATIONS,
+    BYTES,
     CACHE_LINE,
     FORMATS,
     INT4,
@@ -116,13 +117,13 @@ def give_back_freed_memory() -> None:
 def check(weight: Weight) -> None:
     """Raise KernelError for a weight that no build computes with."""
     if weight.groups is not None:
-        _format_of_groups(weight.groups)
+        format_of(weight)
     elif weight.data.dtype not in _WEIGHTS or weight.data.device.type != "cpu":
         raise KernelError(
             f"the CPU kernels compute with weights in float32, float16, bfloat16, float8_e4m3fn, int8 and MXFP4 in "
             f"main memory, not {weight.data.dtype} on {weight.data.device}; use --kernels reference for the others"
         )
-    if weight.data.dtype is torch.int8 and weight.shape[1] > INT8_INPUTS:
+    if weight.is_int8 and weight.shape[1] > INT8_INPUTS:
         raise KernelError(
             f"a matrix in INT8 has {weight.shape[1]:,} inputs; sums of more than {INT8_INPUTS:,} products may not fit "
             "in int32. Use --quantization fp8 with the unquantized model"
@@ -133,6 +134,10 @@ def format_of(weight: Weight) -> int:
     """Return the `FreightFormat` of a weight that `check` accepts."""
     if weight.groups is not None:
         stored = _format_of_groups(weight.groups)
+        if weight.groups.codes is Codes.INT8 and weight.activations is not Activations.GROUPS:
+            raise KernelError(
+                "the CPU kernels compute with INT8 in groups by inputs in INT8 alone; convert the matrix to bfloat16"
+            )
     else:
         stored = _WEIGHTS[weight.data.dtype]
     if weight.activations is Activations.GROUPS:
@@ -146,10 +151,15 @@ def _format_of_groups(groups: Groups) -> int:
     if (groups.codes, groups.size, dtype) == (Codes.E2M1, 16, torch_dtype(Format.E4M3FN)):
         return NVFP4
     sixteen = dtype in (torch.float16, torch.bfloat16)
-    if groups.codes is Codes.INT4 and groups.size in INT4_GROUPS and sixteen:
-        zeros = 0 if groups.zeros is None else INT4_PARTS["ZEROS"]
-        wide = INT4_PARTS["BFLOAT16"] if dtype is torch.bfloat16 else 0
-        return INT4 + zeros + wide + INT4_GROUPS[groups.size]
+    if groups.codes is not Codes.E2M1 and groups.size in INT4_GROUPS and sixteen:
+        format = INT4 + INT4_GROUPS[groups.size]
+        if groups.zeros is not None:
+            format += INT4_PARTS["ZEROS"]
+        if dtype is torch.bfloat16:
+            format += INT4_PARTS["BFLOAT16"]
+        if groups.codes is Codes.INT8:
+            format += BYTES
+        return format
     raise KernelError(
         f"the CPU kernels compute with {Codes.INT4} in groups of {', '.join(map(str, INT4_GROUPS))} with scales in "
         f"float16 or bfloat16, and with {Codes.E2M1} in groups of 16 with scales in float8_e4m3fn, not with "
@@ -211,7 +221,7 @@ def _stored(weight: Weight) -> Tensor:
 
 
 def _with_groups(weight: Weight, groups: Groups) -> Tensor:
-    """Interleave 4-bit codes with what their groups have: uint8 [out_features, groups, bytes].
+    """Interleave codes with what their groups have: uint8 [out_features, groups, bytes].
 
     Raises KernelError if values may be subnormal or infinite in bfloat16, or NaN.
     """
@@ -222,7 +232,8 @@ def _with_groups(weight: Weight, groups: Groups) -> Tensor:
         )
     scales = groups.scales.contiguous().view(torch.uint8)
     by_group = scales.view(len(scales), -1, groups.scales.itemsize)
-    parts = [weight.data.unflatten(1, (-1, groups.size // 2)), by_group]
+    codes = weight.data.view(torch.uint8).view(*groups.scales.shape, -1)
+    parts = [codes, by_group]
     if groups.zeros is not None:
         parts.append(groups.zeros[..., None])
     return torch.cat(parts, -1)
