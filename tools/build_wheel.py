@@ -25,7 +25,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 CROSS = {"aarch64": "aarch64-linux-gnu"}  # Debian's cross compilers, by their prefix
 KERNELS = {
-    "x86_64": ("amx", "avx512", "avx512_vnni", "avx2", "portable"),
+    "x86_64": ("amx", "avx512", "avx512_vnni", "avx_vnni", "avx2", "portable"),
     "aarch64": ("neon_bf16", "neon"),
     "arm64": ("neon_bf16", "neon"),
 }

@@ -98,7 +98,7 @@ def measure(build: str) -> Lines:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Print the line coverage of csrc/.")
     parser.add_argument(
-        "--build", help="portable, avx2, avx512_vnni, avx512, amx, neon or neon_bf16"
+        "--build", help="portable, avx2, avx_vnni, avx512_vnni, avx512, amx, neon or neon_bf16"
     )
     parser.add_argument("--floor", type=float, default=0.0, help="the least percentage")
     asked = parser.parse_args()

@@ -26,9 +26,10 @@ from freight.operands.kv_pages import KVPages
 from freight.operands.weight import Weight
 
 ROOT = Path(__file__).parents[2]
-SAPPHIRE_RAPIDS = tuple(library.X86_BUILDS["amx"])
+SAPPHIRE_RAPIDS = (*library.X86_BUILDS["amx"], "avx_vnni")
 ZEN4 = (*library.X86_BUILDS["avx512"], "avx512dq")
 HASWELL = ("avx2", "f16c", "fma")
+ALDER_LAKE = (*HASWELL, "avx_vnni")
 ICE_LAKE = (*HASWELL, "avx512f", "avx512bw", "avx512vl", "avx512vbmi", "avx512_vnni")
 GRAVITON3 = ("asimd", "asimdhp", "bf16", "sve")
 ALTRA = ("asimd", "asimdhp")
@@ -72,9 +73,10 @@ def test_the_kernels_were_compiled_where_a_compiler_works(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("features", "builds"),
     [
-        (SAPPHIRE_RAPIDS, ("amx", "avx512", "avx512_vnni", "avx2", "portable")),
+        (SAPPHIRE_RAPIDS, ("amx", "avx512", "avx512_vnni", "avx_vnni", "avx2", "portable")),
         (ZEN4, ("avx512", "avx512_vnni", "avx2", "portable")),
         (ICE_LAKE, ("avx512_vnni", "avx2", "portable")),
+        (ALDER_LAKE, ("avx_vnni", "avx2", "portable")),
         (HASWELL, ("avx2", "portable")),
         (("avx2", "fma"), ("portable",)),  # AVX2 without F16C
         (
@@ -125,8 +127,8 @@ def test_what_was_not_compiled_does_not_run(folder: Path) -> None:
     library.path_of("amx", folder).unlink()
     library.path_of("avx512", folder).unlink()
     library.path_of("avx512_vnni", folder).unlink()
-    assert library.runnable(SAPPHIRE_RAPIDS, folder) == ("avx2", "portable")
-    expected = "avx2 (amx: not compiled; avx512: not compiled; avx512_vnni: not compiled)"
+    assert library.runnable(SAPPHIRE_RAPIDS, folder) == ("avx_vnni", "avx2", "portable")
+    expected = "avx_vnni (amx: not compiled; avx512: not compiled; avx512_vnni: not compiled)"
     assert library.describe(SAPPHIRE_RAPIDS, folder) == expected
 
 
@@ -134,10 +136,12 @@ def test_tiles_are_used_only_where_the_system_allows_them(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        library, "tile_obstacle", lambda: "Linux denied this process the tile registers (because)"
+        library,
+        "tile_obstacle",
+        lambda: "Linux denied this process the tile registers (because)",
     )
     assert library.runnable(SAPPHIRE_RAPIDS, folder) == (
-        *("avx512", "avx512_vnni", "avx2", "portable"),
+        *("avx512", "avx512_vnni", "avx_vnni", "avx2", "portable"),
     )
     said = library.describe(SAPPHIRE_RAPIDS, folder)
     assert said == "avx512 (amx: Linux denied this process the tile registers (because))"
@@ -203,9 +207,13 @@ def build_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 CPUINFO = {
-    "sapphire rapids": (SAPPHIRE_RAPIDS, ["amx", "avx512", "avx512_vnni", "avx2", "portable"]),
+    "sapphire rapids": (
+        SAPPHIRE_RAPIDS,
+        ["amx", "avx512", "avx512_vnni", "avx_vnni", "avx2", "portable"],
+    ),
     "zen 4": (ZEN4, ["avx512", "avx512_vnni", "avx2", "portable"]),
     "ice lake": (ICE_LAKE, ["avx512_vnni", "avx2", "portable"]),
+    "alder lake": (ALDER_LAKE, ["avx_vnni", "avx2", "portable"]),
     "haswell": (HASWELL, ["avx2", "portable"]),
     "core 2": (("sse2", "ssse3"), ["portable"]),
 }

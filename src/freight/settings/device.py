@@ -31,6 +31,7 @@ _FEATURES = (
         "avx2",
         "f16c",
         "fma",
+        "avx_vnni",
         "avx512f",
         "avx512bw",
         "avx512vl",

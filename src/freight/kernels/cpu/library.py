@@ -35,6 +35,7 @@ X86_BUILDS: dict[str, frozenset[str]] = {
     "amx": _AVX512 | {"avx512dq", "amx_tile", "amx_bf16", "amx_int8"},
     "avx512": _AVX512,
     "avx512_vnni": _VNNI,  # the code of avx2, but for products in INT8
+    "avx_vnni": _AVX2 | {"avx_vnni"},  # the same, where there is no AVX-512
     "avx2": _AVX2,
     "portable": frozenset(),
 }
