@@ -84,13 +84,14 @@ def pytest_configure(config: pytest.Config) -> None:
     folder = os.environ.get("FREIGHT_TEST_KERNELS")
     if folder:
         from freight.kernels.cpu import library
+        from freight.settings import cpu_builds
 
-        library.FOLDER = Path(folder)
+        cpu_builds.FOLDER = Path(folder)
         library._gomp_parallel = lambda: None
         if os.environ.get("FREIGHT_TEST_TILES") == "emulated":
-            features = (*library.cpu_features(), "amx_tile", "amx_bf16", "amx_int8")
-            library.cpu_features = lambda: features
-            library.tile_obstacle = lambda: ""
+            features = (*cpu_builds.cpu_features(), "amx_tile", "amx_bf16", "amx_int8")
+            cpu_builds.cpu_features = lambda: features
+            cpu_builds.tile_obstacle = lambda: ""
         assert library.runnable(), f"no build in {folder} runs here"
     build = os.environ.get("FREIGHT_CPU_BUILD")
     if build:
@@ -102,10 +103,12 @@ def pytest_configure(config: pytest.Config) -> None:
         from tests.kernels.arm.remote import remote_library
 
         from freight.kernels.cpu import library
+        from freight.settings import cpu_builds
 
         build = Path(command[-1]).stem.removeprefix("freight_")
         start = cache(lambda: remote_library(build, command))
         library.runnable = lambda features=None, folder=None: (build,)
+        cpu_builds.runnable = library.runnable
         library.load = lambda name=None: start()
 
 

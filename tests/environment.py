@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from freight.kernels.cpu.library import BUILD_VARIABLE
+from freight.settings.cpu_builds import BUILD_VARIABLE
 
 
 def is_option(name: str) -> bool:

@@ -24,10 +24,11 @@ from freight.kernels.select import select_kernels
 from freight.operands.attention import AttentionCall
 from freight.operands.kv_pages import KVPages
 from freight.operands.weight import Weight
+from freight.settings import cpu_builds
 
 ROOT = Path(__file__).parents[2]
-SAPPHIRE_RAPIDS = (*library.X86_BUILDS["amx"], "avx_vnni")
-ZEN4 = (*library.X86_BUILDS["avx512"], "avx512dq")
+SAPPHIRE_RAPIDS = (*cpu_builds.X86_BUILDS["amx"], "avx_vnni")
+ZEN4 = (*cpu_builds.X86_BUILDS["avx512"], "avx512dq")
 HASWELL = ("avx2", "f16c", "fma")
 ALDER_LAKE = (*HASWELL, "avx_vnni")
 ICE_LAKE = (*HASWELL, "avx512f", "avx512bw", "avx512vl", "avx512vbmi", "avx512_vnni")
@@ -40,10 +41,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with a file for every build of every architecture, on an x86 system that allows
     tiles.
     """
-    monkeypatch.setattr(library, "tile_obstacle", lambda: "")
-    monkeypatch.setattr(library.platform, "machine", lambda: "x86_64")
-    for build in library.X86_BUILDS | library.ARM64_BUILDS:
-        library.path_of(build, tmp_path).touch()
+    monkeypatch.setattr(cpu_builds, "tile_obstacle", lambda: "")
+    monkeypatch.setattr(cpu_builds.platform, "machine", lambda: "x86_64")
+    for build in cpu_builds.X86_BUILDS | cpu_builds.ARM64_BUILDS:
+        cpu_builds.path_of(build, tmp_path).touch()
     return tmp_path
 
 
@@ -65,7 +66,7 @@ def compiler_works(folder: Path) -> bool:
 
 
 def test_the_kernels_were_compiled_where_a_compiler_works(tmp_path: Path) -> None:
-    assert library.installed() or not compiler_works(tmp_path), (
+    assert cpu_builds.installed() or not compiler_works(tmp_path), (
         "the build of csrc/ failed: see `pip install -v -e .`"
     )
 
@@ -89,7 +90,7 @@ def test_the_kernels_were_compiled_where_a_compiler_works(tmp_path: Path) -> Non
 def test_the_processor_decides_which_builds_run(
     features: tuple[str, ...], builds: tuple[str, ...], folder: Path
 ) -> None:
-    assert library.runnable(features, folder) == builds
+    assert cpu_builds.runnable(features, folder) == builds
 
 
 @pytest.mark.parametrize(
@@ -111,75 +112,75 @@ def test_a_machine_runs_builds_of_its_own_architecture(
     folder: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(library.platform, "machine", lambda: machine)
-    assert library.runnable(features, folder) == builds
+    monkeypatch.setattr(cpu_builds.platform, "machine", lambda: machine)
+    assert cpu_builds.runnable(features, folder) == builds
 
 
 def test_the_description_names_no_build_of_another_architecture(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(library.platform, "machine", lambda: "aarch64")
-    assert library.describe(GRAVITON3, folder) == "neon_bf16"
-    assert library.describe(ALTRA, folder) == "neon (neon_bf16: the processor lacks bf16)"
+    monkeypatch.setattr(cpu_builds.platform, "machine", lambda: "aarch64")
+    assert cpu_builds.describe(GRAVITON3, folder) == "neon_bf16"
+    assert cpu_builds.describe(ALTRA, folder) == "neon (neon_bf16: the processor lacks bf16)"
 
 
 def test_what_was_not_compiled_does_not_run(folder: Path) -> None:
-    library.path_of("amx", folder).unlink()
-    library.path_of("avx512", folder).unlink()
-    library.path_of("avx512_vnni", folder).unlink()
-    assert library.runnable(SAPPHIRE_RAPIDS, folder) == ("avx_vnni", "avx2", "portable")
+    cpu_builds.path_of("amx", folder).unlink()
+    cpu_builds.path_of("avx512", folder).unlink()
+    cpu_builds.path_of("avx512_vnni", folder).unlink()
+    assert cpu_builds.runnable(SAPPHIRE_RAPIDS, folder) == ("avx_vnni", "avx2", "portable")
     expected = "avx_vnni (amx: not compiled; avx512: not compiled; avx512_vnni: not compiled)"
-    assert library.describe(SAPPHIRE_RAPIDS, folder) == expected
+    assert cpu_builds.describe(SAPPHIRE_RAPIDS, folder) == expected
 
 
 def test_tiles_are_used_only_where_the_system_allows_them(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        library,
+        cpu_builds,
         "tile_obstacle",
         lambda: "Linux denied this process the tile registers (because)",
     )
-    assert library.runnable(SAPPHIRE_RAPIDS, folder) == (
+    assert cpu_builds.runnable(SAPPHIRE_RAPIDS, folder) == (
         *("avx512", "avx512_vnni", "avx_vnni", "avx2", "portable"),
     )
-    said = library.describe(SAPPHIRE_RAPIDS, folder)
+    said = cpu_builds.describe(SAPPHIRE_RAPIDS, folder)
     assert said == "avx512 (amx: Linux denied this process the tile registers (because))"
 
 
 def test_a_system_that_is_not_linux_gives_no_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(library.sys, "platform", "darwin")
-    assert "only Linux" in library.tile_obstacle.__wrapped__()
+    monkeypatch.setattr(cpu_builds.sys, "platform", "darwin")
+    assert "only Linux" in cpu_builds.tile_obstacle.__wrapped__()
 
 
 def test_the_description_says_what_runs_and_why_not_better(folder: Path, tmp_path: Path) -> None:
-    assert library.describe(SAPPHIRE_RAPIDS, folder) == "amx"
+    assert cpu_builds.describe(SAPPHIRE_RAPIDS, folder) == "amx"
     expected = "avx512 (amx: the processor lacks amx_bf16, amx_int8, amx_tile)"
-    assert library.describe(ZEN4, folder) == expected
-    said = library.describe(HASWELL, folder)
+    assert cpu_builds.describe(ZEN4, folder) == expected
+    said = cpu_builds.describe(HASWELL, folder)
     assert said.startswith("avx2 (amx: the processor lacks amx_bf16, ")
     assert "; avx512: the processor lacks avx512_bf16, " in said
-    assert "no C++17 compiler" in library.describe(ZEN4, tmp_path / "empty")
+    assert "no C++17 compiler" in cpu_builds.describe(ZEN4, tmp_path / "empty")
 
 
 def test_every_build_that_runs_here_loads() -> None:
-    for build in library.runnable():
+    for build in cpu_builds.runnable():
         assert library.load(build).build == build
         assert select_kernels(f"cpu-{build}").name == f"cpu-{build}"
 
 
-@pytest.mark.parametrize("build", library.runnable())
+@pytest.mark.parametrize("build", cpu_builds.runnable())
 def test_a_named_build_is_the_one_that_is_loaded(
     build: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FREIGHT_CPU_BUILD", build)
-    assert library.runnable() == (build,)
+    assert cpu_builds.runnable() == (build,)
     assert library.load.__wrapped__(None).build == build
-    assert "FREIGHT_CPU_BUILD" in library.describe()
+    assert "FREIGHT_CPU_BUILD" in cpu_builds.describe()
 
 
 def test_a_named_build_is_loaded_in_child_processes_too() -> None:
-    build = library.runnable()[-1]
+    build = cpu_builds.runnable()[-1]
     environment = os.environ | {"FREIGHT_CPU_BUILD": build}
     command = [sys.executable, "-m", "freight", "env", "--json"]
     child = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
@@ -192,7 +193,7 @@ def test_a_named_build_that_cannot_run_is_refused_and_nothing_takes_its_place(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("FREIGHT_CPU_BUILD", "avx1024")
-    assert library.runnable() == ()
+    assert cpu_builds.runnable() == ()
     with refuses(KernelError, "FREIGHT_CPU_BUILD", "'avx1024'", "portable"):
         library.load.__wrapped__(None)
     monkeypatch.setattr(library, "load", library.load.__wrapped__)
@@ -241,7 +242,7 @@ def test_an_editable_install_compiles_what_the_processor_runs(
 
 
 def test_auto_takes_the_best_build() -> None:
-    best = library.runnable()
+    best = cpu_builds.runnable()
     assert select_kernels("auto").name == (f"cpu-{best[0]}" if best else "reference")
 
 
@@ -254,7 +255,7 @@ def test_without_a_build_auto_says_why_and_cpu_refuses(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.delenv("FREIGHT_CPU_BUILD", raising=False)
-    monkeypatch.setattr(library, "installed", lambda folder=tmp_path: ())
+    monkeypatch.setattr(cpu_builds, "installed", lambda folder=tmp_path: ())
     chosen = select_kernels("auto")
     assert chosen.name == "reference"
     assert "no C++17 compiler" in chosen.note
@@ -278,13 +279,13 @@ def test_a_damaged_library_is_refused(monkeypatch: pytest.MonkeyPatch, folder: P
 
 def test_a_library_of_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "ABI", library.ABI + 1)
-    for build in library.runnable():
+    for build in cpu_builds.runnable():
         with pytest.raises(KernelError, match="of another version"):
             library.load.__wrapped__(build)
 
 
 @pytest.mark.skipif(
-    "amx" not in library.runnable(), reason="this processor or system has no matrix tiles"
+    "amx" not in cpu_builds.runnable(), reason="this processor or system has no matrix tiles"
 )
 def test_the_amx_build_computes_on_tiles() -> None:
     """Tiles sum even and odd inputs apart, dot products all in order: sums of 0 keep other rounding

@@ -20,13 +20,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from freight.kernels.cpu import library
+from freight.settings import cpu_builds
 from freight.settings.device import cpu_features
 
 SOURCES = Path(__file__).parent / "tiles"
 EMULATED = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-include", str(SOURCES / "emulated_tiles.h"))
 REAL = ("-mavx512f", "-mamx-tile", "-mamx-bf16")
-LACKS = {*library.X86_BUILDS["avx512"]} - {*cpu_features()}
+LACKS = {*cpu_builds.X86_BUILDS["avx512"]} - {*cpu_features()}
 DEFAULT, FLUSHING, TO_ZERO = (
     0x1F80,
     0x9FC0,
@@ -69,7 +69,7 @@ def tiles(
 ) -> ctypes.CDLL:
     if request.param == "emulated":
         return ctypes.CDLL(str(emulated))
-    if not {"amx_tile", "amx_bf16"} <= {*cpu_features()} or library.tile_obstacle():
+    if not {"amx_tile", "amx_bf16"} <= {*cpu_features()} or cpu_builds.tile_obstacle():
         pytest.skip("this processor or system has no matrix tiles")
     return ctypes.CDLL(str(compiled(REAL, tmp_path_factory.mktemp("real"))))
 

@@ -11,7 +11,7 @@ import pytest
 import release
 from tests.refusals import refuses
 
-from freight.kernels.cpu.library import ARM64_BUILDS
+from freight.settings.cpu_builds import ARM64_BUILDS
 from freight.settings.device import cpu_features
 
 ROOT = release.ROOT

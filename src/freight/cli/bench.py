@@ -31,7 +31,7 @@ from freight.errors import ConfigError, choices
 from freight.model.config.presets import shape_config
 from freight.settings.device import DEVICES, choose_threads
 from freight.settings.engine import EngineArgs
-from freight.settings.resolve import KERNELS, check
+from freight.settings.resolve import KERNEL_FORMS, check
 from freight.settings.speculation import DEFAULT_DRAFTS
 
 if TYPE_CHECKING:
@@ -224,14 +224,16 @@ def kernels(
         str, typer.Option(metavar="|".join(DEVICES), envvar="FREIGHT_DEVICE")
     ] = "auto",
     kernels: Annotated[
-        str, typer.Option(metavar="|".join(KERNELS), envvar="FREIGHT_KERNELS")
+        str, typer.Option(metavar="|".join(KERNEL_FORMS), envvar="FREIGHT_KERNELS")
     ] = "auto",
     as_json: AsJson = False,
 ) -> None:
     """Each operation on its own, beside torch's; on a GPU in the sizes of the table in
     docs/benchmarks.md.
     """
-    check(EngineArgs(kernels=kernels, threads=threads, device=device))
+    args = EngineArgs(kernels=kernels, threads=threads, device=device)
+    check(args)
+    device = args.computes_on
     positive("--seconds", seconds, "a number of seconds for each row")
     size = _matrix(matrix or "14336x4096")
     known = KERNEL_NAMES if device == "cpu" else GPU_KERNEL_NAMES

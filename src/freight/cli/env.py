@@ -12,6 +12,7 @@ import typer
 from freight.base import openmp
 from freight.base.fields import JsonObject
 from freight.cli.options import OneJson
+from freight.settings.cpu_builds import describe
 
 PACKAGES = ("torch", "triton", "transformers", "tokenizers", "safetensors", "numpy")
 
@@ -41,7 +42,6 @@ def collect() -> JsonObject:
 
     import freight
     from freight.errors import KernelError
-    from freight.kernels.cpu import library as cpu_library
     from freight.kernels.select import select_kernels
     from freight.settings.device import (
         bound_nodes,
@@ -84,7 +84,7 @@ def collect() -> JsonObject:
         "torch_build": _torch_build(),
         "gpu_present": gpu_present(),
         "kernels": kernels,
-        "kernels_because": cpu_library.describe(),
+        "kernels_because": describe(),
         "note": note,
     }
 

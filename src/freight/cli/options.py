@@ -49,7 +49,7 @@ CHOICES: dict[str, Sequence[object]] = {  # for --help; `settings.resolve.check`
     "block_size": resolve.BLOCK_SIZES,
     "state_dtype": STATE_DTYPES,
     "device": DEVICES,
-    "kernels": resolve.KERNELS,
+    "kernels": resolve.KERNEL_FORMS,
     "attention_compute": resolve.ATTENTION_COMPUTES,
     "activations": resolve.ACTIVATIONS,
 }
@@ -223,7 +223,11 @@ ENGINE_FLAGS = (
     ),
     Flag("kv_store_salted", bool, "Store prefixes of requests with a cache_salt as well."),
     Flag("device", str, "What to compute on; auto: a GPU if torch sees one."),
-    Flag("kernels", str, "Which kernels; reference is the plain torch definition of each."),
+    Flag(
+        "kernels",
+        str,
+        "Which kernels: the best, torch's definition of each, or one build for CPUs: cpu-avx2.",
+    ),
     Flag(
         "attention_compute",
         str,

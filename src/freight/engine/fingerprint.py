@@ -20,10 +20,10 @@ from pathlib import Path
 import torch
 
 from freight.kernels.cpu.cpu_set import CpuKernels
-from freight.kernels.cpu.library import path_of
 from freight.kernels.interface import KernelSet
 from freight.model.open import OpenModel
 from freight.operands.tiles import STATE_TILE
+from freight.settings.cpu_builds import path_of
 from freight.settings.engine import EngineConfig
 
 _SAMPLES = 64  # of each file of weights: how many, and their bytes

@@ -33,11 +33,11 @@ from freight.cache.stored import StoredPrefixes
 from freight.engine.fingerprint import declared, is_reproducible
 from freight.errors import ConfigError
 from freight.kernels.cpu.cpu_set import CpuKernels
-from freight.kernels.cpu.library import path_of
 from freight.kernels.interface import KernelSet
 from freight.model.mixers.dividing import CacheShare, Rank
 from freight.model.open import OpenModel
 from freight.operands.tiles import KEY_TILE, STATE_TILE
+from freight.settings.cpu_builds import path_of
 from freight.settings.device import cpu_name
 from freight.settings.engine import EngineConfig
 from freight.settings.store import StoreConfig

@@ -11,6 +11,7 @@ from freight.kernels.interface import KernelSet
 from freight.kernels.reference import Fp8Products
 from freight.kernels.reference_set import ReferenceKernels
 from freight.parallel.ranks import ALONE, Ranks
+from freight.settings import cpu_builds
 
 
 def select_kernels(
@@ -20,9 +21,10 @@ def select_kernels(
     ranks: Ranks = ALONE,
     int8_activations: bool = False,
 ) -> KernelSet:
-    """Return the kernel set `name`: 'auto' or 'reference', the values of `--kernels`.
+    """Return the kernel set `name`, a value of `--kernels`: 'auto', 'reference' or 'cpu-avx2', which
+    is one build of the compiled kernels.
 
-    For measurements and tests also 'triton', 'cpu', or one build of the latter such as 'cpu-avx2'.
+    For measurements and tests also 'triton', and 'cpu': 'auto' without the reference in its place.
     'auto' is the best set for `device` ('cpu' or 'cuda'), and the reference if no other can run.
     `fp8_attention`: attention multiplies FP8 by FP8 over E4M3 pages; a set that cannot falls back
     to products of decoded values. `ranks`: those over which the set gathers. `int8_activations`:
@@ -47,9 +49,8 @@ def select_kernels(
     from freight.kernels.cpu import library
     from freight.kernels.cpu.cpu_set import CpuKernels
 
-    if name == "auto" and not library.runnable() and not library.named_build():
-        note = f"slow reference kernels: {library.describe()}"
+    if name == "auto" and not cpu_builds.runnable() and not cpu_builds.named_build():
+        note = f"slow reference kernels: {cpu_builds.describe()}"
         return ReferenceKernels(note=note, ranks=ranks, int8_activations=int8_activations)
-    _, _, build = name.partition("-")
-    loaded = library.load(build or None)
+    loaded = library.load(cpu_builds.build_in(name) or None)
     return CpuKernels(loaded, ranks=ranks, int8_activations=int8_activations)

@@ -393,7 +393,7 @@ def open_model(args: EngineArgs) -> OpenModel:
     unread = stored.model.unread_keys.describe()
     if unread is not None:
         logger.info("%s", unread)
-    device = probe(args.device)
+    device = probe(args.computes_on)
     if device.note:
         logger.info("%s", device.note)
     return OpenModel(args, stored.checkpoint, stored.model, stored.scheme, stored.kv_scales, device)
@@ -412,7 +412,7 @@ def open_random(args: EngineArgs, shape: str) -> OpenModel:
         model=model,
         scheme=Scheme(),
         kv_scales=KVScales((None,) * model.num_layers),
-        device=probe(args.device),
+        device=probe(args.computes_on),
         random_shape=shape,
     )
 

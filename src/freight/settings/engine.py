@@ -18,6 +18,7 @@ from freight.base.other_engines import instead_of
 from freight.errors import ConfigError, choices
 from freight.fp8.formats import COMPUTE_FORMATS, Format, Granularity, ScaleSource
 from freight.fp8.scheme import KVScales
+from freight.settings.cpu_builds import build_in
 from freight.settings.skip_layers import layer_names
 from freight.settings.speculation import written as written_config
 from freight.settings.store import StoreConfig
@@ -121,6 +122,13 @@ class EngineArgs:
         """Whether the format of keys and values, or their scales, are given, and not the default."""
         scales = self.quantization_param_path or self.kv_scales != "auto"
         return bool(scales) or self.kv_cache_dtype != "auto"
+
+    @property
+    def computes_on(self) -> str:
+        """The value of --device that is meant: a build of the CPU kernels computes on the CPU."""
+        if self.device == "auto" and build_in(self.kernels):
+            return "cpu"
+        return self.device
 
     def without_drafts(self) -> EngineArgs:
         """Return the same options, without drafts unless they ask for them."""

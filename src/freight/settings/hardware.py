@@ -1,12 +1,21 @@
-"""Checks that reject what a device cannot compute, before any file is read. Imports no torch."""
+"""Checks that reject what a device cannot compute, before any file of a model is read. Imports no
+torch.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from freight.errors import ConfigError
+from freight.errors import ConfigError, choices, shown
 from freight.fp8.formats import Format
 from freight.model.mixers.spec import PagedMixer
+from freight.settings.cpu_builds import (
+    BUILD_VARIABLE,
+    PREFIX,
+    build_in,
+    named_build,
+    obstacles,
+)
 from freight.settings.device import DeviceFacts
 from freight.settings.engine import EngineArgs, KVCacheConfig
 from freight.settings.kv_source import groups_fit
@@ -16,6 +25,7 @@ def check_hardware(args: EngineArgs, compute: Format | None) -> None:
     """Reject options that the named device cannot compute. `compute` is the format of --dtype, None
     for 'auto'. Raises ConfigError.
     """
+    _check_build(args.kernels, args.device)
     if args.kv_cache_dtype == Format.INT8 and args.device == "cuda" and args.kernels != "reference":
         raise _no_int8("--device cuda")
     if args.quantization == Format.INT8 and args.device == "cuda" and args.kernels != "reference":
@@ -31,10 +41,34 @@ def check_hardware(args: EngineArgs, compute: Format | None) -> None:
         if args.kv_cache_dtype in map(str, Format):
             stored = Format(args.kv_cache_dtype)
         problem = _attention_problem(compute, stored)
-        if not problem and args.device == "cpu" and args.kernels != "reference":
+        if not problem and args.computes_on == "cpu" and args.kernels != "reference":
             problem = _ON_A_CPU
         if problem:
             raise _no_fp8_attention(problem)
+
+
+def _check_build(kernels: str, device: str) -> None:
+    """Raise ConfigError where --kernels names a build of the CPU kernels that cannot be used here."""
+    build = build_in(kernels)
+    if not build:
+        return
+    if device == "cuda":
+        raise ConfigError(
+            f"--kernels {kernels} with --device cuda: it is a build of the CPU kernels; use --device cpu, or omit "
+            "--kernels"
+        )
+    named = named_build()
+    if named not in ("", build):
+        raise ConfigError(
+            f"--kernels {kernels}, but {BUILD_VARIABLE} is {shown(named)}: give one of the two"
+        )
+    reasons = obstacles()
+    if reasons[build]:
+        usable = [PREFIX + other for other, reason in reasons.items() if not reason]
+        raise ConfigError(
+            f"--kernels {kernels} cannot be used here: {reasons[build]}; choose "
+            f"{choices(('auto', 'reference', *usable))}"
+        )
 
 
 def check_kernels(kv: KVCacheConfig, device: DeviceFacts, kernels: str) -> None:

@@ -1,5 +1,5 @@
-"""Options, model and device -> a frozen EngineConfig. Takes values only: reads no file, imports no
-torch.
+"""Options, model and device -> a frozen EngineConfig. Takes values only: reads no file of a model,
+imports no torch.
 
 Every contradiction between settings, or between a setting and the checkpoint, is an error that
 names both sides and the way out. `KVCacheConfig.note` records choices that the options left open.
@@ -20,6 +20,7 @@ from freight.fp8.formats import Format, Granularity, ScaleSource
 from freight.fp8.scheme import KVScales, Scheme
 from freight.model.config.layer import MoEConfig
 from freight.model.config.model import ModelConfig
+from freight.settings.cpu_builds import PREFIX, builds
 from freight.settings.device import DEVICES, DeviceFacts, check_threads
 from freight.settings.engine import EngineArgs, EngineConfig, KVCacheConfig, LayerKVFormat
 from freight.settings.hardware import (
@@ -45,7 +46,8 @@ DTYPES = {
     "float32": Format.FLOAT32,
 }
 QUANTIZATIONS = ("fp8", "int8", "int4")
-KERNELS = ("auto", "reference")
+KERNELS = ("auto", "reference", *(PREFIX + build for build in builds()))
+KERNEL_FORMS = ("auto", "reference", f"{PREFIX}BUILD")  # for --help
 ATTENTION_COMPUTES = ("auto", "fp8")
 ACTIVATIONS = ("auto", "int8", "bfloat16")
 # most tokens per step: enough to keep the device busy, few enough to keep a step short
@@ -224,9 +226,9 @@ def resolve(
     Raises ConfigError, and CheckpointError if the checkpoint is at fault.
     """
     check(args)
-    if args.device not in ("auto", device.kind):
+    if args.computes_on not in ("auto", device.kind):
         raise ConfigError(
-            f"--device {args.device}, but the device found is {device.kind} ({device.name})"
+            f"--device {args.computes_on}, but the device found is {device.kind} ({device.name})"
         )
     if args.tensor_parallel_size > 1 and device.kind != "cpu":
         raise ConfigError(_NO_GPUS.format(args.tensor_parallel_size))

@@ -6,6 +6,9 @@ import json
 import subprocess
 import sys
 
+from freight.settings.cpu_builds import builds
+
+BUILD = next(iter(builds()))
 REFUSED = {  # command line -> what the error says
     "generate demo --kv-cache-dtype bfloat16 --kv-scales dynamic": "--kv-scales dynamic with --kv-cache-dtype bfloat16",
     "generate demo --kv-cache-dtype fp8_e5m2 --kv-scales checkpoint": "static scales are made for E4M3",
@@ -13,6 +16,8 @@ REFUSED = {  # command line -> what the error says
     "generate demo --kv-cache-dtype int8 --kv-scales unit": "INT8 scales are measured as values are stored",
     "generate demo --kv-cache-dtype fp8 --kv-scales 0.03,-1": "finite and above 0",
     "generate demo --kv-cache-dtype int8 --device cuda": "no INT8 cache",
+    f"generate demo --kernels cpu-{BUILD} --device cuda": "a build of the CPU kernels",
+    "generate demo --kernels cpu-i386": "--kernels 'cpu-i386' is unknown",
     "generate demo --attention-compute fp8 --kv-cache-dtype fp8_e5m2": "--attention-compute fp8 with a cache in",
     "generate demo --attention-compute fp8 --dtype float32": "--attention-compute fp8 with --dtype float32",
     "generate demo --attention-compute fp8 --device cpu": "--attention-compute fp8 with a CPU",

@@ -186,7 +186,7 @@ def test_both_forms_of_the_model_at_once_are_refused(freight: Run) -> None:
         (["--kv-cache-dtype", "fp9"], "choose auto, bfloat16"),
         (["--dtype", "fp32"], "choose auto"),
         (["--device", "gpu"], "auto, cpu or cuda"),
-        (["--kernels", "fast"], "auto or reference"),
+        (["--kernels", "fast"], "auto, reference, cpu-"),
         (["--kv-scales", "dynamc"], "did you mean dynamic?"),
         (["--max-num-seqs", "0"], "--max-num-seqs 0 "),
         (["--max-num-batched-tokens", "0"], "--max-num-batched-tokens 0 "),
