@@ -54,7 +54,7 @@ def test_what_was_measured_is_remembered(monkeypatch: pytest.MonkeyPatch, path: 
     monkeypatch.setattr(tuning, "measure", lambda library: measured.append(library) or FASTER)
     for count in (1, 2):
         recorder = Recorder()
-        tuning.tune.__wrapped__(recorder)
+        assert tuning.tune.__wrapped__(recorder) is True
         assert recorder.settings == [True]
         assert len(measured) == 1, count
     assert list(json.loads(path.read_text()).values()) == [True]
@@ -67,7 +67,7 @@ def test_a_build_that_ignores_the_setting_is_not_measured(
     monkeypatch.setattr(tuning, "measure", lambda library: FASTER)
     recorder = Recorder()
     recorder.build = "amx"
-    tuning.tune.__wrapped__(recorder)
+    assert tuning.tune.__wrapped__(recorder) is None
     assert recorder.settings == []
     assert not path.exists()
 

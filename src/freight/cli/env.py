@@ -6,27 +6,38 @@ import json
 import os
 import platform
 from importlib import metadata
+from typing import TYPE_CHECKING
 
 import typer
 
 from freight.base import openmp
 from freight.base.fields import JsonObject
-from freight.cli.options import OneJson
-from freight.settings.cpu_builds import describe
+from freight.cli.options import Kernels, OneJson
+from freight.settings.cpu_builds import build_in, describe, obstacles
+from freight.settings.engine import EngineArgs
+from freight.settings.resolve import check
+
+if TYPE_CHECKING:
+    from freight.kernels.interface import KernelSet
 
 PACKAGES = ("torch", "triton", "transformers", "tokenizers", "safetensors", "numpy")
 
 
 def env(
+    kernels: Kernels = "auto",
     as_json: OneJson = False,
 ) -> None:
     """Show versions, processor, memory, GPU and the kernels in use."""
-    facts = collect()
+    args = EngineArgs(kernels=kernels)
+    check(args)
+    facts = collect(args)
     if as_json:
         typer.echo(json.dumps(facts))
         return
     for name, value in facts.items():
-        if isinstance(value, dict):
+        if name == "cpu_builds":
+            value = "; ".join(f"{build}: {why or 'can run'}" for build, why in value.items())
+        elif isinstance(value, dict):
             value = ", ".join(f"{key} {version}" for key, version in value.items())
         elif isinstance(value, list):
             value = " ".join(value)
@@ -37,8 +48,8 @@ def env(
         typer.echo(f"{name.replace('_', ' '):<16} {value}")
 
 
-def collect() -> JsonObject:
-    """Return the facts, by the names of the JSON. Memory in bytes."""
+def collect(args: EngineArgs) -> JsonObject:
+    """Return the facts, by the names of the JSON. Memory in bytes. Of `args` counts `kernels`."""
 
     import freight
     from freight.errors import KernelError
@@ -54,12 +65,17 @@ def collect() -> JsonObject:
         probe,
     )
 
-    device = probe("auto")
-    threads = choose_threads(None, device.cores).count
+    device = probe(args.computes_on)
+    chosen = choose_threads(None, device.cores)
+    threads = chosen.count
+    prefetched = None
     possible = min(device.cores, physical_cores() or device.cores)
     try:
-        kernels = select_kernels("auto", str(device.kind)).name
+        kernel_set = select_kernels(args.kernels, str(device.kind))
+        kernels = kernel_set.name
         note = device.note
+        with chosen:
+            prefetched = _prefetched(kernel_set)
     except KernelError as error:
         kernels = None
         note = str(error)
@@ -84,9 +100,34 @@ def collect() -> JsonObject:
         "torch_build": _torch_build(),
         "gpu_present": gpu_present(),
         "kernels": kernels,
-        "kernels_because": describe(),
+        "kernels_because": _because(args.kernels),
+        "cpu_builds": {build: why or None for build, why in obstacles().items()},
+        "prefetch": prefetched,
         "note": note,
     }
+
+
+def _because(kernels: str) -> str:
+    """Say why the CPU computes with the build that it does; `kernels` is --kernels."""
+    if kernels == "auto":
+        return describe()
+    return f"{build_in(kernels) or kernels} (--kernels)"
+
+
+def _prefetched(kernels: KernelSet) -> str | None:
+    """Say how weights are prefetched: what an engine measures at its first start on a processor.
+
+    None for kernels that measure nothing.
+    """
+    from freight.kernels.cpu.cpu_set import CpuKernels
+    from freight.kernels.cpu.tuning import tune
+
+    if not isinstance(kernels, CpuKernels):
+        return None
+    past = tune(kernels.library)
+    if past is None:
+        return None
+    return "past the caches" if past else "into the caches"
 
 
 def _torch_build() -> str:

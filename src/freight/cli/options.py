@@ -337,6 +337,7 @@ IgnoredKeys = Annotated[list[str] | None, _engine_option("ignore_config_keys")]
 SkippedLayers = Annotated[list[str] | None, _engine_option("kv_cache_dtype_skip_layers")]
 StateEvery = Annotated[int | None, _engine_option("state_every")]
 StateDtype = Annotated[str, _engine_option("state_dtype")]
+Kernels = Annotated[str, _engine_option("kernels")]
 RankCount = Annotated[int, _engine_option("tensor_parallel_size")]
 _NO_NODES = "ranks on several machines are for freight serve: omit it"
 _ONE_RANK = (

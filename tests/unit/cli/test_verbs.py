@@ -14,7 +14,9 @@ from tests.refusals import assert_names
 
 from freight.errors import CapacityError, CheckpointError, ConfigError, KernelError, RequestError
 from freight.kernels import select
+from freight.kernels.cpu import library, tuning
 from freight.kernels.select import select_kernels
+from freight.settings.cpu_builds import obstacles
 
 Run = Callable[..., Any]
 
@@ -215,10 +217,36 @@ def test_env_says_the_same_to_people_and_to_programs(freight: Run) -> None:
     assert facts["device"] in ("cpu", "cuda")
     assert facts["kernels"] == select_kernels("auto").name
     assert facts["kernels_because"]
+    assert facts["cpu_builds"] == {build: why or None for build, why in obstacles().items()}
+    assert facts["prefetch"] in ("past the caches", "into the caches", None)
     text = freight("env").out
     assert facts["versions"]["torch"] in text
     assert f"{facts['memory_total'] / 2**30:.1f} GiB" in text
     assert len(text.splitlines()) == len(facts)
+
+
+@pytest.mark.skipif(not library.runnable(), reason="there are no compiled kernels")
+def test_env_lists_the_builds_and_what_was_measured(
+    freight: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build = library.runnable()[-1]
+    variable = {"FREIGHT_KERNELS": f"cpu-{build}"}
+    monkeypatch.setattr(tuning, "tune", lambda loaded: loaded.build == build)
+    facts = json.loads(freight("env", "--json", **variable).out)
+    assert (facts["kernels"], facts["device"]) == (f"cpu-{build}", "cpu")
+    assert facts["kernels_because"] == f"{build} (--kernels)"
+    assert facts["prefetch"] == "past the caches"
+    lines = freight("env").out.splitlines()
+    (line,) = [line for line in lines if line.startswith("cpu builds")]
+    assert f"{build}: can run" in line
+    for other, why in obstacles().items():
+        assert f"{other}: {why or 'can run'}" in line
+
+
+def test_env_without_compiled_kernels_measures_nothing(freight: Run) -> None:
+    facts = json.loads(freight("env", "--kernels", "reference", "--json").out)
+    assert (facts["kernels"], facts["prefetch"]) == ("reference", None)
+    assert facts["kernels_because"] == "reference (--kernels)"
 
 
 def test_env_reports_where_no_kernels_can_run(

@@ -35,14 +35,15 @@ GAIN = 0.98  # largest ratio of the times, past the caches to into them, that co
 
 
 @cache
-def tune(library: Library) -> None:
+def tune(library: Library) -> bool | None:
     """Set how `library` prefetches, once: as remembered for this processor, else as measured now.
 
-    Nothing is measured for the amx build: its products with FP8 and bfloat16 weights prefetch in a
-    fixed way, which this setting does not change.
+    Returns whether it is past the caches; None for the amx build, for which nothing is measured:
+    its products with FP8 and bfloat16 weights prefetch in a fixed way, which this setting does not
+    change.
     """
     if library.build == "amx":
-        return
+        return None
     path = decisions()
     key = f"{cpu_name()}, {library.build}, {torch.get_num_threads()} threads"
     prefetches = remembered(path).get(key) if path else None
@@ -51,6 +52,7 @@ def tune(library: Library) -> None:
         if path:
             remember(path, key, prefetches)
     library.set_prefetch(prefetches)
+    return prefetches
 
 
 def measure(library: Library) -> list[tuple[float, float]]:
