@@ -10,7 +10,8 @@ A property is tried on 40 examples, and on 100 where slow tests run too (`make t
 FREIGHT_TEST_KERNELS=folder runs them with the compiled kernels of that folder (`make sanitize`), on
 the pool of csrc/parallel.cpp, which is checked with them; without it they use torch's. With
 FREIGHT_TEST_TILES=emulated as well, the AMX build of that folder emulates its tile instructions
-(`make test-tiles`), and is run as if the processor and the system had them.
+(`make test-tiles`), and is run as if the processor and the system had them. FREIGHT_TEST_FEATURES
+has instruction sets that the processor counts as having (`tools/test_avx_vnni.sh`).
 
 FREIGHT_CPU_BUILD=avx2 runs them with that build of the kernels, in the processes that tests start
 too. A run whose own process loaded another build ends at once; a child process that cannot load it
@@ -92,6 +93,10 @@ def pytest_configure(config: pytest.Config) -> None:
             features = (*cpu_builds.cpu_features(), "amx_tile", "amx_bf16", "amx_int8")
             cpu_builds.cpu_features = lambda: features
             cpu_builds.tile_obstacle = lambda: ""
+        more = os.environ.get("FREIGHT_TEST_FEATURES", "").split()
+        if more:
+            with_more = (*cpu_builds.cpu_features(), *more)
+            cpu_builds.cpu_features = lambda: with_more
         assert library.runnable(), f"no build in {folder} runs here"
     build = os.environ.get("FREIGHT_CPU_BUILD")
     if build:

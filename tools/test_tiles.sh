@@ -9,8 +9,9 @@ PATH=$PATH:$PWD/.venv/bin
 command -v cmake >/dev/null || .venv/bin/pip install -q cmake  # as the installation does where the system has none
 $python - <<'END'
 import sys
-from freight.kernels.cpu import library
-lacks = library.X86_BUILDS["avx512"] - set(library.cpu_features())
+from freight.settings.cpu_builds import X86_BUILDS
+from freight.settings.device import cpu_features
+lacks = X86_BUILDS["avx512"] - set(cpu_features())
 if lacks:
     sys.exit(f"emulated tiles need AVX-512 with VBMI and BF16; this processor lacks {', '.join(sorted(lacks))}")
 END

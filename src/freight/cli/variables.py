@@ -11,7 +11,7 @@ from typing import Any
 from freight.errors import nearest
 
 PREFIX = "FREIGHT_"
-# Read by kernels/cpu/library.py and by the tests; and what Kubernetes sets in every pod of a namespace with a service
+# Read by settings/cpu_builds.py and by the tests; and what Kubernetes sets in every pod of a namespace with a service
 # called freight
 _OTHERS = re.compile(
     r"FREIGHT_(CPU_BUILD|TEST_\w+|SOAK_SECONDS|SERVICE_(HOST|PORT)\w*|PORT_\d+_(TCP|UDP)\w*)"
