@@ -44,6 +44,7 @@ def get(*headers: str) -> bytes:
 FAULTS = {
     "header of 64 KB": (get("X-Long: " + "a" * 65536), 431),
     "header of 64 KB without end": (GET[:-2] + b"X-Long: " + b"a" * 65536, 431),
+    "header of 17 KB without end": (GET[:-2] + b"X-Long: " + b"a" * 17_000, 431),
     "2,000 headers": (get(*[f"X-{i}: 1" for i in range(2000)]), 431),
     "101 headers": (get(*[f"X-{i}: 1" for i in range(100)]), 431),
     "path of 64 KB": (b"GET /" + b"a" * 65536, 431),
