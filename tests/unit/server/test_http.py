@@ -118,7 +118,13 @@ def test_a_fault_has_its_status_and_ends_the_connection(
 @pytest.mark.parametrize("loop", ["uvloop", "asyncio"])
 def test_faults_on_both_event_loops(loop: str) -> None:
     with running(Echo(), QUICK, loop) as server:
-        for name in ("header of 64 KB", "half a header", "half a body", "length over the limit"):
+        for name in (
+            "header of 64 KB",
+            "header of 17 KB without end",
+            "half a header",
+            "half a body",
+            "length over the limit",
+        ):
             request_bytes, status = FAULTS[name]
             assert server.ask(request_bytes).status == status
     with running(Echo(), loop=loop) as server:
