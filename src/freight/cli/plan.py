@@ -105,6 +105,7 @@ def _print(model: str, made: Plan) -> None:
     from freight.cache.sizing import MEMORY_SHARE
     from freight.lab.capacity import size, verdict
     from freight.model.config.dtype import describe_dtype
+    from freight.settings.cpu_builds import FP8_IS_SLOW, multiplies_bfloat16, runnable
     from freight.settings.engine import listed_layers
 
     console = terminal.console(soft_wrap=True)
@@ -148,6 +149,9 @@ def _print(model: str, made: Plan) -> None:
         console.print(
             "Products with weights in 4 bits round their inputs to INT8 in groups (--activations bfloat16: not)."
         )
+    build, *_ = (*runnable(), "")
+    if wish.device == "cpu" and build and not multiplies_bfloat16(build):
+        console.print(f"{FP8_IS_SLOW[0].upper()}{FP8_IS_SLOW[1:]}.")
     if made.through_transformers:
         console.print(
             "It runs through transformers' modules: all weights are read in 16 bits before any is rounded, and experts "

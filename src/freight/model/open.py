@@ -44,6 +44,7 @@ from freight.model.stored import with_stored_head
 from freight.model.weight_bytes import weight_bytes
 from freight.parallel.ranks import ALONE, Ranks
 from freight.parallel.shards import scales_of_rank
+from freight.settings.cpu_builds import FP8_IS_SLOW, build_in, multiplies_bfloat16
 from freight.settings.device import DeviceFacts, Threads, choose_threads, probe
 from freight.settings.engine import EngineArgs, EngineConfig
 from freight.settings.kv_source import kv_source, uniform_scales
@@ -265,6 +266,10 @@ class OpenModel:
         if config.int8_activations:
             line += INT8_ACTIVATIONS
         logger.info("%s", line)
+        rounds_to_fp8 = config.weight_format.is_fp8 and self.args.quantization == "fp8"
+        build = build_in(kernels.name)
+        if rounds_to_fp8 and build and not multiplies_bfloat16(build):
+            logger.info("%s", FP8_IS_SLOW)
         if self.model.foreign is not None:
             return self._load_foreign(kernels, config)
         share = self.share

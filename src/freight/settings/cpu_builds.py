@@ -34,6 +34,11 @@ X86_BUILDS: dict[str, frozenset[str]] = {
 }
 # All processors with BF16 have the dot products of bytes (FEAT_DotProd), which neon_bf16 also uses.
 ARM64_BUILDS: dict[str, frozenset[str]] = {"neon_bf16": frozenset({"bf16"}), "neon": frozenset()}
+_BF16 = frozenset({"amx", "avx512", "neon_bf16"})  # whose products take bfloat16
+FP8_IS_SLOW = (
+    "this processor has no products in BF16: weights in INT8 (--quantization int8) are faster than FP8 here, in "
+    "prompts and where memory is not the limit"
+)
 OTHER_BUILDS: dict[str, frozenset[str]] = {"portable": frozenset()}
 
 
@@ -43,6 +48,13 @@ def builds() -> dict[str, frozenset[str]]:
     if machine in ("x86_64", "amd64"):
         return X86_BUILDS
     return ARM64_BUILDS if machine in ("aarch64", "arm64") else OTHER_BUILDS
+
+
+def multiplies_bfloat16(build: str) -> bool:
+    """Return whether the products of a build take bfloat16, FP8 decoded to it too; else they are of
+    float32.
+    """
+    return build in _BF16
 
 
 def build_in(kernels: str) -> str:

@@ -281,3 +281,20 @@ class AllocatorMachine(RuleBasedStateMachine):
 
 TestAllocatorMachine = AllocatorMachine.TestCase
 TestAllocatorMachine.settings = settings(max_examples=examples(150), stateful_step_count=40)
+
+
+def test_a_block_that_was_allocated_anew_is_another_even_under_its_old_key() -> None:
+    """What another thread copied of its first use may be what was written meanwhile."""
+    allocator = BlockAllocator(num_blocks=1, block_size=2)
+    (key,) = chain("aa")
+    (block,) = computed(allocator, [key])
+    use = allocator.use_of(block)
+    assert allocator.is_same(block, key, use)
+    allocator.release([block])
+    assert allocator.is_same(block, key, use)
+    assert computed(allocator, chain("bb")) == [block]
+    assert not allocator.is_same(block, key, use)
+    allocator.release([block])
+    assert computed(allocator, [key]) == [block]
+    assert not allocator.is_same(block, key, use)
+    assert allocator.is_same(block, key, allocator.use_of(block))
