@@ -281,7 +281,8 @@ def test_kernels_rows(kernels):
     assert {row["kernel"] for row in found} == set(named.split())
     in_4_bits = [row for row in found if row["format"].startswith(("int4", "e2m1"))]
     assert {(row["format"], *row["shape"][1:]) for row in in_4_bits} == {
-        ("e2m1, groups of 16", *shape)
+        (name, *shape)
+        for name in ("e2m1, groups of 16", "e2m1, groups of 16, inputs in int8")
         for shape in [(48, 32), *linear_shapes(model)]
         if shape[1] % 16 == 0
     }

@@ -99,7 +99,8 @@ def test_kernels_prints_one_object_per_row_and_takes_threads(freight, tiny, monk
     assert rows[0]["shape"] == [2, 32, 16]
     eight = {f"{format}, activations dynamic" for format in ("fp8_e4m3fn", "int8")}
     four = {"int4, groups of 128", "e2m1, groups of 16"}
-    assert {row["format"] for row in rows} == {*four, *eight, "bfloat16"}
+    in_int8 = {f"{name}, inputs in int8" for name in four}
+    assert {row["format"] for row in rows} == {*four, *in_int8, *eight, "bfloat16"}
     assert all({"kernel", "median_us", "bandwidth_fraction"} <= set(row) for row in rows)
     assert {row["threads"] for row in rows} == {1}
     table = freight("bench", "kernels", *options)

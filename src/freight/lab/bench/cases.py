@@ -127,8 +127,12 @@ class Bench:
 
         return self._product("linear", name, rows, shape, size, copy)
 
-    def four_bit(self, rows: int, shape: tuple[int, int], codes: Codes) -> Case:
-        """Make the product with a weight in 4 bits, whose in_features `GROUPS` divide."""
+    def four_bit(
+        self, rows: int, shape: tuple[int, int], codes: Codes, activations: Activations
+    ) -> Case:
+        """Make the product with a weight in 4 bits, whose in_features `GROUPS` divide; `activations`:
+        GROUPS, which a model has by default, or PLAIN.
+        """
         group, format = GROUPS[codes]
         dtype = torch_dtype(format)
         generator = torch.Generator(self.device).manual_seed(0)
@@ -141,11 +145,15 @@ class Bench:
 
         def copy() -> Call:
             data = torch.empty(outputs, inputs // 2, dtype=torch.uint8, device=self.device)
-            weight = Weight(data.random_(0, 256, generator=generator), groups=groups)
+            data.random_(0, 256, generator=generator)
+            weight = Weight(data, activations=activations, groups=groups)
             return partial(self.kernels.linear, x, self.kernels.pack(weight), None)
 
         size = outputs * inputs // 2 + scales.numel() * dtype.itemsize
-        return self._product("linear", f"{codes}, groups of {group}", rows, shape, size, copy)
+        name = f"{codes}, groups of {group}"
+        if activations is Activations.GROUPS:
+            name += ", inputs in int8"
+        return self._product("linear", name, rows, shape, size, copy)
 
     def torch_linear(self, rows: int, shape: tuple[int, int]) -> Case:
         x = self._activations(rows, shape[1])

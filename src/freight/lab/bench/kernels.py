@@ -22,6 +22,7 @@ from freight.model.architectures import tensor_names
 from freight.model.config.model import ModelConfig
 from freight.model.mixers.latent.spec import LatentConfig
 from freight.model.mixers.spec import mixer_parts
+from freight.operands.weight import Activations
 from freight.settings.kv_source import groups_fit
 
 CACHES: tuple[tuple[Format, Granularity | None], ...] = (
@@ -66,17 +67,23 @@ def measure_kernels(
         }
 
 
+def _products(bench: Bench, rows: int, shape: tuple[int, int]) -> Made:
+    """Yield the products with one matrix in each of its formats."""
+    for format in (Format.E4M3FN, Format.INT8, Format.BFLOAT16):
+        yield "linear", partial(bench.linear, rows, shape, format)
+    for codes, (size, _) in GROUPS.items():
+        if bench.kernels.packs_groups and shape[1] % size == 0:
+            for activations in (Activations.GROUPS, Activations.PLAIN):
+                yield "linear", partial(bench.four_bit, rows, shape, codes, activations)
+
+
 def _cases(
     bench: Bench, model: ModelConfig, matrix: tuple[int, int], rows: Sequence[int], context: int
 ) -> Made:
     """Yield cases in the order of the report."""
     for shape in dict.fromkeys((matrix, *linear_shapes(model))):
         for count in rows:
-            for format in (Format.E4M3FN, Format.INT8, Format.BFLOAT16):
-                yield "linear", partial(bench.linear, count, shape, format)
-            for codes, (size, _) in GROUPS.items():
-                if bench.kernels.packs_groups and shape[1] % size == 0:
-                    yield "linear", partial(bench.four_bit, count, shape, codes)
+            yield from _products(bench, count, shape)
             yield "torch.linear", partial(bench.torch_linear, count, shape)
             if count == rows[0]:
                 yield "torch._scaled_mm", partial(bench.scaled_mm, count, shape)
