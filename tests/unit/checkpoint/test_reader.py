@@ -223,6 +223,7 @@ GOOD = {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}
         (header({"a": GOOD | {"dtype": "F33"}}), "F33"),
         (header({"a": GOOD | {"dtype": ["F32"]}}), "F32"),
         (header({"a": GOOD | {"shape": [2, 2]}}), "does not fill"),
+        (header({"a": GOOD | {"shape": [2, 4]}}), "does not fill"),
         (header({"a": GOOD | {"shape": [-2, -3]}}), "damaged"),
         (header({"a": GOOD | {"data_offsets": [0, 2**60], "shape": [2**58]}}), "truncated"),
         (header({"a": GOOD | {"data_offsets": [4, 28]}}), "begins at byte 4"),
