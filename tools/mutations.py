@@ -50,7 +50,7 @@ TESTS = {
     "engine": ("tests/unit/engine",),
     "manager": ("tests/unit/cache",),
     "server": ("tests/unit/server",),
-    "text": ("tests/unit/test_detokenizer.py",),
+    "text": ("tests/unit/test_detokenizer.py", "tests/unit/test_tokenizer.py"),
     "reading": ("tests/unit/checkpoint", "tests/formats"),
 }
 # Runs the tests of a copy: an editable install would import the source that was copied.

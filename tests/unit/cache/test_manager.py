@@ -407,3 +407,11 @@ class ManagerMachine(RuleBasedStateMachine):
 
 TestManagerMachine = ManagerMachine.TestCase
 TestManagerMachine.settings = settings(max_examples=examples(20), stateful_step_count=30)
+
+
+def test_a_last_block_that_is_not_full_counts() -> None:
+    cache = manager(Pages((0,), 1, None, BLOCK), num_blocks=3, caching=False)
+    assert cache.admit([], 3 * BLOCK + 1, 0) is None
+    held = cache.admit([], 3 * BLOCK, 0)
+    assert held is not None
+    assert cache.grow(held[0], 3 * BLOCK) is not None

@@ -358,3 +358,12 @@ def test_files_that_are_no_scale_json(tmp_path, shape, text):
 def test_a_missing_scale_json(tmp_path, shape):
     with pytest.raises(CheckpointError, match=r"nowhere\.json"):
         read_scale_json(tmp_path / "nowhere.json", shape)
+
+
+def test_a_layer_that_reads_the_keys_of_another_has_its_scales(open_tensors, shape):
+    layers = list(shape.layers)
+    layers[1] = replace(layers[1], mixer=replace(layers[1].mixer, kv_from=0))
+    model = replace(shape, layers=tuple(layers))
+    tensors = {f"{PREFIX}k_scale": torch.tensor(0.25), f"{PREFIX}v_scale": torch.tensor(0.5)}
+    scales = read_kv_scales(open_tensors(tensors), model, Scheme())
+    assert [(layer.k, layer.v) for layer in scales.layers] == [((0.25,), (0.5,))] * 2
