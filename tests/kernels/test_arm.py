@@ -37,6 +37,7 @@ KERNELS = (
     "int8",
     "mxfp4",
     "four_bit",
+    "int8_groups",
     "experts",
     "route",
     "attention",
