@@ -1,11 +1,12 @@
-"""Write a Llama or Qwen3-MoE checkpoint as a GGUF file with Q8_0, Q4_K_M or BF16 weights, for
+"""Write a Llama or Qwen3-MoE checkpoint as a GGUF file with Q8_0, Q4_0, Q4_K_M or BF16 weights, for
 llama.cpp.
 
 With Q8_0 a matrix is blocks of 32 int8 values with one float16 scale, as llama.cpp's `quantize`
-makes them. Q4_K_M is made by llama.cpp itself from a BF16 file: mostly 4 bits, some matrices 6,
-about 5 bits per weight in all. Norms are float32. The vocabulary of a byte-level BPE tokenizer is
-included, because llama.cpp's server needs one; without a tokenizer.json the file takes and gives
-token ids only. Runs in llama.cpp's environment, which has gguf and NumPy but no torch.
+makes them, and with Q4_0 blocks of 32 values of 4 bits; head and embedding too. Q4_K_M is made by
+llama.cpp itself from a BF16 file: mostly 4 bits, some matrices 6, about 5 bits per weight in all.
+Norms are float32. The vocabulary of a byte-level BPE tokenizer is included, because llama.cpp's
+server needs one; without a tokenizer.json the file takes and gives token ids only. Runs in
+llama.cpp's environment, which has gguf and NumPy but no torch.
 """
 
 from __future__ import annotations
@@ -38,6 +39,10 @@ NAMES = {
     "mlp.experts.gate_proj": "ffn_gate_exps",
     "mlp.experts.up_proj": "ffn_up_exps",
     "mlp.experts.down_proj": "ffn_down_exps",
+}
+PLAIN = {  # all matrices of one type, which the gguf package rounds to
+    "q8_0": (gguf.GGMLQuantizationType.Q8_0, gguf.LlamaFileType.MOSTLY_Q8_0),
+    "q4_0": (gguf.GGMLQuantizationType.Q4_0, gguf.LlamaFileType.MOSTLY_Q4_0),
 }
 IN_FLOAT32 = ("_norm", "ffn_gate_inp")
 OTHERS = {
@@ -191,18 +196,13 @@ def main() -> None:
     made.add_argument("file", type=Path, help="where to write, NAME.gguf")
     made.add_argument(
         "--weights",
-        choices=("q8_0", "q4_k_m", "bf16"),
+        choices=(*PLAIN, "q4_k_m", "bf16"),
         default="q8_0",
         help="the type of the matrices",
     )
     args = made.parse_args()
-    if args.weights == "q8_0":
-        write(
-            args.checkpoint,
-            args.file,
-            gguf.GGMLQuantizationType.Q8_0,
-            gguf.LlamaFileType.MOSTLY_Q8_0,
-        )
+    if args.weights in PLAIN:
+        write(args.checkpoint, args.file, *PLAIN[args.weights])
         return
     sixteen = args.file if args.weights == "bf16" else args.file.with_suffix(".bf16.gguf")
     write(args.checkpoint, sixteen, gguf.GGMLQuantizationType.BF16, gguf.LlamaFileType.MOSTLY_BF16)

@@ -50,11 +50,27 @@ class Peer:
 PEERS = {
     BASE: Peer("Freight FP8", None, "", "hf", ("--quantization", "fp8", "--kv-cache-dtype", "fp8")),
     "freight-int4": Peer("Freight INT4", None, "", "hf-int4", ("--kv-cache-dtype", "fp8")),
+    "freight-int4-32": Peer(
+        "Freight INT4, groups of 32", None, "", "hf-int4-32", ("--kv-cache-dtype", "fp8")
+    ),
+    "freight-int4-inputs16": Peer(
+        "Freight INT4, inputs in 16 bits",
+        None,
+        "",
+        "hf-int4",
+        ("--kv-cache-dtype", "fp8", "--activations", "bfloat16"),
+    ),
     "freight-int8": Peer("Freight INT8", None, "", "hf-int8", ("--kv-cache-dtype", "fp8")),
     "freight-bf16": Peer("Freight BF16", None, "", "hf", ("--dtype", "bfloat16")),
     "llama.cpp-q8_0": Peer("llama.cpp Q8_0", "llama_cpp", "run_llama_cpp.py", "q8_0.gguf"),
     "llama.cpp-q4_k_m": Peer(
         "llama.cpp Q4_K_M (5 bits a weight)", "llama_cpp", "run_llama_cpp.py", "q4_k_m.gguf"
+    ),
+    "llama.cpp-avx2-q8_0": Peer(
+        "llama.cpp Q8_0, built for AVX2", "xllamacpp", "run_xllamacpp.py", "q8_0.gguf"
+    ),
+    "llama.cpp-avx2-q4_0": Peer(
+        "llama.cpp Q4_0, built for AVX2", "xllamacpp", "run_xllamacpp.py", "q4_0.gguf"
     ),
     "openvino-paged": Peer("OpenVINO INT8 (paged)", "openvino", "run_openvino.py", "openvino-int8"),
     "openvino-sdpa": Peer(
@@ -130,6 +146,8 @@ def commands(args: argparse.Namespace, workload: Workload) -> dict[str, list[str
         else:
             program = [interpreters[peer.environment], str(HERE / peer.driver), "--model", model]
         results[name] = [*program, *options, *peer.arguments]
+        if peer.environment is None and args.kv_cache_dtype:
+            results[name] += ["--kv-cache-dtype", args.kv_cache_dtype]  # the last one counts
     return results
 
 
@@ -290,6 +308,10 @@ def arguments() -> argparse.ArgumentParser:
         metavar="SEQUENCESxPROMPT+GENERATED",
         help="batch sizes and lengths in tokens, or a name: "
         + "; ".join(f"{name} (= {' '.join(known)})" for name, known in WORKLOADS.items()) + "; default short",
+    )  # fmt: skip
+    made.add_argument(
+        "--kv-cache-dtype", metavar="DTYPE",
+        help="the cache of all of Freight's rows, such as bfloat16, instead of each row's own",
     )  # fmt: skip
     made.add_argument("--rounds", type=int, default=3)
     made.add_argument("--repeats", type=int, default=3, help="runs that count in each process")

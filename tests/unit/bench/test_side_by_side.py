@@ -113,6 +113,15 @@ def test_every_round_starts_with_another_row_and_only_those_asked_for_run(
     assert "| Freight FP8 | 200.0 | 40.0 | 0.50 | 0.50 | 2 |" in out
 
 
+def test_one_cache_for_all_rows_of_freight_and_for_no_other():
+    script = runpy.run_path(str(SCRIPT))
+    words = ["--models=models", "--output=it.json", "--engine=xllamacpp=python"]
+    args = script["arguments"]().parse_args([*words, "--kv-cache-dtype=bfloat16"])
+    for name, command in script["commands"](args, script["Workload"](1, 8, 3)).items():
+        ours = name.startswith("freight-")
+        assert (command[-2:] == ["--kv-cache-dtype", "bfloat16"]) == ours
+
+
 def test_a_name_stands_for_its_workloads(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
