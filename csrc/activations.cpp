@@ -171,14 +171,19 @@ struct Stager {
     }
   }
 
-  // Words of kColumns values, divided by `scale` and rounded to INT8.
-  static void int8_words(const float* values, float scale, uint32_t* words) {
-    alignas(64) int32_t codes[kColumns];
+  // `count` values, a multiple of 16, divided by `scale` and rounded to INT8.
+  static void divided_codes(const float* values, int64_t count, float scale, int32_t* codes) {
     const VF by = set1(scale);
-    for (int64_t i = 0; i < kColumns; i += W) {
+    for (int64_t i = 0; i < count; i += W) {
       const VI rounded = int8_codes(load(values + i) / by);
       std::memcpy(codes + i, &rounded, sizeof rounded);
     }
+  }
+
+  // Words of kColumns values, divided by `scale` and rounded to INT8.
+  static void int8_words(const float* values, float scale, uint32_t* words) {
+    alignas(64) int32_t codes[kColumns];
+    divided_codes(values, kColumns, scale, codes);
     for (int64_t i = 0; i < kColumns / kInt8Word; i++) words[i] = int8_word(codes + i * kInt8Word);
   }
 
@@ -199,18 +204,12 @@ struct Stager {
   };
   static void round_to_int8(const float* values, int64_t count, IntegerCodes& out) {
     out.scale = scale_from(largest_finite(values, count), kLargestInt8);
-    bool is_nan = false;
-    for (int64_t i = 0; i < count; i++) is_nan |= values[i] != values[i];
-    if (is_nan) {  // INT8 has none, so the scale makes the row's results NaN
+    if (has_nan(values, FREIGHT_FLOAT32, 0, count)) {  // INT8 has none, so the scale makes the row's results NaN
       out.scale = __builtin_nanf("");
       return void(std::memset(out.code, 0, sizeof out.code));
     }
     alignas(64) int32_t codes[kGroup];
-    const VF by = set1(out.scale);
-    for (int64_t i = 0; i < count; i += W) {
-      const VI rounded = int8_codes(load(values + i) / by);
-      std::memcpy(codes + i, &rounded, sizeof rounded);
-    }
+    divided_codes(values, count, out.scale, codes);
     for (int64_t i = 0; i < count; i++) out.code[i] = static_cast<int8_t>(codes[i]);
   }
 

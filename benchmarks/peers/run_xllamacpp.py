@@ -88,9 +88,9 @@ def check_context(lib: ctypes.CDLL, model: Model, params: ContextParams) -> None
     """Exit if the context is not of the sizes that were set: the library's struct is another one."""
     for name in ("n_ctx", "n_batch", "n_seq_max"):
         asked = getattr(params, name)
-        found = getattr(lib, f"llama_{name}")(model.context)
-        if found != asked:
-            sys.exit(f"llama.cpp has {name} {found}, not {asked}: its parameters have changed")
+        reported = getattr(lib, f"llama_{name}")(model.context)
+        if reported != asked:
+            sys.exit(f"llama.cpp has {name} {reported}, not {asked}: its parameters have changed")
 
 
 def main() -> None:

@@ -5,6 +5,7 @@ JSON.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated
 
 from freight.base import terminal
@@ -105,7 +106,6 @@ def _print(model: str, made: Plan) -> None:
     from freight.cache.sizing import MEMORY_SHARE
     from freight.lab.capacity import size, verdict
     from freight.model.config.dtype import describe_dtype
-    from freight.settings.cpu_builds import FP8_IS_SLOW, multiplies_bfloat16, runnable
     from freight.settings.engine import listed_layers
 
     console = terminal.console(soft_wrap=True)
@@ -145,13 +145,8 @@ def _print(model: str, made: Plan) -> None:
         console.print(_states(made))
     if wish.device == "cpu":
         console.print(_stored(made))
-    if wish.device == "cpu" and any(setting.in_four_bits for setting in made.settings):
-        console.print(
-            "Products with weights in 4 bits round their inputs to INT8 in groups (--activations bfloat16: not)."
-        )
-    build, *_ = (*runnable(), "")
-    if wish.device == "cpu" and build and not multiplies_bfloat16(build):
-        console.print(f"{FP8_IS_SLOW[0].upper()}{FP8_IS_SLOW[1:]}.")
+        for line in _products(made):
+            console.print(line)
     if made.through_transformers:
         console.print(
             "It runs through transformers' modules: all weights are read in 16 bits before any is rounded, and experts "
@@ -178,6 +173,17 @@ def _states(made: Plan) -> str:
     return (
         f"{line}, and as much again for those that stay behind every {plain.state_every:,} tokens."
     )
+
+
+def _products(made: Plan) -> Iterator[str]:
+    """Say what products on this CPU do with their inputs, and which weights are slow."""
+    from freight.settings.cpu_builds import FP8_IS_SLOW, multiplies_bfloat16, runnable
+
+    if any(setting.in_four_bits for setting in made.settings):
+        yield "Products with weights in 4 bits round their inputs to INT8 in groups (--activations bfloat16: not)."
+    best = runnable()[:1]
+    if best and not multiplies_bfloat16(best[0]):
+        yield f"{FP8_IS_SLOW[0].upper()}{FP8_IS_SLOW[1:]}."
 
 
 def _stored(made: Plan) -> str:

@@ -95,6 +95,7 @@ class Wish:
 class Setting:
     """One choice of formats, and what fits with it. Sizes in bytes, those of each rank.
 
+    in_four_bits       whether some weights are
     kv                 the cache; static scales have no values here
     options            what `freight serve` is given for it, apart from context, concurrency and memory
     loaded             the weights, with their scales and the rotary tables
@@ -112,6 +113,7 @@ class Setting:
     """
 
     weights: str
+    in_four_bits: bool
     kv: KVCacheConfig
     options: tuple[str, ...]
     loaded: LoadedBytes
@@ -125,11 +127,6 @@ class Setting:
     step_tokens: int
     requests: int
     needed_bytes: int
-
-    @property
-    def in_four_bits(self) -> bool:
-        """Whether weights are in 4 bits."""
-        return any(name in self.weights for name in ("int4", "nvfp4", "mxfp4"))
 
     @property
     def cache_name(self) -> str:
@@ -278,6 +275,7 @@ class Form:
     format: Format
     linear_of: LinearOf
     options: tuple[str, ...] = ()
+    in_four_bits: bool = False  # some are
 
 
 def _forms(model: ModelConfig, scheme: Scheme, compute: Format, device: str) -> Iterator[Form]:
@@ -295,14 +293,14 @@ def _forms(model: ModelConfig, scheme: Scheme, compute: Format, device: str) -> 
         yield Form(scheme.weight_formats, Format.INT8, scheme.linear)
         return
     if scheme.weight_format is not None:
-        yield Form(scheme.weight_formats, fp8, scheme.linear)
+        yield Form(scheme.weight_formats, fp8, scheme.linear, in_four_bits=scheme.has_four_bits)
         return
     yield Form(compute, compute, lambda _: None)
     if model.foreign is None or model.foreign.rounded:
         yield Form(fp8, fp8, online(model), ("--quantization", "fp8"))
     if model.foreign is None and device == "cpu":
         yield Form(Format.INT8, Format.INT8, online(model), ("--quantization", "int8"))
-        yield Form("int4", fp8, int4_online, ("--quantization", "int4"))
+        yield Form("int4", fp8, int4_online, ("--quantization", "int4"), in_four_bits=True)
 
 
 @dataclass(frozen=True)
@@ -393,6 +391,7 @@ def _setting(
     needed = loaded.total + needed_for(held_memory(spec, context, wish.num_requests, step), share)
     return Setting(
         weights=form.name,
+        in_four_bits=form.in_four_bits,
         kv=cache.kv,
         options=form.options + cache.options,
         loaded=loaded,
