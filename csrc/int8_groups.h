@@ -27,6 +27,8 @@ constexpr int kInt4Short = 32, kE2M1Short = 16;
 static_assert(kInt4Short / 2 * 15 * 128 < 1 << 15 && kE2M1Short / 2 * 24 * 128 < 1 << 15);
 
 constexpr int kLineInputs = 8;
+// Twice the value of each code of E2M1, plus 12.
+alignas(16) constexpr int8_t kE2M1Bytes[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
 enum class Codes { kInt4, kE2M1, kInt8 };
 #if FREIGHT_VNNI
 constexpr bool kWholeBytes = true;  // 0 to 255 are multiplied at once
@@ -85,7 +87,7 @@ struct CodeLine {
     first = _mm512_and_si512(codes, low), last = _mm512_and_si512(_mm512_srli_epi16(codes, 4), low);
     if constexpr (CODES == Codes::kE2M1) {
       const __m512i values = _mm512_broadcast_i32x4(
-          _mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0));
+          _mm_load_si128(reinterpret_cast<const __m128i*>(kE2M1Bytes)));
       first = _mm512_shuffle_epi8(values, first), last = _mm512_shuffle_epi8(values, last);
     }
   }
@@ -154,7 +156,7 @@ struct CodeLine {
       first[i] = _mm256_and_si256(codes, low), last[i] = _mm256_and_si256(_mm256_srli_epi16(codes, 4), low);
       if constexpr (CODES == Codes::kE2M1) {
         const __m256i values = _mm256_broadcastsi128_si256(
-            _mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0));
+            _mm_load_si128(reinterpret_cast<const __m128i*>(kE2M1Bytes)));
         first[i] = _mm256_shuffle_epi8(values, first[i]), last[i] = _mm256_shuffle_epi8(values, last[i]);
       }
     }
@@ -191,8 +193,7 @@ struct CodeLine {
         first[i] = vreinterpretq_s8_u8(HALF ? high : low);
         last[i] = vreinterpretq_s8_u8(HALF ? vshrq_n_u8(more, 4) : vandq_u8(more, vdupq_n_u8(15)));
       } else if constexpr (CODES == Codes::kE2M1) {
-        static const int8_t numbers[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
-        const int8x16_t values = vld1q_s8(numbers);
+        const int8x16_t values = vld1q_s8(kE2M1Bytes);
         first[i] = vqtbl1q_s8(values, low), last[i] = vqtbl1q_s8(values, high);
       } else {
         first[i] = vreinterpretq_s8_u8(low), last[i] = vreinterpretq_s8_u8(high);
