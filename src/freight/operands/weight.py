@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from freight.errors import CheckpointError
-from freight.fp8 import mxfp4
+from freight.fp8 import blocks, mxfp4
+from freight.fp8.blocks import BlockFormat
 from freight.fp8.cast import decode
 from freight.fp8.scheme import Activations as Activations
 from freight.fp8.weights import BLOCK, expand_blocks
@@ -106,10 +107,13 @@ class Weight(PackedWeight):
                    in groups of zeros; with `groups`, None or float32 [out_features]
     groups         scales of a matrix in 4 bits: a value is (code - zero) * its group's scale, in
                    float32 rounded once to the dtype of the rows, and `scale` multiplies the sum
+    blocks         of a GGUF file: `data` is uint8 [out_features, bytes of a row], which has all of
+                   the row's scales (`fp8.blocks`); None: `data` is none of these formats
     order          int64 [in_features], only with `groups`: the input that each column takes, where
                    groups are not of consecutive inputs; None: column i takes input i
     activations    quantization of the input: to E4M3 for FP8, to INT8 for int8, which is never
-                   PLAIN; PLAIN or GROUPS for MXFP4 and with `groups`; PLAIN for all else
+                   PLAIN; PLAIN or GROUPS for MXFP4, with `groups` and with `blocks`; PLAIN
+                   for all else
     input_scale    static activation scale, > 0; only with STATIC
     input_limit    only with DYNAMIC: magnitude to which the Linear layer clips its input; kernels
                    do not see it
@@ -122,6 +126,7 @@ class Weight(PackedWeight):
     input_limit: float | None = None
     groups: Groups | None = None
     order: Tensor | None = None
+    blocks: BlockFormat | None = None
 
     @property
     def is_mxfp4(self) -> bool:
@@ -137,21 +142,25 @@ class Weight(PackedWeight):
     def shape(self) -> tuple[int, int]:
         """(out_features, in_features)."""
         rows, columns = self.data.shape
+        if self.blocks is not None:
+            return rows, columns // self.blocks.bytes * self.blocks.inputs
         if self.is_mxfp4 or self.data.dtype is torch.uint8:
             return rows, 2 * columns
         return rows, columns
 
     def with_int8_inputs(self) -> Weight:
-        """Return the matrix, if it has groups, with inputs that are rounded to INT8 in groups."""
-        if not self.is_mxfp4 and self.groups is None:
+        """Return the matrix, if it has groups or blocks, with inputs that are rounded to INT8 in groups."""
+        if not self.is_mxfp4 and self.groups is None and self.blocks is None:
             return self
         return replace(self, activations=Activations.GROUPS)
 
     @property
     def group_size(self) -> int:
-        """Consecutive inputs of a row that share a scale, of MXFP4 or with `groups`."""
+        """Consecutive inputs of a row that share a scale, of MXFP4, or with `groups` or `blocks`."""
         if self.is_mxfp4:
             return mxfp4.GROUP
+        if self.blocks is not None:
+            return self.blocks.group
         assert self.groups is not None
         return self.groups.size
 
@@ -167,8 +176,10 @@ class Weight(PackedWeight):
 
     def dequantized(self) -> Tensor:
         """Return [out_features, in_features] float32: every stored value times its scale, rounded
-        once.
+        once; with `blocks` once more, where a minimum is added.
         """
+        if self.blocks is not None:
+            return blocks.decode(self.data, self.blocks)
         if self.is_mxfp4:
             return mxfp4.to_bfloat16(*self.mxfp4_bytes).float()
         if self.groups is not None:
@@ -248,7 +259,8 @@ class Weight(PackedWeight):
     def _kind(self) -> tuple[object, ...]:
         dims = None if self.scale is None else self.scale.ndim
         groups = None if self.groups is None else self.groups.kind
-        return self.data.dtype, dims, groups, self.activations, self.input_scale, self.input_limit
+        inputs = self.activations, self.input_scale, self.input_limit
+        return self.data.dtype, dims, groups, self.blocks, *inputs
 
     @staticmethod
     def concat(parts: Sequence[Weight]) -> Weight:
