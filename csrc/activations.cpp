@@ -240,7 +240,11 @@ struct Stager {
           for (int64_t j = 0; j < quads; j++)
             std::memcpy(part + row * of_row + j * of_quad, own.code + i * term + 4 * j, 4);
           std::memcpy(part + quads * H + row, &own.scale, 4);
-          std::memcpy(part + (quads + 1) * H + row, &sum, 4);
+          const float minima = own.scale * static_cast<float>(sum);  // what minima are multiplied by
+          if (of_weight.minimum_bytes)
+            std::memcpy(part + (quads + 1) * H + row, &minima, 4);
+          else
+            std::memcpy(part + (quads + 1) * H + row, &sum, 4);
         }
       }
     }

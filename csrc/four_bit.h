@@ -30,10 +30,14 @@ constexpr int kScaleBias = 10;  // of the exponent of NVFP4's packed scales: the
 
 // Offsets in a piece of a band: of the scales and codes of zero of a group of a block.
 inline int64_t scales_at(const FourBit& layout, int block, int group = 0) {
-  return (group * kBand + block) * kLanes * layout.scale_bytes;
+  return layout.row_head + group * layout.scales_apart + block * kLanes * layout.scale_bytes;
 }
 inline int64_t zeros_at(const FourBit& layout, int block, int group = 0) {
   return layout.groups * kBand * kLanes * layout.scale_bytes + (group * kBand + block) * kLanes;
+}
+
+inline int64_t minima_at(const FourBit& layout, int block, int group = 0) {
+  return scales_at(layout, kBand, group) + block * kLanes * layout.minimum_bytes;
 }
 
 struct InGroups {};  // base of the decoders of this file

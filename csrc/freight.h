@@ -10,7 +10,7 @@
 #define FREIGHT_API extern "C" __attribute__((visibility("default")))
 
 // Incremented when any declaration changes, so that a library of an older build is refused instead of called wrongly.
-constexpr int32_t FREIGHT_ABI = 36;
+constexpr int32_t FREIGHT_ABI = 37;
 FREIGHT_API int32_t freight_abi();
 
 constexpr int32_t FREIGHT_LANES = 16;      // outputs computed together; arrays by output are padded to a multiple
@@ -27,6 +27,7 @@ enum FreightStatus : int32_t {
   FREIGHT_RANK_LOST = 5,      // gather: another rank has ended, or does not answer
   FREIGHT_RANK_FAILED = 6,    // gather: another rank has left the step
   FREIGHT_INTERRUPTED = 7,    // gather: the caller's own function was left by an exception (FreightExchange)
+  FREIGHT_BAD_SCALE = 8,      // pack: a scale or minimum of a block is not one that is computed with
 };
 
 // Formats of stored values; the numbers are part of the interface.
@@ -43,6 +44,22 @@ enum FreightFormat : int32_t {
   FREIGHT_INT4 = 16,  // only of weights: codes of 4 bits, with a scale for every 32 inputs; plus numbers of FreightInt4
   FREIGHT_INTEGERS = 32,  // added to MXFP4, NVFP4 or INT4: inputs are rounded to INT8 in groups (int8_groups.h)
   FREIGHT_BYTES = 64,     // added to INT4 with that: codes are signed bytes, with no code of zero
+  FREIGHT_BLOCKS = 128,   // only of weights, with INTEGERS: blocks of GGUF files; plus a number of FreightBlocks
+};
+
+// Blocks of a row, as GGUF files have them: what is added to FREIGHT_BLOCKS.
+enum FreightBlocks : int32_t {
+  FREIGHT_BLOCKS_Q4_0 = 0,
+  FREIGHT_BLOCKS_Q4_1 = 1,
+  FREIGHT_BLOCKS_Q5_0 = 2,
+  FREIGHT_BLOCKS_Q5_1 = 3,
+  FREIGHT_BLOCKS_Q8_0 = 4,
+  FREIGHT_BLOCKS_Q4_K = 5,
+  FREIGHT_BLOCKS_Q5_K = 6,
+  FREIGHT_BLOCKS_Q6_K = 7,
+  FREIGHT_BLOCKS_IQ4_NL = 8,
+  FREIGHT_BLOCKS_IQ4_XS = 9,
+  FREIGHT_BLOCKS_MXFP4 = 10,
 };
 
 // What is added to FREIGHT_INT4.
@@ -88,7 +105,7 @@ struct FreightWeight {
   const float* block_scale;  // [ceil(out / 128), ceil(in / 128)], or null
   const int32_t* order;      // [in_features]: the input that each column takes, with PLAIN only; null: its own
   int64_t out_features, in_features;
-  int32_t format;       // a FreightFormat: of 16 or 32 bits, E4M3FN, INT8, MXFP4, NVFP4 or INT4
+  int32_t format;       // a FreightFormat: of 16 or 32 bits, E4M3FN, INT8, MXFP4, NVFP4, INT4 or BLOCKS
   int32_t activations;  // FreightActivations
   float input_scale;
 };
@@ -100,7 +117,8 @@ FREIGHT_API int64_t freight_packed_bytes(int32_t format, int64_t out_features, i
 // of their scale. It is 3 to 252 unless all codes are zeros, so that every value is a normal bfloat16. NVFP4 is
 // [out_features, in_features / 16, 9] bytes: 8 of codes, then the scale. INT4 is [out_features, in_features / group,
 // group / 2 + 2 or 3] bytes: codes, the scale, 2 ** -126 to 2 ** 100 in magnitude or 0, and the code of zero, if any; with
-// FREIGHT_BYTES there are group + 2.
+// FREIGHT_BYTES there are group + 2. BLOCKS are rows of blocks as they are in the file. FREIGHT_BAD_SCALE: one of their
+// float16 is not finite, or the scale's byte of a group of MXFP4 with other codes than zeros is below 2.
 FREIGHT_API FreightStatus freight_pack(const void* data, int32_t format, int64_t out_features, int64_t in_features,
                                        void* packed, float* scale, int32_t threads);
 
@@ -281,6 +299,21 @@ struct FreightLookup {
 // outside the table is refused (FREIGHT_NO_SUCH_ROW) before anything is written.
 FREIGHT_API FreightStatus freight_lookup(const FreightLookup* arguments);
 
+struct FreightBlockRows {
+  const void* table;   // FreightWeight in BLOCKS
+  const int64_t* ids;  // [rows]
+  const void* base;    // [rows, in_features], or null
+  void* out;           // [rows, in_features]
+  int64_t rows;
+  int32_t format;  // of base and out: float32, float16 or bfloat16
+  float multiplier, factor;
+  int32_t threads;
+};
+
+// out = (base + table[ids] * multiplier) * factor: the values, each product and the sum are rounded to `format`. An id
+// outside the table is refused (FREIGHT_NO_SUCH_ROW) before anything is written.
+FREIGHT_API FreightStatus freight_block_rows(const FreightBlockRows* arguments);
+
 // A mixture of experts.
 
 enum FreightScoring : int32_t {
@@ -397,6 +430,7 @@ enum FreightFunction : int32_t {
   FREIGHT_BY_HEAD = 16,
   FREIGHT_GATHER = 17,
   FREIGHT_SHARED_LINEAR = 18,
+  FREIGHT_BLOCK_ROWS = 19,
 };
 
 struct FreightCall {

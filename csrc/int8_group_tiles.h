@@ -2,8 +2,8 @@
 // sums are exact, and what follows them has the order of the vectors, so that the bits are the same.
 //
 // A task decodes a band of weights to bytes, once for all rows. Then 16 rows times 16 outputs are 1 or 2 tile products a
-// group, and their terms are added to sums in registers. Codes of 4 bits are at most 24, so that
-// they are signed bytes, too; those of INT8 become so again.
+// group, and their terms are added to sums in registers. Codes of 4 to 6 bits are at most 63, so that
+// they are signed bytes, too; those of INT8 and IQ4 become so again.
 #pragma once
 #include "int8_groups.h"
 #include "memory.h"
@@ -31,7 +31,8 @@ class GroupTileRegisters : public LoadedTiles {
   int bytes_ = 0;
 };
 
-// A band of weights as bytes. lines: [2 blocks][groups][inputs / 4][64]; scales, zeros: [2 blocks][groups][16].
+// A band of weights as bytes. lines: [2 blocks][groups][inputs / 4][64]; scales, zeros: [2 blocks][groups][16]; where
+// groups have minima, they are in the place of zeros.
 template <class Kind>
 struct DecodedBand {
   const FourBit& layout;
@@ -49,22 +50,30 @@ struct DecodedBand {
   }
 
   void decode(const uint8_t* piece) const {
-    constexpr int kLineBytes = Kind::codes == Codes::kInt8 ? 2 * kUnit : kUnit;
-    const __m512i sign = _mm512_set1_epi8(Kind::codes == Codes::kInt8 ? -128 : 0);
+    using Lines = GroupLines<Kind::codes>;
+    const __m512i sign = _mm512_set1_epi8(is_bytes(Kind::codes) ? -128 : 0);
+    const int64_t ahead = layout.groups > 2 ? layout.bytes : layout.bytes * 4;
     for (int64_t group = 0; group < groups; group++) {
       const int in_piece = static_cast<int>(group % layout.groups);
       for (int side = 0; side < kBand; side++) {
         const int64_t at = side * groups + group;
         uint8_t* to = lines + at * (inputs / 4) * kUnit;
-        const uint8_t* from = piece + layout.head + (in_piece * (inputs / kLineInputs) * kBand + side) * kLineBytes;
-        for (int line = 0; line < inputs / kLineInputs; line++, from += kBand * kLineBytes, to += 2 * kUnit) {
-          __builtin_prefetch(from + layout.bytes * 4);
-          const CodeLine<Kind::codes, 0> codes(from);
+        const Lines of_group(layout, side, in_piece);
+        const uint8_t* from = piece + of_group.line;
+        HighBits high{};
+        if constexpr (high_bits(Kind::codes) != 0) high.read(piece + of_group.high);
+        for (int line = 0; line < inputs / kLineInputs; line++, from += kBand * Lines::line_bytes, to += 2 * kUnit) {
+          __builtin_prefetch(from + ahead);
+          const CodeLine<Kind::codes, 0> codes(from, high);
           _mm512_store_si512(to, _mm512_xor_si512(codes.first, sign));
           _mm512_store_si512(to + kUnit, _mm512_xor_si512(codes.last, sign));
+          if constexpr (high_bits(Kind::codes) != 0) high.skip(2 * high_bits(Kind::codes));
         }
-        store(scales + at * kLanes, Kind::scales(layout, piece + scales_at(layout, side, in_piece)));
-        if (layout.zeros) _mm512_store_si512(zeros + at * kLanes, (__m512i)of_bytes(piece + zeros_at(layout, side, in_piece)).v[0]);
+        store(scales + at * kLanes, Kind::scales(layout, piece, side, in_piece));
+        if constexpr (Kind::has_minima)
+          store(reinterpret_cast<float*>(zeros) + at * kLanes, Kind::minima(layout, piece, side, in_piece));
+        else if (layout.zeros)
+          _mm512_store_si512(zeros + at * kLanes, (__m512i)of_bytes(piece + zeros_at(layout, side, in_piece)).v[0]);
       }
       if (in_piece + 1 == layout.groups) piece += layout.bytes;
     }
@@ -76,7 +85,7 @@ template <class Kind, bool kZeros>
 __attribute__((noinline)) void multiply_group_tiles(const DecodedBand<Kind>& band, int side, const uint32_t* x, float* sums) {
   const int inputs = band.inputs, bytes = std::min(inputs, kTileRowBytes);
   const int64_t words = group_words(inputs) * kTileLines;
-  constexpr int zero = Kind::codes == Codes::kInt8 ? 0 : Kind::zero;
+  constexpr int zero = is_bytes(Kind::codes) ? 0 : Kind::zero;
   alignas(64) int32_t dots[2][kTileLines * kLanes], less[kTileLines];
   __m512 total[kTileLines];
   FREIGHT_UNROLL
@@ -96,14 +105,21 @@ __attribute__((noinline)) void multiply_group_tiles(const DecodedBand<Kind>& ban
     const float* scale = reinterpret_cast<const float*>(x + inputs / 4 * kTileLines);
     const __m512i of_x = _mm512_loadu_si512(scale + kTileLines);
     const __m512 scales = _mm512_load_ps(band.scales + (side * band.groups + group) * kLanes);
-    const __m512i zeros = kZeros ? _mm512_load_si512(band.zeros + (side * band.groups + group) * kLanes) : __m512i{};
+    const int32_t* const of_zero = band.zeros + (side * band.groups + group) * kLanes;
+    const __m512i zeros = kZeros ? _mm512_load_si512(of_zero) : __m512i{};
+    const __m512 minima = Kind::has_minima ? _mm512_load_ps(of_zero) : __m512{};
     _mm512_store_si512(less, kZeros ? of_x : _mm512_mullo_epi32(of_x, _mm512_set1_epi32(zero)));
     FREIGHT_UNROLL
     for (int row = 0; row < kTileLines; row++) {
-      __m512i taken = _mm512_set1_epi32(less[row]);
-      if (kZeros) taken = _mm512_mullo_epi32(taken, zeros);
-      const __m512 dot = _mm512_cvtepi32_ps(_mm512_sub_epi32(_mm512_load_si512(sum + row * kLanes), taken));
+      __m512i exact = _mm512_load_si512(sum + row * kLanes);
+      if constexpr (kZeros)
+        exact = _mm512_sub_epi32(exact, _mm512_mullo_epi32(_mm512_set1_epi32(less[row]), zeros));
+      else if constexpr (zero != 0)
+        exact = _mm512_sub_epi32(exact, _mm512_set1_epi32(less[row]));
+      const __m512 dot = _mm512_cvtepi32_ps(exact);
       total[row] = _mm512_add_ps(total[row], _mm512_mul_ps(dot, _mm512_mul_ps(scales, _mm512_set1_ps(scale[row]))));
+      if constexpr (Kind::has_minima)
+        total[row] = _mm512_add_ps(total[row], _mm512_mul_ps(minima, _mm512_set1_ps(scale[kTileLines + row])));
     }
   }
   FREIGHT_UNROLL
@@ -126,10 +142,10 @@ void group_tile_task(const Product& call, int64_t band, const Finish& finish) {
   for (int64_t row = 0; row < call.rows; row += kTileLines)
     for (int side = 0; side < kBand && (band * kBand + side) * kLanes < weight.out_features; side++) {
       const uint32_t* x = static_cast<const uint32_t*>(call.staged.x) + row * call.staged.steps;
-      if (layout.zeros)
-        multiply_group_tiles<Kind, true>(decoded, side, x, sums);
-      else
-        multiply_group_tiles<Kind, false>(decoded, side, x, sums);
+      bool done = false;
+      if constexpr (Kind::codes == Codes::kInt4 && !Kind::has_minima)
+        if (layout.zeros) multiply_group_tiles<Kind, true>(decoded, side, x, sums), done = true;
+      if (!done) multiply_group_tiles<Kind, false>(decoded, side, x, sums);
       finish(sums, row, std::min<int64_t>(kTileLines, call.rows - row), band * kBand + side);
     }
 }

@@ -538,6 +538,8 @@ void multiply(const Product* products, int64_t count, int32_t format, int thread
   const FreightWeight& weight = *products->weight;
   if (has_integers(weight.format)) {
     const int32_t stored = weight.format & ~FREIGHT_INTEGERS;
+    if (stored & FREIGHT_BLOCKS)
+      return with_blocks(weight.format, [&](auto kind) { by_integers<decltype(kind)>(products, count, format, threads); });
     if (stored & FREIGHT_BYTES) return by_integers<Int8Groups>(products, count, format, threads);
     if (stored == FREIGHT_MXFP4) return by_integers<Mxfp4Groups>(products, count, format, threads);
     if (stored == FREIGHT_NVFP4) return by_integers<Nvfp4Groups>(products, count, format, threads);

@@ -2,8 +2,10 @@
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 
+#include "blocks.h"
 #include "four_bit.h"
 #include "int8_groups.h"
 #include "mxfp4.h"
@@ -272,6 +274,74 @@ void pack_groups(const uint8_t* data, int32_t format, int64_t out, int64_t in, u
   });
 }
 
+// Put eight codes of a row, inputs 8 `line` on of a group, into its line, and bits above the lowest 4 into `high`.
+template <Codes CODES>
+void put_eight(uint64_t codes, int line, uint8_t* to, uint8_t* high) {
+  const uint32_t first = static_cast<uint32_t>(codes), last = static_cast<uint32_t>(codes >> 32);
+  if constexpr (CODES == Codes::kInt8) {
+    std::memcpy(to, &first, sizeof first);
+    std::memcpy(to + kUnit, &last, sizeof last);
+    return;
+  }
+  const uint32_t word = (first & 0x0F0F0F0Fu) | (last & 0x0F0F0F0Fu) << 4;
+  std::memcpy(to, &word, sizeof word);
+  if constexpr (high_bits(CODES) != 0) {
+    constexpr int count = high_bits(CODES);
+    constexpr uint32_t mask = 0x01010101u * ((1 << count) - 1);
+    uint32_t bits = 0;
+    if (line) std::memcpy(&bits, high, sizeof bits);
+    bits |= (first >> 4 & mask) << 2 * line * count | (last >> 4 & mask) << (2 * line + 1) * count;
+    std::memcpy(high, &bits, sizeof bits);
+  }
+}
+
+// Put a block of row `lane` into a piece.
+template <Codes CODES>
+void put_block(const FileBlock& from, const FourBit& layout, int block, int lane, uint8_t* piece) {
+  using Lines = GroupLines<CODES>;
+  const int inputs = layout.inputs / layout.groups;
+  for (int i = 0; i < layout.row_scales; i++)
+    std::memcpy(piece + ((i * kBand + block) * kLanes + lane) * 2, from.row_scales + i, 2);
+  for (int group = 0; group < layout.groups; group++) {
+    uint8_t* scale = piece + scales_at(layout, block, group) + layout.scale_bytes * lane;
+    std::memcpy(scale, from.scales[group], static_cast<size_t>(layout.scale_bytes));
+    uint8_t* minimum = piece + minima_at(layout, block, group) + layout.minimum_bytes * lane;
+    if (layout.minimum_bytes) std::memcpy(minimum, from.minima[group], static_cast<size_t>(layout.minimum_bytes));
+    const Lines at(layout, block, group);
+    uint8_t *to = piece + at.line + lane * 4, *high = piece + at.high + lane * 4;
+    for (int line = 0; line < inputs / kLineInputs; line++, to += kBand * Lines::line_bytes) {
+      uint64_t eight;
+      std::memcpy(&eight, from.codes + group * inputs + line * kLineInputs, sizeof eight);
+      put_eight<CODES>(eight, line, to, high);
+    }
+  }
+}
+
+// Pack rows of blocks as a GGUF file has them. Rows of padding have the scale 0. Returns whether all numbers are valid.
+bool pack_blocks(const uint8_t* data, int32_t format, int64_t out, int64_t in, uint8_t* packed, int threads) {
+  const FourBit layout = four_bit(format);
+  const int32_t blocks = format & ~(FREIGHT_BLOCKS | FREIGHT_INTEGERS);
+  const int64_t pieces = in / layout.inputs, stored = block_bytes(blocks);
+  std::atomic<bool> valid{true};
+  with_blocks(format, [&](auto kind) {
+    parallel_for(bands_of(out) * kBand, threads, [&](int64_t block) {
+      const int64_t first = block * kLanes;
+      const int side = static_cast<int>(block % kBand);
+      uint8_t* piece = packed + block / kBand * pieces * layout.bytes;
+      const FileBlock padding;
+      FileBlock own;
+      for (int64_t i = 0; i < pieces; i++, piece += layout.bytes)
+        for (int lane = 0; lane < kLanes; lane++) {
+          const bool there = first + lane < out;
+          if (there) read_block(data + ((first + lane) * pieces + i) * stored, blocks, own);
+          put_block<decltype(kind)::codes>(there ? own : padding, layout, side, lane, piece);
+        }
+      if (!own.is_valid) valid.store(false, std::memory_order_relaxed);
+    });
+  });
+  return valid.load();
+}
+
 // Write the sums' starts of a weight in INT8 behind its units (int8.h).
 void pack_int8_starts(const int8_t* data, int64_t out, int64_t in, uint8_t* packed, int threads) {
   const int64_t blocks = bands_of(out) * kBand;
@@ -291,8 +361,13 @@ int64_t packed_bytes(int32_t format, int64_t out, int64_t in) {
   return blocks * units_of(format, in) * unit_bytes(format) + (format == FREIGHT_INT8 ? int8_start_bytes(blocks) : 0);
 }
 
-void pack(const void* data, int32_t format, int64_t out, int64_t in, void* packed, float* scale, int threads) {
+FreightStatus pack(const void* data, int32_t format, int64_t out, int64_t in, void* packed, float* scale, int threads) {
   ask_for_large_pages(packed, packed_bytes(format, out, in));
+  if (format & FREIGHT_BLOCKS) {
+    const uint8_t* blocks = static_cast<const uint8_t*>(data);
+    const bool valid = pack_blocks(blocks, format, out, in, static_cast<uint8_t*>(packed), threads);
+    return valid ? FREIGHT_OK : FREIGHT_BAD_SCALE;
+  }
   if (format == FREIGHT_MXFP4)
     pack_mxfp4(static_cast<const uint8_t*>(data), out, in, static_cast<uint8_t*>(packed), threads);
   else if (in_groups(format))
@@ -305,6 +380,7 @@ void pack(const void* data, int32_t format, int64_t out, int64_t in, void* packe
     pack<uint16_t>(data, format, out, in, packed, scale, threads);
   if (format == FREIGHT_INT8)
     pack_int8_starts(static_cast<const int8_t*>(data), out, in, static_cast<uint8_t*>(packed), threads);
+  return FREIGHT_OK;
 }
 
 }  // namespace
@@ -316,5 +392,8 @@ FREIGHT_API int64_t freight_packed_bytes(int32_t format, int64_t out, int64_t in
 
 FREIGHT_API FreightStatus freight_pack(const void* data, int32_t format, int64_t out, int64_t in, void* packed,
                                        float* scale, int32_t threads) {
-  return freight::status_of([&] { freight::pack(data, format, out, in, packed, scale, threads); });
+  FreightStatus status = FREIGHT_OK;
+  const FreightStatus thrown =
+      freight::status_of([&] { status = freight::pack(data, format, out, in, packed, scale, threads); });
+  return status ? status : thrown;
 }

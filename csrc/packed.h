@@ -12,7 +12,7 @@
 // its decoder needs.
 //
 // MXFP4 has larger units, of 32 inputs: kMxUnit bytes (mxfp4.h). NVFP4 and INT4 have groups of both blocks of a band
-// (four_bit.h); what is called a unit here is then a block's half of a group. INT8 is described in int8.h.
+// (four_bit.h), and so have blocks of GGUF files (int8_groups.h); what is called a unit here is then a block's half of a group. INT8 is described in int8.h.
 //
 // `Single` multiplies float32 by float32, one input a step. `Pair` multiplies two bfloat16 inputs a step (vdpbf16ps;
 // BFDOT), with exact products. A decoder D decodes a unit to D::steps operands of its arithmetic D::Math; a call
@@ -34,14 +34,24 @@ constexpr int kMxUnit = kMxInputs / 2 * kLanes + kLanes;  // bytes
 constexpr int kFourInputs = 16;                            // inputs of codes in 4 bits that lie together
 constexpr int kFourUnit = kFourInputs / 2 * kLanes;        // bytes of them in a block
 
-// Layout of a weight in NVFP4 or INT4 (four_bit.h).
+// Layout of a weight in NVFP4 or INT4 (four_bit.h), or in blocks of GGUF files (int8_groups.h).
 struct FourBit {
   int inputs = 32, groups = 1;           // inputs of a piece, stored together, and how many groups these are
   int scale_bytes = 2;                   // of a group of a row
   bool zeros = false, bfloat16 = false;  // of INT4
   int code_bits = 4;
-  int head = groups * kBand * kLanes * (scale_bytes + zeros);  // bytes of scales, and of codes of zero
-  int bytes = head + inputs * kBand * kLanes * code_bits / 8;    // of a piece of a band
+  int minimum_bytes = 0;  // of a group of a row
+  int row_scales = 0;     // float16 numbers of a row in a piece: factors of its groups' bytes, which are with their codes
+
+  // Bytes: of a group without its codes, and of its codes; of a piece before all groups, and before the first codes.
+  int group_head = kBand * kLanes * (scale_bytes + zeros + minimum_bytes);
+  int group_lines = kBand * kLanes * (inputs / groups) * code_bits / 8;
+  int row_head = kBand * kLanes * 2 * row_scales;
+  int head = row_head + (row_scales ? group_head : groups * group_head);
+  // From the scales of a group to those of the next, and from its codes to the next; of a piece of a band.
+  int scales_apart = row_scales ? group_head + group_lines : kBand * kLanes * scale_bytes;
+  int lines_apart = row_scales ? group_head + group_lines : group_lines;
+  int bytes = row_head + groups * (group_head + group_lines);
 };
 
 inline bool has_integers(int32_t format) { return (format & FREIGHT_INTEGERS) != 0; }
@@ -49,7 +59,23 @@ inline bool in_groups(int32_t format) {
   return format == FREIGHT_NVFP4 || (format & FREIGHT_INT4) != 0 || has_integers(format);
 }
 
+constexpr FourBit block_layout(int32_t blocks) {
+  switch (blocks) {
+    case FREIGHT_BLOCKS_Q4_1: return {32, 1, 2, false, false, 4, 2};
+    case FREIGHT_BLOCKS_Q5_0: return {32, 1, 2, false, false, 5};
+    case FREIGHT_BLOCKS_Q5_1: return {32, 1, 2, false, false, 5, 2};
+    case FREIGHT_BLOCKS_Q8_0: return {32, 1, 2, false, false, 8};
+    case FREIGHT_BLOCKS_Q4_K: return {256, 8, 1, false, false, 4, 1, 2};
+    case FREIGHT_BLOCKS_Q5_K: return {256, 8, 1, false, false, 5, 1, 2};
+    case FREIGHT_BLOCKS_Q6_K: return {256, 16, 1, false, false, 6, 0, 1};
+    case FREIGHT_BLOCKS_IQ4_XS: return {256, 8, 1, false, false, 4, 0, 1};
+    case FREIGHT_BLOCKS_MXFP4: return {32, 1, 1, false, false, 4};
+    default: return {32, 1, 2, false, false, 4};  // Q4_0, IQ4_NL
+  }
+}
+
 inline FourBit four_bit(int32_t format) {
+  if (format & FREIGHT_BLOCKS) return block_layout(format & ~(FREIGHT_BLOCKS | FREIGHT_INTEGERS));
   const int32_t stored = format & ~(FREIGHT_INTEGERS | FREIGHT_BYTES);
   if (stored == FREIGHT_MXFP4) return {kMxInputs, 1, 1, false, false};
   const bool nvfp4 = stored == FREIGHT_NVFP4;

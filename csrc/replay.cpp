@@ -25,6 +25,7 @@ FreightStatus run(const FreightCall& call) {
     case FREIGHT_BY_HEAD: return freight_by_head(static_cast<const FreightByHead*>(call.arguments));
     case FREIGHT_GATHER: return freight_gather(static_cast<const FreightGather*>(call.arguments));
     case FREIGHT_SHARED_LINEAR: return freight_shared_linear(static_cast<const FreightSharedLinear*>(call.arguments));
+    case FREIGHT_BLOCK_ROWS: return freight_block_rows(static_cast<const FreightBlockRows*>(call.arguments));
     default: return FREIGHT_FAILED;
   }
 }

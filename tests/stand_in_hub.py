@@ -20,7 +20,8 @@ class StandInHub(ThreadingHTTPServer):
     """Serves `folder` as the model `model`. `sent` has (file, range, bytes of the body) of each GET
     of a file.
 
-    After `stalled` is set, a request for a safetensors file waits until the server ends.
+    After `stalled` is set, a request for a safetensors file waits until the server ends; after
+    `without_ranges`, one for a range gets the whole file.
     """
 
     daemon_threads = True
@@ -30,6 +31,7 @@ class StandInHub(ThreadingHTTPServer):
         self.model, self.folder = model, folder
         self.sent: list[tuple[str, str | None, int]] = []
         self.stalled, self.ended = threading.Event(), threading.Event()
+        self.without_ranges = threading.Event()
 
     @property
     def environ(self) -> dict[str, str]:
@@ -77,6 +79,8 @@ class _Handler(BaseHTTPRequestHandler):
     def _send_file(self, file: Path, with_body: bool) -> None:
         content, asked = file.read_bytes(), self.headers.get("range")
         status, part = 200, content
+        if self.server.without_ranges.is_set():
+            asked = None
         if asked is not None and (span := re.fullmatch(r"bytes=(\d+)-(\d+)", asked)):
             status, part = 206, content[int(span[1]) : int(span[2]) + 1]
         if with_body:

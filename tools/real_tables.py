@@ -2,7 +2,7 @@
 
     python tools/real_tables.py MODEL [--data FILE] [--tokens 8192] [--requests 64] [--repeats 3] [--out real]
 
-MODEL is a folder or the name of a model on the Hugging Face hub, which is downloaded. Each table is
+MODEL is a folder or the name of a model on the Hugging Face hub, which is downloaded, or a GGUF file. Each table is
 printed after the `freight` command that makes it, and both go into OUT/tables.md, next to
 OUT/report and OUT/cache-gain.svg. A command that fails leaves its error there, the others run, and
 the exit status is 1. The sizes of cache memory depend on the model: room for two requests, where
@@ -79,7 +79,7 @@ def commands(
         ("What the FP8 cache costs", [*cost, "--report", str(out / "report")]),
         *([("What an INT8 cache costs", [*cost, "--kv-cache-dtype", "int8"])] if on_cpu else []),
         ("What the cache alone gains", [*gain, "--picture", str(out / "cache-gain.svg")]),
-        ("Latency, 16-bit weights and cache", speed),
+        ("Latency, weights as stored, a cache of 16 bits", speed),
         (
             "Latency, FP8 weights and cache",
             [*speed, "--quantization", "fp8", "--kv-cache-dtype", "fp8"],
@@ -98,7 +98,7 @@ def run(arguments: Sequence[str]) -> tuple[bool, str]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("model", help="a folder, or OWNER/NAME on the hub")
+    parser.add_argument("model", help="a folder, a GGUF file, or OWNER/NAME on the hub")
     parser.add_argument(
         "--data", type=Path, default=HELD_OUT, help="text to judge by (default: the demo's)"
     )

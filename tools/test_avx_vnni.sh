@@ -20,4 +20,4 @@ mkdir -p "$folder"
   cmake --build "$folder" -j2 --target freight_avx_vnni; } >"$folder/log" 2>&1 || { cat "$folder/log"; exit 1; }
 export FREIGHT_TEST_KERNELS=$folder FREIGHT_TEST_FEATURES=avx_vnni
 tests=tests/kernels
-$python -m pytest -p no:cacheprovider "$@" $tests/test_cpu_{int8,four_bit,mxfp4,linear,experts}.py $tests/test_cpu_int8_groups.py
+$python -m pytest -p no:cacheprovider "$@" $tests/test_cpu_{int8,four_bit,mxfp4,linear,experts}.py $tests/test_cpu_{int8_groups,blocks}.py

@@ -22,5 +22,5 @@ export FREIGHT_TEST_KERNELS=$folder FREIGHT_TEST_TILES=emulated
 tests=tests/kernels
 $python -m pytest -p no:cacheprovider -k "not avx512" "$@" \
   $tests/test_cpu_{linear,int8,mxfp4,experts,by_head,route,attention,attention_tiles,store,elementwise,rowwise,replay,recording}.py \
-  $tests/test_{emulated_tiles,cpu_int8_groups,key_centers,page_layouts,int8_cache,group_scales}.py \
+  $tests/test_{emulated_tiles,cpu_int8_groups,cpu_blocks,key_centers,page_layouts,int8_cache,group_scales}.py \
   $tests/test_cpu_library.py::test_the_amx_build_computes_on_tiles

@@ -13,6 +13,7 @@ import random
 import sys
 import time
 from collections.abc import Callable
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -53,24 +54,44 @@ class Model:
         """Run the new tokens of every sequence, which has `start` already; the most likely next
         token of each.
         """
+        self._decode(fresh, start, every=False)
+        last = (row - 1 for row in accumulate(map(len, fresh)))
+        return [int(self._logits(row).argmax()) for row in last]
+
+    def score(self, tokens: list[int]) -> list[float]:
+        """Run one sequence from its start; the log-probabilities of its tokens after the first."""
+        self.forget()
+        self._decode([tokens], 0, every=True)
+        scores = []
+        for row, token in enumerate(tokens[1:]):
+            logits = self._logits(row).astype(np.float64)
+            logits -= logits.max()
+            scores.append(float(logits[token] - np.log(np.exp(logits).sum())))
+        return scores
+
+    def _decode(self, fresh: list[list[int]], start: int, every: bool) -> None:
+        """Run the new tokens of every sequence, with logits of every one or of each sequence's
+        last.
+        """
         batch = self._batch
         count = 0
-        last = []
         for sequence, tokens in enumerate(fresh):
             for offset, token in enumerate(tokens):
                 batch.token[count] = token
                 batch.pos[count] = start + offset
                 batch.n_seq_id[count] = 1
                 batch.seq_id[count][0] = sequence
-                batch.logits[count] = offset == len(tokens) - 1
+                batch.logits[count] = every or offset == len(tokens) - 1
                 count += 1
-            last.append(count - 1)
         batch.n_tokens = count
         code = self._lib.llama_decode(self.context, batch)
         if code != 0:
             sys.exit(f"llama_decode returned {code}")
-        logits = (self._lib.llama_get_logits_ith(self.context, row) for row in last)
-        return [int(np.ctypeslib.as_array(row, (self.vocab_size,)).argmax()) for row in logits]
+
+    def _logits(self, row: int) -> np.ndarray[Any, np.dtype[np.float32]]:
+        """The logits of a row of the last batch [vocabulary], in the library's memory."""
+        logits = self._lib.llama_get_logits_ith(self.context, row)
+        return np.ctypeslib.as_array(logits, (self.vocab_size,))
 
 
 def steps_of_a_run(args: argparse.Namespace, model: Model) -> Callable[[], Steps]:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from freight.fp8 import mxfp4
+from freight.fp8.blocks import BlockFormat
 from freight.kernels.interface import KernelSet
 from freight.kernels.reference_set import REFERENCE
 from freight.operands.activation import Activation
@@ -61,7 +62,30 @@ def _cases() -> Iterator[GroupCase]:
         yield GroupCase("mxfp4", 32, torch.uint8, extreme=extreme)
 
 
-CASES = tuple(_cases())
+# Blocks of GGUF files, and where a block has float16 numbers
+BLOCKS = {
+    BlockFormat.Q4_0: (0,),
+    BlockFormat.Q4_1: (0, 2),
+    BlockFormat.Q5_0: (0,),
+    BlockFormat.Q5_1: (0, 2),
+    BlockFormat.Q8_0: (0,),
+    BlockFormat.Q4_K: (0, 2),
+    BlockFormat.Q5_K: (0, 2),
+    BlockFormat.Q6_K: (208,),
+    BlockFormat.IQ4_NL: (0,),
+    BlockFormat.IQ4_XS: (0,),
+    BlockFormat.MXFP4: (),
+}
+
+
+def _block_cases() -> Iterator[GroupCase]:
+    for extreme in (False, True):
+        for format in BLOCKS:
+            yield GroupCase(f"block {format}", format.inputs, torch.float16, extreme=extreme)
+
+
+BLOCK_CASES = tuple(_block_cases())
+CASES = (*_cases(), *BLOCK_CASES)
 
 
 def _bytes(numbers: random.Random, *shape: int) -> Tensor:
@@ -71,8 +95,29 @@ def _bytes(numbers: random.Random, *shape: int) -> Tensor:
     return torch.frombuffer(bytearray(numbers.randbytes(count)), dtype=torch.uint8).view(shape)
 
 
+def block_weight(
+    format: BlockFormat, outputs: int, inputs: int, numbers: random.Random, extreme: bool = False
+) -> Weight:
+    """Blocks of any bytes, or of one byte each, with finite float16 numbers, subnormals among them."""
+    shape = (outputs, inputs // format.inputs, format.bytes)
+    data = _bytes(numbers, *shape).clone()
+    if extreme:
+        patterns = torch.tensor([0xFF, 0x00, 0x77, 0xF0, 0x7F], dtype=torch.uint8)
+        data[...] = patterns[_bytes(numbers, *shape[:2]).long() % len(patterns)][..., None]
+        data[0] = 0xFF
+    for at in BLOCKS[format]:
+        data[..., at : at + 2] = _bytes(numbers, *shape[:2], 2)
+        data[..., at + 1] &= 0xBF  # below 2 in magnitude
+    if format is BlockFormat.MXFP4:
+        data[..., 0] = _bytes(numbers, *shape[:2]) % 20 + 118
+    return Weight(data.flatten(1), activations=Activations.GROUPS, blocks=format)
+
+
 def weight_of(case: GroupCase, outputs: int, inputs: int, numbers: random.Random) -> Weight:
     """Extreme codes are the largest and the smallest, in whole groups and in turns."""
+    if case.format.startswith("block "):
+        format = BlockFormat(case.format.removeprefix("block "))
+        return block_weight(format, outputs, inputs, numbers, case.extreme)
     if case.format == "int8":
         data = _bytes(numbers, outputs, inputs).view(torch.int8)
         if case.extreme:
@@ -129,12 +174,13 @@ def digest(kernels: KernelSet, case: GroupCase) -> str:
 def experts_digests(kernels: KernelSet) -> dict[str, str]:
     """Three of five experts for each of some rows, with ReLU, whose bits are everyone's."""
     digests = {}
-    for case in CASES[:16:3]:
+    for case in (*CASES[:16:3], *BLOCK_CASES[1 : len(BLOCKS) : 2]):
         numbers = random.Random(f"experts {case}")
-        weights = [weight_of(case, 128, 128, numbers) for _ in range(5)]
+        size = max(case.size, 128)
+        weights = [weight_of(case, size, size, numbers) for _ in range(5)]
         packed = kernels.pack_experts(weights)
-        down = kernels.pack_experts([weight_of(case, 128, 128, numbers) for _ in range(5)])
-        x = rows_of(case, 9, 128, numbers)
+        down = kernels.pack_experts([weight_of(case, size, size, numbers) for _ in range(5)])
+        x = rows_of(case, 9, size, numbers)
         chosen = [sorted(numbers.sample(range(5), 3)) for _ in range(9)]  # sums are by id
         ids = torch.tensor(chosen, dtype=torch.int32)
         shares = torch.full((9, 3), 0.25, dtype=torch.float32)

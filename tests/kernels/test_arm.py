@@ -38,6 +38,7 @@ KERNELS = (
     "mxfp4",
     "four_bit",
     "int8_groups",
+    "blocks",
     "experts",
     "route",
     "attention",

@@ -29,7 +29,7 @@ FUNCTIONS = {name: (result, arguments) for result, name, arguments in re.findall
     r"FREIGHT_API (\w+) (\w+)\(([^)]*)\);", SOURCE)}  # fmt: skip
 STATUSES = (
     *("OK", "OUT_OF_MEMORY", "FAILED", "SHORT_CONTEXT", "NO_SUCH_ROW", "RANK_LOST", "RANK_FAILED"),
-    "INTERRUPTED",
+    *("INTERRUPTED", "BAD_SCALE"),
 )
 NUMBERS = {
     "FreightFormat": {format.name: code for format, code in interface.FORMAT_CODES.items()}
@@ -39,6 +39,10 @@ NUMBERS = {
         "INT4": interface.INT4,
         "INTEGERS": interface.INTEGERS,
         "BYTES": interface.BYTES,
+        "BLOCKS": interface.BLOCKS,
+    },
+    "FreightBlocks": {
+        f"BLOCKS_{format.name}": number for format, number in interface.BLOCK_FORMATS.items()
     },
     "FreightInt4": {
         f"INT4_{name}": number

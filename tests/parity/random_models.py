@@ -100,8 +100,8 @@ def freight_logits(
         dtype=dtype,
         kernels=kernel_set,
         skip_tokenizer_init=True,
-        activations="bfloat16",  # compared with products of values
-        **options,
+        # compared with products of values unless the caller says otherwise
+        **{"activations": "bfloat16", **options},
     )
     opened = open_model(args)
     config = opened.resolve(opened.args)

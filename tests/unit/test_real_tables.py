@@ -109,4 +109,5 @@ def test_make_passes_the_model_and_the_options():
         "OPTIONS=--tokens 9",
     ]
     said = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    assert 'tools/real_tables.py "org/name" --tokens 9' in said
+    assert 'model="org/name"' in said
+    assert 'tools/real_tables.py "$model" --tokens 9' in said

@@ -1,4 +1,4 @@
-"""Options of other engines (vLLM, Aphrodite, SGLang, TGI) and their replacements here. Data;
+"""Options of other engines (vLLM, Aphrodite, SGLang, TGI, llama.cpp) and their replacements here. Data;
 imports no torch.
 
 A sentence names our options as {field}: `spell` writes them as keywords ('kv_cache_memory') or as
@@ -36,6 +36,14 @@ RENAMED = {  # other engines' names -> ours
     "tp": "tensor_parallel_size",
     "allowed_origins": "allow_origin",
     "api_keys": "api_key",
+    "ctx_size": "max_model_len",  # llama.cpp's
+    "n_ctx": "max_model_len",
+    "parallel": "max_num_seqs",
+    "batch_size": "max_num_batched_tokens",
+    "ubatch_size": "max_num_batched_tokens",
+    "draft_max": "speculate",
+    "alias": "served_model_name",
+    "chat_template_file": "chat_template",
 }
 _MEMORY = (
     "the cache takes a share of the free memory, or the size that {kv_cache_memory}='4GiB' gives"
@@ -152,7 +160,32 @@ SENTENCES = {
         "put a proxy in front of {host} and {port} for clients' certificates, and new ones without a restart",
     ),
     "launch_kobold_api": "{port} answers OpenAI's, Anthropic's and TGI's APIs; Kobold's is not implemented",
-    "gguf_file": "GGUF is not read; use the safetensors that it was made from",
+    "gguf_file": "give the file itself as the model: FILE.gguf, or OWNER/NAME:FILE.gguf on the hub",
+    **dict.fromkeys(
+        ("hf_repo", "hf_file"), "name the file on the hub as the model: OWNER/NAME:FILE.gguf"
+    ),
+    **dict.fromkeys(
+        ("n_gpu_layers", "gpu_layers", "split_mode", "tensor_split", "main_gpu"),
+        "a model runs on one device, which {device} chooses: omit it",
+    ),
+    **dict.fromkeys(
+        ("mmap", "no_mmap", "mlock"),
+        "weights are packed into memory of the process, and the file is not mapped: omit it",
+    ),
+    **dict.fromkeys(
+        ("flash_attn", "no_kv_offload", "cont_batching"), "it is always so here: omit it"
+    ),
+    **dict.fromkeys(
+        ("rope_freq_base", "rope_freq_scale", "yarn_ext_factor", "override_kv"),
+        "the file's metadata decides, and nothing overrides it: change it there",
+    ),
+    **dict.fromkeys(
+        ("cache_type_k", "cache_type_v"),
+        "{kv_cache_dtype}='fp8' or 'int8' stores keys and values in 8 bits",
+    ),
+    "lora": _NO_LORA,
+    "mmproj": "models of text only: omit it",
+    "jinja": "chat templates are always Jinja: omit it",
     "limit_mm_per_prompt": "models of text only: omit it",
     "task": "models that generate text only: omit it",
 }
@@ -270,7 +303,7 @@ TGI_OPTIONS = {
 
 OTHER_QUANTIZATIONS = {  # values of `quantization` elsewhere
     **dict.fromkeys(
-        ("compressed-tensors", "modelopt", "quark", "fbgemm_fp8", "torchao", "awq", "gptq"),
+        ("compressed-tensors", "modelopt", "quark", "fbgemm_fp8", "torchao", "awq", "gptq", "gguf"),
         "a checkpoint declares its own scheme, which is read without an option: omit it",
     ),
     **dict.fromkeys(
@@ -278,7 +311,6 @@ OTHER_QUANTIZATIONS = {  # values of `quantization` elsewhere
             "marlin",
             "eetq",
             "exl2",
-            "gguf",
             "bitsandbytes",
             "bitsandbytes-nf4",
             "bitsandbytes-fp4",

@@ -9,6 +9,11 @@ from pathlib import Path
 
 from freight.base.fields import JsonObject
 from freight.base.files import read_object
+from freight.base.gguf import read_gguf
+from freight.checkpoint.gguf.describe import GGUFModel, describe
+from freight.checkpoint.gguf.hub import header_on_hub, numbers_on_hub
+from freight.checkpoint.gguf.ollama import PREFIX, ollama_model
+from freight.checkpoint.gguf.places import gguf_in, is_gguf
 from freight.checkpoint.stored_dtype import stored_in_folder, stored_on_hub
 from freight.errors import CheckpointError, ConfigError, first_line, nearest
 from freight.fp8.formats import Format
@@ -38,6 +43,26 @@ def read_config_only(
     file = path / "config.json" if path.is_dir() else path
     modelopt = file.with_name("hf_quant_config.json")
     return _object(file), _object(modelopt) if modelopt.is_file() else None
+
+
+def gguf_model(model: str, revision: str | None = None) -> GGUFModel | None:
+    """Describe the GGUF file that `model` names, from its header: a file, a folder that has one,
+    'ollama:NAME', or 'OWNER/NAME:FILE.gguf' on the hub, of which the header alone is fetched.
+
+    None for any other model. Raises CheckpointError for a file that is not read.
+    """
+    if model.startswith(PREFIX):
+        return describe(read_gguf(ollama_model(model).file))
+    path = local_path(model)
+    if path.is_dir() and not is_preset(model):
+        path = gguf_in(path) or path
+    if path.is_file():
+        return describe(read_gguf(path)) if is_gguf(path) else None
+    repository, _, file = model.partition(":")
+    if not file.endswith(".gguf") or is_preset(model):
+        return None
+    header = header_on_hub(repository, file, revision)
+    return describe(header, numbers_on_hub(repository, revision))
 
 
 def tensors_dtype(model: str, config: JsonObject, revision: str | None = None) -> Format | None:

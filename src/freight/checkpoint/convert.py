@@ -1,4 +1,5 @@
-"""Conversion of a checkpoint of pickled files to one of safetensors.
+"""Conversion of a checkpoint of pickled files, or of a GGUF file (`gguf/convert.py`), to one of
+safetensors.
 
     convert("./opt-125m", Path("out"))
 
@@ -23,6 +24,7 @@ from pathlib import Path
 from freight.base.descent import with_parent
 from freight.base.fields import JsonObject
 from freight.base.terminal import OnStage, unseen
+from freight.checkpoint.gguf.convert import convert_gguf
 from freight.checkpoint.headers import TensorEntry, read_header
 from freight.checkpoint.reader import PICKLED, indexed_shards, read_json, resolve_model
 from freight.checkpoint.writer import (
@@ -66,8 +68,8 @@ def convert(
     revision: str | None = None,
     on_progress: OnStage = unseen,
 ) -> ConvertResult:
-    """Write the pickled checkpoint `model`, a folder or a hub id, as safetensors into the new
-    folder `out`.
+    """Write the pickled checkpoint `model`, a folder or a hub id, or a GGUF file, as safetensors into
+    the new folder `out`.
 
     config.json, tokenizer and the other files of the model are copied. Raises CheckpointError for
     files that are not tensors alone or that contradict their index, CapacityError for a full disk,
@@ -75,6 +77,9 @@ def convert(
     """
     require_new(out)
     source = resolve_model(model, revision, PICKLED)
+    if source.is_file():
+        num_tensors, num_bytes = convert_gguf(source, out, on_progress)
+        return ConvertResult(out, num_tensors, num_bytes, len(list(out.glob("*.safetensors"))), {})
     require_own_files(source)
     config = read_json(source / "config.json")
     if config is None:

@@ -129,8 +129,8 @@ def find_linears(
         if suffix != "weight" or len(shape) != 2:
             continue
         weights = checkpoint.stored_of(module, WEIGHTS)
-        if not weights:
-            continue  # `Checkpoint.check` reports missing tensors
+        if not weights or module in scheme.blocks:
+            continue  # `Checkpoint.check` reports missing tensors, and `find_blocks` finds these
         weight = weights[0]
         declared = scheme.linear(checkpoint.declared_module(weight))
         four = declared is not None and declared.four is not None

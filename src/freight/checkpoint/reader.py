@@ -24,6 +24,8 @@ from torch import Tensor
 from freight.base.fields import JsonObject
 from freight.base.files import read_object
 from freight.checkpoint.config_only import local_path
+from freight.checkpoint.gguf.ollama import PREFIX, ollama_model
+from freight.checkpoint.gguf.places import gguf_in, gguf_patterns, is_gguf, one_gguf
 from freight.checkpoint.headers import (
     FORMAT_NAMES,
     Index,
@@ -37,6 +39,7 @@ from freight.checkpoint.headers import (
 from freight.checkpoint.partial import restore
 from freight.checkpoint.stored_dtype import stored_format
 from freight.errors import CheckpointError, ConfigError, first_line, listed, shown
+from freight.fp8.block_formats import BlockFormat
 from freight.fp8.formats import Format
 from freight.model.config.dtype import TEXT_KEYS
 
@@ -76,14 +79,22 @@ _ZERO_POINTS = (
 
 class Checkpoint:
     """One opened folder. `config`, `generation_config` and `hf_quant_config` hold its JSON files,
-    None if a file is not there.
+    None if a file is not there. `unread_metadata` has keys of a GGUF file's metadata about the model
+    that are not read.
     """
+
+    unread_metadata: tuple[str, ...] = ()
 
     def __init__(self, path: Path) -> None:
         """Open the folder. Raises CheckpointError, naming file and fault, if it is incomplete or
         damaged.
         """
         self.path = path
+        if path.is_file():
+            raise CheckpointError(
+                f"{path} is a GGUF file, and a folder of safetensors is needed here: freight convert {path} OUT writes "
+                "one"
+            )
         config = read_json(path / "config.json")
         if config is None:
             _refuse_consolidated(path)
@@ -94,7 +105,7 @@ class Checkpoint:
         self._entries = _read_entries(path)
         self._read_own_declaration()
         files = {entry.file for entry in self._entries.values()}
-        self._states = {file: _state(file) for file in sorted(files)}
+        self._states = {file: file_state(file) for file in sorted(files)}
         self._taken: set[str] = set()
         self._skipped: dict[str, str] = {}
 
@@ -147,7 +158,7 @@ class Checkpoint:
         would be of the old file, and some of the new one. Asks for size, date and inode alone.
         """
         for file, state in self._states.items():
-            if _state(file) != state:
+            if file_state(file) != state:
                 raise CheckpointError(
                     f"{file} was changed or replaced while it was read; start again, and put a new model into a new "
                     "folder, or in the place of the whole folder, and not over files that are in use"
@@ -169,6 +180,25 @@ class Checkpoint:
         if dtype not in FORMAT_NAMES:
             raise self.fault(f"tensor {name} is stored as {dtype}, which is not implemented")
         return FORMAT_NAMES[dtype]
+
+    def block_format(self, name: str) -> BlockFormat | None:
+        """Return the format of a matrix in a GGUF file's blocks; None for all other tensors."""
+        return None
+
+    def take_blocks(self, name: str) -> Tensor:
+        """Return the blocks of a matrix that has a `block_format`, uint8 [outputs, bytes of a row]."""
+        raise NotImplementedError
+
+    @property
+    def files(self) -> list[Path]:
+        """The files of weights, sorted."""
+        return sorted(self._states)
+
+    def other_files(self) -> dict[str, bytes]:
+        """Return the files of a model that are made from a GGUF file: tokenizer and generation
+        defaults. A folder has them as files.
+        """
+        return {}
 
     def declared_module(self, name: str) -> str:
         """Return the quantization_config's name for the module of the tensor `name`."""
@@ -412,33 +442,40 @@ def read_tensor(file: Path, name: str) -> Tensor:
 def resolve_model(
     name: str, revision: str | None = None, fetched: Sequence[str] = _FETCHED
 ) -> Path:
-    """Return the folder of a model: 'demo' (shipped with Freight), an existing folder, or a Hugging
-    Face hub id, of which the files that match `fetched` are downloaded.
+    """Return the folder of a model, or its GGUF file: 'demo' (shipped with Freight), an existing
+    folder or FILE.gguf, 'ollama:NAME', or a Hugging Face hub id, of which the files that match
+    `fetched` are downloaded; of 'OWNER/NAME:FILE' that GGUF file alone (`hub_file`).
 
-    A folder whose files a killed run was replacing gets them back. Raises CheckpointError if there is
-    no model, ConfigError for a revision of anything but a hub id.
+    A folder that has one GGUF file and no other weights stands for that file. A folder whose files a
+    killed run was replacing gets them back. Raises CheckpointError if there is no model, ConfigError
+    for a revision of anything but a hub id.
     """
     name = str(name)
-    folder = local_path(name)
-    if name and folder.is_dir():
-        if revision is not None:
-            raise ConfigError(
-                f"--revision {revision}: {name} is a folder, only a hub id has revisions; omit it"
+    if name.startswith(PREFIX):
+        model = ollama_model(name)
+        if model.not_read:
+            logger.warning(
+                "%s: what Ollama adds to the file is not read: %s", name, listed(model.not_read)
             )
-        restore(folder)
-        return folder
-    if folder.is_file():
-        raise CheckpointError(
-            f"{name} is a file; give the folder that holds config.json and *.safetensors"
-        )
-    if name.startswith((".", "/", "~")) or name.count("/") > 1 or not name:
-        raise CheckpointError(f"there is no folder {name!r}")
+        return model.file
+    path = _local_model(name, revision)
+    if path is not None:
+        return path
+    repository, _, file = name.partition(":")
+    if name.startswith((".", "/", "~")) or repository.count("/") > 1 or not repository:
+        what = "file" if name.endswith(".gguf") else "folder"
+        raise CheckpointError(f"there is no {what} {name!r}")
     from huggingface_hub import snapshot_download
 
+    if file:
+        fetched = gguf_patterns(file)
     try:
-        return Path(
+        path = Path(
             snapshot_download(
-                name, revision=revision, allow_patterns=[*fetched], ignore_patterns=_NOT_FETCHED
+                repository,
+                revision=revision,
+                allow_patterns=[*fetched],
+                ignore_patterns=_NOT_FETCHED,
             )
         )
     except Exception as error:  # the client's own errors, and whatever its network stack raises
@@ -446,9 +483,41 @@ def resolve_model(
         if revision is not None:
             which += f" at revision {revision!r}"
         raise CheckpointError(
-            f"{which} is neither a folder nor a model that could be fetched from the Hugging Face hub; check the name "
-            f"and the connection, or give a folder ({first_line(error)})"
+            f"{which} is neither a file, nor a folder, nor a model that could be fetched from the Hugging Face hub; "
+            f"check the name and the connection, or give a folder ({first_line(error)})"
         ) from error
+    return one_gguf(path, file, name) if file else path
+
+
+def _local_model(name: str, revision: str | None) -> Path | None:
+    """Return the folder or the GGUF file of this name; None if there is none. Raises as
+    `resolve_model`.
+    """
+    folder = local_path(name)
+    if name and folder.is_dir():
+        if revision is not None:
+            raise ConfigError(
+                f"--revision {revision}: {name} is a folder, only a hub id has revisions; omit it"
+            )
+        restore(folder)
+        return gguf_in(folder) or folder
+    if folder.is_file() and is_gguf(folder):
+        if revision is not None:
+            raise ConfigError(
+                f"--revision {revision}: {name} is a file, only a hub id has revisions; omit it"
+            )
+        return folder
+    if folder.is_file():
+        raise CheckpointError(
+            f"{name} is a file, and no GGUF file; give the folder that holds config.json and *.safetensors"
+        )
+    if name and folder.exists():
+        raise CheckpointError(f"{name} is neither a folder nor a regular file; name the model's")
+    if name.endswith(".gguf") and "/" not in name:
+        raise CheckpointError(
+            f"there is no file {name!r}; one of a repository of the hub is named OWNER/NAME:FILE"
+        )
+    return None
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
@@ -465,7 +534,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
         raise CheckpointError(f"{path} {error}") from error
 
 
-def _state(file: Path) -> tuple[int, int, int] | None:
+def file_state(file: Path) -> tuple[int, int, int] | None:
     """Return size, date of change in nanoseconds, and inode; None where there is no such file."""
     try:
         status = file.stat()
@@ -500,10 +569,6 @@ def _read_entries(path: Path) -> dict[str, TensorEntry]:
         raise CheckpointError(
             f"{path} has {listed(pickles, _NAMED)}, which can run code when opened; Freight reads safetensors only: "
             f"freight convert {path} OUT"
-        )
-    if any(path.glob("*.gguf")):
-        raise CheckpointError(
-            f"{path} has *.gguf files alone, which are not read; use the safetensors that they were made from"
         )
     raise CheckpointError(
         f"{path} has no *.safetensors file; if the model has pytorch_model.bin instead: freight convert MODEL OUT"

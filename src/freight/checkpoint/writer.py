@@ -123,8 +123,10 @@ def require_own_files(source: Path) -> None:
     outside of the folder: a folder from anybody would put files of this machine into the output.
 
     Whatever its name is: an index, and config.json, may name any. A link in a snapshot of the hub's
-    cache to its blobs is inside (`files.outside`).
+    cache to its blobs is inside (`files.outside`). A GGUF file has no other files.
     """
+    if source.is_file():
+        return
     try:
         files = _matching(source, ("*",))
     except OSError as error:
@@ -245,7 +247,8 @@ class CheckpointWriter:
         self._flush()
         require_own_files(source)
         self._name_shards()
-        for file in _matching(source, _COPIED):
+        copied = _matching(source, _COPIED) if source.is_dir() else []
+        for file in copied:
             if file.is_file():
                 shutil.copyfile(file, self._folder / file.name)
         for name, content in (files or {}).items():

@@ -1,4 +1,6 @@
-"""freight convert MODEL OUT: a checkpoint that exists only as pytorch_model.bin, as safetensors."""
+"""freight convert MODEL OUT: a checkpoint that exists only as pytorch_model.bin, or as a GGUF file, as
+safetensors.
+"""
 
 from __future__ import annotations
 
@@ -21,16 +23,16 @@ from freight.quantizer.stages import stages
 def convert(
     ctx: typer.Context,
     model: Annotated[
-        str | None, argument("MODEL", "A folder with pytorch_model*.bin, or a hub id.")
+        str | None, argument("MODEL", "A folder with pytorch_model*.bin, a GGUF file, or a hub id.")
     ] = None,
     out: OptionalOut = None,
     model_id: ModelIdOption = None,
     revision: Revision = None,
 ) -> None:
-    """Write a checkpoint of pytorch_model.bin files as safetensors.
+    """Write a checkpoint of pytorch_model.bin files, or a GGUF file, as safetensors.
 
     Pickled files can hold code. It is not run: they are read as tensors alone, in a process with
-    limited memory.
+    limited memory. The matrices of a GGUF file are decoded to 16 bits.
     """
     name, folder = model_and_others(ctx, model_id, ("MODEL", "OUT"), (model, out))
     from freight.checkpoint.convert import convert as run

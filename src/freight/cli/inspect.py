@@ -110,30 +110,40 @@ def describe(
     empty; and a model that cannot be run, where what config.json does not say is null and KV scales
     are not read.
     """
-    from freight.checkpoint.config_only import read_config_only, tensors_dtype
+    from freight.checkpoint.config_only import gguf_model, read_config_only, tensors_dtype
+    from freight.checkpoint.gguf.reader import GGUFCheckpoint
     from freight.checkpoint.kv_scales import read_kv_scales
     from freight.checkpoint.linears import dense_scheme
+    from freight.checkpoint.open import open_files, scheme_of
     from freight.checkpoint.rank_export import is_rank_export
-    from freight.checkpoint.reader import Checkpoint, resolve_model
+    from freight.checkpoint.reader import resolve_model
     from freight.model.architectures import skipped_parts
     from freight.model.stored import with_stored_head
 
     path = Path(model).expanduser()
-    checkpoint = None
+    checkpoint: Checkpoint | None = None
     tensors: Collection[str] = ()
     if _is_config_alone(path):
         config, hf_quant_config = read_config_only(model, revision)
         stored = tensors_dtype(model, config, revision)
+    elif _is_gguf_on_hub(model):
+        header = gguf_model(model, revision)
+        assert header is not None
+        path = Path(model)
+        checkpoint = GGUFCheckpoint(path, header)
     else:
         path = resolve_model(model, revision)
         if is_rank_export(path):
             return _describe_rank_export(model, path)
-        checkpoint = Checkpoint(path)
+        checkpoint = open_files(path)
+    if checkpoint is not None:
         config = checkpoint.config
         hf_quant_config = checkpoint.hf_quant_config
         tensors = checkpoint.names
         stored = checkpoint.stored_format
     architecture, native, scheme = _read(config, hf_quant_config, tensors, stored, ignore_keys)
+    if checkpoint is not None and native is not None:
+        scheme = scheme_of(checkpoint)
     kv_cache = _kv_cache(None)
     sizes: JsonObject = {"num_parameters": None, "bytes": {}}
     skipped: JsonObject = {}
@@ -158,9 +168,17 @@ def describe(
     }
 
 
+def _is_gguf_on_hub(model: str) -> bool:
+    """Return whether `model` names a GGUF file of the hub, OWNER/NAME:FILE.gguf."""
+    repository, _, file = model.partition(":")
+    return file.endswith(".gguf") and not Path(repository).exists() and not Path(model).exists()
+
+
 def _is_config_alone(path: Path) -> bool:
+    from freight.checkpoint.gguf.places import is_gguf
+
     if not path.is_dir():
-        return path.is_file()
+        return path.is_file() and not is_gguf(path)
     for file in path.iterdir():
         if file.name.endswith((".safetensors", ".index.json", ".bin", ".pt", ".pth", ".npz")):
             return False

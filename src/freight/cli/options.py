@@ -319,7 +319,9 @@ SAMPLING_FLAGS = (
 MODEL_VARIABLE = "FREIGHT_MODEL_ID"
 ModelArgument = Annotated[
     str | None,
-    argument("MODEL", "A folder, a hub id, or 'demo', the model that ships (default)."),
+    argument(
+        "MODEL", "A folder, a GGUF file, a hub id, or 'demo', the model that ships (default)."
+    ),
 ]
 ModelIdOption = Annotated[
     str | None,

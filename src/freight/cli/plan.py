@@ -68,7 +68,7 @@ def plan(
     With each format of cache and weights, and which to take; from config.json alone.
     """
     from freight.base.options import choose
-    from freight.checkpoint.config_only import read_config_only, tensors_dtype
+    from freight.checkpoint.config_only import gguf_model, read_config_only, tensors_dtype
     from freight.lab.capacity import Wish, make_plan, read_memory
     from freight.lab.capacity import as_json as plan_json
     from freight.model.sizes import Layout
@@ -91,9 +91,14 @@ def plan(
         state_dtype=state_dtype,
         ranks=tensor_parallel_size,
     )
-    config, hf_quant_config = read_config_only(model, revision)
-    stored = tensors_dtype(model, config, revision) if dtype == "auto" else None
-    made = make_plan(config, wish, hf_quant_config, stored, names_of(ignore_config_keys or ()))
+    ignored = names_of(ignore_config_keys or ())
+    gguf = gguf_model(model, revision)
+    if gguf is not None:
+        made = make_plan(gguf.described.config, wish, None, gguf.stored, ignored, gguf.scheme)
+    else:
+        config, hf_quant_config = read_config_only(model, revision)
+        stored = tensors_dtype(model, config, revision) if dtype == "auto" else None
+        made = make_plan(config, wish, hf_quant_config, stored, ignored)
     if as_json:
         print(json.dumps({"model": model, **plan_json(made)}))
     else:

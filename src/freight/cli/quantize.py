@@ -54,7 +54,9 @@ Format = Annotated[str, option(Layout, "The form of the checkpoint.")]
 
 def quantize(
     ctx: typer.Context,
-    model: Annotated[str | None, argument("MODEL", "A folder, a hub id, or 'demo'.")] = None,
+    model: Annotated[
+        str | None, argument("MODEL", "A folder, a GGUF file, a hub id, or 'demo'.")
+    ] = None,
     out: OptionalOut = None,
     model_id: Annotated[
         str | None,

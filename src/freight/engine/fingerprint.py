@@ -64,7 +64,7 @@ def fingerprint(opened: OpenModel, config: EngineConfig, kernels: KernelSet, ver
     if opened.checkpoint is None:
         state.update(f"random weights of seed {config.seed}".encode())
     else:
-        for file in sorted(opened.checkpoint.path.glob("*.safetensors")):
+        for file in opened.checkpoint.files:
             _add_file(state, file)
     return f"fp_{state.hexdigest()[:16]}"
 

@@ -62,7 +62,7 @@ class Weights:
         """Raises OSError."""
         if opened.checkpoint is None:
             return Weights((), f"random weights of seed {config.seed}")
-        files = sorted(opened.checkpoint.path.glob("*.safetensors"))
+        files = opened.checkpoint.files
         return Weights(tuple(map(WeightFile.of, files)))
 
 

@@ -12,69 +12,17 @@ give, to the bit. Layouts: ggml-common.h of llama.cpp.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from enum import StrEnum
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from freight.errors import CheckpointError
+from freight.fp8.block_formats import BlockFormat as BlockFormat
 
-_HALF = 16  # inputs of a group of 32 whose codes are the low halves of 16 bytes
-_GROUP = 32
-_SUPER = 256  # inputs of a block of the formats that end in k or xs
 # The codes of IQ4_NL and IQ4_XS, and twice the values of MXFP4 (OCP MX 1.0, section 5.3.3)
 _IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 _E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
-
-
-class BlockFormat(StrEnum):
-    """A format of blocks, by llama.cpp's name in lower case."""
-
-    Q4_0 = "q4_0"
-    Q4_1 = "q4_1"
-    Q5_0 = "q5_0"
-    Q5_1 = "q5_1"
-    Q8_0 = "q8_0"
-    Q2_K = "q2_k"
-    Q3_K = "q3_k"
-    Q4_K = "q4_k"
-    Q5_K = "q5_k"
-    Q6_K = "q6_k"
-    IQ4_NL = "iq4_nl"
-    IQ4_XS = "iq4_xs"
-    MXFP4 = "mxfp4"
-
-    @property
-    def inputs(self) -> int:
-        """Inputs of a row that a block has."""
-        return _LAYOUTS[self].inputs
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of a block."""
-        return _LAYOUTS[self].bytes
-
-    @property
-    def group(self) -> int:
-        """Inputs that share a scale."""
-        return _LAYOUTS[self].group
-
-    @property
-    def bits(self) -> float:
-        """Bits of an input, with its part of the scales."""
-        return 8 * self.bytes / self.inputs
-
-    @property
-    def is_multiplied(self) -> bool:
-        """Whether kernels multiply it as it is stored; the others are decoded as they are loaded."""
-        return self not in (BlockFormat.Q2_K, BlockFormat.Q3_K)
-
-    def row_bytes(self, inputs: int) -> int:
-        """Return the bytes of a row of `inputs`, a multiple of a block's."""
-        assert inputs % self.inputs == 0
-        return inputs // self.inputs * self.bytes
 
 
 class Integers(NamedTuple):
@@ -92,9 +40,8 @@ class Integers(NamedTuple):
 
 def integers(data: Tensor, format: BlockFormat) -> Integers:
     """Return what rows of blocks hold. data: uint8 [.., bytes of a row]."""
-    layout = _LAYOUTS[format]
-    blocks = data.unflatten(-1, (-1, layout.bytes))
-    parts = layout.read(blocks)
+    blocks = data.unflatten(-1, (-1, format.bytes))
+    parts = _READERS[format](blocks)
     codes = parts.codes.flatten(-3, -2) if parts.codes.ndim == blocks.ndim + 1 else parts.codes
     scales = parts.scales.flatten(-2) if parts.scales.ndim == blocks.ndim else parts.scales
     minima = parts.minima
@@ -117,11 +64,8 @@ def require_finite(data: Tensor, format: BlockFormat, name: str) -> None:
 
     data: uint8 [.., bytes of a row]
     """
-    layout = _LAYOUTS[format]
-    if not layout.floats:
-        return
-    blocks = data.unflatten(-1, (-1, layout.bytes))
-    for at in layout.floats:
+    blocks = data.unflatten(-1, (-1, format.bytes))
+    for at in format.floats:
         exponents = blocks[..., at + 1] & 0x7C
         if (exponents == 0x7C).any():
             raise CheckpointError(
@@ -264,31 +208,18 @@ def _iq4_xs(blocks: Tensor) -> Integers:
     return Integers(codes, _half(blocks, 0)[..., None] * scales)
 
 
-@dataclass(frozen=True)
-class _Layout:
-    """A block: its inputs and bytes, the inputs of a group, where its float16 numbers are, and its
-    reader, which takes uint8 [.., blocks, bytes].
-    """
-
-    inputs: int
-    bytes: int
-    group: int
-    floats: tuple[int, ...]
-    read: Callable[[Tensor], Integers]
-
-
-_LAYOUTS: Mapping[BlockFormat, _Layout] = {
-    BlockFormat.Q4_0: _Layout(_GROUP, 18, 32, (0,), _q4_0),
-    BlockFormat.Q4_1: _Layout(_GROUP, 20, 32, (0, 2), _q4_1),
-    BlockFormat.Q5_0: _Layout(_GROUP, 22, 32, (0,), _q5_0),
-    BlockFormat.Q5_1: _Layout(_GROUP, 24, 32, (0, 2), _q5_1),
-    BlockFormat.Q8_0: _Layout(_GROUP, 34, 32, (0,), _q8_0),
-    BlockFormat.Q2_K: _Layout(_SUPER, 84, 16, (80, 82), _q2_k),
-    BlockFormat.Q3_K: _Layout(_SUPER, 110, 16, (108,), _q3_k),
-    BlockFormat.Q4_K: _Layout(_SUPER, 144, 32, (0, 2), _q4_k),
-    BlockFormat.Q5_K: _Layout(_SUPER, 176, 32, (0, 2), _q5_k),
-    BlockFormat.Q6_K: _Layout(_SUPER, 210, 16, (208,), _q6_k),
-    BlockFormat.IQ4_NL: _Layout(_GROUP, 18, 32, (0,), _iq4_nl),
-    BlockFormat.IQ4_XS: _Layout(_SUPER, 136, 32, (0,), _iq4_xs),
-    BlockFormat.MXFP4: _Layout(_GROUP, 17, 32, (), _mxfp4),
+_READERS: Mapping[BlockFormat, Callable[[Tensor], Integers]] = {
+    BlockFormat.Q4_0: _q4_0,
+    BlockFormat.Q4_1: _q4_1,
+    BlockFormat.Q5_0: _q5_0,
+    BlockFormat.Q5_1: _q5_1,
+    BlockFormat.Q8_0: _q8_0,
+    BlockFormat.Q2_K: _q2_k,
+    BlockFormat.Q3_K: _q3_k,
+    BlockFormat.Q4_K: _q4_k,
+    BlockFormat.Q5_K: _q5_k,
+    BlockFormat.Q6_K: _q6_k,
+    BlockFormat.IQ4_NL: _iq4_nl,
+    BlockFormat.IQ4_XS: _iq4_xs,
+    BlockFormat.MXFP4: _mxfp4,
 }

@@ -7,12 +7,14 @@ scale`.
 
 from __future__ import annotations
 
-from collections.abc import Set
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Mapping, Set
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Protocol
 
 from freight.errors import CheckpointError
+from freight.fp8.block_formats import BlockFormat
 from freight.fp8.formats import Format, Granularity
 
 
@@ -132,6 +134,7 @@ class LinearScheme:
                    (`fp8.mxfp4`) and for what has `four`
     integers       whether the stored numbers are INT8
     four           a matrix in 4 bits with tensors of its own; None: in 8 bits, or experts of gpt-oss
+    blocks         a matrix of a GGUF file, in blocks; None: another
     """
 
     scales: WeightScales
@@ -142,6 +145,12 @@ class LinearScheme:
     bits: int = 8
     integers: bool = False
     four: FourBits | None = None
+    blocks: BlockFormat | None = None
+
+    @staticmethod
+    def in_blocks(format: BlockFormat) -> LinearScheme:
+        """Return the scheme of a matrix of a GGUF file."""
+        return LinearScheme(WeightScales.BLOCK, Activations.PLAIN, (1, format.group), blocks=format)
 
     @staticmethod
     def in_four_bits(
@@ -167,6 +176,8 @@ class LinearScheme:
     def __str__(self) -> str:
         if self.four is not None:
             return f"{self.four}, activations {self.activations}"
+        if self.blocks is not None:
+            return str(self.blocks)
         shared = str(self.scales)
         if self.block:
             rows, columns = self.block
@@ -334,6 +345,8 @@ class Scheme:
                     mode, which stores none
     description     one line for the user
     rules           schemes of Linear weights; the first rule that matches counts
+    blocks          the formats of the matrices of a GGUF file, by module; `weight_format` is None
+    decoded         other types of matrices in a GGUF file, which are decoded as they load
     uncompressed    whether the producer says that weights are not stored in `weight_format` yet;
                     tensors show whether they are (`checkpoint.linears.dense_scheme`)
     unused          (pattern of `*` and `?`, reason) of tensors that the producer writes and Freight
@@ -348,6 +361,8 @@ class Scheme:
     rules: tuple[Rule, ...] = ()
     unused: tuple[tuple[str, str], ...] = ()
     uncompressed: bool = False
+    blocks: Mapping[str, BlockFormat] = field(default_factory=dict, hash=False)
+    decoded: tuple[str, ...] = ()
 
     @property
     def weights(self) -> str:
@@ -378,9 +393,10 @@ class Scheme:
     @property
     def is_final(self) -> bool:
         """Whether the checkpoint is a quantizer's result, so that `freight quantize` refuses it.
-        Experts in MXFP4 are no obstacle: so gpt-oss is published.
+        Experts in MXFP4 are no obstacle: so gpt-oss is published. Nor is a GGUF file, which many
+        have alone: its decoded weights are quantized.
         """
-        return self.method not in (None, "mxfp4")
+        return self.method not in (None, "mxfp4", "gguf")
 
     @property
     def has_four_bits(self) -> bool:
@@ -407,7 +423,16 @@ class Scheme:
         """Return the scheme of the weight of `module` ('model.layers.0.mlp.down_proj'); None if it
         was not quantized.
         """
+        if module in self.blocks:
+            return LinearScheme.in_blocks(self.blocks[module])
         for rule in self.rules:
             if rule.pattern.match(module):
                 return rule.linear
         return None
+
+    @property
+    def counted_blocks(self) -> str:
+        """The formats of a GGUF file's matrices with their numbers: 'q4_k in 169, q6_k in 29, iq2_xs'."""
+        counts = Counter(self.blocks.values())
+        parts = [f"{format} in {count}" for format, count in counts.most_common()]
+        return ", ".join((*parts, *self.decoded))

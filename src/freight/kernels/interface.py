@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
+import torch
 from torch import Tensor
 
 from freight.operands.activation import Activation, GatedActivation, GateFunction
@@ -82,6 +83,13 @@ class KernelSet(Protocol):
         """
         ...
 
+    @property
+    def multiplies_blocks(self) -> bool:
+        """Say whether `pack` and `pack_experts` take matrices in a GGUF file's blocks
+        (`BlockFormat.is_multiplied`), whose inputs are rounded to INT8 in groups.
+        """
+        ...
+
     def pack(self, weight: Weight) -> PackedWeight:
         """Pack `weight` for this set's `linear`; called once, at load.
 
@@ -102,6 +110,22 @@ class KernelSet(Protocol):
         table: [table_rows, size] in a dtype of 16 or 32 bits; ids: [rows] int64; base: [rows,
         size]. The result has base's dtype, or table's without `base`; the rows, each product and
         the sum are rounded to it.
+        """
+        ...
+
+    def packed_rows(
+        self,
+        table: PackedWeight,
+        ids: Tensor,
+        dtype: torch.dtype,
+        multiplier: float = 1.0,
+        base: Tensor | None = None,
+        factor: float = 1.0,
+    ) -> Tensor:
+        """Return (base + table[ids] * multiplier) * factor, [rows, size] in `dtype`: the rows, each
+        product and the sum are rounded to it.
+
+        table: packed from blocks, [table_rows, size]; ids: [rows] int64; base: [rows, size] in `dtype`
         """
         ...
 

@@ -23,7 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from freight.errors import KernelError
-from freight.fp8 import mxfp4
+from freight.fp8 import blocks, mxfp4
+from freight.fp8.blocks import BlockFormat, Integers
 from freight.fp8.cast import (
     amax,
     clipped,
@@ -67,6 +68,8 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None, float32: bool 
         return linear(x[:, weight.order], replace(weight, order=None), bias, float32)
     if weight.activations is Activations.GROUPS:
         return _grouped_linear(x, weight, bias, float32)
+    if weight.blocks is not None:
+        return linear(x, Weight(weight.dequantized().to(x.dtype)), bias, float32)
     if weight.groups is not None and weight.scale is None and x.dtype is not torch.float16:
         decoded = Weight(weight.groups.decode(weight.data).to(x.dtype))
         return linear(x, decoded, bias, float32)
@@ -200,14 +203,16 @@ def int8_groups(x: Tensor, size: int) -> tuple[Tensor, Tensor]:
     return codes, scale.masked_fill(groups.isnan().any(-1), torch.nan)
 
 
-def weight_integers(weight: Weight, part: slice[int, int, None]) -> tuple[Tensor, Tensor]:
+def weight_integers(weight: Weight, part: slice[int, int, None]) -> Integers:
     """Return rows of a matrix with groups as integers, float32 [rows, groups, size], and the scales
     of their groups, float32 [rows, groups]: INT4 minus its zero points; INT8; E2M1 twice its
-    values, with half the scales.
+    values, with half the scales; blocks of GGUF files, of which some have minima, too.
     """
+    if weight.blocks is not None:
+        return _block_integers(weight.data[part], weight.blocks)
     if weight.is_mxfp4:
-        blocks, exponents = weight.mxfp4_bytes
-        data = blocks[part].flatten(1)
+        stored, exponents = weight.mxfp4_bytes
+        data = stored[part].flatten(1)
         scales = (exponents[part].double() - mxfp4.BIAS).exp2().float()
         groups = Groups(Codes.E2M1, mxfp4.GROUP, scales)
     else:
@@ -218,19 +223,31 @@ def weight_integers(weight: Weight, part: slice[int, int, None]) -> tuple[Tensor
     codes = replace(groups, scales=torch.ones_like(scales)).decode(data)
     codes = codes.unflatten(1, (-1, groups.size))
     if groups.codes is not Codes.E2M1:
-        return codes, scales
-    # A group of zeros in MXFP4 may have any scale, infinity too
-    return 2 * codes, (scales / 2).masked_fill((codes == 0).all(-1), 1.0)
+        return Integers(codes, scales)
+    return Integers(2 * codes, _of_any_zeros(2 * codes, scales / 2))
+
+
+def _of_any_zeros(codes: Tensor, scales: Tensor) -> Tensor:
+    """Return the scales; of groups of zeros, which in MXFP4 may have any, infinity too, 1."""
+    return scales.masked_fill((codes == 0).all(-1), 1.0)
+
+
+def _block_integers(rows: Tensor, format: BlockFormat) -> Integers:
+    integers = blocks.integers(rows, format)
+    if format is not BlockFormat.MXFP4:
+        return integers
+    return integers._replace(scales=_of_any_zeros(integers.codes, integers.scales))
 
 
 def _grouped_linear(x: Tensor, weight: Weight, bias: Tensor | None, float32: bool) -> Tensor:
-    """Compute `linear` over weights in 4 bits or INT8 and inputs rounded to INT8, both in groups, so
-    that every set of kernels gives the same bits.
+    """Compute `linear` over weights in 4 bits, INT8 or blocks of GGUF files and inputs rounded to
+    INT8, both in groups, so that every set of kernels gives the same bits.
 
     A group's term is the exact sum of its integer products (at most 128 * 128 * 128 in magnitude,
     which float32 holds) times the product of both scales; both products round to
-    float32. Terms are added in order, each sum rounded. Then come the scale of the weight's row,
-    the bias, and one rounding unless the result stays float32.
+    float32. With minima a group has a second term after the first: the sum of its codes of x times
+    their scale, times the minimum, both rounded. Terms are added in order, each sum rounded. Then
+    come the scale of the weight's row, the bias, and one rounding unless the result stays float32.
     """
     size = weight.group_size
     codes, scale = int8_groups(x, max(size, LEAST_GROUP))
@@ -239,11 +256,14 @@ def _grouped_linear(x: Tensor, weight: Weight, bias: Tensor | None, float32: boo
     out = x.new_empty(len(x), len(weight.data), dtype=_result(x, float32))
     for begin in range(0, len(weight.data), OUTPUT_TILE):
         part = slice(begin, begin + OUTPUT_TILE)
-        matrix, factors = weight_integers(weight, part)
+        matrix, factors, minima = weight_integers(weight, part)
         product = torch.zeros(len(x), len(matrix), dtype=torch.float32, device=x.device)
         for group in range(matrix.shape[1]):
             total = F.linear(terms[:, group], matrix[:, group])
             product += total * (scale[:, group, None] * factors[:, group])
+            if minima is not None:
+                sums = terms[:, group].sum(-1) * scale[:, group]
+                product += sums[:, None] * minima[:, group]
         if weight.scale is not None and not weight.is_mxfp4:
             product *= weight.scale[part]
         out[:, part] = product if bias is None else product + bias[part].float()

@@ -8,6 +8,7 @@ round once, to their input's dtype, unless they say otherwise.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +17,7 @@ from torch import Tensor
 from freight.kernels.reference import rms_norm
 from freight.operands.activation import Activation, GateFunction
 from freight.operands.packed import JoinedPart, PackedWeight
+from freight.operands.weight import Weight
 
 
 def lookup(
@@ -36,6 +38,25 @@ def lookup(
     if base is not None:
         rows = base + rows
     return rows if factor == 1 else rows * factor
+
+
+def packed_rows(
+    table: PackedWeight,
+    ids: Tensor,
+    dtype: torch.dtype,
+    multiplier: float = 1.0,
+    base: Tensor | None = None,
+    factor: float = 1.0,
+) -> Tensor:
+    """Return (base + table[ids] * multiplier) * factor, as `lookup` in the decoded table, rounded to
+    `dtype`.
+
+    table: [table_rows, size] in blocks; ids: [rows] int64; base: [rows, size]
+    """
+    assert isinstance(table, Weight)
+    rows = replace(table, data=table.data[ids]).dequantized().to(dtype)
+    every = torch.arange(len(ids), dtype=torch.int64, device=ids.device)
+    return lookup(rows, every, multiplier, base, factor)
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:

@@ -32,6 +32,7 @@ class ReferenceKernels:
     packs_mxfp4 = False
     packs_groups = True
     lookup = staticmethod(reference_rows.lookup)
+    packed_rows = staticmethod(reference_rows.packed_rows)
     add_rms_norm = staticmethod(reference.add_rms_norm)
     add_layer_norm = staticmethod(reference_rows.add_layer_norm)
     activated = staticmethod(reference_rows.activated)
@@ -67,6 +68,10 @@ class ReferenceKernels:
         assert isinstance(x, Tensor)
         assert isinstance(weight, Weight)
         return reference.linear(x, weight, bias, float32)
+
+    @property
+    def multiplies_blocks(self) -> bool:
+        return self.int8_activations
 
     def route(self, x: Tensor, router: Router) -> tuple[Tensor, Tensor]:
         logits = self.linear(x.float(), router.matrix, router.bias)

@@ -180,16 +180,18 @@ def make_plan(
     hf_quant_config: JsonObject | None = None,
     stored: Format | None = None,
     ignore_keys: Collection[str] = (),
+    scheme: Scheme | None = None,
 ) -> Plan:
     """Return what fits of the model that `config`, the content of a config.json, describes.
     `stored` is the dtype of its tensors, where that is known; `ignore_keys` of config.json are read
-    over.
+    over; `scheme` is that of a GGUF file, in the place of what `config` declares.
 
     Raises CheckpointError for a model that Freight does not run, ConfigError for a wish that no
     memory serves and for ranks that cannot divide the model, and CapacityError if the weights do not fit in any format.
     """
     model = _read(config, stored, ignore_keys)
-    scheme = read_scheme(config, hf_quant_config)
+    if scheme is None:
+        scheme = read_scheme(config, hf_quant_config)
     context = _check(wish, model)
     compute = model.checkpoint_format
     source = model.dtype_source
@@ -294,6 +296,10 @@ def _forms(model: ModelConfig, scheme: Scheme, compute: Format, device: str) -> 
         return
     if scheme.weight_format is not None:
         yield Form(scheme.weight_formats, fp8, scheme.linear, in_four_bits=scheme.has_four_bits)
+        return
+    if scheme.blocks and device == "cpu":
+        names = " and ".join(sorted(set(scheme.blocks.values())))
+        yield Form(names, compute, scheme.linear, in_four_bits=True)
         return
     yield Form(compute, compute, lambda _: None)
     if model.foreign is None or model.foreign.rounded:

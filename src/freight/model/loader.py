@@ -18,10 +18,12 @@ import torch
 from torch import Tensor
 
 from freight.checkpoint.four_bits import StoredGroups, StoredPowers
+from freight.checkpoint.gguf.stored import StoredBlocks, find_blocks
 from freight.checkpoint.linears import StoredLinear
 from freight.checkpoint.mxfp4 import StoredExperts, describe
 from freight.checkpoint.reader import Checkpoint
 from freight.errors import ConfigError
+from freight.fp8.cast import torch_dtype
 from freight.fp8.formats import Format
 from freight.fp8.scheme import Scheme
 from freight.kernels.interface import KernelSet
@@ -52,7 +54,7 @@ from freight.model.shares import Share, share_of
 from freight.model.sources import CheckpointSource, Stored, WeightSource, in_halves
 from freight.model.stored import find_stored
 from freight.operands.experts import ExpertLayers, Router
-from freight.operands.packed import PackedExperts
+from freight.operands.packed import PackedExperts, PackedWeight
 from freight.operands.rotary import Rotary
 from freight.operands.weight import Weight
 
@@ -68,18 +70,23 @@ class ModelBuilder(Builder):
         """Build the embedding. Its rows are multiplied by `ModelConfig.embedding_multiplier` and
         divided by `divisor`.
         """
-        weight = self.tensor(self.names.embedding)
+        stored = self.source.embedding(self.names.embedding, self.shapes[self.names.embedding])
+        weight: Tensor | PackedWeight
+        if isinstance(stored, Weight):
+            weight = self.kernels.pack(stored)
+        else:
+            weight = stored
+        device = stored.data.device if isinstance(stored, Weight) else stored.device
+        dtype = torch_dtype(self.source.compute_format)
         multiplier = self.config.embedding_multiplier
         if multiplier is not None and self.config.rounds_multiplier:
             exact = torch.tensor(multiplier, dtype=torch.float32, device="cpu")
-            multiplier = exact.to(weight.dtype).item()
+            multiplier = exact.to(dtype).item()
         norm = None
         if self.config.embedding_norm:
             # The norm has no weights of the model: these divide its result by `divisor`.
             width = self.config.embedding_size or self.config.hidden_size
-            factors = torch.full(
-                (width,), 1 / self.divisor, dtype=torch.float32, device=weight.device
-            )
+            factors = torch.full((width,), 1 / self.divisor, dtype=torch.float32, device=device)
             norm = RMSNorm(factors, self.config.norm_eps, self.kernels)
         elif self.divisor != 1:
             multiplier = (1.0 if multiplier is None else multiplier) / self.divisor
@@ -93,6 +100,7 @@ class ModelBuilder(Builder):
             positions=positions,
             norm=norm,
             gathers=self.share is not None,
+            dtype=dtype,
         )
 
     def layer(self, index: int, ropes: Mapping[int | None, Rotary]) -> DecoderLayer:
@@ -167,14 +175,20 @@ class ModelBuilder(Builder):
         names = self.names
         if c.per_layer_vocab_size is None:
             return None
-        table = self.source.table(
+        stored = self.source.table(
             names.per_layer_table, self.shapes[names.per_layer_table], c.checkpoint_format
         )
+        table: Tensor | PackedWeight
+        if isinstance(stored, Weight):
+            table = self.kernels.pack(stored)
+        else:
+            table = stored
         name = f"{names.per_layer_projection}.weight"
         weight = self.source.head(name, self.shapes[name])
         size = c.per_layer_size // c.num_layers  # values of a token's vector for one layer
         if only is not None:
             assert weight.scale is None, "calibration reads weights that are not quantized"
+            assert isinstance(table, Tensor)
             part = slice(only * size, (only + 1) * size)
             table = table[:, part]
             weight = Weight(weight.data[part].contiguous())
@@ -350,14 +364,20 @@ def build_decoder(
             weight = builder.norm_weight(names.norm, offset=False)
         final_norm = builder.norm(names.norm, weight)
     embedding = builder.embedding()
-    if config.tie_word_embeddings:
-        head = Weight(embedding.weight)
-    else:
+    input_limit = None
+    packed_head: PackedWeight
+    if not config.tie_word_embeddings:
         head = source.head(names.head, builder.shapes[names.head])
+        input_limit = head.input_limit
+        packed_head = kernels.pack(head)
+    elif isinstance(embedding.weight, Tensor):
+        packed_head = kernels.pack(Weight(embedding.weight))
+    else:
+        packed_head = embedding.weight
     logits_head = LogitsHead(
-        kernels.pack(head),
+        packed_head,
         kernels,
-        input_limit=head.input_limit,
+        input_limit=input_limit,
         soft_cap=config.logit_soft_cap,
         projection=builder.outer(names.project_out),
         divisor=config.logit_divisor,
@@ -396,6 +416,8 @@ def load_model(
     packed = matrices.packed
     require_groups(kernels, matrices.four, int4)
     stored: dict[str, Stored] = {**linears, **matrices.four}
+    if kernels.multiplies_blocks and not weight_format.is_quantized:
+        stored |= computed_blocks(checkpoint, config)
     if share is not None:
         require_whole_blocks(share, linears)
         stored, packed = present_share(checkpoint, share, stored, packed)
@@ -418,6 +440,32 @@ def load_model(
         if count:
             logger.info("%d tensors are not used: scales %s", count, reason)
     return build_decoder(config, source, kernels, max_len, device, share)
+
+
+def computed_blocks(checkpoint: Checkpoint, config: ModelConfig) -> dict[str, StoredBlocks]:
+    """Return the matrices that are computed in a GGUF file's blocks. Experts whose gate and up have
+    different blocks are decoded, because the two become one matrix.
+    """
+    blocks = find_blocks(checkpoint, tensor_shapes(config))
+    names = tensor_names(config)
+    for index, layer in enumerate(config.layers):
+        if not isinstance(layer.feed_forward, MoEConfig) or names.interleaved:
+            continue
+        prefix = names.layer.format(index)
+        decoded = []
+        for expert in range(layer.feed_forward.num_experts):
+            module = prefix + names.expert.format(expert)
+            parts = [f"{module}{part}.weight" for part in names.expert_gate_up]
+            formats = {blocks[part].format if part in blocks else None for part in parts}
+            if len(formats) > 1:
+                decoded += parts
+        if decoded:
+            logger.info(
+                "%s and others: decoded, because gate and up have different blocks", decoded[0]
+            )
+        for part in decoded:
+            blocks.pop(part, None)
+    return blocks
 
 
 def require_groups(
@@ -471,6 +519,7 @@ def present_share(
     experts = dict(packed)
     head, of_head = share.head
     embedding = tensor_names(share.whole).embedding
+    looked_up = (embedding, tensor_names(share.whole).per_layer_table)
     # the head first: it may be a part of the embedding
     for name in sorted(share.pieces, key=lambda name: name != head):
         pieces = share.pieces[name]
@@ -482,7 +531,10 @@ def present_share(
             experts[name] = packed[name].of_outputs(checkpoint, outputs)
         elif matrix is None:
             checkpoint.narrow(of_model, pieces, name)
-        elif of_model != embedding:
+        elif name in looked_up and isinstance(matrix, StoredBlocks):
+            del cut[name]  # its columns are cut: decoded
+            checkpoint.narrow(of_model, pieces, name)
+        elif of_model != embedding or isinstance(matrix, StoredBlocks):
             cut[name] = matrix.of_rows(_rows(pieces))
             if isinstance(matrix, StoredLinear):
                 checkpoint.narrow(matrix.weight, pieces)

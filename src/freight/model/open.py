@@ -19,11 +19,11 @@ from freight.base import openmp
 from freight.base.fields import JsonObject
 from freight.cache.spec import KVCacheSpec, cache_spec
 from freight.checkpoint.kv_scales import read_kv_scales, read_scale_json
-from freight.checkpoint.layouts import read_scheme
 from freight.checkpoint.linears import dense_scheme
+from freight.checkpoint.open import open_files, scheme_of
 from freight.checkpoint.rank_export import refuse_to_run
 from freight.checkpoint.reader import Checkpoint, resolve_model
-from freight.errors import CheckpointError, ConfigError, choices, shown
+from freight.errors import CheckpointError, ConfigError, choices, listed, shown
 from freight.fp8.formats import Format
 from freight.fp8.scheme import INT4_GROUP, KVScales, Scheme
 from freight.kernels.interface import KernelSet
@@ -77,13 +77,13 @@ def open_checkpoint(
 
 
 def open_folder(path: Path, name: str, ignore_keys: Collection[str] = ()) -> OpenCheckpoint:
-    """Open the checkpoint in `path`, which the user named `name`."""
+    """Open the checkpoint in `path`, a folder or a GGUF file, which the user named `name`."""
     refuse_to_run(path, name)
-    checkpoint = Checkpoint(path)
+    checkpoint = open_files(path)
     config = read_model_config(
         checkpoint.config, checkpoint.names, checkpoint.stored_format, ignore_keys
     )
-    scheme = dense_scheme(checkpoint, read_scheme(checkpoint.config, checkpoint.hf_quant_config))
+    scheme = dense_scheme(checkpoint, scheme_of(checkpoint))
     config = with_stored_head(checkpoint, config)
     present_written(checkpoint, config)
     present_experts(checkpoint, config, scheme)
@@ -165,10 +165,16 @@ class OpenModel:
         )
 
     def weight_dtype(self, config: EngineConfig) -> str:
-        """Return the format of Linear weights: 'int4', 'fp8_e4m3fn', 'bfloat16'."""
+        """Return the format of Linear weights: 'int4', 'fp8_e4m3fn', 'bfloat16', 'q4_k and q6_k'."""
         if config.int4:
             return "int4"
+        if multiplies_blocks(config, self.scheme):
+            return " and ".join(sorted(set(self.scheme.blocks.values())))
         return self.scheme.weight_formats or str(config.weight_format)
+
+    def multiplies_blocks(self, config: EngineConfig) -> bool:
+        """Return whether matrices in a GGUF file's blocks are multiplied as they are stored."""
+        return multiplies_blocks(config, self.scheme)
 
     def with_rank_scales(self, config: EngineConfig) -> EngineConfig:
         """Return `config`, resolved for the whole model, with the KV scales of this rank."""
@@ -262,7 +268,10 @@ class OpenModel:
         formats = config.compute_format, config.weight_format
         model = self.model.for_context(config.max_model_len)
         self._log_dtype(config.compute_format)
-        line = describe_weights(*formats, self.scheme, self.model, config.int4)
+        if self.scheme.blocks or self.scheme.decoded:
+            line = describe_blocks(config, self.scheme)
+        else:
+            line = describe_weights(*formats, self.scheme, self.model, config.int4)
         if config.int8_activations:
             line += INT8_ACTIVATIONS
         logger.info("%s", line)
@@ -398,6 +407,9 @@ def open_model(args: EngineArgs) -> OpenModel:
     unread = stored.model.unread_keys.describe()
     if unread is not None:
         logger.info("%s", unread)
+    if stored.checkpoint.unread_metadata:
+        keys = listed(stored.checkpoint.unread_metadata, 8)
+        logger.info("metadata that decides nothing and is not read: %s", keys)
     device = probe(args.computes_on)
     if device.note:
         logger.info("%s", device.note)
@@ -422,9 +434,32 @@ def open_random(args: EngineArgs, shape: str) -> OpenModel:
     )
 
 
-INT8_ACTIVATIONS = (
-    "; inputs of those in 4 bits: rounded to INT8 in groups (--activations bfloat16: not)"
-)
+INT8_ACTIVATIONS = "; inputs of those in groups: rounded to INT8 (--activations bfloat16: not)"
+
+
+def multiplies_blocks(config: EngineConfig, scheme: Scheme) -> bool:
+    """Return whether matrices in a GGUF file's blocks are multiplied as they are stored."""
+    return bool(scheme.blocks) and config.int8_activations and not config.weight_format.is_quantized
+
+
+def describe_blocks(config: EngineConfig, scheme: Scheme) -> str:
+    """Return the start-up line about the weights of a GGUF file."""
+    if config.int4 or config.weight_format.is_quantized:
+        target = "int4" if config.int4 else str(config.weight_format)
+        return (
+            f"weights: {target}, rounded as they load from {scheme.counted_blocks} matrices, which are rounded "
+            f"already; embedding and head: {config.compute_format}"
+        )
+    if not multiplies_blocks(config, scheme):
+        return f"weights: {config.compute_format}, decoded as they load from {scheme.counted_blocks} matrices"
+    line = f"weights: {scheme.counted_blocks} matrices, as stored (gguf)"
+    decoded = {str(format) for format in scheme.blocks.values() if not format.is_multiplied}
+    decoded.update(scheme.decoded)
+    if decoded:
+        line += (
+            f", but those in {' and '.join(sorted(decoded))}: decoded to {config.compute_format}"
+        )
+    return line
 
 
 def describe_weights(

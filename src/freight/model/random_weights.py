@@ -59,6 +59,9 @@ class RandomSource:
         bound = math.sqrt(3.0 / math.prod(shape[1:]))
         return values.uniform_(-bound, bound, generator=self.generator)
 
+    def embedding(self, name: str, shape: Shape) -> Tensor:
+        return self.tensor(name, shape)
+
     def table(self, name: str, shape: Shape, format: Format) -> Tensor:
         return replace(self, compute_format=narrower(self.compute_format, format)).tensor(
             name, shape
@@ -133,6 +136,13 @@ class CutSource:
         if name == self.share.head[1]:
             self._shared[name] = uncut
         return self._cut(name, uncut)
+
+    @property
+    def compute_format(self) -> Format:
+        return self.source.compute_format
+
+    def embedding(self, name: str, shape: Shape) -> Tensor:
+        return self.tensor(name, shape)
 
     def table(self, name: str, shape: Shape, format: Format) -> Tensor:
         return self._cut(name, self.source.table(name, self._shapes[name], format))

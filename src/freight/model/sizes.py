@@ -13,6 +13,7 @@ from enum import StrEnum
 from math import prod
 
 from freight.checkpoint.headers import Shape
+from freight.fp8.block_formats import BlockFormat
 from freight.fp8.formats import Format
 from freight.fp8.scheme import (
     INT4_GROUP,
@@ -48,6 +49,8 @@ _BLOCK = 128  # outputs and inputs that share a block scale
 _SCALE = 4  # bytes of a scale
 # Bytes of 32 inputs of 16 rows: 256 of 4-bit codes, and a byte per row for the scale
 _MXFP4_UNIT = 272
+# Bytes of a block of a row as kernels hold it, where scales of 6 bits become bytes (csrc/packed.h)
+_UNPACKED = {BlockFormat.Q4_K: 148, BlockFormat.Q5_K: 180, BlockFormat.IQ4_XS: 138}
 
 
 def int4_online(module: str) -> LinearScheme:
@@ -133,6 +136,14 @@ def group_bytes(rows: int, columns: int, four: FourBits, layout: Layout) -> int:
     unit = 32 * (together // 2 + together // size * of_group)
     more = _SCALE * _up(rows, 16) + 4 * columns * four.ordered
     return -(-rows // 32) * -(-columns // together) * unit + more
+
+
+def block_bytes(rows: int, columns: int, format: BlockFormat, layout: Layout) -> int:
+    """Return the bytes of a matrix in a GGUF file's blocks that is multiplied as it is stored."""
+    if layout is Layout.PLAIN:
+        return rows * format.row_bytes(columns)
+    piece = _UNPACKED.get(format, format.bytes)  # of a row
+    return 32 * -(-rows // 32) * columns // format.inputs * piece + _SCALE * _up(rows, 16)
 
 
 def loaded_bytes(
@@ -250,19 +261,26 @@ class _Count:
             for projection in parts.projections.values()
         )
         size += sum(count * self.matrix(rows, columns) for count, rows, columns in parts.by_head)
-        size += sum(self.matrix(*self.shape(prefix + name)) for name in parts.alone)
-        merged = [
-            self.shape(prefix + name)
-            for name in parts.kept
-            if name not in (*parts.alone, parts.cut)
-        ]
-        if merged:  # one matrix, so one padding
-            (columns,) = {columns for _, columns in merged}
-            size += self.matrix(sum(rows for rows, _ in merged), columns)
+        size += sum(self.kept([prefix + name]) for name in parts.alone)
+        size += self.kept(
+            [prefix + name for name in parts.kept if name not in (*parts.alone, parts.cut)]
+        )
         size += sum(self.norm_weight(self.values(prefix, name)) for name in parts.norms)
         plain = sum(self.values(prefix, name) for name in parts.plain)
         size += self.compute.bytes * (plain + parts.factors)
         return size + 4 * (sum(self.values(prefix, name) for name in parts.exact) + parts.made)
+
+    def kept(self, modules: Sequence[str]) -> int:
+        """Count projections of one input that stay in the compute dtype, or in blocks: one matrix, so
+        one padding, if all are in the same.
+        """
+        schemes = [self.outer_blocks(module) for module in modules]
+        rows = [self.shape(module)[0] for module in modules]
+        columns = [self.shape(module)[1] for module in modules]
+        if len({None if scheme is None else scheme.blocks for scheme in schemes}) == 1:
+            return self.quantized(sum(rows), columns[0], schemes[0])
+        parts = zip(rows, columns, schemes, strict=True)
+        return sum(self.quantized(*part) for part in parts)
 
     def per_layer(self, prefix: str, layer: LayerConfig) -> int:
         """Count the projections of the layer's own embedding, and the norm after them."""
@@ -288,12 +306,7 @@ class _Count:
         )
         size += 4 * hidden + 3 * self.norm_weight(hidden) if mlp.parallel_experts else 0
         size += sum(
-            self.dense(
-                prefix + names.expert.format(index),
-                mlp.expert,
-                names.expert_gate_up,
-                names.expert_down,
-            )
+            self.expert(prefix + names.expert.format(index), mlp.expert)
             for index in range(mlp.num_experts)
         )
         if mlp.latent_size is not None:
@@ -306,6 +319,19 @@ class _Count:
             size += self.dense(prefix, mlp.shared, *shared_names(names))
             size += self.matrix(1, hidden) if mlp.shared_gate else 0
         return size
+
+    def expert(self, prefix: str, mlp: DenseConfig) -> int:
+        """Count an expert. Gate and up in different blocks are decoded, because they become one matrix."""
+        names = self.names
+        shapes = [self.shape(prefix + part) for part in names.expert_gate_up]
+        schemes = [self.linear_of(prefix + part) for part in names.expert_gate_up]
+        blocks = {None if scheme is None else scheme.blocks for scheme in schemes}
+        if len(blocks) == 1:
+            return self.dense(prefix, mlp, names.expert_gate_up, names.expert_down)
+        rows = sum(outputs for outputs, _ in shapes)
+        bias = rows * self.compute.bytes if mlp.bias else 0
+        gate_up = self.matrix(rows, shapes[0][1]) + bias
+        return gate_up + self.projections(prefix, (names.expert_down,), mlp.bias)
 
     def dense(self, prefix: str, mlp: DenseConfig, gate_up: tuple[str, ...], down: str) -> int:
         """Count a feed-forward."""
@@ -337,7 +363,9 @@ class _Count:
             stored = None if one is None else _held(one, (count, columns))
             blocks |= stored is WeightScales.BLOCK
             kinds.append(
-                None if one is None else (stored, one.activations, one.input_limit, one.four)
+                None
+                if one is None
+                else (stored, one.activations, one.input_limit, one.four, one.blocks)
             )
         spanning = blocks and any(count % _BLOCK for count in rows[:-1])
         if len(set(kinds)) == 1 and not spanning:
@@ -352,6 +380,10 @@ class _Count:
         """Count a matrix of the layers and its scales."""
         if scheme is None:
             return self.matrix(rows, columns)
+        if scheme.blocks is not None:
+            if not scheme.blocks.is_multiplied:
+                return self.matrix(rows, columns)
+            return block_bytes(rows, columns, scheme.blocks, self.layout)
         if scheme.four is not None and scheme.four.packing is not Packing.MXFP4:
             four = scheme.four
             if four.group is not None and columns % four.group:  # of `--quantization int4`
@@ -376,24 +408,50 @@ class _Count:
             return 2 * size * self.compute.bytes
         return self.norm_weight(size)
 
+    def outer_blocks(self, module: str) -> LinearScheme | None:
+        """Return the scheme of a projection beside the layers if it is in blocks, else None."""
+        scheme = self.linear_of(module)
+        return scheme if scheme is not None and scheme.blocks is not None else None
+
+    def in_blocks(self, name: str) -> BlockFormat | None:
+        """Return the blocks that the embedding or the head is multiplied in; None for other forms."""
+        scheme = self.outer_blocks(module_of(name))
+        if scheme is None or scheme.blocks is None or not scheme.blocks.is_multiplied:
+            return None
+        return scheme.blocks
+
     def embeddings(self) -> int:
         """Count embedding and head. Packing copies a matrix, so a head that is tied to the
         embedding is held twice where kernels pack.
         """
         c = self.model
         width = c.embedding_size or c.hidden_size
-        size = self.values("", self.names.embedding) * self.compute.bytes
-        size += 4 * width * c.embedding_norm
-        if not c.tie_word_embeddings or self.layout is not Layout.PLAIN:
+        size = 4 * width * c.embedding_norm
+        table = self.in_blocks(self.names.embedding)
+        if table is None:
+            size += self.values("", self.names.embedding) * self.compute.bytes
+        else:
+            size += block_bytes(*self.shape(module_of(self.names.embedding)), table, self.layout)
+        if not c.tie_word_embeddings or (table is None and self.layout is not Layout.PLAIN):
             rows = self.shapes.get(self.names.head, self.shapes[self.names.embedding])[0]
-            size += matrix_bytes(rows, width, self.compute, scales=None, layout=self.layout)
+            head = self.in_blocks(self.names.head)
+            if head is None:
+                size += matrix_bytes(rows, width, self.compute, scales=None, layout=self.layout)
+            else:
+                size += block_bytes(rows, width, head, self.layout)
         if c.embedding_size is not None:
             size += self.matrix(c.hidden_size, width) + self.matrix(width, c.hidden_size)
         if c.per_layer_vocab_size is not None:
-            table = min(self.compute, c.checkpoint_format, key=lambda format: format.bytes)
-            size += self.values("", self.names.per_layer_table) * table.bytes
+            name = self.names.per_layer_table
+            blocks = self.in_blocks(name)
+            if blocks is None:
+                held = min(self.compute, c.checkpoint_format, key=lambda format: format.bytes)
+                size += self.values("", name) * held.bytes
+            else:
+                size += block_bytes(*self.shape(module_of(name)), blocks, self.layout)
             size += self.norm_weight(c.per_layer_size // c.num_layers)
-            size += self.matrix(*self.shape(self.names.per_layer_projection))
+            projection = self.names.per_layer_projection
+            size += self.quantized(*self.shape(projection), self.outer_blocks(projection))
         if c.position_offset is not None:
             size += c.max_position_embeddings * c.hidden_size * self.compute.bytes
         return size
@@ -410,6 +468,11 @@ def _held(scheme: LinearScheme, shape: tuple[int, int]) -> WeightScales:
     tall, wide = scheme.block
     fits_blocks = tall % _BLOCK == 0 and wide % _BLOCK == 0
     return WeightScales.ROW if not fits_blocks and wide >= shape[1] else WeightScales.BLOCK
+
+
+def module_of(name: str) -> str:
+    """Return the module of a tensor's name."""
+    return name.rpartition(".")[0]
 
 
 def _up(count: int, multiple: int) -> int:

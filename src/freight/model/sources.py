@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from freight.checkpoint.four_bits import StoredGroups, StoredPowers
+from freight.checkpoint.gguf.stored import StoredBlocks
 from freight.checkpoint.headers import Shape
 from freight.checkpoint.linears import StoredLinear
 from freight.checkpoint.mxfp4 import StoredExperts
@@ -26,19 +27,28 @@ from freight.fp8.weights import fit_rows, quantize_rows
 from freight.operands.weight import Activations, Codes, Groups, Weight
 
 # A matrix that its checkpoint has quantized
-Stored = StoredLinear | StoredGroups | StoredPowers
+Stored = StoredLinear | StoredGroups | StoredPowers | StoredBlocks
 
 
 class WeightSource(Protocol):
     """A source of a model's tensors, on the device that the model will run on."""
 
-    def tensor(self, name: str, shape: Shape) -> Tensor:
-        """Read an embedding, a norm or a bias, in the compute dtype."""
+    @property
+    def compute_format(self) -> Format:
+        """The compute dtype."""
         ...
 
-    def table(self, name: str, shape: Shape, format: Format) -> Tensor:
+    def tensor(self, name: str, shape: Shape) -> Tensor:
+        """Read a norm or a bias, in the compute dtype."""
+        ...
+
+    def embedding(self, name: str, shape: Shape) -> Tensor | Weight:
+        """Read the embedding of tokens, in the compute dtype, or in blocks where kernels take it so."""
+        ...
+
+    def table(self, name: str, shape: Shape, format: Format) -> Tensor | Weight:
         """Read a tensor whose rows are looked up, in `format`, the checkpoint's, or in the compute
-        dtype if that is narrower.
+        dtype if that is narrower; or in blocks where kernels take it so.
         """
         ...
 
@@ -102,8 +112,8 @@ class CheckpointSource:
     """A source that takes tensors from a checkpoint.
 
     Matrices in `stored` are quantized already: those in FP8 or INT8 become `weight_format`, those
-    in 4 bits stay so. The others are quantized to it if it has 8 bits, or keep 16 or 32 bits if
-    `rounds` is False. Experts in `packed` are in MXFP4; what is in MXFP4 stays so with
+    in 4 bits and in a GGUF file's blocks stay so. The others are quantized to it if it has 8 bits,
+    or keep 16 or 32 bits if `rounds` is False. Experts in `packed` are in MXFP4; what is in MXFP4 stays so with
     `keeps_mxfp4` where it can. With `int4` the matrices that would be rounded become INT4
     (`round_to_int4`).
     """
@@ -124,7 +134,16 @@ class CheckpointSource:
         stored = self.checkpoint.take(name, shape)
         return stored.to(device=self.device, dtype=torch_dtype(self.compute_format)).contiguous()
 
-    def table(self, name: str, shape: Shape, format: Format) -> Tensor:
+    def embedding(self, name: str, shape: Shape) -> Tensor | Weight:
+        stored = self.stored.get(name)
+        if isinstance(stored, StoredBlocks):
+            return stored.read(self.checkpoint, self.device)
+        return self.tensor(name, shape)
+
+    def table(self, name: str, shape: Shape, format: Format) -> Tensor | Weight:
+        stored = self.stored.get(name)
+        if isinstance(stored, StoredBlocks):
+            return stored.read(self.checkpoint, self.device)
         return replace(self, compute_format=narrower(self.compute_format, format)).tensor(
             name, shape
         )
@@ -153,7 +172,7 @@ class CheckpointSource:
 
     def _stored(self, name: str) -> Weight:
         stored = self.stored[name]
-        if isinstance(stored, StoredGroups):
+        if isinstance(stored, StoredGroups | StoredBlocks):
             return stored.read(self.checkpoint, self.device)
         if isinstance(stored, StoredPowers):
             formats = self.compute_format, self.weight_format

@@ -15,6 +15,7 @@ from freight.checkpoint.mxfp4 import StoredExperts
 from freight.checkpoint.reader import Checkpoint
 from freight.checkpoint.writer import CheckpointWriter, require_space
 from freight.errors import CheckpointError
+from freight.fp8.cast import torch_dtype
 from freight.fp8.formats import Format
 from freight.fp8.four_bits import int4_scale_dtype, round_int4, round_mxfp4
 from freight.fp8.weights import quantize_blocks, quantize_rows, quantize_tensor
@@ -80,6 +81,7 @@ def write_quantized(
     ]
     ignored = in_both_names(model, (*ignored, *others_in_16_bits))
     shapes = tensor_shapes(model) | of_others
+    others = checkpoint.other_files()  # first: an unknown tokenizer is refused before the work
     before = 0
     after = 0
     with CheckpointWriter(out, overwrite=overwrite) as writer:
@@ -96,6 +98,8 @@ def write_quantized(
             if kind == "weight" and like in linear:
                 input_scale = calibration.input_scales.get(like)
                 tensors = _rounded(name, tensors[name], plan, scales_in, input_scale)
+            elif name in tensors and checkpoint.block_format(name) is not None:
+                tensors = {name: tensors[name].to(torch_dtype(model.checkpoint_format))}
             after += _num_bytes(tensors)
             writer.add(tensors)
             on_progress("writing", done, len(shapes))
@@ -112,7 +116,7 @@ def write_quantized(
             named, files = write_extras(calibration.kv_finer)
             declared |= named
         checkpoint.require_unchanged()
-        writer.finish(declared, checkpoint.path, files)
+        writer.finish(declared, checkpoint.path, {**others, **files})
     return before, after
 
 

@@ -168,10 +168,10 @@ def fp8_attention(args: EngineArgs, compute: Format, stored: Format, device: Dev
 
 
 def int8_activations(args: EngineArgs, four_bits: bool, device: DeviceFacts) -> bool:
-    """Return whether products with weights in 4 bits round their inputs to INT8 in groups: by
-    default wherever there are such products.
+    """Return whether products with weights in 4 bits, or in a GGUF file's blocks, round their inputs
+    to INT8 in groups: by default wherever there are such products.
 
-    four_bits: whether the model has weights in 4 bits. Raises ConfigError if it was requested and
+    four_bits: whether the model has such weights. Raises ConfigError if it was requested and
     there are none, or the device has no such products.
     """
     has_products = device.kind == "cpu" or args.kernels == "reference"
@@ -179,8 +179,8 @@ def int8_activations(args: EngineArgs, four_bits: bool, device: DeviceFacts) -> 
         return args.activations == "auto" and four_bits and has_products
     if not four_bits:
         raise ConfigError(
-            "--activations int8 is for weights in 4 bits, and this model has none: add --quantization int4, use "
-            "--quantization int8, whose activations are in INT8 too, or omit it"
+            "--activations int8 is for weights in 4 bits and in a GGUF file's blocks, and this model has none: add "
+            "--quantization int4, use --quantization int8, whose activations are in INT8 too, or omit it"
         )
     if not has_products:
         raise ConfigError(

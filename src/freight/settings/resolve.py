@@ -246,11 +246,12 @@ def resolve(
     check_kernels(kv, device, args.kernels)
     int4 = args.quantization == "int4" and rounds_to_int4(model, scheme)
     weights = _weight_format(args, model, scheme, compute, device)
+    in_blocks = bool(scheme.blocks) and args.quantization is None
     return EngineConfig(
         compute_format=compute,
         weight_format=weights,
         int4=int4,
-        int8_activations=int8_activations(args, int4 or scheme.has_four_bits, device),
+        int8_activations=int8_activations(args, int4 or in_blocks or scheme.has_four_bits, device),
         kv=with_state(kv, args.state_dtype, compute, device.native_e4m3, model),
         max_model_len=_max_model_len(args, model),
         max_num_seqs=args.max_num_seqs,

@@ -47,6 +47,7 @@ from freight.text.token_pieces import Pieces, read_decoder
 from freight.text.tokenizer_files import (
     TokenizerParts,
     read_files,
+    read_gguf_tokenizer,
     require_own_files,
     require_own_names,
 )
@@ -137,19 +138,22 @@ class Tokenizer:
         folder: str | Path,
         way_out: str = "skip_tokenizer_init=True runs without one, with token ids as prompts",
     ) -> Tokenizer:
-        """Read the tokenizer in `folder`; nothing is downloaded.
+        """Read the tokenizer in `folder`, or in a GGUF file; nothing is downloaded.
 
         Raises CheckpointError, whose message ends with `way_out`, if there is none to read.
         """
         path = Path(folder)
-        if not any(os.path.lexists(path / name) for name in _FILES):
+        read = _convert
+        if path.is_file():
+            read = read_gguf_tokenizer
+        elif not any(os.path.lexists(path / name) for name in _FILES):
             raise CheckpointError(
                 f"{path} has no tokenizer (one of {', '.join(_FILES)}); {way_out}"
             )
-        require_own_files(path)
-        read = _convert
-        if os.path.lexists(path / "tokenizer.json"):
-            read = read_files
+        else:
+            require_own_files(path)
+            if os.path.lexists(path / "tokenizer.json"):
+                read = read_files
         try:
             parts = read(path)
             return cls(

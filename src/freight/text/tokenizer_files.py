@@ -18,6 +18,8 @@ from tokenizers import Tokenizer as Backend
 
 from freight.base.fields import JsonDict, JsonObject
 from freight.base.files import outside, read_text
+from freight.base.gguf import read_gguf
+from freight.base.gguf_tokenizer import tokenizer_files
 from freight.base.patterns import FilePattern
 from freight.errors import CheckpointError, shown
 
@@ -107,20 +109,48 @@ def read_files(path: Path) -> TokenizerParts:
     # Before the library reads it, which normalizes the added tokens
     if isinstance(content, dict):
         check_growth(content, file)
-    try:
-        backend = Backend.from_str(text)
-    except Exception as error:  # the library raises nothing more special
-        raise CheckpointError(f"the tokenizer in {file} cannot be read: {error}") from error
     config = _read_json(path / "tokenizer_config.json")
     template = _chat_template(path, config)
     # The older files count only without added_tokens_decoder, as in transformers
     if "added_tokens_decoder" not in config:
         config |= _read_json(path / "special_tokens_map.json")
+    added = _read_json(path / "added_tokens.json")
+    return _make_parts(path, _backend(text, file), config, added, template)
+
+
+def read_gguf_tokenizer(path: Path) -> TokenizerParts:
+    """Read the tokenizer of a GGUF file. Raises CheckpointError for one that cannot be read."""
+    metadata = read_gguf(path).metadata
+    try:
+        files = tokenizer_files(metadata)
+    except CheckpointError as error:
+        raise CheckpointError(f"the tokenizer in {path} cannot be read: {error}") from error
+    config = json.loads(files["tokenizer_config.json"])
+    template = _chat_template(path, config)
+    return _make_parts(path, _backend(files["tokenizer.json"], path), config, {}, template)
+
+
+def _backend(text: str, file: Path) -> Backend:
+    """Make the library's tokenizer of the text of a tokenizer.json."""
+    try:
+        return Backend.from_str(text)
+    except Exception as error:  # the library raises nothing more special
+        raise CheckpointError(f"the tokenizer in {file} cannot be read: {error}") from error
+
+
+def _make_parts(
+    path: Path,
+    backend: Backend,
+    config: JsonDict,
+    added_tokens: JsonObject,
+    template: str | dict[str, str] | None,
+) -> TokenizerParts:
+    """Add to `backend` the tokens that the other files name. path: for messages."""
     try:
         special_tokens = {
             name: _content(config[name]) for name in _NAMED if config.get(name) is not None
         }
-        missing = _named_tokens(config, _read_json(path / "added_tokens.json"), special_tokens)
+        missing = _named_tokens(config, added_tokens, special_tokens)
     except (TypeError, ValueError, KeyError, AttributeError) as error:
         raise CheckpointError(
             f"the special tokens in {path / 'tokenizer_config.json'} or the files next to it cannot be read: {error!r}"

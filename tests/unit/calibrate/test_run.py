@@ -203,6 +203,13 @@ class Ledger:
     def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         return self.source.tensor(name, shape)
 
+    @property
+    def compute_format(self) -> Format:
+        return self.source.compute_format
+
+    def embedding(self, name: str, shape: tuple[int, ...]) -> torch.Tensor | Weight:
+        return self.source.embedding(name, shape)
+
     def exact(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         return self.source.exact(name, shape)
 

@@ -77,7 +77,7 @@ def test_the_dtype_is_that_of_the_tensors_where_config_json_names_none(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = base_with(tmp_path, torch.float16)
-    line = "dtype: float16, as the tensors are stored: config.json names none"
+    line = "dtype: float16, as the tensors are stored: no config names one"
     assert loaded(EngineArgs(model), caplog) == ("float16", [line])
     assert loaded(EngineArgs(model, dtype="bfloat16"), caplog) == (
         "bfloat16",

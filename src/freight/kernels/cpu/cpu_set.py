@@ -41,6 +41,7 @@ class CpuKernels:
 
     packs_mxfp4 = packs_groups = True
     lookup = method_on("library", rowwise.lookup)
+    packed_rows = method_on("library", linear.packed_rows)
     linear = method_on("library", linear.linear)
     add_rms_norm = method_on("library", elementwise.add_rms_norm)
     add_layer_norm = method_on("library", rowwise.add_layer_norm)
@@ -56,6 +57,10 @@ class CpuKernels:
     decays = method_on("library", states.decays)
     recurrence = method_on("library", states.recurrence)
     gated_norm = method_on("library", states.gated_norm)
+
+    @property
+    def multiplies_blocks(self) -> bool:
+        return self.int8_activations
 
     @property
     def name(self) -> str:

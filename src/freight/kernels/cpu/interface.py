@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from freight.errors import CapacityError, FreightError, KernelError, RankError
+from freight.fp8.blocks import BlockFormat
 from freight.fp8.cast import torch_dtype
 from freight.fp8.formats import SCALE_GROUP as SCALE_GROUP  # FREIGHT_SCALE_GROUP
 from freight.fp8.formats import Format
@@ -22,7 +23,7 @@ from freight.parallel.shared import MAX_RANKS as MAX_RANKS  # FREIGHT_MAX_RANKS
 from freight.parallel.shared import Exchange as FreightExchange  # noqa: F401
 from freight.parallel.shared import FreightRanks as FreightRanks
 
-ABI = 36  # FREIGHT_ABI; a library with another number is refused
+ABI = 37  # FREIGHT_ABI; a library with another number is refused
 LANES = 16  # FREIGHT_… of the headers
 CACHE_LINE = 64
 MAX_HEAD_DIM = 1024
@@ -43,8 +44,22 @@ NVFP4 = 8
 INT4 = 16  # likewise, plus one number of each: of INT4_PARTS and INT4_GROUPS
 INTEGERS = 32  # added to these: inputs are rounded to INT8 in groups
 BYTES = 64  # added to INT4 and INTEGERS: codes are INT8
+BLOCKS = 128  # with INTEGERS, plus a number of BLOCK_FORMATS
 INT4_PARTS = {"ZEROS": 1, "BFLOAT16": 2}
 INT4_GROUPS = {32: 0, 64: 4, 128: 8}
+BLOCK_FORMATS = {
+    BlockFormat.Q4_0: 0,
+    BlockFormat.Q4_1: 1,
+    BlockFormat.Q5_0: 2,
+    BlockFormat.Q5_1: 3,
+    BlockFormat.Q8_0: 4,
+    BlockFormat.Q4_K: 5,
+    BlockFormat.Q5_K: 6,
+    BlockFormat.Q6_K: 7,
+    BlockFormat.IQ4_NL: 8,
+    BlockFormat.IQ4_XS: 9,
+    BlockFormat.MXFP4: 10,
+}
 FORMATS = {torch_dtype(format): code for format, code in FORMAT_CODES.items()}  # by dtype
 ACTIVATIONS = {Activations.PLAIN: 0, Activations.DYNAMIC: 1, Activations.STATIC: 2}
 GATED_ACTIVATIONS = {
@@ -59,6 +74,7 @@ SCORINGS = {Scoring.SOFTMAX: 0, Scoring.SIGMOID: 1, Scoring.CHOSEN: 2}
 # FreightStatus
 OK, OUT_OF_MEMORY, FAILED, SHORT_CONTEXT, NO_SUCH_ROW, RANK_LOST, RANK_FAILED = range(7)
 INTERRUPTED = 7
+BAD_SCALE = 8
 
 _ERRORS: dict[int, tuple[type[FreightError | KeyboardInterrupt], str]] = {
     OUT_OF_MEMORY: (
@@ -74,6 +90,11 @@ _ERRORS: dict[int, tuple[type[FreightError | KeyboardInterrupt], str]] = {
     RANK_LOST: (RankError, "another rank has ended, or does not answer"),
     RANK_FAILED: (KernelError, "another rank has left the step"),
     INTERRUPTED: (KeyboardInterrupt, "a signal interrupted a gather"),
+    BAD_SCALE: (
+        KernelError,
+        "a matrix of a GGUF file has a scale or minimum that is infinite, NaN or, in MXFP4, below 2 ** -126; "
+        "get the file again, or convert the matrix to bfloat16",
+    ),
 }
 
 _POINTER = ctypes.c_void_p
@@ -192,6 +213,16 @@ class FreightLookup(ctypes.Structure):
         (_POINTER, "table ids base out"),
         (_LONG, "rows size table_rows table_stride"),
         (_INT, "table_format format"),
+        (_FLOAT, "multiplier factor"),
+        (_INT, "threads"),
+    )
+
+
+class FreightBlockRows(ctypes.Structure):
+    _fields_ = _fields(
+        (_POINTER, "table ids base out"),
+        (_LONG, "rows"),
+        (_INT, "format"),
         (_FLOAT, "multiplier factor"),
         (_INT, "threads"),
     )
@@ -322,6 +353,7 @@ _STRUCTS: dict[str, type[ctypes.Structure]] = {
     "by_head": FreightByHead,
     "gather": FreightGather,
     "shared_linear": FreightSharedLinear,
+    "block_rows": FreightBlockRows,
 }
 FUNCTIONS = tuple(_STRUCTS)
 # Argument types of the functions that compute, by name. They return a FreightStatus.

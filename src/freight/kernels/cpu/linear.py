@@ -16,11 +16,14 @@ from torch import Tensor
 
 from freight.errors import KernelError
 from freight.fp8 import mxfp4
+from freight.fp8.blocks import BlockFormat
 from freight.fp8.cast import torch_dtype
 from freight.fp8.formats import COMPUTE_FORMATS, Format
 from freight.fp8.four_bits import scales_out_of_range
 from freight.kernels.cpu.interface import (
     ACTIVATIONS,
+    BLOCK_FORMATS,
+    BLOCKS,
     BYTES,
     CACHE_LINE,
     FORMATS,
@@ -32,6 +35,7 @@ from freight.kernels.cpu.interface import (
     LANES,
     MXFP4,
     NVFP4,
+    FreightBlockRows,
     FreightLinear,
     FreightWeight,
 )
@@ -97,7 +101,8 @@ def aligned(num_bytes: int) -> Tensor:
 def pack(library: Library, weight: Weight) -> CpuWeight:
     """Pack `weight` in the layout of this build.
 
-    Raises KernelError for a weight that no build computes with.
+    Raises KernelError for a weight that no build computes with, and for blocks of a GGUF file with
+    a scale that is not finite.
     """
     check(weight)
     if weight.data.numel() >= LARGE:
@@ -116,7 +121,7 @@ def give_back_freed_memory() -> None:
 
 def check(weight: Weight) -> None:
     """Raise KernelError for a weight that no build computes with."""
-    if weight.groups is not None:
+    if weight.groups is not None or weight.blocks is not None:
         format_of(weight)
     elif weight.data.dtype not in _WEIGHTS or weight.data.device.type != "cpu":
         raise KernelError(
@@ -132,7 +137,9 @@ def check(weight: Weight) -> None:
 
 def format_of(weight: Weight) -> int:
     """Return the `FreightFormat` of a weight that `check` accepts."""
-    if weight.groups is not None:
+    if weight.blocks is not None:
+        stored = _format_of_blocks(weight.blocks, weight.activations)
+    elif weight.groups is not None:
         stored = _format_of_groups(weight.groups)
         if weight.groups.codes is Codes.INT8 and weight.activations is not Activations.GROUPS:
             raise KernelError(
@@ -143,6 +150,19 @@ def format_of(weight: Weight) -> int:
     if weight.activations is Activations.GROUPS:
         return stored + INTEGERS
     return stored
+
+
+def _format_of_blocks(blocks: BlockFormat, activations: Activations) -> int:
+    """Return BLOCKS with the number of `blocks`. Raises KernelError for what is not multiplied as it
+    is stored.
+    """
+    if blocks not in BLOCK_FORMATS or activations is not Activations.GROUPS:
+        names = ", ".join(BLOCK_FORMATS)
+        raise KernelError(
+            f"the CPU kernels compute with blocks of GGUF files in {names}, by inputs in INT8 alone, not with {blocks} "
+            f"and inputs that are {activations}; decode the matrix to bfloat16"
+        )
+    return BLOCKS + BLOCK_FORMATS[blocks]
 
 
 def _format_of_groups(groups: Groups) -> int:
@@ -283,6 +303,41 @@ def linear(
             rows,
             FORMATS[x.dtype],
             int(float32),
+            torch.get_num_threads(),
+        )
+    )
+    return out
+
+
+def packed_rows(
+    library: Library,
+    table: PackedWeight,
+    ids: Tensor,
+    dtype: torch.dtype,
+    multiplier: float = 1.0,
+    base: Tensor | None = None,
+    factor: float = 1.0,
+) -> Tensor:
+    """Compute `KernelSet.packed_rows`, with the reference's bits.
+
+    Raises KernelError for an id that is not a row of `table`.
+    """
+    assert isinstance(table, CpuWeight)
+    assert ids.dtype == torch.int64
+    ids = ids.contiguous()
+    out = library.empty((len(ids), table.in_features), dtype)
+    assert base is None or (base.shape == out.shape and base.dtype == dtype)
+    base = None if base is None else base.contiguous()
+    library.functions.freight_block_rows(
+        FreightBlockRows(
+            table.address,
+            ids.data_ptr(),
+            None if base is None else base.data_ptr(),
+            out.data_ptr(),
+            len(ids),
+            FORMATS[dtype],
+            multiplier,
+            factor,
             torch.get_num_threads(),
         )
     )

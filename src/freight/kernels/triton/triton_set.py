@@ -44,8 +44,9 @@ class TritonKernels:
     ranks: Ranks = ALONE
 
     name = "triton"
-    packs_mxfp4 = packs_groups = False
+    packs_mxfp4 = packs_groups = multiplies_blocks = False
     lookup = staticmethod(reference_rows.lookup)
+    packed_rows = staticmethod(reference_rows.packed_rows)
     add_rms_norm = method_on("target", elementwise.add_rms_norm)
     add_layer_norm = method_on("target", elementwise.add_layer_norm)
     activated = method_on("target", elementwise.activated)

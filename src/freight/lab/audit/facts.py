@@ -16,6 +16,7 @@ from typing import Any
 from freight.base.fields import JsonObject, check_counts
 from freight.checkpoint.headers import FORMAT_NAMES
 from freight.checkpoint.kv_scales import is_other_part, parse_scale_name
+from freight.checkpoint.open import open_files
 from freight.checkpoint.reader import Checkpoint
 from freight.errors import CheckpointError
 from freight.fp8.cast import torch_dtype
@@ -36,7 +37,7 @@ def read_facts(path: Path) -> tuple[Checkpoint, Facts]:
     """Return the checkpoint in `path`, and its facts. Raises CheckpointError for a damaged folder,
     or one without a config.
     """
-    checkpoint = Checkpoint(path)
+    checkpoint = open_files(path)
     config = checkpoint.config
     check_counts(config)
     text = config.get("text_config", config.get("llm_config"))

@@ -146,7 +146,11 @@ def write_repaired(checkpoint: Checkpoint, scales: KVScales, form: Form, out: Pa
                 pair[module + form.names.format(side=side)] = scale
             writer.add(pair)
         checkpoint.require_unchanged()
-        writer.finish(_declared(checkpoint.config, form), checkpoint.path, files)
+        writer.finish(
+            _declared(checkpoint.config, form),
+            checkpoint.path,
+            {**checkpoint.other_files(), **files},
+        )
 
 
 def _prefix(checkpoint: Checkpoint) -> str:

@@ -191,6 +191,10 @@ def weight_bytes(
         scheme = linear_of(module) if linear_of else online
         if scheme is None:
             return values * compute_format.bytes
+        if scheme.blocks is not None:
+            if not scheme.blocks.is_multiplied:
+                return values * compute_format.bytes
+            return scheme.blocks.row_bytes(values)
         if scheme.four is not None:
             return scheme.four.stored_bytes(values)
         return values * weight_format.bytes + outputs * Format.FLOAT32.bytes
@@ -199,12 +203,13 @@ def weight_bytes(
     unread = {names.positions, names.per_layer_table}
     if not model.tie_word_embeddings:
         unread.add(names.embedding)
+    plain = {name for name in names.outer if not _in_blocks(name, linear_of)}
     total = 0
     for name, shape in tensor_shapes(model).items():
         size = math.prod(shape)
         if name in unread:
             continue
-        if len(shape) == 1 or name.endswith("bias") or name in names.outer:
+        if len(shape) == 1 or name.endswith("bias") or name in plain:
             total += size * compute_format.bytes
         else:
             outputs = shape[0] if len(shape) == 2 else shape[0] * shape[2]  # of all experts
@@ -224,11 +229,17 @@ def weight_bytes(
     return total
 
 
+def _in_blocks(name: str, linear_of: LinearOf | None) -> bool:
+    """Return whether a tensor is a matrix in a GGUF file's blocks."""
+    scheme = linear_of(name.removesuffix(".weight")) if linear_of else None
+    return scheme is not None and scheme.blocks is not None
+
+
 def linears_of(opened: OpenModel, config: EngineConfig) -> LinearOf | None:
     """Return how each module's matrix is quantized; None: all are in `config.weight_format`."""
     if config.int4:
         return int4_online
-    if opened.scheme.weight_format is None:
+    if opened.scheme.weight_format is None and not opened.multiplies_blocks(config):
         return None
     return opened.scheme.linear
 

@@ -28,7 +28,7 @@ _FOUND = {
     DtypeSource.OPTION: "from --dtype",
     DtypeSource.CONFIG: "from config.json",
     DtypeSource.TEXT_CONFIG: "from text_config in config.json",
-    DtypeSource.TENSORS: "as the tensors are stored: config.json names none",
+    DtypeSource.TENSORS: "as the tensors are stored: no config names one",
     DtypeSource.ASSUMED: "assumed: neither config.json nor a tensor names one",
 }
 

@@ -17,28 +17,34 @@ from freight.operands.packed import PackedWeight, as_tensor
 class Embedding:
     """Rows of `weight` [vocab_size, embedding_size], times `multiplier`, rounded once.
 
+    weight       in the compute dtype; or packed from blocks (`Weight.blocks`), and then also the
+                 matrix of a tied head
     projection   to hidden_size, if the rows have another size
     positions    [max_positions, hidden_size], learned; the row of each token's position is added
     norm         norm of the rows, or None
     gathers      whether `weight` has this rank's columns alone (`KernelSet.gather`)
+    dtype        of the rows of a packed weight: the compute dtype
     """
 
-    weight: Tensor
+    weight: Tensor | PackedWeight
     kernels: KernelSet
     multiplier: float | None = None
     projection: Projection | None = None
     positions: Tensor | None = None
     norm: RMSNorm | None = None
     gathers: bool = False
+    dtype: torch.dtype = torch.bfloat16
 
     def __call__(self, token_ids: Tensor, positions: Tensor) -> Tensor:
         """Embed tokens, [num_tokens], at their positions in their sequences, [num_tokens].
 
         Returns [num_tokens, hidden_size].
         """
-        rows = self.kernels.lookup(
-            self.weight, token_ids, 1.0 if self.multiplier is None else self.multiplier
-        )
+        multiplier = 1.0 if self.multiplier is None else self.multiplier
+        if isinstance(self.weight, Tensor):
+            rows = self.kernels.lookup(self.weight, token_ids, multiplier)
+        else:
+            rows = self.kernels.packed_rows(self.weight, token_ids, self.dtype, multiplier)
         if self.gathers:
             rows = self.kernels.gather(rows)
         if self.norm is not None:

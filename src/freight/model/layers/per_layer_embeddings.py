@@ -15,6 +15,7 @@ from freight.kernels.interface import KernelSet
 from freight.model.layers.linear import Projection
 from freight.model.layers.norm import RMSNorm
 from freight.operands.activation import GatedActivation
+from freight.operands.packed import PackedWeight
 
 _HALF = 0.5**0.5  # so that the sum of two parts has the variance of one
 
@@ -24,13 +25,13 @@ class PerLayerEmbeddings:
     """The vectors of all layers: (norm(projection(embedded)) + multiplier * table's row) / sqrt(2).
 
     table   [vocab_size, layers * size]; its dtype may differ from the compute dtype, because rows
-            are converted as they are read
+            are converted as they are read; or packed from blocks
     norm    norm of the `size` values of each layer
     own     first column of this rank and the one after its last, where `table` has them alone
             (`KernelSet.gather`)
     """
 
-    table: Tensor
+    table: Tensor | PackedWeight
     multiplier: float
     projection: Projection
     norm: RMSNorm
@@ -48,7 +49,12 @@ class PerLayerEmbeddings:
         if self.own is not None:
             begin, end = self.own
             normed = kernels.join(((normed[:, begin:end], None),))
-        vectors = kernels.lookup(self.table, token_ids, self.multiplier, normed, _HALF)
+        if isinstance(self.table, Tensor):
+            vectors = kernels.lookup(self.table, token_ids, self.multiplier, normed, _HALF)
+        else:
+            vectors = kernels.packed_rows(
+                self.table, token_ids, normed.dtype, self.multiplier, normed, _HALF
+            )
         if self.own is not None:
             vectors = kernels.gather(vectors)
         return vectors.view(len(token_ids), -1, len(weight))
