@@ -3,8 +3,10 @@
 // There is one order of summation per build, for every number of rows. Vectors: one lane sums an output over its inputs
 // from first to last, one input a step with `Single`, two with `Pair` (packed.h). AMX: 32 inputs a step, even and odd
 // ones separately (tiles.h). With block scales each group of 128 inputs is summed in this order, then multiplied by its
-// scale and added to the total, in order. Sums in INT8 are exact (int8.h). Rows are processed in tiles, outputs in blocks; weights are decoded in
-// registers as they stream in, once for every tile of rows, which costs almost nothing while the multipliers are busy.
+// scale and added to the total, in order. Sums in INT8 are exact (int8.h). Rows are processed in
+// tiles, outputs in blocks; weights are decoded in registers as they stream in, once for every tile of rows, which costs
+// almost nothing while the multipliers are busy; but with AVX2, whose few registers hold small tiles, many rows have them
+// decoded once, to L1 (`VectorTask::panels`).
 // A task computes all tiles of rows with its few blocks of weights: with few rows it reads the weights once, from
 // memory; with many it reads them repeatedly, from L2.
 #include <algorithm>
@@ -56,6 +58,22 @@ constexpr int blocks_for(int height) { return height == 1 ? 4 : height == 2 ? 2 
 constexpr int blocks_at_once(int) { return 1; }
 #endif
 
+// Values of a weight that were decoded to float32 and are in L1.
+struct Decoded : Float32 {};
+
+template <class D>
+constexpr bool kPrefetched = !std::is_same_v<D, Decoded>;
+
+// Say whether weights are decoded once for all tiles of rows, not once for each, if these are more than kFewTiles.
+// Decoding a unit of E4M3 takes about half as many operations as multiplying a tile of six rows by it.
+constexpr int64_t kFewTiles = 2;
+template <class D>
+#if FREIGHT_AVX2
+constexpr bool kDecodedOnce = std::is_same_v<D, E4M3> || std::is_same_v<D, BFloat16> || std::is_same_v<D, Float16>;
+#else
+constexpr bool kDecodedOnce = false;
+#endif
+
 // Multiply M staged rows, in order, by `units` units of NB blocks of weights. Without `scale` the products are added to
 // sums[NB][M][16] one by one; with scale[NB][M] their sum is multiplied by it and then added.
 template <class D, int M, int NB>
@@ -76,7 +94,7 @@ inline void accumulate(const D& decoder, const uint8_t* const* w, const typename
   for (int64_t unit = 0; unit < units; unit++, x += D::steps * M) {
     const int64_t at = unit * kBand * bytes;
     for (int j = 0; j < NB; j++)  // two instructions, because the kind of prefetch is an immediate
-      for (int line = 0; line < bytes; line += kUnit) {
+      for (int line = 0; kPrefetched<D> && line < bytes; line += kUnit) {
         if (past_caches)
           __builtin_prefetch(w[j] + at + ahead + line, 0, 0);
         else
@@ -201,8 +219,11 @@ struct VectorTask {
     return out;
   }
 
+  static bool in_panels(const Product& call) { return kDecodedOnce<D> && call.rows > kFewTiles * kTileRows; }
+
   static int64_t tasks(const Product& call) {
     int64_t tasks = 0;
+    if (in_panels(call)) return bands_of(call.weight->out_features);
     with_height(height_of(call.rows), [&](auto height) {
       tasks = (blocks_of(call.weight->out_features) + blocks_for(height) - 1) / blocks_for(height);
     });
@@ -210,6 +231,8 @@ struct VectorTask {
   }
 
   void compute(int64_t task) const {
+    if constexpr (kDecodedOnce<D>)
+      if (in_panels(call)) return panels(task);
     with_height(height_of(call.rows), [&](auto height) {
       const auto blocks = this->template blocks<blocks_for(height)>(task);
       for (int64_t row = 0; row < call.rows; row += kTileRows)
@@ -251,6 +274,59 @@ struct VectorTask {
     }
     for (size_t j = 0; j < NB; j++)
       if (own[j] <= last) finish(call, format, sums + j * M * kLanes, row, rows, own[j], factor);
+  }
+
+  // A band for more rows than a tile has. Panels of kGroup inputs are decoded, and multiplied by all tiles of rows. The
+  // order of the sums is that of `one_tile`.
+  void panels(int64_t band) const {
+    static_assert(kStageRows % kTileRows == 0 && kStageRows >= kMostTileRows);
+    constexpr int64_t of_panel = kGroup / D::steps, of_tile = kTileRows * kLanes;
+    alignas(64) float values[kGroup * kBand * kLanes], sums[kBand * kStageRows * kLanes];
+    const int64_t tiles = (call.rows + kTileRows - 1) / kTileRows;
+    std::memset(sums, 0, static_cast<size_t>(tiles * kBand * of_tile) * sizeof(float));
+    for (int64_t first = 0; first < units; first += of_panel) {
+      const int64_t count = std::min(of_panel, units - first);
+      decode(block_data(band * kBand) + first * kBand * kUnit, count, values);
+      for (int64_t row = 0; row < call.rows; row += kTileRows)
+        with_height(height_of(call.rows - row), [&](auto height) {
+          multiply_panel<height>(values, band, row, first * D::steps, count * D::steps, sums + kBand * row * kLanes);
+        });
+    }
+    for (int64_t row = 0; row < call.rows; row += kTileRows) {
+      const int64_t rows = std::min<int64_t>(kTileRows, call.rows - row);
+      for (int64_t side = 0, block = band * kBand; side < kBand && block * kLanes < weight.out_features; side++, block++)
+        finish(call, format, sums + kBand * row * kLanes + side * of_tile, row, rows, block, factor);
+    }
+  }
+
+  // Decode `count` units of both blocks to [inputs][kBand][16], the layout of a weight in float32.
+  void decode(const uint8_t* from, int64_t count, float* to) const {
+    const D local = decoder;
+    constexpr int64_t next = kGroup / D::steps * kBand * kUnit;  // the next panel
+    for (int64_t i = 0; i < count; i++, from += kBand * kUnit, to += D::steps * kBand * kLanes)
+      FREIGHT_UNROLL
+      for (int side = 0; side < kBand; side++) {
+        __builtin_prefetch(from + side * kUnit + next);
+        for (int step = 0; step < D::steps; step += D::at_once) {
+          V16 out[D::at_once];
+          local.decode(from + side * kUnit, step, out);
+          for (int j = 0; j < D::at_once; j++) store(to + ((step + j) * kBand + side) * kLanes, out[j]);
+        }
+      }
+  }
+
+  // Multiply a tile of M rows by a panel: `count` inputs from `first` on. sums: [kBand][kTileRows][16].
+  template <int M>
+  void multiply_panel(const float* values, int64_t band, int64_t row, int64_t first, int64_t count,
+                      float* sums) const {
+    const float* x = static_cast<const float*>(call.staged.x) + row * call.staged.steps + first * M;
+    for (int side = 0; side < kBand; side++) {
+      Groups own = groups(std::array<int64_t, 1>{band * kBand + side}, row);
+      if (own.units) own.units = kGroup, own.weight[0] += first / kGroup;
+      if (own.x) own.x += first / kGroup;
+      const uint8_t* w = reinterpret_cast<const uint8_t*>(values + side * kLanes);
+      tile<Decoded, M, 1>(Decoded{}, &w, x, count, own, sums + side * kTileRows * kLanes);
+    }
   }
 };
 

@@ -62,6 +62,9 @@ PEERS = {
     ),
     "freight-int8": Peer("Freight INT8", None, "", "hf-int8", ("--kv-cache-dtype", "fp8")),
     "freight-bf16": Peer("Freight BF16", None, "", "hf", ("--dtype", "bfloat16")),
+    "freight-q4_0": Peer("Freight, the same Q4_0", None, "", "q4_0.gguf"),
+    "freight-q4_k_m": Peer("Freight, the same Q4_K_M", None, "", "q4_k_m.gguf"),
+    "freight-q8_0": Peer("Freight, the same Q8_0", None, "", "q8_0.gguf"),
     "llama.cpp-q8_0": Peer("llama.cpp Q8_0", "llama_cpp", "run_llama_cpp.py", "q8_0.gguf"),
     "llama.cpp-q4_k_m": Peer(
         "llama.cpp Q4_K_M (5 bits a weight)", "llama_cpp", "run_llama_cpp.py", "q4_k_m.gguf"
@@ -71,6 +74,9 @@ PEERS = {
     ),
     "llama.cpp-avx2-q4_0": Peer(
         "llama.cpp Q4_0, built for AVX2", "xllamacpp", "run_xllamacpp.py", "q4_0.gguf"
+    ),
+    "llama.cpp-avx2-q4_k_m": Peer(
+        "llama.cpp Q4_K_M, built for AVX2", "xllamacpp", "run_xllamacpp.py", "q4_k_m.gguf"
     ),
     "openvino-paged": Peer("OpenVINO INT8 (paged)", "openvino", "run_openvino.py", "openvino-int8"),
     "openvino-sdpa": Peer(

@@ -10,14 +10,16 @@ import pytest
 import torch
 from tests.gguf_files import Tensor, gguf_bytes
 from tests.refusals import refuses
-from tests.tiny_gguf import F32, HIDDEN, LAYOUTS, metadata, tensors, write_tiny
+from tests.tiny_gguf import F32, HIDDEN, LAYOUTS, Q8_0, metadata, tensors, write_tiny
 
 from freight import LLM, SamplingParams
 from freight.checkpoint.convert import convert
+from freight.checkpoint.gguf.names import Change, Placed
 from freight.checkpoint.gguf.reader import GGUFCheckpoint
-from freight.checkpoint.gguf.stored import find_blocks
+from freight.checkpoint.gguf.stored import StoredBlocks, find_blocks
 from freight.checkpoint.merge import merge
-from freight.checkpoint.reader import resolve_model
+from freight.checkpoint.reader import Checkpoint, resolve_model
+from freight.engine.fingerprint import fingerprint
 from freight.errors import CheckpointError, ConfigError
 from freight.fp8.block_formats import BlockFormat
 from freight.fp8.blocks import decode
@@ -26,6 +28,9 @@ from freight.lab.bench.drive import weight_bytes as step_bytes
 from freight.model.loader import present_share, tensor_shapes
 from freight.model.open import open_folder, open_model
 from freight.model.shares import share_of
+from freight.model.sizes import Layout, loaded_bytes
+from freight.model.weight_bytes import weight_bytes
+from freight.operands.weight import Weight
 from freight.settings.engine import EngineArgs
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -141,3 +146,86 @@ def test_bytes_of_a_step_are_those_of_the_blocks(tmp_path: Path) -> None:
     counted = step_bytes(opened.model, *formats, 1, linears_of(opened, config))
     stored = sum(len(tensor.data) for tensor in tensors().values() if tensor.type != F32)
     assert counted == stored + 3 * HIDDEN * config.compute_format.bytes
+
+
+def identity(file: Path) -> str:
+    opened = open_model(EngineArgs(model=str(file), device="cpu"))
+    config = opened.resolve(opened.args)
+    return fingerprint(opened, config, opened.kernels(config), "1")
+
+
+def test_fingerprint_is_that_of_the_content(tmp_path: Path) -> None:
+    file = write_tiny(tmp_path / "tiny.gguf")
+    other = tmp_path / "other"
+    other.mkdir()
+    copy = other / "tiny.gguf"
+    copy.write_bytes(file.read_bytes())
+    assert identity(copy) == identity(file)
+    data = bytearray(file.read_bytes())
+    for at in (len(data) // 2, data.index(b"llama.rope.freq_base") + 26):
+        data[at] ^= 1
+        copy.write_bytes(data)
+        assert identity(copy) != identity(file)
+        data[at] ^= 1
+    write_tiny(copy, {"blk.0.attn_q.weight": Q8_0})
+    assert identity(copy) != identity(file)
+
+
+def test_a_file_that_changes_while_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = write_tiny(tmp_path / "tiny.gguf")
+    read = StoredBlocks.read
+
+    def appended(self: StoredBlocks, checkpoint: Checkpoint, device: str) -> Weight:
+        with file.open("ab") as stream:
+            stream.write(bytes(32))
+        return read(self, checkpoint, device)
+
+    def cut(self: StoredBlocks, checkpoint: Checkpoint, device: str) -> Weight:
+        os.truncate(file, file.stat().st_size // 2)
+        return read(self, checkpoint, device)
+
+    for change, fault in ((appended, "changed"), (cut, "ends")):
+        write_tiny(file)
+        monkeypatch.setattr(StoredBlocks, "read", change)
+        with refuses(CheckpointError, str(file), fault):
+            tokens(file)
+
+
+def test_a_folder_stands_for_its_one_model(tmp_path: Path) -> None:
+    write_tiny(tmp_path / "mmproj-tiny.gguf")
+    first = write_tiny(tmp_path / "tiny-00001-of-00002.gguf")
+    write_tiny(tmp_path / "tiny-00002-of-00002.gguf")
+    assert resolve_model(str(tmp_path)) == first
+    write_tiny(tmp_path / "other.gguf")
+    with refuses(CheckpointError, str(tmp_path), "other.gguf", first.name):
+        resolve_model(str(tmp_path))
+
+
+def test_loaded_bytes_are_those_that_are_planned(tmp_path: Path) -> None:
+    file = write_tiny(tmp_path / "tiny.gguf")
+    for layout, kernels in ((Layout.PACKED, "auto"), (Layout.PLAIN, "reference")):
+        opened = open_model(EngineArgs(model=str(file), device="cpu", kernels=kernels))
+        config = opened.resolve(opened.args)
+        held = weight_bytes(opened.load(config)).total
+        formats = config.compute_format, config.weight_format
+        linear_of = opened.scheme.linear
+        planned = loaded_bytes(opened.model, *formats, linear_of, layout, config.max_model_len)
+        assert held == planned.layers + planned.embeddings
+
+
+def test_values_are_in_the_form_of_the_model(tmp_path: Path) -> None:
+    checkpoint = GGUFCheckpoint(write_tiny(tmp_path / "tiny.gguf"))
+    name = "blk.0.attn_q.weight"
+    plain = checkpoint._values(Placed((name,)))
+    changed = {
+        Placed(("output_norm.weight",), change=Change.MINUS_ONE): torch.zeros(HIDDEN),
+        Placed((name,), rows=range(2, 5)): plain[2:5],
+        Placed((name,), rows=(5, 0)): plain[[5, 0]],
+        Placed((name,), columns=(3, 1), shape=(HIDDEN, 2)): plain[:, [3, 1]],
+        Placed((name,), change=Change.NEGATIVE_LOG): torch.log(-plain),
+    }
+    for placed, expected in changed.items():
+        values = checkpoint._values(placed)
+        assert torch.equal(values.nan_to_num(), expected.nan_to_num()), placed
