@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from freight.model.shares import share_of
 from freight.model.sizes import Layout, loaded_bytes
 from freight.model.weight_bytes import weight_bytes
 from freight.operands.weight import Weight
+from freight.quantizer.quantize import quantize
 from freight.settings.engine import EngineArgs
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -229,3 +231,16 @@ def test_values_are_in_the_form_of_the_model(tmp_path: Path) -> None:
     for placed, expected in changed.items():
         values = checkpoint._values(placed)
         assert torch.equal(values.nan_to_num(), expected.nan_to_num()), placed
+
+
+def test_it_is_quantized_from_its_decoded_weights_and_a_line_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = write_tiny(tmp_path / "tiny.gguf")
+    with caplog.at_level("WARNING", logger="freight"):
+        quantize(str(file), tmp_path / "out", weights="fp8")
+    assert "rounded already" in caplog.text
+    assert "q4_1" in caplog.text
+    assert len(tokens(tmp_path / "out")) == 6
+    assert (tmp_path / "out" / "tokenizer.json").is_file()
+    assert json.loads((tmp_path / "out" / "generation_config.json").read_text())

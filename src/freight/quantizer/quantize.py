@@ -208,6 +208,13 @@ def open_unquantized(
             raise CheckpointError(f"{model} is quantized already ({scheme.description}); {way_out}")
         if not stored.kv_scales.empty:
             raise CheckpointError(f"{model} has KV scales already; {way_out}")
+    if scheme.blocks or scheme.decoded:
+        logger.warning(
+            "%s: its weights are rounded already (%s), and what is quantized stands on the rounded model; the 16-bit "
+            "model that it was made from gives better results",
+            model,
+            scheme.description,
+        )
     of_others = tensors_beside(checkpoint, config)
     require_unquantized(checkpoint, of_others)
     if config.tie_word_embeddings:
