@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 import torch
 from tests.gguf_files import Tensor, gguf_bytes
 from tests.refusals import refuses
+from tests.stand_in_hub import stand_in_hub
 from tests.tiny_gguf import F32, HIDDEN, LAYOUTS, Q8_0, metadata, tensors, write_tiny
 
 from freight import LLM, SamplingParams
@@ -244,3 +247,32 @@ def test_it_is_quantized_from_its_decoded_weights_and_a_line_says_so(
     assert len(tokens(tmp_path / "out")) == 6
     assert (tmp_path / "out" / "tokenizer.json").is_file()
     assert json.loads((tmp_path / "out" / "generation_config.json").read_text())
+
+
+def test_a_file_of_the_hub_runs_and_its_header_alone_is_read_for_a_plan(tmp_path: Path) -> None:
+    folder = tmp_path / "files"
+    folder.mkdir()
+    write_tiny(folder / "model-Q4_1.gguf")
+    write_tiny(folder / "model-Q8_0.gguf")
+    with stand_in_hub("org/model", folder) as hub:
+        environ = os.environ | hub.environ | {"HF_HOME": str(tmp_path / "home")}
+
+        def freight(*words: str) -> str:
+            command = [sys.executable, "-m", "freight", *words]
+            ended = subprocess.run(
+                command, env=environ, capture_output=True, text=True, timeout=300, check=False
+            )
+            assert ended.returncode == 0, ended.stderr
+            return ended.stdout
+
+        freight("plan", "org/model:Q8_0", "--memory", "1GiB", "--json")
+        facts = json.loads(freight("inspect", "org/model:model-Q4_1.gguf", "--json"))
+        assert facts["bytes"]["q4_1"] > 0
+        assert all(asked is not None for _, asked, _ in hub.sent), "only ranges of the header"
+        answer = freight(
+            *("generate", "org/model:q4_1", "--prompt", "a", "--max-tokens", "4"),
+            *("--kv-cache-memory", "1MiB", "--ignore-eos", "--json"),
+        )
+        assert json.loads(answer)
+        assert ("model-Q4_1.gguf", None) in [(file, asked) for file, asked, _ in hub.sent]
+        assert {file for file, _, _ in hub.sent} == {"model-Q4_1.gguf", "model-Q8_0.gguf"}

@@ -11,7 +11,7 @@ from freight.base.fields import JsonObject
 from freight.base.files import read_object
 from freight.base.gguf import read_gguf
 from freight.checkpoint.gguf.describe import GGUFModel, describe
-from freight.checkpoint.gguf.hub import header_on_hub, numbers_on_hub
+from freight.checkpoint.gguf.hub import file_on_hub, header_on_hub, numbers_on_hub
 from freight.checkpoint.gguf.ollama import PREFIX, ollama_model
 from freight.checkpoint.gguf.places import gguf_in, is_gguf
 from freight.checkpoint.stored_dtype import stored_in_folder, stored_on_hub
@@ -58,9 +58,10 @@ def gguf_model(model: str, revision: str | None = None) -> GGUFModel | None:
         path = gguf_in(path) or path
     if path.is_file():
         return describe(read_gguf(path)) if is_gguf(path) else None
-    repository, _, file = model.partition(":")
-    if not file.endswith(".gguf") or is_preset(model):
+    repository, _, wanted = model.partition(":")
+    if not wanted or is_preset(model):
         return None
+    file = file_on_hub(repository, wanted, revision)
     header = header_on_hub(repository, file, revision)
     return describe(header, numbers_on_hub(repository, revision))
 

@@ -24,8 +24,9 @@ from torch import Tensor
 from freight.base.fields import JsonObject
 from freight.base.files import read_object
 from freight.checkpoint.config_only import local_path
+from freight.checkpoint.gguf.hub import file_on_hub
 from freight.checkpoint.gguf.ollama import PREFIX, ollama_model
-from freight.checkpoint.gguf.places import gguf_in, gguf_patterns, is_gguf, one_gguf
+from freight.checkpoint.gguf.places import gguf_in, is_gguf, parts_of
 from freight.checkpoint.headers import (
     FORMAT_NAMES,
     Index,
@@ -467,15 +468,18 @@ def resolve_model(
         raise CheckpointError(f"there is no {what} {name!r}")
     from huggingface_hub import snapshot_download
 
+    ignored = _NOT_FETCHED
     if file:
-        fetched = gguf_patterns(file)
+        file = file_on_hub(repository, file, revision)
+        fetched = (parts_of(file),)
+        ignored = []
     try:
         path = Path(
             snapshot_download(
                 repository,
                 revision=revision,
                 allow_patterns=[*fetched],
-                ignore_patterns=_NOT_FETCHED,
+                ignore_patterns=ignored,
             )
         )
     except Exception as error:  # the client's own errors, and whatever its network stack raises
@@ -486,7 +490,11 @@ def resolve_model(
             f"{which} is neither a file, nor a folder, nor a model that could be fetched from the Hugging Face hub; "
             f"check the name and the connection, or give a folder ({first_line(error)})"
         ) from error
-    return one_gguf(path, file, name) if file else path
+    if file and not (path / file).is_file():
+        raise CheckpointError(
+            f"the repository {repository} has no file {file}; see the names there"
+        )
+    return path / file if file else path
 
 
 def _local_model(name: str, revision: str | None) -> Path | None:

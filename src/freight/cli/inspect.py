@@ -169,9 +169,12 @@ def describe(
 
 
 def _is_gguf_on_hub(model: str) -> bool:
-    """Return whether `model` names a GGUF file of the hub, OWNER/NAME:FILE.gguf."""
+    """Return whether `model` names a GGUF file of the hub, OWNER/NAME:FILE."""
+    from freight.checkpoint.gguf.ollama import PREFIX
+
     repository, _, file = model.partition(":")
-    return file.endswith(".gguf") and not Path(repository).exists() and not Path(model).exists()
+    is_local = model.startswith(PREFIX) or Path(repository).exists() or Path(model).exists()
+    return bool(file) and not is_local and repository.count("/") <= 1
 
 
 def _is_config_alone(path: Path) -> bool:

@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 from tests.gguf_files import gguf_bytes
 from tests.refusals import refuses
+from tests.tiny_gguf import tiny_bytes
 
+from freight import LLM, SamplingParams
 from freight.base.gguf import read_gguf
 from freight.checkpoint.gguf.ollama import ollama_model
 from freight.errors import CheckpointError
@@ -151,3 +153,14 @@ def test_the_folder_of_the_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("HOME", str(tmp_path))
     pull(tmp_path / ".ollama" / "models", PLACES[0])
     assert ollama_model("smollm2").file.is_relative_to(tmp_path)
+
+
+def test_a_fetched_model_answers_and_what_is_not_read_is_named(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pull(folder, PLACES[0], model=tiny_bytes())
+    with caplog.at_level("WARNING", logger="freight"):
+        llm = LLM("ollama:smollm2", kv_cache_memory="1MiB", max_model_len=64)
+    assert "template" in caplog.text
+    (result,) = llm.generate("a", SamplingParams(max_tokens=3, ignore_eos=True))
+    assert len(result.outputs[0].token_ids) == 3

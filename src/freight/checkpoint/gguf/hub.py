@@ -11,9 +11,28 @@ from pathlib import Path, PurePosixPath
 
 from freight.base.gguf import GGUFFile, GGUFTensor, join_parts, parse_gguf
 from freight.checkpoint.gguf.describe import as_numbers
+from freight.checkpoint.gguf.places import chosen_file
 from freight.errors import CheckpointError, first_line
 
 SECONDS = 10.0  # that the hub may be silent for
+
+
+def file_on_hub(repo: str, wanted: str, revision: str | None = None) -> str:
+    """Return the path in the repository that `wanted` names (`places.chosen_file`): a FILE.gguf is
+    taken as it is. Raises CheckpointError if there is none, or the hub does not answer.
+    """
+    if wanted.endswith(".gguf"):
+        return wanted
+    from huggingface_hub import list_repo_files
+
+    try:
+        files = list_repo_files(repo, revision=revision)
+    except Exception as error:  # the client's own errors, and whatever its network stack raises
+        raise CheckpointError(
+            f"the files of {repo} could not be listed; check the name and the connection, or name a file as "
+            f"{repo}:FILE.gguf ({first_line(error)})"
+        ) from error
+    return chosen_file(files, wanted, f"{repo}:{wanted}")
 
 
 def header_on_hub(repo: str, file: str, revision: str | None = None) -> GGUFFile:

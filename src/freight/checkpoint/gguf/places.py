@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from freight.errors import CheckpointError, listed
@@ -40,34 +40,34 @@ def gguf_in(folder: Path) -> Path | None:
     return models[0] if models else None
 
 
-def gguf_patterns(file: str) -> tuple[str, ...]:
-    """Return the patterns of what is fetched from a hub repository for 'OWNER/NAME:FILE': a file's
-    name, or a part of it such as Q4_K_M, as llama.cpp takes it.
-    """
-    if not file.endswith(".gguf"):
-        return (f"*{file}*.gguf", f"*{file.lower()}*.gguf")
-    split = _SPLIT.search(file)
-    if split is None:
-        return (file,)
-    return (file[: split.start()] + "-*.gguf",)
+def chosen_file(files: Sequence[str], wanted: str, name: str) -> str:
+    """Return the GGUF file of a repository that `wanted` names: a file, or a part of its name such as
+    Q4_K_M, as llama.cpp takes it, case ignored. `name` is what the user wrote.
 
-
-def one_gguf(folder: Path, file: str, name: str) -> Path:
-    """Return the fetched file that the user named `name`. Raises CheckpointError if there is none,
-    or several.
+    Where several fit, the one that has `wanted` between punctuation and the shortest name counts.
+    Raises CheckpointError if there is none, or no such one.
     """
-    if (folder / file).is_file():
-        return folder / file
-    models = _first_parts(folder.rglob("*.gguf"))
-    models = [model for model in models if file.lower() in model.name.lower()]
-    if len(models) == 1:
-        return models[0]
+    if wanted in files:
+        return wanted
+    models = [str(path) for path in _first_parts(map(Path, files)) if path.suffix == ".gguf"]
     if not models:
-        raise CheckpointError(
-            f"{name}: the repository has no GGUF file {file!r}; name one of its files"
-        )
-    names = [model.name for model in models]
-    raise CheckpointError(f"{name} fits several files: {listed(names, _NAMED)}; name one of them")
+        raise CheckpointError(f"{name}: the repository has no GGUF file")
+    fitting = [model for model in models if wanted.lower() in model.lower()]
+    if not fitting:
+        raise CheckpointError(f"{name} fits none of its files: {listed(models, _NAMED)}; name one")
+    whole = re.compile(rf"(^|[^A-Za-z0-9_]){re.escape(wanted)}(-\d{{5}}-of-\d{{5}})?\.gguf$", re.I)
+    exact = [model for model in fitting if whole.search(model)] or fitting
+    shortest = min(map(len, exact))
+    exact = [model for model in exact if len(model) == shortest]
+    if len(exact) > 1:
+        raise CheckpointError(f"{name} fits several files: {listed(exact, _NAMED)}; name one")
+    return exact[0]
+
+
+def parts_of(file: str) -> str:
+    """Return the pattern of a file and, of a split one, of its other parts."""
+    split = _SPLIT.search(file)
+    return file if split is None else file[: split.start()] + "-*.gguf"
 
 
 def _first_parts(files: Iterable[Path]) -> list[Path]:
