@@ -88,10 +88,20 @@ def tensors(types: Mapping[str, int] | None = None) -> dict[str, Tensor]:
     return result
 
 
-def tiny_bytes(types: Mapping[str, int] | None = None, **changes: Any) -> bytes:
-    return gguf_bytes(metadata(**changes), tensors(types))
+def tiny_bytes(
+    types: Mapping[str, int] | None = None,
+    replaced: Mapping[str, Tensor] | None = None,
+    **changes: Any,
+) -> bytes:
+    """The file. `replaced`: tensors in the place of its own."""
+    return gguf_bytes(metadata(**changes), {**tensors(types), **(replaced or {})})
 
 
-def write_tiny(path: Path, types: Mapping[str, int] | None = None, **changes: Any) -> Path:
-    path.write_bytes(tiny_bytes(types, **changes))
+def write_tiny(
+    path: Path,
+    types: Mapping[str, int] | None = None,
+    replaced: Mapping[str, Tensor] | None = None,
+    **changes: Any,
+) -> Path:
+    path.write_bytes(tiny_bytes(types, replaced, **changes))
     return path
