@@ -498,6 +498,7 @@ def test_what_no_model_is_needed_for(tmp_path: Path) -> None:
     for text, says in (
         ("{}", "it cannot be said: `request` is None"),
         ("", "is empty"),
+        ("1\n\0", "comes first, then MODEL"),
         ("{", "line 1, is not JSON"),
         ('{"request": 1, "request": 2}', "the name 'request' twice"),
         ("[" * 100_000, "line 1, is not JSON"),

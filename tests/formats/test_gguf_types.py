@@ -21,6 +21,7 @@ from freight.checkpoint.gguf.reader import GGUFCheckpoint
 from freight.errors import CheckpointError
 from freight.fp8.block_formats import BlockFormat
 from freight.fp8.formats import Format
+from freight.model.open import open_folder
 
 CODES = {kind.name: code for code, kind in GGML_TYPES.items()}
 
@@ -97,3 +98,9 @@ def test_a_conversion_rounds_matrices_and_no_other_value(tmp_path: Path) -> None
     assert written[f"{layer}.mlp.down_proj.weight"].dtype is torch.bfloat16
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["dtype"] == "bfloat16"
+
+
+def test_a_fault_of_the_described_model_names_the_file(tmp_path: Path) -> None:
+    file = write_tiny(tmp_path / "tiny.gguf", llama__attention__head_count_kv=0)
+    with refuses(CheckpointError, str(file)):
+        open_folder(file, "tiny")

@@ -110,6 +110,10 @@ def _read(source: Path) -> Iterator[object]:
     data = data.removeprefix(BOM_UTF8)  # Windows writes one
     if not data.strip():
         raise ConfigError(f"{source} is empty")
+    if b"\0" in data:  # of weights, whose bytes may be numbers on some lines
+        raise ConfigError(
+            f"{source} is not JSON in UTF-8: it has zero bytes; the file of the answer comes first, then MODEL"
+        )
     try:
         yield _parse(data)
         return

@@ -80,9 +80,16 @@ def open_folder(path: Path, name: str, ignore_keys: Collection[str] = ()) -> Ope
     """Open the checkpoint in `path`, a folder or a GGUF file, which the user named `name`."""
     refuse_to_run(path, name)
     checkpoint = open_files(path)
-    config = read_model_config(
-        checkpoint.config, checkpoint.names, checkpoint.stored_format, ignore_keys
-    )
+    try:
+        config = read_model_config(
+            checkpoint.config, checkpoint.names, checkpoint.stored_format, ignore_keys
+        )
+    except CheckpointError as error:
+        if path.is_file():  # there is no config.json to look into
+            raise CheckpointError(
+                f"{path}: what its metadata says as a config.json: {error}"
+            ) from error
+        raise
     scheme = dense_scheme(checkpoint, scheme_of(checkpoint))
     config = with_stored_head(checkpoint, config)
     present_written(checkpoint, config)
