@@ -185,7 +185,7 @@ def _products(made: Plan) -> Iterator[str]:
     from freight.settings.cpu_builds import FP8_IS_SLOW, multiplies_bfloat16, runnable
 
     if any(setting.in_four_bits for setting in made.settings):
-        yield "Products with weights in 4 bits round their inputs to INT8 in groups (--activations bfloat16: not)."
+        yield "Products with weights in groups round their inputs to INT8 (--activations bfloat16: not)."
     best = runnable()[:1]
     if best and not multiplies_bfloat16(best[0]):
         yield f"{FP8_IS_SLOW[0].upper()}{FP8_IS_SLOW[1:]}."
