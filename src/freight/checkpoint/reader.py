@@ -275,6 +275,11 @@ class Checkpoint:
         Without `format` any 16- or 32-bit format is accepted. FP8 and INT8 must be requested: they
         are meaningless without a scale.
         """
+        self.require(name, shape, format)
+        return self.copy(name)
+
+    def require(self, name: str, shape: Iterable[int], format: Format | None = None) -> None:
+        """Account for a tensor that is read later. Raises CheckpointError as `take`."""
         shape = tuple(shape)
         stored = self.format_of(name)
         if self.entry(name).shape != shape:
@@ -282,7 +287,7 @@ class Checkpoint:
         expected = format or "16 or 32 bits, as no quantization is declared,"
         if stored is not format and (format is not None or stored.is_quantized):
             raise self.fault(f"{name} is stored in {stored} where {expected} is expected")
-        return self.copy(name)
+        self._taken.add(name)
 
     def copy(self, name: str) -> Tensor:
         """Map the tensor from its file in its stored dtype, which may be one that Freight does not
@@ -445,7 +450,7 @@ def resolve_model(
 ) -> Path:
     """Return the folder of a model, or its GGUF file: 'demo' (shipped with Freight), an existing
     folder or FILE.gguf, 'ollama:NAME', or a Hugging Face hub id, of which the files that match
-    `fetched` are downloaded; of 'OWNER/NAME:FILE' that GGUF file alone (`hub_file`).
+    `fetched` are downloaded; of 'OWNER/NAME:FILE' that GGUF file alone (`file_on_hub`).
 
     A folder that has one GGUF file and no other weights stands for that file. A folder whose files a
     killed run was replacing gets them back. Raises CheckpointError if there is no model, ConfigError

@@ -431,6 +431,11 @@ class Scheme:
         return None
 
     @property
+    def block_formats(self) -> str:
+        """The formats of a GGUF file's matrices in a few words: 'q4_k and q6_k'."""
+        return " and ".join(sorted(set(self.blocks.values())))
+
+    @property
     def counted_blocks(self) -> str:
         """The formats of a GGUF file's matrices with their numbers: 'q4_k in 169, q6_k in 29, iq2_xs'."""
         counts = Counter(self.blocks.values())

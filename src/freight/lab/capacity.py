@@ -298,8 +298,7 @@ def _forms(model: ModelConfig, scheme: Scheme, compute: Format, device: str) -> 
         yield Form(scheme.weight_formats, fp8, scheme.linear, in_four_bits=scheme.has_four_bits)
         return
     if scheme.blocks and device == "cpu":
-        names = " and ".join(sorted(set(scheme.blocks.values())))
-        yield Form(names, compute, scheme.linear, in_four_bits=True)
+        yield Form(scheme.block_formats, compute, scheme.linear, in_four_bits=True)
         return
     yield Form(compute, compute, lambda _: None)
     if model.foreign is None or model.foreign.rounded:

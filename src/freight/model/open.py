@@ -176,7 +176,7 @@ class OpenModel:
         if config.int4:
             return "int4"
         if multiplies_blocks(config, self.scheme):
-            return " and ".join(sorted(set(self.scheme.blocks.values())))
+            return self.scheme.block_formats
         return self.scheme.weight_formats or str(config.weight_format)
 
     def multiplies_blocks(self, config: EngineConfig) -> bool:

@@ -224,7 +224,7 @@ def open_unquantized(
     unpacked = {name: shape for name, shape in shapes.items() if name not in packed}
     checkpoint.check(unpacked)
     for name, shape in unpacked.items():
-        checkpoint.take(name, shape)  # mapped, not read
+        checkpoint.require(name, shape)
     checkpoint.finish(pending=of_others)
     carried = carried_by(stored, model) if keeps else None
     return Unquantized(checkpoint, config, model, carried, packed)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -130,12 +130,7 @@ class GGUFCheckpoint(Checkpoint):
         Its sources are of one type.
         """
         parts = [_stored_rows(self._file.tensors[name], placed.expert) for name in placed.sources]
-        rows = parts[0] if len(parts) == 1 else torch.cat(parts)
-        if placed.rows is None:
-            return rows
-        if isinstance(placed.rows, range):
-            return rows[placed.rows.start : placed.rows.stop]
-        return rows[torch.tensor(placed.rows, dtype=torch.int64, device="cpu")]
+        return _in_order(parts[0] if len(parts) == 1 else torch.cat(parts), placed.rows)
 
     def _values(self, placed: Placed) -> Tensor:
         """Return the values of a tensor in the model's form."""
@@ -149,11 +144,9 @@ class GGUFCheckpoint(Checkpoint):
             rows = decoded(self._rows(placed), tensors[0])
         else:
             joined = [decoded(_stored_rows(tensor, placed.expert), tensor) for tensor in tensors]
-            rows = torch.cat([part.float() for part in joined])
-            if placed.rows is not None:
-                rows = rows[torch.tensor([*placed.rows], dtype=torch.int64, device="cpu")]
+            rows = _in_order(torch.cat([part.float() for part in joined]), placed.rows)
         if placed.columns is not None:
-            rows = rows[:, torch.tensor([*placed.columns], dtype=torch.int64, device="cpu")]
+            rows = _in_order(rows.mT, placed.columns).mT
         if placed.change is Change.MINUS_ONE:
             rows = rows.float() - 1
         if placed.change is Change.NEGATIVE_LOG:
@@ -171,6 +164,15 @@ def _generation_config(metadata: Mapping[str, Value]) -> JsonDict:
     except CheckpointError:
         return {}
     return {"eos_token_id": ends} if ends else {}
+
+
+def _in_order(rows: Tensor, order: Sequence[int] | None) -> Tensor:
+    """Return the rows of these indices; None: all of them."""
+    if order is None:
+        return rows
+    if isinstance(order, range):
+        return rows[order.start : order.stop]
+    return rows[torch.tensor(order, dtype=torch.int64, device="cpu")]
 
 
 def _shape(placed: Placed, tensors: list[GGUFTensor]) -> Shape:
