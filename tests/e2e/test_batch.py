@@ -26,6 +26,7 @@ from tests.unit.server.raw_http import wait_for
 
 from freight.cli.main import main
 from freight.serve.processes import children
+from freight.serve.rendering.renderer import MAX_WAITING
 
 CACHE = ["--kv-cache-dtype", "fp8", "--kv-cache-memory", "64MiB"]
 SECONDS = 300.0
@@ -115,6 +116,20 @@ def _without_ids(body: Any) -> Any:
     dropped = ("id", "created", "created_at", "completed_at", "request_id", "prompt_tokens_details")
     dropped += ("input_tokens_details", "cache_read_input_tokens", "input_tokens")
     return {name: _without_ids(value) for name, value in body.items() if name not in dropped}
+
+
+def test_more_conversations_than_may_wait_for_the_template(tmp_path: Path) -> None:
+    say = [{"role": "user", "content": "Write a function."}]
+    lines = 2 * MAX_WAITING + 2  # as many as the engine has at a time, and more
+    entries = [
+        entry(number, "/v1/chat/completions", messages=say, max_tokens=1) for number in range(lines)
+    ]
+    template = tmp_path / "template.jinja"
+    template.write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
+    source = write(tmp_path / "in.jsonl", entries)
+    out = tmp_path / "out.jsonl"
+    assert start(source, out, "--chat-template", str(template)).wait(SECONDS) == 0
+    assert [line["error"] for line in answers(out)] == [None] * lines
 
 
 def test_a_killed_run_is_continued_to_the_same_file(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from freight.serve.openai.completion_request import parse_completion
 from freight.serve.openai.responses_request import parse_responses
 from freight.serve.processes.client import WorkerOptions
 from freight.serve.processes.log import set_up_logging
+from freight.serve.rendering.renderer import MAX_WAITING
 from freight.serve.service import Service
 from freight.serve.serving import read_template
 from freight.serve.settings import ServerSettings
@@ -117,6 +118,8 @@ class _Batch:
         self._on_progress = on_progress
         self._limits = HttpLimits()
         self._places = asyncio.Semaphore(at_once)
+        # More conversations at a time would be refused, as those of a client are
+        self._beginnings = asyncio.Semaphore(MAX_WAITING)
         self._answers: asyncio.Queue[asyncio.Task[JsonDict] | None] = asyncio.Queue(_AHEAD)
 
     async def run(self, lines: Iterable[InputLine]) -> None:
@@ -190,7 +193,8 @@ class _Batch:
         )
 
     async def _whole(self, call: Call, request_id: str) -> object:
-        answer = await self._service.begin(call, request_id, None)
+        async with self._beginnings:
+            answer = await self._service.begin(call, request_id, None)
         status = 500
         try:
             while not answer.is_finished:

@@ -54,6 +54,8 @@ _CRASHES = (  # exit statuses of a library that crashed on its input
     -signal.SIGILL,
 )
 
+MAX_WAITING = 64  # requests that wait for the process at most
+
 
 class Renderer:
     """Renders conversations and checks grammars. For use within one event loop."""
@@ -66,7 +68,7 @@ class Renderer:
         *,
         deadline_s: float = 10.0,
         start_deadline_s: float = 60.0,
-        max_waiting: int = 64,
+        max_waiting: int = MAX_WAITING,
         memory: int = 2 << 30,
         niceness: int = 0,
         grammar_checker: str = GRAMMAR_CHECKER,
