@@ -10,10 +10,12 @@ from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
-from freight.base.fields import JsonObject
-from freight.fp8.scheme import KVScales
+from freight.base.fields import JsonDict, JsonObject
+from freight.fp8.formats import Granularity, ScaleSource
+from freight.fp8.scheme import KVScales, LayerScales
 from freight.lab.columns import as_object
 from freight.lab.evaluate.documents import Part
+from freight.lab.evaluate.magnitudes import Magnitudes
 from freight.lab.evaluate.measure import SettingRun, mean_perplexity
 from freight.lab.evaluate.safety import Interval, Sample, Verdict, judge
 from freight.lab.evaluate.speed import Speed, faster_from
@@ -25,7 +27,7 @@ from freight.lab.evaluate.statistics import (
     position_edges,
     unit_sums,
 )
-from freight.settings.engine import EngineArgs
+from freight.settings.engine import EngineArgs, KVCacheConfig
 
 GIB = 2**30
 
@@ -46,6 +48,8 @@ class Figures:
                                              bucket without tokens
     decode             tokens per second of one sequence, by context of Evaluation.contexts
     decode_tokens_per_second   at the longest of them
+    clipping           layers in which a static scale clips what the first setting stores
+                       (`Magnitudes.clipping`); None: scales are not static, or keys are centered
     faster_from        context from which decoding is faster than in the first setting; None: on no
                        timed one
     """
@@ -74,6 +78,7 @@ class Figures:
     tokens_per_gib: int
     bytes_per_state: int
     clipped_share: float
+    clipping: list[JsonDict] | None = None
     flushed_share: float
     layer_errors: list[dict[str, float]]
     layer_kl: list[float] | None = None
@@ -142,8 +147,9 @@ class Evaluation:
     compared with.
 
     `position_edges` has one entry more than there are buckets; `sample` says what intervals are
-    over. `seconds` are those of everything, `calibration_seconds` of the forward passes over
-    calibration text.
+    over. `magnitudes` are those of keys and values by layer (`Magnitudes.as_list`), by position in
+    the buckets of `magnitude_edges`. `seconds` are those of everything, `calibration_seconds` of
+    the forward passes over calibration text.
     """
 
     overview: Overview
@@ -152,6 +158,8 @@ class Evaluation:
     sample: Sample
     position_edges: tuple[int, ...]
     contexts: tuple[int, ...]
+    magnitudes: tuple[JsonObject, ...] = ()
+    magnitude_edges: tuple[int, ...] = ()
     seconds: float = 0.0
     calibration_seconds: float = 0.0
     noise: Noise | None = None
@@ -203,6 +211,8 @@ _JSON = {
     "num_repeats": "sample.num_repeats",
     "warnings": "warnings",
     "position_edges": "position_edges",
+    "magnitudes": "magnitudes",
+    "magnitude_edges": "magnitude_edges",
     "contexts": "contexts",
     "notes": "overview.notes",
     "seconds": "seconds",
@@ -247,9 +257,13 @@ def summarize(
         perplexity=mean_perplexity(runs[0].token_logprobs),
         vocab_size=runs[0].runner.model.config.vocab_size,
     )
+    assert runs[0].probe is not None
+    magnitudes = runs[0].probe.magnitudes
     figures = []
     for index, run in enumerate(runs):
-        setting = _figures(run, tokens, sample)
+        setting = replace(
+            _figures(run, tokens, sample), clipping=_clipping(run.config.kv, magnitudes)
+        )
         if layer_kl:
             setting = replace(setting, layer_kl=layer_kl[index])
         if speeds:
@@ -269,6 +283,8 @@ def summarize(
         sample=sample,
         position_edges=tuple(tokens.edges),
         contexts=speeds[0].contexts if speeds else (),
+        magnitudes=tuple(magnitudes.as_list()) if magnitudes else (),
+        magnitude_edges=tuple(magnitudes.edges) if magnitudes else (),
     )
 
 
@@ -287,6 +303,20 @@ class _Tokens:
 def _is_centered(scales: KVScales | None) -> bool:
     layers = () if scales is None else scales.layers
     return any(layer is not None and layer.k_center for layer in layers)
+
+
+def _clipping(kv: KVCacheConfig, magnitudes: Magnitudes | None) -> list[JsonDict] | None:
+    """Where the static scales of `kv` clip; None where it has none, or keys are stored less centers."""
+    static = kv.scale_source not in (None, ScaleSource.DYNAMIC)
+    if magnitudes is None or not static or _is_centered(kv.scales):
+        return None
+    unit = LayerScales((1.0,), (1.0,), Granularity.TENSOR)
+    scales = {}
+    for layer in magnitudes.layers:
+        measured = unit if kv.scales is None else kv.scales.layers[layer]
+        if measured is not None:
+            scales[layer] = measured
+    return magnitudes.clipping(scales, kv.format)
 
 
 def _losses(run: SettingRun) -> np.ndarray:

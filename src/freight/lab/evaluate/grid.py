@@ -27,6 +27,7 @@ from freight.lab.columns import scales_name
 from freight.lab.evaluate.documents import Document, Part, cut_documents, window_length
 from freight.lab.evaluate.figures import CalibrationText, Evaluation, Noise, Overview, summarize
 from freight.lab.evaluate.layer_kl import first_windows, layer_kl
+from freight.lab.evaluate.magnitudes import Magnitudes
 from freight.lab.evaluate.measure import SettingRun, measure
 from freight.lab.evaluate.report import cache_run, load_for, plain_config, pool_for
 from freight.lab.evaluate.rounded import check_schemes, load_rounded, require_names
@@ -132,6 +133,8 @@ def evaluate_grid(
             caches = [(_named(chosen.kv), chosen)]
         caches = _apart(plain, caches, states, chosen)
         runs = _runs(opened, decoder, caches, length)
+        assert runs[0].probe is not None
+        runs[0].probe.magnitudes = Magnitudes(length)
         by_token = KVCacheConfig(
             opened.device.native_e4m3, Granularity.TOKEN, ScaleSource.DYNAMIC, None
         )

@@ -17,9 +17,12 @@ from pathlib import Path
 from freight.base.files import write_whole
 from freight.base.svg import styled
 from freight.base.tables import markdown
+from freight.fp8.formats import Format
 from freight.lab.evaluate.advice import advice, as_json, recommended, why_not
 from freight.lab.evaluate.charts import Axis, Point, Series, chart
 from freight.lab.evaluate.figures import Evaluation, Figures
+from freight.lab.evaluate.magnitudes import sentences
+from freight.lab.evaluate.scale_picture import magnitude_picture
 from freight.lab.evaluate.table import SPEED, legend, setting_name, speed_table, tables, words
 
 _WHAT = (
@@ -77,6 +80,8 @@ class Section:
     @property
     def picture(self) -> str:
         """The chart as a separate file."""
+        if "xmlns=" in self.svg:  # it is one
+            return self.svg
         look = _style(_CHARTS + "svg{background:var(--paper)}")
         return self.svg.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1).replace(
             ">", f">{look}", 1
@@ -120,6 +125,7 @@ def sections(evaluation: Evaluation) -> list[Section]:
             ),
         ),
         _by_layer(evaluation),
+        *_magnitudes(evaluation),
         _kl_by_position(evaluation),
         _by_position(evaluation),
     ]
@@ -194,6 +200,45 @@ def _by_layer(evaluation: Evaluation) -> Section:
         f"A model is a stack of layers, each with its own cache. {says}",
         chart(title, layers, Axis(error, log=True), series),
     )
+
+
+def _magnitudes(evaluation: Evaluation) -> list[Section]:
+    """How large keys and values are, by layer and by position; nothing where no layer stores any."""
+    layers = evaluation.magnitudes
+    if not layers:
+        return []
+    edges = evaluation.magnitude_edges
+    names = [_range(low, high) for low, high in pairwise(edges)]
+    series = []
+    for style, (side, name) in enumerate((("k", "keys"), ("v", "values")), 1):
+        seen = [entry[side]["positions"] for entry in layers if entry[side] is not None]
+        if seen:
+            largest = [max(values) for values in zip(*seen, strict=True)]
+            points = [(index, value) for index, value in enumerate(largest) if value > 0]
+            series.append(Series(name, points, style))
+    by_layer = Section(
+        "Keys and values by layer",
+        "What a scale has to cover. A bar reaches from the largest magnitude of a layer's smallest channel to that of "
+        "its largest; the dot is the one that a single scale for the layer is made for, and the further a bar "
+        f"reaches down, the more a single scale is too coarse for some channels. {' '.join(sentences(layers))}",
+        magnitude_picture(Format.E4M3FN, layers),
+    )
+    by_position = Section(
+        "Keys and values by position",
+        "The largest magnitude in any layer, by position in a window. Static scales clip where a position has larger "
+        "ones than the text that they were measured on.",
+        chart(
+            "Largest keys and values by position",
+            Axis("position in the text (tokens before)", names=names),
+            Axis("largest magnitude (before quantization)", log=True),
+            series,
+        ),
+    )
+    return [by_layer, by_position]
+
+
+def _range(low: int, high: int) -> str:
+    return f"{low:,}" if high == low + 1 else f"{low:,}–{high - 1:,}"
 
 
 def _positions(evaluation: Evaluation) -> Axis:

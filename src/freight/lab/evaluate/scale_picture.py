@@ -11,7 +11,7 @@ scale, and a dot above it would saturate.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from freight.base.fields import JsonObject
@@ -27,6 +27,7 @@ _BOTTOM = 46
 _STYLE = styled(
     "text{font-size:12px}text.one{fill:var(--c3)}line.one{stroke:var(--c3)}.band{fill:var(--box)}"
 )
+_TINY = 1e-6  # drawn for a channel of zeros
 _SMALLEST_NORMAL = {Format.E4M3FN: 2.0**-6, Format.E4M3FNUZ: 2.0**-7, Format.E5M2: 2.0**-14}
 
 
@@ -42,10 +43,39 @@ class _Side:
     scales: dict[int, Mapping[str, float]]
 
 
+_LegendOf = Callable[[_Side, Format], str]
+
+
 def scale_picture(title: str, format: Format, layers: Sequence[JsonObject]) -> str:
     """SVG of `layers`, each {layer, k, v} with k and v None or {min, max}: scales, of which there
-    is at least one.
+    is at least one. `title` is the model's name.
     """
+    heading = f"{title}: largest magnitude its KV scales cover"
+    return _picture(heading, format, layers, len(layers), _legend)
+
+
+def magnitude_picture(format: Format, magnitudes: Sequence[JsonObject]) -> str:
+    """SVG of keys and values by layer, as `Magnitudes.as_list` has them: from the smallest to the
+    largest of the channels' largest magnitudes.
+    """
+    layers = []
+    for entry in magnitudes:
+        sides = {}
+        for name in ("k", "v"):
+            side = entry[name]
+            sides[name] = side and {
+                "min": max(side["smallest_channel"], _TINY) / format.max,
+                "max": max(side["max"], _TINY) / format.max,
+            }
+        layers.append({"layer": entry["layer"], **sides})
+    heading = "Keys and values: largest magnitude of a layer's channels"
+    num_layers = 1 + max(entry["layer"] for entry in layers)
+    return _picture(heading, format, layers, num_layers, _magnitude_legend)
+
+
+def _picture(
+    heading: str, format: Format, layers: Sequence[JsonObject], num_layers: int, legend: _LegendOf
+) -> str:
     sides = (_Side("keys", "var(--c1)", -0.12, {}), _Side("values", "var(--c2)", 0.12, {}))
     amax = [_SMALLEST_NORMAL[format]]
     for entry in layers:
@@ -56,13 +86,12 @@ def scale_picture(title: str, format: Format, layers: Sequence[JsonObject]) -> s
     low = math.floor(math.log10(min(amax)))
     high = math.ceil(math.log10(max(*amax, format.max) * 1.2))
     axis = LogAxis(10.0**low, 10.0**high, HEIGHT - _BOTTOM, _TOP)
-    num_layers = len(layers)
     parts = list(_axes(format, num_layers, range(low, high + 1), axis))
     for side in sides:
         parts += _dots(side, num_layers, axis, format)
     for row, side in enumerate(sides):
-        parts += _legend(side, 60 + 18 * row, format)
-    heading = f"{title}: largest magnitude its KV scales cover"
+        if side.scales:
+            parts += _key(side, 60 + 18 * row, legend(side, format))
     return framed(heading, WIDTH, HEIGHT, _STYLE, parts)
 
 
@@ -106,15 +135,25 @@ def _dots(side: _Side, num_layers: int, axis: LogAxis, format: Format) -> Iterat
         yield f'<circle cx="{x}" cy="{top}" r="4" fill="{side.colour}"><title>{tip}</title></circle>'
 
 
-def _legend(side: _Side, y: int, format: Format) -> Iterator[str]:
+def _legend(side: _Side, format: Format) -> str:
     """The range of scales, and the headroom to the format's largest number, in powers of two."""
-    if not side.scales:
-        return
     largest = [scales["max"] for scales in side.scales.values()]
     smallest = min(scales["min"] for scales in side.scales.values())
-    label = (
+    return (
         f"{side.name}: scales {smallest:.3g} to {max(largest):.3g}; headroom to {format.max:g}, if it were 1.0: "
         f"{-math.log2(max(largest)):.1f} to {-math.log2(min(largest)):.1f} bits"
     )
+
+
+def _magnitude_legend(side: _Side, format: Format) -> str:
+    """The range of the channels' largest magnitudes."""
+    largest = max(scales["max"] for scales in side.scales.values()) * format.max
+    smallest = min(scales["min"] for scales in side.scales.values()) * format.max
+    return (
+        f"{side.name}: {smallest:.3g} to {largest:.4g} (smallest and largest channel of all layers)"
+    )
+
+
+def _key(side: _Side, y: int, label: str) -> Iterator[str]:
     yield f'<circle cx="{_LEFT + 4}" cy="{y - 4}" r="4" fill="{side.colour}"/>'
     yield text(_LEFT + 14, y, label)

@@ -22,6 +22,7 @@ from torch import Tensor
 from freight.cache.pool import KVPool, PagedKV
 from freight.fp8.cast import decode
 from freight.kernels import reference
+from freight.lab.evaluate.magnitudes import Magnitudes
 from freight.operands.attention import AttentionCall
 from freight.operands.batch import ForwardBatch
 from freight.operands.kv_pages import read_slots, spread
@@ -36,7 +37,7 @@ MOST_ROWS = 2048  # in all: no chunk is compared after them
 @dataclass
 class Probe:
     """Sums over the rows seen so far, by layer; `rows` says which of this step's are compared,
-    None: none.
+    None: none. `magnitudes` sees all that is stored, if it is there.
     """
 
     num_layers: int
@@ -46,6 +47,7 @@ class Probe:
     num_rows: int = 0
     flushed: int = 0
     num_values: int = 0
+    magnitudes: Magnitudes | None = None
     # attention's output of this step, by layer
     outputs: dict[int, Tensor] = field(default_factory=dict)
     # float64 [num_layers, 3, 2]: of K, V, attention, squares of (difference, truth)
@@ -127,6 +129,7 @@ class ProbedKV(PagedKV):
 
     def store(self, qkv: Tensor, rotary: Rotary, batch: ForwardBatch) -> Tensor:
         q = super().store(qkv, rotary, batch)
+        self._see(batch)
         rows = self.probe.rows
         if rows is None:
             return q
@@ -147,6 +150,19 @@ class ProbedKV(PagedKV):
         self.probe.num_values += k.numel() + v.numel()
         self.probe.seconds += time.perf_counter() - begin
         return q
+
+    def _see(self, batch: ForwardBatch) -> None:
+        """Show what was stored for this step to the magnitudes, if there are any."""
+        magnitudes = self.probe.magnitudes
+        if magnitudes is None:
+            return
+        begin = time.perf_counter()
+        slots = batch.slots[self.group]
+        sides = [read_slots(self.pages.k, slots)]
+        if not self.pages.v_in_k:
+            sides.append(read_slots(self.pages.v, slots))
+        magnitudes.see(self.layer, sides, batch.positions)
+        self.probe.seconds += time.perf_counter() - begin
 
     def attend(
         self,
