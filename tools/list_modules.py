@@ -53,7 +53,13 @@ def folders() -> Iterator[tuple[Path, list[Path]]]:
     for init in inits:
         yield init.parent, sorted(path for path in init.parent.glob("*.py") if path != init)
     yield ROOT / "csrc", sorted([*(ROOT / "csrc").glob("*.h"), *(ROOT / "csrc").glob("*.cpp")])
-    for folder in ("benchmarks", "benchmarks/peers", "benchmarks/simulation", "tools"):
+    for folder in (
+        "benchmarks",
+        "benchmarks/peers",
+        "benchmarks/questions",
+        "benchmarks/simulation",
+        "tools",
+    ):
         files = (ROOT / folder).glob("*.py")
         yield ROOT / folder, sorted(path for path in files if path.name != "__init__.py")
 

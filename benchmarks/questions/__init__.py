@@ -1,0 +1,3 @@
+"""What benchmarks/paired_questions.py consists of: published questions, answered under several caches
+and compared pairwise.
+"""
