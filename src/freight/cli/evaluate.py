@@ -100,6 +100,10 @@ def evaluate_caches(
     args: EngineArgs,
     data: Data = None,
     field: Field = "text",
+    prompt_field: Annotated[
+        str | None,
+        option("NAME", "The field of a JSONL line that has its prompt: context, and not scored."),
+    ] = None,
     window: Tokens = None,
     max_tokens: Annotated[
         int | None,
@@ -116,7 +120,9 @@ def evaluate_caches(
     weights: Annotated[
         str | None,
         option(
-            "LIST", "Weights to measure as well: fp8[-channel|-block],int8,int4[-64|-32],mxfp4."
+            "LIST",
+            "Weights to measure as well: fp8[-channel|-block],int8,int4[-64|-32],mxfp4; "
+            "-a16 behind a name: inputs stay in 16 bits.",
         ),
     ] = None,
     calibration_data: Annotated[
@@ -156,7 +162,7 @@ def evaluate_caches(
     log_to_stderr()
     from freight.lab.evaluate.advice import as_json as to_json
     from freight.lab.evaluate.advice import summary
-    from freight.lab.evaluate.documents import read_documents
+    from freight.lab.evaluate.documents import PromptedText, read_documents, read_prompted
     from freight.lab.evaluate.grid import GridArgs, evaluate_grid
     from freight.lab.evaluate.report_page import write_report
 
@@ -171,8 +177,13 @@ def evaluate_caches(
         noise=noise,
         states=_list(states),
     )
+    documents: Sequence[str] | Sequence[PromptedText] = (
+        read_documents(path, field)
+        if prompt_field is None
+        else read_prompted(path, field, prompt_field)
+    )
     with stages() as on_progress:
-        evaluation = evaluate_grid(args, read_documents(path, field), grid, on_progress, path.name)
+        evaluation = evaluate_grid(args, documents, grid, on_progress, path.name)
     # Printed before it is written: a disk that is full must not take the measurement
     if as_json:
         print(json.dumps(to_json(evaluation)), flush=True)

@@ -363,3 +363,31 @@ def test_the_noise_of_16_bits_is_told_apart(freight: Run, text: str):
         said = json.loads(freight(*argv, *more).out)
         assert said["noise"] is None
         assert said["runs"][1]["kl_without_noise"] is None
+
+
+def test_answers_are_scored_after_their_prompts(freight: Run, tmp_path: Path):
+    """The report has the log-probability of each answer, and so has what is printed."""
+    lines = [
+        {"question": "The harbour was ", "answer": "quiet in the morning."},
+        {"question": "One day", "answer": " a ship 🚢 came."},
+    ]
+    path = tmp_path / "answers.jsonl"
+    path.write_text("\n".join(map(json.dumps, lines)))
+    argv = ["evaluate", "caches", "--data", str(path), "--field", "answer", "--no-speed"]
+    argv += ["--caches", "token", "--prompt-field", "question"]
+    said = json.loads(freight(*argv, "--report", str(tmp_path / "report"), "--json").out)
+    written = json.loads((tmp_path / "report" / "report.json").read_text())
+    assert written["document_tokens"] == said["document_tokens"]
+    assert [run["document_logprobs"] for run in written["runs"]] == [
+        run["document_logprobs"] for run in said["runs"]
+    ]
+    assert sum(said["document_tokens"]) == said["num_tokens"]
+    assert all(logprob < 0 for run in said["runs"] for logprob in run["document_logprobs"])
+    (line,) = [line for line in freight(*argv).out.splitlines() if "judged together" in line]
+    assert_names(line, "2 documents", "prompts", "not scored")
+
+
+def test_prompts_are_of_lines(freight: Run, text: str):
+    answer = freight("evaluate", "caches", "--data", text, "--prompt-field", "question")
+    assert answer.code == 2
+    assert_names(answer.err, "--prompt-field question", ".jsonl")

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.refusals import line_naming
+from tests.refusals import line_naming, refuses
+from tests.tiny_gguf import write_tiny
 
 import freight
 from freight.checkpoint.reader import resolve_model
@@ -25,7 +26,7 @@ from freight.lab.evaluate.figures import Evaluation
 from freight.lab.evaluate.grid import GridArgs, evaluate_grid
 from freight.lab.evaluate.measure import rows_at_once
 from freight.lab.evaluate.report import run_caches
-from freight.lab.evaluate.rounded import SCHEMES
+from freight.lab.evaluate.rounded import SCHEMES, WEIGHT_ONLY
 from freight.lab.evaluate.speed import Speed, contexts_for, faster_from
 from freight.lab.evaluate.stored_error import Probe
 from freight.model.decoder import Decoder
@@ -263,6 +264,49 @@ def test_weights_are_rows_with_two_caches_each_as_quantize_writes_them(tmp_path:
         assert rows[scheme, "16 bits"].perplexity == pytest.approx(perplexity, rel=1e-5), scheme
 
 
+def test_weight_only_schemes_are_those_that_quantize_writes(tmp_path: Path):
+    """Of 4 bits, which kernels multiply by inputs in INT8 where they can, --activations tells the
+    same.
+    """
+    grid = GridArgs(caches=("token",), weights=WEIGHT_ONLY, speed=False, window=128)
+    evaluation = evaluate_grid(DEMO, [TEXT[:1000]], grid)
+    rows = {(run.weights, run.name): run for run in evaluation.runs}
+    assert [*rows] == [(w, c) for w in ("as stored", *WEIGHT_ONLY) for c in ("16 bits", "token")]
+    plain = rows["as stored", "16 bits"].perplexity
+    cases: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+        "fp8-channel-a16": ({"weights": "fp8-channel", "activations": "none"}, {}),
+        "fp8-block-a16": ({"weights": "fp8-block", "activations": "none"}, {}),
+        "int4-32-a16": ({"weights": "int4", "group_size": 32}, {"activations": "bfloat16"}),
+        "mxfp4-a16": ({"weights": "mxfp4"}, {"activations": "bfloat16"}),
+    }
+    for scheme, (written, args) in cases.items():
+        freight.quantize("demo", tmp_path / scheme, **written)
+        (run,) = run_caches(EngineArgs(str(tmp_path / scheme), **args), [], TEXT[:1000], 128)
+        perplexity = math.exp(-float(run.token_logprobs.double().mean()))
+        assert rows[scheme, "16 bits"].perplexity == pytest.approx(perplexity, rel=1e-5), scheme
+        assert rows[scheme, "16 bits"].perplexity != pytest.approx(plain, rel=1e-5), scheme
+
+
+def test_4_bits_follow_activations_and_a16_does_not():
+    text = [TEXT[:300]]
+    grid = GridArgs(caches=(), weights=("int4", "int4-a16"), speed=False, window=64)
+    usual = evaluate_grid(EngineArgs("demo", device="cpu"), text, grid).runs
+    plain = evaluate_grid(EngineArgs("demo", device="cpu", activations="bfloat16"), text, grid).runs
+    perplexities = {run.weights: run.perplexity for run in usual if run.name == "16 bits"}
+    assert perplexities["int4"] != perplexities["int4-a16"]
+    of_both = {
+        run.perplexity for run in plain if run.weights != "as stored" and run.name != "token"
+    }
+    assert of_both == {perplexities["int4-a16"]}
+
+
+def test_other_weights_of_a_gguf_file_are_refused_with_the_way_to_16_bits(tmp_path: Path):
+    path = write_tiny(tmp_path / "tiny.gguf")
+    grid = GridArgs(weights=("fp8-a16",), speed=False)
+    with refuses(ConfigError, "--weights", "fp8-a16", "GGUF", "freight convert", str(path)):
+        evaluate_grid(EngineArgs(str(path)), [[1, 2, 3]], grid)
+
+
 def test_speed_is_timed_in_turns_and_named_from_where_it_pays():
     grid = GridArgs(caches=("unit",), window=64)
     evaluation = evaluate_grid(DEMO, [TEXT[:400]], grid)
@@ -328,6 +372,8 @@ def test_bad_files_are_refused_by_line(name: str, text: str, says: tuple[str, ..
         (DEMO, ["a b c d"], GridArgs(window=2000), "--window 2000 is more than the 1024"),
         (DEMO, ["a b c d"], GridArgs(caches=("tokens",)), "--caches 'tokens' is unknown"),
         (DEMO, ["a b c d"], GridArgs(weights=("int3",)), "--weights 'int3' is unknown"),
+        (DEMO, ["a b c d"], GridArgs(weights=("fp8-a8",)), "--weights 'fp8-a8' is unknown"),
+        (DEMO, ["a b c d"], GridArgs(weights=("int8-a16",)), "INT8 by inputs in INT8 alone"),
         (
             EngineArgs("demo", quantization="fp8"),
             ["a b c"],

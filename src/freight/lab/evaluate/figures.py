@@ -21,6 +21,7 @@ from freight.lab.evaluate.safety import Interval, Sample, Verdict, judge
 from freight.lab.evaluate.speed import Speed, faster_from
 from freight.lab.evaluate.statistics import (
     by_position,
+    distinct_units,
     effective_units,
     independent_units,
     interval,
@@ -52,6 +53,8 @@ class Figures:
                        (`Magnitudes.clipping`); None: scales are not static, or keys are centered
     faster_from        context from which decoding is faster than in the first setting; None: on no
                        timed one
+    document_logprobs  by document, the sum of the log-probabilities of its scored tokens, in nats, as
+                       `Evaluation.document_tokens`
     """
 
     name: str
@@ -88,6 +91,7 @@ class Figures:
     decode_tokens_per_second: float | None = None
     decode: list[float] | None = None
     faster_from: int | None = None
+    document_logprobs: list[float] | None = None
     num_passes: int
     forward_seconds: float
 
@@ -99,7 +103,8 @@ class Overview:
 
     `args` are the engine's options as given, for the command that repeats a setting;
     `chosen_by_layer`: the checkpoint has a choice for each layer (`KVScales.mixed`); `quantized`:
-    its weights are, so no command stores scales of its own with them.
+    its weights are, so no command stores scales of its own with them; `prompted`: documents follow
+    prompts, so each is one window, and the unit of intervals.
     """
 
     args: EngineArgs
@@ -112,6 +117,7 @@ class Overview:
     calibration: CalibrationText | None = None
     chosen_by_layer: bool = False
     quantized: bool = False
+    prompted: bool = False
 
     @property
     def weights(self) -> str:
@@ -149,7 +155,9 @@ class Evaluation:
     `position_edges` has one entry more than there are buckets; `sample` says what intervals are
     over. `magnitudes` are those of keys and values by layer (`Magnitudes.as_list`), by position in
     the buckets of `magnitude_edges`. `seconds` are those of everything, `calibration_seconds` of
-    the forward passes over calibration text.
+    the forward passes over calibration text. `document_tokens` has the scored tokens of each
+    document, in the order of the file up to the last that has any; None where units are not
+    documents.
     """
 
     overview: Overview
@@ -163,6 +171,7 @@ class Evaluation:
     seconds: float = 0.0
     calibration_seconds: float = 0.0
     noise: Noise | None = None
+    document_tokens: tuple[int, ...] | None = None
 
     def without_noise(self, run: Figures) -> float | None:
         """Return about the KL that the cache costs by itself: without the noise of computing in 16
@@ -202,6 +211,7 @@ _JSON = {
     "model": "overview.args.model",
     "data": "overview.source",
     "num_documents": "num_documents",
+    "document_tokens": "document_tokens",
     "num_tokens": "sample.num_tokens",
     "window": "overview.window",
     "weights": "overview",
@@ -231,20 +241,28 @@ def summarize(
     """`speeds` and `layer_kl` are by run, if they were measured. What is returned has no seconds
     yet.
     """
-    counts = [len(part.window.targets) for part in parts]
+    counts = [part.window.num_scored for part in parts]
     documents = {part.document for part in parts}
-    by_document = len(documents) > 1
+    by_document = overview.prompted or len(documents) > 1
     keys = [part.document if by_document else index for index, part in enumerate(parts)]
     texts: dict[int, list[int]] = defaultdict(list)
     for key, part in zip(keys, parts, strict=True):
         texts[key] += part.window.token_ids
-    unit_of = dict(zip(texts, independent_units(list(texts.values())), strict=True))
+        if overview.prompted:  # an answer of one token is nowhere else
+            texts[key] += part.window.targets[-1:]
+    number = distinct_units if overview.prompted else independent_units
+    unit_of = dict(zip(texts, number(list(texts.values())), strict=True))
     ids = [unit_of[key] for key in keys]
+    positions = [np.arange(part.window.first_scored, len(part.window.targets)) for part in parts]
+    of_documents = None
+    if by_document:
+        of_documents = np.repeat([part.document for part in parts], counts).astype(np.int64)
     tokens = _Tokens(
         units=np.repeat(ids, counts).astype(np.int64),
-        positions=np.concatenate([np.arange(count) for count in counts]).astype(np.int64),
-        edges=position_edges(max(counts)),
+        positions=np.concatenate(positions).astype(np.int64),
+        edges=position_edges(max(len(part.window.targets) for part in parts)),
         reference=_losses(runs[0]),
+        documents=of_documents,
     )
     sizes = np.bincount(tokens.units).astype(np.float64)
     num_units = round(float(effective_units(sizes)))
@@ -285,19 +303,21 @@ def summarize(
         contexts=speeds[0].contexts if speeds else (),
         magnitudes=tuple(magnitudes.as_list()) if magnitudes else (),
         magnitude_edges=tuple(magnitudes.edges) if magnitudes else (),
+        document_tokens=None if of_documents is None else tuple(np.bincount(of_documents).tolist()),
     )
 
 
 @dataclass(frozen=True)
 class _Tokens:
-    """What all settings share: the unit and the position of each token, and the first setting's
-    loss in nats.
+    """What all settings share: the unit and the position of each scored token, the first setting's
+    loss in nats, and the document, None where units are not documents.
     """
 
     units: np.ndarray
     positions: np.ndarray
     edges: list[int]
     reference: np.ndarray
+    documents: np.ndarray | None
 
 
 def _is_centered(scales: KVScales | None) -> bool:
@@ -343,6 +363,9 @@ def _figures(run: SettingRun, tokens: _Tokens, sample: Sample) -> Figures:
     assert run.probe is not None
     kl_mean = float(kl.mean(dtype=np.float64))
     same_top = float(same.mean())
+    by_document = None
+    if tokens.documents is not None:
+        by_document = unit_sums(tokens.documents, -loss)[0].tolist()
     of_ratio = None
     if of_change is not None:
         low, high = np.exp(of_change).tolist()
@@ -379,6 +402,7 @@ def _figures(run: SettingRun, tokens: _Tokens, sample: Sample) -> Figures:
         layer_errors=run.probe.errors,
         perplexity_by_position=[None if mean is None else float(np.exp(mean)) for mean in losses],
         kl_by_position=by_position(tokens.positions, kl, tokens.edges),
+        document_logprobs=by_document,
         num_passes=run.num_passes,
         forward_seconds=run.seconds,
     )

@@ -24,7 +24,14 @@ from freight.errors import ConfigError
 from freight.fp8.formats import Format, Granularity, ScaleSource
 from freight.fp8.scheme import KVScales
 from freight.lab.columns import scales_name
-from freight.lab.evaluate.documents import Document, Part, cut_documents, window_length
+from freight.lab.evaluate.documents import (
+    Document,
+    Part,
+    PromptedText,
+    cut_documents,
+    cut_prompted,
+    window_length,
+)
 from freight.lab.evaluate.figures import CalibrationText, Evaluation, Noise, Overview, summarize
 from freight.lab.evaluate.layer_kl import first_windows, layer_kl
 from freight.lab.evaluate.magnitudes import Magnitudes
@@ -65,10 +72,13 @@ class GridArgs:
                       CPU alone), or the one that the engine's options name
     states            names of STATES; None: where layers keep states, those that the engine's
                       options choose, or else those of at most 16 bits
-    weights           schemes of weights, each measured with a 16-bit and with a `token` cache
+    weights           schemes of weights (`rounded`), each measured with a 16-bit and with a `token`
+                      cache
     calibration_data  for static scales that the checkpoint does not have; None: text that ships
                       with Freight
-    window            tokens scored together; max_tokens: of the documents, this many count
+    window            tokens scored together; None: those of the longest document with its prompt, or
+                      without prompts the context, at most 1024
+    max_tokens        of the documents, this many are scored
     speed             whether prefill and decoding are timed
     per_layer         whether the KL of each layer alone is measured too
     noise             whether a float32 run of the same weights tells what computing in 16 bits
@@ -88,7 +98,7 @@ class GridArgs:
 
 def evaluate_grid(
     args: EngineArgs,
-    documents: Sequence[Document],
+    documents: Sequence[Document] | Sequence[PromptedText],
     grid: GridArgs,
     on_progress: OnStage = unseen,
     source: str = "text",
@@ -103,12 +113,12 @@ def evaluate_grid(
     begin = time.perf_counter()
     opened = open_model(args)
     plain = plain_config(opened)
+    prompted = any(isinstance(document, PromptedText) for document in documents)
     names = _names(args, grid, opened)
     check_schemes(opened, grid.weights, args.quantization)
     chosen = None if names else opened.resolve(args)
     states = _states(opened, plain, chosen, grid)
-    length = window_length(grid.window, plain.max_model_len)
-    parts = cut_documents(opened, documents, length, grid.max_tokens)
+    parts, length = _cut(opened, documents, grid, plain.max_model_len)
     static: list[str] = []  # whose scales have to be measured
     if not opened.kv_scales.usable:
         static = [name for name in names if name in STATIC]
@@ -163,10 +173,14 @@ def evaluate_grid(
         weight_bytes=size.layers,
         embedding_bytes=size.embeddings,
         window=length,
-        notes=tuple(_notes(opened, plain, grid, calibrated.scales, samples, length)),
+        notes=(
+            *_note_of_prompts(parts, prompted),
+            *_notes(opened, plain, grid, calibrated.scales, samples, length),
+        ),
         calibration=CalibrationText(data, len(samples), length) if samples else None,
         chosen_by_layer=bool(opened.kv_scales.mixed),
         quantized=opened.scheme.weight_format is not None,
+        prompted=prompted,
     )
     evaluation = summarize(overview, runs, parts, speeds, worst)
     return replace(
@@ -175,6 +189,37 @@ def evaluate_grid(
         seconds=time.perf_counter() - begin,
         calibration_seconds=calibrated.forward_seconds,
     )
+
+
+def _cut(
+    opened: OpenModel,
+    documents: Sequence[Document] | Sequence[PromptedText],
+    grid: GridArgs,
+    max_model_len: int,
+) -> tuple[list[Part], int]:
+    """Return the windows, and the number of tokens that are scored together."""
+    prompted = []
+    plain = []
+    for document in documents:
+        if isinstance(document, PromptedText):
+            prompted.append(document)
+        else:
+            plain.append(document)
+    if prompted:
+        assert not plain, "either all documents have prompts, or none"
+        parts = cut_prompted(opened, prompted, grid.window, max_model_len, grid.max_tokens)
+        longest = max(1 + len(part.window.token_ids) for part in parts)
+        return parts, grid.window or longest
+    length = window_length(grid.window, max_model_len)
+    return cut_documents(opened, plain, length, grid.max_tokens), length
+
+
+def _note_of_prompts(parts: Sequence[Part], prompted: bool) -> Iterator[str]:
+    if prompted:
+        total = sum(part.window.first_scored + 1 for part in parts)
+        yield (
+            f"Each text follows its prompt: the {total:,} tokens of prompts are context, and not scored."
+        )
 
 
 def _runs(

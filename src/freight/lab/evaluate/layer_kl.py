@@ -21,14 +21,18 @@ TOKENS = 1024
 
 def first_windows(parts: Sequence[Part], most: int = TOKENS) -> list[Window]:
     """Return the first windows, of `most` tokens together; the last is cut, and one of which less
-    than half would stay is left out.
+    than half would stay is left out. A window that begins with context stays whole: what is scored
+    is at its end.
     """
     windows: list[Window] = []
     for part in parts:
         size = len(part.window.token_ids)
         if windows and 2 * most < size:
             break
-        windows.append(Window(part.window.token_ids[:most], part.window.targets[:most]))
+        window = part.window
+        if not window.first_scored:
+            window = Window(window.token_ids[:most], window.targets[:most])
+        windows.append(window)
         most -= size
         if most <= 0:
             break

@@ -3,7 +3,8 @@
 The model goes through each chunk once per setting. The head is then applied to a few rows at a
 time, in turns, so that memory holds the logits of `LOGITS` bytes at most for the first setting and
 as many for one other, whatever the vocabulary. What is kept is a log-probability, a KL and a
-comparison per token, in float32 and bool.
+comparison per token, in float32 and bool. Rows that are not scored (a prompt's) do not go through the
+head.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ TILE = 32  # rows that a matrix product computes together
 
 @dataclass
 class SettingRun:
-    """One setting, with what has been measured of it so far; per token, in the text's order, on the
-    CPU.
+    """One setting, with what has been measured of it so far; per scored token, in the text's order,
+    on the CPU.
 
     `seconds` are those of the forward passes alone.
     """
@@ -49,7 +50,7 @@ class SettingRun:
 
     @property
     def token_logprobs(self) -> Tensor:
-        """Log-probability of each token of the text, in order, float32 [num_tokens]."""
+        """Log-probability of each scored token, in order, float32 [num_tokens]."""
         return torch.cat([logprobs for logprobs, _, _ in self.judged])
 
     @property
@@ -127,16 +128,19 @@ def measure(runs: Sequence[SettingRun], windows: Sequence[Window], on_progress: 
     for window in windows:
         for start in range(0, len(window.token_ids), chunk):
             part = window.token_ids[start : start + chunk]
+            num_context = max(0, window.first_scored - start)
             targets = torch.tensor(
-                window.targets[start : start + chunk],
+                window.targets[start : start + chunk][num_context:],
                 dtype=torch.int64,
                 device=runs[0].runner.device,
             ).split(rows)
             states = []
             for run in runs:
-                states.append(_states(run, runs[0], part, start).split(rows))
+                states.append(_states(run, runs[0], part, start)[num_context:].split(rows))
                 done += len(part)
                 on_progress(done, total)
+            if num_context >= len(part):  # a chunk of a prompt
+                continue
             for tokens, *hidden in zip(targets, *states, strict=True):
                 _judge(runs, hidden, tokens)
     for run in runs:

@@ -17,10 +17,18 @@ from torch import Tensor
 class Window:
     """`token_ids` go in; the logits after token i are scored by `targets[i]`. Both have the same
     length.
+
+    The rows before `first_scored` are context: the model goes through them, and the head does not.
+    `first_scored` is less than the length, so every window has a scored row.
     """
 
     token_ids: list[int]
     targets: list[int]
+    first_scored: int = 0
+
+    @property
+    def num_scored(self) -> int:
+        return len(self.targets) - self.first_scored
 
 
 def cut_windows(token_ids: Sequence[int], length: int, bos_token_id: int | None) -> list[Window]:

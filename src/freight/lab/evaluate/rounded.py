@@ -28,15 +28,18 @@ from freight.settings.hardware import int8_activations
 
 _GROUPS = {"int4": 128, "int4-64": 64, "int4-32": 32}  # inputs that share a scale
 SCHEMES = ("fp8", "fp8-channel", "fp8-block", "int8", *_GROUPS, "mxfp4")
+_A16 = "-a16"  # inputs of products stay in 16 bits
+WEIGHT_ONLY = tuple(f"{scheme}{_A16}" for scheme in SCHEMES if scheme != "int8")
 
 
 @dataclass(frozen=True)
 class RoundedSource(CheckpointSource):
-    """Rounds matrices, but not the head, to `weight_format` by `scheme`, with dynamic activations,
-    or to 4 bits, with what the kernels do there.
+    """Rounds matrices, but not the head, to `weight_format` by `scheme`, with `activations`, or to 4
+    bits, with what the kernels do there.
     """
 
     scheme: str = "fp8"
+    activations: Activations = Activations.DYNAMIC
     scale_format: Format = Format.FLOAT32
 
     def _rounded(self, stored: Tensor) -> Weight:
@@ -55,7 +58,7 @@ class RoundedSource(CheckpointSource):
         data, scale = quantize(plain, self.weight_format, self.scale_format)
         if scale.ndim == 0:
             scale = scale.expand(len(data)).contiguous()
-        return Weight(data, scale, Activations.DYNAMIC)
+        return Weight(data, scale, self.activations)
 
 
 def _round_to_mxfp4(stored: Tensor, dtype: torch.dtype, keeps: bool) -> Weight:
@@ -80,7 +83,17 @@ def require_names(flag: str, names: Sequence[str], known: Sequence[str]) -> None
 
 def check_schemes(opened: OpenModel, schemes: tuple[str, ...], quantization: str | None) -> None:
     """Raises ConfigError for an unknown scheme, and where the weights are not in 16 or 32 bits."""
-    require_names("--weights", schemes, SCHEMES)
+    if f"int8{_A16}" in schemes:
+        raise ConfigError(
+            "--weights int8-a16: kernels multiply weights in INT8 by inputs in INT8 alone; use int8, or "
+            "fp8-channel-a16, 8 bits with inputs in 16 bits"
+        )
+    require_names("--weights", schemes, (*SCHEMES, *WEIGHT_ONLY))
+    if schemes and opened.scheme.blocks:
+        raise ConfigError(
+            f"--weights {','.join(schemes)}, but the weights of {opened.args.model} are quantized already, in a GGUF "
+            f"file; freight convert {opened.args.model} OUT writes a folder in 16 bits: evaluate OUT"
+        )
     if schemes and (
         quantization is not None
         or opened.scheme.weight_format is not None
@@ -100,17 +113,20 @@ def load_rounded(
     Its 16-bit decoder has been loaded, so its tensors are checked.
     """
     assert opened.checkpoint is not None
-    four_bits = scheme in _GROUPS or scheme == "mxfp4"
-    integers = int8_activations(opened.args, four_bits, opened.device)
+    rounding = scheme.removesuffix(_A16)
+    weight_only = rounding != scheme
+    four_bits = rounding in _GROUPS or rounding == "mxfp4"
+    integers = not weight_only and int8_activations(opened.args, four_bits, opened.device)
     kernels = opened.kernels(replace(config, int8_activations=integers))
-    require_groups(kernels, {}, int4=scheme in _GROUPS)
+    require_groups(kernels, {}, int4=rounding in _GROUPS)
     source = RoundedSource(
         opened.checkpoint,
         config.compute_format,
-        Format.INT8 if scheme == "int8" else opened.device.native_e4m3,
+        Format.INT8 if rounding == "int8" else opened.device.native_e4m3,
         config.device,
         keeps_mxfp4=kernels.packs_mxfp4,
-        scheme=scheme,
+        scheme=rounding,
+        activations=Activations.PLAIN if weight_only else Activations.DYNAMIC,
         scale_format=scale_format(Layout.COMPRESSED_TENSORS, opened.model.checkpoint_format),
     )
     model = opened.model.for_context(config.max_model_len)

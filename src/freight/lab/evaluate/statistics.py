@@ -50,6 +50,14 @@ def independent_units(token_ids: Sequence[Sequence[int]]) -> list[int]:
     return numbers
 
 
+def distinct_units(token_ids: Sequence[Sequence[int]]) -> list[int]:
+    """Do as `independent_units` for units that share long prompts, or have answers of a few tokens:
+    only a unit with all tokens of an earlier one counts as that one.
+    """
+    numbers: dict[tuple[int, ...], int] = {}
+    return [numbers.setdefault(tuple(ids), len(numbers)) for ids in token_ids]
+
+
 def unit_sums(units: NDArray[np.int64], *values: NDArray[Any]) -> list[Array]:
     """Sums by unit of each of `values`, [num_tokens] as `units`, the number of the unit that a
     token belongs to.
