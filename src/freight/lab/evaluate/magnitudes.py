@@ -55,7 +55,7 @@ class Side:
         self.positions.scatter_reduce_(0, buckets, size.amax((1, 2)), "amax")
         beyond = (size > Format.E4M3FN.max).sum()
         coarse = ((size < SMALLEST_NORMAL) & (size > 0)).sum()
-        total = torch.tensor(size.numel(), device=size.device)
+        total = torch.tensor(size.numel(), dtype=torch.int64, device=size.device)
         self.counts += torch.stack((total, beyond, coarse))
 
     @property
@@ -92,7 +92,7 @@ class Magnitudes:
 
     def see(self, layer: int, sides: Sequence[Tensor], positions: Tensor) -> None:
         """Take the stored keys, and the values where they are apart, of `positions` [rows]."""
-        edges = torch.tensor(self.edges[1:-1], device=positions.device)
+        edges = torch.tensor(self.edges[1:-1], dtype=torch.int64, device=positions.device)
         buckets = torch.bucketize(positions.long(), edges, right=True)
         if layer not in self.layers:
             count = len(self.edges) - 1
