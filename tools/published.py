@@ -1,0 +1,210 @@
+"""Results that are published: the files of benchmarks/published/, as types.
+
+A file has a `kind`, which says what type it holds (KINDS). Reading checks every key and its type, so
+that a document is never made of a file that is damaged or of another version.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import types
+import typing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from freight.base.fields import is_integer, is_number
+from freight.base.files import read_object, write_whole
+from freight.errors import ConfigError, choices, shown
+
+FOLDER = Path(__file__).resolve().parent.parent / "benchmarks" / "published"
+Interval = tuple[float, float]  # of 95 %: low, high
+_NAMES = {str: "a text", int: "an integer", float: "a number"}
+
+
+@dataclass(frozen=True)
+class Model:
+    """What was measured. `name` is what `make real MODEL=` takes; `sha256` of the published file,
+    None for a model that is no single file.
+    """
+
+    name: str
+    title: str
+    origin: str
+    licence: str | None
+    sha256: str | None
+
+
+@dataclass(frozen=True)
+class Text:
+    """The text that was judged: `num_tokens` in windows of at most `window`, which are the
+    `num_units` that intervals are over. `calibration` names the text of static scales.
+    """
+
+    name: str
+    sha256: str
+    num_tokens: int
+    window: int
+    num_units: int
+    calibration: str | None
+    calibration_sha256: str | None
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where it was measured. `kernels` is the build of the kernels, as `freight env` names it."""
+
+    processor: str
+    kernels: str
+    freight: str
+    torch: str
+    python: str
+
+    @property
+    def short_name(self) -> str:
+        """For a file's name and a column: the processor and its kernels."""
+        return slug(f"{self.processor} {self.kernels.removeprefix('cpu-')}")
+
+
+@dataclass(frozen=True)
+class Noise:
+    """Mean KL in nats of a float32 run of the same weights to the 16-bit run."""
+
+    kl: float
+    num_tokens: int
+
+
+@dataclass(frozen=True)
+class Row:
+    """One cache with one format of weights. KL in nats a token against the 16-bit run.
+
+    `cache` and `weights` are names of `freight evaluate caches`; `perplexity_ratio` is to the 16-bit
+    run's; `kl_without_noise` is None where the noise was not measured.
+    """
+
+    cache: str
+    weights: str
+    kv_cache_dtype: str
+    granularity: str | None
+    kl: float
+    kl_interval: Interval | None
+    kl_without_noise: float | None
+    kl_p99: float
+    perplexity: float
+    perplexity_ratio: float
+    perplexity_ratio_interval: Interval | None
+    same_top: float
+    same_top_interval: Interval | None
+    clipped_share: float
+    flushed_share: float
+    bytes_per_token: int
+    tokens_per_gib: int
+
+
+@dataclass(frozen=True)
+class Quality:
+    """What caches and formats of weights cost a model over a text; the first row is the reference."""
+
+    kind: ClassVar[str] = "quality"
+
+    model: Model
+    text: Text
+    command: str
+    machine: Machine
+    date: str
+    noise: Noise | None
+    rows: tuple[Row, ...]
+
+    @property
+    def file_name(self) -> str:
+        return f"{slug(self.model.name)}.{self.machine.short_name}.json"
+
+
+KINDS: dict[str, type] = {Quality.kind: Quality}
+
+
+def slug(text: str) -> str:
+    """'AMD EPYC avx512' -> 'amd-epyc-avx512'; points stay."""
+    return re.sub(r"[^a-z0-9.]+", "-", text.lower()).strip("-.")
+
+
+def write(result: Quality, folder: Path) -> Path:
+    """Write `result` into `folder`, whole or not at all, and return the file's path."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / result.file_name
+    facts = {"kind": result.kind, **dataclasses.asdict(result)}
+    write_whole(path, json.dumps(facts, indent=1, ensure_ascii=False) + "\n")
+    return path
+
+
+def read(path: Path) -> Any:
+    """Return what a file holds, as the type of its kind. Raises ConfigError for a file that is not
+    of that form, with the key.
+    """
+    try:
+        facts = read_object(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from None
+    kind = facts.pop("kind", None)
+    if not isinstance(kind, str) or kind not in KINDS:
+        raise ConfigError(f"{path}: kind is {shown(kind)}; known are {choices(KINDS)}")
+    return _value(KINDS[kind], facts, f"{path}: ", "")
+
+
+def read_all(kind: type, folder: Path = FOLDER) -> list[Any]:
+    """Return all results of one kind, by the names of their files."""
+    results = [read(path) for path in sorted(folder.glob("*.json"))]
+    return [result for result in results if isinstance(result, kind)]
+
+
+def _value(form: Any, value: Any, file: str, key: str) -> Any:
+    """Return a value of JSON as the type `form`. Raises ConfigError with the key where it is none."""
+    if dataclasses.is_dataclass(form):
+        return _object(form, value, file, key)
+    origin = typing.get_origin(form)
+    arguments = typing.get_args(form)
+    if origin is types.UnionType:
+        (inner,) = [argument for argument in arguments if argument is not types.NoneType]
+        return None if value is None else _value(inner, value, file, key)
+    if origin is tuple:
+        return _items(arguments, value, file, key)
+    fits = {
+        str: isinstance(value, str),
+        int: is_integer(value),
+        float: is_number(value),
+    }
+    if not fits[form]:
+        raise ConfigError(f"{file}{key} is {shown(value)}; it has to be {_NAMES[form]}")
+    return value
+
+
+def _items(forms: tuple[Any, ...], value: Any, file: str, key: str) -> tuple[Any, ...]:
+    if not isinstance(value, list):
+        raise ConfigError(f"{file}{key} is {shown(value)}; it has to be a list")
+    if forms[-1] is Ellipsis:
+        forms = forms[:1] * len(value)
+    if len(value) != len(forms):
+        raise ConfigError(f"{file}{key} has {len(value)} entries; it has to have {len(forms)}")
+    items = []
+    for index, (form, item) in enumerate(zip(forms, value, strict=True)):
+        items.append(_value(form, item, file, f"{key}[{index}]"))
+    return tuple(items)
+
+
+def _object(form: Any, value: Any, file: str, key: str) -> Any:
+    if not isinstance(value, dict):
+        raise ConfigError(f"{file}{key} is {shown(value)}; it has to be an object")
+    hints = typing.get_type_hints(form)
+    names = [field.name for field in dataclasses.fields(form)]
+    prefix = f"{key}." if key else ""
+    for name in names:
+        if name not in value:
+            raise ConfigError(f"{file}{prefix}{name} is missing; write the file anew")
+    for name in value:
+        if name not in names:
+            raise ConfigError(f"{file}{prefix}{name} is no key of this kind; write the file anew")
+    return form(
+        **{name: _value(hints[name], value[name], file, f"{prefix}{name}") for name in names}
+    )
