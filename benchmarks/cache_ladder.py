@@ -60,8 +60,10 @@ class Step:
     by_question: list[float]
 
 
-def judge(model: str, path: Path, caches: Sequence[str], max_tokens: int | None) -> list[Step]:
-    """Return a step for each of `caches`, against a cache in 16 bits."""
+def judge(
+    model: str, path: Path, caches: Sequence[str], max_tokens: int | None
+) -> tuple[int, list[Step]]:
+    """Return how many tokens were judged, and a step for each of `caches`, against 16 bits."""
     opened = open_model(EngineArgs(model=model))
     plain = plain_config(opened)
     documents = read_prompted(path, "solution", "prompt")
@@ -79,7 +81,8 @@ def judge(model: str, path: Path, caches: Sequence[str], max_tokens: int | None)
             runs.append(replace(run, name=name))
         measure(runs, [part.window for part in parts], _progress)
     print(file=sys.stderr)
-    return [_step(run, runs[0], parts) for run in runs]
+    num_tokens = sum(part.window.num_scored for part in parts)
+    return num_tokens, [_step(run, runs[0], parts) for run in runs]
 
 
 def _resolved(opened: OpenModel, name: str) -> EngineConfig:
@@ -197,12 +200,13 @@ def main() -> None:
         for name in caches:
             if name not in known:
                 parser.error(f"--caches {name!r} is unknown: choose among {', '.join(known)}")
-        steps = judge(args.model, args.solutions, caches, args.max_tokens)
+        num_tokens, steps = judge(args.model, args.solutions, caches, args.max_tokens)
     except FreightError as error:
         raise SystemExit(f"cache_ladder.py: {error}") from None
     print(markdown(rows(steps), 1))
     if args.json is not None:
-        args.json.write_text(json.dumps([asdict(step) for step in steps], indent=1) + "\n")
+        facts = {"num_tokens": num_tokens, "steps": [asdict(step) for step in steps]}
+        args.json.write_text(json.dumps(facts, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import types
 import typing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from freight.base.fields import is_integer, is_number
 from freight.base.files import read_object, write_whole
@@ -117,12 +117,178 @@ class Quality:
     noise: Noise | None
     rows: tuple[Row, ...]
 
-    @property
-    def file_name(self) -> str:
-        return f"{slug(self.model.name)}.{self.machine.short_name}.json"
+
+@dataclass(frozen=True)
+class TaskScore:
+    """One cache on one set of questions, on those that 16 bits answered as well.
+
+    only_reference, only_cache   questions that one of both answered rightly
+    difference                   of the shares of right answers, this cache's minus that of 16 bits
+    differing_answers            answers whose texts differ
+    ended_by_length              answers under this cache that were cut
+    right_by_question            '1', '0', or '.' where there is no answer, in the order of the set
+    """
+
+    cache: str
+    num_questions: int
+    right: int
+    reference_right: int
+    only_reference: int
+    only_cache: int
+    difference: float
+    interval_90: Interval
+    interval_95: Interval
+    mcnemar_p: float
+    differing_answers: int
+    ended_by_length: int
+    generated_tokens: int
+    verdict: str
+    right_by_question: str
 
 
-KINDS: dict[str, type] = {Quality.kind: Quality}
+@dataclass(frozen=True)
+class Task:
+    """A set of questions: `total` in all, of which 16 bits have answered `answered`."""
+
+    name: str
+    total: int
+    answered: int
+    reference_by_question: str
+    scores: tuple[TaskScore, ...]
+
+
+@dataclass(frozen=True)
+class Tasks:
+    """Answers under several caches compared with those under 16 bits; `margin` is the difference
+    that was called equivalent beforehand, and `control` the cache that differs by rounding alone.
+    """
+
+    kind: ClassVar[str] = "tasks"
+
+    model: Model
+    command: str
+    machine: Machine
+    date: str
+    margin: float
+    control: str
+    tasks: tuple[Task, ...]
+
+
+@dataclass(frozen=True)
+class LadderStep:
+    """One cache on published solutions. `change` is that of the log-probability of a token, in nats;
+    `solution_change` that of a whole solution.
+    """
+
+    cache: str
+    kl: float
+    kl_interval: Interval | None
+    change: float
+    change_interval: Interval | None
+    solution_change: float
+    same_top: float
+
+
+@dataclass(frozen=True)
+class Ladder:
+    """Published solutions after their questions, teacher-forced, under ever fewer bits."""
+
+    kind: ClassVar[str] = "ladder"
+
+    model: Model
+    questions: str
+    num_solutions: int
+    num_tokens: int
+    command: str
+    machine: Machine
+    date: str
+    steps: tuple[LadderStep, ...]
+
+
+@dataclass(frozen=True)
+class OracleRow:
+    """One cache in float32: Freight's figures, and those of transformers and ml_dtypes."""
+
+    cache: str
+    kl: float
+    oracle_kl: float
+    perplexity: float
+    oracle_perplexity: float
+
+
+@dataclass(frozen=True)
+class Oracle:
+    """Rows of `Quality`, in float32, recomputed by a program that shares no code with Freight."""
+
+    kind: ClassVar[str] = "oracle"
+
+    model: Model
+    text: str
+    num_tokens: int
+    window: int
+    commands: tuple[str, ...]
+    machine: Machine
+    transformers: str
+    ml_dtypes: str
+    date: str
+    rows: tuple[OracleRow, ...]
+
+
+@dataclass(frozen=True)
+class DepthRow:
+    """Retrieval from `depth` tokens back: share of values found, and its change against 16 bits."""
+
+    depth: int
+    num_questions: int
+    found: float
+    gain: float
+    found_change: float
+    gain_change: float
+    gain_change_interval: Interval | None
+
+
+@dataclass(frozen=True)
+class LongCache:
+    """One cache at every depth."""
+
+    cache: str
+    depths: tuple[DepthRow, ...]
+
+
+@dataclass(frozen=True)
+class Retrieval:
+    """Records of a key and a value far back in a context; the first cache is the reference."""
+
+    kind: ClassVar[str] = "retrieval"
+
+    model: Model
+    context: int
+    num_contexts: int
+    commands: tuple[str, ...]
+    machine: Machine
+    date: str
+    caches: tuple[LongCache, ...]
+
+
+Result = Quality | Tasks | Ladder | Oracle | Retrieval
+KINDS: dict[str, type[Result]] = {
+    form.kind: form for form in (Quality, Tasks, Ladder, Oracle, Retrieval)
+}
+
+
+def file_name(result: Result) -> str:
+    """The model's name, the kind of other results than quality, the context of retrieval, and the
+    machine.
+    """
+    parts = [slug(result.model.name)]
+    if not isinstance(result, Quality):
+        parts.append(result.kind)
+    if isinstance(result, Retrieval):
+        parts[-1] += f"-{result.context}"
+    return ".".join([*parts, result.machine.short_name, "json"])
+
+
+AnyResult = TypeVar("AnyResult", bound=Result)
 
 
 def slug(text: str) -> str:
@@ -130,10 +296,10 @@ def slug(text: str) -> str:
     return re.sub(r"[^a-z0-9.]+", "-", text.lower()).strip("-.")
 
 
-def write(result: Quality, folder: Path) -> Path:
+def write(result: Result, folder: Path) -> Path:
     """Write `result` into `folder`, whole or not at all, and return the file's path."""
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / result.file_name
+    path = folder / file_name(result)
     facts = {"kind": result.kind, **dataclasses.asdict(result)}
     write_whole(path, json.dumps(facts, indent=1, ensure_ascii=False) + "\n")
     return path
@@ -153,7 +319,7 @@ def read(path: Path) -> Any:
     return _value(KINDS[kind], facts, f"{path}: ", "")
 
 
-def read_all(kind: type, folder: Path = FOLDER) -> list[Any]:
+def read_all(kind: type[AnyResult], folder: Path = FOLDER) -> list[AnyResult]:
     """Return all results of one kind, by the names of their files."""
     results = [read(path) for path in sorted(folder.glob("*.json"))]
     return [result for result in results if isinstance(result, kind)]

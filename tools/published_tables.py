@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from published import FOLDER, Interval, Machine, Quality, Row, read_all
+from published_others import other_sections
 
 from freight.base.files import write_whole
 from freight.base.tables import markdown
@@ -239,6 +240,7 @@ def by_model(results: Sequence[Quality]) -> list[list[Quality]]:
 def document(folder: Path = FOLDER) -> str:
     """Return docs/quality.md. Raises ConfigError for a file that is no result."""
     sections = [section(results) for results in by_model(read_all(Quality, folder))]
+    sections += other_sections(folder)
     return TEXT.format(columns="\n".join(COLUMNS), sections="\n\n".join(sections) or NONE_YET)
 
 

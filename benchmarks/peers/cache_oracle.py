@@ -182,6 +182,7 @@ def main() -> None:
     parser.add_argument("--window", type=int, default=341, help="tokens of a window")
     parser.add_argument("--tokens", type=int, default=4096, help="of the text, the first ones")
     parser.add_argument("--caches", default=",".join(ROUNDINGS))
+    parser.add_argument("--json", type=Path, help="file for the figures of both")
     parser.add_argument("--beside", type=Path, help="what freight evaluate caches --json printed")
     args = parser.parse_args()
     caches = args.caches.split(",")
@@ -190,8 +191,12 @@ def main() -> None:
             parser.error(f"--caches {name!r} is unknown: choose among {', '.join(ROUNDINGS)}")
     other = of_freight(args.beside) if args.beside else {}
     text = args.text.read_text(encoding="utf-8")
-    for line in lines(measure(args.folder, text, args.window, args.tokens, caches), other):
+    own = measure(args.folder, text, args.window, args.tokens, caches)
+    for line in lines(own, other):
         print(line)
+    if args.json is not None:
+        facts = {"num_tokens": args.tokens, "window": args.window, "oracle": own, "freight": other}
+        args.json.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

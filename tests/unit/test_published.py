@@ -77,7 +77,7 @@ def test_published_files_have_the_names_that_are_written() -> None:
     for path in published.FOLDER.glob("*.json"):
         result = published.read(path)
         if isinstance(result, Quality):
-            assert path.name == result.file_name
+            assert path.name == published.file_name(result)
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
