@@ -57,8 +57,7 @@ def tasks_section(result: Tasks) -> Iterator[str]:
         "Greedy answers under each cache, compared question by question with those under a 16-bit cache. A cache is "
         "called equivalent if the 90 % interval of the difference of right answers lies within "
         f"{100 * result.margin:g} points (two one-sided tests at 5 %; Tango's score interval). Margin and levels "
-        "were set before anything was measured. The control is a cache in float32, which changes answers too, and by rounding "
-        "alone."
+        "were set before anything was measured. The control is a cache in float32: it changes answers too, by rounding."
     )
     yield shell(result.command)
     lines = [["questions", "cache", "n", "right, 16 bits", "right", "difference, points (90 %)"]]

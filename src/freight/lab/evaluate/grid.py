@@ -145,6 +145,11 @@ def evaluate_grid(
         runs = _runs(opened, decoder, caches, length)
         assert runs[0].probe is not None
         runs[0].probe.magnitudes = Magnitudes(length)
+        size = weight_bytes(decoder)
+        noise = None
+        # Before other weights are loaded, so that they and those in float32 are not held together
+        if _measures_noise(opened, plain, size, grid):
+            noise = _noise(opened, decoder, plain, parts, partial(on_progress, "measuring noise"))
         by_token = KVCacheConfig(
             opened.device.native_e4m3, Granularity.TOKEN, ScaleSource.DYNAMIC, None
         )
@@ -159,10 +164,6 @@ def evaluate_grid(
         worst = None
         if grid.per_layer:
             worst = layer_kl(runs, parts, partial(on_progress, "evaluating layer by layer"))
-        size = weight_bytes(decoder)
-        noise = None
-        if _measures_noise(opened, plain, size, grid):
-            noise = _noise(opened, decoder, plain, parts, partial(on_progress, "measuring noise"))
     data = grid.calibration_data
     if data is None and args.model != "demo":
         data = str(_SHIPPED)
