@@ -77,11 +77,46 @@ class Noise:
 
 
 @dataclass(frozen=True)
+class Side:
+    """Keys or values of a layer before quantization: the largest magnitude, that of the median and of
+    the smallest channel, that at position 0 and at all later ones; the shares that a scale of 1.0
+    clips, and stores with fewer digits (`freight evaluate caches --json`, `magnitudes`).
+    """
+
+    max: float
+    channel: float
+    smallest_channel: float
+    first: float
+    later: float
+    beyond_448: float
+    below_normal: float
+
+
+@dataclass(frozen=True)
+class LayerMagnitudes:
+    """`v` is None where values are part of keys."""
+
+    layer: int
+    k: Side
+    v: Side | None
+
+
+@dataclass(frozen=True)
+class Clipping:
+    """What static scales clip: in how many layers and channels, and by what factor at most."""
+
+    layers: int
+    channels: int
+    times: float
+
+
+@dataclass(frozen=True)
 class Row:
     """One cache with one format of weights. KL in nats a token against the 16-bit run.
 
     `cache` and `weights` are names of `freight evaluate caches`; `perplexity_ratio` is to the 16-bit
-    run's; `kl_without_noise` is None where the noise was not measured.
+    run's; `kl_without_noise` is None where the noise was not measured, `clipping` where scales are
+    not static.
     """
 
     cache: str
@@ -98,6 +133,7 @@ class Row:
     same_top: float
     same_top_interval: Interval | None
     clipped_share: float
+    clipping: Clipping | None
     flushed_share: float
     bytes_per_token: int
     tokens_per_gib: int
@@ -115,6 +151,7 @@ class Quality:
     machine: Machine
     date: str
     noise: Noise | None
+    magnitudes: tuple[LayerMagnitudes, ...]
     rows: tuple[Row, ...]
 
 

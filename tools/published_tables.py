@@ -11,14 +11,19 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
-from published import FOLDER, Interval, Machine, Quality, Row, read_all
+from published import FOLDER, Interval, Machine, Quality, Row, read_all, slug
 from published_others import other_sections
 
+from freight.base.fields import JsonObject
 from freight.base.files import write_whole
 from freight.base.tables import markdown
 from freight.errors import FreightError
+from freight.fp8.formats import Format
+from freight.lab.evaluate.magnitudes import sentences
+from freight.lab.evaluate.scale_picture import magnitude_picture
 from freight.lab.evaluate.table import nats
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -225,8 +230,67 @@ def section(results: Sequence[Quality]) -> str:
     for result in results:
         sentences += facts(result)
     lines += [f"- {sentence}" for sentence in dict.fromkeys(sentences)]
-    lines += ["", *legend(results)]
+    lines += ["", *legend(results), *magnitudes_part(first)]
     return "\n".join(lines)
+
+
+def listed_magnitudes(result: Quality) -> list[JsonObject]:
+    """As `freight evaluate caches --json` lists them, with two buckets of positions: the first token
+    and all later ones.
+    """
+    layers: list[JsonObject] = []
+    for layer in result.magnitudes:
+        sides: dict[str, JsonObject | None] = {}
+        for name, side in (("k", layer.k), ("v", layer.v)):
+            sides[name] = None
+            if side is not None:
+                sides[name] = {**asdict(side), "positions": [side.first, side.later]}
+        layers.append({"layer": layer.layer, **sides})
+    return layers
+
+
+def clipping_sentences(result: Quality) -> Iterator[str]:
+    """Yield which static scales clip what the text has."""
+    for row in result.rows:
+        clipping = row.clipping
+        if clipping is None or row.weights != "as stored":
+            continue
+        if not clipping.layers:
+            yield f"*{row.cache}*: none"
+        else:
+            yield (
+                f"*{row.cache}*: {clipping.channels:,} channels in {clipping.layers} layers, by a factor of "
+                f"{clipping.times:.2f} at most"
+            )
+
+
+def magnitudes_part(result: Quality) -> list[str]:
+    """What keys and values look like: the picture, what stands out, and what static scales clip."""
+    if not result.magnitudes:
+        return []
+    says = " ".join(sentences(listed_magnitudes(result)))
+    return [
+        "",
+        f"![Keys and values of {result.model.title} by layer]({picture_name(result)})",
+        "",
+        says,
+        "",
+        f"Channels that static scales clip: {'; '.join(clipping_sentences(result))}.",
+    ]
+
+
+def picture_name(result: Quality) -> str:
+    return f"keys-and-values-{slug(result.model.name)}.svg"
+
+
+def pictures(folder: Path = FOLDER) -> dict[str, str]:
+    """Return the pictures of docs/, by the names of their files: how large keys and values are."""
+    drawn = {}
+    for results in by_model(read_all(Quality, folder)):
+        layers = listed_magnitudes(results[0])
+        if layers:
+            drawn[picture_name(results[0])] = magnitude_picture(Format.E4M3FN, layers)
+    return drawn
 
 
 def by_model(results: Sequence[Quality]) -> list[list[Quality]]:
@@ -280,6 +344,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         text = document()
         if args.write:
             write_whole(DOCUMENT, text)
+            for name, picture in pictures().items():
+                write_whole(DOCUMENT.with_name(name), picture)
             write_whole(README, readme(README.read_text(encoding="utf-8")))
     except (FreightError, OSError) as error:
         raise SystemExit(f"published_tables.py: {error}") from None

@@ -30,7 +30,17 @@ import published
 import real_model
 import real_text
 from package_files import cache_folder, digest_of
-from published import Machine, Model, Noise, Quality, Row, Text
+from published import (
+    Clipping,
+    LayerMagnitudes,
+    Machine,
+    Model,
+    Noise,
+    Quality,
+    Row,
+    Side,
+    Text,
+)
 from published_tables import COLUMNS, legend, noise_sentence, table
 
 from freight.base.fields import JsonObject
@@ -202,10 +212,43 @@ def row_of(figures: JsonObject) -> Row:
         same_top=figures["same_top"],
         same_top_interval=interval("same_top_interval"),
         clipped_share=figures["clipped_share"],
+        clipping=clipping_of(figures["clipping"]),
         flushed_share=figures["flushed_share"],
         bytes_per_token=figures["bytes_per_token"],
         tokens_per_gib=figures["tokens_per_gib"],
     )
+
+
+def clipping_of(entries: Sequence[JsonObject] | None) -> Clipping | None:
+    """Sum up the layers of `Magnitudes.clipping`."""
+    if entries is None:
+        return None
+    return Clipping(
+        layers=len({entry["layer"] for entry in entries}),
+        channels=sum(entry["channels"] for entry in entries),
+        times=max((entry["times"] for entry in entries), default=1.0),
+    )
+
+
+def magnitudes_of(entry: JsonObject) -> LayerMagnitudes:
+    """Of an entry of `Magnitudes.as_list`."""
+    sides = []
+    for name in ("k", "v"):
+        figures = entry[name]
+        if figures is None:
+            continue
+        first, *later = figures["positions"]
+        side = Side(
+            max=figures["max"],
+            channel=figures["channel"],
+            smallest_channel=figures["smallest_channel"],
+            first=first,
+            later=max(later),
+            beyond_448=figures["beyond_448"],
+            below_normal=figures["below_normal"],
+        )
+        sides.append(side)
+    return LayerMagnitudes(entry["layer"], sides[0], sides[1] if len(sides) > 1 else None)
 
 
 def quality_of(
@@ -230,6 +273,7 @@ def quality_of(
         machine=machine,
         date=datetime.now(UTC).date().isoformat(),
         noise=None if noise is None else Noise(noise["kl"], noise["num_tokens"]),
+        magnitudes=tuple(map(magnitudes_of, evaluation["magnitudes"])),
         rows=tuple(row_of(figures) for figures in evaluation["runs"]),
     )
 

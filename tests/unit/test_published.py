@@ -11,7 +11,17 @@ from typing import Any
 import published
 import published_tables
 import pytest
-from published import Machine, Model, Noise, Quality, Row, Text
+from published import (
+    Clipping,
+    LayerMagnitudes,
+    Machine,
+    Model,
+    Noise,
+    Quality,
+    Row,
+    Side,
+    Text,
+)
 
 from freight.errors import ConfigError
 
@@ -30,6 +40,7 @@ PLAIN = Row(
     same_top=1.0,
     same_top_interval=(1.0, 1.0),
     clipped_share=0.0,
+    clipping=None,
     flushed_share=0.0,
     bytes_per_token=200,
     tokens_per_gib=5_368_709,
@@ -50,6 +61,15 @@ TOKEN = replace(
     bytes_per_token=104,
     tokens_per_gib=10_324_440,
 )
+SIDE = Side(
+    max=500.0,
+    channel=5.0,
+    smallest_channel=1.0,
+    first=500.0,
+    later=50.0,
+    beyond_448=0.01,
+    below_normal=0.0,
+)
 RESULT = Quality(
     model=Model("tiny", "Tiny 1M", "tiny 1.0", "MIT", "ab" * 32),
     text=Text("prose", "cd" * 32, 4095, 341, 12, None, None),
@@ -57,6 +77,7 @@ RESULT = Quality(
     machine=Machine("A Processor (R)", "cpu-avx512", "1.0", "2.0", "3.11.7"),
     date="2026-11-29",
     noise=Noise(0.0012, 4095),
+    magnitudes=(LayerMagnitudes(0, SIDE, None),),
     rows=(PLAIN, TOKEN),
 )
 OTHER = replace(
@@ -69,6 +90,8 @@ OTHER = replace(
 def test_docs_are_what_the_tool_prints() -> None:
     """After a change to benchmarks/published/: python tools/published_tables.py --write"""
     assert published_tables.DOCUMENT.read_text("utf-8") == published_tables.document()
+    for name, picture in published_tables.pictures().items():
+        assert published_tables.DOCUMENT.with_name(name).read_text("utf-8") == picture
     content = published_tables.README.read_text("utf-8")
     assert published_tables.readme(content) == content
 
@@ -209,3 +232,16 @@ def test_the_short_table_stands_between_its_markers(tmp_path: Path) -> None:
     assert head == ["model", "E4M3 per token", "INT8", "E5M2", "E4M3 without scales"]
     assert row == ["Tiny 1M", "0.00550, +0.59%", "0.00543, +0.59%", "—", "—"]
     assert published_tables.readme("no markers", tmp_path) == "no markers"
+
+
+def test_what_scales_have_to_cover_is_said_and_drawn(tmp_path: Path) -> None:
+    unit = replace(TOKEN, cache="unit", clipping=Clipping(layers=1, channels=3, times=1.116))
+    e5m2 = replace(TOKEN, cache="e5m2", clipping=Clipping(layers=0, channels=0, times=1.0))
+    published.write(replace(RESULT, rows=(*RESULT.rows, unit, e5m2)), tmp_path)
+    text = published_tables.document(tmp_path)
+    assert "The largest key is 500, in layer 0." in text
+    assert "A scale of 1.0 clips keys in layers 0." in text
+    assert "The first token of a window has the largest keys of layer 0: 10 times" in text
+    assert "*unit*: 3 channels in 1 layers, by a factor of 1.12 at most; *e5m2*: none." in text
+    (name,) = published_tables.pictures(tmp_path)
+    assert f"]({name})" in text
