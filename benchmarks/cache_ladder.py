@@ -109,7 +109,8 @@ def _step(run: SettingRun, reference: SettingRun, parts: Sequence[Part]) -> Step
 
 
 def _progress(done: int, total: int) -> None:
-    print(f"\r{done:,} of {total:,} tokens", end="", file=sys.stderr, flush=True)
+    if done == total or sys.stderr.isatty():
+        print(f"\r{done:,} of {total:,} tokens", end="", file=sys.stderr, flush=True)
 
 
 def rows(steps: Sequence[Step]) -> list[tuple[str, ...]]:

@@ -11,13 +11,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
-import torch
-from torch import Tensor
-
 from freight.cache.pool import KVPool, PagedKV
 from freight.operands.batch import ForwardBatch
 from freight.operands.kv_pages import read_slots, write_slots
 from freight.operands.rotary import Rotary
+
+import torch  # isort: skip  (after freight, which sets the waiting of threads)
+from torch import Tensor  # isort: skip
 
 Rounding = Callable[[Tensor], Tensor]  # float32 [rows, num_kv_heads, head_dim] -> the same
 
