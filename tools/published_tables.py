@@ -70,6 +70,20 @@ SHORT = {  # README's columns -> the cache, with the weights as stored
     "E5M2": "e5m2",
     "E4M3 without scales": "unit",
 }
+DEMO = "demo"  # trained for minutes: last on the page, and not in README
+# What is set against what: (weights, cache) of both
+RATIOS = (
+    ("cache INT8 : E4M3 per token", ("as stored", "int8"), ("as stored", "token")),
+    ("cache E4M3 without scales : per token", ("as stored", "unit"), ("as stored", "token")),
+    ("cache E4M3 per channel : per tensor", ("as stored", "channel"), ("as stored", "tensor")),
+    ("cache E4M3 centered : per token", ("as stored", "centered"), ("as stored", "token")),
+    ("cache E5M2 : E4M3 per token", ("as stored", "e5m2"), ("as stored", "token")),
+    ("weights FP8 W8A8 : cache E4M3 per token", ("fp8-channel", "16 bits"), ("as stored", "token")),
+    ("weights FP8 alone : FP8 W8A8", ("fp8-channel-a16", "16 bits"), ("fp8-channel", "16 bits")),
+    ("weights INT8 W8A8 : FP8 W8A8", ("int8", "16 bits"), ("fp8-channel", "16 bits")),
+    ("weights INT4 by 32 : FP8 W8A8", ("int4-32", "16 bits"), ("fp8-channel", "16 bits")),
+    ("weights MXFP4 : INT4 by 32", ("mxfp4", "16 bits"), ("int4-32", "16 bits")),
+)
 TEXT = """\
 # What FP8 costs on published models
 
@@ -80,6 +94,9 @@ figures. `make real` measures them anew ([benchmarks.md](benchmarks.md#the-table
 
 {sections}
 """
+FROM_MODEL = """\
+By what factor one setting costs more than another, in each model: where a row has figures on both sides of 1, the order
+depends on the model. Figures are of the tables below."""
 NONE_YET = "No results are published yet."
 
 
@@ -293,17 +310,43 @@ def pictures(folder: Path = FOLDER) -> dict[str, str]:
     return drawn
 
 
+def ratio_table(results: Sequence[Quality]) -> str:
+    """Return how many times the KL of one setting is that of another, a column for each model."""
+    lines = [["mean KL, less noise", *(result.model.title for result in results)]]
+    for name, above, below in RATIOS:
+        cells = []
+        for result in results:
+            rows = (_row(result, *above), _row(result, *below))
+            cells.append(_ratio(*rows))
+        lines.append([name, *cells])
+    return markdown(lines, num_left=1)
+
+
+def _ratio(above: Row | None, below: Row | None) -> str:
+    if above is None or below is None:
+        return MISSING
+    numbers = []
+    for row in (above, below):
+        numbers.append(row.kl if row.kl_without_noise is None else row.kl_without_noise)
+    return f"{numbers[0] / numbers[1]:.2f}" if numbers[1] else MISSING
+
+
 def by_model(results: Sequence[Quality]) -> list[list[Quality]]:
-    """Group results by model, in the order of the files' names."""
+    """Group results by model, in the order of the files' names; the demo is last."""
     groups: dict[str, list[Quality]] = {}
     for result in results:
         groups.setdefault(result.model.name, []).append(result)
-    return list(groups.values())
+    return sorted(groups.values(), key=lambda group: group[0].model.name == DEMO)
 
 
 def document(folder: Path = FOLDER) -> str:
     """Return docs/quality.md. Raises ConfigError for a file that is no result."""
-    sections = [section(results) for results in by_model(read_all(Quality, folder))]
+    models = by_model(read_all(Quality, folder))
+    sections = []
+    if len(models) > 1:
+        first = [results[0] for results in models]
+        sections.append("\n\n".join(["## From model to model", FROM_MODEL, ratio_table(first)]))
+    sections += [section(results) for results in models]
     sections += other_sections(folder)
     return TEXT.format(columns="\n".join(COLUMNS), sections="\n\n".join(sections) or NONE_YET)
 
@@ -313,6 +356,8 @@ def short_table(folder: Path = FOLDER) -> str:
     lines = [["model", *SHORT]]
     for results in by_model(read_all(Quality, folder)):
         first = results[0]
+        if first.model.name == DEMO:
+            continue
         line = [first.model.title]
         for cache in SHORT.values():
             row = _row(first, "as stored", cache)
