@@ -240,7 +240,7 @@ def test_what_scales_have_to_cover_is_said_and_drawn(tmp_path: Path) -> None:
     published.write(replace(RESULT, rows=(*RESULT.rows, unit, e5m2)), tmp_path)
     text = published_tables.document(tmp_path)
     assert "The largest key is 500, in layer 0." in text
-    assert "A scale of 1.0 clips keys in layers 0." in text
+    assert "A scale of 1.0 clips such keys in layers 0." in text
     assert "The first token of a window has the largest keys of layer 0: 10 times" in text
     assert "*unit*: 3 channels in 1 layers, by a factor of 1.12 at most; *e5m2*: none." in text
     (name,) = published_tables.pictures(tmp_path)

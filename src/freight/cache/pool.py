@@ -172,6 +172,15 @@ class KVPool:
     def values_per_token(self) -> int:
         return self.spec.values_per_token
 
+    def less_bias(self, kv: KVCacheConfig) -> list[int]:
+        """Return the layers whose keys are stored less a large bias, and not less centers of `kv`."""
+        layers = []
+        for index, layer in self._stored.items():
+            scales = kv.scales.layers[index] if kv.scales is not None else None
+            if layer.pages.k_center is not None and not (scales and scales.k_center):
+                layers.append(index)
+        return layers
+
     def counters(self) -> tuple[int, int]:
         """Return (NaNs stored since the start, values clipped to their scale's range). A working
         model stores no NaN.
@@ -229,7 +238,8 @@ def allocate_pool(
     write, not here.
 
     `rotaries` has the rotary tables of each layer, None for a layer without. They are needed for
-    centered keys only. `empty` allocates pages and states, on `device`.
+    centered keys only: those that have a center in `kv.scales`, and quantized ones that have a large
+    bias. `empty` allocates pages and states, on `device`.
     """
     empty = empty or empty_on(device)
     of_layers: tuple[LayerScales | None, ...] = (None,) * len(spec.layers)
@@ -265,9 +275,21 @@ def allocate_pool(
             assert rotary is not None
             b = expand_scale(scales.k_center, layer.num_kv_heads, layer.k_dim).to(device)
             pages = replace(pages, k_center=KeyCenter.of(b, *tables.of(rotary)))
+        elif rotaries is not None and pages.format.is_quantized:
+            pages = _less_bias(pages, rotaries[index], tables)
         pages_of[index] = PagedKV(pages, kernels, group)
     layers = tuple(pages_of.get(index) or states_of.get(index) for index in range(len(spec.layers)))
     return KVPool(layers, spec, tuple(num_blocks))
+
+
+def _less_bias(pages: KVPages, rotary: Rotary | None, tables: AngleTables) -> KVPages:
+    """`pages`, with keys stored less the large biases of their projection (`KeyCenter.of_bias`)."""
+    if rotary is None or rotary.key_bias is None or pages.v_in_k:
+        return pages
+    b = KeyCenter.of_bias(rotary.key_bias.float(), rotary.rotary_dim)
+    if b is None:
+        return pages
+    return replace(pages, k_center=KeyCenter.of(b, *tables.of(rotary)))
 
 
 class AngleTables:

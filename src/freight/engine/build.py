@@ -54,7 +54,7 @@ from freight.parallel.join import Meeting
 from freight.parallel.places import Place, places
 from freight.parallel.ranks import Ranks
 from freight.settings.device import DeviceFacts, numa_nodes, probe
-from freight.settings.engine import EngineArgs, EngineConfig
+from freight.settings.engine import EngineArgs, EngineConfig, listed_layers
 
 logger = logging.getLogger("freight")
 
@@ -208,6 +208,12 @@ def _start(
     ready = _ready(plan, model, weights)
     pool, memories = _allocate(ready, led)
     logger.info("%s", describe_cache(pool, ready.config, opened.ranks.size))
+    less_bias = pool.less_bias(ready.config.kv)
+    if less_bias:
+        logger.info(
+            "keys are stored without the bias of their projection, which is large, in %s",
+            listed_layers(less_bias, opened.model.num_layers),
+        )
     if ready.config.fp8_attention:
         logger.info("attention: products in FP8")
     intake = Intake(tokenizer, opened.model.vocab_size, ready.config.max_model_len)

@@ -22,6 +22,7 @@ import torch
 from freight.kernels.cpu.cpu_set import CpuKernels
 from freight.kernels.interface import KernelSet
 from freight.model.open import OpenModel
+from freight.operands.kv_pages import LARGE_BIAS, SMALL_BIAS
 from freight.operands.tiles import STATE_TILE
 from freight.settings.cpu_builds import path_of
 from freight.settings.engine import EngineConfig
@@ -46,6 +47,7 @@ def fingerprint(opened: OpenModel, config: EngineConfig, kernels: KernelSet, ver
         config.kv,
         config.fp8_attention,
         config.max_model_len,
+        (LARGE_BIAS, SMALL_BIAS) if config.kv.format.is_quantized else None,
     )
     tile = STATE_TILE if opened.model.recurrent else None  # tokens between roundings of a state
     for part in (

@@ -2,19 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import fields, is_dataclass
 
 from torch import Tensor
 
 
 def held_tensors(value: object) -> dict[int, int]:
-    """Return {address: bytes} of the tensors in `value`, at any depth of tuples and dataclasses."""
+    """Return {address: bytes} of the tensors in `value`, at any depth of tuples and dataclasses. One
+    that is a part of another is not listed.
+    """
+    sizes: dict[int, int] = {}
+    for tensor in _tensors(value):
+        at = tensor.data_ptr()
+        sizes[at] = max(tensor.nbytes, sizes.get(at, 0))
+    whole: dict[int, int] = {}
+    end = 0
+    for at in sorted(sizes):
+        if at + sizes[at] > end or not sizes[at]:
+            whole[at] = sizes[at]
+            end = max(end, at + sizes[at])
+    return whole
+
+
+def _tensors(value: object) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
-        return {value.data_ptr(): value.nbytes}
+        yield value
+        return
     parts: Sequence[object] = ()
     if isinstance(value, tuple):
         parts = value
     elif is_dataclass(value) and not isinstance(value, type):
         parts = [getattr(value, part.name) for part in fields(value)]
-    return {at: size for part in parts for at, size in held_tensors(part).items()}
+    for part in parts:
+        yield from _tensors(part)

@@ -16,6 +16,11 @@ from torch import Tensor
 from freight.fp8.cast import format_of
 from freight.fp8.formats import SCALE_GROUP, Format, ScaleKind
 
+# Norms of the bias of a pair of key channels: a layer is centered if one has the first, and then
+# the pairs that have the second
+LARGE_BIAS = 8.0
+SMALL_BIAS = 4.0
+
 
 @dataclass(frozen=True)
 class KeyCenter:
@@ -59,6 +64,25 @@ class KeyCenter:
         pairs = torch.sort(used.byte(), dim=-1, descending=True, stable=True).indices[:, :num_pairs]
         parts = halves.gather(-1, pairs.expand(2, -1, -1)).contiguous()
         return KeyCenter(b, pairs.int().contiguous(), parts, cos, sin)
+
+    @staticmethod
+    def of_bias(bias: Tensor, rotary_dim: int) -> Tensor | None:
+        """Return the part of a key's bias that is worth subtracting: b, [num_kv_heads, k_dim]; None
+        where no pair of channels has a norm of LARGE_BIAS.
+
+        Rounding to 8 bits has a relative error, or one that grows with the largest channel, so a
+        bias that is many times what a token adds to it drowns the token. Keys without their biases
+        are of the size of 1 in each channel, as scores are divided by the root of head_dim. Channels
+        that are not rotated have no center. bias: float32 [num_kv_heads, k_dim].
+        """
+        half = rotary_dim // 2
+        norms = torch.hypot(bias[:, :half], bias[:, half : 2 * half])
+        if half == 0 or float(norms.max()) < LARGE_BIAS:
+            return None
+        subtracted = norms >= SMALL_BIAS
+        b = torch.zeros_like(bias)
+        b[:, : 2 * half] = bias[:, : 2 * half] * subtracted.repeat(1, 2)
+        return b
 
     def coefficients(self, q: Tensor) -> Tensor:
         """Return the factors of the cosines, then of the sines, for each row: float32 [rows,

@@ -20,6 +20,8 @@ class Rotary:
     eps        epsilon of these norms
     q_factor   [max_positions] float32, contiguous: factor of all channels of the rotated queries by
                position; both are rounded to the compute dtype (Ministral 3). None: no factor
+    key_bias   [num_kv_heads, k_dim], of any float dtype: what the projection adds to all keys, in the order of
+               channels that is rotated. None: nothing, or a norm follows, so keys do not all have it
     """
 
     cos: Tensor
@@ -27,6 +29,7 @@ class Rotary:
     norms: tuple[Tensor, Tensor] | None = None
     eps: float = 0.0
     q_factor: Tensor | None = None
+    key_bias: Tensor | None = None
 
     @property
     def rotary_dim(self) -> int:

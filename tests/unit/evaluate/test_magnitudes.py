@@ -81,8 +81,8 @@ def test_what_stands_out_is_said() -> None:
     assert entry["k"]["below_normal"] == pytest.approx(1 / 6)
     says = " ".join(sentences(magnitudes.as_list()))
     assert "The largest key is 500, in layer 3" in says
-    assert "A scale of 1.0 clips keys in layers 3." in says
-    assert "clips values" not in says
+    assert "A scale of 1.0 clips such keys in layers 3." in says
+    assert "clips such values" not in says
 
 
 def test_latents_have_keys_alone() -> None:

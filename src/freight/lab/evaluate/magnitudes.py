@@ -157,7 +157,7 @@ def sentences(listed: Sequence[JsonObject]) -> list[str]:
         beyond = [entry for entry in layers if entry[side]["beyond_448"]]
         if beyond:
             where = ", ".join(str(entry["layer"]) for entry in beyond)
-            says.append(f"A scale of 1.0 clips {word}s in layers {where}.")
+            says.append(f"A scale of 1.0 clips such {word}s in layers {where}.")
         coarse = max(layers, key=_of(side, "below_normal"))
         if coarse[side]["below_normal"] >= 0.01:
             says.append(

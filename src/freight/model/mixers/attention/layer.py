@@ -14,7 +14,7 @@ from torch import Tensor
 from freight.cache.pool import LayerKV
 from freight.kernels.interface import KernelSet
 from freight.model.building import Builder, Ropes
-from freight.model.layers.linear import Projection
+from freight.model.layers.linear import GatheredLinear, Projection, UnmergedLinear
 from freight.model.layers.rope import half_pairs, places
 from freight.model.mixers.attention.spec import (
     AttentionConfig,
@@ -238,6 +238,9 @@ def build(mixer: AttentionConfig, builder: Builder, prefix: str, ropes: Ropes) -
             norm = _norm_of_all_heads(weights, builder)
         else:
             rotary = replace(rotary, norms=weights)
+    qkv = builder.linear(prefix, *names.qkv_of(mixer), rows=_qkv_rows(mixer, builder))
+    if mixer.qk_norm is None and mixer.kv_from is None:
+        rotary = replace(rotary, key_bias=_key_bias(qkv, mixer))
     v_transform: ValueNorm | ValueFactor | None
     if mixer.v_norm:
         v_transform = _value_norm(mixer, builder, rotary)
@@ -245,7 +248,7 @@ def build(mixer: AttentionConfig, builder: Builder, prefix: str, ropes: Ropes) -
         v_transform = _value_factor(mixer, builder, prefix)
     sinks = builder.tensor(prefix + names.sinks).float() if mixer.sinks else None
     return Attention(
-        qkv=builder.linear(prefix, *names.qkv_of(mixer), rows=_qkv_rows(mixer, builder)),
+        qkv=qkv,
         o=builder.gathered(prefix, names.o),
         rotary=rotary,
         call=AttentionCall(mixer.softmax_scale, mixer.window, mixer.soft_cap, sinks),
@@ -255,6 +258,22 @@ def build(mixer: AttentionConfig, builder: Builder, prefix: str, ropes: Ropes) -
         norm=norm,
         v_transform=v_transform,
     )
+
+
+def _key_bias(qkv: Projection, mixer: AttentionConfig) -> Tensor | None:
+    """Return the bias of the keys, [num_kv_heads, k_dim], a part of the projection's; None where
+    there is none.
+    """
+    linear = qkv.linear if isinstance(qkv, GatheredLinear) else qkv
+    parts = linear.parts if isinstance(linear, UnmergedLinear) else (linear,)
+    begin, size, _ = mixer.qkv_sizes
+    for part in parts:
+        if part.bias is None:  # a model has a bias for all three, or for none
+            return None
+        if begin + size <= len(part.bias):
+            return part.bias[begin : begin + size].view(mixer.num_kv_heads, mixer.k_dim)
+        begin -= len(part.bias)
+    raise AssertionError("no part has all keys")
 
 
 def _norm_of_all_heads(weights: tuple[Tensor, Tensor], builder: Builder) -> QKNorm | GatheredQKNorm:
