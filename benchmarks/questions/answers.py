@@ -12,7 +12,7 @@ from freight.errors import ConfigError
 @dataclass(frozen=True)
 class Answer:
     """num_tokens: generated. finish_reason: 'stop', or 'length' where max_tokens cut it. fingerprint:
-    of the model and its options, if the server told it.
+    of the model and its options, and model: its name, if the server told them.
     """
 
     id: str
@@ -20,6 +20,7 @@ class Answer:
     num_tokens: int
     finish_reason: str
     fingerprint: str | None
+    model: str | None = None
 
 
 def read_answers(path: Path) -> dict[str, Answer]:
@@ -29,7 +30,7 @@ def read_answers(path: Path) -> dict[str, Answer]:
     ConfigError for a line that is not an answer.
     """
     answers = {}
-    lines = path.read_text(encoding="utf-8").split("\n")
+    lines = path.read_bytes().split(b"\n")  # the incomplete line may end within a character
     for number, line in enumerate(lines[:-1], 1):  # behind the last line end is nothing, or a part
         try:
             answer = _read_line(line)
@@ -43,7 +44,7 @@ def read_answers(path: Path) -> dict[str, Answer]:
     return answers
 
 
-def _read_line(line: str) -> Answer | None:
+def _read_line(line: bytes) -> Answer | None:
     """None: the request failed."""
     value = json.loads(line)
     if value["error"] is not None:
@@ -56,4 +57,5 @@ def _read_line(line: str) -> Answer | None:
         body["usage"]["completion_tokens"],
         choice["finish_reason"],
         body.get("system_fingerprint"),
+        body.get("model"),
     )

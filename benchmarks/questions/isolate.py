@@ -9,10 +9,12 @@ namespaces):
   empty. A socket that is a file elsewhere, such as one in /tmp, can be reached as far as its permissions
   go.
 - It sees and signals no process but its own, and all of those end with it.
-- It has no capabilities and gains none by a setuid program. Where root runs this, it is the user nobody
-  in addition; else it has the rights of the caller to read.
-- CPU seconds, address space, size of files, number of processes, and core files are limited, and the wall
-  time: at its end all are killed. The environment and standard input are empty.
+- It has no capabilities, and gains none by a setuid program or by namespaces of its own (the latter where
+  /proc/sys can be written; in some containers it cannot). Where root runs this, it is the user nobody in
+  addition; else it has the rights of the caller to read.
+- CPU seconds, address space and size of files are limited for each process, and the number of processes;
+  there are no core files. At the end of the wall time all are killed. The environment and standard input
+  are empty. Memory of all processes together has no limit below their number times that of one.
 
 Where the result says `not isolated`, only the limits, the empty environment and, under root, the user
 nobody hold: the program could connect to anything, write wherever that user may, and leave a process

@@ -138,18 +138,27 @@ def isolate(home: str) -> bool:
         write("/proc/self/uid_map", f"{user} {user} 1")
         write("/proc/self/gid_map", f"{group} {group} 1")
         check(libc.mount(None, b"/", None, ctypes.c_ulong(PRIVATE), None))
+        # else it could make a user namespace, have all capabilities there, and mount more memory. In a
+        # container /proc/sys may be read-only already
+        with suppress(OSError):
+            write("/proc/sys/user/max_user_namespaces", "0")
         attributes = MountAttributes(READ_ONLY, 0, 0, 0)
         size = ctypes.c_size_t(ctypes.sizeof(attributes))
         pointer = ctypes.byref(attributes)
         check(libc.syscall(MOUNT_SETATTR, HERE, b"/", RECURSIVE, pointer, size))
-        for path in (*HIDDEN, home):
-            options = f"size={FILES},mode=700".encode()
-            flags = ctypes.c_ulong(NO_SETUID_NO_DEVICES)
-            check(libc.mount(b"tmpfs", path.encode(), b"tmpfs", flags, options))
+        for path in HIDDEN:
+            mount_memory(libc, path, NO_SETUID_NO_DEVICES | READ_ONLY)
+        mount_memory(libc, home, NO_SETUID_NO_DEVICES)
         check(libc.prctl(SET_NO_NEW_PRIVILEGES, 1, 0, 0, 0))
     except OSError:
         return False
     return True
+
+
+def mount_memory(libc: ctypes.CDLL, path: str, flags: int) -> None:
+    """Mount an empty folder of FILES bytes. Raises OSError."""
+    options = f"size={FILES},mode=700".encode()
+    check(libc.mount(b"tmpfs", path.encode(), b"tmpfs", ctypes.c_ulong(flags), options))
 
 
 def check(status: int) -> None:

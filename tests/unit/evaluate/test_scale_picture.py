@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 
 from freight.fp8.formats import Format
-from freight.lab.evaluate.scale_picture import HEIGHT, WIDTH, scale_picture
+from freight.lab.evaluate.scale_picture import HEIGHT, WIDTH, magnitude_picture, scale_picture
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -68,6 +69,26 @@ def test_everything_is_inside(scale: float, format: Format):
         assert 0 < x < WIDTH
         assert 0 < y < HEIGHT
     assert len(dots(svg)) == 4
+
+
+def test_magnitudes_of_a_hybrid_stand_at_their_layers():
+    """Layers 1 and 3 store something, the second no values. A bar is from the smallest channel."""
+    side = {"smallest_channel": 0.5, "channel": 4.0, "max": 448.0}
+    entries = [{"layer": 1, "k": side, "v": side}, {"layer": 3, "k": side, "v": None}]
+    svg = ElementTree.fromstring(magnitude_picture(Format.E4M3FN, entries))
+    lines = list(svg.iter(f"{SVG}line"))
+    dashed = next(line for line in lines if "stroke-dasharray" in line.attrib)
+    assert [y for _, y in dots(svg)] == [float(dashed.attrib["y1"])] * 3
+    labels = [t.text for t in svg.iter(f"{SVG}text") if t.get("text-anchor") == "middle"]
+    assert labels == ["0", "1", "2", "3", "layer"]
+    assert all(x < WIDTH for x, _ in dots(svg))
+    axis = {}
+    for label in svg.iter(f"{SVG}text"):
+        if label.get("text-anchor") == "end":
+            axis[label.text] = float(label.attrib["y"]) - 4
+    bars = [float(line.attrib["y2"]) for line in lines if line.get("stroke-width") == "3"]
+    between = axis["0.1"] - axis["1"]  # a power of ten
+    assert bars == pytest.approx([axis["1"] + between * math.log10(2)] * 3, abs=0.3)
 
 
 def test_the_title_is_text():

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from freight.base.fields import JsonObject
 from freight.base.files import DATA_LIMIT, read_text, reading, unique_names
-from freight.errors import ConfigError, RequestError
+from freight.errors import ConfigError, RequestError, shown
 from freight.lab.columns import plural
 from freight.lab.evaluate.perplexity import Window, cut_windows
 from freight.model.open import OpenModel
@@ -74,9 +74,9 @@ def read_prompted(path: Path, field: str, prompt_field: str) -> list[PromptedTex
         assert isinstance(entry, dict), "what has a text is an object"
         prompt = entry.get(prompt_field)
         if not isinstance(prompt, str | list):
-            has = sorted(entry)
+            has = _names(entry)
             if prompt_field in entry:
-                has = [f"{prompt_field}: {type(prompt).__name__}"]
+                has = f"{prompt_field}: {type(prompt).__name__}"
             raise ConfigError(
                 f"{where} has {has}; each line has a text or a list of chat messages as {prompt_field!r}; "
                 "--prompt-field names another"
@@ -104,11 +104,21 @@ def _entries(path: Path, text: str) -> Iterator[tuple[str, object]]:
 def _text_of(where: str, entry: object, field: str) -> str:
     text = entry.get(field) if isinstance(entry, dict) else None
     if not isinstance(text, str):
-        has = f"has {sorted(entry)}" if isinstance(entry, dict) else f"is {type(entry).__name__}"
+        has = f"has {_names(entry)}" if isinstance(entry, dict) else f"is {type(entry).__name__}"
         raise ConfigError(
             f"{where} {has}; each line is an object with a text as {field!r}; --field names another"
         )
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(
+            f"{where}: {field!r} is not Unicode: {error.reason} at character {error.start}"
+        ) from None
     return text
+
+
+def _names(entry: JsonObject) -> str:
+    return shown(", ".join(sorted(entry)))
 
 
 def cut_documents(

@@ -334,6 +334,8 @@ def _clipping(run: SettingRun, magnitudes: Magnitudes | None) -> list[JsonDict] 
     unit = LayerScales((1.0,), (1.0,), Granularity.TENSOR)
     scales = {}
     for layer in magnitudes.layers:
+        if kv.of_layer(layer).granularity is None:  # it stays unquantized
+            continue
         measured = unit if kv.scales is None else kv.scales.layers[layer]
         if measured is not None:
             scales[layer] = measured
