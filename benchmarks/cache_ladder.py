@@ -8,7 +8,8 @@ the share of right answers.
 `judge` scores published solutions after their questions, teacher-forced, under every cache: the mean KL to
 a 16-bit cache, and by how much the log-probability of a solution changes, paired by question. `answer`
 writes answers under one simulated cache beside those of paired_questions.py, whose `score` compares them.
-Caches of fewer than 8 bits are simulated (questions/rounded_cache.py).
+Caches of fewer than 8 bits are simulated (questions/rounded_cache.py), and two of E4M3 that keep the
+biases of keys, which Freight's caches do not: a scale for each token, and a scale of 1.0.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ def judge(
         for name in caches:
             run = cache_run(opened, decoder, configs.get(name, plain), longest)
             if name in SIMULATED:
-                run = replace(run, runner=rounded_runner(run.runner, SIMULATED[name]))
+                run = replace(run, runner=rounded_runner(run.runner, name))
             runs.append(replace(run, name=name))
         measure(runs, [part.window for part in parts], _progress)
     print(file=sys.stderr)
@@ -141,7 +142,7 @@ def answer(model: str, path: Path, cache: str, context: int) -> None:
     num_done = _complete_lines(out) if out.exists() else 0
     requests = [json.loads(line) for line in path.read_bytes().splitlines()]
     llm = LLM(model, max_model_len=context, max_num_seqs=BATCH)
-    llm.engine.runner = rounded_runner(llm.engine.runner, SIMULATED[cache])
+    llm.engine.runner = rounded_runner(llm.engine.runner, cache)
     with out.open("a", encoding="utf-8") as file:
         for start in range(num_done, len(requests), BATCH):
             part = requests[start : start + BATCH]

@@ -11,8 +11,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
-from freight.cache.pool import KVPool, PagedKV
+from freight.cache.pool import AngleTables, KVPool, PagedKV, less_bias_pages
 from freight.engine.runner import ModelRunner
+from freight.fp8.cast import amax, decode, encode, token_scale
+from freight.fp8.formats import Format
 from freight.operands.batch import ForwardBatch
 from freight.operands.kv_pages import read_slots, write_slots
 from freight.operands.rotary import Rotary
@@ -30,13 +32,23 @@ def to_integers(values: Tensor, bits: int, group: int | None = None) -> Tensor:
     size = values.shape[-1] if group is None else group
     vectors = values.unflatten(-1, (-1, size))
     largest = 2 ** (bits - 1) - 1
-    amax = vectors.abs().amax(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
-    scale = amax / largest
+    size_of = vectors.abs().amax(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
+    scale = size_of / largest
     codes = (vectors / scale).round().clamp(-largest, largest)
     return (codes * scale).flatten(-2)
 
 
+def to_e4m3(values: Tensor, measured: bool) -> Tensor:
+    """Round to E4M3, with a scale for each vector if it is `measured`, else with 1.0."""
+    scale: Tensor | None = None
+    if measured:
+        scale = token_scale(amax(values, -1), Format.E4M3FN).float()[..., None]
+    return decode(encode(values, 1.0 if scale is None else scale, Format.E4M3FN), scale)
+
+
 SIMULATED: Mapping[str, Rounding] = {
+    "token-biased": partial(to_e4m3, measured=True),
+    "unit-biased": partial(to_e4m3, measured=False),
     "int7": partial(to_integers, bits=7),
     "int6": partial(to_integers, bits=6),
     "int5": partial(to_integers, bits=5),
@@ -44,6 +56,11 @@ SIMULATED: Mapping[str, Rounding] = {
     "int4": partial(to_integers, bits=4),
     "int3-32": partial(to_integers, bits=3, group=32),
 }
+
+
+# of keys as they are projected; the others are of keys without large biases, as Freight's own
+# 8-bit caches are
+BIASED = ("token-biased", "unit-biased")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,8 +88,19 @@ def with_rounding(pool: KVPool, rounding: Rounding) -> KVPool:
     return pool.with_layers(layers)
 
 
-def rounded_runner(runner: ModelRunner, rounding: Rounding) -> ModelRunner:
-    """`runner` over a cache that is rounded. Its steps are not replayed: what was captured stores
+def rounded_runner(runner: ModelRunner, name: str) -> ModelRunner:
+    """`runner` over the simulated cache `name`. Its steps are not replayed: what was captured stores
     without rounding.
     """
-    return replace(runner, pool=with_rounding(runner.pool, rounding), captured=None)
+    pool = runner.pool if name in BIASED else _less_bias(runner)
+    return replace(runner, pool=with_rounding(pool, SIMULATED[name]), captured=None)
+
+
+def _less_bias(runner: ModelRunner) -> KVPool:
+    """The pool, with keys stored without large biases."""
+    tables = AngleTables()
+    layers = {}
+    for index, kv in runner.pool.paged.items():
+        pages = less_bias_pages(kv.pages, runner.model.rotaries[index], tables)
+        layers[index] = replace(kv, pages=pages)
+    return runner.pool.with_layers(layers)

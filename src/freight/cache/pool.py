@@ -276,13 +276,13 @@ def allocate_pool(
             b = expand_scale(scales.k_center, layer.num_kv_heads, layer.k_dim).to(device)
             pages = replace(pages, k_center=KeyCenter.of(b, *tables.of(rotary)))
         elif rotaries is not None and pages.format.is_quantized:
-            pages = _less_bias(pages, rotaries[index], tables)
+            pages = less_bias_pages(pages, rotaries[index], tables)
         pages_of[index] = PagedKV(pages, kernels, group)
     layers = tuple(pages_of.get(index) or states_of.get(index) for index in range(len(spec.layers)))
     return KVPool(layers, spec, tuple(num_blocks))
 
 
-def _less_bias(pages: KVPages, rotary: Rotary | None, tables: AngleTables) -> KVPages:
+def less_bias_pages(pages: KVPages, rotary: Rotary | None, tables: AngleTables) -> KVPages:
     """`pages`, with keys stored less the large biases of their projection (`KeyCenter.of_bias`)."""
     if rotary is None or rotary.key_bias is None or pages.v_in_k:
         return pages

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import cache_ladder
+import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from questions.rounded_cache import SIMULATED, RoundedKV, rounded_runner, with_rounding
+from questions.rounded_cache import BIASED, SIMULATED, RoundedKV, rounded_runner, with_rounding
 from tests.demo_chat import demo_with_chat_template
 from torch import Tensor
 
@@ -52,7 +53,19 @@ def rounded_by_numpy(values: np.ndarray, bits: int, group: int | None) -> np.nda
 
 
 def test_every_format_is_covered() -> None:
-    assert set(FORMATS) == set(SIMULATED)
+    assert {*FORMATS, *BIASED} == set(SIMULATED)
+
+
+def test_e4m3_is_rounded_as_ml_dtypes_does() -> None:
+    values = torch.randn(20, 3, 64, generator=torch.Generator().manual_seed(2))
+    values[1, 0, 5] = 354.0  # a bias beside which the others are small
+    x = values.numpy()
+    unit = x.astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    assert np.array_equal(SIMULATED["unit-biased"](values).numpy(), unit)
+    scale = np.abs(x).max(-1, keepdims=True) / np.float32(448)
+    scale = scale.astype(ml_dtypes.bfloat16).astype(np.float32)
+    token = (x / scale).clip(-448, 448).astype(ml_dtypes.float8_e4m3fn).astype(np.float32) * scale
+    assert np.array_equal(SIMULATED["token-biased"](values).numpy(), token)
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -116,7 +129,7 @@ def test_answers_are_the_same_from_a_cached_prefix() -> None:
 
     def answered(**options: Any) -> tuple[list[Any], int]:
         llm = LLM("demo", max_model_len=512, **options)
-        llm.engine.runner = rounded_runner(llm.engine.runner, SIMULATED["int3-32"])
+        llm.engine.runner = rounded_runner(llm.engine.runner, "int3-32")
         sampling = SamplingParams(temperature=0.0, max_tokens=24, logprobs=1)
         prompts = [TEXT[:700], TEXT[:700], TEXT[:650]]
         outputs = [llm.generate([prompt], sampling)[0] for prompt in prompts]
