@@ -135,6 +135,8 @@ def test_which_pairs_are_subtracted() -> None:
     assert b is not None
     assert {(int(head), int(channel)) for head, channel in b.nonzero()} == {(0, 3), (0, 11), (1, 2)}
     assert KeyCenter.of_bias(bias / 2, 16) is None
+    bias[0, 3] = torch.nan
+    assert KeyCenter.of_bias(bias, 16) is None
     assert KeyCenter.of_bias(bias, 0) is None
 
 

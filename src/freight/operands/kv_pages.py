@@ -77,6 +77,7 @@ class KeyCenter:
         """
         half = rotary_dim // 2
         norms = torch.hypot(bias[:, :half], bias[:, half : 2 * half])
+        norms = torch.where(norms.isfinite(), norms, 0.0)  # what is not finite stays in the keys
         if half == 0 or float(norms.max()) < LARGE_BIAS:
             return None
         subtracted = norms >= SMALL_BIAS
