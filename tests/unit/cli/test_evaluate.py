@@ -195,7 +195,7 @@ def test_bad_documents_and_windows_are_one_line_in_every_measurement(
     (tmp_path / "other.jsonl").write_text('{"body": "x"}')
     for argv, said in (
         (("--data", str(tmp_path / "empty")), "is empty"),
-        (("--data", str(tmp_path / "other.jsonl")), "has ['body']"),
+        (("--data", str(tmp_path / "other.jsonl")), "has 'body'"),
         (("--data", str(tmp_path / "missing")), "cannot be read as text"),
         (("--data", text, "--window", "2048"), "1024 tokens"),
     ):

@@ -119,6 +119,10 @@ def test_caches_clip_in_the_layers_whose_scales_are_static() -> None:
     centered = replace(scales[0], k_center=(0.0, 0.0))
     assert clipped(replace(measured, scales=KVScales((centered, None)))) is None
     assert clipped(replace(unit, scale_source=ScaleSource.DYNAMIC)) is None
+    without_bias = _clipping(unit, magnitudes, [1])
+    assert without_bias is not None
+    sides = [(entry["layer"], entry["side"]) for entry in without_bias]
+    assert sides == [(0, "k"), (0, "v"), (1, "v")]
 
 
 def test_the_largest_value_of_the_format_is_not_beyond_it() -> None:

@@ -28,7 +28,7 @@ from freight.lab.evaluate.statistics import (
     position_edges,
     unit_sums,
 )
-from freight.settings.engine import EngineArgs
+from freight.settings.engine import EngineArgs, KVCacheConfig
 
 GIB = 2**30
 
@@ -279,7 +279,9 @@ def summarize(
     magnitudes = runs[0].probe.magnitudes
     figures = []
     for index, run in enumerate(runs):
-        setting = replace(_figures(run, tokens, sample), clipping=_clipping(run, magnitudes))
+        kv = run.config.kv
+        clipping = _clipping(kv, magnitudes, run.runner.pool.less_bias(kv))
+        setting = replace(_figures(run, tokens, sample), clipping=clipping)
         if layer_kl:
             setting = replace(setting, layer_kl=layer_kl[index])
         if speeds:
@@ -323,11 +325,12 @@ def _is_centered(scales: KVScales | None) -> bool:
     return any(layer is not None and layer.k_center for layer in layers)
 
 
-def _clipping(run: SettingRun, magnitudes: Magnitudes | None) -> list[JsonDict] | None:
+def _clipping(
+    kv: KVCacheConfig, magnitudes: Magnitudes | None, less_bias: Sequence[int] = ()
+) -> list[JsonDict] | None:
     """Where static scales clip; None where there are none, or keys are stored less centers of theirs.
-    Keys that are stored less a bias are left out.
+    Keys of the layers `less_bias`, which are stored without their biases, are left out.
     """
-    kv = run.config.kv
     static = kv.scale_source not in (None, ScaleSource.DYNAMIC)
     if magnitudes is None or not static or _is_centered(kv.scales):
         return None
@@ -339,7 +342,6 @@ def _clipping(run: SettingRun, magnitudes: Magnitudes | None) -> list[JsonDict] 
         measured = unit if kv.scales is None else kv.scales.layers[layer]
         if measured is not None:
             scales[layer] = measured
-    less_bias = run.runner.pool.less_bias(kv)
     clipping = []
     for entry in magnitudes.clipping(scales, kv.format):
         if entry["side"] == "v" or entry["layer"] not in less_bias:
