@@ -27,6 +27,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from engine_options import split_options
 from questions import sources
 from questions.answer import CACHES, REFERENCE, answer_all, plan_work
 from questions.requests import request_files, solution_files, write_requests
@@ -61,12 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """The options, and those of `freight batch`: what stands behind `--`."""
-    mine = list(arguments)
-    engine = list[str]()
-    if "--" in mine:
-        place = mine.index("--")
-        engine = mine[place + 1 :]
-        mine = mine[:place]
+    mine, engine = split_options(arguments)
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -22,6 +22,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from engine_options import split_options
 from simulation.answers import Limits, Setup, capacity, cost, replicas_for, routing, tail
 from simulation.plane import Plane, plane_of, read_reports
 from simulation.replicas import ROUTERS
@@ -50,12 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """The options, and those of the engine: what stands behind `--`."""
-    mine = list(arguments)
-    engine = list[str]()
-    if "--" in mine:
-        place = mine.index("--")
-        engine = mine[place + 1 :]
-        mine = mine[:place]
+    mine, engine = split_options(arguments)
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -146,17 +146,17 @@ def lines(
     yield "| cache | KL here | KL of Freight | apart | perplexity here | of Freight | same top here | of Freight |"
     yield "|---|---:|---:|---:|---:|---:|---:|---:|"
     for name, row in own.items():
-        beside = other.get(name)
-        if beside is None:
+        freight = other.get(name)
+        if freight is None:
             cells = ["", "", ""]
             apart = ""
         else:
             cells = [
-                f"{beside['kl']:.5f}",
-                f"{beside['perplexity']:.4f}",
-                f"{beside['same_top']:.2%}",
+                f"{freight['kl']:.5f}",
+                f"{freight['perplexity']:.4f}",
+                f"{freight['same_top']:.2%}",
             ]
-            apart = f"{beside['kl'] / row['kl'] - 1:+.2%}" if row["kl"] else ""
+            apart = f"{freight['kl'] / row['kl'] - 1:+.2%}" if row["kl"] else ""
         yield (
             f"| {name} | {row['kl']:.5f} | {cells[0]} | {apart} | {row['perplexity']:.4f} | {cells[1]} "
             f"| {row['same_top']:.2%} | {cells[2]} |"

@@ -156,7 +156,8 @@ def pooled(results: Sequence[Results]) -> Results:
 
 
 def compare(reference: Results, other: Results) -> Comparison:
-    a, b = list[bool](), list[bool]()
+    a = list[bool]()
+    b = list[bool]()
     places = []
     rows = zip(reference.right, other.right, reference.answers, other.answers, strict=True)
     for right_a, right_b, answer_a, answer_b in rows:

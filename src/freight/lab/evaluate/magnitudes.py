@@ -3,8 +3,8 @@ them.
 
 What a scale has to cover. A static scale clips what is larger than its format's largest value
 times the scale; a scale of 1.0 clips beyond 448 (E4M3FN), and below 2 ** -6 it has fewer digits
-than the format has. So a layer is told by the largest magnitude of each of its channels, a channel
-far above the others being what one scale for all of them pays for.
+than the format has. So the largest magnitude of each channel of a layer is measured: where one
+channel is far above the others, a single scale for all of them is too coarse for most.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from freight.base.fields import JsonDict, JsonObject
+from freight.cache.pages import expand_scale
 from freight.fp8.formats import Format
 from freight.fp8.scheme import LayerScales
 from freight.lab.evaluate.statistics import position_edges
@@ -84,11 +85,11 @@ class Magnitudes:
 
     length: int
     layers: dict[int, tuple[Side, ...]] = field(default_factory=dict)
+    # bounds of the buckets of positions: 0 alone, and then those of other figures
+    edges: list[int] = field(init=False)
 
-    @property
-    def edges(self) -> list[int]:
-        """Bounds of the buckets of positions: 0 alone, and then those of other figures."""
-        return [0, 1, *position_edges(max(2, self.length))[1:]]
+    def __post_init__(self) -> None:
+        self.edges = [0, 1, *position_edges(max(2, self.length))[1:]]
 
     def see(self, layer: int, sides: Sequence[Tensor], positions: Tensor) -> None:
         """Take the stored keys, and the values where they are apart, of `positions` [rows]."""
@@ -119,7 +120,8 @@ class Magnitudes:
                 continue
             stored = (scales[layer].k, scales[layer].v)
             for name, side, numbers in zip(_NAMES, sides, stored, strict=False):
-                times = side.channels / (_spread(numbers, side.channels) * format.max)
+                covered = expand_scale(numbers, *side.channels.shape) * format.max
+                times = side.channels / covered.to(side.channels.device)
                 count = int((times > 1.0).sum())
                 if count:
                     entry = {
@@ -130,14 +132,6 @@ class Magnitudes:
                     }
                     clipping.append(entry)
         return clipping
-
-
-def _spread(scales: Sequence[float], channels: Tensor) -> Tensor:
-    """Scales of any granularity, for each channel: float32 as `channels`."""
-    numbers = torch.tensor(scales, dtype=torch.float32, device=channels.device)
-    if len(scales) == channels.numel():
-        return numbers.view_as(channels)
-    return numbers.view(-1, 1).expand_as(channels)
 
 
 def sentences(listed: Sequence[JsonObject]) -> list[str]:
