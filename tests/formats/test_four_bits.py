@@ -40,6 +40,7 @@ from freight.checkpoint.reader import Checkpoint
 from freight.cli.inspect import describe
 from freight.errors import CheckpointError, ConfigError
 from freight.fp8.formats import Format
+from freight.fp8.scheme import Packing
 from freight.kernels.reference_experts import ExpertList
 from freight.kernels.reference_set import REFERENCE, ReferenceKernels
 from freight.model.decoder import Decoder
@@ -603,6 +604,30 @@ def test_what_is_wrong_is_named(
     assert isinstance(error.value, CheckpointError) == bool(message)
 
 
+# As AutoRound 0.16 writes MXFP8 and FP8_STATIC
+AUTO_ROUND_FLOAT = AUTO_ROUND | {
+    "packing_format": "auto_round:llm_compressor", "data_type": "mx_fp", "bits": 8, "act_bits": 8,
+    "act_data_type": "mx_fp", "act_dynamic": True, "act_group_size": 32,
+}  # fmt: skip
+AUTO_ROUND_FP8 = AUTO_ROUND | {
+    "packing_format": "auto_round:fp8_static", "data_type": "fp", "bits": 8, "group_size": -1, "act_bits": 8,
+    "act_data_type": "fp", "act_dynamic": False, "act_group_size": 0, "activation_scheme": "static", "fmt": "e4m3",
+}  # fmt: skip
+# As transformers writes them
+BITS_AND_BYTES = {
+    "quant_method": "bitsandbytes", "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True,
+    "bnb_4bit_compute_dtype": "bfloat16", "llm_int8_threshold": 6.0, "load_in_4bit": False, "load_in_8bit": False,
+}  # fmt: skip
+HQQ = {
+    "quant_method": "hqq",
+    "quant_config": {
+        "weight_quant_params": {"nbits": 4, "channel_wise": True, "group_size": 64, "optimize": True, "axis": 1},
+        "scale_quant_params": None,
+        "zero_quant_params": None,
+        "offload_meta": False,
+    },
+    "skip_modules": ["lm_head"],
+}  # fmt: skip
 REFUSED: list[tuple[dict[str, Any], str]] = [
     (GPTQ | {"bits": 8}, "gptq with bits 8 is not implemented; 4 is"),
     (GPTQ | {"bits": 3}, "gptq with bits 3"),
@@ -625,8 +650,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (int4(32, type="nf4"), "num_bits 4, type 'nf4' are not implemented"),
     (int4(32) | {"format": "marlin-24"}, "in format 'marlin-24' are not implemented"),
     (
-        ct(int4(32)["config_groups"]["group_0"]["weights"], "pack-quantized", {"num_bits": 8, "type": "float"}),
-        "weights of 4 bits and input_activations of num_bits 8, type 'float'",
+        ct(int4(32)["config_groups"]["group_0"]["weights"], "pack-quantized", {"num_bits": 8, "type": "nf"}),
+        "weights of 4 bits and input_activations of type 'nf'",
     ),
     (
         ct({"num_bits": 4, "type": "float", "group_size": 64}, "nvfp4-pack-quantized"),
@@ -636,9 +661,38 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (MODELOPT | {"quant_algo": "W4A8_AWQ"}, "quant_algo 'W4A8_AWQ' is not implemented"),
     (GPTQ | {"dynamic": {"+:.*down.*": {"bits": 8}}}, "gptq with dynamic['+:.*down.*'] = {'bits': 8}"),
     (AUTO_ROUND | {"packing_format": "auto_round:fp8"}, "packing_format 'auto_round:fp8' is not implemented"),
-    (AUTO_ROUND | {"extra_config": {"lm_head": {"bits": 8}}}, "auto-round with 8 bits of 'lm_head'"),
+    (AUTO_ROUND | {"packing_format": "auto_round:mlx"}, "packing_format 'auto_round:mlx' is not implemented"),
+    (
+        AUTO_ROUND | {"packing_format": "auto_round:llm_compressor_nvfp4_e5m3", "data_type": "nvfp4_v2"},
+        "packing_format 'auto_round:llm_compressor_nvfp4_e5m3'",
+    ),
+    (AUTO_ROUND | {"extra_config": {"lm_head": {"bits": 8}}}, "auto-round with bits 8 of 'lm_head', and 4 of all"),
+    (AUTO_ROUND | {"extra_config": {"a": {"group_size": 64}}}, "auto-round with group_size 64 of 'a', and 32 of all"),
+    (AUTO_ROUND | {"bits": 2}, "auto-round with bits 2, data_type 'int' and packing_format 'auto_gptq'"),
+    (AUTO_ROUND | {"bits": 3}, "auto-round with bits 3"),
+    (AUTO_ROUND | {"bits": 8}, "auto-round with bits 8"),
+    (AUTO_ROUND | {"bits": True}, "auto-round with bits True"),
+    (AUTO_ROUND | {"rotation_config": {"type": "hadamard"}}, "auto-round with rotation_config {'type': 'hadamard'}"),
+    (AUTO_ROUND_FLOAT | {"bits": 6}, "auto-round with data_type 'mx_fp', bits 6, group_size 32"),
+    (AUTO_ROUND_FLOAT | {"data_type": "mx_int"}, "auto-round with data_type 'mx_int', bits 8"),
+    (AUTO_ROUND_FLOAT | {"group_size": [32]}, "group_size [32] is not implemented"),
+    (AUTO_ROUND_FP8 | {"act_dynamic": True}, "auto-round with data_type 'fp', bits 8, act_bits 8"),
+    (AUTO_ROUND_FP8 | {"group_size": [128, 128]}, "group_size [128, 128] is not implemented"),
+    (AUTO_ROUND_FP8 | {"fmt": "e5m2"}, "fmt 'e5m2'"),
     ({"quant_method": "gguf"}, "quantization method 'gguf' is not implemented"),
-    ({"quant_method": "bitsandbytes"}, "quantization method 'bitsandbytes' is not implemented"),
+    ({"quant_method": "quanto"}, "quantization method 'quanto' is not implemented"),
+    (BITS_AND_BYTES | {"load_in_8bit": True}, "bitsandbytes with load_in_8bit, llm_int8_threshold 6.0"),
+    (
+        BITS_AND_BYTES | {"load_in_4bit": True},
+        "bitsandbytes with load_in_4bit, bnb_4bit_quant_type 'nf4' and bnb_4bit_use_double_quant True",
+    ),
+    ({"quant_method": "bitsandbytes"}, "bnb_4bit_quant_type 'fp4' and bnb_4bit_use_double_quant False"),
+    (HQQ, "hqq with nbits 4, group_size 64 and axis 1 is not implemented"),
+    (
+        {"quant_method": "hqq", "quant_config": {"self_attn.q_proj": HQQ["quant_config"]}},
+        "hqq with nbits 4, group_size 64 and axis 1",
+    ),
+    ({"quant_method": "hqq"}, "hqq with nbits None"),
 ]  # fmt: skip
 
 
@@ -647,6 +701,37 @@ def test_what_is_not_implemented_is_refused_by_its_declaration(said: dict[str, A
     with pytest.raises(CheckpointError) as error:
         read_scheme({"model_type": "llama", "quantization_config": said}, None)
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize("said", [HQQ, BITS_AND_BYTES])
+def test_files_that_no_kernel_has_the_form_of_name_a_way_out(said: dict[str, Any]):
+    with refuses(CheckpointError, str(said["quant_method"]), "--quantization int4", "GGUF"):
+        read_scheme({"model_type": "llama", "quantization_config": said}, None)
+
+
+@pytest.mark.parametrize(("group", "scales"), [(-1, "row"), (0, "tensor")])
+def test_auto_round_in_static_fp8(group: int, scales: str):
+    said = AUTO_ROUND_FP8 | {"group_size": group}
+    scheme = read_scheme({"quantization_config": said}, None)
+    assert scheme.description == (
+        f"auto-round: weights fp8_e4m3fn, scales per {scales}, activations static"
+    )
+
+
+@pytest.mark.parametrize(
+    ("dtype", "format", "named"),
+    [("fp8", Format.E4M3FN, ""), ("nvfp4", None, "static_kv_dtype 'nvfp4'")],
+)
+def test_auto_round_declares_a_cache(dtype: str, format: Format | None, named: str):
+    scheme = read_scheme({"quantization_config": AUTO_ROUND | {"static_kv_dtype": dtype}}, None)
+    assert (scheme.kv_format, scheme.kv_refused) == (format, named)
+
+
+@pytest.mark.parametrize("packing", ["auto_round", "auto_round:gptqmodel"])
+def test_auto_round_stores_zero_points_as_they_are_in_its_own_packing(packing: str):
+    said = AUTO_ROUND | {"packing_format": packing, "sym": False}
+    scheme = read_scheme({"quantization_config": said}, None)
+    assert scheme.four_bits == {Packing.GPTQ_V2}
 
 
 def test_modules_are_left_out_as_each_format_says(tmp_path: Path):

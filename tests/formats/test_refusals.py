@@ -23,9 +23,11 @@ from tests.formats.forms import (
     quark,
 )
 from tests.formats.writers import Form, Written, write
+from tests.refusals import refuses
 
 from freight import LLM
 from freight.checkpoint.reader import Checkpoint
+from freight.cli.inspect import describe
 from freight.errors import CheckpointError
 
 Q = "model.layers.0.self_attn.q_proj"
@@ -293,3 +295,31 @@ def test_weights_that_were_only_rounded_in_place_are_16_bit(tmp_path: Path):
     )
     llm = LLM(model=made.save(tmp_path), skip_tokenizer_init=True)
     assert str(llm.config.weight_format) == "bfloat16"
+
+
+NVFP4_KV = {
+    "ct tensor static": {
+        "kv_cache_scheme": arguments("tensor_group", "local", num_bits=4, group_size=16)
+    },
+    "modelopt in config": {"kv_cache_scheme": "NVFP4"},
+}
+
+
+@pytest.mark.parametrize("name", NVFP4_KV)
+def test_scales_of_a_cache_in_nvfp4_are_for_no_other(name: str, tmp_path: Path):
+    """Their weights can be used, with a cache that the user names."""
+    made = write(FORMS[name])
+    made.config = {**made.config, "quantization_config": {**said(made), **NVFP4_KV[name]}}
+    if name.startswith("ct"):
+        made.tensors["model.layers.0.self_attn.k_global_scale"] = torch.ones(1)
+    folder = made.save(tmp_path)
+    for options in ({}, {"kv_cache_dtype": "fp8"}):
+        with refuses(CheckpointError, "NVFP4", "--kv-scales dynamic", "--kv-cache-dtype bfloat16"):
+            LLM(model=folder, skip_tokenizer_init=True, **options)
+    assert "NVFP4" in describe(str(folder))["scheme"]["description"]
+    for options in (
+        {"kv_cache_dtype": "bfloat16"},
+        {"kv_cache_dtype": "fp8", "kv_scales": "dynamic"},
+    ):
+        llm = LLM(model=folder, skip_tokenizer_init=True, **options)
+        assert str(llm.config.kv.format) in ("bfloat16", "fp8_e4m3fn")

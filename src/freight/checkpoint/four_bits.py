@@ -3,6 +3,8 @@
 The tensors of a module with R outputs and C inputs in G groups, by `Packing`; codes and zero points
 are 8 to an int32, the first in its lowest bits, or 2 to a byte, unless said otherwise:
 
+int-quantized          weight int8 [R, C] of codes minus 8, weight_scale [R, G], weight_zero_point
+                       int8 [R, G], minus 8 too, weight_g_idx int32 [C]
 pack-quantized         weight_packed int32 [R, C / 8], weight_scale [R, G], weight_zero_point int32
                        [R / 8, G], weight_g_idx int32 [C] (the group of each input), weight_shape [2]
 nvfp4-pack-quantized   weight_packed uint8 [R, C / 2], weight_scale E4M3 [R, G], weight_global_scale
@@ -45,6 +47,8 @@ _PER_INT = 8  # codes of an int32
 _ONES = 0x11111111
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # where an int32 of AWQ has each of 8 outputs
 _OPTIONAL = ("weight_shape", "weight_g_idx", "g_idx")
+# Packings with codes in a tensor called `weight`, by its dtype
+_OF_WEIGHT = {"U8": Packing.MODELOPT_NVFP4, "I8": Packing.INT4_BYTES}
 # Dtypes that a tensor may have, and its shape, by its suffix; of R outputs, C inputs and G groups
 _Layout = Mapping[str, tuple[str, str]]
 
@@ -75,6 +79,16 @@ _INT4 = _Form(
         "weight_zero_point": ("I32", "R/8 G"),
         "weight_g_idx": ("I32", "C"),
         "weight_shape": ("I64 I32", "2"),  # says what other tensors' shapes say
+    },
+)
+_INT4_BYTES = _Form(
+    "weight",
+    "weight_scale",
+    {
+        "weight": ("I8", "R C"),
+        "weight_scale": (_FLOATS, "R G"),
+        "weight_zero_point": ("I8", "R G"),
+        "weight_g_idx": ("I32", "C"),
     },
 )
 _NVFP4 = _Form(
@@ -121,6 +135,7 @@ _AWQ = _Form(
 )
 _FORMS = {
     Packing.INT4: _INT4,
+    Packing.INT4_BYTES: _INT4_BYTES,
     Packing.NVFP4: _NVFP4,
     Packing.MXFP4: _MXFP4,
     Packing.MODELOPT_NVFP4: _MODELOPT,
@@ -275,7 +290,7 @@ def _stored_codes(checkpoint: Checkpoint, scheme: Scheme, module: str) -> str | 
     for name in checkpoint.stored_of(module, ("weight_packed", "qweight")):
         return name
     for name in checkpoint.stored_of(module, ("weight",)):
-        if checkpoint.entry(name).dtype == "U8" and Packing.MODELOPT_NVFP4 in scheme.four_bits:
+        if _OF_WEIGHT.get(checkpoint.entry(name).dtype) in scheme.four_bits:
             return name
     return None
 
@@ -446,7 +461,8 @@ def _order(checkpoint: Checkpoint, stored: StoredGroups) -> Tensor | None:
     columns = stored.shape[1]
     size = stored.four.group or columns
     # as compressed-tensors says that there is no order
-    if stored.four.packing is Packing.INT4 and (group_of == -1).all():
+    ct = stored.four.packing in (Packing.INT4, Packing.INT4_BYTES)
+    if ct and (group_of == -1).all():
         return None
     count = columns // size
     outside = group_of[(group_of < 0) | (group_of >= count)]
@@ -518,6 +534,8 @@ def _zeros(checkpoint: Checkpoint, stored: StoredGroups) -> Tensor | None:
     if not stored.four.zeros:
         return None
     packed = checkpoint.copy(f"{stored.module}.weight_zero_point")
+    if packing is Packing.INT4_BYTES:
+        return _from_bytes(checkpoint, f"{stored.module}.weight_zero_point", packed)
     return _turned(_nibbles(packed.t()))[: stored.shape[0]]
 
 
@@ -527,9 +545,24 @@ def _codes(checkpoint: Checkpoint, stored: StoredGroups) -> Tensor:
     words = checkpoint.copy(f"{stored.module}.{form.codes}")
     if form is _AWQ:
         return _in_pairs(_by_output(words))
+    if form is _INT4_BYTES:
+        return _in_pairs(_from_bytes(checkpoint, f"{stored.module}.{form.codes}", words))
     if form is _GPTQ:  # an int32 has 8 inputs of an output, so turning them makes rows of inputs
         words = words.t().contiguous()
     return words.view(torch.uint8)
+
+
+def _from_bytes(checkpoint: Checkpoint, name: str, stored: Tensor) -> Tensor:
+    """Return codes or zero points 0 to 15, uint8, of those that are stored minus 8, int8. Raises
+    CheckpointError for others.
+    """
+    outside = stored[(stored < -8) | (stored > 7)]
+    if len(outside):
+        raise checkpoint.fault(
+            f"{name} has {int(outside[0])} among its values, and 4 bits have -8 to 7: config.json declares num_bits 4, "
+            "and the file is of another model, or damaged"
+        )
+    return (stored + 8).view(torch.uint8)
 
 
 def _by_output(words: Tensor) -> Tensor:

@@ -95,7 +95,8 @@ def read_kv_scales(
     for both. `KVScales.faults` names tensor and value of a scale that is not positive and finite,
     has a shape that fits neither tensor, head nor channel granularity, has different values under
     two names, or belongs to a layer that stores no keys and values, of affine (biased) KV scales,
-    and of a side file that cannot be used. Raises CheckpointError for a scale of a layer that the
+    of a side file that cannot be used, and of scales of a cache in another format than FP8
+    (`Scheme.kv_refused`). Raises CheckpointError for a scale of a layer that the
     model does not have.
     """
     by_layer: list[dict[str, _Side]] = [{} for _ in range(model.num_layers)]
@@ -109,6 +110,13 @@ def read_kv_scales(
         except CheckpointError as error:
             faults.append(ScaleFault(index, str(error)))
         checkpoint.skip(name, "a KV scale that is not used")  # unless it was taken
+    if scheme.kv_refused:
+        what = (
+            f"config.json declares a KV cache that is not implemented ({scheme.kv_refused}), and its scales are for "
+            "that; FP8 is"
+        )
+        faults = [ScaleFault(None, what)]
+        by_layer = [{} for _ in range(model.num_layers)]
     try:
         finer = read_extras(checkpoint, model) if extras else None
     except CheckpointError as error:

@@ -2,7 +2,7 @@
 
 Supported are `quant_method` fp8 (AutoFP8, Quark's vLLM export, DeepSeek's blocks, transformers),
 compressed-tensors (llm-compressor), modelopt (NVIDIA), quark (AMD), fbgemm_fp8, torchao, mxfp4, and
-for weights in 4 bits gptq and awq, each read in `producers/`, and the keys that Text Generation
+for weights in 4 bits gptq, awq and auto-round, each read in `producers/`, and the keys that Text Generation
 Inference reads. A declared scheme that is not implemented, such as an INT8 cache, raises
 CheckpointError; there is no fallback.
 """
@@ -11,16 +11,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 from freight.base.fields import JsonObject
+from freight.checkpoint.producers.auto_round import read_auto_round
 from freight.checkpoint.producers.compressed_tensors import read_compressed_tensors
 from freight.checkpoint.producers.fp8 import read_fbgemm, read_fp8
-from freight.checkpoint.producers.gptq import read_auto_round, read_awq, read_gptq
+from freight.checkpoint.producers.gptq import read_awq, read_gptq
 from freight.checkpoint.producers.modelopt import read_modelopt
 from freight.checkpoint.producers.mxfp4 import read_mxfp4
 from freight.checkpoint.producers.quark import read_quark
 from freight.checkpoint.producers.torchao import read_torchao
+from freight.checkpoint.producers.unread import refuse_bitsandbytes, refuse_hqq
 from freight.errors import CheckpointError, choices
 from freight.fp8.formats import Format
 from freight.fp8.scheme import Scheme
@@ -44,6 +46,11 @@ _READERS: Mapping[str, Callable[[JsonObject], Scheme]] = {
     "auto-round": read_auto_round,
     "mxfp4": read_mxfp4,
 }
+# Tools whose files are refused, each by what it declares
+_UNREAD: Mapping[str, Callable[[JsonObject], NoReturn]] = {
+    "hqq": refuse_hqq,
+    "bitsandbytes": refuse_bitsandbytes,
+}
 
 
 def read_scheme(config: JsonObject, hf_quant_config: JsonObject | None) -> Scheme:
@@ -65,20 +72,28 @@ def read_scheme(config: JsonObject, hf_quant_config: JsonObject | None) -> Schem
         method = "modelopt"  # version 0.31 wrote config_groups and no quant_method
     if method is None and "config_groups" in declared:
         method = "compressed-tensors"  # files of 2024 have no quant_method
+    if isinstance(method, str) and method in _UNREAD:
+        _UNREAD[method](declared)
     if not isinstance(method, str) or method not in _READERS:
         raise CheckpointError(
             f"quantization method {method!r} is not implemented; {choices(_READERS)} are"
         )
     if method.startswith("modelopt"):  # config.json wins where both files have a key
-        of_file = (hf_quant_config or {}).get("quantization") or {}
-        if not isinstance(of_file, Mapping):
-            raise CheckpointError(
-                f"hf_quant_config.json: quantization = {of_file!r} is not a JSON object"
-            )
-        declared = {**of_file, **declared}
+        declared = {**_of_modelopt(hf_quant_config, "hf_quant_config.json"), **declared}
+        declared = {**_of_modelopt(declared, "config.json"), **declared}
     both = {**declared, **config}
     of_model = {**declared, "model_type": config.get("model_type")}
     return _described(_in_named_format(_READERS[method](of_model), both))
+
+
+def _of_modelopt(config: JsonObject | None, file: str) -> JsonObject:
+    """Return what ModelOpt's `quantization` declares: in its own file, or, as it is published with
+    some models, in the quantization_config of config.json.
+    """
+    quantization = (config or {}).get("quantization") or {}
+    if not isinstance(quantization, Mapping):
+        raise CheckpointError(f"{file}: quantization = {quantization!r} is not a JSON object")
+    return quantization
 
 
 def declaration(config: JsonObject) -> Any:
@@ -101,6 +116,8 @@ def _described(scheme: Scheme) -> Scheme:
     if scheme.kv_format is not None:
         promised = "static scales" if scheme.kv_static else "no static scales promised"
         parts.append(f"KV cache {scheme.kv_format}, {promised}")
+    if scheme.kv_refused:
+        parts.append(f"KV cache not implemented: {scheme.kv_refused}")
     description = "; ".join(parts) or "none"
     if scheme.method is not None:
         description = f"{scheme.method}: {description}"

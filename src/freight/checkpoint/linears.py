@@ -4,6 +4,10 @@
 is reported before a weight is read. From every producer, a matrix becomes a Weight with one scale
 per output row or per 128 x 128 block. Bytes and scales are not changed, so dequantized values are
 the producer's to the bit.
+
+MXFP8 has a power of two for each 32 inputs (OCP MX 1.0), and no kernel takes such groups in 8 bits.
+An E4M3 value has 4 significant bits, so its product with a power of two is exact in 16 bits: the
+matrix becomes 16 bits at load.
 """
 
 from __future__ import annotations
@@ -19,9 +23,16 @@ from torch import Tensor
 from freight.checkpoint.headers import Shape
 from freight.checkpoint.reader import Checkpoint
 from freight.errors import ConfigError
-from freight.fp8.cast import convert_e4m3
+from freight.fp8.cast import convert_e4m3, torch_dtype
 from freight.fp8.formats import Format
-from freight.fp8.scheme import Activations, LinearScheme, Scheme, WeightScales
+from freight.fp8.scheme import (
+    MXFP8_GROUP,
+    Activations,
+    LinearScheme,
+    Packing,
+    Scheme,
+    WeightScales,
+)
 from freight.fp8.weights import BLOCK, regroup
 from freight.operands.weight import Weight
 
@@ -33,6 +44,10 @@ _SCALES = ("weight_scale", "weight_scale_inv", "_weight_scale", "qscale_weight",
 _OF_DENSE = ("scale", "zero_point", "global_scale", "g_idx", "shape")
 _NOT_COMPRESSED = "of weights that are not compressed"
 _QUANTIZED = ("F8_E4M3", "F8_E4M3FNUZ", "F8_E5M2", "I8", "U8")
+_POWERS = ("U8", "F8_E8M0")  # dtypes of powers of two
+# With these powers of two all values of E4M3, 2 ** -9 to 448, are normal in bfloat16
+_LEAST_EXPONENT = -117
+_LARGEST_EXPONENT = 119
 _INPUT_SCALES = ("input_scale", "activation_scale", "act_scale", "qscale_act")
 
 
@@ -49,12 +64,16 @@ class StoredLinear:
     activations: Activations
     input_scale: float | None
     input_limit: float | None
+    mxfp8: bool = False  # `scale` is float32 [rows, inputs / 32]
 
-    def read(self, checkpoint: Checkpoint, format: Format, device: str) -> Weight:
-        """Read the matrix in `format`, an E4M3 variant; INT8 stays INT8. Raises CheckpointError for
-        bytes without a counterpart in it.
+    def read(self, checkpoint: Checkpoint, compute: Format, format: Format, device: str) -> Weight:
+        """Read the matrix in `format`, an E4M3 variant; INT8 stays INT8, and MXFP8 becomes
+        `compute`, exactly. Raises CheckpointError for bytes without a counterpart in `format`, and
+        for values that `compute` does not have.
         """
         stored = checkpoint.take(self.weight, self.shape, self.format)
+        if self.mxfp8:
+            return self._decoded(checkpoint, stored.to(device), compute)
         if self.format is Format.INT8:
             scale = self.scale.to(device)
             data = stored.to(device).contiguous()
@@ -75,6 +94,16 @@ class StoredLinear:
             self.input_limit,
         )
 
+    def _decoded(self, checkpoint: Checkpoint, stored: Tensor, compute: Format) -> Weight:
+        """Return a matrix in MXFP8 in 16 or 32 bits."""
+        values = _mxfp8_values(stored, self.scale.to(stored.device))
+        matrix = values.to(torch_dtype(compute))
+        if not torch.equal(matrix.float(), values):
+            raise checkpoint.fault(
+                f"{self.weight} has values in MXFP8 that {compute} does not have; use --dtype bfloat16"
+            )
+        return Weight(matrix)
+
     def of_rows(self, rows: Sequence[slice]) -> StoredLinear:
         """Return the matrix of these output rows, of which a checkpoint presents only those
         (`Checkpoint.narrow`).
@@ -86,7 +115,7 @@ class StoredLinear:
         for part in rows:
             start = part.start
             stop = part.stop
-            if self.scale.ndim == 1:
+            if not self.cuts_blocks:
                 scales.append(self.scale[part])
             else:
                 first = start // BLOCK
@@ -99,6 +128,11 @@ class StoredLinear:
                 scales.append(self.scale[first : -(-stop // BLOCK)])
             count += stop - start
         return replace(self, shape=(count, *self.shape[1:]), scale=torch.cat(scales))
+
+    @property
+    def cuts_blocks(self) -> bool:
+        """Whether a part of the rows may cut a block of scales."""
+        return self.scale.ndim == 2 and not self.mxfp8
 
     def input_scale_in(self, format: Format) -> float | None:
         """Return the input scale for the matrix in `format`: E4M3FNUZ has half the value of E4M3FN
@@ -133,8 +167,7 @@ def find_linears(
             continue  # `Checkpoint.check` reports missing tensors, and `find_blocks` finds these
         weight = weights[0]
         declared = scheme.linear(checkpoint.declared_module(weight))
-        four = declared is not None and declared.four is not None
-        if four and checkpoint.entry(weight).dtype == "U8":
+        if declared is not None and _holds_four_bits(checkpoint.entry(weight).dtype, declared):
             continue  # `find_four_bits` finds it
         if checkpoint.format_of(weight).is_quantized:
             linear = _declared(checkpoint, weight, scheme, module, declared)
@@ -143,6 +176,13 @@ def find_linears(
             or_plain = declared.or_plain or name in free
             _require_plain(checkpoint, weight, scheme, module, declared, or_plain)
     return linears
+
+
+def _holds_four_bits(dtype: str, declared: LinearScheme) -> bool:
+    """Return whether a tensor called `weight` has codes of 4 bits."""
+    if declared.four is None:
+        return False
+    return dtype == "U8" or (dtype == "I8" and declared.four.packing is Packing.INT4_BYTES)
 
 
 def _declared(
@@ -267,6 +307,8 @@ def _stored_linear(
             f"{weight} is stored in {kind}, and its scale {module}.{expected} is missing"
         )
     scale = _weight_scale(checkpoint, name, shape, declared)
+    if declared.mxfp8:
+        _require_bfloat16(checkpoint, weight, name, scale)
     input_name = _scale_name(checkpoint, module, _INPUT_SCALES)
     input_scale = None
     if declared.activations is Activations.STATIC:
@@ -294,7 +336,30 @@ def _stored_linear(
         declared.activations,
         input_scale,
         declared.input_limit,
+        declared.mxfp8,
     )
+
+
+def _mxfp8_values(stored: Tensor, scale: Tensor) -> Tensor:
+    """Return the values of E4M3 [rows, inputs] with powers of two, float32 [rows, groups]: float32
+    [rows, inputs].
+    """
+    wide = scale.repeat_interleave(MXFP8_GROUP, 1)[:, : stored.shape[1]]
+    return stored.float() * wide
+
+
+def _require_bfloat16(checkpoint: Checkpoint, weight: str, name: str, scale: Tensor) -> None:
+    """Raise CheckpointError for a matrix in MXFP8 with values that bfloat16 does not have. Reads the
+    matrix only where scales allow such values.
+    """
+    if scale.min() >= 2.0**_LEAST_EXPONENT and scale.max() <= 2.0**_LARGEST_EXPONENT:
+        return
+    values = _mxfp8_values(checkpoint.copy(weight), scale)
+    if not torch.equal(values.bfloat16().float(), values) or values.isinf().any():
+        raise checkpoint.fault(
+            f"{weight} has values beyond bfloat16: {name} has powers of two from {scale.min():.3g} to "
+            f"{scale.max():.3g}; quantize the model again"
+        )
 
 
 def _scale_name(checkpoint: Checkpoint, module: str, suffixes: tuple[str, ...]) -> str | None:
@@ -315,6 +380,14 @@ def _weight_scale(
     """
     rows, columns = shape
     scale = checkpoint.take_scale(name)
+    if declared.mxfp8:
+        groups = math.ceil(columns / MXFP8_GROUP)
+        if scale.shape == (rows, groups) and checkpoint.entry(name).dtype in _POWERS:
+            return scale
+        raise checkpoint.fault(
+            f"{name} is {checkpoint.entry(name).dtype} of shape {list(scale.shape)}; for MXFP8, {' or '.join(_POWERS)} "
+            f"of [{rows}, {groups}] is expected: config.json is of another model, or the file is damaged"
+        )
     if declared.scales is WeightScales.TENSOR:
         expected = "one number"
         if scale.numel() == 1:

@@ -345,10 +345,13 @@ def _matrices(checkpoint: Checkpoint, scheme: Scheme) -> JsonObject:
     for name in checkpoint.names:
         entry = checkpoint.entry(name)
         declared = scheme.linear(checkpoint.declared_module(name))
-        if name.rpartition(".")[2] in WEIGHTS and entry.dtype_name.startswith(("fp8", "int8")):
-            eight[str(declared or "not declared")] += 1
         in_four_bits = declared is not None and declared.four is not None
-        if in_four_bits and _codes_of_a_number(name, entry.dtype) > 1:
+        in_bytes = name.rpartition(".")[2] in WEIGHTS and entry.dtype_name.startswith(
+            ("fp8", "int8")
+        )
+        if in_bytes and not in_four_bits:
+            eight[str(declared or "not declared")] += 1
+        if in_four_bits and (in_bytes or _codes_of_a_number(name, entry.dtype) > 1):
             four[str(declared)] += 1
     return {"fp8_weights": dict(eight.most_common()), "four_bit_weights": dict(four.most_common())}
 

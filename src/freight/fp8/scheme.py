@@ -37,6 +37,7 @@ class WeightScales(StrEnum):
     BLOCK = "block"  # a rectangle of the matrix
 
 
+MXFP8_GROUP = 32  # inputs that share a power of two in MXFP8 (OCP MX 1.0, section 5.2)
 INT4_GROUP = 128  # inputs that share a scale where Freight rounds to INT4
 INT4_GROUPS = (128, 64, 32)  # where that does not divide the inputs, the next one does
 
@@ -55,6 +56,7 @@ class Packing(StrEnum):
     """How a producer stores a matrix in 4 bits; `checkpoint.four_bits` has their tensors."""
 
     INT4 = "pack-quantized"  # compressed-tensors
+    INT4_BYTES = "int-quantized"  # the same, a code to a byte: for inputs that are rounded too
     NVFP4 = "nvfp4-pack-quantized"  # compressed-tensors
     MXFP4 = "mxfp4-pack-quantized"  # compressed-tensors
     MODELOPT_NVFP4 = "modelopt"
@@ -135,6 +137,10 @@ class LinearScheme:
     integers       whether the stored numbers are INT8
     four           a matrix in 4 bits with tensors of its own; None: in 8 bits, or experts of gpt-oss
     blocks         a matrix of a GGUF file, in blocks; None: another
+    mxfp8          whether E4M3 has a power of two for each `MXFP8_GROUP` inputs, in a byte; `block`
+                   is then a group
+    input_rounding how the producer has inputs rounded, where that is not `activations`: 'INT8 per
+                   token'; '' where they are treated as declared
     """
 
     scales: WeightScales
@@ -146,6 +152,19 @@ class LinearScheme:
     integers: bool = False
     four: FourBits | None = None
     blocks: BlockFormat | None = None
+    mxfp8: bool = False
+    input_rounding: str = ""
+
+    @staticmethod
+    def in_mxfp8(input_rounding: str = "") -> LinearScheme:
+        """Return the scheme of a matrix in MXFP8, whose inputs stay in 16 bits."""
+        return LinearScheme(
+            WeightScales.BLOCK,
+            Activations.PLAIN,
+            (1, MXFP8_GROUP),
+            mxfp8=True,
+            input_rounding=input_rounding,
+        )
 
     @staticmethod
     def in_blocks(format: BlockFormat) -> LinearScheme:
@@ -160,6 +179,7 @@ class LinearScheme:
         zeros: bool = False,
         ordered: bool = False,
         or_plain: bool = False,
+        input_rounding: str = "",
     ) -> LinearScheme:
         """Return the scheme of a matrix in 4 bits, whose inputs stay in 16 bits."""
         scheme = LinearScheme(
@@ -168,21 +188,27 @@ class LinearScheme:
             or_plain=or_plain,
             bits=4,
             four=FourBits(packing, group, zeros, ordered),
+            input_rounding=input_rounding,
         )
         if group is None:
             return scheme
         return replace(scheme, scales=WeightScales.BLOCK, block=(1, group))
 
     def __str__(self) -> str:
+        inputs = f"activations {self.activations}"
+        if self.input_rounding:
+            inputs += f" (declared: {self.input_rounding})"
         if self.four is not None:
-            return f"{self.four}, activations {self.activations}"
+            return f"{self.four}, {inputs}"
+        if self.mxfp8:
+            return f"MXFP8, scales per {MXFP8_GROUP} inputs, {inputs}"
         if self.blocks is not None:
             return str(self.blocks)
         shared = str(self.scales)
         if self.block:
             rows, columns = self.block
             shared = f"{rows}x{columns} block"
-        text = f"scales per {shared}, activations {self.activations}"
+        text = f"scales per {shared}, {inputs}"
         if self.input_limit:
             text += f" up to {self.input_limit:g}"
         return text
@@ -341,6 +367,8 @@ class Scheme:
                     unquantized model
     weight_format   FP8 or INT8 if Linear weights are declared quantized; FP8 also in 4 bits
     kv_format       FP8 if an FP8 KV cache is declared
+    kv_refused      what is declared of a KV cache in another format than FP8, with which nothing here
+                    computes; '' if nothing is: the cache has to be chosen then
     kv_static       whether the checkpoint must have static KV scales; False for ModelOpt's cast
                     mode, which stores none
     description     one line for the user
@@ -357,6 +385,7 @@ class Scheme:
     weight_format: Format | None = None
     kv_format: Format | None = None
     kv_static: bool = False
+    kv_refused: str = ""
     description: str = "none"
     rules: tuple[Rule, ...] = ()
     unused: tuple[tuple[str, str], ...] = ()
@@ -367,18 +396,18 @@ class Scheme:
     @property
     def weights(self) -> str:
         """One line about the matrices that are declared quantized; '' when none are."""
-        four: dict[str, None] = {}  # without repetitions, in the order of the rules
+        named: dict[str, None] = {}  # these name their numbers; in the order of the rules
         kinds: dict[str, None] = {}
         has_mxfp4 = False
         for linear in self._linears:
-            if linear.four is not None:
-                four[str(linear)] = None
+            if linear.four is not None or linear.mxfp8:
+                named[str(linear)] = None
             else:
                 kinds[str(linear)] = None
                 has_mxfp4 = has_mxfp4 or linear.bits == 4
         parts = []
-        if four:
-            parts.append(f"weights in {' or '.join(four)}")
+        if named:
+            parts.append(f"weights in {' or '.join(named)}")
         if has_mxfp4:
             parts.append(f"experts in MXFP4, {' or '.join(kinds)}")
         elif kinds:
@@ -389,6 +418,20 @@ class Scheme:
     def _linears(self) -> list[LinearScheme]:
         """The schemes of the rules whose modules are quantized."""
         return [rule.linear for rule in self.rules if rule.linear is not None]
+
+    @property
+    def has_mxfp8(self) -> bool:
+        """Whether some matrices are declared in MXFP8."""
+        return any(linear.mxfp8 for linear in self._linears)
+
+    @property
+    def rounded_inputs(self) -> list[LinearScheme]:
+        """Schemes whose producer has inputs rounded otherwise than they are here, one for each way."""
+        ways = {}
+        for linear in self._linears:
+            if linear.input_rounding:
+                ways[linear.input_rounding, linear.bits] = linear
+        return list(ways.values())
 
     @property
     def is_final(self) -> bool:
@@ -415,7 +458,9 @@ class Scheme:
         """
         four = {packing.codes.lower() for packing in self.four_bits}
         formats = sorted(four)
-        if any(linear.four is None for linear in self._linears):
+        if self.has_mxfp8:
+            formats.insert(0, "mxfp8")
+        if any(linear.four is None and not linear.mxfp8 for linear in self._linears):
             formats.insert(0, str(self.weight_format))
         return " and ".join(formats)
 

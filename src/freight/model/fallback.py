@@ -274,7 +274,8 @@ def load_foreign(
         )
     for name, module in linears.items():
         if name in stored:
-            _replace(causal, name, stored[name].read(checkpoint, weight_format, device), kernels)
+            weight = stored[name].read(checkpoint, compute_format, weight_format, device)
+            _replace(causal, name, weight, kernels)
         elif name in rounded:
             data, scale = fit_rows(module.weight, weight_format)
             _replace(causal, name, Weight(data, scale, Activations.DYNAMIC), kernels)

@@ -493,7 +493,7 @@ def require_whole_blocks(share: Share, stored: Mapping[str, StoredLinear]) -> No
     """Raise ConfigError if any rank would cut a block of scales: where the others do not, they would
     read all of their weights first.
     """
-    blocks = {name: matrix for name, matrix in stored.items() if matrix.scale.ndim == 2}
+    blocks = {name: matrix for name, matrix in stored.items() if matrix.cuts_blocks}
     for rank in range(share.size if blocks else 0):
         pieces = share_of(share.whole, rank, share.size).pieces
         for name in blocks.keys() & pieces.keys() - {tensor_names(share.whole).embedding}:

@@ -282,6 +282,8 @@ class OpenModel:
         if config.int8_activations:
             line += INT8_ACTIVATIONS
         logger.info("%s", line)
+        for line in describe_inputs(config, self.scheme):
+            logger.info("%s", line)
         rounds_to_fp8 = config.weight_format.is_fp8 and self.args.quantization == "fp8"
         build = build_in(kernels.name)
         if rounds_to_fp8 and build and not multiplies_bfloat16(build):
@@ -469,6 +471,21 @@ def describe_blocks(config: EngineConfig, scheme: Scheme) -> str:
     return line
 
 
+def describe_inputs(config: EngineConfig, scheme: Scheme) -> list[str]:
+    """Return a line for each way in which config.json has inputs of products rounded, and they are
+    not rounded so here.
+    """
+    lines = []
+    for linear in scheme.rounded_inputs:
+        computed = f"stay in {config.compute_format}"
+        if linear.bits == 4 and config.int8_activations:
+            computed = "are rounded to INT8 with a scale per group of inputs"
+        lines.append(
+            f"inputs declared {linear.input_rounding} ({scheme.method}): here they {computed}"
+        )
+    return lines
+
+
 def describe_weights(
     compute_format: Format,
     weight_format: Format,
@@ -482,7 +499,10 @@ def describe_weights(
         parts = foreign_bytes(model.foreign, compute_format, weight_format, linear_of, Layout.PLAIN)
         return _describe_parts(parts, compute_format, weight_format, scheme)
     if scheme.weight_format is not None:
-        return f"{scheme.weights}, as stored ({scheme.method}); those left out: {compute_format}"
+        how = "as stored"
+        if scheme.has_mxfp8:
+            how = f"as stored but for MXFP8, which becomes {compute_format}, exactly"
+        return f"{scheme.weights}, {how} ({scheme.method}); those left out: {compute_format}"
     if not weight_format.is_quantized:
         return f"weights: {weight_format}"
     rounded = f"weights: {weight_format}, rounded as they load, one scale per output row"

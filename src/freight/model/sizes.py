@@ -212,7 +212,7 @@ def foreign_bytes(
         module = name.rpartition(".")[0]
         size = prod(shape) * compute.bytes
         scheme = linear_of(module) if name in linears else None
-        if scheme is not None:
+        if scheme is not None and not scheme.mxfp8:
             rows, columns = shape
             parts["fp8"] += matrix_bytes(
                 rows, columns, weights, _held(scheme, (rows, columns)), layout
@@ -360,6 +360,8 @@ class _Count:
         kinds: list[tuple[object, ...] | None] = []
         blocks = False
         for one, count in zip(schemes, rows, strict=True):
+            if one is not None and one.mxfp8:
+                one = None
             stored = None if one is None else _held(one, (count, columns))
             blocks |= stored is WeightScales.BLOCK
             kinds.append(
@@ -378,7 +380,7 @@ class _Count:
 
     def quantized(self, rows: int, columns: int, scheme: LinearScheme | None) -> int:
         """Count a matrix of the layers and its scales."""
-        if scheme is None:
+        if scheme is None or scheme.mxfp8:  # which becomes 16 bits
             return self.matrix(rows, columns)
         if scheme.blocks is not None:
             if not scheme.blocks.is_multiplied:

@@ -112,10 +112,10 @@ class CheckpointSource:
     """A source that takes tensors from a checkpoint.
 
     Matrices in `stored` are quantized already: those in FP8 or INT8 become `weight_format`, those
-    in 4 bits and in a GGUF file's blocks stay so. The others are quantized to it if it has 8 bits,
-    or keep 16 or 32 bits if `rounds` is False. Experts in `packed` are in MXFP4; what is in MXFP4 stays so with
-    `keeps_mxfp4` where it can. With `int4` the matrices that would be rounded become INT4
-    (`round_to_int4`).
+    in 4 bits and in a GGUF file's blocks stay so, and those in MXFP8 become 16 bits. The others are
+    quantized to it if it has 8 bits, or keep 16 or 32 bits if `rounds` is False. Experts in `packed`
+    are in MXFP4; what is in MXFP4 stays so with `keeps_mxfp4` where it can. With `int4` the matrices
+    that would be rounded become INT4 (`round_to_int4`).
     """
 
     checkpoint: Checkpoint
@@ -174,10 +174,10 @@ class CheckpointSource:
         stored = self.stored[name]
         if isinstance(stored, StoredGroups | StoredBlocks):
             return stored.read(self.checkpoint, self.device)
+        formats = self.compute_format, self.weight_format
         if isinstance(stored, StoredPowers):
-            formats = self.compute_format, self.weight_format
             return stored.read(self.checkpoint, *formats, self.device, self.keeps_mxfp4)
-        return stored.read(self.checkpoint, self.weight_format, self.device)
+        return stored.read(self.checkpoint, *formats, self.device)
 
     def _rounded(self, stored: Tensor) -> Weight:
         if self.int4:

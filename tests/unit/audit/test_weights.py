@@ -27,8 +27,19 @@ def modules_of(tensors: Tensors) -> set[str]:
     return {
         name.rpartition(".")[0]
         for name, tensor in tensors.items()
-        if name.endswith(CODES) or tensor.dtype == torch.int8
+        if name.endswith(CODES) or is_in_bytes(name, tensor)
     }
+
+
+def is_in_bytes(name: str, tensor: torch.Tensor) -> bool:
+    return name.endswith(".weight") and tensor.dtype in (torch.int8, torch.float8_e4m3fn)
+
+
+def scale_values(stored: torch.Tensor) -> torch.Tensor:
+    """Scales in float32; bytes are exponents of 2, plus 127."""
+    if stored.dtype == torch.uint8:
+        return torch.exp2(stored.double() - 127).float().flatten()
+    return stored.float().flatten()
 
 
 @pytest.mark.parametrize("name", [*SAID, "compressed_int8/token", "compressed_int8/static"])
@@ -40,12 +51,15 @@ def test_what_the_files_of_tools_hold(name: str):
     modules = modules_of(tensors)
     own = {key: one for key, one in tensors.items() if key.rpartition(".")[0] in modules}
     assert sum(facts.kinds.values()) == len(modules)
-    of_codes = [one for key, one in own.items() if key.endswith(CODES) or one.dtype == torch.int8]
-    weights = sum(one.nbytes * (1 if one.dtype == torch.int8 else 2) for one in of_codes)
+    of_codes = [one for key, one in own.items() if key.endswith(CODES) or is_in_bytes(key, one)]
+    weights = sum(
+        one.numel() if one.itemsize == 1 and one.dtype != torch.uint8 else 2 * one.nbytes
+        for one in of_codes
+    )
     assert facts.bits == 8 * sum(one.nbytes for one in own.values()) / weights
     ends = (".scales", ".weight_scale")
-    scales = [one.float().flatten() for key, one in own.items() if key.endswith(ends)]
-    if name == "mxfp4":  # powers of two
+    scales = [scale_values(one) for key, one in own.items() if key.endswith(ends)]
+    if name.endswith("mxfp4"):  # powers of two
         assert facts.scales is None
     else:
         assert facts.scales is not None
@@ -56,7 +70,7 @@ def test_what_the_files_of_tools_hold(name: str):
     assert bool(facts.zero_points) == ("zero points" in SAID.get(name, ""))
     dtype = str(tensors["model.embed_tokens.weight"].dtype).removeprefix("torch.")
     assert facts.embedding == facts.head == dtype
-    assert facts.on_cpus == (name != "mxfp4")
+    assert facts.on_cpus == ("mxfp" not in name)
 
 
 def test_the_lines_at_the_terminal(freight: Callable[..., Any]):

@@ -138,8 +138,6 @@ def test_modelopt_in_its_own_file():
         ({"quant_method": ["fp8"]}, "['fp8']"),
         ({"quant_method": "fp8", "fmt": "e5m2"}, "'e5m2'"),
         ({"quant_method": "fp8", "kv_cache_scheme": "int8"}, "'int8'"),
-        (DENSE | {"kv_cache_scheme": FP8_ARGS | {"type": "int"}}, "'int'"),
-        (DENSE | {"kv_cache_scheme": FP8_ARGS | {"num_bits": 4}}, "num_bits 4"),
         (DENSE | {"kv_cache_scheme": FP8_ARGS | {"strategy": "group"}}, "'group'"),
         (DENSE | {"kv_cache_scheme": FP8_ARGS | {"symmetric": False}}, "symmetric False"),
         (
@@ -156,14 +154,6 @@ def test_modelopt_in_its_own_file():
         (DENSE | {"transform_config": {"u": 1}}, "transform_config"),
         (DENSE | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse-24-bitmask"),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"}, "'NVFP4_AWQ'"),
-        (
-            {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_quant_algo": "NVFP4"},
-            "'NVFP4'",
-        ),
-        (
-            {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_quant_algo": "INT8"},
-            "'INT8'",
-        ),
         (
             {
                 "quant_method": "quark",
@@ -209,6 +199,24 @@ def test_modelopt_in_its_own_file():
 )
 def test_what_is_not_implemented_is_named(said, named):
     refused(said, named)
+
+
+@pytest.mark.parametrize(
+    ("said", "named"),
+    [
+        (DENSE | {"kv_cache_scheme": FP8_ARGS | {"type": "int"}}, "num_bits 8, type 'int'"),
+        (DENSE | {"kv_cache_scheme": FP8_ARGS | {"num_bits": 4}}, "NVFP4: kv_cache_scheme of"),
+        ({"quant_method": "modelopt", "kv_cache_scheme": "NVFP4"}, "kv_cache_scheme 'NVFP4'"),
+        ({"quant_method": "modelopt", "kv_cache_quant_algo": "NVFP4"}, "'NVFP4'"),
+        ({"quant_method": "modelopt", "kv_cache_quant_algo": "INT8"}, "'INT8'"),
+    ],
+)
+def test_a_cache_that_is_not_implemented_is_remembered(said, named):
+    """It matters where the checkpoint is to choose the cache: `kv_scales.read_kv_scales`."""
+    scheme = read_scheme({"quantization_config": said}, None)
+    assert named in scheme.kv_refused
+    assert named in scheme.description
+    assert scheme.kv_format is None
 
 
 def test_a_quantization_of_modelopt_that_is_no_object_is_named():

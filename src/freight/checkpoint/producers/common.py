@@ -13,8 +13,10 @@ from freight.fp8.scheme import Activations, Scheme
 
 # The format that every producer stores; the device that loads it decides about E4M3FNUZ
 E4M3 = Format.E4M3FN
-# Why a scale of inputs that are declared to be rounded to 4 bits is not used
+# Why a scale or a zero point of inputs is not used
 UNROUNDED = "of inputs in 4 bits: activations stay in 16 bits beside weights in 4 bits"
+_OF_OTHER_KV = "of a KV cache in another format"
+OF_INPUTS = "of inputs: beside weights in 4 bits they are not rounded as config.json declares"
 
 
 def mapping(value: Any, what: str) -> JsonObject:
@@ -63,6 +65,20 @@ def require_blocks_for_groups(kind: str, where: str) -> None:
         )
 
 
+def input_rounding(inputs: JsonObject) -> str:
+    """Return how QuantizationArgs round inputs, for messages: 'INT8 per token'; '' for {}."""
+    if not inputs:
+        return ""
+    kind = {"int": "INT", "float": "FP"}.get(str(inputs.get("type")), f"{inputs.get('type')} ")
+    group = inputs.get("group_size")
+    shared = f"per {inputs.get('strategy') or 'tensor'}"
+    if group:
+        shared = f"per {group} inputs"
+    if inputs.get("dynamic") in (False, None):
+        shared += ", static"
+    return f"{kind}{inputs.get('num_bits')} {shared}"
+
+
 def activations(word: str | None, what: str) -> Activations:
     """Return the `Activations` that `word` declares, null for none. Raises CheckpointError for
     another word.
@@ -89,16 +105,37 @@ def block_size(value: Any, what: str) -> tuple[int, int]:
     return rows, columns
 
 
+def _kv_format(kv: JsonObject) -> str:
+    """Return what QuantizationArgs say of a cache, NVFP4 by its name."""
+    numbers = f"num_bits {kv.get('num_bits')!r}, type {kv.get('type')!r}"
+    name = ""
+    if (kv.get("num_bits"), kv.get("type")) == (4, "float"):
+        name = "NVFP4: "
+    return f"{name}kv_cache_scheme of {numbers}"
+
+
+def refuse_kv(scheme: Scheme, declared: str) -> Scheme:
+    """Return `scheme` with a KV cache, `declared`, that nothing here computes with. Scales of groups
+    have a factor of their own, which no other cache has.
+    """
+    unused = tuple((f"*.{side}_global_scale", _OF_OTHER_KV) for side in "kvq")
+    return replace(scheme, kv_refused=declared, unused=(*scheme.unused, *unused))
+
+
 def with_kv_scheme(declared: JsonObject, scheme: Scheme) -> Scheme:
     """Return `scheme` with the declared `kv_cache_scheme`.
 
     That is the word 'static' (AutoFP8, Quark) or QuantizationArgs (compressed-tensors, ModelOpt).
+    A cache in another format than FP8 is `Scheme.kv_refused`: the weights can be used with a cache
+    that the user names.
     """
     kv = declared.get("kv_cache_scheme")
     if kv is None:
         return scheme
     dynamic = False
     if isinstance(kv, Mapping):
+        if (kv.get("num_bits"), kv.get("type")) != (8, "float"):
+            return refuse_kv(scheme, _kv_format(kv))
         require_fp8(kv, "kv_cache_scheme")
         dynamic = bool(kv.get("dynamic"))
         strategy = kv.get("strategy")

@@ -1,8 +1,9 @@
 """compressed-tensors, as llm-compressor writes it: groups of modules, each with its own arguments.
 
 The payload of `float-quantized` and `naive-quantized` is the same; a group without
-`input_activations` is weight-only. `int-quantized` is INT8 weights with INT8 activations. Weights in
-4 bits are read in `four_bits.py`.
+`input_activations` is weight-only. `int-quantized` is INT8 weights with INT8 activations, or INT4
+with a code to a byte; `mxfp8-quantized` is E4M3 with powers of two. Weights in 4 bits are read in
+`four_bits.py`.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ from freight.base.patterns import MOST_EXPRESSIONS
 from freight.checkpoint.producers import patterns
 from freight.checkpoint.producers.common import (
     E4M3,
+    OF_INPUTS,
     UNROUNDED,
     block_size,
+    input_rounding,
     mapping,
     part,
     require_blocks_for_groups,
@@ -27,7 +30,14 @@ from freight.checkpoint.producers.common import (
 from freight.checkpoint.producers.four_bits import is_in_four_bits, linear_in_four_bits
 from freight.errors import CheckpointError
 from freight.fp8.formats import Format
-from freight.fp8.scheme import Activations, LinearScheme, Rule, Scheme, WeightScales
+from freight.fp8.scheme import (
+    MXFP8_GROUP,
+    Activations,
+    LinearScheme,
+    Rule,
+    Scheme,
+    WeightScales,
+)
 
 _SCALES = {"tensor": WeightScales.TENSOR, "channel": WeightScales.ROW}  # by strategy
 # Values of quantization_status before 'compressed': weights are stored as they were computed with
@@ -50,7 +60,10 @@ def read_compressed_tensors(declared: JsonObject) -> Scheme:
         "compressed-tensors", _weight_format(rules), rules=tuple(rules), uncompressed=uncompressed
     )
     if scheme.four_bits:
-        scheme = replace(scheme, unused=(("*.input_global_scale", UNROUNDED),))
+        unused = [("*.input_global_scale", UNROUNDED)]
+        if scheme.rounded_inputs:
+            unused += [("*.input_scale", OF_INPUTS), ("*.input_zero_point", OF_INPUTS)]
+        scheme = replace(scheme, unused=tuple(unused))
     if kv_outputs:  # files older than kv_cache_scheme quantize the outputs of k_proj and v_proj
         scheme = replace(scheme, kv_format=E4M3, kv_static=True)
     return with_kv_scheme(declared, scheme)
@@ -149,7 +162,9 @@ def _linear(group: JsonObject, where: str, format: object) -> LinearScheme | Non
         raise CheckpointError(
             f"{where} weights with dynamic {weights['dynamic']!r} are not implemented; static ones are"
         )
-    strategy = weights.get("strategy") or "tensor"
+    strategy = weights.get("strategy") or ("group" if weights.get("group_size") else "tensor")
+    if _is_mxfp8(weights, group.get("format", format)):
+        return LinearScheme.in_mxfp8(input_rounding(inputs))
     kind = _activations(inputs, where)
     if strategy == "block":
         block = block_size(weights.get("block_structure"), "block_structure")
@@ -162,6 +177,14 @@ def _linear(group: JsonObject, where: str, format: object) -> LinearScheme | Non
     if strategy not in tuple(_SCALES):  # it may be a list
         raise CheckpointError(f"{where} weights with strategy {strategy!r} are not implemented")
     return LinearScheme(_SCALES[strategy], kind)
+
+
+def _is_mxfp8(weights: JsonObject, format: object) -> bool:
+    """Return whether E4M3 weights have powers of two as scales, in bytes (compressed-tensors,
+    MXFP8QuantizationCompressor).
+    """
+    in_bytes = str(weights.get("scale_dtype")).removeprefix("torch.") in ("uint8", "float8_e8m0fnu")
+    return weights.get("group_size") == MXFP8_GROUP and (in_bytes or format == "mxfp8-quantized")
 
 
 def _int8_linear(weights: JsonObject, inputs: JsonObject, where: str) -> LinearScheme:

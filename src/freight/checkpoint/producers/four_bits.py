@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from freight.base.fields import JsonObject, is_integer
+from freight.checkpoint.producers.common import input_rounding
 from freight.errors import CheckpointError
 from freight.fp8.scheme import LinearScheme, Packing
 
@@ -21,9 +24,11 @@ def linear_in_four_bits(
     """Return the scheme of a group of modules in 4 bits. `inputs`: its input_activations, {} for
     none; format: what compressed-tensors calls the layout of the tensors.
 
-    Raises CheckpointError for what is not implemented.
+    Whatever bits inputs are declared to have, they are not rounded so
+    (`LinearScheme.input_rounding`). Raises CheckpointError for what is not implemented.
     """
-    linear = _float(weights, where) if weights.get("type") == "float" else _int(weights, where)
+    is_float = weights.get("type") == "float"
+    linear = _float(weights, where) if is_float else _int(weights, where, format)
     assert linear.four is not None
     packing = linear.four.packing
     if format not in (*_ANY, packing):  # it may be a list
@@ -35,15 +40,15 @@ def linear_in_four_bits(
         raise CheckpointError(
             f"{where} weights with dynamic {weights['dynamic']!r} are not implemented; static ones are"
         )
-    if inputs and (packing is Packing.INT4 or inputs.get("num_bits") != 4):
+    if inputs and inputs.get("type") not in ("int", "float"):
         raise CheckpointError(
-            f"{where} has weights of 4 bits and input_activations of num_bits {inputs.get('num_bits')!r}, type "
-            f"{inputs.get('type')!r}, which is not implemented; weights alone are (W4A16)"
+            f"{where} has weights of 4 bits and input_activations of type {inputs.get('type')!r}; 'int' and 'float' "
+            "are known: quantize the model again"
         )
-    return linear
+    return replace(linear, input_rounding=input_rounding(inputs))
 
 
-def _int(weights: JsonObject, where: str) -> LinearScheme:
+def _int(weights: JsonObject, where: str, format: object) -> LinearScheme:
     strategy = weights.get("strategy")
     group = weights.get("group_size")
     if weights.get("type", "int") != "int":
@@ -58,8 +63,11 @@ def _int(weights: JsonObject, where: str) -> LinearScheme:
         )
     elif not is_integer(group) or group < 1:
         raise CheckpointError(f"{where} weights: group_size = {group!r} is not a number of inputs")
+    packing = Packing.INT4
+    if format == Packing.INT4_BYTES:
+        packing = Packing.INT4_BYTES
     return LinearScheme.in_four_bits(
-        Packing.INT4,
+        packing,
         group,
         zeros=weights.get("symmetric", True) is False,
         # with 'weight', also called 'static', the groups are of consecutive inputs

@@ -1,4 +1,4 @@
-"""GPTQ's, AWQ's and AutoRound's files: INT4 with scales and zero points of groups. Imports no torch.
+"""GPTQ's and AWQ's files: INT4 with scales and zero points of groups. Imports no torch.
 
 These tools leave router, head and whatever they do not list in 16 bits, so tensors show which
 modules are in 4 bits.
@@ -7,11 +7,10 @@ modules are in 4 bits.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 from freight.base.fields import JsonObject, is_integer
 from freight.checkpoint.producers import patterns
-from freight.checkpoint.producers.common import E4M3, mapping, part
+from freight.checkpoint.producers.common import E4M3, part
 from freight.errors import CheckpointError, choices
 from freight.fp8.scheme import LinearScheme, Packing, Rule, Scheme
 
@@ -82,28 +81,6 @@ def read_awq(declared: JsonObject) -> Scheme:
     linear = LinearScheme.in_four_bits(Packing.AWQ, group, zeros=True, or_plain=True)
     rules = patterns.all_but(declared, "modules_to_not_convert", patterns.contained, linear)
     return Scheme("awq", E4M3, rules=rules)
-
-
-def read_auto_round(declared: JsonObject) -> Scheme:
-    """Read AutoRound's own declaration: its tensors are those of GPTQ's first version, or of AWQ. Raises
-    CheckpointError for what is not implemented.
-    """
-    packing = declared.get("packing_format", "auto_round:auto_gptq")
-    readers = {"auto_gptq": read_gptq, "auto_awq": read_awq}
-    reader = readers.get(str(packing).removeprefix("auto_round:"))
-    if reader is None:
-        raise CheckpointError(
-            f"auto-round with packing_format {packing!r} is not implemented; {choices(readers)} are: export the model "
-            "in one of them, or for llm-compressor"
-        )
-    for name, settings in part(declared, "extra_config").items():
-        bits = mapping(settings, f"extra_config[{name!r}]").get("bits", 4)
-        if bits != 4 and not (is_integer(bits) and bits >= 16):
-            raise CheckpointError(
-                f"auto-round with {bits!r} bits of {name!r} is not implemented; 4 and 16 are"
-            )
-    known = {key: declared[key] for key in ("bits", "group_size", "sym") if key in declared}
-    return replace(reader(known), method="auto-round")
 
 
 def _group_size(declared: JsonObject, method: str, bits_key: str, key: str) -> int | None:

@@ -7,10 +7,18 @@ from typing import Any
 
 from freight.base.fields import JsonObject
 from freight.checkpoint.producers import patterns
-from freight.checkpoint.producers.common import E4M3, UNROUNDED, mapping, part, with_kv_scheme
+from freight.checkpoint.producers.common import (
+    E4M3,
+    UNROUNDED,
+    mapping,
+    part,
+    refuse_kv,
+    with_kv_scheme,
+)
 from freight.checkpoint.producers.compressed_tensors import read_groups
 from freight.errors import CheckpointError, choices
 from freight.fp8.scheme import (
+    MXFP8_GROUP,
     Activations,
     LinearScheme,
     Packing,
@@ -27,6 +35,7 @@ _ALGOS = {
     # E2M1 with E4M3 scales of 16 inputs and a float32 scale per tensor; the second for weights only
     "NVFP4": LinearScheme.in_four_bits(Packing.MODELOPT_NVFP4, 16),
     "W4A16_NVFP4": LinearScheme.in_four_bits(Packing.MODELOPT_NVFP4, 16),
+    "MXFP8": LinearScheme.in_mxfp8("FP8 per 32 inputs, powers of two"),
 }
 
 
@@ -43,10 +52,7 @@ def read_modelopt(declared: JsonObject) -> Scheme:
     for key in ("kv_cache_quant_algo", "kv_cache_scheme"):
         word = declared.get(key)
         if isinstance(word, str) and word != "FP8":
-            raise CheckpointError(
-                f"modelopt with {key} {word!r} is not implemented; FP8 is: take {key} out of the file, and let "
-                "--kv-cache-dtype fp8 measure the scales"
-            )
+            return refuse_kv(scheme, f"{key} {word!r}")
         if word == "FP8":
             return replace(scheme, kv_format=E4M3)
     return replace(with_kv_scheme(declared, scheme), kv_static=False)
@@ -78,6 +84,8 @@ def _own_packing(rule: Rule) -> Rule:
     """Return a rule of compressed-tensors' form with the tensors that ModelOpt writes. Raises
     CheckpointError for other numbers of 4 bits than NVFP4.
     """
+    if rule.linear is not None and rule.linear.block == (1, MXFP8_GROUP):
+        return replace(rule, linear=_ALGOS["MXFP8"])
     if rule.linear is None or rule.linear.four is None:
         return rule
     if rule.linear.four.packing is not Packing.NVFP4:

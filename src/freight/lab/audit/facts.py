@@ -131,7 +131,8 @@ def _kv_scheme(declared: JsonObject) -> tuple[str, bool]:
     if isinstance(scheme, Mapping):
         strategy = "dynamic" if scheme.get("dynamic") else str(scheme.get("strategy", "tensor"))
         return strategy, scheme.get("num_bits") == 8 and scheme.get("type") == "float"
-    named = isinstance(scheme, str) or str(declared.get("kv_cache_quant_algo")).upper() == "FP8"
+    words = {str(scheme).upper(), str(declared.get("kv_cache_quant_algo")).upper()}
+    named = bool(words & {"STATIC", "FP8"})  # NVFP4 and INT8 are other caches
     return ("tensor" if named else NONE), named
 
 

@@ -172,7 +172,7 @@ def _kinds(checkpoint: Checkpoint, scheme: Scheme, matrices: StoredMatrices) -> 
     """Yield what each matrix is in, and how its inputs are treated."""
     for linear in matrices.linears.values():
         declared = scheme.linear(checkpoint.declared_module(linear.weight))
-        yield f"{linear.format}, {declared}"
+        yield str(declared) if linear.mxfp8 else f"{linear.format}, {declared}"
     for stored in matrices.four.values():
         declared = scheme.linear(checkpoint.declared_module(next(iter(stored.tensors))))
         yield str(declared)
@@ -213,7 +213,8 @@ def _form(checkpoint: Checkpoint, matrices: StoredMatrices, name: str) -> str:
     if name in matrices.four:
         return matrices.four[name].codes
     if name in matrices.linears:
-        return str(matrices.linears[name].format)
+        linear = matrices.linears[name]
+        return "MXFP8" if linear.mxfp8 else str(linear.format)
     return checkpoint.entry(name).dtype_name
 
 
