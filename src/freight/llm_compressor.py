@@ -5,14 +5,27 @@ from __future__ import annotations
 from typing import Any
 
 from freight.adapters.llm_compressor import (
+    AWQModifier,
+    GPTQModifier,
     OneshotModel,
     QuantizationArgs,
     QuantizationModifier,
+    SmoothQuantModifier,
+    SpinQuantModifier,
     oneshot,
 )
 from freight.quantizer.recipe import OTHER_MODIFIERS
 
-__all__ = ["OneshotModel", "QuantizationArgs", "QuantizationModifier", "oneshot"]
+__all__ = [
+    "AWQModifier",
+    "GPTQModifier",
+    "OneshotModel",
+    "QuantizationArgs",
+    "QuantizationModifier",
+    "SmoothQuantModifier",
+    "SpinQuantModifier",
+    "oneshot",
+]
 
 
 def __getattr__(name: str) -> Any:

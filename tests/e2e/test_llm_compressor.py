@@ -303,16 +303,16 @@ def of_yaml(modifier: str) -> dict[str, str]:
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    (of_yaml("SmoothQuantModifier: {smoothing_strength: 0.8}"), "SmoothQuantModifier"),
-    (of_yaml("GPTQModifier: {scheme: W4A16}"), "GPTQModifier.*QuantizationModifier"),
+    (of_yaml("SmoothQuantModifier: {smoothing_strength: 0.8}"), "no QuantizationModifier"),
+    (of_yaml("QuIPModifier: {rotations: [v]}"), "QuIPModifier.*SpinQuantModifier"),
     (of_yaml("SparseGPTModifier: {sparsity: 0.5}"), "SparseGPTModifier.*prune"),
     (of_yaml("QuantisationModifier: {scheme: FP8}"), "unknown .did you mean QuantizationModifier"),
-    (of_yaml("QuantizationModifier: {scheme: W4A16}"), "scheme 'W4A16'.*FP8"),
-    (of_yaml("QuantizationModifier: {scheme: MXFP8}"), "'MXFP8'.*FP8, "),
+    (of_yaml("QuantizationModifier: {scheme: W4A8}"), "scheme 'W4A8'.*choose W4A16"),
+    (of_yaml("QuantizationModifier: {scheme: MXFP8}"), "'MXFP8'.*FP8_DYNAMIC"),
     (of_yaml("QuantizationModifier: {scheme: FP8_DYNAMC}"), r"unknown \(did you mean FP8_DYNAMIC"),
     ({"recipe": "no_such_recipe.yaml"}, r"no_such_recipe\.yaml.*file"),
     ({"recipe": None}, "oneshot needs a recipe"),
-    ({"recipe": [DYNAMIC, STATIC]}, "has 2 QuantizationModifiers"),
+    ({"recipe": [DYNAMIC, STATIC]}, "has 2 modifiers that quantize"),
     ({"dataset": Columns(prompt=["a"], answer=["b"])}, "dataset.*prompt, answer"),
     ({"dataset": [{"prompt": "a"}]}, "dataset.*columns are prompt"),
     ({"dataset": Columns(text=[3])}, "row 0: text is 3"),
@@ -403,8 +403,8 @@ def test_a_folder_that_is_not_there_and_modules_that_are_not():
 
 
 def test_other_modifiers_are_named_when_imported():
-    with pytest.raises(ImportError, match="no GPTQModifier; use QuantizationModifier"):
-        from freight.llm_compressor import GPTQModifier  # noqa: F401
+    with pytest.raises(ImportError, match="no AutoRoundModifier; use GPTQModifier"):
+        from freight.llm_compressor import AutoRoundModifier  # noqa: F401
     with pytest.raises(ImportError, match="cannot import name"):
         from freight.llm_compressor import nothing  # noqa: F401
 

@@ -23,6 +23,7 @@ from dataclasses import replace
 from itertools import islice
 from numbers import Integral
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -32,9 +33,22 @@ from freight.checkpoint.writer import require_new
 from freight.errors import ConfigError, nearest, shown
 from freight.quantizer.calibration import Calibration
 from freight.quantizer.hub_data import hub_rows, is_hub_id
-from freight.quantizer.modifier import QuantizationArgs, QuantizationModifier, Recipe
+from freight.quantizer.layer_store import LayerStore
+from freight.quantizer.modifier import (
+    GPTQModifier,
+    QuantizationArgs,
+    QuantizationModifier,
+    Recipe,
+)
 from freight.quantizer.modules import head_module, ignored_modules, kept_modules, linear_modules
-from freight.quantizer.plan import NUM_SAMPLES, ActivationScheme, Layout, QuantizePlan, plan
+from freight.quantizer.plan import (
+    NUM_SAMPLES,
+    ActivationScheme,
+    Layout,
+    QuantizePlan,
+    Transform,
+    plan,
+)
 from freight.quantizer.quantize import (
     NOTHING_CALIBRATED,
     QuantizeResult,
@@ -43,12 +57,27 @@ from freight.quantizer.quantize import (
     open_unquantized,
     require_blocks,
     require_other,
+    run_of,
 )
 from freight.quantizer.quantize import write as write_checkpoint
 from freight.quantizer.recipe import read_recipe
+from freight.quantizer.transform_modifiers import (
+    AWQModifier,
+    SmoothQuantModifier,
+    SpinQuantModifier,
+)
 from freight.quantizer.write import check_disk_space
 
-__all__ = ["OneshotModel", "QuantizationArgs", "QuantizationModifier", "oneshot"]
+__all__ = [
+    "AWQModifier",
+    "GPTQModifier",
+    "OneshotModel",
+    "QuantizationArgs",
+    "QuantizationModifier",
+    "SmoothQuantModifier",
+    "SpinQuantModifier",
+    "oneshot",
+]
 
 logger = logging.getLogger("freight")
 
@@ -77,7 +106,7 @@ _SAVE_IGNORED = frozenset(  # options of save_pretrained
 
 
 class OneshotModel:
-    """A checkpoint that oneshot has quantized. Weights are read, and written in FP8, at each save.
+    """A checkpoint that oneshot has quantized. Each save reads the weights and writes them quantized.
 
     `result` describes what the last save wrote; None before.
     """
@@ -89,8 +118,12 @@ class OneshotModel:
         ignored: tuple[str, ...],
         partly_kept: tuple[str, ...],
         calibration: Calibration,
+        store: LayerStore | None = None,
+        folder: TemporaryDirectory[str] | None = None,
     ) -> None:
-        self._parts = opened, plan, ignored, partly_kept, calibration
+        """`store`: layers that are quantized already, in `folder`, which is removed with this."""
+        self._parts = opened, plan, ignored, partly_kept, calibration, store
+        self._folder = folder
         self.result: QuantizeResult | None = None
 
     def save_pretrained(
@@ -106,7 +139,9 @@ class OneshotModel:
             if name not in _SAVE_IGNORED and value:
                 raise ConfigError(f"save_pretrained has no option {name!r} here; omit it")
         if not save_compressed:
-            raise ConfigError("save_compressed=False: Freight writes FP8 weights only; omit it")
+            raise ConfigError(
+                "save_compressed=False: Freight writes quantized weights only; omit it"
+            )
         out = Path(save_directory).expanduser()
         if (
             self.result is not None
@@ -114,13 +149,13 @@ class OneshotModel:
             and out.is_dir()
         ):
             return
-        opened, plan, ignored, partly_kept, calibration = self._parts
+        opened, plan, ignored, partly_kept, calibration, store = self._parts
         out.absolute().parent.mkdir(parents=True, exist_ok=True)
         require_new(out, overwrite=True)
         require_other(opened.checkpoint, out)
         check_disk_space(opened.checkpoint, out)
         self.result = write_checkpoint(
-            opened, plan, ignored, partly_kept, calibration, out, overwrite=True
+            opened, plan, ignored, partly_kept, calibration, out, overwrite=True, layers=store
         )
         for warning in self.result.warnings:
             logger.warning("%s", warning)
@@ -146,7 +181,7 @@ def oneshot(
     model     a folder, a hub id, or a model of transformers that was loaded from one. The weights
               of a loaded model must be those of its folder. Its `save_pretrained` then writes the
               quantized checkpoint; its `generate` still computes in 16 bits
-    recipe    YAML, the path of a YAML file, a QuantizationModifier, or a list of these
+    recipe    YAML, the path of a YAML file, a modifier, or a list of these
     dataset   the path of a text or .jsonl file; a data set of the hub by `owner/name`; rows with
               `input_ids` (without padding marked by `attention_mask`), `text` (or `text_column`) or
               `messages`, from `datasets` or data loaders; or a list of texts or token ids.
@@ -162,7 +197,7 @@ def oneshot(
         _count("max_seq_length", max_seq_length)
     steps = read_recipe(recipe)
     name, revision = _source(model, model_revision, tokenizer)
-    calibrated = steps.activations is ActivationScheme.STATIC or steps.kv is not None
+    calibrated = steps.needs_data
     rows = None
     if dataset is not None and not calibrated:
         logger.warning("the recipe calibrates nothing, so the dataset is not read")
@@ -170,7 +205,7 @@ def oneshot(
         rows = _data(dataset, text_column, splits, num_calibration_samples)
     elif calibrated and name != "demo":
         raise ConfigError(
-            "the recipe calibrates static activations or a KV cache: give oneshot a dataset"
+            "the recipe calibrates weights, static activations or a KV cache: give oneshot a dataset"
         )
     if output_dir is not None and Path(output_dir).expanduser().absolute().parent.is_dir():
         require_new(Path(output_dir).expanduser(), overwrite=True)
@@ -182,16 +217,32 @@ def oneshot(
     length = max_seq_length or opened.model.max_position_embeddings
     decided = replace(decided, num_samples=num_calibration_samples, max_seq_len=length)
     calibration = NOTHING_CALIBRATED
+    folder: TemporaryDirectory[str] | None = None
+    store = None
+    if decided.method.transform is Transform.ROTATION:
+        opened = opened.rotated()
     if calibrated:
         samples = load_samples(opened, decided, rows)
-        calibration = opened.calibrate(decided, samples, ignored)
-    quantized = OneshotModel(opened, decided, ignored, partly_kept, calibration)
+        if decided.method.needs_data:
+            folder = TemporaryDirectory(prefix="freight-", dir=_beside(output_dir))
+            run = run_of(opened, decided, samples, ignored)
+            store = LayerStore(Path(folder.name) / "model", run)
+        opened, calibration = opened.prepared(decided, samples, ignored, store=store)
+    quantized = OneshotModel(opened, decided, ignored, partly_kept, calibration, store, folder)
     if hasattr(model, "save_pretrained"):
         # as in llm-compressor: scripts save the model that they passed
         model.save_pretrained = quantized.save_pretrained
     if output_dir is not None:
         quantized.save_pretrained(output_dir)
     return quantized
+
+
+def _beside(out: str | Path | None) -> Path | None:
+    """Return the folder of the output, on whose disk layers have room; None: the default."""
+    if out is None:
+        return None
+    parent = Path(out).expanduser().absolute().parent
+    return parent if parent.is_dir() else None
 
 
 def _check_options(options: JsonObject, save_compressed: bool) -> None:
@@ -207,7 +258,7 @@ def _check_options(options: JsonObject, save_compressed: bool) -> None:
             raise ConfigError(f"oneshot: {name} is not implemented; {_REFUSED[name]}")
     if not save_compressed:
         raise ConfigError(
-            "oneshot: save_compressed=False: Freight writes FP8 weights only; omit it"
+            "oneshot: save_compressed=False: Freight writes quantized weights only; omit it"
         )
 
 

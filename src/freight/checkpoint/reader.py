@@ -165,6 +165,11 @@ class Checkpoint:
                     "folder, or in the place of the whole folder, and not over files that are in use"
                 )
 
+    @property
+    def identity(self) -> dict[str, str]:
+        """What tells the files of weights from others: of each, by its path, size, date and inode."""
+        return {str(file): str(state) for file, state in self._states.items()}
+
     def fault(self, what: str) -> CheckpointError:
         """Return the error for a fault of this checkpoint."""
         return CheckpointError(f"{self.path}: {what}")

@@ -122,7 +122,8 @@ def evaluate_caches(
         option(
             "LIST",
             "Weights to measure as well: fp8[-channel|-block],int8,int4[-64|-32],mxfp4; "
-            "-a16 behind a name: inputs stay in 16 bits.",
+            "-a16 behind a name: inputs stay in 16 bits. Or a folder with a /: a quantized checkpoint "
+            "of the same model.",
         ),
     ] = None,
     calibration_data: Annotated[

@@ -30,10 +30,14 @@ from freight.quantizer.plan import (
     KV_GRANULARITIES,
     MAX_SEQ_LEN,
     NUM_SAMPLES,
+    WEIGHTS,
     ActivationScheme,
+    ActOrder,
+    DuoScaling,
     Layout,
     ObserverKind,
     QuantizeArgs,
+    WeightObserver,
     WeightScheme,
     plan,
 )
@@ -75,12 +79,44 @@ def quantize(
     weights: Annotated[
         str | None,
         option(
-            WeightScheme,
+            WEIGHTS,
             "FP8 with one scale per tensor, output row (default) or 128 x 128 block; INT8; or 4 bits.",
         ),
     ] = None,
     group_size: Annotated[
         int | None, option("INPUTS", "Inputs that share a scale of int4: 32, 64 or 128 (default).")
+    ] = None,
+    method: Annotated[
+        str | None,
+        option(
+            "awq|smoothquant|rotation|gptq",
+            "What keeps the error of rounding low; gptq may follow another, as in rotation,gptq.",
+        ),
+    ] = None,
+    damping: Annotated[
+        float | None,
+        option("SHARE", "Of GPTQ: added to the Hessian's diagonal, of its mean; default: 0.01."),
+    ] = None,
+    act_order: Annotated[
+        str | None,
+        option(ActOrder, "Of GPTQ: large inputs first (default), with their groups, or as stored."),
+    ] = None,
+    smoothing: Annotated[
+        float | None, option("EXPONENT", "Of SmoothQuant, above 0 and at most 1; default: 0.5.")
+    ] = None,
+    duo_scaling: Annotated[
+        str | None,
+        option(DuoScaling, "Of AWQ: whether candidates depend on weights as well (default: on)."),
+    ] = None,
+    weight_observer: Annotated[
+        str | None,
+        option(WeightObserver, "How a weight's scale is found; default in 4 bits: mse."),
+    ] = None,
+    asymmetric: Annotated[
+        bool | None,
+        typer.Option(
+            "--asymmetric", help="Groups of int4 have a zero point each; default: symmetric."
+        ),
     ] = None,
     activations: Annotated[
         str | None,
@@ -169,6 +205,13 @@ def quantize(
     options: JsonObject = {
         "weights": _weights(weights, qformat, format),
         "group_size": group_size,
+        "method": method,
+        "damping": damping,
+        "act_order": act_order,
+        "smoothing": smoothing,
+        "duo_scaling": duo_scaling,
+        "weight_observer": weight_observer,
+        "asymmetric": bool(asymmetric),
         "activations": activations,
         "kv_cache": kv_cache,
         "kv_granularity": kv_granularity,
@@ -268,6 +311,7 @@ def facts(result: QuantizeResult) -> JsonObject:
         "path": str(result.path),
         "format": result.form,
         "weights": plan.weights,
+        "method": str(plan.method) or None,
         "activations": plan.activations,
         **kv_facts,
         "granularity": plan.kv_granularity,
@@ -290,7 +334,10 @@ def sentences(result: QuantizeResult) -> Iterator[str]:
         kv = f"fp8, a scale per {plan.kv_granularity}"
     elif result.kv_choice is not None:
         kv = "chosen by layer"
-    yield f"{result.path}: {result.form}; weights {plan.weights}, activations {plan.activations}, KV cache {kv}"
+    weights = str(plan.weights)
+    if str(plan.method):
+        weights += f" by {plan.method}"
+    yield f"{result.path}: {result.form}; weights {weights}, activations {plan.activations}, KV cache {kv}"
     yield f"tensors: {result.bytes_before / 2**20:,.2f} MiB before, {result.bytes_after / 2**20:,.2f} MiB after"
     if result.beside:
         formats = " and ".join(f"{count:,} in {name}" for name, count in result.beside.items())

@@ -11,12 +11,14 @@ import typer
 
 from freight.base import terminal
 from freight.cli.options import ModelIdOption, OptionalOut, argument, model_and_others, option
-from freight.cli.quantize import Format, either
-from freight.quantizer.plan import Layout
+from freight.cli.quantize import either
+from freight.quantizer.plan import KV_LAYOUTS, Layout
 from freight.quantizer.stages import stages
 
 if TYPE_CHECKING:
     from freight.fp8.scheme import KVScales
+
+_Format = Annotated[str, option(KV_LAYOUTS, "The form of the checkpoint.")]
 
 app = typer.Typer(
     help="Move KV scales between checkpoints and files.",
@@ -40,7 +42,7 @@ def extract(
     save_path: Annotated[
         Path | None, option("OUT", "The same as OUT.", "--save-path", "--output-dir")
     ] = None,
-    format: Format = Layout.COMPRESSED_TENSORS,
+    format: _Format = Layout.COMPRESSED_TENSORS,
 ) -> None:
     """Take KV scales out of a quantized checkpoint and put them into a 16-bit one."""
     names = (
@@ -81,7 +83,7 @@ def import_(
     ] = None,
     out: OptionalOut = None,
     model_id: ModelIdOption = None,
-    format: Format = Layout.COMPRESSED_TENSORS,
+    format: _Format = Layout.COMPRESSED_TENSORS,
 ) -> None:
     """Put the factors of a kv_cache_scales.json into a 16-bit checkpoint."""
     source, name, folder = model_and_others(

@@ -2,12 +2,11 @@
 
 compressed-tensors  `weight_scale` [1], [rows, 1] or [blocks, blocks], `input_scale` [1], `k_scale`,
                     `v_scale` [1], in bfloat16 for a bfloat16 model, as llm-compressor writes them,
-                    else in float32
+                    else in float32; in 4 bits the tensors of `quantizer.packing`
 fp8                 AutoFP8's: `weight_scale`, `input_scale`, `k_scale`, `v_scale` float32 []; with
                     blocks DeepSeek's: `weight_scale_inv` float32 [blocks, blocks], a multiplier as
                     every scale is
-                    in 4 bits `weight_packed` int32 [rows, columns / 8] with `weight_scale` [rows,
-                    groups] and `weight_shape`, or for MXFP4 uint8 [rows, columns / 2] and uint8
+gptq, awq           AutoGPTQ's and AutoAWQ's of INT4 (`quantizer.packing`), without KV scales
 tgi                 `kv_scale` float32 [], for K and V, and `kv_cache_torch_dtype` in config.json
 mxfp4               gpt-oss's own, kept; `k_scale` and `v_scale` as in compressed-tensors, and
                     `kv_cache_format` within its quantization_config
@@ -19,6 +18,7 @@ written, because some readers refuse unknown ones.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -28,11 +28,20 @@ from torch import Tensor
 from freight.base.fields import JsonObject
 from freight.fp8.cast import torch_dtype
 from freight.fp8.formats import Format
+from freight.fp8.four_bits import NVFP4_GROUP, in_pairs
 from freight.fp8.mxfp4 import GROUP as MXFP4_GROUP
 from freight.fp8.scheme import LayerScales, Packing
 from freight.fp8.weights import BLOCK
 from freight.model.config.dtype import TEXT_KEYS
-from freight.quantizer.plan import ActivationScheme, Layout, QuantizePlan, WeightScheme
+from freight.quantizer.packing import pack
+from freight.quantizer.plan import (
+    ActivationScheme,
+    ActOrder,
+    Layout,
+    QuantizePlan,
+    WeightScheme,
+)
+from freight.quantizer.rounding import RoundedMatrix
 
 _REPLACED = (
     "quantization_config",
@@ -47,6 +56,7 @@ _FORMATS = {
     WeightScheme.INT8: "int-quantized",
     WeightScheme.INT4: str(Packing.INT4),
     WeightScheme.MXFP4: str(Packing.MXFP4),
+    WeightScheme.NVFP4: str(Packing.NVFP4),
 }
 # Of its QuantizationArgs of weights, what is not as in `_arguments`
 _WEIGHTS: Mapping[WeightScheme, Content] = {
@@ -61,7 +71,15 @@ _WEIGHTS: Mapping[WeightScheme, Content] = {
         "group_size": MXFP4_GROUP,
         "scale_dtype": "torch.uint8",
     },
+    WeightScheme.NVFP4: {
+        "strategy": "tensor_group",
+        "num_bits": 4,
+        "group_size": NVFP4_GROUP,
+        "scale_dtype": "torch.float8_e4m3fn",
+    },
 }
+
+_ACT_ORDERS = {ActOrder.NONE: None, ActOrder.STATIC: "weight", ActOrder.GROUP: "group"}
 
 
 def scale_format(layout: Layout, model_format: Format) -> Format:
@@ -92,12 +110,22 @@ def declare(
         declared["quantization_config"] = weights
     elif plan.layout is Layout.TGI:
         declared["kv_cache_torch_dtype"] = Format.E4M3FN.torch_name
-    elif plan.layout is Layout.FP8:
-        declared["quantization_config"] = _fp8(plan, ignored)
+    elif plan.layout in _DECLARED:
+        declared["quantization_config"] = _DECLARED[plan.layout](plan, ignored)
     # Otherwise there is a mixed cache alone, which has no standard declaration
     elif plan.weights is not WeightScheme.NONE or plan.kv_granularity is not None:
         declared["quantization_config"] = _compressed_tensors(plan, ignored)
     return declared
+
+
+def with_own_head(declared: Content) -> Content:
+    """Return a config.json that says that the output head is a tensor of its own."""
+    key = "tie_word_embeddings"
+    own: Content = {key: False}
+    for part in TEXT_KEYS:
+        if isinstance(declared.get(part), Mapping) and declared[part].get(key):
+            own[part] = {**declared[part], key: False}
+    return declared | own
 
 
 def _without(config: JsonObject, keys: Sequence[str]) -> Content:
@@ -117,6 +145,40 @@ def _fp8(plan: QuantizePlan, ignored: Sequence[str]) -> Content:
             "modules_to_not_convert": list(ignored),
         }
     return content | _kv(plan, "static")
+
+
+def _gptq(plan: QuantizePlan, ignored: Sequence[str]) -> Content:
+    """Modules are left out by expressions that are matched from the start of a name (GPTQModel's
+    `dynamic`); the head has a key of its own.
+    """
+    content: Content = {
+        "quant_method": "gptq",
+        "bits": 4,
+        "group_size": plan.group_size,
+        "desc_act": plan.ordered,
+        "sym": not plan.asymmetric,
+        "checkpoint_format": "gptq_v2" if plan.asymmetric else "gptq",
+        "lm_head": plan.lm_head,
+    }
+    left_out = [name for name in ignored if name != "lm_head"]
+    if left_out:
+        content["dynamic"] = {f"-:{re.escape(name)}$": {} for name in left_out}
+    return content
+
+
+def _awq(plan: QuantizePlan, ignored: Sequence[str]) -> Content:
+    """Zero points are stored always, symmetric ones too."""
+    return {
+        "quant_method": "awq",
+        "bits": 4,
+        "group_size": plan.group_size,
+        "zero_point": True,
+        "version": "gemm",
+        "modules_to_not_convert": list(ignored),
+    }
+
+
+_DECLARED = {Layout.FP8: _fp8, Layout.GPTQ: _gptq, Layout.AWQ: _awq}
 
 
 def _compressed_tensors(plan: QuantizePlan, ignored: Sequence[str]) -> Content:
@@ -172,6 +234,9 @@ def _weights(plan: QuantizePlan) -> Content:
     content = _arguments("tensor", observer="static_minmax") | _WEIGHTS[plan.weights]
     if plan.weights is WeightScheme.INT4:
         content["group_size"] = plan.group_size
+        content["symmetric"] = not plan.asymmetric
+        if plan.method.gptq:
+            content["actorder"] = _ACT_ORDERS[plan.method.act_order]
     return content
 
 
@@ -184,6 +249,23 @@ def _activations(plan: QuantizePlan) -> Content | None:
         return _arguments("group", dynamic=True) | {"group_size": BLOCK}
     kind = "int" if plan.weights is WeightScheme.INT8 else "float"
     return _arguments("token", dynamic=True) | {"type": kind}
+
+
+def stored_tensors(
+    plan: QuantizePlan,
+    module: str,
+    matrix: RoundedMatrix,
+    input_scale: float | None,
+    format: Format,
+) -> dict[str, Tensor]:
+    """Return the tensors of one quantized Linear. Scales of FP8 and INT8 are stored in `format`."""
+    if not plan.weights.in_four_bits:
+        return weight_tensors(plan, module, matrix.codes, matrix.scales, input_scale, format)
+    if plan.weights is WeightScheme.MXFP4:
+        tensors = {"weight_packed": in_pairs(matrix.codes), "weight_scale": matrix.scales}
+    else:
+        tensors = pack(matrix.groups, plan.layout)
+    return {f"{module}.{suffix}": tensor for suffix, tensor in tensors.items()}
 
 
 def weight_tensors(
@@ -207,24 +289,6 @@ def weight_tensors(
     if input_scale is not None:
         tensors[f"{module}.input_scale"] = _scalar(plan.layout, input_scale, format)
     return tensors
-
-
-def four_bit_tensors(
-    plan: QuantizePlan, module: str, codes: Tensor, scales: Tensor, columns: int
-) -> dict[str, Tensor]:
-    """Return the tensors of one Linear in 4 bits with `columns` inputs, in compressed-tensors' form.
-
-    codes: uint8 [rows, columns / 2]; scales: [rows, groups], 16 bits for INT4, uint8 for MXFP4.
-    """
-    packed = {f"{module}.weight_packed": codes, f"{module}.weight_scale": scales}
-    if plan.weights is WeightScheme.MXFP4:
-        return packed
-    shape = torch.tensor([len(codes), columns], dtype=torch.int64, device="cpu")
-    # 8 codes of 4 bits to an int32, the first in its lowest bits
-    return packed | {
-        f"{module}.weight_packed": codes.view(torch.int32),
-        f"{module}.weight_shape": shape,
-    }
 
 
 def kv_tensors(

@@ -8,8 +8,9 @@ of a layer as one. Here every expert is packed alone and computed by the set's o
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from typing import Any, cast
 
 import torch
@@ -23,18 +24,27 @@ from freight.operands.experts import ExpertLayers
 from freight.operands.packed import PackedWeight, Rows, as_tensor
 
 
+class Side(StrEnum):
+    """The two products of an expert."""
+
+    GATE_UP = "gate_up"
+    DOWN = "down"
+
+
 @dataclass(frozen=True)
 class ExpertWatch:
-    """Observes the experts of one layer; the inputs of one side are those of all experts together.
+    """Observes the experts of one layer.
 
-    gate_up, down   take inputs as [1, count]: those of each token once, and what is between for
-                    each of its experts
+    gate_up, down   take inputs [rows, in_features] of all experts together: those of each token
+                    once, and what is between for each of its experts
     num_tokens      int64 [num_experts], counted up: the tokens that reached each expert
+    of_expert       takes the inputs of one side of one expert, by its id; None: nobody asks
     """
 
     gate_up: Callable[[Tensor], None]
     down: Callable[[Tensor], None]
     num_tokens: Tensor
+    of_expert: Callable[[Side, int, Tensor], None] | None = None
 
     def around(self, moe: MoE) -> MoE:
         """Return `moe` observed. It was built with kernels of `one_by_one`."""
@@ -56,6 +66,7 @@ class _OneByOne:
 
     inner: KernelSet
     watch: ExpertWatch | None = None
+    places: Mapping[int, tuple[Side, int]] = field(default_factory=dict)  # of a matrix, by its id()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
@@ -73,8 +84,16 @@ class _OneByOne:
     def _seen(self, hidden: Rows) -> Rows:
         if self.watch is not None:
             # Plain: weights in calibration are not quantized
-            self.watch.down(as_tensor(hidden).reshape(1, -1))
+            self.watch.down(as_tensor(hidden))
         return hidden
+
+    def linear(self, x: Rows, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
+        place = self.places.get(id(weight))
+        if place is not None:
+            assert self.watch is not None
+            assert self.watch.of_expert is not None
+            self.watch.of_expert(*place, as_tensor(x))
+        return self.inner.linear(x, weight, bias)
 
     pack_experts = reference_experts.pack
     by_head = reference_experts.by_head
@@ -89,8 +108,21 @@ class _OneByOne:
     ) -> Tensor:
         """`KernelSet.experts`"""
         if self.watch is not None:
-            self.watch.gate_up(x.reshape(1, -1))
+            self.watch.gate_up(x)
             self.watch.num_tokens.add_(
                 torch.bincount(ids.flatten(), minlength=len(self.watch.num_tokens))
             )
-        return reference_experts.experts(cast(KernelSet, self), x, ids, weights, layers, base)
+        products = self
+        if self.watch is not None and self.watch.of_expert is not None:
+            products = replace(self, places=_places(layers))
+        return reference_experts.experts(cast(KernelSet, products), x, ids, weights, layers, base)
+
+
+def _places(layers: ExpertLayers) -> dict[int, tuple[Side, int]]:
+    """Return which side of which expert each matrix is."""
+    places = {}
+    for side, packed in ((Side.GATE_UP, layers.gate_up), (Side.DOWN, layers.down)):
+        assert isinstance(packed, reference_experts.ExpertList)
+        for expert, matrix in enumerate(packed.matrices):
+            places[id(matrix)] = (side, expert)
+    return places

@@ -82,6 +82,16 @@ class LayerModules:
             groups += [self.experts.gate_up, self.experts.down]
         return (*groups, *self.latent.values(), *self.per_layer.values())
 
+    @property
+    def merged(self) -> tuple[tuple[str, ...], ...]:
+        """Those that engines compute as one matrix, such as q, k and v: each expert by itself."""
+        merged = [*self.mixed.values(), *self.dense.values()]
+        if self.experts is not None:
+            by_expert = len(self.experts.gate_up) // len(self.experts.down)
+            for start in range(0, len(self.experts.gate_up), by_expert):
+                merged.append(self.experts.gate_up[start : start + by_expert])
+        return tuple(merged)
+
     def input_of(self, group: tuple[str, ...]) -> str:
         """Return what messages call the input that the modules of `group` share."""
         first = group[0]

@@ -28,11 +28,12 @@ class WeightScheme(StrEnum):
     INT8 = "int8"  # one output row, in INT8
     INT4 = "int4"  # a group of inputs
     MXFP4 = "mxfp4"  # 32 inputs, and it is a power of two
+    NVFP4 = "nvfp4"  # 16 inputs, in E4M3, and one for all that divides
     NONE = "none"
 
     @property
     def in_four_bits(self) -> bool:
-        return self in (WeightScheme.INT4, WeightScheme.MXFP4)
+        return self in (WeightScheme.INT4, WeightScheme.MXFP4, WeightScheme.NVFP4)
 
 
 class ActivationScheme(StrEnum):
@@ -49,6 +50,13 @@ class Layout(StrEnum):
     COMPRESSED_TENSORS = "compressed-tensors"
     FP8 = "fp8"  # AutoFP8's; with fp8-block, DeepSeek's
     TGI = "tgi"
+    GPTQ = "gptq"  # AutoGPTQ's, of INT4
+    AWQ = "awq"  # AutoAWQ's, of INT4
+
+    @property
+    def of_integers(self) -> bool:
+        """Whether it has weights of INT4 alone, and no scales of the KV cache."""
+        return self in (Layout.GPTQ, Layout.AWQ)
 
 
 class ObserverKind(StrEnum):
@@ -57,6 +65,76 @@ class ObserverKind(StrEnum):
     ABSMAX = "absmax"
     PERCENTILE = "percentile"
     MSE = "mse"
+
+
+class Transform(StrEnum):
+    """What is done to the weights before they are rounded; it leaves the model's results as they were."""
+
+    AWQ = "awq"
+    SMOOTHQUANT = "smoothquant"
+    ROTATION = "rotation"
+
+
+class ActOrder(StrEnum):
+    """The order in which GPTQ rounds the inputs of a matrix."""
+
+    NONE = "none"  # as they come
+    STATIC = "static"  # by how large they are, in groups of neighbours all the same
+    GROUP = "group"  # by how large they are, and so are the groups
+
+
+class DuoScaling(StrEnum):
+    """Whether AWQ's candidates also depend on the weights' magnitudes (llm-compressor's
+    `duo_scaling`).
+    """
+
+    ON = "on"  # all, and a scale of ones
+    OFF = "off"
+    BOTH = "both"  # half of them
+
+
+class WeightObserver(StrEnum):
+    """The rule of a weight's scale."""
+
+    MINMAX = "minmax"  # the largest magnitude has the largest code
+    MSE = "mse"  # the one of a few with the least squared error
+
+
+GPTQ = "gptq"
+
+
+@dataclass(frozen=True)
+class Method:
+    """What keeps the error of rounding low, beside the scales.
+
+    gptq        whether errors are spread over the inputs that are still to be rounded
+    damping     of GPTQ's Hessian: the share of the mean of its diagonal that is added to it
+    smoothing   the exponent of SmoothQuant
+    duo_scaling  which candidates AWQ tries
+    """
+
+    transform: Transform | None = None
+    gptq: bool = False
+    damping: float = 0.01
+    act_order: ActOrder = ActOrder.STATIC
+    smoothing: float = 0.5
+    duo_scaling: DuoScaling = DuoScaling.ON
+
+    @property
+    def needs_data(self) -> bool:
+        """Whether the inputs of Linear modules are looked at."""
+        return self.gptq or self.smooths
+
+    @property
+    def smooths(self) -> bool:
+        """Whether scales are chosen for inputs."""
+        return self.transform in (Transform.AWQ, Transform.SMOOTHQUANT)
+
+    def __str__(self) -> str:
+        parts = [] if self.transform is None else [str(self.transform)]
+        if self.gptq:
+            parts.append(GPTQ)
+        return ",".join(parts)
 
 
 @dataclass(frozen=True)
@@ -69,6 +147,9 @@ class QuantizePlan:
     lm_head          whether the output head is quantized like the other Linear modules
     kv_budget        a limit within which each layer's granularity is chosen (`quantizer.kv_budget`)
     group_size       inputs that share a scale; only with INT4
+    asymmetric       whether groups have zero points; only with INT4
+    method           what keeps the error of rounding low
+    weight_observer  the rule of a weight's scale
     """
 
     weights: WeightScheme
@@ -83,11 +164,25 @@ class QuantizePlan:
     lm_head: bool = False
     kv_budget: KVBudget | None = None
     group_size: int = INT4_GROUP
+    method: Method = Method()
+    asymmetric: bool = False
+    weight_observer: WeightObserver = WeightObserver.MSE
 
     @property
     def needs_data(self) -> bool:
-        """True if anything is calibrated."""
-        return self.activations is ActivationScheme.STATIC or self.kv_granularity is not None
+        """Whether calibration data is read."""
+        return self.calibrates or self.method.needs_data
+
+    @property
+    def calibrates(self) -> bool:
+        """Whether static scales are measured, or layers rounded by their inputs."""
+        is_static = self.activations is ActivationScheme.STATIC or self.kv_granularity is not None
+        return is_static or self.method.gptq
+
+    @property
+    def ordered(self) -> bool:
+        """Whether groups may be of inputs in an order of their own."""
+        return self.method.gptq and self.method.act_order is ActOrder.GROUP
 
     @property
     def weight_format(self) -> Format:
@@ -98,6 +193,8 @@ class QuantizePlan:
     def needed_by(self) -> str:
         """Settings that need calibration data, for messages."""
         settings = []
+        if self.method.needs_data:
+            settings.append(f"--method {self.method}")
         if self.activations is ActivationScheme.STATIC:
             settings.append("--activations static")
         if self.kv_budget:
@@ -107,14 +204,26 @@ class QuantizePlan:
         return " and ".join(settings)
 
 
+WEIGHT_ONLY = "fp8-weight-only"  # fp8-channel, and activations stay in 16 bits
+WEIGHTS = (*WeightScheme, WEIGHT_ONLY)
+_WEIGHTS_OF = {  # unless given
+    Layout.FP8: WeightScheme.TENSOR,
+    Layout.TGI: WeightScheme.NONE,
+    Layout.GPTQ: WeightScheme.INT4,
+    Layout.AWQ: WeightScheme.INT4,
+}
+# Those that have scales of the KV cache
+KV_LAYOUTS = tuple(layout for layout in Layout if not layout.of_integers)
 KV_CACHES = ("fp8", "none")
 KV_GRANULARITIES = (Granularity.TENSOR, Granularity.HEAD, Granularity.CHANNEL)
 NUM_SAMPLES = 512  # the default of llm-compressor's oneshot
 MAX_SEQ_LEN = 2048  # tokens of a sample at most
-_OTHER_METHODS = dict.fromkeys(  # of rounding to 4 bits
-    ("awq", "gptq", "int4_awq", "autoround"),
-    "what moves the error of rounding by calibration is not implemented",
-)
+_METHODS = {  # of llm-compressor's and ModelOpt's names of formats -> --weights and --method
+    "awq": "--weights int4 --method awq",
+    "int4_awq": "--weights int4 --method awq",
+    "gptq": "--weights int4 --method gptq",
+    "autoround": "--weights int4 --method gptq",
+}
 _SYNONYMS = {  # other tools' names -> ours
     "quantization": "weights",
     "activation_scheme": "activations",
@@ -156,6 +265,13 @@ class QuantizeArgs:
     dtype: str | None = None  # as in other tools; refused if it differs from the model's
     device: str | None = None  # device on which the model is calibrated
     group_size: int | None = None  # inputs that share a scale, with int4
+    method: str | None = None  # 'gptq', 'awq', 'smoothquant', 'rotation', or a list with commas
+    damping: float | None = None  # of GPTQ
+    act_order: str | None = None  # of GPTQ
+    smoothing: float | None = None  # of SmoothQuant
+    asymmetric: bool = False  # zero points, with int4
+    weight_observer: str | None = None  # 'minmax' or 'mse', the rule of a weight's scale
+    duo_scaling: str | None = None  # of AWQ: 'on', 'off' or 'both'
 
     @staticmethod
     def from_options(**options: Any) -> QuantizeArgs:
@@ -176,20 +292,12 @@ def plan(args: QuantizeArgs) -> QuantizePlan:
     if args.dtype not in (None, "auto"):
         choose("--dtype", args.dtype, ("auto", *DTYPES))
     layout = Layout(choose("--format", args.format, tuple(Layout)))
-    default = {Layout.FP8: WeightScheme.TENSOR, Layout.TGI: WeightScheme.NONE}.get(
-        layout, WeightScheme.CHANNEL
-    )
-    if args.weights in _OTHER_METHODS:
+    default = _WEIGHTS_OF.get(layout, WeightScheme.CHANNEL)
+    if args.weights in _METHODS:
         raise ConfigError(
-            f"--weights {args.weights}: {_OTHER_METHODS[args.weights]}; llm-compressor writes such checkpoints in a "
-            "form that Freight reads, and --weights int4 rounds to nearest"
+            f"--weights {args.weights}: a method is chosen beside the numbers; give {_METHODS[args.weights]}"
         )
-    weights = WeightScheme(choose("--weights", args.weights or default, tuple(WeightScheme)))
-    plain = weights is WeightScheme.NONE or weights.in_four_bits
-    activations = ActivationScheme.NONE if plain else ActivationScheme.DYNAMIC
-    if args.activations:
-        choose("--activations", args.activations, tuple(ActivationScheme))
-        activations = ActivationScheme(args.activations)
+    weights, activations = _schemes(args, choose("--weights", args.weights or default, WEIGHTS))
     budget = None if args.kv_budget is None else _budget(args, args.kv_budget, layout)
     default_cache = "fp8" if layout is Layout.TGI or budget else "none"
     kv_cache = choose("--kv-cache", args.kv_cache or default_cache, KV_CACHES)
@@ -210,11 +318,33 @@ def plan(args: QuantizeArgs) -> QuantizePlan:
         lm_head=args.lm_head,
         kv_budget=budget,
         group_size=_group_size(args, weights),
+        method=_method(args, weights),
+        asymmetric=args.asymmetric,
+        weight_observer=_weight_observer(args, weights),
     )
     _check_scheme(decided)
     _check_layout(decided)
     _check_nothing_is_idle(args, decided)
     return decided
+
+
+def _schemes(args: QuantizeArgs, name: str) -> tuple[WeightScheme, ActivationScheme]:
+    """Return the schemes of weights and activations for a name of `WEIGHTS`."""
+    if args.activations:
+        choose("--activations", args.activations, tuple(ActivationScheme))
+    if name == WEIGHT_ONLY:
+        if args.activations not in (None, ActivationScheme.NONE):
+            raise ConfigError(
+                f"--activations {args.activations} with --weights {name}: it means fp8-channel with activations in 16 "
+                "bits; omit --activations, or choose --weights fp8-channel"
+            )
+        return WeightScheme.CHANNEL, ActivationScheme.NONE
+    weights = WeightScheme(name)
+    if args.activations:
+        return weights, ActivationScheme(args.activations)
+    if weights is WeightScheme.NONE or weights.in_four_bits:
+        return weights, ActivationScheme.NONE
+    return weights, ActivationScheme.DYNAMIC
 
 
 def _budget(args: QuantizeArgs, text: str, layout: Layout) -> KVBudget:
@@ -238,6 +368,66 @@ def _budget(args: QuantizeArgs, text: str, layout: Layout) -> KVBudget:
     return budget
 
 
+def _method(args: QuantizeArgs, weights: WeightScheme) -> Method:
+    """Return the method. Raises ConfigError for one that is unknown, or would have no effect."""
+    names = [] if args.method is None else str(args.method).split(",")
+    known = (*map(str, Transform), GPTQ)
+    for name in names:
+        choose("--method", name, known)
+    transforms = [Transform(name) for name in names if name != GPTQ]
+    if len(set(names)) < len(names) or len(transforms) > 1:
+        raise ConfigError(
+            f"--method {args.method}: give one of {choices(map(str, Transform))}, and {GPTQ} beside it if wanted"
+        )
+    has_gptq = GPTQ in names
+    method = Method(
+        transform=transforms[0] if transforms else None,
+        gptq=has_gptq,
+        damping=_share("--damping", args.damping, Method.damping),
+        act_order=ActOrder(
+            choose("--act-order", args.act_order or Method.act_order, tuple(ActOrder))
+        ),
+        smoothing=_share("--smoothing", args.smoothing, Method.smoothing),
+        duo_scaling=DuoScaling(
+            choose("--duo-scaling", args.duo_scaling or Method.duo_scaling, tuple(DuoScaling))
+        ),
+    )
+    if names and weights is WeightScheme.NONE:
+        raise ConfigError(f"--method {method} changes nothing with --weights none; omit it")
+    settings = {
+        "--damping": (args.damping, GPTQ),
+        "--act-order": (args.act_order, GPTQ),
+        "--smoothing": (args.smoothing, str(Transform.SMOOTHQUANT)),
+        "--duo-scaling": (args.duo_scaling, str(Transform.AWQ)),
+    }
+    for flag, (value, name) in settings.items():
+        if value is not None and name not in names:
+            raise ConfigError(f"{flag} {value} is of --method {name}; add it, or omit {flag}")
+    if args.act_order == ActOrder.GROUP and weights is not WeightScheme.INT4:
+        raise ConfigError(
+            f"--act-order group with --weights {weights}: groups are of int4; choose --act-order static"
+        )
+    return method
+
+
+def _weight_observer(args: QuantizeArgs, weights: WeightScheme) -> WeightObserver:
+    searched = WeightObserver.MSE if weights.in_four_bits else WeightObserver.MINMAX
+    name = choose("--weight-observer", args.weight_observer or searched, tuple(WeightObserver))
+    if name == WeightObserver.MSE and not weights.in_four_bits:
+        raise ConfigError(
+            f"--weight-observer mse with --weights {weights}: scales are searched in 4 bits only; omit it"
+        )
+    return WeightObserver(name)
+
+
+def _share(flag: str, value: float | None, default: float) -> float:
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
+        raise ConfigError(f"{flag} {value!r} must be a number above 0, at most 1")
+    return float(value)
+
+
 def _group_size(args: QuantizeArgs, weights: WeightScheme) -> int:
     if args.group_size is None:
         return INT4_GROUP
@@ -253,15 +443,29 @@ def _group_size(args: QuantizeArgs, weights: WeightScheme) -> int:
 
 
 def _check_scheme(plan: QuantizePlan) -> None:
+    if plan.method.transform is Transform.SMOOTHQUANT and plan.activations is ActivationScheme.NONE:
+        raise ConfigError(
+            f"--method smoothquant with --weights {plan.weights} and inputs in 16 bits: it makes inputs easier to "
+            "round, and weights harder; use --method awq, or --weights int8 or fp8-channel with dynamic activations"
+        )
+    if plan.ordered and plan.layout is Layout.AWQ:
+        raise ConfigError(
+            "--act-order group with --format awq: groups are of neighbours there; choose --act-order static"
+        )
     if plan.weights.in_four_bits and plan.activations is not ActivationScheme.NONE:
         raise ConfigError(
             f"--activations {plan.activations} with --weights {plan.weights}: beside weights in 4 bits they stay in 16 "
             "bits; omit it"
         )
-    if plan.weights.in_four_bits and plan.layout is not Layout.COMPRESSED_TENSORS:
+    if plan.weights.in_four_bits and plan.layout in (Layout.FP8, Layout.TGI):
         raise ConfigError(
             f"--weights {plan.weights} with --format {plan.layout}: weights in 4 bits are written in the form of "
             "compressed-tensors; omit --format"
+        )
+    if plan.asymmetric and plan.weights is not WeightScheme.INT4:
+        raise ConfigError(
+            f"--asymmetric with --weights {plan.weights}: zero points are for integers of 4 bits; omit it, or choose "
+            "--weights int4"
         )
     if plan.weights is WeightScheme.NONE and plan.activations is not ActivationScheme.NONE:
         raise ConfigError(
@@ -290,6 +494,8 @@ def _check_scheme(plan: QuantizePlan) -> None:
 
 def _check_layout(plan: QuantizePlan) -> None:
     """Raise ConfigError for a scheme that the output format cannot express."""
+    if plan.layout.of_integers:
+        _check_integers(plan)
     if plan.layout is Layout.FP8:
         if plan.weights not in (WeightScheme.TENSOR, WeightScheme.BLOCK):
             raise ConfigError(
@@ -313,6 +519,25 @@ def _check_layout(plan: QuantizePlan) -> None:
             )
 
 
+def _check_integers(plan: QuantizePlan) -> None:
+    """Raise ConfigError for what the formats of INT4 alone cannot express."""
+    if plan.weights is not WeightScheme.INT4:
+        raise ConfigError(
+            f"--format {plan.layout} with --weights {plan.weights}: that format has integers of 4 bits; choose "
+            "--weights int4, or --format compressed-tensors"
+        )
+    if plan.kv_granularity is not None:
+        raise ConfigError(
+            f"--format {plan.layout} with scales of the KV cache: that format has none; omit --kv-cache and "
+            "--kv-budget, or choose --format compressed-tensors"
+        )
+    if plan.lm_head and plan.layout is Layout.AWQ:
+        raise ConfigError(
+            "--lm-head with --format awq: engines read that format's head in 16 bits; omit it, or choose --format "
+            "compressed-tensors"
+        )
+
+
 def _check_nothing_is_idle(args: QuantizeArgs, plan: QuantizePlan) -> None:
     if args.kv_granularity is not None and plan.kv_granularity is None:
         raise ConfigError(
@@ -327,8 +552,8 @@ def _check_nothing_is_idle(args: QuantizeArgs, plan: QuantizePlan) -> None:
     for name in ("calibration_data", "num_samples", "max_seq_len", "observer", "device"):
         if getattr(args, name) is not None and not plan.needs_data:
             raise ConfigError(
-                f"--{name.replace('_', '-')} is given, but nothing is calibrated: choose --activations static or "
-                "--kv-cache fp8, or omit it"
+                f"--{name.replace('_', '-')} is given, but nothing is calibrated: choose --activations static, "
+                "--kv-cache fp8 or --method gptq, or omit it"
             )
 
 

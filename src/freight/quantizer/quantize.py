@@ -8,18 +8,26 @@ and once for writing. Everything that can be refused is refused before the first
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from freight.base.terminal import OnStage, unseen
+from freight.base.version import version
 from freight.checkpoint.headers import Shape
 from freight.checkpoint.mxfp4 import StoredExperts, find_experts
 from freight.checkpoint.reader import Checkpoint
 from freight.checkpoint.writer import require_new, require_own_files
 from freight.errors import CheckpointError, ConfigError
+from freight.fp8.four_bits import NVFP4_GROUP
 from freight.fp8.mxfp4 import GROUP
 from freight.fp8.scheme import int4_group
 from freight.fp8.weights import BLOCK
@@ -31,13 +39,16 @@ from freight.model.feed_forward.expert_names import separate
 from freight.model.mixers.spec import mixer_parts
 from freight.model.open import OpenCheckpoint, open_checkpoint, require_native
 from freight.model.shapes import tensor_shapes
-from freight.model.sources import CheckpointSource
+from freight.model.sources import CheckpointSource, WeightSource
 from freight.model.stored import skip_tied_head
 from freight.quantizer.calibration import Calibration, calibrate
 from freight.quantizer.carried import Carried, carried_by
 from freight.quantizer.centers import WORTH, LayerCenters
+from freight.quantizer.changed_source import ChangedSource
 from freight.quantizer.data import Samples, read_samples
 from freight.quantizer.kv_budget import KVChoice, as_chosen, choose, split
+from freight.quantizer.layer_rounder import FEW_TOKENS, LayerRounder
+from freight.quantizer.layer_store import LayerStore
 from freight.quantizer.modules import (
     head_module,
     ignored_modules,
@@ -58,11 +69,15 @@ from freight.quantizer.plan import (
     Layout,
     QuantizeArgs,
     QuantizePlan,
+    Transform,
     WeightScheme,
     plan,
 )
-from freight.quantizer.write import check_disk_space, write_quantized
-from freight.settings.device import choose_threads, probe
+from freight.quantizer.rotation import rotation
+from freight.quantizer.smoothing import smooth
+from freight.quantizer.transformed import Folded, Rotated, Transformed
+from freight.quantizer.write import check_disk_space, rounding_of, write_quantized
+from freight.settings.device import DeviceFacts, choose_threads, probe
 from freight.settings.engine import EngineArgs, names_of
 from freight.text.tokenizer import Tokenizer
 
@@ -113,6 +128,8 @@ class Unquantized:
 
     carried   the KV scales that it also has; None if it has none
     packed    experts in MXFP4, by the names of their tensors in 16 bits
+    transformed  what its tensors become before they are rounded; None: they stay as they are
+    unties       whether the head becomes a tensor of its own with it
     """
 
     checkpoint: Checkpoint
@@ -120,6 +137,17 @@ class Unquantized:
     name: str
     carried: Carried | None = None
     packed: Mapping[str, StoredExperts] = field(default_factory=dict)
+    transformed: Transformed | None = None
+    unties: bool = False
+
+    def changed(self, name: str) -> Tensor | None:
+        """Return the tensor `name` in float32 if `transformed` changes it."""
+        if self.transformed is None:
+            return None
+        shapes = tensor_shapes(self.model)
+        return self.transformed.tensor(
+            name, lambda read: self.checkpoint.take(read, shapes[read]).float()
+        )
 
     @property
     def modules_beside(self) -> list[str]:
@@ -157,9 +185,101 @@ class Unquantized:
         ignored: tuple[str, ...],
         on_progress: OnStage = unseen,
         device: str = "auto",
+        store: LayerStore | None = None,
     ) -> Calibration:
-        """Run the model over `samples` on `device`, as `probe` takes it."""
+        """Run the model over `samples` on `device`, as `probe` takes it. With a method that needs
+        data the layers are quantized as well, and kept in `store`.
+        """
         facts = probe(device)
+        kind = str(facts.kind)
+        source = self._source(facts)
+        kernels = select_kernels("auto", kind)
+        rounder = None
+        if plan.method.gptq:
+            assert store is not None
+            rounder = LayerRounder(
+                plan.method,
+                rounding_of(plan, self.model),
+                source,
+                tensor_shapes(self.model),
+                frozenset(ignored),
+                store,
+                kind,
+            )
+        with choose_threads(None, facts.cores):
+            calibration = calibrate(
+                self.model, source, kernels, plan, samples, ignored, kind, on_progress, rounder
+            )
+        if rounder is None:
+            return calibration
+        return replace(calibration, few_tokens=rounder.few)
+
+    def prepared(
+        self,
+        plan: QuantizePlan,
+        samples: Samples,
+        ignored: tuple[str, ...],
+        on_progress: OnStage = unseen,
+        device: str = "auto",
+        store: LayerStore | None = None,
+    ) -> tuple[Unquantized, Calibration]:
+        """Return (it with the scales of AWQ or SmoothQuant, what `calibrate` measured of that).
+
+        store   where layers are kept, for a method that needs data
+        """
+        opened = self
+        if plan.method.smooths:
+            assert store is not None
+            opened = self.smoothed(plan, samples, ignored, on_progress, device, store)
+        if not plan.calibrates:
+            lengths = [len(ids) for ids in samples]
+            measured = replace(
+                NOTHING_CALIBRATED,
+                num_samples=len(lengths),
+                num_tokens=sum(lengths),
+                longest=max(lengths),
+            )
+            return opened, measured
+        return opened, opened.calibrate(plan, samples, ignored, on_progress, device, store)
+
+    def smoothed(
+        self,
+        plan: QuantizePlan,
+        samples: Samples,
+        ignored: tuple[str, ...],
+        on_progress: OnStage,
+        device: str,
+        store: LayerStore,
+    ) -> Unquantized:
+        """Return it with the scales that AWQ or SmoothQuant moves between its tensors."""
+        facts = probe(device)
+        kind = str(facts.kind)
+        with choose_threads(None, facts.cores):
+            places = smooth(
+                self.model,
+                self._source(facts),
+                select_kernels("auto", kind),
+                plan.method,
+                rounding_of(plan, self.model),
+                samples,
+                frozenset(ignored),
+                store,
+                kind,
+                on_progress,
+            )
+        return replace(self, transformed=Folded.of(places))
+
+    def rotated(self) -> Unquantized:
+        """Return it with its channels rotated. Raises ConfigError where nothing can be."""
+        turned = rotation(self.model)
+        for refusal in turned.refusals:
+            logger.warning("--method rotation leaves out %s", refusal)
+        model = self.model
+        if turned.unties:
+            model = replace(model, tie_word_embeddings=False)
+        return replace(self, model=model, transformed=Rotated(turned), unties=turned.unties)
+
+    def _source(self, facts: DeviceFacts) -> WeightSource:
         kind = str(facts.kind)
         compute = self.model.checkpoint_format
         source = CheckpointSource(self.checkpoint, compute, compute, kind)
@@ -167,9 +287,9 @@ class Unquantized:
             source = replace(
                 source, weight_format=facts.native_e4m3, rounds=False, packed=self.packed
             )
-        kernels = select_kernels("auto", kind)
-        with choose_threads(None, facts.cores):
-            return calibrate(self.model, source, kernels, plan, samples, ignored, kind, on_progress)
+        if self.transformed is None:
+            return source
+        return ChangedSource(source, self.changed)
 
 
 def open_unquantized(
@@ -284,6 +404,7 @@ def quantize(
         require_any(opened.model, decided, ignored)
     require_blocks(opened.model, decided, ignored)
     require_groups(opened.model, decided, ignored)
+    require_integers(opened, decided, ignored)
     check_disk_space(opened.checkpoint, Path(out))
     calibration = NOTHING_CALIBRATED
     measured = decided
@@ -291,29 +412,66 @@ def quantize(
         measured = replace(decided, kv_granularity=None)
         decided = replace(decided, kv_granularity=opened.carried.granularity)
     choice = None
+    samples: Samples = []
+    halves = samples, samples
+    device = args.device or "auto"
+    if measured.method.transform is Transform.ROTATION:
+        opened = opened.rotated()
     if measured.needs_data:
         samples = load_samples(opened, measured, args.calibration_data)
         halves = split(samples) if measured.kv_budget else (samples, samples)
         samples = halves[0]
-        calibration = opened.calibrate(
-            measured, samples, ignored, on_progress, args.device or "auto"
-        )
-        require_gain(measured, calibration)
+    with _layer_store(opened, measured, samples, ignored, Path(out)) as store:
+        if measured.needs_data:
+            opened, calibration = opened.prepared(
+                measured, samples, ignored, on_progress, device, store
+            )
+            require_gain(measured, calibration)
         if measured.kv_budget is not None:
             engine = EngineArgs(
                 model=str(opened.checkpoint.path),
-                device=args.device or "auto",
+                device=device,
                 ignore_config_keys=opened.model.ignored_keys,
             )
             choice = choose(engine, measured.kv_budget, calibration, halves, on_progress)
             calibration = as_chosen(calibration, choice)
             decided = replace(decided, kv_granularity=choice.uniform)
-    if opened.carried is not None:
-        calibration = replace(calibration, kv=opened.carried.coarse, kv_finer=opened.carried.finer)
-    result = write(
-        opened, decided, ignored, divided, calibration, Path(out), on_progress, overwrite
-    )
+        carried = opened.carried
+        if carried is not None:
+            calibration = replace(calibration, kv=carried.coarse, kv_finer=carried.finer)
+        result = write(
+            opened, decided, ignored, divided, calibration, Path(out), on_progress, overwrite, store
+        )
     return replace(result, kv_choice=choice)
+
+
+def _layer_store(
+    opened: Unquantized,
+    plan: QuantizePlan,
+    samples: Samples,
+    ignored: Collection[str],
+    out: Path,
+) -> AbstractContextManager[LayerStore | None]:
+    """Return where the layers of a method are kept; None for a method that needs no data."""
+    if not plan.method.needs_data:
+        return nullcontext()
+    return LayerStore(out, run_of(opened, plan, samples, ignored))
+
+
+def run_of(
+    opened: Unquantized, plan: QuantizePlan, samples: Samples, ignored: Collection[str]
+) -> dict[str, str]:
+    """Return what decides the layers of a run, as `LayerStore` compares it."""
+    tokens = hashlib.sha256(json.dumps([list(ids) for ids in samples]).encode()).hexdigest()
+    return {
+        "freight": version(),
+        "torch": torch.__version__,
+        "threads": str(torch.get_num_threads()),
+        "model": json.dumps(opened.checkpoint.identity),
+        "plan": str(plan),
+        "left_out": " ".join(ignored),
+        "tokens": tokens,
+    }
 
 
 def require_other(checkpoint: Checkpoint, out: Path) -> None:
@@ -388,7 +546,8 @@ def require_groups(model: ModelConfig, plan: QuantizePlan, ignored: Collection[s
     if not plan.weights.in_four_bits:
         return
     is_int4 = plan.weights is WeightScheme.INT4
-    size = plan.group_size if is_int4 else GROUP
+    sizes = {WeightScheme.INT4: plan.group_size, WeightScheme.NVFP4: NVFP4_GROUP}
+    size = sizes.get(plan.weights, GROUP)
     for name, shape in _quantized_shapes(model, ignored):
         columns = shape[-1]
         if columns % size == 0:
@@ -400,6 +559,32 @@ def require_groups(model: ModelConfig, plan: QuantizePlan, ignored: Collection[s
         raise ConfigError(
             f"--weights {plan.weights}: {name} has {columns} inputs, which groups of {size} do not divide; {way_out}"
         )
+
+
+def require_integers(opened: Unquantized, plan: QuantizePlan, ignored: Collection[str]) -> None:
+    """Raise ConfigError for what AutoGPTQ's and AutoAWQ's layouts cannot have: KV scales, matrices
+    whose outputs int32 do not divide, and in AWQ a module that the name of one in 16 bits is part of.
+    """
+    if not plan.layout.of_integers:
+        return
+    way_out = "choose --format compressed-tensors"
+    if opened.carried is not None:
+        raise ConfigError(
+            f"--format {plan.layout}: {opened.name} has KV scales, which that format has no place for; {way_out}"
+        )
+    for name, shape in _quantized_shapes(opened.model, ignored):
+        if shape[0] % 8:
+            raise ConfigError(
+                f"--format {plan.layout}: {name} has {shape[0]} outputs, no multiple of 8, of which an int32 has the "
+                f"zero points; leave it out (--ignore {name}), or {way_out}"
+            )
+        if plan.layout is Layout.AWQ:
+            for other in ignored:
+                if other in name:
+                    raise ConfigError(
+                        f"--format awq: {other} stays in 16 bits, and engines then leave out {name} too, whose name "
+                        f"has it in it; leave out both, or {way_out}"
+                    )
 
 
 def _require_whole_heads(model: ModelConfig, ignored: Collection[str]) -> None:
@@ -455,6 +640,7 @@ def write(
     out: Path,
     on_progress: OnStage = unseen,
     overwrite: bool = False,
+    layers: LayerStore | None = None,
 ) -> QuantizeResult:
     """Write the checkpoint, and collect the warnings."""
     before, after = write_quantized(
@@ -467,6 +653,9 @@ def write(
         on_progress,
         opened.packed,
         overwrite=overwrite,
+        layers=layers,
+        change=opened.changed,
+        unties=opened.unties,
     )
     warnings = []
     for name, growth in calibration.moving.items():
@@ -482,6 +671,13 @@ def write(
         warnings.append(
             f"no token of the calibration data reached {', '.join(experts)}: input scales are those of the layer's "
             "other experts; use more data, or more like what the model will be used for"
+        )
+    if calibration.few_tokens:
+        worst = min(calibration.few_tokens.values())
+        warnings.append(
+            f"fewer than {FEW_TOKENS} tokens of the calibration data reached {len(calibration.few_tokens)} inputs of "
+            f"experts (the least: {worst}), such as {next(iter(calibration.few_tokens))}: their rounding stands on "
+            "little; use more data, or more like what the model will be used for"
         )
     if divided:
         warnings.append(

@@ -20,6 +20,7 @@ from freight.model.config.model import ModelConfig
 from freight.quantizer.carried import Carried, open_scales, per_layer, require_fit
 from freight.quantizer.modules import head_module, kept_modules, linear_modules
 from freight.quantizer.plan import (
+    KV_LAYOUTS,
     ActivationScheme,
     Layout,
     QuantizePlan,
@@ -44,8 +45,8 @@ def extract_scales(
     """Write `base`, a 16-bit model, into the new folder `out` with the KV scales of `quantized`, a
     model of its shape.
 
-    `quantized` may be an export of AMMO or ModelOpt for TensorRT-LLM. `format` is a Layout. Raises
-    ConfigError where the two differ, CheckpointError where scales are missing.
+    `quantized` may be an export of AMMO or ModelOpt for TensorRT-LLM. `format` is one of
+    KV_LAYOUTS. Raises ConfigError where the two differ, CheckpointError where scales are missing.
     """
     layout = _layout(format)
     require_new(out)
@@ -101,7 +102,7 @@ def export_scales(model: str, file: Path) -> KVScales:
 
 
 def _layout(format: str) -> Layout:
-    return Layout(choose("--format", format, tuple(Layout)))
+    return Layout(choose("--format", format, KV_LAYOUTS))
 
 
 def _write(

@@ -56,6 +56,10 @@ class Watch:
         """Pass `values` [groups, count] to the observer."""
         self._observer.observe(values)
 
+    def observe_all(self, values: Tensor) -> None:
+        """Pass `values` of any shape to the observer of one group."""
+        self._observer.observe(values.reshape(1, -1))
+
     def mark(self) -> None:
         self._earlier = self._observer.amax().clone()
 
@@ -81,12 +85,12 @@ class Watch:
 
 @dataclass(frozen=True)
 class _Watched(UnmergedLinear):
-    """Projections that pass the input they share to `observe`."""
+    """Projections that pass the input they share, [rows, in_features], to `observe`."""
 
     observe: Callable[[Tensor], None]
 
     def __call__(self, x: Rows) -> Tensor:
-        self.observe(as_tensor(x).reshape(1, -1))
+        self.observe(as_tensor(x))
         return super().__call__(x)
 
 
@@ -133,42 +137,8 @@ class LayerWatch:
 
     def around(self, layer: DecoderLayer) -> DecoderLayer:
         """Return the layer with the inputs of its Linear modules observed."""
-        experts = layer.parallel_experts
-        if experts is not None and self.experts is not None:
-            experts = replace(experts, moe=self.experts.around(experts.moe))
-        return replace(
-            layer,
-            mixer=self._watched(layer.mixer, self.modules.mixed),
-            mlp=self._feed_forward(layer.mlp),
-            per_layer=self._watched(layer.per_layer, self.modules.per_layer),
-            parallel_experts=experts,
-        )
-
-    def _watched(self, part: Any, fields: Fields) -> Any:
-        """Return `part`, a frozen dataclass, with the inputs of its projections `fields` observed."""
-        watched = {}
-        for field, group in fields.items():
-            watch = self.inputs.get(group)
-            if watch is None:
-                continue
-            projection = getattr(part, field)
-            assert not isinstance(projection, GatheredLinear), "calibration has one rank"
-            parts = projection.parts if isinstance(projection, UnmergedLinear) else (projection,)
-            watched[field] = _Watched(parts, watch.observe)
-        return replace(part, **watched) if watched else part
-
-    def _feed_forward(self, mlp: MLP | MoE | None) -> MLP | MoE | None:
-        modules = self.modules
-        if isinstance(mlp, MLP):
-            dense: MLP = self._watched(mlp, modules.dense)
-            return dense
-        if mlp is None:
-            return None
-        shared = mlp.shared
-        if isinstance(shared, MLP):
-            shared = self._watched(shared, modules.dense)
-        moe = replace(mlp, shared=shared, latent=self._watched(mlp.latent, modules.latent))
-        return moe if self.experts is None else self.experts.around(moe)
+        observers = {group: watch.observe_all for group, watch in self.inputs.items()}
+        return observed_layer(layer, self.modules, observers, self.experts)
 
     def unseen(self) -> list[str]:
         """Return the names of the experts that no token reached."""
@@ -192,6 +162,61 @@ class LayerWatch:
         coarse = self.kv[side, Granularity.TENSOR].scales()
         scales = torch.maximum(self.kv[side, granularity].scales(), coarse * FLOOR)
         return tuple(scales.tolist())
+
+
+Observe = Callable[[Tensor], None]  # takes the input of a group of modules, [rows, in_features]
+Observers = Mapping[tuple[str, ...], Observe]  # by the modules that share the input
+
+
+def observed_layer(
+    layer: DecoderLayer, modules: LayerModules, observers: Observers, experts: ExpertWatch | None
+) -> DecoderLayer:
+    """Return the layer with the inputs of its Linear modules passed to `observers`, and those of
+    its experts to `experts`, before they are used.
+    """
+    parallel = layer.parallel_experts
+    if parallel is not None and experts is not None:
+        parallel = replace(parallel, moe=experts.around(parallel.moe))
+    return replace(
+        layer,
+        mixer=_observed_part(layer.mixer, modules.mixed, observers),
+        mlp=_observed_feed_forward(layer.mlp, modules, observers, experts),
+        per_layer=_observed_part(layer.per_layer, modules.per_layer, observers),
+        parallel_experts=parallel,
+    )
+
+
+def _observed_part(part: Any, fields: Fields, observers: Observers) -> Any:
+    """Return `part`, a frozen dataclass, with the inputs of its projections `fields` observed."""
+    watched = {}
+    for field, group in fields.items():
+        observe = observers.get(group)
+        if observe is None:
+            continue
+        projection = getattr(part, field)
+        assert not isinstance(projection, GatheredLinear), "calibration has one rank"
+        parts = projection.parts if isinstance(projection, UnmergedLinear) else (projection,)
+        watched[field] = _Watched(parts, observe)
+    return replace(part, **watched) if watched else part
+
+
+def _observed_feed_forward(
+    mlp: MLP | MoE | None,
+    modules: LayerModules,
+    observers: Observers,
+    experts: ExpertWatch | None,
+) -> MLP | MoE | None:
+    if isinstance(mlp, MLP):
+        dense: MLP = _observed_part(mlp, modules.dense, observers)
+        return dense
+    if mlp is None:
+        return None
+    shared = mlp.shared
+    if isinstance(shared, MLP):
+        shared = _observed_part(shared, modules.dense, observers)
+    latent = _observed_part(mlp.latent, modules.latent, observers)
+    moe = replace(mlp, shared=shared, latent=latent)
+    return moe if experts is None else experts.around(moe)
 
 
 def observed(plan: QuantizePlan) -> tuple[Granularity, ...]:
@@ -239,5 +264,5 @@ def watch_layer(
         gate_up = inputs[modules.experts.gate_up]
         down = inputs[modules.experts.down]
         num_tokens = torch.zeros(modules.experts.count, dtype=torch.int64, device=device)
-        experts = ExpertWatch(gate_up.observe, down.observe, num_tokens)
+        experts = ExpertWatch(gate_up.observe_all, down.observe_all, num_tokens)
     return LayerWatch(modules, kv, inputs, experts, v_dim, rotary_dim)

@@ -67,7 +67,7 @@ def test_every_option_reaches_the_checkpoint(freight: Run, data: str, out: Path)
         line.removeprefix("warning: ") for line in answer.err.splitlines()
     ]
     assert said == {
-        "path": str(out), "format": "compressed-tensors", "weights": "fp8", "activations": "static",
+        "path": str(out), "format": "compressed-tensors", "weights": "fp8", "method": None, "activations": "static",
         "kv_cache": "fp8", "granularity": "head", "centers": [], "num_samples": 3, "num_tokens": 270,
         "longest_sample": 90,
     }  # fmt: skip

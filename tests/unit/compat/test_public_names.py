@@ -14,7 +14,16 @@ import pytest
 
 PUBLIC = {
     "auto_fp8": {"AutoFP8ForCausalLM", "BaseQuantizeConfig"},
-    "llm_compressor": {"OneshotModel", "QuantizationArgs", "QuantizationModifier", "oneshot"},
+    "llm_compressor": {
+        "AWQModifier",
+        "GPTQModifier",
+        "OneshotModel",
+        "QuantizationArgs",
+        "QuantizationModifier",
+        "SmoothQuantModifier",
+        "SpinQuantModifier",
+        "oneshot",
+    },
     "lm_eval": {
         "AT_ONCE",
         "COMMAND_DEVICE",

@@ -29,6 +29,8 @@ def decide(**options: Any) -> tuple[str, str, Granularity | None]:
             ("fp8-channel", "dynamic", Granularity.HEAD),
         ),
         ({"weights": "fp8", "activations": "none"}, ("fp8", "none", None)),
+        ({"weights": "fp8-weight-only"}, ("fp8-channel", "none", None)),
+        ({"weights": "fp8-weight-only", "activations": "none"}, ("fp8-channel", "none", None)),
     ],
 )
 def test_what_is_not_said_follows(
@@ -56,6 +58,10 @@ def test_what_needs_data_is_named():
         ({"format": "gguf"}, "--format 'gguf' is unknown"),
         ({"kv_cache": "fp8", "observer": "minmax"}, "--observer 'minmax' is unknown"),
         ({"weights": "none"}, "leave nothing to do"),
+        (
+            {"weights": "fp8-weight-only", "activations": "static"},
+            "--activations static with --weights fp8-weight-only: .*--weights fp8-channel",
+        ),
         (
             {"weights": "none", "activations": "static", "kv_cache": "fp8"},
             "--activations static with --weights none",

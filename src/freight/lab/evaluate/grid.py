@@ -37,7 +37,12 @@ from freight.lab.evaluate.layer_kl import first_windows, layer_kl
 from freight.lab.evaluate.magnitudes import Magnitudes
 from freight.lab.evaluate.measure import SettingRun, measure
 from freight.lab.evaluate.report import cache_run, load_for, plain_config, pool_for
-from freight.lab.evaluate.rounded import check_schemes, load_rounded, require_names
+from freight.lab.evaluate.rounded import (
+    check_schemes,
+    load_rounded,
+    open_other,
+    require_names,
+)
 from freight.lab.evaluate.speed import contexts_of, time_settings
 from freight.lab.evaluate.static_scales import Measured, measure_scales
 from freight.lab.evaluate.stored_error import Probe
@@ -72,8 +77,8 @@ class GridArgs:
                       CPU alone), or the one that the engine's options name
     states            names of STATES; None: where layers keep states, those that the engine's
                       options choose, or else those of at most 16 bits
-    weights           schemes of weights (`rounded`), each measured with a 16-bit and with a `token`
-                      cache
+    weights           schemes of weights (`rounded`), or folders of other checkpoints of the model
+                      (with a `/`), each measured with a 16-bit and with a `token` cache
     calibration_data  for static scales that the checkpoint does not have; None: text that ships
                       with Freight
     window            tokens scored together; None: those of the longest document with its prompt, or
@@ -95,6 +100,16 @@ class GridArgs:
     states: tuple[str, ...] | None = None
     noise: bool | None = False
 
+    @property
+    def folders(self) -> list[str]:
+        """Other checkpoints, of `weights`."""
+        return [name for name in self.weights if "/" in name]
+
+    @property
+    def schemes(self) -> tuple[str, ...]:
+        """Schemes of weights, of `weights`."""
+        return tuple(name for name in self.weights if "/" not in name)
+
 
 def evaluate_grid(
     args: EngineArgs,
@@ -115,7 +130,8 @@ def evaluate_grid(
     plain = plain_config(opened)
     prompted = any(isinstance(document, PromptedText) for document in documents)
     names = _names(args, grid, opened)
-    check_schemes(opened, grid.weights, args.quantization)
+    check_schemes(opened, grid.schemes, args.quantization)
+    others = [open_other(opened, folder) for folder in grid.folders]
     chosen = None if names else opened.resolve(args)
     states = _states(opened, plain, chosen, grid)
     parts, length = _cut(opened, documents, grid, plain.max_model_len)
@@ -153,10 +169,14 @@ def evaluate_grid(
         by_token = KVCacheConfig(
             opened.device.native_e4m3, Granularity.TOKEN, ScaleSource.DYNAMIC, None
         )
-        for scheme in grid.weights:
-            pair = [caches[0], ("token", opened.skipping(replace(plain, kv=by_token)))]
-            model = load_rounded(opened, plain, scheme, longest)
-            runs += _runs(opened, model, pair, length, scheme)
+        sixteen = (caches[0][0], plain)
+        for scheme in grid.schemes:
+            pair = [sixteen, ("token", opened.skipping(replace(plain, kv=by_token)))]
+            rounded = load_rounded(opened, plain, scheme, longest)
+            runs += _runs(opened, rounded, pair, length, scheme)
+        for folder, other in zip(grid.folders, others, strict=True):
+            pair = [sixteen, ("token", other.skipping(replace(plain, kv=by_token)))]
+            runs += _runs(other, load_for(other, [plain], longest), pair, length, Path(folder).name)
         measure(runs, [part.window for part in parts], partial(on_progress, "evaluating"))
         speeds = None
         if grid.speed:
@@ -164,9 +184,6 @@ def evaluate_grid(
         worst = None
         if grid.per_layer:
             worst = layer_kl(runs, parts, partial(on_progress, "evaluating layer by layer"))
-    data = grid.calibration_data
-    if data is None and args.model != "demo":
-        data = str(_SHIPPED)
     overview = Overview(
         args=args,
         source=source,
@@ -178,7 +195,7 @@ def evaluate_grid(
             *_note_of_prompts(parts, prompted),
             *_notes(opened, plain, grid, calibrated.scales, samples, length),
         ),
-        calibration=CalibrationText(data, len(samples), length) if samples else None,
+        calibration=_calibration_text(grid, args, samples, length),
         chosen_by_layer=bool(opened.kv_scales.mixed),
         quantized=opened.scheme.weight_format is not None,
         prompted=prompted,
@@ -190,6 +207,17 @@ def evaluate_grid(
         seconds=time.perf_counter() - begin,
         calibration_seconds=calibrated.forward_seconds,
     )
+
+
+def _calibration_text(
+    grid: GridArgs, args: EngineArgs, samples: Sequence[object], length: int
+) -> CalibrationText | None:
+    if not samples:
+        return None
+    data = grid.calibration_data
+    if data is None and args.model != "demo":
+        data = str(_SHIPPED)
+    return CalibrationText(data, len(samples), length)
 
 
 def _cut(

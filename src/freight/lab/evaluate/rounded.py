@@ -18,7 +18,7 @@ from freight.fp8.four_bits import round_mxfp4
 from freight.fp8.weights import quantize_blocks, quantize_rows, quantize_tensor
 from freight.model.decoder import Decoder
 from freight.model.loader import build_decoder, require_groups
-from freight.model.open import OpenModel
+from freight.model.open import OpenModel, open_model
 from freight.model.sources import CheckpointSource, round_to_int4
 from freight.operands.weight import Activations, Weight
 from freight.quantizer.declare import scale_format
@@ -103,6 +103,30 @@ def check_schemes(opened: OpenModel, schemes: tuple[str, ...], quantization: str
             f"--weights {','.join(schemes)}, but the weights are quantized already, or asked to be; "
             "name the 16-bit model, without --quantization"
         )
+
+
+def open_other(opened: OpenModel, folder: str) -> OpenModel:
+    """Open another checkpoint of the model `opened`, such as one that was quantized, in `folder`.
+
+    Raises ConfigError where it is not one of the same tokens and layers.
+    """
+    args = replace(
+        opened.args,
+        model=folder,
+        revision=None,
+        quantization=None,
+        dtype=str(opened.model.checkpoint_format),
+    )
+    other = open_model(args)
+    for what in ("model_type", "vocab_size", "num_layers", "hidden_size"):
+        theirs = getattr(other.model, what)
+        ours = getattr(opened.model, what)
+        if theirs != ours:
+            raise ConfigError(
+                f"--weights {folder} is not a checkpoint of {opened.args.model}: its {what} is {theirs}, not {ours}; "
+                "name one that was made from it"
+            )
+    return other
 
 
 def load_rounded(
