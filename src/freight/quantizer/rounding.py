@@ -116,7 +116,13 @@ class Rounding:
         plan = self.plan
         grouped = weight if order is None else weight[:, order]
         scale_dtype = stored_scale_dtype(plan.layout, self.dtype)
-        groups = round_int_groups(grouped, plan.group_size, scale_dtype, asymmetric=plan.asymmetric)
+        groups = round_int_groups(
+            grouped,
+            plan.group_size,
+            scale_dtype,
+            asymmetric=plan.asymmetric,
+            searches=self._searches,
+        )
         if order is None:
             return RoundedMatrix(groups.codes, groups.scales, groups.zeros)
         codes = torch.empty_like(groups.codes)

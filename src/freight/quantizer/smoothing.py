@@ -8,6 +8,7 @@ looked at as it is.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -31,7 +32,7 @@ from freight.quantizer.layer_inputs import ChannelStatistics, LayerInputs
 from freight.quantizer.layer_store import LayerStore
 from freight.quantizer.modules import layer_modules
 from freight.quantizer.normed import Norm
-from freight.quantizer.plan import Method, Transform
+from freight.quantizer.plan import Method, Transform, WeightObserver
 from freight.quantizer.rounding import Rounding
 from freight.quantizer.transformed import PlacedScale
 from freight.quantizer.walk import Walk
@@ -116,7 +117,10 @@ class _Chooser:
         self, method: Method, rounding: Rounding, source: WeightSource, config: ModelConfig
     ) -> None:
         self._method = method
-        self._rounding = rounding
+        # Scales of the largest magnitude, as llm-compressor has them here: a search for each of the
+        # candidates takes several times as long
+        plan = replace(rounding.plan, weight_observer=WeightObserver.MINMAX)
+        self._rounding = replace(rounding, plan=plan)
         self._source = source
         self._shapes = tensor_shapes(config)
 

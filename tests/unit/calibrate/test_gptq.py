@@ -14,7 +14,7 @@ from torch import Tensor
 from freight.fp8.formats import Format
 from freight.quantizer.gptq import by_activation, compensated, output_error, spread
 from freight.quantizer.grid import Grid
-from freight.quantizer.plan import QuantizeArgs, plan
+from freight.quantizer.plan import QuantizeArgs, WeightObserver, plan
 from freight.quantizer.rounding import Rounding, stacked
 
 SCHEMES = [
@@ -102,6 +102,19 @@ def test_a_grid_rounds_as_its_format_does(seed: int, scheme: str):
         assert torch.equal(grid.column(weight[:, index], index), values[:, index])
     # values of a grid are their own nearest
     assert torch.equal(grid.values(grid.codes(values)), values)
+
+
+@pytest.mark.parametrize("scheme", ["int4", "int4-asymmetric", "mxfp4", "nvfp4"])
+def test_a_searched_scale_costs_less_than_that_of_the_largest_value(scheme: str):
+    weight = torch.randn(16, 128, generator=torch.Generator().manual_seed(1))
+    searching = rounding_for(scheme)
+    plain = replace(searching.plan, weight_observer=WeightObserver.MINMAX)
+    errors = []
+    for rounding in (searching, replace(searching, plan=plain)):
+        matrix = rounding.nearest(weight)
+        values = rounding.grid(matrix).values(matrix.codes)
+        errors.append(float((values - weight).square().sum()))
+    assert errors[0] < errors[1]
 
 
 def test_matrices_of_one_input_are_rounded_as_each_alone():
