@@ -3,12 +3,14 @@
     python tools/publish.py tasks MODEL scores.json
     python tools/publish.py ladder MODEL ladder.json --of "GSM8K"
     python tools/publish.py oracle MODEL oracle.json --of "The Debian Administrator's Handbook"
+    python tools/publish.py methods MODEL methods.json --of "GSM8K" --calibration "GSM8K"
     python tools/publish.py retrieval MODEL long.json [long-int8.json] --context 8192
 
 MODEL is a name of real_model.py. The files come from `benchmarks/paired_questions.py score --json`,
-`benchmarks/cache_ladder.py judge --json`, `benchmarks/peers/cache_oracle.py --json` and `freight evaluate
-long --json`. `--command` says how the figures were made, once for each command. `python
-tools/published_tables.py --write` then writes docs/quality.md.
+`benchmarks/cache_ladder.py judge --json`, `benchmarks/quantize_methods.py --json`,
+`benchmarks/peers/cache_oracle.py --json` and `freight evaluate long --json`. `--command` says how the
+figures were made, once for each command. `python tools/published_tables.py --write` then writes
+docs/quality.md.
 """
 
 from __future__ import annotations
@@ -23,12 +25,15 @@ from typing import Any
 import real_model
 from published import (
     FOLDER,
+    KINDS,
     DepthRow,
     Interval,
     Ladder,
     LadderStep,
     LongCache,
     Machine,
+    MethodRow,
+    Methods,
     Model,
     Oracle,
     OracleRow,
@@ -189,6 +194,46 @@ def depth_of(depth: JsonDict) -> DepthRow:
     )
 
 
+def methods_of(
+    facts: JsonDict, common: Mapping[str, Any], command: str, of: str, calibration: str
+) -> Methods:
+    """Of what `quantize_methods.py --json` wrote."""
+    evaluation = facts["evaluation"]
+    rows = []
+    for row in facts["rows"]:
+        figures, with_tokens = row["runs"]
+        cost = row["cost"]
+        rows.append(
+            MethodRow(
+                method=row["method"],
+                seconds=cost["seconds"],
+                peak_bytes=cost["peak_bytes"],
+                bytes_after=cost["bytes_after"],
+                kl=figures["kl_mean"],
+                kl_interval=pair(figures["kl_interval"]),
+                kl_token=with_tokens["kl_mean"],
+                perplexity=figures["perplexity"],
+                perplexity_ratio=figures["perplexity_ratio"],
+                perplexity_ratio_interval=pair(figures["perplexity_ratio_interval"]),
+                same_top=figures["same_top"],
+            )
+        )
+    return Methods(
+        **common,
+        text=of,
+        num_tokens=evaluation["num_tokens"],
+        window=evaluation["window"],
+        calibration=calibration,
+        num_samples=facts["num_samples"],
+        max_seq_len=facts["max_seq_len"],
+        weights=facts["weights"],
+        group_size=facts["group_size"] or 0,
+        perplexity=evaluation["runs"][0]["perplexity"],
+        command=command,
+        rows=tuple(rows),
+    )
+
+
 def facts_of(name: str) -> dict[str, Any]:
     """The model, this machine and today, as every kind of result has them."""
     if name not in real_model.KNOWN:
@@ -204,10 +249,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("kind", choices=("tasks", "ladder", "oracle", "retrieval"))
+    parser.add_argument("kind", choices=tuple(KINDS)[1:])
     parser.add_argument("model")
     parser.add_argument("files", type=Path, nargs="+")
     parser.add_argument("--of", default="", help="what was judged: the questions, or the text")
+    parser.add_argument("--calibration", default="", help="the text that methods looked at")
     parser.add_argument("--context", type=int, default=0, help="tokens, of retrieval")
     parser.add_argument("--command", action="append", default=[], help="that made the figures")
     parser.add_argument("--out", type=Path, default=FOLDER)
@@ -221,6 +267,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             "ladder": lambda: ladder_of(files[0], common, command, args.of),
             "oracle": lambda: oracle_of(files[0], common, args.command, args.of),
             "retrieval": lambda: retrieval_of(files, common, args.command, args.context),
+            "methods": lambda: methods_of(files[0], common, command, args.of, args.calibration),
         }
         result: Result = results[args.kind]()
         print(write(result, args.out))

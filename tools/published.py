@@ -309,9 +309,50 @@ class Retrieval:
     caches: tuple[LongCache, ...]
 
 
-Result = Quality | Tasks | Ladder | Oracle | Retrieval
+@dataclass(frozen=True)
+class MethodRow:
+    """A checkpoint of one method: what making it took, and what it costs with a 16-bit cache and, as
+    `kl_token`, with E4M3 per token. KL in nats a token against the 16-bit model.
+    """
+
+    method: str
+    seconds: float
+    peak_bytes: int
+    bytes_after: int
+    kl: float
+    kl_interval: Interval | None
+    kl_token: float
+    perplexity: float
+    perplexity_ratio: float
+    perplexity_ratio_interval: Interval | None
+    same_top: float
+
+
+@dataclass(frozen=True)
+class Methods:
+    """One format of weights by every method of `freight quantize`; `group_size` 0: the format's own."""
+
+    kind: ClassVar[str] = "methods"
+
+    model: Model
+    text: str
+    num_tokens: int
+    window: int
+    calibration: str
+    num_samples: int
+    max_seq_len: int
+    weights: str
+    group_size: int
+    perplexity: float
+    command: str
+    machine: Machine
+    date: str
+    rows: tuple[MethodRow, ...]
+
+
+Result = Quality | Tasks | Ladder | Oracle | Retrieval | Methods
 KINDS: dict[str, type[Result]] = {
-    form.kind: form for form in (Quality, Tasks, Ladder, Oracle, Retrieval)
+    form.kind: form for form in (Quality, Tasks, Ladder, Oracle, Retrieval, Methods)
 }
 
 
@@ -324,6 +365,8 @@ def file_name(result: Result) -> str:
         parts.append(result.kind)
     if isinstance(result, Retrieval):
         parts[-1] += f"-{result.context}"
+    if isinstance(result, Methods):
+        parts[-1] += f"-{result.weights}"
     return ".".join([*parts, result.machine.short_name, "json"])
 
 

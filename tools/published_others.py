@@ -1,5 +1,5 @@
 """The sections of docs/quality.md about other results than the tables of caches and weights: tasks, the
-ladder of caches, the oracle, retrieval.
+ladder of caches, the oracle, retrieval, methods of quantizing.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from published import (
     Ladder,
     LongCache,
     Machine,
+    Methods,
     Oracle,
     Retrieval,
     Tasks,
@@ -157,12 +158,44 @@ def _cells(cache: LongCache, is_first: bool) -> Iterator[str]:
             yield f"{row.found:.1%} ({row.gain_change:+.4f}{half(row.gain_change_interval, '.4f')})"
 
 
+def methods_section(result: Methods) -> Iterator[str]:
+    groups = f" in groups of {result.group_size}" if result.group_size else ""
+    yield f"## Methods of {result.weights}{groups}: {result.model.title}"
+    yield (
+        f"`freight quantize --method`, on {result.num_samples} samples of up to {result.max_seq_len} tokens of "
+        f"{result.calibration}; judged by {result.num_tokens:,} tokens of {result.text} in windows of "
+        f"{result.window}, inputs of products as the kernels round them. Perplexity without quantization: "
+        f"{result.perplexity:.3f}. The model in 16 bits is itself decoded from the publisher's file in 4 bits. *With token*: the same weights "
+        "with an E4M3 cache per token. Seconds and peak memory are of making the checkpoint."
+    )
+    yield shell(result.command)
+    lines = [["method", "mean KL", "with token", "perplexity", "change", "same top"]]
+    lines[0] += ["MiB", "seconds", "peak MiB"]
+    for row in result.rows:
+        lines.append(
+            [
+                row.method,
+                f"{row.kl:.4f}{half(row.kl_interval, '.4f')}",
+                f"{row.kl_token:.4f}",
+                f"{row.perplexity:.3f}",
+                f"{row.perplexity_ratio - 1:+.1%}{half(row.perplexity_ratio_interval, '.1%')}",
+                f"{row.same_top:.1%}",
+                f"{row.bytes_after / 2**20:.1f}",
+                f"{row.seconds:.0f}",
+                f"{row.peak_bytes / 2**20:,.0f}",
+            ]
+        )
+    yield markdown(lines, num_left=1)
+    yield where(result.machine, result.date)
+
+
 def other_sections(folder: Path = FOLDER) -> list[str]:
     """Return the sections of all results but Quality. Raises ConfigError for a file that is no result."""
     parts: list[Iterator[str]] = []
     parts += map(tasks_section, read_all(Tasks, folder))
     parts += map(ladder_section, read_all(Ladder, folder))
     parts += map(retrieval_section, read_all(Retrieval, folder))
+    parts += map(methods_section, read_all(Methods, folder))
     oracles = read_all(Oracle, folder)
     if oracles:
         parts.append(oracle_section(oracles))
