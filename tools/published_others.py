@@ -165,8 +165,9 @@ def methods_section(result: Methods) -> Iterator[str]:
         f"`freight quantize --method`, on {result.num_samples} samples of up to {result.max_seq_len} tokens of "
         f"{result.calibration}; judged by {result.num_tokens:,} tokens of {result.text} in windows of "
         f"{result.window}, inputs of products as the kernels round them. Perplexity without quantization: "
-        f"{result.perplexity:.3f}. The model in 16 bits is itself decoded from the publisher's file in 4 bits. *With token*: the same weights "
-        "with an E4M3 cache per token. Seconds and peak memory are of making the checkpoint."
+        f"{result.perplexity:.3f}. The model in 16 bits is itself decoded from the publisher's file in 4 bits. "
+        "*With token*: the same weights with an E4M3 cache per token. Seconds and peak memory are those of "
+        "making the checkpoint."
     )
     yield shell(result.command)
     lines = [["method", "mean KL", "with token", "perplexity", "change", "same top"]]
