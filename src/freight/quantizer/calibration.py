@@ -157,7 +157,7 @@ def _quantized_layer(
         layer = inputs.around(walk.layer(index))
         walk.through(index, layer, walk.hidden.clone(), LayerWatch(modules, {}, {}))
         rounder.round(index, inputs)
-    return walk.layer(index, rounder.changed(index))
+    return walk.layer(index, rounder.changed())
 
 
 def _require_supported(config: ModelConfig, plan: QuantizePlan) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from freight.checkpoint.headers import Shape
@@ -18,10 +19,11 @@ Change = Callable[[str], Tensor | None]  # a tensor's name -> its new values; No
 
 @dataclass(frozen=True)
 class ChangedSource:
-    """`WeightSource` of `inner`, with what `change` gives in the place of its tensors."""
+    """`WeightSource` of `inner`, with what `change` gives in the place of its tensors, on `device`."""
 
     inner: WeightSource
     change: Change
+    device: str
 
     @property
     def compute_format(self) -> Format:
@@ -40,7 +42,9 @@ class ChangedSource:
 
     def exact(self, name: str, shape: Shape) -> Tensor:
         changed = self.change(name)
-        return self.inner.exact(name, shape) if changed is None else changed.float()
+        if changed is None:
+            return self.inner.exact(name, shape)
+        return changed.to(device=self.device, dtype=torch.float32)
 
     def weight(self, name: str, shape: Shape) -> Weight:
         changed = self._changed(name)
@@ -61,4 +65,5 @@ class ChangedSource:
         changed = self.change(name)
         if changed is None:
             return None
-        return changed.to(torch_dtype(self.compute_format)).contiguous()
+        dtype = torch_dtype(self.compute_format)
+        return changed.to(device=self.device, dtype=dtype).contiguous()

@@ -53,16 +53,17 @@ class LayerRounder:
         matrices: dict[str, RoundedMatrix] = {}
         for group, statistics in inputs.by_group.items():
             matrices |= self.rounded(group, statistics)
-        self.store.add(index, matrices, {})
+        self.store.add(index, matrices)
 
-    def changed(self, index: int) -> WeightSource:
-        """Return the source in which layer `index` has the values of its rounded matrices."""
-        tensors: dict[str, Tensor] = self.store.changed(index)
-        for module in self.store.modules(index):
-            matrix = self.store.matrix(module)
-            assert matrix is not None
-            tensors[f"{module}.weight"] = self.rounding.grid(matrix).values(matrix.codes)
-        return ChangedSource(self.source, tensors.get)
+    def changed(self) -> WeightSource:
+        """Return the source in which layers that are done have the values of their rounded matrices."""
+        return ChangedSource(self.source, self._values, self.device)
+
+    def _values(self, name: str) -> Tensor | None:
+        matrix = self.store.matrix(name.removesuffix(".weight"))
+        if matrix is None:
+            return None
+        return self.rounding.grid(matrix).values(matrix.codes)
 
     def rounded(
         self, group: Sequence[str], statistics: ChannelStatistics

@@ -27,13 +27,12 @@ from freight.quantizer.rounding import RoundedMatrix
 
 _RUN = "run.json"
 _LOCK = "lock"
-_TENSOR = "="  # before the name of a tensor that is stored as it is
 
 logger = logging.getLogger("freight")
 
 
 class LayerStore:
-    """The layers of one output that are done: matrices, and tensors that were changed with them.
+    """The layers of one output that are done: their matrices, and scales that are moved within them.
 
     As a context manager it removes its folder once the body, which writes the output, is through.
     After an error the folder stays if there is anything in it.
@@ -64,11 +63,9 @@ class LayerStore:
         """Return whether layer `index` is done."""
         return self._path(index) in self._file_of.values()
 
-    def add(
-        self, index: int, matrices: Mapping[str, RoundedMatrix], changed: Mapping[str, Tensor]
-    ) -> None:
-        """Keep layer `index`: its matrices by module, and other tensors by name. Raises as `__init__`."""
-        tensors = {_TENSOR + name: tensor.contiguous() for name, tensor in changed.items()}
+    def add(self, index: int, matrices: Mapping[str, RoundedMatrix]) -> None:
+        """Keep layer `index`: its matrices by module. Raises as `__init__`."""
+        tensors: dict[str, Tensor] = {}
         for module, matrix in matrices.items():
             tensors |= matrix.fields(module)
         path = self._path(index)
@@ -90,24 +87,6 @@ class LayerStore:
         except (SafetensorError, OSError) as error:
             raise self._damaged(path, error) from error
         return [named[str(place)] for place in range(len(named))]
-
-    def modules(self, index: int) -> list[str]:
-        """Return the modules of layer `index` that have a matrix here."""
-        path = self._path(index)
-        names = [name for name, file in self._file_of.items() if file == path]
-        return [name.removesuffix(":codes") for name in names if name.endswith(":codes")]
-
-    def changed(self, index: int) -> dict[str, Tensor]:
-        """Return the tensors of layer `index` that are stored as they are, by name."""
-        path = self._path(index)
-        names = [name for name, file in self._file_of.items() if file == path]
-        return {
-            name.removeprefix(_TENSOR): self._read(name) for name in names if name[0] == _TENSOR
-        }
-
-    def tensor(self, name: str) -> Tensor | None:
-        """Return the tensor `name` as it was changed; None if it was not."""
-        return self._read(_TENSOR + name) if _TENSOR + name in self._file_of else None
 
     def matrix(self, module: str) -> RoundedMatrix | None:
         """Return the matrix of a module; None if it has none here."""

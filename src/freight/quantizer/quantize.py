@@ -289,7 +289,7 @@ class Unquantized:
             )
         if self.transformed is None:
             return source
-        return ChangedSource(source, self.changed)
+        return ChangedSource(source, self.changed, kind)
 
 
 def open_unquantized(

@@ -24,6 +24,7 @@ from freight.quantizer import layer_rounder
 from freight.quantizer.layer_store import LayerStore
 from freight.quantizer.modules import linear_modules
 from freight.quantizer.quantize import open_unquantized
+from freight.quantizer.rounding import RoundedMatrix
 
 IDS = tokens(100)
 SAMPLES = [IDS[:60], IDS[60:]]
@@ -109,6 +110,7 @@ def digest(folder: Path) -> dict[str, str]:
     }
 
 
+MATRIX = RoundedMatrix(torch.ones(2, 32, dtype=torch.uint8), torch.ones(2, 1))
 OPTIONS = ["--weights", "int4", "--method", "gptq", "--num-samples", "3", "--max-seq-len", "128"]
 
 
@@ -144,14 +146,18 @@ def test_a_run_that_was_killed_goes_on_and_writes_the_same_file(tmp_path: Path):
 
 def test_layers_of_another_run_are_not_used(tmp_path: Path):
     store = LayerStore(tmp_path / "out", {"model": "a"})
-    store.add(0, {}, {"model.norm.weight": torch.ones(2)})
+    store.add(0, {"q_proj": MATRIX})
     assert store.has(0)
     with refuses(ConfigError, "another run quantizes into"):
         LayerStore(tmp_path / "out", {"model": "a"})
     store.close()
     again = LayerStore(tmp_path / "out", {"model": "a"})
     assert again.has(0)
-    assert again.tensor("model.norm.weight") is not None
+    stored = again.matrix("q_proj")
+    assert stored is not None
+    assert torch.equal(stored.codes, MATRIX.codes)
+    assert stored.zeros is None
+    assert again.matrix("k_proj") is None
     again.close()
     other = LayerStore(tmp_path / "out", {"model": "b"})
     assert not other.has(0)
@@ -161,7 +167,7 @@ def test_layers_of_another_run_are_not_used(tmp_path: Path):
 
 def test_a_damaged_layer_is_named_with_the_way_out(tmp_path: Path):
     store = LayerStore(tmp_path / "out", {})
-    store.add(0, {}, {"w": torch.ones(2)})
+    store.add(0, {"q_proj": MATRIX})
     store.close()
     (file,) = store.folder.glob("layer-?????.safetensors")
     file.write_bytes(file.read_bytes()[:-3])
