@@ -29,6 +29,8 @@ from freight.quantizer.plan import (
     KV_CACHES,
     KV_GRANULARITIES,
     MAX_SEQ_LEN,
+    METHOD_SAMPLES,
+    METHOD_SEQ_LEN,
     NUM_SAMPLES,
     WEIGHTS,
     ActivationScheme,
@@ -166,13 +168,17 @@ def quantize(
         int | None,
         option(
             "COUNT",
-            f"Samples to calibrate with; default: {NUM_SAMPLES}.",
+            f"Samples to calibrate with; default: {NUM_SAMPLES}, with --method {METHOD_SAMPLES}.",
             "--num-samples",
             "--calib-size",
         ),
     ] = None,
     max_seq_len: Annotated[
-        int | None, option("TOKENS", f"Longest sample; default: {MAX_SEQ_LEN}.")
+        int | None,
+        option(
+            "TOKENS",
+            f"Longest sample; default: {MAX_SEQ_LEN}, with --method alone {METHOD_SEQ_LEN}.",
+        ),
     ] = None,
     observer: Annotated[
         str | None, option(ObserverKind, "How a scale follows from what was seen; default: absmax.")

@@ -218,6 +218,9 @@ KV_CACHES = ("fp8", "none")
 KV_GRANULARITIES = (Granularity.TENSOR, Granularity.HEAD, Granularity.CHANNEL)
 NUM_SAMPLES = 512  # the default of llm-compressor's oneshot
 MAX_SEQ_LEN = 2048  # tokens of a sample at most
+# The defaults with a method: on SmolLM2-135M 65,000 tokens have the same KL as 33,000
+METHOD_SAMPLES = 128
+METHOD_SEQ_LEN = 512
 _METHODS = {  # of llm-compressor's and ModelOpt's names of formats -> --weights and --method
     "awq": "--weights int4 --method awq",
     "int4_awq": "--weights int4 --method awq",
@@ -305,20 +308,27 @@ def plan(args: QuantizeArgs) -> QuantizePlan:
     requested = args.kv_granularity or coarsest
     granularity = choose("--kv-granularity", requested, tuple(map(str, KV_GRANULARITIES)))
     observer = choose("--observer", args.observer or ObserverKind.ABSMAX, tuple(ObserverKind))
+    method = _method(args, weights)
+    num_samples = NUM_SAMPLES
+    max_seq_len = MAX_SEQ_LEN
+    if method.needs_data:
+        num_samples = METHOD_SAMPLES
+        if kv_cache == "none":  # scales of the cache have to see late positions
+            max_seq_len = METHOD_SEQ_LEN
     decided = QuantizePlan(
         weights=weights,
         activations=activations,
         kv_granularity=Granularity(granularity) if kv_cache == "fp8" else None,
         ignore=args.ignore,
-        num_samples=_count("--num-samples", args.num_samples, NUM_SAMPLES, 1),
-        max_seq_len=_count("--max-seq-len", args.max_seq_len, MAX_SEQ_LEN, 2),
+        num_samples=_count("--num-samples", args.num_samples, num_samples, 1),
+        max_seq_len=_count("--max-seq-len", args.max_seq_len, max_seq_len, 2),
         observer=ObserverKind(observer),
         layout=layout,
         center=args.center,
         lm_head=args.lm_head,
         kv_budget=budget,
         group_size=_group_size(args, weights),
-        method=_method(args, weights),
+        method=method,
         asymmetric=args.asymmetric,
         weight_observer=_weight_observer(args, weights),
     )
