@@ -131,7 +131,12 @@ def main() -> None:
         write_whole(args.json, json.dumps(result, indent=1))
     for row in rows:
         for figures in row["runs"]:
-            print(row["method"], figures["name"], f"KL {figures['kl_mean']:.4f}", row["cost"]["seconds"])
+            print(
+                row["method"],
+                figures["name"],
+                f"KL {figures['kl_mean']:.4f}",
+                row["cost"]["seconds"],
+            )
 
 
 if __name__ == "__main__":

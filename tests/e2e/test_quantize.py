@@ -235,7 +235,8 @@ def test_the_demo_needs_no_data_and_loses_little(out: Path):
     freight.quantize("demo", out, weights="fp8", max_seq_len=512, **options)
     tokenizer = ["tokenizer.json", "tokenizer_config.json"]
     assert sorted(file.name for file in out.iterdir()) == [
-        "LICENSE.txt", "config.json", "generation_config.json", "model.safetensors", *tokenizer,
+        "LICENSE.txt", "config.json", "freight_quantization.json", "freight_quantization.md",
+        "generation_config.json", "model.safetensors", *tokenizer,
     ]  # fmt: skip
     text = (resolve_model("demo") / "heldout.txt").read_text(encoding="utf-8")
     (plain,) = compare_caches(EngineArgs("demo"), [], text, 256, max_tokens=768)

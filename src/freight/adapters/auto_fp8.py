@@ -43,6 +43,7 @@ from freight.quantizer.quantize import (
     require_other,
     write,
 )
+from freight.quantizer.report import Report, data_name
 from freight.quantizer.stages import stages
 from freight.quantizer.tree import model_tree
 from freight.quantizer.write import check_disk_space
@@ -99,6 +100,7 @@ class AutoFP8ForCausalLM:
         self.model_type = model.model.model_type
         self.quantize_config = quantize_config
         self._samples: Samples | None = None
+        self._data = ""  # what a report calls them
         self._calibration: Calibration | None = None
         kv_cache = "none"
         if quantize_config.kv_cache_quant_targets:
@@ -158,6 +160,7 @@ class AutoFP8ForCausalLM:
             if isinstance(data, list):
                 limits = replace(limits, num_samples=max(1, len(data)))
             self._samples = load_samples(self._opened, limits, data)
+            self._data = data_name(calibration_tokens)
         self._calibration = None
         self._quantized = True
 
@@ -184,7 +187,18 @@ class AutoFP8ForCausalLM:
                         self._plan, self._samples, self._ignored, on_progress
                     )
             source = self._opened, self._plan, self._ignored, self._partly_kept
-            result = write(*source, self._calibration, out, on_progress, overwrite)
+            calibration = self._calibration
+            report = None
+            if self._samples is not None:
+                report = Report(
+                    self._opened.name,
+                    self.config,
+                    self._plan,
+                    self._data,
+                    self._samples,
+                    calibration,
+                )
+            result = write(*source, calibration, out, on_progress, overwrite, report=report)
         for warning in result.warnings:
             logger.warning("%s", warning)
         mib = 2**20

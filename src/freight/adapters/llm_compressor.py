@@ -61,6 +61,7 @@ from freight.quantizer.quantize import (
 )
 from freight.quantizer.quantize import write as write_checkpoint
 from freight.quantizer.recipe import read_recipe
+from freight.quantizer.report import Report, data_name
 from freight.quantizer.transform_modifiers import (
     AWQModifier,
     SmoothQuantModifier,
@@ -120,10 +121,14 @@ class OneshotModel:
         calibration: Calibration,
         store: LayerStore | None = None,
         folder: TemporaryDirectory[str] | None = None,
+        report: Report | None = None,
     ) -> None:
-        """`store`: layers that are quantized already, in `folder`, which is removed with this."""
+        """`store`: layers that are quantized already, in `folder`, which is removed with this.
+        `report`: what is written beside a model that was quantized by data.
+        """
         self._parts = opened, plan, ignored, partly_kept, calibration, store
         self._folder = folder
+        self._report = report
         self.result: QuantizeResult | None = None
 
     def save_pretrained(
@@ -155,7 +160,15 @@ class OneshotModel:
         require_other(opened.checkpoint, out)
         check_disk_space(opened.checkpoint, out)
         self.result = write_checkpoint(
-            opened, plan, ignored, partly_kept, calibration, out, overwrite=True, layers=store
+            opened,
+            plan,
+            ignored,
+            partly_kept,
+            calibration,
+            out,
+            overwrite=True,
+            layers=store,
+            report=self._report,
         )
         for warning in self.result.warnings:
             logger.warning("%s", warning)
@@ -219,6 +232,7 @@ def oneshot(
     calibration = NOTHING_CALIBRATED
     folder: TemporaryDirectory[str] | None = None
     store = None
+    report = None
     if decided.method.transform is Transform.ROTATION:
         opened = opened.rotated()
     if calibrated:
@@ -228,7 +242,11 @@ def oneshot(
             run = run_of(opened, decided, samples, ignored)
             store = LayerStore(Path(folder.name) / "model", run)
         opened, calibration = opened.prepared(decided, samples, ignored, store=store)
-    quantized = OneshotModel(opened, decided, ignored, partly_kept, calibration, store, folder)
+        data = data_name(dataset or "calibration.txt")
+        report = Report(opened.name, opened.model, decided, data, samples, calibration, store)
+    quantized = OneshotModel(
+        opened, decided, ignored, partly_kept, calibration, store, folder, report
+    )
     if hasattr(model, "save_pretrained"):
         # as in llm-compressor: scripts save the model that they passed
         model.save_pretrained = quantized.save_pretrained

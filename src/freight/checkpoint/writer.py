@@ -58,9 +58,11 @@ _COPIED = (
     "NOTICE*",
     "USE_POLICY*",
 )
+REPORT = ("freight_quantization.json", "freight_quantization.md")  # on how a model was quantized
 _WRITTEN = (
     "config.json",
     "freight_kv_scales.json",
+    *REPORT,
     "model.safetensors",
     "model-?????-of-?????.safetensors",
     "model.safetensors.index.json",

@@ -25,6 +25,13 @@ from freight.cli.options import (
     option,
 )
 from freight.errors import ConfigError, choices
+from freight.quantizer.choice_words import (
+    choice_content,
+    choice_lines,
+    least_and_most,
+    runs,
+    span,
+)
 from freight.quantizer.plan import (
     KV_CACHES,
     KV_GRANULARITIES,
@@ -48,13 +55,17 @@ from freight.settings.device import DEVICES
 from freight.settings.engine import names_of
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from freight.quantizer.quantize import QuantizeResult
+    from freight.quantizer.weight_budget import WeightChoice
 
 
 # AMMO's names -> --weights
 _QFORMATS = {"fp8": str(WeightScheme.TENSOR), "full_prec": str(WeightScheme.NONE)}
 
 
+BY_LAYER = "by layer"  # as the name of numbers, where a budget chose them
 Format = Annotated[str, option(Layout, "The form of the checkpoint.")]
 
 
@@ -91,7 +102,7 @@ def quantize(
     method: Annotated[
         str | None,
         option(
-            "awq|smoothquant|rotation|gptq",
+            "awq|smoothquant|rotation|gptq|nearest",
             "What keeps the error of rounding low; gptq may follow another, as in rotation,gptq.",
         ),
     ] = None,
@@ -138,6 +149,13 @@ def quantize(
     ] = None,
     kv_granularity: Annotated[
         str | None, option(KV_GRANULARITIES, "What shares a KV scale; default: tensor.")
+    ] = None,
+    budget: Annotated[
+        str | None,
+        option(
+            "KL=NATS|bits=BITS",
+            "Choose each layer's weights among INT4, FP8 and 16 bits, so that they cost at most this.",
+        ),
     ] = None,
     kv_budget: Annotated[
         str | None,
@@ -222,6 +240,7 @@ def quantize(
         "kv_cache": kv_cache,
         "kv_granularity": kv_granularity,
         "kv_budget": kv_budget,
+        "budget": budget,
         "center": bool(center),
         "lm_head": bool(lm_head),
         "ignore": tuple(ignore or ()),
@@ -275,6 +294,8 @@ def _show(result: QuantizeResult, as_json: bool) -> None:
     else:
         for line in sentences(result):
             terminal.say(line)
+        if result.weight_choice is not None:
+            terminal.console().print(choice_table(result.weight_choice))
     for warning in result.warnings:
         terminal.say(f"warning: {warning}", err=True)
 
@@ -307,6 +328,9 @@ def facts(result: QuantizeResult) -> JsonObject:
     kv_facts: dict[str, object] = {"kv_cache": "none" if plan.kv_granularity is None else "fp8"}
     if result.kv_choice is not None:
         kv_facts["kv_budget"] = choice_facts(result.kv_choice)
+    weights: dict[str, object] = {"weights": plan.weights}
+    if result.weight_choice is not None:
+        weights = {"weights": BY_LAYER, "budget": choice_content(result.weight_choice)}
     other_parts = {}
     if result.beside:
         other_parts["other_parts"] = dict(result.beside)
@@ -316,7 +340,7 @@ def facts(result: QuantizeResult) -> JsonObject:
     return {
         "path": str(result.path),
         "format": result.form,
-        "weights": plan.weights,
+        **weights,
         "method": str(plan.method) or None,
         "activations": plan.activations,
         **kv_facts,
@@ -340,7 +364,7 @@ def sentences(result: QuantizeResult) -> Iterator[str]:
         kv = f"fp8, a scale per {plan.kv_granularity}"
     elif result.kv_choice is not None:
         kv = "chosen by layer"
-    weights = str(plan.weights)
+    weights = str(plan.weights) if result.weight_choice is None else "chosen by layer"
     if str(plan.method):
         weights += f" by {plan.method}"
     yield f"{result.path}: {result.form}; weights {weights}, activations {plan.activations}, KV cache {kv}"
@@ -358,5 +382,24 @@ def sentences(result: QuantizeResult) -> Iterator[str]:
         if result.num_samples > 1:
             samples = f"{result.num_samples:,} samples"
         yield f"calibrated on {result.num_tokens:,} tokens in {samples}, positions 0 to {result.longest - 1:,}"
+    if result.weight_choice is not None:
+        yield from choice_lines(result.weight_choice)
     if result.kv_choice is not None:
         yield from choice_sentences(result.kv_choice)
+
+
+def choice_table(choice: WeightChoice) -> Table:
+    """Return the layers of a choice, those of one kind in a row: their numbers, their share of the
+    bytes, and what each candidate costs there alone.
+    """
+    from rich.table import Table
+
+    candidates = dict.fromkeys(name for layer in choice.layers for name in layer.kl)
+    table = Table("layers", "weights", "bytes", *candidates, title="KL of each in one layer alone")
+    for indices in runs([layer.name for layer in choice.layers]):
+        layers = [choice.layers[index] for index in indices]
+        cells = [span(indices), layers[0].name, f"{sum(layer.num_bytes for layer in layers):,}"]
+        for name in candidates:
+            cells.append(least_and_most([layer.kl[name] for layer in layers if name in layer.kl]))
+        table.add_row(*cells)
+    return table

@@ -51,6 +51,7 @@ class Calibration:
     unseen          names of experts that no token reached, where inputs were observed; they have
                     the scales of the rest
     few_tokens      name -> tokens that reached an input, where too few for GPTQ did
+    expert_tokens   name of an expert -> tokens that reached it, where inputs were observed
     """
 
     kv: KVScales | None
@@ -65,6 +66,7 @@ class Calibration:
     by_granularity: Mapping[Granularity, KVScales] = field(default_factory=dict)
     unseen: tuple[str, ...] = ()
     few_tokens: Mapping[str, int] = field(default_factory=dict)
+    expert_tokens: Mapping[str, int] = field(default_factory=dict)
 
 
 @torch.inference_mode()
@@ -206,9 +208,11 @@ def _summary(
     watches: list[Watch] = []
     input_scales: dict[str, float] = {}
     unseen: list[str] = []
+    expert_tokens: dict[str, int] = {}
     for layer in watched:
         watches += layer.all
         unseen += layer.unseen()
+        expert_tokens |= layer.expert_tokens()
         for group, watch in layer.inputs.items():
             input_scales |= dict.fromkeys(group, float(watch.scales()))
     for _, layer in centered:
@@ -235,4 +239,5 @@ def _summary(
         centers=tuple(centers for centers, _ in centered),
         by_granularity={granularity: scales(granularity) for granularity in observed(plan)},
         unseen=tuple(unseen),
+        expert_tokens=expert_tokens,
     )

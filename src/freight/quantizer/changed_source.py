@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from freight.checkpoint.headers import Shape
 from freight.fp8.cast import torch_dtype
 from freight.fp8.formats import Format
-from freight.model.sources import WeightSource
+from freight.model.sources import WeightSource, in_halves
 from freight.operands.weight import Weight
 
 Change = Callable[[str], Tensor | None]  # a tensor's name -> its new values; None: it has its own
@@ -53,15 +53,21 @@ class ChangedSource:
     def input_scale(self, name: str) -> float | None:
         return self.inner.input_scale(name)
 
-    def experts(self, name: str, shape: Shape, pairs: bool) -> Iterable[Weight]:
-        return self.inner.experts(name, shape, pairs)
+    def experts(self, name: str, shape: Shape, pairs: bool) -> Iterator[Weight]:
+        changed = self._changed(name)
+        if changed is None:
+            yield from self.inner.experts(name, shape, pairs)
+            return
+        for stored in changed:
+            matrix = in_halves(stored.t(), 0) if pairs else stored.t()
+            yield Weight(matrix.contiguous())
 
     def head(self, name: str, shape: Shape) -> Weight:
         changed = self._changed(name)
         return self.inner.head(name, shape) if changed is None else Weight(changed)
 
     def _changed(self, name: str) -> Tensor | None:
-        """Return the new values in the compute dtype."""
+        """Return the new values in the compute dtype, on the device."""
         changed = self.change(name)
         if changed is None:
             return None

@@ -1,7 +1,8 @@
 """Calibration data -> samples, each a list of token ids.
 
 A file that ends in .jsonl has one sample per line: an object with `text`, with `messages` (through
-the model's chat template), or with `input_ids`, which need no tokenizer. The rows of a .parquet
+the model's chat template), with `conversations` (the same, of objects with `from` and `value`, as in
+ShareGPT), or with `input_ids`, which need no tokenizer. The rows of a .parquet
 file and of a data set of the hub (`hub_data`) are such objects. Any other file is one text, cut
 into samples of `max_seq_len` tokens. Files are UTF-8, with or without a byte order mark. Texts get
 the model's special tokens (BOS), as at inference. For a model without a chat template, messages
@@ -28,7 +29,8 @@ logger = logging.getLogger("freight")
 FEW_TOKENS = 256  # with fewer, an amax is not representative
 
 Samples = list[list[int]]
-_KEYS = ("text", "messages", "input_ids")
+_KEYS = ("text", "messages", "conversations", "input_ids")
+_ROLES = {"human": "user", "gpt": "assistant"}  # of `conversations`; others are roles already
 
 
 def read_samples(
@@ -156,7 +158,8 @@ def _sample(where: str, entry: object, tokenizer: _Lazy) -> list[int]:
     if len(keys) != 1:
         has = f"has {sorted(entry)}" if isinstance(entry, dict) else f"is {type(entry).__name__}"
         raise ConfigError(
-            f"{where} {has}; each sample is an object with one of `text`, `messages` or `input_ids`"
+            f"{where} {has}; each sample is an object with one of `text`, `messages`, `conversations` "
+            "or `input_ids`"
         )
     assert isinstance(entry, dict)
     value: Any = entry[keys[0]]
@@ -166,6 +169,8 @@ def _sample(where: str, entry: object, tokenizer: _Lazy) -> list[int]:
         if not isinstance(value, str):
             raise ConfigError(f"{where}: `text` is {type(value).__name__}, not a string")
         return tokenizer().encode(value)
+    if keys[0] == "conversations":
+        value = _as_messages(where, value)
     if not tokenizer().has_chat_template:
         tokenizer.say_no_template(where)
         return tokenizer().encode(_contents(where, value))
@@ -173,6 +178,20 @@ def _sample(where: str, entry: object, tokenizer: _Lazy) -> list[int]:
         return tokenizer().apply_chat_template(value, add_generation_prompt=False)
     except RequestError as error:
         raise ConfigError(f"{where}: {error}") from error
+
+
+def _as_messages(where: str, turns: object) -> list[dict[str, str]]:
+    """Return the messages of a conversation whose turns have `from` and `value`."""
+    messages = []
+    for turn in turns if isinstance(turns, list) else [None]:
+        sender = turn.get("from") if isinstance(turn, dict) else None
+        value = turn.get("value") if isinstance(turn, dict) else None
+        if not isinstance(sender, str) or not isinstance(value, str):
+            raise ConfigError(
+                f"{where}: `conversations` is not a list of objects with texts as `from` and `value`"
+            )
+        messages.append({"role": _ROLES.get(sender, sender), "content": value})
+    return messages
 
 
 def _contents(where: str, messages: object) -> str:

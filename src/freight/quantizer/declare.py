@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -89,11 +90,26 @@ def scale_format(layout: Layout, model_format: Format) -> Format:
     return Format.FLOAT32
 
 
+@dataclass(frozen=True)
+class PlannedModules:
+    """Modules that have a plan of their own.
+
+    targets   names of modules, or `re:` and an expression that is matched from a name's start
+    """
+
+    targets: tuple[str, ...]
+    plan: QuantizePlan
+
+
 def declare(
-    config: JsonObject, plan: QuantizePlan, ignored: Sequence[str], keeps: bool = False
+    config: JsonObject,
+    plan: QuantizePlan,
+    ignored: Sequence[str],
+    keeps: bool = False,
+    mixed: Sequence[PlannedModules] = (),
 ) -> Content:
     """Return `config`, the config.json of the 16-bit model, with the declaration of what `plan`
-    quantizes.
+    quantizes. `mixed`: where modules differ, the plan of each.
 
     A declaration of KV scales that the model already has is replaced. `keeps`: the declared weights
     stay as they are (MXFP4), and only the format of the KV scales is added to the declaration.
@@ -114,7 +130,7 @@ def declare(
         declared["quantization_config"] = _DECLARED[plan.layout](plan, ignored)
     # Otherwise there is a mixed cache alone, which has no standard declaration
     elif plan.weights is not WeightScheme.NONE or plan.kv_granularity is not None:
-        declared["quantization_config"] = _compressed_tensors(plan, ignored)
+        declared["quantization_config"] = _compressed_tensors(plan, ignored, mixed)
     return declared
 
 
@@ -181,22 +197,28 @@ def _awq(plan: QuantizePlan, ignored: Sequence[str]) -> Content:
 _DECLARED = {Layout.FP8: _fp8, Layout.GPTQ: _gptq, Layout.AWQ: _awq}
 
 
-def _compressed_tensors(plan: QuantizePlan, ignored: Sequence[str]) -> Content:
+def _compressed_tensors(
+    plan: QuantizePlan, ignored: Sequence[str], mixed: Sequence[PlannedModules]
+) -> Content:
     quantized = plan.weights is not WeightScheme.NONE
-    format = "dense"
-    groups = {}
-    if quantized:
-        format = _format(plan)
-        group = {
-            "targets": ["Linear"],
-            "weights": _weights(plan),
-            "input_activations": _activations(plan),
+    parts = [PlannedModules(("Linear",), plan)] if quantized else []
+    groups: dict[str, Content] = {}
+    formats = []
+    for index, part in enumerate(mixed or parts):
+        formats.append(_format(part.plan))
+        groups[f"group_{index}"] = {
+            "targets": list(part.targets),
+            "weights": _weights(part.plan),
+            "input_activations": _activations(part.plan),
         }
-        groups = {"group_0": group}
+    if mixed:  # as llm-compressor does, each names its own
+        for group, format in zip(groups.values(), formats, strict=True):
+            group["format"] = format
+    different = len(set(formats)) > 1
     return {
         "quant_method": "compressed-tensors",
         "quantization_status": "compressed",
-        "format": format,
+        "format": "mixed-precision" if different else [*formats, "dense"][0],
         "config_groups": groups,
         "ignore": list(ignored) if quantized else [],
         **_kv(plan, _arguments("tensor", observer="static_minmax")),

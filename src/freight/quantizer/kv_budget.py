@@ -19,7 +19,7 @@ from freight.errors import ConfigError
 from freight.fp8.formats import Granularity, ScaleSource
 from freight.fp8.scheme import KVScales, LayerScales
 from freight.model.open import OpenModel, open_model
-from freight.quantizer.budget import BudgetKind, KVBudget
+from freight.quantizer.budget import Budget, BudgetKind
 from freight.quantizer.calibration import Calibration
 from freight.quantizer.plan import KV_GRANULARITIES
 from freight.quantizer.sensitivity import Meter, Samples, Sensitivity, at_most
@@ -55,7 +55,7 @@ class KVChoice:
     kl_by_layer          by layer and granularity, alone
     """
 
-    budget: KVBudget
+    budget: Budget
     granularities: tuple[Granularity | None, ...]
     bytes_per_token: int
     bytes_unquantized: int
@@ -78,13 +78,15 @@ class KVChoice:
         return granularity
 
 
-def split(samples: list[list[int]]) -> tuple[list[list[int]], list[list[int]]]:
+def split(
+    samples: list[list[int]], flag: str = "--kv-budget"
+) -> tuple[list[list[int]], list[list[int]]]:
     """Return every other sample to choose by, and the rest to verify with. Raises ConfigError for a
-    single sample.
+    single sample. `flag`: of the budget, for messages.
     """
     if len(samples) < 2:
         raise ConfigError(
-            "--kv-budget needs at least 2 samples, one to choose by and one to verify with: give more data, or a "
+            f"{flag} needs at least 2 samples, one to choose by and one to verify with: give more data, or a "
             "shorter --max-seq-len"
         )
     return samples[::2], samples[1::2]
@@ -135,7 +137,7 @@ def cheapest(front: Sequence[Option], limit: float, measure: Callable[[Option], 
 
 def choose(
     engine: EngineArgs,
-    budget: KVBudget,
+    budget: Budget,
     calibration: Calibration,
     halves: tuple[Samples, Samples],
     say: OnStage,
@@ -168,7 +170,7 @@ def _choose(
     caches: Sequence[KVCacheConfig],
     meter: Meter,
     measured: Sensitivity,
-    budget: KVBudget,
+    budget: Budget,
     texts: tuple[Samples, Samples],
 ) -> KVChoice:
     specs = [opened.cache_spec(replace(config, kv=kv)) for kv in (*caches, config.kv)]

@@ -13,6 +13,7 @@ from torch import Tensor
 from freight.errors import CheckpointError
 from freight.model.decoder import DecoderLayer
 from freight.quantizer.expert_inputs import ExpertWatch, Side
+from freight.quantizer.layer_record import GroupRecord
 from freight.quantizer.modules import LayerModules
 from freight.quantizer.watch import Observers, observed_layer
 
@@ -53,7 +54,7 @@ class ChannelStatistics:
             if not magnitude.isfinite().all():
                 raise CheckpointError(
                     f"{self.name}: NaN or infinity during calibration, so its Hessian cannot be measured; the model "
-                    "computes it without quantization too"
+                    "computes it in 16 or 32 bits too"
                 )
             self.hessian.addmm_(rows.t(), rows)
             self.magnitude += magnitude
@@ -75,6 +76,7 @@ class LayerInputs:
         self._of_experts: dict[tuple[Side, int], ChannelStatistics] = {}
         experts = modules.experts
         of_layer = frozenset(left_out)
+        self._left_out = of_layer
         shared = (modules.mixed, modules.dense, modules.latent, modules.per_layer)
         for fields in shared:
             for group in fields.values():
@@ -101,6 +103,14 @@ class LayerInputs:
 
     def _see(self, side: Side, expert: int, rows: Tensor) -> None:
         self._of_experts[side, expert].observe(rows)
+
+    def records(self) -> list[GroupRecord]:
+        """Return the tokens that each group had."""
+        records = []
+        for group, statistics in self.by_group.items():
+            modules = tuple(name for name in group if name not in self._left_out)
+            records.append(GroupRecord(modules, statistics.num_rows, {}))
+        return records
 
     def around(self, layer: DecoderLayer) -> DecoderLayer:
         """Return the layer with its inputs observed."""

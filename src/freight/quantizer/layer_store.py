@@ -23,10 +23,12 @@ from torch import Tensor
 from freight.base.fields import JsonObject
 from freight.base.files import FULL, read_object, write_whole
 from freight.errors import CapacityError, ConfigError
+from freight.quantizer.layer_record import GroupRecord
 from freight.quantizer.rounding import RoundedMatrix
 
 _RUN = "run.json"
 _LOCK = "lock"
+_GROUPS = "groups"  # in the metadata of a file
 
 logger = logging.getLogger("freight")
 
@@ -63,19 +65,43 @@ class LayerStore:
         """Return whether layer `index` is done."""
         return self._path(index) in self._file_of.values()
 
-    def add(self, index: int, matrices: Mapping[str, RoundedMatrix]) -> None:
-        """Keep layer `index`: its matrices by module. Raises as `__init__`."""
+    def add(
+        self,
+        index: int,
+        matrices: Mapping[str, RoundedMatrix],
+        groups: Sequence[GroupRecord] = (),
+    ) -> None:
+        """Keep layer `index`: its matrices by module, and what was measured of its inputs. Raises as
+        `__init__`.
+        """
         tensors: dict[str, Tensor] = {}
         for module, matrix in matrices.items():
             tensors |= matrix.fields(module)
         path = self._path(index)
-        self._write(path.name, save(tensors))
+        self._write(path.name, save(tensors, _metadata(groups)))
         self._know(path)
 
-    def add_scales(self, index: int, scales: Sequence[Tensor]) -> None:
-        """Keep the scales that are moved between the tensors of layer `index`. Raises as `__init__`."""
+    def add_scales(
+        self, index: int, scales: Sequence[Tensor], groups: Sequence[GroupRecord] = ()
+    ) -> None:
+        """Keep the scales that are moved between the tensors of layer `index`, and what was measured of
+        its inputs. Raises as `__init__`.
+        """
         named = {str(place): scale.contiguous() for place, scale in enumerate(scales)}
-        self._write(self._scales(index).name, save(named))
+        self._write(self._scales(index).name, save(named, _metadata(groups)))
+
+    def groups(self, index: int) -> list[GroupRecord]:
+        """Return what was measured of the inputs of layer `index`; nothing of a layer that is not here."""
+        for path in (self._path(index), self._scales(index)):
+            if not path.exists():
+                continue
+            try:
+                with safe_open(path, "pt") as file:
+                    metadata = file.metadata() or {}
+            except (SafetensorError, OSError) as error:
+                raise self._damaged(path, error) from error
+            return [GroupRecord.read(group) for group in json.loads(metadata.get(_GROUPS, "[]"))]
+        return []
 
     def scales(self, index: int) -> list[Tensor] | None:
         """Return the scales of layer `index`; None if they are not known yet."""
@@ -186,3 +212,7 @@ class LayerStore:
         with safe_open(self._file_of[name], "pt") as file:
             tensor: Tensor = file.get_tensor(name)
         return tensor
+
+
+def _metadata(groups: Sequence[GroupRecord]) -> dict[str, str]:
+    return {_GROUPS: json.dumps([group.content() for group in groups])}

@@ -16,7 +16,7 @@ from freight.base.options import choose, require_known
 from freight.errors import ConfigError, choices
 from freight.fp8.formats import Format, Granularity
 from freight.fp8.scheme import INT4_GROUP, INT4_GROUPS
-from freight.quantizer.budget import KVBudget, parse_budget
+from freight.quantizer.budget import Budget, parse_budget, parse_weight_budget
 
 
 class WeightScheme(StrEnum):
@@ -101,6 +101,7 @@ class WeightObserver(StrEnum):
 
 
 GPTQ = "gptq"
+NEAREST = "nearest"  # as a method: none of the others
 
 
 @dataclass(frozen=True)
@@ -150,6 +151,8 @@ class QuantizePlan:
     asymmetric       whether groups have zero points; only with INT4
     method           what keeps the error of rounding low
     weight_observer  the rule of a weight's scale
+    budget           a limit within which each layer's numbers are chosen (`quantizer.weight_budget`);
+                     `weights` and `group_size` are then those of the coarsest to choose from
     """
 
     weights: WeightScheme
@@ -162,11 +165,12 @@ class QuantizePlan:
     observer: ObserverKind = ObserverKind.ABSMAX
     center: bool = False
     lm_head: bool = False
-    kv_budget: KVBudget | None = None
+    kv_budget: Budget | None = None
     group_size: int = INT4_GROUP
     method: Method = Method()
     asymmetric: bool = False
     weight_observer: WeightObserver = WeightObserver.MSE
+    budget: Budget | None = None
 
     @property
     def needs_data(self) -> bool:
@@ -177,7 +181,12 @@ class QuantizePlan:
     def calibrates(self) -> bool:
         """Whether static scales are measured, or layers rounded by their inputs."""
         is_static = self.activations is ActivationScheme.STATIC or self.kv_granularity is not None
-        return is_static or self.method.gptq
+        return is_static or self.rounds_by_layer
+
+    @property
+    def rounds_by_layer(self) -> bool:
+        """Whether layers are rounded one after the other, by their inputs."""
+        return self.method.gptq or self.budget is not None
 
     @property
     def ordered(self) -> bool:
@@ -193,7 +202,9 @@ class QuantizePlan:
     def needed_by(self) -> str:
         """Settings that need calibration data, for messages."""
         settings = []
-        if self.method.needs_data:
+        if self.budget:
+            settings.append("--budget")
+        elif self.method.needs_data:
             settings.append(f"--method {self.method}")
         if self.activations is ActivationScheme.STATIC:
             settings.append("--activations static")
@@ -257,6 +268,7 @@ class QuantizeArgs:
     kv_cache: str | None = None
     kv_granularity: str | None = None
     kv_budget: str | None = None  # 'kl=0.002' or 'bits=9'
+    budget: str | None = None  # of weights: 'kl=0.01' or 'bits=4.5'
     center: bool = False
     lm_head: bool = False
     ignore: tuple[str, ...] = ()
@@ -268,7 +280,9 @@ class QuantizeArgs:
     dtype: str | None = None  # as in other tools; refused if it differs from the model's
     device: str | None = None  # device on which the model is calibrated
     group_size: int | None = None  # inputs that share a scale, with int4
-    method: str | None = None  # 'gptq', 'awq', 'smoothquant', 'rotation', or a list with commas
+    method: str | None = (
+        None  # 'nearest', 'gptq', 'awq', 'smoothquant', 'rotation', or a list with commas
+    )
     damping: float | None = None  # of GPTQ
     act_order: str | None = None  # of GPTQ
     smoothing: float | None = None  # of SmoothQuant
@@ -300,6 +314,10 @@ def plan(args: QuantizeArgs) -> QuantizePlan:
         raise ConfigError(
             f"--weights {args.weights}: a method is chosen beside the numbers; give {_METHODS[args.weights]}"
         )
+    weight_budget = None
+    if args.budget is not None:
+        weight_budget = _weight_budget(args, args.budget)
+        default = WeightScheme.INT4
     weights, activations = _schemes(args, choose("--weights", args.weights or default, WEIGHTS))
     budget = None if args.kv_budget is None else _budget(args, args.kv_budget, layout)
     default_cache = "fp8" if layout is Layout.TGI or budget else "none"
@@ -331,6 +349,7 @@ def plan(args: QuantizeArgs) -> QuantizePlan:
         method=method,
         asymmetric=args.asymmetric,
         weight_observer=_weight_observer(args, weights),
+        budget=weight_budget,
     )
     _check_scheme(decided)
     _check_layout(decided)
@@ -357,7 +376,7 @@ def _schemes(args: QuantizeArgs, name: str) -> tuple[WeightScheme, ActivationSch
     return weights, ActivationScheme.DYNAMIC
 
 
-def _budget(args: QuantizeArgs, text: str, layout: Layout) -> KVBudget:
+def _budget(args: QuantizeArgs, text: str, layout: Layout) -> Budget:
     """Parse a budget. Raises ConfigError if it is given with a choice that it makes itself."""
     budget = parse_budget(text)
     options = {
@@ -378,12 +397,52 @@ def _budget(args: QuantizeArgs, text: str, layout: Layout) -> KVBudget:
     return budget
 
 
+def _weight_budget(args: QuantizeArgs, text: str) -> Budget:
+    """Parse a budget of weights. Raises ConfigError if it is given with a choice that it makes itself,
+    or one that it cannot be made with.
+    """
+    budget = parse_weight_budget(text)
+    options = {
+        f"--weights {args.weights}": args.weights is not None,
+        f"--group-size {args.group_size}": args.group_size is not None,
+        f"--activations {args.activations}": args.activations not in (None, "none"),
+        "--asymmetric": args.asymmetric,
+        "--lm-head": args.lm_head,
+    }
+    for option, is_set in options.items():
+        if is_set:
+            raise ConfigError(
+                f"--budget {budget} with {option}: the budget chooses the numbers of each layer's weights; omit one"
+            )
+    if args.format != Layout.COMPRESSED_TENSORS:
+        raise ConfigError(
+            f"--budget {budget} with --format {args.format}: that format has one kind of numbers for all layers; omit "
+            "--format"
+        )
+    if args.kv_budget is not None:
+        raise ConfigError(
+            f"--budget {budget} with --kv-budget {args.kv_budget}: one budget a run; give --kv-cache fp8 here, or "
+            "--kv-budget in a run of its own"
+        )
+    for name in str(args.method or GPTQ).split(","):
+        if name in (Transform.AWQ, Transform.SMOOTHQUANT):
+            raise ConfigError(
+                f"--budget {budget} with --method {args.method}: the scales of {name} are chosen for one kind of "
+                "numbers, and the budget chooses among several; use --method gptq, rotation,gptq or nearest"
+            )
+    return budget
+
+
 def _method(args: QuantizeArgs, weights: WeightScheme) -> Method:
     """Return the method. Raises ConfigError for one that is unknown, or would have no effect."""
-    names = [] if args.method is None else str(args.method).split(",")
-    known = (*map(str, Transform), GPTQ)
+    default = None if args.budget is None else GPTQ
+    requested = args.method or default
+    names = [] if requested in (None, NEAREST) else str(requested).split(",")
+    known = (*map(str, Transform), GPTQ, NEAREST)
     for name in names:
         choose("--method", name, known)
+    if NEAREST in names:
+        raise ConfigError(f"--method {args.method}: {NEAREST} is no method beside another; omit it")
     transforms = [Transform(name) for name in names if name != GPTQ]
     if len(set(names)) < len(names) or len(transforms) > 1:
         raise ConfigError(

@@ -8,13 +8,13 @@ and once for writing. Everything that can be refused is refused before the first
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -42,12 +42,13 @@ from freight.model.shapes import tensor_shapes
 from freight.model.sources import CheckpointSource, WeightSource
 from freight.model.stored import skip_tied_head
 from freight.quantizer.calibration import Calibration, calibrate
+from freight.quantizer.candidates import candidates
 from freight.quantizer.carried import Carried, carried_by
 from freight.quantizer.centers import WORTH, LayerCenters
 from freight.quantizer.changed_source import ChangedSource
 from freight.quantizer.data import Samples, read_samples
 from freight.quantizer.kv_budget import KVChoice, as_chosen, choose, split
-from freight.quantizer.layer_rounder import FEW_TOKENS, LayerRounder
+from freight.quantizer.layer_rounder import FEW_TOKENS, CandidateRounder, LayerRounder, few_tokens
 from freight.quantizer.layer_store import LayerStore
 from freight.quantizer.modules import (
     head_module,
@@ -73,15 +74,23 @@ from freight.quantizer.plan import (
     WeightScheme,
     plan,
 )
+from freight.quantizer.report import Report, data_name, digest
 from freight.quantizer.rotation import rotation
 from freight.quantizer.smoothing import smooth
 from freight.quantizer.transformed import Folded, Rotated, Transformed
-from freight.quantizer.write import check_disk_space, rounding_of, write_quantized
+from freight.quantizer.weight_budget import (
+    ChosenMatrices,
+    WeightChoice,
+    WeightChooser,
+    require_choosable,
+)
+from freight.quantizer.write import Matrices, check_disk_space, rounding_of, write_quantized
 from freight.settings.device import DeviceFacts, choose_threads, probe
 from freight.settings.engine import EngineArgs, names_of
 from freight.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("freight")
+CANDIDATE_COPIES = 2  # the size of a model's layers in all numbers that a budget chooses from
 NOTHING_CALIBRATED = Calibration(
     kv=None,
     kv_finer=None,
@@ -106,6 +115,7 @@ class QuantizeResult:
     beside     the number of tensors of other parts than the text model, copied as they are, by the
                name of their dtype
     longest    tokens of the longest sample: the scales have seen no position from there on
+    weight_choice  with a budget of weights: those of each layer, and what they cost
     """
 
     path: Path
@@ -120,6 +130,7 @@ class QuantizeResult:
     form: str = Layout.COMPRESSED_TENSORS
     beside: Mapping[str, int] = field(default_factory=dict)
     longest: int = 0
+    weight_choice: WeightChoice | None = None
 
 
 @dataclass(frozen=True)
@@ -195,24 +206,71 @@ class Unquantized:
         source = self._source(facts)
         kernels = select_kernels("auto", kind)
         rounder = None
-        if plan.method.gptq:
+        if plan.rounds_by_layer:
             assert store is not None
-            rounder = LayerRounder(
-                plan.method,
-                rounding_of(plan, self.model),
-                source,
-                tensor_shapes(self.model),
-                frozenset(ignored),
-                store,
-                kind,
-            )
+            rounder = self._rounder(plan, source, ignored, store, kind)
         with choose_threads(None, facts.cores):
             calibration = calibrate(
                 self.model, source, kernels, plan, samples, ignored, kind, on_progress, rounder
             )
         if rounder is None:
             return calibration
-        return replace(calibration, few_tokens=rounder.few)
+        few = few_tokens(rounder.store, self.model.num_layers)
+        return replace(calibration, few_tokens=few)
+
+    def _rounder(
+        self,
+        plan: QuantizePlan,
+        source: WeightSource,
+        ignored: Collection[str],
+        store: LayerStore,
+        device: str,
+    ) -> LayerRounder:
+        rounding = rounding_of(plan, self.model)
+        parts = (
+            plan.method,
+            rounding,
+            source,
+            tensor_shapes(self.model),
+            frozenset(ignored),
+            store,
+            device,
+        )
+        if plan.budget is None:
+            return LayerRounder(*parts)
+        roundings = {}
+        for candidate in candidates(plan):
+            roundings[candidate.name] = replace(rounding, plan=candidate.plan)
+        return CandidateRounder(*parts, roundings=roundings)
+
+    def choose_weights(
+        self,
+        plan: QuantizePlan,
+        ignored: Collection[str],
+        store: LayerStore,
+        halves: tuple[Samples, Samples],
+        on_progress: OnStage,
+        device: str,
+    ) -> WeightChoice:
+        """Choose each layer's numbers among those in `store`, within the budget of `plan`."""
+        chooser = WeightChooser(
+            self.model,
+            self._source(probe(device)),
+            plan,
+            rounding_of(plan, self.model),
+            frozenset(ignored),
+            store,
+            self.engine(device),
+        )
+        return chooser.choose(halves, on_progress)
+
+    def engine(self, device: str) -> EngineArgs:
+        """Return what opens the checkpoint for running it."""
+        return EngineArgs(
+            model=str(self.checkpoint.path),
+            device=device,
+            ignore_config_keys=self.model.ignored_keys,
+        )
 
     def prepared(
         self,
@@ -405,44 +463,79 @@ def quantize(
     require_blocks(opened.model, decided, ignored)
     require_groups(opened.model, decided, ignored)
     require_integers(opened, decided, ignored)
-    check_disk_space(opened.checkpoint, Path(out))
+    copies = 1
+    if decided.budget is not None:
+        require_choosable(opened.model, decided, ignored)
+        copies += CANDIDATE_COPIES
+    check_disk_space(opened.checkpoint, Path(out), copies)
     calibration = NOTHING_CALIBRATED
     measured = decided
     if opened.carried is not None:
         measured = replace(decided, kv_granularity=None)
         decided = replace(decided, kv_granularity=opened.carried.granularity)
     choice = None
-    samples: Samples = []
-    halves = samples, samples
     device = args.device or "auto"
     if measured.method.transform is Transform.ROTATION:
         opened = opened.rotated()
-    if measured.needs_data:
-        samples = load_samples(opened, measured, args.calibration_data)
-        halves = split(samples) if measured.kv_budget else (samples, samples)
-        samples = halves[0]
-    with _layer_store(opened, measured, samples, ignored, Path(out)) as store:
+    samples, halves = _data(opened, measured, args.calibration_data)
+    chosen: WeightChoice | None = None
+    with _layer_store(opened, measured, halves[0], ignored, Path(out), device) as store:
         if measured.needs_data:
             opened, calibration = opened.prepared(
-                measured, samples, ignored, on_progress, device, store
+                measured, halves[0], ignored, on_progress, device, store
             )
             require_gain(measured, calibration)
         if measured.kv_budget is not None:
-            engine = EngineArgs(
-                model=str(opened.checkpoint.path),
-                device=device,
-                ignore_config_keys=opened.model.ignored_keys,
-            )
+            engine = opened.engine(device)
             choice = choose(engine, measured.kv_budget, calibration, halves, on_progress)
             calibration = as_chosen(calibration, choice)
             decided = replace(decided, kv_granularity=choice.uniform)
         carried = opened.carried
         if carried is not None:
             calibration = replace(calibration, kv=carried.coarse, kv_finer=carried.finer)
+        layers: Matrices | None = store
+        plans: Mapping[str, QuantizePlan] = {}
+        if measured.budget is not None:
+            assert store is not None
+            chosen = opened.choose_weights(measured, ignored, store, halves, on_progress, device)
+            matrices = ChosenMatrices.of(chosen, measured, store)
+            layers = matrices
+            plans = matrices.plans
+            ignored = (*ignored, *chosen.in_16_bits)
+        report = None
+        if measured.needs_data:
+            data = data_name(args.calibration_data or "calibration.txt")
+            report = Report(
+                opened.name, opened.model, decided, data, samples, calibration, store, chosen
+            )
         result = write(
-            opened, decided, ignored, divided, calibration, Path(out), on_progress, overwrite, store
+            opened,
+            decided,
+            ignored,
+            divided,
+            calibration,
+            Path(out),
+            on_progress,
+            overwrite,
+            layers,
+            plans,
+            report,
         )
-    return replace(result, kv_choice=choice)
+    return replace(result, kv_choice=choice, weight_choice=chosen)
+
+
+def _data(
+    opened: Unquantized, plan: QuantizePlan, data: object
+) -> tuple[Samples, tuple[Samples, Samples]]:
+    """Return (all samples, those to measure and choose by and those to verify with). Without a budget
+    both are all of them; nothing where no data is needed.
+    """
+    if not plan.needs_data:
+        return [], ([], [])
+    samples = load_samples(opened, plan, data)
+    if plan.budget is None and plan.kv_budget is None:
+        return samples, (samples, samples)
+    return samples, split(samples, "--budget" if plan.budget else "--kv-budget")
 
 
 def _layer_store(
@@ -451,26 +544,32 @@ def _layer_store(
     samples: Samples,
     ignored: Collection[str],
     out: Path,
+    device: str,
 ) -> AbstractContextManager[LayerStore | None]:
     """Return where the layers of a method are kept; None for a method that needs no data."""
-    if not plan.method.needs_data:
+    if not plan.rounds_by_layer and not plan.method.smooths:
         return nullcontext()
-    return LayerStore(out, run_of(opened, plan, samples, ignored))
+    return LayerStore(out, run_of(opened, plan, samples, ignored, device))
 
 
 def run_of(
-    opened: Unquantized, plan: QuantizePlan, samples: Samples, ignored: Collection[str]
+    opened: Unquantized,
+    plan: QuantizePlan,
+    samples: Samples,
+    ignored: Collection[str],
+    device: str = "auto",
 ) -> dict[str, str]:
-    """Return what decides the layers of a run, as `LayerStore` compares it."""
-    tokens = hashlib.sha256(json.dumps([list(ids) for ids in samples]).encode()).hexdigest()
+    """Return what decides the layers of a run on `device`, as `LayerStore` compares it."""
+    kind = str(probe(device).kind)
     return {
         "freight": version(),
         "torch": torch.__version__,
+        "kernels": f"{kind} {select_kernels('auto', kind).name}",
         "threads": str(torch.get_num_threads()),
         "model": json.dumps(opened.checkpoint.identity),
         "plan": str(plan),
         "left_out": " ".join(ignored),
-        "tokens": tokens,
+        "tokens": digest(samples),
     }
 
 
@@ -543,8 +642,8 @@ def require_blocks(model: ModelConfig, plan: QuantizePlan, ignored: Collection[s
 
 def require_groups(model: ModelConfig, plan: QuantizePlan, ignored: Collection[str]) -> None:
     """Raise ConfigError for a matrix whose inputs groups do not divide."""
-    if not plan.weights.in_four_bits:
-        return
+    if not plan.weights.in_four_bits or plan.budget is not None:
+        return  # a budget chooses among the groups that divide
     is_int4 = plan.weights is WeightScheme.INT4
     sizes = {WeightScheme.INT4: plan.group_size, WeightScheme.NVFP4: NVFP4_GROUP}
     size = sizes.get(plan.weights, GROUP)
@@ -640,9 +739,14 @@ def write(
     out: Path,
     on_progress: OnStage = unseen,
     overwrite: bool = False,
-    layers: LayerStore | None = None,
+    layers: Matrices | None = None,
+    plans: Mapping[str, QuantizePlan] = MappingProxyType({}),
+    report: Report | None = None,
 ) -> QuantizeResult:
-    """Write the checkpoint, and collect the warnings."""
+    """Write the checkpoint and its report, and collect the warnings. plans: of modules that have others
+    than `plan`.
+    """
+    warnings = _warnings(opened.model, plan, ignored, divided, calibration)
     before, after = write_quantized(
         opened.checkpoint,
         opened.model,
@@ -656,7 +760,31 @@ def write(
         layers=layers,
         change=opened.changed,
         unties=opened.unties,
+        plans=plans,
+        report={} if report is None else report.files(warnings),
     )
+    return QuantizeResult(
+        out,
+        plan,
+        calibration.num_samples,
+        calibration.num_tokens,
+        before,
+        after,
+        calibration.centers,
+        tuple(warnings),
+        form="mxfp4" if opened.packed else str(plan.layout),
+        beside=stored_formats(opened.checkpoint, opened.model),
+        longest=calibration.longest,
+    )
+
+
+def _warnings(
+    model: ModelConfig,
+    plan: QuantizePlan,
+    ignored: Collection[str],
+    divided: Sequence[str],
+    calibration: Calibration,
+) -> list[str]:
     warnings = []
     for name, growth in calibration.moving.items():
         warnings.append(
@@ -676,28 +804,19 @@ def write(
         worst = min(calibration.few_tokens.values())
         warnings.append(
             f"fewer than {FEW_TOKENS} tokens of the calibration data reached {len(calibration.few_tokens)} inputs of "
-            f"experts (the least: {worst}), such as {next(iter(calibration.few_tokens))}: their rounding stands on "
+            f"modules (the least: {worst}), such as {next(iter(calibration.few_tokens))}: their rounding stands on "
             "little; use more data, or more like what the model will be used for"
+        )
+    if plan.lm_head and plan.method.gptq:
+        warnings.append(
+            f"--method {plan.method} is for the matrices of layers: {head_module(model)} is rounded to nearest"
         )
     if divided:
         warnings.append(
             f"{divided[0]} is quantized although --ignore leaves out a module that engines merge it with; those that "
             "do may refuse the checkpoint: ignore all of q, k, v or gate, up"
         )
-    warnings += _ragged_blocks(opened.model, plan, ignored)
-    return QuantizeResult(
-        out,
-        plan,
-        calibration.num_samples,
-        calibration.num_tokens,
-        before,
-        after,
-        calibration.centers,
-        tuple(warnings),
-        form="mxfp4" if opened.packed else str(plan.layout),
-        beside=stored_formats(opened.checkpoint, opened.model),
-        longest=calibration.longest,
-    )
+    return warnings + _ragged_blocks(model, plan, ignored)
 
 
 def _ragged_blocks(model: ModelConfig, plan: QuantizePlan, ignored: Collection[str]) -> list[str]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
+from freight.errors import CheckpointError
 from freight.fp8 import mxfp4
 from freight.fp8.formats import Format
 from freight.fp8.four_bits import (
@@ -55,12 +56,16 @@ class RoundedMatrix:
     divisor: Tensor | None = None
 
     def fields(self, module: str) -> dict[str, Tensor]:
-        """Return its parts by name, each with `module` before it."""
+        """Return its parts by name, each with `module` before it, and in memory of its own: matrices
+        that are merged share a divisor.
+        """
         named = {}
         for name in RoundedMatrix.names():
             tensor = getattr(self, name)
             if tensor is not None:
                 named[f"{module}:{name}"] = tensor.contiguous()
+        if self.divisor is not None:
+            named[f"{module}:divisor"] = self.divisor.clone()
         return named
 
     @staticmethod
@@ -176,6 +181,14 @@ class Rounding:
             WeightScheme.NVFP4: (1, NVFP4_GROUP),
         }
         return units.get(self.plan.weights, (1, None))
+
+
+def require_finite(name: str, weight: Tensor) -> None:
+    """Raise CheckpointError if tensor `name` has NaN or infinities."""
+    if not bool(weight.isfinite().all()):
+        raise CheckpointError(
+            f"{name} has values that are NaN or infinite; a damaged checkpoint cannot be quantized"
+        )
 
 
 def stored_scale_dtype(layout: Layout, dtype: torch.dtype) -> torch.dtype:

@@ -86,11 +86,11 @@ class Meter:
         plain = list(self.plain.layers)
         for done, ids in enumerate(samples):
             on_pass(done, len(samples))
-            batch = self._batch(ids)
+            batch = self.batch(ids)
             streams = [self.decoder.begin(batch)]
             for layer, kv in zip(self.decoder.layers, plain, strict=True):
                 streams.append(layer(streams[-1], batch, kv))
-            reference = self._normed(streams[-1])
+            reference = self.normed(streams[-1])
             for of_layer, sharing in reversed(list(zip(sums, shared, strict=True))):
                 first = sharing[0]
                 for candidate, cache in enumerate(self.caches):
@@ -99,8 +99,8 @@ class Meter:
                     layers = plain.copy()
                     for index in sharing:
                         layers[index] = cache.layers[index]
-                    stream = self._through(first, streams[first], batch, layers[first:])
-                    of_layer[candidate] += self._kl(reference, self._normed(stream))
+                    stream = self.through(first, streams[first], batch, layers[first:])
+                    of_layer[candidate] += self.kl(reference, self.normed(stream))
         on_pass(len(samples), len(samples))
         total = sum(map(len, samples))
         means = []
@@ -123,11 +123,11 @@ class Meter:
                 chosen[layer] = self.caches[index].layers[layer]
         total = 0.0
         for ids in samples:
-            batch = self._batch(ids)
+            batch = self.batch(ids)
             embedded = self.decoder.begin(batch)
-            reference = self._normed(self._through(0, embedded, batch, plain))
-            quantized = self._normed(self._through(0, embedded, batch, chosen))
-            total += self._kl(reference, quantized)
+            reference = self.normed(self.through(0, embedded, batch, plain))
+            quantized = self.normed(self.through(0, embedded, batch, chosen))
+            total += self.kl(reference, quantized)
         return total / sum(map(len, samples))
 
     def _shared(self) -> tuple[tuple[int, ...], ...]:
@@ -138,19 +138,21 @@ class Meter:
             readers.setdefault(index if source is None else source, []).append(index)
         return tuple(tuple(readers[layer]) for layer in sorted(readers))
 
-    def _through(
+    def through(
         self, first: int, stream: Residual, batch: ForwardBatch, caches: Sequence[LayerCache]
     ) -> Residual:
+        """Run the layers from `first` on, with a cache for each."""
         for layer, kv in zip(self.decoder.layers[first:], caches, strict=True):
             stream = layer(stream, batch, kv)
         return stream
 
-    def _normed(self, stream: Residual) -> Tensor:
+    def normed(self, stream: Residual) -> Tensor:
+        """Return the final states [rows, hidden_size] of the stream behind the last layer."""
         if self.decoder.norm is None:
             return stream.x if stream.delta is None else stream.x + stream.delta
         return as_tensor(stream.normed(self.decoder.norm)[1])
 
-    def _kl(self, reference: Tensor, other: Tensor) -> float:
+    def kl(self, reference: Tensor, other: Tensor) -> float:
         """Sum the KL over the rows of two final states [rows, hidden_size], in nats."""
         total = 0.0
         for start in range(0, len(reference), ROWS):
@@ -161,7 +163,7 @@ class Meter:
             total += float(by_row.double().sum())
         return total
 
-    def _batch(self, ids: Sequence[int]) -> ForwardBatch:
+    def batch(self, ids: Sequence[int]) -> ForwardBatch:
         """Build the batch of one sequence from its beginning."""
         spec = self.plain.spec
         length = len(ids)

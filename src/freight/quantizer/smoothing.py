@@ -88,7 +88,7 @@ def smooth(
             inputs = LayerInputs(modules, left_out, device)
             walk.through(index, inputs.around(layer), walk.hidden, LayerWatch(modules, {}, {}))
             scales = [chooser.scale(place, inputs) for place in places]
-            store.add_scales(index, scales)
+            store.add_scales(index, scales, inputs.records())
         else:
             walk.through(index, layer, walk.hidden, LayerWatch(modules, {}, {}))
         walk.require_finite(index)

@@ -112,7 +112,7 @@ class Walk:
             name = tensor_names(self._config).layer.format(index).rstrip(".")
             raise CheckpointError(
                 f"layer {index} ({name}) computes NaN or infinity during calibration, "
-                "without quantization: no scales can be measured beyond it"
+                "in 16 or 32 bits: nothing can be measured beyond it"
             )
 
     def _cache(self, mixer: Mixer, keep: int | None) -> PagedKV | PagedState | None:

@@ -146,6 +146,13 @@ class LayerWatch:
             return []
         return [self.modules.experts.named(expert) for expert in self.experts.unseen()]
 
+    def expert_tokens(self) -> dict[str, int]:
+        """Return the tokens that reached each expert, by its name."""
+        if self.experts is None or self.modules.experts is None:
+            return {}
+        counts = self.experts.num_tokens.tolist()
+        return {self.modules.experts.named(expert): n for expert, n in enumerate(counts)}
+
     def layer_scales(
         self, granularity: Granularity, centers: LayerCenters | None = None
     ) -> LayerScales:

@@ -7,6 +7,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -17,25 +19,25 @@ from freight.checkpoint.headers import Shape
 from freight.checkpoint.mxfp4 import StoredExperts
 from freight.checkpoint.reader import Checkpoint
 from freight.checkpoint.writer import CheckpointWriter, require_space
-from freight.errors import CheckpointError
 from freight.fp8.cast import torch_dtype
 from freight.fp8.formats import Format
+from freight.model.architectures import tensor_names
 from freight.model.config.model import ModelConfig
 from freight.model.loader import tensor_shapes
 from freight.quantizer.calibration import Calibration
 from freight.quantizer.changed_source import Change
 from freight.quantizer.declare import (
+    PlannedModules,
     declare,
     kv_tensors,
     scale_format,
     stored_tensors,
     with_own_head,
 )
-from freight.quantizer.layer_store import LayerStore
 from freight.quantizer.modules import head_module, layer_modules, linear_modules
 from freight.quantizer.other_parts import in_both_names, kv_twins, modules_beside, tensors_beside
 from freight.quantizer.plan import QuantizePlan, WeightScheme
-from freight.quantizer.rounding import RoundedMatrix, Rounding
+from freight.quantizer.rounding import RoundedMatrix, Rounding, require_finite
 
 
 def _as_stored(name: str) -> Tensor | None:
@@ -43,17 +45,25 @@ def _as_stored(name: str) -> Tensor | None:
     return None
 
 
-def check_disk_space(checkpoint: Checkpoint, out: Path) -> None:
-    """Raise CapacityError unless the disk of `out` has room for a copy of the checkpoint; the
-    output is no larger.
+def check_disk_space(checkpoint: Checkpoint, out: Path, copies: int = 1) -> None:
+    """Raise CapacityError unless the disk of `out` has room for so many copies of the checkpoint; the
+    output is no larger than one.
     """
-    require_space(out, sum(checkpoint.entry(name).size for name in checkpoint.names))
+    require_space(out, copies * sum(checkpoint.entry(name).size for name in checkpoint.names))
 
 
 def rounding_of(plan: QuantizePlan, model: ModelConfig) -> Rounding:
     """Return how the matrices of a model are rounded."""
     stored = model.checkpoint_format
     return Rounding(plan, scale_format(plan.layout, stored), torch_dtype(stored))
+
+
+class Matrices(Protocol):
+    """Matrices that are rounded already."""
+
+    def matrix(self, module: str) -> RoundedMatrix | None:
+        """Return that of a module; None if there is none."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -64,6 +74,7 @@ class _Written:
     beside    tensors of other parts than the text model
     twins     modules of other parts -> those of the text model whose scales they have
     divisors  of NVFP4, by module
+    plans     of modules that do not have `plan`
     """
 
     checkpoint: Checkpoint
@@ -71,13 +82,14 @@ class _Written:
     plan: QuantizePlan
     calibration: Calibration
     packed: Mapping[str, StoredExperts]
-    layers: LayerStore | None
+    layers: Matrices | None
     change: Change
     rounding: Rounding
     linear: frozenset[str]
     beside: frozenset[str]
     twins: Mapping[str, str]
     divisors: Mapping[str, Tensor]
+    plans: Mapping[str, QuantizePlan]
 
     def tensors(self, name: str, shape: Shape) -> tuple[int, dict[str, Tensor]]:
         """Return (bytes of tensor `name` before, what it becomes)."""
@@ -116,13 +128,11 @@ class _Written:
         if self.layers is not None:
             matrix = self.layers.matrix(like)
         if matrix is None:
-            if not bool(weight.isfinite().all()):
-                raise CheckpointError(
-                    f"{name} has values that are NaN or infinite; a damaged checkpoint cannot be quantized"
-                )
+            require_finite(name, weight)
             matrix = self.rounding.nearest(weight, divisor=self.divisors.get(module))
         input_scale = self.calibration.input_scales.get(like)
-        return stored_tensors(self.plan, module, matrix, input_scale, self.rounding.scale_format)
+        plan = self.plans.get(like, self.plan)
+        return stored_tensors(plan, module, matrix, input_scale, self.rounding.scale_format)
 
 
 def write_quantized(
@@ -136,9 +146,11 @@ def write_quantized(
     packed: Mapping[str, StoredExperts],
     kv_scale_format: Format | None = None,
     overwrite: bool = False,
-    layers: LayerStore | None = None,
+    layers: Matrices | None = None,
     change: Change = _as_stored,
     unties: bool = False,
+    plans: Mapping[str, QuantizePlan] = MappingProxyType({}),
+    report: Mapping[str, bytes] = MappingProxyType({}),
 ) -> tuple[int, int]:
     """Write `checkpoint`, which is unquantized, into the new folder `out`; return (bytes of tensors
     before, after).
@@ -148,6 +160,9 @@ def write_quantized(
 
     Matrices that are in `layers` are written as they are there; other tensors become what `change`
     gives before they are rounded. `unties`: the head, which was the embedding, is one of these.
+
+    `plans`: those of modules, all in `layers`, whose numbers differ from those of `plan`; then of every
+    module that is quantized. `report`: files that are written beside the model, by name.
 
     KV scales are stored in the scale format of `plan.layout`, unless `kv_scale_format` is given.
     With `overwrite`, `out` may be a folder that Freight wrote. Raises what CheckpointWriter raises,
@@ -177,6 +192,7 @@ def write_quantized(
         frozenset(of_others),
         twins,
         _divisors(checkpoint, model, rounding, linear, change),
+        plans,
     )
     others = checkpoint.other_files()  # first: an unknown tokenizer is refused before the work
     before = 0
@@ -188,7 +204,8 @@ def write_quantized(
             after += _num_bytes(tensors)
             writer.add(tensors)
             on_progress("writing", done, len(shapes))
-        declared = declare(checkpoint.config, plan, ignored, keeps=bool(packed))
+        mixed = planned_modules(model, plans)
+        declared = declare(checkpoint.config, plan, ignored, keeps=bool(packed), mixed=mixed)
         if unties:
             declared = with_own_head(declared)
         files: dict[str, bytes] = {}
@@ -204,8 +221,28 @@ def write_quantized(
             named, files = write_extras(calibration.kv_finer)
             declared |= named
         checkpoint.require_unchanged()
-        writer.finish(declared, checkpoint.path, {**others, **files})
+        writer.finish(declared, checkpoint.path, {**others, **files, **report})
     return before, after
+
+
+def planned_modules(model: ModelConfig, plans: Mapping[str, QuantizePlan]) -> list[PlannedModules]:
+    """Return the modules of each plan as expressions of their layers' numbers: other engines call a
+    module by the name of the merged one that it is part of, and layers are whole. Those that are ignored in
+    these layers are declared so by name, which comes before an expression.
+    """
+    layer, _, _ = tensor_names(model).layer.rpartition(".{}")
+    _, _, part = layer.rpartition(".")
+    by_plan: dict[QuantizePlan, list[int]] = {}
+    for index, modules in enumerate(layer_modules(model)):
+        of_layer = {plans[name] for group in modules.groups for name in group if name in plans}
+        assert len(of_layer) <= 1, "the modules of a layer have one plan"
+        for plan in of_layer:
+            by_plan.setdefault(plan, []).append(index)
+    planned = []
+    for plan, layers in by_plan.items():
+        numbers = "|".join(map(str, layers))
+        planned.append(PlannedModules((rf"re:.*\b{part}\.(?:{numbers})\..*",), plan))
+    return planned
 
 
 def _num_bytes(tensors: Mapping[str, Tensor]) -> int:

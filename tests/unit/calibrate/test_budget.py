@@ -26,7 +26,7 @@ from freight.cli.quantize import facts, sentences
 from freight.errors import CheckpointError, ConfigError
 from freight.fp8.formats import Format, Granularity, ScaleSource
 from freight.lab.evaluate.report import run_caches
-from freight.quantizer.budget import BudgetKind, KVBudget, parse_budget
+from freight.quantizer.budget import Budget, BudgetKind, parse_budget
 from freight.quantizer.calibration import Calibration
 from freight.quantizer.carried import open_scales
 from freight.quantizer.kv_budget import (
@@ -245,7 +245,7 @@ def test_a_budget_that_says_nothing_is_refused(text):
 def test_a_budget_that_nothing_meets_is_refused_with_the_least_there_is():
     with refuses(ConfigError, "bits=7.9", "bits=8"):
         plan(QuantizeArgs(kv_budget="bits=7.9"))
-    assert parse_budget(" bits = 8 ") == KVBudget(BudgetKind.BITS, 8)
+    assert parse_budget(" bits = 8 ") == Budget(BudgetKind.BITS, 8)
 
 
 @pytest.mark.parametrize(

@@ -76,9 +76,10 @@ def test_lines_of_every_kind(tmp_path: Path):
         tmp_path,
         {"text": LONG, "source": "somewhere"},
         {"messages": [{"role": "user", "content": "ab"}]},
+        {"conversations": [{"from": "human", "value": "ab"}]},
         {"input_ids": [7, 8, 9]},
     )
-    assert samples(path) == [[1, *map(ord, LONG)], [2, 97, 98], [7, 8, 9]]
+    assert samples(path) == [[1, *map(ord, LONG)], [2, 97, 98], [2, 97, 98], [7, 8, 9]]
 
 
 def test_python_sequences():
@@ -112,6 +113,11 @@ def test_empty_samples_do_not_count():
         ({"input_ids": "abc"}, "token ids must be a list of integers"),
         ({"input_ids": [1, 2.5]}, "token ids must be a list of integers"),
         ({"messages": "hello"}, "line 1: messages are a list"),
+        ({"conversations": "hello"}, "line 1: `conversations` is not a list of objects"),
+        (
+            {"conversations": [{"from": "human"}]},
+            "line 1: `conversations` is not a list of objects",
+        ),
         ({"input_ids": [300] * 300}, "token id 300 is not in the model's vocabulary"),
         ({"input_ids": [-1] * 300}, "token id -1"),
     ],

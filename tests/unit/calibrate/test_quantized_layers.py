@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import signal
 import subprocess
@@ -13,17 +14,22 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tests.parity.random_models import freight_logits, save_random, tokens
 from tests.parity.variants import VARIANTS
 from tests.refusals import assert_names, refuses
 from tests.unit.calibrate.test_every_family import EVERY
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from freight import quantize
-from freight.errors import ConfigError
+from freight.checkpoint.reader import resolve_model
+from freight.errors import CheckpointError, ConfigError
 from freight.quantizer import layer_rounder
 from freight.quantizer.layer_store import LayerStore
 from freight.quantizer.modules import linear_modules
+from freight.quantizer.plan import WeightScheme
 from freight.quantizer.quantize import open_unquantized
+from freight.quantizer.report import digest as digest_of_tokens
 from freight.quantizer.rounding import RoundedMatrix
 
 IDS = tokens(100)
@@ -40,9 +46,9 @@ def test_every_matrix_of_every_family_is_rounded_by_its_inputs(
     rounded: dict[str, int] = {}
     original = layer_rounder.LayerRounder.rounded
 
-    def note(self: Any, group: Any, statistics: Any) -> Any:
+    def note(self: Any, group: Any, statistics: Any, roundings: Any) -> Any:
         rounded.update(dict.fromkeys(group, statistics.num_rows))
-        return original(self, group, statistics)
+        return original(self, group, statistics, roundings)
 
     monkeypatch.setattr(layer_rounder.LayerRounder, "rounded", note)
     options: dict[str, Any] = {"weights": "fp8-channel", "activations": "none"}
@@ -173,3 +179,210 @@ def test_a_damaged_layer_is_named_with_the_way_out(tmp_path: Path):
     file.write_bytes(file.read_bytes()[:-3])
     with refuses(ConfigError, "is damaged", "remove"):
         LayerStore(tmp_path / "out", {})
+
+
+@pytest.mark.usefixtures("reference_kernels")
+@pytest.mark.parametrize("weights", ["fp8", "fp8-block", "int8", "int4", "nvfp4", "mxfp4"])
+def test_every_format_is_rounded_with_less_error_of_outputs(weights: str, tmp_path: Path):
+    """NVFP4's matrices of one input share a divisor, which is stored with each."""
+    save_random(VARIANTS["llama"], tmp_path / "plain", torch.float32)
+    options: dict[str, Any] = {"weights": weights}
+    if weights == "int4":
+        options["group_size"] = 32
+    quantize(str(tmp_path / "plain"), tmp_path / "nearest", **options)
+    quantize(
+        str(tmp_path / "plain"),
+        tmp_path / "out",
+        method="gptq",
+        calibration_data=SAMPLES,
+        **options,
+    )
+    logits = {}
+    for name in ("plain", "nearest", "out"):
+        logits[name] = freight_logits(tmp_path / name, IDS, "float32", "reference")
+    errors = {name: (logits[name] - logits["plain"]).square().mean() for name in ("nearest", "out")}
+    assert errors["out"] < errors["nearest"]
+
+
+@pytest.mark.parametrize("weights", ["mxfp4", "nvfp4", "int4", "fp8-channel"])
+def test_a_matrix_with_nan_is_refused_before_its_layer_is_kept(weights: str, tmp_path: Path):
+    save_random(VARIANTS["llama"], tmp_path / "plain", torch.float32)
+    file = tmp_path / "plain" / "model.safetensors"
+    tensors = load_file(file)
+    name = "model.layers.1.mlp.down_proj.weight"
+    tensors[name][2, 3] = torch.nan
+    save_file(tensors, file, {"format": "pt"})
+    options: dict[str, Any] = {"group_size": 32} if weights == "int4" else {}
+    with refuses(CheckpointError, name, "NaN"):
+        quantize(
+            str(tmp_path / "plain"),
+            tmp_path / "out",
+            weights=weights,
+            method="gptq",
+            calibration_data=SAMPLES,
+            **options,
+        )
+    kept = [path.name for path in (tmp_path / ".freight.out.layers").glob("layer-*")]
+    assert kept == ["layer-00000.safetensors"]
+
+
+@pytest.mark.usefixtures("reference_kernels")
+def test_experts_that_stay_in_16_bits_are_rotated_for_the_layers_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A rotation of values leaves the size of the output projection's inputs."""
+    save_random(VARIANTS["gpt-oss"], tmp_path / "plain", torch.float32)
+    monkeypatch.setattr(layer_rounder.LayerRounder, "changed", lambda rounder: rounder.source)
+    original = layer_rounder.LayerRounder.rounded
+    sizes: dict[str, dict[str, float]] = {"gptq": {}, "rotation,gptq": {}}
+    for method, size in sizes.items():
+
+        def note(self: Any, group: Any, statistics: Any, roundings: Any, size: Any = size) -> Any:
+            size[group[0]] = float(statistics.hessian.trace())
+            return original(self, group, statistics, roundings)
+
+        monkeypatch.setattr(layer_rounder.LayerRounder, "rounded", note)
+        quantize(
+            str(tmp_path / "plain"),
+            tmp_path / method,
+            weights="fp8-channel",
+            method=method,
+            ignore=("re:experts",),
+            calibration_data=[IDS[:40]],
+        )
+    outputs = [name for name in sizes["gptq"] if name.endswith("o_proj")]
+    assert len(outputs) > 1
+    for name in outputs:
+        assert sizes["rotation,gptq"][name] == pytest.approx(sizes["gptq"][name], rel=1e-4)
+
+
+@pytest.mark.usefixtures("reference_kernels")
+@pytest.mark.parametrize("variant", ["llama", "llama-tied"])
+@pytest.mark.parametrize("method", ["awq", "rotation"])
+def test_a_transform_makes_a_model_with_an_outlier_easier_to_round(
+    variant: str, method: str, tmp_path: Path
+):
+    save_random(VARIANTS[variant], tmp_path / "plain", torch.float32)
+    file = tmp_path / "plain" / "model.safetensors"
+    tensors = load_file(file)
+    for name, tensor in tensors.items():
+        if name.endswith("layernorm.weight"):
+            tensor[5] *= 20
+    save_file(tensors, file, {"format": "pt"})
+    options: dict[str, Any] = {"weights": "int4", "group_size": 32}
+    quantize(str(tmp_path / "plain"), tmp_path / "nearest", **options)
+    data = {"calibration_data": SAMPLES} if method == "awq" else {}
+    quantize(str(tmp_path / "plain"), tmp_path / "out", method=method, **data, **options)
+    logits = {}
+    for name in ("plain", "nearest", "out"):
+        logits[name] = freight_logits(tmp_path / name, IDS, "float32", "reference")
+    errors = {name: (logits[name] - logits["plain"]).square().mean() for name in ("nearest", "out")}
+    assert errors["out"] < errors["nearest"]
+
+
+def routed(folder: Path, samples: list[list[int]]) -> list[list[int]]:
+    """By layer, the tokens that transformers sends to each expert, each sample by itself."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    chosen = model.config.num_experts_per_tok
+    counts: list[torch.Tensor] = []
+    for ids in samples:
+        with torch.no_grad():
+            answer = model(torch.tensor([ids]), output_router_logits=True)
+        for layer, logits in enumerate(answer.router_logits):
+            experts = logits.topk(chosen, -1).indices.flatten()
+            counts += [torch.zeros(logits.shape[1], dtype=torch.int64)] * (layer == len(counts))
+            counts[layer] = counts[layer] + torch.bincount(experts, minlength=logits.shape[1])
+    return [count.tolist() for count in counts]
+
+
+@pytest.mark.usefixtures("reference_kernels")
+@pytest.mark.parametrize("variant", ["mixtral", "qwen3-moe"])
+def test_the_report_has_the_tokens_that_each_expert_had(variant: str, tmp_path: Path):
+    save_random(VARIANTS[variant], tmp_path / "plain", torch.float32)
+    options: dict[str, dict[str, Any]] = {
+        "static": {"weights": "fp8", "activations": "static"},
+        "budget": {"budget": "bits=12"},
+        "awq": {"weights": "fp8-weight-only", "method": "awq"},
+        "gptq": {"weights": "int4", "group_size": 32, "method": "gptq"},
+    }
+    for name, of_run in options.items():
+        out = tmp_path / name
+        quantize(str(tmp_path / "plain"), out, calibration_data=SAMPLES, **of_run)
+        report = json.loads((out / "freight_quantization.json").read_text())
+        seen = SAMPLES[:1] if name == "budget" else SAMPLES  # the other half verifies
+        expected = routed(tmp_path / "plain", seen)
+        if name == "gptq":  # later layers see what is rounded before them
+            expected = expected[:1]
+        for layer, counts in zip(report["layers"], expected, strict=False):
+            assert list(layer["experts"].values()) == counts
+            assert layer["num_tokens"] == sum(map(len, seen))
+            for group in layer["groups"]:
+                if "experts" not in group["modules"][0]:
+                    assert group["num_tokens"] == layer["num_tokens"]
+    page = (tmp_path / "gptq" / "freight_quantization.md").read_text()
+    assert "tokens of an expert" in page
+    assert "## Warnings" in page
+
+
+@pytest.mark.parametrize("form", ["text", "messages", "conversations", "parquet"])
+def test_a_method_reads_data_of_every_form(form: str, tmp_path: Path):
+    """The tokens of the report are those that transformers makes of the same texts."""
+    tokenizer = AutoTokenizer.from_pretrained(resolve_model("demo", None))
+    turns = [("user", "Which fish lives longest?"), ("assistant", "The Greenland shark. " * 20)]
+    messages = [{"role": role, "content": text} for role, text in turns]
+    rows: dict[str, list[dict[str, Any]]] = {
+        "text": [{"text": text} for _, text in turns],
+        "messages": [{"messages": messages, "id": 3}],
+        "conversations": [
+            {"conversations": [{"from": "human", "value": turns[0][1]},
+                               {"from": "gpt", "value": turns[1][1]}]}
+        ],
+    }  # fmt: skip
+    rows["parquet"] = rows["messages"]
+    if tokenizer.chat_template is None:
+        expected = [tokenizer("\n".join(text for _, text in turns))["input_ids"]]
+    else:
+        expected = [tokenizer.apply_chat_template(messages, return_dict=False)]
+    if form == "text":
+        expected = [tokenizer(text)["input_ids"] for _, text in turns]
+    path = tmp_path / "data.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows[form])))
+    if form == "parquet":
+        pyarrow = pytest.importorskip("pyarrow")
+        parquet = pytest.importorskip("pyarrow.parquet")
+        path = tmp_path / "data.parquet"
+        parquet.write_table(pyarrow.Table.from_pylist(rows[form]), path)
+    quantize(
+        "demo",
+        tmp_path / "out",
+        weights="int8",
+        method="gptq",
+        calibration_data=path,
+        ignore=[r"re:layers\.[1-5]\."],
+    )
+    report = json.loads((tmp_path / "out" / "freight_quantization.json").read_text())
+    assert report["calibration"]["data"] == path.name
+    assert report["calibration"]["num_samples"] == len(expected)
+    assert report["calibration"]["num_tokens"] == sum(map(len, expected))
+    assert report["calibration"]["tokens_sha256"] == digest_of_tokens(expected)
+    assert report["layers"][0]["groups"][0]["num_tokens"] == sum(map(len, expected))
+
+
+@pytest.mark.usefixtures("reference_kernels")
+@pytest.mark.parametrize("weights", [scheme for scheme in WeightScheme if scheme != "none"])
+def test_gptq_lowers_the_error_of_outputs_in_every_format(weights: str, tmp_path: Path):
+    save_random(VARIANTS["llama"], tmp_path / "plain", torch.bfloat16)
+    sizes = {"group_size": 32} if weights == "int4" else {}
+    quantize(
+        str(tmp_path / "plain"),
+        tmp_path / "out",
+        weights=weights,
+        method="gptq",
+        calibration_data=SAMPLES,
+        **sizes,
+    )
+    report = json.loads((tmp_path / "out" / "freight_quantization.json").read_text())
+    for layer in report["layers"]:
+        assert len(layer["groups"]) == 4
+        for group in layer["groups"]:
+            assert 0 < group["error"] < group["error_nearest"] < 0.05

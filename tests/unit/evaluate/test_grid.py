@@ -471,3 +471,12 @@ def test_a_choice_by_layer_is_measured_and_its_command_gives_it(
         opened = open_model(given)
         kv = opened.resolve(given).kv
         assert (kv.layer_names(), kv.names()["scale_source"]) == (run.layers, run.scale_source)
+
+
+def test_a_checkpoint_in_fp8_is_a_row_as_well(tmp_path: Path):
+    freight.quantize("demo", tmp_path / "fp8", weights="fp8-channel")
+    grid = GridArgs(caches=(), weights=("fp8-channel", f"{tmp_path}/fp8"), speed=False, window=64)
+    runs = evaluate_grid(DEMO, [TEXT[:300]], grid).runs
+    means = {run.weights: run.kl_mean for run in runs if run.name == "16 bits"}
+    assert means["fp8"] == pytest.approx(means["fp8-channel"], rel=1e-5)
+    assert means["fp8"] > 0

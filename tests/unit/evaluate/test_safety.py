@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from freight.cli.kv_choice import choice_facts, choice_sentences
 from freight.lab.evaluate.safety import MIN_TOKENS, MIN_UNITS, Interval, Sample, Verdict, judge
-from freight.quantizer.budget import BudgetKind, KVBudget
+from freight.quantizer.budget import Budget, BudgetKind
 from freight.quantizer.kv_budget import KVChoice
 
 ENOUGH = Sample(58, "windows", 59032, 16.9, 4096)
@@ -166,7 +166,7 @@ def test_too_little_text_says_what_is_missing():
 def test_a_cache_chosen_by_kl_alone_may_fail_and_never_passes():
     for kl, verdict in ((0.004, Verdict.CANNOT_BE_SAID), (0.006, Verdict.NOT_SAFE)):
         choice = KVChoice(
-            KVBudget(BudgetKind.KL, 0.01), (None,), 1, 2, 8.0, kl, kl, kl, 10, 10, ({},)
+            Budget(BudgetKind.KL, 0.01), (None,), 1, 2, 8.0, kl, kl, kl, 10, 10, ({},)
         )
         assert choice_facts(choice)["verdict"] == verdict
         assert any(str(verdict) in line for line in choice_sentences(choice))

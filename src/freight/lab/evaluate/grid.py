@@ -176,7 +176,10 @@ def evaluate_grid(
             runs += _runs(opened, rounded, pair, length, scheme)
         for folder, other in zip(grid.folders, others, strict=True):
             pair = [sixteen, ("token", other.skipping(replace(plain, kv=by_token)))]
-            runs += _runs(other, load_for(other, [plain], longest), pair, length, Path(folder).name)
+            stored = replace(plain, weight_format=other.resolve(other.args).weight_format)
+            runs += _runs(
+                other, load_for(other, [stored], longest), pair, length, Path(folder).name
+            )
         measure(runs, [part.window for part in parts], partial(on_progress, "evaluating"))
         speeds = None
         if grid.speed:
