@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.covering import in_rotation
 from tests.parity.random_models import freight_logits, save_random, tokens
 from tests.parity.variants import VARIANTS
 from tests.refusals import assert_names, refuses
@@ -33,11 +34,16 @@ from freight.quantizer.report import digest as digest_of_tokens
 from freight.quantizer.rounding import RoundedMatrix
 
 IDS = tokens(100)
+ALWAYS = ("llama", "gemma3", "mixtral", "deepseek-v3", "olmo2", "qwen3-next", "nemotron-h")
+FAMILIES = [
+    pytest.param(name, marks=[] if name in ALWAYS or in_rotation(name) else [pytest.mark.slow])
+    for name in EVERY
+]
 SAMPLES = [IDS[:60], IDS[60:]]
 
 
 @pytest.mark.usefixtures("reference_kernels")
-@pytest.mark.parametrize("variant", EVERY)
+@pytest.mark.parametrize("variant", FAMILIES)
 def test_every_matrix_of_every_family_is_rounded_by_its_inputs(
     variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -79,7 +85,7 @@ def test_every_matrix_of_every_family_is_rounded_by_its_inputs(
 
 @pytest.mark.usefixtures("reference_kernels")
 @pytest.mark.parametrize("method", ["awq", "smoothquant", "rotation"])
-@pytest.mark.parametrize("variant", EVERY)
+@pytest.mark.parametrize("variant", FAMILIES)
 def test_a_transform_of_every_family_changes_rounding_alone(
     variant: str, method: str, tmp_path: Path
 ):
