@@ -31,7 +31,7 @@ from freight.model.shapes import tensor_shapes
 from freight.quantizer.hadamard import paley_order, signs, turned
 from freight.quantizer.normed import Axis, LayerTensors, Norm, layer_tensors, norm_of
 
-_CHUNK = 1 << 24  # numbers that are computed at once in float64
+_CHUNK = 1 << 21  # numbers that are computed at once in float64
 
 
 class RotationPart(StrEnum):
