@@ -15,6 +15,7 @@ from torch import Tensor
 
 from freight.base.terminal import OnStage, unseen
 from freight.errors import ConfigError
+from freight.fp8.cast import torch_dtype
 from freight.kernels.interface import KernelSet
 from freight.model.config.model import ModelConfig
 from freight.model.shapes import tensor_shapes
@@ -87,7 +88,7 @@ def smooth(
         if scales is None:
             inputs = LayerInputs(modules, left_out, device)
             walk.through(index, inputs.around(layer), walk.hidden, LayerWatch(modules, {}, {}))
-            scales = [chooser.scale(place, inputs) for place in places]
+            scales = [chooser.exact(place, chooser.scale(place, inputs)) for place in places]
             store.add_scales(index, scales, inputs.records())
         else:
             walk.through(index, layer, walk.hidden, LayerWatch(modules, {}, {}))
@@ -136,6 +137,22 @@ class _Chooser:
         if self._method.transform is Transform.SMOOTHQUANT:
             return self._smoothquant(place, [statistics for _, statistics in seen])
         return self._awq(place, seen)
+
+    def exact(self, place: Folding, scale: Tensor) -> Tensor:
+        """Return the scale nearest to `scale` by which a norm's weight, rounded to its dtype, is exactly
+        what it was divided by; 1 where there is none.
+
+        Rounding would change the model: a weight to which 1 is added, divided by a large scale, is
+        near -1, where 16 bits have few digits of the sum.
+        """
+        norm = place.source
+        if not isinstance(norm, Norm):
+            return scale
+        weight = self._source.exact(norm.weight, self._shapes[norm.weight]) + norm.offset
+        scale = scale.to(weight.device)
+        stored = (weight / scale - norm.offset).to(torch_dtype(self._source.compute_format))
+        exact = weight / (stored.float() + norm.offset)
+        return torch.where(exact.isfinite() & (exact > 0), exact, 1.0)
 
     def _smoothquant(self, place: Folding, seen: Sequence[ChannelStatistics]) -> Tensor:
         most = torch.stack([statistics.most for statistics in seen]).amax(0)

@@ -23,15 +23,18 @@ from tests.unit.calibrate.test_every_family import EVERY
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from freight import quantize
+from freight.base.terminal import unseen
 from freight.checkpoint.reader import resolve_model
 from freight.errors import CheckpointError, ConfigError
 from freight.quantizer import layer_rounder
 from freight.quantizer.layer_store import LayerStore
 from freight.quantizer.modules import linear_modules
-from freight.quantizer.plan import WeightScheme
+from freight.quantizer.normed import Norm
+from freight.quantizer.plan import QuantizeArgs, WeightScheme, plan
 from freight.quantizer.quantize import open_unquantized
 from freight.quantizer.report import digest as digest_of_tokens
 from freight.quantizer.rounding import RoundedMatrix
+from freight.quantizer.transformed import Folded
 
 IDS = tokens(100)
 ALWAYS = ("llama", "gemma3", "mixtral", "deepseek-v3", "olmo2", "qwen3-next", "nemotron-h")
@@ -112,6 +115,35 @@ def test_a_transform_of_every_family_changes_rounding_alone(
     assert error < 4 * of_nearest
     assert not torch.equal(logits["out"], logits["nearest"])
     assert not list(tmp_path.glob(".freight*"))
+
+
+@pytest.mark.parametrize("variant", ["gemma3", "llama"])
+@pytest.mark.parametrize("method", ["awq", "smoothquant"])
+def test_a_norm_times_its_scale_is_what_it_was_in_16_bits_too(
+    variant: str, method: str, tmp_path: Path
+):
+    """A weight to which 1 is added has few digits near -1."""
+    save_random(VARIANTS[variant], tmp_path / "plain", torch.bfloat16)
+    opened = open_unquantized(str(tmp_path / "plain"))
+    options = {"activations": "none"} if method == "awq" else {}
+    decided = plan(QuantizeArgs(weights="fp8-channel", method=method, **options))
+    with LayerStore(tmp_path / "out", {}) as store:
+        smoothed = opened.smoothed(decided, SAMPLES, (), unseen, "cpu", store)
+    assert isinstance(smoothed.transformed, Folded)
+    offset = 1.0 if variant == "gemma3" else 0.0
+    before = load_file(tmp_path / "plain" / "model.safetensors")
+    seen = 0
+    for name, places in smoothed.transformed.scales.items():
+        changed = smoothed.changed(name)
+        assert changed is not None
+        if not isinstance(places[0][0].source, Norm) or changed.dim() > 1:
+            continue
+        ((_, scale),) = places
+        product = (changed.bfloat16().float() + offset) * scale
+        assert torch.allclose(product, before[name].float() + offset, rtol=1e-6)
+        assert (scale != 1).float().mean() > 0.5
+        seen += 1
+    assert seen
 
 
 def digest(folder: Path) -> dict[str, str]:
