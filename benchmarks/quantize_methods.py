@@ -72,15 +72,15 @@ def quantize(args: argparse.Namespace, method: str) -> Cost:
 
 def costs(args: argparse.Namespace) -> dict[str, JsonDict]:
     """Quantize what is not there yet; return what each took."""
-    kept = args.folder / "seconds.json"
-    known: dict[str, Any] = read_object(kept) if kept.exists() else {}
+    costs_file = args.folder / "seconds.json"
+    known: dict[str, Any] = read_object(costs_file) if costs_file.exists() else {}
     for method in args.methods:
         if (args.folder / named(method)).exists() and method in known:
             continue
         shutil.rmtree(args.folder / named(method), ignore_errors=True)
         print(f"{method} …", file=sys.stderr, flush=True)
         known[method] = asdict(quantize(args, method))
-        write_whole(kept, json.dumps(known, indent=1))
+        write_whole(costs_file, json.dumps(known, indent=1))
     return known
 
 

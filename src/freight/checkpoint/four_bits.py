@@ -36,7 +36,7 @@ from freight.checkpoint.mxfp4 import as_weight
 from freight.checkpoint.reader import Checkpoint
 from freight.fp8 import mxfp4
 from freight.fp8.formats import Format
-from freight.fp8.four_bits import scales_out_of_range
+from freight.fp8.four_bits import from_pairs, in_pairs, scales_out_of_range
 from freight.fp8.scheme import FourBits, Packing, Scheme, held_group
 from freight.operands.weight import Codes, Groups, Weight
 
@@ -164,7 +164,7 @@ class StoredGroups:
         groups = _groups(checkpoint, self)
         scale = _tensor_scale(checkpoint, self)
         if order is not None:
-            data = _in_pairs(_nibbles(data)[:, order])
+            data = in_pairs(_nibbles(data)[:, order])
             order = order.to(device)
         if self.rows:
             rows = torch.cat([_numbers(rows.start, rows.stop) for rows in self.rows])
@@ -496,13 +496,7 @@ def _turned(x: Tensor) -> Tensor:
 
 def _nibbles(words: Tensor) -> Tensor:
     """Return the codes of bytes or int32, the lowest bits first: uint8 [.., codes]."""
-    stored = words.contiguous().view(torch.uint8)
-    return torch.stack((stored & 15, stored >> 4), -1).flatten(-2)
-
-
-def _in_pairs(codes: Tensor) -> Tensor:
-    """Pack codes, uint8 [.., count], two to a byte: [.., count / 2]."""
-    return codes[..., ::2] | codes[..., 1::2] << 4
+    return from_pairs(words.contiguous().view(torch.uint8))
 
 
 def _groups(checkpoint: Checkpoint, stored: StoredGroups) -> Groups:
@@ -544,9 +538,9 @@ def _codes(checkpoint: Checkpoint, stored: StoredGroups) -> Tensor:
     form = _FORMS[stored.four.packing]
     words = checkpoint.copy(f"{stored.module}.{form.codes}")
     if form is _AWQ:
-        return _in_pairs(_by_output(words))
+        return in_pairs(_by_output(words))
     if form is _INT4_BYTES:
-        return _in_pairs(_from_bytes(checkpoint, f"{stored.module}.{form.codes}", words))
+        return in_pairs(_from_bytes(checkpoint, f"{stored.module}.{form.codes}", words))
     if form is _GPTQ:  # an int32 has 8 inputs of an output, so turning them makes rows of inputs
         words = words.t().contiguous()
     return words.view(torch.uint8)

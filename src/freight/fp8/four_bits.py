@@ -2,8 +2,8 @@
 
 Values are rounded to nearest. The scale of a group is the one of a few that costs the least squared
 error: one below the largest value's own clips that value and rounds all others more finely.
-`IntGroups` and `FloatGroups` are what a rounding leaves, whoever made it; files are written from
-them (`quantizer.packing`).
+`IntGroups` and `FloatGroups` are results of rounding by any method; files are written from them
+(`quantizer.packing`).
 """
 
 from __future__ import annotations
@@ -321,3 +321,8 @@ def e2m1(magnitude: Tensor) -> Tensor:
 def in_pairs(codes: Tensor) -> Tensor:
     """Pack codes, uint8 [.., count], two to a byte, the earlier one in its low half."""
     return codes[..., ::2] | codes[..., 1::2] << 4
+
+
+def from_pairs(packed: Tensor) -> Tensor:
+    """Return the codes, uint8 [.., 2 * count], of bytes [.., count] as `in_pairs` packs them."""
+    return torch.stack((packed & 15, packed >> 4), -1).flatten(-2)

@@ -17,6 +17,7 @@ from freight.errors import CheckpointError
 from freight.fp8 import blocks, mxfp4
 from freight.fp8.blocks import BlockFormat
 from freight.fp8.cast import decode
+from freight.fp8.four_bits import from_pairs
 from freight.fp8.scheme import Activations as Activations
 from freight.fp8.weights import BLOCK, expand_blocks
 from freight.operands.packed import PackedWeight
@@ -57,7 +58,7 @@ class Groups:
         """
         if self.codes is Codes.INT8:
             return self._scaled(data.float().unflatten(1, (-1, self.size)))
-        codes = torch.stack((data & 15, data >> 4), -1).flatten(1)
+        codes = from_pairs(data)
         codes = codes.unflatten(1, (-1, self.size))
         if self.codes is Codes.E2M1:
             table = torch.tensor(mxfp4.SIGNED, dtype=torch.float32, device=data.device)

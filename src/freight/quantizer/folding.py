@@ -242,9 +242,7 @@ def _downs(tensors: LayerTensors) -> Iterator[Folding | Unfoldable]:
     if tensors.names.interleaved:
         yield Unfoldable(modules.experts.down, "the experts of a layer are one tensor")
         return
-    count = len(tensors.names.expert_gate_up)
-    for expert, down in enumerate(modules.experts.down):
-        gate_up = modules.experts.gate_up[expert * count : (expert + 1) * count]
+    for gate_up, down in modules.experts.by_expert:
         place = _down(mlp.expert, gate_up, (down,))
         if isinstance(place, Unfoldable):  # for all experts
             yield Unfoldable(modules.experts.down, place.reason)

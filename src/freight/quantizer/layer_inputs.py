@@ -83,9 +83,7 @@ class LayerInputs:
                 self._add(group, of_layer)
         if experts is None:
             return
-        parts = len(experts.gate_up) // len(experts.down)
-        for expert, down in enumerate(experts.down):
-            gate_up = experts.gate_up[expert * parts : (expert + 1) * parts]
+        for expert, (gate_up, down) in enumerate(experts.by_expert):
             for side, group in ((Side.GATE_UP, gate_up), (Side.DOWN, (down,))):
                 statistics = self._add(group, of_layer)
                 if statistics is not None:

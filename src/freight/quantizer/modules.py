@@ -44,6 +44,15 @@ class ExpertModules:
         """The modules of all experts."""
         return (*self.gate_up, *self.down)
 
+    @property
+    def by_expert(self) -> tuple[tuple[tuple[str, ...], str], ...]:
+        """The modules of each expert: (those of gate and up, that of down)."""
+        parts = len(self.gate_up) // len(self.down)
+        experts = []
+        for expert, down in enumerate(self.down):
+            experts.append((self.gate_up[expert * parts : (expert + 1) * parts], down))
+        return tuple(experts)
+
     def named(self, expert: int) -> str:
         return self.prefix.format(expert).rstrip(".")
 
@@ -87,9 +96,7 @@ class LayerModules:
         """Those that engines compute as one matrix, such as q, k and v: each expert by itself."""
         merged = [*self.mixed.values(), *self.dense.values()]
         if self.experts is not None:
-            by_expert = len(self.experts.gate_up) // len(self.experts.down)
-            for start in range(0, len(self.experts.gate_up), by_expert):
-                merged.append(self.experts.gate_up[start : start + by_expert])
+            merged += [gate_up for gate_up, _ in self.experts.by_expert]
         return tuple(merged)
 
     def input_of(self, group: tuple[str, ...]) -> str:

@@ -13,6 +13,7 @@ import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -155,10 +156,13 @@ class Unquantized:
         """Return the tensor `name` in float32 if `transformed` changes it."""
         if self.transformed is None:
             return None
-        shapes = tensor_shapes(self.model)
         return self.transformed.tensor(
-            name, lambda read: self.checkpoint.take(read, shapes[read]).float()
+            name, lambda read: self.checkpoint.take(read, self._shapes[read]).float()
         )
+
+    @cached_property
+    def _shapes(self) -> Mapping[str, Shape]:
+        return tensor_shapes(self.model)
 
     @property
     def modules_beside(self) -> list[str]:
@@ -231,7 +235,7 @@ class Unquantized:
             plan.method,
             rounding,
             source,
-            tensor_shapes(self.model),
+            self._shapes,
             frozenset(ignored),
             store,
             device,

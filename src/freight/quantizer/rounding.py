@@ -19,6 +19,7 @@ from freight.fp8.four_bits import (
     ZERO_POINT,
     FloatGroups,
     IntGroups,
+    from_pairs,
     int4_scale_dtype,
     nvfp4_divisor,
     round_int_groups,
@@ -109,7 +110,7 @@ class Rounding:
             return RoundedMatrix(groups.codes, groups.scales, divisor=groups.divisor)
         if scheme is WeightScheme.MXFP4:
             packed, scales = round_mxfp4(weight, searches=self._searches)
-            return RoundedMatrix(unpaired(packed), scales)
+            return RoundedMatrix(from_pairs(packed), scales)
         codes, scales = _QUANTIZE[scheme](weight, self.plan.weight_format, self.scale_format)
         return RoundedMatrix(codes, scales)
 
@@ -210,8 +211,3 @@ def stacked(grids: Sequence[Grid], rows: Sequence[int]) -> Grid:
     return Grid(
         grids[0].element, torch.cat(scales), grids[0].group, torch.cat(zeros) if zeros else None
     )
-
-
-def unpaired(packed: Tensor) -> Tensor:
-    """Return codes uint8 [rows, inputs] of two to a byte, the earlier input in the low half."""
-    return torch.stack((packed & 15, packed >> 4), -1).flatten(1)

@@ -69,7 +69,7 @@ class Walk:
         cache_kernels: KernelSet,
         on_tokens: Callable[[int], None],
     ) -> None:
-        """cache_kernels: what stores and reads keys and values; on_tokens: is told the tokens that
+        """cache_kernels: what stores and reads keys and values; on_tokens: is called with the tokens that
         went through a layer, of all layers together.
         """
         self._config = config

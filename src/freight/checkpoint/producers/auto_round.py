@@ -144,9 +144,9 @@ def _static_fp8(declared: JsonObject) -> LinearScheme:
         or values[:3] != ("fp", 8, 8)
         or values[3] not in (None, "e4m3")
     ):
-        said = ", ".join(f"{key} {declared.get(key)!r}" for key in (*settings, "group_size"))
+        stated = ", ".join(f"{key} {declared.get(key)!r}" for key in (*settings, "group_size"))
         raise CheckpointError(
-            f"auto-round with {said} is not implemented; E4M3 by row (-1) or tensor (0) with one static scale of "
+            f"auto-round with {stated} is not implemented; E4M3 by row (-1) or tensor (0) with one static scale of "
             f"inputs is: {_WAY_OUT}"
         )
     return LinearScheme(scales, Activations.STATIC)
