@@ -122,12 +122,10 @@ class Report:
         if experts is None:
             return {}
         by_module = {name: group.num_tokens for group in groups for name in group.modules}
-        per_expert = len(experts.gate_up) // len(experts.down)
         tokens = {}
-        for expert in range(len(experts.down)):
+        for expert, (gate_up, _) in enumerate(experts.by_expert):
             name = experts.named(expert)
-            first = experts.gate_up[expert * per_expert]
-            count = by_module.get(first, self.calibration.expert_tokens.get(name))
+            count = by_module.get(gate_up[0], self.calibration.expert_tokens.get(name))
             if count is not None:
                 tokens[name] = count
         return tokens

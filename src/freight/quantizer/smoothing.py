@@ -31,7 +31,7 @@ from freight.quantizer.folding import (
 )
 from freight.quantizer.layer_inputs import ChannelStatistics, LayerInputs
 from freight.quantizer.layer_store import LayerStore
-from freight.quantizer.modules import layer_modules
+from freight.quantizer.modules import LayerModules, layer_modules
 from freight.quantizer.normed import Norm
 from freight.quantizer.plan import Method, Transform, WeightObserver
 from freight.quantizer.rounding import Rounding
@@ -69,32 +69,48 @@ def smooth(
             f"--method {method.transform}: no layer of this model has a place for its scales: {_reason(config)}; "
             "use --method gptq, or leave fewer modules out"
         )
-    total = config.num_layers * sum(map(len, samples))
-    walk = Walk(
-        config,
-        source,
-        kernels,
-        samples,
-        device,
-        kernels,
-        lambda done: on_progress(f"measuring for {method.transform}", done, total),
-    )
-    chooser = _Chooser(method, rounding, source, config)
+    if any(store.scales(index) is None for index in range(config.num_layers)):
+        chooser = _Chooser(method, rounding, source, config)
+        total = config.num_layers * sum(map(len, samples))
+        walk = Walk(
+            config,
+            source,
+            kernels,
+            samples,
+            device,
+            kernels,
+            lambda done: on_progress(f"measuring for {method.transform}", done, total),
+        )
+        _choose(walk, chooser, by_layer, layer_modules(config), left_out, store, device)
     placed: list[PlacedScale] = []
-    for index, modules in enumerate(layer_modules(config)):
-        places = by_layer[index]
-        layer = walk.layer(index)
+    for index, places in enumerate(by_layer):
         scales = store.scales(index)
-        if scales is None:
-            inputs = LayerInputs(modules, left_out, device)
-            walk.through(index, inputs.around(layer), walk.hidden, LayerWatch(modules, {}, {}))
-            scales = [chooser.exact(place, chooser.scale(place, inputs)) for place in places]
-            store.add_scales(index, scales, inputs.records())
-        else:
-            walk.through(index, layer, walk.hidden, LayerWatch(modules, {}, {}))
-        walk.require_finite(index)
+        assert scales is not None
         placed += zip(places, scales, strict=True)
     return placed
+
+
+def _choose(
+    walk: Walk,
+    chooser: _Chooser,
+    by_layer: Sequence[Sequence[Folding]],
+    modules: Sequence[LayerModules],
+    left_out: frozenset[str],
+    store: LayerStore,
+    device: str,
+) -> None:
+    """Go through the model, and put the scales of layers that `store` does not have into it."""
+    for index, places in enumerate(by_layer):
+        layer = walk.layer(index)
+        inputs = None
+        if store.scales(index) is None:
+            inputs = LayerInputs(modules[index], left_out, device)
+            layer = inputs.around(layer)
+        walk.through(index, layer, walk.hidden, LayerWatch(modules[index], {}, {}))
+        walk.require_finite(index)
+        if inputs is not None:
+            scales = [chooser.exact(place, chooser.scale(place, inputs)) for place in places]
+            store.add_scales(index, scales, inputs.records())
 
 
 def _reason(config: ModelConfig) -> str:

@@ -146,6 +146,31 @@ def test_a_norm_times_its_scale_is_what_it_was_in_16_bits_too(
     assert seen
 
 
+@pytest.mark.parametrize("method", ["awq", "smoothquant"])
+def test_scales_that_are_chosen_are_not_measured_again(method: str, tmp_path: Path):
+    save_random(VARIANTS["llama"], tmp_path / "plain", torch.float32)
+    opened = open_unquantized(str(tmp_path / "plain"))
+    options = {"activations": "none"} if method == "awq" else {}
+    decided = plan(QuantizeArgs(weights="fp8-channel", method=method, **options))
+    name = "model.layers.0.input_layernorm.weight"
+    norms = []
+    stages: list[int] = []
+
+    def count(what: str, done: int, total: int) -> None:
+        stages.append(done)
+
+    with LayerStore(tmp_path / "out", {}) as store:
+        for _ in range(2):
+            smoothed = opened.smoothed(decided, SAMPLES, (), count, "cpu", store)
+            changed = smoothed.changed(name)
+            assert changed is not None
+            norms.append((changed, len(stages)))
+    (first, steps), (again, steps_again) = norms
+    assert steps > 0
+    assert steps_again == steps
+    assert torch.equal(first, again)
+
+
 def digest(folder: Path) -> dict[str, str]:
     return {
         path.name: hashlib.sha256(path.read_bytes()).hexdigest()
