@@ -24,6 +24,7 @@ IDS = tokens(60)
 STACKED = (
     *("gemma4-moe", "granite-moe", "granite-moe-biases", "granite-h-moe", "qwen3-vl-moe"),
     *("qwen3-vl-moe-dense-layer", "step3p7", "step3p7-plain"),
+    *("mistral4", "mistral4-groups"),
 )
 
 
