@@ -23,6 +23,7 @@ struct Pairs {
   std::vector<int32_t> row;    // by pair: its row
   std::vector<int64_t> place;  // [rows, top_k]: the pair, or -1 for an id that is skipped
   std::vector<int64_t> end;    // by expert: the end of its pairs
+  std::vector<int32_t> slot;   // by pair: the slot of its adapter in the banks, or -1
 
   void sort(const int32_t* ids, int64_t rows, int64_t top_k, int64_t num_experts) {
     const auto there = [&](int32_t id) { return id >= 0 && id < num_experts; };
@@ -42,6 +43,22 @@ struct Pairs {
       place[static_cast<size_t>(i)] = pair;
       if (pair >= 0) row[static_cast<size_t>(pair)] = static_cast<int32_t>(i / top_k);
     }
+  }
+
+  // Set `slot` from the slots of the rows. Returns whether a pair has one.
+  bool adapt(const int32_t* adapters, int64_t num_slots) {
+    const int64_t num_experts = static_cast<int64_t>(end.size());
+    bool any = false;
+    slot.assign(row.size(), -1);
+    size_t pair = 0;
+    for (int64_t expert = 0; expert < num_experts; expert++)
+      for (; pair < static_cast<size_t>(end[static_cast<size_t>(expert)]); pair++) {
+        const int64_t own = adapters[row[pair]] * num_experts + expert;
+        if (adapters[row[pair]] < 0 || own >= num_slots) continue;
+        slot[pair] = static_cast<int32_t>(own);
+        any = true;
+      }
+    return any;
   }
 
   int64_t count() const { return static_cast<int64_t>(row.size()); }
@@ -125,6 +142,8 @@ struct Mixture {
     if (alike)
       for (Product& one : products) one.staged = products[0].staged;
     multiply(products.data(), count, a.format, a.threads);
+    const bool adapted = a.adapters && pairs.adapt(a.adapters + first, a.gate_up_bank.num_slots);
+    if (adapted) add(a.gate_up_bank, pairs, element(a.x, first * hidden, a.format), pairs.row.data(), results);
     if (activate(results, between, pairs.count()) != FREIGHT_OK) throw std::bad_alloc();
     if (ranks) {
       const FreightGather gather{ranks, between, between + narrow, pairs.count(), inner * bytes_of(a.format), -1, a.threads};
@@ -135,8 +154,22 @@ struct Mixture {
     count = static_cast<int64_t>(products.size());
     stage_all(products.data(), count, a.format, a.threads);
     multiply(products.data(), count, a.format, a.threads);
+    if (adapted) add(a.down_bank, pairs, between, nullptr, results);
     sum(pairs.place.data(), results, first, rows);
     return FREIGHT_OK;
+  }
+
+  // Add to the products y of all pairs what their adapters add. index: the row of x of each pair, or null: its own.
+  void add(FreightAdapters bank, const Pairs& pairs, const void* x, const int32_t* index, void* y) const {
+    bank.x = x;
+    bank.index = index;
+    bank.y = y;
+    bank.adapters = pairs.slot.data();
+    bank.rows = pairs.count();
+    bank.x_stride = bank.in_features;
+    bank.format = a.format;
+    bank.threads = a.threads;
+    if (freight_add_adapters(&bank) != FREIGHT_OK) throw std::bad_alloc();
   }
 
   // Apply the activation to the results of the first products of `count` pairs. out: [count, inner].

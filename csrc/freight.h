@@ -10,7 +10,7 @@
 #define FREIGHT_API extern "C" __attribute__((visibility("default")))
 
 // Incremented when any declaration changes, so that a library of an older build is refused instead of called wrongly.
-constexpr int32_t FREIGHT_ABI = 37;
+constexpr int32_t FREIGHT_ABI = 39;
 FREIGHT_API int32_t freight_abi();
 
 constexpr int32_t FREIGHT_LANES = 16;      // outputs computed together; arrays by output are padded to a multiple
@@ -150,6 +150,26 @@ struct FreightByHead {
 
 // y[:, h] = x[:, h] @ weights[h].T for every head, with the bits of freight_linear.
 FREIGHT_API FreightStatus freight_by_head(const FreightByHead* arguments);
+
+struct FreightAdapters {
+  const void *x, *a, *b;    // [rows, in_features], rows at multiples of x_stride;
+                            // [num_slots, num_parts, max_rank, in_features]; [num_slots, max_rank, out_features]
+  const int32_t* adapters;  // [rows]: the slot of each; others than 0 .. num_slots - 1: none
+  const int32_t* ranks;     // [num_slots, num_parts], 0 .. max_rank
+  const float* scalings;    // [num_slots, num_parts]
+  const int64_t* ends;      // [num_parts]: where the outputs of each part end; the last is out_features
+  const int32_t* index;     // [rows]: the row of x that belongs to each row of y; null: its own
+  void* y;                  // [rows, out_features]
+  int64_t rows, in_features, out_features, x_stride;
+  int32_t num_slots, num_parts, max_rank;
+  int32_t format;  // of x, a, b and y: float32, float16 or bfloat16
+  int32_t threads;
+};
+
+// y += scaling * B (A x), of the adapter of each row, part by part, with the first `rank` rows of a and b. Sums are
+// float32, in an order that depends only on the build; y is rounded once. Rows without an adapter, and the outputs of a
+// part of rank 0, are neither read nor written.
+FREIGHT_API FreightStatus freight_add_adapters(const FreightAdapters* arguments);
 
 // Row-wise operations: inputs and outputs in `format` (float32, float16, bfloat16), computed in float32.
 
@@ -355,12 +375,16 @@ struct FreightExperts {
   int32_t activation;  // FreightGatedActivation, or without a gate FreightUngated
   float limit;         // as in FreightGated
   int32_t threads;
+  const int32_t* adapters;                       // [rows]: the slot of each, or null; others than those of the banks: none
+  FreightAdapters gate_up_bank, down_bank;       // with adapters: the banks alone, whose slot s of expert e is the slot
+                                                 // s * num_experts + e
 };
 
 // out = base + the sum over a row's experts of weight * down(activation(gate) * up), or of weight *
 // down(activation(up)); products and activations are rounded as by freight_linear, freight_gated and freight_activated.
 // The sum is float32, in the order of ids, rounded once, at the end. With ranks gate_up has the rows of this rank, whose
-// activations are gathered, and out the columns of this rank: those of down, which come from its number on.
+// activations are gathered, and out the columns of this rank: those of down, which come from its number on. Adapters add
+// to both products what freight_add_adapters adds, after they are rounded.
 FREIGHT_API FreightStatus freight_experts(const FreightExperts* arguments);
 
 // Ranks: processes that each compute some columns of the same rows. On one machine they gather over shared memory. On
@@ -431,6 +455,7 @@ enum FreightFunction : int32_t {
   FREIGHT_GATHER = 17,
   FREIGHT_SHARED_LINEAR = 18,
   FREIGHT_BLOCK_ROWS = 19,
+  FREIGHT_ADD_ADAPTERS = 20,
 };
 
 struct FreightCall {

@@ -26,6 +26,7 @@ FreightStatus run(const FreightCall& call) {
     case FREIGHT_GATHER: return freight_gather(static_cast<const FreightGather*>(call.arguments));
     case FREIGHT_SHARED_LINEAR: return freight_shared_linear(static_cast<const FreightSharedLinear*>(call.arguments));
     case FREIGHT_BLOCK_ROWS: return freight_block_rows(static_cast<const FreightBlockRows*>(call.arguments));
+    case FREIGHT_ADD_ADAPTERS: return freight_add_adapters(static_cast<const FreightAdapters*>(call.arguments));
     default: return FREIGHT_FAILED;
   }
 }

@@ -9,6 +9,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from tests.demo_chat import DEMO
 
+from freight.model.adapted import adapted_modules
+from freight.model.open import open_model
+from freight.settings.engine import EngineArgs
+
 
 def write_adapter(folder: Path) -> Path:
     """Write the adapter into a new folder, and return the folder."""
@@ -21,5 +25,28 @@ def write_adapter(folder: Path) -> Path:
         f"base_model.model.{name}.lora_A.weight": torch.ones(1, inputs),
         f"base_model.model.{name}.lora_B.weight": torch.ones(outputs, 1),
     }
+    save_file(parts, folder / "adapter_model.safetensors")
+    return folder
+
+
+def write_random_adapter(
+    folder: Path, seed: int, rank: int = 8, scale: float = 0.5, only: str = ""
+) -> Path:
+    """Write an adapter of random values for every module of the demo model that takes one, or those
+    whose names end with `only`; return the new folder.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    model = open_model(EngineArgs(model="demo")).model
+    generator = torch.Generator().manual_seed(seed)
+    parts = {}
+    for module, (outputs, inputs) in adapted_modules(model).items():
+        if not module.endswith(only):
+            continue
+        a = torch.randn(rank, inputs, generator=generator) / inputs**0.5
+        b = torch.randn(outputs, rank, generator=generator) * scale / rank**0.5
+        parts[f"base_model.model.{module}.lora_A.weight"] = a
+        parts[f"base_model.model.{module}.lora_B.weight"] = b
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": "all-linear"}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
     save_file(parts, folder / "adapter_model.safetensors")
     return folder

@@ -21,6 +21,7 @@ if "torch" not in sys.modules and "OMP_WAIT_POLICY" not in os.environ:
 
 if TYPE_CHECKING:
     from freight.async_llm import AsyncLLM
+    from freight.engine.adapters import LoRARequest
     from freight.engine.verification import Outcome, Verification
     from freight.errors import (
         CapacityError,
@@ -59,6 +60,7 @@ __all__ = [
     "FreightError",
     "GenerationError",
     "KernelError",
+    "LoRARequest",
     "Logprob",
     "Outcome",
     "QuantizeResult",
@@ -74,6 +76,7 @@ __all__ = [
 _HOMES = {"LLM": "llm", "AsyncLLM": "async_llm"}
 _HOMES |= {"SamplingParams": "sampling", "StructuredOutputs": "structured"}
 _HOMES |= dict.fromkeys(("CompletionOutput", "EngineStats", "FinishReason"), "outputs")
+_HOMES["LoRARequest"] = "engine.adapters"
 _HOMES |= dict.fromkeys(("Logprob", "RequestOutput"), "outputs")
 _HOMES |= dict.fromkeys(("Outcome", "Verification"), "engine.verification")
 _HOMES |= dict.fromkeys(("QuantizeResult", "quantize"), "quantizer.quantize")  # the rest are errors

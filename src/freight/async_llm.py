@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import Any, NoReturn, Self
 
 from freight.base.start_log import log_to_stderr
+from freight.engine.adapters import LoRARequest
 from freight.engine.intake import AcceptedPrompt
 from freight.errors import ConfigError, EngineError, RequestError, choices
 from freight.outputs import EngineStats, FinishReason, RequestOutput
@@ -106,6 +107,7 @@ class AsyncLLM:
         *,
         on_error: str = "raise",
         tokenization_kwargs: Mapping[str, Any] | None = None,
+        lora_request: LoRARequest | None = None,
         **unknown: Any,
     ) -> Stream:
         """Complete one prompt; the outputs, for `async for`, have all there is so far, and the last
@@ -114,12 +116,13 @@ class AsyncLLM:
         Prompts and options are those of `LLM.stream`. The request begins when its first output is
         awaited, which raises RequestError where it cannot be served. `request_id` is a name for
         `abort`, made up if it is None. Leaving the loop, and cancelling the task that awaits,
-        aborts the request.
+        aborts the request. `lora_request` names its adapter, which is loaded when the request begins
+        unless it is already; None: the model alone.
         """
         for name in unknown:
             raise unknown_option(
                 name,
-                "generate takes prompt, sampling_params, request_id, on_error and tokenization_kwargs",
+                "generate takes prompt, sampling_params, request_id, on_error, tokenization_kwargs and lora_request",
             )
         check_on_error(on_error)
         tokenization = Tokenization.of(tokenization_kwargs)
@@ -129,7 +132,7 @@ class AsyncLLM:
         async def accept() -> Accepted:
             return await self._accept(text_or_ids(prompt), params, adds), params
 
-        return Stream(self, request_id, accept, on_error)
+        return Stream(self, request_id, accept, on_error, lora_request)
 
     def chat(
         self,
@@ -139,6 +142,7 @@ class AsyncLLM:
         *,
         on_error: str = "raise",
         tokenization_kwargs: Mapping[str, Any] | None = None,
+        lora_request: LoRARequest | None = None,
         **template_options: Any,
     ) -> Stream:
         """Answer one conversation, a list of {"role", "content"}, through the model's chat template.
@@ -157,7 +161,27 @@ class AsyncLLM:
             ids = await asyncio.to_thread(chat_prompt, tokenizer, messages, adds, template_options)
             return await self._accept(ids, params, adds), params
 
-        return Stream(self, request_id, accept, on_error)
+        return Stream(self, request_id, accept, on_error, lora_request)
+
+    async def load_adapter(self, name: str, path: str) -> None:
+        """Load an adapter under a name, for `LoRARequest(name)`. One that has the name is replaced:
+        requests that use it end with it.
+
+        Raises CheckpointError and ConfigError for its files, CapacityError where all of `max_loras`
+        are in use, RequestError for an engine that takes none; nothing has changed then.
+        """
+        self._check()
+        await asyncio.wrap_future(self._host.load_adapter(name, path))
+
+    async def unload_adapter(self, name: str) -> None:
+        """Take an adapter away. Raises RequestError for a name that nothing is loaded under."""
+        self._check()
+        await asyncio.wrap_future(self._host.unload_adapter(name))
+
+    @property
+    def adapters(self) -> dict[str, str]:
+        """The digests of the adapters that are loaded, by name."""
+        return {adapter.name: adapter.digest for adapter in self._host.adapters}
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """End requests by their ids. Who awaits one gets its last output, with finish reason
@@ -224,12 +248,14 @@ class AsyncLLM:
         is_long = isinstance(prompt, str) and len(prompt) >= _LONG
         return await asyncio.to_thread(accept) if is_long else accept()
 
-    def _begin(self, request_id: str | None, accepted: Accepted) -> Growing:
+    def _begin(
+        self, request_id: str | None, accepted: Accepted, adapter: LoRARequest | None
+    ) -> Growing:
         """Submit a request to the engine."""
         self._check()
         name = uuid.uuid4().hex if request_id is None else request_id
         tokenizer = self._host.intake.tokenizer
-        growing = Growing(str(next(self._names)), name, *accepted, tokenizer)
+        growing = Growing(str(next(self._names)), name, *accepted, tokenizer, adapter)
         with self._lock:
             if self._end is not None:
                 raise _shut_down()
@@ -260,8 +286,10 @@ class Stream:
         request_id: str | None,
         accept: Callable[[], Awaitable[Accepted]],
         on_error: str,
+        adapter: LoRARequest | None,
     ) -> None:
         self._llm = llm
+        self._adapter = adapter
         self._request_id = request_id
         self._accept = accept
         self._on_error = on_error
@@ -306,7 +334,7 @@ class Stream:
         if self._growing is None:
             self._llm._check()  # before a long prompt is tokenized
             accepted = await self._accept()
-            self._growing = self._llm._begin(self._request_id, accepted)
+            self._growing = self._llm._begin(self._request_id, accepted, self._adapter)
         return await self._growing.next()
 
     def _close(self) -> None:

@@ -14,6 +14,7 @@ from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedC
 
 from freight.base import terminal
 from freight.base.start_log import log_to_stderr
+from freight.engine.adapters import LoadedAdapter, LoRARequest
 from freight.engine.build import BeforeWeights, build_engine, cache_facts
 from freight.engine.intake import AcceptedPrompt
 from freight.engine.turns import Turns
@@ -26,6 +27,7 @@ from freight.engine.verification import (
     unknown,
 )
 from freight.engine.watch import cache_watched
+from freight.errors import RequestError
 from freight.outputs import FinishReason, RequestOutput
 from freight.sampling import SamplingParams
 from freight.settings.engine import EngineArgs
@@ -43,6 +45,7 @@ from freight.text.prompts import (
 )
 
 Accepted = tuple[AcceptedPrompt, SamplingParams]
+Adapted = LoRARequest | Sequence[LoRARequest | None] | None
 
 
 class LLM:
@@ -78,6 +81,7 @@ class LLM:
         progress: bool = False,
         on_error: str = "raise",
         tokenization_kwargs: Mapping[str, Any] | None = None,
+        lora_request: Adapted = None,
         **unknown: Any,
     ) -> list[RequestOutput]:
         """Complete one prompt or many, in the order given.
@@ -88,20 +92,22 @@ class LLM:
         that fails while it is computed stops no other: at the end `on_error="raise"` raises
         GenerationError, whose `outputs` has all, and "return" returns all, the failed completions
         with finish reason "error". `tokenization_kwargs` may have `add_special_tokens` (True unless
-        given) and `truncate_prompt_tokens`, in place of that of `sampling_params`. `unknown` names,
-        such as vLLM's use_tqdm, are a ConfigError.
+        given) and `truncate_prompt_tokens`, in place of that of `sampling_params`. `lora_request` names
+        the adapter of all prompts, or of each; None: the model alone. `unknown` names, such as vLLM's
+        use_tqdm, are a ConfigError.
         """
         for name in unknown:
             raise unknown_option(
                 name,
-                "generate takes prompts, sampling_params, progress, on_error and tokenization_kwargs",
+                "generate takes prompts, sampling_params, progress, on_error, tokenization_kwargs and lora_request",
             )
         check_on_error(on_error)
         accepted = self._accept_all(prompts, sampling_params, Tokenization.of(tokenization_kwargs))
+        adapted = _for_each(lora_request, len(accepted))
         ids: list[str] = []
         try:
             with cache_watched(self.engine):
-                self._turns.run(lambda: self._add_all(ids, accepted))
+                self._turns.run(lambda: self._add_all(ids, accepted, adapted))
                 self._run(ids, progress)
             outputs = self._turns.run(
                 lambda: [self.engine.output(request_id) for request_id in ids]
@@ -120,6 +126,7 @@ class LLM:
         *,
         on_error: str = "raise",
         tokenization_kwargs: Mapping[str, Any] | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> Iterator[RequestOutput]:
         """Complete one prompt, yielding the complete output so far after each step with a token, or
         with several where drafts came true.
@@ -130,13 +137,15 @@ class LLM:
         """
         check_on_error(on_error)
         accepted = self._accept_all([prompt], sampling_params, Tokenization.of(tokenization_kwargs))
-        return self._stream(accepted, on_error)
+        return self._stream(accepted, on_error, lora_request)
 
-    def _stream(self, accepted: list[Accepted], on_error: str) -> Iterator[RequestOutput]:
+    def _stream(
+        self, accepted: list[Accepted], on_error: str, lora_request: LoRARequest | None
+    ) -> Iterator[RequestOutput]:
         ids: list[str] = []
         try:
             with cache_watched(self.engine):
-                self._turns.run(lambda: self._add_all(ids, accepted))
+                self._turns.run(lambda: self._add_all(ids, accepted, [lora_request]))
                 seen = 0
                 while True:
                     output, seen = self._turns.run(partial(self._advance, ids[0], seen))
@@ -170,6 +179,7 @@ class LLM:
         progress: bool = False,
         on_error: str = "raise",
         tokenization_kwargs: Mapping[str, Any] | None = None,
+        lora_request: Adapted = None,
         **template_options: Any,
     ) -> list[RequestOutput]:
         """Answer one conversation, a list of {"role", "content"}, or many, with the model's chat
@@ -193,7 +203,26 @@ class LLM:
             progress=progress,
             on_error=on_error,
             tokenization_kwargs=tokenization_kwargs,
+            lora_request=lora_request,
         )
+
+    def load_adapter(self, name: str, path: str) -> None:
+        """Load an adapter under a name, for `LoRARequest(name)`. One that has the name is replaced:
+        requests that use it end with it.
+
+        Raises CheckpointError and ConfigError for its files, CapacityError where all of `max_loras`
+        are in use, RequestError for an engine that takes none; nothing has changed then.
+        """
+        self._turns.run(lambda: self.engine.adapters.load(name, path))
+
+    def unload_adapter(self, name: str) -> None:
+        """Take an adapter away. Raises RequestError for a name that nothing is loaded under."""
+        self._turns.run(lambda: self.engine.adapters.unload(name))
+
+    @property
+    def adapters(self) -> dict[str, str]:
+        """The digests of the adapters that are loaded, by name."""
+        return {adapter.name: adapter.digest for adapter in self.engine.adapters.loaded}
 
     def chat_prompt(
         self,
@@ -219,15 +248,16 @@ class LLM:
         self,
         outputs: RequestOutput | Sequence[RequestOutput],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        lora_request: Adapted = None,
     ) -> list[Verification]:
         """Say of each output whether this model gives it with these parameters, without generating it
         again.
 
         Prompt and answer are computed in one prefill, and every token is drawn again at its own
         position, with the seed and the parameters. All that the output states is compared: tokens,
-        log-probabilities, text and ends. `sampling_params` are those of `generate`, one for all or
-        one for each. It cannot be said (`Outcome.UNKNOWN`) of an output that was sampled without a
-        seed, and where a row's bits depend on other rows: on a GPU, with the reference kernels, and
+        log-probabilities, text and ends. `sampling_params` and `lora_request` are those of `generate`,
+        one for all or one for each. It cannot be said (`Outcome.UNKNOWN`) of an output that was
+        sampled without a seed, and where a row's bits depend on other rows: on a GPU, with the reference kernels, and
         for models of transformers. Raises RequestError for parameters that the prompt cannot be served
         with, and a token outside of the vocabulary.
         """
@@ -240,7 +270,8 @@ class LLM:
         indexes = [index for index, result in enumerate(results) if result is None]
         ids: list[str] = []
         try:
-            asked = [(requests[index], params[index]) for index in indexes]
+            adapted = _for_each(lora_request, len(requests))
+            asked = [(requests[index], params[index], adapted[index]) for index in indexes]
             self._turns.run(lambda: self._redraw_all(ids, asked))
             self._run(ids, progress=False)
             redrawn = self._turns.run(lambda: [self.engine.redrawn(name) for name in ids])
@@ -267,14 +298,16 @@ class LLM:
         return None
 
     def _redraw_all(
-        self, ids: list[str], asked: Sequence[tuple[RequestOutput, SamplingParams]]
+        self,
+        ids: list[str],
+        asked: Sequence[tuple[RequestOutput, SamplingParams, LoRARequest | None]],
     ) -> None:
-        for output, params in asked:
+        for output, params, lora_request in asked:
             params = replace(params, truncate_prompt_tokens=None)  # the output has what was left
             prompt = self.engine.accept(output.prompt_token_ids, params)
             ids.append(str(next(self._ids)))
             answers = [completion.token_ids for completion in output.outputs]
-            self.engine.redraw(ids[-1], prompt, params, answers)
+            self.engine.redraw(ids[-1], prompt, params, answers, self._adapter(lora_request))
 
     def kv_cache_info(self) -> dict[str, Any]:
         """Describe the cache in use, under the names that every JSON of Freight uses;
@@ -305,13 +338,21 @@ class LLM:
             for prompt, prompt_params in zip(batch, params, strict=True)
         ]
 
-    def _add_all(self, ids: list[str], accepted: list[Accepted]) -> None:
-        """Queue all. An id is in `ids` before the engine has it, so that an interrupted caller
+    def _adapter(self, request: LoRARequest | None) -> LoadedAdapter | None:
+        return None if request is None else self.engine.adapters.requested(request)
+
+    def _add_all(
+        self,
+        ids: list[str],
+        accepted: list[Accepted],
+        adapted: Sequence[LoRARequest | None],
+    ) -> None:
+        """Queue all, each with its adapter. An id is in `ids` before the engine has it, so that an interrupted caller
         releases it.
         """
-        for prompt, params in accepted:
+        for (prompt, params), request in zip(accepted, adapted, strict=True):
             ids.append(str(next(self._ids)))
-            self.engine.add(ids[-1], prompt, params)
+            self.engine.add(ids[-1], prompt, params, self._adapter(request))
 
     def _run(self, ids: list[str], progress: bool) -> None:
         """Step until every request of `ids` is done."""
@@ -335,3 +376,14 @@ class LLM:
             task = bar.add_task("", total=len(ids))
             while pending:
                 bar.update(task, completed=self._turns.run(advance))
+
+
+def _for_each(lora_request: Adapted, count: int) -> Sequence[LoRARequest | None]:
+    """Return the adapter of each of `count` prompts. Raises RequestError for another number."""
+    if lora_request is None or isinstance(lora_request, LoRARequest):
+        return [lora_request] * count
+    if len(lora_request) != count:
+        raise RequestError(
+            f"there are {len(lora_request)} lora_request and {count} prompts; give one for all, or one for each"
+        )
+    return lora_request

@@ -230,6 +230,8 @@ class EngineStats:
                               scale
     drafted, accepted         tokens drafted, and those of them that were drawn (`--speculate`)
     store                     what the store below the cache counts; None without one
+    running_adapters          names of the adapters that running sequences have, in order
+    waiting_adapters          and those of waiting ones
 
     A prompt with n completions counts for each of them. Tokens that are computed again after a
     preemption do not count again. Where groups of layers have blocks of their own, held and
@@ -253,3 +255,5 @@ class EngineStats:
     drafted: int = 0
     accepted: int = 0
     store: StoreStats | None = None
+    running_adapters: tuple[str, ...] = ()
+    waiting_adapters: tuple[str, ...] = ()

@@ -180,7 +180,7 @@ def test_a_conversation_is_answered_as_llm_does(served_folder: Path) -> None:
 def test_what_cannot_be_is_refused_before_it_starts(llm: AsyncLLM) -> None:
     for wrong, says in (
         ({"use_tqdm": True}, "use progress"),
-        ({"lora_request": 1}, "LoRA adapters are not implemented"),
+        ({"prompt_adapter_request": 1}, "prompt adapters are not implemented"),
         ({"on_error": "ignore"}, "on_error is 'ignore'"),
         ({"tokenization_kwargs": {"x": 1}}, "tokenization_kwargs has 'x'"),
     ):

@@ -52,6 +52,8 @@ POSTS = {
     "/v1/messages/count_tokens": 6,
     "/invocations": 0,  # bodies of three others
 }
+# they load what is on the disk: no body that a schema allows is served
+ADAPTERS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 GETS = words("""
     /v1/models /v1/models/{model_id} /info /health /ping /version /metrics /state /model_info
     /get_model_info /server_info /get_server_info
@@ -62,7 +64,7 @@ MODES = [GenerationMode.POSITIVE, GenerationMode.NEGATIVE]
 
 @pytest.fixture(scope="module")
 def short_server(served_folder: Any) -> Iterator[DemoServer]:
-    options = [*OPTIONS, "--api-key", f"tests:{KEY}", "--max-model-len", "256"]
+    options = [*OPTIONS, "--enable-lora", "--api-key", f"tests:{KEY}", "--max-model-len", "256"]
     with freight_serve(served_folder, options, flags=["-O"]) as url:
         yield DemoServer(url, served_folder.name, served_folder)
 
@@ -140,7 +142,9 @@ def test_many_bodies(
 def test_what_it_says_holds(short_server: DemoServer, document: dict[str, Any]) -> None:
     """Of every path: a few bodies, and whether it needs a key."""
     paths = document["paths"]
-    expected = {("get", path) for path in (*GETS, ENDLESS)} | {("post", path) for path in POSTS}
+    expected = {("get", path) for path in (*GETS, ENDLESS)} | {
+        ("post", path) for path in (*POSTS, *ADAPTERS)
+    }
     assert {(method, path) for path in paths for method in paths[path]} == expected
     names = [paths[path][method]["operationId"] for method, path in sorted(expected)]
     assert len(set(names)) == len(names)
@@ -149,6 +153,8 @@ def test_what_it_says_holds(short_server: DemoServer, document: dict[str, Any]) 
         assert (answer.status_code == 401) == ("security" in paths[path][method]), path
     for path in sorted(GETS):
         hold(short_server, document, path, "GET", GenerationMode.POSITIVE, 3)
+    for path in ADAPTERS:
+        hold(short_server, document, path, "POST", GenerationMode.NEGATIVE, 6)
     for place, (path, count) in enumerate(POSTS.items()):
         if count:
             hold(short_server, document, path, "POST", MODES[place % 2], count)

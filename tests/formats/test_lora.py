@@ -143,7 +143,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     ),
     "bias of its own": ({"lora_bias": True}, ConfigError, "lora_bias"),
     "parameters": (
-        {"target_parameters": ["mlp.experts.gate_up_proj"]},
+        {"target_parameters": ["mlp.experts.gate_up_proj_bias"]},
         ConfigError,
         "target_parameters",
     ),
@@ -249,7 +249,7 @@ def test_a_bias_of_the_change_is_refused(tmp_path: Path) -> None:
     name = next(name for name in tensors if name.endswith("lora_B.weight"))
     bias = name.removesuffix("weight") + "bias"
     save_file(tensors | {bias: torch.zeros(len(tensors[name]))}, file)
-    with refuses(ConfigError, "lora_B.bias'", "merged"):
+    with refuses(ConfigError, "lora_B.bias'", "merge_and_unload"):
         merge(str(PEFT / "base"), str(tmp_path / "adapter"), tmp_path / "out")
 
 

@@ -110,6 +110,7 @@ std::vector<Work> row_works(void* library) {
   const auto norm = FIND(freight_add_rms_norm);
   const auto gated = FIND(freight_gated);
   const auto store = FIND(freight_rotate_store);
+  const auto adapt = FIND(freight_add_adapters);
   constexpr int64_t rows = 70, size = 1024;
   constexpr int kv_heads = 4, dim = 64;
   const auto add_norm = [=](int threads) {
@@ -152,7 +153,25 @@ std::vector<Work> row_works(void* library) {
     require(store(&a));
     return pages;
   };
-  return {add_norm, activate, rotate_store};
+  const auto add_adapters = [=](int threads) {
+    constexpr int slots = 3, parts = 2, max_rank = 20;
+    const Bytes x = numbers(rows * size * 2, 9), a_rows = numbers(slots * parts * max_rank * size * 2, 10);
+    const Bytes b_rows = numbers(slots * max_rank * size * 2, 11);
+    const std::vector<int32_t> ranks{20, 7, 0, 16, 1, 3};
+    const std::vector<float> scalings(slots * parts, .5f);
+    const std::vector<int64_t> ends{700, size};
+    std::vector<int32_t> adapters(rows);
+    for (int64_t i = 0; i < rows; i++) adapters[i] = static_cast<int32_t>(i % (slots + 1)) - 1;
+    Bytes y = numbers(rows * size * 2, 12);
+    FreightAdapters a{};
+    a.x = x.data(), a.a = a_rows.data(), a.b = b_rows.data(), a.y = y.data(), a.adapters = adapters.data();
+    a.ranks = ranks.data(), a.scalings = scalings.data(), a.ends = ends.data();
+    a.rows = rows, a.in_features = a.out_features = a.x_stride = size;
+    a.num_slots = slots, a.num_parts = parts, a.max_rank = max_rank, a.format = FREIGHT_BFLOAT16, a.threads = threads;
+    require(adapt(&a));
+    return y;
+  };
+  return {add_norm, activate, rotate_store, add_adapters};
 }
 
 // What rank `rank` sends as byte `i` of gather `call`.

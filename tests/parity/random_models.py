@@ -4,10 +4,12 @@ Freight makes of them.
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from tests.parity.variants import SHAPE
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
 
@@ -83,6 +85,18 @@ def save_random(config: PretrainedConfig, folder: Path, dtype: torch.dtype) -> A
                 bias.copy_(0.5 + torch.rand(bias.shape))
     model.save_pretrained(folder)
     return model
+
+
+def digest_of_weights(folder: Path) -> str:
+    """SHA-256 of the tensors of a folder by their names, whatever files hold them."""
+    digest = hashlib.sha256()
+    tensors: dict[str, torch.Tensor] = {}
+    for file in folder.glob("*.safetensors"):
+        tensors |= load_file(file)
+    for name in sorted(tensors):
+        digest.update(name.encode())
+        digest.update(tensors[name].contiguous().view(torch.uint8).numpy())
+    return digest.hexdigest()
 
 
 def tokens(count: int = 150) -> list[int]:

@@ -14,6 +14,7 @@ import freight
 PUBLIC = {
     "LLM": "freight.llm",
     "AsyncLLM": "freight.async_llm",
+    "LoRARequest": "freight.engine.adapters",
     "SamplingParams": "freight.sampling",
     "StructuredOutputs": "freight.structured",
     "RequestOutput": "freight.outputs",

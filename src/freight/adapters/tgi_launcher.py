@@ -9,6 +9,7 @@ ignored without harm is named at start; anything else is refused. No verb reads 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -110,7 +111,11 @@ def _take_flag(request: LauncherRequest, name: str, value: str) -> None:
     option = TGI_OPTIONS[name]
     if value in option.asks:
         return
-    if option.field is not None:
+    if name == "lora_adapters":
+        request.argv.append("--enable-lora")
+        for module in _modules(as_flag(name), value):
+            request.argv += [as_flag("lora_modules"), module]
+    elif option.field is not None:
         request.argv += [as_flag(option.field), value]
     elif name == "json_output":
         request.argv += ["--log-format", "json"]
@@ -137,6 +142,9 @@ def _take_variable(request: LauncherRequest, name: str, value: str) -> None:
             raise ConfigError(f"{variable} {value!r} must be an integer")
         ours = option.field
         request.defaults[option.field] = value
+        if name == "lora_adapters":
+            request.defaults["enable_lora"] = True
+            request.defaults[option.field] = _modules(variable, value)
         if option.field in _LISTS:
             request.defaults[option.field] = value.split(",")
     else:
@@ -145,6 +153,22 @@ def _take_variable(request: LauncherRequest, name: str, value: str) -> None:
     request.variables[ours] = variable
     if name != "api_key":
         request.variables[ours] += f"={value}"
+
+
+def _modules(spelling: str, value: str) -> list[str]:
+    """Return TGI's list of adapters, 'ID,NAME=PATH', as the texts of --lora-modules; an id is its own
+    name. Raises ConfigError for a revision, which adapters have none of here.
+    """
+    modules = []
+    for text in value.split(","):
+        name, equals, path = text.strip().partition("=")
+        path = path if equals else name
+        if "@" in path:
+            raise ConfigError(
+                f"{spelling} {value}: an adapter's revision cannot be chosen; download it, and give its folder"
+            )
+        modules.append(json.dumps({"name": name, "path": path}))
+    return modules
 
 
 def _pass_over(request: LauncherRequest, name: str, spelling: str, value: str) -> None:

@@ -55,7 +55,8 @@ _GRAPHS = "decode steps are captured and replayed where that is exact: omit it"
 _NO_CODE = "no code of a checkpoint is ever executed: omit it"
 _TOOLS = "the model's chat template selects the form of reasoning, unless {reasoning_parser} does: omit it"
 _LOGS = "each request is one line of the log, and {log_format}=json is for collectors: omit it"
-_NO_LORA = "LoRA adapters are not implemented: merge them into the weights first"
+_LORA = "adapters are {lora_modules}=['NAME=PATH'], with {enable_lora}"
+_NO_PROMPT_ADAPTERS = "prompt adapters are not implemented, LoRA is ({enable_lora}): omit it"
 _DRAFTS = (
     "draft models and heads are not implemented; {speculate} drafts from each request's own text"
 )
@@ -125,16 +126,13 @@ SENTENCES = {
     "num_scheduler_steps": "a step is one token for each request: omit it",
     "max_logprobs": "a completion may ask for the log-probabilities of any number of tokens: omit it",
     **dict.fromkeys(
-        (
-            "enable_lora",
-            "lora_modules",
-            "max_loras",
-            "max_lora_rank",
-            "prompt_adapters",
-            "lora_paths",
-        ),
-        _NO_LORA,
+        ("enable_prompt_adapter", "prompt_adapters", "max_prompt_adapters"), _NO_PROMPT_ADAPTERS
     ),
+    **dict.fromkeys(("lora_paths", "lora_init_without_apply"), _LORA),
+    "lora_dtype": "adapters are computed in {dtype}: omit it",
+    "lora_extra_vocab_size": "adapters that add tokens are refused: omit it",
+    "fully_sharded_loras": "each rank has the rows of its own outputs: omit it",
+    "max_loras_per_batch": "{max_loras} are loaded at a time, and any of them share a step",
     **dict.fromkeys(
         (
             "speculative_model",
@@ -183,7 +181,7 @@ SENTENCES = {
         ("cache_type_k", "cache_type_v"),
         "{kv_cache_dtype}='fp8' or 'int8' stores keys and values in 8 bits",
     ),
-    "lora": _NO_LORA,
+    "lora": _LORA,
     "mmproj": "models of text only: omit it",
     "jinja": "chat templates are always Jinja: omit it",
     "limit_mm_per_prompt": "models of text only: omit it",
@@ -193,7 +191,7 @@ SENTENCES = {
 CALLS = {  # keywords of their `generate` and `chat`
     "use_tqdm": "use progress",
     "prompt_token_ids": "token ids are prompts: give lists of them in place of strings",
-    **dict.fromkeys(("lora_request", "prompt_adapter_request"), _NO_LORA),
+    "prompt_adapter_request": "prompt adapters are not implemented; use lora_request",
     "priority": "requests run in the order of arrival: omit it",
     "guided_options_request": "use structured_outputs of SamplingParams",
     "truncate_prompt_tokens": "use truncate_prompt_tokens of SamplingParams",
@@ -248,7 +246,7 @@ TGI_OPTIONS = {
     "cuda_memory_fraction": TgiOption(asks=("1", "1.0"), instead=_MEMORY),
     "rope_scaling": TgiOption(instead=_ROPE),
     "rope_factor": TgiOption(instead=_ROPE),
-    "lora_adapters": TgiOption(instead=_NO_LORA),
+    "lora_adapters": TgiOption("lora_modules"),
     "tokenizer_config_path": TgiOption(instead="{chat_template} FILE takes a Jinja template"),
     "ngrok": TgiOption(
         asks=("false",),

@@ -1,8 +1,8 @@
-"""Keys of full blocks: equal keys mean equal tokens from position 0 on, and equal salts. Imports no
-torch.
+"""Keys of full blocks: equal keys mean equal tokens from position 0 on, equal salts and equal adapters.
+Imports no torch.
 
 The key of a full block is a digest over the key of the block before it and its own token ids; the
-first block's parent is a digest of the request's cache salt. The digest is cryptographic: a client
+first block's parent is a digest of the request's cache salt and of its adapter. The digest is cryptographic: a client
 must not be able to construct a prompt that is answered from another client's blocks.
 """
 
@@ -13,12 +13,15 @@ from array import array
 from collections.abc import Callable, Sequence
 
 
-def root_key(salt: str | None) -> bytes:
+def root_key(salt: str | None, adapter: str | None = None) -> bytes:
     """Return the parent key of a sequence's first block. No salt and the empty salt are different
-    salts.
+    salts. adapter: the digest of the sequence's adapter, if it has one.
     """
     content = b"" if salt is None else b"salt" + salt.encode("utf-8", "surrogatepass")
-    return hashlib.blake2b(content, digest_size=32, person=b"root").digest()
+    root = hashlib.blake2b(content, digest_size=32, person=b"root").digest()
+    if adapter is None:
+        return root
+    return hashlib.blake2b(root + adapter.encode(), digest_size=32, person=b"adapter").digest()
 
 
 def block_key(parent: bytes, token_ids: Sequence[int]) -> bytes:
@@ -34,6 +37,7 @@ def extend_keys(
     block_size: int,
     salt: str | None,
     tokens: Callable[[int, int], Sequence[int]],
+    adapter: str | None = None,
 ) -> None:
     """Extend `keys`, those of a sequence in order, to at least `count`; only missing ones are
     computed.
@@ -41,6 +45,6 @@ def extend_keys(
     `tokens(start, stop)` returns the token ids at positions start … stop - 1.
     """
     while len(keys) < count:
-        parent = keys[-1] if keys else root_key(salt)
+        parent = keys[-1] if keys else root_key(salt, adapter)
         start = len(keys) * block_size
         keys.append(block_key(parent, tokens(start, start + block_size)))

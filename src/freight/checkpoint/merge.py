@@ -80,6 +80,11 @@ def merge(
     sources = {name: name for name in sorted(base.names)} | added
     changes = {}
     for named, change in lora.changes.items():
+        if change.copies > 1:
+            raise ConfigError(
+                f"{lora.path} changes {named}, the matrices of {change.copies} experts in one parameter, which is "
+                "not merged here; merge it with peft's merge_and_unload"
+            )
         name = _stored_name(base, lora, named, sources)
         changes[name] = change
         entry = base.entry(sources[name])

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 from freight.base import terminal
 from freight.base.terminal import progress
 from freight.cli.evaluate import read_text
-from freight.cli.options import NODES, RANKS, Json, option, takes_engine_options
+from freight.cli.options import LORA, NODES, RANKS, Json, option, takes_engine_options
 from freight.lab.audit.effects import EngineView, parse_engine
 from freight.lab.audit.rules import Engine
 from freight.lab.columns import row_of
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _CACHE = ("kv_cache_dtype", "kv_cache_dtype_skip_layers", "kv_scales", "quantization_param_path")
 
 
-@partial(takes_engine_options, without=(*_CACHE, *RANKS, *NODES))
+@partial(takes_engine_options, without=(*_CACHE, *RANKS, *NODES, *LORA))
 def audit(
     args: EngineArgs,
     engine: Annotated[

@@ -18,6 +18,7 @@ from freight.cli.options import Values, argument, takes_engine_options
 from freight.cli.serve import require_packages, takes_server_options
 from freight.errors import ConfigError
 from freight.settings.engine import EngineArgs
+from freight.settings.lora import named_adapters
 
 # The options of `freight serve` that this command has as well.
 _OPTIONS = ("served_model_name", "chat_template", "template_timeout", "unknown_fields")
@@ -30,6 +31,8 @@ _SPEED = (
     "kv_cache_memory",
     "speculate",
     "speculative_config",
+    "max_loras",
+    "max_lora_rank",
     "device",
     "kernels",
     "threads",
@@ -82,7 +85,8 @@ def batch(
         engine_options["model"] = str(folder.resolve())
     server_options = {name: str(value) for name, value in server.items()}
     require_different(source, out)
-    lines = BatchInput(source, [engine_options, server_options, names], names)
+    models = [*names, *(adapter.name for adapter in named_adapters(args.lora_modules))]
+    lines = BatchInput(source, [engine_options, server_options, names], models)
     started = time.monotonic()
     with BatchOutput(out, lines.ids) as output, bars() as bar:
         counts = BatchCounts(len(lines.ids), before=output.num_done, failed=output.num_failed)

@@ -10,7 +10,13 @@ import typer
 
 from freight.base import terminal
 from freight.cli.generate import print_stream
-from freight.cli.options import option, takes_engine_options, takes_sampling_options
+from freight.cli.options import (
+    Lora,
+    adapter_of,
+    option,
+    takes_engine_options,
+    takes_sampling_options,
+)
 from freight.errors import ConfigError, GenerationError, RequestError, nearest
 from freight.sampling import SamplingParams
 from freight.settings.engine import EngineArgs
@@ -33,12 +39,14 @@ def chat(
     args: EngineArgs,
     params: SamplingParams,
     system: Annotated[str | None, option("TEXT", "System prompt.")] = None,
+    lora: Lora = None,
 ) -> None:
     """Talk with a model that has a chat template."""
     if args.skip_tokenizer_init:
         raise ConfigError(
             "chat needs a tokenizer: omit --skip-tokenizer-init, or use freight generate"
         )
+    adapter = adapter_of(args, lora)
     start = []
     if system:
         start.append({"role": "system", "content": system})
@@ -65,7 +73,7 @@ def chat(
             line = line.removeprefix("/")
         asked = [*messages, {"role": "user", "content": line}]
         try:
-            answer = print_stream(llm, llm.chat_prompt(asked), params)
+            answer = print_stream(llm, llm.chat_prompt(asked), params, adapter)
         except KeyboardInterrupt:
             typer.echo()
         except (

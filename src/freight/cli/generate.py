@@ -13,7 +13,15 @@ import typer
 from freight.base import terminal
 from freight.base.fields import JsonObject
 from freight.base.files import PROMPT_LIMIT, read_text, reading, too_large
-from freight.cli.options import Json, option, takes_engine_options, takes_sampling_options
+from freight.cli.options import (
+    Json,
+    Lora,
+    adapter_of,
+    option,
+    takes_engine_options,
+    takes_sampling_options,
+)
+from freight.engine.adapters import LoRARequest
 from freight.errors import GenerationError, RequestError
 from freight.outputs import CompletionOutput, RequestOutput
 from freight.sampling import SamplingParams
@@ -58,9 +66,11 @@ def generate(
         list[str] | None,
         option("TEXT", "A possible completion; repeat it for each."),
     ] = None,
+    lora: Lora = None,
     as_json: Json = False,
 ) -> None:
     """Complete prompts. One prompt prints its text as it comes; several are computed together."""
+    adapter = adapter_of(args, lora)
     form = read_form(json_schema, regex, choice or [])
     params = replace(params, n=n, detokenize=not args.skip_tokenizer_init, structured_outputs=form)
     prompts = read_prompts(prompt or [], prompt_file, prompt_token_ids or [])
@@ -77,11 +87,11 @@ def generate(
 
     llm = LLM(**vars(args), before_weights=check)
     if len(prompts) == 1 and n == 1 and not as_json:
-        print_stream(llm, prompts[0], params)
+        print_stream(llm, prompts[0], params, adapter)
         return
     failed = False
     try:
-        outputs = llm.generate(prompts, params, progress=sys.stderr.isatty())
+        outputs = llm.generate(prompts, params, progress=sys.stderr.isatty(), lora_request=adapter)
     except GenerationError as error:
         outputs = error.outputs
         failed = True
@@ -191,13 +201,18 @@ def text_of(completion: CompletionOutput, params: SamplingParams) -> str:
     return " ".join(map(str, completion.token_ids))
 
 
-def print_stream(llm: LLM, prompt: str | list[int], params: SamplingParams) -> str:
+def print_stream(
+    llm: LLM,
+    prompt: str | list[int],
+    params: SamplingParams,
+    adapter: LoRARequest | None = None,
+) -> str:
     """Print one completion as it grows; gives back all of it. Raises GenerationError when it fails
     half-way.
     """
     printed = ""
     try:
-        for output in llm.stream(prompt, params):
+        for output in llm.stream(prompt, params, lora_request=adapter):
             text = text_of(output.outputs[0], params)
             sys.stdout.write(terminal.on_stdout(text[len(printed) :]))
             sys.stdout.flush()

@@ -26,18 +26,24 @@ import typer
 from typer.core import TyperCommand
 
 from freight.base.other_engines import as_flag, instead_of
-from freight.errors import ConfigError, RequestError
+from freight.engine.adapters import LoRARequest
+from freight.errors import ConfigError, RequestError, choices, shown
 from freight.model.config.presets import shape_config
 from freight.sampling import SamplingParams
 from freight.settings import resolve
 from freight.settings.device import DEVICES
 from freight.settings.engine import KV_SCALES, EngineArgs
 from freight.settings.kv_source import KV_DTYPES
+from freight.settings.lora import named_adapters
 from freight.settings.skip_layers import FLAG as SKIP_LAYERS
 from freight.settings.skip_layers import SLIDING
 from freight.settings.states import STATE_DTYPES
 
 RANKS = ("tensor_parallel_size", "rank_cpus", "rank_timeout")  # of verbs that serve or generate
+# of verbs that serve or generate
+LORA = ("enable_lora", "lora_modules", "max_loras", "max_lora_rank")
+LORA_MODULES = "--lora-modules"
+_NAMED_ADAPTER = re.compile(r"[^-./{][^=/]*=|\{")  # name=path, or vLLM's JSON
 NODES = ("nnodes", "node_rank", "master_addr", "master_port", "join_timeout")  # of freight serve
 Function = Callable[..., None]
 Values: TypeAlias = dict[str, Any]  # of the parameters of a command, by their names
@@ -222,6 +228,15 @@ ENGINE_FLAGS = (
         "BYTES|2GiB",
     ),
     Flag("kv_store_salted", bool, "Store prefixes of requests with a cache_salt as well."),
+    Flag("enable_lora", bool, "Take LoRA adapters, which requests name as their model."),
+    Flag(
+        "lora_modules",
+        list[str],
+        "Adapters that are loaded at the start.",
+        "NAME=PATH",
+    ),
+    Flag("max_loras", int | None, "Most adapters that are loaded at a time.", "COUNT"),
+    Flag("max_lora_rank", int | None, "Largest rank of an adapter; default: 16.", "RANK"),
     Flag("device", str, "What to compute on; auto: a GPU if torch sees one."),
     Flag(
         "kernels",
@@ -341,10 +356,21 @@ StateEvery = Annotated[int | None, _engine_option("state_every")]
 StateDtype = Annotated[str, _engine_option("state_dtype")]
 Kernels = Annotated[str, _engine_option("kernels")]
 RankCount = Annotated[int, _engine_option("tensor_parallel_size")]
+MaxLoras = Annotated[int | None, _engine_option("max_loras")]
+MaxLoraRank = Annotated[int | None, _engine_option("max_lora_rank")]
+Lora = Annotated[
+    str | None,
+    option("NAME", "Adapter of --lora-modules that answers; default: the first one."),
+]
 _NO_NODES = "ranks on several machines are for freight serve: omit it"
 _ONE_RANK = (
     "ranks are for freight serve, generate, chat, batch and plan, and any number of them gives "
     "what one gives: omit it"
+)
+
+_NO_ADAPTERS = (
+    "adapters are for freight serve, generate, chat, batch, verify and plan; merge one to measure it "
+    "(freight merge BASE ADAPTER OUT)"
 )
 
 
@@ -356,7 +382,7 @@ class Command(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         arguments = list(args)
         try:
-            return super().parse_args(ctx, _layers_joined(args))
+            return super().parse_args(ctx, _adapters_split(_layers_joined(args)))
         except Exception as error:
             if type(error).__name__ != "NoSuchOption":  # typer keeps the class to itself
                 raise
@@ -383,6 +409,8 @@ class Command(TyperCommand):
         for flag in ENGINE_FLAGS:
             if flag.field in RANKS and spelling in (flag.name, *flag.also):
                 return _ONE_RANK
+            if flag.field in LORA and spelling == flag.name:
+                return _NO_ADAPTERS
         return None
 
 
@@ -418,6 +446,23 @@ def _layers_joined(args: Sequence[str]) -> list[str]:
             is_value = bool(joined) and joined[-1].replace("_", "-") == SKIP_LAYERS
             joined.append(arg)
     return joined
+
+
+def _adapters_split(args: Sequence[str]) -> list[str]:
+    """vLLM's form of a list, `--lora-modules sql=./sql chat=./chat`, as an option for each value. A
+    folder a=b is ./a=b, and behind -- nothing is an option.
+    """
+    split: list[str] = []
+    is_list = False  # whether the last of `args` was one of this option's values
+    for position, arg in enumerate(args):
+        if arg == "--":
+            return [*split, *args[position:]]
+        is_first = bool(split) and split[-1].replace("_", "-") == LORA_MODULES
+        if is_list and _NAMED_ADAPTER.match(arg):
+            split.append(LORA_MODULES)
+        is_list = is_first or (is_list and split[-1] == LORA_MODULES)
+        split.append(arg)
+    return split
 
 
 _SHORT = {
@@ -476,6 +521,21 @@ def takes_model(command: Function) -> Function:
     )
 
 
+def adapter_of(args: EngineArgs, name: str | None) -> LoRARequest | None:
+    """Return the adapter that answers: the one of --lora-modules that is called `name`, or the first of
+    them; None: the model alone. Raises ConfigError for a name that is not among them.
+    """
+    names = [adapter.name for adapter in named_adapters(args.lora_modules)]
+    if name is None:
+        return LoRARequest(names[0]) if names else None
+    if name not in names:
+        offered = (
+            f"it has {choices(names)}" if names else "add --enable-lora --lora-modules NAME=PATH"
+        )
+        raise ConfigError(f"--lora {shown(name)} is not in --lora-modules: {offered}")
+    return LoRARequest(name)
+
+
 def check_random_weights(model: str, shape: str) -> None:
     """Raises ConfigError for a model with a shape, and for an unknown shape."""
     if model != "demo":
@@ -530,7 +590,7 @@ def takes_engine_options(command: Function, without: Sequence[str] = NODES) -> F
 
 def takes_options_of_one_rank(command: Function) -> Function:
     """`takes_engine_options` for a command that measures a model in this process."""
-    return takes_engine_options(command, without=(*RANKS, *NODES))
+    return takes_engine_options(command, without=(*RANKS, *NODES, *LORA))
 
 
 def takes_sampling_options(command: Function) -> Function:

@@ -12,6 +12,8 @@ from freight.base import terminal
 from freight.base.tables import aligned
 from freight.cli.options import (
     IgnoredKeys,
+    MaxLoraRank,
+    MaxLoras,
     OneJson,
     RankCount,
     Revision,
@@ -22,6 +24,7 @@ from freight.cli.options import (
     takes_model,
 )
 from freight.settings.engine import names_of
+from freight.settings.lora import planned_lora
 from freight.settings.skip_layers import layer_names
 
 if TYPE_CHECKING:
@@ -61,6 +64,8 @@ def plan(
     state_dtype: StateDtype = "auto",
     tensor_parallel_size: RankCount = 1,
     ignore_config_keys: IgnoredKeys = None,
+    max_loras: MaxLoras = None,
+    max_lora_rank: MaxLoraRank = None,
     as_json: OneJson = False,
 ) -> None:
     """Count how many tokens and requests fit into a memory.
@@ -90,6 +95,7 @@ def plan(
         state_every=state_every,
         state_dtype=state_dtype,
         ranks=tensor_parallel_size,
+        lora=planned_lora(max_loras, max_lora_rank),
     )
     ignored = names_of(ignore_config_keys or ())
     gguf = gguf_model(model, revision)

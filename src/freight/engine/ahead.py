@@ -108,7 +108,8 @@ def _launch(runner: ModelRunner, step: Step, before: Launched | None) -> Launche
         token_ids: tuple[int, ...] = (0,)  # where `tokens` take its place
         if tokens is None:
             token_ids = request.tokens(chunk.start, chunk.start + 1)
-        slices.append(SequenceSlice(token_ids, chunk.start, chunk.block_ids, Logits.LAST))
+        slot = request.adapter_slot
+        slices.append(SequenceSlice(token_ids, chunk.start, chunk.block_ids, Logits.LAST, slot))
         position = chunk.start + 1 - request.num_prompt_tokens
         rows.append(Draw(request.params, request.seed, position))
     logits = runner.run(slices, tokens).logits(range(len(slices)))

@@ -28,6 +28,7 @@ from freight.cache.sizing import (
     useful_memory,
 )
 from freight.cache.spec import KVCacheSpec
+from freight.checkpoint.lora import LoraAdapter
 from freight.engine.decode_steps import Capture, DecodeSteps
 from freight.engine.engine import CLOSE_SECONDS, Engine
 from freight.engine.fingerprint import fingerprint, is_reproducible
@@ -40,11 +41,15 @@ from freight.engine.runner import ModelRunner
 from freight.engine.scheduler import Scheduler
 from freight.engine.step import Mode
 from freight.engine.store import Weights, open_store, prepare_store
-from freight.errors import CapacityError, ConfigError
+from freight.errors import CapacityError, CheckpointError, ConfigError, shown
 from freight.fp8.formats import Format
 from freight.kernels.cpu.cpu_set import CpuKernels
 from freight.kernels.interface import KernelSet
+from freight.model.adapted import adapter_bytes
+from freight.model.adapter_modules import open_adapter
+from freight.model.adapters import AdapterBanks
 from freight.model.architectures import tensor_names
+from freight.model.config.model import ModelConfig
 from freight.model.decoder import Decoder, LanguageModel
 from freight.model.loader import tensor_shapes
 from freight.model.open import OpenModel, open_model
@@ -55,6 +60,7 @@ from freight.parallel.places import Place, places
 from freight.parallel.ranks import Ranks
 from freight.settings.device import DeviceFacts, numa_nodes, probe
 from freight.settings.engine import EngineArgs, EngineConfig, listed_layers
+from freight.settings.lora import named_adapters
 
 logger = logging.getLogger("freight")
 
@@ -239,7 +245,8 @@ def _plan(opened: OpenModel) -> _Plan:
         positions = _fitting_context(spec, free, resolved, args)
         return _Plan(opened, resolved, spec, free, positions, asked)
     memory = resolved.kv_cache_memory // size  # that is of all ranks together
-    _check_memory(memory, _weight_bytes(opened, resolved) // size, opened.device, size)
+    weight_bytes = _weight_bytes(opened, resolved) // size
+    _check_memory(memory, weight_bytes, _adapter_bytes(opened, resolved), opened.device, size)
     context = _fitting_context(spec, memory, resolved, args)
     config = replace(resolved, kv_cache_memory=memory, max_model_len=context)
     return _Plan(opened, config, spec, memory, context, asked)
@@ -331,6 +338,9 @@ def _assemble(
     pace = None
     if config.max_step_seconds:
         pace = Pace(config.max_step_seconds, step_tokens)
+    adapter_slots = None
+    if config.lora is not None:
+        adapter_slots = _adapter_slots(ready.model, opened, leader)
     engine = Engine(
         runner=runner,
         cache=cache,
@@ -343,10 +353,61 @@ def _assemble(
         pace=pace,
         store=store,
         reproducible=is_reproducible(opened, ready.kernels),
+        adapter_slots=adapter_slots,
     )
+    for adapter in named_adapters(opened.args.lora_modules):
+        engine.adapters.load(adapter.name, adapter.path)
     if store is not None:  # for callers that never close it; a second time does nothing
         weakref.finalize(engine, store.close, CLOSE_SECONDS)
     return engine
+
+
+@dataclass(frozen=True)
+class _Slots:
+    """The banks of a model on all ranks, as an `AdapterSlots`."""
+
+    banks: AdapterBanks
+    model: ModelConfig
+    leader: Leader | None
+
+    @property
+    def num_slots(self) -> int:
+        return self.banks.num_slots
+
+    def open(self, path: str) -> _Opened:
+        try:
+            adapter = open_adapter(path, self.model, self.banks.max_rank)
+            self.banks.check(adapter)
+            adapter.check_values()
+        except OSError as error:  # a path that is too long, a disk that fails
+            why = error.strerror or type(error).__name__
+            raise CheckpointError(f"adapter {shown(path)} cannot be read: {why}") from error
+        return _Opened(self, adapter)
+
+
+@dataclass(frozen=True)
+class _Opened:
+    """An adapter that `slots` have room for, as an `OpenedAdapter`."""
+
+    slots: _Slots
+    adapter: LoraAdapter
+
+    @property
+    def digest(self) -> str:
+        return self.adapter.digest
+
+    def load(self, slot: int) -> None:
+        leader = self.slots.leader
+        if leader is not None:
+            leader.load_adapter(slot, self.adapter)
+        self.slots.banks.load(slot, self.adapter)
+
+
+def _adapter_slots(model: LanguageModel, opened: OpenModel, leader: Leader | None) -> _Slots:
+    """Return where adapters of `model` are loaded, which was built with memory for them."""
+    assert isinstance(model, Decoder)
+    assert model.banks is not None
+    return _Slots(model.banks, opened.model, leader)
 
 
 def captured_steps(
@@ -414,7 +475,18 @@ def memory_for_cache(device: str) -> int:
 
 def _share_for_cache(opened: OpenModel, config: EngineConfig) -> int:
     """Bytes that the cache of one rank would be given now."""
-    return memory_for_cache(config.device) // (opened.ranks.size // opened.args.nnodes)
+    ranks_here = opened.ranks.size // opened.args.nnodes
+    share = memory_for_cache(config.device) // ranks_here
+    if config.device != "cpu":  # there the memory for adapters is not free any more
+        return share
+    adapters = _adapter_bytes(opened, config)
+    return max(0, share - int(adapters * MEMORY_SHARE[config.device]))
+
+
+def _adapter_bytes(opened: OpenModel, config: EngineConfig) -> int:
+    """Bytes of this rank's memory for adapters, which a CPU's system gives when it is first written."""
+    width = config.compute_format.bytes
+    return adapter_bytes(opened.model, config.lora, width, opened.ranks.size)
 
 
 def _fitting_context(spec: KVCacheSpec, memory: int, config: EngineConfig, args: EngineArgs) -> int:
@@ -464,22 +536,26 @@ def _weight_bytes(opened: OpenModel, config: EngineConfig) -> int:
     return total
 
 
-def _check_memory(asked: int, weights: int, device: DeviceFacts, ranks: int) -> None:
+def _check_memory(asked: int, weights: int, adapters: int, device: DeviceFacts, ranks: int) -> None:
     """Pages are touched when they are first written, so a cache that is too large would end the
     process much later. Bytes are those of a rank, and in the error those of all.
     """
-    if asked + weights <= device.memory_free:
+    if asked + weights + adapters <= device.memory_free:
         return
     asked *= ranks
     weights *= ranks
+    adapters *= ranks
     free = device.memory_free * ranks
-    left = (free - weights) // 2**20
+    left = (free - weights - adapters) // 2**20
     way_out = "free memory first"
     if left > 0:
         way_out = f"use at most {left}MiB, or omit it for a share of that"
+    beside = ""
+    if adapters:
+        beside = f", adapters {adapters:,}"
     raise CapacityError(
-        f"--kv-cache-memory asks for {asked:,} bytes and the weights need {weights:,}, but of the {device.kind}'s "
-        f"memory {free:,} bytes are free; {way_out}"
+        f"--kv-cache-memory asks for {asked:,} bytes and the weights need {weights:,}{beside}, but of the "
+        f"{device.kind}'s memory {free:,} bytes are free; {way_out}"
     )
 
 

@@ -75,13 +75,16 @@ class ChunkWork(NamedTuple):
         tokens = chunk.request.tokens(chunk.start, chunk.start + chunk.num_tokens)
         if chunk.drafts:
             assert chunk.num_tokens == 1, "drafts are behind a request that decodes"
-            return SequenceSlice((*tokens, *chunk.drafts), chunk.start, chunk.block_ids, Logits.ALL)
+            tokens = (*tokens, *chunk.drafts)
+        slot = chunk.request.adapter_slot
+        if chunk.drafts:
+            return SequenceSlice(tokens, chunk.start, chunk.block_ids, Logits.ALL, slot)
         logits = Logits.NONE
         if self.scores or self.redraws:
             logits = Logits.ALL
         elif chunk.samples:
             logits = Logits.LAST
-        return SequenceSlice(tokens, chunk.start, chunk.block_ids, logits)
+        return SequenceSlice(tokens, chunk.start, chunk.block_ids, logits, slot)
 
 
 @dataclass(slots=True)

@@ -2,9 +2,10 @@
 logits.
 
 A captured step does the same work on the same memory, so it belongs to a number of rows, its
-bucket. In most steps every sequence has one row. On a CPU a sequence with drafts has several; the
-batch still has as many sequences as rows, and the last ones have none. Its inputs lie in `Buffers`,
-owned for life and filled for each step; the `ForwardBatch` that was captured is a view of them.
+bucket, and has adapters or none. In most steps every sequence has one row. On a CPU a sequence with
+drafts has several; the batch still has as many sequences as rows, and the last ones have none. Its
+inputs lie in `Buffers`, owned for life and filled for each step; the `ForwardBatch` that was
+captured is a view of them.
 Block tables are shared by all buckets, and only what is new in them is written (`block_tables.py`).
 A step of fewer rows is padded to its bucket with sequences that have no keys and store nothing.
 Contexts may grow up to the buffers' width. Buckets are captured when they are first needed, on a
@@ -26,7 +27,8 @@ from torch import Tensor
 
 from freight.cache.pool import KVPool
 from freight.engine.block_tables import BlockTables
-from freight.engine.prepare import BlockLayout, SequenceSlice
+from freight.engine.prepare import BlockLayout, SequenceSlice, have_adapters, slots_of
+from freight.operands.adapters import NO_ADAPTER
 from freight.operands.batch import ForwardBatch
 
 Replay = Callable[[], Tensor]  # computes what the buffers say: float32 logits [bucket, vocab_size]
@@ -63,18 +65,23 @@ class Capture(Protocol):
 
 class Buffers:
     """A decode batch of `bucket` rows, and as many sequences, on the host and on `device`, with the
-    first rows of `tables`.
+    first rows of `tables`. `adapted`: its rows may have adapters.
 
     Each of the cache's groups has block tables, and slots if its tokens have places of their own.
     """
 
     def __init__(
-        self, bucket: int, tables: BlockTables, groups: Sequence[BlockLayout], device: str
+        self,
+        bucket: int,
+        tables: BlockTables,
+        groups: Sequence[BlockLayout],
+        device: str,
+        adapted: bool = False,
     ) -> None:
         self._tables = tables
         self._groups = groups
         # int32 words: token ids, positions and slots by group as int64, then lengths and first rows
-        # of sequences as int32. Each begins at a multiple of 16 bytes, as what `prepare` makes:
+        # of sequences and adapters of rows as int32. Each begins at a multiple of 16 bytes, as what `prepare` makes:
         # Triton compiles a kernel anew for other alignments.
         num_longs = 2 + len(groups)
         counts = [2 * bucket, 2 * bucket]
@@ -83,7 +90,7 @@ class Buffers:
             if group.has_slots:
                 num_words = 2 * bucket
             counts.append(num_words)
-        counts += [bucket, bucket + 1]
+        counts += [bucket, bucket + 1, bucket if adapted else 0]
         size = sum(-(-count // 4) * 4 for count in counts)
         on_cpu = device == "cpu"
         host = torch.zeros(size, dtype=torch.int32, device="cpu", pin_memory=not on_cpu)
@@ -105,11 +112,21 @@ class Buffers:
             return parts
 
         on_host = [view.numpy() for view in views(host)]
+        self._adapters = on_host.pop()
         self._tokens, self._positions, *self._slots, self._lengths, self._starts = on_host
-        tokens, positions, *slots, lengths, starts = views(words)
+        tokens, positions, *slots, lengths, starts, adapters = views(words)
         rows = torch.arange(bucket, dtype=torch.int64, device=device)
         blocks = tuple(table[:bucket] for table in tables.on_device)
-        self.batch = ForwardBatch(tokens, positions, starts, lengths, tuple(slots), blocks, rows)
+        self.batch = ForwardBatch(
+            token_ids=tokens,
+            positions=positions,
+            query_starts=starts,
+            context_lens=lengths,
+            slots=tuple(slots),
+            block_tables=blocks,
+            logit_rows=rows,
+            adapters=adapters if adapted else None,
+        )
         self.fill([])
 
     def fill(self, slices: Sequence[SequenceSlice]) -> None:
@@ -133,6 +150,9 @@ class Buffers:
         self._lengths[:num_seqs] = starts + counts
         self._starts[:num_seqs] = firsts
         self._starts[num_seqs:] = np.minimum(count + np.arange(bucket + 1 - num_seqs), bucket)
+        if len(self._adapters):
+            self._adapters[:count] = slots_of(slices)[sequence]
+            self._adapters[count:] = NO_ADAPTER
         self._tables.update([part.block_ids for part in slices])
         for group, slots, tables in zip(
             self._groups, self._slots, self._tables.on_host, strict=True
@@ -162,7 +182,8 @@ class DecodeSteps:
         self._copied: torch.cuda.Event | None = None
         if device == "cuda":
             self._copied = torch.cuda.Event()
-        self.steps: dict[int, tuple[Buffers, Replay]] = {}
+        # by bucket, and whether rows have adapters
+        self.steps: dict[tuple[int, bool], tuple[Buffers, Replay]] = {}
 
     def takes(self, slices: Sequence[SequenceSlice]) -> bool:
         """Return whether the logits of all rows are wanted, and there are few: one a sequence, or
@@ -187,11 +208,12 @@ class DecodeSteps:
         if self._copied is not None:
             # the last step may be under way, and its copies still to come
             self._copied.synchronize()
+        adapted = have_adapters(slices)
         if self._capture.largest_first and not self.steps:
-            self._prepare(self._capture.bucket_of(self._capture.max_num_seqs))
-        if bucket not in self.steps:
-            self._prepare(bucket)
-        buffers, replay = self.steps[bucket]
+            self._prepare(self._capture.bucket_of(self._capture.max_num_seqs), adapted)
+        if (bucket, adapted) not in self.steps:
+            self._prepare(bucket, adapted)
+        buffers, replay = self.steps[bucket, adapted]
         buffers.fill(slices)
         if self._copied is not None:
             self._copied.record()
@@ -199,6 +221,6 @@ class DecodeSteps:
             buffers.batch.token_ids[:num_rows].copy_(tokens)
         return replay()[:num_rows]
 
-    def _prepare(self, bucket: int) -> None:
-        buffers = Buffers(bucket, self._tables, self.pool.spec.groups, self._device)
-        self.steps[bucket] = buffers, self._capture.capture(buffers.batch)
+    def _prepare(self, bucket: int, adapted: bool) -> None:
+        buffers = Buffers(bucket, self._tables, self.pool.spec.groups, self._device, adapted)
+        self.steps[bucket, adapted] = buffers, self._capture.capture(buffers.batch)

@@ -24,6 +24,7 @@ from functools import partial
 from freight.cache.manager import CacheManager
 from freight.cache.stored import StoredPrefixes
 from freight.engine.accounts import Stamps
+from freight.engine.adapters import Adapters, AdapterSlots, LoadedAdapter
 from freight.engine.ahead import Launched, Lookahead
 from freight.engine.compute import ChunkResult, ChunkWork, StepResult, compute, compute_alone
 from freight.engine.drafts import Drafter, Drafts, Forced
@@ -77,9 +78,11 @@ class Engine:
         pace: Pace | None = None,
         store: StoredPrefixes | None = None,
         reproducible: bool = False,
+        adapter_slots: AdapterSlots | None = None,
     ) -> None:
         """`pace`: how many tokens a step has, by the clock; None: as many as there are. `store`:
         what `cache` has below it. `reproducible`: whether a row has the same bits in any step.
+        `adapter_slots`: None: the engine takes no adapters.
         """
         self.runner = runner
         self.cache = cache
@@ -103,6 +106,7 @@ class Engine:
         self._unreported: dict[Entry, None] = {}  # what advanced since its last delta, in order
         self._deadlines: dict[str, float] = {}  # of groups with timeout_s, in seconds of the clock
         self._dirty = False
+        self.adapters = Adapters(adapter_slots, self._slots_in_use)
         self.mode = mode
         self.is_reproducible = reproducible
         # the errors of steps that were computed alone, since one was lost
@@ -147,15 +151,30 @@ class Engine:
         self.scheduler.token_limit(len(accepted.token_ids), params.max_tokens)
         return accepted
 
-    def add(self, request_id: str, prompt: AcceptedPrompt, params: SamplingParams) -> None:
-        """Queue a prompt that was accepted with `params`. Raises RequestError for an id in use.
+    def add(
+        self,
+        request_id: str,
+        prompt: AcceptedPrompt,
+        params: SamplingParams,
+        adapter: LoadedAdapter | None = None,
+    ) -> None:
+        """Queue a prompt that was accepted with `params`, for the model with `adapter`. Raises
+        RequestError for an id in use.
 
         Structured outputs that `accept` did not compile lately are compiled now.
         """
         self._repair()
         if request_id in self.groups:
             raise RequestError(f"request id {request_id!r} is in use")
-        self._queue(self._new_group(request_id, prompt, params))
+        self._queue(self._new_group(request_id, prompt, params, adapter))
+
+    def _slots_in_use(self) -> set[int]:
+        """Return the slots of adapters whose requests have not ended."""
+        slots = set()
+        for group in self.groups.values():
+            if group.adapter is not None and not group.finished:
+                slots.add(group.adapter.slot)
+        return slots
 
     def _queue(self, group: Group) -> None:
         timeout = group.params.timeout_s
@@ -176,6 +195,7 @@ class Engine:
         prompt: AcceptedPrompt,
         params: SamplingParams,
         answers: Sequence[Sequence[int]],
+        adapter: LoadedAdapter | None = None,
     ) -> None:
         """Queue the answers to an accepted prompt, one for each of its completions, to be checked:
         every token is drawn again, from one prefill of prompt and answer (`stated.py`).
@@ -187,7 +207,7 @@ class Engine:
         self._repair()
         if request_id in self.groups:
             raise RequestError(f"request id {request_id!r} is in use")
-        group = self._new_redraws(request_id, prompt, params, answers)
+        group = self._new_redraws(request_id, prompt, params, answers, adapter)
         for completion in group.completions:
             self.scheduler.token_limit(completion.request.num_prompt_tokens, 0)
         self._queue(group)
@@ -283,6 +303,7 @@ class Engine:
         store = None
         if self.store is not None:
             store = self.store.stats()
+        running, waiting = self.scheduler.adapters_in_use()
         return EngineStats(
             running=self.scheduler.num_running,
             waiting=self.scheduler.num_waiting,
@@ -300,6 +321,8 @@ class Engine:
             nans=nans,
             clipped=clipped,
             store=store,
+            running_adapters=running,
+            waiting_adapters=waiting,
         )
 
     def close(self, seconds: float = CLOSE_SECONDS) -> None:
@@ -381,7 +404,13 @@ class Engine:
         }
         return deltas
 
-    def _new_group(self, request_id: str, prompt: AcceptedPrompt, params: SamplingParams) -> Group:
+    def _new_group(
+        self,
+        request_id: str,
+        prompt: AcceptedPrompt,
+        params: SamplingParams,
+        adapter: LoadedAdapter | None,
+    ) -> Group:
         seed = params.seed
         if seed is None:
             seed = sibling_seed(self._seed, self._num_added)
@@ -403,6 +432,7 @@ class Engine:
             completions=[],
             stamps=Stamps(self.clock()),
             tokenizer=self.tokenizer,
+            adapter=adapter,
         )
         bad_words = self.intake.bad_words(params)
         for index, drafter in enumerate(self.drafters(prompt, params)):
@@ -427,6 +457,7 @@ class Engine:
                 grammar=grammar,
                 bad_words=bad_words,
                 drafter=drafter,
+                adapter=adapter,
                 needed_from=needed_from,
             )
             group.completions.append(Completion(request, text_of, tokenizer))
@@ -438,11 +469,12 @@ class Engine:
         prompt: AcceptedPrompt,
         params: SamplingParams,
         answers: Sequence[Sequence[int]],
+        adapter: LoadedAdapter | None,
     ) -> RedrawGroup:
         """Return a group that computes prompt and answer of each completion as its prompt, and draws
         nothing.
         """
-        answers_to = self._new_group(request_id, prompt, params)
+        answers_to = self._new_group(request_id, prompt, params, adapter)
         if len(answers) != params.n:
             raise RequestError(
                 f"{len(answers)} answers for n={params.n}; give one for each completion"
@@ -484,6 +516,7 @@ class Engine:
             ),
             seed=request.seed,
             stop_token_ids=frozenset(),
+            adapter=request.adapter,
             needed_from=needed_from,
         )
         stated = StatedAnswer(tokens, num_prompt, completion.row)

@@ -36,8 +36,10 @@ from freight.engine.fingerprint import fingerprint
 from freight.engine.leader import HANG_UP, opened_as, pulse
 from freight.engine.prepare import Logits, SequenceSlice
 from freight.engine.runner import ModelRunner, StepRows
-from freight.errors import FreightError, RankError
-from freight.model.decoder import LanguageModel
+from freight.errors import CheckpointError, FreightError, RankError
+from freight.model.adapter_modules import open_adapter
+from freight.model.config.model import ModelConfig
+from freight.model.decoder import Decoder, LanguageModel
 from freight.model.open import OpenModel, open_model, open_random
 from freight.parallel import messages
 from freight.parallel.messages import Kind, Start, integers_of
@@ -124,7 +126,7 @@ def follow(connection: socket.socket, files: Sequence[int]) -> int:
         messages.send(connection, Kind.FAILED, f"{type(error).__name__}\n{error}".encode())
         raise RankError from error
     with opened.threads(config), torch.inference_mode():
-        return _serve(connection, runner, memory)
+        return _serve(connection, runner, memory, opened.model)
 
 
 def _open(
@@ -183,8 +185,12 @@ def _runner(
     return ModelRunner(model, pool, config.device, captured_steps(model, pool, kernels, config))
 
 
-def _serve(connection: socket.socket, runner: ModelRunner, memory: Transport) -> int:
-    """Compute what rank 0 tells, until it says STOP; return the exit status."""
+def _serve(
+    connection: socket.socket, runner: ModelRunner, memory: Transport, whole: ModelConfig
+) -> int:
+    """Compute what rank 0 tells, until it says STOP; return the exit status. whole: the model of all
+    ranks.
+    """
     reader = StepReader()
     failed = ""
     rows: StepRows | None = None
@@ -206,8 +212,14 @@ def _serve(connection: socket.socket, runner: ModelRunner, memory: Transport) ->
                 slices = []
                 for part in reader.decode(data):
                     logits = _LOGITS[part.logits]
-                    slices.append(SequenceSlice(part.token_ids, part.start, part.block_ids, logits))
+                    slices.append(
+                        SequenceSlice(
+                            part.token_ids, part.start, part.block_ids, logits, part.adapter
+                        )
+                    )
                 rows = runner.run(slices)
+            elif kind is Kind.ADAPTER:
+                _load_adapter(connection, runner, whole, data.decode())
             else:
                 assert kind is Kind.LOGITS
                 assert rows is not None
@@ -217,6 +229,27 @@ def _serve(connection: socket.socket, runner: ModelRunner, memory: Transport) ->
         except Exception as error:
             memory.fail()
             failed = f"{type(error).__name__}: {error}"
+
+
+def _load_adapter(
+    connection: socket.socket, runner: ModelRunner, config: ModelConfig, text: str
+) -> None:
+    """Load an adapter of the whole model, `config`, into this rank's banks, and say so; or say why
+    not.
+    """
+    slot, digest, path = text.split(" ", 2)
+    model = runner.model
+    assert isinstance(model, Decoder)
+    assert model.banks is not None
+    try:
+        adapter = open_adapter(path, config, model.banks.max_rank)
+        if adapter.digest != digest:
+            raise CheckpointError(f"{path}: rank 0 has another adapter in its file of this name")
+        model.banks.load(int(slot), adapter)
+    except FreightError as error:
+        messages.send(connection, Kind.FAILED, f"{type(error).__name__}\n{error}".encode())
+    else:
+        messages.send(connection, Kind.LOADED)
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from freight.base.descent import from_lasting_thread, with_parent
 from freight.cache.arena import mapped
+from freight.checkpoint.lora import LoraAdapter
 from freight.engine.prepare import Logits, SequenceSlice
 from freight.errors import CheckpointError, ConfigError, FreightError, KernelError, RankError
 from freight.parallel import messages
@@ -384,10 +385,31 @@ class Leader:
             raise
         self._torn = False
 
+    def load_adapter(self, slot: int, adapter: LoraAdapter) -> None:
+        """Have the others load an adapter that rank 0 has opened. Raises RankError once a rank is lost,
+        and its own error where one cannot load it.
+        """
+        self._require_all()
+        if self._torn or self.memory.failed() is not None:
+            self._restart()
+        self._send(Kind.ADAPTER, f"{slot} {adapter.digest} {adapter.path}".encode())
+        failed: FreightError | None = None
+        for rank in range(1, self.size):
+            try:
+                self._answer(rank, Kind.LOADED)
+            except RankError:
+                raise
+            except FreightError as error:  # the answers of the others are read as well
+                failed = error
+        if failed is not None:
+            raise failed
+
     def encode(self, slices: Sequence[SequenceSlice]) -> bytes:
         """Return a step's slices as the others read them."""
         numbers = [
-            SliceNumbers(part.token_ids, part.start, part.block_ids, _CODES[part.logits])
+            SliceNumbers(
+                part.token_ids, part.start, part.block_ids, _CODES[part.logits], part.adapter
+            )
             for part in slices
         ]
         return self._writer.encode(numbers)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from functools import partial
 from queue import Empty, SimpleQueue
 
 from freight.engine.engine import Engine
@@ -20,14 +21,17 @@ from freight.engine.intake import AcceptedPrompt
 from freight.engine.messages import (
     Abort,
     Accepted,
+    AdaptersAre,
     Add,
     Command,
     Event,
+    LoadAdapter,
     Refused,
     Stepped,
     Stop,
+    UnloadAdapter,
 )
-from freight.errors import CapacityError, FreightError
+from freight.errors import FreightError
 from freight.outputs import EngineStats, RequestDelta
 
 STATS_EVERY = 0.5  # seconds
@@ -60,6 +64,7 @@ class Loop:
         self._next_stats = -1.0
         self._reported: EngineStats | None = None
         self._is_idle = False
+        self._adapters = engine.adapters.loaded  # as they were told last
         self.lost = False  # a rank of the engine has ended
         # of `clock`; None while it waits for a command. Other threads may read it
         self.turn_began: float | None = None
@@ -102,6 +107,12 @@ class Loop:
                 case Abort(request_id):
                     self._engine.release(request_id)
                     self._next_stats = -1.0  # what it held is free: reported at once
+                case LoadAdapter(command_id, name, path):
+                    adapters = self._engine.adapters
+                    self._change(command_id, partial(adapters.load, name, path))
+                case UnloadAdapter(command_id, name):
+                    adapters = self._engine.adapters
+                    self._change(command_id, partial(adapters.unload, name))
                 case Stop():
                     return False
 
@@ -113,13 +124,35 @@ class Loop:
         try:
             # the parent has checked the same, all but the cache's size
             engine.accept(command.token_ids, params)
-            engine.add(
-                command.request_id, AcceptedPrompt(command.prompt, command.token_ids), params
-            )
+            adapter = None
+            if command.adapter is not None:
+                adapter = engine.adapters.requested(command.adapter)
+                self._tell_adapters()
+            prompt = AcceptedPrompt(command.prompt, command.token_ids)
+            engine.add(command.request_id, prompt, params, adapter)
         except FreightError as error:
-            self._emit(Refused(command.request_id, str(error), isinstance(error, CapacityError)))
+            self._emit(Refused(command.request_id, error))
         else:
             self._accepted.append(command.request_id)
+
+    def _change(self, command_id: str, change: Callable[[], object]) -> None:
+        """Load or unload an adapter, between steps."""
+        if known := self._engine.report():  # its files may take long to read
+            self._tell(known)
+        error = None
+        try:
+            change()
+        except FreightError as raised:
+            error = raised
+        self._adapters = self._engine.adapters.loaded
+        self._emit(AdaptersAre(self._adapters, command_id, error))
+
+    def _tell_adapters(self) -> None:
+        """Tell what a request has loaded."""
+        loaded = self._engine.adapters.loaded
+        if loaded != self._adapters:
+            self._adapters = loaded
+            self._emit(AdaptersAre(loaded))
 
     def _tell_accepted(self) -> None:
         if self._accepted:

@@ -4,18 +4,25 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from freight.engine.adapters import LoadedAdapter, LoRARequest
+from freight.errors import FreightError
 from freight.outputs import EngineStats, RequestDelta
 from freight.sampling import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
 class Add:
-    """Queue a request. Answered by `Accepted` or `Refused`."""
+    """Queue a request. Answered by `Accepted` or `Refused`.
+
+    adapter  by its name, or to be loaded first. The request has the version of this moment, from its
+             first token to its last. None: the model alone
+    """
 
     request_id: str
     prompt: str | None
     token_ids: tuple[int, ...]
     params: SamplingParams
+    adapter: LoRARequest | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +33,28 @@ class Abort:
 
 
 @dataclass(frozen=True, slots=True)
+class LoadAdapter:
+    """Load an adapter under a name, or replace the one that has it. Answered by `AdaptersAre`."""
+
+    command_id: str
+    name: str
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class UnloadAdapter:
+    """Take an adapter's name away. Answered by `AdaptersAre`."""
+
+    command_id: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
 class Stop:
     """Leave the loop after the step under way."""
 
 
-Command = Add | Abort | Stop
+Command = Add | Abort | LoadAdapter | UnloadAdapter | Stop
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +69,20 @@ class Refused:
     """A request that cannot be served, and why."""
 
     request_id: str
-    error: str
-    capacity: bool = False  # it would be served with a larger cache
+    error: FreightError
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptersAre:
+    """The adapters that are loaded now: after a command, and where a request loaded its own.
+
+    command_id  of the command that this answers; "": of none
+    error       why the command changed nothing
+    """
+
+    loaded: tuple[LoadedAdapter, ...]
+    command_id: str = ""
+    error: FreightError | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,4 +95,4 @@ class Stepped:
     steps: list[tuple[float, int]]
 
 
-Event = Accepted | Refused | Stepped | EngineStats
+Event = Accepted | Refused | AdaptersAre | Stepped | EngineStats

@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from freight.operands.adapters import NO_ADAPTER
 from freight.operands.batch import ForwardBatch
 
 
@@ -33,8 +34,8 @@ class BlockLayout(Protocol):
 
 
 class SequenceSlice(NamedTuple):
-    """`token_ids` of one sequence at positions start, start + 1, …, and its block tables by cache
-    group.
+    """`token_ids` of one sequence at positions start, start + 1, …, its block tables by cache group,
+    and the slot of its adapter.
 
     Entry i of a table is the block of tokens i * tokens_per_block … of its group, for all that are
     stored and those of this slice; entries of blocks that were given back are 0.
@@ -44,12 +45,24 @@ class SequenceSlice(NamedTuple):
     start: int
     block_ids: Sequence[Sequence[int]]
     logits: Logits
+    adapter: int | None = None
 
     @property
     def num_logit_rows(self) -> int:
         if self.logits is Logits.ALL:
             return len(self.token_ids)
         return int(self.logits is Logits.LAST)
+
+
+def have_adapters(slices: Sequence[SequenceSlice]) -> bool:
+    """Return whether any slice has an adapter."""
+    return any(part.adapter is not None for part in slices)
+
+
+def slots_of(slices: Sequence[SequenceSlice]) -> NDArray[np.int32]:
+    """Return the slot of each slice's adapter, or NO_ADAPTER."""
+    slots = [NO_ADAPTER if part.adapter is None else part.adapter for part in slices]
+    return np.array(slots, np.int32)
 
 
 def prepare(
@@ -88,6 +101,10 @@ def prepare(
         else:
             slots.append(np.zeros(0, np.int64))
 
+    adapters = None
+    if have_adapters(slices):
+        adapters = slots_of(slices)[sequence]
+
     def tensor(array: NDArray[np.int32] | NDArray[np.int64]) -> Tensor:
         host = torch.from_numpy(array)
         if device == "cpu":
@@ -103,4 +120,5 @@ def prepare(
         block_tables=tuple(map(tensor, tables)),
         logit_rows=tensor(np.concatenate(rows)),
         some_decode=any(len(part.token_ids) == 1 for part in slices),
+        adapters=None if adapters is None else tensor(adapters),
     )

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from freight.engine.accounts import Stamps
+from freight.engine.adapters import LoadedAdapter
 from freight.engine.request import Request
 from freight.engine.sampler import SamplingRow
 from freight.engine.stated import StatedAnswer
@@ -184,6 +185,7 @@ class Group:
     tokenizer   for the text of tokens in `prompt_logprobs`; None: there is none
     scores      of the prompt's tokens from the second on, as far as they are computed, in parts
     num_deltas  the deltas so far
+    adapter     the adapter that computes it; None: the model alone
     """
 
     request_id: str
@@ -195,6 +197,7 @@ class Group:
     tokenizer: Tokenizer | None
     scores: list[Scores] = field(default_factory=list)
     num_deltas: int = 0
+    adapter: LoadedAdapter | None = None
 
     def __post_init__(self) -> None:
         self._sent_scores = 0  # parts that earlier deltas had

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from freight.cache.manager import NOTHING, SequenceBlocks
+from freight.engine.adapters import LoadedAdapter
 from freight.engine.bad_words import BadWords
 from freight.engine.drafts import Drafts
 from freight.engine.grammar import Matcher
@@ -56,6 +57,7 @@ class Request:
                     one
     bad_words       the tokens of params.bad_words; None without any
     drafter         guesses its next tokens; None: nothing is drafted
+    adapter         the adapter that computes it; None: the model alone
     needed_from     position from which on every row has to be computed, 0 for all of them; None: that
                     of the last known token
 
@@ -87,6 +89,7 @@ class Request:
     grammar: Matcher | None = None
     bad_words: BadWords | None = None
     drafter: Drafts | None = None
+    adapter: LoadedAdapter | None = None
     needed_from: int | None = None
     output_token_ids: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
@@ -105,6 +108,11 @@ class Request:
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     error: str | None = None
+
+    @property
+    def adapter_slot(self) -> int | None:
+        """Return the slot of its adapter."""
+        return None if self.adapter is None else self.adapter.slot
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -107,6 +107,10 @@ class Scheduler:
     def num_waiting(self) -> int:
         return len(self._waiting)
 
+    def adapters_in_use(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Return the names of the adapters that running sequences have, and waiting ones."""
+        return _adapter_names(self._running), _adapter_names(self._waiting)
+
     @property
     def num_running(self) -> int:
         return len(self._running)
@@ -550,8 +554,16 @@ class Scheduler:
         return request.block_keys[:count]
 
     def _extend_keys(self, request: Request, count: int) -> None:
+        digest = None
+        if request.adapter is not None:
+            digest = request.adapter.digest
         extend_keys(
-            request.block_keys, count, self._block_size, request.params.cache_salt, request.tokens
+            request.block_keys,
+            count,
+            self._block_size,
+            request.params.cache_salt,
+            request.tokens,
+            digest,
         )
 
     def _register_full_blocks(self, request: Request, previously_computed: int) -> None:
@@ -592,3 +604,8 @@ class Scheduler:
         del self._requests[request.request_id]
         if self._leaders.get(request.group) is request:
             del self._leaders[request.group]
+
+
+def _adapter_names(requests: Sequence[Request]) -> tuple[str, ...]:
+    names = {request.adapter.name for request in requests if request.adapter is not None}
+    return tuple(sorted(names))

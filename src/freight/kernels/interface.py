@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from freight.operands.activation import Activation, GatedActivation, GateFunction
+from freight.operands.adapters import AdapterBank
 from freight.operands.attention import AttentionCall
 from freight.operands.batch import Sequences
 from freight.operands.experts import ExpertLayers, Router
@@ -225,6 +226,16 @@ class KernelSet(Protocol):
         """
         ...
 
+    def add_adapters(self, y: Tensor, x: Tensor, bank: AdapterBank, adapters: Tensor) -> Tensor:
+        """Add to each row of y what its adapter adds, in place; return y.
+
+        y: [rows, out_features], contiguous, the projection's result for x [rows, in_features] in the
+        same dtype; adapters: [rows] int32, a row's slot in `bank`, or NO_ADAPTER. A row without an
+        adapter keeps its bits. Sums are float32, and A x is not rounded: y + scaling * B (A x) is
+        rounded once. A row's bits depend on that row and its adapter alone.
+        """
+        ...
+
     def pack_experts(self, weights: Weights, bias: Tensor | None = None) -> PackedExperts:
         """Pack one matrix of each expert for this set's `experts`; called once, at load.
 
@@ -249,6 +260,7 @@ class KernelSet(Protocol):
         weights: Tensor,
         layers: ExpertLayers,
         base: Tensor | None = None,
+        adapters: Tensor | None = None,
     ) -> Tensor:
         """Return base + the weighted sum of the results of each row's experts, in x's dtype.
 
@@ -256,7 +268,9 @@ class KernelSet(Protocol):
         which has no gate, down_e(activation(up_e(x))). Each expert's result is rounded to x's
         dtype. The sum is in float32 in the order of ids, beginning with base, and rounded once.
 
-        x, base: [rows, hidden_size]; ids, weights: as `route` returns them.
+        x, base: [rows, hidden_size]; ids, weights: as `route` returns them; adapters: [rows] int32,
+        a row's slot in `layers.banks`, or NO_ADAPTER; None: no row has one. What an adapter adds
+        follows each product as `add_adapters` does, and a row without one keeps its bits.
         """
         ...
 

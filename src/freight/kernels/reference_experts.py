@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from freight.kernels.interface import KernelSet
-from freight.operands.activation import Activation
+from freight.operands.activation import Activation, AnyActivation
 from freight.operands.experts import ExpertLayers
-from freight.operands.packed import PackedExperts, PackedWeight
+from freight.operands.packed import PackedExperts, PackedWeight, Rows, as_tensor
 from freight.operands.routing import Routing, Scoring
 from freight.operands.weight import Weights
 
@@ -86,6 +86,7 @@ def experts(
     weights: Tensor,
     layers: ExpertLayers,
     base: Tensor | None = None,
+    adapters: Tensor | None = None,
 ) -> Tensor:
     """Compute `KernelSet.experts`, one expert at a time.
 
@@ -93,7 +94,7 @@ def experts(
     """
     gate_up = layers.gate_up
     down = layers.down
-    activation = layers.activation
+    banks = None if adapters is None else layers.banks
     assert isinstance(gate_up, ExpertList)
     assert isinstance(down, ExpertList)
     total = (
@@ -104,11 +105,26 @@ def experts(
         if len(rows):
             inner, inner_bias = gate_up.of(expert)
             outer, outer_bias = down.of(expert)
-            first = products.linear(x[rows], inner, inner_bias)
-            if isinstance(activation, Activation):
-                hidden = products.activated(first, activation, outer)
+            taken = x[rows]
+            first = products.linear(taken, inner, inner_bias)
+            if banks is None:
+                hidden = _activate(products, first, layers.activation, outer)
+                out = products.linear(hidden, outer, outer_bias)
             else:
-                hidden = products.gated(first, activation, outer)
-            out = products.linear(hidden, outer, outer_bias).float()
-            total[rows] += weights[rows, slots][:, None] * out
+                assert adapters is not None
+                entries = banks.entries(adapters[rows], expert)
+                first = products.add_adapters(first, taken, banks.gate_up, entries)
+                # adapters use the activations as they are
+                hidden = as_tensor(_activate(products, first, layers.activation, None))
+                out = products.linear(hidden, outer, outer_bias)
+                out = products.add_adapters(out, hidden, banks.down, entries)
+            total[rows] += weights[rows, slots][:, None] * out.float()
     return total.to(x.dtype)
+
+
+def _activate(
+    products: KernelSet, x: Tensor, activation: AnyActivation, consumer: PackedWeight | None
+) -> Rows:
+    if isinstance(activation, Activation):
+        return products.activated(x, activation, consumer)
+    return products.gated(x, activation, consumer)

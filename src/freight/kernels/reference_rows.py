@@ -1,6 +1,7 @@
 """Embedding lookup and the row-wise operations of some model families, in plain torch.
 
-They are LayerNorm, activations without a gate, gates of results, and the norms of separate columns.
+They are LayerNorm, activations without a gate, gates of results, what adapters add, and the norms of
+separate columns.
 As in `reference.py`, a row's result depends on that row alone. Operations compute in float32 and
 round once, to their input's dtype, unless they say otherwise.
 """
@@ -14,8 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from freight.kernels.reference import rms_norm
+from freight.kernels.reference import linear, rms_norm
 from freight.operands.activation import Activation, GateFunction
+from freight.operands.adapters import AdapterBank
 from freight.operands.packed import JoinedPart, PackedWeight
 from freight.operands.weight import Weight
 
@@ -103,6 +105,27 @@ def gate(x: Tensor, logits: Tensor, function: GateFunction) -> Tensor:
     elif function is GateFunction.SIGMOID:
         factors = torch.sigmoid(factors)
     return (x.double() * factors.repeat_interleave(x.shape[1] // logits.shape[1], 1)).to(x.dtype)
+
+
+def add_adapters(y: Tensor, x: Tensor, bank: AdapterBank, adapters: Tensor) -> Tensor:
+    """Add to each row of y what its adapter adds, in place; return y (`KernelSet.add_adapters`).
+
+    y: [rows, out_features]; x: [rows, in_features]; adapters: [rows] int32
+    """
+    for slot in torch.unique(adapters).tolist():
+        if not 0 <= slot < bank.num_slots:
+            continue
+        rows = (adapters == slot).nonzero().flatten()
+        inputs = x[rows].float()
+        for part, (begin, end) in enumerate(bank.outputs):
+            rank = int(bank.ranks[slot, part])
+            if not rank:
+                continue
+            a = Weight(bank.a[slot, part, :rank].float())
+            b = Weight(bank.b[slot, :rank, begin:end].t().float().contiguous())
+            added = linear(linear(inputs, a), b) * bank.scalings[slot, part]
+            y[rows, begin:end] = (y[rows, begin:end].float() + added).to(y.dtype)
+    return y
 
 
 def join(parts: Sequence[JoinedPart], eps: float = 0.0) -> Tensor:

@@ -38,6 +38,7 @@ class ReferenceKernels:
     activated = staticmethod(reference_rows.activated)
     gated = staticmethod(reference.gated)
     gate = staticmethod(reference_rows.gate)
+    add_adapters = staticmethod(reference_rows.add_adapters)
     join = staticmethod(reference_rows.join)
     pack_experts = reference_experts.pack
     experts = reference_experts.experts

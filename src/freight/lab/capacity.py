@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from freight.base.fields import JsonObject
 from freight.base.options import choose
@@ -23,6 +23,7 @@ from freight.errors import CapacityError, ConfigError
 from freight.fp8.formats import Format, Granularity, ScaleSource
 from freight.fp8.scheme import Packing, Scheme
 from freight.lab.columns import as_object, plural
+from freight.model.adapted import adapter_bytes
 from freight.model.config.dtype import DtypeSource
 from freight.model.config.model import ModelConfig
 from freight.model.config.parse import parse_model_config
@@ -40,6 +41,7 @@ from freight.parallel.shared import MAX_RANKS
 from freight.settings.engine import EngineArgs, KVCacheConfig
 from freight.settings.hardware import no_four_bit_weights
 from freight.settings.kv_source import groups_fit
+from freight.settings.lora import LoraConfig
 from freight.settings.resolve import (
     BASE_SCALES,
     DTYPES,
@@ -69,6 +71,7 @@ class Wish:
     state_every    tokens between states that stay behind, as `EngineArgs.state_every`
     state_dtype    how recurrent states are stored, as `EngineArgs.state_dtype`
     ranks          processes that compute the model together, each with an even part of the memory
+    lora           memory for adapters; None for none
     """
 
     memory: int
@@ -81,6 +84,7 @@ class Wish:
     state_every: int | None = None
     state_dtype: str = "auto"
     ranks: int = 1
+    lora: LoraConfig | None = None
 
     @property
     def num_requests(self) -> int:
@@ -98,7 +102,7 @@ class Setting:
     in_four_bits       whether some weights are
     kv                 the cache; static scales have no values here
     options            what `freight serve` is given for it, apart from context, concurrency and memory
-    loaded             the weights, with their scales and the rotary tables
+    loaded             the weights, with their scales, the rotary tables and memory for adapters
     cache_bytes        the share of what the weights leave
     rest_bytes         what is left for activations and logits, which are not counted
     spec               the cache by layer
@@ -259,10 +263,12 @@ def _settings(
     facts = (model, EngineArgs.block_size, compute, wish.state_every, context)
     step = step_tokens(wish.device, model)
     caches = _caches(compute, scheme, wish, model)
+    adapters = adapter_bytes(model, wish.lora, compute.bytes, wish.ranks)
     for form in _forms(model, scheme, compute, wish.device):
         loaded = loaded_bytes(
             model, compute, form.format, form.linear_of, wish.layout, context, wish.ranks
         )
+        loaded = replace(loaded, adapters=adapters)
         for cache in caches:
             spec = cache_spec(cache.kv, *facts, wish.ranks)
             stored = stored_tokens(cache_spec(cache.kv, *facts))
@@ -547,6 +553,7 @@ _SETTING = {
     "weight_bytes": "loaded.layers",
     "embedding_bytes": "loaded.embeddings",
     "rotary_table_bytes": "loaded.tables",
+    "adapter_bytes": "loaded.adapters",
     "kv_cache_bytes": "cache_bytes",
     "rest_bytes": "rest_bytes",
     "needed_bytes": "needed_bytes",

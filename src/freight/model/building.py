@@ -14,16 +14,25 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 import torch
 from torch import Tensor
 
 from freight.checkpoint.headers import Shape
 from freight.kernels.interface import KernelSet
+from freight.model.adapters import AdaptedPart, AdapterBanks
 from freight.model.config.layer import NormKind
 from freight.model.config.model import ModelConfig
 from freight.model.config.tensor_names import TensorNames
-from freight.model.layers.linear import GatheredLinear, Linear, Projection, UnmergedLinear
+from freight.model.layers.linear import (
+    AdaptedLinear,
+    GatheredLinear,
+    Linear,
+    OwnLinear,
+    Projection,
+    UnmergedLinear,
+)
 from freight.model.layers.norm import LayerNorm, Norm, RMSNorm
 from freight.model.shapes import bias_of
 from freight.model.shares import Share
@@ -38,7 +47,8 @@ Ropes = Mapping[int | None, Rotary]  # by `PagedMixer.rope`
 @dataclass(frozen=True)
 class Builder:
     """A builder of parts from the tensors of a source. `shapes` has every tensor of the model by
-    its name. `share`: the rank's part of the model that these are; None: all of it.
+    its name. `share`: the rank's part of the model that these are; None: all of it. `banks`: where
+    projections have memory for adapters; None: they take none.
     """
 
     source: WeightSource
@@ -47,6 +57,7 @@ class Builder:
     shapes: dict[str, Shape]
     kernels: KernelSet
     share: Share | None = None
+    banks: AdapterBanks | None = None
 
     def tensor(self, name: str) -> Tensor:
         """Read an embedding, a norm or a bias, in the compute dtype."""
@@ -56,12 +67,16 @@ class Builder:
         """Read a tensor in float32."""
         return self.source.exact(name, self.shapes[name])
 
-    def linear(
-        self, prefix: str, *parts: str, rows: Sequence[Tensor | None] = ()
-    ) -> Linear | UnmergedLinear:
+    def linear(self, prefix: str, *parts: str, rows: Sequence[Tensor | None] = ()) -> OwnLinear:
         """Build the projections `parts`, merged into one matrix where they can be. `rows`: the
         order of each one's outputs.
         """
+        linear = self._linear(prefix, parts, rows)
+        return self._adapted(linear, [prefix + part for part in parts], rows)
+
+    def _linear(
+        self, prefix: str, parts: Sequence[str], rows: Sequence[Tensor | None]
+    ) -> Linear | UnmergedLinear:
         names = [f"{prefix}{part}.weight" for part in parts]
         weights = [self.source.weight(name, self.shapes[name]) for name in names]
         biases = [
@@ -74,6 +89,19 @@ class Builder:
         if Weight.mergeable(weights):
             return self.packed(Weight.concat(weights), torch.cat(biases) if biases else None)
         return UnmergedLinear(tuple(map(self.packed, weights, biases or (None,) * len(weights))))
+
+    def _adapted(
+        self,
+        linear: Linear | UnmergedLinear,
+        modules: Sequence[str],
+        rows: Sequence[Tensor | None] = (),
+    ) -> OwnLinear:
+        """Give a projection of `modules` a bank, if projections have banks. `rows`: as in `linear`."""
+        if self.banks is None:
+            return linear
+        parts = [AdaptedPart(*part) for part in zip_longest(modules, rows)]
+        shapes = [self.shapes[f"{module}.weight"] for module in modules]
+        return AdaptedLinear(linear, self.banks.add(parts, shapes), self.kernels)
 
     def gathered(self, prefix: str, module: str, inputs: bool = True) -> Projection:
         """Build a projection whose outputs are on all ranks, if there are several, as with `inputs`
@@ -146,13 +174,22 @@ class Builder:
         ]
         if rows is not None:
             weights = [weights[0].reordered(rows, modules[0])]
+        linear: Linear | UnmergedLinear
         if Weight.mergeable(weights):
-            return self.packed(Weight.concat(weights), None)
-        return UnmergedLinear(tuple(self.packed(weight, None) for weight in weights))
+            linear = self.packed(Weight.concat(weights), None)
+        else:
+            linear = UnmergedLinear(tuple(self.packed(weight, None) for weight in weights))
+        return self._adapted(linear, modules, () if rows is None else (rows,))
 
     def outer(self, module: str) -> Linear | None:
-        """Build a projection outside the layers; None if the model does not have it."""
+        """Build a projection outside the layers, which takes no adapters; None if the model does not
+        have it.
+        """
         name = f"{module}.weight"
         if name not in self.shapes:
             return None
         return self.packed(self.source.head(name, self.shapes[name]), None)
+
+    def gate(self, module: str) -> Projection | None:
+        """Build the projection of a gate; None if the model does not have it."""
+        return self.kept([module]) if f"{module}.weight" in self.shapes else None

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from freight.cache.pool import LayerCache, LayerKV, PagedState
 from freight.kernels.interface import KernelSet
+from freight.model.adapters import AdapterBanks
 from freight.model.config.layer import NormPlacement
 from freight.model.config.model import ModelConfig
 from freight.model.feed_forward.mlp import MLP
@@ -127,15 +128,15 @@ class DecoderLayer:
             return stream
         assert self.mlp_norm is not None
         x, normed = self._input(stream, self.mlp_norm, mlp.consumer)
-        delta = mlp(normed)
+        delta = mlp(normed, batch.adapters)
         weight = self.mlp_post
         inputs = stream.inputs
         if self.parallel_experts is not None:
-            delta = self.parallel_experts(x, delta)
+            delta = self.parallel_experts(x, delta, batch.adapters)
         if self.per_layer is not None:
             assert inputs is not None
             x, _ = Residual(x, delta, weight).normed(self.mlp_norm)
-            delta = self.per_layer(x, inputs[:, 0])
+            delta = self.per_layer(x, inputs[:, 0], batch.adapters)
             weight = self.per_layer.post
             inputs = inputs[:, 1:]
         if self.scalar is not None:
@@ -214,7 +215,9 @@ class LanguageModel(Protocol):
 
 @dataclass(frozen=True)
 class Decoder:
-    """A complete model. Parameters are final at construction."""
+    """A complete model. Parameters are final at construction. `banks` have the adapters; None: it
+    takes none.
+    """
 
     config: ModelConfig
     embedding: Embedding
@@ -222,6 +225,7 @@ class Decoder:
     norm: Norm | None
     head: LogitsHead
     per_layer_embeddings: PerLayerEmbeddings | None = None
+    banks: AdapterBanks | None = None
 
     @property
     def kernels(self) -> KernelSet:

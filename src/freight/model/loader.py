@@ -19,6 +19,7 @@ from torch import Tensor
 
 from freight.checkpoint.four_bits import StoredGroups, StoredPowers
 from freight.checkpoint.gguf.stored import StoredBlocks, find_blocks
+from freight.checkpoint.headers import Shape
 from freight.checkpoint.linears import StoredLinear
 from freight.checkpoint.mxfp4 import StoredExperts, describe
 from freight.checkpoint.reader import Checkpoint
@@ -27,6 +28,7 @@ from freight.fp8.cast import torch_dtype
 from freight.fp8.formats import Format
 from freight.fp8.scheme import Scheme
 from freight.kernels.interface import KernelSet
+from freight.model.adapters import AdapterBanks
 from freight.model.architectures import tensor_names
 from freight.model.building import Builder
 from freight.model.config.layer import (
@@ -38,6 +40,7 @@ from freight.model.config.layer import (
 )
 from freight.model.config.model import ModelConfig
 from freight.model.decoder import Decoder, DecoderLayer
+from freight.model.feed_forward.expert_modules import expert_modules
 from freight.model.feed_forward.expert_weights import Read, expert_matrices
 from freight.model.feed_forward.mlp import MLP
 from freight.model.feed_forward.moe import Latent, MoE, ParallelExperts
@@ -53,10 +56,12 @@ from freight.model.shapes import tensor_shapes as tensor_shapes
 from freight.model.shares import Share, share_of
 from freight.model.sources import CheckpointSource, Stored, WeightSource, in_halves
 from freight.model.stored import find_stored
+from freight.operands.adapters import ExpertBanks
 from freight.operands.experts import ExpertLayers, Router
 from freight.operands.packed import PackedExperts, PackedWeight
 from freight.operands.rotary import Rotary
 from freight.operands.weight import Weight
+from freight.settings.lora import LoraConfig
 
 UNQUANTIZED = Scheme()
 logger = logging.getLogger("freight")
@@ -264,10 +269,10 @@ class ModelBuilder(Builder):
                 if mlp.parallel_experts
                 else None,
             ),
-            experts=ExpertLayers(gate_up, down, mlp.activation),
+            experts=ExpertLayers(gate_up, down, mlp.activation, self.expert_banks(mlp, prefix)),
             kernels=self.kernels,
             shared=shared,
-            shared_gate=self.outer(prefix + names.shared_gate) if mlp.shared_gate else None,
+            shared_gate=self.gate(prefix + names.shared_gate) if mlp.shared_gate else None,
             latent=self.latent(mlp, prefix, matrix.device),
         )
 
@@ -315,6 +320,28 @@ class ModelBuilder(Builder):
         weights = Read(mlp.num_experts, read)
         return self.kernels.pack_experts(weights, torch.stack(biases) if biases else None)
 
+    def expert_banks(self, mlp: MoEConfig, prefix: str) -> ExpertBanks | None:
+        """Build the banks of a mixture's experts; None if projections have no banks."""
+        if self.banks is None:
+            return None
+        experts = expert_modules(self.names, mlp.num_experts)
+        gate_up = [[prefix + module for module in expert.gate_up] for expert in experts]
+        down = [[prefix + expert.down] for expert in experts]
+        if self.names.interleaved:
+            of_all = prefix + self.names.expert
+            _, inputs, both = self.shapes[of_all + self.names.expert_gate_up[0]]
+            _, width, outputs = self.shapes[of_all + self.names.expert_down]
+            of_gate_up: list[Shape] = [(both // 2, inputs)] * 2
+            of_down: list[Shape] = [(outputs, width)]
+        else:
+            of_gate_up = [self.shapes[f"{module}.weight"] for module in gate_up[0]]
+            of_down = [self.shapes[f"{down[0][0]}.weight"]]
+        return ExpertBanks(
+            self.banks.add_experts(gate_up, of_gate_up),
+            self.banks.add_experts(down, of_down),
+            mlp.num_experts,
+        )
+
     def interleaved(self, name: str, pairs: bool) -> PackedExperts:
         """Build one matrix for each expert from the tensor `name`, which has all of them
         (`TensorNames.interleaved`). `pairs`: its outputs of gate and up alternate.
@@ -331,15 +358,20 @@ class ModelBuilder(Builder):
 
 
 def model_builder(
-    config: ModelConfig, source: WeightSource, kernels: KernelSet, share: Share | None = None
+    config: ModelConfig,
+    source: WeightSource,
+    kernels: KernelSet,
+    share: Share | None = None,
+    banks: AdapterBanks | None = None,
 ) -> ModelBuilder:
     """Return a builder of the parts of a model. `build_decoder` builds all of them; work that goes
     through a model layer by layer builds one at a time and never holds all.
 
-    `share`: the part of it that a rank has; `config` and `source` are then the rank's.
+    `share`: the part of it that a rank has; `config` and `source` are then the rank's. `banks`: as in
+    `Builder`.
     """
     shapes = tensor_shapes(config) if share is None else dict(share.shapes)
-    return ModelBuilder(source, config, tensor_names(config), shapes, kernels, share)
+    return ModelBuilder(source, config, tensor_names(config), shapes, kernels, share, banks)
 
 
 def build_decoder(
@@ -349,11 +381,16 @@ def build_decoder(
     max_len: int,
     device: str,
     share: Share | None = None,
+    lora: LoraConfig | None = None,
 ) -> Decoder:
     """Build the model that `config` describes from the tensors of `source`, for positions below
-    `max_len`. `share` is as for `model_builder`.
+    `max_len`. `share` is as for `model_builder`; `lora`: the memory for adapters, None for none.
     """
-    builder = model_builder(config, source, kernels, share)
+    banks = None
+    if lora is not None:
+        dtype = torch_dtype(source.compute_format)
+        banks = AdapterBanks(lora.num_slots, lora.max_rank, dtype, device, share)
+    builder = model_builder(config, source, kernels, share, banks)
     ropes = build_ropes(config.ropes, max_len, device)
     layers = tuple(builder.layer(index, ropes) for index in range(config.num_layers))
     names = builder.names
@@ -384,7 +421,7 @@ def build_decoder(
         gathered=None if share is None else config.vocab_size,
     )
     per_layer = builder.per_layer_embeddings()
-    return Decoder(config, embedding, layers, final_norm, logits_head, per_layer)
+    return Decoder(config, embedding, layers, final_norm, logits_head, per_layer, banks)
 
 
 def load_model(
@@ -398,6 +435,7 @@ def load_model(
     scheme: Scheme = UNQUANTIZED,
     share: Share | None = None,
     int4: bool = False,
+    lora: LoraConfig | None = None,
 ) -> Decoder:
     """Read a checkpoint for computing in `compute_format`, for positions below `max_len`.
 
@@ -439,7 +477,7 @@ def load_model(
         count = len(fnmatch.filter(checkpoint.skipped, pattern))
         if count:
             logger.info("%d tensors are not used: scales %s", count, reason)
-    return build_decoder(config, source, kernels, max_len, device, share)
+    return build_decoder(config, source, kernels, max_len, device, share, lora)
 
 
 def computed_blocks(checkpoint: Checkpoint, config: ModelConfig) -> dict[str, StoredBlocks]:

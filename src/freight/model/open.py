@@ -292,13 +292,15 @@ class OpenModel:
             return self._load_foreign(kernels, config)
         share = self.share
         device = config.device
+        int4 = config.int4
+        lora = config.lora
         if self.checkpoint is None:
             return random_model(
-                model, kernels, *formats, length, device, config.seed, share, config.int4
+                model, kernels, *formats, length, device, config.seed, share, int4, lora
             )
         scheme = self.scheme
         return load_model(
-            self.checkpoint, model, kernels, *formats, length, device, scheme, share, config.int4
+            self.checkpoint, model, kernels, *formats, length, device, scheme, share, int4, lora
         )
 
     def _log_dtype(self, compute: Format) -> None:

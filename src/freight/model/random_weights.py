@@ -27,6 +27,7 @@ from freight.model.shapes import tensor_shapes
 from freight.model.shares import Share
 from freight.model.sources import narrower
 from freight.operands.weight import Activations, Codes, Groups, Weight
+from freight.settings.lora import LoraConfig
 
 _MEAN_SQUARE = 21.5  # of the integers from -8 to 7
 # In each of 8 bytes, clear the top bit of the exponent and set the last bit of the mantissa. No
@@ -199,6 +200,7 @@ def random_model(
     seed: int = 0,
     share: Share | None = None,
     int4: bool = False,
+    lora: LoraConfig | None = None,
 ) -> Decoder:
     """Build a model as `load_model` does, without a checkpoint. Every rank draws all of it, and
     keeps its `share`.
@@ -211,6 +213,7 @@ def random_model(
         compute_format, weight_format, device, generator, 1.0 - config.norm_offset, int4
     )
     if share is None:
-        return build_decoder(config, source, kernels, max_len, device)
+        return build_decoder(config, source, kernels, max_len, device, lora=lora)
     rank_config = replace(share.model, ropes=config.ropes)
-    return build_decoder(rank_config, CutSource(source, share), kernels, max_len, device, share)
+    cut = CutSource(source, share)
+    return build_decoder(rank_config, cut, kernels, max_len, device, share, lora)

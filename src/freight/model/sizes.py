@@ -72,16 +72,17 @@ class Layout(StrEnum):
 class LoadedBytes:
     """Bytes of a loaded model. `embeddings`: embedding, head and their projections; `layers`:
     layers and norms, with scales and biases; `tables`: cos, sin and the factor of queries of every
-    position.
+    position; `adapters`: the memory for adapters.
     """
 
     layers: int
     embeddings: int
     tables: int
+    adapters: int = 0
 
     @property
     def total(self) -> int:
-        return self.layers + self.embeddings + self.tables
+        return self.layers + self.embeddings + self.tables + self.adapters
 
 
 def online(model: ModelConfig) -> LinearOf:

@@ -46,6 +46,8 @@ class ForwardBatch:
     logit_rows     [num_logit_rows] int64: rows of the batch for which logits are computed, in
                    strictly increasing order
     some_decode    as in `Sequences`
+    adapters       [num_tokens] int32: the slot of each row's adapter (`operands/adapters.py`), or
+                   NO_ADAPTER; None: no row has one
     """
 
     token_ids: Tensor
@@ -56,6 +58,7 @@ class ForwardBatch:
     block_tables: tuple[Tensor, ...]
     logit_rows: Tensor
     some_decode: bool = True
+    adapters: Tensor | None = None
 
     @property
     def num_tokens(self) -> int:

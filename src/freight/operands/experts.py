@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from freight.operands.activation import AnyActivation
+from freight.operands.adapters import ExpertBanks
 from freight.operands.packed import PackedExperts, PackedWeight
 from freight.operands.routing import Routing
 
@@ -36,8 +37,10 @@ class ExpertLayers:
     gate_up   result of `KernelSet.pack_experts` for [2 * intermediate_size, hidden_size], gate
               first; with an `Activation`, which has no gate, for [intermediate_size, hidden_size]
     down      the same for [hidden_size, intermediate_size]
+    banks     what adapters add to both products; None: experts take no adapters
     """
 
     gate_up: PackedExperts
     down: PackedExperts
     activation: AnyActivation
+    banks: ExpertBanks | None = None

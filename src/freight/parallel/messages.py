@@ -34,6 +34,9 @@ class Kind(IntEnum):
     POOL = 2  # blocks by group: it allocates its cache
     RUN = 3  # a step (`parallel/steps.py`)
     LOGITS = 4  # rows of the last step, int64, whose logits are computed
+    ADAPTER = (
+        15  # a slot, a digest and a path: it loads an adapter, and answers with LOADED or FAILED
+    )
     RESTART = 5  # leave whatever is under way, and answer with LEFT and the same number
     STOP = 11  # the engine ends; why, or '' where that was wanted
     ADMITTED = 13  # a rank of another machine
@@ -43,7 +46,7 @@ class Kind(IntEnum):
     LOADED = 7
     READY = 8
     LEFT = 9  # why the last step failed here, or ''
-    FAILED = 10  # an error: the rank could not start
+    FAILED = 10  # an error: the rank could not start, or could not load an adapter
     JOIN = 12  # a rank of another machine has come (`parallel/join.py`)
 
 

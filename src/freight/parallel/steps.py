@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 Table = tuple[int, ...]
+_NONE = -1  # for a slice without an adapter
 
 
 class SliceNumbers(NamedTuple):
@@ -24,6 +25,7 @@ class SliceNumbers(NamedTuple):
     start: int
     block_ids: Sequence[Sequence[int]]
     logits: int
+    adapter: int | None
 
 
 class StepWriter:
@@ -45,7 +47,8 @@ class StepWriter:
         tokens: list[int] = []
         blocks: list[int] = []
         for row, part in enumerate(slices):
-            numbers += (len(part.token_ids), part.start, part.logits)
+            adapter = _NONE if part.adapter is None else part.adapter
+            numbers += (len(part.token_ids), part.start, part.logits, adapter)
             tokens += part.token_ids
             if row == len(self._rows):
                 self._rows.append([()] * len(part.block_ids))
@@ -79,7 +82,7 @@ class StepReader:
         """Return the slices of a step."""
         numbers: list[int] = np.frombuffer(data, np.int64).tolist()
         count, groups = numbers[:2]
-        width = 3 + 2 * groups
+        width = 4 + 2 * groups
         token = 2 + count * width
         heads = []
         block = token
@@ -87,7 +90,7 @@ class StepReader:
             heads.append(numbers[begin : begin + width])
             block += numbers[begin]
         slices = []
-        for row, (num_tokens, start, logits, *tables) in enumerate(heads):
+        for row, (num_tokens, start, logits, adapter, *tables) in enumerate(heads):
             token_ids = tuple(numbers[token : token + num_tokens])
             token += num_tokens
             if row == len(self._rows):
@@ -98,5 +101,6 @@ class StepReader:
                 if fresh or unchanged != len(known[group]):
                     known[group] = known[group][:unchanged] + tuple(numbers[block : block + fresh])
                     block += fresh
-            slices.append(SliceNumbers(token_ids, start, tuple(known), logits))
+            slot = None if adapter == _NONE else adapter
+            slices.append(SliceNumbers(token_ids, start, tuple(known), logits, slot))
         return slices

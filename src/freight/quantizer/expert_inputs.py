@@ -105,8 +105,10 @@ class _OneByOne:
         weights: Tensor,
         layers: ExpertLayers,
         base: Tensor | None = None,
+        adapters: Tensor | None = None,
     ) -> Tensor:
-        """`KernelSet.experts`"""
+        """`KernelSet.experts`, without adapters."""
+        assert adapters is None
         if self.watch is not None:
             self.watch.gate_up(x)
             self.watch.num_tokens.add_(

@@ -89,9 +89,9 @@ class _Watched(UnmergedLinear):
 
     observe: Callable[[Tensor], None]
 
-    def __call__(self, x: Rows) -> Tensor:
+    def __call__(self, x: Rows, adapters: Tensor | None = None) -> Tensor:
         self.observe(as_tensor(x))
-        return super().__call__(x)
+        return super().__call__(x, adapters)
 
 
 @dataclass(frozen=True)

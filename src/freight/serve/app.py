@@ -12,6 +12,14 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from freight import __version__
 from freight.base.fields import JsonDict
+from freight.engine.adapters import LoadedAdapter
+from freight.serve.adapters import (
+    LoadBody,
+    UnloadBody,
+    parse_load,
+    parse_unload,
+    require_changeable,
+)
 from freight.serve.anthropic.messages_request import (
     CountBody,
     MessagesBody,
@@ -19,7 +27,7 @@ from freight.serve.anthropic.messages_request import (
     parse_messages,
 )
 from freight.serve.call import Call, Conversation, Served
-from freight.serve.documented import NOT_JSON, SUMMARIES, answers, document
+from freight.serve.documented import NOT_JSON, PLAIN_TEXT, SUMMARIES, answers, document
 from freight.serve.limits import ServingLimits
 from freight.serve.observe.log import RequestLine, log_request
 from freight.serve.observe.metrics import Metrics
@@ -78,6 +86,8 @@ def make_app(
         ("/invocations", routes.answers(_invocation), INVOCATION),
         ("/tokenize", routes.logged(routes.tokenize), TokenizeBody),
         ("/detokenize", routes.logged(routes.detokenize), DetokenizeBody),
+        ("/v1/load_lora_adapter", routes.logged(routes.load_adapter), LoadBody),
+        ("/v1/unload_lora_adapter", routes.logged(routes.unload_adapter), UnloadBody),
     )
     for path, endpoint, _ in posts:
         app.add_api_route(
@@ -86,6 +96,7 @@ def make_app(
             methods=["POST"],
             summary=SUMMARIES[path],
             responses=answers(path),
+            response_class=Response if path in PLAIN_TEXT else JSONResponse,
             response_model=None,
         )
     gets: tuple[tuple[str, Callable[..., Any]], ...] = (
@@ -215,18 +226,39 @@ class Routes:
 
     async def models(self) -> Response:
         served = self._service.require_served()
-        return _json({"object": "list", "data": [_model(name, served) for name in served.names]})
+        models = [_model(name, served) for name in served.names]
+        models += [_adapter(adapter, served) for adapter in served.adapters]
+        return _json({"object": "list", "data": models})
 
     async def model(self, model_id: str) -> Response:
         served = self._service.require_served()
-        if model_id not in served.names:
-            known = ", ".join(served.names)
+        if model_id in served.names:
+            return _json(_model(model_id, served))
+        adapter = served.adapter(model_id)
+        if adapter is None:
             raise ApiError(
                 404,
-                f"there is no model {model_id!r:.80}; this server has {known}",
+                f"there is no model {model_id!r:.80}; {served.offered}",
                 code="model_not_found",
             )
-        return _json(_model(model_id, served))
+        return _json(_adapter(adapter, served))
+
+    async def load_adapter(self, request: Request) -> Response:
+        service = self._service
+        served = service.require_served()
+        require_changeable(served, bool(service.keys))
+        asked = await self._understood(request, lambda body: parse_load(body, served))
+        await service.adapters.load(service.client, asked.name, asked.path)
+        return _text(f"Success: LoRA adapter '{asked.name}' added successfully.")
+
+    async def unload_adapter(self, request: Request) -> Response:
+        service = self._service
+        require_changeable(service.require_served(), bool(service.keys))
+        name = await self._understood(
+            request, lambda body: parse_unload(body, service.require_served())
+        )
+        await service.adapters.unload(service.client, name)
+        return _text(f"Success: LoRA adapter '{name}' removed successfully.")
 
     async def info(self) -> Response:
         service = self._service
@@ -357,6 +389,14 @@ def _model(name: str, served: Served) -> JsonDict:
         "root": served.names[0],
         "max_model_len": served.max_model_len,
     }
+
+
+def _adapter(adapter: LoadedAdapter, served: Served) -> JsonDict:
+    return _model(adapter.name, served) | {"root": adapter.asked, "parent": served.names[0]}
+
+
+def _text(text: str) -> Response:
+    return Response(text, headers={"content-type": "text/plain; charset=utf-8"})
 
 
 def _json(value: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from freight.base.fields import JsonObject
+from freight.engine.adapters import LoadedAdapter
+from freight.errors import listed
 from freight.outputs import RequestDelta
 from freight.sampling import SamplingParams
 from freight.serve.answers.pieces import AfterReasoning, ForcedCall, ParserOf
@@ -81,6 +83,9 @@ class Served:
     forced_call     makes the grammar of an answer that must call a tool; None: the format of the
                     model's calls is not known
     after_reasoning  lets a grammar start after the model's reasoning; None: it has no reasoning
+    max_adapters    adapters that can be loaded at a time; 0: there can be none
+    adapters        those that are loaded, which requests name as their model
+    changing        names of adapters that are being loaded or unloaded; requests for them wait
     """
 
     names: tuple[str, ...]
@@ -97,6 +102,29 @@ class Served:
     parser_of: ParserOf | None = None
     forced_call: ForcedCall | None = None
     after_reasoning: AfterReasoning | None = None
+    max_adapters: int = 0
+    adapters: tuple[LoadedAdapter, ...] = ()
+    changing: frozenset[str] = frozenset()
+
+    def adapter(self, name: str) -> LoadedAdapter | None:
+        """Return the adapter that is loaded under a name."""
+        return next((adapter for adapter in self.adapters if adapter.name == name), None)
+
+    def has_adapter(self, name: str) -> bool:
+        """Return whether a request may name an adapter: it is loaded, or may be so in a moment."""
+        return name in self.changing or self.adapter(name) is not None
+
+    @property
+    def offered(self) -> str:
+        """What requests can name, for errors."""
+        names = [*self.names, *(adapter.name for adapter in self.adapters)]
+        return f"this server has {listed(names)}"
+
+    def fingerprint_of(self, adapter: LoadedAdapter | None) -> str:
+        """Return the `system_fingerprint` of answers: of the model alone, or with an adapter."""
+        if adapter is None:
+            return self.fingerprint
+        return f"{self.fingerprint}-{adapter.digest[:8]}"
 
 
 @dataclass(frozen=True)
@@ -138,7 +166,8 @@ class Call(Protocol):
     """A parsed and checked request.
 
     stream    whether the answer is a stream
-    model     the name to show in the answer: the client's, else the served model's
+    model     the name to show in the answer: the client's, else the served model's. One that is not
+              the model's own is that of its adapter
     work      the prompts, in order, with their parameters
     request_id  the client's id for the answer, if it sent one
     ignored   fields accepted without effect; the header x-freight-ignored lists them

@@ -52,6 +52,7 @@ _TGI_ERROR = {
 }
 _TGI_PATHS = frozenset({"/", "/generate", "/generate_stream"})
 NOT_JSON = frozenset({"/metrics", "/state/stream"})
+PLAIN_TEXT = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
 _ANTHROPIC_ERROR = {
     "type": "object",
     "properties": {
@@ -78,6 +79,8 @@ SUMMARIES = {  # of a path, whatever its method
     "/invocations": "Answer what the body asks for, by its fields: SageMaker's address",
     "/tokenize": "Return the token ids of a prompt or a conversation",
     "/detokenize": "Return the text of token ids",
+    "/v1/load_lora_adapter": "Load a LoRA adapter under a name, or replace the one that has it",
+    "/v1/unload_lora_adapter": "Take a LoRA adapter away",
     "/v1/models": "List the names of the served model",
     "/v1/models/{model_id:path}": "Describe a name of the served model",
     "/info": "Describe the model, its limits, its cache and its defaults",
@@ -137,6 +140,8 @@ def answers(path: str) -> dict[int | str, JsonDict]:
                 "application/openmetrics-text": {"schema": _TEXT},
             }
         }
+    elif path in PLAIN_TEXT:
+        responses[200] = {"content": {"text/plain": {"schema": _TEXT}}}
     elif path == "/state/stream":
         responses[200] = {"content": {"text/event-stream": {}}}
     return responses

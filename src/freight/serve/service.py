@@ -20,17 +20,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
+from freight.engine.adapters import LoadedAdapter, LoRARequest
 from freight.engine.intake import AcceptedPrompt, Intake
 from freight.errors import FreightError, RequestError
 from freight.outputs import EngineStats, FinishReason, RequestDelta, RequestTimes
 from freight.sampling import SamplingParams, check_limits
+from freight.serve.adapters import ServedAdapters
 from freight.serve.call import Call, Conversation, Reply, ReplyHead, Served, TokenizedWork, Work
 from freight.serve.engine_errors import from_engine, not_ready
 from freight.serve.inbox import Inbox, merged
 from freight.serve.limits import CONTEXT_IS, ServingLimits, check_context, check_scores, num_scores
 from freight.serve.observe.log import RequestLine, log_request, loggable
 from freight.serve.observe.metrics import UNNAMED, Metrics
-from freight.serve.openai.fields import from_request_error
+from freight.serve.openai.fields import from_request_error, served_name
 from freight.serve.processes.client import EngineClient, EngineState, Running
 from freight.serve.processes.wire import EngineFacts
 from freight.serve.prompt_ids import read_prompt
@@ -92,6 +94,7 @@ class Service:
         self.large: Renderer | None = None
         self.draining = False
         self.answers: set[Answer] = set()
+        self.adapters = ServedAdapters(self._adapters_changed)
         self.clock = clock
         self.max_sequences = max_sequences
         self._max_queue = max_queue
@@ -121,13 +124,21 @@ class Service:
         for prompt in call.work:
             work.append(await self.tokenize(prompt, key_name))
             await asyncio.sleep(0)  # what is short is tokenized at once: others get a turn
-        served = self.require_served()  # a new engine may have started meanwhile
+        await self.adapters.settle(call.model)
+        # a new engine may have started meanwhile. From here to `submit` nothing is awaited: the engine
+        # has the version of the adapter that the head states
+        served = self.require_served()
+        adapter = self._adapter_of(call, served)
         check_scores(work, self.limits)
         is_queued = self._admit(work, key_name)
         head = ReplyHead(
-            call.request_id or request_id, int(time.time()), call.model, served.fingerprint
+            call.request_id or request_id,
+            int(time.time()),
+            call.model,
+            served.fingerprint_of(adapter),
         )
-        answer = Answer(self, call.reply(head, served, work), work, request_id, key_name, arrival)
+        reply = call.reply(head, served, work)
+        answer = Answer(self, reply, work, request_id, key_name, arrival, adapter)
         answer.is_queued = is_queued
         try:
             await answer.submit()
@@ -138,6 +149,20 @@ class Service:
             answer.close(499)
             raise
         return answer
+
+    def _adapter_of(self, call: Call, served: Served) -> LoadedAdapter | None:
+        """Return the adapter that a call names. Raises ApiError if it was unloaded meanwhile."""
+        name = served_name(call.model, served)
+        if name in served.names:
+            return None
+        return served.adapter(name)
+
+    def _adapters_changed(
+        self, loaded: tuple[LoadedAdapter, ...], changing: frozenset[str]
+    ) -> None:
+        if self.served is not None:
+            self.served = replace(self.served, adapters=loaded, changing=changing)
+        self.metrics.add_adapters([adapter.name for adapter in loaded])
 
     async def tokenize(self, work: Work, key_name: str | None = None) -> TokenizedWork:
         """Tokenize and check a prompt; returns it with the parameters that the engine takes. Raises
@@ -379,6 +404,7 @@ class Answer:
         request_id: str,
         key_name: str | None,
         arrival: float,
+        adapter: LoadedAdapter | None = None,
     ) -> None:
         self.reply = reply
         self.inbox = Inbox()
@@ -389,6 +415,7 @@ class Answer:
         self.key_name = key_name
         self.is_queued = False  # it was admitted to wait for others
         self._arrival = arrival
+        self._adapter = adapter
         self._running: list[Running] = []
         self._unfinished = set(range(len(work)))
         self._failure: ApiError | None = None
@@ -404,12 +431,15 @@ class Answer:
         """Submit the requests and wait until the engine has accepted them. Raises ApiError."""
         service = self._service
         service.answers.add(self)
+        adapter = None
+        if self._adapter is not None:
+            adapter = LoRARequest(self._adapter.name)
         try:
             for index, item in enumerate(self._work):
                 name = service.next_name()
                 prompt = AcceptedPrompt(item.text, item.token_ids)
                 self._running.append(
-                    service.client.submit(name, index, prompt, item.params, self.inbox)
+                    service.client.submit(name, index, prompt, item.params, self.inbox, adapter)
                 )
             for running in self._running:
                 await running.accepted
@@ -530,5 +560,13 @@ class Answer:
         key = self.key_name or UNNAMED
         generated = self._generated[index]
         self._service.metrics.request_finished(
-            reason, seconds, times, prompt_tokens, sum(generated), cached, key, max(generated)
+            reason,
+            seconds,
+            times,
+            prompt_tokens,
+            sum(generated),
+            cached,
+            key,
+            max(generated),
+            None if self._adapter is None else self._adapter.name,
         )

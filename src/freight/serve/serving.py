@@ -18,7 +18,7 @@ from pathlib import Path
 
 from freight.base.files import read_text
 from freight.cache.store.secret import kept_secret
-from freight.errors import ConfigError
+from freight.errors import ConfigError, shown
 from freight.outputs import EngineStats
 from freight.serve.answers.answer_format import AnswerFormat, answer_format
 from freight.serve.app import make_app
@@ -37,6 +37,7 @@ from freight.serve.transport.errors import ApiError
 from freight.serve.transport.http_limits import HttpLimits
 from freight.serve.transport.middleware import App
 from freight.settings.engine import EngineArgs
+from freight.settings.lora import listed_adapters, named_adapters
 from freight.settings.resolve import parse_memory
 from freight.settings.store import store_config
 from freight.text.tokenizer import Tokenizer
@@ -66,6 +67,12 @@ class Serving:
         self._template = template
         model = str(options.engine_args["model"])
         self._names = settings.names or (options.random_weights or Path(model).name or model,)
+        for module in named_adapters(listed_adapters(options.engine_args["lora_modules"])):
+            if module.name in self._names:
+                raise ConfigError(
+                    f"--lora-modules names an adapter {shown(module.name)}, which is a name of the model here; choose "
+                    "another one"
+                )
         self._metrics = Metrics(self._names[0], keys=keys.names, old_names=settings.old_metrics)
         most = int(options.engine_args["max_num_seqs"]) + settings.max_queue
         self._engine = Supervisor(options, self, settings.restart_engine)
@@ -174,6 +181,10 @@ class Serving:
             form = await asyncio.to_thread(self._answer_format, tokenizer)
         facts = await client.ready
         service = self.service
+        if not await service.adapters.begin(client):
+            return  # the engine has ended meanwhile
+        # one that takes its place has room for as many, and loads those of that time
+        self._engine.change_args({"lora_modules": (), "max_loras": facts.max_adapters or None})
         old = service.renderer, service.grammars, service.large
         service.renderer = renderer
         service.grammars = grammars
@@ -182,6 +193,7 @@ class Serving:
         if renderer is not None and tokenizer is not None and tokenizer.has_chat_template:
             await renderer.start()  # here, so that the first conversation does not wait for it
         self.service.facts = facts
+        self._metrics.set_max_adapters(facts.max_adapters)
         self.service.served = self._served(facts, tokenizer, form)
         self._monitor.set_facts(facts, self._names[0])
         gc.collect()
@@ -242,6 +254,9 @@ class Serving:
             strict_schemas=self._settings.strict_schemas,
             created=int(time.time()),
             drafts=facts.drafts,
+            max_adapters=facts.max_adapters,
+            adapters=self.service.adapters.loaded,
+            changing=self.service.adapters.changing,
         )
         return with_format(served, form)
 

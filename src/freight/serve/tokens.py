@@ -230,10 +230,13 @@ def _read(model: type[B], body: JsonObject, served: Served) -> B:
     """
     fields = present(body)
     name = fields.get("model", "")
-    if not isinstance(name, str) or name not in (*_ANY_MODEL, *served.names):
+    is_served = isinstance(name, str) and (
+        name in (*_ANY_MODEL, *served.names) or served.has_adapter(name)
+    )
+    if not is_served:
         raise ApiError(
             404,
-            f"the model {name!r:.60} is not served here; this server has {served.names[0]}",
+            f"the model {name!r:.60} is not served here; {served.offered}",
             param="model",
             code="model_not_found",
         )

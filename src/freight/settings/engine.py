@@ -19,6 +19,7 @@ from freight.errors import ConfigError, choices
 from freight.fp8.formats import COMPUTE_FORMATS, Format, Granularity, ScaleSource
 from freight.fp8.scheme import KVScales
 from freight.settings.cpu_builds import build_in
+from freight.settings.lora import LoraConfig, listed_adapters
 from freight.settings.skip_layers import layer_names
 from freight.settings.speculation import written as written_config
 from freight.settings.store import StoreConfig
@@ -61,6 +62,10 @@ class EngineArgs:
     kv_store_size: int | str | None = None
     kv_store_memory: int | str | None = None
     kv_store_salted: bool = False
+    enable_lora: bool = False
+    lora_modules: Sequence[str] = ()
+    max_loras: int | None = None
+    max_lora_rank: int | None = None
     device: str = "auto"
     kernels: str = "auto"
     attention_compute: str = "auto"
@@ -83,6 +88,7 @@ class EngineArgs:
         object.__setattr__(
             self, "kv_cache_dtype_skip_layers", layer_names(self.kv_cache_dtype_skip_layers)
         )
+        object.__setattr__(self, "lora_modules", listed_adapters(self.lora_modules))
         for name, value in vars(self).items():
             if isinstance(value, bool):
                 continue
@@ -350,6 +356,7 @@ class EngineConfig:
                        `cache.spec.default_every`
     store              the store below the cache; None for none
     int4               whether weights are rounded to INT4 as they load, in groups
+    lora               memory for adapters; None: the engine takes none
     int8_activations   whether products with weights in 4 bits round their inputs to INT8 in groups
     """
 
@@ -373,3 +380,4 @@ class EngineConfig:
     store: StoreConfig | None = None
     int4: bool = False
     int8_activations: bool = False
+    lora: LoraConfig | None = None

@@ -32,6 +32,7 @@ from freight.settings.hardware import (
     takes_groups,
 )
 from freight.settings.kv_source import KV_DTYPES, check_groups, kv_source, require_fit
+from freight.settings.lora import LoraConfig, lora_config
 from freight.settings.nodes import check_nodes
 from freight.settings.skip_layers import check_skipped, nothing_left, skipped_layers, unquantized
 from freight.settings.speculation import most_drafts
@@ -134,6 +135,7 @@ def check(args: EngineArgs) -> None:
     parse_memory(args.kv_cache_memory)
     most_drafts(args.speculate, args.speculative_config)
     store_config(args, parse_memory)
+    lora_config(args)
     check_skipped(args.kv_cache_dtype_skip_layers, args.kv_cache_dtype)
     kv_source(args)
     check_hardware(args, DTYPES.get(args.dtype))
@@ -268,6 +270,7 @@ def resolve(
         state_every=args.state_every,
         most_drafts=most_drafts(args.speculate, args.speculative_config),
         store=_store(args, device),
+        lora=_lora(args, model),
     )
 
 
@@ -284,6 +287,16 @@ def rounds_to_int4(model: ModelConfig, scheme: Scheme) -> bool:
             "16-bit model"
         )
     return scheme.weight_format is None
+
+
+def _lora(args: EngineArgs, model: ModelConfig) -> LoraConfig | None:
+    lora = lora_config(args)
+    if lora is not None and model.foreign is not None:
+        raise ConfigError(
+            f"--enable-lora: adapters are implemented for Freight's own decoder, and model_type {model.model_type!r} "
+            "runs through transformers' modules; merge the adapter (freight merge BASE ADAPTER OUT)"
+        )
+    return lora
 
 
 def _store(args: EngineArgs, device: DeviceFacts) -> StoreConfig | None:

@@ -26,11 +26,8 @@ MANY_OBJECTS = 30_000  # that are searched for every call
 
 
 def is_memory(x: object) -> bool:
-    """A tensor, a structure, or an array of structures."""
-    kind = type(x)
-    if issubclass(kind, ctypes.Array):
-        return issubclass(kind._type_, ctypes.Structure)
-    return issubclass(kind, torch.Tensor | ctypes.Structure)
+    """A tensor, a structure, or an array of structures or numbers."""
+    return issubclass(type(x), torch.Tensor | ctypes.Structure | ctypes.Array)
 
 
 class Function:
@@ -91,7 +88,8 @@ class Request:
             return
         self.regions[ctypes.addressof(found)] = ctypes.sizeof(found)
         for structure in found if isinstance(found, ctypes.Array) else (found,):
-            self.follow(structure)
+            if isinstance(structure, ctypes.Structure):
+                self.follow(structure)
 
     def follow(self, structure: ctypes.Structure) -> None:
         """Add the regions of a structure's pointers, and of the structures that are part of it."""

@@ -14,6 +14,7 @@ from torch import Tensor
 from freight.fp8.cast import torch_dtype
 from freight.fp8.formats import Format
 from freight.kernels.triton import (
+    adapters,
     convolution,
     elementwise,
     experts,
@@ -33,6 +34,7 @@ from freight.operands.activation import (
     GateFunction,
     clamped_silu,
 )
+from freight.operands.adapters import AdapterBank
 from freight.operands.attention import AttentionCall
 from freight.operands.batch import Sequences
 from freight.operands.experts import ExpertLayers, Router
@@ -212,6 +214,23 @@ def by_head(
     experts.by_head(target, x, experts.ExpertStack(data, None, None, Weight(data[0])))
 
 
+def adapt(
+    rows: int, inputs: int, ends: tuple[int, ...], max_rank: int, target: Target,
+    dtype: torch.dtype = BF16,
+) -> None:  # fmt: skip
+    """Eight adapters of a projection of several parts."""
+    parts, outputs = len(ends), ends[-1]
+    bank = AdapterBank(
+        empty(8, parts, max_rank, inputs, dtype=dtype),
+        empty(8, max_rank, outputs, dtype=dtype),
+        empty(8, parts, dtype=torch.int32),
+        empty(8, parts, dtype=torch.float32),
+        ends,
+    )
+    y, x = empty(rows, outputs, dtype=dtype), empty(rows, inputs, dtype=dtype)
+    adapters.add_adapters(y, x, bank, empty(rows, dtype=torch.int32))
+
+
 def choose(rows: int, routing: Routing, target: Target, hidden: int = 2048) -> None:
     """A router of logits with a bias where they are chosen first, and with one for the choice where
     it is sigmoid.
@@ -329,6 +348,8 @@ CASES: dict[str, Callable[[Target], object]] = {
     "by head, one row": partial(by_head, 128, 128, 512, 1),  # DeepSeek-V3
     "by head, few rows": partial(by_head, 20, 192, 512, 64),  # GLM-4.7-Flash
     "by head": partial(by_head, 128, 512, 128, 8192),
+    "adapters": partial(adapt, 8192, 4096, (4096, 5120, 6144), 16),
+    "adapters, few rows": partial(adapt, 64, 4096, (4096, 5120, 6144), 16),
     "route": partial(choose, 64, Routing(128, 8)),
     "norm by row": partial(norm, False, Activations.DYNAMIC, 4096),
     "gated": lambda target: elementwise.gated(target, empty(64, 28672), GatedActivation.SILU),
@@ -361,6 +382,8 @@ CASES: dict[str, Callable[[Target], object]] = {
 }
 # compiled with `aot.py TARGET all`
 MORE_CASES: dict[str, Callable[[Target], object]] = {
+    "adapters, float16, rank 64": partial(adapt, 8192, 14336, (4096,), 64, dtype=torch.float16),
+    "adapters, float32, one row": partial(adapt, 1, 2048, (512,), 8, dtype=torch.float32),
     "by head, one row of values": partial(by_head, 20, 512, 256, 1),
     "by head, float16, many rows": partial(by_head, 20, 192, 512, 8192, dtype=torch.float16),
     "by head, float32": partial(by_head, 16, 128, 512, 8192, dtype=torch.float32),

@@ -156,6 +156,7 @@ def test_registers(reports, target):
             "decays_kernel",
         ),
         *("gated_norm_kernel", "gated_norm_row_kernel"),
+        *("adapter_sums_kernel", "adapter_outputs_kernel"),
     }
     for report in reports[target]:
         assert fits(report, target), report

@@ -13,6 +13,7 @@ import pytest
 from tests.environment import is_option
 
 from freight.__main__ import run as main
+from freight.engine.adapters import LoRARequest
 from freight.outputs import CompletionOutput, FinishReason, RequestOutput
 from freight.sampling import SamplingParams
 
@@ -32,6 +33,7 @@ class FakeLLM:
     made: dict[str, Any]
     asked: list[Any]
     params: list[SamplingParams]
+    adapters: list[LoRARequest | None]
     template = True
     fails: Exception | type[BaseException] | None = None
 
@@ -45,8 +47,12 @@ class FakeLLM:
             )
         )
         type(self).made, type(self).asked, type(self).params = options, [], []
+        type(self).adapters = []
 
-    def stream(self, prompt: Any, params: SamplingParams) -> Iterator[RequestOutput]:
+    def stream(
+        self, prompt: Any, params: SamplingParams, *, lora_request: LoRARequest | None
+    ) -> Iterator[RequestOutput]:
+        self.adapters.append(lora_request)
         self.asked.append(prompt)
         self.params.append(params)
         if self.fails:
@@ -55,8 +61,14 @@ class FakeLLM:
             yield self.output(prompt, params, words)
 
     def generate(
-        self, prompts: list[Any], params: SamplingParams, *, progress: bool
+        self,
+        prompts: list[Any],
+        params: SamplingParams,
+        *,
+        progress: bool,
+        lora_request: LoRARequest | None,
     ) -> list[RequestOutput]:
+        self.adapters.append(lora_request)
         assert not progress, "no bar where stderr is no terminal"
         self.asked.extend(prompts)
         self.params.append(params)

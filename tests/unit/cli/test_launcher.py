@@ -13,6 +13,7 @@ from tests.refusals import assert_names
 
 from freight.adapters.tgi_launcher import read
 from freight.base.other_engines import TGI_OPTIONS
+from freight.settings.lora import NamedAdapter, named_adapters
 
 Run = Callable[..., Any]
 
@@ -174,6 +175,37 @@ def test_ranks_have_the_names_that_people_know(
     assert served[0]["tensor_parallel_size"] == 2
 
 
+@pytest.mark.parametrize(
+    ("argv", "environ"),
+    [
+        (("--lora-adapters", "owner/first,sql=./a=b"), {}),
+        ((), {"LORA_ADAPTERS": "owner/first, sql=./a=b"}),
+    ],
+)
+def test_adapters_have_tgis_form(
+    freight: Run, served: list[dict[str, Any]], argv: tuple[str, ...], environ: dict[str, str]
+) -> None:
+    assert freight("--model-id", "demo", *argv, **environ).code == 0
+    assert served[0]["enable_lora"]
+    assert named_adapters(served[0]["lora_modules"]) == [
+        NamedAdapter("owner/first", "owner/first"),
+        NamedAdapter("sql", "./a=b"),
+    ]
+
+
+def test_adapters_have_vllms_form(freight: Run, served: list[dict[str, Any]]) -> None:
+    form = '{"name": "c", "path": "x"}'
+    for argv in (
+        ("--lora-modules", "a=./a", "org=b/c", form, "--enable-lora"),
+        ("--enable-lora", "--lora_modules", "a=./a", "--lora-modules", "org=b/c", form),
+    ):
+        assert freight("serve", "demo", *argv).code == 0
+        assert freight("serve", *argv, "demo" if argv[-1] == "--enable-lora" else "./a=b").code == 0
+    for asked in served:
+        assert asked["lora_modules"] == ("a=./a", "org=b/c", form)
+    assert [asked["model"] for asked in served] == ["demo", "demo", "demo", "./a=b"]
+
+
 def test_hostname_and_empty_variables_are_not_read(
     freight: Run, served: list[dict[str, Any]]
 ) -> None:
@@ -200,7 +232,7 @@ def test_what_is_ignored_without_harm_is_named_once_with_the_reason(
         ("--sharded true", {}, "--sharded true: a model runs on one device"),
         ("", {"NUM_SHARD": "two"}, "NUM_SHARD 'two' must be an integer"),
         ("", {"CUDA_MEMORY_FRACTION": "0.5"}, "--kv-cache-memory='4GiB'"),
-        ("--lora-adapters a/b", {}, "LoRA adapters are not implemented"),
+        ("--lora-adapters a/b@v2", {}, "an adapter's revision cannot be chosen"),
         ("--quantize awq", {}, "'awq': a checkpoint declares its own scheme"),
         ("--max-concurrent-requests 0", {}, "--max-concurrent-requests '0' must be an integer"),
         ("--max-concurrent-requests 9 --max-queue 3", {}, "give one of the two"),

@@ -213,7 +213,6 @@ def test_what_is_no_prompt_is_refused_by_its_kind(
     [
         ({"use_tqdm": False}, "'use_tqdm'.*progress"),
         ({"prompt_token_ids": [[1, 2]]}, "'prompt_token_ids'.*prompts"),
-        ({"lora_request": None}, "'lora_request'.*LoRA"),
         ({"sampling_param": None}, "'sampling_param'.*prompts, sampling_params"),
     ],
 )

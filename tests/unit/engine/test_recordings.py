@@ -267,7 +267,7 @@ def test_a_recording_is_the_whole_step_from_token_ids_to_logits():
     recorded, _ = build(SHAPE, "bfloat16")
     recorded.run(Batch([BLOCK]).advance((0, 1)))
     assert recorded.captured is not None
-    replay = recorded.captured.steps[2][1]
+    replay = recorded.captured.steps[2, False][1]
     assert isinstance(replay, CpuStep)
     (recording,) = replay.recordings.values()
     first, last = recording.arguments[0], recording.arguments[-1]
@@ -295,7 +295,7 @@ def test_another_number_of_threads_is_another_recording():
             step = batch.advance((0, 1, 2))
             assert torch.equal(recorded.run(step).all_logits(), plain.run(step).all_logits())
             assert recorded.captured is not None
-            replay = recorded.captured.steps[3][1]
+            replay = recorded.captured.steps[3, False][1]
             assert isinstance(replay, CpuStep)
             of_threads = replay.recordings[threads]
             assert {call.threads for call in of_threads.arguments} == {threads}
@@ -377,5 +377,5 @@ def test_the_engine_records_and_generates_the_same():
         outputs = llm.generate([[5 + i, 9, 11] for i in range(6)], params)
         found.append([(one.outputs[0].token_ids, one.outputs[0].logprobs) for one in outputs])
         if recording:
-            assert {1, 2, 3, 4} & set(runner.captured.steps)
+            assert {(rows, False) for rows in (1, 2, 3, 4)} & set(runner.captured.steps)
     assert found[0] == found[1]

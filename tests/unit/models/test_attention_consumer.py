@@ -28,7 +28,7 @@ class Output:
 
     consumer = "o"
 
-    def __call__(self, x: Any) -> Any:
+    def __call__(self, x: Any, adapters: Tensor | None) -> Any:
         return x
 
 
@@ -51,7 +51,7 @@ class Kernels:
 
 
 class Batch:
-    positions, slots = None, (None,)
+    positions, slots, adapters = None, (None,), None
 
     def sequences(self, group: int) -> None:
         return None
@@ -60,7 +60,7 @@ class Batch:
 def attend(gate: OutputGate | None, probe: Probe) -> Any:
     x = torch.arange(3 * HEADS * DIM, dtype=torch.float32).view(3, -1)
     kv: Any = ProbedKV(None, Kernels(), 0, probe=probe)  # type: ignore[arg-type]
-    layer = Attention(lambda x: x, Output(), None, AttentionCall(1.0), output_gate=gate)  # type: ignore[arg-type]
+    layer = Attention(lambda x, adapters: x, Output(), None, AttentionCall(1.0), output_gate=gate)  # type: ignore[arg-type]
     return layer(x, Batch(), kv)  # type: ignore[arg-type]
 
 

@@ -329,6 +329,7 @@ def test_steps_are_read_as_they_were_written(steps: list[list[int]]) -> None:
                 10 * count,
                 (tuple(range(count)), tuple(range(row, row + count))),
                 count % 3,
+                None if count % 2 else row,
             )
             for row, count in enumerate(step)
         ]
@@ -342,7 +343,7 @@ def test_steps_are_read_as_they_were_written(steps: list[list[int]]) -> None:
 
 def test_a_reader_begins_anew_with_its_writer() -> None:
     writer, reader = StepWriter(), StepReader()
-    slices = [SliceNumbers((1,), 4, ((7, 8),), 1)]
+    slices = [SliceNumbers((1,), 4, ((7, 8),), 1, 0)]
     reader.decode(writer.encode(slices))
     writer.encode([slices[0]._replace(block_ids=((7, 8, 9),))])  # lost
     writer.clear()

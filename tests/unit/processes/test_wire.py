@@ -11,6 +11,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from freight.engine.adapters import LoadedAdapter, LoRARequest
 from freight.outputs import (
     CompletionDelta,
     EngineStats,
@@ -83,9 +84,10 @@ def test_a_delta_arrives_as_it_was(delta: RequestDelta) -> None:
 
 
 def test_stats_arrive_as_they_were() -> None:
-    plain = EngineStats(*range(len(fields(EngineStats)) - 1))
+    plain = EngineStats(*range(15))  # the counts
     stored = replace(plain, store=StoreStats(*range(30, 30 + len(fields(StoreStats)))))
-    for stats in (plain, stored):
+    named = replace(stored, running_adapters=("a", "é"), waiting_adapters=("b",))
+    for stats in (plain, stored, named):
         assert wire.stats_from_json(sent(wire.stats_to_json(stats))) == stats
 
 
@@ -122,7 +124,14 @@ def test_facts_arrive_as_they_were() -> None:
     facts = wire.EngineFacts(
         "folder", 9, 8, (1, 2), {"top_k": 5}, {"dtype": "fp8_e4m3fn"}, "cpu-avx2", "fp_0", True
     )
-    assert wire.facts_from_json(sent(wire.facts_to_json(facts))) == facts
+    loaded = (LoadedAdapter("é", "folder", "ab12", 0), LoadedAdapter("b", "owner/name", "cd", 3))
+    for known in (facts, replace(facts, max_adapters=4, adapters=loaded)):
+        assert wire.facts_from_json(sent(wire.facts_to_json(known))) == known
+
+
+@pytest.mark.parametrize("adapter", [None, LoRARequest("é"), LoRARequest("a", 0, "folder")])
+def test_the_adapter_of_a_request_arrives_as_it_was(adapter: LoRARequest | None) -> None:
+    assert wire.request_from_json(sent(wire.request_to_json(adapter))) == adapter
 
 
 @pytest.mark.parametrize(

@@ -114,7 +114,7 @@ NEEDED = {  # what a field needs beside it
 }
 # Fields of which a schema cannot say what the model or the other fields allow.
 DEPENDENT = {
-    *("model", "grammar", "truncate", "min_tokens"),
+    *("model", "adapter_id", "grammar", "truncate", "min_tokens"),
     *("logit_bias", "stop_token_ids", "allowed_token_ids", "max_tokens"),
     *("response_format", "structured_outputs", "text", "output_config"),
     *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 
 import hypothesis.strategies as st
@@ -26,9 +26,11 @@ from freight.serve.observe.metrics import (
 from freight.serve.observe.state import CacheFacts
 
 DOCS = Path(__file__).parents[3] / "docs" / "metrics.md"
-ZERO = EngineStats(*[0] * (len(fields(EngineStats)) - 1))  # all but `store`
+ZERO = EngineStats(*[0] * 15)  # the counts
 STORE = StoreStats(11, 12, 13, 14, 15, 16, 17, 18, 19, 20)
-STATS = EngineStats(3, 2, 1000, 250, 100, 80, 40, 90, 70, 5, 1, 6, 7, 20, 15, store=STORE)
+STATS = EngineStats(
+    3, 2, 1000, 250, 100, 80, 40, 90, 70, 5, 1, 6, 7, 20, 15, STORE, ("chat", "sql"), ("sql",)
+)
 CACHE = CacheFacts("fp8_e4m3", "head", "checkpoint", 16, 64, 1024, 512)
 FACTS = ModelFacts(CACHE, 512, "0.1.0", "fp-1")
 OPENMETRICS = "application/openmetrics-text; version=1.0.0"
@@ -38,6 +40,8 @@ def filled(old_names: bool = False) -> Metrics:
     metrics = Metrics("m", keys=("alice",), old_names=old_names)
     metrics.set_stats(STATS)
     metrics.set_info(FACTS)
+    metrics.set_max_adapters(4)
+    metrics.add_adapters(["sql"])
     metrics.observe_step(0.003, 33)
     metrics.request_queued(2, 64, 12)
     metrics.first_token(0.02)

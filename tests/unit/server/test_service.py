@@ -15,6 +15,7 @@ import pytest
 from tests.refusals import refuses
 
 import freight
+from freight.engine.adapters import LoRARequest
 from freight.engine.intake import AcceptedPrompt
 from freight.errors import CapacityError
 from freight.outputs import CompletionDelta, FinishReason, RequestDelta
@@ -53,6 +54,7 @@ class FakeClient:
         prompt: AcceptedPrompt,
         params: SamplingParams,
         receiver: Receiver,
+        adapter: LoRARequest | None = None,
     ) -> Running:
         running = Running(request_id, index, params.n, receiver)
         if self.refuses is not None:

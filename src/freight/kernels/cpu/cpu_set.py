@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from freight.kernels.cpu import (
+    adapters,
     attention,
     elementwise,
     experts,
@@ -48,6 +49,7 @@ class CpuKernels:
     activated = method_on("library", rowwise.activated)
     gated = method_on("library", elementwise.gated)
     gate = method_on("library", rowwise.gate)
+    add_adapters = method_on("library", adapters.add_adapters)
     join = method_on("library", rowwise.join)
     route = method_on("library", experts.route)
     by_head = method_on("library", experts.by_head)
@@ -89,10 +91,13 @@ class CpuKernels:
         weights: Tensor,
         layers: ExpertLayers,
         base: Tensor | None = None,
+        adapters: Tensor | None = None,
     ) -> Tensor:
         """Compute `KernelSet.experts`, of several ranks with the columns of all."""
         transport = self.ranks.transport
-        return self.gather(experts.experts(self.library, x, ids, weights, layers, base, transport))
+        return self.gather(
+            experts.experts(self.library, x, ids, weights, layers, base, adapters, transport)
+        )
 
     def pack(self, weight: Weight) -> CpuWeight:
         """Pack `weight`; the first large one measures how to prefetch weights (tuning.py)."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from freight.kernels.cpu.adapters import describe
 from freight.kernels.cpu.arguments import address
 from freight.kernels.cpu.interface import (
     FORMATS,
@@ -175,9 +176,10 @@ def experts(
     weights: Tensor,
     layers: ExpertLayers,
     base: Tensor | None = None,
+    adapters: Tensor | None = None,
     transport: Transport | None = None,
 ) -> Tensor:
-    """Compute `KernelSet.experts`. ids: int32, weights: float32, both [rows, top_k].
+    """Compute `KernelSet.experts`. ids: int32, weights: float32, both [rows, top_k]; adapters: int32.
 
     With the `transport` of several ranks, the matrices have this rank's rows, and the result its
     columns.
@@ -208,6 +210,17 @@ def experts(
     x = x.contiguous()
     base = None if base is None else base.contiguous()
     out = library.empty((rows, down.out_features), x.dtype)
+    banks = None if adapters is None else layers.banks
+    described = []
+    if banks is not None:
+        assert adapters is not None
+        assert adapters.dtype == torch.int32
+        assert adapters.shape == (rows,)
+        assert banks.num_experts == gate_up.num_experts
+        for bank, side in ((banks.gate_up, gate_up), (banks.down, down)):
+            assert bank.ends[-1] == side.out_features
+            assert bank.a.shape[3] == side.in_features
+            described.append(describe(bank, x.dtype))
     library.functions.freight_experts(
         FreightExperts(
             gate_up.address,
@@ -228,6 +241,8 @@ def experts(
             code,
             limit,
             torch.get_num_threads(),
+            None if banks is None else address(adapters),
+            *described,
         )
     )
     return out

@@ -23,7 +23,7 @@ from freight.parallel.shared import MAX_RANKS as MAX_RANKS  # FREIGHT_MAX_RANKS
 from freight.parallel.shared import Exchange as FreightExchange  # noqa: F401
 from freight.parallel.shared import FreightRanks as FreightRanks
 
-ABI = 37  # FREIGHT_ABI; a library with another number is refused
+ABI = 39  # FREIGHT_ABI; a library with another number is refused
 LANES = 16  # FREIGHT_… of the headers
 CACHE_LINE = 64
 MAX_HEAD_DIM = 1024
@@ -130,6 +130,14 @@ class FreightByHead(ctypes.Structure):
         (_POINTER, "weights x y"),
         (_LONG, "rows x_stride head_stride"),
         (_INT, "heads format threads"),
+    )
+
+
+class FreightAdapters(ctypes.Structure):
+    _fields_ = _fields(
+        (_POINTER, "x a b adapters ranks scalings ends index y"),
+        (_LONG, "rows in_features out_features x_stride"),
+        (_INT, "num_slots num_parts max_rank format threads"),
     )
 
 
@@ -245,6 +253,8 @@ class FreightExperts(ctypes.Structure):
         (_INT, "num_experts top_k format gated activation"),
         (_FLOAT, "limit"),
         (_INT, "threads"),
+        (_POINTER, "adapters"),
+        (FreightAdapters, "gate_up_bank down_bank"),
     )
 
 
@@ -354,6 +364,7 @@ _STRUCTS: dict[str, type[ctypes.Structure]] = {
     "gather": FreightGather,
     "shared_linear": FreightSharedLinear,
     "block_rows": FreightBlockRows,
+    "add_adapters": FreightAdapters,
 }
 FUNCTIONS = tuple(_STRUCTS)
 # Argument types of the functions that compute, by name. They return a FreightStatus.

@@ -24,12 +24,13 @@ from torch import Tensor
 
 from freight.fp8.cast import format_of
 from freight.kernels.triton import elementwise
+from freight.kernels.triton.adapters import add_adapters
 from freight.kernels.triton.formats import Target, carrier
 from freight.kernels.triton.linear import FEW_ROWS, Tile, check, dot_type, matmul_tile, product
 from freight.kernels.triton.rows import Quantized, quantize, quantizes
 from freight.kernels.triton.sizes import cdiv, next_power_of_2
 from freight.operands.experts import ExpertLayers
-from freight.operands.packed import PackedExperts
+from freight.operands.packed import PackedExperts, as_tensor
 from freight.operands.weight import Weight, Weights
 
 SORTED = 1024  # slots that `sort_kernel` reads at a time
@@ -282,8 +283,10 @@ def experts(
     weights: Tensor,
     layers: ExpertLayers,
     base: Tensor | None = None,
+    adapters: Tensor | None = None,
 ) -> Tensor:
-    """Compute `KernelSet.experts` in five launches, or six if x is quantized.
+    """Compute `KernelSet.experts` in five launches, or six if x is quantized. Adapters add two
+    launches to each product, and few of torch, none of which waits for the device.
 
     x: [rows, hidden_size], contiguous within a row
     """
@@ -295,18 +298,39 @@ def experts(
     assert weights.is_contiguous()
     assert base is None or base.is_contiguous()
     rows = quantize(target, x, gate_up.first) if quantizes(gate_up.first) else x
-    order = None
-    hidden = rows
-    for stack in (gate_up, down):
-        codes = hidden.codes if isinstance(hidden, Quantized) else hidden
-        tile = experts_tile(target, stack, dot_type(target, codes, stack.first))
-        if order is None or order.rows != tile.rows:
-            order = sort_slots(ids, len(stack.data), tile.rows)
-        hidden = multiply(target, hidden, stack, order, tile, x)
-        if stack is gate_up:
-            hidden = elementwise.applied(target, hidden, layers.activation, down.first)
-    assert isinstance(hidden, Tensor)
-    return weigh(hidden, weights, base)
+    banks = None if adapters is None else layers.banks
+    first, order = _sorted_product(target, rows, gate_up, ids, x)
+    if banks is None:
+        hidden = elementwise.applied(target, first, layers.activation, down.first)
+        out, _ = _sorted_product(target, hidden, down, ids, x, order)
+        return weigh(out, weights, base)
+    assert adapters is not None
+    entries = banks.entries(adapters[:, None], ids).flatten()  # by slot
+    of_slots = x.repeat_interleave(ids.shape[1], 0)
+    first = add_adapters(first, of_slots, banks.gate_up, entries)
+    # adapters use the activations as they are
+    activated = as_tensor(elementwise.applied(target, first, layers.activation))
+    hidden = quantize(target, activated, down.first) if quantizes(down.first) else activated
+    out, _ = _sorted_product(target, hidden, down, ids, x, order)
+    return weigh(add_adapters(out, activated, banks.down, entries), weights, base)
+
+
+def _sorted_product(
+    target: Target,
+    rows: Tensor | Quantized,
+    stack: ExpertStack,
+    ids: Tensor,
+    like: Tensor,
+    order: Sorted | None = None,
+) -> tuple[Tensor, Sorted]:
+    """Return the `multiply` of each slot, and the order of slots: `order`, if its tiles have as many
+    rows as those of this product.
+    """
+    codes = rows.codes if isinstance(rows, Quantized) else rows
+    tile = experts_tile(target, stack, dot_type(target, codes, stack.first))
+    if order is None or order.rows != tile.rows:
+        order = sort_slots(ids, len(stack.data), tile.rows)
+    return multiply(target, rows, stack, order, tile, like), order
 
 
 @triton.jit(do_not_specialize=["num_rows"])

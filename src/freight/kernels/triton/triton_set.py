@@ -14,6 +14,7 @@ from torch import Tensor
 from freight.kernels import reference_rows
 from freight.kernels.interface import method_on
 from freight.kernels.triton import (
+    adapters,
     convolution,
     elementwise,
     experts,
@@ -52,6 +53,7 @@ class TritonKernels:
     activated = method_on("target", elementwise.activated)
     gated = method_on("target", elementwise.gated)
     gate = staticmethod(gates.gate)
+    add_adapters = staticmethod(adapters.add_adapters)
     join = staticmethod(gates.join)
     pack_experts = staticmethod(experts.pack)
     by_head = method_on("target", experts.by_head)

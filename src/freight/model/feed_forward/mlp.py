@@ -29,10 +29,14 @@ class MLP:
         """The packed weight that reads the input, as in `Linear.consumer`."""
         return self.gate_up.consumer
 
-    def __call__(self, x: Rows) -> Tensor:
-        """Compute x [num_tokens, hidden_size], a tensor or what the norm returned for `consumer`."""
+    def __call__(self, x: Rows, adapters: Tensor | None = None) -> Tensor:
+        """Compute x [num_tokens, hidden_size], a tensor or what the norm returned for `consumer`;
+        adapters: as in `ForwardBatch`.
+        """
+        gate_up = self.gate_up(x, adapters)
+        activated: Rows
         if isinstance(self.activation, Activation):
-            return self.down(
-                self.kernels.activated(self.gate_up(x), self.activation, self.down.consumer)
-            )
-        return self.down(self.kernels.gated(self.gate_up(x), self.activation, self.down.consumer))
+            activated = self.kernels.activated(gate_up, self.activation, self.down.consumer)
+        else:
+            activated = self.kernels.gated(gate_up, self.activation, self.down.consumer)
+        return self.down(activated, adapters)

@@ -9,7 +9,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from freight.kernels.interface import KernelSet
-from freight.model.layers.linear import Linear, Projection
+from freight.model.layers.linear import Projection
 from freight.model.layers.norm import RMSNorm
 from freight.operands.activation import GateFunction
 from freight.operands.experts import ExpertLayers, Router
@@ -43,28 +43,32 @@ class MoE:
     router: Router
     experts: ExpertLayers
     kernels: KernelSet
-    shared: Callable[[Tensor], Tensor] | None = None
-    shared_gate: Linear | None = None
+    shared: Callable[[Tensor, Tensor | None], Tensor] | None = None
+    shared_gate: Projection | None = None
     latent: Latent | None = None
 
     consumer: ClassVar[None] = None  # the router and every expert use the input
 
-    def __call__(self, x: Rows, routed: Rows | None = None) -> Tensor:
+    def __call__(
+        self, x: Rows, adapters: Tensor | None = None, routed: Rows | None = None
+    ) -> Tensor:
         """Return the sum of the chosen and the shared experts, [num_tokens, hidden_size].
 
-        x: [num_tokens, hidden_size]; routed: the same shape, the router's input if it is not x
+        x: [num_tokens, hidden_size]; adapters: as in `ForwardBatch`; routed: the shape of x, the
+        router's input if it is not x
         """
         x = as_tensor(x)
         chosen_by = x if routed is None else as_tensor(routed)
         ids, weights = self.kernels.route(chosen_by, self.router)
-        base = None if self.shared is None else self.shared(x)
+        base = None if self.shared is None else self.shared(x, adapters)
         if base is not None and self.shared_gate is not None:
-            base = self.kernels.gate(base, self.shared_gate(x), GateFunction.SIGMOID)
+            base = self.kernels.gate(base, self.shared_gate(x, adapters), GateFunction.SIGMOID)
         latent = self.latent
         if latent is None:
-            return self.kernels.experts(x, ids, weights, self.experts, base)
-        inner = latent.inner(x)
-        chosen = latent.outer(self.kernels.experts(inner, ids, weights, self.experts))
+            return self.kernels.experts(x, ids, weights, self.experts, base, adapters)
+        inner = latent.inner(x, adapters)
+        chosen = self.kernels.experts(inner, ids, weights, self.experts, adapters=adapters)
+        chosen = latent.outer(chosen, adapters)
         if base is None:
             return chosen
         assert latent.add is not None
@@ -90,14 +94,16 @@ class ParallelExperts:
     shared_norm: RMSNorm
     post: Tensor
 
-    def __call__(self, x: Tensor, shared: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, shared: Tensor, adapters: Tensor | None) -> Tensor:
         """Return the sum of both normed results, [num_tokens, hidden_size].
 
         x: the residual stream; shared: the result of the feed-forward; both [num_tokens,
-        hidden_size]
+        hidden_size]; adapters: as in `ForwardBatch`
         """
         (_, routed) = self.router_norm(x, None)
         (_, normed) = self.norm(x, None)
         _, first = self.shared_norm(shared, None)
-        total, _ = self.shared_norm(as_tensor(first), self.moe(normed, routed), None, self.post)
+        total, _ = self.shared_norm(
+            as_tensor(first), self.moe(normed, adapters, routed), None, self.post
+        )
         return total

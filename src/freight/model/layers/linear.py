@@ -1,4 +1,8 @@
-"""Linear: a projection over its weight, final at construction."""
+"""Linear: a projection over its weight, final at construction.
+
+Every projection is called with the adapters of the rows (`ForwardBatch.adapters`); those without a
+bank ignore them.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from freight.kernels.interface import KernelSet
+from freight.operands.adapters import AdapterBank
 from freight.operands.packed import PackedWeight, Rows, as_tensor
 
 
@@ -30,7 +35,7 @@ class Linear:
         """Return the `consumer` (`KernelSet`) for an operation that only this layer follows."""
         return self.weight if self.input_limit is None else None
 
-    def __call__(self, x: Rows) -> Tensor:
+    def __call__(self, x: Rows, adapters: Tensor | None = None) -> Tensor:
         """Return [rows, out_features]. x: a tensor, or an operation's result for `consumer`."""
         if self.input_limit is not None:
             x = as_tensor(x).clamp(-self.input_limit, self.input_limit)
@@ -45,9 +50,30 @@ class UnmergedLinear:
 
     consumer: ClassVar[None] = None  # several weights use the input
 
-    def __call__(self, x: Rows) -> Tensor:
+    def __call__(self, x: Rows, adapters: Tensor | None = None) -> Tensor:
         """Return the results of all parts, concatenated, [rows, sum of out_features]."""
         return self.parts[0].kernels.join([(part(as_tensor(x)), None) for part in self.parts])
+
+
+@dataclass(frozen=True)
+class AdaptedLinear:
+    """A projection to whose results the adapters of the rows are added."""
+
+    linear: Linear | UnmergedLinear
+    bank: AdapterBank
+    kernels: KernelSet
+
+    consumer: ClassVar[None] = None  # adapters use the input as it is
+
+    def __call__(self, x: Rows, adapters: Tensor | None = None) -> Tensor:
+        """Return [rows, out_features]. adapters: [rows] int32, or None: no row has one."""
+        y = self.linear(x)
+        if adapters is None:
+            return y
+        return self.kernels.add_adapters(y, as_tensor(x), self.bank, adapters)
+
+
+OwnLinear = Linear | UnmergedLinear | AdaptedLinear  # whose outputs are this rank's
 
 
 @dataclass(frozen=True)
@@ -60,7 +86,7 @@ class GatheredLinear:
     inputs   whether inputs have to be gathered; False: every rank has all of them
     """
 
-    linear: Linear | UnmergedLinear
+    linear: OwnLinear
     kernels: KernelSet
     inputs: bool = True
 
@@ -69,7 +95,7 @@ class GatheredLinear:
         """Return the `consumer` of the inputs; None where columns of other ranks come between."""
         return None if self.inputs else self.linear.consumer
 
-    def __call__(self, x: Rows) -> Tensor:
+    def __call__(self, x: Rows, adapters: Tensor | None = None) -> Tensor:
         """Return all outputs, [rows, out_features]. x: [rows, in_features / ranks], this rank's
         inputs, or with `inputs` False all of them.
         """
@@ -77,7 +103,9 @@ class GatheredLinear:
         takes_all = not self.inputs
         if isinstance(linear, Linear) and linear.input_limit is None:
             return self.kernels.shared_linear(x, linear.weight, linear.bias, takes_all)
-        return self.kernels.gather(linear(x if takes_all else self.kernels.gather(as_tensor(x))))
+        if not takes_all:
+            x = self.kernels.gather(as_tensor(x))
+        return self.kernels.gather(linear(x, adapters))
 
 
-Projection = Linear | UnmergedLinear | GatheredLinear
+Projection = OwnLinear | GatheredLinear

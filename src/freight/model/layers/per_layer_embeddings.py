@@ -73,10 +73,12 @@ class PerLayerEmbedding:
     activation: GatedActivation
     kernels: KernelSet
 
-    def __call__(self, x: Tensor, vectors: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, vectors: Tensor, adapters: Tensor | None) -> Tensor:
         """Return [num_tokens, hidden_size].
 
-        x: [num_tokens, hidden_size]; vectors: [num_tokens, size], this layer's
+        x: [num_tokens, hidden_size]; vectors: [num_tokens, size], this layer's; adapters: as in
+        `ForwardBatch`
         """
-        gate_up = self.kernels.join(((self.gate(x), None), (vectors, None)))
-        return self.down(self.kernels.gated(gate_up, self.activation, self.down.consumer))
+        gate_up = self.kernels.join(((self.gate(x, adapters), None), (vectors, None)))
+        gated = self.kernels.gated(gate_up, self.activation, self.down.consumer)
+        return self.down(gated, adapters)

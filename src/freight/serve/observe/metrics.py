@@ -11,6 +11,7 @@ engine starts at 0, which Prometheus treats as a counter reset.
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -50,6 +51,8 @@ MOST_HANDLERS = 64
 UNNAMED = "unnamed"  # the label of requests without one of the configured keys
 # Names configured since the start: the new names of each SIGHUP must not fill the memory.
 MOST_KEYS = 256
+# Names of adapters since the start, for the same reason.
+MOST_ADAPTERS = 1024
 
 
 class Rejection(StrEnum):
@@ -110,6 +113,8 @@ class Metrics:
             kind: {UNNAMED: 0} for kind in ("requests", "prompt", "generation", "cached")
         }
         self.add_keys(keys)
+        self._max_adapters = 0
+        self._by_adapter: dict[str, dict[str, int]] = {kind: {} for kind in self._by_key}
         tokens = token_buckets(most_tokens)
         self._ttft = Buckets(TTFT)
         self._itl = Buckets(ITL)
@@ -146,6 +151,21 @@ class Metrics:
         for name in names:
             if len(self._by_key["requests"]) <= MOST_KEYS:
                 for counts in self._by_key.values():
+                    counts.setdefault(name, 0)
+
+    def set_max_adapters(self, count: int) -> None:
+        """Set how many adapters can be loaded at a time. 0: none, and their series are left out."""
+        self._max_adapters = count
+
+    def add_adapters(self, names: Sequence[str]) -> None:
+        """Count requests for these adapters under their names from now on. Beyond MOST_ADAPTERS
+        names, further ones are not counted by name.
+
+        Names that are no longer loaded keep their counts, as counters never decrease.
+        """
+        for name in names:
+            if len(self._by_adapter["requests"]) < MOST_ADAPTERS:
+                for counts in self._by_adapter.values():
                     counts.setdefault(name, 0)
 
     def set_stalled(self, is_stalled: bool) -> None:
@@ -189,12 +209,14 @@ class Metrics:
         cached_tokens: int,
         key_name: str = UNNAMED,
         longest_completion: int | None = None,
+        adapter: str | None = None,
     ) -> None:
         """Record the end of a queued request. reason: a FinishReason.
 
         times               the engine's; None if the request never reached the engine
         generated_tokens    over all completions
         longest_completion  tokens of the longest completion; None: there is only one
+        adapter             the name of its adapter; None: the model alone
 
         Raises ValueError for an unknown reason.
         """
@@ -220,6 +242,8 @@ class Metrics:
         }
         for kind, count in counts.items():
             self._by_key[kind][key] += count
+            if adapter in self._by_adapter[kind]:
+                self._by_adapter[kind][adapter] += count
 
     def rejected(self, reason: str) -> None:
         """Count a request that was refused before it was queued. Raises ValueError if `reason` is
@@ -339,6 +363,18 @@ class Metrics:
         yield counter("freight:kv_nan", "NaN stored in the KV cache.", stats.nans)
         if stats.store is not None:
             yield from self._of_store(stats.store)
+        if self._max_adapters:
+            use = {
+                "max_lora": str(self._max_adapters),
+                "waiting_lora_adapters": ",".join(stats.waiting_adapters),
+                "running_lora_adapters": ",".join(stats.running_adapters),
+            }
+            yield self._gauge(
+                "vllm:lora_requests_info",
+                "Adapters of sequences that run and wait, as labels; the value is the time.",
+                time.time(),
+                use,
+            )
         if self._old_names:
             yield gauge("vllm:gpu_cache_usage_perc", "Old name of vllm:kv_cache_usage_perc.", used)
             old = "Old name of vllm:prefix_cache_"
@@ -408,8 +444,15 @@ class Metrics:
                 "Prompt tokens found in the prefix cache, of requests",
             ),
         ):
-            text = f"{what} that ended, by API key."
-            yield self._labelled(f"freight:key_{name}", text, "key", self._by_key[kind])
+            text = f"{what} that ended, by "
+            yield self._labelled(
+                f"freight:key_{name}", f"{text}API key.", "key", self._by_key[kind]
+            )
+            if self._max_adapters:
+                by_adapter = self._by_adapter[kind]
+                yield self._labelled(
+                    f"freight:adapter_{name}", f"{text}adapter.", "adapter", by_adapter
+                )
 
     def _of_histograms(self) -> Iterator[Metric]:
         yield self._histogram(

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from freight.base.fields import JsonDict, JsonObject
 from freight.base.version import version
+from freight.engine.adapters import LoadedAdapter
 from freight.engine.verification import (
     NO_SEED,
     OTHER_KERNELS,
@@ -36,7 +37,7 @@ from freight.engine.verification import (
     logprob_differs,
     unknown,
 )
-from freight.errors import CapacityError, RequestError, legible
+from freight.errors import CapacityError, RequestError, legible, shown
 from freight.sampling import SamplingParams
 from freight.serve.answers.answer_format import AnswerFormat, answer_format
 from freight.serve.app import Parse
@@ -200,10 +201,13 @@ class Verifier:
         stated = read_stated(content)
         if isinstance(stated, Verification):
             return stated
-        if stated.fingerprint != self.served.fingerprint:
+        adapter = self._adapter_of(stated)
+        fingerprint = self.served.fingerprint_of(adapter)
+        if stated.fingerprint != fingerprint:
+            its = "" if adapter is None else f", its adapter {shown(adapter.name)}"
             return unknown(
-                f"the answer's system_fingerprint is {show(stated.fingerprint)}, and that of this model with these "
-                f"options and this version is {self.served.fingerprint}"
+                f"the answer's system_fingerprint is {show(stated.fingerprint)}, and that of this model{its} with "
+                f"these options and this version is {fingerprint}"
             )
         if not self.engine.is_reproducible:
             return unknown(OTHER_KERNELS)
@@ -212,10 +216,16 @@ class Verifier:
         except (ApiError, RequestError, CapacityError) as error:
             return unknown(f"the request cannot be served here: {legible(str(error))}")
 
+    def _adapter_of(self, stated: Stated) -> LoadedAdapter | None:
+        """Return the adapter that a request names. Any other name is that of the model."""
+        named = stated.request.get("model")
+        return self.served.adapter(named) if isinstance(named, str) else None
+
     async def _queue(self, stated: Stated) -> _Begun | Verification:
         named = stated.request.get("model")
         served = self.served
-        if isinstance(named, str):
+        adapter = self._adapter_of(stated)
+        if isinstance(named, str) and adapter is None:
             served = replace(served, names=(named,))
         call = stated.parse(dict(stated.request), served, self._limits)
         work = []
@@ -225,7 +235,8 @@ class Verifier:
         # calls of tools are named after the answer
         name = str(stated.response.get("id", "")).partition("-")[2]
         name = name.encode("utf-8", "replace").decode()
-        reply = call.reply(ReplyHead(name, 0, call.model, served.fingerprint), served, work)
+        head = ReplyHead(name, 0, call.model, served.fingerprint_of(adapter))
+        reply = call.reply(head, served, work)
         if any(has_no_seed(prompt_work.params) for prompt_work in work):
             return unknown(NO_SEED)
         fault = _shape_differs(stated, work, self.served.vocab_size)
@@ -246,7 +257,7 @@ class Verifier:
                 prompt = self.engine.accept(item.token_ids, item.params)
                 self._num_queued += 1
                 names.append(str(self._num_queued))
-                self.engine.redraw(names[-1], prompt, item.params, answers)
+                self.engine.redraw(names[-1], prompt, item.params, answers, adapter)
         except Exception:
             self._release(names)
             raise
@@ -488,5 +499,6 @@ def verifier_of(args: EngineArgs, settings: ServerSettings | None = None) -> Ver
         defaults=sampling_defaults(generation),
         fingerprint=fingerprint(opened, config, opened.kernels(config), version()),
         stop_token_ids=opened.stop_token_ids(),
+        adapters=engine.adapters.loaded,
     )
     return Verifier(engine, with_format(served, form), new_renderer)

@@ -113,14 +113,15 @@ def part(model: type[M], where: str, value: object) -> M:
 
 
 def served_name(model: str | None, served: Served) -> str:
-    """Return the model's name for answers. Raises ApiError, 404, for a model that is not served."""
+    """Return the name of the model or of an adapter, for answers. Raises ApiError, 404, for one that is
+    not served.
+    """
     if model is None or model in _ANY_MODEL:
         return served.names[0]
-    if model not in served.names:
-        names = ", ".join(served.names)
+    if model not in served.names and not served.has_adapter(model):
         raise ApiError(
             404,
-            f"the model {model[:100]!r} is not served here; this server has {names}",
+            f"the model {model[:100]!r} is not served here; {served.offered}",
             param="model",
             code="model_not_found",
         )

@@ -88,7 +88,7 @@ UNREAD: Mapping[str, Unread] = {
     "sampling_seed": Unread((), "use seed"),
     "rid": Unread((), "use request_id"),
     "extra_key": Unread((), "use cache_salt"),
-    "lora_path": Unread((), "LoRA adapters are not implemented; merge them into the weights"),
+    "lora_path": Unread((), "name the adapter as the model; /v1/models lists them"),
     "session_params": Unread(
         (), "this server keeps no sessions; send the whole prompt, the prefix cache finds it"
     ),

@@ -22,8 +22,9 @@ from typing import Any, Protocol, cast
 from weakref import WeakSet
 
 from freight.base.fields import JsonDict, JsonObject
+from freight.engine.adapters import LoadedAdapter, LoRARequest
 from freight.engine.intake import AcceptedPrompt
-from freight.errors import CapacityError, EngineError, FreightError, RequestError
+from freight.errors import EngineError, FreightError, RequestError
 from freight.outputs import EngineStats, RequestDelta
 from freight.sampling import SamplingParams
 from freight.serve.processes import wire
@@ -135,6 +136,9 @@ class EngineClient(asyncio.BufferedProtocol):
         self.state = EngineState.LOADING
         self.failure: FreightError | None = None  # why it could not be loaded
         self.stats: EngineStats | None = None
+        self.adapters: tuple[LoadedAdapter, ...] = ()  # those that are loaded
+        self._changes: dict[str, asyncio.Future[None]] = {}  # commands about them, unanswered
+        self._num_changes = 0
         self._running: dict[str, Running] = {}
         self._process: subprocess.Popen[bytes] | None = None
         self._transport: asyncio.Transport | None = None
@@ -190,8 +194,11 @@ class EngineClient(asyncio.BufferedProtocol):
         prompt: AcceptedPrompt,
         params: SamplingParams,
         receiver: Receiver,
+        adapter: LoRARequest | None = None,
     ) -> Running:
         """Send a request, whose deltas go to `receiver`.
+
+        adapter: by its name, or to be loaded first; None: the model alone.
 
         Raises NotReadyError while no engine is ready, TooLongError for a request that is too long
         for a message.
@@ -200,13 +207,39 @@ class EngineClient(asyncio.BufferedProtocol):
             raise NotReadyError(self.state)
         values = wire.params_to_json(params)
         try:
-            self._send([wire.ADD, request_id, prompt.text, prompt.token_ids, values])
+            named = wire.request_to_json(adapter)
+            self._send([wire.ADD, request_id, prompt.text, prompt.token_ids, values, named])
         except FrameError as error:
             raise TooLongError(
                 f"the request is too long to be sent to the engine: {error}. Send a shorter prompt"
             ) from None
         running = self._running[request_id] = Running(request_id, index, params.n, receiver)
         return running
+
+    def load_adapter(self, name: str, path: str) -> asyncio.Future[None]:
+        """Load an adapter, or replace the one that has the name, for requests that are sent later;
+        `adapters` has it once the future is done.
+
+        The future raises what the engine raised, and NotReadyError if that ends. Raises NotReadyError
+        while no engine is ready, TooLongError for what no message can hold.
+        """
+        return self._change(wire.LOAD_ADAPTER, name, path)
+
+    def unload_adapter(self, name: str) -> asyncio.Future[None]:
+        """Take an adapter's name away from requests that are sent later; as `load_adapter`."""
+        return self._change(wire.UNLOAD_ADAPTER, name)
+
+    def _change(self, kind: str, *values: str) -> asyncio.Future[None]:
+        if self.state is not EngineState.READY:
+            raise NotReadyError(self.state)
+        self._num_changes += 1
+        command_id = str(self._num_changes)
+        try:
+            self._send([kind, command_id, *values])
+        except FrameError as error:
+            raise TooLongError(f"the command is too long for the engine: {error}") from None
+        change = self._changes[command_id] = asyncio.get_running_loop().create_future()
+        return change
 
     def abort(self, running: Running) -> None:
         """Abort a request. Does nothing if it has ended."""
@@ -289,6 +322,10 @@ class EngineClient(asyncio.BufferedProtocol):
         for running in self._running.values():
             running.fail(NotReadyError(self.state, how))
         self._running.clear()
+        for change in self._changes.values():
+            if not change.done():
+                change.set_exception(NotReadyError(self.state, how))
+        self._changes.clear()
         for waiting in (self.opened, self.ready):
             if not waiting.done():
                 waiting.cancel()
@@ -306,6 +343,8 @@ class EngineClient(asyncio.BufferedProtocol):
             self._accept(*values)
         elif name == wire.REFUSED:
             self._refuse(*values)
+        elif name == wire.ADAPTERS:
+            self._adapters_are(*values)
         elif name == wire.LOST:
             self._lose(*values)
         elif name == wire.PONG:
@@ -318,6 +357,7 @@ class EngineClient(asyncio.BufferedProtocol):
             _resolve(self.opened, values[0])
         elif name == wire.READY:
             self.state = EngineState.READY
+            self.adapters = wire.adapters_from_json(values[0]["adapters"])
             _resolve(self.ready, values[0])
         elif name == wire.FAILED:
             self.failure = wire.error_from_json(*values)
@@ -339,10 +379,23 @@ class EngineClient(asyncio.BufferedProtocol):
             if running is not None and not running.accepted.done():
                 running.accepted.set_result(None)
 
-    def _refuse(self, request_id: str, error: str, capacity: bool) -> None:
+    def _refuse(self, request_id: str, kind: str, error: str) -> None:
         running = self._running.pop(request_id, None)
         if running is not None:
-            running.fail(CapacityError(error) if capacity else RequestError(error))
+            running.fail(wire.error_from_json(kind, error))
+
+    def _adapters_are(
+        self, loaded: Sequence[Sequence[Any]], command_id: str, failure: Sequence[str] | None
+    ) -> None:
+        self.adapters = wire.adapters_from_json(loaded)
+        change = self._changes.pop(command_id, None)
+        if change is None or change.done():
+            return
+        if failure is None:
+            change.set_result(None)
+        else:
+            kind, message = failure
+            change.set_exception(wire.error_from_json(kind, message))
 
     def _lose(self, request_id: str, error: str) -> None:
         running = self._running.get(request_id)

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from freight.engine.adapters import LoRARequest
 from freight.engine.intake import AcceptedPrompt
 from freight.errors import RequestError
 from freight.outputs import (
@@ -119,11 +120,13 @@ class Growing:
         prompt: AcceptedPrompt,
         params: SamplingParams,
         tokenizer: Tokenizer | None,
+        adapter: LoRARequest | None = None,
     ) -> None:
         self.name = name
         self.request_id = request_id
         self.prompt = prompt
         self.params = params
+        self.adapter = adapter
         self.running: Running | None = None
         self.readers: Readers | None = None  # of the host that the request is given to
         self._tokenizer = tokenizer

@@ -11,24 +11,29 @@ import contextlib
 import logging
 import os
 import threading
-from collections.abc import Callable
-from concurrent.futures import Future
+import uuid
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Future, InvalidStateError
 from dataclasses import fields, replace
 from queue import SimpleQueue
 from typing import Protocol
 
+from freight.engine.adapters import LoadedAdapter
 from freight.engine.intake import Intake
 from freight.engine.messages import (
     Abort,
     Accepted,
+    AdaptersAre,
     Add,
     Command,
     Event,
+    LoadAdapter,
     Refused,
     Stepped,
     Stop,
+    UnloadAdapter,
 )
-from freight.errors import CapacityError, EngineError, FreightError, RequestError
+from freight.errors import EngineError, FreightError
 from freight.outputs import EngineStats
 from freight.serve.processes.client import EngineClient, NotReadyError, WorkerOptions
 from freight.serve.processes.growing import Growing, Readers
@@ -64,6 +69,19 @@ class Host(Protocol):
 
     def submit(self, request: Growing) -> None:
         """Submit a request; it fails if it cannot be served."""
+
+    @property
+    def adapters(self) -> tuple[LoadedAdapter, ...]:
+        """Those that are loaded."""
+        ...
+
+    def load_adapter(self, name: str, path: str) -> Future[None]:
+        """Load an adapter for requests to come; the future raises what the engine raised."""
+        ...
+
+    def unload_adapter(self, name: str) -> Future[None]:
+        """Take an adapter's name away from requests to come; as `load_adapter`."""
+        ...
 
     def abort(self, request: Growing) -> None:
         """Abort a request. One that has ended stays as it is."""
@@ -131,6 +149,16 @@ class ProcessHost:
         if not self._call(self._submit, request):
             request.fail(self.end or EngineError(f"the engine was stopped: {_WAY_OUT}"))
 
+    def load_adapter(self, name: str, path: str) -> Future[None]:
+        return self._change(lambda client: client.load_adapter(name, path))
+
+    def unload_adapter(self, name: str) -> Future[None]:
+        return self._change(lambda client: client.unload_adapter(name))
+
+    @property
+    def adapters(self) -> tuple[LoadedAdapter, ...]:
+        return self._engine.client.adapters
+
     def abort(self, request: Growing) -> None:
         self._call(self._abort, request)
 
@@ -184,6 +212,17 @@ class ProcessHost:
             watching.cancel()
             await self._engine.stop()
 
+    def _change(self, send: Callable[[EngineClient], Awaitable[None]]) -> Future[None]:
+        async def changed() -> None:
+            await send(self._engine.client)
+
+        change = changed()
+        try:
+            return asyncio.run_coroutine_threadsafe(change, self._loop)
+        except RuntimeError:  # the loop has ended
+            change.close()
+            raise self.end or EngineError(f"the engine was stopped: {_WAY_OUT}") from None
+
     def _call(self, action: Callable[[Growing], None], request: Growing) -> bool:
         """Call `action` in the loop; False: the loop has ended."""
         try:
@@ -195,7 +234,7 @@ class ProcessHost:
     def _submit(self, request: Growing) -> None:
         try:
             request.running = self._engine.client.submit(
-                request.name, 0, request.prompt, request.params, request
+                request.name, 0, request.prompt, request.params, request, request.adapter
             )
         except FreightError as error:
             request.fail(self.end or error)
@@ -221,6 +260,8 @@ class ThreadHost:
         self.stats = engine.stats()
         self.pid = self._owner = os.getpid()
         self.end: EngineError | None = None
+        self.adapters = engine.adapters.loaded
+        self._changes: dict[str, Future[None]] = {}
         self._requests: dict[str, Growing] = {}
         self._readers = Readers()
         self._commands: SimpleQueue[Command] = SimpleQueue()
@@ -234,9 +275,27 @@ class ThreadHost:
         request.readers = self._readers
         self._requests[request.name] = request
         prompt = request.prompt
-        self._commands.put(Add(request.name, prompt.text, prompt.token_ids, request.params))
+        self._commands.put(
+            Add(request.name, prompt.text, prompt.token_ids, request.params, request.adapter)
+        )
         if self.end is not None:  # nobody may look into the queue any more
             request.fail(self.end)
+
+    def load_adapter(self, name: str, path: str) -> Future[None]:
+        command_id = uuid.uuid4().hex
+        return self._change(LoadAdapter(command_id, name, path))
+
+    def unload_adapter(self, name: str) -> Future[None]:
+        command_id = uuid.uuid4().hex
+        return self._change(UnloadAdapter(command_id, name))
+
+    def _change(self, command: LoadAdapter | UnloadAdapter) -> Future[None]:
+        change: Future[None] = Future()
+        self._changes[command.command_id] = change
+        self._commands.put(command)
+        if self.end is not None:
+            _finish(change, self.end)
+        return change
 
     def abort(self, request: Growing) -> None:
         if self._requests.pop(request.name, None) is not None:
@@ -259,6 +318,8 @@ class ThreadHost:
             self.end = EngineError(f"the engine's thread ended with {how}: {_WAY_OUT}")
             for request in list(self._requests.values()):
                 request.fail(self.end)
+            for change in list(self._changes.values()):
+                _finish(change, self.end)
 
     def _emit(self, event: Event) -> None:
         match event:
@@ -270,11 +331,25 @@ class ThreadHost:
                             self._requests.pop(delta.request_id, None)
                         request.put(0, delta)
                 self._readers.flush()
-            case Refused(request_id, error, capacity):
+            case Refused(request_id, error):
                 request = self._requests.pop(request_id, None)
                 if request is not None:
-                    request.fail(CapacityError(error) if capacity else RequestError(error))
+                    request.fail(error)
+            case AdaptersAre(loaded, command_id, failure):
+                self.adapters = loaded
+                change = self._changes.pop(command_id, None)
+                if change is not None:
+                    _finish(change, failure)
             case Accepted():
                 pass
             case stats:
                 self.stats = stats
+
+
+def _finish(change: Future[None], error: Exception | None) -> None:
+    """Resolve a command's future, unless who waited has left."""
+    with contextlib.suppress(InvalidStateError):
+        if error is None:
+            change.set_result(None)
+        else:
+            change.set_exception(error)

@@ -11,8 +11,10 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Protocol
 
+from freight.base.fields import JsonObject
 from freight.errors import CheckpointError, ConfigError, RankError
 from freight.outputs import EngineStats
 from freight.serve.processes.client import EngineClient, EngineState, WorkerOptions, describe_exit
@@ -96,6 +98,11 @@ class Supervisor:
                     client.kill()
             elif before is EngineState.STALLED and client.state is EngineState.READY:
                 logger.warning("the engine's process gives signs of life again")
+
+    def change_args(self, changed: JsonObject) -> None:
+        """Start the engines to come with these fields of EngineArgs."""
+        engine_args = {**self._options.engine_args, **changed}
+        self._options = replace(self._options, engine_args=engine_args)
 
     def expect_end(self) -> None:
         """Ignore the end of the engine from now on."""

@@ -15,6 +15,7 @@ from dataclasses import asdict, astuple, dataclass, fields, replace
 from typing import Any, TypeVar
 
 from freight.base.fields import JsonDict, JsonObject
+from freight.engine.adapters import LoadedAdapter, LoRARequest
 from freight.errors import (
     CapacityError,
     CheckpointError,
@@ -52,12 +53,15 @@ ACCEPTED = "accepted"
 REFUSED = "refused"
 STEPPED = "stepped"
 STATS = "stats"
+ADAPTERS = "adapters"  # those that are loaded now, the command that this answers, and its error
 LOST = "lost"  # a delta is too long for a message: the request, and why
 PONG = "pong"  # the answer to a ping: seconds without progress in the steps
 # to it
 START = "start"
 ADD = "add"
 ABORT = "abort"
+LOAD_ADAPTER = "load adapter"
+UNLOAD_ADAPTER = "unload adapter"
 PING = "ping"
 
 
@@ -72,6 +76,8 @@ class EngineFacts:
     drafts        whether steps have drafts
     reproducible  whether an equal fingerprint and seed guarantee equal bits
     ranks         processes that compute the model together
+    max_adapters  adapters that can be loaded at a time; 0: the engine takes none
+    adapters      those that are loaded
     """
 
     tokenizer: str | None
@@ -85,6 +91,8 @@ class EngineFacts:
     reproducible: bool = False
     drafts: bool = False
     ranks: int = 1
+    max_adapters: int = 0
+    adapters: tuple[LoadedAdapter, ...] = ()
 
 
 _ERRORS = {
@@ -120,11 +128,34 @@ def exit_status(error: FreightError) -> int:
 
 
 def facts_to_json(facts: EngineFacts) -> JsonDict:
-    return asdict(facts)
+    return asdict(facts) | {"adapters": adapters_to_json(facts.adapters)}
 
 
 def facts_from_json(value: JsonObject) -> EngineFacts:
-    return EngineFacts(**{**value, "stop_token_ids": tuple(value["stop_token_ids"])})
+    facts = EngineFacts(**{**value, "stop_token_ids": tuple(value["stop_token_ids"])})
+    return replace(facts, adapters=adapters_from_json(value["adapters"]))
+
+
+def adapters_to_json(adapters: Sequence[LoadedAdapter]) -> list[Any]:
+    return list(map(astuple, adapters))
+
+
+def adapters_from_json(value: Sequence[Sequence[Any]]) -> tuple[LoadedAdapter, ...]:
+    return tuple(LoadedAdapter(*fields) for fields in value)
+
+
+def request_to_json(adapter: LoRARequest | None) -> list[Any] | None:
+    """Return the name and the path of the adapter of a request."""
+    if adapter is None:
+        return None
+    return [adapter.lora_name, adapter.lora_path]
+
+
+def request_from_json(value: Sequence[str] | None) -> LoRARequest | None:
+    if value is None:
+        return None
+    name, path = value
+    return LoRARequest(name, lora_path=path)
 
 
 _DEFAULTS = {f.name: getattr(SamplingParams(), f.name) for f in fields(SamplingParams)}
@@ -211,10 +242,15 @@ def stats_to_json(stats: EngineStats) -> list[Any]:
 
 
 def stats_from_json(value: Sequence[Any]) -> EngineStats:
-    *_, store = value
+    *_, store, running, waiting = value
     if store is not None:
         store = StoreStats(*store)
-    return replace(EngineStats(*value), store=store)
+    return replace(
+        EngineStats(*value),
+        store=store,
+        running_adapters=tuple(running),
+        waiting_adapters=tuple(waiting),
+    )
 
 
 _PLAIN = (False, None, None, None, None, 0, None, None)

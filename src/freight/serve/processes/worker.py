@@ -24,8 +24,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from dataclasses import asdict, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
@@ -33,12 +33,15 @@ from freight.base.version import version
 from freight.engine.messages import (
     Abort,
     Accepted,
+    AdaptersAre,
     Add,
     Command,
     Event,
+    LoadAdapter,
     Refused,
     Stepped,
     Stop,
+    UnloadAdapter,
 )
 from freight.errors import FreightError, RankError
 from freight.serve.processes import wire
@@ -160,16 +163,19 @@ def _build(
     channel.send([wire.OPENED, wire.facts_to_json(facts)])
     engine, config = start_engine(opened)
     kernels = opened.kernels(config)
-    complete_facts = asdict(facts) | {
-        "max_model_len": config.max_model_len,
-        "kv_cache": cache_facts(engine.runner.pool, config, engine.runner.num_ranks),
-        "kernels": kernels.name,
-        "fingerprint": fingerprint(opened, config, kernels, version()),
-        "reproducible": is_reproducible(opened, kernels),
-        "ranks": engine.runner.num_ranks,
-        "drafts": engine.scheduler.most_drafts > 0,
-    }
-    channel.send([wire.READY, complete_facts])
+    complete_facts = replace(
+        facts,
+        max_model_len=config.max_model_len,
+        kv_cache=cache_facts(engine.runner.pool, config, engine.runner.num_ranks),
+        kernels=kernels.name,
+        fingerprint=fingerprint(opened, config, kernels, version()),
+        reproducible=is_reproducible(opened, kernels),
+        ranks=engine.runner.num_ranks,
+        drafts=engine.scheduler.most_drafts > 0,
+        max_adapters=0 if config.lora is None else config.lora.num_slots,
+        adapters=engine.adapters.loaded,
+    )
+    channel.send([wire.READY, wire.facts_to_json(complete_facts)])
 
     def emit(event: Event) -> None:
         for message in _messages(event):
@@ -191,8 +197,11 @@ def _messages(event: Event) -> Iterator[list[Any]]:
             yield from wire.step_messages(deltas, steps)
         case Accepted(request_ids):
             yield [wire.ACCEPTED, request_ids]
-        case Refused(request_id, error, capacity):
-            yield [wire.REFUSED, request_id, error, capacity]
+        case Refused(request_id, error):
+            yield [wire.REFUSED, request_id, *wire.error_to_json(error)]
+        case AdaptersAre(loaded, command_id, error):
+            failure = None if error is None else wire.error_to_json(error)
+            yield [wire.ADAPTERS, wire.adapters_to_json(loaded), command_id, failure]
         case stats:
             yield [wire.STATS, wire.stats_to_json(stats)]
 
@@ -212,8 +221,11 @@ def read(channel: Channel, frames: Decoder, commands: SimpleQueue[Command]) -> N
     while data := _received(channel.connection):
         for name, *values in frames.feed(data):
             if name == wire.ADD:
-                request_id, text, token_ids, params = values
-                commands.put(Add(request_id, text, tuple(token_ids), wire.params_from_json(params)))
+                commands.put(_add(*values))
+            elif name == wire.LOAD_ADAPTER:
+                commands.put(LoadAdapter(*values))
+            elif name == wire.UNLOAD_ADAPTER:
+                commands.put(UnloadAdapter(*values))
             elif name == wire.ABORT:
                 commands.put(Abort(*values))
             elif name == wire.PING:
@@ -222,6 +234,22 @@ def read(channel: Channel, frames: Decoder, commands: SimpleQueue[Command]) -> N
     commands.put(Stop())
     time.sleep(_PATIENCE)
     os._exit(1)  # a step hangs, or the model is still loading
+
+
+def _add(
+    request_id: str,
+    prompt: str | None,
+    token_ids: Sequence[int],
+    params: JsonDict,
+    adapter: Sequence[str] | None,
+) -> Add:
+    return Add(
+        request_id,
+        prompt,
+        tuple(token_ids),
+        wire.params_from_json(params),
+        wire.request_from_json(adapter),
+    )
 
 
 def _received(connection: socket.socket) -> bytes:

@@ -61,12 +61,12 @@ class Parameters(Body):
     """The generation parameters."""
 
     unread = {  # noqa: RUF012, a ClassVar annotation is on the base class
-        "adapter_id": Unread((), "this server has no adapters; leave it out"),
         "best_of": Unread((1,), "only 1 is possible; send several requests with a seed each"),
         "typical_p": Unread((1,), "typical sampling is not implemented; use top_p"),
         "watermark": Unread((False,), "watermarks are not implemented; leave it out"),
     }
 
+    adapter_id: str | None = None
     decoder_input_details: bool | None = None
     details: bool | None = None
     do_sample: bool | None = None
@@ -155,7 +155,7 @@ def parse_generate(
     params = _sampling(parameters, limits, served.max_model_len, form)
     return GenerateCall(
         stream=streams,
-        model=served.names[0],
+        model=_model(parameters.get("adapter_id"), served),
         work=(Work(asked.inputs, params, form_from="parameters.grammar"),),
         ignored=named(ignored),
         options=ReplyOptions(
@@ -167,6 +167,20 @@ def parse_generate(
         ),
         max_new_tokens=parameters.get("max_new_tokens"),
     )
+
+
+def _model(adapter_id: str | None, served: Served) -> str:
+    """Return the name of the adapter, or that of the model. Raises ApiError for one that is not
+    loaded.
+    """
+    if not adapter_id:
+        return served.names[0]
+    if not served.has_adapter(adapter_id):
+        raise _invalid(
+            f"adapter_id: no adapter is called {adapter_id[:100]!r}; {served.offered}",
+            "parameters.adapter_id",
+        )
+    return adapter_id
 
 
 def _unknown(prefix: str, fields: JsonObject, model: type[Body], served: Served) -> list[str]:

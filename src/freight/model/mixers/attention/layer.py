@@ -14,7 +14,13 @@ from torch import Tensor
 from freight.cache.pool import LayerKV
 from freight.kernels.interface import KernelSet
 from freight.model.building import Builder, Ropes
-from freight.model.layers.linear import GatheredLinear, Projection, UnmergedLinear
+from freight.model.layers.linear import (
+    AdaptedLinear,
+    GatheredLinear,
+    Linear,
+    Projection,
+    UnmergedLinear,
+)
 from freight.model.layers.rope import half_pairs, places
 from freight.model.mixers.attention.spec import (
     AttentionConfig,
@@ -160,12 +166,13 @@ class OutputGate:
     function: GateFunction
     kernels: KernelSet
 
-    def __call__(self, x: Tensor, attended: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, attended: Tensor, adapters: Tensor | None) -> Tensor:
         """Return the gated result, [num_tokens, num_heads * v_dim].
 
-        x: [num_tokens, hidden_size]; attended: [num_tokens, num_heads, v_dim]
+        x: [num_tokens, hidden_size]; attended: [num_tokens, num_heads, v_dim]; adapters: as in
+        `ForwardBatch`
         """
-        return self.kernels.gate(attended.flatten(1), self.projection(x), self.function)
+        return self.kernels.gate(attended.flatten(1), self.projection(x, adapters), self.function)
 
 
 @dataclass(frozen=True)
@@ -206,7 +213,10 @@ class Attention:
 
         x: [num_tokens, hidden_size], a tensor or the norm's result for `consumer`
         """
-        qkv = self.qkv(x) if self.norm is None else self.norm(self.qkv(x))
+        adapters = batch.adapters
+        qkv = self.qkv(x, adapters)
+        if self.norm is not None:
+            qkv = self.norm(qkv)
         if self.v_transform is not None:
             qkv = self.v_transform(qkv)
         if self.last is not None:
@@ -215,8 +225,10 @@ class Attention:
         consumer = self.o.consumer if self.output_gate is None else None
         attended = kv.attend(q, batch, self.call, consumer)
         if self.output_gate is not None:
-            attended = self.output_gate(as_tensor(x), as_tensor(attended))
-        return self.o(attended.flatten(1) if isinstance(attended, Tensor) else attended)
+            attended = self.output_gate(as_tensor(x), as_tensor(attended), adapters)
+        if isinstance(attended, Tensor):
+            attended = attended.flatten(1)
+        return self.o(attended, adapters)
 
 
 def build(mixer: AttentionConfig, builder: Builder, prefix: str, ropes: Ropes) -> Attention:
@@ -264,7 +276,8 @@ def _key_bias(qkv: Projection, mixer: AttentionConfig) -> Tensor | None:
     """Return the bias of the keys, [num_kv_heads, k_dim], a part of the projection's; None where
     there is none.
     """
-    linear = qkv.linear if isinstance(qkv, GatheredLinear) else qkv
+    linear = qkv.linear if isinstance(qkv, AdaptedLinear | GatheredLinear) else qkv
+    assert isinstance(linear, Linear | UnmergedLinear), "only o is gathered"
     parts = linear.parts if isinstance(linear, UnmergedLinear) else (linear,)
     begin, size, _ = mixer.qkv_sizes
     for part in parts:
@@ -311,7 +324,7 @@ def _output_gate(mixer: AttentionConfig, builder: Builder, prefix: str) -> Outpu
     if gate.in_q:
         projection = builder.linear(prefix, names.qkv[0], rows=(_of_heads(mixer, 1),))
     else:
-        projection = builder.outer(prefix + names.output_gate)
+        projection = builder.gate(prefix + names.output_gate)
     if projection is None:
         return None
     return OutputGate(projection, gate.function, builder.kernels)

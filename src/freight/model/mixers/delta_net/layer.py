@@ -56,8 +56,8 @@ class DeltaNet:
         states = cache.states
         sequences = batch.sequences(cache.group)
         keys, channels = self.sizes
-        projected = self.qkvz(x)
-        ba = self.ba(as_tensor(x))
+        projected = self.qkvz(x, batch.adapters)
+        ba = self.ba(as_tensor(x), batch.adapters)
         mixed = kernels.convolve(projected[:, :channels], self.conv, states, sequences)
         heads = len(self.decays.a_log)
         beta, log_decay = kernels.decays(ba[:, heads:], ba[:, :heads], self.decays)
@@ -66,7 +66,8 @@ class DeltaNet:
         v = mixed[:, 2 * keys :]
         result = kernels.recurrence(q, k, v, beta, log_decay, DELTA_RULE, states, sequences)
         z = projected[:, channels:]
-        return self.out(kernels.gated_norm(result, z, self.norm, self.out.consumer))
+        normed = kernels.gated_norm(result, z, self.norm, self.out.consumer)
+        return self.out(normed, batch.adapters)
 
 
 def build(mixer: DeltaNetConfig, builder: Builder, prefix: str, ropes: Ropes) -> DeltaNet:

@@ -58,8 +58,8 @@ class KimiDelta:
         sequences = batch.sequences(cache.group)
         size = len(self.decays.dt_bias)
         channels = len(self.conv.weight)
-        projected = self.first(x)
-        f, b, z = self._gates(as_tensor(x), projected[:, channels:])
+        projected = self.first(x, batch.adapters)
+        f, b, z = self._gates(as_tensor(x), projected[:, channels:], batch.adapters)
         mixed = kernels.convolve(projected[:, :channels], self.conv, states, sequences)
         beta, log_decay = kernels.decays(f, b, self.decays)
         q = mixed[:, :size]
@@ -67,14 +67,16 @@ class KimiDelta:
         v = mixed[:, 2 * size :]
         result = kernels.recurrence(q, k, v, beta, log_decay, DELTA_RULE, states, sequences)
         normed = kernels.join(((result, self.norm),), self.eps)
-        return self.out(kernels.gate(normed, z, GateFunction.SIGMOID))
+        return self.out(kernels.gate(normed, z, GateFunction.SIGMOID), batch.adapters)
 
-    def _gates(self, x: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _gates(
+        self, x: Tensor, z: Tensor, adapters: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the inputs of the decays and of beta, and the gate of the result.
 
         z: the gate if it is projected in one step; else it has no columns
         """
-        gates = self.gates(x)
+        gates = self.gates(x, adapters)
         heads = len(self.decays.a_log)
         if self.decay is None or self.output_gate is None:
             size = len(self.decays.dt_bias)
@@ -82,7 +84,8 @@ class KimiDelta:
         rank = (gates.shape[1] - heads) // 2
         of_decay = self.kernels.join(((gates[:, :rank], None),))
         of_gate = self.kernels.join(((gates[:, rank + heads :], None),))
-        return self.decay(of_decay), gates[:, rank : rank + heads], self.output_gate(of_gate)
+        decay = self.decay(of_decay, adapters)
+        return decay, gates[:, rank : rank + heads], self.output_gate(of_gate, adapters)
 
 
 def build(mixer: KimiDeltaConfig, builder: Builder, prefix: str, ropes: Ropes) -> KimiDelta:

@@ -79,10 +79,11 @@ class Latent:
         kernels = self.kernels
         rotated = self.shared
         latent = len(self.kv_norm)
-        projected = self.first(x)
+        adapters = batch.adapters
+        projected = self.first(x, adapters)
         size = projected.shape[1] - rotated - latent  # columns of q or its latent
         q = kernels.join(((projected[:, :size], self.q_norm),), self.eps)
-        q = q if self.q_b is None else self.q_b(q)
+        q = q if self.q_b is None else self.q_b(q, adapters)
         heads = q.view(len(q), self.num_heads, self.nope + rotated)
         absorbed = kernels.by_head(heads[:, :, : self.nope], self.keys)
         # Rotated channels come first: the kernels rotate the first channels of a head.
@@ -94,11 +95,9 @@ class Latent:
         q = kv.store(kernels.join(((q, None), *key), self.eps), self.rotary, batch)
         attended = as_tensor(kv.attend(q, batch, self.call))
         result = kernels.by_head(attended, self.values)
-        return self.o(
-            result.flatten(1)
-            if self.output_gate is None
-            else self.output_gate(as_tensor(x), result)
-        )
+        if self.output_gate is None:
+            return self.o(result.flatten(1), adapters)
+        return self.o(self.output_gate(as_tensor(x), result, adapters), adapters)
 
 
 def build(mixer: LatentConfig, builder: Builder, prefix: str, ropes: Ropes) -> Latent:
@@ -112,7 +111,7 @@ def build(mixer: LatentConfig, builder: Builder, prefix: str, ropes: Ropes) -> L
     first = {names.q_a: None, names.kv_a: of_kv} if ranked else {names.q: of_q, names.kv_a: of_kv}
     kv_b = builder.tensor(f"{prefix}{names.kv_b}.weight")
     heads = kv_b.view(mixer.num_heads, mixer.nope + mixer.head_size, mixer.latent)
-    gate = builder.outer(prefix + names.output_gate) if mixer.output_gate else None
+    gate = builder.gate(prefix + names.output_gate) if mixer.output_gate else None
     return Latent(
         first=builder.linear(prefix, *first, rows=tuple(first.values())),
         q_norm=builder.norm_weight(prefix + names.q_norm) if ranked else None,

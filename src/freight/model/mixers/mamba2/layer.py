@@ -63,7 +63,7 @@ class Mamba2:
         sequences = batch.sequences(cache.group)
         channels = len(self.conv.weight)
         values = channels - 2 * self.keys
-        projected = self.in_proj(x)
+        projected = self.in_proj(x, batch.adapters)
         z = projected[:, :values]
         dt = projected[:, values + channels :]
         convolved = projected[:, values : values + channels]
@@ -77,7 +77,8 @@ class Mamba2:
         if self.gathers:
             result = kernels.gather(result)
             z = kernels.gather(kernels.join(((z, None),)))
-        return self.out(kernels.gated_norm(result, z, self.norm, self.out.consumer))
+        normed = kernels.gated_norm(result, z, self.norm, self.out.consumer)
+        return self.out(normed, batch.adapters)
 
 
 def build(mixer: Mamba2Config, builder: Builder, prefix: str, ropes: Ropes) -> Mamba2:

@@ -47,14 +47,15 @@ class ShortConv:
         """
         kernels = self.kernels
         size = len(self.conv.weight)
-        projected = self.in_proj(x)
+        projected = self.in_proj(x, batch.adapters)
         b = projected[:, :size]
         c = projected[:, size : 2 * size]
         inputs = projected[:, 2 * size :]
         inputs = kernels.gate(inputs, b, GateFunction.IDENTITY)
         sequences = batch.sequences(cache.group)
         convolved = kernels.convolve(inputs, self.conv, cache.states, sequences)
-        return self.out_proj(kernels.gate(convolved, c, GateFunction.IDENTITY))
+        gated = kernels.gate(convolved, c, GateFunction.IDENTITY)
+        return self.out_proj(gated, batch.adapters)
 
 
 def build(mixer: ShortConvConfig, builder: Builder, prefix: str, ropes: Ropes) -> ShortConv:
