@@ -28,6 +28,7 @@ from tests.refusals import refuses
 from torch import Tensor, nn
 
 from freight.checkpoint.lora import LoraAdapter
+from freight.checkpoint.merge import merge
 from freight.errors import CheckpointError, ConfigError, FreightError
 from freight.model.adapter_modules import adapter_modules, open_adapter
 from freight.model.config.model import ModelConfig
@@ -441,15 +442,19 @@ def test_experts_of_peft_belong_to_a_mixture_of_that_shape(tmp_path: Path) -> No
         opened(ADAPTERS / "mixtral-experts", "mixtral", max_rank=1)
 
 
-def test_separate_modules_are_those_of_the_parameters(tmp_path: Path) -> None:
-    """Adapters of the separate matrices, as older models of transformers have them."""
-    stacked = opened(ADAPTERS / "qwen2-moe-experts", "qwen2-moe")
+def separated(stacked: LoraAdapter, folder: Path) -> Path:
+    """Write an adapter of the separate matrices, as older models of transformers have them."""
     tensors = {}
     for module in stacked.ranks:
         matrices = stacked.matrices(module)
         tensors[f"{PREFIX}{module}.lora_A.weight"] = matrices.a.clone()
         tensors[f"{PREFIX}{module}.lora_B.weight"] = matrices.b.contiguous()
-    separate = opened(write_adapter(tmp_path, tensors, r=1, lora_alpha=2), "qwen2-moe")
+    return write_adapter(folder, tensors, r=1, lora_alpha=2)
+
+
+def test_separate_modules_are_those_of_the_parameters(tmp_path: Path) -> None:
+    stacked = opened(ADAPTERS / "qwen2-moe-experts", "qwen2-moe")
+    separate = opened(separated(stacked, tmp_path), "qwen2-moe")
     assert separate.ranks == stacked.ranks
     assert len(separate.ranks) == 3 * 3 * 8 + 1
     for module in stacked.ranks:
@@ -458,6 +463,19 @@ def test_separate_modules_are_those_of_the_parameters(tmp_path: Path) -> None:
         assert torch.equal(matrices.a, expected.a)
         assert torch.equal(matrices.b, expected.b)
         assert matrices.scaling == expected.scaling
+
+
+def test_separate_experts_are_merged_and_parameters_are_refused(tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    save_random(VARIANTS["qwen2-moe"], base, torch.float32)
+    stacked = ADAPTERS / "qwen2-moe-experts"
+    with refuses(ConfigError, GATE_UP, "8 experts", "merge_and_unload"):
+        merge(str(base), str(stacked), tmp_path / "out")
+    separate = separated(opened(stacked, "qwen2-moe"), tmp_path / "adapter")
+    merge(str(base), str(separate), tmp_path / "out")
+    expected = load_file(stacked / "expected.safetensors")
+    logits = freight_logits(tmp_path / "out", expected["token_ids"].tolist(), "float32")
+    assert (logits - expected["logits"]).abs().max() < 1e-4
 
 
 def test_ranks_above_the_largest_name_the_option() -> None:

@@ -89,9 +89,10 @@ _PARTS = {
 class Change:
     """The change of one module's weight, as names of tensors in the adapter's file.
 
-    name         the module's name, which the config's patterns match
+    name         the module's or the parameter's name, which the config's patterns match
+    rank         of A and B, for each expert if they are of several
     replacement  the tensor that replaces the weight, before the rest is added
-    copies       matrices that A and B change, of experts, if it is a parameter of a module
+    copies       matrices that A and B change: more than one if they are of experts
     """
 
     name: str = ""
