@@ -10,12 +10,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 from tests.demo_adapter import write_random_adapter
 
 from freight import LLM, CapacityError, LoRARequest, RequestError, RequestOutput, SamplingParams
 from freight.cache.store.pace import Rates
 from freight.checkpoint.merge import merge
 from freight.engine.verification import Outcome
+from freight.errors import FreightError
+from freight.model.open import OpenModel
 
 PROMPT = "def main("
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, logprobs=2)
@@ -236,3 +239,25 @@ def test_preempted_requests_go_on_with_their_adapter(folders: list[Path]):
     outputs = narrow.generate(prompts, longer, lora_request=requests)
     assert narrow.engine.stats().preemptions
     assert [said(output) for output in outputs] == expected
+
+
+def test_adapters_of_the_start_are_refused_before_weights_are_read(
+    folders: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    broken = write_random_adapter(tmp_path / "broken", 3)
+    tensors = load_file(broken / "adapter_model.safetensors")
+    name = next(iter(tensors))
+    tensors[name][0, 1] = float("inf")
+    save_file(tensors, broken / "adapter_model.safetensors")
+
+    def load(*of: object) -> None:
+        raise AssertionError("weights are read")
+
+    monkeypatch.setattr(OpenModel, "load", load)
+    for folder, options, words in (
+        (broken, {}, "lora_A"),
+        (folders[7], {"max_lora_rank": 8}, "--max-lora-rank 64"),
+        (tmp_path / "absent", {}, "absent"),
+    ):
+        with pytest.raises(FreightError, match=words):
+            LLM("demo", enable_lora=True, lora_modules=[f"name={folder}"], **options)

@@ -42,6 +42,7 @@ from freight.engine.scheduler import Scheduler
 from freight.engine.step import Mode
 from freight.engine.store import Weights, open_store, prepare_store
 from freight.errors import CapacityError, CheckpointError, ConfigError, shown
+from freight.fp8.cast import torch_dtype
 from freight.fp8.formats import Format
 from freight.kernels.cpu.cpu_set import CpuKernels
 from freight.kernels.interface import KernelSet
@@ -203,6 +204,11 @@ def _start(
     opened.log_stops()
     if before_weights is not None:
         before_weights(Intake(tokenizer, opened.model.vocab_size, plan.config.max_model_len))
+    lora = plan.config.lora
+    if lora is not None:
+        dtype = torch_dtype(plan.config.compute_format)
+        for named in named_adapters(opened.args.lora_modules):  # refused before weights are read
+            _checked_adapter(named.path, opened.model, lora.max_rank, dtype)
     weights = prepare_store(opened, plan.config)  # before any rank reads weights
     if led is not None:
         led.load(opened, plan.config, plan.positions)
@@ -375,13 +381,8 @@ class _Slots:
         return self.banks.num_slots
 
     def open(self, path: str) -> _Opened:
-        try:
-            adapter = open_adapter(path, self.model, self.banks.max_rank)
-            self.banks.check(adapter)
-            adapter.check_values()
-        except OSError as error:  # a path that is too long, a disk that fails
-            why = error.strerror or type(error).__name__
-            raise CheckpointError(f"adapter {shown(path)} cannot be read: {why}") from error
+        adapter = _checked_adapter(path, self.model, self.banks.max_rank, self.banks.dtype)
+        self.banks.check(adapter)
         return _Opened(self, adapter)
 
 
@@ -401,6 +402,21 @@ class _Opened:
         if leader is not None:
             leader.load_adapter(slot, self.adapter)
         self.slots.banks.load(slot, self.adapter)
+
+
+def _checked_adapter(
+    path: str, model: ModelConfig, max_rank: int, dtype: torch.dtype
+) -> LoraAdapter:
+    """Open an adapter for `model`, and check its values in `dtype`. Raises CheckpointError and
+    ConfigError.
+    """
+    try:
+        adapter = open_adapter(path, model, max_rank)
+        adapter.check_values(dtype)
+    except OSError as error:  # a path that is too long, a disk that fails
+        why = error.strerror or type(error).__name__
+        raise CheckpointError(f"adapter {shown(path)} cannot be read: {why}") from error
+    return adapter
 
 
 def _adapter_slots(model: LanguageModel, opened: OpenModel, leader: Leader | None) -> _Slots:

@@ -65,7 +65,7 @@ class AdapterBanks:
         """
         self.num_slots = num_slots
         self.max_rank = max_rank
-        self._dtype = dtype
+        self.dtype = dtype
         self._device = device
         self._share = share
         self._banks: list[_Bank] = []
@@ -112,9 +112,9 @@ class AdapterBanks:
         # zeros: memory that no adapter was loaded into is never touched, nor taken from the system
         bank = AdapterBank(
             a=torch.zeros(
-                slots, parts, self.max_rank, inputs, dtype=self._dtype, device=self._device
+                slots, parts, self.max_rank, inputs, dtype=self.dtype, device=self._device
             ),
-            b=torch.zeros(slots, self.max_rank, ends[-1], dtype=self._dtype, device=self._device),
+            b=torch.zeros(slots, self.max_rank, ends[-1], dtype=self.dtype, device=self._device),
             ranks=torch.zeros(slots, parts, dtype=torch.int32, device=self._device),
             scalings=torch.zeros(slots, parts, dtype=torch.float32, device=self._device),
             ends=ends,
@@ -160,8 +160,8 @@ class AdapterBanks:
             begin, end = bank.outputs[place.part]
             b = self._own_rows(module, matrices.b, place.bank.num_entries > 1)
             rows = b if place.order is None else b[place.order.to(b.device)]
-            bank.a[entry, place.part, :rank] = matrices.a.to(self._device, self._dtype)
-            bank.b[entry, :rank, begin:end] = rows.t().to(self._device, self._dtype)
+            bank.a[entry, place.part, :rank] = matrices.a.to(self._device, self.dtype)
+            bank.b[entry, :rank, begin:end] = rows.t().to(self._device, self.dtype)
             bank.scalings[entry, place.part] = matrices.scaling
             bank.ranks[entry, place.part] = rank
 
