@@ -28,7 +28,16 @@ ADAPTERS = Path(__file__).parents[1] / "fixtures" / "adapters"
 EXPECTED = sorted(path.parent.name for path in ADAPTERS.glob("*/expected.safetensors"))
 # families of every kind of mixer, feed-forward and gate
 ALWAYS = (
-    *("llama", "phi3", "qwen2-moe", "qwen3-next", "granite-h", "kimi-linear", "lfm2", "deepseek-v3"),
+    *(
+        "llama",
+        "phi3",
+        "qwen2-moe",
+        "qwen3-next",
+        "granite-h",
+        "kimi-linear",
+        "lfm2",
+        "deepseek-v3",
+    ),
     *("gemma4-moe", "gemma4-own-inputs", "nemotron-h-latent", "step3p7", "gpt-oss"),
 )
 BLOCKS = 2  # that hold the tokens of each
