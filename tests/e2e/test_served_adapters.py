@@ -180,7 +180,8 @@ def test_what_cannot_be_loaded_changes_nothing(server: Server, adapters: Adapter
         answer = load(server, name, broken)
         assert answer.status == 400
         assert "broken" in answer.error["message"]
-    for path in (tmp_path / "missing", "/" + "x" * 5000, "a\0b", "\ud800", " "):
+    paths = (tmp_path / "missing", "/" + "x" * 5000, "a\0b", "\ud800", " ", "~no-such-user/x")
+    for path in (*paths, weights, "/dev/zero", "https://127.0.0.1/x"):
         assert load(server, "new", path).status == 400
     for name in ("a\n", " ", "x" * 257):
         answer = load(server, name, adapters.folders["a"])

@@ -485,8 +485,18 @@ def test_ranks_above_the_largest_name_the_option() -> None:
 
 
 def test_folders_without_an_adapter_are_refused(tmp_path: Path) -> None:
-    for name in (str(tmp_path), str(tmp_path / "absent"), "demo", "a\0b", "../" * 5000):
+    absent = (str(tmp_path / "absent"), "a\0b", "../" * 5000, "~no-such-user/x")
+    for name in (str(tmp_path), "demo", *absent):
         with pytest.raises(FreightError):
+            open_adapter(name, config_of("llama"), 16)
+
+
+def test_what_is_no_folder_names_what_an_adapter_is(tmp_path: Path) -> None:
+    """None of them is looked for on a hub."""
+    file = tmp_path / "adapter_model.safetensors"
+    file.touch()
+    for name in (str(file), "/dev/null", "https://127.0.0.1/x", "owner/name:x.gguf", "ollama:x"):
+        with refuses(CheckpointError, name, "adapter_config.json", "OWNER/NAME"):
             open_adapter(name, config_of("llama"), 16)
 
 

@@ -28,9 +28,10 @@ from torch import Tensor
 from freight.base.fields import JsonObject
 from freight.base.files import open_regular
 from freight.base.patterns import MOST_EXPRESSIONS, FilePattern
+from freight.checkpoint.config_only import local_path
 from freight.checkpoint.headers import Shape, read_header, unreadable
 from freight.checkpoint.reader import file_state, read_json, resolve_model
-from freight.errors import CheckpointError, ConfigError, shown
+from freight.errors import CheckpointError, ConfigError, printable, shown
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -85,6 +86,33 @@ _PARTS = {
 }
 
 
+def has_folder(name: str) -> bool:
+    """Return whether the files of the adapter `name` are in a folder of this machine. False: in none,
+    or on the hub.
+    """
+    try:
+        return local_path(name).is_dir()
+    except OSError:  # such as a path of too many characters
+        return False
+
+
+def adapter_folder(name: str) -> Path:
+    """Return the folder of the adapter `name`, a folder or a hub id, whose files are fetched. Raises
+    CheckpointError if there is none.
+    """
+    try:
+        is_file = local_path(name).exists() and not has_folder(name)
+        # the names of models that `resolve_model` takes have a colon: a file of the hub, one of Ollama
+        if is_file or (":" in name and not has_folder(name)):
+            raise CheckpointError(
+                f"{printable(name[:300])} is no folder; an adapter is named by the folder that holds {CONFIG} and "
+                f"{WEIGHTS}, or by a hub id, OWNER/NAME"
+            )
+        return resolve_model(name, fetched=(CONFIG, "adapter_model.*"))
+    except OSError as error:  # such as a path of too many characters
+        raise CheckpointError(f"{shown(name)} cannot be read: {error.strerror}") from error
+
+
 @dataclass
 class Change:
     """The change of one module's weight, as names of tensors in the adapter's file.
@@ -113,10 +141,7 @@ class Adapter:
         """Open `name`, a folder or a hub id: read its config and the header of its file. Raises
         CheckpointError for a damaged adapter, ConfigError for one that is not read here.
         """
-        try:
-            self.path = resolve_model(name, fetched=(CONFIG, "adapter_model.*"))
-        except OSError as error:  # such as a path of too many characters
-            raise CheckpointError(f"{shown(name)} cannot be read: {error.strerror}") from error
+        self.path = adapter_folder(name)
         config = read_json(self.path / CONFIG)
         if config is None:
             raise CheckpointError(f"{self.path} has no {CONFIG}, so it is not a PEFT adapter")

@@ -85,7 +85,10 @@ def local_path(model: str) -> Path:
     """Return the path that `model` names if it is no hub id; for 'demo' the folder of that model."""
     if model == "demo":
         return Path(__file__).resolve().parent.parent / "demo"
-    return Path(model).expanduser()
+    try:
+        return Path(model).expanduser()
+    except RuntimeError:  # '~name' of a user that this machine does not have
+        return Path(model)
 
 
 def _object(file: Path) -> JsonObject:
