@@ -124,7 +124,13 @@ class Adapters:
                 f"adapter {shown(name)} has no slot: all {slots.num_slots} are in use; unload one, or start with a "
                 "larger --max-loras"
             )
-        opened.load(slot)
+        try:
+            opened.load(slot)
+        except BaseException:
+            # what its slot has is neither version now, and must not answer under the old digest
+            if before is not None and before.slot == slot:
+                del self._named[name]
+            raise
         adapter = LoadedAdapter(name, path, opened.digest, slot)
         self._named[name] = adapter
         return adapter

@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from freight.base.fields import JsonObject
 from freight.engine.adapters import LoadedAdapter
-from freight.errors import ConfigError, FreightError, nearest, shown
+from freight.errors import ConfigError, FreightError, RequestError, nearest, shown
 from freight.serve.bodies import Body, Unread, present, read
 from freight.serve.call import Served
 from freight.serve.engine_errors import from_engine
@@ -114,9 +114,7 @@ class ServedAdapters:
             await asyncio.wait((change,))
 
     async def load(self, client: EngineClient, name: str, path: str) -> None:
-        """Load an adapter, or replace the one that has the name. Raises ApiError; what was loaded is
-        loaded still then.
-        """
+        """Load an adapter, or replace the one that has the name. Raises ApiError."""
         await self._change(client, name, lambda: client.load_adapter(name, path))
         logger.info("adapter %s: loaded from %s", shown(name), shown(path))
 
@@ -166,7 +164,10 @@ class ServedAdapters:
         try:
             await send()
             self.loaded = client.adapters
+        except NotReadyError as error:  # another engine loads what was loaded
+            raise _as_answer(error) from None
         except FreightError as error:
+            self.loaded = client.adapters
             raise _as_answer(error) from None
         finally:
             del self._changing[name]
@@ -185,6 +186,8 @@ def _as_answer(error: FreightError) -> ApiError:
         return ApiError(400, str(error), param="lora_path")
     if answer.code == "cache_too_small":
         return ApiError(400, str(error), param="lora_name", code="no_slot")
+    if isinstance(error, RequestError):  # another client has unloaded it meanwhile
+        return ApiError(404, str(error), param="lora_name", code="adapter_not_found")
     return answer
 
 

@@ -11,7 +11,7 @@ import pytest
 from tests.unit.server.openai_cases import SERVED
 
 from freight.engine.adapters import LoadedAdapter
-from freight.errors import CapacityError, CheckpointError, FreightError
+from freight.errors import CapacityError, CheckpointError, FreightError, RequestError
 from freight.serve.adapters import (
     Load,
     ServedAdapters,
@@ -156,6 +156,40 @@ def test_a_load_that_fails_leaves_what_there_was(
         assert (refused.value.status, refused.value.code) == (status, code)
         assert adapters.loaded == (SQL,)
         assert not adapters.changing
+
+    run(scenario)
+
+
+def test_what_a_load_that_fails_has_taken_away_is_known() -> None:
+    async def scenario(adapters: ServedAdapters, client: FakeClient) -> None:
+        client.adapters = (SQL,)
+        assert await adapters.begin(client)
+        loading = asyncio.create_task(adapters.load(client, "sql", "two"))
+        await turns()
+        client.adapters = ()
+        client.answer(0, error=CheckpointError("the file was changed"))
+        with pytest.raises(ApiError, match="the file was changed") as refused:
+            await loading
+        assert refused.value.status == 400
+        assert not adapters.loaded
+
+    run(scenario)
+
+
+def test_a_name_that_another_client_has_unloaded_is_404() -> None:
+    async def scenario(adapters: ServedAdapters, client: FakeClient) -> None:
+        client.adapters = (SQL,)
+        assert await adapters.begin(client)
+        first = asyncio.create_task(adapters.unload(client, "sql"))
+        second = asyncio.create_task(adapters.unload(client, "sql"))
+        await turns()
+        client.answer(0)
+        await first
+        await turns()
+        client.answer(1, error=RequestError("no adapter is called sql"))
+        with pytest.raises(ApiError, match="no adapter") as refused:
+            await second
+        assert (refused.value.status, refused.value.code) == (404, "adapter_not_found")
 
     run(scenario)
 
