@@ -59,6 +59,16 @@ class AdapterSlots(Protocol):
     @property
     def num_slots(self) -> int: ...
 
+    def is_here(self, path: str) -> bool:
+        """Return whether `path` is a folder of this machine, which needs no `fetch`."""
+        ...
+
+    def fetch(self, path: str) -> str:
+        """Return the folder of an adapter, whose files are fetched from the hub; any thread may call
+        it. Raises CheckpointError.
+        """
+        ...
+
     def open(self, path: str) -> OpenedAdapter:
         """Read the files of an adapter and check them, values too. Raises CheckpointError and
         ConfigError.
@@ -104,16 +114,27 @@ class Adapters:
             return self.named(request.lora_name)
         return self.load(request.lora_name, request.lora_path)
 
-    def load(self, name: str, path: str) -> LoadedAdapter:
+    def is_here(self, path: str) -> bool:
+        """Return whether a load of `path` asks no hub."""
+        return self._slots is None or self._slots.is_here(path)
+
+    def fetch(self, path: str) -> str:
+        """Return the folder of an adapter (`AdapterSlots.fetch`)."""
+        assert self._slots is not None
+        return self._slots.fetch(path)
+
+    def load(self, name: str, path: str, folder: str | None = None) -> LoadedAdapter:
         """Load an adapter under a name; one that has the name is replaced, for requests to come.
+        folder: where its files are, if they were fetched.
 
         Nothing has changed where this raises: CheckpointError and ConfigError for its files,
-        CapacityError where all slots are in use.
+        CapacityError where all slots are in use. Only where no other slot is free, and the files
+        change after they were checked, or another rank cannot read them, the name is gone.
         """
         slots = self._slots
         if slots is None:
             raise RequestError("this engine takes no adapters: start it with --enable-lora")
-        opened = slots.open(path)
+        opened = slots.open(path if folder is None else folder)
         before = self._named.get(name)
         if before is not None and before.digest == opened.digest:
             self._named[name] = replace(before, asked=path)

@@ -28,6 +28,7 @@ from freight.cache.sizing import (
     useful_memory,
 )
 from freight.cache.spec import KVCacheSpec
+from freight.checkpoint.adapter import adapter_folder, has_folder
 from freight.checkpoint.lora import LoraAdapter
 from freight.engine.decode_steps import Capture, DecodeSteps
 from freight.engine.engine import CLOSE_SECONDS, Engine
@@ -379,6 +380,12 @@ class _Slots:
     @property
     def num_slots(self) -> int:
         return self.banks.num_slots
+
+    def is_here(self, path: str) -> bool:
+        return has_folder(path)
+
+    def fetch(self, path: str) -> str:
+        return str(adapter_folder(path))
 
     def open(self, path: str) -> _Opened:
         adapter = _checked_adapter(path, self.model, self.banks.max_rank, self.banks.dtype)

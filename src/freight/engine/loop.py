@@ -11,8 +11,10 @@ be followed is `Refused`, and never raised.
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from queue import Empty, SimpleQueue
 
@@ -107,9 +109,8 @@ class Loop:
                 case Abort(request_id):
                     self._engine.release(request_id)
                     self._next_stats = -1.0  # what it held is free: reported at once
-                case LoadAdapter(command_id, name, path):
-                    adapters = self._engine.adapters
-                    self._change(command_id, partial(adapters.load, name, path))
+                case LoadAdapter():
+                    self._load(command)
                 case UnloadAdapter(command_id, name):
                     adapters = self._engine.adapters
                     self._change(command_id, partial(adapters.unload, name))
@@ -134,6 +135,28 @@ class Loop:
             self._emit(Refused(command.request_id, error))
         else:
             self._accepted.append(command.request_id)
+
+    def _load(self, command: LoadAdapter) -> None:
+        """Load an adapter now, or once its files were fetched: a hub may take minutes, and steps go on
+        meanwhile.
+        """
+        adapters = self._engine.adapters
+        fetched = command.fetched
+        if fetched is None and not adapters.is_here(command.path):
+            threading.Thread(target=self._fetch, args=(command,), daemon=True).start()
+        elif isinstance(fetched, FreightError):
+            self._emit(AdaptersAre(self._adapters, command.command_id, fetched))
+        else:
+            load = partial(adapters.load, command.name, command.path, fetched)
+            self._change(command.command_id, load)
+
+    def _fetch(self, command: LoadAdapter) -> None:
+        fetched: str | FreightError
+        try:
+            fetched = self._engine.adapters.fetch(command.path)
+        except FreightError as error:
+            fetched = error
+        self._commands.put(replace(command, fetched=fetched))
 
     def _change(self, command_id: str, change: Callable[[], object]) -> None:
         """Load or unload an adapter, between steps."""

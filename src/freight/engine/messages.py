@@ -34,11 +34,15 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class LoadAdapter:
-    """Load an adapter under a name, or replace the one that has it. Answered by `AdaptersAre`."""
+    """Load an adapter under a name, or replace the one that has it. Answered by `AdaptersAre`.
+
+    fetched  its folder on this machine, or why there is none; None: not looked for yet
+    """
 
     command_id: str
     name: str
     path: str
+    fetched: str | FreightError | None = None
 
 
 @dataclass(frozen=True, slots=True)
