@@ -152,6 +152,11 @@ def _print(model: str, made: Plan) -> None:
         f"KV cache: {share} of what weights and rotary tables leave, as the engine takes by itself. Not counted: "
         "activations, logits, torch and its kernels; they have the rest."
     )
+    if wish.lora is not None:
+        adapters = size(made.settings[0].loaded.adapters)
+        console.print(
+            f"Sizes of weights include {adapters} for {wish.lora.num_slots:,} adapters of rank {wish.lora.max_rank}."
+        )
     if made.settings[0].spec.bytes_per_state:
         console.print(_states(made))
     if wish.device == "cpu":

@@ -66,6 +66,8 @@ from freight.settings.lora import named_adapters
 
 logger = logging.getLogger("freight")
 
+_FEWER_ADAPTERS = "free memory first, or lower --max-loras or --max-lora-rank"
+
 BeforeWeights = Callable[[Intake], object]  # refuses, by raising, what the model could not serve
 
 
@@ -502,8 +504,14 @@ def _share_for_cache(opened: OpenModel, config: EngineConfig) -> int:
     share = memory_for_cache(config.device) // ranks_here
     if config.device != "cpu":  # there the memory for adapters is not free any more
         return share
-    adapters = _adapter_bytes(opened, config)
-    return max(0, share - int(adapters * MEMORY_SHARE[config.device]))
+    adapters = int(_adapter_bytes(opened, config) * MEMORY_SHARE[config.device])
+    if adapters and adapters >= share:
+        free = int(share / MEMORY_SHARE[config.device])
+        raise CapacityError(
+            f"--max-loras and --max-lora-rank ask for {_adapter_bytes(opened, config):,} bytes, and {free:,} are free: "
+            f"{_FEWER_ADAPTERS}"
+        )
+    return share - adapters
 
 
 def _adapter_bytes(opened: OpenModel, config: EngineConfig) -> int:
@@ -576,6 +584,8 @@ def _check_memory(asked: int, weights: int, adapters: int, device: DeviceFacts, 
     beside = ""
     if adapters:
         beside = f", adapters {adapters:,}"
+        if left <= 0:
+            way_out = _FEWER_ADAPTERS
     raise CapacityError(
         f"--kv-cache-memory asks for {asked:,} bytes and the weights need {weights:,}{beside}, but of the "
         f"{device.kind}'s memory {free:,} bytes are free; {way_out}"

@@ -206,10 +206,16 @@ def make_plan(
     if all(setting.cache_bytes == 0 for setting in settings):
         least = min(settings, key=lambda setting: setting.loaded.total)
         needed = size(min(setting.needed_bytes for setting in settings), up=True)
+        loaded = size(least.loaded.total * wish.ranks, up=True)
+        loads = f"the weights alone need {loaded} in {least.weights}"
+        way_out = "take a smaller model"
+        if wish.lora is not None:
+            adapters = size(least.loaded.adapters * wish.ranks, up=True)
+            loads = f"the weights in {least.weights} and adapters need {loaded}, of which {adapters} are for adapters"
+            way_out = "lower --max-loras or --max-lora-rank"
         raise CapacityError(
-            f"--memory is {size(wish.memory)}, and the weights alone need "
-            f"{size(least.loaded.total * wish.ranks, up=True)} in "
-            f"{least.weights}: give at least {needed}, which serves {asked(wish, context)}, or take a smaller model"
+            f"--memory is {size(wish.memory)}, and {loads}: give at least {needed}, which serves "
+            f"{asked(wish, context)}, or {way_out}"
         )
     serving = (i for i, setting in enumerate(settings) if setting.requests >= wish.num_requests)
     return Plan(
@@ -467,6 +473,10 @@ def verdict(plan: Plan) -> str:
         return _without_choice(plan)
     setting = plan.settings[plan.choice]
     options = list(setting.options)
+    if wish.lora is not None:
+        options.append(
+            f"--enable-lora --max-loras {wish.lora.num_slots} --max-lora-rank {wish.lora.max_rank}"
+        )
     for flag, value, default in (
         ("--max-model-len", plan.context, None),
         ("--kv-cache-memory", setting.cache_bytes * wish.ranks, None),

@@ -23,6 +23,8 @@ from freight.lab.capacity import size
 from freight.model.config.presets import PRESETS
 
 Run = Callable[..., Answer]
+# of Llama 3.1 8B, 32 layers: inputs and outputs of q, o, k, v, gate, up and down
+LORA_CHANNELS = 32 * (2 * (4096 + 4096) + 2 * (4096 + 1024) + 3 * (4096 + 14336))
 WISH = ("--memory", "24GiB", "--context", "8192", "--concurrency", "16", "--device", "cuda")
 
 
@@ -48,6 +50,22 @@ def test_a_table_with_bars_and_one_sentence(freight: Run, llama: str) -> None:
     assert answer.out.isascii()
     assert_names(basis, "90%", "rotary tables", "Not counted: activations, logits")
     assert_names(verdict, "Take bfloat16", "fp8_e4m3fn, token", "--kv-cache-dtype fp8")
+
+
+def test_adapters_are_counted_and_named(freight: Run, llama: str) -> None:
+    wish = ("--memory", "48GiB", "--context", "8192", "--device", "cpu")
+    plain = json.loads(freight("plan", llama, *wish, "--json").out)["settings"][0]
+    options = (*wish, "--max-loras", "8", "--max-lora-rank", "64")
+    counted = json.loads(freight("plan", llama, *options, "--json").out)["settings"][0]
+    assert plain["adapter_bytes"] == 0
+    assert counted["adapter_bytes"] == 8 * 64 * 2 * LORA_CHANNELS
+    answer = freight("plan", llama, *options)
+    assert_names(answer.out, size(counted["adapter_bytes"]), "8 adapters of rank 64")
+    verdict = answer.out.splitlines()[-1]
+    assert_names(verdict, "--enable-lora --max-loras 8 --max-lora-rank 64")
+    refused = freight("plan", llama, *options, "--max-loras", "1024")
+    assert refused.code == 1
+    assert_names(refused.err, "adapters need", "--max-loras", "--max-lora-rank", "at least")
 
 
 def test_ranks_are_planned_without_torch(freight: Run, llama: str) -> None:

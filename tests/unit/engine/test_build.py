@@ -10,6 +10,7 @@ from tests.refusals import refuses
 
 from freight.cache.pool import KVPool
 from freight.cache.spec import KVCacheSpec, LayerKVSpec
+from freight.engine import build
 from freight.engine.build import cache_facts, start_engine
 from freight.errors import CapacityError
 from freight.fp8.formats import Format, Granularity
@@ -17,6 +18,7 @@ from freight.model.decoder import Decoder
 from freight.model.open import OpenModel, open_model, open_random
 from freight.settings.engine import EngineArgs, EngineConfig
 
+MIB = 2**20
 DEMO_WEIGHTS = 11_540_992  # bytes of the demo's tensors, in bfloat16
 
 
@@ -57,6 +59,16 @@ def test_cache_and_weights_are_counted_to_the_byte(dtype: str, factor: int):
 def test_weights_that_become_fp8_count_as_fp8():
     with pytest.raises(LoadedError):
         start(free=2**20 + DEMO_WEIGHTS * 2 // 3, kv_cache_memory=2**20, quantization="fp8")
+
+
+def test_adapters_beyond_what_is_free_are_refused_by_their_options(monkeypatch: pytest.MonkeyPatch):
+    """Without an option for the cache, which has what they leave."""
+    monkeypatch.setattr(build, "memory_for_cache", lambda device: 8 * MIB)  # half of what is free
+    with refuses(CapacityError, "--max-loras", "--max-lora-rank", f"{16 * MIB:,} are free"):
+        opened = open_model(EngineArgs(model="demo", enable_lora=True, max_loras=64))
+        start_engine(opened)
+    with pytest.raises(CapacityError, match="--max-loras"):
+        start(16 * MIB, model="demo", enable_lora=True, max_loras=64, kv_cache_memory="4MiB")
 
 
 def test_a_share_of_what_is_free_is_not_judged():
