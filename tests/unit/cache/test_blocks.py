@@ -56,6 +56,16 @@ def test_key_separates_tokens_that_share_their_digits() -> None:
     assert len(keys) == 8
 
 
+def test_first_parents_separate_salts_and_adapters() -> None:
+    """A salt separates clients with an adapter, too."""
+    roots = {
+        root_key(salt, adapter)
+        for salt in (None, "", "mine", "a")
+        for adapter in (None, "", "mine", "a")
+    }
+    assert len(roots) == 16
+
+
 def test_blocks_for_rounds_up() -> None:
     allocator = BlockAllocator(4, 16)
     assert [allocator.blocks_for(n) for n in (0, 1, 16, 17, 32)] == [0, 1, 1, 2, 2]

@@ -29,6 +29,7 @@ class FakeSlots:
     asked: threading.Event = field(default_factory=threading.Event)
     answers: threading.Event = field(default_factory=threading.Event)
     written: list[int] = field(default_factory=list)
+    opened: list[str] = field(default_factory=list)
 
     def is_here(self, path: str) -> bool:
         return path not in self.away
@@ -41,6 +42,7 @@ class FakeSlots:
         return f"/cache/{path}"
 
     def open(self, path: str) -> FakeOpened:
+        self.opened.append(path)
         return FakeOpened(self, path)
 
 
@@ -85,9 +87,16 @@ def test_the_same_files_are_not_loaded_again() -> None:
     adapters = Adapters(slots, set)
     adapters.load("a", "1")
     assert adapters.load("a", "1").slot == 0
+    slots.opened.clear()
     assert adapters.requested(LoRARequest("a", 1, "1")).slot == 0
+    assert adapters.requested(LoRARequest("a")).slot == 0
+    assert not slots.opened  # nor read again for each request
     assert slots.written == [0]
     assert adapters.requested(LoRARequest("a", 1, "2")).slot == 1
+    # another path with the same files is the path that requests are compared with from then on
+    adapters.load("a", "other", folder="2")
+    assert names(adapters) == {"a": ("2", 1)}
+    assert adapters.loaded[0].asked == "other"
 
 
 def test_a_load_that_fails_in_another_slot_changes_nothing() -> None:
