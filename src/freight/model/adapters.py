@@ -134,16 +134,13 @@ class AdapterBanks:
     @torch.inference_mode()
     def load(self, slot: int, adapter: LoraAdapter) -> None:
         """Copy an adapter into a slot that no request uses. Raises ConfigError as `check`, and
-        CheckpointError for values that are not finite in the model's dtype; the slot is then empty.
+        CheckpointError for values that are not finite in the model's dtype; the slot then has a part of
+        the adapter, and must be loaded anew before a request uses it.
         """
         self.check(adapter)
         self.clear(slot)
-        try:
-            for module in adapter.ranks:
-                self._place(slot, module, adapter)
-        except BaseException:
-            self.clear(slot)
-            raise
+        for module in adapter.ranks:
+            self._place(slot, module, adapter)
 
     def clear(self, slot: int) -> None:
         """Take the adapter out of a slot that no request uses."""
