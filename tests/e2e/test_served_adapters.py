@@ -6,12 +6,13 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import threading
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ PROMPT = "def main("
 BODY = {"prompt": PROMPT, "max_tokens": 12, "temperature": 0, "logprobs": 1}
 PARAMS = SamplingParams(max_tokens=12, temperature=0.0, logprobs=1)
 NAMES = ("a", "b", "c")
+TURNING = ("x", "y", "z")
 
 Scored = list[tuple[int, float]]
 
@@ -235,6 +237,101 @@ def test_answers_under_replacement_are_of_one_version(server: Server, adapters: 
             future.result()
     assert len(set(seen)) > 1
     unload(server, "turning")
+
+
+@dataclass
+class Soak:
+    """Clients of a server whose adapters are loaded, replaced and taken away meanwhile.
+
+    sizes  of the engine's process after every hundred changes (`memory_and_files`)
+    """
+
+    server: Server
+    worker: int
+    adapters: Adapters
+    over: threading.Event = field(default_factory=threading.Event)
+    answered: list[int] = field(default_factory=list)
+    changed: list[int] = field(default_factory=list)
+    sizes: list[tuple[int, int]] = field(default_factory=list)
+
+    def ask(self, seed: int) -> None:
+        draw = random.Random(seed)
+        while not self.over.is_set():
+            name = draw.choice(("demo", *TURNING))
+            if draw.random() < 0.1:
+                body = {**BODY, "model": name, "stream": True}
+                left = self.server.open("/v1/completions", body)
+                time.sleep(0.02)
+                left.leave(reset=True)
+                continue
+            answer = complete(self.server, name, n=draw.choice((1, 2)))
+            self.answered.append(answer.status)
+            if answer.status == 200:
+                self._check(name, answer)
+
+    def _check(self, name: str, answer: Answered) -> None:
+        digest = answer.body["system_fingerprint"].rpartition("-")[2]
+        version = ""
+        if name != "demo":
+            digests = self.adapters.digests
+            version = next(other for other in digests if digests[other].startswith(digest))
+        for choice in answer.body["choices"]:
+            scores = choice["logprobs"]["token_logprobs"]
+            tokens = list(zip(choice["token_ids"], scores, strict=True))
+            assert tokens == self.adapters.expected[version]
+
+    def change(self, seed: int) -> None:
+        draw = random.Random(seed)
+        while self.changed.count(200) < 500:
+            name = draw.choice(TURNING)
+            if draw.random() < 0.25:
+                answer = unload(self.server, name)
+            else:
+                version = draw.choice(list(self.adapters.folders))
+                answer = load(self.server, name, self.adapters.folders[version])
+            self.changed.append(answer.status)
+            if answer.status == 200 and self.changed.count(200) % 100 == 0:
+                self.sizes.append(memory_and_files(self.worker))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="sizes are read from /proc")
+def test_five_hundred_changes_under_sixteen_clients(adapters: Adapters):
+    """Every answer is wholly of one version, nothing fails but what is refused by name, and memory,
+    slots and open files are in the end what they were.
+    """
+    options = (*OPTIONS, *KEYS, "--enable-lora", "--max-loras", "4")
+    with ServeProcess("demo", options, forked=True) as process:
+        server = Server(process.wait_until_healthy(), KEY)
+        soak = Soak(server, process.children()["worker"], adapters)
+        with ThreadPoolExecutor(18) as pool:
+            asking = [pool.submit(soak.ask, seed) for seed in range(16)]
+            try:
+                for changing in [pool.submit(soak.change, seed) for seed in (16, 17)]:
+                    changing.result()
+            finally:
+                soak.over.set()
+            for future in asking:
+                future.result()
+        assert set(soak.answered) == {200, 404}  # 404: nothing had the name then
+        assert set(soak.changed) <= {200, 400, 404}  # 400: requests used all slots
+        server.wait_for(running=0)
+        for name in TURNING:
+            unload(server, name)
+        for number in range(4):  # all slots are free again
+            assert load(server, f"last-{number}", adapters.folders["a"]).status == 200
+        memory, files = memory_and_files(soak.worker)
+        first_memory, first_files = soak.sizes[0]
+        assert memory < first_memory + 32 * 2**20
+        assert files <= first_files + 2
+        assert process.children()["worker"] == soak.worker
+        assert process.stop() == 0
+
+
+def memory_and_files(pid: int) -> tuple[int, int]:
+    """Return the resident bytes of a process, and how many files it has open."""
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE"), len(os.listdir(f"/proc/{pid}/fd"))
 
 
 def test_loading_needs_keys_and_adapters(adapters: Adapters):

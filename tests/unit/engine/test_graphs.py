@@ -14,6 +14,7 @@ from freight.engine.block_tables import BlockTables
 from freight.engine.decode_steps import Buffers, DecodeSteps
 from freight.engine.graphs import CudaGraphs, bucket_of
 from freight.engine.prepare import Logits, SequenceSlice, prepare
+from freight.operands.adapters import NO_ADAPTER
 
 SLICES = [
     SequenceSlice([7], 10, ((3, 1, 4), (5, 0)), Logits.LAST),
@@ -59,6 +60,21 @@ def test_a_step_is_told_what_prepare_tells_and_padding(before, count):
     assert told.query_starts.tolist() == [0, 1, 2, 3, 4]
     assert told.context_lens[count:].eq(0).all()
     assert told.num_tokens == told.num_seqs == 4
+
+
+def test_rows_without_an_adapter_and_padding_have_none():
+    """Also where a step before had other adapters there."""
+    buffers = Buffers(4, BlockTables(4, (6, 6), "cpu"), GROUPS, "cpu", adapted=True)
+    for slots in ([2, 1, 0], [None, 3], [1]):
+        slices = [part._replace(adapter=slot) for part, slot in zip(SLICES, slots, strict=False)]
+        buffers.fill(slices)
+        assert buffers.batch.adapters is not None
+        expected = prepare(slices, GROUPS).adapters
+        assert expected is not None
+        assert torch.equal(buffers.batch.adapters[: len(slots)], expected)
+        assert buffers.batch.adapters[len(slots) :].eq(NO_ADAPTER).all()
+    assert prepare(SLICES, GROUPS).adapters is None
+    assert Buffers(4, BlockTables(4, (6, 6), "cpu"), GROUPS, "cpu").batch.adapters is None
 
 
 @pytest.mark.parametrize("needed", [1, 20])
