@@ -254,7 +254,7 @@ def test_one_sequence_at_most_has_drafts_and_recorded_steps() -> None:
     assert essence(found) == essence(plain.generate([prompt], params)[0])
     captured = drafted.engine.runner.captured
     assert captured is not None
-    assert 7 in captured.steps
+    assert (7, False) in captured.steps
 
 
 SCHEMAS: list[dict[str, Any]] = [
