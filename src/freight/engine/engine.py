@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -106,7 +106,8 @@ class Engine:
         self._unreported: dict[Entry, None] = {}  # what advanced since its last delta, in order
         self._deadlines: dict[str, float] = {}  # of groups with timeout_s, in seconds of the clock
         self._dirty = False
-        self.adapters = Adapters(adapter_slots, self._slots_in_use)
+        # a partial of `groups`, and no bound method: an engine that is dropped ends at once
+        self.adapters = Adapters(adapter_slots, partial(_slots_in_use, self.groups))
         self.mode = mode
         self.is_reproducible = reproducible
         # the errors of steps that were computed alone, since one was lost
@@ -167,14 +168,6 @@ class Engine:
         if request_id in self.groups:
             raise RequestError(f"request id {request_id!r} is in use")
         self._queue(self._new_group(request_id, prompt, params, adapter))
-
-    def _slots_in_use(self) -> set[int]:
-        """Return the slots of adapters whose requests have not ended."""
-        slots = set()
-        for group in self.groups.values():
-            if group.adapter is not None and not group.finished:
-                slots.add(group.adapter.slot)
-        return slots
 
     def _queue(self, group: Group) -> None:
         timeout = group.params.timeout_s
@@ -713,3 +706,12 @@ class Engine:
         else:
             if stop is not None:
                 self.scheduler.finish(request_id, FinishReason.STOP, stop)
+
+
+def _slots_in_use(groups: Mapping[str, Group]) -> set[int]:
+    """Return the slots of adapters whose requests have not ended."""
+    slots = set()
+    for group in groups.values():
+        if group.adapter is not None and not group.finished:
+            slots.add(group.adapter.slot)
+    return slots
