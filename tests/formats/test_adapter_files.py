@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from freight.checkpoint.lora import LoraAdapter
 from freight.checkpoint.merge import merge
 from freight.errors import CheckpointError, ConfigError, FreightError
-from freight.model.adapter_modules import adapter_modules, open_adapter
+from freight.model.adapter_modules import adapter_modules
 from freight.model.config.model import ModelConfig
 from freight.model.config.parse import parse_model_config
 from freight.model.open import open_model
@@ -42,6 +42,11 @@ NAMES = sorted(path.parent.name for path in ADAPTERS.glob("*/expected.safetensor
 PREFIX = "base_model.model."
 QUERY = "model.layers.1.self_attn.q_proj"
 MERGE = "freight merge BASE ADAPTER OUT"
+
+
+def open_adapter(name: str, config: ModelConfig, max_rank: int) -> LoraAdapter:
+    """Open the adapter `name` for the model of `config`."""
+    return LoraAdapter.open(name, adapter_modules(config), max_rank)
 
 
 def config_of(variant: str) -> ModelConfig:

@@ -29,7 +29,7 @@ from freight.cache.sizing import (
 )
 from freight.cache.spec import KVCacheSpec
 from freight.checkpoint.adapter import adapter_folder, has_folder
-from freight.checkpoint.lora import LoraAdapter
+from freight.checkpoint.lora import AdapterModules, LoraAdapter
 from freight.engine.decode_steps import Capture, DecodeSteps
 from freight.engine.engine import CLOSE_SECONDS, Engine
 from freight.engine.fingerprint import fingerprint, is_reproducible
@@ -48,10 +48,9 @@ from freight.fp8.formats import Format
 from freight.kernels.cpu.cpu_set import CpuKernels
 from freight.kernels.interface import KernelSet
 from freight.model.adapted import adapter_bytes
-from freight.model.adapter_modules import open_adapter
+from freight.model.adapter_modules import adapter_modules
 from freight.model.adapters import AdapterBanks
 from freight.model.architectures import tensor_names
-from freight.model.config.model import ModelConfig
 from freight.model.decoder import Decoder, LanguageModel
 from freight.model.loader import tensor_shapes
 from freight.model.open import OpenModel, open_model
@@ -210,8 +209,9 @@ def _start(
     lora = plan.config.lora
     if lora is not None:
         dtype = torch_dtype(plan.config.compute_format)
+        modules = adapter_modules(opened.model)
         for named in named_adapters(opened.args.lora_modules):  # refused before weights are read
-            _checked_adapter(named.path, opened.model, lora.max_rank, dtype)
+            _checked_adapter(named.path, modules, lora.max_rank, dtype)
     weights = prepare_store(opened, plan.config)  # before any rank reads weights
     if led is not None:
         led.load(opened, plan.config, plan.positions)
@@ -376,7 +376,7 @@ class _Slots:
     """The banks of a model on all ranks, as an `AdapterSlots`."""
 
     banks: AdapterBanks
-    model: ModelConfig
+    modules: AdapterModules
     leader: Leader | None
 
     @property
@@ -390,9 +390,8 @@ class _Slots:
         return str(adapter_folder(path))
 
     def open(self, path: str) -> _Opened:
-        adapter = _checked_adapter(path, self.model, self.banks.max_rank, self.banks.dtype)
-        self.banks.check(adapter)
-        return _Opened(self, adapter)
+        banks = self.banks
+        return _Opened(self, _checked_adapter(path, self.modules, banks.max_rank, banks.dtype))
 
 
 @dataclass(frozen=True)
@@ -414,13 +413,13 @@ class _Opened:
 
 
 def _checked_adapter(
-    path: str, model: ModelConfig, max_rank: int, dtype: torch.dtype
+    path: str, modules: AdapterModules, max_rank: int, dtype: torch.dtype
 ) -> LoraAdapter:
-    """Open an adapter for `model`, and check its values in `dtype`. Raises CheckpointError and
+    """Open an adapter for a model that has `modules`, and check its values in `dtype`. Raises CheckpointError and
     ConfigError.
     """
     try:
-        adapter = open_adapter(path, model, max_rank)
+        adapter = LoraAdapter.open(path, modules, max_rank)
         adapter.check_values(dtype)
     except OSError as error:  # a path that is too long, a disk that fails
         why = error.strerror or type(error).__name__
@@ -432,7 +431,7 @@ def _adapter_slots(model: LanguageModel, opened: OpenModel, leader: Leader | Non
     """Return where adapters of `model` are loaded, which was built with memory for them."""
     assert isinstance(model, Decoder)
     assert model.banks is not None
-    return _Slots(model.banks, opened.model, leader)
+    return _Slots(model.banks, adapter_modules(opened.model), leader)
 
 
 def captured_steps(
@@ -581,13 +580,13 @@ def _check_memory(asked: int, weights: int, adapters: int, device: DeviceFacts, 
     way_out = "free memory first"
     if left > 0:
         way_out = f"use at most {left}MiB, or omit it for a share of that"
-    beside = ""
+    adapters_asked = ""
     if adapters:
-        beside = f", adapters {adapters:,}"
+        adapters_asked = f", adapters {adapters:,}"
         if left <= 0:
             way_out = _FEWER_ADAPTERS
     raise CapacityError(
-        f"--kv-cache-memory asks for {asked:,} bytes and the weights need {weights:,}{beside}, but of the "
+        f"--kv-cache-memory asks for {asked:,} bytes and the weights need {weights:,}{adapters_asked}, but of the "
         f"{device.kind}'s memory {free:,} bytes are free; {way_out}"
     )
 

@@ -31,14 +31,14 @@ from freight.base.version import version
 from freight.cache.arena import Arena, mapped
 from freight.cache.pool import allocate_pool
 from freight.cache.spec import KVCacheSpec
+from freight.checkpoint.lora import AdapterModules, LoraAdapter
 from freight.engine.build import captured_steps
 from freight.engine.fingerprint import fingerprint
 from freight.engine.leader import HANG_UP, opened_as, pulse
 from freight.engine.prepare import Logits, SequenceSlice
 from freight.engine.runner import ModelRunner, StepRows
 from freight.errors import CheckpointError, FreightError, RankError
-from freight.model.adapter_modules import open_adapter
-from freight.model.config.model import ModelConfig
+from freight.model.adapter_modules import adapter_modules
 from freight.model.decoder import Decoder, LanguageModel
 from freight.model.open import OpenModel, open_model, open_random
 from freight.parallel import messages
@@ -126,7 +126,10 @@ def follow(connection: socket.socket, files: Sequence[int]) -> int:
         messages.send(connection, Kind.FAILED, f"{type(error).__name__}\n{error}".encode())
         raise RankError from error
     with opened.threads(config), torch.inference_mode():
-        return _serve(connection, runner, memory, opened.model)
+        modules = None
+        if config.lora is not None:
+            modules = adapter_modules(opened.model)
+        return _serve(connection, runner, memory, modules)
 
 
 def _open(
@@ -186,10 +189,13 @@ def _runner(
 
 
 def _serve(
-    connection: socket.socket, runner: ModelRunner, memory: Transport, whole: ModelConfig
+    connection: socket.socket,
+    runner: ModelRunner,
+    memory: Transport,
+    modules: AdapterModules | None,
 ) -> int:
-    """Compute what rank 0 tells, until it says STOP; return the exit status. whole: the model of all
-    ranks.
+    """Compute what rank 0 tells, until it says STOP; return the exit status. modules: those of
+    the whole model that adapters may change; None: it takes none.
     """
     reader = StepReader()
     failed = ""
@@ -219,7 +225,8 @@ def _serve(
                     )
                 rows = runner.run(slices)
             elif kind is Kind.ADAPTER:
-                _load_adapter(connection, runner, whole, data.decode())
+                assert modules is not None
+                _load_adapter(connection, runner, modules, data.decode())
             else:
                 assert kind is Kind.LOGITS
                 assert rows is not None
@@ -232,17 +239,17 @@ def _serve(
 
 
 def _load_adapter(
-    connection: socket.socket, runner: ModelRunner, config: ModelConfig, text: str
+    connection: socket.socket, runner: ModelRunner, modules: AdapterModules, text: str
 ) -> None:
-    """Load an adapter of the whole model, `config`, into this rank's banks, and say so; or say why
-    not.
+    """Load an adapter of the whole model, which has `modules`, into this rank's banks, and say so; or
+    say why not.
     """
     slot, digest, path = text.split(" ", 2)
     model = runner.model
     assert isinstance(model, Decoder)
     assert model.banks is not None
     try:
-        adapter = open_adapter(path, config, model.banks.max_rank)
+        adapter = LoraAdapter.open(path, modules, model.banks.max_rank)
         if adapter.digest != digest:
             raise CheckpointError(f"{path}: rank 0 has another adapter in its file of this name")
         model.banks.load(int(slot), adapter)

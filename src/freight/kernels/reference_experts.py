@@ -105,15 +105,15 @@ def experts(
         if len(rows):
             inner, inner_bias = gate_up.of(expert)
             outer, outer_bias = down.of(expert)
-            taken = x[rows]
-            first = products.linear(taken, inner, inner_bias)
+            inputs = x[rows]
+            first = products.linear(inputs, inner, inner_bias)
             if banks is None:
                 hidden = _activate(products, first, layers.activation, outer)
                 out = products.linear(hidden, outer, outer_bias)
             else:
                 assert adapters is not None
                 entries = banks.entries(adapters[rows], expert)
-                first = products.add_adapters(first, taken, banks.gate_up, entries)
+                first = products.add_adapters(first, inputs, banks.gate_up, entries)
                 # adapters use the activations as they are
                 hidden = as_tensor(_activate(products, first, layers.activation, None))
                 out = products.linear(hidden, outer, outer_bias)

@@ -1,4 +1,4 @@
-"""The modules of a model that adapters may change, and opening an adapter for it.
+"""The modules of a model that adapters may change.
 
 These are the modules of `adapted.py`, whatever form the base model's weights have. Refused by name
 are modules outside of the layers, routers, and a matrix that attention holds by heads.
@@ -6,7 +6,7 @@ are modules outside of the layers, routers, and a matrix that attention holds by
 
 from __future__ import annotations
 
-from freight.checkpoint.lora import AdapterModules, LoraAdapter, StackedModules
+from freight.checkpoint.lora import AdapterModules, StackedModules
 from freight.errors import ConfigError
 from freight.model.adapted import adapted_modules
 from freight.model.architectures import ARCHITECTURES, tensor_names
@@ -26,13 +26,6 @@ _RENAMED = (
 
 
 _COMMON = TensorNames()
-
-
-def open_adapter(name: str, config: ModelConfig, max_rank: int) -> LoraAdapter:
-    """Open the adapter `name`, a folder or a hub id, for the model of `config`. Raises as
-    `LoraAdapter.open` and `adapter_modules`.
-    """
-    return LoraAdapter.open(name, adapter_modules(config), max_rank)
 
 
 def adapter_modules(config: ModelConfig) -> AdapterModules:

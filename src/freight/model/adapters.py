@@ -17,7 +17,6 @@ from torch import Tensor
 
 from freight.checkpoint.headers import Shape
 from freight.checkpoint.lora import LoraAdapter
-from freight.errors import ConfigError
 from freight.model.mixers.dividing import Rank
 from freight.model.shares import Share
 from freight.operands.adapters import AdapterBank
@@ -122,22 +121,14 @@ class AdapterBanks:
         self._banks.append(_Bank(bank, num_entries))
         return self._banks[-1]
 
-    def check(self, adapter: LoraAdapter) -> None:
-        """Raise ConfigError for a module that takes no adapter while the model runs."""
-        for module in adapter.ranks:
-            if module not in self._places:
-                raise ConfigError(
-                    f"{adapter.path} changes {module}, which takes no adapter while the model runs; merge it into "
-                    "the model: freight merge BASE ADAPTER OUT"
-                )
-
     @torch.inference_mode()
     def load(self, slot: int, adapter: LoraAdapter) -> None:
-        """Copy an adapter into a slot that no request uses. Raises ConfigError as `check`, and
-        CheckpointError for values that are not finite in the model's dtype; the slot then has a part of
-        the adapter, and must be loaded anew before a request uses it.
+        """Copy an adapter of this model (`adapter_modules`) into a slot that no request uses.
+
+        Raises CheckpointError for files that were changed since it was opened; the slot then has a part
+        of the adapter, and must be loaded anew before a request uses it.
         """
-        self.check(adapter)
+        assert adapter.ranks.keys() <= self.modules, "banks are those of `adapted_modules`"
         self.clear(slot)
         for module in adapter.ranks:
             self._place(slot, module, adapter)
