@@ -134,6 +134,8 @@ class _Recorder(dispatch.TorchDispatchMode):
         self.obstacle = ""
         self._arena = arena
         self._free = list(arena.blocks)
+        # Asked, not called back: Python drops an interrupt that comes in a callback of a reference.
+        self._lent: list[tuple[weakref.ref[np.ndarray], np.ndarray]] = []
         self._allocating = False
         functions = {
             f"freight_{name}": partial(
@@ -159,18 +161,29 @@ class _Recorder(dispatch.TorchDispatchMode):
         row = math.prod(shape[1:]) * dtype.itemsize
         # Bytes for max_rows rows, so that outputs of any number of rows share blocks.
         needed = -(-row * self._arena.max_rows // CACHE_LINE) * CACHE_LINE
+        self._take_back()
         fitting = [index for index, block in enumerate(self._free) if block.nbytes >= needed]
         best = min(fitting, key=lambda index: self._free[index].nbytes, default=None)
         block = self._arena.add(needed) if best is None else self._free.pop(best)
         # The tensor's storage, which its views share, keeps `handle` alive. Once `handle` is
         # collected, no tensor can read the block.
         handle = block[: row * shape[0]]
-        weakref.finalize(handle, self._free.append, block).atexit = False
+        self._lent.append((weakref.ref(handle), block))
         self._allocating = True
         try:
             return torch.from_numpy(handle).view(dtype).view(shape)
         finally:
             self._allocating = False
+
+    def _take_back(self) -> None:
+        """Count the blocks that no tensor reads any more as free."""
+        lent = self._lent
+        self._lent = []
+        for handle, block in lent:
+            if handle() is None:
+                self._free.append(block)
+            else:
+                self._lent.append((handle, block))
 
     def owns(self, tensor: Tensor) -> bool:
         """Say whether a tensor lies in the arena."""
