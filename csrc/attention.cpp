@@ -56,9 +56,11 @@ void plan_rows(const FreightAttention& a, Task task, int heads, bool cut, Plan& 
   }
 }
 
-void sort_largest_first(std::vector<Task>& tasks) {
-  const auto size = [](const Task& task) {
-    const int64_t end = std::min((task.split + task.splits) * kKeySplit, int64_t{task.position} + task.positions);
+template <class Tiles>
+void sort_largest_first(const Call<Tiles>& call, std::vector<Task>& tasks) {
+  const auto size = [&](const Task& task) {
+    const int64_t last = call.end_key(task.sequence, task.position + task.positions - 1);
+    const int64_t end = std::min((task.split + task.splits) * kKeySplit, last);
     return (end - task.split * kKeySplit) * task.positions * task.heads;
   };
   const auto larger = [&](const Task& x, const Task& y) { return size(x) > size(y); };
@@ -76,12 +78,12 @@ Plan make_plan(const Call<Tiles>& call, int heads, bool cut) {
     for (int i = 0; i < count; i += together) {
       const int positions = std::min(together, count - i), rows = positions * call.group();
       const int begin = static_cast<int>(call.first_key(first + i) / kKeySplit);
-      const int end = static_cast<int>((first + i + positions - 1) / kKeySplit) + 1;
+      const int end = static_cast<int>((call.end_key(s, first + i + positions - 1) - 1) / kKeySplit) + 1;
       const Task task{s, first + i, positions, a.query_starts[s] + i, 0, 0, begin, end - begin};
       plan_rows(a, task, std::min(heads, std::max(1, most / rows)), cut, plan);
     }
   }
-  sort_largest_first(plan.tasks);
+  sort_largest_first(call, plan.tasks);
   return plan;
 }
 

@@ -44,7 +44,8 @@ struct FreightAttention {
   int64_t q_stride;
   int32_t q_type, kv_format, scales;
   int32_t num_seqs, max_blocks, num_heads, num_kv_heads, k_dim, v_dim, block_size;
-  int32_t window;               // 0: none
+  int32_t window;               // a row sees keys at a distance < window; 0: none
+  int32_t both_ways;            // 1: a row also sees later keys, within the window; 0: none
   int32_t center_size;          // pairs per KV head; 0: keys are not centered
   int32_t rotary_dim;           // channels that are rotated; unused without pairs
   float softmax_scale;
@@ -52,8 +53,9 @@ struct FreightAttention {
   int32_t threads;
 };
 
-// Causal grouped-query attention of each row over its sequence. A row's bits depend only on its own history. A context
-// shorter than its queries is refused (FREIGHT_SHORT_CONTEXT) before anything is written.
+// Grouped-query attention of each row over its sequence. A row's bits depend only on the keys that it may see: its own
+// history, or with `both_ways` its sequence, whose rows are then all in this call. A context shorter than its queries is
+// refused (FREIGHT_SHORT_CONTEXT) before anything is written.
 FREIGHT_API FreightStatus freight_attention(const FreightAttention* arguments);
 
 struct FreightStore {

@@ -43,7 +43,14 @@ struct Call {
   float* partial_outs;  // [][value_dim]
 
   int group() const { return a.num_heads / a.num_kv_heads; }  // query heads per KV head
+
+  // The keys that a row at `position` sees are [first_key, end_key). Both rise with the position.
   int first_key(int position) const { return a.window ? std::max(0, position - a.window + 1) : 0; }
+  int end_key(int sequence, int position) const {
+    if (!a.both_ways) return position + 1;
+    const int length = a.context_lens[sequence];
+    return a.window && a.window < length - position ? position + a.window : length;
+  }
 };
 
 // Say whether cache lines of a tile are prefetched round-robin from 8 groups of its tokens. The groups lie in different
@@ -189,11 +196,12 @@ class Worker {
   }
 
   // The keys of a split that some row sees: full tiles from the first one on.
+  int end_key(int i) const { return call.end_key(task.sequence, task.position + i); }
   int64_t begin_of(int split) const {
     return std::max<int64_t>(split * kKeySplit, call.first_key(task.position)) / kKeyTile * kKeyTile;
   }
   int64_t end_of(int split) const {
-    return std::min((split + 1) * kKeySplit, int64_t{task.position} + task.positions);
+    return std::min((split + 1) * kKeySplit, int64_t{end_key(task.positions - 1)});
   }
 
   void walk_split(int split) {
@@ -361,7 +369,7 @@ class Worker {
   void seen(const Tile& tile, int i, int& begin, int& end) const {
     const int position = task.position + i;
     begin = std::max(0, call.first_key(position) - tile.key);
-    end = std::min(kKeyTile, position + 1 - tile.key);
+    end = std::min(kKeyTile, call.end_key(task.sequence, position) - tile.key);
   }
 
   bool sees_all(const Tile& tile, int i) const {

@@ -3,6 +3,7 @@
 // They compute in float32 and round where the reference rounds; a row's bits depend on that row alone.
 #include <vector>
 
+#include "gelu.h"
 #include "parallel.h"
 #include "rows.h"
 #include "status.h"
@@ -12,11 +13,12 @@ namespace {
 
 constexpr int64_t kChunk = 2048;  // elements of a task of `gated`
 
-// All activations are gate / (1 + e^-z): z is gate for both kinds of SiLU, 1.702 gate for the clamped SwiGLU, and
-// 2 sqrt(2 / pi) (gate + 0.044715 gate^3) for GELU, because (1 + tanh(z / 2)) / 2 is 1 / (1 + e^-z). The exponential is
+// All activations but GELU by the error function are gate / (1 + e^-z): z is gate for both kinds of SiLU, 1.702 gate for the clamped SwiGLU, and
+// 2 sqrt(2 / pi) (gate + 0.044715 gate^3) for GELU by tanh, because (1 + tanh(z / 2)) / 2 is 1 / (1 + e^-z). The exponential is
 // that of -|z|, which cannot overflow.
 template <FreightGatedActivation A>
 inline VF activated(VF gate) {
+  if constexpr (A == FREIGHT_GEGLU) return gelu(gate);
   const VF magnitude = (VF)((VI)gate & 0x7FFFFFFF);
   VF e;
   if constexpr (A == FREIGHT_SILU || A == FREIGHT_CLAMPED_SILU)
@@ -105,6 +107,7 @@ FREIGHT_API FreightStatus freight_gated(const FreightGated* arguments) {
       case FREIGHT_SILU: return freight::gated<FREIGHT_SILU>(*arguments);
       case FREIGHT_GELU_TANH: return freight::gated<FREIGHT_GELU_TANH>(*arguments);
       case FREIGHT_CLAMPED_SILU: return freight::gated<FREIGHT_CLAMPED_SILU>(*arguments);
+      case FREIGHT_GEGLU: return freight::gated<FREIGHT_GEGLU>(*arguments);
       default: return freight::gated<FREIGHT_CLAMPED_SWIGLU>(*arguments);
     }
   });

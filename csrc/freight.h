@@ -10,7 +10,7 @@
 #define FREIGHT_API extern "C" __attribute__((visibility("default")))
 
 // Incremented when any declaration changes, so that a library of an older build is refused instead of called wrongly.
-constexpr int32_t FREIGHT_ABI = 39;
+constexpr int32_t FREIGHT_ABI = 40;
 FREIGHT_API int32_t freight_abi();
 
 constexpr int32_t FREIGHT_LANES = 16;      // outputs computed together; arrays by output are padded to a multiple
@@ -194,6 +194,7 @@ enum FreightGatedActivation : int32_t {
   // g / (1 + e^(-1.702 g)) with g = min(gate, 7); multiplies 1 + up, where up is clamped to [-7, 7]
   FREIGHT_CLAMPED_SWIGLU = 2,
   FREIGHT_CLAMPED_SILU = 3,  // min(gate / (1 + e^-gate), limit); multiplies up, clamped to [-limit, limit]
+  FREIGHT_GEGLU = 4,         // gate / 2 * (1 + erf(gate / sqrt(2)))
 };
 
 struct FreightGated {
@@ -225,6 +226,7 @@ FREIGHT_API FreightStatus freight_add_layer_norm(const FreightLayerNorm* argumen
 enum FreightUngated : int32_t {
   FREIGHT_RELU = 0,          // max(x, 0)
   FREIGHT_RELU_SQUARED = 1,  // max(x, 0)^2
+  FREIGHT_GELU = 2,          // x / 2 * (1 + erf(x / sqrt(2)))
 };
 
 struct FreightActivated {

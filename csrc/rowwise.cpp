@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "gelu.h"
 #include "parallel.h"
 #include "rows.h"
 #include "status.h"
@@ -59,6 +60,13 @@ void add_layer_norm(const FreightLayerNorm& a) {
   });
 }
 
+// activation(x), a FreightUngated; NaN stays NaN.
+inline VF activated(VF x, int32_t activation) {
+  if (activation == FREIGHT_GELU) return gelu(x);
+  const VF positive = x < VF{} ? VF{} : x;
+  return activation == FREIGHT_RELU_SQUARED ? positive * positive : positive;
+}
+
 void activated(const FreightActivated& a) {
   constexpr int64_t kChunk = 2048;  // elements of a task
   const int64_t count = a.rows * a.size;
@@ -66,8 +74,7 @@ void activated(const FreightActivated& a) {
     const int64_t end = std::min(count, (task + 1) * kChunk);
     for (int64_t i = task * kChunk; i < end; i += kLanes) {
       const V16 x = load_as(element(a.x, i, a.format), a.format, lanes_at(i, end));
-      const V16 positive = each([&](int lanes) { return x.v[lanes] < VF{} ? VF{} : x.v[lanes]; });  // NaN stays NaN
-      const V16 result = a.activation == FREIGHT_RELU_SQUARED ? positive * positive : positive;
+      const V16 result = each([&](int lanes) { return activated(x.v[lanes], a.activation); });
       store_as(element(a.out, i, a.format), result, a.format, lanes_at(i, end));
     }
   });

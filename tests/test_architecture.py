@@ -37,7 +37,7 @@ TESTS = sorted((ROOT / "tests").rglob("*.py"))
 ORDER = [
     {"errors"},
     {"base"},
-    {"structured"},
+    {"structured", "pooling"},
     {"sampling", "outputs", "fp8"},
     {"operands", "text"},
     {"model.config"},
@@ -100,6 +100,7 @@ TORCH_FREE = [
     "checkpoint/config_only.py",
     "checkpoint/gguf/hub.py",
     "checkpoint/gguf/ollama.py",
+    "model/pooling_files.py",
     "checkpoint/stored_dtype.py",
     "model/shapes.py",
     "model/shares.py",

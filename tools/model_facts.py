@@ -69,6 +69,9 @@ class Tables:
 
     same_weights   model types that transformers does not know -> one that computes the same from
                    the same weights
+    states         models without a head, whose final states are compared
+    same_states    model types that transformers does not know -> the one of `states` that computes the
+                   same from the same weights
     targets        the GPUs that every Triton kernel is compiled for
     """
 
@@ -80,6 +83,8 @@ class Tables:
     quantized: frozenset[str]
     expert_forms: Mapping[str, list[str]]
     same_weights: Mapping[str, str]
+    states: Mapping[str, Any]
+    same_states: Mapping[str, str]
     targets: tuple[str, ...]
     num_forms: int
     fast: frozenset[str]
@@ -88,13 +93,19 @@ class Tables:
     @cached_property
     def models(self) -> dict[str, ModelConfig]:
         """Each variant's config.json, as Freight reads it."""
-        return {
-            name: parse_model_config(config.to_dict()) for name, config in self.variants.items()
-        }
+        every = {**self.states, **self.variants}
+        return {name: parse_model_config(config.to_dict()) for name, config in every.items()}
 
     def of(self, model_type: str) -> list[str]:
         """Return the variants of a model type."""
         return [name for name, config in self.variants.items() if config.model_type == model_type]
+
+    def states_of(self, model_type: str) -> list[str]:
+        """Return the models of a model type whose final states are compared."""
+        same = self.same_states.get(model_type)
+        if same is not None:
+            return [same]
+        return [name for name, config in self.states.items() if config.model_type == model_type]
 
 
 def read_tests() -> Tables:
@@ -110,6 +121,7 @@ def read_tests() -> Tables:
     families = module("e2e.test_families")
     equivalences = module("e2e.test_equivalences")
     fallback = module("e2e.test_fallback")
+    encoders = module("parity.test_encoders")
     triton = module("kernels.triton.test_triton_families").FAMILIES.values()
     return Tables(
         variants=module("parity.variants").VARIANTS,
@@ -128,6 +140,8 @@ def read_tests() -> Tables:
         ),
         expert_forms=_by_family({**experts.FORMS, **module("formats.mixtures").FORMS}),
         same_weights=module("parity.test_wrapped").SAME_WEIGHTS,
+        states={**encoders.DECODERS, **encoders.ENCODERS},
+        same_states=encoders.SAME_STATES,
         targets=module("kernels.triton.test_triton_compile").TARGETS,
         num_forms=len(forms.FORMS),
         fast=frozenset(fallback.FAST),

@@ -75,7 +75,8 @@ tests and the errors of the code. `freight inspect MODEL` says for any config.js
 text and pictures count with their text. Each model is in one of three groups. Those of the first two run:
 
 - *file read*: its published config.json is in `tests/fixtures/published/`, and Freight reads the model and the form
-  of the weights in it. [aiconfigurator](https://github.com/ai-dynamo/aiconfigurator) collected the files. Excerpts
+  of the weights in it. [aiconfigurator](https://github.com/ai-dynamo/aiconfigurator) collected the files; those of
+  four encoders were written down by hand. Excerpts
   do not count: an excerpt has neither `transformers_version` nor `auto_map`.
 - *file not seen*: Freight runs the model type and reads one of the forms of weights that the recipe names (BF16,
   FP8, MXFP4). A key in the file may still be refused. The model types are those of the classes that run the models
@@ -191,7 +192,8 @@ def models_of(model_type: str, tests: Tables) -> list[ModelConfig]:
     """Return the variants of a model type; for one that transformers does not know, its published
     files.
     """
-    variants = [tests.models[name] for name in tests.of(model_type)]
+    names = tests.of(model_type) or tests.states_of(model_type)
+    variants = [tests.models[name] for name in names]
     files = [config for config in published_files().values() if config["model_type"] == model_type]
     return variants or [parse_model_config(config) for config in files]
 
@@ -204,12 +206,22 @@ def compared_table(tests: Tables) -> str:
         rows.append(
             (
                 f"`{model_type}`",
-                ", ".join(names) or f"as `{tests.same_weights[model_type]}`",
+                compared_words(model_type, names, tests),
                 same_bits(variants, tests),
                 fp8_forms(model_type, tests),
             )
         )
     return table(("model type", "logits compared", "same bits", "FP8 files"), rows)
+
+
+def compared_words(model_type: str, variants: Sequence[str], tests: Tables) -> str:
+    """Return the variants of a model type, or what is compared in their place."""
+    if variants:
+        return ", ".join(variants)
+    states = tests.states_of(model_type)
+    if states:
+        return f"final states: {', '.join(states)}"
+    return f"as `{tests.same_weights[model_type]}`"
 
 
 def same_bits(variants: Sequence[str], tests: Tables) -> str:

@@ -175,6 +175,8 @@ def ask(
 def reasons_of(error: Exception) -> tuple[str, ...]:
     """Return the mechanisms that an error names, else its reason without the way out."""
     message = " ".join(str(error).split())
+    if "is an encoder that Freight does not run" in message:
+        return ("an encoder, or cross attention",)
     return tuple(item.name for item in MECHANISMS if f"{item.name}: " in message) or (
         _in_short(message),
     )

@@ -39,8 +39,10 @@ if TYPE_CHECKING:
         EngineStats,
         FinishReason,
         Logprob,
+        PoolingRequestOutput,
         RequestOutput,
     )
+    from freight.pooling import PoolingParams
     from freight.quantizer.quantize import QuantizeResult, quantize
     from freight.sampling import SamplingParams
     from freight.structured import StructuredOutputs
@@ -63,6 +65,8 @@ __all__ = [
     "LoRARequest",
     "Logprob",
     "Outcome",
+    "PoolingParams",
+    "PoolingRequestOutput",
     "QuantizeResult",
     "RequestError",
     "RequestOutput",
@@ -76,8 +80,9 @@ __all__ = [
 _HOMES = {"LLM": "llm", "AsyncLLM": "async_llm"}
 _HOMES |= {"SamplingParams": "sampling", "StructuredOutputs": "structured"}
 _HOMES |= dict.fromkeys(("CompletionOutput", "EngineStats", "FinishReason"), "outputs")
+_HOMES["PoolingParams"] = "pooling"
 _HOMES["LoRARequest"] = "engine.adapters"
-_HOMES |= dict.fromkeys(("Logprob", "RequestOutput"), "outputs")
+_HOMES |= dict.fromkeys(("Logprob", "PoolingRequestOutput", "RequestOutput"), "outputs")
 _HOMES |= dict.fromkeys(("Outcome", "Verification"), "engine.verification")
 _HOMES |= dict.fromkeys(("QuantizeResult", "quantize"), "quantizer.quantize")  # the rest are errors
 

@@ -28,18 +28,32 @@ from freight.engine.verification import (
 )
 from freight.engine.watch import cache_watched
 from freight.errors import RequestError
-from freight.outputs import FinishReason, RequestOutput
+from freight.model.config.pooling import PoolingConfig
+from freight.outputs import (
+    ClassificationOutput,
+    EmbeddingOutput,
+    FinishReason,
+    PooledOutput,
+    PoolingRequestOutput,
+    RequestOutput,
+    ScoringOutput,
+)
+from freight.pooling import PoolingParams, PoolingTask
 from freight.sampling import SamplingParams
 from freight.settings.engine import EngineArgs
+from freight.text.pooling_inputs import named_prompt, pair_tokens
 from freight.text.prompts import (
     Message,
     Prompt,
     Tokenization,
     chat_prompt,
     check_on_error,
+    cosine,
+    pairs_of,
     params_of,
     prompts_of,
     raise_failed,
+    require_tokenizer,
     text_or_ids,
     unknown_option,
 )
@@ -205,6 +219,155 @@ class LLM:
             tokenization_kwargs=tokenization_kwargs,
             lora_request=lora_request,
         )
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        pooling_params: PoolingParams | None = None,
+        prompt_name: str | None = None,
+        truncate_prompt_tokens: int | None = None,
+        progress: bool = False,
+        lora_request: Adapted = None,
+    ) -> list[PoolingRequestOutput[EmbeddingOutput]]:
+        """Return the embedding of one prompt or of many, in the order given.
+
+        prompt_name: which of the model's own prompts is put before each text ("query"); None: its
+        default, if it has one. A prompt of token ids has none. truncate_prompt_tokens: keep the first
+        tokens, so many; -1: as many as the context has room for; None: a longer prompt is refused.
+        Otherwise as `generate`. Raises RequestError for a model that gives no embeddings, and for a
+        name that it has no prompt of.
+        """
+        params = pooling_params or PoolingParams()
+        named = []
+        for prompt in prompts_of(prompts):
+            text = text_or_ids(prompt)
+            if isinstance(text, str):
+                text = named_prompt(self._pooling(params.task), text, prompt_name)
+            named.append(text)
+        outputs = self._pooled(named, params, truncate_prompt_tokens, progress, lora_request)
+        return [
+            _result(output, EmbeddingOutput(values))
+            for output, values in zip(outputs, map(_values, outputs), strict=True)
+        ]
+
+    def classify(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        pooling_params: PoolingParams | None = None,
+        truncate_prompt_tokens: int | None = None,
+        progress: bool = False,
+        lora_request: Adapted = None,
+    ) -> list[PoolingRequestOutput[ClassificationOutput]]:
+        """Return a number for each class, of one prompt or of many: probabilities, unless
+        `use_activation` is False. Otherwise as `embed`.
+        """
+        params = pooling_params or PoolingParams(task=PoolingTask.CLASSIFY)
+        texts = [text_or_ids(prompt) for prompt in prompts_of(prompts)]
+        outputs = self._pooled(texts, params, truncate_prompt_tokens, progress, lora_request)
+        return [
+            _result(output, ClassificationOutput(values))
+            for output, values in zip(outputs, map(_values, outputs), strict=True)
+        ]
+
+    def score(
+        self,
+        data_1: str | Sequence[str],
+        data_2: str | Sequence[str],
+        *,
+        pooling_params: PoolingParams | None = None,
+        instruction: str | None = None,
+        truncate_prompt_tokens: int | None = None,
+        progress: bool = False,
+        lora_request: LoRARequest | None = None,
+    ) -> list[PoolingRequestOutput[ScoringOutput]]:
+        """Return how well each text of `data_2` fits to its text of `data_1`, or to the only one.
+
+        A model that scores pairs reads both as one prompt, with `instruction` where its template has
+        one; of a pair that is too long the end of the second text is left out. One that embeds gives
+        the cosine of the two embeddings. Otherwise as `embed`.
+        """
+        queries, documents = pairs_of(data_1, data_2)
+        config = self.engine.intake.pooling
+        if config is None or config.task is PoolingTask.CLASSIFY:
+            params = pooling_params or PoolingParams(task=PoolingTask.CLASSIFY)
+            prompts, each = self._pairs(
+                queries, documents, params, instruction, truncate_prompt_tokens
+            )
+            outputs = self._pooled(prompts, each, truncate_prompt_tokens, progress, lora_request)
+            return [
+                _result(output, ScoringOutput(values[0]))
+                for output, values in zip(outputs, map(_values, outputs), strict=True)
+            ]
+        if instruction is not None:
+            raise RequestError("instruction is for models that score pairs; this one embeds texts")
+        firsts = list(dict.fromkeys(queries))
+        embedded = self.embed(
+            [*firsts, *documents],
+            pooling_params=pooling_params,
+            truncate_prompt_tokens=truncate_prompt_tokens,
+            progress=progress,
+            lora_request=lora_request,
+        )
+        of_query = dict(zip(firsts, embedded, strict=False))
+        scored = []
+        for query, document in zip(queries, embedded[len(firsts) :], strict=True):
+            scored.append(_cosine_of(of_query[query], document))
+        return scored
+
+    def _pairs(
+        self,
+        queries: Sequence[str],
+        documents: Sequence[str],
+        params: PoolingParams,
+        instruction: str | None,
+        most: int | None,
+    ) -> tuple[list[Sequence[int]], list[PoolingParams]]:
+        """Return each pair as the tokens that the model reads, `most` of them, and its parameters.
+        Raises RequestError.
+        """
+        config = self._pooling(params.task)
+        if config.size != 1:
+            raise RequestError(
+                f"this model gives {config.size} scores, and a pair has one; use LLM.classify"
+            )
+        tokenizer = require_tokenizer(self.engine.tokenizer)
+        if most == -1:
+            most = self.engine.intake.max_model_len
+        prompts: list[Sequence[int]] = []
+        each = []
+        for query, document in zip(queries, documents, strict=True):
+            pair = pair_tokens(tokenizer, config, query, document, instruction, most)
+            prompts.append(pair.token_ids)
+            each.append(replace(params, first_segment=pair.first_segment))
+        return prompts, each
+
+    def _pooling(self, task: PoolingTask) -> PoolingConfig:
+        """Return how the model pools. Raises RequestError where it does not do `task`."""
+        self.engine.intake.check_task(PoolingParams(task=task))
+        config = self.engine.intake.pooling
+        assert config is not None
+        return config
+
+    def _pooled(
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        params: PoolingParams | Sequence[PoolingParams],
+        truncate_prompt_tokens: int | None,
+        progress: bool,
+        lora_request: Adapted,
+    ) -> list[RequestOutput]:
+        all_of_them = [params] if isinstance(params, PoolingParams) else params
+        sampling_params = [
+            SamplingParams(
+                max_tokens=0, pooling=pooling, truncate_prompt_tokens=truncate_prompt_tokens
+            )
+            for pooling in all_of_them
+        ]
+        if isinstance(params, PoolingParams):
+            sampling_params *= len(prompts)
+        return self.generate(prompts, sampling_params, progress=progress, lora_request=lora_request)
 
     def load_adapter(self, name: str, path: str) -> None:
         """Load an adapter under a name, for `LoRARequest(name)`. One that has the name is replaced:
@@ -376,6 +539,28 @@ class LLM:
             task = bar.add_task("", total=len(ids))
             while pending:
                 bar.update(task, completed=self._turns.run(advance))
+
+
+def _values(output: RequestOutput) -> list[float]:
+    """Return what was pooled of a prompt."""
+    assert output.pooled is not None, "a prompt that failed was raised"
+    return output.pooled.values.tolist()
+
+
+def _result(output: RequestOutput, pooled: PooledOutput) -> PoolingRequestOutput[PooledOutput]:
+    return PoolingRequestOutput(
+        output.request_id, pooled, output.prompt_token_ids, output.num_cached_tokens
+    )
+
+
+def _cosine_of(
+    query: PoolingRequestOutput[EmbeddingOutput], document: PoolingRequestOutput[EmbeddingOutput]
+) -> PoolingRequestOutput[ScoringOutput]:
+    """Return the score of two texts by their embeddings."""
+    score = cosine(query.outputs.embedding, document.outputs.embedding)
+    token_ids = query.prompt_token_ids + document.prompt_token_ids
+    cached = query.num_cached_tokens + document.num_cached_tokens
+    return PoolingRequestOutput(document.request_id, ScoringOutput(score), token_ids, cached)
 
 
 def _for_each(lora_request: Adapted, count: int) -> Sequence[LoRARequest | None]:

@@ -10,6 +10,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Generic, TypeVar
 
 
 class FinishReason(StrEnum):
@@ -92,6 +93,16 @@ class Scores:
         return joined
 
 
+@dataclass(frozen=True, slots=True)
+class Pooled:
+    """What a model that pools makes of a prompt: an embedding, or a number for each class.
+
+    values  float32 [size]
+    """
+
+    values: array[float]
+
+
 @dataclass
 class CompletionOutput:
     """One completion. `stop_reason` is the stop string, or the id of the request's stop_token_ids,
@@ -124,7 +135,7 @@ class RequestOutput:
     """Everything known about a request so far. `prompt` is None when token ids were given.
 
     `prompt_logprobs[0]` is None: nothing precedes the first token. `num_cached_tokens` prompt
-    tokens came from the prefix cache.
+    tokens came from the prefix cache. `pooled` is what pooling was asked for.
     """
 
     request_id: str
@@ -134,6 +145,46 @@ class RequestOutput:
     finished: bool
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     num_cached_tokens: int = 0
+    pooled: Pooled | None = None
+
+
+@dataclass
+class EmbeddingOutput:
+    """A vector of the prompt, float32."""
+
+    embedding: list[float]
+
+
+@dataclass
+class ClassificationOutput:
+    """A number for each class: probabilities, unless logits were asked for."""
+
+    probs: list[float]
+
+
+@dataclass
+class ScoringOutput:
+    """How well two texts fit together: what the model gives the pair, or the cosine of their
+    embeddings.
+    """
+
+    score: float
+
+
+PooledOutput = TypeVar("PooledOutput")
+
+
+@dataclass
+class PoolingRequestOutput(Generic[PooledOutput]):
+    """What came of one prompt of `LLM.embed`, `classify` or `score`. `num_cached_tokens` prompt tokens
+    came from the prefix cache; of a score by two embeddings, `prompt_token_ids` are those of both.
+    """
+
+    request_id: str
+    outputs: PooledOutput
+    prompt_token_ids: list[int]
+    num_cached_tokens: int = 0
+    finished: bool = True
 
 
 @dataclass(slots=True)
@@ -175,7 +226,7 @@ class RequestDelta:
     """The news of a request: the completions that advanced, and scores of its prompt.
 
     `scores` begin with the prompt's second token: nothing precedes the first. None: they are not
-    asked for, or the delta has none. `times` comes with the last delta.
+    asked for, or the delta has none. `times` and `pooled` come with the last delta.
     """
 
     request_id: str
@@ -184,6 +235,7 @@ class RequestDelta:
     scores: Scores | None = None
     num_cached_tokens: int = 0
     times: RequestTimes | None = None
+    pooled: Pooled | None = None
 
 
 @dataclass(frozen=True, slots=True)

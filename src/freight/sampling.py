@@ -17,6 +17,7 @@ from numbers import Integral, Real
 from typing import Any, TypeVar
 
 from freight.errors import SHOWN, RequestError, as_float, nearest, shown
+from freight.pooling import PoolingParams
 from freight.structured import StructuredOutputs
 
 # A temperature below this is greedy, as in vLLM: logits divided by less overflow float32
@@ -168,7 +169,7 @@ class SamplingParams:
     seed                 same seed, prompt and parameters: same tokens; None: a fresh one for the
                          request
     max_tokens           tokens to generate at most; None: up to the end of the context; 0, only
-                         with prompt_logprobs and n=1: score the prompt and generate nothing
+                         with prompt_logprobs or pooling, and n=1: generate nothing
     min_tokens           no stop id is drawn and no stop string applies before this many tokens
     stop                 strings that end the text, which ends right before them; one string or
                          several
@@ -207,6 +208,8 @@ class SamplingParams:
                          fields as a mapping. Tokens that do not fit are not drawn, and the
                          completion ends with "stop" when nothing can follow, also under ignore_eos
                          and before min_tokens
+    pooling              a vector of the prompt is asked for, with max_tokens 0, and no text
+                         (`LLM.embed`); None: not
 
     `SamplingLimits` has the largest values and the most entries of each field. `stop`,
     `stop_token_ids`, `bad_words` and `logit_bias` also take None for none; lists are stored as
@@ -240,6 +243,7 @@ class SamplingParams:
     prediction: str | None = None
     timeout_s: float | None = None
     structured_outputs: StructuredOutputs | None = None
+    pooling: PoolingParams | None = None
 
     def __post_init__(self) -> None:
         for name, value in _checked(self, LIMITS).items():
@@ -250,7 +254,11 @@ class SamplingParams:
             raise RequestError(
                 f"min_tokens is {self.min_tokens}, more than max_tokens, which is {self.max_tokens}"
             )
-        if self.max_tokens == 0 and self.prompt_logprobs is None:
+        if self.pooling is not None and not isinstance(self.pooling, PoolingParams):
+            raise RequestError(f"pooling is {self.pooling!r:.60}; give a PoolingParams")
+        if self.pooling is not None and self.max_tokens != 0:
+            raise RequestError(f"max_tokens is {self.max_tokens} with pooling; it must be 0")
+        if self.max_tokens == 0 and self.prompt_logprobs is None and self.pooling is None:
             raise RequestError(
                 "max_tokens is 0 and prompt_logprobs None; set prompt_logprobs to score the prompt, "
                 "or max_tokens to 1 or more"

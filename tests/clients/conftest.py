@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 from tests.e2e.conftest import demo_with_tools
+from tests.pooling_models import save_body
 from tests.serving import freight_serve
 
 HERE = Path(__file__).parent
@@ -101,6 +102,21 @@ def short_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     )
     with freight_serve(folder, OPTIONS) as url:
         yield url
+
+
+@pytest.fixture(scope="session")
+def pooling_servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
+    """The URLs of a server of a model that embeds, and of one that scores pairs of texts."""
+    folder = tmp_path_factory.mktemp("pooling")
+    models = [
+        save_body(folder / "embeds", "qwen3", "Model"),
+        save_body(folder / "scores", "qwen3", "ForSequenceClassification", num_labels=1),
+    ]
+    with ExitStack() as stack:
+        yield [
+            stack.enter_context(freight_serve(model, ["--kv-cache-memory", "16MiB"]))
+            for model in models
+        ]
 
 
 @pytest.fixture(scope="session")

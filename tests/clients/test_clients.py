@@ -25,3 +25,13 @@ def test_clients(script: str, clients: Clients, short_server: str) -> None:
 @pytest.mark.parametrize("script", ["instructor", "litellm", "llama_index"])
 def test_clients_of_an_older_openai(script: str, older_clients: Clients, short_server: str) -> None:
     check(older_clients.text(f"try_{script}.py", short_server))
+
+
+def test_clients_of_embeddings(clients: Clients, pooling_servers: list[str]) -> None:
+    check(clients.text("try_embeddings.py", *pooling_servers))
+
+
+def test_clients_of_embeddings_of_an_older_openai(
+    older_clients: Clients, pooling_servers: list[str]
+) -> None:
+    check(older_clients.text("try_embeddings_older.py", *pooling_servers))

@@ -93,11 +93,18 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield address
 
 
-def test_every_curl_line_is_answered_as_it_says(url: str) -> None:
+@pytest.fixture(scope="module")
+def pooling_url() -> Iterator[str]:
+    with freight_serve("demo", ["--pooling", "mean", "--kv-cache-memory", "64MiB"]) as address:
+        yield address
+
+
+def test_every_curl_line_is_answered_as_it_says(url: str, pooling_url: str) -> None:
     found = list(examples())
     assert len(found) == TEXT.count("\ncurl ") >= 8
+    pooling = TEXT.split("\n## Embeddings and scores\n")[1].split("\n## ")[0]
     for line, shown in found:
-        status, body = curl(line, url)
+        status, body = curl(line, pooling_url if line in pooling else url)
         assert status == 200, (line, body)
         answered = values(body)
         if shown:
@@ -143,6 +150,9 @@ def test_the_table_of_limits_is_the_code_s() -> None:
         "names of a JSON object": str(http_limits.json_names),
         "digits of a number": str(http_limits.number_digits),
         "prompts of a completion": str(serving.prompts),
+        "inputs of a request for embeddings or classes; documents of a ranking": str(
+            serving.inputs
+        ),
         "log-probabilities of the prompts of a request: their tokens times (`prompt_logprobs` + 1)": str(
             serving.scores
         ),

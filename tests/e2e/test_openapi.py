@@ -25,6 +25,7 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 from tests.e2e.conftest import KEY, OPTIONS, DemoServer
+from tests.pooling_models import save_body
 from tests.serving import freight_serve
 
 from freight.model.config.family import words
@@ -50,7 +51,21 @@ POSTS = {
     "/v1/responses": 6,
     "/v1/messages": 6,
     "/v1/messages/count_tokens": 6,
-    "/invocations": 0,  # bodies of three others
+    "/invocations": 0,  # bodies of others
+}
+# of a server of a model that embeds
+POOLED = {
+    "/v1/embeddings": 8,
+    "/rerank": 8,
+    "/v1/rerank": 8,
+    "/v2/rerank": 0,
+    "/score": 8,
+    "/v1/score": 0,
+    "/pooling": 8,
+    "/embed": 8,
+    # of a model that classifies
+    "/classify": 0,
+    "/predict": 0,
 }
 # they load what is on the disk: no body that a schema allows is served
 ADAPTERS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
@@ -70,6 +85,14 @@ def short_server(served_folder: Any) -> Iterator[DemoServer]:
 
 
 @pytest.fixture(scope="module")
+def embedder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DemoServer]:
+    folder = save_body(tmp_path_factory.mktemp("models") / "embeds", "qwen3", "Model")
+    options = ["--api-key", f"tests:{KEY}", "--kv-cache-memory", "16MiB"]
+    with freight_serve(folder, options, flags=["-O"]) as url:
+        yield DemoServer(url, folder.name, folder)
+
+
+@pytest.fixture(scope="module")
 def document(short_server: DemoServer) -> dict[str, Any]:
     answer = requests.get(short_server.url + "/openapi.json", headers=HEADERS, timeout=300)
     return answer.json()  # type: ignore[no-any-return]
@@ -82,6 +105,7 @@ DEPENDENT = words("""
     logit_bias stop_token_ids tools tool_choice top_logprobs prompt_logprobs stream_options
     text output_config reasoning thinking chat_template_kwargs add_generation_prompt
     continue_final_message
+    prompt_name instruction use_activation raw_scores dimensions task
 """)
 
 
@@ -90,7 +114,10 @@ def make_short(path: str, body: dict[str, Any], plain: bool) -> None:
     schema can know.
     """
     body.pop("model", None)
-    if path.startswith("/v1/"):
+    if path in POOLED:
+        for name in DEPENDENT if plain else ():
+            body.pop(name, None)
+    elif path.startswith("/v1/"):
         body["max_output_tokens" if path == "/v1/responses" else "max_tokens"] = 3
         body.pop("max_completion_tokens", None)
         for name in DEPENDENT if plain else ():
@@ -143,7 +170,7 @@ def test_what_it_says_holds(short_server: DemoServer, document: dict[str, Any]) 
     """Of every path: a few bodies, and whether it needs a key."""
     paths = document["paths"]
     expected = {("get", path) for path in (*GETS, ENDLESS)} | {
-        ("post", path) for path in (*POSTS, *ADAPTERS)
+        ("post", path) for path in (*POSTS, *POOLED, *ADAPTERS)
     }
     assert {(method, path) for path in paths for method in paths[path]} == expected
     names = [paths[path][method]["operationId"] for method, path in sorted(expected)]
@@ -159,6 +186,23 @@ def test_what_it_says_holds(short_server: DemoServer, document: dict[str, Any]) 
         if count:
             hold(short_server, document, path, "POST", MODES[place % 2], count)
     require_chat_a_refusal_and_a_form(short_server)
+
+
+def test_what_it_says_of_models_that_pool_holds(
+    embedder: DemoServer, document: dict[str, Any]
+) -> None:
+    for place, (path, count) in enumerate(POOLED.items()):
+        if count:
+            hold(embedder, document, path, "POST", MODES[place % 2], count)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES, ids=str)
+@pytest.mark.parametrize("path", [path for path, count in POOLED.items() if count])
+def test_many_bodies_of_models_that_pool(
+    path: str, mode: Any, embedder: DemoServer, document: dict[str, Any]
+) -> None:
+    hold(embedder, document, path, "POST", mode, MANY)
 
 
 def require_chat_a_refusal_and_a_form(server: DemoServer) -> None:

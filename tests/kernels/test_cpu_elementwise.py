@@ -18,7 +18,7 @@ from freight.kernels import reference
 from freight.kernels.cpu import library
 from freight.kernels.cpu.cpu_set import CpuKernels
 from freight.kernels.reference_set import REFERENCE
-from freight.operands.activation import GatedActivation, clamped_silu
+from freight.operands.activation import Activation, GatedActivation, clamped_silu
 
 SILU, GELU, CLAMPED = (
     GatedActivation.SILU,
@@ -119,6 +119,35 @@ def test_gelu(build, size, dtype):
         == [False, True, True]
     )
     assert [first[0], *first[3:6].tolist()] == [torch.inf, 0, 0, 2 * x[5, 0]]
+
+
+def exact_erf_gelu(x: Tensor) -> Tensor:
+    """x / 2 * (1 + erf(x / sqrt(2))) in float64, by erfc, which cancels nothing for x far below 0."""
+    wide = x.double()
+    return wide / 2 * torch.special.erfc(-wide / math.sqrt(2))
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=list(DTYPES))
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("build", BUILDS)
+def test_gelu_by_the_error_function(build, size, dtype):
+    """With a gate and without one."""
+    torch.manual_seed(size)
+    kernels = CpuKernels(library.load(build))
+    x = (torch.randn(7, 2 * size) * 2).clamp(-8, 9).to(dtype)
+    gate, up = x.double().chunk(2, dim=-1)
+    alone = gate.to(dtype).contiguous()
+    assert agrees(kernels.gated(x, GatedActivation.GEGLU), (exact_erf_gelu(gate) * up).to(dtype), 1)
+    assert agrees(kernels.activated(alone, Activation.GELU), exact_erf_gelu(gate).to(dtype), 1)
+    for out, expected in (
+        (kernels.gated(x, GatedActivation.GEGLU), reference.gated(x, GatedActivation.GEGLU)),
+        (kernels.activated(alone, Activation.GELU), REFERENCE.activated(alone, Activation.GELU)),
+    ):
+        assert agrees(out, expected, 1)
+    ends = torch.tensor([torch.inf, -torch.inf, torch.nan, -1e4, 0.0, 1e4]).to(dtype)
+    got = kernels.activated(ends[:, None].contiguous(), Activation.GELU)[:, 0]
+    assert got.isnan().tolist() == [False, True, True, False, False, False]
+    assert torch.equal(got[[0, 3, 4, 5]], torch.tensor([torch.inf, 0.0, 0.0, 1e4]).to(dtype))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

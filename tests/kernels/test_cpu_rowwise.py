@@ -55,7 +55,7 @@ def test_add_layer_norm(kernels, size, dtype):
     assert nan.any(1).tolist() == [False, False, False, True, False]
 
 
-@pytest.mark.parametrize("activation", Activation)
+@pytest.mark.parametrize("activation", [Activation.RELU, Activation.RELU_SQUARED])
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=list(DTYPES))
 @pytest.mark.parametrize("size", SIZES)
 def test_activations_without_a_gate_have_the_bits_of_the_reference(

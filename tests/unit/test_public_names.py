@@ -16,6 +16,8 @@ PUBLIC = {
     "AsyncLLM": "freight.async_llm",
     "LoRARequest": "freight.engine.adapters",
     "SamplingParams": "freight.sampling",
+    "PoolingParams": "freight.pooling",
+    "PoolingRequestOutput": "freight.outputs",
     "StructuredOutputs": "freight.structured",
     "RequestOutput": "freight.outputs",
     "CompletionOutput": "freight.outputs",

@@ -47,6 +47,7 @@ def test_defaults_are_those_of_vllm():
         "timeout_s": None,
         "structured_outputs": None,
         "prediction": None,
+        "pooling": None,
     }
 
 

@@ -48,3 +48,25 @@ def extend_keys(
         parent = keys[-1] if keys else root_key(salt, adapter)
         start = len(keys) * block_size
         keys.append(block_key(parent, tokens(start, start + block_size)))
+
+
+class RecentKeys:
+    """The block keys that were asked for last, at most `size` of them."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._keys: dict[bytes, None] = {}  # the latest last
+
+    def note(self, keys: Sequence[bytes]) -> int:
+        """Take note of the keys of a sequence; return how many leading ones were known before."""
+        known = 0
+        for key in keys:
+            if key not in self._keys:
+                break
+            known += 1
+        for key in keys:
+            self._keys.pop(key, None)
+            self._keys[key] = None
+        while len(self._keys) > self._size:
+            del self._keys[next(iter(self._keys))]
+        return known

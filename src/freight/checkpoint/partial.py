@@ -160,7 +160,7 @@ class Partial:
 
     def _sync(self) -> None:
         """Have all files on the disk before anything old is removed. Raises OSError."""
-        for path in self.path.iterdir():
+        for path in self.path.rglob("*"):
             _sync_path(path)
         _sync_path(self.path)
 

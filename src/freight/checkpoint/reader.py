@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import fnmatch
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -50,7 +50,8 @@ _SINGLE = "model.safetensors"
 _FETCHED = ("*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer*")
 # Files that `convert` fetches
 PICKLED = ("*.json", "pytorch_model*.bin", "*.jinja", "*.txt", "tokenizer*", "*.model")
-_NOT_FETCHED = ["*/*", "consolidated*"]  # the same weights in other forms
+# The same weights in other forms: all folders but those of sentence-transformers' modules, 2_Dense
+_NOT_FETCHED = ["[!0-9]*/*", "[0-9][!0-9_]*/*", "[0-9]*/*/*", "consolidated*"]
 # Tensors that other tools write and Freight does not use: name -> reason
 _UNUSED = {
     "*decoder.version": "the version of an older format of OPT",
@@ -336,6 +337,34 @@ class Checkpoint:
             )
         return scale
 
+    def beside(self, folder: str, name: str, shape: Iterable[int]) -> Tensor:
+        """Read a tensor of `folder`/model.safetensors, which belongs to a part that another library
+        runs behind the model. Raises CheckpointError for one that is missing or misshapen, or has
+        NaN or infinite values.
+        """
+        file = self.path / folder / _SINGLE
+        tensor = read_tensor(file, name)
+        if tensor.shape != torch.Size(shape):
+            raise CheckpointError(
+                f"{file}: {name} has shape {tuple(tensor.shape)}, and its config.json says {tuple(shape)}"
+            )
+        if not bool(tensor.float().isfinite().all()):
+            raise CheckpointError(
+                f"{file}: {name} has NaN or infinite values; fetch the model again"
+            )
+        return tensor
+
+    def names_beside(self, folder: str) -> list[str]:
+        """Return the names of the tensors in `folder`/model.safetensors, in order. Raises
+        CheckpointError.
+        """
+        file = self.path / folder / _SINGLE
+        try:
+            with safe_open(file, framework="pt") as handle:
+                return sorted(handle.keys())
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{file} cannot be read: {error}") from error
+
     def same_bits(self, name: str, other: str) -> bool:
         """Return whether two stored tensors have the same dtype, shape and bits. Reads both, up to
         the first difference. Raises CheckpointError if one is missing.
@@ -360,12 +389,12 @@ class Checkpoint:
         """Return whether a stored tensor has a value that is not 0, without taking it."""
         return bool(self._read(name).float().any())
 
-    def skip(self, pattern: str, reason: str) -> None:
-        """Skip the tensors whose name matches `pattern` (`*`, `?` and `[...]`), and record the
-        reason.
+    def skip(self, pattern: str, reason: str, pending: Container[str] = ()) -> None:
+        """Skip the tensors whose name matches `pattern` (`*`, `?` and `[...]`), but those about to be
+        taken (`pending`), and record the reason.
         """
         for name in fnmatch.filter(self._entries, pattern):
-            if name not in self._taken:
+            if name not in self._taken and name not in pending:
                 self._skipped[name] = reason
 
     def finish(self, pending: Iterable[str] = ()) -> None:

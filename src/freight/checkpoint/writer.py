@@ -37,7 +37,7 @@ from freight.errors import CapacityError, CheckpointError, ConfigError, shown
 
 SHARD_BYTES = 2 * 2**30
 # Files of a model besides config.json and weights: tokenizer, generation defaults, chat template,
-# processors of pictures and sound, licence
+# processors of pictures and sound, licence; what sentence-transformers writes of how a model is pooled
 _COPIED = (
     "generation_config.json",
     "tokenizer*",
@@ -51,6 +51,9 @@ _COPIED = (
     "tekken.json",
     "*.jinja",
     "chat_template.json",
+    "modules.json",
+    "config_sentence_transformers.json",
+    "sentence_*_config.json",
     "preprocessor_config.json",
     "processor_config.json",
     "video_preprocessor_config.json",
@@ -58,6 +61,9 @@ _COPIED = (
     "NOTICE*",
     "USE_POLICY*",
 )
+# Folders of sentence-transformers' modules (1_Pooling), and their files
+_MODULE = re.compile(r"[0-9]+_[A-Za-z]+")
+_OF_MODULE = ("config.json", "model.safetensors")
 REPORT = ("freight_quantization.json", "freight_quantization.md")  # on how a model was quantized
 _WRITTEN = (
     "config.json",
@@ -108,6 +114,8 @@ def _foreign(out: Path) -> str | None:
         return "is not a folder"
     for name in sorted(visible(out)):
         path = out / name
+        if _is_module(path) and not path.is_symlink() and _foreign_of_module(path) is None:
+            continue
         known = any(fnmatch.fnmatchcase(name, pattern) for pattern in (*_WRITTEN, *_COPIED))
         if not known or path.is_symlink() or not path.is_file():
             return f"holds {name}, which Freight did not write"
@@ -120,6 +128,27 @@ def _foreign(out: Path) -> str | None:
     return None if ours else "holds no model that Freight wrote"
 
 
+def _is_module(path: Path) -> bool:
+    """Return whether this is the folder of a module of sentence-transformers, by its name."""
+    return _MODULE.fullmatch(path.name) is not None and path.is_dir()
+
+
+def _foreign_of_module(folder: Path) -> Path | None:
+    """Return what is not of a module in its folder."""
+    for path in _matching(folder, ("*",)):
+        if path.name not in _OF_MODULE or path.is_symlink() or not path.is_file():
+            return path
+    return None
+
+
+def _module_files(source: Path) -> list[Path]:
+    """Return the files of the modules of sentence-transformers behind the model in `source`."""
+    if not (source / "modules.json").is_file():
+        return []
+    folders = filter(_is_module, _matching(source, ("*",)))
+    return [file for folder in folders for file in _matching(folder, _OF_MODULE)]
+
+
 def require_own_files(source: Path) -> None:
     """Raise CheckpointError for a file of the model or adapter in `source` that is a link to a place
     outside of the folder: a folder from anybody would put files of this machine into the output.
@@ -130,7 +159,7 @@ def require_own_files(source: Path) -> None:
     if source.is_file():
         return
     try:
-        files = _matching(source, ("*",))
+        files = _matching(source, ("*",)) + _module_files(source)
     except OSError as error:
         raise CheckpointError(f"{source} cannot be read: {error}") from error
     for file in files:
@@ -253,6 +282,9 @@ class CheckpointWriter:
         for file in copied:
             if file.is_file():
                 shutil.copyfile(file, self._folder / file.name)
+        for file in _module_files(source) if source.is_dir() else []:
+            (self._folder / file.parent.name).mkdir(exist_ok=True)
+            shutil.copyfile(file, self._folder / file.parent.name / file.name)
         for name, content in (files or {}).items():
             (self._folder / name).write_bytes(content)
         marked = {**config, "freight": {**WRITTEN, **config.get("freight", {})}}

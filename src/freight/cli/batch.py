@@ -23,7 +23,7 @@ from freight.settings.lora import named_adapters
 # The options of `freight serve` that this command has as well.
 _OPTIONS = ("served_model_name", "chat_template", "template_timeout", "unknown_fields")
 # Options that influence the speed and not the answers: a run may be continued with other values.
-_SPEED = (
+SPEED = (
     "max_num_seqs",
     "max_num_batched_tokens",
     "max_step_seconds",
@@ -79,7 +79,7 @@ def batch(
     room = LINES_PER_SEQUENCE * COMPLETIONS * args.max_num_seqs
     settings = ServerSettings(names=names, max_queue=room, **server)
     # The options that influence the answers: BatchInput hashes them into the ids of the answers.
-    engine_options = {name: value for name, value in asdict(args).items() if name not in _SPEED}
+    engine_options = {name: value for name, value in asdict(args).items() if name not in SPEED}
     engine_options["model"] = args.model
     if folder.is_dir():
         engine_options["model"] = str(folder.resolve())

@@ -1,8 +1,9 @@
-"""`freight evaluate`: what FP8 costs in quality and saves in memory, by four measurements.
+"""`freight evaluate`: what FP8 costs in quality and saves in memory, by five measurements.
 
 Each is a sub-command with the options that it reads: `caches` over a text, `long` far back in a long
-context, `tasks` of lm-eval, and `layers`. The spellings without a sub-command stay:
-`freight evaluate MODEL` is `caches`, and `--long`, `--tasks` or `--per-layer` choose another one.
+context, `tasks` of lm-eval, `layers`, and `embeddings` of a model that embeds. The spellings without
+a sub-command stay: `freight evaluate MODEL` is `caches`, and `--long`, `--tasks` or `--per-layer`
+choose another one.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from freight.base import files, terminal
 from freight.base.files import DATA_LIMIT, open_regular, reading, writing
 from freight.base.start_log import log_to_stderr
 from freight.base.terminal import progress
+from freight.base.text_lines import read_lines
 from freight.cli.options import Command, Json, option, takes_options_of_one_rank
 from freight.errors import ConfigError
 from freight.quantizer.stages import stages
@@ -310,6 +312,48 @@ def evaluate_layers(
     terminal.say(sensitivity.as_table(costs))
     terminal.say(
         f"KL in nats against an unquantized cache, over the first {costs.num_tokens:,} tokens; one layer at a time"
+    )
+
+
+@app.command("embeddings", cls=Command)
+@takes_options_of_one_rank
+def evaluate_embeddings(
+    args: EngineArgs,
+    data: Annotated[Path, option("FILE", "Your texts: one a line, or JSONL.")],
+    field: Field = "text",
+    weights: Annotated[
+        str,
+        option(
+            "LIST",
+            "Of fp8,int8,int4, or a folder with a /: a quantized checkpoint of the same model.",
+        ),
+    ] = "fp8,int8,int4",
+    prompt_name: Annotated[
+        str | None, option("NAME", "Which of the model's prompts is put before each text.")
+    ] = None,
+    dimensions: Annotated[
+        int | None, option("COUNT", "Leading numbers that are kept, before normalizing.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Compare embeddings by weights in fewer bits with those of 16 bits.
+
+    Cosines of each text's two embeddings, and how far its nearest neighbours stay the same.
+    """
+    from freight.base.tables import markdown
+    from freight.lab.evaluate.embeddings import as_rows, compare_embeddings
+
+    texts = read_lines(data, f"--data {data}", field)
+    with progress("embedding") as on_progress:
+        scores = compare_embeddings(
+            args, texts, _list(weights) or (), prompt_name, dimensions, on_progress
+        )
+    if as_json:
+        print(json.dumps({"model": args.model, "weights": [asdict(score) for score in scores]}))
+        return
+    terminal.say(markdown(as_rows(scores), num_left=1))
+    terminal.say(
+        f"{scores[0].texts:,} texts, against the stored weights; overlap of the {scores[0].nearest} nearest others"
     )
 
 

@@ -28,6 +28,7 @@ from freight.cli.batch import batch
 from freight.cli.chat import chat
 from freight.cli.convert import convert
 from freight.cli.demo import demo
+from freight.cli.embed import embed
 from freight.cli.env import env
 from freight.cli.generate import generate
 from freight.cli.inspect import inspect
@@ -109,6 +110,7 @@ for verb in (
     chat,
     serve,
     batch,
+    embed,
     verify,
     quantize,
     convert,

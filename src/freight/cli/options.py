@@ -58,6 +58,7 @@ CHOICES: dict[str, Sequence[object]] = {  # for --help; `settings.resolve.check`
     "kernels": resolve.KERNEL_FORMS,
     "attention_compute": resolve.ATTENTION_COMPUTES,
     "activations": resolve.ACTIVATIONS,
+    "pooling": resolve.POOLINGS,
 }
 
 
@@ -163,6 +164,11 @@ ENGINE_FLAGS = (
         "activations",
         str,
         "What products with weights in 4 bits round their inputs to; auto: int8 on a CPU.",
+    ),
+    Flag(
+        "pooling",
+        str,
+        "How the states of a prompt become one; auto: as the model declares; none: it generates.",
     ),
     Flag("max_model_len", int | None, "Longest context in tokens; default: the model's.", "TOKENS"),
     Flag("max_num_seqs", int, "Most requests in one step.", "COUNT"),

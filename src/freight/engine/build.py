@@ -51,6 +51,7 @@ from freight.model.adapted import adapter_bytes
 from freight.model.adapter_modules import adapter_modules
 from freight.model.adapters import AdapterBanks
 from freight.model.architectures import tensor_names
+from freight.model.config.model import ModelConfig
 from freight.model.decoder import Decoder, LanguageModel
 from freight.model.loader import tensor_shapes
 from freight.model.open import OpenModel, open_model
@@ -62,6 +63,7 @@ from freight.parallel.ranks import Ranks
 from freight.settings.device import DeviceFacts, numa_nodes, probe
 from freight.settings.engine import EngineArgs, EngineConfig, listed_layers
 from freight.settings.lora import named_adapters
+from freight.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("freight")
 
@@ -205,7 +207,7 @@ def _start(
     tokenizer = opened.load_tokenizer()
     opened.log_stops()
     if before_weights is not None:
-        before_weights(Intake(tokenizer, opened.model.vocab_size, plan.config.max_model_len))
+        before_weights(_intake(opened.model, tokenizer, plan.config.max_model_len))
     lora = plan.config.lora
     if lora is not None:
         dtype = torch_dtype(plan.config.compute_format)
@@ -231,8 +233,12 @@ def _start(
         )
     if ready.config.fp8_attention:
         logger.info("attention: products in FP8")
-    intake = Intake(tokenizer, opened.model.vocab_size, ready.config.max_model_len)
+    intake = _intake(opened.model, tokenizer, ready.config.max_model_len)
     return _assemble(ready, intake, pool, memories, led), ready.config
+
+
+def _intake(model: ModelConfig, tokenizer: Tokenizer | None, max_model_len: int) -> Intake:
+    return Intake(tokenizer, model.vocab_size, max_model_len, model.pooling, model.generates)
 
 
 def _plan(opened: OpenModel) -> _Plan:
@@ -338,6 +344,7 @@ def _assemble(
         max_model_len=config.max_model_len,
         most_drafts=config.most_drafts,
         store=store,
+        whole_prompts=opened.model.attends_both_ways,
     )
     captured = captured_steps(ready.model, pool, ready.kernels, config)
     leader = None
@@ -474,7 +481,7 @@ def _most_drafts(
 
     exact: whether a row's bits depend on its own history alone, or the drafts were asked for
     """
-    if not config.most_drafts:
+    if not config.most_drafts or not decoder.config.generates:
         return 0
     obstacle = ""
     if not spec.repeatable:

@@ -20,6 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from freight.engine.pooled import PooledPart, PooledPrompt
 from freight.engine.prepare import Logits, SequenceSlice
 from freight.engine.runner import ModelRunner, StepRows
 from freight.engine.sampler import Sampled, SamplingRow, prompt_logprobs, sample
@@ -39,13 +40,14 @@ class ChunkWork(NamedTuple):
 
     `num_scored` counts the log-probabilities of prompt tokens that are there already, the first
     token's None included; None when they are not wanted. The tokens of `stated` are drawn again,
-    as far as the chunk has rows for them.
+    as far as the chunk has rows for them. `pooled`: the prompt is pooled, and nothing drawn.
     """
 
     chunk: ScheduledChunk
     row: SamplingRow
     num_scored: int | None
     stated: StatedAnswer | None = None
+    pooled: PooledPrompt | None = None
 
     @property
     def scores(self) -> bool:
@@ -80,18 +82,22 @@ class ChunkWork(NamedTuple):
         if chunk.drafts:
             return SequenceSlice(tokens, chunk.start, chunk.block_ids, Logits.ALL, slot)
         logits = Logits.NONE
-        if self.scores or self.redraws:
+        second_text = None
+        if self.pooled is not None:
+            logits = self.pooled.rows_of(chunk)
+            second_text = self.pooled.params.first_segment
+        elif self.scores or self.redraws:
             logits = Logits.ALL
         elif chunk.samples:
             logits = Logits.LAST
-        return SequenceSlice(tokens, chunk.start, chunk.block_ids, logits, slot)
+        return SequenceSlice(tokens, chunk.start, chunk.block_ids, logits, slot, second_text)
 
 
 @dataclass(slots=True)
 class ChunkResult:
     """`sampled` are the tokens drawn: none for a chunk that does not sample, and one more for each
     draft that came true. `scored` are the further scores of its prompt. `redrawn` is what
-    was drawn of a stated answer.
+    was drawn of a stated answer. `pooled` is what is known of a pooled prompt.
 
     With `error` the request cannot go on, and the rest means nothing.
     """
@@ -99,6 +105,7 @@ class ChunkResult:
     sampled: Sequence[Sampled] = ()
     scored: Scores | None = None
     redrawn: DrawnAgain | None = None
+    pooled: PooledPart | None = None
     error: str | None = None
 
 
@@ -207,6 +214,9 @@ def _compute(runner: ModelRunner, work: Sequence[ChunkWork]) -> list[ChunkResult
             result = _score(item, rows, first_row)
         if item.stated is not None and item.redraws:
             result.redrawn = item.stated.draw(item.chunk, rows, first_row)
+        if item.pooled is not None:
+            result.pooled = item.pooled.pool(item.chunk, rows, first_row)
+            result.error = result.pooled.error
         results.append(result)
         if item.chunk.samples:
             drawn += range(end - item.num_drawn, end)

@@ -191,7 +191,7 @@ class DecodeSteps:
         """
         count = 0
         for part in slices:
-            if part.num_logit_rows != len(part.token_ids):
+            if part.num_logit_rows != len(part.token_ids) or part.logits.is_state:
                 return False
             count += part.num_logit_rows
         if count > len(slices) and not self._several_rows:

@@ -31,6 +31,7 @@ from freight.engine.drafts import Drafter, Drafts, Forced
 from freight.engine.grammar import Grammars, Matcher
 from freight.engine.intake import AcceptedPrompt, Intake
 from freight.engine.pace import Pace
+from freight.engine.pooled import PooledPrompt
 from freight.engine.progress import Completion, Group
 from freight.engine.redraw import RedrawGroup, Redrawn
 from freight.engine.request import Request
@@ -432,8 +433,11 @@ class Engine:
             its_params = params
             if index:  # one completion with the prompt's log-probabilities is enough
                 its_params = replace(params, prompt_logprobs=None)
+            pooled = self._pooled_prompt(prompt, params)
             needed_from = None
             if its_params.prompt_logprobs is not None:
+                needed_from = 0
+            if pooled is not None and pooled.needs_all_rows:
                 needed_from = 0
             grammar = self._matcher(params)
             if grammar is not None and self.mode is Mode.DRAFTING:
@@ -453,8 +457,15 @@ class Engine:
                 adapter=adapter,
                 needed_from=needed_from,
             )
-            group.completions.append(Completion(request, text_of, tokenizer))
+            group.completions.append(Completion(request, text_of, tokenizer, pooled=pooled))
         return group
+
+    def _pooled_prompt(self, prompt: AcceptedPrompt, params: SamplingParams) -> PooledPrompt | None:
+        if params.pooling is None:
+            return None
+        pooler = self.runner.model.pooler
+        assert pooler is not None, "Intake refuses what is not pooled"
+        return PooledPrompt(pooler, params.pooling, len(prompt.token_ids))
 
     def _new_redraws(
         self,
@@ -564,7 +575,7 @@ class Engine:
         num_scored = None
         if chunk.request.index == 0:
             num_scored = group.num_scored
-        return ChunkWork(chunk, completion.row, num_scored, completion.stated)
+        return ChunkWork(chunk, completion.row, num_scored, completion.stated, completion.pooled)
 
     def _compute(self, step: Step, launched: Launched | None) -> tuple[Step, StepResult]:
         """Return what is still wanted of `step`, and a result for each chunk of it.
@@ -647,6 +658,8 @@ class Engine:
                 group.scores.append(result.scored)
             if completion.stated is not None and result.redrawn is not None:
                 completion.stated.take(result.redrawn)
+            if completion.pooled is not None and result.pooled is not None:
+                completion.pooled.take(result.pooled)
             if result.sampled:
                 self._keep_logprobs(completion, result.sampled[0])
                 tokens[request_id] = [result.sampled[0].token_id]

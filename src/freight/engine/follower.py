@@ -220,7 +220,12 @@ def _serve(
                     logits = _LOGITS[part.logits]
                     slices.append(
                         SequenceSlice(
-                            part.token_ids, part.start, part.block_ids, logits, part.adapter
+                            part.token_ids,
+                            part.start,
+                            part.block_ids,
+                            logits,
+                            part.adapter,
+                            part.second_text,
                         )
                     )
                 rows = runner.run(slices)

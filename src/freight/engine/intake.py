@@ -15,7 +15,9 @@ from freight.engine.bad_words import BadWords, read_bad_words
 from freight.engine.drafts import LONGEST_TEXT
 from freight.engine.grammar import Grammars
 from freight.engine.request import check_length
-from freight.errors import RequestError
+from freight.errors import RequestError, choices
+from freight.model.config.pooling import PoolingConfig
+from freight.pooling import PoolingParams, PoolingTask
 from freight.sampling import SamplingParams
 from freight.structured import StructuredOutputs
 from freight.text.tokenizer import Tokenizer
@@ -31,11 +33,17 @@ class AcceptedPrompt:
 
 @dataclass(frozen=True)
 class Intake:
-    """A model as its prompts see it. `tokenizer` is None when prompts are token ids only."""
+    """A model as its prompts see it. `tokenizer` is None when prompts are token ids only.
+
+    pooling    how it makes a vector of a prompt; None: it only generates
+    generates  whether text may be asked of it
+    """
 
     tokenizer: Tokenizer | None
     vocab_size: int
     max_model_len: int
+    pooling: PoolingConfig | None = None
+    generates: bool = True
 
     def accept(
         self, prompt: str | Sequence[int], params: SamplingParams, add_special_tokens: bool = True
@@ -45,6 +53,7 @@ class Intake:
 
         add_special_tokens: to a text what the tokenizer adds, such as BOS.
         """
+        self.check_task(params.pooling)
         if isinstance(prompt, bytes | bytearray):
             raise RequestError(
                 f"the prompt is {type(prompt).__name__}; decode it to a string, or give token ids"
@@ -75,9 +84,50 @@ class Intake:
             self.predicted(params)
         return AcceptedPrompt(text, token_ids)
 
+    def check_task(self, params: PoolingParams | None) -> None:
+        """Raise RequestError where the model does not do what is asked."""
+        pooling = self.pooling
+        if params is None:
+            if pooling is not None and not self.generates:
+                raise RequestError(
+                    f"this model gives {_RESULTS[pooling.task]} and no text ({pooling.source}); {_ASK[pooling.task]}, "
+                    "or start it with --pooling none if it can generate"
+                )
+            return
+        if pooling is None:
+            raise RequestError(
+                f"this model generates text and declares no pooling, so it gives no {_RESULTS[params.task]}; start it "
+                "with --pooling last, mean or cls to pool its final states, or serve an embedding model"
+            )
+        if params.task is not pooling.task:
+            raise RequestError(
+                f"this model gives {_RESULTS[pooling.task]} and no {_RESULTS[params.task]} ({pooling.source}); "
+                f"{_ASK[pooling.task]}"
+            )
+        if params.first_segment is not None and pooling.token_types < 2:
+            raise RequestError(
+                f"first_segment is {params.first_segment}; this model has no token type for a second text; leave it "
+                "out"
+            )
+        dimensions = params.dimensions
+        if dimensions is None:
+            return
+        if dimensions > pooling.size:
+            raise RequestError(
+                f"dimensions is {dimensions}; the embeddings of this model have {pooling.size}"
+            )
+        if pooling.dimensions and dimensions not in (*pooling.dimensions, pooling.size):
+            trained = choices(map(str, pooling.dimensions))
+            raise RequestError(
+                f"dimensions is {dimensions}; this model was trained to be cut to {trained}"
+            )
+
     def cut(self, token_ids: Sequence[int], params: SamplingParams) -> Sequence[int]:
         """Return the last of a prompt's tokens, as many as `truncate_prompt_tokens` says. To cut
         twice is to cut once.
+
+        Of a prompt that is pooled the first ones are kept, and the special tokens at its end: what
+        a text is about is said at its beginning, and a model pools the token that ends it.
 
         Raises RequestError for -1 where max_tokens leave nothing of the context.
         """
@@ -94,7 +144,16 @@ class Intake:
                     f"truncate_prompt_tokens is -1, and {answer} tokens of an answer leave nothing of max_model_len "
                     f"{self.max_model_len} to a prompt; ask for fewer"
                 )
-        return token_ids[-most:]
+        if params.pooling is None:
+            return token_ids[-most:]
+        if len(token_ids) <= most:
+            return token_ids
+        behind = 0
+        if self.tokenizer is not None:
+            special = self.tokenizer.special_token_ids
+            while behind < most and token_ids[-1 - behind] in special:
+                behind += 1
+        return [*token_ids[: most - behind], *token_ids[len(token_ids) - behind :]]
 
     def bad_words(self, params: SamplingParams) -> BadWords | None:
         """Return the tokens of `bad_words`; None without any. Raises RequestError."""
@@ -154,3 +213,10 @@ class Intake:
                 )
             ids.append(int(token))
         return tuple(ids)
+
+
+_RESULTS = {PoolingTask.EMBED: "embeddings", PoolingTask.CLASSIFY: "scores"}
+_ASK = {
+    PoolingTask.EMBED: "use LLM.embed or /v1/embeddings",
+    PoolingTask.CLASSIFY: "use LLM.classify, LLM.score, /classify, /score or /rerank",
+}

@@ -408,7 +408,12 @@ class Leader:
         """Return a step's slices as the others read them."""
         numbers = [
             SliceNumbers(
-                part.token_ids, part.start, part.block_ids, _CODES[part.logits], part.adapter
+                part.token_ids,
+                part.start,
+                part.block_ids,
+                _CODES[part.logits],
+                part.adapter,
+                part.second_text,
             )
             for part in slices
         ]

@@ -16,11 +16,18 @@ from freight.operands.batch import ForwardBatch
 
 
 class Logits(Enum):
-    """Which rows of a slice need logits."""
+    """Which rows of a slice need logits, or their final states."""
 
     NONE = "none"  # a chunk of prefill that is not the last
     LAST = "last"  # the next token is sampled
     ALL = "all"  # prompt log-probabilities, evaluation
+    STATE = "state"  # the final state of the last row is pooled
+    STATES = "states"  # those of all rows are
+
+    @property
+    def is_state(self) -> bool:
+        """Whether final states are read, which a replayed step does not give."""
+        return self in (Logits.STATE, Logits.STATES)
 
 
 class BlockLayout(Protocol):
@@ -35,7 +42,7 @@ class BlockLayout(Protocol):
 
 class SequenceSlice(NamedTuple):
     """`token_ids` of one sequence at positions start, start + 1, …, its block tables by cache group,
-    and the slot of its adapter.
+    the slot of its adapter, and the position from which on its tokens have the second token type.
 
     Entry i of a table is the block of tokens i * tokens_per_block … of its group, for all that are
     stored and those of this slice; entries of blocks that were given back are 0.
@@ -46,12 +53,13 @@ class SequenceSlice(NamedTuple):
     block_ids: Sequence[Sequence[int]]
     logits: Logits
     adapter: int | None = None
+    second_text: int | None = None
 
     @property
     def num_logit_rows(self) -> int:
-        if self.logits is Logits.ALL:
+        if self.logits in (Logits.ALL, Logits.STATES):
             return len(self.token_ids)
-        return int(self.logits is Logits.LAST)
+        return int(self.logits is not Logits.NONE)
 
 
 def have_adapters(slices: Sequence[SequenceSlice]) -> bool:
@@ -63,6 +71,19 @@ def slots_of(slices: Sequence[SequenceSlice]) -> NDArray[np.int32]:
     """Return the slot of each slice's adapter, or NO_ADAPTER."""
     slots = [NO_ADAPTER if part.adapter is None else part.adapter for part in slices]
     return np.array(slots, np.int32)
+
+
+def types_of(
+    slices: Sequence[SequenceSlice], position: NDArray[np.int64], sequence: NDArray[np.int64]
+) -> NDArray[np.int64] | None:
+    """Return the token type of each row, at its position in its sequence, the index of its slice;
+    None: all have the first.
+    """
+    if all(part.second_text is None for part in slices):
+        return None
+    never = np.iinfo(np.int64).max
+    begins = [never if part.second_text is None else part.second_text for part in slices]
+    return (position >= np.array(begins, np.int64)[sequence]).astype(np.int64)
 
 
 def prepare(
@@ -104,6 +125,7 @@ def prepare(
     adapters = None
     if have_adapters(slices):
         adapters = slots_of(slices)[sequence]
+    token_types = types_of(slices, position, sequence)
 
     def tensor(array: NDArray[np.int32] | NDArray[np.int64]) -> Tensor:
         host = torch.from_numpy(array)
@@ -121,4 +143,5 @@ def prepare(
         logit_rows=tensor(np.concatenate(rows)),
         some_decode=any(len(part.token_ids) == 1 for part in slices),
         adapters=None if adapters is None else tensor(adapters),
+        token_types=None if token_types is None else tensor(token_types),
     )

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from freight.engine.accounts import Stamps
 from freight.engine.adapters import LoadedAdapter
+from freight.engine.pooled import PooledPrompt
 from freight.engine.request import Request
 from freight.engine.sampler import SamplingRow
 from freight.engine.stated import StatedAnswer
@@ -19,6 +20,7 @@ from freight.outputs import (
     CompletionDelta,
     CompletionOutput,
     FinishReason,
+    Pooled,
     RequestDelta,
     RequestOutput,
     RequestTimes,
@@ -40,6 +42,7 @@ class Completion:
     tokenizer         for the text of tokens in log-probabilities; None when there is none, or no
                       text is asked for
     stated            the answer in its prompt whose tokens are drawn again; None: it draws its own
+    pooled            its prompt, of which a vector is made; None: it draws tokens
     """
 
     request: Request
@@ -47,6 +50,7 @@ class Completion:
     tokenizer: Tokenizer | None
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     stated: StatedAnswer | None = None
+    pooled: PooledPrompt | None = None
 
     def __post_init__(self) -> None:
         self._sent_tokens = self._sent_chars = 0  # what earlier deltas had
@@ -218,6 +222,14 @@ class Group:
             return None
         return 1 + sum(map(len, self.scores))
 
+    @property
+    def pooled(self) -> Pooled | None:
+        """What pooling has come to; None before its end, and where it is not asked for."""
+        prompt = self.completions[0].pooled
+        if prompt is None or not self.finished:
+            return None
+        return prompt.pooled
+
     def stamp(self, now: float) -> None:
         """Take note of what has happened by `now`: its first token, its end, and a first step that
         was interrupted.
@@ -265,6 +277,7 @@ class Group:
             scores=scores,
             num_cached_tokens=self.completions[0].request.num_cached_tokens,
             times=times,
+            pooled=self.pooled,
         )
 
     def output(self) -> RequestOutput:
@@ -280,6 +293,7 @@ class Group:
             finished=self.finished,
             prompt_logprobs=prompt_logprobs,
             num_cached_tokens=self.completions[0].request.num_cached_tokens,
+            pooled=self.pooled,
         )
 
     def _all_prompt_logprobs(self) -> list[TokenLogprobs | None]:

@@ -69,6 +69,7 @@ class Request:
     num_counted_tokens leading prompt tokens that were computed or found, as far as they are in the
                        Scheduler's totals
     num_drafted        tokens drafted for it so far, and how many of them were drawn
+    num_kept_tokens    leading tokens of a pooled prompt whose blocks are indexed: another had them
     was_admitted       whether it was ever admitted
     asked_store        whether all that the store may have for it was brought in
     arrival            counts up from 0 over all requests added to the Scheduler
@@ -100,6 +101,7 @@ class Request:
     num_counted_tokens: int = 0
     num_drafted: int = 0
     num_accepted: int = 0
+    num_kept_tokens: int = 0
     was_admitted: bool = False
     asked_store: bool = False
     arrival: int = -1

@@ -60,6 +60,11 @@ class StepRows:
         with self.leader.taking_logits(rows):
             return self._logits(rows)
 
+    def states(self, first: int, count: int) -> Tensor:
+        """[count, hidden_size], in the compute dtype: the final states of rows from `first` on."""
+        assert self.hidden is not None, "a step that is pooled is not replayed"
+        return self.hidden[first : first + count]
+
     def _logits(self, rows: Sequence[int]) -> Tensor:
         source = self.captured
         if source is None:

@@ -27,6 +27,8 @@ end of the known tokens samples one more.
 - Prefix hits leave at least the last known token to compute, so a shared block is never written.
   The completions of one prompt wait for the first of them to compute the prompt, and then share its
   blocks.
+- Nothing follows a prompt that is pooled, so its blocks are not indexed, but for a prefix that another
+  such prompt had before: of an instruction, or of a query that is compared with many texts.
 - With a store below the cache (prefix_fetch.py) a waiting request waits for what comes from there,
   and others may overtake it meanwhile. Blocks that come are given up before anybody is preempted.
 
@@ -47,7 +49,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from operator import attrgetter
 
 from freight.cache.manager import NOTHING, CacheManager
-from freight.cache.prefix import extend_keys
+from freight.cache.prefix import RecentKeys, extend_keys
 from freight.cache.stored import StoredPrefixes
 from freight.engine.accounts import Totals
 from freight.engine.prefix_fetch import PrefixFetch
@@ -56,6 +58,9 @@ from freight.engine.request import Request, RequestState, check_length
 from freight.engine.step import ScheduledChunk, Step
 from freight.errors import CapacityError, RequestError
 from freight.outputs import FinishReason
+
+# keys of blocks of pooled prompts that are remembered: of 262,144 tokens, with 16 in a block
+POOLED_KEYS = 1 << 14
 
 _arrival = attrgetter("arrival")
 
@@ -80,11 +85,16 @@ class Scheduler:
         max_model_len: int,
         most_drafts: int = 0,
         store: StoredPrefixes | None = None,
+        whole_prompts: bool = False,
     ) -> None:
         """`most_drafts`: of a step of one request without a prompt; with more there are fewer
-        (`drafts_beside`). `store`: what `cache` has below it.
+        (`drafts_beside`). `store`: what `cache` has below it. `whole_prompts`: a prompt is one chunk,
+        because its tokens see those after them.
         """
         assert min(max_num_seqs, max_num_batched_tokens, max_model_len) > 0
+        assert max_num_batched_tokens >= max_model_len or not whole_prompts
+        self._whole_prompts = whole_prompts
+        self._pooled_keys = RecentKeys(POOLED_KEYS)
         self._cache = cache
         self._block_size = cache.block_size
         self._caching = cache.enable_prefix_caching
@@ -180,7 +190,8 @@ class Scheduler:
         preempted: list[Request] = []
         running = self._running
         budget = self._max_num_batched_tokens
-        budget = min(budget, max(max_tokens or budget, len(running)))
+        if not self._whole_prompts:
+            budget = min(budget, max(max_tokens or budget, len(running)))
         for position, request in enumerate(running):  # preemption shortens it from the end
             reserved = len(running) - position - 1
             start = request.num_computed_tokens
@@ -482,6 +493,8 @@ class Scheduler:
         it does not fit.
         """
         num_tokens = request.num_tokens
+        if self._whole_prompts and num_tokens > budget:
+            return None
         admitted = self._cache.admit(
             self._hit_keys(request), num_tokens, reserve=len(self._running)
         )
@@ -503,6 +516,10 @@ class Scheduler:
     def _count_admitted(self, request: Request) -> None:
         """Count what a request looked up and found in the prefix cache when it was first admitted."""
         request.was_admitted = True
+        if request.params.pooling is not None and self._takes_hits(request):
+            self._extend_keys(request, request.num_prompt_tokens // self._block_size)
+            known = self._pooled_keys.note(request.block_keys)
+            request.num_kept_tokens = known * self._block_size
         if self._takes_hits(request):
             self.totals.prefix_queries += request.num_prompt_tokens
             self.totals.prefix_hits += request.num_computed_tokens
@@ -572,7 +589,12 @@ class Scheduler:
         computed = request.num_computed_tokens
         if previously_computed // size < computed // size and self._caching:
             self._extend_keys(request, computed // size)
-            self._cache.register(request.held, request.block_keys, previously_computed, computed)
+            if request.params.pooling is not None:
+                computed = min(computed, request.num_kept_tokens)
+            if previously_computed < computed:
+                self._cache.register(
+                    request.held, request.block_keys, previously_computed, computed
+                )
 
     def _finish_if_done(self, request: Request) -> None:
         """End the request if its last token does."""
@@ -597,7 +619,8 @@ class Scheduler:
             self._fetches.forget(request)
         else:
             self._cache.release(request.held)
-            self._fetches.offer(request, request.held)
+            if request.params.pooling is None:
+                self._fetches.offer(request, request.held)
         request.held = NOTHING
         # its tables may take 11 MiB, and the request is kept until its answer is read
         request.drafter = None

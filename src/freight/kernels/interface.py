@@ -305,9 +305,10 @@ class KernelSet(Protocol):
         call: AttentionCall,
         consumer: PackedWeight | None = None,
     ) -> Rows:
-        """Compute causal grouped-query attention of each row over the stored keys of its sequence.
+        """Compute grouped-query attention of each row over the stored keys of its sequence.
 
-        q: [num_tokens, num_heads, k_dim]; returns [num_tokens, num_heads, v_dim] in q's dtype, or
+        Without `call.causal` the step has every row of each sequence (`Sequences.are_whole`). q:
+        [num_tokens, num_heads, k_dim]; returns [num_tokens, num_heads, v_dim] in q's dtype, or
         with a `consumer` what the set makes of [num_tokens, num_heads * v_dim]. The center that
         `rotate_store` subtracted is added back to the score of every key, so that sinks weigh the
         same as without a center. Raises KernelError for a context shorter than its queries.

@@ -322,6 +322,13 @@ def add_rms_norm(
     return x, rms_norm(x, weight, eps)
 
 
+def gelu(x: Tensor) -> Tensor:
+    """Return x / 2 * (1 + erf(x / sqrt(2))) of float32 (Hendrycks and Gimpel 2016). With erfc nothing
+    cancels where x is far below 0.
+    """
+    return x * (0.5 * torch.erfc(x * -math.sqrt(0.5)))
+
+
 def gated(
     gate_up: Tensor, activation: GatedActivation, consumer: PackedWeight | None = None
 ) -> Tensor:
@@ -333,6 +340,8 @@ def gated(
         return (gate / (1.0 + torch.exp(-1.702 * gate)) * (up + 1.0)).to(gate_up.dtype)
     if activation.function is GatedFunction.GELU_TANH:
         value = F.gelu(gate, approximate="tanh")
+    elif activation.function is GatedFunction.GEGLU:
+        value = gelu(gate)
     else:
         value = gate / (1.0 + torch.exp(-gate))
     limit = activation.limit or math.inf  # 0: the function has no limit
@@ -488,19 +497,21 @@ def attention(
     call: AttentionCall,
     products: Fp8Products = Fp8Products.NONE,
 ) -> Tensor:
-    """Compute causal grouped-query attention of each row over the stored keys of its sequence.
+    """Compute grouped-query attention of each row over the stored keys of its sequence.
 
     q: [num_tokens, num_heads, k_dim]; the sequences' keys, this step's included, are stored
-    already. A key at position j is visible from position i if j <= i and, with a sliding window, i
-    - j < window. With a soft cap (Gemma 2, Riviere et al. 2024) a score s = softmax_scale * q . k
-    becomes soft_cap * tanh(s / soft_cap). Sinks are an additional score of each
-    row of that head whose value is 0, so that it enters only the sum of the softmax (Xiao et al.
-    2024; learned in gpt-oss, arXiv 2508.10925). Neither window, soft cap nor center changes it.
+    already. A key at position j is visible from position i if j <= i or the call is not causal, and
+    with a sliding window, if |i - j| < window. With a soft cap (Gemma 2, Riviere et al. 2024) a
+    score s = softmax_scale * q . k becomes soft_cap * tanh(s / soft_cap). Sinks are an additional
+    score of each row of that head whose value is 0, so that it enters only the sum of the softmax
+    (Xiao et al. 2024; learned in gpt-oss, arXiv 2508.10925). Neither window, soft cap nor center
+    changes it.
     Returns [num_tokens, num_heads, v_dim] in q's dtype; computes in float32. Raises KernelError for
     a context shorter than its queries: a row before the first key would have no key to attend to.
     """
     out = q.new_empty(*q.shape[:2], pages.v.shape[3])
     window = call.window
+    assert call.causal or sequences.are_whole, "later keys of a sequence are not stored yet"
     starts = sequences.query_starts.tolist()
     lengths = sequences.context_lens.tolist()
     for seq, length in enumerate(lengths):
@@ -530,6 +541,7 @@ def attention(
                 k,
                 v,
                 first,
+                length,
                 skipped,
                 pages,
                 call,
@@ -565,12 +577,14 @@ def _attend(
     k: Tensor,
     v: Tensor,
     first: int,
+    length: int,
     skipped: int,
     pages: KVPages,
     call: AttentionCall,
     products: Fp8Products,
 ) -> Tensor:
-    """Attend with one query tile, at positions from `first` on, over the key tiles of a sequence.
+    """Attend with one query tile, at positions from `first` on, over the key tiles of a sequence of
+    `length` keys.
 
     k (transposed) and v hold the tiles from tile `skipped` on. Returns [rows, num_heads, v_dim].
     """
@@ -605,11 +619,16 @@ def _attend(
     total = torch.full_like(best, 0.0 if sinks is None else 1.0)
     output = queries.new_zeros(*queries.shape[:2], v.shape[-1])
     begin = 0 if window is None else max(0, first - window + 1) // KEY_TILE
-    for tile in range(begin, (first + rows - 1) // KEY_TILE + 1):
+    end = first + rows if call.causal else length
+    if window is not None:
+        end = min(end, first + rows - 1 + window)
+    for tile in range(begin, -(-end // KEY_TILE)):
         key = torch.arange(
             tile * KEY_TILE, (tile + 1) * KEY_TILE, dtype=torch.int64, device=q.device
         )
-        seen = key <= position if window is None else (key <= position) & (position - key < window)
+        seen = key <= position if call.causal else (key < length).expand(len(position), -1)
+        if window is not None:
+            seen = seen & ((position - key).abs() < window)
         scores = torch.bmm(queries, k[tile - skipped])
         if center is not None and coefficients is not None:
             scores = scores + torch.bmm(coefficients, center.angles(tile))

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from freight.kernels.reference import linear, rms_norm
+from freight.kernels.reference import gelu, linear, rms_norm
 from freight.operands.activation import Activation, GateFunction
 from freight.operands.adapters import AdapterBank
 from freight.operands.packed import JoinedPart, PackedWeight
@@ -89,7 +89,9 @@ def add_layer_norm(
 
 
 def activated(x: Tensor, activation: Activation, consumer: PackedWeight | None = None) -> Tensor:
-    """Return activation(x), element by element; NaN stays NaN."""
+    """Return activation(x), element by element; NaN stays NaN. GELU is computed in float32."""
+    if activation is Activation.GELU:
+        return gelu(x.float()).to(x.dtype)
     positive = torch.relu(x)
     return positive.square() if activation is Activation.RELU_SQUARED else positive
 

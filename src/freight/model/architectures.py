@@ -46,6 +46,8 @@ def tensor_names(config: ModelConfig) -> TensorNames:
         layer=body + names.layer,
         head=head + names.head,
         positions=body + names.positions,
+        token_types=body + names.token_types,
+        embedded_norm=body + names.embedded_norm,
         project_in=body + names.project_in,
         project_out=body + names.project_out,
         per_layer_table=body + names.per_layer_table,

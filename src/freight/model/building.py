@@ -159,7 +159,11 @@ class Builder:
         """
         eps = self.config.norm_eps / self.divisor**2
         if self.config.norm_kind is NormKind.LAYER:
-            return LayerNorm(self.tensor(name), self.tensor(bias_of(name)), eps, self.kernels)
+            scale = self.tensor(name)
+            bias = (
+                self.tensor(bias_of(name)) if self.config.norm_biases else torch.zeros_like(scale)
+            )
+            return LayerNorm(scale, bias, eps, self.kernels)
         return RMSNorm(self.norm_weight(name) if weight is None else weight, eps, self.kernels)
 
     def kept(self, modules: Sequence[str], rows: Tensor | None = None) -> Projection:

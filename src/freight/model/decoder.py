@@ -20,6 +20,7 @@ from freight.model.layers.embedding import Embedding, LogitsHead
 from freight.model.layers.norm import Norm
 from freight.model.layers.per_layer_embeddings import PerLayerEmbedding, PerLayerEmbeddings
 from freight.model.mixers.attention.layer import Attention
+from freight.model.pooler import Pooler
 from freight.operands.activation import GateFunction
 from freight.operands.batch import ForwardBatch
 from freight.operands.packed import PackedWeight, Rows, as_tensor
@@ -94,6 +95,8 @@ class DecoderLayer:
     norm(x + mixer(x)); x = norm(x + mlp(x)). With `NormPlacement.OUTPUT` the inputs are not normed:
     x += norm(mixer(x)); x += norm(mlp(x)).
 
+    With `raw_mixer` the input of the mixer is not normed, and `mixer_norm` only adds the stream up.
+
     A layer without a mixer, or without `mlp`, has only the other part and that part's norm.
 
     `parallel_experts` adds a mixture of experts in parallel with `mlp`; the norms of both are summed.
@@ -111,6 +114,7 @@ class DecoderLayer:
     scalar: Tensor | None = None
     per_layer: PerLayerEmbedding | None = None
     parallel_experts: ParallelExperts | None = None
+    raw_mixer: bool = False
 
     def __call__(self, stream: Residual, batch: ForwardBatch, cache: LayerCache) -> Residual:
         """Run the layer. `cache`: what its mixer takes; None for a layer that keeps no state of the
@@ -120,7 +124,7 @@ class DecoderLayer:
         mlp = self.mlp
         if mixer is not None:
             assert self.mixer_norm is not None
-            x, normed = self._input(stream, self.mixer_norm, mixer.consumer)
+            x, normed = self._mixer_input(stream, self.mixer_norm, mixer.consumer)
             # `allocate_pool` makes the cache of a layer of its mixer's kind
             delta = mixer(normed, batch, cache)  # type: ignore[arg-type]
             stream = self._added(x, delta, self.mixer_norm, self.mixer_post, stream.inputs)
@@ -142,6 +146,15 @@ class DecoderLayer:
         if self.scalar is not None:
             x = self.mlp_norm.kernels.gate(x, self.scalar[None], GateFunction.IDENTITY)
         return self._added(x, delta, self.mlp_norm, weight, inputs)
+
+    def _mixer_input(
+        self, stream: Residual, norm: Norm, consumer: PackedWeight | None
+    ) -> tuple[Tensor, Rows]:
+        """Add the stream up; return it and the input of the mixer."""
+        if not self.raw_mixer:
+            return self._input(stream, norm, consumer)
+        x = stream.summed(norm)
+        return x, x
 
     def _input(
         self, stream: Residual, norm: Norm, consumer: PackedWeight | None
@@ -200,6 +213,11 @@ class LanguageModel(Protocol):
     @property
     def rotaries(self) -> tuple[Rotary | None, ...]: ...
 
+    @property
+    def pooler(self) -> Pooler | None:
+        """What makes a vector of a prompt's states; None: the model only generates."""
+        ...
+
     def hidden(self, batch: ForwardBatch, kv_cache: Sequence[LayerCache]) -> Tensor:
         """Run one step and return its final states, as `Decoder.hidden` does."""
         ...
@@ -215,22 +233,23 @@ class LanguageModel(Protocol):
 
 @dataclass(frozen=True)
 class Decoder:
-    """A complete model. Parameters are final at construction. `banks` have the adapters; None: it
-    takes none.
+    """A complete model. Parameters are final at construction. `head` is None in a model that only
+    pools, with `pooler`. `banks` have the adapters; None: it takes none.
     """
 
     config: ModelConfig
     embedding: Embedding
     layers: tuple[DecoderLayer, ...]
     norm: Norm | None
-    head: LogitsHead
+    head: LogitsHead | None
     per_layer_embeddings: PerLayerEmbeddings | None = None
     banks: AdapterBanks | None = None
+    pooler: Pooler | None = None
 
     @property
     def kernels(self) -> KernelSet:
         """The kernels of all parts."""
-        return self.head.kernels
+        return self.embedding.kernels
 
     @property
     def rotaries(self) -> tuple[Rotary | None, ...]:
@@ -248,7 +267,13 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return float32 logits [num_rows, vocab_size] of final states [num_rows, hidden_size]."""
-        return self.head(hidden)
+        return self.logits_head(hidden)
+
+    @property
+    def logits_head(self) -> LogitsHead:
+        """The head of a model that generates."""
+        assert self.head is not None, "a model without a head gives no logits"
+        return self.head
 
     def hidden(self, batch: ForwardBatch, kv_cache: Sequence[LayerCache]) -> Tensor:
         """Run one step and return its final states [num_logit_rows, hidden_size]; K and V go into
@@ -264,21 +289,23 @@ class Decoder:
         the head where torch has a part in that.
         """
         hidden = self.hidden(batch, kv_cache)
-        return self.head.product(hidden) if self.head.begins_with_kernels else hidden
+        head = self.logits_head
+        return head.product(hidden) if head.begins_with_kernels else hidden
 
     def logits_of(self, computed: Tensor) -> Tensor:
         """Run the rest of `forward` after `by_kernels`; return float32 logits [num_logit_rows,
         vocab_size].
         """
-        if self.head.begins_with_kernels:
-            return self.head.bounded(computed)
-        return self.head(computed)
+        head = self.logits_head
+        if head.begins_with_kernels:
+            return head.bounded(computed)
+        return head(computed)
 
     def begin(self, batch: ForwardBatch) -> Residual:
         """Return the stream that the first layer takes: the rows of the embedding, and per-layer
         embeddings of the tokens.
         """
-        embedded = self.embedding(batch.token_ids, batch.positions)
+        embedded = self.embedding(batch.token_ids, batch.positions, batch.token_types)
         if self.per_layer_embeddings is None:
             return Residual(embedded)
         return Residual(embedded, inputs=self.per_layer_embeddings(embedded, batch.token_ids))

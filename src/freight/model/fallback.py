@@ -153,6 +153,7 @@ class TransformersModel:
     causal: PreTrainedModel
     kernels: KernelSet
     rotaries: tuple[Rotary, ...]
+    pooler: None = None
 
     @cached_property
     def layer_of(self) -> dict[int, int]:

@@ -23,7 +23,7 @@ from freight.checkpoint.headers import Shape
 from freight.checkpoint.linears import StoredLinear
 from freight.checkpoint.mxfp4 import StoredExperts, describe
 from freight.checkpoint.reader import Checkpoint
-from freight.errors import ConfigError
+from freight.errors import CheckpointError, ConfigError, listed
 from freight.fp8.cast import torch_dtype
 from freight.fp8.formats import Format
 from freight.fp8.scheme import Scheme
@@ -39,6 +39,7 @@ from freight.model.config.layer import (
     PerLayerEmbeddingConfig,
 )
 from freight.model.config.model import ModelConfig
+from freight.model.config.pooling import PoolingConfig
 from freight.model.decoder import Decoder, DecoderLayer
 from freight.model.feed_forward.expert_modules import expert_modules
 from freight.model.feed_forward.expert_weights import Read, expert_matrices
@@ -51,6 +52,7 @@ from freight.model.layers.per_layer_embeddings import PerLayerEmbedding, PerLaye
 from freight.model.layers.rope import build_ropes
 from freight.model.mixers.dividing import Pieces, Rank
 from freight.model.mixers.registry import build_mixer
+from freight.model.pooler import LoadedLayer, Pooler
 from freight.model.shapes import shared_names
 from freight.model.shapes import tensor_shapes as tensor_shapes
 from freight.model.shares import Share, share_of
@@ -95,18 +97,31 @@ class ModelBuilder(Builder):
             norm = RMSNorm(factors, self.config.norm_eps, self.kernels)
         elif self.divisor != 1:
             multiplier = (1.0 if multiplier is None else multiplier) / self.divisor
-        offset = self.config.position_offset
-        positions = None if offset is None else self.tensor(self.names.positions)[offset:]
         return Embedding(
             weight,
             self.kernels,
             multiplier,
             projection=self.outer(self.names.project_in),
-            positions=positions,
+            positions=self.positions(),
+            num_positions=self.config.max_position_embeddings,
             norm=norm,
+            last_norm=self.norm(self.names.embedded_norm) if self.config.norms_embedded else None,
             gathers=self.share is not None,
             dtype=dtype,
         )
+
+    def positions(self) -> Tensor | None:
+        """Read the embedding of positions, in a model with token types once for each of these, each row
+        plus that of the type; None if the model has none.
+        """
+        offset = self.config.position_offset
+        if offset is None:
+            return None
+        rows = self.tensor(self.names.positions)[offset:]
+        if not self.config.token_types:
+            return rows
+        types = self.tensor(self.names.token_types)
+        return (types[:, None] + rows).flatten(0, 1)
 
     def layer(self, index: int, ropes: Mapping[int | None, Rotary]) -> DecoderLayer:
         """Build layer `index`."""
@@ -130,10 +145,12 @@ class ModelBuilder(Builder):
             if mlp_post is not None:
                 mlp_norm = self.norm(prefix + names.mlp_norm, mlp_post)
         else:
-            if mixer is not None:
-                mixer_norm = self.norm(prefix + names.attention_norm)
             if has_mlp:
                 mlp_norm = self.norm(prefix + names.mlp_norm)
+            if layer.raw_mixer:
+                mixer_norm = mlp_norm  # it only adds the stream up
+            elif mixer is not None:
+                mixer_norm = self.norm(prefix + names.attention_norm)
         scalar = self.tensor(prefix + names.scalar) if layer.scalar else None
         per_layer = None
         if layer.per_layer is not None:
@@ -152,6 +169,7 @@ class ModelBuilder(Builder):
             parallel_experts=self.parallel_experts(layer.feed_forward, prefix),
             mlp_post=mlp_post,
             placement=layer.norms,
+            raw_mixer=layer.raw_mixer,
             scalar=scalar,
             per_layer=per_layer,
         )
@@ -401,6 +419,9 @@ def build_decoder(
             weight = builder.norm_weight(names.norm, offset=False)
         final_norm = builder.norm(names.norm, weight)
     embedding = builder.embedding()
+    per_layer = builder.per_layer_embeddings()
+    if not config.has_head:
+        return Decoder(config, embedding, layers, final_norm, None, per_layer, banks)
     input_limit = None
     packed_head: PackedWeight
     if not config.tie_word_embeddings:
@@ -420,7 +441,6 @@ def build_decoder(
         divisor=config.logit_divisor,
         gathered=None if share is None else config.vocab_size,
     )
-    per_layer = builder.per_layer_embeddings()
     return Decoder(config, embedding, layers, final_norm, logits_head, per_layer, banks)
 
 
@@ -477,7 +497,44 @@ def load_model(
         count = len(fnmatch.filter(checkpoint.skipped, pattern))
         if count:
             logger.info("%d tensors are not used: scales %s", count, reason)
-    return build_decoder(config, source, kernels, max_len, device, share, lora)
+    pooler = None
+    if config.pooling is not None:
+        pooler = load_pooler(checkpoint, source, config.pooling)
+    decoder = build_decoder(config, source, kernels, max_len, device, share, lora)
+    return replace(decoder, pooler=pooler)
+
+
+def load_pooler(checkpoint: Checkpoint, source: WeightSource, config: PoolingConfig) -> Pooler:
+    """Read the layers after pooling, on the CPU in float32. Raises CheckpointError for tensors that
+    are missing or misshapen, and for others in a layer's own folder.
+    """
+    layers = []
+    for layer in config.layers:
+        if layer.folder:
+            read_names = {layer.weight, layer.bias}
+            unread = [
+                name for name in checkpoint.names_beside(layer.folder) if name not in read_names
+            ]
+            if unread:
+                raise CheckpointError(
+                    f"{checkpoint.path / layer.folder}: model.safetensors has {listed(unread)}, of which its "
+                    "config.json says nothing (bias true, for linear.bias); fetch the model again"
+                )
+
+        def read(name: str, shape: Shape, folder: str = layer.folder) -> Tensor:
+            if folder:
+                return checkpoint.beside(folder, name, shape).to(torch.float32)
+            return source.exact(name, shape).to("cpu")
+
+        weight = read(layer.weight, (layer.outputs, layer.inputs))
+        bias = None
+        if layer.bias is not None:
+            bias = read(layer.bias, (layer.outputs,))
+        norm = None
+        if layer.norm is not None:
+            norm = read(layer.norm, (layer.outputs,))
+        layers.append(LoadedLayer(weight, bias, layer.activation, norm, layer.norm_eps))
+    return Pooler(config, tuple(layers))
 
 
 def computed_blocks(checkpoint: Checkpoint, config: ModelConfig) -> dict[str, StoredBlocks]:

@@ -29,14 +29,16 @@ from freight.fp8.scheme import INT4_GROUP, KVScales, Scheme
 from freight.kernels.interface import KernelSet
 from freight.kernels.select import select_kernels
 from freight.model.config.dtype import DtypeSource, describe_dtype
-from freight.model.config.mechanisms import refuse_mechanisms
+from freight.model.config.mechanisms import refuse_mechanisms, refuse_other_encoders
 from freight.model.config.model import ModelConfig
 from freight.model.config.parse import parse_model_config, stop_token_ids
+from freight.model.config.pooling import PoolingConfig
 from freight.model.config.presets import shape_config
 from freight.model.config.registry import FAMILIES
 from freight.model.decoder import LanguageModel
 from freight.model.feed_forward.expert_names import as_stored, present_experts, present_written
 from freight.model.loader import load_model
+from freight.model.pooling_files import gives_token_types, read_pooling
 from freight.model.random_weights import random_model
 from freight.model.shares import Share, share_of
 from freight.model.sizes import ForeignBytes, Layout, foreign_bytes, online
@@ -44,6 +46,7 @@ from freight.model.stored import with_stored_head
 from freight.model.weight_bytes import weight_bytes
 from freight.parallel.ranks import ALONE, Ranks
 from freight.parallel.shards import scales_of_rank
+from freight.pooling import PoolingTask
 from freight.settings.cpu_builds import FP8_IS_SLOW, build_in, multiplies_bfloat16
 from freight.settings.device import DeviceFacts, Threads, choose_threads, probe
 from freight.settings.engine import EngineArgs, EngineConfig
@@ -115,6 +118,7 @@ def read_model_config(
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type in FAMILIES:
         return as_stored(parse_model_config(config, tensors, stored, ignore_keys), tensors)
+    refuse_other_encoders(model_type)
     refuse_mechanisms(config, model_type)
     if ignore_keys:
         raise ConfigError(
@@ -361,8 +365,8 @@ class OpenModel:
         return ids | frozenset(self.model.eos_token_ids)
 
     def log_stops(self) -> None:
-        """Log which tokens end a completion; nothing of random weights."""
-        if self.checkpoint is not None:
+        """Log which tokens end a completion; nothing of random weights, and where none is generated."""
+        if self.checkpoint is not None and self.model.generates:
             logger.info("%s", self.describe_stops())
 
     def describe_stops(self) -> str:
@@ -415,7 +419,8 @@ def open_model(args: EngineArgs) -> OpenModel:
     """Open the checkpoint that `args.model` names. Raises ConfigError or CheckpointError."""
     check(args)  # first: contradictions between settings show without checkpoint and device
     stored = open_checkpoint(args.model, args.revision, args.ignore_config_keys)
-    unread = stored.model.unread_keys.describe()
+    model = with_pooling(stored.checkpoint, stored.model, args.pooling)
+    unread = model.unread_keys.describe()
     if unread is not None:
         logger.info("%s", unread)
     if stored.checkpoint.unread_metadata:
@@ -424,7 +429,55 @@ def open_model(args: EngineArgs) -> OpenModel:
     device = probe(args.computes_on)
     if device.note:
         logger.info("%s", device.note)
-    return OpenModel(args, stored.checkpoint, stored.model, stored.scheme, stored.kv_scales, device)
+    return OpenModel(args, stored.checkpoint, model, stored.scheme, stored.kv_scales, device)
+
+
+def with_pooling(checkpoint: Checkpoint, model: ModelConfig, option: str) -> ModelConfig:
+    """Return `model` with what its folder declares about pooling, or `option` does (--pooling).
+
+    Raises CheckpointError for a declaration that is not implemented, and ConfigError for a model
+    that cannot do what is asked.
+    """
+    asked = None if option == "auto" else option
+    pooling = read_pooling(
+        checkpoint.path, checkpoint.config, model.hidden_size, asked, model.attends_both_ways
+    )
+    if pooling is None:
+        if not model.has_head:
+            raise ConfigError(
+                "--pooling none: this checkpoint has no matrix of the vocabulary, so it gives no text; omit it"
+            )
+        return model
+    if model.foreign is not None:
+        raise ConfigError(
+            f"{pooling.source}: pooling is implemented for Freight's own decoder, and model_type {model.model_type!r} "
+            "runs through transformers' modules; --pooling none generates text with it"
+        )
+    outside = [token for token in pooling.token_ids if token >= model.vocab_size]
+    if outside:
+        raise CheckpointError(
+            f"{checkpoint.path}: {pooling.source} reads the score of token {outside[0]}, which is outside the "
+            f"vocabulary (0 to {model.vocab_size - 1}); fetch the model again"
+        )
+    logger.info("pooling: %s", describe_pooling(pooling))
+    if model.token_types > 1 and gives_token_types(checkpoint.path):
+        pooling = replace(pooling, token_types=model.token_types)
+    if (pooling.beside or pooling.token_ids) and not model.attends_both_ways:
+        return replace(model, pooling=pooling)
+    return replace(model, pooling=pooling, has_head=False, tie_word_embeddings=True)
+
+
+def describe_pooling(pooling: PoolingConfig) -> str:
+    """Return the start-up line about pooling."""
+    states = {"last": "the state of the last token", "mean": "the mean of all states"}
+    line = states.get(pooling.kind, "the state of the first token")
+    if pooling.task is PoolingTask.EMBED:
+        line += f", an embedding of {pooling.size} numbers"
+        if pooling.normalize:
+            line += ", normalized"
+    else:
+        line += f", {pooling.size} scores"
+    return f"{line} ({pooling.source})"
 
 
 def open_random(args: EngineArgs, shape: str) -> OpenModel:

@@ -19,6 +19,7 @@ from freight.model.config.layer import (
     NormPlacement,
 )
 from freight.model.config.model import ModelConfig
+from freight.model.config.pooling import PoolingConfig
 from freight.model.config.tensor_names import TensorNames
 from freight.model.mixers.spec import mixer_parts
 
@@ -35,11 +36,17 @@ def tensor_shapes(config: ModelConfig) -> dict[str, Shape]:
         shapes |= dict.fromkeys(_norm_tensors(names.norm, c), (c.hidden_size,))
     if c.position_offset is not None:
         shapes[names.positions] = (c.position_offset + c.max_position_embeddings, c.hidden_size)
+    if c.token_types:
+        shapes[names.token_types] = (c.token_types, c.hidden_size)
+    if c.norms_embedded:
+        shapes |= dict.fromkeys(_norm_tensors(names.embedded_norm, c), (c.hidden_size,))
     if c.embedding_size is not None:
         shapes |= {f"{names.project_in}.weight": (c.hidden_size, width)}
         shapes |= {f"{names.project_out}.weight": (width, c.hidden_size)}
-    if not c.tie_word_embeddings:
+    if c.has_head and not c.tie_word_embeddings:
         shapes[names.head] = (c.vocab_size, width)
+    if c.pooling is not None:
+        shapes |= pooling_shapes(c.pooling)
     if c.per_layer_vocab_size is not None:
         shapes[names.per_layer_table] = (c.per_layer_vocab_size, c.per_layer_size)
         shapes[f"{names.per_layer_projection}.weight"] = (c.per_layer_size, c.hidden_size)
@@ -50,11 +57,28 @@ def tensor_shapes(config: ModelConfig) -> dict[str, Shape]:
     return shapes
 
 
+def pooling_shapes(pooling: PoolingConfig, folder: str = "") -> dict[str, Shape]:
+    """Return the tensors of the layers after pooling that are in `folder` of the checkpoint."""
+    shapes: dict[str, Shape] = {}
+    for layer in pooling.layers:
+        if layer.folder != folder:
+            continue
+        shapes[layer.weight] = (layer.outputs, layer.inputs)
+        if layer.bias is not None:
+            shapes[layer.bias] = (layer.outputs,)
+        if layer.norm is not None:
+            shapes[layer.norm] = (layer.outputs,)
+    return shapes
+
+
 def kept_in_16_bits(config: ModelConfig) -> frozenset[str]:
     """Return the matrices that are not quantized at load: those outside the layers, and those that
     choose or weigh experts or heads.
     """
     names = tensor_names(config)
+    pooled = frozenset[str]()
+    if config.pooling is not None:
+        pooled = frozenset(pooling_shapes(config.pooling))
     inner = (
         f"{names.layer.format(index)}{module}.weight"
         for index, layer in enumerate(config.layers)
@@ -64,12 +88,12 @@ def kept_in_16_bits(config: ModelConfig) -> frozenset[str]:
             *mixer_parts(layer.mixer, config.hidden_size, names).kept,
         )
     )
-    return names.outer.union(inner)
+    return names.outer.union(inner, pooled)
 
 
 def _norm_tensors(weight: str, config: ModelConfig) -> tuple[str, ...]:
     """Return the names of a norm's tensors: its weight, and its bias where it has one."""
-    if config.norm_kind is NormKind.LAYER:
+    if config.norm_kind is NormKind.LAYER and config.norm_biases:
         return weight, bias_of(weight)
     return (weight,)
 
@@ -116,9 +140,9 @@ def _layer_shapes(layer: LayerConfig, config: ModelConfig, names: TensorNames) -
 def _norm_shapes(layer: LayerConfig, config: ModelConfig, names: TensorNames) -> dict[str, Shape]:
     """Return a layer's norms over the hidden size, and the scales of a router and of experts."""
     there = (layer.mixer is not None, layer.feed_forward is not None)
-    inputs = (names.attention_norm, names.mlp_norm)
+    inputs = ("" if layer.raw_mixer else names.attention_norm, names.mlp_norm)
     outputs = (names.attention_post, names.mlp_post)
-    norms = [] if layer.norms is NormPlacement.OUTPUT else list(compress(inputs, there))
+    norms = [] if layer.norms is NormPlacement.OUTPUT else [*filter(None, compress(inputs, there))]
     if layer.norms.has_outputs:
         norms += compress(outputs, there)
     if layer.per_layer is not None:

@@ -245,7 +245,8 @@ class _Count:
         hidden = self.model.hidden_size
         prefix = self.names.layer.format(index)
         parts = (layer.mixer is not None) + (layer.feed_forward is not None)
-        norms = 0 if layer.norms is NormPlacement.OUTPUT else parts * self.norm(hidden)
+        inputs = parts - layer.raw_mixer
+        norms = 0 if layer.norms is NormPlacement.OUTPUT else inputs * self.norm(hidden)
         if layer.norms.has_outputs:
             norms += parts * self.norm_weight(hidden)
         if layer.scalar:
@@ -435,7 +436,9 @@ class _Count:
             size += self.values("", self.names.embedding) * self.compute.bytes
         else:
             size += block_bytes(*self.shape(module_of(self.names.embedding)), table, self.layout)
-        if not c.tie_word_embeddings or (table is None and self.layout is not Layout.PLAIN):
+        if not c.has_head:
+            pass
+        elif not c.tie_word_embeddings or (table is None and self.layout is not Layout.PLAIN):
             rows = self.shapes.get(self.names.head, self.shapes[self.names.embedding])[0]
             head = self.in_blocks(self.names.head)
             if head is None:
@@ -455,8 +458,10 @@ class _Count:
             size += self.norm_weight(c.per_layer_size // c.num_layers)
             projection = self.names.per_layer_projection
             size += self.quantized(*self.shape(projection), self.outer_blocks(projection))
+        size += self.norm(c.hidden_size) * c.norms_embedded
         if c.position_offset is not None:
-            size += c.max_position_embeddings * c.hidden_size * self.compute.bytes
+            rows = c.max_position_embeddings * max(1, c.token_types)
+            size += rows * c.hidden_size * self.compute.bytes
         return size
 
 

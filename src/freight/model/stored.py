@@ -33,7 +33,7 @@ def with_stored_head(checkpoint: Checkpoint, config: ModelConfig) -> ModelConfig
     """Return `config` with a head of its own where the checkpoint stores one
     (`reader.untie_stored_head`).
     """
-    if not config.tie_word_embeddings or config.foreign is not None:
+    if not config.tie_word_embeddings or config.foreign is not None or not config.has_head:
         return config  # transformers' loading compares the two itself
     names = tensor_names(config)
     is_untied = untie_stored_head(checkpoint, names.head, names.embedding)
@@ -63,11 +63,15 @@ def find_stored(checkpoint: Checkpoint, config: ModelConfig, scheme: Scheme) -> 
         else:
             needed[name] = shape
     checkpoint.check(needed)
-    if config.tie_word_embeddings:
+    if not config.has_head:
+        checkpoint.skip(
+            names.head.removesuffix("weight") + "*", "of the vocabulary: the model pools"
+        )
+    elif config.tie_word_embeddings:
         skip_tied_head(checkpoint, names.head)
     for pattern, reason in (*names.unused, *scheme.unused):
-        checkpoint.skip(pattern, reason)
-    for reason, count in skipped_parts(config, checkpoint.names).items():
+        checkpoint.skip(pattern, reason, needed)
+    for reason, count in skipped_parts(config, checkpoint.names - needed.keys()).items():
         logger.info("skipping %d tensors %s", count, reason)
     checkpoint.finish(pending=needed)
     return StoredMatrices(linears, four, packed)

@@ -22,6 +22,7 @@ class GatedFunction(StrEnum):
     GELU_TANH = "gelu_tanh"
     # min(g / (1 + e^-g), limit) * u', with u' = u bounded to [-limit, limit] (Step-3.7)
     CLAMPED_SILU = "clamped_silu"
+    GEGLU = "geglu"  # as GELU_TANH, exact: g/2 (1 + erf(g / √2)) * u (Hendrycks and Gimpel 2016)
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ class GatedActivation:
     SILU: ClassVar[GatedActivation]
     CLAMPED_SWIGLU: ClassVar[GatedActivation]
     GELU_TANH: ClassVar[GatedActivation]
+    GEGLU: ClassVar[GatedActivation]
 
     def __post_init__(self) -> None:
         assert (self.limit > 0) == (self.function is GatedFunction.CLAMPED_SILU), (
@@ -51,6 +53,7 @@ class GatedActivation:
 GatedActivation.SILU = GatedActivation(GatedFunction.SILU)
 GatedActivation.CLAMPED_SWIGLU = GatedActivation(GatedFunction.CLAMPED_SWIGLU)
 GatedActivation.GELU_TANH = GatedActivation(GatedFunction.GELU_TANH)
+GatedActivation.GEGLU = GatedActivation(GatedFunction.GEGLU)
 
 
 def clamped_silu(limit: float) -> GatedActivation:
@@ -63,6 +66,7 @@ class Activation(StrEnum):
 
     RELU = "relu"  # max(x, 0)
     RELU_SQUARED = "relu_squared"  # max(x, 0)² (So et al. 2021, "Primer")
+    GELU = "gelu"  # x/2 (1 + erf(x / √2)) (Hendrycks and Gimpel 2016)
 
 
 AnyActivation = GatedActivation | Activation

@@ -13,6 +13,8 @@ class AttentionCall:
 
     softmax_scale   multiplies q . k
     window          sliding window in tokens: keys at a distance < window are visible; None: all are
+    causal          False: a row also sees the keys after its own, which needs the whole sequence in
+                    one step; with a window, those at a distance < window on both sides
     soft_cap        a score s becomes soft_cap * tanh(s / soft_cap); None: scores are unbounded
     sinks           [num_heads] float32: an additional score of each row, which enters only the sum
                     of the softmax; None: there is none
@@ -22,3 +24,4 @@ class AttentionCall:
     window: int | None = None
     soft_cap: float | None = None
     sinks: Tensor | None = None
+    causal: bool = True

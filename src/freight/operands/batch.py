@@ -7,6 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+import torch
 from torch import Tensor
 
 
@@ -32,6 +33,11 @@ class Sequences:
     def num_seqs(self) -> int:
         return self.context_lens.shape[0]
 
+    @property
+    def are_whole(self) -> bool:
+        """Say whether the batch has every token of each sequence. On a GPU this waits for it."""
+        return torch.equal(self.query_starts.diff(), self.context_lens)
+
 
 @dataclass(frozen=True)
 class ForwardBatch:
@@ -48,6 +54,8 @@ class ForwardBatch:
     some_decode    as in `Sequences`
     adapters       [num_tokens] int32: the slot of each row's adapter (`operands/adapters.py`), or
                    NO_ADAPTER; None: no row has one
+    token_types    [num_tokens] int64: the token type of each row (`ModelConfig.token_types`); None:
+                   all have the first
     """
 
     token_ids: Tensor
@@ -59,6 +67,7 @@ class ForwardBatch:
     logit_rows: Tensor
     some_decode: bool = True
     adapters: Tensor | None = None
+    token_types: Tensor | None = None
 
     @property
     def num_tokens(self) -> int:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 Table = tuple[int, ...]
-_NONE = -1  # for a slice without an adapter
+_NONE = -1  # for a slice without an adapter, or without a second text
 
 
 class SliceNumbers(NamedTuple):
@@ -26,6 +26,7 @@ class SliceNumbers(NamedTuple):
     block_ids: Sequence[Sequence[int]]
     logits: int
     adapter: int | None
+    second_text: int | None = None
 
 
 class StepWriter:
@@ -48,7 +49,8 @@ class StepWriter:
         blocks: list[int] = []
         for row, part in enumerate(slices):
             adapter = _NONE if part.adapter is None else part.adapter
-            numbers += (len(part.token_ids), part.start, part.logits, adapter)
+            second = _NONE if part.second_text is None else part.second_text
+            numbers += (len(part.token_ids), part.start, part.logits, adapter, second)
             tokens += part.token_ids
             if row == len(self._rows):
                 self._rows.append([()] * len(part.block_ids))
@@ -82,7 +84,7 @@ class StepReader:
         """Return the slices of a step."""
         numbers: list[int] = np.frombuffer(data, np.int64).tolist()
         count, groups = numbers[:2]
-        width = 4 + 2 * groups
+        width = 5 + 2 * groups
         token = 2 + count * width
         heads = []
         block = token
@@ -90,7 +92,7 @@ class StepReader:
             heads.append(numbers[begin : begin + width])
             block += numbers[begin]
         slices = []
-        for row, (num_tokens, start, logits, adapter, *tables) in enumerate(heads):
+        for row, (num_tokens, start, logits, adapter, second, *tables) in enumerate(heads):
             token_ids = tuple(numbers[token : token + num_tokens])
             token += num_tokens
             if row == len(self._rows):
@@ -102,5 +104,8 @@ class StepReader:
                     known[group] = known[group][:unchanged] + tuple(numbers[block : block + fresh])
                     block += fresh
             slot = None if adapter == _NONE else adapter
-            slices.append(SliceNumbers(token_ids, start, tuple(known), logits, slot))
+            begin_of_second = None if second == _NONE else second
+            slices.append(
+                SliceNumbers(token_ids, start, tuple(known), logits, slot, begin_of_second)
+            )
         return slices

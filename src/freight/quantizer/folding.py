@@ -30,7 +30,7 @@ from freight.quantizer.plan import DuoScaling
 
 # of up(x): activation(gate) * (up / s) = (activation(gate) * up) / s, and max(up / s, 0) = max(up,
 # 0) / s for s > 0
-_LINEAR_IN_UP = (GatedFunction.SILU, GatedFunction.GELU_TANH)
+_LINEAR_IN_UP = (GatedFunction.SILU, GatedFunction.GELU_TANH, GatedFunction.GEGLU)
 
 
 @dataclass(frozen=True)

@@ -179,7 +179,7 @@ def head_module(config: ModelConfig) -> str:
 
 def kept_modules(config: ModelConfig) -> tuple[str, ...]:
     """Return the Linear modules, the head aside, that always stay in 16 bits: routers, gates of
-    shared experts and of heads, and those outside of the layers.
+    shared experts and of heads, and those outside of the layers, such as layers after pooling.
     """
     names = tensor_names(config)
     modules: list[str] = []
@@ -189,6 +189,12 @@ def kept_modules(config: ModelConfig) -> tuple[str, ...]:
         modules += (names.project_in, names.project_out)
     if config.per_layer_vocab_size is not None:
         modules.append(names.per_layer_projection)
+    if config.pooling is not None:
+        modules += [
+            layer.weight.removesuffix(".weight")
+            for layer in config.pooling.layers
+            if not layer.folder
+        ]
     return tuple(modules)
 
 

@@ -19,6 +19,7 @@ from freight.errors import CheckpointError
 from freight.model.architectures import tensor_names
 from freight.model.config.model import ModelConfig
 from freight.model.mixers.attention.spec import AttentionNames
+from freight.model.shapes import pooling_shapes
 from freight.quantizer.modules import head_module, kept_modules
 
 Shapes = Mapping[str, Shape]
@@ -33,6 +34,8 @@ def tensors_beside(checkpoint: Checkpoint, model: ModelConfig) -> dict[str, Shap
     names: set[str] = set()
     for pattern, _ in tensor_names(model).unused:
         names.update(fnmatch.filter(checkpoint.names, pattern))
+    if model.pooling is not None:  # of a head that scores, which is read
+        names -= pooling_shapes(model.pooling).keys()
     return {name: checkpoint.shape_of(name) for name in sorted(names)}
 
 

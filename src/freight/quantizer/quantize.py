@@ -38,7 +38,7 @@ from freight.model.config.layer import MoEConfig
 from freight.model.config.model import ModelConfig
 from freight.model.feed_forward.expert_names import separate
 from freight.model.mixers.spec import mixer_parts
-from freight.model.open import OpenCheckpoint, open_checkpoint, require_native
+from freight.model.open import OpenCheckpoint, open_checkpoint, require_native, with_pooling
 from freight.model.shapes import tensor_shapes
 from freight.model.sources import CheckpointSource, WeightSource
 from freight.model.stored import skip_tied_head
@@ -372,7 +372,8 @@ def open_unquantized(
     require_own_files(stored.checkpoint.path)
     require_native(stored.model, model, "quantizing")
     checkpoint = stored.checkpoint
-    config = stored.model
+    # a head that scores is kept as it is, and so is one over the vocabulary
+    config = replace(stored.model, pooling=with_pooling(checkpoint, stored.model, "auto").pooling)
     scheme = stored.scheme
     way_out = "quantize the 16-bit model that it was made from"
     invalid = stored.kv_scales.faults
@@ -455,6 +456,7 @@ def quantize(
     keeps_kv = keeps_kv and not args.center
     opened = open_unquantized(str(model), revision, keeps_kv, names_of(ignore_config_keys))
     require_other(opened.checkpoint, Path(out))
+    require_walkable(opened, decided)
     _require_dtype(args.dtype, opened)
     opened = opened.quantized_as(
         decided.weights, decided.layout, matched_modules(opened.model, decided.ignore)
@@ -581,6 +583,23 @@ def require_other(checkpoint: Checkpoint, out: Path) -> None:
     """Raise ConfigError if the output is the folder of the model itself."""
     if out.is_dir() and out.samefile(checkpoint.path):
         raise ConfigError(f"the output {out} is the model itself; name another")
+
+
+def require_walkable(opened: Unquantized, plan: QuantizePlan) -> None:
+    """Raise ConfigError for what is measured on prompts of a model that does not generate: its inputs
+    where tokens see those after them, and the probabilities of tokens where it gives none.
+    """
+    if opened.model.attends_both_ways and (plan.needs_data or plan.method.transform is not None):
+        what = plan.needed_by or f"--method {plan.method}"
+        raise ConfigError(
+            f"{what}: tokens of {opened.name} see those after them ({opened.model.architecture}), and calibration is "
+            "implemented for models whose tokens see those before them; omit it: weights are rounded to nearest"
+        )
+    budget = "--budget" if plan.budget else "--kv-budget"
+    if not opened.model.has_head and (plan.budget or plan.kv_budget):
+        raise ConfigError(
+            f"{budget} compares probabilities of tokens, and {opened.name} has no matrix of the vocabulary; omit it"
+        )
 
 
 def require_own_form(opened: Unquantized, weights: WeightScheme, layout: Layout) -> None:

@@ -36,6 +36,29 @@ from freight.serve.openai.chat_request import ChatRequest, parse_chat
 from freight.serve.openai.completion_request import CompletionRequest, parse_completion
 from freight.serve.openai.responses_request import ResponsesBody, parse_responses
 from freight.serve.page import PAGE, page_response
+from freight.serve.pooling.classify_request import (
+    ClassifyBody,
+    PoolingBody,
+    parse_classify,
+    parse_pooling,
+)
+from freight.serve.pooling.embedding_request import EmbeddingBody, parse_embeddings
+from freight.serve.pooling.rerank_request import (
+    RerankBody,
+    RerankRequest,
+    parse_any_rerank,
+    parse_rerank,
+)
+from freight.serve.pooling.score_request import ScoreBody, parse_score
+from freight.serve.pooling.tasks import info_of, require_generating, tasks_of
+from freight.serve.pooling.tei_request import (
+    EmbedBody,
+    PredictBody,
+    TeiRerankBody,
+    parse_embed,
+    parse_predict,
+    parse_root,
+)
 from freight.serve.processes.log import current_request
 from freight.serve.service import Service
 from freight.serve.settings import ServerSettings
@@ -60,7 +83,10 @@ Body = JsonDict
 Endpoint = Callable[[Request], Awaitable[Response]]
 AsError = Callable[[ApiError], ApiError]
 Parse = Callable[[Body, Served, ServingLimits], Call]
-INVOCATION = ChatRequest | CompletionRequest | tgi.GenerateBody
+ROOT = tgi.GenerateBody | EmbedBody | PredictBody | TeiRerankBody
+INVOCATION = (
+    ChatRequest | CompletionRequest | EmbeddingBody | RerankBody | tgi.GenerateBody | EmbedBody
+)
 _LARGE = 1 << 16  # bytes: parsing a larger body takes longer than a step of the engine
 # Served to GET without a key: nothing in them is secret.
 OPEN_PATHS = frozenset({*PAGE, "/health", "/ping"})
@@ -75,14 +101,24 @@ def make_app(
     )
     routes = Routes(service, monitor, limits, service.max_sequences - settings.max_queue)
     posts: tuple[tuple[str, Endpoint, Any], ...] = (
-        ("/v1/chat/completions", routes.answers(parse_chat), ChatRequest),
-        ("/v1/completions", routes.answers(parse_completion), CompletionRequest),
-        ("/v1/responses", routes.answers(parse_responses), ResponsesBody),
-        ("/v1/messages", routes.answers(parse_messages), MessagesBody),
+        ("/v1/chat/completions", routes.answers(generating(parse_chat)), ChatRequest),
+        ("/v1/completions", routes.answers(generating(parse_completion)), CompletionRequest),
+        ("/v1/responses", routes.answers(generating(parse_responses)), ResponsesBody),
+        ("/v1/messages", routes.answers(generating(parse_messages)), MessagesBody),
         ("/v1/messages/count_tokens", routes.logged(routes.count_tokens), CountBody),
         ("/generate", routes.answers(_generate(False), tgi.as_tgi_error), tgi.GenerateBody),
         ("/generate_stream", routes.answers(_generate(True), tgi.as_tgi_error), tgi.GenerateBody),
-        ("/", routes.answers(_generate(None), tgi.as_tgi_error), tgi.GenerateBody),
+        ("/", routes.answers(_root, tgi.as_tgi_error), ROOT),
+        ("/v1/embeddings", routes.answers(parse_embeddings), EmbeddingBody),
+        ("/rerank", routes.answers(parse_any_rerank), RerankBody),
+        ("/v1/rerank", routes.answers(parse_rerank), RerankRequest),
+        ("/v2/rerank", routes.answers(parse_rerank), RerankRequest),
+        ("/score", routes.answers(parse_score), ScoreBody),
+        ("/v1/score", routes.answers(parse_score), ScoreBody),
+        ("/classify", routes.answers(parse_classify), ClassifyBody),
+        ("/pooling", routes.answers(parse_pooling), PoolingBody),
+        ("/embed", routes.answers(parse_embed, tgi.as_tgi_error), EmbedBody),
+        ("/predict", routes.answers(parse_predict, tgi.as_tgi_error), PredictBody),
         ("/invocations", routes.answers(_invocation), INVOCATION),
         ("/tokenize", routes.logged(routes.tokenize), TokenizeBody),
         ("/detokenize", routes.logged(routes.detokenize), DetokenizeBody),
@@ -268,18 +304,25 @@ class Routes:
         about = tgi.ServerFacts(
             version=__version__,
             max_concurrent_requests=service.max_sequences,
-            max_prompts=service.limits.prompts,
+            max_prompts=service.limits.prompts if served.generates else service.limits.inputs,
             kv_cache=facts.kv_cache,
             kernels=facts.kernels,
         )
-        return _json(tgi.info(served, service.limits.sampling, about))
+        info = tgi.info(served, service.limits.sampling, about)
+        info |= {"tasks": tasks_of(served), "pooling": info_of(served.pooling)}
+        if not served.generates:  # nothing has to fit behind an input
+            info["max_input_tokens"] = served.max_model_len
+        return _json(info)
 
     async def model_info(self) -> Response:
         """Answer SGLang's gateway, which asks this of a worker. Gives names, and no paths of this
         machine.
         """
-        name = self._service.require_served().names[0]
-        return _json({"model_path": name, "tokenizer_path": name, "is_generation": True})
+        served = self._service.require_served()
+        name = served.names[0]
+        return _json(
+            {"model_path": name, "tokenizer_path": name, "is_generation": served.generates}
+        )
 
     async def server_info(self) -> Response:
         """Return the limits under SGLang's names, for its gateway and its benchmarks."""
@@ -357,24 +400,57 @@ class Routes:
         return headers
 
 
-def _invocation(body: Body, served: Served, limits: ServingLimits) -> Call:
-    """Parse a body of /invocations, SageMaker's single path: a chat, a completion or TGI's
-    generation, by the field that has the text.
+def generating(parse: Parse) -> Parse:
+    """Wrap the parser of an API that generates: a model that only pools is refused before its body
+    is read.
     """
-    for name, parse in (
-        ("messages", parse_chat),
-        ("prompt", parse_completion),
-        ("inputs", _generate(None)),
-    ):
+
+    def checked(body: Body, served: Served, limits: ServingLimits) -> Call:
+        require_generating(served)
+        return parse(body, served, limits)
+
+    return checked
+
+
+def _invocation(body: Body, served: Served, limits: ServingLimits) -> Call:
+    """Parse a body of /invocations, SageMaker's single path, by the field that has the text."""
+    for name, parse in _of_invocation(served):
         if body.get(name) is not None:
             return parse(body, served, limits)
     raise ApiError(
-        400, "the body has none of messages, prompt and inputs; /invocations needs one of them"
+        400,
+        "the body has none of messages, prompt, input, query and inputs; /invocations needs one of them",
     )
+
+
+def _of_invocation(served: Served) -> Sequence[tuple[str, Parse]]:
+    if served.generates:
+        return (
+            ("messages", parse_chat),
+            ("prompt", parse_completion),
+            ("input", parse_embeddings),
+            ("query", parse_any_rerank),
+            ("inputs", _generate(None)),
+        )
+    return (
+        ("messages", parse_embeddings),
+        ("input", parse_embeddings),
+        ("query", parse_any_rerank),
+        ("inputs", parse_root),
+        ("prompt", generating(parse_completion)),
+    )
+
+
+def _root(body: Body, served: Served, limits: ServingLimits) -> Call:
+    """Parse a body of `POST /`: TGI's, or of a model that only pools TEI's."""
+    if served.generates:
+        return _generate(None)(body, served, limits)
+    return parse_root(body, served, limits)
 
 
 def _generate(stream: bool | None) -> Parse:
     def parse(body: Body, served: Served, limits: ServingLimits) -> Call:
+        require_generating(served)
         return tgi.parse_generate(body, served, limits.sampling, stream)
 
     return parse
@@ -388,6 +464,7 @@ def _model(name: str, served: Served) -> JsonDict:
         "owned_by": "freight",
         "root": served.names[0],
         "max_model_len": served.max_model_len,
+        "tasks": tasks_of(served),
     }
 
 

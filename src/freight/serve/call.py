@@ -14,7 +14,9 @@ from typing import Protocol
 
 from freight.base.fields import JsonObject
 from freight.engine.adapters import LoadedAdapter
+from freight.engine.intake import Intake
 from freight.errors import listed
+from freight.model.config.pooling import PoolingConfig
 from freight.outputs import RequestDelta
 from freight.sampling import SamplingParams
 from freight.serve.answers.pieces import AfterReasoning, ForcedCall, ParserOf
@@ -35,7 +37,21 @@ class Conversation:
     template_values: JsonObject = field(default_factory=dict)
 
 
-Prompt = str | Sequence[int] | Conversation
+@dataclass(frozen=True)
+class Pair:
+    """Two texts that are one input of a model that scores pairs.
+
+    instruction     what the score is about, for a model that reads one; None: the model's own
+    document_tokens  the most tokens of the document that are read; None: all
+    """
+
+    query: str
+    document: str
+    instruction: str | None = None
+    document_tokens: int | None = None
+
+
+Prompt = str | Sequence[int] | Conversation | Pair
 
 
 @dataclass(frozen=True)
@@ -46,6 +62,7 @@ class Work:
                         not to a conversation, whose template writes them
     params_of  maps the rendered conversation to its parameters; None: `params` hold for any text
     form_from  the request's field behind `params.structured_outputs`, for errors
+    prompt_from  the request's field that has the prompt, for errors
     """
 
     prompt: Prompt
@@ -53,6 +70,7 @@ class Work:
     add_special_tokens: bool | None = None
     params_of: Callable[[str], SamplingParams] | None = None
     form_from: str = "structured_outputs"
+    prompt_from: str = "prompt"
 
 
 @dataclass(frozen=True)
@@ -86,6 +104,8 @@ class Served:
     max_adapters    adapters that can be loaded at a time; 0: there can be none
     adapters        those that are loaded, which requests name as their model
     changing        names of adapters that are being loaded or unloaded; requests for them wait
+    pooling         how the model makes a vector of a prompt; None: it only generates
+    generates       whether text may be asked of it
     """
 
     names: tuple[str, ...]
@@ -105,6 +125,15 @@ class Served:
     max_adapters: int = 0
     adapters: tuple[LoadedAdapter, ...] = ()
     changing: frozenset[str] = frozenset()
+    pooling: PoolingConfig | None = None
+    generates: bool = True
+
+    @property
+    def intake(self) -> Intake:
+        """What a prompt must be to be served."""
+        return Intake(
+            self.tokenizer, self.vocab_size, self.max_model_len, self.pooling, self.generates
+        )
 
     def adapter(self, name: str) -> LoadedAdapter | None:
         """Return the adapter that is loaded under a name."""

@@ -50,7 +50,7 @@ _TGI_ERROR = {
     "required": ["error", "error_type"],
     "additionalProperties": False,
 }
-_TGI_PATHS = frozenset({"/", "/generate", "/generate_stream"})
+_TGI_PATHS = frozenset({"/", "/generate", "/generate_stream", "/embed", "/predict"})
 NOT_JSON = frozenset({"/metrics", "/state/stream"})
 PLAIN_TEXT = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
 _ANTHROPIC_ERROR = {
@@ -75,7 +75,17 @@ SUMMARIES = {  # of a path, whatever its method
     "/v1/messages/count_tokens": "Count the tokens of a conversation: Anthropic's API",
     "/generate": "Complete a prompt: TGI's API",
     "/generate_stream": "Stream the completion of a prompt: TGI's API",
-    "/": "Complete a prompt, as a stream if the body says so: TGI's API",
+    "/": "Complete a prompt, as a stream if the body says so: TGI's API; TEI's of a model that pools",
+    "/v1/embeddings": "Embed inputs: OpenAI's API",
+    "/rerank": "Rank documents for a query: Cohere's, Jina's and TEI's API",
+    "/v1/rerank": "Rank documents for a query: Cohere's and Jina's API",
+    "/v2/rerank": "Rank documents for a query: Cohere's API",
+    "/score": "Score pairs of texts: vLLM's API",
+    "/v1/score": "Score pairs of texts: vLLM's API",
+    "/classify": "Classify inputs: vLLM's API",
+    "/pooling": "Embed or classify inputs: vLLM's API",
+    "/embed": "Embed inputs: TEI's API",
+    "/predict": "Classify texts: TEI's API",
     "/invocations": "Answer what the body asks for, by its fields: SageMaker's address",
     "/tokenize": "Return the token ids of a prompt or a conversation",
     "/detokenize": "Return the text of token ids",

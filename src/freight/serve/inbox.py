@@ -88,6 +88,7 @@ def _as_one(run: Sequence[RequestDelta]) -> RequestDelta:
         Scores.joined(scores) if scores else None,
         max(delta.num_cached_tokens for delta in run),
         run[-1].times,
+        run[-1].pooled,
     )
 
 

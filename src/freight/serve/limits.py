@@ -53,6 +53,7 @@ class ServingLimits:
 
     sampling         limits on the sampling parameters, for `check_limits`
     prompts          prompts of one completions request
+    inputs           inputs of one request for embeddings or classes; documents of a ranking
     scores           log-probabilities of its prompts: tokens x (prompt_logprobs + 1)
     messages         messages of one conversation
     tools            tools that a conversation may offer
@@ -63,6 +64,7 @@ class ServingLimits:
 
     sampling: SamplingLimits = _SAMPLING
     prompts: int = 64
+    inputs: int = 2048  # OpenAI's
     scores: int = 2_000_000
     messages: int = 4096
     tools: int = 128
@@ -161,6 +163,12 @@ def num_scores(work: TokenizedWork) -> int:
     return 0 if asked is None else len(work.token_ids) * (asked + 1)
 
 
+def num_pooled(work: Sequence[TokenizedWork], size: int) -> int:
+    """Return the number of values in the vectors that are asked for. size: of a whole one"""
+    asked = (item.params.pooling for item in work)
+    return sum(pooling.dimensions or size for pooling in asked if pooling is not None)
+
+
 def check_scores(work: Sequence[TokenizedWork], limits: ServingLimits) -> None:
     """Raise ApiError, 400, if the prompts ask for more log-probabilities than one answer has."""
     total = sum(map(num_scores, work))
@@ -204,3 +212,15 @@ def check_context(
         param=param,
         code="context_length_exceeded",
     )
+
+
+def check_input(count: int, param: str, max_model_len: int) -> None:
+    """Raise ApiError (400, context_length_exceeded) if an input that is pooled is too long."""
+    if count > max_model_len:
+        raise ApiError(
+            400,
+            f"{CONTEXT_IS} {max_model_len} tokens, and {param} has {count}. Shorten it, or set "
+            "truncate_prompt_tokens to -1, which leaves its beginning",
+            param=param,
+            code="context_length_exceeded",
+        )

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from freight.engine.intake import Intake
 from freight.sampling import SamplingParams
-from freight.serve.call import Conversation, Work
+from freight.serve.call import Conversation, Pair, Work
 from freight.text.chat_text import ChatText
 
 Render = Callable[[Conversation], Awaitable[ChatText]]
@@ -47,4 +47,5 @@ async def read_prompt(work: Work, intake: Intake, render: Render, encode: Encode
         token_ids, count = await encode(prompt, work.add_special_tokens is not False, params)
         left = intake.cut(token_ids, params)
         return PromptIds(prompt if len(left) == count else None, left, params)
+    assert not isinstance(prompt, Pair), "the service reads pairs"
     return PromptIds(None, intake.cut(prompt, params), params)

@@ -26,13 +26,31 @@ from freight.errors import FreightError, RequestError
 from freight.outputs import EngineStats, FinishReason, RequestDelta, RequestTimes
 from freight.sampling import SamplingParams, check_limits
 from freight.serve.adapters import ServedAdapters
-from freight.serve.call import Call, Conversation, Reply, ReplyHead, Served, TokenizedWork, Work
+from freight.serve.call import (
+    Call,
+    Conversation,
+    Pair,
+    Reply,
+    ReplyHead,
+    Served,
+    TokenizedWork,
+    Work,
+)
 from freight.serve.engine_errors import from_engine, not_ready
 from freight.serve.inbox import Inbox, merged
-from freight.serve.limits import CONTEXT_IS, ServingLimits, check_context, check_scores, num_scores
+from freight.serve.limits import (
+    CONTEXT_IS,
+    ServingLimits,
+    check_context,
+    check_input,
+    check_scores,
+    num_pooled,
+    num_scores,
+)
 from freight.serve.observe.log import RequestLine, log_request, loggable
 from freight.serve.observe.metrics import UNNAMED, Metrics
 from freight.serve.openai.fields import from_request_error, served_name
+from freight.serve.pooling.pairs import read_pair
 from freight.serve.processes.client import EngineClient, EngineState, Running
 from freight.serve.processes.wire import EngineFacts
 from freight.serve.prompt_ids import read_prompt
@@ -43,6 +61,7 @@ from freight.serve.transport.errors import ApiError, took_too_long
 from freight.serve.transport.slices import in_turn, is_large, json_in_slices
 from freight.structured import StructuredOutputs
 from freight.text.chat_text import ChatText
+from freight.text.pooling_inputs import PairTokens
 
 logger = logging.getLogger("freight")
 
@@ -52,7 +71,8 @@ _VERY_LONG = 1 << 17
 _VERY_LONG_MARKED = 1 << 14
 _PROBED = 16  # characters per token of the context: the length of the beginning that is probed
 _KEPT_TIMES = 32  # durations of answers, whose mean is the Retry-After of a 429
-_LARGE = 1 << 15  # log-probabilities of prompts: more are written in a thread
+_LARGE = 1 << 15  # log-probabilities of prompts, numbers of vectors: more are written in a thread
+_AHEAD = 2  # requests of one call in the engine, for each that a step may have
 _REMEMBERED = 4096  # grammars that compiled; the set is cleared when it is full
 _LONGEST_RETRY = 120  # seconds, the largest Retry-After
 # Code of an error -> why the request was rejected, in the metrics.
@@ -130,7 +150,8 @@ class Service:
         served = self.require_served()
         adapter = self._adapter_of(call, served)
         check_scores(work, self.limits)
-        is_queued = self._admit(work, key_name)
+        at_once = self._at_once(work)
+        is_queued = self._admit(work[:at_once], key_name)
         head = ReplyHead(
             call.request_id or request_id,
             int(time.time()),
@@ -138,7 +159,7 @@ class Service:
             served.fingerprint_of(adapter),
         )
         reply = call.reply(head, served, work)
-        answer = Answer(self, reply, work, request_id, key_name, arrival, adapter)
+        answer = Answer(self, reply, work, request_id, key_name, arrival, adapter, at_once)
         answer.is_queued = is_queued
         try:
             await answer.submit()
@@ -169,16 +190,26 @@ class Service:
         ApiError.
         """
         served = self.require_served()
-        intake = Intake(served.tokenizer, served.vocab_size, served.max_model_len)
+        intake = served.intake
         render = partial(self.render, key_name=key_name)
         encode = partial(self._encode_prompt, intake, key_name)
         try:
             check_limits(work.params, self.limits.sampling)
+            if isinstance(work.prompt, Pair):
+                pair = await self._read_pair(work, work.prompt, key_name)
+                assert work.params.pooling is not None, "a pair is scored"
+                pooling = replace(work.params.pooling, first_segment=pair.first_segment)
+                params = replace(work.params, pooling=pooling)
+                work = replace(work, prompt=pair.token_ids, params=params)
             prompt = await read_prompt(work, intake, render, encode)
             params = prompt.params
-            param = "messages" if isinstance(work.prompt, Conversation) else "prompt"
-            answer = 0 if params.max_tokens == 0 else None
-            check_context(len(prompt.token_ids), answer, served.max_model_len, param)
+            count = len(prompt.token_ids)
+            if params.pooling is not None:
+                check_input(count, work.prompt_from, served.max_model_len)
+            else:
+                param = "messages" if isinstance(work.prompt, Conversation) else "prompt"
+                answer = 0 if params.max_tokens == 0 else None
+                check_context(count, answer, served.max_model_len, param)
             accepted = intake.accept(prompt.token_ids, params)
         except RequestError as error:
             raise from_request_error(error) from None
@@ -205,7 +236,36 @@ class Service:
             written = text.text if isinstance(text, ChatText) else text
             await self._check_size(intake.max_model_len, written, key_name)
         last = intake.max_model_len if most == -1 else most
+        if params.pooling is not None:  # the first ones are kept: `Intake.cut`
+            last = None
         return await self.encode(text, add_special_tokens, last, key_name)
+
+    async def _read_pair(self, work: Work, pair: Pair, key_name: str | None) -> PairTokens:
+        """Return the tokens of a pair. A chat template, which may put it, is run in the process
+        for templates. Raises RequestError and ApiError.
+        """
+        served = self.require_served()
+        tokenizer = served.tokenizer
+        pooling = served.pooling
+        if tokenizer is None or pooling is None:
+            raise RequestError(
+                "a pair of texts needs a tokenizer and a model that pools; send token ids to /pooling"
+            )
+        most = work.params.truncate_prompt_tokens
+        if most == -1:
+            most = served.max_model_len
+        await self._check_size(served.max_model_len, pair.query, key_name)
+        if most is None and pair.document_tokens is None:
+            await self._check_size(served.max_model_len, pair.document, key_name)
+        is_long_pair = is_long(pair.query) or is_long(pair.document)
+        renderer = self.large if is_long_pair else self.renderer
+        if renderer is not None and (is_long_pair or tokenizer.has_chat_template):
+            return await renderer.read_pair(pair, pooling, most, work.prompt_from, key_name)
+        try:
+            return read_pair(tokenizer, pooling, pair, most)
+        except RequestError as error:
+            where = work.prompt_from
+            raise ApiError(400, f"{where}: {error}", param=where) from None
 
     def observe(self, stats: EngineStats) -> None:
         self.metrics.set_stats(stats)
@@ -339,6 +399,15 @@ class Service:
             return params.timeout_s
         return min(params.timeout_s, self._request_timeout)
 
+    def _at_once(self, work: Sequence[TokenizedWork]) -> int:
+        """Return how many requests of a call are in the engine at a time. Of what is pooled others
+        follow as these end: a call may have thousands, and the queue is not its own.
+        """
+        if not all(item.params.pooling is not None for item in work):
+            return len(work)
+        running = max(1, self.max_sequences - self._max_queue)
+        return min(len(work), _AHEAD * running, self.max_sequences)
+
     def _admit(self, work: Sequence[TokenizedWork], key_name: str | None) -> bool:
         """Return whether the completions of `work` wait for others. Raises ApiError if they do not
         fit: 400 if they never can, 429 if not now.
@@ -376,6 +445,14 @@ class Service:
         )
 
 
+def _num_values(work: Sequence[TokenizedWork], served: Served | None) -> int:
+    """Return how many numbers of log-probabilities and vectors an answer may have."""
+    size = 0
+    if served is not None and served.pooling is not None:
+        size = served.pooling.size
+    return sum(map(num_scores, work)) + num_pooled(work, size)
+
+
 def is_long(text: str | ChatText, with_offsets: bool = False) -> bool:
     """Return whether reading what a tokenizer made of a text holds the interpreter for too long.
     Where its tokens stand takes ten times as long to read as what they are.
@@ -405,7 +482,9 @@ class Answer:
         key_name: str | None,
         arrival: float,
         adapter: LoadedAdapter | None = None,
+        at_once: int | None = None,
     ) -> None:
+        """at_once: requests that are in the engine at a time; None: all"""
         self.reply = reply
         self.inbox = Inbox()
         self._last_sent = arrival
@@ -416,7 +495,10 @@ class Answer:
         self.is_queued = False  # it was admitted to wait for others
         self._arrival = arrival
         self._adapter = adapter
-        self._running: list[Running] = []
+        self._lora = None if adapter is None else LoRARequest(adapter.name)
+        self._client = service.client
+        self._at_once = len(work) if at_once is None else at_once
+        self._running: list[Running] = []  # of the first requests, in order
         self._unfinished = set(range(len(work)))
         self._failure: ApiError | None = None
         self._last_token: dict[tuple[int, int], float] = {}  # its time, for each completion
@@ -425,30 +507,52 @@ class Answer:
         self._cached = 0
         self._reason: str | None = None
         self._is_closed = False
-        self.is_large = sum(map(num_scores, work)) > _LARGE  # its reply is written in a thread
+        # its reply is written in a thread
+        self.is_large = _num_values(work, service.served) > _LARGE
 
     async def submit(self) -> None:
         """Submit the requests and wait until the engine has accepted them. Raises ApiError."""
         service = self._service
         service.answers.add(self)
-        adapter = None
-        if self._adapter is not None:
-            adapter = LoRARequest(self._adapter.name)
         try:
-            for index, item in enumerate(self._work):
-                name = service.next_name()
-                prompt = AcceptedPrompt(item.text, item.token_ids)
-                self._running.append(
-                    service.client.submit(name, index, prompt, item.params, self.inbox, adapter)
-                )
-            for running in self._running:
+            for _ in range(self._at_once):
+                self._submit_next()
+            for running in list(self._running):
                 await running.accepted
         except FreightError as error:
             raise from_engine(error) from None
-        for item in self._work:
-            service.metrics.request_queued(
-                item.params.n, item.params.max_tokens, len(item.token_ids)
-            )
+        for item in self._work[: self._at_once]:
+            self._count_queued(item)
+
+    def _submit_next(self) -> None:
+        index = len(self._running)
+        item = self._work[index]
+        name = self._service.next_name()
+        prompt = AcceptedPrompt(item.text, item.token_ids)
+        self._running.append(
+            self._client.submit(name, index, prompt, item.params, self, self._lora)
+        )
+
+    def _count_queued(self, item: TokenizedWork) -> None:
+        self._service.metrics.request_queued(
+            item.params.n, item.params.max_tokens, len(item.token_ids)
+        )
+
+    def put(self, index: int, delta: RequestDelta) -> None:
+        """Take what is new of a request (`Receiver`). Where one ends, the next is submitted at once:
+        no other request can take its place in between.
+        """
+        if delta.finished and not self._is_closed and len(self._running) < len(self._work):
+            try:
+                self._submit_next()
+            except FreightError as error:
+                self.fail(error)
+            else:
+                self._count_queued(self._work[len(self._running) - 1])
+        self.inbox.put(index, delta)
+
+    def fail(self, error: Exception) -> None:
+        self.inbox.fail(error)
 
     @property
     def num_waiting(self) -> int:

@@ -257,6 +257,8 @@ class Serving:
             max_adapters=facts.max_adapters,
             adapters=self.service.adapters.loaded,
             changing=self.service.adapters.changing,
+            pooling=facts.pooling,
+            generates=facts.generates,
         )
         return with_format(served, form)
 

@@ -40,6 +40,7 @@ class EngineArgs:
     skip_tokenizer_init: bool = False
     revision: str | None = None
     ignore_config_keys: Sequence[str] = ()
+    pooling: str = "auto"
     dtype: str = "auto"
     quantization: str | None = None
     activations: str = "auto"

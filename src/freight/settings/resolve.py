@@ -51,6 +51,7 @@ KERNELS = ("auto", "reference", *(PREFIX + build for build in builds()))
 KERNEL_FORMS = ("auto", "reference", f"{PREFIX}BUILD")  # for --help
 ATTENTION_COMPUTES = ("auto", "fp8")
 ACTIVATIONS = ("auto", "int8", "bfloat16")
+POOLINGS = ("auto", "last", "mean", "cls", "none")
 # most tokens per step: enough to keep the device busy, few enough to keep a step short
 STEP_TOKENS = {"cpu": 512, "cuda": 8192}
 SERVED_STEP_SECONDS = 0.5  # on a CPU: a pause between two tokens that a reader hardly notices
@@ -102,6 +103,7 @@ def check(args: EngineArgs) -> None:
     choose("--kernels", args.kernels, KERNELS)
     choose("--attention-compute", args.attention_compute, ATTENTION_COMPUTES)
     choose("--activations", args.activations, ACTIVATIONS)
+    choose("--pooling", args.pooling, POOLINGS)
     if args.quantization in OTHER_QUANTIZATIONS:
         raise ConfigError(
             f"--quantization {args.quantization!r}: {OTHER_QUANTIZATIONS[args.quantization]}"
@@ -248,6 +250,7 @@ def resolve(
     check_kernels(kv, device, args.kernels)
     int4 = args.quantization == "int4" and rounds_to_int4(model, scheme)
     weights = _weight_format(args, model, scheme, compute, device)
+    length = _max_model_len(args, model)
     in_blocks = bool(scheme.blocks) and args.quantization is None
     return EngineConfig(
         compute_format=compute,
@@ -255,12 +258,12 @@ def resolve(
         int4=int4,
         int8_activations=int8_activations(args, int4 or in_blocks or scheme.has_four_bits, device),
         kv=with_state(kv, args.state_dtype, compute, device.native_e4m3, model),
-        max_model_len=_max_model_len(args, model),
+        max_model_len=length,
         max_num_seqs=args.max_num_seqs,
-        max_num_batched_tokens=args.max_num_batched_tokens or step_tokens(str(device.kind), model),
+        max_num_batched_tokens=_step_tokens(args, model, device, length),
         max_step_seconds=args.max_step_seconds or 0.0,
         block_size=args.block_size,
-        enable_prefix_caching=args.enable_prefix_caching,
+        enable_prefix_caching=args.enable_prefix_caching and not model.attends_both_ways,
         kv_cache_memory=parse_memory(args.kv_cache_memory),
         device=str(device.kind),
         kernels=args.kernels,
@@ -307,6 +310,24 @@ def _store(args: EngineArgs, device: DeviceFacts) -> StoreConfig | None:
             f"on a {device.kind} device; omit --kv-store, or use --device cpu"
         )
     return store
+
+
+def _step_tokens(
+    args: EngineArgs, model: ModelConfig, device: DeviceFacts, max_model_len: int
+) -> int:
+    """Return the most tokens of a step. Raises ConfigError for fewer than a prompt has, where a prompt
+    is one chunk.
+    """
+    given = args.max_num_batched_tokens
+    tokens = given or step_tokens(str(device.kind), model)
+    if not model.attends_both_ways or tokens >= max_model_len:
+        return tokens
+    if given is not None:
+        raise ConfigError(
+            f"--max-num-batched-tokens {given}: tokens of this model see those after them, so a prompt of up to "
+            f"{max_model_len} tokens is computed in one step; raise it, or lower --max-model-len"
+        )
+    return max_model_len
 
 
 def step_tokens(device: str, model: ModelConfig) -> int:
@@ -405,7 +426,10 @@ def for_variant(scales: KVScales, format: Format) -> KVScales:
 
 def _max_model_len(args: EngineArgs, model: ModelConfig) -> int:
     if args.max_model_len is None:
-        return model.max_position_embeddings
+        longest = model.max_position_embeddings
+        if model.pooling is not None and model.pooling.max_length is not None:
+            longest = min(longest, model.pooling.max_length)
+        return longest
     if args.max_model_len > model.position_limit:
         raise ConfigError(
             f"--max-model-len {args.max_model_len} is more than {model.limit_words}; use at most "

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import operator
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -162,3 +164,43 @@ def raise_failed(outputs: Sequence[RequestOutput]) -> None:
         count = len({index for index, _ in failed})
         which = f"{count} of {len(outputs)} prompts failed; prompt {first}"
     raise GenerationError(f"{which}: {error}", outputs)
+
+
+def pairs_of(
+    first: str | Sequence[str], second: str | Sequence[str]
+) -> tuple[Sequence[str], Sequence[str]]:
+    """Return the texts of each pair: one first text is that of all. Raises RequestError."""
+    firsts = [first] if isinstance(first, str) else list(first)
+    seconds = [second] if isinstance(second, str) else list(second)
+    for text in (*firsts, *seconds):
+        if not isinstance(text, str):
+            raise RequestError(f"{text!r:.60} is a {type(text).__name__}; a pair is of two texts")
+    if len(firsts) == 1:
+        firsts = firsts * len(seconds)
+    if len(firsts) != len(seconds) or not seconds:
+        raise RequestError(
+            f"there are {len(firsts)} first texts and {len(seconds)} second ones; give one first text for all, or one "
+            "for each"
+        )
+    return firsts, seconds
+
+
+def cosine(first: Sequence[float], second: Sequence[float]) -> float:
+    """Return the cosine of the angle between two vectors; 0 if one has no length."""
+    length = math.sqrt(_dot(first, first) * _dot(second, second))
+    if length == 0:
+        return 0.0
+    return _dot(first, second) / length
+
+
+def _dot(first: Sequence[float], second: Sequence[float]) -> float:
+    return math.fsum(map(operator.mul, first, second))
+
+
+def require_tokenizer(tokenizer: Tokenizer | None) -> Tokenizer:
+    """Raise RequestError where there is none."""
+    if tokenizer is None:
+        raise RequestError(
+            "texts need a tokenizer; without one (skip_tokenizer_init) pass token ids to classify"
+        )
+    return tokenizer

@@ -237,12 +237,22 @@ class Tokenizer:
             for token, (begin, end) in zip(encoding.ids, encoding.offsets, strict=True)
         ]
 
-    def _encode(self, text: str, add_special_tokens: bool) -> Encoding:
+    def encode_pair(self, first: str, second: str) -> tuple[list[int], list[int]]:
+        """Return the token ids of two texts as one input, with the special tokens that the model wants
+        around and between them, and the token type of each. Raises RequestError like `encode`.
+        """
+        check_unicode(first)
+        encoding = self._encode(second, True, before=first)
+        return encoding.ids, encoding.type_ids
+
+    def _encode(self, text: str, add_special_tokens: bool, before: str | None = None) -> Encoding:
+        """Encode `text`, or the pair of `before` and it."""
         check_unicode(text)
+        whole = text if before is None else (before, text)
         try:
-            if len(text) < _LONG:
+            if before is None and len(text) < _LONG:
                 return self.backend.encode(text, add_special_tokens=add_special_tokens)
-            return self.backend.encode_batch([text], add_special_tokens=add_special_tokens)[0]
+            return self.backend.encode_batch([whole], add_special_tokens=add_special_tokens)[0]
         except Exception as error:  # the library raises nothing more special
             raise RequestError(f"the tokenizer has no tokens for {text!r:.60}: {error}") from error
 
@@ -350,6 +360,20 @@ class Tokenizer:
             return self._render(in_forms(conversation, forms), options)
         return either_content_form(
             conversation, forms, lambda tried: self._render(tried, options), lambda chat: chat.text
+        )
+
+    def render_as_given(
+        self, conversation: Sequence[JsonObject], **template_values: Any
+    ) -> ChatText:
+        """Render messages of any roles with the model's template as they are, for `encode_chat`; no
+        generation prompt unless a value says so.
+
+        Raises ConfigError if the model has no template, RequestError if it refuses the messages.
+        """
+        require_chat_template(self)
+        options = {"add_generation_prompt": False, **template_values}
+        return self._render(
+            list(map(dict, conversation)), {**options, "continue_final_message": False}
         )
 
     def _render(self, conversation: list[JsonDict], values: JsonObject) -> ChatText:

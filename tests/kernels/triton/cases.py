@@ -354,6 +354,8 @@ CASES: dict[str, Callable[[Target], object]] = {
     "norm by row": partial(norm, False, Activations.DYNAMIC, 4096),
     "gated": lambda target: elementwise.gated(target, empty(64, 28672), GatedActivation.SILU),
     "relu": lambda target: elementwise.activated(target, empty(64, 28672), Activation.RELU),
+    "gelu": lambda target: elementwise.activated(target, empty(64, 28672), Activation.GELU),
+    "geglu": lambda target: elementwise.gated(target, empty(64, 28672), GatedActivation.GEGLU),
     "relu squared": lambda target: elementwise.activated(
         target, empty(64, 28672), Activation.RELU_SQUARED
     ),

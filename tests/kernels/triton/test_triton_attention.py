@@ -122,6 +122,7 @@ class Case:
         products=Fp8Products.NONE,
         sinks=None,
         consumer=None,
+        causal=True,
     ) -> Any:
         """Triton's output for the sequences numbered `which`; with `dtype` the reference's,
         computed in it.
@@ -140,7 +141,7 @@ class Case:
                 q.to(dtype),
                 self.pages,
                 batch,
-                AttentionCall(scale, window, soft_cap, sinks),
+                AttentionCall(scale, window, soft_cap, sinks, causal),
                 products=products,
             )
         fp8 = products is not Fp8Products.NONE
@@ -150,7 +151,7 @@ class Case:
             q,
             self.pages,
             batch,
-            AttentionCall(scale, window, soft_cap, sinks),
+            AttentionCall(scale, window, soft_cap, sinks, causal),
             fp8=fp8,
             consumer=consumer,
         )
@@ -194,6 +195,26 @@ def test_other_compute_types_and_shapes(dtype, format, scales, heads, group, dim
     case = Case(MIXED, format, scales, dtype, heads, group, dim, device)
     which = range(len(MIXED))
     assert_close(case.run(which), case.run(which, None, torch.float32))
+
+
+@pytest.mark.parametrize(
+    ("format", "scales", "window"),
+    [
+        (Format.E4M3FN, "token", None),
+        (Format.E4M3FN, "static", 20),
+        (Format.BFLOAT16, "unit", None),
+        (Format.BFLOAT16, "unit", 1),
+        (Format.FLOAT32, "unit", 33),
+    ],
+)
+def test_rows_that_see_both_ways(format, scales, window, device):
+    """Every row of each sequence: of one key, about a tile of 16, and of more."""
+    whole = [(rows, 0) for rows in (15, 1, 16, 17, 40)]
+    case = Case(whole, format, scales, torch.bfloat16, 1, 2, 16, device)
+    together = case.run(range(5), window, causal=False)
+    assert_close(together, case.run(range(5), window, torch.float32, causal=False))
+    for i, expected in enumerate(together.split([rows for rows, _ in whole])):
+        assert torch.equal(case.run([i], window, causal=False), expected)
 
 
 @pytest.mark.parametrize(

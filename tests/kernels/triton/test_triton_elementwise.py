@@ -109,6 +109,7 @@ def test_norms_of_the_addend_and_float32_weights(dtype, weight_dtype, device):
         (GatedActivation.SILU, 72),
         (GatedActivation.CLAMPED_SWIGLU, 72),
         (GatedActivation.GELU_TANH, 72),
+        (GatedActivation.GEGLU, 72),
         (clamped_silu(0.5), 72),
         (GatedActivation.SILU, 1100),
         (clamped_silu(7.0), 1100),
@@ -120,7 +121,16 @@ def test_gated(activation, dtype, size, device):
     assert_close(elementwise.gated(current_target(), x, activation), reference.gated(x, activation))
 
 
-@pytest.mark.parametrize("activation", Activation)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [72, 1100])
+def test_gelu(dtype, size, device):
+    torch.manual_seed(0)
+    x = (torch.randn(3, size) * 5).to(dtype).to(device)
+    found = elementwise.activated(current_target(), x, Activation.GELU)
+    assert_close(found, reference_rows.activated(x, Activation.GELU))
+
+
+@pytest.mark.parametrize("activation", [Activation.RELU, Activation.RELU_SQUARED])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [72, 1100])
 def test_activated(activation, dtype, size, device):

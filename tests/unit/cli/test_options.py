@@ -71,6 +71,7 @@ def test_sampling_options_are_fields_of_sampling_params() -> None:
         "prediction",
     }  # of no use at a terminal
     left_out |= {"structured_outputs"}  # generate has an option for each form
+    left_out |= {"pooling"}  # of freight embed
     left_out |= {
         "allowed_token_ids",
         "bad_words",

@@ -293,7 +293,7 @@ def test_activations():
     assert of("gemma2", **both) is of("gemma2") is GatedActivation.GELU_TANH
     assert of("gemma2", hidden_activation="silu") is GatedActivation.SILU
     refused("contradicts", "hidden_act", "'silu'", model_type="gemma2", hidden_act="silu")
-    refused("hidden_activation", "'gelu'", model_type="gemma2", hidden_activation="gelu")
+    refused("hidden_activation", "'gelu_new'", model_type="gemma2", hidden_activation="gelu_new")
 
 
 OPT_125M = {  # as its authors wrote it
@@ -362,7 +362,7 @@ def test_variants_of_opt():
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("activation_function", "gelu"),
+        ("activation_function", "gelu_new"),
         ("layer_norm_elementwise_affine", False),
         ("do_layer_norm_before", "yes"),
         ("word_embed_proj_dim", 0),

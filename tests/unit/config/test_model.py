@@ -37,7 +37,8 @@ LATENTS = (
     *("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa"),
     *("kimi_k2", "kimi_linear", "bailing_hybrid", "mistral4"),
 )
-APART = ("mimo", "mixtral", "qwen2_moe", "qwen3_moe", "opt", "nemotron_h", *LATENTS)
+ENCODERS = ("bert", "roberta", "xlm-roberta", "modernbert", "llama_bidirec")
+APART = ("mimo", "mixtral", "qwen2_moe", "qwen3_moe", "opt", "nemotron_h", *ENCODERS, *LATENTS)
 FAMILIES = {
     name: row.architecture
     for name, row in registry.FAMILIES.items()
@@ -266,7 +267,7 @@ def test_window_contradictions():
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("hidden_act", "gelu"),
+        ("hidden_act", "gelu_new"),
         ("partial_rotary_factor", 0.5),
         ("logit_scale", 0.0625),
         ("residual_multiplier", 0.22),
@@ -347,11 +348,11 @@ def test_contradictions_and_gaps():
 
 
 def test_other_models_are_named():
-    with refuses(CheckpointError, "gpt2", "llama, mistral, ministral3", "qwen3"):
+    with refuses(CheckpointError, "gpt2", "llama, llama_bidirec, mistral", "qwen3"):
         parse_model_config({"model_type": "gpt2", **SHAPE})
     with pytest.raises(CheckpointError, match="None"):
         parse_model_config(SHAPE)
-    refused("LlamaForSequenceClassification", architectures=["LlamaForSequenceClassification"])
+    refused("LlamaForTokenClassification", architectures=["LlamaForTokenClassification"])
     assert (
         parse_model_config({**config(), "architectures": None}).architecture == "LlamaForCausalLM"
     )

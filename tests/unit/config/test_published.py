@@ -102,6 +102,22 @@ def test_sizes_are_those_that_are_published(name: str, parameters: int, kv_bytes
     assert sum(mixer.num_kv_heads * (mixer.k_dim + mixer.v_dim) * 2 for mixer in mixers) == kv_bytes
 
 
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [  # with the embedding; without a pooler behind the states, which is not read
+        ("BAAI--bge-m3", 566_705_152),
+        ("sentence-transformers--all-MiniLM-L6-v2", 22_565_376),
+        ("answerdotai--ModernBERT-base", 149_014_272),
+        ("google--embeddinggemma-300m", 302_863_104),
+    ],
+)
+def test_encoders_as_published(name: str, parameters: int) -> None:
+    model, _ = read(next(file for file in FILES if file.stem == name))
+    assert model.attends_both_ways
+    assert not model.has_head
+    assert num_parameters(model) == parameters
+
+
 @pytest.mark.parametrize("name", ["stepfun-ai--Step-3.7-Flash", "stepfun-ai--Step-3.7-Flash-FP8"])
 def test_step_as_published_is_read_once_its_keys_are_those_of_a_language_model(name: str) -> None:
     text = json.loads(next(file for file in FILES if file.stem == name).read_text())

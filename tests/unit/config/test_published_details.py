@@ -40,8 +40,16 @@ def test_the_first_llama_files_write_the_architecture_in_other_letters(name: str
     assert parsed(architectures=[name]).architecture == "LlamaForCausalLM"
 
 
+@pytest.mark.parametrize("name", ["LlamaModel", "LlamaForSequenceClassification"])
+def test_classes_without_a_head_are_named_too(name: str) -> None:
+    model = parsed(architectures=[name])
+    assert model.architecture == "LlamaForCausalLM"
+    assert not model.has_head
+    assert model.tie_word_embeddings
+
+
 @pytest.mark.parametrize(
-    "wrong", [["LlamaModel"], "LlamaForCausalLM", 7, ["LlamaForCausalLM", "X"], [["a"]], {"a": 1}]
+    "wrong", [["LlamaBlock"], "LlamaForCausalLM", 7, ["LlamaForCausalLM", "X"], [["a"]], {"a": 1}]
 )
 def test_other_architectures_are_refused(wrong: Any) -> None:
     with pytest.raises(

@@ -16,7 +16,7 @@ CONFIG = Path(freight.model.config.__path__[0])
 FILES = sorted(path.stem for path in (CONFIG / "families").glob("[a-z]*.py"))
 # fields of few rows that say which keys there are, and where: `check_keys` needs them before
 # anything is derived
-OF_FEW = {"lacks", "text_key", "flat", "same"}
+OF_FEW = {"text_key", "flat"}
 
 
 def test_every_file_of_families_has_rows():

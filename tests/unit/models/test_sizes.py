@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from tests.parity.variants import VARIANTS
+from tests.pooling_models import save_body
 from tests.shares import examples
 
 import freight
@@ -184,6 +185,55 @@ def test_every_family_occupies_what_is_counted(
     args = EngineArgs(kernels=kernels, quantization=quantization, device="cpu")
     opened = open_random(args, str(shape_file(variant, tmp_path)))
     require_equal(opened, kernels, lambda _: ONLINE if quantization else None)
+
+
+ENCODERS: dict[str, dict[str, Any]] = {
+    "bert": {},
+    "xlm-roberta": {"type_vocab_size": 1, "pad_token_id": 1},
+    "modernbert": {"local_attention": 32},
+    "gemma3_text": {
+        "use_bidirectional_attention": True,
+        "head_dim": 16,
+        "tie_word_embeddings": True,
+    },
+}
+
+
+@pytest.mark.parametrize("quantization", [None, "fp8", "int8", "int4"])
+@pytest.mark.parametrize("kernels", ["auto", "reference"])
+@pytest.mark.parametrize("family", ENCODERS)
+def test_encoders_occupy_what_is_counted(
+    family: str, kernels: str, quantization: str | None, tmp_path: Path
+) -> None:
+    """Positions for each token type, norms of sums, a first layer without a norm; no head."""
+    content = {
+        "model_type": family,
+        "architectures": [FAMILIES[family].architecture.replace("ForCausalLM", "Model")],
+        "vocab_size": 320,
+        "hidden_size": 64,
+        "intermediate_size": 90,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 130,
+        **ENCODERS[family],
+    }
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(content))
+    args = EngineArgs(kernels=kernels, quantization=quantization, device="cpu")
+    if quantization == "int4" and kernels == "reference":
+        pytest.skip("these kernels decode groups")
+    linear_of = (
+        int4_online if quantization == "int4" else (lambda _: ONLINE if quantization else None)
+    )
+    require_equal(open_random(args, str(file)), kernels, linear_of)
+
+
+@pytest.mark.parametrize("kernels", ["auto", "reference"])
+def test_a_decoder_without_a_head_occupies_what_is_counted(kernels: str, tmp_path: Path) -> None:
+    body = save_body(tmp_path / "body")
+    opened = open_model(EngineArgs(str(body), kernels=kernels, device="cpu"))
+    assert not opened.model.has_head
+    require_equal(opened, kernels, lambda _: None)
 
 
 DIVIDED = (

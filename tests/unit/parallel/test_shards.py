@@ -330,6 +330,7 @@ def test_steps_are_read_as_they_were_written(steps: list[list[int]]) -> None:
                 (tuple(range(count)), tuple(range(row, row + count))),
                 count % 3,
                 None if count % 2 else row,
+                count if count % 3 else None,
             )
             for row, count in enumerate(step)
         ]

@@ -12,7 +12,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import freight
+from freight.model.config.pooling import PoolingConfig, PoolingKind
 from freight.outputs import CompletionDelta, FinishReason, Logprob, RequestDelta, Scores
+from freight.pooling import PoolingTask
 from freight.serve.answers.pieces import Piece, PieceKind
 from freight.serve.call import ReplyHead, Served, TokenizedWork
 from freight.serve.limits import ServingLimits
@@ -27,6 +29,17 @@ SERVED = Served(
     max_model_len=1024,
     defaults={},
     fingerprint="fp_1",
+)
+EMBEDS = replace(
+    SERVED,
+    generates=False,
+    pooling=PoolingConfig(PoolingTask.EMBED, PoolingKind.LAST, 8, prompts={"query": "Query: "}),
+)
+SCORES = replace(
+    EMBEDS, pooling=PoolingConfig(PoolingTask.CLASSIFY, PoolingKind.CLS, 1, pairs=True)
+)
+CLASSIFIES = replace(
+    EMBEDS, pooling=PoolingConfig(PoolingTask.CLASSIFY, PoolingKind.CLS, 3, labels=("a", "b", "c"))
 )
 LIMITS = ServingLimits()
 HEAD = ReplyHead("r1", 1_700_000_000, "demo", "fp_1")

@@ -15,7 +15,7 @@ from typing import Any
 import jsonschema_rs
 import list_fields
 import pytest
-from tests.unit.server.openai_cases import HELLO, LIMITS, SERVED
+from tests.unit.server.openai_cases import CLASSIFIES, EMBEDS, HELLO, LIMITS, SCORES, SERVED
 
 from freight.sampling import SamplingParams
 from freight.serve.anthropic.messages_request import (
@@ -28,6 +28,28 @@ from freight.serve.bodies import Unread, sampling_names, schema_of
 from freight.serve.openai.chat_request import ChatRequest, parse_chat
 from freight.serve.openai.completion_request import CompletionRequest, parse_completion
 from freight.serve.openai.responses_request import ResponsesBody, parse_responses
+from freight.serve.pooling.classify_request import (
+    ClassifyRequest,
+    PoolingRequest,
+    parse_classify,
+    parse_pooling,
+)
+from freight.serve.pooling.embedding_request import (
+    EmbeddingChatRequest,
+    EmbeddingRequest,
+    parse_embeddings,
+)
+from freight.serve.pooling.fields import PooledFields
+from freight.serve.pooling.rerank_request import RerankRequest, parse_any_rerank, parse_rerank
+from freight.serve.pooling.score_request import ScoreItemsRequest, ScoreRequest, parse_score
+from freight.serve.pooling.tei_request import (
+    EmbedBody,
+    PredictBody,
+    TeiFields,
+    TeiRerankBody,
+    parse_embed,
+    parse_predict,
+)
 from freight.serve.tgi.request import GenerateBody, Parameters, parse_generate
 from freight.serve.tokens import (
     DetokenizeBody,
@@ -60,6 +82,16 @@ class Api:
         except ApiError as error:
             return error
         return None
+
+
+def pooled(model: Any, parse: Any, least: dict[str, Any], like: Any = EMBEDS) -> Api:
+    """Of a model that pools as `like`."""
+
+    def parsed(body: Any, served: Any) -> Any:
+        pools = replace(served, pooling=like.pooling, generates=False)
+        return parse(body, pools, LIMITS)
+
+    return Api(model, parsed, least)
 
 
 APIS = {
@@ -107,7 +139,18 @@ APIS = {
         InputsBody, lambda body, served: parse_tokenize(body, served, LIMITS), {"inputs": "x"}
     ),
     "detokenize": Api(DetokenizeBody, detokenize, {"tokens": [1]}),
+    "embeddings": pooled(EmbeddingRequest, parse_embeddings, {"input": "x"}),
+    "embeddings-chat": pooled(EmbeddingChatRequest, parse_embeddings, {"messages": HELLO}),
+    "rerank": pooled(RerankRequest, parse_rerank, {"query": "x", "documents": ["y"]}, SCORES),
+    "score": pooled(ScoreRequest, parse_score, {"text_1": "x", "text_2": "y"}, SCORES),
+    "score-items": pooled(ScoreItemsRequest, parse_score, {"queries": "x", "items": "y"}, SCORES),
+    "classify": pooled(ClassifyRequest, parse_classify, {"input": "x"}, CLASSIFIES),
+    "pooling": pooled(PoolingRequest, parse_pooling, {"input": "x"}),
+    "tei": pooled(EmbedBody, parse_embed, {"inputs": "x"}),
+    "tei-rerank": pooled(TeiRerankBody, parse_any_rerank, {"query": "x", "texts": ["y"]}, SCORES),
+    "tei-predict": pooled(PredictBody, parse_predict, {"inputs": "x"}, CLASSIFIES),
 }
+POOLED = [name for name, api in APIS.items() if issubclass(api.model, PooledFields | TeiFields)]
 NEEDED = {  # what a field needs beside it
     "top_logprobs": {"logprobs": True},
     "stream_options": {"stream": True},
@@ -119,6 +162,7 @@ DEPENDENT = {
     *("response_format", "structured_outputs", "text", "output_config"),
     *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
     *("tools", "tool_choice", "chat_template_kwargs", "continue_final_message"),
+    *("prompt_name", "task"),
 }
 POOL: list[Any] = [
     *(True, False, 0, 1, -1, -2, 5, 0.5, 1.5, -0.1, 1e308, 10**30, 2**64, 10**4000),
@@ -214,6 +258,8 @@ def test_a_field_sets_the_sampling_option_of_its_name(api: Api) -> None:
     }
     expected = {name: name for name in options - converted} | of_other_names
     names = set(api.model.model_fields) - set(api.least)
+    if issubclass(api.model, TeiFields):
+        names.remove("truncate")  # here it says whether, and not to how many
     assert dict(sampling_names(api.model)) == {
         name: expected[name] for name in names if name in expected
     }
@@ -247,7 +293,7 @@ def test_null_is_absent(api: Api) -> None:
     assert "$ref" not in json.dumps(schema)
 
 
-@pytest.mark.parametrize("key", ["chat", "completions", "tgi", "generate"])
+@pytest.mark.parametrize("key", ["chat", "completions", "tgi", "generate", *POOLED])
 def test_a_field_that_is_not_read_asks_for_nothing(key: str) -> None:
     api = APIS[key]
     for name, row in api.model.unread.items():

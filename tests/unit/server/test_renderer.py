@@ -20,7 +20,10 @@ from tests.forked_server import forked
 from tests.serving import CAN_FORK, has_ended
 
 import freight
-from freight.serve.call import Conversation
+from freight.model.config.pooling import PoolingConfig, PoolingKind
+from freight.pooling import PoolingTask
+from freight.serve.call import Conversation, Pair
+from freight.serve.pooling.pairs import read_pair
 from freight.serve.processes import children
 from freight.serve.rendering.renderer import Renderer
 from freight.serve.tokens import Tokenize
@@ -131,6 +134,37 @@ def test_renders_as_the_tokenizer_does(running, folder):
     )
     parts = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     assert running(Conversation(parts, False, True)).text.endswith("<assistant>b")
+
+
+def test_pairs_are_put_by_the_template(tmp_path):
+    roles = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    loops = "{% if messages[0].content == 'loop' %}" + WRONG["loop"] + "{% endif %}"
+    tokenizer = Tokenizer.load(make_folder(tmp_path, roles + loops))
+    pooling = PoolingConfig(PoolingTask.CLASSIFY, PoolingKind.LAST, 1, pairs=True)
+    pair = Pair("a query", "a document of some words")
+
+    async def test() -> None:
+        renderer = Renderer(tmp_path, 7, deadline_s=2)
+        try:
+            whole = await renderer.read_pair(pair, pooling, None, "documents[0]", None)
+            assert whole == read_pair(tokenizer, pooling, pair, None)
+            assert "<query>" in tokenizer.decode(whole.token_ids)
+            cut = await renderer.read_pair(
+                pair, pooling, len(whole.token_ids) - 2, "documents[0]", None
+            )
+            assert cut == read_pair(tokenizer, pooling, pair, len(whole.token_ids) - 2)
+            for broken, status, param in (
+                (Pair("loop", "x"), 500, "texts[1]"),
+                (pair, 400, "texts[2]"),
+            ):
+                with pytest.raises(ApiError) as failed:
+                    await renderer.read_pair(broken, pooling, 1, param, None)
+                assert (failed.value.status, failed.value.param) == (status, param)
+            assert await renderer.read_pair(pair, pooling, None, "documents[0]", None) == whole
+        finally:
+            await renderer.close()
+
+    asyncio.run(test())
 
 
 @pytest.mark.parametrize(

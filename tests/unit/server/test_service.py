@@ -18,7 +18,9 @@ import freight
 from freight.engine.adapters import LoRARequest
 from freight.engine.intake import AcceptedPrompt
 from freight.errors import CapacityError
+from freight.model.config.pooling import PoolingConfig, PoolingKind
 from freight.outputs import CompletionDelta, FinishReason, RequestDelta
+from freight.pooling import PoolingParams, PoolingTask
 from freight.sampling import SamplingParams
 from freight.serve.call import Conversation, ReplyHead, Served, TokenizedWork, Work
 from freight.serve.limits import ServingLimits
@@ -31,6 +33,9 @@ from freight.text.tokenizer import Tokenizer
 
 DEMO = Path(freight.__file__).parent / "demo"
 SERVED = Served(("m",), None, vocab_size=100, max_model_len=50, defaults={}, fingerprint="fp_1")
+POOLS = replace(
+    SERVED, pooling=PoolingConfig(PoolingTask.EMBED, PoolingKind.LAST, 4), generates=False
+)
 IDS = (1, 2, 3)
 
 
@@ -421,5 +426,74 @@ def test_a_quiet_answer_is_woken() -> None:
         answer.nudge_if_quiet(0)
         assert await waiting == b""
         answer.close(499)
+
+    run(test)
+
+
+def pool(service: Service, client: FakeClient, request_id: str) -> None:
+    """Say that a prompt was pooled."""
+    running, _ = client.requests.pop(request_id)
+    output = CompletionDelta(0, [], "", None, FinishReason.LENGTH, None, None)
+    running.receiver.put(running.index, RequestDelta(request_id, [output], True))
+
+
+def embedding(count: int) -> Any:
+    params = SamplingParams(max_tokens=0, pooling=PoolingParams())
+    return FakeCall([Work([1, 2], params) for _ in range(count)])
+
+
+def test_the_requests_of_a_long_list_follow_one_another() -> None:
+    """Of 8 places 6 are to wait in: 2 run, and twice as many of a list are in the engine."""
+
+    async def test(service: Service, client: FakeClient) -> None:
+        service._max_queue = 6
+        service.served = POOLS
+        answer = await service.begin(embedding(7), "id", None)
+        assert sorted(client.requests) == ["1", "2", "3", "4"]
+        pool(service, client, "2")
+        assert sorted(client.requests) == ["1", "3", "4", "5"]
+        other = await service.begin(embedding(4), "other", None)
+        with refuses(ApiError, "8 completions are running or waiting"):
+            await service.begin(embedding(1), "third", None)
+        other.close(499)
+        for name in ("1", "3", "4", "5", "10", "11"):
+            assert not answer.is_finished
+            pool(service, client, name)
+        await answer.advance()
+        assert answer.is_finished
+        assert not client.requests
+        answer.close(200)
+
+    run(test)
+
+
+def test_nothing_of_a_long_list_follows_once_its_client_has_left() -> None:
+    async def test(service: Service, client: FakeClient) -> None:
+        service._max_queue = 6
+        service.served = POOLS
+        answer = await service.begin(embedding(7), "id", None)
+        running, _ = client.requests["1"]
+        answer.close(499)
+        assert client.aborted == ["1", "2", "3", "4"]
+        output = CompletionDelta(0, [], "", None, FinishReason.LENGTH, None, None)
+        running.receiver.put(0, RequestDelta("1", [output], True))
+        assert not client.requests
+
+    run(test)
+
+
+def test_a_list_whose_next_request_is_refused_fails() -> None:
+    async def test(service: Service, client: FakeClient) -> None:
+        service._max_queue = 6
+        service.served = POOLS
+        answer = await service.begin(embedding(7), "id", None)
+        client.refuses = CapacityError("it does not fit")
+        pool(service, client, "1")
+        await answer.advance()
+        with pytest.raises(ApiError) as failed:
+            await answer.advance()
+        assert failed.value.code == "cache_too_small"
+        answer.close(400)
+        assert not client.requests
 
     run(test)

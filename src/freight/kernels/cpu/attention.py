@@ -1,7 +1,7 @@
 """Attention over the pages of the cache (csrc/attention.cpp); K and V are decoded in registers.
 
-A row's bits depend only on its own history: not on the other rows, the chunk, the threads, or the
-blocks.
+A row's bits depend only on the keys that it sees: not on the other rows, the chunk, the threads, or
+the blocks.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ def attention(
     working memory cannot be allocated.
     """
     check_head_dim(pages)
+    assert call.causal or sequences.are_whole, "later keys of a sequence are not stored yet"
     q = q.contiguous()
     num_tokens, num_heads, k_dim = q.shape
     num_kv_heads, v_dim = pages.v.shape[2:]
@@ -68,6 +69,7 @@ def attention(
             v_dim=v_dim,
             block_size=pages.block_size,
             window=call.window or 0,
+            both_ways=int(not call.causal),
             center_size=center.pairs.shape[1] if center else 0,
             rotary_dim=2 * center.cos.shape[1] if center else 0,
             softmax_scale=call.softmax_scale,

@@ -23,7 +23,7 @@ from freight.parallel.shared import MAX_RANKS as MAX_RANKS  # FREIGHT_MAX_RANKS
 from freight.parallel.shared import Exchange as FreightExchange  # noqa: F401
 from freight.parallel.shared import FreightRanks as FreightRanks
 
-ABI = 39  # FREIGHT_ABI; a library with another number is refused
+ABI = 40  # FREIGHT_ABI; a library with another number is refused
 LANES = 16  # FREIGHT_… of the headers
 CACHE_LINE = 64
 MAX_HEAD_DIM = 1024
@@ -67,8 +67,9 @@ GATED_ACTIVATIONS = {
     GatedFunction.GELU_TANH: 1,
     GatedFunction.CLAMPED_SWIGLU: 2,
     GatedFunction.CLAMPED_SILU: 3,
+    GatedFunction.GEGLU: 4,
 }
-UNGATED_ACTIVATIONS = {Activation.RELU: 0, Activation.RELU_SQUARED: 1}
+UNGATED_ACTIVATIONS = {Activation.RELU: 0, Activation.RELU_SQUARED: 1, Activation.GELU: 2}
 GATE_FUNCTIONS = {GateFunction.SOFTPLUS: 0, GateFunction.SIGMOID: 1, GateFunction.IDENTITY: 2}
 SCORINGS = {Scoring.SOFTMAX: 0, Scoring.SIGMOID: 1, Scoring.CHOSEN: 2}
 # FreightStatus
@@ -277,7 +278,7 @@ class FreightAttention(ctypes.Structure):
         (
             _INT,
             "q_type kv_format scales num_seqs max_blocks num_heads num_kv_heads k_dim v_dim "
-            "block_size window center_size rotary_dim",
+            "block_size window both_ways center_size rotary_dim",
         ),
         (_FLOAT, "softmax_scale soft_cap"),
         (_INT, "threads"),

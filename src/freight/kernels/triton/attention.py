@@ -121,7 +121,7 @@ def prefill_kernel(
     INSIDE: tl.constexpr, V_DIM: tl.constexpr, V_BLOCK: tl.constexpr, HALF: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, FORMAT: tl.constexpr, SCALES: tl.constexpr,
     WINDOWED: tl.constexpr, K_DOT: tl.constexpr, V_DOT: tl.constexpr, CENTERED: tl.constexpr, CAPPED: tl.constexpr,
-    K_PAIRS: tl.constexpr, PAIRS: tl.constexpr,
+    K_PAIRS: tl.constexpr, PAIRS: tl.constexpr, BOTH_WAYS: tl.constexpr,
 ):  # fmt: skip
     """A program: one tile of QUERIES rows of a sequence and TAKEN heads of one KV head.
 
@@ -144,7 +144,9 @@ def prefill_kernel(
     live &= (m < QUERIES * TAKEN) & (row < end)
     position = length - end + row
     first = length - end + first_row  # position of the first row
-    last = tl.minimum(first + QUERIES, length)  # number of keys that the last row sees
+    last = tl.minimum(first + QUERIES, length)  # the end of the keys that the last row sees
+    if BOTH_WAYS:
+        last = tl.minimum(first + QUERIES - 1 + window, length) if WINDOWED else length
     q, factor = load_queries(
         q_ptr, row, head * GROUP + member, live, q_row_stride, q_head_stride, k_scale_ptr, head, K_DIM, K_BLOCK, REST,
         REST_BLOCK, FORMAT, SCALES, K_DOT, K_PAIRS, k_ptr.dtype.element_ty,
@@ -155,14 +157,17 @@ def prefill_kernel(
     best, total = initial(sinks_ptr, head * GROUP + member, live, V_DOT, FORMAT)
     unit = tl.full((), SMALLEST, tl.float32)
     table_ptr = tables_ptr + seq.to(tl.int64) * table_stride
-    edge = (
-        tl.maximum(first - window + 1, 0) // KEYS * KEYS if WINDOWED else (first + 1) // KEYS * KEYS
-    )
+    if WINDOWED:
+        edge = tl.maximum(first - window + 1, 0) // KEYS * KEYS
+    elif BOTH_WAYS:
+        edge = length // KEYS * KEYS
+    else:
+        edge = (first + 1) // KEYS * KEYS
     acc, best, total, unit = walk(
         acc, best, total, unit, q, factor, position, 0, edge, last, length, window, k_ptr, v_ptr, k_scale_ptr,
         v_scale_ptr, table_ptr, head, center_ptr, center_place, live, cos_ptr, sin_ptr, pairs_ptr, num_pairs, cap,
         STRIDES, K_DIM, K_BLOCK, REST, REST_BLOCK, INSIDE, V_DIM, V_BLOCK, HALF, BLOCK_SIZE, KEYS, FORMAT, SCALES,
-        WINDOWED, not WINDOWED, K_DOT, V_DOT, CENTERED, CAPPED, K_PAIRS, PAIRS, None,
+        WINDOWED, not WINDOWED, K_DOT, V_DOT, CENTERED, CAPPED, K_PAIRS, PAIRS, None, BOTH_WAYS,
     )  # fmt: skip
     dims = tl.arange(0, V_BLOCK)
     output = _finished(
@@ -231,7 +236,7 @@ def decode_kernel(
             acc, best, total, unit, q, factor, position, begin, end // KEYS * KEYS, end, length, window, k_ptr, v_ptr,
             k_scale_ptr, v_scale_ptr, table_ptr, head, center_ptr, center_place, live, cos_ptr, sin_ptr, pairs_ptr,
             num_pairs, cap, STRIDES, K_DIM, K_BLOCK, REST, REST_BLOCK, INSIDE, V_DIM, V_BLOCK, HALF, BLOCK_SIZE, KEYS,
-            FORMAT, SCALES, WINDOWED, True, K_DOT, V_DOT, CENTERED, CAPPED, K_PAIRS, PAIRS, 1,
+            FORMAT, SCALES, WINDOWED, True, K_DOT, V_DOT, CENTERED, CAPPED, K_PAIRS, PAIRS, 1, False,
         )  # fmt: skip
         values = summed_values(acc, unit, SCALES, V_DOT, PAIRS)
         place = ((seq.to(tl.int64) * HEADS + head) * max_splits + split) * GROUP + member

@@ -297,6 +297,7 @@ class _Work:
     sequences: Sequences
     scale: float
     window: int | None
+    both_ways: bool
     extras: tuple[Tensor | int | float | None, ...]
     sinks: Tensor | None
     fp8: bool
@@ -319,7 +320,8 @@ def attention(
     """Compute `KernelSet.attention`, quantized if `consumer` takes quantized rows.
 
     q: [num_tokens, num_heads, k_dim], the last dimension contiguous. With `fp8`, the products that
-    `Target.fp8_products` selects multiply FP8.
+    `Target.fp8_products` selects multiply FP8. Whether a call that is not causal has whole sequences
+    is not checked: it would wait for the GPU. A sequence of one row is decoded: it sees one key.
     """
     window = call.window
     soft_cap = call.soft_cap
@@ -339,6 +341,7 @@ def attention(
         sequences=sequences,
         scale=scale,
         window=window,
+        both_ways=not call.causal,
         extras=(*center_arguments(q, pages, scale), (soft_cap or 0.0) * math.log2(math.e)),
         sinks=sinks,
         fp8=fp8,
@@ -397,6 +400,7 @@ def _prefill(work: _Work) -> None:
         *work.extras,
         work.sinks,
         **shared,
+        BOTH_WAYS=work.both_ways,
         TAKEN=taken,
         ROWS=max(tile.rows, next_power_of_2(taken)),
         QUERIES=queries,

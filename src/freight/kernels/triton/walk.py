@@ -130,12 +130,20 @@ def initial(sinks_ptr, query_head, live, V_DOT: tl.constexpr, FORMAT: tl.constex
 
 
 @triton.jit
-def _hide(scores, key, position, window, MASKED: tl.constexpr, WINDOWED: tl.constexpr):
+def _hide(
+    scores, key, position, stored, window, MASKED: tl.constexpr, WINDOWED: tl.constexpr, BOTH_WAYS: tl.constexpr,
+):  # fmt: skip
     """Set scores [M, N] to -infinity where the row at `position` [M] does not see `key` [N].
 
-    Without MASKED no row is before any key, and only the window hides some.
+    Without MASKED only the window hides some: every key is `stored` [N], and without BOTH_WAYS no
+    row is before any.
     """
-    if MASKED:
+    if MASKED and BOTH_WAYS:
+        seen = tl.broadcast_to(stored[None, :], scores.shape)
+        if WINDOWED:
+            seen &= key[None, :] > position[:, None] - window
+            seen &= key[None, :] < position[:, None] + window
+    elif MASKED:
         seen = key[None, :] <= position[:, None]
         if WINDOWED:
             seen &= key[None, :] > position[:, None] - window
@@ -293,12 +301,12 @@ def _walk(
     INSIDE: tl.constexpr, V_DIM: tl.constexpr, V_BLOCK: tl.constexpr, HALF: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     KEYS: tl.constexpr, FORMAT: tl.constexpr, SCALES: tl.constexpr, WINDOWED: tl.constexpr, MASKED: tl.constexpr,
     K_DOT: tl.constexpr, V_DOT: tl.constexpr, CENTERED: tl.constexpr, CAPPED: tl.constexpr, K_PAIRS: tl.constexpr,
-    PAIRS: tl.constexpr, STAGES: tl.constexpr,
+    PAIRS: tl.constexpr, STAGES: tl.constexpr, BOTH_WAYS: tl.constexpr,
 ):  # fmt: skip
     """Add the keys of [begin, end), where `begin` is a multiple of KEYS: see `walk`.
 
-    Without MASKED every key of these tiles is stored, no row is before any, and `end` is a multiple
-    of KEYS, too.
+    Without MASKED every key of these tiles is stored, no row is before any that it may not see, and
+    `end` is a multiple of KEYS, too.
     """
     for start in tl.range(begin, end, KEYS, num_stages=STAGES):
         key = start + tl.arange(0, KEYS)
@@ -319,7 +327,7 @@ def _walk(
         if CAPPED:
             scores = _soften(scores, cap)
         if MASKED or WINDOWED:
-            scores = _hide(scores, key, position, window, MASKED, WINDOWED)
+            scores = _hide(scores, key, position, stored, window, MASKED, WINDOWED, BOTH_WAYS)
         new_best = tl.maximum(best, tl.max(scores, 1))
         reference = new_best
         if WINDOWED:  # a row may have seen no key yet
@@ -357,12 +365,13 @@ def walk(
     INSIDE: tl.constexpr, V_DIM: tl.constexpr, V_BLOCK: tl.constexpr, HALF: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     KEYS: tl.constexpr, FORMAT: tl.constexpr, SCALES: tl.constexpr, WINDOWED: tl.constexpr, SEEN: tl.constexpr,
     K_DOT: tl.constexpr, V_DOT: tl.constexpr, CENTERED: tl.constexpr, CAPPED: tl.constexpr, K_PAIRS: tl.constexpr,
-    PAIRS: tl.constexpr, STAGES: tl.constexpr,
+    PAIRS: tl.constexpr, STAGES: tl.constexpr, BOTH_WAYS: tl.constexpr,
 ):  # fmt: skip
     """Add the keys of [begin, end) to acc (`no_values`), best [M], total [M] and unit.
 
     `begin` and `edge` are multiples of KEYS. Keys before `edge` are stored, and no row is before
-    any of them, so they need no masks; without SEEN there are none, and `begin` is not read. STAGES
+    any of them, or with BOTH_WAYS may be, so they need no masks; without SEEN there are none, and
+    `begin` is not read. STAGES
     are the pipeline stages of the tiles from `edge` on. STRIDES are `KVPages.strides`. With REST,
     channels of keys are two products: the first REST, padded to REST_BLOCK, and the K_BLOCK others,
     in pairs with K_PAIRS. INSIDE: the latter are also the values, and are loaded once for both.
@@ -372,11 +381,11 @@ def walk(
             acc, best, total, unit, q, factor, position, begin, edge, length, window, k_ptr, v_ptr, k_scale_ptr,
             v_scale_ptr, table_ptr, head, center_ptr, center_place, live, cos_ptr, sin_ptr, pairs_ptr, num_pairs, cap,
             STRIDES, K_DIM, K_BLOCK, REST, REST_BLOCK, INSIDE, V_DIM, V_BLOCK, HALF, BLOCK_SIZE, KEYS, FORMAT, SCALES,
-            WINDOWED, False, K_DOT, V_DOT, CENTERED, CAPPED, K_PAIRS, PAIRS, None,
+            WINDOWED, False, K_DOT, V_DOT, CENTERED, CAPPED, K_PAIRS, PAIRS, None, BOTH_WAYS,
         )  # fmt: skip
     return _walk(
         acc, best, total, unit, q, factor, position, edge, end, length, window, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr,
         table_ptr, head, center_ptr, center_place, live, cos_ptr, sin_ptr, pairs_ptr, num_pairs, cap, STRIDES, K_DIM,
         K_BLOCK, REST, REST_BLOCK, INSIDE, V_DIM, V_BLOCK, HALF, BLOCK_SIZE, KEYS, FORMAT, SCALES, WINDOWED, True,
-        K_DOT, V_DOT, CENTERED, CAPPED, K_PAIRS, PAIRS, STAGES,
+        K_DOT, V_DOT, CENTERED, CAPPED, K_PAIRS, PAIRS, STAGES, BOTH_WAYS,
     )  # fmt: skip

@@ -19,6 +19,7 @@ from freight.errors import CheckpointError, ConfigError, choices, nearest
 from freight.model.config.family import Family, words
 from freight.model.config.mechanisms import refuse_mechanisms, refuse_uncompared_architecture
 from freight.model.config.model import UnreadKeys
+from freight.model.config.pooling import headless_names
 from freight.model.config.registry import FAMILIES
 
 # keys that every family reads
@@ -28,7 +29,7 @@ READ = words(
     num_key_value_heads head_dim max_position_embeddings rms_norm_eps rope_theta rope_scaling rope_parameters
     original_max_position_embeddings tie_word_embeddings dtype torch_dtype bos_token_id eos_token_id
     quantization_config compression_config kv_cache_torch_dtype kv_cache_dtype freight
-    attn_logit_softcapping final_logit_softcapping hidden_act hidden_activation partial_rotary_factor
+    attn_logit_softcapping final_logit_softcapping hidden_act hidden_activation partial_rotary_factor is_causal
     """
 )
 # of these, outer keys that hold for the decoder of a model with several parts
@@ -44,7 +45,9 @@ _SHARED = words(
 HARMLESS = words(
     """
     transformers_version use_cache initializer_range attention_dropout hidden_dropout resid_dropout embd_dropout
-    resid_pdrop embd_pdrop
+    resid_pdrop embd_pdrop attention_probs_dropout_prob hidden_dropout_prob classifier_dropout embedding_dropout
+    mlp_dropout gradient_checkpointing output_past initializer_cutoff_factor deterministic_flash_attn cls_token_id
+    sparse_prediction sparse_pred_ignore_index
     pad_token_id sep_token_id decoder_start_token_id tokenizer_class auto_map name_or_path torchscript use_bfloat16
     id2label label2id num_labels problem_type task_specific_params finetuning_task output_attentions
     output_hidden_states return_dict return_dict_in_generate output_scores chunk_size_feed_forward
@@ -135,7 +138,8 @@ def find_family(config: JsonObject) -> tuple[str, Family]:
     refuse_uncompared_architecture(architectures)
     # Spellings vary: the first Llama files have LLaMAForCausalLM, and transformers writes
     # Kimi_K25ForConditionalGeneration
-    known = (str([name]).lower().replace("_", "") for name in (family.architecture, *family.same))
+    names = (family.architecture, *family.same, *headless_names(family.architecture))
+    known = (str([name]).lower().replace("_", "") for name in names)
     if str(architectures).lower().replace("_", "") not in known:
         in_parts = (
             family.text_type is not None and not family.flat and not config.get(family.text_key)

@@ -135,6 +135,8 @@ class LayerConfig:
     scalar      whether the sum is multiplied by a number that the checkpoint has for this layer
                 (Gemma 4)
     per_layer   the per-layer embedding; None: there is none
+    raw_mixer   whether the input of the mixer is not normed, whatever `norms` says (ModernBERT's
+                first layer, whose input the embedding has normed)
 
     `scalar` and `per_layer` are applied after the feed-forward, so they need one.
     """
@@ -144,8 +146,12 @@ class LayerConfig:
     norms: NormPlacement = NormPlacement.PRE
     scalar: bool = False
     per_layer: PerLayerEmbeddingConfig | None = None
+    raw_mixer: bool = False
 
     def __post_init__(self) -> None:
+        assert not self.raw_mixer or (
+            self.norms is NormPlacement.PRE and self.feed_forward is not None
+        ), "another norm adds the stream up"
         assert self.mixer is not None or self.feed_forward is not None, "a layer without parts"
         assert self.feed_forward is not None or not (self.scalar or self.per_layer), (
             "scalar and per_layer need a feed-forward"

@@ -131,6 +131,41 @@ MECHANISMS = (
 )
 
 
+# model types of encoders that Freight does not run -> what they have that it lacks; "": only a row
+OTHER_ENCODERS: Mapping[str, str] = {
+    "albert": "layers that share their weights",
+    "deberta": "scores by relative positions (disentangled attention)",
+    "deberta-v2": "scores by relative positions (disentangled attention)",
+    "distilbert": "",
+    "electra": "",
+    "eurobert": "",
+    "gte": "",
+    "jina_embeddings_v3": "adapters by task within the model",
+    "longformer": "attention in windows with global tokens",
+    "mpnet": "scores by relative positions",
+    "mt5": "an encoder with a decoder behind it, and scores by relative positions",
+    "new": "code that the checkpoint brings along",
+    "nomic_bert": "",
+    "roberta-prelayernorm": "",
+    "t5": "an encoder with a decoder behind it, and scores by relative positions",
+    "t5gemma": "an encoder with a decoder behind it",
+    "umt5": "an encoder with a decoder behind it, and scores by relative positions",
+    "xlm-roberta-xl": "",
+}
+
+
+def refuse_other_encoders(model_type: object) -> None:
+    """Raise CheckpointError for an encoder that `OTHER_ENCODERS` names."""
+    if model_type in OTHER_ENCODERS:
+        lacking = OTHER_ENCODERS[str(model_type)]
+        needs = f": it needs {lacking}" if lacking else ""
+        raise CheckpointError(
+            f"config.json: model_type {model_type!r} is an encoder that Freight does not run{needs}. "
+            "The encoders bert, roberta, xlm-roberta and modernbert run, and "
+            "decoders that attend both ways, such as EmbeddingGemma; sentence-transformers runs this one"
+        )
+
+
 # model types without a public implementation to compare results with -> their models
 UNCOMPARED: Mapping[str, str] = {
     "plamo3": "PLaMo 3",

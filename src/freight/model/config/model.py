@@ -10,6 +10,7 @@ from freight.errors import listed
 from freight.fp8.formats import Format
 from freight.model.config.dtype import DtypeSource
 from freight.model.config.layer import LayerConfig, NormKind
+from freight.model.config.pooling import PoolingConfig
 from freight.model.mixers.attention.spec import AttentionConfig
 from freight.model.mixers.spec import PagedMixer, StateMixer
 
@@ -126,6 +127,10 @@ class ModelConfig:
     embedding_multiplier   multiplies the embedding's rows; None: 1
     rounds_multiplier      whether `embedding_multiplier` is first rounded to the compute dtype
     embedding_norm         whether the embedding's rows are divided by their root mean square
+    norms_embedded         whether a norm with weights follows the embedding of tokens and positions
+    token_types            rows of the embedding of token types, of which that of a token's type is
+                           added to its own. 0: there is none
+    norm_biases            whether norms of `NormKind.LAYER` have biases
     per_layer_vocab_size   rows of the table of `LayerConfig.per_layer`, in which the columns of all
                            layers are concatenated; None: there is none
     prediction_layers      further layers of the checkpoint, which predict further tokens; they do
@@ -144,6 +149,11 @@ class ModelConfig:
     position_offset        row of position 0 in the embedding of positions; None: there is none
     embedding_size         channels of the embedding, if projected to hidden_size, and back before
                            the head; None: hidden_size
+    has_head               whether there is a matrix of the vocabulary behind the last layer; a
+                           model that only pools needs none
+    attends_both_ways      whether a token sees those after it as well; a prompt is then computed in
+                           one step, and no prefix of it can be kept
+    pooling                how a vector comes of a prompt; None: the model only generates
     ignored_keys           keys that compute and that the user chose to ignore: part of the
                            fingerprint
     unread_keys            all keys of config.json that decide nothing here
@@ -173,6 +183,9 @@ class ModelConfig:
     final_norm_offset: bool = True
     post_norm_eps: float | None = None
     embedding_norm: bool = False
+    norms_embedded: bool = False
+    token_types: int = 0
+    norm_biases: bool = True
     position_offset: int | None = None
     embedding_size: int | None = None
     foreign: ForeignModel | None = None
@@ -183,10 +196,20 @@ class ModelConfig:
     logit_divisor: float | None = None
     wide_norms: bool = False
     per_layer_vocab_size: int | None = None
+    has_head: bool = True
+    attends_both_ways: bool = False
+    pooling: PoolingConfig | None = None
     separate_experts: bool = False
     ignored_keys: tuple[str, ...] = ()
     unread_keys: UnreadKeys = field(default_factory=UnreadKeys, compare=False, repr=False)
     dtype_source: DtypeSource = DtypeSource.CONFIG
+
+    @property
+    def generates(self) -> bool:
+        """Whether text may be asked of it: not of a model that declares pooling."""
+        if not self.has_head or self.attends_both_ways:
+            return False
+        return self.pooling is None or self.pooling.beside
 
     @property
     def position_limit(self) -> int:

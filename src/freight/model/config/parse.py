@@ -21,6 +21,7 @@ from freight.model.config.keys import check_keys, decoder_config, find_family, w
 from freight.model.config.layer import DenseConfig, LayerConfig, MoEConfig
 from freight.model.config.model import ModelConfig, RopeConfig
 from freight.model.config.moe import has_experts, layers_with_experts, parse_moe
+from freight.model.config.pooling import is_headless
 from freight.model.config.registry import FAMILIES
 from freight.model.config.rope import parse_ropes
 from freight.model.mixers.latent.spec import LatentConfig
@@ -30,8 +31,13 @@ _ACTIVATIONS: Mapping[str, GatedActivation] = {
     "silu": GatedActivation.SILU,
     "swish": GatedActivation.SILU,
     "gelu_pytorch_tanh": GatedActivation.GELU_TANH,
+    "gelu": GatedActivation.GEGLU,
 }
-_UNGATED: Mapping[str, Activation] = {"relu": Activation.RELU, "relu2": Activation.RELU_SQUARED}
+_UNGATED: Mapping[str, Activation] = {
+    "relu": Activation.RELU,
+    "relu2": Activation.RELU_SQUARED,
+    "gelu": Activation.GELU,
+}
 
 
 def parse_model_config(
@@ -55,6 +61,7 @@ def parse_model_config(
     family, config = decoder_config(config)
     config = with_defaults(config, family)
     config = config if family.translate is None else family.translate(config)
+    headless = is_headless(_architecture(outer, family))
     prefixes = _prefixes(family, tensors)
     hidden_size = integer(config, "hidden_size")
     limit = integer(config, "max_position_embeddings")
@@ -75,13 +82,14 @@ def parse_model_config(
         norm_eps=number(config, "rms_norm_eps", 1e-6),
         norm_offset=0.0,
         embedding_multiplier=float(hidden_size**0.5) if family.scales_embedding else None,
-        tie_word_embeddings=_tied(outer, config, family, prefixes[1], tensors),
+        tie_word_embeddings=headless or _tied(outer, config, family, prefixes[1], tensors),
         logit_soft_cap=soft_cap(config, "final_logit_softcapping"),
         checkpoint_format=dtype,
         dtype_source=dtype_source,
         bos_token_id=next(iter(token_ids(config, "bos_token_id", None)), None),
         eos_token_ids=token_ids(config, "eos_token_id", None),
         prefixes=prefixes,
+        has_head=not headless,
         prediction_layers=max(
             [integer(config, key, 0, least=0) for key in family.next_token_keys], default=0
         ),
@@ -91,7 +99,32 @@ def parse_model_config(
         unread_keys=unread,
     )
     model = model if family.derive is None else family.derive(config, model)
+    model = _attending_both_ways(config, model)
     return replace(model, ropes=_ropes(config, family, model))
+
+
+def _attending_both_ways(config: JsonObject, model: ModelConfig) -> ModelConfig:
+    """Return the model as `is_causal` = false declares it (gte-Qwen2): transformers reads this key
+    for every family.
+
+    Raises CheckpointError for layers that only see the tokens before.
+    """
+    if flag(config, "is_causal", True):
+        said = "this model attends both ways"
+    else:
+        model = replace(model, attends_both_ways=True)
+        said = "config.json: is_causal = False"
+        if any(mixer.window is not None for mixer in model.attention.values()):
+            raise CheckpointError(
+                f"{said} with layers that have a sliding window is not implemented; it is where every layer sees all "
+                "tokens"
+            )
+    if model.attends_both_ways and len(model.attention) < model.num_layers:
+        raise CheckpointError(
+            f"{said}, which is implemented for layers of attention over keys and values, and model_type "
+            f"{model.model_type} has others"
+        )
+    return model
 
 
 def stop_token_ids(config: JsonObject, generation_config: JsonObject | None) -> frozenset[int]:
@@ -122,7 +155,15 @@ def _prefixes(family: Family, tensors: Collection[str]) -> tuple[str, str]:
     for body in family.bodies:
         if any(name.startswith(body[0]) for name in tensors):
             return body
+    inner = family.tensors.layer.format(0)
+    if any(name.startswith(inner) for name in tensors):  # the layers alone, as a class without head
+        return "", ""
     return family.bodies[0]
+
+
+def _architecture(config: JsonObject, family: Family) -> str:
+    named = config.get("architectures") or [family.architecture]
+    return str(named[0])
 
 
 def _tied(

@@ -18,6 +18,8 @@ class TensorNames:
                                    are not the kind's usual ones
     positions                      learned embedding of positions, in models that have it; after
                                    the prefix
+    token_types, embedded_norm     embedding of token types, and norm after the embedding, in models
+                                   that have them; after the prefix
     project_in, project_out        Linear modules after the embedding and before the head, in models
                                    that have them; after the prefix
     router, choice_bias            router of a mixture of experts, and its bias
@@ -63,6 +65,8 @@ class TensorNames:
     layer: str = "layers.{}."
     head: str = "lm_head.weight"
     positions: str = "embed_positions.weight"
+    token_types: str = "embeddings.token_type_embeddings.weight"
+    embedded_norm: str = "embeddings.LayerNorm.weight"
     project_in: str = "project_in"
     project_out: str = "project_out"
     mixers: tuple[object, ...] = ()
@@ -116,7 +120,14 @@ class TensorNames:
             for name in (self.project_in, self.project_out, self.per_layer_projection)
         )
         return frozenset(
-            (self.embedding, self.positions, self.head, self.per_layer_table, *projections)
+            (
+                self.embedding,
+                self.positions,
+                self.token_types,
+                self.head,
+                self.per_layer_table,
+                *projections,
+            )
         )
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from freight.kernels.interface import KernelSet
 from freight.model.layers.linear import Projection
-from freight.model.layers.norm import RMSNorm
+from freight.model.layers.norm import Norm, RMSNorm
 from freight.operands.packed import PackedWeight, as_tensor
 
 
@@ -20,8 +20,12 @@ class Embedding:
     weight       in the compute dtype; or packed from blocks (`Weight.blocks`), and then also the
                  matrix of a tied head
     projection   to hidden_size, if the rows have another size
-    positions    [max_positions, hidden_size], learned; the row of each token's position is added
+    positions    [token types * num_positions, hidden_size], learned; the row of each token's
+                 position is added: of the first token type, unless others are given. A model
+                 without token types has one
+    num_positions  rows of each token type
     norm         norm of the rows, or None
+    last_norm    norm of the result, or None
     gathers      whether `weight` has this rank's columns alone (`KernelSet.gather`)
     dtype        of the rows of a packed weight: the compute dtype
     """
@@ -31,12 +35,17 @@ class Embedding:
     multiplier: float | None = None
     projection: Projection | None = None
     positions: Tensor | None = None
+    num_positions: int = 0
     norm: RMSNorm | None = None
+    last_norm: Norm | None = None
     gathers: bool = False
     dtype: torch.dtype = torch.bfloat16
 
-    def __call__(self, token_ids: Tensor, positions: Tensor) -> Tensor:
-        """Embed tokens, [num_tokens], at their positions in their sequences, [num_tokens].
+    def __call__(
+        self, token_ids: Tensor, positions: Tensor, token_types: Tensor | None = None
+    ) -> Tensor:
+        """Embed tokens, [num_tokens], at their positions in their sequences, [num_tokens], with
+        their token types, [num_tokens] int64; None: all have the first.
 
         Returns [num_tokens, hidden_size].
         """
@@ -51,9 +60,13 @@ class Embedding:
             rows = as_tensor(self.norm(rows, None)[1])
         if self.projection is not None:
             rows = self.projection(rows)
-        if self.positions is None:
-            return rows
-        return self.kernels.lookup(self.positions, positions, base=rows)
+        if self.positions is not None:
+            if token_types is not None:
+                positions = positions + token_types * self.num_positions
+            rows = self.kernels.lookup(self.positions, positions, base=rows)
+        if self.last_norm is not None:
+            rows = as_tensor(self.last_norm(rows, None)[1])
+        return rows
 
 
 @dataclass(frozen=True)

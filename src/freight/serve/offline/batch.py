@@ -17,13 +17,17 @@ from itertools import islice
 
 from freight.base.fields import JsonDict
 from freight.serve.anthropic.messages_request import parse_messages
-from freight.serve.app import Parse
+from freight.serve.app import Parse, generating
 from freight.serve.call import Call
 from freight.serve.lifecycle import Lifecycle
 from freight.serve.offline.batch_files import BatchInput, BatchOutput, InputLine
 from freight.serve.openai.chat_request import parse_chat
 from freight.serve.openai.completion_request import parse_completion
 from freight.serve.openai.responses_request import parse_responses
+from freight.serve.pooling.classify_request import parse_classify
+from freight.serve.pooling.embedding_request import parse_embeddings
+from freight.serve.pooling.rerank_request import parse_rerank
+from freight.serve.pooling.score_request import parse_score
 from freight.serve.processes.client import WorkerOptions
 from freight.serve.processes.log import set_up_logging
 from freight.serve.rendering.renderer import MAX_WAITING
@@ -39,10 +43,14 @@ from freight.serve.transport.middleware import FAILED, error_body
 from freight.serve.transport.slices import json_bytes
 
 URLS: dict[str, Parse] = {
-    "/v1/chat/completions": parse_chat,
-    "/v1/completions": parse_completion,
-    "/v1/responses": parse_responses,
-    "/v1/messages": parse_messages,
+    "/v1/chat/completions": generating(parse_chat),
+    "/v1/completions": generating(parse_completion),
+    "/v1/responses": generating(parse_responses),
+    "/v1/messages": generating(parse_messages),
+    "/v1/embeddings": parse_embeddings,
+    "/v1/rerank": parse_rerank,
+    "/v1/score": parse_score,
+    "/classify": parse_classify,
 }
 # Lines in the engine at a time, per sequence of a step: the waiting ones keep every step full.
 LINES_PER_SEQUENCE = 2

@@ -500,5 +500,7 @@ def verifier_of(args: EngineArgs, settings: ServerSettings | None = None) -> Ver
         fingerprint=fingerprint(opened, config, opened.kernels(config), version()),
         stop_token_ids=opened.stop_token_ids(),
         adapters=engine.adapters.loaded,
+        pooling=opened.model.pooling,
+        generates=opened.model.generates,
     )
     return Verifier(engine, with_format(served, form), new_renderer)

@@ -167,11 +167,11 @@ def parse_chat(body: object, served: Served, limits: ServingLimits) -> ChatCall:
     served.
     """
     fields = read_fields(body, ChatRequest, served, limits)
-    _check_messages(fields.values.get("messages"), limits)
+    check_messages(fields.values.get("messages"), limits)
     request = part(ChatRequest, "", fields.values)
     model = served_name(request.model, served)
     check_shared(request, limits)
-    messages, ignored = _messages(fields.values["messages"])
+    messages, ignored = chat_messages(fields.values["messages"])
     tools = tool_use(request.tools, request.tool_choice, limits)
     parallel = request.parallel_tool_calls is not False
     form = form_of(request, served.strict_schemas)
@@ -273,7 +273,8 @@ def _api_values(request: ChatRequest, served: Served) -> dict[str, object]:
     return values
 
 
-def _check_messages(messages: object, limits: ServingLimits) -> None:
+def check_messages(messages: object, limits: ServingLimits) -> None:
+    """Raise ApiError, 400, for what is no list of messages, or a list that is too long."""
     if not isinstance(messages, list) or not messages:
         raise refuse(
             "messages",
@@ -286,8 +287,10 @@ def _check_messages(messages: object, limits: ServingLimits) -> None:
         )
 
 
-def _messages(entries: Sequence[JsonObject]) -> tuple[list[JsonDict], list[str]]:
-    """Return the messages for the template, and the names of fields that are left out."""
+def chat_messages(entries: Sequence[JsonObject]) -> tuple[list[JsonDict], list[str]]:
+    """Return the messages for the template, and the names of fields that are left out. Raises
+    ApiError, 400.
+    """
     messages = []
     ignored = []
     fields = Message.model_fields  # looked up once: it is slow in pydantic
@@ -323,7 +326,16 @@ def _conversation(
     check_template_values(template_values, limits)
     values |= template_values
     continued = bool(request.continue_final_message)
-    if continued and request.add_generation_prompt:
+    check_continued(continued, bool(request.add_generation_prompt), messages)
+    prompted = request.add_generation_prompt
+    if prompted is None:
+        prompted = not continued
+    return Conversation(messages, prompted, continued, values)
+
+
+def check_continued(continued: bool, prompted: bool, messages: Sequence[JsonObject]) -> None:
+    """Raise ApiError, 400, if the last message cannot be continued."""
+    if continued and prompted:
         raise refuse(
             "continue_final_message",
             "continue_final_message and add_generation_prompt exclude each other; give one",
@@ -333,7 +345,3 @@ def _conversation(
             "continue_final_message",
             "continue_final_message needs a last message of role 'assistant'",
         )
-    prompted = request.add_generation_prompt
-    if prompted is None:
-        prompted = not continued
-    return Conversation(messages, prompted, continued, values)

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from reprlib import repr as show
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import Field, SkipValidation
 
-from freight.errors import RequestError
 from freight.serve.bodies import MOST, Row, TokenId, field_row, sampled
 from freight.serve.call import Reply, ReplyHead, Served, TokenizedWork, Work
-from freight.serve.limits import ServingLimits, are_token_ids, check_context
+from freight.serve.limits import ServingLimits, check_context
 from freight.serve.openai.completion_reply import CompletionReply
 from freight.serve.openai.fields import (
     named,
@@ -25,6 +23,7 @@ from freight.serve.openai.fields import (
     refuse,
     served_name,
 )
+from freight.serve.openai.prompts import PromptRules, read_prompts
 from freight.serve.openai.sampling_fields import SharedFields, check_shared, sampling_from
 from freight.serve.openai.stream import AnswerOptions
 from freight.serve.openai.structure import form_of
@@ -79,7 +78,7 @@ def parse_completion(body: object, served: Served, limits: ServingLimits) -> Com
     request = part(CompletionRequest, "", fields.values)
     model = served_name(request.model, served)
     check_shared(request, limits)
-    prompts = _prompts(request, served, limits.prompts)
+    prompts = read_prompts(request.prompt, _rules(request, served, limits.prompts), served)
     echo = bool(request.echo)
     if request.max_tokens == 0 and not echo:
         raise refuse(
@@ -110,63 +109,16 @@ def parse_completion(body: object, served: Served, limits: ServingLimits) -> Com
     )
 
 
-def _prompts(request: CompletionRequest, served: Served, most: int) -> list[str | list[int]]:
-    """Return the prompts of `request`, each with at least one token: a text may be empty where the
-    tokenizer adds BOS.
-    """
-    value = request.prompt
-    if isinstance(value, str):
-        return [_text("prompt", value, served, request)]
-    if not isinstance(value, list):
-        raise refuse(
-            "prompt",
-            f"prompt is {show(value)}; it must be a string, token ids, or a list of either",
-        )
-    if not value:
-        raise refuse("prompt", "prompt is []: it has no tokens")
-    first = value[0]
-    if not isinstance(first, str | list):
-        return [_ids("prompt", value, served, request)]
-    if len(value) > most:
-        raise refuse("prompt", f"prompt has {len(value)} prompts; at most {most} are allowed")
-    prompts: list[str | list[int]] = []
-    for index, prompt in enumerate(value):
-        where = f"prompt[{index}]"
-        if isinstance(prompt, str) and isinstance(first, str):
-            prompts.append(_text(where, prompt, served, request))
-        elif isinstance(prompt, list) and isinstance(first, list):
-            prompts.append(_ids(where, prompt, served, request))
-        else:
-            raise refuse(
-                where,
-                f"{where} is {show(prompt)}; all prompts must be strings, or all lists of token ids",
-            )
-    return prompts
+def _rules(request: CompletionRequest, served: Served, most: int) -> PromptRules:
+    def check_length(count: int, where: str) -> None:
+        if count > served.max_model_len:
+            check_context(count, request.max_tokens, served.max_model_len, where)
 
-
-def _text(where: str, text: str, served: Served, request: CompletionRequest) -> str:
-    if not text and served.tokenizer is not None:
-        try:
-            served.tokenizer.check_empty(request.add_special_tokens is not False)
-        except RequestError as error:
-            raise refuse(where, f"{where} is '': {error}") from None
-    return text
-
-
-def _ids(where: str, ids: list[Any], served: Served, request: CompletionRequest) -> list[int]:
-    vocab_size = served.vocab_size
-    if not ids:
-        raise refuse(where, f"{where} is []: it has no tokens")
-    if len(ids) > served.max_model_len and request.truncate_prompt_tokens is None:
-        # Checked first: validating a million ids takes time.
-        check_context(len(ids), request.max_tokens, served.max_model_len, where)
-    if are_token_ids(ids, vocab_size):
-        return ids
-    for position, token in enumerate(ids):  # slower: finds the bad one
-        if type(token) is not int or not 0 <= token < vocab_size:
-            path = f"{where}[{position}]"
-            raise refuse(
-                path,
-                f"{path} is {show(token)}; token ids are whole numbers from 0 to {vocab_size - 1}",
-            )
-    return ids
+    is_cut = request.truncate_prompt_tokens is not None
+    return PromptRules(
+        "prompt",
+        "prompts",
+        most,
+        specials=request.add_special_tokens is not False,
+        check_length=None if is_cut else check_length,
+    )

@@ -149,4 +149,5 @@ def _is_field(path: str) -> bool:
         "_" in path
         or "[" in path
         or path in ("n", "temperature", "seed", "stop", "logprobs", "messages", "prompt")
+        or path in ("dimensions", "normalize")
     )

@@ -47,7 +47,7 @@ _Biases = Annotated[
 ]
 _StopIds = Annotated[list[TokenId], Field(max_length=MOST.sampling.stop_token_ids)]
 _BadWords = Annotated[list[Stop], Field(max_length=MOST.sampling.bad_words)]
-_KeptTokens = Literal[-1] | Annotated[int, Field(ge=1, le=LARGEST_WHOLE)]
+KeptTokens = Literal[-1] | Annotated[int, Field(ge=1, le=LARGEST_WHOLE)]
 
 
 class StreamOptions(Part):
@@ -82,7 +82,7 @@ class CommonFields(Part):
     logit_bias: _Biases | None = checked_later()
     allowed_token_ids: _Allowed | None = option("allowed_token_ids")
     bad_words: Stop | _BadWords | None = option("bad_words")
-    truncate_prompt_tokens: _KeptTokens | None = option("truncate_prompt_tokens")
+    truncate_prompt_tokens: KeptTokens | None = option("truncate_prompt_tokens")
     add_special_tokens: bool | None = None
     cache_salt: str | None = option(
         "cache_salt", checked=True, minLength=1, maxLength=MOST.sampling.cache_salt
@@ -133,17 +133,18 @@ def check_shared(request: SharedFields, limits: ServingLimits) -> None:
         raise refuse(
             "prompt_logprobs", "prompt_logprobs come with a complete answer only; leave stream out"
         )
-    if request.priority:
-        raise refuse(
-            "priority", f"priority is {show(request.priority)}; all requests have priority 0 here"
-        )
+    check_routing(request.priority, request.request_id, limits)
+
+
+def check_routing(priority: int | None, request_id: str | None, limits: ServingLimits) -> None:
+    """Raise ApiError for a priority, and for an id that is not safe in a log."""
+    if priority:
+        raise refuse("priority", f"priority is {show(priority)}; all requests have priority 0 here")
     most = limits.request_id
-    if request.request_id is not None and not re.fullmatch(
-        rf"[A-Za-z0-9._-]{{1,{most}}}", request.request_id
-    ):
+    if request_id is not None and not re.fullmatch(rf"[A-Za-z0-9._-]{{1,{most}}}", request_id):
         raise refuse(
             "request_id",
-            f"request_id is {show(request.request_id)}; it must be 1 to {most} letters, digits, . _ or -",
+            f"request_id is {show(request_id)}; it must be 1 to {most} letters, digits, . _ or -",
         )
 
 

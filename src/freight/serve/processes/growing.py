@@ -22,6 +22,7 @@ from freight.outputs import (
     CompletionDelta,
     CompletionOutput,
     FinishReason,
+    Pooled,
     RequestDelta,
     RequestOutput,
     Scores,
@@ -140,6 +141,7 @@ class Growing:
             _Completion(index, None if params.logprobs is None else []) for index in range(params.n)
         ]
         self._cached = 0
+        self._pooled: Pooled | None = None
         self._scores: list[Scores] = []  # that `_prompt_logprobs` has not
         self._prompt_logprobs: list[TokenLogprobs | None] | None = None
         if params.prompt_logprobs is not None:
@@ -156,6 +158,7 @@ class Growing:
             if delta.scores is not None:
                 self._scores.append(delta.scores)
             self._cached = delta.num_cached_tokens
+            self._pooled = delta.pooled
             self.is_finished = delta.finished
             self._is_new = True
             waiter = self._waiter
@@ -222,4 +225,5 @@ class Growing:
             finished=self.is_finished and self._error is None,
             prompt_logprobs=_copy(self._prompt_logprobs),
             num_cached_tokens=self._cached,
+            pooled=self._pooled,
         )

@@ -131,7 +131,9 @@ class ProcessHost:
         except BaseException:
             self.stop(at_once=True)
             raise
-        self.intake = Intake(tokenizer, facts.vocab_size, facts.max_model_len)
+        self.intake = Intake(
+            tokenizer, facts.vocab_size, facts.max_model_len, facts.pooling, facts.generates
+        )
 
     @property
     def stats(self) -> EngineStats:

@@ -25,17 +25,20 @@ from freight.errors import (
     RankError,
     RequestError,
 )
+from freight.model.config.pooling import PoolingActivation, PoolingConfig, PoolingKind
 from freight.outputs import (
     CompletionDelta,
     EngineStats,
     FinishReason,
     Logprob,
+    Pooled,
     RequestDelta,
     RequestTimes,
     Scores,
     StoreStats,
     TokenLogprobs,
 )
+from freight.pooling import PoolingParams, PoolingTask
 from freight.sampling import SamplingParams
 from freight.structured import StructuredOutputs
 
@@ -78,6 +81,8 @@ class EngineFacts:
     ranks         processes that compute the model together
     max_adapters  adapters that can be loaded at a time; 0: the engine takes none
     adapters      those that are loaded
+    pooling       how the model makes a vector of a prompt; None: it only generates
+    generates     whether text may be asked of it
     """
 
     tokenizer: str | None
@@ -93,6 +98,8 @@ class EngineFacts:
     ranks: int = 1
     max_adapters: int = 0
     adapters: tuple[LoadedAdapter, ...] = ()
+    pooling: PoolingConfig | None = None
+    generates: bool = True
 
 
 _ERRORS = {
@@ -133,7 +140,23 @@ def facts_to_json(facts: EngineFacts) -> JsonDict:
 
 def facts_from_json(value: JsonObject) -> EngineFacts:
     facts = EngineFacts(**{**value, "stop_token_ids": tuple(value["stop_token_ids"])})
-    return replace(facts, adapters=adapters_from_json(value["adapters"]))
+    pooling = None
+    if value["pooling"] is not None:
+        pooling = pooling_from_json(value["pooling"])
+    return replace(facts, adapters=adapters_from_json(value["adapters"]), pooling=pooling)
+
+
+def pooling_from_json(value: JsonObject) -> PoolingConfig:
+    """Build the configuration from `asdict` of it; the layers, which the engine alone needs, are left
+    out.
+    """
+    lists = {name: tuple(value[name]) for name in ("dimensions", "token_ids", "labels")}
+    enums = {
+        "task": PoolingTask(value["task"]),
+        "kind": PoolingKind(value["kind"]),
+        "activation": PoolingActivation(value["activation"]),
+    }
+    return PoolingConfig(**{**value, **lists, **enums, "layers": ()})
 
 
 def adapters_to_json(adapters: Sequence[LoadedAdapter]) -> list[Any]:
@@ -168,6 +191,8 @@ def params_to_json(params: SamplingParams) -> JsonDict:
         value = getattr(params, name)
         if value != default:
             changed[name] = value
+    if "pooling" in changed:
+        changed["pooling"] = asdict(changed["pooling"])
     if "structured_outputs" in changed:
         changed["structured_outputs"] = StructuredOutputs.of(changed["structured_outputs"]).given()
     if "logit_bias" in changed:
@@ -181,6 +206,8 @@ def params_from_json(value: JsonObject) -> SamplingParams:
     values = dict(value)
     if "logit_bias" in values:
         values["logit_bias"] = dict(map(tuple, values["logit_bias"]))
+    if "pooling" in values:
+        values["pooling"] = PoolingParams(**values["pooling"])
     return SamplingParams(**values)
 
 
@@ -253,7 +280,7 @@ def stats_from_json(value: Sequence[Any]) -> EngineStats:
     )
 
 
-_PLAIN = (False, None, None, None, None, 0, None, None)
+_PLAIN = (False, None, None, None, None, 0, None, None, None)
 
 
 def _plain_to_json(delta: RequestDelta) -> list[Any] | None:
@@ -264,13 +291,13 @@ def _plain_to_json(delta: RequestDelta) -> list[Any] | None:
         return None
     output = delta.outputs[0]
     ends = (delta.finished, delta.times, output.finish_reason, output.stop_reason, output.error)
-    if (*ends, output.index, output.logprobs, delta.scores) != _PLAIN:
+    if (*ends, output.index, output.logprobs, delta.scores, delta.pooled) != _PLAIN:
         return None
     return [delta.request_id, output.token_ids, output.text, delta.num_cached_tokens]
 
 
 def delta_to_json(delta: RequestDelta) -> list[Any]:
-    """Return a list of four entries or of six, for `delta_from_json`."""
+    """Return a list of four entries or of seven, for `delta_from_json`."""
     plain = _plain_to_json(delta)
     if plain is not None:
         return plain
@@ -281,6 +308,7 @@ def delta_to_json(delta: RequestDelta) -> list[Any]:
         _optional(_scores_to_json, delta.scores),
         delta.num_cached_tokens,
         _optional(astuple, delta.times),
+        _optional(_pooled_to_json, delta.pooled),
     ]
 
 
@@ -308,13 +336,15 @@ def delta_from_json(value: Sequence[Any]) -> RequestDelta:
         request_id, token_ids, text, cached = value
         plain = CompletionDelta(0, token_ids, text, None, None, None, None)
         return RequestDelta(request_id, [plain], False, None, cached, None)
-    request_id, outputs, finished, scores, cached, times = value
+    request_id, outputs, finished, scores, cached, times, pooled = value
     if scores is not None:
         scores = _scores(*scores)
     if times is not None:
         times = RequestTimes(*times)
+    if pooled is not None:
+        pooled = Pooled(array("f", b64decode(pooled)))
     completions = [_output(*output) for output in outputs]
-    return RequestDelta(request_id, completions, finished, scores, cached, times)
+    return RequestDelta(request_id, completions, finished, scores, cached, times, pooled)
 
 
 def _output(
@@ -335,6 +365,10 @@ def _output(
         stop_reason,
         error,
     )
+
+
+def _pooled_to_json(pooled: Pooled) -> str:
+    return b64encode(pooled.values.tobytes()).decode("ascii")
 
 
 def _scores_to_json(scores: Scores) -> list[object]:

@@ -159,6 +159,8 @@ def _build(
         stop_token_ids=tuple(sorted(opened.stop_token_ids())),
         defaults=sampling_defaults(generation),
         kv_cache={},
+        pooling=opened.model.pooling,
+        generates=opened.model.generates,
     )
     channel.send([wire.OPENED, wire.facts_to_json(facts)])
     engine, config = start_engine(opened)

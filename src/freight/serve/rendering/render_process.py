@@ -33,6 +33,7 @@ from typing import Any
 from freight.errors import FreightError
 from freight.serve.processes import frames
 from freight.text.chat_text import ChatText
+from freight.text.pooling_inputs import PairTokens
 from freight.text.tokenizer import Tokenizer
 
 CAP = 64 << 20  # bytes of a frame: LONGEST_TEXT with 12 bytes per character (a surrogate pair)
@@ -88,6 +89,10 @@ class Answers:
                 token_ids if last is None else token_ids[max(len(token_ids) - last, 0) :]
             )
             yield {"value": len(token_ids)}
+        elif "pair" in request:
+            pair = self._pair(**request["pair"])
+            yield from _parts(pair.token_ids)
+            yield {"value": pair.first_segment}
         elif "tokenize" in request:
             for part in self._tokenized(request["tokenize"]):
                 yield {"part": part.decode()}
@@ -119,6 +124,15 @@ class Answers:
 
         tokenize = Tokenize("", **request["asked"])
         return tokenize.parts(_prompt(request), self._tokenizer, request["max_model_len"])
+
+    def _pair(self, most: int | None, pooling: JsonObject, **pair: Any) -> PairTokens:
+        """Return the tokens of a pair of texts."""
+        # most of these processes never need them
+        from freight.serve.call import Pair
+        from freight.serve.pooling.pairs import read_pair
+        from freight.serve.processes.wire import pooling_from_json
+
+        return read_pair(self._tokenizer, pooling_from_json(pooling), Pair(**pair), most)
 
     def _check_grammar(self, outputs: JsonObject) -> None:
         if self._check is None:

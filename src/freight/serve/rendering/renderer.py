@@ -18,11 +18,13 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from freight.base.fields import JsonDict, JsonObject
-from freight.serve.call import Conversation
+from freight.model.config.pooling import PoolingConfig
+from freight.serve.call import Conversation, Pair
 from freight.serve.processes import frames
 from freight.serve.processes.children import spawn
 from freight.serve.processes.frames import FrameError
@@ -32,6 +34,7 @@ from freight.serve.tokens import Tokenize
 from freight.serve.transport.errors import ApiError
 from freight.serve.transport.slices import is_large
 from freight.text.chat_text import ChatText
+from freight.text.pooling_inputs import PairTokens
 
 logger = logging.getLogger("freight")
 
@@ -169,6 +172,40 @@ class Renderer:
         token_ids: list[int] = []
         count = await self._read(request | {"last": last}, text, key, token_ids.extend)
         return token_ids, count
+
+    async def read_pair(
+        self,
+        pair: Pair,
+        pooling: PoolingConfig,
+        most: int | None,
+        where: str,
+        key: str | None,
+    ) -> PairTokens:
+        """Return the tokens of a pair (`serve.pooling.pairs`), which a chat template may put.
+
+        where  the request's field, for errors
+
+        Raises ApiError as `render`.
+        """
+        asked = asdict(pair) | {"most": most, "pooling": asdict(replace(pooling, layers=()))}
+        token_ids: list[int] = []
+        try:
+            first_segment = await self._ask({"pair": asked}, where, key, token_ids.extend)
+        except TimeoutError:
+            raise ApiError(
+                500,
+                f"{where} was not put as a pair and tokenized within {self.deadline_s:g} s; send shorter texts",
+                param=where,
+                code="template_error",
+            ) from None
+        except _EndedError:
+            raise ApiError(
+                500,
+                f"the process that renders chat templates ended on {where}",
+                param=where,
+                code="template_error",
+            ) from None
+        return PairTokens(token_ids, first_segment)
 
     async def tokenized(
         self, text: str | ChatText, asked: Tokenize, max_model_len: int, key: str | None

@@ -30,7 +30,8 @@ Message = MutableMapping[str, Any]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-TGI_PATHS = frozenset({"/", "/generate", "/generate_stream", "/info"})
+# TEI's beside them
+TGI_PATHS = frozenset({"/", "/generate", "/generate_stream", "/info", "/embed", "/predict"})
 # Served to GET and HEAD without a key: the page itself holds nothing secret.
 OPEN_PATHS = frozenset({"/", "/health", "/ping"})
 FAILED = "the server failed on this request; its log has the cause under the request's id"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from freight.base.fields import JsonObject
+from freight.base.fields import JsonObject, flag, integer
 from freight.model.config.family import ATTENTION_BIAS, LANGUAGE_MODEL, Family, words
 from freight.model.config.layer import NormPlacement
 from freight.model.config.model import ModelConfig
@@ -15,6 +15,19 @@ from freight.model.mixers.attention.spec import QKNormConfig
 def _derive(config: JsonObject, model: ModelConfig) -> ModelConfig:
     """Set the norms to multiply by 1 + weight."""
     return replace(model, norm_offset=1.0, wide_norms=True)
+
+
+def _translate_text(config: JsonObject) -> JsonObject:
+    """Turn EmbeddingGemma's window, which counts the keys on both sides, into that of one side."""
+    if not flag(config, "use_bidirectional_attention") or config.get("sliding_window") is None:
+        return config
+    return {**config, "sliding_window": integer(config, "sliding_window") // 2 + 1}
+
+
+def _derive_text(config: JsonObject, model: ModelConfig) -> ModelConfig:
+    """Let tokens of EmbeddingGemma see those after them, too."""
+    both_ways = flag(config, "use_bidirectional_attention")
+    return replace(_derive(config, model), attends_both_ways=both_ways)
 
 
 GEMMA_TENSORS = TensorNames(
@@ -76,7 +89,12 @@ ROWS = {
         activation_key="hidden_activation",
         tensors=GEMMA_TENSORS,
     ),
-    "gemma3_text": _GEMMA3,
+    "gemma3_text": replace(
+        _GEMMA3,
+        keys=_GEMMA3.keys | words("use_bidirectional_attention"),
+        translate=_translate_text,
+        derive=_derive_text,
+    ),
     "gemma3": replace(
         _GEMMA3,
         architecture="Gemma3ForConditionalGeneration",

@@ -95,7 +95,8 @@ class AttentionConfig(PagedMixer):
 
     k_dim, v_dim     channels of a query or key head, and of a value head
     softmax_scale    multiplies q . k
-    window           sliding window in tokens: a key at distance < window is seen; None: every key
+    window           sliding window in tokens: a key at distance < window is seen, on both sides
+                     with `ModelConfig.attends_both_ways`; None: every key
     rope             index into `ModelConfig.ropes`; None: queries and keys are not rotated
     qk_norm          norm of q and k; None: there is none
     v_norm           whether each head of v is divided by its root mean square, without a weight
