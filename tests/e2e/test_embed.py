@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,34 @@ def test_a_run_that_is_killed_writes_the_same_bytes(
         lines = whole.read_text().splitlines()
         rows = np.array([json.loads(line)["embedding"] for line in lines], dtype=np.float32)
     np.testing.assert_array_equal(rows, expected(model))
+
+
+def test_rows_of_weights_that_were_replaced_are_not_mixed(
+    tmp_path: Path,
+    source: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    own = save_body(tmp_path / "model", hidden_size=64)
+    embed = LLM.embed
+    calls: list[int] = []
+
+    def killed(self: LLM, texts: Any, **options: Any) -> Any:
+        calls.append(len(texts))
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return embed(self, texts, **options)
+
+    out = tmp_path / "out.npy"
+    monkeypatch.setattr(LLM, "embed", killed)
+    assert run(monkeypatch, "embed", source, out, own, *OPTIONS) != 0
+    monkeypatch.setattr(LLM, "embed", embed)
+    weights = own / "model.safetensors"
+    weights.write_bytes(weights.read_bytes())
+    os.utime(weights, ns=(0, 0))
+    capsys.readouterr()
+    assert run(monkeypatch, "embed", source, out, own, *OPTIONS) == 2
+    assert_names(capsys.readouterr().err, "out.npy.part", "another model")
 
 
 def test_options_of_embeddings(

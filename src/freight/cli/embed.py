@@ -59,7 +59,7 @@ def embed(
     folder = Path(args.model).expanduser()
     options = {name: value for name, value in asdict(args).items() if name not in SPEED}
     options["model"] = str(folder.resolve()) if folder.exists() else args.model
-    decide = [options, asdict(params), prompt_name, truncate]
+    decide = [options, asdict(params), prompt_name, truncate, _states(folder)]
     started = time.monotonic()
     with EmbeddingFile(out, texts, decide) as output:
         before = output.num_done
@@ -74,6 +74,21 @@ def embed(
     terminal.say(
         f"{out}: {len(texts):,} texts are embedded, {before:,} of them by earlier runs", err=True
     )
+
+
+def _states(folder: Path) -> list[tuple[str, int, int]]:
+    """Return name, size and date of change of a local model's files, down to the folders of its
+    modules: rows of weights that were replaced must not be mixed. A hub's name has none.
+    """
+    files = [folder]
+    if folder.is_dir():
+        files = sorted([*folder.glob("*"), *folder.glob("[0-9]*/*")])
+    states = []
+    for file in files:
+        if file.is_file():
+            status = file.stat()
+            states.append((str(file.relative_to(folder)), status.st_size, status.st_mtime_ns))
+    return states
 
 
 def _embed(
