@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -246,10 +246,7 @@ class LLM:
                 text = named_prompt(self._pooling(params.task), text, prompt_name)
             named.append(text)
         outputs = self._pooled(named, params, truncate_prompt_tokens, progress, lora_request)
-        return [
-            _result(output, EmbeddingOutput(values))
-            for output, values in zip(outputs, map(_values, outputs), strict=True)
-        ]
+        return _results(outputs, EmbeddingOutput)
 
     def classify(
         self,
@@ -266,10 +263,7 @@ class LLM:
         params = pooling_params or PoolingParams(task=PoolingTask.CLASSIFY)
         texts = [text_or_ids(prompt) for prompt in prompts_of(prompts)]
         outputs = self._pooled(texts, params, truncate_prompt_tokens, progress, lora_request)
-        return [
-            _result(output, ClassificationOutput(values))
-            for output, values in zip(outputs, map(_values, outputs), strict=True)
-        ]
+        return _results(outputs, ClassificationOutput)
 
     def score(
         self,
@@ -296,10 +290,7 @@ class LLM:
                 queries, documents, params, instruction, truncate_prompt_tokens
             )
             outputs = self._pooled(prompts, each, truncate_prompt_tokens, progress, lora_request)
-            return [
-                _result(output, ScoringOutput(values[0]))
-                for output, values in zip(outputs, map(_values, outputs), strict=True)
-            ]
+            return _results(outputs, lambda values: ScoringOutput(values[0]))
         if instruction is not None:
             raise RequestError("instruction is for models that score pairs; this one embeds texts")
         firsts = list(dict.fromkeys(queries))
@@ -541,16 +532,19 @@ class LLM:
                 bar.update(task, completed=self._turns.run(advance))
 
 
-def _values(output: RequestOutput) -> list[float]:
-    """Return what was pooled of a prompt."""
-    assert output.pooled is not None, "a prompt that failed was raised"
-    return output.pooled.values.tolist()
-
-
-def _result(output: RequestOutput, pooled: PooledOutput) -> PoolingRequestOutput[PooledOutput]:
-    return PoolingRequestOutput(
-        output.request_id, pooled, output.prompt_token_ids, output.num_cached_tokens
-    )
+def _results(
+    outputs: Sequence[RequestOutput], result_of: Callable[[list[float]], PooledOutput]
+) -> list[PoolingRequestOutput[PooledOutput]]:
+    """Return what was pooled of each prompt, as `result_of` has it."""
+    results = []
+    for output in outputs:
+        assert output.pooled is not None, "a prompt that failed was raised"
+        result = result_of(output.pooled.values.tolist())
+        ids = output.prompt_token_ids
+        results.append(
+            PoolingRequestOutput(output.request_id, result, ids, output.num_cached_tokens)
+        )
+    return results
 
 
 def _cosine_of(
