@@ -90,8 +90,9 @@ def describe(
     model, path, architecture, model_type, num_layers, num_parameters, max_position_embeddings;
     dtype, of the weights that are not quantized, and dtype_source: where it was found
     (`DtypeSource`); runs: 'natively', 'through transformers' (docs/add-a-model.md), or null for
-    what Freight cannot run; obstacle: why it cannot, or null; unread_keys: {unknown, harmless,
-    ignored}, lists of keys of config.json that decide nothing; bytes: {dtype: count}; skipped:
+    what Freight cannot run; obstacle: why it cannot, or null; pooling: what is made of
+    the states of a prompt, or null where nothing is declared or there are no weights; unread_keys:
+    {unknown, harmless, ignored}, lists of keys of config.json that decide nothing; bytes: {dtype: count}; skipped:
     {reason: number of tensors that the text model does not need}; scheme: {method, weight_format,
     kv_format, kv_static, description, fp8_weights, four_bit_weights}, where fp8_weights has the
     number of matrices stored in FP8 or INT8 by what is declared of them, {"scales per tensor,
@@ -154,7 +155,8 @@ def describe(
             scheme = dense_scheme(checkpoint, scheme)
             scales = read_kv_scales(checkpoint, native, scheme)
             kv_cache = _kv_cache(scales, native.without_pages)
-            skipped = skipped_parts(native, checkpoint.names)
+            architecture, pooled = _pooling(checkpoint, native, architecture)
+            skipped = skipped_parts(native, checkpoint.names - pooled)
         sizes = _sizes(checkpoint)
         matrices = _matrices(checkpoint, scheme)
     return {
@@ -166,6 +168,26 @@ def describe(
         "scheme": {**_scheme(scheme), **matrices},
         **kv_cache,
     }
+
+
+def _pooling(
+    checkpoint: Checkpoint, model: ModelConfig, architecture: JsonObject
+) -> tuple[JsonObject, frozenset[str]]:
+    """Return `architecture` with what the folder declares about pooling, which may stand in the way,
+    and the tensors of the layers after it.
+    """
+    from freight.model.open import describe_pooling, with_pooling
+    from freight.model.shapes import pooling_shapes
+
+    try:
+        pooling = with_pooling(checkpoint, model, "auto").pooling
+    except (CheckpointError, ConfigError) as error:
+        obstacle = " ".join(str(error).split())
+        return {**architecture, "runs": None, "obstacle": obstacle}, frozenset()
+    if pooling is None:
+        return architecture, frozenset()
+    described = {**architecture, "pooling": describe_pooling(pooling)}
+    return described, frozenset(pooling_shapes(pooling))
 
 
 def _is_gguf_on_hub(model: str) -> bool:
@@ -240,6 +262,7 @@ def _blocked(config: JsonObject, obstacle: str, stored: Format | None) -> JsonOb
         "max_position_embeddings": inner.get("max_position_embeddings"),
         "runs": None,
         "obstacle": " ".join(obstacle.split()),
+        "pooling": None,
         "unread_keys": asdict(UnreadKeys()),
     }
 
@@ -284,6 +307,7 @@ def _describe_rank_export(model: str, path: Path) -> JsonObject:
         "num_layers": export.num_layers,
         "max_position_embeddings": export.max_position_embeddings,
         "runs": None,
+        "pooling": None,
         "unread_keys": asdict(UnreadKeys()),
         "obstacle": "an export for TensorRT-LLM: its KV scales can be read",
         "num_parameters": None,
@@ -311,6 +335,7 @@ def _architecture(config: ModelConfig) -> JsonObject:
         "max_position_embeddings": config.max_position_embeddings,
         "runs": "natively" if config.foreign is None else "through transformers",
         "obstacle": None,
+        "pooling": None,
         "unread_keys": asdict(config.unread_keys),
     }
 
@@ -416,6 +441,8 @@ def _print_table(facts: JsonObject) -> None:
         ("weights", sizes or "none: a config.json alone"),
         ("declared scheme", scheme["description"]),
     ]
+    if facts["pooling"]:
+        rows.insert(3, ("pooling", facts["pooling"]))
     if matrices or not packed:
         rows.append((f"{stored} matrices", matrices or "none"))
     if packed:

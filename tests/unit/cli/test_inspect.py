@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
+from tests.pooling_models import save_encoder
 from tests.refusals import assert_names
 
 from freight.cli.inspect import inspect
@@ -223,6 +225,29 @@ def test_the_dtype_of_a_config_without_one(as_json, capsys, tmp_path):
     facts = as_json(tmp_path)
     assert (facts["dtype"], facts["dtype_source"]) == (None, None)
     assert "dtype 'float8_e4m3fn' is not implemented" in facts["obstacle"]
+
+
+def test_what_a_model_pools_and_that_its_head_is_read(as_json, capsys, tmp_path):
+    head = transformers.AutoModelForSequenceClassification
+    scorer = save_encoder(tmp_path / "scorer", "bert", head, num_labels=1)
+    facts = as_json(scorer)
+    assert (facts["runs"], facts["skipped"]) == ("natively", {})
+    assert facts["pooling"].startswith("the state of the first token, 1 scores")
+    inspect(str(scorer), False)
+    assert "the state of the first token" in capsys.readouterr().out
+    embedder = save_encoder(tmp_path / "embedder", "bert")
+    facts = as_json(embedder)
+    assert facts["pooling"].startswith("the mean of all states, an embedding of 32 numbers")
+    assert facts["skipped"] == {"of a head that is not used": 2}
+    assert as_json("demo")["pooling"] is None
+
+
+def test_pooling_that_is_not_implemented_stands_in_the_way(as_json, tmp_path):
+    model = save_encoder(tmp_path, "bert")
+    (model / "modules.json").write_text("[]")
+    facts = as_json(model)
+    assert facts["runs"] is None
+    assert "modules.json" in facts["obstacle"]
 
 
 def test_damage_is_an_error_still(tmp_path):

@@ -49,13 +49,13 @@ class PoolingActivation(StrEnum):
 
 @dataclass(frozen=True)
 class PoolingLayer:
-    """A Linear layer after pooling, in float32: activation(norm(weight x + bias)).
+    """A Linear layer after pooling, in float32: norm(activation(weight x + bias)).
 
     weight      name of its tensor [outputs, inputs]
     bias        name of its bias [outputs]; None: there is none
     inputs, outputs   their number
     activation  of the result
-    norm        name of the weight of a LayerNorm before the next layer, without bias; None: none
+    norm        name of the weight of a LayerNorm after the activation, without bias; None: none
     folder      folder within the checkpoint whose model.safetensors has the tensors, as
                 sentence-transformers writes a module; "": the checkpoint's own files
     """
