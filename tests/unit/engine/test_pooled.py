@@ -10,12 +10,14 @@ import random
 from array import array
 from dataclasses import asdict
 
+import numpy as np
 import pytest
 from tests.unit.engine.fakes import essence
 
 from freight import LLM, PoolingParams, SamplingParams
 from freight.cache.prefix import RecentKeys
 from freight.engine.intake import Intake
+from freight.engine.prepare import Logits, SequenceSlice, types_of
 from freight.errors import GenerationError, RequestError
 from freight.model.config.pooling import PoolingConfig, PoolingKind
 from freight.outputs import CompletionDelta, FinishReason, Pooled, RequestDelta
@@ -133,11 +135,11 @@ def test_blocks_are_kept_where_another_prompt_began_alike():
         [result] = llm.embed([prompt])
         return result.num_cached_tokens
 
-    assert cached([*shared, 1, 2, 3]) == 0
+    assert cached([*shared, *range(200, 220)]) == 0
     assert llm.engine.stats().reusable_tokens == 0  # nothing follows it
-    assert cached([*shared, 4, 5, 6]) == 0
-    assert llm.engine.stats().reusable_tokens == 48  # but two began alike
-    assert cached([*shared, 7, 8, 9]) == 48
+    assert cached([*shared, *range(300, 320)]) == 0
+    assert llm.engine.stats().reusable_tokens == 48  # two began alike, and ended otherwise
+    assert cached([*shared, *range(400, 420)]) == 48
     assert vectors(llm, [[*shared, 7, 8]]) == vectors(demo("last"), [[*shared, 7, 8]])
     assert llm.engine.stats().reusable_tokens == 48
 
@@ -267,7 +269,9 @@ def test_how_a_model_pools_crosses_between_processes():
         dimensions=(8, 16),
         source="1_Pooling/config.json",
     )
-    assert wire.pooling_from_json(json.loads(json.dumps(asdict(config)))) == config
+    read = wire.pooling_from_json(json.loads(json.dumps(asdict(config))))
+    assert read == config
+    assert repr(read) == repr(config)  # members of enums, which are compared by `is`, equal strings
 
 
 def test_a_request_ends_in_time_or_by_its_caller():
@@ -286,3 +290,17 @@ def test_a_request_ends_in_time_or_by_its_caller():
     for request_id in ("gone", "kept"):
         engine.release(request_id)
     assert engine.cache.num_held == 0
+
+
+def test_texts_beside_pairs_have_the_first_token_type_alone():
+    starts_of_second = (2, None, 1)
+    slices = [
+        SequenceSlice([5] * 3, 0, [range(1)], Logits.NONE, None, second)
+        for second in starts_of_second
+    ]
+    position = np.array([0, 1, 2] * 3)
+    sequence = np.repeat(np.arange(3), 3)
+    types = types_of(slices, position, sequence)
+    assert types is not None
+    assert types.tolist() == [0, 0, 1, 0, 0, 0, 0, 1, 1]
+    assert types_of(slices[1:2], position[:3], sequence[:3]) is None

@@ -10,8 +10,10 @@ import pytest
 
 from freight.cache.manager import NOTHING
 from freight.engine.request import RequestState
+from freight.engine.scheduler import Scheduler
 from freight.errors import CapacityError, RequestError
 from freight.outputs import FinishReason
+from freight.pooling import PoolingParams
 
 NewRig = Callable[..., Any]  # makes a Rig of conftest.py
 
@@ -38,6 +40,22 @@ def test_prompt_around_the_budget(new_rig: NewRig, length: int) -> None:
     chunks = [chunk for step in rig.run() for chunk in step.chunks]
     assert [chunk.num_tokens for chunk in chunks] == ([length] if length <= 10 else [10, 1])
     assert [chunk.samples for chunk in chunks] == ([True] if length <= 10 else [False, True])
+
+
+def test_a_prompt_that_is_computed_whole_waits_for_a_step_that_has_room(new_rig: NewRig) -> None:
+    """And the pace of steps, which is in tokens, does not cut it."""
+    rig = new_rig(budget=64, max_model_len=64, caching=False)
+    rig.scheduler = Scheduler(rig.cache, 8, 64, 64, whole_prompts=True)
+    for name, length in (("a", 40), ("b", 24), ("c", 30), ("d", 40)):
+        rig.add(name, range(length), max_tokens=0, pooling=PoolingParams())
+    shapes = []
+    for _ in range(3):
+        step = rig.scheduler.schedule(1)
+        shapes.append(
+            [(chunk.request.request_id, chunk.start, chunk.num_tokens) for chunk in step.chunks]
+        )
+        rig.scheduler.apply(step, {})
+    assert shapes == [[("a", 0, 40), ("b", 0, 24)], [("c", 0, 30)], [("d", 0, 40)]]
 
 
 def test_budget_goes_to_running_requests_first_then_first_come_first_served(
