@@ -17,8 +17,9 @@ from typing import Any
 
 import pytest
 from tests.conformance.wire import Api
-from tests.pooling_models import HIDDEN, save_body
+from tests.pooling_models import HIDDEN, save_body, save_encoder
 from tests.serving import freight_serve
+from transformers import AutoModelForSequenceClassification
 
 from freight.llm import LLM
 from freight.pooling import PoolingParams, PoolingTask
@@ -187,6 +188,19 @@ def test_scores_of_pairs(scores: Api, scoring_llm: LLM) -> None:
     assert answer(scores, "/predict", inputs=TEXTS[0])[0]["score"] == pytest.approx(
         probs[0], abs=1e-5
     )
+
+
+def test_the_second_text_of_a_pair_has_its_token_type(tmp_path: Path) -> None:
+    """As a cross encoder of BERT's has them: read here, and in the process for large texts."""
+    auto = AutoModelForSequenceClassification
+    encoder = save_encoder(tmp_path, "bert", auto, num_labels=1)
+    # the last has more characters than the server itself tokenizes, and few tokens
+    texts = [*TEXTS, "sea" + " " * (1 << 18) + "night"]
+    llm = LLM(str(encoder), kv_cache_memory="16MiB", max_num_batched_tokens=512)
+    expected = [one.outputs.score for one in llm.score("cat", texts)]
+    with freight_serve(encoder, [*OPTIONS, "--max-num-batched-tokens", "512"]) as url:
+        found = answer(Api(url, ""), "/score", queries="cat", documents=texts)["data"]
+    assert [entry["score"] for entry in found] == near(expected)
 
 
 def test_a_long_document_is_cut_and_a_long_query_refused(scores: Api) -> None:
