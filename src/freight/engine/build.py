@@ -481,7 +481,9 @@ def _most_drafts(
 
     exact: whether a row's bits depend on its own history alone, or the drafts were asked for
     """
-    if not config.most_drafts or not decoder.config.generates:
+    if not config.most_drafts:
+        return 0
+    if isinstance(decoder, Decoder) and not decoder.config.generates:
         return 0
     obstacle = ""
     if not spec.repeatable:

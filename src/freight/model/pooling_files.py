@@ -32,6 +32,7 @@ from freight.model.config.pooling import (
     PoolingConfig,
     PoolingKind,
     PoolingLayer,
+    is_headless,
 )
 from freight.pooling import PoolingTask
 from freight.text.tokenizer_files import read_files
@@ -174,7 +175,7 @@ def _declared(
         return _read_tokens(path, config)
     if name.endswith(_HEAD):
         return _read_head(config, name, hidden_size, encoder)
-    if not (encoder or name.endswith("Model")):
+    if not (encoder or is_headless(name)):
         return None
     # as sentence-transformers does for an encoder without modules.json; of a decoder, the last token
     # is the one that has seen the others

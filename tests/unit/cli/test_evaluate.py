@@ -24,7 +24,7 @@ from freight.lab.evaluate.safety import Verdict
 from freight.lab.evaluate.table import table
 from freight.settings.engine import EngineArgs
 
-MEASUREMENTS = ["caches", "long", "tasks", "layers"]
+MEASUREMENTS = ["caches", "long", "tasks", "layers", "embeddings"]
 Run = Callable[..., Any]
 
 
@@ -227,7 +227,7 @@ def test_ranks_are_refused_where_a_model_is_measured(
         (["tasks", "--report", "x"], "--report; it is an option of freight evaluate caches"),
         (
             ["tasks", "--data", "x"],
-            "--data; it is an option of freight evaluate caches, long, layers",
+            "--data; it is an option of freight evaluate caches, long, layers, embeddings",
         ),
         (["caches", "--contexts", "4"], "--contexts; it is an option of freight evaluate long"),
         (["--contexts", "4"], "--contexts; it is an option of freight evaluate long"),

@@ -11,6 +11,8 @@ from freight.pooling import PoolingTask
 
 # ends of the names of transformers' classes that have no matrix of the vocabulary
 _HEADLESS = ("ForSequenceClassification", "TextModel", "Model")
+# classes with such a head whose names end alike: GPT2LMHeadModel, InternVLChatModel
+_GENERATING = ("LMHeadModel", "ChatModel")
 _HEADED = ("ForCausalLM", "ForConditionalGeneration")
 
 
@@ -25,6 +27,8 @@ def headless_names(architecture: str) -> tuple[str, ...]:
 
 def is_headless(architecture: str) -> bool:
     """Whether a class of transformers has no matrix of the vocabulary, or none that generates."""
+    if architecture.endswith(_GENERATING):
+        return False
     return architecture.endswith((*_HEADLESS, "ForMaskedLM"))
 
 
