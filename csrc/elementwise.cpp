@@ -13,9 +13,9 @@ namespace {
 
 constexpr int64_t kChunk = 2048;  // elements of a task of `gated`
 
-// All activations but GELU by the error function are gate / (1 + e^-z): z is gate for both kinds of SiLU, 1.702 gate for the clamped SwiGLU, and
-// 2 sqrt(2 / pi) (gate + 0.044715 gate^3) for GELU by tanh, because (1 + tanh(z / 2)) / 2 is 1 / (1 + e^-z). The exponential is
-// that of -|z|, which cannot overflow.
+// All activations but GELU by the error function are gate / (1 + e^-z): z is gate for both kinds of SiLU, 1.702 gate
+// for the clamped SwiGLU, and 2 sqrt(2 / pi) (gate + 0.044715 gate^3) for GELU by tanh, because (1 + tanh(z / 2)) / 2 is
+// 1 / (1 + e^-z). The exponential is that of -|z|, which cannot overflow.
 template <FreightGatedActivation A>
 inline VF activated(VF gate) {
   if constexpr (A == FREIGHT_GEGLU) return gelu(gate);

@@ -171,9 +171,9 @@ def main() -> None:
         order = rows[turn % len(rows) :] + rows[: turn % len(rows)]
         for row in order:
             running[row].tell([args.texts, turn])
-            taken = float(running[row].answer())
+            elapsed = float(running[row].answer())
             if turn:  # the first warms up
-                seconds[row].append(taken)
+                seconds[row].append(elapsed)
         print(f"round {turn} of {args.rounds}", file=sys.stderr)
     for process in running.values():
         process.end()

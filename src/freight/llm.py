@@ -239,11 +239,12 @@ class LLM:
         name that it has no prompt of.
         """
         params = pooling_params or PoolingParams()
+        config = self._pooling(params.task)
         named = []
         for prompt in prompts_of(prompts):
             text = text_or_ids(prompt)
             if isinstance(text, str):
-                text = named_prompt(self._pooling(params.task), text, prompt_name)
+                text = named_prompt(config, text, prompt_name)
             named.append(text)
         outputs = self._pooled(named, params, truncate_prompt_tokens, progress, lora_request)
         return _results(outputs, EmbeddingOutput)

@@ -80,7 +80,7 @@ class EmbeddingFile:
             raise ConfigError(f"OUT {out} cannot be written: {error.strerror or error}") from None
 
     def _continue(self) -> None:
-        """Find the rows that are whole, and cut off what is behind them."""
+        """Find the complete rows, and truncate the file after them."""
         if not self._state.exists():
             if self._file.seek(0, os.SEEK_END):
                 raise ConfigError(

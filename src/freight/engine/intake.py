@@ -126,8 +126,8 @@ class Intake:
         """Return the last of a prompt's tokens, as many as `truncate_prompt_tokens` says. To cut
         twice is to cut once.
 
-        Of a prompt that is pooled the first ones are kept, and the special tokens at its end: what
-        a text is about is said at its beginning, and a model pools the token that ends it.
+        Of a prompt that is pooled the first ones are kept, as sentence-transformers does, and the special
+        tokens at its end: a model may pool the state of the token that ends it.
 
         Raises RequestError for -1 where max_tokens leave nothing of the context.
         """

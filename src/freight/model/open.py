@@ -32,7 +32,7 @@ from freight.model.config.dtype import DtypeSource, describe_dtype
 from freight.model.config.mechanisms import refuse_mechanisms, refuse_other_encoders
 from freight.model.config.model import ModelConfig
 from freight.model.config.parse import parse_model_config, stop_token_ids
-from freight.model.config.pooling import PoolingConfig
+from freight.model.config.pooling import PoolingConfig, PoolingKind
 from freight.model.config.presets import shape_config
 from freight.model.config.registry import FAMILIES
 from freight.model.decoder import LanguageModel
@@ -467,10 +467,16 @@ def with_pooling(checkpoint: Checkpoint, model: ModelConfig, option: str) -> Mod
     return replace(model, pooling=pooling, has_head=False, tie_word_embeddings=True)
 
 
+_POOLED = {
+    PoolingKind.LAST: "the state of the last token",
+    PoolingKind.MEAN: "the mean of all states",
+    PoolingKind.CLS: "the state of the first token",
+}
+
+
 def describe_pooling(pooling: PoolingConfig) -> str:
     """Return the start-up line about pooling."""
-    states = {"last": "the state of the last token", "mean": "the mean of all states"}
-    line = states.get(pooling.kind, "the state of the first token")
+    line = _POOLED[pooling.kind]
     if pooling.task is PoolingTask.EMBED:
         line += f", an embedding of {pooling.size} numbers"
         if pooling.normalize:

@@ -541,7 +541,7 @@ class _Modules:
         if declared is not None:
             activation = _activation(declared, f"{self.path / _ST}: activation_fn")
             pooling = replace(pooling, activation=activation)
-        return replace(pooling, pairs=True)
+        return pooling
 
     def _logit_score(self, modules: Sequence[tuple[str, str]]) -> PoolingConfig:
         folder, _ = modules[0]
@@ -738,7 +738,6 @@ def _read_head(
         layers,
         activation=_head_activation(config, len(labels)),
         labels=labels,
-        pairs=len(labels) == 1,
         source=f"{_CONFIG}: architectures {architecture}",
     )
 
@@ -830,7 +829,6 @@ def _read_tokens(path: Path, config: JsonObject) -> PoolingConfig:
         token_ids=tuple(reversed(ids)),
         labels=("LABEL_0",),
         max_length=_tokenizer_length(path),
-        pairs=True,
         yes_or_no=yes_or_no,
         source=key,
     )

@@ -33,7 +33,7 @@ class Sequences:
     def num_seqs(self) -> int:
         return self.context_lens.shape[0]
 
-    @property
+    @cached_property  # each layer asks
     def are_whole(self) -> bool:
         """Say whether the batch has every token of each sequence. On a GPU this waits for it."""
         return torch.equal(self.query_starts.diff(), self.context_lens)

@@ -35,9 +35,7 @@ EMBEDS = replace(
     generates=False,
     pooling=PoolingConfig(PoolingTask.EMBED, PoolingKind.LAST, 8, prompts={"query": "Query: "}),
 )
-SCORES = replace(
-    EMBEDS, pooling=PoolingConfig(PoolingTask.CLASSIFY, PoolingKind.CLS, 1, pairs=True)
-)
+SCORES = replace(EMBEDS, pooling=PoolingConfig(PoolingTask.CLASSIFY, PoolingKind.CLS, 1))
 CLASSIFIES = replace(
     EMBEDS, pooling=PoolingConfig(PoolingTask.CLASSIFY, PoolingKind.CLS, 3, labels=("a", "b", "c"))
 )

@@ -140,7 +140,7 @@ def test_pairs_are_put_by_the_template(tmp_path):
     roles = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
     loops = "{% if messages[0].content == 'loop' %}" + WRONG["loop"] + "{% endif %}"
     tokenizer = Tokenizer.load(make_folder(tmp_path, roles + loops))
-    pooling = PoolingConfig(PoolingTask.CLASSIFY, PoolingKind.LAST, 1, pairs=True)
+    pooling = PoolingConfig(PoolingTask.CLASSIFY, PoolingKind.LAST, 1)
     pair = Pair("a query", "a document of some words")
 
     async def test() -> None:

@@ -110,18 +110,18 @@ def _attending_both_ways(config: JsonObject, model: ModelConfig) -> ModelConfig:
     Raises CheckpointError for layers that only see the tokens before.
     """
     if flag(config, "is_causal", True):
-        said = "this model attends both ways"
+        declared = "this model attends both ways"
     else:
         model = replace(model, attends_both_ways=True)
-        said = "config.json: is_causal = False"
+        declared = "config.json: is_causal = False"
         if any(mixer.window is not None for mixer in model.attention.values()):
             raise CheckpointError(
-                f"{said} with layers that have a sliding window is not implemented; it is where every layer sees all "
-                "tokens"
+                f"{declared} with layers that have a sliding window is not implemented; it is where every layer sees "
+                "all tokens"
             )
     if model.attends_both_ways and len(model.attention) < model.num_layers:
         raise CheckpointError(
-            f"{said}, which is implemented for layers of attention over keys and values, and model_type "
+            f"{declared}, which is implemented for layers of attention over keys and values, and model_type "
             f"{model.model_type} has others"
         )
     return model

@@ -91,7 +91,6 @@ class PoolingConfig:
     prompts         by name, a text before a prompt ("query": "Instruct: …")
     default_prompt  name of the prompt that is used where none is named; None: no prompt
     max_length      longest input in tokens, which the model was made for; None: its context
-    pairs           classify: whether two texts are one input, as the tokenizer joins them
     yes_or_no       classify: whether a pair is put as Qwen3-Reranker's question, to which it answers
                     yes or no, where the chat template has no place for a query and a document
     template_values classify: values that the chat template gets with a pair
@@ -113,9 +112,13 @@ class PoolingConfig:
     prompts: Mapping[str, str] = field(default_factory=dict)
     default_prompt: str | None = None
     max_length: int | None = None
-    pairs: bool = False
     yes_or_no: bool = False
     template_values: Mapping[str, Any] = field(default_factory=dict)
     token_types: int = 1
     beside: bool = False
     source: str = ""
+
+    @property
+    def pairs(self) -> bool:
+        """Whether the model gives one score for two texts."""
+        return self.task is PoolingTask.CLASSIFY and self.size == 1

@@ -12,17 +12,12 @@ UNSUPPORTED = "unsupported_task"  # code of the error
 _PAIR_SCORES = "scores of two texts"
 
 
-def scores_pairs(pooling: PoolingConfig) -> bool:
-    """Return whether the model gives one score for two texts."""
-    return pooling.task is PoolingTask.CLASSIFY and pooling.size == 1
-
-
 def tasks_of(served: Served) -> list[str]:
     """Return what may be asked of the model: generate, embed, classify, score."""
     tasks = ["generate"] if served.generates else []
     if served.pooling is not None:
         tasks.append(str(served.pooling.task))
-        if served.pooling.task is PoolingTask.EMBED or scores_pairs(served.pooling):
+        if served.pooling.task is PoolingTask.EMBED or served.pooling.pairs:
             tasks.append("score")
     return tasks
 
@@ -48,7 +43,7 @@ def require_scores(served: Served) -> PoolingConfig:
     of the pair. Raises ApiError, 400.
     """
     pooling = served.pooling
-    if pooling is None or not (pooling.task is PoolingTask.EMBED or scores_pairs(pooling)):
+    if pooling is None or not (pooling.task is PoolingTask.EMBED or pooling.pairs):
         raise _unsupported(served, _PAIR_SCORES)
     return pooling
 
@@ -66,7 +61,7 @@ def info_of(pooling: PoolingConfig | None) -> JsonDict | None:
         "prompts": list(pooling.prompts),
         "default_prompt": pooling.default_prompt,
         "labels": list(pooling.labels),
-        "pairs": scores_pairs(pooling),
+        "pairs": pooling.pairs,
     }
 
 
@@ -97,7 +92,7 @@ def _offer(served: Served) -> tuple[str, str]:
         )
     if pooling.task is PoolingTask.EMBED:
         offer = "embeddings", "/v1/embeddings, /score or /rerank"
-    elif scores_pairs(pooling):
+    elif pooling.pairs:
         offer = _PAIR_SCORES, "/rerank, /score or /classify"
     else:
         offer = "scores of classes", "/classify"

@@ -20,7 +20,7 @@ from freight.serve.pooling.fields import PooledFields, input_rules, params_of, p
 from freight.serve.pooling.inputs import Inputs
 from freight.serve.pooling.pairing import PairOptions, Side, paired
 from freight.serve.pooling.rerank_reply import Ranking
-from freight.serve.pooling.tasks import require_pooling, require_scores, scores_pairs
+from freight.serve.pooling.tasks import require_pooling, require_scores
 from freight.serve.pooling.tei_reply import TeiClasses, TeiEmbeddings, TeiRanking
 from freight.serve.tgi.reply import error_body
 
@@ -135,8 +135,8 @@ def _predicted(entry: str | list[str], where: str, params: SamplingParams, serve
         return Work(check_text(where, texts[0], True, served), params, prompt_from=where)
     pooling = served.pooling
     assert pooling is not None
-    if len(texts) != 2 or not scores_pairs(pooling):
-        pair = ", or two: this model scores pairs" if scores_pairs(pooling) else ""
+    if len(texts) != 2 or not pooling.pairs:
+        pair = ", or two: this model scores pairs" if pooling.pairs else ""
         raise refuse(where, f"{where} has {len(texts)} texts; give one{pair}")
     query, document = texts
     return Work(Pair(query, document), params, prompt_from=where)
