@@ -251,7 +251,6 @@ def load(options: Sequence[str]) -> Any:
     from unittest import mock
 
     from freight import llm
-    from freight.engine.build import start_engine
     from freight.model.open import open_random
 
     values = dict(
@@ -268,11 +267,11 @@ def load(options: Sequence[str]) -> Any:
     if shape is None:
         return llm.LLM(**values)
 
-    def build(args: Any, before_weights: object) -> Any:
-        return start_engine(open_random(args, shape))
+    def opened(args: Any) -> Any:
+        return open_random(args, shape)
 
     # LLM has no option for random weights
-    with mock.patch.object(llm, "build_engine", build):
+    with mock.patch.object(llm, "open_model", opened):
         return llm.LLM(**values)
 
 

@@ -11,7 +11,8 @@ import os
 import threading
 import uuid
 import weakref
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from functools import partial
 from types import TracebackType
 from typing import Any, NoReturn, Self
@@ -19,6 +20,7 @@ from typing import Any, NoReturn, Self
 from freight.base.start_log import log_to_stderr
 from freight.engine.adapters import LoRARequest
 from freight.engine.intake import AcceptedPrompt
+from freight.engine.messages import Action
 from freight.errors import ConfigError, EngineError, RequestError, choices
 from freight.outputs import EngineStats, FinishReason, RequestOutput
 from freight.sampling import SamplingParams
@@ -43,6 +45,8 @@ Accepted = tuple[AcceptedPrompt, SamplingParams]
 _ENGINES = "process", "thread"
 _LONG = 1 << 12  # characters: tokenizing more takes a thread, so that the event loop goes on
 _EVENTS_PER_SECOND = 50.0
+_PAUSES = "abort", "wait", "keep"
+_LOOK_EVERY = 0.005  # seconds between looks at what still runs
 
 
 class AsyncLLM:
@@ -96,6 +100,7 @@ class AsyncLLM:
             self._host = ProcessHost(args, max_events_per_second, stall_timeout)
         else:
             self._host = ThreadHost(args, max_events_per_second)
+        self._pauses = Pauses(self)
         # where nobody calls `shutdown`: when the last reference or the interpreter goes
         self._at_end = weakref.finalize(self, self._host.stop, at_once=True)
 
@@ -162,6 +167,60 @@ class AsyncLLM:
             return await self._accept(ids, params, adds), params
 
         return Stream(self, request_id, accept, on_error, lora_request)
+
+    async def pause_generation(self, mode: str = "abort", clear_cache: bool = True) -> None:
+        """Begin no request until `resume_generation`: those that come wait.
+
+        mode         what becomes of those that run. "abort": they end, with finish reason "abort";
+                     "wait": they finish first; "keep": they stand still
+        clear_cache  empty the prefix cache
+
+        Returns once that is done. Raises ConfigError for another mode.
+        """
+        await self._pauses.pause(mode, clear_cache)
+
+    async def resume_generation(self) -> None:
+        """Begin requests again, and go on with those that stood still."""
+        await self._pauses.resume()
+
+    @property
+    def is_paused(self) -> bool:
+        return self._pauses.mode is not None
+
+    async def update_weights_from_disk(self, model: str, abort_all_requests: bool = False) -> None:
+        """Go on with other weights of the same model, from a folder or a hub id, once no request is
+        computed: those that run finish first, or end. `fingerprint` changes, and no block of the cache is found
+        again.
+
+        Raises ConfigError and CheckpointError for weights that do not fit, CapacityError where they
+        have no room beside the old ones, RequestError while requests stand still. The old weights
+        stay then.
+        """
+        await self._pauses.change(Action.UPDATE, model, abort_all_requests)
+
+    async def sleep(self, level: int = 1) -> None:
+        """Give memory back, as `LLM.sleep`, once the requests that run have finished. Requests are
+        refused until `wake_up`.
+        """
+        await self._pauses.change(Action.SLEEP, level)
+
+    async def wake_up(self, level: int = 0) -> None:
+        """Take the memory again: level 0 all of it, level 1 that of the weights alone."""
+        await self._pauses.change(Action.WAKE_UP, level)
+
+    async def reset_prefix_cache(self) -> None:
+        """Find no block of the cache again. Those of a store are found still."""
+        self._check()
+        await asyncio.wrap_future(self._host.change(Action.RESET_PREFIX_CACHE))
+
+    @property
+    def is_sleeping(self) -> bool:
+        return self._host.sleep_level > 0
+
+    @property
+    def fingerprint(self) -> str:
+        """What decides the bits of this engine, weights included: 'fp_' and 16 digits."""
+        return self._host.fingerprint
 
     async def load_adapter(self, name: str, path: str) -> None:
         """Load an adapter under a name, for `LoRARequest(name)`. One that has the name is replaced:
@@ -334,6 +393,7 @@ class Stream:
         if self._growing is None:
             self._llm._check()  # before a long prompt is tokenized
             accepted = await self._accept()
+            await self._llm._pauses.settle()
             self._growing = self._llm._begin(self._request_id, accepted, self._adapter)
         return await self._growing.next()
 
@@ -342,6 +402,86 @@ class Stream:
         if self._growing is not None:
             self._llm._leave(self._growing)
             self._growing = None
+
+
+class Pauses:
+    """Which requests of an AsyncLLM may begin. A change happens while none is computed."""
+
+    def __init__(self, llm: AsyncLLM) -> None:
+        self.mode: str | None = None  # how requests were paused
+        self._llm = weakref.ref(llm)
+        self._num_changes = 0
+        self._lock = threading.Lock()  # held by the change under way, of any event loop
+
+    async def settle(self) -> None:
+        """Wait until a request may begin."""
+        while self.mode is not None or self._num_changes:
+            self._owner._check()
+            await asyncio.sleep(_LOOK_EVERY)
+
+    async def pause(self, mode: str, clear_cache: bool) -> None:
+        if mode not in _PAUSES:
+            raise ConfigError(f"mode is {mode!r}; it must be {choices(map(repr, _PAUSES))}")
+        async with self._alone():
+            if self.mode == "keep":
+                await self._send(Action.THAW)
+            self.mode = mode
+            if mode == "keep":
+                await self._send(Action.FREEZE)
+            else:
+                await self._quiet(mode == "abort")
+            if clear_cache:
+                await self._send(Action.RESET_PREFIX_CACHE)
+
+    async def resume(self) -> None:
+        async with self._alone():
+            if self.mode == "keep":
+                await self._send(Action.THAW)
+            self.mode = None
+
+    async def change(self, action: Action, value: str | int, abort: bool = False) -> None:
+        """Change the engine while no request is computed."""
+        async with self._alone():
+            if self.mode == "keep" and not abort and self._owner._requests:
+                raise RequestError(
+                    f"{len(self._owner._requests)} requests stand still halfway, and an answer has one version of the "
+                    "weights: resume or abort them first"
+                )
+            if self.mode == "keep":
+                await self._send(Action.THAW)
+                self.mode = "wait"
+            await self._quiet(abort)
+            await self._send(action, value)
+
+    @property
+    def _owner(self) -> AsyncLLM:
+        llm = self._llm()
+        assert llm is not None, "its method runs"
+        return llm
+
+    @asynccontextmanager
+    async def _alone(self) -> AsyncIterator[None]:
+        self._owner._check()
+        self._num_changes += 1  # requests wait from now on
+        try:
+            while not self._lock.acquire(blocking=False):
+                await asyncio.sleep(_LOOK_EVERY)
+            try:
+                yield
+            finally:
+                self._lock.release()
+        finally:
+            self._num_changes -= 1
+
+    async def _quiet(self, abort: bool) -> None:
+        if abort:
+            await self._send(Action.END_ALL)
+        while any(not growing.is_finished for growing in list(self._owner._requests.values())):
+            self._owner._check()
+            await asyncio.sleep(_LOOK_EVERY)
+
+    async def _send(self, action: Action, value: str | int = "") -> None:
+        await asyncio.wrap_future(self._owner._host.change(action, value))
 
 
 def _shut_down() -> EngineError:

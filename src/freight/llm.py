@@ -15,8 +15,9 @@ from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedC
 from freight.base import terminal
 from freight.base.start_log import log_to_stderr
 from freight.engine.adapters import LoadedAdapter, LoRARequest
-from freight.engine.build import BeforeWeights, build_engine, cache_facts
+from freight.engine.build import BeforeWeights, cache_facts, start_engine
 from freight.engine.intake import AcceptedPrompt
+from freight.engine.renewal import Renewal, Source
 from freight.engine.turns import Turns
 from freight.engine.verification import (
     NO_SEED,
@@ -29,6 +30,7 @@ from freight.engine.verification import (
 from freight.engine.watch import cache_watched
 from freight.errors import RequestError
 from freight.model.config.pooling import PoolingConfig
+from freight.model.open import open_model
 from freight.outputs import (
     ClassificationOutput,
     EmbeddingOutput,
@@ -40,7 +42,7 @@ from freight.outputs import (
 )
 from freight.pooling import PoolingParams, PoolingTask
 from freight.sampling import SamplingParams
-from freight.settings.engine import EngineArgs
+from freight.settings.engine import EngineArgs, EngineConfig
 from freight.text.pooling_inputs import named_prompt, pair_tokens
 from freight.text.prompts import (
     Message,
@@ -83,9 +85,16 @@ class LLM:
     ) -> None:
         log_to_stderr()
         args = EngineArgs.from_options(model=model, **options)
-        self.engine, self.config = build_engine(args, before_weights)
+        opened = open_model(args)
+        self.engine, config = start_engine(opened, before_weights)
+        self._renewal = Renewal(self.engine, opened, config)
         self._ids = itertools.count()
         self._turns = Turns(self.engine.release)
+
+    @property
+    def config(self) -> EngineConfig:
+        """The decisions that the options, the checkpoint and the device came to."""
+        return self._renewal.config
 
     def generate(
         self,
@@ -360,6 +369,44 @@ class LLM:
         if isinstance(params, PoolingParams):
             sampling_params *= len(prompts)
         return self.generate(prompts, sampling_params, progress=progress, lora_request=lora_request)
+
+    def update_weights(self, weights: Source) -> None:
+        """Go on with other weights of the same model: a folder or a hub id, or (name, tensor) of all
+        its tensors, by the names that its files have. They are copied, and quantized as they would be
+        at the start. The prefix cache is emptied, adapters are loaded again from their paths, and
+        `fingerprint` changes.
+
+        Raises ConfigError and CheckpointError for weights that do not fit, CapacityError where they
+        have no room beside the old ones, and RequestError while requests of other threads run. The old weights
+        stay then.
+        """
+        self._turns.run(lambda: self._renewal.update(weights))
+
+    def sleep(self, level: int = 1) -> None:
+        """Give memory back: 1, that of the cache, and on a GPU also that of the weights, which wait in
+        the host's memory; 2, that of the weights, too, which `wake_up` reads from their files.
+        Prompts are refused until then. Raises RequestError while requests run.
+        """
+        self._turns.run(lambda: self._renewal.sleep(level))
+
+    def wake_up(self) -> None:
+        """Take the memory again that `sleep` gave back. Raises CheckpointError where the files of the
+        weights are gone.
+        """
+        self._turns.run(self._renewal.wake_up)
+
+    @property
+    def is_sleeping(self) -> bool:
+        return self._renewal.level > 0
+
+    def reset_prefix_cache(self) -> None:
+        """Find no block of the cache again. Those of a store are found still."""
+        self._turns.run(self._renewal.reset_prefix_cache)
+
+    @property
+    def fingerprint(self) -> str:
+        """What decides the bits of this engine, weights included: 'fp_' and 16 digits."""
+        return self._turns.run(self._renewal.fingerprint)
 
     def load_adapter(self, name: str, path: str) -> None:
         """Load an adapter under a name, for `LoRARequest(name)`. One that has the name is replaced:

@@ -168,6 +168,10 @@ class BlockAllocator:
                 del self._cached[block]
                 self._free.append(block)
 
+    def forget_all(self) -> None:
+        """Index nothing any longer. Blocks that no request holds become free."""
+        self.forget(list(self._index))
+
     def _evict(self) -> int:
         block, _ = self._cached.popitem(last=False)
         self._forget(block)

@@ -147,6 +147,11 @@ class CacheManager:
         for allocator in self.allocators:
             allocator.reset()
 
+    def forget_all(self) -> None:
+        """Index nothing any longer; sequences keep the blocks that they hold."""
+        for allocator in self.allocators:
+            allocator.forget_all()
+
     def shortfall(self, num_tokens: int) -> Shortfall | None:
         """Return the first group that is too small for a sequence of `num_tokens` tokens, even with
         no other sequence in the cache; None if there is none.

@@ -201,6 +201,10 @@ class Checkpoint:
         """The files of weights, sorted."""
         return sorted(self._states)
 
+    def digest(self) -> str:
+        """Return a digest of weights that are in no file, '' where all are in `files`."""
+        return ""
+
     def other_files(self) -> dict[str, bytes]:
         """Return the files of a model that are made from a GGUF file: tokenizer and generation
         defaults. A folder has them as files.

@@ -147,6 +147,12 @@ SERVER_FLAGS = (
         default=False,
     ),
     Flag(
+        "enable_weight_updates",
+        bool,
+        "Answer /pause, /sleep and /update_weights_from_disk.",
+        default=False,
+    ),
+    Flag(
         "allow_origin",
         list[str],
         "Web pages of this origin may call; may be repeated.",

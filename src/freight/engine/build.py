@@ -30,6 +30,7 @@ from freight.cache.sizing import (
 from freight.cache.spec import KVCacheSpec
 from freight.checkpoint.adapter import adapter_folder, has_folder
 from freight.checkpoint.lora import AdapterModules, LoraAdapter
+from freight.engine.adapters import AdapterSlots
 from freight.engine.decode_steps import Capture, DecodeSteps
 from freight.engine.engine import CLOSE_SECONDS, Engine
 from freight.engine.fingerprint import fingerprint, is_reproducible
@@ -54,7 +55,7 @@ from freight.model.architectures import tensor_names
 from freight.model.config.model import ModelConfig
 from freight.model.decoder import Decoder, LanguageModel
 from freight.model.loader import tensor_shapes
-from freight.model.open import OpenModel, open_model
+from freight.model.open import OpenModel
 from freight.model.shares import share_of
 from freight.operands.tiles import STATE_TILE
 from freight.parallel.join import Meeting
@@ -70,13 +71,6 @@ logger = logging.getLogger("freight")
 _FEWER_ADAPTERS = "free memory first, or lower --max-loras or --max-lora-rank"
 
 BeforeWeights = Callable[[Intake], object]  # refuses, by raising, what the model could not serve
-
-
-def build_engine(
-    args: EngineArgs, before_weights: BeforeWeights | None = None
-) -> tuple[Engine, EngineConfig]:
-    """`start_engine` of the model that `args` names."""
-    return start_engine(open_model(args), before_weights)
 
 
 def start_engine(
@@ -260,7 +254,7 @@ def _plan(opened: OpenModel) -> _Plan:
         positions = _fitting_context(spec, free, resolved, args)
         return _Plan(opened, resolved, spec, free, positions, asked)
     memory = resolved.kv_cache_memory // size  # that is of all ranks together
-    weight_bytes = _weight_bytes(opened, resolved) // size
+    weight_bytes = least_weight_bytes(opened, resolved) // size
     _check_memory(memory, weight_bytes, _adapter_bytes(opened, resolved), opened.device, size)
     context = _fitting_context(spec, memory, resolved, args)
     config = replace(resolved, kv_cache_memory=memory, max_model_len=context)
@@ -354,9 +348,9 @@ def _assemble(
     pace = None
     if config.max_step_seconds:
         pace = Pace(config.max_step_seconds, step_tokens)
-    adapter_slots = None
+    slots = None
     if config.lora is not None:
-        adapter_slots = _adapter_slots(ready.model, opened, leader)
+        slots = adapter_slots(ready.model, opened, leader)
     engine = Engine(
         runner=runner,
         cache=cache,
@@ -369,7 +363,7 @@ def _assemble(
         pace=pace,
         store=store,
         reproducible=is_reproducible(opened, ready.kernels),
-        adapter_slots=adapter_slots,
+        adapter_slots=slots,
     )
     for adapter in named_adapters(opened.args.lora_modules):
         engine.adapters.load(adapter.name, adapter.path)
@@ -434,7 +428,7 @@ def _checked_adapter(
     return adapter
 
 
-def _adapter_slots(model: LanguageModel, opened: OpenModel, leader: Leader | None) -> _Slots:
+def adapter_slots(model: LanguageModel, opened: OpenModel, leader: Leader | None) -> AdapterSlots:
     """Return where adapters of `model` are loaded, which was built with memory for them."""
     assert isinstance(model, Decoder)
     assert model.banks is not None
@@ -553,7 +547,7 @@ def _fitting_context(spec: KVCacheSpec, memory: int, config: EngineConfig, args:
     return tokens
 
 
-def _weight_bytes(opened: OpenModel, config: EngineConfig) -> int:
+def least_weight_bytes(opened: OpenModel, config: EngineConfig) -> int:
     """Bytes that the weights occupy at least: layers' matrices in the format they are kept in, the
     rest as computed.
     """

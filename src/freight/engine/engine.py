@@ -18,7 +18,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 from freight.cache.manager import CacheManager
@@ -56,6 +56,15 @@ SECONDS_BETWEEN_READS = 1.0  # of the pool's counters
 CLOSE_SECONDS = 4.0  # for what is to be stored yet: a server gives its engine five
 
 Entry = tuple[Group, Completion]  # a completion, with its request
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What of an engine depends on the weights."""
+
+    runner: ModelRunner
+    store: StoredPrefixes | None
+    adapter_slots: AdapterSlots | None
 
 
 class Engine:
@@ -115,9 +124,13 @@ class Engine:
         self._logged: set[str] = set()
         self.pace = pace
         self.store = store
+        self._renewed: Parts | None = None  # they are about to take the place of the others
         self._lookahead = Lookahead(runner)
         # when the pool's counters were read, NaNs, clipped values
         self._stored: tuple[float, int, int] | None = None
+        self._nans_before = 0  # of caches that it had before
+        self._clipped_before = 0
+        self.sleep_level = 0  # above 0 it cannot compute (`renewal.Sleep`)
 
     @property
     def has_store(self) -> bool:
@@ -166,9 +179,14 @@ class Engine:
         Structured outputs that `accept` did not compile lately are compiled now.
         """
         self._repair()
+        self._check_new(request_id)
+        self._queue(self._new_group(request_id, prompt, params, adapter))
+
+    def _check_new(self, request_id: str) -> None:
+        if self.sleep_level:
+            raise RequestError(f"the model sleeps at level {self.sleep_level}: wake it up first")
         if request_id in self.groups:
             raise RequestError(f"request id {request_id!r} is in use")
-        self._queue(self._new_group(request_id, prompt, params, adapter))
 
     def _queue(self, group: Group) -> None:
         timeout = group.params.timeout_s
@@ -199,8 +217,7 @@ class Engine:
         cache has none for. Ends as other requests do; `redrawn` has what came of it.
         """
         self._repair()
-        if request_id in self.groups:
-            raise RequestError(f"request id {request_id!r} is in use")
+        self._check_new(request_id)
         group = self._new_redraws(request_id, prompt, params, answers, adapter)
         for completion in group.completions:
             self.scheduler.token_limit(completion.request.num_prompt_tokens, 0)
@@ -292,6 +309,8 @@ class Engine:
         if self._stored is None or now - self._stored[0] >= SECONDS_BETWEEN_READS:
             self._stored = (now, *self.runner.pool.counters())
         _, nans, clipped = self._stored
+        nans += self._nans_before
+        clipped += self._clipped_before
         num_held, reusable = self.cache.usage()
         totals = self.scheduler.totals
         store = None
@@ -328,6 +347,32 @@ class Engine:
             self.scheduler.offer_running()
             self.store.close(seconds)
         self.runner.close()
+
+    def renew(self, parts: Parts) -> None:
+        """Go on with other weights, once no request is unfinished: nothing of the cache is found
+        again, and no adapter is loaded. What stands for the store of before is closed already.
+        """
+        self._repair()
+        assert not self.has_unfinished, "a request would have tokens of two versions"
+        self._dirty = True
+        self._renewed = parts
+        self._repair()
+
+    def forget_prefixes(self) -> None:
+        """Index no block of the cache any longer. Running requests keep theirs."""
+        self._repair()
+        self._dirty = True
+        self.cache.forget_all()
+        self._dirty = False
+
+    def end_all(self) -> None:
+        """End every request with finish reason ABORT: it is in the next deltas."""
+        self._repair()
+        self._dirty = True
+        for group in self.groups.values():
+            for completion in self._end(group, FinishReason.ABORT):
+                self._unreported[group, completion] = None
+        self._dirty = False
 
     def abort(self, request_id: str) -> None:
         """Stop computing a request; its output stays until `release`. Unknown or finished ids are
@@ -544,6 +589,8 @@ class Engine:
         """After an exception in the middle of a change: everything anew from the requests' tokens."""
         if not self._dirty:
             return
+        if self._renewed is not None:
+            self._take(self._renewed)
         groups = list(self.groups.values())
         requests = []
         for group in groups:
@@ -562,6 +609,18 @@ class Engine:
         for name in self._deadlines.keys() - self.groups.keys():
             del self._deadlines[name]
         self._dirty = False
+
+    def _take(self, parts: Parts) -> None:
+        nans, clipped = self.runner.pool.counters()
+        self._nans_before += nans
+        self._clipped_before += clipped
+        self._stored = None
+        self.runner = parts.runner
+        self.store = parts.store
+        self.scheduler.change_store(parts.store)
+        self.adapters = Adapters(parts.adapter_slots, partial(_slots_in_use, self.groups))
+        self._lookahead = Lookahead(parts.runner)
+        self._renewed = None
 
     def _stamp_scheduled(self, step: Step) -> None:
         now = self.clock()

@@ -68,6 +68,7 @@ def fingerprint(opened: OpenModel, config: EngineConfig, kernels: KernelSet, ver
     else:
         for file in opened.checkpoint.files:
             _add_file(state, file)
+        state.update(opened.checkpoint.digest().encode())
     return f"fp_{state.hexdigest()[:16]}"
 
 

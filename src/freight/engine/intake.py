@@ -1,7 +1,7 @@
 """Intake: what a prompt must be to be served. Decided from the tokenizer and the model's shape,
 before weights exist.
 
-So a program that has its prompts when it starts is refused in the first second (`build_engine`'s
+So a program that has its prompts when it starts is refused in the first second (`start_engine`'s
 `before_weights`), by the same checks that every request goes through.
 """
 

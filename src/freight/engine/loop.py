@@ -23,8 +23,11 @@ from freight.engine.intake import AcceptedPrompt
 from freight.engine.messages import (
     Abort,
     Accepted,
+    Action,
     AdaptersAre,
     Add,
+    Change,
+    Changed,
     Command,
     Event,
     LoadAdapter,
@@ -33,6 +36,7 @@ from freight.engine.messages import (
     Stop,
     UnloadAdapter,
 )
+from freight.engine.renewal import Renewal
 from freight.errors import FreightError
 from freight.outputs import EngineStats, RequestDelta
 
@@ -51,11 +55,14 @@ class Loop:
         emit: Callable[[Event], None],
         clock: Callable[[], float] = time.monotonic,
         events_per_second: float = 0.0,
+        renewal: Renewal | None = None,
     ) -> None:
         """clock: the engine's. events_per_second: how often tokens are reported at most; 0: after
-        every step.
+        every step. renewal: the engine's weights, if they may change.
         """
         self._engine = engine
+        self._renewal = renewal
+        self._is_frozen = False
         self._interval = 1.0 / events_per_second if events_per_second else 0.0
         self._quiet_until = -math.inf
         self._steps: list[tuple[float, int]] = []
@@ -79,7 +86,7 @@ class Loop:
     def run(self) -> None:
         """Step until a `Stop`. Between steps all commands that have come are followed."""
         while self._follow():
-            if self._engine.has_unfinished:
+            if self._has_work:
                 self._step()
             self._report()
 
@@ -87,11 +94,15 @@ class Loop:
         """Close the engine. To be called after `run`."""
         self._engine.close()
 
+    @property
+    def _has_work(self) -> bool:
+        return self._engine.has_unfinished and not self._is_frozen
+
     def _follow(self) -> bool:
         """Follow the commands that are there; waits for one while there is nothing to compute, or until
         the threads of a store did something to report. False: stop.
         """
-        wait = not self._engine.has_unfinished and self._is_idle
+        wait = not self._has_work and self._is_idle
         while True:
             self.turn_began = None if wait else self._clock()
             try:
@@ -114,6 +125,8 @@ class Loop:
                 case UnloadAdapter(command_id, name):
                     adapters = self._engine.adapters
                     self._change(command_id, partial(adapters.unload, name))
+                case Change():
+                    self._change_engine(command)
                 case Stop():
                     return False
 
@@ -170,6 +183,37 @@ class Loop:
         self._adapters = self._engine.adapters.loaded
         self._emit(AdaptersAre(self._adapters, command_id, error))
 
+    def _change_engine(self, command: Change) -> None:
+        self._tell(self._engine.report())  # weights may take long to read
+        renewal = self._renewal
+        assert renewal is not None, "nobody may change this engine"
+        error = None
+        try:
+            self._act(renewal, command)
+        except FreightError as raised:
+            error = raised
+        self._tell(self._engine.report())
+        self._tell_adapters()
+        self._next_stats = -1.0
+        self._emit(Changed(command.command_id, renewal.fingerprint(), renewal.level, error))
+
+    def _act(self, renewal: Renewal, command: Change) -> None:
+        match command.action:
+            case Action.UPDATE:
+                renewal.update(str(command.value))
+            case Action.SLEEP:
+                renewal.sleep(int(command.value))
+            case Action.WAKE_UP:
+                renewal.wake_up(int(command.value))
+            case Action.RESET_PREFIX_CACHE:
+                renewal.reset_prefix_cache()
+            case Action.END_ALL:
+                self._engine.end_all()
+            case Action.FREEZE:
+                self._is_frozen = True
+            case Action.THAW:
+                self._is_frozen = False
+
     def _tell_adapters(self) -> None:
         """Tell what a request has loaded."""
         loaded = self._engine.adapters.loaded
@@ -204,7 +248,7 @@ class Loop:
     def _report(self) -> None:
         """Stats twice a second, and once more when the engine becomes idle."""
         now = self._clock()
-        idle = not self._engine.has_unfinished
+        idle = not self._has_work
         if now >= self._next_stats or (idle and not self._is_idle):
             self._reported = self._engine.stats()
             self._emit(self._reported)

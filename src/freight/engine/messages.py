@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 
 from freight.engine.adapters import LoadedAdapter, LoRARequest
 from freight.errors import FreightError
@@ -53,12 +54,41 @@ class UnloadAdapter:
     name: str
 
 
+class Action(StrEnum):
+    """What a `Change` does, with its value.
+
+    UPDATE        load other weights of the same model: a folder or a hub id
+    SLEEP         give memory back: a level of `renewal.Sleep`
+    WAKE_UP       take it again, down to a level
+    RESET_PREFIX_CACHE  find no block of the cache again
+    END_ALL       end every request with finish reason ABORT
+    FREEZE, THAW  take no steps, and take them again
+    """
+
+    UPDATE = "update"
+    SLEEP = "sleep"
+    WAKE_UP = "wake up"
+    RESET_PREFIX_CACHE = "reset prefix cache"
+    END_ALL = "end all"
+    FREEZE = "freeze"
+    THAW = "thaw"
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """Change the engine between two steps. Answered by `Changed`."""
+
+    command_id: str
+    action: Action
+    value: str | int = ""
+
+
 @dataclass(frozen=True, slots=True)
 class Stop:
     """Leave the loop after the step under way."""
 
 
-Command = Add | Abort | LoadAdapter | UnloadAdapter | Stop
+Command = Add | Abort | LoadAdapter | UnloadAdapter | Change | Stop
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +120,21 @@ class AdaptersAre:
 
 
 @dataclass(frozen=True, slots=True)
+class Changed:
+    """What a `Change` came to.
+
+    fingerprint  of the weights of now
+    sleep_level  how deep the engine sleeps now
+    error        why nothing was changed
+    """
+
+    command_id: str
+    fingerprint: str
+    sleep_level: int
+    error: FreightError | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Stepped:
     """What is new of each request, and the steps since the last event: seconds, and tokens that
     were computed.
@@ -99,4 +144,4 @@ class Stepped:
     steps: list[tuple[float, int]]
 
 
-Event = Accepted | Refused | AdaptersAre | Stepped | EngineStats
+Event = Accepted | Refused | AdaptersAre | Changed | Stepped | EngineStats

@@ -317,6 +317,11 @@ class Scheduler:
         """End a request whose caller went away. An unknown or finished id changes nothing."""
         self.finish(request_id, FinishReason.ABORT)
 
+    def change_store(self, store: StoredPrefixes | None) -> None:
+        """Have another store below the cache; `rebuild` follows."""
+        self._fetches = PrefixFetch(store, self._caching)
+        self._pooled_keys = RecentKeys(POOLED_KEYS)
+
     def offer_running(self) -> None:
         """Let the store have the full blocks of requests that still run: the engine ends."""
         for request in self._running:

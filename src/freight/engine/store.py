@@ -62,8 +62,8 @@ class Weights:
         """Raises OSError."""
         if opened.checkpoint is None:
             return Weights((), f"random weights of seed {config.seed}")
-        files = opened.checkpoint.files
-        return Weights(tuple(map(WeightFile.of, files)))
+        checkpoint = opened.checkpoint
+        return Weights(tuple(map(WeightFile.of, checkpoint.files)), checkpoint.digest())
 
 
 def prepare_store(opened: OpenModel, config: EngineConfig) -> Weights | None:

@@ -13,7 +13,7 @@ def held_tensors(value: object) -> dict[int, int]:
     that is a part of another is not listed.
     """
     sizes: dict[int, int] = {}
-    for tensor in _tensors(value):
+    for tensor in tensors_in(value):
         at = tensor.data_ptr()
         sizes[at] = max(tensor.nbytes, sizes.get(at, 0))
     whole: dict[int, int] = {}
@@ -25,7 +25,8 @@ def held_tensors(value: object) -> dict[int, int]:
     return whole
 
 
-def _tensors(value: object) -> Iterator[Tensor]:
+def tensors_in(value: object) -> Iterator[Tensor]:
+    """Yield the tensors in `value`, at any depth of tuples and dataclasses."""
     if isinstance(value, Tensor):
         yield value
         return
@@ -35,4 +36,4 @@ def _tensors(value: object) -> Iterator[Tensor]:
     elif is_dataclass(value) and not isinstance(value, type):
         parts = [getattr(value, part.name) for part in fields(value)]
     for part in parts:
-        yield from _tensors(part)
+        yield from tensors_in(part)

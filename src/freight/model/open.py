@@ -10,14 +10,17 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
+from torch import Tensor
+
 from freight.base import openmp
 from freight.base.fields import JsonObject
 from freight.cache.spec import KVCacheSpec, cache_spec
+from freight.checkpoint.held import HeldCheckpoint
 from freight.checkpoint.kv_scales import read_kv_scales, read_scale_json
 from freight.checkpoint.linears import dense_scheme
 from freight.checkpoint.open import open_files, scheme_of
@@ -84,15 +87,20 @@ def open_folder(path: Path, name: str, ignore_keys: Collection[str] = ()) -> Ope
     refuse_to_run(path, name)
     checkpoint = open_files(path)
     try:
-        config = read_model_config(
-            checkpoint.config, checkpoint.names, checkpoint.stored_format, ignore_keys
-        )
+        return read_checkpoint(checkpoint, ignore_keys)
     except CheckpointError as error:
         if path.is_file():  # there is no config.json to look into
             raise CheckpointError(
                 f"{path}: what its metadata says as a config.json: {error}"
             ) from error
         raise
+
+
+def read_checkpoint(checkpoint: Checkpoint, ignore_keys: Collection[str] = ()) -> OpenCheckpoint:
+    """Read and check headers and scale tensors. Raises ConfigError or CheckpointError."""
+    config = read_model_config(
+        checkpoint.config, checkpoint.names, checkpoint.stored_format, ignore_keys
+    )
     scheme = dense_scheme(checkpoint, scheme_of(checkpoint))
     config = with_stored_head(checkpoint, config)
     present_written(checkpoint, config)
@@ -418,7 +426,22 @@ class OpenModel:
 def open_model(args: EngineArgs) -> OpenModel:
     """Open the checkpoint that `args.model` names. Raises ConfigError or CheckpointError."""
     check(args)  # first: contradictions between settings show without checkpoint and device
-    stored = open_checkpoint(args.model, args.revision, args.ignore_config_keys)
+    return _opened(args, open_checkpoint(args.model, args.revision, args.ignore_config_keys))
+
+
+def open_tensors(opened: OpenModel, tensors: Iterable[tuple[str, Tensor]]) -> OpenModel:
+    """Open weights in memory as another version of a model: by the names in the files of its folder,
+    all of them. Raises ConfigError or CheckpointError.
+    """
+    if opened.checkpoint is None:
+        raise ConfigError(
+            "a model of random weights has no folder that names its tensors; start with a folder"
+        )
+    held = HeldCheckpoint(opened.checkpoint, tensors)
+    return _opened(opened.args, read_checkpoint(held, opened.args.ignore_config_keys))
+
+
+def _opened(args: EngineArgs, stored: OpenCheckpoint) -> OpenModel:
     model = with_pooling(stored.checkpoint, stored.model, args.pooling)
     unread = model.unread_keys.describe()
     if unread is not None:

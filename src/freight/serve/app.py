@@ -77,6 +77,7 @@ from freight.serve.transport.middleware import App, guarded
 from freight.serve.transport.shares import BodyShares
 from freight.serve.transport.slices import json_bytes, json_in_slices
 from freight.serve.transport.stream import AnswerResponse
+from freight.serve.weight_routes import WeightRoutes
 
 T = TypeVar("T")
 Body = JsonDict
@@ -125,6 +126,11 @@ def make_app(
         ("/v1/load_lora_adapter", routes.logged(routes.load_adapter), LoadBody),
         ("/v1/unload_lora_adapter", routes.logged(routes.unload_adapter), UnloadBody),
     )
+    if settings.enable_weight_updates:
+        changing = WeightRoutes(service, limits)
+        posts += tuple(
+            (path, routes.logged(endpoint), body) for path, endpoint, body in changing.posts
+        )
     for path, endpoint, _ in posts:
         app.add_api_route(
             path,
@@ -151,6 +157,8 @@ def make_app(
         ("/state", routes.state),
         ("/state/stream", routes.state_stream),
     )
+    if settings.enable_weight_updates:
+        gets += changing.gets
     for path, endpoint in gets:
         kind = Response if path in NOT_JSON else JSONResponse
         app.add_api_route(

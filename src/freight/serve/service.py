@@ -59,6 +59,7 @@ from freight.serve.tokens import Tokenize
 from freight.serve.transport.auth import Keys
 from freight.serve.transport.errors import ApiError, took_too_long
 from freight.serve.transport.slices import in_turn, is_large, json_in_slices
+from freight.serve.weights import ServedWeights
 from freight.structured import StructuredOutputs
 from freight.text.chat_text import ChatText
 from freight.text.pooling_inputs import PairTokens
@@ -115,6 +116,7 @@ class Service:
         self.draining = False
         self.answers: set[Answer] = set()
         self.adapters = ServedAdapters(self._adapters_changed)
+        self.weights = ServedWeights(self)
         self.clock = clock
         self.max_sequences = max_sequences
         self._max_queue = max_queue
@@ -145,8 +147,9 @@ class Service:
             work.append(await self.tokenize(prompt, key_name))
             await asyncio.sleep(0)  # what is short is tokenized at once: others get a turn
         await self.adapters.settle(call.model)
+        await self.weights.settle(self._request_timeout)
         # a new engine may have started meanwhile. From here to `submit` nothing is awaited: the engine
-        # has the version of the adapter that the head states
+        # has the versions of weights and adapter that the head states
         served = self.require_served()
         adapter = self._adapter_of(call, served)
         check_scores(work, self.limits)
@@ -177,6 +180,19 @@ class Service:
         if name in served.names:
             return None
         return served.adapter(name)
+
+    def cut_answers(self, error: ApiError) -> None:
+        """Fail the answers whose requests are not all in the engine yet."""
+        for answer in list(self.answers):
+            answer.cut(error)
+
+    def weights_changed(self) -> None:
+        """Show the fingerprint that the engine has now."""
+        fingerprint = self.client.fingerprint
+        if self.served is not None:
+            self.served = replace(self.served, fingerprint=fingerprint)
+        if self.facts is not None:
+            self.facts = replace(self.facts, fingerprint=fingerprint)
 
     def _adapters_changed(
         self, loaded: tuple[LoadedAdapter, ...], changing: frozenset[str]
@@ -507,6 +523,7 @@ class Answer:
         self._cached = 0
         self._reason: str | None = None
         self._is_closed = False
+        self._is_cut = False  # it fails, and submits no further request
         # its reply is written in a thread
         self.is_large = _num_values(work, service.served) > _LARGE
 
@@ -542,7 +559,8 @@ class Answer:
         """Take what is new of a request (`Receiver`). Where one ends, the next is submitted at once:
         no other request can take its place in between.
         """
-        if delta.finished and not self._is_closed and len(self._running) < len(self._work):
+        is_over = self._is_closed or self._is_cut
+        if delta.finished and not is_over and len(self._running) < len(self._work):
             try:
                 self._submit_next()
             except FreightError as error:
@@ -553,6 +571,12 @@ class Answer:
 
     def fail(self, error: Exception) -> None:
         self.inbox.fail(error)
+
+    def cut(self, error: ApiError) -> None:
+        """Submit no further request. Fails an answer that has some left."""
+        if len(self._running) < len(self._work):
+            self._is_cut = True
+            self.inbox.fail(error)
 
     @property
     def num_waiting(self) -> int:

@@ -85,6 +85,7 @@ class Serving:
             settings.request_timeout,
             max_queue=settings.max_queue,
         )
+        self.service.weights.on_update = self._load_from
         self._monitor = Monitor(self.service, self._metrics)
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -153,6 +154,10 @@ class Serving:
         self.stop_watching()
         await self._engine.stop()
         await _close((self.service.renderer, self.service.grammars, self.service.large))
+
+    def _load_from(self, model: str) -> None:
+        """Have an engine that takes the place of this one load the weights of `model`."""
+        self._engine.change_args({"model": model, "revision": None})
 
     def add_keys(self, names: Sequence[str]) -> None:
         """Count the requests of these keys under their names."""

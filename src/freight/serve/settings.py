@@ -37,6 +37,7 @@ class ServerSettings:
     strict_schemas   refuse a JSON schema that a grammar can enforce only in part, instead of
                      reporting the ignored keywords
     tokenizer_info   serve /tokenizer_info
+    enable_weight_updates  serve /pause, /sleep, /update_weights_from_disk and what belongs to them
     allow_origins    origins whose web pages may call the server (CORS)
     old_metrics      also export the names that older dashboards read
     """
@@ -67,6 +68,7 @@ class ServerSettings:
     unknown_fields: str = "refuse"
     strict_schemas: bool = False
     tokenizer_info: bool = False
+    enable_weight_updates: bool = False
     allow_origins: tuple[str, ...] = ()
     old_metrics: bool = False
     log_format: str = "text"

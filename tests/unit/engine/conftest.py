@@ -287,8 +287,9 @@ def new_llm(monkeypatch: pytest.MonkeyPatch) -> Callable[..., LLM]:
     )
 
     def make(**limits: int) -> LLM:
+        monkeypatch.setattr("freight.llm.open_model", lambda args: None)
         monkeypatch.setattr(
-            "freight.llm.build_engine", lambda args, before_weights: (new_engine(**limits), None)
+            "freight.llm.start_engine", lambda opened, before_weights: (new_engine(**limits), None)
         )
         return LLM("demo")
 

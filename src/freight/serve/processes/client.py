@@ -24,6 +24,7 @@ from weakref import WeakSet
 from freight.base.fields import JsonDict, JsonObject
 from freight.engine.adapters import LoadedAdapter, LoRARequest
 from freight.engine.intake import AcceptedPrompt
+from freight.engine.messages import Action
 from freight.errors import EngineError, FreightError, RequestError
 from freight.outputs import EngineStats, RequestDelta
 from freight.sampling import SamplingParams
@@ -137,7 +138,9 @@ class EngineClient(asyncio.BufferedProtocol):
         self.failure: FreightError | None = None  # why it could not be loaded
         self.stats: EngineStats | None = None
         self.adapters: tuple[LoadedAdapter, ...] = ()  # those that are loaded
-        self._changes: dict[str, asyncio.Future[None]] = {}  # commands about them, unanswered
+        self._changes: dict[str, asyncio.Future[None]] = {}  # commands that are unanswered
+        self.fingerprint = ""  # of the weights of now
+        self.sleep_level = 0
         self._num_changes = 0
         self._running: dict[str, Running] = {}
         self._process: subprocess.Popen[bytes] | None = None
@@ -229,7 +232,13 @@ class EngineClient(asyncio.BufferedProtocol):
         """Take an adapter's name away from requests that are sent later; as `load_adapter`."""
         return self._change(wire.UNLOAD_ADAPTER, name)
 
-    def _change(self, kind: str, *values: str) -> asyncio.Future[None]:
+    def change(self, action: Action, value: str | int = "") -> asyncio.Future[None]:
+        """Change the engine between two steps; `fingerprint` and `sleep_level` are those after it once
+        the future is done. As `load_adapter`.
+        """
+        return self._change(wire.CHANGE, action, value)
+
+    def _change(self, kind: str, *values: str | int) -> asyncio.Future[None]:
         if self.state is not EngineState.READY:
             raise NotReadyError(self.state)
         self._num_changes += 1
@@ -345,6 +354,8 @@ class EngineClient(asyncio.BufferedProtocol):
             self._refuse(*values)
         elif name == wire.ADAPTERS:
             self._adapters_are(*values)
+        elif name == wire.CHANGED:
+            self._changed(*values)
         elif name == wire.LOST:
             self._lose(*values)
         elif name == wire.PONG:
@@ -358,6 +369,7 @@ class EngineClient(asyncio.BufferedProtocol):
         elif name == wire.READY:
             self.state = EngineState.READY
             self.adapters = wire.adapters_from_json(values[0]["adapters"])
+            self.fingerprint = values[0]["fingerprint"]
             _resolve(self.ready, values[0])
         elif name == wire.FAILED:
             self.failure = wire.error_from_json(*values)
@@ -388,6 +400,16 @@ class EngineClient(asyncio.BufferedProtocol):
         self, loaded: Sequence[Sequence[Any]], command_id: str, failure: Sequence[str] | None
     ) -> None:
         self.adapters = wire.adapters_from_json(loaded)
+        self._answered(command_id, failure)
+
+    def _changed(
+        self, command_id: str, fingerprint: str, level: int, failure: Sequence[str] | None
+    ) -> None:
+        self.fingerprint = fingerprint
+        self.sleep_level = level
+        self._answered(command_id, failure)
+
+    def _answered(self, command_id: str, failure: Sequence[str] | None) -> None:
         change = self._changes.pop(command_id, None)
         if change is None or change.done():
             return

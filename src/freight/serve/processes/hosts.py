@@ -23,8 +23,11 @@ from freight.engine.intake import Intake
 from freight.engine.messages import (
     Abort,
     Accepted,
+    Action,
     AdaptersAre,
     Add,
+    Change,
+    Changed,
     Command,
     Event,
     LoadAdapter,
@@ -67,6 +70,16 @@ class Host(Protocol):
     @property
     def pid(self) -> int: ...
 
+    @property
+    def fingerprint(self) -> str:
+        """Of the weights of now."""
+        ...
+
+    @property
+    def sleep_level(self) -> int:
+        """How deep the engine sleeps."""
+        ...
+
     def submit(self, request: Growing) -> None:
         """Submit a request; it fails if it cannot be served."""
 
@@ -81,6 +94,10 @@ class Host(Protocol):
 
     def unload_adapter(self, name: str) -> Future[None]:
         """Take an adapter's name away from requests to come; as `load_adapter`."""
+        ...
+
+    def change(self, action: Action, value: str | int = "") -> Future[None]:
+        """Change the engine between two steps; the future raises what the engine raised."""
         ...
 
     def abort(self, request: Growing) -> None:
@@ -156,6 +173,17 @@ class ProcessHost:
 
     def unload_adapter(self, name: str) -> Future[None]:
         return self._change(lambda client: client.unload_adapter(name))
+
+    def change(self, action: Action, value: str | int = "") -> Future[None]:
+        return self._change(lambda client: client.change(action, value))
+
+    @property
+    def fingerprint(self) -> str:
+        return self._engine.client.fingerprint
+
+    @property
+    def sleep_level(self) -> int:
+        return self._engine.client.sleep_level
 
     @property
     def adapters(self) -> tuple[LoadedAdapter, ...]:
@@ -253,21 +281,31 @@ class ThreadHost:
         """Returns when the model is loaded. Raises as LLM does."""
         from freight.engine.build import start_engine
         from freight.engine.loop import Loop
+        from freight.engine.renewal import Renewal
         from freight.model.open import open_model
 
         opened = open_model(args)
         opened = replace(opened, args=for_serving(args, str(opened.device.kind)))
-        engine, _ = start_engine(opened)
+        engine, config = start_engine(opened)
         self.intake = engine.intake
         self.stats = engine.stats()
         self.pid = self._owner = os.getpid()
         self.end: EngineError | None = None
         self.adapters = engine.adapters.loaded
+        self.sleep_level = 0
         self._changes: dict[str, Future[None]] = {}
         self._requests: dict[str, Growing] = {}
         self._readers = Readers()
         self._commands: SimpleQueue[Command] = SimpleQueue()
-        loop = Loop(engine, self._commands, self._emit, events_per_second=events_per_second)
+        renewal = Renewal(engine, opened, config)
+        self.fingerprint = renewal.fingerprint()
+        loop = Loop(
+            engine,
+            self._commands,
+            self._emit,
+            events_per_second=events_per_second,
+            renewal=renewal,
+        )
         self._thread = threading.Thread(
             target=self._run, args=(loop.run,), name="freight-engine", daemon=True
         )
@@ -291,7 +329,10 @@ class ThreadHost:
         command_id = uuid.uuid4().hex
         return self._change(UnloadAdapter(command_id, name))
 
-    def _change(self, command: LoadAdapter | UnloadAdapter) -> Future[None]:
+    def change(self, action: Action, value: str | int = "") -> Future[None]:
+        return self._change(Change(uuid.uuid4().hex, action, value))
+
+    def _change(self, command: LoadAdapter | UnloadAdapter | Change) -> Future[None]:
         change: Future[None] = Future()
         self._changes[command.command_id] = change
         self._commands.put(command)
@@ -323,6 +364,11 @@ class ThreadHost:
             for change in list(self._changes.values()):
                 _finish(change, self.end)
 
+    def _answered(self, command_id: str, failure: FreightError | None) -> None:
+        change = self._changes.pop(command_id, None)
+        if change is not None:
+            _finish(change, failure)
+
     def _emit(self, event: Event) -> None:
         match event:
             case Stepped(deltas, _):
@@ -339,9 +385,11 @@ class ThreadHost:
                     request.fail(error)
             case AdaptersAre(loaded, command_id, failure):
                 self.adapters = loaded
-                change = self._changes.pop(command_id, None)
-                if change is not None:
-                    _finish(change, failure)
+                self._answered(command_id, failure)
+            case Changed(command_id, fingerprint, level, failure):
+                self.fingerprint = fingerprint
+                self.sleep_level = level
+                self._answered(command_id, failure)
             case Accepted():
                 pass
             case stats:

@@ -57,6 +57,7 @@ REFUSED = "refused"
 STEPPED = "stepped"
 STATS = "stats"
 ADAPTERS = "adapters"  # those that are loaded now, the command that this answers, and its error
+CHANGED = "changed"  # what a change came to: its command, fingerprint, sleep level, and its error
 LOST = "lost"  # a delta is too long for a message: the request, and why
 PONG = "pong"  # the answer to a ping: seconds without progress in the steps
 # to it
@@ -65,6 +66,7 @@ ADD = "add"
 ABORT = "abort"
 LOAD_ADAPTER = "load adapter"
 UNLOAD_ADAPTER = "unload adapter"
+CHANGE = "change"  # weights, cache or steps: a command's id, `messages.Action`, and its value
 PING = "ping"
 
 

@@ -33,8 +33,11 @@ from freight.base.version import version
 from freight.engine.messages import (
     Abort,
     Accepted,
+    Action,
     AdaptersAre,
     Add,
+    Change,
+    Changed,
     Command,
     Event,
     LoadAdapter,
@@ -141,6 +144,7 @@ def _build(
     from freight.engine.build import cache_facts, start_engine
     from freight.engine.fingerprint import fingerprint, is_reproducible
     from freight.engine.loop import Loop
+    from freight.engine.renewal import Renewal
     from freight.model.config.parse import sampling_defaults
     from freight.model.open import open_model, open_random
     from freight.settings.engine import EngineArgs
@@ -187,7 +191,14 @@ def _build(
                 channel.send(message)
 
     channel.progress = Progress(on_gpu=config.device != "cpu")
-    loop = Loop(engine, commands, emit, events_per_second=options["events_per_second"])
+    renewal = Renewal(engine, opened, config)
+    loop = Loop(
+        engine,
+        commands,
+        emit,
+        events_per_second=options["events_per_second"],
+        renewal=renewal,
+    )
     engine.on_lost(loop.lose)  # also while it waits for commands
     channel.loop = loop
     return loop
@@ -204,6 +215,9 @@ def _messages(event: Event) -> Iterator[list[Any]]:
         case AdaptersAre(loaded, command_id, error):
             failure = None if error is None else wire.error_to_json(error)
             yield [wire.ADAPTERS, wire.adapters_to_json(loaded), command_id, failure]
+        case Changed(command_id, prints, level, error):
+            failure = None if error is None else wire.error_to_json(error)
+            yield [wire.CHANGED, command_id, prints, level, failure]
         case stats:
             yield [wire.STATS, wire.stats_to_json(stats)]
 
@@ -228,6 +242,9 @@ def read(channel: Channel, frames: Decoder, commands: SimpleQueue[Command]) -> N
                 commands.put(LoadAdapter(*values))
             elif name == wire.UNLOAD_ADAPTER:
                 commands.put(UnloadAdapter(*values))
+            elif name == wire.CHANGE:
+                command_id, action, value = values
+                commands.put(Change(command_id, Action(action), value))
             elif name == wire.ABORT:
                 commands.put(Abort(*values))
             elif name == wire.PING:

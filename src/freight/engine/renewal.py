@@ -1,0 +1,348 @@
+"""Weights that change while an engine lives: other ones of the same model, or none while it sleeps.
+
+A trainer updates the weights between its steps, and takes the engine's memory meanwhile. Nothing is
+changed while a request is unfinished, so every answer is of one version from its first token to its last.
+
+An update reads and checks the headers first, gives the memory of the cache back, and loads the new
+weights beside the old ones, which are dropped once the new ones are complete. Whatever fails before
+that leaves the old ones. What follows from the weights is made anew with them: scales, the biases that keys are
+stored without, recorded steps, the name space of the store, adapters, and the fingerprint. No block of
+the cache is found again.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields, replace
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+from freight.base.version import version
+from freight.cache.pool import LayerCache, allocate_pool
+from freight.checkpoint.held import HeldCheckpoint
+from freight.engine.adapters import LoadedAdapter
+from freight.engine.build import adapter_slots, captured_steps, describe_cache, least_weight_bytes
+from freight.engine.engine import CLOSE_SECONDS, Engine, Parts
+from freight.engine.fingerprint import fingerprint
+from freight.engine.host_copy import HostCopy
+from freight.engine.runner import ModelRunner
+from freight.engine.store import open_store, prepare_store
+from freight.errors import CapacityError, CheckpointError, ConfigError, RequestError, listed
+from freight.kernels.interface import KernelSet
+from freight.model.config.model import ModelConfig
+from freight.model.decoder import LanguageModel
+from freight.model.open import OpenModel, open_model, open_tensors
+from freight.model.pooler import Pooler
+from freight.operands.batch import ForwardBatch
+from freight.operands.rotary import Rotary
+from freight.settings.device import probe
+from freight.settings.engine import EngineConfig
+
+logger = logging.getLogger("freight")
+
+Source = (
+    str | Iterable[tuple[str, Tensor]]
+)  # a folder or a hub id; or (name, tensor) of all tensors
+
+# What of a model's description follows from how its files were written, or is fixed at the start
+_MAY_DIFFER = frozenset({"dtype_source", "checkpoint_format", "bos_token_id", "eos_token_ids"})
+# What of an engine's configuration follows from how the weights are stored
+_OF_WEIGHTS = ("kv", "weight_format", "int4", "int8_activations")
+
+
+class Sleep(IntEnum):
+    """How much of its memory an engine has given back."""
+
+    AWAKE = 0
+    CACHE = 1  # that of the cache; on a GPU the weights are in the host's memory
+    WEIGHTS = 2  # that of the weights, too
+
+
+class Renewal:
+    """The weights of one engine."""
+
+    def __init__(self, engine: Engine, opened: OpenModel, config: EngineConfig) -> None:
+        self.engine = engine
+        self.config = config
+        self._opened = opened
+        self._adapters: tuple[LoadedAdapter, ...] = ()  # to load when it wakes up
+        self._on_host: HostCopy | None = None
+
+    @property
+    def level(self) -> Sleep:
+        """How deep the engine sleeps."""
+        return Sleep(self.engine.sleep_level)
+
+    def fingerprint(self) -> str:
+        """Return the fingerprint of the weights of now."""
+        kernels = self._opened.kernels(self.config)
+        return fingerprint(self._opened, self.config, kernels, version())
+
+    def update(self, source: Source) -> None:
+        """Take other weights of the same model. An engine that sleeps goes on sleeping, with its new
+        weights loaded (level 1).
+
+        Raises ConfigError and CheckpointError for weights that do not fit, CapacityError where they
+        have no room beside the old ones, RequestError while requests run. The old weights stay then.
+        """
+        self._require_idle()
+        opened = self._open(source)
+        config = self._config_of(opened)
+        level = self.level
+        self._drop_cache()
+        try:
+            self._check_room(opened, config)
+            model = opened.load(config, self.config.max_model_len)
+        except BaseException:
+            if level is Sleep.AWAKE:
+                self._restore(self.engine.runner.model)
+            raise
+        if isinstance(opened.checkpoint, HeldCheckpoint):
+            opened.checkpoint.release()
+        self._opened = opened
+        self.config = config
+        self._on_host = None
+        self._set_model(model)
+        self.engine.sleep_level = Sleep.CACHE
+        _return_memory()
+        if level is Sleep.AWAKE:
+            self._restore(model)
+
+    def sleep(self, level: int = 1) -> None:
+        """Give memory back. 1: the cache's, and on a GPU also that of the weights, which wait in the
+        host's memory. 2: the cache's and the weights', which `wake_up` reads again from their files.
+
+        Raises RequestError for another level, while requests run, and for an engine of several ranks.
+        """
+        if level not in (1, 2):
+            raise RequestError(
+                f"level is {level}; it must be 1 (the cache's memory) or 2 (the weights', too)"
+            )
+        self._require_idle()
+        if self.level is Sleep.AWAKE:
+            self._drop_cache()
+        if level == Sleep.WEIGHTS:
+            self._on_host = None
+            self._set_model(_without_weights(self.engine.runner.model))
+            self.engine.sleep_level = Sleep.WEIGHTS
+        elif self.level is Sleep.CACHE and self.config.device != "cpu" and self._on_host is None:
+            self._on_host = HostCopy(self.engine.runner.model)
+        _collect()
+        _return_memory()
+
+    def wake_up(self, level: int = 0) -> None:
+        """Take the memory again: 0, all of it; 1, that of the weights, so that the cache's stays free
+        for an update. An engine that is awake stays as it is.
+
+        Raises CheckpointError where the files of the weights are gone, or have changed.
+        """
+        if self.level is Sleep.WEIGHTS:
+            self._set_model(self._load_again())
+            self.engine.sleep_level = Sleep.CACHE
+        if level == Sleep.AWAKE and self.level is Sleep.CACHE:
+            if self._on_host is not None:
+                self._on_host.restore()
+                self._on_host = None
+            self._restore(self.engine.runner.model)
+
+    def reset_prefix_cache(self) -> None:
+        """Find no block of the cache again; what a store has is found still."""
+        self.engine.forget_prefixes()
+
+    def _require_idle(self) -> None:
+        if self._opened.ranks.size > 1:
+            raise RequestError(
+                "an engine of several ranks cannot change its weights or sleep; start it again, or use one rank"
+            )
+        if self.engine.has_unfinished:
+            count = len([group for group in self.engine.groups.values() if not group.finished])
+            raise RequestError(
+                f"{count} requests are unfinished, and an answer has one version of the weights: let them end, or "
+                "abort them first"
+            )
+
+    def _open(self, source: Source) -> OpenModel:
+        if not isinstance(source, str):
+            return open_tensors(self._opened, source)
+        tokenizer = self._opened.args.tokenizer
+        return open_model(
+            replace(self._opened.args, model=source, revision=None, tokenizer=tokenizer)
+        )
+
+    def _config_of(self, opened: OpenModel) -> EngineConfig:
+        """Return the configuration with other weights. Raises ConfigError if they are of another
+        model, or the cache would be another one.
+        """
+        differ = _differing(self._opened.model, opened.model)
+        if differ:
+            raise ConfigError(
+                f"these weights are of another model: {listed(differ, 6)}; an update has the same architecture. Start "
+                "another engine for that"
+            )
+        kept = self.config
+        resolved = replace(
+            opened.resolve(opened.args),
+            max_model_len=kept.max_model_len,
+            most_drafts=kept.most_drafts,
+            kv_cache_memory=kept.kv_cache_memory,
+        )
+        changed = [
+            field.name
+            for field in fields(kept)
+            if field.name not in _OF_WEIGHTS
+            and getattr(kept, field.name) != getattr(resolved, field.name)
+        ]
+        if changed:
+            values = [
+                f"{name} {getattr(resolved, name)} (here {getattr(kept, name)})" for name in changed
+            ]
+            raise ConfigError(
+                f"these weights would change {', '.join(values)}: store them as those that were loaded, or start with "
+                "the option that fixes it, such as --dtype"
+            )
+        if opened.cache_spec(resolved) != self.engine.runner.pool.spec:
+            raise ConfigError(
+                f"these weights would have another cache: {resolved.kv.describe()}, {resolved.kv.scale_source}, and "
+                f"here it is {kept.kv.describe()}, {kept.kv.scale_source}; start with --kv-cache-dtype and --kv-scales "
+                "that do not depend on the checkpoint"
+            )
+        return resolved
+
+    def _check_room(self, opened: OpenModel, config: EngineConfig) -> None:
+        """Raise CapacityError where new weights have no room beside the old ones."""
+        if self.level is Sleep.WEIGHTS:
+            return
+        needed = least_weight_bytes(opened, config)
+        free = probe(config.device).memory_free
+        if needed > free:
+            raise CapacityError(
+                f"the new weights need {needed:,} bytes beside the old ones, and {free:,} are free; put the engine to "
+                "sleep at level 2 first, which drops the old ones, then update and wake it up"
+            )
+
+    def _drop_cache(self) -> None:
+        """Give the cache's memory back, and close what stands on it."""
+        engine = self.engine
+        if self.level is not Sleep.AWAKE:
+            return
+        self._adapters = engine.adapters.loaded
+        if engine.store is not None:
+            engine.store.close(CLOSE_SECONDS)
+        engine.sleep_level = Sleep.CACHE
+        self._set_model(engine.runner.model)
+        _return_memory()
+
+    def _set_model(self, model: LanguageModel) -> None:
+        """Have a model and no cache."""
+        pool = replace(self.engine.runner.pool, layers=())
+        runner = ModelRunner(model, pool, self.config.device)
+        self.engine.renew(Parts(runner, None, None))
+
+    def _restore(self, model: LanguageModel) -> None:
+        """Allocate the cache for `model`, and have the engine use it."""
+        opened = self._opened
+        config = self.config
+        engine = self.engine
+        kernels = opened.kernels(config)
+        before = engine.runner.pool
+        weights = prepare_store(opened, config)
+        pool = allocate_pool(
+            spec=before.spec,
+            kv=config.kv,
+            num_blocks=before.num_blocks,
+            kernels=kernels,
+            device=config.device,
+            rotaries=model.rotaries,
+        ).counting_drafts(config.most_drafts)
+        store = None
+        if weights is not None:
+            store = open_store(opened, config, kernels, version(), weights, engine.cache, pool)
+        slots = None
+        if config.lora is not None:
+            slots = adapter_slots(model, opened, None)
+        captured = captured_steps(model, pool, kernels, config)
+        engine.renew(Parts(ModelRunner(model, pool, config.device, captured), store, slots))
+        for adapter in self._adapters:
+            self._load_adapter(adapter)
+        engine.sleep_level = Sleep.AWAKE
+        logger.info("%s", describe_cache(pool, config))
+
+    def _load_adapter(self, adapter: LoadedAdapter) -> None:
+        try:
+            self.engine.adapters.load(adapter.name, adapter.asked)
+        except (CheckpointError, ConfigError, CapacityError) as error:
+            logger.error("adapter %s is not loaded any more: %s", adapter.name, error)
+
+    def _load_again(self) -> LanguageModel:
+        """Read the weights again that were dropped."""
+        opened = self._opened
+        if opened.checkpoint is not None:
+            if opened.checkpoint.digest():
+                raise CheckpointError(
+                    "the weights came from memory and were dropped; update them, from tensors or a folder, before the "
+                    "engine wakes up"
+                )
+            opened.checkpoint.require_unchanged()
+            opened = open_model(opened.args)
+        return opened.load(self.config, self.config.max_model_len)
+
+
+@dataclass(frozen=True)
+class NoWeights:
+    """Stands for a model whose weights are dropped: it computes nothing."""
+
+    config: ModelConfig
+    kernels: KernelSet
+    rotaries: tuple[Rotary | None, ...] = ()
+    pooler: Pooler | None = None
+
+    def hidden(self, batch: ForwardBatch, kv_cache: Sequence[LayerCache]) -> Tensor:
+        raise AssertionError("the engine sleeps")
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        raise AssertionError("the engine sleeps")
+
+    def forward(self, batch: ForwardBatch, kv_cache: Sequence[LayerCache]) -> Tensor:
+        raise AssertionError("the engine sleeps")
+
+
+def _without_weights(model: LanguageModel) -> NoWeights:
+    return NoWeights(model.config, model.kernels)
+
+
+def _differing(model: ModelConfig, other: ModelConfig) -> list[str]:
+    """Say in which fields another model differs: 'hidden_size 128 (here 64)'."""
+    differ = []
+    for field in fields(model):
+        mine = getattr(model, field.name)
+        theirs = getattr(other, field.name)
+        if not field.compare or field.name in _MAY_DIFFER or mine == theirs:
+            continue
+        if isinstance(mine, int | float | str):
+            differ.append(f"{field.name} {theirs} (here {mine})")
+        else:
+            differ.append(field.name)
+    return differ
+
+
+def _collect() -> None:
+    """Collect what is left in cycles, in a process that exempts what it loaded from collection, too."""
+    was_frozen = gc.get_freeze_count() > 0
+    gc.unfreeze()
+    gc.collect()
+    if was_frozen:
+        gc.freeze()
+
+
+def _return_memory() -> None:
+    """Have the system get what is not used any more."""
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's: it keeps what was freed
+    if trim is not None:
+        trim(0)
