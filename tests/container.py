@@ -13,7 +13,7 @@ import pytest
 from tests.environment import is_option
 
 from freight.__main__ import run as main
-from freight.base.other_engines import TGI_OPTIONS
+from freight.base.other_engines.tgi import TGI_OPTIONS
 
 ROOT = Path(__file__).parents[1]
 

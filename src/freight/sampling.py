@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
 from typing import Any, TypeVar
 
+from freight.base.other_engines.fields import SAMPLING
 from freight.errors import SHOWN, RequestError, as_float, nearest, shown
 from freight.pooling import PoolingParams
 from freight.structured import StructuredOutputs
@@ -146,6 +147,10 @@ def _explains_unknown_names(cls: type[T]) -> type[T]:
     def explained(self: Any, **values: Any) -> None:
         for name in values:
             if name not in known:
+                if name in SAMPLING and name not in _SYNONYMS:
+                    raise RequestError(
+                        f"SamplingParams has no field {shown(name)}: {SAMPLING[name]}"
+                    )
                 hint = nearest(name[:SHOWN], known, _SYNONYMS)
                 raise RequestError(
                     f"SamplingParams has no field {shown(name)}{hint}; it has {', '.join(known)}"

@@ -130,6 +130,7 @@ def test_the_row(
     refused = row.here.startswith("refused: ")
     line = filled(row.there if refused else row.here.strip("`"), places)
     command = re.sub(r"^(vllm|aphrodite|text-generation-launcher)\b", "freight", line)
+    command = re.sub(r"^(python -m sglang.launch_server|llama-server)\b", "freight serve", command)
     if refused:
         says = row.here.removeprefix("refused: ").strip("`")
         if "(" in line:
@@ -155,7 +156,8 @@ def test_the_row(
 
 def test_the_page_has_every_system_and_its_promises():
     assert list(dict.fromkeys(row.system for row in ROWS)) == [
-        *("TGI", "vLLM", "Aphrodite", "AutoFP8", "AMMO and ModelOpt", "llm-compressor")
+        *("TGI", "vLLM", "SGLang", "llama.cpp", "Aphrodite"),
+        *("AutoFP8", "AMMO and ModelOpt", "llm-compressor"),
     ]
     with refuses(ConfigError, "fp8_e4m3fn", "--kv-cache-dtype fp8"):
         run_python(f'LLM("{FIXTURES / "autofp8_static_kv"}", kv_cache_dtype="fp8_e5m2")')

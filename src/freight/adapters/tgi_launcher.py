@@ -17,7 +17,8 @@ import typer
 from typer.main import get_command
 
 from freight.base.fields import JsonObject
-from freight.base.other_engines import TGI_OPTIONS, as_flag, spelled
+from freight.base.other_engines.instead import SHORT, as_flag, spelled
+from freight.base.other_engines.tgi import TGI_OPTIONS
 from freight.cli.options import CONTEXT, Command, Values, replace_parameter
 from freight.cli.serve import serve
 from freight.errors import ConfigError
@@ -91,12 +92,11 @@ def _flag(token: str, tokens: Iterator[str]) -> tuple[str | None, str]:
     any other token.
     """
     spelling, equals, value = token.partition("=")
-    if token != "-p" and not token.startswith("--"):
+    is_short = token in SHORT["TGI"]
+    if not is_short and not token.startswith("--"):
         return None, ""
-    name = spelling.removeprefix("--").replace("-", "_")
-    if token == "-p":
-        name = "port"
-    if name not in TGI_OPTIONS or (TGI_OPTIONS[name].field == name and token != "-p"):
+    name = SHORT["TGI"].get(token, spelling.removeprefix("--").replace("-", "_"))
+    if name not in TGI_OPTIONS or (TGI_OPTIONS[name].field == name and not is_short):
         return None, ""
     if TGI_OPTIONS[name].switch:
         return name, value or "true"

@@ -54,7 +54,10 @@ from freight.settings.skip_layers import (
 
 logger = logging.getLogger("freight")
 
-KV_DTYPES = ("fp8", "fp8_e4m3", "fp8_e4m3fn", "fp8_e4m3fnuz", "fp8_e5m2")
+KV_DTYPES = (
+    *("fp8", "fp8_e4m3", "fp8_e4m3fn", "fp8_e4m3fnuz", "fp8_e5m2"),
+    "fp8_per_token_head",  # vLLM's name of fp8 with kv_scales="dynamic"
+)
 
 
 class FP8Layer(DynamicLayer):
@@ -206,7 +209,7 @@ class FP8Cache(Cache):
 
     config          the model's: `model.config`
     kv_cache_dtype  `fp8` or `fp8_e4m3` (E4M3 in the device's variant), `fp8_e4m3fn`,
-                    `fp8_e4m3fnuz`, `fp8_e5m2`
+                    `fp8_e4m3fnuz`, `fp8_e5m2`; `fp8_per_token_head` is `fp8` with `dynamic` scales
     kv_scales       as for `freight generate`. `auto`: the checkpoint's scales, else one per token
                     and KV head, measured when it is stored; E5M2 has none. `dynamic`: scales per
                     token. `checkpoint`: the checkpoint's. `unit`: 1.0. Or a kv_cache_scales.json,

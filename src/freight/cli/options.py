@@ -25,7 +25,7 @@ from typing import Annotated, Any, TypeAlias
 import typer
 from typer.core import TyperCommand
 
-from freight.base.other_engines import as_flag, instead_of
+from freight.base.other_engines.instead import SHORT, as_flag, instead_of
 from freight.engine.adapters import LoRARequest
 from freight.errors import ConfigError, RequestError, choices, shown
 from freight.model.config.presets import shape_config
@@ -33,7 +33,7 @@ from freight.sampling import SamplingParams
 from freight.settings import resolve
 from freight.settings.device import DEVICES
 from freight.settings.engine import KV_SCALES, EngineArgs
-from freight.settings.kv_source import KV_DTYPES
+from freight.settings.kv_source import KV_DTYPE_NAMES
 from freight.settings.lora import named_adapters
 from freight.settings.skip_layers import FLAG as SKIP_LAYERS
 from freight.settings.skip_layers import SLIDING
@@ -43,14 +43,16 @@ RANKS = ("tensor_parallel_size", "rank_cpus", "rank_timeout")  # of verbs that s
 # of verbs that serve or generate
 LORA = ("enable_lora", "lora_modules", "max_loras", "max_lora_rank")
 LORA_MODULES = "--lora-modules"
+_NAMES = "--served-model-name"
 _NAMED_ADAPTER = re.compile(r"[^-./{][^=/]*=|\{")  # name=path, or vLLM's JSON
 NODES = ("nnodes", "node_rank", "master_addr", "master_port", "join_timeout")  # of freight serve
+_ONE_HYPHEN = re.compile(r"-[A-Za-z]")
 Function = Callable[..., None]
 Values: TypeAlias = dict[str, Any]  # of the parameters of a command, by their names
 
 CHOICES: dict[str, Sequence[object]] = {  # for --help; `settings.resolve.check` validates
     "dtype": ("auto", *resolve.DTYPES),
-    "kv_cache_dtype": KV_DTYPES,
+    "kv_cache_dtype": KV_DTYPE_NAMES,
     "kv_scales": (*KV_SCALES, "FILE", "K,V"),
     "block_size": resolve.BLOCK_SIZES,
     "state_dtype": STATE_DTYPES,
@@ -95,12 +97,30 @@ OutFolder = Annotated[Path, argument("OUT", "The folder to write; it must not ex
 OptionalOut = Annotated[Path | None, argument("OUT", "The folder to write; it must not exist.")]
 
 
+def _tokens(text: str) -> int:
+    """Read a number of tokens, also in vLLM's forms: 8k is 8,000, 8K is 8,192, and M and G go on."""
+    match = re.fullmatch(r"\s*(-?\d{1,18})(?:([kmg])|([KMG]))?\s*", text)
+    if match is None:
+        raise typer.BadParameter(
+            f"{shown(text)} is not a number of tokens; write 32768, 32k or 32K"
+        )
+    thousands = "kmg".index(match[2]) + 1 if match[2] else 0
+    powers = "KMG".index(match[3]) + 1 if match[3] else 0
+    return int(match[1]) * int(1000**thousands) * int(1024**powers)
+
+
+def _longest(text: str) -> int | None:
+    """Read a length of contexts; vLLM's auto and -1 are none, and the model's is taken."""
+    return None if text.strip() in ("auto", "-1") else _tokens(text)
+
+
 @dataclass(frozen=True)
 class Flag:
     """One option: the field it sets, its type, a sentence, and what stands for its value in --help.
 
     `also` are other engines' names of it, which are taken as well. `default` is that of an option which no
-    dataclass with a default has (`EngineArgs` and `SamplingParams` have theirs).
+    dataclass with a default has (`EngineArgs` and `SamplingParams` have theirs). `read` makes a value of
+    the text where the type alone does not.
     """
 
     field: str
@@ -110,6 +130,7 @@ class Flag:
     negatable: bool = False
     also: tuple[str, ...] = ()
     default: object = None
+    read: Callable[[str], object] | None = None
 
     @property
     def name(self) -> str:
@@ -125,7 +146,7 @@ class Flag:
         if self.negatable:
             name += f"/--no-{name[2:]}"
         values = self.metavar or CHOICES.get(self.field)
-        return option(values, self.help, *self.also, name, envvar=envvar)
+        return option(values, self.help, *self.also, name, envvar=envvar, parser=self.read)
 
     def parameter(self, default: object, envvar: str | None = None) -> inspect.Parameter:
         """Return a keyword of a command, as typer reads it."""
@@ -170,13 +191,20 @@ ENGINE_FLAGS = (
         str,
         "How the states of a prompt become one; auto: as the model declares; none: it generates.",
     ),
-    Flag("max_model_len", int | None, "Longest context in tokens; default: the model's.", "TOKENS"),
+    Flag(
+        "max_model_len",
+        int | None,
+        "Longest context in tokens; default, also as auto: the model's.",
+        "TOKENS|32K",
+        read=_longest,
+    ),
     Flag("max_num_seqs", int, "Most requests in one step.", "COUNT"),
     Flag(
         "max_num_batched_tokens",
         int | None,
         "Most tokens in one step; longer prompts go in chunks.",
-        "TOKENS",
+        "TOKENS|8K",
+        read=_tokens,
     ),
     Flag(
         "max_step_seconds",
@@ -386,28 +414,67 @@ class Command(TyperCommand):
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        arguments = list(args)
+        self._refuse_short(args, ctx)
         try:
-            return super().parse_args(ctx, _adapters_split(_layers_joined(args)))
+            listed = _adapters_split(_layers_joined(args))
+            if self._takes_model_alone():
+                listed = _names_split(listed)
+            return super().parse_args(ctx, listed)
         except Exception as error:
             if type(error).__name__ != "NoSuchOption":  # typer keeps the class to itself
                 raise
             spelling = str(getattr(error, "option_name", ""))
-            for short, name in _SHORT.items():
-                if spelling == short[:2] and short in arguments:
-                    spelling = name
             instead = self._instead_of(spelling, ctx)
             if instead is None:
                 raise
             raise ConfigError(f"no such option: {spelling}; {instead}") from None
+
+    def _takes_model_alone(self) -> bool:
+        arguments = [param.name for param in self.params if param.param_type_name == "argument"]
+        return arguments in ([], ["model"])
+
+    def _refuse_short(self, args: Sequence[str], ctx: Any) -> None:
+        """Raise ConfigError for an option with one hyphen that only other engines have: -ngl 99, -c 8192.
+
+        Click would read one of several letters as several options, -hf as -h.
+        """
+        spellings = _spellings(self)
+        valued = _spellings(self, valued=True)
+        previous = ""
+        for arg in args:
+            if arg == "--":
+                return
+            is_value = _with_hyphens(previous) in valued
+            previous = "" if is_value else arg
+            if is_value or not _ONE_HYPHEN.match(arg) or arg in spellings:
+                continue
+            meant = _meant(arg, whole=arg[:2] in spellings)
+            instead = {engine: self._in_place_of(name, ctx) for engine, name in meant.items()}
+            if not meant or None in instead.values():
+                continue
+            names = [as_flag(name) for name in meant.values()]
+            if len(set(names)) == 1:
+                given = arg if names[0] in spellings else names[0]
+                raise ConfigError(f"no such option: {given}; {next(iter(instead.values()))}")
+            each = [
+                f"{engine}'s is {name}: {sentence}"
+                for name, (engine, sentence) in zip(names, instead.items(), strict=True)
+            ]
+            raise ConfigError(f"no such option: {arg}; {'; '.join(each)}")
+
+    def _in_place_of(self, name: str, ctx: Any) -> str | None:
+        """Return what to use in place of an option called `name`, which may be one of ours."""
+        flag = as_flag(name)
+        return f"write {flag}" if flag in _spellings(self) else self._instead_of(flag, ctx)
 
     def _instead_of(self, spelling: str, ctx: Any) -> str | None:
         """Return what to use in place of an option that this verb does not have."""
         for flag in ENGINE_FLAGS:
             if flag.field in NODES and flag.name == spelling:  # TGI has some of them as well
                 return _NO_NODES
-        instead = instead_of(spelling.lstrip("-").replace("-", "_"), as_flag)
-        if instead is not None and _spellings(self).issuperset(re.findall(r"--[a-z-]+", instead)):
+        instead = self._of_others(spelling)
+        here = _spellings(self) | {"--help", "--version"}
+        if instead is not None and here.issuperset(re.findall(r"--[a-z-]+", instead)):
             return instead
         instead = _where_it_is(spelling, ctx)
         if instead is not None:
@@ -419,12 +486,40 @@ class Command(TyperCommand):
                 return _NO_ADAPTERS
         return None
 
+    def _of_others(self, spelling: str) -> str | None:
+        """Return what to use in place of another engine's option, in a form of its own: vLLM's
+        --NAME.KEY sets a key of a JSON, and --no-NAME turns one off.
+        """
+        instead = instead_of(spelling.lstrip("-").replace("-", "_"), as_flag)
+        if instead is not None:
+            return instead
+        option, dot, key = spelling.partition(".")
+        if dot and option in _spellings(self):
+            return f"write {option} with one JSON that has {key}"
+        on = "--" + spelling.removeprefix("--no-")
+        if on in _spellings(self):
+            return f"it is off without {on}: omit it"
+        return instead_of(option.lstrip("-").replace("-", "_"), as_flag) if dot else None
 
-def _spellings(command: Any) -> set[str]:
-    """Return the options of a click command, as they are written."""
+
+def _meant(arg: str, whole: bool) -> dict[str, str]:
+    """Return the option that `arg` is in each engine which has it; the longest one counts, and a number
+    or = may follow it: -c8192, -O3.
+
+    whole   whether nothing may follow, since the letter is an option of ours
+    """
+    letters = re.split(r"[0-9=.]", arg)[0]
+    if whole and letters != arg:
+        return {}
+    return {engine: table[letters] for engine, table in SHORT.items() if letters in table}
+
+
+def _spellings(command: Any, valued: bool = False) -> set[str]:
+    """Return the options of a click command, as they are written; `valued`: those with a value."""
     spellings: set[str] = set()
     for option in command.params:
-        spellings.update(option.opts, option.secondary_opts)
+        if not (valued and getattr(option, "is_flag", True)):
+            spellings.update(option.opts, option.secondary_opts)
     return spellings
 
 
@@ -454,6 +549,29 @@ def _layers_joined(args: Sequence[str]) -> list[str]:
     return joined
 
 
+def _names_split(args: Sequence[str]) -> list[str]:
+    """vLLM's form of a list, `--served-model-name a b`, as an option for each value, where the model is
+    named before: nothing else can stand there.
+    """
+    if not args or (args[0].startswith("-") and not _names_model(args)):
+        return list(args)
+    split: list[str] = []
+    is_list = False  # whether what is no option is a name
+    for position, arg in enumerate(args):
+        if arg == "--":
+            return [*split, *args[position:]]
+        if arg.startswith("-"):
+            is_list = _with_hyphens(arg) == _NAMES
+        elif is_list and _with_hyphens(split[-1]) != _NAMES:
+            split.append(_NAMES)
+        split.append(arg)
+    return split
+
+
+def _names_model(args: Sequence[str]) -> bool:
+    return any(_with_hyphens(arg.partition("=")[0]) in ("--model", "--model-id") for arg in args)
+
+
 def _adapters_split(args: Sequence[str]) -> list[str]:
     """vLLM's form of a list, `--lora-modules sql=./sql chat=./chat`, as an option for each value. A
     folder a=b is ./a=b, and behind -- nothing is an option.
@@ -469,13 +587,6 @@ def _adapters_split(args: Sequence[str]) -> list[str]:
         is_list = is_first or (is_list and split[-1] == LORA_MODULES)
         split.append(arg)
     return split
-
-
-_SHORT = {
-    "-tp": "--tensor-parallel-size",
-    "-pp": "--pipeline-parallel-size",
-    "-dp": "--data-parallel-size",
-}
 
 
 def require_name(model: str | None, model_id: str | None) -> None:

@@ -13,6 +13,7 @@ from numbers import Integral
 from typing import Any
 
 from freight.base.options import choose, require_known
+from freight.base.other_engines.values import PER_TOKEN_HEAD
 from freight.errors import ConfigError, choices
 from freight.fp8.formats import Format, Granularity
 from freight.fp8.scheme import INT4_GROUP, INT4_GROUPS
@@ -302,6 +303,15 @@ class QuantizeArgs:
         return QuantizeArgs(**options | {"ignore": tuple(ignore)})
 
 
+def _kv_cache(name: str) -> str:
+    if name in PER_TOKEN_HEAD:
+        raise ConfigError(
+            f"--kv-cache {name}: scales of tokens are measured as they are stored, and no checkpoint has any; use "
+            f"--kv-cache none here, and --kv-cache-dtype {name} where the model runs"
+        )
+    return choose("--kv-cache", name, KV_CACHES)
+
+
 def plan(args: QuantizeArgs) -> QuantizePlan:
     """Fill in the defaults. Raises ConfigError for options that contradict each other or would have
     no effect.
@@ -321,7 +331,7 @@ def plan(args: QuantizeArgs) -> QuantizePlan:
     weights, activations = _schemes(args, choose("--weights", args.weights or default, WEIGHTS))
     budget = None if args.kv_budget is None else _budget(args, args.kv_budget, layout)
     default_cache = "fp8" if layout is Layout.TGI or budget else "none"
-    kv_cache = choose("--kv-cache", args.kv_cache or default_cache, KV_CACHES)
+    kv_cache = _kv_cache(args.kv_cache or default_cache)
     coarsest = Granularity.CHANNEL if budget else Granularity.TENSOR
     requested = args.kv_granularity or coarsest
     granularity = choose("--kv-granularity", requested, tuple(map(str, KV_GRANULARITIES)))

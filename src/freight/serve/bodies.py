@@ -113,9 +113,11 @@ class Closed(Part):
     """An object whose unknown fields are refused, or ignored with --unknown-fields ignore.
 
     unread  the rows of fields that have no effect, by their names
+    others  fields of other engines that it has not -> what to use in their place
     """
 
     unread: ClassVar[Mapping[str, Unread]] = {}
+    others: ClassVar[Mapping[str, str]] = {}
 
     @classmethod
     def __get_pydantic_json_schema__(

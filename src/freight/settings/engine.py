@@ -14,7 +14,8 @@ from numbers import Integral, Real
 from typing import Any
 
 from freight.base.options import listed_names, require_known
-from freight.base.other_engines import instead_of
+from freight.base.other_engines.instead import instead_of
+from freight.base.other_engines.values import PER_TOKEN_HEAD
 from freight.errors import ConfigError, choices
 from freight.fp8.formats import COMPUTE_FORMATS, Format, Granularity, ScaleSource
 from freight.fp8.scheme import KVScales
@@ -82,9 +83,10 @@ class EngineArgs:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Convert numbers of other types, such as NumPy's, to Python's, and lists of names to
-        tuples.
+        """Convert numbers of other types, such as NumPy's, to Python's, lists of names to tuples,
+        and vLLM's names of caches to ours. Raises ConfigError for scales that such a cache has not.
         """
+        _name_cache(self)
         object.__setattr__(self, "ignore_config_keys", names_of(self.ignore_config_keys))
         object.__setattr__(
             self, "kv_cache_dtype_skip_layers", layer_names(self.kv_cache_dtype_skip_layers)
@@ -165,6 +167,30 @@ class EngineArgs:
             state_dtype=state,
         )
         return plain.with_cache(kv_cache_dtype)
+
+
+def _name_cache(args: EngineArgs) -> None:
+    """Write vLLM's name of a cache with scales per token and head as the two options that it stands
+    for. Raises ConfigError for another source of scales beside it.
+    """
+    if args.kv_cache_dtype not in tuple(PER_TOKEN_HEAD):  # it may be a list
+        return
+    name = args.kv_cache_dtype
+    dtype, scales = PER_TOKEN_HEAD[name]
+    given = None
+    if args.kv_scales not in ("auto", scales):
+        given = f"--kv-scales {args.kv_scales}"
+    elif args.quantization_param_path is not None:
+        given = f"--quantization-param-path {args.quantization_param_path}"
+    if given is not None:
+        takes = dtype != Format.INT8 or args.kv_scales == "group"
+        other = f"use --kv-cache-dtype {dtype} with {given}, or " if takes else ""
+        raise ConfigError(
+            f"--kv-cache-dtype {name} with {given}: the name says that each token has a scale per head, measured as "
+            f"it is stored; {other}omit the scales"
+        )
+    object.__setattr__(args, "kv_cache_dtype", dtype)
+    object.__setattr__(args, "kv_scales", scales)
 
 
 def _written(value: object) -> str:

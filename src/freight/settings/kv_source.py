@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from freight.base.options import choose
+from freight.base.other_engines.values import OTHER_KV_CACHES, PER_TOKEN_HEAD
 from freight.errors import ConfigError, choices, nearest
 from freight.fp8.formats import COMPUTE_FORMATS, SCALE_GROUP, Format, Granularity
 from freight.fp8.scheme import KVScales, LayerScales
@@ -29,6 +30,8 @@ KV_DTYPES = (
     "fp8_e5m2",
     "int8",
 )
+# for --help: the names above, and vLLM's, which `EngineArgs` writes as the two options they stand for
+KV_DTYPE_NAMES = (*KV_DTYPES, *PER_TOKEN_HEAD)
 _GROUPS = f"scales per group of {SCALE_GROUP} channels are for latents (MLA)"
 # words of --kv-scales that a format accepts; E4M3 accepts all
 _FITTING = {
@@ -73,12 +76,22 @@ def kv_source(args: EngineArgs) -> KVSource:
             f"{twice}: --kv-scales {args.kv_scales} and --quantization-param-path {args.quantization_param_path}; "
             "omit one"
         )
-    choose("--kv-cache-dtype", args.kv_cache_dtype, KV_DTYPES)
+    check_kv_dtype(args.kv_cache_dtype)
     if args.kv_cache_dtype in map(str, Format):
         require_fit(Format(args.kv_cache_dtype), f"--kv-cache-dtype {args.kv_cache_dtype}", source)
     if source.file is not None and not source.file.is_file():
         raise ConfigError(f"{source.flag} {source.named}: there is no such file")
     return source
+
+
+def check_kv_dtype(name: object) -> None:
+    """Raise ConfigError for a format of the cache that is not ours, with what to use in place of
+    another engine's.
+    """
+    if name in tuple(OTHER_KV_CACHES):
+        raise ConfigError(f"--kv-cache-dtype {name!r}: {OTHER_KV_CACHES[str(name)]}")
+    if name not in KV_DTYPES:
+        choose("--kv-cache-dtype", name, KV_DTYPE_NAMES)
 
 
 def require_fit(format: Format, cache: str, source: KVSource) -> None:

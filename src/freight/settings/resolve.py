@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from freight.base.fields import is_integer, is_number
 from freight.base.options import choose
-from freight.base.other_engines import OTHER_QUANTIZATIONS
+from freight.base.other_engines.values import OTHER_QUANTIZATIONS
 from freight.errors import CheckpointError, ConfigError, choices
 from freight.fp8.formats import Format, Granularity, ScaleSource
 from freight.fp8.scheme import KVScales, Scheme
@@ -31,7 +31,7 @@ from freight.settings.hardware import (
     no_int8_weights,
     takes_groups,
 )
-from freight.settings.kv_source import KV_DTYPES, check_groups, kv_source, require_fit
+from freight.settings.kv_source import check_groups, check_kv_dtype, kv_source, require_fit
 from freight.settings.lora import LoraConfig, lora_config
 from freight.settings.nodes import check_nodes
 from freight.settings.skip_layers import check_skipped, nothing_left, skipped_layers, unquantized
@@ -98,7 +98,7 @@ _MAKE_BASE_SCALES = (
 def check(args: EngineArgs) -> None:
     """Check all that the settings alone decide. Raises ConfigError. `resolve` calls it first."""
     choose("--dtype", args.dtype, ("auto", *DTYPES))
-    choose("--kv-cache-dtype", args.kv_cache_dtype, KV_DTYPES)
+    check_kv_dtype(args.kv_cache_dtype)
     choose("--device", args.device, DEVICES)
     choose("--kernels", args.kernels, KERNELS)
     choose("--attention-compute", args.attention_compute, ATTENTION_COMPUTES)

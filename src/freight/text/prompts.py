@@ -11,7 +11,7 @@ from numbers import Integral
 from typing import Any
 
 from freight.base.fields import JsonObject
-from freight.base.other_engines import CALLS
+from freight.base.other_engines.calls import CALLS
 from freight.errors import ConfigError, GenerationError, RequestError, shown
 from freight.outputs import RequestOutput
 from freight.sampling import SamplingParams

@@ -12,7 +12,7 @@ import pytest
 from tests.refusals import assert_names
 
 from freight.adapters.tgi_launcher import read
-from freight.base.other_engines import TGI_OPTIONS
+from freight.base.other_engines.tgi import TGI_OPTIONS
 from freight.settings.lora import NamedAdapter, named_adapters
 
 Run = Callable[..., Any]

@@ -11,14 +11,9 @@ from typing import Any
 import pytest
 from tests.refusals import assert_names, refuses
 
-from freight.base.other_engines import (
-    OTHER_QUANTIZATIONS,
-    RENAMED,
-    SENTENCES,
-    TGI_OPTIONS,
-    as_flag,
-    instead_of,
-)
+from freight.base.other_engines.instead import SENTENCES, as_flag, instead_of
+from freight.base.other_engines.tgi import TGI_OPTIONS
+from freight.base.other_engines.values import OTHER_QUANTIZATIONS
 from freight.cli.options import ENGINE_FLAGS
 from freight.cli.serve import SERVER_FLAGS
 from freight.errors import ConfigError
@@ -104,11 +99,10 @@ def test_an_unknown_option_of_nobody_names_the_nearest() -> None:
         EngineArgs.from_options(kv_cache_dtipe="fp8")
 
 
-@pytest.mark.parametrize("name", [*RENAMED, *SENTENCES, *TGI_OPTIONS])
+@pytest.mark.parametrize("name", [*SENTENCES, *TGI_OPTIONS])
 def test_a_sentence_names_options_that_exist(name: str) -> None:
     option = TGI_OPTIONS.get(name)
     named = re.findall(r"\{(\w+)\}", SENTENCES.get(name, option.instead if option else ""))
-    named += [RENAMED[name]] if name in RENAMED else []
     named += [option.field] if option and option.field else []
     assert set(named) <= OURS
     sentence = instead_of(name, as_flag)
@@ -117,13 +111,15 @@ def test_a_sentence_names_options_that_exist(name: str) -> None:
 
 
 def test_no_option_of_ours_is_taken_for_another_engines() -> None:
-    assert not {flag.field for flag in ENGINE_FLAGS} & {*RENAMED, *SENTENCES}
-    assert not {flag.field for flag in SERVER_FLAGS} & {*RENAMED, *SENTENCES}
+    assert not {flag.field for flag in ENGINE_FLAGS} & set(SENTENCES)
+    assert not {flag.field for flag in SERVER_FLAGS} & set(SENTENCES)
 
 
 @pytest.mark.parametrize("method", OTHER_QUANTIZATIONS)
 def test_a_quantization_of_another_engine_says_what_to_do(method: str) -> None:
-    with pytest.raises(ConfigError, match=f"--quantization '{method}': .*(omit it|use 'fp8')"):
+    with pytest.raises(
+        ConfigError, match=f"--quantization '{method}': .*(omit it|use '(fp8|int8)')"
+    ):
         check(EngineArgs(quantization=method))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +16,7 @@ from freight.errors import ConfigError
 from freight.fp8.formats import Format, Granularity, ScaleSource
 from freight.fp8.scheme import KVScales, Scheme
 from freight.model.config.parse import parse_model_config
+from freight.settings.device import DeviceFacts, DeviceKind
 from freight.settings.engine import KV_SCALES, EngineArgs
 from freight.settings.kv_source import kv_source, uniform_scales
 from freight.settings.resolve import check, resolve
@@ -175,3 +177,41 @@ def test_an_assumed_format_is_said():
 
 def test_the_largest_float32_is_a_scale():
     assert math.isfinite(kv_source(EngineArgs(kv_scales="3.4028234e38")).values[0])
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("fp8_per_token_head", "fp8"), ("int8_per_token_head", "int8")]
+)
+def test_vllms_names_of_caches_are_two_options(name: str, dtype: str) -> None:
+    ours = EngineArgs(kv_cache_dtype=dtype, kv_scales="dynamic")
+    assert EngineArgs(kv_cache_dtype=name) == ours
+    assert EngineArgs(kv_cache_dtype=name, kv_scales="dynamic") == ours
+    assert EngineArgs.from_options(kv_cache_dtype=name, max_model_len=8) == replace(
+        ours, max_model_len=8
+    )
+    assert EngineArgs().with_cache(name) == ours
+    assert replace(ours, kv_cache_dtype=name) == ours
+    check(ours)
+
+
+@pytest.mark.parametrize("name", ["fp8_per_token_head", "int8_per_token_head"])
+@pytest.mark.parametrize("scales", ["checkpoint", "unit", "group", "scales.json", "0.03"])
+def test_vllms_names_of_caches_with_other_scales(name: str, scales: str) -> None:
+    with refuses(
+        ConfigError, f"--kv-cache-dtype {name}", f"--kv-scales {scales}", "omit the scales"
+    ):
+        EngineArgs(kv_cache_dtype=name, kv_scales=scales)
+    with refuses(ConfigError, f"--kv-cache-dtype {name}", "--quantization-param-path a.json"):
+        EngineArgs(kv_cache_dtype=name, quantization_param_path="a.json")
+
+
+def test_vllms_name_takes_no_scales_of_a_checkpoint() -> None:
+    """`fp8` takes them, `fp8_per_token_head` measures."""
+    scales = uniform_scales((0.5, 0.25), LAYERS)
+    device = DeviceFacts(DeviceKind.CPU, "a CPU", Format.E4M3FN, 2**30, 2**30, 2)
+    kinds = {}
+    for name in ("fp8", "fp8_per_token_head"):
+        kv = resolve(EngineArgs(kv_cache_dtype=name), MODEL, Scheme(), scales, device).kv
+        kinds[name] = (kv.format, kv.granularity, kv.scale_source)
+    assert kinds["fp8"] == (Format.E4M3FN, Granularity.TENSOR, ScaleSource.CHECKPOINT)
+    assert kinds["fp8_per_token_head"] == (Format.E4M3FN, Granularity.TOKEN, ScaleSource.DYNAMIC)

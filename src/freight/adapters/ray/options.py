@@ -15,7 +15,7 @@ import yaml
 
 from freight.base.fields import JsonObject
 from freight.base.options import require_known
-from freight.base.other_engines import instead_of
+from freight.base.other_engines.instead import instead_of
 from freight.cli.options import ENGINE_FLAGS, NODES, Flag
 from freight.cli.serve import SERVER_FLAGS, settings_of
 from freight.errors import ConfigError, shown

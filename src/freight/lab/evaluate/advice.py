@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields, replace
 from operator import attrgetter
 
 from freight.base.fields import JsonObject
-from freight.base.other_engines import as_flag
+from freight.base.other_engines.instead import as_flag
 from freight.lab.evaluate.figures import Evaluation, Figures, Overview
 from freight.lab.evaluate.safety import CLIPPED, KL, RATIO, SAME_TOP, Verdict
 from freight.lab.evaluate.table import (

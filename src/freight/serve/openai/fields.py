@@ -63,6 +63,8 @@ def read_fields(body: object, model: type[Closed], served: Served, limits: Servi
         elif served.unknown_fields == "refuse":
             reported = (name for name, row in model.unread.items() if row.reported)
             hint = nearest(name[:60], (*known, *reported))
+            if name in model.others:
+                hint = f": {model.others[name]}"
             raise ApiError(
                 400,
                 f"there is no field {name[:60]!r}{hint}",

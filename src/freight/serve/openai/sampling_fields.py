@@ -9,11 +9,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from reprlib import repr as show
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import ConfigDict, Field
 
 from freight.base.fields import JsonDict, JsonObject
+from freight.base.other_engines.fields import BODIES, SAMPLING
 from freight.errors import RequestError
 from freight.sampling import LARGEST, LARGEST_WHOLE, SamplingParams, check_limits
 from freight.serve.bodies import (
@@ -96,6 +97,7 @@ class SharedFields(CommonFields, Closed):
 
     model_config = ConfigDict(extra="forbid")
     unread = UNREAD
+    others: ClassVar[Mapping[str, str]] = {**SAMPLING, **BODIES}
 
     stream_options: StreamOptions | None = field_row(
         note="(`include_usage`, `continuous_usage_stats`)"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+from freight.base.other_engines.fields import SAMPLING
 from freight.serve.bodies import Unread
 
 
@@ -113,4 +114,20 @@ UNREAD: Mapping[str, Unread] = {
     ),
     # llama.cpp's
     "cache_prompt": Unread((True,), "prefixes are always cached; use cache_salt to share none"),
+    "id_slot": Unread((-1,), "a conversation is found by its prefix; leave it out"),
+    "n_keep": Unread(
+        (0,), "a prompt that is too long is refused, or cut by truncate_prompt_tokens"
+    ),
+    "repeat_penalty": Unread((1.0,), SAMPLING["repeat_penalty"]),
+    **{
+        name: Unread((off,), SAMPLING[name])
+        for name, off in (
+            *(("mirostat", 0), ("typical_p", 1.0), ("xtc_probability", 0), ("dry_multiplier", 0)),
+            *(("dynatemp_range", 0), ("top_n_sigma", -1), ("min_keep", 0)),
+        )
+    },
+    **_all(
+        ("timings_per_token", "return_progress", "post_sampling_probs"),
+        Unread((False,), _NOT_RETURNED),
+    ),
 }
