@@ -89,6 +89,7 @@ TORCH_FREE = [
     "lab/audit/schemes.py",
     "lab/audit/verdict.py",
     "cache/blocks.py",
+    "cache/events.py",
     "cache/groups.py",
     "cache/manager.py",
     "cache/prefix.py",
@@ -139,6 +140,8 @@ ONLY_IN = {  # third-party package -> the modules that may import it
     },
     "llguidance": {"freight.engine.grammar"},
     "lm_eval": {"freight.adapters.lm_eval", "freight.lab.evaluate.tasks"},
+    "zmq": {"freight.serve.observe.kv_events"},
+    "msgspec": {"freight.serve.observe.kv_events"},
 }
 ONLY_BELOW = {  # third-party package -> the one package whose modules may import it
     "pydantic": "serve",

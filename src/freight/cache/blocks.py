@@ -21,12 +21,17 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
+from freight.cache.events import CacheEvents
+
 
 class BlockAllocator:
     """An allocator of the blocks 0 … num_blocks - 1, of `block_size` tokens each. Finds computed
     blocks again by their key.
 
     Without prefix caching `register` does nothing and `acquire_prefix` finds nothing.
+
+    events  collects what the index loses, and whether `register` changed it is to be told there as
+            well; None: nobody asks
     """
 
     def __init__(
@@ -36,6 +41,7 @@ class BlockAllocator:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
+        self.events: CacheEvents | None = None
         # how often each block was allocated, which `reset` does not set back
         self._uses = [0] * num_blocks
         self.reset()
@@ -49,6 +55,8 @@ class BlockAllocator:
         # key under which each block is indexed
         self._keys: list[bytes | None] = [None] * self.num_blocks
         self._index: dict[bytes, int] = {}  # the inverse of _keys
+        if self.events is not None:
+            self.events.cleared()
 
     @property
     def num_free(self) -> int:
@@ -123,16 +131,17 @@ class BlockAllocator:
         """
         return self._keys[block] == key and self._uses[block] == use
 
-    def register(self, block: int, key: bytes) -> None:
+    def register(self, block: int, key: bytes) -> bool:
         """Index a held block whose every slot is computed and stored. A block already indexed under
-        `key` stays.
+        `key` stays; then the index does not change, and False is returned.
         """
         assert self._references[block] > 0, f"block {block} is registered but not held"
         if not self.enable_prefix_caching or key in self._index:
-            return
+            return False
         assert self._keys[block] is None, f"block {block} is already indexed under another key"
         self._keys[block] = key
         self._index[key] = block
+        return True
 
     def release(self, blocks: Sequence[int], forget: bool = False) -> None:
         """Release one reference to each block of a sequence, given in sequence order. A block
@@ -182,3 +191,5 @@ class BlockAllocator:
         if key is not None:
             self._keys[block] = None
             del self._index[key]
+            if self.events is not None:
+                self.events.removed(key)

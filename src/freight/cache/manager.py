@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from freight.cache.blocks import BlockAllocator
+from freight.cache.events import CacheEvents, SequenceContent
 from freight.cache.groups import CacheGroup, capacity_tokens
 
 
@@ -112,8 +113,17 @@ class CacheManager:
             if not group.keeps_all:
                 giving_back.append(index)
         self.allocators = tuple(allocators)
+        self.events: CacheEvents | None = None
         # indices of the groups that release blocks before a sequence ends
         self._giving_back = tuple(giving_back)
+
+    def collect_events(self, events: CacheEvents) -> None:
+        """Collect what is indexed from now on, in the first group that keeps all blocks. There has to be
+        such a group.
+        """
+        index = next(index for index, group in enumerate(self.groups) if group.keeps_all)
+        self.events = events
+        self.allocators[index].events = events
 
     @property
     def num_held(self) -> int:
@@ -257,21 +267,50 @@ class CacheManager:
         return SequenceBlocks(tuple(tables), block_tables.given_back, self._room(tables))
 
     def register(
-        self, block_tables: SequenceBlocks, keys: Sequence[bytes], before: int, after: int
+        self,
+        block_tables: SequenceBlocks,
+        keys: Sequence[bytes],
+        before: int,
+        after: int,
+        content: SequenceContent | None = None,
     ) -> None:
         """Index the blocks that became full when the computed tokens rose from `before` to `after`.
 
         `keys`: prefix keys of the sequence's full blocks, at least `after` // block_size of them.
+        `content`: needed where events are collected.
         """
-        for group, allocator, table in zip(
-            self.groups, self.allocators, block_tables.block_ids, strict=True
+        for index, (group, allocator, table) in enumerate(
+            zip(self.groups, self.allocators, block_tables.block_ids, strict=True)
         ):
             first = before // group.tokens_per_block
             end = after // group.tokens_per_block
-            for block, key in zip(
-                table[first:end], self.keys_of(group, keys, first, end), strict=True
+            for position, (block, key) in enumerate(
+                zip(table[first:end], self.keys_of(group, keys, first, end), strict=True), first
             ):
-                allocator.register(block, key)
+                is_new = allocator.register(block, key)
+                if is_new and allocator.events is not None:
+                    self._note_stored(NewBlock(index, key, block, position), keys, content)
+
+    def register_one(
+        self, block: NewBlock, keys: Sequence[bytes], content: SequenceContent
+    ) -> None:
+        """Index one block of a sequence, which is full; `keys` as `register` has them."""
+        allocator = self.allocators[block.group]
+        if allocator.register(block.block, block.key) and allocator.events is not None:
+            self._note_stored(block, keys, content)
+
+    def _note_stored(
+        self, block: NewBlock, keys: Sequence[bytes], content: SequenceContent | None
+    ) -> None:
+        assert self.events is not None
+        assert content is not None, "events need the tokens of a sequence"
+        group = self.groups[block.group]
+        size = group.tokens_per_block
+        parent = None
+        if block.position > 0:
+            (parent,) = self.keys_of(group, keys, block.position - 1, block.position)
+        tokens = content.tokens(block.position * size, (block.position + 1) * size)
+        self.events.stored(block.key, parent, tokens, content)
 
     def release(self, block_tables: SequenceBlocks) -> None:
         """Release all blocks. Full blocks stay cached."""

@@ -17,7 +17,8 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from freight.cache.manager import CacheManager, SequenceBlocks
+from freight.cache.events import SequenceContent
+from freight.cache.manager import CacheManager, NewBlock, SequenceBlocks
 from freight.cache.store.entries import encode_tokens
 from freight.cache.store.mover import BlockBytes, Fetch, Mover, Offer, WantedBlock
 from freight.cache.store.tiers import StoreTiers, Tier
@@ -42,21 +43,26 @@ class PrefixQuery:
     keys         prefix keys of its full blocks that may be a hit
     tokens       its token ids
     num_tokens   its known tokens
+    salt, adapter  its cache salt, and the name of its adapter
     """
 
     keys: Sequence[bytes]
     tokens: Tokens
     num_tokens: int
+    salt: str | None = None
+    adapter: str | None = None
 
 
 @dataclass(frozen=True)
 class _Fetching:
-    """The blocks of a fetch, by group in the order of the sequence: those that the pool had, and
-    those that come. The prefix becomes `num_tokens` tokens longer by them. After `until`, a time of
+    """The blocks of a fetch for `query`, by group in the order of the sequence: those that the pool
+    had, and the `fresh` ones that come. The prefix becomes `num_tokens` tokens longer by them. After `until`, a time of
     the clock, no more is waited for.
     """
 
     fetch: Fetch
+    query: PrefixQuery
+    fresh: tuple[NewBlock, ...]
     tables: tuple[tuple[int, ...], ...]
     num_tokens: int
     until: float
@@ -164,10 +170,10 @@ class StoredPrefixes:
     def finish(self, name: str) -> None:
         """Index the blocks that came for a request, and release all of its fetch."""
         fetching = self._take(name)
-        for index, block in enumerate(fetching.fetch.wanted):
-            if index >= fetching.fetch.num_loaded:
-                break
-            self._manager.allocators[block.group].register(block.block, block.key)
+        query = fetching.query
+        content = SequenceContent(query.tokens, query.salt, query.adapter)
+        for block in fetching.fresh[: fetching.fetch.num_loaded]:
+            self._manager.register_one(block, query.keys, content)
         self._release(fetching)
         if fetching.fetch.num_loaded == len(fetching.fetch.wanted):
             self._tiers.count_tokens(fetching.num_tokens)
@@ -260,7 +266,9 @@ class StoredPrefixes:
         num_tokens = plan.end - plan.begin
         patience = max(_PATIENCE * self.mover.rates.to_compute(num_tokens), _LEAST_PATIENCE)
         until = self._clock() + patience
-        fetching = _Fetching(Fetch(blocks), reservation.tables, num_tokens, until)
+        fetching = _Fetching(
+            Fetch(blocks), query, reservation.fresh, reservation.tables, num_tokens, until
+        )
         # first: `reset` has to find what the thread may write
         self._coming[name] = fetching
         self._on_the_way.update(plan.missing)

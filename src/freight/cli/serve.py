@@ -165,6 +165,12 @@ SERVER_FLAGS = (
         "Export metrics also under the names that older dashboards read.",
         default=False,
     ),
+    Flag(
+        "kv_events_config",
+        str | None,
+        "Publish what the cache gains and loses, for routers.",
+        "JSON",
+    ),
     Flag("log_format", str, "How the log is written.", "text|json", default="text"),
 )
 
@@ -248,6 +254,7 @@ def worker_options(
         log_format=settings.log_format,
         events_per_second=settings.max_events_per_second,
         stall_timeout=settings.stall_timeout,
+        cache_events=settings.kv_events is not None,
     )
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from freight.base.json_schema import Json
 from freight.base.version import version
 from freight.cache.arena import Arena
+from freight.cache.events import CacheEvents
 from freight.cache.manager import CacheManager
 from freight.cache.pool import KVPool, allocate_pool
 from freight.cache.sizing import (
@@ -77,20 +78,23 @@ def start_engine(
     opened: OpenModel,
     before_weights: BeforeWeights | None = None,
     decoder: LanguageModel | None = None,
+    tells_cache: bool = False,
 ) -> tuple[Engine, EngineConfig]:
     """Make an opened model ready to serve.
 
     `before_weights` is called once all is known but the weights. `decoder` are weights that are
-    loaded already, of this model with options that differ in the cache alone. Raises what it
-    raises, and ConfigError, CheckpointError or CapacityError, before weights are read wherever that
-    is decidable.
+    loaded already, of this model with options that differ in the cache alone. `tells_cache`: collect
+    what the cache gains and loses.
+
+    Raises what `before_weights` raises, and ConfigError, CheckpointError or CapacityError, before
+    weights are read wherever that is decidable.
     """
     if opened.args.tensor_parallel_size == 1:
-        return _start(opened, before_weights, decoder, None)
+        return _start(opened, before_weights, decoder, None, tells_cache)
     assert decoder is None
     opened, leader, where = _lead(opened)
     try:
-        return _start(opened, before_weights, None, _Led(leader, where))
+        return _start(opened, before_weights, None, _Led(leader, where), tells_cache)
     except BaseException:
         leader.close("rank 0 could not start; its log says why")
         raise
@@ -195,9 +199,12 @@ def _start(
     before_weights: BeforeWeights | None,
     decoder: LanguageModel | None,
     led: _Led | None,
+    tells_cache: bool,
 ) -> tuple[Engine, EngineConfig]:
     """`start_engine` of rank 0, or of one rank alone (`led` None)."""
     plan = _plan(opened)
+    if tells_cache:
+        _check_tells_cache(plan)
     tokenizer = opened.load_tokenizer()
     opened.log_stops()
     if before_weights is not None:
@@ -228,7 +235,23 @@ def _start(
     if ready.config.fp8_attention:
         logger.info("attention: products in FP8")
     intake = _intake(opened.model, tokenizer, ready.config.max_model_len)
-    return _assemble(ready, intake, pool, memories, led), ready.config
+    engine = _assemble(ready, intake, pool, memories, led)
+    if tells_cache:
+        engine.cache.collect_events(CacheEvents())
+    return engine, ready.config
+
+
+def _check_tells_cache(plan: _Plan) -> None:
+    """Raise ConfigError for a model of whose cache nothing could be told."""
+    if not plan.config.enable_prefix_caching:
+        raise ConfigError(
+            "--kv-events-config tells which prefixes are cached, and this engine caches none; leave it out"
+        )
+    if not any(group.keeps_all for group in plan.spec.groups):
+        raise ConfigError(
+            "--kv-events-config tells of the layers that keep all blocks of a sequence, and this model has none; leave "
+            "it out"
+        )
 
 
 def _intake(model: ModelConfig, tokenizer: Tokenizer | None, max_model_len: int) -> Intake:

@@ -237,6 +237,7 @@ class Loop:
             self._tell(deltas)
 
     def _tell(self, deltas: list[RequestDelta]) -> None:
+        self._tell_changed()
         self._emit(Stepped(deltas, self._steps))
         self._steps = []
         if not self._engine.has_unreported:  # the others are told when they would have been
@@ -245,11 +246,18 @@ class Loop:
             if delta.finished:
                 self._engine.release(delta.request_id)
 
+    def _tell_changed(self) -> None:
+        """Tell what the cache gained and lost, where anybody asks."""
+        events = self._engine.cache.events
+        if events is not None and (changed := events.take()) is not None:
+            self._emit(changed)
+
     def _report(self) -> None:
         """Stats twice a second, and once more when the engine becomes idle."""
         now = self._clock()
         idle = not self._has_work
         if now >= self._next_stats or (idle and not self._is_idle):
+            self._tell_changed()
             self._reported = self._engine.stats()
             self._emit(self._reported)
             self._next_stats = now + STATS_EVERY

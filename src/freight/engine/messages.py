@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from freight.cache.events import CacheChanged
 from freight.engine.adapters import LoadedAdapter, LoRARequest
 from freight.errors import FreightError
 from freight.outputs import EngineStats, RequestDelta
@@ -144,4 +145,4 @@ class Stepped:
     steps: list[tuple[float, int]]
 
 
-Event = Accepted | Refused | AdaptersAre | Changed | Stepped | EngineStats
+Event = Accepted | Refused | AdaptersAre | Changed | Stepped | CacheChanged | EngineStats

@@ -40,7 +40,9 @@ class PrefixFetch:
         blocks free.
         """
         assert self.store is not None
-        query = PrefixQuery(hit_keys, request.tokens, request.num_tokens)
+        adapter = None if request.adapter is None else request.adapter.name
+        salt = request.params.cache_salt
+        query = PrefixQuery(hit_keys, request.tokens, request.num_tokens, salt, adapter)
         return self.store.begin(request.request_id, query, _is_salted(request), reserve)
 
     def has(self, request: Request) -> bool:

@@ -48,6 +48,7 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable, Mapping, Sequence
 from operator import attrgetter
 
+from freight.cache.events import SequenceContent
 from freight.cache.manager import NOTHING, CacheManager
 from freight.cache.prefix import RecentKeys, extend_keys
 from freight.cache.stored import StoredPrefixes
@@ -597,8 +598,11 @@ class Scheduler:
             if request.params.pooling is not None:
                 computed = min(computed, request.num_kept_tokens)
             if previously_computed < computed:
+                content = None
+                if self._cache.events is not None:
+                    content = _content(request)
                 self._cache.register(
-                    request.held, request.block_keys, previously_computed, computed
+                    request.held, request.block_keys, previously_computed, computed, content
                 )
 
     def _finish_if_done(self, request: Request) -> None:
@@ -632,6 +636,11 @@ class Scheduler:
         del self._requests[request.request_id]
         if self._leaders.get(request.group) is request:
             del self._leaders[request.group]
+
+
+def _content(request: Request) -> SequenceContent:
+    adapter = None if request.adapter is None else request.adapter.name
+    return SequenceContent(request.tokens, request.params.cache_salt, adapter)
 
 
 def _adapter_names(requests: Sequence[Request]) -> tuple[str, ...]:

@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from freight.base.files import read_text
+from freight.cache.events import CacheChanged
 from freight.cache.store.secret import kept_secret
 from freight.errors import ConfigError, shown
 from freight.outputs import EngineStats
@@ -24,6 +25,7 @@ from freight.serve.answers.answer_format import AnswerFormat, answer_format
 from freight.serve.app import make_app
 from freight.serve.call import Served
 from freight.serve.limits import ServingLimits
+from freight.serve.observe.kv_events import KVEventPublisher
 from freight.serve.observe.metrics import Metrics
 from freight.serve.observe.monitor import Monitor
 from freight.serve.processes.client import EngineClient, EngineState, WorkerOptions
@@ -75,7 +77,9 @@ class Serving:
                 )
         self._metrics = Metrics(self._names[0], keys=keys.names, old_names=settings.old_metrics)
         most = int(options.engine_args["max_num_seqs"]) + settings.max_queue
-        self._engine = Supervisor(options, self, settings.restart_engine)
+        self._engine = Supervisor(
+            options, self, settings.restart_engine, on_changed=self._cache_changed
+        )
         self.service = Service(
             self._engine.client,
             ServingLimits(),
@@ -87,6 +91,10 @@ class Serving:
         )
         self.service.weights.on_update = self._load_from
         self._monitor = Monitor(self.service, self._metrics)
+        self._kv_events: KVEventPublisher | None = None
+        if settings.kv_events is not None:
+            self._kv_events = KVEventPublisher(settings.kv_events)
+            self._metrics.set_kv_events(self._kv_events.counts)
         self._tasks: list[asyncio.Task[None]] = []
 
     def app(self, limits: HttpLimits) -> App:
@@ -154,6 +162,12 @@ class Serving:
         self.stop_watching()
         await self._engine.stop()
         await _close((self.service.renderer, self.service.grammars, self.service.large))
+        if self._kv_events is not None:
+            await asyncio.to_thread(self._kv_events.close)
+
+    def _cache_changed(self, changed: CacheChanged) -> None:
+        if self._kv_events is not None:
+            self._kv_events.publish(changed)
 
     def _load_from(self, model: str) -> None:
         """Have an engine that takes the place of this one load the weights of `model`."""
@@ -268,6 +282,8 @@ class Serving:
         return with_format(served, form)
 
     def replaced(self, client: EngineClient) -> None:
+        if self._kv_events is not None:
+            self._kv_events.cleared()
         self._metrics.set_stats(None)
         self.service.served = None
         self.service.client = client

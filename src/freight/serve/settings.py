@@ -7,6 +7,7 @@ from pathlib import Path
 
 from freight.errors import ConfigError
 from freight.serve.answers.call_families import check_parser
+from freight.serve.observe.kv_events import KVEventsConfig
 from freight.serve.processes.pulse import STALL_TIMEOUT
 
 
@@ -40,6 +41,7 @@ class ServerSettings:
     enable_weight_updates  serve /pause, /sleep, /update_weights_from_disk and what belongs to them
     allow_origins    origins whose web pages may call the server (CORS)
     old_metrics      also export the names that older dashboards read
+    kv_events_config  what `kv_events` is read from: a JSON object
     """
 
     names: tuple[str, ...] = ()
@@ -72,6 +74,7 @@ class ServerSettings:
     allow_origins: tuple[str, ...] = ()
     old_metrics: bool = False
     log_format: str = "text"
+    kv_events_config: str | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
@@ -102,3 +105,12 @@ class ServerSettings:
             )
         if self.log_format not in ("text", "json"):
             raise ConfigError(f"--log-format is {self.log_format!r}; it must be text or json")
+        self.kv_events  # noqa: B018  # refuses what cannot be read
+
+    @property
+    def kv_events(self) -> KVEventsConfig | None:
+        """How KV events are published; None: they are not. Raises ConfigError."""
+        if self.kv_events_config is None:
+            return None
+        config = KVEventsConfig.read(self.kv_events_config)
+        return config if config.is_on else None

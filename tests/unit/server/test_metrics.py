@@ -41,6 +41,7 @@ def filled(old_names: bool = False) -> Metrics:
     metrics.set_stats(STATS)
     metrics.set_info(FACTS)
     metrics.set_max_adapters(4)
+    metrics.set_kv_events(lambda: (7, 1))
     metrics.add_adapters(["sql"])
     metrics.observe_step(0.003, 33)
     metrics.request_queued(2, 64, 12)
@@ -100,6 +101,8 @@ def test_every_sample_names_the_model_and_the_engine() -> None:
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
+        ("freight:kv_event_batches_total", 7),
+        ("freight:kv_event_batches_dropped_total", 1),
         ("vllm:num_requests_running", 3),
         ("vllm:num_requests_waiting", 2),
         ("vllm:num_requests_waiting_by_reason", 2),

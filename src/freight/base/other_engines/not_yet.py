@@ -7,7 +7,6 @@ from __future__ import annotations
 from freight.base.other_engines.sentences import named
 
 NOT_YET = {
-    "kv_events_config": "events of the cache are not published: omit it",
     **named(
         "otlp_traces_endpoint enable_trace trace_modules",
         "spans are not exported; {log_format}=json has the times of each request",
@@ -29,10 +28,10 @@ NOT_YET = {
     **named(
         "enable_sleep_mode sleep_mode_backend sleep_mode_offload_cudagraph sleep_preserve_parameter_names "
         "enable_memory_saver enable_weights_cpu_backup sleep_idle_seconds",
-        "an engine keeps its memory until it ends: omit it",
+        "{enable_weight_updates} lets clients put the engine to sleep: use that",
     ),
     **named(
         "weight_transfer_config checkpoint_engine_wait_weights_before_ready",
-        "weights are those of the files at the start: omit it",
+        "weights come from folders (/update_weights_from_disk), with {enable_weight_updates}: use that",
     ),
 }

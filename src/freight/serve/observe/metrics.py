@@ -105,6 +105,7 @@ class Metrics:
         self._stats: EngineStats | None = None
         self._facts: ModelFacts | None = None
         self._is_stalled = False
+        self._kv_events: Callable[[], tuple[int, int]] | None = None
         self._finished: Counter[str] = Counter({str(reason): 0 for reason in FinishReason})
         self._rejected: Counter[str] = Counter({str(reason): 0 for reason in Rejection})
         self._http: Counter[tuple[str, str, str]] = Counter()
@@ -171,6 +172,12 @@ class Metrics:
     def set_stalled(self, is_stalled: bool) -> None:
         """Record whether the engine's process gives no sign of life."""
         self._is_stalled = is_stalled
+
+    def set_kv_events(self, counts: Callable[[], tuple[int, int]]) -> None:
+        """Set what says how many batches of KV events were published and dropped. Without it their
+        series are left out.
+        """
+        self._kv_events = counts
 
     def set_info(self, facts: ModelFacts) -> None:
         """Set the labels that are constant while an engine runs."""
@@ -283,6 +290,12 @@ class Metrics:
             yield from self._of_engine(self._stats)
         if self._facts is not None:
             yield from self._of_facts(self._facts)
+        if self._kv_events is not None:
+            published, dropped = self._kv_events()
+            text = "Batches of KV events that were published."
+            yield self._counter("freight:kv_event_batches", text, published)
+            text = "Batches of KV events that were not published: too many waited."
+            yield self._counter("freight:kv_event_batches_dropped", text, dropped)
         yield from self._of_requests()
         yield from self._of_histograms()
 

@@ -22,6 +22,7 @@ from typing import Any, Protocol, cast
 from weakref import WeakSet
 
 from freight.base.fields import JsonDict, JsonObject
+from freight.cache.events import CacheChanged
 from freight.engine.adapters import LoadedAdapter, LoRARequest
 from freight.engine.intake import AcceptedPrompt
 from freight.engine.messages import Action
@@ -53,6 +54,7 @@ class WorkerOptions:
     """Options of the engine's process: the fields of EngineArgs, and those of the process.
 
     log_format         of `log.py`
+    cache_events       whether it tells what its cache gains and loses
     events_per_second  reports of new tokens per second at most (`engine.loop`)
     stall_timeout      seconds without a sign of life after which the engine counts as stalled; 0:
                        never
@@ -64,6 +66,7 @@ class WorkerOptions:
     log_format: str = "text"
     events_per_second: float = 0.0
     stall_timeout: float = 0.0
+    cache_events: bool = False
 
 
 class NotReadyError(EngineError):
@@ -127,13 +130,17 @@ class EngineClient(asyncio.BufferedProtocol):
         on_step: Callable[[float, int], None],
         on_end: Callable[[], None],
         on_told: Callable[[], None] = lambda: None,
+        on_changed: Callable[[CacheChanged], None] = lambda _: None,
     ) -> None:
-        """on_told: called once what came together has been given to its receivers."""
+        """on_told: called once what came together has been given to its receivers. on_changed: with
+        what the cache gained and lost, where the options ask for it.
+        """
         self._options = options
         self._on_stats = on_stats
         self._on_step = on_step
         self._on_end = on_end
         self._on_told = on_told
+        self._on_changed = on_changed
         self.state = EngineState.LOADING
         self.failure: FreightError | None = None  # why it could not be loaded
         self.stats: EngineStats | None = None
@@ -358,21 +365,28 @@ class EngineClient(asyncio.BufferedProtocol):
             self._changed(*values)
         elif name == wire.LOST:
             self._lose(*values)
+        elif name == wire.CACHE:
+            self._on_changed(wire.changed_from_json(*values))
         elif name == wire.PONG:
             self._is_ping_pending = False
             self._silence.pong(values[0])
         elif name == wire.STATS:
             self.stats = wire.stats_from_json(values[0])
             self._on_stats(self.stats)
-        elif name == wire.OPENED:
-            _resolve(self.opened, values[0])
+        else:
+            self._take_start(name, *values)
+
+    def _take_start(self, name: str, facts: Any, *failure: str) -> None:
+        """Take a message of an engine that starts."""
+        if name == wire.OPENED:
+            _resolve(self.opened, facts)
         elif name == wire.READY:
             self.state = EngineState.READY
-            self.adapters = wire.adapters_from_json(values[0]["adapters"])
-            self.fingerprint = values[0]["fingerprint"]
-            _resolve(self.ready, values[0])
+            self.adapters = wire.adapters_from_json(facts["adapters"])
+            self.fingerprint = facts["fingerprint"]
+            _resolve(self.ready, facts)
         elif name == wire.FAILED:
-            self.failure = wire.error_from_json(*values)
+            self.failure = wire.error_from_json(facts, *failure)
 
     def _stepped(self, deltas: Sequence[Any], steps: Sequence[tuple[float, int]]) -> None:
         for fields in deltas:

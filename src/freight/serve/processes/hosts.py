@@ -18,6 +18,7 @@ from dataclasses import fields, replace
 from queue import SimpleQueue
 from typing import Protocol
 
+from freight.cache.events import CacheChanged
 from freight.engine.adapters import LoadedAdapter
 from freight.engine.intake import Intake
 from freight.engine.messages import (
@@ -390,7 +391,7 @@ class ThreadHost:
                 self.fingerprint = fingerprint
                 self.sleep_level = level
                 self._answered(command_id, failure)
-            case Accepted():
+            case Accepted() | CacheChanged():  # which nobody asks for
                 pass
             case stats:
                 self.stats = stats

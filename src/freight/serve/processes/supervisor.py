@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from freight.base.fields import JsonObject
+from freight.cache.events import CacheChanged
 from freight.errors import CheckpointError, ConfigError, RankError
 from freight.outputs import EngineStats
 from freight.serve.processes.client import EngineClient, EngineState, WorkerOptions, describe_exit
@@ -57,12 +58,16 @@ class Supervisor:
         owner: Owner,
         restarts: bool = False,
         on_told: Callable[[], None] = lambda: None,
+        on_changed: Callable[[CacheChanged], None] = lambda _: None,
     ) -> None:
-        """restarts: start another process when one ends or is stalled. on_told: of EngineClient."""
+        """restarts: start another process when one ends or is stalled. on_told, on_changed: of
+        EngineClient.
+        """
         self._options = options
         self._owner = owner
         self._restarts = restarts
         self._on_told = on_told
+        self._on_changed = on_changed
         self._ends: deque[float] = deque(maxlen=_RESTARTS)  # times of processes that were replaced
         self._is_over = False
         self.client = self._new_client()
@@ -116,7 +121,12 @@ class Supervisor:
     def _new_client(self) -> EngineClient:
         owner = self._owner
         return EngineClient(
-            self._options, owner.set_stats, owner.observe_step, self._on_end, self._on_told
+            self._options,
+            owner.set_stats,
+            owner.observe_step,
+            self._on_end,
+            self._on_told,
+            self._on_changed,
         )
 
     def _on_end(self) -> None:

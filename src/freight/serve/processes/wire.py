@@ -15,6 +15,13 @@ from dataclasses import asdict, astuple, dataclass, fields, replace
 from typing import Any, TypeVar
 
 from freight.base.fields import JsonDict, JsonObject
+from freight.cache.events import (
+    BlocksRemoved,
+    BlocksStored,
+    CacheChange,
+    CacheChanged,
+    CacheCleared,
+)
 from freight.engine.adapters import LoadedAdapter, LoRARequest
 from freight.errors import (
     CapacityError,
@@ -58,6 +65,7 @@ STEPPED = "stepped"
 STATS = "stats"
 ADAPTERS = "adapters"  # those that are loaded now, the command that this answers, and its error
 CHANGED = "changed"  # what a change came to: its command, fingerprint, sleep level, and its error
+CACHE = "cache"  # what the cache gained and lost
 LOST = "lost"  # a delta is too long for a message: the request, and why
 PONG = "pong"  # the answer to a ping: seconds without progress in the steps
 # to it
@@ -264,6 +272,34 @@ def _parts(delta: RequestDelta) -> Iterator[RequestDelta]:
             num_cached_tokens=delta.num_cached_tokens,
         )
     yield replace(delta, scores=scores.part(last, len(scores)))
+
+
+def changed_to_json(changed: CacheChanged) -> list[Any]:
+    return [list(map(_change_to_json, changed.changes)), changed.dropped]
+
+
+def changed_from_json(changes: Sequence[Sequence[Any]], dropped: int) -> CacheChanged:
+    return CacheChanged([_change(*change) for change in changes], dropped)
+
+
+def _change_to_json(change: CacheChange) -> list[Any]:
+    """Return a list of five entries for stored blocks, of one for removed ones, of none where all are
+    gone.
+    """
+    match change:
+        case BlocksStored():
+            return [change.hashes, change.parent, change.token_ids, change.salt, change.adapter]
+        case BlocksRemoved(hashes):
+            return [hashes]
+    return []
+
+
+def _change(*values: Any) -> CacheChange:
+    if not values:
+        return CacheCleared()
+    if len(values) == 1:
+        return BlocksRemoved(*values)
+    return BlocksStored(*values)
 
 
 def stats_to_json(stats: EngineStats) -> list[Any]:

@@ -30,6 +30,7 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from freight.base.version import version
+from freight.cache.events import CacheChanged
 from freight.engine.messages import (
     Abort,
     Accepted,
@@ -167,7 +168,7 @@ def _build(
         generates=opened.model.generates,
     )
     channel.send([wire.OPENED, wire.facts_to_json(facts)])
-    engine, config = start_engine(opened)
+    engine, config = start_engine(opened, tells_cache=options["cache_events"])
     kernels = opened.kernels(config)
     complete_facts = replace(
         facts,
@@ -218,6 +219,8 @@ def _messages(event: Event) -> Iterator[list[Any]]:
         case Changed(command_id, prints, level, error):
             failure = None if error is None else wire.error_to_json(error)
             yield [wire.CHANGED, command_id, prints, level, failure]
+        case CacheChanged():
+            yield [wire.CACHE, *wire.changed_to_json(event)]
         case stats:
             yield [wire.STATS, wire.stats_to_json(stats)]
 
