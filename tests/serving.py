@@ -36,14 +36,14 @@ class ServeProcess:
 
     def __init__(
         self,
-        model: str | Path,
+        model: str | Path | None,
         options: Sequence[str] = (),
         flags: Sequence[str] = (),
         forked: bool = False,
         environ: Mapping[str, str] = os.environ,
     ) -> None:
-        """`flags` are of the interpreter (-O)."""
-        arguments = ["serve", str(model), "--port", "0", *options]
+        """`flags` are of the interpreter (-O). model: None where `options` have --models."""
+        arguments = ["serve", *([] if model is None else [str(model)]), "--port", "0", *options]
         environ = without_options(environ)
         self.process: subprocess.Popen[str] | Forked
         if forked and CAN_FORK:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
@@ -443,3 +445,18 @@ def test_a_folder_without_a_tokenizer_names_the_way_out(tmp_path):
 def test_importing_the_module_does_not_load_transformers():
     check = "import freight.text.tokenizer, sys; sys.exit('transformers' in sys.modules or 'torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", check], check=False).returncode == 0
+
+
+def test_one_that_nobody_uses_is_freed_at_once() -> None:
+    tokenizer = Tokenizer.load(DEMO)
+    pieces = tokenizer.pieces(True)
+    assert pieces is not None
+    assert pieces[316]
+    freed = weakref.ref(tokenizer)
+    gc.disable()
+    try:
+        del tokenizer
+        assert freed() is None
+    finally:
+        gc.enable()
+    assert pieces[1823]

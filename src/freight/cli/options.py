@@ -20,7 +20,8 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any, TypeAlias
+from types import NoneType, UnionType
+from typing import Annotated, Any, TypeAlias, get_args
 
 import typer
 from typer.core import TyperCommand
@@ -154,6 +155,35 @@ class Flag:
         return inspect.Parameter(
             self.field, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
         )
+
+
+def _kinds(flag: Flag) -> tuple[Any, ...]:
+    if isinstance(flag.type, UnionType):
+        return get_args(flag.type)
+    return (flag.type,)
+
+
+def takes_text(flag: Flag) -> bool:
+    """Return whether the value of an option is text, or a list of texts."""
+    return _kinds(flag)[0] in (str, Path, list[str])
+
+
+def read_value(flag: Flag, value: object) -> Any:
+    """Read a value of a configuration file by the type of its option. Raises ConfigError."""
+    kinds = _kinds(flag)
+    if kinds[0] == list[str]:
+        return list(map(str, value)) if isinstance(value, list | tuple) else [str(value)]
+    if kinds[0] in (str, Path):
+        if NoneType in kinds and value is None:
+            return None
+        return kinds[0](value)
+    read = value
+    if kinds[0] is float and isinstance(read, int) and not isinstance(read, bool):
+        read = float(read)
+    if type(read) not in kinds:
+        words = {bool: "true or false", int: "a whole number", float: "a number"}
+        raise ConfigError(f"{flag.field} is {shown(value)}; it must be {words[kinds[0]]}")
+    return read
 
 
 ENGINE_FLAGS = (

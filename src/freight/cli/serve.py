@@ -175,6 +175,25 @@ SERVER_FLAGS = (
 )
 
 
+MODELS_FLAGS = (
+    Flag(
+        "models",
+        Path | None,
+        "Several models in one server: those of a folder or of a TOML file.",
+        "DIR|FILE",
+    ),
+    Flag("models_memory", str | None, "Weights and caches of all loaded models.", "BYTES|24GiB"),
+    Flag("models_max", int, "Models that are loaded at once.", "COUNT", default=4),
+    Flag(
+        "models_turn",
+        float,
+        "Time that a busy model keeps its place while another waits.",
+        "SECONDS",
+        default=30.0,
+    ),
+)
+
+
 def require_packages(verb: str) -> None:
     """Raise ConfigError where the packages are missing that `verb` shares with a server."""
     missing = [name for name in NEEDED if find_spec(name) is None]
@@ -186,29 +205,37 @@ def takes_server_options(names: Sequence[str]) -> Callable[[Function], Function]
     """Replace the command's parameter `server: dict` by those options of the server, by their
     names.
     """
-    flags = [flag for flag in SERVER_FLAGS if flag.field in names]
+    return _takes([flag for flag in SERVER_FLAGS if flag.field in names], "server")
+
+
+def _takes(flags: Sequence[Flag], parameter: str) -> Callable[[Function], Function]:
+    """Replace the command's `parameter: dict` by these options."""
 
     def build(values: Values) -> Values:
-        return {"server": {flag.field: values.pop(flag.field) for flag in flags}}
+        return {parameter: {flag.field: values.pop(flag.field) for flag in flags}}
 
     def replaced(command: Function) -> Function:
         options = [flag.parameter(flag.default, flag.envvar) for flag in flags]
-        return replace_parameter(command, "server", options, build)
+        return replace_parameter(command, parameter, options, build)
 
     return replaced
 
 
 @partial(takes_engine_options, without=())
+@_takes(MODELS_FLAGS, "several")
 @takes_server_options([flag.field for flag in SERVER_FLAGS])
 def serve(
     args: EngineArgs,
     server: Values,
+    several: Values,
     random_weights: Annotated[
         str | None,
         option("SHAPE", "Random weights of a known shape, to measure: llama-1b, …"),
     ] = None,
 ) -> None:
     """Serve a model over HTTP: OpenAI's API, TGI's, metrics and a page."""
+    if several["models"] is not None:
+        raise typer.Exit(_serve_several(args, server, several, random_weights))
     if random_weights is not None:
         check_random_weights(args.model, random_weights)  # before anything is started
     if args.node_rank:
@@ -218,6 +245,24 @@ def serve(
 
     settings = settings_of(server)
     raise typer.Exit(run(settings, worker_options(args, settings, random_weights)))
+
+
+def _serve_several(
+    args: EngineArgs, server: Values, several: Values, random_weights: str | None
+) -> int:
+    """Serve several models; return the exit status."""
+    from freight.cli.several import declared_models, limits_of
+
+    if random_weights is not None:
+        raise ConfigError(
+            f"--random-weights is {random_weights!r} and --models is given: give one of the two"
+        )
+    require_packages("serve")
+    from freight.serve.several.serve import run_several
+
+    settings = settings_of(server)
+    limits = limits_of(several)
+    return run_several(settings, declared_models(several["models"], args, settings), limits)
 
 
 def _join(args: EngineArgs, random_weights: str | None, again: bool) -> int:

@@ -100,6 +100,13 @@ def start_engine(
         raise
 
 
+def planned(opened: OpenModel) -> EngineConfig:
+    """Return the settings of an engine whose memory for the cache is given, as they are known before
+    weights are read. Raises ConfigError and CapacityError.
+    """
+    return _plan(opened).config
+
+
 @dataclass(frozen=True)
 class _Led:
     """The other ranks while they start, and the places of all."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
@@ -70,6 +71,7 @@ from freight.serve.tokens import (
     parse_tokenize,
     tokenizer_info,
 )
+from freight.serve.transport.auth import Keys
 from freight.serve.transport.body import parse_object, read_body
 from freight.serve.transport.errors import ApiError
 from freight.serve.transport.http_limits import HttpLimits
@@ -88,7 +90,7 @@ ROOT = tgi.GenerateBody | EmbedBody | PredictBody | TeiRerankBody
 INVOCATION = (
     ChatRequest | CompletionRequest | EmbeddingBody | RerankBody | tgi.GenerateBody | EmbedBody
 )
-_LARGE = 1 << 16  # bytes: parsing a larger body takes longer than a step of the engine
+LARGE = 1 << 16  # bytes: parsing a larger body takes longer than a step of the engine
 # Served to GET without a key: nothing in them is secret.
 OPEN_PATHS = frozenset({*PAGE, "/health", "/ping"})
 
@@ -97,6 +99,33 @@ def make_app(
     service: Service, monitor: Monitor, settings: ServerSettings, limits: HttpLimits
 ) -> App:
     """Build the server as an ASGI application."""
+    app, posts, gets = make_routes(service, monitor, settings, limits)
+    return guarded_app(app, service.keys, service.metrics, settings, limits, posts | gets)
+
+
+def guarded_app(
+    app: App,
+    keys: Keys,
+    metrics: Metrics,
+    settings: ServerSettings,
+    limits: HttpLimits,
+    paths: Collection[str],
+) -> App:
+    """Wrap `app`, whose routes are `paths`, in what stands before every route."""
+    inner = guarded(
+        app,
+        keys,
+        open_paths=OPEN_PATHS,
+        allow_origins=settings.allow_origins,
+        places=limits.max_connections,
+    )
+    return _counted(inner, metrics, paths)
+
+
+def make_routes(
+    service: Service, monitor: Monitor, settings: ServerSettings, limits: HttpLimits
+) -> tuple[FastAPI, frozenset[str], frozenset[str]]:
+    """Build the routes, which nothing guards yet; returns them with the paths of POST and of GET."""
     app = FastAPI(
         title="Freight", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False
     )
@@ -179,15 +208,21 @@ def make_app(
         )
     bodies = {path: body for path, _, body in posts}
     document(app, bodies, settings.unknown_fields, OPEN_PATHS, bool(service.keys))
-    inner = guarded(
-        app,
-        service.keys,
-        open_paths=OPEN_PATHS,
-        allow_origins=settings.allow_origins,
-        places=limits.max_connections,
-    )
-    paths = frozenset([*(path for path, *_ in posts), *(path for path, _ in gets)])
-    return _counted(inner, service.metrics, paths)
+    return app, frozenset(bodies), frozenset(path for path, _ in gets)
+
+
+@dataclass(frozen=True)
+class ReadBody:
+    """A body that was read before its route is known, in `scope["state"]["body"]`; its bytes."""
+
+    content: Body
+    size: int
+
+    async def parsed(self, parse: Callable[[Body], T]) -> T:
+        """Parse it with `parse`, a large one in a thread."""
+        if self.size <= LARGE:
+            return parse(self.content)
+        return await asyncio.to_thread(parse, self.content)
 
 
 class Routes:
@@ -270,9 +305,7 @@ class Routes:
 
     async def models(self) -> Response:
         served = self._service.require_served()
-        models = [_model(name, served) for name in served.names]
-        models += [_adapter(adapter, served) for adapter in served.adapters]
-        return _json({"object": "list", "data": models})
+        return _json({"object": "list", "data": model_list(served)})
 
     async def model(self, model_id: str) -> Response:
         served = self._service.require_served()
@@ -393,9 +426,12 @@ class Routes:
         """Parse the body with `parse`. A large body is parsed in a thread, so that streams go on
         meanwhile.
         """
+        body: ReadBody | None = request.scope["state"].get("body")
+        if body is not None:  # by what chose this model
+            return await body.parsed(parse)
         with self._bodies.place(request.scope["state"]["key_name"]) as hold:
             raw = await read_body(request.receive, request.scope["headers"], self._limits, hold)
-            if len(raw) <= _LARGE:
+            if len(raw) <= LARGE:
                 return parse(parse_object(raw, self._limits))
             return await asyncio.to_thread(lambda: parse(parse_object(raw, self._limits)))
 
@@ -462,6 +498,12 @@ def _generate(stream: bool | None) -> Parse:
         return tgi.parse_generate(body, served, limits.sampling, stream)
 
     return parse
+
+
+def model_list(served: Served) -> list[JsonDict]:
+    """Return the objects of /v1/models: a model's names, then its adapters."""
+    models = [_model(name, served) for name in served.names]
+    return models + [_adapter(adapter, served) for adapter in served.adapters]
 
 
 def _model(name: str, served: Served) -> JsonDict:

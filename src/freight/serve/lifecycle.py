@@ -20,6 +20,7 @@ import socket
 import ssl
 import sys
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from typing import Protocol
 
 import uvicorn
 
@@ -32,6 +33,7 @@ from freight.serve.serving import Serving, first_keys, read_keys, read_template
 from freight.serve.settings import ServerSettings
 from freight.serve.transport.auth import Keys, check_binding
 from freight.serve.transport.http import HttpLimits, loop_factory, server_config
+from freight.serve.transport.middleware import App
 from freight.serve.transport.places import fitted
 from freight.serve.transport.tls import Server, tls_context
 
@@ -45,29 +47,61 @@ def run(settings: ServerSettings, options: WorkerOptions) -> int:
     anything starts.
     """
     keys = first_keys(settings, options)
+    template = read_template(settings.chat_template)
+    return listen(settings, keys, lambda: Serving(settings, options, keys, template))
+
+
+def listen(settings: ServerSettings, keys: Keys, make: Callable[[], Listening]) -> int:
+    """Serve what `make` returns, as `run`."""
     passed = _passed()
     check_binding(settings.host if passed is None else _address(passed)[0], keys, settings.insecure)
-    template = read_template(settings.chat_template)
     tls = tls_context(settings.ssl_certfile, settings.ssl_keyfile, settings.ssl_keyfile_password)
     set_up_logging(settings.log_format)
     with (
         passed or _bound(settings) as listener,
         asyncio.Runner(loop_factory=loop_factory()) as runner,
     ):
-        status = runner.run(Lifecycle(settings, options, keys, template).serve(listener, tls))
+        status = runner.run(Lifecycle(settings, make()).serve(listener, tls))
         # The handlers go with the event loop, and nothing is left that a signal could end
         signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
         return status
 
 
-class Lifecycle:
-    """One run of the server: a socket and signals around a `Serving`."""
+class Listening(Protocol):
+    """What is served on a socket: a model (`Serving`), or several (`several.models`)."""
 
-    def __init__(
-        self, settings: ServerSettings, options: WorkerOptions, keys: Keys, template: str | None
-    ) -> None:
+    ended: asyncio.Future[int]
+
+    @property
+    def keys(self) -> Keys: ...
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether it has not been loaded yet, so that nobody waits for its end."""
+
+    def app(self, limits: HttpLimits) -> App: ...
+
+    def begin(self) -> object: ...
+
+    def finish(self, status: int, reason: str | None = None) -> None: ...
+
+    def end_answers(self) -> None: ...
+
+    async def drain(self) -> None: ...
+
+    def stop_watching(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+    def add_keys(self, names: Sequence[str]) -> None: ...
+
+
+class Lifecycle:
+    """One run of the server: a socket and signals around what is served."""
+
+    def __init__(self, settings: ServerSettings, serving: Listening) -> None:
         self._settings = settings
-        self._serving = Serving(settings, options, keys, template)
+        self._serving = serving
 
     async def serve(self, listener: socket.socket, tls: ssl.SSLContext | None = None) -> int:
         """Serve on a bound socket; returns the exit status."""
@@ -106,6 +140,7 @@ class Lifecycle:
         """Load the model and run `job` with it, without listening; returns the exit status."""
         loop = asyncio.get_running_loop()
         serving = self._serving
+        assert isinstance(serving, Serving)
         loading = serving.begin(watched=False)
         for number in ended_by:
             loop.add_signal_handler(number, serving.finish, 128 + number)
@@ -130,7 +165,7 @@ class Lifecycle:
 
     def _read_keys_again(self) -> None:
         """Reload the keys on SIGHUP, after --api-key-file was edited. Streams go on."""
-        keys = self._serving.service.keys
+        keys = self._serving.keys
         try:
             keys.take(read_keys(self._settings, keys.secret))
         except ConfigError as error:
@@ -143,7 +178,7 @@ class Lifecycle:
         serving = self._serving
         if serving.ended.done():
             serving.end_answers()
-        elif serving.service.served is None:
+        elif serving.is_loading:
             serving.finish(128 + number, f"ended by {number.name} while the model was loading")
         else:
             serving.finish(0 if number == signal.SIGTERM else 130)

@@ -298,26 +298,8 @@ class Service:
     def refused(
         self, error: ApiError, request_id: str, key_name: str | None, route: str | None = None
     ) -> None:
-        """Count and log a request whose answer did not begin. The message is not logged: it may
-        quote the request's text.
-        """
-        code = error.code or error.type
-        param = loggable(error.param)
-        log_request(
-            RequestLine(
-                request_id,
-                error.status,
-                0.0,
-                key_name=key_name,
-                route=route,
-                code=code,
-                param=param,
-            )
-        )
-        if error.code in _REJECTED:
-            self.metrics.rejected(_REJECTED[error.code])
-        elif error.status in (400, 413, 415, 422):
-            self.metrics.rejected("invalid")
+        """`count_refusal` of this model."""
+        count_refusal(self.metrics, error, request_id, key_name, route)
 
     async def render(self, conversation: Conversation, key_name: str | None = None) -> ChatText:
         """Render a conversation to text. Raises ApiError."""
@@ -459,6 +441,32 @@ class Service:
         return ApiError(
             429, f"{why}; try again in {retry} s", code="queue_full", headers={"Retry-After": retry}
         )
+
+
+def count_refusal(
+    metrics: Metrics,
+    error: ApiError,
+    request_id: str,
+    key_name: str | None,
+    route: str | None = None,
+) -> None:
+    """Count and log a request whose answer did not begin. The message is not logged: it may quote
+    the request's text.
+    """
+    line = RequestLine(
+        request_id,
+        error.status,
+        0.0,
+        key_name=key_name,
+        route=route,
+        code=error.code or error.type,
+        param=loggable(error.param),
+    )
+    log_request(line)
+    if error.code in _REJECTED:
+        metrics.rejected(_REJECTED[error.code])
+    elif error.status in (400, 413, 415, 422):
+        metrics.rejected("invalid")
 
 
 def _num_values(work: Sequence[TokenizedWork], served: Served | None) -> int:

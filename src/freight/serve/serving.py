@@ -12,9 +12,11 @@ import asyncio
 import gc
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+
+from prometheus_client.metrics_core import Metric
 
 from freight.base.files import read_text
 from freight.cache.events import CacheChanged
@@ -22,7 +24,7 @@ from freight.cache.store.secret import kept_secret
 from freight.errors import ConfigError, shown
 from freight.outputs import EngineStats
 from freight.serve.answers.answer_format import AnswerFormat, answer_format
-from freight.serve.app import make_app
+from freight.serve.app import make_app, make_routes
 from freight.serve.call import Served
 from freight.serve.limits import ServingLimits
 from freight.serve.observe.kv_events import KVEventPublisher
@@ -59,12 +61,15 @@ class Serving:
     service  answers requests; `service.served` is None until the model is loaded
     ended    the exit status, once nothing is served any more: the engine has ended or could not be
              loaded, or `finish` was called. There is one once `begin` was called
+    reason   why it has ended, in words; None where there is nothing to say
     """
 
     def __init__(
         self, settings: ServerSettings, options: WorkerOptions, keys: Keys, template: str | None
     ) -> None:
         self.ended: asyncio.Future[int]
+        self.reason: str | None = None
+        self._needs_client = False  # the one that there is has ended, or has other options
         self._settings = settings
         self._template = template
         model = str(options.engine_args["model"])
@@ -101,13 +106,36 @@ class Serving:
         """Build the server as an ASGI application. It answers 503 while the model loads."""
         return make_app(self.service, self._monitor, self._settings, limits)
 
+    def routes(self, limits: HttpLimits) -> tuple[App, frozenset[str], frozenset[str]]:
+        """`make_routes`, for what stands before several models."""
+        return make_routes(self.service, self._monitor, self._settings, limits)
+
+    @property
+    def keys(self) -> Keys:
+        return self.service.keys
+
+    @property
+    def is_loading(self) -> bool:
+        return self.service.served is None
+
+    def change_cache(self, memory: int) -> None:
+        """Have a cache of so many bytes from the next `begin` on."""
+        self._engine.change_args({"kv_cache_memory": memory})
+        self._needs_client = True
+
     def begin(self, watched: bool = True) -> asyncio.Task[None]:
-        """Start the engine; returns the task that loads the model, which raises nothing.
+        """Start the engine, also again after `close`; returns the task that loads the model, which raises
+        nothing.
 
         watched: update the state, log it, and look for an engine that gives no sign of life
         """
         loop = asyncio.get_running_loop()
         self.ended = loop.create_future()
+        self.reason = None
+        if self._needs_client:
+            self._needs_client = False
+            self.service.draining = False
+            self._engine.begin_again()
         loading = loop.create_task(self._engine.load())
         self._tasks = [loading]
         if watched:
@@ -123,12 +151,13 @@ class Serving:
             logger.error("%s", reason)
         if not self.ended.done():
             self._engine.expect_end()
+            self.reason = reason
             self.ended.set_result(status)
 
-    def end_answers(self) -> None:
+    def end_answers(self, error: ApiError | None = None) -> None:
         """End the running answers with an error, after what they have."""
         for answer in list(self.service.answers):
-            answer.inbox.fail(_ENDING)
+            answer.inbox.fail(error or _ENDING)
 
     async def drain(self) -> None:
         """Accept no more requests; wait for those that run, up to `drain_timeout`."""
@@ -147,7 +176,13 @@ class Serving:
             and service.client.state is EngineState.READY
         ):
             await asyncio.sleep(0.02)  # an engine that has ended, or is stalled, finishes nothing
-        self.end_answers()
+        await self.flush()
+
+    async def flush(self, error: ApiError | None = None) -> None:
+        """Accept no more requests, end the running answers, and wait for their last events."""
+        service = self.service
+        service.draining = True
+        self.end_answers(error)
         flushed = time.monotonic() + _FLUSH
         while service.answers and time.monotonic() < flushed:
             await asyncio.sleep(0.02)
@@ -161,7 +196,11 @@ class Serving:
         """End the engine and the other processes, and wait for their ends."""
         self.stop_watching()
         await self._engine.stop()
-        await _close((self.service.renderer, self.service.grammars, self.service.large))
+        service = self.service
+        await _close((service.renderer, service.grammars, service.large))
+        service.renderer = service.grammars = service.large = None
+        service.served = None
+        self._needs_client = True
         if self._kv_events is not None:
             await asyncio.to_thread(self._kv_events.close)
 
@@ -176,6 +215,10 @@ class Serving:
     def add_keys(self, names: Sequence[str]) -> None:
         """Count the requests of these keys under their names."""
         self._metrics.add_keys(names)
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the series of this model."""
+        return self._metrics.collect()
 
     def set_stats(self, stats: EngineStats) -> None:
         self._metrics.set_stats(stats)
@@ -215,6 +258,7 @@ class Serving:
         self._metrics.set_max_adapters(facts.max_adapters)
         self.service.served = self._served(facts, tokenizer, form)
         self._monitor.set_facts(facts, self._names[0])
+        gc.unfreeze()  # what was loaded before, and is not any more
         gc.collect()
         gc.freeze()
         # A full collection over the millions of values of a large answer takes a second and stalls

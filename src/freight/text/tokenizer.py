@@ -22,7 +22,7 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -90,6 +90,12 @@ _OURS = (  # arguments of transformers' apply_chat_template that are not templat
 )
 
 
+def _token_string(backend: Backend, left_out: frozenset[int], token_id: int) -> str | None:
+    if token_id in left_out or token_id >= _NO_TOKEN:
+        return None
+    return backend.id_to_token(token_id)
+
+
 class Tokenizer:
     """A model's tokenizer. `vocab_size` counts added tokens too; ids are in [0, vocab_size)."""
 
@@ -126,8 +132,9 @@ class Tokenizer:
         self._pieces: list[Pieces] = []
         if decoder is not None:
             self._pieces = [
-                Pieces(decoder, lambda token: self.token_string(token, False)),
-                Pieces(decoder, lambda token: self.token_string(token, True)),
+                # without a reference to this tokenizer: one that nobody uses is freed at once
+                Pieces(decoder, partial(_token_string, backend, frozenset())),
+                Pieces(decoder, partial(_token_string, backend, self.special_token_ids)),
             ]
         self._token_texts: dict[int, str] = {}
         self._forms_of: dict[bool, TemplateForms] = {}
@@ -213,9 +220,8 @@ class Tokenizer:
 
     def token_string(self, token_id: int, skip_special_tokens: bool) -> str | None:
         """Return the vocabulary's entry of a token ("▁the"); None if `decode` ignores the token."""
-        if (skip_special_tokens and token_id in self.special_token_ids) or token_id >= _NO_TOKEN:
-            return None
-        return self.backend.id_to_token(token_id)
+        left_out = self.special_token_ids if skip_special_tokens else frozenset()
+        return _token_string(self.backend, left_out, token_id)
 
     def pieces(self, skip_special_tokens: bool) -> Pieces | None:
         """Return the texts of single tokens; None if they depend on the tokens around them."""

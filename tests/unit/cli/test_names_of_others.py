@@ -38,8 +38,9 @@ ENGINES: Mapping[str, Any] = {
 SAME = """
     api-key api-key-file block-size chat-template device dtype enable-auto-tool-choice enable-lora
     enable-prefix-caching enable-tokenizer-info-endpoint help host kv-cache-dtype
-    kv-cache-dtype-skip-layers lora-modules master-addr master-port max-lora-rank max-loras
-    max-model-len max-num-batched-tokens max-num-seqs model model-id nnodes no-enable-prefix-caching
+    kv-cache-dtype-skip-layers kv-events-config lora-modules master-addr master-port max-lora-rank max-loras
+    max-model-len max-num-batched-tokens max-num-seqs model model-id models-max
+    nnodes no-enable-prefix-caching
     node-rank num-shard pooling port quantization quantization-param-path reasoning-parser revision seed
     served-model-name skip-tokenizer-init speculate speculative-config ssl-certfile ssl-keyfile
     ssl-keyfile-password tensor-parallel-size threads tokenizer tool-call-parser tp tp-size

@@ -7,18 +7,16 @@ over numbers and lists. Both are read by the types of the options.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from pathlib import Path
-from types import NoneType, UnionType
-from typing import Any, get_args
+from typing import Any
 
 import yaml
 
 from freight.base.fields import JsonObject
 from freight.base.options import require_known
 from freight.base.other_engines.instead import instead_of
-from freight.cli.options import ENGINE_FLAGS, NODES, Flag
+from freight.cli.options import ENGINE_FLAGS, NODES, Flag, read_value, takes_text
 from freight.cli.serve import SERVER_FLAGS, settings_of
-from freight.errors import ConfigError, shown
+from freight.errors import ConfigError
 from freight.serve.settings import ServerSettings
 from freight.settings.engine import EngineArgs
 from freight.settings.resolve import check
@@ -159,24 +157,7 @@ def read_options(options: JsonObject) -> Options:
 
 
 def _read(flag: Flag, value: object) -> Any:
-    """Read a value by the type of its option. Raises ConfigError."""
-    kinds = (flag.type,)
-    if isinstance(flag.type, UnionType):
-        kinds = get_args(flag.type)
-    if kinds[0] == list[str] and isinstance(value, list | tuple):
-        return list(map(str, value))
-    if kinds[0] == list[str]:
-        return [str(value)]
-    if kinds[0] in (str, Path):
-        if NoneType in kinds and value is None:
-            return None
-        return kinds[0](value)
-    read = value
-    if isinstance(value, str):
-        read = yaml.safe_load(value)
-    if kinds[0] is float and isinstance(read, int) and not isinstance(read, bool):
-        read = float(read)
-    if type(read) not in kinds:
-        words = {bool: "true or false", int: "a whole number", float: "a number"}
-        raise ConfigError(f"{flag.field} is {shown(value)}; it must be {words[kinds[0]]}")
-    return read
+    """Read a value by the type of its option, a number from a text as well. Raises ConfigError."""
+    if isinstance(value, str) and not takes_text(flag):
+        return read_value(flag, yaml.safe_load(value))
+    return read_value(flag, value)

@@ -11,9 +11,11 @@ NOT_YET = {
         "otlp_traces_endpoint enable_trace trace_modules",
         "spans are not exported; {log_format}=json has the times of each request",
     ),
+    "models_dir": "{models}='DIR' serves the models of a folder: use that",
+    "models_preset": "{models}='FILE' declares models and their options in TOML: use that",
     **named(
-        "models models_dir models_max models_memory models_preset models_autoload no_models_autoload",
-        "a server has one model; start one for each",
+        "models_autoload no_models_autoload",
+        "a model is loaded by the first request for it, or by /models/load: omit it",
     ),
     **named(
         "scheduling_policy enable_priority_scheduling schedule_low_priority_values_first "

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Protocol
 
 from prometheus_client import CollectorRegistry, exposition
 from prometheus_client.metrics_core import (
@@ -133,8 +134,6 @@ class Metrics:
         self._preemptions = Buckets(PREEMPTIONS)
         self._step_tokens = Buckets(STEP_TOKENS)
         self._step_seconds = Buckets(ITL)
-        self._registry = CollectorRegistry(auto_describe=False)
-        self._registry.register(_Collector(self))
 
     # -------------------------------------------------------------------------------------------
     # recording
@@ -269,17 +268,8 @@ class Metrics:
         self._http[handler, method if method in METHODS else "other", str(status)] += 1
 
     def render(self, accept: str | None = None) -> tuple[bytes, str]:
-        """Return the exposition and its content type: OpenMetrics if the Accept header asks for it,
-        else Prometheus' text format.
-        """
-        # By default the library writes `vllm_` for `vllm:` in OpenMetrics. These names are legal
-        # under every escaping that a client may ask for, so none is applied.
-        if "application/openmetrics-text" in (accept or "").lower():
-            text = _to_openmetrics(self._registry, "allow-utf-8")
-            return text, "application/openmetrics-text; version=1.0.0; charset=utf-8"
-        return exposition.generate_latest(
-            self._registry
-        ), "text/plain; version=0.0.4; charset=utf-8"
+        """`render` of these series."""
+        return render(self, accept)
 
     # -------------------------------------------------------------------------------------------
     # series
@@ -535,11 +525,42 @@ class Metrics:
         return family
 
 
+class Series(Protocol):
+    """What has series."""
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield every series with its present value. Each name comes once."""
+
+
+def render(series: Series, accept: str | None = None) -> tuple[bytes, str]:
+    """Return the exposition and its content type: OpenMetrics if the Accept header asks for it, else
+    Prometheus' text format.
+    """
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Collector(series))
+    # By default the library writes `vllm_` for `vllm:` in OpenMetrics. These names are legal under
+    # every escaping that a client may ask for, so none is applied.
+    if "application/openmetrics-text" in (accept or "").lower():
+        text = _to_openmetrics(registry, "allow-utf-8")
+        return text, "application/openmetrics-text; version=1.0.0; charset=utf-8"
+    return exposition.generate_latest(registry), "text/plain; version=0.0.4; charset=utf-8"
+
+
+def merged(collected: Iterable[Metric]) -> Iterator[Metric]:
+    """Yield each name once, with the samples of all that have it."""
+    families: dict[str, Metric] = {}
+    for metric in collected:
+        family = families.setdefault(metric.name, metric)
+        if family is not metric:
+            family.samples += metric.samples
+    yield from families.values()
+
+
 class _Collector(Collector):
     """The collector that a registry calls. Series are built on demand."""
 
-    def __init__(self, metrics: Metrics) -> None:
-        self._metrics = metrics
+    def __init__(self, series: Series) -> None:
+        self._series = series
 
     def collect(self) -> Iterator[Metric]:
-        return self._metrics.collect()
+        return self._series.collect()

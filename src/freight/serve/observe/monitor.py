@@ -52,13 +52,20 @@ class Monitor:
         await self._tick.wait()
         return self.state
 
+    async def _next_second(self) -> None:
+        try:
+            await asyncio.sleep(_EVERY)
+        except asyncio.CancelledError:
+            self._tick.set()  # whoever waits sees that the model is not served any more
+            raise
+
     async def run(self) -> None:
         """Update `state` every second, until cancelled."""
         previous: EngineStats | None = None
         at = summarised_at = time.monotonic()
         summarised: EngineStats | None = None
         while True:
-            await asyncio.sleep(_EVERY)
+            await self._next_second()
             now = time.monotonic()
             stats = self._service.client.stats
             if stats is not None and self._cache is not None:

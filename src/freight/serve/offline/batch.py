@@ -32,7 +32,7 @@ from freight.serve.processes.client import WorkerOptions
 from freight.serve.processes.log import set_up_logging
 from freight.serve.rendering.renderer import MAX_WAITING
 from freight.serve.service import Service
-from freight.serve.serving import read_template
+from freight.serve.serving import Serving, read_template
 from freight.serve.settings import ServerSettings
 from freight.serve.transport.auth import Keys
 from freight.serve.transport.body import parse_object
@@ -97,7 +97,7 @@ def run_batch(
     template = read_template(settings.chat_template)
     set_up_logging(settings.log_format)
     logging.getLogger("freight.server").setLevel(logging.WARNING)  # no line for each request
-    lifecycle = Lifecycle(settings, options, Keys.read(), template)
+    lifecycle = Lifecycle(settings, Serving(settings, options, Keys.read(), template))
     at_once = LINES_PER_SEQUENCE * int(options.engine_args["max_num_seqs"])
 
     async def job(service: Service) -> None:

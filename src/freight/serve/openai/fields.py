@@ -23,7 +23,7 @@ from freight.serve.call import Served
 from freight.serve.limits import ServingLimits, check_body
 from freight.serve.transport.errors import ApiError
 
-_ANY_MODEL = ("", "dummy", "tgi")  # placeholders from clients that assume a single model
+ANY_MODEL = ("", "dummy", "tgi")  # placeholders from clients that assume a single model
 _MOST_NAMED = 32  # names in `ignored`, which becomes a header
 _NAME = re.compile(r"[A-Za-z0-9_.$\[\]-]{1,64}")
 _PATH = re.compile(r"[A-Za-z_]\w*(?:\[\d+\]|\.\w+)*")
@@ -118,7 +118,7 @@ def served_name(model: str | None, served: Served) -> str:
     """Return the name of the model or of an adapter, for answers. Raises ApiError, 404, for one that is
     not served.
     """
-    if model is None or model in _ANY_MODEL:
+    if model is None or model in ANY_MODEL:
         return served.names[0]
     if model not in served.names and not served.has_adapter(model):
         raise ApiError(

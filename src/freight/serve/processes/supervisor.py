@@ -109,6 +109,12 @@ class Supervisor:
         engine_args = {**self._options.engine_args, **changed}
         self._options = replace(self._options, engine_args=engine_args)
 
+    def begin_again(self) -> None:
+        """Have another engine for `load`, after `stop`."""
+        self._is_over = False
+        self.client = self._new_client()
+        self._owner.replaced(self.client)
+
     def expect_end(self) -> None:
         """Ignore the end of the engine from now on."""
         self._is_over = True

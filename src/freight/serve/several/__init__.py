@@ -1,0 +1,1 @@
+"""Several models behind one socket, each with an engine of its own."""
