@@ -54,6 +54,10 @@ _SYNONYMS = {  # names of other engines -> the field that does the same or comes
     "echo": "prompt_logprobs",
     "max_time": "timeout_s",
     "timeout": "timeout_s",
+    "reasoning_budget": "thinking_token_budget",
+    "reasoning_budget_tokens": "thinking_token_budget",
+    "thinking_budget": "thinking_token_budget",
+    "budget_tokens": "thinking_token_budget",
     "guided_json": "structured_outputs",
     "guided_regex": "structured_outputs",
     "guided_choice": "structured_outputs",
@@ -133,6 +137,8 @@ RANGES: Mapping[str, Range] = {  # field -> what it takes
     "prompt_logprobs": _count(0, optional=True),
     "truncate_prompt_tokens": _count(-1, optional=True),
     "timeout_s": Range(0, LARGEST, above=True, optional=True),
+    "priority": Range(-(2**63), LARGEST_WHOLE, whole=True),
+    "thinking_token_budget": _count(-1, optional=True, hint="; -1 is no limit"),
 }
 
 
@@ -209,6 +215,14 @@ class SamplingParams:
                          no result
     timeout_s            seconds after which the request ends with the tokens it has by then and
                          finish_reason "timeout", counted from when it is added; None: no limit
+    priority             lower ones are admitted earlier, and preempted later, where the engine has
+                         scheduling_policy "priority"; else only 0. It changes no result
+    thinking_token_budget  tokens that are drawn within thoughts at most, of the whole completion:
+                         then the model's closing tag follows, and the model goes on. Tokens of the
+                         tags and of the prompt do not count (`engine/thinking.py`); None or -1: no
+                         limit
+    thinking_tags        the texts before and after a thought, two strings, for thinking_token_budget;
+                         None: those of the model, as its chat template shows them
     structured_outputs   the form that the complete text must have: a StructuredOutputs, or its
                          fields as a mapping. Tokens that do not fit are not drawn, and the
                          completion ends with "stop" when nothing can follow, also under ignore_eos
@@ -247,6 +261,9 @@ class SamplingParams:
     cache_salt: str | None = None
     prediction: str | None = None
     timeout_s: float | None = None
+    priority: int = 0
+    thinking_token_budget: int | None = None
+    thinking_tags: Sequence[str] | None = None
     structured_outputs: StructuredOutputs | None = None
     pooling: PoolingParams | None = None
 
@@ -255,6 +272,8 @@ class SamplingParams:
             object.__setattr__(self, name, value)
         if self.top_k == -1:
             object.__setattr__(self, "top_k", 0)
+        if self.thinking_token_budget == -1:
+            object.__setattr__(self, "thinking_token_budget", None)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
                 f"min_tokens is {self.min_tokens}, more than max_tokens, which is {self.max_tokens}"
@@ -354,6 +373,9 @@ def _checked(params: SamplingParams, limits: SamplingLimits) -> dict[str, object
         "cache_salt": _salt("cache_salt", params.cache_salt, limits.cache_salt),
         "prediction": _text("prediction", params.prediction),
         "timeout_s": number("timeout_s"),
+        "priority": number("priority"),
+        "thinking_token_budget": number("thinking_token_budget"),
+        "thinking_tags": _tags("thinking_tags", params.thinking_tags, limits.stop_length),
         "structured_outputs": None
         if params.structured_outputs is None
         else StructuredOutputs.of(params.structured_outputs),
@@ -430,6 +452,19 @@ def _strings(name: str, value: object, most: int, longest: int) -> tuple[str, ..
                 f"{name}[{i}] is {shown(string)}; it must be a string of 1 to {longest} characters"
             )
     return strings
+
+
+def _tags(name: str, value: object, longest: int) -> tuple[str, ...] | None:
+    if value is None:
+        return None
+    tags = _strings(name, value, 2, longest)
+    if len(tags) != 2 or isinstance(value, str):
+        raise RequestError(
+            f"{name} is {shown(value)}; it must be two strings, as ('<think>', '</think>')"
+        )
+    for i, tag in enumerate(tags):
+        _text(f"{name}[{i}]", tag)
+    return tags
 
 
 def _biases(name: str, value: object, most: int) -> dict[int, float]:

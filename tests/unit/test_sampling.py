@@ -45,6 +45,9 @@ def test_defaults_are_those_of_vllm():
         "truncate_prompt_tokens": None,
         "cache_salt": None,
         "timeout_s": None,
+        "priority": 0,
+        "thinking_token_budget": None,
+        "thinking_tags": None,
         "structured_outputs": None,
         "prediction": None,
         "pooling": None,
@@ -304,8 +307,24 @@ def test_an_unknown_name_suggests_the_nearest(unknown, suggestion):
 
 
 def test_a_hopeless_name_lists_what_there_is():
-    with refuses(RequestError, "'zzzz'", "n, temperature", "timeout_s, structured_outputs"):
+    with refuses(RequestError, "'zzzz'", "n, temperature", "thinking_tags, structured_outputs"):
         SamplingParams(zzzz=1)
+
+
+def test_a_budget_of_thoughts_is_a_count_or_no_limit():
+    assert SamplingParams(thinking_token_budget=0).thinking_token_budget == 0
+    assert SamplingParams(thinking_token_budget=-1).thinking_token_budget is None
+    with refuses(RequestError, "thinking_token_budget is -2", "-1 is no limit"):
+        SamplingParams(thinking_token_budget=-2)
+    with refuses(RequestError, "reasoning_budget", "thinking_token_budget"):
+        SamplingParams(reasoning_budget=5)
+
+
+def test_tags_of_thoughts_are_two_texts():
+    assert SamplingParams(thinking_tags=["<a>", "</a>"]).thinking_tags == ("<a>", "</a>")
+    for tags in ("<a>", ["<a>"], ["<a>", "</a>", "x"], ["<a>", ""], ["<a>", 5], ["a", "\ud800"]):
+        with refuses(RequestError, "thinking_tags"):
+            SamplingParams(thinking_tags=tags)
 
 
 def test_greedy_is_temperature_zero_and_what_is_too_small_to_divide_by():

@@ -21,7 +21,13 @@ from freight.settings.engine import EngineArgs
 from freight.settings.lora import named_adapters
 
 # The options of `freight serve` that this command has as well.
-_OPTIONS = ("served_model_name", "chat_template", "template_timeout", "unknown_fields")
+_OPTIONS = (
+    "served_model_name",
+    "chat_template",
+    "template_timeout",
+    "unknown_fields",
+    "reasoning_budget",
+)
 # Options that influence the speed and not the answers: a run may be continued with other values.
 SPEED = (
     "max_num_seqs",

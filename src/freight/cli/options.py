@@ -60,6 +60,7 @@ CHOICES: dict[str, Sequence[object]] = {  # for --help; `settings.resolve.check`
     "device": DEVICES,
     "kernels": resolve.KERNEL_FORMS,
     "attention_compute": resolve.ATTENTION_COMPUTES,
+    "scheduling_policy": resolve.SCHEDULING_POLICIES,
     "activations": resolve.ACTIVATIONS,
     "pooling": resolve.POOLINGS,
 }
@@ -242,6 +243,11 @@ ENGINE_FLAGS = (
         "Seconds that prompts may make a step take while others decode.",
         "SECONDS",
     ),
+    Flag(
+        "scheduling_policy",
+        str,
+        "Which requests go first: those that came first, or those of lower priority.",
+    ),
     Flag("block_size", int, "Tokens per block of the cache."),
     Flag(
         "state_every",
@@ -391,6 +397,13 @@ SAMPLING_FLAGS = (
         "Seconds after which a completion ends with what it has by then.",
         "SECONDS",
         also=("--timeout",),
+    ),
+    Flag(
+        "thinking_token_budget",
+        int | None,
+        "Tokens of thoughts that a completion has at most; -1: no limit.",
+        "COUNT",
+        also=("--reasoning-budget",),
     ),
     Flag("skip_special_tokens", bool, "Leave special tokens out of the text.", negatable=True),
 )

@@ -122,6 +122,12 @@ SERVER_FLAGS = (
         "NAME",
     ),
     Flag(
+        "reasoning_budget",
+        int | None,
+        "Tokens of reasoning an answer has at most; -1: no limit.",
+        "COUNT",
+    ),
+    Flag(
         "enable_auto_tool_choice",
         bool,
         "Accepted and always so: tools need no option.",

@@ -23,7 +23,13 @@ from freight.errors import ConfigError
 from freight.settings.engine import EngineArgs
 
 # The options of `freight serve` that decide what an answer is, and how long a template may take.
-_OPTIONS = ("chat_template", "template_timeout", "tool_call_parser", "reasoning_parser")
+_OPTIONS = (
+    "chat_template",
+    "template_timeout",
+    "tool_call_parser",
+    "reasoning_parser",
+    "reasoning_budget",
+)
 _STATUS = {Outcome.EQUAL: 0, Outcome.DIFFERS: 1, Outcome.UNKNOWN: 2}
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from freight.engine.bad_words import BadWords
 from freight.engine.grammar import Matcher
+from freight.engine.thinking import Thought
 from freight.sampling import SamplingParams
 
 
@@ -43,6 +44,8 @@ class SamplingRow:
     stop_token_ids    barred before min_tokens; ids outside of the vocabulary are ignored
     grammar           which tokens may come next; None: all
     bad_words         which tokens may not come next; None: any may
+    thought           which token has to come next, because the budget of a thought is used up; None:
+                      thoughts have no budget
 
     A repetition penalty keeps 4 bytes for each token of the vocabulary on the device, presence and
     frequency penalties together another 4. An exception inside `sample`, at any point, leaves the
@@ -58,6 +61,7 @@ class SamplingRow:
         stop_token_ids: frozenset[int],
         grammar: Matcher | None = None,
         bad_words: BadWords | None = None,
+        thought: Thought | None = None,
     ) -> None:
         self.params = params
         self.seed = seed
@@ -66,6 +70,7 @@ class SamplingRow:
         self.stop_token_ids = stop_token_ids
         self.grammar = grammar
         self.bad_words = bad_words
+        self.thought = thought
         penalised = (
             params.repetition_penalty != 1
             or params.presence_penalty != 0
@@ -84,6 +89,8 @@ class SamplingRow:
         row.output_token_ids = output_token_ids
         if self.grammar is not None:
             row.grammar = self.grammar.fork()
+        if self.thought is not None:
+            row.thought = self.thought.fork()
         row._shared = copy(self._shared)
         if row._shared.changes is not None:
             row._shared.changes = row._shared.changes.fork()
@@ -100,6 +107,8 @@ class SamplingRow:
         for length in range(len(output_token_ids) - count, len(output_token_ids)):
             row = copy(first)
             row.output_token_ids = output_token_ids[:length]
+            if first.thought is not None:  # where a token is forced is asked of all rows before any
+                row.thought = first.thought.fork()
             rows.append(row)
         return rows
 
@@ -115,10 +124,39 @@ class SamplingRow:
     @property
     def changes_logits(self) -> bool:
         """Whether the next token is drawn from other logits than the model's."""
-        return self._always_changes or self.bars_stop_ids
+        return self._always_changes or self.bars_stop_ids or self._forced_thought is not None
+
+    @property
+    def may_follow(self) -> bool:
+        """Whether the token after the next one is drawn from the model's logits, whatever the next
+        one is, if this one is.
+        """
+        return self.thought is None or not self.thought.may_force_next(self.output_token_ids)
+
+    @property
+    def forced(self) -> int | None:
+        """The token that has to come next; None: any may. A grammar that does not permit it wins."""
+        token = self._forced_thought
+        if token is None or self.grammar is None:
+            return token
+        permitted = self.grammar.permitted(self.output_token_ids)
+        if permitted is None or not permitted[token]:
+            return None
+        return token
+
+    @property
+    def _forced_thought(self) -> int | None:
+        if self.thought is None:
+            return None
+        return self.thought.forced(self.output_token_ids)
 
     def adjust(self, x: Tensor) -> None:
         """Change the logits x, float32 [vocab_size], in place."""
+        forced = self.forced
+        if forced is not None:
+            x.fill_(-math.inf)
+            x[forced] = 0.0
+            return
         changes = self._shared.changes
         if changes is None or changes.device != x.device or changes.vocab_size != x.shape[0]:
             changes = self._shared.changes = _Changes(self, x.shape[0], x.device)

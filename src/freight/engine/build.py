@@ -53,7 +53,6 @@ from freight.model.adapted import adapter_bytes
 from freight.model.adapter_modules import adapter_modules
 from freight.model.adapters import AdapterBanks
 from freight.model.architectures import tensor_names
-from freight.model.config.model import ModelConfig
 from freight.model.decoder import Decoder, LanguageModel
 from freight.model.loader import tensor_shapes
 from freight.model.open import OpenModel
@@ -215,7 +214,7 @@ def _start(
     tokenizer = opened.load_tokenizer()
     opened.log_stops()
     if before_weights is not None:
-        before_weights(_intake(opened.model, tokenizer, plan.config.max_model_len))
+        before_weights(_intake(opened, tokenizer, plan.config.max_model_len))
     lora = plan.config.lora
     if lora is not None:
         dtype = torch_dtype(plan.config.compute_format)
@@ -241,7 +240,7 @@ def _start(
         )
     if ready.config.fp8_attention:
         logger.info("attention: products in FP8")
-    intake = _intake(opened.model, tokenizer, ready.config.max_model_len)
+    intake = _intake(opened, tokenizer, ready.config.max_model_len)
     engine = _assemble(ready, intake, pool, memories, led)
     if tells_cache:
         engine.cache.collect_events(CacheEvents())
@@ -261,8 +260,16 @@ def _check_tells_cache(plan: _Plan) -> None:
         )
 
 
-def _intake(model: ModelConfig, tokenizer: Tokenizer | None, max_model_len: int) -> Intake:
-    return Intake(tokenizer, model.vocab_size, max_model_len, model.pooling, model.generates)
+def _intake(opened: OpenModel, tokenizer: Tokenizer | None, max_model_len: int) -> Intake:
+    model = opened.model
+    return Intake(
+        tokenizer,
+        model.vocab_size,
+        max_model_len,
+        model.pooling,
+        model.generates,
+        priorities=opened.args.has_priorities,
+    )
 
 
 def _plan(opened: OpenModel) -> _Plan:

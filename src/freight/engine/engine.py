@@ -40,6 +40,7 @@ from freight.engine.sampler import Sampled, sibling_seed
 from freight.engine.scheduler import Scheduler
 from freight.engine.stated import StatedAnswer
 from freight.engine.step import Mode, ScheduledChunk, Step
+from freight.engine.thinking import TagTokens, Thought
 from freight.errors import RequestError
 from freight.outputs import (
     EngineStats,
@@ -474,6 +475,7 @@ class Engine:
             adapter=adapter,
         )
         bad_words = self.intake.bad_words(params)
+        tags = self.intake.thinking_tags(params)
         for index, drafter in enumerate(self.drafters(prompt, params)):
             its_params = params
             if index:  # one completion with the prompt's log-probabilities is enough
@@ -498,6 +500,7 @@ class Engine:
                 named_stop_ids=named_stops,
                 grammar=grammar,
                 bad_words=bad_words,
+                thought=_thought(tags, prompt.token_ids, params),
                 drafter=drafter,
                 adapter=adapter,
                 needed_from=needed_from,
@@ -655,7 +658,9 @@ class Engine:
     def _read_launched(self, step: Step, launched: Launched) -> tuple[Step, StepResult]:
         """`_compute` for a step under way: launch the one that follows it, and wait for its tokens."""
         self._dirty = True
-        after = self.scheduler.follow(step)
+        after = None
+        if all(self._may_follow(chunk) for chunk in step.chunks):
+            after = self.scheduler.follow(step)
         self._dirty = False
         if after is not None:
             self._lookahead.follow(after, launched)
@@ -673,6 +678,12 @@ class Engine:
             return step, StepResult(results)
         self._lookahead.forget()  # it has had a wrong token
         return step, compute(self.runner, [self._to_work(chunk) for chunk in chunks])
+
+    def _may_follow(self, chunk: ScheduledChunk) -> bool:
+        """Return whether what follows a chunk's token needs nothing of the host."""
+        if chunk.request.is_finished:
+            return True
+        return self._completions[chunk.request.request_id][1].row.may_follow
 
     def _expire(self) -> list[Entry]:
         """End the requests whose deadline has passed; returns what ended by it."""
@@ -778,6 +789,16 @@ class Engine:
         else:
             if stop is not None:
                 self.scheduler.finish(request_id, FinishReason.STOP, stop)
+
+
+def _thought(
+    tags: TagTokens | None, prompt: Sequence[int], params: SamplingParams
+) -> Thought | None:
+    """Return the budget of one completion's thoughts; None without one."""
+    if tags is None or params.thinking_token_budget is None:
+        return None
+    only_first = params.structured_outputs is not None
+    return Thought(tags, params.thinking_token_budget, prompt, only_first)
 
 
 def _slots_in_use(groups: Mapping[str, Group]) -> set[int]:

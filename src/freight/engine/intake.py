@@ -15,6 +15,7 @@ from freight.engine.bad_words import BadWords, read_bad_words
 from freight.engine.drafts import LONGEST_TEXT
 from freight.engine.grammar import Grammars
 from freight.engine.request import check_length
+from freight.engine.thinking import TagTokens, read_tags
 from freight.errors import RequestError, choices
 from freight.model.config.pooling import PoolingConfig
 from freight.pooling import PoolingParams, PoolingTask
@@ -37,6 +38,7 @@ class Intake:
 
     pooling    how it makes a vector of a prompt; None: it only generates
     generates  whether text may be asked of it
+    priorities whether requests may have a priority
     """
 
     tokenizer: Tokenizer | None
@@ -44,6 +46,7 @@ class Intake:
     max_model_len: int
     pooling: PoolingConfig | None = None
     generates: bool = True
+    priorities: bool = False
 
     def accept(
         self, prompt: str | Sequence[int], params: SamplingParams, add_special_tokens: bool = True
@@ -54,6 +57,11 @@ class Intake:
         add_special_tokens: to a text what the tokenizer adds, such as BOS.
         """
         self.check_task(params.pooling)
+        if params.priority and not self.priorities:
+            raise RequestError(
+                f"priority is {params.priority}, and requests run in the order of arrival here; leave it out, or "
+                "start the engine with --scheduling-policy priority"
+            )
         if isinstance(prompt, bytes | bytearray):
             raise RequestError(
                 f"the prompt is {type(prompt).__name__}; decode it to a string, or give token ids"
@@ -80,6 +88,7 @@ class Intake:
                 "structured_outputs needs a tokenizer; without one (skip_tokenizer_init) leave it out"
             )
         self.bad_words(params)
+        self.thinking_tags(params)
         if self.tokenizer is None:
             self.predicted(params)
         return AcceptedPrompt(text, token_ids)
@@ -164,6 +173,14 @@ class Intake:
                 "bad_words needs a tokenizer; without one (skip_tokenizer_init) use logit_bias"
             )
         return read_bad_words(params.bad_words, self.tokenizer, self.vocab_size)
+
+    def thinking_tags(self, params: SamplingParams) -> TagTokens | None:
+        """Return the tags of thoughts, where these have a budget; None: they have none. Raises
+        RequestError.
+        """
+        if params.thinking_token_budget is None:
+            return None
+        return read_tags(params, self.tokenizer, self.vocab_size)
 
     def predicted(self, params: SamplingParams) -> Sequence[int]:
         """Return the tokens of `prediction` that can be drafted; none without. Raises RequestError.

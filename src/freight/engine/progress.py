@@ -72,6 +72,7 @@ class Completion:
             stop_token_ids=request.stop_token_ids,
             grammar=request.grammar,
             bad_words=request.bad_words,
+            thought=request.thought,
         )
 
     @property

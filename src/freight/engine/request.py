@@ -17,6 +17,7 @@ from freight.engine.adapters import LoadedAdapter
 from freight.engine.bad_words import BadWords
 from freight.engine.drafts import Drafts
 from freight.engine.grammar import Matcher
+from freight.engine.thinking import Thought
 from freight.errors import RequestError
 from freight.outputs import FinishReason
 from freight.sampling import SamplingParams
@@ -56,6 +57,7 @@ class Request:
     grammar         how far its output is in the grammar of params.structured_outputs; None without
                     one
     bad_words       the tokens of params.bad_words; None without any
+    thought         the budget of its thoughts; None without one
     drafter         guesses its next tokens; None: nothing is drafted
     adapter         the adapter that computes it; None: the model alone
     needed_from     position from which on every row has to be computed, 0 for all of them; None: that
@@ -89,6 +91,7 @@ class Request:
     named_stop_ids: frozenset[int] = frozenset()
     grammar: Matcher | None = None
     bad_words: BadWords | None = None
+    thought: Thought | None = None
     drafter: Drafts | None = None
     adapter: LoadedAdapter | None = None
     needed_from: int | None = None
@@ -115,6 +118,11 @@ class Request:
     def adapter_slot(self) -> int | None:
         """Return the slot of its adapter."""
         return None if self.adapter is None else self.adapter.slot
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """What is lower comes first, where requests wait, and is preempted last."""
+        return self.params.priority, self.arrival
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -2,6 +2,9 @@
 
 The definition, for one row of logits x over the vocabulary (v, token ids), in this order:
 
+    thought       x[v] = -inf, and 0 for one v                        the budget of a thought is
+                  used up: v is the next token of its closing tag, which a grammar, if there is one,
+                  permits. Nothing below but the draw changes such a row
     bias          x[v] += logit_bias[v]
     repetition    x[v] = x[v] / r if x[v] > 0 else x[v] * r           v in the prompt or the output
     presence      x[v] -= presence_penalty + frequency_penalty * n(v) v in the output, n(v) times

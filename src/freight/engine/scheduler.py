@@ -4,21 +4,23 @@ Prefill and decode are one thing: a request has known tokens, some of them compu
 computes a chunk of the rest within a budget of `max_num_batched_tokens`. A chunk that reaches the
 end of the known tokens samples one more.
 
+- Requests have an order: by priority, lower ones first, then by arrival. `Intake` refuses any priority
+  but 0 unless the engine is asked to have them, and then the order is that of arrival.
 - Every running request advances in every step: one token of the budget is kept back for each that
-  is still to come, so no decode waits behind a long prefill. The rest of the budget goes by
-  arrival, oldest first, then to waiting requests, first come first served, while fewer than
-  `max_num_seqs` run.
+  is still to come, so no decode waits behind a long prefill. The rest of the budget goes in
+  order, then to waiting requests, in order, while fewer than `max_num_seqs` run. One that waits
+  preempts nobody, whatever its priority.
 - Before a chunk is computed, its request gives back the blocks that no window reaches any more
   (cache/manager.py).
-- When blocks run out, the running request that arrived last gives back its blocks and waits at its
-  place in the queue; it keeps its tokens and computes them again later. The oldest request is never
+- When blocks run out, the running request that is last in order gives back its blocks and waits at
+  its place in the queue; it keeps its tokens and computes them again later. The first that runs is never
   preempted, and `add` refuses what the whole cache could not hold, so every request comes to an
-  end.
+  end, as long as not always others come that are before it.
 - A waiting request is admitted only if the blocks for all its known tokens are there, and one more
   for each running request, so that it is not preempted right after.
 - After a step that was lost (`lose`, recovery.py) its requests compute their tokens again, each in steps of its
-  own until it is past that step: one that fails again has failed alone. The latest goes first, so
-  those that are past it, which pause, came later than it, and lose their blocks first if they run
+  own until it is past that step: one that fails again has failed alone. The last in order goes first,
+  so those that are past it, which pause, are behind it, and lose their blocks first if they run
   out. Nobody new is admitted meanwhile.
 - Drafts ride behind requests that decode, where a step has few rows and no prompt (`_draft`). They
   take only blocks that are left over, and the next `schedule` gives back what was not needed: so
@@ -63,12 +65,12 @@ from freight.outputs import FinishReason
 # keys of blocks of pooled prompts that are remembered: of 262,144 tokens, with 16 in a block
 POOLED_KEYS = 1 << 14
 
-_arrival = attrgetter("arrival")
+_order = attrgetter("order")
 
 
 def _remove(queue: list[Request], request: Request) -> None:
-    """Take `request` out of a queue that is sorted by arrival."""
-    position = bisect_left(queue, request.arrival, key=_arrival)
+    """Take `request` out of a queue that is sorted by order."""
+    position = bisect_left(queue, request.order, key=_order)
     assert queue[position] is request, (
         f"request {request.request_id} is not in the queue of its state"
     )
@@ -107,7 +109,7 @@ class Scheduler:
         self._drafted: list[Request] = []  # those that had drafts in the last step
         self._requests: dict[str, Request] = {}  # every unfinished request
         self._leaders: dict[str, Request] = {}  # group -> its unfinished completion 0
-        self._waiting: list[Request] = []  # both queues by arrival
+        self._waiting: list[Request] = []  # both queues by order
         self._running: list[Request] = []
         self._recovery = Recovery()
         self._fetches = PrefixFetch(store, self._caching)
@@ -175,7 +177,7 @@ class Scheduler:
         self._requests[name] = request
         if request.index == 0:
             self._leaders[request.group] = request
-        self._waiting.append(request)
+        insort(self._waiting, request, key=_order)
 
     def schedule(self, max_tokens: int | None = None) -> Step:
         """Return the next step; without chunks only if no request is unfinished, or all that are
@@ -344,7 +346,7 @@ class Scheduler:
         self._running = []
         self._recovery.reset()
         self._drafted = []
-        for request in sorted(requests, key=_arrival):
+        for request in sorted(requests, key=_order):
             request.held = NOTHING
             if request.is_finished:
                 continue
@@ -413,7 +415,7 @@ class Scheduler:
         self._drafted = []
 
     def _schedule_alone(self, request: Request) -> Step:
-        """Return the next step of `request`, of all that run the first that came; it has the whole
+        """Return the next step of `request`, of all that run the first in order; it has the whole
         budget.
         """
         preempted: list[Request] = []
@@ -428,7 +430,7 @@ class Scheduler:
             if not self._fetches.drop_latest():
                 preempted.append(self.preempt_latest())
         _remove(self._waiting, request)
-        insort(self._running, request, key=_arrival)
+        insort(self._running, request, key=_order)
         return Step((chunk,), tuple(preempted), alone=True)
 
     def _grow(
@@ -462,7 +464,7 @@ class Scheduler:
         victim.num_preemptions = victim.num_preemptions + 1
         victim.asked_store = False
         self.totals.preemptions += 1
-        insort(self._waiting, victim, key=_arrival)
+        insort(self._waiting, victim, key=_order)
         return victim
 
     def _admit_waiting(self, chunks: list[ScheduledChunk], budget: int) -> None:
@@ -490,7 +492,7 @@ class Scheduler:
                     return
                 continue
             del self._waiting[position]
-            insort(self._running, request, key=_arrival)
+            insort(self._running, request, key=_order)
             chunks.append(chunk)
             budget -= chunk.num_tokens
 

@@ -101,11 +101,13 @@ class Served:
     forced_call     makes the grammar of an answer that must call a tool; None: the format of the
                     model's calls is not known
     after_reasoning  lets a grammar start after the model's reasoning; None: it has no reasoning
+    thinking_tags   the texts before and after the model's reasoning; None: not known
     max_adapters    adapters that can be loaded at a time; 0: there can be none
     adapters        those that are loaded, which requests name as their model
     changing        names of adapters that are being loaded or unloaded; requests for them wait
     pooling         how the model makes a vector of a prompt; None: it only generates
     generates       whether text may be asked of it
+    priorities      whether requests may have a priority
     """
 
     names: tuple[str, ...]
@@ -122,17 +124,24 @@ class Served:
     parser_of: ParserOf | None = None
     forced_call: ForcedCall | None = None
     after_reasoning: AfterReasoning | None = None
+    thinking_tags: tuple[str, str] | None = None
     max_adapters: int = 0
     adapters: tuple[LoadedAdapter, ...] = ()
     changing: frozenset[str] = frozenset()
     pooling: PoolingConfig | None = None
     generates: bool = True
+    priorities: bool = False
 
     @property
     def intake(self) -> Intake:
         """What a prompt must be to be served."""
         return Intake(
-            self.tokenizer, self.vocab_size, self.max_model_len, self.pooling, self.generates
+            self.tokenizer,
+            self.vocab_size,
+            self.max_model_len,
+            self.pooling,
+            self.generates,
+            self.priorities,
         )
 
     def adapter(self, name: str) -> LoadedAdapter | None:

@@ -73,6 +73,7 @@ class Serving:
         self._settings = settings
         self._template = template
         model = str(options.engine_args["model"])
+        self._priorities = EngineArgs(**options.engine_args).has_priorities
         self._names = settings.names or (options.random_weights or Path(model).name or model,)
         for module in named_adapters(listed_adapters(options.engine_args["lora_modules"])):
             if module.name in self._names:
@@ -295,6 +296,8 @@ class Serving:
         """
         settings = self._settings
         form = answer_format(tokenizer, settings.tool_call_parser, settings.reasoning_parser)
+        if settings.reasoning_budget is not None:
+            check_budget(settings.reasoning_budget, form)
         if (form is None or not form.reads_calls) and "tools" in tokenizer.chat_template_source:
             logger.warning(
                 "the chat template takes tools, and the form of this model's tool calls is not known: calls stay text; "
@@ -322,8 +325,9 @@ class Serving:
             changing=self.service.adapters.changing,
             pooling=facts.pooling,
             generates=facts.generates,
+            priorities=self._priorities,
         )
-        return with_format(served, form)
+        return with_format(served, form, self._settings.reasoning_budget)
 
     def replaced(self, client: EngineClient) -> None:
         if self._kv_events is not None:
@@ -336,12 +340,35 @@ class Serving:
         self.finish(status, reason)
 
 
-def with_format(served: Served, form: AnswerFormat | None) -> Served:
-    """Return the model with what reads and forces its markup; None: it has no known markup."""
+def check_budget(reasoning_budget: int, form: AnswerFormat | None) -> tuple[str, str]:
+    """Return the tags of the thoughts that `--reasoning-budget` limits. Raises ConfigError where they
+    are not known.
+    """
+    if form is None or form.thinking_tags is None:
+        raise ConfigError(
+            f"--reasoning-budget is {reasoning_budget}, and the tags of this model's thoughts are not known: omit it, "
+            "or select them with --reasoning-parser"
+        )
+    return form.thinking_tags
+
+
+def with_format(
+    served: Served, form: AnswerFormat | None, reasoning_budget: int | None = None
+) -> Served:
+    """Return the model with what reads and forces its markup; None: it has no known markup.
+
+    reasoning_budget: tokens of thoughts that an answer has at most, unless its request says more or
+    less. Raises ConfigError where the tags of thoughts are not known.
+    """
+    if reasoning_budget is not None:
+        tags = check_budget(reasoning_budget, form)
+        budget = {"thinking_token_budget": reasoning_budget, "thinking_tags": tags}
+        served = replace(served, defaults={**served.defaults, **budget})
     if form is None:
         return served
     return replace(
         served,
+        thinking_tags=form.thinking_tags,
         parser_of=form.parser,
         forced_call=form.call_to,
         after_reasoning=form.form_to if form.reads_reasoning else None,

@@ -34,6 +34,8 @@ class ServerSettings:
                      stalled; 0: never
     chat_template    a file with a Jinja template to use instead of the model's own
     tool_call_parser, reasoning_parser  names of `call_families`; None: by the model's chat template
+    reasoning_budget tokens of thoughts that an answer has at most, unless its request says otherwise;
+                     None or -1: no limit
     unknown_fields   'refuse' or 'ignore': request fields that no API of this server has
     strict_schemas   refuse a JSON schema that a grammar can enforce only in part, instead of
                      reporting the ignored keywords
@@ -66,6 +68,7 @@ class ServerSettings:
     chat_template: Path | None = None
     tool_call_parser: str | None = None
     reasoning_parser: str | None = None
+    reasoning_budget: int | None = None
     enable_auto_tool_choice: bool = False  # no effect: always on here; other servers need the flag
     unknown_fields: str = "refuse"
     strict_schemas: bool = False
@@ -97,6 +100,12 @@ class ServerSettings:
                 raise ConfigError(
                     f"--{name.replace('_', '-')} is {seconds}; it must be more than 0 seconds"
                 )
+        if self.reasoning_budget is not None and self.reasoning_budget < -1:
+            raise ConfigError(
+                f"--reasoning-budget is {self.reasoning_budget}; it must be -1 or more; -1 is no limit"
+            )
+        if self.reasoning_budget == -1:
+            object.__setattr__(self, "reasoning_budget", None)
         check_parser("--tool-call-parser", self.tool_call_parser)
         check_parser("--reasoning-parser", self.reasoning_parser)
         if self.unknown_fields not in ("refuse", "ignore"):

@@ -53,6 +53,7 @@ class EngineArgs:
     max_num_seqs: int = 64
     max_num_batched_tokens: int | None = None
     max_step_seconds: float | None = None
+    scheduling_policy: str = "fcfs"
     block_size: int = 16
     state_every: int | None = None
     state_dtype: str = "auto"
@@ -120,6 +121,11 @@ class EngineArgs:
         if "speculative_config" in options:
             options["speculative_config"] = written_config(options["speculative_config"])
         return EngineArgs(**options)
+
+    @property
+    def has_priorities(self) -> bool:
+        """Whether requests may have a priority."""
+        return self.scheduling_policy == "priority"
 
     @property
     def asks_for_drafts(self) -> bool:

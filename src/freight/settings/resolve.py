@@ -57,6 +57,7 @@ STEP_TOKENS = {"cpu": 512, "cuda": 8192}
 SERVED_STEP_SECONDS = 0.5  # on a CPU: a pause between two tokens that a reader hardly notices
 EXPERT_ROWS = 64  # for mixtures of experts on a CPU (`step_tokens`)
 MOST_STEP_TOKENS = 2048
+SCHEDULING_POLICIES = ("fcfs", "priority")
 BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
 _UNITS = {  # of memory, in capitals
     "": 1,
@@ -104,6 +105,7 @@ def check(args: EngineArgs) -> None:
     choose("--attention-compute", args.attention_compute, ATTENTION_COMPUTES)
     choose("--activations", args.activations, ACTIVATIONS)
     choose("--pooling", args.pooling, POOLINGS)
+    choose("--scheduling-policy", args.scheduling_policy, SCHEDULING_POLICIES)
     if args.quantization in OTHER_QUANTIZATIONS:
         raise ConfigError(
             f"--quantization {args.quantization!r}: {OTHER_QUANTIZATIONS[args.quantization]}"

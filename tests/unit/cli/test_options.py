@@ -32,6 +32,7 @@ GIVEN = {  # field -> (as typed, as understood)
     "max_num_seqs": ("3", 3),
     "max_num_batched_tokens": ("200", 200),
     "max_step_seconds": ("0.25", 0.25),
+    "scheduling_policy": ("priority", "priority"),
     "block_size": ("32", 32),
     "kv_cache_memory": ("64MiB", "64MiB"),
     "speculate": ("4", 4),
@@ -76,6 +77,8 @@ def test_sampling_options_are_fields_of_sampling_params() -> None:
         "allowed_token_ids",
         "bad_words",
         "include_stop_str_in_output",
+        "priority",
+        "thinking_tags",
         "truncate_prompt_tokens",
     }  # of clients
     assert {flag.field for flag in SAMPLING_FLAGS} == {

@@ -21,7 +21,7 @@ def lost(*requests: Any) -> Recovery:
 
 
 def request(name: str, arrival: int, computed: int = 0) -> Any:
-    return SimpleNamespace(request_id=name, arrival=arrival, num_computed_tokens=computed)
+    return SimpleNamespace(request_id=name, order=(0, arrival), num_computed_tokens=computed)
 
 
 def test_the_latest_that_is_not_past_the_step_is_suspected() -> None:

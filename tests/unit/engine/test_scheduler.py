@@ -461,3 +461,62 @@ def test_a_request_that_a_window_has_no_room_for_is_refused(new_rig: NewRig) -> 
         assert figure in str(error.value)
     rig.run()
     rig.check_all_done()
+
+
+# ------------------------------------------------------------------------------------------------
+# priorities
+
+
+def test_lower_priorities_are_admitted_first_and_equal_ones_by_arrival(new_rig: NewRig) -> None:
+    rig = new_rig(max_num_seqs=1)
+    priorities = {"a": 0, "b": 5, "c": -1, "d": 5, "e": 0}
+    for index, (name, priority) in enumerate(priorities.items()):
+        rig.add(name, range(10 * index, 10 * index + 4), max_tokens=1, priority=priority)
+    first = [step.chunks[0].request.request_id for step in rig.run()]
+    assert first == ["c", "a", "e", "b", "d"]
+
+
+def test_one_that_waits_preempts_nobody_whatever_its_priority(new_rig: NewRig) -> None:
+    rig = new_rig(max_num_seqs=1)
+    rig.add("a", range(4), max_tokens=3)
+    rig.step()
+    rig.add("b", range(10, 14), max_tokens=1, priority=-9)
+    assert [rig.shape(step)[0][0] for step in rig.run()] == ["a", "a", "b"]
+    assert rig.num_preemptions == 0
+
+
+def test_preemption_takes_the_last_in_order(new_rig: NewRig) -> None:
+    """The first that came has the highest number, so it gives up its blocks."""
+    rig = new_rig(num_blocks=8, block_size=4)
+    late = rig.add("low", range(8), max_tokens=20, priority=3)
+    rig.step()
+    early = rig.add("high", range(20, 28), max_tokens=16, priority=1)
+    rig.run()
+    assert late.num_preemptions > 0
+    assert early.num_preemptions == 0
+
+
+def test_priorities_change_no_token(new_rig: NewRig) -> None:
+    rng = random.Random(3)
+    outputs = []
+    priorities = [rng.choice([-3, 0, 0, 2, 7]) for _ in range(24)]
+    for given in ([0] * 24, priorities):
+        rig = new_rig(num_blocks=24, budget=12, max_num_seqs=4)
+        rng = random.Random(4)
+        for index, priority in enumerate(given):
+            prompt = [rng.randrange(3) for _ in range(rng.randint(1, 20))]
+            rig.add(f"{index}", prompt, max_tokens=rng.randint(1, 12), priority=priority)
+            if rng.random() < 0.5:
+                rig.step()
+        rig.run()
+        outputs.append([request.output_token_ids for request in rig.requests.values()])
+    assert outputs[0] == outputs[1]
+
+
+def test_a_rebuild_keeps_the_order(new_rig: NewRig) -> None:
+    rig = new_rig(max_num_seqs=1)
+    rig.add("a", range(4), max_tokens=3, priority=2)
+    rig.step()
+    rig.add("b", range(10, 14), max_tokens=1, priority=1)
+    rig.scheduler.rebuild(list(rig.requests.values()))
+    assert [chunk.request.request_id for chunk in rig.scheduler.schedule().chunks] == ["b"]

@@ -11,10 +11,10 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
 from freight.serve.answers import call_families, response_templates
-from freight.serve.answers.call_families import Tags
 from freight.serve.answers.parsing import markup_of
 from freight.serve.answers.response_templates import CallForm
 from freight.serve.answers.tools import MessageFormat, parser_for
+from freight.text.thinking import Tags
 from freight.text.tokenizer import Tokenizer
 
 FORMS = {

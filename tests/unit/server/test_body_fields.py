@@ -15,7 +15,8 @@ from typing import Any
 import jsonschema_rs
 import list_fields
 import pytest
-from tests.unit.server.openai_cases import CLASSIFIES, EMBEDS, HELLO, LIMITS, SCORES, SERVED
+from tests.unit.server.openai_cases import CLASSIFIES, EMBEDS, HELLO, LIMITS, SCORES
+from tests.unit.server.openai_cases import SERVED as PLAIN
 
 from freight.sampling import SamplingParams
 from freight.serve.anthropic.messages_request import (
@@ -61,6 +62,9 @@ from freight.serve.tokens import (
 from freight.serve.tokens import MessagesBody as ChatTokensBody
 from freight.serve.transport.errors import ApiError
 
+# of a model whose thoughts can have a budget, with an engine of priorities
+SERVED = replace(PLAIN, thinking_tags=("<think>", "</think>"), priorities=True)
+
 
 @dataclass(frozen=True)
 class Api:
@@ -88,7 +92,7 @@ def pooled(model: Any, parse: Any, least: dict[str, Any], like: Any = EMBEDS) ->
     """Of a model that pools as `like`."""
 
     def parsed(body: Any, served: Any) -> Any:
-        pools = replace(served, pooling=like.pooling, generates=False)
+        pools = replace(served, pooling=like.pooling, generates=False, priorities=True)
         return parse(body, pools, LIMITS)
 
     return Api(model, parsed, least)
@@ -255,6 +259,8 @@ def test_a_field_sets_the_sampling_option_of_its_name(api: Api) -> None:
         "top_logprobs": "logprobs",
         "top_n_tokens": "logprobs",
         "truncate": "truncate_prompt_tokens",
+        "reasoning_budget": "thinking_token_budget",
+        "reasoning_budget_tokens": "thinking_token_budget",
     }
     expected = {name: name for name in options - converted} | of_other_names
     names = set(api.model.model_fields) - set(api.least)

@@ -24,9 +24,10 @@ from tests.unit.server.joined_pieces import call, content, joined
 from tests.unit.server.test_tools import QWEN3
 
 from freight.base.patterns import AnswerPattern
-from freight.serve.answers.call_families import form_of, tags_of
+from freight.serve.answers.call_families import form_of
 from freight.serve.answers.listed_calls import ListedCalls
 from freight.serve.answers.pieces import Piece, PieceKind
+from freight.text.thinking import tags_of
 
 EXPECTED: dict[
     str, tuple[str | None, str | None]

@@ -280,6 +280,35 @@ def test_thinking_is_on_where_it_is_asked_for(thinking, enabled):
     assert call.ignored == (("thinking.budget_tokens",) if enabled else ())
 
 
+@pytest.mark.parametrize(
+    ("fields", "budget"),
+    [
+        ({}, None),
+        ({"thinking": {"type": "disabled"}}, 0),
+        ({"thinking": {"type": "disabled", "budget_tokens": 7}}, 0),
+        ({"thinking": {"type": "adaptive"}}, None),
+        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, 1024),
+        ({"thinking": {"type": "enabled", "budget_tokens": 7}, "thinking_token_budget": 5}, 5),
+        ({"thinking_token_budget": -1}, None),
+    ],
+)
+def test_thinking_has_the_budget_that_is_asked_for(fields, budget):
+    thinks = replace(SERVED, thinking_tags=("<think>", "</think>"))
+    call = call_of(thinks, **fields)
+    params = call.work[0].params
+    assert params.thinking_token_budget == budget
+    assert call.ignored == ()
+    if "thinking_token_budget" in fields or budget is not None:
+        assert params.thinking_tags == ("<think>", "</think>")
+
+
+@pytest.mark.parametrize("budget", [-2, True, "5", 5.5])
+def test_a_wrong_budget_is_refused_by_its_own_name(budget):
+    thinks = replace(SERVED, thinking_tags=("<think>", "</think>"))
+    given = {"type": "enabled", "budget_tokens": budget}
+    assert refused(served=thinks, thinking=given) == "thinking.budget_tokens"
+
+
 def test_what_agents_send_beside_is_named_and_not_refused():
     text = {"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}
     call = call_of(

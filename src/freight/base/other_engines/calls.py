@@ -6,7 +6,7 @@ CALLS = {  # keywords of their `generate` and `chat`
     "use_tqdm": "use progress",
     "prompt_token_ids": "token ids are prompts: give lists of them in place of strings",
     "prompt_adapter_request": "prompt adapters are not implemented; use lora_request",
-    "priority": "requests run in the order of arrival: omit it",
+    "priority": "use priority of SamplingParams",
     "guided_options_request": "use structured_outputs of SamplingParams",
     "truncate_prompt_tokens": "use truncate_prompt_tokens of SamplingParams",
     "add_special_tokens": 'use tokenization_kwargs={"add_special_tokens": ...}',

@@ -45,7 +45,6 @@ SAMPLING = {  # of SamplingParams, and of bodies
         _NO_STEP,
     ),
     "repetition_detection": "use repetition_penalty",
-    "thinking_token_budget": "reasoning has no limit of its own; use max_tokens",
     **named("watermark watermarking", "answers have no watermark; leave it out"),
     "spaces_between_special_tokens": "the tokenizer decides how its special tokens are written; leave it out",
     "skip_reading_prefix_cache": "use cache_salt, which shares no prefix of others",
@@ -101,8 +100,8 @@ BODIES = {
         "the chat template selects the form of calls and of reasoning; leave it out",
     ),
     **named(
-        "reasoning_budget_tokens reasoning_budget_message reasoning_budget_start_tag "
+        "reasoning_budget_message reasoning_budget_start_tag "
         "reasoning_budget_end_tag reasoning_budget_end_tags reasoning_control",
-        "reasoning has no limit of its own; use max_tokens",
+        "a thought ends with the model's own closing tag; use thinking_token_budget",
     ),
 }

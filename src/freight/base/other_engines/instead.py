@@ -12,7 +12,6 @@ import re
 from collections.abc import Callable, Mapping
 
 from freight.base.other_engines import llama_server, sglang, vllm
-from freight.base.other_engines.not_yet import NOT_YET
 from freight.base.other_engines.tgi import TGI_OPTIONS
 
 _OURS_ELSEWHERE = {  # names of ours in other spellings
@@ -26,7 +25,6 @@ TABLES: Mapping[str, Mapping[str, str]] = {
     "vLLM": vllm.OPTIONS,
     "SGLang": sglang.OPTIONS,
     "llama-server": llama_server.OPTIONS,
-    "not yet": NOT_YET,
     "ours": _OURS_ELSEWHERE,
 }
 # with one hyphen, by the engine that has them -> the option that it stands for

@@ -16,6 +16,11 @@ _NO_PAGE_TOOLS = "the page has no tools: omit it"
 _SLOTS = "a conversation is found by its prefix, not by a slot: omit it"
 
 OPTIONS = {
+    "models_dir": "{models}='DIR' serves the models of a folder: use that",
+    "models_preset": "{models}='FILE' declares models and their options in TOML: use that",
+    "models_autoload": "a model is loaded by the first request for it, or by /models/load: omit it",
+    "reasoning_budget_message": "a thought ends with the closing tag of the chat template alone: omit it",
+    "sleep_idle_seconds": "{models} unloads models that others need the room of: omit it",
     # models and their files
     **named("hf_repo hf_file", "name the file on the hub as the model: OWNER/NAME:FILE.gguf"),
     "gguf_file": "give the file itself as the model: FILE.gguf, or OWNER/NAME:FILE.gguf on the hub",

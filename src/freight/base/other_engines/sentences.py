@@ -60,3 +60,10 @@ WARM = "the server is ready once the model has answered: omit it"
 def named(names: str, sentence: str) -> dict[str, str]:
     """Return a table that has `sentence` for each of the names, which spaces separate."""
     return dict.fromkeys(names.split(), sentence)
+
+
+SLEEP = "{enable_weight_updates} lets clients put the engine to sleep: use that"
+WEIGHTS = (
+    "weights come from folders (/update_weights_from_disk), with {enable_weight_updates}: use that"
+)
+TRACES = "spans are not exported; {log_format}=json has the times of each request"

@@ -11,6 +11,15 @@ from freight.base.other_engines.sentences import named
 _NO_EXPORT = "freight quantize writes a checkpoint first: omit it"
 
 OPTIONS = {
+    "enable_priority_scheduling": "{scheduling_policy}='priority' does it: use that",
+    **named(
+        "schedule_low_priority_values_first priority_scheduling_preemption_threshold "
+        "abort_on_priority_when_disabled default_priority_value disable_priority_preemption",
+        "{scheduling_policy}='priority' takes lower values of priority first, and 0 where there is none: omit it",
+    ),
+    **named("enable_memory_saver enable_weights_cpu_backup", say.SLEEP),
+    "checkpoint_engine_wait_weights_before_ready": say.WEIGHTS,
+    **named("enable_trace trace_modules", say.TRACES),
     # models and their files
     "model_path": "use {model}",
     "tokenizer_path": "use {tokenizer}",

@@ -10,6 +10,13 @@ from freight.base.other_engines import sentences as say
 from freight.base.other_engines.sentences import named
 
 OPTIONS = {
+    "reasoning_config": "{reasoning_budget} limits thoughts, whose tags are those of the chat template: use that",
+    **named(
+        "enable_sleep_mode sleep_mode_backend sleep_mode_offload_cudagraph sleep_preserve_parameter_names",
+        say.SLEEP,
+    ),
+    "weight_transfer_config": say.WEIGHTS,
+    "otlp_traces_endpoint": say.TRACES,
     # models and their files
     **named("torch_dtype", "use {dtype}"),
     **named("trust_remote_code code_revision", say.NO_CODE),

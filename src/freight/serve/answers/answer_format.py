@@ -20,6 +20,7 @@ class AnswerFormat(Protocol):
 
     reads_calls: bool
     reads_reasoning: bool
+    thinking_tags: tuple[str, str] | None
 
     def parser(self, prompt_text: str | None, tools: Sequence[JsonObject]) -> MessageParser:
         """Return the parser of one answer; a `ParserOf`."""

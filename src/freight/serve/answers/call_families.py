@@ -7,7 +7,7 @@ servers. Forms with tagged arguments and with lists are here; those with JSON af
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from freight.base.fields import JsonDict
@@ -25,6 +25,15 @@ from freight.serve.answers.response_templates import (
     CallForm,
 )
 from freight.serve.answers.tagged_calls import Tagged
+from freight.text.thinking import (
+    THINK,
+    THINK_GEMMA4,
+    THINK_GRANITE,
+    THINK_HY3,
+    THINK_MISTRAL,
+    THINK_SEED,
+    Tags,
+)
 
 
 def _region(opening: str, closing: str | None) -> JsonDict:
@@ -241,34 +250,6 @@ CALL_FORMS: tuple[tuple[tuple[str, ...], CallForm | None], ...] = (
 )
 
 
-@dataclass(frozen=True)
-class Tags:
-    """The delimiters of reasoning. All are recognized; a forced answer uses the first of each."""
-
-    opens: tuple[str, ...]
-    closes: tuple[str, ...]
-
-
-THINK = Tags(("<think>",), ("</think>",))
-THINK_MISTRAL = Tags(("[THINK]",), ("[/THINK]",))
-THINK_SEED = Tags(("<seed:think>",), ("</seed:think>",))
-THINK_HY3 = Tags(("<think:opensource>",), ("</think:opensource>",))
-THINK_GEMMA4 = Tags(("<|channel>thought\n",), ("<channel|>",))
-THINK_GRANITE = Tags(
-    ("Here is my thought process:", "Here's my thought process:"),
-    ("Here is my response:", "Here's my response:"),
-)
-# Words in a chat template -> the tags around reasoning. The first entry whose words all occur
-# applies.
-REASONING: tuple[tuple[tuple[str, ...], Tags], ...] = (
-    (("</seed:think>",), THINK_SEED),
-    (("</think{}>", ":opensource"), THINK_HY3),
-    (("</think{}>",), THINK),
-    (("<|channel>thought",), THINK_GEMMA4),
-    (("</think>",), THINK),
-    (("[THINK]",), THINK_MISTRAL),
-    (("Here is my thought process:",), THINK_GRANITE),
-)
 # The texts that precede an answer in a prompt.
 ANCHORS = (
     "<|im_start|>assistant\n",
@@ -364,14 +345,6 @@ def form_of(chat_template: str) -> CallForm | None:
     for words, form in CALL_FORMS:
         if all(word in text for word in words):
             return form
-    return None
-
-
-def tags_of(chat_template: str) -> Tags | None:
-    """Return the reasoning tags of a model with this chat template; None if they are not known."""
-    for words, tags in REASONING:
-        if all(word in chat_template for word in words):
-            return tags
     return None
 
 

@@ -17,6 +17,7 @@ from freight.serve.answers.out import SpecialTokens
 from freight.serve.answers.pieces import MessageParser
 from freight.serve.answers.tools import forced_functions
 from freight.text.harmony import CHANNEL, CONSTRAIN, END, MARKERS, MESSAGE, START
+from freight.text.thinking import THINK_HARMONY
 from freight.text.tokenizer import Tokenizer
 
 
@@ -25,6 +26,7 @@ class HarmonyFormat:
 
     reads_calls = True
     reads_reasoning = True
+    thinking_tags: tuple[str, str] | None = THINK_HARMONY.pair
 
     def __init__(self, tokenizer: Tokenizer, ids: Mapping[str, int]) -> None:
         """Keep the tokenizer's tokens. ids: the token of each marker."""

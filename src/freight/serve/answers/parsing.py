@@ -30,6 +30,7 @@ from freight.serve.answers.pieces import MessageParser, Piece, PieceKind
 from freight.serve.answers.response_templates import CallForm
 from freight.serve.answers.tagged_calls import Tagged
 from freight.serve.answers.verbatim import arguments_texts, within_string
+from freight.text.thinking import REASONING_FIELDS
 from freight.text.tokenizer import Tokenizer, load_response_template, parse_response
 
 if TYPE_CHECKING:
@@ -39,7 +40,6 @@ logger = logging.getLogger("freight")
 
 _CALLS = "tool_calls"
 _OUTSIDE = (None, "")  # of all regions: the region, and the text right before the answer
-_REASONING = ("reasoning_content", "reasoning", "thinking")
 _OTHER = "text outside of all fields"  # the name of an added field
 _LONGEST_CALL = 1 << 20  # characters; longer ones are content
 _MOST_ENDS = 256  # end tags within the values of one call
@@ -165,7 +165,7 @@ def markup_of(tokenizer: Tokenizer, template: JsonObject, form: CallForm | None 
         form=form,
         typed=content in ("xml-inline", "kv-lines"),
         json_calls=content == "json",
-        reasoning=next(filter(explicit.__contains__, _REASONING), None),
+        reasoning=next(filter(explicit.__contains__, REASONING_FIELDS), None),
         keeps_rest=loaded.implicit == "content"
         or (loaded.implicit is None and "content" not in explicit),
         special=SpecialTokens(tokenizer.special_texts - in_markup),

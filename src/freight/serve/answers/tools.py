@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from freight.base.fields import JsonObject
@@ -20,7 +20,6 @@ from freight.serve.answers.call_families import (
     TOOL_CALL_PARSERS,
     form_of,
     response_template,
-    tags_of,
 )
 from freight.serve.answers.listed_calls import ListedCalls
 from freight.serve.answers.parsing import Markup, markup_of
@@ -28,6 +27,7 @@ from freight.serve.answers.pieces import MessageParser
 from freight.serve.answers.response_templates import CallForm
 from freight.serve.transport.errors import ApiError
 from freight.structured import StructuredOutputs
+from freight.text.thinking import tags_of, written_tags
 from freight.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("freight")
@@ -38,6 +38,7 @@ class MessageFormat:
     """The `AnswerFormat` of a model with a response template.
 
     reads_calls, reads_reasoning   whether the response template has fields for them
+    thinking_tags                  what is written before and after reasoning; None: not known
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class MessageFormat:
         self._form = form
         self._markers: Sequence[str] = () if form is None else form.markers
         self._reasoning = reasoning
+        self.thinking_tags = reasoning
         self.reads_calls = markup.with_calls is not None
         self.reads_reasoning = markup.reasoning is not None
 
@@ -251,7 +253,7 @@ def parser_for(
                 "the checkpoint's response_template cannot be read, and is not used: %s", error
             )
         else:
-            pair = _tags(template["fields"].get(markup.reasoning)) or pair
+            pair = written_tags(template["fields"].get(markup.reasoning)) or pair
             if not _reads(markup, form):
                 form = None
             return MessageFormat(tokenizer, markup, form, pair)
@@ -270,17 +272,6 @@ def _chosen(offered: Sequence[Any] | None, value: T) -> T:
         return value
     chosen: T = offered[0]
     return chosen
-
-
-def _tags(field: object) -> tuple[str, str] | None:
-    """Return the opening and the closing text of a field, or None if either is a pattern."""
-    if not isinstance(field, Mapping):
-        return None
-    opening = field.get("open")
-    closing = field.get("close")
-    if isinstance(opening, str) and isinstance(closing, str):
-        return opening, closing
-    return None
 
 
 def _reads(markup: Markup, form: CallForm | None) -> bool:

@@ -126,6 +126,7 @@ class _Thinking(Open):
     type: Annotated[
         Literal["enabled", "adaptive", "disabled"], says("must be enabled, adaptive or disabled")
     ]
+    budget_tokens: int | None = sampled("thinking_token_budget", checked=False, minimum=0)
 
 
 class _Form(JsonSchema):
@@ -205,7 +206,7 @@ def parse_count(body: object, served: Served, limits: ServingLimits) -> Messages
 
 
 def _parse(fields: JsonDict, served: Served, limits: ServingLimits) -> MessagesCall:
-    reader = _Reader(fields, limits)
+    reader = _Reader(fields, limits, served.thinking_tags is not None)
     chat = reader.chat()
     renamed = [
         (r"stop", "stop_sequences"),
@@ -214,6 +215,8 @@ def _parse(fields: JsonDict, served: Served, limits: ServingLimits) -> MessagesC
         (r"reasoning_effort", "output_config.effort"),
         (r"tools\[\]\.function\.parameters", "tools[].input_schema"),
     ]
+    if fields.get("thinking_token_budget") is None:
+        renamed.append((r"thinking_token_budget", "thinking.budget_tokens"))
     for at, index in enumerate(reader.places):
         renamed.append((rf"tools\[{at}\]\.function\.parameters", f"tools[{index}].input_schema"))
         renamed.append((rf"tools\[{at}\]\.function", f"tools[{index}]"))
@@ -227,8 +230,10 @@ class _Reader:
     places  for each tool of the chat, its index in the request
     """
 
-    def __init__(self, fields: JsonDict, limits: ServingLimits) -> None:
+    def __init__(self, fields: JsonDict, limits: ServingLimits, ends_thoughts: bool) -> None:
+        """ends_thoughts: whether the thoughts of the model can have a budget."""
         self._fields = fields
+        self._ends_thoughts = ends_thoughts
         self._body = part(CountBody, "", fields)
         self._limits = limits
         self.ignored: list[str] = []
@@ -255,10 +260,26 @@ class _Reader:
         if config.format is not None:
             schema = {"schema": config.format.schema_}
             chat["response_format"] = {"type": "json_schema", "json_schema": schema}
+        self._read_budget(chat)
         values = present(body.chat_template_kwargs)
         chat["chat_template_kwargs"] = {"enable_thinking": thinking.type != "disabled"} | values
         self.ignored += body.others()
         return chat
+
+    def _read_budget(self, chat: JsonDict) -> None:
+        """Give thoughts their budget: none at all where they are disabled. It is ignored where their
+        tags are not known, as agents send it to every model.
+        """
+        thinking = self._body.thinking
+        if thinking is None or "thinking_token_budget" in chat:
+            return
+        budget = thinking.budget_tokens
+        if thinking.type == "disabled" and self._ends_thoughts:
+            chat["thinking_token_budget"] = 0
+        elif budget is not None and self._ends_thoughts:
+            chat["thinking_token_budget"] = budget
+        elif budget is not None:
+            self.ignored.append("thinking.budget_tokens")
 
     def _system(self, messages: Messages) -> None:
         system = self._body.system

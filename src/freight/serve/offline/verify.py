@@ -273,7 +273,7 @@ class Verifier:
     async def _tokenized(self, work: Work) -> TokenizedWork:
         """Return what `Service.tokenize` does, without a deadline."""
         prompt = await read_prompt(work, self.engine.intake, self._render, self._encode)
-        params = replace(prompt.params, timeout_s=None)
+        params = replace(prompt.params, timeout_s=None, priority=0)  # neither decides a token
         return TokenizedWork(prompt.text, tuple(prompt.token_ids), params)
 
     async def _render(self, conversation: Conversation) -> ChatText:
@@ -502,5 +502,7 @@ def verifier_of(args: EngineArgs, settings: ServerSettings | None = None) -> Ver
         adapters=engine.adapters.loaded,
         pooling=opened.model.pooling,
         generates=opened.model.generates,
+        priorities=True,
     )
-    return Verifier(engine, with_format(served, form), new_renderer)
+    served = with_format(served, form, settings.reasoning_budget)
+    return Verifier(engine, served, new_renderer)

@@ -170,7 +170,7 @@ def parse_chat(body: object, served: Served, limits: ServingLimits) -> ChatCall:
     check_messages(fields.values.get("messages"), limits)
     request = part(ChatRequest, "", fields.values)
     model = served_name(request.model, served)
-    check_shared(request, limits)
+    check_shared(request, served, limits)
     messages, ignored = chat_messages(fields.values["messages"])
     tools = tool_use(request.tools, request.tool_choice, limits)
     parallel = request.parallel_tool_calls is not False

@@ -77,7 +77,7 @@ def parse_completion(body: object, served: Served, limits: ServingLimits) -> Com
     fields = read_fields(body, CompletionRequest, served, limits)
     request = part(CompletionRequest, "", fields.values)
     model = served_name(request.model, served)
-    check_shared(request, limits)
+    check_shared(request, served, limits)
     prompts = read_prompts(request.prompt, _rules(request, served, limits.prompts), served)
     echo = bool(request.echo)
     if request.max_tokens == 0 and not echo:

@@ -150,6 +150,7 @@ def _is_field(path: str) -> bool:
     return (
         "_" in path
         or "[" in path
-        or path in ("n", "temperature", "seed", "stop", "logprobs", "messages", "prompt")
+        or path
+        in ("n", "temperature", "seed", "stop", "logprobs", "messages", "prompt", "priority")
         or path in ("dimensions", "normalize")
     )

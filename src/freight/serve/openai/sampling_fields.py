@@ -84,6 +84,12 @@ class CommonFields(Part):
     allowed_token_ids: _Allowed | None = option("allowed_token_ids")
     bad_words: Stop | _BadWords | None = option("bad_words")
     truncate_prompt_tokens: KeptTokens | None = option("truncate_prompt_tokens")
+    timeout_s: float | None = sampled("timeout_s")
+    reasoning_budget: int | None = sampled("thinking_token_budget")
+    reasoning_budget_tokens: int | None = sampled("thinking_token_budget")
+    thinking_token_budget: int | None = sampled(
+        "thinking_token_budget", note="(wins over `reasoning_budget` and `reasoning_budget_tokens`)"
+    )
     add_special_tokens: bool | None = None
     cache_salt: str | None = option(
         "cache_salt", checked=True, minLength=1, maxLength=MOST.sampling.cache_salt
@@ -108,7 +114,9 @@ class SharedFields(CommonFields, Closed):
     skip_special_tokens: bool | None = option("skip_special_tokens", checked=True)
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
-    priority: int | None = field_row(note="(0 only)", enum=[0, None])
+    priority: int | None = sampled(
+        "priority", note="(0 only, unless the server has `--scheduling-policy priority`)"
+    )
     response_format: JsonDict | None = checked_later()
     guided_json: JsonDict | str | bool | None = checked_later()
     guided_regex: str | None = checked_later()
@@ -127,7 +135,7 @@ class SharedFields(CommonFields, Closed):
         )
 
 
-def check_shared(request: SharedFields, limits: ServingLimits) -> None:
+def check_shared(request: SharedFields, served: Served, limits: ServingLimits) -> None:
     """Raise ApiError for shared fields that need others, or allow a single value."""
     if request.stream_options is not None and not request.stream:
         raise refuse("stream_options", "stream_options needs stream: true")
@@ -135,13 +143,19 @@ def check_shared(request: SharedFields, limits: ServingLimits) -> None:
         raise refuse(
             "prompt_logprobs", "prompt_logprobs come with a complete answer only; leave stream out"
         )
-    check_routing(request.priority, request.request_id, limits)
+    check_routing(request.priority, request.request_id, served, limits)
 
 
-def check_routing(priority: int | None, request_id: str | None, limits: ServingLimits) -> None:
-    """Raise ApiError for a priority, and for an id that is not safe in a log."""
-    if priority:
-        raise refuse("priority", f"priority is {show(priority)}; all requests have priority 0 here")
+def check_routing(
+    priority: int | None, request_id: str | None, served: Served, limits: ServingLimits
+) -> None:
+    """Raise ApiError for a priority where requests have none, and for an id that is not safe in a log."""
+    if priority and not served.priorities:
+        raise refuse(
+            "priority",
+            f"priority is {show(priority)}; all requests have priority 0 here: leave it out, or start the server with "
+            "--scheduling-policy priority",
+        )
     most = limits.request_id
     if request_id is not None and not re.fullmatch(rf"[A-Za-z0-9._-]{{1,{most}}}", request_id):
         raise refuse(
@@ -187,6 +201,8 @@ def sampling_from(
         structured = dict(around(structured))
     if structured is not None:
         values["structured_outputs"] = structured
+    if values.get("thinking_token_budget") is not None:
+        values["thinking_tags"] = _thinking_tags(values, fields, served)
     try:
         params = SamplingParams(**{"max_tokens": None, **served.defaults, **values})
         check_limits(params, limits.sampling)
@@ -194,6 +210,23 @@ def sampling_from(
     except RequestError as error:
         raise from_request_error(error, {**fields, "structured_outputs": source}) from error
     return params
+
+
+def _thinking_tags(
+    values: Mapping[str, object], fields: Mapping[str, str], served: Served
+) -> tuple[str, str] | None:
+    """Return the tags of the model's thoughts, for a budget of them. Raises ApiError, 400, where they
+    are not known.
+    """
+    budget = values["thinking_token_budget"]
+    if served.thinking_tags is None and budget != -1:
+        field = fields.get("thinking_token_budget", "thinking_token_budget")
+        raise refuse(
+            field,
+            f"{field} is {show(budget)}, and the tags of this model's thoughts are not known, so that none can be "
+            "ended; leave it out, or start the server with --reasoning-parser",
+        )
+    return served.thinking_tags
 
 
 def _biases(biases: object) -> object:

@@ -65,7 +65,6 @@ UNREAD: Mapping[str, Unread] = {
     "documents": Unread(
         ([],), "give them in chat_template_kwargs, as far as the template reads them"
     ),
-    "thinking_token_budget": Unread((-1,), "reasoning has no limit of its own; use max_tokens"),
     "repetition_detection": Unread((), "use repetition_penalty"),
     "stream_interval": Unread((1,), "--max-events-per-second bounds how often a stream sends"),
     "logprob_token_ids": Unread((), "use logprobs, which gives the most likely tokens"),

@@ -13,7 +13,7 @@ from freight.errors import RequestError
 from freight.model.config.pooling import PoolingConfig
 from freight.pooling import PoolingParams
 from freight.sampling import SamplingParams, check_limits
-from freight.serve.bodies import MOST, Closed, field_row, option
+from freight.serve.bodies import MOST, Closed, field_row, option, sampled
 from freight.serve.call import Served, Work
 from freight.serve.limits import ServingLimits, check_input
 from freight.serve.openai.fields import from_request_error, part, read_fields, refuse, served_name
@@ -35,7 +35,9 @@ class PooledFields(Closed):
         "cache_salt", checked=True, minLength=1, maxLength=MOST.sampling.cache_salt
     )
     request_id: str | None = field_row(pattern=f"^[A-Za-z0-9._-]{{1,{MOST.request_id}}}$")
-    priority: int | None = field_row(note="(0 only)", enum=[0, None])
+    priority: int | None = sampled(
+        "priority", note="(0 only, unless the server has `--scheduling-policy priority`)"
+    )
 
 
 B = TypeVar("B", bound=PooledFields)
@@ -61,7 +63,7 @@ def read_asked(body: object, kind: type[B], served: Served, limits: ServingLimit
     fields = read_fields(body, kind, served, limits)
     read = part(kind, "", fields.values)
     model = served_name(read.model, served)
-    check_routing(read.priority, read.request_id, limits)
+    check_routing(read.priority, read.request_id, served, limits)
     return Asked(read, model, fields.ignored)
 
 
@@ -81,6 +83,7 @@ def params_of(
             pooling=pooling,
             truncate_prompt_tokens=kept_tokens or body.truncate_prompt_tokens,
             cache_salt=body.cache_salt,
+            priority=body.priority or 0,
         )
         check_limits(params, limits.sampling)
     except RequestError as error:

@@ -150,7 +150,12 @@ class ProcessHost:
             self.stop(at_once=True)
             raise
         self.intake = Intake(
-            tokenizer, facts.vocab_size, facts.max_model_len, facts.pooling, facts.generates
+            tokenizer,
+            facts.vocab_size,
+            facts.max_model_len,
+            facts.pooling,
+            facts.generates,
+            priorities=args.has_priorities,
         )
 
     @property

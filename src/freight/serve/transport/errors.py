@@ -64,7 +64,9 @@ class ApiError(Exception):
 
 
 def took_too_long() -> ApiError:
-    """Return the error of an answer whose time limit has passed: `--request-timeout`."""
+    """Return the error of an answer whose time limit has passed: `timeout_s` or `--request-timeout`."""
     return ApiError(
-        504, "the answer took longer than this server allows; ask for fewer tokens", code="timeout"
+        504,
+        "the answer took longer than timeout_s or this server allows; ask for fewer tokens",
+        code="timeout",
     )
