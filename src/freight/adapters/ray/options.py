@@ -29,6 +29,7 @@ _NOT_HERE = {
     "insecure": "Ray listens, and nothing checks its address: give api_key or api_key_file",
     **dict.fromkeys(NODES, "all ranks of a replica are on one machine of Ray; leave it out"),
     "kv_events_config": "all replicas would take one endpoint, and the front knows prefixes by itself; leave it out",
+    "enable_weight_updates": "a change would reach one replica of several: deploy the new weights; leave it out",
     "restart_engine": "a replica ends with its engine, and Ray starts another one",
 }
 
