@@ -158,7 +158,7 @@ def test_a_failed_update_leaves_the_old_weights(server: Server, versions: Versio
     file = cut / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-10])
     assert update(server, cut).status == 400
-    assert update(server, cut, modell="x").error["message"].startswith("modell is not an option")
+    assert update(server, cut, modell="x").error["message"].startswith("modell is not a field")
     assert update(server, cut, load_format="dummy").status == 400
     after = complete(server)
     assert after.body["choices"] == before.body["choices"]

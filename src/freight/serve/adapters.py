@@ -12,12 +12,11 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import TypeVar
 
 from freight.base.fields import JsonObject
 from freight.engine.adapters import LoadedAdapter
-from freight.errors import ConfigError, FreightError, RequestError, nearest, shown
-from freight.serve.bodies import Body, Unread, present, read
+from freight.errors import ConfigError, FreightError, RequestError, shown
+from freight.serve.bodies import Body, Unread, invalid, read_closed
 from freight.serve.call import Served
 from freight.serve.engine_errors import from_engine
 from freight.serve.processes.client import EngineClient, NotReadyError
@@ -25,8 +24,6 @@ from freight.serve.transport.errors import ApiError
 from freight.settings.lora import check_adapter_name
 
 logger = logging.getLogger("freight")
-
-B = TypeVar("B", bound=Body)
 
 
 class LoadBody(Body):
@@ -59,18 +56,18 @@ class Load:
 
 def parse_load(body: JsonObject, served: Served) -> Load:
     """Parse a body of /v1/load_lora_adapter. Raises ApiError (400)."""
-    asked = _read(LoadBody, body, served)
+    asked = read_closed(LoadBody, body, served.unknown_fields)
     name = asked.lora_name
     if not asked.lora_path.strip():
-        raise _invalid(
+        raise invalid(
             "lora_path is empty; give a folder of the server's machine, or a hub id", "lora_path"
         )
     try:
         check_adapter_name(name)
     except ConfigError as error:
-        raise _invalid(str(error), "lora_name") from None
+        raise invalid(str(error), "lora_name") from None
     if name in served.names:
-        raise _invalid(
+        raise invalid(
             f"the LoRA adapter {shown(name)} has a name of the served model; choose another one",
             "lora_name",
         )
@@ -79,7 +76,7 @@ def parse_load(body: JsonObject, served: Served) -> Load:
 
 def parse_unload(body: JsonObject, served: Served) -> str:
     """Return the name of a body of /v1/unload_lora_adapter. Raises ApiError (400, 404)."""
-    name = _read(UnloadBody, body, served).lora_name
+    name = read_closed(UnloadBody, body, served.unknown_fields).lora_name
     if not served.has_adapter(name):
         raise ApiError(
             404,
@@ -208,22 +205,3 @@ def require_changeable(served: Served, has_keys: bool) -> None:
             "--api-key-file, or name the adapters in --lora-modules",
             code="keys_needed",
         )
-
-
-def _read(model: type[B], body: JsonObject, served: Served) -> B:
-    """Validate `body` as `model`. Raises ApiError also for unknown fields unless the server ignores
-    them.
-    """
-    fields = present(body)
-    known = (*model.model_fields, *model.unread)
-    for name, value in fields.items():
-        row = model.unread.get(name)
-        if row is not None and not row.accepts(value):
-            raise _invalid(f"{name} is {value!r:.60}: {row.instead}", name)
-        if name not in known and served.unknown_fields != "ignore":
-            raise _invalid(f"{name:.60} is not a field here{nearest(name[:60], known)}", name[:60])
-    return read(model, fields, lambda path, words, _: _invalid(f"{path} {words}", path))
-
-
-def _invalid(message: str, param: str) -> ApiError:
-    return ApiError(400, message, param=param)

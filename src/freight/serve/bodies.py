@@ -29,11 +29,14 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema, PydanticCustomError
 
+from freight.base.fields import JsonObject
+from freight.errors import nearest
 from freight.sampling import LARGEST_WHOLE, RANGES
 from freight.serve.limits import ServingLimits
 from freight.serve.transport.errors import ApiError
 
 M = TypeVar("M", bound=BaseModel)
+B = TypeVar("B", bound="Body")
 # Makes the error for a field: from its path, the words behind the path, and its value.
 Refused = Callable[[str, str, object], ApiError]
 MOST = ServingLimits()
@@ -214,6 +217,26 @@ def read(model: type[M], body: object, refused: Refused) -> M:
         path = "".join(f"[{at}]" if isinstance(at, int) else f".{at[:60]}" for at in first["loc"])
         words = _WORDS.get(first["type"], first["msg"].replace("Input should", "must"))
         raise refused(path.lstrip("."), words, first["input"]) from None
+
+
+def read_closed(model: type[B], body: JsonObject, unknown_fields: str = "refuse") -> B:
+    """Validate `body` as `model`. Raises ApiError (400) also for fields that the model does not have,
+    unless `unknown_fields` is "ignore", and for values that its unread fields do not accept.
+    """
+    fields = present(body)
+    known = (*model.model_fields, *model.unread)
+    for name, value in fields.items():
+        row = model.unread.get(name)
+        if row is not None and not row.accepts(value):
+            raise invalid(f"{name} is {value!r:.60}: {row.instead}", name)
+        if name not in known and unknown_fields != "ignore":
+            raise invalid(f"{name:.60} is not a field here{nearest(name[:60], known)}", name[:60])
+    return read(model, fields, lambda path, words, _: invalid(f"{path} {words}", path))
+
+
+def invalid(message: str, param: str) -> ApiError:
+    """The error for a field."""
+    return ApiError(400, message, param=param)
 
 
 @cache

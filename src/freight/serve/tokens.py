@@ -15,8 +15,8 @@ from typing import Annotated, Any, TypeVar
 from pydantic import Field
 
 from freight.base.fields import JsonDict, JsonObject
-from freight.errors import RequestError, nearest
-from freight.serve.bodies import Body, Unread, present, read, says
+from freight.errors import RequestError
+from freight.serve.bodies import Body, Unread, invalid, present, read_closed, says
 from freight.serve.call import Conversation, Served
 from freight.serve.limits import ServingLimits, are_token_ids, check_template_values
 from freight.serve.transport.errors import ApiError
@@ -150,10 +150,10 @@ def parse_tokenize(body: JsonObject, served: Served, limits: ServingLimits) -> T
     fields = present(body)
     kinds = [name for name in _KINDS if name in fields]
     if len(kinds) != 1:
-        raise _invalid("give one of prompt, messages and inputs", "prompt")
+        raise invalid("give one of prompt, messages and inputs", "prompt")
     messages = fields.get("messages")
     if isinstance(messages, list) and len(messages) > limits.messages:
-        raise _invalid(
+        raise invalid(
             f"messages has {len(messages)} entries; at most {limits.messages} are allowed",
             "messages",
         )
@@ -197,7 +197,7 @@ def detokenize(body: JsonObject, served: Served) -> dict[str, str]:
             or isinstance(token, bool)
             or not 0 <= token < served.vocab_size
         ):
-            raise _invalid(
+            raise invalid(
                 f"tokens[{position}] must be a token id, 0 to {served.vocab_size - 1}", "tokens"
             )
     return {"prompt": tokenizer.decode(tokens, skip_special_tokens=False)}
@@ -240,12 +240,4 @@ def _read(model: type[B], body: JsonObject, served: Served) -> B:
             param="model",
             code="model_not_found",
         )
-    known = (*model.model_fields, *model.unread)
-    for name in fields:
-        if name not in known and served.unknown_fields != "ignore":
-            raise _invalid(f"{name:.60} is not a field here{nearest(name[:60], known)}", name[:60])
-    return read(model, fields, lambda path, words, _: _invalid(f"{path} {words}", path))
-
-
-def _invalid(message: str, param: str) -> ApiError:
-    return ApiError(400, message, param=param)
+    return read_closed(model, body, served.unknown_fields)

@@ -11,8 +11,7 @@ from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 
 from freight.base.fields import JsonDict
-from freight.errors import nearest
-from freight.serve.bodies import Body, Unread, present, read
+from freight.serve.bodies import Body, Unread, read_closed
 from freight.serve.service import Service
 from freight.serve.transport.body import parse_object, read_body
 from freight.serve.transport.errors import ApiError
@@ -175,15 +174,7 @@ class WeightRoutes:
             raise ApiError(403, "a web page cannot do this without a body of JSON; send {}")
         for name in request.query_params:
             body[name] = _value(name, request.query_params.getlist(name))
-        fields = present(body)
-        known = (*model.model_fields, *model.unread)
-        for name, value in fields.items():
-            row = model.unread.get(name)
-            if row is not None and not row.accepts(value):
-                raise _invalid(f"{name} is {value!r:.60}: {row.instead}", name)
-            if name not in known:
-                raise _invalid(f"{name:.60} is not an option here{nearest(name[:60], known)}", name)
-        return read(model, fields, lambda path, words, _: _invalid(f"{path} {words}", path))
+        return read_closed(model, body)
 
 
 def _value(name: str, texts: list[str]) -> object:
@@ -198,7 +189,3 @@ def _value(name: str, texts: list[str]) -> object:
     if text.isdecimal():
         return int(text)
     return text
-
-
-def _invalid(message: str, param: str) -> ApiError:
-    return ApiError(400, message, param=param[:60])
