@@ -32,7 +32,8 @@ class HostCopy:
             if storage.data_ptr() in seen or not storage.nbytes() or not storage.resizable():
                 continue
             seen.add(storage.data_ptr())
-            self._moved.append(_Moved(storage, storage.cpu().clone()))
+            on_host = storage.device.type == "cpu"
+            self._moved.append(_Moved(storage, storage.clone() if on_host else storage.cpu()))
         for moved in self._moved:
             moved.storage.resize_(0)
 

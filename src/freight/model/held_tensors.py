@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import fields, is_dataclass
 
 from torch import Tensor
+from torch.nn import Module
 
 
 def held_tensors(value: object) -> dict[int, int]:
@@ -26,9 +27,13 @@ def held_tensors(value: object) -> dict[int, int]:
 
 
 def tensors_in(value: object) -> Iterator[Tensor]:
-    """Yield the tensors in `value`, at any depth of tuples and dataclasses."""
+    """Yield the tensors in `value`, at any depth of tuples, dataclasses and modules."""
     if isinstance(value, Tensor):
         yield value
+        return
+    if isinstance(value, Module):
+        yield from value.parameters()
+        yield from value.buffers()
         return
     parts: Sequence[object] = ()
     if isinstance(value, tuple):
