@@ -20,7 +20,7 @@ from typing import Any, NoReturn, Self
 from freight.base.start_log import log_to_stderr
 from freight.engine.adapters import LoRARequest
 from freight.engine.intake import AcceptedPrompt
-from freight.engine.messages import Action
+from freight.engine.messages import Action, level_of_tags
 from freight.errors import ConfigError, EngineError, RequestError, choices
 from freight.outputs import EngineStats, FinishReason, RequestOutput
 from freight.sampling import SamplingParams
@@ -183,8 +183,8 @@ class AsyncLLM:
         """Begin requests again, and go on with those that stood still."""
         await self._pauses.resume()
 
-    @property
-    def is_paused(self) -> bool:
+    async def is_paused(self) -> bool:
+        """Return whether requests wait for `resume_generation`."""
         return self._pauses.mode is not None
 
     async def update_weights_from_disk(self, model: str, abort_all_requests: bool = False) -> None:
@@ -204,17 +204,17 @@ class AsyncLLM:
         """
         await self._pauses.change(Action.SLEEP, level)
 
-    async def wake_up(self, level: int = 0) -> None:
-        """Take the memory again: level 0 all of it, level 1 that of the weights alone."""
-        await self._pauses.change(Action.WAKE_UP, level)
+    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Take the memory again, as `LLM.wake_up`."""
+        await self._pauses.change(Action.WAKE_UP, level_of_tags(tags))
 
     async def reset_prefix_cache(self) -> None:
         """Find no block of the cache again. Those of a store are found still."""
         self._check()
         await asyncio.wrap_future(self._host.change(Action.RESET_PREFIX_CACHE))
 
-    @property
-    def is_sleeping(self) -> bool:
+    async def is_sleeping(self) -> bool:
+        """Return whether requests are refused until `wake_up`."""
         return self._host.sleep_level > 0
 
     @property

@@ -17,6 +17,7 @@ from freight.base.start_log import log_to_stderr
 from freight.engine.adapters import LoadedAdapter, LoRARequest
 from freight.engine.build import BeforeWeights, cache_facts, start_engine
 from freight.engine.intake import AcceptedPrompt
+from freight.engine.messages import level_of_tags
 from freight.engine.renewal import Renewal, Source
 from freight.engine.turns import Turns
 from freight.engine.verification import (
@@ -389,11 +390,14 @@ class LLM:
         """
         self._turns.run(lambda: self._renewal.sleep(level))
 
-    def wake_up(self) -> None:
-        """Take the memory again that `sleep` gave back. Raises CheckpointError where the files of the
-        weights are gone.
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Take the memory again that `sleep` gave back. `tags` of ["weights"] takes that of the weights
+        alone, so that an update does not have to fit beside the cache.
+
+        Raises CheckpointError where the files of the weights are gone, RequestError for another tag.
         """
-        self._turns.run(self._renewal.wake_up)
+        level = level_of_tags(tags)
+        self._turns.run(lambda: self._renewal.wake_up(level))
 
     @property
     def is_sleeping(self) -> bool:

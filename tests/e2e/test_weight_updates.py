@@ -292,7 +292,7 @@ async def use(llm: AsyncLLM, versions: Versions) -> None:
         stream = llm.generate("def main(", params)
         await anext(stream)
         await llm.pause_generation(mode)
-        assert llm.is_paused
+        assert await llm.is_paused()
         if mode == "keep":
             with pytest.raises(RequestError, match="stand still halfway"):
                 await llm.update_weights_from_disk(str(versions.folders[2]))
@@ -303,7 +303,7 @@ async def use(llm: AsyncLLM, versions: Versions) -> None:
         assert (await whole(stream)).outputs[0].finish_reason == reason
         assert scored((await waiting).outputs[0]) == versions.expected[versions.fingerprints[1]][0]
     await llm.sleep(2)
-    assert llm.is_sleeping
+    assert await llm.is_sleeping()
     with pytest.raises((RequestError, EngineError), match="sleeps at level 2"):
         await whole(llm.generate(PROMPTS[0], PARAMS))
     await llm.update_weights_from_disk(str(versions.folders[2]))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
 from freight.cache.events import CacheChanged
 from freight.engine.adapters import LoadedAdapter, LoRARequest
-from freight.errors import FreightError
+from freight.errors import FreightError, RequestError, shown
 from freight.outputs import EngineStats, RequestDelta
 from freight.sampling import SamplingParams
 
@@ -73,6 +74,16 @@ class Action(StrEnum):
     END_ALL = "end all"
     FREEZE = "freeze"
     THAW = "thaw"
+
+
+def level_of_tags(tags: Sequence[str] | None) -> int:
+    """Return the level of sleep that is left when vLLM's `tags` wake up: 1 without the cache's memory.
+    Raises RequestError for another tag.
+    """
+    for tag in tags or ():
+        if tag not in ("weights", "kv_cache"):
+            raise RequestError(f"tags has {shown(tag)}; it may have 'weights' and 'kv_cache'")
+    return int(tags is not None and "kv_cache" not in tags)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 
 from freight.base.fields import JsonDict
+from freight.engine.messages import level_of_tags
 from freight.serve.bodies import Body, Unread, read_closed
 from freight.serve.service import Service
 from freight.serve.transport.body import parse_object, read_body
@@ -141,10 +142,7 @@ class WeightRoutes:
 
     async def wake_up(self, request: Request) -> Response:
         asked = await self._options(request, WakeBody)
-        level = 0
-        if asked.tags == ["weights"]:
-            level = 1
-        await self._service.weights.wake_up(level)
+        await self._service.weights.wake_up(level_of_tags(asked.tags))
         return Response()
 
     async def is_paused(self) -> Response:

@@ -217,11 +217,15 @@ def test_an_update_while_it_sleeps(other: Path):
         llm.sleep(level)
         llm.update_weights(changed_tensors(1).items())
         assert llm.is_sleeping
-        llm.wake_up()
+        llm.wake_up(tags=["weights"])
+        assert llm.is_sleeping
+        llm.wake_up(tags=["kv_cache"])
         assert answers(llm) == expected
     llm.sleep(2)
     with pytest.raises(CheckpointError, match="came from memory"):
         llm.wake_up()
+    with pytest.raises(RequestError, match="tags has 'cache'"):
+        llm.wake_up(tags=["cache"])
     llm.update_weights("demo")
     llm.wake_up()
     assert answers(llm) != expected
