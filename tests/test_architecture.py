@@ -142,6 +142,7 @@ ONLY_IN = {  # third-party package -> the modules that may import it
     "lm_eval": {"freight.adapters.lm_eval", "freight.lab.evaluate.tasks"},
     "zmq": {"freight.serve.observe.kv_events"},
     "msgspec": {"freight.serve.observe.kv_events"},
+    "opentelemetry": {"freight.serve.observe.traces"},
 }
 ONLY_BELOW = {  # third-party package -> the one package whose modules may import it
     "pydantic": "serve",

@@ -177,6 +177,12 @@ SERVER_FLAGS = (
         "Publish what the cache gains and loses, for routers.",
         "JSON",
     ),
+    Flag(
+        "otlp_traces_endpoint",
+        str | None,
+        "Send a span for each request to this collector, by OTLP over HTTP.",
+        "URL",
+    ),
     Flag("log_format", str, "How the log is written.", "text|json", default="text"),
 )
 

@@ -93,6 +93,16 @@ INVOCATION = (
 LARGE = 1 << 16  # bytes: parsing a larger body takes longer than a step of the engine
 # Served to GET without a key: nothing in them is secret.
 OPEN_PATHS = frozenset({*PAGE, "/health", "/ping"})
+# Served to POST without an answer of the model: they have no spans.
+UNTRACED = frozenset(
+    {
+        "/v1/messages/count_tokens",
+        "/tokenize",
+        "/detokenize",
+        "/v1/load_lora_adapter",
+        "/v1/unload_lora_adapter",
+    }
+)
 
 
 def make_app(
@@ -246,10 +256,16 @@ class Routes:
         async def endpoint(request: Request) -> Response:
             service = self._service
             state = request.scope["state"]
-            call = await self._understood(
-                request, lambda body: parse(body, service.require_served(), service.limits)
-            )
-            answer = await service.begin(call, state["request_id"], state["key_name"])
+            arrival = service.clock()
+            try:
+                call = await self._understood(
+                    request, lambda body: parse(body, service.require_served(), service.limits)
+                )
+                answer = await service.begin(call, state["request_id"], state["key_name"])
+            except ApiError as error:
+                route = request.scope["route"].path
+                service.trace_refusal(as_error(error), state["request_id"], route, arrival)
+                raise
             return AnswerResponse(answer, call, self._headers(call), as_error)
 
         return self.logged(endpoint, as_error)
@@ -266,6 +282,7 @@ class Routes:
                 return await endpoint(request)
             except ApiError as error:
                 route = request.scope["route"].path
+                state["is_counted"] = True
                 self._service.refused(
                     as_error(error), state["request_id"], state["key_name"], route
                 )

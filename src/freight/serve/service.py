@@ -49,6 +49,7 @@ from freight.serve.limits import (
 )
 from freight.serve.observe.log import RequestLine, log_request, loggable
 from freight.serve.observe.metrics import UNNAMED, Metrics
+from freight.serve.observe.traces import TracedRequest, Traces
 from freight.serve.openai.fields import from_request_error, served_name
 from freight.serve.pooling.pairs import read_pair
 from freight.serve.processes.client import EngineClient, EngineState, Running
@@ -117,6 +118,7 @@ class Service:
         self.answers: set[Answer] = set()
         self.adapters = ServedAdapters(self._adapters_changed)
         self.weights = ServedWeights(self)
+        self.traces: Traces | None = None
         self.clock = clock
         self.max_sequences = max_sequences
         self._max_queue = max_queue
@@ -164,6 +166,7 @@ class Service:
         reply = call.reply(head, served, work)
         answer = Answer(self, reply, work, request_id, key_name, arrival, adapter, at_once)
         answer.is_queued = is_queued
+        answer.model = call.model
         try:
             await answer.submit()
         except ApiError:
@@ -300,6 +303,12 @@ class Service:
     ) -> None:
         """`count_refusal` of this model."""
         count_refusal(self.metrics, error, request_id, key_name, route)
+
+    def trace_refusal(self, error: ApiError, request_id: str, route: str, arrival: float) -> None:
+        """Make the span of a request whose answer did not begin, if there are spans."""
+        if self.traces is not None:
+            seconds = self.clock() - arrival
+            self.traces.record(refused_request(error, request_id, route, seconds))
 
     async def render(self, conversation: Conversation, key_name: str | None = None) -> ChatText:
         """Render a conversation to text. Raises ApiError."""
@@ -469,6 +478,11 @@ def count_refusal(
         metrics.rejected("invalid")
 
 
+def refused_request(error: ApiError, request_id: str, route: str, seconds: float) -> TracedRequest:
+    """Return what the span of a request says whose answer did not begin."""
+    return TracedRequest(request_id, error.status, seconds, route, error.code or error.type)
+
+
 def _num_values(work: Sequence[TokenizedWork], served: Served | None) -> int:
     """Return how many numbers of log-probabilities and vectors an answer may have."""
     size = 0
@@ -517,6 +531,7 @@ class Answer:
         self._request_id = request_id
         self.key_name = key_name
         self.is_queued = False  # it was admitted to wait for others
+        self.model: str | None = None  # the name that the answer shows
         self._arrival = arrival
         self._adapter = adapter
         self._lora = None if adapter is None else LoRARequest(adapter.name)
@@ -529,6 +544,8 @@ class Answer:
         self._prompt_tokens = sum(len(item.token_ids) for item in work)
         self._generated = [[0] * item.params.n for item in work]
         self._cached = 0
+        self._first_token: float | None = None  # seconds until it
+        self._times: list[RequestTimes] = []  # of the requests that have finished
         self._reason: str | None = None
         self._is_closed = False
         self._is_cut = False  # it fails, and submits no further request
@@ -656,6 +673,24 @@ class Answer:
         log_request(
             RequestLine(self._request_id, status, seconds, *counts, self._reason, self.key_name)
         )
+        if service.traces is not None:
+            service.traces.record(self._traced(status, seconds))
+
+    def _traced(self, status: int, seconds: float) -> TracedRequest:
+        failure = self._failure
+        return TracedRequest(
+            self._request_id,
+            status,
+            seconds,
+            code=None if failure is None else failure.code or failure.type,
+            model=self.model,
+            params=self._work[0].params if self._work else None,
+            prompt_tokens=self._prompt_tokens,
+            generated_tokens=sum(map(sum, self._generated)),
+            first_token=self._first_token,
+            times=self._times,
+            finish_reason=self._reason,
+        )
 
     def stop(self) -> None:
         """Stop what runs, and neither count nor log it: for an answer that did not begin."""
@@ -669,7 +704,10 @@ class Answer:
         metrics = self._service.metrics
         generated = self._generated[index]
         if not any(generated) and any(output.token_ids for output in delta.outputs):
-            metrics.first_token(now - self._arrival)
+            seconds = now - self._arrival
+            metrics.first_token(seconds)
+            if self._first_token is None:
+                self._first_token = seconds
         for output in delta.outputs:
             if output.token_ids:
                 last = self._last_token.get((index, output.index))
@@ -680,6 +718,8 @@ class Answer:
         if delta.finished:
             self._unfinished.remove(index)
             self._cached += delta.num_cached_tokens
+            if delta.times is not None:
+                self._times.append(delta.times)
             self._reason = str(
                 next(output.finish_reason for output in delta.outputs if output.finish_reason)
             )

@@ -30,6 +30,7 @@ from freight.serve.limits import ServingLimits
 from freight.serve.observe.kv_events import KVEventPublisher
 from freight.serve.observe.metrics import Metrics
 from freight.serve.observe.monitor import Monitor
+from freight.serve.observe.traces import Traces
 from freight.serve.processes.client import EngineClient, EngineState, WorkerOptions
 from freight.serve.processes.supervisor import Supervisor
 from freight.serve.processes.wire import EngineFacts
@@ -65,8 +66,14 @@ class Serving:
     """
 
     def __init__(
-        self, settings: ServerSettings, options: WorkerOptions, keys: Keys, template: str | None
+        self,
+        settings: ServerSettings,
+        options: WorkerOptions,
+        keys: Keys,
+        template: str | None,
+        traces: Traces | None = None,
     ) -> None:
+        """traces: those of all models, which outlive this one; None: its own, where there are any"""
         self.ended: asyncio.Future[int]
         self.reason: str | None = None
         self._needs_client = False  # the one that there is has ended, or has other options
@@ -101,6 +108,10 @@ class Serving:
         if settings.kv_events is not None:
             self._kv_events = KVEventPublisher(settings.kv_events)
             self._metrics.set_kv_events(self._kv_events.counts)
+        self._traces: Traces | None = None  # its own
+        if traces is None and settings.otlp_traces_endpoint is not None:
+            self._traces = Traces(settings.otlp_traces_endpoint)
+        self.service.traces = traces or self._traces
         self._tasks: list[asyncio.Task[None]] = []
 
     def app(self, limits: HttpLimits) -> App:
@@ -204,6 +215,8 @@ class Serving:
         self._needs_client = True
         if self._kv_events is not None:
             await asyncio.to_thread(self._kv_events.close)
+        if self._traces is not None:
+            await asyncio.to_thread(self._traces.close)
 
     def _cache_changed(self, changed: CacheChanged) -> None:
         if self._kv_events is not None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from freight.errors import ConfigError
 from freight.serve.answers.call_families import check_parser
 from freight.serve.observe.kv_events import KVEventsConfig
+from freight.serve.observe.traces import read_endpoint
 from freight.serve.processes.pulse import STALL_TIMEOUT
 
 
@@ -44,6 +45,7 @@ class ServerSettings:
     allow_origins    origins whose web pages may call the server (CORS)
     old_metrics      also export the names that older dashboards read
     kv_events_config  what `kv_events` is read from: a JSON object
+    otlp_traces_endpoint  where a span for each request is sent, a URL of OTLP over HTTP; None: nowhere
     """
 
     names: tuple[str, ...] = ()
@@ -78,6 +80,7 @@ class ServerSettings:
     old_metrics: bool = False
     log_format: str = "text"
     kv_events_config: str | None = None
+    otlp_traces_endpoint: str | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
@@ -115,6 +118,8 @@ class ServerSettings:
         if self.log_format not in ("text", "json"):
             raise ConfigError(f"--log-format is {self.log_format!r}; it must be text or json")
         self.kv_events  # noqa: B018  # refuses what cannot be read
+        if self.otlp_traces_endpoint is not None:
+            read_endpoint(self.otlp_traces_endpoint)
 
     @property
     def kv_events(self) -> KVEventsConfig | None:

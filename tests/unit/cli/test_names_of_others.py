@@ -40,7 +40,8 @@ SAME = """
     kv-cache-dtype-skip-layers kv-events-config lora-modules master-addr master-port max-lora-rank max-loras
     max-model-len max-num-batched-tokens max-num-seqs model model-id models-max
     nnodes no-enable-prefix-caching
-    node-rank num-shard pooling port quantization quantization-param-path reasoning-budget reasoning-parser revision
+    node-rank num-shard otlp-traces-endpoint pooling port quantization quantization-param-path
+    reasoning-budget reasoning-parser revision
     scheduling-policy seed
     served-model-name skip-tokenizer-init speculate speculative-config ssl-certfile ssl-keyfile
     ssl-keyfile-password tensor-parallel-size threads tokenizer tool-call-parser tp tp-size

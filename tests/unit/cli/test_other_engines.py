@@ -15,14 +15,14 @@ from freight.base.other_engines.instead import SENTENCES, as_flag, instead_of
 from freight.base.other_engines.tgi import TGI_OPTIONS
 from freight.base.other_engines.values import OTHER_QUANTIZATIONS
 from freight.cli.options import ENGINE_FLAGS
-from freight.cli.serve import SERVER_FLAGS
+from freight.cli.serve import MODELS_FLAGS, SERVER_FLAGS
 from freight.errors import ConfigError
 from freight.settings.engine import EngineArgs
 from freight.settings.resolve import check
 
 OURS = (
     {field.name for field in fields(EngineArgs)}
-    | {flag.field for flag in SERVER_FLAGS}
+    | {flag.field for flag in (*SERVER_FLAGS, *MODELS_FLAGS)}
     | {"model_id"}
 )
 ASKED = {  # option -> what the answer must name

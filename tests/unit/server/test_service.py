@@ -47,6 +47,7 @@ class FakeClient:
         self.requests: dict[str, tuple[Running, TokenizedWork]] = {}
         self.aborted: list[str] = []
         self.refuses: Exception | None = None
+        self.sleep_level = 0
 
     @property
     def num_sequences(self) -> int:

@@ -66,4 +66,4 @@ SLEEP = "{enable_weight_updates} lets clients put the engine to sleep: use that"
 WEIGHTS = (
     "weights come from folders (/update_weights_from_disk), with {enable_weight_updates}: use that"
 )
-TRACES = "spans are not exported; {log_format}=json has the times of each request"
+TRACES = "{otlp_traces_endpoint} sends a span for each request: use that"

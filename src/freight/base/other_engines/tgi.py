@@ -92,10 +92,14 @@ TGI_OPTIONS = {
         (
             "validation_workers",
             "shard_uds_path",
-            "otlp_endpoint",
-            "otlp_service_name",
         ),
         TgiOption(instead="there is nothing to set: omit it", harmless=True),
+    ),
+    "otlp_endpoint": TgiOption(
+        instead="{otlp_traces_endpoint} sends spans, over HTTP and not gRPC", harmless=True
+    ),
+    "otlp_service_name": TgiOption(
+        instead="the variable OTEL_SERVICE_NAME names the service", harmless=True
     ),
     **dict.fromkeys(
         ("ngrok_authtoken", "ngrok_edge", "usage_stats", "watermark_gamma", "watermark_delta"),

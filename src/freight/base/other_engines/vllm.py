@@ -16,7 +16,6 @@ OPTIONS = {
         say.SLEEP,
     ),
     "weight_transfer_config": say.WEIGHTS,
-    "otlp_traces_endpoint": say.TRACES,
     # models and their files
     **named("torch_dtype", "use {dtype}"),
     **named("trust_remote_code code_revision", say.NO_CODE),

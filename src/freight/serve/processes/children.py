@@ -11,7 +11,11 @@ from typing import Any
 
 from freight.base.descent import from_lasting_thread, with_parent
 
-SECRETS = ("FREIGHT_API_KEY",)  # variables that only a server's main process needs
+SECRETS = (  # variables that only a server's main process needs
+    "FREIGHT_API_KEY",
+    "OTEL_EXPORTER_OTLP_HEADERS",
+    "OTEL_EXPORTER_OTLP_TRACES_HEADERS",
+)
 
 
 def without_secrets(environ: Mapping[str, str]) -> dict[str, str]:

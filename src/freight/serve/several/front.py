@@ -5,6 +5,7 @@ that is loaded, and passes the request on to its routes. A body is read and pars
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from urllib.parse import parse_qs
@@ -13,12 +14,13 @@ from prometheus_client.metrics_core import Metric
 
 from freight.base.fields import JsonDict
 from freight.errors import shown
-from freight.serve.app import LARGE, ReadBody, guarded_app
+from freight.serve.app import LARGE, UNTRACED, ReadBody, guarded_app
 from freight.serve.observe.metrics import Metrics, merged, render
+from freight.serve.observe.traces import Traces
 from freight.serve.openai.fields import ANY_MODEL
 from freight.serve.page import PAGE
 from freight.serve.processes.log import current_request
-from freight.serve.service import count_refusal
+from freight.serve.service import count_refusal, refused_request
 from freight.serve.settings import ServerSettings
 from freight.serve.several.models import Model, Models, ModelState
 from freight.serve.tgi.request import as_tgi_error
@@ -36,9 +38,15 @@ _STATE = frozenset({"/state", "/state/stream"})  # nothing is loaded to be looke
 _OWN = frozenset({"/v1/models", "/models", "/metrics", *_HEALTH})
 
 
-def front(models: Models, settings: ServerSettings, limits: HttpLimits, metrics: Metrics) -> App:
-    """Build the server as an ASGI application. `metrics`: of what no model has answered."""
-    made = Front(models, settings, limits, metrics)
+def front(
+    models: Models,
+    settings: ServerSettings,
+    limits: HttpLimits,
+    metrics: Metrics,
+    traces: Traces | None = None,
+) -> App:
+    """Build the server as an ASGI application. `metrics` and `traces`: of what no model has answered."""
+    made = Front(models, settings, limits, metrics, traces)
     return guarded_app(made, made.keys, metrics, settings, limits, made.paths)
 
 
@@ -46,9 +54,15 @@ class Front:
     """An ASGI application before those of the models."""
 
     def __init__(
-        self, models: Models, settings: ServerSettings, limits: HttpLimits, metrics: Metrics
+        self,
+        models: Models,
+        settings: ServerSettings,
+        limits: HttpLimits,
+        metrics: Metrics,
+        traces: Traces | None = None,
     ) -> None:
         self._models = models
+        self._traces = traces
         self._settings = settings
         self._limits = limits
         self._metrics = metrics
@@ -66,14 +80,25 @@ class Front:
             return
         state = scope["state"]
         current_request.set(state["request_id"])
+        arrival = time.monotonic()
         try:
             await self._route(scope, receive, send)
         except ApiError as error:
             path = scope["path"]
             shaped = as_tgi_error(error) if path in TGI_PATHS else error
-            route = path if path in self.paths else "other"
-            count_refusal(self._metrics, shaped, state["request_id"], state["key_name"], route)
+            if "is_counted" not in state:  # by the routes of its model
+                self._count(scope, shaped, time.monotonic() - arrival)
             raise shaped from None
+
+    def _count(self, scope: Scope, error: ApiError, seconds: float) -> None:
+        """Count a refusal, and make its span where an answer of a model was asked for."""
+        path = scope["path"]
+        state = scope["state"]
+        request_id = state["request_id"]
+        route = path if path in self.paths else "other"
+        count_refusal(self._metrics, error, request_id, state["key_name"], route)
+        if self._traces is not None and path in self._posts - UNTRACED:
+            self._traces.record(refused_request(error, request_id, route, seconds))
 
     async def _route(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["path"]

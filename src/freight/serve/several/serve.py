@@ -9,6 +9,7 @@ from dataclasses import asdict, replace
 
 from freight.serve.lifecycle import listen
 from freight.serve.observe.metrics import Metrics
+from freight.serve.observe.traces import Traces
 from freight.serve.processes.client import WorkerOptions
 from freight.serve.serving import Serving, first_keys, read_template
 from freight.serve.settings import ServerSettings
@@ -38,15 +39,15 @@ def run_several(
         limits = replace(limits, memory=int(SHARE * sizes.free))
 
     def make() -> SeveralServing:
-        models = [
-            Model(
-                model,
-                size,
-                Serving(model.settings(settings), _options(model, settings, size), keys, template),
-            )
-            for model, size, template in zip(declared, sizes.models, templates, strict=True)
-        ]
-        return SeveralServing(settings, Models(models, limits), keys)
+        traces = None
+        if settings.otlp_traces_endpoint is not None:
+            traces = Traces(settings.otlp_traces_endpoint)
+        models = []
+        for model, size, template in zip(declared, sizes.models, templates, strict=True):
+            options = _options(model, settings, size)
+            serving = Serving(model.settings(settings), options, keys, template, traces)
+            models.append(Model(model, size, serving))
+        return SeveralServing(settings, Models(models, limits), keys, traces)
 
     return listen(settings, keys, make)
 
@@ -66,15 +67,18 @@ class SeveralServing:
 
     is_loading = False  # those that are loaded have clients who wait for their answers
 
-    def __init__(self, settings: ServerSettings, models: Models, keys: Keys) -> None:
+    def __init__(
+        self, settings: ServerSettings, models: Models, keys: Keys, traces: Traces | None = None
+    ) -> None:
         self.ended: asyncio.Future[int]
         self.keys = keys
         self._settings = settings
         self._models = models
         self._metrics = Metrics("", keys=keys.names)
+        self._traces = traces
 
     def app(self, limits: HttpLimits) -> App:
-        return front(self._models, self._settings, limits, self._metrics)
+        return front(self._models, self._settings, limits, self._metrics, self._traces)
 
     def begin(self) -> None:
         """Log what there is. The first requests load the models."""
@@ -106,6 +110,8 @@ class SeveralServing:
     async def close(self) -> None:
         """End what a `drain` that was broken off has left."""
         await self._models.drain(0.0)
+        if self._traces is not None:
+            await asyncio.to_thread(self._traces.close)
 
     def add_keys(self, names: Sequence[str]) -> None:
         for model in self._models.models:

@@ -18,6 +18,7 @@ from starlette.middleware.cors import CORSMiddleware
 from freight.errors import ConfigError
 from freight.serve.anthropic import errors as anthropic
 from freight.serve.observe.log import request_id_of, trace_id_of
+from freight.serve.observe.traces import trace_headers
 from freight.serve.processes.log import current_trace
 from freight.serve.tgi import reply as tgi_reply
 from freight.serve.transport.auth import Keys
@@ -112,7 +113,10 @@ class RequestIds:
             return
         request_id = request_id_of(_text(header(scope, b"x-request-id")))
         scope.setdefault("state", {})["request_id"] = request_id
-        current_trace.set(trace_id_of(_text(header(scope, b"traceparent"))))
+        parent = _text(header(scope, b"traceparent"))
+        trace_id = trace_id_of(parent)
+        current_trace.set(trace_id)
+        trace_headers.set(None if trace_id is None else _trace_headers(scope, parent))
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -280,6 +284,16 @@ class RequireKey:
             return
         scope.setdefault("state", {})["key_name"] = name
         await self._app(scope, receive, send)
+
+
+def _trace_headers(scope: Scope, parent: str | None) -> dict[str, str]:
+    """Return a valid `traceparent` and the `tracestate` beside it, which may be in several headers."""
+    assert parent is not None
+    states = [value.decode("latin-1") for key, value in scope["headers"] if key == b"tracestate"]
+    headers = {"traceparent": parent}
+    if states:
+        headers["tracestate"] = ",".join(states)
+    return headers
 
 
 def _text(value: bytes | None) -> str | None:
