@@ -8,6 +8,7 @@ import asyncio
 import json
 import os
 import random
+import shutil
 import signal
 import threading
 import time
@@ -315,6 +316,31 @@ async def use(llm: AsyncLLM, versions: Versions) -> None:
 async def whole(stream: Any) -> Any:
     outputs = [output async for output in stream]
     return outputs[-1]
+
+
+def test_options_in_the_query(server: Server, versions: Versions):
+    folder = versions.folders[0]
+    answer = server.ask(f"/update_weights_from_disk?weight_version=100&model_path={folder}", {})
+    assert answer.status == 200, answer.raw
+    assert get(server, "/get_weight_version").body["weight_version"] == "100"
+    for level in ("9" * 5000, "-1", "x"):
+        assert server.ask(f"/sleep?level={level}", {}).status == 400
+
+
+def test_the_server_outlives_what_cannot_be_a_path_and_the_end_of_its_folder(versions: Versions):
+    with freight_serve(versions.folders[0], OPTIONS) as url:
+        server = Server(url, {})
+        assert update(server, "x" * 5000).status == 400
+        gone = write_version(versions.folders[0].parent / "gone", changed_tensors(1))
+        assert update(server, gone).status == 200
+        shutil.rmtree(gone)
+        assert server.ask("/reset_prefix_cache", {}).status == 200
+        assert (
+            check(complete(server), versions)
+            == get(server, "/get_weight_version").body["fingerprint"]
+        )
+        assert update(server, versions.folders[2]).status == 200
+        assert check(complete(server), versions) == versions.fingerprints[2]
 
 
 def test_the_answer_of_an_update_is_json(server: Server, versions: Versions):

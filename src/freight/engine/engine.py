@@ -42,6 +42,7 @@ from freight.engine.stated import StatedAnswer
 from freight.engine.step import Mode, ScheduledChunk, Step
 from freight.engine.thinking import TagTokens, Thought
 from freight.errors import RequestError
+from freight.model.decoder import LanguageModel
 from freight.outputs import (
     EngineStats,
     FinishReason,
@@ -132,6 +133,12 @@ class Engine:
         self._nans_before = 0  # of caches that it had before
         self._clipped_before = 0
         self.sleep_level = 0  # above 0 it cannot compute (`renewal.Sleep`)
+
+    @property
+    def model(self) -> LanguageModel:
+        """The weights of now, also after `renew` was interrupted."""
+        self._repair()
+        return self.runner.model
 
     @property
     def has_store(self) -> bool:

@@ -34,8 +34,12 @@ class HostCopy:
             seen.add(storage.data_ptr())
             on_host = storage.device.type == "cpu"
             self._moved.append(_Moved(storage, storage.clone() if on_host else storage.cpu()))
-        for moved in self._moved:
-            moved.storage.resize_(0)
+        try:
+            for moved in self._moved:
+                moved.storage.resize_(0)
+        except BaseException:  # nobody would have the copy
+            self.restore()
+            raise
 
     @property
     def num_bytes(self) -> int:

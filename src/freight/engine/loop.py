@@ -10,6 +10,7 @@ be followed is `Refused`, and never raised.
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 import time
@@ -37,8 +38,10 @@ from freight.engine.messages import (
     UnloadAdapter,
 )
 from freight.engine.renewal import Renewal
-from freight.errors import FreightError
+from freight.errors import EngineError, FreightError, shown
 from freight.outputs import EngineStats, RequestDelta
+
+logger = logging.getLogger("freight")
 
 STATS_EVERY = 0.5  # seconds
 
@@ -184,14 +187,18 @@ class Loop:
         self._emit(AdaptersAre(self._adapters, command_id, error))
 
     def _change_engine(self, command: Change) -> None:
+        self._tell_accepted()  # first: an action may end what was accepted
         self._tell(self._engine.report())  # weights may take long to read
         renewal = self._renewal
         assert renewal is not None, "nobody may change this engine"
-        error = None
+        error: FreightError | None = None
         try:
             self._act(renewal, command)
         except FreightError as raised:
             error = raised
+        except Exception as raised:  # a change that fails leaves what there was
+            logger.exception("the engine could not be changed")
+            error = EngineError(f"it failed: {type(raised).__name__}: {shown(str(raised))}")
         self._tell(self._engine.report())
         self._tell_adapters()
         self._next_stats = -1.0

@@ -18,6 +18,7 @@ import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from enum import IntEnum
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -28,10 +29,10 @@ from freight.checkpoint.held import HeldCheckpoint
 from freight.engine.adapters import LoadedAdapter
 from freight.engine.build import adapter_slots, captured_steps, describe_cache, least_weight_bytes
 from freight.engine.engine import CLOSE_SECONDS, Engine, Parts
-from freight.engine.fingerprint import fingerprint
+from freight.engine.fingerprint import declared, fingerprint
 from freight.engine.host_copy import HostCopy
 from freight.engine.runner import ModelRunner
-from freight.engine.store import open_store, prepare_store
+from freight.engine.store import Weights, open_store, prepare_store
 from freight.errors import CapacityError, CheckpointError, ConfigError, RequestError, listed
 from freight.kernels.interface import KernelSet
 from freight.model.config.model import ModelConfig
@@ -63,15 +64,62 @@ class Sleep(IntEnum):
     WEIGHTS = 2  # that of the weights, too
 
 
+class _Version:
+    """Weights that were opened, and what their files say of them: those may be gone later, or others.
+
+    in_store  what a store names them by; None without a store
+    """
+
+    def __init__(self, opened: OpenModel, config: EngineConfig, has_store: bool) -> None:
+        """Raises ConfigError for a store that cannot be used, CheckpointError where a file is not the
+        one that was opened.
+        """
+        self.opened = opened
+        self.config = config
+        self.in_store: Weights | None = None
+        if has_store:
+            self.in_store = prepare_store(opened, config)
+            self._require_unchanged()
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """The engine's fingerprint with these weights, from their files at the first time. Raises
+        CheckpointError where a file is not the one that was opened.
+        """
+        self._require_unchanged()
+        return fingerprint(self.opened, self.config, self.opened.kernels(self.config), version())
+
+    def note_fingerprint(self) -> None:
+        """Have the fingerprint while the files are those that were read."""
+        _ = self.fingerprint
+
+    def _require_unchanged(self) -> None:
+        if self.opened.checkpoint is not None:
+            self.opened.checkpoint.require_unchanged()
+
+
 class Renewal:
-    """The weights of one engine."""
+    """The weights of one engine.
+
+    An exception may interrupt any method (Ctrl-C raises one anywhere). The engine has the old weights
+    then or the new ones, and what is said of them is said of those; where it sleeps, it wakes up.
+    """
 
     def __init__(self, engine: Engine, opened: OpenModel, config: EngineConfig) -> None:
+        """Raises CheckpointError where a file of the weights has changed since they were loaded."""
         self.engine = engine
-        self.config = config
-        self._opened = opened
+        self._version = _Version(opened, config, engine.has_store)
         self._adapters: tuple[LoadedAdapter, ...] = ()  # to load when it wakes up
         self._on_host: HostCopy | None = None
+
+    @property
+    def config(self) -> EngineConfig:
+        """The decisions that the options, the weights of now and the device came to."""
+        return self._version.config
+
+    @property
+    def _opened(self) -> OpenModel:
+        return self._version.opened
 
     @property
     def level(self) -> Sleep:
@@ -79,9 +127,10 @@ class Renewal:
         return Sleep(self.engine.sleep_level)
 
     def fingerprint(self) -> str:
-        """Return the fingerprint of the weights of now."""
-        kernels = self._opened.kernels(self.config)
-        return fingerprint(self._opened, self.config, kernels, version())
+        """Return the fingerprint of the weights of now. The first time it is asked for, of weights that
+        the engine started with, it raises CheckpointError where their files are gone or have changed.
+        """
+        return self._version.fingerprint
 
     def update(self, source: Source) -> None:
         """Take other weights of the same model. An engine that sleeps goes on sleeping, with its new
@@ -91,27 +140,19 @@ class Renewal:
         have no room beside the old ones, RequestError while requests run. The old weights stay then.
         """
         self._require_idle()
-        opened = self._open(source)
-        config = self._config_of(opened)
+        version = self._open(source)
         level = self.level
-        self._drop_cache()
         try:
-            self._check_room(opened, config)
-            model = opened.load(config, self.config.max_model_len)
-        except BaseException:
+            self._drop_cache()
+            self._check_room(version)
+            model = version.opened.load(version.config, self.config.max_model_len)
+            self._replace(version, model)
             if level is Sleep.AWAKE:
-                self._restore(self.engine.runner.model)
+                self._restore()
+        except BaseException:
+            if level is Sleep.AWAKE and self.level is not Sleep.AWAKE:
+                self._restore()
             raise
-        if isinstance(opened.checkpoint, HeldCheckpoint):
-            opened.checkpoint.release()
-        self._opened = opened
-        self.config = config
-        self._on_host = None
-        self._set_model(model)
-        self.engine.sleep_level = Sleep.CACHE
-        _return_memory()
-        if level is Sleep.AWAKE:
-            self._restore(model)
 
     def sleep(self, level: int = 1) -> None:
         """Give memory back. 1: the cache's, and on a GPU also that of the weights, which wait in the
@@ -127,11 +168,11 @@ class Renewal:
         if self.level is Sleep.AWAKE:
             self._drop_cache()
         if level == Sleep.WEIGHTS:
-            self._on_host = None
-            self._set_model(_without_weights(self.engine.runner.model))
             self.engine.sleep_level = Sleep.WEIGHTS
+            self._set_model(_without_weights(self.engine.model))
+            self._on_host = None
         elif self.level is Sleep.CACHE and self.config.device != "cpu" and self._on_host is None:
-            self._on_host = HostCopy(self.engine.runner.model)
+            self._on_host = HostCopy(self.engine.model)
         _collect()
         _return_memory()
 
@@ -142,13 +183,14 @@ class Renewal:
         Raises CheckpointError where the files of the weights are gone, or have changed.
         """
         if self.level is Sleep.WEIGHTS:
-            self._set_model(self._load_again())
+            if isinstance(self.engine.model, NoWeights):
+                self._set_model(self._load_again())
             self.engine.sleep_level = Sleep.CACHE
         if level == Sleep.AWAKE and self.level is Sleep.CACHE:
             if self._on_host is not None:
                 self._on_host.restore()
                 self._on_host = None
-            self._restore(self.engine.runner.model)
+            self._restore()
 
     def reset_prefix_cache(self) -> None:
         """Find no block of the cache again; what a store has is found still."""
@@ -166,13 +208,15 @@ class Renewal:
                 "abort them first"
             )
 
-    def _open(self, source: Source) -> OpenModel:
-        if not isinstance(source, str):
-            return open_tensors(self._opened, source)
-        tokenizer = self._opened.args.tokenizer
-        return open_model(
-            replace(self._opened.args, model=source, revision=None, tokenizer=tokenizer)
-        )
+    def _open(self, source: Source) -> _Version:
+        """Open other weights, and refuse those that do not fit."""
+        if isinstance(source, str):
+            args = replace(self._opened.args, model=source, revision=None)
+            opened = open_model(args)
+        else:
+            opened = open_tensors(self._opened, source)
+        config = self._config_of(opened)
+        return _Version(opened, config, config.store is not None)
 
     def _config_of(self, opened: OpenModel) -> EngineConfig:
         """Return the configuration with other weights. Raises ConfigError if they are of another
@@ -213,44 +257,62 @@ class Renewal:
             )
         return resolved
 
-    def _check_room(self, opened: OpenModel, config: EngineConfig) -> None:
+    def _check_room(self, version: _Version) -> None:
         """Raise CapacityError where new weights have no room beside the old ones."""
         if self.level is Sleep.WEIGHTS:
             return
-        needed = least_weight_bytes(opened, config)
-        free = probe(config.device).memory_free
+        needed = least_weight_bytes(version.opened, version.config)
+        free = probe(version.config.device).memory_free
         if needed > free:
             raise CapacityError(
                 f"the new weights need {needed:,} bytes beside the old ones, and {free:,} are free; put the engine to "
                 "sleep at level 2 first, which drops the old ones, then update and wake it up"
             )
 
+    def _replace(self, version: _Version, model: LanguageModel) -> None:
+        """Have the engine use other weights, which are loaded, and sleep at level 1."""
+        version.note_fingerprint()
+        if isinstance(version.opened.checkpoint, HeldCheckpoint):
+            version.opened.checkpoint.release()
+        before = self._version
+        try:
+            self._version = version
+            self._set_model(model)
+        except BaseException:
+            if self.engine.model is not model:
+                self._version = before
+            raise
+        self._on_host = None
+        self.engine.sleep_level = Sleep.CACHE
+        _return_memory()
+
     def _drop_cache(self) -> None:
         """Give the cache's memory back, and close what stands on it."""
-        engine = self.engine
         if self.level is not Sleep.AWAKE:
             return
-        self._adapters = engine.adapters.loaded
-        if engine.store is not None:
-            engine.store.close(CLOSE_SECONDS)
-        engine.sleep_level = Sleep.CACHE
-        self._set_model(engine.runner.model)
+        self._adapters = self.engine.adapters.loaded
+        self.engine.sleep_level = Sleep.CACHE
+        self._set_model(self.engine.model)
         _return_memory()
 
     def _set_model(self, model: LanguageModel) -> None:
         """Have a model and no cache."""
-        pool = replace(self.engine.runner.pool, layers=())
+        engine = self.engine
+        if engine.store is not None:
+            engine.store.close(CLOSE_SECONDS)
+        pool = replace(engine.runner.pool, layers=())
         runner = ModelRunner(model, pool, self.config.device)
-        self.engine.renew(Parts(runner, None, None))
+        engine.renew(Parts(runner, None, None))
 
-    def _restore(self, model: LanguageModel) -> None:
-        """Allocate the cache for `model`, and have the engine use it."""
+    def _restore(self) -> None:
+        """Allocate the cache again, and have the engine use it."""
         opened = self._opened
         config = self.config
         engine = self.engine
+        model = engine.model
         kernels = opened.kernels(config)
+        self._set_model(model)  # one that was interrupted here may have had a cache
         before = engine.runner.pool
-        weights = prepare_store(opened, config)
         pool = allocate_pool(
             spec=before.spec,
             kv=config.kv,
@@ -259,13 +321,14 @@ class Renewal:
             device=config.device,
             rotaries=model.rotaries,
         ).counting_drafts(config.most_drafts)
-        store = None
-        if weights is not None:
-            store = open_store(opened, config, kernels, version(), weights, engine.cache, pool)
         slots = None
         if config.lora is not None:
             slots = adapter_slots(model, opened, None)
         captured = captured_steps(model, pool, kernels, config)
+        store = None
+        weights = self._version.in_store
+        if weights is not None:
+            store = open_store(opened, config, kernels, version(), weights, engine.cache, pool)
         engine.renew(Parts(ModelRunner(model, pool, config.device, captured), store, slots))
         for adapter in self._adapters:
             self._load_adapter(adapter)
@@ -281,14 +344,23 @@ class Renewal:
     def _load_again(self) -> LanguageModel:
         """Read the weights again that were dropped."""
         opened = self._opened
-        if opened.checkpoint is not None:
-            if opened.checkpoint.digest():
+        before = opened.checkpoint
+        if before is not None:
+            if before.digest():
                 raise CheckpointError(
                     "the weights came from memory and were dropped; update them, from tensors or a folder, before the "
                     "engine wakes up"
                 )
-            opened.checkpoint.require_unchanged()
-            opened = open_model(opened.args)
+            before.require_unchanged()
+            again = open_model(opened.args)
+            assert again.checkpoint is not None
+            is_same = again.checkpoint.identity == before.identity
+            if not is_same or declared(again) != declared(opened) or again.model != opened.model:
+                raise CheckpointError(
+                    f"{before.path} has changed since it was loaded, and its weights were dropped; update the weights "
+                    "before the engine wakes up"
+                )
+            opened = again
         return opened.load(self.config, self.config.max_model_len)
 
 

@@ -23,6 +23,9 @@ B = TypeVar("B", bound=Body)
 Endpoint = Callable[[Request], Awaitable[Response]]
 Mode = Literal["abort", "wait", "keep"]
 
+_TEXTS = "model_path", "weight_version"  # options that are text, also "100"
+_DIGITS = 18  # more are no number that an option takes
+
 
 class NoOptions(Body):
     """The body of an endpoint without options."""
@@ -182,8 +185,10 @@ def _value(name: str, texts: list[str]) -> object:
     if name == "tags":
         return texts
     text = texts[-1]
+    if name in _TEXTS:
+        return text
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
-    if text.isdecimal():
+    if text.isdecimal() and len(text) <= _DIGITS:
         return int(text)
     return text

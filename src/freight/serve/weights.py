@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
+import time
 from collections.abc import Callable, Coroutine
 from enum import StrEnum
 from typing import Any, Protocol, TypeVar
@@ -85,9 +87,7 @@ class ServedWeights:
                 )
             self._num_waiting += 1
             try:
-                await asyncio.wait_for(self._opened(), seconds)
-            except TimeoutError:
-                raise took_too_long() from None
+                await self._opened(seconds)
             finally:
                 self._num_waiting -= 1
         if self.sleep_level:
@@ -139,8 +139,15 @@ class ServedWeights:
         task.add_done_callback(self._tasks.discard)
         return await asyncio.shield(task)
 
-    async def _opened(self) -> None:
+    async def _opened(self, seconds: float | None) -> None:
+        # no wait_for, which takes a further turn of the loop once this is done: the next change may
+        # have begun by then
+        end = math.inf
+        if seconds is not None:
+            end = time.monotonic() + seconds
         while not self._is_open.is_set() and not self._server.draining:
+            if time.monotonic() >= end:
+                raise took_too_long()
             await asyncio.sleep(_LOOK_EVERY)
 
     async def _pause(self, mode: PauseMode, clear_cache: bool) -> None:

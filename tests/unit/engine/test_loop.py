@@ -17,7 +17,18 @@ from tests.unit.engine.fakes import params_of, prompt_of
 from freight import LLM, SamplingParams
 from freight.engine import loop
 from freight.engine.loop import Loop
-from freight.engine.messages import Abort, Accepted, Add, Command, Event, Stepped, Stop
+from freight.engine.messages import (
+    Abort,
+    Accepted,
+    Action,
+    Add,
+    Change,
+    Changed,
+    Command,
+    Event,
+    Stepped,
+    Stop,
+)
 from freight.outputs import RequestDelta, StoreStats
 
 STEP = 0.25  # seconds of the fake clock that every step takes
@@ -194,3 +205,40 @@ def test_what_a_store_does_while_nothing_runs_is_reported(
 
     Loop(engine, commands, emit).run()
     assert told == [0, 4096]  # and nothing while nothing changes
+
+
+def test_a_request_that_a_change_ends_at_once_was_accepted_before(new_llm: Callable[..., LLM]):
+    commands: SimpleQueue[Command] = SimpleQueue()
+    for command in (
+        add("a", [1, 2], SamplingParams(max_tokens=5)),
+        Change("1", Action.END_ALL, ""),
+        Stop(),
+    ):
+        commands.put(command)
+    events: list[Event] = []
+    renewal: Any = SimpleNamespace(fingerprint=lambda: "fp", level=0)
+    Loop(new_llm().engine, commands, events.append, renewal=renewal).run()
+    kinds = []
+    for event in events:
+        if isinstance(event, Accepted) or (isinstance(event, Stepped) and event.deltas):
+            kinds.append(type(event))
+    assert kinds == [Accepted, Stepped]
+
+
+def test_a_change_that_fails_in_a_way_nobody_foresaw_is_an_error_of_that_change(
+    new_llm: Callable[..., LLM],
+):
+    commands: SimpleQueue[Command] = SimpleQueue()
+    commands.put(Change("1", Action.UPDATE, "x" * 5000))
+    commands.put(Change("2", Action.END_ALL, ""))
+    commands.put(Stop())
+
+    def update(model: str) -> None:
+        raise OSError("File name too long")
+
+    events: list[Event] = []
+    renewal: Any = SimpleNamespace(fingerprint=lambda: "fp", level=0, update=update)
+    Loop(new_llm().engine, commands, events.append, renewal=renewal).run()
+    errors = [event.error for event in events if isinstance(event, Changed)]
+    assert str(errors[0]) == "it failed: OSError: 'File name too long'"
+    assert errors[1] is None

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +17,7 @@ from tests.weight_versions import changed_tensors, demo_tensors, write_version
 
 from freight import SamplingParams
 from freight.engine.adapters import LoRARequest
+from freight.engine.engine import Engine, Parts
 from freight.engine.host_copy import HostCopy
 from freight.errors import CapacityError, CheckpointError, ConfigError, RequestError
 from freight.llm import LLM
@@ -333,3 +336,85 @@ def test_what_is_moved_to_the_host_comes_back():
     assert torch.equal(copied, torch.arange(1000.0))
     expected = answers(new_llm(kernels="reference"))
     assert answers(llm) == expected
+
+
+@pytest.mark.parametrize("is_done", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("number", range(3))
+def test_an_interrupt_leaves_the_old_weights_or_the_new_ones(
+    number: int, is_done: bool, other: Path, monkeypatch: pytest.MonkeyPatch
+):
+    llm = new_llm()
+    expected = {llm.fingerprint: answers(llm)}
+    llm.update_weights(str(other))
+    expected[llm.fingerprint] = answers(llm)
+    calls = iter(range(10))
+    renew = Engine.renew
+
+    def interrupted(engine: Engine, parts: Parts) -> None:
+        """Without the cache, with the new weights, or with a new cache."""
+        is_it = next(calls) == number
+        if is_it and not is_done:
+            raise KeyboardInterrupt
+        renew(engine, parts)
+        if is_it:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Engine, "renew", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.update_weights("demo")
+    stated = llm.fingerprint
+    if llm.is_sleeping:
+        llm.wake_up()
+    assert llm.fingerprint == stated
+    assert answers(llm) == expected[stated]
+
+
+def test_weights_keep_their_fingerprint_when_their_files_change(tmp_path: Path):
+    folder = write_version(tmp_path / "model", demo_tensors())
+    llm = new_llm(folder)
+    never_asked = new_llm(folder)
+    before = llm.fingerprint
+    rewritten(folder, changed_tensors(1))
+    assert llm.fingerprint == before
+    with pytest.raises(CheckpointError, match="was changed or replaced"):
+        _ = never_asked.fingerprint
+    shutil.rmtree(folder)
+    llm.sleep(1)
+    llm.wake_up()
+    assert llm.fingerprint == before
+    llm.update_weights("demo")
+    assert llm.fingerprint == new_llm().fingerprint
+
+
+def test_files_that_changed_while_it_slept_name_no_blocks_of_a_store(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    folder = write_version(tmp_path / "model", demo_tensors())
+    store = tmp_path / "store"
+    llm = new_llm(folder, kv_store=str(store), kv_cache_dtype="fp8")
+    before = answers(llm)
+    spaces(store, 1)
+    llm.sleep(1)
+    rewritten(folder, changed_tensors(1))
+    with caplog.at_level(logging.WARNING, "freight"):
+        llm.wake_up()
+        end = time.monotonic() + 120
+        while "the weights are not the files that were loaded" not in caplog.text:
+            assert time.monotonic() < end
+            time.sleep(0.02)
+    assert answers(llm) == before
+    llm.engine.close()
+    assert len(spaces(store, 1)) == 1
+
+
+def test_a_config_that_changed_while_it_slept_is_not_taken_for_its_own(tmp_path: Path):
+    folder = write_version(tmp_path / "model", demo_tensors())
+    llm = new_llm(folder)
+    llm.sleep(2)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"rope_theta": 5e5}))
+    with pytest.raises(CheckpointError, match="has changed since it was loaded"):
+        llm.wake_up()
+    (folder / "config.json").write_text(json.dumps(config))
+    llm.wake_up()

@@ -29,7 +29,6 @@ from dataclasses import replace
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
-from freight.base.version import version
 from freight.cache.events import CacheChanged
 from freight.engine.messages import (
     Abort,
@@ -143,7 +142,7 @@ def _build(
 ) -> Loop:
     """Load the model, reporting progress to the parent; returns the Loop."""
     from freight.engine.build import cache_facts, start_engine
-    from freight.engine.fingerprint import fingerprint, is_reproducible
+    from freight.engine.fingerprint import is_reproducible
     from freight.engine.loop import Loop
     from freight.engine.renewal import Renewal
     from freight.model.config.parse import sampling_defaults
@@ -169,13 +168,14 @@ def _build(
     )
     channel.send([wire.OPENED, wire.facts_to_json(facts)])
     engine, config = start_engine(opened, tells_cache=options["cache_events"])
+    renewal = Renewal(engine, opened, config)
     kernels = opened.kernels(config)
     complete_facts = replace(
         facts,
         max_model_len=config.max_model_len,
         kv_cache=cache_facts(engine.runner.pool, config, engine.runner.num_ranks),
         kernels=kernels.name,
-        fingerprint=fingerprint(opened, config, kernels, version()),
+        fingerprint=renewal.fingerprint(),
         reproducible=is_reproducible(opened, kernels),
         ranks=engine.runner.num_ranks,
         drafts=engine.scheduler.most_drafts > 0,
@@ -192,7 +192,6 @@ def _build(
                 channel.send(message)
 
     channel.progress = Progress(on_gpu=config.device != "cpu")
-    renewal = Renewal(engine, opened, config)
     loop = Loop(
         engine,
         commands,
