@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jsonschema_rs
 import pytest
 from tests.asking import Answered, Server
 from tests.changed_demos import changed_demo
@@ -116,6 +117,9 @@ def test_what_names_no_model_of_the_server_is_refused_in_words(server: Server) -
     assert server.ask("/models/load", {"name": "first"}).status == 400
     assert server.ask("/v1/models/fourth").status == 404
     assert server.ask("/nothing").status == 404
+    assert server.ask("/models", {}).status == 405
+    load = server.ask("/models/load")
+    assert (load.status, load.headers["allow"]) == (405, "POST")
 
 
 def test_a_broken_folder_fails_its_requests_alone(server: Server) -> None:
@@ -145,6 +149,34 @@ def test_every_path_works_by_model(server: Server, expected: dict[str, str]) -> 
         in (metrics)
     )
     assert metrics.count("# TYPE vllm:time_to_first_token_seconds ") == 1
+
+
+def test_the_document_has_the_paths_of_several_models(server: Server) -> None:
+    paths = server.ask("/openapi.json").body["paths"]
+    assert {"/models", "/models/load", "/models/unload", "/v1/completions"} <= set(paths)
+    operation = paths["/models/load"]["post"]
+    schema = operation["requestBody"]["content"]["application/json"]["schema"]
+    for body, status in (({"model": "third"}, 200), ({"name": "third"}, 400), ({}, 400)):
+        assert server.ask("/models/load", body).status == status
+        assert jsonschema_rs.is_valid(schema, body) == (status == 200)
+    assert operation["security"]
+    assert server.ask("/models/unload", {"model": "third"}).status == 200
+
+
+def test_each_line_of_the_log_says_which_model_it_is_about(
+    server: Server, process: ServeProcess
+) -> None:
+    assert complete(server, "first", request_id="lines").status == 200
+    assert complete(server, "first", temperature=-1).status == 400
+    lines = process.said.splitlines()
+    for part in (
+        " weights: ",
+        "ready: first",
+        " request request_id=",
+        "status=200",
+        "param=temperature",
+    ):
+        assert any(part in line and "model=first" in line for line in lines), part
 
 
 def test_an_engine_that_is_killed_takes_its_own_requests_only(

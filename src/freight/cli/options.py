@@ -177,6 +177,8 @@ def read_value(flag: Flag, value: object) -> Any:
     if kinds[0] in (str, Path):
         if NoneType in kinds and value is None:
             return None
+        if kinds[0] is Path and not isinstance(value, str):
+            raise ConfigError(f"{flag.field} is {shown(value)}; it must be a path")
         return kinds[0](value)
     read = value
     if kinds[0] is float and isinstance(read, int) and not isinstance(read, bool):

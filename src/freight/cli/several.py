@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from freight.base.fields import JsonDict
+from freight.base.files import read_text
 from freight.base.options import require_known
 from freight.base.other_engines.instead import instead_of
 from freight.cli.options import ENGINE_FLAGS, NODES, Flag, Values, read_value
@@ -94,7 +95,7 @@ def _of_folder(folder: Path, args: EngineArgs, server: ServerSettings) -> Iterat
         if path.is_dir():
             if (path / "config.json").is_file():
                 yield _declared(name, replace(args, model=str(path)), server)
-        elif path.suffix == ".gguf" and not name.startswith(_NOT_A_MODEL):
+        elif path.suffix == ".gguf" and path.is_file() and not name.startswith(_NOT_A_MODEL):
             part = _PART.search(path.stem)
             if part is None or int(part[1]) == 1:
                 yield _declared(_PART.sub("", path.stem), replace(args, model=str(path)), server)
@@ -102,8 +103,8 @@ def _of_folder(folder: Path, args: EngineArgs, server: ServerSettings) -> Iterat
 
 def _of_file(file: Path, args: EngineArgs, server: ServerSettings) -> Iterator[DeclaredModel]:
     try:
-        tables = tomllib.loads(file.read_text("utf-8"))
-    except (OSError, ValueError) as error:
+        tables = tomllib.loads(read_text(file, "utf-8-sig"))
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"--models {file} cannot be read: {error}") from None
     for name, table in tables.items():
         if not isinstance(table, dict):
@@ -124,6 +125,7 @@ def _of_table(
     path = values.pop("path", None)
     is_default = values.pop("default", False)
     if not isinstance(path, str) or not path.strip():
+        _check_dots(name, table)
         raise ConfigError("path must name the model: a folder, a GGUF file, a hub id or 'demo'")
     if not isinstance(is_default, bool):
         raise ConfigError(f"default is {shown(is_default)}; it must be true or false")
@@ -143,13 +145,29 @@ def _of_table(
     return replace(declared, also=also, is_default=is_default, **own)
 
 
+def _check_dots(name: str, table: JsonDict) -> None:
+    """Raise ConfigError for a name with dots and without quotes, of which TOML makes tables in tables."""
+    whole = name
+    while len(table) == 1:
+        part, table = next(iter(table.items()))
+        whole = f"{whole}.{part}"
+        if not isinstance(table, dict):
+            return
+        if "path" in table:
+            raise ConfigError(f'write a name that has a dot in quotes: ["{whole}"]')
+
+
 def _path(path: str, folder: Path) -> str:
     """Return the path of a model that a file in `folder` names; a hub id and 'demo' stay."""
     if path == "demo":
         return path
-    named = folder / Path(path).expanduser()
-    is_path = path.startswith((".", "/", "~")) or path.endswith(".gguf") or named.exists()
-    if is_path and not named.exists():
+    try:
+        named = folder / Path(path).expanduser()
+        exists = named.exists()
+    except (OSError, RuntimeError, ValueError) as error:  # too long, or of a user that there is not
+        raise ConfigError(f"path is {shown(path)}, which cannot be one: {error}") from None
+    is_path = path.startswith((".", "/", "~")) or path.endswith(".gguf") or exists
+    if is_path and not exists:
         raise ConfigError(f"path is {shown(path)}, and there is no {named}")
     return str(named) if is_path else path
 
@@ -170,7 +188,11 @@ def _check_names(source: Path, models: tuple[DeclaredModel, ...]) -> None:
     seen: set[str] = set()
     for model in models:
         for name in model.all_names:
-            if name in seen or not name.strip():
+            if not name.strip() or not name.isprintable():
+                raise ConfigError(
+                    f"--models {source}: a model is called {shown(name)}; names are printable and not empty"
+                )
+            if name in seen:
                 raise ConfigError(
                     f"--models {source}: two models are called {shown(name)}; give each a name of its own"
                 )

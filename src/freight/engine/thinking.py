@@ -67,7 +67,8 @@ class TagTokens:
         rest = self._rest(self.text(thought))
         if rest:
             token = self.encode(rest)[0]
-            if rest.startswith(self.text_of(token)):
+            text = self.text_of(token)
+            if text and rest.startswith(text):  # not with a blank before it, as some encode it
                 return token
         return ids[0]
 

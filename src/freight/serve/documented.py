@@ -115,6 +115,22 @@ SUMMARIES = {  # of a path, whatever its method
     "/state": "Say what the engine does",
     "/state/stream": "Say what the engine does, once a second",
 }
+SEVERAL_SUMMARIES = {  # of a server that has several models
+    "/models/load": "Load a model that nobody has asked yet: llama.cpp's API",
+    "/models/unload": "Unload a model: llama.cpp's API",
+}
+_NAMED = {
+    "type": "object",
+    "properties": {"model": _TEXT},
+    "required": ["model"],
+    "additionalProperties": False,
+}
+_DONE = {
+    "type": "object",
+    "properties": {"success": {"const": True}},
+    "required": ["success"],
+    "additionalProperties": False,
+}
 _STREAMS = frozenset(
     {
         *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"),
@@ -164,6 +180,25 @@ def answers(path: str) -> dict[int | str, JsonDict]:
     elif path == "/state/stream":
         responses[200] = {"content": {"text/event-stream": {}}}
     return responses
+
+
+def with_several(document: JsonObject, needs_key: bool) -> JsonDict:
+    """Return the document of one model with the routes of a server that has several."""
+    paths = dict(document["paths"])
+    operation = dict(paths["/v1/models"]["get"])
+    operation.pop("operationId", None)
+    paths["/models"] = {"get": operation}
+    for path, summary in SEVERAL_SUMMARIES.items():
+        done = {"description": "it is begun", "content": {"application/json": {"schema": _DONE}}}
+        operation = {
+            "summary": summary,
+            "requestBody": {"required": True, "content": {"application/json": {"schema": _NAMED}}},
+            "responses": {"200": done, **answers(path)},
+        }
+        if needs_key:
+            operation["security"] = [{_SCHEME: []}]
+        paths[path] = {"post": operation}
+    return {**document, "paths": paths}
 
 
 def document(

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from fastapi import FastAPI
 from prometheus_client.metrics_core import Metric
 
 from freight.base.files import read_text
@@ -118,7 +119,7 @@ class Serving:
         """Build the server as an ASGI application. It answers 503 while the model loads."""
         return make_app(self.service, self._monitor, self._settings, limits)
 
-    def routes(self, limits: HttpLimits) -> tuple[App, frozenset[str], frozenset[str]]:
+    def routes(self, limits: HttpLimits) -> tuple[FastAPI, frozenset[str], frozenset[str]]:
         """`make_routes`, for what stands before several models."""
         return make_routes(self.service, self._monitor, self._settings, limits)
 

@@ -4,6 +4,7 @@ loaded.
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -108,6 +109,15 @@ def test_a_file_has_a_table_for_each_with_options_of_its_own(tmp_path: Path) -> 
         ("[a]\npath = 'a'\ndefault = 1", "default is 1; it must be true or false"),
         ("[a]\npath = 'a'\n[b]\npath = 'a'\nserved_model_name = 'a'", "two models are called 'a'"),
         ("[a]\npath='a'\ndefault=true\n[b]\npath='a'\ndefault=true", "'a' and 'b' are both the"),
+        ("[a]\npath = 'a'\nchat_template = 3", "chat_template is 3; it must be a path"),
+        (f"[a]\npath = '{'x' * 5000}'", "which cannot be one: .*too long"),
+        ("[a]\npath = '~no-such-user/x'", "which cannot be one"),
+        ("[a]\npath = 'a'\nx = " + "[" * 5000, "cannot be read"),
+        ("[qwen2.5-7b]\npath = 'a'", r'write a name that has a dot in quotes: \["qwen2.5-7b"\]'),
+        ("[a.b.c]\npath = 'a'", r'in quotes: \["a.b.c"\]'),
+        ("[a.b]\nkv_cache_dtype = 'fp8'", r"\[a\]: path must name the model"),
+        ("[' ']\npath = 'a'", "a model is called ' '; names are printable"),
+        ('["a\\nb"]\npath = "a"', r"a model is called 'a\\nb'; names are printable"),
         ("path = 'a'", "path is no table"),
         ("[a", "cannot be read"),
         ("", "declares no model"),
@@ -133,6 +143,19 @@ def test_options_of_one_model_are_no_default_of_all(
 ) -> None:
     with pytest.raises(ConfigError, match=says):
         declared_models(folder_of(tmp_path, "a"), args, server)
+
+
+def test_a_file_that_begins_with_a_mark_of_its_encoding_is_read(tmp_path: Path) -> None:
+    file = file_of(tmp_path, "\ufeff[a]\npath = 'demo'")
+    assert [model.name for model in declared_models(file, ARGS, SERVER)] == ["a"]
+
+
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.gguf")
+    folder_of(tmp_path, "a")
+    assert [model.name for model in declared_models(tmp_path, ARGS, SERVER)] == ["a"]
+    with pytest.raises(ConfigError, match="cannot be read"):
+        declared_models(tmp_path / "pipe.gguf", ARGS, SERVER)
 
 
 def test_a_folder_without_models_is_refused(tmp_path: Path) -> None:

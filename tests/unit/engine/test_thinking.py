@@ -5,17 +5,20 @@ complete ones, in prompts and in answers.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 from tests.refusals import refuses
-from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Built
 
 from freight import RequestError, SamplingParams
 from freight.engine.adjust import SamplingRow
 from freight.engine.sampler import sample
-from freight.engine.thinking import Thought, read_tags
+from freight.engine.thinking import TagTokens, Thought, read_tags
 from freight.text.harmony import MARKERS
 from freight.text.thinking import THINK, THINK_GRANITE, THINK_HARMONY, model_tags
 from freight.text.tokenizer import Tokenizer
@@ -126,6 +129,32 @@ def test_of_a_tag_that_repeats_itself_the_most_is_begun() -> None:
     assert state.forced(ids(PLAIN, "x--")) == ids(PLAIN, "b")[0]
 
 
+def test_a_tag_of_one_token_is_forced_as_a_whole() -> None:
+    begun = [ids(TOKENS, letter)[0] for letter in "ab</thi"]
+    assert thought(TOKENS, 3, "<think>").forced(begun) == ids(TOKENS, "</think>")[0]
+
+
+@pytest.mark.parametrize(("encoded", "forced"), [(3, 3), (4, 1), (5, 1)])
+def test_a_rest_that_is_encoded_as_another_text_is_none(encoded: int, forced: int) -> None:
+    texts = {1: b"</", 2: b"think>", 3: b"thi", 4: b" think>", 5: b"", 6: b"<", 7: b"/"}
+    tags = TagTokens(
+        (b"<think>",), (b"</think>",), (1, 2), texts.__getitem__, lambda _: [encoded], bool
+    )
+    assert tags.closing_token((6, 7)) == forced
+
+
+def test_the_opening_tag_begins_no_closing_tag() -> None:
+    params = SamplingParams(thinking_token_budget=9, thinking_tags=("(-", "-)"))
+    state = Thought(read_tags(params, PLAIN, 10**6), 0, ids(PLAIN, "x"), False)
+    assert state.forced(ids(PLAIN, "(-")) == ids(PLAIN, "-")[0]
+    assert state.forced(ids(PLAIN, "(--")) == ids(PLAIN, ")")[0]
+
+
+def test_an_opening_tag_within_a_thought_opens_none_after_it() -> None:
+    text = "a<think>b</think>cdefgh"
+    assert written(TOKENS, 3, text, "<think>") == text
+
+
 def test_a_tag_in_other_tokens_than_its_own_is_one() -> None:
     """As the reader of answers finds it."""
     letters = [ids(TOKENS, letter)[0] for letter in "ab</think>cdef"]
@@ -148,6 +177,10 @@ def test_with_a_form_only_the_beginning_of_an_answer_is_a_thought() -> None:
     assert written(PLAIN, 1, '{"<think>abc', only_first=True) == '{"<think>abc'
     assert written(PLAIN, 1, "<think>abc", only_first=True) == "<think>a</think>bc"
     assert written(PLAIN, 1, " \n<think>abc", only_first=True) == " \n<think>a</think>bc"
+    assert written(PLAIN, 1, "<think>abc", "ab", only_first=True) == "<think>a</think>bc"
+    assert written(PLAIN, 1, "think>abc", "<", only_first=True) == "think>a</think>bc"
+    far = "a       <think>bcd"  # the text that is looked at is blank, and the beginning is not
+    assert written(TOKENS, 1, far, only_first=True) == far
     long = "x" * 40 + "<think>abc"
     assert written(PLAIN, 1, long, only_first=True) == long
     assert written(PLAIN, 1, "ab<think>cd", "<think>", True) == "a</think>b<think>cd"
@@ -238,6 +271,11 @@ def test_what_cannot_have_a_budget_is_refused() -> None:
         read_tags(params, new_tokenizer("no tags"), 10**6)
     with refuses(RequestError, "thinking_token_budget is 5", "'</think>'"):
         read_tags(params, TOKENS, 10)
+    lower = new_tokenizer()
+    lower.backend.normalizer = normalizers.Lowercase()
+    upper = SamplingParams(thinking_token_budget=5, thinking_tags=("<A>", "</A>"))
+    with refuses(RequestError, "do not write the closing tag '</A>'"):
+        read_tags(upper, Tokenizer(lower.backend, chat_template="</think>"), 10**6)
     joined = new_tokenizer()
     joined.backend.decoder = decoders.WordPiece()
     with refuses(RequestError, "thinking_token_budget is 5", "together"):
@@ -289,3 +327,33 @@ def test_rows_along_an_answer_force_where_it_was_forced() -> None:
     drawn = sample(torch.zeros(len(rows), size), rows)
     assert [one.token_id for one in drawn] == [0, 0, output[2], 0, 0]
     assert row.forced is None
+
+
+def test_a_row_that_was_forked_has_a_thought_of_its_own() -> None:
+    row = new_row(thought(TOKENS, 2, "<think>"), [])
+    assert row.fork(ids(TOKENS, "ab")).forced == ids(TOKENS, "</think>")[0]
+    assert row.forced is None
+
+
+@pytest.mark.parametrize("has_place", [True, False, None])
+def test_a_grammar_without_a_place_for_the_tag_wins(has_place: bool | None) -> None:
+    """None: the grammar has an error, and permits nothing."""
+    closing = ids(TOKENS, "</think>")[0]
+    permitted = np.zeros(TOKENS.vocab_size, np.bool_)
+    permitted[[5, closing]] = True, bool(has_place)
+    grammar = SimpleNamespace(
+        permitted=lambda *_: None if has_place is None else permitted, stop_token_ids=frozenset()
+    )
+    row = SamplingRow(
+        SamplingParams(temperature=0.0),
+        7,
+        (1, 2),
+        ids(TOKENS, "a"),
+        frozenset({3}),
+        grammar=cast(Any, grammar),
+        thought=thought(TOKENS, 1, "<think>"),
+    )
+    assert row.forced == (closing if has_place else None)
+    if has_place is not None:
+        drawn = sample(torch.zeros(1, TOKENS.vocab_size), [row])
+        assert drawn[0].token_id == (closing if has_place else 5)

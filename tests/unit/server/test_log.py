@@ -8,6 +8,7 @@ import io
 import json
 import logging
 import re
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -25,7 +26,14 @@ from freight.serve.observe.log import (
     summary,
     trace_id_of,
 )
-from freight.serve.processes.log import LogFormat, current_request, current_trace, formatter_of
+from freight.serve.processes.log import (
+    LogFormat,
+    current_model,
+    current_request,
+    current_trace,
+    formatter_of,
+    set_up_logging,
+)
 
 ZERO = EngineStats(*[0] * 15)  # the counts
 LINE = RequestLine("req-1", 200, 1.23456, 10, 20, 5, "stop", "alice")
@@ -100,6 +108,43 @@ def test_lines_of_a_request_have_its_trace(lines: logging.StreamHandler[io.Strin
     current_trace.reset(token)
     log_request(LINE)
     assert [TRACE in line for line in lines.stream.getvalue().splitlines()] == [True, False]
+
+
+@pytest.mark.parametrize("log_format", [LogFormat.TEXT, LogFormat.JSON])
+def test_lines_say_which_of_several_models_they_are_about(
+    log_format: LogFormat, lines: logging.StreamHandler[io.StringIO]
+) -> None:
+    lines.setFormatter(formatter_of(log_format))
+    token = current_model.set("a b")
+    log_request(LINE)
+    current_model.reset(token)
+    log_request(LINE)
+    logged = lines.stream.getvalue().splitlines()
+    assert ['"a b"' in line for line in logged] == [True, False]
+
+
+@pytest.mark.parametrize("log_format", ["text", "json"])
+def test_a_process_of_one_model_says_so_in_all_threads(
+    log_format: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    engine = logging.getLogger("freight")
+    changed = (engine, logging.getLogger("uvicorn"))
+    before = [(log.handlers, log.propagate, log.level) for log in changed]
+    try:
+        set_up_logging(log_format, model="a b")
+        thread = threading.Thread(target=engine.info, args=("loaded",))
+        thread.start()
+        thread.join()
+        log_request(LINE)
+    finally:
+        for log, (handlers, propagate, level) in zip(changed, before, strict=True):
+            log.handlers = handlers
+            log.propagate = propagate
+            log.setLevel(level)
+    said = capfd.readouterr().err.splitlines()
+    assert len(said) == 2
+    assert all('"a b"' in line for line in said)
+    assert "request_id" in said[1]
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -11,7 +11,9 @@ import pytest
 
 from freight.serve.processes.client import EngineState
 from freight.serve.serving import Serving
+from freight.serve.several import sizes
 from freight.serve.several.declared import DeclaredModel, ModelLimits
+from freight.serve.several.front import named_outside
 from freight.serve.several.models import Model, Models, ModelState
 from freight.serve.several.sizes import Size
 from freight.serve.transport.errors import ApiError
@@ -67,7 +69,7 @@ class StandIn:
 class House:
     """Models a, b, c, … of 10 bytes each, of which `most` fit."""
 
-    def __init__(self, names: str = "abc", most: int = 1, memory: int = 1000) -> None:
+    def __init__(self, names: Sequence[str] = "abc", most: int = 1, memory: int = 1000) -> None:
         self.servings = {name: StandIn() for name in names}
         made = [
             Model(
@@ -289,6 +291,37 @@ def test_the_end_of_the_server_fails_those_who_wait() -> None:
         assert house.servings["a"].num_closed == 1
 
     run(test)
+
+
+def test_a_name_in_the_query_or_the_header_is_read_whatever_its_bytes() -> None:
+    def named(query: bytes, *headers: tuple[bytes, bytes]) -> str | None:
+        return named_outside({"query_string": query, "headers": list(headers)})
+
+    assert named(b"") is None
+    assert named(b"other=1&model=") is None
+    assert named(b"model=org/%C3%A9+a") == "org/\u00e9 a"
+    assert named("model=\u00e9".encode()) == "\u00e9"  # without percent signs
+    assert named(b"model=\xff") == "\ufffd"
+    assert named(b"", (b"x-freight-model", "\u00e9".encode())) == "\u00e9"
+    assert named(b"model=a", (b"x-freight-model", b"b")) == "a"
+
+
+def test_a_placeholder_may_be_the_name_of_a_model() -> None:
+    async def test() -> None:
+        models = House(["tgi", "b"]).models
+        assert models.has("tgi")
+        assert not models.has("dummy")
+
+    run(test)
+
+
+def test_a_fault_in_one_model_fails_that_model_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(args: EngineArgs) -> Size:
+        raise OSError(36, "too long", args.model)
+
+    monkeypatch.setattr(sizes, "size_of", fail)
+    measured = sizes._measured(EngineArgs(model="a"))
+    assert measured["failure"] == "OSError: [Errno 36] too long: 'a'"
 
 
 def test_the_default_is_the_declared_one_or_the_only_one() -> None:

@@ -54,6 +54,7 @@ class WorkerOptions:
     """Options of the engine's process: the fields of EngineArgs, and those of the process.
 
     log_format         of `log.py`
+    log_model          what its lines call the model; None: nothing, as there is one alone
     cache_events       whether it tells what its cache gains and loses
     events_per_second  reports of new tokens per second at most (`engine.loop`)
     stall_timeout      seconds without a sign of life after which the engine counts as stalled; 0:
@@ -64,6 +65,7 @@ class WorkerOptions:
     random_weights: str | None = None
     log_level: int = logging.INFO
     log_format: str = "text"
+    log_model: str | None = None
     events_per_second: float = 0.0
     stall_timeout: float = 0.0
     cache_events: bool = False

@@ -26,6 +26,10 @@ current_trace: ContextVar[str | None] = ContextVar(
     "current_trace", default=None
 )  # the trace that it belongs to
 
+current_model: ContextVar[str | None] = ContextVar(
+    "current_model", default=None
+)  # the model that it is for, of a server that has several
+
 _PLAIN = re.compile(r"[^\s\"'=\\\x00-\x1f\x7f-\x9f]+")
 
 
@@ -38,12 +42,28 @@ class LogFormat(StrEnum):
 
 
 def _fields_of(record: logging.LogRecord) -> JsonDict:
-    """The fields of an event, and the ids of the request that is being handled and of its trace, if
-    there are any.
+    """The fields of an event, and the ids of the request that is being handled, of its trace, and of
+    its model, if there are any.
     """
     fields: JsonObject = getattr(record, "fields", {})
-    handled = {"request_id": current_request.get(), "trace_id": current_trace.get()}
+    handled = {
+        "request_id": current_request.get(),
+        "trace_id": current_trace.get(),
+        "model": current_model.get(),
+    }
     return {**{name: value for name, value in handled.items() if value is not None}, **fields}
+
+
+class _OfModel(logging.Filter):
+    """Gives the lines of a process the name of its model, whichever thread writes them."""
+
+    def __init__(self, model: str) -> None:
+        super().__init__()
+        self._model = model
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        record.fields = {"model": self._model, **getattr(record, "fields", {})}
+        return True
 
 
 class TextFormatter(logging.Formatter):
@@ -76,14 +96,19 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(entry, default=str)
 
 
-def set_up_logging(log_format: str, level: int = logging.INFO) -> None:
-    """Log to stderr, in this process. Raises ValueError for an unknown format."""
+def set_up_logging(log_format: str, level: int = logging.INFO, model: str | None = None) -> None:
+    """Log to stderr, in this process. Raises ValueError for an unknown format.
+
+    model: the name of the model that the lines are about, where the server has several
+    """
     if log_format == LogFormat.PLAIN:
         log_to_stderr()
         logging.getLogger("freight").setLevel(level)
         return
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(formatter_of(LogFormat(log_format)))
+    if model is not None:
+        handler.addFilter(_OfModel(model))
     for name in ("freight", "uvicorn"):
         log = logging.getLogger(name)
         log.handlers = [handler]

@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Protocol
 
 from freight.base.fields import JsonObject
@@ -70,6 +71,7 @@ class Supervisor:
         self._on_changed = on_changed
         self._ends: deque[float] = deque(maxlen=_RESTARTS)  # times of processes that were replaced
         self._is_over = False
+        self._num_clients = 0
         self.client = self._new_client()
 
     async def load(self) -> None:
@@ -126,18 +128,21 @@ class Supervisor:
 
     def _new_client(self) -> EngineClient:
         owner = self._owner
+        self._num_clients += 1
         return EngineClient(
             self._options,
             owner.set_stats,
             owner.observe_step,
-            self._on_end,
+            partial(self._on_end, self._num_clients),
             self._on_told,
             self._on_changed,
         )
 
-    def _on_end(self) -> None:
-        """Start another engine after one has ended, or tell the owner that none will be."""
-        if self._is_over:
+    def _on_end(self, number: int) -> None:
+        """Start another engine after one has ended, or tell the owner that none will be. `number` counts
+        engines: one that was stopped may tell its end after the next has begun.
+        """
+        if self._is_over or number != self._num_clients:
             return
         failure = self.client.failure
         ending = describe_exit(self.client.ended.result())

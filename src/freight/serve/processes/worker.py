@@ -68,7 +68,7 @@ def main() -> None:
     frames = Decoder(wire.CAP)
     name, args, options = _first(connection, frames)
     assert name == wire.START
-    set_up_logging(options["log_format"], options["log_level"])
+    set_up_logging(options["log_format"], options["log_level"], options["log_model"])
     commands: SimpleQueue[Command] = SimpleQueue()
     channel = Channel(connection)
     threading.Thread(

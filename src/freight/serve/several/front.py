@@ -15,11 +15,12 @@ from prometheus_client.metrics_core import Metric
 from freight.base.fields import JsonDict
 from freight.errors import shown
 from freight.serve.app import LARGE, UNTRACED, ReadBody, guarded_app
+from freight.serve.documented import with_several
 from freight.serve.observe.metrics import Metrics, merged, render
 from freight.serve.observe.traces import Traces
 from freight.serve.openai.fields import ANY_MODEL
 from freight.serve.page import PAGE
-from freight.serve.processes.log import current_request
+from freight.serve.processes.log import current_model, current_request
 from freight.serve.service import count_refusal, refused_request
 from freight.serve.settings import ServerSettings
 from freight.serve.several.models import Model, Models, ModelState
@@ -33,9 +34,11 @@ from freight.serve.transport.slices import json_bytes
 
 HEADER = b"x-freight-model"
 _COMMANDS = frozenset({"/models/load", "/models/unload"})
+_TAKES = {"/models": "GET, HEAD", **dict.fromkeys(_COMMANDS, "POST")}  # those that no model has
 _HEALTH = frozenset({"/health", "/ping"})
 _STATE = frozenset({"/state", "/state/stream"})  # nothing is loaded to be looked at
-_OWN = frozenset({"/v1/models", "/models", "/metrics", *_HEALTH})
+_DOCUMENT = "/openapi.json"
+_OWN = frozenset({"/v1/models", "/models", "/metrics", _DOCUMENT, *_HEALTH})
 
 
 def front(
@@ -68,9 +71,10 @@ class Front:
         self._metrics = metrics
         self.keys = models.models[0].serving.keys
         self._bodies = BodyShares(self.keys, limits.held_bytes)
-        self._apps: dict[Model, App] = {}
         first = models.models[0]
-        self._apps[first], self._posts, gets = first.serving.routes(limits)
+        app, self._posts, gets = first.serving.routes(limits)
+        self._apps: dict[Model, App] = {first: app}
+        self._document = app.openapi
         self._gets = gets - _OWN - {"/version"}
         self.paths = frozenset({*self._posts, *gets, *_OWN, *_COMMANDS})
 
@@ -118,6 +122,13 @@ class Front:
             await self._app_of(model)(scope, receive, send)
         elif method in ("GET", "HEAD") and path in self._gets and path not in PAGE:
             await self._pass(scope, receive, send, self._model_of(scope, None))
+        elif path in _TAKES:
+            takes = _TAKES[path]
+            raise ApiError(
+                405,
+                f"this path does not take {method}; it takes {takes}",
+                headers={"Allow": takes},
+            )
         else:
             await self._any(scope, receive, send)
 
@@ -134,6 +145,7 @@ class Front:
         with self._bodies.place(scope["state"]["key_name"]) as hold:
             body = await self._read(scope, receive, hold)
             model = self._model_of(scope, body.content.get("model"))
+            current_model.set(model.name)
             place = await self._entered(model, scope, receive)
         if not place:
             return
@@ -144,6 +156,7 @@ class Front:
             self._models.leave(model)
 
     async def _pass(self, scope: Scope, receive: Receive, send: Send, model: Model) -> None:
+        current_model.set(model.name)
         if await self._entered(model, scope, receive):
             try:
                 await self._app_of(model)(scope, receive, send)
@@ -186,15 +199,15 @@ class Front:
         """
         if name is not None and not isinstance(name, str):
             raise ApiError(400, f"model is {shown(name)}; it must be a string", param="model")
-        if name is None or name in ANY_MODEL:
-            query = parse_qs(scope["query_string"].decode("latin-1")).get("model")
-            named = header(scope, HEADER)
-            name = query[-1] if query else None
-            if name is None and named is not None:
-                name = named.decode("utf-8", "replace")
-        if name is None or name in ANY_MODEL:
+        if self._is_any(name):
+            name = named_outside(scope)
+        if name is None or self._is_any(name):
             return self._models.default()
         return self._models.find(name)
+
+    def _is_any(self, name: str | None) -> bool:
+        """Return whether a name stands for any model: a placeholder that no model is called."""
+        return name is None or (name in ANY_MODEL and not self._models.has(name))
 
     async def _command(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self._bodies.place(scope["state"]["key_name"]) as hold:
@@ -218,6 +231,8 @@ class Front:
                 _All(self._models, self._metrics), (accept or b"").decode("latin-1")
             )
             await _send_bytes(send, 200, text, kind.encode())
+        elif path == _DOCUMENT:
+            await _send(send, with_several(self._document(), bool(self.keys)))
         elif path in _HEALTH:
             await _send(send, *self._health(scope))
         elif path in ("/v1/models", "/models"):
@@ -232,7 +247,7 @@ class Front:
         """Return the answer of /health: of a model that is named, else of the server."""
         if self._models.draining:
             return {"status": "draining", "message": "the server is shutting down"}, 503
-        if b"model" in parse_qs(scope["query_string"]) or header(scope, HEADER):
+        if named_outside(scope):
             model = self._model_of(scope, None)
             if model.state is not ModelState.LOADED or not model.is_ready:
                 error = _not_loaded(model)
@@ -254,6 +269,16 @@ class _All:
             if metric.name in ("http_requests", "vllm:admission_rejections")
         )
         return merged([*self._models.collect(), *of_front])
+
+
+def named_outside(scope: Scope) -> str | None:
+    """Return the name of a model in the query, else in the header; None: neither has one."""
+    query: bytes = scope["query_string"]
+    names = parse_qs(query.decode("utf-8", "replace")).get("model")
+    if names:
+        return names[-1]
+    named = header(scope, HEADER)
+    return None if named is None else named.decode("utf-8", "replace")
 
 
 def _not_loaded(model: Model) -> ApiError:

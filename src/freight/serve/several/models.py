@@ -25,6 +25,7 @@ from freight.base.fields import JsonDict
 from freight.errors import nearest, shown
 from freight.serve.app import model_list
 from freight.serve.processes.client import EngineState
+from freight.serve.processes.log import current_model
 from freight.serve.serving import Serving
 from freight.serve.several.declared import DeclaredModel, ModelLimits
 from freight.serve.several.sizes import Size, measure
@@ -123,6 +124,10 @@ class Models:
             reason = model.size.failure or self._too_large(model)
             if reason:
                 self._set_failure(model, reason)
+
+    def has(self, name: str) -> bool:
+        """Return whether a model or an adapter that was there at start has this name."""
+        return name in self._by_name
 
     def find(self, name: str) -> Model:
         """Return the model with this name. Raises ApiError 404."""
@@ -325,7 +330,6 @@ class Models:
         model.drain_seconds = None
         model.closing.clear()
         model.num_loads += 1
-        logger.info("model %s: loading", shown(model.name))
         apart = Context()  # its log lines are not those of the request that wants it
         loop = asyncio.get_running_loop()
         self._lives[model] = loop.create_task(self._live(model), context=apart)
@@ -337,6 +341,8 @@ class Models:
         model.closing.set()
 
     async def _live(self, model: Model) -> None:
+        current_model.set(model.name)
+        logger.info("model %s: loading", shown(model.name))
         try:
             if model.size.failure:
                 failure = await self._measure(model)

@@ -57,6 +57,7 @@ def _options(model: DeclaredModel, settings: ServerSettings, size: Size) -> Work
     return WorkerOptions(
         asdict(args),
         log_format=settings.log_format,
+        log_model=model.name,
         events_per_second=settings.max_events_per_second,
         stall_timeout=settings.stall_timeout,
     )

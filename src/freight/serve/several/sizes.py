@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
 from freight.base.fields import JsonDict
-from freight.errors import FreightError
+from freight.errors import FreightError, shown
 from freight.serve.processes.children import spawn, without_secrets
 from freight.settings.engine import EngineArgs
 
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from freight.model.open import OpenModel
     from freight.model.sizes import Layout, LinearOf
     from freight.settings.engine import EngineConfig
+
+logger = logging.getLogger("freight")
 
 CACHE = 1 << 30  # bytes, unless given
 SHARE = 0.8  # of the memory that is free at start, unless --models-memory says otherwise
@@ -98,6 +100,9 @@ def _measured(args: EngineArgs) -> JsonDict:
         return asdict(size_of(args))
     except FreightError as error:
         return asdict(Size(failure=str(error)))
+    except Exception as error:  # a fault here, which ends no other model
+        logger.exception("model %s", shown(args.model))
+        return asdict(Size(failure=f"{type(error).__name__}: {error}"))
 
 
 def size_of(args: EngineArgs) -> Size:
