@@ -372,8 +372,8 @@ class LLM:
         return self.generate(prompts, sampling_params, progress=progress, lora_request=lora_request)
 
     def update_weights(self, weights: Source) -> None:
-        """Go on with other weights of the same model: a folder or a hub id, or (name, tensor) of all
-        its tensors, by the names that its files have. They are copied, and quantized as they would be
+        """Go on with other weights of the same model: a folder or a hub id, or all its tensors, by the
+        names that its files have, as a mapping or as pairs. They are copied, and quantized as they would be
         at the start. The prefix cache is emptied, adapters are loaded again from their paths, and
         `fingerprint` changes.
 

@@ -41,7 +41,8 @@ class HeldCheckpoint(Checkpoint):
         self._held: dict[str, Tensor] = {}
         self._entries = {}
         place = Path("the tensors given")
-        for name, tensor in tensors:
+        for pair in tensors:
+            name, tensor = _pair(pair)
             if name in self._held:
                 raise CheckpointError(f"the tensor {shown(name)} comes twice; give each once")
             if tensor.dtype not in _DTYPES:
@@ -78,6 +79,16 @@ class HeldCheckpoint(Checkpoint):
             tensor = torch.cat([tensor[piece] for piece in entry.pieces])
         copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
         return copy.copy_(tensor)
+
+
+def _pair(pair: object) -> tuple[str, Tensor]:
+    """Return a name and its tensor. Raises CheckpointError for anything else."""
+    match pair:
+        case (str() as name, Tensor() as tensor):
+            return name, tensor
+    raise CheckpointError(
+        f"{shown(str(pair)[:60])} is no pair of a name and a tensor, as weights are"
+    )
 
 
 def digest_of(tensors: Mapping[str, Tensor]) -> str:

@@ -15,10 +15,11 @@ from __future__ import annotations
 import ctypes
 import gc
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from enum import IntEnum
 from functools import cached_property
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -210,9 +211,11 @@ class Renewal:
 
     def _open(self, source: Source) -> _Version:
         """Open other weights, and refuse those that do not fit."""
-        if isinstance(source, str):
-            args = replace(self._opened.args, model=source, revision=None)
+        if isinstance(source, str | Path):
+            args = replace(self._opened.args, model=str(source), revision=None)
             opened = open_model(args)
+        elif isinstance(source, Mapping):
+            opened = open_tensors(self._opened, source.items())
         else:
             opened = open_tensors(self._opened, source)
         config = self._config_of(opened)

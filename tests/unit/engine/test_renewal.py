@@ -66,6 +66,8 @@ def test_an_update_gives_what_a_fresh_start_gives(options: dict[str, Any], other
     llm.update_weights("demo")
     assert answers(llm) == before
     assert llm.fingerprint == old
+    llm.update_weights(other)  # a Path
+    assert answers(llm) == expected
 
 
 def test_tensors_in_memory_are_copied(other: Path):
@@ -78,7 +80,7 @@ def test_tensors_in_memory_are_copied(other: Path):
         tensor.zero_()  # the trainer goes on
     assert answers(llm) == expected
     in_memory = llm.fingerprint
-    llm.update_weights(iter(demo_tensors().items()))
+    llm.update_weights(demo_tensors())
     assert len({old, in_memory, llm.fingerprint}) == 3
 
 
@@ -134,6 +136,9 @@ def test_a_failed_update_leaves_the_old_weights(tmp_path: Path):
         with pytest.raises(CheckpointError, match=words):
             llm.update_weights(tensors.items())
         assert answers(llm) == before
+    for odd in ([1], [("name", 3)], ["name"], [(3, torch.zeros(1))]):
+        with pytest.raises(CheckpointError, match="no pair of a name and a tensor"):
+            llm.update_weights(odd)  # type: ignore[arg-type]
     twice = [*demo_tensors().items()] * 2
     with pytest.raises(CheckpointError, match="twice"):
         llm.update_weights(twice)

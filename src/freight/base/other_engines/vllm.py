@@ -259,6 +259,7 @@ SHORT = {  # one hyphen -> the option
     "-dpl": "data_parallel_size_local",
     "-dpm": "data_parallel_multi_port_external_lb",
     "-dpn": "data_parallel_rank",
+    "-tp": "tensor_parallel_size",  # of verbs without ranks
     "-dpp": "data_parallel_rpc_port",
     "-dpr": "data_parallel_start_rank",
     "-ep": "enable_expert_parallel",
