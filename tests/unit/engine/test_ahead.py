@@ -17,6 +17,7 @@ from tests.unit.engine.test_interrupted import Interrupt, Interrupter
 
 from freight import LLM, SamplingParams
 from freight.engine import sampler
+from freight.engine.adjust import SamplingRow
 from freight.engine.ahead import Launched
 from freight.engine.engine import Engine
 from freight.engine.prepare import SequenceSlice
@@ -77,6 +78,16 @@ def test_a_batch_has_the_same_tokens_and_leaves_nothing_behind(
         check_clean(llm)
         assert (runner_of(llm.engine).num_ahead > 0) == (mode is Mode.OVERLAPPED)
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("may_follow", [True, False])
+def test_nothing_is_launched_ahead_where_a_token_may_be_forced(
+    new_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch, may_follow: bool
+):
+    monkeypatch.setattr(SamplingRow, "may_follow", may_follow)
+    llm = new_llm(mode=Mode.OVERLAPPED)
+    llm.generate([[1, 2, 0]], GREEDY)
+    assert (runner_of(llm.engine).num_ahead > 0) == may_follow
 
 
 @pytest.mark.parametrize("seed", range(5))
