@@ -16,6 +16,7 @@ import ctypes
 import gc
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from enum import IntEnum
 from functools import cached_property
@@ -68,19 +69,20 @@ class Sleep(IntEnum):
 class _Version:
     """Weights that were opened, and what their files say of them: those may be gone later, or others.
 
-    in_store  what a store names them by; None without a store
+    in_store  what a store names them by; None without a store, and where a file is not the one that
+              was opened: nothing is stored of weights that have no name
     """
 
     def __init__(self, opened: OpenModel, config: EngineConfig, has_store: bool) -> None:
-        """Raises ConfigError for a store that cannot be used, CheckpointError where a file is not the
-        one that was opened.
-        """
+        """Raises ConfigError for a store that cannot be used."""
         self.opened = opened
         self.config = config
         self.in_store: Weights | None = None
         if has_store:
-            self.in_store = prepare_store(opened, config)
-            self._require_unchanged()
+            in_store = prepare_store(opened, config)
+            with suppress(CheckpointError):
+                self._require_unchanged()
+                self.in_store = in_store
 
     @cached_property
     def fingerprint(self) -> str:
@@ -107,7 +109,6 @@ class Renewal:
     """
 
     def __init__(self, engine: Engine, opened: OpenModel, config: EngineConfig) -> None:
-        """Raises CheckpointError where a file of the weights has changed since they were loaded."""
         self.engine = engine
         self._version = _Version(opened, config, engine.has_store)
         self._adapters: tuple[LoadedAdapter, ...] = ()  # to load when it wakes up

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from queue import SimpleQueue
+from types import SimpleNamespace
 
 import pytest
 
@@ -131,6 +132,7 @@ class Idle:
 
     has_unfinished = False
     has_store = False
+    cache = SimpleNamespace(events=None)
 
     def __init__(self, slots: FakeSlots) -> None:
         self.adapters = Adapters(slots, set)
