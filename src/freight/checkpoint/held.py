@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from freight.checkpoint.headers import FORMAT_NAMES, TensorEntry
-from freight.checkpoint.reader import Checkpoint
+from freight.checkpoint.reader import Checkpoint, part_of
 from freight.errors import CheckpointError, shown
 from freight.fp8.cast import torch_dtype
 
@@ -70,13 +70,7 @@ class HeldCheckpoint(Checkpoint):
         self._held = {}
 
     def _read_entry(self, entry: TensorEntry, name: str) -> Tensor:
-        tensor = self._held[entry.stored or name]
-        if entry.index:
-            tensor = tensor[entry.index]
-        if entry.turned:
-            tensor = tensor.mT
-        if entry.pieces:
-            tensor = torch.cat([tensor[piece] for piece in entry.pieces])
+        tensor = part_of(self._held[entry.stored or name], entry)
         copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
         return copy.copy_(tensor)
 

@@ -459,6 +459,18 @@ class Checkpoint:
         return tensor.mT.contiguous() if entry.turned else tensor
 
 
+def part_of(stored: Tensor, entry: TensorEntry) -> Tensor:
+    """Return what an entry has of its tensor in the file, which is in memory."""
+    part = stored
+    if entry.index:
+        part = part[entry.index]
+    if entry.turned:
+        part = part.mT
+    if entry.pieces:
+        part = torch.cat([part[piece] for piece in entry.pieces])
+    return part
+
+
 def _without_steps(index: Index) -> tuple[Index, tuple[slice, ...]]:
     """Return (`index` with all of each dimension that has a step, because safetensors reads
     contiguous ranges only; the index of the part in what is read so).

@@ -493,14 +493,14 @@ class Command(TyperCommand):
             previous = "" if is_value else arg
             if is_value or not _ONE_HYPHEN.match(arg) or arg in spellings:
                 continue
-            meant = _meant(arg, whole=arg[:2] in spellings)
-            instead = {engine: self._in_place_of(name, ctx) for engine, name in meant.items()}
-            if not meant or None in instead.values():
+            by_engine = _options_of_engines(arg, whole=arg[:2] in spellings)
+            instead = {engine: self._in_place_of(name, ctx) for engine, name in by_engine.items()}
+            if not by_engine or None in instead.values():
                 continue
-            names = [as_flag(name) for name in meant.values()]
+            names = [as_flag(name) for name in by_engine.values()]
             if len(set(names)) == 1:
-                given = arg if names[0] in spellings else names[0]
-                raise ConfigError(f"no such option: {given}; {next(iter(instead.values()))}")
+                spelling = arg if names[0] in spellings else names[0]
+                raise ConfigError(f"no such option: {spelling}; {next(iter(instead.values()))}")
             each = [
                 f"{engine}'s is {name}: {sentence}"
                 for name, (engine, sentence) in zip(names, instead.items(), strict=True)
@@ -547,7 +547,7 @@ class Command(TyperCommand):
         return instead_of(option.lstrip("-").replace("-", "_"), as_flag) if dot else None
 
 
-def _meant(arg: str, whole: bool) -> dict[str, str]:
+def _options_of_engines(arg: str, whole: bool) -> dict[str, str]:
     """Return the option that `arg` is in each engine which has it; the longest one counts, and a number
     or = may follow it: -c8192, -O3.
 

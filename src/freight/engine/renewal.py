@@ -232,22 +232,23 @@ class Renewal:
                 f"these weights are of another model: {listed(differ, 6)}; an update has the same architecture. Start "
                 "another engine for that"
             )
-        kept = self.config
+        current = self.config
         resolved = replace(
             opened.resolve(opened.args),
-            max_model_len=kept.max_model_len,
-            most_drafts=kept.most_drafts,
-            kv_cache_memory=kept.kv_cache_memory,
+            max_model_len=current.max_model_len,
+            most_drafts=current.most_drafts,
+            kv_cache_memory=current.kv_cache_memory,
         )
         changed = [
             field.name
-            for field in fields(kept)
+            for field in fields(current)
             if field.name not in _OF_WEIGHTS
-            and getattr(kept, field.name) != getattr(resolved, field.name)
+            and getattr(current, field.name) != getattr(resolved, field.name)
         ]
         if changed:
             values = [
-                f"{name} {getattr(resolved, name)} (here {getattr(kept, name)})" for name in changed
+                f"{name} {getattr(resolved, name)} (here {getattr(current, name)})"
+                for name in changed
             ]
             raise ConfigError(
                 f"these weights would change {', '.join(values)}: store them as those that were loaded, or start with "
@@ -256,8 +257,8 @@ class Renewal:
         if opened.cache_spec(resolved) != self.engine.runner.pool.spec:
             raise ConfigError(
                 f"these weights would have another cache: {resolved.kv.describe()}, {resolved.kv.scale_source}, and "
-                f"here it is {kept.kv.describe()}, {kept.kv.scale_source}; start with --kv-cache-dtype and --kv-scales "
-                "that do not depend on the checkpoint"
+                f"here it is {current.kv.describe()}, {current.kv.scale_source}; start with --kv-cache-dtype and "
+                "--kv-scales that do not depend on the checkpoint"
             )
         return resolved
 

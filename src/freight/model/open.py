@@ -437,8 +437,8 @@ def open_tensors(opened: OpenModel, tensors: Iterable[tuple[str, Tensor]]) -> Op
         raise ConfigError(
             "a model of random weights has no folder that names its tensors; start with a folder"
         )
-    held = HeldCheckpoint(opened.checkpoint, tensors)
-    return _opened(opened.args, read_checkpoint(held, opened.args.ignore_config_keys))
+    checkpoint = HeldCheckpoint(opened.checkpoint, tensors)
+    return _opened(opened.args, read_checkpoint(checkpoint, opened.args.ignore_config_keys))
 
 
 def _opened(args: EngineArgs, stored: OpenCheckpoint) -> OpenModel:

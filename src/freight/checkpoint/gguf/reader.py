@@ -29,7 +29,7 @@ from freight.checkpoint.gguf.describe import (
 )
 from freight.checkpoint.gguf.names import Change, Placed
 from freight.checkpoint.headers import Shape, TensorEntry
-from freight.checkpoint.reader import Checkpoint, file_state
+from freight.checkpoint.reader import Checkpoint, file_state, part_of
 from freight.errors import CheckpointError
 from freight.fp8.block_formats import BlockFormat
 from freight.fp8.blocks import decode, require_finite
@@ -117,13 +117,7 @@ class GGUFCheckpoint(Checkpoint):
 
     def _read_entry(self, entry: TensorEntry, name: str) -> Tensor:
         values = self._values(self._placed[entry.stored or name])
-        if entry.index:
-            values = values[entry.index]
-        if entry.turned:
-            values = values.mT
-        if entry.pieces:
-            values = torch.cat([values[piece] for piece in entry.pieces])
-        return values.contiguous()
+        return part_of(values, entry).contiguous()
 
     def _rows(self, placed: Placed) -> Tensor:
         """Return the rows of a tensor as bytes, uint8 [rows, bytes of a row], in the model's order.
