@@ -233,6 +233,7 @@ class _Reader:
         self._out = Pieces()
         self._region: str | None = None  # None: outside of markup
         self._opening = ""  # the text that opened the region
+        self._has_opened = False  # in the answer, and no text followed yet
         self._call: list[str] = []  # the text of a call so far, after its opening
         self._call_size = 0
         self._given_up = False  # the call is too long, and becomes content
@@ -295,6 +296,8 @@ class _Reader:
         self._give_behind()
         if self._region == _CALLS:
             self._out.verbatim("".join(self._raw_call()))
+        elif self._has_opened:  # no text is of that region
+            self._out.verbatim(self._opening)
         self._out.verbatim(finder.rest())
         self._finder = None
         self._region = None
@@ -318,11 +321,13 @@ class _Reader:
             else:
                 self._out.mark()
                 self._region = None
+                self._has_opened = False
 
     def _open(self, mark: Mark) -> None:
         self._give_behind()
         self._region = mark.name
         self._opening = mark.text
+        self._has_opened = True
         if mark.name == _CALLS:
             self._call = []
             self._call_size = 0
@@ -332,6 +337,7 @@ class _Reader:
             self._out.mark()
 
     def _text(self, text: str) -> None:
+        self._has_opened = False
         if self._region == _CALLS:
             self._add_to_call(text)
         elif self._region is None:

@@ -28,6 +28,7 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 
 # A JSON string. It never backtracks: linear, even if the closing quote is missing.
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?+', re.DOTALL)
+_WITHIN_STRING = re.compile(rb'[^"\\]*+(?:\\.[^"\\]*+)*+', re.DOTALL)
 _STRINGS_AND_OTHERS = re.compile(rb'(?:[^"]++|"[^"\\]*+(?:\\.[^"\\]*+)*+")*+', re.DOTALL)
 _NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 _STEP = bytes.maketrans(b"[{]}", b"\x01\x01\xff\xff")  # +1 and -1 level, as signed bytes
@@ -150,10 +151,23 @@ def _without_strings(body: bytes) -> bytes:
         piece = _STRINGS_AND_OTHERS.match(body, begin, begin + _PIECE)
         end = begin if piece is None else piece.end()
         if end == begin:  # a string that is longer than a piece
-            end = next(_STRING.finditer(body, begin)).end()
+            begin = _end_of_string(body, begin)
+            continue
         parts.append(_STRING.sub(b"", body[begin:end]))
         begin = end
     return b"".join(parts)
+
+
+def _end_of_string(body: bytes, begin: int) -> int:
+    """Return the position behind the string that begins at `begin`; the body's end if none closes it."""
+    at = begin + 1
+    while at + 1 < len(body):
+        piece = _WITHIN_STRING.match(body, at, at + _PIECE)
+        assert piece is not None
+        at = piece.end()
+        if body[at : at + 1] == b'"':
+            return at + 1
+    return len(body)
 
 
 def _object_of(pairs: list[tuple[str, Any]], limits: HttpLimits) -> JsonDict:
