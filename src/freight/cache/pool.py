@@ -23,6 +23,7 @@ from freight.operands.kv_pages import KeyCenter, KVPages
 from freight.operands.packed import PackedWeight, Rows
 from freight.operands.rotary import Rotary
 from freight.operands.states import States, Stretch
+from freight.parallel.stages import Stage
 from freight.settings.engine import KVCacheConfig
 
 
@@ -123,6 +124,7 @@ class KVPool:
     layers: tuple[PagedKV | PagedState | None, ...]
     spec: KVCacheSpec
     num_blocks: tuple[int, ...]
+    stages: tuple[Stage, ...] = ()  # where the layers are, if not all on one device
     _row_counters: Tensor | None = None  # [layers, rows, 2]
     _left_out: Tensor | None = None  # [2], of `counters`
 
@@ -188,6 +190,8 @@ class KVPool:
         counts = [layer.pages.counters for layer in self._stored.values()]
         if not counts:  # states are not counted
             return 0, 0
+        if len({tensor.device for tensor in counts}) > 1:
+            counts = [tensor.cpu() for tensor in counts]
         total = torch.stack(counts).sum(0)
         if self._left_out is not None:
             total = total - self._left_out
@@ -233,15 +237,17 @@ def allocate_pool(
     device: str = "cpu",
     rotaries: Sequence[Rotary | None] | None = None,
     empty: Empty | None = None,
+    stages: tuple[Stage, ...] = (),
 ) -> KVPool:
     """Allocate pages and states: `num_blocks` by group. The system commits memory at the first
     write, not here.
 
     `rotaries` has the rotary tables of each layer, None for a layer without. They are needed for
     centered keys only: those that have a center in `kv.scales`, and quantized ones that have a large
-    bias. `empty` allocates pages and states, on `device`.
+    bias. `empty` allocates pages and states, on `device`. `stages`: where the layers are, if not all
+    are on `device`.
     """
-    empty = empty or empty_on(device)
+    device_of = {layer: stage.device for stage in stages for layer in stage.layers}
     of_layers: tuple[LayerScales | None, ...] = (None,) * len(spec.layers)
     if kv.scales is not None:
         of_layers = kv.scales.layers
@@ -256,10 +262,12 @@ def allocate_pool(
         groups.update(dict.fromkeys(members.layers, index))
     for index, layer in spec.kept.items():
         scales = of_layers[index]
+        there = device_of.get(index, device)
+        empty_there = empty or empty_on(there)
         if isinstance(layer, LayerStateSpec):
             group = groups[index]
             states_of[index] = PagedState(
-                _allocate_states(layer, num_blocks[group], spec, empty), group
+                _allocate_states(layer, num_blocks[group], spec, empty_there), group
             )
             continue
         if layer.source is not None:
@@ -268,18 +276,18 @@ def allocate_pool(
         group = groups[index]
         block_size = spec.groups[group].tokens_per_block
         sizes = num_blocks[group], block_size
-        pages = allocate_pages(layer, kv.layout, scales, *sizes, device, empty)
+        pages = allocate_pages(layer, kv.layout, scales, *sizes, there, empty_there)
         if scales is not None and scales.k_center:
             assert rotaries is not None
             rotary = rotaries[index]
             assert rotary is not None
-            b = expand_scale(scales.k_center, layer.num_kv_heads, layer.k_dim).to(device)
+            b = expand_scale(scales.k_center, layer.num_kv_heads, layer.k_dim).to(there)
             pages = replace(pages, k_center=KeyCenter.of(b, *tables.of(rotary)))
         elif rotaries is not None and pages.format.is_quantized:
             pages = less_bias_pages(pages, rotaries[index], tables)
         pages_of[index] = PagedKV(pages, kernels, group)
     layers = tuple(pages_of.get(index) or states_of.get(index) for index in range(len(spec.layers)))
-    return KVPool(layers, spec, tuple(num_blocks))
+    return KVPool(layers, spec, tuple(num_blocks), stages)
 
 
 def less_bias_pages(pages: KVPages, rotary: Rotary | None, tables: AngleTables) -> KVPages:

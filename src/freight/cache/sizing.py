@@ -18,6 +18,7 @@ hits. Layers without a window get the rest.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections.abc import Collection, Mapping
 
 from freight.cache.groups import LayerGroup
 from freight.cache.spec import KVCacheSpec
@@ -64,6 +65,46 @@ def useful_memory(
     return spec.bytes_of(
         tuple(_useful(group, max_model_len, max_num_seqs, step_tokens) for group in spec.groups)
     )
+
+
+def memory_over(
+    spec: KVCacheSpec, layers: Mapping[str, Collection[int]], free: Mapping[str, int]
+) -> int:
+    """Return the bytes of the largest cache of which each device's part fits into what is `free`
+    there, however the cache is divided over its groups. layers: those of each device.
+    """
+    least = []
+    for device, own_layers in layers.items():
+        for group in spec.groups:
+            own = sum(_layer_bytes(spec, index) for index in group.layers if index in own_layers)
+            if own:
+                whole = sum(_layer_bytes(spec, index) for index in group.layers)
+                least.append(free[device] * whole // own)
+    return min(least, default=0)
+
+
+def bytes_over(
+    spec: KVCacheSpec, layers: Mapping[str, Collection[int]], memory: int
+) -> dict[str, int]:
+    """Return the most bytes that each device has of a cache of `memory` bytes, however that is divided
+    over its groups.
+    """
+    of_device = {}
+    for device, own_layers in layers.items():
+        most = 0
+        for group in spec.groups:
+            own = sum(_layer_bytes(spec, index) for index in group.layers if index in own_layers)
+            whole = sum(_layer_bytes(spec, index) for index in group.layers)
+            most = max(most, memory * own // whole)
+        of_device[device] = most
+    return of_device
+
+
+def _layer_bytes(spec: KVCacheSpec, index: int) -> int:
+    """Bytes that a layer has of a block, in proportion to the others of its group."""
+    layer = spec.layers[index]
+    assert layer is not None
+    return layer.bytes_per_token + layer.bytes_per_state
 
 
 def split_memory(

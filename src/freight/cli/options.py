@@ -40,7 +40,14 @@ from freight.settings.skip_layers import FLAG as SKIP_LAYERS
 from freight.settings.skip_layers import SLIDING
 from freight.settings.states import STATE_DTYPES
 
-RANKS = ("tensor_parallel_size", "rank_cpus", "rank_timeout")  # of verbs that serve or generate
+# of verbs that serve or generate
+RANKS = (
+    "tensor_parallel_size",
+    "rank_cpus",
+    "rank_timeout",
+    "pipeline_parallel_size",
+    "pp_layers",
+)
 # of verbs that serve or generate
 LORA = ("enable_lora", "lora_modules", "max_loras", "max_lora_rank")
 LORA_MODULES = "--lora-modules"
@@ -339,6 +346,19 @@ ENGINE_FLAGS = (
         float,
         "Seconds after which one of them that does not answer counts as lost.",
         "SECONDS",
+    ),
+    Flag(
+        "pipeline_parallel_size",
+        int,
+        "GPUs that divide the layers of the model, one after the other.",
+        "COUNT",
+        also=("-pp", "--pp", "--pp-size"),
+    ),
+    Flag(
+        "pp_layers",
+        str | None,
+        "Layers of each of these GPUs; default: by their bytes.",
+        "20,20",
     ),
     Flag("nnodes", int, "Machines that these processes are on, equally many on each.", "COUNT"),
     Flag("node_rank", int, "Which of the machines this is; 0 serves.", "NUMBER"),

@@ -119,7 +119,7 @@ def _launch(runner: ModelRunner, step: Step, before: Launched | None) -> Launche
     on_host = torch.empty(facts.shape, dtype=facts.dtype, device="cpu", pin_memory=True)
     on_host.copy_(facts, non_blocking=True)
     copied = torch.cuda.Event()
-    copied.record()
+    copied.record(torch.cuda.current_stream(facts.device))
     return Launched(step, drawn, on_host, copied)
 
 

@@ -24,7 +24,9 @@ from freight.cache.pool import KVPool, allocate_pool
 from freight.cache.sizing import (
     MEMORY_SHARE,
     bytes_of_request,
+    bytes_over,
     longest_request,
+    memory_over,
     split_memory,
     useful_memory,
 )
@@ -61,7 +63,8 @@ from freight.operands.tiles import STATE_TILE
 from freight.parallel.join import Meeting
 from freight.parallel.places import Place, places
 from freight.parallel.ranks import Ranks
-from freight.settings.device import DeviceFacts, numa_nodes, probe
+from freight.parallel.stages import layers_by_device
+from freight.settings.device import DeviceFacts, free_bytes, numa_nodes, probe
 from freight.settings.engine import EngineArgs, EngineConfig, listed_layers
 from freight.settings.lora import named_adapters
 from freight.text.tokenizer import Tokenizer
@@ -285,8 +288,9 @@ def _plan(opened: OpenModel) -> _Plan:
             dense,
         )
     spec = opened.cache_spec(resolved)
+    _check_stages(opened, resolved)
     if resolved.kv_cache_memory is None:
-        free = _share_for_cache(opened, resolved)
+        free = _share_for_cache(opened, resolved, spec)
         # the weights will leave room for no more
         positions = _fitting_context(spec, free, resolved, args)
         return _Plan(opened, resolved, spec, free, positions, asked)
@@ -294,6 +298,7 @@ def _plan(opened: OpenModel) -> _Plan:
     weight_bytes = least_weight_bytes(opened, resolved) // size
     _check_memory(memory, weight_bytes, _adapter_bytes(opened, resolved), opened.device, size)
     context = _fitting_context(spec, memory, resolved, args)
+    _check_stages(opened, resolved, spec, memory)
     config = replace(resolved, kv_cache_memory=memory, max_model_len=context)
     return _Plan(opened, config, spec, memory, context, asked)
 
@@ -309,7 +314,7 @@ def _ready(plan: _Plan, model: LanguageModel, weights: Weights | None) -> _Ready
     step_tokens = config.max_num_batched_tokens
     if config.kv_cache_memory is None:
         useful = useful_memory(spec, context, max_num_seqs, step_tokens)
-        memory = min(_share_for_cache(opened, config), plan.free, useful)
+        memory = min(_share_for_cache(opened, config, spec), plan.free, useful)
         context = _fitting_context(spec, memory, config, opened.args)
     if context < plan.asked:
         logger.info("context limited to the %d tokens that the KV cache holds", context)
@@ -342,6 +347,7 @@ def _allocate(ready: _Ready, led: _Led | None) -> tuple[KVPool, tuple[Tensor, ..
         device=config.device,
         rotaries=ready.model.rotaries,
         empty=empty,
+        stages=ready.model.stages,
     )
     memories: tuple[Tensor, ...] = ()
     if led is not None:
@@ -537,8 +543,17 @@ def memory_for_cache(device: str) -> int:
     return int(probe(device).memory_free * MEMORY_SHARE[device])
 
 
-def _share_for_cache(opened: OpenModel, config: EngineConfig) -> int:
-    """Bytes that the cache of one rank would be given now."""
+def _share_for_cache(opened: OpenModel, config: EngineConfig, spec: KVCacheSpec) -> int:
+    """Bytes that the cache of one rank would be given now: of several GPUs, so many that each has
+    memory for its layers.
+    """
+    stages = opened.stages(config)
+    if stages and config.device != "cpu":
+        layers = layers_by_device(stages)
+        shares = {}
+        for device, free in free_bytes(layers).items():
+            shares[device] = int(free * MEMORY_SHARE[config.device])
+        return memory_over(spec, layers, shares)
     ranks_here = opened.ranks.size // opened.args.nnodes
     share = memory_for_cache(config.device) // ranks_here
     if config.device != "cpu":  # there the memory for adapters is not free any more
@@ -629,6 +644,29 @@ def _check_memory(asked: int, weights: int, adapters: int, device: DeviceFacts, 
         f"--kv-cache-memory asks for {asked:,} bytes and the weights need {weights:,}{adapters_asked}, but of the "
         f"{device.kind}'s memory {free:,} bytes are free; {way_out}"
     )
+
+
+def _check_stages(
+    opened: OpenModel, config: EngineConfig, spec: KVCacheSpec | None = None, memory: int = 0
+) -> None:
+    """Raise CapacityError where a GPU with a part of the layers lacks memory for their weights, and their
+    part of a cache of `memory` bytes.
+    """
+    stages = opened.stages(config)
+    if not stages or config.device == "cpu":
+        return
+    layers = layers_by_device(stages)
+    weights = opened.stage_bytes(config)
+    cache = dict.fromkeys(layers, 0)
+    if spec is not None:
+        cache = bytes_over(spec, layers, memory)
+    for device, free in free_bytes(layers).items():
+        if weights[device] + cache[device] > free:
+            raise CapacityError(
+                f"{device}: {len(layers[device])} layers need {weights[device]:,} bytes for weights and "
+                f"{cache[device]:,} for their cache, and {free:,} are free; give it fewer layers (--pp-layers), more "
+                "GPUs (--pipeline-parallel-size), or lower --kv-cache-memory"
+            )
 
 
 def _size(count: int) -> str:

@@ -18,7 +18,7 @@ How a step is captured is a `Capture`: CUDA graphs (`graphs.py`) or calls of the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -30,6 +30,7 @@ from freight.engine.block_tables import BlockTables
 from freight.engine.prepare import BlockLayout, SequenceSlice, have_adapters, slots_of
 from freight.operands.adapters import NO_ADAPTER
 from freight.operands.batch import ForwardBatch
+from freight.parallel.stages import devices_of
 
 Replay = Callable[[], Tensor]  # computes what the buffers say: float32 logits [bucket, vocab_size]
 
@@ -65,7 +66,8 @@ class Capture(Protocol):
 
 class Buffers:
     """A decode batch of `bucket` rows, and as many sequences, on the host and on `device`, with the
-    first rows of `tables`. `adapted`: its rows may have adapters.
+    first rows of `tables`. `adapted`: its rows may have adapters. `further`: other devices that have
+    a copy, with their block tables.
 
     Each of the cache's groups has block tables, and slots if its tokens have places of their own.
     """
@@ -77,8 +79,10 @@ class Buffers:
         groups: Sequence[BlockLayout],
         device: str,
         adapted: bool = False,
+        further: Mapping[str, BlockTables] | None = None,
     ) -> None:
         self._tables = tables
+        self._further = further or {}
         self._groups = groups
         # int32 words: token ids, positions and slots by group as int64, then lengths and first rows
         # of sequences and adapters of rows as int32. Each begins at a multiple of 16 bytes, as what `prepare` makes:
@@ -94,11 +98,8 @@ class Buffers:
         size = sum(-(-count // 4) * 4 for count in counts)
         on_cpu = device == "cpu"
         host = torch.zeros(size, dtype=torch.int32, device="cpu", pin_memory=not on_cpu)
-        words = host
-        if not on_cpu:
-            words = torch.zeros(size, dtype=torch.int32, device=device)
         self._host = host
-        self._words = words
+        self._words: list[Tensor] = []  # on the devices with memory of their own
 
         def views(buffer: Tensor) -> list[Tensor]:
             parts: list[Tensor] = []
@@ -114,19 +115,31 @@ class Buffers:
         on_host = [view.numpy() for view in views(host)]
         self._adapters = on_host.pop()
         self._tokens, self._positions, *self._slots, self._lengths, self._starts = on_host
-        tokens, positions, *slots, lengths, starts, adapters = views(words)
-        rows = torch.arange(bucket, dtype=torch.int64, device=device)
-        blocks = tuple(table[:bucket] for table in tables.on_device)
-        self.batch = ForwardBatch(
-            token_ids=tokens,
-            positions=positions,
-            query_starts=starts,
-            context_lens=lengths,
-            slots=tuple(slots),
-            block_tables=blocks,
-            logit_rows=rows,
-            adapters=adapters if adapted else None,
-        )
+
+        def batch_on(
+            device: str, tables: BlockTables, copies: Mapping[str, ForwardBatch]
+        ) -> ForwardBatch:
+            words = host
+            if device != "cpu":
+                words = torch.zeros(size, dtype=torch.int32, device=device)
+                self._words.append(words)
+            tokens, positions, *slots, lengths, starts, adapters = views(words)
+            return ForwardBatch(
+                token_ids=tokens,
+                positions=positions,
+                query_starts=starts,
+                context_lens=lengths,
+                slots=tuple(slots),
+                block_tables=tuple(table[:bucket] for table in tables.on_device),
+                logit_rows=torch.arange(bucket, dtype=torch.int64, device=device),
+                adapters=adapters if adapted else None,
+                copies=copies,
+            )
+
+        copies = {}
+        for other, its_tables in self._further.items():
+            copies[other] = batch_on(other, its_tables, {})
+        self.batch = batch_on(device, tables, copies)
         self.fill([])
 
     def fill(self, slices: Sequence[SequenceSlice]) -> None:
@@ -153,7 +166,10 @@ class Buffers:
         if len(self._adapters):
             self._adapters[:count] = slots_of(slices)[sequence]
             self._adapters[count:] = NO_ADAPTER
-        self._tables.update([part.block_ids for part in slices])
+        blocks = [part.block_ids for part in slices]
+        self._tables.update(blocks)
+        for of_device in self._further.values():
+            of_device.update(blocks)
         for group, slots, tables in zip(
             self._groups, self._slots, self._tables.on_host, strict=True
         ):
@@ -163,8 +179,8 @@ class Buffers:
                     tables[sequence, positions // size].astype(np.int64) * size + positions % size
                 )
                 slots[count:] = -1
-        if self._words is not self._host:
-            self._words.copy_(self._host, non_blocking=True)  # the next `fill` waits for it
+        for words in self._words:
+            words.copy_(self._host, non_blocking=True)  # the next `fill` waits for it
 
 
 class DecodeSteps:
@@ -173,15 +189,18 @@ class DecodeSteps:
     def __init__(self, capture: Capture, pool: KVPool, max_model_len: int, device: str) -> None:
         self.pool = pool
         self._capture = capture
-        self._device = device
+        self._device, *further = devices_of(pool.stages, device)
         # what reads the lengths of a state's rows in Python would be captured with them
         slots = all(group.has_slots for group in pool.spec.groups)
         self._several_rows = capture.several_rows and slots
         widths = pool.spec.blocks_of(max_model_len)
-        self._tables = BlockTables(capture.bucket_of(capture.max_num_seqs), widths, device)
-        self._copied: torch.cuda.Event | None = None
-        if device == "cuda":
-            self._copied = torch.cuda.Event()
+        num_rows = capture.bucket_of(capture.max_num_seqs)
+        self._tables = BlockTables(num_rows, widths, self._device)
+        self._further = {other: BlockTables(num_rows, widths, other) for other in further}
+        # by device: the last step's inputs are there
+        self._copied: dict[str, torch.cuda.Event] = {}
+        if self._device != "cpu":
+            self._copied = {name: torch.cuda.Event() for name in (self._device, *further)}
         # by bucket, and whether rows have adapters
         self.steps: dict[tuple[int, bool], tuple[Buffers, Replay]] = {}
 
@@ -205,9 +224,9 @@ class DecodeSteps:
         """
         num_rows = sum(len(part.token_ids) for part in slices)
         bucket = self._capture.bucket_of(num_rows)
-        if self._copied is not None:
+        for copied in self._copied.values():
             # the last step may be under way, and its copies still to come
-            self._copied.synchronize()
+            copied.synchronize()
         adapted = have_adapters(slices)
         if self._capture.largest_first and not self.steps:
             self._prepare(self._capture.bucket_of(self._capture.max_num_seqs), adapted)
@@ -215,12 +234,13 @@ class DecodeSteps:
             self._prepare(bucket, adapted)
         buffers, replay = self.steps[bucket, adapted]
         buffers.fill(slices)
-        if self._copied is not None:
-            self._copied.record()
+        for device, copied in self._copied.items():
+            copied.record(torch.cuda.current_stream(device))
         if tokens is not None:
             buffers.batch.token_ids[:num_rows].copy_(tokens)
         return replay()[:num_rows]
 
     def _prepare(self, bucket: int, adapted: bool) -> None:
-        buffers = Buffers(bucket, self._tables, self.pool.spec.groups, self._device, adapted)
+        groups = self.pool.spec.groups
+        buffers = Buffers(bucket, self._tables, groups, self._device, adapted, self._further)
         self.steps[bucket, adapted] = buffers, self._capture.capture(buffers.batch)

@@ -184,7 +184,8 @@ def _runner(
     if pages is not None:
         empty = Arena(mapped(pages, Arena.bytes_for(spec, tuple(num_blocks)))).empty
         os.close(pages)
-    pool = allocate_pool(spec, kv, num_blocks, kernels, config.device, model.rotaries, empty)
+    parts = (kernels, config.device, model.rotaries, empty, model.stages)
+    pool = allocate_pool(spec, kv, num_blocks, *parts)
     return ModelRunner(model, pool, config.device, captured_steps(model, pool, kernels, config))
 
 

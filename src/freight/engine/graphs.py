@@ -1,18 +1,26 @@
 """Decode steps as CUDA graphs: one launch replaces the hundreds of kernel launches of a step.
 
 A replay repeats the grids of the captured launches. Grids depend only on the shapes of tensors, so
-a graph stays valid while contexts grow.
+a graph stays valid while contexts grow. A graph is of one device: with layers on several there is one
+for each stage (`parallel/stages.py`), and the residual stream is copied between two.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from freight.cache.pool import KVPool
 from freight.engine.decode_steps import Replay
-from freight.model.decoder import Decoder
+from freight.model.decoder import Decoder, Residual, computing_on
 from freight.operands.batch import ForwardBatch
+from freight.parallel.stages import Stage
+
+Output = TypeVar("Output")
 
 
 def bucket_of(num_seqs: int) -> int:
@@ -28,8 +36,8 @@ def bucket_of(num_seqs: int) -> int:
 
 
 class CudaGraphs:
-    """A `Capture` on a GPU. All graphs share one pool of device memory, because they never run at
-    the same time.
+    """A `Capture` on a GPU. All graphs of a device share one pool of its memory, because they never
+    run at the same time.
 
     A piece of that pool never grows: a graph larger than those before it finds no piece that is
     large enough, and takes new memory. So the largest is captured first, and all others fit into
@@ -43,31 +51,81 @@ class CudaGraphs:
         self.max_num_seqs = max_num_seqs
         self._model = model
         self._pool = pool
-        self._first: torch.cuda.CUDAGraph | None = None  # all later graphs share its memory
+        # by device, the first of its graphs: all later ones share its memory
+        self._first: dict[str | None, torch.cuda.CUDAGraph] = {}
 
     def bucket_of(self, num_seqs: int) -> int:
         return bucket_of(num_seqs)
 
     def capture(self, batch: ForwardBatch) -> Replay:
-        # First run the step uncaptured, on another stream: kernels are compiled then, and libraries
-        # allocate their memory outside of the graph.
-        main = torch.cuda.current_stream()
-        warm_up = torch.cuda.Stream()
-        warm_up.wait_stream(main)
-        with torch.cuda.stream(warm_up):
-            self._model.forward(batch, self._pool.layers)
-        main.wait_stream(warm_up)
-        graph = torch.cuda.CUDAGraph()
-        memory = None
-        if self._first is not None:
-            memory = self._first.pool()
-        with torch.cuda.graph(graph, pool=memory):
-            logits = self._model.forward(batch, self._pool.layers)
-        if self._first is None:
-            self._first = graph
+        model = self._model
+        layers = self._pool.layers
+        if not model.stages:
+            graph, logits = self._captured(None, lambda: model.forward(batch, layers))
+
+            def replay() -> Tensor:
+                graph.replay()
+                return logits  # each replay writes the same tensor
+
+            return replay
+        return self._capture_stages(batch)
+
+    def _capture_stages(self, batch: ForwardBatch) -> Replay:
+        """Capture a graph for each stage. Between two, a replay copies the stream from the output of
+        one into the input of the other, which the devices wait for, and the host does not.
+        """
+        parts: list[tuple[str, torch.cuda.CUDAGraph]] = []
+        copies: list[tuple[Residual, Residual]] = []
+        given = None
+        *stages, last = self._model.stages
+        for stage in stages:
+            graph, stream = self._captured(stage.device, partial(self._stage, stage, given, batch))
+            following = self._model.stages[len(parts) + 1].device
+            given = stream.on(following)
+            parts.append((stage.device, graph))
+            copies.append((stream, given))
+        graph, logits = self._captured(last.device, partial(self._last_stage, given, batch))
 
         def replay() -> Tensor:
-            graph.replay()
-            return logits  # each replay writes the same tensor
+            for (device, part), (stream, given) in zip(parts, copies, strict=True):
+                with computing_on(device):
+                    part.replay()
+                given.take(stream)
+            with computing_on(last.device):
+                graph.replay()
+            return logits
 
         return replay
+
+    def _stage(self, stage: Stage, given: Residual | None, batch: ForwardBatch) -> Residual:
+        """Run a stage. given: what the one before returned; None: it is the first."""
+        model = self._model
+        stream = model.begin(batch) if given is None else given
+        return model.run_stage(stage, stream, batch, self._pool.layers)
+
+    def _last_stage(self, given: Residual | None, batch: ForwardBatch) -> Tensor:
+        model = self._model
+        stream = self._stage(model.stages[-1], given, batch)
+        return model.logits(model.end(stream, batch))
+
+    def _captured(
+        self, device: str | None, compute: Callable[[], Output]
+    ) -> tuple[torch.cuda.CUDAGraph, Output]:
+        """Return a graph of what `compute` launches on `device`, and what it returned."""
+        with computing_on(device):
+            # First run it uncaptured, on another stream: kernels are compiled then, and libraries
+            # allocate their memory outside of the graph.
+            main = torch.cuda.current_stream()
+            warm_up = torch.cuda.Stream()
+            warm_up.wait_stream(main)
+            with torch.cuda.stream(warm_up):
+                compute()
+            main.wait_stream(warm_up)
+            graph = torch.cuda.CUDAGraph()
+            memory = None
+            if device in self._first:
+                memory = self._first[device].pool()
+            with torch.cuda.graph(graph, pool=memory):
+                output = compute()
+            self._first.setdefault(device, graph)
+            return graph, output

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import NamedTuple, Protocol
 
@@ -87,10 +87,13 @@ def types_of(
 
 
 def prepare(
-    slices: Sequence[SequenceSlice], groups: Sequence[BlockLayout], device: str = "cpu"
+    slices: Sequence[SequenceSlice],
+    groups: Sequence[BlockLayout],
+    device: str = "cpu",
+    further: Sequence[str] = (),
 ) -> ForwardBatch:
     """Lay the slices end to end; logit rows come in the slices' order. `groups` are those of the
-    cache.
+    cache. `further`: devices that get a copy.
     """
     tokens: list[int] = []
     positions = []
@@ -127,21 +130,25 @@ def prepare(
         adapters = slots_of(slices)[sequence]
     token_types = types_of(slices, position, sequence)
 
-    def tensor(array: NDArray[np.int32] | NDArray[np.int64]) -> Tensor:
-        host = torch.from_numpy(array)
-        if device == "cpu":
-            return host
-        return host.pin_memory().to(device, non_blocking=True)  # the host does not wait
+    def batch_on(device: str, copies: Mapping[str, ForwardBatch]) -> ForwardBatch:
+        def tensor(array: NDArray[np.int32] | NDArray[np.int64]) -> Tensor:
+            host = torch.from_numpy(array)
+            if device == "cpu":
+                return host
+            return host.pin_memory().to(device, non_blocking=True)  # the host does not wait
 
-    return ForwardBatch(
-        token_ids=tensor(np.array(tokens, np.int64)),
-        positions=tensor(position),
-        query_starts=tensor(starts),
-        context_lens=tensor(np.array(lengths, np.int32)),
-        slots=tuple(map(tensor, slots)),
-        block_tables=tuple(map(tensor, tables)),
-        logit_rows=tensor(np.concatenate(rows)),
-        some_decode=any(len(part.token_ids) == 1 for part in slices),
-        adapters=None if adapters is None else tensor(adapters),
-        token_types=None if token_types is None else tensor(token_types),
-    )
+        return ForwardBatch(
+            token_ids=tensor(np.array(tokens, np.int64)),
+            positions=tensor(position),
+            query_starts=tensor(starts),
+            context_lens=tensor(np.array(lengths, np.int32)),
+            slots=tuple(map(tensor, slots)),
+            block_tables=tuple(map(tensor, tables)),
+            logit_rows=tensor(np.concatenate(rows)),
+            some_decode=any(len(part.token_ids) == 1 for part in slices),
+            adapters=None if adapters is None else tensor(adapters),
+            token_types=None if token_types is None else tensor(token_types),
+            copies=copies,
+        )
+
+    return batch_on(device, {other: batch_on(other, {}) for other in further})

@@ -43,6 +43,7 @@ from freight.model.open import OpenModel, open_model, open_tensors
 from freight.model.pooler import Pooler
 from freight.operands.batch import ForwardBatch
 from freight.operands.rotary import Rotary
+from freight.parallel.stages import Stage
 from freight.settings.device import probe
 from freight.settings.engine import EngineConfig
 
@@ -325,6 +326,7 @@ class Renewal:
             kernels=kernels,
             device=config.device,
             rotaries=model.rotaries,
+            stages=model.stages,
         ).counting_drafts(config.most_drafts)
         slots = None
         if config.lora is not None:
@@ -377,6 +379,7 @@ class NoWeights:
     kernels: KernelSet
     rotaries: tuple[Rotary | None, ...] = ()
     pooler: Pooler | None = None
+    stages: tuple[Stage, ...] = ()
 
     def hidden(self, batch: ForwardBatch, kv_cache: Sequence[LayerCache]) -> Tensor:
         raise AssertionError("the engine sleeps")

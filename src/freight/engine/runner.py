@@ -14,6 +14,7 @@ from freight.cache.pool import KVPool
 from freight.engine.decode_steps import DecodeSteps
 from freight.engine.prepare import Logits, SequenceSlice, prepare
 from freight.model.decoder import LanguageModel
+from freight.parallel.stages import devices_of
 
 
 class RankLeader(Protocol):
@@ -118,7 +119,8 @@ class ModelRunner:
         if self.captured is not None and self.captured.takes(slices):
             logits = self.captured.run(slices, tokens)
             return StepRows(self.model, num_rows, captured=logits, leader=self.leader)
-        batch = prepare(slices, self.pool.spec.groups, self.device)
+        device, *further = devices_of(self.pool.stages, self.device)
+        batch = prepare(slices, self.pool.spec.groups, device, further)
         if tokens is not None:
             batch = replace(batch, token_ids=tokens)
         hidden = self.model.hidden(batch, self.pool.layers)

@@ -60,12 +60,12 @@ class AdapterBanks:
         share: Share | None = None,
     ) -> None:
         """num_slots: adapters that are loaded at a time; max_rank: the largest rank of one; dtype: the
-        model's.
+        model's. device: of the banks that are added next.
         """
         self.num_slots = num_slots
         self.max_rank = max_rank
         self.dtype = dtype
-        self._device = device
+        self.device = device
         self._share = share
         self._banks: list[_Bank] = []
         self._places: dict[str, list[_Place]] = {}
@@ -111,11 +111,11 @@ class AdapterBanks:
         # zeros: memory that no adapter was loaded into is never touched, nor taken from the system
         bank = AdapterBank(
             a=torch.zeros(
-                slots, parts, self.max_rank, inputs, dtype=self.dtype, device=self._device
+                slots, parts, self.max_rank, inputs, dtype=self.dtype, device=self.device
             ),
-            b=torch.zeros(slots, self.max_rank, ends[-1], dtype=self.dtype, device=self._device),
-            ranks=torch.zeros(slots, parts, dtype=torch.int32, device=self._device),
-            scalings=torch.zeros(slots, parts, dtype=torch.float32, device=self._device),
+            b=torch.zeros(slots, self.max_rank, ends[-1], dtype=self.dtype, device=self.device),
+            ranks=torch.zeros(slots, parts, dtype=torch.int32, device=self.device),
+            scalings=torch.zeros(slots, parts, dtype=torch.float32, device=self.device),
             ends=ends,
         )
         self._banks.append(_Bank(bank, num_entries))
@@ -148,8 +148,8 @@ class AdapterBanks:
             begin, end = bank.outputs[place.part]
             b = self._own_rows(module, matrices.b, place.bank.num_entries > 1)
             rows = b if place.order is None else b[place.order.to(b.device)]
-            bank.a[entry, place.part, :rank] = matrices.a.to(self._device, self.dtype)
-            bank.b[entry, :rank, begin:end] = rows.t().to(self._device, self.dtype)
+            bank.a[entry, place.part, :rank] = matrices.a.to(bank.a.device, self.dtype)
+            bank.b[entry, :rank, begin:end] = rows.t().to(bank.b.device, self.dtype)
             bank.scalings[entry, place.part] = matrices.scaling
             bank.ranks[entry, place.part] = rank
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple, Protocol, TypeVar
 
+import torch
 from torch import Tensor
 
 from freight.cache.pool import LayerCache, LayerKV, PagedState
@@ -25,6 +27,7 @@ from freight.operands.activation import GateFunction
 from freight.operands.batch import ForwardBatch
 from freight.operands.packed import PackedWeight, Rows, as_tensor
 from freight.operands.rotary import Rotary
+from freight.parallel.stages import Stage
 
 Cache = TypeVar("Cache", contravariant=True)
 
@@ -76,6 +79,20 @@ class Residual(NamedTuple):
         the normed rows are dropped.
         """
         return self.x if self.delta is None else self.normed(norm)[0]
+
+    def on(self, device: str) -> Residual:
+        """Return the stream on `device`; the host does not wait for the copy."""
+        moved = [None if part is None else part.to(device, non_blocking=True) for part in self]
+        return Residual._make(moved)
+
+    def take(self, other: Residual) -> None:
+        """Copy the values of `other`, maybe of another device, into these tensors. The host does not
+        wait; the devices do.
+        """
+        for target, source in zip(self, other, strict=True):
+            if target is not None and target is not source:
+                assert source is not None
+                target.copy_(source, non_blocking=True)
 
     def rows(self, index: Tensor) -> Residual:
         """Return the stream of the rows `index`, int64, without `inputs`: for use after the last
@@ -214,6 +231,11 @@ class LanguageModel(Protocol):
     def rotaries(self) -> tuple[Rotary | None, ...]: ...
 
     @property
+    def stages(self) -> tuple[Stage, ...]:
+        """Where the layers are; none if all is on one device."""
+        ...
+
+    @property
     def pooler(self) -> Pooler | None:
         """What makes a vector of a prompt's states; None: the model only generates."""
         ...
@@ -234,7 +256,8 @@ class LanguageModel(Protocol):
 @dataclass(frozen=True)
 class Decoder:
     """A complete model. Parameters are final at construction. `head` is None in a model that only
-    pools, with `pooler`. `banks` have the adapters; None: it takes none.
+    pools, with `pooler`. `banks` have the adapters; None: it takes none. `stages`: where the layers
+    are; none if all is on one device.
     """
 
     config: ModelConfig
@@ -245,6 +268,7 @@ class Decoder:
     per_layer_embeddings: PerLayerEmbeddings | None = None
     banks: AdapterBanks | None = None
     pooler: Pooler | None = None
+    stages: tuple[Stage, ...] = ()
 
     @property
     def kernels(self) -> KernelSet:
@@ -267,7 +291,8 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return float32 logits [num_rows, vocab_size] of final states [num_rows, hidden_size]."""
-        return self.logits_head(hidden)
+        with computing_on(self.last_device):
+            return self.logits_head(hidden)
 
     @property
     def logits_head(self) -> LogitsHead:
@@ -305,20 +330,63 @@ class Decoder:
         """Return the stream that the first layer takes: the rows of the embedding, and per-layer
         embeddings of the tokens.
         """
-        embedded = self.embedding(batch.token_ids, batch.positions, batch.token_types)
-        if self.per_layer_embeddings is None:
-            return Residual(embedded)
-        return Residual(embedded, inputs=self.per_layer_embeddings(embedded, batch.token_ids))
+        with computing_on(self.stages[0].device if self.stages else None):
+            embedded = self.embedding(batch.token_ids, batch.positions, batch.token_types)
+            if self.per_layer_embeddings is None:
+                return Residual(embedded)
+            return Residual(embedded, inputs=self.per_layer_embeddings(embedded, batch.token_ids))
 
     def layers_over(
         self, stream: Residual, batch: ForwardBatch, kv_cache: Sequence[LayerCache]
     ) -> Tensor:
         """Run the layers and the last norm over what `begin` returned: the rest of `hidden`."""
-        for layer, cache in zip(self.layers, kv_cache, strict=True):
-            stream = layer(stream, batch, cache)
-        if len(batch.logit_rows) < len(stream.x):
-            stream = stream.rows(batch.logit_rows)
+        if not self.stages:
+            stream = self._layers(stream, range(len(self.layers)), batch, kv_cache)
+        for stage in self.stages:
+            stream = self.run_stage(stage, stream.on(stage.device), batch, kv_cache)
+        return self.end(stream, batch)
+
+    def run_stage(
+        self, stage: Stage, stream: Residual, batch: ForwardBatch, kv_cache: Sequence[LayerCache]
+    ) -> Residual:
+        """Run the layers of one stage over the stream, which is on its device."""
+        with computing_on(stage.device):
+            return self._layers(stream, stage.layers, batch.on(stage.device), kv_cache)
+
+    @property
+    def last_device(self) -> str | None:
+        """Where final states and logits are, and what makes them; None: where all is."""
+        return self.stages[-1].device if self.stages else None
+
+    def _layers(
+        self,
+        stream: Residual,
+        indices: range,
+        batch: ForwardBatch,
+        kv_cache: Sequence[LayerCache],
+    ) -> Residual:
+        assert len(kv_cache) == len(self.layers)
+        for index in indices:
+            stream = self.layers[index](stream, batch, kv_cache[index])
+        return stream
+
+    def end(self, stream: Residual, batch: ForwardBatch) -> Tensor:
+        """Return the final states of the rows that have logits, from the stream behind the layers."""
+        with computing_on(self.last_device):
+            rows = batch.on(self.last_device or "").logit_rows
+            if len(rows) < len(stream.x):
+                stream = stream.rows(rows)
+            return self._normed(stream)
+
+    def _normed(self, stream: Residual) -> Tensor:
         if self.norm is None:
             return stream.summed(self.layers[-1].last_norm)
         _, normed = stream.normed(self.norm)
         return as_tensor(normed)
+
+
+def computing_on(device: str | None) -> AbstractContextManager[object]:
+    """Return a context in which kernels are launched on `device`; on a CPU there is nothing to say."""
+    if device is None or device == "cpu":
+        return nullcontext()
+    return torch.cuda.device(device)

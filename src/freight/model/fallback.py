@@ -50,6 +50,7 @@ from freight.operands.batch import ForwardBatch
 from freight.operands.packed import as_tensor
 from freight.operands.rotary import Rotary
 from freight.operands.weight import Activations, Weight
+from freight.parallel.stages import Stage
 
 ATTENTION = "freight"
 
@@ -154,6 +155,7 @@ class TransformersModel:
     kernels: KernelSet
     rotaries: tuple[Rotary, ...]
     pooler: None = None
+    stages: tuple[Stage, ...] = ()
 
     @cached_property
     def layer_of(self) -> dict[int, int]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import fnmatch
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -52,6 +52,7 @@ from freight.model.layers.per_layer_embeddings import PerLayerEmbedding, PerLaye
 from freight.model.layers.rope import build_ropes
 from freight.model.mixers.dividing import Pieces, Rank
 from freight.model.mixers.registry import build_mixer
+from freight.model.moved import Mover
 from freight.model.pooler import LoadedLayer, Pooler
 from freight.model.shapes import shared_names
 from freight.model.shapes import tensor_shapes as tensor_shapes
@@ -63,6 +64,7 @@ from freight.operands.experts import ExpertLayers, Router
 from freight.operands.packed import PackedExperts, PackedWeight
 from freight.operands.rotary import Rotary
 from freight.operands.weight import Weight
+from freight.parallel.stages import Stage
 from freight.settings.lora import LoraConfig
 
 UNQUANTIZED = Scheme()
@@ -400,9 +402,11 @@ def build_decoder(
     device: str,
     share: Share | None = None,
     lora: LoraConfig | None = None,
+    stages: tuple[Stage, ...] = (),
 ) -> Decoder:
     """Build the model that `config` describes from the tensors of `source`, for positions below
     `max_len`. `share` is as for `model_builder`; `lora`: the memory for adapters, None for none.
+    `stages`: where the layers are, the first on `device`; none if all is there.
     """
     banks = None
     if lora is not None:
@@ -410,18 +414,20 @@ def build_decoder(
         banks = AdapterBanks(lora.num_slots, lora.max_rank, dtype, device, share)
     builder = model_builder(config, source, kernels, share, banks)
     ropes = build_ropes(config.ropes, max_len, device)
-    layers = tuple(builder.layer(index, ropes) for index in range(config.num_layers))
+    layers = tuple(_staged_layers(builder, ropes, stages))
+    to_last = Mover(stages[-1].device if stages else device)
     names = builder.names
     final_norm = None
     if config.final_norm:
         weight = None  # the stored one, with the offset that all norms have
         if not config.final_norm_offset:
             weight = builder.norm_weight(names.norm, offset=False)
-        final_norm = builder.norm(names.norm, weight)
+        final_norm = to_last(builder.norm(names.norm, weight))
     embedding = builder.embedding()
     per_layer = builder.per_layer_embeddings()
+    parts = (config, embedding, layers, final_norm)
     if not config.has_head:
-        return Decoder(config, embedding, layers, final_norm, None, per_layer, banks)
+        return Decoder(*parts, None, per_layer, banks, stages=stages)
     input_limit = None
     packed_head: PackedWeight
     if not config.tie_word_embeddings:
@@ -441,7 +447,24 @@ def build_decoder(
         divisor=config.logit_divisor,
         gathered=None if share is None else config.vocab_size,
     )
-    return Decoder(config, embedding, layers, final_norm, logits_head, per_layer, banks)
+    return Decoder(*parts, to_last(logits_head), per_layer, banks, stages=stages)
+
+
+def _staged_layers(
+    builder: ModelBuilder, ropes: Mapping[int | None, Rotary], stages: Sequence[Stage]
+) -> Iterator[DecoderLayer]:
+    """Build each layer, on the device of its stage. On a GPU no more than one is on the first device
+    on its way to another.
+    """
+    if not stages:
+        for index in range(builder.config.num_layers):
+            yield builder.layer(index, ropes)
+    for stage in stages:
+        move = Mover(stage.device)
+        if builder.banks is not None:
+            builder.banks.device = stage.device
+        for index in stage.layers:
+            yield move(builder.layer(index, ropes))
 
 
 def load_model(
@@ -456,10 +479,12 @@ def load_model(
     share: Share | None = None,
     int4: bool = False,
     lora: LoraConfig | None = None,
+    stages: tuple[Stage, ...] = (),
 ) -> Decoder:
     """Read a checkpoint for computing in `compute_format`, for positions below `max_len`.
 
-    `config` is the whole model, of which a rank reads its `share` alone.
+    `config` is the whole model, of which a rank reads its `share` alone. `stages` as in
+    `build_decoder`.
 
     Matrices that `scheme` declares to be FP8 or INT8 become `weight_format`, an E4M3 variant or
     INT8, those that it declares to be in 4 bits stay so, and the others become `compute_format`. If
@@ -500,7 +525,7 @@ def load_model(
     pooler = None
     if config.pooling is not None:
         pooler = load_pooler(checkpoint, source, config.pooling)
-    decoder = build_decoder(config, source, kernels, max_len, device, share, lora)
+    decoder = build_decoder(config, source, kernels, max_len, device, share, lora, stages)
     return replace(decoder, pooler=pooler)
 
 

@@ -44,14 +44,38 @@ from freight.model.loader import load_model
 from freight.model.pooling_files import gives_token_types, read_pooling
 from freight.model.random_weights import random_model
 from freight.model.shares import Share, share_of
-from freight.model.sizes import ForeignBytes, Layout, foreign_bytes, online
+from freight.model.sizes import (
+    ForeignBytes,
+    Layout,
+    LinearOf,
+    foreign_bytes,
+    int4_online,
+    online,
+    stage_costs,
+)
 from freight.model.stored import with_stored_head
 from freight.model.weight_bytes import weight_bytes
 from freight.parallel.ranks import ALONE, Ranks
 from freight.parallel.shards import scales_of_rank
+from freight.parallel.stages import (
+    Stage,
+    StageCosts,
+    balanced_counts,
+    checked_counts,
+    joined_layers,
+    require_stages,
+    stages_of,
+)
 from freight.pooling import PoolingTask
 from freight.settings.cpu_builds import FP8_IS_SLOW, build_in, multiplies_bfloat16
-from freight.settings.device import DeviceFacts, Threads, choose_threads, probe
+from freight.settings.device import (
+    DeviceFacts,
+    Threads,
+    choose_threads,
+    free_bytes,
+    probe,
+    require_cards,
+)
 from freight.settings.engine import EngineArgs, EngineConfig
 from freight.settings.kv_source import kv_source, uniform_scales
 from freight.settings.resolve import check, resolve
@@ -245,6 +269,54 @@ class OpenModel:
         """Return the context that everything that computes with this model must run in."""
         return choose_threads(config.threads, self.device.cores)
 
+    def stages(self, config: EngineConfig) -> tuple[Stage, ...]:
+        """Return where this rank's layers are; none if all are on one device. Raises ConfigError for a
+        model that cannot be divided so.
+        """
+        size = self.args.pipeline_parallel_size
+        require_stages(self.model, size)
+        if size == 1:
+            return ()
+        devices = ["cpu"] * size
+        if config.device != "cpu":
+            first = self.ranks.rank % (self.ranks.size // self.args.nnodes) * size
+            devices = [f"cuda:{index}" for index in range(first, first + size)]
+        return stages_of(self._stage_counts(config), devices)
+
+    def _stage_counts(self, config: EngineConfig) -> tuple[int, ...]:
+        """Return how many layers each stage has."""
+        size = self.args.pipeline_parallel_size
+        if self.args.pp_layers is not None:
+            return checked_counts(self.args.pp_layers, self.model, size)
+        return balanced_counts(self._stage_costs(config), size, joined_layers(self.model))
+
+    def _stage_costs(self, config: EngineConfig) -> StageCosts:
+        """Return what the weights of the whole model take, for stages."""
+        layout = Layout.PLAIN if config.device != "cpu" else Layout.PACKED
+        weights, linear_of = self.matrices(config)
+        return stage_costs(self.model, config.compute_format, weights, linear_of, layout)
+
+    def stage_bytes(self, config: EngineConfig) -> dict[str, int]:
+        """Return the bytes of the weights on each device with stages, of this rank's share."""
+        costs = self._stage_costs(config)
+        of_device: dict[str, int] = {}
+        for stage in self.stages(config):
+            own = costs.of(stage.layers) // self.ranks.size
+            of_device[stage.device] = of_device.get(stage.device, 0) + own
+        return of_device
+
+    def matrices(self, config: EngineConfig) -> tuple[Format, LinearOf]:
+        """Return the format of matrices in 8 bits, and the scheme of each module's (`model/sizes.py`)."""
+        if config.int4:
+            return Format.E4M3FN, int4_online
+        if self.scheme.weight_format is not None:
+            return config.weight_format, self.scheme.linear
+        if config.weight_format.is_quantized:
+            return config.weight_format, online(self.model)
+        if self.multiplies_blocks(config):
+            return config.compute_format, self.scheme.linear
+        return config.compute_format, lambda _: None
+
     def kernels(self, config: EngineConfig) -> KernelSet:
         """Select the kernels for `config`."""
         return select_kernels(
@@ -303,16 +375,27 @@ class OpenModel:
         if self.model.foreign is not None:
             return self._load_foreign(kernels, config)
         share = self.share
-        device = config.device
+        stages = self.stages(config)
+        device = stages[0].device if stages else config.device
         int4 = config.int4
         lora = config.lora
         if self.checkpoint is None:
             return random_model(
-                model, kernels, *formats, length, device, config.seed, share, int4, lora
+                model, kernels, *formats, length, device, config.seed, share, int4, lora, stages
             )
         scheme = self.scheme
         return load_model(
-            self.checkpoint, model, kernels, *formats, length, device, scheme, share, int4, lora
+            self.checkpoint,
+            model,
+            kernels,
+            *formats,
+            length,
+            device,
+            scheme,
+            share,
+            int4,
+            lora,
+            stages,
         )
 
     def _log_dtype(self, compute: Format) -> None:
@@ -449,10 +532,23 @@ def _opened(args: EngineArgs, stored: OpenCheckpoint) -> OpenModel:
     if stored.checkpoint.unread_metadata:
         keys = listed(stored.checkpoint.unread_metadata, 8)
         logger.info("metadata that decides nothing and is not read: %s", keys)
-    device = probe(args.computes_on)
+    device = probed(args)
     if device.note:
         logger.info("%s", device.note)
     return OpenModel(args, stored.checkpoint, model, stored.scheme, stored.kv_scales, device)
+
+
+def probed(args: EngineArgs) -> DeviceFacts:
+    """Find the facts of the device; of GPUs that divide the layers those of the first, with the memory
+    of all. Raises ConfigError if there are not as many.
+    """
+    device = probe(args.computes_on)
+    size = args.pipeline_parallel_size
+    if size == 1 or device.kind == "cpu":
+        return device
+    require_cards(size, f"--pipeline-parallel-size {size}")
+    free = sum(free_bytes(f"cuda:{index}" for index in range(size)).values())
+    return replace(device, memory_free=free, memory_total=size * device.memory_total)
 
 
 def with_pooling(checkpoint: Checkpoint, model: ModelConfig, option: str) -> ModelConfig:
@@ -522,7 +618,7 @@ def open_random(args: EngineArgs, shape: str) -> OpenModel:
         model=model,
         scheme=Scheme(),
         kv_scales=KVScales((None,) * model.num_layers),
-        device=probe(args.computes_on),
+        device=probed(args),
         random_shape=shape,
     )
 

@@ -27,6 +27,7 @@ from freight.model.shapes import tensor_shapes
 from freight.model.shares import Share
 from freight.model.sources import narrower
 from freight.operands.weight import Activations, Codes, Groups, Weight
+from freight.parallel.stages import Stage
 from freight.settings.lora import LoraConfig
 
 _MEAN_SQUARE = 21.5  # of the integers from -8 to 7
@@ -201,9 +202,10 @@ def random_model(
     share: Share | None = None,
     int4: bool = False,
     lora: LoraConfig | None = None,
+    stages: tuple[Stage, ...] = (),
 ) -> Decoder:
     """Build a model as `load_model` does, without a checkpoint. Every rank draws all of it, and
-    keeps its `share`.
+    keeps its `share`. `stages` as in `build_decoder`.
 
     Raises ConfigError for `int4` with kernels that do not take it.
     """
@@ -213,7 +215,7 @@ def random_model(
         compute_format, weight_format, device, generator, 1.0 - config.norm_offset, int4
     )
     if share is None:
-        return build_decoder(config, source, kernels, max_len, device, lora=lora)
+        return build_decoder(config, source, kernels, max_len, device, None, lora, stages)
     rank_config = replace(share.model, ropes=config.ropes)
     cut = CutSource(source, share)
-    return build_decoder(rank_config, cut, kernels, max_len, device, share, lora)
+    return build_decoder(rank_config, cut, kernels, max_len, device, share, lora, stages)

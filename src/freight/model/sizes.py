@@ -39,6 +39,7 @@ from freight.model.config.tensor_names import TensorNames
 from freight.model.mixers.spec import Mixer, mixer_parts
 from freight.model.shapes import shared_names, tensor_shapes
 from freight.model.shares import share_of
+from freight.parallel.stages import StageCosts
 
 # How the matrix of a module is quantized; None: it is not
 LinearOf = Callable[[str], LinearScheme | None]
@@ -184,6 +185,23 @@ def loaded_bytes(
     tables += sum(_SCALE * max_len for rope in ropes if rope.parameters.get(QUERY_SCALING))
     final = count.norm(model.hidden_size) if model.final_norm else 0
     return LoadedBytes(layers + final, count.embeddings(), tables)
+
+
+def stage_costs(
+    model: ModelConfig, compute: Format, weights: Format, linear_of: LinearOf, layout: Layout
+) -> StageCosts:
+    """Return the bytes of each layer's weights, as `loaded_bytes` counts them, and those of the
+    embedding and the head.
+    """
+    names = tensor_names(model)
+    shapes = tensor_shapes(model)
+    count = _Count(model, compute, weights, linear_of, layout, names, shapes)
+    layers = tuple(count.layer(index, layer) for index, layer in enumerate(model.layers))
+    embedding = prod(shapes[names.embedding]) * compute.bytes
+    if model.per_layer_vocab_size is not None:
+        embedding += prod(shapes[names.per_layer_table]) * compute.bytes
+    head = model.vocab_size * model.hidden_size * compute.bytes * model.has_head
+    return StageCosts(layers, embedding, head)
 
 
 @dataclass(frozen=True)

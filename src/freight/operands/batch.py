@@ -4,7 +4,8 @@ never a global.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -56,6 +57,7 @@ class ForwardBatch:
                    NO_ADAPTER; None: no row has one
     token_types    [num_tokens] int64: the token type of each row (`ModelConfig.token_types`); None:
                    all have the first
+    copies         the same batch on other devices, by their names, where layers are on several
     """
 
     token_ids: Tensor
@@ -68,6 +70,7 @@ class ForwardBatch:
     some_decode: bool = True
     adapters: Tensor | None = None
     token_types: Tensor | None = None
+    copies: Mapping[str, ForwardBatch] = field(default_factory=dict)
 
     @property
     def num_tokens(self) -> int:
@@ -76,6 +79,10 @@ class ForwardBatch:
     @property
     def num_seqs(self) -> int:
         return self.context_lens.shape[0]
+
+    def on(self, device: str) -> ForwardBatch:
+        """Return the batch on `device`; the batch itself if that has no copy of its own."""
+        return self.copies.get(device, self)
 
     def sequences(self, group: int) -> Sequences:
         """Return the sequences with the block tables of a cache group."""

@@ -15,7 +15,7 @@ import platform
 import re
 import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -72,6 +72,33 @@ class DeviceFacts:
     cores: int
     note: str = ""
     multiplies_fp8: bool = False
+
+
+def require_cards(count: int, options: str) -> None:
+    """Raise ConfigError unless torch sees `count` GPUs of one kind: of another kind the kernels may
+    choose other tiles, and sum in another order. options: those that ask for so many.
+    """
+    import torch
+
+    present = torch.cuda.device_count()
+    if present < count:
+        raise ConfigError(
+            f"{options}: {count} GPUs are needed, and torch sees {present} (CUDA_VISIBLE_DEVICES names those that "
+            "it may see); ask for fewer"
+        )
+    names = [torch.cuda.get_device_name(index) for index in range(count)]
+    if len(set(names)) > 1:
+        raise ConfigError(
+            f"{options}: the GPUs are of several kinds, {choices(sorted(set(names)))}, which may round differently; "
+            "name those of one kind in CUDA_VISIBLE_DEVICES"
+        )
+
+
+def free_bytes(devices: Iterable[str]) -> dict[str, int]:
+    """Return the bytes that are free on each of these GPUs now."""
+    import torch
+
+    return {device: torch.cuda.mem_get_info(device)[0] for device in devices}
 
 
 def probe(device: str = "auto", root: Path = ROOT) -> DeviceFacts:

@@ -76,6 +76,8 @@ class EngineArgs:
     tensor_parallel_size: int = 1
     rank_cpus: str | None = None
     rank_timeout: float = 60.0
+    pipeline_parallel_size: int = 1
+    pp_layers: str | None = None
     nnodes: int = 1
     node_rank: int = 0
     master_addr: str | None = None

@@ -36,6 +36,7 @@ from freight.settings.lora import LoraConfig, lora_config
 from freight.settings.nodes import check_nodes
 from freight.settings.skip_layers import check_skipped, nothing_left, skipped_layers, unquantized
 from freight.settings.speculation import most_drafts
+from freight.settings.stages import check_stages
 from freight.settings.states import check_states, with_state
 from freight.settings.store import StoreConfig, store_config
 
@@ -144,6 +145,7 @@ def check(args: EngineArgs) -> None:
     kv_source(args)
     check_hardware(args, DTYPES.get(args.dtype))
     _check_ranks(args)
+    check_stages(args.pipeline_parallel_size, args.pp_layers)
     check_nodes(args)
 
 

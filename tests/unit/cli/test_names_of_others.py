@@ -39,7 +39,7 @@ SAME = """
     enable-prefix-caching enable-tokenizer-info-endpoint help host kv-cache-dtype
     kv-cache-dtype-skip-layers kv-events-config lora-modules master-addr master-port max-lora-rank max-loras
     max-model-len max-num-batched-tokens max-num-seqs model model-id models-max
-    nnodes no-enable-prefix-caching
+    nnodes no-enable-prefix-caching pipeline-parallel-size pp pp-size
     node-rank num-shard otlp-traces-endpoint pooling port quantization quantization-param-path
     reasoning-budget reasoning-parser revision
     scheduling-policy seed

@@ -90,7 +90,8 @@ def test_the_largest_bucket_is_captured_first(needed, monkeypatch):
 
     monkeypatch.setattr(CudaGraphs, "capture", capture)
     pool = SimpleNamespace(
-        spec=SimpleNamespace(groups=GROUPS, blocks_of=lambda num_tokens: (num_tokens // 8,) * 2)
+        spec=SimpleNamespace(groups=GROUPS, blocks_of=lambda num_tokens: (num_tokens // 8,) * 2),
+        stages=(),
     )
     steps = DecodeSteps(CudaGraphs(None, pool, 20), pool, 64, "cpu")
     for count in (needed, 3, needed):

@@ -151,7 +151,7 @@ OPTIONS = {
     "nccl_init_addr": "write {master_addr} and {master_port}",
     "dist_timeout": "use {rank_timeout}",
     **named(
-        "base_gpu_id gpu_id_step pp_size pp_async_batch_depth pp_max_micro_batch_size attn_cp_size "
+        "base_gpu_id gpu_id_step pp_async_batch_depth pp_max_micro_batch_size attn_cp_size "
         "attention_context_parallel_size attn_dp_size attention_data_parallel_size cp_strategy dcp_size "
         "dcp_replicate_q_proj dwdp_size moe_dense_tp_size shared_experts_tp_size "
         "enable_prefill_cp enable_cp_decode_attn_tp enable_layernorm_sp enable_megamoe_for_layernorm_sp "

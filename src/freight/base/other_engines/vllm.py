@@ -106,7 +106,7 @@ OPTIONS = {
     ),
     # devices and processes
     **named(
-        "pipeline_parallel_size prefill_context_parallel_size decode_context_parallel_size "
+        "prefill_context_parallel_size decode_context_parallel_size "
         "dcp_comm_backend dcp_kv_cache_interleave_size cp_kv_cache_interleave_size dcp_q_replicate "
         "num_gpus distributed_executor_backend worker_use_ray ray_workers_use_nsight "
         "disable_custom_all_reduce enable_nccl_comm_suspend disable_nccl_for_dp_synchronization "
@@ -265,7 +265,7 @@ SHORT = {  # one hyphen -> the option
     "-ep": "enable_expert_parallel",
     "-n": "nnodes",
     "-pcp": "prefill_context_parallel_size",
-    "-pp": "pipeline_parallel_size",
+    "-pp": "pipeline_parallel_size",  # of verbs without stages
     "-q": "quantization",
     "-r": "node_rank",
     "-sc": "speculative_config",

@@ -30,9 +30,8 @@ from freight.serve.processes.children import spawn, without_secrets
 from freight.settings.engine import EngineArgs
 
 if TYPE_CHECKING:
-    from freight.fp8.formats import Format
     from freight.model.open import OpenModel
-    from freight.model.sizes import Layout, LinearOf
+    from freight.model.sizes import Layout
     from freight.settings.engine import EngineConfig
 
 logger = logging.getLogger("freight")
@@ -140,28 +139,12 @@ def weight_bytes(opened: OpenModel, config: EngineConfig) -> int:
 
     compute = config.compute_format
     ranks = opened.args.tensor_parallel_size
-    weights, linear_of = _stored(opened, config)
+    weights, linear_of = opened.matrices(config)
     layout = _layout(opened, config)
     length = config.max_model_len
     model = opened.model
     loaded = loaded_bytes(model, compute, weights, linear_of, layout, length, ranks)
     return ranks * (loaded.total + adapter_bytes(model, config.lora, compute.bytes, ranks))
-
-
-def _stored(opened: OpenModel, config: EngineConfig) -> tuple[Format, LinearOf]:
-    """Return the format of matrices in 8 bits, and the scheme of each."""
-    from freight.fp8.formats import Format
-    from freight.model.sizes import int4_online, online
-
-    if config.int4:
-        return Format.E4M3FN, int4_online
-    if opened.scheme.weight_format is not None:
-        return config.weight_format, opened.scheme.linear
-    if config.weight_format.is_quantized:
-        return config.weight_format, online(opened.model)
-    if opened.multiplies_blocks(config):
-        return config.compute_format, opened.scheme.linear
-    return config.compute_format, lambda _: None
 
 
 def _layout(opened: OpenModel, config: EngineConfig) -> Layout:

@@ -1,0 +1,216 @@
+"""Layers over several devices: the bits of one device, and no operation with tensors of two.
+
+There is one device here. `Cards` stands for several: it notes on which a tensor is, as it is made,
+moved and computed with, and fails where an operation would take tensors of two.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.e2e.test_ranks import CASES, opened_as, outputs_of, started
+from tests.parity.random_models import save_random
+from tests.parity.variants import VARIANTS
+from tests.rank_follower import pages_of
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+from freight.cache.pool import allocate_pool
+from freight.engine import runner as runner_module
+from freight.engine.prepare import prepare
+from freight.engine.runner import ModelRunner
+from freight.errors import ConfigError
+from freight.kernels.cpu import library
+from freight.model import decoder as decoder_module
+from freight.model import open as open_model_module
+from freight.model.decoder import Residual
+from freight.model.held_tensors import tensors_in
+from freight.model.moved import Mover
+from freight.model.open import open_model
+from freight.operands.batch import ForwardBatch
+from freight.parallel.stages import Stage, stages_of
+from freight.settings.engine import EngineArgs
+
+CHEAP = (
+    "16 bits",
+    "W8A8, scales per token",
+    "soft caps, tied",
+    "latents, of q too",
+    "delta nets, states in INT8",
+    "experts in W8A8, and a shared one",
+)
+
+
+KINDS = (
+    "llama-biases",
+    "gemma3-two-ropes",
+    "gemma4",
+    "gemma4-shared",
+    "gemma4-moe",
+    "phi3-long",
+    "qwen3-moe",
+    "kimi-linear",
+    "qwen3-next",
+    "nemotron-h-latent",
+    "granite-h-moe",
+    "lfm2",
+    "gpt-oss",
+    "deepseek-v3",
+    "opt-350m",
+)
+
+
+@pytest.mark.skipif(not library.installed(), reason="recorded steps are of the compiled kernels")
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=[] if case in CHEAP else [pytest.mark.slow]) for case in CASES],
+)
+def test_two_stages_have_the_bits_of_one(case: str, tmp_path: Path) -> None:
+    given, options = CASES[case]
+    if options.get("kv_scales") == "by rank":
+        options = options | {"kv_scales": "0.03"}
+    alone = started(opened_as(given, options, tmp_path)[0])
+    expected = outputs_of(alone)
+    opened = opened_as(given, options, tmp_path, pipeline_parallel_size=2)[0]
+    engine = started(opened)
+    assert len(engine.runner.pool.stages) == 2
+    assert outputs_of(engine) == expected
+    for one, two in zip(pages_of(alone.runner.pool), pages_of(engine.runner.pool), strict=True):
+        for name, page in one.items():
+            assert torch.equal(page, two[name]), name
+
+
+class Cards(TorchDispatchMode):
+    """Notes the device of every tensor, by its storage, and fails where an operation mixes two. What
+    is on none is the host's, of which a device gets copies.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._device_of: dict[int, str] = {}
+        self._kept: list[Any] = []  # an address must not be used again
+
+    def device_of(self, tensor: Tensor) -> str | None:
+        if not tensor.numel():  # all of these have the same address
+            return None
+        return self._device_of.get(tensor.untyped_storage().data_ptr())
+
+    def note(self, tensor: Tensor, device: str) -> Tensor:
+        storage = tensor.untyped_storage()
+        self._device_of[storage.data_ptr()] = device
+        self._kept.append(storage)
+        return tensor
+
+    def moved(self, part: Any, device: str) -> Any:
+        """A tensor, or several, on `device`."""
+        if isinstance(part, tuple):
+            return tuple(self.moved(each, device) for each in part)
+        if not isinstance(part, Tensor) or self.device_of(part) == device:
+            return part
+        with _disable_current_modes():
+            return self.note(part.clone(), device)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        devices = set()
+        asked = kwargs.get("device")
+        if asked is not None and torch.device(asked).index is not None:
+            devices.add(str(asked))
+        for tensor in tree_leaves((args, kwargs)):
+            # one number may be of the host
+            if isinstance(tensor, Tensor) and tensor.ndim and self.device_of(tensor):
+                devices.add(str(self.device_of(tensor)))
+        assert len(devices) <= 1, f"{func} takes tensors of {sorted(devices)}"
+        result = func(*args, **kwargs)
+        for tensor in tree_leaves(result):
+            if devices and isinstance(tensor, Tensor):
+                self.note(tensor, *devices)
+        return result
+
+
+@pytest.fixture
+def cards(monkeypatch: pytest.MonkeyPatch) -> Cards:
+    """Stages on devices of their own, in name: 'cpu:0', 'cpu:1'."""
+    cards = Cards()
+
+    def named(counts: Any, devices: Any) -> tuple[Stage, ...]:
+        return stages_of(counts, [f"cpu:{index}" for index in range(len(devices))])
+
+    def batch_on(batch: ForwardBatch, device: str) -> ForwardBatch:
+        values = [cards.moved(getattr(batch, field.name), device) for field in fields(batch)]
+        return ForwardBatch(*values)
+
+    monkeypatch.setattr(open_model_module, "stages_of", named)
+    monkeypatch.setattr(ForwardBatch, "on", batch_on)
+    monkeypatch.setattr(
+        Residual, "on", lambda stream, to: Residual._make(cards.moved(tuple(stream), to))
+    )
+    monkeypatch.setattr(
+        Mover, "_tensor", lambda move, tensor: cards.moved(tensor, str(move._device))
+    )
+    monkeypatch.setattr(decoder_module, "computing_on", lambda device: nullcontext())
+    monkeypatch.setattr(
+        runner_module, "prepare", lambda slices, groups, *_: prepare(slices, groups)
+    )
+    return cards
+
+
+def logits_of(folder: Path, cards: Cards | None, **options: Any) -> list[Tensor]:
+    """Logits of a prompt in two chunks and of a token behind, by the reference kernels."""
+    args = EngineArgs(
+        model=str(folder), kernels="reference", max_model_len=64, threads=1, **options
+    )
+    with cards or nullcontext():
+        opened = open_model(args)
+        config = opened.resolve(args)
+        model = opened.load(config)
+        spec = opened.cache_spec(config)
+        blocks = spec.blocks_of(64)
+        kernels = opened.kernels(config)
+        parts = (kernels, "cpu", model.rotaries, None, model.stages)
+        pool = allocate_pool(spec, config.kv, blocks, *parts)
+        runner = ModelRunner(model, pool, "cpu")
+        found = []
+        for begin, tokens in ((0, range(3, 16)), (13, range(30, 38)), (21, (5,))):
+            found.append(runner.logits(tuple(tokens), begin, pool.whole))
+    if cards is not None:
+        for stage in model.stages:
+            for index in stage.layers:
+                for tensor in tensors_in((model.layers[index], pool.layers[index])):
+                    assert cards.device_of(tensor) in (stage.device, None), index
+                    assert stage.first == 0 or cards.device_of(tensor) or not tensor.numel()
+        assert {cards.device_of(logits) for logits in found} == {model.stages[-1].device}
+    return found
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [pytest.param(name, marks=[] if name in KINDS else [pytest.mark.slow]) for name in VARIANTS],
+)
+def test_no_operation_has_tensors_of_two_devices(
+    variant: str, tmp_path: Path, cards: Cards
+) -> None:
+    save_random(VARIANTS[variant], tmp_path / "model", torch.bfloat16)
+    options: dict[str, Any] = {"kv_cache_dtype": "fp8", "pipeline_parallel_size": 2}
+    try:
+        found = logits_of(tmp_path / "model", cards, **options)
+    except ConfigError as error:  # such as 'use up to 1'
+        pytest.skip(str(error))
+    options["pipeline_parallel_size"] = 1
+    for one, two in zip(logits_of(tmp_path / "model", None, **options), found, strict=True):
+        assert torch.equal(one, two)
+
+
+def test_cards_see_a_tensor_of_another_device(tmp_path: Path, cards: Cards) -> None:
+    """The check itself: a layer that is left on the first device is found."""
+    save_random(VARIANTS["llama"], tmp_path / "model", torch.bfloat16)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Mover, "__call__", lambda move, part: part)
+        with pytest.raises(AssertionError, match="takes tensors of"):
+            logits_of(tmp_path / "model", cards, pipeline_parallel_size=2)
