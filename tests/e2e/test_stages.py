@@ -21,15 +21,19 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+from freight import SamplingParams
 from freight.cache.pool import allocate_pool
+from freight.engine import build
 from freight.engine import runner as runner_module
+from freight.engine.engine import Engine
 from freight.engine.prepare import prepare
 from freight.engine.runner import ModelRunner
+from freight.engine.step import Mode
 from freight.errors import ConfigError
 from freight.kernels.cpu import library
 from freight.model import decoder as decoder_module
 from freight.model import open as open_model_module
-from freight.model.decoder import Residual
+from freight.model.decoder import Decoder, Residual
 from freight.model.held_tensors import tensors_in
 from freight.model.moved import Mover
 from freight.model.open import open_model
@@ -86,13 +90,41 @@ def test_two_stages_have_the_bits_of_one(case: str, tmp_path: Path) -> None:
             assert torch.equal(page, two[name]), name
 
 
+def test_steps_of_two_microbatches_have_the_bits_of_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on GPUs, where a step of each is under way."""
+    given, options = CASES["W8A8, scales per token"]
+    alone = started(opened_as(given, options, tmp_path)[0])
+    expected = outputs_of(alone), tokens_of(alone)
+    monkeypatch.setattr(build, "_mode", lambda config, spec: Mode.OVERLAPPED)
+    engine = started(opened_as(given, options, tmp_path, pipeline_parallel_size=2)[0])
+    assert engine.scheduler.num_microbatches == 2
+    ahead = []
+    run = ModelRunner.run
+    monkeypatch.setattr(ModelRunner, "run", lambda *args: ahead.append(args[2:]) or run(*args))
+    assert (outputs_of(engine), tokens_of(engine)) == expected
+    assert len([tokens for tokens in ahead if tokens and tokens[0] is not None]) > 20
+
+
+def tokens_of(engine: Engine) -> list[list[int]]:
+    """Tokens of six requests of which nothing needs the host."""
+    for index in range(6):
+        params = SamplingParams(max_tokens=10 + index, temperature=index % 2, seed=index)
+        prompt = engine.accept(range(3 + index, 20 + index), params)
+        engine.add(f"t{index}", prompt, params)
+    while engine.has_unfinished:
+        engine.step()
+    return [engine.output(f"t{index}").outputs[0].token_ids for index in range(6)]
+
+
 class Cards(TorchDispatchMode):
     """Notes the device of every tensor, by its storage, and fails where an operation mixes two. What
     is on none is the host's, of which a device gets copies.
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._device_of: dict[int, str] = {}
         self._kept: list[Any] = []  # an address must not be used again
 
@@ -170,6 +202,7 @@ def logits_of(folder: Path, cards: Cards | None, **options: Any) -> list[Tensor]
         opened = open_model(args)
         config = opened.resolve(args)
         model = opened.load(config)
+        assert isinstance(model, Decoder)
         spec = opened.cache_spec(config)
         blocks = spec.blocks_of(64)
         kernels = opened.kernels(config)

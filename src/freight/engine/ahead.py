@@ -56,7 +56,7 @@ class Launched:
 
     @property
     def is_wanted(self) -> bool:
-        return any(not chunk.request.is_finished for chunk in self.step.chunks)
+        return any(chunk.is_wanted for chunk in self.step.chunks)
 
     def read(self) -> list[int] | None:
         """Return the tokens, for which the host waits; None if some row has none that can be used."""

@@ -382,6 +382,7 @@ def _assemble(
         most_drafts=config.most_drafts,
         store=store,
         whole_prompts=opened.model.attends_both_ways,
+        num_microbatches=_num_microbatches(config, ready),
     )
     captured = captured_steps(ready.model, pool, ready.kernels, config)
     leader = None
@@ -497,6 +498,15 @@ def captured_steps(
     if capture is None:
         return None
     return DecodeSteps(capture, pool, config.max_model_len, config.device)
+
+
+def _num_microbatches(config: EngineConfig, ready: _Ready) -> int:
+    """Return how many steps are under way at once: one for each stage, where the host does not wait
+    for a step.
+    """
+    if _mode(config, ready.spec) is not Mode.OVERLAPPED:
+        return 1
+    return max(1, len(ready.model.stages))
 
 
 def _mode(config: EngineConfig, spec: KVCacheSpec) -> Mode:

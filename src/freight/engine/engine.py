@@ -127,7 +127,9 @@ class Engine:
         self.pace = pace
         self.store = store
         self._renewed: Parts | None = None  # they are about to take the place of the others
-        self._lookahead = Lookahead(runner)
+        # of each microbatch; one step is of the microbatch whose turn it is
+        self._lookaheads = self._new_lookaheads()
+        self._turn = 0
         # when the pool's counters were read, NaNs, clipped values
         self._stored: tuple[float, int, int] | None = None
         self._nans_before = 0  # of caches that it had before
@@ -251,11 +253,7 @@ class Engine:
             started = self.clock()
         self._dirty = True
         expired = self._expire()
-        launched = self._lookahead.take()
-        if launched is None:
-            step = self._schedule()
-        else:
-            step = launched.step
+        step, launched = self._next_step()
         if step.admitted:
             self._stamp_scheduled(step)
         if self.store is not None:
@@ -421,10 +419,33 @@ class Engine:
         if self.store is not None:
             self.store.note_computed(prompt, seconds)
 
+    def _new_lookaheads(self) -> list[Lookahead]:
+        return [Lookahead(self.runner) for _ in range(self.scheduler.num_microbatches)]
+
+    @property
+    def _lookahead(self) -> Lookahead:
+        """That of the microbatch whose turn it is."""
+        return self._lookaheads[self._turn]
+
+    def _next_step(self) -> tuple[Step, Launched | None]:
+        """Return the step of the microbatch that comes next and has one, and that step under way if it
+        was launched ahead.
+        """
+        for _ in self._lookaheads:
+            self._turn = (self._turn + 1) % len(self._lookaheads)
+            launched = self._lookahead.take()
+            if launched is not None:
+                return launched.step, launched
+            step = self._schedule()
+            if step.chunks:
+                break
+        return step, None
+
     def _schedule(self) -> Step:
-        if self.pace is None:
-            return self.scheduler.schedule()
-        return self.scheduler.schedule(self.pace.tokens(self.scheduler.num_decoding))
+        tokens = None
+        if self.pace is not None:
+            tokens = self.pace.tokens(self.scheduler.num_decoding)
+        return self.scheduler.schedule(tokens, self._turn)
 
     def _due(self, changed: Sequence[Entry], quiet_until: float) -> Iterable[Entry]:
         """Return what of `_unreported` is to be told after a step in which `changed` did."""
@@ -612,7 +633,8 @@ class Engine:
                 self._completions[completion.request.request_id] = (group, completion)
                 self._read(completion, completion.rebuild)
             group.stamp(self.clock())
-        self._lookahead.forget()
+        for lookahead in self._lookaheads:
+            lookahead.forget()
         for entry in list(self._unreported):
             if entry[0].request_id not in self.groups:
                 del self._unreported[entry]
@@ -629,7 +651,7 @@ class Engine:
         self.store = parts.store
         self.scheduler.change_store(parts.store)
         self.adapters = Adapters(parts.adapter_slots, partial(_slots_in_use, self.groups))
-        self._lookahead = Lookahead(parts.runner)
+        self._lookaheads = self._new_lookaheads()
         self._renewed = None
 
     def _stamp_scheduled(self, step: Step) -> None:
@@ -675,7 +697,7 @@ class Engine:
         chunks = []
         results = []
         for row, chunk in enumerate(step.chunks):
-            if chunk.request.is_finished:
+            if not chunk.is_wanted:
                 continue
             chunks.append(chunk)
             if tokens is not None:
@@ -688,7 +710,7 @@ class Engine:
 
     def _may_follow(self, chunk: ScheduledChunk) -> bool:
         """Return whether what follows a chunk's token needs nothing of the host."""
-        if chunk.request.is_finished:
+        if not chunk.is_wanted:
             return True
         return self._completions[chunk.request.request_id][1].row.may_follow
 

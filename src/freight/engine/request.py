@@ -71,6 +71,7 @@ class Request:
     num_counted_tokens leading prompt tokens that were computed or found, as far as they are in the
                        Scheduler's totals
     num_drafted        tokens drafted for it so far, and how many of them were drawn
+    microbatch         the one that it runs in
     num_kept_tokens    leading tokens of a pooled prompt whose blocks are indexed: another had them
     was_admitted       whether it was ever admitted
     asked_store        whether all that the store may have for it was brought in
@@ -104,6 +105,7 @@ class Request:
     num_counted_tokens: int = 0
     num_drafted: int = 0
     num_accepted: int = 0
+    microbatch: int = 0
     num_kept_tokens: int = 0
     was_admitted: bool = False
     asked_store: bool = False

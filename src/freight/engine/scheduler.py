@@ -31,6 +31,10 @@ end of the known tokens samples one more.
   blocks.
 - Nothing follows a prompt that is pooled, so its blocks are not indexed, but for a prefix that another
   such prompt had before: of an instruction, or of a query that is compared with many texts.
+- Where several steps are under way at once, because devices divide the layers, requests are divided
+  into as many microbatches when they are admitted, evenly. A step is of one of them, and each has one
+  that is not applied yet. One may preempt a request of another, whose step under way then has a
+  chunk that nobody wants.
 - With a store below the cache (prefix_fetch.py) a waiting request waits for what comes from there,
   and others may overtake it meanwhile. Blocks that come are given up before anybody is preempted.
 
@@ -89,14 +93,16 @@ class Scheduler:
         most_drafts: int = 0,
         store: StoredPrefixes | None = None,
         whole_prompts: bool = False,
+        num_microbatches: int = 1,
     ) -> None:
         """`most_drafts`: of a step of one request without a prompt; with more there are fewer
         (`drafts_beside`). `store`: what `cache` has below it. `whole_prompts`: a prompt is one chunk,
-        because its tokens see those after them.
+        because its tokens see those after them. `num_microbatches`: steps that are under way at once.
         """
         assert min(max_num_seqs, max_num_batched_tokens, max_model_len) > 0
         assert max_num_batched_tokens >= max_model_len or not whole_prompts
         self._whole_prompts = whole_prompts
+        self.num_microbatches = num_microbatches
         self._pooled_keys = RecentKeys(POOLED_KEYS)
         self._cache = cache
         self._block_size = cache.block_size
@@ -179,9 +185,10 @@ class Scheduler:
             self._leaders[request.group] = request
         insort(self._waiting, request, key=_order)
 
-    def schedule(self, max_tokens: int | None = None) -> Step:
-        """Return the next step; without chunks only if no request is unfinished, or all that are
-        wait for blocks from the store. Takes blocks, and preempts for them.
+    def schedule(self, max_tokens: int | None = None, microbatch: int = 0) -> Step:
+        """Return the next step of a microbatch; of all of them without chunks only if no request is
+        unfinished, or all that are wait for blocks from the store. Takes blocks, and preempts for
+        them.
 
         With fewer than max_num_batched_tokens, if `max_tokens` is less; but one for each running
         request in any case.
@@ -192,6 +199,8 @@ class Scheduler:
         chunks: list[ScheduledChunk] = []
         preempted: list[Request] = []
         running = self._running
+        if self.num_microbatches > 1:
+            running = self._members(microbatch)
         budget = self._max_num_batched_tokens
         if not self._whole_prompts:
             budget = min(budget, max(max_tokens or budget, len(running)))
@@ -202,13 +211,17 @@ class Scheduler:
             assert count > 0, f"no token of the budget is left for request {request.request_id}"
             # in most steps, neither
             changes = self._gives_back or start + count > request.held.room
-            if changes and not self._grow(request, start, start + count, preempted):
-                break  # it preempted itself, being the last
+            if changes:
+                grown = self._grow(request, start, start + count, preempted)
+                while running and running[-1].state is not RequestState.RUNNING:
+                    running.pop()
+                if not grown:
+                    break  # it preempted itself, being the last
             chunks.append(ScheduledChunk.of(request, start, count))
             budget -= count
         num_continuing = len(chunks)
         if not preempted:
-            self._admit_waiting(chunks, budget)
+            self._admit_waiting(chunks, budget, microbatch)
         fresh = []
         for chunk in chunks[num_continuing:]:
             if not chunk.request.was_admitted:
@@ -216,26 +229,51 @@ class Scheduler:
                 self._count_admitted(chunk.request)
         if self.most_drafts:
             self._draft(chunks)
-        return Step(tuple(chunks), tuple(preempted), tuple(fresh))
+        return Step(tuple(chunks), tuple(preempted), tuple(fresh), microbatch=microbatch)
+
+    def _members(self, microbatch: int) -> list[Request]:
+        """Return the running requests of a microbatch, in order."""
+        return [request for request in self._running if request.microbatch == microbatch]
+
+    def _may_admit(self, num_running: int, num_members: int) -> bool:
+        """Return whether one that waits may join a microbatch of `num_members`, of `num_running` that
+        run: none gets more than its part.
+        """
+        if not self._waiting or num_running >= self._max_num_seqs:
+            return False
+        return num_members * self.num_microbatches < num_running + len(self._waiting)
 
     def follow(self, step: Step) -> Step | None:
         """Return the step after `step`, which samples for all that run and is not applied yet.
         None: not before it is.
         """
         going = []
+        num_running = len(self._running)
         for chunk in step.chunks:
             start = chunk.start + 1
-            if not chunk.request.is_finished and start + 1 < chunk.request.token_limit:
+            if not chunk.is_wanted:
+                continue
+            if start + 1 < chunk.request.token_limit:
                 going.append((chunk.request, start))
-        if not going or (self._waiting and len(going) < self._max_num_seqs):
+            else:
+                num_running -= 1
+        if not going or self._may_admit(num_running, len(going)):
             return None
         chunks = []
         for request, start in going:
             if (grown := self._cache.grow(request.held, start + 1)) is None:
                 return None
             request.held = grown
-            chunks.append(ScheduledChunk(request, start, 1, grown.block_ids, samples=True))
-        return Step(tuple(chunks), ())
+            chunk = ScheduledChunk(
+                request,
+                start,
+                1,
+                grown.block_ids,
+                samples=True,
+                num_preemptions=request.num_preemptions,
+            )
+            chunks.append(chunk)
+        return Step(tuple(chunks), (), microbatch=step.microbatch)
 
     def apply(self, step: Step, tokens: Mapping[str, Sequence[int]]) -> list[Request]:
         """Take note that `step` was computed, with the new tokens of each chunk that samples, by
@@ -250,7 +288,8 @@ class Scheduler:
         for chunk in step.chunks:
             chunk.request.num_drafted += len(chunk.drafts)
             self.totals.drafted += len(chunk.drafts)
-            if (request := chunk.request).state is RequestState.FINISHED:
+            request = chunk.request
+            if not chunk.is_wanted:
                 continue
             assert request.num_computed_tokens == chunk.start, (
                 f"request {request.request_id}: step applied out of turn"
@@ -467,14 +506,18 @@ class Scheduler:
         insort(self._waiting, victim, key=_order)
         return victim
 
-    def _admit_waiting(self, chunks: list[ScheduledChunk], budget: int) -> None:
+    def _admit_waiting(
+        self, chunks: list[ScheduledChunk], budget: int, microbatch: int
+    ) -> None:
         """Append a first chunk for each waiting request that budget, max_num_seqs and blocks admit,
         in order.
         """
         position = 0
         is_coming = False
         while (
-            position < len(self._waiting) and budget > 0 and len(self._running) < self._max_num_seqs
+            position < len(self._waiting)
+            and budget > 0
+            and self._may_admit(len(self._running), len(chunks))
         ):
             request = self._waiting[position]
             if self._waits_for_sibling(request):
@@ -492,6 +535,7 @@ class Scheduler:
                     return
                 continue
             del self._waiting[position]
+            request.microbatch = microbatch
             insort(self._running, request, key=_order)
             chunks.append(chunk)
             budget -= chunk.num_tokens

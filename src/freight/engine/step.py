@@ -35,8 +35,9 @@ class ScheduledChunk(NamedTuple):
     `block_ids` are the block tables of the sequence, by cache group, up to the end of the chunk.
     With `samples`, the last row's logits give the request's next token.
 
-    drafts  guesses of the tokens behind, stored and computed as if they were known. `block_ids`
-            have room for them. Only a chunk of one token that samples has any
+    drafts           guesses of the tokens behind, stored and computed as if they were known.
+                     `block_ids` have room for them. Only a chunk of one token that samples has any
+    num_preemptions  of the request, when the chunk was scheduled
     """
 
     request: Request
@@ -45,12 +46,24 @@ class ScheduledChunk(NamedTuple):
     block_ids: tuple[tuple[int, ...], ...]
     samples: bool
     drafts: tuple[int, ...] = ()
+    num_preemptions: int = 0
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether the request still goes on from this chunk: it has not ended since, nor lost its
+        blocks.
+        """
+        request = self.request
+        return not request.is_finished and request.num_preemptions == self.num_preemptions
 
     @classmethod
     def of(cls, request: Request, start: int, num_tokens: int) -> ScheduledChunk:
         """Of a request that holds the blocks for it."""
         samples = start + num_tokens == request.num_tokens < request.token_limit
-        return cls(request, start, num_tokens, request.held.block_ids, samples)
+        blocks = request.held.block_ids
+        return cls(
+            request, start, num_tokens, blocks, samples, num_preemptions=request.num_preemptions
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,14 +71,16 @@ class Step:
     """One forward pass. `preempted` lost their blocks while it was scheduled, and are not part of
     it.
 
-    admitted  the requests whose first step it is
-    alone     it has one chunk, of a request whose step was lost before (`Scheduler.lose`)
+    admitted    the requests whose first step it is
+    alone       it has one chunk, of a request whose step was lost before (`Scheduler.lose`)
+    microbatch  whose step it is (`Scheduler.schedule`)
     """
 
     chunks: tuple[ScheduledChunk, ...]
     preempted: tuple[Request, ...]
     admitted: tuple[Request, ...] = ()
     alone: bool = False
+    microbatch: int = 0
 
     @property
     def num_tokens(self) -> int:

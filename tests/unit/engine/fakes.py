@@ -196,9 +196,17 @@ def new_engine(
     max_model_len: int = 64,
     mode: Mode = Mode.REPEATABLE,
     most_drafts: int = 0,
+    num_microbatches: int = 1,
 ) -> Engine:
     cache = CacheManager((Pages((0,), 1, None, BLOCK),), (num_blocks,), BLOCK, budget)
-    scheduler = Scheduler(cache, max_num_seqs, budget, max_model_len, most_drafts)
+    scheduler = Scheduler(
+        cache,
+        max_num_seqs,
+        budget,
+        max_model_len,
+        most_drafts,
+        num_microbatches=num_microbatches,
+    )
     intake = Intake(FakeTokenizer(), VOCAB, max_model_len)  # type: ignore[arg-type]
     runner: Any = FakeRunner(num_blocks)
     parts = (runner, cache, scheduler, intake, frozenset({EOS}))

@@ -4,6 +4,7 @@ waits gives.
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -90,14 +91,17 @@ def test_nothing_is_launched_ahead_where_a_token_may_be_forced(
     assert (runner_of(llm.engine).num_ahead > 0) == may_follow
 
 
+@pytest.mark.parametrize("num_microbatches", [1, 2, 3])
 @pytest.mark.parametrize("seed", range(5))
 def test_requests_that_come_and_go_have_the_tokens_they_have_alone(
-    new_llm: Callable[..., LLM], seed: int
+    new_llm: Callable[..., LLM], seed: int, num_microbatches: int
 ):
     """They are added, aborted and released, and time out, while a step is launched ahead; ids come
     again.
     """
-    rng, llm = random.Random(seed), new_llm(num_blocks=20, budget=12, mode=Mode.OVERLAPPED)
+    rng = random.Random(seed)
+    limits: dict[str, Any] = {"num_microbatches": num_microbatches, "mode": Mode.OVERLAPPED}
+    llm = new_llm(num_blocks=20, budget=12, **limits)
     engine = llm.engine
     clock: Any = engine.clock
     live: dict[str, SamplingParams] = {}
@@ -259,10 +263,12 @@ def test_a_step_that_raises_fails_the_same_requests(new_llm: Callable[..., LLM],
     assert any(errors) == (failing == "always")
 
 
+@pytest.mark.parametrize("num_microbatches", [1, 2])
 def test_an_exception_at_any_line_leaves_the_engine_as_if_the_call_had_not_been_made(
-    new_llm: Callable[..., LLM],
+    new_llm: Callable[..., LLM], num_microbatches: int
 ):
     limits: dict[str, Any] = {
+        "num_microbatches": num_microbatches,
         "num_blocks": 12,
         "budget": 12,
         "max_model_len": 40,
@@ -302,8 +308,9 @@ def test_a_step_under_way_is_forgotten_by_a_repair(
     def interrupt(entries: object) -> Any:
         raise Interrupt
 
-    for interrupted in range(2, 8):
-        engine = new_llm(mode=Mode.OVERLAPPED).engine
+    cases = [*itertools.product(range(2, 8), [1]), *itertools.product(range(2, 16), [2])]
+    for interrupted, num_microbatches in cases:
+        engine = new_llm(mode=Mode.OVERLAPPED, num_microbatches=num_microbatches).engine
         for index, prompt in enumerate(prompts):
             engine.add(str(index), engine.accept(prompt, params), params)
         token_ids: list[list[int]] = [[], []]
@@ -316,7 +323,7 @@ def test_a_step_under_way_is_forgotten_by_a_repair(
                     for delta in engine.step():
                         token_ids[int(delta.request_id)] += delta.outputs[0].token_ids
             step += 1
-        assert token_ids == usual, interrupted
+        assert token_ids == usual, (interrupted, num_microbatches)
 
 
 def test_draws_that_are_not_waited_for_are_those_of_sample(monkeypatch: pytest.MonkeyPatch):

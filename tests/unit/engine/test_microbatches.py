@@ -1,0 +1,97 @@
+"""Several steps under way at once, each of a part of the requests, as devices that divide the layers
+need them: the same tokens, and no device waits for another's.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from tests.unit.engine.fakes import check_clean, essence, prompt_of
+from tests.unit.engine.test_ahead import plain_params, runner_of
+
+from freight import LLM, SamplingParams
+from freight.engine.ahead import Launched
+from freight.engine.step import Mode
+
+LONG = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_microbatches_have_the_same_tokens_and_leave_nothing_behind(
+    new_llm: Callable[..., LLM], seed: int
+) -> None:
+    """Also where a microbatch preempts requests of another, whose step is under way."""
+    preemptions = []
+    found = []
+    for mode, number in ((Mode.REPEATABLE, 1), (Mode.OVERLAPPED, 2), (Mode.OVERLAPPED, 4)):
+        rng = random.Random(seed)
+        llm = new_llm(
+            num_blocks=rng.choice([12, 16, 24]),
+            max_num_seqs=rng.choice([4, 7]),
+            budget=rng.choice([8, 16]),
+            max_model_len=40,
+            mode=mode,
+            num_microbatches=number,
+        )
+        prompts = [prompt_of(rng) for _ in range(12)]
+        params = [plain_params(rng) for _ in prompts]
+        first = llm.generate(prompts, params)
+        longer = [[*one.prompt_token_ids, *one.outputs[0].token_ids][:30] for one in first]
+        found.append([essence(first), essence(llm.generate(longer, params))])
+        check_clean(llm)
+        preemptions.append(llm.engine.stats().preemptions)
+    assert found[0] == found[1] == found[2]
+    assert max(preemptions) > 0
+
+
+def test_requests_are_divided_evenly(new_llm: Callable[..., LLM]) -> None:
+    engine = new_llm(
+        mode=Mode.OVERLAPPED, num_microbatches=3, max_num_seqs=8, num_blocks=100
+    ).engine
+    for index in range(8):
+        engine.add(str(index), engine.accept([1, 2, index % 3], LONG), LONG)
+    for _ in range(3):
+        engine.step()
+    sizes = [0, 0, 0]
+    for group in engine.groups.values():
+        sizes[group.completions[0].request.microbatch] += 1
+    assert sorted(sizes) == [2, 3, 3]
+
+
+def test_a_request_alone_waits_for_nobody(new_llm: Callable[..., LLM]) -> None:
+    """It has a token in each step, as with one microbatch."""
+    llm = new_llm(mode=Mode.OVERLAPPED, num_microbatches=4)
+    engine = llm.engine
+    engine.add("0", engine.accept([1, 2, 0], LONG), LONG)
+    steps = 0
+    while engine.has_unfinished:
+        assert engine.step()
+        steps += 1
+    assert steps == LONG.max_tokens
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_a_step_of_every_other_microbatch_is_queued_behind_the_one_that_is_waited_for(
+    new_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """When tokens are read, so many steps of others are queued that a pipeline of as many stages
+    has work for each: this step's, and one of each other microbatch before this one's next.
+    """
+    behind: list[int] = []
+    read = Launched.read
+
+    def logged_read(launched: Launched) -> Any:
+        waiting = [lookahead._launched for lookahead in engine._lookaheads]
+        behind.append(sum(other is not None and other is not launched for other in waiting))
+        return read(launched)
+
+    monkeypatch.setattr(Launched, "read", logged_read)
+    llm = new_llm(mode=Mode.OVERLAPPED, num_microbatches=number, max_num_seqs=6, num_blocks=100)
+    engine = llm.engine
+    llm.generate([[1, 2, index % 3] for index in range(6)], LONG)
+    assert runner_of(engine).num_ahead > 10
+    middle = behind[3 * number : -3 * number]
+    assert set(middle) == {number - 1}
