@@ -21,6 +21,7 @@ from freight.kernels.triton import (
     gates,
     linear,
     paged,
+    push,
     recurrence,
     route,
     rows,
@@ -45,6 +46,7 @@ from freight.operands.routing import Routing, Scoring
 from freight.operands.states import States
 from freight.operands.tiles import STATE_TILE
 from freight.operands.weight import Activations, Weight
+from freight.parallel.peers import Layout, Peers
 
 BF16 = torch.bfloat16
 
@@ -63,6 +65,15 @@ def pages(format: Format, scales: str, heads: int, dim: int, v_dim: int | None =
 
     k, v = (empty(64, 16, heads, width, dtype=torch_dtype(format)) for width in (dim, v_dim or dim))
     return KVPages(k, v, scale(dim), scale(v_dim or dim), empty(2, dtype=torch.int64))
+
+
+def push_columns(rows: int, columns: int, size: int, dtype: torch.dtype, target: Target) -> Tensor:
+    """The columns of one rank of `size`, into slots of 64 MiB."""
+    layout = Layout(size, 64 << 20)
+    addresses = empty(size + 1, dtype=torch.int64)
+    page = empty(2, dtype=torch.int64)
+    peers = Peers(empty(layout.total, dtype=torch.uint8), addresses, page, lambda: None)
+    return push.push(empty(rows, columns, dtype=dtype), peers, layout, 1)
 
 
 def sequences(num_seqs: int) -> Sequences:
@@ -585,4 +596,7 @@ LARGE_CASES: dict[str, Callable[[Target], object]] = {
     ),  # Llama 3.1 405B
     "gated by group, beyond the widest": partial(activate, True, Activations.DYNAMIC, 53248),
     "gated static, beyond the widest": partial(activate, False, Activations.STATIC, 53248),
+    "push": partial(push_columns, 64, 1024, 8, BF16),
+    "push, 2 ranks": partial(push_columns, 8192, 4096, 2, torch.uint8),
+    "push, odd": partial(push_columns, 3, 257, 3, torch.uint8),
 }
