@@ -4,7 +4,8 @@ file at its end.
 So a test sees every byte that the rank has stored. `FREIGHT_TEST_PAGES` is the file's path.
 `FREIGHT_TEST_FAULT` makes it fail: 'step 3' leaves that step before its first gather, 'late 3'
 behind its last one, 'fingerprint' says to have opened something else, 'load' refuses to read its
-weights, 'slow' reads them for a minute.
+weights, 'slow' reads them for a minute, 'byte' gathers a byte that is wrong. With
+`FREIGHT_TEST_INTERPRETER` Triton's interpreter has the numbers of a GPU (`interpreter.py`).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch import Tensor
 from freight.cache.pool import KVPool, PagedKV, PagedState
 from freight.engine import follower
 from freight.errors import CapacityError, CheckpointError
+from freight.parallel.distributed import Distributed
 
 
 def pages_of(pool: KVPool) -> list[dict[str, Tensor]]:
@@ -59,6 +61,18 @@ def clear(pool: KVPool) -> None:
             part.zero_()
 
 
+def corrupt() -> None:
+    """From now on this process gathers a byte that is wrong."""
+    gather = Distributed.gather
+
+    def gather_wrong(transport: Distributed, part: Tensor) -> Tensor:
+        gathered = gather(transport, part)
+        gathered.view(torch.uint8)[1, -1] ^= 1
+        return gathered
+
+    Distributed.gather = gather_wrong
+
+
 def main() -> None:
     made, allocate = [], follower.allocate_pool
 
@@ -82,7 +96,13 @@ def main() -> None:
 
     follower.leave = leave
     _break(os.environ.get("FREIGHT_TEST_FAULT", ""))
-    follower.main()
+    if "FREIGHT_TEST_INTERPRETER" not in os.environ:
+        follower.main()
+        return
+    from tests.interpreter import numbers_as_on_a_gpu, quick_interpreter
+
+    with numbers_as_on_a_gpu(), quick_interpreter():
+        follower.main()
 
 
 def _break(fault: str) -> None:
@@ -95,6 +115,8 @@ def _break(fault: str) -> None:
             raise CheckpointError("a weight of this rank is damaged")
 
         follower.OpenModel.load = refuse
+    elif kind == "byte":
+        corrupt()
     elif kind == "slow":
         follower.OpenModel.load = lambda *_: time.sleep(60)
     elif kind in ("step", "late"):

@@ -97,7 +97,7 @@ def test_steps_of_two_microbatches_have_the_bits_of_one(
     given, options = CASES["W8A8, scales per token"]
     alone = started(opened_as(given, options, tmp_path)[0])
     expected = outputs_of(alone), tokens_of(alone)
-    monkeypatch.setattr(build, "_mode", lambda config, spec: Mode.OVERLAPPED)
+    monkeypatch.setattr(build, "_mode", lambda *_: Mode.OVERLAPPED)
     engine = started(opened_as(given, options, tmp_path, pipeline_parallel_size=2)[0])
     assert engine.scheduler.num_microbatches == 2
     ahead = []

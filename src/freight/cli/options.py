@@ -47,6 +47,7 @@ RANKS = (
     "rank_timeout",
     "pipeline_parallel_size",
     "pp_layers",
+    "check_ranks",
 )
 # of verbs that serve or generate
 LORA = ("enable_lora", "lora_modules", "max_loras", "max_lora_rank")
@@ -328,6 +329,11 @@ ENGINE_FLAGS = (
         "fp8: attention multiplies FP8 by FP8 on a GPU that can; auto: 16 bits.",
     ),
     Flag(
+        "exact_products",
+        bool,
+        "On a GPU, compute all products so that any number of GPUs gives the same bits.",
+    ),
+    Flag(
         "threads",
         int | None,
         "CPU threads; default: one for each physical core that is free to use.",
@@ -359,6 +365,12 @@ ENGINE_FLAGS = (
         str | None,
         "Layers of each of these GPUs; default: by their bytes.",
         "20,20",
+    ),
+    Flag(
+        "check_ranks",
+        bool,
+        "Compare these processes on GPUs with one of them before they serve.",
+        negatable=True,
     ),
     Flag("nnodes", int, "Machines that these processes are on, equally many on each.", "COUNT"),
     Flag("node_rank", int, "Which of the machines this is; 0 serves.", "NUMBER"),

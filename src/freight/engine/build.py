@@ -41,6 +41,7 @@ from freight.engine.graphs import CudaGraphs
 from freight.engine.intake import Intake
 from freight.engine.leader import Leader, opened_as
 from freight.engine.pace import Pace
+from freight.engine.rank_check import rank_check
 from freight.engine.recordings import CpuRecordings
 from freight.engine.runner import ModelRunner
 from freight.engine.scheduler import Scheduler
@@ -66,6 +67,7 @@ from freight.parallel.ranks import Ranks
 from freight.parallel.stages import layers_by_device
 from freight.settings.device import DeviceFacts, free_bytes, numa_nodes, probe
 from freight.settings.engine import EngineArgs, EngineConfig, listed_layers
+from freight.settings.hardware import TRITON
 from freight.settings.lora import named_adapters
 from freight.text.tokenizer import Tokenizer
 
@@ -120,9 +122,9 @@ class _Led:
         """Start them, and have them read their weights. `config`: as rank 0 loads it."""
         as_opened = opened.resolve(opened.args)
         kernels = opened.kernels(as_opened)
-        if not isinstance(kernels, CpuKernels):
+        if not isinstance(kernels, CpuKernels) and kernels.name != "triton":
             raise ConfigError(
-                f"--tensor-parallel-size {opened.ranks.size}: ranks gather in the compiled kernels, which cannot run "
+                f"--tensor-parallel-size {opened.ranks.size}: ranks compute with compiled kernels, which cannot run "
                 f"here: {kernels.note}"
             )
         identity = opened_as(fingerprint(opened, as_opened, kernels, version()), kernels.name)
@@ -142,10 +144,19 @@ def _lead(opened: OpenModel) -> tuple[OpenModel, Leader, Sequence[Place]]:
         raise ConfigError(
             f"--node-rank {args.node_rank}: an engine is on machine 0; run freight serve with this option instead"
         )
-    opened.resolve(args)  # refuses before a process is bound
+    config = opened.resolve(args)  # refuses before a process is bound
     share_of(opened.model, 0, size)
+    backend = _backend(config)
+    if config.device != "cpu":
+        nodes = ()  # which of them is near a GPU is not known here
+        torch.cuda.set_device(0)
+        logger.warning(
+            "%d ranks, each on a GPU of its own: Freight has not been run on two GPUs yet; compare with one before you "
+            "rely on it",
+            size,
+        )
     where = places(size // nodes_of_all, args.rank_cpus, nodes, opened.device.cores)
-    if len(nodes) < 2 and size > nodes_of_all:
+    if backend is None and len(nodes) < 2 and size > nodes_of_all:
         logger.warning(
             "%d ranks: this machine has one memory node, on which ranks gain nothing; one rank with all threads does "
             "the same work and never waits",
@@ -160,9 +171,20 @@ def _lead(opened: OpenModel) -> tuple[OpenModel, Leader, Sequence[Place]]:
         )
         meeting = Meeting(args)
     maps_pages = args.kv_store is not None
-    leader = Leader(size, args.rank_timeout, maps_pages, meeting, nodes_of_all)
+    leader = Leader(size, args.rank_timeout, maps_pages, meeting, nodes_of_all, backend)
     leader.take(where[0])
     return opened.as_rank(Ranks(0, size, leader.memory), where[0].cores), leader, where
+
+
+def _backend(config: EngineConfig) -> str | None:
+    """Return the backend of torch.distributed over which ranks gather; None: the compiled kernels for
+    CPUs do without.
+    """
+    if config.device != "cpu":
+        return "nccl"  # RCCL as well
+    if config.kernels == TRITON:
+        return "gloo"
+    return None
 
 
 @dataclass(frozen=True)
@@ -230,9 +252,10 @@ def _start(
     model = decoder
     if model is None:
         model = opened.load(plan.config, plan.positions)
+    elsewhere = None
     if led is not None:
-        led.leader.wait_loaded()
-    ready = _ready(plan, model, weights)
+        elsewhere = led.leader.wait_loaded()
+    ready = _ready(plan, model, weights, elsewhere)
     pool, memories = _allocate(ready, led)
     logger.info("%s", describe_cache(pool, ready.config, opened.ranks.size))
     less_bias = pool.less_bias(ready.config.kv)
@@ -303,8 +326,12 @@ def _plan(opened: OpenModel) -> _Plan:
     return _Plan(opened, config, spec, memory, context, asked)
 
 
-def _ready(plan: _Plan, model: LanguageModel, weights: Weights | None) -> _Ready:
-    """Divide the memory that is left now, and decide what depends on `model`."""
+def _ready(
+    plan: _Plan, model: LanguageModel, weights: Weights | None, elsewhere: int | None
+) -> _Ready:
+    """Divide the memory that is left now, and decide what depends on `model`. elsewhere: bytes that
+    every other rank has, if that is memory of its own.
+    """
     opened = plan.opened
     config = plan.config
     spec = plan.spec
@@ -315,6 +342,8 @@ def _ready(plan: _Plan, model: LanguageModel, weights: Weights | None) -> _Ready
     if config.kv_cache_memory is None:
         useful = useful_memory(spec, context, max_num_seqs, step_tokens)
         memory = min(_share_for_cache(opened, config, spec), plan.free, useful)
+        if elsewhere is not None:
+            memory = min(memory, elsewhere)
         context = _fitting_context(spec, memory, config, opened.args)
     if context < plan.asked:
         logger.info("context limited to the %d tokens that the KV cache holds", context)
@@ -351,7 +380,8 @@ def _allocate(ready: _Ready, led: _Led | None) -> tuple[KVPool, tuple[Tensor, ..
     )
     memories: tuple[Tensor, ...] = ()
     if led is not None:
-        memories = led.leader.allocate(config.max_model_len, ready.num_blocks, num_bytes)
+        check = rank_check(ready.opened, config)
+        memories = led.leader.allocate(config.max_model_len, ready.num_blocks, num_bytes, check)
     return pool.counting_drafts(config.most_drafts), memories
 
 
@@ -403,7 +433,7 @@ def _assemble(
         stop_token_ids=opened.stop_token_ids(),
         seed=config.seed,
         threads=opened.threads(config),
-        mode=_mode(config, ready.spec),
+        mode=_mode(config, ready.spec, opened.ranks.size),
         pace=pace,
         store=store,
         reproducible=is_reproducible(opened, ready.kernels),
@@ -489,7 +519,9 @@ def captured_steps(
     capture: Capture | None = None
     if not isinstance(decoder, Decoder):
         logger.info("steps are not captured: the modules of transformers run as they are")
-    elif kernels.name == "triton":
+    elif kernels.name == "triton" and kernels.ranks.size > 1:
+        logger.info("steps are not captured: ranks on GPUs launch each kernel")
+    elif kernels.name == "triton" and config.device != "cpu":
         capture = CudaGraphs(decoder, pool, config.max_num_seqs)
     elif isinstance(kernels, CpuKernels):
         # each draft is a row of its own
@@ -504,16 +536,16 @@ def _num_microbatches(config: EngineConfig, ready: _Ready) -> int:
     """Return how many steps are under way at once: one for each stage, where the host does not wait
     for a step.
     """
-    if _mode(config, ready.spec) is not Mode.OVERLAPPED:
+    if _mode(config, ready.spec, ready.opened.ranks.size) is not Mode.OVERLAPPED:
         return 1
     return max(1, len(ready.model.stages))
 
 
-def _mode(config: EngineConfig, spec: KVCacheSpec) -> Mode:
+def _mode(config: EngineConfig, spec: KVCacheSpec, ranks: int) -> Mode:
     """Return the mode of an engine that drafts `most_drafts` tokens a step."""
     if not spec.repeatable:
         return Mode.ONCE
-    if config.device != "cpu":  # a step runs while the host goes on
+    if config.device != "cpu" and ranks == 1:  # a step runs while the host goes on
         return Mode.OVERLAPPED
     if config.most_drafts:
         return Mode.DRAFTING
@@ -564,8 +596,9 @@ def _share_for_cache(opened: OpenModel, config: EngineConfig, spec: KVCacheSpec)
         for device, free in free_bytes(layers).items():
             shares[device] = int(free * MEMORY_SHARE[config.device])
         return memory_over(spec, layers, shares)
-    ranks_here = opened.ranks.size // opened.args.nnodes
-    share = memory_for_cache(config.device) // ranks_here
+    share = memory_for_cache(config.device)
+    if config.device == "cpu":  # one memory for all ranks of a machine
+        share //= opened.ranks.size // opened.args.nnodes
     if config.device != "cpu":  # there the memory for adapters is not free any more
         return share
     adapters = int(_adapter_bytes(opened, config) * MEMORY_SHARE[config.device])

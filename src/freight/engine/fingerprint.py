@@ -61,6 +61,8 @@ def fingerprint(opened: OpenModel, config: EngineConfig, kernels: KernelSet, ver
         tile,
     ):
         state.update(repr(part).encode())
+    if config.exact_products and not isinstance(kernels, CpuKernels):
+        state.update(b"exact products")
     if isinstance(kernels, CpuKernels):
         state.update(path_of(kernels.library.build).read_bytes())
     if opened.checkpoint is None:

@@ -32,10 +32,11 @@ from freight.cache.arena import Arena, mapped
 from freight.cache.pool import allocate_pool
 from freight.cache.spec import KVCacheSpec
 from freight.checkpoint.lora import AdapterModules, LoraAdapter
-from freight.engine.build import captured_steps
+from freight.engine.build import captured_steps, memory_for_cache
 from freight.engine.fingerprint import fingerprint
 from freight.engine.leader import HANG_UP, opened_as, pulse
 from freight.engine.prepare import Logits, SequenceSlice
+from freight.engine.rank_check import rank_check
 from freight.engine.runner import ModelRunner, StepRows
 from freight.errors import CheckpointError, FreightError, RankError
 from freight.model.adapter_modules import adapter_modules
@@ -116,12 +117,13 @@ def follow(connection: socket.socket, files: Sequence[int]) -> int:
         max_len, positions = integers_of(messages.expect(connection, Kind.LOAD))
         spec = opened.cache_spec(config)  # as rank 0: before the context is made to fit
         model = opened.load(replace(config, max_model_len=max_len), positions)
-        messages.send(connection, Kind.LOADED)
+        messages.send(connection, Kind.LOADED, _free_bytes(config))
         max_len, *num_blocks = integers_of(messages.expect(connection, Kind.POOL))
         config = replace(config, max_model_len=max_len)
         runner = _runner(opened, config, model, spec, num_blocks, pages)
         messages.send(connection, Kind.READY)
         memory.meet()
+        _check(connection, opened, config, memory)
     except FreightError as error:
         messages.send(connection, Kind.FAILED, f"{type(error).__name__}\n{error}".encode())
         raise RankError from error
@@ -143,6 +145,8 @@ def _open(
         if "OMP_NUM_THREADS" not in os.environ:
             # torch was imported while bound as rank 0, maybe to fewer
             torch.set_num_threads(start.cores)
+    if start.backend == "nccl":
+        torch.cuda.set_device(rank * start.args.pipeline_parallel_size)
     memory = _transport(start, connection, files)
     if isinstance(memory, SharedMemory):
         threading.Thread(target=memory.show_life, args=(pulse(start.timeout),), daemon=True).start()
@@ -166,7 +170,34 @@ def _transport(start: Start, connection: socket.socket, files: Sequence[int]) ->
     address = host
     if not is_near(connection):
         address = connection.getsockname()[0]
-    return Distributed(reach_store(host, port), rank, size, start.timeout, address)
+    store = reach_store(host, port)
+    return Distributed(store, rank, size, start.timeout, address, start.backend)
+
+
+def _free_bytes(config: EngineConfig) -> bytes:
+    """Return what this rank has for its cache, on a GPU of its own, as LOADED says it; b'' on a CPU,
+    whose memory rank 0 knows.
+    """
+    if config.device == "cpu":
+        return b""
+    return str(memory_for_cache(config.device)).encode()
+
+
+def _check(
+    connection: socket.socket, opened: OpenModel, config: EngineConfig, memory: Transport
+) -> None:
+    """Compute what rank 0 checks ranks by, and say so. Raises KernelError where this one differs from
+    one alone.
+    """
+    check = rank_check(opened, config)
+    if check is None:
+        return
+    try:
+        check()
+    except FreightError:
+        memory.fail()
+        raise
+    messages.send(connection, Kind.CHECKED)
 
 
 def _runner(

@@ -194,19 +194,24 @@ class Leader:
         maps_pages: bool = False,
         meeting: Meeting | None = None,
         nodes: int = 1,
+        backend: str | None = None,
     ) -> None:
         """timeout: seconds after which a rank that does not answer counts as lost. maps_pages: the
         others allocate their caches in memory that `allocate` returns. meeting: where the ranks of
-        the other `nodes` - 1 machines come.
+        the other `nodes` - 1 machines come. backend: of torch.distributed, over which they gather;
+        None: over shared memory, or gloo between machines.
         """
         self._files: SharedFiles | None = None
         self._store: tuple[str, int] | None = None
         self.memory: Transport
-        if meeting is None:
+        self._backend = backend or "gloo"
+        if meeting is None and backend is None:
             self._files = SharedFiles.create(size)
             self.memory = SharedMemory(self._files, 0, timeout)
         else:
-            self.memory, self._store = _distributed(meeting, size, timeout)
+            host = "127.0.0.1" if meeting is None else meeting.host
+            self.memory, self._store = _distributed(host, size, timeout, self._backend)
+        self._nodes = nodes
         self._here = size // nodes  # ranks of this machine
         self.size = size
         self._timeout = timeout
@@ -265,6 +270,7 @@ class Leader:
                 timeout=self._timeout,
                 log_level=logger.getEffectiveLevel(),
                 store=self._store,
+                backend=self._backend,
             )
             if rank in come:
                 connection, join = come[rank]
@@ -306,7 +312,7 @@ class Leader:
 
     def _named(self, rank: int) -> str:
         """Name a rank, and its machine where there are several."""
-        if self._store is None:
+        if self._nodes == 1:
             return f"rank {rank}"
         return f"rank {rank} (node {rank // self._here})"
 
@@ -314,29 +320,55 @@ class Leader:
         """Have the others read their weights, as rank 0 does meanwhile."""
         self._send(Kind.LOAD, integers((max_model_len, positions)))
 
-    def wait_loaded(self) -> None:
-        """Wait until all have their weights. Raises as `start`."""
-        for rank in range(1, self.size):
-            self._answer(rank, Kind.LOADED)
+    def wait_loaded(self) -> int | None:
+        """Wait until all have their weights. Return the fewest bytes that one of them has for a cache
+        on a GPU of its own; None where all have the memory of rank 0. Raises as `start`.
+        """
+        answers = [self._answer(rank, Kind.LOADED) for rank in range(1, self.size)]
+        return min((int(free) for free in answers if free), default=None)
 
     def allocate(
-        self, max_model_len: int, num_blocks: Sequence[int], num_bytes: int
+        self,
+        max_model_len: int,
+        num_blocks: Sequence[int],
+        num_bytes: int,
+        check: Callable[[], None] | None = None,
     ) -> tuple[Tensor, ...]:
         """Have the others allocate their caches, of `num_blocks` by group, which fit into
         `num_bytes`. Return their memory, from rank 1 on, if it is mapped.
+
+        check: what they compute before anything else, as this rank does. Raises KernelError where
+        that shows that a rank differs from one alone.
         """
         for number in self._ranks.pages:
             os.ftruncate(number, num_bytes)  # committed at the first write
         self._send(Kind.POOL, integers((max_model_len, *num_blocks)))
         for rank in range(1, self.size):
             self._answer(rank, Kind.READY)
+        if check is not None:  # kernels are compiled, which takes them as long as weights
+            self.memory.meet()
+            self._check(check)
         for connection in self._ranks.sockets:
             connection.settimeout(self._timeout)
-        self.memory.meet()
+        if check is None:
+            self.memory.meet()
         self._ranks.ready = True
         memories = tuple(mapped(number, num_bytes) for number in self._ranks.pages)
         self._ranks.close_pages()
         return memories
+
+    def _check(self, check: Callable[[], None]) -> None:
+        """Run the check that all ranks run. Raises the error of the first that failed."""
+        try:
+            check()
+        except KernelError:
+            failed = self.memory.failed()
+            self.memory.fail()
+            if failed:
+                self._answer(failed, Kind.CHECKED)  # raises its words
+            raise
+        for rank in range(1, self.size):
+            self._answer(rank, Kind.CHECKED)
 
     def running(self, slices: Sequence[SequenceSlice]) -> AbstractContextManager[None]:
         """Have the others run `slices`, as the body does. Raises as `step`."""
@@ -516,17 +548,19 @@ def _difference(theirs: str, ours: str) -> str:
     )
 
 
-def _distributed(meeting: Meeting, size: int, timeout: float) -> tuple[Transport, tuple[str, int]]:
-    """Return rank 0's transport to ranks of several machines, and where the others find its store."""
+def _distributed(
+    host: str, size: int, timeout: float, backend: str
+) -> tuple[Transport, tuple[str, int]]:
+    """Return rank 0's transport over torch.distributed, and where the others find its store."""
     from freight.parallel.distributed import Distributed, host_store
 
     family = socket.AF_INET
-    if ":" in meeting.host:
+    if ":" in host:
         family = socket.AF_INET6
-    listener = socket.create_server((meeting.host, 0), family=family)
+    listener = socket.create_server((host, 0), family=family)
     port = listener.getsockname()[1]
-    transport = Distributed(host_store(listener), 0, size, timeout, meeting.host)
-    return transport, (meeting.host, port)
+    transport = Distributed(host_store(listener), 0, size, timeout, host, backend)
+    return transport, (host, port)
 
 
 def _start_of(start: Start, join: Join) -> Start:

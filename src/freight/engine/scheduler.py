@@ -506,9 +506,7 @@ class Scheduler:
         insort(self._waiting, victim, key=_order)
         return victim
 
-    def _admit_waiting(
-        self, chunks: list[ScheduledChunk], budget: int, microbatch: int
-    ) -> None:
+    def _admit_waiting(self, chunks: list[ScheduledChunk], budget: int, microbatch: int) -> None:
         """Append a first chunk for each waiting request that budget, max_num_seqs and blocks admit,
         in order.
         """

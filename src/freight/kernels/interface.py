@@ -30,6 +30,7 @@ from freight.operands.recurrence import (
 from freight.operands.rotary import Rotary
 from freight.operands.states import States
 from freight.operands.weight import Weight, Weights
+from freight.parallel.ranks import Ranks
 
 First = TypeVar("First")
 P = ParamSpec("P")
@@ -65,6 +66,11 @@ class KernelSet(Protocol):
     @property
     def note(self) -> str:
         """Return the reason why this set was chosen, for the log at start-up; may be ''."""
+        ...
+
+    @property
+    def ranks(self) -> Ranks:
+        """Return those over which the set gathers."""
         ...
 
     @property

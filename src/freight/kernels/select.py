@@ -20,6 +20,7 @@ def select_kernels(
     fp8_attention: bool = False,
     ranks: Ranks = ALONE,
     int8_activations: bool = False,
+    exact_products: bool = False,
 ) -> KernelSet:
     """Return the kernel set `name`, a value of `--kernels`: 'auto', 'reference' or 'cpu-avx2', which
     is one build of the compiled kernels.
@@ -29,6 +30,7 @@ def select_kernels(
     `fp8_attention`: attention multiplies FP8 by FP8 over E4M3 pages; a set that cannot falls back
     to products of decoded values. `ranks`: those over which the set gathers. `int8_activations`:
     products with weights in 4 bits round their inputs to INT8 (`Activations.GROUPS`), on a CPU.
+    `exact_products`: on a GPU no product is torch's, whose bits depend on the number of ranks.
     Raises KernelError, with the reason, if the CPU set was requested by name and cannot run, and as
     `check_gpu`.
     """
@@ -45,7 +47,7 @@ def select_kernels(
         target = current_target()
         if device != "cpu":
             check_gpu(target)
-        return TritonKernels(target, fp8_attention, ranks=ranks)
+        return TritonKernels(target, fp8_attention, ranks=ranks, exact_products=exact_products)
     from freight.kernels.cpu import library
     from freight.kernels.cpu.cpu_set import CpuKernels
 

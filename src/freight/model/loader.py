@@ -57,7 +57,7 @@ from freight.model.pooler import LoadedLayer, Pooler
 from freight.model.shapes import shared_names
 from freight.model.shapes import tensor_shapes as tensor_shapes
 from freight.model.shares import Share, share_of
-from freight.model.sources import CheckpointSource, Stored, WeightSource, in_halves
+from freight.model.sources import CheckpointSource, RankSource, Stored, WeightSource, in_halves
 from freight.model.stored import find_stored
 from freight.operands.adapters import ExpertBanks
 from freight.operands.experts import ExpertLayers, Router
@@ -390,7 +390,10 @@ def model_builder(
     `share`: the part of it that a rank has; `config` and `source` are then the rank's. `banks`: as in
     `Builder`.
     """
-    shapes = tensor_shapes(config) if share is None else dict(share.shapes)
+    shapes = tensor_shapes(config)
+    if share is not None:
+        shapes = dict(share.shapes)
+        source = RankSource(source, share.uncut)
     return ModelBuilder(source, config, tensor_names(config), shapes, kernels, share, banks)
 
 
@@ -431,7 +434,7 @@ def build_decoder(
     input_limit = None
     packed_head: PackedWeight
     if not config.tie_word_embeddings:
-        head = source.head(names.head, builder.shapes[names.head])
+        head = builder.source.head(names.head, builder.shapes[names.head])
         input_limit = head.input_limit
         packed_head = kernels.pack(head)
     elif isinstance(embedding.weight, Tensor):

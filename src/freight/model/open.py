@@ -74,7 +74,8 @@ from freight.settings.device import (
     choose_threads,
     free_bytes,
     probe,
-    require_cards,
+    require_one_kind,
+    stage_devices,
 )
 from freight.settings.engine import EngineArgs, EngineConfig
 from freight.settings.kv_source import kv_source, uniform_scales
@@ -202,7 +203,9 @@ class OpenModel:
 
     def as_rank(self, ranks: Ranks, cores: int) -> OpenModel:
         """Return the model as one of several ranks opens it, with its part of the machine."""
-        free = self.device.memory_free // (ranks.size // self.args.nnodes)
+        free = self.device.memory_free
+        if self.device.kind == "cpu":  # each rank has a GPU of its own
+            free //= ranks.size // self.args.nnodes
         return replace(
             self, ranks=ranks, device=replace(self.device, cores=cores, memory_free=free)
         )
@@ -277,10 +280,7 @@ class OpenModel:
         require_stages(self.model, size)
         if size == 1:
             return ()
-        devices = ["cpu"] * size
-        if config.device != "cpu":
-            first = self.ranks.rank % (self.ranks.size // self.args.nnodes) * size
-            devices = [f"cuda:{index}" for index in range(first, first + size)]
+        devices = ["cpu"] * size if config.device == "cpu" else stage_devices(size)
         return stages_of(self._stage_counts(config), devices)
 
     def _stage_counts(self, config: EngineConfig) -> tuple[int, ...]:
@@ -317,10 +317,15 @@ class OpenModel:
             return config.compute_format, self.scheme.linear
         return config.compute_format, lambda _: None
 
-    def kernels(self, config: EngineConfig) -> KernelSet:
-        """Select the kernels for `config`."""
+    def kernels(self, config: EngineConfig, ranks: Ranks | None = None) -> KernelSet:
+        """Select the kernels for `config`; `ranks`: those that gather, if not this model's."""
         return select_kernels(
-            config.kernels, config.device, config.fp8_attention, self.ranks, config.int8_activations
+            config.kernels,
+            config.device,
+            config.fp8_attention,
+            self.ranks if ranks is None else ranks,
+            config.int8_activations,
+            config.exact_products,
         )
 
     def load(self, config: EngineConfig, num_positions: int | None = None) -> LanguageModel:
@@ -540,15 +545,16 @@ def _opened(args: EngineArgs, stored: OpenCheckpoint) -> OpenModel:
 
 def probed(args: EngineArgs) -> DeviceFacts:
     """Find the facts of the device; of GPUs that divide the layers those of the first, with the memory
-    of all. Raises ConfigError if there are not as many.
+    of all. Raises ConfigError for GPUs of several kinds.
     """
     device = probe(args.computes_on)
-    size = args.pipeline_parallel_size
-    if size == 1 or device.kind == "cpu":
+    stages = args.pipeline_parallel_size
+    size = stages * args.tensor_parallel_size
+    if size == 1 or device.kind == "cpu" or device.count < size:  # too few: `resolve` refuses
         return device
-    require_cards(size, f"--pipeline-parallel-size {size}")
-    free = sum(free_bytes(f"cuda:{index}" for index in range(size)).values())
-    return replace(device, memory_free=free, memory_total=size * device.memory_total)
+    require_one_kind(size, f"{size} GPUs")
+    free = sum(free_bytes(stage_devices(stages)).values())
+    return replace(device, memory_free=free, memory_total=stages * device.memory_total)
 
 
 def with_pooling(checkpoint: Checkpoint, model: ModelConfig, option: str) -> ModelConfig:

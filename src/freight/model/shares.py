@@ -29,6 +29,7 @@ class Share:
     pieces    parts of each tensor that is cut, which are joined along their first dimension; by
               the tensor's name
     shapes    every tensor of the rank, with its shape there
+    uncut     every tensor of `shapes`, with its shape in the whole model
     """
 
     whole: ModelConfig
@@ -37,6 +38,7 @@ class Share:
     size: int
     pieces: Mapping[str, Pieces]
     shapes: Mapping[str, Shape]
+    uncut: Mapping[str, Shape]
 
     @property
     def head(self) -> tuple[str, str]:
@@ -54,6 +56,7 @@ def share_of(model: ModelConfig, rank: int, size: int) -> Share:
     width = model.embedding_size or model.hidden_size
     if model.tie_word_embeddings:
         shapes[names.head] = shapes[names.embedding]
+    uncut = dict(shapes)
     pieces: dict[str, Pieces] = {
         names.embedding: ((slice(None), position.part(width)),),
         names.head: _vocabulary(model.vocab_size, rank, size),
@@ -73,7 +76,7 @@ def share_of(model: ModelConfig, rank: int, size: int) -> Share:
                 pieces[prefix + name] = ((*[slice(None)] * outputs, columns),)
     for name, cut in pieces.items():
         shapes[name] = narrowed(shapes[name], cut)
-    return Share(model, model_of_rank, rank, size, pieces, shapes)
+    return Share(model, model_of_rank, rank, size, pieces, shapes, uncut)
 
 
 def _vocabulary(size_of_all: int, rank: int, size: int) -> Pieces:

@@ -80,6 +80,48 @@ class WeightSource(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class RankSource:
+    """A source of one rank's tensors, whose matrices know how many outputs they have in the whole
+    model (`Weight.whole`).
+
+    source   reads the rank's tensors
+    uncut    every tensor's shape in the whole model, by its name
+    """
+
+    source: WeightSource
+    uncut: Mapping[str, Shape]
+
+    @property
+    def compute_format(self) -> Format:
+        return self.source.compute_format
+
+    def tensor(self, name: str, shape: Shape) -> Tensor:
+        return self.source.tensor(name, shape)
+
+    def embedding(self, name: str, shape: Shape) -> Tensor | Weight:
+        return self.source.embedding(name, shape)
+
+    def table(self, name: str, shape: Shape, format: Format) -> Tensor | Weight:
+        return self.source.table(name, shape, format)
+
+    def exact(self, name: str, shape: Shape) -> Tensor:
+        return self.source.exact(name, shape)
+
+    def weight(self, name: str, shape: Shape) -> Weight:
+        return replace(self.source.weight(name, shape), whole=self.uncut[name][0])
+
+    def input_scale(self, name: str) -> float | None:
+        return self.source.input_scale(name)
+
+    def experts(self, name: str, shape: Shape, pairs: bool) -> Iterator[Weight]:
+        for weight in self.source.experts(name, shape, pairs):
+            yield replace(weight, whole=self.uncut[name][-1])
+
+    def head(self, name: str, shape: Shape) -> Weight:
+        return replace(self.source.head(name, shape), whole=self.uncut[name][0])
+
+
 def narrower(compute: Format, stored: Format) -> Format:
     """Return the format that a table is held in (`WeightSource.table`): the stored one, if both
     have the same width.

@@ -16,6 +16,8 @@ class AttentionCall:
     causal          False: a row also sees the keys after its own, which needs the whole sequence in
                     one step; with a window, those at a distance < window on both sides
     soft_cap        a score s becomes soft_cap * tanh(s / soft_cap); None: scores are unbounded
+    group           query heads of a KV head in the whole model, where ranks divide them; None: those
+                    of q. Kernels that choose tiles by it choose those of one rank
     sinks           [num_heads] float32: an additional score of each row, which enters only the sum
                     of the softmax; None: there is none
     """
@@ -25,3 +27,4 @@ class AttentionCall:
     soft_cap: float | None = None
     sinks: Tensor | None = None
     causal: bool = True
+    group: int | None = None

@@ -118,6 +118,9 @@ class Weight(PackedWeight):
     input_scale    static activation scale, > 0; only with STATIC
     input_limit    only with DYNAMIC: magnitude to which the Linear layer clips its input; kernels
                    do not see it
+    whole          out_features of the matrix in the whole model, where these are one rank's rows of
+                   it; None: they are all. Kernels that choose an order of summation by the number of
+                   outputs choose it by this one
     """
 
     data: Tensor
@@ -128,6 +131,12 @@ class Weight(PackedWeight):
     groups: Groups | None = None
     order: Tensor | None = None
     blocks: BlockFormat | None = None
+    whole: int | None = None
+
+    @property
+    def whole_outputs(self) -> int:
+        """out_features of the matrix in the whole model."""
+        return len(self.data) if self.whole is None else self.whole
 
     @property
     def is_mxfp4(self) -> bool:
@@ -272,7 +281,10 @@ class Weight(PackedWeight):
         if len(parts) == 1:
             return first
         assert Weight.mergeable(parts)
-        merged = replace(first, data=_joined([part.data for part in parts]))
+        whole = None
+        if any(part.whole is not None for part in parts):
+            whole = sum(part.whole_outputs for part in parts)
+        merged = replace(first, data=_joined([part.data for part in parts]), whole=whole)
         scales = [part.scale for part in parts if part.scale is not None]
         if scales:
             merged = replace(merged, scale=_joined(scales))

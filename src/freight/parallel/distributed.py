@@ -1,7 +1,8 @@
 """The transport over torch.distributed: gloo between CPUs, NCCL or RCCL between GPUs.
 
-The group decides where bytes go; nothing here depends on its backend but how it is made. Only bytes
-are gathered, so every format has the same bits with every backend.
+The group decides where bytes go; nothing here depends on its backend but how it is made, waited for
+and left. Only bytes are gathered, so every format has the same bits with every backend. NCCL has not
+been run: no machine with two GPUs was at hand.
 
 A rank that leaves a step closes its connections. Those who wait for it see that at once, and close
 theirs, so every rank leaves the step. Then all meet again, at the next gather, as a new group. A
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import socket
+import time
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
@@ -20,7 +22,6 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store, TCPStore
 
@@ -30,6 +31,11 @@ from freight.parallel.shared import Exchange, FreightRanks
 
 # Seconds for a message to the store of rank 0, which a thread of its process answers
 _STORE_SECONDS = 60.0
+_GLOO = "gloo"
+NCCL = "nccl"  # RCCL's name in torch as well
+# Seconds between two looks whether another rank has left, while a gather of GPUs is waited for
+_LOOK = 0.005
+LOOPBACK = "127.0.0.1"  # where ranks of one machine meet
 
 
 def host_store(listener: socket.socket) -> Store:
@@ -65,7 +71,7 @@ class Distributed:
         size: int,
         timeout: float,
         address: str,
-        backend: str = "gloo",
+        backend: str = _GLOO,
     ) -> None:
         """store: that of all ranks. address: of this machine, to which gloo's connections are bound.
         timeout: seconds after which a rank that does not answer counts as lost.
@@ -125,12 +131,31 @@ class Distributed:
                 raise KernelError("another rank has left the step") from error
         parts = part.new_empty((self.size * len(part), part.shape[1]))
         try:
-            self._group._allgather_base(parts, part).wait()
+            work = self._group._allgather_base(parts, part)
+            work.wait()
+            if self._backend != _GLOO:
+                self._await(work)
         except RuntimeError as error:
             raise KernelError(
                 f"another rank has left the step, has ended or does not answer: {_first(error)}"
             ) from error
         return parts
+
+    def _await(self, work: Any) -> None:
+        """Wait for a gather of GPUs, for which `wait` makes the stream wait and not the host. Raises
+        RuntimeError where another rank has left the step, or does not come within the timeout.
+        """
+        begin = time.monotonic()
+        looked = begin
+        while not work.is_completed():
+            now = time.monotonic()
+            if now - begin > self._timeout:
+                raise RuntimeError(f"no answer within {self._timeout:g} seconds")
+            if now - looked > _LOOK:
+                looked = now
+                if self.failed() is not None:
+                    raise RuntimeError("it has left the step")
+            time.sleep(0)
 
     def exchange(self, part: int, out: int, rows: int, part_bytes: int) -> int:
         """Compute `FreightRanks.exchange`: gather between addresses; return a FreightStatus."""
@@ -209,20 +234,23 @@ class Distributed:
         self._lost = self._lost or "this process is a fork of a rank's"
 
     def _leave_group(self) -> None:
-        if self._group is None:
-            return
+        group = self._group
         self._group = None  # gloo's connections close with it
-        if self._backend != "gloo":  # what `_group` made, where gloo's group is nobody else's
-            dist.destroy_process_group()
+        if group is not None and self._backend != _GLOO:
+            with suppress(RuntimeError):
+                group.abort()  # a gather under way would wait for ever
 
 
 def _group(
     backend: str, store: Store, rank: int, size: int, timeout: timedelta, address: str
 ) -> Any:
     """Return a process group of this backend. Raises RuntimeError, ValueError."""
-    if backend != "gloo":
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
-        return dist.group.WORLD
+    if backend != _GLOO:
+        from torch._C._distributed_c10d import ProcessGroupNCCL  # of builds for GPUs alone
+
+        of_gpus = ProcessGroupNCCL.Options()
+        of_gpus._timeout = timeout
+        return ProcessGroupNCCL(store, rank, size, of_gpus)
     # gloo binds to the address that the machine's name has, which is often 127.0.1.1, unless told
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices = [ProcessGroupGloo.create_device(hostname=address)]

@@ -45,6 +45,7 @@ class Kind(IntEnum):
     OPENED = 6  # what the rank opened, by its fingerprint
     LOADED = 7
     READY = 8
+    CHECKED = 16  # it computes what one rank computes
     LEFT = 9  # why the last step failed here, or ''
     FAILED = 10  # an error: the rank could not start, or could not load an adapter
     JOIN = 12  # a rank of another machine has come (`parallel/join.py`)
@@ -95,7 +96,8 @@ class Start:
     processors     of the rank; None: the system's choice
     cores          threads that it may have
     timeout        seconds after which a rank that does not answer counts as lost
-    store          host and port of the store that ranks of several machines meet by
+    store          host and port of the store that ranks meet by over torch.distributed
+    backend        of torch.distributed; 'nccl': the rank has the GPU of its number
     """
 
     args: EngineArgs
@@ -107,6 +109,7 @@ class Start:
     timeout: float
     log_level: int
     store: tuple[str, int] | None = None
+    backend: str = "gloo"
 
     def encode(self) -> bytes:
         """Return this as bytes of JSON."""

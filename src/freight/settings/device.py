@@ -61,7 +61,7 @@ class DeviceFacts:
 
     `native_e4m3` is the E4M3 variant that the hardware computes with: FNUZ on AMD's gfx94x (MI300),
     FN elsewhere. `note` is a start-up message about the choice, or ''. `multiplies_fp8`: its matrix
-    units take E4M3 operands.
+    units take E4M3 operands. `count`: devices of its kind that this process sees.
     """
 
     kind: DeviceKind
@@ -72,26 +72,29 @@ class DeviceFacts:
     cores: int
     note: str = ""
     multiplies_fp8: bool = False
+    count: int = 1
 
 
-def require_cards(count: int, options: str) -> None:
-    """Raise ConfigError unless torch sees `count` GPUs of one kind: of another kind the kernels may
+def require_one_kind(count: int, options: str) -> None:
+    """Raise ConfigError unless the first `count` GPUs are of one kind: for another the kernels may
     choose other tiles, and sum in another order. options: those that ask for so many.
     """
     import torch
 
-    present = torch.cuda.device_count()
-    if present < count:
+    names = {torch.cuda.get_device_name(index) for index in range(count)}
+    if len(names) > 1:
         raise ConfigError(
-            f"{options}: {count} GPUs are needed, and torch sees {present} (CUDA_VISIBLE_DEVICES names those that "
-            "it may see); ask for fewer"
-        )
-    names = [torch.cuda.get_device_name(index) for index in range(count)]
-    if len(set(names)) > 1:
-        raise ConfigError(
-            f"{options}: the GPUs are of several kinds, {choices(sorted(set(names)))}, which may round differently; "
+            f"{options}: the GPUs are of several kinds, {choices(sorted(names))}, which may round differently; "
             "name those of one kind in CUDA_VISIBLE_DEVICES"
         )
+
+
+def stage_devices(count: int) -> list[str]:
+    """Return the GPUs of this process from its own on: 'cuda:2', 'cuda:3'."""
+    import torch
+
+    first = torch.cuda.current_device()
+    return [f"cuda:{index}" for index in range(first, first + count)]
 
 
 def free_bytes(devices: Iterable[str]) -> dict[str, int]:
@@ -125,7 +128,8 @@ def probe(device: str = "auto", root: Path = ROOT) -> DeviceFacts:
         else:
             multiplies = (properties.major, properties.minor) >= (8, 9)
         facts = (DeviceKind.CUDA, properties.name, native, total, free, usable_cores(root))
-        return DeviceFacts(*facts, multiplies_fp8=multiplies)
+        count = torch.cuda.device_count()
+        return DeviceFacts(*facts, multiplies_fp8=multiplies, count=count)
 
     built_for_gpu = (
         torch.version.cuda is not None or getattr(torch.version, "hip", None) is not None

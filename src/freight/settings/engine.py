@@ -72,12 +72,14 @@ class EngineArgs:
     device: str = "auto"
     kernels: str = "auto"
     attention_compute: str = "auto"
+    exact_products: bool = False
     threads: int | None = None
     tensor_parallel_size: int = 1
     rank_cpus: str | None = None
     rank_timeout: float = 60.0
     pipeline_parallel_size: int = 1
     pp_layers: str | None = None
+    check_ranks: bool = True
     nnodes: int = 1
     node_rank: int = 0
     master_addr: str | None = None
@@ -416,3 +418,4 @@ class EngineConfig:
     int4: bool = False
     int8_activations: bool = False
     lora: LoraConfig | None = None
+    exact_products: bool = False

@@ -4,6 +4,7 @@ torch.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 
 from freight.errors import ConfigError, choices, shown
@@ -19,6 +20,24 @@ from freight.settings.cpu_builds import (
 from freight.settings.device import DeviceFacts
 from freight.settings.engine import EngineArgs, KVCacheConfig
 from freight.settings.kv_source import groups_fit
+
+TRITON = "triton"  # a value of --kernels where Triton interprets its kernels, on a CPU
+
+
+def interprets() -> bool:
+    """Return whether Triton runs its kernels in its interpreter (TRITON_INTERPRET=1), slowly: the
+    kernels for GPUs are tried so where there is none.
+    """
+    return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on", "y")
+
+
+def computing_kind(device: DeviceFacts, kernels: str) -> str:
+    """Return the kind of device whose kernels compute: 'cuda' as well for those that Triton
+    interprets.
+    """
+    if kernels == TRITON:
+        return "cuda"
+    return str(device.kind)
 
 
 def check_hardware(args: EngineArgs, compute: Format | None) -> None:
@@ -75,7 +94,7 @@ def check_kernels(kv: KVCacheConfig, device: DeviceFacts, kernels: str) -> None:
     """Raise ConfigError for a cache that the kernels for `device` do not have; `kernels` is
     --kernels.
     """
-    if device.kind == "cpu" or kernels == "reference":
+    if computing_kind(device, kernels) == "cpu" or kernels == "reference":
         return
     if kv.format is Format.INT8:
         raise _no_int8(device.name)
@@ -85,7 +104,7 @@ def check_kernels(kv: KVCacheConfig, device: DeviceFacts, kernels: str) -> None:
 
 def has_groups(device: DeviceFacts, kernels: str) -> bool:
     """Return whether the kernels have latents with a scale per group; `kernels` is --kernels."""
-    return device.kind == "cpu" or kernels == "reference"
+    return computing_kind(device, kernels) == "cpu" or kernels == "reference"
 
 
 def takes_groups(stored: Mapping[int, PagedMixer], args: EngineArgs, device: DeviceFacts) -> bool:
@@ -174,7 +193,7 @@ def int8_activations(args: EngineArgs, four_bits: bool, device: DeviceFacts) -> 
     four_bits: whether the model has such weights. Raises ConfigError if it was requested and
     there are none, or the device has no such products.
     """
-    has_products = device.kind == "cpu" or args.kernels == "reference"
+    has_products = computing_kind(device, args.kernels) == "cpu" or args.kernels == "reference"
     if args.activations != "int8":
         return args.activations == "auto" and four_bits and has_products
     if not four_bits:

@@ -24,10 +24,13 @@ from freight.settings.cpu_builds import PREFIX, builds
 from freight.settings.device import DEVICES, DeviceFacts, check_threads
 from freight.settings.engine import EngineArgs, EngineConfig, KVCacheConfig, LayerKVFormat
 from freight.settings.hardware import (
+    TRITON,
     check_hardware,
     check_kernels,
+    computing_kind,
     fp8_attention,
     int8_activations,
+    interprets,
     no_int8_weights,
     takes_groups,
 )
@@ -73,9 +76,8 @@ _UNITS = {  # of memory, in capitals
     "TIB": 1024**4,
 }
 MOST_RANK_TIMEOUT = 1_000_000  # seconds: nanoseconds of more than 292 years overflow
-_NO_GPUS = (
-    "--tensor-parallel-size {}: several GPUs have not been tried on any machine yet, so they are refused; use one GPU, "
-    "or --device cpu"
+_NO_NODES = (
+    "--nnodes {} with GPUs: ranks on GPUs are on one machine; omit --nnodes, or use --device cpu"
 )
 _WITHOUT_SCALES = (
     "use --kv-scales dynamic to measure scales as values are stored, or --kv-cache-dtype bfloat16 for a cache "
@@ -102,7 +104,8 @@ def check(args: EngineArgs) -> None:
     choose("--dtype", args.dtype, ("auto", *DTYPES))
     check_kv_dtype(args.kv_cache_dtype)
     choose("--device", args.device, DEVICES)
-    choose("--kernels", args.kernels, KERNELS)
+    if args.kernels != TRITON or not interprets():
+        choose("--kernels", args.kernels, KERNELS)
     choose("--attention-compute", args.attention_compute, ATTENTION_COMPUTES)
     choose("--activations", args.activations, ACTIVATIONS)
     choose("--pooling", args.pooling, POOLINGS)
@@ -128,6 +131,8 @@ def check(args: EngineArgs) -> None:
     for name, flag in (
         ("enable_prefix_caching", args.enable_prefix_caching),
         ("skip_tokenizer_init", args.skip_tokenizer_init),
+        ("exact_products", args.exact_products),
+        ("check_ranks", args.check_ranks),
     ):
         if not isinstance(flag, bool):
             raise ConfigError(f"{name} is {flag!r}; it must be True or False")
@@ -171,7 +176,7 @@ def _weight_format(
         return compute
     if kind == "fp8":
         return device.native_e4m3
-    check_int8(model, device.kind, device.name, args.kernels)
+    check_int8(model, computing_kind(device, args.kernels), device.name, args.kernels)
     return Format.INT8
 
 
@@ -216,8 +221,8 @@ def _check_ranks(args: EngineArgs) -> None:
         raise ConfigError(
             f"--rank-cpus {cpus!r} is for several ranks: add --tensor-parallel-size, or omit it"
         )
-    if size > 1 and args.device == "cuda":
-        raise ConfigError(_NO_GPUS.format(size))
+    if args.nnodes != 1 and args.device == "cuda":
+        raise ConfigError(_NO_NODES.format(args.nnodes))
     if size > 1 and args.kernels == "reference":
         raise ConfigError(
             f"--tensor-parallel-size {size}: ranks gather in the compiled kernels; omit --kernels "
@@ -238,8 +243,7 @@ def resolve(
         raise ConfigError(
             f"--device {args.computes_on}, but the device found is {device.kind} ({device.name})"
         )
-    if args.tensor_parallel_size > 1 and device.kind != "cpu":
-        raise ConfigError(_NO_GPUS.format(args.tensor_parallel_size))
+    _check_gpus(args, device)
     check_threads(args.threads, device.cores)
     check_stored_weights(model, scheme)
     compute = model.checkpoint_format if args.dtype == "auto" else DTYPES[args.dtype]
@@ -274,11 +278,33 @@ def resolve(
         fp8_attention=fp8_attention(args, compute, kv.format, device),
         threads=args.threads,
         seed=args.seed,
+        exact_products=args.exact_products,
         state_every=args.state_every,
         most_drafts=most_drafts(args.speculate, args.speculative_config),
         store=_store(args, device),
         lora=_lora(args, model),
     )
+
+
+def _check_gpus(args: EngineArgs, device: DeviceFacts) -> None:
+    """Raise ConfigError for more ranks and stages than GPUs, and for GPUs of several machines."""
+    size = args.tensor_parallel_size
+    stages = args.pipeline_parallel_size
+    if size * stages == 1 or device.kind == "cpu":
+        return
+    options = f"--tensor-parallel-size {size}: each rank"
+    if stages > 1:
+        options = f"--pipeline-parallel-size {stages}: each stage"
+        if size > 1:
+            options += f" of each of --tensor-parallel-size {size}"
+    if args.nnodes != 1:
+        raise ConfigError(_NO_NODES.format(args.nnodes))
+    if size * stages > device.count:
+        plural = "" if device.count == 1 else "s"
+        raise ConfigError(
+            f"{options} has a GPU of its own, and this process sees {device.count} GPU{plural}; choose at most "
+            f"{device.count}, let it see more (CUDA_VISIBLE_DEVICES), or use --device cpu"
+        )
 
 
 def rounds_to_int4(model: ModelConfig, scheme: Scheme) -> bool:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.replayed_ranks import of_ranks
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.interpreter import GridExecutor
@@ -25,6 +27,7 @@ from freight.operands.activation import Activation, AnyActivation, GatedActivati
 from freight.operands.experts import ExpertLayers, Router
 from freight.operands.routing import Routing, Scoring
 from freight.operands.weight import Activations, Weight
+from freight.parallel.ranks import Ranks
 
 NUM_EXPERTS, TOP_K, HIDDEN, INTERMEDIATE = (
     5,
@@ -318,3 +321,47 @@ def test_the_launches_follow_from_shapes(activations, launches, function, monkey
     assert steps[0] == steps[1]
     assert len(steps[0]) == launches
     assert operations.found == []
+
+
+@pytest.mark.parametrize(
+    ("activations", "function"),
+    [
+        (Activations.DYNAMIC, SILU),
+        pytest.param(Activations.STATIC, SILU, marks=pytest.mark.slow),
+        pytest.param(None, Activation.GELU, marks=pytest.mark.slow),
+    ],
+)
+def test_two_ranks_have_the_bits_of_one(
+    activations: Activations | None, function: AnyActivation, device: str
+) -> None:
+    """Each has some channels of every expert; scales of rows are those of all channels."""
+    torch.manual_seed(7)
+    kind = (None, Activations.PLAIN) if activations is None else (False, activations)
+    weights = both(*kind, device, function)
+    x, ids, row_weights = some(3, device)
+    if activations is None:
+        x = x.float()
+    base = torch.randn_like(x)
+    layers = ExpertLayers(*packed(weights), function)
+    expected = KERNELS.experts(x, ids, row_weights, layers, base)
+
+    def rows(weight: Weight, numbers: Tensor) -> Weight:
+        scale = None if weight.scale is None else weight.scale[numbers]
+        data = weight.data.view(torch.uint8 if scale is not None else weight.data.dtype)[numbers]
+        return replace(weight, data=data.view(weight.data.dtype), scale=scale)
+
+    def computed(ranks: Ranks) -> Tensor:
+        channels = torch.arange(INTERMEDIATE).chunk(2)[ranks.rank]
+        if not isinstance(function, Activation):
+            channels = torch.cat((channels, channels + INTERMEDIATE))
+        outputs = torch.arange(HIDDEN).chunk(2)[ranks.rank]
+        parts = [
+            [rows(weight, numbers.to(device)) for weight in stack]
+            for stack, numbers in zip(weights, (channels, outputs), strict=True)
+        ]
+        kernels = replace(KERNELS, ranks=ranks)
+        own = ExpertLayers(*(kernels.pack_experts(part) for part in parts), function)
+        return kernels.experts(x, ids, row_weights, own, base)
+
+    for result in of_ranks(2, 2, computed):
+        assert torch.equal(result, expected)

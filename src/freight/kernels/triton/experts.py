@@ -32,6 +32,7 @@ from freight.kernels.triton.sizes import cdiv, next_power_of_2
 from freight.operands.experts import ExpertLayers
 from freight.operands.packed import PackedExperts, as_tensor
 from freight.operands.weight import Weight, Weights
+from freight.parallel.ranks import ALONE, Ranks
 
 SORTED = 1024  # slots that `sort_kernel` reads at a time
 
@@ -51,6 +52,11 @@ class ExpertStack(PackedExperts):
     scale: Tensor | None
     bias: Tensor | None
     first: Weight
+
+    @property
+    def whole_outputs(self) -> int:
+        """Outputs of all matrices together, in the whole model."""
+        return len(self.data) * self.first.whole_outputs
 
 
 def pack(weights: Weights, bias: Tensor | None = None) -> ExpertStack:
@@ -211,10 +217,8 @@ def experts_tile(target: Target, stack: ExpertStack, dot: tl.dtype) -> Tile:
     It costs nothing when there are only a few rows, because even with 64 rows reading the weights
     takes longer than multiplying.
     """
-    outputs = stack.data.shape[0] * stack.data.shape[1]  # of all experts
-    tile = matmul_tile(
-        target, FEW_ROWS, outputs, stack.scale is not None and stack.scale.ndim == 3, dot
-    )
+    blocks = stack.scale is not None and stack.scale.ndim == 3
+    tile = matmul_tile(target, FEW_ROWS, stack.whole_outputs, blocks, dot)
     wide = stack.data.element_size() > 1 and tile.rows == FEW_ROWS
     return replace(tile, inputs=64) if wide else tile  # the same bytes of shared memory as with FP8
 
@@ -284,11 +288,13 @@ def experts(
     layers: ExpertLayers,
     base: Tensor | None = None,
     adapters: Tensor | None = None,
+    ranks: Ranks = ALONE,
 ) -> Tensor:
     """Compute `KernelSet.experts` in five launches, or six if x is quantized. Adapters add two
     launches to each product, and few of torch, none of which waits for the device.
 
-    x: [rows, hidden_size], contiguous within a row
+    x: [rows, hidden_size], contiguous within a row. Several `ranks` gather the activated values of
+    all slots before the second product, and the result after it.
     """
     gate_up = layers.gate_up
     down = layers.down
@@ -299,20 +305,27 @@ def experts(
     assert base is None or base.is_contiguous()
     rows = quantize(target, x, gate_up.first) if quantizes(gate_up.first) else x
     banks = None if adapters is None else layers.banks
+    if base is not None and ranks.size > 1:
+        base = base.chunk(ranks.size, 1)[ranks.rank].contiguous()  # of the outputs of this rank
     first, order = _sorted_product(target, rows, gate_up, ids, x)
-    if banks is None:
+    if banks is None and ranks.size == 1:
         hidden = elementwise.applied(target, first, layers.activation, down.first)
         out, _ = _sorted_product(target, hidden, down, ids, x, order)
         return weigh(out, weights, base)
-    assert adapters is not None
-    entries = banks.entries(adapters[:, None], ids).flatten()  # by slot
-    of_slots = x.repeat_interleave(ids.shape[1], 0)
-    first = add_adapters(first, of_slots, banks.gate_up, entries)
-    # adapters use the activations as they are
-    activated = as_tensor(elementwise.applied(target, first, layers.activation))
+    entries = None
+    if banks is not None:
+        assert adapters is not None
+        entries = banks.entries(adapters[:, None], ids).flatten()  # by slot
+        of_slots = x.repeat_interleave(ids.shape[1], 0)
+        first = add_adapters(first, of_slots, banks.gate_up, entries)
+    # adapters, and the scales of rows of several ranks, use the activations as they are
+    activated = ranks.gather(as_tensor(elementwise.applied(target, first, layers.activation)))
     hidden = quantize(target, activated, down.first) if quantizes(down.first) else activated
     out, _ = _sorted_product(target, hidden, down, ids, x, order)
-    return weigh(add_adapters(out, activated, banks.down, entries), weights, base)
+    if banks is not None:
+        assert entries is not None
+        out = add_adapters(out, activated, banks.down, entries)
+    return ranks.gather(weigh(out, weights, base))
 
 
 def _sorted_product(
@@ -367,7 +380,7 @@ def by_head(target: Target, x: Tensor, matrices: PackedExperts) -> Tensor:
     assert matrices.scale is None
     assert matrices.bias is None
     dot = dot_type(target, x, matrices.first)
-    tile = matmul_tile(target, rows, heads * outputs, False, dot)
+    tile = matmul_tile(target, rows, matrices.whole_outputs, False, dot)
     if rows <= FEW_ROWS and dot != tl.float32:
         tile = replace(tile, inputs=tile.inputs // 2)  # the same bytes of shared memory as with FP8
     out = x.new_empty(rows, heads, outputs)

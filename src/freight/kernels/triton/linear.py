@@ -283,7 +283,8 @@ class Tile:
 def matmul_tile(target: Target, rows: int, outputs: int, blocks: bool, dot: tl.dtype) -> Tile:
     """Choose the tile by the class of `rows`: up to 16, up to FEW_ROWS, or more.
 
-    So within a class a row's bits do not depend on the other rows.
+    So within a class a row's bits do not depend on the other rows. outputs: of the whole weight
+    (`Weight.whole`), so that they do not depend on the number of ranks, either.
     """
     if dot == tl.float32:
         return Tile(16, 32, 32 if not blocks else 128, 4, 1)
@@ -313,7 +314,7 @@ def part_of(target: Target, tile: Tile, outputs: int, size: int, dot: tl.dtype) 
     many as give two programs a multiprocessor, or one of 64 rows, of at least LEAST_PART inputs
     each. They do not depend on the rows, which therefore keep their bits. There is one part on
     GPUs other than Hopper's, which alone were measured, and in float32, whose tile is the same for
-    any number of rows.
+    any number of rows. outputs: as `matmul_tile` takes them.
     """
     if target.arch != 90 or dot == tl.float32 or tile.rows > FEW_ROWS:
         return size
@@ -364,10 +365,11 @@ def matmul(
     outputs = len(weight.data)
     blocks = weight.scale is not None and weight.scale.ndim == 2
     dot = dot_type(target, x, weight)
-    tile = matmul_tile(target, rows, outputs, blocks, dot)
+    whole = weight.whole_outputs
+    tile = matmul_tile(target, rows, whole, blocks, dot)
     out = torch.empty(rows, outputs, dtype=dtype, device=x.device)
     grid = cdiv(outputs, tile.outputs), cdiv(rows, tile.rows)
-    part = part_of(target, tile, outputs, size, dot)
+    part = part_of(target, tile, whole, size, dot)
     parts = cdiv(size, part)
     partial = arrived = None
     if parts > 1:
@@ -420,19 +422,22 @@ def linear(
     weight: Weight,
     bias: Tensor | None = None,
     float32: bool = False,
+    exact: bool = False,
 ) -> Tensor:
     """Compute `KernelSet.linear`. x: [rows, in_features], plain or quantized for this weight.
 
-    Torch multiplies weights of 16 and 32 bits, where it can give the dtype of the result.
+    Torch multiplies weights of 16 and 32 bits, where it can give the dtype of the result. exact: it
+    multiplies none: its order of summation follows from the number of outputs, so one rank and
+    several would differ.
     """
     dtype = torch.float32 if float32 else x.dtype
     if isinstance(x, Tensor):
-        if weight.scale is None:
+        if weight.scale is None and not exact:
             return _plain(target, x, weight, bias, dtype)
         if not quantizes(weight):
             return matmul(target, x, None, weight, bias, dtype)
         x = quantize(target, x, weight)
-    if len(x.codes) > FEW_ROWS and scaled_mm_takes(target, dtype, weight):
+    if not exact and len(x.codes) > FEW_ROWS and scaled_mm_takes(target, dtype, weight):
         assert weight.scale is not None
         product: Tensor = torch._scaled_mm(
             x.codes,

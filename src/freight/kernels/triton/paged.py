@@ -286,6 +286,7 @@ class _Work:
     scale      factor of the scores, including log2(e); with a soft cap also 2 / soft_cap
     extras     the arguments for a center, and the cap
     constants  the result of `constants`
+    group      query heads of a KV head in the whole model (`AttentionCall`)
     """
 
     target: Target
@@ -302,6 +303,7 @@ class _Work:
     sinks: Tensor | None
     fp8: bool
     constants: dict[str, Any]
+    group: int
 
     def dot_types(self, decoding: bool) -> dict[str, tl.dtype]:
         """Return the operand types of this call."""
@@ -346,6 +348,7 @@ def attention(
         sinks=sinks,
         fp8=fp8,
         constants=constants(q, pages, window, soft_cap),
+        group=call.group or q.shape[1] // pages.k.shape[2],
     )
     mixed = len(q) > sequences.num_seqs
     if mixed:
@@ -375,7 +378,8 @@ def _prefill(work: _Work) -> None:
         work.target, block_dim, bytes_per_value, shared["CENTERED"], pages.k.element_size()
     )
     assert KEY_TILE % tile.keys == 0
-    taken = heads_taken(shared["GROUP"], tile.rows, block_dim, one_row=False)
+    most = heads_taken(work.group, tile.rows, block_dim, one_row=False)
+    taken = min(most, shared["GROUP"])
     queries = max(1, tile.rows // taken)
     grid = (
         (len(q) // queries + sequences.num_seqs) * cdiv(shared["GROUP"], taken),
@@ -402,7 +406,7 @@ def _prefill(work: _Work) -> None:
         **shared,
         BOTH_WAYS=work.both_ways,
         TAKEN=taken,
-        ROWS=max(tile.rows, next_power_of_2(taken)),
+        ROWS=max(tile.rows, next_power_of_2(most)),
         QUERIES=queries,
         KEYS=tile.keys,
         num_warps=tile.warps,
@@ -425,8 +429,9 @@ def _decode(work: _Work, consumer: PackedWeight | None) -> Quantized | None:
     block_dim = max(shared["K_BLOCK"] + shared["REST_BLOCK"], shared["V_BLOCK"])
     shared |= pairs_of(target, pages, shared)
     bytes_per_value = shared["V_DOT"].primitive_bitwidth // 8
-    tile = decode_tile(target, block_dim, bytes_per_value, shared["GROUP"], pages.k.element_size())
-    shared["TAKEN"] = heads_taken(shared["GROUP"], tile.rows, block_dim, one_row=True)
+    tile = decode_tile(target, block_dim, bytes_per_value, work.group, pages.k.element_size())
+    most = heads_taken(work.group, tile.rows, block_dim, one_row=True)
+    shared["TAKEN"] = min(most, shared["GROUP"])
     assert KEY_TILE % tile.keys == SPLIT % tile.keys == LONG_SPLIT % tile.keys == 0
     heads = shared["HEADS"]
     num_seqs = sequences.num_seqs
@@ -458,7 +463,7 @@ def _decode(work: _Work, consumer: PackedWeight | None) -> Quantized | None:
         work.window or 0,
         *work.extras,
     )
-    rows = max(tile.rows, next_power_of_2(shared["TAKEN"]))
+    rows = max(tile.rows, next_power_of_2(most))  # of one rank, whatever their number
     sizes = {
         "ROWS": rows,
         "KEYS": tile.keys,

@@ -29,6 +29,7 @@ from freight.kernels.triton.formats import Target
 from freight.kernels.triton.rows import Quantized
 from freight.operands.attention import AttentionCall
 from freight.operands.batch import Sequences
+from freight.operands.experts import ExpertLayers
 from freight.operands.kv_pages import KVPages
 from freight.operands.packed import PackedWeight, Rows, as_tensor
 from freight.operands.weight import Weight
@@ -37,12 +38,13 @@ from freight.parallel.ranks import ALONE, Ranks
 
 @dataclass(frozen=True)
 class TritonKernels:
-    """The kernels for `target`; `fp8_attention` as in `select_kernels`."""
+    """The kernels for `target`; `fp8_attention` and `exact_products` as in `select_kernels`."""
 
     target: Target
     fp8_attention: bool = False
     note: str = ""
     ranks: Ranks = ALONE
+    exact_products: bool = False
 
     name = "triton"
     packs_mxfp4 = packs_groups = multiplies_blocks = False
@@ -57,7 +59,6 @@ class TritonKernels:
     join = staticmethod(gates.join)
     pack_experts = staticmethod(experts.pack)
     by_head = method_on("target", experts.by_head)
-    experts = method_on("target", experts.experts)
     route = staticmethod(route.route)
     rotate_store = method_on("target", store.rotate_store)
     convolve = staticmethod(convolution.convolve)
@@ -74,6 +75,18 @@ class TritonKernels:
         """Compute `KernelSet.shared_linear`."""
         return self.gather(self.linear(x if whole else self.gather(as_tensor(x)), weight, bias))
 
+    def experts(
+        self,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        layers: ExpertLayers,
+        base: Tensor | None = None,
+        adapters: Tensor | None = None,
+    ) -> Tensor:
+        """Compute `KernelSet.experts`, of several ranks with the columns of all."""
+        return experts.experts(self.target, x, ids, weights, layers, base, adapters, self.ranks)
+
     def pack(self, weight: Weight) -> Weight:
         linear.check(weight)
         return weight
@@ -83,7 +96,7 @@ class TritonKernels:
     ) -> Tensor:
         assert isinstance(x, (Tensor, Quantized))
         assert isinstance(weight, Weight)
-        return linear.linear(self.target, x, weight, bias, float32)
+        return linear.linear(self.target, x, weight, bias, float32, self.exact_products)
 
     def attention(
         self,

@@ -269,6 +269,7 @@ def build(mixer: AttentionConfig, builder: Builder, prefix: str, ropes: Ropes) -
             mixer.soft_cap,
             sinks,
             causal=not builder.config.attends_both_ways,
+            group=mixer.group,
         ),
         shares=mixer.kv_from is not None,
         output_gate=_output_gate(mixer, builder, prefix),

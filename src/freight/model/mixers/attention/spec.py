@@ -110,6 +110,8 @@ class AttentionConfig(PagedMixer):
     soft_cap         a score s becomes soft_cap * tanh(s / soft_cap); None: unbounded
     sinks            whether each query head has a sink (`KernelSet.attention`)
     output_gate      gate of the result of each head; None: no gate
+    group            query heads of a KV head in the whole model, where this is a rank's part of it
+                     (`AttentionCall`); None: it is all
     """
 
     num_heads: int
@@ -129,6 +131,7 @@ class AttentionConfig(PagedMixer):
     soft_cap: float | None = None
     sinks: bool = False
     output_gate: OutputGateConfig | None = None
+    group: int | None = None
 
     @property
     def output_gate_size(self) -> int:
@@ -236,7 +239,9 @@ class AttentionConfig(PagedMixer):
     def divided(self, size: int) -> AttentionConfig:
         """Return the attention of one of `size` ranks."""
         kv_heads = max(1, self.num_kv_heads // size)
-        return replace(self, num_heads=self.num_heads // size, num_kv_heads=kv_heads)
+        heads = self.num_heads // size
+        group = self.num_heads // self.num_kv_heads
+        return replace(self, num_heads=heads, num_kv_heads=kv_heads, group=group)
 
     def inner_pieces(self, hidden_size: int, all_names: TensorNames, rank: Rank) -> Iterator[Cut]:
         """Yield the rows of a rank's heads."""

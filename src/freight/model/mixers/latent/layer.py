@@ -7,6 +7,7 @@ same bits.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -117,18 +118,28 @@ def build(mixer: LatentConfig, builder: Builder, prefix: str, ropes: Ropes) -> L
         q_norm=builder.norm_weight(prefix + names.q_norm) if ranked else None,
         q_b=builder.linear(prefix, names.q_b, rows=(of_q,)) if ranked else None,
         kv_norm=builder.norm_weight(prefix + names.kv_norm),
-        keys=kernels.pack_experts([Weight(head[: mixer.nope].t().contiguous()) for head in heads]),
-        values=kernels.pack_experts([Weight(head[mixer.nope :].contiguous()) for head in heads]),
+        keys=_by_head(mixer, kernels, [head[: mixer.nope].t() for head in heads]),
+        values=_by_head(mixer, kernels, [head[mixer.nope :] for head in heads]),
         o=builder.gathered(prefix, names.o),
         rotary=ropes[mixer.rope],
         num_heads=mixer.num_heads,
         nope=mixer.nope,
-        call=AttentionCall(mixer.softmax_scale),
+        call=AttentionCall(mixer.softmax_scale, group=mixer.group),
         eps=mixer.eps,
         shared=mixer.rotated,
         output_gate=None if gate is None else OutputGate(gate, GateFunction.SIGMOID, kernels),
         kernels=kernels,
     )
+
+
+def _by_head(mixer: LatentConfig, kernels: KernelSet, heads: Sequence[Tensor]) -> PackedExperts:
+    """Pack the matrix of each head, [outputs, inputs]. Of several ranks each counts for those of all
+    (`Weight.whole`), as ranks divide the heads and not their outputs.
+    """
+    whole = None
+    if mixer.group is not None:
+        whole = len(heads[0]) * (mixer.group // mixer.num_heads)
+    return kernels.pack_experts([Weight(head.contiguous(), whole=whole) for head in heads])
 
 
 def _rotated_last(num_heads: int, plain: int, rotated: int, interleaved: bool) -> Tensor | None:

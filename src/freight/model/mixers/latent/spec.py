@@ -59,6 +59,7 @@ class LatentConfig(PagedMixer):
     eps             epsilon of the norms of both latents
     output_gate     whether a sigmoid of a further projection multiplies the result of each head
                     (Ling 3.0)
+    group           heads of the whole model, where these are a rank's; None: they are all
     """
 
     num_heads: int
@@ -71,6 +72,7 @@ class LatentConfig(PagedMixer):
     rope: int | None = 0
     eps: float = 1e-6
     output_gate: bool = False
+    group: int | None = None
 
     num_kv_heads = 1
     window = None
@@ -135,7 +137,7 @@ class LatentConfig(PagedMixer):
 
     def divided(self, size: int) -> LatentConfig:
         """Return the attention of one of `size` ranks."""
-        return replace(self, num_heads=self.num_heads // size)
+        return replace(self, num_heads=self.num_heads // size, group=self.num_heads)
 
     def inner_pieces(self, hidden_size: int, all_names: TensorNames, rank: Rank) -> Iterator[Cut]:
         """Yield the rows of a rank's heads. The latents, which all heads read, are whole."""
