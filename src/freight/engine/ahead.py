@@ -16,7 +16,11 @@ A request that turns out to have ended (a stop id, a deadline, an abort, a failu
 the second when that is applied. Its row stored one token behind all that is indexed for prefix
 hits, in a block that nobody else writes before: what is scheduled later also runs later.
 
-Steps that need the host run as without this: chunks of prefill, grammars, penalties, biases, barred
+With layers on several devices there are as many steps under way, each of a microbatch
+(`Scheduler.schedule`). There prompts are launched as well, so that they do not keep the other devices
+waiting; what follows a prompt's last chunk is launched before its token is known.
+
+Steps that need the host run as without this: on one device chunks of prefill; grammars, penalties, biases, barred
 stop ids, stop strings, log-probabilities. So do all repairs. A step with a row that has no token,
 or none yet (NaN, a nucleus wider than what was looked at), or that raised, is computed again by
 `compute`, and what was launched on top of it is forgotten. It is scheduled again and stores the
@@ -43,10 +47,10 @@ logger = logging.getLogger("freight")
 
 @dataclass(frozen=True)
 class Launched:
-    """A step under way. `tokens` are those that it draws, int64 [chunks] on the device.
+    """A step under way. `tokens` are those that it draws, int64 [chunks that sample] on the device.
 
-    `facts` [2, chunks] are the tokens and whether each is usable, on the host once `copied` has
-    happened.
+    `facts` [2, chunks that sample] are the tokens and whether each is usable, on the host once
+    `copied` has happened.
     """
 
     step: Step
@@ -73,18 +77,26 @@ class Launched:
         return tokens
 
 
-def can_launch(work: Sequence[ChunkWork]) -> bool:
-    """Return whether every chunk is one token that is followed by a drawn one, which needs nothing
-    of the host.
+def can_launch(work: Sequence[ChunkWork], prompts: bool = False) -> bool:
+    """Return whether no chunk needs anything of the host, and every one is a token that is followed
+    by a drawn one, or with `prompts` of a prompt.
     """
-    return bool(work) and all(map(_draws_alone, work))
+    return bool(work) and all(_draws_alone(item, prompts) for item in work)
 
 
-def _draws_alone(work: ChunkWork) -> bool:
+def _draws_alone(work: ChunkWork, prompts: bool) -> bool:
     chunk = work.chunk
     params = work.chunk.request.params
-    plain = params.logprobs is None and not params.stop and not work.row.changes_logits
-    return chunk.samples and chunk.num_tokens == 1 and plain and not work.scores
+    if work.scores or work.redraws or work.pooled is not None:
+        return False
+    if not chunk.samples:
+        return prompts
+    if params.logprobs is not None or params.stop or work.row.changes_logits:
+        return False
+    if chunk.num_tokens == 1:
+        return True
+    # a prompt is not to be computed twice because its nucleus was wider than what was looked at
+    return prompts and (params.temperature == 0 or params.top_p >= 1)
 
 
 def launch(runner: ModelRunner, step: Step, before: Launched | None = None) -> Launched | None:
@@ -105,14 +117,21 @@ def _launch(runner: ModelRunner, step: Step, before: Launched | None) -> Launche
     rows = []
     for chunk in step.chunks:
         request = chunk.request
+        end = chunk.start + chunk.num_tokens
         token_ids: tuple[int, ...] = (0,)  # where `tokens` take its place
         if tokens is None:
-            token_ids = request.tokens(chunk.start, chunk.start + 1)
+            token_ids = request.tokens(chunk.start, end)
+        logits_of = Logits.NONE
+        if chunk.samples:
+            logits_of = Logits.LAST
+            rows.append(Draw(request.params, request.seed, end - request.num_prompt_tokens))
         slot = request.adapter_slot
-        slices.append(SequenceSlice(token_ids, chunk.start, chunk.block_ids, Logits.LAST, slot))
-        position = chunk.start + 1 - request.num_prompt_tokens
-        rows.append(Draw(request.params, request.seed, position))
-    logits = runner.run(slices, tokens).logits(range(len(slices)))
+        slices.append(SequenceSlice(token_ids, chunk.start, chunk.block_ids, logits_of, slot))
+    computed = runner.run(slices, tokens)
+    if not rows:
+        none = torch.empty(0, dtype=torch.int64, device="cpu")
+        return Launched(step, none, none.expand(2, 0), None)
+    logits = computed.logits(range(len(rows)))
     drawn, facts = draw(logits, rows)
     if facts.device.type != "cuda":
         return Launched(step, drawn, facts, None)
@@ -125,9 +144,10 @@ def _launch(runner: ModelRunner, step: Step, before: Launched | None) -> Launche
 
 def _inputs(step: Step, before: Launched) -> Tensor:
     """int64 [chunks]: what `before` draws for the requests of `step`, which are in the same order."""
-    if len(step.chunks) == len(before.step.chunks):
+    drawn = [chunk for chunk in before.step.chunks if chunk.samples]
+    if len(step.chunks) == len(drawn):
         return before.tokens
-    row_of = {id(chunk.request): row for row, chunk in enumerate(before.step.chunks)}
+    row_of = {id(chunk.request): row for row, chunk in enumerate(drawn)}
     tokens = []
     for chunk in step.chunks:
         row = row_of[id(chunk.request)]
@@ -156,11 +176,19 @@ class Lookahead:
             return None
         return launched
 
-    def begin(self, step: Step, work: Sequence[ChunkWork]) -> Launched | None:
-        """Launch a step that was just scheduled; None if it needs the host, or cannot be queued."""
-        if not can_launch(work):
+    def begin(
+        self, step: Step, work: Sequence[ChunkWork], prompts: bool = False
+    ) -> Launched | None:
+        """Launch a step that was just scheduled; None if it needs the host, or cannot be queued.
+        prompts: it may have chunks of these.
+        """
+        if not can_launch(work, prompts):
             return None
         return launch(self._runner, step)
+
+    def keep(self, launched: Launched) -> None:
+        """Keep a step under way for `take`: other microbatches come first."""
+        self._launched = launched
 
     def follow(self, step: Step, before: Launched) -> None:
         """Launch the step that follows `before`, which is under way."""

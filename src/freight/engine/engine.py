@@ -254,8 +254,6 @@ class Engine:
         self._dirty = True
         expired = self._expire()
         step, launched = self._next_step()
-        if step.admitted:
-            self._stamp_scheduled(step)
         if self.store is not None:
             self.store.step(self.scheduler.num_decoding > 0, idle=not step.chunks)
         self._dirty = not self.mode.repeats  # a pass that is interrupted may have changed states
@@ -429,17 +427,33 @@ class Engine:
 
     def _next_step(self) -> tuple[Step, Launched | None]:
         """Return the step of the microbatch that comes next and has one, and that step under way if it
-        was launched ahead.
+        was launched ahead. Of several microbatches all that can be launched are, before one is waited
+        for.
         """
-        for _ in self._lookaheads:
+        several = len(self._lookaheads) > 1
+        for _ in range(2 * len(self._lookaheads)):  # each may be launched, and then read
             self._turn = (self._turn + 1) % len(self._lookaheads)
             launched = self._lookahead.take()
             if launched is not None:
                 return launched.step, launched
             step = self._schedule()
-            if step.chunks:
+            if step.admitted:
+                self._stamp_scheduled(step)
+            if several and step.chunks:
+                launched = self._begin(step, prompts=self.pace is None)
+            if launched is not None:
+                self._lookahead.keep(launched)
+            elif step.chunks:
                 break
         return step, None
+
+    def _begin(self, step: Step, prompts: bool = False) -> Launched | None:
+        """Launch a step that was just scheduled, if nothing in it needs the host."""
+        if self.mode is not Mode.OVERLAPPED:
+            return None
+        with self._threads:
+            work = [self._to_work(chunk) for chunk in step.chunks]
+            return self._lookahead.begin(step, work, prompts)
 
     def _schedule(self) -> Step:
         tokens = None
@@ -674,12 +688,12 @@ class Engine:
         `launched` is the step itself, if it was launched ahead.
         """
         if launched is None:
-            work = [self._to_work(chunk) for chunk in step.chunks]
-            if self.mode is Mode.OVERLAPPED:
-                launched = self._lookahead.begin(step, work)
-            if step.alone:
-                return step, compute_alone(self.runner, work[0], self._logged)
+            if not step.alone:
+                launched = self._begin(step)
             if launched is None:
+                work = [self._to_work(chunk) for chunk in step.chunks]
+                if step.alone:
+                    return step, compute_alone(self.runner, work[0], self._logged)
                 self._logged = set()
                 return step, compute(self.runner, work, self.mode.repeats)
         return self._read_launched(step, launched)
@@ -696,12 +710,16 @@ class Engine:
         tokens = launched.read()
         chunks = []
         results = []
-        for row, chunk in enumerate(step.chunks):
+        row = -1
+        for chunk in step.chunks:
+            row += chunk.samples
             if not chunk.is_wanted:
                 continue
             chunks.append(chunk)
-            if tokens is not None:
-                results.append(ChunkResult([Sampled(tokens[row], None)]))
+            sampled = []
+            if tokens is not None and chunk.samples:
+                sampled = [Sampled(tokens[row], None)]
+            results.append(ChunkResult(sampled))
         step = replace(step, chunks=tuple(chunks))
         if tokens is not None:
             return step, StepResult(results)

@@ -53,6 +53,9 @@ class CudaGraphs:
         self._pool = pool
         # by device, the first of its graphs: all later ones share its memory
         self._first: dict[str | None, torch.cuda.CUDAGraph] = {}
+        # by device, on which it is captured: torch's own stream is of one device, and the pieces of a
+        # pool of one stream
+        self._streams: dict[str | None, torch.cuda.Stream] = {}
 
     def bucket_of(self, num_seqs: int) -> int:
         return bucket_of(num_seqs)
@@ -125,7 +128,9 @@ class CudaGraphs:
             memory = None
             if device in self._first:
                 memory = self._first[device].pool()
-            with torch.cuda.graph(graph, pool=memory):
+            if device not in self._streams:
+                self._streams[device] = torch.cuda.Stream()
+            with torch.cuda.graph(graph, pool=memory, stream=self._streams[device]):
                 output = compute()
             self._first.setdefault(device, graph)
             return graph, output

@@ -244,15 +244,17 @@ class Scheduler:
         return num_members * self.num_microbatches < num_running + len(self._waiting)
 
     def follow(self, step: Step) -> Step | None:
-        """Return the step after `step`, which samples for all that run and is not applied yet.
-        None: not before it is.
+        """Return the step after `step`, which is not applied yet. None: not before it is, as one of a
+        prompt's chunks is its last.
         """
         going = []
         num_running = len(self._running)
         for chunk in step.chunks:
-            start = chunk.start + 1
+            start = chunk.start + chunk.num_tokens
             if not chunk.is_wanted:
                 continue
+            if start < chunk.request.num_tokens:
+                return None  # a prompt goes on
             if start + 1 < chunk.request.token_limit:
                 going.append((chunk.request, start))
             else:

@@ -5,15 +5,16 @@ need them: the same tokens, and no device waits for another's.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
-from tests.unit.engine.fakes import check_clean, essence, prompt_of
-from tests.unit.engine.test_ahead import plain_params, runner_of
+from tests.unit.engine.fakes import FakeRunner, check_clean, essence, prompt_of
+from tests.unit.engine.test_ahead import look_at, plain_params, runner_of
 
 from freight import LLM, SamplingParams
 from freight.engine.ahead import Launched
+from freight.engine.prepare import SequenceSlice
 from freight.engine.step import Mode
 
 LONG = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
@@ -95,3 +96,36 @@ def test_a_step_of_every_other_microbatch_is_queued_behind_the_one_that_is_waite
     assert runner_of(engine).num_ahead > 10
     middle = behind[3 * number : -3 * number]
     assert set(middle) == {number - 1}
+
+
+def test_prompts_of_all_microbatches_are_launched_before_one_is_waited_for(
+    new_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also what follows a prompt, before its first token is known."""
+    happened: list[str] = []
+    run, read = FakeRunner.run, Launched.read
+
+    def logged_run(self: Any, slices: Sequence[SequenceSlice], tokens: Any = None) -> Any:
+        happened.append("prompt" if len(slices[0].token_ids) > 1 else "token")
+        return run(self, slices, tokens)
+
+    def logged_read(launched: Launched) -> Any:
+        happened.append("read")
+        return read(launched)
+
+    monkeypatch.setattr(FakeRunner, "run", logged_run)
+    monkeypatch.setattr(Launched, "read", logged_read)
+    llm = new_llm(mode=Mode.OVERLAPPED, num_microbatches=2, budget=64)
+    llm.generate([[1, 2, 0], [1, 2, 1]], LONG)
+    assert happened[:8] == ["prompt", "prompt", "token", "read", "token", "read", "token", "read"]
+
+
+def test_a_prompt_whose_draw_may_have_to_be_repeated_is_computed_once(
+    new_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a nucleus only so much is looked at; a token is computed again for it, a prompt is not."""
+    look_at(monkeypatch, 1)
+    llm = new_llm(mode=Mode.OVERLAPPED, num_microbatches=2)
+    params = SamplingParams(temperature=1.0, top_p=0.99, max_tokens=1, seed=1)
+    llm.generate([[1, 2, 0], [1, 2, 1]], params)
+    assert len(runner_of(llm.engine).sizes) == 2
