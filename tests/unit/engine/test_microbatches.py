@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from tests.unit.engine.fakes import FakeRunner, check_clean, essence, prompt_of
 from tests.unit.engine.test_ahead import look_at, plain_params, runner_of
 
 from freight import LLM, SamplingParams
+from freight.engine import ahead
 from freight.engine.ahead import Launched
 from freight.engine.prepare import SequenceSlice
 from freight.engine.step import Mode
@@ -129,3 +131,60 @@ def test_a_prompt_whose_draw_may_have_to_be_repeated_is_computed_once(
     params = SamplingParams(temperature=1.0, top_p=0.99, max_tokens=1, seed=1)
     llm.generate([[1, 2, 0], [1, 2, 1]], params)
     assert len(runner_of(llm.engine).sizes) == 2
+
+
+class Line:
+    """Devices in a row, each of which takes a second for a step, in the time of a clock of their own.
+    A launched step waits for the tokens that it takes, and the host for those that it reads.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, num_devices: int) -> None:
+        self.host = 0.0
+        self.free = [0.0] * num_devices
+        self.num_steps = 0
+        self.ends: dict[int, float] = {}  # by the id of a step that was launched
+        self._kept: list[Launched] = []
+        launch, read = ahead._launch, Launched.read
+
+        def timed_launch(runner: Any, step: Any, before: Launched | None) -> Launched:
+            launched = launch(runner, step, before)
+            given = 0.0 if before is None else self.ends[id(before)]
+            self._kept.append(launched)
+            self.ends[id(launched)] = self.run(max(self.host, given))
+            return launched
+
+        def timed_read(launched: Launched) -> Any:
+            self.host = max(self.host, self.ends[id(launched)])
+            return read(launched)
+
+        monkeypatch.setattr(ahead, "_launch", timed_launch)
+        monkeypatch.setattr(Launched, "read", timed_read)
+
+    def run(self, at: float) -> float:
+        """Return the time at which a step that may begin at `at` ends."""
+        self.num_steps += 1
+        for index, free in enumerate(self.free):
+            at = max(at, free) + 1.0
+            self.free[index] = at
+        return at
+
+
+@pytest.mark.parametrize(
+    ("devices", "microbatches", "least", "most"),
+    [(1, 1, 0.99, 1.0), (2, 1, 0.49, 0.51), (2, 2, 0.97, 1.0), (4, 4, 0.9, 1.0)],
+)
+def test_devices_do_not_wait_for_each_other(
+    new_llm: Callable[..., LLM],
+    monkeypatch: pytest.MonkeyPatch,
+    devices: int,
+    microbatches: int,
+    least: float,
+    most: float,
+) -> None:
+    """The share of the time in which each of them computes."""
+    line = Line(monkeypatch, devices)
+    limits = {"max_num_seqs": 8, "num_blocks": 400, "budget": 64, "max_model_len": 160}
+    llm = new_llm(mode=Mode.OVERLAPPED, num_microbatches=microbatches, **limits)
+    params = replace(LONG, max_tokens=150)
+    llm.generate([[1, 2, index % 3] for index in range(8)], params)
+    assert least <= line.num_steps / line.host <= most
