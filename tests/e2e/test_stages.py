@@ -9,6 +9,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,9 +25,12 @@ from torch.utils._pytree import tree_leaves
 from freight import SamplingParams
 from freight.cache.pool import allocate_pool
 from freight.engine import build
+from freight.engine import graphs as graphs_module
 from freight.engine import runner as runner_module
+from freight.engine.decode_steps import Buffers, DecodeSteps
 from freight.engine.engine import Engine
-from freight.engine.prepare import prepare
+from freight.engine.graphs import CudaGraphs
+from freight.engine.prepare import Logits, SequenceSlice, prepare
 from freight.engine.runner import ModelRunner
 from freight.engine.step import Mode
 from freight.errors import ConfigError
@@ -154,6 +158,10 @@ class Cards(TorchDispatchMode):
         asked = kwargs.get("device")
         if asked is not None and torch.device(asked).index is not None:
             devices.add(str(asked))
+            if func.overloadpacket in (torch.ops.aten._to_copy, torch.ops.aten.to):
+                return self.note(func(*args, **kwargs), str(asked))
+        if func is torch.ops.aten.copy_.default:  # what is copied stays where it is
+            return func(*args, **kwargs)
         for tensor in tree_leaves((args, kwargs)):
             # one number may be of the host
             if isinstance(tensor, Tensor) and tensor.ndim and self.device_of(tensor):
@@ -166,30 +174,40 @@ class Cards(TorchDispatchMode):
         return result
 
 
-@pytest.fixture
-def cards(monkeypatch: pytest.MonkeyPatch) -> Cards:
-    """Stages on devices of their own, in name: 'cpu:0', 'cpu:1'."""
-    cards = Cards()
+def name_devices(cards: Cards, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have stages on devices of their own, in name: 'cpu:0', 'cpu:1'."""
 
     def named(counts: Any, devices: Any) -> tuple[Stage, ...]:
         return stages_of(counts, [f"cpu:{index}" for index in range(len(devices))])
+
+    def stream_on(stream: Residual, device: str) -> Residual:
+        return Residual._make(cards.moved(tuple(stream), device))
+
+    monkeypatch.setattr(open_model_module, "stages_of", named)
+    monkeypatch.setattr(Residual, "on", stream_on)
+    for module in (decoder_module, graphs_module):
+        monkeypatch.setattr(module, "computing_on", lambda device: nullcontext())
+
+
+@pytest.fixture
+def cards(monkeypatch: pytest.MonkeyPatch) -> Cards:
+    """Devices in name, each of which has copies of a batch of the host."""
+    cards = Cards()
+    name_devices(cards, monkeypatch)
 
     def batch_on(batch: ForwardBatch, device: str) -> ForwardBatch:
         values = [cards.moved(getattr(batch, field.name), device) for field in fields(batch)]
         return ForwardBatch(*values)
 
-    monkeypatch.setattr(open_model_module, "stages_of", named)
+    def prepared(slices: Any, groups: Any, *_: Any) -> ForwardBatch:
+        return prepare(slices, groups)
+
+    def moved(move: Mover, tensor: Tensor) -> Tensor:
+        return cards.moved(tensor, str(move._device))
+
+    monkeypatch.setattr(Mover, "_tensor", moved)
     monkeypatch.setattr(ForwardBatch, "on", batch_on)
-    monkeypatch.setattr(
-        Residual, "on", lambda stream, to: Residual._make(cards.moved(tuple(stream), to))
-    )
-    monkeypatch.setattr(
-        Mover, "_tensor", lambda move, tensor: cards.moved(tensor, str(move._device))
-    )
-    monkeypatch.setattr(decoder_module, "computing_on", lambda device: nullcontext())
-    monkeypatch.setattr(
-        runner_module, "prepare", lambda slices, groups, *_: prepare(slices, groups)
-    )
+    monkeypatch.setattr(runner_module, "prepare", prepared)
     return cards
 
 
@@ -247,3 +265,73 @@ def test_cards_see_a_tensor_of_another_device(tmp_path: Path, cards: Cards) -> N
         patch.setattr(Mover, "__call__", lambda move, part: part)
         with pytest.raises(AssertionError, match="takes tensors of"):
             logits_of(tmp_path / "model", cards, pipeline_parallel_size=2)
+
+
+def captured(graphs: CudaGraphs, device: str | None, compute: Any) -> tuple[Any, Any]:
+    """In the place of a graph: computes anew, into the tensors of the first time."""
+    output = compute()
+
+    def replay() -> None:
+        again = compute()
+        if isinstance(output, Residual):
+            output.take(again)
+        else:
+            output.copy_(again)
+
+    return SimpleNamespace(replay=replay), output
+
+
+def captured_logits(folder: Path, stages: int) -> list[Tensor]:
+    """Logits of steps of one, two and three sequences that grow."""
+    args = EngineArgs(
+        model=str(folder),
+        kv_cache_dtype="fp8",
+        max_model_len=64,
+        threads=1,
+        pipeline_parallel_size=stages,
+    )
+    opened = open_model(args)
+    config = opened.resolve(args)
+    model = opened.load(config)
+    assert isinstance(model, Decoder)
+    spec = opened.cache_spec(config)
+    parts = (opened.kernels(config), "cpu", model.rotaries, None, model.stages)
+    pool = allocate_pool(spec, config.kv, (24,) * len(spec.groups), *parts)
+    steps = DecodeSteps(CudaGraphs(model, pool, 4), pool, 64, "cpu")
+    found = []
+    for step in range(40):
+        slices = []
+        for sequence in range(1 + step % 3):
+            blocks = tuple(range(4 * sequence, 4 * sequence + 4))
+            tables = (blocks,) * len(spec.groups)
+            start = step // 3
+            slices.append(SequenceSlice([step + sequence], start, tables, Logits.LAST))
+        found.append(steps.run(slices).clone())
+    return found
+
+
+@pytest.mark.parametrize("variant", ["llama-biases", "gemma4-own-inputs"])
+def test_a_captured_step_goes_from_stage_to_stage(
+    variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With what a graph would compute, and the copies between two as they are."""
+    monkeypatch.setattr(CudaGraphs, "_captured", captured)
+    monkeypatch.setattr(CudaGraphs, "bucket_of", lambda graphs, count: count)
+    monkeypatch.setattr(CudaGraphs, "largest_first", False)
+    fill = Buffers.fill
+
+    def filled(buffers: Buffers, slices: Any) -> None:
+        """With tokens of another block where there would be padding, which these kernels refuse."""
+        apart = SequenceSlice([0], 0, ((20,),) * len(buffers._groups), Logits.LAST)
+        fill(buffers, slices or [apart] * len(buffers._lengths))
+
+    monkeypatch.setattr(Buffers, "fill", filled)
+    save_random(VARIANTS[variant], tmp_path / "model", torch.bfloat16)
+    with torch.inference_mode():
+        expected = captured_logits(tmp_path / "model", 1)
+        name_devices(Cards(), monkeypatch)
+        # packed weights stay in the memory that was made for them
+        monkeypatch.setattr(Mover, "_tensor", lambda move, tensor: tensor)
+        found = captured_logits(tmp_path / "model", 2)
+    for one, two in zip(expected, found, strict=True):
+        assert torch.equal(one, two)

@@ -37,7 +37,7 @@ class BlockTables:
     def __init__(
         self, num_rows: int, widths: Sequence[int], device: str, apart: bool | None = None
     ) -> None:
-        pinned = device != "cpu"
+        pinned = torch.device(device).type != "cpu"
         if apart is None:
             apart = pinned
         # each begins at a multiple of 16 bytes: Triton compiles a kernel anew for other alignments

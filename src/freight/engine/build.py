@@ -701,7 +701,9 @@ def _check_stages(
     layers = layers_by_device(stages)
     weights = opened.stage_bytes(config)
     cache = dict.fromkeys(layers, 0)
-    if spec is not None:
+    if spec is None:
+        weights[stages[0].device] += opened.passing_bytes(config)
+    else:
         cache = bytes_over(spec, layers, memory)
     for device, free in free_bytes(layers).items():
         if weights[device] + cache[device] > free:

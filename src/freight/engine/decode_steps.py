@@ -18,7 +18,8 @@ How a step is captured is a `Capture`: CUDA graphs (`graphs.py`) or calls of the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
@@ -66,8 +67,9 @@ class Capture(Protocol):
 
 class Buffers:
     """A decode batch of `bucket` rows, and as many sequences, on the host and on `device`, with the
-    first rows of `tables`. `adapted`: its rows may have adapters. `further`: other devices that have
-    a copy, with their block tables.
+    first rows of `tables`. `adapted`: its rows may have adapters. `further`: other devices, of
+    later stages, whose copies of the batch are filled by the replay, as a step comes to them: what the
+    host copied would wait there for the steps before, and the host for it.
 
     Each of the cache's groups has block tables, and slots if its tokens have places of their own.
     """
@@ -79,10 +81,9 @@ class Buffers:
         groups: Sequence[BlockLayout],
         device: str,
         adapted: bool = False,
-        further: Mapping[str, BlockTables] | None = None,
+        further: Sequence[str] = (),
     ) -> None:
         self._tables = tables
-        self._further = further or {}
         self._groups = groups
         # int32 words: token ids, positions and slots by group as int64, then lengths and first rows
         # of sequences and adapters of rows as int32. Each begins at a multiple of 16 bytes, as what `prepare` makes:
@@ -96,10 +97,13 @@ class Buffers:
             counts.append(num_words)
         counts += [bucket, bucket + 1, bucket if adapted else 0]
         size = sum(-(-count // 4) * 4 for count in counts)
-        on_cpu = device == "cpu"
+        on_cpu = torch.device(device).type == "cpu"
         host = torch.zeros(size, dtype=torch.int32, device="cpu", pin_memory=not on_cpu)
+        words = host
+        if not on_cpu:
+            words = torch.zeros(size, dtype=torch.int32, device=device)
         self._host = host
-        self._words: list[Tensor] = []  # on the devices with memory of their own
+        self._words = words
 
         def views(buffer: Tensor) -> list[Tensor]:
             parts: list[Tensor] = []
@@ -116,31 +120,21 @@ class Buffers:
         self._adapters = on_host.pop()
         self._tokens, self._positions, *self._slots, self._lengths, self._starts = on_host
 
-        def batch_on(
-            device: str, tables: BlockTables, copies: Mapping[str, ForwardBatch]
-        ) -> ForwardBatch:
-            words = host
-            if device != "cpu":
-                words = torch.zeros(size, dtype=torch.int32, device=device)
-                self._words.append(words)
-            tokens, positions, *slots, lengths, starts, adapters = views(words)
-            return ForwardBatch(
-                token_ids=tokens,
-                positions=positions,
-                query_starts=starts,
-                context_lens=lengths,
-                slots=tuple(slots),
-                block_tables=tuple(table[:bucket] for table in tables.on_device),
-                logit_rows=torch.arange(bucket, dtype=torch.int64, device=device),
-                adapters=adapters if adapted else None,
-                copies=copies,
-            )
-
-        copies = {}
-        for other, its_tables in self._further.items():
-            copies[other] = batch_on(other, its_tables, {})
-        self.batch = batch_on(device, tables, copies)
+        tokens, positions, *slots, lengths, starts, adapters = views(words)
+        rows = torch.arange(bucket, dtype=torch.int64, device=device)
+        blocks = tuple(table[:bucket] for table in tables.on_device)
+        batch = ForwardBatch(
+            token_ids=tokens,
+            positions=positions,
+            query_starts=starts,
+            context_lens=lengths,
+            slots=tuple(slots),
+            block_tables=blocks,
+            logit_rows=rows,
+            adapters=adapters if adapted else None,
+        )
         self.fill([])
+        self.batch = replace(batch, copies={other: batch.copied_to(other) for other in further})
 
     def fill(self, slices: Sequence[SequenceSlice]) -> None:
         """Make `batch` say what `slices` say; the rest of it is padding, of one row a sequence while
@@ -166,10 +160,7 @@ class Buffers:
         if len(self._adapters):
             self._adapters[:count] = slots_of(slices)[sequence]
             self._adapters[count:] = NO_ADAPTER
-        blocks = [part.block_ids for part in slices]
-        self._tables.update(blocks)
-        for of_device in self._further.values():
-            of_device.update(blocks)
+        self._tables.update([part.block_ids for part in slices])
         for group, slots, tables in zip(
             self._groups, self._slots, self._tables.on_host, strict=True
         ):
@@ -179,8 +170,8 @@ class Buffers:
                     tables[sequence, positions // size].astype(np.int64) * size + positions % size
                 )
                 slots[count:] = -1
-        for words in self._words:
-            words.copy_(self._host, non_blocking=True)  # the next `fill` waits for it
+        if self._words is not self._host:
+            self._words.copy_(self._host, non_blocking=True)  # the next `fill` waits for it
 
 
 class DecodeSteps:
@@ -189,18 +180,16 @@ class DecodeSteps:
     def __init__(self, capture: Capture, pool: KVPool, max_model_len: int, device: str) -> None:
         self.pool = pool
         self._capture = capture
-        self._device, *further = devices_of(pool.stages, device)
+        self._device, *self._further = devices_of(pool.stages, device)
         # what reads the lengths of a state's rows in Python would be captured with them
         slots = all(group.has_slots for group in pool.spec.groups)
         self._several_rows = capture.several_rows and slots
         widths = pool.spec.blocks_of(max_model_len)
         num_rows = capture.bucket_of(capture.max_num_seqs)
         self._tables = BlockTables(num_rows, widths, self._device)
-        self._further = {other: BlockTables(num_rows, widths, other) for other in further}
-        # by device: the last step's inputs are there
-        self._copied: dict[str, torch.cuda.Event] = {}
-        if self._device != "cpu":
-            self._copied = {name: torch.cuda.Event() for name in (self._device, *further)}
+        self._copied: torch.cuda.Event | None = None
+        if torch.device(self._device).type != "cpu":
+            self._copied = torch.cuda.Event()
         # by bucket, and whether rows have adapters
         self.steps: dict[tuple[int, bool], tuple[Buffers, Replay]] = {}
 
@@ -224,9 +213,9 @@ class DecodeSteps:
         """
         num_rows = sum(len(part.token_ids) for part in slices)
         bucket = self._capture.bucket_of(num_rows)
-        for copied in self._copied.values():
+        if self._copied is not None:
             # the last step may be under way, and its copies still to come
-            copied.synchronize()
+            self._copied.synchronize()
         adapted = have_adapters(slices)
         if self._capture.largest_first and not self.steps:
             self._prepare(self._capture.bucket_of(self._capture.max_num_seqs), adapted)
@@ -234,8 +223,8 @@ class DecodeSteps:
             self._prepare(bucket, adapted)
         buffers, replay = self.steps[bucket, adapted]
         buffers.fill(slices)
-        for device, copied in self._copied.items():
-            copied.record(torch.cuda.current_stream(device))
+        if self._copied is not None:
+            self._copied.record(torch.cuda.current_stream(self._device))
         if tokens is not None:
             buffers.batch.token_ids[:num_rows].copy_(tokens)
         return replay()[:num_rows]

@@ -75,10 +75,11 @@ class CudaGraphs:
 
     def _capture_stages(self, batch: ForwardBatch) -> Replay:
         """Capture a graph for each stage. Between two, a replay copies the stream from the output of
-        one into the input of the other, which the devices wait for, and the host does not.
+        one into the input of the other, and the batch with it, which the devices wait for, and the
+        host does not.
         """
         parts: list[tuple[str, torch.cuda.CUDAGraph]] = []
-        copies: list[tuple[Residual, Residual]] = []
+        copies: list[tuple[Residual, Residual, str]] = []
         given = None
         *stages, last = self._model.stages
         for stage in stages:
@@ -86,14 +87,17 @@ class CudaGraphs:
             following = self._model.stages[len(parts) + 1].device
             given = stream.on(following)
             parts.append((stage.device, graph))
-            copies.append((stream, given))
+            copies.append((stream, given, following))
         graph, logits = self._captured(last.device, partial(self._last_stage, given, batch))
 
         def replay() -> Tensor:
-            for (device, part), (stream, given) in zip(parts, copies, strict=True):
+            for (device, part), (stream, given, following) in zip(parts, copies, strict=True):
                 with computing_on(device):
                     part.replay()
                 given.take(stream)
+                target = batch.on(following)
+                if target is not batch.on(device):
+                    target.take(batch.on(device))
             with computing_on(last.device):
                 graph.replay()
             return logits

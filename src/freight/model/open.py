@@ -305,6 +305,13 @@ class OpenModel:
             of_device[stage.device] = of_device.get(stage.device, 0) + own
         return of_device
 
+    def passing_bytes(self, config: EngineConfig) -> int:
+        """Return the bytes that the first device needs while weights load, on their way to another: of
+        the largest layer, or of the head.
+        """
+        costs = self._stage_costs(config)
+        return max(*costs.layers, costs.head) // self.ranks.size
+
     def matrices(self, config: EngineConfig) -> tuple[Format, LinearOf]:
         """Return the format of matrices in 8 bits, and the scheme of each module's (`model/sizes.py`)."""
         if config.int4:

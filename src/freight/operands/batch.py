@@ -4,12 +4,17 @@ never a global.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
 from torch import Tensor
+
+_TENSORS = (  # of a batch
+    *("token_ids", "positions", "query_starts", "context_lens", "slots", "block_tables"),
+    *("logit_rows", "adapters", "token_types"),
+)
 
 
 @dataclass(frozen=True)
@@ -83,6 +88,36 @@ class ForwardBatch:
     def on(self, device: str) -> ForwardBatch:
         """Return the batch on `device`; the batch itself if that has no copy of its own."""
         return self.copies.get(device, self)
+
+    def copied_to(self, device: str) -> ForwardBatch:
+        """Return a copy on `device`."""
+        return self._with_tensors(lambda tensor: tensor.to(device, copy=True))
+
+    def take(self, other: ForwardBatch) -> None:
+        """Copy the values of `other`, maybe of another device, into the tensors of this copy of it. The
+        host does not wait; the devices do.
+        """
+        targets = list(self._tensors())
+        for target, source in zip(targets, other._tensors(), strict=True):
+            target.copy_(source, non_blocking=True)
+
+    def _with_tensors(self, change: Callable[[Tensor], Tensor]) -> ForwardBatch:
+        changed: dict[str, object] = {}
+        for name in _TENSORS:
+            value = getattr(self, name)
+            if isinstance(value, tuple):
+                changed[name] = tuple(map(change, value))
+            elif value is not None:
+                changed[name] = change(value)
+        return replace(self, **changed)  # type: ignore[arg-type]
+
+    def _tensors(self) -> Iterator[Tensor]:
+        for name in _TENSORS:
+            value = getattr(self, name)
+            if isinstance(value, tuple):
+                yield from value
+            elif value is not None:
+                yield value
 
     def sequences(self, group: int) -> Sequences:
         """Return the sequences with the block tables of a cache group."""
