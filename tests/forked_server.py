@@ -289,7 +289,7 @@ def _fork_on_request(control: socket.socket) -> str:
                 if ended:
                     _tell(running.pop(pid), os.waitstatus_to_exitcode(status), last=True)
         if control in ready:
-            data, fds, _, _ = socket.recv_fds(control, _MOST, 8)
+            data, fds, _, _ = socket.recv_fds(control, _MOST, 16)
             if not data:
                 sys.exit(0)
             pipe, stderr, stdout, *passed = fds

@@ -38,6 +38,8 @@ class RankPair:
         self.pids: list[int] = []
         self.llms: list[LLM] = []
         self.machine: Machine | None = None
+        self.model = BASE
+        self.usual: dict[str, Any] = {}  # options of every start
 
     def start(
         self,
@@ -59,14 +61,14 @@ class RankPair:
             return process
 
         self.monkeypatch.setattr(leader, "spawn", spawn)
-        options = COMMON | {"tensor_parallel_size": 2} | options
+        options = COMMON | {"tensor_parallel_size": 2} | self.usual | options
         if machines:
             options = two_machines() | options
-            args = EngineArgs(**{"model": BASE} | options | (theirs or {}))
+            args = EngineArgs(**{"model": self.model} | options | (theirs or {}))
             with other_machine(args) as self.machine:
-                self.llms.append(LLM(BASE, **options))
+                self.llms.append(LLM(self.model, **options))
         else:
-            self.llms.append(LLM(BASE, **options))
+            self.llms.append(LLM(self.model, **options))
         return self.llms[-1]
 
     def ended(self) -> Any:

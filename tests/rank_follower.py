@@ -4,7 +4,8 @@ file at its end.
 So a test sees every byte that the rank has stored. `FREIGHT_TEST_PAGES` is the file's path.
 `FREIGHT_TEST_FAULT` makes it fail: 'step 3' leaves that step before its first gather, 'late 3'
 behind its last one, 'fingerprint' says to have opened something else, 'load' refuses to read its
-weights, 'slow' reads them for a minute, 'byte' gathers a byte that is wrong. With
+weights, 'slow' reads them for a minute, 'byte' gathers a byte that is wrong, 'memory' has none for
+its weights, 'cache' none for its cache, 'memory 3' none for that step. With
 `FREIGHT_TEST_INTERPRETER` Triton's interpreter has the numbers of a GPU (`interpreter.py`).
 """
 
@@ -117,19 +118,33 @@ def _break(fault: str) -> None:
         follower.OpenModel.load = refuse
     elif kind == "byte":
         corrupt()
+    elif fault == "memory":
+        follower.OpenModel.load = exhaust
+    elif fault == "cache":
+        follower.allocate_pool = exhaust
     elif kind == "slow":
         follower.OpenModel.load = lambda *_: time.sleep(60)
-    elif kind in ("step", "late"):
-        run, calls = follower.ModelRunner.run, iter(range(1, 1 << 30))
+    elif kind in ("step", "late", "memory"):
+        _break_step(kind, int(number))
 
-        def run_or_fail(*given: Any) -> Any:
-            faulty = next(calls) == int(number)
-            rows = run(*given) if kind == "late" or not faulty else None
-            if faulty:
-                raise CapacityError("no memory on this rank")
-            return rows
 
-        follower.ModelRunner.run = run_or_fail
+def exhaust(*_: object, **named: object) -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.\nMore of it")
+
+
+def _break_step(kind: str, number: int) -> None:
+    run, calls = follower.ModelRunner.run, iter(range(1, 1 << 30))
+
+    def run_or_fail(*given: Any) -> Any:
+        faulty = next(calls) == number
+        rows = run(*given) if kind == "late" or not faulty else None
+        if faulty and kind == "memory":
+            exhaust()
+        if faulty:
+            raise CapacityError("no memory on this rank")
+        return rows
+
+    follower.ModelRunner.run = run_or_fail
 
 
 if __name__ == "__main__":

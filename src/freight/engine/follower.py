@@ -38,7 +38,7 @@ from freight.engine.leader import HANG_UP, opened_as, pulse
 from freight.engine.prepare import Logits, SequenceSlice
 from freight.engine.rank_check import rank_check
 from freight.engine.runner import ModelRunner, StepRows
-from freight.errors import CheckpointError, FreightError, RankError
+from freight.errors import CapacityError, CheckpointError, FreightError, RankError
 from freight.model.adapter_modules import adapter_modules
 from freight.model.decoder import Decoder, LanguageModel
 from freight.model.open import OpenModel, open_model, open_random
@@ -127,6 +127,10 @@ def follow(connection: socket.socket, files: Sequence[int]) -> int:
     except FreightError as error:
         messages.send(connection, Kind.FAILED, f"{type(error).__name__}\n{error}".encode())
         raise RankError from error
+    except (MemoryError, torch.OutOfMemoryError) as error:
+        what = f"out of memory: {error}".partition("\n")[0]
+        messages.send(connection, Kind.FAILED, f"{CapacityError.__name__}\n{what}".encode())
+        raise RankError from error
     with opened.threads(config), torch.inference_mode():
         modules = None
         if config.lora is not None:
@@ -161,10 +165,13 @@ def _transport(start: Start, connection: socket.socket, files: Sequence[int]) ->
     """Return the way to the other ranks."""
     rank = start.rank
     size = start.size
-    if start.store is None:
+    if start.store is None and start.shares_memory:
         return SharedMemory(passed_files(size, rank, files), rank, start.timeout)
-    from freight.parallel.distributed import Distributed, reach_store
+    from freight.parallel.distributed import LOOPBACK, Distributed, private_store, reach_store
 
+    if start.store is None:
+        store = private_store(files[0])
+        return Distributed(store, rank, size, start.timeout, LOOPBACK, start.backend)
     host, port = start.store
     # of the network by which this machine reaches rank 0
     address = host

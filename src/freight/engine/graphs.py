@@ -53,8 +53,8 @@ class CudaGraphs:
         self._pool = pool
         # by device, the first of its graphs: all later ones share its memory
         self._first: dict[str | None, torch.cuda.CUDAGraph] = {}
-        # by device, on which it is captured: torch's own stream is of one device, and the pieces of a
-        # pool of one stream
+        # by device, where its graphs are captured. torch's own such stream is of one device, and to use
+        # it would make that the current one: launches on another would run, and not be captured
         self._streams: dict[str | None, torch.cuda.Stream] = {}
 
     def bucket_of(self, num_seqs: int) -> int:
@@ -84,6 +84,8 @@ class CudaGraphs:
         *stages, last = self._model.stages
         for stage in stages:
             graph, stream = self._captured(stage.device, partial(self._stage, stage, given, batch))
+            with computing_on(stage.device):
+                graph.replay()  # what was captured has not run: the next stage runs over its output now
             following = self._model.stages[len(parts) + 1].device
             given = stream.on(following)
             parts.append((stage.device, graph))

@@ -32,7 +32,14 @@ from freight.base.descent import from_lasting_thread, with_parent
 from freight.cache.arena import mapped
 from freight.checkpoint.lora import LoraAdapter
 from freight.engine.prepare import Logits, SequenceSlice
-from freight.errors import CheckpointError, ConfigError, FreightError, KernelError, RankError
+from freight.errors import (
+    CapacityError,
+    CheckpointError,
+    ConfigError,
+    FreightError,
+    KernelError,
+    RankError,
+)
 from freight.parallel import messages
 from freight.parallel.join import Join, Meeting
 from freight.parallel.messages import Kind, Start, integers
@@ -52,7 +59,7 @@ _FAREWELL = 1.0  # seconds for a rank of another machine to leave by itself
 HANG_UP = getattr(select, "POLLRDHUP", 0)
 _CODES = {kind: code for code, kind in enumerate(Logits)}
 _ERRORS: dict[str, type[FreightError]] = {
-    kind.__name__: kind for kind in (CheckpointError, ConfigError, KernelError)
+    kind.__name__: kind for kind in (CapacityError, CheckpointError, ConfigError, KernelError)
 }
 
 logger = logging.getLogger("freight")
@@ -203,14 +210,19 @@ class Leader:
         """
         self._files: SharedFiles | None = None
         self._store: tuple[str, int] | None = None
+        self._private: tuple[
+            int, ...
+        ] = ()  # the memory of a store that ranks of one machine meet by
         self.memory: Transport
         self._backend = backend or "gloo"
         if meeting is None and backend is None:
             self._files = SharedFiles.create(size)
             self.memory = SharedMemory(self._files, 0, timeout)
+        elif meeting is None:
+            self._private = (nameless_memory(),)
+            self.memory = _on_one_machine(*self._private, size, timeout, self._backend)
         else:
-            host = "127.0.0.1" if meeting is None else meeting.host
-            self.memory, self._store = _distributed(host, size, timeout, self._backend)
+            self.memory, self._store = _distributed(meeting.host, size, timeout, self._backend)
         self._nodes = nodes
         self._here = size // nodes  # ranks of this machine
         self.size = size
@@ -270,6 +282,7 @@ class Leader:
                 timeout=self._timeout,
                 log_level=logger.getEffectiveLevel(),
                 store=self._store,
+                shares_memory=self._files is not None,
                 backend=self._backend,
             )
             if rank in come:
@@ -303,7 +316,7 @@ class Leader:
         ours, theirs = socket.socketpair()
         ours.settimeout(START_TIMEOUT)
         with theirs:
-            shared: tuple[int, ...] = ()
+            shared = self._private
             if self._files is not None:
                 shared = self._files.of_rank(rank)
             pages = ranks.pages[rank - 1 : rank]
@@ -546,6 +559,15 @@ def _difference(theirs: str, ours: str) -> str:
         "opened another model, or is another build of Freight: its fingerprint is "
         f"{fingerprint}, that of rank 0 {of_zero[0]}"
     )
+
+
+def _on_one_machine(number: int, size: int, timeout: float, backend: str) -> Transport:
+    """Return rank 0's transport over torch.distributed, to ranks that get the descriptor of the store's
+    memory.
+    """
+    from freight.parallel.distributed import LOOPBACK, Distributed, private_store
+
+    return Distributed(private_store(number), 0, size, timeout, LOOPBACK, backend)
 
 
 def _distributed(

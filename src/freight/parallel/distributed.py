@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store, TCPStore
+from torch._C._distributed_c10d import FileStore, PrefixStore, ProcessGroupGloo, Store, TCPStore
 
 from freight.errors import KernelError, RankError
 from freight.parallel.ranks import FREIGHT_OK, FREIGHT_RANK_FAILED, FREIGHT_RANK_LOST
@@ -59,6 +59,18 @@ def reach_store(host: str, port: int, timeout: float = _STORE_SECONDS) -> Store:
         return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout))
     except RuntimeError as error:
         raise RankError(f"rank 0 cannot be reached at {host}:{port}: {_first(error)}") from error
+
+
+def private_store(number: int) -> Store:
+    """Return the store that ranks of one machine meet by, in the memory behind a descriptor: no other
+    process can open it, while torch's server would answer anybody on the machine, without a password.
+
+    The descriptor has to stay open until the process ends: torch opens it anew by its number, in the
+    store's destructor as well, and would write into whatever file has that number then.
+    """
+    store = FileStore(f"/proc/self/fd/{number}", -1)
+    store.set_timeout(timedelta(seconds=_STORE_SECONDS))
+    return store
 
 
 class Distributed:

@@ -96,8 +96,10 @@ class Start:
     processors     of the rank; None: the system's choice
     cores          threads that it may have
     timeout        seconds after which a rank that does not answer counts as lost
-    store          host and port of the store that ranks meet by over torch.distributed
+    store          host and port of the store that ranks of several machines meet by; None: on one
+                   machine they get the descriptors of what they meet by
     backend        of torch.distributed; 'nccl': the rank has the GPU of its number
+    shares_memory  they gather in shared memory, and not over torch.distributed
     """
 
     args: EngineArgs
@@ -110,6 +112,7 @@ class Start:
     log_level: int
     store: tuple[str, int] | None = None
     backend: str = "gloo"
+    shares_memory: bool = True
 
     def encode(self) -> bytes:
         """Return this as bytes of JSON."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import hypothesis.strategies as st
 import pytest
@@ -15,8 +17,10 @@ from freight.cache.groups import Pages, StateBlocks
 from freight.cache.pool import allocate_pool
 from freight.cache.sizing import (
     bytes_of_request,
+    bytes_over,
     held_memory,
     longest_request,
+    memory_over,
     split_memory,
     useful_memory,
 )
@@ -306,3 +310,29 @@ def test_states_take_more_than_half_only_beside_as_many_contexts() -> None:
     assert 4 * 4096 <= num_pages * 16 < 6 * 4096
     least = bytes_of_request(spec, 4096, 512)
     assert split_memory(spec, least, 4096, 64, 512) == (9, 256)
+
+
+@pytest.mark.parametrize("free", [(1000, 1000, 1000), (1000, 300, 900), (90, 1000, 1000)])
+def test_each_device_has_room_for_its_layers_however_groups_divide_the_cache(
+    free: tuple[int, ...],
+) -> None:
+    """Of two kinds of layers, over three devices; with a share more, one of them has not."""
+    of_layer = {0: 10, 1: 30, 2: 10, 3: 10, 4: 20, 5: 30}
+    groups = ((0, 2, 3), (1, 4, 5))
+    devices: dict[str, tuple[int, ...]] = {"a": (0, 1), "b": (2, 3), "c": (4, 5)}
+    spec: Any = SimpleNamespace(
+        layers=[SimpleNamespace(bytes_per_token=of_layer[i], bytes_per_state=0) for i in of_layer],
+        groups=[SimpleNamespace(layers=layers) for layers in groups],
+    )
+    there = dict(zip(devices, free, strict=True))
+    memory = memory_over(spec, devices, there)
+    needed = bytes_over(spec, devices, memory)
+    assert all(needed[device] <= there[device] for device in devices)
+    more = bytes_over(spec, devices, memory + max(2, memory // 50))
+    assert any(more[device] > there[device] for device in devices)
+    for device, layers in devices.items():
+        parts = []
+        for group in groups:
+            own = sum(of_layer[layer] for layer in group if layer in layers)
+            parts.append(memory * own // sum(of_layer[layer] for layer in group))
+        assert needed[device] == max(parts)

@@ -4,17 +4,23 @@ needs a GPU.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from freight.cache.groups import Pages
+from freight.engine import graphs as graphs_module
 from freight.engine.block_tables import BlockTables
 from freight.engine.decode_steps import Buffers, DecodeSteps
 from freight.engine.graphs import CudaGraphs, bucket_of
 from freight.engine.prepare import Logits, SequenceSlice, prepare
+from freight.model.decoder import Residual
 from freight.operands.adapters import NO_ADAPTER
+from freight.parallel.stages import stages_of
 
 SLICES = [
     SequenceSlice([7], 10, ((3, 1, 4), (5, 0)), Logits.LAST),
@@ -97,3 +103,147 @@ def test_the_largest_bucket_is_captured_first(needed, monkeypatch):
     for count in (needed, 3, needed):
         assert len(steps.run((SLICES * 7)[:count])) == count
     assert captured == [24, *([1] if needed == 1 else []), 4]
+
+
+class FakeCuda:
+    """What CUDA graphs are to several devices: a stream is of one, to use it makes that the current
+    device, and only what is launched on the stream that is captured is in a graph.
+    """
+
+    def __init__(self) -> None:
+        self.device = "cuda:0"
+        self.current: dict[str, Any] = {}  # the stream of each device; none: its main one
+        self.capturing: Any = None
+        self.default: Any = None  # torch makes it at the first capture, and keeps it
+        self.ran: list[str] = []
+        self.shared: list[Any] = []  # the graph whose memory each one takes
+
+    def launch(self, name: str) -> None:
+        where = f"{name} on {self.device}"
+        stream = self.current.get(self.device)
+        if stream is not None and stream is self.capturing:
+            stream.graph.launches.append(where)
+        else:
+            self.ran.append(where)
+
+    def Stream(self) -> Any:
+        return SimpleNamespace(device=self.device, wait_stream=lambda other: None)
+
+    def current_stream(self) -> Any:
+        return self.current.get(self.device) or self.Stream()
+
+    @contextmanager
+    def computing_on(self, device: str | None) -> Iterator[None]:
+        before = self.device
+        self.device = device or before
+        yield
+        self.device = before
+
+    @contextmanager
+    def stream(self, stream: Any) -> Iterator[None]:
+        with self.computing_on(stream.device):
+            before = self.current.get(stream.device)
+            self.current[stream.device] = stream
+            yield
+            self.current[stream.device] = before
+
+    def CUDAGraph(self) -> Any:
+        graph = SimpleNamespace(launches=[])
+        graph.pool = lambda: graph
+        graph.replay = lambda: self.ran.extend(graph.launches)
+        return graph
+
+    @contextmanager
+    def graph(self, graph: Any, pool: Any = None, stream: Any = None) -> Iterator[None]:
+        if stream is None:
+            self.default = stream = self.default or self.Stream()
+        stream.graph = graph
+        self.shared.append(pool)
+        with self.stream(stream):
+            self.capturing = stream
+            yield
+            self.capturing = None
+
+
+def test_each_stage_is_captured_on_its_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = FakeCuda()
+    monkeypatch.setattr(graphs_module, "torch", SimpleNamespace(cuda=cuda))
+    monkeypatch.setattr(graphs_module, "computing_on", cuda.computing_on)
+    stages = stages_of((1, 2, 1), ("cuda:0", "cuda:1", "cuda:2"))
+
+    def launched(name: str, device: str, value: Any) -> Any:
+        with cuda.computing_on(device):
+            cuda.launch(name)
+        return value
+
+    row = torch.zeros(1, 2)
+    model: Any = SimpleNamespace(
+        stages=stages,
+        begin=lambda batch: launched("begin", "cuda:0", Residual(row)),
+        run_stage=lambda stage, stream, *_: launched(f"{stage.first}", stage.device, stream),
+        end=lambda stream, batch: launched("end", "cuda:2", row),
+        logits=lambda states: launched("head", "cuda:2", row),
+    )
+
+    def moved(stream: Residual, device: str) -> Residual:
+        cuda.ran.append(f"new on {device}")
+        return Residual(stream.x + 1)  # of its own memory
+
+    def take(target: Residual, source: Residual) -> None:
+        cuda.ran.append(f"copy {source.x.max():g} to {target.x.max():g}")
+
+    monkeypatch.setattr(Residual, "on", moved)
+    monkeypatch.setattr(Residual, "take", take)
+    graphs = CudaGraphs(model, SimpleNamespace(layers=()), 4)  # type: ignore[arg-type]
+    for _ in range(2):  # also where torch has made its stream before
+        replay = graphs.capture(None)  # type: ignore[arg-type]
+        assert [line for line in cuda.ran if "new" in line] == ["new on cuda:1", "new on cuda:2"]
+        cuda.ran.clear()
+        replay()
+        assert cuda.ran == [
+            *("begin on cuda:0", "0 on cuda:0", "copy 0 to 1", "1 on cuda:1", "copy 1 to 2"),
+            *("3 on cuda:2", "end on cuda:2", "head on cuda:2"),
+        ]
+        cuda.ran.clear()
+    first = cuda.shared[:3]
+    assert first == [None, None, None]  # a device's first graph has memory of its own
+    assert [graph.launches[0] for graph in cuda.shared[3:]] == [
+        *("begin on cuda:0", "1 on cuda:1", "3 on cuda:2")
+    ]
+    assert {device for device, stream in cuda.current.items() if stream} == set()
+
+
+def test_a_stream_takes_all_parts_of_another() -> None:
+    given = Residual(*(torch.zeros(2, 3) for _ in range(4)))
+    source = Residual(*(torch.full((2, 3), float(index)) for index in range(1, 5)))
+    given.take(source)
+    assert [int(part.max()) for part in given if part is not None] == [1, 2, 3, 4]
+
+
+def test_a_batch_on_another_device_says_the_same() -> None:
+    """With its own block tables, and adapters."""
+    further = {"cpu:1": BlockTables(4, (6, 6), "cpu")}
+    buffers = Buffers(4, BlockTables(4, (6, 6), "cpu"), GROUPS, "cpu", True, further)
+    slices = [part._replace(adapter=index) for index, part in enumerate(SLICES)]
+    buffers.fill(slices)
+    ours, theirs = buffers.batch, buffers.batch.on("cpu:1")
+    assert theirs is not ours
+    assert theirs.block_tables[0].data_ptr() != ours.block_tables[0].data_ptr()
+    for group in range(2):
+        assert torch.equal(theirs.block_tables[group][:3], ours.block_tables[group][:3])
+        assert ours.block_tables[group][:3].any()
+    assert theirs.adapters is not None
+    assert theirs.adapters[:3].tolist() == [0, 1, 2]
+
+
+def test_a_prepared_batch_has_all_on_every_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)  # for a GPU alone
+    slices = [SequenceSlice([7, 8, 9], 0, ((3,), (5,)), Logits.LAST, adapter=2, second_text=1)]
+    batch = prepare(slices, GROUPS, "cpu", ("cpu:1",))
+    theirs = batch.on("cpu:1")
+    assert theirs is not batch
+    assert theirs.adapters is not None
+    assert theirs.token_types is not None
+    assert theirs.adapters.tolist() == [2, 2, 2]
+    assert theirs.token_types.tolist() == [0, 1, 1]
+    assert theirs.token_ids.tolist() == [7, 8, 9]
