@@ -1,11 +1,12 @@
 """A rank for tests: `freight.engine.follower` over pages and states of zeros, which it writes to a
-file at its end.
+file at its end, with what it drew in launched steps to another.
 
 So a test sees every byte that the rank has stored. `FREIGHT_TEST_PAGES` is the file's path.
 `FREIGHT_TEST_FAULT` makes it fail: 'step 3' leaves that step before its first gather, 'late 3'
-behind its last one, 'fingerprint' says to have opened something else, 'load' refuses to read its
-weights, 'slow' reads them for a minute, 'byte' gathers a byte that is wrong, 'memory' has none for
-its weights, 'cache' none for its cache, 'memory 3' none for that step. With
+behind its last one, 'ahead 3' the third step that is launched on top of another before its first
+gather, 'drawn 3' behind its draw, 'fingerprint' says to have opened something else, 'load' refuses
+to read its weights, 'slow' reads them for a minute, 'byte' gathers a byte that is wrong, 'memory' has
+none for its weights, 'cache' none for its cache, 'memory 3' none for that step. With
 `FREIGHT_TEST_INTERPRETER` Triton's interpreter has the numbers of a GPU (`interpreter.py`).
 """
 
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor
 
 from freight.cache.pool import KVPool, PagedKV, PagedState
-from freight.engine import follower
+from freight.engine import follower, runner
 from freight.errors import CapacityError, CheckpointError
 from freight.parallel.distributed import Distributed
 
@@ -74,6 +75,31 @@ def corrupt() -> None:
     Distributed.gather = gather_wrong
 
 
+def note_draws() -> list[Any]:
+    """Return what launched steps of this process draw from now on: the microbatch, whether the step
+    follows one under way, and the tokens, None where it fails.
+    """
+    noted: list[Any] = []
+    launch = runner.ModelRunner.launch
+
+    def launch_and_note(
+        of: Any, slices: Any, draws: Any, microbatch: int = 0, inputs: Any = None
+    ) -> Any:
+        noted.append((microbatch, inputs is not None, None))
+        drawn = launch(of, slices, draws, microbatch, inputs)
+        noted[-1] = (*noted[-1][:2], drawn.tokens.tolist())
+        return drawn
+
+    runner.ModelRunner.launch = launch_and_note
+    return noted
+
+
+def draws_of(path: Path) -> list[Any]:
+    """What the rank whose pages are in this file noted."""
+    noted: list[Any] = torch.load(path.with_suffix(".draws"))
+    return noted
+
+
 def main() -> None:
     made, allocate = [], follower.allocate_pool
 
@@ -91,12 +117,14 @@ def main() -> None:
         if made:
             path = Path(os.environ["FREIGHT_TEST_PAGES"])
             part = path.with_suffix(f".{os.getpid()}")  # there may be several other ranks
+            torch.save(draws, path.with_suffix(".draws"))
             torch.save(pages_of(made[-1]), part)
             part.rename(path)
         os._exit(status)
 
     follower.leave = leave
     _break(os.environ.get("FREIGHT_TEST_FAULT", ""))
+    draws = note_draws()
     if "FREIGHT_TEST_INTERPRETER" not in os.environ:
         follower.main()
         return
@@ -124,6 +152,17 @@ def _break(fault: str) -> None:
         follower.allocate_pool = exhaust
     elif kind == "slow":
         follower.OpenModel.load = lambda *_: time.sleep(60)
+    elif kind in ("ahead", "drawn"):
+        launch, launches = runner.ModelRunner.launch, iter(range(1, 1 << 30))
+
+        def launch_or_fail(*given: Any) -> Any:
+            faulty = given[-1] is not None and next(launches) == int(number)
+            drawn = launch(*given) if kind == "drawn" or not faulty else None
+            if faulty:
+                raise CapacityError("no memory on this rank")
+            return drawn
+
+        runner.ModelRunner.launch = launch_or_fail
     elif kind in ("step", "late", "memory"):
         _break_step(kind, int(number))
 

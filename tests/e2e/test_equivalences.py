@@ -353,8 +353,8 @@ def test_chunks_by_a_clock_that_runs_wild(open_llm, expected, seed):
 
     schedule = llm.engine.scheduler.schedule
 
-    def remember(most: int | None) -> Any:
-        step = schedule(most)
+    def remember(most: int | None, microbatch: int) -> Any:
+        step = schedule(most, microbatch)
         sizes.update(chunk.num_tokens for chunk in step.chunks if chunk.request.group == "main")
         return step
 

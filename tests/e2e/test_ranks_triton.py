@@ -25,12 +25,14 @@ from tests.forked_server import CAN_FORK, forked
 from tests.interpreter import numbers_as_on_a_gpu, quick_interpreter
 from tests.parity.random_models import save_random
 from tests.parity.variants import VARIANTS
-from tests.rank_follower import corrupt, pages_of
+from tests.rank_follower import corrupt, draws_of, note_draws, pages_of
 from transformers import LlamaConfig
 
 from freight import SamplingParams
 from freight.engine import build, leader
 from freight.engine.engine import Engine
+from freight.engine.runner import ModelRunner
+from freight.engine.step import Mode
 from freight.errors import KernelError
 from freight.fp8.formats import Format
 from freight.fp8.weights import quantize_blocks
@@ -232,3 +234,80 @@ def test_a_step_that_a_rank_leaves_is_computed_again(
     engine = with_ranks(tmp_path, check_ranks=False)
     assert outputs_of(engine) == expected
     close(engine)
+
+
+DRAWS: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.0, "max_tokens": 7},
+    {"seed": -3, "temperature": 0.7, "top_k": 9, "top_p": 0.85, "min_p": 0.01, "max_tokens": 4},
+    {"seed": 2**63 + 5, "temperature": 3.0, "max_tokens": 5},
+)
+
+
+def drawn_by(engine: Engine, stop: int | None = None) -> list[Any]:
+    """Tokens of requests for which nothing needs the host. The last ends at `stop` where it comes."""
+    for index, kind in enumerate(DRAWS):
+        params = SamplingParams(**kind, ignore_eos=True)
+        if stop is not None and index == len(DRAWS) - 1:
+            params = replace(params, stop_token_ids=(stop,))
+        engine.add(str(index), engine.accept([index + 1] * (1 + index % 2), params), params)
+    while engine.has_unfinished:
+        engine.step()
+    return [list(engine.output(str(index)).outputs[0].token_ids) for index in range(len(DRAWS))]
+
+
+def drawn_alone(tmp_path: Path) -> tuple[list[Any], int]:
+    """What one process draws that waits for each step, and the id that ends the last request early."""
+    alone = with_ranks(tmp_path, tensor_parallel_size=1)
+    alone.mode = Mode.REPEATABLE
+    expected = drawn_by(alone)
+    stop = expected[-1][2]
+    expected[-1] = expected[-1][: expected[-1].index(stop) + 1]
+    return expected, stop
+
+
+def with_layers(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have `with_ranks` take a model of so many layers."""
+    given, options = CASES["W8A8, scales per token"]
+    given = given | {"num_hidden_layers": count}
+    monkeypatch.setitem(CASES, "W8A8, scales per token", (given, options))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stages", [1, 2])
+def test_every_rank_draws_the_same_and_no_step_waits_for_the_host(
+    stages: int, tmp_path: Path, pages_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With two stages steps of two microbatches are under way."""
+    with_layers(stages, monkeypatch)
+    expected, stop = drawn_alone(tmp_path)
+    monkeypatch.setattr(ModelRunner, "launch", ModelRunner.launch)
+    noted = note_draws()
+    engine = with_ranks(tmp_path, check_ranks=False, pipeline_parallel_size=stages)
+    assert engine.scheduler.num_microbatches == stages
+    assert drawn_by(engine, stop) == expected
+    last = SamplingParams(max_tokens=1)
+    engine.add("last", engine.accept([1, 2], last), last)
+    engine.step()  # once rank 1 gathers for this, it has drawn what was launched before
+    close(engine)
+    assert draws_of(pages_file) == noted
+    for microbatch in range(stages):
+        assert any(of == microbatch and ahead for of, ahead, _ in noted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("fault", ["ahead 1", "drawn 1"])
+def test_what_was_launched_on_a_step_that_a_rank_left_is_computed_again(
+    fault: str, stages: int, tmp_path: Path, pages_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 1 leaves a step that rank 0 has launched on top of one that it has not read."""
+    with_layers(stages, monkeypatch)
+    expected, stop = drawn_alone(tmp_path)
+    monkeypatch.setenv("FREIGHT_TEST_FAULT", fault)
+    engine = with_ranks(tmp_path, check_ranks=False, pipeline_parallel_size=stages)
+    assert drawn_by(engine, stop) == expected
+    close(engine)
+    noted = draws_of(pages_file)
+    aheads = [tokens for _, ahead, tokens in noted if ahead]
+    assert aheads[0] is None
+    assert aheads[1] is not None

@@ -196,8 +196,8 @@ def test_twenty_windows_are_held_in_one(
     )
     cache, schedule, held = llm.engine.cache, llm.engine.scheduler.schedule, []
 
-    def watched() -> Step:
-        step = schedule()
+    def watched(*given: Any) -> Step:
+        step = schedule(*given)
         held.append([allocator.num_held for allocator in cache.allocators])
         return step
 

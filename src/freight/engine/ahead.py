@@ -25,6 +25,10 @@ stop ids, stop strings, log-probabilities. So do all repairs. A step with a row 
 or none yet (NaN, a nucleus wider than what was looked at), or that raised, is computed again by
 `compute`, and what was launched on top of it is forgotten. It is scheduled again and stores the
 same slots again. So results and errors are those of `compute`.
+
+Of several ranks each draws the tokens itself, from the same logits by the same parameters, so that
+they are on its device for the next step. The host of rank 0 alone reads them. Where a rank leaves a
+step, all forget what was launched, and the step whose tokens are read then is computed again, too.
 """
 
 from __future__ import annotations
@@ -38,8 +42,8 @@ from torch import Tensor
 
 from freight.engine.compute import ChunkWork
 from freight.engine.prepare import Logits, SequenceSlice
-from freight.engine.runner import ModelRunner
-from freight.engine.sampler import Draw, draw
+from freight.engine.runner import Drawn, Inputs, ModelRunner
+from freight.engine.sampler import Draw
 from freight.engine.step import Step
 
 logger = logging.getLogger("freight")
@@ -47,16 +51,17 @@ logger = logging.getLogger("freight")
 
 @dataclass(frozen=True)
 class Launched:
-    """A step under way. `tokens` are those that it draws, int64 [chunks that sample] on the device.
+    """A step under way, and what it draws.
 
     `facts` [2, chunks that sample] are the tokens and whether each is usable, on the host once
-    `copied` has happened.
+    `copied` has happened. `runner` computes it.
     """
 
     step: Step
-    tokens: Tensor
+    drawn: Drawn
     facts: Tensor
     copied: torch.cuda.Event | None
+    runner: ModelRunner
 
     @property
     def is_wanted(self) -> bool:
@@ -65,8 +70,7 @@ class Launched:
     def read(self) -> list[int] | None:
         """Return the tokens, for which the host waits; None if some row has none that can be used."""
         try:
-            if self.copied is not None:
-                self.copied.synchronize()
+            self.runner.settle(self.drawn, self.copied)
         except Exception as error:
             logger.warning("a step that was launched failed and is computed again: %s", error)
             return None
@@ -110,49 +114,40 @@ def launch(runner: ModelRunner, step: Step, before: Launched | None = None) -> L
 
 @torch.inference_mode()
 def _launch(runner: ModelRunner, step: Step, before: Launched | None) -> Launched:
-    tokens = None
+    inputs = None
     if before is not None:
-        tokens = _inputs(step, before)
+        inputs = _inputs(step, before)
     slices = []
     rows = []
     for chunk in step.chunks:
         request = chunk.request
         end = chunk.start + chunk.num_tokens
-        token_ids: tuple[int, ...] = (0,)  # where `tokens` take its place
-        if tokens is None:
+        token_ids: tuple[int, ...] = (0,)  # where `inputs` take its place
+        if inputs is None:
             token_ids = request.tokens(chunk.start, end)
-        logits_of = Logits.NONE
+        logits = Logits.NONE
         if chunk.samples:
-            logits_of = Logits.LAST
+            logits = Logits.LAST
             rows.append(Draw(request.params, request.seed, end - request.num_prompt_tokens))
         slot = request.adapter_slot
-        slices.append(SequenceSlice(token_ids, chunk.start, chunk.block_ids, logits_of, slot))
-    computed = runner.run(slices, tokens)
-    if not rows:
-        none = torch.empty(0, dtype=torch.int64, device="cpu")
-        return Launched(step, none, none.expand(2, 0), None)
-    logits = computed.logits(range(len(rows)))
-    drawn, facts = draw(logits, rows)
+        slices.append(SequenceSlice(token_ids, chunk.start, chunk.block_ids, logits, slot))
+    drawn = runner.launch(slices, rows, step.microbatch, inputs)
+    facts = drawn.facts
     if facts.device.type != "cuda":
-        return Launched(step, drawn, facts, None)
+        return Launched(step, drawn, facts, None, runner)
     on_host = torch.empty(facts.shape, dtype=facts.dtype, device="cpu", pin_memory=True)
     on_host.copy_(facts, non_blocking=True)
     copied = torch.cuda.Event()
     copied.record(torch.cuda.current_stream(facts.device))
-    return Launched(step, drawn, on_host, copied)
+    return Launched(step, drawn, on_host, copied, runner)
 
 
-def _inputs(step: Step, before: Launched) -> Tensor:
-    """int64 [chunks]: what `before` draws for the requests of `step`, which are in the same order."""
+def _inputs(step: Step, before: Launched) -> Inputs:
+    """What `before` draws for the requests of `step`, which are in the same order."""
     drawn = [chunk for chunk in before.step.chunks if chunk.samples]
-    if len(step.chunks) == len(drawn):
-        return before.tokens
     row_of = {id(chunk.request): row for row, chunk in enumerate(drawn)}
-    tokens = []
-    for chunk in step.chunks:
-        row = row_of[id(chunk.request)]
-        tokens.append(before.tokens[row : row + 1])
-    return torch.cat(tokens)
+    rows = [row_of[id(chunk.request)] for chunk in step.chunks]
+    return Inputs(before.drawn, rows)
 
 
 class Lookahead:

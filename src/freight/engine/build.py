@@ -433,7 +433,7 @@ def _assemble(
         stop_token_ids=opened.stop_token_ids(),
         seed=config.seed,
         threads=opened.threads(config),
-        mode=_mode(config, ready.spec, opened.ranks.size),
+        mode=_mode(config, ready.spec),
         pace=pace,
         store=store,
         reproducible=is_reproducible(opened, ready.kernels),
@@ -536,20 +536,27 @@ def _num_microbatches(config: EngineConfig, ready: _Ready) -> int:
     """Return how many steps are under way at once: one for each stage, where the host does not wait
     for a step.
     """
-    if _mode(config, ready.spec, ready.opened.ranks.size) is not Mode.OVERLAPPED:
+    if _mode(config, ready.spec) is not Mode.OVERLAPPED:
         return 1
     return max(1, len(ready.model.stages))
 
 
-def _mode(config: EngineConfig, spec: KVCacheSpec, ranks: int) -> Mode:
+def _mode(config: EngineConfig, spec: KVCacheSpec) -> Mode:
     """Return the mode of an engine that drafts `most_drafts` tokens a step."""
     if not spec.repeatable:
         return Mode.ONCE
-    if config.device != "cpu" and ranks == 1:  # a step runs while the host goes on
+    if _launches_ahead(config):
         return Mode.OVERLAPPED
     if config.most_drafts:
         return Mode.DRAFTING
     return Mode.REPEATABLE
+
+
+def _launches_ahead(config: EngineConfig) -> bool:
+    """Say whether the next step is launched before the tokens of the last are known: on a GPU, where a
+    step runs while the host goes on, and as there where its kernels are interpreted.
+    """
+    return config.device != "cpu" or config.kernels == TRITON
 
 
 def _most_drafts(
@@ -569,7 +576,7 @@ def _most_drafts(
         obstacle = "layers of this model keep states, which do not take back a token"
     elif not isinstance(decoder, Decoder):
         obstacle = "the modules of transformers may round a row differently beside others"
-    elif config.device != "cpu":
+    elif _launches_ahead(config):
         obstacle = "on a GPU the next step is launched before the tokens of the last are known"
     elif not exact:
         obstacle = "the reference kernels may round a row differently beside others"

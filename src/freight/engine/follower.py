@@ -37,7 +37,8 @@ from freight.engine.fingerprint import fingerprint
 from freight.engine.leader import HANG_UP, opened_as, pulse
 from freight.engine.prepare import Logits, SequenceSlice
 from freight.engine.rank_check import rank_check
-from freight.engine.runner import ModelRunner, StepRows
+from freight.engine.runner import Drawn, Inputs, ModelRunner, StepRows
+from freight.engine.sampler import Draw
 from freight.errors import CapacityError, CheckpointError, FreightError, RankError
 from freight.model.adapter_modules import adapter_modules
 from freight.model.decoder import Decoder, LanguageModel
@@ -47,7 +48,7 @@ from freight.parallel.messages import Kind, Start, integers_of
 from freight.parallel.places import Place
 from freight.parallel.ranks import Ranks, Transport
 from freight.parallel.shared import SharedMemory, passed_files
-from freight.parallel.steps import StepReader
+from freight.parallel.steps import LaunchNumbers, SliceNumbers, StepReader
 from freight.settings.engine import EngineConfig
 
 _LOGITS = tuple(Logits)
@@ -239,6 +240,7 @@ def _serve(
     reader = StepReader()
     failed = ""
     rows: StepRows | None = None
+    drawn: dict[int, Drawn] = {}  # by microbatch, of the last step that was launched
     while True:
         kind, data = messages.receive(connection)
         if kind is Kind.STOP:
@@ -248,26 +250,16 @@ def _serve(
             memory.restart(times)
             messages.send(connection, Kind.LEFT, f"{times} {failed}".encode())
             reader.clear()
+            drawn.clear()
             failed = ""
             continue
         if failed:
             continue  # gathers would take part in those of the step that is left
         try:
             if kind is Kind.RUN:
-                slices = []
-                for part in reader.decode(data):
-                    logits = _LOGITS[part.logits]
-                    slices.append(
-                        SequenceSlice(
-                            part.token_ids,
-                            part.start,
-                            part.block_ids,
-                            logits,
-                            part.adapter,
-                            part.second_text,
-                        )
-                    )
-                rows = runner.run(slices)
+                rows = runner.run(_slices(reader.decode(data)))
+            elif kind is Kind.LAUNCH:
+                _launch(runner, reader.decode_launch(data), drawn)
             elif kind is Kind.ADAPTER:
                 assert modules is not None
                 _load_adapter(connection, runner, modules, data.decode())
@@ -280,6 +272,31 @@ def _serve(
         except Exception as error:
             memory.fail()
             failed = f"{type(error).__name__}: {error}"
+
+
+def _launch(runner: ModelRunner, launch: LaunchNumbers, drawn: dict[int, Drawn]) -> None:
+    """Run a step and draw its tokens, which the next one of its microbatch may take from `drawn`."""
+    inputs = None
+    if launch.rows is not None:
+        inputs = Inputs(drawn[launch.microbatch], launch.rows)
+    draws = [Draw(one.params, one.seed, one.position) for one in launch.draws]
+    slices = _slices(launch.slices)
+    drawn[launch.microbatch] = runner.launch(slices, draws, launch.microbatch, inputs)
+
+
+def _slices(parts: Sequence[SliceNumbers]) -> list[SequenceSlice]:
+    """Return slices as rank 0 has them."""
+    return [
+        SequenceSlice(
+            part.token_ids,
+            part.start,
+            part.block_ids,
+            _LOGITS[part.logits],
+            part.adapter,
+            part.second_text,
+        )
+        for part in parts
+    ]
 
 
 def _load_adapter(

@@ -32,6 +32,8 @@ from freight.base.descent import from_lasting_thread, with_parent
 from freight.cache.arena import mapped
 from freight.checkpoint.lora import LoraAdapter
 from freight.engine.prepare import Logits, SequenceSlice
+from freight.engine.runner import Inputs
+from freight.engine.sampler import Draw
 from freight.errors import (
     CapacityError,
     CheckpointError,
@@ -46,7 +48,7 @@ from freight.parallel.messages import Kind, Start, integers
 from freight.parallel.places import Place
 from freight.parallel.ranks import Transport
 from freight.parallel.shared import SharedFiles, SharedMemory, nameless_memory
-from freight.parallel.steps import SliceNumbers, StepWriter
+from freight.parallel.steps import LaunchNumbers, SliceNumbers, StepWriter
 from freight.settings.engine import EngineArgs
 from freight.settings.nodes import with_own
 
@@ -231,6 +233,7 @@ class Leader:
         self._writer = StepWriter()
         self._torn = False  # the ranks have to leave a step
         self._restarts = 0
+        self._why_anew = ""  # the last time
         pages = []
         if maps_pages:
             pages = [nameless_memory() for _ in range(1, size)]
@@ -391,23 +394,66 @@ class Leader:
         """Have the others compute the logits of `rows` of the last run, as the body does. Raises as
         `step`.
         """
-        return self.step(Kind.LOGITS, lambda: integers(rows))
+        return self.step(Kind.LOGITS, lambda: integers(rows), self.beginning)
+
+    @property
+    def beginning(self) -> int:
+        """How often all ranks began anew: they then have no rows, tokens and block tables of before."""
+        return self._restarts
+
+    def launching(
+        self,
+        slices: Sequence[SequenceSlice],
+        draws: Sequence[Draw],
+        microbatch: int,
+        inputs: Inputs | None,
+    ) -> AbstractContextManager[None]:
+        """Have the others run `slices` and draw, as the body does; `inputs`: of the last step of the
+        microbatch that was launched. Raises as `step`.
+        """
+        rows = None
+        needed = None
+        if inputs is not None:
+            rows = inputs.rows
+            needed = inputs.drawn.beginning
+
+        def data() -> bytes:
+            launch = LaunchNumbers(microbatch, _numbers(slices), draws, rows)
+            return self._writer.encode_launch(launch)
+
+        return self.step(Kind.LAUNCH, data, needed)
+
+    def settle(self, beginning: int, copied: torch.cuda.Event | None) -> None:
+        """Wait for an event behind a step that was launched after this beginning. Raises KernelError
+        where all began anew since: gathers of the step may have ended early.
+        """
+        if copied is not None:
+            copied.synchronize()
+        self._require_since(beginning)
+
+    def _require_since(self, beginning: int) -> None:
+        if beginning != self._restarts:
+            raise KernelError(f"a rank has left the step, or one before it: {self._why_anew}")
 
     @contextmanager
-    def step(self, kind: Kind, data: Callable[[], bytes]) -> Iterator[None]:
+    def step(
+        self, kind: Kind, data: Callable[[], bytes], needed: int | None = None
+    ) -> Iterator[None]:
         """Have the others compute what the body computes here. `data` is called once they all know
-        the same: they may have to begin anew first, and then know no block tables.
+        the same: they may have to begin anew first, and then know no block tables. needed: the
+        `beginning` of an earlier step that this one goes on from; None: of none.
 
         Whatever ends the body early makes them leave the step. Raises RankError once a rank is
-        lost, KernelError, with that rank's words, where a rank has left the step, or before LOGITS
-        the one whose rows these are.
+        lost, KernelError, with that rank's words, where a rank has left the step, or the one that is
+        needed.
         """
         self._require_all()
         if self._torn or self.memory.failed() is not None:
-            why = "; ".join(filter(None, self._restart()))
-            if kind is Kind.LOGITS:  # of rows that a rank may not have
-                raise KernelError(f"a rank has left the step: {why}")
-            logger.warning("the ranks begin anew: %s", why)
+            self._restart()
+            if kind is not Kind.LOGITS:  # whose rows are of a step that is repeated with a warning
+                logger.warning("the ranks begin anew: %s", self._why_anew)
+        if needed is not None:
+            self._require_since(needed)
         self._torn = True
         try:
             self._send(kind, data())
@@ -451,18 +497,7 @@ class Leader:
 
     def encode(self, slices: Sequence[SequenceSlice]) -> bytes:
         """Return a step's slices as the others read them."""
-        numbers = [
-            SliceNumbers(
-                part.token_ids,
-                part.start,
-                part.block_ids,
-                _CODES[part.logits],
-                part.adapter,
-                part.second_text,
-            )
-            for part in slices
-        ]
-        return self._writer.encode(numbers)
+        return self._writer.encode(_numbers(slices))
 
     def _restart(self) -> list[str]:
         """Make every rank leave what it computes; return why each one did, by rank from 1 on."""
@@ -473,6 +508,7 @@ class Leader:
         self._send(Kind.RESTART, integers((self._restarts,)))
         words = [self._left(rank) for rank in range(1, self.size)]
         self.memory.restart(self._restarts)
+        self._why_anew = "; ".join(filter(None, words))
         self._torn = False
         return words
 
@@ -538,6 +574,20 @@ class Leader:
             lost = lost.replace(f"rank {rank} ", f"{self._named(rank)} ")
         self._ranks.why = self._ranks.why or f"{lost}{how}"
         return RankError(f"{lost}{how}: the engine cannot go on")
+
+
+def _numbers(slices: Sequence[SequenceSlice]) -> list[SliceNumbers]:
+    return [
+        SliceNumbers(
+            part.token_ids,
+            part.start,
+            part.block_ids,
+            _CODES[part.logits],
+            part.adapter,
+            part.second_text,
+        )
+        for part in slices
+    ]
 
 
 def opened_as(fingerprint: str, kernels: str) -> str:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Protocol
+from functools import cache
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -13,8 +14,42 @@ from torch import Tensor
 from freight.cache.pool import KVPool
 from freight.engine.decode_steps import DecodeSteps
 from freight.engine.prepare import Logits, SequenceSlice, prepare
+from freight.engine.sampler import Draw, draw
 from freight.model.decoder import LanguageModel
 from freight.parallel.stages import devices_of
+
+
+class Drawn(NamedTuple):
+    """What a step draws for which the host does not wait.
+
+    tokens     int64 [rows], on the device that embeds them
+    facts      int64 [2, rows], on the device that draws: see `sampler.draw`
+    beginning  `RankLeader.beginning` of its launch
+    ready      what a stream has to wait for before it reads `tokens`; None for the one that drew
+    """
+
+    tokens: Tensor
+    facts: Tensor
+    beginning: int = 0
+    ready: torch.cuda.Event | None = None
+
+
+class Inputs(NamedTuple):
+    """The input tokens of a step: these rows of what the step before it draws, in rising order."""
+
+    drawn: Drawn
+    rows: Sequence[int]
+
+    def tokens(self) -> Tensor:
+        """int64 [rows], on the device."""
+        tokens = self.drawn.tokens
+        if self.drawn.ready is not None:
+            stream = torch.cuda.current_stream(tokens.device)
+            stream.wait_event(self.drawn.ready)
+            tokens.record_stream(stream)
+        if len(self.rows) == len(tokens):
+            return tokens
+        return torch.cat([tokens[row : row + 1] for row in self.rows])
 
 
 class RankLeader(Protocol):
@@ -29,11 +64,31 @@ class RankLeader(Protocol):
     def size(self) -> int:
         """How many ranks there are, this one included."""
 
+    @property
+    def beginning(self) -> int:
+        """How often all ranks began anew, with which they forget the steps before."""
+
     def running(self, slices: Sequence[SequenceSlice]) -> AbstractContextManager[None]:
         """Have the others run `slices`, as the body does. Raises RankError once a rank is lost."""
 
     def taking_logits(self, rows: Sequence[int]) -> AbstractContextManager[None]:
         """Have the others compute the logits of `rows` of the last run, as the body does."""
+
+    def launching(
+        self,
+        slices: Sequence[SequenceSlice],
+        draws: Sequence[Draw],
+        microbatch: int,
+        inputs: Inputs | None,
+    ) -> AbstractContextManager[None]:
+        """Have the others run `slices` and draw, as the body does. Raises KernelError as well where
+        they have forgotten the step that drew `inputs`.
+        """
+
+    def settle(self, beginning: int, copied: torch.cuda.Event | None) -> None:
+        """Wait for an event behind a step that was launched after this beginning. Raises KernelError
+        where a rank may have left the step.
+        """
 
     def close(self) -> None:
         """End the other ranks."""
@@ -110,7 +165,7 @@ class ModelRunner:
         """
         if self.leader is None:
             return self._run(slices, tokens)
-        assert tokens is None, "steps are not launched ahead on CPUs"
+        assert tokens is None, "of several ranks each draws its own: `launch`"
         with self.leader.running(slices):
             return self._run(slices, None)
 
@@ -125,6 +180,58 @@ class ModelRunner:
             batch = replace(batch, token_ids=tokens)
         hidden = self.model.hidden(batch, self.pool.layers)
         return StepRows(self.model, num_rows, hidden=hidden, leader=self.leader)
+
+    @torch.inference_mode()
+    def launch(
+        self,
+        slices: Sequence[SequenceSlice],
+        draws: Sequence[Draw],
+        microbatch: int = 0,
+        inputs: Inputs | None = None,
+    ) -> Drawn:
+        """Run slices, and draw the token behind each that has logits, on every rank. The host waits for no
+        device.
+
+        `inputs` take the place of the slices' tokens, and are of the last step of the microbatch that
+        was launched. Raises RankError once a rank is lost, and KernelError where the ranks began anew
+        since that step.
+        """
+        tokens = None
+        if inputs is not None:
+            tokens = inputs.tokens()
+        if self.leader is None:
+            return self._draw(self.run(slices, tokens), draws)
+        with self.leader.launching(slices, draws, microbatch, inputs):
+            rows = replace(self._run(slices, tokens), leader=None)  # the others take theirs untold
+            drawn = self._draw(rows, draws)
+        return drawn._replace(beginning=self.leader.beginning)
+
+    def _draw(self, rows: StepRows, draws: Sequence[Draw]) -> Drawn:
+        if not draws:  # a chunk of a prompt is not the last
+            none = torch.empty(2, 0, dtype=torch.int64, device="cpu")
+            return Drawn(none[0], none)
+        tokens, facts = draw(rows.all_logits(), draws)
+        first, *further = devices_of(self.pool.stages, self.device)
+        if not further or tokens.device.type == "cpu":
+            return Drawn(tokens, facts)
+        # Now, and by a stream of its own: behind the step of another microbatch, which is queued next, the
+        # first device would have to wait for it, and before it on the first device's own stream that step
+        # would wait for these tokens.
+        stream = _token_stream(first)
+        with torch.cuda.stream(stream):
+            embedded = tokens.to(first, non_blocking=True)
+            ready = torch.cuda.Event()
+            ready.record(stream)
+        return Drawn(embedded, facts, ready=ready)
+
+    def settle(self, drawn: Drawn, copied: torch.cuda.Event | None) -> None:
+        """Wait for an event behind what a step drew. Raises KernelError where a rank may have left the
+        step: its results do not count.
+        """
+        if self.leader is not None:
+            self.leader.settle(drawn.beginning, copied)
+        elif copied is not None:
+            copied.synchronize()
 
     @property
     def num_ranks(self) -> int:
@@ -151,3 +258,9 @@ class ModelRunner:
         `block_ids`, by group.
         """
         return self.run([SequenceSlice(token_ids, start, block_ids, Logits.ALL)]).all_logits()
+
+
+@cache
+def _token_stream(device: str) -> torch.cuda.Stream:
+    """Return the stream of a device on which drawn tokens come to it."""
+    return torch.cuda.Stream(device)

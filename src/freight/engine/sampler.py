@@ -294,7 +294,7 @@ def _draw(x: Tensor, rows: Sequence[_Row], width: int) -> tuple[Tensor, Tensor, 
         index = send(nucleus, torch.int64, x.device)
         nucleus_p, reached[index] = _top_p(p[index], [rows[i].params.top_p for i in nucleus], width)
         p = p.index_copy(0, index, nucleus_p)
-    mass = p.cumsum(-1, dtype=torch.float64)
+    mass = _running_sums(p)
     total = mass[:, -1:]
     seeds = [row.seed for row in rows]
     positions = [row.position for row in rows]
@@ -338,11 +338,21 @@ def _top_p(p: Tensor, goals: Sequence[float], width: int) -> tuple[Tensor, Tenso
     """
     goal = _column(goals, p)
     values = _largest(p, width)
-    mass = values.cumsum(-1, dtype=torch.float64)
+    mass = _running_sums(values)
     reached = (mass[:, -1] >= goal[:, 0]) | (values.shape[-1] == p.shape[-1])
     # rounding may leave 1 unreached
     count = (torch.searchsorted(mass, goal) + 1).clamp(max=values.shape[-1])
     return p.masked_fill(~_first(p, values.gather(-1, count - 1), count), 0), reached
+
+
+def _running_sums(p: Tensor) -> Tensor:
+    """Return float64 [num_rows, tokens]: the sums of each row up to each token, in an order that is
+    the same at every call, and on all ranks.
+    """
+    if p.device.type == "cpu" or len(p) > 1:
+        return p.cumsum(-1, dtype=torch.float64)
+    # of one row torch has another kernel on a GPU, whose blocks add what others have by that moment
+    return p.expand(2, -1).cumsum(-1, dtype=torch.float64)[:1]
 
 
 def _largest(p: Tensor, width: int) -> Tensor:

@@ -217,8 +217,9 @@ class KernelSet(Protocol):
         """Return the columns of all ranks side by side, [rows, ranks * columns] in x's dtype.
 
         x: [rows, columns], of one shape on all ranks, which make the same calls in the same order.
-        With `first` the values are for rank 0, and those of other ranks may be undefined. Without
-        other ranks the result is x. Raises RankError if another rank has ended.
+        With `first` the values are for ranks that draw tokens: rank 0 alone with kernels for CPUs,
+        where those of other ranks may be undefined, and all with kernels for GPUs. Without other
+        ranks the result is x. Raises RankError if another rank has ended.
         """
         ...
 

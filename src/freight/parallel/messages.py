@@ -33,6 +33,7 @@ class Kind(IntEnum):
     LOAD = 1  # what rank 0 resolved: it reads its weights
     POOL = 2  # blocks by group: it allocates its cache
     RUN = 3  # a step (`parallel/steps.py`)
+    LAUNCH = 17  # a step whose tokens every rank draws (`parallel/steps.py`)
     LOGITS = 4  # rows of the last step, int64, whose logits are computed
     ADAPTER = (
         15  # a slot, a digest and a path: it loads an adapter, and answers with LOADED or FAILED

@@ -22,6 +22,8 @@ from freight.engine import compute
 from freight.engine.engine import Engine
 from freight.engine.intake import Intake
 from freight.engine.prepare import SequenceSlice
+from freight.engine.runner import Drawn, Inputs
+from freight.engine.sampler import Draw, draw
 from freight.engine.scheduler import Scheduler
 from freight.engine.step import Mode
 from freight.errors import RequestError
@@ -63,6 +65,7 @@ class FakeRunner:
         self.bad: int | None = None
         self.sizes: list[int] = []
         self.num_ahead = 0  # steps that took tokens from the device
+        self.num_ranks = 1
 
     def run(self, slices: Sequence[SequenceSlice], tokens: Tensor | None = None) -> FakeRows:
         self.sizes.append(len(slices))
@@ -91,6 +94,19 @@ class FakeRunner:
             [part.num_logit_rows for part in slices],
             torch.stack(rows) if rows else torch.empty(0, VOCAB),
         )
+
+    def launch(
+        self,
+        slices: Sequence[SequenceSlice],
+        draws: Sequence[Draw],
+        microbatch: int = 0,
+        inputs: Inputs | None = None,
+    ) -> Drawn:
+        tokens = None if inputs is None else inputs.tokens()
+        return Drawn(*draw(self.run(slices, tokens)._logits, draws))
+
+    def settle(self, drawn: Drawn, copied: torch.cuda.Event | None) -> None:
+        pass
 
     def _slot(self, part: SequenceSlice, position: int) -> int:
         return part.block_ids[0][position // BLOCK] * BLOCK + position % BLOCK

@@ -195,8 +195,9 @@ def test_each_stage_is_captured_on_its_own_device(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(Residual, "on", moved)
     monkeypatch.setattr(Residual, "take", take)
     graphs = CudaGraphs(model, SimpleNamespace(layers=()), 4)  # type: ignore[arg-type]
+    batch: Any = SimpleNamespace(on=lambda device: batch)
     for _ in range(2):  # also where torch has made its stream before
-        replay = graphs.capture(None)  # type: ignore[arg-type]
+        replay = graphs.capture(batch)
         assert [line for line in cuda.ran if "new" in line] == ["new on cuda:1", "new on cuda:2"]
         cuda.ran.clear()
         replay()
@@ -221,13 +222,13 @@ def test_a_stream_takes_all_parts_of_another() -> None:
 
 
 def test_a_batch_on_another_device_says_the_same() -> None:
-    """With its own block tables, and adapters."""
-    further = {"cpu:1": BlockTables(4, (6, 6), "cpu")}
-    buffers = Buffers(4, BlockTables(4, (6, 6), "cpu"), GROUPS, "cpu", True, further)
+    """With its own block tables, and adapters, once it has taken what the first one says."""
+    buffers = Buffers(4, BlockTables(4, (6, 6), "cpu"), GROUPS, "cpu", True, ("cpu:1",))
     slices = [part._replace(adapter=index) for index, part in enumerate(SLICES)]
     buffers.fill(slices)
     ours, theirs = buffers.batch, buffers.batch.on("cpu:1")
     assert theirs is not ours
+    theirs.take(ours)
     assert theirs.block_tables[0].data_ptr() != ours.block_tables[0].data_ptr()
     for group in range(2):
         assert torch.equal(theirs.block_tables[group][:3], ours.block_tables[group][:3])

@@ -17,6 +17,7 @@ from torch._C import _distributed_c10d as c10d
 from torch.distributed import HashStore
 
 from freight.engine import build, follower
+from freight.engine.step import Mode
 from freight.errors import ConfigError, KernelError
 from freight.fp8.formats import Format
 from freight.fp8.scheme import KVScales, Scheme
@@ -72,6 +73,19 @@ def test_ranks_on_gpus_gather_over_nccl() -> None:
     assert build._backend(resolved(GPU)) == "nccl"
     assert build._backend(resolved(CPU)) is None
     assert build._backend(replace(resolved(CPU), kernels="triton")) == "gloo"
+
+
+def test_steps_are_launched_ahead_on_gpus_and_where_their_kernels_are_interpreted() -> None:
+    keeps_pages: Any = SimpleNamespace(repeatable=True)
+    keeps_states: Any = SimpleNamespace(repeatable=False)
+    on_cpu = replace(resolved(CPU), most_drafts=0)
+    for config, mode in (
+        (resolved(GPU), Mode.OVERLAPPED),
+        (replace(on_cpu, kernels="triton"), Mode.OVERLAPPED),
+        (on_cpu, Mode.REPEATABLE),
+    ):
+        assert build._mode(config, keeps_pages) is mode
+        assert build._mode(config, keeps_states) is Mode.ONCE
 
 
 @pytest.mark.parametrize(("backend", "taken"), [("nccl", [3]), ("gloo", [])])

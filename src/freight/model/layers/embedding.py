@@ -109,7 +109,7 @@ class LogitsHead:
         logits = self.kernels.linear(hidden, self.weight, None, float32=True)
         if self.gathered is None:
             return logits
-        return self.kernels.gather(logits, first=True)[:, : self.gathered]  # rank 0 samples
+        return self.kernels.gather(logits, first=True)[:, : self.gathered]
 
     def bounded(self, logits: Tensor) -> Tensor:
         """Apply `divisor` and `soft_cap` to the result of `product`."""
