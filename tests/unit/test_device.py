@@ -21,8 +21,10 @@ from tests.refusals import refuses
 from freight.errors import ConfigError, FreightError
 from freight.fp8.formats import Format
 from freight.settings.device import (
+    Card,
     DeviceKind,
     Threads,
+    cards,
     choose_threads,
     cpu_features,
     cpu_name,
@@ -425,6 +427,17 @@ def test_cuda_facts(
         assert facts.multiplies_fp8 is multiplies
         assert (facts.memory_total, facts.memory_free) == (80 * GIB, 70 * GIB)
     assert probe("cpu", root).kind is DeviceKind.CPU
+
+
+def test_all_cards_that_torch_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = [70 * GIB, 8 * GIB]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"GPU {index}")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (free[index], 80 * GIB))
+    assert cards() == (Card("GPU 0", 80 * GIB, 70 * GIB), Card("GPU 1", 80 * GIB, 8 * GIB))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert cards() == ()
 
 
 def test_an_unknown_device_lists_the_choices(root: Path) -> None:

@@ -87,7 +87,7 @@ def bytes_over(
     spec: KVCacheSpec, layers: Mapping[str, Collection[int]], memory: int
 ) -> dict[str, int]:
     """Return the most bytes that each device has of a cache of `memory` bytes, however that is divided
-    over its groups.
+    over its groups: the least memory of each with which `memory_over` has room for it.
     """
     of_device = {}
     for device, own_layers in layers.items():
@@ -95,7 +95,7 @@ def bytes_over(
         for group in spec.groups:
             own = sum(_layer_bytes(spec, index) for index in group.layers if index in own_layers)
             whole = sum(_layer_bytes(spec, index) for index in group.layers)
-            most = max(most, memory * own // whole)
+            most = max(most, -(-memory * own // whole))
         of_device[device] = most
     return of_device
 

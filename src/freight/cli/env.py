@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 import platform
+from dataclasses import asdict
 from importlib import metadata
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -37,6 +38,8 @@ def env(
     for name, value in facts.items():
         if name == "cpu_builds":
             value = "; ".join(f"{build}: {why or 'can run'}" for build, why in value.items())
+        elif name == "gpus":
+            value = "; ".join(map(_gpu, value))
         elif isinstance(value, dict):
             value = ", ".join(f"{key} {version}" for key, version in value.items())
         elif isinstance(value, list):
@@ -48,6 +51,13 @@ def env(
         typer.echo(f"{name.replace('_', ' '):<16} {value}")
 
 
+def _gpu(gpu: dict[str, Any]) -> str:
+    """'NVIDIA H100, 79.6 GiB of 80.0 GiB free'."""
+    free = gpu["memory_free"] / 2**30
+    total = gpu["memory_total"] / 2**30
+    return f"{gpu['name']}, {free:.1f} GiB of {total:.1f} GiB free"
+
+
 def collect(args: EngineArgs) -> JsonObject:
     """Return the facts, by the names of the JSON. Memory in bytes. Of `args` counts `kernels`."""
 
@@ -56,6 +66,7 @@ def collect(args: EngineArgs) -> JsonObject:
     from freight.kernels.select import select_kernels
     from freight.settings.device import (
         bound_nodes,
+        cards,
         choose_threads,
         cpu_features,
         cpu_name,
@@ -99,6 +110,7 @@ def collect(args: EngineArgs) -> JsonObject:
         "memory_free": device.memory_free,
         "torch_build": _torch_build(),
         "gpu_present": gpu_present(),
+        "gpus": [asdict(card) for card in cards()],
         "kernels": kernels,
         "kernels_because": _because(args.kernels),
         "cpu_builds": {build: why or None for build, why in obstacles().items()},

@@ -467,6 +467,8 @@ StateEvery = Annotated[int | None, _engine_option("state_every")]
 StateDtype = Annotated[str, _engine_option("state_dtype")]
 Kernels = Annotated[str, _engine_option("kernels")]
 RankCount = Annotated[int, _engine_option("tensor_parallel_size")]
+StageCount = Annotated[int, _engine_option("pipeline_parallel_size")]
+StageLayers = Annotated[str | None, _engine_option("pp_layers")]
 MaxLoras = Annotated[int | None, _engine_option("max_loras")]
 MaxLoraRank = Annotated[int | None, _engine_option("max_lora_rank")]
 Lora = Annotated[
@@ -475,8 +477,8 @@ Lora = Annotated[
 ]
 _NO_NODES = "ranks on several machines are for freight serve: omit it"
 _ONE_RANK = (
-    "ranks are for freight serve, generate, chat, batch and plan, and any number of them gives "
-    "what one gives: omit it"
+    "ranks and stages are for freight serve, generate, chat, batch and plan, and any number of them "
+    "gives what one gives: omit it"
 )
 
 _NO_ADAPTERS = (

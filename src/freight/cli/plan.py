@@ -18,6 +18,8 @@ from freight.cli.options import (
     RankCount,
     Revision,
     SkippedLayers,
+    StageCount,
+    StageLayers,
     StateDtype,
     StateEvery,
     option,
@@ -28,7 +30,7 @@ from freight.settings.lora import planned_lora
 from freight.settings.skip_layers import layer_names
 
 if TYPE_CHECKING:
-    from freight.lab.capacity import Plan, Setting
+    from freight.lab.capacity import Plan, Setting, Wish
 
 _BAR = 24  # characters of the longest bar
 _REST = 68  # of the columns before it
@@ -37,7 +39,10 @@ _REST = 68  # of the columns before it
 @takes_model
 def plan(
     model: str,
-    memory: Annotated[str, option("BYTES|24GiB", "Memory of the device, weights included.")],
+    memory: Annotated[
+        str,
+        option("BYTES|24GiB", "Memory of the device, or of all together, weights included."),
+    ],
     context: Annotated[
         int | None,
         option(
@@ -63,6 +68,8 @@ def plan(
     state_every: StateEvery = None,
     state_dtype: StateDtype = "auto",
     tensor_parallel_size: RankCount = 1,
+    pipeline_parallel_size: StageCount = 1,
+    pp_layers: StageLayers = None,
     ignore_config_keys: IgnoredKeys = None,
     max_loras: MaxLoras = None,
     max_lora_rank: MaxLoraRank = None,
@@ -95,6 +102,8 @@ def plan(
         state_every=state_every,
         state_dtype=state_dtype,
         ranks=tensor_parallel_size,
+        stages=pipeline_parallel_size,
+        pp_layers=pp_layers,
         lora=planned_lora(max_loras, max_lora_rank),
     )
     ignored = names_of(ignore_config_keys or ())
@@ -125,10 +134,9 @@ def _print(model: str, made: Plan) -> None:
     console.print(
         f"{model} on {wish.device} with {size(wish.memory)}, requests of {made.context:,} tokens"
     )
-    if wish.ranks > 1:
-        console.print(
-            f"{wish.ranks} ranks, each with {size(wish.memory // wish.ranks)} of it; sizes are those of each rank"
-        )
+    line = _divided(wish)
+    if line:
+        console.print(line)
     console.print(f"dtype: {describe_dtype(made.dtype, made.dtype_source)}")
     kv = made.settings[-1].kv
     if kv.layers is not None:
@@ -148,6 +156,8 @@ def _print(model: str, made: Plan) -> None:
             mark = "*"
             style = "bold green"
         console.print(Text(f"{mark} {'  '.join(cells)}".rstrip(), style))
+    for line in _devices(made):
+        console.print(line)
     console.print(
         f"KV cache: {share} of what weights and rotary tables leave, as the engine takes by itself. Not counted: "
         "activations, logits, torch and its kernels; they have the rest."
@@ -169,6 +179,41 @@ def _print(model: str, made: Plan) -> None:
             "that are stacked tensors, routers, embedding and head stay so."
         )
     console.print(Text(verdict(made), "bold"))
+
+
+def _divided(wish: Wish) -> str:
+    """Say which part of the memory ranks and stages have; '' without any."""
+    from freight.lab.capacity import size
+
+    memory = size(wish.device_memory)
+    if wish.devices == 1 and wish.ranks == 1:
+        return ""
+    if wish.devices == 1:
+        return f"{wish.ranks} ranks, each with {memory} of it; sizes are those of each rank"
+    if wish.ranks == 1:
+        return f"{wish.stages} devices, each with {memory} of it and a part of the layers"
+    return (
+        f"{wish.ranks} ranks, each with {wish.stages} devices that have a part of the layers and {memory} of it; "
+        "sizes are those of each rank"
+    )
+
+
+def _devices(made: Plan) -> Iterator[str]:
+    """Say what each device has in the setting that the verdict names."""
+    from freight.lab.capacity import named_setting, size
+    from freight.lab.columns import plural
+
+    setting = named_setting(made)
+    if not setting.devices:
+        if made.wish.stages > 1:
+            yield "On a CPU all stages are in its memory, and gain nothing."
+        return
+    yield f"With {setting.weights} weights and a cache in {setting.cache_name}:"
+    for index, part in enumerate(setting.devices):
+        yield (
+            f"  {made.wish.device}:{index}  {plural(part.layers, 'layer')}, weights {size(part.weight_bytes)}, "
+            f"KV cache up to {size(part.cache_bytes)}"
+        )
 
 
 def _states(made: Plan) -> str:

@@ -93,6 +93,7 @@ def start_engine(
     Raises what `before_weights` raises, and ConfigError, CheckpointError or CapacityError, before
     weights are read wherever that is decidable.
     """
+    _warn_of_stages(opened)
     if opened.args.tensor_parallel_size == 1:
         return _start(opened, before_weights, decoder, None, tells_cache)
     assert decoder is None
@@ -102,6 +103,16 @@ def start_engine(
     except BaseException:
         leader.close("rank 0 could not start; its log says why")
         raise
+
+
+def _warn_of_stages(opened: OpenModel) -> None:
+    """Say where stages gain nothing."""
+    size = opened.args.pipeline_parallel_size
+    if size > 1 and opened.device.kind == "cpu":
+        logger.warning(
+            "%d stages: on a CPU all of them are in one memory, where stages gain nothing; one does the same work",
+            size,
+        )
 
 
 def planned(opened: OpenModel) -> EngineConfig:
@@ -699,8 +710,8 @@ def _check_memory(asked: int, weights: int, adapters: int, device: DeviceFacts, 
 def _check_stages(
     opened: OpenModel, config: EngineConfig, spec: KVCacheSpec | None = None, memory: int = 0
 ) -> None:
-    """Raise CapacityError where a GPU with a part of the layers lacks memory for their weights, and their
-    part of a cache of `memory` bytes.
+    """Raise CapacityError where a GPU with a part of the layers lacks memory for their weights and
+    adapters, and their part of a cache of `memory` bytes.
     """
     stages = opened.stages(config)
     if not stages or config.device == "cpu":
@@ -712,10 +723,15 @@ def _check_stages(
         weights[stages[0].device] += opened.passing_bytes(config)
     else:
         cache = bytes_over(spec, layers, memory)
+    width = config.compute_format.bytes
     for device, free in free_bytes(layers).items():
-        if weights[device] + cache[device] > free:
+        adapters = adapter_bytes(
+            opened.model, config.lora, width, opened.ranks.size, layers[device]
+        )
+        needed = weights[device] + adapters
+        if needed + cache[device] > free:
             raise CapacityError(
-                f"{device}: {len(layers[device])} layers need {weights[device]:,} bytes for weights and "
+                f"{device}: {len(layers[device])} layers need {needed:,} bytes for weights and adapters, and "
                 f"{cache[device]:,} for their cache, and {free:,} are free; give it fewer layers (--pp-layers), more "
                 "GPUs (--pipeline-parallel-size), or lower --kv-cache-memory"
             )

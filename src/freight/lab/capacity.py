@@ -10,12 +10,19 @@ and what the kernels and torch need.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from freight.base.fields import JsonObject
 from freight.base.options import choose
-from freight.cache.sizing import MEMORY_SHARE, held_memory, longest_request, split_memory
+from freight.cache.sizing import (
+    MEMORY_SHARE,
+    bytes_over,
+    held_memory,
+    longest_request,
+    memory_over,
+    split_memory,
+)
 from freight.cache.spec import KVCacheSpec, cache_spec
 from freight.cache.store.entries import ENTRY_BYTES, TOKEN_BYTES
 from freight.checkpoint.layouts import read_scheme
@@ -35,9 +42,12 @@ from freight.model.sizes import (
     int4_online,
     loaded_bytes,
     online,
+    stage_costs,
+    table_bytes,
 )
 from freight.parallel.shards import require_divisible
 from freight.parallel.shared import MAX_RANKS
+from freight.parallel.stages import require_stages, stage_counts, stages_of
 from freight.settings.engine import EngineArgs, KVCacheConfig
 from freight.settings.hardware import no_four_bit_weights
 from freight.settings.kv_source import groups_fit
@@ -51,6 +61,7 @@ from freight.settings.resolve import (
     step_tokens,
 )
 from freight.settings.skip_layers import FLAG, check_skipped, skipped_layers
+from freight.settings.stages import check_stages
 from freight.settings.states import check_states, with_state
 
 GIB = 2**30
@@ -59,7 +70,7 @@ _LEAST = 2**20  # bytes: a smaller number is one whose unit was forgotten
 
 @dataclass(frozen=True)
 class Wish:
-    """What is asked for. Memory in bytes, of all ranks together, of which weights are a part;
+    """What is asked for. Memory in bytes, of all devices together, of which weights are a part;
     `context` in tokens, None: the model's own.
 
     concurrency    requests of `context` tokens that are to be in the cache at once
@@ -71,6 +82,9 @@ class Wish:
     state_every    tokens between states that stay behind, as `EngineArgs.state_every`
     state_dtype    how recurrent states are stored, as `EngineArgs.state_dtype`
     ranks          processes that compute the model together, each with an even part of the memory
+    stages         devices of each rank that divide the layers, each with an even part of its memory;
+                   on a CPU they have its memory together
+    pp_layers      layers of each stage, as `EngineArgs.pp_layers`
     lora           memory for adapters; None for none
     """
 
@@ -84,7 +98,19 @@ class Wish:
     state_every: int | None = None
     state_dtype: str = "auto"
     ranks: int = 1
+    stages: int = 1
+    pp_layers: str | None = None
     lora: LoraConfig | None = None
+
+    @property
+    def devices(self) -> int:
+        """How many of them each rank has, with a memory of their own."""
+        return self.stages if self.device != "cpu" else 1
+
+    @property
+    def device_memory(self) -> int:
+        """Bytes of each device."""
+        return self.memory // (self.ranks * self.devices)
 
     @property
     def num_requests(self) -> int:
@@ -96,6 +122,17 @@ class Wish:
 
 
 @dataclass(frozen=True)
+class DevicePart:
+    """What one of several devices has of a model: its layers, the bytes of their weights, with tables
+    and memory for adapters, and the most bytes of the cache.
+    """
+
+    layers: int
+    weight_bytes: int
+    cache_bytes: int
+
+
+@dataclass(frozen=True)
 class Setting:
     """One choice of formats, and what fits with it. Sizes in bytes, those of each rank.
 
@@ -103,7 +140,9 @@ class Setting:
     kv                 the cache; static scales have no values here
     options            what `freight serve` is given for it, apart from context, concurrency and memory
     loaded             the weights, with their scales, the rotary tables and memory for adapters
-    cache_bytes        the share of what the weights leave
+    cache_bytes        the share of what the weights leave; of several devices so much that each has
+                       room for its layers' part
+    devices            what each of the devices has that divide the layers; () without any
     rest_bytes         what is left for activations and logits, which are not counted
     spec               the cache by layer
     stored_tokens      `stored_tokens` of the cache of all ranks
@@ -122,6 +161,7 @@ class Setting:
     options: tuple[str, ...]
     loaded: LoadedBytes
     cache_bytes: int
+    devices: tuple[DevicePart, ...]
     rest_bytes: int
     spec: KVCacheSpec
     stored_tokens: int
@@ -204,19 +244,7 @@ def make_plan(
         source = DtypeSource.OPTION
     settings = tuple(_settings(model, scheme, compute, wish, context))
     if all(setting.cache_bytes == 0 for setting in settings):
-        least = min(settings, key=lambda setting: setting.loaded.total)
-        needed = size(min(setting.needed_bytes for setting in settings), up=True)
-        loaded = size(least.loaded.total * wish.ranks, up=True)
-        loads = f"the weights alone need {loaded} in {least.weights}"
-        way_out = "take a smaller model"
-        if wish.lora is not None:
-            adapters = size(least.loaded.adapters * wish.ranks, up=True)
-            loads = f"the weights in {least.weights} and adapters need {loaded}, of which {adapters} are for adapters"
-            way_out = "lower --max-loras or --max-lora-rank"
-        raise CapacityError(
-            f"--memory is {size(wish.memory)}, and {loads}: give at least {needed}, which serves "
-            f"{asked(wish, context)}, or {way_out}"
-        )
+        raise _too_little(wish, context, settings)
     serving = (i for i, setting in enumerate(settings) if setting.requests >= wish.num_requests)
     return Plan(
         wish=wish,
@@ -226,6 +254,27 @@ def make_plan(
         settings=settings,
         choice=next(serving, None),
         through_transformers=model.foreign is not None,
+    )
+
+
+def _too_little(wish: Wish, context: int, settings: Sequence[Setting]) -> CapacityError:
+    least = min(settings, key=lambda setting: setting.loaded.total)
+    needed = size(min(setting.needed_bytes for setting in settings), up=True)
+    loaded = size(least.loaded.total * wish.ranks, up=True)
+    loads = f"the weights alone need {loaded} in {least.weights}"
+    way_out = "take a smaller model"
+    if wish.lora is not None:
+        adapters = size(least.loaded.adapters * wish.ranks, up=True)
+        loads = f"the weights in {least.weights} and adapters need {loaded}, of which {adapters} are for adapters"
+        way_out = "lower --max-loras or --max-lora-rank"
+    if least.devices:
+        most = size(max(part.weight_bytes for part in least.devices), up=True)
+        loads += f", {most} on the fullest of devices with {size(wish.device_memory)}"
+        if wish.pp_layers is not None:
+            way_out = "omit --pp-layers"
+    return CapacityError(
+        f"--memory is {size(wish.memory)}, and {loads}: give at least {needed}, which serves "
+        f"{asked(wish, context)}, or {way_out}"
     )
 
 
@@ -247,11 +296,9 @@ def _check(wish: Wish, model: ModelConfig) -> int:
         raise ConfigError(
             f"--tensor-parallel-size {wish.ranks} must be an integer from 1 to {MAX_RANKS}"
         )
-    if wish.ranks > 1 and wish.device != "cpu":
-        raise ConfigError(
-            f"--tensor-parallel-size {wish.ranks} is for CPUs: choose --device cpu, or omit it"
-        )
     require_divisible(model, wish.ranks)
+    check_stages(wish.stages, wish.pp_layers)
+    require_stages(model, wish.stages)
     for flag, value in (("--context", wish.context), ("--concurrency", wish.concurrency)):
         if value is not None and value < 1:
             raise ConfigError(f"{flag} {value} must be an integer ≥ 1")
@@ -269,16 +316,94 @@ def _settings(
     facts = (model, EngineArgs.block_size, compute, wish.state_every, context)
     step = step_tokens(wish.device, model)
     caches = _caches(compute, scheme, wish, model)
-    adapters = adapter_bytes(model, wish.lora, compute.bytes, wish.ranks)
     for form in _forms(model, scheme, compute, wish.device):
-        loaded = loaded_bytes(
-            model, compute, form.format, form.linear_of, wish.layout, context, wish.ranks
-        )
-        loaded = replace(loaded, adapters=adapters)
+        rooms = _rooms(model, compute, form, wish, context)
         for cache in caches:
             spec = cache_spec(cache.kv, *facts, wish.ranks)
             stored = stored_tokens(cache_spec(cache.kv, *facts))
-            yield _setting(form, cache, loaded, spec, stored, wish, context, step)
+            yield _setting(form, cache, rooms, spec, stored, wish, context, step)
+
+
+@dataclass(frozen=True)
+class Rooms:
+    """The devices of a rank, by name: the layers of each and its weights; `memory` of each, in bytes,
+    and the `share` of what the weights leave that the cache gets.
+    """
+
+    layers: Mapping[str, Collection[int]]
+    loaded: Mapping[str, LoadedBytes]
+    memory: int
+    share: float
+
+    @property
+    def weights(self) -> LoadedBytes:
+        """Those of all devices."""
+        total = LoadedBytes(0, 0, 0)
+        for part in self.loaded.values():
+            total += part
+        return total
+
+    @property
+    def left(self) -> dict[str, int]:
+        """Bytes that the weights of each device leave."""
+        return {device: max(0, self.memory - part.total) for device, part in self.loaded.items()}
+
+    def for_cache(self, spec: KVCacheSpec) -> int:
+        """Bytes of the cache, as the engine takes them; 0 where the weights of a device do not fit."""
+        if any(part.total > self.memory for part in self.loaded.values()):
+            return 0
+        shares = {device: int(left * self.share) for device, left in self.left.items()}
+        return memory_over(spec, self.layers, shares)
+
+    def needed(self, spec: KVCacheSpec, cache: int) -> int:
+        """Return the least memory of all devices, each with as much, that has room for a cache of so many
+        bytes.
+        """
+        parts = bytes_over(spec, self.layers, cache)
+        of_each = [
+            self.loaded[device].total + needed_for(part, self.share)
+            for device, part in parts.items()
+        ]
+        return len(of_each) * max(of_each)
+
+    def parts(self, spec: KVCacheSpec, cache: int) -> tuple[DevicePart, ...]:
+        """Return what each of several devices has; () of one."""
+        if len(self.layers) == 1:
+            return ()
+        parts = []
+        for device, of_cache in bytes_over(spec, self.layers, cache).items():
+            weights = self.loaded[device].total
+            parts.append(DevicePart(len(self.layers[device]), weights, of_cache))
+        return tuple(parts)
+
+
+def _rooms(model: ModelConfig, compute: Format, form: Form, wish: Wish, context: int) -> Rooms:
+    """Return the devices of a rank with these weights, divided as the engine divides them. Raises
+    ConfigError as `stage_counts`.
+    """
+    sizing = (model, compute, form.format, form.linear_of, wish.layout)
+    facts = (wish.device_memory, MEMORY_SHARE[wish.device])
+    stages = {wish.device: range(model.num_layers)}
+    if wish.stages > 1:
+        counts = stage_counts(model, stage_costs(*sizing), wish.stages, wish.pp_layers)
+        names = [f"{wish.device}:{index}" for index in range(wish.stages)]
+        stages = {stage.device: stage.layers for stage in stages_of(counts, names)}
+    if wish.devices == 1:
+        whole = loaded_bytes(*sizing, context, wish.ranks)
+        adapters = adapter_bytes(model, wish.lora, compute.bytes, wish.ranks)
+        loaded = replace(whole, adapters=adapters)
+        return Rooms({wish.device: range(model.num_layers)}, {wish.device: loaded}, *facts)
+    costs = stage_costs(*sizing, wish.ranks)
+    of_stage = {}
+    for device, layers in stages.items():
+        own = sum(costs.layers[layers.start : layers.stop])
+        of_stage[device] = LoadedBytes(
+            layers=own,
+            embeddings=costs.of(layers) - own,
+            tables=table_bytes(model, layers, context),
+            adapters=adapter_bytes(model, wish.lora, compute.bytes, wish.ranks, layers),
+        )
+    return Rooms(stages, of_stage, *facts)
 
 
 @dataclass(frozen=True)
@@ -385,16 +510,14 @@ def _formats(compute: Format, scheme: Scheme, device: str, groups: bool) -> Iter
 def _setting(
     form: Form,
     cache: Cache,
-    loaded: LoadedBytes,
+    rooms: Rooms,
     spec: KVCacheSpec,
     stored: int,
     wish: Wish,
     context: int,
     step: int,
 ) -> Setting:
-    share = MEMORY_SHARE[wish.device]
-    left = max(0, wish.memory // wish.ranks - loaded.total)
-    size = int(left * share)
+    size = rooms.for_cache(spec)
     longest = min(context, longest_request(spec, size, context, step))
     requests = 0
     tokens = longest
@@ -405,15 +528,16 @@ def _setting(
     if longest == context or (wish.context is None and longest > 0):
         num_blocks = split_memory(spec, size, longest, wish.max_num_seqs, step)
         tokens = spec.capacity_tokens(num_blocks)
-    needed = loaded.total + needed_for(held_memory(spec, context, wish.num_requests, step), share)
+    needed = rooms.needed(spec, held_memory(spec, context, wish.num_requests, step))
     return Setting(
         weights=form.name,
         in_four_bits=form.in_four_bits,
         kv=cache.kv,
         options=form.options + cache.options,
-        loaded=loaded,
+        loaded=rooms.weights,
         cache_bytes=size,
-        rest_bytes=left - size,
+        devices=rooms.parts(spec, size),
+        rest_bytes=sum(rooms.left.values()) - size,
         spec=spec,
         stored_tokens=stored,
         num_blocks=num_blocks,
@@ -481,6 +605,8 @@ def verdict(plan: Plan) -> str:
         ("--max-model-len", plan.context, None),
         ("--kv-cache-memory", setting.cache_bytes * wish.ranks, None),
         ("--tensor-parallel-size", wish.ranks, 1),
+        ("--pipeline-parallel-size", wish.stages, 1),
+        ("--pp-layers", wish.pp_layers, None),
         ("--max-num-seqs", wish.concurrency, None),
         ("--state-every", wish.state_every, None),
         ("--state-dtype", wish.state_dtype, "auto"),
@@ -509,9 +635,16 @@ def _scales(plan: Plan, setting: Setting) -> str:
     return f", whose scales freight quantize{weights} --kv-cache fp8 measures,"
 
 
+def named_setting(plan: Plan) -> Setting:
+    """Return the setting that the verdict names: the choice, or else the one that needs the least."""
+    if plan.choice is not None:
+        return plan.settings[plan.choice]
+    return min(plan.settings, key=lambda setting: setting.needed_bytes)
+
+
 def _without_choice(plan: Plan) -> str:
     memory = size(plan.wish.memory)
-    setting = min(plan.settings, key=lambda setting: setting.needed_bytes)
+    setting = named_setting(plan)
     line = (
         f"No setting serves {asked(plan.wish, plan.context)} in {memory}: {setting.weights} weights and a cache in "
         f"{setting.cache_name} need the least, {size(setting.needed_bytes, up=True)}"
@@ -540,11 +673,13 @@ def stored_tokens(spec: KVCacheSpec) -> int:
 def as_json(plan: Plan) -> JsonObject:
     """Return the object of `freight plan --json`, without the model's name."""
     ranks = {"ranks": plan.wish.ranks} if plan.wish.ranks > 1 else {}
+    stages = {"stages": plan.wish.stages} if plan.wish.stages > 1 else {}
     return {
         "runs": "through transformers" if plan.through_transformers else "natively",
         "device": plan.wish.device,
         "memory": plan.wish.memory,
         **ranks,
+        **stages,
         **as_object(plan, _PLAN),
         "settings": list(map(_setting_json, plan.settings)),
         "choice": plan.choice,
@@ -573,6 +708,11 @@ _SETTING = {
     "block_size": "spec.block_size",
     "stored_tokens_per_gib": "stored_tokens",
 }
+_DEVICE = {
+    "layers": "layers",
+    "weight_bytes": "weight_bytes",
+    "kv_cache_bytes": "cache_bytes",
+}
 _FITS = {
     "capacity_tokens": "capacity_tokens",
     "longest_request": "longest",
@@ -588,6 +728,7 @@ def _setting_json(setting: Setting) -> JsonObject:
         blocks = setting.num_blocks[index] if setting.num_blocks else 0
         size = {"bytes_per_block": group.bytes_per_block, "blocks": blocks}
         groups.append({"layers": len(group.layers), **group.facts(), **size})
+    devices = [as_object(part, _DEVICE) for part in setting.devices]
     return {
         "weight_dtype": setting.weights,
         "kv_cache_dtype": names["dtype"],
@@ -595,6 +736,7 @@ def _setting_json(setting: Setting) -> JsonObject:
         "scale_source": names["scale_source"],
         **({"layers": layers} if layers else {}),
         **as_object(setting, _SETTING),
+        **({"devices": devices} if devices else {}),
         "groups": groups,
         **as_object(setting, _FITS),
     }

@@ -7,7 +7,7 @@ routers, and a projection that is taken apart into matrices of its heads.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from freight.checkpoint.headers import Shape
 from freight.model.architectures import tensor_names
@@ -20,9 +20,12 @@ from freight.model.shapes import shared_names, tensor_shapes
 from freight.settings.lora import LoraConfig
 
 
-def adapted_modules(model: ModelConfig) -> dict[str, Shape]:
+def adapted_modules(
+    model: ModelConfig, of_layers: Collection[int] | None = None
+) -> dict[str, Shape]:
     """Return the modules that take adapters, as the checkpoint calls them, with the shapes of their
-    matrices, [outputs, inputs]. None of a model that runs through transformers' modules.
+    matrices, [outputs, inputs]; with `of_layers`, those of these alone. None of a model that runs
+    through transformers' modules.
     """
     if model.foreign is not None:
         return {}
@@ -30,6 +33,8 @@ def adapted_modules(model: ModelConfig) -> dict[str, Shape]:
     shapes = tensor_shapes(model)
     modules: dict[str, Shape] = {}
     for index, layer in enumerate(model.layers):
+        if of_layers is not None and index not in of_layers:
+            continue
         prefix = names.layer.format(index)
         parts = mixer_parts(layer.mixer, model.hidden_size, names)
         own: list[str] = []
@@ -47,14 +52,21 @@ def adapted_modules(model: ModelConfig) -> dict[str, Shape]:
     return modules
 
 
-def adapter_bytes(model: ModelConfig, lora: LoraConfig | None, width: int, ranks: int = 1) -> int:
+def adapter_bytes(
+    model: ModelConfig,
+    lora: LoraConfig | None,
+    width: int,
+    ranks: int = 1,
+    of_layers: Collection[int] | None = None,
+) -> int:
     """Return the bytes of the banks of each rank, in a dtype of `width` bytes: each has all of A, and
-    its part of B. A second A of a module that is a part of two projections is not counted.
+    its part of B; with `of_layers`, of these layers alone. A second A of a module that is a part of
+    two projections is not counted.
     """
     if lora is None:
         return 0
     channels = 0
-    for outputs, inputs in adapted_modules(model).values():
+    for outputs, inputs in adapted_modules(model, of_layers).values():
         channels += inputs + outputs // ranks
     return lora.num_slots * lora.max_rank * channels * width
 

@@ -60,10 +60,8 @@ from freight.parallel.shards import scales_of_rank
 from freight.parallel.stages import (
     Stage,
     StageCosts,
-    balanced_counts,
-    checked_counts,
-    joined_layers,
     require_stages,
+    stage_counts,
     stages_of,
 )
 from freight.pooling import PoolingTask
@@ -280,37 +278,33 @@ class OpenModel:
         require_stages(self.model, size)
         if size == 1:
             return ()
-        devices = ["cpu"] * size if config.device == "cpu" else stage_devices(size)
-        return stages_of(self._stage_counts(config), devices)
+        devices = ["cpu"] * size
+        if config.device != "cpu":
+            first = self.ranks.rank % (self.ranks.size // self.args.nnodes) * size
+            devices = [f"cuda:{index}" for index in range(first, first + size)]
+        counts = stage_counts(self.model, self._stage_costs(config), size, self.args.pp_layers)
+        return stages_of(counts, devices)
 
-    def _stage_counts(self, config: EngineConfig) -> tuple[int, ...]:
-        """Return how many layers each stage has."""
-        size = self.args.pipeline_parallel_size
-        if self.args.pp_layers is not None:
-            return checked_counts(self.args.pp_layers, self.model, size)
-        return balanced_counts(self._stage_costs(config), size, joined_layers(self.model))
-
-    def _stage_costs(self, config: EngineConfig) -> StageCosts:
-        """Return what the weights of the whole model take, for stages."""
+    def _stage_costs(self, config: EngineConfig, ranks: int = 1) -> StageCosts:
+        """Return what weights take, for stages: of the whole model, or of the share of one of `ranks`."""
         layout = Layout.PLAIN if config.device != "cpu" else Layout.PACKED
         weights, linear_of = self.matrices(config)
-        return stage_costs(self.model, config.compute_format, weights, linear_of, layout)
+        return stage_costs(self.model, config.compute_format, weights, linear_of, layout, ranks)
 
     def stage_bytes(self, config: EngineConfig) -> dict[str, int]:
         """Return the bytes of the weights on each device with stages, of this rank's share."""
-        costs = self._stage_costs(config)
+        costs = self._stage_costs(config, self.ranks.size)
         of_device: dict[str, int] = {}
         for stage in self.stages(config):
-            own = costs.of(stage.layers) // self.ranks.size
-            of_device[stage.device] = of_device.get(stage.device, 0) + own
+            of_device[stage.device] = of_device.get(stage.device, 0) + costs.of(stage.layers)
         return of_device
 
     def passing_bytes(self, config: EngineConfig) -> int:
         """Return the bytes that the first device needs while weights load, on their way to another: of
         the largest layer, or of the head.
         """
-        costs = self._stage_costs(config)
-        return max(*costs.layers, costs.head) // self.ranks.size
+        costs = self._stage_costs(config, self.ranks.size)
+        return max(*costs.layers, costs.head)
 
     def matrices(self, config: EngineConfig) -> tuple[Format, LinearOf]:
         """Return the format of matrices in 8 bits, and the scheme of each module's (`model/sizes.py`)."""

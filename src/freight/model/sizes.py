@@ -7,7 +7,7 @@ matrices as the kernels hold them, scales, norms and biases in the format that t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from math import prod
@@ -84,6 +84,14 @@ class LoadedBytes:
     @property
     def total(self) -> int:
         return self.layers + self.embeddings + self.tables + self.adapters
+
+    def __add__(self, other: LoadedBytes) -> LoadedBytes:
+        return LoadedBytes(
+            self.layers + other.layers,
+            self.embeddings + other.embeddings,
+            self.tables + other.tables,
+            self.adapters + other.adapters,
+        )
 
 
 def online(model: ModelConfig) -> LinearOf:
@@ -178,30 +186,40 @@ def loaded_bytes(
         shapes = share.shapes
     count = _Count(model, compute, weights, linear_of, layout, tensor_names(model), shapes)
     layers = sum(count.layer(index, layer) for index, layer in enumerate(model.layers))
-    # layers hold the tables: a config may describe a rope that none of them has
-    named = {mixer.rope for mixer in model.paged.values()}
+    tables = table_bytes(model, range(model.num_layers), max_len)
+    return LoadedBytes(layers + count.final(), count.embeddings(), tables)
+
+
+def table_bytes(model: ModelConfig, layers: Iterable[int], max_len: int) -> int:
+    """Return the bytes of the rotary tables of these layers, for positions below `max_len`. Layers hold
+    them: a config may describe a rope that none of them has.
+    """
+    named = {model.paged[index].rope for index in layers if index in model.paged}
     ropes = [rope for index, rope in enumerate(model.ropes) if index in named]
     tables = sum(2 * _SCALE * max_len * (rope.rotary_dim // 2) for rope in ropes)
-    tables += sum(_SCALE * max_len for rope in ropes if rope.parameters.get(QUERY_SCALING))
-    final = count.norm(model.hidden_size) if model.final_norm else 0
-    return LoadedBytes(layers + final, count.embeddings(), tables)
+    return tables + sum(_SCALE * max_len for rope in ropes if rope.parameters.get(QUERY_SCALING))
 
 
 def stage_costs(
-    model: ModelConfig, compute: Format, weights: Format, linear_of: LinearOf, layout: Layout
+    model: ModelConfig,
+    compute: Format,
+    weights: Format,
+    linear_of: LinearOf,
+    layout: Layout,
+    ranks: int = 1,
 ) -> StageCosts:
-    """Return the bytes of each layer's weights, as `loaded_bytes` counts them, and those of the
-    embedding and the head.
+    """Return the bytes of each layer's weights, as `loaded_bytes` counts them, and those that the first
+    and the last stage have besides. A head that is tied to the embedding is a copy on the last stage.
     """
-    names = tensor_names(model)
-    shapes = tensor_shapes(model)
-    count = _Count(model, compute, weights, linear_of, layout, names, shapes)
+    shapes: Mapping[str, Shape] = tensor_shapes(model)
+    if ranks > 1:
+        share = share_of(model, 0, ranks)
+        model = share.model
+        shapes = share.shapes
+    count = _Count(model, compute, weights, linear_of, layout, tensor_names(model), shapes)
     layers = tuple(count.layer(index, layer) for index, layer in enumerate(model.layers))
-    embedding = prod(shapes[names.embedding]) * compute.bytes
-    if model.per_layer_vocab_size is not None:
-        embedding += prod(shapes[names.per_layer_table]) * compute.bytes
-    head = model.vocab_size * model.hidden_size * compute.bytes * model.has_head
-    return StageCosts(layers, embedding, head)
+    head = count.head() if model.has_head else 0
+    return StageCosts(layers, count.embedding(), count.final() + count.narrowed() + head)
 
 
 @dataclass(frozen=True)
@@ -447,6 +465,39 @@ class _Count:
         embedding is held twice where kernels pack.
         """
         c = self.model
+        size = self.embedding() + self.narrowed()
+        if not c.has_head:
+            return size
+        packed = self.in_blocks(self.names.embedding) is None and self.layout is not Layout.PLAIN
+        if packed or not c.tie_word_embeddings:
+            size += self.head()
+        return size
+
+    def final(self) -> int:
+        """Count the norm behind the layers."""
+        return self.norm(self.model.hidden_size) if self.model.final_norm else 0
+
+    def narrowed(self) -> int:
+        """Count the projection from the layers' width to that of the embedding."""
+        c = self.model
+        return 0 if c.embedding_size is None else self.matrix(c.embedding_size, c.hidden_size)
+
+    def head(self) -> int:
+        """Count the head; one that is tied to the embedding as a copy."""
+        c = self.model
+        width = c.embedding_size or c.hidden_size
+        name = self.names.head
+        if c.tie_word_embeddings and self.in_blocks(self.names.embedding) is not None:
+            name = self.names.embedding
+        rows = self.shapes.get(self.names.head, self.shapes[self.names.embedding])[0]
+        blocks = self.in_blocks(name)
+        if blocks is None:
+            return matrix_bytes(rows, width, self.compute, scales=None, layout=self.layout)
+        return block_bytes(rows, width, blocks, self.layout)
+
+    def embedding(self) -> int:
+        """Count what is before the layers."""
+        c = self.model
         width = c.embedding_size or c.hidden_size
         size = 4 * width * c.embedding_norm
         table = self.in_blocks(self.names.embedding)
@@ -454,17 +505,8 @@ class _Count:
             size += self.values("", self.names.embedding) * self.compute.bytes
         else:
             size += block_bytes(*self.shape(module_of(self.names.embedding)), table, self.layout)
-        if not c.has_head:
-            pass
-        elif not c.tie_word_embeddings or (table is None and self.layout is not Layout.PLAIN):
-            rows = self.shapes.get(self.names.head, self.shapes[self.names.embedding])[0]
-            head = self.in_blocks(self.names.head)
-            if head is None:
-                size += matrix_bytes(rows, width, self.compute, scales=None, layout=self.layout)
-            else:
-                size += block_bytes(rows, width, head, self.layout)
         if c.embedding_size is not None:
-            size += self.matrix(c.hidden_size, width) + self.matrix(width, c.hidden_size)
+            size += self.matrix(c.hidden_size, width)
         if c.per_layer_vocab_size is not None:
             name = self.names.per_layer_table
             blocks = self.in_blocks(name)

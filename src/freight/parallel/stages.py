@@ -8,7 +8,7 @@ behind the layers and the head.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -100,23 +100,51 @@ def balanced_counts(costs: StageCosts, size: int, joined: Collection[int]) -> tu
     be, and of such divisions the one with the smallest sum of squares. joined: layers that no stage
     begins with.
     """
+    smallest = _best_ends(costs, size, joined, max)
+    largest = max(costs.of(range(*bounds)) for bounds in pairwise((0, *smallest)))
+    ends = _best_ends(costs, size, joined, lambda squares, own: squares + own * own, largest)
+    return tuple(end - begin for begin, end in pairwise((0, *ends)))
+
+
+def _best_ends(
+    costs: StageCosts,
+    size: int,
+    joined: Collection[int],
+    total: Callable[[int, int], int],
+    largest: int | None = None,
+) -> tuple[int, ...]:
+    """Return where each of `size` stages ends, so that their `total` is the least; of equal ones the
+    first ends, so that it is always the same. largest: bytes that no stage exceeds.
+    """
     number = len(costs.layers)
-    # by the layers that are divided so far: the largest stage, the sum of squares, and the ends
-    best: dict[int, tuple[int, int, tuple[int, ...]]] = {0: (0, 0, ())}
+    # by the layers that are divided so far: the total, and the ends
+    best: dict[int, tuple[int, tuple[int, ...]]] = {0: (0, ())}
     for stage in range(size):
         left = size - stage - 1
-        following: dict[int, tuple[int, int, tuple[int, ...]]] = {}
-        for begin, (largest, squares, ends) in best.items():
+        following: dict[int, tuple[int, tuple[int, ...]]] = {}
+        for begin, (before, ends) in best.items():
             for end in range(begin + 1, number - left + 1):
                 if end in joined or (end < number) == (left == 0):
                     continue
                 own = costs.of(range(begin, end))
-                known = (max(largest, own), squares + own * own, (*ends, end))
+                if largest is not None and own > largest:
+                    continue
+                known = (total(before, own), (*ends, end))
                 if end not in following or known < following[end]:
                     following[end] = known
         best = following
-    _, _, ends = best[number]
-    return tuple(end - begin for begin, end in pairwise((0, *ends)))
+    return best[number][1]
+
+
+def stage_counts(
+    model: ModelConfig, costs: StageCosts, size: int, value: str | None
+) -> tuple[int, ...]:
+    """Return how many layers each of `size` stages has: those of --pp-layers (`value`), else so that
+    the bytes of `costs` are divided well. Raises ConfigError as `checked_counts`.
+    """
+    if value is not None:
+        return checked_counts(value, model, size)
+    return balanced_counts(costs, size, joined_layers(model))
 
 
 def devices_of(stages: Sequence[Stage], device: str) -> tuple[str, ...]:

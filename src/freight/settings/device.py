@@ -97,6 +97,27 @@ def stage_devices(count: int) -> list[str]:
     return [f"cuda:{index}" for index in range(first, first + count)]
 
 
+@dataclass(frozen=True)
+class Card:
+    """A GPU that torch sees. Memory in bytes."""
+
+    name: str
+    memory_total: int
+    memory_free: int
+
+
+def cards() -> tuple[Card, ...]:
+    """Return the GPUs that torch sees, in its order: the first is 'cuda:0'."""
+    import torch
+
+    found = []
+    if torch.cuda.is_available():
+        for index in range(torch.cuda.device_count()):
+            free, total = torch.cuda.mem_get_info(index)
+            found.append(Card(torch.cuda.get_device_name(index), total, free))
+    return tuple(found)
+
+
 def free_bytes(devices: Iterable[str]) -> dict[str, int]:
     """Return the bytes that are free on each of these GPUs now."""
     import torch

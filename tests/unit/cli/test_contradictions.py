@@ -27,6 +27,11 @@ REFUSED = {  # command line -> what the error says
     "serve demo --kv-cache-dtype float16 --kv-scales unit": "--kv-scales unit with --kv-cache-dtype float16",
     "evaluate demo --kv-cache-dtype bfloat16 --kv-scales checkpoint": "--kv-scales checkpoint with",
     "bench latency demo --kv-cache-dtype bfloat16 --kv-scales 0.5": "--kv-scales 0.5 with --kv-cache-dtype bfloat16",
+    "generate demo --prompt x -pp 0": "--pipeline-parallel-size 0 must be an integer from 1",
+    "serve demo -pp 65": "--pipeline-parallel-size 65 must be an integer from 1",
+    "chat demo --pp-layers 3,3": "add --pipeline-parallel-size",
+    "generate demo --prompt x -pp 2 --pp-layers 6": "--pp-layers '6' must give the layers of each of the 2 stages",
+    "serve demo -pp 2 --pp-layers 6,0": "as in 20,20",
     "inspect demo --picture scales.png": "--picture scales.png",
 }
 RUN = """

@@ -205,14 +205,18 @@ def test_bad_documents_and_windows_are_one_line_in_every_measurement(
         assert answer.err.count("\n") == 1
 
 
-@pytest.mark.parametrize("spelling", ["-tp", "--tp-size", "--tensor-parallel-size", "--rank-cpus"])
+@pytest.mark.parametrize(
+    "spelling", ["-tp", "--tensor-parallel-size", "--rank-cpus", "-pp", "--pp-layers"]
+)
 @pytest.mark.parametrize("verb", [["evaluate"], ["evaluate", "layers"], ["bench", "latency"]])
 def test_ranks_are_refused_where_a_model_is_measured(
     freight: Run, verb: list[str], spelling: str
 ) -> None:
     answer = freight(*verb, "demo", spelling, "2")
     assert (answer.code, answer.out) == (2, "")
-    assert_names(answer.err, "ranks", "freight serve, generate, chat, batch and plan", "omit it")
+    assert_names(
+        answer.err, "ranks and stages", "freight serve, generate, chat, batch and plan", "omit it"
+    )
 
 
 @pytest.mark.parametrize(

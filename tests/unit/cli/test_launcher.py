@@ -237,11 +237,8 @@ def test_what_is_ignored_without_harm_is_named_once_with_the_reason(
         ("--max-concurrent-requests 0", {}, "--max-concurrent-requests '0' must be an integer"),
         ("--max-concurrent-requests 9 --max-queue 3", {}, "give one of the two"),
         ("--max-total-tokens", {}, "--max-total-tokens needs a value"),
-        (
-            "--pipeline-parallel-size 2",
-            {},
-            "no such option: --pipeline-parallel-size; a model runs on one device",
-        ),
+        ("--pipeline-parallel-size 0", {}, "--pipeline-parallel-size 0 must be an integer"),
+        ("--pp-layers 3,3", {}, "add --pipeline-parallel-size"),
         ("--nonsense", {}, "--nonsense"),
         ("generate", {}, "a verb comes first"),
         ("", {"PORT": "many"}, "PORT 'many' must be an integer"),

@@ -83,6 +83,65 @@ def test_ranks_are_planned_without_torch(freight: Run, llama: str) -> None:
     assert_names(refused.err, "32 attention heads of layer 0", "1, 2, 4")
 
 
+def test_stages_are_planned_without_torch(freight: Run) -> None:
+    options = ("--memory", "160GiB", "--context", "8192", "--device", "cuda", "-pp", "2")
+    answer = freight("plan", "llama-70b", *options)
+    assert (answer.code, answer.err) == (0, "")
+    line_naming(answer.out, "2 devices", "80.0 GiB")
+    for device in ("cuda:0", "cuda:1"):
+        line_naming(answer.out, device, "40 layers", "weights 65.7 GiB", "up to 12.9 GiB")
+    assert_names(answer.out.splitlines()[-1], "Take bfloat16", "--pipeline-parallel-size 2")
+    made = json.loads(freight("plan", "llama-70b", *options, "--json").out)
+    assert made["stages"] == 2
+    setting = made["settings"][made["choice"]]
+    assert [part["layers"] for part in setting["devices"]] == [40, 40]
+    assert sum(part["kv_cache_bytes"] for part in setting["devices"]) == setting["kv_cache_bytes"]
+    alone = json.loads(
+        freight("plan", "llama-70b", "--memory", "80GiB", *options[2:6], "--json").out
+    )
+    assert (alone["settings"][0]["capacity_tokens"], alone["choice"]) == (0, 4)
+    assert "devices" not in alone["settings"][0]
+
+
+def test_layers_of_stages_are_taken_and_named(freight: Run) -> None:
+    options = (
+        "--memory",
+        "160GiB",
+        "--context",
+        "8192",
+        "--device",
+        "cuda",
+        "-tp",
+        "2",
+        "-pp",
+        "2",
+    )
+    answer = freight("plan", "llama-70b", *options, "--pp-layers", "60,20")
+    line_naming(answer.out, "2 ranks", "2 devices", "40.0 GiB")
+    line_naming(answer.out, "cuda:0", "60 layers")
+    assert_names(answer.out.splitlines()[-1], "--tensor-parallel-size 2", "--pp-layers 60,20")
+    on_cpu = freight("plan", "llama-70b", *options[:4], "--device", "cpu", "-pp", "2")
+    line_naming(on_cpu.out, "CPU", "stages", "gain nothing")
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (("-pp", "0"), "--pipeline-parallel-size 0 must be an integer from 1"),
+        (("-pp", "33"), "use up to 32"),
+        (("-pp", "2", "--pp-layers", "16,15"), "31 layers, and the model has 32"),
+        (("-pp", "2", "--pp-layers", "32"), "as in 20,20"),
+        (("--pp-layers", "16,16"), "add --pipeline-parallel-size"),
+    ],
+)
+def test_stages_that_cannot_be_had_are_refused(
+    freight: Run, llama: str, argv: tuple[str, ...], says: str
+) -> None:
+    answer = freight("plan", llama, "--memory", "80GiB", "--device", "cuda", *argv)
+    assert (answer.code, answer.out) == (2, "")
+    assert says in answer.err
+
+
 def test_the_documented_example_is_what_is_printed(freight: Run) -> None:
     documented = (Path(__file__).parents[3] / "docs" / "cli.md").read_text()
     command, _, shown = (

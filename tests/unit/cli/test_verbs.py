@@ -10,13 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.refusals import assert_names
+import torch
+from tests.refusals import assert_names, line_naming
 
 from freight.errors import CapacityError, CheckpointError, ConfigError, KernelError, RequestError
 from freight.kernels import select
 from freight.kernels.cpu import library, tuning
 from freight.kernels.select import select_kernels
+from freight.settings import device
 from freight.settings.cpu_builds import obstacles
+from freight.settings.device import Card
 
 Run = Callable[..., Any]
 
@@ -223,6 +226,28 @@ def test_env_says_the_same_to_people_and_to_programs(freight: Run) -> None:
     assert facts["versions"]["torch"] in text
     assert f"{facts['memory_total'] / 2**30:.1f} GiB" in text
     assert len(text.splitlines()) == len(facts)
+
+
+def test_env_lists_the_gpus(freight: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    gib = 2**30
+    both = (Card("NVIDIA H100", 80 * gib, 70 * gib), Card("NVIDIA H100", 80 * gib, 8 * gib))
+    monkeypatch.setattr(device, "cards", lambda: both)
+    facts = json.loads(freight("env", "--json").out)
+    assert facts["gpus"][1] == {
+        "name": "NVIDIA H100",
+        "memory_total": 80 * gib,
+        "memory_free": 8 * gib,
+    }
+    text = freight("env").out
+    (line,) = [line for line in text.splitlines() if line.startswith("gpus")]
+    assert_names(line, "70.0 GiB of 80.0 GiB", "8.0 GiB of 80.0 GiB")
+    assert len(text.splitlines()) == len(facts)
+
+
+def test_no_gpu_is_said_to_be_none(freight: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert json.loads(freight("env", "--json").out)["gpus"] == []
+    assert line_naming(freight("env").out, "gpus").split() == ["gpus", "none"]
 
 
 @pytest.mark.skipif(not library.runnable(), reason="there are no compiled kernels")

@@ -20,6 +20,7 @@ from tests.unit.evaluate.published import GEMMA_3_27B, LLAMA_3_1_8B, LLAMA_3_1_7
 from freight.cache.pool import PagedState
 from freight.cache.sizing import MEMORY_SHARE, bytes_of_request, split_memory, useful_memory
 from freight.cache.spec import KVCacheSpec, LayerKVSpec
+from freight.engine import build
 from freight.engine.build import cache_facts, start_engine
 from freight.errors import CapacityError, CheckpointError, ConfigError
 from freight.fp8.formats import Format, Granularity, ScaleSource
@@ -38,7 +39,7 @@ from freight.lab.capacity import (
 )
 from freight.model.config.parse import parse_model_config
 from freight.model.open import open_random
-from freight.model.sizes import Layout
+from freight.model.sizes import Layout, table_bytes
 from freight.model.weight_bytes import weight_bytes
 from freight.settings.engine import EngineArgs
 
@@ -300,7 +301,7 @@ def test_a_rank_has_its_part_of_the_matrices() -> None:
 @pytest.mark.parametrize(
     ("wish", "says"),
     [
-        (Wish(GIB, device="cuda", ranks=2), "-size 2 is for CPUs: choose --device cpu, or omit it"),
+        (Wish(GIB, device="cuda", ranks=3), "share the 32 attention heads of layer 0 evenly"),
         (Wish(GIB, device="cpu", ranks=0), "-size 0 must be an integer from 1 to 64"),
         (Wish(GIB, device="cpu", ranks=3), "share the 32 attention heads of layer 0 evenly"),
     ],
@@ -308,6 +309,97 @@ def test_a_rank_has_its_part_of_the_matrices() -> None:
 def test_ranks_that_cannot_be_had_are_refused(wish: Wish, says: str) -> None:
     with pytest.raises(ConfigError, match=f"--tensor-parallel.*{says}"):
         make_plan(LLAMA_3_1_8B, wish)
+
+
+def test_weights_that_fit_no_gpu_fit_two() -> None:
+    """Llama 3.1 70B has 131 GiB in 16 bits: 80 GiB hold half of it, beside a cache."""
+    wish = Wish(80 * GIB, 8192)
+    alone, divided = (
+        make_plan(LLAMA_3_1_70B, wish),
+        make_plan(LLAMA_3_1_70B, replace(wish, memory=160 * GIB, stages=2)),
+    )
+    assert not any(setting.cache_bytes for setting in alone.settings[:4])
+    assert divided.choice == 0
+    first = divided.settings[0]
+    assert [part.layers for part in first.devices] == [40, 40]
+    assert sum(part.weight_bytes for part in first.devices) == first.loaded.total
+    for part in first.devices:
+        left = 80 * GIB - part.weight_bytes
+        assert part.cache_bytes <= left * MEMORY_SHARE["cuda"]
+    assert first.rest_bytes == 160 * GIB - first.loaded.total - first.cache_bytes
+    assert_names(verdict(divided), "--pipeline-parallel-size 2")
+    assert "--pp-layers" not in verdict(divided)
+    assert alone.settings[0].devices == ()
+
+
+def test_two_large_parts_do_not_fit_where_the_sum_would() -> None:
+    wish = Wish(160 * GIB, 8192, stages=2, pp_layers="70,10")
+    plan = make_plan(LLAMA_3_1_70B, wish)
+    assert plan.settings[0].cache_bytes == 0
+    assert plan.choice is not None
+    assert plan.settings[plan.choice].weights == "fp8_e4m3fn"
+    assert_names(verdict(plan), "--pipeline-parallel-size 2", "--pp-layers 70,10")
+    with refuses(CapacityError, "120.0 GiB", "fullest", "60.0 GiB", "omit --pp-layers"):
+        make_plan(LLAMA_3_1_70B, replace(wish, memory=120 * GIB, pp_layers="79,1"))
+
+
+@pytest.mark.parametrize("pp_layers", [None, "10,22"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_stages_are_planned_as_the_engine_divides_them(
+    pp_layers: str | None, tied: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of what weights leave on each GPU, the engine takes the cache that is planned."""
+    config = LLAMA_3_1_8B | {"tie_word_embeddings": tied}
+    plan = make_plan(config, Wish(48 * GIB, 8192, stages=2, pp_layers=pp_layers))
+    model = parse_model_config(config)
+    for setting in plan.settings[:2]:
+        args = engine_args(setting, plan.wish)
+        args = replace(args, pipeline_parallel_size=2, pp_layers=pp_layers, kv_cache_memory=None)
+        opened = replace(open_random(args, "llama-8b"), model=model)
+        resolved = replace(opened.resolve(args), device="cuda")
+        stages = opened.stages(resolved)
+        assert [len(stage.layers) for stage in stages] == [part.layers for part in setting.devices]
+        free = {}
+        for stage, part in zip(stages, setting.devices, strict=True):
+            tables = table_bytes(model, stage.layers, 8192)
+            assert opened.stage_bytes(resolved)[stage.device] + tables == part.weight_bytes
+            free[stage.device] = 24 * GIB - part.weight_bytes
+        monkeypatch.setattr(build, "free_bytes", lambda _, free=free: free)
+        spec = opened.cache_spec(resolved)
+        assert build._share_for_cache(opened, resolved, spec) == setting.cache_bytes
+
+
+def test_what_stages_need_is_enough_and_no_byte_too_much() -> None:
+    wish = Wish(64 * GIB, 8192, 4, stages=2, pp_layers="10,22")
+    for index, setting in enumerate(make_plan(LLAMA_3_1_8B, wish).settings):
+        enough, less = (
+            make_plan(LLAMA_3_1_8B, replace(wish, memory=memory)).settings[index]
+            for memory in (setting.needed_bytes, setting.needed_bytes - 2)
+        )
+        assert (enough.requests, less.requests) == (4, 3)
+
+
+def test_each_rank_has_a_share_of_each_stage() -> None:
+    wish = Wish(64 * GIB, 8192, 4, stages=2)
+    two = make_plan(LLAMA_3_1_8B, wish)
+    four = make_plan(LLAMA_3_1_8B, replace(wish, memory=128 * GIB, ranks=2))
+    for one, of_two in zip(two.settings, four.settings, strict=True):
+        for part, share in zip(one.devices, of_two.devices, strict=True):
+            assert share.layers == part.layers
+            assert share.weight_bytes == pytest.approx(part.weight_bytes / 2, rel=0.01)
+        assert of_two.spec.bytes_per_token * 2 == one.spec.bytes_per_token
+    made = as_json(four)
+    assert (made["ranks"], made["stages"]) == (2, 2)
+    assert_names(verdict(four), "--tensor-parallel-size 2", "--pipeline-parallel-size 2")
+
+
+def test_stages_on_a_cpu_have_its_memory_together() -> None:
+    wish = Wish(48 * GIB, 8192, device="cpu")
+    alone, divided = (make_plan(LLAMA_3_1_8B, replace(wish, stages=n)) for n in (1, 2))
+    assert divided.settings == alone.settings
+    assert "--pipeline-parallel-size 2" in verdict(divided)
+    with refuses(ConfigError, "--pp-layers 1,1", "32"):
+        make_plan(LLAMA_3_1_8B, replace(wish, stages=2, pp_layers="1,1"))
 
 
 def test_a_model_with_windows_has_two_groups() -> None:

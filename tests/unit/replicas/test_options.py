@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from freight.adapters.ray.options import _NOT_HERE, ReplicaOptions, read_options
+from freight.adapters.ray.options import _NOT_HERE, ReplicaOptions, read_options, reserved
 from freight.cli.serve import SERVER_FLAGS
 from freight.errors import ConfigError
 from freight.serve.settings import ServerSettings
@@ -66,13 +66,62 @@ def test_options_of_the_replicas() -> None:
 
 
 @pytest.mark.parametrize(
+    ("given", "actor", "bundles"),
+    [
+        ({"num_gpus": 1}, {"num_cpus": 1, "num_gpus": 1.0}, None),
+        ({"threads": 4}, {"num_cpus": 4, "num_gpus": 0.0}, None),
+        (
+            {"tensor_parallel_size": 2, "num_cpus": 3},
+            {"num_cpus": 3.0, "num_gpus": 0.0},
+            [{"CPU": 3.0}, {"CPU": 3.0}],
+        ),
+        (
+            {"pipeline_parallel_size": "2", "pp_layers": "3,3", "num_gpus": "2"},
+            {"num_cpus": 1, "num_gpus": 2.0},
+            [{"CPU": 1, "GPU": 2.0}],
+        ),
+        (
+            {"pipeline_parallel_size": 2, "tensor_parallel_size": 2, "num_gpus": 4, "num_cpus": 3},
+            {"num_cpus": 3.0, "num_gpus": 4.0},
+            [{"CPU": 6.0, "GPU": 4.0}],
+        ),
+        (
+            {"pipeline_parallel_size": 2, "device": "cpu"},
+            {"num_cpus": 1, "num_gpus": 0.0},
+            [{"CPU": 1}],
+        ),
+    ],
+)
+def test_what_ray_reserves(
+    given: dict[str, Any], actor: dict[str, float], bundles: list[dict[str, float]] | None
+) -> None:
+    """The replica's own processors and GPUs are in the first bundle; all are on one machine."""
+    made = reserved(read_options(given))
+    assert made["ray_actor_options"] == actor
+    assert made.get("placement_group_bundles") == bundles
+    assert made.get("placement_group_strategy") == (None if bundles is None else "STRICT_PACK")
+    if bundles is not None:
+        assert bundles[0]["CPU"] >= actor["num_cpus"]
+        assert bundles[0].get("GPU", 0) == actor["num_gpus"]
+
+
+@pytest.mark.parametrize(
     ("given", "says"),
     [
         ({"port": 8000}, "Ray listens"),
         ({"restart_engine": True}, "Ray starts another one"),
         ({"tensor_parallel_size": 2, "nnodes": 2}, "one machine"),
         ({"tensor_parallel_size": 0}, "tensor-parallel-size"),
-        ({"tensor_parallel_size": 2, "num_gpus": 1}, "on CPUs"),
+        ({"tensor_parallel_size": 2, "num_gpus": 1}, "give num_gpus=2"),
+        ({"pipeline_parallel_size": 2}, "give num_gpus=2"),
+        ({"pipeline_parallel_size": 2, "num_gpus": 1}, "give num_gpus=2"),
+        (
+            {"pipeline_parallel_size": 2, "tensor_parallel_size": 2, "num_gpus": 2},
+            "give num_gpus=4",
+        ),
+        ({"pipeline_parallel_size": 2, "device": "cpu", "num_gpus": 1}, "give num_gpus=2"),
+        ({"pipeline_parallel_size": 0}, "pipeline-parallel-size"),
+        ({"pp_layers": "3,3"}, "pipeline-parallel-size"),
         ({"max_num_seq": 2}, "max_num_seqs"),
         ({"max_num_seqs": "many"}, "whole number"),
         ({"max_num_seqs": True}, "whole number"),

@@ -22,7 +22,7 @@ except ModuleNotFoundError as error:
     raise ConfigError(f"Ray Serve is needed ({error}): {install('ray')}") from None
 
 from freight.adapters.ray.front import NoReplicaError, ReplicaLostError, front
-from freight.adapters.ray.options import Options, read_options
+from freight.adapters.ray.options import Options, read_options, reserved
 from freight.adapters.ray.passing import Request, answer
 from freight.serve.processes.client import EngineState
 from freight.serve.processes.log import set_up_logging
@@ -143,23 +143,6 @@ def _without_id(app: App) -> App:
     return wrapped
 
 
-def _reserved(options: Options) -> JsonDict:
-    """What Ray reserves for a replica. Ranks are processes of its engine, not actors of Ray, so all
-    of them are on its machine: a placement group with a bundle for each, the first of which is the
-    replica's own.
-    """
-    num_cpus = options.replicas.num_cpus or options.engine.threads or 1
-    actor_options = {"num_cpus": num_cpus, "num_gpus": options.replicas.num_gpus}
-    if options.engine.tensor_parallel_size == 1:
-        return {"ray_actor_options": actor_options}
-    bundles = [{"CPU": num_cpus} for _ in range(options.engine.tensor_parallel_size)]
-    return {
-        "ray_actor_options": actor_options,
-        "placement_group_bundles": bundles,
-        "placement_group_strategy": "STRICT_PACK",
-    }
-
-
 def build(options: JsonObject | None = None) -> serve.Application:
     """Build the application from options by their names (`options.py`). Raises ConfigError."""
     made = read_options(options or {})
@@ -181,7 +164,7 @@ def build(options: JsonObject | None = None) -> serve.Application:
     replica = serve.deployment(
         Replica,
         name=_REPLICA,
-        **_reserved(made),
+        **reserved(made),
         # more than a replica takes, so that it is the replica that refuses: 429, as alone
         max_ongoing_requests=engine.max_num_seqs + settings.max_queue + _BESIDE,
         graceful_shutdown_timeout_s=settings.drain_timeout + _END_S,

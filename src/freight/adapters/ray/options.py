@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from freight.base.fields import JsonObject
+from freight.base.fields import JsonDict, JsonObject
 from freight.base.options import require_known
 from freight.base.other_engines.instead import instead_of
 from freight.cli.options import ENGINE_FLAGS, NODES, Flag, read_value, takes_text
@@ -62,7 +62,7 @@ class ReplicaOptions:
     num_cpus         processors that Ray reserves for each rank of a replica (`tensor_parallel_size`, 1
                      without it), and its OMP_NUM_THREADS, which is its number of threads without
                      `threads`; None: `threads`, or 1
-    num_gpus         GPUs for a replica
+    num_gpus         GPUs for a replica: one for each stage of each rank
     front_replicas   processes of the front
     front_cpus       processors that Ray reserves for each
     prefix_slack     requests that the replica with the longest prefix may have more than the least
@@ -149,12 +149,44 @@ def read_options(options: JsonObject) -> Options:
     server = {flag.field: values.get(flag.field, flag.default) for flag in SERVER_FLAGS}
     names = [field.name for field in fields(ReplicaOptions)]
     replicas = ReplicaOptions(**{name: values[name] for name in names if name in values})
-    if replicas.num_gpus and engine.tensor_parallel_size > 1:
-        raise ConfigError(
-            f"num_gpus is {replicas.num_gpus} and tensor_parallel_size {engine.tensor_parallel_size}; ranks compute on "
-            "CPUs: leave one of them out"
-        )
+    _check_gpus(engine, replicas.num_gpus)
     return Options(engine, settings_of(server), replicas)
+
+
+def _check_gpus(engine: EngineArgs, num_gpus: float) -> None:
+    """Raise ConfigError unless a replica has as many GPUs as it computes on. One sees no others."""
+    ranks = engine.tensor_parallel_size
+    stages = engine.pipeline_parallel_size
+    if ranks * stages == 1:
+        return
+    on_cpus = engine.device == "cpu" or (stages == 1 and engine.device == "auto")
+    if num_gpus == ranks * stages or (num_gpus == 0 and on_cpus):
+        return
+    raise ConfigError(
+        f"num_gpus is {num_gpus:g}, tensor_parallel_size {ranks}, pipeline_parallel_size {stages}: a replica computes "
+        f"on one GPU for each stage of each rank; give num_gpus={ranks * stages}"
+    )
+
+
+def reserved(options: Options) -> JsonDict:
+    """Return what Ray reserves for a replica, as options of its deployment. Ranks are processes of its
+    engine, not actors of Ray, so all of them are on its machine: a placement group has a bundle for
+    each, the first of which is the replica's own. All GPUs are in the replica's own, because a process
+    sees those of its actor alone; one process computes on all stages of a rank.
+    """
+    ranks = options.engine.tensor_parallel_size
+    num_cpus = options.replicas.num_cpus or options.engine.threads or 1
+    num_gpus = options.replicas.num_gpus
+    made: JsonDict = {"ray_actor_options": {"num_cpus": num_cpus, "num_gpus": num_gpus}}
+    if ranks * options.engine.pipeline_parallel_size == 1:
+        return made
+    bundles = [{"CPU": num_cpus} for _ in range(ranks)]
+    if num_gpus:
+        bundles = [{"CPU": ranks * num_cpus, "GPU": num_gpus}]
+    return made | {
+        "placement_group_bundles": bundles,
+        "placement_group_strategy": "STRICT_PACK",
+    }
 
 
 def _read(flag: Flag, value: object) -> Any:

@@ -65,7 +65,7 @@ OPTIONS = {
         "no_kv_unified kv_unified_per_slot",
         "requests share the cache's blocks, as they need them: omit it",
     ),
-    "no_op_offload": "a model runs on one device, which {device} chooses: omit it",
+    "no_op_offload": "all of a model is on the device that {device} chooses: omit it",
     **named("fit fit_ctx fit_target", say.MEMORY),
     "cache_prompt": "prefixes are always cached: omit it",
     "no_cache_prompt": "use --no-enable-prefix-caching, or enable_prefix_caching=False in Python",
@@ -95,10 +95,14 @@ OPTIONS = {
     ),
     "numa": "ranks, {tensor_parallel_size} of them, are each bound to a memory node",
     **named(
-        "n_gpu_layers gpu_layers split_mode tensor_split main_gpu cpu_moe n_cpu_moe n_cpu_ffn "
-        "override_tensor rpc",
-        "a model runs on one device, which {device} chooses: omit it",
+        "n_gpu_layers gpu_layers cpu_moe n_cpu_moe n_cpu_ffn override_tensor rpc",
+        "all of a model is on the device that {device} chooses, or on the GPUs of {pipeline_parallel_size}: omit it",
     ),
+    "split_mode": "{pipeline_parallel_size} divides layers over GPUs ('layer'), {tensor_parallel_size} matrices "
+    "('row'): use one of them",
+    "tensor_split": "use {pp_layers}, the layers of each of the GPUs of {pipeline_parallel_size}",
+    "main_gpu": "the first of the GPUs that CUDA_VISIBLE_DEVICES names has all, unless {pipeline_parallel_size} "
+    "says how many: set it",
     "list_devices": "freight env lists them",
     **named("no_host", "{device} chooses where a model runs: omit it"),
     # adapters, drafts

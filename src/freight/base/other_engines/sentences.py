@@ -9,7 +9,10 @@ from __future__ import annotations
 MEMORY = (
     "the cache takes a share of the free memory, or the size that {kv_cache_memory}='4GiB' gives"
 )
-ONE_DEVICE = "a model runs on one device, or on ranks (tensor_parallel_size): omit it"
+ONE_DEVICE = (
+    "a model runs on one device, on ranks (tensor_parallel_size) or on several GPUs "
+    "(pipeline_parallel_size): omit it"
+)
 ONE_ENGINE = "a server is one engine; start one for each replica behind a router: omit it"
 NO_SPLIT = "prompts and answers are computed by one engine: omit it"
 NO_SWAP = "nothing is swapped to the CPU, a preempted request is computed again: omit it"
