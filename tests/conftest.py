@@ -172,6 +172,8 @@ SHARES = {
     "tests/e2e/test_ranks.py::test_two_ranks_have_the_bits_of_one": 3,
     "tests/e2e/test_serve_faults.py::test_a_client_that_leaves_": 2,
     "tests/e2e/test_serve_loading.py::test_every_form_of_a_server_ends_with_a_line_while_it_imports": 2,
+    "tests/e2e/test_stages.py::test_no_operation_has_tensors_of_two_devices": 3,
+    "tests/e2e/test_stages.py::test_two_stages_have_the_bits_of_one": 2,
     "tests/e2e/test_state_equivalences.py::": 3,
     "tests/e2e/test_store_equivalences.py::": 3,
     "tests/e2e/test_transformers_cache.py::test_every_way_of_generating": 2,
