@@ -6,8 +6,10 @@ So a test sees every byte that the rank has stored. `FREIGHT_TEST_PAGES` is the 
 behind its last one, 'ahead 3' the third step that is launched on top of another before its first
 gather, 'drawn 3' behind its draw, 'fingerprint' says to have opened something else, 'load' refuses
 to read its weights, 'slow' reads them for a minute, 'byte' gathers a byte that is wrong, 'memory' has
-none for its weights, 'cache' none for its cache, 'memory 3' none for that step. With
-`FREIGHT_TEST_INTERPRETER` Triton's interpreter has the numbers of a GPU (`interpreter.py`).
+none for its weights, 'cache' none for its cache, 'memory 3' none for that step, 'capture' captures its
+first step in vain. With
+`FREIGHT_TEST_INTERPRETER` Triton's interpreter has the numbers of a GPU (`interpreter.py`), and with
+`FREIGHT_TEST_PUSH`, 'launches' or 'graphs', ranks push (`pushed_memory.py`).
 """
 
 from __future__ import annotations
@@ -130,6 +132,11 @@ def main() -> None:
         return
     from tests.interpreter import numbers_as_on_a_gpu, quick_interpreter
 
+    pushing = os.environ.get("FREIGHT_TEST_PUSH", "")
+    if pushing:
+        from tests.pushed_memory import pushing_here
+
+        pushing_here(pushing == "graphs")
     with numbers_as_on_a_gpu(), quick_interpreter():
         follower.main()
 

@@ -280,7 +280,6 @@ MACHINES = {"nnodes": 2, "master_addr": "127.0.0.1", "join_timeout": 0.1}
 IMPOSSIBLE: list[tuple[dict[str, Any], str]] = [
     ({"tensor_parallel_size": 3}, "4 attention heads.* 1, 2 or 4"),
     ({"kernels": "reference"}, "omit --kernels reference"),
-    (MACHINES | {"device": "cuda"}, "--nnodes 2 with GPUs"),
     ({"tensor_parallel_size": 0}, "--tensor-parallel-size 0"),
     ({"tensor_parallel_size": 1, "rank_cpus": "0|1"}, "is for several ranks"),
     ({"rank_cpus": "0"}, "there are 2"),

@@ -23,6 +23,7 @@ from safetensors.torch import load_file, save_file
 from tests.e2e.test_ranks import QWEN2_MOE, close, like_llama, of_ranks, opened_as, started
 from tests.forked_server import CAN_FORK, forked
 from tests.interpreter import numbers_as_on_a_gpu, quick_interpreter
+from tests.machines import other_machine, two_machines
 from tests.parity.random_models import save_random
 from tests.parity.variants import VARIANTS
 from tests.rank_follower import corrupt, draws_of, note_draws, pages_of
@@ -196,6 +197,21 @@ def with_ranks(tmp_path: Path, **more: Any) -> Engine:
     given, options = CASES["W8A8, scales per token"]
     options = TRITON | options | {"kv_cache_memory": "2MiB", "tensor_parallel_size": 2} | more
     return started(opened_as(given, options, tmp_path)[0])
+
+
+@pytest.mark.slow
+def test_two_machines_have_the_bits_of_one(tmp_path: Path, pages_file: Path) -> None:
+    """Which are two addresses of this one: a rank on each, as on GPUs of two."""
+    expected = outputs_of(with_ranks(tmp_path, tensor_parallel_size=1))
+    given, options = CASES["W8A8, scales per token"]
+    more: dict[str, Any] = {"kv_cache_memory": "2MiB", "tensor_parallel_size": 2}
+    options = TRITON | options | more | two_machines() | {"check_ranks": False}
+    opened = opened_as(given, options, tmp_path)[0]
+    with other_machine(opened.args, opened.random_shape) as machine:
+        engine = started(opened)
+        assert outputs_of(engine) == expected
+        close(engine)
+        assert machine.wait() == 0
 
 
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])

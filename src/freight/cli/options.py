@@ -48,6 +48,7 @@ RANKS = (
     "pipeline_parallel_size",
     "pp_layers",
     "check_ranks",
+    "disable_custom_all_reduce",
 )
 # of verbs that serve or generate
 LORA = ("enable_lora", "lora_modules", "max_loras", "max_lora_rank")
@@ -371,6 +372,11 @@ ENGINE_FLAGS = (
         bool,
         "Compare these processes on GPUs with one of them before they serve.",
         negatable=True,
+    ),
+    Flag(
+        "disable_custom_all_reduce",
+        bool,
+        "Let NCCL gather between GPUs, and no kernel that writes into their memory.",
     ),
     Flag("nnodes", int, "Machines that these processes are on, equally many on each.", "COUNT"),
     Flag("node_rank", int, "Which of the machines this is; 0 serves.", "NUMBER"),

@@ -47,6 +47,7 @@ from freight.engine.runner import ModelRunner
 from freight.engine.scheduler import Scheduler
 from freight.engine.step import Mode
 from freight.engine.store import Weights, open_store, prepare_store
+from freight.engine.transports import log_transport, obstacle_to_pushing, slot_bytes
 from freight.errors import CapacityError, CheckpointError, ConfigError, shown
 from freight.fp8.cast import torch_dtype
 from freight.fp8.formats import Format
@@ -63,6 +64,7 @@ from freight.model.shares import share_of
 from freight.operands.tiles import STATE_TILE
 from freight.parallel.join import Meeting
 from freight.parallel.places import Place, places
+from freight.parallel.push import Pushed
 from freight.parallel.ranks import Ranks
 from freight.parallel.stages import layers_by_device
 from freight.settings.device import DeviceFacts, free_bytes, numa_nodes, probe
@@ -161,10 +163,12 @@ def _lead(opened: OpenModel) -> tuple[OpenModel, Leader, Sequence[Place]]:
     if config.device != "cpu":
         nodes = ()  # which of them is near a GPU is not known here
         torch.cuda.set_device(0)
+        several = "" if nodes_of_all == 1 else ", nor on GPUs of several machines"
         logger.warning(
-            "%d ranks, each on a GPU of its own: Freight has not been run on two GPUs yet; compare with one before you "
-            "rely on it",
+            "%d ranks, each on a GPU of its own: Freight has not been run on two GPUs yet%s; compare with one before "
+            "you rely on it",
             size,
+            several,
         )
     where = places(size // nodes_of_all, args.rank_cpus, nodes, opened.device.cores)
     if backend is None and len(nodes) < 2 and size > nodes_of_all:
@@ -182,7 +186,10 @@ def _lead(opened: OpenModel) -> tuple[OpenModel, Leader, Sequence[Place]]:
         )
         meeting = Meeting(args)
     maps_pages = args.kv_store is not None
-    leader = Leader(size, args.rank_timeout, maps_pages, meeting, nodes_of_all, backend)
+    pushed = 0
+    if not obstacle_to_pushing(args, config):
+        pushed = slot_bytes(opened.model, config, size)
+    leader = Leader(size, args.rank_timeout, maps_pages, meeting, nodes_of_all, backend, pushed)
     leader.take(where[0])
     return opened.as_rank(Ranks(0, size, leader.memory), where[0].cores), leader, where
 
@@ -393,6 +400,8 @@ def _allocate(ready: _Ready, led: _Led | None) -> tuple[KVPool, tuple[Tensor, ..
     if led is not None:
         check = rank_check(ready.opened, config)
         memories = led.leader.allocate(config.max_model_len, ready.num_blocks, num_bytes, check)
+        if config.device != "cpu":
+            log_transport(led.leader.memory, obstacle_to_pushing(ready.opened.args, config))
     return pool.counting_drafts(config.most_drafts), memories
 
 
@@ -524,16 +533,19 @@ def captured_steps(
     decoder: LanguageModel, pool: KVPool, kernels: KernelSet, config: EngineConfig
 ) -> DecodeSteps | None:
     """Return the decode steps of `decoder` over `pool`, to be captured as they are needed; None
-    where kernels cannot be.
+    where kernels cannot be. Ranks have met.
     """
     # the reference asks lengths of the device while it runs, and cannot be captured
     capture: Capture | None = None
     if not isinstance(decoder, Decoder):
         logger.info("steps are not captured: the modules of transformers run as they are")
-    elif kernels.name == "triton" and kernels.ranks.size > 1:
-        logger.info("steps are not captured: ranks on GPUs launch each kernel")
     elif kernels.name == "triton" and config.device != "cpu":
-        capture = CudaGraphs(decoder, pool, config.max_num_seqs)
+        transport = kernels.ranks.transport
+        ranks = transport if isinstance(transport, Pushed) and transport.pushes else None
+        if transport is not None and ranks is None:
+            logger.info("steps are not captured: NCCL gathers")
+            return None
+        capture = CudaGraphs(decoder, pool, config.max_num_seqs, ranks)
     elif isinstance(kernels, CpuKernels):
         # each draft is a row of its own
         most_rows = max(config.max_num_seqs, 1 + config.most_drafts)

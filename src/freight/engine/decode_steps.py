@@ -54,6 +54,11 @@ class Capture(Protocol):
         """Whether the largest bucket is to be captured before all others."""
         ...
 
+    @property
+    def generation(self) -> int:
+        """A number: what was captured under another one is captured anew."""
+        ...
+
     def bucket_of(self, num_seqs: int) -> int:
         """Return the number of rows that a step of `num_seqs` rows is padded to."""
         ...
@@ -192,6 +197,7 @@ class DecodeSteps:
             self._copied = torch.cuda.Event()
         # by bucket, and whether rows have adapters
         self.steps: dict[tuple[int, bool], tuple[Buffers, Replay]] = {}
+        self._generation = capture.generation
 
     def takes(self, slices: Sequence[SequenceSlice]) -> bool:
         """Return whether the logits of all rows are wanted, and there are few: one a sequence, or
@@ -216,6 +222,9 @@ class DecodeSteps:
         if self._copied is not None:
             # the last step may be under way, and its copies still to come
             self._copied.synchronize()
+        if self._generation != self._capture.generation:
+            self.steps.clear()
+            self._generation = self._capture.generation
         adapted = have_adapters(slices)
         if self._capture.largest_first and not self.steps:
             self._prepare(self._capture.bucket_of(self._capture.max_num_seqs), adapted)

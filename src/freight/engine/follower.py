@@ -29,7 +29,7 @@ import torch
 from freight.base.start_log import log_to_stderr
 from freight.base.version import version
 from freight.cache.arena import Arena, mapped
-from freight.cache.pool import allocate_pool
+from freight.cache.pool import KVPool, allocate_pool
 from freight.cache.spec import KVCacheSpec
 from freight.checkpoint.lora import AdapterModules, LoraAdapter
 from freight.engine.build import captured_steps, memory_for_cache
@@ -39,7 +39,7 @@ from freight.engine.prepare import Logits, SequenceSlice
 from freight.engine.rank_check import rank_check
 from freight.engine.runner import Drawn, Inputs, ModelRunner, StepRows
 from freight.engine.sampler import Draw
-from freight.errors import CapacityError, CheckpointError, FreightError, RankError
+from freight.errors import CapacityError, CheckpointError, ConfigError, FreightError, RankError
 from freight.model.adapter_modules import adapter_modules
 from freight.model.decoder import Decoder, LanguageModel
 from freight.model.open import OpenModel, open_model, open_random
@@ -121,9 +121,11 @@ def follow(connection: socket.socket, files: Sequence[int]) -> int:
         messages.send(connection, Kind.LOADED, _free_bytes(config))
         max_len, *num_blocks = integers_of(messages.expect(connection, Kind.POOL))
         config = replace(config, max_model_len=max_len)
-        runner = _runner(opened, config, model, spec, num_blocks, pages)
+        pool = _pool(opened, config, model, spec, num_blocks, pages)
         messages.send(connection, Kind.READY)
         memory.meet()
+        captured = captured_steps(model, pool, opened.kernels(config), config)
+        runner = ModelRunner(model, pool, config.device, captured)
         _check(connection, opened, config, memory)
     except FreightError as error:
         messages.send(connection, Kind.FAILED, f"{type(error).__name__}\n{error}".encode())
@@ -151,7 +153,7 @@ def _open(
             # torch was imported while bound as rank 0, maybe to fewer
             torch.set_num_threads(start.cores)
     if start.backend == "nccl":
-        torch.cuda.set_device(rank * start.args.pipeline_parallel_size)
+        _take_gpu(start)
     memory = _transport(start, connection, files)
     if isinstance(memory, SharedMemory):
         threading.Thread(target=memory.show_life, args=(pulse(start.timeout),), daemon=True).start()
@@ -162,24 +164,40 @@ def _open(
     return opened.as_rank(Ranks(rank, size, memory), start.cores), memory
 
 
+def _take_gpu(start: Start) -> None:
+    """Make the GPU of this rank the process's own, the first of several where it has stages. Raises
+    ConfigError if the machine has too few.
+    """
+    stages = start.args.pipeline_parallel_size
+    first = start.rank % (start.size // start.args.nnodes) * stages
+    count = torch.cuda.device_count()
+    if first + stages > count:
+        raise ConfigError(
+            f"needs GPU {first + stages - 1} of its machine, counted from 0, and there are {count}"
+        )
+    torch.cuda.set_device(first)
+
+
 def _transport(start: Start, connection: socket.socket, files: Sequence[int]) -> Transport:
     """Return the way to the other ranks."""
     rank = start.rank
     size = start.size
     if start.store is None and start.shares_memory:
         return SharedMemory(passed_files(size, rank, files), rank, start.timeout)
-    from freight.parallel.distributed import LOOPBACK, Distributed, private_store, reach_store
+    from freight.engine.transports import transport
+    from freight.parallel.distributed import LOOPBACK, private_store, reach_store
 
     if start.store is None:
         store = private_store(files[0])
-        return Distributed(store, rank, size, start.timeout, LOOPBACK, start.backend)
+        way = (start.timeout, LOOPBACK, start.backend, start.slot_bytes)
+        return transport(store, rank, size, *way)
     host, port = start.store
     # of the network by which this machine reaches rank 0
     address = host
     if not is_near(connection):
         address = connection.getsockname()[0]
     store = reach_store(host, port)
-    return Distributed(store, rank, size, start.timeout, address, start.backend)
+    return transport(store, rank, size, start.timeout, address, start.backend, start.slot_bytes)
 
 
 def _free_bytes(config: EngineConfig) -> bytes:
@@ -208,14 +226,14 @@ def _check(
     messages.send(connection, Kind.CHECKED)
 
 
-def _runner(
+def _pool(
     opened: OpenModel,
     config: EngineConfig,
     model: LanguageModel,
     spec: KVCacheSpec,
     num_blocks: list[int],
     pages: int | None,
-) -> ModelRunner:
+) -> KVPool:
     """Allocate this rank's part of the cache, in the memory `pages` if rank 0 maps it as well."""
     kernels = opened.kernels(config)
     kv = opened.with_rank_scales(config).kv
@@ -224,8 +242,7 @@ def _runner(
         empty = Arena(mapped(pages, Arena.bytes_for(spec, tuple(num_blocks)))).empty
         os.close(pages)
     parts = (kernels, config.device, model.rotaries, empty, model.stages)
-    pool = allocate_pool(spec, kv, num_blocks, *parts)
-    return ModelRunner(model, pool, config.device, captured_steps(model, pool, kernels, config))
+    return allocate_pool(spec, kv, num_blocks, *parts)
 
 
 def _serve(
@@ -267,6 +284,8 @@ def _serve(
                 assert kind is Kind.LOGITS
                 assert rows is not None
                 rows.logits(integers_of(data))
+            if kind is not Kind.LAUNCH:  # rank 0 waits for it when it reads the tokens
+                memory.finish()
         except RankError:
             raise
         except Exception as error:

@@ -1,7 +1,13 @@
 """Decode steps as CUDA graphs: one launch replaces the hundreds of kernel launches of a step.
 
 A replay repeats the grids of the captured launches. Grids depend only on the shapes of tensors, so
-a graph stays valid while contexts grow. A graph is of one device: with layers on several there is one
+a graph stays valid while contexts grow.
+
+Of several ranks each captures the same steps in the same order, as gathers are launches too, and the
+runs that compile kernels gather as well. A step that one of them left may have been captured by some
+alone, so after it all capture anew.
+
+A graph is of one device: with layers on several there is one
 for each stage (`parallel/stages.py`), and the residual stream is copied between two.
 """
 
@@ -18,6 +24,7 @@ from freight.cache.pool import KVPool
 from freight.engine.decode_steps import Replay
 from freight.model.decoder import Decoder, Residual, computing_on
 from freight.operands.batch import ForwardBatch
+from freight.parallel.push import Pushed
 from freight.parallel.stages import Stage
 
 Output = TypeVar("Output")
@@ -47,8 +54,12 @@ class CudaGraphs:
     largest_first = True
     several_rows = False
 
-    def __init__(self, model: Decoder, pool: KVPool, max_num_seqs: int) -> None:
+    def __init__(
+        self, model: Decoder, pool: KVPool, max_num_seqs: int, ranks: Pushed | None = None
+    ) -> None:
+        """ranks: the way to the other ranks, which gathers by launches; None without others."""
         self.max_num_seqs = max_num_seqs
+        self._ranks = ranks
         self._model = model
         self._pool = pool
         # by device, the first of its graphs: all later ones share its memory
@@ -57,6 +68,11 @@ class CudaGraphs:
         # it would make that the current one: launches on another would run, and not be captured
         self._streams: dict[str | None, torch.cuda.Stream] = {}
 
+    @property
+    def generation(self) -> int:
+        """How often all ranks have begun anew."""
+        return 0 if self._ranks is None else self._ranks.times
+
     def bucket_of(self, num_seqs: int) -> int:
         return bucket_of(num_seqs)
 
@@ -64,7 +80,13 @@ class CudaGraphs:
         model = self._model
         layers = self._pool.layers
         if not model.stages:
-            graph, logits = self._captured(None, lambda: model.forward(batch, layers))
+
+            def step() -> Tensor:
+                return model.forward(batch, layers)
+
+            if not self._is_pushed(step):
+                return step
+            graph, logits = self._captured(None, step)
 
             def replay() -> Tensor:
                 graph.replay()
@@ -72,6 +94,17 @@ class CudaGraphs:
 
             return replay
         return self._capture_stages(batch)
+
+    def _is_pushed(self, step: Replay) -> bool:
+        """Return whether a step makes all its gathers by launches. All ranks run it, and find the same:
+        a gather of more rows than a slot holds is the group's, which is not captured.
+        """
+        if self._ranks is None:
+            return True
+        before = self._ranks.grouped
+        step()
+        self._ranks.finish()
+        return self._ranks.grouped == before
 
     def _capture_stages(self, batch: ForwardBatch) -> Replay:
         """Capture a graph for each stage. Between two, a replay copies the stream from the output of
@@ -130,13 +163,18 @@ class CudaGraphs:
             with torch.cuda.stream(warm_up):
                 compute()
             main.wait_stream(warm_up)
+            mode = "global"
+            if self._ranks is not None:
+                self._ranks.finish()  # to capture waits for the device, however long that takes
+                mode = "thread_local"  # NCCL has a thread that asks the device meanwhile
             graph = torch.cuda.CUDAGraph()
             memory = None
             if device in self._first:
                 memory = self._first[device].pool()
             if device not in self._streams:
                 self._streams[device] = torch.cuda.Stream()
-            with torch.cuda.graph(graph, pool=memory, stream=self._streams[device]):
+            stream = self._streams[device]
+            with torch.cuda.graph(graph, pool=memory, stream=stream, capture_error_mode=mode):
                 output = compute()
             self._first.setdefault(device, graph)
             return graph, output

@@ -204,11 +204,12 @@ class Leader:
         meeting: Meeting | None = None,
         nodes: int = 1,
         backend: str | None = None,
+        slot_bytes: int = 0,
     ) -> None:
         """timeout: seconds after which a rank that does not answer counts as lost. maps_pages: the
         others allocate their caches in memory that `allocate` returns. meeting: where the ranks of
         the other `nodes` - 1 machines come. backend: of torch.distributed, over which they gather;
-        None: over shared memory, or gloo between machines.
+        None: over shared memory, or gloo between machines. slot_bytes: as in `Start`.
         """
         self._files: SharedFiles | None = None
         self._store: tuple[str, int] | None = None
@@ -217,14 +218,19 @@ class Leader:
         ] = ()  # the memory of a store that ranks of one machine meet by
         self.memory: Transport
         self._backend = backend or "gloo"
+        self._slot_bytes = slot_bytes
         if meeting is None and backend is None:
             self._files = SharedFiles.create(size)
             self.memory = SharedMemory(self._files, 0, timeout)
         elif meeting is None:
             self._private = (nameless_memory(),)
-            self.memory = _on_one_machine(*self._private, size, timeout, self._backend)
+            self.memory = _on_one_machine(
+                self._private[0], size, timeout, self._backend, slot_bytes
+            )
         else:
-            self.memory, self._store = _distributed(meeting.host, size, timeout, self._backend)
+            self.memory, self._store = _distributed(
+                meeting.host, size, timeout, self._backend, slot_bytes
+            )
         self._nodes = nodes
         self._here = size // nodes  # ranks of this machine
         self.size = size
@@ -287,6 +293,7 @@ class Leader:
                 store=self._store,
                 shares_memory=self._files is not None,
                 backend=self._backend,
+                slot_bytes=self._slot_bytes,
             )
             if rank in come:
                 connection, join = come[rank]
@@ -427,9 +434,15 @@ class Leader:
         """Wait for an event behind a step that was launched after this beginning. Raises KernelError
         where all began anew since: gathers of the step may have ended early.
         """
-        if copied is not None:
-            copied.synchronize()
         self._require_since(beginning)
+        try:
+            if copied is None:
+                self.memory.finish()
+            else:
+                self.memory.wait(copied)
+        except KernelError:
+            self._torn = True
+            raise
 
     def _require_since(self, beginning: int) -> None:
         if beginning != self._restarts:
@@ -458,6 +471,8 @@ class Leader:
         try:
             self._send(kind, data())
             yield
+            if kind is not Kind.LAUNCH:  # for which `settle` waits
+                self.memory.finish()
         except RankError as error:
             raise self._lost(error) from error
         except KernelError as error:
@@ -611,34 +626,41 @@ def _difference(theirs: str, ours: str) -> str:
     )
 
 
-def _on_one_machine(number: int, size: int, timeout: float, backend: str) -> Transport:
+def _on_one_machine(
+    number: int, size: int, timeout: float, backend: str, slot_bytes: int
+) -> Transport:
     """Return rank 0's transport over torch.distributed, to ranks that get the descriptor of the store's
     memory.
     """
-    from freight.parallel.distributed import LOOPBACK, Distributed, private_store
+    from freight.engine.transports import transport
+    from freight.parallel.distributed import LOOPBACK, private_store
 
-    return Distributed(private_store(number), 0, size, timeout, LOOPBACK, backend)
+    return transport(private_store(number), 0, size, timeout, LOOPBACK, backend, slot_bytes)
 
 
 def _distributed(
-    host: str, size: int, timeout: float, backend: str
+    host: str, size: int, timeout: float, backend: str, slot_bytes: int
 ) -> tuple[Transport, tuple[str, int]]:
     """Return rank 0's transport over torch.distributed, and where the others find its store."""
-    from freight.parallel.distributed import Distributed, host_store
+    from freight.engine.transports import transport
+    from freight.parallel.distributed import host_store
 
     family = socket.AF_INET
     if ":" in host:
         family = socket.AF_INET6
     listener = socket.create_server((host, 0), family=family)
     port = listener.getsockname()[1]
-    transport = Distributed(host_store(listener), 0, size, timeout, host, backend)
-    return transport, (host, port)
+    store = host_store(listener)
+    return transport(store, 0, size, timeout, host, backend, slot_bytes), (host, port)
 
 
 def _start_of(start: Start, join: Join) -> Start:
     """Return what a rank of another machine is started with."""
     args = with_own(start.args, join.options)
-    return replace(start, args=args, processors=join.processors, cores=join.cores)
+    processors = join.processors
+    if start.backend == "nccl" and args.rank_cpus is None:
+        processors = None  # which memory node is near a GPU is not known there
+    return replace(start, args=args, processors=processors, cores=join.cores)
 
 
 def pulse(timeout: float) -> float:

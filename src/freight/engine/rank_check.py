@@ -99,7 +99,10 @@ def compare(kernels: KernelSet, alone: KernelSet, drawn: Drawn) -> None:
     All ranks gather the same before the first compares anything, so one that differs keeps none
     waiting.
     """
-    for case in list(_cases(kernels, alone, drawn)):
+    cases = list(_cases(kernels, alone, drawn))
+    if kernels.ranks.transport is not None:
+        kernels.ranks.transport.finish()
+    for case in cases:
         _require_equal(case, kernels.ranks.size)
 
 

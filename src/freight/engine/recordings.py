@@ -41,6 +41,7 @@ class CpuRecordings:
 
     largest_first = False
     several_rows = True
+    generation = 0
 
     def __init__(
         self, model: Decoder, pool: KVPool, kernels: CpuKernels, max_num_seqs: int

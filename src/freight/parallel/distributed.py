@@ -8,6 +8,10 @@ A rank that leaves a step closes its connections. Those who wait for it see that
 theirs, so every rank leaves the step. Then all meet again, at the next gather, as a new group. A
 process that ends closes its connections, too; which of the two it was shows on the sockets between
 rank 0 and the others.
+
+Ranks connect only once all have come, for a backend waits without a look at anything else. One word
+in the store decides between the last one's coming and the first one's leaving, so all connect, or
+none.
 """
 
 from __future__ import annotations
@@ -35,6 +39,9 @@ _GLOO = "gloo"
 NCCL = "nccl"  # RCCL's name in torch as well
 # Seconds between two looks whether another rank has left, while a gather of GPUs is waited for
 _LOOK = 0.005
+# What the store says of a meeting, whichever is first
+_ALL_CAME = "all came"
+_ONE_LEFT = "one left"
 LOOPBACK = "127.0.0.1"  # where ranks of one machine meet
 
 
@@ -97,7 +104,7 @@ class Distributed:
         self._group: Any = None
         self._times = 0  # that all began anew
         self._left = False  # the step under way
-        self._has_met = False  # or has tried to, since all began anew
+        self._has_connected = False  # or has tried to, since all began anew
         self._lost = ""
         self._interrupt: BaseException | None = None
         self._exchange = Exchange(_weakly(self))
@@ -105,18 +112,52 @@ class Distributed:
 
     def meet(self) -> None:
         """Connect with all the others, which do so as well. Raises RankError if they do not within
-        the timeout.
+        the timeout, and KernelError if one has left the step before it came.
         """
+        try:
+            word = self._await_all()
+        except RuntimeError as error:
+            raise self._not_met(_first(error)) from error
+        if word != _ALL_CAME:
+            raise KernelError("another rank has left the step")
+        self._connect()
+
+    def _await_all(self) -> str:
+        """Return what the store says of this meeting, once it says anything. Raises RuntimeError, and
+        RankError after the timeout.
+        """
+        end = time.monotonic() + self._timeout
+        coming = [f"coming {self._times} {rank}" for rank in range(self.size)]
+        self._store.set(coming[self.rank], "1")
+        while not self._store.check([self._meeting]):
+            if self._store.check(coming):
+                return self._decide(_ALL_CAME)
+            if self._lost:
+                raise RankError(self._lost)
+            if time.monotonic() > end:
+                raise self._not_met(f"not all came within {self._timeout:g} seconds")
+            time.sleep(_LOOK)
+        return bytes(self._store.get(self._meeting)).decode()
+
+    def _decide(self, word: str) -> str:
+        """Return the first word that a rank has said of this meeting: `word` if it is this one's."""
+        return bytes(self._store.compare_set(self._meeting, "", word)).decode()
+
+    def _connect(self) -> None:
+        """Connect with all the others, which have come. Raises RankError."""
         timeout = timedelta(seconds=self._timeout)
-        self._has_met = True
+        self._has_connected = True
         try:
             store = PrefixStore(f"group {self._times}", self._store)
             store.set_timeout(timeout)
             self._group = _group(self._backend, store, self.rank, self.size, timeout, self._address)
         except (RuntimeError, ValueError) as error:
-            raise RankError(
-                f"rank {self.rank} of {self.size}, at {self._address}, did not meet the others: {_first(error)}"
-            ) from error
+            raise self._not_met(_first(error)) from error
+
+    def _not_met(self, why: str) -> RankError:
+        return RankError(
+            f"rank {self.rank} of {self.size}, at {self._address}, did not meet the others: {why}"
+        )
 
     def gather(self, part: Tensor) -> Tensor:
         """Return `Transport.gather`. Raises KernelError as well: another rank has left the step,
@@ -169,6 +210,13 @@ class Distributed:
                     raise RuntimeError("it has left the step")
             time.sleep(0)
 
+    def finish(self) -> None:
+        """Do nothing: a gather returns when it is done."""
+
+    def wait(self, event: torch.cuda.Event) -> None:
+        """Wait for an event: gathers before it are done."""
+        event.synchronize()
+
     def exchange(self, part: int, out: int, rows: int, part_bytes: int) -> int:
         """Compute `FreightRanks.exchange`: gather between addresses; return a FreightStatus."""
         try:
@@ -213,23 +261,26 @@ class Distributed:
         """Make the other ranks leave the step under way: this one has left it."""
         if not self._left:
             self._left = True
-            with suppress(RuntimeError):
+            with suppress(RuntimeError, RankError):
                 self._store.compare_set(self._failure, "", str(self.rank))
-            if not self._has_met and not self._lost:
-                with suppress(RankError):  # those who wait in their first gather see this one leave
-                    self.meet()
+                if self._decide(_ONE_LEFT) == _ALL_CAME and not self._has_connected:
+                    self._connect()  # an interrupt came between: the others connect now
         self._leave_group()
 
     @property
     def _failure(self) -> str:
         return f"failed {self._times}"
 
+    @property
+    def _meeting(self) -> str:
+        return f"meeting {self._times}"
+
     def restart(self, times: int) -> None:
         """Leave the group. All meet anew at the next gather, as group `times`."""
         self._leave_group()
         self._times = times
         self._left = False
-        self._has_met = False
+        self._has_connected = False
 
     def close(self) -> None:
         """Leave the group for good."""
@@ -262,7 +313,10 @@ def _group(
 
         of_gpus = ProcessGroupNCCL.Options()
         of_gpus._timeout = timeout
-        return ProcessGroupNCCL(store, rank, size, of_gpus)
+        group = ProcessGroupNCCL(store, rank, size, of_gpus)
+        # now, as all are here: at its first gather, one that does not come would not be noticed
+        group.eager_connect_single_device(torch.device("cuda", torch.cuda.current_device()))
+        return group
     # gloo binds to the address that the machine's name has, which is often 127.0.1.1, unless told
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices = [ProcessGroupGloo.create_device(hostname=address)]

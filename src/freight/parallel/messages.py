@@ -99,8 +99,9 @@ class Start:
     timeout        seconds after which a rank that does not answer counts as lost
     store          host and port of the store that ranks of several machines meet by; None: on one
                    machine they get the descriptors of what they meet by
-    backend        of torch.distributed; 'nccl': the rank has the GPU of its number
+    backend        of torch.distributed; 'nccl': the rank has the GPU of its number on its machine
     shares_memory  they gather in shared memory, and not over torch.distributed
+    slot_bytes     of the largest gather that is pushed between GPUs; 0: none is
     """
 
     args: EngineArgs
@@ -114,6 +115,7 @@ class Start:
     store: tuple[str, int] | None = None
     backend: str = "gloo"
     shares_memory: bool = True
+    slot_bytes: int = 0
 
     def encode(self) -> bytes:
         """Return this as bytes of JSON."""

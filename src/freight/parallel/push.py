@@ -15,7 +15,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Protocol
 
 import torch
@@ -27,6 +26,7 @@ from freight.parallel.distributed import Distributed
 from freight.parallel.peers import FAILED, FLAGS, STATUS, TURN, WORD, Layout, Peers
 
 _LOOK_SECONDS = 0.02  # between looks whether a rank has left the step
+_ASK_SECONDS = 0.005  # between looks whether all have said something, at start
 _ENDED = 1  # what the host's page says: waits are to end
 # Turns of the n-th beginning are counted from n times this: greater than all flags of earlier ones
 _TURNS = 1 << 40
@@ -73,7 +73,8 @@ class Pushed:
         self.described = group.described
         self._store = PrefixStore("push", store)
         self._device = device
-        self._layout = Layout(size, slot_bytes)
+        least = size * max(rows * columns for rows, columns in _TRIED)
+        self._layout = Layout(size, max(slot_bytes, least))
         self._timeout = timeout
         self._group = group
         self._push = push
@@ -82,15 +83,26 @@ class Pushed:
         self._changing = threading.Lock()  # the host's page
         self._ended = threading.Event()
         self.refused = ""  # why the group gathers everything; '' if it does not
+        self.grouped = 0  # gathers that the group made
+        self.times = 0  # that all began anew
+
+    @property
+    def slot_bytes(self) -> int:
+        """Return the bytes of the largest matrix that is pushed, with the columns of all ranks."""
+        return self._layout.slot_bytes
+
+    @property
+    def pushes(self) -> bool:
+        """Return whether ranks push what a slot holds: all have met, and agreed to."""
+        return self._peers is not None and not self.refused
 
     def meet(self) -> None:
-        """Connect with all the others, open their buffers, and try small gathers. Raises RankError
-        if a rank does not come.
+        """Connect with all the others, open their buffers, and try small gathers. Raises as
+        `Distributed.meet`.
         """
         self._group.meet()
         if self._peers is not None or self.refused:
             return
-        self._store.set_timeout(timedelta(seconds=3 * self._timeout))  # another may wait before
         reason = ""
         try:
             self._peers = self._open(
@@ -107,9 +119,15 @@ class Pushed:
 
     def _exchange(self, name: str, own: bytes) -> list[bytes]:
         """Return what all ranks say under this name, in UTF-8. Raises RankError if a rank does not."""
+        names = [f"{name} {rank}" for rank in range(self.size)]
+        end = time.monotonic() + 3 * self._timeout  # another may wait for gathers before
         try:
-            self._store.set(f"{name} {self.rank}", f"={own.decode()}")  # stores want no empty value
-            return [self._store.get(f"{name} {rank}")[1:] for rank in range(self.size)]
+            self._store.set(names[self.rank], f"={own.decode()}")  # stores want no empty value
+            while not self._store.check(names):
+                if self.lost() or time.monotonic() > end:
+                    raise RankError(self.lost() or "a rank did not come to push columns")
+                time.sleep(_ASK_SECONDS)
+            return [bytes(self._store.get(each))[1:] for each in names]
         except RuntimeError as error:
             first = str(error).partition("\n")[0]
             raise RankError(f"a rank did not come to push columns: {first}") from error
@@ -127,8 +145,7 @@ class Pushed:
             parts = [_tried_part(turn, rank, rows, columns) for rank in range(self.size)]
             try:
                 found = self._launch(parts[self.rank].to(self._device))
-                self._wait()
-                self.check()
+                self.finish()
             except (RankError, KernelError) as error:
                 self._synchronize()  # the buffers are given back after this
                 return str(error)
@@ -145,6 +162,7 @@ class Pushed:
         rank or another has left the step.
         """
         if self._peers is None or self.size * part.nbytes > self._layout.slot_bytes:
+            self.grouped += 1
             return self._group.gather(part)
         self.check()
         return self._launch(part)
@@ -160,23 +178,29 @@ class Pushed:
 
     def wait(self, event: torch.cuda.Event) -> None:
         """Wait for an event that follows gathers, as long as a rank may take to answer. Raises as
-        `check`; RankError if it does not come.
+        `check`; KernelError if it does not come.
         """
         self._until(event.query)
         self.check()
 
-    def _wait(self) -> None:
+    def finish(self) -> None:
+        """Wait until the gathers so far are done, all in the current stream. Raises as `wait`."""
+        if self._peers is None:
+            return  # the group's are done when they return
         if self._device.type != "cpu":
             event = torch.cuda.Event()
             event.record()
             self._until(event.query)
+        self.check()
 
     def _until(self, is_done: Callable[[], bool]) -> None:
         deadline = time.monotonic() + self._timeout
         while not is_done():
             if time.monotonic() > deadline:
                 self._end_waits()
-                raise RankError(f"rank {self.rank} waited {self._timeout:g} s for others to gather")
+                raise KernelError(
+                    f"rank {self.rank} waited {self._timeout:g} seconds for others to gather"
+                )
             time.sleep(0)
 
     def _start_watch(self) -> None:
@@ -227,6 +251,7 @@ class Pushed:
     def restart(self, times: int) -> None:
         """Begin anew for the `times`-th time, after a step that every rank has left."""
         self._synchronize()
+        self.times = times
         with self._changing:  # not between the watch's question and its answer
             self._group.restart(times)
             if self._peers is not None:

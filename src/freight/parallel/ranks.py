@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     from freight.parallel.shared import FreightRanks
@@ -25,7 +26,8 @@ FREIGHT_RANK_FAILED = 6
 class Transport(Protocol):
     """How parts of activations get from one rank to the others.
 
-    Every rank makes the same calls in the same order. A call returns once all ranks have made it.
+    Every rank makes the same calls in the same order. A call returns once all ranks have made it, or
+    on GPUs before: its result counts once `finish` has returned.
     `described` is what the C functions take: they gather without a return to Python where they can.
     """
 
@@ -39,6 +41,16 @@ class Transport(Protocol):
         part: [rows, columns], of the same shape and dtype on every rank. Raises RankError if
         another rank has ended or does not answer.
         """
+        ...
+
+    def finish(self) -> None:
+        """Wait until the gathers so far are done. Raises as `gather`, and KernelError if one of them
+        was left.
+        """
+        ...
+
+    def wait(self, event: torch.cuda.Event) -> None:
+        """Wait for an event of a device that follows gathers. Raises as `finish`."""
         ...
 
     def close(self) -> None:

@@ -23,6 +23,7 @@ import numpy as np
 from freight.errors import ConfigError, RankError
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 MAX_RANKS = 64  # FREIGHT_MAX_RANKS
@@ -131,6 +132,13 @@ class SharedMemory:
     def gather(self, part: Tensor) -> Tensor:
         """Raise RankError: only the compiled kernels gather over shared memory."""
         raise RankError("shared memory is for the compiled kernels; others gather over a group")
+
+    def finish(self) -> None:
+        """Do nothing: a gather returns when it is done."""
+
+    def wait(self, event: torch.cuda.Event) -> None:
+        """Wait for an event: gathers before it are done."""
+        event.synchronize()
 
     def close(self) -> None:
         """Let the other ranks see this one as ended. The mapping stays while kernels may use it."""

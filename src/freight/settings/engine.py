@@ -80,6 +80,7 @@ class EngineArgs:
     pipeline_parallel_size: int = 1
     pp_layers: str | None = None
     check_ranks: bool = True
+    disable_custom_all_reduce: bool = False
     nnodes: int = 1
     node_rank: int = 0
     master_addr: str | None = None

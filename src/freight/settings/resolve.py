@@ -76,9 +76,6 @@ _UNITS = {  # of memory, in capitals
     "TIB": 1024**4,
 }
 MOST_RANK_TIMEOUT = 1_000_000  # seconds: nanoseconds of more than 292 years overflow
-_NO_NODES = (
-    "--nnodes {} with GPUs: ranks on GPUs are on one machine; omit --nnodes, or use --device cpu"
-)
 _WITHOUT_SCALES = (
     "use --kv-scales dynamic to measure scales as values are stored, or --kv-cache-dtype bfloat16 for a cache "
     "without scales"
@@ -133,6 +130,7 @@ def check(args: EngineArgs) -> None:
         ("skip_tokenizer_init", args.skip_tokenizer_init),
         ("exact_products", args.exact_products),
         ("check_ranks", args.check_ranks),
+        ("disable_custom_all_reduce", args.disable_custom_all_reduce),
     ):
         if not isinstance(flag, bool):
             raise ConfigError(f"{name} is {flag!r}; it must be True or False")
@@ -221,8 +219,6 @@ def _check_ranks(args: EngineArgs) -> None:
         raise ConfigError(
             f"--rank-cpus {cpus!r} is for several ranks: add --tensor-parallel-size, or omit it"
         )
-    if args.nnodes != 1 and args.device == "cuda":
-        raise ConfigError(_NO_NODES.format(args.nnodes))
     if size > 1 and args.kernels == "reference":
         raise ConfigError(
             f"--tensor-parallel-size {size}: ranks gather in the compiled kernels; omit --kernels "
@@ -287,23 +283,25 @@ def resolve(
 
 
 def _check_gpus(args: EngineArgs, device: DeviceFacts) -> None:
-    """Raise ConfigError for more ranks and stages than GPUs, and for GPUs of several machines."""
+    """Raise ConfigError for more ranks and stages of a machine than it has GPUs."""
     size = args.tensor_parallel_size
     stages = args.pipeline_parallel_size
-    if size * stages == 1 or device.kind == "cpu":
+    nodes = args.nnodes
+    here = size // nodes * stages
+    if here == 1 or device.kind == "cpu":
         return
     options = f"--tensor-parallel-size {size}: each rank"
     if stages > 1:
         options = f"--pipeline-parallel-size {stages}: each stage"
         if size > 1:
             options += f" of each of --tensor-parallel-size {size}"
-    if args.nnodes != 1:
-        raise ConfigError(_NO_NODES.format(args.nnodes))
-    if size * stages > device.count:
+    if nodes > 1:
+        options += f", {here} of them on each of --nnodes {nodes},"
+    if here > device.count:
         plural = "" if device.count == 1 else "s"
         raise ConfigError(
             f"{options} has a GPU of its own, and this process sees {device.count} GPU{plural}; choose at most "
-            f"{device.count}, let it see more (CUDA_VISIBLE_DEVICES), or use --device cpu"
+            f"{device.count * nodes}, let it see more (CUDA_VISIBLE_DEVICES), or use --device cpu"
         )
 
 

@@ -4,6 +4,7 @@ needs a GPU.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -13,13 +14,16 @@ import pytest
 import torch
 
 from freight.cache.groups import Pages
+from freight.engine import build
 from freight.engine import graphs as graphs_module
 from freight.engine.block_tables import BlockTables
 from freight.engine.decode_steps import Buffers, DecodeSteps
 from freight.engine.graphs import CudaGraphs, bucket_of
 from freight.engine.prepare import Logits, SequenceSlice, prepare
-from freight.model.decoder import Residual
+from freight.model.decoder import Decoder, Residual
 from freight.operands.adapters import NO_ADAPTER
+from freight.parallel.distributed import Distributed
+from freight.parallel.push import Pushed
 from freight.parallel.stages import stages_of
 
 SLICES = [
@@ -154,7 +158,9 @@ class FakeCuda:
         return graph
 
     @contextmanager
-    def graph(self, graph: Any, pool: Any = None, stream: Any = None) -> Iterator[None]:
+    def graph(
+        self, graph: Any, pool: Any = None, stream: Any = None, capture_error_mode: str = ""
+    ) -> Iterator[None]:
         if stream is None:
             self.default = stream = self.default or self.Stream()
         stream.graph = graph
@@ -248,3 +254,80 @@ def test_a_prepared_batch_has_all_on_every_device(monkeypatch: pytest.MonkeyPatc
     assert theirs.adapters.tolist() == [2, 2, 2]
     assert theirs.token_types.tolist() == [0, 1, 1]
     assert theirs.token_ids.tolist() == [7, 8, 9]
+
+
+class Model:
+    """Gathers as many times by the group as there are rows above 4."""
+
+    stages = ()
+
+    def __init__(self, ranks):
+        self.ranks, self.runs = ranks, 0
+
+    def forward(self, batch, _):
+        self.runs += 1
+        self.ranks.grouped += max(0, batch.num_seqs - 4)
+        return torch.full((batch.num_seqs, 5), float(self.runs))
+
+
+def test_ranks_capture_what_they_push_and_capture_anew_after_a_step_that_was_left(monkeypatch):
+    """A bucket whose gathers are the group's is launched; every rank finds the same, by running it."""
+    ranks: Any = SimpleNamespace(grouped=0, times=0, finished=0)
+
+    def finish():
+        ranks.finished += 1
+
+    ranks.finish = finish
+    captured = []
+
+    def capture(graphs, device, compute):
+        logits = compute()
+        captured.append(len(logits))
+        return SimpleNamespace(replay=lambda: None), logits
+
+    monkeypatch.setattr(CudaGraphs, "_captured", capture)
+    pool: Any = SimpleNamespace(
+        spec=SimpleNamespace(groups=GROUPS, blocks_of=lambda num_tokens: (num_tokens // 8,) * 2),
+        stages=(),
+        layers=(),
+    )
+    model: Any = Model(ranks)
+    steps = DecodeSteps(CudaGraphs(model, pool, 8, ranks), pool, 64, "cpu")
+    assert len(steps.run(SLICES)) == 3
+    assert captured == [4]  # the largest, of 8 rows, was run and left as it is
+    assert ranks.finished == 2
+    runs = model.runs
+    steps.run(SLICES)
+    assert model.runs == runs
+    steps.run(SLICES * 2)
+    assert model.runs == runs + 1
+    ranks.times = 1
+    steps.run(SLICES)
+    assert captured == [4, 4]
+    assert {bucket for bucket, _ in steps.steps} == {8, 4}
+
+
+@pytest.mark.parametrize("kind", ["pushed", "refused", "group", "alone"])
+def test_steps_of_ranks_are_captured_where_they_push(kind, monkeypatch, caplog):
+    ranks: Any = None
+    if kind == "group":
+        ranks = object.__new__(Distributed)
+    elif kind != "alone":
+        ranks = object.__new__(Pushed)
+        ranks.refused, ranks._peers = "rank 1: no NVLink", None
+        if kind == "pushed":
+            ranks.refused, ranks._peers = "", object()
+    made = []
+    monkeypatch.setattr(build, "CudaGraphs", lambda *given: made.append(given[-1]) or "graphs")
+    monkeypatch.setattr(build, "DecodeSteps", lambda *given: given[0])
+    decoder = object.__new__(Decoder)
+    kernels: Any = SimpleNamespace(name="triton", ranks=SimpleNamespace(transport=ranks))
+    config: Any = SimpleNamespace(device="cuda", max_num_seqs=4, max_model_len=64)
+    caplog.set_level(logging.INFO, "freight")
+    steps = build.captured_steps(decoder, None, kernels, config)
+    if kind in ("refused", "group"):
+        assert steps is None
+        assert caplog.messages == ["steps are not captured: NCCL gathers"]
+        return
+    assert steps == "graphs"
+    assert made == [ranks if kind == "pushed" else None]

@@ -33,6 +33,7 @@ class Sent(Leader):
             lost=lambda: "",
             failed=lambda: None,
             fail=lambda: None,
+            finish=lambda: None,
             restart=lambda times: None,
             take_interrupt=lambda: None,
         )
@@ -97,6 +98,23 @@ def test_tokens_do_not_count_once_the_ranks_began_anew() -> None:
     leader._restart()
     assert under_way.read() is None
     assert Launched(step, launched(leader, 0), DRAWN.facts, None, runner).read() == [3, 4]
+
+
+def test_a_gather_that_was_ended_makes_the_ranks_begin_anew() -> None:
+    """Rank 0 learns of it where it reads the tokens: gathers that are pushed return before they are done."""
+    leader = Sent()
+    drawn = launched(leader, 0)
+
+    def ended() -> None:
+        raise KernelError("another rank has left the step")
+
+    leader.memory.finish = ended
+    with pytest.raises(KernelError, match="left"):
+        leader.settle(drawn.beginning, None)
+    leader.memory.finish = lambda: None
+    leader.sent.clear()
+    launched(leader, 0)
+    assert [kind for kind, _ in leader.sent] == [Kind.RESTART, Kind.LAUNCH]
 
 
 @pytest.mark.parametrize(("rows", "tokens"), [([0, 1], [3, 4]), ([1], [4])])

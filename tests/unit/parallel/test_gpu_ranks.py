@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 from torch.distributed import HashStore
 
-from freight.engine import build, follower
+from freight.engine import build, follower, leader, transports
 from freight.engine.step import Mode
 from freight.errors import ConfigError, KernelError
 from freight.fp8.formats import Format
@@ -25,9 +25,11 @@ from freight.model.config.parse import parse_model_config
 from freight.model.config.presets import PRESETS
 from freight.parallel import distributed
 from freight.parallel.distributed import Distributed
+from freight.parallel.join import Join
 from freight.parallel.messages import Start
 from freight.settings.device import DeviceFacts, DeviceKind
 from freight.settings.engine import EngineArgs, EngineConfig
+from freight.settings.nodes import given
 from freight.settings.resolve import check, resolve
 
 GPU = DeviceFacts(DeviceKind.CUDA, "a GPU", Format.E4M3FN, 2**30, 2**30, 2)
@@ -50,11 +52,16 @@ def test_each_rank_needs_a_gpu_of_its_own() -> None:
     assert resolved(CPU, **options).device == "cpu"
 
 
-def test_gpus_of_several_machines_are_refused() -> None:
-    options = {"tensor_parallel_size": 2, "nnodes": 2, "master_addr": "10.0.0.1"}
+def test_each_machine_needs_gpus_for_its_ranks() -> None:
+    options = {"tensor_parallel_size": 4, "nnodes": 2, "master_addr": "10.0.0.1"}
     for device in ("auto", "cuda"):
-        with refuses(ConfigError, "nnodes 2", "GPUs"):
-            resolved(replace(GPU, count=2), **options, device=device)
+        assert resolved(replace(GPU, count=2), **options, device=device).device == "cuda"
+        with refuses(ConfigError, "2 of them on each of --nnodes 2", "1 GPU;", "at most 2"):
+            resolved(replace(GPU, count=1), **options, device=device)
+    one_each = options | {"tensor_parallel_size": 2}
+    assert resolved(replace(GPU, count=1), **one_each).device == "cuda"
+    with refuses(ConfigError, "4 of them on each of --nnodes 2", "2 GPUs", "at most 4"):
+        resolved(replace(GPU, count=2), **options, pipeline_parallel_size=2)
 
 
 def test_triton_s_interpreter_is_a_value_of_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,13 +95,23 @@ def test_steps_are_launched_ahead_on_gpus_and_where_their_kernels_are_interprete
         assert build._mode(config, keeps_states) is Mode.ONCE
 
 
-@pytest.mark.parametrize(("backend", "taken"), [("nccl", [3]), ("gloo", [])])
+@pytest.mark.parametrize(
+    ("backend", "nodes", "stages", "taken"),
+    [
+        ("nccl", 1, 1, [3]),
+        ("nccl", 2, 1, [1]),
+        ("nccl", 2, 2, [2]),
+        ("nccl", 4, 1, [0]),
+        ("gloo", 1, 1, []),
+    ],
+)
 def test_a_rank_takes_the_gpu_of_its_number(
-    backend: str, taken: list[int], monkeypatch: pytest.MonkeyPatch
+    backend: str, nodes: int, stages: int, taken: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before anything asks for the facts of a GPU."""
+    """On its machine, before anything asks for the facts of a GPU."""
     calls: list[Any] = []
     monkeypatch.setattr(torch.cuda, "set_device", calls.append)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(follower, "_transport", lambda *_: "transport")
     opened = SimpleNamespace(as_rank=lambda ranks, cores: (ranks.rank, cores))
 
@@ -103,15 +120,67 @@ def test_a_rank_takes_the_gpu_of_its_number(
         return opened
 
     monkeypatch.setattr(follower, "open_random", open_random)
-    args = EngineArgs(tensor_parallel_size=4)
-    start = Start(args, "llama-1b", 3, 4, None, 2, 60.0, 0, ("127.0.0.1", 1), backend)
+    args = EngineArgs(tensor_parallel_size=4, nnodes=nodes, pipeline_parallel_size=stages)
+    start = Start(args, "llama-1b", 3, 4, None, 2, 60.0, 0, ("127.0.0.1", 1), backend, 7)
     assert Start.decode(start.encode()) == start
     with socket.socket() as connection:
         assert follower._open(start, connection, ()) == ((3, 2), "transport")
 
 
+def test_a_machine_with_fewer_gpus_than_ranks_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 sees its own machine alone."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    args = EngineArgs(tensor_parallel_size=4, nnodes=2)
+    start = Start(args, None, 3, 4, None, 2, 60.0, 0, ("127.0.0.1", 1), "nccl")
+    with refuses(ConfigError, "needs GPU 1", "there are 1"):
+        follower._take_gpu(start)
+
+
+def test_ranks_of_another_machine_are_bound_as_those_of_rank_0() -> None:
+    """On GPUs to no memory node, unless processors are named there."""
+    args = EngineArgs(tensor_parallel_size=2, nnodes=2)
+    start = Start(args, None, 1, 2, None, 1, 60.0, 0, ("127.0.0.1", 1), "nccl")
+    for backend, named, expected in (
+        ("nccl", None, None),
+        ("nccl", "4-5", (4, 5)),
+        ("gloo", None, (4, 5)),
+    ):
+        options = given(replace(args, rank_cpus=named))
+        join = Join("1", options, None, 1, (4, 5), 2)
+        started = leader._start_of(replace(start, backend=backend), join)
+        assert (started.processors, started.cores) == (expected, 2)
+
+
+def test_what_keeps_ranks_from_pushing() -> None:
+    options: dict[str, Any] = {"tensor_parallel_size": 2}
+    config = resolved(replace(GPU, count=4), **options)
+    for more, named in (
+        ({}, ""),
+        ({"disable_custom_all_reduce": True}, "--disable-custom-all-reduce"),
+        ({"nnodes": 2}, "--nnodes 2"),
+        ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size 2"),
+    ):
+        obstacle = transports.obstacle_to_pushing(EngineArgs(**options | more), config)
+        assert obstacle.startswith(named)
+        assert bool(obstacle) == bool(named)
+    assert transports.obstacle_to_pushing(EngineArgs(**options), resolved(CPU, **options))
+
+
+def test_a_slot_holds_the_largest_gather_of_a_captured_step() -> None:
+    config = resolved(replace(GPU, count=2), max_num_seqs=20)
+    logits = 4 * MODEL.vocab_size
+    assert transports.slot_bytes(MODEL, config, 2) == 24 * logits
+    assert transports.slot_bytes(MODEL, replace(config, max_num_seqs=500), 2) == 64 * logits
+    uneven = replace(MODEL, vocab_size=MODEL.vocab_size + 1)
+    assert transports.slot_bytes(uneven, config, 2) == 24 * (logits + 8)
+    # of a small vocabulary, other columns: an expert's for each expert of a row
+    moe = parse_model_config(PRESETS["qwen3-30b-a3b"])
+    few = replace(moe, vocab_size=10)
+    assert transports.slot_bytes(few, config, 2) == 24 * 2 * 8 * 768
+
+
 class LateGroup:
-    """A ProcessGroupNCCL of one rank: a gather is done after it was looked at `late` times."""
+    """A ProcessGroupNCCL of rank 0 of two: a gather is done after it was looked at `late` times."""
 
     late = 3
     made: ClassVar[list[LateGroup]] = []
@@ -124,6 +193,9 @@ class LateGroup:
         self.size = size
         self.aborted = 0
         self.made.append(self)
+
+    def eager_connect_single_device(self, device: torch.device) -> None:
+        assert device == torch.device("cuda", 0)
 
     def _allgather_base(self, parts: Tensor, part: Tensor) -> Any:
         looks = iter(range(1 << 30))
@@ -144,11 +216,20 @@ class LateGroup:
 def late_group(monkeypatch: pytest.MonkeyPatch) -> type[LateGroup]:
     monkeypatch.setattr(c10d, "ProcessGroupNCCL", LateGroup, raising=False)
     monkeypatch.setattr(LateGroup, "made", [])
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     return LateGroup
 
 
+def store_of_two() -> HashStore:
+    """The other rank comes to the first two meetings."""
+    store = HashStore()
+    for times in range(2):
+        store.set(f"coming {times} 1", "1")
+    return store
+
+
 def test_a_gather_of_gpus_is_waited_for(late_group: type[LateGroup]) -> None:
-    rank = Distributed(HashStore(), 0, 2, 0.2, "127.0.0.1", distributed.NCCL)
+    rank = Distributed(store_of_two(), 0, 2, 0.2, "127.0.0.1", distributed.NCCL)
     part = torch.arange(6.0).view(2, 3)
     assert torch.equal(rank.gather(part), torch.cat((part, part), 1))
     rank.restart(1)
@@ -162,7 +243,7 @@ def test_a_gather_of_gpus_ends_where_another_rank_does_not_come(
     late_group: type[LateGroup], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(late_group, "late", 1 << 30)
-    store = HashStore()
+    store = store_of_two()
     rank = Distributed(store, 0, 2, 0.2, "127.0.0.1", distributed.NCCL)
     with pytest.raises(KernelError, match=r"no answer within 0\.2 seconds"):
         rank.gather(torch.ones(1, 1))

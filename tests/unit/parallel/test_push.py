@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed import HashStore
 
 from freight.errors import KernelError, RankError
+from freight.parallel.distributed import Distributed
 from freight.parallel.peers import FAILED, FLAGS, LEFT, STATUS, TURN, WORD, Layout, Peers
 from freight.parallel.push import _TRIED, Pushed
 
@@ -211,6 +212,36 @@ def test_a_rank_that_leaves_a_step_ends_the_waits_of_others_and_all_begin_anew()
         rank.check()
 
 
+def test_ranks_that_push_need_not_meet_to_leave_a_step() -> None:
+    """Their group has not met since they began anew: the rank that leaves waits for nobody."""
+    store, memory = HashStore(), Memory(2)
+    given: dict[str, Any] = {"push": memory.push, "open_peers": memory.open}
+    ranks = []
+    for rank in range(2):
+        group = Distributed(store, rank, 2, 20.0, "127.0.0.1")
+        ranks.append(Pushed(store, rank, 2, CPU, SLOT_BYTES, 20.0, group=group, **given))
+    in_threads(2, lambda rank: ranks[rank].meet())
+    expected = torch.cat([part_of(0), part_of(1)], dim=1)
+    long = torch.zeros(1, SLOT_BYTES // 2 + 1, dtype=torch.uint8)
+    began = time.monotonic()
+    for times in (1, 2, 3):
+        for one in ranks:
+            one.restart(times)
+        found = in_threads(2, lambda rank: ranks[rank].gather(part_of(rank)))
+        assert all(torch.equal(out, expected) for out in found)
+        if times == 2:  # some gathers are the group's
+            in_threads(2, lambda rank: ranks[rank].gather(long))
+        ranks[1].fail()
+        ranks[0].gather(part_of(0))  # returns, as its wait is ended
+        with pytest.raises(KernelError):
+            ranks[0].finish()
+        ranks[0].fail()
+    assert time.monotonic() - began < 5
+    assert [one.grouped for one in ranks] == [1, 1]
+    for one in ranks:
+        one.close()
+
+
 def test_a_lost_rank_ends_waits() -> None:
     ranks, _ = met(2)
     threading.Timer(0.1, lambda: ranks[0].lose(1)).start()
@@ -228,7 +259,7 @@ def test_results_that_do_not_come_end_waits() -> None:
 
     ranks, _ = met(2, timeout=0.5)
     never: Any = Never()
-    with pytest.raises(RankError, match=r"waited 0\.5 s for others"):
+    with pytest.raises(KernelError, match=r"waited 0\.5 seconds for others"):
         ranks[0].wait(never)
     ranks[0].gather(part_of(0))  # ends, as the host's page says so
     with pytest.raises(KernelError):

@@ -260,6 +260,54 @@ def test_ranks_of_a_group_leave_a_step_and_begin_anew(before: bool) -> None:
     assert in_ranks(3, body) == [(2, [0.0, 1.0, 2.0])] * 3
 
 
+def test_a_rank_that_leaves_before_all_have_come_waits_for_nobody() -> None:
+    """Rank 2 never comes: those who wait to connect are told, and the one that left goes on."""
+    port = free_port()
+
+    def body(rank: int) -> float:
+        group = group_of(rank, 3, port, timeout=20.0)
+        began = time.monotonic()
+        if rank == 0:
+            time.sleep(0.2)
+            group.fail()
+        elif rank == 1:
+            with refuses(KernelError, "another rank", "left the step"):
+                group.meet()
+            group.fail()
+        seconds = time.monotonic() - began
+        time.sleep(1)  # the store is rank 0's
+        return seconds
+
+    assert all(isinstance(seconds, float) and seconds < 2 for seconds in in_ranks(3, body))
+
+
+def test_an_interrupt_between_coming_and_connecting_keeps_nobody_waiting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All have come then, so the others connect, and the rank that leaves has to, too."""
+    port = free_port()
+
+    def body(rank: int) -> float:
+        group = group_of(rank, 2, port, timeout=20.0)
+        began = time.monotonic()
+        if rank == 0:
+            group.gather(torch.ones(1, 1))
+            return time.monotonic() - began
+        connect = group._connect
+        with monkeypatch.context() as patch:
+            patch.setattr(group, "_connect", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                group.meet()
+        group._connect = connect  # type: ignore[method-assign]
+        group.fail()
+        return time.monotonic() - began
+
+    first, second = in_ranks(2, body)
+    assert isinstance(first, KernelError)
+    assert isinstance(second, float)
+    assert second < 5
+
+
 def test_an_interrupt_in_a_gather_that_c_called_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     group = Distributed(HashStore(), 0, 1, 5.0, "127.0.0.1")
     monkeypatch.setattr(group, "meet", interrupt)

@@ -109,7 +109,7 @@ OPTIONS = {
         "prefill_context_parallel_size decode_context_parallel_size "
         "dcp_comm_backend dcp_kv_cache_interleave_size cp_kv_cache_interleave_size dcp_q_replicate "
         "num_gpus distributed_executor_backend worker_use_ray ray_workers_use_nsight "
-        "disable_custom_all_reduce enable_nccl_comm_suspend disable_nccl_for_dp_synchronization "
+        "enable_nccl_comm_suspend disable_nccl_for_dp_synchronization "
         "max_parallel_loading_workers enable_hc_sp enable_batch_sharded_sampling device_ids",
         say.ONE_DEVICE,
     ),
