@@ -39,12 +39,11 @@ from freight.errors import CapacityError, CheckpointError, ConfigError, RequestE
 from freight.kernels.interface import KernelSet
 from freight.model.config.model import ModelConfig
 from freight.model.decoder import LanguageModel
-from freight.model.open import OpenModel, open_model, open_tensors
+from freight.model.open import OpenModel, open_model, open_tensors, probed
 from freight.model.pooler import Pooler
 from freight.operands.batch import ForwardBatch
 from freight.operands.rotary import Rotary
 from freight.parallel.stages import Stage
-from freight.settings.device import probe
 from freight.settings.engine import EngineConfig
 
 logger = logging.getLogger("freight")
@@ -268,7 +267,7 @@ class Renewal:
         if self.level is Sleep.WEIGHTS:
             return
         needed = least_weight_bytes(version.opened, version.config)
-        free = probe(version.config.device).memory_free
+        free = probed(version.opened.args).memory_free
         if needed > free:
             raise CapacityError(
                 f"the new weights need {needed:,} bytes beside the old ones, and {free:,} are free; put the engine to "

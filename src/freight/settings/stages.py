@@ -31,10 +31,12 @@ def listed_counts(value: str, size: int) -> tuple[int, ...]:
     """Return --pp-layers as numbers. Raises ConfigError for a value that is no list of `size`
     positive numbers.
     """
-    try:
-        counts = tuple(int(part) for part in value.split(","))
-    except ValueError:
-        counts = ()
+    counts: tuple[int, ...] = ()
+    parts = [part.strip() for part in value.split(",")]
+    if all(
+        part.isascii() and part.isdigit() for part in parts
+    ):  # int() takes '1_0' and '+1' as well
+        counts = tuple(map(int, parts))
     if len(counts) != size or min(counts) < 1:
         example = ",".join(["20"] * max(size, 2))
         raise ConfigError(
