@@ -35,8 +35,8 @@ _HEADER = 1 << 20
 def fingerprint(opened: OpenModel, config: EngineConfig, kernels: KernelSet, version: str) -> str:
     """'fp_' and 16 hexadecimal digits; `version` is Freight's.
 
-    Threads, the memory of the cache and --state-every change no bit, and do not count. `config.kv`
-    has the format of states.
+    Threads, the memory of the cache, stages and --state-every change no bit, and do not count; ranks do on
+    GPUs, but with --exact-products. `config.kv` has the format of states.
     """
     state = hashlib.sha256()
     decides = (
@@ -61,8 +61,11 @@ def fingerprint(opened: OpenModel, config: EngineConfig, kernels: KernelSet, ver
         tile,
     ):
         state.update(repr(part).encode())
-    if config.exact_products and not isinstance(kernels, CpuKernels):
-        state.update(b"exact products")
+    if not isinstance(kernels, CpuKernels):
+        if config.exact_products:
+            state.update(b"exact products")
+        elif opened.ranks.size > 1:  # a product of torch's may sum a part of a matrix in another order
+            state.update(f"{opened.ranks.size} ranks".encode())
     if isinstance(kernels, CpuKernels):
         state.update(path_of(kernels.library.build).read_bytes())
     if opened.checkpoint is None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from transformers import AutoModelForCausalLM, PhiConfig
 
 from freight.engine.fingerprint import fingerprint, is_reproducible
 from freight.model.open import OpenModel, open_model
+from freight.parallel.ranks import Ranks
 from freight.settings.engine import EngineArgs
 
 
@@ -47,3 +50,27 @@ def test_what_is_declared_counts(tmp_path: Path) -> None:
         config = opened.resolve(args)
         found.add(fingerprint(opened, config, opened.kernels(config), "1"))
     assert len(found) == 2
+
+
+def test_ranks_count_where_torch_multiplies() -> None:
+    """On a GPU products of many rows are torch's, of a part of a matrix; stages have whole ones."""
+
+    def found(ranks: int, **options: Any) -> str:
+        opened = open_model(EngineArgs(device="cpu", kernels="reference", **options))
+        config = opened.resolve(opened.args)
+        transport: Any = None if ranks == 1 else object()
+        divided = replace(opened, ranks=Ranks(0, ranks, transport))
+        return fingerprint(divided, config, opened.kernels(config), "1")
+
+    assert len({found(1), found(2), found(4)}) == 3
+    assert found(1) == found(1, pipeline_parallel_size=2)
+    assert found(1, exact_products=True) == found(2, exact_products=True) != found(1)
+
+
+def test_ranks_do_not_count_on_compiled_kernels() -> None:
+    opened = open_model(EngineArgs(device="cpu"))
+    config = opened.resolve(opened.args)
+    kernels = opened.kernels(config)
+    transport: Any = object()
+    divided = replace(opened, ranks=Ranks(0, 2, transport))
+    assert fingerprint(divided, config, kernels, "1") == fingerprint(opened, config, kernels, "1")
