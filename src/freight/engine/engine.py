@@ -440,8 +440,7 @@ class Engine:
             if step.admitted:
                 self._stamp_scheduled(step)
             if several and step.chunks:
-                alone = self.runner.num_ranks == 1  # others are told of decode steps alone
-                launched = self._begin(step, prompts=alone and self.pace is None)
+                launched = self._begin(step, prompts=self.pace is None)
             if launched is not None:
                 self._lookahead.keep(launched)
             elif step.chunks:

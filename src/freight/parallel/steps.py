@@ -58,8 +58,8 @@ class Drawing(Protocol):
 
 
 class LaunchNumbers(NamedTuple):
-    """A step of a microbatch whose tokens every rank draws: a slice of one token, and a draw, for
-    each row. `rows`: where the slices' tokens are among those that the last launched step of the
+    """A step of a microbatch whose tokens every rank draws: a draw for each of the slices that have
+    logits, in their order. `rows`: where the slices' tokens are among those that the last launched step of the
     microbatch drew; None: the slices have them.
     """
 
@@ -87,7 +87,7 @@ class StepWriter:
 
     def encode_launch(self, launch: LaunchNumbers) -> bytes:
         """Return a step whose tokens every rank draws as bytes."""
-        assert len(launch.slices) == len(launch.draws)
+        assert len(launch.draws) <= len(launch.slices)
         numbers = [launch.microbatch, _NONE]
         if launch.rows is not None:
             numbers[1] = len(launch.rows)

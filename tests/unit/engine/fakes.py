@@ -65,7 +65,6 @@ class FakeRunner:
         self.bad: int | None = None
         self.sizes: list[int] = []
         self.num_ahead = 0  # steps that took tokens from the device
-        self.num_ranks = 1
 
     def run(self, slices: Sequence[SequenceSlice], tokens: Tensor | None = None) -> FakeRows:
         self.sizes.append(len(slices))
