@@ -396,7 +396,7 @@ def test_where_they_would_not_be_exact_there_are_none(
         ({"spec": SimpleNamespace(repeatable=False)}, "layers of this model keep states"),
         ({"decoder": object()}, "the modules of transformers may round a row differently"),
         (
-            {"config": SimpleNamespace(most_drafts=4, device="cuda")},
+            {"config": SimpleNamespace(most_drafts=4, device="cuda", kernels="auto")},
             "on a GPU the next step is launched before",
         ),
         ({"exact": False}, "the reference kernels may round a row differently"),
@@ -404,7 +404,7 @@ def test_where_they_would_not_be_exact_there_are_none(
     caplog.set_level(logging.INFO, "freight")
     runner = llm.engine.runner
     exact: dict[str, Any] = {
-        "config": SimpleNamespace(most_drafts=4, device="cpu"),
+        "config": SimpleNamespace(most_drafts=4, device="cpu", kernels="auto"),
         "decoder": runner.model,
         "spec": runner.pool.spec,
         "exact": True,

@@ -64,7 +64,9 @@ def fingerprint(opened: OpenModel, config: EngineConfig, kernels: KernelSet, ver
     if not isinstance(kernels, CpuKernels):
         if config.exact_products:
             state.update(b"exact products")
-        elif opened.ranks.size > 1:  # a product of torch's may sum a part of a matrix in another order
+        elif (
+            opened.ranks.size > 1
+        ):  # a product of torch's may sum a part of a matrix in another order
             state.update(f"{opened.ranks.size} ranks".encode())
     if isinstance(kernels, CpuKernels):
         state.update(path_of(kernels.library.build).read_bytes())

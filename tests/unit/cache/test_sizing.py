@@ -334,5 +334,5 @@ def test_each_device_has_room_for_its_layers_however_groups_divide_the_cache(
         parts = []
         for group in groups:
             own = sum(of_layer[layer] for layer in group if layer in layers)
-            parts.append(memory * own // sum(of_layer[layer] for layer in group))
+            parts.append(-(-memory * own // sum(of_layer[layer] for layer in group)))
         assert needed[device] == max(parts)

@@ -162,9 +162,9 @@ def _end_of_string(body: bytes, begin: int) -> int:
     """Return the position behind the string that begins at `begin`; the body's end if none closes it."""
     at = begin + 1
     while at + 1 < len(body):
-        piece = _WITHIN_STRING.match(body, at, at + _PIECE)
-        assert piece is not None
-        at = piece.end()
+        at = next(
+            _WITHIN_STRING.finditer(body, at, at + _PIECE)
+        ).end()  # which matches nothing as well
         if body[at : at + 1] == b'"':
             return at + 1
     return len(body)
