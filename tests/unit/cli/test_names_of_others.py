@@ -35,7 +35,8 @@ ENGINES: Mapping[str, Any] = {
 }
 # Options of theirs that Freight has under the same name: each is looked at, and means the same.
 SAME = """
-    api-key api-key-file block-size chat-template device dtype enable-auto-tool-choice enable-lora
+    api-key api-key-file block-size chat-template device disable-custom-all-reduce dtype
+    enable-auto-tool-choice enable-lora
     enable-prefix-caching enable-tokenizer-info-endpoint help host kv-cache-dtype
     kv-cache-dtype-skip-layers kv-events-config lora-modules master-addr master-port max-lora-rank max-loras
     max-model-len max-num-batched-tokens max-num-seqs model model-id models-max
