@@ -18,7 +18,7 @@ hits. Layers without a window get the rest.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 from freight.cache.groups import LayerGroup
 from freight.cache.spec import KVCacheSpec
@@ -75,10 +75,8 @@ def memory_over(
     """
     least = []
     for device, own_layers in layers.items():
-        for group in spec.groups:
-            own = sum(_layer_bytes(spec, index) for index in group.layers if index in own_layers)
+        for own, whole in _parts(spec, own_layers):
             if own:
-                whole = sum(_layer_bytes(spec, index) for index in group.layers)
                 least.append(free[device] * whole // own)
     return min(least, default=0)
 
@@ -92,12 +90,17 @@ def bytes_over(
     of_device = {}
     for device, own_layers in layers.items():
         most = 0
-        for group in spec.groups:
-            own = sum(_layer_bytes(spec, index) for index in group.layers if index in own_layers)
-            whole = sum(_layer_bytes(spec, index) for index in group.layers)
+        for own, whole in _parts(spec, own_layers):
             most = max(most, -(-memory * own // whole))
         of_device[device] = most
     return of_device
+
+
+def _parts(spec: KVCacheSpec, own_layers: Collection[int]) -> Iterator[tuple[int, int]]:
+    """Yield for each group what `own_layers` have of a block, and what all its layers have."""
+    for group in spec.groups:
+        own = sum(_layer_bytes(spec, index) for index in group.layers if index in own_layers)
+        yield own, sum(_layer_bytes(spec, index) for index in group.layers)
 
 
 def _layer_bytes(spec: KVCacheSpec, index: int) -> int:

@@ -20,8 +20,8 @@ With layers on several devices there are as many steps under way, each of a micr
 (`Scheduler.schedule`). There prompts are launched as well, so that they do not keep the other devices
 waiting; what follows a prompt's last chunk is launched before its token is known.
 
-Steps that need the host run as without this: on one device chunks of prefill; grammars, penalties, biases, barred
-stop ids, stop strings, log-probabilities. So do all repairs. A step with a row that has no token,
+Steps that need the host run as without this: on one device chunks of prefill; grammars, penalties,
+biases, barred stop ids, stop strings, log-probabilities. So do all repairs. A step with a row that has no token,
 or none yet (NaN, a nucleus wider than what was looked at), or that raised, is computed again by
 `compute`, and what was launched on top of it is forgotten. It is scheduled again and stores the
 same slots again. So results and errors are those of `compute`.

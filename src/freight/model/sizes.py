@@ -179,15 +179,9 @@ def loaded_bytes(
     if model.foreign is not None:
         parts = foreign_bytes(model.foreign, compute, weights, linear_of, layout)
         return LoadedBytes(parts.fp8 + parts.stacked + parts.other, parts.embeddings, 0)
-    shapes: Mapping[str, Shape] = tensor_shapes(model)
-    if ranks > 1:
-        share = share_of(model, 0, ranks)
-        model = share.model
-        shapes = share.shapes
-    count = _Count(model, compute, weights, linear_of, layout, tensor_names(model), shapes)
-    layers = sum(count.layer(index, layer) for index, layer in enumerate(model.layers))
-    tables = table_bytes(model, range(model.num_layers), max_len)
-    return LoadedBytes(layers + count.final(), count.embeddings(), tables)
+    count = _Count.of_rank(model, compute, weights, linear_of, layout, ranks)
+    tables = table_bytes(count.model, range(model.num_layers), max_len)
+    return LoadedBytes(sum(count.layers()) + count.final(), count.embeddings(), tables)
 
 
 def table_bytes(model: ModelConfig, layers: Iterable[int], max_len: int) -> int:
@@ -211,15 +205,9 @@ def stage_costs(
     """Return the bytes of each layer's weights, as `loaded_bytes` counts them, and those that the first
     and the last stage have besides. A head that is tied to the embedding is a copy on the last stage.
     """
-    shapes: Mapping[str, Shape] = tensor_shapes(model)
-    if ranks > 1:
-        share = share_of(model, 0, ranks)
-        model = share.model
-        shapes = share.shapes
-    count = _Count(model, compute, weights, linear_of, layout, tensor_names(model), shapes)
-    layers = tuple(count.layer(index, layer) for index, layer in enumerate(model.layers))
+    count = _Count.of_rank(model, compute, weights, linear_of, layout, ranks)
     head = count.head() if model.has_head else 0
-    return StageCosts(layers, count.embedding(), count.final() + count.narrowed() + head)
+    return StageCosts(count.layers(), count.embedding(), count.final() + count.narrowed() + head)
 
 
 @dataclass(frozen=True)
@@ -276,6 +264,28 @@ class _Count:
     layout: Layout
     names: TensorNames
     shapes: Mapping[str, Shape]  # of every tensor, as a rank has it
+
+    @classmethod
+    def of_rank(
+        cls,
+        model: ModelConfig,
+        compute: Format,
+        weights: Format,
+        linear_of: LinearOf,
+        layout: Layout,
+        ranks: int,
+    ) -> _Count:
+        """Return the counter of what one of `ranks` has of `model`, the whole one."""
+        shapes: Mapping[str, Shape] = tensor_shapes(model)
+        if ranks > 1:
+            share = share_of(model, 0, ranks)
+            model = share.model
+            shapes = share.shapes
+        return cls(model, compute, weights, linear_of, layout, tensor_names(model), shapes)
+
+    def layers(self) -> tuple[int, ...]:
+        """Bytes of each layer."""
+        return tuple(self.layer(index, layer) for index, layer in enumerate(self.model.layers))
 
     def layer(self, index: int, layer: LayerConfig) -> int:
         hidden = self.model.hidden_size
