@@ -281,7 +281,7 @@ class OpenModel:
         devices = ["cpu"] * size
         if config.device != "cpu":
             first = self.ranks.rank % (self.ranks.size // self.args.nnodes) * size
-            devices = [f"cuda:{index}" for index in range(first, first + size)]
+            devices = stage_devices(size, first)
         counts = stage_counts(self.model, self._stage_costs(config), size, self.args.pp_layers)
         return stages_of(counts, devices)
 

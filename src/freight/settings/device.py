@@ -89,11 +89,12 @@ def require_one_kind(count: int, options: str) -> None:
         )
 
 
-def stage_devices(count: int) -> list[str]:
-    """Return the GPUs of this process from its own on: 'cuda:2', 'cuda:3'."""
-    import torch
+def stage_devices(count: int, first: int | None = None) -> list[str]:
+    """Return the GPUs from `first` on, of this process from its own: 'cuda:2', 'cuda:3'."""
+    if first is None:
+        import torch
 
-    first = torch.cuda.current_device()
+        first = torch.cuda.current_device()
     return [f"cuda:{index}" for index in range(first, first + count)]
 
 
