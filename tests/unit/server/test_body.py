@@ -12,7 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tests.clock import takes_less
 from tests.refusals import refuses
-from tests.unit.server.raw_http import post, running
+from tests.unit.server.raw_http import Client, post, running
 
 from freight.serve.transport.body import DisconnectedError, parse_object, read_body
 from freight.serve.transport.errors import ApiError
@@ -221,6 +221,11 @@ def test_a_client_that_leaves_is_not_answered() -> None:
         asyncio.run(read_body(receive, [(b"content-type", b"application/json")], LIMITS))
 
 
+def send_often(client: Client, chunk: bytes, times: int) -> None:
+    for _ in range(times):
+        client.socket.sendall(chunk)
+
+
 def test_chunks_without_end_are_read_to_the_limit_and_no_further() -> None:
     taken: list[int] = []
 
@@ -238,8 +243,7 @@ def test_chunks_without_end_are_read_to_the_limit_and_no_further() -> None:
         client.socket.settimeout(2)
         # what arrives in linger_seconds is dropped unread, however much that is
         with pytest.raises((ConnectionResetError, BrokenPipeError)):
-            for _ in range(65536):  # 4 GB
-                client.socket.sendall(chunk)
+            send_often(client, chunk, 65536)  # 4 GB
         assert 4 * MB < sum(taken) < 5 * MB
     with running(Errors(app), HttpLimits(linger_seconds=0.3)) as server, server.client() as client:
         client.send(post(b"", "Transfer-Encoding: chunked"))
