@@ -170,6 +170,12 @@ class KVPool:
             self, layers=tuple(layers.get(index, layer) for index, layer in enumerate(self.layers))
         )
 
+    def of_layers(self, indices: range) -> KVPool:
+        """Return the pool with these layers alone, in the groups of all: what one of several models runs
+        over.
+        """
+        return replace(self, layers=self.layers[indices.start : indices.stop])
+
     @property
     def values_per_token(self) -> int:
         return self.spec.values_per_token

@@ -35,9 +35,11 @@ from freight.checkpoint.adapter import adapter_folder, has_folder
 from freight.checkpoint.lora import AdapterModules, LoraAdapter
 from freight.engine.adapters import AdapterSlots
 from freight.engine.decode_steps import Capture, DecodeSteps
+from freight.engine.drafting import Drafting
 from freight.engine.engine import CLOSE_SECONDS, Engine
 from freight.engine.fingerprint import fingerprint, is_reproducible
 from freight.engine.graphs import CudaGraphs
+from freight.engine.heads import OpenHead, drafting, kv_with_head, open_head, with_head
 from freight.engine.intake import Intake
 from freight.engine.leader import Leader, opened_as
 from freight.engine.pace import Pace
@@ -58,6 +60,7 @@ from freight.model.adapter_modules import adapter_modules
 from freight.model.adapters import AdapterBanks
 from freight.model.architectures import tensor_names
 from freight.model.decoder import Decoder, LanguageModel
+from freight.model.draft_head import DraftHead
 from freight.model.loader import tensor_shapes
 from freight.model.open import OpenModel
 from freight.model.shares import share_of
@@ -215,6 +218,7 @@ class _Plan:
                not known
     positions  tokens of the longest context that fits into `free`
     asked      tokens of the context that the settings give
+    head       what drafts; None: nothing but the text of requests
     """
 
     opened: OpenModel
@@ -223,6 +227,7 @@ class _Plan:
     free: int
     positions: int
     asked: int
+    head: OpenHead | None
 
 
 @dataclass(frozen=True)
@@ -232,6 +237,7 @@ class _Ready:
     config      as the engine has it: with the context that fits, and the drafts that it makes
     num_blocks  of the cache, by group
     weights     the files that `model` was read from, if a store needs them
+    head        what drafts, opened and loaded; None: nothing but the text of requests
     """
 
     opened: OpenModel
@@ -241,6 +247,7 @@ class _Ready:
     model: LanguageModel
     kernels: KernelSet
     weights: Weights | None
+    head: tuple[OpenHead, DraftHead] | None
 
 
 def _start(
@@ -270,13 +277,16 @@ def _start(
     model = decoder
     if model is None:
         model = opened.load(plan.config, plan.positions)
+    head = None
+    if plan.head is not None:
+        head = plan.head, plan.head.load()
     elsewhere = None
     if led is not None:
         elsewhere = led.leader.wait_loaded()
-    ready = _ready(plan, model, weights, elsewhere)
+    ready = _ready(plan, model, weights, elsewhere, head)
     pool, memories = _allocate(ready, led)
     logger.info("%s", describe_cache(pool, ready.config, opened.ranks.size))
-    less_bias = pool.less_bias(ready.config.kv)
+    less_bias = _of_model(pool, ready).less_bias(ready.config.kv)
     if less_bias:
         logger.info(
             "keys are stored without the bias of their projection, which is large, in %s",
@@ -329,23 +339,31 @@ def _plan(opened: OpenModel) -> _Plan:
             dense,
         )
     spec = opened.cache_spec(resolved)
+    head = open_head(opened, resolved, spec)
+    spec = with_head(spec, head)
     _check_stages(opened, resolved)
     if resolved.kv_cache_memory is None:
         free = _share_for_cache(opened, resolved, spec)
         # the weights will leave room for no more
         positions = _fitting_context(spec, free, resolved, args)
-        return _Plan(opened, resolved, spec, free, positions, asked)
+        return _Plan(opened, resolved, spec, free, positions, asked, head)
     memory = resolved.kv_cache_memory // size  # that is of all ranks together
     weight_bytes = least_weight_bytes(opened, resolved) // size
+    if head is not None:
+        weight_bytes += least_weight_bytes(head.opened, head.config)
     _check_memory(memory, weight_bytes, _adapter_bytes(opened, resolved), opened.device, size)
     context = _fitting_context(spec, memory, resolved, args)
     _check_stages(opened, resolved, spec, memory)
     config = replace(resolved, kv_cache_memory=memory, max_model_len=context)
-    return _Plan(opened, config, spec, memory, context, asked)
+    return _Plan(opened, config, spec, memory, context, asked, head)
 
 
 def _ready(
-    plan: _Plan, model: LanguageModel, weights: Weights | None, elsewhere: int | None
+    plan: _Plan,
+    model: LanguageModel,
+    weights: Weights | None,
+    elsewhere: int | None,
+    head: tuple[OpenHead, DraftHead] | None,
 ) -> _Ready:
     """Divide the memory that is left now, and decide what depends on `model`. elsewhere: bytes that
     every other rank has, if that is memory of its own.
@@ -376,23 +394,27 @@ def _ready(
         model=model,
         kernels=kernels,
         weights=weights,
+        head=head if most_drafts else None,
     )
 
 
 def _allocate(ready: _Ready, led: _Led | None) -> tuple[KVPool, tuple[Tensor, ...]]:
     """Return the cache of this rank, and the memory of the others' if a store has to reach it."""
     config = ready.config
+    rotaries = ready.model.rotaries
+    if ready.head is not None:
+        rotaries += ready.head[1].rotaries
     empty = None
     num_bytes = Arena.bytes_for(ready.spec, ready.num_blocks)
     if led is not None and config.store is not None:  # it finds the others' pages as these lie
         empty = Arena(torch.empty(num_bytes, dtype=torch.uint8, device="cpu")).empty
     pool = allocate_pool(
         spec=ready.spec,
-        kv=ready.opened.with_rank_scales(config).kv,
+        kv=kv_with_head(ready.opened.with_rank_scales(config).kv, len(ready.spec.layers)),
         num_blocks=ready.num_blocks,
         kernels=ready.kernels,
         device=config.device,
-        rotaries=ready.model.rotaries,
+        rotaries=rotaries,
         empty=empty,
         stages=ready.model.stages,
     )
@@ -402,7 +424,12 @@ def _allocate(ready: _Ready, led: _Led | None) -> tuple[KVPool, tuple[Tensor, ..
         memories = led.leader.allocate(config.max_model_len, ready.num_blocks, num_bytes, check)
         if config.device != "cpu":
             log_transport(led.leader.memory, obstacle_to_pushing(ready.opened.args, config))
-    return pool.counting_drafts(config.most_drafts), memories
+    return pool, memories
+
+
+def _of_model(pool: KVPool, ready: _Ready) -> KVPool:
+    """Return the pool with the layers of the model alone, without a head's."""
+    return pool.of_layers(range(ready.opened.model.num_layers))
 
 
 def _assemble(
@@ -434,11 +461,12 @@ def _assemble(
         whole_prompts=opened.model.attends_both_ways,
         num_microbatches=_num_microbatches(config, ready),
     )
-    captured = captured_steps(ready.model, pool, ready.kernels, config)
+    own_pool = _of_model(pool, ready).counting_drafts(config.most_drafts)
+    captured = captured_steps(ready.model, own_pool, ready.kernels, config)
     leader = None
     if led is not None:
         leader = led.leader
-    runner = ModelRunner(ready.model, pool, config.device, captured, leader)
+    runner = ModelRunner(ready.model, own_pool, config.device, captured, leader)
     pace = None
     if config.max_step_seconds:
         pace = Pace(config.max_step_seconds, step_tokens)
@@ -458,12 +486,23 @@ def _assemble(
         store=store,
         reproducible=is_reproducible(opened, ready.kernels),
         adapter_slots=slots,
+        drafting=_drafting(ready, pool),
+        drafts_from_text=config.drafts_from_text,
     )
     for adapter in named_adapters(opened.args.lora_modules):
         engine.adapters.load(adapter.name, adapter.path)
     if store is not None:  # for callers that never close it; a second time does nothing
         weakref.finalize(engine, store.close, CLOSE_SECONDS)
     return engine
+
+
+def _drafting(ready: _Ready, pool: KVPool) -> Drafting | None:
+    """Return what drafts besides the text of requests; None for nothing."""
+    if ready.head is None:
+        return None
+    opened, head = ready.head
+    layers = range(ready.opened.model.num_layers, len(pool.layers))
+    return drafting(head, opened, pool.of_layers(layers), ready.model, ready.kernels, ready.config)
 
 
 @dataclass(frozen=True)
@@ -606,7 +645,8 @@ def _most_drafts(
     if obstacle:
         logger.info("drafts: none, because %s", obstacle)
         return 0
-    logger.info("drafts: up to %d a step, from each request's own text", config.most_drafts)
+    if config.drafts_from_text:
+        logger.info("drafts: up to %d a step, from each request's own text", config.most_drafts)
     return config.most_drafts
 
 

@@ -27,8 +27,10 @@ from freight.engine.accounts import Stamps
 from freight.engine.adapters import Adapters, AdapterSlots, LoadedAdapter
 from freight.engine.ahead import Launched, Lookahead
 from freight.engine.compute import ChunkResult, ChunkWork, StepResult, compute, compute_alone
+from freight.engine.drafting import Drafting
 from freight.engine.drafts import Drafter, Drafts, Forced
 from freight.engine.grammar import Grammars, Matcher
+from freight.engine.guesses import Guesses
 from freight.engine.intake import AcceptedPrompt, Intake
 from freight.engine.pace import Pace
 from freight.engine.pooled import PooledPrompt
@@ -91,10 +93,13 @@ class Engine:
         store: StoredPrefixes | None = None,
         reproducible: bool = False,
         adapter_slots: AdapterSlots | None = None,
+        drafting: Drafting | None = None,
+        drafts_from_text: bool = True,
     ) -> None:
         """`pace`: how many tokens a step has, by the clock; None: as many as there are. `store`:
         what `cache` has below it. `reproducible`: whether a row has the same bits in any step.
-        `adapter_slots`: None: the engine takes no adapters.
+        `adapter_slots`: None: the engine takes no adapters. `drafting`: a head that drafts; None without
+        one. `drafts_from_text`: whether the text of requests drafts, where the mode is DRAFTING.
         """
         self.runner = runner
         self.cache = cache
@@ -108,6 +113,8 @@ class Engine:
         if tokenizer is not None:
             self.grammars = Grammars(tokenizer, intake.vocab_size, stop_token_ids)
         self._threads = threads
+        self._drafting = drafting
+        self._drafts_from_text = drafts_from_text
         self.clock = clock
         # since the start: tokens whose keys and values were computed and stored
         self.num_computed_tokens = 0
@@ -258,6 +265,8 @@ class Engine:
             self.store.step(self.scheduler.num_decoding > 0, idle=not step.chunks)
         self._dirty = not self.mode.repeats  # a pass that is interrupted may have changed states
         with self._threads:
+            if self._drafting is not None:
+                step = self._with_drafts(step, self._drafting)
             step, result = self._compute(step, launched)
         self._dirty = True
         advanced: list[Entry] = []
@@ -544,11 +553,17 @@ class Engine:
                 bad_words=bad_words,
                 thought=_thought(tags, prompt.token_ids, params),
                 drafter=drafter,
+                guesses=self._guesses(params),
                 adapter=adapter,
                 needed_from=needed_from,
             )
             group.completions.append(Completion(request, text_of, tokenizer, pooled=pooled))
         return group
+
+    def _guesses(self, params: SamplingParams) -> Guesses | None:
+        if self._drafting is None or params.pooling is not None or params.max_tokens == 0:
+            return None
+        return self._drafting.guesses()
 
     def _pooled_prompt(self, prompt: AcceptedPrompt, params: SamplingParams) -> PooledPrompt | None:
         if params.pooling is None:
@@ -618,8 +633,9 @@ class Engine:
 
     def drafters(self, prompt: AcceptedPrompt, params: SamplingParams) -> list[Drafts | None]:
         """Return one for each completion, None where nothing is drafted from its own text."""
+        drafts = self.mode is Mode.DRAFTING and self._drafts_from_text
         # few guesses would be permitted
-        if self.mode is not Mode.DRAFTING or params.structured_outputs is not None:
+        if not drafts or params.structured_outputs is not None:
             return [None] * params.n
         predicted = self.intake.predicted(params)
         return [Drafter(prompt.token_ids, predicted) for _ in range(params.n)]
@@ -681,6 +697,26 @@ class Engine:
         if chunk.request.index == 0:
             num_scored = group.num_scored
         return ChunkWork(chunk, completion.row, num_scored, completion.stated, completion.pooled)
+
+    def _with_drafts(self, step: Step, drafting: Drafting) -> Step:
+        """Return a step with what a head drafts for it. It takes in prompts where there will be drafts. A
+        head that fails drafts nothing.
+        """
+        takes_prompts = self.scheduler.drafts_beside(len(step.chunks)) > 0 and not step.alone
+        places = []
+        work = []
+        for place, chunk in enumerate(step.chunks):
+            takes = takes_prompts and chunk.num_tokens > 1
+            if chunk.request.guesses is not None and (takes or chunk.most_drafts):
+                places.append(place)
+                work.append(self._to_work(chunk))
+        if not work:
+            return step
+        chunks = list(step.chunks)
+        for place, drafts in zip(places, drafting.propose(work), strict=True):
+            if drafts:
+                chunks[place] = chunks[place]._replace(drafts=drafts)
+        return replace(step, chunks=tuple(chunks))
 
     def _compute(self, step: Step, launched: Launched | None) -> tuple[Step, StepResult]:
         """Return what is still wanted of `step`, and a result for each chunk of it.

@@ -203,6 +203,11 @@ class Renewal:
             raise RequestError(
                 "an engine of several ranks cannot change its weights or sleep; start it again, or use one rank"
             )
+        if self.config.head is not None:
+            raise RequestError(
+                "an engine with a model or layers that draft (--speculative-config) cannot change its weights or "
+                "sleep; start it again, or draft from the text of requests alone (--speculate)"
+            )
         if self.engine.has_unfinished:
             count = len([group for group in self.engine.groups.values() if not group.finished])
             raise RequestError(

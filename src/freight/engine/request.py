@@ -17,6 +17,7 @@ from freight.engine.adapters import LoadedAdapter
 from freight.engine.bad_words import BadWords
 from freight.engine.drafts import Drafts
 from freight.engine.grammar import Matcher
+from freight.engine.guesses import Guesses
 from freight.engine.thinking import Thought
 from freight.errors import RequestError
 from freight.outputs import FinishReason
@@ -58,7 +59,8 @@ class Request:
                     one
     bad_words       the tokens of params.bad_words; None without any
     thought         the budget of its thoughts; None without one
-    drafter         guesses its next tokens; None: nothing is drafted
+    drafter         guesses its next tokens from its own text; None: nothing is drafted so
+    guesses         the drafts of a head; None: there is none
     adapter         the adapter that computes it; None: the model alone
     needed_from     position from which on every row has to be computed, 0 for all of them; None: that
                     of the last known token
@@ -94,6 +96,7 @@ class Request:
     bad_words: BadWords | None = None
     thought: Thought | None = None
     drafter: Drafts | None = None
+    guesses: Guesses | None = None
     adapter: LoadedAdapter | None = None
     needed_from: int | None = None
     output_token_ids: list[int] = field(default_factory=list)

@@ -422,31 +422,43 @@ class Scheduler:
         for index, chunk in enumerate(chunks):
             if left <= 0:
                 return
-            drafts = self._drafts_of(chunk, -(-left // (len(chunks) - index)))
-            if drafts:
-                left -= len(drafts)
+            drafted = self._with_drafts(chunk, -(-left // (len(chunks) - index)))
+            count = len(drafted.drafts) + drafted.most_drafts
+            if count:
+                left -= count
                 self._drafted.append(chunk.request)
-                block_ids = chunk.request.held.block_ids
-                chunks[index] = chunk._replace(drafts=drafts, block_ids=block_ids)
+                chunks[index] = drafted
 
-    def _drafts_of(self, chunk: ScheduledChunk, most: int) -> tuple[int, ...]:
-        """Return up to `most` drafts behind a chunk, and take the blocks for them."""
+    def _with_drafts(self, chunk: ScheduledChunk, most: int) -> ScheduledChunk:
+        """Return a chunk with up to `most` drafts of its request's own text, or with room for those of a
+        head, and take the blocks for them.
+        """
         request = chunk.request
         known = chunk.start + 1
-        if request.drafter is None or not chunk.samples or not request.output_token_ids:
-            return ()
+        if not chunk.samples or not request.output_token_ids:
+            return chunk
         # each draft that comes true is followed by a token that is drawn
         most = min(most, request.token_limit - known - 1)
         if most <= 0:
-            return ()
-        drafts = request.drafter.propose(request.output_token_ids, most)
-        if not drafts:
-            return ()
-        grown = self._cache.grow(request.held, known + len(drafts))
+            return chunk
+        drafts: tuple[int, ...] = ()
+        if request.drafter is not None:
+            drafts = request.drafter.propose(request.output_token_ids, most)
+        wanted = len(drafts)
+        guesses = request.guesses
+        if not drafts and guesses is not None and guesses.wants(len(request.output_token_ids)):
+            wanted = most
+        if not wanted:
+            return chunk
+        grown = self._cache.grow(request.held, known + wanted)
         if grown is None:
-            return drafts[: request.held.room - known]
-        request.held = grown
-        return drafts
+            wanted = min(wanted, request.held.room - known)
+        else:
+            request.held = grown
+        if drafts:
+            drafts = drafts[:wanted]
+            wanted = 0
+        return chunk._replace(drafts=drafts, most_drafts=wanted, block_ids=request.held.block_ids)
 
     def _give_back_drafts(self) -> None:
         """Give back the blocks that drafts took and that their requests do not need yet."""
@@ -679,6 +691,7 @@ class Scheduler:
         request.held = NOTHING
         # its tables may take 11 MiB, and the request is kept until its answer is read
         request.drafter = None
+        request.guesses = None
         del self._requests[request.request_id]
         if self._leaders.get(request.group) is request:
             del self._leaders[request.group]

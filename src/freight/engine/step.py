@@ -37,6 +37,8 @@ class ScheduledChunk(NamedTuple):
 
     drafts           guesses of the tokens behind, stored and computed as if they were known.
                      `block_ids` have room for them. Only a chunk of one token that samples has any
+    most_drafts      drafts that a head may make for it, for which `block_ids` have room; 0 where
+                     there are drafts already
     num_preemptions  of the request, when the chunk was scheduled
     """
 
@@ -46,6 +48,7 @@ class ScheduledChunk(NamedTuple):
     block_ids: tuple[tuple[int, ...], ...]
     samples: bool
     drafts: tuple[int, ...] = ()
+    most_drafts: int = 0
     num_preemptions: int = 0
 
     @property

@@ -22,6 +22,7 @@ from freight.fp8.scheme import KVScales
 from freight.settings.cpu_builds import build_in
 from freight.settings.lora import LoraConfig, listed_adapters
 from freight.settings.skip_layers import layer_names
+from freight.settings.speculation import HeadSource
 from freight.settings.speculation import written as written_config
 from freight.settings.store import StoreConfig
 
@@ -59,7 +60,7 @@ class EngineArgs:
     state_dtype: str = "auto"
     enable_prefix_caching: bool = True
     kv_cache_memory: int | str | None = None
-    speculate: int | None = None
+    speculate: int | str | None = None
     speculative_config: str | None = None
     kv_store: str | None = None
     kv_store_size: int | str | None = None
@@ -390,6 +391,8 @@ class EngineConfig:
     kv_cache_memory    bytes; None: a share of the free memory
     fp8_attention      whether attention multiplies FP8 by FP8
     most_drafts        drafted tokens of a step, all requests together; 0: none. Decides no result
+    drafts_from_text   whether a request's own text drafts
+    head               what drafts besides; None: nothing
     state_every        tokens between kept states, in models whose layers have states; None:
                        `cache.spec.default_every`
     store              the store below the cache; None for none
@@ -415,6 +418,8 @@ class EngineConfig:
     seed: int
     state_every: int | None = None
     most_drafts: int = 0
+    drafts_from_text: bool = True
+    head: HeadSource | None = None
     store: StoreConfig | None = None
     int4: bool = False
     int8_activations: bool = False

@@ -38,7 +38,7 @@ from freight.settings.kv_source import check_groups, check_kv_dtype, kv_source, 
 from freight.settings.lora import LoraConfig, lora_config
 from freight.settings.nodes import check_nodes
 from freight.settings.skip_layers import check_skipped, nothing_left, skipped_layers, unquantized
-from freight.settings.speculation import most_drafts
+from freight.settings.speculation import speculation
 from freight.settings.stages import check_stages
 from freight.settings.states import check_states, with_state
 from freight.settings.store import StoreConfig, store_config
@@ -141,7 +141,7 @@ def check(args: EngineArgs) -> None:
         )
     check_states(args.state_every, args.state_dtype, args.block_size)
     parse_memory(args.kv_cache_memory)
-    most_drafts(args.speculate, args.speculative_config)
+    _check_head(args)
     store_config(args, parse_memory)
     lora_config(args)
     check_skipped(args.kv_cache_dtype_skip_layers, args.kv_cache_dtype)
@@ -206,6 +206,20 @@ def _require_native(model: ModelConfig, weights: str) -> None:
         )
 
 
+def _check_head(args: EngineArgs) -> None:
+    """Raise ConfigError for drafts that cannot be read, and a head beside several ranks or stages."""
+    head = speculation(args.speculate, args.speculative_config).head
+    for option, size in (
+        ("--tensor-parallel-size", args.tensor_parallel_size),
+        ("--pipeline-parallel-size", args.pipeline_parallel_size),
+    ):
+        if head is not None and size > 1:
+            raise ConfigError(
+                f"--speculative-config: method {str(head.kind)!r} drafts in an engine of one rank and one stage, and "
+                f"{option} is {size}: drafts from the text of requests (--speculate) work there"
+            )
+
+
 def _check_ranks(args: EngineArgs) -> None:
     size = args.tensor_parallel_size
     cpus = args.rank_cpus
@@ -256,6 +270,7 @@ def resolve(
     weights = _weight_format(args, model, scheme, compute, device)
     length = _max_model_len(args, model)
     in_blocks = bool(scheme.blocks) and args.quantization is None
+    drafts = speculation(args.speculate, args.speculative_config)
     return EngineConfig(
         compute_format=compute,
         weight_format=weights,
@@ -276,7 +291,9 @@ def resolve(
         seed=args.seed,
         exact_products=args.exact_products,
         state_every=args.state_every,
-        most_drafts=most_drafts(args.speculate, args.speculative_config),
+        most_drafts=drafts.most,
+        drafts_from_text=drafts.from_text,
+        head=drafts.head,
         store=_store(args, device),
         lora=_lora(args, model),
     )

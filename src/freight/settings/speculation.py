@@ -1,39 +1,51 @@
-"""How many tokens a step may draft: `--speculate N`, or vLLM's --speculative-config. Imports no
-torch.
+"""How many tokens a step may draft, and what drafts them: `--speculate N` or `auto`, and vLLM's
+--speculative-config. Imports no torch.
 
-Without either there are up to DEFAULT_DRAFTS: they change no bit, and a text that does not repeat itself
-has hardly any. Where they would, or gain nothing, as on a GPU, the engine has none (`engine/build.py`).
+Without either there are up to DEFAULT_DRAFTS from each request's own text (`engine/drafts.py`): they
+change no bit, and a text that does not repeat itself has hardly any. Where they would, or gain nothing,
+as on a GPU, the engine has none (`engine/build.py`). vLLM's 'ngram' and 'suffix' are the same here: how
+long a match has to be, and how much is drafted behind it, follows from how often such drafts came true.
 
-Drafts come from each request's own text (`engine/drafts.py`), and decide no token. So vLLM's 'ngram'
-and 'suffix' are the same here: how long a match has to be, and how much is drafted behind it,
-follows from how often such drafts came true.
+A head is a second model, or layers that take the model's states (`model/draft_head.py`). `auto` drafts
+from the text first, and by the head where the text gives nothing.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
 
 from freight.base.fields import is_integer
 from freight.errors import ConfigError, choices
 
-METHODS = ("ngram", "suffix")
 MOST_DRAFTS = 63  # with the row before them, the 64 rows of the largest captured step
 DEFAULT_DRAFTS = 8  # of 9 rows a step takes a quarter longer than of 1 (`engine/drafts.py`)
-NEEDS_WEIGHTS = (
-    "draft models, EAGLE and MTP heads are not implemented: drafts come from each request's own text, "
-    "by 'ngram' or 'suffix'"
-)
+AUTO = "auto"
+
+
+class HeadKind(StrEnum):
+    """What drafts besides a request's own text."""
+
+    MODEL = "draft_model"
+    MTP = "mtp"
+    EAGLE3 = "eagle3"
+
+
+_OF_TEXT = ("ngram", "suffix")
+METHODS = (*_OF_TEXT, *map(str, HeadKind))
+# vLLM's names of the layers that its models publish; it reads them as 'mtp'
+_OF_FAMILIES = ("deepseek_mtp", "glm4_moe_mtp", "mimo_mtp", "qwen3_5_mtp", "qwen3_next_mtp")
 _LEARNED = (
     "how long matches have to be follows from how often their drafts come true, in each request: "
     "omit it"
 )
+_AS_THE_MODEL = "what drafts is loaded as the model is: omit it"
 _OTHER_KEYS = {
-    "model": NEEDS_WEIGHTS,
-    "draft_tensor_parallel_size": NEEDS_WEIGHTS,
-    "quantization": NEEDS_WEIGHTS,
-    "max_model_len": NEEDS_WEIGHTS,
-    "revision": NEEDS_WEIGHTS,
+    "quantization": _AS_THE_MODEL,
+    "max_model_len": _AS_THE_MODEL,
+    "revision": "the folder is the one that is named: omit it, and give a folder of that revision",
     "prompt_lookup_max": _LEARNED,
     "prompt_lookup_min": _LEARNED,
     "suffix_decoding_max_tree_depth": _LEARNED,
@@ -42,26 +54,54 @@ _OTHER_KEYS = {
     "suffix_decoding_min_token_prob": _LEARNED,
     "disable_by_batch_size": "a step of many requests has no drafts: omit it",
 }
+_EXAMPLE = '\'{"method": "draft_model", "model": "FOLDER", "num_speculative_tokens": 4}\''
 
 
-def most_drafts(speculate: object, config: str | None) -> int:
-    """Return the most drafts of a step, 0 for none, from --speculate and the JSON of
-    --speculative-config.
+@dataclass(frozen=True)
+class HeadSource:
+    """A head, and the folder or file that it is read from; None: the model's own."""
+
+    kind: HeadKind
+    folder: str | None = None
+
+
+@dataclass(frozen=True)
+class Speculation:
+    """What drafts.
+
+    most       drafted tokens of a step, all requests together; 0: none
+    from_text  whether each request's own text does
+    head       what does besides, or where the text gives nothing; None: nothing
+    finds_head whether the model's own layers are meant, if it has any and no head is named
+    """
+
+    most: int
+    from_text: bool = True
+    head: HeadSource | None = None
+    finds_head: bool = False
+
+
+def speculation(speculate: object, config: str | None) -> Speculation:
+    """Read --speculate and the JSON of --speculative-config.
 
     Raises ConfigError for what is not known, and where the two differ.
     """
-    asked = DEFAULT_DRAFTS
-    if speculate is not None:
-        asked = _require_count("--speculate", speculate)
+    is_auto = speculate == AUTO
+    most = None
+    if speculate is not None and not is_auto:
+        most = _require_count("--speculate", _as_number(speculate))
     if config is None:
-        return asked
-    configured = _count(config)
-    if speculate is not None and asked != configured:
+        return Speculation(DEFAULT_DRAFTS if most is None else most, finds_head=is_auto)
+    configured = _read(config)
+    if most is not None and most != configured.most:
         raise ConfigError(
-            f"--speculate is {asked} and num_speculative_tokens of --speculative-config {configured}: "
+            f"--speculate is {most} and num_speculative_tokens of --speculative-config {configured.most}: "
             "give one of the two"
         )
-    return configured
+    if not is_auto:
+        return configured
+    finds_head = configured.head is None
+    return Speculation(configured.most, True, configured.head, finds_head)
 
 
 def written(config: object) -> str | None:
@@ -75,8 +115,8 @@ def written(config: object) -> str | None:
     return json.dumps(dict(config), default=repr)
 
 
-def _count(config: str) -> int:
-    """Return the drafts of a step that the JSON of --speculative-config asks for."""
+def _read(config: str) -> Speculation:
+    """Return what the JSON of --speculative-config asks for."""
     try:
         read = json.loads(config)
     except ValueError as error:
@@ -86,23 +126,69 @@ def _count(config: str) -> int:
             f"--speculative-config {config!r} is not an object; write "
             '\'{"method": "ngram", "num_speculative_tokens": 8}\''
         )
+    folder = read.pop("model", None)
     method = read.pop("method", None)
-    for key in read:
+    if method is None and folder is not None:
+        method = str(HeadKind.MODEL)
+    if method in _OF_FAMILIES:
+        method = str(HeadKind.MTP)
+    _check_keys(read)
+    if method not in METHODS:
+        raise ConfigError(f"--speculative-config: method {method!r}: choose {choices(METHODS)}")
+    most = _require_count(
+        "--speculative-config: num_speculative_tokens",
+        read.get("num_speculative_tokens", DEFAULT_DRAFTS),
+    )
+    if method in _OF_TEXT:
+        if folder is not None:
+            raise ConfigError(
+                f"--speculative-config: method {method!r} drafts from each request's own text, and takes no model: "
+                f"omit it, or write {_EXAMPLE}"
+            )
+        return Speculation(most)
+    return Speculation(most, False, _head(HeadKind(method), folder))
+
+
+def _check_keys(read: Mapping[str, object]) -> None:
+    for key, value in read.items():
         if key in _OTHER_KEYS:
             raise ConfigError(f"--speculative-config: {key!r}: {_OTHER_KEYS[key]}")
+        if key == "draft_tensor_parallel_size" and value == 1:
+            continue
+        if key == "draft_tensor_parallel_size":
+            raise ConfigError(
+                f"--speculative-config: {key!r} is {value!r}: what drafts has one rank, write 1"
+            )
         if key != "num_speculative_tokens":
             raise ConfigError(
-                f"--speculative-config: {key!r} is unknown; known are method and num_speculative_tokens"
+                f"--speculative-config: {key!r} is unknown; known are method, model and num_speculative_tokens"
             )
-    if method not in METHODS:
+
+
+def _head(kind: HeadKind, folder: object) -> HeadSource:
+    """Return the head that is named. Raises ConfigError for a folder that it has not, or lacks."""
+    if kind is HeadKind.MTP and folder is not None:
         raise ConfigError(
-            f"--speculative-config: method {method!r}: choose {choices(METHODS)}; {NEEDS_WEIGHTS}"
+            f"--speculative-config: method {kind!r} takes the layers of the model's own checkpoint: omit model"
         )
-    count = read.get("num_speculative_tokens", DEFAULT_DRAFTS)
-    return _require_count("--speculative-config: num_speculative_tokens", count)
+    if kind is HeadKind.MTP:
+        return HeadSource(kind)
+    if not isinstance(folder, str) or not folder:
+        raise ConfigError(
+            f"--speculative-config: method {kind!r} needs the folder of what drafts; write {_EXAMPLE}"
+        )
+    return HeadSource(kind, folder)
+
+
+def _as_number(value: object) -> object:
+    """Return the number that a text of digits says, and anything else as it is."""
+    if isinstance(value, str) and value.strip().lstrip("-").isdecimal():
+        return int(value)
+    return value
 
 
 def _require_count(name: str, value: object) -> int:
     if not is_integer(value) or not 0 <= value <= MOST_DRAFTS:
-        raise ConfigError(f"{name} {value!r} must be an integer from 0 to {MOST_DRAFTS}")
+        also = " or 'auto'" if name == "--speculate" else ""
+        raise ConfigError(f"{name} {value!r} must be an integer from 0 to {MOST_DRAFTS}{also}")
     return value

@@ -172,6 +172,11 @@ class Tokenizer:
         except CheckpointError as error:
             raise CheckpointError(f"{error}; {way_out}") from error.__cause__
 
+    def vocabulary(self) -> Mapping[str, int]:
+        """Return the id of each token by its text in the tokenizer's files."""
+        vocabulary: dict[str, int] = self.backend.get_vocab(with_added_tokens=True)
+        return vocabulary
+
     def encode(self, text: str | ChatText, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of `text`, with the special tokens that the model wants around a
         text (BOS), unless disabled; of a rendered conversation by `encode_chat`.

@@ -1,0 +1,137 @@
+"""What is known of the drafts that a head makes for one request, and whether another one gains. Imports
+no torch.
+
+A head (`model/draft_head.py`) gives each draft with its own probability. A draft is as likely to be right
+as those of this request with such a probability have been. The next one is drafted as long as that is
+worth a pass of the head and a row of the step, in the time that a step without drafts takes. So how many
+there are follows from what came true, and no clock is read.
+
+Where first drafts come true too rarely, the head rests. It is tried twice more, and then not again: what
+it has not seen by then costs a pass over all of that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+ROW = 0.03  # of a step: what one more row adds to it (`drafts.py` has the measurements)
+FIRST_ROW = 0.2  # and the first one
+LEAST = 0.1  # a draft that is less likely to be kept is not worth its row
+KINDS = 8  # of drafts, by probability
+ASSUMED = 0.6  # of first drafts, before any was seen
+WEIGHT = 4.0  # of what is assumed
+MEMORY = 64.0  # drafts of a kind after which earlier ones count half, since texts change
+PAUSES = (32, 256)  # tokens that a head rests before it is tried again
+
+
+@dataclass(slots=True)
+class Rate:
+    """How often something came true."""
+
+    right: float
+    total: float = WEIGHT
+
+    @property
+    def value(self) -> float:
+        return self.right / self.total
+
+    def note(self, is_right: bool) -> None:
+        if self.total >= MEMORY:
+            self.right = self.right / 2
+            self.total = self.total / 2
+        self.right += is_right
+        self.total += 1
+
+
+def _assumed() -> list[Rate]:
+    """Return what is assumed of drafts by probability: that it is right."""
+    return [Rate((kind + 0.5) / KINDS * WEIGHT) for kind in range(KINDS)]
+
+
+@dataclass(slots=True)
+class Guesses:
+    """The drafts of one request by a head.
+
+    cost         of a pass of the head for one row, in steps of one row
+    num_filled   leading tokens whose keys and values the head has
+    preemptions  of the request, when it had them
+    """
+
+    cost: float
+    num_filled: int = 0
+    preemptions: int = -1
+    _first: Rate = field(default_factory=lambda: Rate(ASSUMED * WEIGHT))
+    _rates: list[Rate] = field(default_factory=_assumed)
+    _drafts: tuple[int, ...] = ()  # the last ones, behind `_known` output tokens
+    _kinds: tuple[int, ...] = ()
+    _known: int = 0
+    _rests_from: int | None = None
+    _num_rests: int = 0
+
+    def note(self, output: Sequence[int], num_prompt: int, preemptions: int, start: int) -> None:
+        """Take note of what came of the last drafts, before a chunk from `start`. After a preemption it
+        begins behind a prefix hit, whose tokens count as seen.
+        """
+        num_right = self._note_drafts(output)
+        if preemptions != self.preemptions:
+            self.preemptions = preemptions
+            self.num_filled = start
+        elif self._drafts:
+            # what it has of wrong drafts is of other tokens than the request's
+            self.num_filled = min(self.num_filled, num_prompt + self._known + num_right)
+        self._drafts = ()
+
+    def wants(self, num_output: int) -> bool:
+        """Return whether a draft behind so many output tokens may gain anything."""
+        if self._rests_from is not None:
+            if self._num_rests > len(PAUSES):
+                return False
+            if num_output - self._rests_from < PAUSES[self._num_rests - 1]:
+                return False
+            self._rests_from = None
+            self._first = Rate(ASSUMED * WEIGHT)
+        if self._first.value < self.cost + FIRST_ROW:
+            self._rests_from = num_output
+            self._num_rests += 1
+            return False
+        return True
+
+    def kind_of(self, probability: float) -> int:
+        return min(int(probability * KINDS), KINDS - 1)
+
+    def likely(self, kinds: Sequence[int]) -> float:
+        """Return how likely drafts of these kinds are all right."""
+        product = 1.0
+        for kind in kinds:
+            product *= self._rates[kind].value
+        return product
+
+    def goes_on(self, kinds: Sequence[int]) -> bool:
+        """Return whether a draft behind those of `kinds` is worth its pass."""
+        gain = 1.0
+        for count in range(1, len(kinds) + 1):
+            gain += self.likely(kinds[:count])
+        spent = 1 + FIRST_ROW + len(kinds) * (self.cost + ROW)
+        next_one = self.likely(kinds) * self._first.value
+        return next_one >= (self.cost + ROW) * max(1.0, gain / spent)
+
+    def propose(self, drafts: Sequence[int], kinds: Sequence[int], num_output: int) -> None:
+        """Take note of the drafts that follow `num_output` output tokens."""
+        self._drafts = tuple(drafts)
+        self._kinds = tuple(kinds)
+        self._known = num_output
+
+    def _note_drafts(self, output: Sequence[int]) -> int:
+        """Take note of which of the last drafts came true; return how many of the first ones did."""
+        came = output[self._known : self._known + len(self._drafts)]
+        num_right = 0
+        for kind, draft, token in zip(self._kinds, self._drafts, came, strict=False):
+            is_right = draft == token
+            self._rates[kind].note(is_right)
+            if num_right == 0:
+                self._first.note(is_right)
+            if not is_right:
+                break
+            num_right += 1
+        return num_right
