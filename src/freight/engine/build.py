@@ -339,7 +339,7 @@ def _plan(opened: OpenModel) -> _Plan:
             dense,
         )
     spec = opened.cache_spec(resolved)
-    head = open_head(opened, resolved, spec)
+    head = _opened_head(opened, resolved, spec)
     spec = with_head(spec, head)
     _check_stages(opened, resolved)
     if resolved.kv_cache_memory is None:
@@ -356,6 +356,19 @@ def _plan(opened: OpenModel) -> _Plan:
     _check_stages(opened, resolved, spec, memory)
     config = replace(resolved, kv_cache_memory=memory, max_model_len=context)
     return _Plan(opened, config, spec, memory, context, asked, head)
+
+
+def _opened_head(opened: OpenModel, config: EngineConfig, spec: KVCacheSpec) -> OpenHead | None:
+    """Open what drafts besides the text of requests; None for nothing. Raises ConfigError where nothing
+    can.
+    """
+    if config.head is None or config.most_drafts == 0:
+        return None
+    is_foreign = opened.model.foreign is not None
+    obstacle = _obstacle_to_drafts(config, is_foreign, spec, exact=True)
+    if obstacle:
+        raise ConfigError(f"--speculative-config: there are no drafts here: {obstacle}; omit it")
+    return open_head(opened, config, config.head, spec)
 
 
 def _ready(
@@ -633,21 +646,28 @@ def _most_drafts(
         return 0
     if isinstance(decoder, Decoder) and not decoder.config.generates:
         return 0
-    obstacle = ""
-    if not spec.repeatable:
-        obstacle = "layers of this model keep states, which do not take back a token"
-    elif not isinstance(decoder, Decoder):
-        obstacle = "the modules of transformers may round a row differently beside others"
-    elif _launches_ahead(config):
-        obstacle = "on a GPU the next step is launched before the tokens of the last are known"
-    elif not exact:
-        obstacle = "the reference kernels may round a row differently beside others"
+    obstacle = _obstacle_to_drafts(config, not isinstance(decoder, Decoder), spec, exact)
     if obstacle:
         logger.info("drafts: none, because %s", obstacle)
         return 0
     if config.drafts_from_text:
         logger.info("drafts: up to %d a step, from each request's own text", config.most_drafts)
     return config.most_drafts
+
+
+def _obstacle_to_drafts(
+    config: EngineConfig, is_foreign: bool, spec: KVCacheSpec, exact: bool
+) -> str:
+    """Return why drafts would not be exact, or gain nothing; '' where they are."""
+    if not spec.repeatable:
+        return "layers of this model keep states, which do not take back a token"
+    if is_foreign:
+        return "the modules of transformers may round a row differently beside others"
+    if _launches_ahead(config):
+        return "on a GPU the next step is launched before the tokens of the last are known"
+    if not exact:
+        return "the reference kernels may round a row differently beside others"
+    return ""
 
 
 def memory_for_cache(device: str) -> int:

@@ -117,7 +117,9 @@ class Guesses:
         return next_one >= (self.cost + ROW) * max(1.0, gain / spent)
 
     def propose(self, drafts: Sequence[int], kinds: Sequence[int], num_output: int) -> None:
-        """Take note of the drafts that follow `num_output` output tokens."""
+        """Take note of the drafts that follow `num_output` output tokens; of a pass that gave none too."""
+        if not drafts:
+            self._first.note(is_right=False)
         self._drafts = tuple(drafts)
         self._kinds = tuple(kinds)
         self._known = num_output

@@ -10,7 +10,7 @@ from freight.cache.spec import KVCacheSpec, LayerKVSpec, layer_spec
 from freight.engine.decode_steps import DecodeSteps
 from freight.engine.drafting import Drafting
 from freight.engine.recordings import CpuRecordings
-from freight.errors import ConfigError, shown
+from freight.errors import CheckpointError, ConfigError, shown
 from freight.fp8.scheme import KVScales
 from freight.kernels.cpu.cpu_set import CpuKernels
 from freight.kernels.interface import KernelSet
@@ -21,7 +21,7 @@ from freight.model.open import OpenModel, open_model
 from freight.model.second_model import SecondModel
 from freight.model.weight_bytes import weight_bytes
 from freight.settings.engine import EngineArgs, EngineConfig, KVCacheConfig
-from freight.settings.speculation import HeadKind
+from freight.settings.speculation import HeadKind, HeadSource
 from freight.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("freight")
@@ -55,17 +55,16 @@ class OpenHead:
         return SecondModel(decoder)
 
 
-def open_head(opened: OpenModel, config: EngineConfig, spec: KVCacheSpec) -> OpenHead | None:
-    """Open what drafts for a model; None where nothing does but the text of requests.
+def open_head(
+    opened: OpenModel, config: EngineConfig, source: HeadSource, spec: KVCacheSpec
+) -> OpenHead:
+    """Open what drafts for a model. spec: of the model's own cache.
 
     Raises ConfigError, and CheckpointError for a folder at fault.
     """
-    source = config.head
-    if source is None or config.most_drafts == 0:
-        return None
     if not any(group.keeps_all and group.has_slots for group in spec.groups):
         raise ConfigError(
-            f"--speculative-config: method {source.kind!r} keeps its own keys in the blocks of the layers that keep "
+            f"--speculative-config: method {str(source.kind)!r} keeps its own keys in the blocks of the layers that keep "
             f"every token, and this model ({opened.model.model_type}) has none; omit it"
         )
     assert source.kind is HeadKind.MODEL
@@ -119,7 +118,12 @@ def _args_of(args: EngineArgs, folder: str, config: EngineConfig) -> EngineArgs:
 def _check_vocabulary(first: OpenModel, second: OpenModel, name: str) -> None:
     """Raise ConfigError where a token id does not mean the same in both."""
     tokens = _tokens(first.load_tokenizer())
-    drafted = _tokens(second.load_tokenizer())
+    try:
+        drafted = _tokens(second.load_tokenizer())
+    except CheckpointError as error:
+        raise ConfigError(
+            f"--speculative-config: the token ids of {name} cannot be compared with the model's: {error}"
+        ) from error
     if not tokens or not drafted:
         if first.model.vocab_size != second.model.vocab_size:
             raise ConfigError(
@@ -179,8 +183,9 @@ def drafting(
         captured = DecodeSteps(capture, pool, config.max_model_len, config.device)
     cost = weight_bytes(head.decoder).total / weight_bytes(model).total
     logger.info(
-        "drafts: by %s too, one pass of which reads %.2f of the bytes of a step of the model",
-        opened.opened.model.model_type,
+        "drafts: up to %d a step, by %s, one pass of which reads %.2f times what the model's reads",
+        config.most_drafts,
+        shown(opened.opened.args.model),
         cost,
     )
     return Drafting(

@@ -169,13 +169,13 @@ def _head(kind: HeadKind, folder: object) -> HeadSource:
     """Return the head that is named. Raises ConfigError for a folder that it has not, or lacks."""
     if kind is HeadKind.MTP and folder is not None:
         raise ConfigError(
-            f"--speculative-config: method {kind!r} takes the layers of the model's own checkpoint: omit model"
+            f"--speculative-config: method {str(kind)!r} takes the layers of the model's own checkpoint: omit model"
         )
     if kind is HeadKind.MTP:
         return HeadSource(kind)
     if not isinstance(folder, str) or not folder:
         raise ConfigError(
-            f"--speculative-config: method {kind!r} needs the folder of what drafts; write {_EXAMPLE}"
+            f"--speculative-config: method {str(kind)!r} needs the folder of what drafts; write {_EXAMPLE}"
         )
     return HeadSource(kind, folder)
 

@@ -1,4 +1,4 @@
-"""--speculate and --speculative-config: how many drafts a step has, and what is refused."""
+"""--speculate and --speculative-config: how many drafts a step has, what drafts, and what is refused."""
 
 from __future__ import annotations
 
@@ -10,7 +10,14 @@ import pytest
 from freight.errors import ConfigError
 from freight.settings.engine import EngineArgs
 from freight.settings.resolve import check
-from freight.settings.speculation import DEFAULT_DRAFTS, MOST_DRAFTS, most_drafts
+from freight.settings.speculation import (
+    DEFAULT_DRAFTS,
+    MOST_DRAFTS,
+    HeadKind,
+    HeadSource,
+    Speculation,
+    speculation,
+)
 
 
 @pytest.mark.parametrize(
@@ -27,7 +34,41 @@ from freight.settings.speculation import DEFAULT_DRAFTS, MOST_DRAFTS, most_draft
     ],
 )
 def test_drafts_of_a_step(speculate: Any, config: Any, count: int) -> None:
-    assert most_drafts(speculate, None if config is None else json.dumps(config)) == count
+    read = speculation(speculate, None if config is None else json.dumps(config))
+    assert read == Speculation(count)
+
+
+SECOND = HeadSource(HeadKind.MODEL, "./small")
+
+
+@pytest.mark.parametrize(
+    ("speculate", "config", "drafts"),
+    [
+        ("auto", None, Speculation(DEFAULT_DRAFTS, finds_head=True)),
+        ("6", None, Speculation(6)),
+        (None, {"model": "./small"}, Speculation(DEFAULT_DRAFTS, False, SECOND)),
+        (
+            None,
+            {"method": "draft_model", "model": "./small", "draft_tensor_parallel_size": 1},
+            Speculation(DEFAULT_DRAFTS, False, SECOND),
+        ),
+        (
+            "auto",
+            {"method": "draft_model", "model": "./small", "num_speculative_tokens": 3},
+            Speculation(3, True, SECOND),
+        ),
+        (
+            None,
+            {"method": "eagle3", "model": "./head"},
+            Speculation(DEFAULT_DRAFTS, False, HeadSource(HeadKind.EAGLE3, "./head")),
+        ),
+        (None, {"method": "mtp"}, Speculation(DEFAULT_DRAFTS, False, HeadSource(HeadKind.MTP))),
+        (None, {"method": "deepseek_mtp"}, Speculation(8, False, HeadSource(HeadKind.MTP))),
+        ("auto", {"method": "ngram"}, Speculation(DEFAULT_DRAFTS, finds_head=True)),
+    ],
+)
+def test_what_drafts(speculate: Any, config: Any, drafts: Speculation) -> None:
+    assert speculation(speculate, None if config is None else json.dumps(config)) == drafts
 
 
 @pytest.mark.parametrize(
@@ -39,11 +80,25 @@ def test_drafts_of_a_step(speculate: Any, config: Any, count: int) -> None:
         (1.5, None, "--speculate 1.5 must be"),
         (None, "{method}", "is not JSON"),
         (None, "[]", "is not an object"),
-        (None, '{"method": "mtp"}', "method 'mtp': choose ngram or suffix; draft models, EAGLE"),
-        (None, '{"model": "x"}', "'model': draft models, EAGLE and MTP heads are not implemented"),
+        ("twelve", None, "--speculate 'twelve' must be an integer from 0 to 63 or 'auto'"),
+        (
+            None,
+            '{"method": "medusa"}',
+            "method 'medusa': choose ngram, suffix, draft_model, mtp or",
+        ),
+        (None, '{"method": "draft_model"}', "'draft_model' needs the folder of what drafts; write"),
+        (None, '{"method": "eagle3", "model": 5}', "'eagle3' needs the folder"),
+        (None, '{"method": "mtp", "model": "x"}', "'mtp' takes the layers of the model's own"),
+        (None, '{"method": "ngram", "model": "x"}', "own text, and takes no model"),
+        (None, '{"model": "x", "draft_tensor_parallel_size": 2}', "has one rank, write 1"),
+        (None, '{"model": "x", "quantization": "fp8"}', "loaded as the model is: omit it"),
         (None, '{"num_speculative_tokens": 3}', "method None: choose"),
         (None, '{"method": "ngram", "prompt_lookup_max": 4}', "'prompt_lookup_max': how long"),
-        (None, '{"method": "ngram", "lookahead": 4}', "'lookahead' is unknown; known are method"),
+        (
+            None,
+            '{"method": "ngram", "lookahead": 4}',
+            "'lookahead' is unknown; known are method, model",
+        ),
         (None, '{"method": "ngram", "num_speculative_tokens": "5"}', "num_speculative_tokens '5'"),
         (5, '{"method": "ngram", "num_speculative_tokens": 4}', "--speculate is 5 and"),
     ],
