@@ -265,7 +265,7 @@ class Engine:
             self.store.step(self.scheduler.num_decoding > 0, idle=not step.chunks)
         self._dirty = not self.mode.repeats  # a pass that is interrupted may have changed states
         with self._threads:
-            if self._drafting is not None:
+            if self._drafting is not None and self.scheduler.asks_head:
                 step = self._with_drafts(step, self._drafting)
             step, result = self._compute(step, launched)
         self._dirty = True

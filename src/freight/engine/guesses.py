@@ -20,6 +20,7 @@ FIRST_ROW = 0.2  # and the first one
 LEAST = 0.1  # a draft that is less likely to be kept is not worth its row
 KINDS = 8  # of drafts, by probability
 ASSUMED = 0.6  # of first drafts, before any was seen
+MOST_COST = ASSUMED - FIRST_ROW  # of a pass of a head that drafts at all
 WEIGHT = 4.0  # of what is assumed
 MEMORY = 64.0  # drafts of a kind after which earlier ones count half, since texts change
 PAUSES = (32, 256)  # tokens that a head rests before it is tried again
@@ -85,9 +86,7 @@ class Guesses:
     def wants(self, num_output: int) -> bool:
         """Return whether a draft behind so many output tokens may gain anything."""
         if self._rests_from is not None:
-            if self._num_rests > len(PAUSES):
-                return False
-            if num_output - self._rests_from < PAUSES[self._num_rests - 1]:
+            if self.is_given_up or num_output - self._rests_from < PAUSES[self._num_rests - 1]:
                 return False
             self._rests_from = None
             self._first = Rate(ASSUMED * WEIGHT)
@@ -96,6 +95,11 @@ class Guesses:
             self._num_rests += 1
             return False
         return True
+
+    @property
+    def is_given_up(self) -> bool:
+        """Whether no draft will ever be asked for again."""
+        return self._rests_from is not None and self._num_rests > len(PAUSES)
 
     def kind_of(self, probability: float) -> int:
         return min(int(probability * KINDS), KINDS - 1)

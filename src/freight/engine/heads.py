@@ -9,6 +9,7 @@ from freight.cache.pool import KVPool
 from freight.cache.spec import KVCacheSpec, LayerKVSpec, layer_spec
 from freight.engine.decode_steps import DecodeSteps
 from freight.engine.drafting import Drafting
+from freight.engine.guesses import MOST_COST
 from freight.engine.recordings import CpuRecordings
 from freight.errors import CheckpointError, ConfigError, shown
 from freight.fp8.scheme import KVScales
@@ -64,7 +65,7 @@ def open_head(
     """
     if not any(group.keeps_all and group.has_slots for group in spec.groups):
         raise ConfigError(
-            f"--speculative-config: method {str(source.kind)!r} keeps its own keys in the blocks of the layers that keep "
+            f"--speculative-config: method {str(source.kind)!r} keeps its own keys in the blocks of layers that keep "
             f"every token, and this model ({opened.model.model_type}) has none; omit it"
         )
     assert source.kind is HeadKind.MODEL
@@ -188,6 +189,14 @@ def drafting(
         shown(opened.opened.args.model),
         cost,
     )
+    if cost >= MOST_COST:
+        logger.warning(
+            "%s will hardly draft: one pass of it reads %.2f of the bytes of a step, and from %.1f on it costs more than "
+            "its drafts gain; use a smaller model",
+            shown(opened.opened.args.model),
+            cost,
+            MOST_COST,
+        )
     return Drafting(
         head=head,
         pool=pool,

@@ -112,6 +112,7 @@ class Scheduler:
         self._max_model_len = max_model_len
         self._max_num_batched_tokens = max_num_batched_tokens
         self.most_drafts = most_drafts
+        self.asks_head = True  # whether a head drafts, where there is one
         self._drafted: list[Request] = []  # those that had drafts in the last step
         self._requests: dict[str, Request] = {}  # every unfinished request
         self._leaders: dict[str, Request] = {}  # group -> its unfinished completion 0
@@ -446,7 +447,8 @@ class Scheduler:
             drafts = request.drafter.propose(request.output_token_ids, most)
         wanted = len(drafts)
         guesses = request.guesses
-        if not drafts and guesses is not None and guesses.wants(len(request.output_token_ids)):
+        may_ask = not drafts and self.asks_head and guesses is not None
+        if may_ask and guesses.wants(len(request.output_token_ids)):
             wanted = most
         if not wanted:
             return chunk
