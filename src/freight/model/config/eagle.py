@@ -81,7 +81,7 @@ def parse_eagle(
     """
     nested = _object(config, "eagle_config")
     _refuse_others(nested, _SIZES | _FLAGS, "eagle_config: ")
-    own = {key: config[key] for key in sorted(_OWN & config.keys())} | nested
+    own = {**{key: config[key] for key in sorted(_OWN & config.keys())}, **nested}
     model = _model(_described(config), tensors, stored)
     hidden_size = model.hidden_size
     parsed = EagleConfig(
