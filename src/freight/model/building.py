@@ -44,6 +44,21 @@ from freight.operands.weight import Weight
 Ropes = Mapping[int | None, Rotary]  # by `PagedMixer.rope`
 
 
+def post_divisor(config: ModelConfig) -> float:
+    """Return the divisor of the weights of norms that follow a mixer or feed-forward."""
+    c = config
+    if c.post_norm_eps is None:
+        return 1.0
+    assert c.wide_norms, "a weight that is divided would be rounded in 16 bits"
+    assert c.residual_multiplier == 1
+    return math.sqrt(c.norm_eps / c.post_norm_eps)
+
+
+def stream_divisor(config: ModelConfig) -> float:
+    """Return the divisor of the residual stream."""
+    return config.residual_multiplier * post_divisor(config)
+
+
 @dataclass(frozen=True)
 class Builder:
     """A builder of parts from the tensors of a source. `shapes` has every tensor of the model by
@@ -125,17 +140,12 @@ class Builder:
     @property
     def post_divisor(self) -> float:
         """The divisor of the weights of norms that follow a mixer or feed-forward."""
-        c = self.config
-        if c.post_norm_eps is None:
-            return 1.0
-        assert c.wide_norms, "a weight that is divided would be rounded in 16 bits"
-        assert c.residual_multiplier == 1
-        return math.sqrt(c.norm_eps / c.post_norm_eps)
+        return post_divisor(self.config)
 
     @property
     def divisor(self) -> float:
         """The divisor of the residual stream."""
-        return self.config.residual_multiplier * self.post_divisor
+        return stream_divisor(self.config)
 
     def norm_weight(self, name: str, offset: bool = True) -> Tensor:
         """Read the weight of a norm and add the offset, in float32 if the model has wide norms: 1 +

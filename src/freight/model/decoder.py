@@ -14,6 +14,7 @@ from torch import Tensor
 from freight.cache.pool import LayerCache, LayerKV, PagedState
 from freight.kernels.interface import KernelSet
 from freight.model.adapters import AdapterBanks
+from freight.model.building import stream_divisor
 from freight.model.config.layer import NormPlacement
 from freight.model.config.model import ModelConfig
 from freight.model.feed_forward.mlp import MLP
@@ -30,6 +31,7 @@ from freight.operands.rotary import Rotary
 from freight.parallel.stages import Stage
 
 Cache = TypeVar("Cache", contravariant=True)
+Taken = dict[int, Tensor | None]  # the stream behind a layer, for layers that it names
 
 
 class Mixer(Protocol[Cache]):
@@ -309,6 +311,29 @@ class Decoder:
         """
         return self.layers_over(self.begin(batch), batch, kv_cache)
 
+    def hidden_with(
+        self, batch: ForwardBatch, kv_cache: Sequence[LayerCache], layers: Sequence[int]
+    ) -> tuple[Tensor, Tensor]:
+        """Run one step as `hidden`; return its states, and features of all rows (`DraftHead`).
+
+        layers   layers of which features are wanted: [num_tokens, len(layers) * hidden_size], the
+                 residual stream behind each, as the model has it: not divided (`building.py`). None
+                 of them: final states of all rows, [num_tokens, hidden_size]
+        """
+        taken: Taken = dict.fromkeys(layers)
+        stream = self._through(self.begin(batch), batch, kv_cache, taken)
+        with computing_on(self.last_device):
+            if not layers:
+                states = self._normed(stream)
+                rows = batch.on(self.last_device or "").logit_rows
+                return states if len(rows) == len(states) else states[rows], states
+            parts = [(self._on_last(taken[index]), None) for index in layers]
+            features = self.kernels.join(parts)
+            divisor = stream_divisor(self.config)
+            if divisor != 1:
+                features = features * divisor
+        return self.end(stream, batch), features
+
     def by_kernels(self, batch: ForwardBatch, kv_cache: Sequence[LayerCache]) -> Tensor:
         """Run the part of `forward` that kernels alone compute: up to the head's product, or up to
         the head where torch has a part in that.
@@ -340,18 +365,34 @@ class Decoder:
         self, stream: Residual, batch: ForwardBatch, kv_cache: Sequence[LayerCache]
     ) -> Tensor:
         """Run the layers and the last norm over what `begin` returned: the rest of `hidden`."""
+        return self.end(self._through(stream, batch, kv_cache), batch)
+
+    def _through(
+        self,
+        stream: Residual,
+        batch: ForwardBatch,
+        kv_cache: Sequence[LayerCache],
+        taken: Taken | None = None,
+    ) -> Residual:
         if not self.stages:
-            stream = self._layers(stream, range(len(self.layers)), batch, kv_cache)
+            return self._layers(stream, range(len(self.layers)), batch, kv_cache, taken)
         for stage in self.stages:
-            stream = self.run_stage(stage, stream.on(stage.device), batch, kv_cache)
-        return self.end(stream, batch)
+            stream = self.run_stage(stage, stream.on(stage.device), batch, kv_cache, taken)
+        return stream
 
     def run_stage(
-        self, stage: Stage, stream: Residual, batch: ForwardBatch, kv_cache: Sequence[LayerCache]
+        self,
+        stage: Stage,
+        stream: Residual,
+        batch: ForwardBatch,
+        kv_cache: Sequence[LayerCache],
+        taken: Taken | None = None,
     ) -> Residual:
-        """Run the layers of one stage over the stream, which is on its device."""
+        """Run the layers of one stage over the stream, which is on its device. `taken`: gets the
+        stream behind those of its keys that are layers of this stage.
+        """
         with computing_on(stage.device):
-            return self._layers(stream, stage.layers, batch.on(stage.device), kv_cache)
+            return self._layers(stream, stage.layers, batch.on(stage.device), kv_cache, taken)
 
     @property
     def last_device(self) -> str | None:
@@ -364,11 +405,18 @@ class Decoder:
         indices: range,
         batch: ForwardBatch,
         kv_cache: Sequence[LayerCache],
+        taken: Taken | None,
     ) -> Residual:
         assert len(kv_cache) == len(self.layers)
         for index in indices:
             stream = self.layers[index](stream, batch, kv_cache[index])
+            if taken is not None and index in taken:
+                taken[index] = stream.summed(self.layers[index].last_norm)
         return stream
+
+    def _on_last(self, taken: Tensor | None) -> Tensor:
+        assert taken is not None, "a layer that is not there"
+        return taken if self.last_device is None else taken.to(self.last_device, non_blocking=True)
 
     def end(self, stream: Residual, batch: ForwardBatch) -> Tensor:
         """Return the final states of the rows that have logits, from the stream behind the layers."""
