@@ -97,7 +97,8 @@ class ChunkWork(NamedTuple):
 class ChunkResult:
     """`sampled` are the tokens drawn: none for a chunk that does not sample, and one more for each
     draft that came true. `scored` are the further scores of its prompt. `redrawn` is what
-    was drawn of a stated answer. `pooled` is what is known of a pooled prompt.
+    was drawn of a stated answer. `pooled` is what is known of a pooled prompt. `features` are those of
+    the chunk's rows, drafts included, for a head that drafts.
 
     With `error` the request cannot go on, and the rest means nothing.
     """
@@ -106,6 +107,7 @@ class ChunkResult:
     scored: Scores | None = None
     redrawn: DrawnAgain | None = None
     pooled: PooledPart | None = None
+    features: Tensor | None = None
     error: str | None = None
 
 
@@ -206,10 +208,17 @@ def _compute(runner: ModelRunner, work: Sequence[ChunkWork]) -> list[ChunkResult
     drawn: list[int] = []  # rows
     sampling = []
     end = 0
+    last_token = 0
     for item, count in zip(work, rows.num_rows, strict=True):
         first_row = end
         end += count
         result = ChunkResult()
+        first_token = last_token
+        last_token += item.chunk.num_tokens + len(item.chunk.drafts)
+        if rows.features is not None:
+            result.features = rows.features[first_token:last_token]
+            if rows.captured is not None:  # few rows, which the next step overwrites
+                result.features = result.features.clone()
         if item.scores:
             result = _score(item, rows, first_row)
         if item.stated is not None and item.redraws:

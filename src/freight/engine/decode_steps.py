@@ -59,6 +59,11 @@ class Capture(Protocol):
         """A number: what was captured under another one is captured anew."""
         ...
 
+    @property
+    def features(self) -> Tensor | None:
+        """Features of all rows of the step that ran last, [bucket, size], where a head takes them."""
+        ...
+
     def bucket_of(self, num_seqs: int) -> int:
         """Return the number of rows that a step of `num_seqs` rows is padded to."""
         ...
@@ -198,6 +203,11 @@ class DecodeSteps:
         # by bucket, and whether rows have adapters
         self.steps: dict[tuple[int, bool], tuple[Buffers, Replay]] = {}
         self._generation = capture.generation
+
+    @property
+    def features(self) -> Tensor | None:
+        """As `Capture.features`."""
+        return self._capture.features
 
     def takes(self, slices: Sequence[SequenceSlice]) -> bool:
         """Return whether the logits of all rows are wanted, and there are few: one a sequence, or

@@ -27,14 +27,16 @@ from freight.engine.decode_steps import DecodeSteps
 from freight.engine.guesses import LEAST, Guesses
 from freight.engine.prepare import Logits, SequenceSlice, prepare
 from freight.engine.sampler import Draw, draw
+from freight.engine.step import ScheduledChunk
 from freight.model.draft_head import DraftHead
 
 logger = logging.getLogger("freight")
 
 AT_ONCE = 512  # tokens of a request that a pass takes in, which the others of its step wait for
+KEPT = 64  # rows of features that a request keeps before a pass takes them in
 
 
-@dataclass(slots=True)
+@dataclass(eq=False, slots=True)
 class _Going:
     """A request that gets drafts: its place in the work, and the drafts so far with their kinds."""
 
@@ -80,10 +82,24 @@ class Drafting:
         self._limit = limit
         self._cost = cost
         self._has_failed = False  # which is logged once
+        self._takes_features = head.feature_layers is not None
 
     def guesses(self) -> Guesses:
         """Return those of a new request."""
         return Guesses(self._cost)
+
+    def takes(self, chunk: ScheduledChunk, are_few: bool) -> bool:
+        """Return whether the head has a pass for a chunk. are_few: whether the step's requests are so few
+        that they may have drafts.
+        """
+        guesses = chunk.request.guesses
+        if guesses is None or guesses.is_given_up:
+            return False
+        if chunk.most_drafts:
+            return True
+        if self._takes_features:  # or too many would be kept
+            return chunk.num_tokens > 1 or guesses.num_kept >= KEPT
+        return are_few and chunk.num_tokens > 1
 
     def propose(self, work: Sequence[ChunkWork]) -> list[tuple[int, ...]]:
         """Take in the tokens of these chunks, and return the drafts behind each: none where the head
@@ -103,8 +119,9 @@ class Drafting:
     def _propose(self, work: Sequence[ChunkWork]) -> list[tuple[int, ...]]:
         drafts: list[tuple[int, ...]] = [()] * len(work)
         slices: list[SequenceSlice] = []
+        features: list[Tensor] = []
         going: list[_Going] = []
-        ends = []
+        filled = []
         for place, item in enumerate(work):
             request = item.chunk.request
             guesses = request.guesses
@@ -115,61 +132,96 @@ class Drafting:
                 request.num_preemptions,
                 item.chunk.start,
             )
-            unseen = self._unseen(item, guesses)
+            if self._takes_features:
+                unseen = self._unseen_features(item, guesses, features)
+            else:
+                unseen = self._unseen(item, guesses)
             if unseen is None:
                 continue
             slices.append(unseen)
-            ends.append((guesses, unseen.start + len(unseen.token_ids)))
+            filled.append((guesses, unseen.start + len(unseen.token_ids)))
             if unseen.logits is Logits.LAST:
                 going.append(_Going(place, item, guesses))
         if slices:
-            logits = self._run(slices)
-            for guesses, end in ends:
+            logits, states = self._run(slices, features)
+            for guesses, end in filled:
                 guesses.num_filled = end
-            self._draft(logits, going)
+            self._draft(logits, states, going)
         for drafted in going:
             drafted.guesses.propose(drafted.drafts, drafted.kinds, drafted.work.row.position)
             drafts[drafted.place] = tuple(drafted.drafts)
         return drafts
 
     def _unseen(self, work: ChunkWork, guesses: Guesses) -> SequenceSlice | None:
-        """Return the tokens that the head has to take in, with logits if drafts follow; None if there
-        are none.
+        """Return the tokens that a second model has to take in, those of the chunk included, with logits
+        if drafts follow; None if there are none.
         """
         chunk = work.chunk
         start = guesses.num_filled
-        known = min(chunk.start + chunk.num_tokens, self._limit)
-        end = min(known, start + AT_ONCE)
+        behind = chunk.start + chunk.num_tokens
+        end = min(behind, self._limit, start + AT_ONCE)
         if end <= start:
             return None
         logits = Logits.NONE
-        if chunk.most_drafts and end == chunk.start + chunk.num_tokens:
+        if chunk.most_drafts and end == behind:
             logits = Logits.LAST
         return SequenceSlice(chunk.request.tokens(start, end), start, chunk.block_ids, logits)
 
-    def _draft(self, logits: Tensor, going: list[_Going]) -> None:
+    def _unseen_features(
+        self, work: ChunkWork, guesses: Guesses, features: list[Tensor]
+    ) -> SequenceSlice | None:
+        """Return the rows before the chunk that have features and were not taken in, each with the token
+        behind it, and append the features; None if there are none.
+        """
+        chunk = work.chunk
+        end = min(chunk.start, self._limit)
+        parts = guesses.take_kept(end)
+        if not parts:
+            return None
+        for part in parts:
+            assert isinstance(part, Tensor)
+            features.append(part)
+        start = guesses.num_filled
+        logits = Logits.NONE
+        if chunk.most_drafts and end == chunk.start:
+            logits = Logits.LAST
+        tokens = chunk.request.tokens(start + 1, end + 1)
+        return SequenceSlice(tokens, start, chunk.block_ids, logits)
+
+    def _draft(self, logits: Tensor, states: Tensor | None, going: list[_Going]) -> None:
         """Draw the first draft of each from `logits`, float32 [len(going), tokens], and those behind as
-        long as they are worth a pass.
+        long as they are worth a pass. states: of these rows, if the head takes features.
         """
         while going:
-            going = self._drawn(logits, going)
+            further = self._drawn(logits, going)
+            if not further:
+                return
+            features = []
             rows = []
-            for item in going:
+            for index, item in enumerate(going):
+                if item not in further:
+                    continue
                 chunk = item.work.chunk
                 position = chunk.start + len(item.drafts)
+                if states is not None:
+                    position = position - 1
+                    features.append(states[index : index + 1])
                 row = SequenceSlice(item.drafts[-1:], position, chunk.block_ids, Logits.LAST)
                 rows.append(row)
-            if rows:
-                logits = self._run(rows)
+            going = further
+            logits, states = self._run(rows, features)
+            if not self._takes_features:  # features of the model come later, and these rows anew
                 for item, row in zip(going, rows, strict=True):
                     item.guesses.num_filled = row.start + 1
 
     def _drawn(self, logits: Tensor, going: Sequence[_Going]) -> list[_Going]:
         """Append a draft to each, and return those that go on."""
-        tokens, _ = draw(logits, [item.draw for item in going])
-        chances = _probabilities(logits, tokens).tolist()
+        chosen, _ = draw(logits, [item.draw for item in going])
+        chances = _probabilities(logits, chosen).tolist()
+        if self._head.vocabulary is not None:
+            chosen = self._head.vocabulary[chosen]
         further = []
-        for item, token, chance in zip(going, tokens.tolist(), chances, strict=True):
+        for item, token, chance in zip(going, chosen.tolist(), chances, strict=True):
             kinds = [*item.kinds, item.guesses.kind_of(chance)]
             if token >= self._vocab_size or item.guesses.likely(kinds) < LEAST:
                 continue
@@ -180,12 +232,28 @@ class Drafting:
                 further.append(item)
         return further
 
-    def _run(self, slices: Sequence[SequenceSlice]) -> Tensor:
-        """Run the head; return float32 logits [slices with logits, tokens]."""
+    def _run(
+        self, slices: Sequence[SequenceSlice], features: Sequence[Tensor]
+    ) -> tuple[Tensor, Tensor | None]:
+        """Run the head; return float32 logits [slices with logits, tokens], and of a head that takes
+        features the states of these rows.
+        """
         if self._captured is not None and self._captured.takes(slices):
-            return self._captured.run(slices)
+            return self._captured.run(slices), None
         batch = prepare(slices, self._pool.spec.groups, self._device)
-        return self._head.logits(self._head.hidden(batch, None, self._pool.layers))
+        if not self._takes_features:
+            states = self._head.hidden(batch, None, self._pool.layers)
+            return self._logits(states), None
+        given = features[0]
+        if len(features) > 1:
+            given = torch.cat(list(features))
+        states = self._head.hidden(batch, given, self._pool.layers)
+        return self._logits(states), states
+
+    def _logits(self, states: Tensor) -> Tensor:
+        if not len(states):  # prompts that go on
+            return states.new_empty((0, self._vocab_size), dtype=torch.float32)
+        return self._head.logits(states)
 
 
 def _probabilities(logits: Tensor, tokens: Tensor) -> Tensor:

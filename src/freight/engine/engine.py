@@ -699,15 +699,12 @@ class Engine:
         return ChunkWork(chunk, completion.row, num_scored, completion.stated, completion.pooled)
 
     def _with_drafts(self, step: Step, drafting: Drafting) -> Step:
-        """Return a step with what a head drafts for it. It takes in prompts where there will be drafts. A
-        head that fails drafts nothing.
-        """
-        takes_prompts = self.scheduler.drafts_beside(len(step.chunks)) > 0 and not step.alone
+        """Return a step with what a head drafts for it."""
+        are_few = self.scheduler.drafts_beside(len(step.chunks)) > 0
         places = []
         work = []
         for place, chunk in enumerate(step.chunks):
-            takes = takes_prompts and chunk.num_tokens > 1
-            if chunk.request.guesses is not None and (takes or chunk.most_drafts):
+            if drafting.takes(chunk, are_few):
                 places.append(place)
                 work.append(self._to_work(chunk))
         if not work:
@@ -813,6 +810,8 @@ class Engine:
                 completion.stated.take(result.redrawn)
             if completion.pooled is not None and result.pooled is not None:
                 completion.pooled.take(result.pooled)
+            if result.features is not None and chunk.request.guesses is not None:
+                chunk.request.guesses.keep(chunk.start, result.features)
             if result.sampled:
                 self._keep_logprobs(completion, result.sampled[0])
                 tokens[request_id] = [result.sampled[0].token_id]

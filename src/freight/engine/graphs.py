@@ -73,6 +73,8 @@ class CudaGraphs:
         """How often all ranks have begun anew."""
         return 0 if self._ranks is None else self._ranks.times
 
+    features = None  # heads draft on CPUs alone
+
     def bucket_of(self, num_seqs: int) -> int:
         return bucket_of(num_seqs)
 

@@ -14,16 +14,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 ROW = 0.03  # of a step: what one more row adds to it (`drafts.py` has the measurements)
 FIRST_ROW = 0.2  # and the first one
 LEAST = 0.1  # a draft that is less likely to be kept is not worth its row
 KINDS = 8  # of drafts, by probability
-ASSUMED = 0.6  # of first drafts, before any was seen
+ASSUMED = 0.8  # of first drafts, before any was seen
 MOST_COST = ASSUMED - FIRST_ROW  # of a pass of a head that drafts at all
 WEIGHT = 4.0  # of what is assumed
 MEMORY = 64.0  # drafts of a kind after which earlier ones count half, since texts change
 PAUSES = (32, 256)  # tokens that a head rests before it is tried again
+
+
+class Features(Protocol):
+    """A tensor [rows, size]."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, rows: slice, /) -> Features: ...
 
 
 @dataclass(slots=True)
@@ -55,13 +63,16 @@ class Guesses:
     """The drafts of one request by a head.
 
     cost         of a pass of the head for one row, in steps of one row
-    num_filled   leading tokens whose keys and values the head has
+    num_filled   leading rows whose keys and values the head has
     preemptions  of the request, when it had them
+    kept         of a head that takes features: those of rows that it has not seen, each part with its first
+                 row. A part may have rows of drafts that were wrong, which the next one has anew
     """
 
     cost: float
     num_filled: int = 0
     preemptions: int = -1
+    kept: list[tuple[int, Features]] = field(default_factory=list)
     _first: Rate = field(default_factory=lambda: Rate(ASSUMED * WEIGHT))
     _rates: list[Rate] = field(default_factory=_assumed)
     _drafts: tuple[int, ...] = ()  # the last ones, behind `_known` output tokens
@@ -78,10 +89,38 @@ class Guesses:
         if preemptions != self.preemptions:
             self.preemptions = preemptions
             self.num_filled = start
+            self.kept = []
         elif self._drafts:
             # what it has of wrong drafts is of other tokens than the request's
             self.num_filled = min(self.num_filled, num_prompt + self._known + num_right)
         self._drafts = ()
+
+    @property
+    def num_kept(self) -> int:
+        """How many rows have features that the head has not seen."""
+        return sum(len(features) for _, features in self.kept)
+
+    def keep(self, start: int, features: Features) -> None:
+        """Keep the features of the rows from `start` on."""
+        if not self.is_given_up:
+            self.kept.append((start, features))
+
+    def take_kept(self, end: int) -> list[Features]:
+        """Return the features of the rows from `num_filled` to `end`, in parts. With a gap before them,
+        `num_filled` is behind it: what the head has of those rows is of other tokens, or of none.
+        """
+        kept = [part for part in self.kept if part[0] < end]
+        self.kept = []
+        if not kept:
+            return []
+        self.num_filled = max(self.num_filled, kept[0][0])
+        ends = [start for start, _ in kept[1:]]
+        parts = []
+        for (start, features), next_start in zip(kept, [*ends, end], strict=True):
+            first = max(self.num_filled - start, 0)
+            if first < next_start - start:
+                parts.append(features[first : next_start - start])
+        return parts
 
     def wants(self, num_output: int) -> bool:
         """Return whether a draft behind so many output tokens may gain anything."""

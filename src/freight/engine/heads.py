@@ -191,8 +191,8 @@ def drafting(
     )
     if cost >= MOST_COST:
         logger.warning(
-            "%s will hardly draft: one pass of it reads %.2f of the bytes of a step, and from %.1f on it costs more than "
-            "its drafts gain; use a smaller model",
+            "%s will hardly draft: one pass of it reads %.2f times what the model's reads, and from %.1f on that costs "
+            "more than drafts gain; use a smaller model",
             shown(opened.opened.args.model),
             cost,
             MOST_COST,

@@ -44,13 +44,21 @@ class CpuRecordings:
     generation = 0
 
     def __init__(
-        self, model: Decoder, pool: KVPool, kernels: CpuKernels, max_num_seqs: int
+        self,
+        model: Decoder,
+        pool: KVPool,
+        kernels: CpuKernels,
+        max_num_seqs: int,
+        feature_layers: tuple[int, ...] | None = None,
     ) -> None:
+        """feature_layers: of a head that drafts (`DraftHead`); None: features are not wanted."""
         self.max_num_seqs = min(max_num_seqs, MAX_NUM_SEQS)
         self.model = model
         self.pool = pool
         self.arena = Arena(self.max_num_seqs)
         self.obstacle = ""  # why this model is not recorded
+        self.feature_layers = feature_layers
+        self.features: Tensor | None = None  # of the step that ran last
         self._kernels = kernels
 
     def bucket_of(self, num_seqs: int) -> int:
@@ -63,7 +71,11 @@ class CpuRecordings:
         def step(library: Library) -> Tensor:
             kernels = replace(self._kernels, library=library)
             kv_cache = with_kernels(self.pool.layers, kernels)
-            return with_kernels(self.model, kernels).by_kernels(batch, kv_cache)
+            model = with_kernels(self.model, kernels)
+            if self.feature_layers is None:
+                return model.by_kernels(batch, kv_cache)
+            hidden, self.features = model.hidden_with(batch, kv_cache, self.feature_layers)
+            return model.head_by_kernels(hidden)
 
         recorded = record(self._kernels.library, self.arena, step)
         if recorded.obstacle and not self.obstacle:
@@ -78,19 +90,26 @@ class CpuStep:
     def __init__(self, owner: CpuRecordings, batch: ForwardBatch) -> None:
         self._owner = owner
         self._batch = batch
-        self.recordings: dict[int, Recording] = {}
+        # by threads, with the features that a replay writes
+        self.recordings: dict[int, tuple[Recording, Tensor | None]] = {}
 
     def __call__(self) -> Tensor:
         """float32 logits [num_seqs, vocab_size]. Raises what an ordinary step raises."""
-        model = self._owner.model
-        if self._owner.obstacle:
-            return model.forward(self._batch, self._owner.pool.layers)
+        owner = self._owner
+        model = owner.model
+        if owner.obstacle and owner.feature_layers is not None:
+            layers = owner.feature_layers
+            hidden, owner.features = model.hidden_with(self._batch, owner.pool.layers, layers)
+            return model.logits(hidden)
+        if owner.obstacle:
+            return model.forward(self._batch, owner.pool.layers)
         threads = torch.get_num_threads()  # the arguments of each call have it
         if threads in self.recordings:
-            return model.logits_of(self.recordings[threads].replay())
-        recorded = self._owner.record(self._batch)
+            recording, owner.features = self.recordings[threads]
+            return model.logits_of(recording.replay())
+        recorded = owner.record(self._batch)
         if recorded.recording is not None:
-            self.recordings[threads] = recorded.recording
+            self.recordings[threads] = recorded.recording, owner.features
         return model.logits_of(recorded.output)
 
 

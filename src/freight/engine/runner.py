@@ -15,7 +15,7 @@ from freight.cache.pool import KVPool
 from freight.engine.decode_steps import DecodeSteps
 from freight.engine.prepare import Logits, SequenceSlice, prepare
 from freight.engine.sampler import Draw, draw
-from freight.model.decoder import LanguageModel
+from freight.model.decoder import Decoder, LanguageModel
 from freight.parallel.stages import devices_of
 
 
@@ -100,7 +100,8 @@ class StepRows:
     `num_rows` of each slice.
 
     `hidden` has their final states [rows, hidden_size]; `captured` their logits, where the step was
-    replayed. `leader` has the other ranks compute logits as well.
+    replayed. `leader` has the other ranks compute logits as well. `features` has those of all rows of
+    the step, [rows, size], for a head that drafts (`DraftHead`); None without one.
     """
 
     model: LanguageModel
@@ -108,6 +109,7 @@ class StepRows:
     hidden: Tensor | None = None
     captured: Tensor | None = None
     leader: RankLeader | None = None
+    features: Tensor | None = None
 
     def logits(self, rows: Sequence[int]) -> Tensor:
         """float32 [len(rows), vocab_size]: the logits of these rows, in rising order."""
@@ -142,7 +144,7 @@ class StepRows:
 @dataclass(frozen=True)
 class ModelRunner:
     """A model and its cache on a device. Steps that `captured` takes are replayed. With a `leader`
-    the other ranks make the same steps.
+    the other ranks make the same steps. `feature_layers`: of a head that drafts (`DraftHead`).
     """
 
     model: LanguageModel
@@ -150,6 +152,7 @@ class ModelRunner:
     device: str
     captured: DecodeSteps | None = None
     leader: RankLeader | None = None
+    feature_layers: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         # captured steps write into its pages
@@ -173,13 +176,23 @@ class ModelRunner:
         num_rows = [part.num_logit_rows for part in slices]
         if self.captured is not None and self.captured.takes(slices):
             logits = self.captured.run(slices, tokens)
-            return StepRows(self.model, num_rows, captured=logits, leader=self.leader)
+            return StepRows(
+                self.model,
+                num_rows,
+                captured=logits,
+                leader=self.leader,
+                features=self.captured.features,
+            )
         device, *further = devices_of(self.pool.stages, self.device)
         batch = prepare(slices, self.pool.spec.groups, device, further)
         if tokens is not None:
             batch = replace(batch, token_ids=tokens)
-        hidden = self.model.hidden(batch, self.pool.layers)
-        return StepRows(self.model, num_rows, hidden=hidden, leader=self.leader)
+        if self.feature_layers is None:
+            hidden = self.model.hidden(batch, self.pool.layers)
+            return StepRows(self.model, num_rows, hidden=hidden, leader=self.leader)
+        assert isinstance(self.model, Decoder), "`open_head` refuses others"
+        hidden, features = self.model.hidden_with(batch, self.pool.layers, self.feature_layers)
+        return StepRows(self.model, num_rows, hidden, leader=self.leader, features=features)
 
     @torch.inference_mode()
     def launch(

@@ -447,9 +447,8 @@ class Scheduler:
             drafts = request.drafter.propose(request.output_token_ids, most)
         wanted = len(drafts)
         guesses = request.guesses
-        may_ask = not drafts and self.asks_head and guesses is not None
-        if may_ask and guesses.wants(len(request.output_token_ids)):
-            wanted = most
+        if guesses is not None and not drafts and self.asks_head:
+            wanted = most * guesses.wants(len(request.output_token_ids))
         if not wanted:
             return chunk
         grown = self._cache.grow(request.held, known + wanted)

@@ -338,7 +338,10 @@ class Decoder:
         """Run the part of `forward` that kernels alone compute: up to the head's product, or up to
         the head where torch has a part in that.
         """
-        hidden = self.hidden(batch, kv_cache)
+        return self.head_by_kernels(self.hidden(batch, kv_cache))
+
+    def head_by_kernels(self, hidden: Tensor) -> Tensor:
+        """Run the part of the head that kernels alone compute, of final states."""
         head = self.logits_head
         return head.product(hidden) if head.begins_with_kernels else hidden
 
