@@ -79,7 +79,13 @@ def _experts_for_pictures(config: ModelConfig, names: TensorNames) -> list[str]:
 
 
 def prediction_patterns(config: ModelConfig) -> tuple[str, ...]:
-    """Return patterns of the tensors of layers that predict further tokens."""
+    """Return patterns of the tensors of layers that predict further tokens, where these are numbered
+    after the model's.
+    """
+    family = FAMILIES.get(config.model_type)
+    form = None if family is None else family.predicting
+    if form is not None and not form.follows:
+        return ()
     layer = config.prefixes[0] + ARCHITECTURES[config.architecture].layer
     later = range(config.num_layers, config.num_layers + config.prediction_layers)
     return tuple(f"{layer.format(index)}*" for index in later)

@@ -48,15 +48,21 @@ class DraftHead(Protocol):
         ...
 
     def hidden(
-        self, batch: ForwardBatch, features: Tensor | None, kv_cache: Sequence[LayerCache]
+        self,
+        batch: ForwardBatch,
+        features: Tensor | None,
+        kv_cache: Sequence[LayerCache],
+        depth: int = 0,
     ) -> Tensor:
-        """Return states [num_logit_rows, hidden_size] of the rows with logits, not normed.
+        """Return states [num_logit_rows, hidden_size] of the rows with logits.
 
         batch       tokens that are embedded: those of the rows, or where it takes features those behind
                     them. Positions and slots are of the rows in either case
         features    [num_tokens, size] in the compute dtype: of the model's layers, or what this method
                     returned for these rows, one after another
         kv_cache    what each of its layers stores
+        depth       0 where the features are the model's, else one more than where they were returned. A
+                    head may have a layer for each depth, which stores what it takes at that depth alone
         """
         ...
 

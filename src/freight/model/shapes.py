@@ -53,7 +53,7 @@ def tensor_shapes(config: ModelConfig) -> dict[str, Shape]:
         shapes[names.per_layer_norm] = (c.per_layer_size // c.num_layers,)
     for index, layer in enumerate(c.layers):
         prefix = names.layer.format(index)
-        shapes |= {prefix + name: shape for name, shape in _layer_shapes(layer, c, names).items()}
+        shapes |= {prefix + name: shape for name, shape in layer_shapes(layer, c, names).items()}
     return shapes
 
 
@@ -103,7 +103,7 @@ def bias_of(weight: str) -> str:
     return weight.removesuffix("weight") + "bias"
 
 
-def _layer_shapes(layer: LayerConfig, config: ModelConfig, names: TensorNames) -> dict[str, Shape]:
+def layer_shapes(layer: LayerConfig, config: ModelConfig, names: TensorNames) -> dict[str, Shape]:
     """Return every tensor of one layer, by its name within the layer."""
     hidden = config.hidden_size
     parts = mixer_parts(layer.mixer, hidden, names)

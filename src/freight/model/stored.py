@@ -5,6 +5,7 @@ for `freight audit`.
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from freight.checkpoint.four_bits import StoredGroups, StoredPowers, find_four_bits
@@ -48,21 +49,9 @@ def find_stored(checkpoint: Checkpoint, config: ModelConfig, scheme: Scheme) -> 
     invalid scales.
     """
     names = tensor_names(config)
-    shapes = tensor_shapes(config)
-    four = find_four_bits(checkpoint, scheme, shapes)
-    linears = find_linears(checkpoint, scheme, shapes, kept_in_16_bits(config))
-    packed = find_experts(checkpoint, scheme, shapes)
-    needed: dict[str, Shape] = {}  # by the names that the checkpoint uses
-    for name, shape in shapes.items():
-        if name in packed:
-            needed |= packed[name].tensors
-        elif name in four:
-            needed |= four[name].tensors
-        elif name in linears:
-            needed[linears[name].weight] = shape
-        else:
-            needed[name] = shape
-    checkpoint.check(needed)
+    matrices, needed = find_matrices(
+        checkpoint, scheme, tensor_shapes(config), kept_in_16_bits(config)
+    )
     if not config.has_head:
         checkpoint.skip(
             names.head.removesuffix("weight") + "*", "of the vocabulary: the model pools"
@@ -74,7 +63,31 @@ def find_stored(checkpoint: Checkpoint, config: ModelConfig, scheme: Scheme) -> 
     for reason, count in skipped_parts(config, checkpoint.names - needed.keys()).items():
         logger.info("skipping %d tensors %s", count, reason)
     checkpoint.finish(pending=needed)
-    return StoredMatrices(linears, four, packed)
+    return matrices
+
+
+def find_matrices(
+    checkpoint: Checkpoint, scheme: Scheme, shapes: Mapping[str, Shape], free: frozenset[str]
+) -> tuple[StoredMatrices, dict[str, Shape]]:
+    """Find the quantized matrices among `shapes`; return them, and what all of `shapes` take of the
+    checkpoint, by its own names. `free` as in `find_linears`. Raises CheckpointError as `find_stored`
+    does, but for tensors that are left over.
+    """
+    four = find_four_bits(checkpoint, scheme, shapes)
+    linears = find_linears(checkpoint, scheme, shapes, free)
+    packed = find_experts(checkpoint, scheme, shapes)
+    needed: dict[str, Shape] = {}
+    for name, shape in shapes.items():
+        if name in packed:
+            needed |= packed[name].tensors
+        elif name in four:
+            needed |= four[name].tensors
+        elif name in linears:
+            needed[linears[name].weight] = shape
+        else:
+            needed[name] = shape
+    checkpoint.check(needed)
+    return StoredMatrices(linears, four, packed), needed
 
 
 def skip_tied_head(checkpoint: Checkpoint, head: str) -> None:

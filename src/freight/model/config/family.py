@@ -39,6 +39,50 @@ class RopeForm(StrEnum):
 
 M_ROPE = frozenset({RopeForm.SECTIONS})  # `Family.ropes` of models with pictures
 
+
+@dataclass(frozen=True)
+class PredictingForm:
+    """How a family's checkpoints store layers that predict further tokens: each joins the norms of a
+    token's embedding and of the states before it, projects them to the hidden size, and has a decoder
+    layer and a norm (DeepSeek-V3, section 2.2, arXiv:2412.19437). Embedding and head are the model's.
+
+    layer            prefix of the tensors of layer `{}`, after that of the model's body or `outside`
+    follows          whether these layers are numbered after the model's; else from 0
+    outside          prefix of all of them, outside the model's body, where the layers share the four
+                     modules below; None: each layer has its own
+    embedding_norm, features_norm, projection, norm
+                     modules, after the prefix of their layer or `outside`
+    features_first   whether the projection's first columns are of the states; else of the embedding
+    masks_first      whether the embedding is 0 in the row of position 0
+    copies           modules of a layer that repeat the model's embedding and head, and are not read
+    """
+
+    layer: str
+    embedding_norm: str
+    features_norm: str
+    projection: str
+    norm: str
+    follows: bool = False
+    outside: str | None = None
+    features_first: bool = False
+    masks_first: bool = False
+    copies: tuple[str, ...] = ()
+
+
+# github.com/vllm-project/vllm, vllm/model_executor/models/deepseek_mtp.py (055e47c) and glm4_moe_mtp.py
+# (028aedf); github.com/sgl-project/sglang, python/sglang/srt/models/deepseek_nextn.py (0114f9c) and
+# glm4_moe_nextn.py (008b79d), which use the model's embedding and head, and do not mask
+NEXTN = PredictingForm(
+    "layers.{}.",
+    "enorm",
+    "hnorm",
+    "eh_proj",
+    "shared_head.norm",
+    follows=True,
+    masks_first=True,
+    copies=("embed_tokens", "shared_head.head"),
+)
+
 Translate: TypeAlias = Callable[[JsonObject], JsonObject]
 Derive: TypeAlias = Callable[[JsonObject, ModelConfig], ModelConfig]
 
@@ -86,7 +130,8 @@ class Family:
     other_texts        further model_types of `text_config`; their rows then describe the decoder
     wrapper_keys       keys outside of `text_config` that describe the other parts
     next_token_keys    keys for the number of layers after the decoder's that predict further
-                       tokens; they do not run
+                       tokens; the model runs without them
+    predicting         the form of these layers; None: they are not read
     translate          maps the keys of this family to those that the common parser reads; None:
                        they are the same
     derive             adapts the ModelConfig of the common parser where this family differs; ropes
@@ -123,6 +168,7 @@ class Family:
     other_texts: tuple[str, ...] = ()
     wrapper_keys: frozenset[str] = frozenset()
     next_token_keys: frozenset[str] = frozenset()
+    predicting: PredictingForm | None = None
     tensors: TensorNames = field(default_factory=TensorNames)
     translate: Translate | None = None
     derive: Derive | None = None

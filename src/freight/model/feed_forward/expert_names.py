@@ -53,15 +53,27 @@ def present_experts(checkpoint: Checkpoint, config: ModelConfig, scheme: Scheme)
         return
     for index, layer in enumerate(config.layers):
         if isinstance(layer.feed_forward, MoEConfig):
-            prefix = names.layer.format(index)
-            _rename(checkpoint, prefix, layer.feed_forward, names)
             channels = layer.feed_forward.expert_channels(config.hidden_size)
-            both = _stacked(prefix, layer.feed_forward, channels, names)
-            turned = names.stacked_turned and any(
-                _is_turned(checkpoint, stacked) for stacked in both
-            )
-            for stacked in both:
-                _divide(checkpoint, stacked, scheme, turned)
+            prefix = names.layer.format(index)
+            present_layer(checkpoint, prefix, layer.feed_forward, channels, names, scheme)
+
+
+def present_layer(
+    checkpoint: Checkpoint,
+    prefix: str,
+    moe: MoEConfig,
+    channels: int,
+    names: TensorNames,
+    scheme: Scheme,
+) -> None:
+    """Do `present_experts` for the layer whose tensors begin with `prefix`. channels: the width that
+    an expert takes and returns.
+    """
+    _rename(checkpoint, prefix, moe, names)
+    both = _stacked(prefix, moe, channels, names)
+    turned = names.stacked_turned and any(_is_turned(checkpoint, stacked) for stacked in both)
+    for stacked in both:
+        _divide(checkpoint, stacked, scheme, turned)
 
 
 def present_written(checkpoint: Checkpoint, config: ModelConfig) -> None:

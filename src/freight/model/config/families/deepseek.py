@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from freight.base.fields import JsonObject
-from freight.model.config.family import LANGUAGE_MODEL, Family, words
+from freight.model.config.family import LANGUAGE_MODEL, NEXTN, Family, words
 from freight.model.config.latent import (
     INDEXED,
     INDEXER,
@@ -75,6 +75,7 @@ _DEEPSEEK_V3 = Family(
     interleaved=True,
     moe=DEEPSEEK_EXPERTS,
     next_token_keys=words("num_nextn_predict_layers num_mtp_layers"),
+    predicting=NEXTN,
     tensors=TensorNames(shared="mlp.shared_experts."),
     translate=translate_latent,
     derive=with_latent,

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from freight.base.fields import JsonObject, flag
 from freight.model.config.deriving import with_attention
-from freight.model.config.family import LANGUAGE_MODEL, M_ROPE, Family, words
+from freight.model.config.family import LANGUAGE_MODEL, M_ROPE, NEXTN, Family, words
 from freight.model.config.latent import (
     INDEXED,
     INDEXER,
@@ -81,6 +81,7 @@ _GLM4_MOE = Family(
     rotary_factor=0.5,
     moe=replace(DEEPSEEK_EXPERTS, count=128),
     next_token_keys=words("num_nextn_predict_layers num_mtp_layers"),
+    predicting=NEXTN,
     tensors=TensorNames(shared="mlp.shared_experts."),
 )
 _GLM4_MOE_LITE = replace(

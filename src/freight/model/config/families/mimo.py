@@ -9,7 +9,7 @@ from freight.errors import CheckpointError
 from freight.model.config.attention import require_multiple
 from freight.model.config.deriving import with_mixers
 from freight.model.config.families.qwen import QWEN2
-from freight.model.config.family import Family, words
+from freight.model.config.family import Family, PredictingForm, words
 from freight.model.config.model import ModelConfig
 from freight.model.config.moe import MoEFamily
 from freight.model.config.tensor_names import PREDICTS, TensorNames
@@ -93,12 +93,25 @@ def _require(config: JsonObject, key: str, only: int) -> None:
         raise CheckpointError(f"config.json: {key} = {config[key]!r} is not implemented; {only} is")
 
 
+# github.com/vllm-project/vllm, vllm/model_executor/models/mimo_mtp.py (0bb55d6), and
+# github.com/sgl-project/sglang, python/sglang/srt/models/mimo_mtp.py (0564b52): the same in both
+_PREDICTING = PredictingForm(
+    "mtp_layers.{}.",
+    "token_layernorm",
+    "hidden_layernorm",
+    "input_proj",
+    "final_layernorm",
+    features_first=True,
+    masks_first=True,
+)
+
 ROWS = {
     # Qwen2 and layers that predict further tokens; transformers does not know it
     "mimo": replace(
         QWEN2,
         architecture="MiMoForCausalLM",
         next_token_keys=words("num_nextn_predict_layers"),
+        predicting=_PREDICTING,
         tensors=TensorNames(unused=(("model.mtp_layers.*", PREDICTS),)),
     ),
     "mimo_v2_flash": Family(

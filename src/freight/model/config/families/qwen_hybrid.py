@@ -9,7 +9,14 @@ from dataclasses import replace
 from freight.base.fields import JsonObject, integer
 from freight.model.config.attention import require_multiple
 from freight.model.config.deriving import conv_width, require_silu, with_attention, with_layers
-from freight.model.config.family import ATTENTION_BIAS, LANGUAGE_MODEL, M_ROPE, Family, words
+from freight.model.config.family import (
+    ATTENTION_BIAS,
+    LANGUAGE_MODEL,
+    M_ROPE,
+    Family,
+    PredictingForm,
+    words,
+)
 from freight.model.config.model import ModelConfig
 from freight.model.config.moe import MoEFamily
 from freight.model.config.tensor_names import PREDICTS, VISUAL, TensorNames, not_run
@@ -67,6 +74,17 @@ def _derive(config: JsonObject, model: ModelConfig) -> ModelConfig:
 
 
 _PREDICTING = (("mtp.*", PREDICTS),)
+# github.com/vllm-project/vllm, vllm/model_executor/models/qwen3_5_mtp.py (01d9980) and qwen3_next_mtp.py
+# (055e47c), and github.com/sgl-project/sglang, python/sglang/srt/models/qwen3_5_mtp.py (008b79d) and
+# qwen3_next_mtp.py (0053421): the same in all. The layer has attention, also where most have a delta net
+_FORM = PredictingForm(
+    "layers.{}.",
+    "pre_fc_norm_embedding",
+    "pre_fc_norm_hidden",
+    "fc",
+    "norm",
+    outside="mtp.",
+)
 _TEXT = Family(
     "Qwen3_5ForCausalLM",
     {
@@ -79,8 +97,7 @@ _TEXT = Family(
         "num_key_value_heads": 4,
     },
     # mamba_ssm_dtype: the format of states in the publisher's code; here --state-dtype
-    _KEYS
-    | words("mtp_num_hidden_layers mtp_use_dedicated_embeddings mamba_ssm_dtype mlp_only_layers"),
+    _KEYS | words("mtp_use_dedicated_embeddings mamba_ssm_dtype mlp_only_layers"),
     fixed={
         "attn_output_gate": (True,),
         "mlp_only_layers": (),
@@ -92,6 +109,8 @@ _TEXT = Family(
     ropes=M_ROPE,
     other_layers=(_STATEFUL,),
     bodies=(("model.", ""), *LANGUAGE_MODEL),
+    next_token_keys=words("mtp_num_hidden_layers"),
+    predicting=_FORM,
     tensors=TensorNames(unused=_PREDICTING),
     translate=_translate,
     derive=_derive,
@@ -155,6 +174,7 @@ ROWS = {
         qk_norm=QKNormConfig(),
         rotary_factor=0.25,
         other_layers=(_STATEFUL,),
+        predicting=_FORM,
         moe=MoEFamily(
             512,
             shared_width_key="shared_expert_intermediate_size",
