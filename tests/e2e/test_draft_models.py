@@ -222,11 +222,11 @@ def test_a_second_model_that_fails_costs_drafts_alone(
     run = drafting._run
     calls = []
 
-    def failing(slices: Any) -> Any:
+    def failing(slices: Any, features: Any) -> Any:
         calls.append(len(slices))
         if len(calls) % 3 == 0:
             raise MemoryError("no memory")
-        return run(slices)
+        return run(slices, features)
 
     drafting._run = failing  # type: ignore[method-assign]
     with caplog.at_level(logging.WARNING, "freight"):

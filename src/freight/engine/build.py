@@ -279,7 +279,7 @@ def _start(
         model = opened.load(plan.config, plan.positions)
     head = None
     if plan.head is not None:
-        head = plan.head, plan.head.load()
+        head = plan.head, plan.head.load(model)
     elsewhere = None
     if led is not None:
         elsewhere = led.leader.wait_loaded()
@@ -340,7 +340,7 @@ def _plan(opened: OpenModel) -> _Plan:
         )
     spec = opened.cache_spec(resolved)
     head = _opened_head(opened, resolved, spec)
-    spec = with_head(spec, head)
+    spec = with_head(spec, head, resolved.compute_format)
     _check_stages(opened, resolved)
     if resolved.kv_cache_memory is None:
         free = _share_for_cache(opened, resolved, spec)
@@ -350,7 +350,7 @@ def _plan(opened: OpenModel) -> _Plan:
     memory = resolved.kv_cache_memory // size  # that is of all ranks together
     weight_bytes = least_weight_bytes(opened, resolved) // size
     if head is not None:
-        weight_bytes += least_weight_bytes(head.opened, head.config)
+        weight_bytes += head.least_bytes
     _check_memory(memory, weight_bytes, _adapter_bytes(opened, resolved), opened.device, size)
     context = _fitting_context(spec, memory, resolved, args)
     _check_stages(opened, resolved, spec, memory)
@@ -359,16 +359,19 @@ def _plan(opened: OpenModel) -> _Plan:
 
 
 def _opened_head(opened: OpenModel, config: EngineConfig, spec: KVCacheSpec) -> OpenHead | None:
-    """Open what drafts besides the text of requests; None for nothing. Raises ConfigError where nothing
-    can.
+    """Open what drafts besides the text of requests; None for nothing. Raises ConfigError where something
+    else is asked for and cannot.
     """
-    if config.head is None or config.most_drafts == 0:
+    drafts = config.drafts
+    if config.most_drafts == 0 or not (drafts.head or drafts.finds_head):
         return None
     is_foreign = opened.model.foreign is not None
     obstacle = _obstacle_to_drafts(config, is_foreign, spec, exact=True)
-    if obstacle:
+    if obstacle and drafts.head is not None:
         raise ConfigError(f"--speculative-config: there are no drafts here: {obstacle}; omit it")
-    return open_head(opened, config, config.head, spec)
+    if obstacle:
+        return None
+    return open_head(opened, config, spec)
 
 
 def _ready(
@@ -475,11 +478,14 @@ def _assemble(
         num_microbatches=_num_microbatches(config, ready),
     )
     own_pool = _of_model(pool, ready).counting_drafts(config.most_drafts)
-    captured = captured_steps(ready.model, own_pool, ready.kernels, config)
+    feature_layers = None
+    if ready.head is not None:
+        feature_layers = ready.head[1].feature_layers
+    captured = captured_steps(ready.model, own_pool, ready.kernels, config, feature_layers)
     leader = None
     if led is not None:
         leader = led.leader
-    runner = ModelRunner(ready.model, own_pool, config.device, captured, leader)
+    runner = ModelRunner(ready.model, own_pool, config.device, captured, leader, feature_layers)
     pace = None
     if config.max_step_seconds:
         pace = Pace(config.max_step_seconds, step_tokens)
@@ -500,7 +506,7 @@ def _assemble(
         reproducible=is_reproducible(opened, ready.kernels),
         adapter_slots=slots,
         drafting=_drafting(ready, pool),
-        drafts_from_text=config.drafts_from_text,
+        drafts_from_text=config.drafts.from_text,
     )
     for adapter in named_adapters(opened.args.lora_modules):
         engine.adapters.load(adapter.name, adapter.path)
@@ -582,7 +588,11 @@ def adapter_slots(model: LanguageModel, opened: OpenModel, leader: Leader | None
 
 
 def captured_steps(
-    decoder: LanguageModel, pool: KVPool, kernels: KernelSet, config: EngineConfig
+    decoder: LanguageModel,
+    pool: KVPool,
+    kernels: KernelSet,
+    config: EngineConfig,
+    feature_layers: tuple[int, ...] | None = None,
 ) -> DecodeSteps | None:
     """Return the decode steps of `decoder` over `pool`, to be captured as they are needed; None
     where kernels cannot be. Ranks have met.
@@ -601,7 +611,7 @@ def captured_steps(
     elif isinstance(kernels, CpuKernels):
         # each draft is a row of its own
         most_rows = max(config.max_num_seqs, 1 + config.most_drafts)
-        capture = CpuRecordings(decoder, pool, kernels, most_rows)
+        capture = CpuRecordings(decoder, pool, kernels, most_rows, feature_layers)
     if capture is None:
         return None
     return DecodeSteps(capture, pool, config.max_model_len, config.device)
@@ -650,7 +660,7 @@ def _most_drafts(
     if obstacle:
         logger.info("drafts: none, because %s", obstacle)
         return 0
-    if config.drafts_from_text:
+    if config.drafts.from_text:
         logger.info("drafts: up to %d a step, from each request's own text", config.most_drafts)
     return config.most_drafts
 

@@ -10,6 +10,9 @@ A draft is drawn from the head's logits as the model draws from its own: with th
 same random number, that of (seed, position). So both draw the same token about as often as their
 distributions agree (a coupling of samples; Daliri, Musco and Suresh 2024, arXiv:2408.07978), and the
 model's draw stays what it is without drafts.
+
+Of several layers that predict further tokens the first drafts all of them: those for further depths
+would have to take in every token as well, at their own depth.
 """
 
 from __future__ import annotations

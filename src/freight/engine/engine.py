@@ -167,6 +167,11 @@ class Engine:
         """Have another thread call this once a rank of the model is lost, for which no step waits."""
         self.runner.on_lost(call)
 
+    @property
+    def has_head(self) -> bool:
+        """Whether something drafts besides the text of requests."""
+        return self._drafting is not None
+
     def accept(
         self, prompt: str | Sequence[int], params: SamplingParams, add_special_tokens: bool = True
     ) -> AcceptedPrompt:

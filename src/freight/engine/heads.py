@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from freight.cache.pool import KVPool
@@ -12,66 +14,131 @@ from freight.engine.drafting import Drafting
 from freight.engine.guesses import MOST_COST
 from freight.engine.recordings import CpuRecordings
 from freight.errors import CheckpointError, ConfigError, shown
+from freight.fp8.formats import Format, Granularity
 from freight.fp8.scheme import KVScales
 from freight.kernels.cpu.cpu_set import CpuKernels
 from freight.kernels.interface import KernelSet
+from freight.model.config.predicting import published_predicting
 from freight.model.decoder import Decoder, LanguageModel
 from freight.model.draft_head import DraftHead
-from freight.model.mixers.spec import PagedMixer
+from freight.model.eagle import open_eagle
+from freight.model.held_tensors import held_tensors
+from freight.model.loader import tensor_shapes
+from freight.model.mixers.spec import Mixer, PagedMixer
 from freight.model.open import OpenModel, open_model
+from freight.model.predicting import load_predicting, predicting_shapes, require_predicting
 from freight.model.second_model import SecondModel
-from freight.model.weight_bytes import weight_bytes
-from freight.settings.engine import EngineArgs, EngineConfig, KVCacheConfig
+from freight.settings.engine import EngineArgs, EngineConfig, KVCacheConfig, LayerKVFormat
 from freight.settings.speculation import HeadKind, HeadSource
 from freight.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("freight")
 
+MEASURED = (None, Granularity.TOKEN, Granularity.GROUP)  # granularities without static scales
+
 
 @dataclass(frozen=True)
 class OpenHead:
-    """A head that is opened and not loaded yet: the model that it is, with its settings."""
+    """A head that is opened and not loaded yet.
 
-    opened: OpenModel
-    config: EngineConfig
+    name         for messages
+    mixers       of its layers
+    kinds        the stored format of each layer's keys and values
+    limit        positions that it has
+    least_bytes  that its weights occupy at least
+    load         reads its weights, for the model that it guesses for, which is loaded
+    """
 
-    def layers(self, first: int) -> tuple[LayerKVSpec, ...]:
-        """Return the cache of its layers, which are numbered from `first` on, in the blocks of the layers
-        that keep every token.
-        """
-        specs = []
-        for index, layer in enumerate(self.opened.model.layers):
-            kind = self.config.kv.of_layer(index)
-            spec = layer_spec(layer.mixer, kind, self.config.compute_format)
-            assert isinstance(spec, LayerKVSpec), "refused when it was opened"
-            if spec.source is not None:
-                spec = replace(spec, source=spec.source + first)
-            specs.append(replace(spec, window=None))
-        return tuple(specs)
-
-    def load(self) -> DraftHead:
-        """Read its weights."""
-        decoder = self.opened.load(self.config)
-        assert isinstance(decoder, Decoder), "refused when it was opened"
-        return SecondModel(decoder)
+    name: str
+    mixers: tuple[Mixer, ...]
+    kinds: tuple[LayerKVFormat, ...]
+    limit: int
+    least_bytes: int
+    load: Callable[[LanguageModel], DraftHead]
 
 
-def open_head(
-    opened: OpenModel, config: EngineConfig, source: HeadSource, spec: KVCacheSpec
-) -> OpenHead:
-    """Open what drafts for a model. spec: of the model's own cache.
+def open_head(opened: OpenModel, config: EngineConfig, spec: KVCacheSpec) -> OpenHead | None:
+    """Open what drafts for a model. spec: of the model's own cache. None where a head is looked for, and
+    the model has none.
 
     Raises ConfigError, and CheckpointError for a folder at fault.
     """
+    source = config.drafts.head
+    if source is None:
+        source = _own_head(opened)
+    if source is None:
+        return None
     if not any(group.keeps_all and group.has_slots for group in spec.groups):
         raise ConfigError(
             f"--speculative-config: method {str(source.kind)!r} keeps its own keys in the blocks of layers that keep "
             f"every token, and this model ({opened.model.model_type}) has none; omit it"
         )
-    assert source.kind is HeadKind.MODEL
+    if source.kind is HeadKind.MTP:
+        return _open_predicting(opened, config)
     assert source.folder is not None
-    second = open_model(_args_of(opened.args, source.folder, config))
-    name = shown(source.folder)
+    if source.kind is HeadKind.EAGLE3:
+        return _open_eagle(opened, config, source.folder)
+    return _open_second(opened, config, source.folder)
+
+
+def _own_head(opened: OpenModel) -> HeadSource | None:
+    """Return the layers of the model's own checkpoint that draft; None if it has none."""
+    if opened.checkpoint is None or opened.ranks.size > 1 or opened.args.pipeline_parallel_size > 1:
+        return None
+    if published_predicting(opened.model, opened.checkpoint.names) is None:
+        return None
+    return HeadSource(HeadKind.MTP)
+
+
+def _measured(config: EngineConfig, opened: OpenModel) -> LayerKVFormat:
+    """Return the format of the keys and values of layers beside the model's, for which a checkpoint has
+    no static scales.
+    """
+    kind = config.kv.of_layer(max(opened.model.paged))
+    if kind.granularity in MEASURED:
+        return kind
+    return replace(kind, granularity=Granularity.TOKEN)
+
+
+def _open_predicting(opened: OpenModel, config: EngineConfig) -> OpenHead:
+    predicting = require_predicting(opened, config)
+    count = 0
+    for shape in predicting_shapes(opened.model, predicting).values():
+        count += math.prod(shape)
+
+    def load(model: LanguageModel) -> DraftHead:
+        assert isinstance(model, Decoder), "refused where drafts are"
+        head = load_predicting(opened, config, model)
+        return replace(head, layers=head.layers[:1])  # drafts at every depth: see `Drafting`
+
+    return OpenHead(
+        name="the model's own layers for it",
+        mixers=(predicting.layer.mixer,),
+        kinds=(_measured(config, opened),),
+        limit=config.max_model_len,
+        least_bytes=count * min(config.weight_format.bytes, config.compute_format.bytes),
+        load=load,
+    )
+
+
+def _open_eagle(opened: OpenModel, config: EngineConfig, folder: str) -> OpenHead:
+    eagle = open_eagle(folder, opened.model)
+    count = 0
+    for shape in eagle.shapes.values():
+        count += math.prod(shape)
+    return OpenHead(
+        name=shown(folder),
+        mixers=(eagle.mixer,),
+        kinds=(_measured(config, opened),),
+        limit=config.max_model_len,
+        least_bytes=count * config.compute_format.bytes,
+        load=lambda model: eagle.load(config, model),
+    )
+
+
+def _open_second(opened: OpenModel, config: EngineConfig, folder: str) -> OpenHead:
+    second = open_model(_args_of(opened.args, folder, config))
+    name = shown(folder)
     if second.model.foreign is not None:
         raise ConfigError(
             f"--speculative-config: {name} is of model_type {second.model.model_type!r}, which runs through "
@@ -87,8 +154,26 @@ def open_head(
             )
     _check_vocabulary(opened, second, name)
     limit = min(config.max_model_len, second.model.max_position_embeddings)
-    args = replace(second.args, max_model_len=limit)
-    return OpenHead(replace(second, args=args), second.resolve(args))
+    second = replace(second, args=replace(second.args, max_model_len=limit))
+    of_second = second.resolve(second.args)
+    count = 0
+    for shape in tensor_shapes(second.model).values():
+        count += math.prod(shape)
+
+    def load(model: LanguageModel) -> DraftHead:
+        decoder = second.load(of_second)
+        assert isinstance(decoder, Decoder), "refused above"
+        return SecondModel(decoder)
+
+    layers = range(second.model.num_layers)
+    return OpenHead(
+        name=name,
+        mixers=tuple(layer.mixer for layer in second.model.layers),
+        kinds=tuple(of_second.kv.of_layer(index) for index in layers),
+        limit=limit,
+        least_bytes=count * min(of_second.weight_format.bytes, of_second.compute_format.bytes) // 2,
+        load=load,
+    )
 
 
 def _args_of(args: EngineArgs, folder: str, config: EngineConfig) -> EngineArgs:
@@ -149,11 +234,21 @@ def _tokens(tokenizer: Tokenizer | None) -> dict[int, str]:
     return {token: text for text, token in tokenizer.vocabulary().items()}
 
 
-def with_head(spec: KVCacheSpec, head: OpenHead | None) -> KVCacheSpec:
-    """Return the cache of a model and of the head behind its layers."""
+def with_head(spec: KVCacheSpec, head: OpenHead | None, compute: Format) -> KVCacheSpec:
+    """Return the cache of a model and of the head behind its layers, in the blocks of those that keep
+    every token.
+    """
     if head is None:
         return spec
-    return replace(spec, layers=spec.layers + head.layers(len(spec.layers)))
+    first = len(spec.layers)
+    layers = []
+    for mixer, kind in zip(head.mixers, head.kinds, strict=True):
+        layer = layer_spec(mixer, kind, compute)
+        assert isinstance(layer, LayerKVSpec), "refused when it was opened"
+        if layer.source is not None:
+            layer = replace(layer, source=layer.source + first)
+        layers.append(replace(layer, window=None))
+    return replace(spec, layers=(*spec.layers, *layers))
 
 
 def kv_with_head(kv: KVCacheConfig, num_layers: int) -> KVCacheConfig:
@@ -176,24 +271,24 @@ def drafting(
     config: EngineConfig,
 ) -> Drafting:
     """Return what drafts for `model`. pool: of the head's layers."""
+    assert isinstance(model, Decoder), "refused where drafts are"
     captured = None
-    assert isinstance(head, SecondModel)
-    if isinstance(kernels, CpuKernels):
+    if isinstance(kernels, CpuKernels) and isinstance(head, SecondModel):
         rows = max(config.max_num_seqs, 1 + config.most_drafts)
         capture = CpuRecordings(head.decoder, pool, kernels, rows)
         captured = DecodeSteps(capture, pool, config.max_model_len, config.device)
-    cost = weight_bytes(head.decoder).total / weight_bytes(model).total
+    cost = _bytes_of(head.read) / _bytes_of((model.layers, model.head))
     logger.info(
         "drafts: up to %d a step, by %s, one pass of which reads %.2f times what the model's reads",
         config.most_drafts,
-        shown(opened.opened.args.model),
+        opened.name,
         cost,
     )
     if cost >= MOST_COST:
         logger.warning(
-            "%s will hardly draft: one pass of it reads %.2f times what the model's reads, and from %.1f on that costs "
+            "%s will not draft: one pass of it reads %.2f times what the model's reads, and from %.1f on that costs "
             "more than drafts gain; use a smaller model",
-            shown(opened.opened.args.model),
+            opened.name,
             cost,
             MOST_COST,
         )
@@ -203,6 +298,10 @@ def drafting(
         captured=captured,
         device=config.device,
         vocab_size=model.config.vocab_size,
-        limit=opened.config.max_model_len,
+        limit=opened.limit,
         cost=cost,
     )
+
+
+def _bytes_of(parts: object) -> int:
+    return sum(held_tensors(parts).values())

@@ -203,7 +203,7 @@ class Renewal:
             raise RequestError(
                 "an engine of several ranks cannot change its weights or sleep; start it again, or use one rank"
             )
-        if self.config.head is not None:
+        if self.engine.has_head:
             raise RequestError(
                 "an engine with a model or layers that draft (--speculative-config) cannot change its weights or "
                 "sleep; start it again, or draft from the text of requests alone (--speculate)"

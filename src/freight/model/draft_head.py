@@ -47,6 +47,11 @@ class DraftHead(Protocol):
         """
         ...
 
+    @property
+    def read(self) -> object:
+        """The parts whose weights a pass reads."""
+        ...
+
     def hidden(
         self,
         batch: ForwardBatch,

@@ -85,8 +85,16 @@ class EagleHead:
     def rotaries(self) -> tuple[Rotary | None, ...]:
         return (self.attention.rotary,)
 
+    @property
+    def read(self) -> object:
+        return self.fc, self.attention, self.rest, self.head
+
     def hidden(
-        self, batch: ForwardBatch, features: Tensor | None, kv_cache: Sequence[LayerCache]
+        self,
+        batch: ForwardBatch,
+        features: Tensor | None,
+        kv_cache: Sequence[LayerCache],
+        depth: int = 0,
     ) -> Tensor:
         assert features is not None
         (cache,) = kv_cache

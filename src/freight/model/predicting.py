@@ -95,6 +95,10 @@ class PredictingHead:
     def vocabulary(self) -> Tensor | None:
         return None
 
+    @property
+    def read(self) -> object:
+        return self.layers, self.head
+
     def hidden(
         self,
         batch: ForwardBatch,

@@ -31,8 +31,16 @@ class SecondModel:
     def rotaries(self) -> tuple[Rotary | None, ...]:
         return self.decoder.rotaries
 
+    @property
+    def read(self) -> object:
+        return self.decoder.layers, self.decoder.head
+
     def hidden(
-        self, batch: ForwardBatch, features: Tensor | None, kv_cache: Sequence[LayerCache]
+        self,
+        batch: ForwardBatch,
+        features: Tensor | None,
+        kv_cache: Sequence[LayerCache],
+        depth: int = 0,
     ) -> Tensor:
         assert features is None
         return self.decoder.hidden(batch, kv_cache)

@@ -22,7 +22,7 @@ from freight.fp8.scheme import KVScales
 from freight.settings.cpu_builds import build_in
 from freight.settings.lora import LoraConfig, listed_adapters
 from freight.settings.skip_layers import layer_names
-from freight.settings.speculation import HeadSource
+from freight.settings.speculation import NO_DRAFTS, Speculation
 from freight.settings.speculation import written as written_config
 from freight.settings.store import StoreConfig
 
@@ -391,8 +391,7 @@ class EngineConfig:
     kv_cache_memory    bytes; None: a share of the free memory
     fp8_attention      whether attention multiplies FP8 by FP8
     most_drafts        drafted tokens of a step, all requests together; 0: none. Decides no result
-    drafts_from_text   whether a request's own text drafts
-    head               what drafts besides; None: nothing
+    drafts             what drafts
     state_every        tokens between kept states, in models whose layers have states; None:
                        `cache.spec.default_every`
     store              the store below the cache; None for none
@@ -418,8 +417,7 @@ class EngineConfig:
     seed: int
     state_every: int | None = None
     most_drafts: int = 0
-    drafts_from_text: bool = True
-    head: HeadSource | None = None
+    drafts: Speculation = NO_DRAFTS
     store: StoreConfig | None = None
     int4: bool = False
     int8_activations: bool = False

@@ -292,8 +292,7 @@ def resolve(
         exact_products=args.exact_products,
         state_every=args.state_every,
         most_drafts=drafts.most,
-        drafts_from_text=drafts.from_text,
-        head=drafts.head,
+        drafts=drafts,
         store=_store(args, device),
         lora=_lora(args, model),
     )

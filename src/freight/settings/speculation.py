@@ -81,6 +81,9 @@ class Speculation:
     finds_head: bool = False
 
 
+NO_DRAFTS = Speculation(0)
+
+
 def speculation(speculate: object, config: str | None) -> Speculation:
     """Read --speculate and the JSON of --speculative-config.
 
