@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 from tests.asking import ENDLESS, ONE_BY_ONE, Server
+from tests.demo_adapter import write_adapter
 from tests.demo_chat import demo_with_chat_template
 from tests.forked_server import CAN_FORK
 from tests.lost_ranks import (
@@ -464,3 +465,19 @@ def test_a_server_whose_rank_is_killed_starts_its_engine_again() -> None:
         assert is_gone(rank)
     finally:
         server.close()
+
+
+def test_an_adapter_that_another_rank_cannot_read_is_refused_and_nothing_else(
+    pair: RankPair, tmp_path: Path
+) -> None:
+    """Whatever it meets there: rank 0 waits for its answer, and goes on."""
+    pair.model = "demo"
+    pair.usual = {"enable_lora": True, "max_loras": 1, "rank_timeout": 2.0}
+    llm = pair.start("adapter")
+    expected = tokens_of(llm)
+    folder = str(write_adapter(tmp_path / "adapter"))
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match=r"rank 1: .*adapter.*Permission denied"):
+            llm.load_adapter("mine", folder)
+        assert tokens_of(llm) == expected
+    assert not llm.adapters
