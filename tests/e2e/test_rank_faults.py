@@ -48,6 +48,7 @@ from freight.errors import (
     ConfigError,
     GenerationError,
     RankError,
+    RequestError,
 )
 from freight.kernels.cpu import library
 from freight.model.weight_bytes import weight_bytes
@@ -481,3 +482,15 @@ def test_an_adapter_that_another_rank_cannot_read_is_refused_and_nothing_else(
             llm.load_adapter("mine", folder)
         assert tokens_of(llm) == expected
     assert not llm.adapters
+
+
+def test_weights_of_several_ranks_neither_change_nor_sleep(pair: RankPair) -> None:
+    llm = pair.start()
+    expected = tokens_of(llm)
+    for change in (lambda: llm.sleep(1), lambda: llm.sleep(2), lambda: llm.update_weights(BASE)):
+        with pytest.raises(RequestError, match="several ranks"):
+            change()
+        assert not llm.is_sleeping
+        assert tokens_of(llm) == expected
+    llm.wake_up()  # is awake
+    assert tokens_of(llm) == expected
