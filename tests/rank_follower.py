@@ -7,7 +7,7 @@ behind its last one, 'ahead 3' the third step that is launched on top of another
 gather, 'drawn 3' behind its draw, 'fingerprint' says to have opened something else, 'load' refuses
 to read its weights, 'slow' reads them for a minute, 'byte' gathers a byte that is wrong, 'memory' has
 none for its weights, 'cache' none for its cache, 'memory 3' none for that step, 'capture' captures its
-first step in vain. With
+first step in vain, 'adapter' cannot read the file of an adapter. With
 `FREIGHT_TEST_INTERPRETER` Triton's interpreter has the numbers of a GPU (`interpreter.py`), and with
 `FREIGHT_TEST_PUSH`, 'launches' or 'graphs', ranks push (`pushed_memory.py`).
 """
@@ -141,6 +141,21 @@ def main() -> None:
         follower.main()
 
 
+def refuse_access(path: str, *_: object) -> None:
+    raise PermissionError(13, "Permission denied", path)
+
+
+def exhaust(*_: object, **named: object) -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.\nMore of it")
+
+
+_REPLACED: dict[str, tuple[Any, str, Any]] = {
+    "memory": (follower.OpenModel, "load", exhaust),
+    "cache": (follower, "allocate_pool", exhaust),
+    "adapter": (follower.LoraAdapter, "open", refuse_access),
+}
+
+
 def _break(fault: str) -> None:
     kind, _, number = fault.partition(" ")
     if kind == "fingerprint":
@@ -153,10 +168,8 @@ def _break(fault: str) -> None:
         follower.OpenModel.load = refuse
     elif kind == "byte":
         corrupt()
-    elif fault == "memory":
-        follower.OpenModel.load = exhaust
-    elif fault == "cache":
-        follower.allocate_pool = exhaust
+    elif fault in _REPLACED:
+        setattr(*_REPLACED[fault])
     elif kind == "slow":
         follower.OpenModel.load = lambda *_: time.sleep(60)
     elif kind in ("ahead", "drawn"):
@@ -172,10 +185,6 @@ def _break(fault: str) -> None:
         runner.ModelRunner.launch = launch_or_fail
     elif kind in ("step", "late", "memory"):
         _break_step(kind, int(number))
-
-
-def exhaust(*_: object, **named: object) -> None:
-    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.\nMore of it")
 
 
 def _break_step(kind: str, number: int) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 from tests.asking import ENDLESS, ONE_BY_ONE, Server
+from tests.demo_adapter import write_adapter
 from tests.demo_chat import demo_with_chat_template
 from tests.forked_server import CAN_FORK
 from tests.lost_ranks import (
@@ -47,6 +48,7 @@ from freight.errors import (
     ConfigError,
     GenerationError,
     RankError,
+    RequestError,
 )
 from freight.kernels.cpu import library
 from freight.model.weight_bytes import weight_bytes
@@ -464,3 +466,31 @@ def test_a_server_whose_rank_is_killed_starts_its_engine_again() -> None:
         assert is_gone(rank)
     finally:
         server.close()
+
+
+def test_an_adapter_that_another_rank_cannot_read_is_refused_and_nothing_else(
+    pair: RankPair, tmp_path: Path
+) -> None:
+    """Whatever it meets there: rank 0 waits for its answer, and goes on."""
+    pair.model = "demo"
+    pair.usual = {"enable_lora": True, "max_loras": 1, "rank_timeout": 2.0}
+    llm = pair.start("adapter")
+    expected = tokens_of(llm)
+    folder = str(write_adapter(tmp_path / "adapter"))
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match=r"rank 1: .*adapter.*Permission denied"):
+            llm.load_adapter("mine", folder)
+        assert tokens_of(llm) == expected
+    assert not llm.adapters
+
+
+def test_weights_of_several_ranks_neither_change_nor_sleep(pair: RankPair) -> None:
+    llm = pair.start()
+    expected = tokens_of(llm)
+    for change in (lambda: llm.sleep(1), lambda: llm.sleep(2), lambda: llm.update_weights(BASE)):
+        with pytest.raises(RequestError, match="several ranks"):
+            change()
+        assert not llm.is_sleeping
+        assert tokens_of(llm) == expected
+    llm.wake_up()  # is awake
+    assert tokens_of(llm) == expected

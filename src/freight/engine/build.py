@@ -343,7 +343,7 @@ def _plan(opened: OpenModel) -> _Plan:
     spec = with_head(spec, head, resolved.compute_format)
     _check_stages(opened, resolved)
     if resolved.kv_cache_memory is None:
-        free = _share_for_cache(opened, resolved, spec)
+        free = share_for_cache(opened, resolved, spec)
         # the weights will leave room for no more
         positions = _fitting_context(spec, free, resolved, args)
         return _Plan(opened, resolved, spec, free, positions, asked, head)
@@ -393,7 +393,7 @@ def _ready(
     step_tokens = config.max_num_batched_tokens
     if config.kv_cache_memory is None:
         useful = useful_memory(spec, context, max_num_seqs, step_tokens)
-        memory = min(_share_for_cache(opened, config, spec), plan.free, useful)
+        memory = min(share_for_cache(opened, config, spec), plan.free, useful)
         if elsewhere is not None:
             memory = min(memory, elsewhere)
         context = _fitting_context(spec, memory, config, opened.args)
@@ -685,8 +685,8 @@ def memory_for_cache(device: str) -> int:
     return int(probe(device).memory_free * MEMORY_SHARE[device])
 
 
-def _share_for_cache(opened: OpenModel, config: EngineConfig, spec: KVCacheSpec) -> int:
-    """Bytes that the cache of one rank would be given now: of several GPUs, so many that each has
+def share_for_cache(opened: OpenModel, config: EngineConfig, spec: KVCacheSpec) -> int:
+    """Bytes that the cache of this rank would be given now: of several GPUs, so many that each has
     memory for its layers.
     """
     stages = opened.stages(config)

@@ -32,14 +32,21 @@ from freight.cache.arena import Arena, mapped
 from freight.cache.pool import KVPool, allocate_pool
 from freight.cache.spec import KVCacheSpec
 from freight.checkpoint.lora import AdapterModules, LoraAdapter
-from freight.engine.build import captured_steps, memory_for_cache
+from freight.engine.build import captured_steps, share_for_cache
 from freight.engine.fingerprint import fingerprint
 from freight.engine.leader import HANG_UP, opened_as, pulse
 from freight.engine.prepare import Logits, SequenceSlice
 from freight.engine.rank_check import rank_check
 from freight.engine.runner import Drawn, Inputs, ModelRunner, StepRows
 from freight.engine.sampler import Draw
-from freight.errors import CapacityError, CheckpointError, ConfigError, FreightError, RankError
+from freight.errors import (
+    CapacityError,
+    CheckpointError,
+    ConfigError,
+    FreightError,
+    RankError,
+    shown,
+)
 from freight.model.adapter_modules import adapter_modules
 from freight.model.decoder import Decoder, LanguageModel
 from freight.model.open import OpenModel, open_model, open_random
@@ -118,7 +125,7 @@ def follow(connection: socket.socket, files: Sequence[int]) -> int:
         max_len, positions = integers_of(messages.expect(connection, Kind.LOAD))
         spec = opened.cache_spec(config)  # as rank 0: before the context is made to fit
         model = opened.load(replace(config, max_model_len=max_len), positions)
-        messages.send(connection, Kind.LOADED, _free_bytes(config))
+        messages.send(connection, Kind.LOADED, _free_bytes(opened, config, spec))
         max_len, *num_blocks = integers_of(messages.expect(connection, Kind.POOL))
         config = replace(config, max_model_len=max_len)
         pool = _pool(opened, config, model, spec, num_blocks, pages)
@@ -200,13 +207,13 @@ def _transport(start: Start, connection: socket.socket, files: Sequence[int]) ->
     return transport(store, rank, size, start.timeout, address, start.backend, start.slot_bytes)
 
 
-def _free_bytes(config: EngineConfig) -> bytes:
-    """Return what this rank has for its cache, on a GPU of its own, as LOADED says it; b'' on a CPU,
+def _free_bytes(opened: OpenModel, config: EngineConfig, spec: KVCacheSpec) -> bytes:
+    """Return what this rank has for its cache, on GPUs of its own, as LOADED says it; b'' on a CPU,
     whose memory rank 0 knows.
     """
     if config.device == "cpu":
         return b""
-    return str(memory_for_cache(config.device)).encode()
+    return str(share_for_cache(opened, config, spec)).encode()
 
 
 def _check(
@@ -335,6 +342,9 @@ def _load_adapter(
         model.banks.load(int(slot), adapter)
     except FreightError as error:
         messages.send(connection, Kind.FAILED, f"{type(error).__name__}\n{error}".encode())
+    except Exception as error:  # of a file that cannot be read, or of memory: rank 0 waits
+        what = f"adapter {shown(path)} cannot be loaded: {type(error).__name__}: {error}"
+        messages.send(connection, Kind.FAILED, f"{CheckpointError.__name__}\n{what}".encode())
     else:
         messages.send(connection, Kind.LOADED)
 

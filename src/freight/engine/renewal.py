@@ -199,7 +199,7 @@ class Renewal:
         self.engine.forget_prefixes()
 
     def _require_idle(self) -> None:
-        if self._opened.ranks.size > 1:
+        if self.engine.runner.num_ranks > 1:
             raise RequestError(
                 "an engine of several ranks cannot change its weights or sleep; start it again, or use one rank"
             )

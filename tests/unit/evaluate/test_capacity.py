@@ -366,7 +366,7 @@ def test_stages_are_planned_as_the_engine_divides_them(
             free[stage.device] = 24 * GIB - part.weight_bytes
         monkeypatch.setattr(build, "free_bytes", lambda _, free=free: free)
         spec = opened.cache_spec(resolved)
-        assert build._share_for_cache(opened, resolved, spec) == setting.cache_bytes
+        assert build.share_for_cache(opened, resolved, spec) == setting.cache_bytes
 
 
 def test_what_stages_need_is_enough_and_no_byte_too_much() -> None:

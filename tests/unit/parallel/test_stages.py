@@ -18,9 +18,9 @@ from tests.parity.variants import VARIANTS
 from tests.refusals import refuses
 from tests.shares import examples
 
-from freight.cache.sizing import bytes_over, memory_over
+from freight.cache.sizing import MEMORY_SHARE, bytes_over, memory_over
 from freight.cache.spec import KVCacheSpec, cache_spec
-from freight.engine import build
+from freight.engine import build, follower
 from freight.engine.build import start_engine
 from freight.errors import CapacityError, ConfigError
 from freight.fp8.formats import Format, Granularity, ScaleSource
@@ -30,6 +30,7 @@ from freight.model.config.parse import parse_model_config
 from freight.model.config.presets import PRESETS
 from freight.model.open import OpenModel, open_random
 from freight.model.sizes import Layout, loaded_bytes, stage_costs, table_bytes
+from freight.parallel.ranks import Ranks
 from freight.parallel.stages import (
     StageCosts,
     balanced_counts,
@@ -314,6 +315,21 @@ def test_each_gpu_needs_memory_for_its_part_of_the_cache(monkeypatch: pytest.Mon
         build._check_stages(opened, config, spec, 4 * GIB + 4)
 
 
+def test_another_rank_says_what_all_its_gpus_have_for_a_cache(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rank 1 has the third GPU and the fourth: the first that is full decides."""
+    opened, config = opened_as_on_gpus(tensor_parallel_size=2, pp_layers="8,24")
+    transport: Any = "never used"
+    opened = opened.as_rank(Ranks(1, 2, transport), 1)
+    with_free(monkeypatch, 0, 0, 40 * GIB, 40 * GIB)
+    said = int(follower._free_bytes(opened, config, opened.cache_spec(config)))
+    assert said == int(40 * GIB * MEMORY_SHARE["cuda"]) * 32 // 24
+    with_free(monkeypatch, 0, 0, 4 * GIB, 40 * GIB)
+    said = int(follower._free_bytes(opened, config, opened.cache_spec(config)))
+    assert said == int(4 * GIB * MEMORY_SHARE["cuda"]) * 4
+
+
 def test_each_gpu_needs_memory_for_its_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
     opened, config = opened_as_on_gpus(enable_lora=True, max_loras=4)
     needed = opened.stage_bytes(config)
@@ -331,7 +347,7 @@ def test_each_gpu_needs_memory_for_its_adapters(monkeypatch: pytest.MonkeyPatch)
 def test_the_cache_is_as_large_as_the_fullest_gpu_allows(monkeypatch: pytest.MonkeyPatch) -> None:
     opened, config = opened_as_on_gpus(pp_layers="8,24")
     with_free(monkeypatch, 10 * GIB, 20 * GIB)
-    share = build._share_for_cache(opened, config, opened.cache_spec(config))
+    share = build.share_for_cache(opened, config, opened.cache_spec(config))
     # three quarters are on the second, which gives it nine tenths of 20 GiB
     assert share == int(20 * GIB * 0.9) * 4 // 3
 
