@@ -7,7 +7,6 @@ Nothing of the weights is read before every setting has been decided and every s
 from __future__ import annotations
 
 import logging
-import math
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -42,6 +41,7 @@ from freight.engine.graphs import CudaGraphs
 from freight.engine.heads import OpenHead, drafting, kv_with_head, open_head, with_head
 from freight.engine.intake import Intake
 from freight.engine.leader import Leader, opened_as
+from freight.engine.least_bytes import least_weight_bytes
 from freight.engine.pace import Pace
 from freight.engine.rank_check import rank_check
 from freight.engine.recordings import CpuRecordings
@@ -58,10 +58,8 @@ from freight.kernels.interface import KernelSet
 from freight.model.adapted import adapter_bytes
 from freight.model.adapter_modules import adapter_modules
 from freight.model.adapters import AdapterBanks
-from freight.model.architectures import tensor_names
 from freight.model.decoder import Decoder, LanguageModel
 from freight.model.draft_head import DraftHead
-from freight.model.loader import tensor_shapes
 from freight.model.open import OpenModel
 from freight.model.shares import share_of
 from freight.operands.tiles import STATE_TILE
@@ -265,13 +263,11 @@ def _start(
     opened.log_stops()
     if before_weights is not None:
         before_weights(_intake(opened, tokenizer, plan.config.max_model_len))
-    lora = plan.config.lora
-    if lora is not None:
-        dtype = torch_dtype(plan.config.compute_format)
-        modules = adapter_modules(opened.model)
-        for named in named_adapters(opened.args.lora_modules):  # refused before weights are read
-            _checked_adapter(named.path, modules, lora.max_rank, dtype)
-    weights = prepare_store(opened, plan.config)  # before any rank reads weights
+    _check_adapters(opened, plan.config)
+    of_head = None
+    if plan.head is not None:
+        of_head = plan.head.checkpoint
+    weights = prepare_store(opened, plan.config, of_head)  # before any rank reads weights
     if led is not None:
         led.load(opened, plan.config, plan.positions)
     model = decoder
@@ -580,6 +576,17 @@ def _checked_adapter(
     return adapter
 
 
+def _check_adapters(opened: OpenModel, config: EngineConfig) -> None:
+    """Refuse adapters that are loaded at start, before weights are read."""
+    if config.lora is None:
+        return
+    modules = adapter_modules(opened.model)
+    for named in named_adapters(opened.args.lora_modules):
+        _checked_adapter(
+            named.path, modules, config.lora.max_rank, torch_dtype(config.compute_format)
+        )
+
+
 def adapter_slots(model: LanguageModel, opened: OpenModel, leader: Leader | None) -> AdapterSlots:
     """Return where adapters of `model` are loaded, which was built with memory for them."""
     assert isinstance(model, Decoder)
@@ -740,28 +747,6 @@ def _fitting_context(spec: KVCacheSpec, memory: int, config: EngineConfig, args:
             f"Raise --kv-cache-memory to {-(-needed // 2**20)}MiB, or shorten it"
         )
     return tokens
-
-
-def least_weight_bytes(opened: OpenModel, config: EngineConfig) -> int:
-    """Bytes that the weights occupy at least: layers' matrices in the format they are kept in, the
-    rest as computed.
-    """
-    model = opened.model
-    scheme = opened.scheme
-    names = tensor_names(model)
-    matrix = min(config.weight_format.bytes, config.compute_format.bytes)
-    total = 0
-    for name, shape in tensor_shapes(model).items():
-        count = math.prod(shape)
-        if len(shape) < 2 or name.endswith("bias") or name in names.outer:
-            total += count * config.compute_format.bytes
-            continue
-        size = count * matrix
-        declared = scheme.linear(name.rpartition(".")[0])
-        if config.int4 or (declared is not None and declared.bits == 4):
-            size //= 2
-        total += size
-    return total
 
 
 def _check_memory(asked: int, weights: int, adapters: int, device: DeviceFacts, ranks: int) -> None:

@@ -9,9 +9,11 @@ from dataclasses import dataclass, replace
 
 from freight.cache.pool import KVPool
 from freight.cache.spec import KVCacheSpec, LayerKVSpec, layer_spec
+from freight.checkpoint.reader import Checkpoint
 from freight.engine.decode_steps import DecodeSteps
 from freight.engine.drafting import Drafting
 from freight.engine.guesses import MOST_COST
+from freight.engine.least_bytes import least_weight_bytes
 from freight.engine.recordings import CpuRecordings
 from freight.errors import CheckpointError, ConfigError, shown
 from freight.fp8.formats import Format, Granularity
@@ -23,7 +25,6 @@ from freight.model.decoder import Decoder, LanguageModel
 from freight.model.draft_head import DraftHead
 from freight.model.eagle import open_eagle
 from freight.model.held_tensors import held_tensors
-from freight.model.loader import tensor_shapes
 from freight.model.mixers.spec import Mixer, PagedMixer
 from freight.model.open import OpenModel, open_model
 from freight.model.predicting import load_predicting, predicting_shapes, require_predicting
@@ -46,6 +47,7 @@ class OpenHead:
     kinds        the stored format of each layer's keys and values
     limit        positions that it has
     least_bytes  that its weights occupy at least
+    checkpoint   that it is read from; None: the model's own
     load         reads its weights, for the model that it guesses for, which is loaded
     """
 
@@ -54,6 +56,7 @@ class OpenHead:
     kinds: tuple[LayerKVFormat, ...]
     limit: int
     least_bytes: int
+    checkpoint: Checkpoint | None
     load: Callable[[LanguageModel], DraftHead]
 
 
@@ -117,6 +120,7 @@ def _open_predicting(opened: OpenModel, config: EngineConfig) -> OpenHead:
         kinds=(_measured(config, opened),),
         limit=config.max_model_len,
         least_bytes=count * min(config.weight_format.bytes, config.compute_format.bytes),
+        checkpoint=None,
         load=load,
     )
 
@@ -132,6 +136,7 @@ def _open_eagle(opened: OpenModel, config: EngineConfig, folder: str) -> OpenHea
         kinds=(_measured(config, opened),),
         limit=config.max_model_len,
         least_bytes=count * config.compute_format.bytes,
+        checkpoint=eagle.checkpoint,
         load=lambda model: eagle.load(config, model),
     )
 
@@ -156,9 +161,6 @@ def _open_second(opened: OpenModel, config: EngineConfig, folder: str) -> OpenHe
     limit = min(config.max_model_len, second.model.max_position_embeddings)
     second = replace(second, args=replace(second.args, max_model_len=limit))
     of_second = second.resolve(second.args)
-    count = 0
-    for shape in tensor_shapes(second.model).values():
-        count += math.prod(shape)
 
     def load(model: LanguageModel) -> DraftHead:
         decoder = second.load(of_second)
@@ -171,7 +173,8 @@ def _open_second(opened: OpenModel, config: EngineConfig, folder: str) -> OpenHe
         mixers=tuple(layer.mixer for layer in second.model.layers),
         kinds=tuple(of_second.kv.of_layer(index) for index in layers),
         limit=limit,
-        least_bytes=count * min(of_second.weight_format.bytes, of_second.compute_format.bytes) // 2,
+        least_bytes=least_weight_bytes(second, of_second),
+        checkpoint=second.checkpoint,
         load=load,
     )
 

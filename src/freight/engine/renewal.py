@@ -29,10 +29,11 @@ from freight.base.version import version
 from freight.cache.pool import LayerCache, allocate_pool
 from freight.checkpoint.held import HeldCheckpoint
 from freight.engine.adapters import LoadedAdapter
-from freight.engine.build import adapter_slots, captured_steps, describe_cache, least_weight_bytes
+from freight.engine.build import adapter_slots, captured_steps, describe_cache
 from freight.engine.engine import CLOSE_SECONDS, Engine, Parts
 from freight.engine.fingerprint import declared, fingerprint
 from freight.engine.host_copy import HostCopy
+from freight.engine.least_bytes import least_weight_bytes
 from freight.engine.runner import ModelRunner
 from freight.engine.store import Weights, open_store, prepare_store
 from freight.errors import CapacityError, CheckpointError, ConfigError, RequestError, listed

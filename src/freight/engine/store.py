@@ -30,6 +30,7 @@ from freight.cache.store.pages import GroupBytes, OtherRanks
 from freight.cache.store.tiers import StoreTiers
 from freight.cache.store.weights import ChangedError, WeightFile, digest_of_weights
 from freight.cache.stored import StoredPrefixes
+from freight.checkpoint.reader import Checkpoint
 from freight.engine.fingerprint import declared, is_reproducible
 from freight.errors import ConfigError
 from freight.kernels.cpu.cpu_set import CpuKernels
@@ -58,23 +59,30 @@ class Weights:
     drawn: str = ""
 
     @staticmethod
-    def of(opened: OpenModel, config: EngineConfig) -> Weights:
-        """Raises OSError."""
-        if opened.checkpoint is None:
-            return Weights((), f"random weights of seed {config.seed}")
-        checkpoint = opened.checkpoint
-        return Weights(tuple(map(WeightFile.of, checkpoint.files)), checkpoint.digest())
+    def of(opened: OpenModel, config: EngineConfig, head: Checkpoint | None = None) -> Weights:
+        """head: files of what drafts, whose keys and values lie in the same blocks. Raises OSError."""
+        files: tuple[WeightFile, ...] = ()
+        drawn = f"random weights of seed {config.seed}"
+        if opened.checkpoint is not None:
+            files = tuple(map(WeightFile.of, opened.checkpoint.files))
+            drawn = opened.checkpoint.digest()
+        if head is not None:
+            files += tuple(map(WeightFile.of, head.files))
+            drawn += head.digest()
+        return Weights(files, drawn)
 
 
-def prepare_store(opened: OpenModel, config: EngineConfig) -> Weights | None:
-    """Make the folder, and note which weights will be loaded; None without a store. Raises
-    ConfigError.
+def prepare_store(
+    opened: OpenModel, config: EngineConfig, head: Checkpoint | None = None
+) -> Weights | None:
+    """Make the folder, and note which weights will be loaded; None without a store. head: as in
+    `Weights.of`. Raises ConfigError.
     """
     if config.store is None:
         return None
     try:
         make_private(config.store.folder)
-        return Weights.of(opened, config)
+        return Weights.of(opened, config, head)
     except OSError as error:
         raise ConfigError(
             f"--kv-store {config.store.folder} cannot be used: {error}; name a folder that can be "
