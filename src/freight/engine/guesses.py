@@ -86,7 +86,7 @@ class Guesses:
         begins behind a prefix hit, whose tokens count as seen.
         """
         num_right = self._note_drafts(output)
-        if preemptions != self.preemptions:
+        if preemptions != self.preemptions or start == 0:
             self.preemptions = preemptions
             self.num_filled = start
             self.kept = []
