@@ -7,8 +7,8 @@ are not frozen: to make a frozen dataclass takes four to eight times as long.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Generic, TypeVar
 
@@ -281,6 +281,8 @@ class EngineStats:
     nans, clipped             values stored in the cache that were NaN, or beyond the range of their
                               scale
     drafted, accepted         tokens drafted, and those of them that were drawn (`--speculate`)
+    drafted_by, accepted_by   the same by what drafted them: 'text', 'grammar', or the method of a head
+                              ('draft_model', 'mtp', 'eagle3'); what drafts here alone has an entry
     store                     what the store below the cache counts; None without one
     running_adapters          names of the adapters that running sequences have, in order
     waiting_adapters          and those of waiting ones
@@ -306,6 +308,8 @@ class EngineStats:
     clipped: int
     drafted: int = 0
     accepted: int = 0
+    drafted_by: Mapping[str, int] = field(default_factory=dict)
+    accepted_by: Mapping[str, int] = field(default_factory=dict)
     store: StoreStats | None = None
     running_adapters: tuple[str, ...] = ()
     waiting_adapters: tuple[str, ...] = ()

@@ -113,6 +113,10 @@ def test_random_requests_have_the_bits_of_none(disturbed: Path, cache: str, coun
         check_same(output, expected[name])
     stats = engine.stats()
     assert stats.accepted > count
+    assert stats.drafted_by.keys() == stats.accepted_by.keys() == {"text", "grammar", "draft_model"}
+    assert sum(stats.drafted_by.values()) == stats.drafted
+    assert sum(stats.accepted_by.values()) == stats.accepted
+    assert min(stats.accepted_by["text"], stats.accepted_by["draft_model"]) > 0
     assert stats.drafted - stats.accepted > count / 2
     assert stats.preemptions > before.preemptions
     assert stats.prefix_hits > before.prefix_hits

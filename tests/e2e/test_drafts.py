@@ -22,6 +22,7 @@ from freight.engine.engine import Engine
 from freight.engine.step import Mode
 from freight.errors import ConfigError, RequestError
 from freight.outputs import FinishReason
+from freight.settings.speculation import speculation
 
 SOURCES = [
     "class Queue:\n    def __init__(self, maxsize=0):\n        self.maxsize = maxsize\n",
@@ -359,6 +360,10 @@ def test_a_forced_text_takes_few_steps_and_its_own_text_gives_no_drafts(llm: LLM
     after = llm.engine.stats()
     # the last one is drawn, and ends the text
     assert after.accepted - before.accepted == after.drafted - before.drafted - 1 > 5
+    for counts, total in ((after.drafted_by, after.drafted), (after.accepted_by, after.accepted)):
+        assert counts.keys() == {"text", "grammar"}
+        assert counts["grammar"] > 5
+        assert sum(counts.values()) == total
     form = replace(params, structured_outputs={"regex": "[ab]{24}"})  # nothing is forced
     llm.generate(["ab" * 12], form)
     assert llm.engine.stats().drafted == after.drafted
@@ -384,9 +389,17 @@ def test_it_is_said_at_start(caplog: pytest.LogCaptureFixture) -> None:
         assert all(part in line for part, line in zip(says, lines, strict=True)), options
 
 
-def test_heads_and_draft_models_are_refused_by_name() -> None:
-    with refuses(ConfigError, "'eagle3'", "ngram or suffix"):
-        LLM("demo", speculative_config={"method": "eagle3"})
+def test_a_head_is_refused_by_name_where_it_cannot_draft() -> None:
+    for config, says in (
+        ({"method": "eagle3"}, ["'eagle3'", "needs the folder of what drafts"]),
+        ({"method": "draft_model"}, ["'draft_model'", "needs the folder of what drafts"]),
+        ({"method": "medusa"}, ["'medusa'", "ngram, suffix, draft_model, mtp or eagle3"]),
+        ({"method": "mtp", "model": "demo"}, ["'mtp'", "the model's own checkpoint", "omit model"]),
+        ({"method": "mtp"}, ["demo has no layers that predict further tokens"]),
+        ({"method": "ngram", "model": "demo"}, ["'ngram'", "takes no model"]),
+    ):
+        with refuses(ConfigError, *says):
+            LLM("demo", speculative_config=config, **OPTIONS, kv_cache_memory="4MiB")
 
 
 def test_where_they_would_not_be_exact_there_are_none(
@@ -403,8 +416,9 @@ def test_where_they_would_not_be_exact_there_are_none(
     ]
     caplog.set_level(logging.INFO, "freight")
     runner = llm.engine.runner
+    own_text = speculation(4, None)
     exact: dict[str, Any] = {
-        "config": SimpleNamespace(most_drafts=4, device="cpu", kernels="auto"),
+        "config": SimpleNamespace(most_drafts=4, device="cpu", kernels="auto", drafts=own_text),
         "decoder": runner.model,
         "spec": runner.pool.spec,
         "exact": True,

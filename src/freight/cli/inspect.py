@@ -91,7 +91,9 @@ def describe(
     dtype, of the weights that are not quantized, and dtype_source: where it was found
     (`DtypeSource`); runs: 'natively', 'through transformers' (docs/add-a-model.md), or null for
     what Freight cannot run; obstacle: why it cannot, or null; pooling: what is made of
-    the states of a prompt, or null where nothing is declared or there are no weights; unread_keys:
+    the states of a prompt, or null where nothing is declared or there are no weights; predicting: {layers,
+    bytes, drafts} of the layers that predict further tokens, where they are known and stored, and whether
+    they can draft for this model; unread_keys:
     {unknown, harmless, ignored}, lists of keys of config.json that decide nothing; bytes: {dtype: count}; skipped:
     {reason: number of tensors that the text model does not need}; scheme: {method, weight_format,
     kv_format, kv_static, description, fp8_weights, four_bit_weights}, where fp8_weights has the
@@ -156,6 +158,7 @@ def describe(
             scales = read_kv_scales(checkpoint, native, scheme)
             kv_cache = _kv_cache(scales, native.without_pages)
             architecture, pooled = _pooling(checkpoint, native, architecture)
+            architecture = {**architecture, "predicting": _predicting(checkpoint, native)}
             skipped = skipped_parts(native, checkpoint.names - pooled)
         sizes = _sizes(checkpoint)
         matrices = _matrices(checkpoint, scheme)
@@ -188,6 +191,24 @@ def _pooling(
         return architecture, frozenset()
     described = {**architecture, "pooling": describe_pooling(pooling)}
     return described, frozenset(pooling_shapes(pooling))
+
+
+def _predicting(checkpoint: Checkpoint, model: ModelConfig) -> JsonObject | None:
+    """Return what there is of layers that predict further tokens; None without any that are known."""
+    from freight.model.config.predicting import published_predicting
+
+    found = published_predicting(model, checkpoint.names)
+    if found is None:
+        return None
+    roots = found.prefixes
+    if found.form.outside is not None:
+        roots += (found.form.outside,)
+    size = 0
+    for name in checkpoint.names:
+        if name.startswith(roots):
+            size += checkpoint.entry(name).size
+    drafts = not model.without_pages  # a state does not take back a draft
+    return {"layers": len(found.prefixes), "bytes": size, "drafts": drafts}
 
 
 def _is_gguf_on_hub(model: str) -> bool:
@@ -263,6 +284,7 @@ def _blocked(config: JsonObject, obstacle: str, stored: Format | None) -> JsonOb
         "runs": None,
         "obstacle": " ".join(obstacle.split()),
         "pooling": None,
+        "predicting": None,
         "unread_keys": asdict(UnreadKeys()),
     }
 
@@ -308,6 +330,7 @@ def _describe_rank_export(model: str, path: Path) -> JsonObject:
         "max_position_embeddings": export.max_position_embeddings,
         "runs": None,
         "pooling": None,
+        "predicting": None,
         "unread_keys": asdict(UnreadKeys()),
         "obstacle": "an export for TensorRT-LLM: its KV scales can be read",
         "num_parameters": None,
@@ -336,6 +359,7 @@ def _architecture(config: ModelConfig) -> JsonObject:
         "runs": "natively" if config.foreign is None else "through transformers",
         "obstacle": None,
         "pooling": None,
+        "predicting": None,
         "unread_keys": asdict(config.unread_keys),
     }
 
@@ -447,6 +471,8 @@ def _print_table(facts: JsonObject) -> None:
         rows.append((f"{stored} matrices", matrices or "none"))
     if packed:
         rows.append(("4-bit matrices", packed))
+    if facts["predicting"]:
+        rows.append(("predicts", _predicts(facts["predicting"])))
     rows.append(("KV scales", _made_for(facts["kv_cache"])))
     rows += [("", f"cannot be used: {what}") for what in facts["kv_cache"]["faults"][:3]]
     for kind, keys in facts["unread_keys"].items():
@@ -462,6 +488,16 @@ def _print_table(facts: JsonObject) -> None:
 
 def _counted(kinds: JsonObject) -> str:
     return "; ".join(f"{count}: {kind}" for kind, count in kinds.items())
+
+
+def _predicts(predicting: JsonObject) -> str:
+    count = predicting["layers"]
+    layers = "1 layer predicts" if count == 1 else f"{count} layers predict"
+    line = f"{layers} further tokens, {_size(predicting['bytes'])}: "
+    if not predicting["drafts"]:
+        return line + "no drafts, because layers of the model keep states"
+    first = "" if count == 1 else "the first of them "
+    return f"{line}{first}drafts on a CPU with --speculate auto"
 
 
 def _runs(facts: JsonObject) -> str:

@@ -38,6 +38,7 @@ from freight.settings.kv_source import KV_DTYPE_NAMES
 from freight.settings.lora import named_adapters
 from freight.settings.skip_layers import FLAG as SKIP_LAYERS
 from freight.settings.skip_layers import SLIDING
+from freight.settings.speculation import as_number
 from freight.settings.states import STATE_DTYPES
 
 # of verbs that serve or generate
@@ -189,6 +190,11 @@ def read_value(flag: Flag, value: object) -> Any:
         if kinds[0] is Path and not isinstance(value, str):
             raise ConfigError(f"{flag.field} is {shown(value)}; it must be a path")
         return kinds[0](value)
+    if flag.read is not None and isinstance(value, str):
+        try:
+            return flag.read(value)
+        except typer.BadParameter as error:
+            raise ConfigError(f"{flag.field}: {error.message}") from None
     read = value
     if kinds[0] is float and isinstance(read, int) and not isinstance(read, bool):
         read = float(read)
@@ -286,10 +292,16 @@ ENGINE_FLAGS = (
     Flag(
         "speculate",
         int | None,
-        "Most tokens of a step that are drafted from a request's own text; default: 8 on a CPU; 0: none.",
-        "COUNT",
+        "Most drafts of a step; default: 8 on a CPU, from a request's text; auto: also by the model's layers.",
+        "COUNT|auto",
+        read=as_number,
     ),
-    Flag("speculative_config", str | None, "The same, in vLLM's form.", "JSON"),
+    Flag(
+        "speculative_config",
+        str | None,
+        "What drafts, in vLLM's form: the request's text, a second model, MTP layers or EAGLE-3.",
+        "JSON",
+    ),
     Flag(
         "kv_store",
         str | None,

@@ -171,6 +171,10 @@ def _print(model: str, made: Plan) -> None:
         console.print(_states(made))
     if wish.device == "cpu":
         console.print(_stored(made))
+        console.print(
+            "What drafts besides a request's text (--speculative-config, --speculate auto) is not counted: "
+            "its weights, and its layers in the cache."
+        )
         for line in _products(made):
             console.print(line)
     if made.through_transformers:

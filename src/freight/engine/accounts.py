@@ -7,7 +7,8 @@ torch.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
 
 from freight.outputs import RequestTimes
 
@@ -26,6 +27,17 @@ class Totals:
     failed: int = 0
     drafted: int = 0
     accepted: int = 0
+    drafted_by: Counter[str] = field(default_factory=Counter)
+    accepted_by: Counter[str] = field(default_factory=Counter)
+
+    def count_drafted(self, source: str, count: int) -> None:
+        """Count drafts of a step, all of one request."""
+        self.drafted += count
+        self.drafted_by[source] += count
+
+    def count_accepted(self, source: str) -> None:
+        self.accepted += 1
+        self.accepted_by[source] += 1
 
 
 @dataclass(slots=True)

@@ -61,10 +61,11 @@ class _Going:
 
 
 class Drafting:
-    """A head over its layers of the cache."""
+    """A head over its layers of the cache. `method`: its kind, in what is counted."""
 
     def __init__(
         self,
+        method: str,
         head: DraftHead,
         pool: KVPool,
         captured: DecodeSteps | None,
@@ -77,6 +78,7 @@ class Drafting:
         rows, which are replayed. vocab_size: of the model. limit: positions that the head has. cost: of
         a pass for one row, in steps of the model.
         """
+        self.method = method
         self._head = head
         self._pool = pool
         self._captured = captured

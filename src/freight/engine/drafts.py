@@ -24,7 +24,7 @@ A draft decides no token: one that is wrong costs time only (`compute.py`).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from freight.engine.grammar import Matcher
 
@@ -54,7 +54,9 @@ _CONTEXT = _MASKS[-1]
 
 
 class Drafts(Protocol):
-    """What guesses the next tokens of one request."""
+    """What guesses the next tokens of one request. `source`: its name in what is counted."""
+
+    source: ClassVar[str]
 
     def propose(self, output: Sequence[int], most: int) -> tuple[int, ...]:
         """Return up to `most` tokens that may follow the prompt and `output`; () if none is likely."""
@@ -66,6 +68,8 @@ class Forced:
     The model may write that text with other tokens. So the first token of each such text is a guess,
     which is drafted as long as these guesses come true often enough.
     """
+
+    source: ClassVar[str] = "grammar"
 
     def __init__(self, grammar: Matcher) -> None:
         self._grammar = grammar
@@ -102,6 +106,8 @@ class Drafter:
 
     An exception inside makes drafts worse at most, which changes no result.
     """
+
+    source: ClassVar[str] = "text"
 
     def __init__(self, prompt: Sequence[int], predicted: Sequence[int] = ()) -> None:
         """`predicted`: the output that the caller expects, taken in as if it had followed before."""

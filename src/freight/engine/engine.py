@@ -168,6 +168,20 @@ class Engine:
         self.runner.on_lost(call)
 
     @property
+    def _draft_sources(self) -> tuple[str, ...]:
+        """What may draft here, as `ScheduledChunk.drafted_by`."""
+        if self.mode is not Mode.DRAFTING:
+            return ()
+        sources: tuple[str, ...] = ()
+        if self._drafts_from_text:
+            sources += (Drafter.source,)
+        if self.grammars is not None:
+            sources += (Forced.source,)
+        if self._drafting is not None:
+            sources += (self._drafting.method,)
+        return sources
+
+    @property
     def has_head(self) -> bool:
         """Whether something drafts besides the text of requests."""
         return self._drafting is not None
@@ -349,6 +363,8 @@ class Engine:
             failed=totals.failed,
             drafted=totals.drafted,
             accepted=totals.accepted,
+            drafted_by={source: totals.drafted_by[source] for source in self._draft_sources},
+            accepted_by={source: totals.accepted_by[source] for source in self._draft_sources},
             nans=nans,
             clipped=clipped,
             store=store,
@@ -717,7 +733,7 @@ class Engine:
         chunks = list(step.chunks)
         for place, drafts in zip(places, drafting.propose(work), strict=True):
             if drafts:
-                chunks[place] = chunks[place]._replace(drafts=drafts)
+                chunks[place] = chunks[place]._replace(drafts=drafts, drafted_by=drafting.method)
         return replace(step, chunks=tuple(chunks))
 
     def _compute(self, step: Step, launched: Launched | None) -> tuple[Step, StepResult]:

@@ -42,6 +42,7 @@ MEASURED = (None, Granularity.TOKEN, Granularity.GROUP)  # granularities without
 class OpenHead:
     """A head that is opened and not loaded yet.
 
+    method       what kind it is
     name         for messages
     mixers       of its layers
     kinds        the stored format of each layer's keys and values
@@ -51,6 +52,7 @@ class OpenHead:
     load         reads its weights, for the model that it guesses for, which is loaded
     """
 
+    method: HeadKind
     name: str
     mixers: tuple[Mixer, ...]
     kinds: tuple[LayerKVFormat, ...]
@@ -115,6 +117,7 @@ def _open_predicting(opened: OpenModel, config: EngineConfig) -> OpenHead:
         return replace(head, layers=head.layers[:1])  # drafts at every depth: see `Drafting`
 
     return OpenHead(
+        method=HeadKind.MTP,
         name="the model's own layers for it",
         mixers=(predicting.layer.mixer,),
         kinds=(_measured(config, opened),),
@@ -131,6 +134,7 @@ def _open_eagle(opened: OpenModel, config: EngineConfig, folder: str) -> OpenHea
     for shape in eagle.shapes.values():
         count += math.prod(shape)
     return OpenHead(
+        method=HeadKind.EAGLE3,
         name=shown(folder),
         mixers=(eagle.mixer,),
         kinds=(_measured(config, opened),),
@@ -169,6 +173,7 @@ def _open_second(opened: OpenModel, config: EngineConfig, folder: str) -> OpenHe
 
     layers = range(second.model.num_layers)
     return OpenHead(
+        method=HeadKind.MODEL,
         name=name,
         mixers=tuple(layer.mixer for layer in second.model.layers),
         kinds=tuple(of_second.kv.of_layer(index) for index in layers),
@@ -296,6 +301,7 @@ def drafting(
             MOST_COST,
         )
     return Drafting(
+        method=str(opened.method),
         head=head,
         pool=pool,
         captured=captured,

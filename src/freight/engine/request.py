@@ -73,6 +73,7 @@ class Request:
     num_counted_tokens leading prompt tokens that were computed or found, as far as they are in the
                        Scheduler's totals
     num_drafted        tokens drafted for it so far, and how many of them were drawn
+    drafted_by         what drafted for it last, as `ScheduledChunk.drafted_by`
     microbatch         the one that it runs in
     num_kept_tokens    leading tokens of a pooled prompt whose blocks are indexed: another had them
     was_admitted       whether it was ever admitted
@@ -108,6 +109,7 @@ class Request:
     num_counted_tokens: int = 0
     num_drafted: int = 0
     num_accepted: int = 0
+    drafted_by: str = ""
     microbatch: int = 0
     num_kept_tokens: int = 0
     was_admitted: bool = False

@@ -289,9 +289,11 @@ class Scheduler:
         advanced = []
         num_drawn = 0
         for chunk in step.chunks:
-            chunk.request.num_drafted += len(chunk.drafts)
-            self.totals.drafted += len(chunk.drafts)
             request = chunk.request
+            if chunk.drafts:
+                request.num_drafted += len(chunk.drafts)
+                request.drafted_by = chunk.drafted_by
+                self.totals.count_drafted(chunk.drafted_by, len(chunk.drafts))
             if not chunk.is_wanted:
                 continue
             assert request.num_computed_tokens == chunk.start, (
@@ -325,7 +327,7 @@ class Scheduler:
         self._register_full_blocks(request, computed)
         request.output_token_ids.append(token)
         request.num_accepted += 1
-        self.totals.accepted += 1
+        self.totals.count_accepted(request.drafted_by)
         self.totals.generated += 1
         self._finish_if_done(request)
 
@@ -443,8 +445,10 @@ class Scheduler:
         if most <= 0:
             return chunk
         drafts: tuple[int, ...] = ()
+        source = ""
         if request.drafter is not None:
             drafts = request.drafter.propose(request.output_token_ids, most)
+            source = request.drafter.source
         wanted = len(drafts)
         guesses = request.guesses
         if guesses is not None and not drafts and self.asks_head:
@@ -459,7 +463,12 @@ class Scheduler:
         if drafts:
             drafts = drafts[:wanted]
             wanted = 0
-        return chunk._replace(drafts=drafts, most_drafts=wanted, block_ids=request.held.block_ids)
+        return chunk._replace(
+            drafts=drafts,
+            most_drafts=wanted,
+            drafted_by=source if drafts else "",
+            block_ids=request.held.block_ids,
+        )
 
     def _give_back_drafts(self) -> None:
         """Give back the blocks that drafts took and that their requests do not need yet."""

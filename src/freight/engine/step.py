@@ -39,6 +39,7 @@ class ScheduledChunk(NamedTuple):
                      `block_ids` have room for them. Only a chunk of one token that samples has any
     most_drafts      drafts that a head may make for it, for which `block_ids` have room; 0 where
                      there are drafts already
+    drafted_by       what guessed `drafts`: `Drafts.source`, or the head's method; '' without any
     num_preemptions  of the request, when the chunk was scheduled
     """
 
@@ -49,6 +50,7 @@ class ScheduledChunk(NamedTuple):
     samples: bool
     drafts: tuple[int, ...] = ()
     most_drafts: int = 0
+    drafted_by: str = ""
     num_preemptions: int = 0
 
     @property

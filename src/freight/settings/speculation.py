@@ -13,6 +13,7 @@ from the text first, and by the head where the text gives nothing.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -92,10 +93,10 @@ def speculation(speculate: object, config: str | None) -> Speculation:
     is_auto = speculate == AUTO
     most = None
     if speculate is not None and not is_auto:
-        most = _require_count("--speculate", _as_number(speculate))
+        most = _require_count("--speculate", as_number(speculate))
     if config is None:
         return Speculation(DEFAULT_DRAFTS if most is None else most, finds_head=is_auto)
-    configured = _read(config)
+    configured = _read(config, DEFAULT_DRAFTS if most is None else most)
     if most is not None and most != configured.most:
         raise ConfigError(
             f"--speculate is {most} and num_speculative_tokens of --speculative-config {configured.most}: "
@@ -118,8 +119,8 @@ def written(config: object) -> str | None:
     return json.dumps(dict(config), default=repr)
 
 
-def _read(config: str) -> Speculation:
-    """Return what the JSON of --speculative-config asks for."""
+def _read(config: str, most: int) -> Speculation:
+    """Return what the JSON of --speculative-config asks for; `most` drafts unless it says how many."""
     try:
         read = json.loads(config)
     except ValueError as error:
@@ -140,7 +141,7 @@ def _read(config: str) -> Speculation:
         raise ConfigError(f"--speculative-config: method {method!r}: choose {choices(METHODS)}")
     most = _require_count(
         "--speculative-config: num_speculative_tokens",
-        read.get("num_speculative_tokens", DEFAULT_DRAFTS),
+        read.get("num_speculative_tokens", most),
     )
     if method in _OF_TEXT:
         if folder is not None:
@@ -183,9 +184,9 @@ def _head(kind: HeadKind, folder: object) -> HeadSource:
     return HeadSource(kind, folder)
 
 
-def _as_number(value: object) -> object:
-    """Return the number that a text of digits says, and anything else as it is."""
-    if isinstance(value, str) and value.strip().lstrip("-").isdecimal():
+def as_number(value: object) -> object:
+    """Return the number that a text of digits says, and anything else as it is: `speculation` refuses it."""
+    if isinstance(value, str) and re.fullmatch(r"\s*-?[0-9]{1,18}\s*", value):
         return int(value)
     return value
 

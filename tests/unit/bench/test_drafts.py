@@ -31,7 +31,10 @@ def test_drafts_shorten_the_text_that_repeats_itself(text: str, length: int | No
     assert found["most_drafts"] == 6
     assert 0 <= found["accepted_fraction"] <= 1
     assert found["speedup"] > 0
+    assert found["drafted_by"].keys() <= {"text"}
+    assert sum(found["accepted_by"].values()) <= sum(found["drafted_by"].values())
     if text == "edit":
+        assert found["accepted_by"]["text"] > 0
         assert found["tokens_per_step"] > 2.5
     elif text == "random":
         assert found["tokens_per_step"] == pytest.approx(1, abs=0.02)

@@ -65,6 +65,8 @@ def test_a_file_has_a_table_for_each_with_options_of_its_own(tmp_path: Path) -> 
         kv_cache_dtype = "fp8"
         max_num_seqs = 2
         max_step_seconds = 1
+        max_model_len = "1K"
+        speculate = "auto"
         served_model_name = ["claude"]
         chat_template = "own.jinja"
 
@@ -84,6 +86,8 @@ def test_a_file_has_a_table_for_each_with_options_of_its_own(tmp_path: Path) -> 
         kv_cache_dtype="fp8",
         max_num_seqs=2,
         max_step_seconds=1.0,
+        max_model_len=1024,
+        speculate="auto",
     )
     assert fast.is_default
     assert fast.names == ("a-fast", "claude")
@@ -104,6 +108,7 @@ def test_a_file_has_a_table_for_each_with_options_of_its_own(tmp_path: Path) -> 
         ("[a]\npath = 'a'\nmodel = 'b'", r"'model' \(did you mean path\?\)"),
         ("[a]\npath = 'a'\nport = 1", "unknown option 'port'"),
         ("[a]\npath = 'a'\nmax_num_seqs = 'two'", "max_num_seqs is 'two'; it must be a whole"),
+        ("[a]\npath = 'a'\nmax_model_len = 'long'", "max_model_len: 'long' is not a number"),
         ("[a]\npath = 'a'\nmax_num_seqs = true", "max_num_seqs is True; it must be a whole"),
         ("[a]\npath = 'a'\nkv_cache_dtype = 'fp9'", r"\[a\]: --kv-cache-dtype 'fp9' is unknown"),
         ("[a]\npath = 'a'\ndefault = 1", "default is 1; it must be true or false"),

@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from tests.parity.test_predicting import CASES, save
 from tests.pooling_models import save_encoder
 from tests.refusals import assert_names
 
@@ -240,6 +241,31 @@ def test_what_a_model_pools_and_that_its_head_is_read(as_json, capsys, tmp_path)
     assert facts["pooling"].startswith("the mean of all states, an embedding of 32 numbers")
     assert facts["skipped"] == {"of a head that is not used": 2}
     assert as_json("demo")["pooling"] is None
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "says"),
+    [
+        ("mimo", 1, "1 layer predicts further tokens, {}: drafts on a CPU"),
+        ("deepseek-v3-two", 2, "2 layers predict further tokens, {}: the first of them drafts"),
+        ("qwen3-5", 1, "1 layer predicts further tokens, {}: no drafts, because layers"),
+    ],
+)
+def test_layers_that_predict_further_tokens(as_json, capsys, tmp_path, name, layers, says):
+    saved = save(CASES[name], tmp_path)
+    facts = as_json(tmp_path)
+    size = 0
+    for tensor, value in load_file(tmp_path / "model.safetensors").items():
+        layer = saved.case.layer.format(saved.main_layers * saved.case.follows)
+        later = saved.case.layer.format(saved.main_layers + 1)
+        roots = (layer, saved.case.outer or layer, later)
+        size += value.nbytes * tensor.startswith(roots)
+    assert facts["predicting"] == {"layers": layers, "bytes": size, "drafts": name != "qwen3-5"}
+    assert facts["skipped"]["of a layer that predicts further tokens"] > 0
+    inspect(str(tmp_path), False)
+    line = " ".join(capsys.readouterr().out.split())
+    assert says.format(f"{size / 2**20:,.2f} MiB") in line
+    assert as_json("demo")["predicting"] is None
 
 
 def test_pooling_that_is_not_implemented_stands_in_the_way(as_json, tmp_path):

@@ -180,6 +180,14 @@ def test_a_list_of_names_needs_the_model_before_it(serve: Command) -> None:
         ("-n 2", ["vLLM's is --nnodes: write --nnodes", "llama-server's is --n-predict"]),
         ("--n_gpu_layers=99", ["--n-gpu-layers", "--device"]),
         ("--speculative-config.method ngram", ["one JSON that has method"]),
+        (
+            "-md small.gguf",
+            [
+                "--model-draft",
+                '--speculative-config=\'{"method": "draft_model", "model": "FOLDER"}\'',
+            ],
+        ),
+        ("--speculative-algorithm EAGLE3", ['\'{"method": "eagle3", "model": "FOLDER"}\'']),
         ("--compilation-config.mode 3", ["captured and replayed"]),
         ("--no-enable-chunked-prefill", ["always split into chunks"]),
         ("--no-enable-lora", ["off without --enable-lora"]),

@@ -110,6 +110,8 @@ def test_a_flag_wins_over_its_variable(freight: Run, llm: Any) -> None:
 @pytest.mark.parametrize(
     ("argv", "environ", "field", "value"),
     [
+        (["--speculate", "auto"], {}, "speculate", "auto"),
+        ([], {"FREIGHT_SPECULATE": "auto"}, "speculate", "auto"),
         (["--no-enable-prefix-caching"], {}, "enable_prefix_caching", False),
         (
             ["--enable-prefix-caching"],
@@ -122,11 +124,11 @@ def test_a_flag_wins_over_its_variable(freight: Run, llm: Any) -> None:
         ([], {"FREIGHT_SKIP_TOKENIZER_INIT": "1"}, "skip_tokenizer_init", True),
     ],
 )
-def test_switches(
-    freight: Run, llm: Any, argv: list[str], environ: dict[str, str], field: str, value: bool
+def test_switches_and_words(
+    freight: Run, llm: Any, argv: list[str], environ: dict[str, str], field: str, value: object
 ) -> None:
     assert freight("generate", "--prompt-token-ids", "1", *argv, **environ).code == 0
-    assert llm.made[field] is value
+    assert (type(llm.made[field]), llm.made[field]) == (type(value), value)
 
 
 @pytest.mark.parametrize(
@@ -199,6 +201,7 @@ def test_both_forms_of_the_model_at_once_are_refused(freight: Run) -> None:
         (["--max-model-len", "many"], "max-model-len"),
         (["--block-size", "7"], "block-size"),
         (["--kv-cache-memory", "lots"], "kv-cache-memory"),
+        (["--speculate", "many"], "--speculate 'many' must be an integer from 0 to 63 or 'auto'"),
         (["--kv-cache-dtipe", "fp8"], "--kv-cache-dtype"),
         (["--temperature", "-1"], "temperature"),
         (["--temperature", "nan"], "temperature"),

@@ -61,6 +61,9 @@ def test_adapters_are_counted_and_named(freight: Run, llama: str) -> None:
     assert counted["adapter_bytes"] == 8 * 64 * 2 * LORA_CHANNELS
     answer = freight("plan", llama, *options)
     assert_names(answer.out, size(counted["adapter_bytes"]), "8 adapters of rank 64")
+    assert_names(
+        answer.out, "--speculative-config", "is not counted"
+    )  # on a CPU, where there are any
     verdict = answer.out.splitlines()[-1]
     assert_names(verdict, "--enable-lora --max-loras 8 --max-lora-rank 64")
     refused = freight("plan", llama, *options, "--max-loras", "1024")

@@ -57,6 +57,7 @@ SECOND = HeadSource(HeadKind.MODEL, "./small")
             {"method": "draft_model", "model": "./small", "num_speculative_tokens": 3},
             Speculation(3, True, SECOND),
         ),
+        (3, {"model": "./small"}, Speculation(3, False, SECOND)),
         (
             None,
             {"method": "eagle3", "model": "./head"},
@@ -80,6 +81,8 @@ def test_what_drafts(speculate: Any, config: Any, drafts: Speculation) -> None:
         (1.5, None, "--speculate 1.5 must be"),
         (None, "{method}", "is not JSON"),
         (None, "[]", "is not an object"),
+        ("--5", None, "--speculate '--5' must be an integer"),
+        ("9" * 5000, None, "must be an integer from 0 to 63"),
         ("twelve", None, "--speculate 'twelve' must be an integer from 0 to 63 or 'auto'"),
         (
             None,

@@ -43,6 +43,7 @@ def test_drafts_that_come_true_shorten_a_request(new_rig: NewRig) -> None:
     assert shapes(rig) == [[("a", 0, 0)], [("a", 3, 4)], [("a", 8, 4)], [("a", 13, 0)]]
     rig.check_all_done()
     assert (rig.scheduler.totals.drafted, rig.scheduler.totals.accepted) == (8, 8)
+    assert rig.scheduler.totals.drafted_by == rig.scheduler.totals.accepted_by == {"text": 8}
     assert rig.scheduler.totals.generated == 12
 
 

@@ -87,7 +87,8 @@ def test_stats_arrive_as_they_were() -> None:
     plain = EngineStats(*range(15))  # the counts
     stored = replace(plain, store=StoreStats(*range(30, 30 + len(fields(StoreStats)))))
     named = replace(stored, running_adapters=("a", "é"), waiting_adapters=("b",))
-    for stats in (plain, stored, named):
+    drafted = replace(named, drafted_by={"text": 9, "mtp": 5}, accepted_by={"text": 7, "mtp": 2})
+    for stats in (plain, stored, named, drafted):
         assert wire.stats_from_json(sent(wire.stats_to_json(stats))) == stats
 
 

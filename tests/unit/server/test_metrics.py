@@ -29,7 +29,12 @@ DOCS = Path(__file__).parents[3] / "docs" / "metrics.md"
 ZERO = EngineStats(*[0] * 15)  # the counts
 STORE = StoreStats(11, 12, 13, 14, 15, 16, 17, 18, 19, 20)
 STATS = EngineStats(
-    3, 2, 1000, 250, 100, 80, 40, 90, 70, 5, 1, 6, 7, 20, 15, STORE, ("chat", "sql"), ("sql",)
+    *(3, 2, 1000, 250, 100, 80, 40, 90, 70, 5, 1, 6, 7, 20, 15),
+    {"text": 8, "mtp": 12},
+    {"text": 4, "mtp": 11},
+    STORE,
+    ("chat", "sql"),
+    ("sql",),
 )
 CACHE = CacheFacts("fp8_e4m3", "head", "checkpoint", 16, 64, 1024, 512)
 FACTS = ModelFacts(CACHE, 512, "0.1.0", "fp-1")
@@ -118,6 +123,8 @@ def test_every_sample_names_the_model_and_the_engine() -> None:
         ("vllm:gpu_prefix_cache_hits_total", 40),
         ("vllm:spec_decode_num_draft_tokens_total", 20),
         ("vllm:spec_decode_num_accepted_tokens_total", 15),
+        ("freight:drafted_tokens_total", 8 + 12),
+        ("freight:accepted_drafts_total", 4 + 11),
         ("vllm:corrupted_requests_total", 1),
         ("freight:cache_capacity_tokens", 1000),
         ("freight:cache_held_tokens", 250),
@@ -181,6 +188,8 @@ def test_labels_of_counters_and_facts() -> None:
         )
         == 1
     )
+    assert value(metrics, "freight:drafted_tokens_total", by="mtp") == 12
+    assert value(metrics, "freight:accepted_drafts_total", by="text") == 4
     for name, count in (
         ("requests", 1),
         ("prompt_tokens", 12),

@@ -121,9 +121,14 @@ OPTIONS = {
         "lookup_cache_static lookup_cache_dynamic spec_synth_len spec_synth_rates",
         "{speculate} is the most tokens that are drafted from a request's own text: omit it",
     ),
+    "spec_type": say.DRAFT_HEADS,
+    **named("spec_draft_model model_draft spec_draft_hf hf_repo_draft", say.DRAFT_MODEL),
     **named(
-        "spec_type spec_draft_model model_draft spec_draft_hf hf_repo_draft spec_draft_p_min draft_p_min "
-        "spec_draft_p_split draft_p_split spec_draft_ngl gpu_layers_draft n_gpu_layers_draft "
+        "spec_draft_p_min draft_p_min spec_draft_p_split draft_p_split",
+        say.DRAFTS_LEARNED,
+    ),
+    **named(
+        "spec_draft_ngl gpu_layers_draft n_gpu_layers_draft "
         "spec_draft_device device_draft spec_draft_threads threads_draft spec_draft_threads_batch "
         "threads_batch_draft spec_draft_cpu_mask cpu_mask_draft spec_draft_cpu_mask_batch "
         "cpu_mask_batch_draft spec_draft_cpu_range cpu_range_draft spec_draft_cpu_strict cpu_strict_draft "
@@ -133,7 +138,7 @@ OPTIONS = {
         "spec_draft_cpu_moe cpu_moe_draft spec_draft_n_cpu_moe spec_draft_ncmoe n_cpu_moe_draft "
         "spec_draft_override_tensor override_tensor_draft spec_draft_backend_sampling "
         "no_spec_draft_backend_sampling",
-        say.DRAFTS,
+        say.DRAFTS_AS_MODEL,
     ),
     # answers
     **named(

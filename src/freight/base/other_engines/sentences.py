@@ -29,8 +29,17 @@ METRICS = "/metrics is always there, and what it has is fixed: omit it"
 NO_TRACES = "there is no profiler in the server; freight bench measures a model: omit it"
 LORA = "adapters are {lora_modules}=['NAME=PATH'], with {enable_lora}"
 LORA_FIXED = "adapters are computed beside the model, without a choice: omit it"
-DRAFTS = (
-    "draft models and heads are not implemented; {speculate} drafts from each request's own text"
+# how what drafts besides a request's own text is written
+DRAFT_MODEL = 'write {speculative_config}=\'{"method": "draft_model", "model": "FOLDER"}\''
+DRAFT_HEADS = (
+    'write {speculative_config}=\'{"method": "eagle3", "model": "FOLDER"}\'; other methods are '
+    "draft_model, mtp and ngram"
+)
+DRAFTS_AS_MODEL = (
+    "what drafts ({speculative_config}) is loaded and computed as the model is: omit it"
+)
+DRAFTS_LEARNED = (
+    "how many drafts there are, one behind another, follows from how often they came true: omit it"
 )
 FILES = "safetensors are read, and the format follows from the files: omit it"
 HUB = "the hub's variables select the folder of downloads: set HF_HOME or HF_HUB_CACHE"

@@ -225,20 +225,26 @@ OPTIONS = {
     ),
     "speculative_num_draft_tokens": "use {speculate}",
     "speculative_num_steps": "use {speculate}",
+    "speculative_algorithm": f"{say.DRAFT_HEADS}, in the place of STANDALONE, NEXTN and NGRAM",
+    **named("speculative_draft_model_path speculative_draft_model", say.DRAFT_HEADS),
     **named(
-        "speculative_algorithm speculative_draft_model_path speculative_draft_model "
         "speculative_draft_model_quantization speculative_draft_model_revision "
         "speculative_draft_attention_backend speculative_draft_kv_cache_dtype "
         "speculative_draft_load_format speculative_draft_sink_size speculative_draft_window_size "
-        "speculative_eagle_topk speculative_attention_mode speculative_moe_a2a_backend "
-        "speculative_moe_runner_backend speculative_token_map speculative_dsa_topk_backend "
+        "speculative_attention_mode speculative_moe_a2a_backend speculative_moe_runner_backend "
+        "speculative_token_map speculative_dsa_topk_backend speculative_enable_w4a4_mxfp4_megamoe "
+        "decoupled_spec_bind_endpoint decoupled_spec_connect_endpoints decoupled_spec_rank "
+        "decoupled_spec_role",
+        say.DRAFTS_AS_MODEL,
+    ),
+    **named("speculative_eagle_topk enable_multi_layer_eagle", say.DRAFTS_LEARNED),
+    **named(
         "speculative_dflash_block_size speculative_domino_candidate_pool_size "
         "speculative_dspark_align_verify_tokens_to_graph_tier speculative_dspark_block_size "
-        "speculative_dspark_confidence_sts_path speculative_dspark_sps_table_path "
-        "speculative_enable_w4a4_mxfp4_megamoe enable_multi_layer_eagle decoupled_spec_bind_endpoint "
-        "decoupled_spec_connect_endpoints decoupled_spec_rank decoupled_spec_role spec_trace_dir",
-        say.DRAFTS,
+        "speculative_dspark_confidence_sts_path speculative_dspark_sps_table_path",
+        "methods are draft_model, mtp, eagle3 and ngram ({speculative_config}), which have no such part: omit it",
     ),
+    "spec_trace_dir": "/metrics counts drafts by what drafted them: omit it",
     **named(
         "speculative_ngram_capacity speculative_ngram_external_corpus_max_tokens "
         "speculative_ngram_external_corpus_path speculative_ngram_external_sam_budget "

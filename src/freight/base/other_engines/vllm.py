@@ -160,8 +160,8 @@ OPTIONS = {
     ),
     "num_speculative_tokens": "use {speculate}",
     "spec_tokens": "use {speculate}",
-    **named("speculative_model spec_model", say.DRAFTS),
-    "spec_method": "{speculate} drafts from each request's own text, which is vLLM's ngram: omit it",
+    **named("speculative_model spec_model", say.DRAFT_MODEL),
+    "spec_method": say.DRAFT_HEADS,
     "num_lookahead_slots": "drafts take blocks of the cache that are left over: omit it",
     # answers
     **named(

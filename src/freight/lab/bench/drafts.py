@@ -18,6 +18,7 @@ from __future__ import annotations
 import random
 import re
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -162,6 +163,8 @@ def measure_drafts(
         "output_len": max(len(part.answer) for part in texts),
         "tokens": num_tokens,
         "tokens_per_step": num_tokens / len(drafted_steps) / batch_size,
+        "drafted_by": dict(Counter(stats.drafted_by) - Counter(before.drafted_by)),
+        "accepted_by": dict(Counter(stats.accepted_by) - Counter(before.accepted_by)),
         "accepted_fraction": (stats.accepted - before.accepted) / max(num_drafted, 1),
         "drafting_fraction": drafting * len(plain_steps) / seconds,
         **medians(figures),

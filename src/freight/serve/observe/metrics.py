@@ -335,6 +335,11 @@ class Metrics:
             "Drafted tokens that were drawn.",
             stats.accepted,
         )
+        if stats.drafted_by:
+            text = "Tokens drafted, by what drafted them."
+            yield self._labelled("freight:drafted_tokens", text, "by", stats.drafted_by)
+            text = "Drafted tokens that were drawn, by what drafted them."
+            yield self._labelled("freight:accepted_drafts", text, "by", stats.accepted_by)
         yield counter(
             "vllm:corrupted_requests",
             "Completions that failed (NaN, undecodable text, a failed step).",
