@@ -7,9 +7,10 @@ tokens that it has not seen, in most steps those that the last step drew; the la
 draft. Each further draft is a pass of one row for each request.
 
 A draft is drawn from the head's logits as the model draws from its own: with the same parameters and the
-same random number, that of (seed, position). So both draw the same token about as often as their
-distributions agree (a coupling of samples; Daliri, Musco and Suresh 2024, arXiv:2408.07978), and the
-model's draw stays what it is without drafts.
+same random number, that of (seed, position). So both draw the same token more often than with numbers of
+their own, and the model's draw stays what it is without drafts. (A coupling of samples: Daliri, Musco and
+Suresh 2024, arXiv:2408.07978. Theirs bounds how often the two differ; one number on the line of
+probabilities does not, but to draw otherwise would change what every seed gives.)
 
 Of several layers that predict further tokens the first drafts all of them: those for further depths
 would have to take in every token as well, at their own depth.

@@ -71,9 +71,10 @@ def open_head(opened: OpenModel, config: EngineConfig, spec: KVCacheSpec) -> Ope
     source = config.drafts.head
     if source is None:
         source = _own_head(opened)
-    if source is None:
+    keeps_all = any(group.keeps_all and group.has_slots for group in spec.groups)
+    if source is None or (not keeps_all and config.drafts.head is None):
         return None
-    if not any(group.keeps_all and group.has_slots for group in spec.groups):
+    if not keeps_all:
         raise ConfigError(
             f"--speculative-config: method {str(source.kind)!r} keeps its own keys in the blocks of layers that keep "
             f"every token, and this model ({opened.model.model_type}) has none; omit it"
