@@ -144,6 +144,7 @@ def test_the_same_bits_however_it_is_computed(tmp_path: Path, mode: str) -> None
         {"max_num_batched_tokens": 16},
         {"max_num_batched_tokens": 512},
         {"max_num_batched_tokens": 512, "threads": 2},
+        {"pipeline_parallel_size": 2},
         {"enable_prefix_caching": True},
     ):
         llm = opened(tmp_path / "model", **options)

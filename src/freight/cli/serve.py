@@ -252,6 +252,11 @@ def serve(
         check_random_weights(args.model, random_weights)  # before anything is started
     if args.node_rank:
         raise typer.Exit(_join(args, random_weights, server["restart_engine"]))
+    if server["enable_weight_updates"] and args.tensor_parallel_size > 1:
+        raise ConfigError(
+            f"--enable-weight-updates: weights of several ranks do not change, and --tensor-parallel-size is "
+            f"{args.tensor_parallel_size}; leave it out, and start again for other weights"
+        )
     require_packages("serve")
     from freight.serve.lifecycle import run
 

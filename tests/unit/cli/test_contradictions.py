@@ -32,6 +32,7 @@ REFUSED = {  # command line -> what the error says
     "chat demo --pp-layers 3,3": "add --pipeline-parallel-size",
     "generate demo --prompt x -pp 2 --pp-layers 6": "--pp-layers '6' must give the layers of each of the 2 stages",
     "serve demo -pp 2 --pp-layers 6,0": "as in 20,20",
+    "serve demo -tp 2 --enable-weight-updates": "weights of several ranks do not change",
     "inspect demo --picture scales.png": "--picture scales.png",
 }
 RUN = """

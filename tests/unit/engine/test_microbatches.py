@@ -188,3 +188,42 @@ def test_devices_do_not_wait_for_each_other(
     params = replace(LONG, max_tokens=150)
     llm.generate([[1, 2, index % 3] for index in range(8)], params)
     assert least <= line.num_steps / line.host <= most
+
+
+def test_a_chunk_of_a_prompt_that_goes_on_takes_no_token_of_the_requests_behind_it(
+    new_llm: Callable[..., LLM],
+) -> None:
+    """A request that comes before others by its priority has its prompt cut, while they have tokens."""
+    late = replace(LONG, priority=-1)
+    found = []
+    for mode, number in ((Mode.REPEATABLE, 1), (Mode.OVERLAPPED, 2)):
+        llm = new_llm(mode=mode, num_microbatches=number, budget=8, num_blocks=100)
+        engine = llm.engine
+        engine.intake = replace(engine.intake, priorities=True)
+        prompts = {"0": [1, 2, 0], "1": [1, 2, 1], "late": list(range(3, 33)), "2": [1, 2, 2]}
+        params = dict.fromkeys(prompts, LONG) | {"late": late}
+        for name in ("0", "1"):
+            engine.add(name, engine.accept(prompts[name], params[name]), params[name])
+        for _ in range(4):
+            engine.step()
+        for name in ("late", "2"):
+            engine.add(name, engine.accept(prompts[name], params[name]), params[name])
+        while engine.has_unfinished:
+            engine.step()
+        found.append({name: engine.output(name).outputs[0].token_ids for name in prompts})
+    assert found[0] == found[1]
+
+
+def test_a_request_that_was_preempted_has_its_steps_launched_ahead(
+    new_llm: Callable[..., LLM],
+) -> None:
+    """What is launched for it after that is wanted."""
+    llm = new_llm(mode=Mode.OVERLAPPED, num_microbatches=1, num_blocks=100)
+    engine = llm.engine
+    engine.add("0", engine.accept([1, 2, 0], LONG), LONG)
+    engine.step()
+    engine.scheduler.preempt_latest()
+    while engine.has_unfinished:
+        engine.step()
+    assert engine.stats().preemptions == 1
+    assert len(runner_of(engine).sizes) == LONG.max_tokens  # none was computed again
