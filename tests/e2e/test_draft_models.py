@@ -21,6 +21,7 @@ from tests.e2e.test_drafts import (
     outputs_of,
     random_params,
 )
+from tests.e2e.test_kv_store import PROMPTS, opened
 from tests.parity.random_models import save_random
 from tests.parity.variants import VARIANTS
 from tests.refusals import refuses
@@ -240,3 +241,55 @@ def test_a_second_model_that_fails_costs_drafts_alone(
     ]
     assert llm.engine.stats().accepted > 0
     assert caplog.text.count("a step has no drafts") == 1
+
+
+@pytest.mark.parametrize(
+    "structured",
+    [
+        {"regex": r"[a-z]{1,12}( = [0-9]{1,4})?\n"},
+        {
+            "json": {
+                "type": "object",
+                "properties": {"name": {"type": "string", "minLength": 8, "maxLength": 20}},
+                "required": ["name"],
+            }
+        },
+    ],
+)
+def test_a_grammar_permits_what_a_second_model_drafts(disturbed: Path, structured: Any) -> None:
+    llm = drafted_by(disturbed, speculate="auto")
+    params = [
+        SamplingParams(
+            temperature=temperature, seed=seed, max_tokens=40, structured_outputs=structured
+        )
+        for temperature in (0.0, 0.9)
+        for seed in range(3)
+    ]
+    with without_drafts(llm.engine):
+        expected = llm.generate(SOURCES[:1] * len(params), params)
+    found = llm.generate(SOURCES[:1] * len(params), params)
+    for one, other in zip(found, expected, strict=True):
+        check_same(one, other)
+    assert llm.engine.stats().drafted > 0
+
+
+def test_what_a_second_model_computed_comes_from_the_store(tmp_path: Path) -> None:
+    """With keys and values of what was found, a model that drafts for itself is right as before."""
+    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    answers = []
+    found = []
+    for _ in range(2):
+        config = {"model": "demo", "num_speculative_tokens": MOST}
+        llm = opened(tmp_path, threads=1, speculative_config=config)
+        assert llm.engine._drafting is not None
+        llm.engine._drafting._cost = 0.02
+        output = llm.generate([PROMPTS[0]], params)[0]
+        answers.append(output.outputs[0].token_ids)
+        found.append(output.num_cached_tokens)
+        stats = llm.engine.stats()
+        assert stats.drafted > 20
+        assert stats.accepted == stats.drafted
+        llm.engine.close(30)
+    assert answers[0] == answers[1]
+    assert found[0] == 0
+    assert found[1] > 200
