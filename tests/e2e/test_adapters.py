@@ -16,6 +16,7 @@ from tests.demo_adapter import write_random_adapter
 from freight import LLM, CapacityError, LoRARequest, RequestError, RequestOutput, SamplingParams
 from freight.cache.store.pace import Rates
 from freight.checkpoint.merge import merge
+from freight.engine.guesses import Guesses
 from freight.engine.verification import Outcome
 from freight.errors import FreightError
 from freight.model.open import OpenModel
@@ -88,6 +89,21 @@ def test_chunks_threads_and_kernels_of_prompts_change_nothing(folders: list[Path
         outputs = llm.generate(prompts, GREEDY, lora_request=requests)
         answers.append([said(output) for output in outputs])
     assert all(answer == answers[0] for answer in answers)
+
+
+def test_a_second_model_that_drafts_changes_nothing(
+    folders: list[Path], monkeypatch: pytest.MonkeyPatch
+):
+    """It has no adapter, and is right where the adapter says what the model says."""
+    monkeypatch.setattr(Guesses, "wants", lambda *_: True)
+    requests = [asked(folders[3]), None, asked(folders[7])]
+    answers = []
+    for options in ({"speculate": 0}, {"speculative_config": {"model": "demo"}}):
+        llm = served(2, **options)
+        outputs = llm.generate([PROMPT] * 3, GREEDY, lora_request=requests)
+        answers.append([said(output) for output in outputs])
+    assert llm.engine.stats().drafted > 0
+    assert answers[0] == answers[1]
 
 
 def test_ranks_give_the_bits_of_one(folders: list[Path]):
