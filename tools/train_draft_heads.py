@@ -12,8 +12,8 @@ text it was trained on. Like EAGLE-3 they are trained over `--depth` passes, eac
 the last one gave: so a head learns to go on from its own states.
 
 The heads are small and hardly trained. They show that drafts are right and how often, not a gain in
-speed: a pass of a head costs a sixth of the demo's and more. `tools/measure_draft_heads.py` measures
-what the engine makes of them. The same Python, torch, thread count and seed give the same bytes.
+speed: a pass of a head reads a quarter of what the demo's reads, or more. `tools/measure_draft_heads.py`
+measures what the engine makes of them. The same Python, torch, thread count and seed give the same bytes.
 """
 
 from __future__ import annotations
