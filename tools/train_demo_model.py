@@ -146,12 +146,14 @@ def train_tokenizer(texts: list[str]) -> Tokenizer:
 
 
 class Block(nn.Module):
-    def __init__(self, family: Family) -> None:
+    """A decoder layer. inputs: channels that q, k and v are made of."""
+
+    def __init__(self, family: Family, inputs: int = HIDDEN) -> None:
         super().__init__()
-        self.q_proj = nn.Linear(HIDDEN, HEADS * HEAD_DIM, bias=family.biases)
+        self.q_proj = nn.Linear(inputs, HEADS * HEAD_DIM, bias=family.biases)
         self.o_proj = nn.Linear(HEADS * HEAD_DIM, HIDDEN, bias=False)
-        self.k_proj = nn.Linear(HIDDEN, KV_HEADS * HEAD_DIM, bias=family.biases)
-        self.v_proj = nn.Linear(HIDDEN, KV_HEADS * HEAD_DIM, bias=family.biases)
+        self.k_proj = nn.Linear(inputs, KV_HEADS * HEAD_DIM, bias=family.biases)
+        self.v_proj = nn.Linear(inputs, KV_HEADS * HEAD_DIM, bias=family.biases)
         self.gate_proj = nn.Linear(HIDDEN, INTERMEDIATE, bias=False)
         self.up_proj = nn.Linear(HIDDEN, INTERMEDIATE, bias=False)
         self.down_proj = nn.Linear(INTERMEDIATE, HIDDEN, bias=False)
@@ -159,7 +161,12 @@ class Block(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(HIDDEN, family.eps)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # x: [batch, length, HIDDEN]
-        h = self.input_layernorm(x)
+        q, k, v = self.projected(self.input_layernorm(x), cos, sin)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.finished(x, attended)
+
+    def projected(self, h: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return q, k and v of h [batch, length, inputs]: [batch, HEADS, length, HEAD_DIM]."""
         q, k, v = [
             projection(h).unflatten(-1, (-1, HEAD_DIM)).transpose(1, 2)
             for projection in (self.q_proj, self.k_proj, self.v_proj)
@@ -168,7 +175,10 @@ class Block(nn.Module):
         k = rotate(k, cos, sin)
         k = k.repeat_interleave(HEADS // KV_HEADS, dim=1)
         v = v.repeat_interleave(HEADS // KV_HEADS, dim=1)
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return q, k, v
+
+    def finished(self, x: Tensor, attended: Tensor) -> Tensor:
+        """Add what attention gave, [batch, HEADS, length, HEAD_DIM], and the feed-forward to x."""
         x = x + self.o_proj(attended.transpose(1, 2).flatten(-2))
         h = self.post_attention_layernorm(x)
         mixed: Tensor = x + self.down_proj(F.silu(self.gate_proj(h)) * self.up_proj(h))
