@@ -7,11 +7,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from freight.cache.groups import Pages
 from freight.engine import build
@@ -22,6 +25,7 @@ from freight.engine.graphs import CudaGraphs, bucket_of
 from freight.engine.prepare import Logits, SequenceSlice, prepare
 from freight.model.decoder import Decoder, Residual
 from freight.operands.adapters import NO_ADAPTER
+from freight.operands.batch import ForwardBatch
 from freight.parallel.distributed import Distributed
 from freight.parallel.push import Pushed
 from freight.parallel.stages import stages_of
@@ -331,3 +335,24 @@ def test_steps_of_ranks_are_captured_where_they_push(kind, monkeypatch, caplog):
         return
     assert steps == "graphs"
     assert made == [ranks if kind == "pushed" else None]
+
+
+def test_a_copy_of_a_batch_takes_all_of_it_and_shares_nothing() -> None:
+    """Whatever a layer of a later stage reads."""
+
+    def filled(value: int) -> ForwardBatch:
+        parts = {}
+        for field in fields(ForwardBatch):
+            if field.name in ("slots", "block_tables"):
+                parts[field.name] = (torch.full((2,), value), torch.full((3,), value))
+            elif field.name not in ("some_decode", "copies"):
+                parts[field.name] = torch.full((4,), value)
+        return ForwardBatch(**parts)  # type: ignore[arg-type]
+
+    batch = filled(1)
+    copy = batch.copied_to("cpu")
+    copy.take(filled(2))
+    for changed, value in ((copy, 2), (batch, 1)):
+        tensors = [tensor for tensor in tree_leaves(vars(changed)) if isinstance(tensor, Tensor)]
+        assert len(tensors) == len(fields(ForwardBatch)) - 2 + 2
+        assert all(bool((tensor == value).all()) for tensor in tensors)
