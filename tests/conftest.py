@@ -156,6 +156,8 @@ STRENGTHS = {
 # runs, chosen by its name, so that a model that one function leaves out is of another's share.
 SHARES = {
     "tests/e2e/test_chat_terminal.py::test_one_place_decides_about_styles": 2,
+    "tests/e2e/test_draft_heads.py::": 3,
+    "tests/e2e/test_draft_models.py::test_random_requests": 2,
     "tests/e2e/test_equivalences.py::": 3,
     "tests/e2e/test_experts.py::test_transformers_computes_the_same_from_what_is_written": 3,
     "tests/e2e/test_failing_kernels.py::test_in_": 2,
@@ -193,6 +195,9 @@ SHARES = {
     "tests/kernels/test_page_layouts.py::test_values_inside_keys_are_those_of_their_own": 3,
     "tests/kernels/triton/test_triton_families.py::test_logits_": 3,
     "tests/kernels/triton/": 2,
+    "tests/parity/test_eagle.py::test_states_": 3,
+    "tests/parity/test_features.py::": 3,
+    "tests/parity/test_predicting.py::": 3,
     "tests/parity/test_stateful.py::": 2,
     "tests/parity/test_transformers.py::test_bfloat16_": 3,
     "tests/unit/calibrate/test_expert_inputs.py::test_one_scale_for_each_side_": 3,
