@@ -30,7 +30,7 @@ from freight.engine.compute import ChunkWork
 from freight.engine.decode_steps import DecodeSteps
 from freight.engine.guesses import LEAST, Guesses
 from freight.engine.prepare import Logits, SequenceSlice, prepare
-from freight.engine.sampler import Draw, draw
+from freight.engine.sampler import Draw, draw, highest
 from freight.engine.step import ScheduledChunk
 from freight.model.draft_head import DraftHead
 
@@ -49,6 +49,7 @@ class _Going:
     guesses: Guesses
     drafts: list[int] = field(default_factory=list)
     kinds: list[int] = field(default_factory=list)
+    firsts: tuple[int, int] | None = None
 
     @property
     def draw(self) -> Draw:
@@ -154,7 +155,8 @@ class Drafting:
                 guesses.num_filled = end
             self._draft(logits, states, going)
         for drafted in going:
-            drafted.guesses.propose(drafted.drafts, drafted.kinds, drafted.work.row.position)
+            position = drafted.work.row.position
+            drafted.guesses.propose(drafted.drafts, drafted.kinds, position, drafted.firsts)
             drafts[drafted.place] = tuple(drafted.drafts)
         return drafts
 
@@ -223,11 +225,19 @@ class Drafting:
     def _drawn(self, logits: Tensor, going: Sequence[_Going]) -> list[_Going]:
         """Append a draft to each, and return those that go on."""
         chosen, _ = draw(logits, [item.draw for item in going])
+        likeliest = highest(logits)
+        drawn = self._ids(chosen)
+        tops = self._ids(likeliest)
+        for index, item in enumerate(going):
+            if item.work.row.params.greedy:
+                continue
+            if not item.drafts:
+                item.firsts = (drawn[index], tops[index])
+            if item.guesses.takes_likeliest:
+                chosen[index] = likeliest[index]
         chances = _probabilities(logits, chosen).tolist()
-        if self._head.vocabulary is not None:
-            chosen = self._head.vocabulary[chosen]
         further = []
-        for item, token, chance in zip(going, chosen.tolist(), chances, strict=True):
+        for item, token, chance in zip(going, self._ids(chosen), chances, strict=True):
             kinds = [*item.kinds, item.guesses.kind_of(chance)]
             if token >= self._vocab_size or item.guesses.likely(kinds) < LEAST:
                 continue
@@ -237,6 +247,13 @@ class Drafting:
             if not item.is_full and next_position < self._limit and item.guesses.goes_on(kinds):
                 further.append(item)
         return further
+
+    def _ids(self, tokens: Tensor) -> list[int]:
+        """Return the model's ids of tokens of the head's vocabulary."""
+        if self._head.vocabulary is not None:
+            tokens = self._head.vocabulary[tokens]
+        ids: list[int] = tokens.tolist()
+        return ids
 
     def _run(
         self, slices: Sequence[SequenceSlice], features: Sequence[Tensor]

@@ -6,6 +6,10 @@ as those of this request with such a probability have been. The next one is draf
 worth a pass of the head and a row of the step, in the time that a step without drafts takes. So how many
 there are follows from what came true, and no clock is read.
 
+Where text is sampled, a draft is the token that the head draws, or its likeliest one: whichever would
+have come true more often in this request. A head that is close to the model is right by drawing with the
+model's random number, and a weak one by its likeliest token.
+
 Where first drafts come true too rarely, the head rests. It is tried twice more, and then not again: what
 it has not seen by then costs a pass over all of that.
 """
@@ -75,6 +79,10 @@ class Guesses:
     kept: list[tuple[int, Features]] = field(default_factory=list)
     _first: Rate = field(default_factory=lambda: Rate(ASSUMED * WEIGHT))
     _rates: list[Rate] = field(default_factory=_assumed)
+    # of first drafts: those that were drawn, and the likeliest ones
+    _drawn: Rate = field(default_factory=lambda: Rate(ASSUMED * WEIGHT))
+    _likeliest: Rate = field(default_factory=lambda: Rate(ASSUMED * WEIGHT))
+    _firsts: tuple[int, int] | None = None
     _drafts: tuple[int, ...] = ()  # the last ones, behind `_known` output tokens
     _kinds: tuple[int, ...] = ()
     _known: int = 0
@@ -140,6 +148,11 @@ class Guesses:
         """Whether no draft will ever be asked for again."""
         return self._rests_from is not None and self._num_rests > len(PAUSES)
 
+    @property
+    def takes_likeliest(self) -> bool:
+        """Whether the likeliest token is drafted and not the one that is drawn, where text is sampled."""
+        return self._likeliest.value > self._drawn.value
+
     def kind_of(self, probability: float) -> int:
         return min(int(probability * KINDS), KINDS - 1)
 
@@ -159,8 +172,17 @@ class Guesses:
         next_one = self.likely(kinds) * self._first.value
         return next_one >= (self.cost + ROW) * max(1.0, gain / spent)
 
-    def propose(self, drafts: Sequence[int], kinds: Sequence[int], num_output: int) -> None:
-        """Take note of the drafts that follow `num_output` output tokens; of a pass that gave none too."""
+    def propose(
+        self,
+        drafts: Sequence[int],
+        kinds: Sequence[int],
+        num_output: int,
+        firsts: tuple[int, int] | None = None,
+    ) -> None:
+        """Take note of the drafts that follow `num_output` output tokens; of a pass that gave none too.
+        firsts: where text is sampled, what the head drew first, and its likeliest token.
+        """
+        self._firsts = firsts
         if not drafts:
             self._first.note(is_right=False)
         self._drafts = tuple(drafts)
@@ -170,6 +192,10 @@ class Guesses:
     def _note_drafts(self, output: Sequence[int]) -> int:
         """Take note of which of the last drafts came true; return how many of the first ones did."""
         came = output[self._known : self._known + len(self._drafts)]
+        if came and self._firsts is not None:
+            drawn, likeliest = self._firsts
+            self._drawn.note(drawn == came[0])
+            self._likeliest.note(likeliest == came[0])
         num_right = 0
         for kind, draft, token in zip(self._kinds, self._drafts, came, strict=False):
             is_right = draft == token

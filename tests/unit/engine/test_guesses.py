@@ -125,3 +125,16 @@ def test_rows_are_taken_once_each_in_their_order(steps: Sequence[tuple[int, int,
         taken += part
     assert [row % 1000 for row in taken] == list(range(start))
     assert sorted(taken, key=lambda row: row // 1000) == taken
+
+
+@pytest.mark.parametrize("likeliest", [True, False])
+def test_what_comes_true_more_often_is_drafted(likeliest: bool) -> None:
+    guesses = Guesses(0.02)
+    assert not guesses.takes_likeliest  # before anything was seen
+    output: list[int] = []
+    for step in range(40):
+        guesses.propose([1], [0], len(output), firsts=(1, 2))
+        is_first = step % 4 == 0
+        output.append(1 if is_first == likeliest else 2)
+        guesses.note(output, 5, 0, 5 + len(output))
+    assert guesses.takes_likeliest is likeliest
