@@ -34,6 +34,7 @@ PROMPTS = (
     "for index in range(10):\n    print(index)\n",
 )
 COST = 0.02  # of a pass, in steps
+ROW = 0.03  # of one more row
 Answers = list[Any]
 
 
@@ -53,6 +54,7 @@ def engine_of(model: str, config: dict[str, Any] | None) -> LLM:
     drafting = llm.engine._drafting
     if drafting is not None:
         drafting._cost = COST
+        drafting._row = ROW
     return llm
 
 

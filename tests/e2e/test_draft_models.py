@@ -69,6 +69,7 @@ def drafted_by(folder: str | Path, **options: Any) -> LLM:
     llm = LLM("demo", **{**OPTIONS, "speculative_config": config, **options})
     assert llm.engine._drafting is not None
     llm.engine._drafting._cost = 0.02  # a model of the size of the demo would never pay
+    llm.engine._drafting._row = 0.03
     return llm
 
 
@@ -179,6 +180,7 @@ def test_a_model_of_other_weights_rests(tmp_path: Path) -> None:
     drafting = llm.engine._drafting
     assert drafting is not None
     drafting._cost = 0.3
+    drafting._row = 0.03
     drawn = drafting._drawn
     passes = []
 
@@ -285,6 +287,7 @@ def test_what_a_second_model_computed_comes_from_the_store(tmp_path: Path) -> No
         llm = opened(tmp_path, threads=1, speculative_config=config)
         assert llm.engine._drafting is not None
         llm.engine._drafting._cost = 0.02
+        llm.engine._drafting._row = 0.03
         output = llm.generate([PROMPTS[0]], params)[0]
         answers.append(output.outputs[0].token_ids)
         found.append(output.num_cached_tokens)

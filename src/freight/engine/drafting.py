@@ -75,10 +75,11 @@ class Drafting:
         vocab_size: int,
         limit: int,
         cost: float,
+        row: float,
     ) -> None:
         """pool: of the head's layers alone, in the groups of the whole cache. captured: passes of few
         rows, which are replayed. vocab_size: of the model. limit: positions that the head has. cost: of
-        a pass for one row, in steps of the model.
+        a pass for one row, in steps of the model. row: what one more row adds to a step, in the same.
         """
         self.method = method
         self._head = head
@@ -88,12 +89,13 @@ class Drafting:
         self._vocab_size = vocab_size
         self._limit = limit
         self._cost = cost
+        self._row = row
         self._has_failed = False  # which is logged once
         self._takes_features = head.feature_layers is not None
 
     def guesses(self) -> Guesses:
         """Return those of a new request."""
-        return Guesses(self._cost)
+        return Guesses(self._cost, self._row)
 
     def takes(self, chunk: ScheduledChunk, are_few: bool) -> bool:
         """Return whether the head has a pass for a chunk. are_few: whether the step's requests are so few

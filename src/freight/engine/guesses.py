@@ -21,11 +21,13 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 ROW = 0.03  # of a step: what one more row adds to it (`drafts.py` has the measurements)
-FIRST_ROW = 0.2  # and the first one
+FIRST_ROW = 0.2  # and the first one, at least
+# The same where products are of float32 (AVX2): they take so long that a step of four rows takes twice as long as
+# one of one or two (Qwen2.5-Coder-1.5B in Q4_K_M, two cores of an AMD EPYC).
+FLOAT32_ROW = 0.3
 LEAST = 0.1  # a draft that is less likely to be kept is not worth its row
 KINDS = 8  # of drafts, by probability
 ASSUMED = 0.8  # of first drafts, before any was seen
-MOST_COST = ASSUMED - FIRST_ROW  # of a pass of a head that drafts at all
 WEIGHT = 4.0  # of what is assumed
 MEMORY = 64.0  # drafts of a kind after which earlier ones count half, since texts change
 PAUSES = (32, 256)  # tokens that a head rests before it is tried again
@@ -57,6 +59,11 @@ class Rate:
         self.total += 1
 
 
+def pays(rate: float, cost: float, row: float) -> bool:
+    """Return whether a first draft that is right so often is worth its pass and its row."""
+    return rate >= cost + max(FIRST_ROW, row)
+
+
 def _assumed() -> list[Rate]:
     """Return what is assumed of drafts by probability: that it is right."""
     return [Rate((kind + 0.5) / KINDS * WEIGHT) for kind in range(KINDS)]
@@ -67,6 +74,7 @@ class Guesses:
     """The drafts of one request by a head.
 
     cost         of a pass of the head for one row, in steps of one row
+    row          what one more row adds to a step, in steps of one row
     num_filled   leading rows whose keys and values the head has
     preemptions  of the request, when it had them
     kept         of a head that takes features: those of rows that it has not seen, each part with its first
@@ -74,6 +82,7 @@ class Guesses:
     """
 
     cost: float
+    row: float = ROW
     num_filled: int = 0
     preemptions: int = -1
     kept: list[tuple[int, Features]] = field(default_factory=list)
@@ -137,7 +146,7 @@ class Guesses:
                 return False
             self._rests_from = None
             self._first = Rate(ASSUMED * WEIGHT)
-        if self._first.value < self.cost + FIRST_ROW:
+        if not pays(self._first.value, self.cost, self.row):
             self._rests_from = num_output
             self._num_rests += 1
             return False
@@ -168,9 +177,9 @@ class Guesses:
         gain = 1.0
         for count in range(1, len(kinds) + 1):
             gain += self.likely(kinds[:count])
-        spent = 1 + FIRST_ROW + len(kinds) * (self.cost + ROW)
+        spent = 1 + max(FIRST_ROW, self.row) + len(kinds) * (self.cost + self.row)
         next_one = self.likely(kinds) * self._first.value
-        return next_one >= (self.cost + ROW) * max(1.0, gain / spent)
+        return next_one >= (self.cost + self.row) * max(1.0, gain / spent)
 
     def propose(
         self,

@@ -12,7 +12,7 @@ from freight.cache.spec import KVCacheSpec, LayerKVSpec, layer_spec
 from freight.checkpoint.reader import Checkpoint
 from freight.engine.decode_steps import DecodeSteps
 from freight.engine.drafting import Drafting
-from freight.engine.guesses import MOST_COST
+from freight.engine.guesses import ASSUMED, FLOAT32_ROW, ROW, pays
 from freight.engine.least_bytes import least_weight_bytes
 from freight.engine.recordings import CpuRecordings
 from freight.errors import CheckpointError, ConfigError, shown
@@ -29,6 +29,7 @@ from freight.model.mixers.spec import Mixer, PagedMixer
 from freight.model.open import OpenModel, open_model
 from freight.model.predicting import load_predicting, predicting_shapes, require_predicting
 from freight.model.second_model import SecondModel
+from freight.settings.cpu_builds import multiplies_bfloat16
 from freight.settings.engine import EngineArgs, EngineConfig, KVCacheConfig, LayerKVFormat
 from freight.settings.speculation import HeadKind, HeadSource
 from freight.text.tokenizer import Tokenizer
@@ -293,13 +294,14 @@ def drafting(
         opened.name,
         cost,
     )
-    if cost >= MOST_COST:
+    row = ROW
+    if isinstance(kernels, CpuKernels) and not multiplies_bfloat16(kernels.library.build):
+        row = FLOAT32_ROW
+    if not pays(ASSUMED, cost, row):
         logger.warning(
-            "%s will not draft: one pass of it reads %.2f times what the model's reads, and from %.1f on that costs "
-            "more than drafts gain; use a smaller model",
+            "%s will not draft: a pass of it and a row more in a step of the model cost more than a draft gains; use a "
+            "smaller model",
             opened.name,
-            cost,
-            MOST_COST,
         )
     return Drafting(
         method=str(opened.method),
@@ -310,6 +312,7 @@ def drafting(
         vocab_size=model.config.vocab_size,
         limit=opened.limit,
         cost=cost,
+        row=row,
     )
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from freight.engine.guesses import KINDS, MOST_COST, PAUSES, Guesses
+from freight.engine.guesses import ASSUMED, FIRST_ROW, KINDS, PAUSES, Guesses
 
 
 class Rows(list[int]):
@@ -49,7 +49,7 @@ def test_one_that_is_never_right_is_asked_a_few_times_and_given_up(cost: float) 
 
 
 def test_one_that_costs_too_much_is_never_asked() -> None:
-    assert asked(MOST_COST + 0.01, True, 1000) == 0
+    assert asked(ASSUMED - FIRST_ROW + 0.01, True, 1000) == 0
 
 
 def test_it_rests_for_longer_each_time() -> None:
