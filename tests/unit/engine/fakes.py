@@ -33,6 +33,8 @@ VOCAB, BLOCK, EOS = 61, 4, 60
 
 
 class FakeRows:
+    features = None
+
     def __init__(self, num_rows: list[int], logits: Tensor) -> None:
         self.num_rows, self._logits = num_rows, logits
 

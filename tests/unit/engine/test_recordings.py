@@ -269,7 +269,7 @@ def test_a_recording_is_the_whole_step_from_token_ids_to_logits():
     assert recorded.captured is not None
     replay = recorded.captured.steps[2, False][1]
     assert isinstance(replay, CpuStep)
-    (recording,) = replay.recordings.values()
+    ((recording, _),) = replay.recordings.values()
     first, last = recording.arguments[0], recording.arguments[-1]
     assert isinstance(first, FreightLookup)
     assert isinstance(last, FreightLinear)
@@ -297,7 +297,7 @@ def test_another_number_of_threads_is_another_recording():
             assert recorded.captured is not None
             replay = recorded.captured.steps[3, False][1]
             assert isinstance(replay, CpuStep)
-            of_threads = replay.recordings[threads]
+            of_threads, _ = replay.recordings[threads]
             assert {call.threads for call in of_threads.arguments} == {threads}
     finally:
         torch.set_num_threads(before)
