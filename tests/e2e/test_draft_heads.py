@@ -218,6 +218,32 @@ def test_random_requests_have_the_bits_of_none(
     assert engine.cache.num_held == 0
 
 
+def test_kept_features_hold_no_memory_of_other_requests(
+    drafted: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside prompts, a request that decodes keeps one row of each step, and not the step's others. None
+    that waits again keeps any.
+    """
+    llm = drafted(kv_cache_dtype="fp8")
+    engine = llm.engine
+    params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True, detokenize=False)
+    engine.add("long", engine.accept([5, 6, 7], params), params)
+    request = engine.groups["long"].completions[0].request
+    engine.step()
+    rng = Random(0)
+    once = SamplingParams(max_tokens=1, detokenize=False)
+    for index in range(10):
+        prompt = [rng.randrange(3, 150) for _ in range(100)]
+        engine.add(str(index), engine.accept(prompt, once), once)
+        engine.step()
+    assert len(request.guesses.kept) >= 10
+    for _, features in request.guesses.kept:
+        assert features.untyped_storage().nbytes() == features.nbytes
+    while engine.scheduler.preempt_latest() is not request:
+        pass
+    assert request.guesses.kept == []
+
+
 def test_auto_finds_the_layers_of_the_checkpoint(tmp_path: Path) -> None:
     save(CASES["mimo"], tmp_path)
     llm = LLM(str(tmp_path), **OPTIONS, speculate="auto")

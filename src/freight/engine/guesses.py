@@ -132,6 +132,8 @@ class Guesses:
         if self._first.value < self.cost + FIRST_ROW:
             self._rests_from = num_output
             self._num_rests += 1
+            if self.is_given_up:
+                self.kept = []
             return False
         return True
 

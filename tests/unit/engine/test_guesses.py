@@ -125,3 +125,12 @@ def test_rows_are_taken_once_each_in_their_order(steps: Sequence[tuple[int, int,
         taken += part
     assert [row % 1000 for row in taken] == list(range(start))
     assert sorted(taken, key=lambda row: row // 1000) == taken
+
+
+def test_one_that_is_given_up_keeps_nothing() -> None:
+    guesses = Guesses(MOST_COST + 0.01)
+    for num_output in range(sum(PAUSES) + 2):
+        guesses.keep(num_output, Rows([num_output]))
+        assert not guesses.wants(num_output)
+    assert guesses.is_given_up
+    assert guesses.kept == []
