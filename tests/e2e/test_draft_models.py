@@ -29,6 +29,7 @@ from tests.refusals import refuses
 
 from freight import LLM, SamplingParams
 from freight.checkpoint.reader import resolve_model
+from freight.engine import drafting as drafting_module
 from freight.engine.engine import Engine
 from freight.engine.guesses import Guesses
 from freight.errors import ConfigError, RequestError
@@ -139,6 +140,19 @@ def test_a_model_that_drafts_for_itself_is_right(temperature: float) -> None:
         assert llm.generate([text], params)[0].outputs[0].token_ids == expected
     stats = llm.engine.stats()
     assert stats.drafted > 80
+    assert stats.accepted == stats.drafted
+
+
+def test_a_long_text_is_taken_in_before_anything_is_drafted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A few tokens a step; a draft before the last of them would be behind another token."""
+    monkeypatch.setattr(drafting_module, "AT_ONCE", 8)
+    llm = drafted_by("demo")
+    params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+    llm.generate([SOURCES[0] * 2], params)
+    stats = llm.engine.stats()
+    assert stats.drafted > 20
     assert stats.accepted == stats.drafted
 
 
