@@ -236,6 +236,7 @@ def test_kept_features_hold_no_memory_of_other_requests(
         prompt = [rng.randrange(3, 150) for _ in range(100)]
         engine.add(str(index), engine.accept(prompt, once), once)
         engine.step()
+    assert request.guesses is not None
     assert len(request.guesses.kept) >= 10
     for _, features in request.guesses.kept:
         assert features.untyped_storage().nbytes() == features.nbytes
