@@ -18,7 +18,7 @@ from tests.refusals import refuses
 from transformers import LlamaConfig
 
 from freight import LLM, SamplingParams
-from freight.engine.drafting import Drafting
+from freight.engine.drafting import KEPT, Drafting
 from freight.engine.engine import Engine
 from freight.engine.guesses import Guesses
 from freight.engine.prepare import Logits, SequenceSlice, prepare
@@ -216,6 +216,50 @@ def test_random_requests_have_the_bits_of_none(
     assert stats.drafted - stats.accepted > count
     assert stats.prefix_hits > 0
     assert engine.cache.num_held == 0
+
+
+def test_kept_features_hold_no_memory_of_other_requests(
+    drafted: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside prompts, a request that decodes keeps one row of each step, and not the step's others. None
+    that waits again keeps any.
+    """
+    llm = drafted(kv_cache_dtype="fp8")
+    engine = llm.engine
+    params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True, detokenize=False)
+    engine.add("long", engine.accept([5, 6, 7], params), params)
+    request = engine.groups["long"].completions[0].request
+    engine.step()
+    rng = Random(0)
+    once = SamplingParams(max_tokens=1, detokenize=False)
+    for index in range(10):
+        prompt = [rng.randrange(3, 150) for _ in range(100)]
+        engine.add(str(index), engine.accept(prompt, once), once)
+        engine.step()
+    assert request.guesses is not None
+    assert len(request.guesses.kept) >= 10
+    for _, features in request.guesses.kept:
+        assert features.untyped_storage().nbytes() == features.nbytes
+    while engine.scheduler.preempt_latest() is not request:
+        pass
+    assert request.guesses.kept == []
+
+
+def test_requests_without_drafts_keep_few_features(drafted: Any) -> None:
+    """Beside many others nothing is drafted, and a pass takes the features in now and then."""
+    llm = drafted(kv_cache_dtype="fp8", max_num_seqs=12)
+    engine = llm.engine
+    params = SamplingParams(temperature=0.0, max_tokens=140, ignore_eos=True, detokenize=False)
+    for index in range(12):
+        engine.add(str(index), engine.accept([5 + index, 6, 7], params), params)
+    requests = [group.completions[0].request for group in engine.groups.values()]
+    most = 0
+    while engine.has_unfinished:
+        engine.step()
+        running = [request.guesses for request in requests if request.guesses is not None]
+        most = max([most, *(guesses.num_kept for guesses in running)])
+    assert engine.stats().drafted == 0
+    assert most == KEPT
 
 
 def test_auto_finds_the_layers_of_the_checkpoint(tmp_path: Path) -> None:

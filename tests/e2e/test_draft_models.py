@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import shutil
 from collections.abc import Iterator
@@ -28,6 +29,7 @@ from tests.refusals import refuses
 
 from freight import LLM, SamplingParams
 from freight.checkpoint.reader import resolve_model
+from freight.engine import drafting as drafting_module
 from freight.engine.engine import Engine
 from freight.engine.guesses import Guesses
 from freight.errors import ConfigError, RequestError
@@ -66,7 +68,7 @@ def drafted_by(folder: str | Path, **options: Any) -> LLM:
         "model": str(folder),
         "num_speculative_tokens": MOST,
     }
-    llm = LLM("demo", **{**OPTIONS, "speculative_config": config, **options})
+    llm = LLM(**{"model": "demo", **OPTIONS, "speculative_config": config, **options})
     assert llm.engine._drafting is not None
     llm.engine._drafting._cost = 0.02  # a model of the size of the demo would never pay
     llm.engine._drafting._row = 0.03
@@ -142,6 +144,19 @@ def test_a_model_that_drafts_for_itself_is_right(temperature: float) -> None:
     assert stats.accepted == stats.drafted
 
 
+def test_a_long_text_is_taken_in_before_anything_is_drafted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A few tokens a step; a draft before the last of them would be behind another token."""
+    monkeypatch.setattr(drafting_module, "AT_ONCE", 8)
+    llm = drafted_by("demo")
+    params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+    llm.generate([SOURCES[0] * 2], params)
+    stats = llm.engine.stats()
+    assert stats.drafted > 20
+    assert stats.accepted == stats.drafted
+
+
 def test_a_draft_with_another_random_number_is_right_less_often(
     disturbed: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -194,6 +209,42 @@ def test_a_model_of_other_weights_rests(tmp_path: Path) -> None:
     stats = llm.engine.stats()
     assert stats.drafted < 15
     assert len(passes) < 15
+
+
+def test_a_second_model_of_fewer_positions_drafts_up_to_its_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The request goes on behind them, from a prompt before their end, at it and behind it."""
+    monkeypatch.setattr(Guesses, "likely", lambda self, kinds: 1.0)
+    monkeypatch.setattr(Guesses, "goes_on", lambda self, kinds: True)
+    model = tmp_path / "model"
+    save_random(VARIANTS["llama"], model, torch.bfloat16)
+    second = tmp_path / "second"
+    shutil.copytree(model, second)
+    config = json.loads((second / "config.json").read_text())
+    config["max_position_embeddings"] = 50
+    (second / "config.json").write_text(json.dumps(config))
+    llm = drafted_by(second, model=str(model), skip_tokenizer_init=True)
+    drafting = llm.engine._drafting
+    assert drafting is not None
+    run = drafting._run
+    ends = []
+
+    def noted(slices: Any, features: Any) -> Any:
+        ends.extend(part.start + len(part.token_ids) for part in slices)
+        return run(slices, features)
+
+    drafting._run = noted  # type: ignore[method-assign]
+    params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True, detokenize=False)
+    prompts = [list(range(3, 3 + count)) for count in (5, 49, 50, 51, 100)]
+    with without_drafts(llm.engine):
+        expected = llm.generate(prompts, params)
+    llm.engine.forget_prefixes()
+    for prompt, wanted in zip(prompts, expected, strict=True):
+        found = llm.generate([prompt], params)[0]
+        assert found.outputs[0].token_ids == wanted.outputs[0].token_ids
+    assert llm.engine.stats().accepted > 20
+    assert max(ends) == 50
 
 
 def test_what_is_refused(tmp_path: Path) -> None:

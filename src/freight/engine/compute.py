@@ -217,7 +217,9 @@ def _compute(runner: ModelRunner, work: Sequence[ChunkWork]) -> list[ChunkResult
         last_token += item.chunk.num_tokens + len(item.chunk.drafts)
         if rows.features is not None:
             result.features = rows.features[first_token:last_token]
-            if rows.captured is not None:  # few rows, which the next step overwrites
+            is_part = len(result.features) < len(rows.features)
+            # a view keeps the rows of others too, and the next step overwrites those that were captured
+            if is_part or rows.captured is not None:
                 result.features = result.features.clone()
         if item.scores:
             result = _score(item, rows, first_row)

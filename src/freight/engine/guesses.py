@@ -149,6 +149,8 @@ class Guesses:
         if not pays(self._first.value, self.cost, self.row):
             self._rests_from = num_output
             self._num_rests += 1
+            if self.is_given_up:
+                self.kept = []
             return False
         return True
 

@@ -526,6 +526,8 @@ class Scheduler:
         victim.num_computed_tokens = 0
         victim.num_preemptions = victim.num_preemptions + 1
         victim.asked_store = False
+        if victim.guesses is not None:
+            victim.guesses.kept = []  # its rows are computed again, or found
         self.totals.preemptions += 1
         insort(self._waiting, victim, key=_order)
         return victim

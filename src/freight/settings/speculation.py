@@ -13,10 +13,12 @@ from the text first, and by the head where the text gives nothing.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from os import PathLike
 
 from freight.base.fields import is_integer
 from freight.errors import ConfigError, choices
@@ -116,7 +118,13 @@ def written(config: object) -> str | None:
         raise ConfigError(
             f"speculative_config is {config!r}; give a dictionary, as in {{'method': 'ngram'}}"
         )
-    return json.dumps(dict(config), default=repr)
+    return json.dumps(dict(config), default=_as_text)
+
+
+def _as_text(value: object) -> str:
+    if isinstance(value, PathLike):
+        return os.fsdecode(value)
+    return repr(value)
 
 
 def _read(config: str, most: int) -> Speculation:

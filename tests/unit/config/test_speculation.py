@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from freight.settings.speculation import (
     HeadSource,
     Speculation,
     speculation,
+    written,
 )
 
 
@@ -118,3 +120,8 @@ def test_a_dictionary_in_python() -> None:
     assert EngineArgs.from_options(speculative_config=None).speculative_config is None
     with pytest.raises(ConfigError, match="give a dictionary"):
         EngineArgs.from_options(speculative_config=5)
+
+
+def test_a_path_of_python_is_the_folder() -> None:
+    read = speculation(None, written({"model": Path("small")}))
+    assert read.head == HeadSource(HeadKind.MODEL, "small")

@@ -104,6 +104,17 @@ def test_what_a_second_model_has_of_wrong_drafts_does_not_count() -> None:
     assert guesses.num_filled == 4
 
 
+def test_a_request_that_begins_again_has_no_rows_of_before() -> None:
+    """Its blocks were given up before a token of it counted, so it was not preempted."""
+    guesses = Guesses(0.1)
+    guesses.note([], 10, 0, 0)
+    guesses.num_filled = 10
+    guesses.keep(0, Rows(range(10)))
+    guesses.note([], 10, 0, 0)
+    assert guesses.num_filled == 0
+    assert guesses.kept == []
+
+
 @given(st.lists(st.tuples(st.integers(1, 6), st.integers(0, 6), st.booleans()), max_size=12))
 def test_rows_are_taken_once_each_in_their_order(steps: Sequence[tuple[int, int, bool]]) -> None:
     """Each step computes rows, of which the last ones may be drafts that were wrong."""
@@ -138,3 +149,12 @@ def test_what_comes_true_more_often_is_drafted(likeliest: bool) -> None:
         output.append(1 if is_first == likeliest else 2)
         guesses.note(output, 5, 0, 5 + len(output))
     assert guesses.takes_likeliest is likeliest
+
+
+def test_one_that_is_given_up_keeps_nothing() -> None:
+    guesses = Guesses(ASSUMED)
+    for num_output in range(sum(PAUSES) + 2):
+        guesses.keep(num_output, Rows([num_output]))
+        assert not guesses.wants(num_output)
+    assert guesses.is_given_up
+    assert guesses.kept == []
