@@ -104,7 +104,13 @@ def test_drafts_are_those_of_the_definition(
     drafting = drafting_of(engine)
     rng = Random(3)
     prompt = [rng.randrange(3, 150) for _ in range(61)]
-    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, detokenize=False)
+    params = SamplingParams(
+        temperature=0.0,
+        max_tokens=40,
+        ignore_eos=True,
+        detokenize=False,
+        prompt_logprobs=1 if budget == 24 else None,
+    )
     engine.scheduler.asks_head = False
     expected = llm.generate([prompt], params)[0].outputs[0].token_ids
     engine.scheduler.asks_head = True

@@ -215,14 +215,10 @@ def _compute(runner: ModelRunner, work: Sequence[ChunkWork]) -> list[ChunkResult
         result = ChunkResult()
         first_token = last_token
         last_token += item.chunk.num_tokens + len(item.chunk.drafts)
-        if rows.features is not None:
-            result.features = rows.features[first_token:last_token]
-            is_part = len(result.features) < len(rows.features)
-            # a view keeps the rows of others too, and the next step overwrites those that were captured
-            if is_part or rows.captured is not None:
-                result.features = result.features.clone()
         if item.scores:
             result = _score(item, rows, first_row)
+        if rows.features is not None:
+            result.features = _own_features(rows, first_token, last_token)
         if item.stated is not None and item.redraws:
             result.redrawn = item.stated.draw(item.chunk, rows, first_row)
         if item.pooled is not None:
@@ -278,6 +274,17 @@ def _draw(logits: Tensor, work: Sequence[ChunkWork]) -> list[list[Sampled]]:
         going = following
         depth = depth + 1
     return tokens
+
+
+def _own_features(rows: StepRows, first: int, last: int) -> Tensor:
+    """Return the features of these rows of a step, which keep no others alive and are not overwritten
+    by the next step, as those of a captured one are.
+    """
+    assert rows.features is not None
+    features = rows.features[first:last]
+    if len(features) < len(rows.features) or rows.captured is not None:
+        return features.clone()
+    return features
 
 
 def _score(work: ChunkWork, rows: StepRows, first_row: int) -> ChunkResult:
