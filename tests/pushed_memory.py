@@ -88,9 +88,14 @@ class Graphs(CudaGraphs):
 
 
 def captured_steps(
-    decoder: LanguageModel, pool: KVPool, kernels: KernelSet, config: EngineConfig
+    decoder: LanguageModel,
+    pool: KVPool,
+    kernels: KernelSet,
+    config: EngineConfig,
+    feature_layers: tuple[int, ...] | None = None,
 ) -> DecodeSteps:
     """`build.captured_steps` of a GPU."""
+    assert feature_layers is None, "heads draft on CPUs alone"
     ranks = kernels.ranks.transport
     assert isinstance(ranks, Pushed)
     assert ranks.pushes, ranks.refused
