@@ -197,18 +197,18 @@ def _predicting(checkpoint: Checkpoint, model: ModelConfig) -> JsonObject | None
     """Return what there is of layers that predict further tokens; None without any that are known."""
     from freight.model.config.predicting import published_predicting
 
-    found = published_predicting(model, checkpoint.names)
-    if found is None:
+    published = published_predicting(model, checkpoint.names)
+    if published is None:
         return None
-    roots = found.prefixes
-    if found.form.outside is not None:
-        roots += (found.form.outside,)
+    roots = published.prefixes
+    if published.form.outside is not None:
+        roots += (published.form.outside,)
     size = 0
     for name in checkpoint.names:
         if name.startswith(roots):
             size += checkpoint.entry(name).size
     drafts = not model.without_pages  # a state does not take back a draft
-    return {"layers": len(found.prefixes), "bytes": size, "drafts": drafts}
+    return {"layers": len(published.prefixes), "bytes": size, "drafts": drafts}
 
 
 def _is_gguf_on_hub(model: str) -> bool:

@@ -269,10 +269,10 @@ class Drafting:
         if not self._takes_features:
             states = self._head.hidden(batch, None, self._pool.layers)
             return self._logits(states), None
-        given = features[0]
+        joined = features[0]
         if len(features) > 1:
-            given = torch.cat(list(features))
-        states = self._head.hidden(batch, given, self._pool.layers)
+            joined = torch.cat(list(features))
+        states = self._head.hidden(batch, joined, self._pool.layers)
         return self._logits(states), states
 
     def _logits(self, states: Tensor) -> Tensor:

@@ -64,6 +64,11 @@ def pays(rate: float, cost: float, row: float) -> bool:
     return rate >= cost + max(FIRST_ROW, row)
 
 
+def _assumed_first() -> Rate:
+    """Return what is assumed of first drafts."""
+    return Rate(ASSUMED * WEIGHT)
+
+
 def _assumed() -> list[Rate]:
     """Return what is assumed of drafts by probability: that it is right."""
     return [Rate((kind + 0.5) / KINDS * WEIGHT) for kind in range(KINDS)]
@@ -86,11 +91,11 @@ class Guesses:
     num_filled: int = 0
     preemptions: int = -1
     kept: list[tuple[int, Features]] = field(default_factory=list)
-    _first: Rate = field(default_factory=lambda: Rate(ASSUMED * WEIGHT))
+    _first: Rate = field(default_factory=_assumed_first)
     _rates: list[Rate] = field(default_factory=_assumed)
     # of first drafts: those that were drawn, and the likeliest ones
-    _drawn: Rate = field(default_factory=lambda: Rate(ASSUMED * WEIGHT))
-    _likeliest: Rate = field(default_factory=lambda: Rate(ASSUMED * WEIGHT))
+    _drawn: Rate = field(default_factory=_assumed_first)
+    _likeliest: Rate = field(default_factory=_assumed_first)
     _firsts: tuple[int, int] | None = None
     _drafts: tuple[int, ...] = ()  # the last ones, behind `_known` output tokens
     _kinds: tuple[int, ...] = ()
@@ -145,7 +150,7 @@ class Guesses:
             if self.is_given_up or num_output - self._rests_from < PAUSES[self._num_rests - 1]:
                 return False
             self._rests_from = None
-            self._first = Rate(ASSUMED * WEIGHT)
+            self._first = _assumed_first()
         if not pays(self._first.value, self.cost, self.row):
             self._rests_from = num_output
             self._num_rests += 1
@@ -177,10 +182,12 @@ class Guesses:
     def goes_on(self, kinds: Sequence[int]) -> bool:
         """Return whether a draft behind those of `kinds` is worth its pass."""
         gain = 1.0
-        for count in range(1, len(kinds) + 1):
-            gain += self.likely(kinds[:count])
+        likely = 1.0
+        for kind in kinds:
+            likely *= self._rates[kind].value
+            gain += likely
         spent = 1 + max(FIRST_ROW, self.row) + len(kinds) * (self.cost + self.row)
-        next_one = self.likely(kinds) * self._first.value
+        next_one = likely * self._first.value
         return next_one >= (self.cost + self.row) * max(1.0, gain / spent)
 
     def propose(

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from freight.cache.pool import KVPool
 from freight.cache.spec import KVCacheSpec, LayerKVSpec, layer_spec
+from freight.checkpoint.headers import Shape
 from freight.checkpoint.reader import Checkpoint
 from freight.engine.decode_steps import DecodeSteps
 from freight.engine.drafting import Drafting
@@ -107,11 +108,14 @@ def _measured(config: EngineConfig, opened: OpenModel) -> LayerKVFormat:
     return replace(kind, granularity=Granularity.TOKEN)
 
 
+def _num_values(shapes: Mapping[str, Shape]) -> int:
+    """Return how many values tensors of these shapes have."""
+    return sum(math.prod(shape) for shape in shapes.values())
+
+
 def _open_predicting(opened: OpenModel, config: EngineConfig) -> OpenHead:
     predicting = require_predicting(opened, config)
-    count = 0
-    for shape in predicting_shapes(opened.model, predicting).values():
-        count += math.prod(shape)
+    count = _num_values(predicting_shapes(opened.model, predicting))
 
     def load(model: LanguageModel) -> DraftHead:
         assert isinstance(model, Decoder), "refused where drafts are"
@@ -132,16 +136,13 @@ def _open_predicting(opened: OpenModel, config: EngineConfig) -> OpenHead:
 
 def _open_eagle(opened: OpenModel, config: EngineConfig, folder: str) -> OpenHead:
     eagle = open_eagle(folder, opened.model)
-    count = 0
-    for shape in eagle.shapes.values():
-        count += math.prod(shape)
     return OpenHead(
         method=HeadKind.EAGLE3,
         name=shown(folder),
         mixers=(eagle.mixer,),
         kinds=(_measured(config, opened),),
         limit=config.max_model_len,
-        least_bytes=count * config.compute_format.bytes,
+        least_bytes=_num_values(eagle.shapes) * config.compute_format.bytes,
         checkpoint=eagle.checkpoint,
         load=lambda model: eagle.load(config, model),
     )
