@@ -16,12 +16,12 @@ namespace {
 
 constexpr int64_t kChannels = 128;  // channels of a task
 constexpr int64_t kRows = 16;       // new rows of a window, after the earlier inputs
-constexpr int kMaxKept = FREIGHT_MAX_WIDTH - 1;
+constexpr int kMaxBefore = FREIGHT_MAX_WIDTH - 1;
 
 class Channels {
  public:
   Channels(const FreightConvolution& a, int64_t task)
-      : a_(a), begin_(task * kChannels), count_(std::min(kChannels, a.channels - begin_)), kept_(a.width - 1) {
+      : a_(a), begin_(task * kChannels), count_(std::min(kChannels, a.channels - begin_)), before_(a.width - 1) {
     float values[kChannels * FREIGHT_MAX_WIDTH + kLanes];
     read_row(element(a.weight, begin_ * a.width, a.format), a.format, count_ * a.width, values);
     for (int j = 0; j < a.width; j++)
@@ -42,20 +42,20 @@ class Channels {
 
  private:
   const FreightConvolution& a_;
-  int64_t begin_, count_, kept_;
+  int64_t begin_, count_, before_;  // before_: inputs that a row reads besides its own
   alignas(64) float weight_[FREIGHT_MAX_WIDTH][kChannels];
   alignas(64) float bias_[kChannels];
-  alignas(64) float window_[kMaxKept + kRows][kChannels];
+  alignas(64) float window_[kMaxBefore + kRows][kChannels];
 
   const char* input(int64_t row) const { return element(a_.x, row * a_.x_stride + begin_, a_.format); }
   char* column(int64_t block, int64_t position) const {
-    return element(a_.columns, (block * kept_ + position % kept_) * a_.channels + begin_, a_.format);
+    return element(a_.columns, (block * a_.kept + position % a_.kept) * a_.channels + begin_, a_.format);
   }
 
   // Load the inputs before a sequence's first row, zeros where there are none.
   void load_window(const Stretch& part) {
-    for (int64_t i = 0; i < kept_; i++) {
-      const int64_t position = part.position - kept_ + i;
+    for (int64_t i = 0; i < before_; i++) {
+      const int64_t position = part.position - before_ + i;
       if (position < 0)
         std::fill_n(window_[i], kChannels, 0.f);
       else
@@ -66,7 +66,7 @@ class Channels {
   // Compute up to kRows rows; afterwards the window begins with the inputs before the next row.
   void rows(int64_t first, int64_t count) {
     for (int64_t row = 0; row < count; row++) {
-      read_row(input(first + row), a_.format, count_, window_[kept_ + row]);
+      read_row(input(first + row), a_.format, count_, window_[before_ + row]);
       char* out = element(a_.out, (first + row) * a_.channels + begin_, a_.format);
       for (int64_t i = 0; i < count_; i += kLanes) {
         V16 sum = load16(bias_ + i);
@@ -75,14 +75,15 @@ class Channels {
         store_as(element(out, i, a_.format), sum, a_.format, lanes_at(i, count_));
       }
     }
-    std::memmove(window_[0], window_[count], static_cast<size_t>(kept_) * sizeof window_[0]);
+    std::memmove(window_[0], window_[count], static_cast<size_t>(before_) * sizeof window_[0]);
   }
 
-  // Store the last inputs in the stretch's block.
+  // Store the last inputs in the stretch's block, and those before the stretch: it may be taken back to its first row.
   void keep(const Stretch& part) const {
     const int64_t end = part.position + part.count;
     const size_t bytes = static_cast<size_t>(count_ * bytes_of(a_.format));
-    for (int64_t position = std::max<int64_t>(0, end - kept_); position < end; position++) {
+    const int64_t first = std::max<int64_t>({0, end - a_.kept, part.position - before_});
+    for (int64_t position = first; position < end; position++) {
       if (position >= part.position)
         std::memcpy(column(part.target, position), input(part.row + position - part.position), bytes);
       else if (part.source != part.target)

@@ -10,7 +10,7 @@
 #define FREIGHT_API extern "C" __attribute__((visibility("default")))
 
 // Incremented when any declaration changes, so that a library of an older build is refused instead of called wrongly.
-constexpr int32_t FREIGHT_ABI = 40;
+constexpr int32_t FREIGHT_ABI = 41;
 FREIGHT_API int32_t freight_abi();
 
 constexpr int32_t FREIGHT_LANES = 16;      // outputs computed together; arrays by output are padded to a multiple

@@ -15,13 +15,14 @@ struct FreightConvolution {
   const void* weight;           // [channels, width]
   const void* bias;             // [channels], or null
   void* out;                    // [rows, channels]
-  void* columns;                // [num_blocks, width - 1, channels]: the input at position p lies at p % (width - 1)
+  void* columns;                // [num_blocks, kept, channels]: the input at position p lies at p % kept
   const int32_t* query_starts;  // [num_seqs + 1]
   const int32_t* context_lens;  // [num_seqs]
   const int32_t* block_tables;  // [num_seqs, max_blocks]
   int64_t x_stride;
   int32_t num_seqs, max_blocks, every;
   int32_t channels, width;  // width: 2 to FREIGHT_MAX_WIDTH
+  int32_t kept;             // inputs of a block, width - 1 or more: those beyond are room for rows that are taken back
   int32_t format;           // of all but the integers
   int32_t silu;             // 0 or 1
   int32_t threads;

@@ -406,10 +406,9 @@ def test_where_they_would_not_be_exact_there_are_none(
     llm: LLM, caplog: pytest.LogCaptureFixture
 ) -> None:
     cases: list[tuple[dict[str, Any], str]] = [
-        ({"spec": SimpleNamespace(repeatable=False)}, "layers of this model keep states"),
         ({"decoder": object()}, "the modules of transformers may round a row differently"),
         (
-            {"config": SimpleNamespace(most_drafts=4, device="cuda", kernels="auto")},
+            {"config": SimpleNamespace(most_drafts=4, launches_ahead=True)},
             "on a GPU the next step is launched before",
         ),
         ({"exact": False}, "the reference kernels may round a row differently"),
@@ -418,9 +417,8 @@ def test_where_they_would_not_be_exact_there_are_none(
     runner = llm.engine.runner
     own_text = speculation(4, None)
     exact: dict[str, Any] = {
-        "config": SimpleNamespace(most_drafts=4, device="cpu", kernels="auto", drafts=own_text),
+        "config": SimpleNamespace(most_drafts=4, launches_ahead=False, drafts=own_text),
         "decoder": runner.model,
-        "spec": runner.pool.spec,
         "exact": True,
     }
     assert build._most_drafts(**exact) == 4

@@ -4,6 +4,7 @@ kernels.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,7 +15,7 @@ from torch import Tensor
 from freight.fp8.cast import torch_dtype
 from freight.fp8.formats import Format
 from freight.operands.batch import Sequences
-from freight.operands.recurrence import RecurrenceRule
+from freight.operands.recurrence import Convolution, RecurrenceRule
 from freight.operands.states import States
 from freight.operands.tiles import STATE_TILE
 
@@ -107,6 +108,95 @@ def in_calls(call: Any, rows: int, cuts: Sequence[int], blocks: Sequence[int]) -
         outs.append(call(slice(done, done + count), sequences([(done, count, blocks)])))
         done += count
     return torch.cat(outs)
+
+
+def with_rows_taken_back(call: Any, rows: int, blocks: Sequence[int], most: int) -> Tensor:
+    """call(rows of this call as indices, sequences) for one sequence of `rows` tokens, one or a few a
+    call. Behind the last one of a call are up to `most` others of its tile, from the row `rows` of the
+    inputs on, which the next call takes back.
+    """
+    chance = random.Random(most)
+    outs = []
+    done = 0
+    while done < rows:
+        count = min(chance.choice((1, 1, 1, 2, 5, 17)), rows - done)
+        others = min(chance.randint(0, most), -(done + count) % STATE_TILE)
+        indices = [*range(done, done + count), *range(rows, rows + others)]
+        where = sequences([(done, count + others, blocks)])
+        outs.append(call(torch.tensor(indices), where)[:count])
+        done += count
+    return torch.cat(outs)
+
+
+def check_recurrence_taken_back(kernels: Any, layer: Layer, rows: int, device: str) -> None:
+    """Compare a sequence of `rows` tokens with one whose rows are taken back: outputs, and the states of
+    full blocks.
+    """
+    blocks = (3, 1, 4, 2, 0)
+    inputs = layer.inputs(rows + STATE_TILE - 1)
+    rule = layer.rule
+    if rule.skip is not None:
+        rule = replace(rule, skip=rule.skip.to(device))
+
+    def calls(states: States) -> Any:
+        def call(part: Any, where: Sequences) -> Tensor:
+            chosen = {name: x[part].to(device) for name, x in inputs.items()}
+            out: Tensor = kernels.recurrence(
+                **chosen, states=states, sequences=sequences_on(device, where), rule=rule
+            )
+            return out
+
+        return call
+
+    def states_of() -> States:
+        made = layer.states(6)
+        return replace(made, parts={name: part.to(device) for name, part in made.parts.items()})
+
+    plain = states_of()
+    wanted = in_calls(calls(plain), rows, (rows,), blocks)
+    drafted = states_of()
+    assert torch.equal(with_rows_taken_back(calls(drafted), rows, blocks, STATE_TILE - 1), wanted)
+    full = list(blocks[: rows // layer.every])
+    assert full
+    for name, part in plain.parts.items():
+        taken = drafted.parts[name].view(torch.uint8)
+        assert torch.equal(taken[full], part.view(torch.uint8)[full]), name
+
+
+def check_convolution_taken_back(kernels: Any, most: int, width: int, device: str) -> None:
+    """Compare a convolution whose inputs are taken back, up to `most` at once, with one whose are not;
+    also where another sequence goes on from a full block.
+    """
+    blocks = (3, 1, 4, 2, 0)
+    generator = torch.Generator().manual_seed(width)
+    rows = 70
+    x = torch.randn(rows + most, 40, generator=generator).to(device)
+    weight = torch.randn(40, width, generator=generator).to(device)
+
+    def calls(kept: int) -> Any:
+        states = States({"columns": torch.full((6, kept, 40), torch.nan, device=device)}, 16)
+
+        def call(part: Any, where: Sequences) -> Tensor:
+            out: Tensor = kernels.convolve(
+                x[part], Convolution(weight, None, True), states, sequences_on(device, where)
+            )
+            return out
+
+        return call
+
+    wanted = in_calls(calls(width - 1), rows, (rows,), blocks)
+    drafted = calls(width - 1 + most)
+    assert torch.equal(with_rows_taken_back(drafted, rows, blocks, most), wanted)
+    for count in range(16, rows, 16):
+        where = sequences([(count, 1, (*blocks[: count // 16], 5))])
+        row = slice(count, count + 1)
+        assert torch.equal(drafted(row, where), wanted[row])
+
+
+def sequences_on(device: str, where: Sequences) -> Sequences:
+    return Sequences(
+        where.query_starts.to(device), where.context_lens.to(device), where.block_tables.to(device)
+    )
 
 
 def token_by_token(layer: Layer, inputs: dict[str, Tensor]) -> Tensor:

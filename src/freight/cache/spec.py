@@ -120,6 +120,18 @@ class LayerStateSpec:
     source = None
     bytes_per_token = values_per_token = 0
 
+    def taking_back(self, rows: int) -> LayerStateSpec:
+        """Return the state with room for the inputs of so many rows that may be taken back: of a tile but
+        its first one, all that can be.
+        """
+        parts = []
+        for part in self.parts:
+            if part.name == "columns":
+                kept, channels = part.shape
+                part = replace(part, shape=(kept + min(rows, STATE_TILE - 1), channels))
+            parts.append(part)
+        return replace(self, parts=tuple(parts))
+
     @property
     def bytes_per_state(self) -> int:
         return sum(part.bytes for part in self.parts)
@@ -198,6 +210,7 @@ def cache_spec(
     state_every: int | None = None,
     max_len: int | None = None,
     ranks: int = 1,
+    drafts: int = 0,
 ) -> KVCacheSpec:
     """Build the spec of the cache of every layer of `model`, stored in the formats of `kv`, for
     sequences of up to `max_len` tokens.
@@ -206,18 +219,23 @@ def cache_spec(
     state_every   tokens between kept states; None: `default_every`
     max_len       longest sequence in tokens; None: `max_position_embeddings`
     ranks         number of ranks; the spec is that of one of them, with its heads
+    drafts        most drafts of a sequence in a step, which states have to take back
 
     Raises ConfigError for a `state_every` if no layer keeps a state, and as
     `parallel.shards.require_divisible`.
     """
     compute = compute or model.checkpoint_format
     if ranks > 1:  # prefixes end where they end with one rank
-        model_spec = cache_spec(kv, model, block_size, compute, state_every, max_len)
+        model_spec = cache_spec(kv, model, block_size, compute, state_every, max_len, drafts=drafts)
+        every = model_spec.state_every
         rank_model = of_rank(model, ranks)
-        return cache_spec(kv, rank_model, block_size, compute, model_spec.state_every, max_len)
+        return cache_spec(kv, rank_model, block_size, compute, every, max_len, drafts=drafts)
     layers = []
     for index, layer in enumerate(model.layers):
-        layers.append(layer_spec(layer.mixer, kv.of_layer(index), compute, kv.state))
+        stored = layer_spec(layer.mixer, kv.of_layer(index), compute, kv.state)
+        if isinstance(stored, LayerStateSpec):
+            stored = stored.taking_back(drafts)
+        layers.append(stored)
     spec = KVCacheSpec(tuple(layers), block_size)
     if spec.bytes_per_state == 0:
         if state_every is not None:
@@ -278,8 +296,8 @@ class KVCacheSpec:
 
     @property
     def repeatable(self) -> bool:
-        """True if a step that is computed again stores the same; a state would take in its tokens
-        twice.
+        """True if any step that is computed again stores the same; a state would take in the tokens of a
+        tile twice.
         """
         return all(group.has_slots for group in self.groups)
 

@@ -69,8 +69,7 @@ from freight.parallel.push import Pushed
 from freight.parallel.ranks import Ranks
 from freight.parallel.stages import layers_by_device
 from freight.settings.device import DeviceFacts, free_bytes, numa_nodes, probe
-from freight.settings.engine import EngineArgs, EngineConfig, listed_layers
-from freight.settings.hardware import TRITON
+from freight.settings.engine import TRITON, EngineArgs, EngineConfig, listed_layers
 from freight.settings.lora import named_adapters
 from freight.text.tokenizer import Tokenizer
 
@@ -362,7 +361,7 @@ def _opened_head(opened: OpenModel, config: EngineConfig, spec: KVCacheSpec) -> 
     if config.most_drafts == 0 or not (drafts.head or drafts.finds_head):
         return None
     is_foreign = opened.model.foreign is not None
-    obstacle = _obstacle_to_drafts(config, is_foreign, spec, exact=True)
+    obstacle = _obstacle_to_drafts(config, is_foreign, exact=True)
     if obstacle and drafts.head is not None:
         raise ConfigError(f"--speculative-config: there are no drafts here: {obstacle}; omit it")
     if obstacle:
@@ -397,7 +396,7 @@ def _ready(
         logger.info("context limited to the %d tokens that the KV cache holds", context)
     kernels = opened.kernels(config)
     exact = opened.args.asks_for_drafts or is_reproducible(opened, kernels)
-    most_drafts = _most_drafts(config, model, spec, exact)
+    most_drafts = _most_drafts(config, model, exact)
     return _Ready(
         opened=opened,
         config=replace(config, max_model_len=context, most_drafts=most_drafts),
@@ -472,6 +471,7 @@ def _assemble(
         store=store,
         whole_prompts=opened.model.attends_both_ways,
         num_microbatches=_num_microbatches(config, ready),
+        draft_tile=None if ready.spec.repeatable else STATE_TILE,
     )
     own_pool = _of_model(pool, ready).counting_drafts(config.most_drafts)
     feature_layers = None
@@ -634,26 +634,15 @@ def _num_microbatches(config: EngineConfig, ready: _Ready) -> int:
 
 
 def _mode(config: EngineConfig, spec: KVCacheSpec) -> Mode:
-    """Return the mode of an engine that drafts `most_drafts` tokens a step."""
+    """Return the mode of an engine with this cache."""
     if not spec.repeatable:
         return Mode.ONCE
-    if _launches_ahead(config):
+    if config.launches_ahead:
         return Mode.OVERLAPPED
-    if config.most_drafts:
-        return Mode.DRAFTING
     return Mode.REPEATABLE
 
 
-def _launches_ahead(config: EngineConfig) -> bool:
-    """Say whether the next step is launched before the tokens of the last are known: on a GPU, where a
-    step runs while the host goes on, and as there where its kernels are interpreted.
-    """
-    return config.device != "cpu" or config.kernels == TRITON
-
-
-def _most_drafts(
-    config: EngineConfig, decoder: LanguageModel, spec: KVCacheSpec, exact: bool
-) -> int:
+def _most_drafts(config: EngineConfig, decoder: LanguageModel, exact: bool) -> int:
     """Return the most drafts of a step, and say so; 0 where drafts would not be exact, or gain
     nothing.
 
@@ -663,7 +652,7 @@ def _most_drafts(
         return 0
     if isinstance(decoder, Decoder) and not decoder.config.generates:
         return 0
-    obstacle = _obstacle_to_drafts(config, not isinstance(decoder, Decoder), spec, exact)
+    obstacle = _obstacle_to_drafts(config, not isinstance(decoder, Decoder), exact)
     if obstacle:
         logger.info("drafts: none, because %s", obstacle)
         return 0
@@ -672,15 +661,11 @@ def _most_drafts(
     return config.most_drafts
 
 
-def _obstacle_to_drafts(
-    config: EngineConfig, is_foreign: bool, spec: KVCacheSpec, exact: bool
-) -> str:
+def _obstacle_to_drafts(config: EngineConfig, is_foreign: bool, exact: bool) -> str:
     """Return why drafts would not be exact, or gain nothing; '' where they are."""
-    if not spec.repeatable:
-        return "layers of this model keep states, which do not take back a token"
     if is_foreign:
         return "the modules of transformers may round a row differently beside others"
-    if _launches_ahead(config):
+    if config.launches_ahead:
         return "on a GPU the next step is launched before the tokens of the last are known"
     if not exact:
         return "the reference kernels may round a row differently beside others"

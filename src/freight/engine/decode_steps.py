@@ -191,9 +191,6 @@ class DecodeSteps:
         self.pool = pool
         self._capture = capture
         self._device, *self._further = devices_of(pool.stages, device)
-        # what reads the lengths of a state's rows in Python would be captured with them
-        slots = all(group.has_slots for group in pool.spec.groups)
-        self._several_rows = capture.several_rows and slots
         widths = pool.spec.blocks_of(max_model_len)
         num_rows = capture.bucket_of(capture.max_num_seqs)
         self._tables = BlockTables(num_rows, widths, self._device)
@@ -218,7 +215,7 @@ class DecodeSteps:
             if part.num_logit_rows != len(part.token_ids) or part.logits.is_state:
                 return False
             count += part.num_logit_rows
-        if count > len(slices) and not self._several_rows:
+        if count > len(slices) and not self._capture.several_rows:
             return False
         return count <= self._capture.max_num_seqs
 

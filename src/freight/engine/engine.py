@@ -99,7 +99,7 @@ class Engine:
         """`pace`: how many tokens a step has, by the clock; None: as many as there are. `store`:
         what `cache` has below it. `reproducible`: whether a row has the same bits in any step.
         `adapter_slots`: None: the engine takes no adapters. `drafting`: a head that drafts; None without
-        one. `drafts_from_text`: whether the text of requests drafts, where the mode is DRAFTING.
+        one. `drafts_from_text`: whether the text of requests drafts, where `scheduler` has drafts.
         """
         self.runner = runner
         self.cache = cache
@@ -114,6 +114,7 @@ class Engine:
             self.grammars = Grammars(tokenizer, intake.vocab_size, stop_token_ids)
         self._threads = threads
         self._drafting = drafting
+        self._drafts = scheduler.most_drafts > 0
         self._drafts_from_text = drafts_from_text
         self.clock = clock
         # since the start: tokens whose keys and values were computed and stored
@@ -170,7 +171,7 @@ class Engine:
     @property
     def _draft_sources(self) -> tuple[str, ...]:
         """What may draft here, as `ScheduledChunk.drafted_by`."""
-        if self.mode is not Mode.DRAFTING:
+        if not self._drafts:
             return ()
         sources: tuple[str, ...] = ()
         if self._drafts_from_text:
@@ -293,7 +294,7 @@ class Engine:
             self.scheduler.lose(step)
         else:
             advanced = self._apply(step, result.chunks)
-        if self.mode is Mode.DRAFTING and not result.repeated:
+        if self._drafts and not result.repeated:
             self._leave_out_rejected(step)
         self._lookahead.confirm()
         # the time of a repeated step is not that of one
@@ -559,7 +560,7 @@ class Engine:
             if pooled is not None and pooled.needs_all_rows:
                 needed_from = 0
             grammar = self._matcher(params)
-            if grammar is not None and self.mode is Mode.DRAFTING:
+            if grammar is not None and self._drafts:
                 drafter = Forced(grammar)
             request = Request(
                 request_id=f"{request_id}/{index}",
@@ -654,9 +655,8 @@ class Engine:
 
     def drafters(self, prompt: AcceptedPrompt, params: SamplingParams) -> list[Drafts | None]:
         """Return one for each completion, None where nothing is drafted from its own text."""
-        drafts = self.mode is Mode.DRAFTING and self._drafts_from_text
         # few guesses would be permitted
-        if not drafts or params.structured_outputs is not None:
+        if not self._drafts or not self._drafts_from_text or params.structured_outputs is not None:
             return [None] * params.n
         predicted = self.intake.predicted(params)
         return [Drafter(prompt.token_ids, predicted) for _ in range(params.n)]

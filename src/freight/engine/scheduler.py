@@ -94,10 +94,13 @@ class Scheduler:
         store: StoredPrefixes | None = None,
         whole_prompts: bool = False,
         num_microbatches: int = 1,
+        draft_tile: int | None = None,
     ) -> None:
         """`most_drafts`: of a step of one request without a prompt; with more there are fewer
         (`drafts_beside`). `store`: what `cache` has below it. `whole_prompts`: a prompt is one chunk,
         because its tokens see those after them. `num_microbatches`: steps that are under way at once.
+        `draft_tile`: drafts lie in the tile of so many positions of the token before them, in which
+        states take them back; None: anywhere.
         """
         assert min(max_num_seqs, max_num_batched_tokens, max_model_len) > 0
         assert max_num_batched_tokens >= max_model_len or not whole_prompts
@@ -112,6 +115,7 @@ class Scheduler:
         self._max_model_len = max_model_len
         self._max_num_batched_tokens = max_num_batched_tokens
         self.most_drafts = most_drafts
+        self._draft_tile = draft_tile
         self.asks_head = True  # whether a head drafts, where there is one
         self._drafted: list[Request] = []  # those that had drafts in the last step
         self._requests: dict[str, Request] = {}  # every unfinished request
@@ -442,6 +446,8 @@ class Scheduler:
             return chunk
         # each draft that comes true is followed by a token that is drawn
         most = min(most, request.token_limit - known - 1)
+        if self._draft_tile is not None:
+            most = min(most, -known % self._draft_tile)
         if most <= 0:
             return chunk
         drafts: tuple[int, ...] = ()

@@ -13,13 +13,12 @@ from freight.engine.request import Request
 
 class Mode(StrEnum):
     """What an engine may do with a step. A pass can be repeated where layers keep keys and values
-    alone, whose slots are written again: only there is a step launched early, or a draft taken back.
+    alone, whose slots are written again: only there is a step launched early.
     """
 
     ONCE = "once"  # layers keep states: a pass that fails loses its step
     REPEATABLE = "repeatable"  # a pass that fails is repeated in parts
     OVERLAPPED = "overlapped"  # and a step is launched before the tokens of the last are known
-    DRAFTING = "drafting"  # and requests have drafts
 
     @property
     def repeats(self) -> bool:

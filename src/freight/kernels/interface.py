@@ -330,7 +330,7 @@ class KernelSet(Protocol):
         The row at position t becomes f(bias + sum over j of weight[:, j] * x[t - width + 1 + j]),
         j ascending, in float32, rounded once to x's dtype; f is SiLU with `silu`, else the
         identity. Inputs before the sequence are 0. Inputs before this step are read from
-        `states.parts["columns"]`, where the last width - 1 inputs of each block are stored.
+        `states.parts["columns"]`, where the last inputs of each block are stored.
 
         x: [rows, channels], which may be columns of a larger tensor.
         """

@@ -39,15 +39,16 @@ def convolve(x: Tensor, convolution: Convolution, states: States, sequences: Seq
     bias = convolution.bias
     columns = states.parts["columns"]
     width = weight.shape[1]
-    stored = width - 1  # inputs; that of position p lies at p % stored
+    earlier = width - 1  # inputs that a row reads besides its own
+    stored = columns.shape[1]  # inputs; that of position p lies at p % stored
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     for stretch in states.stretches(sequences):
         inputs = x[stretch.rows]
         first = stretch.position
-        before = inputs.new_zeros(stored, inputs.shape[1])
-        for i in range(max(0, stored - first), stored):
-            before[i] = columns[stretch.source, (first - stored + i) % stored]
-        padded = torch.cat((before, inputs))
+        before = inputs.new_zeros(earlier, inputs.shape[1])
+        for i in range(max(0, earlier - first), earlier):
+            before[i] = columns[stretch.source, (first - earlier + i) % stored]
+        padded = torch.cat((before, inputs))  # from position first - earlier on
         total = torch.zeros(inputs.shape, dtype=torch.float32, device=x.device)
         if bias is not None:
             total += bias.float()
@@ -57,8 +58,8 @@ def convolve(x: Tensor, convolution: Convolution, states: States, sequences: Seq
             total = _silu(total)
         out[stretch.rows] = total.to(x.dtype)
         end = first + len(inputs)
-        for i in range(max(0, stored - end), stored):
-            columns[stretch.target, (end - stored + i) % stored] = padded[len(inputs) + i]
+        for position in range(max(0, end - stored, first - earlier), end):
+            columns[stretch.target, position % stored] = padded[position - first + earlier]
     return out
 
 

@@ -439,7 +439,10 @@ class OpenModel:
     def cache_spec(self, config: EngineConfig) -> KVCacheSpec:
         """Return the layout of the cache for `config`, as this rank has it."""
         sizes = config.compute_format, config.state_every, config.max_model_len
-        return cache_spec(config.kv, self.model, config.block_size, *sizes, self.ranks.size)
+        drafts = 0
+        if self.model.generates and not config.launches_ahead:
+            drafts = config.most_drafts
+        return cache_spec(config.kv, self.model, config.block_size, *sizes, self.ranks.size, drafts)
 
     def stop_token_ids(self) -> frozenset[int]:
         """Return the token ids that end a completion: those of the model's files, and the

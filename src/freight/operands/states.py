@@ -41,8 +41,9 @@ class States:
 
     Names of parts that the operations of `KernelSet` know:
 
-    columns  [width - 1, channels] in the compute dtype: the last inputs of a convolution, with the
-             input of position p at p % (width - 1)
+    columns  [kept, channels] in the compute dtype: the last inputs of a convolution, with the input of
+             position p at p % kept. A row reads width - 1 of them; of more than these as many rows can
+             be taken back
     state    [heads, k_dim, v_dim] float32, bfloat16, int8 or E4M3: the matrix S of each head at the
              start of the open tile of STATE_TILE tokens. A tile stays open until the first token
              after it is computed, so a full block holds the start and the rows of its last tile
@@ -51,6 +52,9 @@ class States:
              rows of the open tile
     decay    [STATE_TILE, heads] float32: logarithm of each row's decay since the tile's start; with
              a decay per key channel, [STATE_TILE, heads, k_dim]
+
+    Rows are taken back by computing others at their positions. That is exact in the tile of the first
+    row: S is that of the tile's start, and each row of the tile is written before it is read.
     """
 
     parts: Mapping[str, Tensor]

@@ -26,6 +26,7 @@ from freight.settings.speculation import NO_DRAFTS, Speculation
 from freight.settings.speculation import written as written_config
 from freight.settings.store import StoreConfig
 
+TRITON = "triton"  # a value of --kernels where Triton interprets its kernels, on a CPU
 KV_SCALES = ("auto", "checkpoint", "dynamic", "group", "unit")
 # choices for messages: the last two values have no fixed name, so they are described
 KV_SCALES_FORMS = (*KV_SCALES, "FILE.json", "a number, or two for K and V as in 0.03,0.02")
@@ -423,3 +424,10 @@ class EngineConfig:
     int8_activations: bool = False
     lora: LoraConfig | None = None
     exact_products: bool = False
+
+    @property
+    def launches_ahead(self) -> bool:
+        """Whether the next step is launched before the tokens of the last are known: on a GPU, where a step
+        runs while the host goes on, and as there where its kernels are interpreted.
+        """
+        return self.device != "cpu" or self.kernels == TRITON

@@ -18,10 +18,8 @@ from freight.settings.cpu_builds import (
     obstacles,
 )
 from freight.settings.device import DeviceFacts
-from freight.settings.engine import EngineArgs, KVCacheConfig
+from freight.settings.engine import TRITON, EngineArgs, KVCacheConfig
 from freight.settings.kv_source import groups_fit
-
-TRITON = "triton"  # a value of --kernels where Triton interprets its kernels, on a CPU
 
 
 def interprets() -> bool:

@@ -22,9 +22,8 @@ from freight.model.config.layer import MoEConfig
 from freight.model.config.model import ModelConfig
 from freight.settings.cpu_builds import PREFIX, builds
 from freight.settings.device import DEVICES, DeviceFacts, check_threads
-from freight.settings.engine import EngineArgs, EngineConfig, KVCacheConfig, LayerKVFormat
+from freight.settings.engine import TRITON, EngineArgs, EngineConfig, KVCacheConfig, LayerKVFormat
 from freight.settings.hardware import (
-    TRITON,
     check_hardware,
     check_kernels,
     computing_kind,

@@ -11,7 +11,15 @@ from typing import Any
 
 import pytest
 import torch
-from tests.kernels.state_cases import STATE_FORMATS, Layer, in_calls, sequences, token_by_token
+from tests.kernels.state_cases import (
+    STATE_FORMATS,
+    Layer,
+    check_convolution_taken_back,
+    check_recurrence_taken_back,
+    in_calls,
+    sequences,
+    token_by_token,
+)
 from tests.kernels.triton.test_triton_elementwise import assert_close
 from torch import Tensor
 
@@ -277,6 +285,18 @@ def test_convolutions_of_a_batch_and_padding(device):
     wanted, kept = call(REFERENCE, single[:2], x[:2])
     assert_close(out[:2], wanted)
     assert torch.equal(columns, kept)
+
+
+@pytest.mark.parametrize(
+    "layer", [Layer(), pytest.param(Layer(delta=False, format=Format.INT8), marks=pytest.mark.slow)]
+)
+def test_a_recurrence_takes_rows_back_within_their_tile(layer, device):
+    check_recurrence_taken_back(TRITON, replace(layer, dtype=torch.bfloat16), 34, device)
+
+
+@pytest.mark.parametrize(("most", "width"), [(15, 4), (1, 8)])
+def test_a_convolution_takes_back_as_many_rows_as_it_keeps_more(most, width, device):
+    check_convolution_taken_back(TRITON, most, width, device)
 
 
 @pytest.mark.parametrize("limits", [None, (0.1, 2.0)])

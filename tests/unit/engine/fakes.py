@@ -227,6 +227,4 @@ def new_engine(
     intake = Intake(FakeTokenizer(), VOCAB, max_model_len)  # type: ignore[arg-type]
     runner: Any = FakeRunner(num_blocks)
     parts = (runner, cache, scheduler, intake, frozenset({EOS}))
-    if most_drafts > 0:
-        mode = Mode.DRAFTING
     return Engine(*parts, seed=0, threads=nullcontext(), clock=Clock(), mode=mode)

@@ -23,7 +23,7 @@ from freight.parallel.shared import MAX_RANKS as MAX_RANKS  # FREIGHT_MAX_RANKS
 from freight.parallel.shared import Exchange as FreightExchange  # noqa: F401
 from freight.parallel.shared import FreightRanks as FreightRanks
 
-ABI = 40  # FREIGHT_ABI; a library with another number is refused
+ABI = 41  # FREIGHT_ABI; a library with another number is refused
 LANES = 16  # FREIGHT_… of the headers
 CACHE_LINE = 64
 MAX_HEAD_DIM = 1024
@@ -303,7 +303,7 @@ class FreightConvolution(ctypes.Structure):
     _fields_ = _fields(
         (_POINTER, "x weight bias out columns query_starts context_lens block_tables"),
         (_LONG, "x_stride"),
-        (_INT, "num_seqs max_blocks every channels width format silu threads"),
+        (_INT, "num_seqs max_blocks every channels width kept format silu threads"),
     )
 
 

@@ -56,7 +56,9 @@ def convolve(
         )
     assert weight.dtype == columns.dtype == x.dtype
     assert weight.shape[0] == channels
-    assert columns.shape[1:] == (width - 1, channels)
+    kept = columns.shape[1]
+    assert kept >= width - 1
+    assert columns.shape[2] == channels
     assert bias is None or (bias.dtype == x.dtype and bias.shape == (channels,))
     out = library.empty((rows, channels), x.dtype)
     library.functions.freight_convolution(
@@ -75,6 +77,7 @@ def convolve(
             states.every,
             channels,
             width,
+            kept,
             FORMATS[x.dtype],
             convolution.silu,
             torch.get_num_threads(),

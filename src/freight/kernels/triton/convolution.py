@@ -21,9 +21,11 @@ from freight.operands.states import States
 @triton.jit
 def _keep_columns(
     x_ptr, x_stride, columns_ptr, block_stride, source_ptr, table_ptr, begin, first, length, channel,
-    CHANNELS: tl.constexpr, KEPT: tl.constexpr, EVERY: tl.constexpr,
+    CHANNELS: tl.constexpr, KEPT: tl.constexpr, EARLIER: tl.constexpr, EVERY: tl.constexpr,
 ):  # fmt: skip
-    """Write the last KEPT inputs of each block: of this step, or earlier ones at source_ptr."""
+    """Write the last KEPT inputs of each block: of this step, or the EARLIER ones before it, which are
+    at source_ptr.
+    """
     exists = channel < CHANNELS
     for block in range(first // EVERY, (length - 1) // EVERY + 1):
         stop = tl.minimum(length, block * EVERY + EVERY)
@@ -34,7 +36,7 @@ def _keep_columns(
             if position >= first:
                 new_ptr = x_ptr + (begin + position - first).to(tl.int64) * x_stride + channel
                 tl.store(target_ptr + place, tl.load(new_ptr, mask=exists, other=0.0), mask=exists)
-            elif position >= 0:
+            elif (position >= 0) & (position >= first - EARLIER):
                 tl.store(
                     target_ptr + place,
                     tl.load(source_ptr + place, mask=exists, other=0.0),
@@ -45,14 +47,14 @@ def _keep_columns(
 @triton.jit(do_not_specialize=["num_seqs", "table_stride"])
 def convolve_kernel(
     x_ptr, x_stride, weight_ptr, bias_ptr, columns_ptr, block_stride, out_ptr, starts_ptr, lengths_ptr, tables_ptr,
-    table_stride, num_seqs, CHANNELS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, SILU: tl.constexpr,
-    EVERY: tl.constexpr, ROWS: tl.constexpr,
+    table_stride, num_seqs, CHANNELS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, KEPT: tl.constexpr,
+    SILU: tl.constexpr, EVERY: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """A program: BLOCK channels of ROWS rows of one sequence. ROWS 1: every sequence has one row.
 
     Only the program of a sequence's first rows reads old columns, so it also writes the new ones.
     """
-    KEPT: tl.constexpr = WIDTH - 1
+    EARLIER: tl.constexpr = WIDTH - 1
     channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tile = tl.program_id(1)
     seq = tile
@@ -77,7 +79,7 @@ def convolve_kernel(
     if bias_ptr is not None:
         total += tl.load(bias_ptr + channel, mask=exists, other=0.0).to(tl.float32)[None, :]
     for j in tl.static_range(WIDTH):
-        of = row - KEPT + j
+        of = row - EARLIER + j
         position = first + of - begin
         here = (of >= begin)[:, None]
         before = ((of < begin) & (position >= 0))[:, None]
@@ -101,7 +103,7 @@ def convolve_kernel(
         tl.debug_barrier()  # all threads have read the columns that are overwritten now
         _keep_columns(
             x_ptr, x_stride, columns_ptr, block_stride, source_ptr, table_ptr, begin, first, length, channel, CHANNELS,
-            KEPT, EVERY,
+            KEPT, EARLIER, EVERY,
         )  # fmt: skip
 
 
@@ -133,6 +135,7 @@ def convolve(x: Tensor, convolution: Convolution, states: States, sequences: Seq
         CHANNELS=channels,
         BLOCK=block,
         WIDTH=weight.shape[1],
+        KEPT=states.parts["columns"].shape[1],
         SILU=convolution.silu,
         EVERY=states.every,
         ROWS=tile,
