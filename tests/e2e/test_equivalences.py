@@ -37,6 +37,7 @@ from freight.fp8.scheme import KVScales, LayerScales
 from freight.kernels.cpu import library
 from freight.kernels.select import select_kernels
 from freight.model import open as opening
+from freight.operands.tiles import STATE_TILE
 
 PROMPT = "class Queue:\n    def __init__(self, maxsize=0):\n        self.maxsize = maxsize\n" * 3
 OTHERS = [f"def function_{i}(argument):\n" + f"    value = {i}\n" * i for i in range(16)]
@@ -117,11 +118,18 @@ class Trace:
 
 def cache_of(llm: LLM, block_ids: tuple[tuple[int, ...], ...], length: int) -> list[torch.Tensor]:
     """Of a layer with a window, the part that the last token has seen: the rest is given back. Of
-    one with a state, the one behind the last token."""
+    one with a state, the one behind the last token, without rows of drafts."""
     pool, parts = llm.engine.runner.pool, []
-    for layer in pool.states.values():
+    for index, layer in pool.states.items():
         block = block_ids[layer.group][(length - 1) // layer.states.every]
-        parts += [part[block].clone() for part in layer.states.parts.values()]
+        width = llm.engine.runner.model.config.layers[index].mixer.width
+        for name, part in layer.states.parts.items():
+            rows = slice(None)
+            if name in ("k", "u", "decay"):
+                rows = slice((length - 1) % STATE_TILE + 1)
+            elif name == "columns":
+                rows = [at % part.shape[1] for at in range(max(0, length + 1 - width), length)]
+            parts.append(part[block][rows].clone())
     for layer in pool.paged.values():
         pages, window = layer.pages, getattr(pool.spec.groups[layer.group], "window", None)
         seen = slice(max(0, length - (window or length)), length)
