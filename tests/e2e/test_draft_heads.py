@@ -25,7 +25,7 @@ from freight.engine.prepare import Logits, SequenceSlice, prepare
 from freight.errors import ConfigError
 
 MOST = 8
-HEADS = ["deepseek-v3", "glm4-moe", "mimo", "midlayer", "last-states"]
+HEADS = ["deepseek-v3", "glm4-moe", "mimo", "qwen3-next", "qwen3-5", "midlayer", "last-states"]
 OPTIONS: dict[str, Any] = {
     "skip_tokenizer_init": True,
     "dtype": "bfloat16",

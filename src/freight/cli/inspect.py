@@ -207,8 +207,7 @@ def _predicting(checkpoint: Checkpoint, model: ModelConfig) -> JsonObject | None
     for name in checkpoint.names:
         if name.startswith(roots):
             size += checkpoint.entry(name).size
-    drafts = not model.without_pages  # a state does not take back a draft
-    return {"layers": len(published.prefixes), "bytes": size, "drafts": drafts}
+    return {"layers": len(published.prefixes), "bytes": size}
 
 
 def _is_gguf_on_hub(model: str) -> bool:
@@ -494,8 +493,6 @@ def _predicts(predicting: JsonObject) -> str:
     count = predicting["layers"]
     layers = "1 layer predicts" if count == 1 else f"{count} layers predict"
     line = f"{layers} further tokens, {_size(predicting['bytes'])}: "
-    if not predicting["drafts"]:
-        return line + "no drafts, because layers of the model keep states"
     first = "" if count == 1 else "the first of them "
     return f"{line}{first}drafts on a CPU with --speculate auto"
 

@@ -126,6 +126,7 @@ class Rig:
         caching: bool = True,
         windows: Sequence[int | None] = (None,),
         most_drafts: int = 0,
+        draft_tile: int | None = None,
         drafter: Callable[[Request], Drafter | None] = lambda request: None,
     ) -> None:
         groups = [Pages((index,), 1, window, block_size) for index, window in enumerate(windows)]
@@ -133,7 +134,9 @@ class Rig:
         self.cache = CacheManager(groups, counts, block_size, budget, caching)
         self.allocator = self.cache.allocators[0]
         self.windows = windows
-        self.scheduler = Scheduler(self.cache, max_num_seqs, budget, max_model_len, most_drafts)
+        self.scheduler = Scheduler(
+            self.cache, max_num_seqs, budget, max_model_len, most_drafts, draft_tile=draft_tile
+        )
         self.drafter = drafter
         self.model = FakeModel(block_size, windows)
         self.max_num_seqs, self.budget, self.max_model_len = max_num_seqs, budget, max_model_len

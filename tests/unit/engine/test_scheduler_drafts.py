@@ -55,6 +55,31 @@ def test_drafts_that_do_not_cost_no_step(new_rig: NewRig) -> None:
     assert rig.scheduler.totals.accepted == 0
 
 
+def test_drafts_end_with_the_tile_of_the_known_token(new_rig: NewRig) -> None:
+    rig = drafting(new_rig, "right", 8, Random(1), draft_tile=16)
+    rig.add("a", [1, 2, 3], max_tokens=30)
+    assert shapes(rig) == [
+        [("a", 0, 0)],
+        [("a", 3, 8)],
+        [("a", 12, 3)],
+        [("a", 16, 8)],
+        [("a", 25, 5)],
+        [("a", 31, 0)],
+    ]
+    rig.check_all_done()
+
+
+def test_behind_the_last_token_of_a_tile_there_are_no_drafts(new_rig: NewRig) -> None:
+    rig = drafting(new_rig, "wrong", 8, Random(1), draft_tile=16)
+    rig.add("a", [1, 2, 3], max_tokens=40)
+    for step in shapes(rig):
+        for _, start, count in step:
+            assert count == 0 or start // 16 == (start + count) // 16
+            if start % 16 == 15:
+                assert count == 0
+    rig.check_all_done()
+
+
 @pytest.mark.parametrize(("max_tokens", "drafted"), [(2, 0), (3, 1), (4, 2), (9, 4)])
 def test_never_beyond_max_tokens(new_rig: NewRig, max_tokens: int, drafted: int) -> None:
     rig = drafting(new_rig, "right", 4, Random(1))
