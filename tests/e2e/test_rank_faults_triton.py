@@ -165,7 +165,7 @@ def test_a_rank_without_memory_for_its_part_refuses_the_start(
 def test_a_step_for_which_a_rank_has_no_memory_is_computed_again(
     gpu_like: RankPair, caplog: pytest.LogCaptureFixture
 ) -> None:
-    llm = gpu_like.start("memory 3")
+    llm = gpu_like.start("memory 1")
     expected = tokens_of(llm)
     assert "OutOfMemoryError: CUDA out of memory." in caplog.text
     assert tokens_of(llm) == expected

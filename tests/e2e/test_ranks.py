@@ -271,8 +271,10 @@ def require_bits_of_one(
         monkeypatch.setattr(build, "split_memory", lambda *_: blocks)
     alone = started(opened_as(given, options, tmp_path, kv_cache_memory=memory)[0])
     expected = outputs_of(alone)
-    assert alone.stats().preemptions > 0 or len(spec.groups) > 1  # windows give blocks back
-    assert alone.stats().prefix_hits > 0
+    stats = alone.stats()
+    # windows give blocks back, and drafts end a sequence before another needs more
+    assert stats.preemptions > 0 or len(spec.groups) > 1 or stats.accepted > 0
+    assert stats.prefix_hits > 0
 
     sizes = config.compute_format, config.state_every, config.max_model_len
     own = cache_spec(config.kv, opened.model, config.block_size, *sizes, ranks=2)
