@@ -277,7 +277,9 @@ def require_bits_of_one(
     assert stats.prefix_hits > 0
 
     sizes = config.compute_format, config.state_every, config.max_model_len
-    own = cache_spec(config.kv, opened.model, config.block_size, *sizes, ranks=2)
+    own = cache_spec(
+        config.kv, opened.model, config.block_size, *sizes, ranks=2, drafts=config.most_drafts
+    )
     memory = 2 * own.bytes_of(alone.runner.pool.num_blocks)
     more = {"kv_cache_memory": memory, "tensor_parallel_size": 2} | (machines or {})
     opened = opened_as(given, options, tmp_path, **more)[0]
