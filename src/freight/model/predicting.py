@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from freight.cache.pool import LayerCache
-from freight.checkpoint.headers import Shape
 from freight.checkpoint.reader import Checkpoint
 from freight.errors import ConfigError, listed
 from freight.fp8.cast import torch_dtype
@@ -27,7 +26,6 @@ from freight.kernels.interface import KernelSet
 from freight.model.architectures import tensor_names
 from freight.model.building import Ropes
 from freight.model.config.layer import MoEConfig
-from freight.model.config.model import ModelConfig
 from freight.model.config.predicting import PredictingConfig, published_predicting
 from freight.model.config.tensor_names import PREDICTS, TensorNames
 from freight.model.decoder import Decoder, DecoderLayer, Residual
@@ -40,7 +38,7 @@ from freight.model.loader import ModelBuilder, require_groups
 from freight.model.mixers.attention.layer import Attention
 from freight.model.mixers.spec import Mixer
 from freight.model.open import OpenModel
-from freight.model.shapes import layer_shapes
+from freight.model.shapes import predicting_shapes
 from freight.model.sources import CheckpointSource, Stored
 from freight.model.stored import find_matrices
 from freight.operands.activation import GateFunction
@@ -212,20 +210,6 @@ def _builder(
         int4=config.int4,
     )
     return ModelBuilder(source, model, names, shapes, kernels)
-
-
-def predicting_shapes(model: ModelConfig, predicting: PredictingConfig) -> dict[str, Shape]:
-    """Return every tensor that the layers need, with its shape."""
-    form = predicting.form
-    hidden = model.hidden_size
-    layer = layer_shapes(predicting.layer, model, tensor_names(model))
-    shapes: dict[str, Shape] = {}
-    for index, prefix in enumerate(predicting.prefixes):
-        shapes |= {prefix + name: shape for name, shape in layer.items()}
-        shapes[predicting.weight(index, form.projection)] = (hidden, 2 * hidden)
-        for norm in (form.embedding_norm, form.features_norm, form.norm):
-            shapes[predicting.weight(index, norm)] = (hidden,)
-    return shapes
 
 
 def _require_all_read(
