@@ -11,13 +11,15 @@ from __future__ import annotations
 
 import fnmatch
 import logging
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from freight.cache.pool import LayerCache
+from freight.checkpoint.gguf.stored import StoredBlocks, find_blocks
+from freight.checkpoint.headers import Shape
 from freight.checkpoint.reader import Checkpoint
 from freight.errors import ConfigError, listed
 from freight.fp8.cast import torch_dtype
@@ -26,6 +28,7 @@ from freight.kernels.interface import KernelSet
 from freight.model.architectures import tensor_names
 from freight.model.building import Ropes
 from freight.model.config.layer import MoEConfig
+from freight.model.config.model import ModelConfig
 from freight.model.config.predicting import PredictingConfig, published_predicting
 from freight.model.config.tensor_names import PREDICTS, TensorNames
 from freight.model.decoder import Decoder, DecoderLayer, Residual
@@ -34,7 +37,7 @@ from freight.model.layers.embedding import Embedding, LogitsHead
 from freight.model.layers.linear import Projection
 from freight.model.layers.norm import Norm
 from freight.model.layers.rope import build_ropes
-from freight.model.loader import ModelBuilder, require_groups
+from freight.model.loader import ModelBuilder, computed_blocks, require_groups
 from freight.model.mixers.attention.layer import Attention
 from freight.model.mixers.spec import Mixer
 from freight.model.open import OpenModel
@@ -198,6 +201,8 @@ def _builder(
     _require_all_read(checkpoint, predicting, names, needed)
     require_groups(kernels, matrices.four, config.int4)
     stored: dict[str, Stored] = {**matrices.linears, **matrices.four}
+    if kernels.multiplies_blocks and not config.weight_format.is_quantized:
+        stored |= _blocks(checkpoint, model, predicting, shapes)
     source = CheckpointSource(
         checkpoint,
         config.compute_format,
@@ -210,6 +215,24 @@ def _builder(
         int4=config.int4,
     )
     return ModelBuilder(source, model, names, shapes, kernels)
+
+
+def _blocks(
+    checkpoint: Checkpoint,
+    model: ModelConfig,
+    predicting: PredictingConfig,
+    shapes: Mapping[str, Shape],
+) -> dict[str, StoredBlocks]:
+    """Return the matrices that are computed in a GGUF file's blocks. model: with one such layer alone."""
+    names = tensor_names(model)
+    outside = {
+        name: size for name, size in shapes.items() if not name.startswith(predicting.prefixes)
+    }
+    blocks = find_blocks(checkpoint, outside)
+    for prefix in predicting.prefixes:
+        own = {name: size for name, size in shapes.items() if name.startswith(prefix)}
+        blocks |= computed_blocks(checkpoint, model, replace(names, layer=prefix), own)
+    return blocks
 
 
 def _require_all_read(
