@@ -107,6 +107,7 @@ TORCH_FREE = [
     "model/shares.py",
     "model/sizes.py",
     "lab/capacity.py",
+    "lab/planned_head.py",
     "lab/evaluate/safety.py",
     "engine/grammar.py",
     "engine/intake.py",

@@ -25,8 +25,9 @@ from freight.checkpoint.gguf.names import (
 from freight.errors import CheckpointError
 from freight.model.config.model import ModelConfig
 from freight.model.config.parse import parse_model_config
+from freight.model.config.predicting import published_predicting
 from freight.model.feed_forward.expert_names import as_stored
-from freight.model.shapes import tensor_shapes
+from freight.model.shapes import predicting_shapes, tensor_shapes
 
 
 def _opened(name: str) -> tuple[Converted, GGUFConfig, TensorPlaces, ModelConfig]:
@@ -202,14 +203,61 @@ def test_older_files_of_qwen3_next_have_one_projection() -> None:
 
 
 def test_layers_that_predict_are_named_as_skipped() -> None:
-    file = converted("glm4-moe")
-    gguf = file.read(**{"glm4moe.nextn_predict_layers": 2})
+    """Where their form is not known: of Qwen3-Next, whose converter leaves them out."""
+    file = converted("qwen3-next")
+    layers = file.metadata["qwen3next.block_count"]
+    gguf = file.read(**{"qwen3next.nextn_predict_layers": 1})
     places = tensor_names(gguf, file.shapes)
     assert set(places.skipped.values()) == {PREDICTS}
-    assert all(name.startswith("blk.2.") for name in places.skipped)
-    model = parse_model_config(gguf.config)
-    assert (model.num_layers, model.prediction_layers) == (2, 2)
+    assert all(name.startswith(f"blk.{layers - 1}.") for name in places.skipped)
+    model = as_stored(parse_model_config(gguf.config), places.placed)
+    assert model.num_layers == layers - 1
     assert places.placed.keys() == tensor_shapes(model).keys()
+    assert tensor_names(gguf, {**file.shapes, "blk.9.nextn.enorm.weight": (64,)}).skipped
+
+
+@pytest.mark.parametrize("name", ["qwen3-5", "qwen3-5-moe"])
+def test_layers_that_predict_outside_of_the_model(name: str) -> None:
+    """A further block with attention, as a file of Qwen3.5 has it: all of its norms have 1 added."""
+    file = converted(name)
+    architecture = file.metadata["general.architecture"]
+    block = file.metadata[f"{architecture}.block_count"]
+    keys = {"block_count": block + 1, "nextn_predict_layers": 1}
+    gguf = file.read(**{f"{architecture}.{key}": number for key, number in keys.items()})
+    beside: dict[str, tuple[int, ...]] = {
+        "eh_proj": (64, 128),
+        "enorm": (64,),
+        "hnorm": (64,),
+        "shared_head_norm": (64,),
+    }
+    shapes = dict(file.shapes)
+    attends = next(index for index in range(block) if f"blk.{index}.attn_q.weight" in shapes)
+    for tensor, shape in file.shapes.items():
+        if tensor.startswith(f"blk.{attends}."):
+            shapes[tensor.replace(f"blk.{attends}.", f"blk.{block}.", 1)] = shape
+    for module, shape in beside.items():
+        shapes[f"blk.{block}.nextn.{module}.weight"] = shape
+    places = tensor_names(gguf, shapes)
+    model = as_stored(parse_model_config(gguf.config), places.placed)
+    predicting = published_predicting(model, places.placed)
+    assert predicting is not None
+    expected = tensor_shapes(model) | predicting_shapes(model, predicting)
+    assert places.placed.keys() == expected.keys()
+    empty = {tensor: torch.empty(shape) for tensor, shape in shapes.items()}
+    assert all(
+        tuple(undone(place, empty).shape) == expected[tensor]
+        for tensor, place in places.placed.items()
+    )
+    for module, target in (("enorm", "pre_fc_norm_embedding"), ("hnorm", "pre_fc_norm_hidden")):
+        place = places.placed[f"mtp.{target}.weight"]
+        assert place == Placed((f"blk.{block}.nextn.{module}.weight",), change=Change.MINUS_ONE)
+    assert places.placed["mtp.fc.weight"] == Placed((f"blk.{block}.nextn.eh_proj.weight",))
+    assert places.placed["mtp.norm.weight"].change is Change.MINUS_ONE
+    del shapes[f"blk.{block}.nextn.shared_head_norm.weight"]
+    shared = tensor_names(gguf, shapes).placed
+    assert shared["mtp.norm.weight"] == shared["model.norm.weight"]
+    with pytest.raises(CheckpointError, match=r"nextn\.other\.weight has no place"):
+        tensor_names(gguf, {**shapes, f"blk.{block}.nextn.other.weight": (64,)})
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "gemma4", "qwen3-5"])

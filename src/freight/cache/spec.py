@@ -8,7 +8,7 @@ bytes, scales included. A mixer says what it keeps, pages or a state (`model/mix
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -23,6 +23,7 @@ from freight.settings.engine import KVCacheConfig, LayerKVFormat
 from freight.settings.states import default_state
 
 LEAST_EVERY = 64  # least tokens of a block of states by default
+_MEASURED = (None, Granularity.TOKEN, Granularity.GROUP)  # granularities without static scales
 
 
 @dataclass(frozen=True)
@@ -248,6 +249,32 @@ def cache_spec(
         spec,
         state_every=state_every or default_every(spec, max_len or model.max_position_embeddings),
     )
+
+
+def with_layers(
+    spec: KVCacheSpec, mixers: Sequence[Mixer], kinds: Sequence[LayerKVFormat], compute: Format
+) -> KVCacheSpec:
+    """Return the cache of a model and of further layers behind it, those of a head that drafts, in the
+    blocks of layers that keep every token. They have attention; kinds: the stored format of each.
+    """
+    first = len(spec.layers)
+    layers = []
+    for mixer, kind in zip(mixers, kinds, strict=True):
+        layer = layer_spec(mixer, kind, compute)
+        assert isinstance(layer, LayerKVSpec), "refused when it was opened"
+        if layer.source is not None:
+            layer = replace(layer, source=layer.source + first)
+        layers.append(replace(layer, window=None))
+    return replace(spec, layers=(*spec.layers, *layers))
+
+
+def measured(kind: LayerKVFormat) -> LayerKVFormat:
+    """Return the format of the keys and values of a layer beside the model's, for which a checkpoint
+    has no static scales.
+    """
+    if kind.granularity in _MEASURED:
+        return kind
+    return replace(kind, granularity=Granularity.TOKEN)
 
 
 def default_every(spec: KVCacheSpec, max_len: int) -> int:

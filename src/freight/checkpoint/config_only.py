@@ -14,7 +14,8 @@ from freight.checkpoint.gguf.describe import GGUFModel, describe
 from freight.checkpoint.gguf.hub import file_on_hub, header_on_hub, numbers_on_hub
 from freight.checkpoint.gguf.ollama import PREFIX, ollama_model
 from freight.checkpoint.gguf.places import gguf_in, is_gguf
-from freight.checkpoint.stored_dtype import stored_in_folder, stored_on_hub
+from freight.checkpoint.headers import read_header
+from freight.checkpoint.stored_dtype import safetensors_in, stored_in_folder, stored_on_hub
 from freight.errors import CheckpointError, ConfigError, first_line, nearest
 from freight.fp8.formats import Format
 from freight.model.config.dtype import names_dtype
@@ -79,6 +80,24 @@ def tensors_dtype(model: str, config: JsonObject, revision: str | None = None) -
     if path.is_file():
         return stored_in_folder(path.parent) if path.name == "config.json" else None
     return stored_in_folder(path) if path.is_dir() else stored_on_hub(model, revision)
+
+
+def tensor_dtypes(model: str) -> dict[str, str] | None:
+    """Return the dtype of each tensor beside the config.json of `model`, as safetensors names it, from
+    the headers of a local folder; None where there are no such files. Raises CheckpointError for
+    damaged ones.
+    """
+    path = local_path(model)
+    if is_preset(model) or not path.exists():
+        return None
+    files = safetensors_in(path if path.is_dir() else path.parent)
+    if not files:
+        return None
+    dtypes = {}
+    for file in files:
+        for name, entry in read_header(file).items():
+            dtypes[name] = entry.dtype
+    return dtypes
 
 
 def local_path(model: str) -> Path:

@@ -49,16 +49,19 @@ def stored_format(tensors: Iterable[Size]) -> Format | None:
     return max(sizes, key=lambda format: sizes[format], default=None)
 
 
+def safetensors_in(folder: Path) -> list[Path]:
+    """Return the files of weights in `folder`: consolidated*.safetensors hold the same ones again."""
+    files = sorted(folder.glob("*.safetensors"))
+    return [file for file in files if not file.name.startswith("consolidated")] or files
+
+
 def stored_in_folder(folder: Path) -> Format | None:
     """Return `stored_format` of the safetensors files in `folder`; None also for files that cannot
     be read.
     """
-    files = sorted(folder.glob("*.safetensors"))
-    # consolidated*.safetensors hold the same weights again
-    files = [file for file in files if not file.name.startswith("consolidated")] or files
     try:
         tensors: list[Size] = []
-        for file in files:
+        for file in safetensors_in(folder):
             for name, entry in read_header(file).items():
                 tensors.append((name, entry.dtype, entry.size))
     except CheckpointError:

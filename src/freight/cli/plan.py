@@ -18,6 +18,8 @@ from freight.cli.options import (
     RankCount,
     Revision,
     SkippedLayers,
+    Speculate,
+    SpeculativeConfig,
     StageCount,
     StageLayers,
     StateDtype,
@@ -71,6 +73,8 @@ def plan(
     pipeline_parallel_size: StageCount = 1,
     pp_layers: StageLayers = None,
     ignore_config_keys: IgnoredKeys = None,
+    speculate: Speculate = None,
+    speculative_config: SpeculativeConfig = None,
     max_loras: MaxLoras = None,
     max_lora_rank: MaxLoraRank = None,
     as_json: OneJson = False,
@@ -80,7 +84,12 @@ def plan(
     With each format of cache and weights, and which to take; from config.json alone.
     """
     from freight.base.options import choose
-    from freight.checkpoint.config_only import gguf_model, read_config_only, tensors_dtype
+    from freight.checkpoint.config_only import (
+        gguf_model,
+        read_config_only,
+        tensor_dtypes,
+        tensors_dtype,
+    )
     from freight.lab.capacity import Wish, make_plan, read_memory
     from freight.lab.capacity import as_json as plan_json
     from freight.model.sizes import Layout
@@ -105,15 +114,20 @@ def plan(
         stages=pipeline_parallel_size,
         pp_layers=pp_layers,
         lora=planned_lora(max_loras, max_lora_rank),
+        speculate=speculate,
+        speculative_config=speculative_config,
     )
     ignored = names_of(ignore_config_keys or ())
     gguf = gguf_model(model, revision)
     if gguf is not None:
-        made = make_plan(gguf.described.config, wish, None, gguf.stored, ignored, gguf.scheme)
+        described = gguf.described.config
+        tensors = dict.fromkeys(gguf.places.placed, "")  # their types are in the scheme
+        made = make_plan(described, wish, None, gguf.stored, ignored, gguf.scheme, tensors, model)
     else:
         config, hf_quant_config = read_config_only(model, revision)
         stored = tensors_dtype(model, config, revision) if dtype == "auto" else None
-        made = make_plan(config, wish, hf_quant_config, stored, ignored)
+        dtypes = tensor_dtypes(model) if wish.asks_for_head else None
+        made = make_plan(config, wish, hf_quant_config, stored, ignored, None, dtypes, model)
     if as_json:
         print(json.dumps({"model": model, **plan_json(made)}))
     else:
@@ -171,10 +185,7 @@ def _print(model: str, made: Plan) -> None:
         console.print(_states(made))
     if wish.device == "cpu":
         console.print(_stored(made))
-        console.print(
-            "What drafts besides a request's text (--speculative-config, --speculate auto) is not counted: "
-            "its weights, and its layers in the cache."
-        )
+        console.print(_head(made))
         for line in _products(made):
             console.print(line)
     if made.through_transformers:
@@ -237,6 +248,26 @@ def _states(made: Plan) -> str:
         line += f" (in float32 {size(eight.float32_bytes_per_state)})"
     return (
         f"{line}, and as much again for those that stay behind every {plain.state_every:,} tokens."
+    )
+
+
+def _head(made: Plan) -> str:
+    """Say what a head takes that drafts, in the setting that the verdict names."""
+    from freight.lab.capacity import named_setting, size
+
+    if made.head is None and made.wish.asks_for_head:
+        return "No head drafts: the model has no layers for it that run here."
+    if made.head is None:
+        return (
+            "What drafts besides a request's text is counted where it is named: --speculative-config, or "
+            "--speculate auto."
+        )
+    setting = named_setting(made)
+    of_weights = size(setting.loaded.head)
+    of_cache = setting.head_bytes_per_token
+    return (
+        f"What drafts is counted, {made.head.describe()}: {of_weights} of the {setting.weights} weights, and "
+        f"{of_cache:,} of the {setting.spec.bytes_per_token:,} bytes that a token takes in {setting.cache_name}."
     )
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from freight.cache.pool import KVPool
-from freight.cache.spec import KVCacheSpec, LayerKVSpec, layer_spec
+from freight.cache.spec import KVCacheSpec, measured, with_layers
 from freight.checkpoint.headers import Shape
 from freight.checkpoint.reader import Checkpoint
 from freight.engine.decode_steps import DecodeSteps
@@ -17,7 +17,7 @@ from freight.engine.guesses import ASSUMED, FLOAT32_ROW, ROW, pays
 from freight.engine.least_bytes import least_weight_bytes
 from freight.engine.recordings import CpuRecordings
 from freight.errors import CheckpointError, ConfigError, shown
-from freight.fp8.formats import Format, Granularity
+from freight.fp8.formats import Format
 from freight.fp8.scheme import KVScales
 from freight.kernels.cpu.cpu_set import CpuKernels
 from freight.kernels.interface import KernelSet
@@ -26,18 +26,17 @@ from freight.model.decoder import Decoder, LanguageModel
 from freight.model.draft_head import DraftHead
 from freight.model.eagle import open_eagle
 from freight.model.held_tensors import held_tensors
-from freight.model.mixers.spec import Mixer, PagedMixer
+from freight.model.mixers.spec import Mixer
 from freight.model.open import OpenModel, open_model
-from freight.model.predicting import load_predicting, predicting_shapes, require_predicting
+from freight.model.predicting import load_predicting, require_predicting
 from freight.model.second_model import SecondModel
+from freight.model.shapes import predicting_shapes
 from freight.settings.cpu_builds import multiplies_bfloat16
 from freight.settings.engine import EngineArgs, EngineConfig, KVCacheConfig, LayerKVFormat
-from freight.settings.speculation import HeadKind, HeadSource
+from freight.settings.speculation import HeadKind, HeadSource, require_drafts_of
 from freight.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("freight")
-
-MEASURED = (None, Granularity.TOKEN, Granularity.GROUP)  # granularities without static scales
 
 
 @dataclass(frozen=True)
@@ -102,10 +101,7 @@ def _measured(config: EngineConfig, opened: OpenModel) -> LayerKVFormat:
     """Return the format of the keys and values of layers beside the model's, for which a checkpoint has
     no static scales.
     """
-    kind = config.kv.of_layer(max(opened.model.paged))
-    if kind.granularity in MEASURED:
-        return kind
-    return replace(kind, granularity=Granularity.TOKEN)
+    return measured(config.kv.of_layer(max(opened.model.paged)))
 
 
 def _num_values(shapes: Mapping[str, Shape]) -> int:
@@ -151,19 +147,7 @@ def _open_eagle(opened: OpenModel, config: EngineConfig, folder: str) -> OpenHea
 def _open_second(opened: OpenModel, config: EngineConfig, folder: str) -> OpenHead:
     second = open_model(_args_of(opened.args, folder, config))
     name = shown(folder)
-    if second.model.foreign is not None:
-        raise ConfigError(
-            f"--speculative-config: {name} is of model_type {second.model.model_type!r}, which runs through "
-            "transformers' modules; what drafts needs Freight's own decoder"
-        )
-    if not second.model.generates:
-        raise ConfigError(f"--speculative-config: {name} gives no text, and so drafts nothing")
-    for layer in second.model.layers:
-        if not isinstance(layer.mixer, PagedMixer):
-            raise ConfigError(
-                f"--speculative-config: {name} ({second.model.model_type}) has layers that keep a state, which do not "
-                "take back a draft; use a model of attention alone"
-            )
+    require_drafts_of(second.model, name)
     _check_vocabulary(opened, second, name)
     limit = min(config.max_model_len, second.model.max_position_embeddings)
     second = replace(second, args=replace(second.args, max_model_len=limit))
@@ -251,15 +235,7 @@ def with_head(spec: KVCacheSpec, head: OpenHead | None, compute: Format) -> KVCa
     """
     if head is None:
         return spec
-    first = len(spec.layers)
-    layers = []
-    for mixer, kind in zip(head.mixers, head.kinds, strict=True):
-        layer = layer_spec(mixer, kind, compute)
-        assert isinstance(layer, LayerKVSpec), "refused when it was opened"
-        if layer.source is not None:
-            layer = replace(layer, source=layer.source + first)
-        layers.append(replace(layer, window=None))
-    return replace(spec, layers=(*spec.layers, *layers))
+    return with_layers(spec, head.mixers, head.kinds, compute)
 
 
 def kv_with_head(kv: KVCacheConfig, num_layers: int) -> KVCacheConfig:

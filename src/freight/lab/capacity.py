@@ -9,6 +9,7 @@ and what the kernels and torch need.
 
 from __future__ import annotations
 
+import shlex
 from bisect import bisect_right
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -30,6 +31,7 @@ from freight.errors import CapacityError, ConfigError
 from freight.fp8.formats import Format, Granularity, ScaleSource
 from freight.fp8.scheme import Packing, Scheme
 from freight.lab.columns import as_object, plural
+from freight.lab.planned_head import Beside, Matrices, PlannedHead, planned_head
 from freight.model.adapted import adapter_bytes
 from freight.model.config.dtype import DtypeSource
 from freight.model.config.model import ModelConfig
@@ -55,12 +57,14 @@ from freight.settings.lora import LoraConfig
 from freight.settings.resolve import (
     BASE_SCALES,
     DTYPES,
+    check,
     check_int8,
     check_stored_weights,
     parse_memory,
     step_tokens,
 )
 from freight.settings.skip_layers import FLAG, check_skipped, skipped_layers
+from freight.settings.speculation import Speculation, speculation
 from freight.settings.stages import check_stages
 from freight.settings.states import check_states, with_state
 
@@ -86,6 +90,7 @@ class Wish:
                    on a CPU they have its memory together
     pp_layers      layers of each stage, as `EngineArgs.pp_layers`
     lora           memory for adapters; None for none
+    speculate, speculative_config  what drafts, as in `EngineArgs`; a head is counted
     """
 
     memory: int
@@ -101,6 +106,8 @@ class Wish:
     stages: int = 1
     pp_layers: str | None = None
     lora: LoraConfig | None = None
+    speculate: int | str | None = None
+    speculative_config: str | None = None
 
     @property
     def devices(self) -> int:
@@ -111,6 +118,16 @@ class Wish:
     def device_memory(self) -> int:
         """Bytes of each device."""
         return self.memory // (self.ranks * self.devices)
+
+    @property
+    def drafts(self) -> Speculation:
+        """What drafts. Raises ConfigError as `speculation`."""
+        return speculation(self.speculate, self.speculative_config)
+
+    @property
+    def asks_for_head(self) -> bool:
+        """Whether more may draft than the text of requests."""
+        return self.drafts.head is not None or self.drafts.finds_head
 
     @property
     def num_requests(self) -> int:
@@ -139,7 +156,8 @@ class Setting:
     in_four_bits       whether some weights are
     kv                 the cache; static scales have no values here
     options            what `freight serve` is given for it, apart from context, concurrency and memory
-    loaded             the weights, with their scales, the rotary tables and memory for adapters
+    loaded             the weights, with their scales, the rotary tables, memory for adapters and what
+                       drafts
     cache_bytes        the share of what the weights leave; of several devices so much that each has
                        room for its layers' part
     devices            what each of the devices has that divide the layers; () without any
@@ -153,6 +171,7 @@ class Setting:
     step_tokens        tokens of a step at most
     requests           of the wished context, at once
     needed_bytes       memory of all ranks that the wish needs with this setting
+    head_bytes_per_token  bytes of a token in the layers of what drafts
     """
 
     weights: str
@@ -171,6 +190,7 @@ class Setting:
     step_tokens: int
     requests: int
     needed_bytes: int
+    head_bytes_per_token: int = 0
 
     @property
     def cache_name(self) -> str:
@@ -195,6 +215,7 @@ class Plan:
     dtype_source            where that was found
     through_transformers    whether it runs through transformers' modules, which hold all weights in
                             16 bits at load
+    head                    what drafts besides the text of requests; None: nothing
     """
 
     wish: Wish
@@ -204,6 +225,7 @@ class Plan:
     settings: tuple[Setting, ...]
     choice: int | None
     through_transformers: bool = False
+    head: PlannedHead | None = None
 
 
 def read_memory(value: str) -> int:
@@ -225,10 +247,13 @@ def make_plan(
     stored: Format | None = None,
     ignore_keys: Collection[str] = (),
     scheme: Scheme | None = None,
+    tensors: Mapping[str, str] | None = None,
+    name: str = "the model",
 ) -> Plan:
     """Return what fits of the model that `config`, the content of a config.json, describes.
     `stored` is the dtype of its tensors, where that is known; `ignore_keys` of config.json are read
-    over; `scheme` is that of a GGUF file, in the place of what `config` declares.
+    over; `scheme` is that of a GGUF file, in the place of what `config` declares; `tensors` are those
+    of its files, with their dtypes, where they are known; `name` is for messages.
 
     Raises CheckpointError for a model that Freight does not run, ConfigError for a wish that no
     memory serves and for ranks that cannot divide the model, and CapacityError if the weights do not fit in any format.
@@ -242,7 +267,22 @@ def make_plan(
     if wish.dtype != "auto":
         compute = DTYPES[wish.dtype]
         source = DtypeSource.OPTION
-    settings = tuple(_settings(model, scheme, compute, wish, context))
+    beside = Beside(
+        name=name,
+        # whose prefixes the names of tensors show
+        model=_read(config, stored, ignore_keys, tensors) if tensors else model,
+        compute=compute,
+        device=wish.device,
+        layout=wish.layout,
+        context=context,
+        read=lambda described: _read(described, None, ()),
+        tensors=tensors,
+    )
+    plain = _caches(compute, scheme, wish, model)[0]
+    head = planned_head(
+        wish.drafts, beside, cache_spec(plain.kv, model, EngineArgs.block_size, compute)
+    )
+    settings = tuple(_settings(model, scheme, compute, wish, context, head))
     if all(setting.cache_bytes == 0 for setting in settings):
         raise _too_little(wish, context, settings)
     serving = (i for i, setting in enumerate(settings) if setting.requests >= wish.num_requests)
@@ -254,6 +294,7 @@ def make_plan(
         settings=settings,
         choice=next(serving, None),
         through_transformers=model.foreign is not None,
+        head=head,
     )
 
 
@@ -263,6 +304,10 @@ def _too_little(wish: Wish, context: int, settings: Sequence[Setting]) -> Capaci
     loaded = size(least.loaded.total * wish.ranks, up=True)
     loads = f"the weights alone need {loaded} in {least.weights}"
     way_out = "take a smaller model"
+    if least.loaded.head:
+        of_head = size(least.loaded.head, up=True)
+        loads = f"the weights in {least.weights} and what drafts need {loaded}, of which the head has {of_head}"
+        way_out = "omit --speculative-config and --speculate"
     if wish.lora is not None:
         adapters = size(least.loaded.adapters * wish.ranks, up=True)
         loads = f"the weights in {least.weights} and adapters need {loaded}, of which {adapters} are for adapters"
@@ -278,10 +323,15 @@ def _too_little(wish: Wish, context: int, settings: Sequence[Setting]) -> Capaci
     )
 
 
-def _read(config: JsonObject, stored: Format | None, ignore_keys: Collection[str]) -> ModelConfig:
+def _read(
+    config: JsonObject,
+    stored: Format | None,
+    ignore_keys: Collection[str],
+    tensors: Collection[str] = (),
+) -> ModelConfig:
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type in FAMILIES:
-        return parse_model_config(config, (), stored, ignore_keys)
+        return parse_model_config(config, tensors, stored, ignore_keys)
     from freight.model.open import read_model_config  # takes seconds, and torch
 
     return read_model_config(config, (), stored, ignore_keys)
@@ -298,6 +348,7 @@ def _check(wish: Wish, model: ModelConfig) -> int:
         )
     require_divisible(model, wish.ranks)
     check_stages(wish.stages, wish.pp_layers)
+    _check_drafts(wish)
     require_stages(model, wish.stages)
     for flag, value in (("--context", wish.context), ("--concurrency", wish.concurrency)):
         if value is not None and value < 1:
@@ -309,19 +360,60 @@ def _check(wish: Wish, model: ModelConfig) -> int:
     return wish.context or model.max_position_embeddings
 
 
+def _check_drafts(wish: Wish) -> None:
+    """Raise ConfigError where an engine refuses what drafts by its settings alone."""
+    check(
+        EngineArgs(
+            speculate=wish.speculate,
+            speculative_config=wish.speculative_config,
+            tensor_parallel_size=wish.ranks,
+            pipeline_parallel_size=wish.stages,
+        )
+    )
+
+
 def _settings(
-    model: ModelConfig, scheme: Scheme, compute: Format, wish: Wish, context: int
+    model: ModelConfig,
+    scheme: Scheme,
+    compute: Format,
+    wish: Wish,
+    context: int,
+    head: PlannedHead | None,
 ) -> Iterator[Setting]:
-    """Weights before caches: FP8 weights change more than an FP8 cache does (docs/numerics.md)."""
+    """Weights before caches: FP8 weights change more than an FP8 cache does (docs/numerics.md). None
+    with weights that an engine refuses beside the head.
+    """
     facts = (model, EngineArgs.block_size, compute, wish.state_every, context)
+    drafts = 0
+    if wish.device == "cpu" and model.generates:
+        drafts = wish.drafts.most
     step = step_tokens(wish.device, model)
     caches = _caches(compute, scheme, wish, model)
     for form in _forms(model, scheme, compute, wish.device):
+        head_bytes = _head_bytes(form, head)
+        if head_bytes is None:
+            continue
         rooms = _rooms(model, compute, form, wish, context)
+        if head is not None:
+            rooms = rooms.with_head(head_bytes, len(head.mixers))
         for cache in caches:
-            spec = cache_spec(cache.kv, *facts, wish.ranks)
-            stored = stored_tokens(cache_spec(cache.kv, *facts))
-            yield _setting(form, cache, rooms, spec, stored, wish, context, step)
+            alone = cache_spec(cache.kv, *facts, wish.ranks, drafts)
+            spec = alone
+            whole = cache_spec(cache.kv, *facts, drafts=drafts)
+            if head is not None:
+                spec = head.beside(alone, cache.kv, compute)
+                whole = head.beside(whole, cache.kv, compute)
+            setting = _setting(form, cache, rooms, spec, stored_tokens(whole), wish, context, step)
+            of_head = spec.bytes_per_token - alone.bytes_per_token
+            yield replace(setting, head_bytes_per_token=of_head)
+
+
+def _head_bytes(form: Form, head: PlannedHead | None) -> int | None:
+    """Return what a head takes beside such weights; None where an engine refuses it."""
+    if head is None:
+        return 0
+    quantization = form.options[1] if form.options else None
+    return head.num_bytes(Matrices(form.format, form.linear_of, quantization))
 
 
 @dataclass(frozen=True)
@@ -365,6 +457,14 @@ class Rooms:
             for device, part in parts.items()
         ]
         return len(of_each) * max(of_each)
+
+    def with_head(self, num_bytes: int, num_layers: int) -> Rooms:
+        """Return the one device with what drafts, of so many bytes and layers in the cache."""
+        ((device, layers),) = self.layers.items()
+        loaded = replace(self.loaded[device], head=num_bytes)
+        return replace(
+            self, layers={device: range(len(layers) + num_layers)}, loaded={device: loaded}
+        )
 
     def parts(self, spec: KVCacheSpec, cache: int) -> tuple[DevicePart, ...]:
         """Return what each of several devices has; () of one."""
@@ -602,6 +702,8 @@ def verdict(plan: Plan) -> str:
             f"--enable-lora --max-loras {wish.lora.num_slots} --max-lora-rank {wish.lora.max_rank}"
         )
     for flag, value, default in (
+        ("--speculate", wish.speculate, None),
+        ("--speculative-config", _quoted(wish.speculative_config), None),
         ("--max-model-len", plan.context, None),
         ("--kv-cache-memory", setting.cache_bytes * wish.ranks, None),
         ("--tensor-parallel-size", wish.ranks, 1),
@@ -620,6 +722,10 @@ def verdict(plan: Plan) -> str:
     if plan.choice:
         return f"{line}, and no setting listed before it serves {wish.num_requests:,}."
     return f"{line}."
+
+
+def _quoted(config: str | None) -> str | None:
+    return None if config is None else shlex.quote(config)
 
 
 def _scales(plan: Plan, setting: Setting) -> str:
@@ -681,6 +787,7 @@ def as_json(plan: Plan) -> JsonObject:
         **ranks,
         **stages,
         **as_object(plan, _PLAN),
+        **({} if plan.head is None else {"head": plan.head.as_json()}),
         "settings": list(map(_setting_json, plan.settings)),
         "choice": plan.choice,
         "verdict": verdict(plan),
@@ -699,10 +806,12 @@ _SETTING = {
     "embedding_bytes": "loaded.embeddings",
     "rotary_table_bytes": "loaded.tables",
     "adapter_bytes": "loaded.adapters",
+    "head_bytes": "loaded.head",
     "kv_cache_bytes": "cache_bytes",
     "rest_bytes": "rest_bytes",
     "needed_bytes": "needed_bytes",
     "bytes_per_token": "spec.bytes_per_token",
+    "head_bytes_per_token": "head_bytes_per_token",
     "bytes_per_state": "spec.bytes_per_state",
     "state_dtype": "spec.state_format",
     "block_size": "spec.block_size",

@@ -40,6 +40,7 @@ from freight.model.config.layer import (
 )
 from freight.model.config.model import ModelConfig
 from freight.model.config.pooling import PoolingConfig
+from freight.model.config.tensor_names import TensorNames
 from freight.model.decoder import Decoder, DecoderLayer
 from freight.model.feed_forward.expert_modules import expert_modules
 from freight.model.feed_forward.expert_weights import Read, expert_matrices
@@ -503,7 +504,7 @@ def load_model(
     require_groups(kernels, matrices.four, int4)
     stored: dict[str, Stored] = {**linears, **matrices.four}
     if kernels.multiplies_blocks and not weight_format.is_quantized:
-        stored |= computed_blocks(checkpoint, config)
+        stored |= computed_blocks(checkpoint, config, tensor_names(config), tensor_shapes(config))
     if share is not None:
         require_whole_blocks(share, linears)
         stored, packed = present_share(checkpoint, share, stored, packed)
@@ -565,12 +566,13 @@ def load_pooler(checkpoint: Checkpoint, source: WeightSource, config: PoolingCon
     return Pooler(config, tuple(layers))
 
 
-def computed_blocks(checkpoint: Checkpoint, config: ModelConfig) -> dict[str, StoredBlocks]:
-    """Return the matrices that are computed in a GGUF file's blocks. Experts whose gate and up have
-    different blocks are decoded, because the two become one matrix.
+def computed_blocks(
+    checkpoint: Checkpoint, config: ModelConfig, names: TensorNames, shapes: Mapping[str, Shape]
+) -> dict[str, StoredBlocks]:
+    """Return the matrices of `shapes` that are computed in a GGUF file's blocks. Experts whose gate and
+    up have different blocks are decoded, because the two become one matrix.
     """
-    blocks = find_blocks(checkpoint, tensor_shapes(config))
-    names = tensor_names(config)
+    blocks = find_blocks(checkpoint, shapes)
     for index, layer in enumerate(config.layers):
         if not isinstance(layer.feed_forward, MoEConfig) or names.interleaved:
             continue

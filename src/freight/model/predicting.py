@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import fnmatch
 import logging
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from freight.cache.pool import LayerCache
+from freight.checkpoint.gguf.stored import StoredBlocks, find_blocks
 from freight.checkpoint.headers import Shape
 from freight.checkpoint.reader import Checkpoint
 from freight.errors import ConfigError, listed
@@ -36,11 +37,11 @@ from freight.model.layers.embedding import Embedding, LogitsHead
 from freight.model.layers.linear import Projection
 from freight.model.layers.norm import Norm
 from freight.model.layers.rope import build_ropes
-from freight.model.loader import ModelBuilder, require_groups
+from freight.model.loader import ModelBuilder, computed_blocks, require_groups
 from freight.model.mixers.attention.layer import Attention
 from freight.model.mixers.spec import Mixer
 from freight.model.open import OpenModel
-from freight.model.shapes import layer_shapes
+from freight.model.shapes import predicting_shapes
 from freight.model.sources import CheckpointSource, Stored
 from freight.model.stored import find_matrices
 from freight.operands.activation import GateFunction
@@ -200,6 +201,8 @@ def _builder(
     _require_all_read(checkpoint, predicting, names, needed)
     require_groups(kernels, matrices.four, config.int4)
     stored: dict[str, Stored] = {**matrices.linears, **matrices.four}
+    if kernels.multiplies_blocks and not config.weight_format.is_quantized:
+        stored |= _blocks(checkpoint, model, predicting, shapes)
     source = CheckpointSource(
         checkpoint,
         config.compute_format,
@@ -214,18 +217,22 @@ def _builder(
     return ModelBuilder(source, model, names, shapes, kernels)
 
 
-def predicting_shapes(model: ModelConfig, predicting: PredictingConfig) -> dict[str, Shape]:
-    """Return every tensor that the layers need, with its shape."""
-    form = predicting.form
-    hidden = model.hidden_size
-    layer = layer_shapes(predicting.layer, model, tensor_names(model))
-    shapes: dict[str, Shape] = {}
-    for index, prefix in enumerate(predicting.prefixes):
-        shapes |= {prefix + name: shape for name, shape in layer.items()}
-        shapes[predicting.weight(index, form.projection)] = (hidden, 2 * hidden)
-        for norm in (form.embedding_norm, form.features_norm, form.norm):
-            shapes[predicting.weight(index, norm)] = (hidden,)
-    return shapes
+def _blocks(
+    checkpoint: Checkpoint,
+    model: ModelConfig,
+    predicting: PredictingConfig,
+    shapes: Mapping[str, Shape],
+) -> dict[str, StoredBlocks]:
+    """Return the matrices that are computed in a GGUF file's blocks. model: with one such layer alone."""
+    names = tensor_names(model)
+    outside = {
+        name: size for name, size in shapes.items() if not name.startswith(predicting.prefixes)
+    }
+    blocks = find_blocks(checkpoint, outside)
+    for prefix in predicting.prefixes:
+        own = {name: size for name, size in shapes.items() if name.startswith(prefix)}
+        blocks |= computed_blocks(checkpoint, model, replace(names, layer=prefix), own)
+    return blocks
 
 
 def _require_all_read(

@@ -20,6 +20,7 @@ from freight.model.config.layer import (
 )
 from freight.model.config.model import ModelConfig
 from freight.model.config.pooling import PoolingConfig
+from freight.model.config.predicting import PredictingConfig
 from freight.model.config.tensor_names import TensorNames
 from freight.model.mixers.spec import mixer_parts
 
@@ -54,6 +55,20 @@ def tensor_shapes(config: ModelConfig) -> dict[str, Shape]:
     for index, layer in enumerate(c.layers):
         prefix = names.layer.format(index)
         shapes |= {prefix + name: shape for name, shape in layer_shapes(layer, c, names).items()}
+    return shapes
+
+
+def predicting_shapes(model: ModelConfig, predicting: PredictingConfig) -> dict[str, Shape]:
+    """Return every tensor that the layers need, with its shape."""
+    form = predicting.form
+    hidden = model.hidden_size
+    layer = layer_shapes(predicting.layer, model, tensor_names(model))
+    shapes: dict[str, Shape] = {}
+    for index, prefix in enumerate(predicting.prefixes):
+        shapes |= {prefix + name: shape for name, shape in layer.items()}
+        shapes[predicting.weight(index, form.projection)] = (hidden, 2 * hidden)
+        for norm in (form.embedding_norm, form.features_norm, form.norm):
+            shapes[predicting.weight(index, norm)] = (hidden,)
     return shapes
 
 

@@ -26,6 +26,7 @@ from freight.fp8.scheme import (
     int4_group,
 )
 from freight.model.architectures import tensor_names
+from freight.model.config.eagle import EagleConfig
 from freight.model.config.layer import (
     DenseConfig,
     FeedForward,
@@ -34,10 +35,11 @@ from freight.model.config.layer import (
     NormPlacement,
 )
 from freight.model.config.model import ForeignModel, ModelConfig
+from freight.model.config.predicting import PredictingConfig
 from freight.model.config.rope import QUERY_SCALING
 from freight.model.config.tensor_names import TensorNames
 from freight.model.mixers.spec import Mixer, mixer_parts
-from freight.model.shapes import shared_names, tensor_shapes
+from freight.model.shapes import predicting_shapes, shared_names, tensor_shapes
 from freight.model.shares import share_of
 from freight.parallel.stages import StageCosts
 
@@ -48,6 +50,7 @@ LinearOf = Callable[[str], LinearScheme | None]
 ONLINE = LinearScheme(WeightScales.ROW, Activations.DYNAMIC)
 _BLOCK = 128  # outputs and inputs that share a block scale
 _SCALE = 4  # bytes of a scale
+_ID = 8  # bytes of a token id
 # Bytes of 32 inputs of 16 rows: 256 of 4-bit codes, and a byte per row for the scale
 _MXFP4_UNIT = 272
 # Bytes of a block of a row as kernels hold it, where scales of 6 bits become bytes (csrc/packed.h)
@@ -73,17 +76,18 @@ class Layout(StrEnum):
 class LoadedBytes:
     """Bytes of a loaded model. `embeddings`: embedding, head and their projections; `layers`:
     layers and norms, with scales and biases; `tables`: cos, sin and the factor of queries of every
-    position; `adapters`: the memory for adapters.
+    position; `adapters`: the memory for adapters; `head`: what drafts, with its tables.
     """
 
     layers: int
     embeddings: int
     tables: int
     adapters: int = 0
+    head: int = 0
 
     @property
     def total(self) -> int:
-        return self.layers + self.embeddings + self.tables + self.adapters
+        return self.layers + self.embeddings + self.tables + self.adapters + self.head
 
     def __add__(self, other: LoadedBytes) -> LoadedBytes:
         return LoadedBytes(
@@ -91,6 +95,7 @@ class LoadedBytes:
             self.embeddings + other.embeddings,
             self.tables + other.tables,
             self.adapters + other.adapters,
+            self.head + other.head,
         )
 
 
@@ -182,6 +187,57 @@ def loaded_bytes(
     count = _Count.of_rank(model, compute, weights, linear_of, layout, ranks)
     tables = table_bytes(count.model, range(model.num_layers), max_len)
     return LoadedBytes(sum(count.layers()) + count.final(), count.embeddings(), tables)
+
+
+def predicting_bytes(
+    model: ModelConfig,
+    predicting: PredictingConfig,
+    compute: Format,
+    weights: Format,
+    linear_of: LinearOf,
+    layout: Layout,
+    max_len: int,
+) -> int:
+    """Count the first of the layers of `model` that predict further tokens, which is the one that
+    drafts, with its tables. Its embedding and head are the model's. Arguments are those of
+    `loaded_bytes`.
+    """
+    alone = replace(model, layers=(predicting.layer,))
+    form = predicting.form
+    names = replace(tensor_names(alone), layer=predicting.prefixes[0])
+    shapes = predicting_shapes(model, predicting)
+    count = _Count(alone, compute, weights, linear_of, layout, names, shapes)
+    size = count.layer(0, predicting.layer)
+    size += count.kept([predicting.module(0, form.projection)])
+    size += 2 * count.norm_weight(model.hidden_size) + count.norm(model.hidden_size)
+    if form.masks_first:
+        size += max_len * compute.bytes
+    return size + table_bytes(alone, range(1), max_len)
+
+
+def eagle_bytes(
+    eagle: EagleConfig, shapes: Mapping[str, Shape], compute: Format, layout: Layout, max_len: int
+) -> int:
+    """Count an EAGLE-3 head, with its tables and the ids of its vocabulary, for positions below
+    `max_len`. shapes: its tensors but those ids; without an embedding it takes the model's.
+    """
+    model = eagle.model
+    names = tensor_names(model)
+    prefix = names.layer.format(0)
+    layer = model.layers[0]
+    count = _Count(model, compute, compute, lambda _: None, layout, names, shapes)
+    size = count.mixer(prefix, layer.mixer) + count.feed_forward(prefix, layer.feed_forward)
+    for name, shape in shapes.items():
+        if "norm" in name and ".self_attn." not in name:  # those are the mixer's
+            size += count.norm_weight(prod(shape))
+    if "fc.weight" in shapes:
+        size += count.kept(["fc"])
+    size += matrix_bytes(*shapes[names.head], compute, scales=None, layout=layout)
+    if names.embedding in shapes:
+        size += count.values("", names.embedding) * compute.bytes
+    if eagle.draft_vocab_size != model.vocab_size:
+        size += _ID * eagle.draft_vocab_size
+    return size + table_bytes(model, range(1), max_len)
 
 
 def table_bytes(model: ModelConfig, layers: Iterable[int], max_len: int) -> int:

@@ -22,6 +22,8 @@ from os import PathLike
 
 from freight.base.fields import is_integer
 from freight.errors import ConfigError, choices
+from freight.model.config.model import ModelConfig
+from freight.model.mixers.spec import PagedMixer
 
 MOST_DRAFTS = 63  # with the row before them, the 64 rows of the largest captured step
 DEFAULT_DRAFTS = 8  # of 9 rows a step takes a quarter longer than of 1 (`engine/drafts.py`)
@@ -108,6 +110,23 @@ def speculation(speculate: object, config: str | None) -> Speculation:
         return configured
     finds_head = configured.head is None
     return Speculation(configured.most, True, configured.head, finds_head)
+
+
+def require_drafts_of(model: ModelConfig, name: str) -> None:
+    """Raise ConfigError unless `model`, which messages call `name`, can draft for another one."""
+    if model.foreign is not None:
+        raise ConfigError(
+            f"--speculative-config: {name} is of model_type {model.model_type!r}, which runs through transformers' "
+            "modules; what drafts needs Freight's own decoder"
+        )
+    if not model.generates:
+        raise ConfigError(f"--speculative-config: {name} gives no text, and so drafts nothing")
+    for layer in model.layers:
+        if not isinstance(layer.mixer, PagedMixer):
+            raise ConfigError(
+                f"--speculative-config: {name} ({model.model_type}) has layers that keep a state, which do not take "
+                "back a draft; use a model of attention alone"
+            )
 
 
 def written(config: object) -> str | None:

@@ -61,14 +61,38 @@ def test_adapters_are_counted_and_named(freight: Run, llama: str) -> None:
     assert counted["adapter_bytes"] == 8 * 64 * 2 * LORA_CHANNELS
     answer = freight("plan", llama, *options)
     assert_names(answer.out, size(counted["adapter_bytes"]), "8 adapters of rank 64")
-    assert_names(
-        answer.out, "--speculative-config", "is not counted"
-    )  # on a CPU, where there are any
+    # on a CPU, where there are any
+    assert_names(answer.out, "--speculative-config", "is counted where it is named")
     verdict = answer.out.splitlines()[-1]
     assert_names(verdict, "--enable-lora --max-loras 8 --max-lora-rank 64")
     refused = freight("plan", llama, *options, "--max-loras", "1024")
     assert refused.code == 1
     assert_names(refused.err, "adapters need", "--max-loras", "--max-lora-rank", "at least")
+
+
+def test_what_drafts_is_counted_and_named(freight: Run) -> None:
+    config = '{"method": "draft_model", "model": "demo"}'
+    wish = ("demo", "--memory", "64MiB", "--context", "128", "--device", "cpu")
+    options = (*wish, "--speculative-config", config)
+    made = json.loads(freight("plan", *options, "--json").out)
+    assert made["head"] == {"method": "draft_model", "model": "demo", "layers": 6}
+    for setting in made["settings"]:
+        parts = ("weight_bytes", "embedding_bytes", "rotary_table_bytes")
+        assert setting["head_bytes"] == sum(setting[part] for part in parts)
+        assert 2 * setting["head_bytes_per_token"] >= setting["bytes_per_token"]
+    answer = freight("plan", *options)
+    assert_names(answer.out, "What drafts is counted, the second model demo: 13.1 MiB", "3,072 of")
+    assert f"--speculative-config '{config}'" in answer.out.splitlines()[-1]
+    without = json.loads(freight("plan", *wish, "--json").out)
+    assert "head" not in without
+    assert without["settings"][0]["head_bytes"] == 0
+    none = freight("plan", *wish, "--speculate", "auto")
+    assert_names(none.out, "No head drafts", "--speculate auto")
+    small = freight("plan", "demo", "--memory", "8MiB", "--device", "cpu", *options[-2:])
+    assert small.code == 1
+    assert_names(small.err, "the head has", "omit --speculative-config")
+    refused = freight("plan", *wish, "--speculative-config", '{"method": "mtp"}')
+    assert_names(refused.err, "demo has no layers that predict further tokens")
 
 
 def test_ranks_are_planned_without_torch(freight: Run, llama: str) -> None:

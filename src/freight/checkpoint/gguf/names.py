@@ -16,6 +16,7 @@ from functools import cache
 from itertools import chain
 
 from freight.base.fields import MOST_PARTS, JsonObject, integer
+from freight.checkpoint.gguf.architectures import ROWS
 from freight.checkpoint.gguf.config import GGUFConfig
 from freight.checkpoint.gguf.keys import Shapes
 from freight.checkpoint.gguf.ropes import ROPE_TENSORS
@@ -23,6 +24,7 @@ from freight.errors import CheckpointError
 
 SENSES = "of the models of pictures or sound: Freight runs the text model alone"
 PREDICTS = "of layers that predict further tokens: Freight does not run them"
+COPIES = "a copy of the model's embedding or head, which layers that predict further tokens share"
 
 
 class Change(StrEnum):
@@ -73,6 +75,27 @@ class TensorPlaces:
 
 
 @dataclass(frozen=True)
+class _Predicting:
+    """Names of the layers that predict further tokens. In a file they are the last blocks, counted in
+    `block_count`, whose tensors `nextn.NAME` stand beside those of an ordinary block (llama.cpp's
+    `gguf-py/gguf/constants.py`, MODEL_TENSOR.NEXTN_*, and `src/models/glm4-moe.cpp`).
+
+    layer     prefix of each; `{}` counts on from the model's layers if `follows`, else from 0
+    outside   prefix of `modules`; None: that of the layer
+    modules   module of the file, behind `nextn.` -> that of the Hugging Face form
+    """
+
+    layer: str
+    modules: Mapping[str, str]
+    follows: bool = False
+    outside: str | None = None
+
+    def prefix(self, index: int, layers: int) -> str:
+        """Return the prefix of the layer `index`, of a model with so many layers."""
+        return self.layer.format(index + self.follows * layers)
+
+
+@dataclass(frozen=True)
 class _Row:
     """Names and changes of one architecture; names are those within a layer.
 
@@ -82,6 +105,7 @@ class _Row:
     norms      whether norms have 1 added
     gated      whether q has as many rows again, of the gate of attention's result
     outer      tensors outside of layers
+    predicting  names of layers that predict further tokens; None: they are not read
     special    places of tensors that are not renamed alone: `_special`
     """
 
@@ -95,6 +119,7 @@ class _Row:
     norms: bool = False
     gated: bool = False
     outer: Mapping[str, str] = field(default_factory=dict)
+    predicting: _Predicting | None = None
     special: Callable[[_File], None] | None = None
 
 
@@ -147,20 +172,27 @@ def tensor_names(gguf: GGUFConfig, shapes: Shapes) -> TensorPlaces:
     Raises CheckpointError for a tensor that has no place, or another shape than the keys ask for.
     """
     row = _ROWS[gguf.architecture]
-    file = _File(gguf, shapes)
+    file = _File(gguf, shapes, row.predicting)
     if row.special is not None:
         row.special(file)
     _divide_joined(file, row)
     for name in shapes:
         if name not in file.used:
             _place(file, row, name)
+    _share_norm(file, row)
     return TensorPlaces(file.placed, file.skipped)
 
 
 class _File:
-    """The tensors of a file while they get their places. `used`: those that have one."""
+    """The tensors of a file while they get their places.
 
-    def __init__(self, gguf: GGUFConfig, shapes: Shapes) -> None:
+    used      those that have one
+    layers    the model's layers
+    prefixes  prefix in the Hugging Face form of each block that is read: those layers, and then those
+              that predict further tokens
+    """
+
+    def __init__(self, gguf: GGUFConfig, shapes: Shapes, predicting: _Predicting | None) -> None:
         self.gguf = gguf
         self.config: JsonObject = gguf.config
         self.shapes = shapes
@@ -168,6 +200,11 @@ class _File:
         self.skipped: dict[str, str] = {}
         self.used: set[str] = set()
         self.layers = integer(gguf.config, "num_hidden_layers")
+        self.prefixes = [f"model.layers.{index}." for index in range(self.layers)]
+        key = ROWS[gguf.architecture].predicting
+        if predicting is not None and key is not None:
+            for index in range(integer(gguf.config, key, 0, least=0)):
+                self.prefixes.append(predicting.prefix(index, self.layers))
 
     def put(self, name: str, place: Placed) -> None:
         """Give the Hugging Face tensor `name` its place."""
@@ -180,7 +217,7 @@ class _File:
 
     def layers_with(self, tensor: str) -> list[tuple[str, str]]:
         """Return (prefix here, prefix of the Hugging Face form) of the layers that have a tensor."""
-        prefixes = ((f"blk.{index}.", f"model.layers.{index}.") for index in range(self.layers))
+        prefixes = ((f"blk.{index}.", prefix) for index, prefix in enumerate(self.prefixes))
         return [both for both in prefixes if both[0] + tensor in self.shapes]
 
     def sizes(self, name: str, dimensions: int) -> tuple[int, ...]:
@@ -201,6 +238,11 @@ class _File:
             )
 
 
+_NEXTN = "nextn."
+_PROJECTION = "eh_proj"
+_LAST_NORM = "shared_head_norm"
+_OUTPUT_NORM = "output_norm.weight"
+_COPIED = ("embed_tokens", "shared_head_head")
 _LAYER = re.compile(r"blk\.(0|[1-9][0-9]{0,8})\.(.+)", re.ASCII)
 _SENSES = ("v.", "a.", "mm.")  # files that have all models in one
 _STACKED = {"ffn_gate_exps": 0, "ffn_up_exps": 1, "ffn_down_exps": 2}
@@ -219,8 +261,11 @@ def _place(file: _File, row: _Row, name: str) -> None:
         file.put(outer[name], _changed(row, outer[name], Placed((name,))))
         return
     match = _LAYER.fullmatch(name)
-    if match is not None and int(match[1]) >= file.layers:
+    if match is not None and int(match[1]) >= len(file.prefixes):
         file.skipped[name] = PREDICTS
+        return
+    if match is not None and int(match[1]) >= file.layers and match[2].startswith(_NEXTN):
+        _place_beside(file, row, name, int(match[1]))
         return
     if match is None or not _place_in_layer(file, row, name, match):
         raise CheckpointError(
@@ -230,7 +275,7 @@ def _place(file: _File, row: _Row, name: str) -> None:
 
 def _place_in_layer(file: _File, row: _Row, name: str, match: re.Match[str]) -> bool:
     """Give a tensor of a layer its place. Returns whether it has one."""
-    prefix = f"model.layers.{match[1]}."
+    prefix = file.prefixes[int(match[1])]
     tensor = match[2]
     module, dot, kind = tensor.rpartition(".")
     if module in _STACKED and kind in ("weight", "bias"):
@@ -250,6 +295,40 @@ def _place_in_layer(file: _File, row: _Row, name: str, match: re.Match[str]) -> 
         place = replace(place, rows=_unpermuted(file, name, module))
     file.put(target, _changed(row, target, place))
     return True
+
+
+def _place_beside(file: _File, row: _Row, name: str, block: int) -> None:
+    """Give a tensor `nextn.…` of a block its place. Raises CheckpointError for an unknown one."""
+    form = row.predicting
+    assert form is not None
+    module, _, kind = name.split(_NEXTN)[1].rpartition(".")
+    if module in _COPIED:
+        file.skipped[name] = COPIES
+        return
+    if module not in form.modules or kind != "weight":
+        raise CheckpointError(
+            f"GGUF: tensor {name} has no place in {file.gguf.architecture} as Freight knows it"
+        )
+    place = Placed((name,))
+    if row.norms and module != _PROJECTION:
+        place = replace(place, change=Change.MINUS_ONE)
+    prefix = form.outside or file.prefixes[block]
+    file.put(f"{prefix}{form.modules[module]}.weight", place)
+
+
+def _share_norm(file: _File, row: _Row) -> None:
+    """Give layers that predict further tokens the model's last norm where a file has none for them: so
+    llama.cpp reads it (`src/models/qwen35.cpp`, where `nextn.shared_head_norm` may be missing).
+    """
+    form = row.predicting
+    for block in range(file.layers, len(file.prefixes)):
+        assert form is not None
+        beside = f"blk.{block}.{_NEXTN}"
+        has_layer = f"{beside}{_PROJECTION}.weight" in file.shapes
+        has_norm = f"{beside}{_LAST_NORM}.weight" in file.shapes
+        if has_layer and not has_norm and _OUTPUT_NORM in file.shapes:
+            target = f"{form.outside or file.prefixes[block]}{form.modules[_LAST_NORM]}.weight"
+            file.put(target, _changed(row, target, Placed((_OUTPUT_NORM,))))
 
 
 def _changed(row: _Row, target: str, place: Placed) -> Placed:
@@ -526,6 +605,29 @@ _LFM2 = _Row(
     },
     special=_convolutions,
 )
+# conversion/glm.py (Glm4MoeModel, and Glm4MoeLiteModel of GLM-4.7-Flash as deepseek2): by the names of
+# the folder. The converter leaves these layers of DeepSeek-V3 itself out (conversion/deepseek.py, skip_mtp)
+_AFTER = _Predicting(
+    "model.layers.{}.",
+    {
+        _PROJECTION: "eh_proj",
+        "enorm": "enorm",
+        "hnorm": "hnorm",
+        _LAST_NORM: "shared_head.norm",
+    },
+    follows=True,
+)
+# conversion/qwen.py, _Qwen35MtpMixin: the names of NextN in place of mtp.*, and so 1 is added to all norms
+_OUTSIDE = _Predicting(
+    "mtp.layers.{}.",
+    {
+        _PROJECTION: "fc",
+        "enorm": "pre_fc_norm_embedding",
+        "hnorm": "pre_fc_norm_hidden",
+        _LAST_NORM: "norm",
+    },
+    outside="mtp.",
+)
 _MIXTRAL = (
     "block_sparse_moe.experts.{}.w1",
     "block_sparse_moe.experts.{}.w3",
@@ -594,7 +696,7 @@ _ROWS: Mapping[str, _Row] = {
             "post_ffw_norm": "post_mlp_layernorm",
         }
     ),
-    "glm4moe": _Row({**_NORMED_AFTER, **_QK_NORMS, **_DEEPSEEK_EXPERTS}),
+    "glm4moe": _Row({**_NORMED_AFTER, **_QK_NORMS, **_DEEPSEEK_EXPERTS}, predicting=_AFTER),
     "deepseek2": _Row(
         {
             **_DEEPSEEK_EXPERTS,
@@ -605,13 +707,18 @@ _ROWS: Mapping[str, _Row] = {
             "attn_kv_a_norm": "self_attn.kv_a_layernorm",
             "attn_kv_b": "self_attn.kv_b_proj",
         },
+        predicting=_AFTER,
         special=_latents,
     ),
     "lfm2": _LFM2,
     "lfm2moe": _LFM2,
-    "qwen35": _Row(_DELTA_NET, norms=True, gated=True, special=_delta_nets),
+    "qwen35": _Row(_DELTA_NET, norms=True, gated=True, predicting=_OUTSIDE, special=_delta_nets),
     "qwen35moe": _Row(
-        {**_DELTA_NET, **_ROUTED, **_SHARED_EXPERT}, norms=True, gated=True, special=_delta_nets
+        {**_DELTA_NET, **_ROUTED, **_SHARED_EXPERT},
+        norms=True,
+        gated=True,
+        predicting=_OUTSIDE,
+        special=_delta_nets,
     ),
     # ssm_in: in older files, before the converter divided it
     "qwen3next": _Row(

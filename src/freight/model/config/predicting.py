@@ -33,9 +33,12 @@ class PredictingConfig:
         return f"{self.module(index, name)}.weight"
 
 
-def published_predicting(model: ModelConfig, tensors: Collection[str]) -> PredictingConfig | None:
+def published_predicting(
+    model: ModelConfig, tensors: Collection[str] | None
+) -> PredictingConfig | None:
     """Return the layers that predict further tokens, of a model whose checkpoint has `tensors`; None
-    if it has none, or declares none, or if the family's are not read.
+    if it has none, or declares none, or if the family's are not read. Where no tensor is known
+    (`tensors` None) they are those that config.json declares.
     """
     family = FAMILIES.get(model.model_type)
     if family is None or family.predicting is None:
@@ -45,9 +48,10 @@ def published_predicting(model: ModelConfig, tensors: Collection[str]) -> Predic
     first = model.num_layers if form.follows else 0
     prefixes: list[str] = []
     # Qwen3-Next has no key of their number
-    while len(prefixes) < model.prediction_layers or not family.next_token_keys:
+    keyless = tensors is not None and not family.next_token_keys
+    while len(prefixes) < model.prediction_layers or keyless:
         prefix = outer + form.layer.format(first + len(prefixes))
-        if prefix + family.tensors.attention_norm not in tensors:
+        if tensors is not None and prefix + family.tensors.attention_norm not in tensors:
             break
         prefixes.append(prefix)
     if not prefixes:
