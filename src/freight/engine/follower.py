@@ -269,20 +269,18 @@ def _runners(
     head: DraftHead | None,
     pool: KVPool,
 ) -> tuple[ModelRunner, HeadRunner | None]:
-    """Return what runs the model, and what runs a head that drafts, over their layers of `pool`."""
+    """Return what runs the model, and what runs a head that drafts, over their layers of `pool`. The
+    features that a head takes come from rank 0.
+    """
     kernels = opened.kernels(config)
-    feature_layers = None
     of_head = None
     if head is not None:
         num_layers = opened.model.num_layers
         layers = range(num_layers, len(pool.layers))
         of_head = head_runner(head, pool.of_layers(layers), kernels, config)
         pool = pool.of_layers(range(num_layers))
-        feature_layers = head.feature_layers
-    captured = captured_steps(model, pool, kernels, config, feature_layers)
-    runner = ModelRunner(
-        model, pool, config.device, captured, leader=None, feature_layers=feature_layers
-    )
+    captured = captured_steps(model, pool, kernels, config)
+    runner = ModelRunner(model, pool, config.device, captured)
     return runner, of_head
 
 
